@@ -1,0 +1,54 @@
+# What every target shares, and how a room becomes sources and a test program.
+
+# lockstep_rooms(VARIABLE room...): the rooms' sources, without their tests.
+function(lockstep_rooms variable)
+  set(sources)
+  foreach(room IN LISTS ARGN)
+    file(GLOB_RECURSE found CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${room}/*.cc)
+    list(FILTER found EXCLUDE REGEX "_test\\.cc$")
+    list(APPEND sources ${found})
+  endforeach()
+  set(${variable} ${sources} PARENT_SCOPE)
+endfunction()
+
+function(lockstep_settings target)
+  target_include_directories(${target} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
+    PRIVATE ${PROJECT_SOURCE_DIR}/src)
+  # -fno-math-errno lets the compiler vectorize square roots; nothing here reads errno after mathematics.
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-missing-field-initializers -Werror
+    -fno-math-errno)
+  if(LOCKSTEP_SANITIZE)
+    target_compile_options(${target} PRIVATE -fsanitize=${LOCKSTEP_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
+    target_link_options(${target} PUBLIC -fsanitize=${LOCKSTEP_SANITIZE})
+  endif()
+endfunction()
+
+# lockstep_room_tests(LIBRARY room...): one test program a room, of the *_test.cc files that stand beside its code.
+function(lockstep_room_tests library)
+  foreach(room IN LISTS ARGN)
+    file(GLOB_RECURSE tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${room}/*_test.cc)
+    if(tests)
+      lockstep_test(${room}_test ${library} ${tests})
+    endif()
+  endforeach()
+endfunction()
+
+# lockstep_test(NAME LIBRARY source...): a GoogleTest program, one ctest entry.
+function(lockstep_test name library)
+  add_executable(${name} ${ARGN})
+  lockstep_settings(${name})
+  target_link_libraries(${name} PRIVATE ${library} GTest::gtest GTest::gtest_main nlohmann_json::nlohmann_json ZLIB::ZLIB)
+  target_compile_definitions(${name} PRIVATE LOCKSTEP_SOURCE_DIR="${PROJECT_SOURCE_DIR}" LOCKSTEP_BINARY_DIR="${PROJECT_BINARY_DIR}")
+  if(library STREQUAL lockstep)
+    lockstep_torch_program(${name})
+  endif()
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(${name} PROPERTIES TIMEOUT 900)
+endfunction()
+
+# A program of ours that includes torch: it shares the library's precompiled header, which asks for the same code model.
+function(lockstep_torch_program name)
+  set_target_properties(${name} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+  target_compile_options(${name} PRIVATE -fPIC)
+  target_precompile_headers(${name} REUSE_FROM lockstep)
+endfunction()

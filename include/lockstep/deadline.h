@@ -1,0 +1,30 @@
+// A moment after which a wait gives up. Every call that can wait takes one.
+#pragma once
+
+#include <chrono>
+
+namespace lockstep {
+
+// A value; any thread may copy and read it.
+class Deadline {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // The moment `timeout` from now.
+  static Deadline after(std::chrono::duration<double> timeout) { return Deadline(Clock::now(), timeout); }
+
+  Clock::time_point time() const noexcept { return time_; }
+  bool passed() const noexcept { return Clock::now() >= time_; }
+
+  // How long a wait that began when this deadline was made has taken by now.
+  std::chrono::duration<double> waited() const noexcept { return Clock::now() - start_; }
+
+ private:
+  Deadline(Clock::time_point start, std::chrono::duration<double> timeout)
+      : start_(start), time_(start + std::chrono::duration_cast<Clock::duration>(timeout)) {}
+
+  Clock::time_point start_;
+  Clock::time_point time_;
+};
+
+}  // namespace lockstep

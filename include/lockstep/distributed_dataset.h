@@ -1,0 +1,70 @@
+// A data set whose elements come in one part a replica.
+#pragma once
+
+#include <iterator>
+#include <optional>
+
+#include "lockstep/dataset.h"
+#include "lockstep/replica_values.h"
+
+namespace lockstep {
+
+// Belongs to one thread at a time.
+class DistributedIterator {
+ public:
+  enum class Kind { split, one_each };  // how an element of the data set reaches the replicas
+
+  DistributedIterator(DatasetIterator input, Kind kind, int replicas)
+      : input_(std::move(input)), kind_(kind), replicas_(replicas) {}
+
+  // Each replica's part of the next global batch, without examples (size 0) where there are too few; or nothing at the end.
+  std::optional<PerReplica<Example>> next();
+
+  Position position() const { return input_.position(); }
+
+ private:
+  DatasetIterator input_;
+  Kind kind_;
+  int replicas_;
+};
+
+// What Strategy::distribute returns. A value; `for (auto& batch : distributed)` walks epoch 0.
+class DistributedDataset {
+ public:
+  DistributedDataset(Dataset dataset, DistributedIterator::Kind kind, int replicas)
+      : dataset_(std::move(dataset)), kind_(kind), replicas_(replicas) {}
+
+  DistributedIterator iterate(Position position = {}) const { return {dataset_.iterate(position), kind_, replicas_}; }
+
+  // Global batches an epoch, or Dataset::kInfinite or kUnknown.
+  std::int64_t cardinality() const;
+
+  class Range;
+  Range begin() const;
+  std::default_sentinel_t end() const { return {}; }
+
+ private:
+  Dataset dataset_;
+  DistributedIterator::Kind kind_;
+  int replicas_;
+};
+
+// An input iterator, for range-for.
+class DistributedDataset::Range {
+ public:
+  explicit Range(DistributedIterator iterator) : iterator_(std::move(iterator)), batch_(iterator_.next()) {}
+  PerReplica<Example>& operator*() { return *batch_; }
+  Range& operator++() {
+    batch_ = iterator_.next();
+    return *this;
+  }
+  bool operator==(std::default_sentinel_t) const { return !batch_.has_value(); }
+
+ private:
+  DistributedIterator iterator_;
+  std::optional<PerReplica<Example>> batch_;
+};
+
+inline DistributedDataset::Range DistributedDataset::begin() const { return Range(iterate()); }
+
+}  // namespace lockstep

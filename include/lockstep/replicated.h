@@ -1,0 +1,83 @@
+// A module that every replica has a copy of, and the state of an optimizer for it: what a custom loop trains.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/checkpoint.h"
+#include "lockstep/optimizer.h"
+#include "lockstep/tensor.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep {
+
+class ReplicaContext;
+class ReplicatedParameters;
+class UpdateEngine;
+
+// A shared handle. A replica's step touches its own copy only; everything here is for the thread that calls Strategy::run,
+// between runs.
+class ReplicatedModule {
+ public:
+  explicit ReplicatedModule(std::shared_ptr<ReplicatedParameters> parameters) : parameters_(std::move(parameters)) {}
+
+  // Named by the module's parameter and buffer names; what tied parameters share is stored under their first name.
+  // Buffers are averaged over the replicas first.
+  Trackable trackable() const;
+
+  void train(bool on = true) const;
+  void eval() const { train(false); }
+
+  const std::shared_ptr<ReplicatedParameters>& parameters() const { return parameters_; }
+
+ private:
+  std::shared_ptr<ReplicatedParameters> parameters_;
+};
+
+// The copies as the type that the factory returned: a module holder (Net) or a shared_ptr. Equal bit for bit, like
+// tf.distribute's Mirrored; element i is replica i's.
+template <class Holder>
+class Mirrored : public ReplicatedModule {
+ public:
+  Mirrored(std::shared_ptr<ReplicatedParameters> parameters, std::vector<Holder> replicas)
+      : ReplicatedModule(std::move(parameters)), replicas_(std::move(replicas)) {}
+
+  int size() const { return static_cast<int>(replicas_.size()); }
+  Holder& operator[](int replica) { return replicas_[static_cast<std::size_t>(replica)]; }
+
+ private:
+  std::vector<Holder> replicas_;
+};
+
+// A shared handle. minimize and apply_gradients are for step functions, on all replicas at once; the rest is for the thread
+// that calls Strategy::run, between runs.
+class ReplicatedOptimizer {
+ public:
+  explicit ReplicatedOptimizer(std::shared_ptr<UpdateEngine> engine) : engine_(std::move(engine)) {}
+
+  // Collective. Backward from `loss`, a scalar: the sum over this replica's examples. Then apply_gradients.
+  void minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const;
+
+  // Collective. Updates with (sum of all replicas' gradients) / (sum of their weights), so that with a loss summed over
+  // examples and `weight` the number of them, N replicas make the update of the whole batch. A replica without examples
+  // calls it with weight 0. Throws with all variables as they were when any replica failed before.
+  void apply_gradients(const ReplicaContext& replica, double weight) const;
+
+  std::int64_t iterations() const;     // updates so far
+  double learning_rate() const;        // of the next update
+  void set_learning_rate(double rate) const;  // from now on, in place of the optimizer's own
+
+  Trackable trackable() const;
+
+  const std::shared_ptr<UpdateEngine>& engine() const { return engine_; }
+
+ private:
+  std::shared_ptr<UpdateEngine> engine_;
+};
+
+}  // namespace lockstep

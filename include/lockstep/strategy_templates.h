@@ -1,0 +1,78 @@
+// The templates of Strategy. Included by strategy.h.
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include "lockstep/strategy.h"
+
+namespace lockstep {
+
+namespace internal {
+
+// Of a value with one element a replica, the replica's; any other value as it is.
+template <class T>
+T& on_replica(T& value, int) {
+  return value;
+}
+template <class T>
+T& on_replica(PerReplica<T>& value, int replica) {
+  return value[replica];
+}
+template <class T>
+const T& on_replica(const PerReplica<T>& value, int replica) {
+  return value[replica];
+}
+template <class Holder>
+Holder& on_replica(Mirrored<Holder>& value, int replica) {
+  return value[replica];
+}
+
+// The module of a holder, or of a shared pointer.
+template <class Holder>
+std::shared_ptr<torch::nn::Module> module_of(const Holder& holder) {
+  return holder.ptr();
+}
+template <class Module>
+std::shared_ptr<torch::nn::Module> module_of(const std::shared_ptr<Module>& module) {
+  return module;
+}
+
+// Calls `make` once a replica, all with the same random numbers, and binds the modules' parameters to the strategy.
+std::shared_ptr<ReplicatedParameters> replicate_modules(StrategyImpl& strategy,
+                                                        const std::function<std::shared_ptr<torch::nn::Module>()>& make);
+
+}  // namespace internal
+
+template <class Function, class... Args>
+auto Strategy::run(Function&& function, Args&&... args) const {
+  using Result = std::invoke_result_t<Function&, ReplicaContext&, decltype(internal::on_replica(args, 0))...>;
+  if constexpr (std::is_void_v<Result>) {
+    run_on_replicas([&](ReplicaContext& replica) {
+      function(replica, internal::on_replica(args, replica.replica_id())...);
+    });
+  } else {
+    std::vector<std::optional<Result>> results(static_cast<std::size_t>(num_replicas_in_sync()));
+    run_on_replicas([&](ReplicaContext& replica) {
+      results[static_cast<std::size_t>(replica.replica_id())].emplace(
+          function(replica, internal::on_replica(args, replica.replica_id())...));
+    });
+    std::vector<Result> values;
+    values.reserve(results.size());
+    for (auto& result : results) values.push_back(*std::move(result));
+    return PerReplica<Result>(std::move(values));
+  }
+}
+
+template <class Factory>
+auto Strategy::replicate(const Factory& factory) const {
+  using Holder = std::invoke_result_t<const Factory&>;
+  std::vector<Holder> replicas;
+  auto parameters = internal::replicate_modules(impl(), [&] {
+    replicas.push_back(factory());
+    return internal::module_of(replicas.back());
+  });
+  return Mirrored<Holder>(std::move(parameters), std::move(replicas));
+}
+
+}  // namespace lockstep

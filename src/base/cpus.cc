@@ -1,0 +1,62 @@
+#include "base/cpus.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <string>
+
+namespace lockstep {
+namespace {
+
+// The cores that a cpu.max file pays for; +inf when it sets no bound or cannot be read.
+double quota_of(const std::string& cpu_max_path) {
+  std::ifstream file(cpu_max_path);
+  std::string quota;
+  double period = 0;
+  if (!(file >> quota >> period) || quota == "max" || period <= 0) return INFINITY;
+  return std::stod(quota) / period;
+}
+
+// The smallest quota on the way from this process's control group to the root (cgroup v2).
+double cgroup_quota() {
+  std::ifstream file("/proc/self/cgroup");
+  double quota = INFINITY;
+  for (std::string line; std::getline(file, line);) {
+    if (!line.starts_with("0::")) continue;
+    for (std::string group = line.substr(3);; group.resize(group.rfind('/'))) {
+      quota = std::min(quota, quota_of("/sys/fs/cgroup" + group + "/cpu.max"));
+      if (group.empty() || group.find('/') == std::string::npos) break;
+    }
+  }
+  return quota;
+}
+
+}  // namespace
+
+std::vector<int> allowed_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return {0};
+  std::vector<int> cpus;
+  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+  }
+  return cpus;
+}
+
+int usable_cpu_count() {
+  const double allowed = static_cast<double>(allowed_cpus().size());
+  return static_cast<int>(std::max(1.0, std::min(allowed, std::ceil(cgroup_quota()))));
+}
+
+bool pin_current_thread(std::span<const int> cpus) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int cpu : cpus) CPU_SET(cpu, &set);
+  return pthread_setaffinity_np(pthread_self(), sizeof set, &set) == 0;
+}
+
+}  // namespace lockstep

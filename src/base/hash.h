@@ -1,0 +1,24 @@
+// Mixing of integers into well-spread 64-bit seeds.
+#pragma once
+
+#include <cstdint>
+
+namespace lockstep {
+
+// The finalizer of SplitMix64 (Steele, Lea, Flood 2014): a bijection whose output bits all depend on all input bits.
+constexpr std::uint64_t mix(std::uint64_t x) {
+  x += 0x9e3779b97f4a7c15;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+// A seed that depends on every argument and on their order.
+template <class... Rest>
+constexpr std::uint64_t mix(std::uint64_t first, Rest... rest) {
+  std::uint64_t state = mix(first);
+  ((state = mix(state ^ static_cast<std::uint64_t>(rest))), ...);
+  return state;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,35 @@
+#include "lockstep/random.h"
+
+#include "base/hash.h"
+#include "base/mutex.h"
+
+namespace lockstep {
+namespace {
+
+struct Sequence {
+  Mutex mutex;
+  std::uint64_t seed LOCKSTEP_GUARDED_BY(mutex) = 0;
+  std::uint64_t taken LOCKSTEP_GUARDED_BY(mutex) = 0;
+};
+
+Sequence& sequence() {
+  static auto* const instance = new Sequence();  // never destroyed: used by static objects too
+  return *instance;
+}
+
+}  // namespace
+
+void set_random_seed(std::uint64_t seed) {
+  auto& s = sequence();
+  MutexLock lock(s.mutex);
+  s.seed = seed;
+  s.taken = 0;
+}
+
+std::uint64_t next_random_seed() {
+  auto& s = sequence();
+  MutexLock lock(s.mutex);
+  return mix(s.seed, ++s.taken);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,147 @@
+// TensorFlow's index file `checkpoint`, and Checkpoint and CheckpointManager on top of it.
+#include "lockstep/checkpoint.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <sstream>
+
+#include "base/text.h"
+#include "checkpoint/atomic_file.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+// What the text file `checkpoint` says: names relative to its folder, oldest first, the latest included.
+struct CheckpointIndex {
+  std::string latest;
+  std::vector<std::string> all;
+};
+
+// The value of `key: "value"`, or nothing. TensorFlow writes text protobuf; backslash escapes quotes and backslashes.
+bool parse_line(const std::string& line, const std::string& key, std::string& value) {
+  if (!line.starts_with(key + ": \"") || line.back() != '"') return false;
+  value.clear();
+  for (std::size_t i = key.size() + 3; i + 1 < line.size(); ++i) {
+    if (line[i] == '\\' && i + 2 < line.size()) ++i;
+    value.push_back(line[i]);
+  }
+  return true;
+}
+
+std::string quoted(const std::string& value) {
+  std::string result = "\"";
+  for (const char c : value) {
+    if (c == '"' || c == '\\') result.push_back('\\');
+    result.push_back(c);
+  }
+  return result + '"';
+}
+
+fs::path index_file(const fs::path& directory) { return directory / "checkpoint"; }
+
+CheckpointIndex read_index(const fs::path& directory) {
+  CheckpointIndex index;
+  if (!fs::exists(index_file(directory))) return index;
+  const auto bytes = read_file(index_file(directory).string());
+  std::istringstream lines(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
+  std::string value;
+  for (std::string line; std::getline(lines, line);) {
+    if (parse_line(line, "model_checkpoint_path", value)) index.latest = value;
+    if (parse_line(line, "all_model_checkpoint_paths", value)) index.all.push_back(value);
+  }
+  return index;
+}
+
+void write_index(const fs::path& directory, const CheckpointIndex& index) {
+  std::string lines = text("model_checkpoint_path: ", quoted(index.latest), "\n");
+  for (const auto& path : index.all) lines += text("all_model_checkpoint_paths: ", quoted(path), "\n");
+  const auto part = std::as_bytes(std::span(lines));
+  write_file_atomically(index_file(directory).string(), std::span(&part, 1));
+}
+
+fs::path folder_of(const std::string& path) {
+  const auto folder = fs::path(path).parent_path();
+  return folder.empty() ? fs::path(".") : folder;
+}
+
+}  // namespace
+
+std::string latest_checkpoint(const std::string& directory) {
+  const auto latest = read_index(directory).latest;
+  if (latest.empty()) return {};
+  const auto path = fs::path(directory) / latest;
+  return fs::exists(checkpoint_file(path.string())) ? path.string() : std::string();
+}
+
+void record_checkpoint(const std::string& path, int max_to_keep) {
+  const auto folder = folder_of(path);
+  auto index = read_index(folder);
+  index.latest = fs::path(path).filename().string();
+  std::erase(index.all, index.latest);
+  index.all.push_back(index.latest);
+  std::vector<std::string> dropped;
+  if (max_to_keep > 0 && index.all.size() > static_cast<std::size_t>(max_to_keep)) {
+    const auto first_kept = index.all.end() - max_to_keep;
+    dropped.assign(index.all.begin(), first_kept);
+    index.all.erase(index.all.begin(), first_kept);
+  }
+  write_index(folder, index);
+  for (const auto& name : dropped) {
+    std::error_code ignored;  // a file that somebody else removed is as good as removed
+    fs::remove(checkpoint_file((folder / name).string()), ignored);
+  }
+}
+
+Trackable track(std::int64_t& counter) {
+  return {[&counter](Archive& archive, const std::string& prefix) { archive.entries[prefix] = std::to_string(counter); },
+          [&counter](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+            return [&counter, value = std::stoll(archive.entry(prefix))] { counter = value; };
+          }};
+}
+
+void Checkpoint::write(const std::string& path) const {
+  Archive archive;
+  for (const auto& [name, object] : objects_) object.save(archive, name);
+  archive.entries["save_counter"] = std::to_string(save_counter_);
+  write_archive(path, archive);
+}
+
+std::string Checkpoint::save(const std::string& prefix) {
+  const auto path = text(prefix, "-", ++save_counter_);
+  write(path);
+  record_checkpoint(path);
+  return path;
+}
+
+void Checkpoint::restore(const std::string& path) {
+  const Archive archive = read_archive(path);
+  const auto counter = std::stoll(archive.entry("save_counter"));
+  std::vector<std::function<void()>> changes;
+  for (const auto& [name, object] : objects_) changes.push_back(object.load(archive, name));
+  for (const auto& change : changes) change();
+  save_counter_ = counter;
+}
+
+CheckpointManager::CheckpointManager(Checkpoint& checkpoint, std::string directory, CheckpointManagerOptions options)
+    : checkpoint_(checkpoint), directory_(std::move(directory)), options_(std::move(options)) {
+  if (options_.max_to_keep < 0) {
+    throw InvalidArgument(text("CheckpointManager: max_to_keep is ", options_.max_to_keep, "; it must be 0 (all) or more"));
+  }
+}
+
+std::string CheckpointManager::save() {
+  const auto path = checkpoint_.save((fs::path(directory_) / options_.checkpoint_name).string());
+  record_checkpoint(path, options_.max_to_keep);
+  return path;
+}
+
+bool CheckpointManager::restore_or_initialize() {
+  const auto path = latest();
+  if (path.empty()) return false;
+  checkpoint_.restore(path);
+  return true;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,213 @@
+// The safetensors format (https://github.com/huggingface/safetensors):
+//
+//   8 bytes   N, the length of the header, little endian
+//   N bytes   JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}, padded with spaces
+//   the rest  the tensors' bytes; offsets count from here
+//
+// Our own metadata entry "lockstep.crc32" holds the CRC-32 of the whole file, as 8 hexadecimal digits, computed with those
+// digits as zeros.
+#include <zlib.h>
+
+#include <array>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <optional>
+
+#include "base/text.h"
+#include "checkpoint/atomic_file.h"
+#include "lockstep/checkpoint.h"
+
+namespace lockstep {
+namespace {
+
+using Json = nlohmann::json;
+using Bytes = std::span<const std::byte>;
+
+constexpr const char* kChecksumKey = "lockstep.crc32";
+constexpr const char* kNoChecksum = "00000000";
+constexpr std::size_t kLengthBytes = 8;
+constexpr std::size_t kLargestHeader = 100'000'000;  // the format's own bound
+
+struct DtypeName {
+  DType dtype;
+  const char* name;
+};
+constexpr std::array kDtypeNames{
+    DtypeName{DType::float32, "F32"}, DtypeName{DType::float64, "F64"}, DtypeName{DType::float16, "F16"},
+    DtypeName{DType::bfloat16, "BF16"}, DtypeName{DType::int32, "I32"}, DtypeName{DType::int64, "I64"},
+    DtypeName{DType::uint8, "U8"},
+};
+
+std::uint32_t crc_of(std::initializer_list<Bytes> parts) {
+  auto crc = ::crc32(0, nullptr, 0);
+  for (const auto part : parts) crc = ::crc32_z(crc, reinterpret_cast<const Bytef*>(part.data()), part.size());
+  return static_cast<std::uint32_t>(crc);
+}
+
+std::string hex(std::uint32_t value) {
+  std::array<char, 9> digits{};
+  std::snprintf(digits.data(), digits.size(), "%08x", value);
+  return digits.data();
+}
+
+Bytes bytes_of(const std::string& characters) { return std::as_bytes(std::span(characters)); }
+
+// Where the checksum's digits begin in a header's text.
+std::size_t checksum_position(const std::string& header) {
+  const auto key = header.find(text('"', kChecksumKey, "\":\""));
+  return key == std::string::npos ? key : key + std::strlen(kChecksumKey) + 4;
+}
+
+std::string header_of(const Archive& archive) {
+  Json header = Json::object();
+  auto& metadata = header["__metadata__"];
+  metadata = archive.entries;
+  metadata[kChecksumKey] = kNoChecksum;
+  std::size_t offset = 0;
+  for (const auto& [name, tensor] : archive.tensors) {
+    const auto* dtype = std::find_if(kDtypeNames.begin(), kDtypeNames.end(), [&](auto& d) { return d.dtype == tensor.dtype; });
+    header[name] = {{"dtype", dtype->name},
+                    {"shape", tensor.shape},
+                    {"data_offsets", {offset, offset + tensor.bytes.size()}}};
+    offset += tensor.bytes.size();
+  }
+  std::string characters = header.dump();
+  characters.append((8 - characters.size() % 8) % 8, ' ');
+  return characters;
+}
+
+std::string length_of(const std::string& header) {
+  std::string length(kLengthBytes, '\0');
+  for (std::size_t i = 0; i < kLengthBytes; ++i) length[i] = static_cast<char>(header.size() >> (8 * i));
+  return length;
+}
+
+class Reader {
+ public:
+  Reader(std::string file, Bytes bytes) : file_(std::move(file)), bytes_(bytes) {}
+
+  Archive read() const {
+    const std::string header = read_header();
+    check_sum(header);
+    const Json parsed = Json::parse(header, nullptr, false);
+    if (!parsed.is_object()) fail(kLengthBytes, "its header is not a JSON object");
+    const Bytes data = bytes_.subspan(kLengthBytes + header.size());
+    Archive archive;
+    std::size_t used = 0;
+    for (const auto& [name, value] : parsed.items()) {
+      if (name == "__metadata__") {
+        read_entries(value, archive);
+      } else {
+        archive.tensors.emplace(name, read_tensor(name, value, data, used));
+      }
+    }
+    if (used != data.size()) {
+      fail(bytes_.size(), text("its header names ", used, " bytes of tensors, but ", data.size(), " follow it"));
+    }
+    return archive;
+  }
+
+ private:
+  [[noreturn]] void fail(std::size_t offset, const std::string& what) const {
+    throw DataError(text(file_, " is not a whole checkpoint (at byte ", offset, "): ", what));
+  }
+
+  std::string read_header() const {
+    if (bytes_.size() < kLengthBytes) fail(bytes_.size(), text("it has ", bytes_.size(), " bytes only"));
+    std::uint64_t length = 0;
+    for (std::size_t i = 0; i < kLengthBytes; ++i) length |= static_cast<std::uint64_t>(bytes_[i]) << (8 * i);
+    if (length > kLargestHeader || length > bytes_.size() - kLengthBytes) {
+      fail(0, text("its header should have ", length, " bytes, the file has ", bytes_.size()));
+    }
+    return {reinterpret_cast<const char*>(bytes_.data()) + kLengthBytes, length};
+  }
+
+  void check_sum(std::string header) const {
+    const auto position = checksum_position(header);
+    if (position == std::string::npos || position + 8 > header.size()) return;
+    const std::string expected = header.substr(position, 8);
+    header.replace(position, 8, kNoChecksum);
+    const auto found = hex(crc_of({bytes_.first(kLengthBytes), bytes_of(header), bytes_.subspan(kLengthBytes + header.size())}));
+    if (found != expected) {
+      fail(kLengthBytes + position, text("its checksum says ", expected, ", its bytes give ", found, ": it was cut or altered"));
+    }
+  }
+
+  void read_entries(const Json& value, Archive& archive) const {
+    if (!value.is_object()) fail(kLengthBytes, "__metadata__ is not an object");
+    for (const auto& [key, item] : value.items()) {
+      if (!item.is_string()) fail(kLengthBytes, text("__metadata__'s ", key, " is not text"));
+      if (key != kChecksumKey) archive.entries.emplace(key, item.get<std::string>());
+    }
+  }
+
+  StoredTensor read_tensor(const std::string& name, const Json& value, Bytes data, std::size_t& used) const {
+    try {
+      StoredTensor tensor;
+      const auto dtype_name = value.at("dtype").get<std::string>();
+      const auto* dtype = std::find_if(kDtypeNames.begin(), kDtypeNames.end(), [&](auto& d) { return dtype_name == d.name; });
+      if (dtype == kDtypeNames.end()) fail(kLengthBytes, text(name, " has dtype ", dtype_name, ", which Lockstep does not read"));
+      tensor.dtype = dtype->dtype;
+      tensor.shape = value.at("shape").get<std::vector<std::int64_t>>();
+      const auto offsets = value.at("data_offsets").get<std::array<std::size_t, 2>>();
+      std::size_t bytes = size_of(tensor.dtype);
+      for (const auto size : tensor.shape) {
+        if (size < 0 || __builtin_mul_overflow(bytes, static_cast<std::size_t>(size), &bytes)) {
+          fail(kLengthBytes, text(name, " has a shape that no tensor has"));
+        }
+      }
+      if (offsets[0] > offsets[1] || offsets[1] > data.size() || offsets[1] - offsets[0] != bytes) {
+        fail(kLengthBytes, text(name, " needs ", bytes, " bytes, but lies at ", offsets[0], " to ", offsets[1], " of ", data.size()));
+      }
+      const auto stored = data.subspan(offsets[0], bytes);
+      tensor.bytes.assign(stored.begin(), stored.end());
+      used += bytes;
+      return tensor;
+    } catch (const Json::exception& error) {
+      fail(kLengthBytes, text("the entry of ", name, " is malformed: ", error.what()));
+    }
+  }
+
+  std::string file_;
+  Bytes bytes_;
+};
+
+}  // namespace
+
+std::string checkpoint_file(const std::string& path) {
+  return path.ends_with(".safetensors") ? path : path + ".safetensors";
+}
+
+void write_archive(const std::string& path, const Archive& archive) {
+  std::string header = header_of(archive);
+  const std::string length = length_of(header);
+  auto crc = crc_of({bytes_of(length), bytes_of(header)});
+  for (const auto& [name, tensor] : archive.tensors) {
+    crc = static_cast<std::uint32_t>(::crc32_z(crc, reinterpret_cast<const Bytef*>(tensor.bytes.data()), tensor.bytes.size()));
+  }
+  header.replace(checksum_position(header), 8, hex(crc));
+  std::vector<Bytes> parts{bytes_of(length), bytes_of(header)};
+  for (const auto& [name, tensor] : archive.tensors) parts.emplace_back(tensor.bytes);
+  write_file_atomically(checkpoint_file(path), parts);
+}
+
+Archive read_archive(const std::string& path) {
+  const std::string file = checkpoint_file(path);
+  const auto bytes = read_file(file);
+  return Reader(file, bytes).read();
+}
+
+const StoredTensor& Archive::tensor(const std::string& name) const {
+  const auto found = tensors.find(name);
+  if (found == tensors.end()) throw InvalidArgument(text("the checkpoint has no tensor \"", name, "\""));
+  return found->second;
+}
+
+const std::string& Archive::entry(const std::string& name) const {
+  const auto found = entries.find(name);
+  if (found == entries.end()) throw InvalidArgument(text("the checkpoint has no entry \"", name, "\""));
+  return found->second;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,210 @@
+// Stages that hold elements: batch, cache, prefetch.
+#include <condition_variable>
+#include <deque>
+#include <filesystem>
+#include <mutex>
+#include <thread>
+#include <variant>
+
+#include "data/stage.h"
+#include "data/table_builder.h"
+#include "data/table_file.h"
+
+namespace lockstep {
+namespace {
+
+class BatchCursor final : public Cursor {
+ public:
+  BatchCursor(std::unique_ptr<Cursor> input, std::int64_t size, bool drop_remainder)
+      : input_(std::move(input)), size_(size), drop_remainder_(drop_remainder), rows_(static_cast<std::size_t>(size)) {}
+
+  bool next(Row& row) override {
+    std::size_t filled = 0;
+    while (filled < rows_.size() && input_->next(rows_[filled])) ++filled;
+    if (filled == 0 || (drop_remainder_ && filled < rows_.size())) return false;
+    row = {gather_rows(std::span(rows_).first(filled))};
+    return true;
+  }
+  void skip(std::int64_t count) override { input_->skip(count * size_); }
+
+ private:
+  std::unique_ptr<Cursor> input_;
+  std::int64_t size_;
+  bool drop_remainder_;
+  std::vector<Row> rows_;
+};
+
+class BatchStage final : public Stage {
+ public:
+  BatchStage(StagePtr input, std::int64_t size, BatchOptions options)
+      : input_(std::move(input)), size_(size), options_(options) {}
+  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
+    return std::make_unique<BatchCursor>(input_->open(epoch), size_, options_.drop_remainder);
+  }
+  std::int64_t cardinality() const override {
+    const auto all = input_->cardinality();
+    if (all < 0) return all;
+    return options_.drop_remainder ? all / size_ : (all + size_ - 1) / size_;
+  }
+
+ private:
+  StagePtr input_;
+  std::int64_t size_;
+  BatchOptions options_;
+};
+
+// The table of a cache, once some iterator has gone through the whole input.
+class CacheState {
+ public:
+  explicit CacheState(std::string file) : file_(std::move(file)) {}
+
+  StagePtr table() {
+    const std::lock_guard lock(mutex_);
+    if (table_ == nullptr && !file_.empty() && std::filesystem::exists(table_file(file_))) {
+      table_ = make_table_stage(read_table(file_));
+    }
+    return table_;
+  }
+  void keep(const Example& table) {
+    const std::lock_guard lock(mutex_);
+    if (table_ != nullptr) return;
+    if (!file_.empty()) write_table(file_, table);
+    table_ = make_table_stage(table);
+  }
+
+ private:
+  const std::string file_;
+  std::mutex mutex_;
+  StagePtr table_;  // guarded by mutex_
+};
+
+class FillingCursor final : public Cursor {
+ public:
+  FillingCursor(std::unique_ptr<Cursor> input, std::int64_t cardinality, std::shared_ptr<CacheState> state)
+      : input_(std::move(input)), builder_(cardinality > 0 ? cardinality : 1024), state_(std::move(state)) {}
+
+  bool next(Row& row) override {
+    if (ended_) return false;
+    if (input_->next(row)) {
+      row = {row.materialize()};
+      builder_.append(row.value);
+      return true;
+    }
+    ended_ = true;
+    if (builder_.size() > 0) state_->keep(builder_.finish());
+    return false;
+  }
+
+ private:
+  std::unique_ptr<Cursor> input_;
+  TableBuilder builder_;
+  std::shared_ptr<CacheState> state_;
+  bool ended_ = false;
+};
+
+class CacheStage final : public Stage {
+ public:
+  CacheStage(StagePtr input, const std::string& file)
+      : input_(std::move(input)), state_(std::make_shared<CacheState>(file)) {}
+  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
+    if (const auto table = state_->table()) return table->open(epoch);
+    return std::make_unique<FillingCursor>(input_->open(epoch), input_->cardinality(), state_);
+  }
+  std::int64_t cardinality() const override { return input_->cardinality(); }
+
+ private:
+  StagePtr input_;
+  std::shared_ptr<CacheState> state_;
+};
+
+class PrefetchCursor final : public Cursor {
+ public:
+  PrefetchCursor(std::unique_ptr<Cursor> input, std::int64_t buffer_size)
+      : input_(std::move(input)), buffer_size_(static_cast<std::size_t>(buffer_size)) {}
+
+  bool next(Row& row) override {
+    if (!thread_.joinable()) {
+      thread_ = std::jthread([this](const std::stop_token& stop) { produce(stop); });
+    }
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return !ready_.empty(); });
+    if (const auto* error = std::get_if<std::exception_ptr>(&ready_.front())) {
+      if (*error) std::rethrow_exception(*error);
+      return false;  // the end of the epoch, which stays at the front
+    }
+    row = std::get<Row>(std::move(ready_.front()));
+    ready_.pop_front();
+    changed_.notify_all();
+    return true;
+  }
+
+  void skip(std::int64_t count) override {
+    if (thread_.joinable()) {
+      Cursor::skip(count);
+    } else {
+      input_->skip(count);
+    }
+  }
+
+ private:
+  // An element, or what the input threw; null at its end.
+  using Result = std::variant<Row, std::exception_ptr>;
+
+  Result read() {
+    try {
+      Row row;
+      if (input_->next(row)) return row;
+      return std::exception_ptr();
+    } catch (...) {
+      return std::current_exception();
+    }
+  }
+
+  void produce(const std::stop_token& stop) {
+    bool more = true;
+    while (more) {
+      Result result = read();
+      more = std::holds_alternative<Row>(result);
+      std::unique_lock lock(mutex_);
+      if (!changed_.wait(lock, stop, [this] { return ready_.size() < buffer_size_; })) return;
+      ready_.push_back(std::move(result));
+      changed_.notify_all();
+    }
+  }
+
+  std::unique_ptr<Cursor> input_;  // the thread's alone once it runs
+  std::size_t buffer_size_;
+  std::mutex mutex_;
+  std::condition_variable_any changed_;
+  std::deque<Result> ready_;  // guarded by mutex_
+  std::jthread thread_;       // last: it ends before what it uses
+};
+
+class PrefetchStage final : public Stage {
+ public:
+  PrefetchStage(StagePtr input, std::int64_t buffer_size) : input_(std::move(input)), buffer_size_(buffer_size) {}
+  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
+    return std::make_unique<PrefetchCursor>(input_->open(epoch), buffer_size_);
+  }
+  std::int64_t cardinality() const override { return input_->cardinality(); }
+
+ private:
+  StagePtr input_;
+  std::int64_t buffer_size_;
+};
+
+}  // namespace
+
+StagePtr make_batch_stage(StagePtr input, std::int64_t size, BatchOptions options) {
+  return std::make_shared<BatchStage>(std::move(input), size, options);
+}
+
+StagePtr make_cache_stage(StagePtr input, const std::string& file) {
+  return std::make_shared<CacheStage>(std::move(input), file);
+}
+
+StagePtr make_prefetch_stage(StagePtr input, std::int64_t buffer_size) {
+  return std::make_shared<PrefetchStage>(std::move(input), buffer_size);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,103 @@
+#include "lockstep/dataset.h"
+
+#include "base/text.h"
+#include "data/idx.h"
+#include "data/stage.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+void require(bool holds, const char* stage, const char* name, std::int64_t value, const char* allowed) {
+  if (!holds) throw InvalidArgument(text("Dataset::", stage, ": ", name, " is ", value, "; it must be ", allowed));
+}
+
+}  // namespace
+
+DatasetIterator::DatasetIterator(std::shared_ptr<const Stage> stage, Position position)
+    : stage_(std::move(stage)), cursor_(stage_->open(position.epoch)), position_(position) {
+  cursor_->skip(position.index);
+}
+DatasetIterator::~DatasetIterator() = default;
+DatasetIterator::DatasetIterator(DatasetIterator&&) noexcept = default;
+DatasetIterator& DatasetIterator::operator=(DatasetIterator&&) noexcept = default;
+
+std::optional<Example> DatasetIterator::next() {
+  Row row;
+  if (!cursor_->next(row)) return std::nullopt;
+  ++position_.index;
+  return row.materialize();
+}
+
+Dataset Dataset::from_tensor_slices(Tensor x, Tensor y, Tensor weight) {
+  if (!x.defined() || x.dim() == 0) throw InvalidArgument("from_tensor_slices: x must be a tensor with at least one dimension");
+  for (const auto& [name, tensor] : {std::pair("y", y), std::pair("weight", weight)}) {
+    if (tensor.defined() && (tensor.dim() == 0 || tensor.size(0) != x.size(0))) {
+      throw InvalidArgument(text("from_tensor_slices: x has ", x.size(0), " examples, ", name, " has shape ", tensor.sizes()));
+    }
+  }
+  return Dataset(make_table_stage({std::move(x), std::move(y), std::move(weight)}));
+}
+
+Dataset Dataset::from_generator(std::function<Generator()> make, std::int64_t cardinality) {
+  return Dataset(make_generator_stage(std::move(make), cardinality));
+}
+
+Dataset Dataset::from_idx(const std::string& images, const std::string& labels) {
+  auto x = read_idx(images);
+  auto y = read_idx(labels).to(at::kLong);
+  if (x.dim() == 0 || y.dim() == 0 || x.size(0) != y.size(0)) {
+    throw DataError(text(images, " has ", x.dim() == 0 ? 0 : x.size(0), " images, ", labels, " has ", y.dim() == 0 ? 0 : y.size(0), " labels"));
+  }
+  if (x.dim() == 3) x = x.unsqueeze(1);
+  return from_tensor_slices(x, y);
+}
+
+Dataset Dataset::map(std::function<Example(Example)> function, MapOptions options) const {
+  require(options.num_parallel_calls >= 1, "map", "num_parallel_calls", options.num_parallel_calls, "at least 1");
+  return Dataset(make_map_stage(stage_, std::move(function), options));
+}
+
+Dataset Dataset::cache(const std::string& file) const { return Dataset(make_cache_stage(stage_, file)); }
+
+Dataset Dataset::shuffle(std::int64_t buffer_size, ShuffleOptions options) const {
+  require(buffer_size >= 1, "shuffle", "buffer_size", buffer_size, "at least 1");
+  return Dataset(make_shuffle_stage(stage_, buffer_size, options));
+}
+
+Dataset Dataset::batch(std::int64_t size, BatchOptions options) const {
+  require(size >= 1, "batch", "size", size, "at least 1");
+  return Dataset(make_batch_stage(stage_, size, options));
+}
+
+Dataset Dataset::repeat(std::int64_t count) const {
+  require(count >= 0 || count == kInfinite, "repeat", "count", count, "0 or more, or Dataset::kInfinite");
+  return Dataset(make_repeat_stage(stage_, count));
+}
+
+Dataset Dataset::take(std::int64_t count) const {
+  require(count >= 0, "take", "count", count, "0 or more");
+  return Dataset(make_take_stage(stage_, count));
+}
+
+Dataset Dataset::skip(std::int64_t count) const {
+  require(count >= 0, "skip", "count", count, "0 or more");
+  return Dataset(make_skip_stage(stage_, count));
+}
+
+Dataset Dataset::shard(std::int64_t num_shards, std::int64_t index) const {
+  require(num_shards >= 1, "shard", "num_shards", num_shards, "at least 1");
+  require(index >= 0 && index < num_shards, "shard", "index", index, "at least 0 and below num_shards");
+  return Dataset(make_shard_stage(stage_, num_shards, index));
+}
+
+Dataset Dataset::prefetch(std::int64_t buffer_size) const {
+  require(buffer_size >= 1, "prefetch", "buffer_size", buffer_size, "at least 1");
+  return Dataset(make_prefetch_stage(stage_, buffer_size));
+}
+
+std::int64_t Dataset::cardinality() const { return stage_->cardinality(); }
+
+DatasetIterator Dataset::iterate(Position position) const { return DatasetIterator(stage_, position); }
+
+}  // namespace lockstep

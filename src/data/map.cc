@@ -1,0 +1,151 @@
+// map: calls a function on each element, in this thread or on several, and keeps the order.
+#include <condition_variable>
+#include <deque>
+#include <future>
+#include <mutex>
+#include <thread>
+
+#include "base/hash.h"
+#include "data/stage.h"
+#include "lockstep/random.h"
+#include "ops/replica_random.h"
+
+namespace lockstep {
+namespace {
+
+using Function = std::function<Example(Example)>;
+
+// Calls a function so that what it draws at random depends on the element's place in the epochs alone.
+class SeededCall {
+ public:
+  SeededCall(Function function, std::uint64_t seed) : function_(std::move(function)), seed_(seed) {}
+
+  Example operator()(Example example, std::int64_t index) {
+    random_.seed(mix(seed_, static_cast<std::uint64_t>(index)));
+    const ReplicaRandom::Use use(random_);
+    return function_(std::move(example));
+  }
+
+ private:
+  Function function_;
+  std::uint64_t seed_;
+  ReplicaRandom random_;
+};
+
+class MapCursor final : public Cursor {
+ public:
+  MapCursor(std::unique_ptr<Cursor> input, Function function, std::uint64_t seed)
+      : input_(std::move(input)), call_(std::move(function), seed) {}
+
+  bool next(Row& row) override {
+    if (!input_->next(row)) return false;
+    row = {call_(row.materialize(), index_++)};
+    return true;
+  }
+  void skip(std::int64_t count) override {
+    input_->skip(count);
+    index_ += count;
+  }
+
+ private:
+  std::unique_ptr<Cursor> input_;
+  SeededCall call_;
+  std::int64_t index_ = 0;
+};
+
+// Reads ahead by a few elements a thread; what a call throws comes out in its element's place.
+class ParallelMapCursor final : public Cursor {
+ public:
+  ParallelMapCursor(std::unique_ptr<Cursor> input, const Function& function, int calls, std::uint64_t seed)
+      : input_(std::move(input)), ahead_(static_cast<std::size_t>(calls) * 4) {
+    for (int i = 0; i < calls; ++i) {
+      threads_.emplace_back([this, function, seed](const std::stop_token& stop) { work(SeededCall(function, seed), stop); });
+    }
+  }
+
+  bool next(Row& row) override {
+    while (!ended_ && results_.size() < ahead_) submit();
+    if (results_.empty()) return false;
+    auto result = std::move(results_.front());
+    results_.pop_front();
+    row = {result.get()};
+    return true;
+  }
+  void skip(std::int64_t count) override {
+    for (; count > 0 && !results_.empty(); --count) results_.pop_front();
+    input_->skip(count);
+    index_ += count;
+  }
+
+ private:
+  struct Task {
+    Row row;
+    std::int64_t index = 0;
+    std::promise<Example> result;
+  };
+
+  void submit() {
+    Task task;
+    if (!input_->next(task.row)) {
+      ended_ = true;
+      return;
+    }
+    task.index = index_++;
+    results_.push_back(task.result.get_future());
+    const std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+    arrived_.notify_one();
+  }
+
+  void work(SeededCall call, const std::stop_token& stop) {
+    for (;;) {
+      std::unique_lock lock(mutex_);
+      if (!arrived_.wait(lock, stop, [this] { return !tasks_.empty(); })) return;
+      Task task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      try {
+        task.result.set_value(call(task.row.materialize(), task.index));
+      } catch (...) {
+        task.result.set_exception(std::current_exception());
+      }
+    }
+  }
+
+  std::unique_ptr<Cursor> input_;
+  std::size_t ahead_;
+  std::int64_t index_ = 0;
+  bool ended_ = false;
+  std::deque<std::future<Example>> results_;
+
+  std::mutex mutex_;
+  std::condition_variable_any arrived_;
+  std::deque<Task> tasks_;              // guarded by mutex_
+  std::vector<std::jthread> threads_;   // last: they end before what they use
+};
+
+class MapStage final : public Stage {
+ public:
+  MapStage(StagePtr input, Function function, MapOptions options)
+      : input_(std::move(input)), function_(std::move(function)), options_(options), seed_(next_random_seed()) {}
+  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
+    const auto seed = mix(seed_, static_cast<std::uint64_t>(epoch));
+    if (options_.num_parallel_calls == 1) return std::make_unique<MapCursor>(input_->open(epoch), function_, seed);
+    return std::make_unique<ParallelMapCursor>(input_->open(epoch), function_, options_.num_parallel_calls, seed);
+  }
+  std::int64_t cardinality() const override { return input_->cardinality(); }
+
+ private:
+  StagePtr input_;
+  Function function_;
+  MapOptions options_;
+  std::uint64_t seed_;
+};
+
+}  // namespace
+
+StagePtr make_map_stage(StagePtr input, std::function<Example(Example)> function, MapOptions options) {
+  return std::make_shared<MapStage>(std::move(input), std::move(function), options);
+}
+
+}  // namespace lockstep

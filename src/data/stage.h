@@ -1,0 +1,58 @@
+// The inside of Dataset: a Stage describes, a Cursor walks one epoch of it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "lockstep/dataset.h"
+
+namespace lockstep {
+
+// An element on its way through the stages: a value, or row `index` of a table that many elements share. Rows are passed on
+// without being read, so that shuffling copies nothing and a batch is gathered in one go.
+struct Row {
+  Example value;
+  std::shared_ptr<const Example> table;
+  std::int64_t index = 0;
+
+  Example materialize() const;
+};
+
+// One thread at a time.
+class Cursor {
+ public:
+  virtual ~Cursor() = default;
+
+  // Stores the next element in `row`; false at the end of the epoch.
+  virtual bool next(Row& row) = 0;
+
+  // As `count` calls of next, but for their results.
+  virtual void skip(std::int64_t count) {
+    Row row;
+    while (count > 0 && next(row)) --count;
+  }
+};
+
+// Immutable but for caches; any thread.
+class Stage {
+ public:
+  virtual ~Stage() = default;
+  virtual std::unique_ptr<Cursor> open(std::int64_t epoch) const = 0;
+  virtual std::int64_t cardinality() const = 0;
+};
+
+using StagePtr = std::shared_ptr<const Stage>;
+
+StagePtr make_table_stage(Example table);
+StagePtr make_generator_stage(std::function<Dataset::Generator()> make, std::int64_t cardinality);
+StagePtr make_map_stage(StagePtr input, std::function<Example(Example)> function, MapOptions options);
+StagePtr make_cache_stage(StagePtr input, const std::string& file);
+StagePtr make_shuffle_stage(StagePtr input, std::int64_t buffer_size, ShuffleOptions options);
+StagePtr make_batch_stage(StagePtr input, std::int64_t size, BatchOptions options);
+StagePtr make_repeat_stage(StagePtr input, std::int64_t count);
+StagePtr make_take_stage(StagePtr input, std::int64_t count);
+StagePtr make_skip_stage(StagePtr input, std::int64_t count);
+StagePtr make_shard_stage(StagePtr input, std::int64_t num_shards, std::int64_t index);
+StagePtr make_prefetch_stage(StagePtr input, std::int64_t buffer_size);
+
+}  // namespace lockstep

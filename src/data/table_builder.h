@@ -1,0 +1,31 @@
+// Grows tables row by row, and gathers rows into batches.
+#pragma once
+
+#include <span>
+
+#include "data/stage.h"
+
+namespace lockstep {
+
+// Copies examples of one shape into one tensor each for x, y and weight. One thread.
+class TableBuilder {
+ public:
+  // `capacity` rows are reserved; more are taken when needed.
+  explicit TableBuilder(std::int64_t capacity) : capacity_(capacity) {}
+
+  // Throws InvalidArgument when the example's shapes or dtypes differ from those of the first.
+  void append(const Example& example);
+
+  std::int64_t size() const { return size_; }
+  Example finish() const;
+
+ private:
+  std::int64_t capacity_;
+  std::int64_t size_ = 0;
+  Example table_;
+};
+
+// The rows one above the other. Rows of one table are copied straight from it. Throws InvalidArgument when shapes differ.
+Example gather_rows(std::span<const Row> rows);
+
+}  // namespace lockstep

@@ -1,0 +1,14 @@
+// A cached table as a file: a checkpoint with the tensors x, y and weight.
+#pragma once
+
+#include <string>
+
+#include "lockstep/dataset.h"
+
+namespace lockstep {
+
+std::string table_file(const std::string& path);
+void write_table(const std::string& path, const Example& table);
+Example read_table(const std::string& path);
+
+}  // namespace lockstep

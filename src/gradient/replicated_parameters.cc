@@ -1,0 +1,182 @@
+#include "gradient/replicated_parameters.h"
+
+#include <torch/nn/module.h>
+
+#include <map>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::int64_t kAlignmentBytes = 64;
+
+// A module's parameters by identity, in order of their first names.
+struct FoundParameters {
+  std::vector<at::Tensor> tensors;
+  std::vector<std::vector<std::string>> names;
+};
+
+FoundParameters find_parameters(const torch::nn::Module& module) {
+  FoundParameters found;
+  std::map<at::TensorImpl*, std::size_t> seen;
+  for (const auto& item : module.named_parameters(/*recurse=*/true)) {
+    if (!item.value().defined()) continue;
+    const auto [at, fresh] = seen.emplace(item.value().unsafeGetTensorImpl(), found.tensors.size());
+    if (fresh) {
+      found.tensors.push_back(item.value());
+      found.names.emplace_back();
+    }
+    found.names[at->second].push_back(item.key());
+  }
+  return found;
+}
+
+bool is_flat_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
+
+}  // namespace
+
+ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement)
+    : modules_(std::move(modules)), placement_(placement) {
+  if (modules_.empty()) throw InvalidArgument("a model needs at least one replica");
+  find_slots();
+  for (int replica = 1; replica < replicas(); ++replica) check_same_as_first(replica);
+  bind();
+  share_values();
+}
+
+void ReplicatedParameters::find_slots() {
+  for (const auto& module : modules_) {
+    if (module == nullptr) throw InvalidArgument("the model's factory returned no module");
+    parameters_.push_back(find_parameters(*module).tensors);
+    auto& buffers = buffers_.emplace_back();
+    for (const auto& item : module->named_buffers()) {
+      if (item.value().defined()) buffers.push_back(item.value());
+    }
+  }
+  for (const auto& item : modules_[0]->named_buffers()) {
+    if (item.value().defined()) buffer_names_.push_back(item.key());
+  }
+
+  std::map<at::ScalarType, std::int64_t> used;
+  const auto found = find_parameters(*modules_[0]);
+  for (std::size_t i = 0; i < found.tensors.size(); ++i) {
+    const auto& tensor = found.tensors[i];
+    ParameterSlot slot{.name = found.names[i][0],
+                       .aliases = {found.names[i].begin() + 1, found.names[i].end()},
+                       .sizes = tensor.sizes().vec(),
+                       .dtype = tensor.scalar_type(),
+                       .numel = tensor.numel(),
+                       .trainable = tensor.requires_grad(),
+                       .flat = is_flat_dtype(tensor.scalar_type())};
+    if (slot.trainable && !slot.flat) {
+      throw InvalidArgument(text("parameter \"", slot.name, "\" has dtype ", slot.dtype,
+                                 "; trainable parameters are float or double"));
+    }
+    if (slot.flat) {
+      auto& end = used[slot.dtype];
+      const auto step = kAlignmentBytes / static_cast<std::int64_t>(tensor.element_size());
+      slot.offset = end;
+      end += (slot.numel + step - 1) / step * step;
+    }
+    slots_.push_back(std::move(slot));
+  }
+}
+
+void ReplicatedParameters::check_same_as_first(int replica) {
+  const auto& module = *modules_[static_cast<std::size_t>(replica)];
+  if (&module == modules_[0].get()) {
+    throw InvalidArgument("the model's factory returned one module twice; each replica needs a module of its own");
+  }
+  const auto found = find_parameters(module);
+  const auto differ = [&](const std::string& name, const std::string& how) {
+    throw InvalidArgument(text("the model's factory made replicas that differ: parameter \"", name, "\" of replica ",
+                               replica, " ", how));
+  };
+  for (std::size_t i = 0; i < std::max(slots_.size(), found.tensors.size()); ++i) {
+    if (i >= found.tensors.size()) differ(slots_[i].name, "does not exist");
+    if (i >= slots_.size()) differ(found.names[i][0], "exists there only");
+    const auto& slot = slots_[i];
+    const auto& tensor = found.tensors[i];
+    std::vector<std::string> names{slot.name};
+    names.insert(names.end(), slot.aliases.begin(), slot.aliases.end());
+    if (found.names[i] != names) differ(found.names[i][0], text("has the names ", join(found.names[i]), ", not ", join(names)));
+    if (tensor.sizes() != slot.sizes) differ(slot.name, text("has shape ", tensor.sizes(), ", not ", at::IntArrayRef(slot.sizes)));
+    if (tensor.scalar_type() != slot.dtype) differ(slot.name, text("has dtype ", tensor.scalar_type(), ", not ", slot.dtype));
+    if (tensor.requires_grad() != slot.trainable) differ(slot.name, "is frozen on one replica only");
+    if (tensor.is_same(parameters_[0][i])) differ(slot.name, "is replica 0's own tensor; each replica needs one of its own");
+  }
+  if (buffers_[static_cast<std::size_t>(replica)].size() != buffer_names_.size()) {
+    throw InvalidArgument(text("the model's factory made replicas that differ: replica ", replica, " has ",
+                               buffers_[static_cast<std::size_t>(replica)].size(), " buffers, replica 0 ", buffer_names_.size()));
+  }
+}
+
+void ReplicatedParameters::bind() {
+  const at::NoGradGuard no_grad;
+  for (int copy = 0; copy < copies(); ++copy) {
+    flat_float_.push_back(at::zeros({flat_numel(at::kFloat)}, at::kFloat));
+    flat_double_.push_back(at::zeros({flat_numel(at::kDouble)}, at::kDouble));
+  }
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const auto& slot = slots_[i];
+    for (int replica = 0; replica < replicas(); ++replica) {
+      auto& tensor = parameter(replica, i);
+      if (!slot.flat) {
+        if (replica > 0) tensor.set_data(placement_ == Placement::central ? parameter(0, i) : parameter(0, i).clone());
+        continue;
+      }
+      const int copy = placement_ == Placement::central ? 0 : replica;
+      auto view = flat(copy, slot.dtype).narrow(0, slot.offset, slot.numel).view(slot.sizes);
+      // Replica 0 comes first, so its own values are still in place when they are copied into the first buffer.
+      if (replica == 0 || copy > 0) view.copy_(parameter(0, i));
+      tensor.set_data(view);
+    }
+  }
+}
+
+void ReplicatedParameters::share_values() {
+  for (std::size_t i = 0; i < buffer_names_.size(); ++i) assign_buffer(i, buffer(0, i));
+}
+
+const at::Tensor& ReplicatedParameters::flat(int copy, at::ScalarType dtype) const {
+  return (dtype == at::kDouble ? flat_double_ : flat_float_)[static_cast<std::size_t>(copy)];
+}
+
+std::int64_t ReplicatedParameters::flat_numel(at::ScalarType dtype) const {
+  std::int64_t end = 0;
+  for (const auto& slot : slots_) {
+    if (!slot.flat || slot.dtype != dtype) continue;
+    const auto step = kAlignmentBytes / static_cast<std::int64_t>(at::elementSize(dtype));
+    end = slot.offset + (slot.numel + step - 1) / step * step;
+  }
+  return end;
+}
+
+void ReplicatedParameters::average_buffers() {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < buffer_names_.size(); ++i) {
+    auto value = buffer(0, i);
+    if (replicas() > 1 && value.is_floating_point()) {
+      value = value.to(at::kDouble);
+      for (int replica = 1; replica < replicas(); ++replica) value = value + buffer(replica, i);
+      value = value / replicas();
+    }
+    assign_buffer(i, value);
+  }
+}
+
+void ReplicatedParameters::assign(std::size_t slot, const at::Tensor& value) {
+  const at::NoGradGuard no_grad;
+  for (int copy = 0; copy < copies(); ++copy) parameter(copy, slot).copy_(value);
+}
+
+void ReplicatedParameters::assign_buffer(std::size_t index, const at::Tensor& value) {
+  const at::NoGradGuard no_grad;
+  for (auto& buffers : buffers_) {
+    if (!buffers[index].is_same(value)) buffers[index].copy_(value);
+  }
+}
+
+}  // namespace lockstep

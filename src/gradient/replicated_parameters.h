@@ -1,0 +1,87 @@
+// The parameters and buffers of a module that every replica has a copy of, and where their values lie.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep {
+
+// One parameter, the same on all replicas. Tied parameters are one slot with several names.
+struct ParameterSlot {
+  std::string name;                  // the first name in the module's order
+  std::vector<std::string> aliases;  // its other names
+  std::vector<std::int64_t> sizes;
+  at::ScalarType dtype = at::kFloat;
+  std::int64_t numel = 0;
+  std::int64_t offset = 0;  // in the flat buffer of its dtype; a multiple of 64 bytes
+  bool trainable = true;    // requires_grad
+  bool flat = true;         // float or double: lies in a flat buffer; others (frozen only) stay where they are
+};
+
+// Where the values of variables live.
+enum class Placement {
+  mirrored,  // each replica has its own
+  central,   // one copy, which all replicas read
+};
+
+// Constant after construction, but for the values. Replicas run at once only on their own copies.
+class ReplicatedParameters {
+ public:
+  // Binds the parameters of all modules (one a replica, of one type) to flat buffers and gives all of them, and their
+  // buffers, module 0's values. Throws InvalidArgument naming the parameter when modules differ or a trainable parameter
+  // is neither float nor double.
+  ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement);
+
+  int replicas() const { return static_cast<int>(modules_.size()); }
+  Placement placement() const { return placement_; }
+  torch::nn::Module& module(int replica) const { return *modules_[static_cast<std::size_t>(replica)]; }
+
+  const std::vector<ParameterSlot>& slots() const { return slots_; }
+  at::Tensor& parameter(int replica, std::size_t slot) { return parameters_[static_cast<std::size_t>(replica)][slot]; }
+  const at::Tensor& parameter(int replica, std::size_t slot) const {
+    return parameters_[static_cast<std::size_t>(replica)][slot];
+  }
+
+  // How many different copies of the values there are, and copy k's flat buffer (undefined when nothing has that dtype).
+  int copies() const { return placement_ == Placement::central ? 1 : replicas(); }
+  const at::Tensor& flat(int copy, at::ScalarType dtype) const;
+  std::int64_t flat_numel(at::ScalarType dtype) const;
+
+  // Names and replica 0's tensors of what is no parameter, such as BatchNorm's running statistics.
+  const std::vector<std::string>& buffer_names() const { return buffer_names_; }
+  const at::Tensor& buffer(int replica, std::size_t index) const {
+    return buffers_[static_cast<std::size_t>(replica)][index];
+  }
+
+  // Gives every replica the mean of the replicas' floating-point buffers, and replica 0's other ones. Bit for bit the same
+  // on all. Not while replicas run.
+  void average_buffers();
+
+  // Overwrites a parameter or buffer on all replicas. Shapes are the caller's to check. Not while replicas run.
+  void assign(std::size_t slot, const at::Tensor& value);
+  void assign_buffer(std::size_t index, const at::Tensor& value);
+
+ private:
+  void find_slots();
+  void check_same_as_first(int replica);
+  void bind();
+  void share_values();
+
+  std::vector<std::shared_ptr<torch::nn::Module>> modules_;
+  Placement placement_;
+  std::vector<ParameterSlot> slots_;
+  std::vector<std::vector<at::Tensor>> parameters_;  // [replica][slot]
+  std::vector<at::Tensor> flat_float_, flat_double_;  // [copy]
+  std::vector<std::string> buffer_names_;
+  std::vector<std::vector<at::Tensor>> buffers_;  // [replica][index]
+};
+
+}  // namespace lockstep

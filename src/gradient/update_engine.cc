@@ -1,0 +1,230 @@
+#include "gradient/update_engine.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/text.h"
+#include "kernels/update.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+// Ranges are cut at multiples of this many elements: whole cache lines for float and double.
+constexpr std::int64_t kCut = 16;
+
+}  // namespace
+
+UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, Exchange exchange, int root)
+    : parameters_(std::move(parameters)),
+      optimizer_(std::move(optimizer)),
+      exchange_(exchange),
+      contributions_(static_cast<std::size_t>(parameters_->replicas())) {
+  for (const auto& spec : optimizer_.rule().states()) {
+    state_float_.push_back(at::full({parameters_->flat_numel(at::kFloat)}, spec.initial_value, at::kFloat));
+    state_double_.push_back(at::full({parameters_->flat_numel(at::kDouble)}, spec.initial_value, at::kDouble));
+  }
+  if (exchange_ == Exchange::hierarchical_copy) {
+    for (int replica = 0; replica < parameters_->replicas(); ++replica) {
+      tree_float_.push_back(at::zeros({parameters_->flat_numel(at::kFloat)}, at::kFloat));
+      tree_double_.push_back(at::zeros({parameters_->flat_numel(at::kDouble)}, at::kDouble));
+    }
+  }
+  const auto& options = optimizer_.options();
+  if (options.clipnorm || options.global_clipnorm) {
+    summed_float_ = at::zeros({parameters_->flat_numel(at::kFloat)}, at::kFloat);
+    summed_double_ = at::zeros({parameters_->flat_numel(at::kDouble)}, at::kDouble);
+  }
+  for (auto& contribution : contributions_) {
+    contribution.gradients.resize(parameters_->slots().size());
+    contribution.squares.resize(parameters_->slots().size());
+  }
+  assign_ranges(root);
+}
+
+// Cuts the trainable elements into equal shares, one a replica, or gives them all to `root`.
+void UpdateEngine::assign_ranges(int root) {
+  ranges_.resize(contributions_.size());
+  std::int64_t total = 0;
+  for (const auto& slot : parameters_->slots()) total += slot.trainable ? slot.numel : 0;
+  const auto replicas = static_cast<std::int64_t>(ranges_.size());
+  const auto share_end = [&](std::int64_t replica) { return total * (replica + 1) / replicas; };
+
+  std::int64_t done = 0;
+  std::int64_t replica = 0;
+  for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {
+    const auto& slot = parameters_->slots()[i];
+    if (!slot.trainable) continue;
+    for (std::int64_t begin = 0; begin < slot.numel;) {
+      std::int64_t count = slot.numel - begin;
+      if (exchange_ == Exchange::one_pass) {
+        while (replica + 1 < replicas && done >= share_end(replica)) ++replica;
+        const auto left = (share_end(replica) - done + kCut - 1) / kCut * kCut;
+        if (replica + 1 < replicas) count = std::min(count, left);
+      }
+      const auto owner = exchange_ == Exchange::reduction_to_one_device ? root : replica;  // the tree's root is replica 0
+      ranges_[static_cast<std::size_t>(owner)].push_back({i, begin, count});
+      begin += count;
+      done += count;
+    }
+  }
+}
+
+void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
+  const int replica = group.rank();
+  auto& mine = contributions_[static_cast<std::size_t>(replica)];
+  take_gradients(replica);
+  mine.weight = weight;
+  group.barrier(deadline);  // every backward has ended well: from here on nothing throws but a deadline
+
+  const double total = total_weight();
+  if (total > 0) {
+    const auto& options = optimizer_.options();
+    if (exchange_ == Exchange::hierarchical_copy) sum_up_tree(group, deadline);
+    if (options.clipnorm || options.global_clipnorm) {
+      update_clipped_by_norm(group, total, deadline);
+    } else {
+      update_ranges(replica, total);
+    }
+    if (exchange_ == Exchange::hierarchical_copy) copy_down_tree(group, deadline);
+  }
+  group.barrier(deadline);  // every copy is written, and nobody reads my gradients any more
+  for (auto& gradient : mine.gradients) gradient.reset();
+  if (replica == 0 && total > 0) ++iterations_;
+}
+
+// Leaves the parameters without gradients, so that the next backward hands over tensors of its own instead of adding.
+void UpdateEngine::take_gradients(int replica) {
+  auto& gradients = contributions_[static_cast<std::size_t>(replica)].gradients;
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    const auto& slot = parameters_->slots()[i];
+    auto& parameter = parameters_->parameter(replica, i);
+    auto gradient = std::exchange(parameter.mutable_grad(), at::Tensor());
+    if (!slot.trainable || !gradient.defined()) {
+      gradients[i].reset();
+      continue;
+    }
+    if (gradient.is_sparse()) gradient = gradient.to_dense();
+    if (gradient.scalar_type() != slot.dtype || gradient.sizes() != slot.sizes) {
+      throw InvalidArgument(text("the gradient of \"", slot.name, "\" is ", gradient.scalar_type(), " ", gradient.sizes(),
+                                 "; the parameter is ", slot.dtype, " ", at::IntArrayRef(slot.sizes)));
+    }
+    gradients[i] = gradient.contiguous();
+  }
+}
+
+double UpdateEngine::total_weight() const {
+  double total = 0;
+  for (const auto& contribution : contributions_) total += contribution.weight;
+  return total;
+}
+
+bool UpdateEngine::has_gradient(std::size_t slot) const {
+  return std::any_of(contributions_.begin(), contributions_.end(),
+                     [slot](const auto& contribution) { return contribution.gradients[slot].defined(); });
+}
+
+// Calls visit(T()) with the element type of the range's parameter, unless nobody has a gradient for it.
+template <class Visit>
+void UpdateEngine::visit(const Range& range, const Visit& visit) const {
+  if (!has_gradient(range.slot)) return;
+  if (parameters_->slots()[range.slot].dtype == at::kDouble) {
+    visit(double());
+  } else {
+    visit(float());
+  }
+}
+
+template <class T>
+std::vector<const T*> UpdateEngine::gradients_of(const Range& range) const {
+  if (exchange_ == Exchange::hierarchical_copy) {
+    const auto& flat = std::is_same_v<T, double> ? tree_double_[0] : tree_float_[0];
+    return {flat.template const_data_ptr<T>() + parameters_->slots()[range.slot].offset + range.begin};
+  }
+  std::vector<const T*> gradients;
+  for (const auto& contribution : contributions_) {
+    const auto& gradient = contribution.gradients[range.slot];
+    if (gradient.defined()) gradients.push_back(gradient.template const_data_ptr<T>() + range.begin);
+  }
+  return gradients;
+}
+
+template <class T>
+T* UpdateEngine::summed(const Range& range) const {
+  const auto& flat = std::is_same_v<T, double> ? summed_double_ : summed_float_;
+  return flat.template mutable_data_ptr<T>() + parameters_->slots()[range.slot].offset + range.begin;
+}
+
+template <class T>
+void UpdateEngine::update_range(const Range& range, std::vector<const T*> gradients, const GradientScale& scale) {
+  const auto& slot = parameters_->slots()[range.slot];
+  const auto offset = slot.offset + range.begin;
+  const int written = exchange_ == Exchange::hierarchical_copy ? 1 : parameters_->copies();  // the tree copies on
+  std::vector<T*> values;
+  for (int copy = 0; copy < written; ++copy) {
+    values.push_back(parameters_->flat(copy, slot.dtype).template mutable_data_ptr<T>() + offset);
+  }
+  std::vector<T*> state;
+  for (const auto& flat : std::is_same_v<T, double> ? state_double_ : state_float_) {
+    state.push_back(flat.template mutable_data_ptr<T>() + offset);
+  }
+  reduce_and_update<T>(optimizer_, step(), scale, {gradients, values, state, static_cast<std::size_t>(range.count)});
+}
+
+void UpdateEngine::update_ranges(int replica, double total_weight) {
+  const GradientScale scale{total_weight, optimizer_.options().clipvalue};
+  for (const auto& range : ranges_[static_cast<std::size_t>(replica)]) {
+    visit(range, [&]<class T>(T) { update_range<T>(range, gradients_of<T>(range), scale); });
+  }
+}
+
+// A norm needs all gradients before the first update: one pass sums and squares, a second one updates.
+void UpdateEngine::update_clipped_by_norm(const Group& group, double total_weight, Deadline deadline) {
+  const auto replica = static_cast<std::size_t>(group.rank());
+  auto& squares = contributions_[replica].squares;
+  std::fill(squares.begin(), squares.end(), 0.0);
+  for (const auto& range : ranges_[replica]) {
+    visit(range, [&]<class T>(T) {
+      const auto count = static_cast<std::size_t>(range.count);
+      sum_gradients<T>(gradients_of<T>(range), {.divide_by = total_weight}, summed<T>(range), count);
+      squares[range.slot] += kernels::update_kernels<T>().sum_of_squares(summed<T>(range), count);
+    });
+  }
+  group.barrier(deadline);
+  for (const auto& range : ranges_[replica]) {
+    visit(range, [&]<class T>(T) {
+      update_range<T>(range, {summed<T>(range)}, {.divide_by = 1 / norm_factor(range.slot)});
+    });
+  }
+}
+
+// What clipping multiplies the parameter's gradient by: bound / max(norm, bound).
+double UpdateEngine::norm_factor(std::size_t slot) const {
+  const auto& options = optimizer_.options();
+  double squares = 0;
+  for (const auto& contribution : contributions_) {
+    if (options.clipnorm) {
+      squares += contribution.squares[slot];
+    } else {
+      for (const double square : contribution.squares) squares += square;
+    }
+  }
+  const double bound = options.clipnorm ? *options.clipnorm : *options.global_clipnorm;
+  return bound / std::max(std::sqrt(squares), bound);
+}
+
+double UpdateEngine::learning_rate() const {
+  return rate_override_ ? *rate_override_ : optimizer_.options().learning_rate.at(iterations_);
+}
+
+void UpdateEngine::set_learning_rate(double rate) {
+  rate_override_ = LearningRate(rate).at(0);  // checks it
+}
+
+at::Tensor UpdateEngine::state(std::size_t slot, std::size_t index) const {
+  const auto& info = parameters_->slots()[slot];
+  const auto& flat = info.dtype == at::kDouble ? state_double_[index] : state_float_[index];
+  return flat.narrow(0, info.offset, info.numel).view(info.sizes);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,104 @@
+// Where gradients become an average and the average becomes new values: reduce, update and broadcast in one pass.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "gradient/replicated_parameters.h"
+#include "lockstep/group.h"
+#include "lockstep/optimizer.h"
+#include "optimizer/flat_update.h"
+
+namespace lockstep {
+
+// How the gradients of replicas meet.
+enum class Exchange {
+  one_pass,                 // replica i of N sums slice i of all gradients, updates it, and writes it to all copies
+  reduction_to_one_device,  // one replica does this for all slices
+  hierarchical_copy,        // sums pairwise up a tree, updates at its root, copies down the same tree
+};
+
+// The state of an optimizer for the parameters of a model, stored once for all replicas.
+//
+// `apply` is called by every replica's thread at once; everything else by one thread while no replica is in `apply`.
+// All copies of the values are equal bit for bit after each apply, and equal to what one replica would have made of the whole
+// batch, but for rounding: gradients are added in rank order.
+class UpdateEngine {
+ public:
+  // `root` is the replica that updates for all (reduction_to_one_device).
+  UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, Exchange exchange, int root = 0);
+
+  // Takes the gradients that backward left on this replica's parameters and updates all copies with
+  //   (sum of the replicas' gradients) / (sum of the replicas' weights).
+  // A parameter that no replica has a gradient for stays as it is, state included; with a sum of weights of 0 all do.
+  // Collective over `group`, whose ranks are the replicas. Throws, with all values as they were, when a gradient cannot be
+  // used here or on another replica, or when another replica failed (Aborted).
+  void apply(const Group& group, double weight, Deadline deadline);
+
+  const Optimizer& optimizer() const { return optimizer_; }
+  ReplicatedParameters& parameters() const { return *parameters_; }
+
+  // Updates that were made.
+  std::int64_t iterations() const { return iterations_; }
+  void set_iterations(std::int64_t iterations) { iterations_ = iterations; }
+
+  // The rate of the next update. One that is set holds until another is.
+  double learning_rate() const;
+  void set_learning_rate(double rate);
+  std::optional<double> learning_rate_override() const { return rate_override_; }
+
+  // State `index` (of the rule's states()) of the parameter, in its shape: a view of the stored values.
+  at::Tensor state(std::size_t slot, std::size_t index) const;
+
+ private:
+  // A stretch of one parameter that one replica updates.
+  struct Range {
+    std::size_t slot;
+    std::int64_t begin;
+    std::int64_t count;
+  };
+
+  // What a replica brings to one apply. A cache line apart: replicas write their own.
+  struct alignas(64) Contribution {
+    std::vector<at::Tensor> gradients;  // [slot], undefined where there is none
+    double weight = 0;
+    std::vector<double> squares;  // [slot]: sums over this replica's ranges
+  };
+
+  void assign_ranges(int root);
+  void take_gradients(int replica);
+  double total_weight() const;
+  void update_ranges(int replica, double total_weight);
+  void update_clipped_by_norm(const Group& group, double total_weight, Deadline deadline);
+  double norm_factor(std::size_t slot) const;
+  void sum_up_tree(const Group& group, Deadline deadline);
+  void copy_down_tree(const Group& group, Deadline deadline);
+
+  template <class T>
+  void update_range(const Range& range, std::vector<const T*> gradients, const GradientScale& scale);
+  template <class T>
+  std::vector<const T*> gradients_of(const Range& range) const;
+  template <class T>
+  T* summed(const Range& range) const;
+  template <class Visit>
+  void visit(const Range& range, const Visit& visit) const;
+  UpdateStep step() const { return {iterations_ + 1, learning_rate()}; }
+  bool has_gradient(std::size_t slot) const;
+
+  // Constant after construction.
+  const std::shared_ptr<ReplicatedParameters> parameters_;
+  const Optimizer optimizer_;
+  const Exchange exchange_;
+  std::vector<std::vector<Range>> ranges_;  // [replica]
+  std::vector<at::Tensor> state_float_, state_double_;  // [state], flat
+  at::Tensor summed_float_, summed_double_;              // flat; for clipping by norm
+  std::vector<at::Tensor> tree_float_, tree_double_;     // [replica], flat; for hierarchical_copy
+
+  std::vector<Contribution> contributions_;  // [replica]; written by that replica before the barrier that lets others read
+  std::int64_t iterations_ = 0;              // written by replica 0 after the last barrier of an apply
+  std::optional<double> rate_override_;
+};
+
+}  // namespace lockstep

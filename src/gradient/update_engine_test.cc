@@ -1,0 +1,242 @@
+// Replicas on threads against one replica and against LibTorch's own optimizers in double precision.
+#include "gradient/update_engine.h"
+
+#include <gtest/gtest.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+
+#include <thread>
+
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+Deadline soon() { return Deadline::after(std::chrono::seconds(60)); }
+
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(at::ScalarType dtype) {
+    first = register_module("first", torch::nn::Linear(7, 19));
+    second = register_module("second", torch::nn::Linear(19, 5));
+    frozen = register_parameter("frozen", torch::ones({5}), /*requires_grad=*/false);
+    unused = register_parameter("unused", torch::ones({3}));
+    to(dtype);
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return second(torch::tanh(first(x))) * frozen; }
+  torch::nn::Linear first = nullptr, second = nullptr;
+  torch::Tensor frozen, unused;
+};
+
+std::shared_ptr<NetImpl> make_net(at::ScalarType dtype) {
+  torch::manual_seed(3);
+  return std::make_shared<NetImpl>(dtype);
+}
+
+struct Batch {
+  torch::Tensor x, y;
+};
+
+// Batch sizes that leave some replicas without an example.
+std::vector<Batch> batches(int count, at::ScalarType dtype) {
+  torch::manual_seed(17);
+  std::vector<Batch> made;
+  for (int i = 0; i < count; ++i) {
+    const int size = i % 4 == 3 ? 2 : 8;
+    made.push_back({torch::randn({size, 7}, dtype), torch::randn({size, 5}, dtype)});
+  }
+  return made;
+}
+
+struct Run {
+  std::shared_ptr<ReplicatedParameters> parameters;
+  std::shared_ptr<UpdateEngine> engine;
+};
+
+Run train(int replicas, const Optimizer& optimizer, Exchange exchange, Placement placement, at::ScalarType dtype, int steps) {
+  std::vector<std::shared_ptr<torch::nn::Module>> modules;
+  for (int i = 0; i < replicas; ++i) modules.push_back(make_net(dtype));
+  auto parameters = std::make_shared<ReplicatedParameters>(modules, placement);
+  auto engine = std::make_shared<UpdateEngine>(parameters, optimizer, exchange, replicas - 1);
+  const auto groups = make_thread_groups(replicas);
+  const auto data = batches(steps, dtype);
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < replicas; ++rank) {
+    threads.emplace_back([&, rank] {
+      auto& net = dynamic_cast<NetImpl&>(parameters->module(rank));
+      for (const auto& batch : data) {
+        const auto size = batch.x.size(0);
+        const auto begin = size * rank / replicas;
+        const auto count = size * (rank + 1) / replicas - begin;
+        if (count > 0) {
+          const auto out = net.forward(batch.x.narrow(0, begin, count));
+          (out - batch.y.narrow(0, begin, count)).pow(2).sum().backward();
+        }
+        engine->apply(groups[static_cast<std::size_t>(rank)], static_cast<double>(count), soon());
+      }
+    });
+  }
+  threads.clear();
+  return {parameters, engine};
+}
+
+void expect_close(const ReplicatedParameters& a, const ReplicatedParameters& b, double tolerance) {
+  for (std::size_t i = 0; i < a.slots().size(); ++i) {
+    const double difference = (a.parameter(0, i) - b.parameter(0, i)).abs().max().item<double>();
+    EXPECT_LE(difference, tolerance) << a.slots()[i].name;
+  }
+}
+
+void expect_equal_copies(const ReplicatedParameters& parameters) {
+  for (int replica = 1; replica < parameters.replicas(); ++replica) {
+    for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
+      EXPECT_TRUE(torch::equal(parameters.parameter(replica, i), parameters.parameter(0, i))) << parameters.slots()[i].name;
+    }
+  }
+}
+
+struct Named {
+  const char* name;
+  Optimizer optimizer;
+};
+
+std::vector<Named> optimizers() {
+  return {{"sgd", SGD({.learning_rate = 0.05})},
+          {"momentum", SGD({.learning_rate = 0.02, .momentum = 0.9})},
+          {"nesterov, clipvalue", SGD({.learning_rate = 0.02, .momentum = 0.9, .nesterov = true, .clipvalue = 0.1})},
+          {"adam", Adam({.learning_rate = 0.01, .epsilon = 1e-3})},
+          {"adam, clipnorm", Adam({.learning_rate = 0.01, .epsilon = 1e-3, .clipnorm = 0.3})},
+          {"adamw, global clipnorm", AdamW({.learning_rate = 0.01, .epsilon = 1e-3, .global_clipnorm = 0.5})},
+          {"rmsprop", RMSprop({.learning_rate = 0.01, .momentum = 0.5, .epsilon = 1e-3, .centered = true})},
+          {"adagrad", Adagrad({.learning_rate = 0.05})}};
+}
+
+TEST(UpdateEngine, AnyNumberOfReplicasGivesTheSameWeights) {
+  for (const auto& [name, optimizer] : optimizers()) {
+    const auto one = train(1, optimizer, Exchange::one_pass, Placement::mirrored, at::kDouble, 50);
+    const auto one_float = train(1, optimizer, Exchange::one_pass, Placement::mirrored, at::kFloat, 20);
+    for (const int replicas : {2, 3, 4}) {
+      for (const auto exchange : {Exchange::one_pass, Exchange::reduction_to_one_device, Exchange::hierarchical_copy}) {
+        for (const auto placement : {Placement::mirrored, Placement::central}) {
+          SCOPED_TRACE(testing::Message() << name << ", " << replicas << " replicas, exchange " << static_cast<int>(exchange));
+          const auto many = train(replicas, optimizer, exchange, placement, at::kDouble, 50);
+          expect_close(*one.parameters, *many.parameters, 1e-9);
+          expect_equal_copies(*many.parameters);
+          EXPECT_EQ(many.engine->iterations(), 50);
+          const auto many_float = train(replicas, optimizer, exchange, placement, at::kFloat, 20);
+          expect_close(*one_float.parameters, *many_float.parameters, 1e-5);
+          expect_equal_copies(*many_float.parameters);
+        }
+      }
+    }
+  }
+}
+
+template <class Make>
+void expect_as_libtorch(const Optimizer& ours, const Make& make) {
+  const auto run = train(3, ours, Exchange::one_pass, Placement::mirrored, at::kDouble, 20);
+  auto net = make_net(at::kDouble);
+  auto theirs = make(net->parameters());
+  for (const auto& batch : batches(20, at::kDouble)) {
+    theirs->zero_grad();
+    ((net->forward(batch.x) - batch.y).pow(2).sum() / batch.x.size(0)).backward();
+    theirs->step();
+  }
+  for (std::size_t i = 0; i < run.parameters->slots().size(); ++i) {
+    const auto& slot = run.parameters->slots()[i];
+    const auto difference = (run.parameters->parameter(0, i) - net->named_parameters()[slot.name]).abs().max();
+    EXPECT_LE(difference.item<double>(), 1e-9) << slot.name;
+  }
+}
+
+TEST(UpdateEngine, FollowsLibTorchsOwnOptimizers) {
+  expect_as_libtorch(SGD({.learning_rate = 0.05}), [](auto parameters) {
+    return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.05));
+  });
+  // epsilon 0: LibTorch adds it after the bias correction, Keras before.
+  expect_as_libtorch(Adam({.learning_rate = 0.01, .epsilon = 0}), [](auto parameters) {
+    return std::make_unique<torch::optim::Adam>(parameters, torch::optim::AdamOptions(0.01).eps(0));
+  });
+}
+
+TEST(UpdateEngine, AParameterThatNobodyUsesKeepsItsValueAndState) {
+  const auto run = train(2, AdamW({.weight_decay = 0.1}), Exchange::one_pass, Placement::mirrored, at::kFloat, 5);
+  for (std::size_t i = 0; i < run.parameters->slots().size(); ++i) {
+    const auto& name = run.parameters->slots()[i].name;
+    if (name != "unused" && name != "frozen") continue;
+    EXPECT_TRUE(torch::equal(run.parameters->parameter(0, i), torch::ones_like(run.parameters->parameter(0, i)))) << name;
+    EXPECT_EQ(run.engine->state(i, 0).abs().max().item<double>(), 0) << name;
+  }
+}
+
+TEST(UpdateEngine, AFailureOnOneReplicaLeavesAllWeightsAsTheyWere) {
+  std::vector<std::shared_ptr<torch::nn::Module>> modules{make_net(at::kFloat), make_net(at::kFloat)};
+  auto parameters = std::make_shared<ReplicatedParameters>(modules, Placement::mirrored);
+  UpdateEngine engine(parameters, SGD(), Exchange::one_pass);
+  const auto groups = make_thread_groups(2);
+  const auto before = parameters->flat(0, at::kFloat).clone();
+  std::jthread failing([&] { groups[1].abort("replica 1 ran out of luck"); });
+  dynamic_cast<NetImpl&>(parameters->module(0)).forward(torch::ones({2, 7})).sum().backward();
+  EXPECT_THROW(engine.apply(groups[0], 2, soon()), Aborted);
+  EXPECT_TRUE(torch::equal(parameters->flat(0, at::kFloat), before));
+  EXPECT_TRUE(torch::equal(parameters->flat(1, at::kFloat), before));
+}
+
+struct TiedImpl : torch::nn::Module {
+  TiedImpl() {
+    weight = register_parameter("encoder", torch::full({4, 4}, 0.5));
+    register_parameter("decoder", weight);
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return torch::matmul(torch::matmul(x, weight), weight.t()); }
+  torch::Tensor weight;
+};
+
+TEST(ReplicatedParameters, TiedParametersAreOneSlotWithTwoNames) {
+  std::vector<std::shared_ptr<torch::nn::Module>> modules{std::make_shared<TiedImpl>(), std::make_shared<TiedImpl>()};
+  auto parameters = std::make_shared<ReplicatedParameters>(modules, Placement::mirrored);
+  ASSERT_EQ(parameters->slots().size(), 1U);
+  EXPECT_EQ(parameters->slots()[0].aliases, std::vector<std::string>{"decoder"});
+
+  UpdateEngine engine(parameters, SGD({.learning_rate = 0.1}), Exchange::one_pass);
+  const auto groups = make_thread_groups(2);
+  std::vector<std::jthread> threads;
+  for (int rank : {0, 1}) {
+    threads.emplace_back([&, rank] {
+      dynamic_cast<TiedImpl&>(parameters->module(rank)).forward(torch::eye(4).narrow(0, 2 * rank, 2)).sum().backward();
+      engine.apply(groups[static_cast<std::size_t>(rank)], 2, soon());
+    });
+  }
+  threads.clear();
+  auto expected = torch::full({4, 4}, 0.5, torch::requires_grad());
+  torch::matmul(expected, expected.t()).sum().backward();
+  EXPECT_TRUE(torch::allclose(parameters->parameter(1, 0), expected.detach() - 0.1 * expected.grad() / 4));
+}
+
+template <class A, class B>
+std::string message_of_making(std::shared_ptr<A> a, std::shared_ptr<B> b) {
+  try {
+    ReplicatedParameters({a, b}, Placement::mirrored);
+  } catch (const InvalidArgument& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+TEST(ReplicatedParameters, ReplicasThatDifferAreAnErrorThatNamesTheParameter) {
+  using torch::nn::LinearImpl;
+  const auto linear = [](int in, int out) { return std::make_shared<LinearImpl>(in, out); };
+  EXPECT_NE(message_of_making(linear(2, 3), linear(2, 4)).find("\"weight\" of replica 1 has shape [4, 2], not [3, 2]"), std::string::npos);
+  const auto one = linear(2, 3);
+  EXPECT_NE(message_of_making(one, one).find("one module twice"), std::string::npos);
+  auto frozen = linear(2, 3);
+  frozen->bias.set_requires_grad(false);
+  EXPECT_NE(message_of_making(linear(2, 3), frozen).find("\"bias\" of replica 1 is frozen"), std::string::npos);
+  auto half = linear(2, 3);
+  half->to(at::kHalf);
+  EXPECT_NE(message_of_making(half, half).find("trainable parameters are float or double"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace lockstep

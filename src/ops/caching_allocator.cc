@@ -1,0 +1,197 @@
+#include "ops/caching_allocator.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <unistd.h>
+
+#include <bit>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <string_view>
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kAlignment = 64;
+constexpr int kSteps = 4;      // size classes in each power of two: at most a quarter of a block is unused
+constexpr int kClasses = 160;  // up to 2^40 bytes, more than any tensor
+
+struct SizeClass {
+  int index;
+  std::size_t bytes;
+};
+
+// Classes are 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, ...: four steps of equal width between powers of two.
+SizeClass size_class_of(std::size_t bytes) {
+  const std::size_t lines = std::max<std::size_t>(1, (bytes + kAlignment - 1) / kAlignment);
+  if (lines <= kSteps) return {static_cast<int>(lines) - 1, lines * kAlignment};
+  const int shift = std::bit_width(lines - 1) - 3;  // so that 4 <= (lines - 1) >> shift < 8
+  const std::size_t step = (lines - 1) >> shift;
+  return {kSteps * (shift + 1) + static_cast<int>(step - kSteps), ((step + 1) << shift) * kAlignment};
+}
+
+}  // namespace
+
+// In front of the bytes that the caller gets. A cache line, so that these stay aligned.
+struct alignas(kAlignment) CachingAllocator::Block {
+  Heap* home;
+  Block* next;
+  std::size_t bytes;  // without this header
+  int size_class;
+
+  static Block* of(void* data) { return static_cast<Block*>(data) - 1; }
+  void* data() { return this + 1; }
+};
+
+struct CachingAllocator::Heap {
+  CachingAllocator* allocator;
+  std::array<Block*, kClasses> free{};                    // touched by the owning thread alone
+  alignas(kAlignment) std::atomic<Block*> returned{nullptr};  // pushed by other threads, taken whole by the owner
+
+  void keep(Block* block) {
+    auto& head = free[static_cast<std::size_t>(block->size_class)];
+    block->next = head;
+    head = block;
+  }
+  void take_returned() {
+    Block* block = returned.exchange(nullptr, std::memory_order_acquire);
+    while (block != nullptr) {
+      Block* next = block->next;
+      keep(block);
+      block = next;
+    }
+  }
+};
+
+struct CachingAllocator::ThreadHeap {
+  Heap* heap = nullptr;
+  ~ThreadHeap();
+};
+
+namespace {
+// Plain, so that reading it costs no check, and still valid while other thread-local objects are destroyed.
+thread_local void* current_heap = nullptr;
+}  // namespace
+
+CachingAllocator::ThreadHeap::~ThreadHeap() {
+  if (heap == nullptr) return;
+  current_heap = nullptr;
+  heap->allocator->abandon_heap(heap);
+}
+
+CachingAllocator::Heap& CachingAllocator::heap_of_this_thread() {
+  auto* heap = static_cast<Heap*>(current_heap);
+  if (heap == nullptr || heap->allocator != this) {
+    static thread_local ThreadHeap owner;
+    if (owner.heap != nullptr) owner.heap->allocator->abandon_heap(owner.heap);
+    heap = owner.heap = adopt_heap();
+    current_heap = heap;
+  }
+  return *heap;
+}
+
+CachingAllocator::Heap* CachingAllocator::adopt_heap() {
+  MutexLock lock(mutex_);
+  if (abandoned_.empty()) return new Heap{.allocator = this};
+  auto* heap = abandoned_.back();
+  abandoned_.pop_back();
+  return heap;
+}
+
+void CachingAllocator::abandon_heap(Heap* heap) {
+  MutexLock lock(mutex_);
+  abandoned_.push_back(heap);
+}
+
+void* CachingAllocator::allocate(std::size_t bytes) {
+  const auto size_class = size_class_of(bytes);
+  auto& heap = heap_of_this_thread();
+  auto& head = heap.free[static_cast<std::size_t>(size_class.index)];
+  if (head == nullptr && heap.returned.load(std::memory_order_relaxed) != nullptr) heap.take_returned();
+  if (Block* block = head; block != nullptr) {
+    head = block->next;
+    cached_.fetch_sub(block->bytes, std::memory_order_relaxed);
+    return block->data();
+  }
+  void* memory = std::aligned_alloc(kAlignment, sizeof(Block) + size_class.bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  reserved_.fetch_add(size_class.bytes, std::memory_order_relaxed);
+  return (new (memory) Block{&heap, nullptr, size_class.bytes, size_class.index})->data();
+}
+
+void CachingAllocator::deallocate(void* data) noexcept {
+  if (data == nullptr) return;
+  auto* block = Block::of(data);
+  auto& heap = *block->home;
+  auto& allocator = *heap.allocator;
+  if (allocator.cached_.load(std::memory_order_relaxed) + block->bytes > allocator.cache_limit_) {
+    allocator.release(block);
+    return;
+  }
+  allocator.cached_.fetch_add(block->bytes, std::memory_order_relaxed);
+  if (current_heap == &heap) {
+    heap.keep(block);
+    return;
+  }
+  block->next = heap.returned.load(std::memory_order_relaxed);
+  while (!heap.returned.compare_exchange_weak(block->next, block, std::memory_order_release, std::memory_order_relaxed)) {
+  }
+}
+
+void CachingAllocator::release(Block* block) noexcept {
+  reserved_.fetch_sub(block->bytes, std::memory_order_relaxed);
+  block->~Block();
+  std::free(block);
+}
+
+namespace {
+
+// Half of the machine's memory may lie in the cache.
+std::size_t default_cache_limit() {
+  return static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)) / 2;
+}
+
+class TorchAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    void* data = bytes == 0 ? nullptr : blocks_.allocate(bytes);
+    return {data, data, &CachingAllocator::deallocate, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &CachingAllocator::deallocate; }
+  void copy_data(void* destination, const void* source, std::size_t bytes) const override {
+    std::memcpy(destination, source, bytes);
+  }
+  MemoryStats stats() const { return blocks_.stats(); }
+
+ private:
+  CachingAllocator blocks_{default_cache_limit()};
+};
+
+// Null where LibTorch's own allocator serves.
+TorchAllocator* torch_allocator() {
+#if defined(__SANITIZE_ADDRESS__)
+  return nullptr;
+#else
+  const char* choice = std::getenv("LOCKSTEP_ALLOCATOR");
+  static auto* const allocator =
+      choice != nullptr && std::string_view(choice) == "system" ? nullptr : new TorchAllocator();
+  return allocator;
+#endif
+}
+
+}  // namespace
+
+bool install_caching_allocator() {
+  if (torch_allocator() == nullptr) return false;
+  c10::SetCPUAllocator(torch_allocator(), 1);
+  return true;
+}
+
+MemoryStats memory_stats() { return torch_allocator() == nullptr ? MemoryStats{} : torch_allocator()->stats(); }
+
+namespace {
+[[maybe_unused]] const bool installed_when_loaded = install_caching_allocator();
+}  // namespace
+
+}  // namespace lockstep

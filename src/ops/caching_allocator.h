@@ -1,0 +1,50 @@
+// Blocks of memory kept by size for the thread that took them.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <vector>
+
+#include "base/mutex.h"
+#include "lockstep/memory.h"
+
+namespace lockstep {
+
+// Any thread may call any method. Blocks are aligned to 64 bytes. A block that another thread frees goes home to the heap
+// of the thread that took it, without a lock; a thread that ends leaves its heap to the next one that starts.
+class CachingAllocator {
+ public:
+  // Frees to the system once more than `cache_limit` bytes are cached.
+  explicit CachingAllocator(std::size_t cache_limit) : cache_limit_(cache_limit) {}
+
+  // Throws std::bad_alloc.
+  void* allocate(std::size_t bytes);
+  static void deallocate(void* data) noexcept;
+
+  MemoryStats stats() const noexcept {
+    return {reserved_.load(std::memory_order_relaxed), cached_.load(std::memory_order_relaxed)};
+  }
+
+ private:
+  struct Heap;
+  struct Block;
+  struct ThreadHeap;
+
+  Heap& heap_of_this_thread();
+  Heap* adopt_heap();
+  void abandon_heap(Heap* heap);
+  void release(Block* block) noexcept;
+
+  const std::size_t cache_limit_;
+  std::atomic<std::size_t> reserved_{0};
+  std::atomic<std::size_t> cached_{0};
+  Mutex mutex_;
+  std::vector<Heap*> abandoned_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+// Puts one CachingAllocator, never destroyed, under LibTorch's CPU tensors, unless LOCKSTEP_ALLOCATOR says "system" or this is
+// a build for the address sanitizer. Called once, when the library is loaded.
+bool install_caching_allocator();
+
+}  // namespace lockstep

@@ -1,0 +1,101 @@
+#include "ops/caching_allocator.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <set>
+#include <thread>
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kNoLimit = std::size_t{1} << 40;
+
+TEST(CachingAllocator, BlocksAreAlignedAndLargeEnough) {
+  CachingAllocator allocator(kNoLimit);
+  for (std::size_t bytes = 1; bytes < (1 << 22); bytes = bytes * 9 / 7 + 1) {
+    void* data = allocator.allocate(bytes);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(data) % 64, 0U);
+    std::memset(data, 1, bytes);
+    CachingAllocator::deallocate(data);
+  }
+}
+
+TEST(CachingAllocator, AtMostAQuarterIsUnused) {
+  CachingAllocator allocator(kNoLimit);
+  for (std::size_t bytes = 256; bytes < (std::size_t{1} << 30); bytes = bytes * 5 / 4 + 64) {
+    const auto before = allocator.stats().reserved_bytes;
+    void* data = allocator.allocate(bytes);
+    const auto reserved = allocator.stats().reserved_bytes - before;
+    EXPECT_GE(reserved, bytes);
+    EXPECT_LE(reserved, bytes + bytes / 4 + 64) << bytes;
+    CachingAllocator::deallocate(data);
+  }
+}
+
+TEST(CachingAllocator, AFreedBlockServesTheNextOfItsSize) {
+  CachingAllocator allocator(kNoLimit);
+  void* first = allocator.allocate(1 << 20);
+  CachingAllocator::deallocate(first);
+  EXPECT_EQ(allocator.stats().cached_bytes, std::size_t{1} << 20);
+  EXPECT_EQ(allocator.allocate(1 << 20), first);
+  EXPECT_EQ(allocator.stats().reserved_bytes, std::size_t{1} << 20);
+  EXPECT_EQ(allocator.stats().cached_bytes, 0U);
+}
+
+TEST(CachingAllocator, ABlockFreedByAnotherThreadGoesHome) {
+  CachingAllocator allocator(kNoLimit);
+  void* data = allocator.allocate(4096);
+  std::jthread([data] { CachingAllocator::deallocate(data); }).join();
+  EXPECT_EQ(allocator.allocate(4096), data);
+}
+
+TEST(CachingAllocator, AThreadInheritsTheBlocksOfOneThatEnded) {
+  CachingAllocator allocator(kNoLimit);
+  void* data = nullptr;
+  std::jthread([&] { CachingAllocator::deallocate(data = allocator.allocate(4096)); }).join();
+  std::jthread([&] { EXPECT_EQ(allocator.allocate(4096), data); }).join();
+}
+
+TEST(CachingAllocator, KeepsNoMoreThanItsLimit) {
+  CachingAllocator allocator(10'000);
+  void* small = allocator.allocate(8192);
+  void* large = allocator.allocate(8192);
+  CachingAllocator::deallocate(small);
+  CachingAllocator::deallocate(large);
+  EXPECT_EQ(allocator.stats().cached_bytes, 8192U);
+  EXPECT_EQ(allocator.stats().reserved_bytes, 8192U);
+}
+
+TEST(CachingAllocator, ThreadsThatPassBlocksAroundNeverShareOne) {
+  CachingAllocator allocator(kNoLimit);
+  std::array<std::atomic<std::uint64_t*>, 16> mailbox{};
+  const auto work = [&](std::uint64_t tag) {
+    for (std::uint64_t round = 0; round < 20000; ++round) {
+      auto* data = static_cast<std::uint64_t*>(allocator.allocate(64 * (1 + round % 5)));
+      *data = tag << 32 | round;
+      auto* other = mailbox[round % mailbox.size()].exchange(data);
+      if (other == nullptr) continue;
+      EXPECT_NE(*other, 0U);
+      *other = 0;
+      CachingAllocator::deallocate(other);
+    }
+  };
+  std::jthread one(work, 1);
+  std::jthread two(work, 2);
+  one.join();
+  two.join();
+  for (auto& slot : mailbox) CachingAllocator::deallocate(slot.load());
+  EXPECT_EQ(allocator.stats().cached_bytes, allocator.stats().reserved_bytes);
+}
+
+TEST(CachingAllocator, ServesLibTorchsTensors) {
+  const auto before = memory_stats().reserved_bytes;
+  const auto tensor = torch::empty({1 << 20});
+  EXPECT_GE(memory_stats().reserved_bytes - before + memory_stats().cached_bytes, 0U);
+  EXPECT_EQ(tensor.storage().data_ptr().get_deleter(), &CachingAllocator::deallocate);
+}
+
+}  // namespace
+}  // namespace lockstep

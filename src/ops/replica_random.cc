@@ -1,0 +1,60 @@
+#include "ops/replica_random.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/library.h>
+
+namespace lockstep {
+namespace {
+
+// "A generic mode, toggled on and off" in LibTorch's words, and used by nothing else in it.
+constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+
+thread_local const at::Generator* current_generator = nullptr;
+
+bool on_cpu(const c10::IValue& value) { return value.isTensor() && value.toTensor().device().is_cpu(); }
+
+// Calls `op` again with the current generator in place of a missing one.
+void fill_generator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard below(kKey);
+  const auto& arguments = op.schema().arguments();
+  const auto first = stack->size() - arguments.size();
+  bool cpu = false;
+  for (std::size_t i = 0; i < arguments.size(); ++i) cpu = cpu || on_cpu((*stack)[first + i]);
+  for (std::size_t i = 0; cpu && i < arguments.size(); ++i) {
+    auto& value = (*stack)[first + i];
+    if (arguments[i].name() == "generator" && value.isNone()) value = *current_generator;
+  }
+  op.callBoxed(stack);
+}
+
+// The operators of LibTorch that draw: the others (rand, randn, dropout, rand_like, ...) are made of these.
+constexpr const char* kRandomOperators[] = {
+    "bernoulli.out",   "bernoulli_.Tensor", "bernoulli_.float", "uniform_",     "normal_",
+    "random_",         "random_.from",      "random_.to",       "exponential_", "geometric_",
+    "cauchy_",         "log_normal_",       "multinomial",      "poisson",      "binomial",
+    "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "rrelu_with_noise_", "randperm.generator_out",
+};
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
+  library.fallback(torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericMode, library) {
+  for (const char* name : kRandomOperators) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fill_generator>());
+  }
+}
+
+}  // namespace
+
+ReplicaRandom::ReplicaRandom() : generator_(at::detail::createCPUGenerator()) {}
+
+void ReplicaRandom::seed(std::uint64_t seed) { generator_.set_current_seed(seed); }
+
+ReplicaRandom::Use::Use(ReplicaRandom& random) : before_(current_generator), key_(kKey) {
+  current_generator = &random.generator_;
+}
+
+ReplicaRandom::Use::~Use() { current_generator = before_; }
+
+}  // namespace lockstep

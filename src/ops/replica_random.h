@@ -1,0 +1,38 @@
+// A replica's own random numbers, for any module: torch::dropout and its kin take no generator, and LibTorch's default CPU
+// generator is one for the process, behind a lock. A thread-local dispatch key, used as autocast uses its own, fills in the
+// replica's generator wherever a random operator was given none.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cstdint>
+
+namespace lockstep {
+
+// One thread at a time.
+class ReplicaRandom {
+ public:
+  ReplicaRandom();
+
+  // Begins the sequence that belongs to `seed`.
+  void seed(std::uint64_t seed);
+
+  // While this lives, random operators of this thread on CPU tensors draw from `random` when they are given no generator.
+  class Use {
+   public:
+    explicit Use(ReplicaRandom& random);
+    ~Use();
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+
+   private:
+    const at::Generator* before_;
+    c10::impl::IncludeDispatchKeyGuard key_;
+  };
+
+ private:
+  at::Generator generator_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,183 @@
+// The update rules of keras.optimizers 3.
+#include <cmath>
+
+#include "base/text.h"
+#include "kernels/update.h"
+#include "lockstep/error.h"
+#include "lockstep/optimizer.h"
+
+namespace lockstep {
+namespace {
+
+using kernels::update_kernels;
+
+class SGDRule final : public SpanRule<SGDRule> {
+ public:
+  explicit SGDRule(const SGDOptions& options) : momentum_(options.momentum), nesterov_(options.nesterov) {}
+  std::string name() const override { return "sgd"; }
+  std::vector<StateSpec> states() const override {
+    return momentum_ == 0 ? std::vector<StateSpec>{} : std::vector<StateSpec>{{"momentum", 0}};
+  }
+
+  template <class T>
+  void apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient, std::span<T* const> state) const {
+    const auto& kernel = update_kernels<T>();
+    const double rate = step.learning_rate;
+    if (momentum_ == 0) {
+      kernel.sgd(value.data(), gradient.data(), static_cast<T>(rate), value.size());
+    } else {
+      kernel.sgd_momentum(value.data(), gradient.data(), state[0], {rate, momentum_, nesterov_}, value.size());
+    }
+  }
+
+ private:
+  double momentum_;
+  bool nesterov_;
+};
+
+class AdamRule final : public SpanRule<AdamRule> {
+ public:
+  AdamRule(std::string name, const AdamOptions& options) : name_(std::move(name)), options_(options) {}
+  std::string name() const override { return name_; }
+  std::vector<StateSpec> states() const override {
+    std::vector<StateSpec> specs{{"m", 0}, {"v", 0}};
+    if (options_.amsgrad) specs.push_back({"vhat", 0});
+    return specs;
+  }
+
+  template <class T>
+  void apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient, std::span<T* const> state) const {
+    const auto t = static_cast<double>(step.iteration);
+    const double correction = std::sqrt(1 - std::pow(options_.beta_2, t)) / (1 - std::pow(options_.beta_1, t));
+    update_kernels<T>().adam(value.data(), gradient.data(), state[0], state[1], options_.amsgrad ? state[2] : nullptr,
+                             {step.learning_rate * correction, 1 - options_.beta_1, 1 - options_.beta_2, options_.epsilon},
+                             value.size());
+  }
+
+ private:
+  std::string name_;
+  AdamOptions options_;
+};
+
+class RMSpropRule final : public SpanRule<RMSpropRule> {
+ public:
+  explicit RMSpropRule(const RMSpropOptions& options) : options_(options) {}
+  std::string name() const override { return "rmsprop"; }
+  std::vector<StateSpec> states() const override {
+    std::vector<StateSpec> specs{{"velocity", 0}};
+    if (options_.centered) specs.push_back({"average_gradient", 0});
+    if (options_.momentum > 0) specs.push_back({"momentum", 0});
+    return specs;
+  }
+
+  template <class T>
+  void apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient, std::span<T* const> state) const {
+    T* mean = options_.centered ? state[1] : nullptr;
+    T* velocity = options_.momentum > 0 ? state.back() : nullptr;
+    update_kernels<T>().rmsprop(value.data(), gradient.data(), state[0], mean, velocity,
+                                {step.learning_rate, options_.rho, options_.momentum, options_.epsilon}, value.size());
+  }
+
+ private:
+  RMSpropOptions options_;
+};
+
+class AdagradRule final : public SpanRule<AdagradRule> {
+ public:
+  explicit AdagradRule(const AdagradOptions& options) : options_(options) {}
+  std::string name() const override { return "adagrad"; }
+  std::vector<StateSpec> states() const override { return {{"accumulator", options_.initial_accumulator_value}}; }
+
+  template <class T>
+  void apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient, std::span<T* const> state) const {
+    update_kernels<T>().adagrad(value.data(), gradient.data(), state[0], static_cast<T>(step.learning_rate),
+                                static_cast<T>(options_.epsilon), value.size());
+  }
+
+ private:
+  AdagradOptions options_;
+};
+
+// The settings that all options structs share.
+template <class Options>
+OptimizerOptions common(const Options& o) {
+  return {o.learning_rate, o.weight_decay, o.clipnorm, o.clipvalue, o.global_clipnorm};
+}
+
+void require_fraction(const char* name, double value) {
+  if (!(value >= 0 && value < 1)) throw InvalidArgument(text(name, " is ", value, "; it must be at least 0 and below 1"));
+}
+
+void require_not_negative(const char* name, double value) {
+  if (!(value >= 0) || std::isinf(value)) throw InvalidArgument(text(name, " is ", value, "; it must be 0 or more"));
+}
+
+AdamOptions checked(AdamOptions options) {
+  require_fraction("Adam: beta_1", options.beta_1);
+  require_fraction("Adam: beta_2", options.beta_2);
+  require_not_negative("Adam: epsilon", options.epsilon);
+  return options;
+}
+
+SGDOptions checked(SGDOptions options) {
+  if (!(options.momentum >= 0 && options.momentum <= 1)) {
+    throw InvalidArgument(text("SGD: momentum is ", options.momentum, "; it must be from 0 to 1"));
+  }
+  return options;
+}
+
+RMSpropOptions checked(RMSpropOptions options) {
+  require_fraction("RMSprop: rho", options.rho);
+  require_not_negative("RMSprop: momentum", options.momentum);
+  require_not_negative("RMSprop: epsilon", options.epsilon);
+  return options;
+}
+
+AdagradOptions checked(AdagradOptions options) {
+  require_not_negative("Adagrad: initial_accumulator_value", options.initial_accumulator_value);
+  require_not_negative("Adagrad: epsilon", options.epsilon);
+  return options;
+}
+
+AdamOptions with_default_decay(AdamOptions options) {
+  if (!options.weight_decay) options.weight_decay = 0.004;
+  return checked(options);
+}
+
+Optimizer by_name(const std::string& name) {
+  if (name == "sgd") return SGD();
+  if (name == "adam") return Adam();
+  if (name == "adamw") return AdamW();
+  if (name == "rmsprop") return RMSprop();
+  if (name == "adagrad") return Adagrad();
+  throw InvalidArgument(text("no optimizer is called \"", name, "\"; there are sgd, adam, adamw, rmsprop, adagrad"));
+}
+
+}  // namespace
+
+Optimizer::Optimizer(std::shared_ptr<const UpdateRule> rule, OptimizerOptions options)
+    : rule_(std::move(rule)), options_(std::move(options)) {
+  if (!rule_) throw InvalidArgument("Optimizer: the update rule is null");
+  int kinds = 0;
+  for (const auto& [name, bound] : {std::pair("clipnorm", options_.clipnorm), std::pair("clipvalue", options_.clipvalue),
+                                    std::pair("global_clipnorm", options_.global_clipnorm)}) {
+    if (!bound) continue;
+    ++kinds;
+    if (!(*bound > 0)) throw InvalidArgument(text(name, " is ", *bound, "; it must be above 0"));
+  }
+  if (kinds > 1) throw InvalidArgument("only one of clipnorm, clipvalue and global_clipnorm can be set");
+  if (options_.weight_decay) require_not_negative("weight_decay", *options_.weight_decay);
+}
+
+Optimizer::Optimizer(const char* name) : Optimizer(by_name(name)) {}
+
+SGD::SGD(SGDOptions options) : Optimizer(std::make_shared<SGDRule>(checked(options)), common(options)) {}
+Adam::Adam(AdamOptions options) : Optimizer(std::make_shared<AdamRule>("adam", checked(options)), common(options)) {}
+AdamW::AdamW(AdamOptions options)
+    : Optimizer(std::make_shared<AdamRule>("adamw", checked(options)), common(with_default_decay(options))) {}
+RMSprop::RMSprop(RMSpropOptions options)
+    : Optimizer(std::make_shared<RMSpropRule>(checked(options)), common(options)) {}
+Adagrad::Adagrad(AdagradOptions options)
+    : Optimizer(std::make_shared<AdagradRule>(checked(options)), common(options)) {}
+
+}  // namespace lockstep

@@ -1,0 +1,50 @@
+#include "strategy/devices.h"
+
+#include <charconv>
+
+#include "base/cpus.h"
+#include "base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kMostLogicalCpus = 1024;
+
+// The number after the colon, or -1.
+int index_of(const std::string& name, std::size_t colon) {
+  int index = -1;
+  const char* begin = name.data() + colon + 1;
+  const auto [end, error] = std::from_chars(begin, name.data() + name.size(), index);
+  return error == std::errc() && end == name.data() + name.size() ? index : -1;
+}
+
+}  // namespace
+
+void check_device(const std::string& name) {
+  const auto colon = name.find(':');
+  const auto kind = name.substr(0, colon);
+  const int index = colon == std::string::npos ? -1 : index_of(name, colon);
+  if ((kind != "cpu" && kind != "cuda") || index < 0) {
+    throw InvalidArgument(text("device \"", name, "\" is no device's name; names are cpu:0, cpu:1, ... and cuda:0, cuda:1, ..."));
+  }
+  if (kind == "cuda") {
+    throw InvalidArgument(text("device ", name, " cannot be used: strategies train on CPUs so far; name cpu:0, cpu:1, ..."));
+  }
+  if (index >= kMostLogicalCpus) {
+    throw InvalidArgument(text("device ", name, " does not exist; logical CPUs are cpu:0 to cpu:", kMostLogicalCpus - 1));
+  }
+}
+
+std::vector<std::string> logical_cpus(int count) {
+  if (count < 1 || count > kMostLogicalCpus) {
+    throw InvalidArgument(text("the number of replicas is ", count, "; it must be from 1 to ", kMostLogicalCpus));
+  }
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) names.push_back(text("cpu:", i));
+  return names;
+}
+
+std::vector<std::string> default_devices() { return logical_cpus(usable_cpu_count()); }
+
+}  // namespace lockstep

@@ -1,0 +1,42 @@
+// What step functions call: exchange of tensors between replicas, and their random numbers.
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+
+#include "base/text.h"
+#include "data/stored_tensor.h"
+#include "strategy/strategy_impl.h"
+
+namespace lockstep {
+namespace {
+
+Buffer buffer_of_tensor(const Tensor& tensor) {
+  return {tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.numel()), to_dtype(tensor.scalar_type())};
+}
+
+}  // namespace
+
+const std::string& ReplicaContext::device() const {
+  return strategy_.settings().devices[static_cast<std::size_t>(replica_id_)];
+}
+
+Deadline ReplicaContext::deadline() const { return strategy_.deadline(); }
+
+void ReplicaContext::seed_random(std::uint64_t seed) const { strategy_.random(replica_id_).seed(seed); }
+
+Tensor ReplicaContext::all_reduce(ReduceOp op, const Tensor& value) const {
+  const auto result = value.detach().clone(at::MemoryFormat::Contiguous);
+  group_.all_reduce(buffer_of_tensor(result), op, deadline());
+  return result;
+}
+
+Tensor ReplicaContext::all_gather(const Tensor& value, std::int64_t axis) const {
+  if (value.dim() == 0) throw InvalidArgument("all_gather: the tensor is a scalar; it needs a dimension to gather along");
+  const auto input = value.detach().contiguous();
+  const auto output = at::empty({num_replicas_in_sync(), input.numel()}, input.options());
+  group_.all_gather(buffer_of_tensor(input), buffer_of_tensor(output), deadline());
+  std::vector<Tensor> parts;
+  for (int r = 0; r < num_replicas_in_sync(); ++r) parts.push_back(output.select(0, r).view(input.sizes()));
+  return at::cat(parts, axis);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,117 @@
+// What custom loops do with modules and optimizers, and how both are saved.
+#include "lockstep/replicated.h"
+
+#include <torch/nn/module.h>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "data/stored_tensor.h"
+#include "gradient/update_engine.h"
+#include "lockstep/strategy.h"
+
+namespace lockstep {
+namespace {
+
+std::string joined(const std::string& prefix, const std::string& name) { return prefix.empty() ? name : prefix + "/" + name; }
+
+// The stored tensor as one of `like`'s shape. Throws InvalidArgument naming what differs.
+Tensor load_like(const Archive& archive, const std::string& name, const Tensor& like) {
+  const auto loaded = from_stored(archive.tensor(name));
+  if (loaded.sizes() != like.sizes()) {
+    throw InvalidArgument(text("the checkpoint's \"", name, "\" has shape ", loaded.sizes(), "; the model's has ", like.sizes()));
+  }
+  if (loaded.scalar_type() != like.scalar_type()) {
+    throw InvalidArgument(text("the checkpoint's \"", name, "\" has dtype ", loaded.scalar_type(), "; the model's has ", like.scalar_type()));
+  }
+  return loaded;
+}
+
+}  // namespace
+
+void ReplicatedModule::train(bool on) const {
+  for (int replica = 0; replica < parameters_->replicas(); ++replica) parameters_->module(replica).train(on);
+}
+
+Trackable ReplicatedModule::trackable() const {
+  const auto save = [parameters = parameters_](Archive& archive, const std::string& prefix) {
+    parameters->average_buffers();
+    for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
+      archive.tensors[joined(prefix, parameters->slots()[i].name)] = to_stored(parameters->parameter(0, i));
+    }
+    for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
+      archive.tensors[joined(prefix, parameters->buffer_names()[i])] = to_stored(parameters->buffer(0, i));
+    }
+  };
+  const auto load = [parameters = parameters_](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+    std::vector<Tensor> values, buffers;
+    for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
+      values.push_back(load_like(archive, joined(prefix, parameters->slots()[i].name), parameters->parameter(0, i)));
+    }
+    for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
+      buffers.push_back(load_like(archive, joined(prefix, parameters->buffer_names()[i]), parameters->buffer(0, i)));
+    }
+    return [parameters, values, buffers] {
+      for (std::size_t i = 0; i < values.size(); ++i) parameters->assign(i, values[i]);
+      for (std::size_t i = 0; i < buffers.size(); ++i) parameters->assign_buffer(i, buffers[i]);
+    };
+  };
+  return {save, load};
+}
+
+void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const {
+  loss.backward();
+  apply_gradients(replica, weight);
+}
+
+void ReplicatedOptimizer::apply_gradients(const ReplicaContext& replica, double weight) const {
+  engine_->apply(replica.group(), weight, replica.deadline());
+}
+
+std::int64_t ReplicatedOptimizer::iterations() const { return engine_->iterations(); }
+double ReplicatedOptimizer::learning_rate() const { return engine_->learning_rate(); }
+void ReplicatedOptimizer::set_learning_rate(double rate) const { engine_->set_learning_rate(rate); }
+
+Trackable ReplicatedOptimizer::trackable() const {
+  // Calls visit(name, slot, index) for each state of each parameter.
+  const auto each_state = [engine = engine_](const std::string& prefix, const auto& visit) {
+    const auto specs = engine->optimizer().rule().states();
+    for (std::size_t i = 0; i < engine->parameters().slots().size(); ++i) {
+      const auto& slot = engine->parameters().slots()[i];
+      if (!slot.trainable) continue;
+      for (std::size_t k = 0; k < specs.size(); ++k) visit(joined(prefix, specs[k].name + "/" + slot.name), i, k);
+    }
+  };
+  const auto save = [engine = engine_, each_state](Archive& archive, const std::string& prefix) {
+    archive.entries[joined(prefix, "rule")] = engine->optimizer().rule().name();
+    archive.entries[joined(prefix, "iterations")] = std::to_string(engine->iterations());
+    if (const auto rate = engine->learning_rate_override()) {
+      archive.entries[joined(prefix, "learning_rate")] = text(std::hexfloat, *rate);
+    }
+    each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
+      archive.tensors[name] = to_stored(engine->state(slot, index));
+    });
+  };
+  const auto load = [engine = engine_, each_state](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+    const auto& rule = archive.entry(joined(prefix, "rule"));
+    if (rule != engine->optimizer().rule().name()) {
+      throw InvalidArgument(text("the checkpoint's optimizer is ", rule, "; this one is ", engine->optimizer().rule().name()));
+    }
+    std::vector<std::pair<Tensor, Tensor>> copies;  // to, from
+    each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
+      const auto to = engine->state(slot, index);
+      copies.emplace_back(to, load_like(archive, name, to));
+    });
+    const auto iterations = std::stoll(archive.entry(joined(prefix, "iterations")));
+    const auto rate = archive.entries.find(joined(prefix, "learning_rate"));
+    std::optional<double> set_rate;
+    if (rate != archive.entries.end()) set_rate = std::strtod(rate->second.c_str(), nullptr);
+    return [engine, copies, iterations, set_rate] {
+      for (const auto& [to, from] : copies) to.copy_(from);
+      engine->set_iterations(iterations);
+      if (set_rate) engine->set_learning_rate(*set_rate);
+    };
+  };
+  return {save, load};
+}
+
+}  // namespace lockstep

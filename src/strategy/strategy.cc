@@ -1,0 +1,129 @@
+#include "lockstep/strategy.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/stack.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+
+#include "base/text.h"
+#include "base/hash.h"
+#include "strategy/devices.h"
+#include "strategy/strategy_impl.h"
+
+namespace lockstep {
+namespace {
+
+thread_local std::shared_ptr<StrategyImpl> innermost;
+
+std::shared_ptr<StrategyImpl> make_strategy(StrategySettings settings) {
+  return std::make_shared<StrategyImpl>(std::move(settings));
+}
+
+std::vector<std::string> or_default(std::vector<std::string> devices) {
+  return devices.empty() ? default_devices() : std::move(devices);
+}
+
+StrategySettings settings_of(MirroredOptions options) {
+  StrategySettings settings{.devices = or_default(std::move(options.devices)),
+                            .threads_per_replica = options.threads_per_replica,
+                            .timeout_seconds = options.timeout_seconds};
+  switch (options.cross_device_ops) {
+    case CrossDeviceOps::one_pass: settings.exchange = Exchange::one_pass; break;
+    case CrossDeviceOps::reduction_to_one_device: settings.exchange = Exchange::reduction_to_one_device; break;
+    case CrossDeviceOps::hierarchical_copy_all_reduce: settings.exchange = Exchange::hierarchical_copy; break;
+  }
+  if (options.reduce_to_device.empty()) return settings;
+  const auto found = std::find(settings.devices.begin(), settings.devices.end(), options.reduce_to_device);
+  if (found == settings.devices.end()) {
+    throw InvalidArgument(text("reduce_to_device is ", options.reduce_to_device, "; the strategy's devices are ", join(settings.devices)));
+  }
+  settings.root = static_cast<int>(found - settings.devices.begin());
+  return settings;
+}
+
+template <class T>
+T fold(ReduceOp op, const PerReplica<T>& values, const auto& smaller, const auto& larger) {
+  T result = values[0];
+  for (int i = 1; i < values.size(); ++i) {
+    switch (op) {
+      case ReduceOp::sum:
+      case ReduceOp::mean: result = result + values[i]; break;
+      case ReduceOp::min: result = smaller(result, values[i]); break;
+      case ReduceOp::max: result = larger(result, values[i]); break;
+      case ReduceOp::product: result = result * values[i]; break;
+    }
+  }
+  return op == ReduceOp::mean ? result / values.size() : result;
+}
+
+}  // namespace
+
+StrategyScope::StrategyScope(std::shared_ptr<StrategyImpl> strategy)
+    : before_(std::exchange(innermost, std::move(strategy))) {}
+StrategyScope::~StrategyScope() { innermost = std::move(before_); }
+
+Strategy Strategy::current() { return innermost == nullptr ? OneDeviceStrategy() : Strategy(innermost); }
+int Strategy::num_replicas_in_sync() const { return impl_->replicas(); }
+std::vector<std::string> Strategy::devices() const { return impl_->settings().devices; }
+void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
+
+Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
+  return fold(op, values, [](const Tensor& a, const Tensor& b) { return at::minimum(a, b); },
+              [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); });
+}
+
+double Strategy::reduce(ReduceOp op, const PerReplica<double>& values) const {
+  return fold(op, values, [](double a, double b) { return std::min(a, b); }, [](double a, double b) { return std::max(a, b); });
+}
+
+Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) const {
+  return at::cat(std::vector<Tensor>(values.begin(), values.end()), axis);
+}
+
+DistributedDataset Strategy::distribute(const Dataset& dataset) const {
+  return {dataset, DistributedIterator::Kind::split, num_replicas_in_sync()};
+}
+
+DistributedDataset Strategy::distribute_from_function(const std::function<Dataset(const InputContext&)>& function) const {
+  return {function({.num_replicas_in_sync = num_replicas_in_sync()}), DistributedIterator::Kind::one_each, num_replicas_in_sync()};
+}
+
+ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {
+  const auto& settings = impl_->settings();
+  return ReplicatedOptimizer(std::make_shared<UpdateEngine>(module.parameters(), optimizer, settings.exchange, settings.root));
+}
+
+std::shared_ptr<ReplicatedParameters> internal::replicate_modules(
+    StrategyImpl& strategy, const std::function<std::shared_ptr<torch::nn::Module>()>& make) {
+  const auto seed = next_random_seed();
+  std::vector<std::shared_ptr<torch::nn::Module>> modules;
+  for (int replica = 0; replica < strategy.replicas(); ++replica) {
+    ReplicaRandom random;
+    random.seed(seed);
+    const ReplicaRandom::Use use(random);
+    modules.push_back(make());
+  }
+  return std::make_shared<ReplicatedParameters>(std::move(modules), strategy.settings().placement);
+}
+
+std::int64_t InputContext::get_per_replica_batch_size(std::int64_t global_batch_size) const {
+  if (global_batch_size < 1 || global_batch_size % num_replicas_in_sync != 0) {
+    throw InvalidArgument(text("the global batch size ", global_batch_size, " cannot be divided among ", num_replicas_in_sync, " replicas"));
+  }
+  return global_batch_size / num_replicas_in_sync;
+}
+
+OneDeviceStrategy::OneDeviceStrategy(const std::string& device, int threads)
+    : Strategy(make_strategy({.devices = {device.empty() ? "cpu:0" : device}, .threads_per_replica = threads})) {}
+
+MirroredStrategy::MirroredStrategy(MirroredOptions options) : Strategy(make_strategy(settings_of(std::move(options)))) {}
+MirroredStrategy::MirroredStrategy(int num_replicas) : MirroredStrategy(MirroredOptions{.devices = logical_cpus(num_replicas)}) {}
+
+CentralStorageStrategy::CentralStorageStrategy(CentralStorageOptions options)
+    : Strategy(make_strategy({.devices = or_default(std::move(options.compute_devices)),
+                              .threads_per_replica = options.threads_per_replica,
+                              .placement = Placement::central,
+                              .timeout_seconds = options.timeout_seconds})) {}
+
+}  // namespace lockstep

@@ -1,0 +1,71 @@
+#include "strategy/strategy_impl.h"
+
+#include <set>
+
+#include "base/cpus.h"
+#include "base/hash.h"
+#include "base/text.h"
+#include "strategy/devices.h"
+
+namespace lockstep {
+namespace {
+
+// Long enough for another replica to end its backward at nearly the same time, in rounds of about 20 ns.
+constexpr int kSpinRounds = 2000;
+
+StrategySettings checked(StrategySettings settings) {
+  std::set<std::string> seen;
+  for (const auto& device : settings.devices) {
+    check_device(device);
+    if (!seen.insert(device).second) throw InvalidArgument(text("device ", device, " is named twice"));
+  }
+  if (settings.threads_per_replica < 0) {
+    throw InvalidArgument(text("threads_per_replica is ", settings.threads_per_replica, "; it must be 0 (a share of the cores) or more"));
+  }
+  if (!(settings.timeout_seconds > 0)) {
+    throw InvalidArgument(text("timeout_seconds is ", settings.timeout_seconds, "; it must be above 0"));
+  }
+  if (settings.threads_per_replica == 0) {
+    settings.threads_per_replica = std::max(1, usable_cpu_count() / static_cast<int>(settings.devices.size()));
+  }
+  return settings;
+}
+
+}  // namespace
+
+StrategyImpl::StrategyImpl(StrategySettings settings)
+    : settings_(checked(std::move(settings))),
+      threads_({.replicas = replicas(), .threads_per_replica = settings_.threads_per_replica}) {
+  for (int replica = 0; replica < replicas(); ++replica) random_.push_back(std::make_unique<ReplicaRandom>());
+  make_groups();
+}
+
+void StrategyImpl::make_groups() {
+  groups_ = make_thread_groups(replicas(), replicas() <= usable_cpu_count() ? kSpinRounds : 0);
+}
+
+void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {
+  const auto run_seed = mix(seed_, ++runs_);
+  Mutex mutex;
+  std::exception_ptr first;  // guarded by mutex
+  threads_.run([&](int replica) {
+    const auto& group = groups_[static_cast<std::size_t>(replica)];
+    ReplicaContext context(replica, *this, group);
+    context.seed_random(mix(run_seed, static_cast<std::uint64_t>(replica)));
+    const ReplicaRandom::Use use(random(replica));
+    try {
+      function(context);
+    } catch (...) {
+      {
+        MutexLock lock(mutex);
+        if (!first) first = std::current_exception();
+      }
+      group.abort(text("replica ", replica, " failed"));  // after `first`: what the others throw now is a consequence
+    }
+  });
+  if (!first) return;
+  make_groups();
+  std::rethrow_exception(first);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,51 @@
+// What is behind a Strategy: devices, threads and the Group of the replicas, and how variables are placed and updated.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "gradient/update_engine.h"
+#include "lockstep/random.h"
+#include "lockstep/strategy.h"
+#include "ops/replica_random.h"
+#include "strategy/replica_threads.h"
+
+namespace lockstep {
+
+// The three things that a strategy decides, and the devices it decides them for.
+struct StrategySettings {
+  std::vector<std::string> devices;  // one a replica
+  int threads_per_replica = 0;       // 0: an equal share of the cores
+  Placement placement = Placement::mirrored;
+  Exchange exchange = Exchange::one_pass;
+  int root = 0;  // the replica that updates for all, with Exchange::reduction_to_one_device
+  double timeout_seconds = kDefaultTimeoutSeconds;
+};
+
+class StrategyImpl {
+ public:
+  // Throws InvalidArgument for a device that does not exist or is named twice.
+  explicit StrategyImpl(StrategySettings settings);
+
+  const StrategySettings& settings() const { return settings_; }
+  int replicas() const { return static_cast<int>(settings_.devices.size()); }
+  Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(settings_.timeout_seconds)); }
+
+  // Calls function on every replica, each with its own random numbers. When one throws, the Group is aborted so that the others
+  // leave their collective operations, the first exception is rethrown, and a new Group takes the place of the old.
+  void run(const std::function<void(ReplicaContext&)>& function);
+
+  ReplicaRandom& random(int replica) const { return *random_[static_cast<std::size_t>(replica)]; }
+
+ private:
+  void make_groups();
+
+  const StrategySettings settings_;
+  std::vector<std::unique_ptr<ReplicaRandom>> random_;  // [replica], that replica's own while it runs
+  std::vector<Group> groups_;                           // [replica]
+  const std::uint64_t seed_ = next_random_seed();
+  std::uint64_t runs_ = 0;
+  ReplicaThreads threads_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,93 @@
+#include "lockstep/variable.h"
+
+#include <ATen/ops/zeros_like.h>
+
+#include "base/text.h"
+#include "data/stored_tensor.h"
+
+namespace lockstep {
+
+class VariableImpl {
+ public:
+  VariableImpl(const Tensor& initial, VariableOptions variable_options, const Strategy& strategy) : options(variable_options) {
+    for (int replica = 0; replica < strategy.num_replicas_in_sync(); ++replica) copies.push_back(initial.detach().clone());
+    if (options.synchronization == VariableSynchronization::on_read) set_all(initial.detach().clone());
+  }
+
+  Tensor& copy(const ReplicaContext& replica) { return copies[static_cast<std::size_t>(replica.replica_id())]; }
+
+  void check_shape(const Tensor& value) const {
+    if (value.sizes() != copies[0].sizes()) {
+      throw InvalidArgument(text("a value of shape ", value.sizes(), " is assigned to a variable of shape ", copies[0].sizes()));
+    }
+  }
+
+  // What `value` becomes when all replicas have brought theirs.
+  Tensor aggregate(const ReplicaContext& replica, const Tensor& value) const {
+    switch (options.aggregation) {
+      case VariableAggregation::sum: return replica.all_reduce(ReduceOp::sum, value);
+      case VariableAggregation::mean: return replica.all_reduce(ReduceOp::mean, value);
+      case VariableAggregation::only_first_replica: return replica.all_gather(value.unsqueeze(0)).select(0, 0).clone();
+      case VariableAggregation::none: break;
+    }
+    throw InvalidArgument("a variable without aggregation is assigned in a step; make it with sum, mean or only_first_replica");
+  }
+
+  void set_all(const Tensor& value) {
+    const bool summed = options.synchronization == VariableSynchronization::on_read && options.aggregation == VariableAggregation::sum;
+    for (std::size_t i = 0; i < copies.size(); ++i) copies[i] = summed && i > 0 ? at::zeros_like(value) : value.detach().clone();
+  }
+
+  Tensor read() const {
+    if (options.synchronization == VariableSynchronization::on_write) return copies[0].clone();
+    Tensor result = copies[0].clone();
+    switch (options.aggregation) {
+      case VariableAggregation::only_first_replica: return result;
+      case VariableAggregation::none: {
+        if (copies.size() == 1) return result;
+        throw InvalidArgument("a variable that is synchronized on read has no aggregation; make it with sum, mean or only_first_replica");
+      }
+      default: break;
+    }
+    for (std::size_t i = 1; i < copies.size(); ++i) result += copies[i];
+    return options.aggregation == VariableAggregation::mean ? result / static_cast<double>(copies.size()) : result;
+  }
+
+  const VariableOptions options;
+  std::vector<Tensor> copies;  // [replica], written by that replica in steps
+};
+
+Variable::Variable(const Tensor& initial, VariableOptions options, const Strategy& strategy)
+    : impl_(std::make_shared<VariableImpl>(initial, options, strategy)) {}
+
+void Variable::assign(const ReplicaContext& replica, const Tensor& value) const {
+  impl_->check_shape(value);
+  const bool collective = impl_->options.synchronization == VariableSynchronization::on_write;
+  impl_->copy(replica) = collective ? impl_->aggregate(replica, value) : value.detach().clone();
+}
+
+void Variable::assign_add(const ReplicaContext& replica, const Tensor& value) const {
+  impl_->check_shape(value);
+  const bool collective = impl_->options.synchronization == VariableSynchronization::on_write;
+  impl_->copy(replica) = impl_->copy(replica) + (collective ? impl_->aggregate(replica, value) : value.detach());
+}
+
+Tensor Variable::value(const ReplicaContext& replica) const { return impl_->copy(replica); }
+
+void Variable::assign(const Tensor& value) const {
+  impl_->check_shape(value);
+  impl_->set_all(value);
+}
+
+Tensor Variable::read() const { return impl_->read(); }
+
+Trackable Variable::trackable() const {
+  return {[impl = impl_](Archive& archive, const std::string& prefix) { archive.tensors[prefix] = to_stored(impl->read()); },
+          [impl = impl_](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+            const auto value = from_stored(archive.tensor(prefix));
+            impl->check_shape(value);
+            return [impl, value] { impl->set_all(value); };
+          }};
+}
+
+}  // namespace lockstep
