@@ -31,7 +31,7 @@ class Metric {
  public:
   explicit Metric(std::shared_ptr<const MetricFunction> function) : function_(std::move(function)) {}
 
-  // "accuracy" (the kind that the shapes ask for), "binary_accuracy", "categorical_accuracy", "sparse_categorical_accuracy",
+  // By name, which is then the metric's: "accuracy" or "acc" (the kind that the shapes ask for), "binary_accuracy", "categorical_accuracy", "sparse_categorical_accuracy",
   // "top_k_categorical_accuracy", "sparse_top_k_categorical_accuracy", "precision", "recall", "mse", "mae", and the long names.
   Metric(const char* name);         // NOLINT: Keras takes names too
   Metric(const std::string& name);  // NOLINT
@@ -101,7 +101,7 @@ class SparseTopKCategoricalAccuracy : public Metric {
 // A prediction counts as positive above the threshold, or, with top_k, among the k largest of its example; class_id looks at
 // one class alone.
 struct PrecisionOptions {
-  double threshold = 0.5;
+  std::optional<double> threshold = {};  // 0.5, or none with top_k
   std::optional<int> top_k = {};
   std::optional<int> class_id = {};
 };

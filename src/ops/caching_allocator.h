@@ -12,7 +12,8 @@
 namespace lockstep {
 
 // Any thread may call any method. Blocks are aligned to 64 bytes. A block that another thread frees goes home to the heap
-// of the thread that took it, without a lock; a thread that ends leaves its heap to the next one that starts.
+// of the thread that took it, without a lock; a thread that ends leaves its heap to the next one that starts. Threads hold on
+// to their heaps, so an allocator must never be destroyed.
 class CachingAllocator {
  public:
   // Frees to the system once more than `cache_limit` bytes are cached.

@@ -1,7 +1,9 @@
 #include "lockstep/distributed_dataset.h"
 
-#include "base/text.h"
+#include <algorithm>
+
 #include "lockstep/error.h"
+#include "strategy/split.h"
 
 namespace lockstep {
 namespace {
@@ -16,23 +18,30 @@ Example part_of(const Example& batch, std::int64_t begin, std::int64_t count) {
 
 }  // namespace
 
-std::optional<PerReplica<Example>> DistributedIterator::next() {
-  auto batch = input_.next();
-  if (!batch) return std::nullopt;
-  if (!batch->x.defined() || batch->x.dim() == 0) {
+PerReplica<Example> split_batch(const Example& batch, int replicas) {
+  if (!batch.x.defined() || batch.x.dim() == 0) {
     throw InvalidArgument("the data set's elements have no leading dimension to split among replicas; call batch() on it first");
   }
   std::vector<Example> parts;
-  for (int replica = 0; replica < replicas_; ++replica) {
-    if (kind_ == Kind::split) {
-      // The first `size % replicas` parts are one larger.
-      const auto size = batch->size();
-      const auto begin = size / replicas_ * replica + std::min<std::int64_t>(replica, size % replicas_);
-      parts.push_back(part_of(*batch, begin, size / replicas_ + (replica < size % replicas_ ? 1 : 0)));
-    } else {
-      if (replica > 0) batch = input_.next();
-      parts.push_back(batch ? *batch : part_of(parts[0], 0, 0));
-    }
+  const auto share = batch.size() / replicas;
+  const auto larger = batch.size() % replicas;
+  for (int replica = 0; replica < replicas; ++replica) {
+    const auto begin = share * replica + std::min<std::int64_t>(replica, larger);
+    parts.push_back(part_of(batch, begin, share + (replica < larger ? 1 : 0)));
+  }
+  return PerReplica<Example>(std::move(parts));
+}
+
+Example empty_like(const Example& batch) { return part_of(batch, 0, 0); }
+
+std::optional<PerReplica<Example>> DistributedIterator::next() {
+  auto batch = input_.next();
+  if (!batch) return std::nullopt;
+  if (kind_ == Kind::split) return split_batch(*batch, replicas_);
+  std::vector<Example> parts{*std::move(batch)};
+  while (static_cast<int>(parts.size()) < replicas_) {
+    batch = input_.next();
+    parts.push_back(batch ? *std::move(batch) : empty_like(parts[0]));
   }
   return PerReplica<Example>(std::move(parts));
 }

@@ -1,0 +1,75 @@
+// "Distributed training with Keras", in C++: a small convolutional network on Fashion-MNIST (or any folder of IDX files), on every
+// core or GPU of this machine.
+#include <lockstep/lockstep.h>
+
+#include <CLI/CLI.hpp>
+#include <iostream>
+
+using namespace lockstep;
+
+namespace {
+
+struct Options {
+  std::string strategy = "mirrored";
+  int replicas = 0;
+  int epochs = 12;
+  std::int64_t batch = 64;  // images a replica
+  std::string data;
+  std::uint64_t seed = 0;
+};
+
+Strategy make_strategy(const Options& options) {
+  std::vector<std::string> devices;
+  for (int i = 0; i < options.replicas; ++i) devices.push_back("cpu:" + std::to_string(i));
+  if (options.strategy == "one") return OneDeviceStrategy();
+  if (options.strategy == "central") return CentralStorageStrategy({.compute_devices = devices});
+  return MirroredStrategy({.devices = devices});
+}
+
+Example scale(Example example) {
+  example.x = example.x.to(at::kFloat).div(255);
+  return example;
+}
+
+int train(const Options& options) {
+  set_random_seed(options.seed);
+  const auto strategy = make_strategy(options);
+  const auto batch = options.batch * strategy.num_replicas_in_sync();
+  std::cout << "Replicas: " << strategy.num_replicas_in_sync() << "\n";
+
+  auto [train, test] = options.data.empty() ? datasets::fashion_mnist() : datasets::mnist(options.data);
+  const auto train_data = train.map(scale).cache().shuffle(10'000).batch(batch);
+  const auto eval_data = test.map(scale).batch(batch);
+
+  const auto scope = strategy.scope();
+  Sequential model({Conv2D(32, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(), Dense(64, {.activation = "relu"}), Dense(10)});
+  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = Adam(), .metrics = {"accuracy"}});
+  model.fit(train_data, {.epochs = options.epochs,
+                         .callbacks = {TensorBoard("logs"),
+                                       ModelCheckpoint("training_checkpoints/ckpt_{epoch}", {.save_weights_only = true})}});
+
+  model.load_weights(latest_checkpoint("training_checkpoints"));
+  const auto result = model.evaluate(eval_data);
+  std::cout << "Eval loss: " << result["loss"] << ", Eval accuracy: " << result["accuracy"] << "\n";
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  CLI::App app("Trains a small convolutional network on images of clothes");
+  app.add_option("--strategy", options.strategy, "where to train")->check(CLI::IsMember({"one", "mirrored", "central"}))->capture_default_str();
+  app.add_option("--replicas", options.replicas, "logical CPUs; 0: one a core")->check(CLI::NonNegativeNumber)->capture_default_str();
+  app.add_option("--epochs", options.epochs, "passes over the data")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--batch", options.batch, "images a replica in each step")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--data", options.data, "folder of MNIST's four IDX files; empty: Fashion-MNIST");
+  app.add_option("--seed", options.seed, "of everything random")->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  try {
+    return train(options);
+  } catch (const Error& error) {
+    std::cerr << "mnist: " << error.what() << "\n";
+    return 1;
+  }
+}

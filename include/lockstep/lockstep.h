@@ -1,0 +1,23 @@
+// All of Lockstep. Each header can be included alone; this one is for convenience.
+#pragma once
+
+#include "lockstep/callback.h"
+#include "lockstep/checkpoint.h"
+#include "lockstep/dataset.h"
+#include "lockstep/distributed_dataset.h"
+#include "lockstep/error.h"
+#include "lockstep/group.h"
+#include "lockstep/layers.h"
+#include "lockstep/logs.h"
+#include "lockstep/loss.h"
+#include "lockstep/memory.h"
+#include "lockstep/metric.h"
+#include "lockstep/model.h"
+#include "lockstep/optimizer.h"
+#include "lockstep/random.h"
+#include "lockstep/replica_values.h"
+#include "lockstep/replicated.h"
+#include "lockstep/schedule.h"
+#include "lockstep/strategy.h"
+#include "lockstep/tensor.h"
+#include "lockstep/variable.h"

@@ -1,0 +1,88 @@
+#include "train/callbacks/progress_bar.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iomanip>
+#include <iostream>
+
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kBarWidth = 20;
+constexpr auto kBetweenLines = std::chrono::milliseconds(50);
+
+// As Keras: four decimals, or an exponent for what they would hide.
+std::string number(double value) {
+  const bool small = value != 0 && std::abs(value) <= 1e-3;
+  return text(small ? std::scientific : std::fixed, std::setprecision(4), value);
+}
+
+std::string values_of(const Logs& logs) {
+  std::string line;
+  for (const auto& [name, value] : logs) line += text(" - ", name, ": ", number(value));
+  return line;
+}
+
+std::string duration(double seconds) {
+  const auto whole = static_cast<std::int64_t>(seconds);
+  if (whole >= 3600) return text(whole / 3600, ":", std::setw(2), std::setfill('0'), whole / 60 % 60, ":", std::setw(2), whole % 60);
+  if (whole >= 60) return text(whole / 60, ":", std::setw(2), std::setfill('0'), whole % 60);
+  return text(whole, "s");
+}
+
+std::string per_step(double seconds) {
+  if (seconds >= 1) return text(std::llround(seconds), "s/step");
+  if (seconds >= 1e-2) return text(std::llround(seconds * 1e3), "ms/step");
+  if (seconds >= 1e-3) return text(std::fixed, std::setprecision(1), seconds * 1e3, "ms/step");
+  return text(std::llround(seconds * 1e6), "us/step");
+}
+
+std::string bar(std::int64_t done, std::int64_t of) {
+  const auto filled = of > 0 ? done * kBarWidth / of : 0;
+  std::string result;
+  for (int i = 0; i < kBarWidth; ++i) result += i < filled ? "━" : "─";
+  return result;
+}
+
+}  // namespace
+
+void print_line(const std::string& beginning, const Logs& logs) {
+  std::cout << beginning << values_of(logs) << '\n' << std::flush;
+}
+
+std::string ProgressBar::counter() const {
+  return plan().steps > 0 ? text(done_, "/", plan().steps) : std::to_string(done_);
+}
+
+void ProgressBar::on_epoch_begin(int epoch) {
+  epoch_start_ = Clock::now();
+  last_shown_ = {};
+  first_batch_ = -1;
+  std::cout << "Epoch " << epoch + 1 << "/" << plan().epochs << '\n' << std::flush;
+}
+
+void ProgressBar::on_train_batch_end(std::int64_t batch, const Logs& logs) {
+  if (first_batch_ < 0) first_batch_ = batch;
+  done_ = batch + 1;
+  const auto now = Clock::now();
+  if (plan().verbose != 1 || now - last_shown_ < kBetweenLines) return;
+  last_shown_ = now;
+  const double step = seconds() / static_cast<double>(done_ - first_batch_);
+  const std::string left = plan().steps > 0 ? duration(step * static_cast<double>(plan().steps - done_)) : "?";
+  std::cout << "\r\x1b[K" << counter() << " " << bar(done_, plan().steps) << " " << left << " " << per_step(step) << values_of(logs) << std::flush;
+}
+
+void ProgressBar::on_epoch_end(int, const Logs& logs) {
+  const double step = seconds() / static_cast<double>(std::max<std::int64_t>(1, done_ - std::max<std::int64_t>(0, first_batch_)));
+  if (plan().verbose == 1) {
+    print_line(text("\r\x1b[K", counter(), " ", bar(1, 1), " ", duration(seconds()), " ", per_step(step)), logs);
+  } else {
+    print_line(text(counter(), " - ", duration(seconds()), " - ", per_step(step)), logs);
+  }
+}
+
+void ProgressBar::on_interrupt() { std::cout << "\ninterrupted after step " << counter() << '\n' << std::flush; }
+
+}  // namespace lockstep

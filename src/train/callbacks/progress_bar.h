@@ -1,0 +1,32 @@
+// What fit shows while it runs: Keras's bar on a terminal, a line an epoch elsewhere.
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "lockstep/callback.h"
+
+namespace lockstep {
+
+class ProgressBar : public Callback {
+ public:
+  void on_epoch_begin(int epoch) override;
+  void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
+  void on_epoch_end(int epoch, const Logs& logs) override;
+  void on_interrupt() override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - epoch_start_).count(); }
+  std::string counter() const;
+
+  Clock::time_point epoch_start_;
+  Clock::time_point last_shown_;
+  std::int64_t first_batch_ = -1;  // of this epoch in this run: not 0 after a restart
+  std::int64_t done_ = 0;
+};
+
+// "469/469 - 3s - 6ms/step" and the like, followed by the values, on stdout.
+void print_line(const std::string& beginning, const Logs& logs);
+
+}  // namespace lockstep

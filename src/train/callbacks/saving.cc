@@ -1,0 +1,132 @@
+// ModelCheckpoint and BackupAndRestore.
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/model.h"
+#include "train/callbacks/monitor.h"
+#include "train/numbers.h"
+
+namespace lockstep {
+namespace {
+
+void require_not_negative(const char* what, std::int64_t value) {
+  if (value < 0) throw InvalidArgument(text(what, " is ", value, "; it must be 0 or more"));
+}
+
+// `value` in Python's format `spec`: a number such as 02d or .2f, or nothing.
+std::string formatted(double value, const std::string& spec, const std::string& whole) {
+  const bool integer = spec.empty() ? value == std::floor(value) : spec.back() == 'd';
+  const bool known = spec.find_first_not_of("0123456789.dfeg") == std::string::npos;
+  if (!known) throw InvalidArgument(text("ModelCheckpoint: \"", spec, "\" in ", whole, " is no format; such as {epoch:02d} or {loss:.2f} are"));
+  std::string pattern = "%" + spec;
+  if (spec.empty()) pattern += integer ? "d" : "g";
+  if (integer) pattern.insert(pattern.size() - 1, "ll");
+  std::array<char, 64> buffer{};
+  if (integer) {
+    std::snprintf(buffer.data(), buffer.size(), pattern.c_str(), std::llround(value));
+  } else {
+    std::snprintf(buffer.data(), buffer.size(), pattern.c_str(), value);
+  }
+  return buffer.data();
+}
+
+// Replaces each {name} and {name:format}.
+std::string fill_in(const std::string& path, const Logs& values) {
+  std::string result;
+  for (std::size_t at = 0; at < path.size(); ++at) {
+    const auto end = path[at] == '{' ? path.find('}', at) : std::string::npos;
+    if (end == std::string::npos) {
+      result.push_back(path[at]);
+      continue;
+    }
+    const auto inside = path.substr(at + 1, end - at - 1);
+    const auto colon = inside.find(':');
+    const auto name = inside.substr(0, colon);
+    result += formatted(values[name], colon == std::string::npos ? "" : inside.substr(colon + 1), path);
+    at = end;
+  }
+  return result;
+}
+
+}  // namespace
+
+ModelCheckpoint::ModelCheckpoint(std::string filepath, ModelCheckpointOptions options)
+    : filepath_(std::move(filepath)), options_(std::move(options)) {
+  require_not_negative("ModelCheckpoint: save_freq", options_.save_freq);
+  require_not_negative("ModelCheckpoint: max_to_keep", options_.max_to_keep);
+}
+
+void ModelCheckpoint::on_train_batch_end(std::int64_t batch, const Logs& logs) {
+  batch_ = batch;
+  logs_ = logs;
+  if (options_.save_freq == 0 || ++since_save_ < options_.save_freq) return;
+  since_save_ = 0;
+  if (!options_.save_best_only || improves(logs)) save_model(batch, logs);
+}
+
+void ModelCheckpoint::on_epoch_end(int, const Logs& logs) {
+  if (options_.save_freq > 0) return;
+  if (!options_.save_best_only || improves(logs)) save_model(batch_, logs);
+}
+
+void ModelCheckpoint::on_interrupt() {
+  if (!options_.save_best_only) save_model(batch_, logs_);
+}
+
+bool ModelCheckpoint::improves(const Logs& logs) {
+  const double value = logs[options_.monitor];
+  if (best_ && !is_better(options_.mode, options_.monitor, value, *best_)) return false;
+  best_ = value;
+  return true;
+}
+
+void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
+  Logs values = logs;
+  values.set("epoch", epoch_ + 1);
+  values.set("batch", static_cast<double>(batch + 1));
+  const auto path = fill_in(filepath_, values);
+  if (options_.save_weights_only) {
+    model().save_weights(path);
+  } else {
+    model().save_checkpoint(path);
+  }
+  record_checkpoint(path, options_.max_to_keep);
+}
+
+void ModelCheckpoint::save(Archive& archive, const std::string& prefix) const {
+  if (best_) archive.entries[prefix + "/best"] = print_numbers({*best_});
+  archive.entries[prefix + "/since_save"] = std::to_string(since_save_);
+}
+
+void ModelCheckpoint::load(const Archive& archive, const std::string& prefix) {
+  const auto best = archive.entries.find(prefix + "/best");
+  if (best != archive.entries.end()) best_ = parse_numbers(best->second).at(0);
+  const auto since = archive.entries.find(prefix + "/since_save");
+  if (since != archive.entries.end()) since_save_ = std::stoll(since->second);
+}
+
+BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options)
+    : file_((std::filesystem::path(std::move(backup_dir)) / "backup").string()), options_(options) {
+  require_not_negative("BackupAndRestore: save_freq", options_.save_freq);
+}
+
+void BackupAndRestore::on_train_begin() {
+  if (std::filesystem::exists(checkpoint_file(file_))) model().load_checkpoint(file_);
+}
+
+void BackupAndRestore::on_train_batch_end(std::int64_t batch, const Logs&) {
+  if (options_.save_freq > 0 && (batch + 1) % options_.save_freq == 0) model().save_checkpoint(file_);
+}
+
+void BackupAndRestore::on_epoch_end(int, const Logs&) { model().save_checkpoint(file_); }
+void BackupAndRestore::on_interrupt() { model().save_checkpoint(file_); }
+
+void BackupAndRestore::on_train_end() {
+  if (options_.delete_checkpoint) std::filesystem::remove(checkpoint_file(file_));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,81 @@
+// EarlyStopping, TerminateOnNaN, LearningRateScheduler.
+#include <cmath>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/model.h"
+#include "train/callbacks/monitor.h"
+#include "train/numbers.h"
+
+namespace lockstep {
+
+void LearningRateScheduler::on_epoch_begin(int epoch) { model().set_learning_rate(schedule_(epoch, model().learning_rate())); }
+
+void TerminateOnNaN::on_train_batch_end(std::int64_t batch, const Logs& logs) {
+  if (!logs.contains("loss") || std::isfinite(logs["loss"])) return;
+  log_warning(text("batch ", batch, ": the loss is ", logs["loss"], "; training ends"));
+  model().stop_training();
+}
+
+void EarlyStopping::on_train_begin() {
+  wait_ = 0;
+  stopped_epoch_ = -1;
+  best_.reset();
+  best_weights_.reset();
+}
+
+bool EarlyStopping::better(double value, double than) const {
+  const double delta = up_is_better(options_.mode, options_.monitor) ? -options_.min_delta : options_.min_delta;
+  return is_better(options_.mode, options_.monitor, value + delta, than);
+}
+
+// The order of keras.callbacks.EarlyStopping: an improvement resets the patience only when it also beats the baseline.
+void EarlyStopping::on_epoch_end(int epoch, const Logs& logs) {
+  if (epoch < options_.start_from_epoch) return;
+  const double value = logs[options_.monitor];
+  if (options_.restore_best_weights && !best_weights_) {
+    model().module().trackable().save(best_weights_.emplace(), "");
+    best_epoch_ = epoch;
+  }
+  ++wait_;
+  if (!best_ || better(value, *best_)) {
+    best_ = value;
+    best_epoch_ = epoch;
+    if (options_.restore_best_weights) model().module().trackable().save(best_weights_.emplace(), "");
+    if (!options_.baseline || better(value, *options_.baseline)) wait_ = 0;
+    return;
+  }
+  if (wait_ >= options_.patience && epoch > 0) {
+    stopped_epoch_ = epoch;
+    model().stop_training();
+  }
+}
+
+void EarlyStopping::on_train_end() {
+  if (stopped_epoch_ >= 0) log_info(text("epoch ", stopped_epoch_ + 1, ": early stopping"));
+  if (best_weights_) model().module().trackable().load(*best_weights_, "")();
+}
+
+void EarlyStopping::save(Archive& archive, const std::string& prefix) const {
+  archive.entries[prefix + "/counts"] = print_numbers({static_cast<double>(wait_), static_cast<double>(best_epoch_)});
+  if (best_) archive.entries[prefix + "/best"] = print_numbers({*best_});
+  if (!best_weights_) return;
+  for (const auto& [name, tensor] : best_weights_->tensors) archive.tensors[prefix + "/weights/" + name] = tensor;
+}
+
+void EarlyStopping::load(const Archive& archive, const std::string& prefix) {
+  const auto counts = parse_numbers(archive.entry(prefix + "/counts"));
+  wait_ = static_cast<int>(counts.at(0));
+  best_epoch_ = static_cast<int>(counts.at(1));
+  const auto best = archive.entries.find(prefix + "/best");
+  if (best != archive.entries.end()) best_ = parse_numbers(best->second).at(0);
+  const auto weights = prefix + "/weights/";
+  for (const auto& [name, tensor] : archive.tensors) {
+    if (!name.starts_with(weights)) continue;
+    if (!best_weights_) best_weights_.emplace();
+    best_weights_->tensors[name.substr(weights.size())] = tensor;
+  }
+}
+
+}  // namespace lockstep

@@ -1,0 +1,100 @@
+// evaluate and predict: forward alone, over the same replicas, each example once.
+#include <ATen/ATen.h>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "train/callbacks/progress_bar.h"
+#include "train/model_impl.h"
+
+namespace lockstep {
+namespace {
+
+// Puts the modules into evaluation mode, with averaged buffers, and back.
+class EvaluationMode {
+ public:
+  explicit EvaluationMode(const Model& model)
+      : module_(model.module()), was_training_(module_.parameters()->module(0).is_training()) {
+    module_.parameters()->average_buffers();
+    module_.eval();
+  }
+  ~EvaluationMode() { module_.train(was_training_); }
+  EvaluationMode(const EvaluationMode&) = delete;
+  EvaluationMode& operator=(const EvaluationMode&) = delete;
+
+ private:
+  ReplicatedModule module_;
+  bool was_training_;
+};
+
+// Calls visit(batch) for each global batch, at most `steps` of them if that is above 0; returns how many.
+template <class Visit>
+std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::int64_t steps, const Visit& visit) {
+  if (steps < 0) throw InvalidArgument(text("steps is ", steps, "; it must be 0 (all) or more"));
+  if (steps == 0 && data.cardinality() == Dataset::kInfinite) {
+    throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
+  }
+  auto iterator = strategy.distribute(data.prefetch(2)).iterate();
+  std::int64_t done = 0;
+  while (steps == 0 || done < steps) {
+    auto batch = iterator.next();
+    if (!batch) break;
+    visit(*batch);
+    ++done;
+  }
+  if (done == 0) throw InvalidArgument("the data set is empty");
+  return done;
+}
+
+void build_if_needed(ModelImpl& impl, const Dataset& data) {
+  if (impl.parameters != nullptr) return;
+  const auto first = data.iterate().next();
+  if (!first) throw InvalidArgument("the data set is empty");
+  impl.build(*first);
+}
+
+}  // namespace
+
+Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
+  auto& impl = *impl_;
+  impl.require_compiled("evaluate");
+  build_if_needed(impl, data);
+  const EvaluationMode evaluating(*this);
+  const at::NoGradGuard no_grad;
+  Tracker tracker(*impl.compiled, impl.strategy.num_replicas_in_sync());
+  const auto batches = for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<Example>& batch) {
+    const auto results = impl.strategy.run(
+        [&](ReplicaContext& replica, const Example& part) -> StepResult {
+          if (part.size() == 0) return {};
+          const auto outputs = impl.forward(impl.parameters->module(replica.replica_id()), part.x);
+          const auto loss = impl.compiled->loss.terms(part.y, outputs, part.weight);
+          tracker.update(replica.replica_id(), part, outputs);
+          return {loss.sum.item<double>(), loss.divisor, part.size()};
+        },
+        batch);
+    impl.add_loss(results, tracker);
+  });
+  const auto logs = tracker.logs();
+  if (options.verbose > 0) print_line(text(batches, "/", batches), logs);
+  return logs;
+}
+
+Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
+  auto& impl = *impl_;
+  build_if_needed(impl, data);
+  const EvaluationMode evaluating(*this);
+  const at::NoGradGuard no_grad;
+  std::vector<Tensor> outputs;
+  for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<Example>& batch) {
+    const auto parts = impl.strategy.run(
+        [&](ReplicaContext& replica, const Example& part) {
+          return part.size() == 0 ? Tensor() : impl.forward(impl.parameters->module(replica.replica_id()), part.x);
+        },
+        batch);
+    for (const auto& part : parts) {
+      if (part.defined()) outputs.push_back(part);
+    }
+  });
+  return at::cat(outputs);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,112 @@
+// Activations and initial values, by their names in Keras.
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <map>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/layers.h"
+
+namespace lockstep {
+namespace {
+
+using Function = std::function<Tensor(const Tensor&)>;
+
+const std::map<std::string, Function>& activations() {
+  static const std::map<std::string, Function> functions{
+      {"linear", nullptr},
+      {"relu", [](const Tensor& x) { return at::relu(x); }},
+      {"relu6", [](const Tensor& x) { return at::relu6(x); }},
+      {"leaky_relu", [](const Tensor& x) { return at::leaky_relu(x, 0.2); }},
+      {"elu", [](const Tensor& x) { return at::elu(x); }},
+      {"selu", [](const Tensor& x) { return at::selu(x); }},
+      {"gelu", [](const Tensor& x) { return at::gelu(x); }},
+      {"sigmoid", [](const Tensor& x) { return at::sigmoid(x); }},
+      {"hard_sigmoid", [](const Tensor& x) { return at::hardsigmoid(x); }},
+      {"tanh", [](const Tensor& x) { return at::tanh(x); }},
+      {"softmax", [](const Tensor& x) { return at::softmax(x, -1); }},
+      {"log_softmax", [](const Tensor& x) { return at::log_softmax(x, -1); }},
+      {"softplus", [](const Tensor& x) { return at::softplus(x); }},
+      {"softsign", [](const Tensor& x) { return x / (1 + at::abs(x)); }},
+      {"silu", [](const Tensor& x) { return at::silu(x); }},
+      {"swish", [](const Tensor& x) { return at::silu(x); }},
+      {"mish", [](const Tensor& x) { return at::mish(x); }},
+      {"exponential", [](const Tensor& x) { return at::exp(x); }},
+  };
+  return functions;
+}
+
+std::string names_of(const auto& named) {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : named) names.push_back(name);
+  return join(names);
+}
+
+struct Fans {
+  double in, out;
+};
+
+// Of a weight [outputs, inputs, ...], as keras.initializers.compute_fans.
+Fans fans_of(const Tensor& weight) {
+  if (weight.dim() < 2) return {static_cast<double>(weight.numel()), static_cast<double>(weight.numel())};
+  const double field = static_cast<double>(weight.numel()) / static_cast<double>(weight.size(0) * weight.size(1));
+  return {static_cast<double>(weight.size(1)) * field, static_cast<double>(weight.size(0)) * field};
+}
+
+void fill_uniform(Tensor& tensor, double variance) {
+  const double limit = std::sqrt(3 * variance);
+  tensor.uniform_(-limit, limit);
+}
+
+// Cut at two deviations; the divisor makes the deviation after the cut the wanted one.
+void fill_truncated_normal(Tensor& tensor, double variance) {
+  const double deviation = std::sqrt(variance) / 0.87962566103423978;
+  const double edge = std::erf(std::sqrt(2.0));  // the probability to lie within two deviations
+  tensor.uniform_(-edge, edge).erfinv_().mul_(deviation * std::sqrt(2.0));
+}
+
+const std::map<std::string, std::function<void(Tensor&)>>& initializers() {
+  static const std::map<std::string, std::function<void(Tensor&)>> functions{
+      {"zeros", [](Tensor& t) { t.zero_(); }},
+      {"ones", [](Tensor& t) { t.fill_(1); }},
+      {"uniform", [](Tensor& t) { t.uniform_(-0.05, 0.05); }},
+      {"normal", [](Tensor& t) { t.normal_(0, 0.05); }},
+      {"glorot_uniform", [](Tensor& t) { fill_uniform(t, 2 / (fans_of(t).in + fans_of(t).out)); }},
+      {"glorot_normal", [](Tensor& t) { fill_truncated_normal(t, 2 / (fans_of(t).in + fans_of(t).out)); }},
+      {"he_uniform", [](Tensor& t) { fill_uniform(t, 2 / fans_of(t).in); }},
+      {"he_normal", [](Tensor& t) { fill_truncated_normal(t, 2 / fans_of(t).in); }},
+      {"lecun_uniform", [](Tensor& t) { fill_uniform(t, 1 / fans_of(t).in); }},
+      {"lecun_normal", [](Tensor& t) { fill_truncated_normal(t, 1 / fans_of(t).in); }},
+  };
+  return functions;
+}
+
+const auto& find(const auto& named, const char* what, const std::string& name) {
+  const auto found = named.find(name);
+  if (found == named.end()) throw InvalidArgument(text("no ", what, " is called \"", name, "\"; there are ", names_of(named)));
+  return found->second;
+}
+
+class ActivationSpec final : public LayerSpec {
+ public:
+  explicit ActivationSpec(ActivationFunction function) : function_(std::move(function)) {}
+  std::string kind() const override { return "activation"; }
+  BuiltLayer build(const Tensor&) const override { return {nullptr, function_}; }
+
+ private:
+  ActivationFunction function_;
+};
+
+}  // namespace
+
+ActivationFunction::ActivationFunction(const char* name) : name_(name), function_(find(activations(), "activation", name)) {}
+
+ActivationFunction::ActivationFunction(std::string name, std::function<Tensor(const Tensor&)> function)
+    : name_(std::move(name)), function_(std::move(function)) {}
+
+Initializer::Initializer(const char* name) : fill_(find(initializers(), "initializer", name)) {}
+
+Activation::Activation(const ActivationFunction& function) : Layer(std::make_shared<ActivationSpec>(function)) {}
+
+}  // namespace lockstep

@@ -1,0 +1,85 @@
+#include <ATen/ATen.h>
+
+#include "train/layers/parameter_module.h"
+
+namespace lockstep {
+namespace {
+
+struct BatchNormModule : ParameterModule {
+  BatchNormModule(std::int64_t channels, const BatchNormalizationOptions& settings) : options(settings) {
+    weight = make("weight", {channels}, "ones", options.scale);
+    bias = make("bias", {channels}, "zeros", options.center);
+    running_mean = register_buffer("running_mean", at::zeros({channels}));
+    running_var = register_buffer("running_var", at::ones({channels}));
+  }
+
+  Tensor forward(const Tensor& x) {
+    if (!is_training()) {
+      return at::batch_norm(x, weight, bias, running_mean, running_var, /*training=*/false, 0, options.epsilon, false);
+    }
+    // LibTorch stores the batch's statistics themselves when its momentum is 1; its variance is the unbiased one.
+    const auto count = static_cast<double>(x.numel() / x.size(1));
+    auto mean = at::zeros_like(running_mean);
+    auto variance = at::ones_like(running_var);
+    const auto y = at::batch_norm(x, weight, bias, mean, variance, /*training=*/true, /*momentum=*/1, options.epsilon, false);
+    const at::NoGradGuard no_grad;
+    if (count > 1) {
+      variance.mul_((count - 1) / count);
+    } else {
+      variance.zero_();
+    }
+    running_mean.mul_(options.momentum).add_(mean, 1 - options.momentum);
+    running_var.mul_(options.momentum).add_(variance, 1 - options.momentum);
+    return y;
+  }
+
+  BatchNormalizationOptions options;
+  Tensor running_mean, running_var;
+};
+
+class BatchNormSpec final : public LayerSpec {
+ public:
+  explicit BatchNormSpec(const BatchNormalizationOptions& options) : options_(options) {
+    if (!(options.momentum >= 0 && options.momentum <= 1)) {
+      throw InvalidArgument(text("BatchNormalization: momentum is ", options.momentum, "; it must be from 0 to 1"));
+    }
+  }
+  std::string kind() const override { return "batch_normalization"; }
+  BuiltLayer build(const Tensor& input) const override {
+    if (input.dim() < 2) {
+      throw InvalidArgument(text("BatchNormalization: the input has shape ", input.sizes(), "; it must be [batch, channels, ...]"));
+    }
+    auto module = std::make_shared<BatchNormModule>(input.size(1), options_);
+    return {module, [module](const Tensor& x) { return module->forward(x); }};
+  }
+
+ private:
+  BatchNormalizationOptions options_;
+};
+
+class LayerNormSpec final : public LayerSpec {
+ public:
+  explicit LayerNormSpec(const LayerNormalizationOptions& options) : options_(options) {}
+  std::string kind() const override { return "layer_normalization"; }
+  BuiltLayer build(const Tensor& input) const override {
+    auto module = std::make_shared<ParameterModule>();
+    const auto features = input.size(-1);
+    module->weight = module->make("weight", {features}, "ones", options_.scale);
+    module->bias = module->make("bias", {features}, "zeros", options_.center);
+    return {module, [module, features, epsilon = options_.epsilon](const Tensor& x) {
+              return at::layer_norm(x, {features}, module->weight, module->bias, epsilon);
+            }};
+  }
+
+ private:
+  LayerNormalizationOptions options_;
+};
+
+}  // namespace
+
+BatchNormalization::BatchNormalization(BatchNormalizationOptions options)
+    : Layer(std::make_shared<BatchNormSpec>(options)) {}
+LayerNormalization::LayerNormalization(LayerNormalizationOptions options)
+    : Layer(std::make_shared<LayerNormSpec>(options)) {}
+
+}  // namespace lockstep

@@ -1,0 +1,61 @@
+#include "train/layers/stack.h"
+
+#include <map>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/model.h"
+
+namespace lockstep {
+
+StackModule::StackModule(const std::vector<Layer>& layers, Tensor input) {
+  const at::NoGradGuard no_grad;
+  std::map<std::string, int> made;
+  for (const auto& layer : layers) {
+    const auto kind = layer.spec().kind();
+    const int number = made[kind]++;
+    const auto name = number == 0 ? kind : text(kind, "_", number);
+    try {
+      auto built = layer.spec().build(input);
+      std::int64_t parameters = 0;
+      if (built.module != nullptr) {
+        register_module(name, built.module);
+        for (const auto& parameter : built.module->parameters()) parameters += parameter.numel();
+        if (input.is_floating_point()) built.module->to(input.scalar_type());
+        built.module->eval();
+      }
+      input = built.forward(input);
+      if (built.module != nullptr) built.module->train();
+      forwards_.push_back(std::move(built.forward));
+      lines_.push_back({name, kind, input.sizes().slice(1).vec(), parameters});
+    } catch (const c10::Error& error) {
+      throw InvalidArgument(text("layer ", name, " cannot take inputs of shape ", input.sizes(), " (a batch of one): ", error.what_without_backtrace()));
+    }
+  }
+}
+
+Tensor StackModule::forward(Tensor x) const {
+  for (const auto& layer : forwards_) x = layer(x);
+  return x;
+}
+
+namespace {
+
+class NestedSpec final : public LayerSpec {
+ public:
+  explicit NestedSpec(std::vector<Layer> layers) : layers_(std::move(layers)) {}
+  std::string kind() const override { return "sequential"; }
+  BuiltLayer build(const Tensor& input) const override {
+    auto module = std::make_shared<StackModule>(layers_, input);
+    return {module, [module](const Tensor& x) { return module->forward(x); }};
+  }
+
+ private:
+  std::vector<Layer> layers_;
+};
+
+}  // namespace
+
+Layer::Layer(const Sequential& nested) : spec_(std::make_shared<NestedSpec>(nested.layers())) {}
+
+}  // namespace lockstep

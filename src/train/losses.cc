@@ -1,0 +1,133 @@
+#include <ATen/ATen.h>
+#include <ATen/core/Reduction.h>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/loss.h"
+#include "train/shapes.h"
+
+namespace lockstep {
+namespace {
+
+constexpr double kEpsilon = 1e-7;  // keras.config.epsilon()
+
+// [batch] stays; else the mean over the last dimension.
+Tensor mean_of_last(const Tensor& values) { return values.dim() > 1 ? values.mean(-1) : values; }
+
+void check(const char* what, const CrossentropyOptions& options, bool smoothing_allowed) {
+  const bool in_range = options.label_smoothing >= 0 && options.label_smoothing <= 1;
+  if (!in_range || (!smoothing_allowed && options.label_smoothing != 0)) {
+    throw InvalidArgument(text(what, ": label_smoothing is ", options.label_smoothing, "; it must be ",
+                               smoothing_allowed ? "from 0 to 1" : "0 for sparse labels"));
+  }
+}
+
+Loss::Function sparse_categorical(CrossentropyOptions options) {
+  check("SparseCategoricalCrossentropy", options, false);
+  return [options](const Tensor& y_true, const Tensor& y_pred) {
+    const auto labels = class_labels("SparseCategoricalCrossentropy", y_true, y_pred);
+    const auto logits = options.from_logits ? y_pred : y_pred.clamp(kEpsilon, 1 - kEpsilon).log();
+    const auto log_probability = at::log_softmax(logits, -1).reshape({-1, y_pred.size(-1)});
+    return at::nll_loss(log_probability, labels.reshape({-1}), {}, at::Reduction::None).reshape(labels.sizes());
+  };
+}
+
+Loss::Function categorical(CrossentropyOptions options) {
+  check("CategoricalCrossentropy", options, true);
+  return [options](const Tensor& y_true, const Tensor& y_pred) {
+    auto target = like_prediction("CategoricalCrossentropy", y_true, y_pred);
+    if (options.label_smoothing > 0) {
+      target = target * (1 - options.label_smoothing) + options.label_smoothing / static_cast<double>(y_pred.size(-1));
+    }
+    if (options.from_logits) return -(target * at::log_softmax(y_pred, -1)).sum(-1);
+    const auto probability = (y_pred / y_pred.sum(-1, true)).clamp(kEpsilon, 1 - kEpsilon);
+    return -(target * probability.log()).sum(-1);
+  };
+}
+
+Loss::Function binary(CrossentropyOptions options) {
+  check("BinaryCrossentropy", options, true);
+  return [options](const Tensor& y_true, const Tensor& y_pred) {
+    auto target = like_prediction("BinaryCrossentropy", y_true, y_pred);
+    if (options.label_smoothing > 0) target = target * (1 - options.label_smoothing) + 0.5 * options.label_smoothing;
+    if (options.from_logits) {
+      return mean_of_last(at::binary_cross_entropy_with_logits(y_pred, target, {}, {}, at::Reduction::None));
+    }
+    const auto probability = y_pred.clamp(kEpsilon, 1 - kEpsilon);
+    return mean_of_last(-(target * probability.log() + (1 - target) * (1 - probability).log()));
+  };
+}
+
+Loss::Function squared_error() {
+  return [](const Tensor& y_true, const Tensor& y_pred) {
+    return mean_of_last((y_pred - like_prediction("MeanSquaredError", y_true, y_pred)).square());
+  };
+}
+
+Loss::Function absolute_error() {
+  return [](const Tensor& y_true, const Tensor& y_pred) {
+    return mean_of_last((y_pred - like_prediction("MeanAbsoluteError", y_true, y_pred)).abs());
+  };
+}
+
+Loss::Function huber(double delta) {
+  if (!(delta > 0)) throw InvalidArgument(text("Huber: delta is ", delta, "; it must be above 0"));
+  return [delta](const Tensor& y_true, const Tensor& y_pred) {
+    const auto target = like_prediction("Huber", y_true, y_pred);
+    return mean_of_last(at::huber_loss(y_pred, target, at::Reduction::None, delta));
+  };
+}
+
+Loss by_name(const std::string& name) {
+  if (name == "mse" || name == "mean_squared_error") return MeanSquaredError();
+  if (name == "mae" || name == "mean_absolute_error") return MeanAbsoluteError();
+  if (name == "huber") return Huber();
+  if (name == "binary_crossentropy") return BinaryCrossentropy();
+  if (name == "categorical_crossentropy") return CategoricalCrossentropy();
+  if (name == "sparse_categorical_crossentropy") return SparseCategoricalCrossentropy();
+  throw InvalidArgument(text("no loss is called \"", name, "\"; there are mse, mae, huber, binary_crossentropy, "
+                             "categorical_crossentropy, sparse_categorical_crossentropy"));
+}
+
+}  // namespace
+
+Loss::Loss(std::string name, Function function, Reduction reduction)
+    : name_(std::move(name)), function_(std::move(function)), reduction_(reduction) {
+  if (!function_) throw InvalidArgument(text("loss ", name_, ": the function is empty"));
+}
+
+Loss::Loss(const char* name) : Loss(by_name(name)) {}
+
+Loss::Terms Loss::terms(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight) const {
+  auto values = function_(y_true, y_pred);
+  if (values.dim() == 0) values = values.expand({y_pred.size(0)});
+  Tensor weight;
+  if (sample_weight.defined()) {
+    weight = weight_like(sample_weight, values);
+    values = values * weight;
+  }
+  auto divisor = static_cast<double>(values.numel());
+  if (reduction_ == Reduction::sum) divisor = 1;
+  if (reduction_ == Reduction::mean_with_sample_weight && weight.defined()) {
+    divisor = weight.expand(values.sizes()).sum().item<double>();
+  }
+  return {values.sum(), divisor};
+}
+
+Tensor Loss::operator()(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight) const {
+  const auto result = terms(y_true, y_pred, sample_weight);
+  return result.divisor == 0 ? result.sum * 0 : result.sum / result.divisor;
+}
+
+SparseCategoricalCrossentropy::SparseCategoricalCrossentropy(CrossentropyOptions options)
+    : Loss("sparse_categorical_crossentropy", sparse_categorical(options), options.reduction) {}
+CategoricalCrossentropy::CategoricalCrossentropy(CrossentropyOptions options)
+    : Loss("categorical_crossentropy", categorical(options), options.reduction) {}
+BinaryCrossentropy::BinaryCrossentropy(CrossentropyOptions options)
+    : Loss("binary_crossentropy", binary(options), options.reduction) {}
+MeanSquaredError::MeanSquaredError(RegressionOptions options) : Loss("mean_squared_error", squared_error(), options.reduction) {}
+MeanAbsoluteError::MeanAbsoluteError(RegressionOptions options)
+    : Loss("mean_absolute_error", absolute_error(), options.reduction) {}
+Huber::Huber(HuberOptions options) : Loss("huber", huber(options.delta), options.reduction) {}
+
+}  // namespace lockstep

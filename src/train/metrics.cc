@@ -1,0 +1,183 @@
+#include <ATen/ATen.h>
+
+#include <functional>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/metric.h"
+#include "train/shapes.h"
+
+namespace lockstep {
+namespace {
+
+// Values of a batch, [batch, ...], whose weighted mean is the metric.
+using Values = std::function<Tensor(const Tensor& y_true, const Tensor& y_pred)>;
+
+class MeanOfValues final : public MetricFunction {
+ public:
+  MeanOfValues(std::string name, Values values) : name_(std::move(name)), values_(std::move(values)) {}
+  std::string name() const override { return name_; }
+  std::size_t state_size() const override { return 2; }
+
+  void update(std::span<double> state, const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight) const override {
+    const at::NoGradGuard no_grad;
+    auto values = values_(y_true, y_pred);
+    if (!sample_weight.defined()) {
+      state[0] += values.sum(at::kDouble).item<double>();
+      state[1] += static_cast<double>(values.numel());
+      return;
+    }
+    values = values.to(at::kDouble);
+    if (values.dim() > sample_weight.dim()) values = values.flatten(std::max<std::int64_t>(sample_weight.dim(), 1)).mean(-1);
+    const auto weight = weight_like(sample_weight, values).expand(values.sizes());
+    state[0] += (values * weight).sum().item<double>();
+    state[1] += weight.sum().item<double>();
+  }
+  double result(std::span<const double> state) const override { return state[1] == 0 ? 0 : state[0] / state[1]; }
+
+ private:
+  std::string name_;
+  Values values_;
+};
+
+Metric mean_of(std::string name, Values values) {
+  return Metric(std::make_shared<MeanOfValues>(std::move(name), std::move(values)));
+}
+
+Tensor binary_matches(const Tensor& y_true, const Tensor& y_pred, double threshold) {
+  return like_prediction("BinaryAccuracy", y_true, y_pred).eq(y_pred.gt(threshold).to(y_pred.scalar_type()));
+}
+
+Tensor sparse_matches(const Tensor& y_true, const Tensor& y_pred) {
+  return class_labels("SparseCategoricalAccuracy", y_true, y_pred).eq(y_pred.argmax(-1));
+}
+
+Tensor categorical_matches(const Tensor& y_true, const Tensor& y_pred) {
+  return like_prediction("CategoricalAccuracy", y_true, y_pred).argmax(-1).eq(y_pred.argmax(-1));
+}
+
+// The kind of accuracy that Keras chooses by the shapes.
+Tensor matches(const Tensor& y_true, const Tensor& y_pred) {
+  if (y_pred.size(-1) == 1) return binary_matches(y_true, y_pred, 0.5);
+  const bool sparse = y_true.dim() < y_pred.dim() || y_true.size(-1) == 1;
+  return sparse ? sparse_matches(y_true, y_pred) : categorical_matches(y_true, y_pred);
+}
+
+// Fewer than k outputs are above the label's: ties count in its favour, as in tf.math.in_top_k.
+Tensor in_top_k(const Tensor& labels, const Tensor& y_pred, int k) {
+  return y_pred.gt(y_pred.gather(-1, labels.unsqueeze(-1))).sum(-1).lt(k);
+}
+
+// Sums of true positives and of what they are divided by: predicted positives (precision) or actual ones (recall).
+class PositiveShare final : public MetricFunction {
+ public:
+  enum class Of { predicted, actual };
+
+  PositiveShare(std::string name, Of of, const PrecisionOptions& options) : name_(std::move(name)), of_(of), options_(options) {}
+  std::string name() const override { return name_; }
+  std::size_t state_size() const override { return 2; }
+
+  void update(std::span<double> state, const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight) const override {
+    const at::NoGradGuard no_grad;
+    auto predicted = positives(y_pred);
+    auto actual = like_prediction(name_.c_str(), y_true, y_pred).ne(0);
+    if (options_.class_id) {
+      predicted = predicted.select(-1, *options_.class_id);
+      actual = actual.select(-1, *options_.class_id);
+    }
+    auto hits = predicted.logical_and(actual).to(at::kDouble);
+    auto all = (of_ == Of::predicted ? predicted : actual).to(at::kDouble);
+    if (sample_weight.defined()) {
+      const auto weight = weight_like(sample_weight, all);
+      hits = hits * weight;
+      all = all * weight;
+    }
+    state[0] += hits.sum().item<double>();
+    state[1] += all.sum().item<double>();
+  }
+  double result(std::span<const double> state) const override { return state[1] == 0 ? 0 : state[0] / state[1]; }
+
+ private:
+  Tensor positives(const Tensor& y_pred) const {
+    if (!options_.top_k) return y_pred.gt(options_.threshold.value_or(0.5));
+    auto chosen = at::zeros_like(y_pred, at::kBool);
+    chosen.scatter_(-1, std::get<1>(y_pred.topk(*options_.top_k, -1)), true);
+    return options_.threshold ? chosen.logical_and(y_pred.gt(*options_.threshold)) : chosen;
+  }
+
+  std::string name_;
+  Of of_;
+  PrecisionOptions options_;
+};
+
+Metric by_name(const std::string& name) {
+  if (name == "accuracy" || name == "acc") return mean_of(name, &matches);
+  if (name == "binary_accuracy") return BinaryAccuracy();
+  if (name == "categorical_accuracy") return CategoricalAccuracy();
+  if (name == "sparse_categorical_accuracy") return SparseCategoricalAccuracy();
+  if (name == "top_k_categorical_accuracy") return TopKCategoricalAccuracy();
+  if (name == "sparse_top_k_categorical_accuracy") return SparseTopKCategoricalAccuracy();
+  if (name == "precision") return Precision();
+  if (name == "recall") return Recall();
+  if (name == "mse" || name == "mean_squared_error") return MeanSquaredErrorMetric(name);
+  if (name == "mae" || name == "mean_absolute_error") return MeanAbsoluteErrorMetric(name);
+  throw InvalidArgument(text("no metric is called \"", name, "\"; there are accuracy, binary_accuracy, categorical_accuracy, "
+                             "sparse_categorical_accuracy, top_k_categorical_accuracy, sparse_top_k_categorical_accuracy, "
+                             "precision, recall, mse, mae"));
+}
+
+TopKOptions checked(TopKOptions options) {
+  if (options.k < 1) throw InvalidArgument(text("top-k accuracy: k is ", options.k, "; it must be at least 1"));
+  return options;
+}
+
+}  // namespace
+
+Metric::Metric(const char* name) : Metric(by_name(name)) {}
+Metric::Metric(const std::string& name) : Metric(by_name(name)) {}
+
+void MetricState::merge(const MetricState& other) {
+  for (std::size_t i = 0; i < sums_.size(); ++i) sums_[i] += other.sums_[i];
+}
+
+Accuracy::Accuracy(std::string name)
+    : Metric(mean_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {
+        return like_prediction("Accuracy", y_true, y_pred).eq(y_pred);
+      })) {}
+
+BinaryAccuracy::BinaryAccuracy(BinaryAccuracyOptions options, std::string name)
+    : Metric(mean_of(std::move(name), [options](const Tensor& y_true, const Tensor& y_pred) {
+        return binary_matches(y_true, y_pred, options.threshold);
+      })) {}
+
+CategoricalAccuracy::CategoricalAccuracy(std::string name) : Metric(mean_of(std::move(name), &categorical_matches)) {}
+SparseCategoricalAccuracy::SparseCategoricalAccuracy(std::string name) : Metric(mean_of(std::move(name), &sparse_matches)) {}
+
+TopKCategoricalAccuracy::TopKCategoricalAccuracy(TopKOptions options, std::string name)
+    : Metric(mean_of(std::move(name), [k = checked(options).k](const Tensor& y_true, const Tensor& y_pred) {
+        return in_top_k(like_prediction("TopKCategoricalAccuracy", y_true, y_pred).argmax(-1), y_pred, k);
+      })) {}
+
+SparseTopKCategoricalAccuracy::SparseTopKCategoricalAccuracy(TopKOptions options, std::string name)
+    : Metric(mean_of(std::move(name), [k = checked(options).k](const Tensor& y_true, const Tensor& y_pred) {
+        return in_top_k(class_labels("SparseTopKCategoricalAccuracy", y_true, y_pred), y_pred, k);
+      })) {}
+
+Precision::Precision(PrecisionOptions options, std::string name)
+    : Metric(std::make_shared<PositiveShare>(std::move(name), PositiveShare::Of::predicted, options)) {}
+Recall::Recall(PrecisionOptions options, std::string name)
+    : Metric(std::make_shared<PositiveShare>(std::move(name), PositiveShare::Of::actual, options)) {}
+
+MeanSquaredErrorMetric::MeanSquaredErrorMetric(std::string name)
+    : Metric(mean_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {
+        return (like_prediction("MeanSquaredError", y_true, y_pred) - y_pred).square();
+      })) {}
+
+MeanAbsoluteErrorMetric::MeanAbsoluteErrorMetric(std::string name)
+    : Metric(mean_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {
+        return (like_prediction("MeanAbsoluteError", y_true, y_pred) - y_pred).abs();
+      })) {}
+
+Mean::Mean(std::string name) : Metric(mean_of(std::move(name), [](const Tensor&, const Tensor& y_pred) { return y_pred; })) {}
+
+}  // namespace lockstep

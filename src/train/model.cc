@@ -1,0 +1,96 @@
+#include "lockstep/model.h"
+
+#include <ATen/ATen.h>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "strategy/split.h"
+#include "strategy/strategy_impl.h"
+#include "train/layers/stack.h"
+#include "train/model_impl.h"
+
+namespace lockstep {
+
+void ModelImpl::build(const Example& sample) {
+  if (parameters != nullptr) return;
+  parameters = internal::replicate_modules(strategy.impl(), [&] { return make(sample); });
+  make_engine();
+  if (!pending_weights) return;
+  const auto weights = *std::exchange(pending_weights, std::nullopt);
+  check_weights(weights, *parameters);
+  ReplicatedModule(parameters).trackable().load(weights, "")();
+}
+
+void ModelImpl::make_engine() {
+  if (parameters == nullptr || !compiled) return;
+  engine = strategy.optimizer(compiled->optimizer, ReplicatedModule(parameters)).engine();
+  tracker.emplace(*compiled, strategy.num_replicas_in_sync());
+}
+
+void ModelImpl::require_built(const char* caller) const {
+  if (parameters == nullptr) {
+    throw InvalidArgument(text(caller, ": the model has no variables yet; call build(input_shape), or fit it first"));
+  }
+}
+
+void ModelImpl::require_compiled(const char* caller) const {
+  if (!compiled) throw InvalidArgument(text(caller, ": the model is not compiled; call compile({.loss = ..., .optimizer = ...}) first"));
+}
+
+Model::Model(const Make& make, Forward forward)
+    : impl_(std::make_shared<ModelImpl>([make](const Example&) { return make(); }, std::move(forward))) {
+  impl_->build({});
+}
+
+Sequential::Sequential(std::vector<Layer> layers)
+    : Model(std::make_shared<ModelImpl>(
+          [layers](const Example& sample) {
+            return std::make_shared<StackModule>(layers, at::zeros_like(sample.x.slice(0, 0, 1)));
+          },
+          [](torch::nn::Module& module, const Tensor& x) { return static_cast<StackModule&>(module).forward(x); })),
+      layers_(std::move(layers)) {
+  if (layers_.empty()) throw InvalidArgument("Sequential: there are no layers");
+}
+
+void Model::compile(CompileOptions options) {
+  impl_->compiled = std::move(options);
+  impl_->make_engine();
+}
+
+void Model::build(const std::vector<std::int64_t>& input_shape, at::ScalarType dtype) {
+  std::vector<std::int64_t> sizes{1};
+  sizes.insert(sizes.end(), input_shape.begin(), input_shape.end());
+  impl_->build({.x = at::zeros(sizes, dtype)});
+}
+
+Logs Model::train_on_batch(const Example& batch) {
+  impl_->require_compiled("train_on_batch");
+  impl_->build(batch);
+  impl_->tracker->reset();
+  auto parts = split_batch(batch, impl_->strategy.num_replicas_in_sync());
+  impl_->train_batch(parts, *impl_->tracker);
+  return impl_->tracker->logs();
+}
+
+double Model::learning_rate() const {
+  impl_->require_compiled("learning_rate");
+  return impl_->engine ? impl_->engine->learning_rate() : impl_->compiled->optimizer.options().learning_rate.at(0);
+}
+
+void Model::set_learning_rate(double rate) {
+  impl_->require_compiled("set_learning_rate");
+  impl_->require_built("set_learning_rate");
+  impl_->engine->set_learning_rate(rate);
+}
+
+std::int64_t Model::iterations() const { return impl_->engine ? impl_->engine->iterations() : 0; }
+void Model::stop_training() { impl_->stopping = true; }
+Strategy Model::strategy() const { return impl_->strategy; }
+StepTimes Model::step_times() const { return impl_->times; }
+
+ReplicatedModule Model::module() const {
+  impl_->require_built("module");
+  return ReplicatedModule(impl_->parameters);
+}
+
+}  // namespace lockstep

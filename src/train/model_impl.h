@@ -1,0 +1,81 @@
+// What is behind a Model.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gradient/update_engine.h"
+#include "lockstep/model.h"
+#include "lockstep/random.h"
+#include "train/tracker.h"
+
+namespace lockstep {
+
+// How far a fit has come: what a full checkpoint needs besides the model to go on in the middle of an epoch.
+struct FitProgress {
+  int epoch = 0;           // that is running, or comes next
+  std::int64_t batch = 0;  // steps done in it
+  Position position;       // in the training data
+  History history;
+  std::vector<AnyCallback> callbacks;
+};
+
+// What one replica's step found. Sums over its part of the batch.
+struct StepResult {
+  double loss_sum = 0;
+  double divisor = 0;
+  std::int64_t examples = 0;
+};
+
+class ModelImpl {
+ public:
+  using Make = std::function<std::shared_ptr<torch::nn::Module>(const Example& sample)>;
+  using Forward = std::function<Tensor(torch::nn::Module&, const Tensor&)>;
+
+  ModelImpl(Make make_module, Forward forward_of) : make(std::move(make_module)), forward(std::move(forward_of)) {}
+
+  // Makes the replicas for batches like `sample`, unless they are there. Takes weights that were loaded before.
+  void build(const Example& sample);
+  void make_engine();
+  void require_built(const char* caller) const;
+  void require_compiled(const char* caller) const;
+
+  // On each replica, with its part of the batch: forward, loss, backward, reduce and update, metrics.
+  StepResult train_step(ReplicaContext& replica, const Example& part, Tracker& tracker);
+
+  // One step on all replicas; adds the batch's loss to the tracker.
+  void train_batch(PerReplica<Example>& batch, Tracker& tracker);
+
+  // Adds the loss of a batch, from its replicas' parts.
+  void add_loss(const PerReplica<StepResult>& results, Tracker& into) const;
+
+  Archive save_state();
+  void load_state(const Archive& archive);
+
+  // Constant after construction.
+  const Strategy strategy = Strategy::current();
+  const Make make;
+  const Forward forward;
+
+  std::shared_ptr<ReplicatedParameters> parameters;  // null before build
+  std::optional<CompileOptions> compiled;
+  std::shared_ptr<UpdateEngine> engine;  // null before build or compile
+  std::optional<Tracker> tracker;        // of the epoch that fit is in; likewise
+  std::optional<Archive> pending_weights;
+
+  std::uint64_t seed = next_random_seed();  // of the replicas' random numbers, with `steps`
+  std::int64_t steps = 0;                   // train steps so far
+  StepTimes times;
+  FitProgress progress;
+  bool stopping = false;
+};
+
+// Throws InvalidArgument naming everything in which the archive's tensors and the model's differ.
+void check_weights(const Archive& archive, const ReplicatedParameters& parameters);
+
+}  // namespace lockstep

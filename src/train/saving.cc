@@ -1,0 +1,148 @@
+// Weights and full state on disk.
+#include <torch/nn/module.h>
+
+#include <set>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "train/model_impl.h"
+#include "train/numbers.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kOptimizer = "optimizer";
+constexpr const char* kCallback = "callback";
+constexpr std::size_t kMostProblems = 10;  // that a message lists
+
+std::string shape_of(const std::vector<std::int64_t>& shape) { return text("[", join(shape), "]"); }
+
+struct Expected {
+  std::vector<std::int64_t> shape;
+};
+
+std::map<std::string, Expected> expected_tensors(const ReplicatedParameters& parameters) {
+  std::map<std::string, Expected> expected;
+  for (const auto& slot : parameters.slots()) expected[slot.name] = {slot.sizes};
+  for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
+    expected[parameters.buffer_names()[i]] = {parameters.buffer(0, i).sizes().vec()};
+  }
+  return expected;
+}
+
+void save_history(const History& history, Archive& archive) {
+  archive.entries["fit/history/epochs"] = print_numbers({history.epoch.begin(), history.epoch.end()});
+  for (const auto& [name, values] : history.history) archive.entries["fit/history/values/" + name] = print_numbers(values);
+}
+
+History load_history(const Archive& archive) {
+  History history;
+  for (const double epoch : parse_numbers(archive.entry("fit/history/epochs"))) history.epoch.push_back(static_cast<int>(epoch));
+  const std::string prefix = "fit/history/values/";
+  for (const auto& [name, line] : archive.entries) {
+    if (name.starts_with(prefix)) history.history[name.substr(prefix.size())] = parse_numbers(line);
+  }
+  return history;
+}
+
+std::string callback_prefix(std::size_t index) { return text(kCallback, "/", index); }
+
+// Tensors of a full checkpoint that are no weights.
+bool is_reserved(const std::string& name) {
+  return name.starts_with(text(kOptimizer, "/")) || name.starts_with(text(kCallback, "/"));
+}
+
+}  // namespace
+
+void check_weights(const Archive& archive, const ReplicatedParameters& parameters) {
+  const auto expected = expected_tensors(parameters);
+  std::vector<std::string> problems;
+  for (const auto& [name, tensor] : expected) {
+    const auto found = archive.tensors.find(name);
+    if (found == archive.tensors.end()) {
+      problems.push_back(text(name, " is missing in the checkpoint"));
+    } else if (found->second.shape != tensor.shape) {
+      problems.push_back(text(name, " is ", shape_of(found->second.shape), " in the checkpoint and ", shape_of(tensor.shape), " in the model"));
+    }
+  }
+  for (const auto& [name, tensor] : archive.tensors) {
+    if (!expected.contains(name) && !is_reserved(name)) problems.push_back(text(name, " is not in the model"));
+  }
+  if (problems.empty()) return;
+  if (problems.size() > kMostProblems) {
+    const auto more = problems.size() - kMostProblems;
+    problems.resize(kMostProblems);
+    problems.push_back(text("and ", more, " more"));
+  }
+  throw InvalidArgument(text("the checkpoint is of another model: ", join(problems, "; ")));
+}
+
+void Model::save_weights(const std::string& path) const {
+  impl_->require_built("save_weights");
+  Archive archive;
+  module().trackable().save(archive, "");
+  write_archive(path, archive);
+}
+
+void Model::load_weights(const std::string& path) {
+  if (path.empty()) throw InvalidArgument("load_weights: the path is empty; latest_checkpoint found no checkpoint in its folder");
+  auto archive = read_archive(path);
+  if (impl_->parameters == nullptr) {
+    impl_->pending_weights = std::move(archive);
+    return;
+  }
+  check_weights(archive, *impl_->parameters);
+  module().trackable().load(archive, "")();
+}
+
+void Model::save_checkpoint(const std::string& path) const {
+  impl_->require_built("save_checkpoint");
+  impl_->require_compiled("save_checkpoint");
+  write_archive(path, impl_->save_state());
+}
+
+void Model::load_checkpoint(const std::string& path) {
+  impl_->require_built("load_checkpoint");
+  impl_->require_compiled("load_checkpoint");
+  impl_->load_state(read_archive(path));
+}
+
+Archive ModelImpl::save_state() {
+  Archive archive;
+  ReplicatedModule(parameters).trackable().save(archive, "");
+  ReplicatedOptimizer(engine).trackable().save(archive, kOptimizer);
+  archive.entries["seed"] = std::to_string(seed);
+  archive.entries["steps"] = std::to_string(steps);
+  archive.entries["fit/epoch"] = std::to_string(progress.epoch);
+  archive.entries["fit/batch"] = std::to_string(progress.batch);
+  archive.entries["fit/position/epoch"] = std::to_string(progress.position.epoch);
+  archive.entries["fit/position/index"] = std::to_string(progress.position.index);
+  save_history(progress.history, archive);
+  tracker->save(archive, "fit/tracker");
+  for (std::size_t i = 0; i < progress.callbacks.size(); ++i) progress.callbacks[i]->save(archive, callback_prefix(i));
+  return archive;
+}
+
+void ModelImpl::load_state(const Archive& archive) {
+  check_weights(archive, *parameters);
+  const auto change_weights = ReplicatedModule(parameters).trackable().load(archive, "");
+  const auto change_optimizer = ReplicatedOptimizer(engine).trackable().load(archive, kOptimizer);
+  const auto number = [&](const char* name) { return std::stoll(archive.entry(name)); };
+  FitProgress loaded{.epoch = static_cast<int>(number("fit/epoch")),
+                     .batch = number("fit/batch"),
+                     .position = {number("fit/position/epoch"), number("fit/position/index")},
+                     .history = load_history(archive),
+                     .callbacks = progress.callbacks};
+  const auto loaded_seed = std::stoull(archive.entry("seed"));
+  const auto loaded_steps = number("steps");
+  tracker->load(archive, "fit/tracker");
+
+  change_weights();
+  change_optimizer();
+  seed = loaded_seed;
+  steps = loaded_steps;
+  progress = std::move(loaded);
+  for (std::size_t i = 0; i < progress.callbacks.size(); ++i) progress.callbacks[i]->load(archive, callback_prefix(i));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,21 @@
+// Bringing y_true, y_pred and weights to shapes that fit each other, as Keras does.
+#pragma once
+
+#include <vector>
+
+#include "lockstep/tensor.h"
+
+namespace lockstep {
+
+// y_true in y_pred's rank and dtype: a last dimension of size 1 is added or dropped where that makes them alike. Throws
+// InvalidArgument naming both shapes when they still differ.
+Tensor like_prediction(const char* what, const Tensor& y_true, const Tensor& y_pred);
+
+// Labels as int64 in the shape of y_pred without its last dimension. Throws InvalidArgument naming a label that is no class of
+// y_pred (checked on the CPU), or the shapes.
+Tensor class_labels(const char* what, const Tensor& y_true, const Tensor& y_pred);
+
+// `weight` with as many dimensions as `values`, to be multiplied with them. Throws InvalidArgument naming both shapes.
+Tensor weight_like(const Tensor& weight, const Tensor& values);
+
+}  // namespace lockstep

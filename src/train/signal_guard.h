@@ -1,0 +1,25 @@
+// Turns SIGINT and SIGTERM into a number that fit looks at between steps.
+#pragma once
+
+#include <csignal>
+
+namespace lockstep {
+
+// While one lives, the first SIGINT or SIGTERM is only noted; a second one does what it did before. One at a time.
+class SignalGuard {
+ public:
+  explicit SignalGuard(bool active);
+  ~SignalGuard();
+  SignalGuard(const SignalGuard&) = delete;
+  SignalGuard& operator=(const SignalGuard&) = delete;
+
+  // The signal that came, or 0.
+  int received() const;
+
+ private:
+  bool active_;
+  struct sigaction before_interrupt_ {};
+  struct sigaction before_terminate_ {};
+};
+
+}  // namespace lockstep

@@ -1,0 +1,68 @@
+#include <torch/nn/module.h>
+
+#include <iomanip>
+#include <sstream>
+
+#include "base/text.h"
+#include "train/layers/stack.h"
+#include "train/model_impl.h"
+
+namespace lockstep {
+namespace {
+
+struct TableLine {
+  std::string name, shape;
+  std::int64_t parameters;
+};
+
+std::string shape_of(const std::vector<std::int64_t>& sizes, const char* first) {
+  std::string shape = text("(", first);
+  for (const auto size : sizes) shape += text(shape.size() > 1 ? ", " : "", size);
+  return shape + ")";
+}
+
+std::string with_commas(std::int64_t number) {
+  const auto digits = std::to_string(number);
+  std::string result;
+  for (std::size_t i = 0; i < digits.size(); ++i) {
+    if (i > 0 && (digits.size() - i) % 3 == 0) result.push_back(',');
+    result.push_back(digits[i]);
+  }
+  return result;
+}
+
+std::vector<TableLine> lines_of(const torch::nn::Module& module, const ReplicatedParameters& parameters) {
+  std::vector<TableLine> lines;
+  if (const auto* stack = dynamic_cast<const StackModule*>(&module)) {
+    for (const auto& line : stack->lines()) {
+      lines.push_back({text(line.name, " (", line.kind, ")"), shape_of(line.output, "None"), line.parameters});
+    }
+  } else {
+    for (const auto& slot : parameters.slots()) lines.push_back({slot.name, shape_of(slot.sizes, ""), slot.numel});
+  }
+  return lines;
+}
+
+}  // namespace
+
+std::string Model::summary() const {
+  impl_->require_built("summary");
+  const auto& parameters = *impl_->parameters;
+  std::ostringstream out;
+  const auto print = [&](const std::string& name, const std::string& shape, const std::string& count) {
+    out << std::left << std::setw(40) << name << std::setw(26) << shape << std::right << std::setw(14) << count << '\n';
+  };
+  const std::string rule(80, '-');
+  const bool stack = dynamic_cast<const StackModule*>(&parameters.module(0)) != nullptr;
+  print(stack ? "Layer (type)" : "Parameter", stack ? "Output shape" : "Shape", "Param #");
+  out << rule << '\n';
+  for (const auto& line : lines_of(parameters.module(0), parameters)) print(line.name, line.shape, with_commas(line.parameters));
+  out << rule << '\n';
+  std::int64_t trainable = 0, frozen = 0;
+  for (const auto& slot : parameters.slots()) (slot.trainable ? trainable : frozen) += slot.numel;
+  out << "Total params: " << with_commas(trainable + frozen) << "\nTrainable params: " << with_commas(trainable)
+      << "\nNon-trainable params: " << with_commas(frozen) << '\n';
+  return out.str();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,84 @@
+// The step that fit makes, as each replica sees it.
+#include <ATen/ATen.h>
+
+#include <chrono>
+
+#include "base/hash.h"
+#include "lockstep/error.h"
+#include "train/model_impl.h"
+
+namespace lockstep {
+namespace {
+
+// Adds the time since it was made, or since the last call, to one of StepTimes' sums.
+class Lap {
+ public:
+  void add_to(double& seconds) {
+    const auto now = std::chrono::steady_clock::now();
+    seconds += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+};
+
+// The replicas' gradients are summed, then divided by the sum of these.
+double weight_of(const Loss& loss, const Loss::Terms& terms, int replica) {
+  if (loss.reduction() != Reduction::sum) return terms.divisor;
+  return replica == 0 ? 1 : 0;
+}
+
+}  // namespace
+
+StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, Tracker& into) {
+  const int id = replica.replica_id();
+  replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(id)));
+  if (part.size() == 0) {
+    engine->apply(replica.group(), 0, replica.deadline());  // no examples: joins the others' update
+    return {};
+  }
+  const at::AutoGradMode with_gradients(true);
+  StepTimes unused;
+  StepTimes& spent = id == 0 ? times : unused;
+  Lap lap;
+
+  const auto outputs = forward(parameters->module(id), part.x);
+  const auto loss = compiled->loss.terms(part.y, outputs, part.weight);
+  lap.add_to(spent.forward);
+  if (!loss.sum.requires_grad()) {
+    throw InvalidArgument("the loss depends on no trainable parameter; are all frozen, or does forward detach its result?");
+  }
+  loss.sum.backward();
+  lap.add_to(spent.backward);
+  engine->apply(replica.group(), weight_of(compiled->loss, loss, id), replica.deadline());
+  lap.add_to(spent.reduce_and_update);
+  into.update(id, part, outputs.detach());
+  const StepResult result{loss.sum.item<double>(), loss.divisor, part.size()};
+  lap.add_to(spent.metrics);
+  return result;
+}
+
+void ModelImpl::train_batch(PerReplica<Example>& batch, Tracker& into) {
+  Lap lap;
+  const auto results = strategy.run(
+      [&](ReplicaContext& replica, const Example& part) { return train_step(replica, part, into); }, batch);
+  add_loss(results, into);
+  ++steps;
+  ++times.steps;
+  lap.add_to(times.total);
+}
+
+void ModelImpl::add_loss(const PerReplica<StepResult>& results, Tracker& into) const {
+  double sum = 0, divisor = 0;
+  std::int64_t examples = 0;
+  for (const auto& result : results) {
+    sum += result.loss_sum;
+    divisor += result.divisor;
+    examples += result.examples;
+  }
+  if (compiled->loss.reduction() == Reduction::sum) divisor = 1;
+  into.add_loss(divisor == 0 ? 0 : sum / divisor, examples);
+}
+
+}  // namespace lockstep
