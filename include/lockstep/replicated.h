@@ -26,9 +26,13 @@ class ReplicatedModule {
  public:
   explicit ReplicatedModule(std::shared_ptr<ReplicatedParameters> parameters) : parameters_(std::move(parameters)) {}
 
-  // Named by the module's parameter and buffer names; what tied parameters share is stored under their first name.
-  // Buffers are averaged over the replicas first.
+  // Named by the module's parameter and buffer names; what tied parameters share is stored under their first name. Buffers
+  // (BatchNorm's running statistics) are each replica's own in training; stored is their mean over the replicas.
   Trackable trackable() const;
+
+  // The replicas' own buffers, with which training goes on bit for bit. Loading needs as many replicas as saved them, and
+  // changes nothing otherwise.
+  Trackable replica_buffers() const;
 
   void train(bool on = true) const;
   void eval() const { train(false); }

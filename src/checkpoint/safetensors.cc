@@ -4,8 +4,8 @@
 //   N bytes   JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}, padded with spaces
 //   the rest  the tensors' bytes; offsets count from here
 //
-// Our own metadata entry "lockstep.crc32" holds the CRC-32 of the whole file, as 8 hexadecimal digits, computed with those
-// digits as zeros.
+// Of our own metadata entries, "lockstep.crc32" holds the CRC-32 of the whole file, as 8 hexadecimal digits, computed with those
+// digits as zeros, and "lockstep.format" says that there must be such an entry.
 #include <zlib.h>
 
 #include <array>
@@ -25,6 +25,7 @@ using Json = nlohmann::json;
 using Bytes = std::span<const std::byte>;
 
 constexpr const char* kChecksumKey = "lockstep.crc32";
+constexpr const char* kFormatKey = "lockstep.format";
 constexpr const char* kNoChecksum = "00000000";
 constexpr std::size_t kLengthBytes = 8;
 constexpr std::size_t kLargestHeader = 100'000'000;  // the format's own bound
@@ -64,6 +65,7 @@ std::string header_of(const Archive& archive) {
   auto& metadata = header["__metadata__"];
   metadata = archive.entries;
   metadata[kChecksumKey] = kNoChecksum;
+  metadata[kFormatKey] = "1";
   std::size_t offset = 0;
   for (const auto& [name, tensor] : archive.tensors) {
     const auto* dtype = std::find_if(kDtypeNames.begin(), kDtypeNames.end(), [&](auto& d) { return d.dtype == tensor.dtype; });
@@ -125,7 +127,10 @@ class Reader {
 
   void check_sum(std::string header) const {
     const auto position = checksum_position(header);
-    if (position == std::string::npos || position + 8 > header.size()) return;
+    if (position == std::string::npos || position + 8 > header.size()) {
+      if (header.find(kFormatKey) != std::string::npos) fail(kLengthBytes, "its checksum is missing: it was altered");
+      return;
+    }
     const std::string expected = header.substr(position, 8);
     header.replace(position, 8, kNoChecksum);
     const auto found = hex(crc_of({bytes_.first(kLengthBytes), bytes_of(header), bytes_.subspan(kLengthBytes + header.size())}));
@@ -138,7 +143,7 @@ class Reader {
     if (!value.is_object()) fail(kLengthBytes, "__metadata__ is not an object");
     for (const auto& [key, item] : value.items()) {
       if (!item.is_string()) fail(kLengthBytes, text("__metadata__'s ", key, " is not text"));
-      if (key != kChecksumKey) archive.entries.emplace(key, item.get<std::string>());
+      if (key != kChecksumKey && key != kFormatKey) archive.entries.emplace(key, item.get<std::string>());
     }
   }
 

@@ -105,9 +105,12 @@ Tensor read_idx(const std::string& path) {
 namespace datasets {
 
 TrainTest mnist(const std::string& directory) {
-  const std::filesystem::path folder(directory);
-  return {Dataset::from_idx(existing(folder, "train-images-idx3-ubyte"), existing(folder, "train-labels-idx1-ubyte")),
-          Dataset::from_idx(existing(folder, "t10k-images-idx3-ubyte"), existing(folder, "t10k-labels-idx1-ubyte"))};
+  const auto load = [&](const char* images_name, const char* labels_name) {
+    const auto images = existing(directory, images_name);
+    return Dataset::from_idx(images, existing(directory, labels_name));
+  };
+  auto train = load("train-images-idx3-ubyte", "train-labels-idx1-ubyte");
+  return {std::move(train), load("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")};
 }
 
 TrainTest fashion_mnist() {

@@ -154,17 +154,13 @@ std::int64_t ReplicatedParameters::flat_numel(at::ScalarType dtype) const {
   return end;
 }
 
-void ReplicatedParameters::average_buffers() {
+at::Tensor ReplicatedParameters::average_buffer(std::size_t index) const {
   const at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < buffer_names_.size(); ++i) {
-    auto value = buffer(0, i);
-    if (replicas() > 1 && value.is_floating_point()) {
-      value = value.to(at::kDouble);
-      for (int replica = 1; replica < replicas(); ++replica) value = value + buffer(replica, i);
-      value = value / replicas();
-    }
-    assign_buffer(i, value);
-  }
+  const auto& first = buffer(0, index);
+  if (replicas() == 1 || !first.is_floating_point()) return first.clone();
+  auto sum = first.to(at::kDouble);
+  for (int replica = 1; replica < replicas(); ++replica) sum = sum + buffer(replica, index);
+  return (sum / replicas()).to(first.scalar_type());
 }
 
 void ReplicatedParameters::assign(std::size_t slot, const at::Tensor& value) {
@@ -173,10 +169,13 @@ void ReplicatedParameters::assign(std::size_t slot, const at::Tensor& value) {
 }
 
 void ReplicatedParameters::assign_buffer(std::size_t index, const at::Tensor& value) {
+  for (int replica = 0; replica < replicas(); ++replica) assign_buffer_of(replica, index, value);
+}
+
+void ReplicatedParameters::assign_buffer_of(int replica, std::size_t index, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
-  for (auto& buffers : buffers_) {
-    if (!buffers[index].is_same(value)) buffers[index].copy_(value);
-  }
+  const auto& own = buffer(replica, index);
+  if (!own.is_same(value)) own.copy_(value);
 }
 
 }  // namespace lockstep

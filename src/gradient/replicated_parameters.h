@@ -61,13 +61,14 @@ class ReplicatedParameters {
     return buffers_[static_cast<std::size_t>(replica)][index];
   }
 
-  // Gives every replica the mean of the replicas' floating-point buffers, and replica 0's other ones. Bit for bit the same
-  // on all. Not while replicas run.
-  void average_buffers();
+  // The mean of the replicas' buffers; replica 0's when it is no floating-point one. Not while replicas run.
+  at::Tensor average_buffer(std::size_t index) const;
 
-  // Overwrites a parameter or buffer on all replicas. Shapes are the caller's to check. Not while replicas run.
+  // Overwrites a parameter, or a buffer, on all replicas, or a buffer on one. Shapes are the caller's to check. Not while
+  // replicas run.
   void assign(std::size_t slot, const at::Tensor& value);
   void assign_buffer(std::size_t index, const at::Tensor& value);
+  void assign_buffer_of(int replica, std::size_t index, const at::Tensor& value);
 
  private:
   void find_slots();

@@ -34,12 +34,11 @@ void ReplicatedModule::train(bool on) const {
 
 Trackable ReplicatedModule::trackable() const {
   const auto save = [parameters = parameters_](Archive& archive, const std::string& prefix) {
-    parameters->average_buffers();
     for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
       archive.tensors[joined(prefix, parameters->slots()[i].name)] = to_stored(parameters->parameter(0, i));
     }
     for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
-      archive.tensors[joined(prefix, parameters->buffer_names()[i])] = to_stored(parameters->buffer(0, i));
+      archive.tensors[joined(prefix, parameters->buffer_names()[i])] = to_stored(parameters->average_buffer(i));
     }
   };
   const auto load = [parameters = parameters_](const Archive& archive, const std::string& prefix) -> std::function<void()> {
@@ -53,6 +52,36 @@ Trackable ReplicatedModule::trackable() const {
     return [parameters, values, buffers] {
       for (std::size_t i = 0; i < values.size(); ++i) parameters->assign(i, values[i]);
       for (std::size_t i = 0; i < buffers.size(); ++i) parameters->assign_buffer(i, buffers[i]);
+    };
+  };
+  return {save, load};
+}
+
+Trackable ReplicatedModule::replica_buffers() const {
+  const auto name_of = [parameters = parameters_](const std::string& prefix, int replica, std::size_t index) {
+    return joined(prefix, text(replica, "/", parameters->buffer_names()[index]));
+  };
+  const auto save = [parameters = parameters_, name_of](Archive& archive, const std::string& prefix) {
+    archive.entries[joined(prefix, "replicas")] = std::to_string(parameters->replicas());
+    for (int replica = 0; replica < parameters->replicas(); ++replica) {
+      for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
+        archive.tensors[name_of(prefix, replica, i)] = to_stored(parameters->buffer(replica, i));
+      }
+    }
+  };
+  const auto load = [parameters = parameters_, name_of](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+    if (archive.entry(joined(prefix, "replicas")) != std::to_string(parameters->replicas())) return [] {};
+    std::vector<std::vector<Tensor>> values(static_cast<std::size_t>(parameters->replicas()));
+    for (int replica = 0; replica < parameters->replicas(); ++replica) {
+      for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
+        values[static_cast<std::size_t>(replica)].push_back(load_like(archive, name_of(prefix, replica, i), parameters->buffer(replica, i)));
+      }
+    }
+    return [parameters, values] {
+      for (int replica = 0; replica < parameters->replicas(); ++replica) {
+        const auto& own = values[static_cast<std::size_t>(replica)];
+        for (std::size_t i = 0; i < own.size(); ++i) parameters->assign_buffer_of(replica, i, own[i]);
+      }
     };
   };
   return {save, load};

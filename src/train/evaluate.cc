@@ -9,21 +9,27 @@
 namespace lockstep {
 namespace {
 
-// Puts the modules into evaluation mode, with averaged buffers, and back.
+// Puts the modules into evaluation mode, with the means of the replicas' buffers, and back to training with their own.
 class EvaluationMode {
  public:
   explicit EvaluationMode(const Model& model)
       : module_(model.module()), was_training_(module_.parameters()->module(0).is_training()) {
-    module_.parameters()->average_buffers();
+    auto& parameters = *module_.parameters();
+    module_.replica_buffers().save(own_buffers_, "");
+    for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) parameters.assign_buffer(i, parameters.average_buffer(i));
     module_.eval();
   }
-  ~EvaluationMode() { module_.train(was_training_); }
+  ~EvaluationMode() {
+    module_.train(was_training_);
+    module_.replica_buffers().load(own_buffers_, "")();
+  }
   EvaluationMode(const EvaluationMode&) = delete;
   EvaluationMode& operator=(const EvaluationMode&) = delete;
 
  private:
   ReplicatedModule module_;
   bool was_training_;
+  Archive own_buffers_;
 };
 
 // Calls visit(batch) for each global batch, at most `steps` of them if that is above 0; returns how many.

@@ -109,7 +109,7 @@ Loss::Terms Loss::terms(const Tensor& y_true, const Tensor& y_pred, const Tensor
   auto divisor = static_cast<double>(values.numel());
   if (reduction_ == Reduction::sum) divisor = 1;
   if (reduction_ == Reduction::mean_with_sample_weight && weight.defined()) {
-    divisor = weight.expand(values.sizes()).sum().item<double>();
+    divisor = weight.sum().item<double>();
   }
   return {values.sum(), divisor};
 }

@@ -13,6 +13,7 @@ namespace {
 
 constexpr const char* kOptimizer = "optimizer";
 constexpr const char* kCallback = "callback";
+constexpr const char* kReplica = "replica";
 constexpr std::size_t kMostProblems = 10;  // that a message lists
 
 std::string shape_of(const std::vector<std::int64_t>& shape) { return text("[", join(shape), "]"); }
@@ -49,7 +50,8 @@ std::string callback_prefix(std::size_t index) { return text(kCallback, "/", ind
 
 // Tensors of a full checkpoint that are no weights.
 bool is_reserved(const std::string& name) {
-  return name.starts_with(text(kOptimizer, "/")) || name.starts_with(text(kCallback, "/"));
+  const auto folder = name.substr(0, name.find('/'));
+  return folder != name && (folder == kOptimizer || folder == kCallback || folder == kReplica);
 }
 
 }  // namespace
@@ -110,6 +112,7 @@ void Model::load_checkpoint(const std::string& path) {
 Archive ModelImpl::save_state() {
   Archive archive;
   ReplicatedModule(parameters).trackable().save(archive, "");
+  ReplicatedModule(parameters).replica_buffers().save(archive, kReplica);
   ReplicatedOptimizer(engine).trackable().save(archive, kOptimizer);
   archive.entries["seed"] = std::to_string(seed);
   archive.entries["steps"] = std::to_string(steps);
@@ -126,6 +129,7 @@ Archive ModelImpl::save_state() {
 void ModelImpl::load_state(const Archive& archive) {
   check_weights(archive, *parameters);
   const auto change_weights = ReplicatedModule(parameters).trackable().load(archive, "");
+  const auto change_buffers = ReplicatedModule(parameters).replica_buffers().load(archive, kReplica);
   const auto change_optimizer = ReplicatedOptimizer(engine).trackable().load(archive, kOptimizer);
   const auto number = [&](const char* name) { return std::stoll(archive.entry(name)); };
   FitProgress loaded{.epoch = static_cast<int>(number("fit/epoch")),
@@ -138,6 +142,7 @@ void ModelImpl::load_state(const Archive& archive) {
   tracker->load(archive, "fit/tracker");
 
   change_weights();
+  change_buffers();
   change_optimizer();
   seed = loaded_seed;
   steps = loaded_steps;

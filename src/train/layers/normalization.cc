@@ -23,13 +23,9 @@ struct BatchNormModule : ParameterModule {
     auto variance = at::ones_like(running_var);
     const auto y = at::batch_norm(x, weight, bias, mean, variance, /*training=*/true, /*momentum=*/1, options.epsilon, false);
     const at::NoGradGuard no_grad;
-    if (count > 1) {
-      variance.mul_((count - 1) / count);
-    } else {
-      variance.zero_();
-    }
     running_mean.mul_(options.momentum).add_(mean, 1 - options.momentum);
-    running_var.mul_(options.momentum).add_(variance, 1 - options.momentum);
+    running_var.mul_(options.momentum);
+    if (count > 1) running_var.add_(variance, (1 - options.momentum) * (count - 1) / count);
     return y;
   }
 

@@ -1,0 +1,180 @@
+// Callbacks as users of Keras expect them.
+#include <gtest/gtest.h>
+#include <lockstep/lockstep.h>
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+fs::path fresh_folder(const std::string& name) {
+  const auto folder = fs::path(LOCKSTEP_BINARY_DIR) / "callbacks" / name;
+  fs::remove_all(folder);
+  fs::create_directories(folder);
+  return folder;
+}
+
+Dataset data() {
+  const auto x = at::linspace(-1, 1, 20).view({20, 1});
+  return Dataset::from_tensor_slices(x, x * 2 + 1).batch(4);
+}
+
+Sequential make_model(double rate = 0.1) {
+  set_random_seed(2);
+  Sequential model({Dense(1)});
+  model.compile({.loss = "mse", .optimizer = SGD({.learning_rate = rate}), .metrics = {"mae"}});
+  model.build({1});
+  return model;
+}
+
+// Writes down what it is told.
+class Recorder : public Callback {
+ public:
+  void on_train_begin() override { calls += "[ "; }
+  void on_epoch_begin(int epoch) override { calls += "epoch" + std::to_string(epoch) + "( "; }
+  void on_train_batch_begin(std::int64_t batch) override { calls += "b" + std::to_string(batch) + " "; }
+  void on_train_batch_end(std::int64_t, const Logs& logs) override { EXPECT_TRUE(logs.contains("loss") && logs.contains("mae")); }
+  void on_test_begin() override { calls += "test "; }
+  void on_epoch_end(int, const Logs& logs) override { calls += logs.contains("val_loss") ? "val) " : ") "; }
+  void on_train_end() override { calls += "]"; }
+  std::string calls;
+};
+
+TEST(Callbacks, AreCalledInKerasOrder) {
+  auto model = make_model();
+  const auto recorder = std::make_shared<Recorder>();
+  const auto history = model.fit(data().take(2), {.epochs = 2, .callbacks = {recorder}, .validation_data = data(), .validation_freq = 2, .verbose = 0});
+  EXPECT_EQ(recorder->calls, "[ epoch0( b0 b1 ) epoch1( b0 b1 test val) ]");
+  EXPECT_EQ(history.epoch, (std::vector<int>{0, 1}));
+  EXPECT_EQ(history["loss"].size(), 2U);
+  EXPECT_EQ(history["val_loss"].size(), 1U);
+}
+
+TEST(Callbacks, ModelCheckpointNamesKeepsAndFindsFiles) {
+  const auto folder = fresh_folder("checkpoint");
+  auto model = make_model();
+  model.fit(data(), {.epochs = 4,
+                     .callbacks = {ModelCheckpoint((folder / "w_{epoch:02d}_{loss:.1f}").string(), {.save_weights_only = true, .max_to_keep = 2})},
+                     .verbose = 0});
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder), fs::directory_iterator()), 3);  // two checkpoints and the index
+  const auto latest = latest_checkpoint(folder.string());
+  EXPECT_TRUE(fs::path(latest).filename().string().starts_with("w_04_")) << latest;
+  const auto trained = model.predict(data());
+  auto other = make_model();
+  other.load_weights(latest);
+  EXPECT_TRUE(at::equal(other.predict(data()), trained));
+}
+
+TEST(Callbacks, ModelCheckpointSavesTheBestOnly) {
+  const auto folder = fresh_folder("best");
+  auto model = make_model();
+  int epoch = 0;
+  const auto rates = LearningRateScheduler([&](int, double) { return epoch++ < 2 ? 0.1 : 100.0; });  // then it diverges
+  model.fit(data(), {.epochs = 4, .callbacks = {rates, ModelCheckpoint((folder / "{epoch}").string(), {.monitor = "loss", .save_best_only = true})}, .verbose = 0});
+  EXPECT_EQ(fs::path(latest_checkpoint(folder.string())).filename(), "2");
+  EXPECT_FALSE(fs::exists(folder / "3.safetensors"));
+}
+
+TEST(Callbacks, EarlyStoppingWaitsAndRestores) {
+  auto model = make_model();
+  Tensor best;
+  int epoch = 0;
+  const auto rates = LearningRateScheduler([&](int, double) { return epoch++ < 3 ? 0.1 : 3.0; });
+  const auto remember = LambdaCallback({.on_epoch_end = [&](int at, const Logs&) {
+    if (at == 2) best = model.predict(data());
+  }});
+  const auto stopping = std::make_shared<EarlyStopping>(EarlyStoppingOptions{.monitor = "loss", .patience = 2, .restore_best_weights = true});
+  const auto history = model.fit(data(), {.epochs = 20, .callbacks = {rates, remember, stopping}, .verbose = 0});
+  EXPECT_EQ(stopping->stopped_epoch(), 4);
+  EXPECT_EQ(history.epoch.size(), 5U);
+  EXPECT_TRUE(at::equal(model.predict(data()), best));
+}
+
+TEST(Callbacks, TerminateOnNaNStopsWithinTheEpoch) {
+  auto model = make_model(1e30);
+  int batches = 0;
+  const auto count = LambdaCallback({.on_train_batch_end = [&](std::int64_t, const Logs&) { ++batches; }});
+  model.fit(data(), {.epochs = 50, .callbacks = {count, TerminateOnNaN()}, .verbose = 0});
+  EXPECT_LT(batches, 50);
+}
+
+TEST(Callbacks, CSVLoggerWritesALineAnEpoch) {
+  const auto file = fresh_folder("csv") / "log.csv";
+  for (const bool append : {false, true}) {
+    auto model = make_model();
+    model.fit(data(), {.epochs = 2, .callbacks = {CSVLogger(file.string(), {.append = append})}, .verbose = 0});
+  }
+  std::ifstream in(file);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  ASSERT_EQ(lines.size(), 5U);
+  EXPECT_EQ(lines[0], "epoch,loss,mae");
+  EXPECT_TRUE(lines[1].starts_with("0,") && lines[2].starts_with("1,") && lines[3].starts_with("0,"));
+}
+
+TEST(Callbacks, SchedulesAndSchedulersSetTheRate) {
+  auto model = make_model();
+  std::vector<double> rates;
+  const auto record = LambdaCallback({.on_epoch_end = [&](int, const Logs&) { rates.push_back(model.learning_rate()); }});
+  model.fit(data(), {.epochs = 3, .callbacks = {LearningRateScheduler([](int epoch, double rate) { return epoch == 0 ? rate : rate / 2; }), record}, .verbose = 0});
+  EXPECT_EQ(rates, (std::vector<double>{0.1, 0.05, 0.025}));
+}
+
+TEST(Fit, StepsPerEpochGoOnThroughTheData) {
+  auto model = make_model();
+  std::vector<std::int64_t> seen;
+  const auto history = model.fit(data().repeat(), {.epochs = 3, .steps_per_epoch = 3, .verbose = 0});
+  EXPECT_EQ(model.iterations(), 9);
+  auto short_of_data = make_model();
+  EXPECT_EQ(short_of_data.fit(data(), {.epochs = 3, .steps_per_epoch = 3, .verbose = 0}).epoch.size(), 2U);  // 5 batches: 3 and 2
+  EXPECT_EQ(short_of_data.iterations(), 5);
+}
+
+TEST(Fit, GoesOnFromAnInitialEpoch) {
+  auto model = make_model();
+  const auto history = model.fit(data(), {.epochs = 5, .initial_epoch = 3, .verbose = 0});
+  EXPECT_EQ(history.epoch, (std::vector<int>{3, 4}));
+}
+
+// A loss, a metric, an optimizer, a layer and a callback of one's own, as the README shows.
+class SignSGD final : public SpanRule<SignSGD> {
+ public:
+  std::string name() const override { return "sign_sgd"; }
+  std::vector<StateSpec> states() const override { return {}; }
+  template <class T>
+  void apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient, std::span<T* const>) const {
+    for (std::size_t i = 0; i < value.size(); ++i) value[i] -= static_cast<T>(step.learning_rate) * static_cast<T>((gradient[i] > 0) - (gradient[i] < 0));
+  }
+};
+
+class WithinTenth final : public MetricFunction {
+ public:
+  std::string name() const override { return "within_tenth"; }
+  std::size_t state_size() const override { return 2; }
+  void update(std::span<double> state, const Tensor& y_true, const Tensor& y_pred, const Tensor&) const override {
+    state[0] += (y_true - y_pred).abs().lt(0.1).sum().item<double>();
+    state[1] += static_cast<double>(y_pred.numel());
+  }
+  double result(std::span<const double> state) const override { return state[0] / state[1]; }
+};
+
+TEST(Own, LossMetricOptimizerAndLayer) {
+  set_random_seed(1);
+  const MirroredStrategy strategy(2);
+  const auto scope = strategy.scope();
+  Sequential model({Dense(1), Activation({"double", [](const Tensor& x) { return x * 2; }})});
+  model.compile({.loss = Loss("fourth_power", [](const Tensor& y_true, const Tensor& y_pred) { return (y_true - y_pred).pow(4).mean(-1); }),
+                 .optimizer = Optimizer(std::make_shared<SignSGD>(), {.learning_rate = 0.01}),
+                 .metrics = {Metric(std::make_shared<WithinTenth>())}});
+  model.fit(data(), {.epochs = 60, .verbose = 0});
+  EXPECT_GT(model.evaluate(data())["within_tenth"], 0.9);
+}
+
+}  // namespace
+}  // namespace lockstep

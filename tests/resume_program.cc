@@ -1,0 +1,49 @@
+// Trains a small model with everything that a restart must bring back: Dropout, shuffling, Adam, a schedule, BatchNormalization, and
+// callbacks that count. resume_program FOLDER STEP SIGNAL sends itself SIGNAL at global step STEP (-1: never).
+#include <lockstep/lockstep.h>
+
+#include <ATen/ATen.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <iostream>
+
+using namespace lockstep;
+
+int main(int, char** argv) {
+  const std::string folder = argv[1];
+  const std::int64_t step_of_signal = std::atoll(argv[2]);
+  const int signal = std::atoi(argv[3]);
+
+  set_random_seed(3);
+  const MirroredStrategy strategy(2);
+  const auto scope = strategy.scope();
+  const auto x = at::linspace(-1, 1, 50 * 8).view({50, 8}).sin();
+  const auto y = x.sum(1).gt(0).to(at::kLong);
+  const auto noise = [](Example example) {
+    example.x = example.x + at::rand({8}) * 0.1;
+    return example;
+  };
+  const auto data = Dataset::from_tensor_slices(x, y).map(noise).shuffle(30).batch(8);
+
+  Sequential model({Dense(16, {.activation = "relu"}), BatchNormalization(), Dropout(0.5), Dense(2)});
+  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}),
+                 .optimizer = Adam({.learning_rate = ExponentialDecay(0.01, {.decay_steps = 5})}),
+                 .metrics = {"accuracy"}});
+  const auto raise_signal = [&](std::int64_t, const Logs&) {
+    if (model.iterations() == step_of_signal) std::raise(signal);
+  };
+  try {
+    const auto history = model.fit(
+        data, {.epochs = 4,
+               .callbacks = {LambdaCallback({.on_train_batch_end = raise_signal}), CSVLogger(folder + "/log.csv"),
+                             EarlyStopping({.monitor = "loss", .patience = 3, .restore_best_weights = true}),
+                             BackupAndRestore(folder + "/backup", {.save_freq = 3})},
+               .verbose = 0});
+    model.save_weights(folder + "/final");
+    std::cout << "epochs in the history: " << history.epoch.size() << "\n";
+  } catch (const Interrupted& interrupted) {
+    std::cout << interrupted.what() << "\n";
+    return 3;
+  }
+}
