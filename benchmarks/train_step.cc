@@ -1,6 +1,7 @@
 // How long a training step takes, and where the time goes:
 //   train_step --model seed_cnn --replicas 2 --threads 1 --steps 200 [--fit]
-// Bare steps train on one batch in memory; --fit measures whole epochs through fit, with shuffling, metrics and the progress line.
+// Bare steps train on one batch in memory; --fit measures whole epochs through fit, with shuffling, metrics and the
+// progress line.
 #include <lockstep/lockstep.h>
 
 #include <ATen/Functions.h>
@@ -32,12 +33,15 @@ struct Work {
 // The models of the comparison with other libraries, as a user writes them.
 Work work_named(const std::string& name) {
   if (name == "seed_cnn") {
-    return {{Conv2D(32, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(), Dense(64, {.activation = "relu"}), Dense(10)}, {1, 28, 28}};
+    return {{Conv2D(32, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(), Dense(64, {.activation = "relu"}),
+             Dense(10)},
+            {1, 28, 28}};
   }
-  if (name == "mlp") return {{Flatten(), Dense(512, {.activation = "relu"}), Dense(512, {.activation = "relu"}), Dense(10)}, {784}};
+  if (name == "mlp")
+    return {{Flatten(), Dense(512, {.activation = "relu"}), Dense(512, {.activation = "relu"}), Dense(10)}, {784}};
   const Conv2DOptions same{.padding = "same", .activation = "relu"};
-  return {{Conv2D(32, 3, same), Conv2D(32, 3, same), MaxPooling2D(), Conv2D(64, 3, same), Conv2D(64, 3, same), MaxPooling2D(), Flatten(),
-           Dense(512, {.activation = "relu"}), Dense(10)},
+  return {{Conv2D(32, 3, same), Conv2D(32, 3, same), MaxPooling2D(), Conv2D(64, 3, same), Conv2D(64, 3, same),
+           MaxPooling2D(), Flatten(), Dense(512, {.activation = "relu"}), Dense(10)},
           {3, 32, 32}};
 }
 
@@ -47,8 +51,13 @@ struct Measured {
 };
 
 StepTimes operator-(const StepTimes& a, const StepTimes& b) {
-  return {a.steps - b.steps, a.input - b.input, a.forward - b.forward, a.backward - b.backward,
-          a.reduce_and_update - b.reduce_and_update, a.metrics - b.metrics, a.total - b.total};
+  return {a.steps - b.steps,
+          a.input - b.input,
+          a.forward - b.forward,
+          a.backward - b.backward,
+          a.reduce_and_update - b.reduce_and_update,
+          a.metrics - b.metrics,
+          a.total - b.total};
 }
 
 // The best of three runs of `steps` calls, after a warm-up.
@@ -89,16 +98,19 @@ Measured measure(const Options& options) {
     });
   }
   const auto batches = Dataset::from_tensor_slices(data.x, data.y).cache().shuffle(10'000).batch(global_batch).repeat();
-  return best_of_three(model, options.steps, [&](int steps) { model.fit(batches, {.steps_per_epoch = steps, .verbose = 0}); });
+  return best_of_three(model, options.steps,
+                       [&](int steps) { model.fit(batches, {.steps_per_epoch = steps, .verbose = 0}); });
 }
 
 void report(const Options& options, const Measured& measured) {
   const double samples = options.batch * options.replicas / measured.seconds_a_step;
   const double total = measured.seconds_a_step * static_cast<double>(measured.times.steps);
-  std::printf("%s: %d replica(s) of %d thread(s), batch %d each, %s\n", options.model.c_str(), options.replicas, options.threads, options.batch,
-              options.fit ? "through fit" : "bare steps");
+  std::printf("%s: %d replica(s) of %d thread(s), batch %d each, %s\n", options.model.c_str(), options.replicas,
+              options.threads, options.batch, options.fit ? "through fit" : "bare steps");
   std::printf("  %.3f ms a step, %.0f samples/s\n", measured.seconds_a_step * 1e3, samples);
-  const auto share = [&](const char* name, double seconds) { std::printf("  %5.1f%%  %s\n", 100 * seconds / total, name); };
+  const auto share = [&](const char* name, double seconds) {
+    std::printf("  %5.1f%%  %s\n", 100 * seconds / total, name);
+  };
   share("input", measured.times.input);
   share("forward", measured.times.forward);
   share("backward", measured.times.backward);
@@ -123,10 +135,14 @@ void report(const Options& options, const Measured& measured) {
 int main(int argc, char** argv) {
   Options options;
   CLI::App app("Measures training steps");
-  app.add_option("--model", options.model, "what to train")->check(CLI::IsMember({"seed_cnn", "mlp", "cifar_cnn"}))->capture_default_str();
+  app.add_option("--model", options.model, "what to train")
+      ->check(CLI::IsMember({"seed_cnn", "mlp", "cifar_cnn"}))
+      ->capture_default_str();
   app.add_option("--replicas", options.replicas, "logical CPUs")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--threads", options.threads, "threads a replica")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--steps", options.steps, "steps of each of three rounds")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--steps", options.steps, "steps of each of three rounds")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--batch", options.batch, "images a replica")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_flag("--fit", options.fit, "measure through fit");
   CLI11_PARSE(app, argc, argv);

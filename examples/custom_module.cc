@@ -49,5 +49,6 @@ int main() {
                  .optimizer = AdamW({.learning_rate = CosineDecay(2e-3, 2 * 60'000 / batch), .global_clipnorm = 1.0}),
                  .metrics = {"accuracy", SparseTopKCategoricalAccuracy({.k = 3})}});
   std::cout << model.summary();
-  model.fit(train.map(scale).cache().shuffle(10'000).batch(batch), {.epochs = 2, .validation_data = test.map(scale).batch(batch)});
+  model.fit(train.map(scale).cache().shuffle(10'000).batch(batch),
+            {.epochs = 2, .validation_data = test.map(scale).batch(batch)});
 }

@@ -1,5 +1,5 @@
-// "Distributed training with Keras", in C++: a small convolutional network on Fashion-MNIST (or any folder of IDX files), on every
-// core or GPU of this machine.
+// "Distributed training with Keras", in C++: a small convolutional network on Fashion-MNIST (or any folder of IDX
+// files), on every core or GPU of this machine.
 #include <lockstep/lockstep.h>
 
 #include <CLI/CLI.hpp>
@@ -42,11 +42,13 @@ int train(const Options& options) {
   const auto eval_data = test.map(scale).batch(batch);
 
   const auto scope = strategy.scope();
-  Sequential model({Conv2D(32, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(), Dense(64, {.activation = "relu"}), Dense(10)});
-  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = Adam(), .metrics = {"accuracy"}});
+  Sequential model(
+      {Conv2D(32, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(), Dense(64, {.activation = "relu"}), Dense(10)});
+  model.compile(
+      {.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = Adam(), .metrics = {"accuracy"}});
   model.fit(train_data, {.epochs = options.epochs,
-                         .callbacks = {TensorBoard("logs"),
-                                       ModelCheckpoint("training_checkpoints/ckpt_{epoch}", {.save_weights_only = true})}});
+                         .callbacks = {TensorBoard("logs"), ModelCheckpoint("training_checkpoints/ckpt_{epoch}",
+                                                                            {.save_weights_only = true})}});
 
   model.load_weights(latest_checkpoint("training_checkpoints"));
   const auto result = model.evaluate(eval_data);
@@ -59,10 +61,16 @@ int train(const Options& options) {
 int main(int argc, char** argv) {
   Options options;
   CLI::App app("Trains a small convolutional network on images of clothes");
-  app.add_option("--strategy", options.strategy, "where to train")->check(CLI::IsMember({"one", "mirrored", "central"}))->capture_default_str();
-  app.add_option("--replicas", options.replicas, "logical CPUs; 0: one a core")->check(CLI::NonNegativeNumber)->capture_default_str();
+  app.add_option("--strategy", options.strategy, "where to train")
+      ->check(CLI::IsMember({"one", "mirrored", "central"}))
+      ->capture_default_str();
+  app.add_option("--replicas", options.replicas, "logical CPUs; 0: one a core")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   app.add_option("--epochs", options.epochs, "passes over the data")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--batch", options.batch, "images a replica in each step")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--batch", options.batch, "images a replica in each step")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--data", options.data, "folder of MNIST's four IDX files; empty: Fashion-MNIST");
   app.add_option("--seed", options.seed, "of everything random")->capture_default_str();
   CLI11_PARSE(app, argc, argv);

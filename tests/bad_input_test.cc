@@ -28,14 +28,16 @@ void expect_error(const Call& call, std::initializer_list<std::string> parts) {
     call();
     ADD_FAILURE() << "nothing was thrown";
   } catch (const E& error) {
-    for (const auto& part : parts) EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << part << " is not in: " << error.what();
+    for (const auto& part : parts)
+      EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << part << " is not in: " << error.what();
   } catch (const std::exception& error) {
     ADD_FAILURE() << "another type was thrown: " << error.what();
   }
 }
 
 std::string big_endian(std::uint32_t value) {
-  return {static_cast<char>(value >> 24), static_cast<char>(value >> 16), static_cast<char>(value >> 8), static_cast<char>(value)};
+  return {static_cast<char>(value >> 24), static_cast<char>(value >> 16), static_cast<char>(value >> 8),
+          static_cast<char>(value)};
 }
 
 std::string idx(std::uint32_t magic, std::initializer_list<std::uint32_t> sizes, std::size_t bytes) {
@@ -79,11 +81,15 @@ TEST(BadInput, IdxFiles) {
   EXPECT_EQ(Dataset::from_idx(write(folder / "whole.gz", whole), labels).cardinality(), 4);
   const auto load = [&](const std::string& path) { return [path, labels] { Dataset::from_idx(path, labels); }; };
   expect_error<DataError>(load(write(folder / "cut.gz", whole.substr(0, whole.size() - 12))), {"cut.gz", "at byte"});
-  expect_error<DataError>(load(write(folder / "cut", idx(0x803, {4, 2, 2}, 13))), {"cut, at byte 29", "bytes are missing"});
-  expect_error<DataError>(load(write(folder / "magic", idx(0x12345678, {4}, 4))), {"magic", "magic number is 18 52 86 120"});
+  expect_error<DataError>(load(write(folder / "cut", idx(0x803, {4, 2, 2}, 13))),
+                          {"cut, at byte 29", "bytes are missing"});
+  expect_error<DataError>(load(write(folder / "magic", idx(0x12345678, {4}, 4))),
+                          {"magic", "magic number is 18 52 86 120"});
   expect_error<DataError>(load(write(folder / "type", idx(0x0d03, {4, 2, 2}, 16))), {"type 13", "unsigned bytes"});
-  expect_error<DataError>(load(write(folder / "huge", idx(0x803, {0xffffffff, 0xffffffff, 0xffffffff}, 16))), {"huge", "larger than any"});
-  expect_error<DataError>(load(write(folder / "claims", idx(0x803, {1000000, 1000, 1000}, 16))), {"claims", "bytes are missing"});
+  expect_error<DataError>(load(write(folder / "huge", idx(0x803, {0xffffffff, 0xffffffff, 0xffffffff}, 16))),
+                          {"huge", "larger than any"});
+  expect_error<DataError>(load(write(folder / "claims", idx(0x803, {1000000, 1000, 1000}, 16))),
+                          {"claims", "bytes are missing"});
   expect_error<DataError>(load(write(folder / "extra", idx(0x803, {4, 2, 2}, 17))), {"more bytes follow"});
   expect_error<DataError>(load(write(folder / "three", idx(0x803, {3, 2, 2}, 12))), {"3 images", "4 labels"});
   expect_error<IoError>(load((folder / "nowhere").string()), {"nowhere", "No such file"});
@@ -103,14 +109,19 @@ Dataset small_data(std::int64_t label = 0) {
 
 TEST(BadInput, Training) {
   auto model = small_model();
-  expect_error<InvalidArgument>([&] { model.fit(small_data(3), {.verbose = 0}); }, {"a label is 3", "3 outputs", "0 to 2"});
+  expect_error<InvalidArgument>([&] { model.fit(small_data(3), {.verbose = 0}); },
+                                {"a label is 3", "3 outputs", "0 to 2"});
   expect_error<InvalidArgument>([&] { model.fit(small_data(-1), {.verbose = 0}); }, {"a label is -1"});
   const auto empty = Dataset::from_tensor_slices(at::ones({0, 2}), at::ones({0}, at::kLong)).batch(2);
   expect_error<InvalidArgument>([&] { model.fit(empty, {.verbose = 0}); }, {"no batch"});
   expect_error<InvalidArgument>([&] { model.evaluate(empty); }, {"empty"});
   expect_error<InvalidArgument>([&] { model.fit(small_data(), {.epochs = 0, .verbose = 0}); }, {"epochs is 0"});
   expect_error<InvalidArgument>([&] { model.evaluate(small_data().repeat()); }, {"endless"});
-  expect_error<InvalidArgument>([&] { model.fit(Dataset::from_tensor_slices(at::ones({4, 2})).batch(2), {.verbose = 0}); }, {"no y"});
+  expect_error<InvalidArgument>(
+      [&] {
+        model.fit(Dataset::from_tensor_slices(at::ones({4, 2})).batch(2), {.verbose = 0});
+      },
+      {"no y"});
   Sequential uncompiled({Dense(3)});
   expect_error<InvalidArgument>([&] { uncompiled.fit(small_data()); }, {"compile"});
   expect_error<InvalidArgument>([&] { uncompiled.summary(); }, {"build"});
@@ -122,7 +133,11 @@ TEST(BadInput, StrategiesAndSettings) {
   expect_error<InvalidArgument>([] { MirroredStrategy strategy({.devices = {"tpu:0"}}); }, {"tpu:0", "cpu:0"});
   expect_error<InvalidArgument>([] { MirroredStrategy strategy({.devices = {"cpu:x"}}); }, {"cpu:x"});
   expect_error<InvalidArgument>([] { MirroredStrategy strategy({.devices = {"cuda:77"}}); }, {"cuda:77"});
-  expect_error<InvalidArgument>([] { MirroredStrategy strategy({.devices = {"cpu:0", "cpu:0"}}); }, {"cpu:0 is named twice"});
+  expect_error<InvalidArgument>(
+      [] {
+        MirroredStrategy strategy({.devices = {"cpu:0", "cpu:0"}});
+      },
+      {"cpu:0 is named twice"});
   expect_error<InvalidArgument>([] { Optimizer optimizer("adamm"); }, {"adamm", "rmsprop"});
   expect_error<InvalidArgument>([] { Adam adam({.clipnorm = 1, .clipvalue = 1}); }, {"only one of"});
   expect_error<InvalidArgument>([] { Adam adam({.learning_rate = -1}); }, {"learning_rate is -1"});
@@ -155,13 +170,15 @@ TEST(BadInput, Checkpoints) {
     EXPECT_THROW(load("flipped", flipped)(), Error) << "byte " << at;
   }
   expect_error<IoError>([&] { model.load_weights((folder / "none").string()); }, {"none.safetensors", "No such file"});
-  expect_error<InvalidArgument>([&] { model.load_weights(latest_checkpoint((folder / "nowhere").string())); }, {"no checkpoint"});
+  expect_error<InvalidArgument>([&] { model.load_weights(latest_checkpoint((folder / "nowhere").string())); },
+                                {"no checkpoint"});
 
   Sequential other({Dense(4), Dense(3)});
   other.build({2});
   other.save_weights((folder / "other").string());
-  expect_error<InvalidArgument>([&] { model.load_weights((folder / "other").string()); },
-                                {"dense.bias is [4] in the checkpoint and [3] in the model", "dense_1.weight is not in the model"});
+  expect_error<InvalidArgument>(
+      [&] { model.load_weights((folder / "other").string()); },
+      {"dense.bias is [4] in the checkpoint and [3] in the model", "dense_1.weight is not in the model"});
   EXPECT_TRUE(at::equal(model.predict(small_data()), before));
 }
 
@@ -185,7 +202,9 @@ TEST(BadInput, AnUnwritableLogFolder) {
   const auto folder = fresh_folder("logs");
   write(folder / "file", "in the way");
   auto model = small_model();
-  expect_error<IoError>([&] { model.fit(small_data(), {.callbacks = {TensorBoard((folder / "file" / "logs").string())}, .verbose = 0}); }, {"file/logs"});
+  expect_error<IoError>(
+      [&] { model.fit(small_data(), {.callbacks = {TensorBoard((folder / "file" / "logs").string())}, .verbose = 0}); },
+      {"file/logs"});
   EXPECT_EQ(model.iterations(), 0);
 }
 

@@ -39,7 +39,9 @@ class Recorder : public Callback {
   void on_train_begin() override { calls += "[ "; }
   void on_epoch_begin(int epoch) override { calls += "epoch" + std::to_string(epoch) + "( "; }
   void on_train_batch_begin(std::int64_t batch) override { calls += "b" + std::to_string(batch) + " "; }
-  void on_train_batch_end(std::int64_t, const Logs& logs) override { EXPECT_TRUE(logs.contains("loss") && logs.contains("mae")); }
+  void on_train_batch_end(std::int64_t, const Logs& logs) override {
+    EXPECT_TRUE(logs.contains("loss") && logs.contains("mae"));
+  }
   void on_test_begin() override { calls += "test "; }
   void on_epoch_end(int, const Logs& logs) override { calls += logs.contains("val_loss") ? "val) " : ") "; }
   void on_train_end() override { calls += "]"; }
@@ -49,7 +51,9 @@ class Recorder : public Callback {
 TEST(Callbacks, AreCalledInKerasOrder) {
   auto model = make_model();
   const auto recorder = std::make_shared<Recorder>();
-  const auto history = model.fit(data().take(2), {.epochs = 2, .callbacks = {recorder}, .validation_data = data(), .validation_freq = 2, .verbose = 0});
+  const auto history =
+      model.fit(data().take(2),
+                {.epochs = 2, .callbacks = {recorder}, .validation_data = data(), .validation_freq = 2, .verbose = 0});
   EXPECT_EQ(recorder->calls, "[ epoch0( b0 b1 ) epoch1( b0 b1 test val) ]");
   EXPECT_EQ(history.epoch, (std::vector<int>{0, 1}));
   EXPECT_EQ(history["loss"].size(), 2U);
@@ -60,9 +64,11 @@ TEST(Callbacks, ModelCheckpointNamesKeepsAndFindsFiles) {
   const auto folder = fresh_folder("checkpoint");
   auto model = make_model();
   model.fit(data(), {.epochs = 4,
-                     .callbacks = {ModelCheckpoint((folder / "w_{epoch:02d}_{loss:.1f}").string(), {.save_weights_only = true, .max_to_keep = 2})},
+                     .callbacks = {ModelCheckpoint((folder / "w_{epoch:02d}_{loss:.1f}").string(),
+                                                   {.save_weights_only = true, .max_to_keep = 2})},
                      .verbose = 0});
-  EXPECT_EQ(std::distance(fs::directory_iterator(folder), fs::directory_iterator()), 3);  // two checkpoints and the index
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder), fs::directory_iterator()),
+            3);  // two checkpoints and the index
   const auto latest = latest_checkpoint(folder.string());
   EXPECT_TRUE(fs::path(latest).filename().string().starts_with("w_04_")) << latest;
   const auto trained = model.predict(data());
@@ -76,7 +82,10 @@ TEST(Callbacks, ModelCheckpointSavesTheBestOnly) {
   auto model = make_model();
   int epoch = 0;
   const auto rates = LearningRateScheduler([&](int, double) { return epoch++ < 2 ? 0.1 : 100.0; });  // then it diverges
-  model.fit(data(), {.epochs = 4, .callbacks = {rates, ModelCheckpoint((folder / "{epoch}").string(), {.monitor = "loss", .save_best_only = true})}, .verbose = 0});
+  model.fit(data(), {.epochs = 4,
+                     .callbacks = {rates, ModelCheckpoint((folder / "{epoch}").string(),
+                                                          {.monitor = "loss", .save_best_only = true})},
+                     .verbose = 0});
   EXPECT_EQ(fs::path(latest_checkpoint(folder.string())).filename(), "2");
   EXPECT_FALSE(fs::exists(folder / "3.safetensors"));
 }
@@ -89,7 +98,8 @@ TEST(Callbacks, EarlyStoppingWaitsAndRestores) {
   const auto remember = LambdaCallback({.on_epoch_end = [&](int at, const Logs&) {
     if (at == 2) best = model.predict(data());
   }});
-  const auto stopping = std::make_shared<EarlyStopping>(EarlyStoppingOptions{.monitor = "loss", .patience = 2, .restore_best_weights = true});
+  const auto stopping = std::make_shared<EarlyStopping>(
+      EarlyStoppingOptions{.monitor = "loss", .patience = 2, .restore_best_weights = true});
   const auto history = model.fit(data(), {.epochs = 20, .callbacks = {rates, remember, stopping}, .verbose = 0});
   EXPECT_EQ(stopping->stopped_epoch(), 4);
   EXPECT_EQ(history.epoch.size(), 5U);
@@ -121,8 +131,13 @@ TEST(Callbacks, CSVLoggerWritesALineAnEpoch) {
 TEST(Callbacks, SchedulesAndSchedulersSetTheRate) {
   auto model = make_model();
   std::vector<double> rates;
-  const auto record = LambdaCallback({.on_epoch_end = [&](int, const Logs&) { rates.push_back(model.learning_rate()); }});
-  model.fit(data(), {.epochs = 3, .callbacks = {LearningRateScheduler([](int epoch, double rate) { return epoch == 0 ? rate : rate / 2; }), record}, .verbose = 0});
+  const auto record =
+      LambdaCallback({.on_epoch_end = [&](int, const Logs&) { rates.push_back(model.learning_rate()); }});
+  model.fit(data(),
+            {.epochs = 3,
+             .callbacks = {LearningRateScheduler([](int epoch, double rate) { return epoch == 0 ? rate : rate / 2; }),
+                           record},
+             .verbose = 0});
   EXPECT_EQ(rates, (std::vector<double>{0.1, 0.05, 0.025}));
 }
 
@@ -132,7 +147,8 @@ TEST(Fit, StepsPerEpochGoOnThroughTheData) {
   const auto history = model.fit(data().repeat(), {.epochs = 3, .steps_per_epoch = 3, .verbose = 0});
   EXPECT_EQ(model.iterations(), 9);
   auto short_of_data = make_model();
-  EXPECT_EQ(short_of_data.fit(data(), {.epochs = 3, .steps_per_epoch = 3, .verbose = 0}).epoch.size(), 2U);  // 5 batches: 3 and 2
+  EXPECT_EQ(short_of_data.fit(data(), {.epochs = 3, .steps_per_epoch = 3, .verbose = 0}).epoch.size(),
+            2U);  // 5 batches: 3 and 2
   EXPECT_EQ(short_of_data.iterations(), 5);
 }
 
@@ -149,7 +165,8 @@ class SignSGD final : public SpanRule<SignSGD> {
   std::vector<StateSpec> states() const override { return {}; }
   template <class T>
   void apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient, std::span<T* const>) const {
-    for (std::size_t i = 0; i < value.size(); ++i) value[i] -= static_cast<T>(step.learning_rate) * static_cast<T>((gradient[i] > 0) - (gradient[i] < 0));
+    for (std::size_t i = 0; i < value.size(); ++i)
+      value[i] -= static_cast<T>(step.learning_rate) * static_cast<T>((gradient[i] > 0) - (gradient[i] < 0));
   }
 };
 
@@ -169,7 +186,8 @@ TEST(Own, LossMetricOptimizerAndLayer) {
   const MirroredStrategy strategy(2);
   const auto scope = strategy.scope();
   Sequential model({Dense(1), Activation({"double", [](const Tensor& x) { return x * 2; }})});
-  model.compile({.loss = Loss("fourth_power", [](const Tensor& y_true, const Tensor& y_pred) { return (y_true - y_pred).pow(4).mean(-1); }),
+  model.compile({.loss = Loss("fourth_power", [](const Tensor& y_true,
+                                                 const Tensor& y_pred) { return (y_true - y_pred).pow(4).mean(-1); }),
                  .optimizer = Optimizer(std::make_shared<SignSGD>(), {.learning_rate = 0.01}),
                  .metrics = {Metric(std::make_shared<WithinTenth>())}});
   model.fit(data(), {.epochs = 60, .verbose = 0});

@@ -1,5 +1,5 @@
-// Every layer, loss, metric, optimizer and schedule against tables that Keras 3 made (tools/golden/make.py), in double precision, on
-// 1 and 3 replicas.
+// Every layer, loss, metric, optimizer and schedule against tables that Keras 3 made (tools/golden/make.py), in double
+// precision, on 1 and 3 replicas.
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 
@@ -46,21 +46,32 @@ Layer layer_of(const std::string& kind, const Json& o) {
   const auto padding = o.value("padding", "valid");
   if (kind == "Conv2D") {
     return Conv2D(o["filters"], size_of(o, "kernel_size", 0),
-                  {.strides = size_of(o, "strides", 1), .padding = padding, .dilation_rate = size_of(o, "dilation_rate", 1),
-                   .groups = o.value("groups", 1), .activation = activation.c_str(), .use_bias = o.value("use_bias", true)});
+                  {.strides = size_of(o, "strides", 1),
+                   .padding = padding,
+                   .dilation_rate = size_of(o, "dilation_rate", 1),
+                   .groups = o.value("groups", 1),
+                   .activation = activation.c_str(),
+                   .use_bias = o.value("use_bias", true)});
   }
-  if (kind == "MaxPooling2D") return MaxPooling2D(size_of(o, "pool_size", 2), {.strides = size_of(o, "strides", 0), .padding = padding});
-  if (kind == "AveragePooling2D") return AveragePooling2D(size_of(o, "pool_size", 2), {.strides = size_of(o, "strides", 0), .padding = padding});
+  if (kind == "MaxPooling2D")
+    return MaxPooling2D(size_of(o, "pool_size", 2), {.strides = size_of(o, "strides", 0), .padding = padding});
+  if (kind == "AveragePooling2D")
+    return AveragePooling2D(size_of(o, "pool_size", 2), {.strides = size_of(o, "strides", 0), .padding = padding});
   if (kind == "GlobalAveragePooling2D") return GlobalAveragePooling2D();
   if (kind == "Flatten") return Flatten();
-  if (kind == "Dense") return Dense(o["units"], {.activation = activation.c_str(), .use_bias = o.value("use_bias", true)});
+  if (kind == "Dense")
+    return Dense(o["units"], {.activation = activation.c_str(), .use_bias = o.value("use_bias", true)});
   if (kind == "Activation") return Activation(activation.c_str());
   if (kind == "Dropout") return Dropout(o["rate"]);
   if (kind == "BatchNormalization") {
-    return BatchNormalization({.momentum = o.value("momentum", 0.99), .epsilon = o.value("epsilon", 1e-3), .center = o.value("center", true), .scale = o.value("scale", true)});
+    return BatchNormalization({.momentum = o.value("momentum", 0.99),
+                               .epsilon = o.value("epsilon", 1e-3),
+                               .center = o.value("center", true),
+                               .scale = o.value("scale", true)});
   }
   if (kind == "LayerNormalization") {
-    return LayerNormalization({.epsilon = o.value("epsilon", 1e-3), .center = o.value("center", true), .scale = o.value("scale", true)});
+    return LayerNormalization(
+        {.epsilon = o.value("epsilon", 1e-3), .center = o.value("center", true), .scale = o.value("scale", true)});
   }
   if (kind == "Embedding") return Embedding(o["input_dim"], o["output_dim"]);
   throw InvalidArgument("no layer " + kind);
@@ -71,15 +82,18 @@ std::map<std::string, Tensor> tensors_of(const Model& model) {
   std::map<std::string, Tensor> tensors;
   const auto& parameters = *model.module().parameters();
   const auto last = [](const std::string& name) { return name.substr(name.rfind('.') + 1); };
-  for (std::size_t i = 0; i < parameters.slots().size(); ++i) tensors[last(parameters.slots()[i].name)] = parameters.parameter(0, i);
-  for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) tensors[last(parameters.buffer_names()[i])] = parameters.buffer(0, i);
+  for (std::size_t i = 0; i < parameters.slots().size(); ++i)
+    tensors[last(parameters.slots()[i].name)] = parameters.parameter(0, i);
+  for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i)
+    tensors[last(parameters.buffer_names()[i])] = parameters.buffer(0, i);
   return tensors;
 }
 
 void set_weights(const Model& model, const Json& weights) {
   auto& parameters = *model.module().parameters();
   const auto last = [](const std::string& name) { return name.substr(name.rfind('.') + 1); };
-  for (std::size_t i = 0; i < parameters.slots().size(); ++i) parameters.assign(i, tensor_of(weights.at(last(parameters.slots()[i].name))));
+  for (std::size_t i = 0; i < parameters.slots().size(); ++i)
+    parameters.assign(i, tensor_of(weights.at(last(parameters.slots()[i].name))));
   for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
     parameters.assign_buffer(i, tensor_of(weights.at(last(parameters.buffer_names()[i]))));
   }
@@ -87,11 +101,14 @@ void set_weights(const Model& model, const Json& weights) {
 
 // The sum of outputs times the table's cotangent: its gradients are the table's.
 Loss inner_product() {
-  return {"inner_product", [](const Tensor& y_true, const Tensor& y_pred) { return (y_true * y_pred).flatten(1).sum(1); }, Reduction::sum};
+  return {"inner_product",
+          [](const Tensor& y_true, const Tensor& y_pred) { return (y_true * y_pred).flatten(1).sum(1); },
+          Reduction::sum};
 }
 
 void check_layer(const Json& row, int replicas) {
-  const std::string what = row["kind"].get<std::string>() + row["options"].dump() + (row["training"] ? ", training" : "");
+  const std::string what =
+      row["kind"].get<std::string>() + row["options"].dump() + (row["training"] ? ", training" : "");
   const bool batch_statistics = row["kind"] == "BatchNormalization" && row["training"];
   const MirroredStrategy strategy(replicas);
   const auto scope = strategy.scope();
@@ -109,7 +126,8 @@ void check_layer(const Json& row, int replicas) {
   model.compile({.loss = inner_product(), .optimizer = SGD({.learning_rate = 1})});
   model.train_on_batch({x, tensor_of(row["cotangent"])});
   for (const auto& [name, gradient] : row["weight_gradients"].items()) {
-    expect_close(tensor_of(row["weights"][name]) - tensors_of(model).at(name), tensor_of(gradient), 1e-8, what + ": gradient of " + name);
+    expect_close(tensor_of(row["weights"][name]) - tensors_of(model).at(name), tensor_of(gradient), 1e-8,
+                 what + ": gradient of " + name);
   }
   if (!batch_statistics) return;
   for (const char* name : {"running_mean", "running_var"}) {
@@ -154,11 +172,12 @@ TEST(Golden, Embedding) {
       Sequential model({layer_of("Embedding", row["options"])});
       model.build(x.sizes().slice(1).vec(), at::kLong);
       set_weights(model, row["weights"]);
-      expect_close(model.predict(Dataset::from_tensor_slices(x).batch(2)), tensor_of(row["output"]), 1e-6, "Embedding: output");
+      expect_close(model.predict(Dataset::from_tensor_slices(x).batch(2)), tensor_of(row["output"]), 1e-6,
+                   "Embedding: output");
       model.compile({.loss = inner_product(), .optimizer = SGD({.learning_rate = 1})});
       model.train_on_batch({x, tensor_of(row["cotangent"]).to(at::kFloat)});
-      expect_close(tensor_of(row["weights"]["weight"]) - tensors_of(model).at("weight"), tensor_of(row["weight_gradients"]["weight"]), 1e-6,
-                   "Embedding: gradient");
+      expect_close(tensor_of(row["weights"]["weight"]) - tensors_of(model).at("weight"),
+                   tensor_of(row["weight_gradients"]["weight"]), 1e-6, "Embedding: gradient");
     }
   }
 }
@@ -179,7 +198,8 @@ Loss loss_of(const std::string& kind, const Json& o, const std::string& reductio
   throw InvalidArgument("no loss " + kind);
 }
 
-// A model whose only parameter is added to its input, so that a step's change of it is the sum of the gradients of its outputs.
+// A model whose only parameter is added to its input, so that a step's change of it is the sum of the gradients of its
+// outputs.
 struct ShiftImpl : torch::nn::Module {
   explicit ShiftImpl(at::IntArrayRef sizes) { shift = register_parameter("shift", at::zeros(sizes, at::kDouble)); }
   Tensor forward(const Tensor& x) { return x + shift; }
@@ -248,7 +268,9 @@ TEST(Golden, Metrics) {
         const auto y_pred = tensor_of(batch["y_pred"]);
         const auto weight = tensor_of(batch["sample_weight"]);
         for (int replica = 0; replica < replicas; ++replica) {
-          const auto part = [&](const Tensor& all) { return all.defined() ? all.tensor_split(replicas)[static_cast<std::size_t>(replica)] : all; };
+          const auto part = [&](const Tensor& all) {
+            return all.defined() ? all.tensor_split(replicas)[static_cast<std::size_t>(replica)] : all;
+          };
           states[static_cast<std::size_t>(replica)].update(part(y_true), part(y_pred), part(weight));
         }
       }
@@ -272,11 +294,13 @@ TEST(Golden, MetricsThroughEvaluate) {
     }
     Model model([] { return std::make_shared<ShiftImpl>(std::vector<std::int64_t>{1}); });
     const auto metric = metric_of(row["kind"], row["options"]);
-    CompileOptions options{.loss = Loss("none", [](const Tensor&, const Tensor& y_pred) { return y_pred.flatten(1).sum(1); })};
+    CompileOptions options{
+        .loss = Loss("none", [](const Tensor&, const Tensor& y_pred) { return y_pred.flatten(1).sum(1); })};
     (weighted ? options.weighted_metrics : options.metrics) = {metric};
     model.compile(options);
     const auto data = Dataset::from_tensor_slices(at::cat(x), at::cat(y), weighted ? at::cat(w) : Tensor()).batch(4);
-    EXPECT_NEAR(model.evaluate(data)[metric.name()], row["result"].get<double>(), 1e-6) << row["kind"] << row["options"];
+    EXPECT_NEAR(model.evaluate(data)[metric.name()], row["result"].get<double>(), 1e-6)
+        << row["kind"] << row["options"];
   }
 }
 
@@ -297,16 +321,25 @@ Options with_common(const Json& o, Options options) {
 
 Optimizer optimizer_of(const std::string& kind, const Json& o) {
   const auto adam = [&] {
-    return with_common(o, AdamOptions{.beta_1 = o.value("beta_1", 0.9), .beta_2 = o.value("beta_2", 0.999), .epsilon = o.value("epsilon", 1e-7), .amsgrad = o.value("amsgrad", false)});
+    return with_common(o, AdamOptions{.beta_1 = o.value("beta_1", 0.9),
+                                      .beta_2 = o.value("beta_2", 0.999),
+                                      .epsilon = o.value("epsilon", 1e-7),
+                                      .amsgrad = o.value("amsgrad", false)});
   };
-  if (kind == "SGD") return SGD(with_common(o, SGDOptions{.momentum = o.value("momentum", 0.0), .nesterov = o.value("nesterov", false)}));
+  if (kind == "SGD")
+    return SGD(
+        with_common(o, SGDOptions{.momentum = o.value("momentum", 0.0), .nesterov = o.value("nesterov", false)}));
   if (kind == "Adam") return Adam(adam());
   if (kind == "AdamW") return AdamW(adam());
   if (kind == "RMSprop") {
-    return RMSprop(with_common(o, RMSpropOptions{.rho = o.value("rho", 0.9), .momentum = o.value("momentum", 0.0), .epsilon = o.value("epsilon", 1e-7), .centered = o.value("centered", false)}));
+    return RMSprop(with_common(o, RMSpropOptions{.rho = o.value("rho", 0.9),
+                                                 .momentum = o.value("momentum", 0.0),
+                                                 .epsilon = o.value("epsilon", 1e-7),
+                                                 .centered = o.value("centered", false)}));
   }
   if (kind == "Adagrad") {
-    return Adagrad(with_common(o, AdagradOptions{.initial_accumulator_value = o.value("initial_accumulator_value", 0.1), .epsilon = o.value("epsilon", 1e-7)}));
+    return Adagrad(with_common(o, AdagradOptions{.initial_accumulator_value = o.value("initial_accumulator_value", 0.1),
+                                                 .epsilon = o.value("epsilon", 1e-7)}));
   }
   throw InvalidArgument("no optimizer " + kind);
 }
@@ -333,11 +366,13 @@ TEST(Golden, OptimizersAfterTenSteps) {
 
 LearningRate schedule_of(const std::string& kind, const Json& o) {
   if (kind == "ExponentialDecay") {
-    return ExponentialDecay(o["initial_learning_rate"], {o["decay_steps"], o["decay_rate"], o.value("staircase", false)});
+    return ExponentialDecay(o["initial_learning_rate"],
+                            {o["decay_steps"], o["decay_rate"], o.value("staircase", false)});
   }
   if (kind == "PiecewiseConstantDecay") return PiecewiseConstantDecay(o["boundaries"], o["values"]);
   if (kind == "CosineDecay") {
-    return CosineDecay(o["initial_learning_rate"], o["decay_steps"], {o.value("alpha", 0.0), o.value("warmup_target", 0.0), o.value("warmup_steps", 0)});
+    return CosineDecay(o["initial_learning_rate"], o["decay_steps"],
+                       {o.value("alpha", 0.0), o.value("warmup_target", 0.0), o.value("warmup_steps", 0)});
   }
   if (kind == "WarmUp") return WarmUp(o["learning_rate"].get<double>(), o["steps"]);
   throw InvalidArgument("no schedule " + kind);
@@ -347,7 +382,8 @@ TEST(Golden, Schedules) {
   for (const auto& row : rows_of("schedules")) {
     const auto schedule = schedule_of(row["kind"], row["options"]);
     for (std::size_t i = 0; i < row["steps"].size(); ++i) {
-      EXPECT_NEAR(schedule.at(row["steps"][i]), row["values"][i].get<double>(), 1e-7) << row["kind"] << row["options"] << row["steps"][i];
+      EXPECT_NEAR(schedule.at(row["steps"][i]), row["values"][i].get<double>(), 1e-7)
+          << row["kind"] << row["options"] << row["steps"][i];
     }
   }
 }

@@ -12,11 +12,13 @@ namespace {
 constexpr int kSteps = 20;
 
 // Trains the seed CNN on `steps` batches and leaves its weights before and after in `folder`.
-void train(const std::string& folder, const std::string& name, const Optimizer& optimizer, const std::vector<Example>& batches) {
+void train(const std::string& folder, const std::string& name, const Optimizer& optimizer,
+           const std::vector<Example>& batches) {
   set_random_seed(5);
   const MirroredStrategy strategy(2);
   const auto scope = strategy.scope();
-  Sequential model({Conv2D(32, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(), Dense(64, {.activation = "relu"}), Dense(10)});
+  Sequential model(
+      {Conv2D(32, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(), Dense(64, {.activation = "relu"}), Dense(10)});
   model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = optimizer});
   model.build({1, 28, 28});
   model.save_weights(folder + "/" + name + "_initial");
@@ -46,7 +48,10 @@ int main(int, char** argv) {
   Sequential model({Flatten(), Dense(10)});
   model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .metrics = {"accuracy"}});
   const auto data = Dataset::from_tensor_slices(batches[0].x, batches[0].y).batch(20);
-  const auto history = model.fit(data, {.epochs = 3, .callbacks = {TensorBoard(folder + "/logs", {.update_freq = 2})}, .validation_data = data, .verbose = 0});
+  const auto history = model.fit(data, {.epochs = 3,
+                                        .callbacks = {TensorBoard(folder + "/logs", {.update_freq = 2})},
+                                        .validation_data = data,
+                                        .verbose = 0});
   Archive losses;
   losses.tensors["loss"] = to_stored(at::tensor(history["loss"]));
   losses.tensors["val_accuracy"] = to_stored(at::tensor(history["val_accuracy"]));

@@ -1,4 +1,5 @@
-// What training promises for any number of replicas: the same weights, equal copies, equal runs, and nothing lost by a failure.
+// What training promises for any number of replicas: the same weights, equal copies, equal runs, and nothing lost by a
+// failure.
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 
@@ -17,7 +18,8 @@
 namespace lockstep {
 namespace {
 
-// 26 examples in batches of 7: the last has 5, so that with 4 replicas sizes are 2, 1, 1, 1, and one of 3 leaves a replica idle.
+// 26 examples in batches of 7: the last has 5, so that with 4 replicas sizes are 2, 1, 1, 1, and one of 3 leaves a
+// replica idle.
 Dataset make_data(at::ScalarType dtype, bool weighted, std::int64_t examples = 26) {
   torch::manual_seed(4);
   const auto x = torch::randn({examples, 6}, dtype);
@@ -29,7 +31,8 @@ Dataset make_data(at::ScalarType dtype, bool weighted, std::int64_t examples = 2
 Sequential make_model(at::ScalarType dtype, const Optimizer& optimizer) {
   set_random_seed(7);
   Sequential model({Dense(9, {.activation = "tanh"}), Dense(3)});
-  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = optimizer, .metrics = {"accuracy"}});
+  model.compile(
+      {.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = optimizer, .metrics = {"accuracy"}});
   model.build({6}, dtype);
   return model;
 }
@@ -37,7 +40,8 @@ Sequential make_model(at::ScalarType dtype, const Optimizer& optimizer) {
 std::vector<Tensor> weights_of(const Model& model, int replica = 0) {
   std::vector<Tensor> weights;
   const auto& parameters = *model.module().parameters();
-  for (std::size_t i = 0; i < parameters.slots().size(); ++i) weights.push_back(parameters.parameter(replica, i).detach().clone());
+  for (std::size_t i = 0; i < parameters.slots().size(); ++i)
+    weights.push_back(parameters.parameter(replica, i).detach().clone());
   return weights;
 }
 
@@ -53,7 +57,8 @@ void expect_equal_bits(const std::vector<Tensor>& a, const std::vector<Tensor>& 
 }
 
 // Weights after `steps` steps of fit under the strategy.
-std::vector<Tensor> train(const Strategy& strategy, const Optimizer& optimizer, at::ScalarType dtype, int steps, bool weighted) {
+std::vector<Tensor> train(const Strategy& strategy, const Optimizer& optimizer, at::ScalarType dtype, int steps,
+                          bool weighted) {
   const auto scope = strategy.scope();
   auto model = make_model(dtype, optimizer);
   const auto data = make_data(dtype, weighted).shuffle(26, {.seed = 3}).batch(7).repeat();
@@ -96,7 +101,8 @@ TEST(Replicas, FitGivesTheSameWeightsOnAnyNumber) {
       for (int replicas = 1; replicas <= 4; ++replicas) {
         const MirroredStrategy strategy(replicas);
         EXPECT_LE(largest_difference(train(strategy, optimizer, at::kDouble, 50, weighted), one), 1e-9) << replicas;
-        EXPECT_LE(largest_difference(train(strategy, optimizer, at::kFloat, 20, weighted), one_float), 1e-5) << replicas;
+        EXPECT_LE(largest_difference(train(strategy, optimizer, at::kFloat, 20, weighted), one_float), 1e-5)
+            << replicas;
       }
     }
   }
@@ -107,10 +113,13 @@ TEST(Replicas, EveryStrategyGivesTheSameWeights) {
     SCOPED_TRACE(name);
     const auto one = train(OneDeviceStrategy(), optimizer, at::kDouble, 50, true);
     const std::vector<Strategy> strategies{
-        MirroredStrategy({.devices = cpus(3), .cross_device_ops = CrossDeviceOps::reduction_to_one_device, .reduce_to_device = "cpu:1"}),
+        MirroredStrategy({.devices = cpus(3),
+                          .cross_device_ops = CrossDeviceOps::reduction_to_one_device,
+                          .reduce_to_device = "cpu:1"}),
         MirroredStrategy({.devices = cpus(3), .cross_device_ops = CrossDeviceOps::hierarchical_copy_all_reduce}),
         CentralStorageStrategy({.compute_devices = cpus(3)})};
-    for (const auto& strategy : strategies) EXPECT_LE(largest_difference(train(strategy, optimizer, at::kDouble, 50, true), one), 1e-9);
+    for (const auto& strategy : strategies)
+      EXPECT_LE(largest_difference(train(strategy, optimizer, at::kDouble, 50, true), one), 1e-9);
   }
 }
 
@@ -160,7 +169,8 @@ TEST(Replicas, TwoRunsWithOneSeedAreEqualBitForBit) {
       example.x = example.x + 0.01 * torch::rand_like(example.x);
       return example;
     };
-    model.fit(make_data(at::kFloat, false).map(noise, {.num_parallel_calls = 3}).shuffle(20).batch(7), {.epochs = 8, .verbose = 0});
+    model.fit(make_data(at::kFloat, false).map(noise, {.num_parallel_calls = 3}).shuffle(20).batch(7),
+              {.epochs = 8, .verbose = 0});
     return weights_of(model);
   };
   const auto first = run(5);
@@ -183,7 +193,7 @@ struct KindsImpl : torch::nn::Module {
   }
   Tensor forward(const Tensor& x) {
     auto h = torch::tanh(shared(x));
-    h = torch::tanh(shared(h));  // used twice
+    h = torch::tanh(shared(h));                // used twice
     h = torch::matmul(h, shared->weight.t());  // and a third time, as a tied weight
     h = frozen(h);
     if (x.size(0) > 2) h = h + rarely(h);  // in larger parts of a batch only
@@ -213,7 +223,9 @@ TEST(Replicas, ParametersOfEveryKindAreUpdatedAsOnOneReplica) {
     const auto many = run(MirroredStrategy(replicas), 24, 24);
     EXPECT_LE(largest_difference(weights_of(many), weights_of(one)), 1e-9) << replicas;
   }
-  EXPECT_LE(largest_difference(weights_of(run(CentralStorageStrategy({.compute_devices = cpus(3)}), 24, 24)), weights_of(one)), 1e-9);
+  EXPECT_LE(largest_difference(weights_of(run(CentralStorageStrategy({.compute_devices = cpus(3)}), 24, 24)),
+                               weights_of(one)),
+            1e-9);
   // 2 replicas of 5 examples: parts of 3 and 2, of which only the first uses `rarely`.
   const auto partly = run(MirroredStrategy(2), 5, 5);
   set_random_seed(11);
@@ -365,11 +377,13 @@ TEST(Replicas, ClassWeightsActAsSampleWeights) {
   auto by_class = make_model(at::kDouble, SGD({.learning_rate = 0.1}));
   by_class.fit(plain.batch(7), {.class_weight = {{0, 2.0}, {2, 0.5}}, .verbose = 0});
   auto by_sample = make_model(at::kDouble, SGD({.learning_rate = 0.1}));
-  by_sample.fit(plain.map([](Example example) {
-                       const auto label = example.y.item<std::int64_t>();
-                       example.weight = torch::tensor(label == 0 ? 2.0 : label == 2 ? 0.5 : 1.0);
-                       return example;
-                     }).batch(7),
+  by_sample.fit(plain
+                    .map([](Example example) {
+                      const auto label = example.y.item<std::int64_t>();
+                      example.weight = torch::tensor(label == 0 ? 2.0 : label == 2 ? 0.5 : 1.0);
+                      return example;
+                    })
+                    .batch(7),
                 {.verbose = 0});
   EXPECT_LE(largest_difference(weights_of(by_class), weights_of(by_sample)), 1e-9);
 }

@@ -1,5 +1,6 @@
-// Trains a small model with everything that a restart must bring back: Dropout, shuffling, Adam, a schedule, BatchNormalization, and
-// callbacks that count. resume_program FOLDER STEP SIGNAL sends itself SIGNAL at global step STEP (-1: never).
+// Trains a small model with everything that a restart must bring back: Dropout, shuffling, Adam, a schedule,
+// BatchNormalization, and callbacks that count. resume_program FOLDER STEP SIGNAL sends itself SIGNAL at global step
+// STEP (-1: never).
 #include <lockstep/lockstep.h>
 
 #include <ATen/ATen.h>

@@ -76,7 +76,8 @@ TEST_P(Resume, EndsWithTheSameBits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AtAnyStep, Resume,
-                         testing::Values(std::pair(2, SIGKILL), std::pair(4, SIGKILL), std::pair(8, SIGKILL), std::pair(14, SIGKILL),
-                                         std::pair(19, SIGKILL), std::pair(5, SIGTERM), std::pair(16, SIGINT)));
+                         testing::Values(std::pair(2, SIGKILL), std::pair(4, SIGKILL), std::pair(8, SIGKILL),
+                                         std::pair(14, SIGKILL), std::pair(19, SIGKILL), std::pair(5, SIGTERM),
+                                         std::pair(16, SIGINT)));
 
 }  // namespace

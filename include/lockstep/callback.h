@@ -1,14 +1,11 @@
-// Callbacks of fit. Names, options and order of calls are those of keras.callbacks. All are called by the thread that called
-// fit, between steps. What one throws ends fit and comes out of it.
+// Callbacks of fit. Names, options and order of calls are those of keras.callbacks. All are called by the thread that
+// called fit, between steps. What one throws ends fit and comes out of it.
 #pragma once
 
 #include <concepts>
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
-#include <type_traits>
 
 #include "lockstep/checkpoint.h"
 #include "lockstep/logs.h"
@@ -41,8 +38,8 @@ class Callback {
   // SIGINT or SIGTERM came: the step is whole and fit is about to throw Interrupted.
   virtual void on_interrupt() {}
 
-  // What a full checkpoint keeps of this callback, so that a training that goes on after a restart does as if it had never
-  // stopped. Entries begin with `prefix`.
+  // What a full checkpoint keeps of this callback, so that a training that goes on after a restart does as if it had
+  // never stopped. Entries begin with `prefix`.
   virtual void save(Archive& /*archive*/, const std::string& /*prefix*/) const {}
   virtual void load(const Archive& /*archive*/, const std::string& /*prefix*/) {}
 
@@ -76,182 +73,6 @@ class AnyCallback {
 
  private:
   std::shared_ptr<Callback> callback_;
-};
-
-// Event files for TensorBoard: `log_dir`/train with epoch_loss, epoch_accuracy, ... and epoch_learning_rate, `log_dir`/validation likewise.
-struct TensorBoardOptions {
-  std::int64_t update_freq = 0;  // also batch_loss, ... every so many batches; 0: at the end of epochs only
-};
-class TensorBoard : public Callback {
- public:
-  explicit TensorBoard(std::string log_dir = "logs", TensorBoardOptions options = {});
-  void on_train_begin() override;
-  void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
-  void on_test_end(const Logs& logs) override;
-  void on_epoch_end(int epoch, const Logs& logs) override;
-  void on_train_end() override;
-
- private:
-  struct Writers;
-  std::string log_dir_;
-  TensorBoardOptions options_;
-  std::shared_ptr<Writers> writers_;
-};
-
-// Which way a monitored value gets better; automatic: up for names with "acc", "auc", "precision" or "recall", else down.
-enum class Mode { automatic, min, max };
-
-struct ModelCheckpointOptions {
-  std::string monitor = "val_loss";
-  bool save_best_only = false;
-  bool save_weights_only = false;  // else the full state: optimizer, step, data position, random state too
-  Mode mode = Mode::automatic;
-  std::int64_t save_freq = 0;  // batches between saves; 0: each epoch
-  int max_to_keep = 0;         // 0: all
-};
-
-// Saves to `filepath`, in which {epoch} (from 1), {batch} and the logs' names are replaced, also with a format as in {epoch:02d} or
-// {val_loss:.2f}. Records each in the folder's `checkpoint` index, which latest_checkpoint reads.
-class ModelCheckpoint : public Callback {
- public:
-  explicit ModelCheckpoint(std::string filepath, ModelCheckpointOptions options = {});
-  void on_epoch_begin(int epoch) override { epoch_ = epoch; }
-  void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
-  void on_epoch_end(int epoch, const Logs& logs) override;
-  void on_interrupt() override;
-  void save(Archive& archive, const std::string& prefix) const override;
-  void load(const Archive& archive, const std::string& prefix) override;
-  bool saves_state() const override { return !options_.save_weights_only; }
-
- private:
-  void save_model(std::int64_t batch, const Logs& logs);
-  bool improves(const Logs& logs);
-
-  std::string filepath_;
-  ModelCheckpointOptions options_;
-  int epoch_ = 0;
-  std::int64_t since_save_ = 0;
-  std::int64_t batch_ = 0;
-  Logs logs_;
-  std::optional<double> best_;
-};
-
-struct BackupAndRestoreOptions {
-  std::int64_t save_freq = 0;     // batches between backups; 0: each epoch
-  bool delete_checkpoint = true;  // when fit ends well
-};
-
-// Keeps the full state of training in `backup_dir` and goes on from it when fit begins, in the middle of an epoch too: a run
-// that was killed and started again ends with the same bits as one that never was.
-class BackupAndRestore : public Callback {
- public:
-  explicit BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options = {});
-  void on_train_begin() override;
-  void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
-  void on_epoch_end(int epoch, const Logs& logs) override;
-  void on_train_end() override;
-  void on_interrupt() override;
-  bool saves_state() const override { return true; }
-
- private:
-  std::string file_;
-  BackupAndRestoreOptions options_;
-};
-
-// Sets the learning rate of each epoch to schedule(epoch, rate so far).
-class LearningRateScheduler : public Callback {
- public:
-  explicit LearningRateScheduler(std::function<double(int epoch, double rate)> schedule) : schedule_(std::move(schedule)) {}
-  void on_epoch_begin(int epoch) override;
-
- private:
-  std::function<double(int, double)> schedule_;
-};
-
-struct EarlyStoppingOptions {
-  std::string monitor = "val_loss";
-  double min_delta = 0;
-  int patience = 0;
-  Mode mode = Mode::automatic;
-  std::optional<double> baseline = {};
-  bool restore_best_weights = false;
-  int start_from_epoch = 0;
-};
-class EarlyStopping : public Callback {
- public:
-  explicit EarlyStopping(EarlyStoppingOptions options = {}) : options_(std::move(options)) {}
-  void on_train_begin() override;
-  void on_epoch_end(int epoch, const Logs& logs) override;
-  void on_train_end() override;
-  void save(Archive& archive, const std::string& prefix) const override;
-  void load(const Archive& archive, const std::string& prefix) override;
-
-  int stopped_epoch() const { return stopped_epoch_; }
-
- private:
-  bool better(double value, double than) const;
-
-  EarlyStoppingOptions options_;
-  int wait_ = 0;
-  int stopped_epoch_ = -1;
-  int best_epoch_ = 0;
-  std::optional<double> best_;
-  std::optional<Archive> best_weights_;
-};
-
-struct CSVLoggerOptions {
-  char separator = ',';
-  bool append = false;
-};
-
-// One line an epoch.
-class CSVLogger : public Callback {
- public:
-  explicit CSVLogger(std::string filename, CSVLoggerOptions options = {});
-  void on_train_begin() override;
-  void on_epoch_end(int epoch, const Logs& logs) override;
-  void save(Archive& archive, const std::string& prefix) const override;
-  void load(const Archive& archive, const std::string& prefix) override;
-
- private:
-  void write(const std::string& line) const;
-
-  std::string filename_;
-  CSVLoggerOptions options_;
-  bool has_header_ = false;
-};
-
-// Stops when the loss is NaN or infinite.
-class TerminateOnNaN : public Callback {
- public:
-  void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
-};
-
-// Functions as a callback.
-class LambdaCallback : public Callback {
- public:
-  struct Functions {
-    std::function<void()> on_train_begin = {};
-    std::function<void(int)> on_epoch_begin = {};
-    std::function<void(std::int64_t)> on_train_batch_begin = {};
-    std::function<void(std::int64_t, const Logs&)> on_train_batch_end = {};
-    std::function<void(int, const Logs&)> on_epoch_end = {};
-    std::function<void()> on_train_end = {};
-  };
-  explicit LambdaCallback(Functions functions) : functions_(std::move(functions)) {}
-  void on_train_begin() override { call(functions_.on_train_begin); }
-  void on_epoch_begin(int epoch) override { call(functions_.on_epoch_begin, epoch); }
-  void on_train_batch_begin(std::int64_t batch) override { call(functions_.on_train_batch_begin, batch); }
-  void on_train_batch_end(std::int64_t batch, const Logs& logs) override { call(functions_.on_train_batch_end, batch, logs); }
-  void on_epoch_end(int epoch, const Logs& logs) override { call(functions_.on_epoch_end, epoch, logs); }
-  void on_train_end() override { call(functions_.on_train_end); }
-
- private:
-  template <class... Args>
-  static void call(const std::function<void(Args...)>& function, std::type_identity_t<Args>... args) {
-    if (function) function(args...);
-  }
-  Functions functions_;
 };
 
 }  // namespace lockstep

@@ -1,8 +1,8 @@
 // Checkpoints on disk, and how a custom loop saves and restores its objects. Torch-free.
 //
-// A checkpoint is one safetensors file: tensors under their names, and text entries in its metadata, with a checksum over
-// the whole file. It is written beside its place, flushed, and renamed, so that a kill at any moment leaves the previous
-// one whole. TensorFlow's text file `checkpoint` in the folder names the latest one and those that are kept.
+// A checkpoint is one safetensors file: tensors under their names, and text entries in its metadata, with a checksum
+// over the whole file. It is written beside its place, flushed, and renamed, so that a kill at any moment leaves the
+// previous one whole. TensorFlow's text file `checkpoint` in the folder names the latest one and those that are kept.
 #pragma once
 
 #include <cstddef>
@@ -44,12 +44,12 @@ void write_archive(const std::string& path, const Archive& archive);
 // safetensors file. Files that others wrote, without our checksum, are accepted.
 Archive read_archive(const std::string& path);
 
-// The path of the last checkpoint that was saved in `directory`, as load_weights and Checkpoint::restore take it; empty when
-// there is none. Follows tf.train.latest_checkpoint.
+// The path of the last checkpoint that was saved in `directory`, as load_weights and Checkpoint::restore take it; empty
+// when there is none. Follows tf.train.latest_checkpoint.
 std::string latest_checkpoint(const std::string& directory);
 
-// Appends `path` to the index of its folder as the latest, keeps the last `max_to_keep` of them (0: all) and deletes the
-// files of the others.
+// Appends `path` to the index of its folder as the latest, keeps the last `max_to_keep` of them (0: all) and deletes
+// the files of the others.
 void record_checkpoint(const std::string& path, int max_to_keep = 0);
 
 // Something that a Checkpoint saves and restores. `load` checks everything, changes nothing, and returns what makes the
@@ -73,7 +73,8 @@ class Checkpoint {
   // Saves to exactly `path`. Throws IoError.
   void write(const std::string& path) const;
 
-  // Throws as read_archive, and InvalidArgument naming what the file lacks or holds in another shape; then nothing changed.
+  // Throws as read_archive, and InvalidArgument naming what the file lacks or holds in another shape; then nothing
+  // changed.
   void restore(const std::string& path);
 
  private:

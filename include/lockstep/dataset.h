@@ -1,8 +1,8 @@
 // Dataset: a pipeline of stages that yields examples, or batches of them. Follows tf.data.Dataset.
 //
-// A Dataset is a shared handle to an immutable description; each stage makes a new one. Any thread may hold one. An iterator
-// belongs to one thread at a time. Every example comes once an epoch; the order depends on seeds and the epoch alone, never on
-// timing, so a position is two numbers.
+// A Dataset is a shared handle to an immutable description; each stage makes a new one. Any thread may hold one. An
+// iterator belongs to one thread at a time. Every example comes once an epoch; the order depends on seeds and the epoch
+// alone, never on timing, so a position is two numbers.
 #pragma once
 
 #include <cstdint>
@@ -84,8 +84,8 @@ class Dataset {
   // Each element through `function`, in order. With several calls at once the function must be thread safe.
   Dataset map(std::function<Example(Example)> function, MapOptions options = {}) const;
 
-  // Keeps the elements of the first whole epoch in memory, or in `file` (made if missing, read if there), as one tensor each
-  // for x, y and weight. Elements must have one shape.
+  // Keeps the elements of the first whole epoch in memory, or in `file` (made if missing, read if there), as one tensor
+  // each for x, y and weight. Elements must have one shape.
   Dataset cache(const std::string& file = "") const;
 
   // Draws from a buffer of `buffer_size` elements; one as large as the data set shuffles it uniformly.
@@ -121,7 +121,8 @@ struct TrainTest {
   Dataset test;
 };
 
-// The four IDX files of MNIST, under their usual names (`train-images-idx3-ubyte`, ..., each also with .gz), in `directory`.
+// The four IDX files of MNIST, under their usual names (`train-images-idx3-ubyte`, ..., each also with .gz), in
+// `directory`.
 TrainTest mnist(const std::string& directory);
 
 // Fashion-MNIST as Debian's package dataset-fashion-mnist installs it.

@@ -17,7 +17,8 @@ class DistributedIterator {
   DistributedIterator(DatasetIterator input, Kind kind, int replicas)
       : input_(std::move(input)), kind_(kind), replicas_(replicas) {}
 
-  // Each replica's part of the next global batch, without examples (size 0) where there are too few; or nothing at the end.
+  // Each replica's part of the next global batch, without examples (size 0) where there are too few; or nothing at the
+  // end.
   std::optional<PerReplica<Example>> next();
 
   Position position() const { return input_.position(); }

@@ -1,5 +1,5 @@
-// Layers of Sequential. Values that describe; modules are made when the input's sizes are known. Names, defaults and initial
-// values are those of keras.layers; images are [batch, channels, height, width], as in LibTorch.
+// Layers of Sequential. Values that describe; modules are made when the input's sizes are known. Names, defaults and
+// initial values are those of keras.layers; images are [batch, channels, height, width], as in LibTorch.
 #pragma once
 
 #include <array>
@@ -26,8 +26,9 @@ struct Size2D {
   std::int64_t height, width;
 };
 
-// Elementwise (softmax: over the last dimension). By name: "linear", "relu", "relu6", "leaky_relu", "elu", "selu", "gelu", "sigmoid",
-// "hard_sigmoid", "tanh", "softmax", "log_softmax", "softplus", "softsign", "silu" or "swish", "mish", "exponential"; or a function.
+// Elementwise (softmax: over the last dimension). By name: "linear", "relu", "relu6", "leaky_relu", "elu", "selu",
+// "gelu", "sigmoid", "hard_sigmoid", "tanh", "softmax", "log_softmax", "softplus", "softsign", "silu" or "swish",
+// "mish", "exponential"; or a function.
 class ActivationFunction {
  public:
   ActivationFunction(const char* name);  // NOLINT: Keras takes names. Throws InvalidArgument for any other.
@@ -40,8 +41,9 @@ class ActivationFunction {
   std::function<Tensor(const Tensor&)> function_;  // empty: linear
 };
 
-// Initial values. By name: "zeros", "ones", "glorot_uniform", "glorot_normal", "he_uniform", "he_normal", "lecun_uniform",
-// "lecun_normal", "uniform" (-0.05 to 0.05), "normal" (deviation 0.05); or a function that fills the tensor.
+// Initial values. By name: "zeros", "ones", "glorot_uniform", "glorot_normal", "he_uniform", "he_normal",
+// "lecun_uniform", "lecun_normal", "uniform" (-0.05 to 0.05), "normal" (deviation 0.05); or a function that fills the
+// tensor.
 class Initializer {
  public:
   Initializer(const char* name);  // NOLINT: Keras takes names. Throws InvalidArgument for any other.
@@ -170,7 +172,8 @@ class Embedding : public Layer {
   Embedding(std::int64_t input_dim, std::int64_t output_dim, EmbeddingOptions options = {});
 };
 
-// Any torch module with `Tensor forward(Tensor)`: `make` returns a module holder or a shared_ptr, another one at each call.
+// Any torch module with `Tensor forward(Tensor)`: `make` returns a module holder or a shared_ptr, another one at each
+// call.
 class ModuleLayer : public Layer {
  public:
   template <class Factory>

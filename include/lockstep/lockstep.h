@@ -2,6 +2,7 @@
 #pragma once
 
 #include "lockstep/callback.h"
+#include "lockstep/callbacks.h"
 #include "lockstep/checkpoint.h"
 #include "lockstep/dataset.h"
 #include "lockstep/distributed_dataset.h"

@@ -18,8 +18,8 @@ enum class Reduction {
 
 class Loss {
  public:
-  // One value for each example: [batch], or [batch, ...] with a value for each position. A scalar counts as the mean of the
-  // batch. Must be differentiable with respect to y_pred.
+  // One value for each example: [batch], or [batch, ...] with a value for each position. A scalar counts as the mean of
+  // the batch. Must be differentiable with respect to y_pred.
   using Function = std::function<Tensor(const Tensor& y_true, const Tensor& y_pred)>;
 
   // A loss of your own.

@@ -1,6 +1,7 @@
 // Metrics. Names, options and formulas are those of keras.metrics.
 //
-// A metric's state is a few sums in double, so the states of replicas, batches and shards are put together exactly by adding.
+// A metric's state is a few sums in double, so the states of replicas, batches and shards are put together exactly by
+// adding.
 #pragma once
 
 #include <memory>
@@ -31,8 +32,9 @@ class Metric {
  public:
   explicit Metric(std::shared_ptr<const MetricFunction> function) : function_(std::move(function)) {}
 
-  // By name, which is then the metric's: "accuracy" or "acc" (the kind that the shapes ask for), "binary_accuracy", "categorical_accuracy", "sparse_categorical_accuracy",
-  // "top_k_categorical_accuracy", "sparse_top_k_categorical_accuracy", "precision", "recall", "mse", "mae", and the long names.
+  // By name, which is then the metric's: "accuracy" or "acc" (the kind that the shapes ask for), "binary_accuracy",
+  // "categorical_accuracy", "sparse_categorical_accuracy", "top_k_categorical_accuracy",
+  // "sparse_top_k_categorical_accuracy", "precision", "recall", "mse", "mae", and the long names.
   Metric(const char* name);         // NOLINT: Keras takes names too
   Metric(const std::string& name);  // NOLINT
 
@@ -95,11 +97,12 @@ class TopKCategoricalAccuracy : public Metric {
 };
 class SparseTopKCategoricalAccuracy : public Metric {
  public:
-  explicit SparseTopKCategoricalAccuracy(TopKOptions options = {}, std::string name = "sparse_top_k_categorical_accuracy");
+  explicit SparseTopKCategoricalAccuracy(TopKOptions options = {},
+                                         std::string name = "sparse_top_k_categorical_accuracy");
 };
 
-// A prediction counts as positive above the threshold, or, with top_k, among the k largest of its example; class_id looks at
-// one class alone.
+// A prediction counts as positive above the threshold, or, with top_k, among the k largest of its example; class_id
+// looks at one class alone.
 struct PrecisionOptions {
   std::optional<double> threshold = {};  // 0.5, or none with top_k
   std::optional<int> top_k = {};

@@ -36,13 +36,14 @@ struct CompileOptions {
 struct FitOptions {
   int epochs = 1;
   int initial_epoch = 0;
-  std::int64_t steps_per_epoch = 0;  // 0: the whole data set each epoch; else the next epoch goes on where the last ended
+  std::int64_t steps_per_epoch =
+      0;  // 0: the whole data set each epoch; else the next epoch goes on where the last ended
   std::vector<AnyCallback> callbacks = {};
   std::optional<Dataset> validation_data = {};
-  std::int64_t validation_steps = 0;  // 0: all of validation_data
-  int validation_freq = 1;            // epochs between validations
+  std::int64_t validation_steps = 0;                 // 0: all of validation_data
+  int validation_freq = 1;                           // epochs between validations
   std::map<std::int64_t, double> class_weight = {};  // by label; 1 for labels that are not in it
-  int verbose = -1;           // 0: silent, 1: progress bar, 2: a line an epoch; -1: 1 on a terminal, else 2
+  int verbose = -1;            // 0: silent, 1: progress bar, 2: a line an epoch; -1: 1 on a terminal, else 2
   bool handle_signals = true;  // SIGINT and SIGTERM end the step, save, and throw Interrupted
 };
 
@@ -65,18 +66,18 @@ class ModelImpl;
 
 class Model {
  public:
-  // Your own torch module: `factory` returns a module holder or a shared_ptr to a module with `Tensor forward(Tensor)`, another one
-  // at each call. Made for the strategy in scope.
+  // Your own torch module: `factory` returns a module holder or a shared_ptr to a module with `Tensor forward(Tensor)`,
+  // another one at each call. Made for the strategy in scope.
   template <class Factory>
-    requires std::is_invocable_v<const Factory&>
+  requires std::is_invocable_v<const Factory&>
   explicit Model(const Factory& factory);
 
   // Sets what fit trains with, and starts its state (momenta, iterations) anew.
   void compile(CompileOptions options);
 
-  // Trains. `data` yields batches of x and y, and maybe sample weights. With N replicas each batch is split among them; the
-  // updates are those of the whole batch. Throws InvalidArgument, what data set and callbacks throw, what a replica's step
-  // throws (weights are then those of the step before), and Interrupted.
+  // Trains. `data` yields batches of x and y, and maybe sample weights. With N replicas each batch is split among them;
+  // the updates are those of the whole batch. Throws InvalidArgument, what data set and callbacks throw, what a
+  // replica's step throws (weights are then those of the step before), and Interrupted.
   History fit(const Dataset& data, const FitOptions& options = {});
 
   // Loss and metrics over the data set, each example once.
@@ -94,9 +95,9 @@ class Model {
   // Layers or parameters with shapes and counts. Throws InvalidArgument before the model is built.
   std::string summary() const;
 
-  // safetensors under the module's parameter and buffer names. `path` as ModelCheckpoint and latest_checkpoint give it; a model
-  // that is not built yet takes the weights when it is. Loading throws as read_archive, and InvalidArgument naming all that
-  // differs; nothing has changed then.
+  // safetensors under the module's parameter and buffer names. `path` as ModelCheckpoint and latest_checkpoint give it;
+  // a model that is not built yet takes the weights when it is. Loading throws as read_archive, and InvalidArgument
+  // naming all that differs; nothing has changed then.
   void save_weights(const std::string& path) const;
   void load_weights(const std::string& path);
 
@@ -139,8 +140,7 @@ class Sequential : public Model {
 };
 
 template <class Factory>
-  requires std::is_invocable_v<const Factory&>
-Model::Model(const Factory& factory)
+requires std::is_invocable_v<const Factory&> Model::Model(const Factory& factory)
     : Model(Make([factory] { return internal::module_of(factory()); }), [](torch::nn::Module& module, const Tensor& x) {
         using Holder = std::invoke_result_t<const Factory&>;
         using Module = std::remove_reference_t<decltype(*std::declval<Holder&>())>;

@@ -1,7 +1,7 @@
 // Optimizers: update rules over flat spans of float or double. Torch-free.
 //
-// An Optimizer is a value that describes how to update; the state (momenta and so on) lives with the variables, once for
-// all replicas. Names, defaults and formulas are those of keras.optimizers. Any thread may read an Optimizer.
+// An Optimizer is a value that describes how to update; the state (momenta and so on) lives with the variables, once
+// for all replicas. Names, defaults and formulas are those of keras.optimizers. Any thread may read an Optimizer.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ struct StateSpec {
   double initial_value = 0;
 };
 
-// How variables move. `update` is called from several threads at once, each on other elements; all spans have one length;
-// state[k] belongs to states()[k]; the gradient is the mean over the global batch, clipped. It must not throw.
+// How variables move. `update` is called from several threads at once, each on other elements; all spans have one
+// length; state[k] belongs to states()[k]; the gradient is the mean over the global batch, clipped. It must not throw.
 class UpdateRule {
  public:
   virtual ~UpdateRule() = default;
@@ -41,7 +41,8 @@ class UpdateRule {
 };
 
 // The base of a rule of your own: write one member template
-//   template <class T> void apply(const UpdateStep&, std::span<T> value, std::span<const T> gradient, std::span<T* const> state) const;
+//   template <class T> void apply(const UpdateStep&, std::span<T> value, std::span<const T> gradient, std::span<T*
+//   const> state) const;
 template <class Derived>
 class SpanRule : public UpdateRule {
  public:

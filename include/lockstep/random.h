@@ -1,7 +1,7 @@
 // Where random numbers come from. Torch-free.
 //
-// Everything random derives from one seed: initial values, shuffling, and each replica's own numbers in each step. Two runs
-// of a program with the same seed and number of replicas get the same bits, whatever the timing of the threads.
+// Everything random derives from one seed: initial values, shuffling, and each replica's own numbers in each step. Two
+// runs of a program with the same seed and number of replicas get the same bits, whatever the timing of the threads.
 #pragma once
 
 #include <cstdint>

@@ -20,18 +20,19 @@ class ReplicaContext;
 class ReplicatedParameters;
 class UpdateEngine;
 
-// A shared handle. A replica's step touches its own copy only; everything here is for the thread that calls Strategy::run,
-// between runs.
+// A shared handle. A replica's step touches its own copy only; everything here is for the thread that calls
+// Strategy::run, between runs.
 class ReplicatedModule {
  public:
   explicit ReplicatedModule(std::shared_ptr<ReplicatedParameters> parameters) : parameters_(std::move(parameters)) {}
 
-  // Named by the module's parameter and buffer names; what tied parameters share is stored under their first name. Buffers
-  // (BatchNorm's running statistics) are each replica's own in training; stored is their mean over the replicas.
+  // Named by the module's parameter and buffer names; what tied parameters share is stored under their first name.
+  // Buffers (BatchNorm's running statistics) are each replica's own in training; stored is their mean over the
+  // replicas.
   Trackable trackable() const;
 
-  // The replicas' own buffers, with which training goes on bit for bit. Loading needs as many replicas as saved them, and
-  // changes nothing otherwise.
+  // The replicas' own buffers, with which training goes on bit for bit. Loading needs as many replicas as saved them,
+  // and changes nothing otherwise.
   Trackable replica_buffers() const;
 
   void train(bool on = true) const;
@@ -58,8 +59,8 @@ class Mirrored : public ReplicatedModule {
   std::vector<Holder> replicas_;
 };
 
-// A shared handle. minimize and apply_gradients are for step functions, on all replicas at once; the rest is for the thread
-// that calls Strategy::run, between runs.
+// A shared handle. minimize and apply_gradients are for step functions, on all replicas at once; the rest is for the
+// thread that calls Strategy::run, between runs.
 class ReplicatedOptimizer {
  public:
   explicit ReplicatedOptimizer(std::shared_ptr<UpdateEngine> engine) : engine_(std::move(engine)) {}
@@ -72,8 +73,8 @@ class ReplicatedOptimizer {
   // calls it with weight 0. Throws with all variables as they were when any replica failed before.
   void apply_gradients(const ReplicaContext& replica, double weight) const;
 
-  std::int64_t iterations() const;     // updates so far
-  double learning_rate() const;        // of the next update
+  std::int64_t iterations() const;            // updates so far
+  double learning_rate() const;               // of the next update
   void set_learning_rate(double rate) const;  // from now on, in place of the optimizer's own
 
   Trackable trackable() const;

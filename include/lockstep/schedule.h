@@ -36,20 +36,21 @@ class ExponentialDecay : public LearningRate {
   explicit ExponentialDecay(double initial_learning_rate, ExponentialDecayOptions options = {});
 };
 
-// values[0] up to and including iteration boundaries[0], values[1] up to and including boundaries[1], ..., then the last value.
-// Throws InvalidArgument unless values has one element more than boundaries, and boundaries grow.
+// values[0] up to and including iteration boundaries[0], values[1] up to and including boundaries[1], ..., then the
+// last value. Throws InvalidArgument unless values has one element more than boundaries, and boundaries grow.
 class PiecewiseConstantDecay : public LearningRate {
  public:
   PiecewiseConstantDecay(std::vector<std::int64_t> boundaries, std::vector<double> values);
 };
 
 struct CosineDecayOptions {
-  double alpha = 0;             // the last rate, as a fraction of the first
-  double warmup_target = 0;     // with warmup_steps > 0: the rate that the warm-up rises to; then decays from
+  double alpha = 0;               // the last rate, as a fraction of the first
+  double warmup_target = 0;       // with warmup_steps > 0: the rate that the warm-up rises to; then decays from
   std::int64_t warmup_steps = 0;  // linear, from initial_learning_rate
 };
 
-// Half a cosine from initial_learning_rate (or warmup_target) down over decay_steps iterations (Loshchilov, Hutter 2016).
+// Half a cosine from initial_learning_rate (or warmup_target) down over decay_steps iterations (Loshchilov, Hutter
+// 2016).
 class CosineDecay : public LearningRate {
  public:
   CosineDecay(double initial_learning_rate, std::int64_t decay_steps, CosineDecayOptions options = {});

@@ -1,6 +1,8 @@
-// Strategies: where variables live, on which replicas a step runs, and how gradients meet. Follows tf.distribute.Strategy.
+// Strategies: where variables live, on which replicas a step runs, and how gradients meet. Follows
+// tf.distribute.Strategy.
 //
-// A Strategy is a shared handle. One thread at a time uses it; the functions that `run` calls run on its replicas' threads.
+// A Strategy is a shared handle. One thread at a time uses it; the functions that `run` calls run on its replicas'
+// threads.
 #pragma once
 
 #include <functional>
@@ -34,8 +36,8 @@ class ReplicaContext {
   int num_replicas_in_sync() const { return group_.size(); }
   const std::string& device() const;
 
-  // Collective: every replica must call, with a tensor of the same shape and dtype. The result is a new tensor, equal bit for
-  // bit on all. Throws Aborted when another replica failed.
+  // Collective: every replica must call, with a tensor of the same shape and dtype. The result is a new tensor, equal
+  // bit for bit on all. Throws Aborted when another replica failed.
   Tensor all_reduce(ReduceOp op, const Tensor& value) const;
 
   // Collective: the replicas' tensors one after the other along `axis`. Throws like all_reduce.
@@ -87,9 +89,9 @@ class Strategy {
   int num_replicas_in_sync() const;
   std::vector<std::string> devices() const;
 
-  // Calls function(ReplicaContext&, args...) on every replica at once and returns what each returned. Of a PerReplica or
-  // ReplicatedModule argument, a replica's function gets its own element. What a replica throws aborts the others' collective
-  // operations and is rethrown here once all have ended; the strategy can be used again.
+  // Calls function(ReplicaContext&, args...) on every replica at once and returns what each returned. Of a PerReplica
+  // or ReplicatedModule argument, a replica's function gets its own element. What a replica throws aborts the others'
+  // collective operations and is rethrown here once all have ended; the strategy can be used again.
   template <class Function, class... Args>
   auto run(Function&& function, Args&&... args) const;
 
@@ -106,7 +108,8 @@ class Strategy {
   // Gives each replica a batch of its own from the data set that `function` makes, batched by the size of one replica.
   DistributedDataset distribute_from_function(const std::function<Dataset(const InputContext&)>& function) const;
 
-  // One module a replica. `factory` returns a module holder (Net) or a shared_ptr to a module, another one at each call.
+  // One module a replica. `factory` returns a module holder (Net) or a shared_ptr to a module, another one at each
+  // call.
   template <class Factory>
   auto replicate(const Factory& factory) const;
 
@@ -123,7 +126,8 @@ class Strategy {
 // Replicas wait at most this long for each other.
 inline constexpr double kDefaultTimeoutSeconds = 1800;
 
-// Everything on one device: "cpu:0" (all cores that this process may use), "cuda:0", or empty for the first GPU, else the CPU.
+// Everything on one device: "cpu:0" (all cores that this process may use), "cuda:0", or empty for the first GPU, else
+// the CPU.
 class OneDeviceStrategy : public Strategy {
  public:
   explicit OneDeviceStrategy(const std::string& device = "", int threads = 0);  // threads: 0, or as MirroredOptions
@@ -137,7 +141,8 @@ enum class CrossDeviceOps {
 };
 
 struct MirroredOptions {
-  // "cpu:0", "cpu:1", ...: logical CPUs, each a thread with its share of the cores. Empty: one replica a GPU, else one a core.
+  // "cpu:0", "cpu:1", ...: logical CPUs, each a thread with its share of the cores. Empty: one replica a GPU, else one
+  // a core.
   std::vector<std::string> devices = {};
   CrossDeviceOps cross_device_ops = CrossDeviceOps::one_pass;
   std::string reduce_to_device = {};  // reduction_to_one_device: which; empty: the first

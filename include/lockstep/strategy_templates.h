@@ -39,8 +39,8 @@ std::shared_ptr<torch::nn::Module> module_of(const std::shared_ptr<Module>& modu
 }
 
 // Calls `make` once a replica, all with the same random numbers, and binds the modules' parameters to the strategy.
-std::shared_ptr<ReplicatedParameters> replicate_modules(StrategyImpl& strategy,
-                                                        const std::function<std::shared_ptr<torch::nn::Module>()>& make);
+std::shared_ptr<ReplicatedParameters> replicate_modules(
+    StrategyImpl& strategy, const std::function<std::shared_ptr<torch::nn::Module>()>& make);
 
 }  // namespace internal
 
@@ -48,9 +48,8 @@ template <class Function, class... Args>
 auto Strategy::run(Function&& function, Args&&... args) const {
   using Result = std::invoke_result_t<Function&, ReplicaContext&, decltype(internal::on_replica(args, 0))...>;
   if constexpr (std::is_void_v<Result>) {
-    run_on_replicas([&](ReplicaContext& replica) {
-      function(replica, internal::on_replica(args, replica.replica_id())...);
-    });
+    run_on_replicas(
+        [&](ReplicaContext& replica) { function(replica, internal::on_replica(args, replica.replica_id())...); });
   } else {
     std::vector<std::optional<Result>> results(static_cast<std::size_t>(num_replicas_in_sync()));
     run_on_replicas([&](ReplicaContext& replica) {

@@ -17,7 +17,7 @@ enum class VariableSynchronization {
 
 // How values of several replicas become one.
 enum class VariableAggregation {
-  none,                // assigning in a step, or reading copies that may differ, is an error
+  none,  // assigning in a step, or reading copies that may differ, is an error
   sum,
   mean,
   only_first_replica,
@@ -34,18 +34,19 @@ class VariableImpl;
 class Variable {
  public:
   // Every copy begins as `initial`. Made for the strategy in scope unless one is given.
-  explicit Variable(const Tensor& initial, VariableOptions options = {}, const Strategy& strategy = Strategy::current());
+  explicit Variable(const Tensor& initial, VariableOptions options = {},
+                    const Strategy& strategy = Strategy::current());
 
-  // In a step. on_write: collective; every copy becomes (or grows by) the aggregate of the replicas' values. on_read: this
-  // replica's copy alone. Throws InvalidArgument for on_write without an aggregation, and for another shape.
+  // In a step. on_write: collective; every copy becomes (or grows by) the aggregate of the replicas' values. on_read:
+  // this replica's copy alone. Throws InvalidArgument for on_write without an aggregation, and for another shape.
   void assign(const ReplicaContext& replica, const Tensor& value) const;
   void assign_add(const ReplicaContext& replica, const Tensor& value) const;
 
   // In a step: this replica's copy.
   Tensor value(const ReplicaContext& replica) const;
 
-  // Outside of steps: assigns every copy. With on_read and sum, the first copy gets the value and the others zeros, so that
-  // what is read is what was assigned.
+  // Outside of steps: assigns every copy. With on_read and sum, the first copy gets the value and the others zeros, so
+  // that what is read is what was assigned.
   void assign(const Tensor& value) const;
 
   // Outside of steps: a new tensor. on_read aggregates the copies; throws InvalidArgument when there is no aggregation.

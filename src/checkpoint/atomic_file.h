@@ -8,9 +8,9 @@
 
 namespace lockstep {
 
-// Writes the parts one after the other to a file beside `path`, flushes it to the disk, and renames it over `path`; then
-// flushes the folder, so that the name outlives a power cut too. Makes missing folders. Throws IoError naming the file
-// and the reason; the file that was there before is then untouched and nothing is left beside it.
+// Writes the parts one after the other to a file beside `path`, flushes it to the disk, and renames it over `path`;
+// then flushes the folder, so that the name outlives a power cut too. Makes missing folders. Throws IoError naming the
+// file and the reason; the file that was there before is then untouched and nothing is left beside it.
 void write_file_atomically(const std::string& path, std::span<const std::span<const std::byte>> parts);
 
 // The whole file. Throws IoError naming it and the reason.

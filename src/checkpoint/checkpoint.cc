@@ -95,10 +95,11 @@ void record_checkpoint(const std::string& path, int max_to_keep) {
 }
 
 Trackable track(std::int64_t& counter) {
-  return {[&counter](Archive& archive, const std::string& prefix) { archive.entries[prefix] = std::to_string(counter); },
-          [&counter](const Archive& archive, const std::string& prefix) -> std::function<void()> {
-            return [&counter, value = std::stoll(archive.entry(prefix))] { counter = value; };
-          }};
+  return {
+      [&counter](Archive& archive, const std::string& prefix) { archive.entries[prefix] = std::to_string(counter); },
+      [&counter](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+        return [&counter, value = std::stoll(archive.entry(prefix))] { counter = value; };
+      }};
 }
 
 void Checkpoint::write(const std::string& path) const {
@@ -127,7 +128,8 @@ void Checkpoint::restore(const std::string& path) {
 CheckpointManager::CheckpointManager(Checkpoint& checkpoint, std::string directory, CheckpointManagerOptions options)
     : checkpoint_(checkpoint), directory_(std::move(directory)), options_(std::move(options)) {
   if (options_.max_to_keep < 0) {
-    throw InvalidArgument(text("CheckpointManager: max_to_keep is ", options_.max_to_keep, "; it must be 0 (all) or more"));
+    throw InvalidArgument(
+        text("CheckpointManager: max_to_keep is ", options_.max_to_keep, "; it must be 0 (all) or more"));
   }
 }
 

@@ -1,11 +1,11 @@
 // The safetensors format (https://github.com/huggingface/safetensors):
 //
 //   8 bytes   N, the length of the header, little endian
-//   N bytes   JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}, padded with spaces
-//   the rest  the tensors' bytes; offsets count from here
+//   N bytes   JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}, padded
+//   with spaces the rest  the tensors' bytes; offsets count from here
 //
-// Of our own metadata entries, "lockstep.crc32" holds the CRC-32 of the whole file, as 8 hexadecimal digits, computed with those
-// digits as zeros, and "lockstep.format" says that there must be such an entry.
+// Of our own metadata entries, "lockstep.crc32" holds the CRC-32 of the whole file, as 8 hexadecimal digits, computed
+// with those digits as zeros, and "lockstep.format" says that there must be such an entry.
 #include <zlib.h>
 
 #include <array>
@@ -35,8 +35,8 @@ struct DtypeName {
   const char* name;
 };
 constexpr std::array kDtypeNames{
-    DtypeName{DType::float32, "F32"}, DtypeName{DType::float64, "F64"}, DtypeName{DType::float16, "F16"},
-    DtypeName{DType::bfloat16, "BF16"}, DtypeName{DType::int32, "I32"}, DtypeName{DType::int64, "I64"},
+    DtypeName{DType::float32, "F32"},   DtypeName{DType::float64, "F64"}, DtypeName{DType::float16, "F16"},
+    DtypeName{DType::bfloat16, "BF16"}, DtypeName{DType::int32, "I32"},   DtypeName{DType::int64, "I64"},
     DtypeName{DType::uint8, "U8"},
 };
 
@@ -68,10 +68,10 @@ std::string header_of(const Archive& archive) {
   metadata[kFormatKey] = "1";
   std::size_t offset = 0;
   for (const auto& [name, tensor] : archive.tensors) {
-    const auto* dtype = std::find_if(kDtypeNames.begin(), kDtypeNames.end(), [&](auto& d) { return d.dtype == tensor.dtype; });
-    header[name] = {{"dtype", dtype->name},
-                    {"shape", tensor.shape},
-                    {"data_offsets", {offset, offset + tensor.bytes.size()}}};
+    const auto* dtype =
+        std::find_if(kDtypeNames.begin(), kDtypeNames.end(), [&](auto& d) { return d.dtype == tensor.dtype; });
+    header[name] = {
+        {"dtype", dtype->name}, {"shape", tensor.shape}, {"data_offsets", {offset, offset + tensor.bytes.size()}}};
     offset += tensor.bytes.size();
   }
   std::string characters = header.dump();
@@ -133,9 +133,11 @@ class Reader {
     }
     const std::string expected = header.substr(position, 8);
     header.replace(position, 8, kNoChecksum);
-    const auto found = hex(crc_of({bytes_.first(kLengthBytes), bytes_of(header), bytes_.subspan(kLengthBytes + header.size())}));
+    const auto found =
+        hex(crc_of({bytes_.first(kLengthBytes), bytes_of(header), bytes_.subspan(kLengthBytes + header.size())}));
     if (found != expected) {
-      fail(kLengthBytes + position, text("its checksum says ", expected, ", its bytes give ", found, ": it was cut or altered"));
+      fail(kLengthBytes + position,
+           text("its checksum says ", expected, ", its bytes give ", found, ": it was cut or altered"));
     }
   }
 
@@ -151,8 +153,10 @@ class Reader {
     try {
       StoredTensor tensor;
       const auto dtype_name = value.at("dtype").get<std::string>();
-      const auto* dtype = std::find_if(kDtypeNames.begin(), kDtypeNames.end(), [&](auto& d) { return dtype_name == d.name; });
-      if (dtype == kDtypeNames.end()) fail(kLengthBytes, text(name, " has dtype ", dtype_name, ", which Lockstep does not read"));
+      const auto* dtype =
+          std::find_if(kDtypeNames.begin(), kDtypeNames.end(), [&](auto& d) { return dtype_name == d.name; });
+      if (dtype == kDtypeNames.end())
+        fail(kLengthBytes, text(name, " has dtype ", dtype_name, ", which Lockstep does not read"));
       tensor.dtype = dtype->dtype;
       tensor.shape = value.at("shape").get<std::vector<std::int64_t>>();
       const auto offsets = value.at("data_offsets").get<std::array<std::size_t, 2>>();
@@ -163,7 +167,8 @@ class Reader {
         }
       }
       if (offsets[0] > offsets[1] || offsets[1] > data.size() || offsets[1] - offsets[0] != bytes) {
-        fail(kLengthBytes, text(name, " needs ", bytes, " bytes, but lies at ", offsets[0], " to ", offsets[1], " of ", data.size()));
+        fail(kLengthBytes,
+             text(name, " needs ", bytes, " bytes, but lies at ", offsets[0], " to ", offsets[1], " of ", data.size()));
       }
       const auto stored = data.subspan(offsets[0], bytes);
       tensor.bytes.assign(stored.begin(), stored.end());
@@ -189,7 +194,8 @@ void write_archive(const std::string& path, const Archive& archive) {
   const std::string length = length_of(header);
   auto crc = crc_of({bytes_of(length), bytes_of(header)});
   for (const auto& [name, tensor] : archive.tensors) {
-    crc = static_cast<std::uint32_t>(::crc32_z(crc, reinterpret_cast<const Bytef*>(tensor.bytes.data()), tensor.bytes.size()));
+    crc = static_cast<std::uint32_t>(
+        ::crc32_z(crc, reinterpret_cast<const Bytef*>(tensor.bytes.data()), tensor.bytes.size()));
   }
   header.replace(checksum_position(header), 8, hex(crc));
   std::vector<Bytes> parts{bytes_of(length), bytes_of(header)};

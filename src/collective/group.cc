@@ -72,8 +72,8 @@ void Group::broadcast(Buffer buffer, int root, Deadline deadline) const {
 
 void Group::all_gather(Buffer input, Buffer output, Deadline deadline) const {
   if (output.count != input.count * static_cast<std::size_t>(size())) {
-    throw InvalidArgument(text("all_gather: output has ", output.count, " elements; ", size(), " ranks of ", input.count,
-                               " need ", input.count * static_cast<std::size_t>(size())));
+    throw InvalidArgument(text("all_gather: output has ", output.count, " elements; ", size(), " ranks of ",
+                               input.count, " need ", input.count * static_cast<std::size_t>(size())));
   }
   backend_->all_gather(input, output, deadline);
 }

@@ -30,10 +30,12 @@ std::optional<Example> DatasetIterator::next() {
 }
 
 Dataset Dataset::from_tensor_slices(Tensor x, Tensor y, Tensor weight) {
-  if (!x.defined() || x.dim() == 0) throw InvalidArgument("from_tensor_slices: x must be a tensor with at least one dimension");
+  if (!x.defined() || x.dim() == 0)
+    throw InvalidArgument("from_tensor_slices: x must be a tensor with at least one dimension");
   for (const auto& [name, tensor] : {std::pair("y", y), std::pair("weight", weight)}) {
     if (tensor.defined() && (tensor.dim() == 0 || tensor.size(0) != x.size(0))) {
-      throw InvalidArgument(text("from_tensor_slices: x has ", x.size(0), " examples, ", name, " has shape ", tensor.sizes()));
+      throw InvalidArgument(
+          text("from_tensor_slices: x has ", x.size(0), " examples, ", name, " has shape ", tensor.sizes()));
     }
   }
   return Dataset(make_table_stage({std::move(x), std::move(y), std::move(weight)}));
@@ -47,7 +49,8 @@ Dataset Dataset::from_idx(const std::string& images, const std::string& labels) 
   auto x = read_idx(images);
   auto y = read_idx(labels).to(at::kLong);
   if (x.dim() == 0 || y.dim() == 0 || x.size(0) != y.size(0)) {
-    throw DataError(text(images, " has ", x.dim() == 0 ? 0 : x.size(0), " images, ", labels, " has ", y.dim() == 0 ? 0 : y.size(0), " labels"));
+    throw DataError(text(images, " has ", x.dim() == 0 ? 0 : x.size(0), " images, ", labels, " has ",
+                         y.dim() == 0 ? 0 : y.size(0), " labels"));
   }
   if (x.dim() == 3) x = x.unsqueeze(1);
   return from_tensor_slices(x, y);

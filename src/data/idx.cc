@@ -33,7 +33,8 @@ class IdxReader {
       const int got = ::gzread(file_.get(), to, part);
       int status = Z_OK;
       const char* reason = ::gzerror(file_.get(), &status);
-      if (got < 0 || (status != Z_OK && status != Z_STREAM_END)) fail(text("its compressed data are damaged: ", reason));
+      if (got < 0 || (status != Z_OK && status != Z_STREAM_END))
+        fail(text("its compressed data are damaged: ", reason));
       if (got == 0) fail(text("it ends within ", what, ": ", bytes, " bytes are missing"));
       to = static_cast<char*>(to) + got;
       bytes -= got;
@@ -76,7 +77,8 @@ Tensor read_idx(const std::string& path) {
     reader.fail(text("its magic number is ", int{magic[0]}, " ", int{magic[1]}, " ", int{magic[2]}, " ", int{magic[3]},
                      "; an IDX file begins with 0 0, a type and the number of dimensions"));
   }
-  if (magic[2] != kUint8) reader.fail(text("its elements have type ", int{magic[2]}, "; only unsigned bytes (8) are read"));
+  if (magic[2] != kUint8)
+    reader.fail(text("its elements have type ", int{magic[2]}, "; only unsigned bytes (8) are read"));
 
   std::vector<std::int64_t> sizes;
   std::int64_t total = 1;
@@ -92,7 +94,8 @@ Tensor read_idx(const std::string& path) {
   std::vector<unsigned char> bytes;
   while (static_cast<std::int64_t>(bytes.size()) < total) {
     const auto have = bytes.size();
-    const auto part = std::min<std::int64_t>(total - static_cast<std::int64_t>(have), std::max<std::int64_t>(1 << 20, static_cast<std::int64_t>(have)));
+    const auto part = std::min<std::int64_t>(total - static_cast<std::int64_t>(have),
+                                             std::max<std::int64_t>(1 << 20, static_cast<std::int64_t>(have)));
     bytes.resize(have + static_cast<std::size_t>(part));
     reader.read(bytes.data() + have, part, "its elements");
   }
@@ -116,7 +119,8 @@ TrainTest mnist(const std::string& directory) {
 TrainTest fashion_mnist() {
   constexpr const char* kDirectory = "/usr/share/datasets/fashion-mnist";
   if (!std::filesystem::exists(kDirectory)) {
-    throw IoError(text("Fashion-MNIST is not installed in ", kDirectory, "; install Debian's package dataset-fashion-mnist"));
+    throw IoError(
+        text("Fashion-MNIST is not installed in ", kDirectory, "; install Debian's package dataset-fashion-mnist"));
   }
   return mnist(kDirectory);
 }

@@ -13,8 +13,8 @@
 
 namespace lockstep {
 
-// The tensor in a file of uint8 elements, gzip or not. Throws IoError when it cannot be opened, DataError naming the file and
-// the offset when it is not what it claims to be.
+// The tensor in a file of uint8 elements, gzip or not. Throws IoError when it cannot be opened, DataError naming the
+// file and the offset when it is not what it claims to be.
 Tensor read_idx(const std::string& path);
 
 }  // namespace lockstep

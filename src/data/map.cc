@@ -59,7 +59,8 @@ class ParallelMapCursor final : public Cursor {
   ParallelMapCursor(std::unique_ptr<Cursor> input, const Function& function, int calls, std::uint64_t seed)
       : input_(std::move(input)), ahead_(static_cast<std::size_t>(calls) * 4) {
     for (int i = 0; i < calls; ++i) {
-      threads_.emplace_back([this, function, seed](const std::stop_token& stop) { work(SeededCall(function, seed), stop); });
+      threads_.emplace_back(
+          [this, function, seed](const std::stop_token& stop) { work(SeededCall(function, seed), stop); });
     }
   }
 
@@ -120,8 +121,8 @@ class ParallelMapCursor final : public Cursor {
 
   std::mutex mutex_;
   std::condition_variable_any arrived_;
-  std::deque<Task> tasks_;              // guarded by mutex_
-  std::vector<std::jthread> threads_;   // last: they end before what they use
+  std::deque<Task> tasks_;             // guarded by mutex_
+  std::vector<std::jthread> threads_;  // last: they end before what they use
 };
 
 class MapStage final : public Stage {

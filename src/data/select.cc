@@ -121,7 +121,8 @@ class RepeatCursor final : public Cursor {
   }
 
   void skip(std::int64_t count) override {
-    for (const auto all = input_->cardinality(); all > 0 && count >= all && cursor_ == nullptr && pass_ != end_; count -= all) {
+    for (const auto all = input_->cardinality(); all > 0 && count >= all && cursor_ == nullptr && pass_ != end_;
+         count -= all) {
       ++pass_;
     }
     Cursor::skip(count);
@@ -212,8 +213,12 @@ class ShuffleStage final : public Stage {
 
 }  // namespace
 
-StagePtr make_take_stage(StagePtr input, std::int64_t count) { return std::make_shared<TakeStage>(std::move(input), count); }
-StagePtr make_skip_stage(StagePtr input, std::int64_t count) { return std::make_shared<SkipStage>(std::move(input), count); }
+StagePtr make_take_stage(StagePtr input, std::int64_t count) {
+  return std::make_shared<TakeStage>(std::move(input), count);
+}
+StagePtr make_skip_stage(StagePtr input, std::int64_t count) {
+  return std::make_shared<SkipStage>(std::move(input), count);
+}
 
 StagePtr make_shard_stage(StagePtr input, std::int64_t num_shards, std::int64_t index) {
   return std::make_shared<ShardStage>(std::move(input), num_shards, index);

@@ -8,8 +8,8 @@
 
 namespace lockstep {
 
-// An element on its way through the stages: a value, or row `index` of a table that many elements share. Rows are passed on
-// without being read, so that shuffling copies nothing and a batch is gathered in one go.
+// An element on its way through the stages: a value, or row `index` of a table that many elements share. Rows are
+// passed on without being read, so that shuffling copies nothing and a batch is gathered in one go.
 struct Row {
   Example value;
   std::shared_ptr<const Example> table;

@@ -19,7 +19,8 @@ DType to_dtype(at::ScalarType type) {
     case at::kLong: return DType::int64;
     case at::kByte: return DType::uint8;
     default:
-      throw InvalidArgument(text("a tensor has dtype ", type, "; allowed are float, double, half, bfloat16, int, long and byte"));
+      throw InvalidArgument(
+          text("a tensor has dtype ", type, "; allowed are float, double, half, bfloat16, int, long and byte"));
   }
 }
 

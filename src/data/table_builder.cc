@@ -33,7 +33,8 @@ Tensor gather_column(const Tensor& table, std::span<const Row> rows) {
     for (const auto& row : rows) indices.push_back(row.index);
     return table.index_select(0, at::tensor(indices).to(table.device()));
   }
-  auto result = at::empty(with_leading(static_cast<std::int64_t>(rows.size()), table.sizes().slice(1)), table.options());
+  auto result =
+      at::empty(with_leading(static_cast<std::int64_t>(rows.size()), table.sizes().slice(1)), table.options());
   const auto row_bytes = table.nbytes() / static_cast<std::size_t>(std::max<std::int64_t>(1, table.size(0)));
   const auto* from = static_cast<const char*>(table.const_data_ptr());
   auto* to = static_cast<char*>(result.mutable_data_ptr());
@@ -69,7 +70,8 @@ void TableBuilder::append(const Example& example) {
       table = at::empty(with_leading(std::max<std::int64_t>(capacity_, 1), value.sizes()), value.options());
     }
     if (!value.defined() && !table.defined()) continue;
-    if (!value.defined() || !table.defined() || value.sizes() != table.sizes().slice(1) || value.dtype() != table.dtype()) {
+    if (!value.defined() || !table.defined() || value.sizes() != table.sizes().slice(1) ||
+        value.dtype() != table.dtype()) {
       throw InvalidArgument(text("cache: ", kColumnNames[column], " of element ", size_,
                                  " has another shape or dtype than the first element's; cache after batching, or pad"));
     }
@@ -99,7 +101,8 @@ Example TableBuilder::finish() const {
 Example gather_rows(std::span<const Row> rows) {
   Example batch;
   const auto* table = rows[0].table.get();
-  const bool one_table = table != nullptr && std::all_of(rows.begin(), rows.end(), [&](const Row& row) { return row.table.get() == table; });
+  const bool one_table = table != nullptr && std::all_of(rows.begin(), rows.end(),
+                                                         [&](const Row& row) { return row.table.get() == table; });
   std::vector<Example> examples;
   if (!one_table) {
     for (const auto& row : rows) examples.push_back(row.materialize());

@@ -25,7 +25,8 @@ class TableBuilder {
   Example table_;
 };
 
-// The rows one above the other. Rows of one table are copied straight from it. Throws InvalidArgument when shapes differ.
+// The rows one above the other. Rows of one table are copied straight from it. Throws InvalidArgument when shapes
+// differ.
 Example gather_rows(std::span<const Row> rows);
 
 }  // namespace lockstep

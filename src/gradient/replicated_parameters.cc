@@ -71,8 +71,8 @@ void ReplicatedParameters::find_slots() {
                        .trainable = tensor.requires_grad(),
                        .flat = is_flat_dtype(tensor.scalar_type())};
     if (slot.trainable && !slot.flat) {
-      throw InvalidArgument(text("parameter \"", slot.name, "\" has dtype ", slot.dtype,
-                                 "; trainable parameters are float or double"));
+      throw InvalidArgument(
+          text("parameter \"", slot.name, "\" has dtype ", slot.dtype, "; trainable parameters are float or double"));
     }
     if (slot.flat) {
       auto& end = used[slot.dtype];
@@ -91,8 +91,8 @@ void ReplicatedParameters::check_same_as_first(int replica) {
   }
   const auto found = find_parameters(module);
   const auto differ = [&](const std::string& name, const std::string& how) {
-    throw InvalidArgument(text("the model's factory made replicas that differ: parameter \"", name, "\" of replica ",
-                               replica, " ", how));
+    throw InvalidArgument(
+        text("the model's factory made replicas that differ: parameter \"", name, "\" of replica ", replica, " ", how));
   };
   for (std::size_t i = 0; i < std::max(slots_.size(), found.tensors.size()); ++i) {
     if (i >= found.tensors.size()) differ(slots_[i].name, "does not exist");
@@ -101,15 +101,20 @@ void ReplicatedParameters::check_same_as_first(int replica) {
     const auto& tensor = found.tensors[i];
     std::vector<std::string> names{slot.name};
     names.insert(names.end(), slot.aliases.begin(), slot.aliases.end());
-    if (found.names[i] != names) differ(found.names[i][0], text("has the names ", join(found.names[i]), ", not ", join(names)));
-    if (tensor.sizes() != slot.sizes) differ(slot.name, text("has shape ", tensor.sizes(), ", not ", at::IntArrayRef(slot.sizes)));
-    if (tensor.scalar_type() != slot.dtype) differ(slot.name, text("has dtype ", tensor.scalar_type(), ", not ", slot.dtype));
+    if (found.names[i] != names)
+      differ(found.names[i][0], text("has the names ", join(found.names[i]), ", not ", join(names)));
+    if (tensor.sizes() != slot.sizes)
+      differ(slot.name, text("has shape ", tensor.sizes(), ", not ", at::IntArrayRef(slot.sizes)));
+    if (tensor.scalar_type() != slot.dtype)
+      differ(slot.name, text("has dtype ", tensor.scalar_type(), ", not ", slot.dtype));
     if (tensor.requires_grad() != slot.trainable) differ(slot.name, "is frozen on one replica only");
-    if (tensor.is_same(parameters_[0][i])) differ(slot.name, "is replica 0's own tensor; each replica needs one of its own");
+    if (tensor.is_same(parameters_[0][i]))
+      differ(slot.name, "is replica 0's own tensor; each replica needs one of its own");
   }
   if (buffers_[static_cast<std::size_t>(replica)].size() != buffer_names_.size()) {
     throw InvalidArgument(text("the model's factory made replicas that differ: replica ", replica, " has ",
-                               buffers_[static_cast<std::size_t>(replica)].size(), " buffers, replica 0 ", buffer_names_.size()));
+                               buffers_[static_cast<std::size_t>(replica)].size(), " buffers, replica 0 ",
+                               buffer_names_.size()));
   }
 }
 

@@ -36,8 +36,8 @@ enum class Placement {
 class ReplicatedParameters {
  public:
   // Binds the parameters of all modules (one a replica, of one type) to flat buffers and gives all of them, and their
-  // buffers, module 0's values. Throws InvalidArgument naming the parameter when modules differ or a trainable parameter
-  // is neither float nor double.
+  // buffers, module 0's values. Throws InvalidArgument naming the parameter when modules differ or a trainable
+  // parameter is neither float nor double.
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement);
 
   int replicas() const { return static_cast<int>(modules_.size()); }
@@ -50,7 +50,8 @@ class ReplicatedParameters {
     return parameters_[static_cast<std::size_t>(replica)][slot];
   }
 
-  // How many different copies of the values there are, and copy k's flat buffer (undefined when nothing has that dtype).
+  // How many different copies of the values there are, and copy k's flat buffer (undefined when nothing has that
+  // dtype).
   int copies() const { return placement_ == Placement::central ? 1 : replicas(); }
   const at::Tensor& flat(int copy, at::ScalarType dtype) const;
   std::int64_t flat_numel(at::ScalarType dtype) const;
@@ -64,8 +65,8 @@ class ReplicatedParameters {
   // The mean of the replicas' buffers; replica 0's when it is no floating-point one. Not while replicas run.
   at::Tensor average_buffer(std::size_t index) const;
 
-  // Overwrites a parameter, or a buffer, on all replicas, or a buffer on one. Shapes are the caller's to check. Not while
-  // replicas run.
+  // Overwrites a parameter, or a buffer, on all replicas, or a buffer on one. Shapes are the caller's to check. Not
+  // while replicas run.
   void assign(std::size_t slot, const at::Tensor& value);
   void assign_buffer(std::size_t index, const at::Tensor& value);
   void assign_buffer_of(int replica, std::size_t index, const at::Tensor& value);
@@ -79,7 +80,7 @@ class ReplicatedParameters {
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   Placement placement_;
   std::vector<ParameterSlot> slots_;
-  std::vector<std::vector<at::Tensor>> parameters_;  // [replica][slot]
+  std::vector<std::vector<at::Tensor>> parameters_;   // [replica][slot]
   std::vector<at::Tensor> flat_float_, flat_double_;  // [copy]
   std::vector<std::string> buffer_names_;
   std::vector<std::vector<at::Tensor>> buffers_;  // [replica][index]

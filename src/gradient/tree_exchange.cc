@@ -1,5 +1,5 @@
-// The hierarchical copy of tf.distribute.HierarchicalCopyAllReduce: sums go pairwise up a binomial tree to replica 0 and the new
-// values come down the same tree. In each round the distance between partners doubles:
+// The hierarchical copy of tf.distribute.HierarchicalCopyAllReduce: sums go pairwise up a binomial tree to replica 0
+// and the new values come down the same tree. In each round the distance between partners doubles:
 //
 //   round 1: 0 <- 1   2 <- 3   4 <- 5
 //   round 2: 0 <- 2   4
@@ -41,7 +41,8 @@ void UpdateEngine::copy_down_tree(const Group& group, Deadline deadline) {
     group.barrier(deadline);
     if (parameters_->copies() == 1 || rank % (2 * distance) != distance) continue;
     for (const auto dtype : {at::kFloat, at::kDouble}) {
-      parameters_->flat(static_cast<int>(rank), dtype).copy_(parameters_->flat(static_cast<int>(rank - distance), dtype));
+      parameters_->flat(static_cast<int>(rank), dtype)
+          .copy_(parameters_->flat(static_cast<int>(rank - distance), dtype));
     }
   }
 }

@@ -15,7 +15,8 @@ constexpr std::int64_t kCut = 16;
 
 }  // namespace
 
-UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, Exchange exchange, int root)
+UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, Exchange exchange,
+                           int root)
     : parameters_(std::move(parameters)),
       optimizer_(std::move(optimizer)),
       exchange_(exchange),
@@ -62,7 +63,8 @@ void UpdateEngine::assign_ranges(int root) {
         const auto left = (share_end(replica) - done + kCut - 1) / kCut * kCut;
         if (replica + 1 < replicas) count = std::min(count, left);
       }
-      const auto owner = exchange_ == Exchange::reduction_to_one_device ? root : replica;  // the tree's root is replica 0
+      const auto owner =
+          exchange_ == Exchange::reduction_to_one_device ? root : replica;  // the tree's root is replica 0
       ranges_[static_cast<std::size_t>(owner)].push_back({i, begin, count});
       begin += count;
       done += count;
@@ -106,8 +108,9 @@ void UpdateEngine::take_gradients(int replica) {
     }
     if (gradient.is_sparse()) gradient = gradient.to_dense();
     if (gradient.scalar_type() != slot.dtype || gradient.sizes() != slot.sizes) {
-      throw InvalidArgument(text("the gradient of \"", slot.name, "\" is ", gradient.scalar_type(), " ", gradient.sizes(),
-                                 "; the parameter is ", slot.dtype, " ", at::IntArrayRef(slot.sizes)));
+      throw InvalidArgument(text("the gradient of \"", slot.name, "\" is ", gradient.scalar_type(), " ",
+                                 gradient.sizes(), "; the parameter is ", slot.dtype, " ",
+                                 at::IntArrayRef(slot.sizes)));
     }
     gradients[i] = gradient.contiguous();
   }
@@ -192,9 +195,8 @@ void UpdateEngine::update_clipped_by_norm(const Group& group, double total_weigh
   }
   group.barrier(deadline);
   for (const auto& range : ranges_[replica]) {
-    visit(range, [&]<class T>(T) {
-      update_range<T>(range, {summed<T>(range)}, {.divide_by = 1 / norm_factor(range.slot)});
-    });
+    visit(range,
+          [&]<class T>(T) { update_range<T>(range, {summed<T>(range)}, {.divide_by = 1 / norm_factor(range.slot)}); });
   }
 }
 

@@ -23,8 +23,8 @@ enum class Exchange {
 // The state of an optimizer for the parameters of a model, stored once for all replicas.
 //
 // `apply` is called by every replica's thread at once; everything else by one thread while no replica is in `apply`.
-// All copies of the values are equal bit for bit after each apply, and equal to what one replica would have made of the whole
-// batch, but for rounding: gradients are added in rank order.
+// All copies of the values are equal bit for bit after each apply, and equal to what one replica would have made of the
+// whole batch, but for rounding: gradients are added in rank order.
 class UpdateEngine {
  public:
   // `root` is the replica that updates for all (reduction_to_one_device).
@@ -33,8 +33,8 @@ class UpdateEngine {
   // Takes the gradients that backward left on this replica's parameters and updates all copies with
   //   (sum of the replicas' gradients) / (sum of the replicas' weights).
   // A parameter that no replica has a gradient for stays as it is, state included; with a sum of weights of 0 all do.
-  // Collective over `group`, whose ranks are the replicas. Throws, with all values as they were, when a gradient cannot be
-  // used here or on another replica, or when another replica failed (Aborted).
+  // Collective over `group`, whose ranks are the replicas. Throws, with all values as they were, when a gradient cannot
+  // be used here or on another replica, or when another replica failed (Aborted).
   void apply(const Group& group, double weight, Deadline deadline);
 
   const Optimizer& optimizer() const { return optimizer_; }
@@ -91,13 +91,14 @@ class UpdateEngine {
   const std::shared_ptr<ReplicatedParameters> parameters_;
   const Optimizer optimizer_;
   const Exchange exchange_;
-  std::vector<std::vector<Range>> ranges_;  // [replica]
+  std::vector<std::vector<Range>> ranges_;              // [replica]
   std::vector<at::Tensor> state_float_, state_double_;  // [state], flat
-  at::Tensor summed_float_, summed_double_;              // flat; for clipping by norm
-  std::vector<at::Tensor> tree_float_, tree_double_;     // [replica], flat; for hierarchical_copy
+  at::Tensor summed_float_, summed_double_;             // flat; for clipping by norm
+  std::vector<at::Tensor> tree_float_, tree_double_;    // [replica], flat; for hierarchical_copy
 
-  std::vector<Contribution> contributions_;  // [replica]; written by that replica before the barrier that lets others read
-  std::int64_t iterations_ = 0;              // written by replica 0 after the last barrier of an apply
+  std::vector<Contribution>
+      contributions_;            // [replica]; written by that replica before the barrier that lets others read
+  std::int64_t iterations_ = 0;  // written by replica 0 after the last barrier of an apply
   std::optional<double> rate_override_;
 };
 

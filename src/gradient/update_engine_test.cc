@@ -55,7 +55,8 @@ struct Run {
   std::shared_ptr<UpdateEngine> engine;
 };
 
-Run train(int replicas, const Optimizer& optimizer, Exchange exchange, Placement placement, at::ScalarType dtype, int steps) {
+Run train(int replicas, const Optimizer& optimizer, Exchange exchange, Placement placement, at::ScalarType dtype,
+          int steps) {
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
   for (int i = 0; i < replicas; ++i) modules.push_back(make_net(dtype));
   auto parameters = std::make_shared<ReplicatedParameters>(modules, placement);
@@ -92,7 +93,8 @@ void expect_close(const ReplicatedParameters& a, const ReplicatedParameters& b, 
 void expect_equal_copies(const ReplicatedParameters& parameters) {
   for (int replica = 1; replica < parameters.replicas(); ++replica) {
     for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
-      EXPECT_TRUE(torch::equal(parameters.parameter(replica, i), parameters.parameter(0, i))) << parameters.slots()[i].name;
+      EXPECT_TRUE(torch::equal(parameters.parameter(replica, i), parameters.parameter(0, i)))
+          << parameters.slots()[i].name;
     }
   }
 }
@@ -120,7 +122,8 @@ TEST(UpdateEngine, AnyNumberOfReplicasGivesTheSameWeights) {
     for (const int replicas : {2, 3, 4}) {
       for (const auto exchange : {Exchange::one_pass, Exchange::reduction_to_one_device, Exchange::hierarchical_copy}) {
         for (const auto placement : {Placement::mirrored, Placement::central}) {
-          SCOPED_TRACE(testing::Message() << name << ", " << replicas << " replicas, exchange " << static_cast<int>(exchange));
+          SCOPED_TRACE(testing::Message()
+                       << name << ", " << replicas << " replicas, exchange " << static_cast<int>(exchange));
           const auto many = train(replicas, optimizer, exchange, placement, at::kDouble, 50);
           expect_close(*one.parameters, *many.parameters, 1e-9);
           expect_equal_copies(*many.parameters);
@@ -166,7 +169,8 @@ TEST(UpdateEngine, AParameterThatNobodyUsesKeepsItsValueAndState) {
   for (std::size_t i = 0; i < run.parameters->slots().size(); ++i) {
     const auto& name = run.parameters->slots()[i].name;
     if (name != "unused" && name != "frozen") continue;
-    EXPECT_TRUE(torch::equal(run.parameters->parameter(0, i), torch::ones_like(run.parameters->parameter(0, i)))) << name;
+    EXPECT_TRUE(torch::equal(run.parameters->parameter(0, i), torch::ones_like(run.parameters->parameter(0, i))))
+        << name;
     EXPECT_EQ(run.engine->state(i, 0).abs().max().item<double>(), 0) << name;
   }
 }
@@ -227,7 +231,8 @@ std::string message_of_making(std::shared_ptr<A> a, std::shared_ptr<B> b) {
 TEST(ReplicatedParameters, ReplicasThatDifferAreAnErrorThatNamesTheParameter) {
   using torch::nn::LinearImpl;
   const auto linear = [](int in, int out) { return std::make_shared<LinearImpl>(in, out); };
-  EXPECT_NE(message_of_making(linear(2, 3), linear(2, 4)).find("\"weight\" of replica 1 has shape [4, 2], not [3, 2]"), std::string::npos);
+  EXPECT_NE(message_of_making(linear(2, 3), linear(2, 4)).find("\"weight\" of replica 1 has shape [4, 2], not [3, 2]"),
+            std::string::npos);
   const auto one = linear(2, 3);
   EXPECT_NE(message_of_making(one, one).find("one module twice"), std::string::npos);
   auto frozen = linear(2, 3);

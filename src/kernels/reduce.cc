@@ -1,4 +1,5 @@
-// Compiled once for each kind of processor by Highway, which picks the best at run time; the compiler vectorizes the loops.
+// Compiled once for each kind of processor by Highway, which picks the best at run time; the compiler vectorizes the
+// loops.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/reduce.cc"
 #include <hwy/foreach_target.h>
@@ -43,11 +44,21 @@ void reduce_typed(ReduceOp op, std::span<const void* const> inputs, void* output
   using W = Wide<T>;
   T* out = static_cast<T*>(output);
   switch (op) {
-    case ReduceOp::sum: return fold(inputs, out, count, [](W a, W b) { return static_cast<W>(a + b); }, 1);
-    case ReduceOp::mean: return fold(inputs, out, count, [](W a, W b) { return static_cast<W>(a + b); }, inputs.size());
-    case ReduceOp::min: return fold(inputs, out, count, [](W a, W b) { return b < a || b != b ? b : a; }, 1);
-    case ReduceOp::max: return fold(inputs, out, count, [](W a, W b) { return a < b || b != b ? b : a; }, 1);
-    case ReduceOp::product: return fold(inputs, out, count, [](W a, W b) { return static_cast<W>(a * b); }, 1);
+    case ReduceOp::sum:
+      return fold(
+          inputs, out, count, [](W a, W b) { return static_cast<W>(a + b); }, 1);
+    case ReduceOp::mean:
+      return fold(
+          inputs, out, count, [](W a, W b) { return static_cast<W>(a + b); }, inputs.size());
+    case ReduceOp::min:
+      return fold(
+          inputs, out, count, [](W a, W b) { return b < a || b != b ? b : a; }, 1);
+    case ReduceOp::max:
+      return fold(
+          inputs, out, count, [](W a, W b) { return a < b || b != b ? b : a; }, 1);
+    case ReduceOp::product:
+      return fold(
+          inputs, out, count, [](W a, W b) { return static_cast<W>(a * b); }, 1);
   }
 }
 

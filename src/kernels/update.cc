@@ -1,4 +1,5 @@
-// Compiled once for each kind of processor by Highway, which picks the best at run time; the compiler vectorizes the loops.
+// Compiled once for each kind of processor by Highway, which picks the best at run time; the compiler vectorizes the
+// loops.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "kernels/update.cc"
 #include <hwy/foreach_target.h>
@@ -67,7 +68,7 @@ void sgd(T* HWY_RESTRICT value, const T* HWY_RESTRICT gradient, T rate, size_t n
 
 template <class T>
 void sgd_momentum(T* HWY_RESTRICT value, const T* HWY_RESTRICT gradient, T* HWY_RESTRICT velocity,
-                       const MomentumCoefficients& c, size_t n) {
+                  const MomentumCoefficients& c, size_t n) {
   const T rate = static_cast<T>(c.rate);
   const T momentum = static_cast<T>(c.momentum);
   if (c.nesterov) {
@@ -85,7 +86,7 @@ void sgd_momentum(T* HWY_RESTRICT value, const T* HWY_RESTRICT gradient, T* HWY_
 
 template <class T>
 void adam(T* HWY_RESTRICT value, const T* HWY_RESTRICT gradient, T* HWY_RESTRICT m, T* HWY_RESTRICT v,
-               T* HWY_RESTRICT largest, const AdamCoefficients& c, size_t n) {
+          T* HWY_RESTRICT largest, const AdamCoefficients& c, size_t n) {
   const T rate = static_cast<T>(c.rate);
   const T gain_1 = static_cast<T>(c.one_minus_beta_1);
   const T gain_2 = static_cast<T>(c.one_minus_beta_2);
@@ -110,7 +111,7 @@ void adam(T* HWY_RESTRICT value, const T* HWY_RESTRICT gradient, T* HWY_RESTRICT
 
 template <class T>
 void rmsprop(T* HWY_RESTRICT value, const T* HWY_RESTRICT gradient, T* HWY_RESTRICT square, T* HWY_RESTRICT mean,
-                  T* HWY_RESTRICT velocity, const RMSpropCoefficients& c, size_t n) {
+             T* HWY_RESTRICT velocity, const RMSpropCoefficients& c, size_t n) {
   const T rate = static_cast<T>(c.rate);
   const T rho = static_cast<T>(c.rho);
   const T gain = static_cast<T>(1 - c.rho);
@@ -136,7 +137,7 @@ void rmsprop(T* HWY_RESTRICT value, const T* HWY_RESTRICT gradient, T* HWY_RESTR
 
 template <class T>
 void adagrad(T* HWY_RESTRICT value, const T* HWY_RESTRICT gradient, T* HWY_RESTRICT accumulator, T rate, T epsilon,
-                  size_t n) {
+             size_t n) {
   for (size_t i = 0; i < n; ++i) {
     const T g = gradient[i];
     accumulator[i] += g * g;

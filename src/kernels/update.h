@@ -19,7 +19,8 @@ struct RMSpropCoefficients {
   double rate, rho, momentum, epsilon;
 };
 
-// Functions for the processor at hand. All arrays of a call have `count` elements and do not overlap. Any thread may call.
+// Functions for the processor at hand. All arrays of a call have `count` elements and do not overlap. Any thread may
+// call.
 template <class T>
 struct UpdateKernels {
   // output = factor * (inputs[0] + inputs[1] + ...), added in that order; n_inputs >= 1

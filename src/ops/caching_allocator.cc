@@ -46,7 +46,7 @@ struct alignas(kAlignment) CachingAllocator::Block {
 
 struct CachingAllocator::Heap {
   CachingAllocator* allocator;
-  std::array<Block*, kClasses> free{};                    // touched by the owning thread alone
+  std::array<Block*, kClasses> free{};                        // touched by the owning thread alone
   alignas(kAlignment) std::atomic<Block*> returned{nullptr};  // pushed by other threads, taken whole by the owner
 
   void keep(Block* block) {
@@ -135,7 +135,8 @@ void CachingAllocator::deallocate(void* data) noexcept {
     return;
   }
   block->next = heap.returned.load(std::memory_order_relaxed);
-  while (!heap.returned.compare_exchange_weak(block->next, block, std::memory_order_release, std::memory_order_relaxed)) {
+  while (
+      !heap.returned.compare_exchange_weak(block->next, block, std::memory_order_release, std::memory_order_relaxed)) {
   }
 }
 

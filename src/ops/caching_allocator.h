@@ -11,9 +11,9 @@
 
 namespace lockstep {
 
-// Any thread may call any method. Blocks are aligned to 64 bytes. A block that another thread frees goes home to the heap
-// of the thread that took it, without a lock; a thread that ends leaves its heap to the next one that starts. Threads hold on
-// to their heaps, so an allocator must never be destroyed.
+// Any thread may call any method. Blocks are aligned to 64 bytes. A block that another thread frees goes home to the
+// heap of the thread that took it, without a lock; a thread that ends leaves its heap to the next one that starts.
+// Threads hold on to their heaps, so an allocator must never be destroyed.
 class CachingAllocator {
  public:
   // Frees to the system once more than `cache_limit` bytes are cached.
@@ -44,8 +44,8 @@ class CachingAllocator {
   std::vector<Heap*> abandoned_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
-// Puts one CachingAllocator, never destroyed, under LibTorch's CPU tensors, unless LOCKSTEP_ALLOCATOR says "system" or this is
-// a build for the address sanitizer. Called once, when the library is loaded.
+// Puts one CachingAllocator, never destroyed, under LibTorch's CPU tensors, unless LOCKSTEP_ALLOCATOR says "system" or
+// this is a build for the address sanitizer. Called once, when the library is loaded.
 bool install_caching_allocator();
 
 }  // namespace lockstep

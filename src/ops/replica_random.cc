@@ -29,15 +29,35 @@ void fill_generator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 // The operators of LibTorch that draw: the others (rand, randn, dropout, rand_like, ...) are made of these.
 constexpr const char* kRandomOperators[] = {
-    "bernoulli.out",   "bernoulli_.Tensor", "bernoulli_.float", "uniform_",     "normal_",
-    "random_",         "random_.from",      "random_.to",       "exponential_", "geometric_",
-    "cauchy_",         "log_normal_",       "multinomial",      "poisson",      "binomial",
-    "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise", "rrelu_with_noise_", "randperm.generator_out",
+    "bernoulli.out",
+    "bernoulli_.Tensor",
+    "bernoulli_.float",
+    "uniform_",
+    "normal_",
+    "normal.Tensor_float",
+    "normal.float_Tensor",
+    "normal.Tensor_Tensor",
+    "normal.Tensor_float_out",
+    "normal.float_Tensor_out",
+    "normal.Tensor_Tensor_out",
+    "random_",
+    "random_.from",
+    "random_.to",
+    "exponential_",
+    "geometric_",
+    "cauchy_",
+    "log_normal_",
+    "multinomial",
+    "poisson",
+    "binomial",
+    "_standard_gamma",
+    "_sample_dirichlet",
+    "rrelu_with_noise",
+    "rrelu_with_noise_",
+    "randperm.generator_out",
 };
 
-TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
-  library.fallback(torch::CppFunction::makeFallthrough());
-}
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericMode, library) {
   for (const char* name : kRandomOperators) {

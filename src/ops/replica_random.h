@@ -1,6 +1,6 @@
-// A replica's own random numbers, for any module: torch::dropout and its kin take no generator, and LibTorch's default CPU
-// generator is one for the process, behind a lock. A thread-local dispatch key, used as autocast uses its own, fills in the
-// replica's generator wherever a random operator was given none.
+// A replica's own random numbers, for any module: torch::dropout and its kin take no generator, and LibTorch's default
+// CPU generator is one for the process, behind a lock. A thread-local dispatch key, used as autocast uses its own,
+// fills in the replica's generator wherever a random operator was given none.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -18,7 +18,8 @@ class ReplicaRandom {
   // Begins the sequence that belongs to `seed`.
   void seed(std::uint64_t seed);
 
-  // While this lives, random operators of this thread on CPU tensors draw from `random` when they are given no generator.
+  // While this lives, random operators of this thread on CPU tensors draw from `random` when they are given no
+  // generator.
   class Use {
    public:
     explicit Use(ReplicaRandom& random);

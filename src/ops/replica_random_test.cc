@@ -10,14 +10,41 @@ namespace {
 
 namespace F = torch::nn::functional;
 
+// One draw of every kind that LibTorch has, and the gradient of a Dropout.
 torch::Tensor draw_everything() {
   auto x = torch::ones({64}, torch::requires_grad());
+  const auto ones = torch::ones({8});
   const auto dropped = F::dropout(x, F::DropoutFuncOptions().p(0.5));
   dropped.sum().backward();
-  return torch::cat(std::vector<torch::Tensor>{dropped.detach(), x.grad(), torch::rand({8}), torch::randn({8}), torch::bernoulli(torch::full({8}, 0.5)),
-                     torch::randperm(8).to(torch::kFloat), torch::randint(100, {8}).to(torch::kFloat),
-                     torch::multinomial(torch::ones({8}), 4).to(torch::kFloat), torch::empty({8}).exponential_(),
-                     at::normal(torch::zeros({8}), 1.0), F::alpha_dropout(torch::ones({8}), F::AlphaDropoutFuncOptions().training(true))});
+  const std::vector<torch::Tensor> draws{dropped.detach(),
+                                         x.grad(),
+                                         torch::rand({8}),
+                                         torch::randn({8}),
+                                         torch::rand_like(ones),
+                                         torch::bernoulli(ones / 2),
+                                         torch::bernoulli(ones, 0.5),
+                                         torch::randperm(8),
+                                         torch::randint(100, {8}),
+                                         torch::randint(3, 100, {8}),
+                                         torch::multinomial(ones, 4),
+                                         torch::empty({8}).exponential_(),
+                                         torch::empty({8}).geometric_(0.5),
+                                         torch::empty({8}).cauchy_(),
+                                         torch::empty({8}).log_normal_(),
+                                         torch::empty({8}).random_(),
+                                         at::normal(ones, 1.0),
+                                         at::normal(0.0, ones),
+                                         at::normal(ones, ones),
+                                         torch::poisson(ones * 5),
+                                         torch::binomial(ones * 9, ones / 2),
+                                         torch::_standard_gamma(ones),
+                                         torch::_sample_dirichlet(torch::ones({8, 2})).flatten(),
+                                         torch::alpha_dropout(ones, 0.5, true),
+                                         torch::feature_dropout(torch::ones({8, 3}), 0.5, true).flatten(),
+                                         torch::rrelu(-ones, 0.1, 0.9, true)};
+  std::vector<torch::Tensor> all;
+  for (const auto& draw : draws) all.push_back(draw.to(torch::kDouble));
+  return torch::cat(all);
 }
 
 torch::Tensor draw_with_seed(std::uint64_t seed) {

@@ -22,8 +22,8 @@ struct Piece {
 
 // How the sum of the gradients becomes what the rule sees.
 struct GradientScale {
-  double divide_by = 1;               // the global batch's weight
-  std::optional<double> clipvalue;    // applied after the division
+  double divide_by = 1;             // the global batch's weight
+  std::optional<double> clipvalue;  // applied after the division
 };
 
 // Writes the divided and clipped sum of the gradients to `output`.

@@ -49,9 +49,9 @@ class AdamRule final : public SpanRule<AdamRule> {
   void apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient, std::span<T* const> state) const {
     const auto t = static_cast<double>(step.iteration);
     const double correction = std::sqrt(1 - std::pow(options_.beta_2, t)) / (1 - std::pow(options_.beta_1, t));
-    update_kernels<T>().adam(value.data(), gradient.data(), state[0], state[1], options_.amsgrad ? state[2] : nullptr,
-                             {step.learning_rate * correction, 1 - options_.beta_1, 1 - options_.beta_2, options_.epsilon},
-                             value.size());
+    update_kernels<T>().adam(
+        value.data(), gradient.data(), state[0], state[1], options_.amsgrad ? state[2] : nullptr,
+        {step.learning_rate * correction, 1 - options_.beta_1, 1 - options_.beta_2, options_.epsilon}, value.size());
   }
 
  private:
@@ -105,7 +105,8 @@ OptimizerOptions common(const Options& o) {
 }
 
 void require_fraction(const char* name, double value) {
-  if (!(value >= 0 && value < 1)) throw InvalidArgument(text(name, " is ", value, "; it must be at least 0 and below 1"));
+  if (!(value >= 0 && value < 1))
+    throw InvalidArgument(text(name, " is ", value, "; it must be at least 0 and below 1"));
 }
 
 void require_not_negative(const char* name, double value) {
@@ -159,8 +160,9 @@ Optimizer::Optimizer(std::shared_ptr<const UpdateRule> rule, OptimizerOptions op
     : rule_(std::move(rule)), options_(std::move(options)) {
   if (!rule_) throw InvalidArgument("Optimizer: the update rule is null");
   int kinds = 0;
-  for (const auto& [name, bound] : {std::pair("clipnorm", options_.clipnorm), std::pair("clipvalue", options_.clipvalue),
-                                    std::pair("global_clipnorm", options_.global_clipnorm)}) {
+  for (const auto& [name, bound] :
+       {std::pair("clipnorm", options_.clipnorm), std::pair("clipvalue", options_.clipvalue),
+        std::pair("global_clipnorm", options_.global_clipnorm)}) {
     if (!bound) continue;
     ++kinds;
     if (!(*bound > 0)) throw InvalidArgument(text(name, " is ", *bound, "; it must be above 0"));

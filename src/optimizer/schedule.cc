@@ -40,11 +40,12 @@ PiecewiseConstantDecay::PiecewiseConstantDecay(std::vector<std::int64_t> boundar
         return values[static_cast<std::size_t>(boundary - boundaries.begin())];
       }) {
   if (values.size() != boundaries.size() + 1) {
-    throw InvalidArgument(text("PiecewiseConstantDecay: ", boundaries.size(), " boundaries need ", boundaries.size() + 1,
-                               " values, not ", values.size()));
+    throw InvalidArgument(text("PiecewiseConstantDecay: ", boundaries.size(), " boundaries need ",
+                               boundaries.size() + 1, " values, not ", values.size()));
   }
   if (std::adjacent_find(boundaries.begin(), boundaries.end(), std::greater_equal<>()) != boundaries.end()) {
-    throw InvalidArgument(text("PiecewiseConstantDecay: boundaries are ", join(boundaries), "; each must be above the last"));
+    throw InvalidArgument(
+        text("PiecewiseConstantDecay: boundaries are ", join(boundaries), "; each must be above the last"));
   }
 }
 

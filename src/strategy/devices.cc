@@ -26,13 +26,16 @@ void check_device(const std::string& name) {
   const auto kind = name.substr(0, colon);
   const int index = colon == std::string::npos ? -1 : index_of(name, colon);
   if ((kind != "cpu" && kind != "cuda") || index < 0) {
-    throw InvalidArgument(text("device \"", name, "\" is no device's name; names are cpu:0, cpu:1, ... and cuda:0, cuda:1, ..."));
+    throw InvalidArgument(
+        text("device \"", name, "\" is no device's name; names are cpu:0, cpu:1, ... and cuda:0, cuda:1, ..."));
   }
   if (kind == "cuda") {
-    throw InvalidArgument(text("device ", name, " cannot be used: strategies train on CPUs so far; name cpu:0, cpu:1, ..."));
+    throw InvalidArgument(
+        text("device ", name, " cannot be used: strategies train on CPUs so far; name cpu:0, cpu:1, ..."));
   }
   if (index >= kMostLogicalCpus) {
-    throw InvalidArgument(text("device ", name, " does not exist; logical CPUs are cpu:0 to cpu:", kMostLogicalCpus - 1));
+    throw InvalidArgument(
+        text("device ", name, " does not exist; logical CPUs are cpu:0 to cpu:", kMostLogicalCpus - 1));
   }
 }
 

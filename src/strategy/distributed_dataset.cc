@@ -20,7 +20,8 @@ Example part_of(const Example& batch, std::int64_t begin, std::int64_t count) {
 
 PerReplica<Example> split_batch(const Example& batch, int replicas) {
   if (!batch.x.defined() || batch.x.dim() == 0) {
-    throw InvalidArgument("the data set's elements have no leading dimension to split among replicas; call batch() on it first");
+    throw InvalidArgument(
+        "the data set's elements have no leading dimension to split among replicas; call batch() on it first");
   }
   std::vector<Example> parts;
   const auto share = batch.size() / replicas;

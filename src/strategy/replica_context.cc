@@ -30,7 +30,8 @@ Tensor ReplicaContext::all_reduce(ReduceOp op, const Tensor& value) const {
 }
 
 Tensor ReplicaContext::all_gather(const Tensor& value, std::int64_t axis) const {
-  if (value.dim() == 0) throw InvalidArgument("all_gather: the tensor is a scalar; it needs a dimension to gather along");
+  if (value.dim() == 0)
+    throw InvalidArgument("all_gather: the tensor is a scalar; it needs a dimension to gather along");
   const auto input = value.detach().contiguous();
   const auto output = at::empty({num_replicas_in_sync(), input.numel()}, input.options());
   group_.all_gather(buffer_of_tensor(input), buffer_of_tensor(output), deadline());

@@ -24,8 +24,9 @@ class ReplicaThreads {
   ReplicaThreads(const ReplicaThreads&) = delete;
   ReplicaThreads& operator=(const ReplicaThreads&) = delete;
 
-  // Calls function(replica) on every thread at once, with the caller's thread-local settings of LibTorch (grad mode and so
-  // on), and returns when all have ended. One caller at a time; not from within a replica. `function` must not throw.
+  // Calls function(replica) on every thread at once, with the caller's thread-local settings of LibTorch (grad mode and
+  // so on), and returns when all have ended. One caller at a time; not from within a replica. `function` must not
+  // throw.
   void run(const std::function<void(int)>& function);
 
  private:

@@ -4,24 +4,28 @@
 #include <torch/nn/module.h>
 
 #include "base/text.h"
-#include "lockstep/error.h"
 #include "data/stored_tensor.h"
 #include "gradient/update_engine.h"
+#include "lockstep/error.h"
 #include "lockstep/strategy.h"
 
 namespace lockstep {
 namespace {
 
-std::string joined(const std::string& prefix, const std::string& name) { return prefix.empty() ? name : prefix + "/" + name; }
+std::string joined(const std::string& prefix, const std::string& name) {
+  return prefix.empty() ? name : prefix + "/" + name;
+}
 
 // The stored tensor as one of `like`'s shape. Throws InvalidArgument naming what differs.
 Tensor load_like(const Archive& archive, const std::string& name, const Tensor& like) {
   const auto loaded = from_stored(archive.tensor(name));
   if (loaded.sizes() != like.sizes()) {
-    throw InvalidArgument(text("the checkpoint's \"", name, "\" has shape ", loaded.sizes(), "; the model's has ", like.sizes()));
+    throw InvalidArgument(
+        text("the checkpoint's \"", name, "\" has shape ", loaded.sizes(), "; the model's has ", like.sizes()));
   }
   if (loaded.scalar_type() != like.scalar_type()) {
-    throw InvalidArgument(text("the checkpoint's \"", name, "\" has dtype ", loaded.scalar_type(), "; the model's has ", like.scalar_type()));
+    throw InvalidArgument(text("the checkpoint's \"", name, "\" has dtype ", loaded.scalar_type(), "; the model's has ",
+                               like.scalar_type()));
   }
   return loaded;
 }
@@ -41,7 +45,8 @@ Trackable ReplicatedModule::trackable() const {
       archive.tensors[joined(prefix, parameters->buffer_names()[i])] = to_stored(parameters->average_buffer(i));
     }
   };
-  const auto load = [parameters = parameters_](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+  const auto load = [parameters = parameters_](const Archive& archive,
+                                               const std::string& prefix) -> std::function<void()> {
     std::vector<Tensor> values, buffers;
     for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
       values.push_back(load_like(archive, joined(prefix, parameters->slots()[i].name), parameters->parameter(0, i)));
@@ -69,12 +74,14 @@ Trackable ReplicatedModule::replica_buffers() const {
       }
     }
   };
-  const auto load = [parameters = parameters_, name_of](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+  const auto load = [parameters = parameters_, name_of](const Archive& archive,
+                                                        const std::string& prefix) -> std::function<void()> {
     if (archive.entry(joined(prefix, "replicas")) != std::to_string(parameters->replicas())) return [] {};
     std::vector<std::vector<Tensor>> values(static_cast<std::size_t>(parameters->replicas()));
     for (int replica = 0; replica < parameters->replicas(); ++replica) {
       for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
-        values[static_cast<std::size_t>(replica)].push_back(load_like(archive, name_of(prefix, replica, i), parameters->buffer(replica, i)));
+        values[static_cast<std::size_t>(replica)].push_back(
+            load_like(archive, name_of(prefix, replica, i), parameters->buffer(replica, i)));
       }
     }
     return [parameters, values] {
@@ -120,10 +127,12 @@ Trackable ReplicatedOptimizer::trackable() const {
       archive.tensors[name] = to_stored(engine->state(slot, index));
     });
   };
-  const auto load = [engine = engine_, each_state](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+  const auto load = [engine = engine_, each_state](const Archive& archive,
+                                                   const std::string& prefix) -> std::function<void()> {
     const auto& rule = archive.entry(joined(prefix, "rule"));
     if (rule != engine->optimizer().rule().name()) {
-      throw InvalidArgument(text("the checkpoint's optimizer is ", rule, "; this one is ", engine->optimizer().rule().name()));
+      throw InvalidArgument(
+          text("the checkpoint's optimizer is ", rule, "; this one is ", engine->optimizer().rule().name()));
     }
     std::vector<std::pair<Tensor, Tensor>> copies;  // to, from
     each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "base/text.h"
 #include "base/hash.h"
+#include "base/text.h"
 #include "strategy/devices.h"
 #include "strategy/strategy_impl.h"
 
@@ -36,7 +36,8 @@ StrategySettings settings_of(MirroredOptions options) {
   if (options.reduce_to_device.empty()) return settings;
   const auto found = std::find(settings.devices.begin(), settings.devices.end(), options.reduce_to_device);
   if (found == settings.devices.end()) {
-    throw InvalidArgument(text("reduce_to_device is ", options.reduce_to_device, "; the strategy's devices are ", join(settings.devices)));
+    throw InvalidArgument(text("reduce_to_device is ", options.reduce_to_device, "; the strategy's devices are ",
+                               join(settings.devices)));
   }
   settings.root = static_cast<int>(found - settings.devices.begin());
   return settings;
@@ -69,12 +70,14 @@ std::vector<std::string> Strategy::devices() const { return impl_->settings().de
 void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
 
 Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
-  return fold(op, values, [](const Tensor& a, const Tensor& b) { return at::minimum(a, b); },
-              [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); });
+  return fold(
+      op, values, [](const Tensor& a, const Tensor& b) { return at::minimum(a, b); },
+      [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); });
 }
 
 double Strategy::reduce(ReduceOp op, const PerReplica<double>& values) const {
-  return fold(op, values, [](double a, double b) { return std::min(a, b); }, [](double a, double b) { return std::max(a, b); });
+  return fold(
+      op, values, [](double a, double b) { return std::min(a, b); }, [](double a, double b) { return std::max(a, b); });
 }
 
 Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) const {
@@ -85,13 +88,16 @@ DistributedDataset Strategy::distribute(const Dataset& dataset) const {
   return {dataset, DistributedIterator::Kind::split, num_replicas_in_sync()};
 }
 
-DistributedDataset Strategy::distribute_from_function(const std::function<Dataset(const InputContext&)>& function) const {
-  return {function({.num_replicas_in_sync = num_replicas_in_sync()}), DistributedIterator::Kind::one_each, num_replicas_in_sync()};
+DistributedDataset Strategy::distribute_from_function(
+    const std::function<Dataset(const InputContext&)>& function) const {
+  return {function({.num_replicas_in_sync = num_replicas_in_sync()}), DistributedIterator::Kind::one_each,
+          num_replicas_in_sync()};
 }
 
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {
   const auto& settings = impl_->settings();
-  return ReplicatedOptimizer(std::make_shared<UpdateEngine>(module.parameters(), optimizer, settings.exchange, settings.root));
+  return ReplicatedOptimizer(
+      std::make_shared<UpdateEngine>(module.parameters(), optimizer, settings.exchange, settings.root));
 }
 
 std::shared_ptr<ReplicatedParameters> internal::replicate_modules(
@@ -109,7 +115,8 @@ std::shared_ptr<ReplicatedParameters> internal::replicate_modules(
 
 std::int64_t InputContext::get_per_replica_batch_size(std::int64_t global_batch_size) const {
   if (global_batch_size < 1 || global_batch_size % num_replicas_in_sync != 0) {
-    throw InvalidArgument(text("the global batch size ", global_batch_size, " cannot be divided among ", num_replicas_in_sync, " replicas"));
+    throw InvalidArgument(text("the global batch size ", global_batch_size, " cannot be divided among ",
+                               num_replicas_in_sync, " replicas"));
   }
   return global_batch_size / num_replicas_in_sync;
 }
@@ -117,8 +124,10 @@ std::int64_t InputContext::get_per_replica_batch_size(std::int64_t global_batch_
 OneDeviceStrategy::OneDeviceStrategy(const std::string& device, int threads)
     : Strategy(make_strategy({.devices = {device.empty() ? "cpu:0" : device}, .threads_per_replica = threads})) {}
 
-MirroredStrategy::MirroredStrategy(MirroredOptions options) : Strategy(make_strategy(settings_of(std::move(options)))) {}
-MirroredStrategy::MirroredStrategy(int num_replicas) : MirroredStrategy(MirroredOptions{.devices = logical_cpus(num_replicas)}) {}
+MirroredStrategy::MirroredStrategy(MirroredOptions options)
+    : Strategy(make_strategy(settings_of(std::move(options)))) {}
+MirroredStrategy::MirroredStrategy(int num_replicas)
+    : MirroredStrategy(MirroredOptions{.devices = logical_cpus(num_replicas)}) {}
 
 CentralStorageStrategy::CentralStorageStrategy(CentralStorageOptions options)
     : Strategy(make_strategy({.devices = or_default(std::move(options.compute_devices)),

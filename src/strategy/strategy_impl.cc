@@ -20,7 +20,8 @@ StrategySettings checked(StrategySettings settings) {
     if (!seen.insert(device).second) throw InvalidArgument(text("device ", device, " is named twice"));
   }
   if (settings.threads_per_replica < 0) {
-    throw InvalidArgument(text("threads_per_replica is ", settings.threads_per_replica, "; it must be 0 (a share of the cores) or more"));
+    throw InvalidArgument(
+        text("threads_per_replica is ", settings.threads_per_replica, "; it must be 0 (a share of the cores) or more"));
   }
   if (!(settings.timeout_seconds > 0)) {
     throw InvalidArgument(text("timeout_seconds is ", settings.timeout_seconds, "; it must be above 0"));

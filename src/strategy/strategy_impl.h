@@ -31,8 +31,9 @@ class StrategyImpl {
   int replicas() const { return static_cast<int>(settings_.devices.size()); }
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(settings_.timeout_seconds)); }
 
-  // Calls function on every replica, each with its own random numbers. When one throws, the Group is aborted so that the others
-  // leave their collective operations, the first exception is rethrown, and a new Group takes the place of the old.
+  // Calls function on every replica, each with its own random numbers. When one throws, the Group is aborted so that
+  // the others leave their collective operations, the first exception is rethrown, and a new Group takes the place of
+  // the old.
   void run(const std::function<void(ReplicaContext&)>& function);
 
   ReplicaRandom& random(int replica) const { return *random_[static_cast<std::size_t>(replica)]; }

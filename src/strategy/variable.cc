@@ -9,8 +9,10 @@ namespace lockstep {
 
 class VariableImpl {
  public:
-  VariableImpl(const Tensor& initial, VariableOptions variable_options, const Strategy& strategy) : options(variable_options) {
-    for (int replica = 0; replica < strategy.num_replicas_in_sync(); ++replica) copies.push_back(initial.detach().clone());
+  VariableImpl(const Tensor& initial, VariableOptions variable_options, const Strategy& strategy)
+      : options(variable_options) {
+    for (int replica = 0; replica < strategy.num_replicas_in_sync(); ++replica)
+      copies.push_back(initial.detach().clone());
     if (options.synchronization == VariableSynchronization::on_read) set_all(initial.detach().clone());
   }
 
@@ -18,7 +20,8 @@ class VariableImpl {
 
   void check_shape(const Tensor& value) const {
     if (value.sizes() != copies[0].sizes()) {
-      throw InvalidArgument(text("a value of shape ", value.sizes(), " is assigned to a variable of shape ", copies[0].sizes()));
+      throw InvalidArgument(
+          text("a value of shape ", value.sizes(), " is assigned to a variable of shape ", copies[0].sizes()));
     }
   }
 
@@ -30,12 +33,15 @@ class VariableImpl {
       case VariableAggregation::only_first_replica: return replica.all_gather(value.unsqueeze(0)).select(0, 0).clone();
       case VariableAggregation::none: break;
     }
-    throw InvalidArgument("a variable without aggregation is assigned in a step; make it with sum, mean or only_first_replica");
+    throw InvalidArgument(
+        "a variable without aggregation is assigned in a step; make it with sum, mean or only_first_replica");
   }
 
   void set_all(const Tensor& value) {
-    const bool summed = options.synchronization == VariableSynchronization::on_read && options.aggregation == VariableAggregation::sum;
-    for (std::size_t i = 0; i < copies.size(); ++i) copies[i] = summed && i > 0 ? at::zeros_like(value) : value.detach().clone();
+    const bool summed =
+        options.synchronization == VariableSynchronization::on_read && options.aggregation == VariableAggregation::sum;
+    for (std::size_t i = 0; i < copies.size(); ++i)
+      copies[i] = summed && i > 0 ? at::zeros_like(value) : value.detach().clone();
   }
 
   Tensor read() const {
@@ -45,7 +51,8 @@ class VariableImpl {
       case VariableAggregation::only_first_replica: return result;
       case VariableAggregation::none: {
         if (copies.size() == 1) return result;
-        throw InvalidArgument("a variable that is synchronized on read has no aggregation; make it with sum, mean or only_first_replica");
+        throw InvalidArgument(
+            "a variable that is synchronized on read has no aggregation; make it with sum, mean or only_first_replica");
       }
       default: break;
     }
@@ -82,7 +89,9 @@ void Variable::assign(const Tensor& value) const {
 Tensor Variable::read() const { return impl_->read(); }
 
 Trackable Variable::trackable() const {
-  return {[impl = impl_](Archive& archive, const std::string& prefix) { archive.tensors[prefix] = to_stored(impl->read()); },
+  return {[impl = impl_](Archive& archive, const std::string& prefix) {
+            archive.tensors[prefix] = to_stored(impl->read());
+          },
           [impl = impl_](const Archive& archive, const std::string& prefix) -> std::function<void()> {
             const auto value = from_stored(archive.tensor(prefix));
             impl->check_shape(value);

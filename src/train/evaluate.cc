@@ -16,7 +16,8 @@ class EvaluationMode {
       : module_(model.module()), was_training_(module_.parameters()->module(0).is_training()) {
     auto& parameters = *module_.parameters();
     module_.replica_buffers().save(own_buffers_, "");
-    for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) parameters.assign_buffer(i, parameters.average_buffer(i));
+    for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i)
+      parameters.assign_buffer(i, parameters.average_buffer(i));
     module_.eval();
   }
   ~EvaluationMode() {

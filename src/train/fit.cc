@@ -46,7 +46,8 @@ class Fit {
   Fit(Model& model, const Dataset& data, const FitOptions& options)
       : model_(model), impl_(*model.impl()), options_(options), data_(data), signals_(options.handle_signals) {
     if (!options.class_weight.empty()) {
-      data_ = data_.map([weights = options.class_weight](Example batch) { return weigh_by_class(std::move(batch), weights); });
+      data_ = data_.map(
+          [weights = options.class_weight](Example batch) { return weigh_by_class(std::move(batch), weights); });
     }
   }
 
@@ -81,7 +82,8 @@ class Fit {
     if (plan.verbose > 0) callbacks.push_back(ProgressBar());
     callbacks.insert(callbacks.end(), options_.callbacks.begin(), options_.callbacks.end());
     // What saves the state of all the others comes after them.
-    std::stable_partition(callbacks.begin(), callbacks.end(), [](const AnyCallback& callback) { return !callback->saves_state(); });
+    std::stable_partition(callbacks.begin(), callbacks.end(),
+                          [](const AnyCallback& callback) { return !callback->saves_state(); });
     for (const auto& callback : callbacks) callback->attach(model_, plan);
   }
 

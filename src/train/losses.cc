@@ -85,7 +85,8 @@ Loss by_name(const std::string& name) {
   if (name == "binary_crossentropy") return BinaryCrossentropy();
   if (name == "categorical_crossentropy") return CategoricalCrossentropy();
   if (name == "sparse_categorical_crossentropy") return SparseCategoricalCrossentropy();
-  throw InvalidArgument(text("no loss is called \"", name, "\"; there are mse, mae, huber, binary_crossentropy, "
+  throw InvalidArgument(text("no loss is called \"", name,
+                             "\"; there are mse, mae, huber, binary_crossentropy, "
                              "categorical_crossentropy, sparse_categorical_crossentropy"));
 }
 
@@ -125,7 +126,8 @@ CategoricalCrossentropy::CategoricalCrossentropy(CrossentropyOptions options)
     : Loss("categorical_crossentropy", categorical(options), options.reduction) {}
 BinaryCrossentropy::BinaryCrossentropy(CrossentropyOptions options)
     : Loss("binary_crossentropy", binary(options), options.reduction) {}
-MeanSquaredError::MeanSquaredError(RegressionOptions options) : Loss("mean_squared_error", squared_error(), options.reduction) {}
+MeanSquaredError::MeanSquaredError(RegressionOptions options)
+    : Loss("mean_squared_error", squared_error(), options.reduction) {}
 MeanAbsoluteError::MeanAbsoluteError(RegressionOptions options)
     : Loss("mean_absolute_error", absolute_error(), options.reduction) {}
 Huber::Huber(HuberOptions options) : Loss("huber", huber(options.delta), options.reduction) {}

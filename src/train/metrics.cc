@@ -19,7 +19,8 @@ class MeanOfValues final : public MetricFunction {
   std::string name() const override { return name_; }
   std::size_t state_size() const override { return 2; }
 
-  void update(std::span<double> state, const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight) const override {
+  void update(std::span<double> state, const Tensor& y_true, const Tensor& y_pred,
+              const Tensor& sample_weight) const override {
     const at::NoGradGuard no_grad;
     auto values = values_(y_true, y_pred);
     if (!sample_weight.defined()) {
@@ -28,7 +29,8 @@ class MeanOfValues final : public MetricFunction {
       return;
     }
     values = values.to(at::kDouble);
-    if (values.dim() > sample_weight.dim()) values = values.flatten(std::max<std::int64_t>(sample_weight.dim(), 1)).mean(-1);
+    if (values.dim() > sample_weight.dim())
+      values = values.flatten(std::max<std::int64_t>(sample_weight.dim(), 1)).mean(-1);
     const auto weight = weight_like(sample_weight, values).expand(values.sizes());
     state[0] += (values * weight).sum().item<double>();
     state[1] += weight.sum().item<double>();
@@ -73,11 +75,13 @@ class PositiveShare final : public MetricFunction {
  public:
   enum class Of { predicted, actual };
 
-  PositiveShare(std::string name, Of of, const PrecisionOptions& options) : name_(std::move(name)), of_(of), options_(options) {}
+  PositiveShare(std::string name, Of of, const PrecisionOptions& options)
+      : name_(std::move(name)), of_(of), options_(options) {}
   std::string name() const override { return name_; }
   std::size_t state_size() const override { return 2; }
 
-  void update(std::span<double> state, const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight) const override {
+  void update(std::span<double> state, const Tensor& y_true, const Tensor& y_pred,
+              const Tensor& sample_weight) const override {
     const at::NoGradGuard no_grad;
     auto predicted = positives(y_pred);
     auto actual = like_prediction(name_.c_str(), y_true, y_pred).ne(0);
@@ -121,9 +125,11 @@ Metric by_name(const std::string& name) {
   if (name == "recall") return Recall();
   if (name == "mse" || name == "mean_squared_error") return MeanSquaredErrorMetric(name);
   if (name == "mae" || name == "mean_absolute_error") return MeanAbsoluteErrorMetric(name);
-  throw InvalidArgument(text("no metric is called \"", name, "\"; there are accuracy, binary_accuracy, categorical_accuracy, "
-                             "sparse_categorical_accuracy, top_k_categorical_accuracy, sparse_top_k_categorical_accuracy, "
-                             "precision, recall, mse, mae"));
+  throw InvalidArgument(
+      text("no metric is called \"", name,
+           "\"; there are accuracy, binary_accuracy, categorical_accuracy, "
+           "sparse_categorical_accuracy, top_k_categorical_accuracy, sparse_top_k_categorical_accuracy, "
+           "precision, recall, mse, mae"));
 }
 
 TopKOptions checked(TopKOptions options) {
@@ -151,7 +157,8 @@ BinaryAccuracy::BinaryAccuracy(BinaryAccuracyOptions options, std::string name)
       })) {}
 
 CategoricalAccuracy::CategoricalAccuracy(std::string name) : Metric(mean_of(std::move(name), &categorical_matches)) {}
-SparseCategoricalAccuracy::SparseCategoricalAccuracy(std::string name) : Metric(mean_of(std::move(name), &sparse_matches)) {}
+SparseCategoricalAccuracy::SparseCategoricalAccuracy(std::string name)
+    : Metric(mean_of(std::move(name), &sparse_matches)) {}
 
 TopKCategoricalAccuracy::TopKCategoricalAccuracy(TopKOptions options, std::string name)
     : Metric(mean_of(std::move(name), [k = checked(options).k](const Tensor& y_true, const Tensor& y_pred) {
@@ -178,6 +185,7 @@ MeanAbsoluteErrorMetric::MeanAbsoluteErrorMetric(std::string name)
         return (like_prediction("MeanAbsoluteError", y_true, y_pred) - y_pred).abs();
       })) {}
 
-Mean::Mean(std::string name) : Metric(mean_of(std::move(name), [](const Tensor&, const Tensor& y_pred) { return y_pred; })) {}
+Mean::Mean(std::string name)
+    : Metric(mean_of(std::move(name), [](const Tensor&, const Tensor& y_pred) { return y_pred; })) {}
 
 }  // namespace lockstep

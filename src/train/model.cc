@@ -34,7 +34,9 @@ void ModelImpl::require_built(const char* caller) const {
 }
 
 void ModelImpl::require_compiled(const char* caller) const {
-  if (!compiled) throw InvalidArgument(text(caller, ": the model is not compiled; call compile({.loss = ..., .optimizer = ...}) first"));
+  if (!compiled)
+    throw InvalidArgument(
+        text(caller, ": the model is not compiled; call compile({.loss = ..., .optimizer = ...}) first"));
 }
 
 Model::Model(const Make& make, Forward forward)

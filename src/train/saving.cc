@@ -33,12 +33,14 @@ std::map<std::string, Expected> expected_tensors(const ReplicatedParameters& par
 
 void save_history(const History& history, Archive& archive) {
   archive.entries["fit/history/epochs"] = print_numbers({history.epoch.begin(), history.epoch.end()});
-  for (const auto& [name, values] : history.history) archive.entries["fit/history/values/" + name] = print_numbers(values);
+  for (const auto& [name, values] : history.history)
+    archive.entries["fit/history/values/" + name] = print_numbers(values);
 }
 
 History load_history(const Archive& archive) {
   History history;
-  for (const double epoch : parse_numbers(archive.entry("fit/history/epochs"))) history.epoch.push_back(static_cast<int>(epoch));
+  for (const double epoch : parse_numbers(archive.entry("fit/history/epochs")))
+    history.epoch.push_back(static_cast<int>(epoch));
   const std::string prefix = "fit/history/values/";
   for (const auto& [name, line] : archive.entries) {
     if (name.starts_with(prefix)) history.history[name.substr(prefix.size())] = parse_numbers(line);
@@ -64,7 +66,8 @@ void check_weights(const Archive& archive, const ReplicatedParameters& parameter
     if (found == archive.tensors.end()) {
       problems.push_back(text(name, " is missing in the checkpoint"));
     } else if (found->second.shape != tensor.shape) {
-      problems.push_back(text(name, " is ", shape_of(found->second.shape), " in the checkpoint and ", shape_of(tensor.shape), " in the model"));
+      problems.push_back(text(name, " is ", shape_of(found->second.shape), " in the checkpoint and ",
+                              shape_of(tensor.shape), " in the model"));
     }
   }
   for (const auto& [name, tensor] : archive.tensors) {
@@ -87,7 +90,8 @@ void Model::save_weights(const std::string& path) const {
 }
 
 void Model::load_weights(const std::string& path) {
-  if (path.empty()) throw InvalidArgument("load_weights: the path is empty; latest_checkpoint found no checkpoint in its folder");
+  if (path.empty())
+    throw InvalidArgument("load_weights: the path is empty; latest_checkpoint found no checkpoint in its folder");
   auto archive = read_archive(path);
   if (impl_->parameters == nullptr) {
     impl_->pending_weights = std::move(archive);

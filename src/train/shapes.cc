@@ -12,7 +12,8 @@ namespace lockstep {
 namespace {
 
 void require_defined(const char* what, const Tensor& y_true) {
-  if (!y_true.defined()) throw InvalidArgument(text(what, ": the data have no y; a loss or metric compares y with the outputs"));
+  if (!y_true.defined())
+    throw InvalidArgument(text(what, ": the data have no y; a loss or metric compares y with the outputs"));
 }
 
 // Labels are compared on the CPU alone: elsewhere this would stop the device's queue, and the device checks by itself.
@@ -21,7 +22,8 @@ void check_labels(const char* what, const Tensor& labels, std::int64_t classes) 
   const std::span values(labels.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(labels.numel()));
   for (const auto value : values) {
     if (value >= 0 && value < classes) continue;
-    throw InvalidArgument(text(what, ": a label is ", value, "; the model has ", classes, " outputs, so labels are 0 to ", classes - 1));
+    throw InvalidArgument(
+        text(what, ": a label is ", value, "; the model has ", classes, " outputs, so labels are 0 to ", classes - 1));
   }
 }
 
@@ -33,7 +35,8 @@ Tensor like_prediction(const char* what, const Tensor& y_true, const Tensor& y_p
   if (result.dim() + 1 == y_pred.dim() && y_pred.size(-1) == 1) result = result.unsqueeze(-1);
   if (result.dim() == y_pred.dim() + 1 && result.size(-1) == 1) result = result.squeeze(-1);
   if (result.sizes() != y_pred.sizes()) {
-    throw InvalidArgument(text(what, ": y has shape ", y_true.sizes(), ", the outputs have ", y_pred.sizes(), "; they must be alike"));
+    throw InvalidArgument(
+        text(what, ": y has shape ", y_true.sizes(), ", the outputs have ", y_pred.sizes(), "; they must be alike"));
   }
   return result.to(y_pred.scalar_type());
 }
@@ -56,9 +59,11 @@ Tensor weight_like(const Tensor& weight, const Tensor& values) {
   if (result.dim() == values.dim() + 1 && result.size(-1) == 1) result = result.squeeze(-1);
   while (result.dim() < values.dim()) result = result.unsqueeze(-1);
   bool fits = result.dim() == values.dim();
-  for (std::int64_t i = 0; fits && i < result.dim(); ++i) fits = result.size(i) == values.size(i) || result.size(i) == 1;
+  for (std::int64_t i = 0; fits && i < result.dim(); ++i)
+    fits = result.size(i) == values.size(i) || result.size(i) == 1;
   if (!fits) {
-    throw InvalidArgument(text("sample weights have shape ", weight.sizes(), "; the values that they weigh have ", values.sizes()));
+    throw InvalidArgument(
+        text("sample weights have shape ", weight.sizes(), "; the values that they weigh have ", values.sizes()));
   }
   return result;
 }

@@ -11,8 +11,8 @@ namespace lockstep {
 // InvalidArgument naming both shapes when they still differ.
 Tensor like_prediction(const char* what, const Tensor& y_true, const Tensor& y_pred);
 
-// Labels as int64 in the shape of y_pred without its last dimension. Throws InvalidArgument naming a label that is no class of
-// y_pred (checked on the CPU), or the shapes.
+// Labels as int64 in the shape of y_pred without its last dimension. Throws InvalidArgument naming a label that is no
+// class of y_pred (checked on the CPU), or the shapes.
 Tensor class_labels(const char* what, const Tensor& y_true, const Tensor& y_pred);
 
 // `weight` with as many dimensions as `values`, to be multiplied with them. Throws InvalidArgument naming both shapes.

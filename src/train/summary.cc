@@ -56,7 +56,8 @@ std::string Model::summary() const {
   const bool stack = dynamic_cast<const StackModule*>(&parameters.module(0)) != nullptr;
   print(stack ? "Layer (type)" : "Parameter", stack ? "Output shape" : "Shape", "Param #");
   out << rule << '\n';
-  for (const auto& line : lines_of(parameters.module(0), parameters)) print(line.name, line.shape, with_commas(line.parameters));
+  for (const auto& line : lines_of(parameters.module(0), parameters))
+    print(line.name, line.shape, with_commas(line.parameters));
   out << rule << '\n';
   std::int64_t trainable = 0, frozen = 0;
   for (const auto& slot : parameters.slots()) (slot.trainable ? trainable : frozen) += slot.numel;

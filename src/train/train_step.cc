@@ -47,7 +47,8 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
   const auto loss = compiled->loss.terms(part.y, outputs, part.weight);
   lap.add_to(spent.forward);
   if (!loss.sum.requires_grad()) {
-    throw InvalidArgument("the loss depends on no trainable parameter; are all frozen, or does forward detach its result?");
+    throw InvalidArgument(
+        "the loss depends on no trainable parameter; are all frozen, or does forward detach its result?");
   }
   loss.sum.backward();
   lap.add_to(spent.backward);

@@ -98,7 +98,8 @@ TEST_P(AnySize, BroadcastGivesEveryRankTheRootsValues) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Group, AnySize, testing::Combine(testing::Values(1, 2, 3, 5), testing::Values(0, 1, 7, 64, 5003)));
+INSTANTIATE_TEST_SUITE_P(Group, AnySize,
+                         testing::Combine(testing::Values(1, 2, 3, 5), testing::Values(0, 1, 7, 64, 5003)));
 
 template <class T>
 void expect_reduction(DType dtype, ReduceOp op, std::vector<T> a, std::vector<T> b, const std::vector<T>& expected) {

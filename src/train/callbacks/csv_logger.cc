@@ -6,12 +6,13 @@
 #include <vector>
 
 #include "base/text.h"
-#include "lockstep/callback.h"
+#include "lockstep/callbacks.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 
-CSVLogger::CSVLogger(std::string filename, CSVLoggerOptions options) : filename_(std::move(filename)), options_(options) {}
+CSVLogger::CSVLogger(std::string filename, CSVLoggerOptions options)
+    : filename_(std::move(filename)), options_(options) {}
 
 void CSVLogger::write(const std::string& line) const {
   std::ofstream file(filename_, std::ios::app);

@@ -1,4 +1,5 @@
-// A record:                                     An Event, in protobuf's wire format, of which three kinds of field are needed:
+// A record:                                     An Event, in protobuf's wire format, of which three kinds of field are
+// needed:
 //   8 bytes  length, little endian                1 wall_time (double)  2 step (int64)
 //   4 bytes  masked CRC-32C of the length         3 file_version (string), in the first event
 //   n bytes  the event                            5 summary { 1 value { 1 tag (string)  2 simple_value (float) } }
@@ -56,14 +57,17 @@ std::string varint(std::uint64_t value) {
 }
 
 std::string key(std::uint64_t field, WireType type) { return varint(field << 3 | type); }
-std::string bytes_field(std::uint64_t field, const std::string& bytes) { return key(field, kBytes) + varint(bytes.size()) + bytes; }
+std::string bytes_field(std::uint64_t field, const std::string& bytes) {
+  return key(field, kBytes) + varint(bytes.size()) + bytes;
+}
 
 double seconds_since_1970() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
 std::string event(std::int64_t step, const std::string& content) {
-  return key(1, kFixed64) + little_endian(seconds_since_1970()) + key(2, kVarint) + varint(static_cast<std::uint64_t>(step)) + content;
+  return key(1, kFixed64) + little_endian(seconds_since_1970()) + key(2, kVarint) +
+         varint(static_cast<std::uint64_t>(step)) + content;
 }
 
 // Later files sort after earlier ones, also those of one second and one process.
@@ -71,7 +75,8 @@ std::string file_name() {
   static int made = 0;
   std::array<char, 256> host{};
   ::gethostname(host.data(), host.size() - 1);
-  return text("events.out.tfevents.", static_cast<std::int64_t>(seconds_since_1970()), ".", host.data(), ".", ::getpid(), ".", made++, ".v2");
+  return text("events.out.tfevents.", static_cast<std::int64_t>(seconds_since_1970()), ".", host.data(), ".",
+              ::getpid(), ".", made++, ".v2");
 }
 
 }  // namespace
@@ -80,7 +85,9 @@ EventFile::EventFile(const std::string& directory) : path_((std::filesystem::pat
   std::error_code failed;
   std::filesystem::create_directories(directory, failed);
   file_.open(path_, std::ios::binary);
-  if (!file_) throw IoError(text("cannot write TensorBoard's log ", path_, ": ", failed ? failed.message() : std::strerror(errno)));
+  if (!file_)
+    throw IoError(
+        text("cannot write TensorBoard's log ", path_, ": ", failed ? failed.message() : std::strerror(errno)));
   record(event(0, bytes_field(3, "brain.Event:2")));
   flush();
 }

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "lockstep/callback.h"
+#include "lockstep/callbacks.h"
 
 namespace lockstep {
 

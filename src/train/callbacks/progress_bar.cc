@@ -27,7 +27,8 @@ std::string values_of(const Logs& logs) {
 
 std::string duration(double seconds) {
   const auto whole = static_cast<std::int64_t>(seconds);
-  if (whole >= 3600) return text(whole / 3600, ":", std::setw(2), std::setfill('0'), whole / 60 % 60, ":", std::setw(2), whole % 60);
+  if (whole >= 3600)
+    return text(whole / 3600, ":", std::setw(2), std::setfill('0'), whole / 60 % 60, ":", std::setw(2), whole % 60);
   if (whole >= 60) return text(whole / 60, ":", std::setw(2), std::setfill('0'), whole % 60);
   return text(whole, "s");
 }
@@ -71,11 +72,13 @@ void ProgressBar::on_train_batch_end(std::int64_t batch, const Logs& logs) {
   last_shown_ = now;
   const double step = seconds() / static_cast<double>(done_ - first_batch_);
   const std::string left = plan().steps > 0 ? duration(step * static_cast<double>(plan().steps - done_)) : "?";
-  std::cout << "\r\x1b[K" << counter() << " " << bar(done_, plan().steps) << " " << left << " " << per_step(step) << values_of(logs) << std::flush;
+  std::cout << "\r\x1b[K" << counter() << " " << bar(done_, plan().steps) << " " << left << " " << per_step(step)
+            << values_of(logs) << std::flush;
 }
 
 void ProgressBar::on_epoch_end(int, const Logs& logs) {
-  const double step = seconds() / static_cast<double>(std::max<std::int64_t>(1, done_ - std::max<std::int64_t>(0, first_batch_)));
+  const double step =
+      seconds() / static_cast<double>(std::max<std::int64_t>(1, done_ - std::max<std::int64_t>(0, first_batch_)));
   if (plan().verbose == 1) {
     print_line(text("\r\x1b[K", counter(), " ", bar(1, 1), " ", duration(seconds()), " ", per_step(step)), logs);
   } else {

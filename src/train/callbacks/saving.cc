@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "base/text.h"
+#include "lockstep/callbacks.h"
 #include "lockstep/error.h"
 #include "lockstep/model.h"
 #include "train/callbacks/monitor.h"
@@ -21,7 +22,9 @@ void require_not_negative(const char* what, std::int64_t value) {
 std::string formatted(double value, const std::string& spec, const std::string& whole) {
   const bool integer = spec.empty() ? value == std::floor(value) : spec.back() == 'd';
   const bool known = spec.find_first_not_of("0123456789.dfeg") == std::string::npos;
-  if (!known) throw InvalidArgument(text("ModelCheckpoint: \"", spec, "\" in ", whole, " is no format; such as {epoch:02d} or {loss:.2f} are"));
+  if (!known)
+    throw InvalidArgument(
+        text("ModelCheckpoint: \"", spec, "\" in ", whole, " is no format; such as {epoch:02d} or {loss:.2f} are"));
   std::string pattern = "%" + spec;
   if (spec.empty()) pattern += integer ? "d" : "g";
   if (integer) pattern.insert(pattern.size() - 1, "ll");

@@ -3,6 +3,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "lockstep/callbacks.h"
 #include "lockstep/error.h"
 #include "lockstep/model.h"
 #include "train/callbacks/monitor.h"
@@ -10,7 +11,9 @@
 
 namespace lockstep {
 
-void LearningRateScheduler::on_epoch_begin(int epoch) { model().set_learning_rate(schedule_(epoch, model().learning_rate())); }
+void LearningRateScheduler::on_epoch_begin(int epoch) {
+  model().set_learning_rate(schedule_(epoch, model().learning_rate()));
+}
 
 void TerminateOnNaN::on_train_batch_end(std::int64_t batch, const Logs& logs) {
   if (!logs.contains("loss") || std::isfinite(logs["loss"])) return;

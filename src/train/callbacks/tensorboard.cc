@@ -2,6 +2,7 @@
 #include <optional>
 
 #include "base/text.h"
+#include "lockstep/callbacks.h"
 #include "lockstep/error.h"
 #include "lockstep/model.h"
 #include "train/callbacks/event_file.h"
@@ -13,15 +14,19 @@ struct TensorBoard::Writers {
   explicit Writers(const std::filesystem::path& log_dir) : directory(log_dir) {}
 
   EventFile& train() { return train_file ? *train_file : train_file.emplace((directory / "train").string()); }
-  EventFile& validation() { return validation_file ? *validation_file : validation_file.emplace((directory / "validation").string()); }
+  EventFile& validation() {
+    return validation_file ? *validation_file : validation_file.emplace((directory / "validation").string());
+  }
 
   std::filesystem::path directory;
   std::optional<EventFile> train_file, validation_file;
 };
 
-TensorBoard::TensorBoard(std::string log_dir, TensorBoardOptions options) : log_dir_(std::move(log_dir)), options_(options) {
+TensorBoard::TensorBoard(std::string log_dir, TensorBoardOptions options)
+    : log_dir_(std::move(log_dir)), options_(options) {
   if (options_.update_freq < 0) {
-    throw InvalidArgument(text("TensorBoard: update_freq is ", options_.update_freq, "; it must be 0 (epochs only) or more"));
+    throw InvalidArgument(
+        text("TensorBoard: update_freq is ", options_.update_freq, "; it must be 0 (epochs only) or more"));
   }
 }
 

@@ -84,7 +84,8 @@ const std::map<std::string, std::function<void(Tensor&)>>& initializers() {
 
 const auto& find(const auto& named, const char* what, const std::string& name) {
   const auto found = named.find(name);
-  if (found == named.end()) throw InvalidArgument(text("no ", what, " is called \"", name, "\"; there are ", names_of(named)));
+  if (found == named.end())
+    throw InvalidArgument(text("no ", what, " is called \"", name, "\"; there are ", names_of(named)));
   return found->second;
 }
 
@@ -100,7 +101,8 @@ class ActivationSpec final : public LayerSpec {
 
 }  // namespace
 
-ActivationFunction::ActivationFunction(const char* name) : name_(name), function_(find(activations(), "activation", name)) {}
+ActivationFunction::ActivationFunction(const char* name)
+    : name_(name), function_(find(activations(), "activation", name)) {}
 
 ActivationFunction::ActivationFunction(std::string name, std::function<Tensor(const Tensor&)> function)
     : name_(std::move(name)), function_(std::move(function)) {}

@@ -24,18 +24,21 @@ class Conv2DSpec final : public LayerSpec {
     require_dims("Conv2D", input, 4, "[batch, channels, height, width]");
     const auto channels = input.size(1);
     if (channels % options_.groups != 0 || filters_ % options_.groups != 0) {
-      throw InvalidArgument(text("Conv2D: ", channels, " channels and ", filters_, " filters cannot be divided into ", options_.groups, " groups"));
+      throw InvalidArgument(text("Conv2D: ", channels, " channels and ", filters_, " filters cannot be divided into ",
+                                 options_.groups, " groups"));
     }
     auto module = std::make_shared<ParameterModule>();
-    module->weight = module->make("weight", {filters_, channels / options_.groups, window_.size.height, window_.size.width},
-                                  options_.kernel_initializer);
+    module->weight =
+        module->make("weight", {filters_, channels / options_.groups, window_.size.height, window_.size.width},
+                     options_.kernel_initializer);
     module->bias = module->make("bias", {filters_}, options_.bias_initializer, options_.use_bias);
     return {module, [module, window = window_, options = options_](const Tensor& x) {
               const auto padding = padding_of(options.padding, x, window);
               const bool inside = padding.symmetric();  // the convolution pads by itself, equally on both sides
               const auto padded = inside ? x : at::constant_pad_nd(x, padding.as_torch());
               const auto y = at::conv2d(padded, module->weight, module->bias, pair(window.strides),
-                                        inside ? padding.before() : std::array<std::int64_t, 2>{}, pair(window.dilation), options.groups);
+                                        inside ? padding.before() : std::array<std::int64_t, 2>{},
+                                        pair(window.dilation), options.groups);
               return options.activation(y);
             }};
   }

@@ -13,7 +13,8 @@ class DenseSpec final : public LayerSpec {
   }
   std::string kind() const override { return "dense"; }
   BuiltLayer build(const Tensor& input) const override {
-    if (input.dim() < 2) throw InvalidArgument(text("Dense: the input has shape ", input.sizes(), "; it must be [batch, ..., features]"));
+    if (input.dim() < 2)
+      throw InvalidArgument(text("Dense: the input has shape ", input.sizes(), "; it must be [batch, ..., features]"));
     auto module = std::make_shared<ParameterModule>();
     module->weight = module->make("weight", {units_, input.size(-1)}, options_.kernel_initializer);
     module->bias = module->make("bias", {units_}, options_.bias_initializer, options_.use_bias);
@@ -74,7 +75,8 @@ class ModuleSpec final : public LayerSpec {
 
 }  // namespace
 
-Dense::Dense(std::int64_t units, DenseOptions options) : Layer(std::make_shared<DenseSpec>(units, std::move(options))) {}
+Dense::Dense(std::int64_t units, DenseOptions options)
+    : Layer(std::make_shared<DenseSpec>(units, std::move(options))) {}
 Embedding::Embedding(std::int64_t input_dim, std::int64_t output_dim, EmbeddingOptions options)
     : Layer(std::make_shared<EmbeddingSpec>(input_dim, output_dim, std::move(options))) {}
 Dropout::Dropout(double rate) : Layer(std::make_shared<DropoutSpec>(rate)) {}

@@ -21,7 +21,8 @@ struct BatchNormModule : ParameterModule {
     const auto count = static_cast<double>(x.numel() / x.size(1));
     auto mean = at::zeros_like(running_mean);
     auto variance = at::ones_like(running_var);
-    const auto y = at::batch_norm(x, weight, bias, mean, variance, /*training=*/true, /*momentum=*/1, options.epsilon, false);
+    const auto y =
+        at::batch_norm(x, weight, bias, mean, variance, /*training=*/true, /*momentum=*/1, options.epsilon, false);
     const at::NoGradGuard no_grad;
     running_mean.mul_(options.momentum).add_(mean, 1 - options.momentum);
     running_var.mul_(options.momentum);
@@ -43,7 +44,8 @@ class BatchNormSpec final : public LayerSpec {
   std::string kind() const override { return "batch_normalization"; }
   BuiltLayer build(const Tensor& input) const override {
     if (input.dim() < 2) {
-      throw InvalidArgument(text("BatchNormalization: the input has shape ", input.sizes(), "; it must be [batch, channels, ...]"));
+      throw InvalidArgument(
+          text("BatchNormalization: the input has shape ", input.sizes(), "; it must be [batch, channels, ...]"));
     }
     auto module = std::make_shared<BatchNormModule>(input.size(1), options_);
     return {module, [module](const Tensor& x) { return module->forward(x); }};

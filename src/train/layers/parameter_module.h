@@ -11,7 +11,8 @@ namespace lockstep {
 
 struct ParameterModule : torch::nn::Module {
   // Registers `name` with the given sizes, filled by `initializer`; an undefined tensor when not `wanted`.
-  Tensor make(const std::string& parameter_name, at::IntArrayRef sizes, const Initializer& initializer, bool wanted = true) {
+  Tensor make(const std::string& parameter_name, at::IntArrayRef sizes, const Initializer& initializer,
+              bool wanted = true) {
     if (!wanted) return {};
     Tensor tensor = at::empty(sizes);
     initializer.fill(tensor);

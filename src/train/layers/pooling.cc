@@ -21,8 +21,8 @@ Tensor average_pool(const Tensor& x, const Window& window, const Padding& paddin
   }
   // Sums, divided by how many real elements each window holds.
   const auto sum = [&](const Tensor& image) {
-    return at::avg_pool2d(at::constant_pad_nd(image, padding.as_torch()), pair(window.size), pair(window.strides), 0, kCeil,
-                          kCountPadding, /*divisor_override=*/1);
+    return at::avg_pool2d(at::constant_pad_nd(image, padding.as_torch()), pair(window.size), pair(window.strides), 0,
+                          kCeil, kCountPadding, /*divisor_override=*/1);
   };
   return sum(x) / sum(at::ones({1, 1, x.size(2), x.size(3)}, x.options()));
 }
@@ -37,7 +37,8 @@ class PoolingSpec final : public LayerSpec {
         window_{size, options.strides.height == 0 ? size : options.strides},
         padding_(options.padding) {
     check_padding_name(kind_.c_str(), padding_);
-    require_positive("a pool size or stride", std::min({size.height, size.width, window_.strides.height, window_.strides.width}));
+    require_positive("a pool size or stride",
+                     std::min({size.height, size.width, window_.strides.height, window_.strides.width}));
   }
   std::string kind() const override { return kind_; }
   BuiltLayer build(const Tensor& input) const override {

@@ -29,7 +29,8 @@ StackModule::StackModule(const std::vector<Layer>& layers, Tensor input) {
       forwards_.push_back(std::move(built.forward));
       lines_.push_back({name, kind, input.sizes().slice(1).vec(), parameters});
     } catch (const c10::Error& error) {
-      throw InvalidArgument(text("layer ", name, " cannot take inputs of shape ", input.sizes(), " (a batch of one): ", error.what_without_backtrace()));
+      throw InvalidArgument(text("layer ", name, " cannot take inputs of shape ", input.sizes(),
+                                 " (a batch of one): ", error.what_without_backtrace()));
     }
   }
 }

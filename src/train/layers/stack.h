@@ -11,8 +11,8 @@ namespace lockstep {
 
 class StackModule : public torch::nn::Module {
  public:
-  // Infers each layer's sizes by sending `input`, a batch of one, through those before it. Throws InvalidArgument naming the
-  // layer that cannot take what comes.
+  // Infers each layer's sizes by sending `input`, a batch of one, through those before it. Throws InvalidArgument
+  // naming the layer that cannot take what comes.
   StackModule(const std::vector<Layer>& layers, Tensor input);
 
   Tensor forward(Tensor x) const;
