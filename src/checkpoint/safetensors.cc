@@ -40,10 +40,17 @@ constexpr std::array kDtypeNames{
     DtypeName{DType::uint8, "U8"},
 };
 
+// The CRC-32 of what came before and of `bytes`. (zlib takes a null pointer, which an empty tensor has, as "begin
+// anew".)
+std::uint32_t extend_crc(std::uint32_t crc, Bytes bytes) {
+  if (bytes.empty()) return crc;
+  return static_cast<std::uint32_t>(::crc32_z(crc, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()));
+}
+
 std::uint32_t crc_of(std::initializer_list<Bytes> parts) {
-  auto crc = ::crc32(0, nullptr, 0);
-  for (const auto part : parts) crc = ::crc32_z(crc, reinterpret_cast<const Bytef*>(part.data()), part.size());
-  return static_cast<std::uint32_t>(crc);
+  std::uint32_t crc = 0;
+  for (const auto part : parts) crc = extend_crc(crc, part);
+  return crc;
 }
 
 std::string hex(std::uint32_t value) {
@@ -193,10 +200,7 @@ void write_archive(const std::string& path, const Archive& archive) {
   std::string header = header_of(archive);
   const std::string length = length_of(header);
   auto crc = crc_of({bytes_of(length), bytes_of(header)});
-  for (const auto& [name, tensor] : archive.tensors) {
-    crc = static_cast<std::uint32_t>(
-        ::crc32_z(crc, reinterpret_cast<const Bytef*>(tensor.bytes.data()), tensor.bytes.size()));
-  }
+  for (const auto& [name, tensor] : archive.tensors) crc = extend_crc(crc, tensor.bytes);
   header.replace(checksum_position(header), 8, hex(crc));
   std::vector<Bytes> parts{bytes_of(length), bytes_of(header)};
   for (const auto& [name, tensor] : archive.tensors) parts.emplace_back(tensor.bytes);

@@ -1,0 +1,66 @@
+#include <gtest/gtest.h>
+
+#include <set>
+#include <thread>
+
+#include "base/cpus.h"
+#include "base/hash.h"
+#include "base/text.h"
+#include "lockstep/deadline.h"
+#include "lockstep/error.h"
+#include "lockstep/random.h"
+
+namespace lockstep {
+namespace {
+
+TEST(Cpus, UsableOnesAreAmongTheAllowed) {
+  EXPECT_GE(usable_cpu_count(), 1);
+  EXPECT_LE(usable_cpu_count(), static_cast<int>(allowed_cpus().size()));
+}
+
+TEST(Cpus, APinnedThreadIsAllowedThereOnly) {
+  std::jthread([] {
+    const std::vector<int> last{allowed_cpus().back()};
+    ASSERT_TRUE(pin_current_thread(last));
+    EXPECT_EQ(allowed_cpus(), last);
+    EXPECT_EQ(usable_cpu_count(), 1);
+  }).join();
+}
+
+TEST(Random, TheSequenceBeginsAnewWithTheSeed) {
+  set_random_seed(5);
+  const auto first = next_random_seed();
+  const auto second = next_random_seed();
+  EXPECT_NE(first, second);
+  set_random_seed(5);
+  EXPECT_EQ(next_random_seed(), first);
+  EXPECT_EQ(next_random_seed(), second);
+  set_random_seed(6);
+  EXPECT_NE(next_random_seed(), first);
+}
+
+TEST(Hash, DependsOnEveryArgumentAndTheirOrder) {
+  std::set<std::uint64_t> seen;
+  for (std::uint64_t a = 0; a < 30; ++a) {
+    for (std::uint64_t b = 0; b < 30; ++b) seen.insert(mix(a, b));
+  }
+  EXPECT_EQ(seen.size(), 900U);
+}
+
+TEST(Text, PrintsAndJoins) {
+  EXPECT_EQ(text("a", 1, ' ', 2.5), "a1 2.5");
+  EXPECT_EQ(join(std::vector<int>{1, 2, 3}), "1, 2, 3");
+  EXPECT_EQ(join(std::vector<int>{}), "");
+}
+
+TEST(Errors, SayWhatHappened) {
+  const DeadlineExceeded error("barrier", std::chrono::seconds(2));
+  EXPECT_EQ(error.operation(), "barrier");
+  EXPECT_EQ(error.waited_for(), std::chrono::seconds(2));
+  EXPECT_EQ(Interrupted(15).signal(), 15);
+  EXPECT_FALSE(Deadline::after(std::chrono::hours(1)).passed());
+  EXPECT_TRUE(Deadline::after(std::chrono::seconds(-1)).passed());
+}
+
+}  // namespace
+}  // namespace lockstep
