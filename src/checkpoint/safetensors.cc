@@ -75,8 +75,8 @@ std::string header_of(const Archive& archive) {
   metadata[kFormatKey] = "1";
   std::size_t offset = 0;
   for (const auto& [name, tensor] : archive.tensors) {
-    const auto* dtype =
-        std::find_if(kDtypeNames.begin(), kDtypeNames.end(), [&](auto& d) { return d.dtype == tensor.dtype; });
+    const auto* dtype = std::find_if(kDtypeNames.begin(), kDtypeNames.end(),
+                                     [wanted = tensor.dtype](const auto& known) { return known.dtype == wanted; });
     header[name] = {
         {"dtype", dtype->name}, {"shape", tensor.shape}, {"data_offsets", {offset, offset + tensor.bytes.size()}}};
     offset += tensor.bytes.size();
