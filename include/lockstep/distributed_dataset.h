@@ -3,6 +3,8 @@
 
 #include <iterator>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "lockstep/dataset.h"
 #include "lockstep/replica_values.h"
@@ -14,8 +16,8 @@ class DistributedIterator {
  public:
   enum class Kind { split, one_each };  // how an element of the data set reaches the replicas
 
-  DistributedIterator(DatasetIterator input, Kind kind, int replicas)
-      : input_(std::move(input)), kind_(kind), replicas_(replicas) {}
+  DistributedIterator(DatasetIterator input, Kind kind, std::vector<c10::Device> devices)
+      : input_(std::move(input)), kind_(kind), devices_(std::move(devices)) {}
 
   // Each replica's part of the next global batch, without examples (size 0) where there are too few; or nothing at the
   // end.
@@ -26,16 +28,16 @@ class DistributedIterator {
  private:
   DatasetIterator input_;
   Kind kind_;
-  int replicas_;
+  std::vector<c10::Device> devices_;  // one a replica
 };
 
 // What Strategy::distribute returns. A value; `for (auto& batch : distributed)` walks epoch 0.
 class DistributedDataset {
  public:
-  DistributedDataset(Dataset dataset, DistributedIterator::Kind kind, int replicas)
-      : dataset_(std::move(dataset)), kind_(kind), replicas_(replicas) {}
+  DistributedDataset(Dataset dataset, DistributedIterator::Kind kind, std::vector<c10::Device> devices)
+      : dataset_(std::move(dataset)), kind_(kind), devices_(std::move(devices)) {}
 
-  DistributedIterator iterate(Position position = {}) const { return {dataset_.iterate(position), kind_, replicas_}; }
+  DistributedIterator iterate(Position position = {}) const { return {dataset_.iterate(position), kind_, devices_}; }
 
   // Global batches an epoch, or Dataset::kInfinite or kUnknown.
   std::int64_t cardinality() const;
@@ -47,7 +49,7 @@ class DistributedDataset {
  private:
   Dataset dataset_;
   DistributedIterator::Kind kind_;
-  int replicas_;
+  std::vector<c10::Device> devices_;  // one a replica
 };
 
 // An input iterator, for range-for.

@@ -1,5 +1,7 @@
 #include "gradient/replicated_parameters.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
 
 #include <map>
@@ -124,6 +126,12 @@ void ReplicatedParameters::bind() {
     flat_float_.push_back(at::zeros({flat_numel(at::kFloat)}, at::kFloat));
     flat_double_.push_back(at::zeros({flat_numel(at::kDouble)}, at::kDouble));
   }
+  for (int replica = 0; placement_ == Placement::staged && replica < replicas(); ++replica) {
+    const auto parameters = module(replica).parameters();
+    const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
+    device_float_.push_back(flat_float_[0].to(device, at::kFloat, /*non_blocking=*/false, /*copy=*/true));
+    device_double_.push_back(flat_double_[0].to(device, at::kDouble, /*non_blocking=*/false, /*copy=*/true));
+  }
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const auto& slot = slots_[i];
     for (int replica = 0; replica < replicas(); ++replica) {
@@ -132,13 +140,30 @@ void ReplicatedParameters::bind() {
         if (replica > 0) tensor.set_data(placement_ == Placement::central ? parameter(0, i) : parameter(0, i).clone());
         continue;
       }
-      const int copy = placement_ == Placement::central ? 0 : replica;
-      auto view = flat(copy, slot.dtype).narrow(0, slot.offset, slot.numel).view(slot.sizes);
-      // Replica 0 comes first, so its own values are still in place when they are copied into the first buffer.
-      if (replica == 0 || copy > 0) view.copy_(parameter(0, i));
+      const auto view = place(replica, slot);
+      view.copy_(parameter(0, i));  // replica 0 comes first, while its own values are still in place
       tensor.set_data(view);
     }
+    if (slot.flat && placement_ == Placement::staged) {
+      flat(0, slot.dtype).narrow(0, slot.offset, slot.numel).view(slot.sizes).copy_(parameter(0, i));
+    }
   }
+}
+
+// The part of the flat buffers that replica's parameter is.
+at::Tensor ReplicatedParameters::place(int replica, const ParameterSlot& slot) const {
+  const auto& on_device = slot.dtype == at::kDouble ? device_double_ : device_float_;
+  const auto& buffer = placement_ == Placement::staged    ? on_device[static_cast<std::size_t>(replica)]
+                       : placement_ == Placement::central ? flat(0, slot.dtype)
+                                                          : flat(replica, slot.dtype);
+  return buffer.narrow(0, slot.offset, slot.numel).view(slot.sizes);
+}
+
+void ReplicatedParameters::refresh(int replica) {
+  if (placement_ != Placement::staged) return;
+  const at::NoGradGuard no_grad;
+  device_float_[static_cast<std::size_t>(replica)].copy_(flat_float_[0]);
+  device_double_[static_cast<std::size_t>(replica)].copy_(flat_double_[0]);
 }
 
 void ReplicatedParameters::share_values() {
@@ -164,13 +189,17 @@ at::Tensor ReplicatedParameters::average_buffer(std::size_t index) const {
   const auto& first = buffer(0, index);
   if (replicas() == 1 || !first.is_floating_point()) return first.clone();
   auto sum = first.to(at::kDouble);
-  for (int replica = 1; replica < replicas(); ++replica) sum = sum + buffer(replica, index);
+  for (int replica = 1; replica < replicas(); ++replica) sum = sum + buffer(replica, index).to(sum.device());
   return (sum / replicas()).to(first.scalar_type());
 }
 
 void ReplicatedParameters::assign(std::size_t slot, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
-  for (int copy = 0; copy < copies(); ++copy) parameter(copy, slot).copy_(value);
+  const bool shared = placement_ == Placement::central;
+  for (int replica = 0; replica < (shared ? 1 : replicas()); ++replica) parameter(replica, slot).copy_(value);
+  const auto& info = slots_[slot];
+  if (placement_ != Placement::staged || !info.flat) return;
+  flat(0, info.dtype).narrow(0, info.offset, info.numel).view(info.sizes).copy_(value);
 }
 
 void ReplicatedParameters::assign_buffer(std::size_t index, const at::Tensor& value) {

@@ -28,16 +28,18 @@ struct ParameterSlot {
 
 // Where the values of variables live.
 enum class Placement {
-  mirrored,  // each replica has its own
-  central,   // one copy, which all replicas read
+  mirrored,  // each replica has its own, in host memory
+  central,   // one copy in host memory, which all replicas read
+  staged,    // each replica has its own on its device; updates are made to one in host memory, which the devices then
+             // copy
 };
 
 // Constant after construction, but for the values. Replicas run at once only on their own copies.
 class ReplicatedParameters {
  public:
-  // Binds the parameters of all modules (one a replica, of one type) to flat buffers and gives all of them, and their
-  // buffers, module 0's values. Throws InvalidArgument naming the parameter when modules differ or a trainable
-  // parameter is neither float nor double.
+  // Binds the parameters of all modules (one a replica, of one type, each on its replica's device) to flat buffers and
+  // gives all of them, and their buffers, module 0's values. Throws InvalidArgument naming the parameter when modules
+  // differ or a trainable parameter is neither float nor double.
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement);
 
   int replicas() const { return static_cast<int>(modules_.size()); }
@@ -50,11 +52,13 @@ class ReplicatedParameters {
     return parameters_[static_cast<std::size_t>(replica)][slot];
   }
 
-  // How many different copies of the values there are, and copy k's flat buffer (undefined when nothing has that
-  // dtype).
-  int copies() const { return placement_ == Placement::central ? 1 : replicas(); }
+  // How many copies of the values there are in host memory, and copy k's flat buffer.
+  int copies() const { return placement_ == Placement::mirrored ? replicas() : 1; }
   const at::Tensor& flat(int copy, at::ScalarType dtype) const;
   std::int64_t flat_numel(at::ScalarType dtype) const;
+
+  // staged: copies the host's values to the replica's device. Else nothing: the replica reads the host's.
+  void refresh(int replica);
 
   // Names and replica 0's tensors of what is no parameter, such as BatchNorm's running statistics.
   const std::vector<std::string>& buffer_names() const { return buffer_names_; }
@@ -75,13 +79,15 @@ class ReplicatedParameters {
   void find_slots();
   void check_same_as_first(int replica);
   void bind();
+  at::Tensor place(int replica, const ParameterSlot& slot) const;
   void share_values();
 
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   Placement placement_;
   std::vector<ParameterSlot> slots_;
-  std::vector<std::vector<at::Tensor>> parameters_;   // [replica][slot]
-  std::vector<at::Tensor> flat_float_, flat_double_;  // [copy]
+  std::vector<std::vector<at::Tensor>> parameters_;       // [replica][slot]
+  std::vector<at::Tensor> flat_float_, flat_double_;      // [copy], in host memory
+  std::vector<at::Tensor> device_float_, device_double_;  // [replica], staged only
   std::vector<std::string> buffer_names_;
   std::vector<std::vector<at::Tensor>> buffers_;  // [replica][index]
 };

@@ -4,6 +4,8 @@
 //   round 1: 0 <- 1   2 <- 3   4 <- 5
 //   round 2: 0 <- 2   4
 //   round 3: 0 <- 4
+#include <ATen/core/grad_mode.h>
+
 #include "gradient/update_engine.h"
 
 namespace lockstep {

@@ -1,5 +1,8 @@
 #include "gradient/update_engine.h"
 
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -91,6 +94,7 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
     if (exchange_ == Exchange::hierarchical_copy) copy_down_tree(group, deadline);
   }
   group.barrier(deadline);  // every copy is written, and nobody reads my gradients any more
+  parameters_->refresh(replica);
   for (auto& gradient : mine.gradients) gradient.reset();
   if (replica == 0 && total > 0) ++iterations_;
 }
@@ -112,8 +116,13 @@ void UpdateEngine::take_gradients(int replica) {
                                  gradient.sizes(), "; the parameter is ", slot.dtype, " ",
                                  at::IntArrayRef(slot.sizes)));
     }
-    gradients[i] = gradient.contiguous();
+    gradients[i] = gradient.to(at::kCPU).contiguous();  // the same tensor, where it lies there already
   }
+}
+
+void UpdateEngine::drop_gradients(int replica) {
+  for (std::size_t i = 0; i < parameters_->slots().size(); ++i)
+    parameters_->parameter(replica, i).mutable_grad().reset();
 }
 
 double UpdateEngine::total_weight() const {

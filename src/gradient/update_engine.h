@@ -37,6 +37,9 @@ class UpdateEngine {
   // be used here or on another replica, or when another replica failed (Aborted).
   void apply(const Group& group, double weight, Deadline deadline);
 
+  // Forgets what an earlier backward left on this replica's parameters. Called by its thread, before a step.
+  void drop_gradients(int replica);
+
   const Optimizer& optimizer() const { return optimizer_; }
   ReplicatedParameters& parameters() const { return *parameters_; }
 

@@ -121,7 +121,7 @@ TEST(UpdateEngine, AnyNumberOfReplicasGivesTheSameWeights) {
     const auto one_float = train(1, optimizer, Exchange::one_pass, Placement::mirrored, at::kFloat, 20);
     for (const int replicas : {2, 3, 4}) {
       for (const auto exchange : {Exchange::one_pass, Exchange::reduction_to_one_device, Exchange::hierarchical_copy}) {
-        for (const auto placement : {Placement::mirrored, Placement::central}) {
+        for (const auto placement : {Placement::mirrored, Placement::central, Placement::staged}) {
           SCOPED_TRACE(testing::Message()
                        << name << ", " << replicas << " replicas, exchange " << static_cast<int>(exchange));
           const auto many = train(replicas, optimizer, exchange, placement, at::kDouble, 50);

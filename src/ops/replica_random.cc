@@ -1,6 +1,7 @@
 #include "ops/replica_random.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
 #include <torch/library.h>
 
 namespace lockstep {
@@ -67,9 +68,15 @@ TORCH_LIBRARY_IMPL(aten, TESTING_ONLY_GenericMode, library) {
 
 }  // namespace
 
-ReplicaRandom::ReplicaRandom() : generator_(at::detail::createCPUGenerator()) {}
+ReplicaRandom::ReplicaRandom(c10::Device device) : device_(device), generator_(at::detail::createCPUGenerator()) {}
 
-void ReplicaRandom::seed(std::uint64_t seed) { generator_.set_current_seed(seed); }
+void ReplicaRandom::seed(std::uint64_t seed) {
+  generator_.set_current_seed(seed);
+  if (device_.is_cpu()) return;
+  auto generator = at::globalContext().defaultGenerator(device_);
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_current_seed(seed);
+}
 
 ReplicaRandom::Use::Use(ReplicaRandom& random) : before_(current_generator), key_(kKey) {
   current_generator = &random.generator_;

@@ -13,7 +13,8 @@ namespace lockstep {
 // One thread at a time.
 class ReplicaRandom {
  public:
-  ReplicaRandom();
+  // On a GPU, whose generator LibTorch keeps for each device already, seed sets that one.
+  explicit ReplicaRandom(c10::Device device = c10::kCPU);
 
   // Begins the sequence that belongs to `seed`.
   void seed(std::uint64_t seed);
@@ -33,6 +34,7 @@ class ReplicaRandom {
   };
 
  private:
+  c10::Device device_;
   at::Generator generator_;
 };
 

@@ -1,5 +1,7 @@
 #include "strategy/devices.h"
 
+#include <ATen/detail/CUDAHooksInterface.h>
+
 #include <charconv>
 
 #include "base/cpus.h"
@@ -10,6 +12,9 @@ namespace lockstep {
 namespace {
 
 constexpr int kMostLogicalCpus = 1024;
+
+// 0 where LibTorch's part for CUDA is not linked, or there is no driver.
+int gpu_count() { return static_cast<int>(at::detail::getCUDAHooks().deviceCount()); }
 
 // The number after the colon, or -1.
 int index_of(const std::string& name, std::size_t colon) {
@@ -29,9 +34,9 @@ void check_device(const std::string& name) {
     throw InvalidArgument(
         text("device \"", name, "\" is no device's name; names are cpu:0, cpu:1, ... and cuda:0, cuda:1, ..."));
   }
-  if (kind == "cuda") {
-    throw InvalidArgument(
-        text("device ", name, " cannot be used: strategies train on CPUs so far; name cpu:0, cpu:1, ..."));
+  if (kind == "cuda" && index >= gpu_count()) {
+    throw InvalidArgument(text("device ", name, " does not exist: LibTorch can use ", gpu_count(), " GPU(s) here",
+                               gpu_count() == 0 ? "; is this a build with the preset cuda?" : ""));
   }
   if (index >= kMostLogicalCpus) {
     throw InvalidArgument(
@@ -48,6 +53,16 @@ std::vector<std::string> logical_cpus(int count) {
   return names;
 }
 
-std::vector<std::string> default_devices() { return logical_cpus(usable_cpu_count()); }
+std::vector<std::string> default_devices() {
+  std::vector<std::string> names;
+  for (int i = 0; i < gpu_count(); ++i) names.push_back(text("cuda:", i));
+  return names.empty() ? logical_cpus(usable_cpu_count()) : names;
+}
+
+std::string default_device() { return gpu_count() > 0 ? "cuda:0" : "cpu:0"; }
+
+c10::Device torch_device(const std::string& name) {
+  return name.starts_with("cuda") ? c10::Device(name) : c10::Device(c10::kCPU);
+}
 
 }  // namespace lockstep

@@ -1,6 +1,8 @@
 // Devices by name: "cpu:0", "cpu:1", ... are logical CPUs, "cuda:0", ... GPUs.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <string>
 #include <vector>
 
@@ -12,7 +14,13 @@ void check_device(const std::string& name);
 // "cpu:0", ..., one for each of `count`.
 std::vector<std::string> logical_cpus(int count);
 
-// One replica a core that this process may use.
+// One replica a GPU that LibTorch can use, else one a core that this process may use.
 std::vector<std::string> default_devices();
+
+// The first of these, or the CPU with all its cores.
+std::string default_device();
+
+// Where LibTorch's tensors of a replica lie: all logical CPUs are one CPU to it.
+c10::Device torch_device(const std::string& name);
 
 }  // namespace lockstep

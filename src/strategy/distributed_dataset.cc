@@ -18,17 +18,26 @@ Example part_of(const Example& batch, std::int64_t begin, std::int64_t count) {
 
 }  // namespace
 
-PerReplica<Example> split_batch(const Example& batch, int replicas) {
+Tensor moved(const Tensor& tensor, c10::Device device) { return tensor.defined() ? tensor.to(device) : tensor; }
+
+Example moved(const Example& example, c10::Device device) {
+  if (device.is_cpu() && (!example.x.defined() || example.x.device().is_cpu())) return example;
+  return {moved(example.x, device), moved(example.y, device), moved(example.weight, device)};
+}
+
+PerReplica<Example> split_batch(const Example& batch, const std::vector<c10::Device>& devices) {
   if (!batch.x.defined() || batch.x.dim() == 0) {
     throw InvalidArgument(
         "the data set's elements have no leading dimension to split among replicas; call batch() on it first");
   }
   std::vector<Example> parts;
+  const auto replicas = static_cast<int>(devices.size());
   const auto share = batch.size() / replicas;
   const auto larger = batch.size() % replicas;
   for (int replica = 0; replica < replicas; ++replica) {
     const auto begin = share * replica + std::min<std::int64_t>(replica, larger);
-    parts.push_back(part_of(batch, begin, share + (replica < larger ? 1 : 0)));
+    const auto part = part_of(batch, begin, share + (replica < larger ? 1 : 0));
+    parts.push_back(moved(part, devices[static_cast<std::size_t>(replica)]));
   }
   return PerReplica<Example>(std::move(parts));
 }
@@ -38,18 +47,19 @@ Example empty_like(const Example& batch) { return part_of(batch, 0, 0); }
 std::optional<PerReplica<Example>> DistributedIterator::next() {
   auto batch = input_.next();
   if (!batch) return std::nullopt;
-  if (kind_ == Kind::split) return split_batch(*batch, replicas_);
-  std::vector<Example> parts{*std::move(batch)};
-  while (static_cast<int>(parts.size()) < replicas_) {
+  if (kind_ == Kind::split) return split_batch(*batch, devices_);
+  std::vector<Example> parts{moved(*batch, devices_[0])};
+  while (parts.size() < devices_.size()) {
     batch = input_.next();
-    parts.push_back(batch ? *std::move(batch) : empty_like(parts[0]));
+    parts.push_back(moved(batch ? *batch : empty_like(parts[0]), devices_[parts.size()]));
   }
   return PerReplica<Example>(std::move(parts));
 }
 
 std::int64_t DistributedDataset::cardinality() const {
   const auto batches = dataset_.cardinality();
-  return kind_ == DistributedIterator::Kind::split || batches < 0 ? batches : (batches + replicas_ - 1) / replicas_;
+  const auto replicas = static_cast<std::int64_t>(devices_.size());
+  return kind_ == DistributedIterator::Kind::split || batches < 0 ? batches : (batches + replicas - 1) / replicas;
 }
 
 }  // namespace lockstep

@@ -24,20 +24,20 @@ Deadline ReplicaContext::deadline() const { return strategy_.deadline(); }
 void ReplicaContext::seed_random(std::uint64_t seed) const { strategy_.random(replica_id_).seed(seed); }
 
 Tensor ReplicaContext::all_reduce(ReduceOp op, const Tensor& value) const {
-  const auto result = value.detach().clone(at::MemoryFormat::Contiguous);
+  const auto result = value.detach().to(at::kCPU).clone(at::MemoryFormat::Contiguous);
   group_.all_reduce(buffer_of_tensor(result), op, deadline());
-  return result;
+  return result.to(value.device());
 }
 
 Tensor ReplicaContext::all_gather(const Tensor& value, std::int64_t axis) const {
   if (value.dim() == 0)
     throw InvalidArgument("all_gather: the tensor is a scalar; it needs a dimension to gather along");
-  const auto input = value.detach().contiguous();
+  const auto input = value.detach().to(at::kCPU).contiguous();
   const auto output = at::empty({num_replicas_in_sync(), input.numel()}, input.options());
   group_.all_gather(buffer_of_tensor(input), buffer_of_tensor(output), deadline());
   std::vector<Tensor> parts;
   for (int r = 0; r < num_replicas_in_sync(); ++r) parts.push_back(output.select(0, r).view(input.sizes()));
-  return at::cat(parts, axis);
+  return at::cat(parts, axis).to(value.device());
 }
 
 }  // namespace lockstep

@@ -70,8 +70,10 @@ std::vector<std::string> Strategy::devices() const { return impl_->settings().de
 void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
 
 Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
+  std::vector<Tensor> together;
+  for (const auto& value : values) together.push_back(value.to(values[0].device()));
   return fold(
-      op, values, [](const Tensor& a, const Tensor& b) { return at::minimum(a, b); },
+      op, PerReplica<Tensor>(std::move(together)), [](const Tensor& a, const Tensor& b) { return at::minimum(a, b); },
       [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); });
 }
 
@@ -81,17 +83,19 @@ double Strategy::reduce(ReduceOp op, const PerReplica<double>& values) const {
 }
 
 Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) const {
-  return at::cat(std::vector<Tensor>(values.begin(), values.end()), axis);
+  std::vector<Tensor> parts;
+  for (const auto& value : values) parts.push_back(value.to(values[0].device()));
+  return at::cat(parts, axis);
 }
 
 DistributedDataset Strategy::distribute(const Dataset& dataset) const {
-  return {dataset, DistributedIterator::Kind::split, num_replicas_in_sync()};
+  return {dataset, DistributedIterator::Kind::split, impl_->torch_devices()};
 }
 
 DistributedDataset Strategy::distribute_from_function(
     const std::function<Dataset(const InputContext&)>& function) const {
   return {function({.num_replicas_in_sync = num_replicas_in_sync()}), DistributedIterator::Kind::one_each,
-          num_replicas_in_sync()};
+          impl_->torch_devices()};
 }
 
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {
@@ -109,8 +113,9 @@ std::shared_ptr<ReplicatedParameters> internal::replicate_modules(
     random.seed(seed);
     const ReplicaRandom::Use use(random);
     modules.push_back(make());
+    if (modules.back() != nullptr) modules.back()->to(strategy.torch_device(replica));
   }
-  return std::make_shared<ReplicatedParameters>(std::move(modules), strategy.settings().placement);
+  return std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement());
 }
 
 std::int64_t InputContext::get_per_replica_batch_size(std::int64_t global_batch_size) const {
@@ -122,7 +127,8 @@ std::int64_t InputContext::get_per_replica_batch_size(std::int64_t global_batch_
 }
 
 OneDeviceStrategy::OneDeviceStrategy(const std::string& device, int threads)
-    : Strategy(make_strategy({.devices = {device.empty() ? "cpu:0" : device}, .threads_per_replica = threads})) {}
+    : Strategy(
+          make_strategy({.devices = {device.empty() ? default_device() : device}, .threads_per_replica = threads})) {}
 
 MirroredStrategy::MirroredStrategy(MirroredOptions options)
     : Strategy(make_strategy(settings_of(std::move(options)))) {}

@@ -1,5 +1,8 @@
 #include "strategy/strategy_impl.h"
 
+#include <ATen/DeviceGuard.h>
+
+#include <algorithm>
 #include <set>
 
 #include "base/cpus.h"
@@ -37,12 +40,21 @@ StrategySettings checked(StrategySettings settings) {
 StrategyImpl::StrategyImpl(StrategySettings settings)
     : settings_(checked(std::move(settings))),
       threads_({.replicas = replicas(), .threads_per_replica = settings_.threads_per_replica}) {
-  for (int replica = 0; replica < replicas(); ++replica) random_.push_back(std::make_unique<ReplicaRandom>());
+  for (const auto& device : settings_.devices) {
+    torch_devices_.push_back(lockstep::torch_device(device));
+    random_.push_back(std::make_unique<ReplicaRandom>(torch_devices_.back()));
+  }
   make_groups();
 }
 
 void StrategyImpl::make_groups() {
   groups_ = make_thread_groups(replicas(), replicas() <= usable_cpu_count() ? kSpinRounds : 0);
+}
+
+Placement StrategyImpl::placement() const {
+  const bool on_gpus =
+      std::any_of(torch_devices_.begin(), torch_devices_.end(), [](auto device) { return !device.is_cpu(); });
+  return on_gpus ? Placement::staged : settings_.placement;
 }
 
 void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {
@@ -51,6 +63,7 @@ void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {
   std::exception_ptr first;  // guarded by mutex
   threads_.run([&](int replica) {
     const auto& group = groups_[static_cast<std::size_t>(replica)];
+    const at::OptionalDeviceGuard on_device(torch_device(replica));
     ReplicaContext context(replica, *this, group);
     context.seed_random(mix(run_seed, static_cast<std::uint64_t>(replica)));
     const ReplicaRandom::Use use(random(replica));

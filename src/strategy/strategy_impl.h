@@ -36,12 +36,19 @@ class StrategyImpl {
   // the old.
   void run(const std::function<void(ReplicaContext&)>& function);
 
+  c10::Device torch_device(int replica) const { return torch_devices_[static_cast<std::size_t>(replica)]; }
+  const std::vector<c10::Device>& torch_devices() const { return torch_devices_; }
+
+  // Where variables live: on GPUs, in a copy each, whose updates are made in host memory.
+  Placement placement() const;
+
   ReplicaRandom& random(int replica) const { return *random_[static_cast<std::size_t>(replica)]; }
 
  private:
   void make_groups();
 
   const StrategySettings settings_;
+  std::vector<c10::Device> torch_devices_;              // [replica]
   std::vector<std::unique_ptr<ReplicaRandom>> random_;  // [replica], that replica's own while it runs
   std::vector<Group> groups_;                           // [replica]
   const std::uint64_t seed_ = next_random_seed();

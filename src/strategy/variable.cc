@@ -1,19 +1,19 @@
 #include "lockstep/variable.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/zeros_like.h>
 
 #include "base/text.h"
 #include "data/stored_tensor.h"
+#include "strategy/strategy_impl.h"
 
 namespace lockstep {
 
 class VariableImpl {
  public:
   VariableImpl(const Tensor& initial, VariableOptions variable_options, const Strategy& strategy)
-      : options(variable_options) {
-    for (int replica = 0; replica < strategy.num_replicas_in_sync(); ++replica)
-      copies.push_back(initial.detach().clone());
-    if (options.synchronization == VariableSynchronization::on_read) set_all(initial.detach().clone());
+      : options(variable_options), devices(strategy.impl().torch_devices()), copies(devices.size(), initial) {
+    set_all(initial);
   }
 
   Tensor& copy(const ReplicaContext& replica) { return copies[static_cast<std::size_t>(replica.replica_id())]; }
@@ -40,8 +40,10 @@ class VariableImpl {
   void set_all(const Tensor& value) {
     const bool summed =
         options.synchronization == VariableSynchronization::on_read && options.aggregation == VariableAggregation::sum;
-    for (std::size_t i = 0; i < copies.size(); ++i)
-      copies[i] = summed && i > 0 ? at::zeros_like(value) : value.detach().clone();
+    for (std::size_t i = 0; i < copies.size(); ++i) {
+      const auto copy = summed && i > 0 ? at::zeros_like(value) : value.detach().clone();
+      copies[i] = copy.to(devices[i]);
+    }
   }
 
   Tensor read() const {
@@ -56,12 +58,13 @@ class VariableImpl {
       }
       default: break;
     }
-    for (std::size_t i = 1; i < copies.size(); ++i) result += copies[i];
+    for (std::size_t i = 1; i < copies.size(); ++i) result += copies[i].to(result.device());
     return options.aggregation == VariableAggregation::mean ? result / static_cast<double>(copies.size()) : result;
   }
 
   const VariableOptions options;
-  std::vector<Tensor> copies;  // [replica], written by that replica in steps
+  const std::vector<c10::Device> devices;  // [replica]
+  std::vector<Tensor> copies;              // [replica], written by that replica in steps
 };
 
 Variable::Variable(const Tensor& initial, VariableOptions options, const Strategy& strategy)

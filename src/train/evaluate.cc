@@ -98,7 +98,7 @@ Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
         },
         batch);
     for (const auto& part : parts) {
-      if (part.defined()) outputs.push_back(part);
+      if (part.defined()) outputs.push_back(part.cpu());
     }
   });
   return at::cat(outputs);

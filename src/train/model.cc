@@ -69,7 +69,7 @@ Logs Model::train_on_batch(const Example& batch) {
   impl_->require_compiled("train_on_batch");
   impl_->build(batch);
   impl_->tracker->reset();
-  auto parts = split_batch(batch, impl_->strategy.num_replicas_in_sync());
+  auto parts = split_batch(batch, impl_->strategy.impl().torch_devices());
   impl_->train_batch(parts, *impl_->tracker);
   return impl_->tracker->logs();
 }

@@ -38,6 +38,7 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
     engine->apply(replica.group(), 0, replica.deadline());  // no examples: joins the others' update
     return {};
   }
+  engine->drop_gradients(id);  // of a step that failed
   const at::AutoGradMode with_gradients(true);
   StepTimes unused;
   StepTimes& spent = id == 0 ? times : unused;
