@@ -3,7 +3,7 @@
 #include <set>
 #include <thread>
 
-#include "base/cpus.h"
+#include "base/resources.h"
 #include "base/hash.h"
 #include "base/text.h"
 #include "lockstep/deadline.h"

@@ -11,7 +11,6 @@
 #define LOCKSTEP_THREAD_ANNOTATION(x)
 #endif
 #define LOCKSTEP_GUARDED_BY(mutex) LOCKSTEP_THREAD_ANNOTATION(guarded_by(mutex))
-#define LOCKSTEP_REQUIRES(mutex) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex))
 
 namespace lockstep {
 

@@ -4,7 +4,7 @@
 #include <iomanip>
 #include <iostream>
 
-#include "base/cpus.h"
+#include "base/resources.h"
 #include "base/text.h"
 #include "lockstep/checkpoint.h"
 

@@ -64,25 +64,14 @@ void Group::all_reduce(Buffer buffer, ReduceOp op, Deadline deadline) const {
 }
 
 void Group::broadcast(Buffer buffer, int root, Deadline deadline) const {
-  if (root < 0 || root >= size()) {
-    throw InvalidArgument(text("broadcast: root is ", root, "; the group has ranks 0 to ", size() - 1));
-  }
   backend_->broadcast(buffer, root, deadline);
 }
 
 void Group::all_gather(Buffer input, Buffer output, Deadline deadline) const {
-  if (output.count != input.count * static_cast<std::size_t>(size())) {
-    throw InvalidArgument(text("all_gather: output has ", output.count, " elements; ", size(), " ranks of ",
-                               input.count, " need ", input.count * static_cast<std::size_t>(size())));
-  }
   backend_->all_gather(input, output, deadline);
 }
 
 void Group::reduce_scatter(Buffer input, Buffer output, ReduceOp op, Deadline deadline) const {
-  if (input.count != output.count * static_cast<std::size_t>(size())) {
-    throw InvalidArgument(text("reduce_scatter: input has ", input.count, " elements; ", size(), " slices of ",
-                               output.count, " need ", output.count * static_cast<std::size_t>(size())));
-  }
   backend_->reduce_scatter(input, output, op, deadline);
 }
 

@@ -108,7 +108,8 @@ class CacheStage final : public Stage {
       : input_(std::move(input)), state_(std::make_shared<CacheState>(file)) {}
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     if (const auto table = state_->table()) return table->open(epoch);
-    return std::make_unique<FillingCursor>(input_->open(epoch), input_->cardinality(), state_);
+    // Always the first epoch's elements: what is kept must not depend on when a restart came.
+    return std::make_unique<FillingCursor>(input_->open(0), input_->cardinality(), state_);
   }
   std::int64_t cardinality() const override { return input_->cardinality(); }
 

@@ -37,6 +37,12 @@ FoundParameters find_parameters(const torch::nn::Module& module) {
 
 bool is_flat_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
 
+void check_dtype(const ParameterSlot& slot) {
+  if (!slot.trainable || slot.flat) return;
+  throw InvalidArgument(
+      text("parameter \"", slot.name, "\" has dtype ", slot.dtype, "; trainable parameters are float or double"));
+}
+
 }  // namespace
 
 ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement)
@@ -72,10 +78,7 @@ void ReplicatedParameters::find_slots() {
                        .numel = tensor.numel(),
                        .trainable = tensor.requires_grad(),
                        .flat = is_flat_dtype(tensor.scalar_type())};
-    if (slot.trainable && !slot.flat) {
-      throw InvalidArgument(
-          text("parameter \"", slot.name, "\" has dtype ", slot.dtype, "; trainable parameters are float or double"));
-    }
+    check_dtype(slot);
     if (slot.flat) {
       auto& end = used[slot.dtype];
       const auto step = kAlignmentBytes / static_cast<std::int64_t>(tensor.element_size());
@@ -182,6 +185,19 @@ std::int64_t ReplicatedParameters::flat_numel(at::ScalarType dtype) const {
     end = slot.offset + (slot.numel + step - 1) / step * step;
   }
   return end;
+}
+
+void ReplicatedParameters::update_trainable() {
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    auto& slot = slots_[i];
+    slot.trainable = parameter(0, i).requires_grad();
+    for (int replica = 1; replica < replicas(); ++replica) {
+      if (parameter(replica, i).requires_grad() != slot.trainable) {
+        throw InvalidArgument(text("parameter \"", slot.name, "\" is frozen on some replicas only; change requires_grad on all"));
+      }
+    }
+    check_dtype(slot);
+  }
 }
 
 at::Tensor ReplicatedParameters::average_buffer(std::size_t index) const {

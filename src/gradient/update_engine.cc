@@ -24,6 +24,7 @@ UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Opt
       optimizer_(std::move(optimizer)),
       exchange_(exchange),
       contributions_(static_cast<std::size_t>(parameters_->replicas())) {
+  parameters_->update_trainable();
   for (const auto& spec : optimizer_.rule().states()) {
     state_float_.push_back(at::full({parameters_->flat_numel(at::kFloat)}, spec.initial_value, at::kFloat));
     state_double_.push_back(at::full({parameters_->flat_numel(at::kDouble)}, spec.initial_value, at::kDouble));
@@ -77,8 +78,13 @@ void UpdateEngine::assign_ranges(int root) {
 
 void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
   const int replica = group.rank();
+  if (group.size() != parameters_->replicas()) {
+    throw InvalidArgument(text("an optimizer for ", parameters_->replicas(), " replicas is applied on ", group.size(),
+                               "; make model and optimizer with the strategy that runs them"));
+  }
   auto& mine = contributions_[static_cast<std::size_t>(replica)];
   take_gradients(replica);
+  if (replica == 0) step_ = {iterations_ + 1, learning_rate()};
   mine.weight = weight;
   group.barrier(deadline);  // every backward has ended well: from here on nothing throws but a deadline
 
@@ -180,7 +186,7 @@ void UpdateEngine::update_range(const Range& range, std::vector<const T*> gradie
   for (const auto& flat : std::is_same_v<T, double> ? state_double_ : state_float_) {
     state.push_back(flat.template mutable_data_ptr<T>() + offset);
   }
-  reduce_and_update<T>(optimizer_, step(), scale, {gradients, values, state, static_cast<std::size_t>(range.count)});
+  reduce_and_update<T>(optimizer_, step_, scale, {gradients, values, state, static_cast<std::size_t>(range.count)});
 }
 
 void UpdateEngine::update_ranges(int replica, double total_weight) {
@@ -225,7 +231,7 @@ double UpdateEngine::norm_factor(std::size_t slot) const {
 }
 
 double UpdateEngine::learning_rate() const {
-  return rate_override_ ? *rate_override_ : optimizer_.options().learning_rate.at(iterations_);
+  return rate_override_ ? *rate_override_ : LearningRate(optimizer_.options().learning_rate.at(iterations_)).at(0);  // checked
 }
 
 void UpdateEngine::set_learning_rate(double rate) {

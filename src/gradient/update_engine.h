@@ -51,6 +51,7 @@ class UpdateEngine {
   double learning_rate() const;
   void set_learning_rate(double rate);
   std::optional<double> learning_rate_override() const { return rate_override_; }
+  void restore_learning_rate(std::optional<double> override_rate) { rate_override_ = override_rate; }
 
   // State `index` (of the rule's states()) of the parameter, in its shape: a view of the stored values.
   at::Tensor state(std::size_t slot, std::size_t index) const;
@@ -87,7 +88,6 @@ class UpdateEngine {
   T* summed(const Range& range) const;
   template <class Visit>
   void visit(const Range& range, const Visit& visit) const;
-  UpdateStep step() const { return {iterations_ + 1, learning_rate()}; }
   bool has_gradient(std::size_t slot) const;
 
   // Constant after construction.
@@ -103,6 +103,7 @@ class UpdateEngine {
       contributions_;            // [replica]; written by that replica before the barrier that lets others read
   std::int64_t iterations_ = 0;  // written by replica 0 after the last barrier of an apply
   std::optional<double> rate_override_;
+  UpdateStep step_;  // of the current apply; written by replica 0 before the first barrier
 };
 
 }  // namespace lockstep

@@ -2,13 +2,14 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
-#include <unistd.h>
-
 #include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <new>
 #include <string_view>
+#include <utility>
+
+#include "base/resources.h"
 
 namespace lockstep {
 namespace {
@@ -77,7 +78,7 @@ thread_local void* current_heap = nullptr;
 CachingAllocator::ThreadHeap::~ThreadHeap() {
   if (heap == nullptr) return;
   current_heap = nullptr;
-  heap->allocator->abandon_heap(heap);
+  heap->allocator->abandon_heap(std::exchange(heap, nullptr));
 }
 
 CachingAllocator::Heap& CachingAllocator::heap_of_this_thread() {
@@ -148,10 +149,8 @@ void CachingAllocator::release(Block* block) noexcept {
 
 namespace {
 
-// Half of the machine's memory may lie in the cache.
-std::size_t default_cache_limit() {
-  return static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<std::size_t>(::sysconf(_SC_PAGESIZE)) / 2;
-}
+// Half of the memory that this process may use may lie in the cache.
+std::size_t default_cache_limit() { return usable_memory_bytes() / 2; }
 
 class TorchAllocator final : public c10::Allocator {
  public:

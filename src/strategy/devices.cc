@@ -4,7 +4,7 @@
 
 #include <charconv>
 
-#include "base/cpus.h"
+#include "base/resources.h"
 #include "base/text.h"
 #include "lockstep/error.h"
 

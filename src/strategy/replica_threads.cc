@@ -3,7 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 
-#include "base/cpus.h"
+#include "base/resources.h"
 
 namespace lockstep {
 namespace {

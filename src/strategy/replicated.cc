@@ -95,7 +95,12 @@ Trackable ReplicatedModule::replica_buffers() const {
 }
 
 void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const {
-  loss.backward();
+  try {
+    loss.backward();
+  } catch (...) {
+    engine_->drop_gradients(replica.replica_id());  // or the next step would add to a part of these
+    throw;
+  }
   apply_gradients(replica, weight);
 }
 
@@ -146,7 +151,7 @@ Trackable ReplicatedOptimizer::trackable() const {
     return [engine, copies, iterations, set_rate] {
       for (const auto& [to, from] : copies) to.copy_(from);
       engine->set_iterations(iterations);
-      if (set_rate) engine->set_learning_rate(*set_rate);
+      engine->restore_learning_rate(set_rate);
     };
   };
   return {save, load};

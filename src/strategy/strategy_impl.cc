@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <set>
 
-#include "base/cpus.h"
+#include "base/resources.h"
 #include "base/hash.h"
 #include "base/text.h"
 #include "strategy/devices.h"

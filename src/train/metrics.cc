@@ -66,9 +66,10 @@ Tensor matches(const Tensor& y_true, const Tensor& y_pred) {
   return sparse ? sparse_matches(y_true, y_pred) : categorical_matches(y_true, y_pred);
 }
 
-// Fewer than k outputs are above the label's: ties count in its favour, as in tf.math.in_top_k.
+// The label's output is finite and fewer than k are above it: ties count in its favour, as in tf.math.in_top_k.
 Tensor in_top_k(const Tensor& labels, const Tensor& y_pred, int k) {
-  return y_pred.gt(y_pred.gather(-1, labels.unsqueeze(-1))).sum(-1).lt(k);
+  const auto own = y_pred.gather(-1, labels.unsqueeze(-1));
+  return y_pred.gt(own).sum(-1).lt(k).logical_and(own.isfinite().squeeze(-1));
 }
 
 // Sums of true positives and of what they are divided by: predicted positives (precision) or actual ones (recall).

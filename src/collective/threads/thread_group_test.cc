@@ -144,6 +144,25 @@ TEST(Group, CallsThatDifferAreAnErrorOnEveryRankThatNamesOne) {
   }
 }
 
+TEST(Group, ABarrierThatMeetsACollectiveIsAnErrorOnEveryRank) {
+  const auto errors = run_ranks(2, [](const Group& group) {
+    std::vector<float> values(1000);
+    group.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon());
+    if (group.rank() == 0) return group.barrier(soon());
+    group.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon());
+  });
+  for (const auto& error : errors) EXPECT_TRUE(message_of<InvalidArgument>(error).starts_with("the ranks' calls differ"));
+}
+
+TEST(Group, BuffersOfDifferentDtypesAreAnErrorOnEveryRank) {
+  const auto errors = run_ranks(2, [](const Group& group) {
+    std::vector<double> input(4);
+    std::vector<float> output(8);
+    group.all_gather(buffer_of(std::span(input)), buffer_of(std::span(output)), soon());
+  });
+  for (const auto& error : errors) EXPECT_TRUE(message_of<InvalidArgument>(error).starts_with("all_gather: the whole is 8 x float32"));
+}
+
 TEST(Group, ARankThatNeverComesIsADeadlineExceeded) {
   const auto errors = run_ranks(3, [](const Group& group) {
     if (group.rank() != 1) group.barrier(Deadline::after(std::chrono::milliseconds(50)));

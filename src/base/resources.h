@@ -1,6 +1,7 @@
-// Which cores this process may really use.
+// Which cores and how much memory this process may really use.
 #pragma once
 
+#include <cstddef>
 #include <span>
 #include <vector>
 
@@ -11,6 +12,9 @@ std::vector<int> allowed_cpus();
 
 // How many of them the control group's CPU quota (cpu.max) pays for: at least 1, at most allowed_cpus().size().
 int usable_cpu_count();
+
+// The machine's memory, or the control group's bound on it (memory.max) where that is smaller.
+std::size_t usable_memory_bytes();
 
 // Keeps the calling thread, and the threads that it starts later, on `cpus`. Returns false where the system refuses.
 bool pin_current_thread(std::span<const int> cpus);

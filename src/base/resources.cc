@@ -1,7 +1,8 @@
-#include "base/cpus.h"
+#include "base/resources.h"
 
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -20,18 +21,25 @@ double quota_of(const std::string& cpu_max_path) {
   return std::stod(quota) / period;
 }
 
-// The smallest quota on the way from this process's control group to the root (cgroup v2).
-double cgroup_quota() {
+// The bound in a memory.max file; +inf when it sets none or cannot be read.
+double memory_bound_of(const std::string& memory_max_path) {
+  std::ifstream file(memory_max_path);
+  std::string bound;
+  return file >> bound && bound != "max" ? std::stod(bound) : INFINITY;
+}
+
+// The smallest bound on the way from this process's control group to the root (cgroup v2), each read by `bound_of`.
+double smallest_bound(const char* file_name, double (*bound_of)(const std::string& path)) {
   std::ifstream file("/proc/self/cgroup");
-  double quota = INFINITY;
+  double smallest = INFINITY;
   for (std::string line; std::getline(file, line);) {
     if (!line.starts_with("0::")) continue;
     for (std::string group = line.substr(3);; group.resize(group.rfind('/'))) {
-      quota = std::min(quota, quota_of("/sys/fs/cgroup" + group + "/cpu.max"));
+      smallest = std::min(smallest, bound_of("/sys/fs/cgroup" + group + "/" + file_name));
       if (group.empty() || group.find('/') == std::string::npos) break;
     }
   }
-  return quota;
+  return smallest;
 }
 
 }  // namespace
@@ -49,7 +57,12 @@ std::vector<int> allowed_cpus() {
 
 int usable_cpu_count() {
   const double allowed = static_cast<double>(allowed_cpus().size());
-  return static_cast<int>(std::max(1.0, std::min(allowed, std::ceil(cgroup_quota()))));
+  return static_cast<int>(std::max(1.0, std::min(allowed, std::ceil(smallest_bound("cpu.max", &quota_of)))));
+}
+
+std::size_t usable_memory_bytes() {
+  const auto machine = static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGESIZE));
+  return static_cast<std::size_t>(std::min(machine, smallest_bound("memory.max", &memory_bound_of)));
 }
 
 bool pin_current_thread(std::span<const int> cpus) {
