@@ -113,7 +113,7 @@ TEST(BadInput, Training) {
                                 {"a label is 3", "3 outputs", "0 to 2"});
   expect_error<InvalidArgument>([&] { model.fit(small_data(-1), {.verbose = 0}); }, {"a label is -1"});
   const auto empty = Dataset::from_tensor_slices(at::ones({0, 2}), at::ones({0}, at::kLong)).batch(2);
-  expect_error<InvalidArgument>([&] { model.fit(empty, {.verbose = 0}); }, {"no batch"});
+  expect_error<InvalidArgument>([&] { model.fit(empty, {.verbose = 0}); }, {"yielded no batch"});
   expect_error<InvalidArgument>([&] { model.evaluate(empty); }, {"empty"});
   expect_error<InvalidArgument>([&] { model.fit(small_data(), {.epochs = 0, .verbose = 0}); }, {"epochs is 0"});
   expect_error<InvalidArgument>([&] { model.evaluate(small_data().repeat()); }, {"endless"});

@@ -18,6 +18,7 @@ class Model;
 struct FitPlan {
   int epochs = 1;
   std::int64_t steps = -1;  // an epoch; -1 when the data set does not tell
+  bool validates = false;   // some epochs' logs have val_ values
   int verbose = 0;          // as FitOptions::verbose, resolved
 };
 
@@ -43,8 +44,9 @@ class Callback {
   virtual void save(Archive& /*archive*/, const std::string& /*prefix*/) const {}
   virtual void load(const Archive& /*archive*/, const std::string& /*prefix*/) {}
 
-  // True for those that write full checkpoints: they are called after all the others.
-  virtual bool saves_state() const { return false; }
+  // When it is called among the others: what saves the state of others comes after them.
+  enum class Turn { normal, saves_state, last };
+  virtual Turn turn() const { return Turn::normal; }
 
   // Called once, before on_train_begin.
   void attach(Model& model, const FitPlan& plan) {

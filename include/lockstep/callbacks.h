@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "lockstep/callback.h"
 
@@ -57,7 +58,7 @@ class ModelCheckpoint : public Callback {
   void on_interrupt() override;
   void save(Archive& archive, const std::string& prefix) const override;
   void load(const Archive& archive, const std::string& prefix) override;
-  bool saves_state() const override { return !options_.save_weights_only; }
+  Turn turn() const override { return options_.save_weights_only ? Turn::normal : Turn::saves_state; }
 
  private:
   void save_model(std::int64_t batch, const Logs& logs);
@@ -70,6 +71,7 @@ class ModelCheckpoint : public Callback {
   std::int64_t batch_ = 0;
   Logs logs_;
   std::optional<double> best_;
+  std::vector<std::string> kept_;  // the checkpoints that this callback saved and keeps
 };
 
 struct BackupAndRestoreOptions {
@@ -87,7 +89,7 @@ class BackupAndRestore : public Callback {
   void on_epoch_end(int epoch, const Logs& logs) override;
   void on_train_end() override;
   void on_interrupt() override;
-  bool saves_state() const override { return true; }
+  Turn turn() const override { return Turn::last; }
 
  private:
   std::string file_;
@@ -99,10 +101,14 @@ class LearningRateScheduler : public Callback {
  public:
   explicit LearningRateScheduler(std::function<double(int epoch, double rate)> schedule)
       : schedule_(std::move(schedule)) {}
+  void on_train_begin() override { epoch_ = -1; }
   void on_epoch_begin(int epoch) override;
+  void save(Archive& archive, const std::string& prefix) const override;
+  void load(const Archive& archive, const std::string& prefix) override;
 
  private:
   std::function<double(int, double)> schedule_;
+  int epoch_ = -1;  // whose rate was set last: not again when training goes on within it
 };
 
 struct EarlyStoppingOptions {
@@ -152,10 +158,12 @@ class CSVLogger : public Callback {
 
  private:
   void write(const std::string& line) const;
+  void write_header(const Logs& logs);
+  void read_header();
 
   std::string filename_;
   CSVLoggerOptions options_;
-  bool has_header_ = false;
+  std::vector<std::string> columns_;  // empty before the first line
 };
 
 // Stops when the loss is NaN or infinite.

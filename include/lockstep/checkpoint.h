@@ -48,9 +48,10 @@ Archive read_archive(const std::string& path);
 // when there is none. Follows tf.train.latest_checkpoint.
 std::string latest_checkpoint(const std::string& directory);
 
-// Appends `path` to the index of its folder as the latest, keeps the last `max_to_keep` of them (0: all) and deletes
-// the files of the others.
-void record_checkpoint(const std::string& path, int max_to_keep = 0);
+// Appends `path` to the index of its folder as the latest and to `kept`; when `kept` then has more than `max_to_keep`
+// (0: no bound), its first ones are dropped from both, and their files deleted. Checkpoints of others in the folder
+// stay.
+void record_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep = 0);
 
 // Something that a Checkpoint saves and restores. `load` checks everything, changes nothing, and returns what makes the
 // change and cannot fail; so a restore happens whole or not at all.
@@ -78,6 +79,9 @@ class Checkpoint {
   void restore(const std::string& path);
 
  private:
+  friend class CheckpointManager;
+  std::string write_next(const std::string& prefix);
+
   std::map<std::string, Trackable> objects_;
   std::int64_t save_counter_ = 0;
 };
@@ -102,6 +106,7 @@ class CheckpointManager {
   Checkpoint& checkpoint_;
   std::string directory_;
   CheckpointManagerOptions options_;
+  std::vector<std::string> kept_;  // those that are in the folder's index at the beginning count too
 };
 
 }  // namespace lockstep

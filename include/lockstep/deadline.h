@@ -22,9 +22,11 @@ class Deadline {
  private:
   Deadline(Clock::time_point start, std::chrono::duration<double> timeout)
       : start_(start),
-        time_(timeout > kLongest ? Clock::time_point::max() : start + std::chrono::duration_cast<Clock::duration>(timeout)) {}
+        time_(timeout > kLongest ? Clock::time_point::max()
+                                 : start + std::chrono::duration_cast<Clock::duration>(timeout)) {}
 
-  static constexpr std::chrono::duration<double> kLongest = std::chrono::hours(24 * 365 * 50);  // what the clock can hold
+  static constexpr std::chrono::duration<double> kLongest =
+      std::chrono::hours(24 * 365 * 50);  // what the clock can hold
 
   Clock::time_point start_;
   Clock::time_point time_;

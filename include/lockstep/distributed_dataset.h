@@ -1,7 +1,9 @@
 // A data set whose elements come in one part a replica.
 #pragma once
 
+#include <cstdint>
 #include <iterator>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -31,12 +33,14 @@ class DistributedIterator {
   std::vector<c10::Device> devices_;  // one a replica
 };
 
-// What Strategy::distribute returns. A value; `for (auto& batch : distributed)` walks epoch 0.
+// What Strategy::distribute returns. Copies share a count of epochs: each `for (auto& batch : distributed)` walks the
+// next one, which shuffles anew. Belongs to one thread at a time.
 class DistributedDataset {
  public:
   DistributedDataset(Dataset dataset, DistributedIterator::Kind kind, std::vector<c10::Device> devices)
       : dataset_(std::move(dataset)), kind_(kind), devices_(std::move(devices)) {}
 
+  // From a position of your own, as a restart does.
   DistributedIterator iterate(Position position = {}) const { return {dataset_.iterate(position), kind_, devices_}; }
 
   // Global batches an epoch, or Dataset::kInfinite or kUnknown.
@@ -50,6 +54,7 @@ class DistributedDataset {
   Dataset dataset_;
   DistributedIterator::Kind kind_;
   std::vector<c10::Device> devices_;  // one a replica
+  std::shared_ptr<std::int64_t> next_epoch_ = std::make_shared<std::int64_t>(0);
 };
 
 // An input iterator, for range-for.
@@ -68,6 +73,8 @@ class DistributedDataset::Range {
   std::optional<PerReplica<Example>> batch_;
 };
 
-inline DistributedDataset::Range DistributedDataset::begin() const { return Range(iterate()); }
+inline DistributedDataset::Range DistributedDataset::begin() const {
+  return Range(iterate({.epoch = (*next_epoch_)++}));
+}
 
 }  // namespace lockstep

@@ -77,7 +77,8 @@ class Model {
 
   // Trains. `data` yields batches of x and y, and maybe sample weights. With N replicas each batch is split among them;
   // the updates are those of the whole batch. Throws InvalidArgument, what data set and callbacks throw, what a
-  // replica's step throws (weights are then those of the step before), and Interrupted.
+  // replica's step throws (weights are then those of the step before; BatchNorm's running statistics may have moved),
+  // and Interrupted.
   History fit(const Dataset& data, const FitOptions& options = {});
 
   // Loss and metrics over the data set, each example once.

@@ -40,7 +40,8 @@ class ReplicaContext {
   // bit for bit on all. Throws Aborted when another replica failed.
   Tensor all_reduce(ReduceOp op, const Tensor& value) const;
 
-  // Collective: the replicas' tensors one after the other along `axis`. Throws like all_reduce.
+  // Collective: the replicas' tensors one after the other along `axis`, where their sizes may differ. Throws like
+  // all_reduce.
   Tensor all_gather(const Tensor& value, std::int64_t axis = 0) const;
 
   // The replicas' Group, and the deadline for an operation on it that begins now.

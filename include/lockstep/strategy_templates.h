@@ -28,6 +28,20 @@ Holder& on_replica(Mirrored<Holder>& value, int replica) {
   return value[replica];
 }
 
+// Throws InvalidArgument when a value has another number of elements than there are replicas.
+void check_elements(int elements, int replicas);
+
+template <class T>
+void check_argument(const T&, int) {}
+template <class T>
+void check_argument(const PerReplica<T>& value, int replicas) {
+  check_elements(value.size(), replicas);
+}
+template <class Holder>
+void check_argument(const Mirrored<Holder>& value, int replicas) {
+  check_elements(value.size(), replicas);
+}
+
 // The module of a holder, or of a shared pointer.
 template <class Holder>
 std::shared_ptr<torch::nn::Module> module_of(const Holder& holder) {
@@ -46,6 +60,7 @@ std::shared_ptr<ReplicatedParameters> replicate_modules(
 
 template <class Function, class... Args>
 auto Strategy::run(Function&& function, Args&&... args) const {
+  (internal::check_argument(args, num_replicas_in_sync()), ...);
   using Result = std::invoke_result_t<Function&, ReplicaContext&, decltype(internal::on_replica(args, 0))...>;
   if constexpr (std::is_void_v<Result>) {
     run_on_replicas(

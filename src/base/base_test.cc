@@ -3,8 +3,8 @@
 #include <set>
 #include <thread>
 
-#include "base/resources.h"
 #include "base/hash.h"
+#include "base/resources.h"
 #include "base/text.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"

@@ -5,6 +5,8 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <csignal>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 
@@ -56,6 +58,18 @@ class File {
   int descriptor_;
 };
 
+// Removes what a writer that was killed left beside `path`: files "NAME.tmp.PID" of processes that are no more.
+void remove_stale(const std::filesystem::path& path) {
+  const auto prefix = path.filename().string() + ".tmp.";
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(path.parent_path(), ignored)) {
+    const auto name = entry.path().filename().string();
+    if (!name.starts_with(prefix)) continue;
+    const int process = std::atoi(name.c_str() + prefix.size());
+    if (process > 0 && ::kill(process, 0) != 0 && errno == ESRCH) std::filesystem::remove(entry.path(), ignored);
+  }
+}
+
 }  // namespace
 
 void write_file_atomically(const std::string& path, std::span<const std::span<const std::byte>> parts) {
@@ -75,6 +89,7 @@ void write_file_atomically(const std::string& path, std::span<const std::span<co
     throw;
   }
   File(folder.string(), O_RDONLY | O_DIRECTORY).flush();
+  remove_stale(std::filesystem::absolute(path));
 }
 
 std::vector<std::byte> read_file(const std::string& path) {

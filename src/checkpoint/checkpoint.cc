@@ -75,22 +75,25 @@ std::string latest_checkpoint(const std::string& directory) {
   return fs::exists(checkpoint_file(path.string())) ? path.string() : std::string();
 }
 
-void record_checkpoint(const std::string& path, int max_to_keep) {
-  const auto folder = folder_of(path);
-  auto index = read_index(folder);
-  index.latest = fs::path(path).filename().string();
-  std::erase(index.all, index.latest);
-  index.all.push_back(index.latest);
+void record_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep) {
   std::vector<std::string> dropped;
-  if (max_to_keep > 0 && index.all.size() > static_cast<std::size_t>(max_to_keep)) {
-    const auto first_kept = index.all.end() - max_to_keep;
-    dropped.assign(index.all.begin(), first_kept);
-    index.all.erase(index.all.begin(), first_kept);
+  std::erase(kept, path);
+  kept.push_back(path);
+  if (max_to_keep > 0 && kept.size() > static_cast<std::size_t>(max_to_keep)) {
+    dropped.assign(kept.begin(), kept.end() - max_to_keep);
+    kept.erase(kept.begin(), kept.end() - max_to_keep);
   }
+  const auto folder = folder_of(path);
+  const auto name_of = [](const std::string& saved) { return fs::path(saved).filename().string(); };
+  auto index = read_index(folder);
+  index.latest = name_of(path);
+  std::erase(index.all, index.latest);
+  for (const auto& old : dropped) std::erase(index.all, name_of(old));
+  index.all.push_back(index.latest);
   write_index(folder, index);
-  for (const auto& name : dropped) {
+  for (const auto& old : dropped) {
     std::error_code ignored;  // a file that somebody else removed is as good as removed
-    fs::remove(checkpoint_file((folder / name).string()), ignored);
+    fs::remove(checkpoint_file(old), ignored);
   }
 }
 
@@ -109,10 +112,22 @@ void Checkpoint::write(const std::string& path) const {
   write_archive(path, archive);
 }
 
-std::string Checkpoint::save(const std::string& prefix) {
+// A number is used up only by a checkpoint that was written.
+std::string Checkpoint::write_next(const std::string& prefix) {
   const auto path = text(prefix, "-", ++save_counter_);
-  write(path);
-  record_checkpoint(path);
+  try {
+    write(path);
+  } catch (...) {
+    --save_counter_;
+    throw;
+  }
+  return path;
+}
+
+std::string Checkpoint::save(const std::string& prefix) {
+  const auto path = write_next(prefix);
+  std::vector<std::string> kept;
+  record_checkpoint(path, kept);
   return path;
 }
 
@@ -131,11 +146,12 @@ CheckpointManager::CheckpointManager(Checkpoint& checkpoint, std::string directo
     throw InvalidArgument(
         text("CheckpointManager: max_to_keep is ", options_.max_to_keep, "; it must be 0 (all) or more"));
   }
+  for (const auto& name : read_index(directory_).all) kept_.push_back((fs::path(directory_) / name).string());
 }
 
 std::string CheckpointManager::save() {
-  const auto path = checkpoint_.save((fs::path(directory_) / options_.checkpoint_name).string());
-  record_checkpoint(path, options_.max_to_keep);
+  const auto path = checkpoint_.write_next((fs::path(directory_) / options_.checkpoint_name).string());
+  record_checkpoint(path, kept_, options_.max_to_keep);
   return path;
 }
 

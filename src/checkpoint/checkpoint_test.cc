@@ -155,7 +155,8 @@ TEST(Checkpoint, SavesRestoresAndKeepsTheLast) {
 TEST(Checkpoint, TheIndexIsTensorFlows) {
   const auto folder = fresh_folder("index");
   write_archive((folder / "a \"quoted\" name").string(), sample(1));
-  record_checkpoint((folder / "a \"quoted\" name").string());
+  std::vector<std::string> kept;
+  record_checkpoint((folder / "a \"quoted\" name").string(), kept);
   std::ostringstream index;
   index << std::ifstream(folder / "checkpoint").rdbuf();
   EXPECT_EQ(

@@ -63,9 +63,7 @@ void Group::all_reduce(Buffer buffer, ReduceOp op, Deadline deadline) const {
   backend_->all_reduce(buffer, op, deadline);
 }
 
-void Group::broadcast(Buffer buffer, int root, Deadline deadline) const {
-  backend_->broadcast(buffer, root, deadline);
-}
+void Group::broadcast(Buffer buffer, int root, Deadline deadline) const { backend_->broadcast(buffer, root, deadline); }
 
 void Group::all_gather(Buffer input, Buffer output, Deadline deadline) const {
   backend_->all_gather(input, output, deadline);

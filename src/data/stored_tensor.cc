@@ -37,8 +37,13 @@ at::ScalarType to_scalar_type(DType dtype) {
   throw InvalidArgument(text("DType ", static_cast<int>(dtype), " does not exist"));
 }
 
+at::ScalarType stored_type(at::ScalarType type) {
+  if (type == at::kBool) return at::kByte;
+  return type == at::kChar || type == at::kShort ? at::kInt : type;
+}
+
 StoredTensor to_stored(const Tensor& tensor) {
-  const auto plain = tensor.detach().cpu().contiguous();
+  const auto plain = tensor.detach().cpu().to(stored_type(tensor.scalar_type())).contiguous();
   StoredTensor stored{to_dtype(plain.scalar_type()), plain.sizes().vec(), std::vector<std::byte>(plain.nbytes())};
   if (plain.nbytes() > 0) std::memcpy(stored.bytes.data(), plain.const_data_ptr(), plain.nbytes());
   return stored;

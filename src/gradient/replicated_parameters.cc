@@ -193,7 +193,8 @@ void ReplicatedParameters::update_trainable() {
     slot.trainable = parameter(0, i).requires_grad();
     for (int replica = 1; replica < replicas(); ++replica) {
       if (parameter(replica, i).requires_grad() != slot.trainable) {
-        throw InvalidArgument(text("parameter \"", slot.name, "\" is frozen on some replicas only; change requires_grad on all"));
+        throw InvalidArgument(
+            text("parameter \"", slot.name, "\" is frozen on some replicas only; change requires_grad on all"));
       }
     }
     check_dtype(slot);

@@ -57,8 +57,8 @@ class ReplicatedParameters {
   const at::Tensor& flat(int copy, at::ScalarType dtype) const;
   std::int64_t flat_numel(at::ScalarType dtype) const;
 
-  // Looks again which parameters require gradients, for an optimizer that is about to be made. Throws InvalidArgument when
-  // replicas differ.
+  // Looks again which parameters require gradients, for an optimizer that is about to be made. Throws InvalidArgument
+  // when replicas differ.
   void update_trainable();
 
   // staged: copies the host's values to the replica's device. Else nothing: the replica reads the host's.

@@ -231,7 +231,8 @@ double UpdateEngine::norm_factor(std::size_t slot) const {
 }
 
 double UpdateEngine::learning_rate() const {
-  return rate_override_ ? *rate_override_ : LearningRate(optimizer_.options().learning_rate.at(iterations_)).at(0);  // checked
+  return rate_override_ ? *rate_override_
+                        : LearningRate(optimizer_.options().learning_rate.at(iterations_)).at(0);  // checked
 }
 
 void UpdateEngine::set_learning_rate(double rate) {

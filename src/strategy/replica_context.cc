@@ -1,6 +1,9 @@
 // What step functions call: exchange of tensors between replicas, and their random numbers.
+#include <ATen/WrapDimUtils.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include "base/text.h"
 #include "data/stored_tensor.h"
@@ -32,11 +35,20 @@ Tensor ReplicaContext::all_reduce(ReduceOp op, const Tensor& value) const {
 Tensor ReplicaContext::all_gather(const Tensor& value, std::int64_t axis) const {
   if (value.dim() == 0)
     throw InvalidArgument("all_gather: the tensor is a scalar; it needs a dimension to gather along");
-  const auto input = value.detach().to(at::kCPU).contiguous();
+  // Sizes along the axis may differ: they are gathered first, and parts are padded to the largest.
+  const auto size = at::scalar_tensor(value.size(axis), at::kLong);
+  const auto sizes = at::empty({num_replicas_in_sync()}, at::kLong);
+  group_.all_gather(buffer_of_tensor(size), buffer_of_tensor(sizes), deadline());
+  auto padded_sizes = value.sizes().vec();
+  padded_sizes[static_cast<std::size_t>(at::maybe_wrap_dim(axis, value.dim()))] = sizes.max().item<std::int64_t>();
+  const auto input = at::zeros(padded_sizes, value.options().device(at::kCPU).requires_grad(false));
+  input.narrow(axis, 0, value.size(axis)).copy_(value.detach());
   const auto output = at::empty({num_replicas_in_sync(), input.numel()}, input.options());
   group_.all_gather(buffer_of_tensor(input), buffer_of_tensor(output), deadline());
   std::vector<Tensor> parts;
-  for (int r = 0; r < num_replicas_in_sync(); ++r) parts.push_back(output.select(0, r).view(input.sizes()));
+  for (int r = 0; r < num_replicas_in_sync(); ++r) {
+    parts.push_back(output.select(0, r).view(padded_sizes).narrow(axis, 0, sizes[r].item<std::int64_t>()));
+  }
   return at::cat(parts, axis).to(value.device());
 }
 

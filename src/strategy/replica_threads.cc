@@ -4,9 +4,12 @@
 #include <ATen/ThreadLocalState.h>
 
 #include "base/resources.h"
+#include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
+
+thread_local const ReplicaThreads* running_on = nullptr;  // whose thread this is
 
 // The cores of each replica, or empty lists where pinning would keep replicas off idle cores.
 std::vector<std::vector<int>> shares_of_cpus(const ReplicaThreadsOptions& options) {
@@ -35,6 +38,8 @@ ReplicaThreads::~ReplicaThreads() {
 }
 
 void ReplicaThreads::run(const std::function<void(int)>& function) {
+  if (running_on == this)
+    throw InvalidArgument("run was called from within a step of the same strategy, which would wait for itself");
   const at::ThreadLocalState settings;
   const std::function<void(int)> task = [&](int replica) {
     const at::ThreadLocalStateGuard as_the_caller(settings);
@@ -49,6 +54,7 @@ void ReplicaThreads::run(const std::function<void(int)>& function) {
 }
 
 void ReplicaThreads::work(int replica, const std::vector<int>& cpus, int threads_per_replica) {
+  running_on = this;
   if (!cpus.empty()) pin_current_thread(cpus);
   // Before this thread's first parallel region, and once: it also clears oneDNN's caches.
   at::set_num_threads(threads_per_replica);

@@ -104,6 +104,12 @@ ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const Replic
       std::make_shared<UpdateEngine>(module.parameters(), optimizer, settings.exchange, settings.root));
 }
 
+void internal::check_elements(int elements, int replicas) {
+  if (elements == replicas) return;
+  throw InvalidArgument(text("run: an argument has one element for each of ", elements, " replicas; this strategy has ",
+                             replicas, ": it belongs to another strategy"));
+}
+
 std::shared_ptr<ReplicatedParameters> internal::replicate_modules(
     StrategyImpl& strategy, const std::function<std::shared_ptr<torch::nn::Module>()>& make) {
   const auto seed = next_random_seed();

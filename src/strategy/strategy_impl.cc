@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <set>
 
-#include "base/resources.h"
 #include "base/hash.h"
+#include "base/resources.h"
 #include "base/text.h"
 #include "strategy/devices.h"
 

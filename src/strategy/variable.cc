@@ -16,7 +16,14 @@ class VariableImpl {
     set_all(initial);
   }
 
-  Tensor& copy(const ReplicaContext& replica) { return copies[static_cast<std::size_t>(replica.replica_id())]; }
+  Tensor& copy(const ReplicaContext& replica) {
+    if (copies.size() != static_cast<std::size_t>(replica.num_replicas_in_sync())) {
+      throw InvalidArgument(text("a variable made for ", copies.size(), " replicas is used on ",
+                                 replica.num_replicas_in_sync(),
+                                 "; make it in the scope of the strategy that runs the step"));
+    }
+    return copies[static_cast<std::size_t>(replica.replica_id())];
+  }
 
   void check_shape(const Tensor& value) const {
     if (value.sizes() != copies[0].sizes()) {

@@ -15,14 +15,22 @@ class EvaluationMode {
   explicit EvaluationMode(const Model& model)
       : module_(model.module()), was_training_(module_.parameters()->module(0).is_training()) {
     auto& parameters = *module_.parameters();
-    module_.replica_buffers().save(own_buffers_, "");
+    for (int replica = 0; replica < parameters.replicas(); ++replica) {
+      auto& own = own_buffers_.emplace_back();
+      for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i)
+        own.push_back(parameters.buffer(replica, i).clone());
+    }
     for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i)
       parameters.assign_buffer(i, parameters.average_buffer(i));
     module_.eval();
   }
   ~EvaluationMode() {
     module_.train(was_training_);
-    module_.replica_buffers().load(own_buffers_, "")();
+    for (std::size_t replica = 0; replica < own_buffers_.size(); ++replica) {
+      const auto& own = own_buffers_[replica];
+      for (std::size_t i = 0; i < own.size(); ++i)
+        module_.parameters()->assign_buffer_of(static_cast<int>(replica), i, own[i]);
+    }
   }
   EvaluationMode(const EvaluationMode&) = delete;
   EvaluationMode& operator=(const EvaluationMode&) = delete;
@@ -30,7 +38,7 @@ class EvaluationMode {
  private:
   ReplicatedModule module_;
   bool was_training_;
-  Archive own_buffers_;
+  std::vector<std::vector<Tensor>> own_buffers_;  // [replica][buffer]
 };
 
 // Calls visit(batch) for each global batch, at most `steps` of them if that is above 0; returns how many.

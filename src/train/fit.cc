@@ -15,7 +15,7 @@
 namespace lockstep {
 namespace {
 
-void check(const FitOptions& options) {
+void check(const Dataset& data, const FitOptions& options) {
   const auto require = [](bool holds, const char* name, std::int64_t value, const char* allowed) {
     if (!holds) throw InvalidArgument(text("fit: ", name, " is ", value, "; it must be ", allowed));
   };
@@ -24,6 +24,14 @@ void check(const FitOptions& options) {
   require(options.steps_per_epoch >= 0, "steps_per_epoch", options.steps_per_epoch, "0 (the whole data set) or more");
   require(options.validation_steps >= 0, "validation_steps", options.validation_steps, "0 (all) or more");
   require(options.validation_freq >= 1, "validation_freq", options.validation_freq, "at least 1");
+  const auto refuse_endless = [](const char* what, const Dataset& endless, const char* name, std::int64_t steps) {
+    if (steps > 0 || endless.cardinality() != Dataset::kInfinite) return;
+    throw InvalidArgument(text("fit: ", what, " is endless; set ", name, ", or take() a part of it"));
+  };
+  refuse_endless("the data set", data, "steps_per_epoch", options.steps_per_epoch);
+  if (options.validation_data) {
+    refuse_endless("validation_data", *options.validation_data, "validation_steps", options.validation_steps);
+  }
   require(options.verbose >= -1 && options.verbose <= 2, "verbose", options.verbose, "-1 (automatic), 0, 1 or 2");
 }
 
@@ -51,15 +59,20 @@ class Fit {
     }
   }
 
+  ~Fit() { impl_.callbacks.clear(); }
+  Fit(const Fit&) = delete;
+  Fit& operator=(const Fit&) = delete;
+
   History run() {
-    impl_.progress = {.epoch = options_.initial_epoch, .position = {.epoch = options_.initial_epoch}};
+    impl_.data_epochs = std::max<std::int64_t>(impl_.data_epochs, options_.initial_epoch);
+    impl_.progress = {.epoch = options_.initial_epoch, .position = {.epoch = impl_.data_epochs}};
     impl_.stopping = false;
     build_for_first_batch();
     attach_callbacks();
     each([](Callback& callback) { callback.on_train_begin(); });  // BackupAndRestore changes the progress here
     while (progress().epoch < options_.epochs && !impl_.stopping) run_epoch();
     each([](Callback& callback) { callback.on_train_end(); });
-    impl_.progress.callbacks.clear();
+    if (options_.steps_per_epoch > 0) ++impl_.data_epochs;  // the one that all epochs of this fit came from
     return progress().history;
   }
 
@@ -78,13 +91,13 @@ class Fit {
   void attach_callbacks() {
     FitPlan plan{.epochs = options_.epochs, .steps = steps_of_an_epoch(), .verbose = options_.verbose};
     if (plan.verbose < 0) plan.verbose = ::isatty(STDOUT_FILENO) == 1 ? 1 : 2;
-    auto& callbacks = progress().callbacks;
-    if (plan.verbose > 0) callbacks.push_back(ProgressBar());
-    callbacks.insert(callbacks.end(), options_.callbacks.begin(), options_.callbacks.end());
-    // What saves the state of all the others comes after them.
-    std::stable_partition(callbacks.begin(), callbacks.end(),
-                          [](const AnyCallback& callback) { return !callback->saves_state(); });
-    for (const auto& callback : callbacks) callback->attach(model_, plan);
+    plan.validates = options_.validation_data.has_value();
+    if (plan.verbose > 0) callbacks_.push_back(ProgressBar());
+    callbacks_.insert(callbacks_.end(), options_.callbacks.begin(), options_.callbacks.end());
+    std::stable_sort(callbacks_.begin(), callbacks_.end(),
+                     [](const AnyCallback& a, const AnyCallback& b) { return a->turn() < b->turn(); });
+    for (const auto& callback : callbacks_) callback->attach(model_, plan);
+    impl_.callbacks = options_.callbacks;  // in the user's order, by which checkpoints know them
   }
 
   std::int64_t steps_of_an_epoch() const {
@@ -104,9 +117,11 @@ class Fit {
       if (!batch) break;
       run_batch(*batch, iterator.position());
     }
-    if (progress().batch == 0) throw InvalidArgument(text("fit: the data set yielded no batch in epoch ", epoch));
     if (progress().batch < options_.steps_per_epoch && !impl_.stopping) stop_for_lack_of_data();
+    if (progress().batch == 0 && !impl_.stopping) throw InvalidArgument("fit: the data set yielded no batch");
+    if (progress().batch == 0) return;  // stopped before its first step
     finish_epoch(epoch);
+    throw_if_interrupted();
   }
 
   // With steps_per_epoch, one iterator serves all epochs.
@@ -125,13 +140,25 @@ class Fit {
     progress().position = position_after;
     const auto logs = impl_.tracker->logs();
     each([&](Callback& callback) { callback.on_train_batch_end(index, logs); });
-    if (const int signal = signals_.received(); signal != 0) {
-      each([](Callback& callback) { callback.on_interrupt(); });
-      throw Interrupted(signal);
-    }
+    throw_if_interrupted();
+  }
+
+  // After a whole step or epoch. Every callback may save, also when another one fails to.
+  void throw_if_interrupted() {
+    const int signal = signals_.received();
+    if (signal == 0) return;
+    each([](Callback& callback) {
+      try {
+        callback.on_interrupt();
+      } catch (const std::exception& error) {
+        log_warning(text("a callback could not save at the interruption: ", error.what()));
+      }
+    });
+    throw Interrupted(signal);
   }
 
   void stop_for_lack_of_data() {
+    if (progress().batch == 0 && progress().history.epoch.empty()) throw InvalidArgument("fit: the data set is empty");
     log_warning(text("fit: the data set ended after ", progress().batch, " of ", options_.steps_per_epoch,
                      " steps of epoch ", progress().epoch, "; call repeat() on it to train longer"));
     impl_.stopping = true;
@@ -151,7 +178,7 @@ class Fit {
     impl_.tracker->reset();
     progress().epoch = epoch + 1;
     progress().batch = 0;
-    if (options_.steps_per_epoch == 0) progress().position = {.epoch = epoch + 1};
+    if (options_.steps_per_epoch == 0) progress().position = {.epoch = ++impl_.data_epochs};
     each([&](Callback& callback) { callback.on_epoch_end(epoch, logs); });
   }
 
@@ -164,7 +191,7 @@ class Fit {
 
   template <class Call>
   void each(const Call& call) {
-    for (const auto& callback : progress().callbacks) call(*callback.operator->());
+    for (const auto& callback : callbacks_) call(*callback.operator->());
   }
 
   static constexpr std::int64_t kPrefetchedBatches = 2;
@@ -174,6 +201,7 @@ class Fit {
   const FitOptions& options_;
   Dataset data_;
   SignalGuard signals_;
+  std::vector<AnyCallback> callbacks_;  // in the order of their calls
   std::optional<DistributedIterator> iterator_;
 };
 
@@ -181,7 +209,7 @@ class Fit {
 
 History Model::fit(const Dataset& data, const FitOptions& options) {
   impl_->require_compiled("fit");
-  check(options);
+  check(data, options);
   return Fit(*this, data, options).run();
 }
 

@@ -13,12 +13,14 @@ namespace lockstep {
 
 void ModelImpl::build(const Example& sample) {
   if (parameters != nullptr) return;
-  parameters = internal::replicate_modules(strategy.impl(), [&] { return make(sample); });
+  auto made = internal::replicate_modules(strategy.impl(), [&] { return make(sample); });
+  if (pending_weights) {
+    check_weights(*pending_weights, *made);
+    ReplicatedModule(made).trackable().load(*pending_weights, "")();
+    pending_weights.reset();
+  }
+  parameters = std::move(made);
   make_engine();
-  if (!pending_weights) return;
-  const auto weights = *std::exchange(pending_weights, std::nullopt);
-  check_weights(weights, *parameters);
-  ReplicatedModule(parameters).trackable().load(weights, "")();
 }
 
 void ModelImpl::make_engine() {

@@ -22,7 +22,6 @@ struct FitProgress {
   std::int64_t batch = 0;  // steps done in it
   Position position;       // in the training data
   History history;
-  std::vector<AnyCallback> callbacks;
 };
 
 // What one replica's step found. Sums over its part of the batch.
@@ -72,6 +71,8 @@ class ModelImpl {
   std::int64_t steps = 0;                   // train steps so far
   StepTimes times;
   FitProgress progress;
+  std::int64_t data_epochs = 0;        // epochs of data that fits have begun: the next one shuffles anew
+  std::vector<AnyCallback> callbacks;  // of the fit that runs, as its options list them; empty between fits
   bool stopping = false;
 };
 

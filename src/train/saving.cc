@@ -18,15 +18,11 @@ constexpr std::size_t kMostProblems = 10;  // that a message lists
 
 std::string shape_of(const std::vector<std::int64_t>& shape) { return text("[", join(shape), "]"); }
 
-struct Expected {
-  std::vector<std::int64_t> shape;
-};
-
-std::map<std::string, Expected> expected_tensors(const ReplicatedParameters& parameters) {
-  std::map<std::string, Expected> expected;
-  for (const auto& slot : parameters.slots()) expected[slot.name] = {slot.sizes};
+std::map<std::string, std::vector<std::int64_t>> expected_shapes(const ReplicatedParameters& parameters) {
+  std::map<std::string, std::vector<std::int64_t>> expected;
+  for (const auto& slot : parameters.slots()) expected[slot.name] = slot.sizes;
   for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
-    expected[parameters.buffer_names()[i]] = {parameters.buffer(0, i).sizes().vec()};
+    expected[parameters.buffer_names()[i]] = parameters.buffer(0, i).sizes().vec();
   }
   return expected;
 }
@@ -59,15 +55,15 @@ bool is_reserved(const std::string& name) {
 }  // namespace
 
 void check_weights(const Archive& archive, const ReplicatedParameters& parameters) {
-  const auto expected = expected_tensors(parameters);
+  const auto expected = expected_shapes(parameters);
   std::vector<std::string> problems;
-  for (const auto& [name, tensor] : expected) {
+  for (const auto& [name, shape] : expected) {
     const auto found = archive.tensors.find(name);
     if (found == archive.tensors.end()) {
       problems.push_back(text(name, " is missing in the checkpoint"));
-    } else if (found->second.shape != tensor.shape) {
-      problems.push_back(text(name, " is ", shape_of(found->second.shape), " in the checkpoint and ",
-                              shape_of(tensor.shape), " in the model"));
+    } else if (found->second.shape != shape) {
+      problems.push_back(text(name, " is ", shape_of(found->second.shape), " in the checkpoint and ", shape_of(shape),
+                              " in the model"));
     }
   }
   for (const auto& [name, tensor] : archive.tensors) {
@@ -126,7 +122,7 @@ Archive ModelImpl::save_state() {
   archive.entries["fit/position/index"] = std::to_string(progress.position.index);
   save_history(progress.history, archive);
   tracker->save(archive, "fit/tracker");
-  for (std::size_t i = 0; i < progress.callbacks.size(); ++i) progress.callbacks[i]->save(archive, callback_prefix(i));
+  for (std::size_t i = 0; i < callbacks.size(); ++i) callbacks[i]->save(archive, callback_prefix(i));
   return archive;
 }
 
@@ -139,11 +135,12 @@ void ModelImpl::load_state(const Archive& archive) {
   FitProgress loaded{.epoch = static_cast<int>(number("fit/epoch")),
                      .batch = number("fit/batch"),
                      .position = {number("fit/position/epoch"), number("fit/position/index")},
-                     .history = load_history(archive),
-                     .callbacks = progress.callbacks};
+                     .history = load_history(archive)};
   const auto loaded_seed = std::stoull(archive.entry("seed"));
   const auto loaded_steps = number("steps");
   tracker->load(archive, "fit/tracker");
+
+  for (std::size_t i = 0; i < callbacks.size(); ++i) callbacks[i]->load(archive, callback_prefix(i));
 
   change_weights();
   change_buffers();
@@ -151,7 +148,7 @@ void ModelImpl::load_state(const Archive& archive) {
   seed = loaded_seed;
   steps = loaded_steps;
   progress = std::move(loaded);
-  for (std::size_t i = 0; i < progress.callbacks.size(); ++i) progress.callbacks[i]->load(archive, callback_prefix(i));
+  data_epochs = progress.position.epoch;
 }
 
 }  // namespace lockstep

@@ -5,7 +5,7 @@
 
 namespace lockstep {
 
-// While one lives, the first SIGINT or SIGTERM is only noted; a second one does what it did before. One at a time.
+// While one lives, the first SIGINT or SIGTERM is only noted; a second one ends the program. One at a time.
 class SignalGuard {
  public:
   explicit SignalGuard(bool active);

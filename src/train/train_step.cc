@@ -34,6 +34,7 @@ double weight_of(const Loss& loss, const Loss::Terms& terms, int replica) {
 StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, Tracker& into) {
   const int id = replica.replica_id();
   replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(id)));
+  engine->drop_gradients(id);  // of a step that failed
   if (part.size() == 0) {
     engine->apply(replica.group(), 0, replica.deadline());  // no examples: joins the others' update
     return {};
@@ -53,11 +54,11 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
   }
   loss.sum.backward();
   lap.add_to(spent.backward);
-  engine->apply(replica.group(), weight_of(compiled->loss, loss, id), replica.deadline());
-  lap.add_to(spent.reduce_and_update);
-  into.update(id, part, outputs.detach());
+  into.update(id, part, outputs.detach());  // before anything has changed: a metric may throw
   const StepResult result{loss.sum.item<double>(), loss.divisor, part.size()};
   lap.add_to(spent.metrics);
+  engine->apply(replica.group(), weight_of(compiled->loss, loss, id), replica.deadline());
+  lap.add_to(spent.reduce_and_update);
   return result;
 }
 

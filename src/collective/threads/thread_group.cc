@@ -30,14 +30,16 @@ struct alignas(64) Call {
   }
 };
 
-// Calls are shown in two sets in turn, so that a rank may show its next call while others still read this one: it cannot
-// come to the call after next before all have met in the next.
+// Calls are shown in two sets in turn, so that a rank may show its next call while others still read this one: it
+// cannot come to the call after next before all have met in the next.
 struct Meeting {
   Meeting(int size, int spin)
-      : barrier(size, spin), calls{std::vector<Call>(static_cast<std::size_t>(size)), std::vector<Call>(static_cast<std::size_t>(size))} {}
+      : barrier(size, spin),
+        calls{std::vector<Call>(static_cast<std::size_t>(size)), std::vector<Call>(static_cast<std::size_t>(size))} {}
 
   ThreadBarrier barrier;
-  std::array<std::vector<Call>, 2> calls;  // [turn][rank]; written by that rank only, before the barrier that lets others read
+  std::array<std::vector<Call>, 2>
+      calls;  // [turn][rank]; written by that rank only, before the barrier that lets others read
 };
 
 struct Slice {
@@ -126,8 +128,8 @@ class ThreadGroup final : public GroupBackend {
   void require_slices(const char* operation, const Buffer& whole, const Buffer& slice) const {
     const auto wanted = slice.count * static_cast<std::size_t>(size());
     if (whole.count == wanted && whole.dtype == slice.dtype) return;
-    throw InvalidArgument(text(operation, ": the whole is ", whole.count, " x ", name_of(whole.dtype), "; ", size(), " slices of ",
-                               slice.count, " x ", name_of(slice.dtype), " make ", wanted));
+    throw InvalidArgument(text(operation, ": the whole is ", whole.count, " x ", name_of(whole.dtype), "; ", size(),
+                               " slices of ", slice.count, " x ", name_of(slice.dtype), " make ", wanted));
   }
 
   // Reduces the range of all inputs in pieces that stay in the first-level cache, in rank order, and stores each.

@@ -151,7 +151,8 @@ TEST(Group, ABarrierThatMeetsACollectiveIsAnErrorOnEveryRank) {
     if (group.rank() == 0) return group.barrier(soon());
     group.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon());
   });
-  for (const auto& error : errors) EXPECT_TRUE(message_of<InvalidArgument>(error).starts_with("the ranks' calls differ"));
+  for (const auto& error : errors)
+    EXPECT_TRUE(message_of<InvalidArgument>(error).starts_with("the ranks' calls differ"));
 }
 
 TEST(Group, BuffersOfDifferentDtypesAreAnErrorOnEveryRank) {
@@ -160,7 +161,8 @@ TEST(Group, BuffersOfDifferentDtypesAreAnErrorOnEveryRank) {
     std::vector<float> output(8);
     group.all_gather(buffer_of(std::span(input)), buffer_of(std::span(output)), soon());
   });
-  for (const auto& error : errors) EXPECT_TRUE(message_of<InvalidArgument>(error).starts_with("all_gather: the whole is 8 x float32"));
+  for (const auto& error : errors)
+    EXPECT_TRUE(message_of<InvalidArgument>(error).starts_with("all_gather: the whole is 8 x float32"));
 }
 
 TEST(Group, ARankThatNeverComesIsADeadlineExceeded) {

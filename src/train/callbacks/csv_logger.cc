@@ -22,34 +22,55 @@ void CSVLogger::write(const std::string& line) const {
 }
 
 void CSVLogger::on_train_begin() {
-  if (!options_.append) std::ofstream(filename_, std::ios::trunc);
-  has_header_ = std::ifstream(filename_).peek() != std::ifstream::traits_type::eof();
+  columns_.clear();
+  std::ofstream file(filename_, options_.append ? std::ios::app : std::ios::trunc);
+  if (!file) throw IoError(text("cannot write ", filename_, ": ", std::strerror(errno)));
+  if (options_.append) read_header();
 }
 
 void CSVLogger::on_epoch_end(int epoch, const Logs& logs) {
-  std::string header = "epoch";
+  if (columns_.empty()) write_header(logs);
   std::string line = std::to_string(epoch);
-  for (const auto& [name, value] : logs) {
-    header += options_.separator + name;
-    line += text(options_.separator, std::setprecision(17), value);
+  for (const auto& column : columns_) {
+    line += logs.contains(column) ? text(options_.separator, std::setprecision(17), logs[column])
+                                  : text(options_.separator, "NA");
   }
-  if (!has_header_) write(header);
-  has_header_ = true;
   write(line);
 }
 
-void CSVLogger::save(Archive& archive, const std::string& prefix) const {
+// The first epoch's values, and those that a validation will add to a later one.
+void CSVLogger::write_header(const Logs& logs) {
+  bool validated = false;
+  for (const auto& [name, value] : logs) {
+    columns_.push_back(name);
+    validated = validated || name.starts_with("val_");
+  }
+  if (plan().validates && !validated) {
+    for (const auto& [name, value] : logs) columns_.push_back("val_" + name);
+  }
+  write(text("epoch", options_.separator, join(columns_, std::string(1, options_.separator).c_str())));
+}
+
+void CSVLogger::read_header() {
   std::ifstream file(filename_);
+  std::string line, column;
+  std::getline(file, line);
+  std::istringstream header(line);
+  std::getline(header, column, options_.separator);  // "epoch"
+  while (std::getline(header, column, options_.separator)) columns_.push_back(column);
+}
+
+void CSVLogger::save(Archive& archive, const std::string& prefix) const {
   std::ostringstream lines;
-  lines << file.rdbuf();
+  lines << std::ifstream(filename_).rdbuf();
   archive.entries[prefix + "/lines"] = lines.str();
 }
 
 // The file as it was when the checkpoint was made, whatever was written since.
 void CSVLogger::load(const Archive& archive, const std::string& prefix) {
-  const auto& lines = archive.entry(prefix + "/lines");
-  std::ofstream(filename_, std::ios::trunc) << lines;
-  has_header_ = !lines.empty();
+  std::ofstream(filename_, std::ios::trunc) << archive.entry(prefix + "/lines");
+  columns_.clear();
+  read_header();
 }
 
 }  // namespace lockstep

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <regex>
 
 #include "base/text.h"
 #include "lockstep/callbacks.h"
@@ -21,8 +22,8 @@ void require_not_negative(const char* what, std::int64_t value) {
 // `value` in Python's format `spec`: a number such as 02d or .2f, or nothing.
 std::string formatted(double value, const std::string& spec, const std::string& whole) {
   const bool integer = spec.empty() ? value == std::floor(value) : spec.back() == 'd';
-  const bool known = spec.find_first_not_of("0123456789.dfeg") == std::string::npos;
-  if (!known)
+  static const std::regex kFormat("0?[0-9]*d|0?[0-9]*(\\.[0-9]+)?[feg]");
+  if (!spec.empty() && !std::regex_match(spec, kFormat))
     throw InvalidArgument(
         text("ModelCheckpoint: \"", spec, "\" in ", whole, " is no format; such as {epoch:02d} or {loss:.2f} are"));
   std::string pattern = "%" + spec;
@@ -81,8 +82,8 @@ void ModelCheckpoint::on_interrupt() {
 }
 
 bool ModelCheckpoint::improves(const Logs& logs) {
-  const double value = logs[options_.monitor];
-  if (best_ && !is_better(options_.mode, options_.monitor, value, *best_)) return false;
+  const auto value = monitored("ModelCheckpoint", options_.monitor, logs);
+  if (!value || (best_ && !is_better(options_.mode, options_.monitor, *value, *best_))) return false;
   best_ = value;
   return true;
 }
@@ -97,12 +98,13 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
   } else {
     model().save_checkpoint(path);
   }
-  record_checkpoint(path, options_.max_to_keep);
+  record_checkpoint(path, kept_, options_.max_to_keep);
 }
 
 void ModelCheckpoint::save(Archive& archive, const std::string& prefix) const {
   if (best_) archive.entries[prefix + "/best"] = print_numbers({*best_});
   archive.entries[prefix + "/since_save"] = std::to_string(since_save_);
+  for (std::size_t i = 0; i < kept_.size(); ++i) archive.entries[text(prefix, "/kept/", i)] = kept_[i];
 }
 
 void ModelCheckpoint::load(const Archive& archive, const std::string& prefix) {
@@ -110,6 +112,10 @@ void ModelCheckpoint::load(const Archive& archive, const std::string& prefix) {
   if (best != archive.entries.end()) best_ = parse_numbers(best->second).at(0);
   const auto since = archive.entries.find(prefix + "/since_save");
   if (since != archive.entries.end()) since_save_ = std::stoll(since->second);
+  kept_.clear();
+  for (std::size_t i = 0; archive.entries.contains(text(prefix, "/kept/", i)); ++i) {
+    kept_.push_back(archive.entry(text(prefix, "/kept/", i)));
+  }
 }
 
 BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options)

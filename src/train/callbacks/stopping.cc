@@ -12,7 +12,17 @@
 namespace lockstep {
 
 void LearningRateScheduler::on_epoch_begin(int epoch) {
+  if (epoch == epoch_) return;
+  epoch_ = epoch;
   model().set_learning_rate(schedule_(epoch, model().learning_rate()));
+}
+
+void LearningRateScheduler::save(Archive& archive, const std::string& prefix) const {
+  archive.entries[prefix + "/epoch"] = std::to_string(epoch_);
+}
+
+void LearningRateScheduler::load(const Archive& archive, const std::string& prefix) {
+  epoch_ = std::stoi(archive.entry(prefix + "/epoch"));
 }
 
 void TerminateOnNaN::on_train_batch_end(std::int64_t batch, const Logs& logs) {
@@ -36,7 +46,9 @@ bool EarlyStopping::better(double value, double than) const {
 // The order of keras.callbacks.EarlyStopping: an improvement resets the patience only when it also beats the baseline.
 void EarlyStopping::on_epoch_end(int epoch, const Logs& logs) {
   if (epoch < options_.start_from_epoch) return;
-  const double value = logs[options_.monitor];
+  const auto found = monitored("EarlyStopping", options_.monitor, logs);
+  if (!found) return;
+  const double value = *found;
   if (options_.restore_best_weights && !best_weights_) {
     model().module().trackable().save(best_weights_.emplace(), "");
     best_epoch_ = epoch;
