@@ -6,8 +6,9 @@ find_library(LibTorch_CPU_LIBRARY torch_cpu HINTS ${_wheels} PATH_SUFFIXES lib)
 find_library(LibTorch_C10_LIBRARY c10 HINTS ${_wheels} PATH_SUFFIXES lib)
 
 if(LibTorch_INCLUDE_DIR)
-  file(STRINGS ${LibTorch_INCLUDE_DIR}/torch/headeronly/version.h _version REGEX "define TORCH_VERSION ")
-  string(REGEX REPLACE ".*\"([0-9.]+).*" "\\1" LibTorch_VERSION "${_version}")
+  file(STRINGS ${LibTorch_INCLUDE_DIR}/torch/headeronly/version.h _version REGEX "TORCH_VERSION_(MAJOR|MINOR|PATCH) [0-9]+")
+  string(REGEX MATCHALL "[0-9]+" _version "${_version}")
+  list(JOIN _version "." LibTorch_VERSION)
 endif()
 
 include(FindPackageHandleStandardArgs)

@@ -21,7 +21,10 @@ struct Options {
 Strategy make_strategy(const Options& options) {
   std::vector<std::string> devices;
   for (int i = 0; i < options.replicas; ++i) devices.push_back("cpu:" + std::to_string(i));
-  if (options.strategy == "one") return OneDeviceStrategy();
+  if (options.strategy == "one") {
+    if (options.replicas > 1) throw InvalidArgument("--strategy one has one replica; use mirrored or central for more");
+    return OneDeviceStrategy();
+  }
   if (options.strategy == "central") return CentralStorageStrategy({.compute_devices = devices});
   return MirroredStrategy({.devices = devices});
 }

@@ -18,9 +18,9 @@ namespace lockstep {
 
 // One example, or a batch with one more leading dimension. What a data set does not have is undefined.
 struct Example {
-  Tensor x;
-  Tensor y;
-  Tensor weight;  // sample weights: a number an example
+  Tensor x = Tensor();
+  Tensor y = Tensor();
+  Tensor weight = Tensor();  // sample weights: a number an example
 
   // Examples in a batch: the leading size of x.
   std::int64_t size() const { return x.defined() && x.dim() > 0 ? x.size(0) : 0; }

@@ -59,10 +59,11 @@ class SpanRule : public UpdateRule {
 // What every optimizer can do besides its rule. At most one kind of clipping.
 struct OptimizerOptions {
   LearningRate learning_rate = 0.001;
-  std::optional<double> weight_decay;     // decoupled: value -= learning_rate * weight_decay * value, before the update
-  std::optional<double> clipnorm;         // each variable's gradient is scaled to at most this norm
-  std::optional<double> clipvalue;        // each element is clipped to [-clipvalue, clipvalue]
-  std::optional<double> global_clipnorm;  // all gradients together are scaled to at most this norm
+  std::optional<double> weight_decay =
+      {};                                // decoupled: value -= learning_rate * weight_decay * value, before the update
+  std::optional<double> clipnorm = {};   // each variable's gradient is scaled to at most this norm
+  std::optional<double> clipvalue = {};  // each element is clipped to [-clipvalue, clipvalue]
+  std::optional<double> global_clipnorm = {};  // all gradients together are scaled to at most this norm
 };
 
 class Optimizer {
@@ -85,7 +86,7 @@ struct SGDOptions {
   LearningRate learning_rate = 0.01;
   double momentum = 0;
   bool nesterov = false;
-  std::optional<double> weight_decay, clipnorm, clipvalue, global_clipnorm;
+  std::optional<double> weight_decay = {}, clipnorm = {}, clipvalue = {}, global_clipnorm = {};
 };
 class SGD : public Optimizer {
  public:
@@ -99,7 +100,7 @@ struct AdamOptions {
   double beta_2 = 0.999;
   double epsilon = 1e-7;
   bool amsgrad = false;
-  std::optional<double> weight_decay, clipnorm, clipvalue, global_clipnorm;
+  std::optional<double> weight_decay = {}, clipnorm = {}, clipvalue = {}, global_clipnorm = {};
 };
 class Adam : public Optimizer {
  public:
@@ -119,7 +120,7 @@ struct RMSpropOptions {
   double momentum = 0;
   double epsilon = 1e-7;
   bool centered = false;
-  std::optional<double> weight_decay, clipnorm, clipvalue, global_clipnorm;
+  std::optional<double> weight_decay = {}, clipnorm = {}, clipvalue = {}, global_clipnorm = {};
 };
 class RMSprop : public Optimizer {
  public:
@@ -131,7 +132,7 @@ struct AdagradOptions {
   LearningRate learning_rate = 0.001;
   double initial_accumulator_value = 0.1;
   double epsilon = 1e-7;
-  std::optional<double> weight_decay, clipnorm, clipvalue, global_clipnorm;
+  std::optional<double> weight_decay = {}, clipnorm = {}, clipvalue = {}, global_clipnorm = {};
 };
 class Adagrad : public Optimizer {
  public:

@@ -41,14 +41,16 @@ class GeneratorCursor final : public Cursor {
   explicit GeneratorCursor(Dataset::Generator generator) : generator_(std::move(generator)) {}
 
   bool next(Row& row) override {
-    auto example = generator_();
-    if (!example) return false;
+    auto example = ended_ ? std::nullopt : generator_();
+    ended_ = !example;  // it is not asked again
+    if (ended_) return false;
     row = {*std::move(example)};
     return true;
   }
 
  private:
   Dataset::Generator generator_;
+  bool ended_ = false;
 };
 
 class GeneratorStage final : public Stage {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/text.h"
 #include "lockstep/error.h"
 #include "strategy/split.h"
 
@@ -26,10 +27,7 @@ Example moved(const Example& example, c10::Device device) {
 }
 
 PerReplica<Example> split_batch(const Example& batch, const std::vector<c10::Device>& devices) {
-  if (!batch.x.defined() || batch.x.dim() == 0) {
-    throw InvalidArgument(
-        "the data set's elements have no leading dimension to split among replicas; call batch() on it first");
-  }
+  check_batch(batch);
   std::vector<Example> parts;
   const auto replicas = static_cast<int>(devices.size());
   const auto share = batch.size() / replicas;
@@ -40,6 +38,19 @@ PerReplica<Example> split_batch(const Example& batch, const std::vector<c10::Dev
     parts.push_back(moved(part, devices[static_cast<std::size_t>(replica)]));
   }
   return PerReplica<Example>(std::move(parts));
+}
+
+void check_batch(const Example& batch) {
+  if (!batch.x.defined()) throw InvalidArgument("an element of the data set has no x");
+  const auto shape_of = [](const Tensor& tensor) {
+    return tensor.defined() ? text(tensor.sizes()) : std::string("none");
+  };
+  const auto fits = [&](const Tensor& tensor) {
+    return !tensor.defined() || (tensor.dim() > 0 && tensor.size(0) == batch.size());
+  };
+  if (batch.x.dim() > 0 && fits(batch.y) && fits(batch.weight)) return;
+  throw InvalidArgument(text("the data set's elements are no batches (x has shape ", shape_of(batch.x), ", y ",
+                             shape_of(batch.y), ", weight ", shape_of(batch.weight), "); call batch() on it first"));
 }
 
 Example empty_like(const Example& batch) { return part_of(batch, 0, 0); }

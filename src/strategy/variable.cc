@@ -30,6 +30,10 @@ class VariableImpl {
       throw InvalidArgument(
           text("a value of shape ", value.sizes(), " is assigned to a variable of shape ", copies[0].sizes()));
     }
+    if (value.scalar_type() != copies[0].scalar_type()) {
+      throw InvalidArgument(text("a value of dtype ", value.scalar_type(), " is assigned to a variable of dtype ",
+                                 copies[0].scalar_type()));
+    }
   }
 
   // What `value` becomes when all replicas have brought theirs.

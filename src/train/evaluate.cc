@@ -3,6 +3,7 @@
 
 #include "base/text.h"
 #include "lockstep/error.h"
+#include "strategy/split.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/model_impl.h"
 
@@ -64,6 +65,7 @@ void build_if_needed(ModelImpl& impl, const Dataset& data) {
   if (impl.parameters != nullptr) return;
   const auto first = data.iterate().next();
   if (!first) throw InvalidArgument("the data set is empty");
+  check_batch(*first);
   impl.build(*first);
 }
 
@@ -80,7 +82,7 @@ Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
     const auto results = impl.strategy.run(
         [&](ReplicaContext& replica, const Example& part) -> StepResult {
           if (part.size() == 0) return {};
-          const auto outputs = impl.forward(impl.parameters->module(replica.replica_id()), part.x);
+          const auto outputs = impl.outputs_of(replica, part);
           const auto loss = impl.compiled->loss.terms(part.y, outputs, part.weight);
           tracker.update(replica.replica_id(), part, outputs);
           return {loss.sum.item<double>(), loss.divisor, part.size()};
@@ -102,7 +104,7 @@ Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
   for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<Example>& batch) {
     const auto parts = impl.strategy.run(
         [&](ReplicaContext& replica, const Example& part) {
-          return part.size() == 0 ? Tensor() : impl.forward(impl.parameters->module(replica.replica_id()), part.x);
+          return part.size() == 0 ? Tensor() : impl.outputs_of(replica, part);
         },
         batch);
     for (const auto& part : parts) {

@@ -8,6 +8,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/error.h"
+#include "strategy/split.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/model_impl.h"
 #include "train/signal_guard.h"
@@ -83,8 +84,10 @@ class Fit {
     if (impl_.parameters == nullptr) {
       const auto first = data_.iterate().next();
       if (!first) throw InvalidArgument("fit: the data set is empty");
+      check_batch(*first);
       impl_.build(*first);
     }
+    impl_.require_trainable();
     impl_.tracker->reset();
   }
 
@@ -160,7 +163,7 @@ class Fit {
   void stop_for_lack_of_data() {
     if (progress().batch == 0 && progress().history.epoch.empty()) throw InvalidArgument("fit: the data set is empty");
     log_warning(text("fit: the data set ended after ", progress().batch, " of ", options_.steps_per_epoch,
-                     " steps of epoch ", progress().epoch, "; call repeat() on it to train longer"));
+                     " steps of epoch ", progress().epoch + 1, "; call repeat() on it to train longer"));
     impl_.stopping = true;
   }
 

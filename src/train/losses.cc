@@ -100,8 +100,21 @@ Loss::Loss(std::string name, Function function, Reduction reduction)
 Loss::Loss(const char* name) : Loss(by_name(name)) {}
 
 Loss::Terms Loss::terms(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight) const {
-  auto values = function_(y_true, y_pred);
-  if (values.dim() == 0) values = values.expand({y_pred.size(0)});
+  // [batch] labels of [batch, 1] outputs get that dimension too, or a difference of both would be [batch, batch].
+  const bool one_output = y_true.defined() && y_true.dim() + 1 == y_pred.dim() && y_pred.size(-1) == 1;
+  auto values = function_(one_output ? y_true.unsqueeze(-1) : y_true, y_pred);
+  if (values.dim() == 0) {
+    if (sample_weight.defined()) {
+      throw InvalidArgument(
+          text("loss ", name_,
+               ": it gives one number for the batch, which sample weights cannot weigh; give one for each example"));
+    }
+    values = values.expand({y_pred.size(0)});
+  }
+  if (values.size(0) != y_pred.size(0)) {
+    throw InvalidArgument(text("loss ", name_, ": its values have shape ", values.sizes(), " for a batch of ",
+                               y_pred.size(0), "; it must give one for each example"));
+  }
   Tensor weight;
   if (sample_weight.defined()) {
     weight = weight_like(sample_weight, values);

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <set>
+
 #include "base/text.h"
 #include "lockstep/error.h"
 #include "strategy/split.h"
@@ -35,6 +37,14 @@ void ModelImpl::require_built(const char* caller) const {
   }
 }
 
+void ModelImpl::require_trainable() const {
+  for (const auto& slot : parameters->slots()) {
+    if (slot.trainable) return;
+  }
+  throw InvalidArgument(
+      "the model has no trainable parameter: are all frozen, or was a submodule not registered (register_module)?");
+}
+
 void ModelImpl::require_compiled(const char* caller) const {
   if (!compiled)
     throw InvalidArgument(
@@ -57,6 +67,15 @@ Sequential::Sequential(std::vector<Layer> layers)
 }
 
 void Model::compile(CompileOptions options) {
+  std::set<std::string> names{"loss"};
+  for (const auto* metrics : {&options.metrics, &options.weighted_metrics}) {
+    for (const auto& metric : *metrics) {
+      if (!names.insert(metric.name()).second) {
+        throw InvalidArgument(
+            text("compile: two values would be called \"", metric.name(), "\"; give one metric another name"));
+      }
+    }
+  }
   impl_->compiled = std::move(options);
   impl_->make_engine();
 }
@@ -69,7 +88,9 @@ void Model::build(const std::vector<std::int64_t>& input_shape, at::ScalarType d
 
 Logs Model::train_on_batch(const Example& batch) {
   impl_->require_compiled("train_on_batch");
+  check_batch(batch);
   impl_->build(batch);
+  impl_->require_trainable();
   impl_->tracker->reset();
   auto parts = split_batch(batch, impl_->strategy.impl().torch_devices());
   impl_->train_batch(parts, *impl_->tracker);

@@ -43,6 +43,10 @@ class ModelImpl {
   void make_engine();
   void require_built(const char* caller) const;
   void require_compiled(const char* caller) const;
+  void require_trainable() const;
+
+  // A replica's forward. What LibTorch refuses is an InvalidArgument that names the batch.
+  Tensor outputs_of(ReplicaContext& replica, const Example& part) const;
 
   // On each replica, with its part of the batch: forward, loss, backward, reduce and update, metrics.
   StepResult train_step(ReplicaContext& replica, const Example& part, Tracker& tracker);

@@ -127,6 +127,9 @@ Archive ModelImpl::save_state() {
 }
 
 void ModelImpl::load_state(const Archive& archive) {
+  if (!archive.entries.contains("steps")) {
+    throw InvalidArgument("load_checkpoint: the file holds weights only; load_weights loads it");
+  }
   check_weights(archive, *parameters);
   const auto change_weights = ReplicatedModule(parameters).trackable().load(archive, "");
   const auto change_buffers = ReplicatedModule(parameters).replica_buffers().load(archive, kReplica);

@@ -49,6 +49,9 @@ Tensor class_labels(const char* what, const Tensor& y_true, const Tensor& y_pred
     throw InvalidArgument(text(what, ": y has shape ", y_true.sizes(), ", the outputs have ", y_pred.sizes(),
                                "; y must be the outputs' shape without the last dimension"));
   }
+  if (labels.is_floating_point() && labels.device().is_cpu() && !labels.eq(labels.floor()).all().item<bool>()) {
+    throw InvalidArgument(text(what, ": labels are fractions; classes are whole numbers"));
+  }
   labels = labels.to(at::kLong).contiguous();
   check_labels(what, labels, y_pred.size(-1));
   return labels;

@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "base/hash.h"
+#include "base/text.h"
 #include "lockstep/error.h"
 #include "train/model_impl.h"
 
@@ -31,6 +32,15 @@ double weight_of(const Loss& loss, const Loss::Terms& terms, int replica) {
 
 }  // namespace
 
+Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const {
+  try {
+    return forward(parameters->module(replica.replica_id()), part.x);
+  } catch (const c10::Error& error) {
+    throw InvalidArgument(text("the model cannot take a batch of shape ", part.x.sizes(), " and dtype ",
+                               part.x.scalar_type(), ": ", error.what_without_backtrace()));
+  }
+}
+
 StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, Tracker& into) {
   const int id = replica.replica_id();
   replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(id)));
@@ -45,7 +55,7 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
   StepTimes& spent = id == 0 ? times : unused;
   Lap lap;
 
-  const auto outputs = forward(parameters->module(id), part.x);
+  const auto outputs = outputs_of(replica, part);
   const auto loss = compiled->loss.terms(part.y, outputs, part.weight);
   lap.add_to(spent.forward);
   if (!loss.sum.requires_grad()) {
