@@ -29,18 +29,20 @@ int main(int, char** argv) {
 
   Sequential model({Dense(16, {.activation = "relu"}), BatchNormalization(), Dropout(0.5), Dense(2)});
   model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}),
-                 .optimizer = Adam({.learning_rate = ExponentialDecay(0.01, {.decay_steps = 5})}),
+                 .optimizer = Adam({.learning_rate = 0.01}),
                  .metrics = {"accuracy"}});
   const auto raise_signal = [&](std::int64_t, const Logs&) {
     if (model.iterations() == step_of_signal) std::raise(signal);
   };
   try {
-    const auto history = model.fit(
-        data, {.epochs = 4,
-               .callbacks = {LambdaCallback({.on_train_batch_end = raise_signal}), CSVLogger(folder + "/log.csv"),
-                             EarlyStopping({.monitor = "loss", .patience = 3, .restore_best_weights = true}),
-                             BackupAndRestore(folder + "/backup", {.save_freq = 3})},
-               .verbose = 0});
+    const auto history =
+        model.fit(data, {.epochs = 4,
+                         .callbacks = {LambdaCallback({.on_train_batch_end = raise_signal}),
+                                       BackupAndRestore(folder + "/backup", {.save_freq = 3}),
+                                       LearningRateScheduler([](int, double rate) { return rate * 0.8; }),
+                                       CSVLogger(folder + "/log.csv"),
+                                       EarlyStopping({.monitor = "loss", .patience = 3, .restore_best_weights = true})},
+                         .verbose = 0});
     model.save_weights(folder + "/final");
     std::cout << "epochs in the history: " << history.epoch.size() << "\n";
   } catch (const Interrupted& interrupted) {

@@ -4,8 +4,10 @@
 
 #include <concepts>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <type_traits>
 
 #include "lockstep/checkpoint.h"
 #include "lockstep/logs.h"
@@ -75,6 +77,35 @@ class AnyCallback {
 
  private:
   std::shared_ptr<Callback> callback_;
+};
+
+// Functions as a callback.
+class LambdaCallback : public Callback {
+ public:
+  struct Functions {
+    std::function<void()> on_train_begin = {};
+    std::function<void(int)> on_epoch_begin = {};
+    std::function<void(std::int64_t)> on_train_batch_begin = {};
+    std::function<void(std::int64_t, const Logs&)> on_train_batch_end = {};
+    std::function<void(int, const Logs&)> on_epoch_end = {};
+    std::function<void()> on_train_end = {};
+  };
+  explicit LambdaCallback(Functions functions) : functions_(std::move(functions)) {}
+  void on_train_begin() override { call(functions_.on_train_begin); }
+  void on_epoch_begin(int epoch) override { call(functions_.on_epoch_begin, epoch); }
+  void on_train_batch_begin(std::int64_t batch) override { call(functions_.on_train_batch_begin, batch); }
+  void on_train_batch_end(std::int64_t batch, const Logs& logs) override {
+    call(functions_.on_train_batch_end, batch, logs);
+  }
+  void on_epoch_end(int epoch, const Logs& logs) override { call(functions_.on_epoch_end, epoch, logs); }
+  void on_train_end() override { call(functions_.on_train_end); }
+
+ private:
+  template <class... Args>
+  static void call(const std::function<void(Args...)>& function, std::type_identity_t<Args>... args) {
+    if (function) function(args...);
+  }
+  Functions functions_;
 };
 
 }  // namespace lockstep
