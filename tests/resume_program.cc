@@ -1,4 +1,4 @@
-// Trains a small model with everything that a restart must bring back: Dropout, shuffling, Adam, a schedule,
+// Trains a small model with everything that a restart must bring back: Dropout, shuffling, Adam, changing rates,
 // BatchNormalization, and callbacks that count. resume_program FOLDER STEP SIGNAL sends itself SIGNAL at global step
 // STEP (-1: never).
 #include <lockstep/lockstep.h>
