@@ -9,17 +9,12 @@
 #include <filesystem>
 #include <fstream>
 
+#include "base/fresh_folder.h"
+
 namespace lockstep {
 namespace {
 
 namespace fs = std::filesystem;
-
-fs::path fresh_folder(const std::string& name) {
-  const auto folder = fs::path(LOCKSTEP_BINARY_DIR) / "bad_input" / name;
-  fs::remove_all(folder);
-  fs::create_directories(folder);
-  return folder;
-}
 
 // Expects that `call` throws E with every one of `parts` in its text.
 template <class E, class Call>
@@ -72,7 +67,7 @@ std::string gzip(const std::string& bytes) {
 }
 
 TEST(BadInput, IdxFiles) {
-  const auto folder = fresh_folder("idx");
+  const auto folder = fresh_folder("bad_input", "idx");
   const auto images = write(folder / "images", idx(0x803, {4, 2, 2}, 16));
   const auto labels = write(folder / "labels", idx(0x801, {4}, 4));
   EXPECT_EQ(Dataset::from_idx(images, labels).cardinality(), 4);
@@ -151,7 +146,7 @@ TEST(BadInput, StrategiesAndSettings) {
 }
 
 TEST(BadInput, Checkpoints) {
-  const auto folder = fresh_folder("checkpoints");
+  const auto folder = fresh_folder("bad_input", "checkpoints");
   auto model = small_model();
   const auto path = (folder / "good").string();
   model.save_weights(path);
@@ -183,7 +178,7 @@ TEST(BadInput, Checkpoints) {
 }
 
 TEST(BadInput, AFullDiskLeavesTheLastCheckpointWhole) {
-  const auto folder = fresh_folder("full_disk");
+  const auto folder = fresh_folder("bad_input", "full_disk");
   ASSERT_EQ(::mount("tmpfs", folder.c_str(), "tmpfs", 0, "size=64k"), 0) << "needs root to mount a small disk";
   auto model = small_model();
   model.save_weights((folder / "ckpt").string());
@@ -199,7 +194,7 @@ TEST(BadInput, AFullDiskLeavesTheLastCheckpointWhole) {
 }
 
 TEST(BadInput, AnUnwritableLogFolder) {
-  const auto folder = fresh_folder("logs");
+  const auto folder = fresh_folder("bad_input", "logs");
   write(folder / "file", "in the way");
   auto model = small_model();
   expect_error<IoError>(

@@ -8,17 +8,12 @@
 #include <filesystem>
 #include <fstream>
 
+#include "base/fresh_folder.h"
+
 namespace lockstep {
 namespace {
 
 namespace fs = std::filesystem;
-
-fs::path fresh_folder(const std::string& name) {
-  const auto folder = fs::path(LOCKSTEP_BINARY_DIR) / "callbacks" / name;
-  fs::remove_all(folder);
-  fs::create_directories(folder);
-  return folder;
-}
 
 Dataset data() {
   const auto x = at::linspace(-1, 1, 20).view({20, 1});
@@ -61,7 +56,7 @@ TEST(Callbacks, AreCalledInKerasOrder) {
 }
 
 TEST(Callbacks, ModelCheckpointNamesKeepsAndFindsFiles) {
-  const auto folder = fresh_folder("checkpoint");
+  const auto folder = fresh_folder("callbacks", "checkpoint");
   auto model = make_model();
   model.fit(data(), {.epochs = 4,
                      .callbacks = {ModelCheckpoint((folder / "w_{epoch:02d}_{loss:.1f}").string(),
@@ -78,7 +73,7 @@ TEST(Callbacks, ModelCheckpointNamesKeepsAndFindsFiles) {
 }
 
 TEST(Callbacks, ModelCheckpointSavesTheBestOnly) {
-  const auto folder = fresh_folder("best");
+  const auto folder = fresh_folder("callbacks", "best");
   auto model = make_model();
   int epoch = 0;
   const auto rates = LearningRateScheduler([&](int, double) { return epoch++ < 2 ? 0.1 : 100.0; });  // then it diverges
@@ -115,7 +110,7 @@ TEST(Callbacks, TerminateOnNaNStopsWithinTheEpoch) {
 }
 
 TEST(Callbacks, CSVLoggerWritesALineAnEpoch) {
-  const auto file = fresh_folder("csv") / "log.csv";
+  const auto file = fresh_folder("callbacks", "csv") / "log.csv";
   for (const bool append : {false, true}) {
     auto model = make_model();
     model.fit(data(), {.epochs = 2, .callbacks = {CSVLogger(file.string(), {.append = append})}, .verbose = 0});
@@ -143,7 +138,6 @@ TEST(Callbacks, SchedulesAndSchedulersSetTheRate) {
 
 TEST(Fit, StepsPerEpochGoOnThroughTheData) {
   auto model = make_model();
-  std::vector<std::int64_t> seen;
   const auto history = model.fit(data().repeat(), {.epochs = 3, .steps_per_epoch = 3, .verbose = 0});
   EXPECT_EQ(model.iterations(), 9);
   auto short_of_data = make_model();

@@ -8,6 +8,8 @@
 #include <fstream>
 #include <sstream>
 
+#include "base/fresh_folder.h"
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -33,17 +35,10 @@ std::string contents(const fs::path& file) {
   return out.str();
 }
 
-fs::path fresh_folder(const std::string& name) {
-  const auto folder = fs::path(LOCKSTEP_BINARY_DIR) / "resume_runs" / name;
-  fs::remove_all(folder);
-  fs::create_directories(folder);
-  return folder;
-}
-
 class Resume : public testing::TestWithParam<std::pair<int, int>> {
  protected:
   static void SetUpTestSuite() {
-    undisturbed = fresh_folder("undisturbed");
+    undisturbed = lockstep::fresh_folder("resume", "undisturbed");
     const auto ended = run_program(undisturbed, -1, 0);
     ASSERT_EQ(ended.status, 0) << ended.output;
     ASSERT_EQ(ended.output, "epochs in the history: 4\n");
@@ -55,7 +50,8 @@ class Resume : public testing::TestWithParam<std::pair<int, int>> {
 // 7 steps an epoch, a backup each 3 steps and at the end of epochs.
 TEST_P(Resume, EndsWithTheSameBits) {
   const auto [step, signal] = GetParam();
-  const auto folder = fresh_folder("step" + std::to_string(step) + "_signal" + std::to_string(signal));
+  const auto folder =
+      lockstep::fresh_folder("resume", "step" + std::to_string(step) + "_signal" + std::to_string(signal));
   const auto first = run_program(folder, step, signal);
   if (signal == SIGKILL) {
     EXPECT_NE(first.status, 0);

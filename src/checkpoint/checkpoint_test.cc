@@ -11,19 +11,13 @@
 #include <random>
 #include <sstream>
 
+#include "base/fresh_folder.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
 namespace fs = std::filesystem;
-
-fs::path fresh_folder(const std::string& name) {
-  const auto folder = fs::path(LOCKSTEP_BINARY_DIR) / "checkpoints" / name;
-  fs::remove_all(folder);
-  fs::create_directories(folder);
-  return folder;
-}
 
 StoredTensor tensor_of(const std::vector<float>& values) {
   StoredTensor tensor{
@@ -50,7 +44,7 @@ std::string little_endian(std::uint64_t value) {
 }
 
 TEST(Archive, ReadsBackWhatWasWritten) {
-  const auto path = (fresh_folder("roundtrip") / "deep" / "er" / "file").string();
+  const auto path = (fresh_folder("checkpoint", "roundtrip") / "deep" / "er" / "file").string();
   const auto archive = sample(1.5);
   write_archive(path, archive);
   EXPECT_TRUE(fs::exists(path + ".safetensors"));
@@ -69,14 +63,14 @@ TEST(Archive, ReadsBackWhatWasWritten) {
 }
 
 TEST(Archive, ReadsFilesOfOthersWithoutChecksum) {
-  const auto path = fresh_folder("foreign") / "file.safetensors";
+  const auto path = fresh_folder("checkpoint", "foreign") / "file.safetensors";
   const std::string header = R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
   write_file(path, little_endian(header.size()) + header + std::string(8, '\0'));
   EXPECT_EQ(read_archive(path.string()).tensor("w").shape, std::vector<std::int64_t>{2});
 }
 
 TEST(Archive, MalformedFilesAreErrors) {
-  const auto folder = fresh_folder("malformed");
+  const auto folder = fresh_folder("checkpoint", "malformed");
   const std::vector<std::string> headers{
       "",
       "{",
@@ -103,7 +97,7 @@ TEST(Archive, MalformedFilesAreErrors) {
 
 // A writer that is killed at any moment leaves the previous checkpoint, or the next one, whole.
 TEST(Archive, AKilledWriterLeavesAWholeCheckpoint) {
-  const auto path = (fresh_folder("killed") / "ckpt").string();
+  const auto path = (fresh_folder("checkpoint", "killed") / "ckpt").string();
   write_archive(path, sample(0, 200'000));
   std::mt19937 generator(1);
   for (int round = 0; round < 20; ++round) {
@@ -122,7 +116,7 @@ TEST(Archive, AKilledWriterLeavesAWholeCheckpoint) {
 }
 
 TEST(Archive, AFolderThatCannotBeMadeIsNamed) {
-  const auto folder = fresh_folder("in_the_way");
+  const auto folder = fresh_folder("checkpoint", "in_the_way");
   write_file(folder / "file", "x");
   try {
     write_archive((folder / "file" / "ckpt").string(), sample(1));
@@ -133,7 +127,7 @@ TEST(Archive, AFolderThatCannotBeMadeIsNamed) {
 }
 
 TEST(Checkpoint, SavesRestoresAndKeepsTheLast) {
-  const auto folder = fresh_folder("manager").string();
+  const auto folder = fresh_folder("checkpoint", "manager").string();
   std::int64_t counter = 7;
   Checkpoint checkpoint({{"counter", track(counter)}});
   CheckpointManager manager(checkpoint, folder, {.max_to_keep = 2});
@@ -153,7 +147,7 @@ TEST(Checkpoint, SavesRestoresAndKeepsTheLast) {
 }
 
 TEST(Checkpoint, TheIndexIsTensorFlows) {
-  const auto folder = fresh_folder("index");
+  const auto folder = fresh_folder("checkpoint", "index");
   write_archive((folder / "a \"quoted\" name").string(), sample(1));
   std::vector<std::string> kept;
   record_checkpoint((folder / "a \"quoted\" name").string(), kept);
@@ -166,7 +160,7 @@ TEST(Checkpoint, TheIndexIsTensorFlows) {
 }
 
 TEST(Checkpoint, ARestoreHappensWholeOrNotAtAll) {
-  const auto path = (fresh_folder("whole") / "ckpt").string();
+  const auto path = (fresh_folder("checkpoint", "whole") / "ckpt").string();
   std::int64_t first = 1, second = 2;
   Checkpoint({{"first", track(first)}}).write(path);
   first = 10;
