@@ -1,5 +1,5 @@
 # The two commands of the README, and what continuous integration adds. Everything else is CMake: see CMakePresets.json.
-.PHONY: train test lint sanitize clean
+.PHONY: train test lint sanitize bench-peers bench-step clean
 
 BUILD = cmake --build --preset
 
@@ -24,6 +24,21 @@ lint:
 sanitize:
 	tools/bootstrap
 	for preset in asan tsan; do cmake --preset $$preset && $(BUILD) $$preset && ctest --preset $$preset || exit 1; done
+
+# The libraries that benchmarks compare with, each in an environment of its own under .peers/.
+bench-peers: .peers/tensorflow/done .peers/pytorch/done
+
+.peers/tensorflow/done:
+	tools/bootstrap
+	python3 -m venv .peers/tensorflow && .peers/tensorflow/bin/pip install --quiet tensorflow-cpu==2.20.0 && touch $@
+.peers/pytorch/done:
+	tools/bootstrap
+	python3 -m venv .peers/pytorch && .peers/pytorch/bin/pip install --quiet torch==2.11.0 numpy && touch $@
+
+# Training steps, ours and the peers', in turns: a table, a line of JSON, and README's plot.
+bench-step: build/release/build.ninja bench-peers
+	$(BUILD) release --target train_step dataset fma_peak
+	python3 benchmarks/bench_step.py --plot docs/step.svg
 
 build/release/build.ninja:
 	tools/bootstrap

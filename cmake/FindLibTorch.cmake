@@ -23,7 +23,15 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::cpu)
   # After the system's own folders: the wheel also carries headers of protobuf and fmt, of other versions.
   target_compile_options(LibTorch::cpu INTERFACE "SHELL:-idirafter ${LibTorch_INCLUDE_DIR}"
     "SHELL:-idirafter ${LibTorch_INCLUDE_DIR}/torch/csrc/api/include")
-  set(_libraries ${LibTorch_CPU_LIBRARY} ${LibTorch_C10_LIBRARY})
+  # at::parallel_for is a template that works in parallel only where its caller is compiled for OpenMP. The runtime must be
+  # LibTorch's own: the wheel brings one.
+  target_compile_options(LibTorch::cpu INTERFACE -fopenmp)
+  file(GLOB _openmp ${_lib}/libgomp*.so*)
+  if(NOT _openmp)
+    find_package(OpenMP REQUIRED)
+    set(_openmp ${OpenMP_CXX_LIBRARIES})
+  endif()
+  set(_libraries ${LibTorch_CPU_LIBRARY} ${LibTorch_C10_LIBRARY} ${_openmp})
   set(_rpaths ${_lib} ${_nvidia})
   if(LOCKSTEP_CUDA)
     find_library(LibTorch_CUDA_LIBRARY torch_cuda HINTS ${_lib} REQUIRED NO_DEFAULT_PATH)

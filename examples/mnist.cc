@@ -10,6 +10,7 @@ using namespace lockstep;
 namespace {
 
 struct Options {
+  std::string policy = "float32";
   std::string strategy = "mirrored";
   int replicas = 0;
   int epochs = 12;
@@ -36,6 +37,7 @@ Example scale(Example example) {
 
 int train(const Options& options) {
   set_random_seed(options.seed);
+  set_global_policy(options.policy);
   const auto strategy = make_strategy(options);
   const auto batch = options.batch * strategy.num_replicas_in_sync();
   std::cout << "Replicas: " << strategy.num_replicas_in_sync() << "\n";
@@ -75,6 +77,7 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--data", options.data, "folder of MNIST's four IDX files; empty: Fashion-MNIST");
+  app.add_option("--policy", options.policy, "float32 or mixed_bfloat16")->capture_default_str();
   app.add_option("--seed", options.seed, "of everything random")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   try {

@@ -203,5 +203,13 @@ TEST(BadInput, AnUnwritableLogFolder) {
   EXPECT_EQ(model.iterations(), 0);
 }
 
+TEST(BadInput, WhatLibTorchRefusesInAMapNamesTheElement) {
+  auto data = Dataset::from_tensor_slices(at::rand({4, 3}), at::zeros({4})).map([](Example e) {
+    e.x = e.x.reshape({7});
+    return e;
+  });
+  expect_error<DataError>([&] { data.batch(2).iterate().next(); }, {"map", "element 0", "shape '[7]'"});
+}
+
 }  // namespace
 }  // namespace lockstep

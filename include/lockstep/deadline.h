@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <limits>
 
 namespace lockstep {
 
@@ -12,6 +13,9 @@ class Deadline {
 
   // The moment `timeout` from now.
   static Deadline after(std::chrono::duration<double> timeout) { return Deadline(Clock::now(), timeout); }
+
+  // For waits that end by another's decision alone, such as a thread's for its next task.
+  static Deadline never() { return after(std::chrono::duration<double>(std::numeric_limits<double>::infinity())); }
 
   Clock::time_point time() const noexcept { return time_; }
   bool passed() const noexcept { return Clock::now() >= time_; }

@@ -17,10 +17,8 @@ class LearningRate {
   explicit LearningRate(std::function<double(std::int64_t iteration)> schedule);
 
   double at(std::int64_t iteration) const { return schedule_(iteration); }
-  bool is_constant() const noexcept { return constant_; }
 
  private:
-  bool constant_ = false;
   std::function<double(std::int64_t)> schedule_;
 };
 

@@ -1,8 +1,8 @@
 // Strategies: where variables live, on which replicas a step runs, and how gradients meet. Follows
 // tf.distribute.Strategy.
 //
-// A Strategy is a shared handle. One thread at a time uses it; the functions that `run` calls run on its replicas'
-// threads.
+// A Strategy is a shared handle. One thread at a time uses it. The thread that calls `run` is replica 0's, so from then
+// on LibTorch's operators use threads_per_replica threads in it; each other replica has a thread of the strategy's.
 #pragma once
 
 #include <functional>

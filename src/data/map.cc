@@ -6,7 +6,9 @@
 #include <thread>
 
 #include "base/hash.h"
+#include "base/text.h"
 #include "data/stage.h"
+#include "lockstep/error.h"
 #include "lockstep/random.h"
 #include "ops/replica_random.h"
 
@@ -23,7 +25,11 @@ class SeededCall {
   Example operator()(Example example, std::int64_t index) {
     random_.seed(mix(seed_, static_cast<std::uint64_t>(index)));
     const ReplicaRandom::Use use(random_);
-    return function_(std::move(example));
+    try {
+      return function_(std::move(example));
+    } catch (const c10::Error& error) {
+      throw DataError(text("the function of map failed on element ", index, ": ", error.what_without_backtrace()));
+    }
   }
 
  private:

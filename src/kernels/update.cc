@@ -12,6 +12,7 @@
 
 HWY_BEFORE_NAMESPACE();
 namespace lockstep::kernels::HWY_NAMESPACE {
+namespace {
 
 template <class T>
 void scaled_sum(const T* const* inputs, size_t n_inputs, T scale, T* HWY_RESTRICT out, size_t n) {
@@ -161,6 +162,7 @@ constexpr UpdateKernels<T> kTable = {
 const UpdateKernels<float>* table_float() { return &kTable<float>; }
 const UpdateKernels<double>* table_double() { return &kTable<double>; }
 
+}  // namespace
 }  // namespace lockstep::kernels::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -172,14 +174,12 @@ HWY_EXPORT(table_double);
 
 template <>
 const UpdateKernels<float>& update_kernels() {
-  static const auto& table = *HWY_DYNAMIC_DISPATCH(table_float)();
-  return table;
+  return *HWY_DYNAMIC_DISPATCH(table_float)();
 }
 
 template <>
 const UpdateKernels<double>& update_kernels() {
-  static const auto& table = *HWY_DYNAMIC_DISPATCH(table_double)();
-  return table;
+  return *HWY_DYNAMIC_DISPATCH(table_double)();
 }
 
 }  // namespace lockstep::kernels

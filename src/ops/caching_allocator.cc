@@ -2,7 +2,11 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <bit>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -17,6 +21,13 @@ namespace {
 constexpr std::size_t kAlignment = 64;
 constexpr int kSteps = 4;      // size classes in each power of two: at most a quarter of a block is unused
 constexpr int kClasses = 160;  // up to 2^40 bytes, more than any tensor
+
+constexpr std::size_t kLarge = std::size_t{1}
+                               << 17;  // from here on blocks come from an arena, smaller ones from malloc
+constexpr std::size_t kArena = std::size_t{1} << 26;  // of addresses; memory only where blocks have been used
+constexpr std::size_t kHugePage = std::size_t{1} << 21;
+constexpr std::int64_t kFlush = std::int64_t{1}
+                                << 16;  // bytes after which a heap tells the allocator of what it caches
 
 struct SizeClass {
   int index;
@@ -40,16 +51,61 @@ struct alignas(kAlignment) CachingAllocator::Block {
   Block* next;
   std::size_t bytes;  // without this header
   int size_class;
+  bool in_memory = true;  // of a large block: whether it still has its pages
 
   static Block* of(void* data) { return static_cast<Block*>(data) - 1; }
   void* data() { return this + 1; }
+  bool large() const { return bytes >= kLarge; }
+
+  // Gives the pages that hold nothing but this block's data back to the system.
+  void drop_pages() {
+    constexpr std::uintptr_t kPage = 4096;
+    const auto begin = (reinterpret_cast<std::uintptr_t>(data()) + kPage - 1) / kPage * kPage;
+    const auto end = (reinterpret_cast<std::uintptr_t>(data()) + bytes) / kPage * kPage;
+    madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+    in_memory = false;
+  }
+};
+
+// Memory for one heap's large blocks, side by side in huge pages where the system gives them: a step reads some
+// megabytes, and each small page costs a translation. Never given back; its pages can be.
+class CachingAllocator::Arena {
+ public:
+  void* take(std::size_t bytes) {
+    if (bytes > static_cast<std::size_t>(end_ - next_)) map(bytes);
+    return std::exchange(next_, next_ + bytes);
+  }
+
+ private:
+  void map(std::size_t bytes) {
+    const std::size_t size = std::max(kArena, (bytes + kHugePage - 1) / kHugePage * kHugePage);
+    void* memory = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | (size > kArena ? 0 : MAP_NORESERVE), -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    const auto address = reinterpret_cast<std::uintptr_t>(memory);
+    next_ = static_cast<std::byte*>(memory) + (kHugePage - address % kHugePage) % kHugePage;
+    end_ = next_ + size;
+    madvise(next_, size, MADV_HUGEPAGE);
+  }
+
+  std::byte* next_ = nullptr;
+  std::byte* end_ = nullptr;
 };
 
 struct CachingAllocator::Heap {
   CachingAllocator* allocator;
-  std::array<Block*, kClasses> free{};                        // touched by the owning thread alone
+  std::array<Block*, kClasses> free{};     // touched by the owning thread alone
+  Arena arena;                             // likewise
+  std::atomic<std::int64_t> uncounted{0};  // cached bytes not yet in the allocator's; written likewise
   alignas(kAlignment) std::atomic<Block*> returned{nullptr};  // pushed by other threads, taken whole by the owner
 
+  // Adds to the bytes that are cached. The allocator's counter, which all threads share, is touched seldom.
+  void count(std::int64_t bytes) {
+    const auto sum = uncounted.load(std::memory_order_relaxed) + bytes;
+    const bool flush = std::abs(sum) >= kFlush;
+    if (flush) allocator->cached_.fetch_add(sum, std::memory_order_relaxed);
+    uncounted.store(flush ? 0 : sum, std::memory_order_relaxed);
+  }
   void keep(Block* block) {
     auto& head = free[static_cast<std::size_t>(block->size_class)];
     block->next = head;
@@ -94,7 +150,10 @@ CachingAllocator::Heap& CachingAllocator::heap_of_this_thread() {
 
 CachingAllocator::Heap* CachingAllocator::adopt_heap() {
   MutexLock lock(mutex_);
-  if (abandoned_.empty()) return new Heap{.allocator = this};
+  if (abandoned_.empty()) {
+    heaps_.push_back(new Heap{.allocator = this});
+    return heaps_.back();
+  }
   auto* heap = abandoned_.back();
   abandoned_.pop_back();
   return heap;
@@ -107,15 +166,23 @@ void CachingAllocator::abandon_heap(Heap* heap) {
 
 void* CachingAllocator::allocate(std::size_t bytes) {
   const auto size_class = size_class_of(bytes);
+  if (size_class.index >= kClasses) throw std::bad_alloc();
   auto& heap = heap_of_this_thread();
   auto& head = heap.free[static_cast<std::size_t>(size_class.index)];
   if (head == nullptr && heap.returned.load(std::memory_order_relaxed) != nullptr) heap.take_returned();
   if (Block* block = head; block != nullptr) {
     head = block->next;
-    cached_.fetch_sub(block->bytes, std::memory_order_relaxed);
+    if (block->in_memory) {
+      heap.count(-static_cast<std::int64_t>(block->bytes));
+    } else {
+      block->in_memory = true;
+      reserved_.fetch_add(block->bytes, std::memory_order_relaxed);
+    }
     return block->data();
   }
-  void* memory = std::aligned_alloc(kAlignment, sizeof(Block) + size_class.bytes);
+  const auto with_header = sizeof(Block) + size_class.bytes;
+  void* memory =
+      size_class.bytes >= kLarge ? heap.arena.take(with_header) : std::aligned_alloc(kAlignment, with_header);
   if (memory == nullptr) throw std::bad_alloc();
   reserved_.fetch_add(size_class.bytes, std::memory_order_relaxed);
   return (new (memory) Block{&heap, nullptr, size_class.bytes, size_class.index})->data();
@@ -126,12 +193,23 @@ void CachingAllocator::deallocate(void* data) noexcept {
   auto* block = Block::of(data);
   auto& heap = *block->home;
   auto& allocator = *heap.allocator;
-  if (allocator.cached_.load(std::memory_order_relaxed) + block->bytes > allocator.cache_limit_) {
-    allocator.release(block);
-    return;
+  const bool at_home = current_heap == &heap;
+  const auto bytes = static_cast<std::int64_t>(block->bytes);
+  const auto cached =
+      allocator.cached_.load(std::memory_order_relaxed) + heap.uncounted.load(std::memory_order_relaxed);
+  if (cached + bytes > allocator.cache_limit_) {
+    allocator.reserved_.fetch_sub(block->bytes, std::memory_order_relaxed);
+    if (!block->large()) {
+      std::free(block);
+      return;
+    }
+    block->drop_pages();
+  } else if (at_home) {
+    heap.count(bytes);
+  } else {
+    allocator.cached_.fetch_add(bytes, std::memory_order_relaxed);
   }
-  allocator.cached_.fetch_add(block->bytes, std::memory_order_relaxed);
-  if (current_heap == &heap) {
+  if (at_home) {
     heap.keep(block);
     return;
   }
@@ -141,10 +219,11 @@ void CachingAllocator::deallocate(void* data) noexcept {
   }
 }
 
-void CachingAllocator::release(Block* block) noexcept {
-  reserved_.fetch_sub(block->bytes, std::memory_order_relaxed);
-  block->~Block();
-  std::free(block);
+MemoryStats CachingAllocator::stats() const {
+  MutexLock lock(mutex_);
+  auto cached = cached_.load(std::memory_order_relaxed);
+  for (const auto* heap : heaps_) cached += heap->uncounted.load(std::memory_order_relaxed);
+  return {reserved_.load(std::memory_order_relaxed), static_cast<std::size_t>(std::max<std::int64_t>(0, cached))};
 }
 
 namespace {

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "base/mutex.h"
@@ -16,18 +17,17 @@ namespace lockstep {
 // Threads hold on to their heaps, so an allocator must never be destroyed.
 class CachingAllocator {
  public:
-  // Frees to the system once more than `cache_limit` bytes are cached.
-  explicit CachingAllocator(std::size_t cache_limit) : cache_limit_(cache_limit) {}
+  // Gives memory back to the system while `cache_limit` bytes are cached already.
+  explicit CachingAllocator(std::size_t cache_limit) : cache_limit_(static_cast<std::int64_t>(cache_limit)) {}
 
   // Throws std::bad_alloc.
   void* allocate(std::size_t bytes);
   static void deallocate(void* data) noexcept;
 
-  MemoryStats stats() const noexcept {
-    return {reserved_.load(std::memory_order_relaxed), cached_.load(std::memory_order_relaxed)};
-  }
+  MemoryStats stats() const;
 
  private:
+  class Arena;
   struct Heap;
   struct Block;
   struct ThreadHeap;
@@ -35,13 +35,13 @@ class CachingAllocator {
   Heap& heap_of_this_thread();
   Heap* adopt_heap();
   void abandon_heap(Heap* heap);
-  void release(Block* block) noexcept;
 
-  const std::size_t cache_limit_;
+  const std::int64_t cache_limit_;
   std::atomic<std::size_t> reserved_{0};
-  std::atomic<std::size_t> cached_{0};
-  Mutex mutex_;
-  std::vector<Heap*> abandoned_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::atomic<std::int64_t> cached_{0};  // but for what heaps have not counted yet
+  mutable Mutex mutex_;
+  std::vector<Heap*> heaps_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::vector<Heap*> abandoned_ LOCKSTEP_GUARDED_BY(mutex_);  // of threads that have ended
 };
 
 // Puts one CachingAllocator, never destroyed, under LibTorch's CPU tensors, unless LOCKSTEP_ALLOCATOR says "system" or

@@ -70,6 +70,25 @@ TEST(CachingAllocator, KeepsNoMoreThanItsLimit) {
   EXPECT_EQ(allocator.stats().reserved_bytes, 8192U);
 }
 
+TEST(CachingAllocator, LargeBlocksBeyondTheLimitLoseTheirPagesAndServeAgain) {
+  auto& allocator = make_allocator(1 << 20);
+  constexpr std::size_t kBytes = 1 << 22;
+  auto* first = static_cast<char*>(allocator.allocate(kBytes));
+  std::memset(first, 7, kBytes);
+  CachingAllocator::deallocate(first);
+  EXPECT_EQ(allocator.stats().reserved_bytes, 0U);
+  EXPECT_EQ(allocator.stats().cached_bytes, 0U);
+  auto* again = static_cast<char*>(allocator.allocate(kBytes));
+  EXPECT_EQ(again, first);
+  EXPECT_EQ(again[kBytes / 2], 0) << "its pages were not given back";
+  EXPECT_EQ(allocator.stats().reserved_bytes, kBytes);
+}
+
+TEST(CachingAllocator, RefusesWhatNoMachineHas) {
+  auto& allocator = make_allocator();
+  EXPECT_THROW(allocator.allocate(std::size_t{1} << 46), std::bad_alloc);
+}
+
 TEST(CachingAllocator, ThreadsThatPassBlocksAroundNeverShareOne) {
   auto& allocator = make_allocator();
   std::array<std::atomic<std::uint64_t*>, 16> mailbox{};

@@ -16,7 +16,7 @@ void require_positive(const char* name, std::int64_t value) {
 
 }  // namespace
 
-LearningRate::LearningRate(double value) : constant_(true), schedule_([value](std::int64_t) { return value; }) {
+LearningRate::LearningRate(double value) : schedule_([value](std::int64_t) { return value; }) {
   if (!(value >= 0) || std::isinf(value)) {
     throw InvalidArgument(text("learning_rate is ", value, "; it must be a finite number, 0 or more"));
   }

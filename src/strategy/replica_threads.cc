@@ -9,7 +9,19 @@
 namespace lockstep {
 namespace {
 
-thread_local const ReplicaThreads* running_on = nullptr;  // whose thread this is
+// The strategies whose step this thread is in, the innermost first.
+struct Running {
+  const ReplicaThreads* threads;
+  const Running* outer;
+};
+thread_local const Running* running = nullptr;
+
+bool runs_on(const ReplicaThreads* threads) {
+  for (const auto* level = running; level != nullptr; level = level->outer) {
+    if (level->threads == threads) return true;
+  }
+  return false;
+}
 
 // The cores of each replica, or empty lists where pinning would keep replicas off idle cores.
 std::vector<std::vector<int>> shares_of_cpus(const ReplicaThreadsOptions& options) {
@@ -23,54 +35,52 @@ std::vector<std::vector<int>> shares_of_cpus(const ReplicaThreadsOptions& option
 
 }  // namespace
 
-ReplicaThreads::ReplicaThreads(ReplicaThreadsOptions options) {
+ReplicaThreads::ReplicaThreads(ReplicaThreadsOptions options)
+    : threads_per_replica_(options.threads_per_replica),
+      started_(options.replicas, options.spin_rounds),
+      ended_(options.replicas, options.spin_rounds) {
   const auto shares = shares_of_cpus(options);
-  for (int replica = 0; replica < options.replicas; ++replica) {
-    threads_.emplace_back([this, replica, cpus = shares[static_cast<std::size_t>(replica)],
-                           threads = options.threads_per_replica] { work(replica, cpus, threads); });
+  for (int replica = 1; replica < options.replicas; ++replica) {
+    threads_.emplace_back([this, replica, cpus = shares[static_cast<std::size_t>(replica)]] { work(replica, cpus); });
   }
 }
 
-ReplicaThreads::~ReplicaThreads() {
-  MutexLock lock(mutex_);
-  stopping_ = true;
-  started_.notify_all();
-}
+ReplicaThreads::~ReplicaThreads() { started_.abort("the strategy ends"); }
 
 void ReplicaThreads::run(const std::function<void(int)>& function) {
-  if (running_on == this)
+  if (runs_on(this))
     throw InvalidArgument("run was called from within a step of the same strategy, which would wait for itself");
+  // Only where it changes something: it clears oneDNN's caches.
+  const int threads_before = at::get_num_threads();
+  if (threads_before != threads_per_replica_) at::set_num_threads(threads_per_replica_);
   const at::ThreadLocalState settings;
   const std::function<void(int)> task = [&](int replica) {
     const at::ThreadLocalStateGuard as_the_caller(settings);
     function(replica);
   };
-  MutexLock lock(mutex_);
   task_ = &task;
-  running_ = static_cast<int>(threads_.size());
-  ++runs_;
-  started_.notify_all();
-  while (running_ > 0) ended_.wait(mutex_);
+  started_.wait(Deadline::never(), "the start of a step");
+  const Running level{this, running};
+  running = &level;
+  function(0);
+  running = level.outer;
+  ended_.wait(Deadline::never(), "the end of a step");
+  if (running != nullptr && threads_before != threads_per_replica_) at::set_num_threads(threads_before);
 }
 
-void ReplicaThreads::work(int replica, const std::vector<int>& cpus, int threads_per_replica) {
-  running_on = this;
+void ReplicaThreads::work(int replica, const std::vector<int>& cpus) {
+  const Running level{this, nullptr};
+  running = &level;
   if (!cpus.empty()) pin_current_thread(cpus);
-  // Before this thread's first parallel region, and once: it also clears oneDNN's caches.
-  at::set_num_threads(threads_per_replica);
-  for (std::uint64_t done = 0;; ++done) {
-    const auto* task = wait_for_task(done);
-    if (task == nullptr) return;
-    (*task)(replica);
-    MutexLock lock(mutex_);
-    if (--running_ == 0) ended_.notify_all();
+  at::set_num_threads(threads_per_replica_);  // before this thread's first parallel region
+  try {
+    for (;;) {
+      started_.wait(Deadline::never(), "the start of a step");
+      (*task_)(replica);
+      ended_.wait(Deadline::never(), "the end of a step");
+    }
+  } catch (const Aborted&) {  // the strategy ends
   }
-}
-
-const std::function<void(int)>* ReplicaThreads::wait_for_task(std::uint64_t done) {
-  MutexLock lock(mutex_);
-  while (runs_ == done && !stopping_) started_.wait(mutex_);
-  return runs_ == done ? nullptr : task_;
 }
 
 }  // namespace lockstep

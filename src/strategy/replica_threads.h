@@ -1,22 +1,22 @@
-// The persistent threads on which replicas run.
+// The threads on which replicas run: the caller's for replica 0, persistent ones for the others.
 #pragma once
 
-#include <cstdint>
-#include <exception>
 #include <functional>
 #include <thread>
 #include <vector>
 
-#include "base/mutex.h"
+#include "collective/threads/thread_barrier.h"
 
 namespace lockstep {
 
 struct ReplicaThreadsOptions {
   int replicas = 1;
   int threads_per_replica = 1;  // that LibTorch's operators may use on each
+  int spin_rounds = 0;          // how often a thread looks for the next task before it sleeps
 };
 
-// Each thread is pinned to its share of the cores when the replicas together use every core that the process may use.
+// When the replicas together use every core that the process may use, each persistent thread is pinned to its share;
+// the first share is left for the callers.
 class ReplicaThreads {
  public:
   explicit ReplicaThreads(ReplicaThreadsOptions options);
@@ -25,20 +25,16 @@ class ReplicaThreads {
   ReplicaThreads& operator=(const ReplicaThreads&) = delete;
 
   // Calls function(replica) on every thread at once, with the caller's thread-local settings of LibTorch (grad mode and
-  // so on), and returns when all have ended. One caller at a time; not from within a replica. `function` must not
-  // throw.
+  // so on), and returns when all have ended. LibTorch's operators use threads_per_replica threads in the calling thread
+  // from then on. One caller at a time; not from within a replica. `function` must not throw.
   void run(const std::function<void(int)>& function);
 
  private:
-  void work(int replica, const std::vector<int>& cpus, int threads_per_replica);
-  const std::function<void(int)>* wait_for_task(std::uint64_t done);
+  void work(int replica, const std::vector<int>& cpus);
 
-  Mutex mutex_;
-  CondVar started_, ended_;
-  const std::function<void(int)>* task_ LOCKSTEP_GUARDED_BY(mutex_) = nullptr;
-  std::uint64_t runs_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
-  int running_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
-  bool stopping_ LOCKSTEP_GUARDED_BY(mutex_) = false;
+  const int threads_per_replica_;
+  ThreadBarrier started_, ended_;
+  const std::function<void(int)>* task_ = nullptr;  // written before started_, read after it
 
   std::vector<std::jthread> threads_;  // last: they end before what they use
 };

@@ -39,7 +39,9 @@ StrategySettings checked(StrategySettings settings) {
 
 StrategyImpl::StrategyImpl(StrategySettings settings)
     : settings_(checked(std::move(settings))),
-      threads_({.replicas = replicas(), .threads_per_replica = settings_.threads_per_replica}) {
+      threads_({.replicas = replicas(),
+                .threads_per_replica = settings_.threads_per_replica,
+                .spin_rounds = spin_rounds()}) {
   for (const auto& device : settings_.devices) {
     torch_devices_.push_back(lockstep::torch_device(device));
     random_.push_back(std::make_unique<ReplicaRandom>(torch_devices_.back()));
@@ -47,9 +49,9 @@ StrategyImpl::StrategyImpl(StrategySettings settings)
   make_groups();
 }
 
-void StrategyImpl::make_groups() {
-  groups_ = make_thread_groups(replicas(), replicas() <= usable_cpu_count() ? kSpinRounds : 0);
-}
+int StrategyImpl::spin_rounds() const { return replicas() <= usable_cpu_count() ? kSpinRounds : 0; }
+
+void StrategyImpl::make_groups() { groups_ = make_thread_groups(replicas(), spin_rounds()); }
 
 Placement StrategyImpl::placement() const {
   const bool on_gpus =

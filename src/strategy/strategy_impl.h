@@ -45,6 +45,7 @@ class StrategyImpl {
   ReplicaRandom& random(int replica) const { return *random_[static_cast<std::size_t>(replica)]; }
 
  private:
+  int spin_rounds() const;
   void make_groups();
 
   const StrategySettings settings_;

@@ -111,7 +111,7 @@ Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
       if (part.defined()) outputs.push_back(part.cpu());
     }
   });
-  return at::cat(outputs);
+  return at::cat(outputs).contiguous();  // convolutions on CPUs leave channels last
 }
 
 }  // namespace lockstep

@@ -4,6 +4,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/loss.h"
+#include "lockstep/ops.h"
 #include "train/shapes.h"
 
 namespace lockstep {
@@ -26,9 +27,8 @@ Loss::Function sparse_categorical(CrossentropyOptions options) {
   check("SparseCategoricalCrossentropy", options, false);
   return [options](const Tensor& y_true, const Tensor& y_pred) {
     const auto labels = class_labels("SparseCategoricalCrossentropy", y_true, y_pred);
-    const auto logits = options.from_logits ? y_pred : y_pred.clamp(kEpsilon, 1 - kEpsilon).log();
-    const auto log_probability = at::log_softmax(logits, -1).reshape({-1, y_pred.size(-1)});
-    return at::nll_loss(log_probability, labels.reshape({-1}), {}, at::Reduction::None).reshape(labels.sizes());
+    if (options.from_logits) return ops::softmax_cross_entropy(y_pred, labels);
+    return ops::softmax_cross_entropy(y_pred.clamp(kEpsilon, 1 - kEpsilon).log(), labels);
   };
 }
 

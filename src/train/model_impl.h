@@ -12,6 +12,7 @@
 #include "gradient/update_engine.h"
 #include "lockstep/model.h"
 #include "lockstep/random.h"
+#include "train/mixed_precision.h"
 #include "train/tracker.h"
 
 namespace lockstep {
@@ -62,6 +63,7 @@ class ModelImpl {
 
   // Constant after construction.
   const Strategy strategy = Strategy::current();
+  const ComputePolicy policy = ComputePolicy::current();
   const Make make;
   const Forward forward;
 

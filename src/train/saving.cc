@@ -3,6 +3,7 @@
 
 #include <set>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "lockstep/error.h"
 #include "train/model_impl.h"
@@ -116,6 +117,7 @@ Archive ModelImpl::save_state() {
   ReplicatedOptimizer(engine).trackable().save(archive, kOptimizer);
   archive.entries["seed"] = std::to_string(seed);
   archive.entries["steps"] = std::to_string(steps);
+  archive.entries["replicas"] = std::to_string(strategy.num_replicas_in_sync());
   archive.entries["fit/epoch"] = std::to_string(progress.epoch);
   archive.entries["fit/batch"] = std::to_string(progress.batch);
   archive.entries["fit/position/epoch"] = std::to_string(progress.position.epoch);
@@ -141,6 +143,12 @@ void ModelImpl::load_state(const Archive& archive) {
                      .history = load_history(archive)};
   const auto loaded_seed = std::stoull(archive.entry("seed"));
   const auto loaded_steps = number("steps");
+  if (archive.entries.contains("replicas") && number("replicas") != strategy.num_replicas_in_sync()) {
+    log_warning(text("the checkpoint is of ", archive.entry("replicas"), " replicas and there are ",
+                     strategy.num_replicas_in_sync(),
+                     " now: each has its own random numbers and running statistics, so "
+                     "the training goes on, but not with the same bits"));
+  }
   tracker->load(archive, "fit/tracker");
 
   for (std::size_t i = 0; i < callbacks.size(); ++i) callbacks[i]->load(archive, callback_prefix(i));

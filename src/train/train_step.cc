@@ -30,14 +30,27 @@ double weight_of(const Loss& loss, const Loss::Terms& terms, int replica) {
   return replica == 0 ? 1 : 0;
 }
 
+std::string batch_named(const Example& part) {
+  return text("a batch of shape ", part.x.sizes(), " and dtype ", part.x.scalar_type());
+}
+
+void backward_from(const Tensor& loss, const Example& part) {
+  try {
+    loss.backward();
+  } catch (const c10::Error& error) {
+    throw InvalidArgument(
+        text("the backward pass failed for ", batch_named(part), ": ", error.what_without_backtrace()));
+  }
+}
+
 }  // namespace
 
 Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const {
   try {
-    return forward(parameters->module(replica.replica_id()), part.x);
+    const ComputePolicy::Scope scope(policy, part.x.device().type());
+    return policy.outputs(forward(parameters->module(replica.replica_id()), part.x));
   } catch (const c10::Error& error) {
-    throw InvalidArgument(text("the model cannot take a batch of shape ", part.x.sizes(), " and dtype ",
-                               part.x.scalar_type(), ": ", error.what_without_backtrace()));
+    throw InvalidArgument(text("the model cannot take ", batch_named(part), ": ", error.what_without_backtrace()));
   }
 }
 
@@ -49,7 +62,6 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
     engine->apply(replica.group(), 0, replica.deadline());  // no examples: joins the others' update
     return {};
   }
-  engine->drop_gradients(id);  // of a step that failed
   const at::AutoGradMode with_gradients(true);
   StepTimes unused;
   StepTimes& spent = id == 0 ? times : unused;
@@ -62,7 +74,7 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
     throw InvalidArgument(
         "the loss depends on no trainable parameter; are all frozen, or does forward detach its result?");
   }
-  loss.sum.backward();
+  backward_from(loss.sum, part);
   lap.add_to(spent.backward);
   into.update(id, part, outputs.detach());  // before anything has changed: a metric may throw
   const StepResult result{loss.sum.item<double>(), loss.divisor, part.size()};

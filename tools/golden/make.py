@@ -114,6 +114,37 @@ def layers():
     return rows
 
 
+def stacks():
+    """Layers that Lockstep computes in one pass, with sizes that its kernels take."""
+    L = keras.layers
+    own_random = np.random.default_rng(21)
+    relu = {"activation": "relu"}
+    cases = [([("Conv2D", {"filters": 9, "kernel_size": [3, 3], **relu}), ("MaxPooling2D", {"pool_size": [2, 2]})], (5, 1, 9, 10)),
+             ([("Conv2D", {"filters": 20, "kernel_size": [2, 4], "padding": "same", **relu}), ("MaxPooling2D", {"pool_size": [2, 2]})], (5, 3, 8, 7)),
+             ([("Dense", {"units": 16, **relu}), ("Dense", {"units": 9})], (7, 12))]
+    rows = []
+    for layers_, shape in cases:
+        image = len(shape) == 4
+        model = keras.Sequential([getattr(L, kind)(**options) for kind, options in layers_])
+        x = own_random.normal(size=shape)
+        inside = to_keras(x) if image else x
+        model.build(inside.shape)
+        for weight in model.weights:
+            weight.assign(own_random.normal(size=weight.shape) * 0.5)
+        before = [w.numpy() for w in model.weights]
+        with tf.GradientTape() as tape:
+            output = model(tf.constant(inside))
+            cotangent = own_random.normal(size=output.shape)
+            total = tf.reduce_sum(output * cotangent)
+        gradients = tape.gradient(total, [w.value for w in model.trainable_weights])
+        in_order = [packed(torch_weight(w.name, value)[1]) for w, value in zip(model.weights, before)]
+        rows.append({"layers": [{"kind": kind, "options": options} for kind, options in layers_], "input": packed(x),
+                     "weights": in_order, "output": packed(to_torch(output) if image else output),
+                     "cotangent": packed(to_torch(cotangent) if image else cotangent),
+                     "weight_gradients": [packed(torch_weight(w.name, g)[1]) for w, g in zip(model.weights, gradients)]})
+    return rows
+
+
 def losses():
     K = keras.losses
     rows = []
@@ -228,7 +259,7 @@ def schedules():
 
 
 FOLDER.mkdir(parents=True, exist_ok=True)
-for make in (layers, losses, metrics, optimizers, schedules):
+for make in (layers, stacks, losses, metrics, optimizers, schedules):
     rows = make()
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     (FOLDER / f"{make.__name__}.json").write_text(f"[\n{lines}\n]\n")

@@ -1,6 +1,7 @@
 // Dense, Embedding, Dropout.
 #include <ATen/ATen.h>
 
+#include "lockstep/ops.h"
 #include "train/layers/parameter_module.h"
 
 namespace lockstep {
@@ -18,6 +19,9 @@ class DenseSpec final : public LayerSpec {
     auto module = std::make_shared<ParameterModule>();
     module->weight = module->make("weight", {units_, input.size(-1)}, options_.kernel_initializer);
     module->bias = module->make("bias", {units_}, options_.bias_initializer, options_.use_bias);
+    if (options_.activation.name() == "relu") {
+      return {module, [module](const Tensor& x) { return ops::linear_relu(x, module->weight, module->bias); }};
+    }
     return {module, [module, activation = options_.activation](const Tensor& x) {
               return activation(at::linear(x, module->weight, module->bias));
             }};

@@ -1,6 +1,8 @@
 // Keras's "valid" and "same" padding of images.
 #pragma once
 
+#include <ATen/ops/constant_pad_nd.h>
+
 #include <algorithm>
 #include <array>
 #include <string>
@@ -22,6 +24,7 @@ struct Window {
 struct Padding {
   std::array<std::int64_t, 2> height{}, width{};
 
+  bool none() const { return height == decltype(height){} && width == decltype(width){}; }
   bool symmetric() const { return height[0] == height[1] && width[0] == width[1]; }
   std::array<std::int64_t, 2> before() const { return {height[0], width[0]}; }
   std::array<std::int64_t, 4> as_torch() const { return {width[0], width[1], height[0], height[1]}; }
@@ -44,6 +47,18 @@ inline Padding padding_of(const std::string& padding, const Tensor& image, const
   };
   return {one(image.size(2), window.size.height, window.strides.height, window.dilation.height),
           one(image.size(3), window.size.width, window.strides.width, window.dilation.width)};
+}
+
+// An image, and how much an operator of LibTorch is to pad it on both sides.
+struct PaddedImage {
+  Tensor x;
+  std::array<std::int64_t, 2> padding;
+};
+
+// Adds zeros to the image here only where the two sides differ.
+inline PaddedImage pad_unevenly(const Tensor& x, const Padding& padding) {
+  if (padding.symmetric()) return {x, padding.before()};
+  return {at::constant_pad_nd(x, padding.as_torch()), {}};
 }
 
 inline std::array<std::int64_t, 2> pair(const Size2D& size) { return {size.height, size.width}; }

@@ -1,9 +1,10 @@
+#include "train/layers/pooling.h"
+
 #include <ATen/ATen.h>
 
 #include <limits>
 
-#include "train/layers/padding.h"
-#include "train/layers/parameter_module.h"
+#include "lockstep/ops.h"
 
 namespace lockstep {
 namespace {
@@ -16,6 +17,7 @@ Tensor max_pool(const Tensor& x, const Window& window, const Padding& padding) {
 
 Tensor average_pool(const Tensor& x, const Window& window, const Padding& padding) {
   constexpr bool kCeil = false, kCountPadding = false;
+  if (padding.none()) return ops::avg_pool2d(x, pair(window.size), pair(window.strides));
   if (padding.symmetric()) {
     return at::avg_pool2d(x, pair(window.size), pair(window.strides), padding.before(), kCeil, kCountPadding);
   }
@@ -26,34 +28,6 @@ Tensor average_pool(const Tensor& x, const Window& window, const Padding& paddin
   };
   return sum(x) / sum(at::ones({1, 1, x.size(2), x.size(3)}, x.options()));
 }
-
-using Pool = Tensor (*)(const Tensor&, const Window&, const Padding&);
-
-class PoolingSpec final : public LayerSpec {
- public:
-  PoolingSpec(std::string kind, Pool pool, Size2D size, const Pooling2DOptions& options)
-      : kind_(std::move(kind)),
-        pool_(pool),
-        window_{size, options.strides.height == 0 ? size : options.strides},
-        padding_(options.padding) {
-    check_padding_name(kind_.c_str(), padding_);
-    require_positive("a pool size or stride",
-                     std::min({size.height, size.width, window_.strides.height, window_.strides.width}));
-  }
-  std::string kind() const override { return kind_; }
-  BuiltLayer build(const Tensor& input) const override {
-    require_dims(kind_.c_str(), input, 4, "[batch, channels, height, width]");
-    return {nullptr, [pool = pool_, window = window_, padding = padding_](const Tensor& x) {
-              return pool(x, window, padding_of(padding, x, window));
-            }};
-  }
-
- private:
-  std::string kind_;
-  Pool pool_;
-  Window window_;
-  std::string padding_;
-};
 
 class GlobalAverageSpec final : public LayerSpec {
  public:
@@ -73,6 +47,23 @@ class FlattenSpec final : public LayerSpec {
 };
 
 }  // namespace
+
+PoolingSpec::PoolingSpec(std::string kind, Pool pool, Size2D size, const Pooling2DOptions& options)
+    : kind_(std::move(kind)),
+      pool_(pool),
+      window_{size, options.strides.height == 0 ? size : options.strides},
+      padding_(options.padding) {
+  check_padding_name(kind_.c_str(), padding_);
+  require_positive("a pool size or stride",
+                   std::min({size.height, size.width, window_.strides.height, window_.strides.width}));
+}
+
+BuiltLayer PoolingSpec::build(const Tensor& input) const {
+  require_dims(kind_.c_str(), input, 4, "[batch, channels, height, width]");
+  return {nullptr, [pool = pool_, window = window_, padding = padding_](const Tensor& x) {
+            return pool(x, window, padding_of(padding, x, window));
+          }};
+}
 
 MaxPooling2D::MaxPooling2D(Size2D pool_size, Pooling2DOptions options)
     : Layer(std::make_shared<PoolingSpec>("max_pooling2d", &max_pool, pool_size, options)) {}

@@ -5,12 +5,14 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 #include "lockstep/model.h"
+#include "train/layers/fusion.h"
 
 namespace lockstep {
 
 StackModule::StackModule(const std::vector<Layer>& layers, Tensor input) {
   const at::NoGradGuard no_grad;
   std::map<std::string, int> made;
+  std::vector<BuiltLayer> built_layers;
   for (const auto& layer : layers) {
     const auto kind = layer.spec().kind();
     const int number = made[kind]++;
@@ -26,12 +28,17 @@ StackModule::StackModule(const std::vector<Layer>& layers, Tensor input) {
       }
       input = built.forward(input);
       if (built.module != nullptr) built.module->train();
-      forwards_.push_back(std::move(built.forward));
       lines_.push_back({name, kind, input.sizes().slice(1).vec(), parameters});
+      built_layers.push_back(std::move(built));
     } catch (const c10::Error& error) {
       throw InvalidArgument(text("layer ", name, " cannot take inputs of shape ", input.sizes(),
                                  " (a batch of one): ", error.what_without_backtrace()));
     }
+  }
+  for (std::size_t i = 0; i < layers.size();) {
+    auto fused = fuse(layers, built_layers, i);
+    forwards_.push_back(std::move(fused.forward));
+    i += fused.layers;
   }
 }
 

@@ -1,0 +1,17 @@
+// In which precision models compute. Names are those of keras.mixed_precision. Torch-free; any thread may call.
+#pragma once
+
+#include <string>
+
+namespace lockstep {
+
+// For models that are made from now on:
+//   "float32"         as tensors are (the default)
+//   "mixed_bfloat16"  variables, losses and updates in float32; matrix products and convolutions in bfloat16, as
+//                     LibTorch's autocast chooses them; outputs come as float32
+// Throws InvalidArgument for any other name. keras.mixed_precision.set_global_policy.
+void set_global_policy(const std::string& name);
+
+std::string global_policy();
+
+}  // namespace lockstep

@@ -1,0 +1,20 @@
+// Layers that are computed in one pass.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "lockstep/layers.h"
+
+namespace lockstep {
+
+// What computes `layers[i]` and those after it that it finds a common operator for.
+struct Fused {
+  std::function<Tensor(const Tensor&)> forward;
+  std::size_t layers = 1;
+};
+
+// `built` are the layers, built, in their order.
+Fused fuse(const std::vector<Layer>& layers, const std::vector<BuiltLayer>& built, std::size_t i);
+
+}  // namespace lockstep
