@@ -122,7 +122,8 @@ void UpdateEngine::take_gradients(int replica) {
                                  gradient.sizes(), "; the parameter is ", slot.dtype, " ",
                                  at::IntArrayRef(slot.sizes)));
     }
-    gradients[i] = gradient.to(at::kCPU).contiguous();  // the same tensor, where it lies there already
+    if (!gradient.is_cpu()) gradient = gradient.to(at::kCPU);
+    gradients[i] = gradient.contiguous();
   }
 }
 

@@ -3,6 +3,7 @@
 #include <libxsmm.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 
 #include "kernels/transpose.h"
@@ -20,15 +21,34 @@ Blocks blocks_for(std::int64_t stride) {
                             : Blocks{.rows = 512, .columns = 48, .depth = 512};
 }
 
-// LIBXSMM is column-major: its a is our b, and the other way round.
-libxsmm_smmfunction kernel_for(std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t a_stride, bool a_transposed,
-                               std::int64_t b_stride, std::int64_t c_stride, bool add) {
-  const auto narrow = [](std::int64_t value) { return static_cast<libxsmm_blasint>(value); };
-  const auto lda = narrow(b_stride), ldb = narrow(a_stride), ldc = narrow(c_stride);
-  const int flags = a_transposed ? LIBXSMM_GEMM_FLAG_TRANS_B : LIBXSMM_GEMM_FLAG_NONE;
-  const float alpha = 1, beta = add ? 1 : 0;
-  return libxsmm_smmdispatch(narrow(n), narrow(m), narrow(k), &lda, &ldb, &ldc, &alpha, &beta, &flags, nullptr);
-}
+// The kernels of one product. LIBXSMM finds a kernel in some 100 ns, as long as a small one runs, so the last is kept.
+class Kernels {
+ public:
+  Kernels(Matrix a, std::int64_t c_stride) : a_(a), c_stride_(c_stride) {}
+
+  // For a part of m x k times k x n elements; null where there is none.
+  libxsmm_smmfunction find(std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t b_stride, bool add) {
+    const std::array<std::int64_t, 5> shape{m, n, k, b_stride, add ? 1 : 0};
+    if (last_ == nullptr || shape != shape_) last_ = dispatch(m, n, k, b_stride, add);
+    shape_ = shape;
+    return last_;
+  }
+
+ private:
+  // LIBXSMM is column-major: its a is our b, and the other way round.
+  libxsmm_smmfunction dispatch(std::int64_t m, std::int64_t n, std::int64_t k, std::int64_t b_stride, bool add) const {
+    const auto narrow = [](std::int64_t value) { return static_cast<libxsmm_blasint>(value); };
+    const auto lda = narrow(b_stride), ldb = narrow(a_.stride), ldc = narrow(c_stride_);
+    const int flags = a_.transposed ? LIBXSMM_GEMM_FLAG_TRANS_B : LIBXSMM_GEMM_FLAG_NONE;
+    const float alpha = 1, beta = add ? 1 : 0;
+    return libxsmm_smmdispatch(narrow(n), narrow(m), narrow(k), &lda, &ldb, &ldc, &alpha, &beta, &flags, nullptr);
+  }
+
+  const Matrix a_;
+  const std::int64_t c_stride_;
+  std::array<std::int64_t, 5> shape_{};
+  libxsmm_smmfunction last_ = nullptr;
+};
 
 constexpr std::int64_t kMostPanel = 64 * 512;
 
@@ -44,6 +64,7 @@ Matrix panel_of(Matrix b, std::int64_t row, std::int64_t rows, std::int64_t colu
 
 bool multiply(std::int64_t m, std::int64_t n, std::int64_t k, Matrix a, Matrix b, float* c, std::int64_t c_stride) {
   const auto blocks = blocks_for(b.transposed ? a.stride : b.stride);
+  Kernels kernels(a, c_stride);
   thread_local const auto buffer = std::make_unique<float[]>(kMostPanel);
   for (std::int64_t column = 0; column < n; column += blocks.columns) {
     const auto columns = std::min(blocks.columns, n - column);
@@ -52,7 +73,7 @@ bool multiply(std::int64_t m, std::int64_t n, std::int64_t k, Matrix a, Matrix b
       const auto part = panel_of(b, depth, depths, column, columns, buffer.get());
       for (std::int64_t row = 0; row < m; row += blocks.rows) {
         const auto rows = std::min(blocks.rows, m - row);
-        const auto kernel = kernel_for(rows, columns, depths, a.stride, a.transposed, part.stride, c_stride, depth > 0);
+        const auto kernel = kernels.find(rows, columns, depths, part.stride, depth > 0);
         if (kernel == nullptr) return false;
         const float* from = a.transposed ? a.data + depth * a.stride + row : a.data + row * a.stride + depth;
         kernel(part.data, from, c + row * c_stride + column);

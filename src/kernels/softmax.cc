@@ -63,11 +63,12 @@ void cross_entropy(const float* logits, const std::int64_t* label, std::int64_t 
   }
 }
 
-void cross_entropy_backward(const float* grad_loss, const float* probability, const std::int64_t* label,
-                            std::int64_t rows, std::int64_t classes, float* grad_logits) {
+void cross_entropy_backward(const float* grad_loss, std::int64_t step, const float* probability,
+                            const std::int64_t* label, std::int64_t rows, std::int64_t classes, float* grad_logits) {
   for (std::int64_t row = 0; row < rows; ++row, probability += classes, grad_logits += classes) {
-    for (std::int64_t i = 0; i < classes; ++i) grad_logits[i] = grad_loss[row] * probability[i];
-    grad_logits[label[row]] -= grad_loss[row];
+    const float gradient = grad_loss[row * step];
+    for (std::int64_t i = 0; i < classes; ++i) grad_logits[i] = gradient * probability[i];
+    grad_logits[label[row]] -= gradient;
   }
 }
 

@@ -11,9 +11,11 @@ struct SoftmaxKernels {
   void (*cross_entropy)(const float* logits, const std::int64_t* label, std::int64_t rows, std::int64_t classes,
                         float* loss, float* probability);
 
-  // grad_logits = grad_loss[row] * (probability - 1 at the label)
-  void (*cross_entropy_backward)(const float* grad_loss, const float* probability, const std::int64_t* label,
-                                 std::int64_t rows, std::int64_t classes, float* grad_logits);
+  // grad_logits = grad_loss[row * step] * (probability - 1 at the label); with a step of 0 one gradient serves all
+  // rows.
+  void (*cross_entropy_backward)(const float* grad_loss, std::int64_t step, const float* probability,
+                                 const std::int64_t* label, std::int64_t rows, std::int64_t classes,
+                                 float* grad_logits);
 };
 
 const SoftmaxKernels& softmax_kernels();

@@ -81,7 +81,7 @@ struct ConvPoolFunction : torch::autograd::Function<ConvPoolFunction> {
     const auto shape = shape_of(padded, weight);
     const auto& kernel = kernels::conv_pool_kernels();
     const auto images = padded.size(0), winners = kernel.winner_count(shape), parts = parts_of(images);
-    const auto grad_output = gradients[0].resolve_neg().contiguous();
+    const auto grad_output = resolved(gradients[0]).contiguous();
     auto grad_weight = at::empty({parts, weight.numel()}, weight.options());
     auto grad_bias = at::empty({parts, shape.filters}, weight.options());
     for_parts(images, parts, [&](std::int64_t part, std::int64_t first, std::size_t count) {
@@ -95,7 +95,7 @@ struct ConvPoolFunction : torch::autograd::Function<ConvPoolFunction> {
       grad_weight = grad_weight.sum(0);
       grad_bias = grad_bias.sum(0);
     }
-    return {Tensor(), grad_weight.reshape(weight.sizes()), grad_bias.reshape({-1}), Tensor()};
+    return {Tensor(), grad_weight.view(weight.sizes()), grad_bias.view({-1}), Tensor()};
   }
 };
 

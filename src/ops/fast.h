@@ -16,4 +16,7 @@ bool fast_fusion();
 // derivatives.
 bool fast(const at::Tensor& x);
 
+// A gradient without a lazy negation.
+inline at::Tensor resolved(const at::Tensor& gradient) { return gradient.is_neg() ? gradient.resolve_neg() : gradient; }
+
 }  // namespace lockstep

@@ -91,7 +91,7 @@ struct Linear : torch::autograd::Function<Linear> {
     const bool has_bias = context->saved_data["bias"].toBool();
     if (at::GradMode::is_enabled()) return differentiable_backward(x, weight, y, has_bias, gradients[0]);
 
-    auto gradient = as_rows(gradients[0].resolve_neg());
+    auto gradient = as_rows(resolved(gradients[0]));
     if (y.defined()) {
       auto masked = at::empty_like(gradient);
       kernels::bias_kernels().relu_backward(gradient.const_data_ptr<float>(), y.const_data_ptr<float>(),

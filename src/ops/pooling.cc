@@ -184,7 +184,7 @@ struct MaxPool2d : torch::autograd::Function<MaxPool2d> {
     const auto sizes = context->saved_data["input_sizes"].toIntVector();
     const bool again = at::GradMode::is_enabled() && gradients[0].requires_grad();
     return {again ? differentiable_backward(gradients[0], winners, sizes, p)
-                  : pool_backward(gradients[0].resolve_neg(), winners, sizes, p),
+                  : pool_backward(resolved(gradients[0]), winners, sizes, p),
             Tensor()};
   }
 };
@@ -223,7 +223,7 @@ struct AveragePool2d : torch::autograd::Function<AveragePool2d> {
                                       true, std::nullopt),
               Tensor()};
     }
-    const auto grad_output = gradients[0].resolve_neg().contiguous();
+    const auto grad_output = resolved(gradients[0]).contiguous();
     auto result = at::empty(sizes, grad_output.options());
     const auto* from = grad_output.const_data_ptr<float>();
     auto* to = result.mutable_data_ptr<float>();

@@ -47,11 +47,14 @@ struct SoftmaxCrossEntropy : torch::autograd::Function<SoftmaxCrossEntropy> {
       return {again[0], Tensor()};
     }
     const auto& probability = saved[2];
-    const auto gradient = gradients[0].resolve_neg().contiguous();
+    // A sum's gradient is one number for all rows, expanded: it is read where it is.
+    const auto strides = gradients[0].strides();
+    const bool one_for_all = std::all_of(strides.begin(), strides.end(), [](auto stride) { return stride == 0; });
+    const auto gradient = one_for_all ? resolved(gradients[0]) : resolved(gradients[0]).contiguous();
     auto result = at::empty_like(probability);
     kernels::softmax_kernels().cross_entropy_backward(
-        gradient.const_data_ptr<float>(), probability.const_data_ptr<float>(), label.const_data_ptr<std::int64_t>(),
-        label.numel(), probability.size(-1), result.mutable_data_ptr<float>());
+        gradient.const_data_ptr<float>(), one_for_all ? 0 : 1, probability.const_data_ptr<float>(),
+        label.const_data_ptr<std::int64_t>(), label.numel(), probability.size(-1), result.mutable_data_ptr<float>());
     return {result, Tensor()};
   }
 };

@@ -25,17 +25,19 @@ template <class T>
 void reduce_and_update(const Optimizer& optimizer, const UpdateStep& step, const GradientScale& scale,
                        const Piece<T>& piece) {
   constexpr std::size_t kBlock = kBlockBytes / sizeof(T);
-  alignas(64) std::array<T, kBlock> gradient;
+  alignas(64) std::array<T, kBlock> sum;
+  const bool as_it_is = piece.gradients.size() == 1 && scale.divide_by == 1 && !scale.clipvalue;
   std::vector<const T*> sources(piece.gradients.begin(), piece.gradients.end());
   std::vector<T*> state(piece.state.begin(), piece.state.end());
   const double decay = step.learning_rate * optimizer.options().weight_decay.value_or(0);
 
   for (std::size_t begin = 0; begin < piece.count; begin += kBlock) {
     const std::size_t count = std::min(kBlock, piece.count - begin);
-    sum_gradients<T>(sources, scale, gradient.data(), count);
+    const T* gradient = as_it_is ? sources[0] : sum.data();
+    if (!as_it_is) sum_gradients<T>(sources, scale, sum.data(), count);
     T* value = piece.copies[0] + begin;
     if (decay != 0) kernels::update_kernels<T>().scale(value, static_cast<T>(1 - decay), count);
-    optimizer.rule().update(step, {value, count}, {gradient.data(), count}, state);
+    optimizer.rule().update(step, {value, count}, {gradient, count}, state);
     for (T* copy : piece.copies.subspan(1)) std::memcpy(copy + begin, value, count * sizeof(T));
     for (const T*& source : sources) source += count;
     for (T*& array : state) array += count;

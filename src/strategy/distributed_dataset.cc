@@ -10,7 +10,8 @@ namespace lockstep {
 namespace {
 
 Tensor rows(const Tensor& tensor, std::int64_t begin, std::int64_t count) {
-  return tensor.defined() ? tensor.narrow(0, begin, count) : tensor;
+  const bool whole = !tensor.defined() || count == tensor.size(0);
+  return whole ? tensor : tensor.narrow(0, begin, count);
 }
 
 Example part_of(const Example& batch, std::int64_t begin, std::int64_t count) {

@@ -34,9 +34,9 @@ std::string batch_named(const Example& part) {
   return text("a batch of shape ", part.x.sizes(), " and dtype ", part.x.scalar_type());
 }
 
-void backward_from(const Tensor& loss, const Example& part) {
+void backward_from(const Tensor& loss, double gradient, const Example& part) {
   try {
-    loss.backward();
+    loss.backward(at::scalar_tensor(gradient, loss.options().requires_grad(false)));
   } catch (const c10::Error& error) {
     throw InvalidArgument(
         text("the backward pass failed for ", batch_named(part), ": ", error.what_without_backtrace()));
@@ -74,12 +74,15 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
     throw InvalidArgument(
         "the loss depends on no trainable parameter; are all frozen, or does forward detach its result?");
   }
-  backward_from(loss.sum, part);
+  // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.
+  const double weight = weight_of(compiled->loss, loss, id);
+  const bool divided = replica.num_replicas_in_sync() == 1 && weight > 0;
+  backward_from(loss.sum, divided ? 1 / weight : 1, part);
   lap.add_to(spent.backward);
   into.update(id, part, outputs.detach());  // before anything has changed: a metric may throw
   const StepResult result{loss.sum.item<double>(), loss.divisor, part.size()};
   lap.add_to(spent.metrics);
-  engine->apply(replica.group(), weight_of(compiled->loss, loss, id), replica.deadline());
+  engine->apply(replica.group(), divided ? 1 : weight, replica.deadline());
   lap.add_to(spent.reduce_and_update);
   return result;
 }
