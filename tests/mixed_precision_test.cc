@@ -11,7 +11,7 @@ namespace {
 
 class MixedPrecision : public testing::Test {
  protected:
-  void SetUp() override { set_random_seed(1); }
+  void SetUp() override { at::manual_seed(1); }  // of the data
   void TearDown() override { set_global_policy("float32"); }
 
   static Sequential make(const char* policy) {
