@@ -47,6 +47,7 @@ struct BatchOptions {
 
 class Cursor;
 class Stage;
+struct Row;
 
 class DatasetIterator {
  public:
@@ -60,6 +61,9 @@ class DatasetIterator {
   Position position() const { return position_; }
 
  private:
+  friend class DistributedIterator;
+  bool next(Row& row);  // the same, but batches may be gathered later
+
   std::shared_ptr<const Stage> stage_;
   std::unique_ptr<Cursor> cursor_;
   Position position_;
@@ -101,7 +105,8 @@ class Dataset {
   // Every `num_shards`-th element, from `index` on.
   Dataset shard(std::int64_t num_shards, std::int64_t index) const;
 
-  // Makes up to `buffer_size` elements ahead, in a thread of its own.
+  // Makes up to `buffer_size` elements ahead, in a thread of its own. Elements that lie in memory already, as after
+  // cache(), are not made: they and batches of them are read when they are used.
   Dataset prefetch(std::int64_t buffer_size) const;
 
   // Elements an epoch, or kInfinite, or kUnknown.

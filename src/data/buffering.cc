@@ -22,7 +22,7 @@ class BatchCursor final : public Cursor {
     std::size_t filled = 0;
     while (filled < rows_.size() && input_->next(rows_[filled])) ++filled;
     if (filled == 0 || (drop_remainder_ && filled < rows_.size())) return false;
-    row = {gather_rows(std::span(rows_).first(filled))};
+    row = batch_of(std::span(rows_).first(filled));
     return true;
   }
   void skip(std::int64_t count) override { input_->skip(count * size_); }
@@ -125,7 +125,10 @@ class PrefetchCursor final : public Cursor {
 
   bool next(Row& row) override {
     if (!thread_.joinable()) {
-      thread_ = std::jthread([this](const std::stop_token& stop) { produce(stop); });
+      if (!input_->next(row)) return false;
+      const bool made = row.table == nullptr;  // what lies in a table takes no time to point at
+      if (made) thread_ = std::jthread([this](const std::stop_token& stop) { produce(stop); });
+      return true;
     }
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return !ready_.empty(); });

@@ -22,11 +22,15 @@ DatasetIterator::~DatasetIterator() = default;
 DatasetIterator::DatasetIterator(DatasetIterator&&) noexcept = default;
 DatasetIterator& DatasetIterator::operator=(DatasetIterator&&) noexcept = default;
 
+bool DatasetIterator::next(Row& row) {
+  if (!cursor_->next(row)) return false;
+  ++position_.index;
+  return true;
+}
+
 std::optional<Example> DatasetIterator::next() {
   Row row;
-  if (!cursor_->next(row)) return std::nullopt;
-  ++position_.index;
-  return row.materialize();
+  return next(row) ? std::optional(row.materialize()) : std::nullopt;
 }
 
 Dataset Dataset::from_tensor_slices(Tensor x, Tensor y, Tensor weight) {

@@ -2,6 +2,7 @@
 #include <ATen/ops/select.h>
 
 #include "data/stage.h"
+#include "data/table_builder.h"
 
 namespace lockstep {
 namespace {
@@ -14,8 +15,7 @@ class TableCursor final : public Cursor {
 
   bool next(Row& row) override {
     if (at_ >= end_) return false;
-    row.table = table_;
-    row.index = at_++;
+    row = {.table = table_, .index = at_++};
     return true;
   }
   void skip(std::int64_t count) override { at_ += count; }
@@ -69,6 +69,7 @@ class GeneratorStage final : public Stage {
 
 Example Row::materialize() const {
   if (table == nullptr) return value;
+  if (batch) return gather_rows(*table, *batch);
   return {row_of(table->x, index), row_of(table->y, index), row_of(table->weight, index)};
 }
 

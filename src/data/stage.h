@@ -3,17 +3,21 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <vector>
 
 #include "lockstep/dataset.h"
 
 namespace lockstep {
 
-// An element on its way through the stages: a value, or row `index` of a table that many elements share. Rows are
-// passed on without being read, so that shuffling copies nothing and a batch is gathered in one go.
+// An element on its way through the stages: a value; or, of a table that many elements share, row `index` or a batch of
+// rows. Rows are passed on without being read, so that shuffling copies nothing, and a batch is gathered in one go by
+// whoever uses it.
 struct Row {
   Example value;
   std::shared_ptr<const Example> table;
   std::int64_t index = 0;
+  std::optional<std::vector<std::int64_t>> batch;  // indices
 
   Example materialize() const;
 };

@@ -27,19 +27,17 @@ std::vector<std::int64_t> with_leading(std::int64_t size, at::IntArrayRef sizes)
 }
 
 // Rows of a table by index, one memory copy each.
-Tensor gather_column(const Tensor& table, std::span<const Row> rows) {
+Tensor gather_column(const Tensor& table, std::span<const std::int64_t> indices) {
   if (!plain(table)) {
-    std::vector<std::int64_t> indices;
-    for (const auto& row : rows) indices.push_back(row.index);
-    return table.index_select(0, at::tensor(indices).to(table.device()));
+    return table.index_select(0, at::tensor(at::IntArrayRef(indices.data(), indices.size())).to(table.device()));
   }
   auto result =
-      at::empty(with_leading(static_cast<std::int64_t>(rows.size()), table.sizes().slice(1)), table.options());
+      at::empty(with_leading(static_cast<std::int64_t>(indices.size()), table.sizes().slice(1)), table.options());
   const auto row_bytes = table.nbytes() / static_cast<std::size_t>(std::max<std::int64_t>(1, table.size(0)));
   const auto* from = static_cast<const char*>(table.const_data_ptr());
   auto* to = static_cast<char*>(result.mutable_data_ptr());
-  for (const auto& row : rows) {
-    std::memcpy(to, from + static_cast<std::size_t>(row.index) * row_bytes, row_bytes);
+  for (const auto index : indices) {
+    std::memcpy(to, from + static_cast<std::size_t>(index) * row_bytes, row_bytes);
     to += row_bytes;
   }
   return result;
@@ -98,21 +96,30 @@ Example TableBuilder::finish() const {
   return result;
 }
 
-Example gather_rows(std::span<const Row> rows) {
+Example gather_rows(const Example& table, std::span<const std::int64_t> indices) {
   Example batch;
-  const auto* table = rows[0].table.get();
-  const bool one_table = table != nullptr && std::all_of(rows.begin(), rows.end(),
-                                                         [&](const Row& row) { return row.table.get() == table; });
-  std::vector<Example> examples;
-  if (!one_table) {
-    for (const auto& row : rows) examples.push_back(row.materialize());
+  for (const auto column : kColumns) {
+    if ((table.*column).defined()) batch.*column = gather_column(table.*column, indices);
   }
+  return batch;
+}
+
+Row batch_of(std::span<const Row> rows) {
+  const auto& table = rows[0].table;
+  const bool one_table = table != nullptr && std::all_of(rows.begin(), rows.end(), [&](const Row& row) {
+                           return row.table == table && !row.batch;
+                         });
+  Row batch;
+  if (one_table) {
+    batch.table = table;
+    batch.batch.emplace();
+    for (const auto& row : rows) batch.batch->push_back(row.index);
+    return batch;
+  }
+  std::vector<Example> examples;
+  for (const auto& row : rows) examples.push_back(row.materialize());
   for (std::size_t column = 0; column < kColumns.size(); ++column) {
-    if (!one_table) {
-      batch.*kColumns[column] = stack_column(examples, column);
-    } else if ((table->*kColumns[column]).defined()) {
-      batch.*kColumns[column] = gather_column(table->*kColumns[column], rows);
-    }
+    batch.value.*kColumns[column] = stack_column(examples, column);
   }
   return batch;
 }

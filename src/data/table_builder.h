@@ -25,8 +25,10 @@ class TableBuilder {
   Example table_;
 };
 
-// The rows one above the other. Rows of one table are copied straight from it. Throws InvalidArgument when shapes
-// differ.
-Example gather_rows(std::span<const Row> rows);
+// The table's rows by index, one above the other.
+Example gather_rows(const Example& table, std::span<const std::int64_t> indices);
+
+// The rows as one batch: rows of one table stay in it, others are copied. Throws InvalidArgument when shapes differ.
+Row batch_of(std::span<const Row> rows);
 
 }  // namespace lockstep

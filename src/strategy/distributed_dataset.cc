@@ -3,8 +3,10 @@
 #include <algorithm>
 
 #include "base/text.h"
+#include "data/stage.h"
 #include "lockstep/error.h"
 #include "strategy/split.h"
+#include "strategy/strategy_impl.h"
 
 namespace lockstep {
 namespace {
@@ -16,6 +18,26 @@ Tensor rows(const Tensor& tensor, std::int64_t begin, std::int64_t count) {
 
 Example part_of(const Example& batch, std::int64_t begin, std::int64_t count) {
   return {rows(batch.x, begin, count), rows(batch.y, begin, count), rows(batch.weight, begin, count)};
+}
+
+// Calls visit(replica, begin, count) for each replica's share of `size` examples.
+template <class Visit>
+void for_each_share(std::int64_t size, int replicas, const Visit& visit) {
+  const auto share = size / replicas, larger = size % replicas;
+  for (int replica = 0; replica < replicas; ++replica) {
+    visit(replica, share * replica + std::min<std::int64_t>(replica, larger), share + (replica < larger ? 1 : 0));
+  }
+}
+
+// A batch of rows of a table as one a replica.
+std::vector<Row> split_rows(const Row& batch, int replicas) {
+  std::vector<Row> rows;
+  for_each_share(static_cast<std::int64_t>(batch.batch->size()), replicas,
+                 [&](int, std::int64_t begin, std::int64_t count) {
+                   const auto first = batch.batch->begin() + begin;
+                   rows.push_back({.table = batch.table, .batch = std::vector(first, first + count)});
+                 });
+  return rows;
 }
 
 }  // namespace
@@ -30,14 +52,10 @@ Example moved(const Example& example, c10::Device device) {
 PerReplica<Example> split_batch(const Example& batch, const std::vector<c10::Device>& devices) {
   check_batch(batch);
   std::vector<Example> parts;
-  const auto replicas = static_cast<int>(devices.size());
-  const auto share = batch.size() / replicas;
-  const auto larger = batch.size() % replicas;
-  for (int replica = 0; replica < replicas; ++replica) {
-    const auto begin = share * replica + std::min<std::int64_t>(replica, larger);
-    const auto part = part_of(batch, begin, share + (replica < larger ? 1 : 0));
-    parts.push_back(moved(part, devices[static_cast<std::size_t>(replica)]));
-  }
+  for_each_share(batch.size(), static_cast<int>(devices.size()),
+                 [&](int replica, std::int64_t begin, std::int64_t count) {
+                   parts.push_back(moved(part_of(batch, begin, count), devices[static_cast<std::size_t>(replica)]));
+                 });
   return PerReplica<Example>(std::move(parts));
 }
 
@@ -57,20 +75,33 @@ void check_batch(const Example& batch) {
 Example empty_like(const Example& batch) { return part_of(batch, 0, 0); }
 
 std::optional<PerReplica<Example>> DistributedIterator::next() {
-  auto batch = input_.next();
-  if (!batch) return std::nullopt;
-  if (kind_ == Kind::split) return split_batch(*batch, devices_);
-  std::vector<Example> parts{moved(*batch, devices_[0])};
-  while (parts.size() < devices_.size()) {
-    batch = input_.next();
-    parts.push_back(moved(batch ? *batch : empty_like(parts[0]), devices_[parts.size()]));
-  }
+  const auto& devices = strategy_->torch_devices();
+  Row row;
+  if (!input_.next(row)) return std::nullopt;
+  if (kind_ == Kind::split && !row.batch) return split_batch(row.materialize(), devices);
+  const auto rows = kind_ == Kind::split ? split_rows(row, strategy_->replicas()) : one_each(std::move(row));
+  std::vector<Example> parts(rows.size());
+  strategy_->on_replicas([&](int replica) {
+    const auto i = static_cast<std::size_t>(replica);
+    parts[i] = moved(rows[i].materialize(), devices[i]);
+  });
   return PerReplica<Example>(std::move(parts));
+}
+
+// An element for each replica, without examples where there are too few.
+std::vector<Row> DistributedIterator::one_each(Row first) {
+  std::vector<Row> rows{std::move(first)};
+  while (rows.size() < strategy_->torch_devices().size()) {
+    Row row;
+    if (!input_.next(row)) row = {.value = empty_like(rows[0].materialize())};
+    rows.push_back(std::move(row));
+  }
+  return rows;
 }
 
 std::int64_t DistributedDataset::cardinality() const {
   const auto batches = dataset_.cardinality();
-  const auto replicas = static_cast<std::int64_t>(devices_.size());
+  const std::int64_t replicas = strategy_->replicas();
   return kind_ == DistributedIterator::Kind::split || batches < 0 ? batches : (batches + replicas - 1) / replicas;
 }
 

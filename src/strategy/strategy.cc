@@ -89,13 +89,12 @@ Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) con
 }
 
 DistributedDataset Strategy::distribute(const Dataset& dataset) const {
-  return {dataset, DistributedIterator::Kind::split, impl_->torch_devices()};
+  return {dataset, DistributedIterator::Kind::split, impl_};
 }
 
 DistributedDataset Strategy::distribute_from_function(
     const std::function<Dataset(const InputContext&)>& function) const {
-  return {function({.num_replicas_in_sync = num_replicas_in_sync()}), DistributedIterator::Kind::one_each,
-          impl_->torch_devices()};
+  return {function({.num_replicas_in_sync = num_replicas_in_sync()}), DistributedIterator::Kind::one_each, impl_};
 }
 
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {

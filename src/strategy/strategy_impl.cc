@@ -59,29 +59,35 @@ Placement StrategyImpl::placement() const {
   return on_gpus ? Placement::staged : settings_.placement;
 }
 
-void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {
-  const auto run_seed = mix(seed_, ++runs_);
+void StrategyImpl::on_replicas(const std::function<void(int)>& function) {
   Mutex mutex;
   std::exception_ptr first;  // guarded by mutex
   threads_.run([&](int replica) {
-    const auto& group = groups_[static_cast<std::size_t>(replica)];
     const at::OptionalDeviceGuard on_device(torch_device(replica));
-    ReplicaContext context(replica, *this, group);
-    context.seed_random(mix(run_seed, static_cast<std::uint64_t>(replica)));
-    const ReplicaRandom::Use use(random(replica));
     try {
-      function(context);
+      function(replica);
     } catch (...) {
       {
         MutexLock lock(mutex);
         if (!first) first = std::current_exception();
       }
-      group.abort(text("replica ", replica, " failed"));  // after `first`: what the others throw now is a consequence
+      // After `first` is set: what the others throw now is a consequence.
+      groups_[static_cast<std::size_t>(replica)].abort(text("replica ", replica, " failed"));
     }
   });
   if (!first) return;
   make_groups();
   std::rethrow_exception(first);
+}
+
+void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {
+  const auto run_seed = mix(seed_, ++runs_);
+  on_replicas([&](int replica) {
+    ReplicaContext context(replica, *this, groups_[static_cast<std::size_t>(replica)]);
+    context.seed_random(mix(run_seed, static_cast<std::uint64_t>(replica)));
+    const ReplicaRandom::Use use(random(replica));
+    function(context);
+  });
 }
 
 }  // namespace lockstep

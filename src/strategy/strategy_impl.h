@@ -31,9 +31,11 @@ class StrategyImpl {
   int replicas() const { return static_cast<int>(settings_.devices.size()); }
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(settings_.timeout_seconds)); }
 
-  // Calls function on every replica, each with its own random numbers. When one throws, the Group is aborted so that
-  // the others leave their collective operations, the first exception is rethrown, and a new Group takes the place of
-  // the old.
+  // Calls function(replica) on every replica's thread. When one throws, the Group is aborted so that the others leave
+  // their collective operations, the first exception is rethrown, and a new Group takes the place of the old.
+  void on_replicas(const std::function<void(int)>& function);
+
+  // The same for a step, with each replica's own random numbers.
   void run(const std::function<void(ReplicaContext&)>& function);
 
   c10::Device torch_device(int replica) const { return torch_devices_[static_cast<std::size_t>(replica)]; }
