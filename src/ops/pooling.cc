@@ -191,6 +191,11 @@ struct MaxPool2d : torch::autograd::Function<MaxPool2d> {
 
 Tensor max_pool2d(const Tensor& x, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
                   at::IntArrayRef dilation, bool ceil_mode) {
+  // Pooling only chooses, so that floats give the same elements; LibTorch reads numbers of 16 bits one by one.
+  const bool half = x.is_cpu() && (x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf);
+  if (half && fast_operators()) {
+    return at::max_pool2d(x.to(at::kFloat), kernel, stride, padding, dilation, ceil_mode).to(x.scalar_type());
+  }
   const auto pooling = fast_operators() && fast(x) ? pooling_of(x, kernel, stride, padding, dilation, ceil_mode)
                                                    : std::optional<Pooling>();
   if (!pooling) return at::compositeimplicitautograd::max_pool2d(x, kernel, stride, padding, dilation, ceil_mode);

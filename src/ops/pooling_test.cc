@@ -92,6 +92,21 @@ TEST(MaxPool2d, ManyThreadsComputeTheSameBits) {
   at::set_num_threads(threads);
 }
 
+TEST(MaxPool2d, SixteenBitsChooseAsFloatsDo) {
+  for (const auto type : {at::kBFloat16, at::kHalf}) {
+    const auto x = at::randn({3, 5, 13, 12}).to(type).requires_grad_();
+    const auto wide = x.detach().to(at::kDouble).requires_grad_();
+    const auto actual = at::max_pool2d(x, 2), expected = at::max_pool2d(wide, 2);
+    EXPECT_EQ(actual.scalar_type(), type);
+    EXPECT_TRUE(at::equal(actual.to(at::kDouble), expected));
+    const auto gradient = at::randn(actual.sizes()).to(type);
+    actual.backward(gradient);
+    expected.backward(gradient.to(at::kDouble));
+    EXPECT_EQ(x.grad().scalar_type(), type);
+    EXPECT_TRUE(at::equal(x.grad().to(at::kDouble), wide.grad()));
+  }
+}
+
 TEST(MaxPool2d, ChannelsLastStaysChannelsLast) {
   const auto x = at::rand({2, 8, 12, 12}).contiguous(at::MemoryFormat::ChannelsLast).requires_grad_();
   const auto y = at::max_pool2d(x, 2);
