@@ -77,7 +77,8 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--data", options.data, "folder of MNIST's four IDX files; empty: Fashion-MNIST");
-  app.add_option("--policy", options.policy, "float32 or mixed_bfloat16")->capture_default_str();
+  app.add_option("--policy", options.policy, "float32, mixed_bfloat16 or (on GPUs) mixed_float16")
+      ->capture_default_str();
   app.add_option("--seed", options.seed, "of everything random")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   try {

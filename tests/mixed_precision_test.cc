@@ -63,6 +63,18 @@ TEST_F(MixedPrecision, LeavesTheCallersSettingsAlone) {
   EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
 }
 
+TEST_F(MixedPrecision, Float16IsForGpus) {
+  set_global_policy("mixed_float16");
+  EXPECT_EQ(global_policy(), "mixed_float16");
+  Sequential model({Dense(3)});
+  try {
+    model.build({4});
+    FAIL() << "float16 was accepted on a CPU";
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("use mixed_bfloat16"), std::string::npos) << error.what();
+  }
+}
+
 TEST_F(MixedPrecision, OtherNamesAreRefused) {
   EXPECT_THROW(set_global_policy("mixed_float8"), InvalidArgument);
   EXPECT_EQ(global_policy(), "float32");

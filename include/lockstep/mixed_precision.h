@@ -9,6 +9,7 @@ namespace lockstep {
 //   "float32"         as tensors are (the default)
 //   "mixed_bfloat16"  variables, losses and updates in float32; matrix products and convolutions in bfloat16, as
 //                     LibTorch's autocast chooses them; outputs come as float32
+//   "mixed_float16"   the same in float16, on GPUs only; compile wraps the optimizer in a LossScaleOptimizer
 // Throws InvalidArgument for any other name. keras.mixed_precision.set_global_policy.
 void set_global_policy(const std::string& name);
 

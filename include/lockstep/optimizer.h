@@ -56,6 +56,12 @@ class SpanRule : public UpdateRule {
   }
 };
 
+// How LossScaleOptimizer's factor moves.
+struct LossScaleOptions {
+  double initial_scale = 32768;
+  std::int64_t dynamic_growth_steps = 2000;  // updates in a row after which the scale doubles
+};
+
 // What every optimizer can do besides its rule. At most one kind of clipping.
 struct OptimizerOptions {
   LearningRate learning_rate = 0.001;
@@ -64,6 +70,7 @@ struct OptimizerOptions {
   std::optional<double> clipnorm = {};   // each variable's gradient is scaled to at most this norm
   std::optional<double> clipvalue = {};  // each element is clipped to [-clipvalue, clipvalue]
   std::optional<double> global_clipnorm = {};  // all gradients together are scaled to at most this norm
+  std::optional<LossScaleOptions> loss_scale = {};
 };
 
 class Optimizer {
@@ -75,6 +82,7 @@ class Optimizer {
   Optimizer(const char* name);  // NOLINT: Keras takes names too
 
   const UpdateRule& rule() const noexcept { return *rule_; }
+  const std::shared_ptr<const UpdateRule>& shared_rule() const noexcept { return rule_; }
   const OptimizerOptions& options() const noexcept { return options_; }
 
  private:
@@ -137,6 +145,15 @@ struct AdagradOptions {
 class Adagrad : public Optimizer {
  public:
   explicit Adagrad(AdagradOptions options = {});
+};
+
+// `inner`, with the loss multiplied before backward and the gradients divided after it, so that small gradients survive
+// in float16. A step whose gradients are not finite changes nothing but halves the scale. The policy "mixed_float16"
+// wraps a model's optimizer by itself. keras.optimizers.LossScaleOptimizer.
+class LossScaleOptimizer : public Optimizer {
+ public:
+  // Throws InvalidArgument for settings that are not positive, and where `inner` scales already.
+  explicit LossScaleOptimizer(const Optimizer& inner, LossScaleOptions options = {});
 };
 
 }  // namespace lockstep

@@ -65,7 +65,8 @@ class ReplicatedOptimizer {
  public:
   explicit ReplicatedOptimizer(std::shared_ptr<UpdateEngine> engine) : engine_(std::move(engine)) {}
 
-  // Collective. Backward from `loss`, a scalar: the sum over this replica's examples. Then apply_gradients.
+  // Collective. Backward from `loss`, a scalar: the sum over this replica's examples, scaled where the optimizer is a
+  // LossScaleOptimizer. Then apply_gradients.
   void minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const;
 
   // Collective. Updates with (sum of all replicas' gradients) / (sum of their weights), so that with a loss summed over
@@ -73,8 +74,13 @@ class ReplicatedOptimizer {
   // calls it with weight 0. Throws with all variables as they were when any replica failed before.
   void apply_gradients(const ReplicaContext& replica, double weight) const;
 
+  // What backward must begin with before apply_gradients where the optimizer is a LossScaleOptimizer; else `loss`
+  // itself.
+  Tensor scale_loss(const Tensor& loss) const;
+
   std::int64_t iterations() const;            // updates so far
   double learning_rate() const;               // of the next update
+  double loss_scale() const;                  // likewise; 1 without a LossScaleOptimizer
   void set_learning_rate(double rate) const;  // from now on, in place of the optimizer's own
 
   Trackable trackable() const;

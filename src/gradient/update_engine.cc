@@ -23,7 +23,8 @@ UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Opt
     : parameters_(std::move(parameters)),
       optimizer_(std::move(optimizer)),
       exchange_(exchange),
-      contributions_(static_cast<std::size_t>(parameters_->replicas())) {
+      contributions_(static_cast<std::size_t>(parameters_->replicas())),
+      loss_scale_(optimizer_.options().loss_scale) {
   parameters_->update_trainable();
   for (const auto& spec : optimizer_.rule().states()) {
     state_float_.push_back(at::full({parameters_->flat_numel(at::kFloat)}, spec.initial_value, at::kFloat));
@@ -86,19 +87,22 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
   take_gradients(replica);
   if (replica == 0) step_ = {iterations_ + 1, learning_rate()};
   mine.weight = weight;
+  mine.finite = !loss_scale_.used() || finite_gradients(replica);
+  const double scale = loss_scale_.value();
   group.barrier(deadline);  // every backward has ended well: from here on nothing throws but a deadline
 
-  const double total = total_weight();
+  const double total = all_finite() ? total_weight() : 0;
   if (total > 0) {
     const auto& options = optimizer_.options();
     if (exchange_ == Exchange::hierarchical_copy) sum_up_tree(group, deadline);
     if (options.clipnorm || options.global_clipnorm) {
-      update_clipped_by_norm(group, total, deadline);
+      update_clipped_by_norm(group, total * scale, deadline);
     } else {
-      update_ranges(replica, total);
+      update_ranges(replica, total * scale);
     }
     if (exchange_ == Exchange::hierarchical_copy) copy_down_tree(group, deadline);
   }
+  if (replica == 0 && total_weight() > 0) loss_scale_.move(all_finite());
   group.barrier(deadline);  // every copy is written, and nobody reads my gradients any more
   parameters_->refresh(replica);
   for (auto& gradient : mine.gradients) gradient.reset();
@@ -130,6 +134,22 @@ void UpdateEngine::take_gradients(int replica) {
 void UpdateEngine::drop_gradients(int replica) {
   for (std::size_t i = 0; i < parameters_->slots().size(); ++i)
     parameters_->parameter(replica, i).mutable_grad().reset();
+}
+
+bool UpdateEngine::finite_gradients(int replica) const {
+  const auto& gradients = contributions_[static_cast<std::size_t>(replica)].gradients;
+  return std::all_of(gradients.begin(), gradients.end(), [](const at::Tensor& gradient) {
+    const auto squares = [&]<class T>(T) {
+      return kernels::update_kernels<T>().sum_of_squares(gradient.const_data_ptr<T>(),
+                                                         static_cast<std::size_t>(gradient.numel()));
+    };
+    if (!gradient.defined()) return true;
+    return std::isfinite(gradient.scalar_type() == at::kDouble ? squares(double()) : squares(float()));
+  });
+}
+
+bool UpdateEngine::all_finite() const {
+  return std::all_of(contributions_.begin(), contributions_.end(), [](const auto& replica) { return replica.finite; });
 }
 
 double UpdateEngine::total_weight() const {
@@ -190,22 +210,22 @@ void UpdateEngine::update_range(const Range& range, std::vector<const T*> gradie
   reduce_and_update<T>(optimizer_, step_, scale, {gradients, values, state, static_cast<std::size_t>(range.count)});
 }
 
-void UpdateEngine::update_ranges(int replica, double total_weight) {
-  const GradientScale scale{total_weight, optimizer_.options().clipvalue};
+void UpdateEngine::update_ranges(int replica, double divide_by) {
+  const GradientScale scale{divide_by, optimizer_.options().clipvalue};
   for (const auto& range : ranges_[static_cast<std::size_t>(replica)]) {
     visit(range, [&]<class T>(T) { update_range<T>(range, gradients_of<T>(range), scale); });
   }
 }
 
 // A norm needs all gradients before the first update: one pass sums and squares, a second one updates.
-void UpdateEngine::update_clipped_by_norm(const Group& group, double total_weight, Deadline deadline) {
+void UpdateEngine::update_clipped_by_norm(const Group& group, double divide_by, Deadline deadline) {
   const auto replica = static_cast<std::size_t>(group.rank());
   auto& squares = contributions_[replica].squares;
   std::fill(squares.begin(), squares.end(), 0.0);
   for (const auto& range : ranges_[replica]) {
     visit(range, [&]<class T>(T) {
       const auto count = static_cast<std::size_t>(range.count);
-      sum_gradients<T>(gradients_of<T>(range), {.divide_by = total_weight}, summed<T>(range), count);
+      sum_gradients<T>(gradients_of<T>(range), {.divide_by = divide_by}, summed<T>(range), count);
       squares[range.slot] += kernels::update_kernels<T>().sum_of_squares(summed<T>(range), count);
     });
   }

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "gradient/loss_scale.h"
 #include "gradient/replicated_parameters.h"
 #include "lockstep/group.h"
 #include "lockstep/optimizer.h"
@@ -31,8 +32,9 @@ class UpdateEngine {
   UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, Exchange exchange, int root = 0);
 
   // Takes the gradients that backward left on this replica's parameters and updates all copies with
-  //   (sum of the replicas' gradients) / (sum of the replicas' weights).
-  // A parameter that no replica has a gradient for stays as it is, state included; with a sum of weights of 0 all do.
+  //   (sum of the replicas' gradients) / (sum of the replicas' weights) / loss_scale().
+  // A parameter that no replica has a gradient for stays as it is, state included; all do with a sum of weights of 0,
+  // and where a scaled loss has gradients that are not finite.
   // Collective over `group`, whose ranks are the replicas. Throws, with all values as they were, when a gradient cannot
   // be used here or on another replica, or when another replica failed (Aborted).
   void apply(const Group& group, double weight, Deadline deadline);
@@ -46,6 +48,10 @@ class UpdateEngine {
   // Updates that were made.
   std::int64_t iterations() const { return iterations_; }
   void set_iterations(std::int64_t iterations) { iterations_ = iterations; }
+
+  // What losses are multiplied by before backward; constant while replicas run backward.
+  double loss_scale() const { return loss_scale_.value(); }
+  LossScale& loss_scale_state() { return loss_scale_; }
 
   // The rate of the next update. One that is set holds until another is.
   double learning_rate() const;
@@ -68,14 +74,17 @@ class UpdateEngine {
   struct alignas(64) Contribution {
     std::vector<at::Tensor> gradients;  // [slot], undefined where there is none
     double weight = 0;
+    bool finite = true;           // checked where the loss is scaled
     std::vector<double> squares;  // [slot]: sums over this replica's ranges
   };
 
   void assign_ranges(int root);
   void take_gradients(int replica);
+  bool finite_gradients(int replica) const;
   double total_weight() const;
-  void update_ranges(int replica, double total_weight);
-  void update_clipped_by_norm(const Group& group, double total_weight, Deadline deadline);
+  bool all_finite() const;
+  void update_ranges(int replica, double divide_by);
+  void update_clipped_by_norm(const Group& group, double divide_by, Deadline deadline);
   double norm_factor(std::size_t slot) const;
   void sum_up_tree(const Group& group, Deadline deadline);
   void copy_down_tree(const Group& group, Deadline deadline);
@@ -102,6 +111,7 @@ class UpdateEngine {
   std::vector<Contribution>
       contributions_;            // [replica]; written by that replica before the barrier that lets others read
   std::int64_t iterations_ = 0;  // written by replica 0 after the last barrier of an apply
+  LossScale loss_scale_;         // written by replica 0 between the barriers of an apply
   std::optional<double> rate_override_;
   UpdateStep step_;  // of the current apply; written by replica 0 before the first barrier
 };

@@ -125,8 +125,8 @@ struct Filters {
   std::int64_t width;
 };
 
-// All windows of one image for two vectors of filters. kSize: the taps are kSize x kSize; 0: any. What it reads comes by
-// value: writing bytes through `winner` might change anything else, so the compiler would read it again.
+// All windows of one image for two vectors of filters. kSize: the taps are kSize x kSize; 0: any. What it reads comes
+// by value: writing bytes through `winner` might change anything else, so the compiler would read it again.
 template <bool kFinite, int kSize>
 void forward_block(ConvPool s, Filters filters, const float* input, float* output, std::uint8_t* winner) {
   for (std::int64_t row = 0; row < s.out_h(); ++row) {

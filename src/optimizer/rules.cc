@@ -101,7 +101,11 @@ class AdagradRule final : public SpanRule<AdagradRule> {
 // The settings that all options structs share.
 template <class Options>
 OptimizerOptions common(const Options& o) {
-  return {o.learning_rate, o.weight_decay, o.clipnorm, o.clipvalue, o.global_clipnorm};
+  return {.learning_rate = o.learning_rate,
+          .weight_decay = o.weight_decay,
+          .clipnorm = o.clipnorm,
+          .clipvalue = o.clipvalue,
+          .global_clipnorm = o.global_clipnorm};
 }
 
 void require_fraction(const char* name, double value) {
@@ -145,6 +149,12 @@ AdamOptions with_default_decay(AdamOptions options) {
   return checked(options);
 }
 
+OptimizerOptions scaled(OptimizerOptions options, LossScaleOptions scale) {
+  if (options.loss_scale) throw InvalidArgument("LossScaleOptimizer: the inner optimizer scales the loss already");
+  options.loss_scale = scale;
+  return options;
+}
+
 Optimizer by_name(const std::string& name) {
   if (name == "sgd") return SGD();
   if (name == "adam") return Adam();
@@ -169,6 +179,11 @@ Optimizer::Optimizer(std::shared_ptr<const UpdateRule> rule, OptimizerOptions op
   }
   if (kinds > 1) throw InvalidArgument("only one of clipnorm, clipvalue and global_clipnorm can be set");
   if (options_.weight_decay) require_not_negative("weight_decay", *options_.weight_decay);
+  if (!options_.loss_scale) return;
+  const auto& [scale, steps] = *options_.loss_scale;
+  if (!(scale > 0) || std::isinf(scale))
+    throw InvalidArgument(text("initial_scale is ", scale, "; it must be above 0"));
+  if (steps < 1) throw InvalidArgument(text("dynamic_growth_steps is ", steps, "; it must be 1 or more"));
 }
 
 Optimizer::Optimizer(const char* name) : Optimizer(by_name(name)) {}
@@ -181,5 +196,7 @@ RMSprop::RMSprop(RMSpropOptions options)
     : Optimizer(std::make_shared<RMSpropRule>(checked(options)), common(options)) {}
 Adagrad::Adagrad(AdagradOptions options)
     : Optimizer(std::make_shared<AdagradRule>(checked(options)), common(options)) {}
+LossScaleOptimizer::LossScaleOptimizer(const Optimizer& inner, LossScaleOptions options)
+    : Optimizer(inner.shared_rule(), scaled(inner.options(), options)) {}
 
 }  // namespace lockstep

@@ -96,7 +96,7 @@ Trackable ReplicatedModule::replica_buffers() const {
 
 void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const {
   try {
-    loss.backward();
+    scale_loss(loss).backward();
   } catch (...) {
     engine_->drop_gradients(replica.replica_id());  // or the next step would add to a part of these
     throw;
@@ -108,6 +108,11 @@ void ReplicatedOptimizer::apply_gradients(const ReplicaContext& replica, double 
   engine_->apply(replica.group(), weight, replica.deadline());
 }
 
+Tensor ReplicatedOptimizer::scale_loss(const Tensor& loss) const {
+  return engine_->loss_scale() == 1 ? loss : loss * engine_->loss_scale();
+}
+
+double ReplicatedOptimizer::loss_scale() const { return engine_->loss_scale(); }
 std::int64_t ReplicatedOptimizer::iterations() const { return engine_->iterations(); }
 double ReplicatedOptimizer::learning_rate() const { return engine_->learning_rate(); }
 void ReplicatedOptimizer::set_learning_rate(double rate) const { engine_->set_learning_rate(rate); }
@@ -127,6 +132,11 @@ Trackable ReplicatedOptimizer::trackable() const {
     archive.entries[joined(prefix, "iterations")] = std::to_string(engine->iterations());
     if (const auto rate = engine->learning_rate_override()) {
       archive.entries[joined(prefix, "learning_rate")] = text(std::hexfloat, *rate);
+    }
+    const auto& scale = engine->loss_scale_state();
+    if (scale.used()) {
+      archive.entries[joined(prefix, "loss_scale")] = text(std::hexfloat, scale.value());
+      archive.entries[joined(prefix, "loss_scale_steps")] = std::to_string(scale.steps());
     }
     each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
       archive.tensors[name] = to_stored(engine->state(slot, index));
@@ -148,7 +158,16 @@ Trackable ReplicatedOptimizer::trackable() const {
     const auto rate = archive.entries.find(joined(prefix, "learning_rate"));
     std::optional<double> set_rate;
     if (rate != archive.entries.end()) set_rate = std::strtod(rate->second.c_str(), nullptr);
-    return [engine, copies, iterations, set_rate] {
+    const auto scale = archive.entries.find(joined(prefix, "loss_scale"));
+    std::optional<std::pair<double, std::int64_t>> scaled;
+    if (scale != archive.entries.end()) {
+      scaled.emplace(std::strtod(scale->second.c_str(), nullptr),
+                     std::stoll(archive.entry(joined(prefix, "loss_scale_steps"))));
+    }
+    return [engine, copies, iterations, set_rate, scaled] {
+      if (scaled && engine->loss_scale_state().used()) {
+        engine->loss_scale_state().restore(scaled->first, scaled->second);
+      }
       for (const auto& [to, from] : copies) to.copy_(from);
       engine->set_iterations(iterations);
       engine->restore_learning_rate(set_rate);

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 
 #include "base/text.h"
@@ -11,35 +13,54 @@
 namespace lockstep {
 namespace {
 
-constexpr const char* kNames[] = {"float32", "mixed_bfloat16"};
-std::atomic<bool> global_bfloat16 = false;
+struct Policy {
+  const char* name;
+  std::optional<at::ScalarType> type;
+};
+constexpr std::array kPolicies{Policy{"float32", {}}, Policy{"mixed_bfloat16", at::kBFloat16},
+                               Policy{"mixed_float16", at::kHalf}};
+std::atomic<const Policy*> global_choice = kPolicies.data();
 
 }  // namespace
 
 void set_global_policy(const std::string& name) {
-  if (name != kNames[0] && name != kNames[1]) {
+  const auto found =
+      std::find_if(kPolicies.begin(), kPolicies.end(), [&](const Policy& policy) { return policy.name == name; });
+  if (found == kPolicies.end()) {
     throw InvalidArgument(
-        text("no precision policy is called \"", name, "\"; there are ", kNames[0], " and ", kNames[1]));
+        text("no precision policy is called \"", name, "\"; there are float32, mixed_bfloat16 and mixed_float16"));
   }
-  global_bfloat16 = name == kNames[1];
+  global_choice = found;
 }
 
-std::string global_policy() { return kNames[global_bfloat16 ? 1 : 0]; }
+std::string global_policy() { return global_choice.load()->name; }
 
-ComputePolicy ComputePolicy::current() { return ComputePolicy(global_bfloat16); }
+ComputePolicy ComputePolicy::current() { return ComputePolicy(global_choice.load()->type); }
+
+void ComputePolicy::check(const std::vector<c10::Device>& devices) const {
+  const bool on_cpu = std::any_of(devices.begin(), devices.end(), [](auto device) { return device.is_cpu(); });
+  if (type_ == at::kHalf && on_cpu) {
+    throw InvalidArgument("mixed_float16 computes on GPUs only, and this strategy has a CPU; use mixed_bfloat16 there");
+  }
+}
 
 Tensor ComputePolicy::outputs(const Tensor& computed) const {
-  return bfloat16_ && computed.scalar_type() == at::kBFloat16 ? computed.to(at::kFloat) : computed;
+  return type_ && computed.scalar_type() == *type_ ? computed.to(at::kFloat) : computed;
+}
+
+Optimizer ComputePolicy::wrapped(const Optimizer& optimizer) const {
+  const bool needed = type_ == at::kHalf && !optimizer.options().loss_scale;
+  return needed ? LossScaleOptimizer(optimizer) : optimizer;
 }
 
 ComputePolicy::Scope::Scope(const ComputePolicy& policy, c10::DeviceType device)
-    : active_(policy.bfloat16_), device_(device) {
+    : active_(policy.type_.has_value()), device_(device) {
   if (!active_) return;
   enabled_before_ = at::autocast::is_autocast_enabled(device_);
   cache_before_ = at::autocast::is_autocast_cache_enabled();
   dtype_before_ = at::autocast::get_autocast_dtype(device_);
   at::autocast::set_autocast_cache_enabled(false);  // it is global to the process, and replicas are threads
-  at::autocast::set_autocast_dtype(device_, at::kBFloat16);
+  at::autocast::set_autocast_dtype(device_, *policy.type_);
   at::autocast::set_autocast_enabled(device_, true);
 }
 

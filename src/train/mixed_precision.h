@@ -3,6 +3,10 @@
 
 #include <ATen/autocast_mode.h>
 
+#include <optional>
+#include <vector>
+
+#include "lockstep/optimizer.h"
 #include "lockstep/tensor.h"
 
 namespace lockstep {
@@ -12,8 +16,14 @@ class ComputePolicy {
  public:
   static ComputePolicy current();  // of set_global_policy
 
-  // Outputs in float32 where the policy had them computed in bfloat16.
+  // Throws InvalidArgument where the policy cannot compute on one of the devices.
+  void check(const std::vector<c10::Device>& devices) const;
+
+  // Outputs in float32 where the policy had them computed in 16 bits.
   Tensor outputs(const Tensor& computed) const;
+
+  // The optimizer for such outputs: with a loss scale where 16 bits hold no small gradients.
+  Optimizer wrapped(const Optimizer& optimizer) const;
 
   // While it lives, LibTorch's operators in this thread compute as the policy says on `device`.
   class Scope {
@@ -31,8 +41,8 @@ class ComputePolicy {
   };
 
  private:
-  explicit ComputePolicy(bool bfloat16) : bfloat16_(bfloat16) {}
-  bool bfloat16_;
+  explicit ComputePolicy(std::optional<at::ScalarType> type) : type_(type) {}
+  std::optional<at::ScalarType> type_;  // of products; none: as tensors are
 };
 
 }  // namespace lockstep

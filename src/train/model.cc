@@ -15,6 +15,7 @@ namespace lockstep {
 
 void ModelImpl::build(const Example& sample) {
   if (parameters != nullptr) return;
+  policy.check(strategy.impl().torch_devices());
   auto made = internal::replicate_modules(strategy.impl(), [&] { return make(sample); });
   if (pending_weights) {
     check_weights(*pending_weights, *made);
@@ -76,6 +77,7 @@ void Model::compile(CompileOptions options) {
       }
     }
   }
+  options.optimizer = impl_->policy.wrapped(options.optimizer);
   impl_->compiled = std::move(options);
   impl_->make_engine();
 }

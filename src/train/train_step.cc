@@ -77,7 +77,7 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
   // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.
   const double weight = weight_of(compiled->loss, loss, id);
   const bool divided = replica.num_replicas_in_sync() == 1 && weight > 0;
-  backward_from(loss.sum, divided ? 1 / weight : 1, part);
+  backward_from(loss.sum, engine->loss_scale() / (divided ? weight : 1), part);
   lap.add_to(spent.backward);
   into.update(id, part, outputs.detach());  // before anything has changed: a metric may throw
   const StepResult result{loss.sum.item<double>(), loss.divisor, part.size()};
