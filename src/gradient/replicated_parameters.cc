@@ -48,6 +48,9 @@ void check_dtype(const ParameterSlot& slot) {
 ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement)
     : modules_(std::move(modules)), placement_(placement) {
   if (modules_.empty()) throw InvalidArgument("a model needs at least one replica");
+  if (placement_ == Placement::device && replicas() > 1) {
+    throw InvalidArgument(text("values that are updated on their device are one replica's; there are ", replicas()));
+  }
   find_slots();
   for (int replica = 1; replica < replicas(); ++replica) check_same_as_first(replica);
   bind();
@@ -125,13 +128,17 @@ void ReplicatedParameters::check_same_as_first(int replica) {
 
 void ReplicatedParameters::bind() {
   const at::NoGradGuard no_grad;
+  const auto device_of = [&](int replica) {
+    const auto parameters = module(replica).parameters();
+    return parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
+  };
+  const auto place_of_copies = placement_ == Placement::device ? device_of(0) : at::Device(at::kCPU);
   for (int copy = 0; copy < copies(); ++copy) {
-    flat_float_.push_back(at::zeros({flat_numel(at::kFloat)}, at::kFloat));
-    flat_double_.push_back(at::zeros({flat_numel(at::kDouble)}, at::kDouble));
+    flat_float_.push_back(at::zeros({flat_numel(at::kFloat)}, at::device(place_of_copies).dtype(at::kFloat)));
+    flat_double_.push_back(at::zeros({flat_numel(at::kDouble)}, at::device(place_of_copies).dtype(at::kDouble)));
   }
   for (int replica = 0; placement_ == Placement::staged && replica < replicas(); ++replica) {
-    const auto parameters = module(replica).parameters();
-    const auto device = parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
+    const auto device = device_of(replica);
     device_float_.push_back(flat_float_[0].to(device, at::kFloat, /*non_blocking=*/false, /*copy=*/true));
     device_double_.push_back(flat_double_[0].to(device, at::kDouble, /*non_blocking=*/false, /*copy=*/true));
   }

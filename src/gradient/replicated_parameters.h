@@ -32,6 +32,7 @@ enum class Placement {
   central,   // one copy in host memory, which all replicas read
   staged,    // each replica has its own on its device; updates are made to one in host memory, which the devices then
              // copy
+  device,    // the only replica has them on its device, where they are updated
 };
 
 // Constant after construction, but for the values. Replicas run at once only on their own copies.
@@ -39,7 +40,7 @@ class ReplicatedParameters {
  public:
   // Binds the parameters of all modules (one a replica, of one type, each on its replica's device) to flat buffers and
   // gives all of them, and their buffers, module 0's values. Throws InvalidArgument naming the parameter when modules
-  // differ or a trainable parameter is neither float nor double.
+  // differ or a trainable parameter is neither float nor double. Placement::device is for one module.
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement);
 
   int replicas() const { return static_cast<int>(modules_.size()); }
@@ -52,7 +53,8 @@ class ReplicatedParameters {
     return parameters_[static_cast<std::size_t>(replica)][slot];
   }
 
-  // How many copies of the values there are in host memory, and copy k's flat buffer.
+  // How many copies of the values updates are made to, and copy k's flat buffer: in host memory, but for
+  // Placement::device.
   int copies() const { return placement_ == Placement::mirrored ? replicas() : 1; }
   const at::Tensor& flat(int copy, at::ScalarType dtype) const;
   std::int64_t flat_numel(at::ScalarType dtype) const;
@@ -90,7 +92,7 @@ class ReplicatedParameters {
   Placement placement_;
   std::vector<ParameterSlot> slots_;
   std::vector<std::vector<at::Tensor>> parameters_;       // [replica][slot]
-  std::vector<at::Tensor> flat_float_, flat_double_;      // [copy], in host memory
+  std::vector<at::Tensor> flat_float_, flat_double_;      // [copy]
   std::vector<at::Tensor> device_float_, device_double_;  // [replica], staged only
   std::vector<std::string> buffer_names_;
   std::vector<std::vector<at::Tensor>> buffers_;  // [replica][index]

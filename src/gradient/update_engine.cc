@@ -1,6 +1,7 @@
 #include "gradient/update_engine.h"
 
-#include <ATen/ops/full.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -27,8 +28,13 @@ UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Opt
       loss_scale_(optimizer_.options().loss_scale) {
   parameters_->update_trainable();
   for (const auto& spec : optimizer_.rule().states()) {
-    state_float_.push_back(at::full({parameters_->flat_numel(at::kFloat)}, spec.initial_value, at::kFloat));
-    state_double_.push_back(at::full({parameters_->flat_numel(at::kDouble)}, spec.initial_value, at::kDouble));
+    state_float_.push_back(at::full_like(parameters_->flat(0, at::kFloat), spec.initial_value));
+    state_double_.push_back(at::full_like(parameters_->flat(0, at::kDouble), spec.initial_value));
+  }
+  if (parameters_->placement() == Placement::device) {
+    for (const auto dtype : {at::kFloat, at::kDouble}) {
+      device_updates_.emplace_back(optimizer_, parameters_->flat(0, dtype).options());
+    }
   }
   if (exchange_ == Exchange::hierarchical_copy) {
     for (int replica = 0; replica < parameters_->replicas(); ++replica) {
@@ -95,7 +101,9 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
   if (total > 0) {
     const auto& options = optimizer_.options();
     if (exchange_ == Exchange::hierarchical_copy) sum_up_tree(group, deadline);
-    if (options.clipnorm || options.global_clipnorm) {
+    if (!device_updates_.empty()) {
+      update_on_device(total * scale);
+    } else if (options.clipnorm || options.global_clipnorm) {
       update_clipped_by_norm(group, total * scale, deadline);
     } else {
       update_ranges(replica, total * scale);
@@ -126,7 +134,7 @@ void UpdateEngine::take_gradients(int replica) {
                                  gradient.sizes(), "; the parameter is ", slot.dtype, " ",
                                  at::IntArrayRef(slot.sizes)));
     }
-    if (!gradient.is_cpu()) gradient = gradient.to(at::kCPU);
+    if (!gradient.is_cpu() && device_updates_.empty()) gradient = gradient.to(at::kCPU);
     gradients[i] = gradient.contiguous();
   }
 }
@@ -144,6 +152,7 @@ bool UpdateEngine::finite_gradients(int replica) const {
                                                          static_cast<std::size_t>(gradient.numel()));
     };
     if (!gradient.defined()) return true;
+    if (!gradient.is_cpu()) return at::isfinite(gradient).all().item<bool>();
     return std::isfinite(gradient.scalar_type() == at::kDouble ? squares(double()) : squares(float()));
   });
 }
@@ -214,6 +223,23 @@ void UpdateEngine::update_ranges(int replica, double divide_by) {
   const GradientScale scale{divide_by, optimizer_.options().clipvalue};
   for (const auto& range : ranges_[static_cast<std::size_t>(replica)]) {
     visit(range, [&]<class T>(T) { update_range<T>(range, gradients_of<T>(range), scale); });
+  }
+}
+
+void UpdateEngine::update_on_device(double divide_by) {
+  for (auto& update : device_updates_) {
+    const auto dtype = &update == &device_updates_[0] ? at::kFloat : at::kDouble;
+    DeviceParameters parameters;
+    parameters.states.resize(state_float_.size());
+    for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {
+      if (parameters_->slots()[i].dtype != dtype || !has_gradient(i)) continue;
+      parameters.values.push_back(parameters_->parameter(0, i).detach());
+      parameters.gradients.push_back(contributions_[0].gradients[i]);
+      for (std::size_t k = 0; k < parameters.states.size(); ++k) parameters.states[k].push_back(state(i, k));
+    }
+    if (parameters.values.empty()) continue;
+    update.begin(step_);
+    update.apply(parameters, divide_by);
   }
 }
 

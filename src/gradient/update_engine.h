@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "gradient/device_update.h"
 #include "gradient/loss_scale.h"
 #include "gradient/replicated_parameters.h"
 #include "lockstep/group.h"
@@ -80,6 +81,7 @@ class UpdateEngine {
 
   void assign_ranges(int root);
   void take_gradients(int replica);
+  void update_on_device(double divide_by);
   bool finite_gradients(int replica) const;
   double total_weight() const;
   bool all_finite() const;
@@ -107,6 +109,8 @@ class UpdateEngine {
   std::vector<at::Tensor> state_float_, state_double_;  // [state], flat
   at::Tensor summed_float_, summed_double_;             // flat; for clipping by norm
   std::vector<at::Tensor> tree_float_, tree_double_;    // [replica], flat; for hierarchical_copy
+
+  std::vector<DeviceUpdate> device_updates_;  // float's and double's; Placement::device only
 
   std::vector<Contribution>
       contributions_;            // [replica]; written by that replica before the barrier that lets others read

@@ -137,6 +137,43 @@ TEST(UpdateEngine, AnyNumberOfReplicasGivesTheSameWeights) {
   }
 }
 
+// Here "the device" is the CPU: LibTorch's operators are the same.
+TEST(UpdateEngine, UpdatesOnADeviceAreThoseInHostMemory) {
+  auto all = optimizers();
+  all.push_back({"amsgrad", Adam({.learning_rate = 0.01, .amsgrad = true})});
+  for (const auto& [name, optimizer] : all) {
+    SCOPED_TRACE(name);
+    for (const auto& [dtype, steps, tolerance] :
+         {std::tuple(at::kDouble, 50, 1e-9), std::tuple(at::kFloat, 20, 1e-5)}) {
+      const auto host = train(1, optimizer, Exchange::one_pass, Placement::mirrored, dtype, steps);
+      const auto device = train(1, optimizer, Exchange::one_pass, Placement::device, dtype, steps);
+      expect_close(*host.parameters, *device.parameters, tolerance);
+      EXPECT_EQ(device.engine->iterations(), steps);
+    }
+  }
+}
+
+// Halves the gradient and remembers the last one.
+class HalfRule final : public SpanRule<HalfRule> {
+ public:
+  std::string name() const override { return "half"; }
+  std::vector<StateSpec> states() const override { return {{"last", 0}}; }
+  template <class T>
+  void apply(const UpdateStep&, std::span<T> value, std::span<const T> gradient, std::span<T* const> state) const {
+    for (std::size_t i = 0; i < value.size(); ++i)
+      value[i] -= T(0.01) * (gradient[i] + (state[0][i] = gradient[i] / 2));
+  }
+};
+
+TEST(UpdateEngine, ARuleOfTheUsersOwnUpdatesOnADeviceToo) {
+  const Optimizer optimizer(std::make_shared<HalfRule>(), {.weight_decay = 0.1});
+  const auto host = train(1, optimizer, Exchange::one_pass, Placement::mirrored, at::kDouble, 10);
+  const auto device = train(1, optimizer, Exchange::one_pass, Placement::device, at::kDouble, 10);
+  expect_close(*host.parameters, *device.parameters, 1e-12);
+  EXPECT_TRUE(torch::allclose(host.engine->state(2, 0), device.engine->state(2, 0)));
+  EXPECT_GT(host.engine->state(2, 0).abs().max().item<double>(), 0);
+}
+
 template <class Make>
 void expect_as_libtorch(const Optimizer& ours, const Make& make) {
   const auto run = train(3, ours, Exchange::one_pass, Placement::mirrored, at::kDouble, 20);

@@ -1,5 +1,4 @@
-// The update rules of keras.optimizers 3.
-#include <cmath>
+#include "optimizer/rules.h"
 
 #include "base/text.h"
 #include "kernels/update.h"
@@ -7,96 +6,46 @@
 #include "lockstep/optimizer.h"
 
 namespace lockstep {
-namespace {
 
 using kernels::update_kernels;
 
-class SGDRule final : public SpanRule<SGDRule> {
- public:
-  explicit SGDRule(const SGDOptions& options) : momentum_(options.momentum), nesterov_(options.nesterov) {}
-  std::string name() const override { return "sgd"; }
-  std::vector<StateSpec> states() const override {
-    return momentum_ == 0 ? std::vector<StateSpec>{} : std::vector<StateSpec>{{"momentum", 0}};
+template <class T>
+void SGDRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+                    std::span<T* const> state) const {
+  const auto& kernel = update_kernels<T>();
+  const double rate = step.learning_rate;
+  if (options_.momentum == 0) {
+    kernel.sgd(value.data(), gradient.data(), static_cast<T>(rate), value.size());
+  } else {
+    kernel.sgd_momentum(value.data(), gradient.data(), state[0], {rate, options_.momentum, options_.nesterov},
+                        value.size());
   }
+}
 
-  template <class T>
-  void apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient, std::span<T* const> state) const {
-    const auto& kernel = update_kernels<T>();
-    const double rate = step.learning_rate;
-    if (momentum_ == 0) {
-      kernel.sgd(value.data(), gradient.data(), static_cast<T>(rate), value.size());
-    } else {
-      kernel.sgd_momentum(value.data(), gradient.data(), state[0], {rate, momentum_, nesterov_}, value.size());
-    }
-  }
+template <class T>
+void AdamRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+                     std::span<T* const> state) const {
+  update_kernels<T>().adam(value.data(), gradient.data(), state[0], state[1], options_.amsgrad ? state[2] : nullptr,
+                           {rate(step), 1 - options_.beta_1, 1 - options_.beta_2, options_.epsilon}, value.size());
+}
 
- private:
-  double momentum_;
-  bool nesterov_;
-};
+template <class T>
+void RMSpropRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+                        std::span<T* const> state) const {
+  T* mean = options_.centered ? state[1] : nullptr;
+  T* velocity = options_.momentum > 0 ? state.back() : nullptr;
+  update_kernels<T>().rmsprop(value.data(), gradient.data(), state[0], mean, velocity,
+                              {step.learning_rate, options_.rho, options_.momentum, options_.epsilon}, value.size());
+}
 
-class AdamRule final : public SpanRule<AdamRule> {
- public:
-  AdamRule(std::string name, const AdamOptions& options) : name_(std::move(name)), options_(options) {}
-  std::string name() const override { return name_; }
-  std::vector<StateSpec> states() const override {
-    std::vector<StateSpec> specs{{"m", 0}, {"v", 0}};
-    if (options_.amsgrad) specs.push_back({"vhat", 0});
-    return specs;
-  }
+template <class T>
+void AdagradRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+                        std::span<T* const> state) const {
+  update_kernels<T>().adagrad(value.data(), gradient.data(), state[0], static_cast<T>(step.learning_rate),
+                              static_cast<T>(options_.epsilon), value.size());
+}
 
-  template <class T>
-  void apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient, std::span<T* const> state) const {
-    const auto t = static_cast<double>(step.iteration);
-    const double correction = std::sqrt(1 - std::pow(options_.beta_2, t)) / (1 - std::pow(options_.beta_1, t));
-    update_kernels<T>().adam(
-        value.data(), gradient.data(), state[0], state[1], options_.amsgrad ? state[2] : nullptr,
-        {step.learning_rate * correction, 1 - options_.beta_1, 1 - options_.beta_2, options_.epsilon}, value.size());
-  }
-
- private:
-  std::string name_;
-  AdamOptions options_;
-};
-
-class RMSpropRule final : public SpanRule<RMSpropRule> {
- public:
-  explicit RMSpropRule(const RMSpropOptions& options) : options_(options) {}
-  std::string name() const override { return "rmsprop"; }
-  std::vector<StateSpec> states() const override {
-    std::vector<StateSpec> specs{{"velocity", 0}};
-    if (options_.centered) specs.push_back({"average_gradient", 0});
-    if (options_.momentum > 0) specs.push_back({"momentum", 0});
-    return specs;
-  }
-
-  template <class T>
-  void apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient, std::span<T* const> state) const {
-    T* mean = options_.centered ? state[1] : nullptr;
-    T* velocity = options_.momentum > 0 ? state.back() : nullptr;
-    update_kernels<T>().rmsprop(value.data(), gradient.data(), state[0], mean, velocity,
-                                {step.learning_rate, options_.rho, options_.momentum, options_.epsilon}, value.size());
-  }
-
- private:
-  RMSpropOptions options_;
-};
-
-class AdagradRule final : public SpanRule<AdagradRule> {
- public:
-  explicit AdagradRule(const AdagradOptions& options) : options_(options) {}
-  std::string name() const override { return "adagrad"; }
-  std::vector<StateSpec> states() const override { return {{"accumulator", options_.initial_accumulator_value}}; }
-
-  template <class T>
-  void apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient, std::span<T* const> state) const {
-    update_kernels<T>().adagrad(value.data(), gradient.data(), state[0], static_cast<T>(step.learning_rate),
-                                static_cast<T>(options_.epsilon), value.size());
-  }
-
- private:
-  AdagradOptions options_;
-};
+namespace {
 
 // The settings that all options structs share.
 template <class Options>

@@ -56,7 +56,8 @@ void StrategyImpl::make_groups() { groups_ = make_thread_groups(replicas(), spin
 Placement StrategyImpl::placement() const {
   const bool on_gpus =
       std::any_of(torch_devices_.begin(), torch_devices_.end(), [](auto device) { return !device.is_cpu(); });
-  return on_gpus ? Placement::staged : settings_.placement;
+  if (!on_gpus) return settings_.placement;
+  return replicas() == 1 ? Placement::device : Placement::staged;
 }
 
 void StrategyImpl::on_replicas(const std::function<void(int)>& function) {

@@ -41,7 +41,7 @@ class StrategyImpl {
   c10::Device torch_device(int replica) const { return torch_devices_[static_cast<std::size_t>(replica)]; }
   const std::vector<c10::Device>& torch_devices() const { return torch_devices_; }
 
-  // Where variables live: on GPUs, in a copy each, whose updates are made in host memory.
+  // Where variables live: on GPUs, in a copy each; with several, updates are made in host memory.
   Placement placement() const;
 
   ReplicaRandom& random(int replica) const { return *random_[static_cast<std::size_t>(replica)]; }
