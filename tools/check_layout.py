@@ -12,6 +12,7 @@ ROOMS = {
     "optimizer": {"kernels"},
     "checkpoint": set(),
     "ops": {"kernels"},
+    "cuda": {"ops"},
     "gradient": {"collective", "kernels", "optimizer"},
     "data": {"checkpoint", "ops"},
     "strategy": {"collective", "data", "gradient", "ops", "optimizer"},

@@ -102,6 +102,7 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
     const auto& options = optimizer_.options();
     if (exchange_ == Exchange::hierarchical_copy) sum_up_tree(group, deadline);
     if (!device_updates_.empty()) {
+      begin_on_device();
       update_on_device(total * scale);
     } else if (options.clipnorm || options.global_clipnorm) {
       update_clipped_by_norm(group, total * scale, deadline);
@@ -237,10 +238,24 @@ void UpdateEngine::update_on_device(double divide_by) {
       parameters.gradients.push_back(contributions_[0].gradients[i]);
       for (std::size_t k = 0; k < parameters.states.size(); ++k) parameters.states[k].push_back(state(i, k));
     }
-    if (parameters.values.empty()) continue;
-    update.begin(step_);
-    update.apply(parameters, divide_by);
+    if (!parameters.values.empty()) update.apply(parameters, divide_by);
   }
+}
+
+void UpdateEngine::begin_on_device() {
+  step_ = {iterations_ + 1, learning_rate()};
+  for (auto& update : device_updates_) update.begin(step_);
+}
+
+void UpdateEngine::update_recorded(double weight) {
+  take_gradients(0);
+  update_on_device(weight);
+  for (auto& gradient : contributions_[0].gradients) gradient.reset();
+}
+
+void UpdateEngine::begin_replay() {
+  begin_on_device();
+  ++iterations_;
 }
 
 // A norm needs all gradients before the first update: one pass sums and squares, a second one updates.

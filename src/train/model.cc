@@ -30,6 +30,7 @@ void ModelImpl::make_engine() {
   if (parameters == nullptr || !compiled) return;
   engine = strategy.optimizer(compiled->optimizer, ReplicatedModule(parameters)).engine();
   tracker.emplace(*compiled, strategy.num_replicas_in_sync());
+  recorded = {};
 }
 
 void ModelImpl::require_built(const char* caller) const {

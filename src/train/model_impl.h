@@ -13,6 +13,7 @@
 #include "lockstep/model.h"
 #include "lockstep/random.h"
 #include "train/mixed_precision.h"
+#include "train/recorded_step.h"
 #include "train/tracker.h"
 
 namespace lockstep {
@@ -52,6 +53,10 @@ class ModelImpl {
   // On each replica, with its part of the batch: forward, loss, backward, reduce and update, metrics.
   StepResult train_step(ReplicaContext& replica, const Example& part, Tracker& tracker);
 
+  // For jit_compile: what of a step can be recorded, and one step by playing it.
+  RecordedStep::Result enqueue_step(ReplicaContext& replica, const Example& batch);
+  StepResult play_step(ReplicaContext& replica, const Example& part, Tracker& tracker);
+
   // One step on all replicas; adds the batch's loss to the tracker.
   void train_batch(PerReplica<Example>& batch, Tracker& tracker);
 
@@ -71,6 +76,7 @@ class ModelImpl {
   std::optional<CompileOptions> compiled;
   std::shared_ptr<UpdateEngine> engine;  // null before build or compile
   std::optional<Tracker> tracker;        // of the epoch that fit is in; likewise
+  RecordedStep recorded;                 // of this engine
   std::optional<Archive> pending_weights;
 
   std::uint64_t seed = next_random_seed();  // of the replicas' random numbers, with `steps`

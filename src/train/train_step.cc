@@ -34,6 +34,12 @@ std::string batch_named(const Example& part) {
   return text("a batch of shape ", part.x.sizes(), " and dtype ", part.x.scalar_type());
 }
 
+void require_gradient(const Tensor& loss) {
+  if (loss.requires_grad()) return;
+  throw InvalidArgument(
+      "the loss depends on no trainable parameter; are all frozen, or does forward detach its result?");
+}
+
 void backward_from(const Tensor& loss, double gradient, const Example& part) {
   try {
     loss.backward(at::scalar_tensor(gradient, loss.options().requires_grad(false)));
@@ -63,6 +69,11 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
     return {};
   }
   const at::AutoGradMode with_gradients(true);
+  if (compiled->jit_compile && work_recorder() && engine->can_be_recorded()) {
+    const auto compute = [&](const Example& batch) { return enqueue_step(replica, batch); };
+    if (recorded.serves(part, compute)) return play_step(replica, part, into);
+    engine->drop_gradients(id);  // of a recording that failed
+  }
   StepTimes unused;
   StepTimes& spent = id == 0 ? times : unused;
   Lap lap;
@@ -70,10 +81,7 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
   const auto outputs = outputs_of(replica, part);
   const auto loss = compiled->loss.terms(part.y, outputs, part.weight);
   lap.add_to(spent.forward);
-  if (!loss.sum.requires_grad()) {
-    throw InvalidArgument(
-        "the loss depends on no trainable parameter; are all frozen, or does forward detach its result?");
-  }
+  require_gradient(loss.sum);
   // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.
   const double weight = weight_of(compiled->loss, loss, id);
   const bool divided = replica.num_replicas_in_sync() == 1 && weight > 0;
@@ -85,6 +93,22 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
   engine->apply(replica.group(), divided ? 1 : weight, replica.deadline());
   lap.add_to(spent.reduce_and_update);
   return result;
+}
+
+RecordedStep::Result ModelImpl::enqueue_step(ReplicaContext& replica, const Example& batch) {
+  const auto outputs = outputs_of(replica, batch);
+  const auto loss = compiled->loss.terms(batch.y, outputs, {});
+  require_gradient(loss.sum);
+  backward_from(loss.sum, 1 / loss.divisor, batch);
+  engine->update_recorded(1);
+  return {outputs.detach(), loss.sum.detach(), loss.divisor};
+}
+
+StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& part, Tracker& into) {
+  engine->begin_replay();
+  const auto result = recorded.play(part);
+  into.update(replica.replica_id(), part, result.outputs);
+  return {result.loss_sum.item<double>(), result.divisor, part.size()};
 }
 
 void ModelImpl::train_batch(PerReplica<Example>& batch, Tracker& into) {

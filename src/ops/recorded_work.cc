@@ -1,0 +1,10 @@
+#include "ops/recorded_work.h"
+
+namespace lockstep {
+
+WorkRecorder& work_recorder() {
+  static WorkRecorder recorder;
+  return recorder;
+}
+
+}  // namespace lockstep

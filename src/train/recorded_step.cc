@@ -1,0 +1,68 @@
+#include "train/recorded_step.h"
+
+#include <ATen/ATen.h>
+
+#include "base/log.h"
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+// Sizes and dtypes of x and y. There is no weight: what a loss is divided by would be part of the recording.
+std::vector<std::int64_t> shape_of(const Example& part) {
+  std::vector<std::int64_t> shape;
+  for (const auto& tensor : {part.x, part.y}) {
+    if (!tensor.defined()) continue;
+    shape.push_back(static_cast<std::int64_t>(tensor.scalar_type()));
+    shape.push_back(tensor.dim());
+    shape.insert(shape.end(), tensor.sizes().begin(), tensor.sizes().end());
+  }
+  return shape;
+}
+
+Tensor own_copy(const Tensor& tensor) { return tensor.defined() ? tensor.detach().clone() : tensor; }
+
+void overwrite(const Tensor& own, const Tensor& value) {
+  const at::NoGradGuard no_grad;
+  if (own.defined()) own.copy_(value, /*non_blocking=*/true);
+}
+
+}  // namespace
+
+bool RecordedStep::serves(const Example& part, const std::function<Result(const Example&)>& compute) {
+  if (failed_ || part.weight.defined()) return false;
+  auto shape = shape_of(part);
+  if (shape != shape_) {
+    // A last, smaller batch of an epoch is computed in between; the recording waits for the others to come back.
+    if (work_ != nullptr) return false;
+    shape_ = std::move(shape);
+    seen_ = 0;
+  }
+  if (work_ == nullptr && ++seen_ > kStepsBefore) record(part, compute);
+  return work_ != nullptr;
+}
+
+void RecordedStep::record(const Example& part, const std::function<Result(const Example&)>& compute) {
+  input_ = {own_copy(part.x), own_copy(part.y)};
+  try {
+    work_ = work_recorder()(part.x.device(), [&] { result_ = compute(input_); });
+  } catch (const c10::Error& error) {
+    give_up(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    give_up(error.what());
+  }
+}
+
+void RecordedStep::give_up(const char* reason) {
+  log_warning(text("jit_compile: the step cannot be recorded and runs as without it: ", reason));
+  failed_ = true;
+}
+
+RecordedStep::Result RecordedStep::play(const Example& part) {
+  overwrite(input_.x, part.x);
+  overwrite(input_.y, part.y);
+  work_->replay();
+  return result_;
+}
+
+}  // namespace lockstep
