@@ -1,6 +1,7 @@
 """Training steps, ours and the peers', in turns in one run: a table of ratios, a closing line of JSON, and a plot.
 
     make bench-peers bench-step        or: benchmarks/bench_step.py [--rounds 3] [--only TEXT] [--plot docs/step.svg]
+    benchmarks/bench_step.py --gpu     the same on one GPU, with the build of the preset cuda
 
 Every round runs each program once, one after the other, so that all see the same machine; a ratio is the median of the
 rounds' ratios. A program is measured once a round for all the rows that need it.
@@ -12,6 +13,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 import plot
@@ -106,9 +108,21 @@ def rows():
     yield Row("memory of 2 replicas, smaller by", "PyTorch DDP, 2 processes", TWO, ddp(), 2, memory, memory)
 
 
+def gpu_rows():
+    program = str(ROOT / "build/cuda/benchmarks/train_step")
+    for model, steps, batch in (("seed_cnn", 500, 64), ("mlp", 500, 64), ("cifar_cnn", 200, 64), ("transformer", 200, 16)):
+        options = ("--model", model, "--steps", str(steps), "--batch", str(batch), "--device", "cuda")
+        yield Row(f"{model}, 1 GPU", "PyTorch, eager", Program((program, *options)), pytorch(*options), 1)
+        yield Row(f"{model}, 1 GPU, jit_compile", "PyTorch, CUDA graph", Program((program, *options, "--jit-compile")),
+                  pytorch(*options, "--graph"), 1)
+
+
 def start(command):
     environment = {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
+    process.errors = errors
+    return process
 
 
 def results_of(program, process, began):
@@ -121,7 +135,8 @@ def results_of(program, process, began):
         else:
             result.update(json.loads(line))
     if process.wait() != 0:
-        sys.exit(f"bench_step: this failed: {' '.join(program.command)}")
+        process.errors.seek(0)
+        sys.exit(f"bench_step: this failed: {' '.join(program.command)}\n{process.errors.read()[-4000:]}")
     return result
 
 
@@ -137,10 +152,11 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="rows whose text has this")
     parser.add_argument("--plot", type=pathlib.Path, help="where the plot of samples a second goes")
+    parser.add_argument("--gpu", action="store_true", help="rows of one GPU instead")
     args = parser.parse_args()
-    if args.plot and args.only:
-        parser.error("--plot needs all rows, --only leaves some out")
-    chosen = [row for row in rows() if args.only in f"{row.work} / {row.against}"]
+    if args.plot and (args.only or args.gpu):
+        parser.error("--plot needs all rows on CPUs")
+    chosen = [row for row in (gpu_rows() if args.gpu else rows()) if args.only in f"{row.work} / {row.against}"]
     programs = list(dict.fromkeys(program for row in chosen for program in (row.ours, row.peer)))
     rounds = []
     for number in range(args.rounds):

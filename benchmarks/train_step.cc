@@ -28,6 +28,8 @@ struct Options {
   int steps = 200;
   int batch = 64;  // examples a replica
   bool fit = false;
+  std::string device = "cpu";
+  bool jit_compile = false;
 };
 
 struct Measured {
@@ -90,7 +92,7 @@ Measured measure_fit(Model& model, const Dataset& data) {
 
 Measured measure(const Options& options) {
   std::vector<std::string> devices;
-  for (int i = 0; i < options.replicas; ++i) devices.push_back("cpu:" + std::to_string(i));
+  for (int i = 0; i < options.replicas; ++i) devices.push_back(options.device + ":" + std::to_string(i));
   const MirroredStrategy strategy({.devices = devices, .threads_per_replica = options.threads});
   const auto scope = strategy.scope();
   const std::int64_t global_batch = std::int64_t{options.batch} * options.replicas;
@@ -98,7 +100,8 @@ Measured measure(const Options& options) {
   auto [model, x] = benchmarks::make_work(options.model, options.kind, examples);
   model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}),
                  .optimizer = Adam(),
-                 .metrics = options.fit ? std::vector<Metric>{"accuracy"} : std::vector<Metric>{}});
+                 .metrics = options.fit ? std::vector<Metric>{"accuracy"} : std::vector<Metric>{},
+                 .jit_compile = options.jit_compile});
   if (options.fit) return measure_fit(model, fit_data(options, x, global_batch));
 
   const Example data{x, at::randint(10, {examples}, at::kLong)};
@@ -138,6 +141,8 @@ void report(const Options& options, const Measured& measured) {
                                     {"threads", options.threads},
                                     {"batch", options.batch},
                                     {"fit", options.fit},
+                                    {"device", options.device},
+                                    {"jit_compile", options.jit_compile},
                                     {"ms_per_step", measured.seconds_a_step * 1e3},
                                     {"samples_per_s", samples},
                                     {"memory_mib", memory_mib()},
@@ -160,8 +165,14 @@ int main(int argc, char** argv) {
                  "how the seed CNN is written: Sequential, a module that calls our operators, a plain one")
       ->check(CLI::IsMember({"sequential", "own", "plain"}))
       ->capture_default_str();
-  app.add_option("--replicas", options.replicas, "logical CPUs")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--replicas", options.replicas, "logical CPUs, or GPUs")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
   app.add_option("--threads", options.threads, "threads a replica")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_option("--device", options.device, "what replicas run on; batches come from host memory")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
+  app.add_flag("--jit-compile", options.jit_compile, "record the step on a GPU");
   app.add_option("--steps", options.steps, "steps of each of three rounds")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();

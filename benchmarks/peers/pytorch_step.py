@@ -1,6 +1,6 @@
 """What a training step takes with PyTorch; with --ddp under torchrun, one process a replica. `make bench-step` runs it.
 
-    pytorch_step.py --model seed_cnn [--channels-last] [--batch 64] [--steps 200]
+    pytorch_step.py --model seed_cnn [--channels-last] [--batch 64] [--steps 200] [--device cuda [--graph]]
     torchrun --nproc-per-node 2 pytorch_step.py --model seed_cnn --ddp
 """
 import argparse
@@ -14,6 +14,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--model", choices=["seed_cnn", "mlp", "cifar_cnn", "transformer"], default="seed_cnn")
 parser.add_argument("--channels-last", action="store_true")
 parser.add_argument("--ddp", action="store_true")
+parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="batches come from host memory")
+parser.add_argument("--graph", action="store_true", help="the step is captured as a CUDA graph")
 parser.add_argument("--batch", type=int, default=64)
 parser.add_argument("--steps", type=int, default=200)
 args = parser.parse_args()
@@ -67,16 +69,50 @@ if args.ddp:
     replicas, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     net = nn.parallel.DistributedDataParallel(net)
 y = torch.randint(0, 10, (args.batch,))
-optimizer = torch.optim.Adam(net.parameters(), fused=True)
+net = net.to(args.device)
+optimizer = torch.optim.Adam(net.parameters(), fused=True, capturable=args.graph)
 cross_entropy = nn.CrossEntropyLoss()
+
+
+def compute(x, y):
+    optimizer.zero_grad()
+    cross_entropy(net(x), y).backward()
+    optimizer.step()
+
+
+def step():
+    compute(x.to(args.device), y.to(args.device))
+
+
+def captured():
+    own_x, own_y = x.to(args.device), y.to(args.device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            compute(own_x, own_y)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        compute(own_x, own_y)
+
+    def play():
+        own_x.copy_(x)
+        own_y.copy_(y)
+        graph.replay()
+
+    return play
+
+
+make_step = captured() if args.graph else step
 
 
 def seconds_a_step(steps):
     start = time.perf_counter()
     for _ in range(steps):
-        optimizer.zero_grad()
-        cross_entropy(net(x), y).backward()
-        optimizer.step()
+        make_step()
+    if args.device == "cuda":
+        torch.cuda.synchronize()
     return (time.perf_counter() - start) / steps
 
 

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <filesystem>
+#include <fstream>
 #include <set>
 #include <thread>
 
@@ -60,6 +62,22 @@ TEST(Errors, SayWhatHappened) {
   EXPECT_EQ(Interrupted(15).signal(), 15);
   EXPECT_FALSE(Deadline::after(std::chrono::hours(1)).passed());
   EXPECT_TRUE(Deadline::after(std::chrono::seconds(-1)).passed());
+}
+
+// Two nodes, whose cores the kernel numbers in turns, with two hardware threads a core.
+TEST(Resources, CpusAreOrderedByWhatTheyShare) {
+  const auto system = std::filesystem::path(testing::TempDir()) / "lockstep_cpus";
+  for (int cpu = 0; cpu < 8; ++cpu) {
+    const auto folder = system / "cpu" / ("cpu" + std::to_string(cpu));
+    std::filesystem::create_directories(folder / "topology");
+    std::filesystem::create_directories(folder / ("node" + std::to_string(cpu % 2)));
+    std::ofstream(folder / "topology/physical_package_id") << cpu % 2 << "\n";
+    std::ofstream(folder / "topology/core_id") << cpu % 4 / 2 << "\n";
+  }
+  EXPECT_EQ(cpus_by_place({0, 1, 2, 3, 4, 5, 6, 7}, system), (std::vector<int>{0, 4, 2, 6, 1, 5, 3, 7}));
+  EXPECT_EQ(cpus_by_place({3, 1, 0}, system / "nowhere"), (std::vector<int>{3, 1, 0}));
+  std::filesystem::remove_all(system);
+  EXPECT_EQ(cpus_by_place(allowed_cpus()).size(), allowed_cpus().size());
 }
 
 }  // namespace

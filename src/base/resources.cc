@@ -5,8 +5,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstdlib>
+#include <filesystem>
 #include <fstream>
+#include <map>
 #include <string>
 
 namespace lockstep {
@@ -42,7 +46,35 @@ double smallest_bound(const char* file_name, double (*bound_of)(const std::strin
   return smallest;
 }
 
+int number_in(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  int number = 0;
+  return file >> number ? number : 0;
+}
+
+// The K of the entry nodeK in a core's folder.
+int memory_node_of(const std::filesystem::path& cpu) {
+  constexpr std::string_view kPrefix = "node";
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator(cpu, ignored)) {
+    const auto name = entry.path().filename().string();
+    if (name.starts_with(kPrefix)) return std::atoi(name.c_str() + kPrefix.size());
+  }
+  return 0;
+}
+
 }  // namespace
+
+std::vector<int> cpus_by_place(std::vector<int> cpus, const std::string& system) {
+  std::map<int, std::array<int, 3>> places;
+  for (const int number : cpus) {
+    const auto cpu = std::filesystem::path(system) / "cpu" / ("cpu" + std::to_string(number));
+    places[number] = {memory_node_of(cpu), number_in(cpu / "topology/physical_package_id"),
+                      number_in(cpu / "topology/core_id")};
+  }
+  std::stable_sort(cpus.begin(), cpus.end(), [&](int a, int b) { return places[a] < places[b]; });
+  return cpus;
+}
 
 std::vector<int> allowed_cpus() {
   cpu_set_t set;

@@ -3,12 +3,17 @@
 
 #include <cstddef>
 #include <span>
+#include <string>
 #include <vector>
 
 namespace lockstep {
 
 // The ids of the cores in this process's affinity mask, in order.
 std::vector<int> allowed_cpus();
+
+// `cpus` so that neighbours share most: by memory node, then package, then physical core. `system`: where the kernel
+// describes them; what it does not say counts as 0.
+std::vector<int> cpus_by_place(std::vector<int> cpus, const std::string& system = "/sys/devices/system");
 
 // How many of them the control group's CPU quota (cpu.max) pays for: at least 1, at most allowed_cpus().size().
 int usable_cpu_count();

@@ -45,7 +45,8 @@ void check_dtype(const ParameterSlot& slot) {
 
 }  // namespace
 
-ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement)
+ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement,
+                                           const OnReplicas& on_replicas)
     : modules_(std::move(modules)), placement_(placement) {
   if (modules_.empty()) throw InvalidArgument("a model needs at least one replica");
   if (placement_ == Placement::device && replicas() > 1) {
@@ -53,6 +54,7 @@ ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn
   }
   find_slots();
   for (int replica = 1; replica < replicas(); ++replica) check_same_as_first(replica);
+  take_memory(on_replicas);
   bind();
   share_values();
 }
@@ -126,22 +128,34 @@ void ReplicatedParameters::check_same_as_first(int replica) {
   }
 }
 
-void ReplicatedParameters::bind() {
-  const at::NoGradGuard no_grad;
+void ReplicatedParameters::take_memory(const OnReplicas& on_replicas) {
   const auto device_of = [&](int replica) {
     const auto parameters = module(replica).parameters();
     return parameters.empty() ? at::Device(at::kCPU) : parameters[0].device();
   };
-  const auto place_of_copies = placement_ == Placement::device ? device_of(0) : at::Device(at::kCPU);
-  for (int copy = 0; copy < copies(); ++copy) {
-    flat_float_.push_back(at::zeros({flat_numel(at::kFloat)}, at::device(place_of_copies).dtype(at::kFloat)));
-    flat_double_.push_back(at::zeros({flat_numel(at::kDouble)}, at::device(place_of_copies).dtype(at::kDouble)));
+  const auto zeros = [&](at::ScalarType dtype, at::Device device) {
+    return at::zeros({flat_numel(dtype)}, at::device(device).dtype(dtype));
+  };
+  const auto take_copy = [&](int copy) {
+    const auto device = placement_ == Placement::device ? device_of(copy) : at::Device(at::kCPU);
+    flat_float_[static_cast<std::size_t>(copy)] = zeros(at::kFloat, device);
+    flat_double_[static_cast<std::size_t>(copy)] = zeros(at::kDouble, device);
+  };
+  flat_float_.resize(static_cast<std::size_t>(copies()));
+  flat_double_.resize(static_cast<std::size_t>(copies()));
+  if (on_replicas && copies() == replicas()) {
+    on_replicas(take_copy);
+  } else {
+    for (int copy = 0; copy < copies(); ++copy) take_copy(copy);
   }
   for (int replica = 0; placement_ == Placement::staged && replica < replicas(); ++replica) {
-    const auto device = device_of(replica);
-    device_float_.push_back(flat_float_[0].to(device, at::kFloat, /*non_blocking=*/false, /*copy=*/true));
-    device_double_.push_back(flat_double_[0].to(device, at::kDouble, /*non_blocking=*/false, /*copy=*/true));
+    device_float_.push_back(zeros(at::kFloat, device_of(replica)));
+    device_double_.push_back(zeros(at::kDouble, device_of(replica)));
   }
+}
+
+void ReplicatedParameters::bind() {
+  const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     const auto& slot = slots_[i];
     for (int replica = 0; replica < replicas(); ++replica) {

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -40,8 +41,11 @@ class ReplicatedParameters {
  public:
   // Binds the parameters of all modules (one a replica, of one type, each on its replica's device) to flat buffers and
   // gives all of them, and their buffers, module 0's values. Throws InvalidArgument naming the parameter when modules
-  // differ or a trainable parameter is neither float nor double. Placement::device is for one module.
-  ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement);
+  // differ or a trainable parameter is neither float nor double. Placement::device is for one module. `on_replicas`
+  // calls a function in every replica's thread, so that each takes the memory of its own copy: near its cores.
+  using OnReplicas = std::function<void(const std::function<void(int)>&)>;
+  ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement,
+                       const OnReplicas& on_replicas = {});
 
   int replicas() const { return static_cast<int>(modules_.size()); }
   Placement placement() const { return placement_; }
@@ -84,6 +88,7 @@ class ReplicatedParameters {
  private:
   void find_slots();
   void check_same_as_first(int replica);
+  void take_memory(const OnReplicas& on_replicas);
   void bind();
   at::Tensor place(int replica, const ParameterSlot& slot) const;
   void share_values();

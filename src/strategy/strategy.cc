@@ -120,7 +120,8 @@ std::shared_ptr<ReplicatedParameters> internal::replicate_modules(
     modules.push_back(make());
     if (modules.back() != nullptr) modules.back()->to(strategy.torch_device(replica));
   }
-  return std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement());
+  return std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement(),
+                                                [&](const auto& function) { strategy.on_replicas(function); });
 }
 
 std::int64_t InputContext::get_per_replica_batch_size(std::int64_t global_batch_size) const {
