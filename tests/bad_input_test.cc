@@ -211,5 +211,19 @@ TEST(BadInput, WhatLibTorchRefusesInAMapNamesTheElement) {
   expect_error<DataError>([&] { data.batch(2).iterate().next(); }, {"map", "element 0", "shape '[7]'"});
 }
 
+TEST(BadInput, AFitWithinAFitOfTheSameModelIsRefused) {
+  Sequential model({Dense(1)});
+  model.compile({.loss = "mse", .optimizer = SGD()});
+  const auto data = Dataset::from_tensor_slices(at::rand({4, 2}), at::rand({4, 1})).batch(2);
+  int epochs = 0;
+  const auto again = LambdaCallback({.on_epoch_end = [&](int, const Logs&) {
+    ++epochs;
+    EXPECT_THROW(model.fit(data, {.verbose = 0}), InvalidArgument);
+  }});
+  model.fit(data, {.epochs = 2, .callbacks = {again}, .verbose = 0});
+  EXPECT_EQ(epochs, 2);
+  EXPECT_THROW(model.fit(data, {.class_weight = {{1, -1.0}}, .verbose = 0}), InvalidArgument);
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -73,6 +73,16 @@ TEST_P(LossScaling, GradientsThatAreNotFiniteChangeNothingButTheScale) {
   EXPECT_EQ(loop.optimizer.iterations(), 2);
 }
 
+TEST_P(LossScaling, RecoversFromManyBadSteps) {
+  Loop loop(GetParam(), LossScaleOptimizer(SGD({.learning_rate = 0.1})));
+  for (int i = 0; i < 200; ++i) loop.step(at::full({8, 6}, std::numeric_limits<float>::quiet_NaN()));
+  EXPECT_EQ(loop.optimizer.loss_scale(), 1);
+  const auto before = loop.net[0]->weight.detach().clone();
+  loop.step(at::randn({8, 6}));
+  EXPECT_TRUE(loop.net[0]->weight.isfinite().all().item<bool>());
+  EXPECT_FALSE(at::equal(loop.net[0]->weight, before));
+}
+
 TEST_P(LossScaling, ModelsTrainWithIt) {
   const MirroredStrategy strategy(GetParam());
   const auto scope = strategy.scope();

@@ -45,13 +45,15 @@ struct BatchOptions {
   bool drop_remainder = false;
 };
 
+namespace internal {
 class Cursor;
 class Stage;
 struct Row;
+}  // namespace internal
 
 class DatasetIterator {
  public:
-  explicit DatasetIterator(std::shared_ptr<const Stage> stage, Position position);
+  explicit DatasetIterator(std::shared_ptr<const internal::Stage> stage, Position position);
   ~DatasetIterator();
   DatasetIterator(DatasetIterator&&) noexcept;
   DatasetIterator& operator=(DatasetIterator&&) noexcept;
@@ -62,10 +64,10 @@ class DatasetIterator {
 
  private:
   friend class DistributedIterator;
-  bool next(Row& row);  // the same, but batches may be gathered later
+  bool next(internal::Row& row);  // the same, but what lies in memory is not copied yet
 
-  std::shared_ptr<const Stage> stage_;
-  std::unique_ptr<Cursor> cursor_;
+  std::shared_ptr<const internal::Stage> stage_;
+  std::unique_ptr<internal::Cursor> cursor_;
   Position position_;
 };
 
@@ -85,7 +87,8 @@ class Dataset {
   // Throws IoError, and DataError naming the file and offset.
   static Dataset from_idx(const std::string& images, const std::string& labels);
 
-  // Each element through `function`, in order. With several calls at once the function must be thread safe.
+  // Each element through `function`, in order. The function owns what it gets and may change it in place. With several
+  // calls at once the function must be thread safe.
   Dataset map(std::function<Example(Example)> function, MapOptions options = {}) const;
 
   // Keeps the elements of the first whole epoch in memory, or in `file` (made if missing, read if there), as one tensor
@@ -105,9 +108,12 @@ class Dataset {
   // Every `num_shards`-th element, from `index` on.
   Dataset shard(std::int64_t num_shards, std::int64_t index) const;
 
-  // Makes up to `buffer_size` elements ahead, in a thread of its own. Elements that lie in memory already, as after
-  // cache(), are not made: they and batches of them are read when they are used.
+  // Makes up to `buffer_size` elements ahead, in a thread of its own.
   Dataset prefetch(std::int64_t buffer_size) const;
+
+  // Whether the next epoch's elements are copies out of tensors and nothing else is computed: so it is after a cache()
+  // that has been filled, until the next map().
+  bool lies_in_memory() const;
 
   // Elements an epoch, or kInfinite, or kUnknown.
   std::int64_t cardinality() const;
@@ -115,8 +121,8 @@ class Dataset {
   DatasetIterator iterate(Position position = {}) const;
 
  private:
-  explicit Dataset(std::shared_ptr<const Stage> stage) : stage_(std::move(stage)) {}
-  std::shared_ptr<const Stage> stage_;
+  explicit Dataset(std::shared_ptr<const internal::Stage> stage) : stage_(std::move(stage)) {}
+  std::shared_ptr<const internal::Stage> stage_;
 };
 
 namespace datasets {

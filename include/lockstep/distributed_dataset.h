@@ -13,39 +13,42 @@
 
 namespace lockstep {
 
-class StrategyImpl;
+namespace internal {
+struct Part;
+}
 
 // Belongs to one thread at a time.
 class DistributedIterator {
  public:
   enum class Kind { split, one_each };  // how an element of the data set reaches the replicas
 
-  DistributedIterator(DatasetIterator input, Kind kind, std::shared_ptr<StrategyImpl> strategy)
-      : input_(std::move(input)), kind_(kind), strategy_(std::move(strategy)) {}
+  DistributedIterator(DatasetIterator input, Kind kind, std::vector<c10::Device> devices)
+      : input_(std::move(input)), kind_(kind), devices_(std::move(devices)) {}
 
   // Each replica's part of the next global batch, without examples (size 0) where there are too few; or nothing at the
-  // end. Not within a step: replicas gather their parts in their own threads.
+  // end.
   std::optional<PerReplica<Example>> next();
+
+  // The same, for replicas to read their parts in their own threads.
+  std::optional<PerReplica<internal::Part>> next_parts();
 
   Position position() const { return input_.position(); }
 
  private:
-  std::vector<Row> one_each(Row first);
-
   DatasetIterator input_;
   Kind kind_;
-  std::shared_ptr<StrategyImpl> strategy_;
+  std::vector<c10::Device> devices_;  // one a replica
 };
 
 // What Strategy::distribute returns. Copies share a count of epochs: each `for (auto& batch : distributed)` walks the
 // next one, which shuffles anew. Belongs to one thread at a time.
 class DistributedDataset {
  public:
-  DistributedDataset(Dataset dataset, DistributedIterator::Kind kind, std::shared_ptr<StrategyImpl> strategy)
-      : dataset_(std::move(dataset)), kind_(kind), strategy_(std::move(strategy)) {}
+  DistributedDataset(Dataset dataset, DistributedIterator::Kind kind, std::vector<c10::Device> devices)
+      : dataset_(std::move(dataset)), kind_(kind), devices_(std::move(devices)) {}
 
   // From a position of your own, as a restart does.
-  DistributedIterator iterate(Position position = {}) const { return {dataset_.iterate(position), kind_, strategy_}; }
+  DistributedIterator iterate(Position position = {}) const { return {dataset_.iterate(position), kind_, devices_}; }
 
   // Global batches an epoch, or Dataset::kInfinite or kUnknown.
   std::int64_t cardinality() const;
@@ -57,7 +60,7 @@ class DistributedDataset {
  private:
   Dataset dataset_;
   DistributedIterator::Kind kind_;
-  std::shared_ptr<StrategyImpl> strategy_;
+  std::vector<c10::Device> devices_;  // one a replica
   std::shared_ptr<std::int64_t> next_epoch_ = std::make_shared<std::int64_t>(0);
 };
 

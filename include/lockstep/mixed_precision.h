@@ -5,7 +5,7 @@
 
 namespace lockstep {
 
-// For models that are made from now on:
+// For models (Model, Sequential) that are made from now on; a loop of your own uses LibTorch's autocast:
 //   "float32"         as tensors are (the default)
 //   "mixed_bfloat16"  variables, losses and updates in float32; matrix products and convolutions in bfloat16, as
 //                     LibTorch's autocast chooses them; outputs come as float32

@@ -34,7 +34,8 @@ struct CompileOptions {
 
   // On one GPU: records a step as a CUDA graph once three batches of one shape have come, and plays that for each
   // further one. The host's part of the model is not run again, so the same operators must be called in every step,
-  // whatever the data. Not where the loss is scaled or examples have weights; on CPUs it changes nothing.
+  // whatever the data, and a metric that throws does so after the step's update. Not where the loss is scaled or
+  // examples have weights; on CPUs it changes nothing.
   bool jit_compile = false;
 };
 

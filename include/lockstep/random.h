@@ -8,8 +8,9 @@
 
 namespace lockstep {
 
-// Sets the seed and starts its sequence anew, as keras.utils.set_random_seed. The seed is 0 until this is called.
-// Any thread may call it, but what other threads draw meanwhile depends on timing.
+// Sets the seed and starts its sequence anew, as keras.utils.set_random_seed: initial values, shuffling, map functions
+// and replicas draw from it (torch::randn in a thread of your own from torch::manual_seed). It is 0 until this is
+// called. Any thread may call it, but what other threads draw meanwhile depends on timing.
 void set_random_seed(std::uint64_t seed);
 
 // The next seed of the sequence: each model, data set and loop takes one when it is made.

@@ -66,12 +66,13 @@ class ReplicatedOptimizer {
   explicit ReplicatedOptimizer(std::shared_ptr<UpdateEngine> engine) : engine_(std::move(engine)) {}
 
   // Collective. Backward from `loss`, a scalar: the sum over this replica's examples, scaled where the optimizer is a
-  // LossScaleOptimizer. Then apply_gradients.
+  // LossScaleOptimizer. Then apply_gradients. Throws InvalidArgument for a loss that is no scalar with a gradient.
   void minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const;
 
   // Collective. Updates with (sum of all replicas' gradients) / (sum of their weights), so that with a loss summed over
   // examples and `weight` the number of them, N replicas make the update of the whole batch. A replica without examples
-  // calls it with weight 0. Throws with all variables as they were when any replica failed before.
+  // calls it with weight 0. Throws with all variables as they were when any replica failed before, and InvalidArgument
+  // for a weight below 0.
   void apply_gradients(const ReplicaContext& replica, double weight) const;
 
   // What backward must begin with before apply_gradients where the optimizer is a LossScaleOptimizer; else `loss`

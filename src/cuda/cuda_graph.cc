@@ -1,5 +1,6 @@
 // CUDA graphs. Capture goes as torch.cuda.graph does it: on a stream of its own, which waits for the current one.
 #include <ATen/cuda/CUDAEvent.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -21,14 +22,15 @@ class CudaGraph final : public RecordedWork {
     earlier_work.record(c10::cuda::getCurrentCUDAStream(device_.index()));
     earlier_work.block(stream);
     const c10::cuda::CUDAStreamGuard on_stream(stream);
-    graph_.capture_begin();
+    // Other threads, such as one that makes batches, may go on with work of their own.
+    graph_.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
     try {
       work();
+      graph_.capture_end();
     } catch (...) {
-      end_after_failure();
+      graph_.abandon();
       throw;
     }
-    graph_.capture_end();
   }
 
   void replay() override {
@@ -37,16 +39,26 @@ class CudaGraph final : public RecordedWork {
   }
 
  private:
-  // A capture that failed must end before its stream is used again; how it ends is no news.
-  void end_after_failure() {
-    try {
-      graph_.capture_end();
-    } catch (const c10::Error&) {
+  class Graph : public at::cuda::CUDAGraph {
+   public:
+    // Ends a capture that failed, so that its stream, allocator and generators serve as before. LibTorch's own end of a
+    // capture that CUDA has given up throws half way; how it ends is no news.
+    void abandon() {
+      const auto attempt = [](const auto& end) {
+        try {
+          end();
+        } catch (const c10::Error&) {
+        }
+      };
+      if (!capture_ended_) attempt([&] { capture_end(); });
+      if (capture_ended_) return;
+      attempt([&] { c10::cuda::CUDACachingAllocator::endAllocateToPool(capture_dev_, mempool_id_); });
+      for (auto& [generator, increment] : captured_generator_states_) attempt([&] { generator->capture_epilogue(); });
     }
-  }
+  };
 
   const c10::Device device_;
-  at::cuda::CUDAGraph graph_;
+  Graph graph_;
 };
 
 [[maybe_unused]] const bool set = [] {

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <variant>
 
 #include "data/stage.h"
@@ -16,20 +17,20 @@ namespace {
 class BatchCursor final : public Cursor {
  public:
   BatchCursor(std::unique_ptr<Cursor> input, std::int64_t size, bool drop_remainder)
-      : input_(std::move(input)), size_(size), drop_remainder_(drop_remainder), rows_(static_cast<std::size_t>(size)) {}
+      : input_(std::move(input)), size_(static_cast<std::size_t>(size)), drop_remainder_(drop_remainder) {}
 
   bool next(Row& row) override {
-    std::size_t filled = 0;
-    while (filled < rows_.size() && input_->next(rows_[filled])) ++filled;
-    if (filled == 0 || (drop_remainder_ && filled < rows_.size())) return false;
-    row = batch_of(std::span(rows_).first(filled));
+    rows_.clear();
+    for (Row next; rows_.size() < size_ && input_->next(next);) rows_.push_back(std::exchange(next, {}));
+    if (rows_.empty() || (drop_remainder_ && rows_.size() < size_)) return false;
+    row = batch_of(rows_);
     return true;
   }
-  void skip(std::int64_t count) override { input_->skip(count * size_); }
+  void skip(std::int64_t count) override { input_->skip(count * static_cast<std::int64_t>(size_)); }
 
  private:
   std::unique_ptr<Cursor> input_;
-  std::int64_t size_;
+  std::size_t size_;
   bool drop_remainder_;
   std::vector<Row> rows_;
 };
@@ -46,6 +47,7 @@ class BatchStage final : public Stage {
     if (all < 0) return all;
     return options_.drop_remainder ? all / size_ : (all + size_ - 1) / size_;
   }
+  bool lies_in_memory() const override { return input_->lies_in_memory(); }
 
  private:
   StagePtr input_;
@@ -112,6 +114,7 @@ class CacheStage final : public Stage {
     return std::make_unique<FillingCursor>(input_->open(0), input_->cardinality(), state_);
   }
   std::int64_t cardinality() const override { return input_->cardinality(); }
+  bool lies_in_memory() const override { return state_->table() != nullptr; }
 
  private:
   StagePtr input_;
@@ -125,10 +128,7 @@ class PrefetchCursor final : public Cursor {
 
   bool next(Row& row) override {
     if (!thread_.joinable()) {
-      if (!input_->next(row)) return false;
-      const bool made = row.table == nullptr;  // what lies in a table takes no time to point at
-      if (made) thread_ = std::jthread([this](const std::stop_token& stop) { produce(stop); });
-      return true;
+      thread_ = std::jthread([this](const std::stop_token& stop) { produce(stop); });
     }
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return !ready_.empty(); });
@@ -157,8 +157,9 @@ class PrefetchCursor final : public Cursor {
   Result read() {
     try {
       Row row;
-      if (input_->next(row)) return row;
-      return std::exception_ptr();
+      if (!input_->next(row)) return std::exception_ptr();
+      if (row.batch) row = {row.materialize()};  // ahead is the time to gather it
+      return row;
     } catch (...) {
       return std::current_exception();
     }

@@ -14,7 +14,7 @@ void require(bool holds, const char* stage, const char* name, std::int64_t value
 
 }  // namespace
 
-DatasetIterator::DatasetIterator(std::shared_ptr<const Stage> stage, Position position)
+DatasetIterator::DatasetIterator(std::shared_ptr<const internal::Stage> stage, Position position)
     : stage_(std::move(stage)), cursor_(stage_->open(position.epoch)), position_(position) {
   cursor_->skip(position.index);
 }
@@ -22,7 +22,7 @@ DatasetIterator::~DatasetIterator() = default;
 DatasetIterator::DatasetIterator(DatasetIterator&&) noexcept = default;
 DatasetIterator& DatasetIterator::operator=(DatasetIterator&&) noexcept = default;
 
-bool DatasetIterator::next(Row& row) {
+bool DatasetIterator::next(internal::Row& row) {
   if (!cursor_->next(row)) return false;
   ++position_.index;
   return true;
@@ -102,6 +102,8 @@ Dataset Dataset::prefetch(std::int64_t buffer_size) const {
   require(buffer_size >= 1, "prefetch", "buffer_size", buffer_size, "at least 1");
   return Dataset(make_prefetch_stage(stage_, buffer_size));
 }
+
+bool Dataset::lies_in_memory() const { return stage_->lies_in_memory(); }
 
 std::int64_t Dataset::cardinality() const { return stage_->cardinality(); }
 

@@ -233,5 +233,38 @@ TEST(Dataset, BadArgumentsAreNamed) {
   EXPECT_THROW(ragged.batch(3).iterate().next(), InvalidArgument);
 }
 
+TEST(Dataset, AMapThatWorksInPlaceChangesNothingElse) {
+  const auto table = at::zeros({6, 3});
+  const auto add_one = [](Example e) {
+    e.x.add_(1);
+    return e;
+  };
+  for (const int calls : {1, 2}) {
+    const auto cached = Dataset::from_tensor_slices(table).map(add_one, {.num_parallel_calls = calls}).cache();
+    const auto data = cached.map(add_one, {.num_parallel_calls = calls}).batch(6);
+    for (std::int64_t epoch = 0; epoch < 3; ++epoch) {
+      EXPECT_TRUE(at::equal(data.iterate({.epoch = epoch}).next()->x, at::full({6, 3}, 2)));
+    }
+  }
+  EXPECT_TRUE(at::equal(table, at::zeros({6, 3})));
+}
+
+TEST(Dataset, KnowsWhatLiesInMemory) {
+  const auto rows = Dataset::from_tensor_slices(at::zeros({6, 3}));
+  EXPECT_TRUE(rows.shuffle(3).repeat(2).skip(1).take(4).shard(2, 0).batch(2).lies_in_memory());
+  const auto same = [](Example e) { return e; };
+  EXPECT_FALSE(rows.map(same).batch(2).lies_in_memory());
+  EXPECT_FALSE(rows.prefetch(2).lies_in_memory());
+  const auto cached = rows.map(same).cache();
+  const auto batches = cached.batch(4);
+  EXPECT_FALSE(batches.lies_in_memory());
+  for (auto iterator = batches.iterate(); iterator.next();) continue;
+  EXPECT_TRUE(batches.lies_in_memory());
+}
+
+TEST(Dataset, AHugeBatchTakesNoMoreThanThereIs) {
+  EXPECT_EQ(Dataset::from_tensor_slices(at::zeros({6, 3})).batch(std::int64_t{1} << 60).iterate().next()->size(), 6);
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -15,6 +15,16 @@
 namespace lockstep {
 namespace {
 
+// What a function may change in place: a row of a table is copied.
+Example own(const Row& row) {
+  auto example = row.materialize();
+  const bool shared = row.table != nullptr && !row.batch;
+  for (auto* column : {&example.x, &example.y, &example.weight}) {
+    if (shared && column->defined()) *column = column->clone();
+  }
+  return example;
+}
+
 using Function = std::function<Example(Example)>;
 
 // Calls a function so that what it draws at random depends on the element's place in the epochs alone.
@@ -45,7 +55,7 @@ class MapCursor final : public Cursor {
 
   bool next(Row& row) override {
     if (!input_->next(row)) return false;
-    row = {call_(row.materialize(), index_++)};
+    row = {call_(own(row), index_++)};
     return true;
   }
   void skip(std::int64_t count) override {
@@ -112,7 +122,7 @@ class ParallelMapCursor final : public Cursor {
       tasks_.pop_front();
       lock.unlock();
       try {
-        task.result.set_value(call(task.row.materialize(), task.index));
+        task.result.set_value(call(own(task.row), task.index));
       } catch (...) {
         task.result.set_exception(std::current_exception());
       }

@@ -39,6 +39,7 @@ class TakeStage final : public Stage {
     if (all == Dataset::kInfinite) return count_;
     return all < 0 ? all : std::min(all, count_);
   }
+  bool lies_in_memory() const override { return input_->lies_in_memory(); }
 
  private:
   StagePtr input_;
@@ -57,6 +58,7 @@ class SkipStage final : public Stage {
     const auto all = input_->cardinality();
     return all < 0 ? all : std::max<std::int64_t>(0, all - count_);
   }
+  bool lies_in_memory() const override { return input_->lies_in_memory(); }
 
  private:
   StagePtr input_;
@@ -92,6 +94,7 @@ class ShardStage final : public Stage {
     const auto all = input_->cardinality();
     return all < 0 ? all : (all - index_ + num_shards_ - 1) / num_shards_;
   }
+  bool lies_in_memory() const override { return input_->lies_in_memory(); }
 
  private:
   StagePtr input_;
@@ -149,6 +152,7 @@ class RepeatStage final : public Stage {
     if (all == Dataset::kInfinite || count_ < 0) return Dataset::kInfinite;
     return all < 0 ? all : all * count_;
   }
+  bool lies_in_memory() const override { return input_->lies_in_memory(); }
 
  private:
   StagePtr input_;
@@ -203,6 +207,7 @@ class ShuffleStage final : public Stage {
     return std::make_unique<ShuffleCursor>(input_->open(epoch), buffer_size_, seed);
   }
   std::int64_t cardinality() const override { return input_->cardinality(); }
+  bool lies_in_memory() const override { return input_->lies_in_memory(); }
 
  private:
   StagePtr input_;

@@ -31,6 +31,7 @@ class TableStage final : public Stage {
   explicit TableStage(Example table) : table_(std::make_shared<const Example>(std::move(table))) {}
   std::unique_ptr<Cursor> open(std::int64_t) const override { return std::make_unique<TableCursor>(table_); }
   std::int64_t cardinality() const override { return table_->size(); }
+  bool lies_in_memory() const override { return true; }
 
  private:
   std::shared_ptr<const Example> table_;

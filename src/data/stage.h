@@ -9,6 +9,7 @@
 #include "lockstep/dataset.h"
 
 namespace lockstep {
+namespace internal {
 
 // An element on its way through the stages: a value; or, of a table that many elements share, row `index` or a batch of
 // rows. Rows are passed on without being read, so that shuffling copies nothing, and a batch is gathered in one go by
@@ -19,7 +20,7 @@ struct Row {
   std::int64_t index = 0;
   std::optional<std::vector<std::int64_t>> batch;  // indices
 
-  Example materialize() const;
+  Example materialize() const;  // may be a view of the table
 };
 
 // One thread at a time.
@@ -43,8 +44,14 @@ class Stage {
   virtual ~Stage() = default;
   virtual std::unique_ptr<Cursor> open(std::int64_t epoch) const = 0;
   virtual std::int64_t cardinality() const = 0;
+  virtual bool lies_in_memory() const { return false; }  // elements would be rows of tables, or batches of them
 };
 
+}  // namespace internal
+
+using internal::Cursor;
+using internal::Row;
+using internal::Stage;
 using StagePtr = std::shared_ptr<const Stage>;
 
 StagePtr make_table_stage(Example table);

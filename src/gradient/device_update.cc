@@ -76,7 +76,7 @@ DeviceUpdate::DeviceUpdate(const Optimizer& optimizer, const at::TensorOptions& 
     : optimizer_(optimizer),
       rate_(at::zeros({}, options)),
       keep_(at::ones({}, options)),
-      far_step_(at::full({}, 1e9, options.dtype(at::kFloat))) {}
+      far_step_(at::full({}, 3e38, options.dtype(at::kFloat))) {}
 
 void DeviceUpdate::begin(const UpdateStep& step) {
   step_ = step;

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "kernels/update.h"
 #include "lockstep/error.h"
@@ -89,6 +90,9 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
     throw InvalidArgument(text("an optimizer for ", parameters_->replicas(), " replicas is applied on ", group.size(),
                                "; make model and optimizer with the strategy that runs them"));
   }
+  if (!(weight >= 0) || std::isinf(weight)) {
+    throw InvalidArgument(text("a replica's weight is ", weight, "; it must be 0 (no examples) or more, and finite"));
+  }
   auto& mine = contributions_[static_cast<std::size_t>(replica)];
   take_gradients(replica);
   if (replica == 0) step_ = {iterations_ + 1, learning_rate()};
@@ -102,7 +106,7 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
     const auto& options = optimizer_.options();
     if (exchange_ == Exchange::hierarchical_copy) sum_up_tree(group, deadline);
     if (!device_updates_.empty()) {
-      begin_on_device();
+      begin_replay();
       update_on_device(total * scale);
     } else if (options.clipnorm || options.global_clipnorm) {
       update_clipped_by_norm(group, total * scale, deadline);
@@ -111,7 +115,9 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
     }
     if (exchange_ == Exchange::hierarchical_copy) copy_down_tree(group, deadline);
   }
-  if (replica == 0 && total_weight() > 0) loss_scale_.move(all_finite());
+  if (replica == 0 && total_weight() > 0 && !loss_scale_.move(all_finite())) {
+    log_warning("gradients are not finite even with the smallest loss scale: this step changes nothing");
+  }
   group.barrier(deadline);  // every copy is written, and nobody reads my gradients any more
   parameters_->refresh(replica);
   for (auto& gradient : mine.gradients) gradient.reset();
@@ -242,7 +248,7 @@ void UpdateEngine::update_on_device(double divide_by) {
   }
 }
 
-void UpdateEngine::begin_on_device() {
+void UpdateEngine::begin_replay() {
   step_ = {iterations_ + 1, learning_rate()};
   for (auto& update : device_updates_) update.begin(step_);
 }
@@ -251,11 +257,6 @@ void UpdateEngine::update_recorded(double weight) {
   take_gradients(0);
   update_on_device(weight);
   for (auto& gradient : contributions_[0].gradients) gradient.reset();
-}
-
-void UpdateEngine::begin_replay() {
-  begin_on_device();
-  ++iterations_;
 }
 
 // A norm needs all gradients before the first update: one pass sums and squares, a second one updates.

@@ -41,10 +41,12 @@ class UpdateEngine {
   void apply(const Group& group, double weight, Deadline deadline);
 
   // For steps that are recorded and played again (Placement::device, no scaled loss). update_recorded enqueues what
-  // `apply` does on the device, for one replica; begin_replay does the host's part of it, before each play.
+  // `apply` does on the device, for one replica; begin_replay brings the learning rate there before each play, and
+  // end_replay counts the update.
   bool can_be_recorded() const { return !device_updates_.empty() && !loss_scale_.used(); }
   void update_recorded(double weight);
   void begin_replay();
+  void end_replay() { ++iterations_; }
 
   // Forgets what an earlier backward left on this replica's parameters. Called by its thread, before a step.
   void drop_gradients(int replica);
@@ -87,7 +89,6 @@ class UpdateEngine {
 
   void assign_ranges(int root);
   void take_gradients(int replica);
-  void begin_on_device();
   void update_on_device(double divide_by);
   bool finite_gradients(int replica) const;
   double total_weight() const;

@@ -3,13 +3,13 @@
 #include <algorithm>
 
 #include "base/text.h"
-#include "data/stage.h"
 #include "lockstep/error.h"
 #include "strategy/split.h"
-#include "strategy/strategy_impl.h"
 
 namespace lockstep {
 namespace {
+
+constexpr std::int64_t kBatchesAhead = 2;
 
 Tensor rows(const Tensor& tensor, std::int64_t begin, std::int64_t count) {
   const bool whole = !tensor.defined() || count == tensor.size(0);
@@ -20,43 +20,44 @@ Example part_of(const Example& batch, std::int64_t begin, std::int64_t count) {
   return {rows(batch.x, begin, count), rows(batch.y, begin, count), rows(batch.weight, begin, count)};
 }
 
-// Calls visit(replica, begin, count) for each replica's share of `size` examples.
-template <class Visit>
-void for_each_share(std::int64_t size, int replicas, const Visit& visit) {
-  const auto share = size / replicas, larger = size % replicas;
-  for (int replica = 0; replica < replicas; ++replica) {
-    visit(replica, share * replica + std::min<std::int64_t>(replica, larger), share + (replica < larger ? 1 : 0));
+Tensor moved(const Tensor& tensor, c10::Device device) { return tensor.defined() ? tensor.to(device) : tensor; }
+
+// A part for each of the devices: row_for(begin, count) is its share of `size` examples.
+template <class RowFor>
+PerReplica<Part> shares(std::int64_t size, const std::vector<c10::Device>& devices, const RowFor& row_for) {
+  const auto replicas = static_cast<std::int64_t>(devices.size());
+  std::vector<Part> parts;
+  std::int64_t begin = 0;
+  for (std::int64_t replica = 0; replica < replicas; ++replica) {
+    const auto count = size / replicas + (replica < size % replicas ? 1 : 0);
+    parts.push_back({row_for(begin, count), devices[static_cast<std::size_t>(replica)]});
+    begin += count;
   }
+  return PerReplica<Part>(std::move(parts));
 }
 
-// A batch of rows of a table as one a replica.
-std::vector<Row> split_rows(const Row& batch, int replicas) {
-  std::vector<Row> rows;
-  for_each_share(static_cast<std::int64_t>(batch.batch->size()), replicas,
-                 [&](int, std::int64_t begin, std::int64_t count) {
-                   const auto first = batch.batch->begin() + begin;
-                   rows.push_back({.table = batch.table, .batch = std::vector(first, first + count)});
-                 });
-  return rows;
+PerReplica<Part> split(const Row& batch, const std::vector<c10::Device>& devices) {
+  if (!batch.batch) return split_batch(batch.materialize(), devices);
+  const auto& indices = *batch.batch;
+  return shares(static_cast<std::int64_t>(indices.size()), devices, [&](std::int64_t begin, std::int64_t count) {
+    const auto first = indices.begin() + begin;
+    return Row{.table = batch.table, .batch = std::vector(first, first + count)};
+  });
 }
 
 }  // namespace
 
-Tensor moved(const Tensor& tensor, c10::Device device) { return tensor.defined() ? tensor.to(device) : tensor; }
-
-Example moved(const Example& example, c10::Device device) {
-  if (device.is_cpu() && (!example.x.defined() || example.x.device().is_cpu())) return example;
+Example internal::Part::read() const {
+  const auto example = row.materialize();
+  const bool there = device.is_cpu() && (!example.x.defined() || example.x.device().is_cpu());
+  if (there) return example;
   return {moved(example.x, device), moved(example.y, device), moved(example.weight, device)};
 }
 
-PerReplica<Example> split_batch(const Example& batch, const std::vector<c10::Device>& devices) {
+PerReplica<Part> split_batch(const Example& batch, const std::vector<c10::Device>& devices) {
   check_batch(batch);
-  std::vector<Example> parts;
-  for_each_share(batch.size(), static_cast<int>(devices.size()),
-                 [&](int replica, std::int64_t begin, std::int64_t count) {
-                   parts.push_back(moved(part_of(batch, begin, count), devices[static_cast<std::size_t>(replica)]));
-                 });
-  return PerReplica<Example>(std::move(parts));
+  return shares(batch.size(), devices,
+                [&](std::int64_t begin, std::int64_t count) { return Row{.value = part_of(batch, begin, count)}; });
 }
 
 void check_batch(const Example& batch) {
@@ -72,37 +73,37 @@ void check_batch(const Example& batch) {
                              shape_of(batch.y), ", weight ", shape_of(batch.weight), "); call batch() on it first"));
 }
 
-Example empty_like(const Example& batch) { return part_of(batch, 0, 0); }
-
-std::optional<PerReplica<Example>> DistributedIterator::next() {
-  const auto& devices = strategy_->torch_devices();
+std::optional<PerReplica<Part>> DistributedIterator::next_parts() {
   Row row;
   if (!input_.next(row)) return std::nullopt;
-  if (kind_ == Kind::split && !row.batch) return split_batch(row.materialize(), devices);
-  const auto rows = kind_ == Kind::split ? split_rows(row, strategy_->replicas()) : one_each(std::move(row));
-  std::vector<Example> parts(rows.size());
-  strategy_->on_replicas([&](int replica) {
-    const auto i = static_cast<std::size_t>(replica);
-    parts[i] = moved(rows[i].materialize(), devices[i]);
-  });
-  return PerReplica<Example>(std::move(parts));
+  if (kind_ == Kind::split) return split(row, devices_);
+  std::vector<Part> parts{{std::move(row), devices_[0]}};
+  while (parts.size() < devices_.size()) {
+    Row next;
+    if (!input_.next(next)) next = {.value = part_of(parts[0].read(), 0, 0)};  // at the end there are too few
+    parts.push_back({std::move(next), devices_[parts.size()]});
+  }
+  return PerReplica<Part>(std::move(parts));
 }
 
-// An element for each replica, without examples where there are too few.
-std::vector<Row> DistributedIterator::one_each(Row first) {
-  std::vector<Row> rows{std::move(first)};
-  while (rows.size() < strategy_->torch_devices().size()) {
-    Row row;
-    if (!input_.next(row)) row = {.value = empty_like(rows[0].materialize())};
-    rows.push_back(std::move(row));
-  }
-  return rows;
+std::optional<PerReplica<Example>> DistributedIterator::next() {
+  const auto parts = next_parts();
+  if (!parts) return std::nullopt;
+  std::vector<Example> examples;
+  for (const auto& part : *parts) examples.push_back(part.read());
+  return PerReplica<Example>(std::move(examples));
 }
 
 std::int64_t DistributedDataset::cardinality() const {
   const auto batches = dataset_.cardinality();
-  const std::int64_t replicas = strategy_->replicas();
+  const auto replicas = static_cast<std::int64_t>(devices_.size());
   return kind_ == DistributedIterator::Kind::split || batches < 0 ? batches : (batches + replicas - 1) / replicas;
+}
+
+DistributedDataset distribute_ahead(const Dataset& data, const std::vector<c10::Device>& devices) {
+  const bool on_cpus = std::all_of(devices.begin(), devices.end(), [](auto device) { return device.is_cpu(); });
+  const bool left = on_cpus && data.lies_in_memory();
+  return {left ? data : data.prefetch(kBatchesAhead), DistributedIterator::Kind::split, devices};
 }
 
 }  // namespace lockstep

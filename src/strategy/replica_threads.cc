@@ -23,6 +23,21 @@ bool runs_on(const ReplicaThreads* threads) {
   return false;
 }
 
+// One caller's time with the threads.
+class Turn {
+ public:
+  explicit Turn(std::atomic<bool>& busy) : busy_(busy) {
+    if (busy_.exchange(true))
+      throw InvalidArgument("two threads run steps of one strategy at once; they must take turns");
+  }
+  ~Turn() { busy_ = false; }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  std::atomic<bool>& busy_;
+};
+
 // The cores of each replica, or empty lists where pinning would keep replicas off idle cores.
 std::vector<std::vector<int>> shares_of_cpus(const ReplicaThreadsOptions& options) {
   const auto replicas = static_cast<std::size_t>(options.replicas);
@@ -50,6 +65,7 @@ ReplicaThreads::~ReplicaThreads() { started_.abort("the strategy ends"); }
 void ReplicaThreads::run(const std::function<void(int)>& function) {
   if (runs_on(this))
     throw InvalidArgument("run was called from within a step of the same strategy, which would wait for itself");
+  const Turn turn(busy_);
   // Only where it changes something: it clears oneDNN's caches.
   const int threads_before = at::get_num_threads();
   if (threads_before != threads_per_replica_) at::set_num_threads(threads_per_replica_);

@@ -1,6 +1,7 @@
 // The threads on which replicas run: the caller's for replica 0, persistent ones for the others.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <thread>
 #include <vector>
@@ -26,7 +27,8 @@ class ReplicaThreads {
 
   // Calls function(replica) on every thread at once, with the caller's thread-local settings of LibTorch (grad mode and
   // so on), and returns when all have ended. LibTorch's operators use threads_per_replica threads in the calling thread
-  // from then on. One caller at a time; not from within a replica. `function` must not throw.
+  // from then on. Throws InvalidArgument where another caller is not done, or this is called from within a replica.
+  // `function` must not throw.
   void run(const std::function<void(int)>& function);
 
  private:
@@ -34,6 +36,7 @@ class ReplicaThreads {
 
   const int threads_per_replica_;
   ThreadBarrier started_, ended_;
+  std::atomic<bool> busy_ = false;
   const std::function<void(int)>* task_ = nullptr;  // written before started_, read after it
 
   std::vector<std::jthread> threads_;  // last: they end before what they use

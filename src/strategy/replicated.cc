@@ -3,6 +3,8 @@
 
 #include <torch/nn/module.h>
 
+#include <cmath>
+
 #include "base/text.h"
 #include "data/stored_tensor.h"
 #include "gradient/update_engine.h"
@@ -95,6 +97,13 @@ Trackable ReplicatedModule::replica_buffers() const {
 }
 
 void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const {
+  if (!loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
+    throw InvalidArgument(text("minimize: the loss ",
+                               !loss.defined()     ? text("is undefined")
+                               : loss.numel() != 1 ? text("has shape ", loss.sizes())
+                                                   : text("depends on no trainable parameter"),
+                               "; it must be a scalar with a gradient: the sum over this replica's examples"));
+  }
   try {
     scale_loss(loss).backward();
   } catch (...) {
@@ -163,11 +172,14 @@ Trackable ReplicatedOptimizer::trackable() const {
     if (scale != archive.entries.end()) {
       scaled.emplace(std::strtod(scale->second.c_str(), nullptr),
                      std::stoll(archive.entry(joined(prefix, "loss_scale_steps"))));
+      if (!(scaled->first > 0) || std::isinf(scaled->first) || scaled->second < 0) {
+        throw InvalidArgument(text("the checkpoint's loss scale is ", scale->second, " after ", scaled->second,
+                                   " steps; it must be above 0, after 0 steps or more"));
+      }
     }
     return [engine, copies, iterations, set_rate, scaled] {
-      if (scaled && engine->loss_scale_state().used()) {
-        engine->loss_scale_state().restore(scaled->first, scaled->second);
-      }
+      auto& state = engine->loss_scale_state();
+      if (state.used()) scaled ? state.restore(scaled->first, scaled->second) : state.restart();
       for (const auto& [to, from] : copies) to.copy_(from);
       engine->set_iterations(iterations);
       engine->restore_learning_rate(set_rate);

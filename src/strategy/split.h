@@ -5,19 +5,34 @@
 
 #include <vector>
 
-#include "lockstep/dataset.h"
+#include "data/stage.h"
+#include "lockstep/distributed_dataset.h"
 #include "lockstep/replica_values.h"
 
 namespace lockstep {
+namespace internal {
 
-// Consecutive examples on each replica's device, in replica order: views where that is the batch's. Sizes differ by one
-// at most, the larger first; some may be 0. Throws InvalidArgument when the batch has no leading dimension.
-PerReplica<Example> split_batch(const Example& batch, const std::vector<c10::Device>& devices);
+// A replica's part of a global batch, which may still lie in a table.
+struct Part {
+  Row row;
+  c10::Device device = c10::kCPU;
+
+  Example read() const;  // on the device; a view where that is the batch's
+};
+
+}  // namespace internal
+
+using internal::Part;
+
+// Consecutive examples for each replica's device, in replica order. Sizes differ by one at most, the larger first; some
+// may be 0. Throws InvalidArgument when the batch has no leading dimension.
+PerReplica<Part> split_batch(const Example& batch, const std::vector<c10::Device>& devices);
 
 // Throws InvalidArgument unless x, y and weight begin with the same size, as a batch's do.
 void check_batch(const Example& batch);
 
-// A batch of the same kind without examples.
-Example empty_like(const Example& batch);
+// What fit and evaluate read. What must be computed is made ahead, in a thread of its own; what lies in memory is left
+// there for replicas on CPUs, who copy their parts when their cores are free for it.
+DistributedDataset distribute_ahead(const Dataset& data, const std::vector<c10::Device>& devices);
 
 }  // namespace lockstep

@@ -89,12 +89,13 @@ Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) con
 }
 
 DistributedDataset Strategy::distribute(const Dataset& dataset) const {
-  return {dataset, DistributedIterator::Kind::split, impl_};
+  return {dataset, DistributedIterator::Kind::split, impl_->torch_devices()};
 }
 
 DistributedDataset Strategy::distribute_from_function(
     const std::function<Dataset(const InputContext&)>& function) const {
-  return {function({.num_replicas_in_sync = num_replicas_in_sync()}), DistributedIterator::Kind::one_each, impl_};
+  return {function({.num_replicas_in_sync = num_replicas_in_sync()}), DistributedIterator::Kind::one_each,
+          impl_->torch_devices()};
 }
 
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {

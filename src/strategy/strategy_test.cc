@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
 
 #include <atomic>
 #include <stdexcept>
@@ -200,6 +201,46 @@ TEST(Variable, IsSavedAndRestored) {
   variable.assign(number(0));
   variable.trackable().load(archive, "v")();
   EXPECT_EQ(variable.read().item<double>(), 5);
+}
+
+TEST(Strategy, AnIteratorMayBeReadByAnotherThreadThanRunsTheSteps) {
+  const MirroredStrategy strategy(2);
+  const auto data = strategy.distribute(Dataset::from_tensor_slices(at::arange(4000)).batch(4));
+  std::atomic<int> bad = 0;
+  std::jthread reader([&] {
+    auto iterator = data.iterate();
+    for (std::int64_t first = 0; auto batch = iterator.next(); first += 4) {
+      if ((*batch)[0].x[0].item<std::int64_t>() != first || (*batch)[1].x[1].item<std::int64_t>() != first + 3) ++bad;
+    }
+  });
+  for (int i = 0; i < 1000; ++i) {
+    const auto ids = strategy.run([](ReplicaContext& replica) { return replica.replica_id(); });
+    if (ids[0] != 0 || ids[1] != 1) ++bad;
+  }
+  reader.join();
+  EXPECT_EQ(bad, 0);
+}
+
+TEST(Strategy, TwoThreadsAtOnceAreRefused) {
+  const MirroredStrategy strategy(2);
+  strategy.run([&](ReplicaContext& replica) {
+    if (replica.replica_id() != 0) return;
+    std::jthread other([&] { EXPECT_THROW(strategy.run([](ReplicaContext&) {}), InvalidArgument); });
+  });
+}
+
+TEST(ReplicatedOptimizer, NonsenseIsRefused) {
+  const MirroredStrategy strategy(1);
+  const auto net = strategy.replicate([] { return torch::nn::Linear(2, 2); });
+  const auto optimizer = strategy.optimizer(SGD(), net);
+  const auto minimize = [&](const Tensor& loss, double weight) {
+    strategy.run([&](ReplicaContext& replica) { optimizer.minimize(replica, loss, weight); });
+  };
+  const auto loss = at::ones({}).requires_grad_() * 2;
+  EXPECT_THROW(minimize(loss, -1), InvalidArgument);
+  EXPECT_THROW(minimize(at::ones({3}).requires_grad_() * 2, 1), InvalidArgument);
+  EXPECT_THROW(minimize(at::ones({}), 1), InvalidArgument);
+  EXPECT_THROW(minimize({}, 1), InvalidArgument);
 }
 
 }  // namespace

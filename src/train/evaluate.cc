@@ -4,6 +4,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 #include "strategy/split.h"
+#include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/model_impl.h"
 
@@ -49,10 +50,10 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
   if (steps == 0 && data.cardinality() == Dataset::kInfinite) {
     throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
   }
-  auto iterator = strategy.distribute(data.prefetch(2)).iterate();
+  auto iterator = distribute_ahead(data, strategy.impl().torch_devices()).iterate();
   std::int64_t done = 0;
   while (steps == 0 || done < steps) {
-    auto batch = iterator.next();
+    auto batch = iterator.next_parts();
     if (!batch) break;
     visit(*batch);
     ++done;
@@ -78,9 +79,10 @@ Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
   const EvaluationMode evaluating(*this);
   const at::NoGradGuard no_grad;
   Tracker tracker(*impl.compiled, impl.strategy.num_replicas_in_sync());
-  const auto batches = for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<Example>& batch) {
+  const auto batches = for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<Part>& batch) {
     const auto results = impl.strategy.run(
-        [&](ReplicaContext& replica, const Example& part) -> StepResult {
+        [&](ReplicaContext& replica, const Part& unread) -> StepResult {
+          const auto part = unread.read();
           if (part.size() == 0) return {};
           const auto outputs = impl.outputs_of(replica, part);
           const auto loss = impl.compiled->loss.terms(part.y, outputs, part.weight);
@@ -101,9 +103,10 @@ Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
   const EvaluationMode evaluating(*this);
   const at::NoGradGuard no_grad;
   std::vector<Tensor> outputs;
-  for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<Example>& batch) {
+  for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<Part>& batch) {
     const auto parts = impl.strategy.run(
-        [&](ReplicaContext& replica, const Example& part) {
+        [&](ReplicaContext& replica, const Part& unread) {
+          const auto part = unread.read();
           return part.size() == 0 ? Tensor() : impl.outputs_of(replica, part);
         },
         batch);

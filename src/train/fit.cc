@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/error.h"
 #include "strategy/split.h"
+#include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/model_impl.h"
 #include "train/signal_guard.h"
@@ -33,6 +35,10 @@ void check(const Dataset& data, const FitOptions& options) {
   if (options.validation_data) {
     refuse_endless("validation_data", *options.validation_data, "validation_steps", options.validation_steps);
   }
+  for (const auto& [label, weight] : options.class_weight) {
+    if (weight >= 0 && !std::isinf(weight)) continue;
+    throw InvalidArgument(text("fit: class_weight of ", label, " is ", weight, "; it must be 0 or more, and finite"));
+  }
   require(options.verbose >= -1 && options.verbose <= 2, "verbose", options.verbose, "-1 (automatic), 0, 1 or 2");
 }
 
@@ -54,13 +60,17 @@ class Fit {
  public:
   Fit(Model& model, const Dataset& data, const FitOptions& options)
       : model_(model), impl_(*model.impl()), options_(options), data_(data), signals_(options.handle_signals) {
+    impl_.fitting = true;
     if (!options.class_weight.empty()) {
       data_ = data_.map(
           [weights = options.class_weight](Example batch) { return weigh_by_class(std::move(batch), weights); });
     }
   }
 
-  ~Fit() { impl_.callbacks.clear(); }
+  ~Fit() {
+    impl_.callbacks.clear();
+    impl_.fitting = false;
+  }
   Fit(const Fit&) = delete;
   Fit& operator=(const Fit&) = delete;
 
@@ -115,7 +125,7 @@ class Fit {
     auto& iterator = open_data();
     while (!impl_.stopping && (options_.steps_per_epoch == 0 || progress().batch < options_.steps_per_epoch)) {
       const auto before = std::chrono::steady_clock::now();
-      auto batch = iterator.next();
+      auto batch = iterator.next_parts();
       impl_.times.input += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
       if (!batch) break;
       run_batch(*batch, iterator.position());
@@ -130,12 +140,12 @@ class Fit {
   // With steps_per_epoch, one iterator serves all epochs.
   DistributedIterator& open_data() {
     if (!iterator_ || options_.steps_per_epoch == 0) {
-      iterator_.emplace(impl_.strategy.distribute(data_.prefetch(kPrefetchedBatches)).iterate(progress().position));
+      iterator_.emplace(distribute_ahead(data_, impl_.strategy.impl().torch_devices()).iterate(progress().position));
     }
     return *iterator_;
   }
 
-  void run_batch(PerReplica<Example>& batch, Position position_after) {
+  void run_batch(PerReplica<Part>& batch, Position position_after) {
     const auto index = progress().batch;
     each([&](Callback& callback) { callback.on_train_batch_begin(index); });
     impl_.train_batch(batch, *impl_.tracker);
@@ -197,8 +207,6 @@ class Fit {
     for (const auto& callback : callbacks_) call(*callback.operator->());
   }
 
-  static constexpr std::int64_t kPrefetchedBatches = 2;
-
   Model& model_;
   ModelImpl& impl_;
   const FitOptions& options_;
@@ -212,6 +220,7 @@ class Fit {
 
 History Model::fit(const Dataset& data, const FitOptions& options) {
   impl_->require_compiled("fit");
+  if (impl_->fitting) throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
   check(data, options);
   return Fit(*this, data, options).run();
 }

@@ -12,6 +12,7 @@
 #include "gradient/update_engine.h"
 #include "lockstep/model.h"
 #include "lockstep/random.h"
+#include "strategy/split.h"
 #include "train/mixed_precision.h"
 #include "train/recorded_step.h"
 #include "train/tracker.h"
@@ -58,7 +59,7 @@ class ModelImpl {
   StepResult play_step(ReplicaContext& replica, const Example& part, Tracker& tracker);
 
   // One step on all replicas; adds the batch's loss to the tracker.
-  void train_batch(PerReplica<Example>& batch, Tracker& tracker);
+  void train_batch(PerReplica<Part>& batch, Tracker& tracker);
 
   // Adds the loss of a batch, from its replicas' parts.
   void add_loss(const PerReplica<StepResult>& results, Tracker& into) const;
@@ -85,6 +86,7 @@ class ModelImpl {
   FitProgress progress;
   std::int64_t data_epochs = 0;        // epochs of data that fits have begun: the next one shuffles anew
   std::vector<AnyCallback> callbacks;  // of the fit that runs, as its options list them; empty between fits
+  bool fitting = false;
   bool stopping = false;
 };
 

@@ -107,14 +107,21 @@ RecordedStep::Result ModelImpl::enqueue_step(ReplicaContext& replica, const Exam
 StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& part, Tracker& into) {
   engine->begin_replay();
   const auto result = recorded.play(part);
+  engine->end_replay();
   into.update(replica.replica_id(), part, result.outputs);
   return {result.loss_sum.item<double>(), result.divisor, part.size()};
 }
 
-void ModelImpl::train_batch(PerReplica<Example>& batch, Tracker& into) {
+void ModelImpl::train_batch(PerReplica<Part>& batch, Tracker& into) {
   Lap lap;
   const auto results = strategy.run(
-      [&](ReplicaContext& replica, const Example& part) { return train_step(replica, part, into); }, batch);
+      [&](ReplicaContext& replica, const Part& part) {
+        Lap reading;
+        const auto examples = part.read();
+        if (replica.replica_id() == 0) reading.add_to(times.input);
+        return train_step(replica, examples, into);
+      },
+      batch);
   add_loss(results, into);
   ++steps;
   ++times.steps;
