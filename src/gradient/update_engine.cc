@@ -106,7 +106,7 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
     const auto& options = optimizer_.options();
     if (exchange_ == Exchange::hierarchical_copy) sum_up_tree(group, deadline);
     if (!device_updates_.empty()) {
-      begin_replay();
+      begin_on_device();
       update_on_device(total * scale);
     } else if (options.clipnorm || options.global_clipnorm) {
       update_clipped_by_norm(group, total * scale, deadline);
@@ -248,7 +248,7 @@ void UpdateEngine::update_on_device(double divide_by) {
   }
 }
 
-void UpdateEngine::begin_replay() {
+void UpdateEngine::begin_on_device() {
   step_ = {iterations_ + 1, learning_rate()};
   for (auto& update : device_updates_) update.begin(step_);
 }

@@ -105,9 +105,9 @@ RecordedStep::Result ModelImpl::enqueue_step(ReplicaContext& replica, const Exam
 }
 
 StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& part, Tracker& into) {
-  engine->begin_replay();
+  engine->begin_on_device();
   const auto result = recorded.play(part);
-  engine->end_replay();
+  engine->count_update();
   into.update(replica.replica_id(), part, result.outputs);
   return {result.loss_sum.item<double>(), result.divisor, part.size()};
 }
