@@ -136,11 +136,19 @@ def results_of(program, process, began):
             result.update(json.loads(line))
     if process.wait() != 0:
         process.errors.seek(0)
-        sys.exit(f"bench_step: this failed: {' '.join(program.command)}\n{process.errors.read()[-4000:]}")
+        raise RuntimeError(f"this failed: {' '.join(program.command)}\n{process.errors.read()[-4000:]}")
     return result
 
 
 def run(program):
+    try:
+        return run_once(program)
+    except RuntimeError as error:  # some peers crash now and then; a second time says more
+        print(f"\nbench_step: once more: {error}", file=sys.stderr)
+        return run_once(program)
+
+
+def run_once(program):
     began = time.perf_counter()
     processes = [start(program.command) for _ in range(program.copies)]
     results = [results_of(program, process, began) for process in processes]

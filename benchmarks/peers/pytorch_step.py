@@ -126,4 +126,5 @@ if args.ddp:
 if rank == 0:
     print(json.dumps({"ms_per_step": 1e3 * best, "samples_per_s": args.batch * replicas / best, "memory_mib": memory}))
 if args.ddp:
+    torch.distributed.barrier()  # or a process that is slower meets closed connections
     torch.distributed.destroy_process_group()
