@@ -95,7 +95,7 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
   }
   auto& mine = contributions_[static_cast<std::size_t>(replica)];
   take_gradients(replica);
-  if (replica == 0) step_ = {iterations_ + 1, learning_rate()};
+  if (replica == 0) begin_update();
   mine.weight = weight;
   mine.finite = !loss_scale_.used() || finite_gradients(replica);
   const double scale = loss_scale_.value();
@@ -106,7 +106,6 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
     const auto& options = optimizer_.options();
     if (exchange_ == Exchange::hierarchical_copy) sum_up_tree(group, deadline);
     if (!device_updates_.empty()) {
-      begin_on_device();
       update_on_device(total * scale);
     } else if (options.clipnorm || options.global_clipnorm) {
       update_clipped_by_norm(group, total * scale, deadline);
@@ -248,7 +247,7 @@ void UpdateEngine::update_on_device(double divide_by) {
   }
 }
 
-void UpdateEngine::begin_on_device() {
+void UpdateEngine::begin_update() {
   step_ = {iterations_ + 1, learning_rate()};
   for (auto& update : device_updates_) update.begin(step_);
 }

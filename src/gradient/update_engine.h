@@ -41,11 +41,11 @@ class UpdateEngine {
   void apply(const Group& group, double weight, Deadline deadline);
 
   // For steps that are recorded and played again (Placement::device, no scaled loss). update_recorded enqueues what
-  // `apply` does on the device, for one replica; begin_on_device brings the learning rate there before each play, and
+  // `apply` does on the device, for one replica; begin_update brings the learning rate there before each play, and
   // count_update counts the update.
   bool can_be_recorded() const { return !device_updates_.empty() && !loss_scale_.used(); }
   void update_recorded(double weight);
-  void begin_on_device();
+  void begin_update();
   void count_update() { ++iterations_; }
 
   // Forgets what an earlier backward left on this replica's parameters. Called by its thread, before a step.

@@ -54,8 +54,11 @@ class ModelImpl {
   // On each replica, with its part of the batch: forward, loss, backward, reduce and update, metrics.
   StepResult train_step(ReplicaContext& replica, const Example& part, Tracker& tracker);
 
+  // Its forward, loss and backward.
+  ComputedStep compute_gradients(ReplicaContext& replica, const Example& part, StepTimes& spent);
+
   // For jit_compile: what of a step can be recorded, and one step by playing it.
-  RecordedStep::Result enqueue_step(ReplicaContext& replica, const Example& batch);
+  ComputedStep enqueue_step(ReplicaContext& replica, const Example& batch);
   StepResult play_step(ReplicaContext& replica, const Example& part, Tracker& tracker);
 
   // One step on all replicas; adds the batch's loss to the tracker.

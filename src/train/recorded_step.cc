@@ -29,7 +29,7 @@ void overwrite(const Tensor& own, const Tensor& value) {
 
 }  // namespace
 
-bool RecordedStep::serves(const Example& part, const std::function<Result(const Example&)>& compute) {
+bool RecordedStep::serves(const Example& part, const std::function<ComputedStep(const Example&)>& compute) {
   if (failed_ || part.weight.defined()) return false;
   auto shape = shape_of(part);
   if (shape != shape_) {
@@ -42,7 +42,7 @@ bool RecordedStep::serves(const Example& part, const std::function<Result(const 
   return work_ != nullptr;
 }
 
-void RecordedStep::record(const Example& part, const std::function<Result(const Example&)>& compute) {
+void RecordedStep::record(const Example& part, const std::function<ComputedStep(const Example&)>& compute) {
   input_ = {own_copy(part.x), own_copy(part.y)};
   try {
     work_ = work_recorder()(part.x.device(), [&] { result_ = compute(input_); });
@@ -58,7 +58,7 @@ void RecordedStep::give_up(const char* reason) {
   failed_ = true;
 }
 
-RecordedStep::Result RecordedStep::play(const Example& part) {
+ComputedStep RecordedStep::play(const Example& part) {
   overwrite(input_.x, part.x);
   overwrite(input_.y, part.y);
   work_->replay();

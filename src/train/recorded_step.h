@@ -10,25 +10,26 @@
 
 namespace lockstep {
 
+// What forward and backward of one replica's part leave behind, besides gradients.
+struct ComputedStep {
+  Tensor outputs, loss_sum;
+  double divisor = 0;  // of the loss
+  double weight = 0;   // of the gradients, for the update
+};
+
 // One thread at a time.
 class RecordedStep {
  public:
-  // What a step leaves behind for metrics.
-  struct Result {
-    Tensor outputs, loss_sum;
-    double divisor = 0;
-  };
-
   // Whether a step is recorded for batches like this one. Records it when three of the same shapes have come: `compute`
   // enqueues the whole step, update included. Where that fails, a warning says why, nothing has changed, and nothing is
   // recorded from then on.
-  bool serves(const Example& part, const std::function<Result(const Example&)>& compute);
+  bool serves(const Example& part, const std::function<ComputedStep(const Example&)>& compute);
 
   // Plays the recorded step for `part`.
-  Result play(const Example& part);
+  ComputedStep play(const Example& part);
 
  private:
-  void record(const Example& part, const std::function<Result(const Example&)>& compute);
+  void record(const Example& part, const std::function<ComputedStep(const Example&)>& compute);
   void give_up(const char* reason);
 
   static constexpr int kStepsBefore = 3;  // in which LibTorch chooses algorithms and takes memory
@@ -36,8 +37,8 @@ class RecordedStep {
   std::vector<std::int64_t> shape_;  // of the batches that came last
   int seen_ = 0;                     // of that shape
   bool failed_ = false;
-  Example input_;  // what the recorded step reads
-  Result result_;  // and writes
+  Example input_;        // what the recorded step reads
+  ComputedStep result_;  // and writes
   std::unique_ptr<RecordedWork> work_;
 };
 

@@ -76,36 +76,39 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
   }
   StepTimes unused;
   StepTimes& spent = id == 0 ? times : unused;
+  const auto computed = compute_gradients(replica, part, spent);
   Lap lap;
+  into.update(id, part, computed.outputs);  // before anything has changed: a metric may throw
+  const StepResult result{computed.loss_sum.item<double>(), computed.divisor, part.size()};
+  lap.add_to(spent.metrics);
+  engine->apply(replica.group(), computed.weight, replica.deadline());
+  lap.add_to(spent.reduce_and_update);
+  return result;
+}
 
+ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const Example& part, StepTimes& spent) {
+  Lap lap;
   const auto outputs = outputs_of(replica, part);
   const auto loss = compiled->loss.terms(part.y, outputs, part.weight);
   lap.add_to(spent.forward);
   require_gradient(loss.sum);
   // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.
-  const double weight = weight_of(compiled->loss, loss, id);
+  const double weight = weight_of(compiled->loss, loss, replica.replica_id());
   const bool divided = replica.num_replicas_in_sync() == 1 && weight > 0;
   backward_from(loss.sum, engine->loss_scale() / (divided ? weight : 1), part);
   lap.add_to(spent.backward);
-  into.update(id, part, outputs.detach());  // before anything has changed: a metric may throw
-  const StepResult result{loss.sum.item<double>(), loss.divisor, part.size()};
-  lap.add_to(spent.metrics);
-  engine->apply(replica.group(), divided ? 1 : weight, replica.deadline());
-  lap.add_to(spent.reduce_and_update);
-  return result;
+  return {outputs.detach(), loss.sum.detach(), loss.divisor, divided ? 1 : weight};
 }
 
-RecordedStep::Result ModelImpl::enqueue_step(ReplicaContext& replica, const Example& batch) {
-  const auto outputs = outputs_of(replica, batch);
-  const auto loss = compiled->loss.terms(batch.y, outputs, {});
-  require_gradient(loss.sum);
-  backward_from(loss.sum, 1 / loss.divisor, batch);
-  engine->update_recorded(1);
-  return {outputs.detach(), loss.sum.detach(), loss.divisor};
+ComputedStep ModelImpl::enqueue_step(ReplicaContext& replica, const Example& batch) {
+  StepTimes unused;
+  const auto computed = compute_gradients(replica, batch, unused);
+  engine->update_recorded(computed.weight);
+  return computed;
 }
 
 StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& part, Tracker& into) {
-  engine->begin_on_device();
+  engine->begin_update();
   const auto result = recorded.play(part);
   engine->count_update();
   into.update(replica.replica_id(), part, result.outputs);
