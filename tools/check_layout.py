@@ -8,7 +8,9 @@ import sys
 ROOMS = {
     "base": set(),
     "kernels": set(),
-    "collective": {"kernels"},
+    "transport": set(),
+    "cluster": {"transport"},
+    "collective": {"cluster", "kernels", "transport"},
     "optimizer": {"kernels"},
     "checkpoint": set(),
     "ops": {"kernels"},
@@ -19,8 +21,8 @@ ROOMS = {
     "train": {"checkpoint", "data", "gradient", "ops", "optimizer", "strategy"},
     "cli": {"checkpoint", "collective", "train"},
 }
-WITHOUT_TORCH = {"base", "kernels", "collective", "optimizer", "checkpoint", "cli"}
-HEADERS_WITHOUT_TORCH = {"checkpoint", "deadline", "error", "group", "logs", "memory", "mixed_precision", "optimizer", "random", "replica_values", "schedule"}
+WITHOUT_TORCH = {"base", "kernels", "transport", "cluster", "collective", "optimizer", "checkpoint", "cli"}
+HEADERS_WITHOUT_TORCH = {"buffer", "checkpoint", "deadline", "error", "group", "logs", "memory", "mixed_precision", "optimizer", "random", "replica_values", "schedule"}
 TORCH = re.compile(r'#include [<"](torch|ATen|c10)/')
 BROAD = re.compile(r'#include [<"](torch/torch\.h|torch/all\.h|ATen/ATen\.h|spdlog|fmt|nlohmann)')
 LEFTOVERS = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace lockstep {
 
@@ -31,17 +33,40 @@ class IoError : public Error {
   using Error::Error;
 };
 
-// A wait ended at its deadline.
+// Machines or processes that do not make the cluster that was described. Names the field, the address or the rank.
+class ClusterError : public Error {
+ public:
+  using Error::Error;
+};
+
+// A wait ended at its deadline, here or on another rank of the Group.
 class DeadlineExceeded : public Error {
  public:
-  DeadlineExceeded(const std::string& operation, std::chrono::duration<double> waited_for);
+  // `ranks`: those that had not come; empty where that is not known.
+  DeadlineExceeded(const std::string& operation, std::chrono::duration<double> waited_for, std::vector<int> ranks = {},
+                   const std::string& detail = "");
 
   const std::string& operation() const noexcept { return operation_; }
   std::chrono::duration<double> waited_for() const noexcept { return waited_for_; }
+  const std::vector<int>& ranks() const noexcept { return ranks_; }
 
  private:
   std::string operation_;
   std::chrono::duration<double> waited_for_;
+  std::vector<int> ranks_;
+};
+
+// Another rank's process ended, its host went away, or it left the Group.
+class PeerLost : public Error {
+ public:
+  PeerLost(int rank, std::int64_t generation, const std::string& how);
+
+  int rank() const noexcept { return rank_; }
+  std::int64_t generation() const noexcept { return generation_; }  // of the World whose rank it is
+
+ private:
+  int rank_;
+  std::int64_t generation_;
 };
 
 // The Group was aborted, here or by another rank, while this rank was in an operation or before it began one.

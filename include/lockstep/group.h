@@ -1,77 +1,149 @@
 // Group: a fixed set of ranks that reduce and exchange buffers together. Torch-free.
 //
-// A Group object is one rank's handle. All ranks call the same operations in the same order; an operation returns on a
-// rank when that rank's result is complete and its buffers may be used again. One thread at a time uses a handle;
-// `abort` alone may be called from any thread at any time. Membership never changes: after a failure, make a new Group.
+// A Group object is one rank's handle, shared by its copies. All ranks call the same operations in the same order; an
+// operation returns on a rank when that rank's result is complete and its buffers may be used again. Operations of one
+// handle run one after the other in the order of their calls, whichever threads call. A blocking one on an idle Group
+// runs in the caller's thread; what `start` began runs in a thread of the Group's own. `abort` may be called from any
+// thread at any time.
 //
-// Results do not depend on timing: reductions add in rank order, so every rank gets the same bits.
+// Membership never changes. Once an operation threw anything but InvalidArgument, every later one throws as well: make a
+// new Group.
+//
+// Results do not depend on timing: every rank gets the same bits, and gets them again in the next run. float16 and
+// bfloat16 are summed in float32. mean is the sum divided by size(); integers round towards zero.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
+#include <functional>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
+#include "lockstep/buffer.h"
 #include "lockstep/deadline.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 
-enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int32, int64, uint8 };
-enum class ReduceOp : std::uint8_t { sum, mean, min, max, product };
+// Elements for each rank, where ranks' shares differ. Empty: all shares are equal.
+using Counts = std::vector<std::size_t>;
 
-std::size_t size_of(DType dtype);  // bytes of one element
-const char* name_of(DType dtype);  // "float32", ...
-const char* name_of(ReduceOp op);  // "sum", ...
+// One operation as a value. Ranks' calls agree when kind, dtype, operator, root and sizes do.
+struct Call {
+  enum class Kind : std::uint8_t {
+    barrier, all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, send, recv
+  };
 
-// `count` elements of `dtype` that the caller owns.
-struct Buffer {
-  void* data = nullptr;
-  std::size_t count = 0;
-  DType dtype = DType::float32;
+  Kind kind = Kind::barrier;
+  Buffer input;
+  Buffer output;
+  ReduceOp op = ReduceOp::sum;
+  int peer = 0;          // the root; for send and recv the other side
+  Counts counts;         // what each rank gives or gets; of all_to_all what this rank sends to each
+  Counts output_counts;  // of all_to_all: what this rank gets from each
 
-  std::size_t bytes() const { return count * size_of(dtype); }
+  // Returns when every rank has called it.
+  static Call barrier();
+
+  // buffer <- op over all ranks' buffers, elementwise.
+  static Call all_reduce(Buffer buffer, ReduceOp op);
+
+  // On `root`: output <- op over all ranks' inputs; output may be input. Elsewhere output is not touched.
+  static Call reduce(Buffer input, Buffer output, ReduceOp op, int root);
+
+  // buffer <- rank `root`'s buffer.
+  static Call broadcast(Buffer buffer, int root);
+
+  // output <- the inputs of ranks 0, 1, ... one after the other. Rank r gives counts[r] elements, or all as many.
+  static Call all_gather(Buffer input, Buffer output, Counts counts = {});
+
+  // The same on `root` only; elsewhere output is not touched.
+  static Call gather(Buffer input, Buffer output, int root, Counts counts = {});
+
+  // Cuts root's input into parts for ranks 0, 1, ...; output <- this rank's. Elsewhere input is not read.
+  static Call scatter(Buffer input, Buffer output, int root, Counts counts = {});
+
+  // Cuts the elementwise op over all ranks' inputs into parts for ranks 0, 1, ...; output <- this rank's.
+  static Call reduce_scatter(Buffer input, Buffer output, ReduceOp op, Counts counts = {});
+
+  // Cuts each rank's input into parts for ranks 0, 1, ...; output <- the parts for this rank, in the order of ranks.
+  static Call all_to_all(Buffer input, Buffer output, Counts input_counts = {}, Counts output_counts = {});
+
+  // Messages between two ranks arrive in the order in which they were sent. A send may return before its recv began.
+  static Call send(Buffer buffer, int to);
+  static Call recv(Buffer buffer, int from);
 };
 
-Buffer buffer_of(std::span<float> values);
-Buffer buffer_of(std::span<double> values);
-Buffer buffer_of(std::span<std::int32_t> values);
-Buffer buffer_of(std::span<std::int64_t> values);
-Buffer buffer_of(std::span<std::uint8_t> values);
+const char* name_of(Call::Kind kind);  // "all_reduce", ...
+
+// An operation that was started. Copies are handles of the same one; any thread may call.
+class Work {
+ public:
+  struct State;
+  explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+  // Returns when the operation has ended, and throws what it threw. It ends at its own deadline at the latest.
+  void wait() const;
+  bool done() const;
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+// Memory for `allocate`: freed with the last copy.
+using Memory = std::shared_ptr<std::byte[]>;
 
 class GroupBackend;
 
-// Every operation throws InvalidArgument on all ranks when the ranks' calls differ (naming a rank that differs from
-// rank 0), DeadlineExceeded when the others have not come by the deadline, and Aborted once `abort` was called.
+// Every operation throws
+//   InvalidArgument on all ranks when the ranks' calls differ, naming one that differs from rank 0, and on this rank
+//     when its buffers do not fit the operation;
+//   PeerLost when another rank's process ended or it left the group;
+//   DeadlineExceeded, naming the ranks that were waited for, when the others have not come by the deadline;
+//   Aborted once `abort` was called, here or on another rank.
 class Group {
  public:
-  explicit Group(std::shared_ptr<GroupBackend> backend) : backend_(std::move(backend)) {}
+  explicit Group(std::shared_ptr<GroupBackend> backend);
 
   int rank() const;
   int size() const;
+  std::string backend() const;  // "threads", "shm", ...
 
-  // buffer <- op over all ranks' buffers, elementwise. float16 and bfloat16 are summed in float32.
-  void all_reduce(Buffer buffer, ReduceOp op, Deadline deadline) const;
+  void run(const Call& call, Deadline deadline) const;
 
-  // buffer <- rank `root`'s buffer.
-  void broadcast(Buffer buffer, int root, Deadline deadline) const;
+  // Several calls as one: sends and receives go on side by side, and all_reduces of one dtype and operator are packed
+  // into few. Otherwise the same as one after the other. Follows ncclGroupStart and Horovod's grouped_allreduce.
+  void run(const std::vector<Call>& calls, Deadline deadline) const;
 
-  // output <- the inputs of ranks 0, 1, ... one after the other; output.count = size() * input.count.
-  void all_gather(Buffer input, Buffer output, Deadline deadline) const;
+  // The same without waiting. The buffers belong to the operation until it is done.
+  Work start(Call call, Deadline deadline) const;
+  Work start(std::vector<Call> calls, Deadline deadline) const;
 
-  // output <- op over all ranks of slice rank() of their inputs; input.count = size() * output.count.
-  void reduce_scatter(Buffer input, Buffer output, ReduceOp op, Deadline deadline) const;
+  // Shorthands for run(Call::...).
+  void barrier(Deadline deadline) const { run(Call::barrier(), deadline); }
+  void all_reduce(Buffer buffer, ReduceOp op, Deadline deadline) const { run(Call::all_reduce(buffer, op), deadline); }
+  void broadcast(Buffer buffer, int root, Deadline deadline) const { run(Call::broadcast(buffer, root), deadline); }
+  void all_gather(Buffer input, Buffer output, Deadline deadline) const {
+    run(Call::all_gather(input, output), deadline);
+  }
+  void reduce_scatter(Buffer input, Buffer output, ReduceOp op, Deadline deadline) const {
+    run(Call::reduce_scatter(input, output, op), deadline);
+  }
+  void send(Buffer buffer, int to, Deadline deadline) const { run(Call::send(buffer, to), deadline); }
+  void recv(Buffer buffer, int from, Deadline deadline) const { run(Call::recv(buffer, from), deadline); }
 
-  // Returns when every rank has called it.
-  void barrier(Deadline deadline) const;
+  // Groups of the ranks that pass the same color (0 or more), ordered by key, then by rank here. Collective. A rank with
+  // a negative color is in none and gets nothing. Follows MPI_Comm_split.
+  std::unique_ptr<Group> split(int color, int key, Deadline deadline) const;
+
+  // Memory, zeroed and aligned to pages, that this Group reduces in place without a copy where it can. Not collective.
+  Memory allocate(std::size_t bytes) const;
 
   // Wakes every rank that waits in an operation, now or later, with Aborted(reason). The first reason stands.
   void abort(const std::string& reason) const;
 
  private:
-  std::shared_ptr<GroupBackend> backend_;
+  struct State;
+  std::shared_ptr<State> state_;
 };
 
 // A Group whose ranks are threads of this process; element i is rank i's handle. Sums are direct: each rank reduces one

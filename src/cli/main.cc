@@ -2,8 +2,45 @@
 #include <CLI/CLI.hpp>
 #include <iostream>
 
+#include "cli/bench_collectives.h"
 #include "cli/commands.h"
 #include "lockstep/error.h"
+
+namespace {
+
+// Options of `lockstep bench collectives`.
+struct BenchArguments {
+  explicit BenchArguments(CLI::App& app) {
+    app.add_option("operation", options.operation, "all_reduce, broadcast, all_gather, ... (all_reduce)");
+    app.add_option("--backend", options.group.backend, "threads, shm, tcp, ucx, hierarchical or auto (auto)");
+    app.add_option("--implementation", implementation, "auto, ring, halving_doubling, tree, pairwise, reduction_to_one_device");
+    app.add_option("--ranks", options.ranks, "how many ranks (2)");
+    app.add_option("--sizes", options.sizes, "bytes, separated by commas")->delimiter(',');
+    app.add_option("--dtype", options.dtype, "float32, float64, int32, int64 or uint8 (float32)");
+    app.add_option("--seconds", options.seconds, "about how long each size is measured (0.5)");
+    app.add_flag("--any-buffer", options.any_buffer, "memory that the group did not allocate");
+    app.add_option("--ranks-per-host", options.ranks_per_host, "ranks that are said to share a host (all)");
+    rank = app.add_option("--rank", world.rank, "be this rank of a run whose store is at --store");
+    app.add_option("--store", options.store, "host:port")->needs(rank);
+    app.add_option("--host", world.host, "ranks with the same name share memory")->needs(rank);
+    app.add_option("--address", world.address, "where this rank listens for other hosts (127.0.0.1)")->needs(rank);
+  }
+
+  lockstep::BenchOptions finished(std::vector<std::string> command) {
+    options.group.implementation = lockstep::implementation_named(implementation);
+    options.command = std::move(command);
+    world.size = options.ranks;
+    if (*rank) options.world = world;
+    return options;
+  }
+
+  lockstep::BenchOptions options;
+  lockstep::World world;
+  std::string implementation = "auto";
+  CLI::Option* rank = nullptr;
+};
+
+}  // namespace
 
 int main(int argc, char** argv) {
   CLI::App app("Lockstep: distributed training for LibTorch");
@@ -15,11 +52,16 @@ int main(int argc, char** argv) {
   std::string path;
   inspect->add_option("checkpoint", path, "a .safetensors file, or a folder whose latest checkpoint is meant")
       ->required();
+  auto* bench = app.add_subcommand("bench", "measures what this machine and its links give");
+  bench->require_subcommand(1);
+  auto* collectives = bench->add_subcommand("collectives", "time and bandwidth of a group's operations, by size");
+  BenchArguments bench_arguments(*collectives);
   CLI11_PARSE(app, argc, argv);
 
   try {
     if (*devices) lockstep::print_devices(std::cout);
     if (*inspect) lockstep::print_checkpoint(path, std::cout);
+    if (*collectives) return lockstep::bench_collectives(bench_arguments.finished({argv, argv + argc}), std::cout);
   } catch (const lockstep::Error& error) {
     std::cerr << "lockstep: " << error.what() << "\n";
     return 1;

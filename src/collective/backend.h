@@ -1,8 +1,11 @@
-// What a backend of Group provides. One object a rank; the contract is the one that group.h states for Group.
+// What a backend of Group provides. One object a rank. Wrappers (checks, faults, timelines) are backends over a backend.
 #pragma once
 
-#include <string>
+#include <memory>
+#include <span>
 
+#include "base/failure.h"
+#include "cluster/bootstrap.h"
 #include "lockstep/group.h"
 
 namespace lockstep {
@@ -11,14 +14,25 @@ class GroupBackend {
  public:
   virtual ~GroupBackend() = default;
 
+  virtual const char* name() const = 0;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual void all_reduce(Buffer buffer, ReduceOp op, Deadline deadline) = 0;
-  virtual void broadcast(Buffer buffer, int root, Deadline deadline) = 0;
-  virtual void all_gather(Buffer input, Buffer output, Deadline deadline) = 0;
-  virtual void reduce_scatter(Buffer input, Buffer output, ReduceOp op, Deadline deadline) = 0;
-  virtual void barrier(Deadline deadline) = 0;
-  virtual void abort(const std::string& reason) = 0;
+  virtual std::int64_t generation() const = 0;  // of the World that the ranks are of
+
+  // Carries out a call whose arguments check_call found right. Returns the name of the algorithm. One thread at a time.
+  virtual const char* run(const Call& call, Deadline deadline) = 0;
+
+  // Carries out sends and receives side by side.
+  virtual const char* exchange(std::span<const Call> calls, Deadline deadline) = 0;
+
+  // A backend of the same kind for other members, of which this rank is one.
+  virtual std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const = 0;
+
+  // As Group::allocate. Any thread.
+  virtual Memory allocate(std::size_t bytes) = 0;
+
+  // Ends what runs and all that comes, on every rank. Any thread. The first failure stands.
+  virtual void fail(const Failure& failure) = 0;
 };
 
 }  // namespace lockstep

@@ -1,79 +1,156 @@
 #include "lockstep/group.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "base/text.h"
 #include "collective/backend.h"
+#include "collective/calls.h"
+#include "collective/group_bootstrap.h"
+#include "collective/turns.h"
+#include "collective/work.h"
 
 namespace lockstep {
 namespace {
 
-template <class T>
-Buffer make_buffer(std::span<T> values, DType dtype) {
-  return {values.data(), values.size(), dtype};
+// all_reduces of a grouped call are packed together up to this many bytes; larger ones go alone.
+constexpr std::size_t kPackBytes = 1 << 20;
+
+bool is_message(const Call& call) { return call.kind == Call::Kind::send || call.kind == Call::Kind::recv; }
+
+// Whether b can be part of the all_reduce that a is.
+bool packs_with(const Call& a, const Call& b) {
+  return a.kind == Call::Kind::all_reduce && b.kind == Call::Kind::all_reduce && a.op == b.op &&
+         a.input.dtype == b.input.dtype;
 }
 
 }  // namespace
 
-std::size_t size_of(DType dtype) {
-  switch (dtype) {
-    case DType::float64:
-    case DType::int64: return 8;
-    case DType::float32:
-    case DType::int32: return 4;
-    case DType::float16:
-    case DType::bfloat16: return 2;
-    case DType::uint8: return 1;
+struct Group::State {
+  explicit State(std::shared_ptr<GroupBackend> given) : backend(std::move(given)) {}
+  ~State() {
+    if (progress.busy()) {
+      backend->fail(Failure::aborted(backend->rank(), text("rank ", backend->rank(), " gave up what it had started")));
+    }
   }
-  throw InvalidArgument(text("DType ", static_cast<int>(dtype), " does not exist"));
-}
 
-const char* name_of(DType dtype) {
-  switch (dtype) {
-    case DType::float32: return "float32";
-    case DType::float64: return "float64";
-    case DType::float16: return "float16";
-    case DType::bfloat16: return "bfloat16";
-    case DType::int32: return "int32";
-    case DType::int64: return "int64";
-    case DType::uint8: return "uint8";
+  // Waits for the turn of `number`, acts, and passes it on. A call that gets its turn too late has failed the group.
+  template <class Act>
+  void in_turn(std::uint64_t number, Deadline deadline, const char* operation, const Act& act) {
+    if (!turns.wait(number, deadline)) {
+      backend->fail(Failure::deadline(backend->rank(), {}, deadline.waited().count(), operation));
+      turns.wait(number, Deadline::never());
+    }
+    struct Pass {
+      Turns& turns;
+      std::uint64_t number;
+      ~Pass() { turns.pass(number); }
+    } pass{turns, number};
+    act();
   }
-  return "unknown";
-}
 
-const char* name_of(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::sum: return "sum";
-    case ReduceOp::mean: return "mean";
-    case ReduceOp::min: return "min";
-    case ReduceOp::max: return "max";
-    case ReduceOp::product: return "product";
+  void check(const std::vector<Call>& calls) const {
+    for (const auto& call : calls) check_call(call, backend->rank(), backend->size());
   }
-  return "unknown";
+
+  void run_grouped(const std::vector<Call>& calls, Deadline deadline);
+  void run_packed(std::span<const Call> calls, Deadline deadline);
+
+  const std::shared_ptr<GroupBackend> backend;
+  Turns turns;
+  Memory pack;  // of the thread whose turn it is
+  ProgressThread progress;
+};
+
+// Neighbours of one kind go together.
+void Group::State::run_grouped(const std::vector<Call>& calls, Deadline deadline) {
+  const std::span all(calls);
+  for (std::size_t begin = 0, end = 0; begin < calls.size(); begin = end) {
+    const auto& first = calls[begin];
+    end = begin + 1;
+    if (is_message(first)) {
+      while (end < calls.size() && is_message(calls[end])) ++end;
+      backend->exchange(all.subspan(begin, end - begin), deadline);
+      continue;
+    }
+    std::size_t bytes = first.input.bytes();
+    while (end < calls.size() && packs_with(first, calls[end]) && bytes + calls[end].input.bytes() <= kPackBytes) {
+      bytes += calls[end++].input.bytes();
+    }
+    if (end - begin == 1) {
+      backend->run(first, deadline);
+    } else {
+      run_packed(all.subspan(begin, end - begin), deadline);
+    }
+  }
 }
 
-Buffer buffer_of(std::span<float> values) { return make_buffer(values, DType::float32); }
-Buffer buffer_of(std::span<double> values) { return make_buffer(values, DType::float64); }
-Buffer buffer_of(std::span<std::int32_t> values) { return make_buffer(values, DType::int32); }
-Buffer buffer_of(std::span<std::int64_t> values) { return make_buffer(values, DType::int64); }
-Buffer buffer_of(std::span<std::uint8_t> values) { return make_buffer(values, DType::uint8); }
-
-int Group::rank() const { return backend_->rank(); }
-int Group::size() const { return backend_->size(); }
-
-void Group::all_reduce(Buffer buffer, ReduceOp op, Deadline deadline) const {
-  backend_->all_reduce(buffer, op, deadline);
+void Group::State::run_packed(std::span<const Call> calls, Deadline deadline) {
+  if (!pack) pack = backend->allocate(kPackBytes);
+  std::size_t count = 0;
+  const auto element = size_of(calls[0].input.dtype);
+  for (const auto& call : calls) {
+    copy_bytes(pack.get() + count * element, bytes_of(call.input), call.input.bytes());
+    count += call.input.count;
+  }
+  backend->run(Call::all_reduce({pack.get(), count, calls[0].input.dtype}, calls[0].op), deadline);
+  count = 0;
+  for (const auto& call : calls) {
+    copy_bytes(bytes_of(call.output), pack.get() + count * element, call.output.bytes());
+    count += call.input.count;
+  }
 }
 
-void Group::broadcast(Buffer buffer, int root, Deadline deadline) const { backend_->broadcast(buffer, root, deadline); }
+Group::Group(std::shared_ptr<GroupBackend> backend) : state_(std::make_shared<State>(std::move(backend))) {}
 
-void Group::all_gather(Buffer input, Buffer output, Deadline deadline) const {
-  backend_->all_gather(input, output, deadline);
+int Group::rank() const { return state_->backend->rank(); }
+int Group::size() const { return state_->backend->size(); }
+std::string Group::backend() const { return state_->backend->name(); }
+
+void Group::run(const Call& call, Deadline deadline) const {
+  check_call(call, rank(), size());
+  state_->in_turn(state_->turns.take_number(), deadline, name_of(call.kind),
+                  [&] { state_->backend->run(call, deadline); });
 }
 
-void Group::reduce_scatter(Buffer input, Buffer output, ReduceOp op, Deadline deadline) const {
-  backend_->reduce_scatter(input, output, op, deadline);
+void Group::run(const std::vector<Call>& calls, Deadline deadline) const {
+  if (calls.empty()) return;
+  state_->check(calls);
+  state_->in_turn(state_->turns.take_number(), deadline, name_of(calls[0].kind),
+                  [&] { state_->run_grouped(calls, deadline); });
 }
 
-void Group::barrier(Deadline deadline) const { backend_->barrier(deadline); }
-void Group::abort(const std::string& reason) const { backend_->abort(reason); }
+Work Group::start(Call call, Deadline deadline) const { return start(std::vector{std::move(call)}, deadline); }
+
+Work Group::start(std::vector<Call> calls, Deadline deadline) const {
+  state_->check(calls);
+  auto* const state = state_.get();  // which waits for its thread before it ends
+  return state->progress.add([&]() -> std::function<void()> {
+    return [state, deadline, calls = std::move(calls), number = state->turns.take_number()] {
+      state->in_turn(number, deadline, calls.empty() ? "nothing" : name_of(calls[0].kind),
+                     [&] { state->run_grouped(calls, deadline); });
+    };
+  });
+}
+
+std::unique_ptr<Group> Group::split(int color, int key, Deadline deadline) const {
+  const auto ranks = static_cast<std::size_t>(size());
+  std::vector<std::int32_t> mine{color, key}, all(2 * ranks);
+  all_gather(buffer_of(std::span(mine)), buffer_of(std::span(all)), deadline);
+  if (color < 0) return nullptr;
+  std::vector<int> members;
+  for (int r = 0; r < size(); ++r) {
+    if (all[static_cast<std::size_t>(2 * r)] == color) members.push_back(r);
+  }
+  std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
+    return all[static_cast<std::size_t>(2 * a + 1)] < all[static_cast<std::size_t>(2 * b + 1)];
+  });
+  GroupBootstrap bootstrap(*this, members, state_->backend->generation());
+  return std::make_unique<Group>(state_->backend->make(bootstrap, deadline));
+}
+
+Memory Group::allocate(std::size_t bytes) const { return state_->backend->allocate(bytes); }
+
+void Group::abort(const std::string& reason) const { state_->backend->fail(Failure::aborted(rank(), reason)); }
 
 }  // namespace lockstep

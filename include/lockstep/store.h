@@ -1,0 +1,47 @@
+// Store: keys and values by which processes find each other. Torch-free. Follows torch.distributed.TCPStore.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/deadline.h"
+
+namespace lockstep {
+
+// A shared handle; one call at a time, from any thread. Keys and values have at most 1 MiB.
+//
+//   auto store = rank == 0 ? Store::hold("127.0.0.1:29511") : Store::connect("127.0.0.1:29511", deadline);
+//
+// Every call throws DeadlineExceeded at its deadline, and ClusterError when the store went away or what answers is not a
+// store of this version; the message names the address.
+class Store {
+ public:
+  // Holds the store in this process, until the last handle of this process ends. Port 0: one of the system's choosing.
+  // The host is an address of this machine. Throws ClusterError when it cannot be had.
+  static Store hold(const std::string& address);
+
+  // Tries until something answers there: the holder may come later.
+  static Store connect(const std::string& address, Deadline deadline);
+
+  std::string address() const;  // "host:port"
+
+  void set(const std::string& key, const std::string& value, Deadline deadline) const;
+
+  // Waits until the key is there.
+  std::string get(const std::string& key, Deadline deadline) const;
+
+  // Waits until all are there. DeadlineExceeded lists, by their places in `keys`, those that are not.
+  std::vector<std::string> get(const std::vector<std::string>& keys, Deadline deadline) const;
+
+  // Adds to the number at `key` (0 where there is none) and returns the sum.
+  std::int64_t add(const std::string& key, std::int64_t difference, Deadline deadline) const;
+
+ private:
+  struct State;
+  explicit Store(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace lockstep

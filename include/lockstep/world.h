@@ -1,0 +1,61 @@
+// World: which process this is among those of a job; and Groups of processes. Torch-free.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "lockstep/group.h"
+#include "lockstep/store.h"
+
+namespace lockstep {
+
+struct World {
+  int rank = 0;
+  int size = 1;
+
+  // Ranks that give the same name share memory. It is said, not guessed: containers of one machine may share none.
+  std::string host = "localhost";
+
+  // Where this rank listens for ranks of other hosts: a numeric address of this machine.
+  std::string address = "127.0.0.1";
+
+  // Counts the memberships of a job: after a loss the survivors go on as a World of the next generation.
+  std::int64_t generation = 0;
+};
+
+// How ranks of different hosts reduce. Each is a published algorithm; see src/collective/mesh/.
+enum class Implementation : std::uint8_t {
+  automatic,  // by size, number of ranks and backend
+  ring,
+  halving_doubling,
+  tree,
+  pairwise,
+  reduction_to_one_device,
+};
+const char* name_of(Implementation implementation);           // "auto", "ring", ...
+Implementation implementation_named(const std::string& name);  // throws InvalidArgument
+
+// Follows tf.distribute.experimental.CommunicationOptions, and the backends of torch.distributed.
+struct GroupOptions {
+  // "shm": all ranks share a host; "tcp", "ucx": any hosts; "hierarchical": shared memory inside hosts, tcp or ucx
+  // between them; "auto": shm where all share a host, tcp where none do, hierarchical else.
+  std::string backend = "auto";
+
+  Implementation implementation = Implementation::automatic;
+
+  // all_reduces of one grouped call are packed together up to this many bytes; larger ones go alone.
+  std::size_t bytes_per_pack = 1 << 20;
+
+  // For making the group: members that have not come by then are named.
+  double timeout_seconds = 300;
+
+  // Of shared memory, what one rank's `allocate` can give out; 0: the machine's memory. Untouched memory costs nothing.
+  std::size_t heap_bytes = 0;
+};
+
+// The Group of all ranks of `world`. Collective: all ranks make the same groups in the same order. Throws
+// InvalidArgument, ClusterError, and DeadlineExceeded naming the ranks that are missing.
+Group make_group(const World& world, const Store& store, const GroupOptions& options = {});
+
+}  // namespace lockstep

@@ -1,0 +1,33 @@
+// Why a Group broke, in a form that fits into shared memory and into a message.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+struct Failure {
+  enum class Kind : std::uint32_t { aborted, peer_lost, deadline };
+  static constexpr std::size_t kMostRanks = 8;  // that a record names
+
+  Kind kind = Kind::aborted;
+  std::int32_t reporter = -1;  // the rank that saw it
+  std::uint32_t rank_count = 0;
+  std::array<std::int32_t, kMostRanks> ranks{};  // who is to blame: the lost one, or those that did not come
+  double seconds = 0;                            // how long the reporter waited
+  std::array<char, 24> operation{};
+  std::array<char, 160> reason{};  // shortened to fit
+
+  static Failure aborted(int reporter, const std::string& reason);
+  static Failure peer_lost(int reporter, int rank, const std::string& how);
+  static Failure deadline(int reporter, const std::vector<int>& ranks, double seconds, const std::string& operation);
+
+  std::vector<int> blamed() const;
+
+  // Throws Aborted, PeerLost or DeadlineExceeded on rank `rank`.
+  [[noreturn]] void raise(int rank, std::int64_t generation) const;
+};
+
+}  // namespace lockstep

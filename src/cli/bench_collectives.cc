@@ -1,0 +1,268 @@
+#include "cli/bench_collectives.h"
+
+#include <spawn.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <iomanip>
+#include <map>
+#include <ostream>
+#include <thread>
+
+#include <nlohmann/json.hpp>
+
+#include "base/resources.h"
+#include "base/text.h"
+
+extern char** environ;
+
+namespace lockstep {
+namespace {
+
+using Kind = Call::Kind;
+
+Deadline patience() { return Deadline::after(std::chrono::seconds(60)); }
+
+Kind kind_named(const std::string& name) {
+  for (int kind = 0; kind <= static_cast<int>(Kind::all_to_all); ++kind) {
+    if (name == name_of(static_cast<Kind>(kind))) return static_cast<Kind>(kind);
+  }
+  throw InvalidArgument(text("there is no operation \"", name, "\"; there are barrier, all_reduce, reduce, broadcast, "
+                             "all_gather, gather, scatter, reduce_scatter and all_to_all"));
+}
+
+DType dtype_named(const std::string& name) {
+  for (int dtype = 0; dtype <= static_cast<int>(DType::uint8); ++dtype) {
+    if (name == name_of(static_cast<DType>(dtype))) return static_cast<DType>(dtype);
+  }
+  throw InvalidArgument(text("there is no dtype \"", name, "\""));
+}
+
+// Times the algorithm bandwidth: what the busiest link carries, as nccl-tests defines it.
+double bus_factor(Kind kind, int ranks) {
+  const double n = ranks;
+  switch (kind) {
+    case Kind::all_reduce: return 2 * (n - 1) / n;
+    case Kind::all_gather:
+    case Kind::reduce_scatter:
+    case Kind::gather:
+    case Kind::scatter:
+    case Kind::all_to_all: return (n - 1) / n;
+    default: return 1;
+  }
+}
+
+// One size of one operation, on one rank: `bytes` is the larger of its buffers, as in nccl-tests.
+class Trial {
+ public:
+  Trial(const Group& group, const BenchOptions& options, std::size_t bytes)
+      : group_(group), kind_(kind_named(options.operation)), dtype_(dtype_named(options.dtype)) {
+    const auto ranks = static_cast<std::size_t>(group.size());
+    const bool parts = bus_factor(kind_, 4) == 0.75;
+    each_ = bytes / size_of(dtype_) / (parts ? ranks : 1);
+    whole_ = parts ? each_ * ranks : each_;
+    memory_ = take(options, 2 * whole_ * size_of(dtype_));
+    fill();
+  }
+
+  std::size_t bytes() const { return whole_ * size_of(dtype_); }
+
+  void run() { group_.run(call_, patience()); }
+
+  // Of the first element of every rank's part, on the ranks that have a result.
+  bool right() {
+    fill();
+    run();
+    const int size = group_.size(), rank = group_.rank();
+    const double sum = size * (size + 1) / 2.0;
+    for (int part = 0; part < (call_.output.count == whole_ && whole_ != each_ ? size : 1); ++part) {
+      if (call_.output.count == 0) continue;
+      const double seen = element(call_.output, static_cast<std::size_t>(part) * each_);
+      const bool root = rank == 0;
+      switch (kind_) {
+        case Kind::all_reduce:
+        case Kind::reduce_scatter:
+          if (seen != sum) return false;
+          break;
+        case Kind::reduce:
+          if (root && seen != sum) return false;
+          break;
+        case Kind::broadcast:
+        case Kind::scatter:
+          if (seen != 1) return false;
+          break;
+        case Kind::gather:
+          if (root && seen != part + 1) return false;
+          break;
+        case Kind::all_gather:
+        case Kind::all_to_all:
+          if (seen != part + 1) return false;
+          break;
+        default: break;
+      }
+    }
+    return true;
+  }
+
+ private:
+  Memory take(const BenchOptions& options, std::size_t bytes) const {
+    if (!options.any_buffer) return group_.allocate(bytes);
+    return {new (std::align_val_t{64}) std::byte[bytes](),
+            [](std::byte* memory) { operator delete[](memory, std::align_val_t{64}); }};
+  }
+
+  // Rank r's input is r + 1 everywhere; outputs that are not inputs are zeros.
+  void fill() {
+    const auto element_bytes = size_of(dtype_);
+    const Buffer first{memory_.get(), whole_, dtype_};
+    const Buffer second{memory_.get() + whole_ * element_bytes, whole_, dtype_};
+    const Buffer part{first.data, each_, dtype_}, other_part{second.data, each_, dtype_};
+    for (std::size_t i = 0; i < whole_; ++i) set(first, i, group_.rank() + 1);
+    switch (kind_) {
+      case Kind::barrier: call_ = Call::barrier(); break;
+      case Kind::all_reduce: call_ = Call::all_reduce(first, ReduceOp::sum); break;
+      case Kind::reduce: call_ = Call::reduce(first, second, ReduceOp::sum, 0); break;
+      case Kind::broadcast: call_ = Call::broadcast(first, 0); break;
+      case Kind::all_gather: call_ = Call::all_gather(part, second); break;
+      case Kind::gather: call_ = Call::gather(part, second, 0); break;
+      case Kind::scatter: call_ = Call::scatter(first, other_part, 0); break;
+      case Kind::reduce_scatter: call_ = Call::reduce_scatter(first, other_part, ReduceOp::sum); break;
+      default: call_ = Call::all_to_all(first, second); break;
+    }
+  }
+
+  template <class Act>
+  auto visit(const Act& act) const {
+    switch (dtype_) {
+      case DType::float64: return act(double());
+      case DType::int32: return act(std::int32_t());
+      case DType::int64: return act(std::int64_t());
+      case DType::uint8: return act(std::uint8_t());
+      case DType::float32: break;
+      default: throw InvalidArgument(text("the benchmark has no dtype ", name_of(dtype_)));
+    }
+    return act(float());
+  }
+
+  void set(const Buffer& buffer, std::size_t index, int value) const {
+    visit([&]<class T>(T) { static_cast<T*>(buffer.data)[index] = static_cast<T>(value); });
+  }
+
+  double element(const Buffer& buffer, std::size_t index) const {
+    return visit([&]<class T>(T) { return static_cast<double>(static_cast<T*>(buffer.data)[index]); });
+  }
+
+  const Group& group_;
+  const Kind kind_;
+  const DType dtype_;
+  std::size_t each_ = 0, whole_ = 0;
+  Memory memory_;
+  Call call_;
+};
+
+// The same number of rounds on all ranks, for about `seconds`; the time of one in microseconds, of the slowest rank.
+double measure(const Group& group, Trial& trial, double seconds) {
+  using Clock = std::chrono::steady_clock;
+  const auto timed = [&](std::int64_t rounds) {
+    group.barrier(patience());
+    const auto start = Clock::now();
+    for (std::int64_t i = 0; i < rounds; ++i) trial.run();
+    double elapsed = std::chrono::duration<double>(Clock::now() - start).count();
+    group.all_reduce(buffer_of(std::span(&elapsed, 1)), ReduceOp::max, patience());
+    return elapsed;
+  };
+  constexpr int kWarmUp = 3, kParts = 5;
+  const double one = timed(kWarmUp) / kWarmUp;
+  const auto rounds = std::clamp<std::int64_t>(std::llround(seconds / kParts / std::max(one, 1e-9)), 1, 1'000'000);
+  double best = timed(rounds);
+  for (int part = 1; part < kParts; ++part) best = std::min(best, timed(rounds));
+  return best / static_cast<double>(rounds) * 1e6;
+}
+
+// Returns whether all results were right.
+bool run_rank(const Group& group, const BenchOptions& options, std::ostream* out) {
+  const auto kind = kind_named(options.operation);
+  nlohmann::json microseconds;
+  bool all_right = true;
+  if (out != nullptr) {
+    *out << options.operation << ", " << options.dtype << ", " << group.size() << " ranks, " << group.backend() << "\n"
+         << std::setw(12) << "bytes" << std::setw(14) << "time us" << std::setw(14) << "algbw GB/s" << std::setw(14)
+         << "busbw GB/s" << std::setw(10) << "result" << "\n";
+  }
+  for (const auto size : options.sizes) {
+    Trial trial(group, options, size);
+    float wrong = trial.right() ? 0 : 1;
+    group.all_reduce(buffer_of(std::span(&wrong, 1)), ReduceOp::sum, patience());
+    const double us = measure(group, trial, options.seconds);
+    all_right = all_right && wrong == 0;
+    if (out == nullptr) continue;
+    const double bandwidth = static_cast<double>(trial.bytes()) / us / 1e3;
+    *out << std::setw(12) << trial.bytes() << std::setw(14) << std::fixed << std::setprecision(2) << us << std::setw(14)
+         << bandwidth << std::setw(14) << bandwidth * bus_factor(kind, group.size()) << std::setw(10)
+         << (wrong == 0 ? "right" : "WRONG") << std::endl;
+    microseconds[std::to_string(size)] = std::round(us * 100) / 100;
+  }
+  if (out != nullptr) {
+    *out << nlohmann::json{{"operation", options.operation}, {"backend", group.backend()}, {"ranks", group.size()},
+                           {"any_buffer", options.any_buffer}, {"right", all_right}, {"us", microseconds}} << std::endl;
+  }
+  return all_right;
+}
+
+int run_threads(const BenchOptions& options, std::ostream& out) {
+  const auto groups = make_thread_groups(options.ranks, options.ranks <= usable_cpu_count() ? 4000 : 0);
+  std::atomic<bool> right{true};
+  {
+    std::vector<std::jthread> threads;
+    for (int rank = 0; rank < options.ranks; ++rank) {
+      threads.emplace_back([&, rank] {
+        if (!run_rank(groups[static_cast<std::size_t>(rank)], options, rank == 0 ? &out : nullptr)) right = false;
+      });
+    }
+  }
+  return right ? 0 : 1;
+}
+
+// This program again, as rank `rank`.
+pid_t start_rank(const BenchOptions& options, int rank, const std::string& store) {
+  auto arguments = options.command;
+  const auto per_host = options.ranks_per_host.empty() ? options.ranks : std::max(1, std::stoi(options.ranks_per_host));
+  for (const auto& argument : {text("--rank=", rank), text("--store=", store), text("--host=host-", rank / per_host)}) {
+    arguments.push_back(argument);
+  }
+  std::vector<char*> raw;
+  for (auto& argument : arguments) raw.push_back(argument.data());
+  raw.push_back(nullptr);
+  pid_t process = 0;
+  const int error = posix_spawn(&process, "/proc/self/exe", nullptr, nullptr, raw.data(), environ);
+  if (error != 0) throw ClusterError(text("cannot start rank ", rank, ": ", std::strerror(error)));
+  return process;
+}
+
+int run_processes(const BenchOptions& options) {
+  const auto store = Store::hold("127.0.0.1:0");
+  std::vector<pid_t> processes;
+  for (int rank = 0; rank < options.ranks; ++rank) processes.push_back(start_rank(options, rank, store.address()));
+  int status = 0;
+  for (const auto process : processes) {
+    int ended = 0;
+    waitpid(process, &ended, 0);
+    if (ended != 0) status = 1;
+  }
+  return status;
+}
+
+}  // namespace
+
+int bench_collectives(const BenchOptions& options, std::ostream& out) {
+  if (options.ranks < 1) throw InvalidArgument(text("--ranks is ", options.ranks, "; it must be at least 1"));
+  if (options.group.backend == "threads") return run_threads(options, out);
+  if (!options.world) return run_processes(options);
+  const auto store = Store::connect(options.store, patience());
+  const auto group = make_group(*options.world, store, options.group);
+  return run_rank(group, options, group.rank() == 0 ? &out : nullptr) ? 0 : 1;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,25 @@
+// How the members of a group that is being made tell each other where they are.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "lockstep/deadline.h"
+
+namespace lockstep {
+
+// One member's end; one thread.
+class Bootstrap {
+ public:
+  virtual ~Bootstrap() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual std::int64_t generation() const = 0;
+
+  // Everybody's text, in the order of ranks. Collective. Throws DeadlineExceeded naming the members that did not come.
+  virtual std::vector<std::string> all_gather(const std::string& mine, Deadline deadline) = 0;
+};
+
+}  // namespace lockstep

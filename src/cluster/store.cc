@@ -1,0 +1,113 @@
+#include "lockstep/store.h"
+
+#include <algorithm>
+#include <optional>
+
+#include "base/mutex.h"
+#include "base/text.h"
+#include "cluster/store_server.h"
+#include "cluster/strings.h"
+#include "lockstep/error.h"
+#include "transport/socket.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kLongestItem = 1 << 20;
+// Beyond a call's deadline: for the store to say which keys it misses.
+constexpr std::chrono::seconds kForTheReason(1);
+
+}  // namespace
+
+struct Store::State {
+  std::vector<std::string> ask(std::uint16_t code, const std::vector<std::string>& items, Deadline deadline);
+  std::vector<std::string> ask_now(std::uint16_t code, const std::vector<std::string>& items, Deadline deadline)
+      ;
+  std::vector<std::string> read_answer(Deadline deadline);
+
+  std::optional<StoreServer> server;  // where this process holds the store
+  std::string address;
+  Mutex mutex;
+  FileDescriptor socket;  // guarded by mutex
+};
+
+Store Store::hold(const std::string& address) {
+  auto state = std::make_shared<State>();
+  state->server.emplace(address);
+  state->address = state->server->address();
+  state->socket = connect_to(state->address, Deadline::after(std::chrono::seconds(10)));
+  return Store(std::move(state));
+}
+
+Store Store::connect(const std::string& address, Deadline deadline) {
+  auto state = std::make_shared<State>();
+  state->address = address;
+  state->socket = connect_to(address, deadline);
+  state->ask(StoreFrame::missing, {}, deadline);  // does a store answer?
+  return Store(std::move(state));
+}
+
+std::string Store::address() const { return state_->address; }
+
+void Store::set(const std::string& key, const std::string& value, Deadline deadline) const {
+  state_->ask(StoreFrame::set, {key, value}, deadline);
+}
+
+std::string Store::get(const std::string& key, Deadline deadline) const { return get(std::vector{key}, deadline)[0]; }
+
+std::int64_t Store::add(const std::string& key, std::int64_t difference, Deadline deadline) const {
+  return std::stoll(state_->ask(StoreFrame::add, {key, std::to_string(difference)}, deadline).at(0));
+}
+
+std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadline deadline) const {
+  if (keys.empty()) return {};
+  try {
+    return state_->ask(StoreFrame::get, keys, deadline);
+  } catch (const DeadlineExceeded&) {
+    const auto missing = state_->ask(StoreFrame::missing, keys, Deadline::after(kForTheReason));
+    std::vector<int> places;
+    for (const auto& key : missing) {
+      places.push_back(static_cast<int>(std::find(keys.begin(), keys.end(), key) - keys.begin()));
+    }
+    throw DeadlineExceeded("store", deadline.waited(), places, text(" (missing in ", address(), ": ", join(missing), ")"));
+  }
+}
+
+std::vector<std::string> Store::State::ask(std::uint16_t code, const std::vector<std::string>& items, Deadline deadline) {
+  for (const auto& item : items) {
+    if (item.size() <= kLongestItem) continue;
+    throw InvalidArgument(text("store: a key or value of ", item.size(), " bytes; at most ", kLongestItem));
+  }
+  MutexLock lock(mutex);
+  try {
+    return ask_now(code, items, deadline);
+  } catch (const DeadlineExceeded&) {
+    // What was asked may still be answered on this connection, so the next question gets a new one.
+    socket = connect_to(address, Deadline::after(kForTheReason));
+    throw DeadlineExceeded("store", deadline.waited(), {}, text(" (the store at ", address, ")"));
+  } catch (const ClusterError& error) {
+    throw ClusterError(text("the store at ", address, ": ", error.what()));
+  }
+}
+
+std::vector<std::string> Store::State::ask_now(std::uint16_t code, const std::vector<std::string>& items,
+                                               Deadline deadline) {
+  const auto bytes = pack(items);
+  write_value(socket, StoreFrame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())}, deadline);
+  write_all(socket, std::as_bytes(std::span(bytes)), deadline);
+  return read_answer(deadline);
+}
+
+std::vector<std::string> Store::State::read_answer(Deadline deadline) {
+  const auto frame = read_value<StoreFrame>(socket, deadline);
+  if (frame.magic != StoreFrame::kMagic) throw ClusterError("what answers there is not a Lockstep store");
+  if (frame.length > StoreFrame::kLongest) throw ClusterError(text("an answer of ", frame.length, " bytes is not to be believed"));
+  std::string bytes(frame.length, '\0');
+  read_all(socket, std::as_writable_bytes(std::span(bytes)), deadline);
+  auto items = unpack(bytes);
+  if (!items) throw ClusterError("an answer that cannot be read");
+  if (frame.code == StoreFrame::refused) throw ClusterError(items->empty() ? "it refused" : items->front());
+  return std::move(*items);
+}
+
+}  // namespace lockstep

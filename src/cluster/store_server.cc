@@ -1,0 +1,146 @@
+#include "cluster/store_server.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <cstring>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "cluster/strings.h"
+#include "transport/socket.h"
+
+namespace lockstep {
+
+StoreServer::StoreServer(const std::string& address)
+    : listener_(listen_at(address)), stop_(eventfd(0, EFD_CLOEXEC)), address_(local_address(listener_)) {
+  thread_ = std::jthread([this] { serve(); });
+}
+
+StoreServer::~StoreServer() { eventfd_write(stop_.get(), 1); }
+
+void StoreServer::serve() {
+  while (true) {
+    std::vector<pollfd> polls{{stop_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
+    for (const auto& client : clients_) {
+      const short out = client->out.empty() ? 0 : POLLOUT;
+      polls.push_back({client->socket.get(), static_cast<short>(POLLIN | out), 0});
+    }
+    poll(polls.data(), polls.size(), -1);
+    if (polls[0].revents != 0) return;
+    for (std::size_t i = 0; i < clients_.size(); ++i) {
+      if (polls[i + 2].revents & (POLLIN | POLLHUP | POLLERR)) read(*clients_[i]);
+    }
+    answer_waiting();
+    for (auto& client : clients_) flush(*client);
+    std::erase_if(clients_, [](const auto& client) { return client->closed; });
+    if (polls[1].revents != 0) {
+      FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (socket.open()) clients_.push_back(std::make_unique<Client>(Client{std::move(socket), {}, {}, {}, false}));
+    }
+  }
+}
+
+void StoreServer::read(Client& client) {
+  std::array<char, 65536> bytes;
+  const auto count = recv(client.socket.get(), bytes.data(), bytes.size(), 0);
+  if (count <= 0) {
+    client.closed = count == 0 || (errno != EAGAIN && errno != EINTR);
+    return;
+  }
+  client.in.append(bytes.data(), static_cast<std::size_t>(count));
+  while (!client.closed && client.in.size() >= sizeof(StoreFrame)) {
+    StoreFrame frame;
+    std::memcpy(&frame, client.in.data(), sizeof frame);
+    if (frame.magic != StoreFrame::kMagic || frame.length > StoreFrame::kLongest) {
+      log_warning(text("store at ", address_, ": closed a connection that does not speak the store's protocol"));
+      client.closed = true;
+      return;
+    }
+    if (frame.version != StoreFrame::kVersion) {
+      answer(client, StoreFrame::refused, {text("the store speaks version ", StoreFrame::kVersion, ", not ", frame.version)});
+      flush(client);
+      client.closed = true;
+      return;
+    }
+    if (client.in.size() < sizeof frame + frame.length) return;
+    const auto items = unpack(std::string_view(client.in).substr(sizeof frame, frame.length));
+    client.in.erase(0, sizeof frame + frame.length);
+    if (items) {
+      carry_out(client, frame.code, *items);
+    } else {
+      answer(client, StoreFrame::refused, {"the request is not a list of strings"});
+    }
+  }
+}
+
+void StoreServer::carry_out(Client& client, std::uint16_t code, const std::vector<std::string>& items) {
+  if (code == StoreFrame::set && items.size() == 2) {
+    values_[items[0]] = items[1];
+    return answer(client, StoreFrame::done, {});
+  }
+  if (code == StoreFrame::add && items.size() == 2) {
+    std::int64_t number = 0, difference = 0;
+    auto& value = values_[items[0]];
+    std::from_chars(value.data(), value.data() + value.size(), number);
+    std::from_chars(items[1].data(), items[1].data() + items[1].size(), difference);
+    value = std::to_string(number + difference);
+    return answer(client, StoreFrame::done, {value});
+  }
+  if (code == StoreFrame::get && !items.empty()) {
+    client.awaited = items;
+    return;
+  }
+  if (code == StoreFrame::missing) {
+    client.awaited.clear();  // it gave up waiting
+    std::vector<std::string> missing;
+    for (const auto& key : items) {
+      if (!values_.contains(key)) missing.push_back(key);
+    }
+    return answer(client, StoreFrame::done, missing);
+  }
+  answer(client, StoreFrame::refused, {text("there is no operation ", code, " of ", items.size(), " strings")});
+}
+
+void StoreServer::answer_waiting() {
+  for (auto& client : clients_) {
+    if (client->awaited.empty() || !has_all(client->awaited)) continue;
+    answer(*client, StoreFrame::done, values_of(client->awaited));
+    client->awaited.clear();
+  }
+}
+
+void StoreServer::answer(Client& client, std::uint16_t code, const std::vector<std::string>& items) {
+  const auto bytes = pack(items);
+  StoreFrame frame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())};
+  client.out.append(reinterpret_cast<const char*>(&frame), sizeof frame);
+  client.out += bytes;
+}
+
+void StoreServer::flush(Client& client) {
+  while (!client.out.empty() && !client.closed) {
+    const auto count = send(client.socket.get(), client.out.data(), client.out.size(), MSG_NOSIGNAL);
+    if (count < 0) {
+      client.closed = errno != EAGAIN && errno != EINTR;
+      return;
+    }
+    client.out.erase(0, static_cast<std::size_t>(count));
+  }
+}
+
+bool StoreServer::has_all(const std::vector<std::string>& keys) const {
+  return std::all_of(keys.begin(), keys.end(), [this](const auto& key) { return values_.contains(key); });
+}
+
+std::vector<std::string> StoreServer::values_of(const std::vector<std::string>& keys) const {
+  std::vector<std::string> values;
+  for (const auto& key : keys) values.push_back(values_.at(key));
+  return values;
+}
+
+}  // namespace lockstep

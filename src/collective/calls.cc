@@ -1,0 +1,183 @@
+#include "collective/calls.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "base/hash.h"
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+using Kind = Call::Kind;
+
+bool is_reduction(Kind kind) {
+  return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter;
+}
+
+bool has_root(Kind kind) {
+  return kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::gather || kind == Kind::scatter;
+}
+
+bool is_message(Kind kind) { return kind == Kind::send || kind == Kind::recv; }
+
+std::string words_of(const Buffer& buffer) { return text(buffer.count, " x ", name_of(buffer.dtype)); }
+
+std::size_t sum(const Counts& counts) { return std::accumulate(counts.begin(), counts.end(), std::size_t{0}); }
+
+void require_count(const Call& call, const char* which, const Buffer& buffer, std::size_t wanted) {
+  if (buffer.count == wanted) return;
+  throw InvalidArgument(text(name_of(call.kind), ": the ", which, " is ", words_of(buffer), "; it must have ", wanted,
+                             " elements"));
+}
+
+void require_length(const Call& call, const Counts& counts, int size) {
+  if (counts.empty() || counts.size() == static_cast<std::size_t>(size)) return;
+  throw InvalidArgument(text(name_of(call.kind), ": there are ", counts.size(), " counts; the group has ", size, " ranks"));
+}
+
+// Checks the one who has the whole against the parts.
+void require_parts(const Call& call, const char* name, const Buffer& whole, const Buffer& part, int rank, int size,
+                   bool has_whole, bool has_part) {
+  const auto all = call.counts.empty() ? part.count * static_cast<std::size_t>(size) : sum(call.counts);
+  if (has_part && !call.counts.empty()) {
+    require_count(call, name == std::string("output") ? "input" : "output", part, call.counts[static_cast<std::size_t>(rank)]);
+  }
+  if (has_whole) require_count(call, name, whole, all);
+}
+
+void require_dtype(const Call& call) {
+  if (call.input.dtype == call.output.dtype) return;
+  throw InvalidArgument(text(name_of(call.kind), ": the input is ", words_of(call.input), ", the output ",
+                             words_of(call.output), "; both must have one dtype"));
+}
+
+}  // namespace
+
+void check_call(const Call& call, int rank, int size) {
+  const bool at_root = rank == call.peer;
+  if ((has_root(call.kind) || is_message(call.kind)) && (call.peer < 0 || call.peer >= size)) {
+    throw InvalidArgument(text(name_of(call.kind), ": ", is_message(call.kind) ? "the other rank" : "root", " is ",
+                               call.peer, "; the group has ranks 0 to ", size - 1));
+  }
+  if (is_message(call.kind) && at_root) {
+    throw InvalidArgument(text(name_of(call.kind), ": rank ", rank, " names itself; nothing is sent to oneself"));
+  }
+  for (const auto& buffer : {call.input, call.output}) {
+    size_of(buffer.dtype);  // throws for a dtype that does not exist
+    if (buffer.data == nullptr && buffer.count > 0) {
+      throw InvalidArgument(text(name_of(call.kind), ": a buffer of ", words_of(buffer), " has no data"));
+    }
+  }
+  require_dtype(call);
+  require_length(call, call.counts, size);
+  require_length(call, call.output_counts, size);
+  switch (call.kind) {
+    case Kind::reduce:
+      if (at_root) require_count(call, "output", call.output, call.input.count);
+      break;
+    case Kind::all_gather: require_parts(call, "output", call.output, call.input, rank, size, true, true); break;
+    case Kind::gather: require_parts(call, "output", call.output, call.input, rank, size, at_root, true); break;
+    case Kind::scatter: require_parts(call, "input", call.input, call.output, rank, size, at_root, true); break;
+    case Kind::reduce_scatter: require_parts(call, "input", call.input, call.output, rank, size, true, true); break;
+    case Kind::all_to_all:
+      if (call.counts.empty() != call.output_counts.empty()) {
+        throw InvalidArgument("all_to_all: counts are given for one side only; give both or none");
+      }
+      if (call.counts.empty()) {
+        require_count(call, "output", call.output, call.input.count);
+        require_count(call, "input", call.input, call.input.count / static_cast<std::size_t>(size) * static_cast<std::size_t>(size));
+      } else {
+        require_count(call, "input", call.input, sum(call.counts));
+        require_count(call, "output", call.output, sum(call.output_counts));
+      }
+      break;
+    default: break;
+  }
+}
+
+Signature signature_of(const Call& call) {
+  Signature signature{call.kind, call.input.dtype, is_reduction(call.kind) ? call.op : ReduceOp::sum,
+                      has_root(call.kind) ? call.peer : 0, call.input.count};
+  if (call.kind == Kind::scatter) signature.shape = call.output.count;
+  if (call.kind == Kind::all_to_all && !call.counts.empty()) signature.shape = 0;
+  if (call.kind != Kind::all_to_all && !call.counts.empty()) {
+    signature.shape = 0x9e3779b97f4a7c15;
+    for (const auto count : call.counts) signature.shape = mix(signature.shape, count);
+  }
+  return signature;
+}
+
+std::string Signature::describe() const {
+  std::string words = name_of(kind);
+  if (kind != Kind::barrier) words += text(" of ", shape, " x ", name_of(dtype));
+  if (is_reduction(kind)) words += text(", ", name_of(op));
+  if (has_root(kind)) words += text(", root ", peer);
+  return words;
+}
+
+void throw_calls_differ(int rank_a, const Signature& a, int rank_b, const Signature& b) {
+  throw InvalidArgument(text("the ranks' calls differ: rank ", rank_a, " calls ", a.describe(), ", rank ", rank_b,
+                             " calls ", b.describe()));
+}
+
+Slice even_slice(std::size_t count, DType dtype, int rank, int size) {
+  const std::size_t line = 64 / size_of(dtype);
+  const std::size_t lines = (count + line - 1) / line;
+  const auto edge = [&](int r) {
+    return std::min(count, lines * static_cast<std::size_t>(r) / static_cast<std::size_t>(size) * line);
+  };
+  return {edge(rank), edge(rank + 1)};
+}
+
+Slice share_of(const Counts& counts, std::size_t each, int rank) {
+  const auto index = static_cast<std::size_t>(rank);
+  if (counts.empty()) return {index * each, (index + 1) * each};
+  const auto begin = std::accumulate(counts.begin(), counts.begin() + rank, std::size_t{0});
+  return {begin, begin + counts[index]};
+}
+
+std::vector<Piece> pieces_of(const Call& call, int rank, int size, std::span<const std::size_t> all_counts) {
+  const auto element = size_of(call.input.dtype);
+  std::vector<Piece> pieces;
+  const auto add = [&](int from, std::size_t at, std::size_t into, std::size_t elements) {
+    if (elements > 0) pieces.push_back({from, at * element, into * element, elements * element});
+  };
+  const auto gather = [&] {
+    for (int r = 0; r < size; ++r) {
+      const auto share = share_of(call.counts, call.input.count, r);
+      add(r, 0, share.begin, share.count());
+    }
+  };
+  switch (call.kind) {
+    case Kind::broadcast:
+      if (rank != call.peer) add(call.peer, 0, 0, call.output.count);
+      break;
+    case Kind::all_gather: gather(); break;
+    case Kind::gather:
+      if (rank == call.peer) gather();
+      break;
+    case Kind::scatter: add(call.peer, share_of(call.counts, call.output.count, rank).begin, 0, call.output.count); break;
+    case Kind::all_to_all: {
+      const auto each = call.input.count / static_cast<std::size_t>(size);
+      std::size_t into = 0;
+      for (int r = 0; r < size; ++r) {
+        const Counts row(all_counts.begin() + (all_counts.empty() ? 0 : r * size),
+                         all_counts.begin() + (all_counts.empty() ? 0 : (r + 1) * size));
+        const auto part = share_of(row, each, rank);
+        add(r, part.begin, into, part.count());
+        into += part.count();
+      }
+      break;
+    }
+    default: break;
+  }
+  return pieces;
+}
+
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
+  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+}  // namespace lockstep

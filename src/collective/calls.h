@@ -1,0 +1,61 @@
+// What can be said of a Call without running it: whether it is right, which pieces move where, how to tell it in words.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "lockstep/group.h"
+
+namespace lockstep {
+
+// Throws InvalidArgument where the call is wrong on this rank alone: a root or peer out of range, buffers too small or
+// of another dtype, counts that do not fit.
+void check_call(const Call& call, int rank, int size);
+
+// What all ranks' calls must have in common.
+struct Signature {
+  Call::Kind kind{};
+  DType dtype{};
+  ReduceOp op{};
+  std::int32_t peer = 0;
+  std::uint64_t shape = 0;  // elements where all ranks have as many; a hash where counts say so
+
+  bool operator==(const Signature&) const = default;
+  std::string describe() const;  // "all_reduce of 5 x float32, sum"
+};
+Signature signature_of(const Call& call);
+
+[[noreturn]] void throw_calls_differ(int rank_a, const Signature& a, int rank_b, const Signature& b);
+
+// Elements [begin, end).
+struct Slice {
+  std::size_t begin = 0;
+  std::size_t end = 0;
+  std::size_t count() const { return end - begin; }
+};
+
+// Slice `rank` of `count` elements, cut at whole cache lines so that no two ranks write one line.
+Slice even_slice(std::size_t count, DType dtype, int rank, int size);
+
+// What rank `rank` gives or gets, in elements, of a call with counts; `each` where they are equal.
+Slice share_of(const Counts& counts, std::size_t each, int rank);
+
+// Part of rank `from`'s input that comes to this rank's output; in bytes.
+struct Piece {
+  int from;
+  std::size_t at;
+  std::size_t into;
+  std::size_t bytes;
+};
+
+// For broadcast, all_gather, gather, scatter and all_to_all. `all_counts`: of an all_to_all with counts, [from * size + to].
+std::vector<Piece> pieces_of(const Call& call, int rank, int size, std::span<const std::size_t> all_counts = {});
+
+inline std::byte* bytes_of(const Buffer& buffer) { return static_cast<std::byte*>(buffer.data); }
+
+// memcpy that allows nothing to be copied, and a copy onto itself.
+void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
+
+}  // namespace lockstep

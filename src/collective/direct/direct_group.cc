@@ -1,0 +1,243 @@
+#include "collective/direct/direct_group.h"
+
+#include <algorithm>
+#include <array>
+
+#include "base/fail_point.h"
+#include "collective/messages.h"
+#include "kernels/copy.h"
+#include "kernels/reduce.h"
+
+namespace lockstep {
+namespace {
+
+using Kind = Call::Kind;
+
+// Results of this size and more are written past the caches: they will not be read again before they are evicted.
+constexpr std::size_t kStreamBytes = 4 << 20;
+
+// Of this rank's input what the others need.
+std::size_t input_bytes_of(const Call& call, int rank) {
+  const bool only_root = call.kind == Kind::broadcast || call.kind == Kind::scatter;
+  return only_root && rank != call.peer ? 0 : call.input.bytes();
+}
+
+bool everyone_gets(const Call& call) { return call.kind == Kind::all_reduce; }
+
+}  // namespace
+
+SpaceLayout DirectGroup::layout(int ranks, std::size_t heap_bytes) {
+  return {.ranks = ranks, .board_bytes = sizeof(Board), .mailbox_bytes = sizeof(Mailbox), .heap_bytes = heap_bytes};
+}
+
+DirectGroup::DirectGroup(std::shared_ptr<SpaceMember> member)
+    : member_(std::move(member)), mesh_(member_), inputs_(static_cast<std::size_t>(member_->size())) {}
+
+Board& DirectGroup::board(int rank) const { return *reinterpret_cast<Board*>(member_->space().board(rank)); }
+
+const char* DirectGroup::run(const Call& call, Deadline deadline) {
+  switch (call.kind) {
+    case Kind::send:
+    case Kind::recv: return exchange({&call, 1}, deadline);
+    case Kind::barrier: meet(call, deadline); return "direct";
+    case Kind::all_reduce:
+    case Kind::reduce:
+    case Kind::reduce_scatter: return reduce(call, deadline);
+    default: return pull(call, deadline);
+  }
+}
+
+const char* DirectGroup::exchange(std::span<const Call> calls, Deadline deadline) {
+  exchange_messages(mesh_, calls, deadline);
+  return "mailbox";
+}
+
+// Shows my call, waits for the others', and throws on every rank when they differ.
+DirectGroup::Way DirectGroup::meet(const Call& call, Deadline deadline) {
+  const char* operation = name_of(call.kind);
+  member_->check();
+  ++posted_;
+  auto& mine = post(rank());
+  mine.signature = signature_of(call);
+  mine.input_bytes = input_bytes_of(call, rank());
+  mine.input_at = mine.input_bytes == 0 ? 0 : place_of(call.input);
+  mine.output_at = call.output.count == 0 ? 0 : place_of(call.output);
+  if (mine.input_bytes <= Post::kSmall) copy_bytes(mine.payload(), bytes_of(call.input), mine.input_bytes);
+  fail_point("direct.before_post");
+  mine.sequence.set(posted_);
+  fail_point("direct.posted");
+  member_->wait_for_all([this](int r) -> Signal& { return post(r).sequence; }, posted_, deadline, operation);
+  fail_point("direct.met");
+
+  bool small = true, direct = true;
+  const auto& first = post(0).signature;
+  for (int r = 0; r < size(); ++r) {
+    const auto& other = post(r);
+    if (!(other.signature == first)) throw_calls_differ(0, first, r, other.signature);
+    small = small && other.input_bytes <= Post::kSmall;
+    direct = direct && other.input_at != Post::kPrivate && other.output_at != Post::kPrivate;
+  }
+  return small ? Way::small : direct ? Way::direct : Way::staged;
+}
+
+void DirectGroup::meet_again(const char* operation, Deadline deadline) {
+  fail_point("direct.before_meeting");
+  board(rank()).done.set(++met_);
+  member_->wait_for_all([this](int r) -> Signal& { return board(r).done; }, met_, deadline, operation);
+  fail_point("direct.met_again");
+}
+
+Slice DirectGroup::my_slice(const Call& call) const {
+  if (call.kind == Kind::reduce_scatter) return share_of(call.counts, call.output.count, rank());
+  return even_slice(call.input.count, call.input.dtype, rank(), size());
+}
+
+// Reduces the range in pieces that stay in the first-level cache, in the order of ranks, and stores each. input_of(r)
+// is where rank r's element range.begin lies; store(sum, at, bytes) gets offsets from there.
+template <class InputOf, class Store>
+void DirectGroup::reduce_range(const Call& call, Slice range, const InputOf& input_of, const Store& store) {
+  const auto element = size_of(call.input.dtype);
+  alignas(64) std::array<std::byte, 4096> sum;
+  const std::size_t step = sum.size() / element;
+  for (std::size_t at = 0; at < range.count(); at += step) {
+    const std::size_t count = std::min(step, range.count() - at);
+    for (int r = 0; r < size(); ++r) inputs_[static_cast<std::size_t>(r)] = input_of(r) + at * element;
+    kernels::reduce(call.op, call.input.dtype, inputs_, sum.data(), count);
+    store(sum.data(), at * element, count * element);
+  }
+}
+
+const char* DirectGroup::reduce(const Call& call, Deadline deadline) {
+  const auto way = meet(call, deadline);
+  const auto element = size_of(call.input.dtype);
+  if (way == Way::small) {
+    const bool whole = everyone_gets(call) || (call.kind == Kind::reduce && rank() == call.peer);
+    const Slice wanted = whole                              ? Slice{0, call.input.count}
+                         : call.kind == Kind::reduce_scatter ? my_slice(call)
+                                                             : Slice{};
+    const auto begin = wanted.begin * element;
+    reduce_range(
+        call, wanted, [&](int r) { return post(r).payload() + begin; },
+        [&](const std::byte* sum, std::size_t at, std::size_t bytes) {
+          copy_bytes(bytes_of(call.output) + at, sum, bytes);
+        });
+    return "direct, small";
+  }
+  if (way == Way::staged) {
+    reduce_staged(call, deadline);
+    return "direct, staged";
+  }
+  const auto range = my_slice(call);
+  const auto begin = range.begin * element;
+  const bool streamed = call.input.bytes() >= kStreamBytes;
+  const auto put = [&](std::byte* to, const std::byte* sum, std::size_t bytes) {
+    streamed ? kernels::copy_past_caches(to, sum, bytes) : copy_bytes(to, sum, bytes);
+  };
+  reduce_range(
+      call, range, [&](int r) { return at_place(post(r).input_at) + begin; },
+      [&](const std::byte* sum, std::size_t at, std::size_t bytes) {
+        if (call.kind == Kind::reduce_scatter) return put(bytes_of(call.output) + at, sum, bytes);
+        for (int r = 0; r < size(); ++r) {
+          if (everyone_gets(call) || r == call.peer) put(at_place(post(r).output_at) + begin + at, sum, bytes);
+        }
+      });
+  if (streamed) kernels::finish_copies();
+  meet_again(name_of(call.kind), deadline);
+  return "direct";
+}
+
+// Window by window: everybody copies what the others need of its input, reduces its slice, and copies the others' sums.
+void DirectGroup::reduce_staged(const Call& call, Deadline deadline) {
+  const auto element = size_of(call.input.dtype);
+  const char* operation = name_of(call.kind);
+  const bool scatters = call.kind == Kind::reduce_scatter;
+  const bool gets = everyone_gets(call) || (call.kind == Kind::reduce && rank() == call.peer);
+  const std::size_t step = Board::kWindow / element;
+  for (std::size_t begin = 0; begin < call.input.count; begin += step) {
+    const Slice window{begin, std::min(begin + step, call.input.count)};
+    const auto slice_in_window = [&](int r) {
+      if (!scatters) {
+        const auto part = even_slice(window.count(), call.input.dtype, r, size());
+        return Slice{begin + part.begin, begin + part.end};
+      }
+      const auto part = share_of(call.counts, call.output.count, r);
+      const auto first = std::clamp(part.begin, window.begin, window.end);
+      return Slice{first, std::clamp(part.end, first, window.end)};
+    };
+    const auto staged = [&](std::size_t at) { return (at - begin) * element; };
+    for (int r = 0; r < size(); ++r) {
+      const auto theirs = slice_in_window(r);
+      if (r == rank() || theirs.count() == 0) continue;
+      copy_bytes(board(rank()).input + staged(theirs.begin), bytes_of(call.input) + theirs.begin * element,
+                 theirs.count() * element);
+    }
+    meet_again(operation, deadline);
+
+    const auto mine = slice_in_window(rank());
+    const auto my_range = scatters ? share_of(call.counts, call.output.count, rank()) : Slice{};
+    reduce_range(
+        call, mine,
+        [&](int r) -> const std::byte* {
+          return r == rank() ? bytes_of(call.input) + mine.begin * element : board(r).input + staged(mine.begin);
+        },
+        [&](const std::byte* sum, std::size_t at, std::size_t bytes) {
+          if (scatters) return copy_bytes(bytes_of(call.output) + (mine.begin - my_range.begin) * element + at, sum, bytes);
+          copy_bytes(board(rank()).sum + staged(mine.begin) + at, sum, bytes);
+          if (gets) copy_bytes(bytes_of(call.output) + mine.begin * element + at, sum, bytes);
+        });
+    meet_again(operation, deadline);
+
+    for (int r = 0; gets && r < size(); ++r) {
+      const auto theirs = slice_in_window(r);
+      if (r == rank() || theirs.count() == 0) continue;
+      copy_bytes(bytes_of(call.output) + theirs.begin * element, board(r).sum + staged(theirs.begin),
+                 theirs.count() * element);
+    }
+  }
+}
+
+const char* DirectGroup::pull(const Call& call, Deadline deadline) {
+  std::vector<std::size_t> all_counts;
+  if (call.kind == Kind::all_to_all && !call.counts.empty()) {
+    all_counts = gather_counts(*this, call, deadline);
+  }
+  const auto way = meet(call, deadline);
+  const auto pieces = pieces_of(call, rank(), size(), all_counts);
+  if (way == Way::staged) {
+    pull_staged(call, pieces, deadline);
+    return "direct, staged";
+  }
+  for (const auto& piece : pieces) {
+    auto& from = post(piece.from);
+    const auto* input = way == Way::small ? from.payload() : at_place(from.input_at);
+    copy_bytes(bytes_of(call.output) + piece.into, input + piece.at, piece.bytes);
+  }
+  if (way == Way::small) return "direct, small";
+  meet_again(name_of(call.kind), deadline);
+  return "direct";
+}
+
+// Everybody shows a window of its input at a time, and takes from the others' what it needs.
+void DirectGroup::pull_staged(const Call& call, std::span<const Piece> pieces, Deadline deadline) {
+  const char* operation = name_of(call.kind);
+  std::size_t longest = 0;
+  for (int r = 0; r < size(); ++r) longest = std::max<std::size_t>(longest, post(r).input_bytes);
+  const auto my_bytes = input_bytes_of(call, rank());
+  for (std::size_t begin = 0; begin < longest; begin += Board::kWindow) {
+    const auto end = begin + Board::kWindow;
+    if (begin < my_bytes) {
+      copy_bytes(board(rank()).input, bytes_of(call.input) + begin, std::min(end, my_bytes) - begin);
+    }
+    meet_again(operation, deadline);
+    for (const auto& piece : pieces) {
+      const auto first = std::max(piece.at, begin);
+      const auto last = std::min(piece.at + piece.bytes, end);
+      if (first >= last) continue;
+      copy_bytes(bytes_of(call.output) + piece.into + (first - piece.at), board(piece.from).input + (first - begin),
+                 last - first);
+    }
+    meet_again(operation, deadline);
+  }
+}
+
+}  // namespace lockstep

@@ -1,0 +1,62 @@
+// The backend for ranks that share memory: threads of one process, or processes of one host.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "collective/backend.h"
+#include "collective/direct/board.h"
+#include "transport/memory_mesh.h"
+#include "transport/shared_space.h"
+
+namespace lockstep {
+
+// Every operation is: post my call, see everybody's, then take what I need from the others' memory:
+//   small   inputs came with the posts, and everybody computes its own result;
+//   direct  all buffers lie where all ranks see them: each reduces one slice for everybody, and they meet again;
+//   staged  else: the same, through windows of shared memory.
+class DirectGroup : public GroupBackend {
+ public:
+  // The size of a board and a mailbox in the space that `member` is of.
+  static SpaceLayout layout(int ranks, std::size_t heap_bytes);
+
+  explicit DirectGroup(std::shared_ptr<SpaceMember> member);
+
+  int rank() const override { return member_->rank(); }
+  int size() const override { return member_->size(); }
+  const char* run(const Call& call, Deadline deadline) override;
+  const char* exchange(std::span<const Call> calls, Deadline deadline) override;
+  void fail(const Failure& failure) override { member_->fail(failure); }
+
+ protected:
+  const std::shared_ptr<SpaceMember>& member() const { return member_; }
+
+  // Where the others find a buffer, or Post::kPrivate; and where this rank finds what another showed.
+  virtual std::int64_t place_of(const Buffer& buffer) const = 0;
+  virtual std::byte* at_place(std::int64_t place) const = 0;
+
+ private:
+  enum class Way { small, direct, staged };
+
+  Board& board(int rank) const;
+  Post& post(int rank) const { return board(rank).posts[posted_ % 2]; }
+
+  Way meet(const Call& call, Deadline deadline);
+  void meet_again(const char* operation, Deadline deadline);
+  const char* reduce(const Call& call, Deadline deadline);
+  void reduce_staged(const Call& call, Deadline deadline);
+  const char* pull(const Call& call, Deadline deadline);
+  void pull_staged(const Call& call, std::span<const Piece> pieces, Deadline deadline);
+
+  Slice my_slice(const Call& call) const;
+  template <class InputOf, class Store>
+  void reduce_range(const Call& call, Slice range, const InputOf& input_of, const Store& store);
+
+  const std::shared_ptr<SpaceMember> member_;
+  MemoryMesh mesh_;
+  std::uint32_t posted_ = 0;  // calls
+  std::uint32_t met_ = 0;     // meetings within calls
+  std::vector<const void*> inputs_;
+};
+
+}  // namespace lockstep

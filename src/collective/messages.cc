@@ -1,0 +1,79 @@
+#include "collective/messages.h"
+
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+// Both sides of a message sign it alike.
+Signature message_signature(const Call& call) {
+  return {Call::Kind::send, call.input.dtype, ReduceOp::sum, 0, call.input.count};
+}
+
+Signature signature_in(const MessageTag& tag) {
+  return {static_cast<Call::Kind>(tag[0] & 0xff), static_cast<DType>(tag[0] >> 8 & 0xff),
+          static_cast<ReduceOp>(tag[0] >> 16 & 0xff), static_cast<std::int32_t>(tag[0] >> 24 & 0xff), tag[1]};
+}
+
+}  // namespace
+
+//   bits of word 0: kind 0-7 | dtype 8-15 | operator 16-23 | root 24-31 | sequence 32-63; word 1: the shape
+MessageTag tag_of(const Signature& signature, std::uint32_t sequence) {
+  return {static_cast<std::uint64_t>(signature.kind) | static_cast<std::uint64_t>(signature.dtype) << 8 |
+              static_cast<std::uint64_t>(signature.op) << 16 |
+              static_cast<std::uint64_t>(signature.peer & 0xff) << 24 | static_cast<std::uint64_t>(sequence) << 32,
+          signature.shape};
+}
+
+void throw_wrong_message(const WrongMessage& message, int rank, const Signature& mine, std::uint32_t sequence) {
+  const auto theirs = static_cast<std::uint32_t>(message.tag[0] >> 32);
+  if (signature_in(message.tag) == mine && theirs != sequence) {
+    throw InvalidArgument(text("the ranks' calls differ: rank ", rank, " is in its collective call number ", sequence,
+                               ", rank ", message.from, " in number ", theirs));
+  }
+  throw_calls_differ(rank, mine, message.from, signature_in(message.tag));
+}
+
+void exchange_messages(Mesh& mesh, std::span<const Call> calls, Deadline deadline) {
+  // Messages of one shape go together; others one after the other would deadlock, so each has a tag of its own.
+  std::vector<Outgoing> outgoing;
+  std::vector<Incoming> incoming;
+  for (const auto& call : calls) {
+    if (call.kind == Call::Kind::send) {
+      outgoing.push_back({call.peer, bytes_of(call.input), call.input.bytes(), tag_of(message_signature(call), 0)});
+    } else {
+      incoming.push_back({call.peer, bytes_of(call.output), call.output.bytes(), nullptr, tag_of(message_signature(call), 0)});
+    }
+  }
+  try {
+    mesh.exchange(outgoing, incoming, deadline, name_of(calls.front().kind));
+  } catch (const WrongMessage& message) {
+    for (const auto& call : calls) {
+      if (call.kind == Call::Kind::recv && call.peer == message.from) {
+        throw_wrong_message(message, mesh.rank(), message_signature(call), 0);
+      }
+    }
+    throw;
+  }
+}
+
+std::vector<std::size_t> gather_counts(GroupBackend& backend, const Call& call, Deadline deadline) {
+  const auto size = static_cast<std::size_t>(backend.size());
+  static_assert(sizeof(std::size_t) == sizeof(std::int64_t));
+  const auto table_of = [&](const Counts& counts) {
+    Counts mine = counts, all(size * size);
+    backend.run(Call::all_gather({mine.data(), size, DType::int64}, {all.data(), all.size(), DType::int64}), deadline);
+    return all;
+  };
+  const auto sent = table_of(call.counts), expected = table_of(call.output_counts);
+  for (std::size_t from = 0; from < size; ++from) {
+    for (std::size_t to = 0; to < size; ++to) {
+      if (sent[from * size + to] == expected[to * size + from]) continue;
+      throw InvalidArgument(text("all_to_all: rank ", from, " sends ", sent[from * size + to], " elements to rank ", to,
+                                 ", which expects ", expected[to * size + from]));
+    }
+  }
+  return sent;
+}
+
+}  // namespace lockstep

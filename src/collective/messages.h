@@ -1,0 +1,26 @@
+// Sends, receives and tables of counts, for every backend that has a mesh.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "collective/backend.h"
+#include "collective/calls.h"
+#include "transport/mesh.h"
+
+namespace lockstep {
+
+// Messages of calls carry their signature; `sequence` counts collective calls.
+MessageTag tag_of(const Signature& signature, std::uint32_t sequence);
+
+// InvalidArgument that says what was expected and what came.
+[[noreturn]] void throw_wrong_message(const WrongMessage& message, int rank, const Signature& mine, std::uint32_t sequence);
+
+// Carries out sends and receives side by side.
+void exchange_messages(Mesh& mesh, std::span<const Call> calls, Deadline deadline);
+
+// The input counts of every rank's all_to_all, [from * size + to]. Collective. Throws InvalidArgument on all ranks when
+// what one sends is not what the other expects.
+std::vector<std::size_t> gather_counts(GroupBackend& backend, const Call& call, Deadline deadline);
+
+}  // namespace lockstep

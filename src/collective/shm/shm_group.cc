@@ -1,0 +1,64 @@
+// The shm backend: ranks are processes of one host. What `allocate` gave is within every rank's reach; other buffers
+// pass through windows.
+#include "base/resources.h"
+#include "collective/direct/direct_group.h"
+#include "collective/make.h"
+#include "transport/heap.h"
+#include "transport/shared_meeting.h"
+
+namespace lockstep {
+namespace {
+
+// About 10 us with the core to oneself, then 100 us in which others may have it: the rank that is waited for may be
+// one of them.
+constexpr int kSpins = 400;
+constexpr int kYields = 200;
+
+class ShmGroup final : public DirectGroup {
+ public:
+  ShmGroup(std::shared_ptr<SpaceMember> member, const GroupOptions& options)
+      : DirectGroup(std::move(member)),
+        options_(options),
+        heap_(std::make_shared<Heap>(space().heap(rank()), space().layout().heap_bytes)) {}
+
+  const char* name() const override { return "shm"; }
+  std::int64_t generation() const override { return member()->generation(); }
+
+  std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override {
+    return make_shm_backend(members, options_, deadline);
+  }
+
+  Memory allocate(std::size_t bytes) override {
+    return {heap_->take(bytes), [heap = heap_, keep = member()](std::byte* memory) { heap->give_back(memory); }};
+  }
+
+ private:
+  SharedSpace& space() const { return member()->space(); }
+
+  std::int64_t place_of(const Buffer& buffer) const override {
+    if (!heap_->contains(buffer.data, buffer.bytes())) return Post::kPrivate;
+    return static_cast<std::byte*>(buffer.data) - space().begin();
+  }
+
+  std::byte* at_place(std::int64_t place) const override { return space().begin() + place; }
+
+  const GroupOptions options_;
+  const std::shared_ptr<Heap> heap_;
+};
+
+}  // namespace
+
+Patience patience_for(int ranks_on_this_host) {
+  return ranks_on_this_host <= usable_cpu_count() ? Patience{.spins = kSpins, .yields = kYields} : Patience{.yields = kYields};
+}
+
+std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const GroupOptions& options, Deadline deadline) {
+  const auto heap = options.heap_bytes > 0 ? options.heap_bytes : usable_memory_bytes();
+  const auto all_gather = [&](const std::string& mine) { return members.all_gather(mine, deadline); };
+  return std::make_shared<ShmGroup>(
+      meet_in_shared_memory(members.rank(), DirectGroup::layout(members.size(), heap), members.generation(),
+                            patience_for(members.size()), all_gather, deadline),
+      options);
+}
+
+}  // namespace lockstep

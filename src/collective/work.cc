@@ -1,0 +1,72 @@
+#include "collective/work.h"
+
+namespace lockstep {
+
+void Work::State::finish(std::exception_ptr why) {
+  MutexLock lock(mutex);
+  error = std::move(why);
+  done = true;
+  finished.notify_all();
+}
+
+void Work::wait() const {
+  MutexLock lock(state_->mutex);
+  while (!state_->done) state_->finished.wait(state_->mutex);
+  if (state_->error) std::rethrow_exception(state_->error);
+}
+
+bool Work::done() const {
+  MutexLock lock(state_->mutex);
+  return state_->done;
+}
+
+ProgressThread::~ProgressThread() {
+  std::deque<Task> left;
+  {
+    MutexLock lock(mutex_);
+    ends_ = true;
+    left.swap(tasks_);
+    changed_.notify_all();
+  }
+  for (auto& task : left) {
+    task.work->finish(std::make_exception_ptr(Aborted("the group was destroyed before this operation began")));
+  }
+}
+
+Work ProgressThread::add(const std::function<std::function<void()>()>& prepare) {
+  auto state = std::make_shared<Work::State>();
+  MutexLock lock(mutex_);
+  tasks_.push_back({prepare(), state});
+  if (!thread_.joinable()) thread_ = std::jthread([this] { loop(); });
+  changed_.notify_all();
+  return Work(std::move(state));
+}
+
+bool ProgressThread::busy() {
+  MutexLock lock(mutex_);
+  return running_ || !tasks_.empty();
+}
+
+void ProgressThread::loop() {
+  while (true) {
+    Task task;
+    {
+      MutexLock lock(mutex_);
+      running_ = false;
+      while (tasks_.empty() && !ends_) changed_.wait(mutex_);
+      if (ends_) return;
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+      running_ = true;
+    }
+    std::exception_ptr error;
+    try {
+      task.run();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    task.work->finish(std::move(error));
+  }
+}
+
+}  // namespace lockstep

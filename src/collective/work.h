@@ -1,0 +1,56 @@
+// What a Work handle shows, and the thread that carries out what was started.
+#pragma once
+
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <thread>
+
+#include "base/mutex.h"
+#include "lockstep/group.h"
+
+namespace lockstep {
+
+// Set once by the thread that carries the operation out.
+struct Work::State {
+  void finish(std::exception_ptr error);
+
+  Mutex mutex;
+  CondVar finished;
+  bool done LOCKSTEP_GUARDED_BY(mutex) = false;
+  std::exception_ptr error LOCKSTEP_GUARDED_BY(mutex);
+};
+
+// Runs tasks in the order in which they were added, in one thread that begins with the first.
+class ProgressThread {
+ public:
+  ProgressThread() = default;
+  // Tasks that have not begun end with Aborted; the one that runs is waited for.
+  ~ProgressThread();
+  ProgressThread(const ProgressThread&) = delete;
+  ProgressThread& operator=(const ProgressThread&) = delete;
+
+  // Whether a task runs or waits.
+  bool busy();
+
+  // `prepare` is called under the queue's lock, so that its calls have the order of the tasks.
+  Work add(const std::function<std::function<void()>()>& prepare);
+
+ private:
+  struct Task {
+    std::function<void()> run;
+    std::shared_ptr<Work::State> work;
+  };
+
+  void loop();
+
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<Task> tasks_ LOCKSTEP_GUARDED_BY(mutex_);
+  bool running_ LOCKSTEP_GUARDED_BY(mutex_) = false;
+  bool ends_ LOCKSTEP_GUARDED_BY(mutex_) = false;
+  std::jthread thread_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,32 @@
+// Gives out parts of a region of shared memory.
+#pragma once
+
+#include <cstddef>
+#include <map>
+
+#include "base/mutex.h"
+
+namespace lockstep {
+
+// Whole pages, first fit. Any thread.
+class Heap {
+ public:
+  Heap(std::byte* begin, std::size_t bytes);
+
+  // Zeroed. Throws InvalidArgument, naming what is left, when there is no room.
+  std::byte* take(std::size_t bytes);
+
+  // Gives the memory back to the system.
+  void give_back(std::byte* memory);
+
+  bool contains(const void* data, std::size_t bytes) const;
+
+ private:
+  std::byte* const begin_;
+  const std::size_t bytes_;
+  Mutex mutex_;
+  std::map<std::byte*, std::size_t> free_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::map<std::byte*, std::size_t> taken_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+}  // namespace lockstep

@@ -1,0 +1,93 @@
+#include "transport/memory_mesh.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kFinished = ~std::size_t{0};
+
+// Bytes that are done, or kFinished: an empty message too needs its one chunk.
+std::size_t advanced(std::size_t done, std::size_t step, std::size_t total) {
+  return done + step == total ? kFinished : done + step;
+}
+
+}  // namespace
+
+Mailbox& MemoryMesh::mailbox(int from, int to) const {
+  return *reinterpret_cast<Mailbox*>(member_->space().mailbox(from, to));
+}
+
+void MemoryMesh::exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
+                          Deadline deadline, const char* operation) {
+  member_->check();
+  std::vector<std::size_t> sent(outgoing.size()), received(incoming.size());
+  auto& bell = member_->space().seat(rank()).bell;
+  std::vector<int> late;
+
+  // Moves what can move; returns whether anything did. Of several messages to one rank the first goes first.
+  const auto step = [&] {
+    bool moved = false;
+    late.clear();
+    for (std::size_t i = 0; i < outgoing.size(); ++i) {
+      const bool waits = std::find(late.begin(), late.end(), outgoing[i].to) != late.end();
+      while (!waits && sent[i] != kFinished && push(outgoing[i], sent[i])) moved = true;
+      if (sent[i] != kFinished) late.push_back(outgoing[i].to);
+    }
+    const auto senders = late.size();
+    for (std::size_t i = 0; i < incoming.size(); ++i) {
+      const auto first = late.begin() + static_cast<std::ptrdiff_t>(senders);
+      const bool waits = std::find(first, late.end(), incoming[i].from) != late.end();
+      while (!waits && received[i] != kFinished && pull(incoming[i], received[i])) moved = true;
+      if (received[i] != kFinished) late.push_back(incoming[i].from);
+    }
+    return moved;
+  };
+
+  while (true) {
+    const auto seen = bell.value();
+    if (step()) continue;
+    if (late.empty()) return;
+    if (look(member_->patience(), [&] { return bell.value() != seen; })) continue;
+    const auto wrong = member_->trouble(late, deadline, operation);
+    if (step()) continue;  // what a rank sent before it left counts
+    if (late.empty()) return;
+    if (wrong) member_->give_up(*wrong);
+    member_->nap(bell, seen, deadline);
+  }
+}
+
+bool MemoryMesh::push(const Outgoing& message, std::size_t& done) {
+  auto& box = mailbox(rank(), message.to);
+  const auto number = box.sent.load(std::memory_order_relaxed);
+  if (number - box.taken.load(std::memory_order_acquire) >= Mailbox::kChunks) return false;
+  auto& chunk = box.chunks[number % Mailbox::kChunks];
+  const auto bytes = std::min(Mailbox::kChunk, message.bytes - done);
+  chunk.tag = message.tag;
+  chunk.message_bytes = message.bytes;
+  if (bytes > 0) std::memcpy(chunk.data, message.data + done, bytes);
+  box.sent.store(number + 1, std::memory_order_release);
+  member_->space().seat(message.to).bell.add(1);
+  done = advanced(done, bytes, message.bytes);
+  return true;
+}
+
+bool MemoryMesh::pull(const Incoming& message, std::size_t& done) {
+  auto& box = mailbox(message.from, rank());
+  const auto number = box.taken.load(std::memory_order_relaxed);
+  if (box.sent.load(std::memory_order_acquire) == number) return false;
+  const auto& chunk = box.chunks[number % Mailbox::kChunks];
+  if (chunk.tag != message.tag || chunk.message_bytes != message.bytes) {
+    throw WrongMessage{message.from, chunk.tag, chunk.message_bytes};
+  }
+  const auto bytes = std::min(Mailbox::kChunk, message.bytes - done);
+  if (message.consumer != nullptr && bytes > 0) (*message.consumer)(done, chunk.data, bytes);
+  if (message.consumer == nullptr && bytes > 0) std::memcpy(message.data + done, chunk.data, bytes);
+  box.taken.store(number + 1, std::memory_order_release);
+  member_->space().seat(message.from).bell.add(1);
+  done = advanced(done, bytes, message.bytes);
+  return true;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,67 @@
+// Messages between the ranks of a group, pair by pair.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "base/failure.h"
+#include "lockstep/deadline.h"
+
+namespace lockstep {
+
+// What sender and receiver must agree on, beside the size; the mesh compares it and knows nothing of its meaning.
+using MessageTag = std::array<std::uint64_t, 2>;
+
+struct Outgoing {
+  int to;
+  const std::byte* data;
+  std::size_t bytes;
+  MessageTag tag;
+};
+
+// Takes what arrives, in order: `data` holds `bytes` bytes of the message from offset `at` and is gone after the call.
+// Pieces begin at multiples of 64 bytes, in memory aligned to 64.
+using Consumer = std::function<void(std::size_t at, const std::byte* data, std::size_t bytes)>;
+
+struct Incoming {
+  int from;
+  std::byte* data;  // where the message goes, unless there is a consumer
+  std::size_t bytes;
+  const Consumer* consumer;
+  MessageTag tag;
+};
+
+// A message came that is not the one that was expected.
+struct WrongMessage {
+  int from;
+  MessageTag tag;
+  std::uint64_t bytes;
+};
+
+// One rank's end. One thread at a time calls exchange; any thread may call fail.
+class Mesh {
+ public:
+  virtual ~Mesh() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // Sends and receives all of these, side by side, and returns when the buffers may be used again. Messages of one pair
+  // arrive in order. To oneself nothing is sent. Throws WrongMessage (the mesh cannot be used any more then), and
+  // raises the failure that comes first.
+  virtual void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
+                        Deadline deadline, const char* operation) = 0;
+
+  // Tells every rank; the first failure stands.
+  virtual void fail(const Failure& failure) = 0;
+
+  // Raises the failure that stands.
+  virtual void check() = 0;
+};
+
+}  // namespace lockstep

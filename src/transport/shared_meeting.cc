@@ -1,0 +1,213 @@
+#include "transport/shared_meeting.h"
+
+#include <poll.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "transport/socket.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kMostRanks = 250;  // a message carries at most 253 descriptors
+
+struct Hello {
+  std::uint32_t magic = 0x4d454d4c;  // "LMEM"
+  std::uint32_t version = 1;
+  std::int32_t rank = 0;
+
+  bool same_protocol(const Hello& other) const { return magic == other.magic && version == other.version; }
+};
+
+struct NamedAddress {
+  explicit NamedAddress(const std::string& name) {
+    address.sun_family = AF_UNIX;
+    std::memcpy(address.sun_path + 1, name.data(), name.size());  // a first byte of zero: not in any folder
+    length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  }
+  const sockaddr* get() const { return reinterpret_cast<const sockaddr*>(&address); }
+
+  sockaddr_un address{};
+  socklen_t length = 0;
+};
+
+std::string random_name() {
+  std::array<unsigned char, 16> bytes{};
+  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) throw ClusterError("no random numbers");
+  std::string name = "lockstep-";
+  for (const auto byte : bytes) {
+    name += "0123456789abcdef"[byte >> 4];
+    name += "0123456789abcdef"[byte & 15];
+  }
+  return name;
+}
+
+FileDescriptor unix_socket() {
+  FileDescriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!socket.open()) throw ClusterError(text("cannot open a Unix socket: ", std::strerror(errno)));
+  return socket;
+}
+
+FileDescriptor my_life() {
+  FileDescriptor life(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
+  if (!life.open()) throw ClusterError(text("cannot make a pidfd (Linux 5.3 has them): ", std::strerror(errno)));
+  return life;
+}
+
+// One message: the value, and descriptors.
+template <class T>
+void send_with(const FileDescriptor& socket, T value, const std::vector<int>& descriptors, Deadline deadline) {
+  std::vector<char> control(CMSG_SPACE(descriptors.size() * sizeof(int)));
+  iovec part{&value, sizeof value};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  auto* const header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(descriptors.size() * sizeof(int));
+  std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size() * sizeof(int));
+  while (sendmsg(socket.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof value)) {
+    if (errno != EAGAIN && errno != EINTR) throw ClusterError(text("a rank of this host went away: ", std::strerror(errno)));
+    if (!wait_for_events(socket.get(), POLLOUT, deadline)) throw DeadlineExceeded("sharing memory", deadline.waited());
+  }
+}
+
+template <class T>
+T receive_with(const FileDescriptor& socket, std::vector<FileDescriptor>& descriptors, Deadline deadline) {
+  T value{};
+  std::vector<char> control(CMSG_SPACE((kMostRanks + 1) * sizeof(int)));
+  iovec part{&value, sizeof value};
+  msghdr message{};
+  message.msg_iov = &part;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = control.size();
+  ssize_t count = 0;
+  while ((count = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC | MSG_WAITALL)) < 0) {
+    if (errno != EAGAIN && errno != EINTR) throw ClusterError(text("a rank of this host went away: ", std::strerror(errno)));
+    if (!wait_for_events(socket.get(), POLLIN, deadline)) throw DeadlineExceeded("sharing memory", deadline.waited());
+  }
+  for (auto* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
+    if (header->cmsg_type != SCM_RIGHTS) continue;
+    std::vector<int> taken((header->cmsg_len - CMSG_LEN(0)) / sizeof(int));
+    std::memcpy(taken.data(), CMSG_DATA(header), taken.size() * sizeof(int));
+    for (const int fd : taken) descriptors.emplace_back(fd);
+  }
+  if (count != static_cast<ssize_t>(sizeof value)) throw ClusterError("a rank of this host went away while memory was shared");
+  return value;
+}
+
+bool same_user(const FileDescriptor& socket) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  return getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
+}
+
+// Rank 0: waits for all others, each with its life, and hands out the memory and all lives.
+class Host {
+ public:
+  explicit Host(const SpaceLayout& layout)
+      : layout_(layout), memory_(SharedSpace::make_memfd(layout)), listener_(unix_socket()), name_(random_name()) {
+    const NamedAddress address(name_);
+    if (bind(listener_.get(), address.get(), address.length) != 0 || listen(listener_.get(), SOMAXCONN) != 0) {
+      throw ClusterError(text("cannot listen at a Unix socket: ", std::strerror(errno)));
+    }
+  }
+
+  const std::string& name() const { return name_; }
+  const FileDescriptor& memory() const { return memory_; }
+
+  std::vector<FileDescriptor> welcome(Deadline deadline) {
+    const auto ranks = static_cast<std::size_t>(layout_.ranks);
+    std::vector<FileDescriptor> lives(ranks), guests(ranks);
+    lives[0] = my_life();
+    for (std::size_t come = 1; come < ranks;) {
+      try {
+        auto guest = accept_from(listener_, deadline);
+        if (!same_user(guest)) continue;
+        std::vector<FileDescriptor> life;
+        const auto hello = receive_with<Hello>(guest, life, deadline);
+        const auto rank = static_cast<std::size_t>(hello.rank);
+        if (!hello.same_protocol({}) || rank >= ranks || guests[rank].open() || life.size() != 1) continue;
+        lives[rank] = std::move(life[0]);
+        guests[rank] = std::move(guest);
+        ++come;
+      } catch (const DeadlineExceeded& error) {
+        throw DeadlineExceeded("sharing memory", error.waited_for(), missing(guests));
+      } catch (const ClusterError& error) {
+        log_warning(text("a process that wanted to share memory went away: ", error.what()));
+      }
+    }
+    std::vector<int> given{memory_.get()};
+    for (const auto& life : lives) given.push_back(life.get());
+    for (std::size_t r = 1; r < ranks; ++r) send_with(guests[r], layout_, given, deadline);
+    return lives;
+  }
+
+ private:
+  static std::vector<int> missing(const std::vector<FileDescriptor>& guests) {
+    std::vector<int> ranks;
+    for (std::size_t r = 1; r < guests.size(); ++r) {
+      if (!guests[r].open()) ranks.push_back(static_cast<int>(r));
+    }
+    return ranks;
+  }
+
+  const SpaceLayout layout_;
+  const FileDescriptor memory_;
+  const FileDescriptor listener_;
+  const std::string name_;
+};
+
+}  // namespace
+
+std::unique_ptr<SpaceMember> meet_in_shared_memory(int rank, const SpaceLayout& layout, std::int64_t generation,
+                                                   Patience patience, const AllGather& all_gather, Deadline deadline) {
+  if (layout.ranks > kMostRanks) {
+    throw InvalidArgument(text("shared memory is for at most ", kMostRanks, " ranks a host, not ", layout.ranks));
+  }
+  const auto member = [&](std::shared_ptr<SharedSpace> space, std::vector<FileDescriptor> lives) {
+    lives[static_cast<std::size_t>(rank)] = FileDescriptor();  // one's own death is not waited for
+    return std::make_unique<SpaceMember>(std::move(space), rank, generation, patience, std::move(lives));
+  };
+  if (rank == 0) {
+    Host host(layout);
+    all_gather(host.name());
+    auto lives = host.welcome(deadline);
+    return member(std::make_shared<SharedSpace>(layout, host.memory().get()), std::move(lives));
+  }
+  const NamedAddress address(all_gather("")[0]);
+  const auto socket = unix_socket();
+  while (connect(socket.get(), address.get(), address.length) != 0) {
+    if (errno != EAGAIN && errno != EINTR) {
+      throw ClusterError(text("rank 0 cannot be reached over a Unix socket (", std::strerror(errno),
+                              "): do these ranks really share a host?"));
+    }
+    if (deadline.passed()) throw DeadlineExceeded("sharing memory", deadline.waited(), {0});
+    yield_processor();  // its queue is full
+  }
+  send_with(socket, Hello{.rank = rank}, {my_life().get()}, deadline);
+  std::vector<FileDescriptor> given;
+  const auto made = receive_with<SpaceLayout>(socket, given, deadline);
+  if (given.size() != static_cast<std::size_t>(made.ranks) + 1) {
+    throw ClusterError(text("rank 0 gave ", given.size(), " descriptors for a space of ", made.ranks, " ranks"));
+  }
+  auto space = std::make_shared<SharedSpace>(made, given[0].get());
+  given.erase(given.begin());
+  return member(std::move(space), std::move(given));
+}
+
+}  // namespace lockstep

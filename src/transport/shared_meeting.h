@@ -1,0 +1,23 @@
+// How the processes of a host come to share a space.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/shared_space.h"
+
+namespace lockstep {
+
+// Tells every rank's text to every rank.
+using AllGather = std::function<std::vector<std::string>(const std::string& mine)>;
+
+// Rank 0 makes the memory of `layout` (the others' layouts are not looked at) and hands it, over a Unix socket of the
+// abstract kind and a random name, to processes of the same user. Each rank gets a pidfd of every other. Collective.
+// Throws ClusterError, and DeadlineExceeded naming the ranks that did not come.
+std::unique_ptr<SpaceMember> meet_in_shared_memory(int rank, const SpaceLayout& layout, std::int64_t generation,
+                                                   Patience patience, const AllGather& all_gather, Deadline deadline);
+
+}  // namespace lockstep

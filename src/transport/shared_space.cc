@@ -1,0 +1,120 @@
+#include "transport/shared_space.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+// A waiting rank looks this often whether the others are alive, and whether somebody failed the group.
+constexpr std::chrono::milliseconds kLongestSleep(20);
+
+std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+std::size_t count(int ranks) { return static_cast<std::size_t>(ranks); }
+
+}  // namespace
+
+std::size_t SpaceLayout::seats_at() const { return pages(sizeof(SpaceHeader)); }
+std::size_t SpaceLayout::boards_at() const { return seats_at() + pages(count(ranks) * sizeof(Seat)); }
+std::size_t SpaceLayout::mailboxes_at() const { return boards_at() + count(ranks) * pages(board_bytes); }
+std::size_t SpaceLayout::heaps_at() const { return mailboxes_at() + count(ranks) * count(ranks) * pages(mailbox_bytes); }
+std::size_t SpaceLayout::total_bytes() const { return heaps_at() + count(ranks) * pages(heap_bytes); }
+
+SharedSpace::SharedSpace(const SpaceLayout& layout, int memfd) : layout_(layout) {
+  const int flags = memfd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
+  void* memory = mmap(nullptr, layout_.total_bytes(), PROT_READ | PROT_WRITE, flags | MAP_NORESERVE, memfd, 0);
+  if (memory == MAP_FAILED) {
+    throw IoError(text("cannot map ", layout_.total_bytes(), " bytes of shared memory: ", std::strerror(errno)));
+  }
+  begin_ = static_cast<std::byte*>(memory);
+}
+
+SharedSpace::~SharedSpace() { munmap(begin_, layout_.total_bytes()); }
+
+FileDescriptor SharedSpace::make_memfd(const SpaceLayout& layout) {
+  FileDescriptor memfd(memfd_create("lockstep", MFD_CLOEXEC));
+  if (!memfd.open() || ftruncate(memfd.get(), static_cast<off_t>(layout.total_bytes())) != 0) {
+    throw IoError(text("cannot make shared memory of ", layout.total_bytes(), " bytes: ", std::strerror(errno)));
+  }
+  return memfd;
+}
+
+Seat& SharedSpace::seat(int rank) const { return reinterpret_cast<Seat*>(begin_ + layout_.seats_at())[rank]; }
+
+std::byte* SharedSpace::board(int rank) const {
+  return begin_ + layout_.boards_at() + count(rank) * pages(layout_.board_bytes);
+}
+
+std::byte* SharedSpace::mailbox(int from, int to) const {
+  return begin_ + layout_.mailboxes_at() + count(from * layout_.ranks + to) * pages(layout_.mailbox_bytes);
+}
+
+std::byte* SharedSpace::heap(int rank) const {
+  return begin_ + layout_.heaps_at() + count(rank) * pages(layout_.heap_bytes);
+}
+
+SpaceMember::SpaceMember(std::shared_ptr<SharedSpace> space, int rank, std::int64_t generation, Patience patience,
+                         std::vector<FileDescriptor> lives)
+    : space_(std::move(space)),
+      rank_(rank),
+      generation_(generation),
+      patience_(patience),
+      lives_(std::move(lives)) {}
+
+SpaceMember::~SpaceMember() { space_->seat(rank_).left.store(1, std::memory_order_release); }
+
+std::optional<Failure> SpaceMember::trouble(std::span<const int> late, Deadline deadline, const char* operation) const {
+  if (space_->header().failure_state.load(std::memory_order_acquire) != 0) return standing_failure();
+  for (const int r : late) {
+    const bool left = space_->seat(r).left.load(std::memory_order_acquire) != 0;
+    bool dead = false;
+    if (!left && count(r) < lives_.size() && lives_[count(r)].open()) {
+      pollfd life{lives_[count(r)].get(), POLLIN, 0};
+      dead = poll(&life, 1, 0) > 0;
+    }
+    if (left || dead) {
+      return Failure::peer_lost(rank_, r, text(left ? "it left the group" : "its process ended", " during ", operation));
+    }
+  }
+  if (!deadline.passed()) return std::nullopt;
+  return Failure::deadline(rank_, {late.begin(), late.end()}, deadline.waited().count(), operation);
+}
+
+void SpaceMember::nap(Signal& signal, std::uint32_t seen, Deadline deadline) const {
+  signal.sleep_while(seen, std::min<std::chrono::nanoseconds>(deadline.time() - Deadline::Clock::now(), kLongestSleep));
+}
+
+void SpaceMember::give_up(const Failure& failure) {
+  fail(failure);
+  raise();
+}
+
+void SpaceMember::fail(const Failure& failure) {
+  auto& header = space_->header();
+  std::uint32_t none = 0;
+  if (!header.failure_state.compare_exchange_strong(none, 1)) return;
+  header.failure = failure;
+  header.failure_state.store(2, std::memory_order_release);
+}
+
+Failure SpaceMember::standing_failure() const {
+  const auto& header = space_->header();
+  // A reporter that is killed while it writes leaves 1 for ever.
+  const auto written = Deadline::after(std::chrono::seconds(1));
+  while (header.failure_state.load(std::memory_order_acquire) != 2) {
+    if (written.passed()) return Failure::aborted(rank_, "by a rank that ended while it did so");
+    yield_processor();
+  }
+  return header.failure;
+}
+
+void SpaceMember::raise() const { standing_failure().raise(rank_, generation_); }
+
+}  // namespace lockstep

@@ -1,0 +1,145 @@
+// Memory that the ranks of one host share, how they wait in it, and how they learn that one of them is gone.
+//
+// Ranks are threads of one process (private memory) or processes (a memfd, which has no name: nothing is left of it when
+// the last of them ended, however it ended).
+#pragma once
+
+#include <sys/mman.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/failure.h"
+#include "lockstep/deadline.h"
+#include "transport/file_descriptor.h"
+#include "transport/signal.h"
+
+namespace lockstep {
+
+// How the memory is divided; equal on all ranks. Untouched pages cost nothing.
+//
+//   header | seats: one a rank | boards: one a rank | mailboxes: one an ordered pair | heaps: one a rank
+struct SpaceLayout {
+  int ranks = 1;
+  std::size_t board_bytes = 0;
+  std::size_t mailbox_bytes = 0;
+  std::size_t heap_bytes = 0;
+
+  std::size_t seats_at() const;
+  std::size_t boards_at() const;
+  std::size_t mailboxes_at() const;
+  std::size_t heaps_at() const;
+  std::size_t total_bytes() const;
+};
+
+// What every rank has beside its board. The bell rings when a mailbox of this rank has changed.
+struct alignas(64) Seat {
+  Signal bell;
+  std::atomic<std::uint32_t> left;
+};
+
+struct SpaceHeader {
+  std::atomic<std::uint32_t> failure_state;  // 0 none, 1 being written, 2 readable
+  Failure failure;
+};
+
+// The mapping; shared by all ranks that are threads of one process.
+class SharedSpace {
+ public:
+  // Private memory.
+  explicit SharedSpace(const SpaceLayout& layout) : SharedSpace(layout, -1) {}
+  // The memory behind `memfd`, which may be closed afterwards. Throws IoError.
+  SharedSpace(const SpaceLayout& layout, int memfd);
+  ~SharedSpace();
+  SharedSpace(const SharedSpace&) = delete;
+  SharedSpace& operator=(const SharedSpace&) = delete;
+
+  // A file of zeros of the layout's size. Throws IoError.
+  static FileDescriptor make_memfd(const SpaceLayout& layout);
+
+  const SpaceLayout& layout() const { return layout_; }
+  std::byte* begin() const { return begin_; }
+  SpaceHeader& header() const { return *reinterpret_cast<SpaceHeader*>(begin_); }
+  Seat& seat(int rank) const;
+  std::byte* board(int rank) const;
+  std::byte* mailbox(int from, int to) const;
+  std::byte* heap(int rank) const;
+
+ private:
+  const SpaceLayout layout_;
+  std::byte* begin_ = nullptr;
+};
+
+// One rank's place in a space. Its thread waits; any thread may call fail and check.
+class SpaceMember {
+ public:
+  // `lives[r]`: a pidfd of rank r's process, or closed where it is this process. When this object ends, the rank has left.
+  SpaceMember(std::shared_ptr<SharedSpace> space, int rank, std::int64_t generation, Patience patience,
+              std::vector<FileDescriptor> lives = {});
+  ~SpaceMember();
+
+  SharedSpace& space() const { return *space_; }
+  int rank() const { return rank_; }
+  int size() const { return space_->layout().ranks; }
+  const Patience& patience() const { return patience_; }
+  std::int64_t generation() const { return generation_; }
+
+  // Returns when signal_of(r) has reached `target` for every other rank r; raises the failure that comes first.
+  template <class SignalOf>
+  void wait_for_all(const SignalOf& signal_of, std::uint32_t target, Deadline deadline, const char* operation) {
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank_) continue;
+      Signal& signal = signal_of(r);
+      if (look(patience_, [&] { return signal.reached(target); })) continue;
+      while (!signal.reached(target)) {
+        std::vector<int> late;
+        for (int other = r; other < size(); ++other) {
+          if (other != rank_ && !signal_of(other).reached(target)) late.push_back(other);
+        }
+        const auto seen = signal.value();
+        const auto wrong = trouble(late, deadline, operation);
+        // A rank that has done its part may leave, or fail for reasons of its own: what it did counts.
+        const bool excused = signal.reached(target) ||
+                             (wrong && wrong->kind == Failure::Kind::peer_lost && wrong->reporter == rank_ &&
+                              signal_of(wrong->ranks[0]).reached(target));
+        if (wrong && !excused) give_up(*wrong);
+        if (!excused) nap(signal, seen, deadline);
+      }
+    }
+  }
+
+  // Why a wait for `late` cannot go on: a failure that stands, one of them is gone, or the deadline has passed.
+  std::optional<Failure> trouble(std::span<const int> late, Deadline deadline, const char* operation) const;
+
+  // Fails the group and raises the failure that stands.
+  [[noreturn]] void give_up(const Failure& failure);
+
+  // Sleeps while `signal` has the value `seen`, for as long as it is safe not to look for trouble.
+  void nap(Signal& signal, std::uint32_t seen, Deadline deadline) const;
+
+  // The first failure stands, on all ranks.
+  void fail(const Failure& failure);
+
+  // Raises the failure that stands.
+  void check() const {
+    if (space_->header().failure_state.load(std::memory_order_acquire) != 0) [[unlikely]] raise();
+  }
+
+ private:
+  Failure standing_failure() const;
+  [[noreturn]] void raise() const;
+
+  const std::shared_ptr<SharedSpace> space_;
+  const int rank_;
+  const std::int64_t generation_;
+  const Patience patience_;
+  const std::vector<FileDescriptor> lives_;
+};
+
+}  // namespace lockstep

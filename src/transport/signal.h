@@ -1,0 +1,60 @@
+// A counter that ranks in several threads or processes watch, and how long a wait looks before it sleeps.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace lockstep {
+
+// How a wait passes its time before it sleeps in the kernel.
+struct Patience {
+  int spins = 0;   // looks with the processor's pause between
+  int yields = 0;  // looks after giving the core to another thread; for more ranks than cores
+};
+
+// Written by one rank, watched by any; lies in memory that all map. Starts as zero bytes.
+class Signal {
+ public:
+  std::uint32_t value() const { return value_.load(std::memory_order_acquire); }
+
+  // Counters wrap: `target` is reached within half their range.
+  bool reached(std::uint32_t target) const { return static_cast<std::int32_t>(value() - target) >= 0; }
+
+  // What the writer wrote before, a watcher that sees `value` sees too.
+  void set(std::uint32_t value);
+  void add(std::uint32_t difference);  // any rank may
+
+  // Returns as soon as the value may have changed from `seen`; at the latest after `most`.
+  void sleep_while(std::uint32_t seen, std::chrono::nanoseconds most);
+
+  // Makes those that sleep look again.
+  void wake_all();
+
+ private:
+  std::atomic<std::uint32_t> value_;
+  std::atomic<std::uint32_t> sleepers_;
+};
+
+// Looks until ready() or until patience ends; returns what ready() said last.
+template <class Ready>
+bool look(const Patience& patience, const Ready& ready);
+
+void pause_processor();
+void yield_processor();
+
+template <class Ready>
+bool look(const Patience& patience, const Ready& ready) {
+  if (ready()) return true;
+  for (int i = 0; i < patience.spins; ++i) {
+    pause_processor();
+    if (ready()) return true;
+  }
+  for (int i = 0; i < patience.yields; ++i) {
+    yield_processor();
+    if (ready()) return true;
+  }
+  return false;
+}
+
+}  // namespace lockstep

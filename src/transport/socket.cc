@@ -1,0 +1,156 @@
+#include "transport/socket.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <thread>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::chrono::milliseconds kBetweenTries(20);
+
+using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+
+AddressList parse(const std::string& address) {
+  const auto colon = address.rfind(':');
+  const auto bad = [&](const std::string& why) {
+    return ClusterError(text("the address \"", address, "\" ", why, "; it must be host:port"));
+  };
+  if (colon == std::string::npos) throw bad("has no port");
+  auto host = address.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = AI_NUMERICSERV;
+  addrinfo* list = nullptr;
+  const int error = getaddrinfo(host.c_str(), address.substr(colon + 1).c_str(), &hints, &list);
+  if (error != 0) throw bad(text("cannot be used (", gai_strerror(error), ")"));
+  return {list, &freeaddrinfo};
+}
+
+FileDescriptor open_socket(const addrinfo& address) {
+  FileDescriptor socket(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!socket.open()) throw ClusterError(text("cannot open a socket: ", std::strerror(errno)));
+  return socket;
+}
+
+void send_at_once(const FileDescriptor& socket) {
+  const int on = 1;
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+// Connects once; returns the error.
+int try_connect(const FileDescriptor& socket, const addrinfo& address, Deadline deadline) {
+  if (connect(socket.get(), address.ai_addr, address.ai_addrlen) == 0) return 0;
+  if (errno != EINPROGRESS) return errno;
+  if (!wait_for_events(socket.get(), POLLOUT, deadline)) return ETIMEDOUT;
+  int error = 0;
+  socklen_t size = sizeof error;
+  getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+  return error;
+}
+
+}  // namespace
+
+FileDescriptor listen_at(const std::string& address) {
+  const auto where = parse(address);
+  auto socket = open_socket(*where);
+  const int on = 1;
+  setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (bind(socket.get(), where->ai_addr, where->ai_addrlen) != 0 || listen(socket.get(), SOMAXCONN) != 0) {
+    throw ClusterError(text("cannot listen at ", address, ": ", std::strerror(errno)));
+  }
+  return socket;
+}
+
+std::string local_address(const FileDescriptor& socket) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size);
+  char host[NI_MAXHOST], port[NI_MAXSERV];
+  getnameinfo(reinterpret_cast<sockaddr*>(&address), size, host, sizeof host, port, sizeof port,
+              NI_NUMERICHOST | NI_NUMERICSERV);
+  return address.ss_family == AF_INET6 ? text("[", host, "]:", port) : text(host, ":", port);
+}
+
+FileDescriptor connect_to(const std::string& address, Deadline deadline) {
+  const auto where = parse(address);
+  while (true) {
+    auto socket = open_socket(*where);
+    const int error = try_connect(socket, *where, deadline);
+    if (error == 0) {
+      send_at_once(socket);
+      return socket;
+    }
+    if (deadline.passed()) {
+      throw DeadlineExceeded(text("connecting to ", address), deadline.waited(), {}, text(" (", std::strerror(error), ")"));
+    }
+    std::this_thread::sleep_for(kBetweenTries);
+  }
+}
+
+FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline) {
+  while (true) {
+    FileDescriptor socket(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (socket.open()) {
+      send_at_once(socket);
+      return socket;
+    }
+    if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
+      throw ClusterError(text("cannot accept a connection: ", std::strerror(errno)));
+    }
+    if (!wait_for_events(listener.get(), POLLIN, deadline)) throw DeadlineExceeded("accepting a connection", deadline.waited());
+  }
+}
+
+void write_all(const FileDescriptor& socket, std::span<const std::byte> bytes, Deadline deadline) {
+  while (!bytes.empty()) {
+    const auto written = send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    if (written > 0) {
+      bytes = bytes.subspan(static_cast<std::size_t>(written));
+    } else if (errno != EAGAIN && errno != EINTR) {
+      throw ClusterError(text("a connection broke: ", std::strerror(errno)));
+    } else if (!wait_for_events(socket.get(), POLLOUT, deadline)) {
+      throw DeadlineExceeded("writing to a connection", deadline.waited());
+    }
+  }
+}
+
+void read_all(const FileDescriptor& socket, std::span<std::byte> bytes, Deadline deadline) {
+  while (!bytes.empty()) {
+    const auto count = recv(socket.get(), bytes.data(), bytes.size(), 0);
+    if (count > 0) {
+      bytes = bytes.subspan(static_cast<std::size_t>(count));
+    } else if (count == 0) {
+      throw ClusterError("a connection was closed by the other side");
+    } else if (errno != EAGAIN && errno != EINTR) {
+      throw ClusterError(text("a connection broke: ", std::strerror(errno)));
+    } else if (!wait_for_events(socket.get(), POLLIN, deadline)) {
+      throw DeadlineExceeded("reading from a connection", deadline.waited());
+    }
+  }
+}
+
+bool wait_for_events(int fd, short events, Deadline deadline) {
+  while (true) {
+    pollfd poll{fd, events, 0};
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now()).count();
+    const int ready = ::poll(&poll, 1, static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000)));
+    if (ready > 0) return true;
+    if (ready == 0 && deadline.passed()) return false;
+  }
+}
+
+}  // namespace lockstep

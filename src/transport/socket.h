@@ -1,0 +1,45 @@
+// Sockets with deadlines: non-blocking descriptors, whole messages.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "lockstep/deadline.h"
+#include "transport/file_descriptor.h"
+
+namespace lockstep {
+
+// Listens on "host:port" (or "[v6]:port"); port 0 takes a free one. Throws ClusterError naming the address.
+FileDescriptor listen_at(const std::string& address);
+
+// "host:port" at which a listening socket can be reached.
+std::string local_address(const FileDescriptor& socket);
+
+// Connects, trying again until the deadline while nobody listens there. Throws ClusterError, DeadlineExceeded.
+FileDescriptor connect_to(const std::string& address, Deadline deadline);
+
+// The next connection; throws DeadlineExceeded. Works for TCP and Unix sockets.
+FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline);
+
+// All bytes or an exception: DeadlineExceeded, or ClusterError when the other side has closed.
+void write_all(const FileDescriptor& socket, std::span<const std::byte> bytes, Deadline deadline);
+void read_all(const FileDescriptor& socket, std::span<std::byte> bytes, Deadline deadline);
+
+template <class T>
+void write_value(const FileDescriptor& socket, const T& value, Deadline deadline) {
+  write_all(socket, std::as_bytes(std::span(&value, 1)), deadline);
+}
+
+template <class T>
+T read_value(const FileDescriptor& socket, Deadline deadline) {
+  T value;
+  read_all(socket, std::as_writable_bytes(std::span(&value, 1)), deadline);
+  return value;
+}
+
+// Waits for `events` of poll(2); false at the deadline.
+bool wait_for_events(int fd, short events, Deadline deadline);
+
+}  // namespace lockstep
