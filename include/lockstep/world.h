@@ -24,14 +24,16 @@ struct World {
   std::int64_t generation = 0;
 };
 
-// How ranks of different hosts reduce. Each is a published algorithm; see src/collective/mesh/.
+// How ranks that have messages only make an all_reduce: the algorithms are in src/collective/mesh/. ring,
+// halving_doubling and tree send partial sums, which 16-bit elements round in every step.
 enum class Implementation : std::uint8_t {
   automatic,  // by size, number of ranks and backend
-  ring,
-  halving_doubling,
-  tree,
-  pairwise,
-  reduction_to_one_device,
+  direct,                   // everybody to everybody: for a few bytes
+  ring,                     // Patarasuk and Yuan, 2009
+  halving_doubling,         // Thakur, Rabenseifner and Gropp, 2005
+  tree,                     // binomial
+  pairwise,                 // slices to their owners, then a ring; 16-bit elements are rounded once
+  reduction_to_one_device,  // rank 0 reduces for all
 };
 const char* name_of(Implementation implementation);           // "auto", "ring", ...
 Implementation implementation_named(const std::string& name);  // throws InvalidArgument

@@ -181,8 +181,15 @@ double measure(const Group& group, Trial& trial, double seconds) {
   return best / static_cast<double>(rounds) * 1e6;
 }
 
+// As mpirun does: a core a rank where there are enough.
+void pin(int rank, int ranks) {
+  const auto cpus = cpus_by_place(allowed_cpus());
+  if (static_cast<std::size_t>(ranks) <= cpus.size()) pin_current_thread(std::span(cpus).subspan(static_cast<std::size_t>(rank), 1));
+}
+
 // Returns whether all results were right.
 bool run_rank(const Group& group, const BenchOptions& options, std::ostream* out) {
+  pin(group.rank(), group.size());
   const auto kind = kind_named(options.operation);
   nlohmann::json microseconds;
   bool all_right = true;

@@ -35,4 +35,7 @@ class GroupBackend {
   virtual void fail(const Failure& failure) = 0;
 };
 
+// Zeroed memory of this process alone, aligned to pages.
+Memory private_memory(std::size_t bytes);
+
 }  // namespace lockstep

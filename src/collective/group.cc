@@ -1,6 +1,7 @@
 #include "lockstep/group.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <utility>
 
 #include "base/text.h"
@@ -25,6 +26,14 @@ bool packs_with(const Call& a, const Call& b) {
 }
 
 }  // namespace
+
+Memory private_memory(std::size_t bytes) {
+  constexpr std::size_t kPage = 4096;
+  auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kPage, (bytes / kPage + 1) * kPage));
+  if (memory == nullptr) throw std::bad_alloc();
+  std::fill_n(memory, bytes, std::byte{0});
+  return {memory, [](std::byte* data) { std::free(data); }};
+}
 
 struct Group::State {
   explicit State(std::shared_ptr<GroupBackend> given) : backend(std::move(given)) {}

@@ -1,5 +1,7 @@
 #include "lockstep/world.h"
 
+#include <algorithm>
+
 #include "base/text.h"
 #include "cluster/store_bootstrap.h"
 #include "collective/make.h"
@@ -9,6 +11,7 @@ namespace lockstep {
 const char* name_of(Implementation implementation) {
   switch (implementation) {
     case Implementation::automatic: return "auto";
+    case Implementation::direct: return "direct";
     case Implementation::ring: return "ring";
     case Implementation::halving_doubling: return "halving_doubling";
     case Implementation::tree: return "tree";
@@ -28,6 +31,31 @@ Implementation implementation_named(const std::string& name) {
   throw InvalidArgument(text("there is no implementation \"", name, "\"; there are ", allowed));
 }
 
+namespace {
+
+std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, const World& world, const GroupOptions& options,
+                                           Deadline deadline) {
+  // Every rank says where it is and what it wants, so that all choose alike or all hear that they differ.
+  const auto hosts = members.all_gather(world.host, deadline);
+  const auto wanted = members.all_gather(options.backend, deadline);
+  for (int r = 1; r < world.size; ++r) {
+    if (wanted[static_cast<std::size_t>(r)] == wanted[0]) continue;
+    throw InvalidArgument(text("make_group: rank 0 wants the backend \"", wanted[0], "\", rank ", r, " \"",
+                               wanted[static_cast<std::size_t>(r)], "\""));
+  }
+  const bool one_host = std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; });
+  const auto on_my_host = static_cast<int>(std::count(hosts.begin(), hosts.end(), world.host));
+  const std::string backend = options.backend != "auto" ? options.backend : one_host ? "shm" : "tcp";
+  if (backend == "shm" && !one_host) {
+    throw InvalidArgument(text("make_group: the backend \"shm\" is for ranks of one host; these are on ", join(hosts)));
+  }
+  if (backend == "shm") return make_shm_backend(members, options, deadline);
+  if (backend == "tcp") return make_tcp_backend(members, world, options, patience_for(on_my_host), deadline);
+  throw InvalidArgument(text("make_group: there is no backend \"", backend, "\"; there are auto, shm and tcp"));
+}
+
+}  // namespace
+
 Group make_group(const World& world, const Store& store, const GroupOptions& options) {
   if (world.size < 1 || world.rank < 0 || world.rank >= world.size) {
     throw InvalidArgument(text("World: rank ", world.rank, " of ", world.size, "; ranks are 0 to size - 1"));
@@ -36,7 +64,7 @@ Group make_group(const World& world, const Store& store, const GroupOptions& opt
   // The number of this group among those that this rank made here is the same on all ranks.
   const auto number = store.add(text("generation ", world.generation, "/groups of rank ", world.rank), 1, deadline);
   StoreBootstrap members(world, store, text("group ", number));
-  return Group(make_shm_backend(members, options, deadline));
+  return Group(make_backend(members, world, options, deadline));
 }
 
 }  // namespace lockstep

@@ -10,15 +10,11 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/half.h"
+#include "kernels/combine.h"
 #include "kernels/reduce.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace lockstep::kernels::HWY_NAMESPACE {
-
-// What elements of T are combined in.
-template <class T>
-using Wide = std::conditional_t<std::is_class_v<T>, float, T>;
 
 template <class T, class Combine>
 void fold(std::span<const void* const> inputs, T* HWY_RESTRICT output, size_t count, Combine combine, size_t divisor) {
@@ -39,39 +35,12 @@ void fold(std::span<const void* const> inputs, T* HWY_RESTRICT output, size_t co
   }
 }
 
-template <class T>
-void reduce_typed(ReduceOp op, std::span<const void* const> inputs, void* output, size_t count) {
-  using W = Wide<T>;
-  T* out = static_cast<T*>(output);
-  switch (op) {
-    case ReduceOp::sum:
-      return fold(
-          inputs, out, count, [](W a, W b) { return static_cast<W>(a + b); }, 1);
-    case ReduceOp::mean:
-      return fold(
-          inputs, out, count, [](W a, W b) { return static_cast<W>(a + b); }, inputs.size());
-    case ReduceOp::min:
-      return fold(
-          inputs, out, count, [](W a, W b) { return b < a || b != b ? b : a; }, 1);
-    case ReduceOp::max:
-      return fold(
-          inputs, out, count, [](W a, W b) { return a < b || b != b ? b : a; }, 1);
-    case ReduceOp::product:
-      return fold(
-          inputs, out, count, [](W a, W b) { return static_cast<W>(a * b); }, 1);
-  }
-}
-
 void reduce_any(ReduceOp op, DType dtype, std::span<const void* const> inputs, void* output, size_t count) {
-  switch (dtype) {
-    case DType::float32: return reduce_typed<float>(op, inputs, output, count);
-    case DType::float64: return reduce_typed<double>(op, inputs, output, count);
-    case DType::float16: return reduce_typed<Float16>(op, inputs, output, count);
-    case DType::bfloat16: return reduce_typed<BFloat16>(op, inputs, output, count);
-    case DType::int32: return reduce_typed<int32_t>(op, inputs, output, count);
-    case DType::int64: return reduce_typed<int64_t>(op, inputs, output, count);
-    case DType::uint8: return reduce_typed<uint8_t>(op, inputs, output, count);
-  }
+  visit_dtype(dtype, [&]<class T>(T) {
+    visit_combine<Wide<T>>(op, [&](auto combine) {
+      fold(inputs, static_cast<T*>(output), count, combine, op == ReduceOp::mean ? inputs.size() : 1);
+    });
+  });
 }
 
 }  // namespace lockstep::kernels::HWY_NAMESPACE

@@ -1,12 +1,10 @@
 #include "transport/shared_meeting.h"
 
 #include <poll.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 
-#include <array>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
@@ -40,17 +38,6 @@ struct NamedAddress {
   sockaddr_un address{};
   socklen_t length = 0;
 };
-
-std::string random_name() {
-  std::array<unsigned char, 16> bytes{};
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) throw ClusterError("no random numbers");
-  std::string name = "lockstep-";
-  for (const auto byte : bytes) {
-    name += "0123456789abcdef"[byte >> 4];
-    name += "0123456789abcdef"[byte & 15];
-  }
-  return name;
-}
 
 FileDescriptor unix_socket() {
   FileDescriptor socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -120,7 +107,7 @@ bool same_user(const FileDescriptor& socket) {
 class Host {
  public:
   explicit Host(const SpaceLayout& layout)
-      : layout_(layout), memory_(SharedSpace::make_memfd(layout)), listener_(unix_socket()), name_(random_name()) {
+      : layout_(layout), memory_(SharedSpace::make_memfd(layout)), listener_(unix_socket()), name_("lockstep-" + random_name()) {
     const NamedAddress address(name_);
     if (bind(listener_.get(), address.get(), address.length) != 0 || listen(listener_.get(), SOMAXCONN) != 0) {
       throw ClusterError(text("cannot listen at a Unix socket: ", std::strerror(errno)));

@@ -2,17 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <string>
-#include <vector>
 
+#include "transport/all_gather.h"
 #include "transport/shared_space.h"
 
 namespace lockstep {
-
-// Tells every rank's text to every rank.
-using AllGather = std::function<std::vector<std::string>(const std::string& mine)>;
 
 // Rank 0 makes the memory of `layout` (the others' layouts are not looked at) and hands it, over a Unix socket of the
 // abstract kind and a random name, to processes of the same user. Each rank gets a pidfd of every other. Collective.

@@ -168,9 +168,10 @@ void DirectGroup::reduce_staged(const Call& call, Deadline deadline) {
     for (int r = 0; r < size(); ++r) {
       const auto theirs = slice_in_window(r);
       if (r == rank() || theirs.count() == 0) continue;
-      copy_bytes(board(rank()).input + staged(theirs.begin), bytes_of(call.input) + theirs.begin * element,
-                 theirs.count() * element);
+      kernels::copy_past_caches(board(rank()).input + staged(theirs.begin),
+                                bytes_of(call.input) + theirs.begin * element, theirs.count() * element);
     }
+    kernels::finish_copies();
     meet_again(operation, deadline);
 
     const auto mine = slice_in_window(rank());
@@ -182,9 +183,10 @@ void DirectGroup::reduce_staged(const Call& call, Deadline deadline) {
         },
         [&](const std::byte* sum, std::size_t at, std::size_t bytes) {
           if (scatters) return copy_bytes(bytes_of(call.output) + (mine.begin - my_range.begin) * element + at, sum, bytes);
-          copy_bytes(board(rank()).sum + staged(mine.begin) + at, sum, bytes);
+          kernels::copy_past_caches(board(rank()).sum + staged(mine.begin) + at, sum, bytes);
           if (gets) copy_bytes(bytes_of(call.output) + mine.begin * element + at, sum, bytes);
         });
+    kernels::finish_copies();
     meet_again(operation, deadline);
 
     for (int r = 0; gets && r < size(); ++r) {

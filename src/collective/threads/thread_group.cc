@@ -1,6 +1,5 @@
 // The threads backend: ranks are threads of one process, so that every buffer is within reach.
 #include <bit>
-#include <cstdlib>
 
 #include "base/text.h"
 #include "collective/direct/direct_group.h"
@@ -27,16 +26,9 @@ class ThreadGroup final : public DirectGroup {
     return std::make_shared<ThreadGroup>(space, members.rank(), member()->patience(), members.generation());
   }
 
-  Memory allocate(std::size_t bytes) override {
-    auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kPage, (bytes / kPage + 1) * kPage));
-    if (memory == nullptr) throw std::bad_alloc();
-    std::fill_n(memory, bytes, std::byte{0});
-    return {memory, [](std::byte* p) { std::free(p); }};
-  }
+  Memory allocate(std::size_t bytes) override { return private_memory(bytes); }
 
  private:
-  static constexpr std::size_t kPage = 4096;
-
   std::int64_t place_of(const Buffer& buffer) const override { return std::bit_cast<std::intptr_t>(buffer.data); }
   std::byte* at_place(std::int64_t place) const override { return std::bit_cast<std::byte*>(place); }
 };

@@ -1,0 +1,51 @@
+// Everybody tells everybody, and reduces by itself: one step, n-1 times the bytes. And the star, where one rank does it
+// for all (tf.distribute.ReductionToOneDevice).
+#include "collective/mesh/algorithms.h"
+#include "kernels/reduce.h"
+
+namespace lockstep {
+namespace {
+
+// Receives everybody's buffer, and leaves the reduction in `data`. mean is divided here, as kernels::reduce does.
+void gather_and_reduce(Team& team, const Reduction& reduction, std::byte* data, std::size_t count, bool sends) {
+  const auto bytes = count * reduction.element();
+  const auto place = (bytes + 63) / 64 * 64;
+  const auto n = static_cast<std::size_t>(team.size());
+  auto* const others = team.scratch().take(place * (n + 1));
+  std::vector<Outgoing> outgoing;
+  std::vector<Incoming> incoming;
+  std::vector<const void*> inputs;
+  for (int r = 0; r < team.size(); ++r) {
+    auto* const theirs = others + place * static_cast<std::size_t>(r);
+    inputs.push_back(r == team.rank() ? data : theirs);
+    if (r == team.rank()) continue;
+    if (sends) outgoing.push_back({r, data, bytes, {}});
+    incoming.push_back({r, theirs, bytes, nullptr, {}});
+  }
+  team.exchange(std::move(outgoing), std::move(incoming));
+  auto* const result = others + place * n;
+  kernels::reduce(reduction.op, reduction.dtype, inputs, result, count);
+  copy_bytes(data, result, bytes);
+}
+
+}  // namespace
+
+void direct_all_reduce(Team& team, const Reduction& reduction, std::byte* data, std::size_t count) {
+  gather_and_reduce(team, reduction, data, count, true);
+}
+
+void star_reduce(Team& team, const Reduction& reduction, std::byte* data, std::size_t count, int root) {
+  if (team.rank() == root) return gather_and_reduce(team, reduction, data, count, false);
+  team.send(root, {data, count * reduction.element()});
+}
+
+void star_broadcast(Team& team, std::span<std::byte> data, int root) {
+  if (team.rank() != root) return team.receive(root, data);
+  std::vector<Outgoing> outgoing;
+  for (int r = 0; r < team.size(); ++r) {
+    if (r != root) outgoing.push_back({r, data.data(), data.size(), {}});
+  }
+  team.exchange(std::move(outgoing), {});
+}
+
+}  // namespace lockstep

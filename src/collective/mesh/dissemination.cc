@@ -1,0 +1,14 @@
+// The dissemination barrier: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", Int. J. Parallel
+// Programming 17(1), 1988. After the step of distance d every rank has heard of the 2d ranks below it.
+#include "collective/mesh/algorithms.h"
+
+namespace lockstep {
+
+void dissemination_barrier(Team& team) {
+  const int n = team.size(), me = team.rank();
+  for (int distance = 1; distance < n; distance *= 2) {
+    team.swap((me + distance) % n, {}, (me + n - distance) % n, {});
+  }
+}
+
+}  // namespace lockstep

@@ -1,0 +1,182 @@
+#include "collective/mesh/mesh_collectives.h"
+
+#include <algorithm>
+
+#include "kernels/accumulate.h"
+
+namespace lockstep {
+namespace {
+
+using Kind = Call::Kind;
+
+// Up to this many bytes, times the ranks, one step that sends everything to everybody is the fastest.
+constexpr std::size_t kDirectBytes = 64 * 1024;
+// From this many bytes a slice fills its link for longer than a step takes.
+constexpr std::size_t kRingSliceBytes = 64 * 1024;
+
+std::vector<Slice> even_slices(std::size_t count, DType dtype, int size) {
+  std::vector<Slice> slices;
+  for (int r = 0; r < size; ++r) slices.push_back(even_slice(count, dtype, r, size));
+  return slices;
+}
+
+std::vector<Slice> shares_of(const Call& call, std::size_t each, int size) {
+  std::vector<Slice> slices;
+  for (int r = 0; r < size; ++r) slices.push_back(share_of(call.counts, each, r));
+  return slices;
+}
+
+Implementation chosen_for(const Call& call, int size, Implementation wanted) {
+  if (wanted != Implementation::automatic) return wanted;
+  const auto bytes = call.input.bytes();
+  const auto ranks = static_cast<std::size_t>(size);
+  if (bytes * (ranks - 1) <= kDirectBytes) return Implementation::direct;
+  if (size_of(call.input.dtype) == 2) return Implementation::pairwise;
+  return bytes / ranks >= kRingSliceBytes || size == 2 ? Implementation::ring : Implementation::halving_doubling;
+}
+
+void divide_if_mean(const Reduction& reduction, std::byte* data, const Slice& slice, int size) {
+  if (reduction.op != ReduceOp::mean) return;
+  kernels::divide(reduction.dtype, data + slice.begin * reduction.element(), static_cast<std::size_t>(size), slice.count());
+}
+
+void all_reduce(Team& team, const Call& call, Implementation implementation) {
+  const Reduction reduction{call.op, call.input.dtype};
+  auto* const data = bytes_of(call.output);
+  const auto count = call.output.count;
+  const auto slices = even_slices(count, reduction.dtype, team.size());
+  const auto mine = slices[static_cast<std::size_t>(team.rank())];
+  switch (implementation) {
+    case Implementation::direct: return direct_all_reduce(team, reduction, data, count);
+    case Implementation::halving_doubling:
+      halving_doubling_all_reduce(team, reduction, data, count);
+      return divide_if_mean(reduction, data, {0, count}, team.size());
+    case Implementation::tree:
+      tree_reduce(team, reduction, data, count, 0);
+      tree_broadcast(team, {data, call.output.bytes()}, 0);
+      return divide_if_mean(reduction, data, {0, count}, team.size());
+    case Implementation::reduction_to_one_device:
+      star_reduce(team, reduction, data, count, 0);
+      return star_broadcast(team, {data, call.output.bytes()}, 0);
+    case Implementation::pairwise:
+      pairwise_reduce_scatter(team, reduction, data, slices, data + mine.begin * reduction.element());
+      if (reduction.element() != 2) divide_if_mean(reduction, data, mine, team.size());
+      break;
+    default:
+      ring_reduce_scatter(team, reduction, data, slices);
+      divide_if_mean(reduction, data, mine, team.size());
+  }
+  ring_all_gather(team, reduction.element(), data, slices);
+}
+
+// Slices are reduced where they belong and, for `reduce`, collected by the root.
+void reduce_scatter(Team& team, const Call& call, const std::vector<Slice>& slices, std::byte* result) {
+  const Reduction reduction{call.op, call.input.dtype};
+  const auto mine = slices[static_cast<std::size_t>(team.rank())];
+  pairwise_reduce_scatter(team, reduction, bytes_of(call.input), slices, result);
+  if (reduction.element() != 2) divide_if_mean(reduction, result, {0, mine.count()}, team.size());
+}
+
+void reduce(Team& team, const Call& call, Implementation implementation) {
+  const Reduction reduction{call.op, call.input.dtype};
+  const auto bytes = call.input.bytes();
+  const bool root = team.rank() == call.peer;
+  if (implementation == Implementation::tree || (implementation == Implementation::automatic && bytes <= kDirectBytes && reduction.element() != 2)) {
+    std::vector<std::byte> mine(bytes_of(call.input), bytes_of(call.input) + bytes);
+    tree_reduce(team, reduction, mine.data(), call.input.count, call.peer);
+    if (!root) return;
+    divide_if_mean(reduction, mine.data(), {0, call.input.count}, team.size());
+    return copy_bytes(bytes_of(call.output), mine.data(), bytes);
+  }
+  const auto slices = even_slices(call.input.count, reduction.dtype, team.size());
+  const auto slice_bytes = [&](int r) { return slices[static_cast<std::size_t>(r)].count() * reduction.element(); };
+  std::vector<std::byte> mine(slice_bytes(team.rank()));
+  reduce_scatter(team, call, slices, mine.data());
+  if (!root) return team.send(call.peer, mine);
+  std::vector<Incoming> incoming;
+  for (int r = 0; r < team.size(); ++r) {
+    auto* const place = bytes_of(call.output) + slices[static_cast<std::size_t>(r)].begin * reduction.element();
+    if (r == team.rank()) {
+      copy_bytes(place, mine.data(), mine.size());
+    } else {
+      incoming.push_back({r, place, slice_bytes(r), nullptr, {}});
+    }
+  }
+  team.exchange({}, std::move(incoming));
+}
+
+// Large buffers are cut into slices that everybody passes on (van de Geijn: scatter, then all-gather).
+void broadcast(Team& team, const Call& call) {
+  const std::span<std::byte> data(bytes_of(call.output), call.output.bytes());
+  if (team.size() == 2 || data.size() <= kDirectBytes) return tree_broadcast(team, data, call.peer);
+  const auto element = size_of(call.output.dtype);
+  const auto slices = even_slices(call.output.count, call.output.dtype, team.size());
+  if (team.rank() == call.peer) {
+    std::vector<Outgoing> outgoing;
+    for (int r = 0; r < team.size(); ++r) {
+      const auto part = part_of(data.data(), slices[static_cast<std::size_t>(r)], element);
+      if (r != call.peer) outgoing.push_back({r, part.data(), part.size(), {}});
+    }
+    team.exchange(std::move(outgoing), {});
+  } else {
+    team.receive(call.peer, part_of(data.data(), slices[static_cast<std::size_t>(team.rank())], element));
+  }
+  ring_all_gather(team, element, data.data(), slices);
+}
+
+void all_gather(Team& team, const Call& call) {
+  const auto element = size_of(call.output.dtype);
+  const auto slices = shares_of(call, call.input.count, team.size());
+  copy_bytes(part_of(bytes_of(call.output), slices[static_cast<std::size_t>(team.rank())], element).data(),
+             bytes_of(call.input), call.input.bytes());
+  ring_all_gather(team, element, bytes_of(call.output), slices);
+}
+
+// What pieces_of says of me is what I receive; what it says of the others tells what I send.
+void exchange_pieces(Team& team, const Call& call, std::span<const std::size_t> all_counts) {
+  const auto element = size_of(call.input.dtype);
+  std::vector<Outgoing> outgoing;
+  std::vector<Incoming> incoming;
+  for (const auto& piece : pieces_of(call, team.rank(), team.size(), all_counts)) {
+    auto* const into = bytes_of(call.output) + piece.into;
+    if (piece.from == team.rank()) {
+      copy_bytes(into, bytes_of(call.input) + piece.at, piece.bytes);
+    } else {
+      incoming.push_back({piece.from, into, piece.bytes, nullptr, {}});
+    }
+  }
+  const auto send = [&](int to, const Slice& part) {
+    if (to != team.rank() && part.count() > 0) {
+      outgoing.push_back({to, bytes_of(call.input) + part.begin * element, part.count() * element, {}});
+    }
+  };
+  for (int r = 0; r < team.size(); ++r) {
+    if (call.kind == Kind::all_to_all) send(r, share_of(call.counts, call.input.count / static_cast<std::size_t>(team.size()), r));
+    if (call.kind == Kind::gather && r == call.peer) send(r, {0, call.input.count});
+    if (call.kind == Kind::scatter && team.rank() == call.peer) send(r, share_of(call.counts, call.output.count, r));
+  }
+  team.exchange(std::move(outgoing), std::move(incoming));
+}
+
+}  // namespace
+
+const char* run_on_mesh(Team& team, const Call& call, Implementation implementation,
+                        std::span<const std::size_t> all_counts) {
+  switch (call.kind) {
+    case Kind::barrier: dissemination_barrier(team); return "dissemination";
+    case Kind::all_reduce: {
+      const auto chosen = chosen_for(call, team.size(), implementation);
+      all_reduce(team, call, chosen);
+      return name_of(chosen);
+    }
+    case Kind::reduce: reduce(team, call, implementation); return "tree or pairwise";
+    case Kind::broadcast: broadcast(team, call); return "tree or scatter and ring";
+    case Kind::all_gather: all_gather(team, call); return "ring";
+    case Kind::reduce_scatter:
+      reduce_scatter(team, call, shares_of(call, call.output.count, team.size()), bytes_of(call.output));
+      return "pairwise";
+    default: exchange_pieces(team, call, all_counts); return "pairwise";
+  }
+}
+
+}  // namespace lockstep

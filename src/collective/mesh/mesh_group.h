@@ -1,0 +1,46 @@
+// The backends whose ranks have messages only: tcp and ucx.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "collective/backend.h"
+#include "collective/mesh/team.h"
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+class MeshGroup final : public GroupBackend {
+ public:
+  using MakeMesh = std::function<std::unique_ptr<Mesh>(Bootstrap& members, Deadline deadline)>;
+
+  // `make_mesh` connects other members in the same way.
+  MeshGroup(const char* name, std::unique_ptr<Mesh> mesh, std::int64_t generation, Implementation implementation,
+            MakeMesh make_mesh);
+
+  const char* name() const override { return name_; }
+  int rank() const override { return mesh_->rank(); }
+  int size() const override { return mesh_->size(); }
+  std::int64_t generation() const override { return generation_; }
+  const char* run(const Call& call, Deadline deadline) override;
+  const char* exchange(std::span<const Call> calls, Deadline deadline) override;
+  std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override;
+  Memory allocate(std::size_t bytes) override { return private_memory(bytes); }
+  void fail(const Failure& failure) override { mesh_->fail(failure); }
+
+  // The same operation among some of the ranks, all of which call it; `call` has their numbers among `members`.
+  const char* run_among(const std::vector<int>& members, const Call& call, Deadline deadline);
+
+ private:
+  const char* const name_;
+  const std::unique_ptr<Mesh> mesh_;
+  const std::int64_t generation_;
+  const Implementation implementation_;
+  const MakeMesh make_mesh_;
+  std::uint32_t sequence_ = 0;  // collective calls
+  std::vector<int> everybody_;
+  Scratch scratch_;
+};
+
+}  // namespace lockstep

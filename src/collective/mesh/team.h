@@ -1,0 +1,75 @@
+// The ranks that take part in one operation, as its algorithm sees them: numbered from 0, and all of its messages alike.
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "collective/calls.h"
+#include "transport/mesh.h"
+
+namespace lockstep {
+
+// Memory that is taken again and again. Not zeroed; aligned to 64 bytes.
+class Scratch {
+ public:
+  std::byte* take(std::size_t bytes);
+
+ private:
+  struct Free {
+    void operator()(std::byte* memory) const { operator delete[](memory, std::align_val_t{64}); }
+  };
+  std::unique_ptr<std::byte[], Free> memory_;
+  std::size_t bytes_ = 0;
+};
+
+// What is reduced how.
+struct Reduction {
+  ReduceOp op;
+  DType dtype;
+  std::size_t element() const { return size_of(dtype); }
+};
+
+class Team {
+ public:
+  // `members`: ranks of the mesh, this one among them.
+  Team(Mesh& mesh, std::vector<int> members, const MessageTag& tag, Deadline deadline, const char* operation);
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(members_.size()); }
+
+  // As Mesh::exchange, with ranks of the team.
+  void exchange(std::vector<Outgoing> outgoing, std::vector<Incoming> incoming);
+
+  // One message to a rank and one from a rank, side by side.
+  void swap(int to, std::span<const std::byte> out, int from, std::span<std::byte> in);
+
+  // The same, where what comes is folded into `into` as it arrives.
+  void swap_and_fold(int to, std::span<const std::byte> out, int from, const Reduction& reduction, std::byte* into,
+                     std::size_t count);
+
+  void send(int to, std::span<const std::byte> bytes) { exchange({{to, bytes.data(), bytes.size(), {}}}, {}); }
+  void receive(int from, std::span<std::byte> bytes) { exchange({}, {{from, bytes.data(), bytes.size(), nullptr, {}}}); }
+  void receive_and_fold(int from, const Reduction& reduction, std::byte* into, std::size_t count);
+
+  Scratch& scratch() { return *scratch_; }
+  void use(Scratch& scratch) { scratch_ = &scratch; }
+
+ private:
+  Mesh& mesh_;
+  const std::vector<int> members_;
+  const MessageTag tag_;
+  const Deadline deadline_;
+  const char* const operation_;
+  int rank_ = 0;
+  Scratch* scratch_ = nullptr;
+};
+
+// Elements [slice.begin, slice.end) of an array of `element` bytes each.
+inline std::span<std::byte> part_of(std::byte* data, const Slice& slice, std::size_t element) {
+  return {data + slice.begin * element, slice.count() * element};
+}
+
+// Calls with (data, at, bytes) fold into `into`.
+Consumer folding(const Reduction& reduction, std::byte* into);
+
+}  // namespace lockstep

@@ -1,0 +1,47 @@
+// Operators and element types of reductions, as types that a loop can be compiled for.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/half.h"
+#include "lockstep/buffer.h"
+
+namespace lockstep::kernels {
+
+// What elements of T are combined in.
+template <class T>
+using Wide = std::conditional_t<std::is_class_v<T>, float, T>;
+
+// Calls visit with the function (W, W) -> W of the operator; mean adds. A NaN wins against every number.
+template <class W, class Visit>
+void visit_combine(ReduceOp op, const Visit& visit) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::mean: return visit([](W a, W b) { return static_cast<W>(a + b); });
+    case ReduceOp::min: return visit([](W a, W b) { return b < a || b != b ? b : a; });
+    case ReduceOp::max: return visit([](W a, W b) { return a < b || b != b ? b : a; });
+    case ReduceOp::product: return visit([](W a, W b) { return static_cast<W>(a * b); });
+  }
+}
+
+// Calls visit(T()) with the element type.
+template <class Visit>
+void visit_half(DType dtype, const Visit& visit) {
+  dtype == DType::float16 ? visit(Float16(0.0f)) : visit(BFloat16(0.0f));
+}
+
+template <class Visit>
+void visit_dtype(DType dtype, const Visit& visit) {
+  switch (dtype) {
+    case DType::float32: return visit(float());
+    case DType::float64: return visit(double());
+    case DType::float16:
+    case DType::bfloat16: return visit_half(dtype, visit);
+    case DType::int32: return visit(std::int32_t());
+    case DType::int64: return visit(std::int64_t());
+    case DType::uint8: return visit(std::uint8_t());
+  }
+}
+
+}  // namespace lockstep::kernels

@@ -1,0 +1,168 @@
+#include "transport/alarm.h"
+
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <set>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+// A rank that lives and waits answers within this time.
+constexpr std::chrono::milliseconds kForAnswers(300);
+
+// A message is a Failure. Leaving is one that nobody reports.
+Failure goodbye() { return Failure::aborted(-1, "goodbye"); }
+bool is_goodbye(const Failure& failure) { return failure.reporter < 0; }
+
+std::chrono::milliseconds milliseconds_to(Deadline deadline) {
+  return std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now());
+}
+
+}  // namespace
+
+Alarm::Alarm(int rank, std::int64_t generation, std::vector<FileDescriptor> links)
+    : rank_(rank), generation_(generation), bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  for (auto& socket : links) links_.push_back({std::move(socket), {}, false, false, {}});
+}
+
+Alarm::~Alarm() { tell(goodbye()); }
+
+void Alarm::fail(const Failure& failure) {
+  {
+    MutexLock lock(mutex_);
+    if (failure_) return;
+    failure_ = failure;
+    failed_.store(true, std::memory_order_release);
+  }
+  tell(failure);
+  eventfd_write(bell_.get(), 1);
+}
+
+// A link takes some hundred of these before it is full, and a rank sends two at most.
+void Alarm::tell(const Failure& failure) {
+  for (const auto& link : links_) {
+    if (link.socket.open()) send(link.socket.get(), &failure, sizeof failure, MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+}
+
+void Alarm::stand(const Failure& failure) {
+  MutexLock lock(mutex_);
+  if (!failure_) failure_ = failure;
+  failed_.store(true, std::memory_order_release);
+}
+
+void Alarm::raise() {
+  std::optional<Failure> failure;
+  {
+    MutexLock lock(mutex_);
+    failure = failure_;
+  }
+  failure->raise(rank_, generation_);
+}
+
+void Alarm::wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation,
+                 std::chrono::milliseconds most) {
+  listen(channels, std::min(most, milliseconds_to(deadline)));
+  std::optional<Failure> failure;
+  {
+    MutexLock lock(mutex_);
+    failure = failure_;
+  }
+  if (failure && failure->kind == Failure::Kind::deadline) give_up(late, deadline, operation);
+  if (failure) raise();
+  if (deadline.passed()) give_up(late, deadline, operation);
+}
+
+// Tells whom this rank waits for, hears the same from the others, and blames those who are waited for and are silent.
+void Alarm::give_up(std::span<const int> late, Deadline deadline, const char* operation) {
+  const auto mine = Failure::deadline(rank_, {late.begin(), late.end()}, deadline.waited().count(), operation);
+  stand(mine);
+  tell(mine);
+  const auto silent = [this](int r) {
+    const auto& link = links_[static_cast<std::size_t>(r)];
+    return r != rank_ && !link.last_words && !link.ended;
+  };
+  const auto any_silent = [&] {
+    for (int r = 0; r < size(); ++r) {
+      if (silent(r)) return true;
+    }
+    return false;
+  };
+  const auto answers = Deadline::after(kForAnswers);
+  while (any_silent() && !answers.passed()) listen({}, milliseconds_to(answers));
+
+  std::set<int> blamed;
+  const auto blame_silent = [&](const Failure& failure) {
+    for (const int r : failure.blamed()) {
+      if (silent(r)) blamed.insert(r);
+    }
+  };
+  blame_silent(mine);
+  for (const auto& link : links_) {
+    if (link.last_words && link.last_words->kind == Failure::Kind::deadline) blame_silent(*link.last_words);
+  }
+  if (blamed.empty()) blamed.insert(late.begin(), late.end());
+  Failure::deadline(rank_, {blamed.begin(), blamed.end()}, deadline.waited().count(), operation).raise(rank_, generation_);
+}
+
+void Alarm::lost(int rank, const char* operation) {
+  const auto news = Deadline::after(kForAnswers);
+  while (!failed_.load(std::memory_order_acquire) && !gone(rank) && !news.passed()) listen({}, milliseconds_to(news));
+  check();
+  const auto& link = links_[static_cast<std::size_t>(rank)];
+  fail(Failure::peer_lost(rank_, rank, text(link.left ? "it left the group" : "its process or its host went away", " during ", operation)));
+  raise();
+}
+
+// Polls channels, links and the bell; hears what the links have to say.
+void Alarm::listen(std::span<pollfd> channels, std::chrono::milliseconds most) {
+  std::vector<pollfd> polls(channels.begin(), channels.end());
+  polls.push_back({bell_.get(), POLLIN, 0});
+  std::vector<int> ranks;
+  for (int r = 0; r < size(); ++r) {
+    const auto& link = links_[static_cast<std::size_t>(r)];
+    if (!link.socket.open() || link.ended) continue;
+    polls.push_back({link.socket.get(), POLLIN, 0});
+    ranks.push_back(r);
+  }
+  poll(polls.data(), polls.size(), static_cast<int>(std::clamp<std::int64_t>(most.count(), 0, 3'600'000)));
+  for (std::size_t i = 0; i < channels.size(); ++i) channels[i].revents = polls[i].revents;
+  eventfd_t rings = 0;
+  eventfd_read(bell_.get(), &rings);
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (polls[channels.size() + 1 + i].revents != 0) hear(ranks[i]);
+  }
+}
+
+void Alarm::hear(int rank) {
+  auto& link = links_[static_cast<std::size_t>(rank)];
+  std::byte bytes[sizeof(Failure)];
+  while (true) {
+    const auto count = recv(link.socket.get(), bytes, sizeof bytes - link.news.size(), MSG_DONTWAIT);
+    if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (count <= 0) {
+      link.ended = true;
+      return;
+    }
+    link.news.insert(link.news.end(), bytes, bytes + count);
+    if (link.news.size() < sizeof(Failure)) continue;
+    Failure failure;
+    std::memcpy(&failure, link.news.data(), sizeof failure);
+    link.news.clear();
+    if (is_goodbye(failure)) {
+      link.left = true;
+      continue;
+    }
+    link.last_words = failure;
+    stand(failure);
+  }
+}
+
+}  // namespace lockstep

@@ -1,0 +1,79 @@
+// One connection to each other rank that carries nothing but bad news: what failed, and by its end that a rank is gone.
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/failure.h"
+#include "base/mutex.h"
+#include "lockstep/deadline.h"
+#include "transport/file_descriptor.h"
+
+namespace lockstep {
+
+// One thread waits; any thread may call fail and check.
+//
+// When a wait ends at its deadline, ranks tell each other whom they wait for, and blame those of them who say nothing:
+// a rank that waits for a neighbour that itself waits does not blame the neighbour.
+class Alarm {
+ public:
+  // `links[r]`: a connected socket to rank r; closed where r is `rank`.
+  Alarm(int rank, std::int64_t generation, std::vector<FileDescriptor> links);
+  // Says goodbye, so that others can tell leaving from dying. Does not wait.
+  ~Alarm();
+  Alarm(const Alarm&) = delete;
+  Alarm& operator=(const Alarm&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(links_.size()); }
+
+  // Tells every rank. The first failure stands here; each rank has its own first, which is this one unless two came at
+  // the same time.
+  void fail(const Failure& failure);
+
+  // Raises the failure that stands.
+  void check() {
+    if (failed_.load(std::memory_order_acquire)) [[unlikely]] raise();
+  }
+
+  // Returns when poll(2) has something to say of `channels`, or after `most`; raises the failure that stands, and
+  // DeadlineExceeded. `late`: the ranks that are waited for.
+  void wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation,
+            std::chrono::milliseconds most = std::chrono::hours(1));
+
+  // Of ranks whose link has ended.
+  bool gone(int rank) const { return links_[static_cast<std::size_t>(rank)].ended; }
+
+  // A channel to `rank` has ended. Gives the news a moment to come, and raises PeerLost for who really is lost.
+  [[noreturn]] void lost(int rank, const char* operation);
+
+ private:
+  struct Link {
+    FileDescriptor socket;
+    std::vector<std::byte> news;  // of a message that has not come whole
+    bool ended = false;
+    bool left = false;                    // it said goodbye
+    std::optional<Failure> last_words;
+  };
+
+  void listen(std::span<pollfd> channels, std::chrono::milliseconds most);
+  void hear(int rank);
+  void stand(const Failure& failure);
+  void tell(const Failure& failure);
+  [[noreturn]] void raise();
+  [[noreturn]] void give_up(std::span<const int> late, Deadline deadline, const char* operation);
+
+  const int rank_;
+  const std::int64_t generation_;
+  FileDescriptor bell_;      // an eventfd that fail() rings
+  std::vector<Link> links_;  // of the thread that waits, but for the sockets' other direction
+  std::atomic<bool> failed_{false};
+  Mutex mutex_;
+  std::optional<Failure> failure_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+}  // namespace lockstep

@@ -1,0 +1,16 @@
+// What making connections needs of whoever knows the other ranks already.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+// Tells every rank's text to every rank, in the order of ranks.
+using AllGather = std::function<std::vector<std::string>(const std::string& mine)>;
+
+// 128 random bits in hexadecimal: nobody guesses it.
+std::string random_name();
+
+}  // namespace lockstep

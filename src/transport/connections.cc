@@ -1,0 +1,139 @@
+#include "transport/connections.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "transport/socket.h"
+
+namespace lockstep {
+namespace {
+
+enum Purpose : std::uint32_t { channel, alarm };
+
+// The first bytes of a connection, from the rank that made it; the other answers with its own.
+//
+//   magic "LMSG" 4 | version 4 | name of the group 32 | rank 4 | purpose 4
+struct Hello {
+  static constexpr std::uint32_t kMagic = 0x47534d4c;
+  static constexpr std::uint32_t kVersion = 1;
+
+  std::uint32_t magic = kMagic;
+  std::uint32_t version = kVersion;
+  std::array<char, 32> group{};
+  std::int32_t rank = 0;
+  std::uint32_t purpose = channel;
+};
+
+// Strangers must not keep those who belong waiting.
+constexpr std::chrono::seconds kForHello(1);
+
+std::array<char, 32> group_named(const std::string& name) {
+  std::array<char, 32> group{};
+  std::copy_n(name.begin(), std::min(name.size(), group.size()), group.begin());
+  return group;
+}
+
+std::string problem_with(const Hello& theirs, const Hello& mine) {
+  if (theirs.magic != Hello::kMagic) return "it does not speak Lockstep's protocol";
+  if (theirs.version != Hello::kVersion) {
+    return text("it speaks version ", theirs.version, " of the protocol, this rank version ", Hello::kVersion);
+  }
+  if (theirs.group != mine.group) return "it belongs to another group";
+  return "";
+}
+
+class Meeting {
+ public:
+  Meeting(const MeshOptions& options, const std::string& group, Deadline deadline)
+      : options_(options), deadline_(deadline) {
+    mine_.group = group_named(group);
+    mine_.rank = options.rank;
+    made_.channels.resize(static_cast<std::size_t>(options.size));
+    made_.alarms.resize(static_cast<std::size_t>(options.size));
+  }
+
+  void connect(int rank, const std::string& address) {
+    try {
+      for (const auto purpose : {channel, alarm}) {
+        auto socket = connect_to(address, deadline_);
+        auto hello = mine_;
+        hello.purpose = purpose;
+        write_value(socket, hello, deadline_);
+        const auto problem = problem_with(read_value<Hello>(socket, deadline_), mine_);
+        if (!problem.empty()) throw ClusterError(problem);
+        place(rank, purpose) = std::move(socket);
+      }
+    } catch (const DeadlineExceeded& error) {
+      throw DeadlineExceeded("connecting to other hosts", error.waited_for(), {rank}, text(" (at ", address, ")"));
+    } catch (const ClusterError& error) {
+      throw ClusterError(text("rank ", rank, " at ", address, ": ", error.what()));
+    }
+  }
+
+  // Takes connections until all higher ranks have come.
+  void accept(const FileDescriptor& listener) {
+    while (!missing().empty()) {
+      try {
+        welcome(accept_from(listener, deadline_));
+      } catch (const DeadlineExceeded& error) {
+        throw DeadlineExceeded("connecting to other hosts", error.waited_for(), missing());
+      }
+    }
+  }
+
+  Connections take() { return std::move(made_); }
+
+ private:
+  FileDescriptor& place(int rank, std::uint32_t purpose) {
+    return (purpose == alarm ? made_.alarms : made_.channels)[static_cast<std::size_t>(rank)];
+  }
+
+  void welcome(FileDescriptor socket) {
+    std::string problem;
+    try {
+      const auto hello = read_value<Hello>(socket, Deadline::after(kForHello));
+      problem = problem_with(hello, mine_);
+      if (problem.empty() && (hello.rank <= options_.rank || hello.rank >= options_.size || hello.purpose > alarm ||
+                              place(hello.rank, hello.purpose).open())) {
+        problem = text("it says that it is rank ", hello.rank);
+      }
+      if (hello.magic == Hello::kMagic) write_value(socket, mine_, Deadline::after(kForHello));
+      if (problem.empty()) place(hello.rank, hello.purpose) = std::move(socket);
+    } catch (const Error& error) {
+      problem = error.what();
+    }
+    if (!problem.empty()) log_warning(text("turned a connection away: ", problem));
+  }
+
+  std::vector<int> missing() {
+    std::vector<int> ranks;
+    for (int r = options_.rank + 1; r < options_.size; ++r) {
+      if (!place(r, channel).open() || !place(r, alarm).open()) ranks.push_back(r);
+    }
+    return ranks;
+  }
+
+  const MeshOptions options_;
+  const Deadline deadline_;
+  Hello mine_;
+  Connections made_;
+};
+
+}  // namespace
+
+Connections connect_all(const MeshOptions& options, const AllGather& all_gather, Deadline deadline) {
+  const bool v6 = options.address.find(':') != std::string::npos && options.address.front() != '[';
+  const auto listener = listen_at(text(v6 ? "[" : "", options.address, v6 ? "]" : "", ":0"));
+  const auto all = all_gather(text(random_name(), " ", local_address(listener)));
+  constexpr std::size_t kName = 32;
+  Meeting meeting(options, all[0].substr(0, kName), deadline);
+  for (int r = 0; r < options.rank; ++r) meeting.connect(r, all[static_cast<std::size_t>(r)].substr(kName + 1));
+  meeting.accept(listener);
+  return meeting.take();
+}
+
+}  // namespace lockstep

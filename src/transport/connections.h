@@ -1,0 +1,34 @@
+// Connections between all ranks of a group.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "lockstep/deadline.h"
+#include "transport/all_gather.h"
+#include "transport/file_descriptor.h"
+#include "transport/signal.h"
+
+namespace lockstep {
+
+// How the ranks of a group connect; equal in meaning on all of them.
+struct MeshOptions {
+  int rank = 0;
+  int size = 1;
+  std::int64_t generation = 0;
+  std::string address = "127.0.0.1";  // where this rank listens
+  Patience patience;
+};
+
+// Sockets to the other ranks: [rank], closed for one's own.
+struct Connections {
+  std::vector<FileDescriptor> channels;
+  std::vector<FileDescriptor> alarms;
+};
+
+// Collective. Bytes that are not ours, another version's or another group's are turned away. Throws DeadlineExceeded
+// naming the ranks that did not come.
+Connections connect_all(const MeshOptions& options, const AllGather& all_gather, Deadline deadline);
+
+}  // namespace lockstep

@@ -1,0 +1,150 @@
+#include "transport/socket_mesh.h"
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/fail_point.h"
+
+namespace lockstep {
+namespace {
+
+// Consumers get their bytes from memory of this size, which stays in the second-level cache.
+constexpr std::size_t kScratch = 256 * 1024;
+// One call sends at most this much, so that receiving has its turn.
+constexpr std::size_t kMostAtOnce = 512 * 1024;
+
+}  // namespace
+
+// What goes before each message.
+//
+//   tag 16 | bytes 8
+struct SocketMesh::Header {
+  MessageTag tag;
+  std::uint64_t bytes;
+};
+
+struct SocketMesh::Scratch {
+  alignas(64) std::byte bytes[kScratch];
+};
+
+struct SocketMesh::Sending {
+  const Outgoing* message;
+  Header header;
+  std::size_t done = 0;  // header included
+
+  bool finished() const { return done == sizeof(Header) + message->bytes; }
+};
+
+struct SocketMesh::Receiving {
+  const Incoming* message;
+  Header header;
+  std::size_t done = 0;      // header included
+  std::size_t consumed = 0;  // of the message, by the consumer
+  std::byte rest[64];        // what has come beyond that
+
+  bool finished() const { return done == sizeof(Header) + message->bytes; }
+};
+
+SocketMesh::SocketMesh(const MeshOptions& options, Connections connections)
+    : patience_(options.patience),
+      channels_(std::move(connections.channels)),
+      alarm_(options.rank, options.generation, std::move(connections.alarms)),
+      scratch_(std::make_unique<Scratch>()) {}
+
+SocketMesh::~SocketMesh() = default;
+
+void SocketMesh::exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
+                          const char* operation) {
+  alarm_.check();
+  fail_point("tcp.before_exchange");
+  std::vector<Sending> sendings;
+  std::vector<Receiving> receivings;
+  for (const auto& message : outgoing) sendings.push_back({&message, {message.tag, message.bytes}});
+  for (const auto& message : incoming) receivings.push_back({&message, {}});
+
+  std::vector<int> late;
+  std::vector<pollfd> polls;
+  // Moves what can move; returns whether anything did. Messages of one pair go one after the other.
+  const auto step = [&] {
+    bool moved = false;
+    late.clear();
+    polls.clear();
+    for (auto& sending : sendings) {
+      const int to = sending.message->to;
+      if (sending.finished() || std::find(late.begin(), late.end(), to) != late.end()) continue;
+      moved |= push(sending, operation);
+      if (sending.finished()) continue;
+      late.push_back(to);
+      polls.push_back({channel(to), POLLOUT, 0});
+    }
+    const auto senders = static_cast<std::ptrdiff_t>(late.size());
+    for (auto& receiving : receivings) {
+      const int from = receiving.message->from;
+      if (receiving.finished() || std::find(late.begin() + senders, late.end(), from) != late.end()) continue;
+      moved |= pull(receiving, operation);
+      if (receiving.finished()) continue;
+      late.push_back(from);
+      polls.push_back({channel(from), POLLIN, 0});
+    }
+    return moved;
+  };
+
+  while (true) {
+    const bool moved = look(patience_, [&] { return step() || late.empty(); });
+    fail_point("tcp.in_exchange");
+    if (late.empty()) return;
+    if (!moved) alarm_.wait(polls, late, deadline, operation);
+  }
+}
+
+bool SocketMesh::push(Sending& sending, const char* operation) {
+  const auto header_left = sending.done < sizeof(Header) ? sizeof(Header) - sending.done : 0;
+  const auto at = sending.done - (sizeof(Header) - header_left);
+  iovec parts[2] = {{reinterpret_cast<std::byte*>(&sending.header) + sending.done, header_left},
+                    {const_cast<std::byte*>(sending.message->data) + at, std::min(sending.message->bytes - at, kMostAtOnce)}};
+  msghdr message{};
+  message.msg_iov = header_left > 0 ? parts : parts + 1;
+  message.msg_iovlen = header_left > 0 ? 2 : 1;
+  const auto count = sendmsg(channel(sending.message->to), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (count < 0 && errno != EAGAIN && errno != EINTR) alarm_.lost(sending.message->to, operation);
+  if (count <= 0) return false;
+  sending.done += static_cast<std::size_t>(count);
+  return true;
+}
+
+// Reads no further than this message ends. With a consumer, what is less than 64 bytes waits for what comes next.
+bool SocketMesh::pull(Receiving& receiving, const char* operation) {
+  const auto& message = *receiving.message;
+  const auto header_left = receiving.done < sizeof(Header) ? sizeof(Header) - receiving.done : 0;
+  const auto at = receiving.done - (sizeof(Header) - header_left);
+  const auto kept = at - receiving.consumed;
+  if (message.consumer != nullptr && kept > 0) std::memcpy(scratch_->bytes, receiving.rest, kept);
+  std::byte* const into = message.consumer == nullptr ? message.data + at : scratch_->bytes + kept;
+  const auto room = message.consumer == nullptr ? message.bytes - at : std::min(message.bytes - at, kScratch - kept);
+  iovec parts[2] = {{reinterpret_cast<std::byte*>(&receiving.header) + receiving.done, header_left}, {into, room}};
+  msghdr request{};
+  request.msg_iov = header_left > 0 ? parts : parts + 1;
+  request.msg_iovlen = header_left > 0 ? 2 : 1;
+  const auto count = recvmsg(channel(message.from), &request, MSG_DONTWAIT);
+  if (count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR)) alarm_.lost(message.from, operation);
+  if (count < 0) return false;
+  receiving.done += static_cast<std::size_t>(count);
+  if (receiving.done < sizeof(Header)) return true;
+  if (header_left > 0 && (receiving.header.tag != message.tag || receiving.header.bytes != message.bytes)) {
+    throw WrongMessage{message.from, receiving.header.tag, receiving.header.bytes};
+  }
+  const auto arrived = receiving.done - sizeof(Header);
+  if (message.consumer == nullptr || arrived == receiving.consumed) return true;
+  const auto ready = receiving.finished() ? arrived - receiving.consumed : (arrived - receiving.consumed) / 64 * 64;
+  if (ready > 0) (*message.consumer)(receiving.consumed, scratch_->bytes, ready);
+  receiving.consumed += ready;
+  std::memcpy(receiving.rest, scratch_->bytes + ready, arrived - receiving.consumed);
+  return true;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,41 @@
+// A mesh of TCP connections: one a pair of ranks for messages, and one for the alarm.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "transport/alarm.h"
+#include "transport/connections.h"
+#include "transport/mesh.h"
+
+namespace lockstep {
+
+class SocketMesh final : public Mesh {
+ public:
+  SocketMesh(const MeshOptions& options, Connections connections);
+  ~SocketMesh() override;
+
+  int rank() const override { return alarm_.rank(); }
+  int size() const override { return alarm_.size(); }
+  void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
+                const char* operation) override;
+  void fail(const Failure& failure) override { alarm_.fail(failure); }
+  void check() override { alarm_.check(); }
+
+ private:
+  struct Header;
+  struct Scratch;
+  struct Sending;
+  struct Receiving;
+
+  bool push(Sending& sending, const char* operation);
+  bool pull(Receiving& receiving, const char* operation);
+  int channel(int rank) const { return channels_[static_cast<std::size_t>(rank)].get(); }
+
+  const Patience patience_;
+  const std::vector<FileDescriptor> channels_;
+  Alarm alarm_;  // ends before the channels do, so that a goodbye comes before their end
+  const std::unique_ptr<Scratch> scratch_;
+};
+
+}  // namespace lockstep
