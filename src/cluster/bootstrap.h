@@ -18,6 +18,9 @@ class Bootstrap {
   virtual int size() const = 0;
   virtual std::int64_t generation() const = 0;
 
+  // What errors call a member.
+  virtual int name_of(int rank) const { return rank; }
+
   // Everybody's text, in the order of ranks. Collective. Throws DeadlineExceeded naming the members that did not come.
   virtual std::vector<std::string> all_gather(const std::string& mine, Deadline deadline) = 0;
 };

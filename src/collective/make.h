@@ -14,7 +14,13 @@ std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const GroupOp
 std::shared_ptr<GroupBackend> make_tcp_backend(Bootstrap& members, const World& world, const GroupOptions& options,
                                                Patience patience, Deadline deadline);
 
-// How ranks that share the cores of one host should wait.
-Patience patience_for(int ranks_on_this_host);
+// Groups of ranks of one host over shared memory, and all of them over tcp. `hosts[r]`: the name of rank r's host.
+std::shared_ptr<GroupBackend> make_hierarchical_backend(Bootstrap& members, const World& world,
+                                                        const std::vector<std::string>& hosts,
+                                                        const GroupOptions& options, Deadline deadline);
+
+// How ranks that share the cores of one host should wait in memory, and at sockets, where each look is a system call.
+Patience patience_in_memory(int ranks_on_this_host);
+Patience patience_at_sockets(int ranks_on_this_host);
 
 }  // namespace lockstep

@@ -7,7 +7,8 @@ namespace {
 
 // Both sides of a message sign it alike.
 Signature message_signature(const Call& call) {
-  return {Call::Kind::send, call.input.dtype, ReduceOp::sum, 0, call.input.count};
+  const auto count = call.kind == Call::Kind::send ? call.input.count : call.output.count;
+  return {Call::Kind::send, call.input.dtype, ReduceOp::sum, 0, count};
 }
 
 Signature signature_in(const MessageTag& tag) {
@@ -35,7 +36,6 @@ void throw_wrong_message(const WrongMessage& message, int rank, const Signature&
 }
 
 void exchange_messages(Mesh& mesh, std::span<const Call> calls, Deadline deadline) {
-  // Messages of one shape go together; others one after the other would deadlock, so each has a tag of its own.
   std::vector<Outgoing> outgoing;
   std::vector<Incoming> incoming;
   for (const auto& call : calls) {
@@ -48,6 +48,7 @@ void exchange_messages(Mesh& mesh, std::span<const Call> calls, Deadline deadlin
   try {
     mesh.exchange(outgoing, incoming, deadline, name_of(calls.front().kind));
   } catch (const WrongMessage& message) {
+    mesh.fail(Failure::aborted(mesh.rank(), "the ranks' messages differ"));
     for (const auto& call : calls) {
       if (call.kind == Call::Kind::recv && call.peer == message.from) {
         throw_wrong_message(message, mesh.rank(), message_signature(call), 0);

@@ -53,7 +53,7 @@ void MemoryMesh::exchange(std::span<const Outgoing> outgoing, std::span<const In
     const auto wrong = member_->trouble(late, deadline, operation);
     if (step()) continue;  // what a rank sent before it left counts
     if (late.empty()) return;
-    if (wrong) member_->give_up(*wrong);
+    if (wrong) member_->give_up(wrong->failure);
     member_->nap(bell, seen, deadline);
   }
 }

@@ -106,8 +106,8 @@ bool same_user(const FileDescriptor& socket) {
 // Rank 0: waits for all others, each with its life, and hands out the memory and all lives.
 class Host {
  public:
-  explicit Host(const SpaceLayout& layout)
-      : layout_(layout), memory_(SharedSpace::make_memfd(layout)), listener_(unix_socket()), name_("lockstep-" + random_name()) {
+  Host(const SpaceLayout& layout, const std::vector<int>& names)
+      : layout_(layout), names_(names), memory_(SharedSpace::make_memfd(layout)), listener_(unix_socket()), name_("lockstep-" + random_name()) {
     const NamedAddress address(name_);
     if (bind(listener_.get(), address.get(), address.length) != 0 || listen(listener_.get(), SOMAXCONN) != 0) {
       throw ClusterError(text("cannot listen at a Unix socket: ", std::strerror(errno)));
@@ -145,15 +145,16 @@ class Host {
   }
 
  private:
-  static std::vector<int> missing(const std::vector<FileDescriptor>& guests) {
+  std::vector<int> missing(const std::vector<FileDescriptor>& guests) const {
     std::vector<int> ranks;
     for (std::size_t r = 1; r < guests.size(); ++r) {
-      if (!guests[r].open()) ranks.push_back(static_cast<int>(r));
+      if (!guests[r].open()) ranks.push_back(names_[r]);
     }
     return ranks;
   }
 
   const SpaceLayout layout_;
+  const std::vector<int> names_;
   const FileDescriptor memory_;
   const FileDescriptor listener_;
   const std::string name_;
@@ -162,16 +163,17 @@ class Host {
 }  // namespace
 
 std::unique_ptr<SpaceMember> meet_in_shared_memory(int rank, const SpaceLayout& layout, std::int64_t generation,
-                                                   Patience patience, const AllGather& all_gather, Deadline deadline) {
+                                                   Patience patience, const std::vector<int>& names,
+                                                   const AllGather& all_gather, Deadline deadline) {
   if (layout.ranks > kMostRanks) {
     throw InvalidArgument(text("shared memory is for at most ", kMostRanks, " ranks a host, not ", layout.ranks));
   }
   const auto member = [&](std::shared_ptr<SharedSpace> space, std::vector<FileDescriptor> lives) {
     lives[static_cast<std::size_t>(rank)] = FileDescriptor();  // one's own death is not waited for
-    return std::make_unique<SpaceMember>(std::move(space), rank, generation, patience, std::move(lives));
+    return std::make_unique<SpaceMember>(std::move(space), rank, generation, patience, std::move(lives), names);
   };
   if (rank == 0) {
-    Host host(layout);
+    Host host(layout, names);
     all_gather(host.name());
     auto lives = host.welcome(deadline);
     return member(std::make_shared<SharedSpace>(layout, host.memory().get()), std::move(lives));
@@ -183,7 +185,7 @@ std::unique_ptr<SpaceMember> meet_in_shared_memory(int rank, const SpaceLayout& 
       throw ClusterError(text("rank 0 cannot be reached over a Unix socket (", std::strerror(errno),
                               "): do these ranks really share a host?"));
     }
-    if (deadline.passed()) throw DeadlineExceeded("sharing memory", deadline.waited(), {0});
+    if (deadline.passed()) throw DeadlineExceeded("sharing memory", deadline.waited(), {names[0]});
     yield_processor();  // its queue is full
   }
   send_with(socket, Hello{.rank = rank}, {my_life().get()}, deadline);

@@ -11,8 +11,9 @@ namespace lockstep {
 
 // Rank 0 makes the memory of `layout` (the others' layouts are not looked at) and hands it, over a Unix socket of the
 // abstract kind and a random name, to processes of the same user. Each rank gets a pidfd of every other. Collective.
-// Throws ClusterError, and DeadlineExceeded naming the ranks that did not come.
+// `names` are SpaceMember's. Throws ClusterError, and DeadlineExceeded naming the ranks that did not come.
 std::unique_ptr<SpaceMember> meet_in_shared_memory(int rank, const SpaceLayout& layout, std::int64_t generation,
-                                                   Patience patience, const AllGather& all_gather, Deadline deadline);
+                                                   Patience patience, const std::vector<int>& names,
+                                                   const AllGather& all_gather, Deadline deadline);
 
 }  // namespace lockstep

@@ -61,17 +61,19 @@ std::byte* SharedSpace::heap(int rank) const {
 }
 
 SpaceMember::SpaceMember(std::shared_ptr<SharedSpace> space, int rank, std::int64_t generation, Patience patience,
-                         std::vector<FileDescriptor> lives)
+                         std::vector<FileDescriptor> lives, std::vector<int> names)
     : space_(std::move(space)),
       rank_(rank),
       generation_(generation),
       patience_(patience),
-      lives_(std::move(lives)) {}
+      lives_(std::move(lives)),
+      names_(std::move(names)) {}
 
 SpaceMember::~SpaceMember() { space_->seat(rank_).left.store(1, std::memory_order_release); }
 
-std::optional<Failure> SpaceMember::trouble(std::span<const int> late, Deadline deadline, const char* operation) const {
-  if (space_->header().failure_state.load(std::memory_order_acquire) != 0) return standing_failure();
+std::optional<SpaceMember::Trouble> SpaceMember::trouble(std::span<const int> late, Deadline deadline,
+                                                         const char* operation) const {
+  if (space_->header().failure_state.load(std::memory_order_acquire) != 0) return Trouble{standing_failure()};
   for (const int r : late) {
     const bool left = space_->seat(r).left.load(std::memory_order_acquire) != 0;
     bool dead = false;
@@ -80,11 +82,14 @@ std::optional<Failure> SpaceMember::trouble(std::span<const int> late, Deadline 
       dead = poll(&life, 1, 0) > 0;
     }
     if (left || dead) {
-      return Failure::peer_lost(rank_, r, text(left ? "it left the group" : "its process ended", " during ", operation));
+      const auto how = text(left ? "it left the group" : "its process ended", " during ", operation);
+      return Trouble{Failure::peer_lost(name_of(rank_), name_of(r), how), r};
     }
   }
   if (!deadline.passed()) return std::nullopt;
-  return Failure::deadline(rank_, {late.begin(), late.end()}, deadline.waited().count(), operation);
+  std::vector<int> names;
+  for (const int r : late) names.push_back(name_of(r));
+  return Trouble{Failure::deadline(name_of(rank_), names, deadline.waited().count(), operation)};
 }
 
 void SpaceMember::nap(Signal& signal, std::uint32_t seen, Deadline deadline) const {
@@ -109,12 +114,12 @@ Failure SpaceMember::standing_failure() const {
   // A reporter that is killed while it writes leaves 1 for ever.
   const auto written = Deadline::after(std::chrono::seconds(1));
   while (header.failure_state.load(std::memory_order_acquire) != 2) {
-    if (written.passed()) return Failure::aborted(rank_, "by a rank that ended while it did so");
+    if (written.passed()) return Failure::aborted(name_of(rank_), "by a rank that ended while it did so");
     yield_processor();
   }
   return header.failure;
 }
 
-void SpaceMember::raise() const { standing_failure().raise(rank_, generation_); }
+void SpaceMember::raise() const { standing_failure().raise(name_of(rank_), generation_); }
 
 }  // namespace lockstep

@@ -79,9 +79,10 @@ class SharedSpace {
 // One rank's place in a space. Its thread waits; any thread may call fail and check.
 class SpaceMember {
  public:
-  // `lives[r]`: a pidfd of rank r's process, or closed where it is this process. When this object ends, the rank has left.
+  // `lives[r]`: a pidfd of rank r's process, or closed where it is this process. `names[r]`: what failures call it; by
+  // default its rank. When this object ends, the rank has left.
   SpaceMember(std::shared_ptr<SharedSpace> space, int rank, std::int64_t generation, Patience patience,
-              std::vector<FileDescriptor> lives = {});
+              std::vector<FileDescriptor> lives = {}, std::vector<int> names = {});
   ~SpaceMember();
 
   SharedSpace& space() const { return *space_; }
@@ -105,17 +106,20 @@ class SpaceMember {
         const auto seen = signal.value();
         const auto wrong = trouble(late, deadline, operation);
         // A rank that has done its part may leave, or fail for reasons of its own: what it did counts.
-        const bool excused = signal.reached(target) ||
-                             (wrong && wrong->kind == Failure::Kind::peer_lost && wrong->reporter == rank_ &&
-                              signal_of(wrong->ranks[0]).reached(target));
-        if (wrong && !excused) give_up(*wrong);
+        const bool excused =
+            signal.reached(target) || (wrong && wrong->gone >= 0 && signal_of(wrong->gone).reached(target));
+        if (wrong && !excused) give_up(wrong->failure);
         if (!excused) nap(signal, seen, deadline);
       }
     }
   }
 
   // Why a wait for `late` cannot go on: a failure that stands, one of them is gone, or the deadline has passed.
-  std::optional<Failure> trouble(std::span<const int> late, Deadline deadline, const char* operation) const;
+  struct Trouble {
+    Failure failure;
+    int gone = -1;
+  };
+  std::optional<Trouble> trouble(std::span<const int> late, Deadline deadline, const char* operation) const;
 
   // Fails the group and raises the failure that stands.
   [[noreturn]] void give_up(const Failure& failure);
@@ -133,6 +137,7 @@ class SpaceMember {
 
  private:
   Failure standing_failure() const;
+  int name_of(int rank) const { return names_.empty() ? rank : names_[static_cast<std::size_t>(rank)]; }
   [[noreturn]] void raise() const;
 
   const std::shared_ptr<SharedSpace> space_;
@@ -140,6 +145,7 @@ class SpaceMember {
   const std::int64_t generation_;
   const Patience patience_;
   const std::vector<FileDescriptor> lives_;
+  const std::vector<int> names_;
 };
 
 }  // namespace lockstep

@@ -13,10 +13,10 @@
 namespace lockstep {
 namespace {
 
-// Consumers get their bytes from memory of this size, which stays in the second-level cache.
-constexpr std::size_t kScratch = 256 * 1024;
+// Consumers get their bytes from memory of this size.
+constexpr std::size_t kScratch = 1024 * 1024;
 // One call sends at most this much, so that receiving has its turn.
-constexpr std::size_t kMostAtOnce = 512 * 1024;
+constexpr std::size_t kMostAtOnce = 1024 * 1024;
 
 }  // namespace
 

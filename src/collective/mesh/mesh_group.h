@@ -29,8 +29,9 @@ class MeshGroup final : public GroupBackend {
   Memory allocate(std::size_t bytes) override { return private_memory(bytes); }
   void fail(const Failure& failure) override { mesh_->fail(failure); }
 
-  // The same operation among some of the ranks, all of which call it; `call` has their numbers among `members`.
-  const char* run_among(const std::vector<int>& members, const Call& call, Deadline deadline);
+  // The same among some of the ranks, all of which call it with the same `sequence`; `call` has their numbers among
+  // `members`.
+  const char* run_among(const std::vector<int>& members, const Call& call, std::uint32_t sequence, Deadline deadline);
 
  private:
   const char* const name_;

@@ -9,11 +9,6 @@
 namespace lockstep {
 namespace {
 
-// About 10 us with the core to oneself, then 100 us in which others may have it: the rank that is waited for may be
-// one of them.
-constexpr int kSpins = 400;
-constexpr int kYields = 200;
-
 class ShmGroup final : public DirectGroup {
  public:
   ShmGroup(std::shared_ptr<SpaceMember> member, const GroupOptions& options)
@@ -48,16 +43,14 @@ class ShmGroup final : public DirectGroup {
 
 }  // namespace
 
-Patience patience_for(int ranks_on_this_host) {
-  return ranks_on_this_host <= usable_cpu_count() ? Patience{.spins = kSpins, .yields = kYields} : Patience{.yields = kYields};
-}
-
 std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const GroupOptions& options, Deadline deadline) {
   const auto heap = options.heap_bytes > 0 ? options.heap_bytes : usable_memory_bytes();
+  std::vector<int> names;
+  for (int r = 0; r < members.size(); ++r) names.push_back(members.name_of(r));
   const auto all_gather = [&](const std::string& mine) { return members.all_gather(mine, deadline); };
   return std::make_shared<ShmGroup>(
       meet_in_shared_memory(members.rank(), DirectGroup::layout(members.size(), heap), members.generation(),
-                            patience_for(members.size()), all_gather, deadline),
+                            patience_in_memory(members.size()), names, all_gather, deadline),
       options);
 }
 
