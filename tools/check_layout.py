@@ -22,7 +22,7 @@ ROOMS = {
     "cli": {"checkpoint", "collective", "train"},
 }
 WITHOUT_TORCH = {"base", "kernels", "transport", "cluster", "collective", "optimizer", "checkpoint", "cli"}
-HEADERS_WITHOUT_TORCH = {"buffer", "checkpoint", "deadline", "error", "group", "logs", "memory", "mixed_precision", "optimizer", "random", "replica_values", "schedule"}
+HEADERS_WITHOUT_TORCH = {"buffer", "checkpoint", "deadline", "error", "group", "group_wrappers", "logs", "memory", "mixed_precision", "optimizer", "random", "replica_values", "schedule", "store", "world"}
 TORCH = re.compile(r'#include [<"](torch|ATen|c10)/')
 BROAD = re.compile(r'#include [<"](torch/torch\.h|torch/all\.h|ATen/ATen\.h|spdlog|fmt|nlohmann)')
 LEFTOVERS = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")

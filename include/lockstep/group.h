@@ -40,6 +40,7 @@ struct Call {
   int peer = 0;          // the root; for send and recv the other side
   Counts counts;         // what each rank gives or gets; of all_to_all what this rank sends to each
   Counts output_counts;  // of all_to_all: what this rank gets from each
+  Deadline::Clock::time_point called{};  // set by Group::start
 
   // Returns when every rank has called it.
   static Call barrier();
@@ -137,6 +138,9 @@ class Group {
 
   // Memory, zeroed and aligned to pages, that this Group reduces in place without a copy where it can. Not collective.
   Memory allocate(std::size_t bytes) const;
+
+  // What carries the operations out; for wrappers (group_wrappers.h).
+  std::shared_ptr<GroupBackend> shared_backend() const;
 
   // Wakes every rank that waits in an operation, now or later, with Aborted(reason). The first reason stands.
   void abort(const std::string& reason) const;

@@ -17,6 +17,9 @@ namespace {
 // all_reduces of a grouped call are packed together up to this many bytes; larger ones go alone.
 constexpr std::size_t kPackBytes = 1 << 20;
 
+// Beyond a call's deadline, for what runs ahead of it to end.
+constexpr std::chrono::seconds kForTheReason(1);
+
 bool is_message(const Call& call) { return call.kind == Call::Kind::send || call.kind == Call::Kind::recv; }
 
 // Whether b can be part of the all_reduce that a is.
@@ -43,10 +46,11 @@ struct Group::State {
     }
   }
 
-  // Waits for the turn of `number`, acts, and passes it on. A call that gets its turn too late has failed the group.
+  // Waits for the turn of `number`, acts, and passes it on. A call that does not get its turn in time fails the group; but
+  // first the one ahead, whose deadline is often the same, may say whom it waited for.
   template <class Act>
   void in_turn(std::uint64_t number, Deadline deadline, const char* operation, const Act& act) {
-    if (!turns.wait(number, deadline)) {
+    if (!turns.wait(number, deadline) && !turns.wait(number, Deadline::after(kForTheReason))) {
       backend->fail(Failure::deadline(backend->rank(), {}, deadline.waited().count(), operation));
       turns.wait(number, Deadline::never());
     }
@@ -115,6 +119,7 @@ Group::Group(std::shared_ptr<GroupBackend> backend) : state_(std::make_shared<St
 int Group::rank() const { return state_->backend->rank(); }
 int Group::size() const { return state_->backend->size(); }
 std::string Group::backend() const { return state_->backend->name(); }
+std::shared_ptr<GroupBackend> Group::shared_backend() const { return state_->backend; }
 
 void Group::run(const Call& call, Deadline deadline) const {
   check_call(call, rank(), size());
@@ -133,6 +138,7 @@ Work Group::start(Call call, Deadline deadline) const { return start(std::vector
 
 Work Group::start(std::vector<Call> calls, Deadline deadline) const {
   state_->check(calls);
+  for (auto& call : calls) call.called = Deadline::Clock::now();
   auto* const state = state_.get();  // which waits for its thread before it ends
   return state->progress.add([&]() -> std::function<void()> {
     return [state, deadline, calls = std::move(calls), number = state->turns.take_number()] {

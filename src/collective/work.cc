@@ -52,7 +52,6 @@ void ProgressThread::loop() {
     Task task;
     {
       MutexLock lock(mutex_);
-      running_ = false;
       while (tasks_.empty() && !ends_) changed_.wait(mutex_);
       if (ends_) return;
       task = std::move(tasks_.front());
@@ -64,6 +63,10 @@ void ProgressThread::loop() {
       task.run();
     } catch (...) {
       error = std::current_exception();
+    }
+    {
+      MutexLock lock(mutex_);
+      running_ = false;  // before anybody hears that it is done
     }
     task.work->finish(std::move(error));
   }

@@ -45,6 +45,9 @@ class Alarm {
   void wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation,
             std::chrono::milliseconds most = std::chrono::hours(1));
 
+  // Raises DeadlineExceeded, naming whom the ranks find to blame.
+  [[noreturn]] void give_up(std::span<const int> late, Deadline deadline, const char* operation);
+
   // Of ranks whose link has ended.
   bool gone(int rank) const { return links_[static_cast<std::size_t>(rank)].ended; }
 
@@ -65,8 +68,6 @@ class Alarm {
   void stand(const Failure& failure);
   void tell(const Failure& failure);
   [[noreturn]] void raise();
-  [[noreturn]] void give_up(std::span<const int> late, Deadline deadline, const char* operation);
-
   const int rank_;
   const std::int64_t generation_;
   FileDescriptor bell_;      // an eventfd that fail() rings

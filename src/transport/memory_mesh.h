@@ -33,6 +33,9 @@ class MemoryMesh final : public Mesh {
   void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
                 Deadline deadline, const char* operation) override;
   void fail(const Failure& failure) override { member_->fail(failure); }
+  void give_up(std::span<const int> late, Deadline deadline, const char* operation) override {
+    member_->give_up(member_->late(late, deadline, operation));
+  }
   void check() override { member_->check(); }
 
  private:

@@ -60,6 +60,9 @@ class Mesh {
   // Tells every rank; the first failure stands.
   virtual void fail(const Failure& failure) = 0;
 
+  // Raises DeadlineExceeded, as an exchange does whose deadline passed while it waited for `late`.
+  virtual void give_up(std::span<const int> late, Deadline deadline, const char* operation) = 0;
+
   // Raises the failure that stands.
   virtual void check() = 0;
 };

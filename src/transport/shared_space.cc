@@ -87,9 +87,13 @@ std::optional<SpaceMember::Trouble> SpaceMember::trouble(std::span<const int> la
     }
   }
   if (!deadline.passed()) return std::nullopt;
+  return Trouble{this->late(late, deadline, operation)};
+}
+
+Failure SpaceMember::late(std::span<const int> late, Deadline deadline, const char* operation) const {
   std::vector<int> names;
   for (const int r : late) names.push_back(name_of(r));
-  return Trouble{Failure::deadline(name_of(rank_), names, deadline.waited().count(), operation)};
+  return Failure::deadline(name_of(rank_), names, deadline.waited().count(), operation);
 }
 
 void SpaceMember::nap(Signal& signal, std::uint32_t seen, Deadline deadline) const {

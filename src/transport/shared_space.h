@@ -121,6 +121,9 @@ class SpaceMember {
   };
   std::optional<Trouble> trouble(std::span<const int> late, Deadline deadline, const char* operation) const;
 
+  // DeadlineExceeded for a wait for ranks `late`.
+  Failure late(std::span<const int> late, Deadline deadline, const char* operation) const;
+
   // Fails the group and raises the failure that stands.
   [[noreturn]] void give_up(const Failure& failure);
 

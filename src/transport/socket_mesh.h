@@ -20,6 +20,9 @@ class SocketMesh final : public Mesh {
   void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
                 const char* operation) override;
   void fail(const Failure& failure) override { alarm_.fail(failure); }
+  void give_up(std::span<const int> late, Deadline deadline, const char* operation) override {
+    alarm_.give_up(late, deadline, operation);
+  }
   void check() override { alarm_.check(); }
 
  private:

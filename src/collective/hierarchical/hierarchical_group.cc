@@ -117,8 +117,16 @@ class HierarchicalGroup final : public GroupBackend {
     }
   }
 
+  // A rank of this host that is late may itself wait for another host: the ranks of all hosts find out who is to blame.
   void inside(const Call& call, Deadline deadline) {
-    linked([&] { return local_->run(call, deadline); });
+    linked([&] {
+      try {
+        return local_->run(call, deadline);
+      } catch (const DeadlineExceeded& error) {
+        global_->give_up(error.ranks(), deadline, name_of(call.kind));
+        throw;
+      }
+    });
   }
 
   void across(const std::vector<int>& members, const Call& call, Deadline deadline) {

@@ -33,6 +33,11 @@ class MeshGroup final : public GroupBackend {
   // `members`.
   const char* run_among(const std::vector<int>& members, const Call& call, std::uint32_t sequence, Deadline deadline);
 
+  // As Mesh::give_up.
+  void give_up(std::span<const int> late, Deadline deadline, const char* operation) {
+    mesh_->give_up(late, deadline, operation);
+  }
+
  private:
   const char* const name_;
   const std::unique_ptr<Mesh> mesh_;

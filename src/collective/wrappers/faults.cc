@@ -1,0 +1,67 @@
+#include <csignal>
+#include <thread>
+
+#include "base/fail_point.h"
+#include "base/text.h"
+#include "collective/wrappers/wrapper.h"
+#include "lockstep/group_wrappers.h"
+
+namespace lockstep {
+namespace {
+
+class Faults final : public Wrapper {
+ public:
+  Faults(std::shared_ptr<GroupBackend> victim, std::vector<Fault> faults)
+      : Wrapper(std::move(victim)), faults_(std::move(faults)) {}
+
+  const char* run(const Call& call, Deadline deadline) override {
+    return with_hook([&] { return Wrapper::run(call, deadline); });
+  }
+  const char* exchange(std::span<const Call> calls, Deadline deadline) override {
+    return with_hook([&] { return Wrapper::exchange(calls, deadline); });
+  }
+
+ private:
+  template <class Act>
+  const char* with_hook(const Act& act) {
+    FailHook hook = [this](const char* place) { come_to(place); };
+    struct Unhook {
+      ~Unhook() { fail_hook = nullptr; }
+    } unhook;
+    come_to("");
+    fail_hook = &hook;
+    const char* algorithm = act();
+    ++calls_;
+    return algorithm;
+  }
+
+  void come_to(const std::string& place) {
+    for (auto fault = faults_.begin(); fault != faults_.end(); ++fault) {
+      if (fault->call != calls_ || fault->place != place) continue;
+      const auto due = *fault;
+      faults_.erase(fault);
+      return happen(due);
+    }
+  }
+
+  void happen(const Fault& fault) {
+    switch (fault.action) {
+      case Fault::Action::delay: std::this_thread::sleep_for(std::chrono::duration<double>(fault.seconds)); break;
+      case Fault::Action::kill: raise(SIGKILL); break;
+      case Fault::Action::stop: raise(SIGSTOP); break;
+      case Fault::Action::abort: fail(Failure::aborted(rank(), "a fault was injected")); break;
+      case Fault::Action::error: throw Error(text("a fault was injected into call ", fault.call));
+    }
+  }
+
+  std::vector<Fault> faults_;
+  std::int64_t calls_ = 0;
+};
+
+}  // namespace
+
+Group with_faults(const Group& group, std::vector<Fault> faults) {
+  return Group(std::make_shared<Faults>(group.shared_backend(), std::move(faults)));
+}
+
+}  // namespace lockstep

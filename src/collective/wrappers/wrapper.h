@@ -1,0 +1,33 @@
+// A backend over a backend: everything goes through unless a wrapper says otherwise.
+#pragma once
+
+#include "collective/backend.h"
+
+namespace lockstep {
+
+class Wrapper : public GroupBackend {
+ public:
+  explicit Wrapper(std::shared_ptr<GroupBackend> inner) : inner_(std::move(inner)) {}
+
+  const char* name() const override { return inner_->name(); }
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  std::int64_t generation() const override { return inner_->generation(); }
+  const char* run(const Call& call, Deadline deadline) override { return inner_->run(call, deadline); }
+  const char* exchange(std::span<const Call> calls, Deadline deadline) override {
+    return inner_->exchange(calls, deadline);
+  }
+  std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override {
+    return inner_->make(members, deadline);
+  }
+  Memory allocate(std::size_t bytes) override { return inner_->allocate(bytes); }
+  void fail(const Failure& failure) override { inner_->fail(failure); }
+
+ protected:
+  GroupBackend& inner() const { return *inner_; }
+
+ private:
+  const std::shared_ptr<GroupBackend> inner_;
+};
+
+}  // namespace lockstep
