@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <set>
 
 #include "base/text.h"
@@ -58,33 +59,38 @@ void Alarm::stand(const Failure& failure) {
   failed_.store(true, std::memory_order_release);
 }
 
+std::optional<Failure> Alarm::standing() {
+  MutexLock lock(mutex_);
+  return failure_;
+}
+
+// Another rank's deadline is answered even by one that waits for nobody: silence is what a rank is blamed for.
 void Alarm::raise() {
-  std::optional<Failure> failure;
-  {
-    MutexLock lock(mutex_);
-    failure = failure_;
+  const auto failure = *standing();
+  if (failure.kind == Failure::Kind::deadline && failure.reporter != rank_ && !gave_up_) {
+    find_to_blame({}, failure.seconds, failure.operation.data());
   }
-  failure->raise(rank_, generation_);
+  failure.raise(rank_, generation_);
 }
 
 void Alarm::wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation,
                  std::chrono::milliseconds most) {
   listen(channels, std::min(most, milliseconds_to(deadline)));
-  std::optional<Failure> failure;
-  {
-    MutexLock lock(mutex_);
-    failure = failure_;
-  }
-  if (failure && failure->kind == Failure::Kind::deadline) give_up(late, deadline, operation);
-  if (failure) raise();
-  if (deadline.passed()) give_up(late, deadline, operation);
+  const auto failure = standing();
+  if (failure && failure->kind != Failure::Kind::deadline) raise();
+  if (failure || deadline.passed()) give_up(late, deadline, operation);
+}
+
+void Alarm::give_up(std::span<const int> late, Deadline deadline, const char* operation) {
+  find_to_blame(late, deadline.waited().count(), operation);
 }
 
 // Tells whom this rank waits for, hears the same from the others, and blames those who are waited for and are silent.
-void Alarm::give_up(std::span<const int> late, Deadline deadline, const char* operation) {
-  const auto mine = Failure::deadline(rank_, {late.begin(), late.end()}, deadline.waited().count(), operation);
+void Alarm::find_to_blame(std::span<const int> late, double seconds, const char* operation) {
+  const auto mine = Failure::deadline(rank_, {late.begin(), late.end()}, seconds, operation);
   stand(mine);
   tell(mine);
+  gave_up_ = true;
   const auto silent = [this](int r) {
     const auto& link = links_[static_cast<std::size_t>(r)];
     return r != rank_ && !link.last_words && !link.ended;
@@ -98,18 +104,19 @@ void Alarm::give_up(std::span<const int> late, Deadline deadline, const char* op
   const auto answers = Deadline::after(kForAnswers);
   while (any_silent() && !answers.passed()) listen({}, milliseconds_to(answers));
 
-  std::set<int> blamed;
-  const auto blame_silent = [&](const Failure& failure) {
-    for (const int r : failure.blamed()) {
-      if (silent(r)) blamed.insert(r);
-    }
-  };
-  blame_silent(mine);
+  std::set<int> waited_for(late.begin(), late.end()), blamed;
   for (const auto& link : links_) {
-    if (link.last_words && link.last_words->kind == Failure::Kind::deadline) blame_silent(*link.last_words);
+    if (!link.last_words || link.last_words->kind != Failure::Kind::deadline) continue;
+    for (const int r : link.last_words->blamed()) waited_for.insert(r);
   }
-  if (blamed.empty()) blamed.insert(late.begin(), late.end());
-  Failure::deadline(rank_, {blamed.begin(), blamed.end()}, deadline.waited().count(), operation).raise(rank_, generation_);
+  std::copy_if(waited_for.begin(), waited_for.end(), std::inserter(blamed, blamed.end()), silent);
+  const auto& named = blamed.empty() ? waited_for : blamed;
+  const auto found = Failure::deadline(rank_, {named.begin(), named.end()}, seconds, operation);
+  {
+    MutexLock lock(mutex_);
+    failure_ = found;  // for whoever calls after this
+  }
+  found.raise(rank_, generation_);
 }
 
 void Alarm::lost(int rank, const char* operation) {

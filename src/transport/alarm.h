@@ -67,11 +67,14 @@ class Alarm {
   void hear(int rank);
   void stand(const Failure& failure);
   void tell(const Failure& failure);
+  std::optional<Failure> standing();
   [[noreturn]] void raise();
+  [[noreturn]] void find_to_blame(std::span<const int> late, double seconds, const char* operation);
   const int rank_;
   const std::int64_t generation_;
   FileDescriptor bell_;      // an eventfd that fail() rings
   std::vector<Link> links_;  // of the thread that waits, but for the sockets' other direction
+  bool gave_up_ = false;     // of the thread that waits: it has told the others whom it waits for
   std::atomic<bool> failed_{false};
   Mutex mutex_;
   std::optional<Failure> failure_ LOCKSTEP_GUARDED_BY(mutex_);
