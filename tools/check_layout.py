@@ -17,12 +17,13 @@ ROOMS = {
     "cuda": {"ops"},
     "gradient": {"collective", "kernels", "optimizer"},
     "data": {"checkpoint", "ops"},
+    "ddp": {"collective", "gradient", "ops"},
     "strategy": {"collective", "data", "gradient", "ops", "optimizer"},
     "train": {"checkpoint", "data", "gradient", "ops", "optimizer", "strategy"},
     "cli": {"checkpoint", "collective", "train"},
 }
 WITHOUT_TORCH = {"base", "kernels", "transport", "cluster", "collective", "optimizer", "checkpoint", "cli"}
-HEADERS_WITHOUT_TORCH = {"buffer", "checkpoint", "deadline", "error", "group", "group_wrappers", "logs", "memory", "mixed_precision", "optimizer", "random", "replica_values", "schedule", "store", "world"}
+HEADERS_WITHOUT_TORCH = {"buffer", "checkpoint", "deadline", "error", "gradient_hook", "group", "group_wrappers", "logs", "memory", "mixed_precision", "optimizer", "random", "replica_values", "schedule", "store", "world"}
 TORCH = re.compile(r'#include [<"](torch|ATen|c10)/')
 BROAD = re.compile(r'#include [<"](torch/torch\.h|torch/all\.h|ATen/ATen\.h|spdlog|fmt|nlohmann)')
 LEFTOVERS = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "collective/threads/thread_barrier.h"
+#include "strategy/thread_barrier.h"
 
 namespace lockstep {
 

@@ -1,0 +1,136 @@
+// DistributedDataParallel for a LibTorch loop of your own: a copy of the module in every process, gradients averaged
+// while backward goes on. Follows torch.nn.parallel.DistributedDataParallel.
+//
+//   lockstep::DistributedDataParallel ddp(net, group);     // net: a module holder or a shared_ptr, the same on all ranks
+//   torch::optim::Adam adam(ddp->parameters());
+//   for (auto& [x, y] : my_part_of_the_data) {
+//     adam.zero_grad();
+//     torch::cross_entropy_loss(ddp(x), y).backward();     // after it the gradients are the mean over all ranks
+//     adam.step();
+//   }
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "lockstep/gradient_hook.h"
+#include "lockstep/group.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep {
+
+struct DistributedDataParallelOptions {
+  double bucket_cap_mb = 25;
+  double first_bucket_mb = 1;
+
+  // After every backward with gradients averaged all ranks get rank 0's buffers (BatchNorm's statistics).
+  bool broadcast_buffers = true;
+
+  // Ranks count by their examples: the first dimension of the first tensor that is passed to the module. So ragged last
+  // batches give the mean over all examples. Off: every rank counts the same, as in PyTorch.
+  bool weigh_by_examples = true;
+
+  // DType::float16 or DType::bfloat16: what float gradients are sent as. They are summed in float32.
+  std::optional<DType> gradient_dtype;
+
+  // Of each operation between the ranks.
+  double timeout_seconds = 1800;
+
+  // Of an earlier training, from bucket_order(): a resumed one then has the same bits.
+  std::vector<std::int64_t> bucket_order;
+
+  // Instead of all_reduce; see gradient_hook.h.
+  GradientHook comm_hook;
+};
+
+// What DistributedDataParallel does, for modules whose forward it does not know.
+class DistributedGradients {
+ public:
+  // Gives all ranks rank 0's parameters and buffers. Throws InvalidArgument naming a parameter that differs in shape or
+  // dtype. Parameters that require no gradient are not reduced.
+  DistributedGradients(std::shared_ptr<torch::nn::Module> module, Group group, DistributedDataParallelOptions options);
+  ~DistributedGradients();
+
+  // Backwards that come before this object ends only accumulate on this rank.
+  class NoSync {
+   public:
+    explicit NoSync(DistributedGradients& gradients);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    DistributedGradients& gradients_;
+    const bool before_;
+  };
+  [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
+
+  // Runs a loop whose number of steps may differ between ranks. A rank that is done takes part in the others' steps, with
+  // no examples, until all are done; then all get the parameters and buffers of one that made the most steps. Collective.
+  void join(const std::function<void()>& loop);
+
+  // How many examples the next backward counts for on this rank.
+  void set_examples(double examples);
+
+  std::vector<std::int64_t> bucket_order() const;
+  const Group& group() const;
+
+ private:
+  struct State;
+  const std::unique_ptr<State> state_;
+};
+
+// One thread a rank. The module is shared, not copied. Each backward with sync on is one step of all ranks; in it,
+// parameters may be unused on some ranks or on all (their gradients stay undefined where no rank has one). Gradients are
+// views of memory that the next step overwrites.
+template <class M>
+class DistributedDataParallel : public DistributedGradients {
+ public:
+  DistributedDataParallel(std::shared_ptr<M> module, Group group, DistributedDataParallelOptions options = {})
+      : DistributedGradients(module, std::move(group), options),
+        module_(std::move(module)),
+        weigh_by_examples_(options.weigh_by_examples) {}
+
+  // The module's forward.
+  template <class... Inputs>
+  auto operator()(const Inputs&... inputs) {
+    if (weigh_by_examples_) (void)(note(inputs) || ...);
+    return module_->forward(inputs...);
+  }
+  template <class... Inputs>
+  auto forward(const Inputs&... inputs) {
+    return (*this)(inputs...);
+  }
+
+  M* operator->() const { return module_.get(); }
+  M& operator*() const { return *module_; }
+
+ private:
+  template <class Input>
+  bool note(const Input& input) {
+    if constexpr (std::is_base_of_v<at::Tensor, Input>) {
+      if (input.dim() == 0) return false;
+      set_examples(static_cast<double>(input.size(0)));
+      return true;
+    }
+    return false;
+  }
+
+  const std::shared_ptr<M> module_;
+  const bool weigh_by_examples_;
+};
+
+template <class Holder, class... Rest>
+DistributedDataParallel(const Holder&, Rest...) -> DistributedDataParallel<
+    std::remove_reference_t<decltype(*std::declval<const Holder&>())>>;
+
+}  // namespace lockstep

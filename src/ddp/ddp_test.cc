@@ -1,0 +1,272 @@
+// DistributedDataParallel against one process on the whole batch, in double precision; ranks are threads.
+#include <ATen/Functions.h>
+#include <gtest/gtest.h>
+#include <torch/nn/init.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
+
+#include <thread>
+
+#include "lockstep/ddp.h"
+
+namespace lockstep {
+namespace {
+
+using at::Tensor;
+
+// `extra` is used only for examples whose first feature is positive, `never` for none; `frozen` requires no gradient.
+struct Net : torch::nn::Module {
+  explicit Net(bool normalized = false) {
+    at::manual_seed(1);
+    first = register_module("first", torch::nn::Linear(6, 16));
+    second = register_module("second", torch::nn::Linear(16, 3));
+    extra = register_parameter("extra", at::randn({16}) * 0.3);
+    never = register_parameter("never", at::ones({5}));
+    frozen = register_parameter("frozen", at::ones({16}), false);
+    if (normalized) norm = register_module("norm", torch::nn::BatchNorm1d(16));
+    to(at::kDouble);
+  }
+
+  Tensor forward(const Tensor& x) {
+    auto h = at::tanh(first(x)) * frozen;
+    if (!norm.is_empty()) h = norm(h);
+    const auto mask = x.select(1, 0) > 1;
+    if (mask.any().item<bool>()) h = h + mask.to(x.scalar_type()).unsqueeze(1) * extra;
+    return second(h);
+  }
+
+  torch::nn::Linear first = nullptr, second = nullptr;
+  torch::nn::BatchNorm1d norm = nullptr;
+  Tensor extra, never, frozen;
+};
+
+struct Batch {
+  Tensor x, y;
+};
+
+// Every third batch is ragged. The same on all ranks, which take parts of it.
+std::vector<Batch> batches(int count, int size) {
+  auto generator = at::detail::createCPUGenerator(7);
+  std::vector<Batch> all;
+  for (int i = 0; i < count; ++i) {
+    const std::int64_t examples = i % 3 == 2 ? size + 2 : 8 * size;
+    all.push_back({at::randn({examples, 6}, generator, at::kDouble), at::randn({examples, 3}, generator, at::kDouble)});
+  }
+  return all;
+}
+
+Batch part_of(const Batch& batch, int rank, int size) {
+  return {batch.x.tensor_split(size)[static_cast<std::size_t>(rank)], batch.y.tensor_split(size)[static_cast<std::size_t>(rank)]};
+}
+
+Tensor loss_of(const Tensor& output, const Tensor& y) { return at::mse_loss(output, y) + 0.1 * at::smooth_l1_loss(output, y); }
+
+template <class Body>
+void on_ranks(int size, const Body& body) {
+  const auto groups = make_thread_groups(size);
+  std::vector<std::string> errors(static_cast<std::size_t>(size));
+  {
+    std::vector<std::jthread> threads;
+    for (int rank = 0; rank < size; ++rank) {
+      threads.emplace_back([&, rank] {
+        const auto index = static_cast<std::size_t>(rank);
+        try {
+          body(groups[index]);
+        } catch (const std::exception& error) {
+          errors[index] = error.what();
+          groups[index].abort(error.what());
+        }
+      });
+    }
+  }
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
+void expect_equal(const torch::nn::Module& a, const torch::nn::Module& b, double tolerance) {
+  const auto left = a.named_parameters(), right = b.named_parameters();
+  for (const auto& parameter : left) {
+    const auto difference = (parameter.value() - right[parameter.key()]).abs().max().item<double>();
+    EXPECT_LE(difference, tolerance) << parameter.key();
+  }
+}
+
+// Modules are made one at a time: at::manual_seed is one for the process.
+std::shared_ptr<Net> make_net(bool normalized = false) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  return std::make_shared<Net>(normalized);
+}
+
+class Ranks : public testing::TestWithParam<int> {};
+
+TEST_P(Ranks, FiftyStepsAreThoseOfOneProcessOnTheWholeBatch) {
+  const int size = GetParam();
+  const auto all = batches(50, size);
+  const auto alone = make_net();
+  torch::optim::Adam adam(alone->parameters(), torch::optim::AdamOptions(0.01));
+  for (const auto& batch : all) {
+    adam.zero_grad();
+    loss_of(alone->forward(batch.x), batch.y).backward();
+    adam.step();
+  }
+  on_ranks(size, [&](const Group& group) {
+    // Small buckets, so that there are several and their order is learnt.
+    DistributedDataParallel ddp(make_net(), group, {.bucket_cap_mb = 5e-4, .first_bucket_mb = 2e-4, .timeout_seconds = 30});
+    torch::optim::Adam mine(ddp->parameters(), torch::optim::AdamOptions(0.01));
+    for (const auto& batch : all) {
+      const auto part = part_of(batch, group.rank(), group.size());
+      mine.zero_grad();
+      loss_of(ddp(part.x), part.y).backward();
+      EXPECT_FALSE(ddp->never.grad().defined());
+      mine.step();
+    }
+    expect_equal(*alone, *ddp, 1e-9);
+  });
+}
+
+TEST_P(Ranks, AccumulationReducesOnce) {
+  const int size = GetParam();
+  const auto all = batches(24, size);
+  const auto alone = make_net();
+  torch::optim::SGD sgd(alone->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  for (std::size_t i = 0; i < all.size(); i += 3) {  // the ragged third is left out
+    sgd.zero_grad();
+    loss_of(alone->forward(all[i].x), all[i].y).backward();
+    loss_of(alone->forward(all[i + 1].x), all[i + 1].y).backward();
+    sgd.step();
+  }
+  on_ranks(size, [&](const Group& group) {
+    DistributedDataParallel ddp(make_net(), group, {.timeout_seconds = 30});
+    torch::optim::SGD mine(ddp->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+    for (std::size_t i = 0; i < all.size(); i += 3) {
+      mine.zero_grad(i % 2 == 0);  // gradients that are zeroed in place are views of buckets
+      const auto first = part_of(all[i], group.rank(), group.size()), second = part_of(all[i + 1], group.rank(), group.size());
+      {
+        const auto quiet = ddp.no_sync();
+        loss_of(ddp(first.x), first.y).backward();
+      }
+      loss_of(ddp(second.x), second.y).backward();
+      mine.step();
+    }
+    expect_equal(*alone, *ddp, 1e-9);
+  });
+}
+
+TEST_P(Ranks, UnequalNumbersOfBatchesCountExamples) {
+  const int size = GetParam();
+  // Rank r has r + 2 batches of 4 examples; in step s those that have one make a batch together.
+  const auto batch_of = [](int rank, int step) {
+    auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(100 * rank + step));
+    return Batch{at::randn({4, 6}, generator, at::kDouble), at::randn({4, 3}, generator, at::kDouble)};
+  };
+  const auto alone = make_net();
+  torch::optim::SGD sgd(alone->parameters(), torch::optim::SGDOptions(0.05));
+  for (int step = 0; step < size + 1; ++step) {
+    std::vector<Tensor> x, y;
+    for (int rank = std::max(0, step - 1); rank < size; ++rank) {
+      x.push_back(batch_of(rank, step).x);
+      y.push_back(batch_of(rank, step).y);
+    }
+    sgd.zero_grad();
+    loss_of(alone->forward(at::cat(x)), at::cat(y)).backward();
+    sgd.step();
+  }
+  on_ranks(size, [&](const Group& group) {
+    DistributedDataParallel ddp(make_net(), group, {.timeout_seconds = 30});
+    torch::optim::SGD mine(ddp->parameters(), torch::optim::SGDOptions(0.05));
+    ddp.join([&] {
+      for (int step = 0; step < group.rank() + 2; ++step) {
+        const auto batch = batch_of(group.rank(), step);
+        mine.zero_grad();
+        loss_of(ddp(batch.x), batch.y).backward();
+        mine.step();
+      }
+    });
+    expect_equal(*alone, *ddp, 1e-9);
+  });
+}
+
+TEST_P(Ranks, BuffersAreRankZeros) {
+  on_ranks(GetParam(), [&](const Group& group) {
+    DistributedDataParallel ddp(make_net(true), group, {.timeout_seconds = 30});
+    for (const auto& batch : batches(2, group.size())) {
+      const auto part = part_of(batch, group.rank(), group.size());
+      loss_of(ddp(part.x), part.y).backward();
+      auto first = ddp->norm->running_mean.clone();
+      group.broadcast({first.data_ptr(), static_cast<std::size_t>(first.numel()), DType::float64}, 0, Deadline::after(std::chrono::seconds(30)));
+      EXPECT_TRUE(first.equal(ddp->norm->running_mean));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ddp, Ranks, testing::Values(1, 2, 3, 5));
+
+TEST(Ddp, RanksStartWithRankZerosValuesAndDifferentModulesAreNamed) {
+  on_ranks(2, [&](const Group& group) {
+    auto net = make_net();
+    if (group.rank() == 1) {
+      const at::NoGradGuard no_gradient;
+      net->first->weight.fill_(3);
+    }
+    DistributedDataParallel ddp(net, group);
+    EXPECT_NE(ddp->first->weight.max().item<double>(), 3);
+
+    auto other = std::make_shared<torch::nn::LinearImpl>(4, group.rank() == 0 ? 2 : 3);
+    try {
+      DistributedDataParallel bad(other, group);
+      ADD_FAILURE() << "modules of different shapes were taken";
+    } catch (const InvalidArgument& error) {
+      EXPECT_NE(std::string(error.what()).find("\"weight\""), std::string::npos) << error.what();
+    }
+  });
+}
+
+TEST(Ddp, SixteenBitsOnTheWireAreCloseAndTheSameOnAllRanks) {
+  on_ranks(3, [&](const Group& group) {
+    auto net = make_net();
+    net->to(at::kFloat);
+    DistributedDataParallel ddp(net, group, {.gradient_dtype = DType::bfloat16});
+    auto exact = make_net();
+    exact->to(at::kFloat);
+    for (const auto& batch : batches(4, 3)) {
+      const auto part = part_of(batch, group.rank(), group.size());
+      net->zero_grad();
+      exact->zero_grad();
+      const auto loss = [](const Tensor& output, const Tensor& y) { return at::mse_loss(output, y.to(at::kFloat)); };
+      loss(ddp(part.x.to(at::kFloat)), part.y).backward();
+      loss(exact->forward(batch.x.to(at::kFloat)), batch.y).backward();
+      for (const auto& parameter : exact->named_parameters()) {
+        if (!parameter.value().grad().defined()) continue;
+        const auto mine = net->named_parameters()[parameter.key()].grad();
+        const auto largest = parameter.value().grad().abs().max().item<float>();
+        EXPECT_LE((mine - parameter.value().grad()).abs().max().item<float>(), 0.01 * largest) << parameter.key();
+        auto first = mine.clone();
+        group.broadcast({first.data_ptr(), static_cast<std::size_t>(first.numel()), DType::float32}, 0, Deadline::after(std::chrono::seconds(30)));
+        EXPECT_TRUE(first.equal(mine));
+      }
+    }
+  });
+}
+
+TEST(Ddp, AHookTakesThePlaceOfTheReduction) {
+  on_ranks(2, [&](const Group& group) {
+    int buckets = 0;
+    DistributedDataParallelOptions options{.bucket_cap_mb = 5e-4, .first_bucket_mb = 2e-4, .timeout_seconds = 30};
+    options.comm_hook = [&](const Group& ranks, const GradientBucket& bucket, Deadline deadline) {
+      EXPECT_EQ(bucket.index, buckets++);
+      return ranks.start(Call::all_reduce(bucket.buffer, ReduceOp::max), deadline);
+    };
+    DistributedDataParallel ddp(make_net(), group, options);
+    const auto batch = batches(1, 2)[0];
+    loss_of(ddp(batch.x), batch.y).backward();  // the same on both, so that the largest is the mean
+    const auto alone = make_net();
+    loss_of(alone->forward(batch.x), batch.y).backward();
+    EXPECT_LE((ddp->first->weight.grad() - alone->first->weight.grad()).abs().max().item<double>(), 1e-12);
+    EXPECT_GE(buckets, 2);
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,336 @@
+#include "gradient/gradient_reducer.h"
+
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/resources.h"
+#include "base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+DType dtype_of(const at::Tensor& parameter, const std::string& name) {
+  switch (parameter.scalar_type()) {
+    case at::kFloat: return DType::float32;
+    case at::kDouble: return DType::float64;
+    case at::kHalf: return DType::float16;
+    case at::kBFloat16: return DType::bfloat16;
+    default:
+      throw InvalidArgument(text("the parameter \"", name, "\" is ", parameter.scalar_type(),
+                                 "; gradients are float, double, half or bfloat16"));
+  }
+}
+
+at::ScalarType scalar_type_of(DType dtype) {
+  switch (dtype) {
+    case DType::float64: return at::kDouble;
+    case DType::float16: return at::kHalf;
+    case DType::bfloat16: return at::kBFloat16;
+    default: return at::kFloat;
+  }
+}
+
+// Reduction in memory is work of this host's cores: beside backward it helps only where cores are idle.
+bool may_overlap(const Group& group) {
+  const bool in_memory = group.backend() == "shm" || group.backend() == "threads";
+  return !in_memory || group.size() < usable_cpu_count();
+}
+
+}  // namespace
+
+// Where one parameter's gradient lies.
+struct GradientReducer::Slot {
+  std::size_t bucket = 0;
+  at::Tensor sent;     // of the bucket's buffer, in the parameter's shape
+  at::Tensor reduced;  // what the parameter gets: the same, or float32 where 16 bits are sent
+  at::Tensor flag;     // one element
+  bool ready = false;
+  bool accumulated = false;  // backward made a gradient while sync was off
+};
+
+struct GradientReducer::Bucket {
+  GradientBucket shown;
+  Memory memory;
+  at::Tensor sent, reduced, flags;
+  std::vector<std::size_t> parameters;
+  std::size_t missing = 0;
+  std::optional<Work> work;
+};
+
+class GradientReducer::Hook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  Hook(GradientReducer& reducer, std::size_t parameter) : reducer_(reducer), parameter_(parameter) {}
+  void operator()(const at::Tensor&) override { reducer_.on_gradient(parameter_); }
+
+ private:
+  GradientReducer& reducer_;
+  const std::size_t parameter_;
+};
+
+GradientReducer::GradientReducer(std::vector<std::string> names, std::vector<at::Tensor> parameters, Group group,
+                                 GradientReducerOptions options)
+    : names_(std::move(names)),
+      parameters_(std::move(parameters)),
+      group_(std::move(group)),
+      options_(std::move(options)),
+      overlap_(may_overlap(group_)),
+      slots_(parameters_.size()),
+      order_(options_.order),
+      tallies_(static_cast<std::size_t>(group_.size())) {
+  if (parameters_.empty()) throw InvalidArgument("there is no parameter that requires a gradient");
+  if (options_.wire && *options_.wire != DType::float16 && *options_.wire != DType::bfloat16) {
+    throw InvalidArgument(text("gradients are sent as float16 or bfloat16, or as they are; not as ", name_of(*options_.wire)));
+  }
+  auto sorted = order_;
+  std::sort(sorted.begin(), sorted.end());
+  for (std::size_t i = 0; i < sorted.size(); ++i) {
+    if (sorted.size() == parameters_.size() && sorted[i] == static_cast<std::int64_t>(i)) continue;
+    throw InvalidArgument(text("the order of ", order_.size(), " parameters is none of the ", parameters_.size(), " there are"));
+  }
+  order_known_ = !order_.empty();
+  if (!order_known_) {  // backward goes from the last to the first, mostly
+    order_.resize(parameters_.size());
+    std::iota(order_.rbegin(), order_.rend(), 0);
+  }
+  make_buckets();
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    torch::autograd::impl::set_post_acc_grad_hooks(parameters_[i], std::make_unique<Hook>(*this, i));
+  }
+}
+
+GradientReducer::~GradientReducer() {
+  for (const auto& parameter : parameters_) torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
+}
+
+Deadline GradientReducer::deadline() const { return Deadline::after(std::chrono::duration<double>(options_.timeout_seconds)); }
+
+// Fills buckets in order_, with parameters of one dtype each.
+void GradientReducer::make_buckets() {
+  buckets_.clear();
+  std::vector<at::ScalarType> types;
+  std::size_t bytes = 0;
+  for (const auto index : order_) {
+    const auto i = static_cast<std::size_t>(index);
+    const auto type = parameters_[i].scalar_type();
+    dtype_of(parameters_[i], names_[i]);
+    const auto most = buckets_.size() <= 1 ? options_.first_bucket_bytes : options_.bucket_bytes;
+    const auto own = parameters_[i].numel() * static_cast<std::int64_t>(parameters_[i].element_size());
+    if (buckets_.empty() || types.back() != type || bytes + static_cast<std::size_t>(own) > most) {
+      buckets_.emplace_back();
+      types.push_back(type);
+      bytes = 0;
+    }
+    bytes += static_cast<std::size_t>(own);
+    buckets_.back().parameters.push_back(i);
+    buckets_.back().shown.parameters.push_back(names_[i]);
+    slots_[i].bucket = buckets_.size() - 1;
+  }
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    auto& bucket = buckets_[b];
+    const auto count = bucket.parameters.size();
+    std::int64_t elements = 0;
+    for (const auto i : bucket.parameters) elements += parameters_[i].numel();
+    const auto type = types[b];
+    const bool shortened = options_.wire && type == at::kFloat;
+    const auto dtype = shortened ? *options_.wire : dtype_of(parameters_[bucket.parameters[0]], "");
+    const auto total = static_cast<std::size_t>(elements) + count;
+    bucket.memory = group_.allocate(total * size_of(dtype));
+    bucket.shown.index = static_cast<int>(b);
+    bucket.shown.last = b + 1 == buckets_.size();
+    bucket.shown.buffer = {bucket.memory.get(), total, dtype};
+    bucket.missing = count;
+    const auto whole = at::from_blob(
+        bucket.memory.get(), {static_cast<std::int64_t>(total)}, [memory = bucket.memory](void*) {},
+        at::TensorOptions(scalar_type_of(dtype)));
+    bucket.sent = whole.narrow(0, 0, elements);
+    bucket.flags = whole.narrow(0, elements, static_cast<std::int64_t>(count));
+    bucket.reduced = shortened ? at::zeros({elements}, at::TensorOptions(type)) : bucket.sent;
+    std::int64_t at = 0;
+    for (std::size_t k = 0; k < count; ++k) {
+      auto& slot = slots_[bucket.parameters[k]];
+      const auto& parameter = parameters_[bucket.parameters[k]];
+      // In the parameter's own order of memory where it has no gaps. Tensors of their own, not views of the bucket:
+      // LibTorch refuses to detach those in place, which zero_grad does.
+      const auto part = [&](const at::Tensor& flat) {
+        auto* const place = static_cast<std::byte*>(flat.data_ptr()) + at * flat.element_size();
+        const auto keep = [flat](void*) {};
+        return parameter.is_non_overlapping_and_dense()
+                   ? at::from_blob(place, parameter.sizes(), parameter.strides(), keep, flat.options())
+                   : at::from_blob(place, parameter.sizes(), keep, flat.options());
+      };
+      slot.sent = part(bucket.sent);
+      slot.reduced = part(bucket.reduced);
+      slot.flag = bucket.flags.narrow(0, static_cast<std::int64_t>(k), 1);
+      slot.ready = slot.accumulated = false;
+      at += parameter.numel();
+    }
+  }
+}
+
+void GradientReducer::on_gradient(std::size_t parameter) {
+  auto& slot = slots_[parameter];
+  if (!sync_) {
+    slot.accumulated = true;
+    return;
+  }
+  if (!open_) begin_pass();
+  if (!slot.ready) {
+    slot.ready = true;
+    ready_order_.push_back(static_cast<std::int64_t>(parameter));
+    --buckets_[slot.bucket].missing;
+  }
+  take(slot, parameters_[parameter].grad());
+  if (overlap_) launch_ready(false);
+}
+
+void GradientReducer::begin_pass() {
+  open_ = true;
+  launched_ = 0;
+  ready_order_.clear();
+  my_tally_ = {weight_, 1};
+  if (usual_weight_ == 0) {  // nobody knows yet what a share is relative to
+    exchange_tallies();
+    usual_weight_ = std::max(sum_of_tallies().weight / sum_of_tallies().active, 1e-30);
+  } else if (overlap_) {
+    tally_work_ = group_.start(tally_call(), deadline());
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_pass(); });
+}
+
+Call GradientReducer::tally_call() {
+  constexpr std::size_t kWords = sizeof(Tally) / sizeof(double);
+  return Call::all_gather({&my_tally_, kWords, DType::float64},
+                          {tallies_.data(), tallies_.size() * kWords, DType::float64});
+}
+
+void GradientReducer::exchange_tallies() {
+  group_.run(tally_call(), deadline());
+  tallied_ = true;
+}
+
+GradientReducer::Tally GradientReducer::sum_of_tallies() const {
+  Tally sum{};
+  for (const auto& tally : tallies_) {
+    sum.weight += tally.weight;
+    sum.active += tally.active;
+  }
+  return sum;
+}
+
+void GradientReducer::take(Slot& slot, const at::Tensor& gradient) {
+  const at::NoGradGuard no_gradient;
+  const auto dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
+  const double share = my_tally_.weight / usual_weight_;
+  if (share != 1) {
+    slot.sent.copy_(dense * share);
+  } else if (dense.data_ptr() != slot.sent.data_ptr()) {  // else backward added to what the last pass left there
+    slot.sent.copy_(dense);
+  }
+  slot.flag.fill_(1);
+}
+
+// Starts buckets by index, as far as they are whole.
+void GradientReducer::launch_ready(bool all) {
+  while (launched_ < buckets_.size() && (all || buckets_[launched_].missing == 0)) {
+    auto& bucket = buckets_[launched_++];
+    for (const auto i : bucket.parameters) {
+      auto& slot = slots_[i];
+      if (slot.ready) continue;
+      if (slot.accumulated) {  // used since the last pass, but not in this one
+        take(slot, parameters_[i].grad());
+      } else {
+        slot.sent.zero_();
+        slot.flag.zero_();
+      }
+    }
+    const auto call = Call::all_reduce(bucket.shown.buffer, ReduceOp::mean);
+    if (options_.hook) {
+      bucket.work = options_.hook(group_, bucket.shown, deadline());
+    } else if (overlap_) {
+      bucket.work = group_.start(call, deadline());
+    } else {
+      group_.run(call, deadline());
+    }
+  }
+}
+
+void GradientReducer::finish_pass() {
+  const at::NoGradGuard no_gradient;
+  if (tally_work_) {
+    tally_work_->wait();
+    tally_work_.reset();
+  } else if (!tallied_) {
+    exchange_tallies();
+  }
+  launch_ready(true);
+  const auto sum = sum_of_tallies();
+  // Buffers hold the mean over ranks of gradient * weight / usual weight.
+  const double factor = sum.weight > 0 ? usual_weight_ * group_.size() / sum.weight : 0;
+  for (auto& bucket : buckets_) {
+    if (bucket.work) bucket.work->wait();
+    bucket.work.reset();
+    write_back(bucket, factor);
+  }
+  if (sum.weight > 0) usual_weight_ = sum.weight / sum.active;
+  open_ = false;
+  tallied_ = false;
+  const auto first = std::find_if(tallies_.begin(), tallies_.end(), [](const auto& tally) { return tally.active > 0; });
+  const int root = static_cast<int>(first - tallies_.begin());
+  if (!order_known_) learn_order(root);
+  if (after_pass_) after_pass_(root);
+}
+
+std::optional<int> GradientReducer::shadow_pass() {
+  my_tally_ = {0, 0};
+  exchange_tallies();
+  const auto sum = sum_of_tallies();
+  if (sum.active == 0) {
+    tallied_ = false;
+    return std::nullopt;
+  }
+  if (usual_weight_ == 0) usual_weight_ = std::max(sum.weight / sum.active, 1e-30);
+  launched_ = 0;
+  ready_order_.clear();
+  finish_pass();
+  return static_cast<int>(std::find_if(tallies_.begin(), tallies_.end(), [](const auto& tally) { return tally.active > 0; }) -
+                          tallies_.begin());
+}
+
+// Gives the parameters of the bucket their gradients.
+void GradientReducer::write_back(Bucket& bucket, double factor) {
+  if (!bucket.reduced.is_same(bucket.sent)) bucket.reduced.copy_(bucket.sent);
+  if (factor != 1) bucket.reduced.mul_(factor);
+  const auto flags = bucket.flags.to(at::kFloat);
+  for (std::size_t k = 0; k < bucket.parameters.size(); ++k) {
+    auto& slot = slots_[bucket.parameters[k]];
+    auto parameter = parameters_[bucket.parameters[k]];
+    slot.ready = slot.accumulated = false;
+    if (flags.const_data_ptr<float>()[k] > 0 && my_tally_.active > 0) {
+      parameter.mutable_grad() = parameter.is_cpu() ? slot.reduced : slot.reduced.to(parameter.device());
+    }
+  }
+  bucket.missing = bucket.parameters.size();
+}
+
+// From the lowest rank that had data: every rank gathers its buckets in the order of that one's backward.
+void GradientReducer::learn_order(int root) {
+  std::vector<std::int64_t> learnt = ready_order_;
+  for (const auto i : order_) {
+    if (std::find(learnt.begin(), learnt.end(), i) == learnt.end()) learnt.push_back(i);
+  }
+  group_.broadcast(buffer_of(std::span(learnt)), root, deadline());
+  order_known_ = true;
+  if (learnt == order_) return;
+  order_ = learnt;
+  make_buckets();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,108 @@
+// Gradients of processes meet: taken as backward makes them, gathered in buckets, reduced while backward goes on.
+//
+// After Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", VLDB 2020.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/gradient_hook.h"
+
+namespace lockstep {
+
+struct GradientReducerOptions {
+  std::size_t bucket_bytes = 25 << 20;
+  std::size_t first_bucket_bytes = 1 << 20;  // the first is ready first, and should not wait for much
+  std::optional<DType> wire;                 // float16 or bfloat16: what float gradients are sent as
+  double timeout_seconds = 1800;
+  std::vector<std::int64_t> order;  // of parameters in the buckets; empty: learnt from rank 0's first pass
+  GradientHook hook;
+};
+
+// A pass is one backward with sync on. All ranks make the same passes; on each a parameter may have no gradient, on some
+// ranks or on all. After it, the gradient of every parameter that has one on any rank is
+//   (sum over ranks of weight * gradient) / (sum of weights),
+// the same bits on all ranks, and a view of a bucket: the next pass overwrites what the caller has not copied.
+//
+// One thread: the one that calls backward. Backward throws what the Group throws.
+class GradientReducer {
+ public:
+  // Tensors require gradients; names are for messages. Groups with equal ranks take equal parameters.
+  GradientReducer(std::vector<std::string> names, std::vector<at::Tensor> parameters, Group group,
+                  GradientReducerOptions options);
+  ~GradientReducer();
+  GradientReducer(const GradientReducer&) = delete;
+  GradientReducer& operator=(const GradientReducer&) = delete;
+
+  // Off: backward only accumulates (no_sync).
+  void set_sync(bool on) { sync_ = on; }
+  bool sync() const { return sync_; }
+
+  // Of the passes that follow, on this rank: its examples.
+  void set_weight(double weight) { weight_ = weight; }
+
+  // Called at the end of every pass with the lowest rank that had data in it.
+  void set_after_pass(std::function<void(int root)> act) { after_pass_ = std::move(act); }
+
+  // Takes part in the others' next pass with no gradients and no weight. Returns the lowest rank that had data in it, or
+  // nothing when no rank has any.
+  std::optional<int> shadow_pass();
+
+  // Parameters in the order in which rank 0's first backward made their gradients.
+  const std::vector<std::int64_t>& order() const { return order_; }
+
+ private:
+  struct Slot;
+  struct Bucket;
+  class Hook;
+  struct Tally {  // what a rank tells of itself in each pass
+    double weight, active;
+  };
+
+  void make_buckets();
+  void on_gradient(std::size_t parameter);
+  void begin_pass();
+  Call tally_call();
+  void exchange_tallies();
+  Tally sum_of_tallies() const;
+  void take(Slot& slot, const at::Tensor& gradient);
+  void launch_ready(bool all);
+  void finish_pass();
+  void write_back(Bucket& bucket, double factor);
+  void learn_order(int root);
+  Deadline deadline() const;
+
+  // Constant after construction.
+  const std::vector<std::string> names_;
+  const std::vector<at::Tensor> parameters_;
+  const Group group_;
+  const GradientReducerOptions options_;
+  const bool overlap_;  // whether another thread of this process may work while backward does
+
+  std::vector<Slot> slots_;  // [parameter]
+  std::vector<Bucket> buckets_;
+  std::vector<std::int64_t> order_;
+  std::function<void(int)> after_pass_;
+  bool sync_ = true;
+  double weight_ = 1;
+
+  // Of the current pass.
+  bool open_ = false;
+  std::size_t launched_ = 0;
+  std::vector<std::int64_t> ready_order_;
+  std::vector<Tally> tallies_;
+  std::optional<Work> tally_work_;
+  Tally my_tally_{};
+  bool tallied_ = false;
+
+  double usual_weight_ = 0;  // of a rank, in the pass before; 0 before the first
+  bool order_known_ = false;
+};
+
+}  // namespace lockstep
