@@ -1,5 +1,5 @@
 # The two commands of the README, and what continuous integration adds. Everything else is CMake: see CMakePresets.json.
-.PHONY: train test lint sanitize bench-peers bench-step clean
+.PHONY: train test lint sanitize bench-peers bench-step bench-collectives clean
 
 BUILD = cmake --build --preset
 
@@ -39,6 +39,15 @@ bench-peers: .peers/tensorflow/done .peers/pytorch/done
 bench-step: build/release/build.ninja bench-peers
 	$(BUILD) release --target train_step dataset fma_peak
 	python3 benchmarks/bench_step.py --plot docs/step.svg
+
+# Reductions between processes, ours and the peers', in turns: a table and a line of JSON.
+bench-collectives: build/release/build.ninja bench-peers .peers/mpi/all_reduce
+	$(BUILD) release --target lockstep_cli ddp_step
+	python3 benchmarks/bench_collectives.py
+
+.peers/mpi/all_reduce: benchmarks/peers/mpi_all_reduce.cc
+	tools/bootstrap --bench
+	mkdir -p $(@D) && mpicxx -O2 -std=c++20 $< -o $@
 
 build/release/build.ninja:
 	tools/bootstrap

@@ -17,6 +17,7 @@ import tempfile
 import time
 
 import plot
+import rounds
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TENSORFLOW, PYTORCH = ROOT / ".peers/tensorflow/bin", ROOT / ".peers/pytorch/bin"
@@ -166,32 +167,17 @@ def main():
         parser.error("--plot needs all rows on CPUs")
     chosen = [row for row in (gpu_rows() if args.gpu else rows()) if args.only in f"{row.work} / {row.against}"]
     programs = list(dict.fromkeys(program for row in chosen for program in (row.ours, row.peer)))
-    rounds = []
-    for number in range(args.rounds):
-        rounds.append({})
-        for done, program in enumerate(programs):
-            print(f"\rround {number + 1} of {args.rounds}, program {done + 1} of {len(programs)} ", end="", file=sys.stderr, flush=True)
-            rounds[-1][program] = run(program)
-    print(file=sys.stderr)
-
-    table = []
-    for row in chosen:
-        ours_, peer = ([of(r[program]) for r in rounds] for of, program in ((row.of_ours, row.ours), (row.of_peer, row.peer)))
-        ratios = [a / b for a, b in zip(ours_, peer)]
-        table.append({"work": row.work, "against": row.against, "ours": round(statistics.median(ours_), 4),
-                      "peer": round(statistics.median(peer), 4), "ratio": round(statistics.median(ratios), 3), "target": row.target})
-        print(f"{'ok  ' if table[-1]['ratio'] >= row.target else 'MISS'} {row.work:52} {row.against:44} "
-              f"{table[-1]['ratio']:7.2f}x  (target {row.target}; rounds {', '.join(f'{r:.2f}' for r in ratios)})")
+    results = rounds.measure(programs, args.rounds, run)
     if args.plot:
         def median(program):
-            return statistics.median(samples(r[program]) for r in rounds)
+            return statistics.median(samples(r[program]) for r in results)
 
         bars = [("Lockstep, 2 replicas", median(TWO)), ("Lockstep, 1 replica", median(ONE)),
                 ("TensorFlow MirroredStrategy, 2 CPUs", median(tensorflow("--strategy", "mirrored"))),
                 ("TensorFlow, 1 thread", median(tensorflow())), ("PyTorch DDP, 2 processes", median(ddp())),
                 ("PyTorch, 1 thread", median(pytorch()))]
         args.plot.write_text(plot.bars("Seed CNN, batches of 64 images a replica: samples a second on two cores", bars))
-    print(json.dumps({"rows": table}))
+    rounds.report(chosen, results)
 
 
 main()

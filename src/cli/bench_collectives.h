@@ -24,6 +24,7 @@ struct BenchOptions {
   // Set in a process that is one rank of a run that is already going on.
   std::optional<World> world;
   std::string store;
+  bool hold_store = false;
 };
 
 // Starts the ranks (as threads for the backend "threads", else as processes of this host) and prints rank 0's table, with

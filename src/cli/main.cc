@@ -22,6 +22,7 @@ struct BenchArguments {
     app.add_option("--ranks-per-host", options.ranks_per_host, "ranks that are said to share a host (all)");
     rank = app.add_option("--rank", world.rank, "be this rank of a run whose store is at --store");
     app.add_option("--store", options.store, "host:port")->needs(rank);
+    app.add_flag("--hold-store", options.hold_store, "hold the store at --store in this process")->needs(rank);
     app.add_option("--host", world.host, "ranks with the same name share memory")->needs(rank);
     app.add_option("--address", world.address, "where this rank listens for other hosts (127.0.0.1)")->needs(rank);
   }

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "lockstep/ddp.h"
+#include "lockstep/sync_batch_norm.h"
 
 namespace lockstep {
 namespace {
@@ -198,6 +199,33 @@ TEST_P(Ranks, BuffersAreRankZeros) {
       group.broadcast({first.data_ptr(), static_cast<std::size_t>(first.numel()), DType::float64}, 0, Deadline::after(std::chrono::seconds(30)));
       EXPECT_TRUE(first.equal(ddp->norm->running_mean));
     }
+  });
+}
+
+TEST_P(Ranks, SyncBatchNormIsBatchNormOfTheWholeBatch) {
+  const int size = GetParam();
+  const auto all = batches(9, 2 * size);  // two examples a rank and more
+  const auto alone = make_net(true);
+  torch::optim::SGD sgd(alone->parameters(), torch::optim::SGDOptions(0.05));
+  for (const auto& batch : all) {
+    sgd.zero_grad();
+    loss_of(alone->forward(batch.x), batch.y).backward();
+    sgd.step();
+  }
+  on_ranks(size, [&](const Group& group) {
+    const auto net = make_net(true);
+    convert_sync_batchnorm(*net, group);
+    DistributedDataParallel ddp(net, group, {.timeout_seconds = 30});
+    torch::optim::SGD mine(ddp->parameters(), torch::optim::SGDOptions(0.05));
+    for (const auto& batch : all) {
+      const auto part = part_of(batch, group.rank(), group.size());
+      mine.zero_grad();
+      loss_of(ddp(part.x), part.y).backward();
+      mine.step();
+    }
+    expect_equal(*alone, *ddp, 1e-9);
+    EXPECT_LE((alone->norm->running_var - ddp->norm->running_var).abs().max().item<double>(), 1e-12);
+    EXPECT_LE((alone->norm->running_mean - ddp->norm->running_mean).abs().max().item<double>(), 1e-12);
   });
 }
 

@@ -1,0 +1,179 @@
+"""Reductions between processes, ours and the peers', in turns in one run: a table of ratios and a closing line of JSON.
+
+    make bench-collectives        or: benchmarks/bench_collectives.py [--rounds 3] [--only TEXT]
+
+The rows of links need root: hosts are network namespaces.
+"""
+import argparse
+import dataclasses
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+
+import rounds
+from hosts import Hosts
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+LOCKSTEP, DDP_STEP = (str(ROOT / "build/release" / name) for name in ("lockstep", "benchmarks/ddp_step"))
+PYTORCH = ROOT / ".peers/pytorch/bin"
+CNN, MIB16, MIB64 = 1388584, 16 << 20, 64 << 20  # the seed CNN's gradients, and more
+NAMES = {4: "4 B", 4096: "4 KiB", 65536: "64 KiB", CNN: "1.39 MB", MIB16: "16 MiB", MIB64: "64 MiB"}
+LIMIT_S = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Processes that run at once; the first that prints JSON has the result. `hosts`: where each runs; () for all here."""
+    commands: tuple
+    hosts: tuple = ()
+    environment: tuple = ()
+
+
+def ours(backend, *options, ranks=2):
+    return Program(((LOCKSTEP, "bench", "collectives", "--backend", backend, "--ranks", str(ranks), *options),))
+
+
+def mpi(*options, ranks=2):
+    return Program((("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), *options, str(ROOT / ".peers/mpi/all_reduce")),))
+
+
+def torchrun(script, *options):
+    return Program(((str(PYTORCH / "torchrun"), "--nproc-per-node", "2", str(ROOT / "benchmarks/peers" / script), *options),))
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def on_hosts(program, hosts, per_host, *options, store="--store", hold=()):
+    """Ranks of a program of ours, `per_host` on each of the hosts."""
+    ranks = len(hosts) * per_host
+    commands = []
+    for rank in range(ranks):
+        host = rank // per_host
+        commands.append((*program, "--rank", str(rank), store, f"{Hosts.address(0)}:29511", "--host", f"host{host}",
+                         "--address", Hosts.address(host), *options, *(hold if rank == 0 else ())))
+    return Program(tuple(commands), tuple(rank // per_host for rank in range(ranks)))
+
+
+def link_bench(backend, hosts, per_host, *options):
+    return on_hosts((LOCKSTEP, "bench", "collectives", "--backend", backend, "--ranks", str(hosts * per_host)), range(hosts),
+                    per_host, *options, hold=("--hold-store",))
+
+
+def link_ddp(*options):
+    return on_hosts((DDP_STEP, "--size", "2", "--model", "transformer", "--batch", "16", "--steps", "5"), range(2), 1, *options)
+
+
+def ddp(*options, kernels="lockstep"):
+    port = free_port()
+    commands = tuple((DDP_STEP, "--rank", str(rank), "--size", "2", "--store", f"127.0.0.1:{port}", *options) for rank in range(2))
+    return Program(commands, environment=(("LOCKSTEP_KERNELS", kernels),))
+
+
+def raw_stream(*sizes):
+    return Program(tuple(("python3", str(ROOT / "benchmarks/peers/raw_stream.py"), role, Hosts.address(0), "29512", *map(str, sizes))
+                         for role in ("listen", "connect")), (0, 1))
+
+
+@dataclasses.dataclass
+class Row:
+    work: str
+    against: str
+    ours: Program
+    peer: Program
+    target: float
+    of_ours: callable
+    of_peer: callable
+
+
+def at(size):
+    return lambda result: 1 / result["us"][str(size)]
+
+
+def row(work, against, mine, peer, size, target):
+    return Row(f"{work}, {NAMES[size]}", against, mine, peer, target, at(size), at(size))
+
+
+def samples(result):
+    return result["samples_per_s"]
+
+
+def rows():
+    shm, shm_any, threads, tcp = ours("shm"), ours("shm", "--any-buffer"), ours("threads"), ours("tcp")
+    memory, over_tcp, gloo = mpi(), mpi("--mca", "pml", "ob1", "--mca", "btl", "tcp,self"), torchrun("gloo_all_reduce.py")
+    for size, against_mpi, against_gloo in ((CNN, 3, 20), (MIB64, 4, 6)):
+        yield row("shm, buffers from allocate", "Open MPI, shared memory", shm, memory, size, against_mpi)
+        yield row("shm, buffers from allocate", "gloo", shm, gloo, size, against_gloo)
+        yield row("shm, any buffer", "Open MPI, shared memory", shm_any, memory, size, 1.5)
+    for size in (4, 4096):
+        yield row("shm, blocking call", "Open MPI, shared memory", shm_any, memory, size, 0.7)
+    yield row("threads", "Open MPI, shared memory", threads, memory, CNN, 4)
+    for size, target in ((CNN, 4), (MIB64, 1.5)):
+        yield row("tcp, 2 processes", "gloo", tcp, gloo, size, target)
+    for size, target in ((4, 0.5), (4096, 0.5), (CNN, 1), (MIB16, 1), (MIB64, 1)):
+        yield row("tcp, 2 processes", "Open MPI over TCP", tcp, over_tcp, size, target)
+    shm4, memory4 = ours("shm", ranks=4), mpi(ranks=4)
+    for size in NAMES:
+        yield row("shm, 4 ranks on 2 cores", "Open MPI, 4 ranks", shm4, memory4, size, 1)
+
+    large = ("--sizes", f"{MIB16},{MIB64}", "--seconds", "1")
+    for size in (MIB16, MIB64):
+        yield row("two hosts, 1 Gbit/s", "a raw stream both ways", link_bench("tcp", 2, 1, *large), raw_stream(MIB16, MIB64), size, 0.97)
+    both = ("--sizes", f"65536,{MIB16}", "--seconds", "1")
+    for size, target in ((65536, 1.8), (MIB16, 1.1)):
+        yield row("four hosts of 2 ranks, 1 Gbit/s, hierarchical", "a ring over all eight", link_bench("hierarchical", 4, 2, *both),
+                  link_bench("tcp", 4, 2, "--implementation", "ring", *both), size, target)
+    yield Row("transformer, two hosts, 1 Gbit/s", "no overlap, no compression", link_ddp("--gradient-dtype", "bfloat16", "--bucket-cap-mb", "1"),
+              link_ddp("--at-the-end"), 1.4, samples, samples)
+
+    transformer = ("--model", "transformer", "--batch", "16", "--steps", "8")
+    for kernels, work, cnn_target, transformer_target in (("lockstep", "DDP", 5, 1.05), ("libtorch", "DDP, Lockstep's kernels off", 1.3, 1)):
+        yield Row(f"{work}, seed CNN", "PyTorch DDP over gloo", ddp(kernels=kernels), torchrun("pytorch_step.py", "--ddp"), cnn_target,
+                  samples, samples)
+        yield Row(f"{work}, transformer", "PyTorch DDP over gloo", ddp(*transformer, kernels=kernels),
+                  torchrun("pytorch_step.py", "--ddp", *transformer), transformer_target, samples, samples)
+
+
+def run(program):
+    if not program.hosts:
+        return run_here(program, program.commands)
+    with Hosts(max(program.hosts) + 1) as hosts:
+        return run_here(program, [hosts.command(host, *command) for host, command in zip(program.hosts, program.commands)])
+
+
+def run_here(program, commands):
+    environment = {"OMP_NUM_THREADS": "1", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **dict(program.environment)}
+    started = []
+    for command in commands:
+        errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill
+        started.append((subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment), command, errors))
+    try:
+        outputs = [(process.communicate(timeout=LIMIT_S)[0], process, command, errors) for process, command, errors in started]
+    finally:
+        for process, _, _ in started:
+            process.kill()
+    for _, process, command, errors in outputs:
+        if process.returncode != 0:
+            errors.seek(0)
+            raise RuntimeError(f"this failed: {' '.join(command)}\n{errors.read()[-4000:]}")
+    return next(json.loads(line) for output, *_ in outputs for line in output.splitlines() if line.startswith("{"))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="rows whose text has this")
+    args = parser.parse_args()
+    chosen = [one for one in rows() if args.only in f"{one.work} / {one.against}"]
+    if not chosen:
+        sys.exit(f"no row has \"{args.only}\"")
+    programs = list(dict.fromkeys(program for one in chosen for program in (one.ours, one.peer)))
+    rounds.report(chosen, rounds.measure(programs, args.rounds, run))
+
+
+main()

@@ -1,0 +1,47 @@
+"""Hosts on one machine: network namespaces on a switch, each with a link of a bounded rate. Needs root, and iproute2."""
+import os
+import subprocess
+
+
+class Hosts:
+    """A context: namespaces 0 to count - 1 with addresses 10.77.0.1, 10.77.0.2, ..., which end with it."""
+
+    def __init__(self, count, rate="1gbit"):
+        self.prefix, self.count, self.rate = f"lockstep{os.getpid()}", count, rate
+
+    def namespace(self, host):
+        return f"{self.prefix}h{host}"
+
+    @staticmethod
+    def address(host):
+        return f"10.77.0.{host + 1}"
+
+    def command(self, host, *command):
+        return ("ip", "netns", "exec", self.namespace(host), *command)
+
+    def _do(self, line):
+        subprocess.run(line.split(), check=True, capture_output=True)
+
+    def _shape(self, namespace, device):
+        self._do(f"ip netns exec {namespace} tc qdisc add dev {device} root tbf rate {self.rate} burst 256kb latency 50ms")
+
+    def __enter__(self):
+        switch = f"{self.prefix}s"
+        self._do(f"ip netns add {switch}")
+        self._do(f"ip -n {switch} link add bridge type bridge")
+        self._do(f"ip -n {switch} link set bridge up")
+        for host in range(self.count):
+            name = self.namespace(host)
+            self._do(f"ip netns add {name}")
+            self._do(f"ip -n {name} link set lo up")
+            self._do(f"ip -n {switch} link add port{host} type veth peer name eth0 netns {name}")
+            self._do(f"ip -n {switch} link set port{host} master bridge up")
+            self._do(f"ip -n {name} addr add {self.address(host)}/24 dev eth0")
+            self._do(f"ip -n {name} link set eth0 up")
+            self._shape(name, "eth0")
+            self._shape(switch, f"port{host}")
+        return self
+
+    def __exit__(self, *_):
+        for name in [*map(self.namespace, range(self.count)), f"{self.prefix}s"]:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)

@@ -1,0 +1,32 @@
+"""Programs measured in turns: every round runs each once, so that all see the same machine; a ratio is the median of the
+rounds' ratios. Closes with a line of JSON."""
+import json
+import statistics
+import sys
+
+
+def measure(programs, rounds, run):
+    """[round][program]: what run(program) says."""
+    results = []
+    for number in range(rounds):
+        results.append({})
+        for done, program in enumerate(programs):
+            print(f"\rround {number + 1} of {rounds}, program {done + 1} of {len(programs)} ", end="", file=sys.stderr, flush=True)
+            results[-1][program] = run(program)
+    print(file=sys.stderr)
+    return results
+
+
+def report(rows, results):
+    """Prints a line a row, and JSON. A row has work, against, target, ours, peer, and of_ours and of_peer, which take a
+    program's result and give what is better when larger."""
+    table = []
+    for row in rows:
+        ours = [row.of_ours(result[row.ours]) for result in results]
+        peer = [row.of_peer(result[row.peer]) for result in results]
+        ratios = [a / b for a, b in zip(ours, peer)]
+        table.append({"work": row.work, "against": row.against, "ours": round(statistics.median(ours), 4),
+                      "peer": round(statistics.median(peer), 4), "ratio": round(statistics.median(ratios), 3), "target": row.target})
+        print(f"{'ok  ' if table[-1]['ratio'] >= row.target else 'MISS'} {row.work:52} {row.against:44} "
+              f"{table[-1]['ratio']:7.2f}x  (target {row.target}; rounds {', '.join(f'{r:.2f}' for r in ratios)})")
+    print(json.dumps({"rows": table}))

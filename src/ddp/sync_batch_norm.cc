@@ -1,0 +1,162 @@
+// Layers are converted by name of their tensors: LibTorch's batch_norm, which all of them call, is replaced by a kernel
+// that looks whether the tensors it was given belong to a converted layer.
+#include "lockstep/sync_batch_norm.h"
+
+#include <ATen/Functions.h>
+#include <ATen/ops/batch_norm_compositeimplicitautograd_dispatch.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+
+#include <numeric>
+#include <unordered_map>
+
+#include "base/mutex.h"
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "lockstep/group.h"
+
+namespace lockstep {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr std::chrono::minutes kTimeout(30);
+
+Deadline soon() { return Deadline::after(kTimeout); }
+
+// Which tensors belong to converted layers. Tensors are held weakly: while one is remembered no other has its address.
+class Converted {
+ public:
+  void add(const Tensor& tensor, std::shared_ptr<const Group> group) {
+    MutexLock lock(mutex_);
+    std::erase_if(groups_, [](const auto& entry) { return entry.second.tensor.expired(); });
+    groups_.insert_or_assign(tensor.unsafeGetTensorImpl(), Entry{WeakTensor(tensor.getIntrusivePtr()), std::move(group)});
+    any_.store(true, std::memory_order_release);
+  }
+
+  std::shared_ptr<const Group> group_of(const OptionalTensor& tensor) {
+    if (!any_.load(std::memory_order_acquire) || !tensor || !tensor->defined()) return nullptr;
+    MutexLock lock(mutex_);
+    const auto found = groups_.find(tensor->unsafeGetTensorImpl());
+    return found == groups_.end() ? nullptr : found->second.group;
+  }
+
+ private:
+  using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>;
+  struct Entry {
+    WeakTensor tensor;
+    std::shared_ptr<const Group> group;
+  };
+
+  std::atomic<bool> any_{false};
+  Mutex mutex_;
+  std::unordered_map<const at::TensorImpl*, Entry> groups_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+Converted& converted() {
+  static Converted layers;
+  return layers;
+}
+
+Tensor summed(const Tensor& values, const Group& group) {
+  auto sum = values.to(at::kCPU, at::kDouble).contiguous().clone();
+  group.all_reduce({sum.data_ptr(), static_cast<std::size_t>(sum.numel()), DType::float64}, ReduceOp::sum, soon());
+  return sum.to(values.options());
+}
+
+struct GroupHolder : torch::CustomClassHolder {
+  explicit GroupHolder(std::shared_ptr<const Group> g) : group(std::move(g)) {}
+  std::shared_ptr<const Group> group;
+};
+
+// The sum over all ranks. Backward sums the ranks' gradients, each times its examples: each rank's loss is a mean over its
+// own examples, and counts for as many in the mean over all.
+struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& values,
+                        const c10::intrusive_ptr<GroupHolder>& holder, double examples) {
+    context->saved_data["group"] = c10::IValue::make_capsule(holder);
+    context->saved_data["examples"] = examples;
+    return summed(values, *holder->group);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto holder = c10::static_intrusive_pointer_cast<GroupHolder>(context->saved_data["group"].toCapsule());
+    const double examples = context->saved_data["examples"].toDouble();
+    const auto sum = summed(gradients[0] * examples, *holder->group);
+    return {examples > 0 ? sum / examples : at::zeros_like(sum), Tensor(), Tensor()};
+  }
+};
+
+void update_running(const OptionalTensor& running, const Tensor& now, double momentum) {
+  if (!running || !running->defined()) return;
+  const at::NoGradGuard no_gradient;
+  running->mul_(1 - momentum).add_(now.detach(), momentum);
+}
+
+Tensor normalized_over_ranks(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                             const OptionalTensor& running_mean, const OptionalTensor& running_var, double momentum,
+                             double eps, std::shared_ptr<const Group> group) {
+  const auto holder = c10::make_intrusive<GroupHolder>(std::move(group));
+  const auto examples = static_cast<double>(x.size(0));
+  const auto channels = x.size(1);
+  std::vector<std::int64_t> others(static_cast<std::size_t>(x.dim()) - 1), shape(static_cast<std::size_t>(x.dim()), 1);
+  std::iota(others.begin() + 1, others.end(), 2);
+  shape[1] = channels;
+  const auto own_count = at::full({1}, channels > 0 ? static_cast<double>(x.numel() / channels) : 0, x.options());
+
+  const auto totals = SumOverRanks::apply(at::cat({x.sum(others), own_count}), holder, examples);
+  const auto count = totals[channels].detach();
+  const auto mean = totals.narrow(0, 0, channels) / count;
+  const auto centered = x - mean.view(shape);
+  const auto variance = SumOverRanks::apply(centered.square().sum(others), holder, examples) / count;
+  update_running(running_mean, mean, momentum);
+  update_running(running_var, variance * (count / (count - 1)), momentum);
+  auto y = centered * (variance + eps).rsqrt().view(shape);
+  if (weight && weight->defined()) y = y * weight->view(shape);
+  if (bias && bias->defined()) y = y + bias->view(shape);
+  return y;
+}
+
+Tensor batch_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+                  const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training, double momentum,
+                  double eps, bool cudnn_enabled) {
+  auto group = training ? converted().group_of(running_mean) : nullptr;
+  if (training && !group) group = converted().group_of(weight);
+  if (!group) {
+    return at::compositeimplicitautograd::batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps,
+                                                     cudnn_enabled);
+  }
+  return normalized_over_ranks(x, weight, bias, running_mean, running_var, momentum, eps, std::move(group));
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) { library.impl("batch_norm", TORCH_FN(batch_norm)); }
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { library.impl("batch_norm", TORCH_FN(batch_norm)); }
+
+template <class Layer>
+bool convert(torch::nn::Module& module, const std::string& name, const std::shared_ptr<const Group>& group) {
+  auto* const layer = module.as<Layer>();
+  if (layer == nullptr) return false;
+  if (!layer->weight.defined() && !layer->running_mean.defined()) {
+    throw InvalidArgument(text("convert_sync_batchnorm: the layer \"", name, "\" has neither weights nor running statistics"));
+  }
+  if (layer->running_mean.defined()) converted().add(layer->running_mean, group);
+  if (layer->weight.defined()) converted().add(layer->weight, group);
+  return true;
+}
+
+}  // namespace
+
+void convert_sync_batchnorm(torch::nn::Module& module, const Group& group) {
+  const std::shared_ptr<const Group> own = group.split(0, group.rank(), soon());
+  for (const auto& part : module.named_modules()) {
+    convert<torch::nn::BatchNorm1dImpl>(*part.value(), part.key(), own) ||
+        convert<torch::nn::BatchNorm2dImpl>(*part.value(), part.key(), own) ||
+        convert<torch::nn::BatchNorm3dImpl>(*part.value(), part.key(), own);
+  }
+}
+
+}  // namespace lockstep
