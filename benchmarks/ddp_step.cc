@@ -57,7 +57,8 @@ double measure(const std::shared_ptr<Net>& net, const at::Tensor& x, const Group
 
 double measure(const Group& group, const Options& options) {
   if (options.model == "transformer") {
-    const auto x = at::randint(benchmarks::Transformer::kVocabulary, {options.batch, benchmarks::Transformer::kTokens}, at::kLong);
+    const auto x =
+        at::randint(benchmarks::Transformer::kVocabulary, {options.batch, benchmarks::Transformer::kTokens}, at::kLong);
     return measure(std::make_shared<benchmarks::Transformer>(), x, group, options);
   }
   return measure(std::make_shared<benchmarks::OwnSeedCnn>(), at::rand({options.batch, 1, 28, 28}), group, options);
@@ -91,8 +92,11 @@ int main(int argc, char** argv) {
     const auto group = make_group(options.world, store, options.group);
     const double seconds = measure(group, options);
     if (options.world.rank == 0) {
-      std::cout << nlohmann::json{{"model", options.model}, {"backend", group.backend()}, {"ranks", group.size()},
-                                  {"ms_per_step", seconds * 1e3}, {"samples_per_s", options.batch * group.size() / seconds}}
+      std::cout << nlohmann::json{{"model", options.model},
+                                  {"backend", group.backend()},
+                                  {"ranks", group.size()},
+                                  {"ms_per_step", seconds * 1e3},
+                                  {"samples_per_s", options.batch * group.size() / seconds}}
                 << std::endl;
     }
   } catch (const std::exception& error) {

@@ -1,9 +1,8 @@
 // DistributedDataParallel for a LibTorch loop of your own: a copy of the module in every process, gradients averaged
 // while backward goes on. Follows torch.nn.parallel.DistributedDataParallel.
 //
-//   lockstep::DistributedDataParallel ddp(net, group);     // net: a module holder or a shared_ptr, the same on all ranks
-//   torch::optim::Adam adam(ddp->parameters());
-//   for (auto& [x, y] : my_part_of_the_data) {
+//   lockstep::DistributedDataParallel ddp(net, group);     // net: a module holder or a shared_ptr, the same on all
+//   ranks torch::optim::Adam adam(ddp->parameters()); for (auto& [x, y] : my_part_of_the_data) {
 //     adam.zero_grad();
 //     torch::cross_entropy_loss(ddp(x), y).backward();     // after it the gradients are the mean over all ranks
 //     adam.step();
@@ -74,8 +73,9 @@ class DistributedGradients {
   };
   [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
 
-  // Runs a loop whose number of steps may differ between ranks. A rank that is done takes part in the others' steps, with
-  // no examples, until all are done; then all get the parameters and buffers of one that made the most steps. Collective.
+  // Runs a loop whose number of steps may differ between ranks. A rank that is done takes part in the others' steps,
+  // with no examples, until all are done; then all get the parameters and buffers of one that made the most steps.
+  // Collective.
   void join(const std::function<void()>& loop);
 
   // How many examples the next backward counts for on this rank.
@@ -90,8 +90,8 @@ class DistributedGradients {
 };
 
 // One thread a rank. The module is shared, not copied. Each backward with sync on is one step of all ranks; in it,
-// parameters may be unused on some ranks or on all (their gradients stay undefined where no rank has one). Gradients are
-// views of memory that the next step overwrites.
+// parameters may be unused on some ranks or on all (their gradients stay undefined where no rank has one). Gradients
+// are views of memory that the next step overwrites.
 template <class M>
 class DistributedDataParallel : public DistributedGradients {
  public:
@@ -99,6 +99,11 @@ class DistributedDataParallel : public DistributedGradients {
       : DistributedGradients(module, std::move(group), options),
         module_(std::move(module)),
         weigh_by_examples_(options.weigh_by_examples) {}
+
+  template <class Holder>
+  requires std::is_same_v<typename Holder::ContainedType, M> DistributedDataParallel(
+      const Holder& module, Group group, DistributedDataParallelOptions options = {})
+      : DistributedDataParallel(module.ptr(), std::move(group), std::move(options)) {}
 
   // The module's forward.
   template <class... Inputs>
@@ -130,7 +135,9 @@ class DistributedDataParallel : public DistributedGradients {
 };
 
 template <class Holder, class... Rest>
-DistributedDataParallel(const Holder&, Rest...) -> DistributedDataParallel<
-    std::remove_reference_t<decltype(*std::declval<const Holder&>())>>;
+DistributedDataParallel(const Holder&, Rest...) -> DistributedDataParallel<typename Holder::ContainedType>;
+
+template <class M, class... Rest>
+DistributedDataParallel(std::shared_ptr<M>, Rest...) -> DistributedDataParallel<M>;
 
 }  // namespace lockstep

@@ -6,8 +6,8 @@
 // runs in the caller's thread; what `start` began runs in a thread of the Group's own. `abort` may be called from any
 // thread at any time.
 //
-// Membership never changes. Once an operation threw anything but InvalidArgument, every later one throws as well: make a
-// new Group.
+// Membership never changes. Once an operation threw anything but InvalidArgument, every later one throws as well: make
+// a new Group.
 //
 // Results do not depend on timing: every rank gets the same bits, and gets them again in the next run. float16 and
 // bfloat16 are summed in float32. mean is the sum divided by size(); integers round towards zero.
@@ -30,16 +30,26 @@ using Counts = std::vector<std::size_t>;
 // One operation as a value. Ranks' calls agree when kind, dtype, operator, root and sizes do.
 struct Call {
   enum class Kind : std::uint8_t {
-    barrier, all_reduce, reduce, broadcast, all_gather, gather, scatter, reduce_scatter, all_to_all, send, recv
+    barrier,
+    all_reduce,
+    reduce,
+    broadcast,
+    all_gather,
+    gather,
+    scatter,
+    reduce_scatter,
+    all_to_all,
+    send,
+    recv
   };
 
   Kind kind = Kind::barrier;
   Buffer input;
   Buffer output;
   ReduceOp op = ReduceOp::sum;
-  int peer = 0;          // the root; for send and recv the other side
-  Counts counts;         // what each rank gives or gets; of all_to_all what this rank sends to each
-  Counts output_counts;  // of all_to_all: what this rank gets from each
+  int peer = 0;                          // the root; for send and recv the other side
+  Counts counts;                         // what each rank gives or gets; of all_to_all what this rank sends to each
+  Counts output_counts;                  // of all_to_all: what this rank gets from each
   Deadline::Clock::time_point called{};  // set by Group::start
 
   // Returns when every rank has called it.
@@ -132,8 +142,8 @@ class Group {
   void send(Buffer buffer, int to, Deadline deadline) const { run(Call::send(buffer, to), deadline); }
   void recv(Buffer buffer, int from, Deadline deadline) const { run(Call::recv(buffer, from), deadline); }
 
-  // Groups of the ranks that pass the same color (0 or more), ordered by key, then by rank here. Collective. A rank with
-  // a negative color is in none and gets nothing. Follows MPI_Comm_split.
+  // Groups of the ranks that pass the same color (0 or more), ordered by key, then by rank here. Collective. A rank
+  // with a negative color is in none and gets nothing. Follows MPI_Comm_split.
   std::unique_ptr<Group> split(int color, int key, Deadline deadline) const;
 
   // Memory, zeroed and aligned to pages, that this Group reduces in place without a copy where it can. Not collective.

@@ -14,8 +14,8 @@ namespace lockstep {
 //
 //   auto store = rank == 0 ? Store::hold("127.0.0.1:29511") : Store::connect("127.0.0.1:29511", deadline);
 //
-// Every call throws DeadlineExceeded at its deadline, and ClusterError when the store went away or what answers is not a
-// store of this version; the message names the address.
+// Every call throws DeadlineExceeded at its deadline, and ClusterError when the store went away or what answers is not
+// a store of this version; the message names the address.
 class Store {
  public:
   // Holds the store in this process, until the last handle of this process ends. Port 0: one of the system's choosing.

@@ -27,7 +27,7 @@ struct World {
 // How ranks that have messages only make an all_reduce: the algorithms are in src/collective/mesh/. ring,
 // halving_doubling and tree send partial sums, which 16-bit elements round in every step.
 enum class Implementation : std::uint8_t {
-  automatic,  // by size, number of ranks and backend
+  automatic,                // by size, number of ranks and backend
   direct,                   // everybody to everybody: for a few bytes
   ring,                     // Patarasuk and Yuan, 2009
   halving_doubling,         // Thakur, Rabenseifner and Gropp, 2005
@@ -35,7 +35,7 @@ enum class Implementation : std::uint8_t {
   pairwise,                 // slices to their owners, then a ring; 16-bit elements are rounded once
   reduction_to_one_device,  // rank 0 reduces for all
 };
-const char* name_of(Implementation implementation);           // "auto", "ring", ...
+const char* name_of(Implementation implementation);            // "auto", "ring", ...
 Implementation implementation_named(const std::string& name);  // throws InvalidArgument
 
 // Follows tf.distribute.experimental.CommunicationOptions, and the backends of torch.distributed.

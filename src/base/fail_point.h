@@ -10,7 +10,8 @@ using FailHook = std::function<void(const char* place)>;
 inline thread_local FailHook* fail_hook = nullptr;
 
 inline void fail_point(const char* place) {
-  if (fail_hook != nullptr) [[unlikely]] (*fail_hook)(place);
+  if (fail_hook != nullptr) [[unlikely]]
+    (*fail_hook)(place);
 }
 
 }  // namespace lockstep

@@ -29,7 +29,8 @@ Kind kind_named(const std::string& name) {
   for (int kind = 0; kind <= static_cast<int>(Kind::all_to_all); ++kind) {
     if (name == name_of(static_cast<Kind>(kind))) return static_cast<Kind>(kind);
   }
-  throw InvalidArgument(text("there is no operation \"", name, "\"; there are barrier, all_reduce, reduce, broadcast, "
+  throw InvalidArgument(text("there is no operation \"", name,
+                             "\"; there are barrier, all_reduce, reduce, broadcast, "
                              "all_gather, gather, scatter, reduce_scatter and all_to_all"));
 }
 
@@ -182,7 +183,8 @@ double measure(const Group& group, Trial& trial, double seconds) {
 // As mpirun does: a core a rank where there are enough.
 void pin(int rank, int ranks) {
   const auto cpus = cpus_by_place(allowed_cpus());
-  if (static_cast<std::size_t>(ranks) <= cpus.size()) pin_current_thread(std::span(cpus).subspan(static_cast<std::size_t>(rank), 1));
+  if (static_cast<std::size_t>(ranks) <= cpus.size())
+    pin_current_thread(std::span(cpus).subspan(static_cast<std::size_t>(rank), 1));
 }
 
 // Returns whether all results were right.
@@ -194,7 +196,8 @@ bool run_rank(const Group& group, const BenchOptions& options, std::ostream* out
   if (out != nullptr) {
     *out << options.operation << ", " << options.dtype << ", " << group.size() << " ranks, " << group.backend() << "\n"
          << std::setw(12) << "bytes" << std::setw(14) << "time us" << std::setw(14) << "algbw GB/s" << std::setw(14)
-         << "busbw GB/s" << std::setw(10) << "result" << "\n";
+         << "busbw GB/s" << std::setw(10) << "result"
+         << "\n";
   }
   for (const auto size : options.sizes) {
     Trial trial(group, options, size);
@@ -210,8 +213,9 @@ bool run_rank(const Group& group, const BenchOptions& options, std::ostream* out
     microseconds[std::to_string(size)] = std::round(us * 100) / 100;
   }
   if (out != nullptr) {
-    *out << nlohmann::json{{"operation", options.operation}, {"backend", group.backend()}, {"ranks", group.size()},
-                           {"any_buffer", options.any_buffer}, {"right", all_right}, {"us", microseconds}} << std::endl;
+    *out << nlohmann::json{{"operation", options.operation},   {"backend", group.backend()}, {"ranks", group.size()},
+                           {"any_buffer", options.any_buffer}, {"right", all_right},         {"us", microseconds}}
+         << std::endl;
   }
   return all_right;
 }

@@ -16,8 +16,8 @@ struct BenchOptions {
   GroupOptions group;
   int ranks = 2;
   std::vector<std::size_t> sizes{4, 4096, 65536, 1388584, 16 << 20, 64 << 20};  // bytes
-  bool any_buffer = false;  // memory of malloc instead of the group's `allocate`
-  double seconds = 0.5;     // about how long each size is measured
+  bool any_buffer = false;           // memory of malloc instead of the group's `allocate`
+  double seconds = 0.5;              // about how long each size is measured
   std::vector<std::string> command;  // how to start this program again, without options
   std::string ranks_per_host;        // "2": ranks 0 and 1 are one host, and so on; empty: all on one
 
@@ -27,9 +27,9 @@ struct BenchOptions {
   bool hold_store = false;
 };
 
-// Starts the ranks (as threads for the backend "threads", else as processes of this host) and prints rank 0's table, with
-// a line of JSON at its end. Algorithm bandwidth and bus bandwidth are those of nccl-tests (doc/PERFORMANCE.md there).
-// Returns the exit status: 1 where a result was wrong or a rank failed.
+// Starts the ranks (as threads for the backend "threads", else as processes of this host) and prints rank 0's table,
+// with a line of JSON at its end. Algorithm bandwidth and bus bandwidth are those of nccl-tests (doc/PERFORMANCE.md
+// there). Returns the exit status: 1 where a result was wrong or a rank failed.
 int bench_collectives(const BenchOptions& options, std::ostream& out);
 
 }  // namespace lockstep

@@ -21,8 +21,7 @@ constexpr std::chrono::seconds kForTheReason(1);
 
 struct Store::State {
   std::vector<std::string> ask(std::uint16_t code, const std::vector<std::string>& items, Deadline deadline);
-  std::vector<std::string> ask_now(std::uint16_t code, const std::vector<std::string>& items, Deadline deadline)
-      ;
+  std::vector<std::string> ask_now(std::uint16_t code, const std::vector<std::string>& items, Deadline deadline);
   std::vector<std::string> read_answer(Deadline deadline);
 
   std::optional<StoreServer> server;  // where this process holds the store
@@ -69,11 +68,13 @@ std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadli
     for (const auto& key : missing) {
       places.push_back(static_cast<int>(std::find(keys.begin(), keys.end(), key) - keys.begin()));
     }
-    throw DeadlineExceeded("store", deadline.waited(), places, text(" (missing in ", address(), ": ", join(missing), ")"));
+    throw DeadlineExceeded("store", deadline.waited(), places,
+                           text(" (missing in ", address(), ": ", join(missing), ")"));
   }
 }
 
-std::vector<std::string> Store::State::ask(std::uint16_t code, const std::vector<std::string>& items, Deadline deadline) {
+std::vector<std::string> Store::State::ask(std::uint16_t code, const std::vector<std::string>& items,
+                                           Deadline deadline) {
   for (const auto& item : items) {
     if (item.size() <= kLongestItem) continue;
     throw InvalidArgument(text("store: a key or value of ", item.size(), " bytes; at most ", kLongestItem));
@@ -101,7 +102,8 @@ std::vector<std::string> Store::State::ask_now(std::uint16_t code, const std::ve
 std::vector<std::string> Store::State::read_answer(Deadline deadline) {
   const auto frame = read_value<StoreFrame>(socket, deadline);
   if (frame.magic != StoreFrame::kMagic) throw ClusterError("what answers there is not a Lockstep store");
-  if (frame.length > StoreFrame::kLongest) throw ClusterError(text("an answer of ", frame.length, " bytes is not to be believed"));
+  if (frame.length > StoreFrame::kLongest)
+    throw ClusterError(text("an answer of ", frame.length, " bytes is not to be believed"));
   std::string bytes(frame.length, '\0');
   read_all(socket, std::as_writable_bytes(std::span(bytes)), deadline);
   auto items = unpack(bytes);

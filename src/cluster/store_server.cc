@@ -63,7 +63,8 @@ void StoreServer::read(Client& client) {
       return;
     }
     if (frame.version != StoreFrame::kVersion) {
-      answer(client, StoreFrame::refused, {text("the store speaks version ", StoreFrame::kVersion, ", not ", frame.version)});
+      answer(client, StoreFrame::refused,
+             {text("the store speaks version ", StoreFrame::kVersion, ", not ", frame.version)});
       flush(client);
       client.closed = true;
       return;

@@ -57,8 +57,8 @@ class StoreServer {
   FileDescriptor listener_;
   FileDescriptor stop_;  // an eventfd
   std::string address_;
-  std::map<std::string, std::string> values_;         // of the thread
-  std::vector<std::unique_ptr<Client>> clients_;      // of the thread
+  std::map<std::string, std::string> values_;     // of the thread
+  std::vector<std::unique_ptr<Client>> clients_;  // of the thread
   std::jthread thread_;
 };
 

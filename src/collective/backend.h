@@ -1,4 +1,5 @@
-// What a backend of Group provides. One object a rank. Wrappers (checks, faults, timelines) are backends over a backend.
+// What a backend of Group provides. One object a rank. Wrappers (checks, faults, timelines) are backends over a
+// backend.
 #pragma once
 
 #include <memory>

@@ -28,13 +28,14 @@ std::size_t sum(const Counts& counts) { return std::accumulate(counts.begin(), c
 
 void require_count(const Call& call, const char* which, const Buffer& buffer, std::size_t wanted) {
   if (buffer.count == wanted) return;
-  throw InvalidArgument(text(name_of(call.kind), ": the ", which, " is ", words_of(buffer), "; it must have ", wanted,
-                             " elements"));
+  throw InvalidArgument(
+      text(name_of(call.kind), ": the ", which, " is ", words_of(buffer), "; it must have ", wanted, " elements"));
 }
 
 void require_length(const Call& call, const Counts& counts, int size) {
   if (counts.empty() || counts.size() == static_cast<std::size_t>(size)) return;
-  throw InvalidArgument(text(name_of(call.kind), ": there are ", counts.size(), " counts; the group has ", size, " ranks"));
+  throw InvalidArgument(
+      text(name_of(call.kind), ": there are ", counts.size(), " counts; the group has ", size, " ranks"));
 }
 
 // Checks the one who has the whole against the parts.
@@ -42,7 +43,8 @@ void require_parts(const Call& call, const char* name, const Buffer& whole, cons
                    bool has_whole, bool has_part) {
   const auto all = call.counts.empty() ? part.count * static_cast<std::size_t>(size) : sum(call.counts);
   if (has_part && !call.counts.empty()) {
-    require_count(call, name == std::string("output") ? "input" : "output", part, call.counts[static_cast<std::size_t>(rank)]);
+    require_count(call, name == std::string("output") ? "input" : "output", part,
+                  call.counts[static_cast<std::size_t>(rank)]);
   }
   if (has_whole) require_count(call, name, whole, all);
 }
@@ -87,7 +89,8 @@ void check_call(const Call& call, int rank, int size) {
       }
       if (call.counts.empty()) {
         require_count(call, "output", call.output, call.input.count);
-        require_count(call, "input", call.input, call.input.count / static_cast<std::size_t>(size) * static_cast<std::size_t>(size));
+        require_count(call, "input", call.input,
+                      call.input.count / static_cast<std::size_t>(size) * static_cast<std::size_t>(size));
       } else {
         require_count(call, "input", call.input, sum(call.counts));
         require_count(call, "output", call.output, sum(call.output_counts));
@@ -158,7 +161,9 @@ std::vector<Piece> pieces_of(const Call& call, int rank, int size, std::span<con
     case Kind::gather:
       if (rank == call.peer) gather();
       break;
-    case Kind::scatter: add(call.peer, share_of(call.counts, call.output.count, rank).begin, 0, call.output.count); break;
+    case Kind::scatter:
+      add(call.peer, share_of(call.counts, call.output.count, rank).begin, 0, call.output.count);
+      break;
     case Kind::all_to_all: {
       const auto each = call.input.count / static_cast<std::size_t>(size);
       std::size_t into = 0;

@@ -50,7 +50,8 @@ struct Piece {
   std::size_t bytes;
 };
 
-// For broadcast, all_gather, gather, scatter and all_to_all. `all_counts`: of an all_to_all with counts, [from * size + to].
+// For broadcast, all_gather, gather, scatter and all_to_all. `all_counts`: of an all_to_all with counts, [from * size +
+// to].
 std::vector<Piece> pieces_of(const Call& call, int rank, int size, std::span<const std::size_t> all_counts = {});
 
 inline std::byte* bytes_of(const Buffer& buffer) { return static_cast<std::byte*>(buffer.data); }

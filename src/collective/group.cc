@@ -46,8 +46,8 @@ struct Group::State {
     }
   }
 
-  // Waits for the turn of `number`, acts, and passes it on. A call that does not get its turn in time fails the group; but
-  // first the one ahead, whose deadline is often the same, may say whom it waited for.
+  // Waits for the turn of `number`, acts, and passes it on. A call that does not get its turn in time fails the group;
+  // but first the one ahead, whose deadline is often the same, may say whom it waited for.
   template <class Act>
   void in_turn(std::uint64_t number, Deadline deadline, const char* operation, const Act& act) {
     if (!turns.wait(number, deadline) && !turns.wait(number, Deadline::after(kForTheReason))) {

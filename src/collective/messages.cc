@@ -21,8 +21,8 @@ Signature signature_in(const MessageTag& tag) {
 //   bits of word 0: kind 0-7 | dtype 8-15 | operator 16-23 | root 24-31 | sequence 32-63; word 1: the shape
 MessageTag tag_of(const Signature& signature, std::uint32_t sequence) {
   return {static_cast<std::uint64_t>(signature.kind) | static_cast<std::uint64_t>(signature.dtype) << 8 |
-              static_cast<std::uint64_t>(signature.op) << 16 |
-              static_cast<std::uint64_t>(signature.peer & 0xff) << 24 | static_cast<std::uint64_t>(sequence) << 32,
+              static_cast<std::uint64_t>(signature.op) << 16 | static_cast<std::uint64_t>(signature.peer & 0xff) << 24 |
+              static_cast<std::uint64_t>(sequence) << 32,
           signature.shape};
 }
 
@@ -42,7 +42,8 @@ void exchange_messages(Mesh& mesh, std::span<const Call> calls, Deadline deadlin
     if (call.kind == Call::Kind::send) {
       outgoing.push_back({call.peer, bytes_of(call.input), call.input.bytes(), tag_of(message_signature(call), 0)});
     } else {
-      incoming.push_back({call.peer, bytes_of(call.output), call.output.bytes(), nullptr, tag_of(message_signature(call), 0)});
+      incoming.push_back(
+          {call.peer, bytes_of(call.output), call.output.bytes(), nullptr, tag_of(message_signature(call), 0)});
     }
   }
   try {

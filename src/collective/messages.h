@@ -14,7 +14,8 @@ namespace lockstep {
 MessageTag tag_of(const Signature& signature, std::uint32_t sequence);
 
 // InvalidArgument that says what was expected and what came.
-[[noreturn]] void throw_wrong_message(const WrongMessage& message, int rank, const Signature& mine, std::uint32_t sequence);
+[[noreturn]] void throw_wrong_message(const WrongMessage& message, int rank, const Signature& mine,
+                                      std::uint32_t sequence);
 
 // Carries out sends and receives side by side.
 void exchange_messages(Mesh& mesh, std::span<const Call> calls, Deadline deadline);

@@ -111,8 +111,12 @@ Call Call::all_to_all(Buffer input, Buffer output, Counts input_counts, Counts o
           .output_counts = std::move(output_counts)};
 }
 
-Call Call::send(Buffer buffer, int to) { return {.kind = Kind::send, .input = buffer, .output = {nullptr, 0, buffer.dtype}, .peer = to}; }
+Call Call::send(Buffer buffer, int to) {
+  return {.kind = Kind::send, .input = buffer, .output = {nullptr, 0, buffer.dtype}, .peer = to};
+}
 
-Call Call::recv(Buffer buffer, int from) { return {.kind = Kind::recv, .input = {nullptr, 0, buffer.dtype}, .output = buffer, .peer = from}; }
+Call Call::recv(Buffer buffer, int from) {
+  return {.kind = Kind::recv, .input = {nullptr, 0, buffer.dtype}, .output = buffer, .peer = from};
+}
 
 }  // namespace lockstep

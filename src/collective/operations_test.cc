@@ -103,6 +103,15 @@ class Field {
   Buffer buffer_;
 };
 
+// Sanitizers make the test's own loops slow: fewer ranks and shorter buffers find the same races.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr int kMostRanks = 4;
+constexpr std::size_t kLong = 1000, kLongest = 9000;
+#else
+constexpr int kMostRanks = 9;
+constexpr std::size_t kLong = 1000, kLongest = 70001;
+#endif
+
 struct Setting {
   std::string backend;
   Implementation implementation = Implementation::automatic;
@@ -129,11 +138,13 @@ class AnyGroup : public testing::TestWithParam<std::tuple<Setting, int>> {
   }
 
   // 0, 1, fewer than ranks, what does not divide, and what needs several windows or slices.
-  std::vector<std::size_t> counts() const { return {0, 1, 2, static_cast<std::size_t>(size()) * 5 + 3, 1000, 70001}; }
+  std::vector<std::size_t> counts() const {
+    return {0, 1, 2, static_cast<std::size_t>(size()) * 5 + 3, kLong, kLongest};
+  }
 };
 
-constexpr DType kDtypes[] = {DType::float32,  DType::float64, DType::float16, DType::bfloat16,
-                             DType::int32, DType::int64,   DType::uint8};
+constexpr DType kDtypes[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16,
+                             DType::int32,   DType::int64,   DType::uint8};
 constexpr ReduceOp kOps[] = {ReduceOp::sum, ReduceOp::mean, ReduceOp::min, ReduceOp::max, ReduceOp::product};
 
 TEST_P(AnyGroup, Reductions) {
@@ -142,7 +153,7 @@ TEST_P(AnyGroup, Reductions) {
     for (const auto count : counts()) {
       for (const auto dtype : kDtypes) {
         for (const auto op : kOps) {
-          if (count > 1000 && op != ReduceOp::sum && dtype != DType::float32) continue;  // the same code, and slow
+          if (count >= kLong && op != ReduceOp::sum && dtype != DType::float32) continue;  // the same code, and slow
           const bool shared = ++number % 2 == 0;
           const int root = number % group.size();
           const auto mine = inputs(group.rank(), count, op);
@@ -161,7 +172,8 @@ TEST_P(AnyGroup, Reductions) {
           ASSERT_TRUE(given.holds(mine)) << trace("reduce, input");
 
           const auto whole = count * static_cast<std::size_t>(size());
-          const Field parts(group, dtype, inputs(group.rank(), whole, op), shared), part(group, dtype, Values(count), shared);
+          const Field parts(group, dtype, inputs(group.rank(), whole, op), shared),
+              part(group, dtype, Values(count), shared);
           group.reduce_scatter(parts.buffer(), part.buffer(), op, soon());
           const auto begin = count * static_cast<std::size_t>(group.rank());
           ASSERT_TRUE(part.holds(reductions(op, size(), begin, begin + count))) << trace("reduce_scatter");
@@ -172,7 +184,9 @@ TEST_P(AnyGroup, Reductions) {
 }
 
 // Rank r's share where shares differ: some are empty.
-std::size_t uneven(int rank, std::size_t count) { return count * static_cast<std::size_t>(rank % 3) + static_cast<std::size_t>(rank == 1); }
+std::size_t uneven(int rank, std::size_t count) {
+  return count * static_cast<std::size_t>(rank % 3) + static_cast<std::size_t>(rank == 1);
+}
 
 TEST_P(AnyGroup, Distributions) {
   on_ranks([&](const Group& group) {
@@ -253,7 +267,8 @@ TEST_P(AnyGroup, MessagesInAnyOrderOfSizes) {
     const int next = (me + 1) % n, previous = (me + n - 1) % n;
     for (const auto count : counts()) {
       if (n == 1) continue;
-      const Field first(group, DType::float32, inputs(me, count), false), second(group, DType::int64, inputs(me, 3), false);
+      const Field first(group, DType::float32, inputs(me, count), false),
+          second(group, DType::int64, inputs(me, 3), false);
       const Field a(group, DType::float32, Values(count), false), b(group, DType::int64, Values(3), false);
       group.run({Call::send(first.buffer(), next), Call::send(second.buffer(), next), Call::recv(a.buffer(), previous),
                  Call::recv(b.buffer(), previous)},
@@ -308,15 +323,10 @@ TEST_P(AnyGroup, SplitMakesGroupsThatWork) {
   });
 }
 
-// Sanitizers make waiting ranks slow: fewer of them find the same races.
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr int kMostRanks = 4;
-#else
-constexpr int kMostRanks = 9;
-#endif
-
 std::vector<Setting> settings() {
-  std::vector<Setting> all{{"threads"}, {"shm"}, {"hierarchical", Implementation::automatic, 2},
+  std::vector<Setting> all{{"threads"},
+                           {"shm"},
+                           {"hierarchical", Implementation::automatic, 2},
                            {"hierarchical", Implementation::automatic, 3}};
   for (int i = 0; i <= static_cast<int>(Implementation::reduction_to_one_device); ++i) {
     all.push_back({"tcp", static_cast<Implementation>(i)});
@@ -324,7 +334,8 @@ std::vector<Setting> settings() {
   return all;
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, AnyGroup, testing::Combine(testing::ValuesIn(settings()), testing::Range(1, kMostRanks + 1)),
+INSTANTIATE_TEST_SUITE_P(Backends, AnyGroup,
+                         testing::Combine(testing::ValuesIn(settings()), testing::Range(1, kMostRanks + 1)),
                          [](const auto& test) {
                            return name_of(std::get<0>(test.param)) + "_" + std::to_string(std::get<1>(test.param));
                          });

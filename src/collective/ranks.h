@@ -31,8 +31,10 @@ inline std::vector<std::exception_ptr> run_ranks(const RankOptions& options,
       try {
         const auto index = static_cast<std::size_t>(rank);
         if (!threads_groups.empty()) return body(threads_groups[index]);
-        const World world{.rank = rank, .size = options.size, .host = "host " + std::to_string(rank / options.ranks_per_host)};
-        body(make_group(world, Store::connect(store.address(), Deadline::after(std::chrono::seconds(30))), options.group));
+        const World world{
+            .rank = rank, .size = options.size, .host = "host " + std::to_string(rank / options.ranks_per_host)};
+        body(make_group(world, Store::connect(store.address(), Deadline::after(std::chrono::seconds(30))),
+                        options.group));
       } catch (...) {
         errors[static_cast<std::size_t>(rank)] = std::current_exception();
       }

@@ -47,14 +47,18 @@ std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, const World& worl
   const bool one_host = std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; });
   const bool all_apart = std::set<std::string>(hosts.begin(), hosts.end()).size() == hosts.size();
   const auto on_my_host = static_cast<int>(std::count(hosts.begin(), hosts.end(), world.host));
-  const std::string backend = options.backend != "auto" ? options.backend : one_host ? "shm" : all_apart ? "tcp" : "hierarchical";
+  const std::string backend = options.backend != "auto" ? options.backend
+                              : one_host                ? "shm"
+                              : all_apart               ? "tcp"
+                                                        : "hierarchical";
   if (backend == "shm" && !one_host) {
     throw InvalidArgument(text("make_group: the backend \"shm\" is for ranks of one host; these are on ", join(hosts)));
   }
   if (backend == "shm") return make_shm_backend(members, options, deadline);
   if (backend == "tcp") return make_tcp_backend(members, world, options, patience_at_sockets(on_my_host), deadline);
   if (backend == "hierarchical") return make_hierarchical_backend(members, world, hosts, options, deadline);
-  throw InvalidArgument(text("make_group: there is no backend \"", backend, "\"; there are auto, shm, tcp and hierarchical"));
+  throw InvalidArgument(
+      text("make_group: there is no backend \"", backend, "\"; there are auto, shm, tcp and hierarchical"));
 }
 
 }  // namespace

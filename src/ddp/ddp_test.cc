@@ -59,10 +59,13 @@ std::vector<Batch> batches(int count, int size) {
 }
 
 Batch part_of(const Batch& batch, int rank, int size) {
-  return {batch.x.tensor_split(size)[static_cast<std::size_t>(rank)], batch.y.tensor_split(size)[static_cast<std::size_t>(rank)]};
+  return {batch.x.tensor_split(size)[static_cast<std::size_t>(rank)],
+          batch.y.tensor_split(size)[static_cast<std::size_t>(rank)]};
 }
 
-Tensor loss_of(const Tensor& output, const Tensor& y) { return at::mse_loss(output, y) + 0.1 * at::smooth_l1_loss(output, y); }
+Tensor loss_of(const Tensor& output, const Tensor& y) {
+  return at::mse_loss(output, y) + 0.1 * at::smooth_l1_loss(output, y);
+}
 
 template <class Body>
 void on_ranks(int size, const Body& body) {
@@ -114,7 +117,8 @@ TEST_P(Ranks, FiftyStepsAreThoseOfOneProcessOnTheWholeBatch) {
   }
   on_ranks(size, [&](const Group& group) {
     // Small buckets, so that there are several and their order is learnt.
-    DistributedDataParallel ddp(make_net(), group, {.bucket_cap_mb = 5e-4, .first_bucket_mb = 2e-4, .timeout_seconds = 30});
+    DistributedDataParallel ddp(make_net(), group,
+                                {.bucket_cap_mb = 5e-4, .first_bucket_mb = 2e-4, .timeout_seconds = 30});
     torch::optim::Adam mine(ddp->parameters(), torch::optim::AdamOptions(0.01));
     for (const auto& batch : all) {
       const auto part = part_of(batch, group.rank(), group.size());
@@ -143,7 +147,8 @@ TEST_P(Ranks, AccumulationReducesOnce) {
     torch::optim::SGD mine(ddp->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
     for (std::size_t i = 0; i < all.size(); i += 3) {
       mine.zero_grad(i % 2 == 0);  // gradients that are zeroed in place are views of buckets
-      const auto first = part_of(all[i], group.rank(), group.size()), second = part_of(all[i + 1], group.rank(), group.size());
+      const auto first = part_of(all[i], group.rank(), group.size()),
+                 second = part_of(all[i + 1], group.rank(), group.size());
       {
         const auto quiet = ddp.no_sync();
         loss_of(ddp(first.x), first.y).backward();
@@ -196,7 +201,8 @@ TEST_P(Ranks, BuffersAreRankZeros) {
       const auto part = part_of(batch, group.rank(), group.size());
       loss_of(ddp(part.x), part.y).backward();
       auto first = ddp->norm->running_mean.clone();
-      group.broadcast({first.data_ptr(), static_cast<std::size_t>(first.numel()), DType::float64}, 0, Deadline::after(std::chrono::seconds(30)));
+      group.broadcast({first.data_ptr(), static_cast<std::size_t>(first.numel()), DType::float64}, 0,
+                      Deadline::after(std::chrono::seconds(30)));
       EXPECT_TRUE(first.equal(ddp->norm->running_mean));
     }
   });
@@ -271,7 +277,8 @@ TEST(Ddp, SixteenBitsOnTheWireAreCloseAndTheSameOnAllRanks) {
         const auto largest = parameter.value().grad().abs().max().item<float>();
         EXPECT_LE((mine - parameter.value().grad()).abs().max().item<float>(), 0.01 * largest) << parameter.key();
         auto first = mine.clone();
-        group.broadcast({first.data_ptr(), static_cast<std::size_t>(first.numel()), DType::float32}, 0, Deadline::after(std::chrono::seconds(30)));
+        group.broadcast({first.data_ptr(), static_cast<std::size_t>(first.numel()), DType::float32}, 0,
+                        Deadline::after(std::chrono::seconds(30)));
         EXPECT_TRUE(first.equal(mine));
       }
     }

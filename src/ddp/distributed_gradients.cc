@@ -44,12 +44,13 @@ void require_same(const Group& group, const std::vector<std::string>& names, con
     group.all_reduce(buffer_of(std::span(&differs, 1)), ReduceOp::max, deadline);
   }
   if (differs == 1) {
-    throw InvalidArgument(text("the ranks' modules differ: rank 0 has ", count, " parameters and buffers, rank ", group.rank(), " ", mine[0]));
+    throw InvalidArgument(text("the ranks' modules differ: rank 0 has ", count, " parameters and buffers, rank ",
+                               group.rank(), " ", mine[0]));
   }
   if (differs > 1) {
     const auto i = static_cast<std::size_t>(differs) - 2;
-    throw InvalidArgument(text("the ranks' modules differ in \"", names[i], "\", which is ", tensors[i].scalar_type(), " ",
-                               tensors[i].sizes(), " on rank ", group.rank()));
+    throw InvalidArgument(text("the ranks' modules differ in \"", names[i], "\", which is ", tensors[i].scalar_type(),
+                               " ", tensors[i].sizes(), " on rank ", group.rank()));
   }
 }
 
@@ -87,11 +88,11 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
   require_same(state_->group, names, tensors, state_->deadline());
   share(state_->group, tensors, 0, state_->deadline());
   const auto& chosen = state_->options;
-  state_->reducer.emplace(std::move(trained_names), std::move(trained), state_->group,
-                          GradientReducerOptions{static_cast<std::size_t>(chosen.bucket_cap_mb * kMegabyte),
-                                                 static_cast<std::size_t>(chosen.first_bucket_mb * kMegabyte),
-                                                 chosen.gradient_dtype, chosen.timeout_seconds, chosen.bucket_order,
-                                                 chosen.comm_hook});
+  state_->reducer.emplace(
+      std::move(trained_names), std::move(trained), state_->group,
+      GradientReducerOptions{static_cast<std::size_t>(chosen.bucket_cap_mb * kMegabyte),
+                             static_cast<std::size_t>(chosen.first_bucket_mb * kMegabyte), chosen.gradient_dtype,
+                             chosen.timeout_seconds, chosen.bucket_order, chosen.comm_hook});
   state_->reducer->set_after_pass([state = state_.get()](int root) { state->share_buffers(root); });
 }
 

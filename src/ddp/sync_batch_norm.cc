@@ -33,7 +33,8 @@ class Converted {
   void add(const Tensor& tensor, std::shared_ptr<const Group> group) {
     MutexLock lock(mutex_);
     std::erase_if(groups_, [](const auto& entry) { return entry.second.tensor.expired(); });
-    groups_.insert_or_assign(tensor.unsafeGetTensorImpl(), Entry{WeakTensor(tensor.getIntrusivePtr()), std::move(group)});
+    groups_.insert_or_assign(tensor.unsafeGetTensorImpl(),
+                             Entry{WeakTensor(tensor.getIntrusivePtr()), std::move(group)});
     any_.store(true, std::memory_order_release);
   }
 
@@ -72,8 +73,8 @@ struct GroupHolder : torch::CustomClassHolder {
   std::shared_ptr<const Group> group;
 };
 
-// The sum over all ranks. Backward sums the ranks' gradients, each times its examples: each rank's loss is a mean over its
-// own examples, and counts for as many in the mean over all.
+// The sum over all ranks. Backward sums the ranks' gradients, each times its examples: each rank's loss is a mean over
+// its own examples, and counts for as many in the mean over all.
 struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& values,
                         const c10::intrusive_ptr<GroupHolder>& holder, double examples) {
@@ -127,8 +128,8 @@ Tensor batch_norm(const Tensor& x, const OptionalTensor& weight, const OptionalT
   auto group = training ? converted().group_of(running_mean) : nullptr;
   if (training && !group) group = converted().group_of(weight);
   if (!group) {
-    return at::compositeimplicitautograd::batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps,
-                                                     cudnn_enabled);
+    return at::compositeimplicitautograd::batch_norm(x, weight, bias, running_mean, running_var, training, momentum,
+                                                     eps, cudnn_enabled);
   }
   return normalized_over_ranks(x, weight, bias, running_mean, running_var, momentum, eps, std::move(group));
 }
@@ -141,7 +142,8 @@ bool convert(torch::nn::Module& module, const std::string& name, const std::shar
   auto* const layer = module.as<Layer>();
   if (layer == nullptr) return false;
   if (!layer->weight.defined() && !layer->running_mean.defined()) {
-    throw InvalidArgument(text("convert_sync_batchnorm: the layer \"", name, "\" has neither weights nor running statistics"));
+    throw InvalidArgument(
+        text("convert_sync_batchnorm: the layer \"", name, "\" has neither weights nor running statistics"));
   }
   if (layer->running_mean.defined()) converted().add(layer->running_mean, group);
   if (layer->weight.defined()) converted().add(layer->weight, group);

@@ -87,13 +87,15 @@ GradientReducer::GradientReducer(std::vector<std::string> names, std::vector<at:
       tallies_(static_cast<std::size_t>(group_.size())) {
   if (parameters_.empty()) throw InvalidArgument("there is no parameter that requires a gradient");
   if (options_.wire && *options_.wire != DType::float16 && *options_.wire != DType::bfloat16) {
-    throw InvalidArgument(text("gradients are sent as float16 or bfloat16, or as they are; not as ", name_of(*options_.wire)));
+    throw InvalidArgument(
+        text("gradients are sent as float16 or bfloat16, or as they are; not as ", name_of(*options_.wire)));
   }
   auto sorted = order_;
   std::sort(sorted.begin(), sorted.end());
   for (std::size_t i = 0; i < sorted.size(); ++i) {
     if (sorted.size() == parameters_.size() && sorted[i] == static_cast<std::int64_t>(i)) continue;
-    throw InvalidArgument(text("the order of ", order_.size(), " parameters is none of the ", parameters_.size(), " there are"));
+    throw InvalidArgument(
+        text("the order of ", order_.size(), " parameters is none of the ", parameters_.size(), " there are"));
   }
   order_known_ = !order_.empty();
   if (!order_known_) {  // backward goes from the last to the first, mostly
@@ -110,7 +112,9 @@ GradientReducer::~GradientReducer() {
   for (const auto& parameter : parameters_) torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
 }
 
-Deadline GradientReducer::deadline() const { return Deadline::after(std::chrono::duration<double>(options_.timeout_seconds)); }
+Deadline GradientReducer::deadline() const {
+  return Deadline::after(std::chrono::duration<double>(options_.timeout_seconds));
+}
 
 // Fills buckets in order_, with parameters of one dtype each.
 void GradientReducer::make_buckets() {
@@ -300,8 +304,9 @@ std::optional<int> GradientReducer::shadow_pass() {
   launched_ = 0;
   ready_order_.clear();
   finish_pass();
-  return static_cast<int>(std::find_if(tallies_.begin(), tallies_.end(), [](const auto& tally) { return tally.active > 0; }) -
-                          tallies_.begin());
+  return static_cast<int>(
+      std::find_if(tallies_.begin(), tallies_.end(), [](const auto& tally) { return tally.active > 0; }) -
+      tallies_.begin());
 }
 
 // Gives the parameters of the bucket their gradients.

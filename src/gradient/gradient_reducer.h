@@ -25,8 +25,8 @@ struct GradientReducerOptions {
   GradientHook hook;
 };
 
-// A pass is one backward with sync on. All ranks make the same passes; on each a parameter may have no gradient, on some
-// ranks or on all. After it, the gradient of every parameter that has one on any rank is
+// A pass is one backward with sync on. All ranks make the same passes; on each a parameter may have no gradient, on
+// some ranks or on all. After it, the gradient of every parameter that has one on any rank is
 //   (sum over ranks of weight * gradient) / (sum of weights),
 // the same bits on all ranks, and a view of a bucket: the next pass overwrites what the caller has not copied.
 //
@@ -50,8 +50,8 @@ class GradientReducer {
   // Called at the end of every pass with the lowest rank that had data in it.
   void set_after_pass(std::function<void(int root)> act) { after_pass_ = std::move(act); }
 
-  // Takes part in the others' next pass with no gradients and no weight. Returns the lowest rank that had data in it, or
-  // nothing when no rank has any.
+  // Takes part in the others' next pass with no gradients and no weight. Returns the lowest rank that had data in it,
+  // or nothing when no rank has any.
   std::optional<int> shadow_pass();
 
   // Parameters in the order in which rank 0's first backward made their gradients.

@@ -27,7 +27,8 @@ void accumulate_typed(ReduceOp op, T* HWY_RESTRICT into, const From* HWY_RESTRIC
 }
 
 void accumulate_any(ReduceOp op, DType dtype, void* into, const void* from, size_t count) {
-  visit_dtype(dtype, [&]<class T>(T) { accumulate_typed(op, static_cast<T*>(into), static_cast<const T*>(from), count); });
+  visit_dtype(dtype,
+              [&]<class T>(T) { accumulate_typed(op, static_cast<T*>(into), static_cast<const T*>(from), count); });
 }
 
 void accumulate_half(ReduceOp op, DType dtype, float* into, const void* from, size_t count) {

@@ -1,4 +1,5 @@
-// A barrier for threads that an abort ends, which std::barrier cannot offer; who waits for the next step sleeps without a look.
+// A barrier for threads that an abort ends, which std::barrier cannot offer; who waits for the next step sleeps without
+// a look.
 #pragma once
 
 #include <atomic>

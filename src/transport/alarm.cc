@@ -124,7 +124,8 @@ void Alarm::lost(int rank, const char* operation) {
   while (!failed_.load(std::memory_order_acquire) && !gone(rank) && !news.passed()) listen({}, milliseconds_to(news));
   check();
   const auto& link = links_[static_cast<std::size_t>(rank)];
-  fail(Failure::peer_lost(rank_, rank, text(link.left ? "it left the group" : "its process or its host went away", " during ", operation)));
+  fail(Failure::peer_lost(
+      rank_, rank, text(link.left ? "it left the group" : "its process or its host went away", " during ", operation)));
   raise();
 }
 

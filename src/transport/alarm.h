@@ -37,7 +37,8 @@ class Alarm {
 
   // Raises the failure that stands.
   void check() {
-    if (failed_.load(std::memory_order_acquire)) [[unlikely]] raise();
+    if (failed_.load(std::memory_order_acquire)) [[unlikely]]
+      raise();
   }
 
   // Returns when poll(2) has something to say of `channels`, or after `most`; raises the failure that stands, and
@@ -59,7 +60,7 @@ class Alarm {
     FileDescriptor socket;
     std::vector<std::byte> news;  // of a message that has not come whole
     bool ended = false;
-    bool left = false;                    // it said goodbye
+    bool left = false;  // it said goodbye
     std::optional<Failure> last_words;
   };
 

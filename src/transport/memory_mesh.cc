@@ -19,8 +19,8 @@ Mailbox& MemoryMesh::mailbox(int from, int to) const {
   return *reinterpret_cast<Mailbox*>(member_->space().mailbox(from, to));
 }
 
-void MemoryMesh::exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
-                          Deadline deadline, const char* operation) {
+void MemoryMesh::exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
+                          const char* operation) {
   member_->check();
   std::vector<std::size_t> sent(outgoing.size()), received(incoming.size());
   auto& bell = member_->space().seat(rank()).bell;

@@ -30,8 +30,8 @@ class MemoryMesh final : public Mesh {
 
   int rank() const override { return member_->rank(); }
   int size() const override { return member_->size(); }
-  void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
-                Deadline deadline, const char* operation) override;
+  void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
+                const char* operation) override;
   void fail(const Failure& failure) override { member_->fail(failure); }
   void give_up(std::span<const int> late, Deadline deadline, const char* operation) override {
     member_->give_up(member_->late(late, deadline, operation));

@@ -54,8 +54,8 @@ class Mesh {
   // Sends and receives all of these, side by side, and returns when the buffers may be used again. Messages of one pair
   // arrive in order. To oneself nothing is sent. Throws WrongMessage (the mesh cannot be used any more then), and
   // raises the failure that comes first.
-  virtual void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming,
-                        Deadline deadline, const char* operation) = 0;
+  virtual void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
+                        const char* operation) = 0;
 
   // Tells every rank; the first failure stands.
   virtual void fail(const Failure& failure) = 0;

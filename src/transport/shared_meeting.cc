@@ -67,7 +67,8 @@ void send_with(const FileDescriptor& socket, T value, const std::vector<int>& de
   header->cmsg_len = CMSG_LEN(descriptors.size() * sizeof(int));
   std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size() * sizeof(int));
   while (sendmsg(socket.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof value)) {
-    if (errno != EAGAIN && errno != EINTR) throw ClusterError(text("a rank of this host went away: ", std::strerror(errno)));
+    if (errno != EAGAIN && errno != EINTR)
+      throw ClusterError(text("a rank of this host went away: ", std::strerror(errno)));
     if (!wait_for_events(socket.get(), POLLOUT, deadline)) throw DeadlineExceeded("sharing memory", deadline.waited());
   }
 }
@@ -84,7 +85,8 @@ T receive_with(const FileDescriptor& socket, std::vector<FileDescriptor>& descri
   message.msg_controllen = control.size();
   ssize_t count = 0;
   while ((count = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC | MSG_WAITALL)) < 0) {
-    if (errno != EAGAIN && errno != EINTR) throw ClusterError(text("a rank of this host went away: ", std::strerror(errno)));
+    if (errno != EAGAIN && errno != EINTR)
+      throw ClusterError(text("a rank of this host went away: ", std::strerror(errno)));
     if (!wait_for_events(socket.get(), POLLIN, deadline)) throw DeadlineExceeded("sharing memory", deadline.waited());
   }
   for (auto* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
@@ -93,7 +95,8 @@ T receive_with(const FileDescriptor& socket, std::vector<FileDescriptor>& descri
     std::memcpy(taken.data(), CMSG_DATA(header), taken.size() * sizeof(int));
     for (const int fd : taken) descriptors.emplace_back(fd);
   }
-  if (count != static_cast<ssize_t>(sizeof value)) throw ClusterError("a rank of this host went away while memory was shared");
+  if (count != static_cast<ssize_t>(sizeof value))
+    throw ClusterError("a rank of this host went away while memory was shared");
   return value;
 }
 
@@ -107,7 +110,11 @@ bool same_user(const FileDescriptor& socket) {
 class Host {
  public:
   Host(const SpaceLayout& layout, const std::vector<int>& names)
-      : layout_(layout), names_(names), memory_(SharedSpace::make_memfd(layout)), listener_(unix_socket()), name_("lockstep-" + random_name()) {
+      : layout_(layout),
+        names_(names),
+        memory_(SharedSpace::make_memfd(layout)),
+        listener_(unix_socket()),
+        name_("lockstep-" + random_name()) {
     const NamedAddress address(name_);
     if (bind(listener_.get(), address.get(), address.length) != 0 || listen(listener_.get(), SOMAXCONN) != 0) {
       throw ClusterError(text("cannot listen at a Unix socket: ", std::strerror(errno)));

@@ -24,7 +24,9 @@ std::size_t count(int ranks) { return static_cast<std::size_t>(ranks); }
 std::size_t SpaceLayout::seats_at() const { return pages(sizeof(SpaceHeader)); }
 std::size_t SpaceLayout::boards_at() const { return seats_at() + pages(count(ranks) * sizeof(Seat)); }
 std::size_t SpaceLayout::mailboxes_at() const { return boards_at() + count(ranks) * pages(board_bytes); }
-std::size_t SpaceLayout::heaps_at() const { return mailboxes_at() + count(ranks) * count(ranks) * pages(mailbox_bytes); }
+std::size_t SpaceLayout::heaps_at() const {
+  return mailboxes_at() + count(ranks) * count(ranks) * pages(mailbox_bytes);
+}
 std::size_t SpaceLayout::total_bytes() const { return heaps_at() + count(ranks) * pages(heap_bytes); }
 
 SharedSpace::SharedSpace(const SpaceLayout& layout, int memfd) : layout_(layout) {

@@ -1,7 +1,7 @@
 // Memory that the ranks of one host share, how they wait in it, and how they learn that one of them is gone.
 //
-// Ranks are threads of one process (private memory) or processes (a memfd, which has no name: nothing is left of it when
-// the last of them ended, however it ended).
+// Ranks are threads of one process (private memory) or processes (a memfd, which has no name: nothing is left of it
+// when the last of them ended, however it ended).
 #pragma once
 
 #include <sys/mman.h>
@@ -135,7 +135,8 @@ class SpaceMember {
 
   // Raises the failure that stands.
   void check() const {
-    if (space_->header().failure_state.load(std::memory_order_acquire) != 0) [[unlikely]] raise();
+    if (space_->header().failure_state.load(std::memory_order_acquire) != 0) [[unlikely]]
+      raise();
   }
 
  private:

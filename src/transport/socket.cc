@@ -95,7 +95,8 @@ FileDescriptor connect_to(const std::string& address, Deadline deadline) {
       return socket;
     }
     if (deadline.passed()) {
-      throw DeadlineExceeded(text("connecting to ", address), deadline.waited(), {}, text(" (", std::strerror(error), ")"));
+      throw DeadlineExceeded(text("connecting to ", address), deadline.waited(), {},
+                             text(" (", std::strerror(error), ")"));
     }
     std::this_thread::sleep_for(kBetweenTries);
   }
@@ -111,7 +112,8 @@ FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline) {
     if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) {
       throw ClusterError(text("cannot accept a connection: ", std::strerror(errno)));
     }
-    if (!wait_for_events(listener.get(), POLLIN, deadline)) throw DeadlineExceeded("accepting a connection", deadline.waited());
+    if (!wait_for_events(listener.get(), POLLIN, deadline))
+      throw DeadlineExceeded("accepting a connection", deadline.waited());
   }
 }
 

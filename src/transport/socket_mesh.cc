@@ -105,8 +105,9 @@ void SocketMesh::exchange(std::span<const Outgoing> outgoing, std::span<const In
 bool SocketMesh::push(Sending& sending, const char* operation) {
   const auto header_left = sending.done < sizeof(Header) ? sizeof(Header) - sending.done : 0;
   const auto at = sending.done - (sizeof(Header) - header_left);
-  iovec parts[2] = {{reinterpret_cast<std::byte*>(&sending.header) + sending.done, header_left},
-                    {const_cast<std::byte*>(sending.message->data) + at, std::min(sending.message->bytes - at, kMostAtOnce)}};
+  iovec parts[2] = {
+      {reinterpret_cast<std::byte*>(&sending.header) + sending.done, header_left},
+      {const_cast<std::byte*>(sending.message->data) + at, std::min(sending.message->bytes - at, kMostAtOnce)}};
   msghdr message{};
   message.msg_iov = header_left > 0 ? parts : parts + 1;
   message.msg_iovlen = header_left > 0 ? 2 : 1;

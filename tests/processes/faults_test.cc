@@ -1,5 +1,5 @@
-// What the ranks of a Group see when one of them is killed or stopped, at every phase of an operation: processes, on every
-// backend.
+// What the ranks of a Group see when one of them is killed or stopped, at every phase of an operation: processes, on
+// every backend.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -36,8 +36,9 @@ std::vector<Process> start(const Scenario& scenario, const Store& store) {
         LOCKSTEP_GROUP_RANK, text("--rank=", rank), text("--size=", scenario.size),
         text("--host=host ", scenario.backend == "hierarchical" ? rank / 2 : 0), "--store=" + store.address(),
         "--backend=" + scenario.backend, text("--deadline=", scenario.deadline), text("--victim=", scenario.victim),
-        text("--call=", scenario.call), "--place=" + (scenario.place.empty() ? "begin" : scenario.place), "--action=" + scenario.action, "--seconds=0.05",
-        "--buffers=" + scenario.buffers, text("--seed=", scenario.seed)});
+        text("--call=", scenario.call), "--place=" + (scenario.place.empty() ? "begin" : scenario.place),
+        "--action=" + scenario.action, "--seconds=0.05", "--buffers=" + scenario.buffers,
+        text("--seed=", scenario.seed)});
   }
   return ranks;
 }
@@ -90,8 +91,8 @@ void expect_survivors_name_the_victim(const Scenario& scenario) {
   EXPECT_EQ(shared_files(), before);
 }
 
-const std::vector<std::string> kInMemory{"", "direct.before_post", "direct.posted", "direct.met", "direct.before_meeting",
-                                         "direct.met_again"};
+const std::vector<std::string> kInMemory{"",           "direct.before_post",    "direct.posted",
+                                         "direct.met", "direct.before_meeting", "direct.met_again"};
 const std::vector<std::string> kAtSockets{"", "tcp.before_exchange", "tcp.in_exchange"};
 
 std::vector<std::string> places(const std::string& backend) {
@@ -105,16 +106,20 @@ class Faults : public testing::TestWithParam<std::string> {};
 TEST_P(Faults, AKilledRankIsNamedBySurvivorsWhoGoOn) {
   for (const auto& place : places(GetParam())) {
     for (const std::string buffers : {"shared", "private"}) {
-      expect_survivors_name_the_victim({.backend = GetParam(), .size = 4, .place = place,
-                                        .victim = place.empty() ? 0 : 2, .buffers = buffers});
+      expect_survivors_name_the_victim(
+          {.backend = GetParam(), .size = 4, .place = place, .victim = place.empty() ? 0 : 2, .buffers = buffers});
     }
   }
 }
 
 TEST_P(Faults, AStoppedRankIsNamedAtTheDeadline) {
   for (const auto& place : places(GetParam())) {
-    expect_survivors_name_the_victim({.backend = GetParam(), .size = 4, .action = "stop",
-                                      .place = place, .victim = place.empty() ? 3 : 2, .deadline = 0.7});
+    expect_survivors_name_the_victim({.backend = GetParam(),
+                                      .size = 4,
+                                      .action = "stop",
+                                      .place = place,
+                                      .victim = place.empty() ? 3 : 2,
+                                      .deadline = 0.7});
   }
 }
 
@@ -138,7 +143,8 @@ TEST(RandomFaults, SeededRounds) {
   for (unsigned seed = 1; seed <= rounds; ++seed) {
     std::mt19937 random(seed);
     const auto pick = [&](const std::vector<std::string>& from) { return from[random() % from.size()]; };
-    Scenario scenario{.backend = pick({"shm", "tcp", "hierarchical"}), .size = 2 + static_cast<int>(random() % 3),
+    Scenario scenario{.backend = pick({"shm", "tcp", "hierarchical"}),
+                      .size = 2 + static_cast<int>(random() % 3),
                       .action = pick({"kill", "kill", "stop", "delay", "abort", "error"})};
     scenario.place = pick(places(scenario.backend));
     scenario.call = static_cast<int>(random() % 20);
@@ -156,8 +162,11 @@ TEST(RandomFaults, SeededRounds) {
       try {
         const auto& output = ranks[static_cast<std::size_t>(rank)].wait_for_end(40);
         const bool whole = output.find("threw nothing") != std::string::npos;
-        const bool named = !lasting || output.find(text("threw ", scenario.action == "stop" ? "DeadlineExceeded " : "PeerLost ", scenario.victim)) != std::string::npos;
-        EXPECT_TRUE(whole || (named && output.find("wrong result") == std::string::npos)) << "rank " << rank << ": " << output;
+        const bool named =
+            !lasting || output.find(text("threw ", scenario.action == "stop" ? "DeadlineExceeded " : "PeerLost ",
+                                         scenario.victim)) != std::string::npos;
+        EXPECT_TRUE(whole || (named && output.find("wrong result") == std::string::npos))
+            << "rank " << rank << ": " << output;
       } catch (const std::runtime_error& error) {
         ADD_FAILURE() << "rank " << rank << ": " << error.what();
       }

@@ -37,7 +37,8 @@ class Process {
     posix_spawn_file_actions_destroy(&actions);
     if (error != 0) throw std::runtime_error("cannot start " + command[0]);
   }
-  Process(Process&& other) noexcept : out_(std::move(other.out_)), text_(std::move(other.text_)), pid_(std::exchange(other.pid_, 0)) {}
+  Process(Process&& other) noexcept
+      : out_(std::move(other.out_)), text_(std::move(other.text_)), pid_(std::exchange(other.pid_, 0)) {}
   ~Process() {
     if (pid_ == 0) return;
     kill(pid_, SIGKILL);
@@ -46,7 +47,8 @@ class Process {
 
   void send(int signal) const { kill(pid_, signal); }
 
-  // Everything that it has printed, up to the first line that begins with `start`. Throws when that does not come in time.
+  // Everything that it has printed, up to the first line that begins with `start`. Throws when that does not come in
+  // time.
   const std::string& wait_for_line(const std::string& start, double seconds) {
     const auto deadline = Deadline::after(std::chrono::duration<double>(seconds));
     while (("\n" + text_).find("\n" + start) == std::string::npos) {

@@ -112,7 +112,7 @@ const char* DirectGroup::reduce(const Call& call, Deadline deadline) {
   const auto element = size_of(call.input.dtype);
   if (way == Way::small) {
     const bool whole = everyone_gets(call) || (call.kind == Kind::reduce && rank() == call.peer);
-    const Slice wanted = whole                              ? Slice{0, call.input.count}
+    const Slice wanted = whole                               ? Slice{0, call.input.count}
                          : call.kind == Kind::reduce_scatter ? my_slice(call)
                                                              : Slice{};
     const auto begin = wanted.begin * element;
@@ -182,7 +182,8 @@ void DirectGroup::reduce_staged(const Call& call, Deadline deadline) {
           return r == rank() ? bytes_of(call.input) + mine.begin * element : board(r).input + staged(mine.begin);
         },
         [&](const std::byte* sum, std::size_t at, std::size_t bytes) {
-          if (scatters) return copy_bytes(bytes_of(call.output) + (mine.begin - my_range.begin) * element + at, sum, bytes);
+          if (scatters)
+            return copy_bytes(bytes_of(call.output) + (mine.begin - my_range.begin) * element + at, sum, bytes);
           kernels::copy_past_caches(board(rank()).sum + staged(mine.begin) + at, sum, bytes);
           if (gets) copy_bytes(bytes_of(call.output) + mine.begin * element + at, sum, bytes);
         });

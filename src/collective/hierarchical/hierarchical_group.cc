@@ -1,5 +1,6 @@
 // The hierarchical backend: what crosses hosts crosses once a host, and what stays inside goes through shared memory.
-// After Cho et al., "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", MLSys 2019.
+// After Cho et al., "BlueConnect: decomposing all-reduce for deep learning on heterogeneous network hierarchy", MLSys
+// 2019.
 #include <algorithm>
 #include <map>
 
@@ -55,7 +56,8 @@ class HierarchicalGroup final : public GroupBackend {
       }
       hosts_[number].push_back(r);
     }
-    even_ = std::all_of(hosts_.begin(), hosts_.end(), [&](const auto& host) { return host.size() == hosts_[0].size(); });
+    even_ =
+        std::all_of(hosts_.begin(), hosts_.end(), [&](const auto& host) { return host.size() == hosts_[0].size(); });
     HostBootstrap here(members, hosts_[my_host_]);
     local_ = make_shm_backend(here, options, deadline);
     const auto patience = patience_at_sockets(here.size());

@@ -1,4 +1,5 @@
-// The algorithms by which ranks that only have messages reduce and distribute; each in a file of its own, with its paper.
+// The algorithms by which ranks that only have messages reduce and distribute; each in a file of its own, with its
+// paper.
 //
 // `data` is the whole buffer, reduced in place; mean is left as the sum, and the caller divides.
 #pragma once

@@ -1,5 +1,5 @@
-// Recursive halving and doubling: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in
-// MPICH", Int. J. High Performance Computing Applications 19(1), 2005.
+// Recursive halving and doubling: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
+// in MPICH", Int. J. High Performance Computing Applications 19(1), 2005.
 //
 // Where the number of ranks is no power of two, the first ranks pair up: the even ones hand their data to the odd ones,
 // and get the result at the end.
@@ -34,7 +34,8 @@ void halving_doubling_all_reduce(Team& team, const Reduction& reduction, std::by
     const Slice kept = low ? Slice{range.begin, middle} : Slice{middle, range.end};
     const Slice given = low ? Slice{middle, range.end} : Slice{range.begin, middle};
     const int other = rank_of(mine ^ distance);
-    team.swap_and_fold(other, part_of(data, given, element), other, reduction, data + kept.begin * element, kept.count());
+    team.swap_and_fold(other, part_of(data, given, element), other, reduction, data + kept.begin * element,
+                       kept.count());
     ranges.push_back(kept);
   }
   for (int distance = 1; distance < power; distance *= 2) {

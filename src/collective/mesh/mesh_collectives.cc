@@ -37,7 +37,8 @@ Implementation chosen_for(const Call& call, int size, Implementation wanted) {
 
 void divide_if_mean(const Reduction& reduction, std::byte* data, const Slice& slice, int size) {
   if (reduction.op != ReduceOp::mean) return;
-  kernels::divide(reduction.dtype, data + slice.begin * reduction.element(), static_cast<std::size_t>(size), slice.count());
+  kernels::divide(reduction.dtype, data + slice.begin * reduction.element(), static_cast<std::size_t>(size),
+                  slice.count());
 }
 
 void all_reduce(Team& team, const Call& call, Implementation implementation) {
@@ -62,9 +63,7 @@ void all_reduce(Team& team, const Call& call, Implementation implementation) {
       pairwise_reduce_scatter(team, reduction, data, slices, data + mine.begin * reduction.element());
       if (reduction.element() != 2) divide_if_mean(reduction, data, mine, team.size());
       break;
-    default:
-      ring_reduce_scatter(team, reduction, data, slices);
-      divide_if_mean(reduction, data, mine, team.size());
+    default: ring_reduce_scatter(team, reduction, data, slices); divide_if_mean(reduction, data, mine, team.size());
   }
   ring_all_gather(team, reduction.element(), data, slices);
 }
@@ -81,7 +80,8 @@ void reduce(Team& team, const Call& call, Implementation implementation) {
   const Reduction reduction{call.op, call.input.dtype};
   const auto bytes = call.input.bytes();
   const bool root = team.rank() == call.peer;
-  if (implementation == Implementation::tree || (implementation == Implementation::automatic && bytes <= kDirectBytes && reduction.element() != 2)) {
+  if (implementation == Implementation::tree ||
+      (implementation == Implementation::automatic && bytes <= kDirectBytes && reduction.element() != 2)) {
     std::vector<std::byte> mine(bytes_of(call.input), bytes_of(call.input) + bytes);
     tree_reduce(team, reduction, mine.data(), call.input.count, call.peer);
     if (!root) return;
@@ -151,7 +151,8 @@ void exchange_pieces(Team& team, const Call& call, std::span<const std::size_t> 
     }
   };
   for (int r = 0; r < team.size(); ++r) {
-    if (call.kind == Kind::all_to_all) send(r, share_of(call.counts, call.input.count / static_cast<std::size_t>(team.size()), r));
+    if (call.kind == Kind::all_to_all)
+      send(r, share_of(call.counts, call.input.count / static_cast<std::size_t>(team.size()), r));
     if (call.kind == Kind::gather && r == call.peer) send(r, {0, call.input.count});
     if (call.kind == Kind::scatter && team.rank() == call.peer) send(r, share_of(call.counts, call.output.count, r));
   }

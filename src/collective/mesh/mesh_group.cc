@@ -46,7 +46,8 @@ const char* MeshGroup::exchange(std::span<const Call> calls, Deadline deadline) 
 }
 
 std::shared_ptr<GroupBackend> MeshGroup::make(Bootstrap& members, Deadline deadline) const {
-  return std::make_shared<MeshGroup>(name_, make_mesh_(members, deadline), members.generation(), implementation_, make_mesh_);
+  return std::make_shared<MeshGroup>(name_, make_mesh_(members, deadline), members.generation(), implementation_,
+                                     make_mesh_);
 }
 
 }  // namespace lockstep

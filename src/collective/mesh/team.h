@@ -1,4 +1,5 @@
-// The ranks that take part in one operation, as its algorithm sees them: numbered from 0, and all of its messages alike.
+// The ranks that take part in one operation, as its algorithm sees them: numbered from 0, and all of its messages
+// alike.
 #pragma once
 
 #include <span>
@@ -48,7 +49,9 @@ class Team {
                      std::size_t count);
 
   void send(int to, std::span<const std::byte> bytes) { exchange({{to, bytes.data(), bytes.size(), {}}}, {}); }
-  void receive(int from, std::span<std::byte> bytes) { exchange({}, {{from, bytes.data(), bytes.size(), nullptr, {}}}); }
+  void receive(int from, std::span<std::byte> bytes) {
+    exchange({}, {{from, bytes.data(), bytes.size(), nullptr, {}}});
+  }
   void receive_and_fold(int from, const Reduction& reduction, std::byte* into, std::size_t count);
 
   Scratch& scratch() { return *scratch_; }

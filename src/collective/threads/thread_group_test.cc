@@ -162,7 +162,8 @@ TEST(Group, BuffersOfDifferentDtypesAreAnErrorOnEveryRank) {
     group.all_gather(buffer_of(std::span(input)), buffer_of(std::span(output)), soon());
   });
   for (const auto& error : errors)
-    EXPECT_TRUE(message_of<InvalidArgument>(error).starts_with("all_gather: the input is 4 x float64, the output 8 x float32"));
+    EXPECT_TRUE(
+        message_of<InvalidArgument>(error).starts_with("all_gather: the input is 4 x float64, the output 8 x float32"));
 }
 
 TEST(Group, ARankThatNeverComesIsADeadlineExceeded) {

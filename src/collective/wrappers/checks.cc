@@ -48,7 +48,9 @@ class Checks final : public Wrapper {
     std::map<Words, int> votes;
     for (const auto& words : all) ++votes[words];
     if (votes.size() == 1) return;
-    const auto usual = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) { return a.second < b.second; })->first;
+    const auto usual = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) {
+                         return a.second < b.second;
+                       })->first;
     std::string others;
     for (std::size_t r = 0; r < all.size(); ++r) {
       if (all[r] != usual) others += text(", rank ", r, " calls ", signature_in(all[r]).describe());

@@ -37,7 +37,8 @@ class Recorder final : public Wrapper {
       : Wrapper(std::move(recorded)), state_(std::move(state)) {}
 
   const char* run(const Call& call, Deadline deadline) override {
-    return record(call, std::max(call.input.bytes(), call.output.bytes()), [&] { return Wrapper::run(call, deadline); });
+    return record(call, std::max(call.input.bytes(), call.output.bytes()),
+                  [&] { return Wrapper::run(call, deadline); });
   }
   const char* exchange(std::span<const Call> calls, Deadline deadline) override {
     std::size_t bytes = 0;
@@ -78,9 +79,15 @@ Group with_timeline(const Group& group, Timeline& timeline, Deadline deadline) {
 }
 
 void Timeline::write(const std::string& path, const Group& group, Deadline deadline) const {
-  const auto microseconds = [&](Clock::duration time) { return std::chrono::duration<double, std::micro>(time).count(); };
+  const auto microseconds = [&](Clock::duration time) {
+    return std::chrono::duration<double, std::micro>(time).count();
+  };
   auto mine = nlohmann::json::array();
-  mine.push_back({{"ph", "M"}, {"pid", 0}, {"tid", group.rank()}, {"name", "thread_name"}, {"args", {{"name", text("rank ", group.rank())}}}});
+  mine.push_back({{"ph", "M"},
+                  {"pid", 0},
+                  {"tid", group.rank()},
+                  {"name", "thread_name"},
+                  {"args", {{"name", text("rank ", group.rank())}}}});
   {
     MutexLock lock(state_->mutex);
     for (const auto& event : state_->events) {
@@ -103,7 +110,8 @@ void Timeline::write(const std::string& path, const Group& group, Deadline deadl
   const Counts counts(lengths.begin(), lengths.end());
   std::string all;
   for (const auto count : counts) all.append(group.rank() == 0 ? count : 0, '\0');
-  group.run(Call::gather({bytes.data(), bytes.size(), DType::uint8}, {all.data(), all.size(), DType::uint8}, 0, counts), deadline);
+  group.run(Call::gather({bytes.data(), bytes.size(), DType::uint8}, {all.data(), all.size(), DType::uint8}, 0, counts),
+            deadline);
   if (group.rank() != 0) return;
 
   auto events = nlohmann::json::array();

@@ -1,0 +1,103 @@
+// A LibTorch loop of your own over any number of processes, with any torch::optim optimizer:
+//   for rank in 0 1; do build/release/examples/ddp --rank $rank --size 2 & done; wait
+// On several machines give each rank --store HEAD_NODE:29511 and the name and address of its own --host and --address.
+#include <lockstep/dataset.h>
+#include <lockstep/ddp.h>
+#include <lockstep/world.h>
+#include <torch/nn/functional/loss.h>
+#include <torch/nn/functional/pooling.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/adam.h>
+#include <torch/utils.h>
+
+#include <CLI/CLI.hpp>
+#include <iostream>
+
+using namespace lockstep;
+
+namespace {
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    convolution = register_module("convolution", torch::nn::Conv2d(1, 32, 3));
+    hidden = register_module("hidden", torch::nn::Linear(5408, 64));
+    output = register_module("output", torch::nn::Linear(64, 10));
+  }
+  at::Tensor forward(const at::Tensor& images) {
+    const auto features = torch::max_pool2d(torch::relu(convolution(images)), 2);
+    return output(torch::relu(hidden(features.flatten(1))));
+  }
+  torch::nn::Conv2d convolution = nullptr;
+  torch::nn::Linear hidden = nullptr, output = nullptr;
+};
+TORCH_MODULE(Net);
+
+Example scale(Example example) {
+  example.x = example.x.to(at::kFloat).div(255);
+  return example;
+}
+
+Deadline in_a_minute() { return Deadline::after(std::chrono::minutes(1)); }
+
+void train(const Group& group, int epochs) {
+  auto [train_data, test_data] = datasets::fashion_mnist();
+  // Each rank has its own part of the examples; the last rank's may be one shorter, which `join` takes care of.
+  const auto mine = train_data.shard(group.size(), group.rank()).map(scale).cache().shuffle(10'000).batch(64);
+  Net net;
+  DistributedDataParallel ddp(net, group);
+  torch::optim::Adam adam(net->parameters(), torch::optim::AdamOptions(1e-3));
+  for (int epoch = 0; epoch < epochs; ++epoch) {
+    double loss_sum = 0;
+    std::int64_t steps = 0;
+    ddp.join([&] {
+      auto batches = mine.iterate({.epoch = epoch});
+      while (const auto batch = batches.next()) {
+        adam.zero_grad();
+        const auto loss = torch::nn::functional::cross_entropy(ddp(batch->x), batch->y);
+        loss.backward();  // gradients are averaged over the ranks while this goes on
+        adam.step();
+        loss_sum += loss.item<double>();
+        ++steps;
+      }
+    });
+    if (group.rank() == 0)
+      std::cout << "epoch " << epoch << ": loss " << loss_sum / static_cast<double>(steps) << std::endl;
+  }
+  std::array<std::int64_t, 2> right_and_all{};
+  const at::NoGradGuard no_gradient;
+  auto batches = test_data.shard(group.size(), group.rank()).map(scale).batch(500).iterate();
+  while (const auto batch = batches.next()) {
+    right_and_all[0] += net(batch->x).argmax(1).eq(batch->y).sum().item<std::int64_t>();
+    right_and_all[1] += batch->x.size(0);
+  }
+  group.all_reduce(buffer_of(std::span(right_and_all)), ReduceOp::sum, in_a_minute());
+  if (group.rank() == 0)
+    std::cout << "test accuracy: " << static_cast<double>(right_and_all[0]) / static_cast<double>(right_and_all[1])
+              << std::endl;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App app("DistributedDataParallel on Fashion-MNIST");
+  World world;
+  std::string address = "127.0.0.1:29511";
+  int epochs = 1;
+  app.add_option("--rank", world.rank, "this process's number")->required();
+  app.add_option("--size", world.size, "how many processes there are")->required();
+  app.add_option("--store", address, "host:port of rank 0, where the ranks meet");
+  app.add_option("--host", world.host, "ranks that give the same name share memory");
+  app.add_option("--address", world.address, "where this rank listens for ranks of other hosts");
+  app.add_option("--epochs", epochs);
+  CLI11_PARSE(app, argc, argv);
+  try {
+    torch::manual_seed(1);
+    at::set_num_threads(1);
+    const auto store = world.rank == 0 ? Store::hold(address) : Store::connect(address, in_a_minute());
+    train(make_group(world, store), epochs);
+  } catch (const Error& error) {
+    std::cerr << "rank " << world.rank << ": " << error.what() << "\n";
+    return 1;
+  }
+}

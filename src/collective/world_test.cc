@@ -1,0 +1,251 @@
+// Making groups, and what is said when it cannot be done.
+#include "lockstep/world.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <fstream>
+#include <future>
+#include <nlohmann/json.hpp>
+
+#include "collective/ranks.h"
+#include "lockstep/group_wrappers.h"
+#include "transport/connections.h"
+#include "transport/socket.h"
+
+namespace lockstep {
+namespace {
+
+template <class Error, class Act>
+std::string message_of(const Act& act) {
+  try {
+    act();
+  } catch (const Error& error) {
+    return error.what();
+  } catch (const std::exception& error) {
+    return std::string("another type: ") + error.what();
+  }
+  return "nothing was thrown";
+}
+
+void expect_says(const std::string& message, const std::string& part) {
+  EXPECT_NE(message.find(part), std::string::npos) << message;
+}
+
+TEST(Store, KeepsWhatIsSetAndWaitsForWhatIsNot) {
+  const auto store = Store::hold("127.0.0.1:0");
+  const auto other = Store::connect(store.address(), soon());
+  other.set("a", std::string("x\0y", 3), soon());
+  EXPECT_EQ(store.get("a", soon()), std::string("x\0y", 3));
+  EXPECT_EQ(store.add("n", 2, soon()) + other.add("n", 3, soon()), 7);
+  std::jthread later([&] { other.set("late", "here", soon()); });
+  EXPECT_EQ(store.get("late", soon()), "here");
+  EXPECT_THROW(store.set("k", std::string(2 << 20, 'v'), soon()), InvalidArgument);
+}
+
+TEST(Store, SaysWhichKeysNeverCame) {
+  const auto store = Store::hold("127.0.0.1:0");
+  store.set("b", "", soon());
+  const auto message = message_of<DeadlineExceeded>([&] {
+    store.get(std::vector<std::string>{"a", "b", "c"}, Deadline::after(std::chrono::milliseconds(50)));
+  });
+  expect_says(message, "missing in " + store.address() + ": a, c");
+  EXPECT_EQ(store.get("b", soon()), "");  // and goes on
+}
+
+TEST(Store, BadAddressesAndStrangersAreNamed) {
+  EXPECT_THROW(Store::hold("127.0.0.1"), ClusterError);
+  expect_says(message_of<ClusterError>([] { Store::hold("192.0.2.1:1"); }), "cannot listen at 192.0.2.1:1");
+  const auto store = Store::hold("127.0.0.1:0");
+  EXPECT_THROW(Store::hold(store.address()), ClusterError);  // in use
+  expect_says(message_of<DeadlineExceeded>(
+                  [] { Store::connect("127.0.0.1:9", Deadline::after(std::chrono::milliseconds(50))); }),
+              "connecting to 127.0.0.1:9");
+
+  // Bytes that are not ours are turned away, and the store goes on.
+  const auto stranger = connect_to(store.address(), soon());
+  write_value(stranger, std::array<char, 64>{"GET / HTTP/1.1\r\n"}, soon());
+  EXPECT_THROW(read_value<char>(stranger, soon()), ClusterError);  // closed
+  store.set("still", "here", soon());
+
+  // What answers is no store.
+  const auto listener = listen_at("127.0.0.1:0");
+  std::jthread server([&] { write_value(accept_from(listener, soon()), std::array<char, 64>{"SSH-2.0"}, soon()); });
+  expect_says(message_of<ClusterError>([&] { Store::connect(local_address(listener), soon()); }),
+              "not a Lockstep store");
+}
+
+TEST(Store, AnotherVersionIsRefusedWithBothNumbers) {
+  const auto store = Store::hold("127.0.0.1:0");
+  const auto old = connect_to(store.address(), soon());
+  struct Frame {
+    std::uint32_t magic = 0x54534b4c;
+    std::uint16_t version = 77, code = 0;
+    std::uint32_t length = 0;
+  };
+  write_value(old, Frame{}, soon());
+  std::string answer(12 + 4 + 4 + 34, '\0');
+  read_all(old, std::as_writable_bytes(std::span(answer)), soon());
+  expect_says(answer, "the store speaks version 1, not 77");
+}
+
+class AnyBackend : public testing::TestWithParam<std::string> {
+ protected:
+  GroupOptions options() const { return {.backend = GetParam(), .timeout_seconds = 20, .heap_bytes = 16 << 20}; }
+};
+
+TEST_P(AnyBackend, AMemberThatNeverComesIsNamed) {
+  auto in_vain = options();
+  in_vain.timeout_seconds = 0.3;
+  std::vector<std::string> messages(4);
+  const auto store = Store::hold("127.0.0.1:0");
+  {
+    std::vector<std::jthread> threads;
+    for (const int rank : {0, 2, 3}) {
+      threads.emplace_back([&, rank] {
+        messages[static_cast<std::size_t>(rank)] = message_of<DeadlineExceeded>(
+            [&] { make_group({.rank = rank, .size = 4}, Store::connect(store.address(), soon()), in_vain); });
+      });
+    }
+  }
+  for (const int rank : {0, 2, 3})
+    expect_says(messages[static_cast<std::size_t>(rank)], "making a group: gave up after 0.3");
+  for (const int rank : {0, 2, 3}) expect_says(messages[static_cast<std::size_t>(rank)], "rank 1 has not come");
+}
+
+TEST_P(AnyBackend, RanksThatDifferAreNamed) {
+  const auto errors = run_ranks({.size = 3, .group = options()}, [](const Group& group) {
+    std::vector<float> values(group.rank() == 1 ? 5 : 4);
+    const auto checked = with_checks(group);
+    const auto message =
+        message_of<InvalidArgument>([&] { checked.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon()); });
+    expect_says(message, "most call all_reduce of 4 x float32, sum, rank 1 calls all_reduce of 5 x float32, sum");
+    checked.barrier(soon());  // nothing was sent, so the group goes on
+  });
+  expect_no_errors(errors);
+}
+
+TEST_P(AnyBackend, WithoutChecksTooNoRankGetsAWrongResult) {
+  const auto errors = run_ranks({.size = 2, .group = options()}, [](const Group& group) {
+    std::vector<double> values(group.rank() == 1 ? 5000 : 4000);
+    EXPECT_THROW(group.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon()), Error);
+  });
+  expect_no_errors(errors);
+}
+
+TEST_P(AnyBackend, BadArgumentsAreNamed) {
+  const auto errors = run_ranks({.size = 2, .group = options()}, [](const Group& group) {
+    std::vector<float> four(4), five(5);
+    const auto says = [&](const Call& call, const std::string& part) {
+      expect_says(message_of<InvalidArgument>([&] { group.run(call, soon()); }), part);
+    };
+    const auto buffer = buffer_of(std::span(four)), other = buffer_of(std::span(five));
+    says(Call::broadcast(buffer, 2), "root is 2; the group has ranks 0 to 1");
+    says(Call::send(buffer, -1), "the other rank is -1");
+    says(Call::send(buffer, group.rank()), "names itself");
+    says(Call::all_gather(buffer, other), "the output is 5 x float32; it must have 8 elements");
+    says(Call::reduce_scatter(other, buffer, ReduceOp::sum), "the input is 5 x float32; it must have 8 elements");
+    says(Call::all_to_all(other, other), "must have 4 elements");
+    says(Call::all_gather(buffer, other, {1, 2, 3}), "there are 3 counts; the group has 2 ranks");
+    says(Call::all_reduce({nullptr, 3, DType::float32}, ReduceOp::sum), "has no data");
+    says(Call::all_reduce({four.data(), 1, static_cast<DType>(77)}, ReduceOp::sum), "DType 77 does not exist");
+    group.barrier(soon());
+  });
+  expect_no_errors(errors);
+}
+
+TEST_P(AnyBackend, ATimelineHasATrackARankStrictlyNested) {
+  const std::string path = testing::TempDir() + "/timeline_" + GetParam() + ".json";
+  const auto errors = run_ranks({.size = 3, .group = options()}, [&](const Group& group) {
+    Timeline timeline;
+    const auto recorded = with_timeline(group, timeline, soon());
+    std::vector<float> values(1000);
+    for (int i = 0; i < 5; ++i) recorded.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon());
+    recorded.start(Call::broadcast(buffer_of(std::span(values)), 1), soon()).wait();
+    timeline.write(path, recorded, soon());
+  });
+  expect_no_errors(errors);
+  std::ifstream file(path);
+  const auto trace = nlohmann::json::parse(file);
+  std::map<int, double> end;
+  std::map<int, int> slices;
+  for (const auto& event : trace["traceEvents"]) {
+    if (event["ph"] != "X") continue;
+    const int track = event["tid"];
+    EXPECT_GE(event["ts"].get<double>(), end[track]);
+    end[track] = event["ts"].get<double>() + event["dur"].get<double>();
+    EXPECT_GE(event["args"]["queued_us"].get<double>(), 0);
+    if (event["name"] == "all_reduce") {
+      EXPECT_EQ(event["args"]["bytes"], 4000);
+    }
+    ++slices[track];
+  }
+  EXPECT_EQ(slices, (std::map<int, int>{{0, 6}, {1, 6}, {2, 6}}));
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, AnyBackend, testing::Values("shm", "tcp", "hierarchical"));
+
+TEST(World, BadWorldsAndBackendsAreNamed) {
+  const auto store = Store::hold("127.0.0.1:0");
+  expect_says(message_of<InvalidArgument>([&] { make_group({.rank = 2, .size = 2}, store); }), "rank 2 of 2");
+  expect_says(message_of<InvalidArgument>([&] { make_group({}, store, {.backend = "mpi"}); }),
+              "there is no backend \"mpi\"");
+  EXPECT_THROW(implementation_named("circle"), InvalidArgument);
+  EXPECT_EQ(make_group({}, store).backend(), "shm");
+}
+
+TEST(Connections, StrangersAndOtherVersionsDoNotKeepMembersApart) {
+  // Rank 1 learns where rank 0 listens; strangers are there before it.
+  std::promise<std::string> address_of_zero;
+  const auto address = address_of_zero.get_future().share();
+  Connections zero;
+  std::jthread first([&] {
+    zero = connect_all(
+        {.rank = 0, .size = 2},
+        [&](const std::string& mine) {
+          address_of_zero.set_value(mine);
+          return std::vector<std::string>{mine, ""};
+        },
+        soon());
+  });
+  std::vector<FileDescriptor> strangers;
+  const auto one = connect_all(
+      {.rank = 1, .size = 2},
+      [&](const std::string& mine) {
+        const auto where = address.get().substr(address.get().find(' ') + 1);
+        for (const char* greeting : {"GET / HTTP/1.1", "LMSG\x63\0\0\0", ""}) {
+          strangers.push_back(connect_to(where, soon()));
+          std::array<char, 48> bytes{};
+          std::copy_n(greeting, 8, bytes.begin());
+          if (*greeting != 0) write_value(strangers.back(), bytes, soon());
+        }
+        return std::vector<std::string>{address.get(), mine};
+      },
+      soon());
+  first.join();
+  EXPECT_TRUE(zero.channels[1].open() && zero.alarms[1].open() && one.channels[0].open() && one.alarms[0].open());
+}
+
+TEST(Connections, AnotherVersionIsNamed) {
+  const auto listener = listen_at("127.0.0.1:0");
+  std::jthread other([&] {
+    const auto socket = accept_from(listener, soon());
+    read_value<std::array<char, 48>>(socket, soon());
+    std::array<char, 48> hello{"LMSG"};
+    hello[4] = 99;
+    write_value(socket, hello, soon());
+  });
+  const auto name = std::string(32, 'x') + " " + local_address(listener);
+  expect_says(message_of<ClusterError>([&] {
+                connect_all(
+                    {.rank = 1, .size = 2},
+                    [&](const std::string& mine) {
+                      return std::vector{name, mine};
+                    },
+                    soon());
+              }),
+              "it speaks version 99 of the protocol, this rank version 1");
+}
+
+}  // namespace
+}  // namespace lockstep
