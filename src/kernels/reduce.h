@@ -1,4 +1,4 @@
-// Elementwise reduction of several arrays into one.
+// Elementwise reduction of several arrays.
 #pragma once
 
 #include <cstddef>
@@ -8,9 +8,10 @@
 
 namespace lockstep::kernels {
 
-// output[i] <- op over inputs[0][i], inputs[1][i], ... in that order, for i < count; mean is the sum divided by the
-// number of inputs (integers round towards zero). float16 and bfloat16 are combined in float32 and rounded to nearest
-// even once. `output` may not overlap an input. Pointers are aligned to their element.
-void reduce(ReduceOp op, DType dtype, std::span<const void* const> inputs, void* output, std::size_t count);
+// every output[i] <- op over inputs[0][i], inputs[1][i], ... in that order, for i < count; mean is the sum divided by
+// the number of inputs (integers round towards zero). float16 and bfloat16 are combined in float32 and rounded to
+// nearest even once. An output may be an input, and else overlaps none. Pointers are aligned to their element.
+void reduce(ReduceOp op, DType dtype, std::span<const void* const> inputs, std::span<void* const> outputs,
+            std::size_t count);
 
 }  // namespace lockstep::kernels

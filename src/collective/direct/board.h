@@ -32,7 +32,7 @@ struct alignas(64) Post {
 
 // Calls are posted to two places in turn: a rank cannot come to the call after next before all have seen this one.
 struct Board {
-  static constexpr std::size_t kWindow = 256 * 1024;
+  static constexpr std::size_t kWindow = 2 * 1024 * 1024;
 
   Post posts[2];
   alignas(64) Signal done;               // counts the meetings within calls

@@ -92,35 +92,41 @@ Slice DirectGroup::my_slice(const Call& call) const {
   return even_slice(call.input.count, call.input.dtype, rank(), size());
 }
 
-// Reduces the range in pieces that stay in the first-level cache, in the order of ranks, and stores each. input_of(r)
-// is where rank r's element range.begin lies; store(sum, at, bytes) gets offsets from there.
-template <class InputOf, class Store>
-void DirectGroup::reduce_range(const Call& call, Slice range, const InputOf& input_of, const Store& store) {
+// outputs <- the reduction of `count` elements from input_of(r) on, in the order of ranks. Large results go past the
+// caches, by way of a piece that stays in the first of them.
+template <class InputOf>
+void DirectGroup::reduce_into(const Call& call, std::size_t count, const InputOf& input_of,
+                              std::span<void* const> outputs) {
+  if (count == 0) return;
   const auto element = size_of(call.input.dtype);
-  alignas(64) std::array<std::byte, 4096> sum;
-  const std::size_t step = sum.size() / element;
-  for (std::size_t at = 0; at < range.count(); at += step) {
-    const std::size_t count = std::min(step, range.count() - at);
-    for (int r = 0; r < size(); ++r) inputs_[static_cast<std::size_t>(r)] = input_of(r) + at * element;
-    kernels::reduce(call.op, call.input.dtype, inputs_, sum.data(), count);
-    store(sum.data(), at * element, count * element);
+  for (int r = 0; r < size(); ++r) inputs_[static_cast<std::size_t>(r)] = input_of(r);
+  if (call.input.bytes() < kStreamBytes) return kernels::reduce(call.op, call.input.dtype, inputs_, outputs, count);
+  alignas(64) std::array<std::byte, 4096> piece;
+  void* const pieces[] = {piece.data()};
+  const std::size_t step = piece.size() / element;
+  for (std::size_t at = 0; at < count; at += step) {
+    const auto n = std::min(step, count - at);
+    kernels::reduce(call.op, call.input.dtype, inputs_, pieces, n);
+    for (auto* const output : outputs) {
+      kernels::copy_past_caches(static_cast<std::byte*>(output) + at * element, piece.data(), n * element);
+    }
+    for (auto& input : inputs_) input = static_cast<const std::byte*>(input) + n * element;
   }
+  kernels::finish_copies();
 }
 
 const char* DirectGroup::reduce(const Call& call, Deadline deadline) {
   const auto way = meet(call, deadline);
   const auto element = size_of(call.input.dtype);
+  outputs_.clear();
   if (way == Way::small) {
     const bool whole = everyone_gets(call) || (call.kind == Kind::reduce && rank() == call.peer);
     const Slice wanted = whole                               ? Slice{0, call.input.count}
                          : call.kind == Kind::reduce_scatter ? my_slice(call)
                                                              : Slice{};
-    const auto begin = wanted.begin * element;
-    reduce_range(
-        call, wanted, [&](int r) { return post(r).payload() + begin; },
-        [&](const std::byte* sum, std::size_t at, std::size_t bytes) {
-          copy_bytes(bytes_of(call.output) + at, sum, bytes);
-        });
+    outputs_.push_back(call.output.data);
+    reduce_into(
+        call, wanted.count(), [&](int r) { return post(r).payload() + wanted.begin * element; }, outputs_);
     return "direct, small";
   }
   if (way == Way::staged) {
@@ -129,19 +135,12 @@ const char* DirectGroup::reduce(const Call& call, Deadline deadline) {
   }
   const auto range = my_slice(call);
   const auto begin = range.begin * element;
-  const bool streamed = call.input.bytes() >= kStreamBytes;
-  const auto put = [&](std::byte* to, const std::byte* sum, std::size_t bytes) {
-    streamed ? kernels::copy_past_caches(to, sum, bytes) : copy_bytes(to, sum, bytes);
-  };
-  reduce_range(
-      call, range, [&](int r) { return at_place(post(r).input_at) + begin; },
-      [&](const std::byte* sum, std::size_t at, std::size_t bytes) {
-        if (call.kind == Kind::reduce_scatter) return put(bytes_of(call.output) + at, sum, bytes);
-        for (int r = 0; r < size(); ++r) {
-          if (everyone_gets(call) || r == call.peer) put(at_place(post(r).output_at) + begin + at, sum, bytes);
-        }
-      });
-  if (streamed) kernels::finish_copies();
+  if (call.kind == Kind::reduce_scatter) outputs_.push_back(call.output.data);
+  for (int r = 0; r < size() && call.kind != Kind::reduce_scatter; ++r) {
+    if (everyone_gets(call) || r == call.peer) outputs_.push_back(at_place(post(r).output_at) + begin);
+  }
+  reduce_into(
+      call, range.count(), [&](int r) { return at_place(post(r).input_at) + begin; }, outputs_);
   meet_again(name_of(call.kind), deadline);
   return "direct";
 }
@@ -152,6 +151,7 @@ void DirectGroup::reduce_staged(const Call& call, Deadline deadline) {
   const char* operation = name_of(call.kind);
   const bool scatters = call.kind == Kind::reduce_scatter;
   const bool gets = everyone_gets(call) || (call.kind == Kind::reduce && rank() == call.peer);
+  const auto my_range = scatters ? share_of(call.counts, call.output.count, rank()) : Slice{};
   const std::size_t step = Board::kWindow / element;
   for (std::size_t begin = 0; begin < call.input.count; begin += step) {
     const Slice window{begin, std::min(begin + step, call.input.count)};
@@ -168,26 +168,20 @@ void DirectGroup::reduce_staged(const Call& call, Deadline deadline) {
     for (int r = 0; r < size(); ++r) {
       const auto theirs = slice_in_window(r);
       if (r == rank() || theirs.count() == 0) continue;
-      kernels::copy_past_caches(board(rank()).input + staged(theirs.begin),
-                                bytes_of(call.input) + theirs.begin * element, theirs.count() * element);
+      copy_bytes(board(rank()).input + staged(theirs.begin), bytes_of(call.input) + theirs.begin * element,
+                 theirs.count() * element);
     }
-    kernels::finish_copies();
     meet_again(operation, deadline);
 
     const auto mine = slice_in_window(rank());
-    const auto my_range = scatters ? share_of(call.counts, call.output.count, rank()) : Slice{};
-    reduce_range(
-        call, mine,
-        [&](int r) -> const std::byte* {
-          return r == rank() ? bytes_of(call.input) + mine.begin * element : board(r).input + staged(mine.begin);
-        },
-        [&](const std::byte* sum, std::size_t at, std::size_t bytes) {
-          if (scatters)
-            return copy_bytes(bytes_of(call.output) + (mine.begin - my_range.begin) * element + at, sum, bytes);
-          kernels::copy_past_caches(board(rank()).sum + staged(mine.begin) + at, sum, bytes);
-          if (gets) copy_bytes(bytes_of(call.output) + mine.begin * element + at, sum, bytes);
-        });
-    kernels::finish_copies();
+    auto* const own = bytes_of(call.output) + (mine.begin - my_range.begin) * element;
+    outputs_.clear();
+    if (gets || scatters) outputs_.push_back(own);
+    if (!scatters) outputs_.push_back(board(rank()).sum + staged(mine.begin));
+    const auto input_of = [&](int r) -> const std::byte* {
+      return r == rank() ? bytes_of(call.input) + mine.begin * element : board(r).input + staged(mine.begin);
+    };
+    reduce_into(call, mine.count(), input_of, outputs_);
     meet_again(operation, deadline);
 
     for (int r = 0; gets && r < size(); ++r) {

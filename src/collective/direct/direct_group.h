@@ -49,14 +49,15 @@ class DirectGroup : public GroupBackend {
   void pull_staged(const Call& call, std::span<const Piece> pieces, Deadline deadline);
 
   Slice my_slice(const Call& call) const;
-  template <class InputOf, class Store>
-  void reduce_range(const Call& call, Slice range, const InputOf& input_of, const Store& store);
+  template <class InputOf>
+  void reduce_into(const Call& call, std::size_t count, const InputOf& input_of, std::span<void* const> outputs);
 
   const std::shared_ptr<SpaceMember> member_;
   MemoryMesh mesh_;
   std::uint32_t posted_ = 0;  // calls
   std::uint32_t met_ = 0;     // meetings within calls
   std::vector<const void*> inputs_;
+  std::vector<void*> outputs_;
 };
 
 }  // namespace lockstep

@@ -11,7 +11,7 @@ void gather_and_reduce(Team& team, const Reduction& reduction, std::byte* data, 
   const auto bytes = count * reduction.element();
   const auto place = (bytes + 63) / 64 * 64;
   const auto n = static_cast<std::size_t>(team.size());
-  auto* const others = team.scratch().take(place * (n + 1));
+  auto* const others = team.scratch().take(place * n);
   std::vector<Outgoing> outgoing;
   std::vector<Incoming> incoming;
   std::vector<const void*> inputs;
@@ -23,9 +23,8 @@ void gather_and_reduce(Team& team, const Reduction& reduction, std::byte* data, 
     incoming.push_back({r, theirs, bytes, nullptr, {}});
   }
   team.exchange(std::move(outgoing), std::move(incoming));
-  auto* const result = others + place * n;
-  kernels::reduce(reduction.op, reduction.dtype, inputs, result, count);
-  copy_bytes(data, result, bytes);
+  void* const outputs[] = {data};
+  kernels::reduce(reduction.op, reduction.dtype, inputs, outputs, count);
 }
 
 }  // namespace
