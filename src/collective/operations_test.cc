@@ -261,6 +261,38 @@ TEST_P(AnyGroup, Distributions) {
   });
 }
 
+TEST(Windows, BuffersThatNeedSeveralComeThroughWhole) {
+  for (const int size : {2, 3}) {
+    expect_no_errors(
+        run_ranks({.size = size, .group = {.backend = "shm", .heap_bytes = 1 << 20}}, [&](const Group& group) {
+          const std::size_t count = 700'001;  // floats: more than a window of 2 MiB
+          std::vector<float> values(count), all(count * static_cast<std::size_t>(size));
+          const auto fill = [&](int rank) {
+            for (std::size_t i = 0; i < count; ++i)
+              values[i] = static_cast<float>((i + static_cast<std::size_t>(rank)) % 1000);
+          };
+          fill(group.rank());
+          group.all_gather(buffer_of(std::span(values)), buffer_of(std::span(all)), soon());
+          group.all_reduce(buffer_of(std::span(values)), ReduceOp::max, soon());
+          for (std::size_t i = 0; i < count; ++i) {
+            float largest = 0;
+            for (int r = 0; r < size; ++r) {
+              const float theirs = all[static_cast<std::size_t>(r) * count + i];
+              ASSERT_EQ(theirs, static_cast<float>((i + static_cast<std::size_t>(r)) % 1000));
+              largest = std::max(largest, theirs);
+            }
+            ASSERT_EQ(values[i], largest);
+          }
+          std::vector<float> part(count / static_cast<std::size_t>(size));
+          const Buffer whole{all.data(), part.size() * static_cast<std::size_t>(size), DType::float32};
+          group.reduce_scatter(whole, buffer_of(std::span(part)), ReduceOp::sum, soon());
+          const auto begin = part.size() * static_cast<std::size_t>(group.rank());
+          for (std::size_t i = 0; i < part.size(); i += 997)
+            ASSERT_EQ(part[i], all[begin + i] * static_cast<float>(size));
+        }));
+  }
+}
+
 TEST_P(AnyGroup, MessagesInAnyOrderOfSizes) {
   on_ranks([&](const Group& group) {
     const int n = group.size(), me = group.rank();
