@@ -113,7 +113,10 @@ class GroupBackend;
 //   Aborted once `abort` was called, here or on another rank.
 class Group {
  public:
-  explicit Group(std::shared_ptr<GroupBackend> backend);
+  static constexpr std::size_t kBytesPerPack = 1 << 20;
+
+  // all_reduces of one grouped call are packed together up to `bytes_per_pack` bytes; larger ones go alone.
+  explicit Group(std::shared_ptr<GroupBackend> backend, std::size_t bytes_per_pack = kBytesPerPack);
 
   int rank() const;
   int size() const;
@@ -149,8 +152,9 @@ class Group {
   // Memory, zeroed and aligned to pages, that this Group reduces in place without a copy where it can. Not collective.
   Memory allocate(std::size_t bytes) const;
 
-  // What carries the operations out; for wrappers (group_wrappers.h).
+  // What carries the operations out, and a Group like this one on another; for wrappers (group_wrappers.h).
   std::shared_ptr<GroupBackend> shared_backend() const;
+  Group with_backend(std::shared_ptr<GroupBackend> backend) const;
 
   // Wakes every rank that waits in an operation, now or later, with Aborted(reason). The first reason stands.
   void abort(const std::string& reason) const;

@@ -46,8 +46,7 @@ struct GroupOptions {
 
   Implementation implementation = Implementation::automatic;
 
-  // all_reduces of one grouped call are packed together up to this many bytes; larger ones go alone.
-  std::size_t bytes_per_pack = 1 << 20;
+  std::size_t bytes_per_pack = Group::kBytesPerPack;  // of grouped all_reduces; see Group
 
   // For making the group: members that have not come by then are named.
   double timeout_seconds = 300;

@@ -14,9 +14,6 @@
 namespace lockstep {
 namespace {
 
-// all_reduces of a grouped call are packed together up to this many bytes; larger ones go alone.
-constexpr std::size_t kPackBytes = 1 << 20;
-
 // Beyond a call's deadline, for what runs ahead of it to end.
 constexpr std::chrono::seconds kForTheReason(1);
 
@@ -39,7 +36,7 @@ Memory private_memory(std::size_t bytes) {
 }
 
 struct Group::State {
-  explicit State(std::shared_ptr<GroupBackend> given) : backend(std::move(given)) {}
+  State(std::shared_ptr<GroupBackend> given, std::size_t bytes) : backend(std::move(given)), bytes_per_pack(bytes) {}
   ~State() {
     if (progress.busy()) {
       backend->fail(Failure::aborted(backend->rank(), text("rank ", backend->rank(), " gave up what it had started")));
@@ -70,6 +67,7 @@ struct Group::State {
   void run_packed(std::span<const Call> calls, Deadline deadline);
 
   const std::shared_ptr<GroupBackend> backend;
+  const std::size_t bytes_per_pack;
   Turns turns;
   Memory pack;  // of the thread whose turn it is
   ProgressThread progress;
@@ -87,7 +85,7 @@ void Group::State::run_grouped(const std::vector<Call>& calls, Deadline deadline
       continue;
     }
     std::size_t bytes = first.input.bytes();
-    while (end < calls.size() && packs_with(first, calls[end]) && bytes + calls[end].input.bytes() <= kPackBytes) {
+    while (end < calls.size() && packs_with(first, calls[end]) && bytes + calls[end].input.bytes() <= bytes_per_pack) {
       bytes += calls[end++].input.bytes();
     }
     if (end - begin == 1) {
@@ -99,7 +97,7 @@ void Group::State::run_grouped(const std::vector<Call>& calls, Deadline deadline
 }
 
 void Group::State::run_packed(std::span<const Call> calls, Deadline deadline) {
-  if (!pack) pack = backend->allocate(kPackBytes);
+  if (!pack) pack = backend->allocate(bytes_per_pack);
   std::size_t count = 0;
   const auto element = size_of(calls[0].input.dtype);
   for (const auto& call : calls) {
@@ -114,12 +112,16 @@ void Group::State::run_packed(std::span<const Call> calls, Deadline deadline) {
   }
 }
 
-Group::Group(std::shared_ptr<GroupBackend> backend) : state_(std::make_shared<State>(std::move(backend))) {}
+Group::Group(std::shared_ptr<GroupBackend> backend, std::size_t bytes_per_pack)
+    : state_(std::make_shared<State>(std::move(backend), bytes_per_pack)) {}
 
 int Group::rank() const { return state_->backend->rank(); }
 int Group::size() const { return state_->backend->size(); }
 std::string Group::backend() const { return state_->backend->name(); }
 std::shared_ptr<GroupBackend> Group::shared_backend() const { return state_->backend; }
+Group Group::with_backend(std::shared_ptr<GroupBackend> backend) const {
+  return Group(std::move(backend), state_->bytes_per_pack);
+}
 
 void Group::run(const Call& call, Deadline deadline) const {
   check_call(call, rank(), size());
@@ -161,7 +163,7 @@ std::unique_ptr<Group> Group::split(int color, int key, Deadline deadline) const
     return all[static_cast<std::size_t>(2 * a + 1)] < all[static_cast<std::size_t>(2 * b + 1)];
   });
   GroupBootstrap bootstrap(*this, members, state_->backend->generation());
-  return std::make_unique<Group>(state_->backend->make(bootstrap, deadline));
+  return std::make_unique<Group>(with_backend(state_->backend->make(bootstrap, deadline)));
 }
 
 Memory Group::allocate(std::size_t bytes) const { return state_->backend->allocate(bytes); }

@@ -12,7 +12,7 @@ Patience patience_in_memory(int ranks_on_this_host) {
 
 // About 100 us. With more ranks than cores, sleeping at once gives the core to one that has something to send.
 Patience patience_at_sockets(int ranks_on_this_host) {
-  constexpr int kSpins = 200;
+  constexpr int kSpins = 30;
   return {.spins = ranks_on_this_host <= usable_cpu_count() ? kSpins : 0};
 }
 

@@ -71,7 +71,7 @@ Group make_group(const World& world, const Store& store, const GroupOptions& opt
   // The number of this group among those that this rank made here is the same on all ranks.
   const auto number = store.add(text("generation ", world.generation, "/groups of rank ", world.rank), 1, deadline);
   StoreBootstrap members(world, store, text("group ", number));
-  return Group(make_backend(members, world, options, deadline));
+  return Group(make_backend(members, world, options, deadline), options.bytes_per_pack);
 }
 
 }  // namespace lockstep

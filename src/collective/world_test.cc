@@ -213,11 +213,11 @@ TEST(Connections, StrangersAndOtherVersionsDoNotKeepMembersApart) {
       {.rank = 1, .size = 2},
       [&](const std::string& mine) {
         const auto where = address.get().substr(address.get().find(' ') + 1);
-        for (const char* greeting : {"GET / HTTP/1.1", "LMSG\x63\0\0\0", ""}) {
+        for (const std::string greeting : {"GET / HTTP/1.1", "LMSG\x63\1\1\1", ""}) {
           strangers.push_back(connect_to(where, soon()));
           std::array<char, 48> bytes{};
-          std::copy_n(greeting, 8, bytes.begin());
-          if (*greeting != 0) write_value(strangers.back(), bytes, soon());
+          std::copy(greeting.begin(), greeting.end(), bytes.begin());
+          if (!greeting.empty()) write_value(strangers.back(), bytes, soon());
         }
         return std::vector<std::string>{address.get(), mine};
       },

@@ -64,7 +64,7 @@ class Checks final : public Wrapper {
 }  // namespace
 
 Group with_checks(const Group& group, std::int64_t calls) {
-  return Group(std::make_shared<Checks>(group.shared_backend(), calls));
+  return group.with_backend(std::make_shared<Checks>(group.shared_backend(), calls));
 }
 
 }  // namespace lockstep

@@ -61,7 +61,7 @@ class Faults final : public Wrapper {
 }  // namespace
 
 Group with_faults(const Group& group, std::vector<Fault> faults) {
-  return Group(std::make_shared<Faults>(group.shared_backend(), std::move(faults)));
+  return group.with_backend(std::make_shared<Faults>(group.shared_backend(), std::move(faults)));
 }
 
 }  // namespace lockstep

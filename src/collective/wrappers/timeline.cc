@@ -75,7 +75,7 @@ Timeline::Timeline() : state_(std::make_shared<State>()) {}
 Group with_timeline(const Group& group, Timeline& timeline, Deadline deadline) {
   group.barrier(deadline);
   timeline.state_->origin = Clock::now();
-  return Group(std::make_shared<Recorder>(group.shared_backend(), timeline.state_));
+  return group.with_backend(std::make_shared<Recorder>(group.shared_backend(), timeline.state_));
 }
 
 void Timeline::write(const std::string& path, const Group& group, Deadline deadline) const {
