@@ -80,23 +80,12 @@ def raw_stream(*sizes):
                          for role in ("listen", "connect")), (0, 1))
 
 
-@dataclasses.dataclass
-class Row:
-    work: str
-    against: str
-    ours: Program
-    peer: Program
-    target: float
-    of_ours: callable
-    of_peer: callable
-
-
 def at(size):
     return lambda result: 1 / result["us"][str(size)]
 
 
 def row(work, against, mine, peer, size, target):
-    return Row(f"{work}, {NAMES[size]}", against, mine, peer, target, at(size), at(size))
+    return rounds.Row(f"{work}, {NAMES[size]}", against, mine, peer, target, at(size), at(size))
 
 
 def samples(result):
@@ -128,14 +117,14 @@ def rows():
     for size, target in ((65536, 1.8), (MIB16, 1.1)):
         yield row("four hosts of 2 ranks, 1 Gbit/s, hierarchical", "a ring over all eight", link_bench("hierarchical", 4, 2, *both),
                   link_bench("tcp", 4, 2, "--implementation", "ring", *both), size, target)
-    yield Row("transformer, two hosts, 1 Gbit/s", "no overlap, no compression", link_ddp("--gradient-dtype", "bfloat16", "--bucket-cap-mb", "1"),
+    yield rounds.Row("transformer, two hosts, 1 Gbit/s", "no overlap, no compression", link_ddp("--gradient-dtype", "bfloat16", "--bucket-cap-mb", "1"),
               link_ddp("--at-the-end"), 1.4, samples, samples)
 
     transformer = ("--model", "transformer", "--batch", "16", "--steps", "8")
     for kernels, work, cnn_target, transformer_target in (("lockstep", "DDP", 5, 1.05), ("libtorch", "DDP, Lockstep's kernels off", 1.3, 1)):
-        yield Row(f"{work}, seed CNN", "PyTorch DDP over gloo", ddp(kernels=kernels), torchrun("pytorch_step.py", "--ddp"), cnn_target,
+        yield rounds.Row(f"{work}, seed CNN", "PyTorch DDP over gloo", ddp(kernels=kernels), torchrun("pytorch_step.py", "--ddp"), cnn_target,
                   samples, samples)
-        yield Row(f"{work}, transformer", "PyTorch DDP over gloo", ddp(*transformer, kernels=kernels),
+        yield rounds.Row(f"{work}, transformer", "PyTorch DDP over gloo", ddp(*transformer, kernels=kernels),
                   torchrun("pytorch_step.py", "--ddp", *transformer), transformer_target, samples, samples)
 
 

@@ -63,15 +63,8 @@ def floor(result):
     return result["gflops"] * 1e3 / SEED_CNN_MFLOP * 64  # samples a second at the FMA peak
 
 
-@dataclasses.dataclass
-class Row:
-    work: str
-    against: str
-    ours: Program
-    peer: Program
-    target: float
-    of_ours: callable = samples
-    of_peer: callable = samples
+def row(work, against, ours, peer, target, of_ours=samples, of_peer=samples):
+    return rounds.Row(work, against, ours, peer, target, of_ours, of_peer)
 
 
 ONE, TWO = ours("--replicas", "1"), ours("--replicas", "2")
@@ -80,41 +73,41 @@ FLOOR = Program((str(ROOT / "build/release/benchmarks/fma_peak"),))
 
 def rows():
     seed = "seed CNN, 1 replica, 1 thread, bare steps"
-    yield Row(seed, "TensorFlow, 1 thread", ONE, tensorflow(), 2.8)
-    yield Row(seed, "PyTorch, 1 thread, fused Adam", ONE, pytorch(), 8)
-    yield Row(seed, "the FMA peak", ONE, FLOOR, 0.75, of_peer=floor)
+    yield row(seed, "TensorFlow, 1 thread", ONE, tensorflow(), 2.8)
+    yield row(seed, "PyTorch, 1 thread, fused Adam", ONE, pytorch(), 8)
+    yield row(seed, "the FMA peak", ONE, FLOOR, 0.75, of_peer=floor)
     seed = "seed CNN, 2 replicas, bare steps"
-    yield Row(seed, "PyTorch DDP, 2 processes", TWO, ddp(), 10)
-    yield Row(seed, "TensorFlow MirroredStrategy, 2 logical CPUs", TWO, tensorflow("--strategy", "mirrored"), 4)
-    yield Row(seed, "TensorFlow, 2 threads", TWO, tensorflow("--threads", "2"), 4)
-    yield Row("seed CNN, 2 replicas, fit", "TensorFlow MirroredStrategy's fit", ours("--replicas", "2", "--fit"),
+    yield row(seed, "PyTorch DDP, 2 processes", TWO, ddp(), 10)
+    yield row(seed, "TensorFlow MirroredStrategy, 2 logical CPUs", TWO, tensorflow("--strategy", "mirrored"), 4)
+    yield row(seed, "TensorFlow, 2 threads", TWO, tensorflow("--threads", "2"), 4)
+    yield row("seed CNN, 2 replicas, fit", "TensorFlow MirroredStrategy's fit", ours("--replicas", "2", "--fit"),
               tensorflow("--strategy", "mirrored", "--loop", "fit"), 5)
     for model, steps, batch in (("seed_cnn", 200, 64), ("mlp", 200, 64), ("cifar_cnn", 8, 64), ("transformer", 8, 16)):
         options = ("--model", model, "--steps", str(steps), "--batch", str(batch))
-        yield Row(f"{model}, 2 replicas", "two separate processes of 1 replica", ours("--replicas", "2", *options),
+        yield row(f"{model}, 2 replicas", "two separate processes of 1 replica", ours("--replicas", "2", *options),
                   ours(*options, copies=2), 0.95)
-    yield Row("seed CNN as a torch module that calls our operators", "TensorFlow, 1 thread", ours("--kind", "own"), tensorflow(), 2.4)
-    yield Row("seed CNN as a plain torch module", "PyTorch, 1 thread", ours("--kind", "plain"), pytorch(), 2.2)
+    yield row("seed CNN as a torch module that calls our operators", "TensorFlow, 1 thread", ours("--kind", "own"), tensorflow(), 2.4)
+    yield row("seed CNN as a plain torch module", "PyTorch, 1 thread", ours("--kind", "plain"), pytorch(), 2.2)
     cifar = ("--model", "cifar_cnn", "--steps", "8")
-    yield Row("CIFAR CNN, 1 thread", "TensorFlow", ours(*cifar), tensorflow(*cifar), 1.0)
-    yield Row("CIFAR CNN, 1 thread", "PyTorch, channels last", ours(*cifar), pytorch(*cifar, "--channels-last"), 1.15)
-    yield Row("MLP, 1 thread", "PyTorch", ours("--model", "mlp"), pytorch("--model", "mlp"), 1.25)
+    yield row("CIFAR CNN, 1 thread", "TensorFlow", ours(*cifar), tensorflow(*cifar), 1.0)
+    yield row("CIFAR CNN, 1 thread", "PyTorch, channels last", ours(*cifar), pytorch(*cifar, "--channels-last"), 1.15)
+    yield row("MLP, 1 thread", "PyTorch", ours("--model", "mlp"), pytorch("--model", "mlp"), 1.25)
     transformer = ("--model", "transformer", "--steps", "8", "--batch", "16")
-    yield Row("transformer, 1 thread", "PyTorch", ours(*transformer), pytorch(*transformer), 1.05)
-    yield Row("fit on Fashion-MNIST, 1 replica", "bare steps", ours("--fit"), ONE, 0.92)
-    yield Row("fit on Fashion-MNIST, 2 replicas", "bare steps", ours("--replicas", "2", "--fit"), TWO, 0.92)
-    yield Row("Dataset: map, cache, shuffle, batch", "tf.data", Program((str(ROOT / "build/release/benchmarks/dataset"),)),
+    yield row("transformer, 1 thread", "PyTorch", ours(*transformer), pytorch(*transformer), 1.05)
+    yield row("fit on Fashion-MNIST, 1 replica", "bare steps", ours("--fit"), ONE, 0.92)
+    yield row("fit on Fashion-MNIST, 2 replicas", "bare steps", ours("--replicas", "2", "--fit"), TWO, 0.92)
+    yield row("Dataset: map, cache, shuffle, batch", "tf.data", Program((str(ROOT / "build/release/benchmarks/dataset"),)),
               tensorflow("--loop", "data"), 3)
-    yield Row("from exec to the first step, sooner by", "TensorFlow", ONE, tensorflow(), 5, first_step, first_step)
-    yield Row("memory of 2 replicas, smaller by", "PyTorch DDP, 2 processes", TWO, ddp(), 2, memory, memory)
+    yield row("from exec to the first step, sooner by", "TensorFlow", ONE, tensorflow(), 5, first_step, first_step)
+    yield row("memory of 2 replicas, smaller by", "PyTorch DDP, 2 processes", TWO, ddp(), 2, memory, memory)
 
 
 def gpu_rows():
     program = str(ROOT / "build/cuda/benchmarks/train_step")
     for model, steps, batch in (("seed_cnn", 500, 64), ("mlp", 500, 64), ("cifar_cnn", 200, 64), ("transformer", 200, 16)):
         options = ("--model", model, "--steps", str(steps), "--batch", str(batch), "--device", "cuda")
-        yield Row(f"{model}, 1 GPU", "PyTorch, eager", Program((program, *options)), pytorch(*options), 1)
-        yield Row(f"{model}, 1 GPU, jit_compile", "PyTorch, CUDA graph", Program((program, *options, "--jit-compile")),
+        yield row(f"{model}, 1 GPU", "PyTorch, eager", Program((program, *options)), pytorch(*options), 1)
+        yield row(f"{model}, 1 GPU, jit_compile", "PyTorch, CUDA graph", Program((program, *options, "--jit-compile")),
                   pytorch(*options, "--graph"), 1)
 
 

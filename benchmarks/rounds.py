@@ -1,8 +1,21 @@
 """Programs measured in turns: every round runs each once, so that all see the same machine; a ratio is the median of the
 rounds' ratios. Closes with a line of JSON."""
+import dataclasses
 import json
 import statistics
 import sys
+
+
+@dataclasses.dataclass
+class Row:
+    """What of_ours and of_peer take from a program's result is better when larger."""
+    work: str
+    against: str
+    ours: object  # programs
+    peer: object
+    target: float
+    of_ours: callable
+    of_peer: callable
 
 
 def measure(programs, rounds, run):
@@ -18,8 +31,7 @@ def measure(programs, rounds, run):
 
 
 def report(rows, results):
-    """Prints a line a row, and JSON. A row has work, against, target, ours, peer, and of_ours and of_peer, which take a
-    program's result and give what is better when larger."""
+    """Prints a line a row, and JSON."""
     table = []
     for row in rows:
         ours = [row.of_ours(result[row.ours]) for result in results]

@@ -51,16 +51,28 @@ FileDescriptor my_life() {
   return life;
 }
 
+// What sendmsg and recvmsg want for a value and room for descriptors.
+struct Envelope {
+  Envelope(void* value, std::size_t bytes, std::size_t descriptors)
+      : control(CMSG_SPACE(descriptors * sizeof(int))), part{value, bytes} {
+    message.msg_iov = &part;
+    message.msg_iovlen = 1;
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+  }
+  Envelope(const Envelope&) = delete;
+  Envelope& operator=(const Envelope&) = delete;
+
+  std::vector<char> control;
+  iovec part;
+  msghdr message{};
+};
+
 // One message: the value, and descriptors.
 template <class T>
 void send_with(const FileDescriptor& socket, T value, const std::vector<int>& descriptors, Deadline deadline) {
-  std::vector<char> control(CMSG_SPACE(descriptors.size() * sizeof(int)));
-  iovec part{&value, sizeof value};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
+  Envelope envelope(&value, sizeof value, descriptors.size());
+  auto& message = envelope.message;
   auto* const header = CMSG_FIRSTHDR(&message);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
@@ -76,13 +88,8 @@ void send_with(const FileDescriptor& socket, T value, const std::vector<int>& de
 template <class T>
 T receive_with(const FileDescriptor& socket, std::vector<FileDescriptor>& descriptors, Deadline deadline) {
   T value{};
-  std::vector<char> control(CMSG_SPACE((kMostRanks + 1) * sizeof(int)));
-  iovec part{&value, sizeof value};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = control.size();
+  Envelope envelope(&value, sizeof value, kMostRanks + 1);
+  auto& message = envelope.message;
   ssize_t count = 0;
   while ((count = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC | MSG_WAITALL)) < 0) {
     if (errno != EAGAIN && errno != EINTR)
