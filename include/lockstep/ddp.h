@@ -1,12 +1,12 @@
 // DistributedDataParallel for a LibTorch loop of your own: a copy of the module in every process, gradients averaged
 // while backward goes on. Follows torch.nn.parallel.DistributedDataParallel.
 //
-//   lockstep::DistributedDataParallel ddp(net, group);     // net: a module holder or a shared_ptr, the same on all
-//   ranks torch::optim::Adam adam(ddp->parameters()); for (auto& [x, y] : my_part_of_the_data) {
-//     adam.zero_grad();
-//     torch::cross_entropy_loss(ddp(x), y).backward();     // after it the gradients are the mean over all ranks
-//     adam.step();
-//   }
+//   lockstep::DistributedDataParallel ddp(net, group);  // net: a module holder or a shared_ptr, the same on all ranks
+//   torch::optim::Adam adam(ddp->parameters());
+//
+//   adam.zero_grad();
+//   torch::cross_entropy_loss(ddp(x), y).backward();  // after it the gradients are the mean over all ranks
+//   adam.step();
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -76,10 +76,14 @@ class DistributedGradients {
   // Runs a loop whose number of steps may differ between ranks. A rank that is done takes part in the others' steps,
   // with no examples, until all are done; then all get the parameters and buffers of one that made the most steps.
   // Collective.
+  // Not for modules with synchronized batch normalization, whose layers wait for every rank.
   void join(const std::function<void()>& loop);
 
   // How many examples the next backward counts for on this rank.
   void set_examples(double examples);
+
+  // Before each forward. Throws Error where the last backward broke off in the middle.
+  void prepare();
 
   std::vector<std::int64_t> bucket_order() const;
   const Group& group() const;
@@ -108,6 +112,7 @@ class DistributedDataParallel : public DistributedGradients {
   // The module's forward.
   template <class... Inputs>
   auto operator()(const Inputs&... inputs) {
+    prepare();
     if (weigh_by_examples_) (void)(note(inputs) || ...);
     return module_->forward(inputs...);
   }

@@ -106,8 +106,9 @@ using Memory = std::shared_ptr<std::byte[]>;
 class GroupBackend;
 
 // Every operation throws
-//   InvalidArgument on all ranks when the ranks' calls differ, naming one that differs from rank 0, and on this rank
-//     when its buffers do not fit the operation;
+//   InvalidArgument when the ranks' calls differ, naming one that does: on all ranks where they share memory or are
+//     checked (with_checks); else on those that notice, and the others are Aborted. And when this rank's buffers do not
+//     fit the operation;
 //   PeerLost when another rank's process ended or it left the group;
 //   DeadlineExceeded, naming the ranks that were waited for, when the others have not come by the deadline;
 //   Aborted once `abort` was called, here or on another rank.

@@ -40,7 +40,7 @@ Implementation implementation_named(const std::string& name);  // throws Invalid
 
 // Follows tf.distribute.experimental.CommunicationOptions, and the backends of torch.distributed.
 struct GroupOptions {
-  // "shm": all ranks share a host; "tcp", "ucx": any hosts; "hierarchical": shared memory inside hosts, tcp or ucx
+  // "shm": all ranks share a host; "tcp": any hosts; "hierarchical": shared memory inside hosts, tcp
   // between them; "auto": shm where all share a host, tcp where none do, hierarchical else.
   std::string backend = "auto";
 

@@ -46,6 +46,18 @@ Failure Failure::deadline(int reporter, const std::vector<int>& ranks, double se
 
 std::vector<int> Failure::blamed() const { return {ranks.begin(), ranks.begin() + rank_count}; }
 
+Failure Failure::checked(int size) const {
+  Failure good = *this;
+  if (kind > Kind::deadline) good.kind = Kind::aborted;
+  good.rank_count = 0;
+  for (std::size_t i = 0; i < std::min<std::size_t>(rank_count, kMostRanks); ++i) {
+    if (ranks[i] >= 0 && ranks[i] < size) good.ranks[good.rank_count++] = ranks[i];
+  }
+  if (good.kind == Kind::peer_lost && good.rank_count == 0) good.kind = Kind::aborted;
+  good.operation.back() = good.reason.back() = '\0';
+  return good;
+}
+
 void Failure::raise(int rank, std::int64_t generation) const {
   switch (kind) {
     case Kind::peer_lost: throw PeerLost(ranks[0], generation, reason.data());

@@ -26,6 +26,9 @@ struct Failure {
 
   std::vector<int> blamed() const;
 
+  // The same with nothing that a group of `size` ranks cannot have: what came over a connection is not to be trusted.
+  Failure checked(int size) const;
+
   // Throws Aborted, PeerLost or DeadlineExceeded on rank `rank`.
   [[noreturn]] void raise(int rank, std::int64_t generation) const;
 };

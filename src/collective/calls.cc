@@ -76,6 +76,13 @@ void check_call(const Call& call, int rank, int size) {
   require_length(call, call.counts, size);
   require_length(call, call.output_counts, size);
   switch (call.kind) {
+    case Kind::all_reduce:
+    case Kind::broadcast:
+      require_count(call, "output", call.output, call.input.count);
+      if (call.input.data != call.output.data) {
+        throw InvalidArgument(text(name_of(call.kind), ": input and output differ; it works in place"));
+      }
+      break;
     case Kind::reduce:
       if (at_root) require_count(call, "output", call.output, call.input.count);
       break;

@@ -117,7 +117,14 @@ void DistributedGradients::join(const std::function<void()>& loop) {
   share(state_->group, tensors, source, state_->deadline());
 }
 
-void DistributedGradients::set_examples(double examples) { state_->reducer->set_weight(examples); }
+void DistributedGradients::set_examples(double examples) {
+  if (at::GradMode::is_enabled()) state_->reducer->set_weight(examples);  // not of an evaluation in between
+}
+
+void DistributedGradients::prepare() {
+  if (at::GradMode::is_enabled()) state_->reducer->require_whole();
+}
+
 std::vector<std::int64_t> DistributedGradients::bucket_order() const { return state_->reducer->order(); }
 const Group& DistributedGradients::group() const { return state_->group; }
 

@@ -98,9 +98,11 @@ void update_running(const OptionalTensor& running, const Tensor& now, double mom
   running->mul_(1 - momentum).add_(now.detach(), momentum);
 }
 
-Tensor normalized_over_ranks(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
+Tensor normalized_over_ranks(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                              const OptionalTensor& running_mean, const OptionalTensor& running_var, double momentum,
                              double eps, std::shared_ptr<const Group> group) {
+  // Counts and sums need more than 16 bits.
+  const auto x = input.scalar_type() == at::kDouble ? input : input.to(at::kFloat);
   const auto holder = c10::make_intrusive<GroupHolder>(std::move(group));
   const auto examples = static_cast<double>(x.size(0));
   const auto channels = x.size(1);
@@ -111,6 +113,9 @@ Tensor normalized_over_ranks(const Tensor& x, const OptionalTensor& weight, cons
 
   const auto totals = SumOverRanks::apply(at::cat({x.sum(others), own_count}), holder, examples);
   const auto count = totals[channels].detach();
+  if (count.item<double>() <= 1) {
+    throw InvalidArgument("batch normalization over all ranks needs more than one value a channel in training");
+  }
   const auto mean = totals.narrow(0, 0, channels) / count;
   const auto centered = x - mean.view(shape);
   const auto variance = SumOverRanks::apply(centered.square().sum(others), holder, examples) / count;
@@ -119,7 +124,7 @@ Tensor normalized_over_ranks(const Tensor& x, const OptionalTensor& weight, cons
   auto y = centered * (variance + eps).rsqrt().view(shape);
   if (weight && weight->defined()) y = y * weight->view(shape);
   if (bias && bias->defined()) y = y + bias->view(shape);
-  return y;
+  return y.to(input.scalar_type());
 }
 
 Tensor batch_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,

@@ -109,6 +109,17 @@ GradientReducer::GradientReducer(std::vector<std::string> names, std::vector<at:
 }
 
 GradientReducer::~GradientReducer() {
+  // What was started works on memory of this object; only a pass that broke off leaves any.
+  const auto end = [this](std::optional<Work>& work) {
+    if (!work) return;
+    group_.abort("a backward broke off in the middle");
+    try {
+      work->wait();
+    } catch (const Error&) {
+    }
+  };
+  end(tally_work_);
+  for (auto& bucket : buckets_) end(bucket.work);
   for (const auto& parameter : parameters_) torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
 }
 
@@ -195,6 +206,14 @@ void GradientReducer::on_gradient(std::size_t parameter) {
   if (overlap_) launch_ready(false);
 }
 
+void GradientReducer::require_whole() const {
+  if (open_) {
+    throw Error(
+        "the last backward broke off in the middle, and the ranks are out of step: make a new Group and a new "
+        "DistributedDataParallel");
+  }
+}
+
 void GradientReducer::begin_pass() {
   open_ = true;
   launched_ = 0;
@@ -202,7 +221,7 @@ void GradientReducer::begin_pass() {
   my_tally_ = {weight_, 1};
   if (usual_weight_ == 0) {  // nobody knows yet what a share is relative to
     exchange_tallies();
-    usual_weight_ = std::max(sum_of_tallies().weight / sum_of_tallies().active, 1e-30);
+    usual_weight_ = sum_of_tallies().weight / sum_of_tallies().active;
   } else if (overlap_) {
     tally_work_ = group_.start(tally_call(), deadline());
   }
@@ -232,13 +251,15 @@ GradientReducer::Tally GradientReducer::sum_of_tallies() const {
 void GradientReducer::take(Slot& slot, const at::Tensor& gradient) {
   const at::NoGradGuard no_gradient;
   const auto dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
-  const double share = my_tally_.weight / usual_weight_;
-  if (share != 1) {
+  const double share = usual_weight_ > 0 ? my_tally_.weight / usual_weight_ : 0;
+  if (share == 0) {  // no examples: what backward made of none counts for nothing
+    slot.sent.zero_();
+  } else if (share != 1) {
     slot.sent.copy_(dense * share);
   } else if (dense.data_ptr() != slot.sent.data_ptr()) {  // else backward added to what the last pass left there
     slot.sent.copy_(dense);
   }
-  slot.flag.fill_(1);
+  slot.flag.fill_(share > 0 ? 1 : 0);
 }
 
 // Starts buckets by index, as far as they are whole.
@@ -248,7 +269,7 @@ void GradientReducer::launch_ready(bool all) {
     for (const auto i : bucket.parameters) {
       auto& slot = slots_[i];
       if (slot.ready) continue;
-      if (slot.accumulated) {  // used since the last pass, but not in this one
+      if (slot.accumulated && parameters_[i].grad().defined()) {  // used since the last pass, but not in this one
         take(slot, parameters_[i].grad());
       } else {
         slot.sent.zero_();
@@ -300,7 +321,7 @@ std::optional<int> GradientReducer::shadow_pass() {
     tallied_ = false;
     return std::nullopt;
   }
-  if (usual_weight_ == 0) usual_weight_ = std::max(sum.weight / sum.active, 1e-30);
+  if (usual_weight_ == 0) usual_weight_ = sum.weight / sum.active;
   launched_ = 0;
   ready_order_.clear();
   finish_pass();

@@ -47,6 +47,9 @@ class GradientReducer {
   // Of the passes that follow, on this rank: its examples.
   void set_weight(double weight) { weight_ = weight; }
 
+  // Called before each forward. Throws Error where the last pass broke off in the middle: ranks are out of step then.
+  void require_whole() const;
+
   // Called at the end of every pass with the lowest rank that had data in it.
   void set_after_pass(std::function<void(int root)> act) { after_pass_ = std::move(act); }
 

@@ -51,9 +51,7 @@ void narrow_to_half(DType dtype, void* to, const float* from, size_t count) {
 void divide_any(DType dtype, void* data, size_t divisor, size_t count) {
   visit_dtype(dtype, [&]<class T>(T) {
     T* values = static_cast<T*>(data);
-    for (size_t i = 0; i < count; ++i) {
-      values[i] = static_cast<T>(static_cast<Wide<T>>(static_cast<Wide<T>>(values[i]) / static_cast<Wide<T>>(divisor)));
-    }
+    for (size_t i = 0; i < count; ++i) values[i] = static_cast<T>(divided(static_cast<Wide<T>>(values[i]), divisor));
   });
 }
 

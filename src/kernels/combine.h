@@ -1,6 +1,7 @@
 // Operators and element types of reductions, as types that a loop can be compiled for.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -13,15 +14,37 @@ namespace lockstep::kernels {
 template <class T>
 using Wide = std::conditional_t<std::is_class_v<T>, float, T>;
 
+// What integers are added and multiplied in, so that they wrap.
+template <class W, bool integral = std::is_integral_v<W>>
+struct Wrapping {
+  using Type = W;
+};
+template <class W>
+struct Wrapping<W, true> {
+  using Type = std::make_unsigned_t<W>;
+};
+
+// Integers round towards zero.
+template <class W>
+W divided(W value, std::size_t divisor) {
+  if constexpr (std::is_integral_v<W>) {
+    return static_cast<W>(static_cast<std::int64_t>(value) / static_cast<std::int64_t>(divisor));
+  } else {
+    return value / static_cast<W>(divisor);
+  }
+}
+
 // Calls visit with the function (W, W) -> W of the operator; mean adds. A NaN wins against every number.
 template <class W, class Visit>
 void visit_combine(ReduceOp op, const Visit& visit) {
+  using U = typename Wrapping<W>::Type;
   switch (op) {
     case ReduceOp::sum:
-    case ReduceOp::mean: return visit([](W a, W b) { return static_cast<W>(a + b); });
+    case ReduceOp::mean: return visit([](W a, W b) { return static_cast<W>(static_cast<U>(a) + static_cast<U>(b)); });
     case ReduceOp::min: return visit([](W a, W b) { return b < a || b != b ? b : a; });
     case ReduceOp::max: return visit([](W a, W b) { return a < b || b != b ? b : a; });
-    case ReduceOp::product: return visit([](W a, W b) { return static_cast<W>(a * b); });
+    case ReduceOp::product:
+      return visit([](W a, W b) { return static_cast<W>(static_cast<U>(a) * static_cast<U>(b)); });
   }
 }
 

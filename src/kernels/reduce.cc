@@ -29,7 +29,7 @@ struct Reducer {
   T* out(size_t k) const { return static_cast<T*>(outputs[k]); }
   Wide<T> pair(Wide<T> a, Wide<T> b) const {
     const auto value = combine(a, b);
-    return divisor > 1 ? static_cast<Wide<T>>(value / static_cast<Wide<T>>(divisor)) : value;
+    return divisor > 1 ? divided(value, divisor) : value;
   }
 
   // Every element is read and written once. ivdep: an output is an input or apart from it.
@@ -63,7 +63,7 @@ struct Reducer {
         for (size_t i = 0; i < n; ++i) sum[i] = combine(sum[i], static_cast<Wide<T>>(input[i]));
       }
       if (divisor > 1) {
-        for (size_t i = 0; i < n; ++i) sum[i] = static_cast<Wide<T>>(sum[i] / static_cast<Wide<T>>(divisor));
+        for (size_t i = 0; i < n; ++i) sum[i] = divided(sum[i], divisor);
       }
       for (size_t i = 0; i < n; ++i) result[i] = static_cast<T>(sum[i]);
       for (size_t k = 0; k < outputs.size(); ++k) std::memcpy(out(k) + begin, result, n * sizeof(T));

@@ -168,6 +168,7 @@ void Alarm::hear(int rank) {
       link.left = true;
       continue;
     }
+    failure = failure.checked(size());
     link.last_words = failure;
     stand(failure);
   }

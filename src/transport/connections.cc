@@ -101,7 +101,9 @@ class Meeting {
                               place(hello.rank, hello.purpose).open())) {
         problem = text("it says that it is rank ", hello.rank);
       }
-      if (hello.magic == Hello::kMagic) write_value(socket, mine_, Deadline::after(kForHello));
+      auto answer = mine_;
+      if (!problem.empty()) answer.group = {};  // the name is for those who know it
+      if (hello.magic == Hello::kMagic) write_value(socket, answer, Deadline::after(kForHello));
       if (problem.empty()) place(hello.rank, hello.purpose) = std::move(socket);
     } catch (const Error& error) {
       problem = error.what();

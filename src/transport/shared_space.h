@@ -86,6 +86,7 @@ class SpaceMember {
   ~SpaceMember();
 
   SharedSpace& space() const { return *space_; }
+  std::shared_ptr<SharedSpace> shared_space() const { return space_; }
   int rank() const { return rank_; }
   int size() const { return space_->layout().ranks; }
   const Patience& patience() const { return patience_; }

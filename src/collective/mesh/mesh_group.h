@@ -1,4 +1,4 @@
-// The backends whose ranks have messages only: tcp and ucx.
+// Backends whose ranks have messages only.
 #pragma once
 
 #include <functional>
