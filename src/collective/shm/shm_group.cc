@@ -24,7 +24,8 @@ class ShmGroup final : public DirectGroup {
   }
 
   Memory allocate(std::size_t bytes) override {
-    return {heap_->take(bytes), [heap = heap_, keep = member()->shared_space()](std::byte* memory) { heap->give_back(memory); }};
+    return {heap_->take(bytes),
+            [heap = heap_, keep = member()->shared_space()](std::byte* memory) { heap->give_back(memory); }};
   }
 
  private:
