@@ -20,8 +20,6 @@ bool has_root(Kind kind) {
   return kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::gather || kind == Kind::scatter;
 }
 
-bool is_message(Kind kind) { return kind == Kind::send || kind == Kind::recv; }
-
 std::string words_of(const Buffer& buffer) { return text(buffer.count, " x ", name_of(buffer.dtype)); }
 
 std::size_t sum(const Counts& counts) { return std::accumulate(counts.begin(), counts.end(), std::size_t{0}); }
@@ -59,11 +57,11 @@ void require_dtype(const Call& call) {
 
 void check_call(const Call& call, int rank, int size) {
   const bool at_root = rank == call.peer;
-  if ((has_root(call.kind) || is_message(call.kind)) && (call.peer < 0 || call.peer >= size)) {
-    throw InvalidArgument(text(name_of(call.kind), ": ", is_message(call.kind) ? "the other rank" : "root", " is ",
+  if ((has_root(call.kind) || is_message(call)) && (call.peer < 0 || call.peer >= size)) {
+    throw InvalidArgument(text(name_of(call.kind), ": ", is_message(call) ? "the other rank" : "root", " is ",
                                call.peer, "; the group has ranks 0 to ", size - 1));
   }
-  if (is_message(call.kind) && at_root) {
+  if (is_message(call) && at_root) {
     throw InvalidArgument(text(name_of(call.kind), ": rank ", rank, " names itself; nothing is sent to oneself"));
   }
   for (const auto& buffer : {call.input, call.output}) {

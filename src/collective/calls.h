@@ -10,6 +10,9 @@
 
 namespace lockstep {
 
+// A call between two ranks; the others are collective.
+inline bool is_message(const Call& call) { return call.kind == Call::Kind::send || call.kind == Call::Kind::recv; }
+
 // Throws InvalidArgument where the call is wrong on this rank alone: a root or peer out of range, buffers too small or
 // of another dtype, counts that do not fit.
 void check_call(const Call& call, int rank, int size);

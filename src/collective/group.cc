@@ -17,8 +17,6 @@ namespace {
 // Beyond a call's deadline, for what runs ahead of it to end.
 constexpr std::chrono::seconds kForTheReason(1);
 
-bool is_message(const Call& call) { return call.kind == Call::Kind::send || call.kind == Call::Kind::recv; }
-
 // Whether b can be part of the all_reduce that a is.
 bool packs_with(const Call& a, const Call& b) {
   return a.kind == Call::Kind::all_reduce && b.kind == Call::Kind::all_reduce && a.op == b.op &&

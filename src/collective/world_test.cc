@@ -91,6 +91,7 @@ TEST(Store, AnotherVersionIsRefusedWithBothNumbers) {
 
 class AnyBackend : public testing::TestWithParam<std::string> {
  protected:
+  int ranks_per_host() const { return GetParam() == "hierarchical" ? 2 : 1 << 20; }
   GroupOptions options() const { return {.backend = GetParam(), .timeout_seconds = 20, .heap_bytes = 16 << 20}; }
 };
 
@@ -114,14 +115,15 @@ TEST_P(AnyBackend, AMemberThatNeverComesIsNamed) {
 }
 
 TEST_P(AnyBackend, RanksThatDifferAreNamed) {
-  const auto errors = run_ranks({.size = 3, .group = options()}, [](const Group& group) {
-    std::vector<float> values(group.rank() == 1 ? 5 : 4);
-    const auto checked = with_checks(group);
-    const auto message =
-        message_of<InvalidArgument>([&] { checked.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon()); });
-    expect_says(message, "most call all_reduce of 4 x float32, sum, rank 1 calls all_reduce of 5 x float32, sum");
-    checked.barrier(soon());  // nothing was sent, so the group goes on
-  });
+  const auto errors =
+      run_ranks({.size = 3, .group = options(), .ranks_per_host = ranks_per_host()}, [](const Group& group) {
+        std::vector<float> values(group.rank() == 1 ? 5 : 4);
+        const auto checked = with_checks(group);
+        const auto message = message_of<InvalidArgument>(
+            [&] { checked.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon()); });
+        expect_says(message, "most call all_reduce of 4 x float32, sum, rank 1 calls all_reduce of 5 x float32, sum");
+        checked.barrier(soon());  // nothing was sent, so the group goes on
+      });
   expect_no_errors(errors);
 }
 
@@ -156,14 +158,15 @@ TEST_P(AnyBackend, BadArgumentsAreNamed) {
 
 TEST_P(AnyBackend, ATimelineHasATrackARankStrictlyNested) {
   const std::string path = testing::TempDir() + "/timeline_" + GetParam() + ".json";
-  const auto errors = run_ranks({.size = 3, .group = options()}, [&](const Group& group) {
-    Timeline timeline;
-    const auto recorded = with_timeline(group, timeline, soon());
-    std::vector<float> values(1000);
-    for (int i = 0; i < 5; ++i) recorded.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon());
-    recorded.start(Call::broadcast(buffer_of(std::span(values)), 1), soon()).wait();
-    timeline.write(path, recorded, soon());
-  });
+  const auto errors =
+      run_ranks({.size = 3, .group = options(), .ranks_per_host = ranks_per_host()}, [&](const Group& group) {
+        Timeline timeline;
+        const auto recorded = with_timeline(group, timeline, soon());
+        std::vector<float> values(1000);
+        for (int i = 0; i < 5; ++i) recorded.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon());
+        recorded.start(Call::broadcast(buffer_of(std::span(values)), 1), soon()).wait();
+        timeline.write(path, recorded, soon());
+      });
   expect_no_errors(errors);
   std::ifstream file(path);
   const auto trace = nlohmann::json::parse(file);

@@ -1,7 +1,6 @@
 #include "gradient/gradient_reducer.h"
 
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/mul.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -248,6 +247,11 @@ GradientReducer::Tally GradientReducer::sum_of_tallies() const {
   return sum;
 }
 
+int GradientReducer::lowest_active() const {
+  const auto first = std::find_if(tallies_.begin(), tallies_.end(), [](const auto& tally) { return tally.active > 0; });
+  return static_cast<int>(first - tallies_.begin());
+}
+
 void GradientReducer::take(Slot& slot, const at::Tensor& gradient) {
   const at::NoGradGuard no_gradient;
   const auto dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
@@ -307,10 +311,8 @@ void GradientReducer::finish_pass() {
   if (sum.weight > 0) usual_weight_ = sum.weight / sum.active;
   open_ = false;
   tallied_ = false;
-  const auto first = std::find_if(tallies_.begin(), tallies_.end(), [](const auto& tally) { return tally.active > 0; });
-  const int root = static_cast<int>(first - tallies_.begin());
-  if (!order_known_) learn_order(root);
-  if (after_pass_) after_pass_(root);
+  if (!order_known_) learn_order(lowest_active());
+  if (after_pass_) after_pass_(lowest_active());
 }
 
 std::optional<int> GradientReducer::shadow_pass() {
@@ -325,9 +327,7 @@ std::optional<int> GradientReducer::shadow_pass() {
   launched_ = 0;
   ready_order_.clear();
   finish_pass();
-  return static_cast<int>(
-      std::find_if(tallies_.begin(), tallies_.end(), [](const auto& tally) { return tally.active > 0; }) -
-      tallies_.begin());
+  return lowest_active();
 }
 
 // Gives the parameters of the bucket their gradients.

@@ -74,6 +74,7 @@ class GradientReducer {
   Call tally_call();
   void exchange_tallies();
   Tally sum_of_tallies() const;
+  int lowest_active() const;
   void take(Slot& slot, const at::Tensor& gradient);
   void launch_ready(bool all);
   void finish_pass();

@@ -73,9 +73,8 @@ void Alarm::raise() {
   failure.raise(rank_, generation_);
 }
 
-void Alarm::wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation,
-                 std::chrono::milliseconds most) {
-  listen(channels, std::min(most, milliseconds_to(deadline)));
+void Alarm::wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation) {
+  listen(channels, milliseconds_to(deadline));
   const auto failure = standing();
   if (failure && failure->kind != Failure::Kind::deadline) raise();
   if (failure || deadline.passed()) give_up(late, deadline, operation);

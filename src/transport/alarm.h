@@ -41,10 +41,9 @@ class Alarm {
       raise();
   }
 
-  // Returns when poll(2) has something to say of `channels`, or after `most`; raises the failure that stands, and
+  // Returns when poll(2) has something to say of `channels`; raises the failure that stands, and
   // DeadlineExceeded. `late`: the ranks that are waited for.
-  void wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation,
-            std::chrono::milliseconds most = std::chrono::hours(1));
+  void wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation);
 
   // Raises DeadlineExceeded, naming whom the ranks find to blame.
   [[noreturn]] void give_up(std::span<const int> late, Deadline deadline, const char* operation);
@@ -71,6 +70,7 @@ class Alarm {
   std::optional<Failure> standing();
   [[noreturn]] void raise();
   [[noreturn]] void find_to_blame(std::span<const int> late, double seconds, const char* operation);
+
   const int rank_;
   const std::int64_t generation_;
   FileDescriptor bell_;      // an eventfd that fail() rings

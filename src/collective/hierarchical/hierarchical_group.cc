@@ -70,7 +70,7 @@ class HierarchicalGroup final : public GroupBackend {
   std::int64_t generation() const override { return global_->generation(); }
 
   const char* run(const Call& call, Deadline deadline) override {
-    if (call.kind == Kind::send || call.kind == Kind::recv) return exchange({&call, 1}, deadline);
+    if (is_message(call)) return exchange({&call, 1}, deadline);
     ++sequence_;
     switch (call.kind) {
       case Kind::barrier: barrier(deadline); break;

@@ -14,8 +14,14 @@ std::byte* Scratch::take(std::size_t bytes) {
   return memory_.get();
 }
 
-Team::Team(Mesh& mesh, std::vector<int> members, const MessageTag& tag, Deadline deadline, const char* operation)
-    : mesh_(mesh), members_(std::move(members)), tag_(tag), deadline_(deadline), operation_(operation) {
+Team::Team(Mesh& mesh, std::vector<int> members, const MessageTag& tag, Deadline deadline, const char* operation,
+           Scratch& scratch)
+    : mesh_(mesh),
+      members_(std::move(members)),
+      tag_(tag),
+      deadline_(deadline),
+      operation_(operation),
+      scratch_(scratch) {
   rank_ = static_cast<int>(std::find(members_.begin(), members_.end(), mesh.rank()) - members_.begin());
 }
 

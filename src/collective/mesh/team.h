@@ -33,7 +33,8 @@ struct Reduction {
 class Team {
  public:
   // `members`: ranks of the mesh, this one among them.
-  Team(Mesh& mesh, std::vector<int> members, const MessageTag& tag, Deadline deadline, const char* operation);
+  Team(Mesh& mesh, std::vector<int> members, const MessageTag& tag, Deadline deadline, const char* operation,
+       Scratch& scratch);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(members_.size()); }
@@ -54,8 +55,7 @@ class Team {
   }
   void receive_and_fold(int from, const Reduction& reduction, std::byte* into, std::size_t count);
 
-  Scratch& scratch() { return *scratch_; }
-  void use(Scratch& scratch) { scratch_ = &scratch; }
+  Scratch& scratch() { return scratch_; }
 
  private:
   Mesh& mesh_;
@@ -63,8 +63,8 @@ class Team {
   const MessageTag tag_;
   const Deadline deadline_;
   const char* const operation_;
+  Scratch& scratch_;
   int rank_ = 0;
-  Scratch* scratch_ = nullptr;
 };
 
 // Elements [slice.begin, slice.end) of an array of `element` bytes each.

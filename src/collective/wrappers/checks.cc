@@ -30,8 +30,7 @@ class Checks final : public Wrapper {
   Checks(std::shared_ptr<GroupBackend> checked, std::int64_t calls) : Wrapper(std::move(checked)), left_(calls) {}
 
   const char* run(const Call& call, Deadline deadline) override {
-    const bool message = call.kind == Call::Kind::send || call.kind == Call::Kind::recv;
-    if (left_ != 0 && !message) {
+    if (left_ != 0 && !is_message(call)) {
       if (left_ > 0) --left_;
       compare(signature_of(call), deadline);
     }
