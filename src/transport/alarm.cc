@@ -46,17 +46,23 @@ void Alarm::fail(const Failure& failure) {
   eventfd_write(bell_.get(), 1);
 }
 
-// A link takes some hundred of these before it is full, and a rank sends two at most.
+// A link takes some hundred of these before it is full, and a rank sends three at most.
 void Alarm::tell(const Failure& failure) {
   for (const auto& link : links_) {
     if (link.socket.open()) send(link.socket.get(), &failure, sizeof failure, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 }
 
+// What comes from another rank is passed on, for this rank may leave because of it before the other has told everybody,
+// and would be taken for the culprit. Deadlines are not: each rank tells its own.
 void Alarm::stand(const Failure& failure) {
-  MutexLock lock(mutex_);
-  if (!failure_) failure_ = failure;
-  failed_.store(true, std::memory_order_release);
+  {
+    MutexLock lock(mutex_);
+    if (failure_) return;
+    failure_ = failure;
+    failed_.store(true, std::memory_order_release);
+  }
+  if (failure.kind != Failure::Kind::deadline) tell(failure);
 }
 
 std::optional<Failure> Alarm::standing() {
