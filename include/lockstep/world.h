@@ -40,9 +40,13 @@ Implementation implementation_named(const std::string& name);  // throws Invalid
 
 // Follows tf.distribute.experimental.CommunicationOptions, and the backends of torch.distributed.
 struct GroupOptions {
-  // "shm": all ranks share a host; "tcp": any hosts; "hierarchical": shared memory inside hosts, tcp
-  // between them; "auto": shm where all share a host, tcp where none do, hierarchical else.
+  // "shm": all ranks share a host; "tcp" and "ucx": any hosts; "hierarchical": shared memory inside hosts and `network`
+  // between them; "auto": shm where all share a host, `network` where none do, hierarchical else.
   std::string backend = "auto";
+
+  // "tcp": sockets, the fastest over Ethernet; "ucx": UCX, for RDMA. UCX's own UCX_* variables hold. What it sends is
+  // neither protected nor proved to come from a member: for networks that are trusted.
+  std::string network = "tcp";
 
   Implementation implementation = Implementation::automatic;
 

@@ -11,10 +11,13 @@ namespace lockstep {
 
 // Collective among the members, which all give the same options.
 std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const GroupOptions& options, Deadline deadline);
-std::shared_ptr<GroupBackend> make_tcp_backend(Bootstrap& members, const World& world, const GroupOptions& options,
-                                               Patience patience, Deadline deadline);
 
-// Groups of ranks of one host over shared memory, and all of them over tcp. `hosts[r]`: the name of rank r's host.
+// `network`: "tcp" or "ucx".
+std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, Bootstrap& members, const World& world,
+                                                   const GroupOptions& options, Patience patience, Deadline deadline);
+
+// Groups of ranks of one host over shared memory, and all of them over options.network. `hosts[r]`: the name of rank
+// r's host.
 std::shared_ptr<GroupBackend> make_hierarchical_backend(Bootstrap& members, const World& world,
                                                         const std::vector<std::string>& hosts,
                                                         const GroupOptions& options, Deadline deadline);

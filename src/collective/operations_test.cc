@@ -116,11 +116,12 @@ struct Setting {
   std::string backend;
   Implementation implementation = Implementation::automatic;
   int ranks_per_host = 1 << 20;
+  std::string network = "tcp";
 };
 
 std::string name_of(const Setting& setting) {
   std::string name = setting.backend + "_" + lockstep::name_of(setting.implementation);
-  if (setting.backend == "hierarchical") name += "_" + std::to_string(setting.ranks_per_host);
+  if (setting.backend == "hierarchical") name += "_" + std::to_string(setting.ranks_per_host) + "_" + setting.network;
   return name;
 }
 
@@ -133,6 +134,7 @@ class AnyGroup : public testing::TestWithParam<std::tuple<Setting, int>> {
     RankOptions options{.size = size(), .ranks_per_host = setting.ranks_per_host};
     options.group.backend = setting.backend;
     options.group.implementation = setting.implementation;
+    options.group.network = setting.network;
     options.group.heap_bytes = 64 << 20;
     expect_no_errors(run_ranks(options, body));
   }
@@ -362,6 +364,11 @@ std::vector<Setting> settings() {
                            {"hierarchical", Implementation::automatic, 3}};
   for (int i = 0; i <= static_cast<int>(Implementation::reduction_to_one_device); ++i) {
     all.push_back({"tcp", static_cast<Implementation>(i)});
+  }
+  if (ucx_is_built()) {
+    all.push_back({"ucx"});
+    all.push_back({"ucx", Implementation::ring});
+    all.push_back({"hierarchical", Implementation::automatic, 2, "ucx"});
   }
   return all;
 }

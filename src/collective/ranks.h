@@ -9,8 +9,16 @@
 #include <vector>
 
 #include "lockstep/world.h"
+#include "transport/ucx_mesh.h"
 
 namespace lockstep {
+
+// Those of this build whose ranks may be processes.
+inline std::vector<std::string> backends() {
+  std::vector<std::string> names{"shm", "tcp", "hierarchical"};
+  if (ucx_is_built()) names.push_back("ucx");
+  return names;
+}
 
 struct RankOptions {
   int size = 2;

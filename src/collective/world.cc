@@ -34,31 +34,43 @@ Implementation implementation_named(const std::string& name) {
 
 namespace {
 
+// What all ranks must want alike.
+std::string describe(const GroupOptions& options) {
+  return text("backend \"", options.backend, "\", network \"", options.network, "\", implementation ",
+              name_of(options.implementation), ", bytes_per_pack ", options.bytes_per_pack);
+}
+
 std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, const World& world, const GroupOptions& options,
                                            Deadline deadline) {
+  if (options.network != "tcp" && options.network != "ucx") {
+    throw InvalidArgument(text("make_group: there is no network \"", options.network, "\"; there are tcp and ucx"));
+  }
   // Every rank says where it is and what it wants, so that all choose alike or all hear that they differ.
   const auto hosts = members.all_gather(world.host, deadline);
-  const auto wanted = members.all_gather(options.backend, deadline);
+  const auto wanted = members.all_gather(describe(options), deadline);
   for (int r = 1; r < world.size; ++r) {
-    if (wanted[static_cast<std::size_t>(r)] == wanted[0]) continue;
-    throw InvalidArgument(text("make_group: rank 0 wants the backend \"", wanted[0], "\", rank ", r, " \"",
-                               wanted[static_cast<std::size_t>(r)], "\""));
+    const auto& other = wanted[static_cast<std::size_t>(r)];
+    if (other != wanted[0]) {
+      throw InvalidArgument(text("make_group: rank 0 wants ", wanted[0], "; rank ", r, " wants ", other));
+    }
   }
   const bool one_host = std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; });
   const bool all_apart = std::set<std::string>(hosts.begin(), hosts.end()).size() == hosts.size();
   const auto on_my_host = static_cast<int>(std::count(hosts.begin(), hosts.end(), world.host));
   const std::string backend = options.backend != "auto" ? options.backend
                               : one_host                ? "shm"
-                              : all_apart               ? "tcp"
+                              : all_apart               ? options.network
                                                         : "hierarchical";
   if (backend == "shm" && !one_host) {
     throw InvalidArgument(text("make_group: the backend \"shm\" is for ranks of one host; these are on ", join(hosts)));
   }
   if (backend == "shm") return make_shm_backend(members, options, deadline);
-  if (backend == "tcp") return make_tcp_backend(members, world, options, patience_at_sockets(on_my_host), deadline);
+  if (backend == "tcp" || backend == "ucx") {
+    return make_network_backend(backend, members, world, options, patience_at_sockets(on_my_host), deadline);
+  }
   if (backend == "hierarchical") return make_hierarchical_backend(members, world, hosts, options, deadline);
   throw InvalidArgument(
-      text("make_group: there is no backend \"", backend, "\"; there are auto, shm, tcp and hierarchical"));
+      text("make_group: there is no backend \"", backend, "\"; there are auto, shm, tcp, ucx and hierarchical"));
 }
 
 }  // namespace

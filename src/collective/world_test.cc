@@ -186,13 +186,15 @@ TEST_P(AnyBackend, ATimelineHasATrackARankStrictlyNested) {
   EXPECT_EQ(slices, (std::map<int, int>{{0, 6}, {1, 6}, {2, 6}}));
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, AnyBackend, testing::Values("shm", "tcp", "hierarchical"));
+INSTANTIATE_TEST_SUITE_P(Backends, AnyBackend, testing::ValuesIn(backends()));
 
 TEST(World, BadWorldsAndBackendsAreNamed) {
   const auto store = Store::hold("127.0.0.1:0");
   expect_says(message_of<InvalidArgument>([&] { make_group({.rank = 2, .size = 2}, store); }), "rank 2 of 2");
   expect_says(message_of<InvalidArgument>([&] { make_group({}, store, {.backend = "mpi"}); }),
               "there is no backend \"mpi\"");
+  expect_says(message_of<InvalidArgument>([&] { make_group({}, store, {.network = "infiniband"}); }),
+              "there is no network \"infiniband\"; there are tcp and ucx");
   EXPECT_THROW(implementation_named("circle"), InvalidArgument);
   EXPECT_EQ(make_group({}, store).backend(), "shm");
 }
@@ -201,10 +203,10 @@ TEST(Connections, StrangersAndOtherVersionsDoNotKeepMembersApart) {
   // Rank 1 learns where rank 0 listens; strangers are there before it.
   std::promise<std::string> address_of_zero;
   const auto address = address_of_zero.get_future().share();
-  Connections zero;
+  std::vector<Sockets> zero;
   std::jthread first([&] {
     zero = connect_all(
-        {.rank = 0, .size = 2},
+        {.rank = 0, .size = 2}, 2,
         [&](const std::string& mine) {
           address_of_zero.set_value(mine);
           return std::vector<std::string>{mine, ""};
@@ -213,7 +215,7 @@ TEST(Connections, StrangersAndOtherVersionsDoNotKeepMembersApart) {
   });
   std::vector<FileDescriptor> strangers;
   const auto one = connect_all(
-      {.rank = 1, .size = 2},
+      {.rank = 1, .size = 2}, 2,
       [&](const std::string& mine) {
         const auto where = address.get().substr(address.get().find(' ') + 1);
         for (const std::string greeting : {"GET / HTTP/1.1", "LMSG\x63\1\1\1", ""}) {
@@ -226,7 +228,7 @@ TEST(Connections, StrangersAndOtherVersionsDoNotKeepMembersApart) {
       },
       soon());
   first.join();
-  EXPECT_TRUE(zero.channels[1].open() && zero.alarms[1].open() && one.channels[0].open() && one.alarms[0].open());
+  EXPECT_TRUE(zero[0][1].open() && zero[1][1].open() && one[0][0].open() && one[1][0].open());
 }
 
 TEST(Connections, AnotherVersionIsNamed) {
@@ -241,7 +243,7 @@ TEST(Connections, AnotherVersionIsNamed) {
   const auto name = std::string(32, 'x') + " " + local_address(listener);
   expect_says(message_of<ClusterError>([&] {
                 connect_all(
-                    {.rank = 1, .size = 2},
+                    {.rank = 1, .size = 2}, 1,
                     [&](const std::string& mine) {
                       return std::vector{name, mine};
                     },

@@ -22,8 +22,10 @@ constexpr std::chrono::milliseconds kForAnswers(300);
 Failure goodbye() { return Failure::aborted(-1, "goodbye"); }
 bool is_goodbye(const Failure& failure) { return failure.reporter < 0; }
 
-std::chrono::milliseconds milliseconds_to(Deadline deadline) {
-  return std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now());
+// For poll(2): an hour at most.
+int milliseconds_to(Deadline deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now());
+  return static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, 3'600'000));
 }
 
 }  // namespace
@@ -33,7 +35,18 @@ Alarm::Alarm(int rank, std::int64_t generation, std::vector<FileDescriptor> link
   for (auto& socket : links) links_.push_back({std::move(socket), {}, false, false, {}});
 }
 
-Alarm::~Alarm() { tell(goodbye()); }
+Alarm::~Alarm() { leave(); }
+
+void Alarm::leave() {
+  if (!left_) tell(goodbye());
+  left_ = true;
+}
+
+bool Alarm::alone() const {
+  if (failed_.load(std::memory_order_acquire)) return true;
+  return std::all_of(links_.begin(), links_.end(),
+                     [](const Link& link) { return !link.socket.open() || link.left || link.ended; });
+}
 
 void Alarm::fail(const Failure& failure) {
   {
@@ -80,7 +93,7 @@ void Alarm::raise() {
 }
 
 void Alarm::wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation) {
-  listen(channels, milliseconds_to(deadline));
+  listen(channels, deadline);
   const auto failure = standing();
   if (failure && failure->kind != Failure::Kind::deadline) raise();
   if (failure || deadline.passed()) give_up(late, deadline, operation);
@@ -107,7 +120,7 @@ void Alarm::find_to_blame(std::span<const int> late, double seconds, const char*
     return false;
   };
   const auto answers = Deadline::after(kForAnswers);
-  while (any_silent() && !answers.passed()) listen({}, milliseconds_to(answers));
+  while (any_silent() && !answers.passed()) listen({}, answers);
 
   std::set<int> waited_for(late.begin(), late.end()), blamed;
   for (const auto& link : links_) {
@@ -126,7 +139,7 @@ void Alarm::find_to_blame(std::span<const int> late, double seconds, const char*
 
 void Alarm::lost(int rank, const char* operation) {
   const auto news = Deadline::after(kForAnswers);
-  while (!failed_.load(std::memory_order_acquire) && !gone(rank) && !news.passed()) listen({}, milliseconds_to(news));
+  while (!failed_.load(std::memory_order_acquire) && !gone(rank) && !news.passed()) listen({}, news);
   check();
   const auto& link = links_[static_cast<std::size_t>(rank)];
   fail(Failure::peer_lost(
@@ -134,8 +147,7 @@ void Alarm::lost(int rank, const char* operation) {
   raise();
 }
 
-// Polls channels, links and the bell; hears what the links have to say.
-void Alarm::listen(std::span<pollfd> channels, std::chrono::milliseconds most) {
+void Alarm::listen(std::span<pollfd> channels, Deadline deadline) {
   std::vector<pollfd> polls(channels.begin(), channels.end());
   polls.push_back({bell_.get(), POLLIN, 0});
   std::vector<int> ranks;
@@ -145,7 +157,7 @@ void Alarm::listen(std::span<pollfd> channels, std::chrono::milliseconds most) {
     polls.push_back({link.socket.get(), POLLIN, 0});
     ranks.push_back(r);
   }
-  poll(polls.data(), polls.size(), static_cast<int>(std::clamp<std::int64_t>(most.count(), 0, 3'600'000)));
+  poll(polls.data(), polls.size(), milliseconds_to(deadline));
   for (std::size_t i = 0; i < channels.size(); ++i) channels[i].revents = polls[i].revents;
   eventfd_t rings = 0;
   eventfd_read(bell_.get(), &rings);

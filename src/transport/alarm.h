@@ -23,7 +23,7 @@ class Alarm {
  public:
   // `links[r]`: a connected socket to rank r; closed where r is `rank`.
   Alarm(int rank, std::int64_t generation, std::vector<FileDescriptor> links);
-  // Says goodbye, so that others can tell leaving from dying. Does not wait.
+  // Leaves. Does not wait.
   ~Alarm();
   Alarm(const Alarm&) = delete;
   Alarm& operator=(const Alarm&) = delete;
@@ -45,8 +45,21 @@ class Alarm {
   // DeadlineExceeded. `late`: the ranks that are waited for.
   void wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation);
 
+  // The same for a rank that has no need to wait: raises what stands, and DeadlineExceeded.
+  void look(std::span<const int> late, Deadline deadline, const char* operation) {
+    check();
+    if (deadline.passed()) give_up(late, deadline, operation);
+  }
+
   // Raises DeadlineExceeded, naming whom the ranks find to blame.
   [[noreturn]] void give_up(std::span<const int> late, Deadline deadline, const char* operation);
+
+  // Says goodbye, so that others can tell leaving from dying; and whether nobody is left who would mind: all have left,
+  // or something failed. Between them, `listen` hears what the others say, until poll(2) has something to say of
+  // `channels` or of them.
+  void leave();
+  bool alone() const;
+  void listen(std::span<pollfd> channels, Deadline deadline);
 
   // Of ranks whose link has ended.
   bool gone(int rank) const { return links_[static_cast<std::size_t>(rank)].ended; }
@@ -63,7 +76,6 @@ class Alarm {
     std::optional<Failure> last_words;
   };
 
-  void listen(std::span<pollfd> channels, std::chrono::milliseconds most);
   void hear(int rank);
   void stand(const Failure& failure);
   void tell(const Failure& failure);
@@ -76,6 +88,7 @@ class Alarm {
   FileDescriptor bell_;      // an eventfd that fail() rings
   std::vector<Link> links_;  // of the thread that waits, but for the sockets' other direction
   bool gave_up_ = false;     // of the thread that waits: it has told the others whom it waits for
+  bool left_ = false;
   std::atomic<bool> failed_{false};
   Mutex mutex_;
   std::optional<Failure> failure_ LOCKSTEP_GUARDED_BY(mutex_);

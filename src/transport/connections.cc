@@ -12,11 +12,9 @@
 namespace lockstep {
 namespace {
 
-enum Purpose : std::uint32_t { channel, alarm };
-
 // The first bytes of a connection, from the rank that made it; the other answers with its own.
 //
-//   magic "LMSG" 4 | version 4 | name of the group 32 | rank 4 | purpose 4
+//   magic "LMSG" 4 | version 4 | name of the group 32 | rank 4 | which of its connections 4
 struct Hello {
   static constexpr std::uint32_t kMagic = 0x47534d4c;
   static constexpr std::uint32_t kVersion = 1;
@@ -25,7 +23,7 @@ struct Hello {
   std::uint32_t version = kVersion;
   std::array<char, 32> group{};
   std::int32_t rank = 0;
-  std::uint32_t purpose = channel;
+  std::uint32_t number = 0;
 };
 
 // Strangers must not keep those who belong waiting.
@@ -48,24 +46,23 @@ std::string problem_with(const Hello& theirs, const Hello& mine) {
 
 class Meeting {
  public:
-  Meeting(const MeshOptions& options, const std::string& group, Deadline deadline)
-      : options_(options), deadline_(deadline) {
+  Meeting(const MeshOptions& options, int count, const std::string& group, Deadline deadline)
+      : options_(options), deadline_(deadline), made_(static_cast<std::size_t>(count)) {
     mine_.group = group_named(group);
     mine_.rank = options.rank;
-    made_.channels.resize(static_cast<std::size_t>(options.size));
-    made_.alarms.resize(static_cast<std::size_t>(options.size));
+    for (auto& sockets : made_) sockets.resize(static_cast<std::size_t>(options.size));
   }
 
   void connect(int rank, const std::string& address) {
     try {
-      for (const auto purpose : {channel, alarm}) {
+      for (std::uint32_t number = 0; number < made_.size(); ++number) {
         auto socket = connect_to(address, deadline_);
         auto hello = mine_;
-        hello.purpose = purpose;
+        hello.number = number;
         write_value(socket, hello, deadline_);
         const auto problem = problem_with(read_value<Hello>(socket, deadline_), mine_);
         if (!problem.empty()) throw ClusterError(problem);
-        place(rank, purpose) = std::move(socket);
+        place(rank, number) = std::move(socket);
       }
     } catch (const DeadlineExceeded& error) {
       throw DeadlineExceeded("connecting to other hosts", error.waited_for(), {rank}, text(" (at ", address, ")"));
@@ -85,26 +82,24 @@ class Meeting {
     }
   }
 
-  Connections take() { return std::move(made_); }
+  std::vector<Sockets> take() { return std::move(made_); }
 
  private:
-  FileDescriptor& place(int rank, std::uint32_t purpose) {
-    return (purpose == alarm ? made_.alarms : made_.channels)[static_cast<std::size_t>(rank)];
-  }
+  FileDescriptor& place(int rank, std::uint32_t number) { return made_[number][static_cast<std::size_t>(rank)]; }
 
   void welcome(FileDescriptor socket) {
     std::string problem;
     try {
       const auto hello = read_value<Hello>(socket, Deadline::after(kForHello));
       problem = problem_with(hello, mine_);
-      if (problem.empty() && (hello.rank <= options_.rank || hello.rank >= options_.size || hello.purpose > alarm ||
-                              place(hello.rank, hello.purpose).open())) {
+      if (problem.empty() && (hello.rank <= options_.rank || hello.rank >= options_.size ||
+                              hello.number >= made_.size() || place(hello.rank, hello.number).open())) {
         problem = text("it says that it is rank ", hello.rank);
       }
       auto answer = mine_;
       if (!problem.empty()) answer.group = {};  // the name is for those who know it
       if (hello.magic == Hello::kMagic) write_value(socket, answer, Deadline::after(kForHello));
-      if (problem.empty()) place(hello.rank, hello.purpose) = std::move(socket);
+      if (problem.empty()) place(hello.rank, hello.number) = std::move(socket);
     } catch (const Error& error) {
       problem = error.what();
     }
@@ -114,7 +109,8 @@ class Meeting {
   std::vector<int> missing() {
     std::vector<int> ranks;
     for (int r = options_.rank + 1; r < options_.size; ++r) {
-      if (!place(r, channel).open() || !place(r, alarm).open()) ranks.push_back(r);
+      const auto open = [r](const Sockets& sockets) { return sockets[static_cast<std::size_t>(r)].open(); };
+      if (!std::all_of(made_.begin(), made_.end(), open)) ranks.push_back(r);
     }
     return ranks;
   }
@@ -122,17 +118,18 @@ class Meeting {
   const MeshOptions options_;
   const Deadline deadline_;
   Hello mine_;
-  Connections made_;
+  std::vector<Sockets> made_;
 };
 
 }  // namespace
 
-Connections connect_all(const MeshOptions& options, const AllGather& all_gather, Deadline deadline) {
+std::vector<Sockets> connect_all(const MeshOptions& options, int count, const AllGather& all_gather,
+                                 Deadline deadline) {
   const bool v6 = options.address.find(':') != std::string::npos && options.address.front() != '[';
   const auto listener = listen_at(text(v6 ? "[" : "", options.address, v6 ? "]" : "", ":0"));
   const auto all = all_gather(text(random_name(), " ", local_address(listener)));
   constexpr std::size_t kName = 32;
-  Meeting meeting(options, all[0].substr(0, kName), deadline);
+  Meeting meeting(options, count, all[0].substr(0, kName), deadline);
   for (int r = 0; r < options.rank; ++r) meeting.connect(r, all[static_cast<std::size_t>(r)].substr(kName + 1));
   meeting.accept(listener);
   return meeting.take();

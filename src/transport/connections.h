@@ -21,14 +21,11 @@ struct MeshOptions {
   Patience patience;
 };
 
-// Sockets to the other ranks: [rank], closed for one's own.
-struct Connections {
-  std::vector<FileDescriptor> channels;
-  std::vector<FileDescriptor> alarms;
-};
+// Connected ones to the other ranks: [rank], closed for one's own.
+using Sockets = std::vector<FileDescriptor>;
 
-// Collective. Bytes that are not ours, another version's or another group's are turned away. Throws DeadlineExceeded
-// naming the ranks that did not come.
-Connections connect_all(const MeshOptions& options, const AllGather& all_gather, Deadline deadline);
+// Makes `count` connections between each two ranks: [0 to count - 1][rank]. Collective. Bytes that are not ours,
+// another version's or another group's are turned away. Throws DeadlineExceeded naming the ranks that did not come.
+std::vector<Sockets> connect_all(const MeshOptions& options, int count, const AllGather& all_gather, Deadline deadline);
 
 }  // namespace lockstep

@@ -50,10 +50,10 @@ struct SocketMesh::Receiving {
   bool finished() const { return done == sizeof(Header) + message->bytes; }
 };
 
-SocketMesh::SocketMesh(const MeshOptions& options, Connections connections)
+SocketMesh::SocketMesh(const MeshOptions& options, Sockets channels, Sockets alarms)
     : patience_(options.patience),
-      channels_(std::move(connections.channels)),
-      alarm_(options.rank, options.generation, std::move(connections.alarms)),
+      channels_(std::move(channels)),
+      alarm_(options.rank, options.generation, std::move(alarms)),
       scratch_(std::make_unique<Scratch>()) {}
 
 SocketMesh::~SocketMesh() = default;
@@ -98,7 +98,11 @@ void SocketMesh::exchange(std::span<const Outgoing> outgoing, std::span<const In
     const bool moved = look(patience_, [&] { return step() || late.empty(); });
     fail_point("tcp.in_exchange");
     if (late.empty()) return;
-    if (!moved) alarm_.wait(polls, late, deadline, operation);
+    if (moved) {
+      alarm_.look(late, deadline, operation);
+    } else {
+      alarm_.wait(polls, late, deadline, operation);
+    }
   }
 }
 
@@ -146,6 +150,11 @@ bool SocketMesh::pull(Receiving& receiving, const char* operation) {
   receiving.consumed += ready;
   std::memcpy(receiving.rest, scratch_->bytes + ready, arrived - receiving.consumed);
   return true;
+}
+
+std::unique_ptr<Mesh> make_socket_mesh(const MeshOptions& options, const AllGather& all_gather, Deadline deadline) {
+  auto sockets = connect_all(options, 2, all_gather, deadline);
+  return std::make_unique<SocketMesh>(options, std::move(sockets[0]), std::move(sockets[1]));
 }
 
 }  // namespace lockstep

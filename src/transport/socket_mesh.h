@@ -12,7 +12,7 @@ namespace lockstep {
 
 class SocketMesh final : public Mesh {
  public:
-  SocketMesh(const MeshOptions& options, Connections connections);
+  SocketMesh(const MeshOptions& options, Sockets channels, Sockets alarms);
   ~SocketMesh() override;
 
   int rank() const override { return alarm_.rank(); }
@@ -36,9 +36,12 @@ class SocketMesh final : public Mesh {
   int channel(int rank) const { return channels_[static_cast<std::size_t>(rank)].get(); }
 
   const Patience patience_;
-  const std::vector<FileDescriptor> channels_;
+  const Sockets channels_;
   Alarm alarm_;  // ends before the channels do, so that a goodbye comes before their end
   const std::unique_ptr<Scratch> scratch_;
 };
+
+// Collective. Throws as connect_all does.
+std::unique_ptr<Mesh> make_socket_mesh(const MeshOptions& options, const AllGather& all_gather, Deadline deadline);
 
 }  // namespace lockstep

@@ -94,9 +94,10 @@ void expect_survivors_name_the_victim(const Scenario& scenario) {
 const std::vector<std::string> kInMemory{"",           "direct.before_post",    "direct.posted",
                                          "direct.met", "direct.before_meeting", "direct.met_again"};
 const std::vector<std::string> kAtSockets{"", "tcp.before_exchange", "tcp.in_exchange"};
+const std::vector<std::string> kInUcx{"", "ucx.before_exchange", "ucx.in_exchange"};
 
 std::vector<std::string> places(const std::string& backend) {
-  auto all = backend == "tcp" ? kAtSockets : kInMemory;
+  auto all = backend == "tcp" ? kAtSockets : backend == "ucx" ? kInUcx : kInMemory;
   if (backend == "hierarchical") all.insert(all.end(), kAtSockets.begin() + 1, kAtSockets.end());
   return all;
 }
@@ -143,7 +144,7 @@ TEST(RandomFaults, SeededRounds) {
   for (unsigned seed = 1; seed <= rounds; ++seed) {
     std::mt19937 random(seed);
     const auto pick = [&](const std::vector<std::string>& from) { return from[random() % from.size()]; };
-    Scenario scenario{.backend = pick({"shm", "tcp", "hierarchical"}),
+    Scenario scenario{.backend = pick({"shm", "tcp", "ucx", "hierarchical"}),
                       .size = 2 + static_cast<int>(random() % 3),
                       .action = pick({"kill", "kill", "stop", "delay", "abort", "error"})};
     scenario.place = pick(places(scenario.backend));
@@ -175,7 +176,7 @@ TEST(RandomFaults, SeededRounds) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Faults, testing::Values("shm", "tcp", "hierarchical"));
+INSTANTIATE_TEST_SUITE_P(Backends, Faults, testing::Values("shm", "tcp", "ucx", "hierarchical"));
 
 }  // namespace
 }  // namespace lockstep

@@ -61,7 +61,8 @@ class HierarchicalGroup final : public GroupBackend {
     HostBootstrap here(members, hosts_[my_host_]);
     local_ = make_shm_backend(here, options, deadline);
     const auto patience = patience_at_sockets(here.size());
-    global_ = std::static_pointer_cast<MeshGroup>(make_tcp_backend(members, world, options, patience, deadline));
+    global_ = std::static_pointer_cast<MeshGroup>(
+        make_network_backend(options.network, members, world, options, patience, deadline));
   }
 
   const char* name() const override { return "hierarchical"; }

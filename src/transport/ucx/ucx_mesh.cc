@@ -1,0 +1,239 @@
+#include "transport/ucx_mesh.h"
+
+#include <algorithm>
+#include <deque>
+
+#include "base/fail_point.h"
+#include "lockstep/error.h"
+#include "transport/alarm.h"
+#include "transport/ucx/worker.h"
+
+namespace lockstep {
+namespace {
+
+using ucx::Request;
+
+// Messages go in pieces of this size, so that a receiver folds one while the next is on its way.
+constexpr std::size_t kPiece = 512 * 1024;
+// Pieces of one message that are on their way at once.
+constexpr std::size_t kAtOnce = 4;
+
+// A rank that leaves waits so long for the others to leave as well.
+constexpr std::chrono::seconds kForTheLast(1);
+
+struct Slot {
+  alignas(64) std::byte bytes[kPiece];
+};
+
+// A message that goes, piece by piece.
+struct Sending {
+  const Outgoing* message;
+  std::size_t begun = 0;
+  std::deque<Request> going;
+  bool whole = false;
+
+  bool finished() const { return whole && going.empty(); }
+};
+
+// One that comes.
+struct Receiving {
+  const Incoming* message;
+  struct Piece {
+    Request request;
+    std::size_t at, bytes;
+    std::unique_ptr<Slot> slot;  // where there is a consumer
+  };
+  std::size_t begun = 0;
+  bool whole = false;
+  std::deque<Piece> coming;
+
+  bool finished() const { return whole && coming.empty(); }
+};
+
+class UcxMesh final : public Mesh {
+ public:
+  UcxMesh(const MeshOptions& options, const AllGather& all_gather, Deadline deadline)
+      : patience_(options.patience),
+        worker_(std::make_unique<ucx::Worker>(options.rank, options.size, options.address)),
+        alarm_(options.rank, options.generation, std::move(connect_all(options, 1, all_gather, deadline)[0])) {
+    const auto addresses = all_gather(worker_->address());
+    for (int r = 0; r < size(); ++r) {
+      if (r != rank()) worker_->connect(r, addresses[static_cast<std::size_t>(r)]);
+    }
+    greet(deadline);
+    greet(deadline);  // a first message takes the other side's doing to arrive; one that has had two is done with it
+  }
+
+  // What was sent may be on its way still, and is lost with its endpoint: the others get a moment to take it, and to be
+  // told that theirs has come.
+  ~UcxMesh() override {
+    if (broken_) return;
+    const auto until = Deadline::after(kForTheLast);
+    std::vector<Request> flushes;
+    for (int r = 0; r < size(); ++r) {
+      if (r != rank()) flushes.push_back(worker_->flush(r));
+    }
+    for (const auto& flush : flushes) {
+      progress_until([&] { return flush.finished(); }, until);
+    }
+    alarm_.leave();
+    progress_until([this] { return alarm_.alone(); }, until);
+  }
+
+  int rank() const override { return alarm_.rank(); }
+  int size() const override { return alarm_.size(); }
+
+  void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
+                const char* operation) override {
+    alarm_.check();
+    if (broken_) throw Aborted("the group was aborted: a message did not end");
+    fail_point("ucx.before_exchange");
+    std::deque<Sending> sendings;
+    std::deque<Receiving> receivings;
+    for (const auto& message : outgoing) sendings.push_back({&message, 0, {}});
+    for (const auto& message : incoming) receivings.push_back({&message, 0, false, {}});
+    try {
+      move_all(sendings, receivings, deadline, operation);
+    } catch (...) {
+      worker_->disconnect();  // buffers are the caller's again
+      broken_ = true;
+      throw;
+    }
+  }
+
+  void fail(const Failure& failure) override { alarm_.fail(failure); }
+  void give_up(std::span<const int> late, Deadline deadline, const char* operation) override {
+    alarm_.give_up(late, deadline, operation);
+  }
+  void check() override { alarm_.check(); }
+
+ private:
+  template <class Done>
+  void progress_until(const Done& done, Deadline until) {
+    while (!done() && !until.passed()) {
+      pollfd channel{worker_->descriptor(), POLLIN, 0};
+      if (!worker_->progress() && worker_->arm()) alarm_.listen({&channel, 1}, until);
+    }
+  }
+
+  // Nobody is found unreachable later than here.
+  void greet(Deadline deadline) {
+    std::vector<Outgoing> outgoing;
+    std::vector<Incoming> incoming;
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank()) continue;
+      outgoing.push_back({r, nullptr, 0, {}});
+      incoming.push_back({r, nullptr, 0, nullptr, {}});
+    }
+    exchange(outgoing, incoming, deadline, "connecting to other hosts");
+  }
+
+  void move_all(std::deque<Sending>& sendings, std::deque<Receiving>& receivings, Deadline deadline,
+                const char* operation) {
+    std::vector<int> late;
+    // Moves what can move; returns whether anything did. Messages of one pair go one after the other.
+    const auto step = [&] {
+      bool moved = worker_->progress();
+      late.clear();
+      for (auto& sending : sendings) {
+        const int to = sending.message->to;
+        if (sending.finished() || std::find(late.begin(), late.end(), to) != late.end()) continue;
+        moved |= push(sending);
+        if (!sending.finished()) late.push_back(to);
+      }
+      const auto senders = static_cast<std::ptrdiff_t>(late.size());
+      for (auto& receiving : receivings) {
+        const int from = receiving.message->from;
+        if (receiving.finished() || std::find(late.begin() + senders, late.end(), from) != late.end()) continue;
+        moved |= pull(receiving);
+        if (!receiving.finished()) late.push_back(from);
+      }
+      return moved;
+    };
+    while (true) {
+      const bool moved = look(patience_, [&] { return step() || late.empty(); });
+      fail_point("ucx.in_exchange");
+      if (late.empty()) return;
+      for (const int r : late) {
+        if (!moved && worker_->broken(r)) alarm_.lost(r, operation);
+      }
+      if (moved || !worker_->arm()) {
+        alarm_.look(late, deadline, operation);
+      } else {
+        pollfd channel{worker_->descriptor(), POLLIN, 0};
+        alarm_.wait({&channel, 1}, late, deadline, operation);
+      }
+    }
+  }
+
+  bool push(Sending& sending) {
+    const auto& message = *sending.message;
+    bool moved = false;
+    while (!sending.whole && sending.going.size() < kAtOnce) {
+      const auto bytes = std::min(kPiece, message.bytes - sending.begun);
+      sending.going.push_back(
+          worker_->send(message.to, message.tag, message.bytes, message.data + sending.begun, bytes));
+      sending.begun += bytes;
+      sending.whole = sending.begun == message.bytes;
+      moved = true;
+    }
+    while (!sending.going.empty() && sending.going.front().finished()) {
+      sending.going.pop_front();
+      moved = true;
+    }
+    return moved;
+  }
+
+  bool pull(Receiving& receiving) {
+    const auto& message = *receiving.message;
+    bool moved = false;
+    while (!receiving.whole && receiving.coming.size() < kAtOnce) {
+      const auto* const arrival = worker_->next(message.from);
+      if (arrival == nullptr) break;
+      const auto bytes = std::min(kPiece, message.bytes - receiving.begun);
+      const auto& header = arrival->header;
+      if (header.tag != message.tag || header.message_bytes != message.bytes || arrival->bytes != bytes) {
+        throw WrongMessage{message.from, header.tag, header.message_bytes};
+      }
+      auto slot = message.consumer == nullptr ? nullptr : take_slot();
+      auto* const into = slot == nullptr ? message.data + receiving.begun : slot->bytes;
+      receiving.coming.push_back({worker_->take(message.from, into), receiving.begun, bytes, std::move(slot)});
+      receiving.begun += bytes;
+      receiving.whole = receiving.begun == message.bytes;
+      moved = true;
+    }
+    while (!receiving.coming.empty() && receiving.coming.front().request.finished()) {
+      auto& piece = receiving.coming.front();
+      if (piece.slot != nullptr) {
+        if (piece.bytes > 0) (*message.consumer)(piece.at, piece.slot->bytes, piece.bytes);
+        slots_.push_back(std::move(piece.slot));
+      }
+      receiving.coming.pop_front();
+      moved = true;
+    }
+    return moved;
+  }
+
+  std::unique_ptr<Slot> take_slot() {
+    if (slots_.empty()) return std::make_unique<Slot>();
+    auto slot = std::move(slots_.back());
+    slots_.pop_back();
+    return slot;
+  }
+
+  const Patience patience_;
+  std::unique_ptr<ucx::Worker> worker_;
+  bool broken_ = false;
+  std::vector<std::unique_ptr<Slot>> slots_;
+  Alarm alarm_;  // ends before the worker does, so that a goodbye comes before its end
+};
+
+}  // namespace
+
+bool ucx_is_built() { return true; }
+
+std::unique_ptr<Mesh> make_ucx_mesh(const MeshOptions& options, const AllGather& all_gather, Deadline deadline) {
+  return std::make_unique<UcxMesh>(options, all_gather, deadline);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,112 @@
+// This rank's end of UCX: endpoints to the other ranks, and what has come from them.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/mesh.h"
+#include "transport/ucx/library.h"
+
+namespace lockstep::ucx {
+
+// A piece of a message, and whose it is.
+struct Header {
+  MessageTag tag;
+  std::uint64_t message_bytes;
+  std::uint32_t number;  // of the pieces from one rank to another, counted from 0
+  std::int32_t from;
+};
+
+// A piece that has come, or whose sender waits to be told where it shall go.
+struct Arrival {
+  Header header;
+  void* data;
+  std::size_t bytes;
+  bool waits;
+};
+
+// What UCX is doing. Its buffer belongs to UCX until it has finished, or the worker has ended.
+class Request {
+ public:
+  Request(const Library& ucx, ucs_status_ptr_t handle) : ucx_(&ucx), handle_(handle) {}
+  ~Request() { forget(); }
+  Request(Request&& other) noexcept : ucx_(other.ucx_), handle_(std::exchange(other.handle_, nullptr)) {}
+  Request& operator=(Request&& other) noexcept {
+    forget();
+    ucx_ = other.ucx_;
+    handle_ = std::exchange(other.handle_, nullptr);
+    return *this;
+  }
+
+  // One that failed never finishes: its endpoint is broken.
+  bool finished() const {
+    return handle_ == nullptr || (UCS_PTR_IS_PTR(handle_) && ucx_->ucp_request_check_status(handle_) == UCS_OK);
+  }
+
+ private:
+  void forget() {
+    if (UCS_PTR_IS_PTR(handle_)) ucx_->ucp_request_free(handle_);
+  }
+
+  const Library* ucx_;
+  ucs_status_ptr_t handle_;
+};
+
+// One thread at a time.
+class Worker {
+ public:
+  // `address`: of the device that connections shall go over where it is a loopback; others choose themselves.
+  Worker(int rank, int size, const std::string& address);
+  ~Worker();
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  std::string address() const;
+  void connect(int rank, const std::string& address);
+
+  // Moves what can move; returns whether anything did.
+  bool progress() { return ucx_.ucp_worker_progress(worker_) != 0; }
+
+  // Readable when there is something to do, if `arm` returned true before.
+  int descriptor() const { return descriptor_; }
+  bool arm() { return ucx_.ucp_worker_arm(worker_) == UCS_OK; }
+
+  Request send(int to, const MessageTag& tag, std::uint64_t message_bytes, const std::byte* data, std::size_t bytes);
+  // Ends when what was sent to `to` has come, which takes progress on both sides.
+  Request flush(int to);
+
+  // Breaks all endpoints, here and at their other ends. Every request ends, and no buffer is touched afterwards.
+  void disconnect();
+
+  // The next piece from a rank, or nothing yet.
+  const Arrival* next(int from) const;
+  // Takes the next piece. Ends when it lies at `into`.
+  Request take(int from, std::byte* into);
+
+  bool broken(int rank) const { return peers_[static_cast<std::size_t>(rank)].broken; }
+
+ private:
+  struct Peer {
+    ucp_ep_h endpoint = nullptr;
+    bool broken = false;
+    std::uint32_t sent = 0, taken = 0;  // pieces
+    std::deque<Arrival> arrived;        // by number
+  };
+
+  static ucs_status_t arrive(void* self, const void* header, std::size_t header_bytes, void* data, std::size_t bytes,
+                             const ucp_am_recv_param_t* how);
+  static void break_peer(void* peer, ucp_ep_h, ucs_status_t) { static_cast<Peer*>(peer)->broken = true; }
+  void end();
+
+  const Library& ucx_;
+  const int rank_;
+  std::vector<Peer> peers_;
+  ucp_context_h context_ = nullptr;
+  ucp_worker_h worker_ = nullptr;
+  int descriptor_ = -1;
+};
+
+}  // namespace lockstep::ucx

@@ -1,0 +1,14 @@
+// Stands in for ucx/ where a build has no UCX.
+#include "lockstep/error.h"
+#include "transport/ucx_mesh.h"
+
+namespace lockstep {
+
+bool ucx_is_built() { return false; }
+
+std::unique_ptr<Mesh> make_ucx_mesh(const MeshOptions&, const AllGather&, Deadline) {
+  throw InvalidArgument(
+      "the backend \"ucx\" is not in this build: there was no UCX when it was configured (tools/bootstrap brings it)");
+}
+
+}  // namespace lockstep
