@@ -1,5 +1,5 @@
 # The UCX that CMAKE_PREFIX_PATH names, else the wheel that tools/bootstrap put into .deps/. Only headers are needed here:
-# the library is loaded when the backend "ucx" is first used, from UCX_LIBRARY_DIR or where the system finds it.
+# the library is loaded when the backend "ucx" is first used, as UCX_LIBRARY or where the system finds it.
 file(GLOB _wheels ${PROJECT_SOURCE_DIR}/.deps/python/lib/python3*/site-packages/libucx)
 find_path(UCX_INCLUDE_DIR ucp/api/ucp.h HINTS ${_wheels} PATH_SUFFIXES include)
 find_library(UCX_LIBRARY ucp HINTS ${_wheels} PATH_SUFFIXES lib)
@@ -8,7 +8,6 @@ if(UCX_INCLUDE_DIR)
   file(STRINGS ${UCX_INCLUDE_DIR}/ucp/api/ucp_version.h _version REGEX "define UCP_API_(MAJOR|MINOR) +[0-9]+")
   string(REGEX MATCHALL "[0-9]+" _version "${_version}")
   list(JOIN _version "." UCX_VERSION)
-  get_filename_component(UCX_LIBRARY_DIR ${UCX_LIBRARY} DIRECTORY)
 endif()
 
 include(FindPackageHandleStandardArgs)

@@ -44,8 +44,9 @@ struct GroupOptions {
   // between them; "auto": shm where all share a host, `network` where none do, hierarchical else.
   std::string backend = "auto";
 
-  // "tcp": sockets, the fastest over Ethernet; "ucx": UCX, for RDMA. UCX's own UCX_* variables hold. What it sends is
-  // neither protected nor proved to come from a member: for networks that are trusted.
+  // "tcp": sockets, the fastest over Ethernet; "ucx": UCX, for RDMA. UCX's own UCX_* variables hold; to load it, the
+  // first group of a process changes the environment for a moment. What it sends is neither protected nor proved to
+  // come from a member: for networks that are trusted.
   std::string network = "tcp";
 
   Implementation implementation = Implementation::automatic;

@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 
 #include <cstdlib>
+#include <filesystem>
+#include <vector>
 
 #include "base/text.h"
 #include "lockstep/error.h"
@@ -18,22 +20,40 @@ void find(void* handle, const char* name, Function& function) {
   if (function == nullptr) throw InvalidArgument(text("the backend \"ucx\": UCX has no ", name));
 }
 
-// Loaded, UCX handles SIGSEGV and its like, and prints lost connections to stdout, until it is told not to. What the
-// user set himself stays.
-void quieten(void* handle) {
-  using SetOption = ucs_status_t(const char* name, const char* value);
-  if (std::getenv("UCX_LOG_LEVEL") == nullptr) {
-    const auto set = reinterpret_cast<SetOption*>(dlsym(handle, "ucs_global_opts_set_value"));
-    if (set != nullptr) set("LOG_LEVEL", "fatal");
+// What UCX reads as it is loaded, and nowhere else can be told: it would handle SIGSEGV and its like, print lost
+// connections to stdout, and patch mmap for memory that is registered with RDMA devices. What the user has set stays.
+class Environment {
+ public:
+  Environment() {
+    set("UCX_HANDLE_ERRORS", "none");
+    set("UCX_LOG_LEVEL", "fatal");
+    if (!has_rdma()) set("UCX_MEM_EVENTS", "n");
   }
-  if (std::getenv("UCX_HANDLE_ERRORS") == nullptr) {
-    const auto disable = reinterpret_cast<void (*)()>(dlsym(handle, "ucs_debug_disable_signals"));
-    if (disable != nullptr) disable();
+  ~Environment() {
+    for (const char* const name : set_) unsetenv(name);
   }
+  Environment(const Environment&) = delete;
+  Environment& operator=(const Environment&) = delete;
+
+ private:
+  void set(const char* name, const char* value) {
+    if (std::getenv(name) != nullptr) return;
+    setenv(name, value, 1);
+    set_.push_back(name);
+  }
+
+  std::vector<const char*> set_;
+};
+
+void* open() {
+  const Environment environment;
+  // The one of the build; where that is gone, the system's.
+  void* const handle = dlopen(LOCKSTEP_UCX_LIBRARY, RTLD_NOW | RTLD_LOCAL);
+  return handle != nullptr ? handle : dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
 }
 
 Library load() {
-  void* const handle = dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
+  void* const handle = open();
   if (handle == nullptr) {
     throw InvalidArgument(text("the backend \"ucx\" needs UCX ", kMajor, ".", kMinor, " or newer: ", dlerror()));
   }
@@ -47,11 +67,16 @@ Library load() {
     throw InvalidArgument(text("the backend \"ucx\" needs UCX ", kMajor, ".", kMinor, " or newer; libucp.so.0 is ",
                                found.ucp_get_version_string()));
   }
-  quieten(handle);
   return found;
 }
 
 }  // namespace
+
+bool has_rdma() {
+  std::error_code error;
+  const std::filesystem::directory_iterator devices("/sys/class/infiniband", error);
+  return !error && devices != std::filesystem::directory_iterator();
+}
 
 const Library& library() {
   static const Library loaded = load();

@@ -20,7 +20,11 @@ struct Library {
 #undef LOCKSTEP_UCX_MEMBER
 };
 
-// Throws InvalidArgument where there is no UCX, or one that is too old. Any thread.
+// Throws InvalidArgument where there is no UCX, or one that is too old. Any thread; the first call changes the
+// environment for a moment.
 const Library& library();
+
+// Whether this machine has a device for it.
+bool has_rdma();
 
 }  // namespace lockstep::ucx

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 
 #include "base/text.h"
 #include "lockstep/deadline.h"
@@ -17,12 +16,6 @@ constexpr std::chrono::seconds kForClosing(1);
 
 void require(const Library& ucx, ucs_status_t status, const char* what) {
   if (status != UCS_OK) throw ClusterError(text("UCX cannot ", what, ": ", ucx.ucs_status_string(status)));
-}
-
-bool has_rdma() {
-  std::error_code error;
-  const std::filesystem::directory_iterator devices("/sys/class/infiniband", error);
-  return !error && devices != std::filesystem::directory_iterator();
 }
 
 bool is_loopback(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
