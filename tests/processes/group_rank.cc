@@ -164,6 +164,7 @@ int main(int argc, char** argv) {
   app.add_option("--address", options.world.address);
   app.add_option("--store", options.store);
   app.add_option("--backend", options.group.backend);
+  app.add_option("--network", options.group.network);
   app.add_option("--deadline", options.deadline);
   app.add_option("--victim", options.victim);
   app.add_option("--call", options.fault.call);
