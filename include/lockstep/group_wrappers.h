@@ -12,8 +12,9 @@
 namespace lockstep {
 
 // Before each of the first `calls` collective calls (all of them where it is negative) every rank tells what it is
-// about to call, and all throw InvalidArgument naming every rank that differs from most. Costs one all_gather of 24
-// bytes a call. All ranks wrap alike. Follows TORCH_DISTRIBUTED_DEBUG=DETAIL.
+// about to call, and all throw InvalidArgument naming every rank that differs from most. Costs one all_gather of 16
+// bytes a call. All ranks wrap alike. Groups that are split from it are checked in the same way. Follows
+// TORCH_DISTRIBUTED_DEBUG=DETAIL.
 Group with_checks(const Group& group, std::int64_t calls = -1);
 
 // What one rank did, for chrome://tracing and ui.perfetto.dev. Any thread.
@@ -31,7 +32,7 @@ class Timeline {
   std::shared_ptr<State> state_;
 };
 
-// Records every operation: when it was called, began and ended, its bytes and its algorithm. Collective: the ranks'
+// Records every operation, but not those of groups that are split from it: when it was called, began and ended, its bytes and its algorithm. Collective: the ranks'
 // clocks count from one barrier. Operations of one rank run one after the other, so the slices of a track never
 // overlap.
 Group with_timeline(const Group& group, Timeline& timeline, Deadline deadline);

@@ -53,6 +53,11 @@ struct GroupOptions {
 
   std::size_t bytes_per_pack = Group::kBytesPerPack;  // of grouped all_reduces; see Group
 
+  // Before each of its first so many collective calls, a group whose ranks do not share memory compares what its ranks
+  // call (with_checks in group_wrappers.h); all calls where negative. Where memory is shared every call is compared
+  // anyway.
+  std::int64_t checked_calls = 16;
+
   // For making the group: members that have not come by then are named.
   double timeout_seconds = 300;
 

@@ -113,16 +113,33 @@ Signature signature_of(const Call& call) {
   if (call.kind != Kind::all_to_all && !call.counts.empty()) {
     signature.shape = 0x9e3779b97f4a7c15;
     for (const auto count : call.counts) signature.shape = mix(signature.shape, count);
+    signature.shape |= Signature::kCounts;
   }
   return signature;
 }
 
 std::string Signature::describe() const {
   std::string words = name_of(kind);
-  if (kind != Kind::barrier) words += text(" of ", shape, " x ", name_of(dtype));
+  if ((shape & kCounts) != 0) {
+    words += text(" of ", name_of(dtype), " by counts (hash ", shape % 0x10000, ")");
+  } else if (kind != Kind::barrier) {
+    words += text(" of ", shape, " x ", name_of(dtype));
+  }
   if (is_reduction(kind)) words += text(", ", name_of(op));
   if (has_root(kind)) words += text(", root ", peer);
   return words;
+}
+
+SignatureWords pack(const Signature& signature, std::uint32_t sequence) {
+  return {static_cast<std::uint64_t>(signature.kind) | static_cast<std::uint64_t>(signature.dtype) << 4 |
+              static_cast<std::uint64_t>(signature.op) << 8 |
+              static_cast<std::uint64_t>(signature.peer & 0xfffff) << 12 | static_cast<std::uint64_t>(sequence) << 32,
+          signature.shape};
+}
+
+Signature signature_in(const SignatureWords& words) {
+  return {static_cast<Kind>(words[0] & 0xf), static_cast<DType>(words[0] >> 4 & 0xf),
+          static_cast<ReduceOp>(words[0] >> 8 & 0xf), static_cast<std::int32_t>(words[0] >> 12 & 0xfffff), words[1]};
 }
 
 void throw_calls_differ(int rank_a, const Signature& a, int rank_b, const Signature& b) {

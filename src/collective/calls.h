@@ -1,6 +1,7 @@
 // What can be said of a Call without running it: whether it is right, which pieces move where, how to tell it in words.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <span>
 #include <string>
@@ -23,12 +24,22 @@ struct Signature {
   DType dtype{};
   ReduceOp op{};
   std::int32_t peer = 0;
-  std::uint64_t shape = 0;  // elements where all ranks have as many; a hash where counts say so
+  std::uint64_t shape = 0;  // elements where all ranks have as many; a hash with kCounts where counts say so
+
+  static constexpr std::uint64_t kCounts = std::uint64_t{1} << 63;
 
   bool operator==(const Signature&) const = default;
   std::string describe() const;  // "all_reduce of 5 x float32, sum"
 };
 Signature signature_of(const Call& call);
+
+// A signature on the wire, and what number the call has.
+//
+//   bits of word 0: kind 0-3 | dtype 4-7 | operator 8-11 | root or peer 12-31 | sequence 32-63; word 1: the shape
+using SignatureWords = std::array<std::uint64_t, 2>;
+SignatureWords pack(const Signature& signature, std::uint32_t sequence = 0);
+Signature signature_in(const SignatureWords& words);
+inline std::uint32_t sequence_in(const SignatureWords& words) { return static_cast<std::uint32_t>(words[0] >> 32); }
 
 [[noreturn]] void throw_calls_differ(int rank_a, const Signature& a, int rank_b, const Signature& b);
 

@@ -11,23 +11,10 @@ Signature message_signature(const Call& call) {
   return {Call::Kind::send, call.input.dtype, ReduceOp::sum, 0, count};
 }
 
-Signature signature_in(const MessageTag& tag) {
-  return {static_cast<Call::Kind>(tag[0] & 0xff), static_cast<DType>(tag[0] >> 8 & 0xff),
-          static_cast<ReduceOp>(tag[0] >> 16 & 0xff), static_cast<std::int32_t>(tag[0] >> 24 & 0xff), tag[1]};
-}
-
 }  // namespace
 
-//   bits of word 0: kind 0-7 | dtype 8-15 | operator 16-23 | root 24-31 | sequence 32-63; word 1: the shape
-MessageTag tag_of(const Signature& signature, std::uint32_t sequence) {
-  return {static_cast<std::uint64_t>(signature.kind) | static_cast<std::uint64_t>(signature.dtype) << 8 |
-              static_cast<std::uint64_t>(signature.op) << 16 | static_cast<std::uint64_t>(signature.peer & 0xff) << 24 |
-              static_cast<std::uint64_t>(sequence) << 32,
-          signature.shape};
-}
-
 void throw_wrong_message(const WrongMessage& message, int rank, const Signature& mine, std::uint32_t sequence) {
-  const auto theirs = static_cast<std::uint32_t>(message.tag[0] >> 32);
+  const auto theirs = sequence_in(message.tag);
   if (signature_in(message.tag) == mine && theirs != sequence) {
     throw InvalidArgument(text("the ranks' calls differ: rank ", rank, " is in its collective call number ", sequence,
                                ", rank ", message.from, " in number ", theirs));
@@ -40,10 +27,10 @@ void exchange_messages(Mesh& mesh, std::span<const Call> calls, Deadline deadlin
   std::vector<Incoming> incoming;
   for (const auto& call : calls) {
     if (call.kind == Call::Kind::send) {
-      outgoing.push_back({call.peer, bytes_of(call.input), call.input.bytes(), tag_of(message_signature(call), 0)});
+      outgoing.push_back({call.peer, bytes_of(call.input), call.input.bytes(), pack(message_signature(call))});
     } else {
       incoming.push_back(
-          {call.peer, bytes_of(call.output), call.output.bytes(), nullptr, tag_of(message_signature(call), 0)});
+          {call.peer, bytes_of(call.output), call.output.bytes(), nullptr, pack(message_signature(call))});
     }
   }
   try {

@@ -10,8 +10,8 @@
 
 namespace lockstep {
 
-// Messages of calls carry their signature; `sequence` counts collective calls.
-MessageTag tag_of(const Signature& signature, std::uint32_t sequence);
+// Messages carry as their tag the signature of their call; `sequence` counts collective calls.
+static_assert(std::is_same_v<MessageTag, SignatureWords>);
 
 // InvalidArgument that says what was expected and what came.
 [[noreturn]] void throw_wrong_message(const WrongMessage& message, int rank, const Signature& mine,

@@ -6,6 +6,7 @@
 #include "base/text.h"
 #include "cluster/store_bootstrap.h"
 #include "collective/make.h"
+#include "lockstep/group_wrappers.h"
 
 namespace lockstep {
 
@@ -37,7 +38,8 @@ namespace {
 // What all ranks must want alike.
 std::string describe(const GroupOptions& options) {
   return text("backend \"", options.backend, "\", network \"", options.network, "\", implementation ",
-              name_of(options.implementation), ", bytes_per_pack ", options.bytes_per_pack);
+              name_of(options.implementation), ", bytes_per_pack ", options.bytes_per_pack, ", checked_calls ",
+              options.checked_calls);
 }
 
 std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, const World& world, const GroupOptions& options,
@@ -83,7 +85,8 @@ Group make_group(const World& world, const Store& store, const GroupOptions& opt
   // The number of this group among those that this rank made here is the same on all ranks.
   const auto number = store.add(text("generation ", world.generation, "/groups of rank ", world.rank), 1, deadline);
   StoreBootstrap members(world, store, text("group ", number));
-  return Group(make_backend(members, world, options, deadline), options.bytes_per_pack);
+  const Group group(make_backend(members, world, options, deadline), options.bytes_per_pack);
+  return group.backend() == "shm" || options.checked_calls == 0 ? group : with_checks(group, options.checked_calls);
 }
 
 }  // namespace lockstep

@@ -179,6 +179,7 @@ int main(int argc, char** argv) {
     options.fault.action = action_named(options.action);
     if (options.fault.place == "begin") options.fault.place.clear();
     options.group.heap_bytes = 64 << 20;
+    options.group.checked_calls = 2;  // faults come to calls that are checked, and to others
     options.group.timeout_seconds = 20;
     const auto store = Store::connect(options.store, Deadline::after(std::chrono::seconds(20)));
     std::thread([] {}).join();  // with the first thread the thread sanitizer starts one of its own

@@ -29,7 +29,7 @@ const char* MeshGroup::run_among(const std::vector<int>& members, const Call& ca
   std::vector<std::size_t> all_counts;
   if (call.kind == Call::Kind::all_to_all && !call.counts.empty()) all_counts = gather_counts(*this, call, deadline);
   const auto signature = signature_of(call);
-  Team team(*mesh_, members, tag_of(signature, sequence), deadline, name_of(call.kind), scratch_);
+  Team team(*mesh_, members, pack(signature, sequence), deadline, name_of(call.kind), scratch_);
   try {
     return run_on_mesh(team, call, implementation_, all_counts);
   } catch (const WrongMessage& message) {

@@ -1,6 +1,4 @@
 #include <algorithm>
-#include <array>
-#include <cstring>
 #include <map>
 
 #include "base/text.h"
@@ -11,40 +9,36 @@
 namespace lockstep {
 namespace {
 
-using Words = std::array<std::int64_t, 3>;
-
-Words words_of(const Signature& signature) {
-  return {static_cast<std::int64_t>(signature.kind) | static_cast<std::int64_t>(signature.dtype) << 8 |
-              static_cast<std::int64_t>(signature.op) << 16,
-          signature.peer, static_cast<std::int64_t>(signature.shape)};
-}
-
-Signature signature_in(const Words& words) {
-  return {static_cast<Call::Kind>(words[0] & 0xff), static_cast<DType>(words[0] >> 8 & 0xff),
-          static_cast<ReduceOp>(words[0] >> 16 & 0xff), static_cast<std::int32_t>(words[1]),
-          static_cast<std::uint64_t>(words[2])};
-}
-
 class Checks final : public Wrapper {
  public:
-  Checks(std::shared_ptr<GroupBackend> checked, std::int64_t calls) : Wrapper(std::move(checked)), left_(calls) {}
+  Checks(std::shared_ptr<GroupBackend> checked, std::int64_t calls)
+      : Wrapper(std::move(checked)), calls_(calls), left_(calls) {}
+
+  // The groups that are split from it are checked as well, from their first call on.
+  std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override {
+    return std::make_shared<Checks>(Wrapper::make(members, deadline), calls_);
+  }
 
   const char* run(const Call& call, Deadline deadline) override {
     if (left_ != 0 && !is_message(call)) {
       if (left_ > 0) --left_;
-      compare(signature_of(call), deadline);
+      try {
+        compare(signature_of(call), deadline);
+      } catch (const DeadlineExceeded& error) {  // the user knows of his own call only
+        throw DeadlineExceeded(name_of(call.kind), error.waited_for(), error.ranks());
+      }
     }
     return Wrapper::run(call, deadline);
   }
 
  private:
   void compare(const Signature& signature, Deadline deadline) {
-    auto mine = words_of(signature);
-    std::vector<Words> all(static_cast<std::size_t>(size()));
+    auto mine = pack(signature);
+    std::vector<SignatureWords> all(static_cast<std::size_t>(size()));
     inner().run(Call::all_gather({mine.data(), mine.size(), DType::int64},
                                  {all.data(), all.size() * mine.size(), DType::int64}),
                 deadline);
-    std::map<Words, int> votes;
+    std::map<SignatureWords, int> votes;
     for (const auto& words : all) ++votes[words];
     if (votes.size() == 1) return;
     const auto usual = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) {
@@ -57,6 +51,7 @@ class Checks final : public Wrapper {
     throw InvalidArgument(text("the ranks' calls differ: most call ", signature_in(usual).describe(), others));
   }
 
+  const std::int64_t calls_;
   std::int64_t left_;
 };
 
