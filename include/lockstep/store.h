@@ -10,7 +10,7 @@
 
 namespace lockstep {
 
-// A shared handle; one call at a time, from any thread. Keys and values have at most 1 MiB.
+// A shared handle; any thread. Keys and values have at most 1 MiB, all values of one call 4 MiB.
 //
 //   auto store = rank == 0 ? Store::hold("127.0.0.1:29511") : Store::connect("127.0.0.1:29511", deadline);
 //
@@ -35,7 +35,8 @@ class Store {
   // Waits until all are there. DeadlineExceeded lists, by their places in `keys`, those that are not.
   std::vector<std::string> get(const std::vector<std::string>& keys, Deadline deadline) const;
 
-  // Adds to the number at `key` (0 where there is none) and returns the sum.
+  // Adds to the number at `key` (0 where there is none) and returns the sum. ClusterError where there is no number, or
+  // the sum does not fit.
   std::int64_t add(const std::string& key, std::int64_t difference, Deadline deadline) const;
 
  private:

@@ -21,27 +21,42 @@ constexpr std::chrono::seconds kForTheReason(1);
 
 struct Store::State {
   std::vector<std::string> ask(std::uint16_t code, const std::vector<std::string>& items, Deadline deadline);
-  std::vector<std::string> ask_now(std::uint16_t code, const std::vector<std::string>& items, Deadline deadline);
-  std::vector<std::string> read_answer(Deadline deadline);
+  FileDescriptor take_connection(Deadline deadline);
 
   std::optional<StoreServer> server;  // where this process holds the store
   std::string address;
   Mutex mutex;
-  FileDescriptor socket;  // guarded by mutex
+  std::vector<FileDescriptor> idle LOCKSTEP_GUARDED_BY(mutex);  // connections on which nothing is asked
 };
+
+namespace {
+
+std::vector<std::string> read_answer(const FileDescriptor& socket, Deadline deadline) {
+  const auto frame = read_value<StoreFrame>(socket, deadline);
+  if (frame.magic != StoreFrame::kMagic) throw ClusterError("what answers there is not a Lockstep store");
+  if (frame.length > StoreFrame::kLongest) {
+    throw ClusterError(text("an answer of ", frame.length, " bytes is not to be believed"));
+  }
+  std::string bytes(frame.length, '\0');
+  read_all(socket, std::as_writable_bytes(std::span(bytes)), deadline);
+  auto items = unpack(bytes);
+  if (!items) throw ClusterError("an answer that cannot be read");
+  if (frame.code == StoreFrame::refused) throw ClusterError(items->empty() ? "it refused" : items->front());
+  return std::move(*items);
+}
+
+}  // namespace
 
 Store Store::hold(const std::string& address) {
   auto state = std::make_shared<State>();
   state->server.emplace(address);
   state->address = state->server->address();
-  state->socket = connect_to(state->address, Deadline::after(std::chrono::seconds(10)));
   return Store(std::move(state));
 }
 
 Store Store::connect(const std::string& address, Deadline deadline) {
   auto state = std::make_shared<State>();
   state->address = address;
-  state->socket = connect_to(address, deadline);
   state->ask(StoreFrame::missing, {}, deadline);  // does a store answer?
   return Store(std::move(state));
 }
@@ -79,37 +94,34 @@ std::vector<std::string> Store::State::ask(std::uint16_t code, const std::vector
     if (item.size() <= kLongestItem) continue;
     throw InvalidArgument(text("store: a key or value of ", item.size(), " bytes; at most ", kLongestItem));
   }
-  MutexLock lock(mutex);
   try {
-    return ask_now(code, items, deadline);
-  } catch (const DeadlineExceeded&) {
-    // What was asked may still be answered on this connection, so the next question gets a new one.
-    socket = connect_to(address, Deadline::after(kForTheReason));
-    throw DeadlineExceeded("store", deadline.waited(), {}, text(" (the store at ", address, ")"));
+    auto socket = take_connection(deadline);
+    const auto bytes = pack(items);
+    write_value(socket, StoreFrame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())}, deadline);
+    write_all(socket, std::as_bytes(std::span(bytes)), deadline);
+    auto answer = read_answer(socket, deadline);
+    MutexLock lock(mutex);
+    idle.push_back(std::move(socket));
+    return answer;
+  } catch (const DeadlineExceeded& error) {
+    throw DeadlineExceeded("store", deadline.waited(), {},
+                           text(" (", error.operation(), " of the store at ", address, ")"));
   } catch (const ClusterError& error) {
     throw ClusterError(text("the store at ", address, ": ", error.what()));
   }
 }
 
-std::vector<std::string> Store::State::ask_now(std::uint16_t code, const std::vector<std::string>& items,
-                                               Deadline deadline) {
-  const auto bytes = pack(items);
-  write_value(socket, StoreFrame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())}, deadline);
-  write_all(socket, std::as_bytes(std::span(bytes)), deadline);
-  return read_answer(deadline);
-}
-
-std::vector<std::string> Store::State::read_answer(Deadline deadline) {
-  const auto frame = read_value<StoreFrame>(socket, deadline);
-  if (frame.magic != StoreFrame::kMagic) throw ClusterError("what answers there is not a Lockstep store");
-  if (frame.length > StoreFrame::kLongest)
-    throw ClusterError(text("an answer of ", frame.length, " bytes is not to be believed"));
-  std::string bytes(frame.length, '\0');
-  read_all(socket, std::as_writable_bytes(std::span(bytes)), deadline);
-  auto items = unpack(bytes);
-  if (!items) throw ClusterError("an answer that cannot be read");
-  if (frame.code == StoreFrame::refused) throw ClusterError(items->empty() ? "it refused" : items->front());
-  return std::move(*items);
+// Calls that wait do not hold up others: each has a connection to itself.
+FileDescriptor Store::State::take_connection(Deadline deadline) {
+  {
+    MutexLock lock(mutex);
+    if (!idle.empty()) {
+      auto socket = std::move(idle.back());
+      idle.pop_back();
+      return socket;
+    }
+  }
+  return connect_to(address, deadline);
 }
 
 }  // namespace lockstep

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <charconv>
 #include <cstring>
+#include <optional>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -16,6 +17,18 @@
 #include "transport/socket.h"
 
 namespace lockstep {
+namespace {
+
+constexpr int kBetweenTries = 100;  // milliseconds
+
+std::optional<std::int64_t> number_in(const std::string& text) {
+  std::int64_t number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return number;
+}
+
+}  // namespace
 
 StoreServer::StoreServer(const std::string& address)
     : listener_(listen_at(address)), stop_(eventfd(0, EFD_CLOEXEC)), address_(local_address(listener_)) {
@@ -25,13 +38,15 @@ StoreServer::StoreServer(const std::string& address)
 StoreServer::~StoreServer() { eventfd_write(stop_.get(), 1); }
 
 void StoreServer::serve() {
+  bool full = false;  // this process can have no more descriptors for now
   while (true) {
-    std::vector<pollfd> polls{{stop_.get(), POLLIN, 0}, {listener_.get(), POLLIN, 0}};
+    std::vector<pollfd> polls{{stop_.get(), POLLIN, 0}, {full ? -1 : listener_.get(), POLLIN, 0}};
     for (const auto& client : clients_) {
       const short out = client->out.empty() ? 0 : POLLOUT;
       polls.push_back({client->socket.get(), static_cast<short>(POLLIN | out), 0});
     }
-    poll(polls.data(), polls.size(), -1);
+    poll(polls.data(), polls.size(), full ? kBetweenTries : -1);
+    full = false;
     if (polls[0].revents != 0) return;
     for (std::size_t i = 0; i < clients_.size(); ++i) {
       if (polls[i + 2].revents & (POLLIN | POLLHUP | POLLERR)) read(*clients_[i]);
@@ -41,6 +56,7 @@ void StoreServer::serve() {
     std::erase_if(clients_, [](const auto& client) { return client->closed; });
     if (polls[1].revents != 0) {
       FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      full = !socket.open() && (errno == EMFILE || errno == ENFILE);
       if (socket.open()) clients_.push_back(std::make_unique<Client>(Client{std::move(socket), {}, {}, {}, false}));
     }
   }
@@ -86,12 +102,16 @@ void StoreServer::carry_out(Client& client, std::uint16_t code, const std::vecto
     return answer(client, StoreFrame::done, {});
   }
   if (code == StoreFrame::add && items.size() == 2) {
-    std::int64_t number = 0, difference = 0;
-    auto& value = values_[items[0]];
-    std::from_chars(value.data(), value.data() + value.size(), number);
-    std::from_chars(items[1].data(), items[1].data() + items[1].size(), difference);
-    value = std::to_string(number + difference);
-    return answer(client, StoreFrame::done, {value});
+    const auto stands = values_.find(items[0]);
+    const auto number = stands == values_.end() ? std::optional<std::int64_t>(0) : number_in(stands->second);
+    const auto difference = number_in(items[1]);
+    std::int64_t sum = 0;
+    if (!number || !difference || __builtin_add_overflow(*number, *difference, &sum)) {
+      return answer(client, StoreFrame::refused,
+                    {text("cannot add \"", items[1].substr(0, 20), "\" to \"", items[0],
+                          "\": no number, or the sum does not fit")});
+    }
+    return answer(client, StoreFrame::done, {values_[items[0]] = std::to_string(sum)});
   }
   if (code == StoreFrame::get && !items.empty()) {
     client.awaited = items;
@@ -118,6 +138,10 @@ void StoreServer::answer_waiting() {
 
 void StoreServer::answer(Client& client, std::uint16_t code, const std::vector<std::string>& items) {
   const auto bytes = pack(items);
+  if (bytes.size() > StoreFrame::kLongest) {
+    return answer(client, StoreFrame::refused,
+                  {text("an answer of ", bytes.size(), " bytes; one call gets at most ", StoreFrame::kLongest)});
+  }
   StoreFrame frame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())};
   client.out.append(reinterpret_cast<const char*>(&frame), sizeof frame);
   client.out += bytes;

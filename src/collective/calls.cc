@@ -8,13 +8,14 @@
 #include "base/text.h"
 
 namespace lockstep {
-namespace {
 
 using Kind = Call::Kind;
 
 bool is_reduction(Kind kind) {
   return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter;
 }
+
+namespace {
 
 bool has_root(Kind kind) {
   return kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::gather || kind == Kind::scatter;

@@ -14,6 +14,8 @@ namespace lockstep {
 // A call between two ranks; the others are collective.
 inline bool is_message(const Call& call) { return call.kind == Call::Kind::send || call.kind == Call::Kind::recv; }
 
+bool is_reduction(Call::Kind kind);
+
 // Throws InvalidArgument where the call is wrong on this rank alone: a root or peer out of range, buffers too small or
 // of another dtype, counts that do not fit.
 void check_call(const Call& call, int rank, int size);

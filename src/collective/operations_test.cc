@@ -357,6 +357,17 @@ TEST_P(AnyGroup, SplitMakesGroupsThatWork) {
   });
 }
 
+TEST_P(AnyGroup, MeansOf16BitsDoNotOverflowOnTheWay) {
+  if (std::get<0>(GetParam()).implementation != Implementation::automatic) return;  // some send partial sums
+  on_ranks([&](const Group& group) {
+    for (const std::size_t count : {3, 40'000}) {  // inside hosts by leaders, and in slices
+      std::vector<kernels::Float16> values(count, kernels::Float16(60000.0f));
+      group.all_reduce({values.data(), count, DType::float16}, ReduceOp::mean, soon());
+      for (const auto& value : values) ASSERT_EQ(static_cast<float>(value), 60000.0f);
+    }
+  });
+}
+
 std::vector<Setting> settings() {
   std::vector<Setting> all{{"threads"},
                            {"shm"},

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <fstream>
 #include <future>
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "collective/ranks.h"
@@ -41,6 +42,22 @@ TEST(Store, KeepsWhatIsSetAndWaitsForWhatIsNot) {
   std::jthread later([&] { other.set("late", "here", soon()); });
   EXPECT_EQ(store.get("late", soon()), "here");
   EXPECT_THROW(store.set("k", std::string(2 << 20, 'v'), soon()), InvalidArgument);
+}
+
+TEST(Store, CallsThatWaitDoNotHoldUpOthers) {
+  const auto store = Store::hold("127.0.0.1:0");
+  std::jthread waits([&] { EXPECT_EQ(store.get("late", soon()), "here"); });
+  EXPECT_THROW(store.get("never", Deadline::after(std::chrono::milliseconds(20))), DeadlineExceeded);
+  store.set("late", "here", Deadline::after(std::chrono::seconds(5)));
+}
+
+TEST(Store, OnlyNumbersThatFitAreAdded) {
+  const auto store = Store::hold("127.0.0.1:0");
+  store.set("word", "seven", soon());
+  expect_says(message_of<ClusterError>([&] { store.add("word", 1, soon()); }), "no number");
+  store.add("much", std::numeric_limits<std::int64_t>::max(), soon());
+  expect_says(message_of<ClusterError>([&] { store.add("much", 1, soon()); }), "does not fit");
+  EXPECT_EQ(store.add("much", -1, soon()), std::numeric_limits<std::int64_t>::max() - 1);
 }
 
 TEST(Store, SaysWhichKeysNeverCame) {

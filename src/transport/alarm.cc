@@ -11,6 +11,7 @@
 
 #include "base/text.h"
 #include "lockstep/error.h"
+#include "transport/socket.h"
 
 namespace lockstep {
 namespace {
@@ -32,7 +33,10 @@ int milliseconds_to(Deadline deadline) {
 
 Alarm::Alarm(int rank, std::int64_t generation, std::vector<FileDescriptor> links)
     : rank_(rank), generation_(generation), bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  for (auto& socket : links) links_.push_back({std::move(socket), {}, false, false, {}});
+  for (auto& socket : links) {
+    if (socket.open()) keep_alive(socket);
+    links_.push_back({std::move(socket), {}, false, false, {}});
+  }
 }
 
 Alarm::~Alarm() { leave(); }
@@ -97,6 +101,13 @@ void Alarm::wait(std::span<pollfd> channels, std::span<const int> late, Deadline
   const auto failure = standing();
   if (failure && failure->kind != Failure::Kind::deadline) raise();
   if (failure || deadline.passed()) give_up(late, deadline, operation);
+  // A host that lost its power says nothing on any channel: the link's keepalive finds out.
+  const auto silent = [](const pollfd& channel) { return channel.revents == 0; };
+  if (!std::all_of(channels.begin(), channels.end(), silent)) return;
+  for (const int r : late) {
+    const auto& link = links_[static_cast<std::size_t>(r)];
+    if (link.ended && !link.left) lost(r, operation);
+  }
 }
 
 void Alarm::give_up(std::span<const int> late, Deadline deadline, const char* operation) {
@@ -132,7 +143,7 @@ void Alarm::find_to_blame(std::span<const int> late, double seconds, const char*
   const auto found = Failure::deadline(rank_, {named.begin(), named.end()}, seconds, operation);
   {
     MutexLock lock(mutex_);
-    failure_ = found;  // for whoever calls after this
+    if (failure_->kind == Failure::Kind::deadline) failure_ = found;  // for whoever calls after this
   }
   found.raise(rank_, generation_);
 }

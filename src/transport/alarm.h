@@ -15,7 +15,7 @@
 
 namespace lockstep {
 
-// One thread waits; any thread may call fail and check.
+// One thread at a time waits and checks; any thread may call fail.
 //
 // When a wait ends at its deadline, ranks tell each other whom they wait for, and blame those of them who say nothing:
 // a rank that waits for a neighbour that itself waits does not blame the neighbour.

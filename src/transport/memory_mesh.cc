@@ -47,7 +47,11 @@ void MemoryMesh::exchange(std::span<const Outgoing> outgoing, std::span<const In
 
   while (true) {
     const auto seen = bell.value();
-    if (step()) continue;
+    if (step()) {
+      member_->check();
+      if (deadline.passed() && !late.empty()) give_up(late, deadline, operation);
+      continue;
+    }
     if (late.empty()) return;
     if (look(member_->patience(), [&] { return bell.value() != seen; })) continue;
     const auto wrong = member_->trouble(late, deadline, operation);

@@ -19,6 +19,9 @@ namespace {
 
 constexpr int kMostRanks = 250;  // a message carries at most 253 descriptors
 
+// A process that connects and says nothing must not keep those who belong waiting.
+constexpr std::chrono::seconds kForHello(5);
+
 struct Hello {
   std::uint32_t magic = 0x4d454d4c;  // "LMEM"
   std::uint32_t version = 1;
@@ -140,14 +143,14 @@ class Host {
         auto guest = accept_from(listener_, deadline);
         if (!same_user(guest)) continue;
         std::vector<FileDescriptor> life;
-        const auto hello = receive_with<Hello>(guest, life, deadline);
+        const auto hello = receive_with<Hello>(guest, life, Deadline::after(kForHello));
         const auto rank = static_cast<std::size_t>(hello.rank);
         if (!hello.same_protocol({}) || rank >= ranks || guests[rank].open() || life.size() != 1) continue;
         lives[rank] = std::move(life[0]);
         guests[rank] = std::move(guest);
         ++come;
-      } catch (const DeadlineExceeded& error) {
-        throw DeadlineExceeded("sharing memory", error.waited_for(), missing(guests));
+      } catch (const DeadlineExceeded&) {
+        if (deadline.passed()) throw DeadlineExceeded("sharing memory", deadline.waited(), missing(guests));
       } catch (const ClusterError& error) {
         log_warning(text("a process that wanted to share memory went away: ", error.what()));
       }

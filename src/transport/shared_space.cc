@@ -16,6 +16,9 @@ constexpr std::size_t kPage = 4096;
 // A waiting rank looks this often whether the others are alive, and whether somebody failed the group.
 constexpr std::chrono::milliseconds kLongestSleep(20);
 
+// One operation's work on buffers ends long before.
+constexpr std::chrono::seconds kLongestWork(10);
+
 std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 std::size_t count(int ranks) { return static_cast<std::size_t>(ranks); }
 
@@ -126,6 +129,27 @@ Failure SpaceMember::standing_failure() const {
   return header.failure;
 }
 
-void SpaceMember::raise() const { standing_failure().raise(name_of(rank_), generation_); }
+// Either it sees the failure that a leaving rank has set, or that rank sees it here.
+SpaceMember::AtOthers::AtOthers(const SpaceMember& member) : at_others_(member.space().seat(member.rank()).at_others) {
+  at_others_.store(1, std::memory_order_seq_cst);
+  if (member.space().header().failure_state.load(std::memory_order_seq_cst) == 0) return;
+  at_others_.store(0, std::memory_order_release);
+  member.raise();
+}
+
+void SpaceMember::wait_until_left_alone() const {
+  const bool threads = std::none_of(lives_.begin(), lives_.end(), [](const auto& life) { return life.open(); });
+  const auto most = Deadline::after(kLongestWork);
+  for (int r = 0; threads && r < size(); ++r) {
+    while (r != rank_ && space_->seat(r).at_others.load(std::memory_order_seq_cst) != 0 && !most.passed()) {
+      yield_processor();
+    }
+  }
+}
+
+void SpaceMember::raise() const {
+  wait_until_left_alone();
+  standing_failure().raise(name_of(rank_), generation_);
+}
 
 }  // namespace lockstep

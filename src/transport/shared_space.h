@@ -42,6 +42,7 @@ struct SpaceLayout {
 struct alignas(64) Seat {
   Signal bell;
   std::atomic<std::uint32_t> left;
+  std::atomic<std::uint32_t> at_others;  // it reads or writes the others' buffers
 };
 
 struct SpaceHeader {
@@ -131,6 +132,20 @@ class SpaceMember {
   // Sleeps while `signal` has the value `seen`, for as long as it is safe not to look for trouble.
   void nap(Signal& signal, std::uint32_t seen, Deadline deadline) const;
 
+  // While it lives this rank may be at the others' buffers, where they lie: threads of one process wait for that before
+  // a failure is raised, after which a buffer may be gone. Processes need not: what they see of each other is the
+  // space.
+  class AtOthers {
+   public:
+    explicit AtOthers(const SpaceMember& member);  // raises the failure that stands
+    ~AtOthers() { at_others_.store(0, std::memory_order_release); }
+    AtOthers(const AtOthers&) = delete;
+    AtOthers& operator=(const AtOthers&) = delete;
+
+   private:
+    std::atomic<std::uint32_t>& at_others_;
+  };
+
   // The first failure stands, on all ranks.
   void fail(const Failure& failure);
 
@@ -144,6 +159,7 @@ class SpaceMember {
   Failure standing_failure() const;
   int name_of(int rank) const { return names_.empty() ? rank : names_[static_cast<std::size_t>(rank)]; }
   [[noreturn]] void raise() const;
+  void wait_until_left_alone() const;
 
   const std::shared_ptr<SharedSpace> space_;
   const int rank_;

@@ -145,6 +145,14 @@ void read_all(const FileDescriptor& socket, std::span<std::byte> bytes, Deadline
   }
 }
 
+void keep_alive(const FileDescriptor& socket) {
+  constexpr int kOn = 1, kIdleSeconds = 20, kBetweenProbes = 10, kProbes = 4;
+  setsockopt(socket.get(), SOL_SOCKET, SO_KEEPALIVE, &kOn, sizeof kOn);
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPIDLE, &kIdleSeconds, sizeof kIdleSeconds);
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPINTVL, &kBetweenProbes, sizeof kBetweenProbes);
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPCNT, &kProbes, sizeof kProbes);
+}
+
 bool wait_for_events(int fd, short events, Deadline deadline) {
   while (true) {
     pollfd poll{fd, events, 0};

@@ -39,6 +39,9 @@ T read_value(const FileDescriptor& socket, Deadline deadline) {
   return value;
 }
 
+// Lets a silent connection break within a minute when the other side's host is gone.
+void keep_alive(const FileDescriptor& socket);
+
 // Waits for `events` of poll(2); false at the deadline.
 bool wait_for_events(int fd, short events, Deadline deadline);
 

@@ -139,8 +139,12 @@ const char* DirectGroup::reduce(const Call& call, Deadline deadline) {
   for (int r = 0; r < size() && call.kind != Kind::reduce_scatter; ++r) {
     if (everyone_gets(call) || r == call.peer) outputs_.push_back(at_place(post(r).output_at) + begin);
   }
-  reduce_into(
-      call, range.count(), [&](int r) { return at_place(post(r).input_at) + begin; }, outputs_);
+  {
+    const SpaceMember::AtOthers here(*member_);
+    fail_point("direct.at_others");
+    reduce_into(
+        call, range.count(), [&](int r) { return at_place(post(r).input_at) + begin; }, outputs_);
+  }
   meet_again(name_of(call.kind), deadline);
   return "direct";
 }
@@ -204,10 +208,13 @@ const char* DirectGroup::pull(const Call& call, Deadline deadline) {
     pull_staged(call, pieces, deadline);
     return "direct, staged";
   }
-  for (const auto& piece : pieces) {
-    auto& from = post(piece.from);
-    const auto* input = way == Way::small ? from.payload() : at_place(from.input_at);
-    copy_bytes(bytes_of(call.output) + piece.into, input + piece.at, piece.bytes);
+  {
+    const SpaceMember::AtOthers here(*member_);
+    for (const auto& piece : pieces) {
+      auto& from = post(piece.from);
+      const auto* input = way == Way::small ? from.payload() : at_place(from.input_at);
+      copy_bytes(bytes_of(call.output) + piece.into, input + piece.at, piece.bytes);
+    }
   }
   if (way == Way::small) return "direct, small";
   meet_again(name_of(call.kind), deadline);

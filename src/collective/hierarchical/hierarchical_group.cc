@@ -73,6 +73,10 @@ class HierarchicalGroup final : public GroupBackend {
   const char* run(const Call& call, Deadline deadline) override {
     if (is_message(call)) return exchange({&call, 1}, deadline);
     ++sequence_;
+    // Sums of 16 bits may be too large to pass from level to level where their mean is not.
+    if (call.op == ReduceOp::mean && is_half(call.input.dtype) && !even_ && is_reduction(call.kind)) {
+      return linked([&] { return global_->run(call, deadline); });
+    }
     switch (call.kind) {
       case Kind::barrier: barrier(deadline); break;
       case Kind::all_reduce:
@@ -159,10 +163,16 @@ class HierarchicalGroup final : public GroupBackend {
     inside(Call::barrier(), deadline);
   }
 
-  static ReduceOp partial(ReduceOp op) { return op == ReduceOp::mean ? ReduceOp::sum : op; }
+  static bool is_half(DType dtype) { return dtype == DType::float16 || dtype == DType::bfloat16; }
+
+  // What each level does of a reduction. The mean of means of equal numbers is the mean.
+  static ReduceOp partial(const Call& call) {
+    return call.op == ReduceOp::mean && !is_half(call.input.dtype) ? ReduceOp::sum : call.op;
+  }
 
   void divide_if_mean(const Call& call, const Buffer& part) const {
-    if (call.op == ReduceOp::mean) kernels::divide(part.dtype, part.data, static_cast<std::size_t>(size()), part.count);
+    if (call.op == ReduceOp::mean && !is_half(call.input.dtype))
+      kernels::divide(part.dtype, part.data, static_cast<std::size_t>(size()), part.count);
   }
 
   // Rank i of each host reduces slice i inside, and meets the ranks i of the other hosts.
@@ -176,8 +186,8 @@ class HierarchicalGroup final : public GroupBackend {
     std::vector<int> peers;
     for (const auto& members : hosts_) peers.push_back(members[my_place_]);
 
-    inside(Call::reduce_scatter(whole, mine, partial(call.op), counts), deadline);
-    across(peers, Call::all_reduce(mine, partial(call.op)), deadline);
+    inside(Call::reduce_scatter(whole, mine, partial(call), counts), deadline);
+    across(peers, Call::all_reduce(mine, partial(call)), deadline);
     divide_if_mean(call, mine);
     inside(Call::all_gather(mine, whole, counts), deadline);
     return "hierarchical, slices";
@@ -185,9 +195,9 @@ class HierarchicalGroup final : public GroupBackend {
 
   void all_reduce_by_leaders(const Call& call, Deadline deadline) {
     const auto whole = call.output;
-    inside(Call::reduce(whole, whole, partial(call.op), 0), deadline);
+    inside(Call::reduce(whole, whole, partial(call), 0), deadline);
     if (me() == 0) {
-      across(representatives(host()[0]), Call::all_reduce(whole, partial(call.op)), deadline);
+      across(representatives(host()[0]), Call::all_reduce(whole, partial(call)), deadline);
       divide_if_mean(call, whole);
     }
     inside(Call::broadcast(whole, 0), deadline);
@@ -206,9 +216,9 @@ class HierarchicalGroup final : public GroupBackend {
     const bool root = rank() == call.peer;
     std::vector<std::byte> own(mine == rank() && !root ? call.input.bytes() : 0);
     const Buffer sum{root ? call.output.data : own.data(), mine == rank() ? call.input.count : 0, call.input.dtype};
-    inside(Call::reduce(call.input, sum, partial(call.op), index_of(host(), mine)), deadline);
+    inside(Call::reduce(call.input, sum, partial(call), index_of(host(), mine)), deadline);
     if (mine != rank()) return;
-    across(ranks, Call::reduce(sum, sum, partial(call.op), index_of(ranks, call.peer)), deadline);
+    across(ranks, Call::reduce(sum, sum, partial(call), index_of(ranks, call.peer)), deadline);
     if (root) divide_if_mean(call, sum);
   }
 

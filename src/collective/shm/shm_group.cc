@@ -1,5 +1,7 @@
 // The shm backend: ranks are processes of one host. What `allocate` gave is within every rank's reach; other buffers
 // pass through windows.
+#include <algorithm>
+
 #include "base/resources.h"
 #include "collective/direct/direct_group.h"
 #include "collective/make.h"
@@ -45,7 +47,9 @@ class ShmGroup final : public DirectGroup {
 }  // namespace
 
 std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const GroupOptions& options, Deadline deadline) {
-  const auto heap = options.heap_bytes > 0 ? options.heap_bytes : usable_memory_bytes();
+  constexpr std::size_t kMostInAll = std::size_t{1} << 44;  // an eighth of what a process can address
+  const auto fair = kMostInAll / static_cast<std::size_t>(members.size());
+  const auto heap = options.heap_bytes > 0 ? options.heap_bytes : std::min(usable_memory_bytes(), fair);
   std::vector<int> names;
   for (int r = 0; r < members.size(); ++r) names.push_back(members.name_of(r));
   const auto all_gather = [&](const std::string& mine) { return members.all_gather(mine, deadline); };

@@ -1,11 +1,39 @@
 // The threads backend: ranks are threads of one process, so that every buffer is within reach.
 #include <bit>
 
+#include <map>
+
+#include "base/mutex.h"
 #include "base/text.h"
 #include "collective/direct/direct_group.h"
+#include "transport/all_gather.h"
 
 namespace lockstep {
 namespace {
+
+// Spaces that members of new groups meet in, by name. One whose maker gave up is gone.
+class SpacesOnOffer {
+ public:
+  std::string offer(const std::shared_ptr<SharedSpace>& space) {
+    MutexLock lock(mutex_);
+    std::erase_if(spaces_, [](const auto& entry) { return entry.second.expired(); });
+    const auto name = random_name();
+    spaces_[name] = space;
+    return name;
+  }
+
+  std::shared_ptr<SharedSpace> take(const std::string& name) {
+    MutexLock lock(mutex_);
+    const auto space = spaces_[name].lock();
+    if (!space) throw ClusterError("the first member of the new group went away");
+    return space;
+  }
+
+ private:
+  Mutex mutex_;
+  std::map<std::string, std::weak_ptr<SharedSpace>> spaces_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+SpacesOnOffer spaces_on_offer;
 
 class ThreadGroup final : public DirectGroup {
  public:
@@ -15,13 +43,12 @@ class ThreadGroup final : public DirectGroup {
   const char* name() const override { return "threads"; }
   std::int64_t generation() const override { return member()->generation(); }
 
-  // The first member makes the space and tells the others its address; it lives until all have taken their share.
+  // The first member makes the space, and keeps it until all have taken their share.
   std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override {
     std::shared_ptr<SharedSpace> space;
     if (members.rank() == 0) space = std::make_shared<SharedSpace>(layout(members.size(), 0));
-    auto* const mine = &space;
-    const auto all = members.all_gather(text(reinterpret_cast<std::uintptr_t>(mine)), deadline);
-    if (members.rank() != 0) space = *reinterpret_cast<std::shared_ptr<SharedSpace>*>(std::stoull(all[0]));
+    const auto name = members.all_gather(space ? spaces_on_offer.offer(space) : "", deadline)[0];
+    if (!space) space = spaces_on_offer.take(name);
     members.all_gather("taken", deadline);
     return std::make_shared<ThreadGroup>(space, members.rank(), member()->patience(), members.generation());
   }

@@ -1,11 +1,13 @@
 // Group's contract on the threads backend: values against a plain loop, order, disagreement, deadline and abort.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <numeric>
 #include <random>
 #include <thread>
 
+#include "base/fail_point.h"
 #include "lockstep/group.h"
 
 namespace lockstep {
@@ -216,6 +218,31 @@ TEST(Group, BadSizesAndRootsAreNamed) {
   EXPECT_THROW(group.all_gather(buffer_of(std::span(four)), buffer_of(std::span(five)), soon()), InvalidArgument);
   EXPECT_THROW(group.reduce_scatter(buffer_of(std::span(five)), buffer_of(std::span(four)), ReduceOp::sum, soon()),
                InvalidArgument);
+}
+
+// Whoever gives up has its buffers to itself again: it waits for those that are at them.
+TEST(ThreadGroup, NobodyIsAtTheBuffersOfARankThatGaveUp) {
+  std::atomic<bool> at_work{false};
+  const auto errors = run_ranks(2, [&](const Group& group) {
+    std::vector<double> values(100'000);
+    const auto buffer = buffer_of(std::span(values));
+    if (group.rank() == 1) {
+      FailHook slowly = [&](const char* place) {
+        if (std::string(place) != "direct.at_others") return;
+        at_work = true;
+        std::this_thread::sleep_for(std::chrono::milliseconds(200));
+        at_work = false;
+      };
+      fail_hook = &slowly;
+      group.all_reduce(buffer, ReduceOp::sum, soon());  // the other has done its part
+      fail_hook = nullptr;
+    } else {
+      EXPECT_THROW(group.all_reduce(buffer, ReduceOp::sum, Deadline::after(std::chrono::milliseconds(50))),
+                   DeadlineExceeded);
+      EXPECT_FALSE(at_work);
+    }
+  });
+  expect_no_errors(errors);
 }
 
 }  // namespace
