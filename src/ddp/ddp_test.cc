@@ -160,6 +160,30 @@ TEST_P(Ranks, AccumulationReducesOnce) {
   });
 }
 
+TEST_P(Ranks, GradientsThatAreKeptAddUpWhetherUsedAgainOrNot) {
+  const int size = GetParam();
+  const auto first = batches(1, size)[0];
+  auto second = batches(2, size)[1];
+  second.x.select(1, 0).zero_();  // `extra` is used in the first pass only
+  const auto whole = make_net();
+  for (const auto& batch : {first, second}) loss_of(whole->forward(batch.x), batch.y).backward();
+  ASSERT_TRUE(whole->extra.grad().defined());
+  on_ranks(size, [&](const Group& group) {
+    const auto net = make_net();
+    DistributedDataParallel ddp(net, group);
+    for (const auto& batch : {first, second}) {
+      const auto mine = part_of(batch, group.rank(), size);
+      loss_of(ddp.forward(mine.x), mine.y).backward();
+    }
+    for (const auto& parameter : whole->named_parameters()) {
+      const auto grad = net->named_parameters()[parameter.key()].grad();
+      ASSERT_EQ(grad.defined(), parameter->grad().defined()) << parameter.key();
+      if (!grad.defined()) continue;
+      EXPECT_LE((grad - parameter->grad()).abs().max().item<double>(), 1e-12) << parameter.key();
+    }
+  });
+}
+
 TEST_P(Ranks, UnequalNumbersOfBatchesCountExamples) {
   const int size = GetParam();
   // Rank r has r + 2 batches of 4 examples; in step s those that have one make a batch together.

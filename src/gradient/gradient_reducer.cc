@@ -52,7 +52,6 @@ struct GradientReducer::Slot {
   at::Tensor reduced;  // what the parameter gets: the same, or float32 where 16 bits are sent
   at::Tensor flag;     // one element
   bool ready = false;
-  bool accumulated = false;  // backward made a gradient while sync was off
 };
 
 struct GradientReducer::Bucket {
@@ -183,18 +182,15 @@ void GradientReducer::make_buckets() {
       slot.sent = part(bucket.sent);
       slot.reduced = part(bucket.reduced);
       slot.flag = bucket.flags.narrow(0, static_cast<std::int64_t>(k), 1);
-      slot.ready = slot.accumulated = false;
+      slot.ready = false;
       at += parameter.numel();
     }
   }
 }
 
 void GradientReducer::on_gradient(std::size_t parameter) {
+  if (!sync_) return;
   auto& slot = slots_[parameter];
-  if (!sync_) {
-    slot.accumulated = true;
-    return;
-  }
   if (!open_) begin_pass();
   if (!slot.ready) {
     slot.ready = true;
@@ -273,7 +269,7 @@ void GradientReducer::launch_ready(bool all) {
     for (const auto i : bucket.parameters) {
       auto& slot = slots_[i];
       if (slot.ready) continue;
-      if (slot.accumulated && parameters_[i].grad().defined()) {  // used since the last pass, but not in this one
+      if (parameters_[i].grad().defined()) {  // not of this pass: accumulated without sync, or kept from the last
         take(slot, parameters_[i].grad());
       } else {
         slot.sent.zero_();
@@ -338,7 +334,7 @@ void GradientReducer::write_back(Bucket& bucket, double factor) {
   for (std::size_t k = 0; k < bucket.parameters.size(); ++k) {
     auto& slot = slots_[bucket.parameters[k]];
     auto parameter = parameters_[bucket.parameters[k]];
-    slot.ready = slot.accumulated = false;
+    slot.ready = false;
     if (flags.const_data_ptr<float>()[k] > 0 && my_tally_.active > 0) {
       parameter.mutable_grad() = parameter.is_cpu() ? slot.reduced : slot.reduced.to(parameter.device());
     }
