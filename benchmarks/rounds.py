@@ -37,8 +37,8 @@ def report(rows, results):
         ours = [row.of_ours(result[row.ours]) for result in results]
         peer = [row.of_peer(result[row.peer]) for result in results]
         ratios = [a / b for a, b in zip(ours, peer)]
-        table.append({"work": row.work, "against": row.against, "ours": round(statistics.median(ours), 4),
-                      "peer": round(statistics.median(peer), 4), "ratio": round(statistics.median(ratios), 3), "target": row.target})
+        table.append({"work": row.work, "against": row.against, "ours": float(f"{statistics.median(ours):.4g}"),
+                      "peer": float(f"{statistics.median(peer):.4g}"), "ratio": round(statistics.median(ratios), 3), "target": row.target})
         print(f"{'ok  ' if table[-1]['ratio'] >= row.target else 'MISS'} {row.work:52} {row.against:44} "
               f"{table[-1]['ratio']:7.2f}x  (target {row.target}; rounds {', '.join(f'{r:.2f}' for r in ratios)})")
     print(json.dumps({"rows": table}))

@@ -14,6 +14,9 @@ constexpr std::size_t kDirectBytes = 64 * 1024;
 // From this many bytes a slice fills its link for longer than a step takes.
 constexpr std::size_t kRingSliceBytes = 64 * 1024;
 
+// Slices of this size at most: what is gathered was reduced so shortly before that it is still in a cache.
+constexpr std::size_t kSegmentSlice = 512 * 1024;
+
 std::vector<Slice> even_slices(std::size_t count, DType dtype, int size) {
   std::vector<Slice> slices;
   for (int r = 0; r < size; ++r) slices.push_back(even_slice(count, dtype, r, size));
@@ -41,12 +44,23 @@ void divide_if_mean(const Reduction& reduction, std::byte* data, const Slice& sl
                   slice.count());
 }
 
+// Slices are reduced, by way of the ring or at their owners, and gathered.
+void all_reduce_in_slices(Team& team, const Reduction& reduction, std::byte* data, std::size_t count, bool pairwise) {
+  const auto slices = even_slices(count, reduction.dtype, team.size());
+  const auto mine = slices[static_cast<std::size_t>(team.rank())];
+  if (pairwise) {
+    pairwise_reduce_scatter(team, reduction, data, slices, data + mine.begin * reduction.element());
+  } else {
+    ring_reduce_scatter(team, reduction, data, slices);
+  }
+  if (!pairwise || reduction.element() != 2) divide_if_mean(reduction, data, mine, team.size());
+  ring_all_gather(team, reduction.element(), data, slices);
+}
+
 void all_reduce(Team& team, const Call& call, Implementation implementation) {
   const Reduction reduction{call.op, call.input.dtype};
   auto* const data = bytes_of(call.output);
   const auto count = call.output.count;
-  const auto slices = even_slices(count, reduction.dtype, team.size());
-  const auto mine = slices[static_cast<std::size_t>(team.rank())];
   switch (implementation) {
     case Implementation::direct: return direct_all_reduce(team, reduction, data, count);
     case Implementation::halving_doubling:
@@ -59,13 +73,15 @@ void all_reduce(Team& team, const Call& call, Implementation implementation) {
     case Implementation::reduction_to_one_device:
       star_reduce(team, reduction, data, count, 0);
       return star_broadcast(team, {data, call.output.bytes()}, 0);
-    case Implementation::pairwise:
-      pairwise_reduce_scatter(team, reduction, data, slices, data + mine.begin * reduction.element());
-      if (reduction.element() != 2) divide_if_mean(reduction, data, mine, team.size());
-      break;
-    default: ring_reduce_scatter(team, reduction, data, slices); divide_if_mean(reduction, data, mine, team.size());
+    default: break;
   }
-  ring_all_gather(team, reduction.element(), data, slices);
+  const std::size_t step = kSegmentSlice / reduction.element() * static_cast<std::size_t>(team.size());
+  std::size_t begin = 0;
+  do {  // once where there is nothing, as the others may call something else
+    all_reduce_in_slices(team, reduction, data + begin * reduction.element(), std::min(step, count - begin),
+                         implementation == Implementation::pairwise);
+    begin += step;
+  } while (begin < count);
 }
 
 // Slices are reduced where they belong and, for `reduce`, collected by the root.
