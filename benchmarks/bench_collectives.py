@@ -117,7 +117,7 @@ def rows():
     for size, target in ((65536, 1.8), (MIB16, 1.1)):
         yield row("four hosts of 2 ranks, 1 Gbit/s, hierarchical", "a ring over all eight", link_bench("hierarchical", 4, 2, *both),
                   link_bench("tcp", 4, 2, "--implementation", "ring", *both), size, target)
-    yield rounds.Row("transformer, two hosts, 1 Gbit/s", "no overlap, no compression", link_ddp("--gradient-dtype", "bfloat16", "--bucket-cap-mb", "1"),
+    yield rounds.Row("transformer, two hosts, 1 Gbit/s", "no overlap, no compression", link_ddp("--gradient-dtype", "bfloat16", "--bucket-cap-mb", "0.25"),
               link_ddp("--at-the-end"), 1.4, samples, samples)
 
     transformer = ("--model", "transformer", "--batch", "16", "--steps", "8")
@@ -165,4 +165,5 @@ def main():
     rounds.report(chosen, rounds.measure(programs, args.rounds, run))
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,8 @@
 // thread at any time.
 //
 // Membership never changes. Once an operation threw anything but InvalidArgument, every later one throws as well: make
-// a new Group.
+// a new Group. Buffers of the one that threw are the caller's again, but for memory that `allocate` gave to processes:
+// another rank may be late to write what was the result there.
 //
 // Results do not depend on timing: every rank gets the same bits, and gets them again in the next run. float16 and
 // bfloat16 are summed in float32. mean is the sum divided by size(); integers round towards zero.

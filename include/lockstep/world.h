@@ -45,8 +45,9 @@ struct GroupOptions {
   std::string backend = "auto";
 
   // "tcp": sockets, the fastest over Ethernet; "ucx": UCX, for RDMA. UCX's own UCX_* variables hold; to load it, the
-  // first group of a process changes the environment for a moment. What it sends is neither protected nor proved to
-  // come from a member: for networks that are trusted.
+  // first group of a process changes the environment for a moment. Its links are not protected: whoever reaches them
+  // can read and write this process's memory, so it is for networks that are trusted. The UCX that tools/bootstrap
+  // brings has TCP only; for RDMA configure with the site's own (1.22 or newer) in CMAKE_PREFIX_PATH.
   std::string network = "tcp";
 
   Implementation implementation = Implementation::automatic;

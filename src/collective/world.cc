@@ -7,6 +7,7 @@
 #include "cluster/store_bootstrap.h"
 #include "collective/make.h"
 #include "lockstep/group_wrappers.h"
+#include "transport/ucx_mesh.h"
 
 namespace lockstep {
 
@@ -65,6 +66,12 @@ std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, const World& worl
                                                         : "hierarchical";
   if (backend == "shm" && !one_host) {
     throw InvalidArgument(text("make_group: the backend \"shm\" is for ranks of one host; these are on ", join(hosts)));
+  }
+  if (backend == "ucx" || (backend == "hierarchical" && options.network == "ucx")) {
+    const auto reasons = members.all_gather(why_no_ucx(), deadline);
+    for (std::size_t r = 0; r < reasons.size(); ++r) {
+      if (!reasons[r].empty()) throw InvalidArgument(text("make_group: rank ", r, ": ", reasons[r]));
+    }
   }
   if (backend == "shm") return make_shm_backend(members, options, deadline);
   if (backend == "tcp" || backend == "ucx") {

@@ -47,12 +47,13 @@ void MemoryMesh::exchange(std::span<const Outgoing> outgoing, std::span<const In
 
   while (true) {
     const auto seen = bell.value();
-    if (step()) {
+    const bool moved = step();
+    if (late.empty()) return;
+    if (moved) {
       member_->check();
-      if (deadline.passed() && !late.empty()) give_up(late, deadline, operation);
+      if (deadline.passed()) give_up(late, deadline, operation);
       continue;
     }
-    if (late.empty()) return;
     if (look(member_->patience(), [&] { return bell.value() != seen; })) continue;
     const auto wrong = member_->trouble(late, deadline, operation);
     if (step()) continue;  // what a rank sent before it left counts

@@ -22,6 +22,8 @@ constexpr int kMostRanks = 250;  // a message carries at most 253 descriptors
 // A process that connects and says nothing must not keep those who belong waiting.
 constexpr std::chrono::seconds kForHello(5);
 
+Deadline sooner(Deadline a, Deadline b) { return a.time() < b.time() ? a : b; }
+
 struct Hello {
   std::uint32_t magic = 0x4d454d4c;  // "LMEM"
   std::uint32_t version = 1;
@@ -143,7 +145,7 @@ class Host {
         auto guest = accept_from(listener_, deadline);
         if (!same_user(guest)) continue;
         std::vector<FileDescriptor> life;
-        const auto hello = receive_with<Hello>(guest, life, Deadline::after(kForHello));
+        const auto hello = receive_with<Hello>(guest, life, sooner(deadline, Deadline::after(kForHello)));
         const auto rank = static_cast<std::size_t>(hello.rank);
         if (!hello.same_protocol({}) || rank >= ranks || guests[rank].open() || life.size() != 1) continue;
         lives[rank] = std::move(life[0]);
@@ -151,6 +153,7 @@ class Host {
         ++come;
       } catch (const DeadlineExceeded&) {
         if (deadline.passed()) throw DeadlineExceeded("sharing memory", deadline.waited(), missing(guests));
+        log_warning("a process that wanted to share memory did not say in time who it is");
       } catch (const ClusterError& error) {
         log_warning(text("a process that wanted to share memory went away: ", error.what()));
       }

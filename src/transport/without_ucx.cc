@@ -6,9 +6,13 @@ namespace lockstep {
 
 bool ucx_is_built() { return false; }
 
+std::string why_no_ucx() {
+  return "the backend \"ucx\" is not in this build: there was no UCX when it was configured (tools/bootstrap brings "
+         "one)";
+}
+
 std::unique_ptr<Mesh> make_ucx_mesh(const MeshOptions&, const AllGather&, Deadline) {
-  throw InvalidArgument(
-      "the backend \"ucx\" is not in this build: there was no UCX when it was configured (tools/bootstrap brings it)");
+  throw InvalidArgument(why_no_ucx());
 }
 
 }  // namespace lockstep

@@ -11,6 +11,7 @@
 #include <set>
 
 #include "base/text.h"
+#include "collective/ranks.h"
 #include "lockstep/store.h"
 #include "tests/processes/processes.h"
 
@@ -144,7 +145,7 @@ TEST(RandomFaults, SeededRounds) {
   for (unsigned seed = 1; seed <= rounds; ++seed) {
     std::mt19937 random(seed);
     const auto pick = [&](const std::vector<std::string>& from) { return from[random() % from.size()]; };
-    Scenario scenario{.backend = pick({"shm", "tcp", "ucx", "hierarchical"}),
+    Scenario scenario{.backend = pick(backends()),
                       .size = 2 + static_cast<int>(random() % 3),
                       .action = pick({"kill", "kill", "stop", "delay", "abort", "error"})};
     scenario.place = pick(places(scenario.backend));
@@ -176,7 +177,7 @@ TEST(RandomFaults, SeededRounds) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Faults, testing::Values("shm", "tcp", "ucx", "hierarchical"));
+INSTANTIATE_TEST_SUITE_P(Backends, Faults, testing::ValuesIn(backends()));
 
 }  // namespace
 }  // namespace lockstep

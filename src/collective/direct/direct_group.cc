@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 
 #include "base/fail_point.h"
 #include "collective/messages.h"
@@ -208,14 +209,14 @@ const char* DirectGroup::pull(const Call& call, Deadline deadline) {
     pull_staged(call, pieces, deadline);
     return "direct, staged";
   }
-  {
-    const SpaceMember::AtOthers here(*member_);
-    for (const auto& piece : pieces) {
-      auto& from = post(piece.from);
-      const auto* input = way == Way::small ? from.payload() : at_place(from.input_at);
-      copy_bytes(bytes_of(call.output) + piece.into, input + piece.at, piece.bytes);
-    }
+  std::optional<SpaceMember::AtOthers> here;
+  if (way == Way::direct) here.emplace(*member_);
+  for (const auto& piece : pieces) {
+    auto& from = post(piece.from);
+    const auto* input = way == Way::small ? from.payload() : at_place(from.input_at);
+    copy_bytes(bytes_of(call.output) + piece.into, input + piece.at, piece.bytes);
   }
+  here.reset();
   if (way == Way::small) return "direct, small";
   meet_again(name_of(call.kind), deadline);
   return "direct";

@@ -4,7 +4,6 @@
 
 #include <cstdlib>
 #include <filesystem>
-#include <vector>
 
 #include "base/text.h"
 #include "lockstep/error.h"
@@ -27,7 +26,7 @@ class Environment {
   Environment() {
     set("UCX_HANDLE_ERRORS", "none");
     set("UCX_LOG_LEVEL", "fatal");
-    if (!has_rdma()) set("UCX_MEM_EVENTS", "n");
+    if (rdma_devices().empty()) set("UCX_MEM_EVENTS", "n");
   }
   ~Environment() {
     for (const char* const name : set_) unsetenv(name);
@@ -72,10 +71,13 @@ Library load() {
 
 }  // namespace
 
-bool has_rdma() {
+std::vector<std::string> rdma_devices() {
+  std::vector<std::string> names;
   std::error_code error;
-  const std::filesystem::directory_iterator devices("/sys/class/infiniband", error);
-  return !error && devices != std::filesystem::directory_iterator();
+  for (const auto& device : std::filesystem::directory_iterator("/sys/class/infiniband", error)) {
+    names.push_back(device.path().filename());
+  }
+  return names;
 }
 
 const Library& library() {

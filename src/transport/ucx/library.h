@@ -3,6 +3,9 @@
 
 #include <ucp/api/ucp.h>
 
+#include <string>
+#include <vector>
+
 namespace lockstep::ucx {
 
 #define LOCKSTEP_UCX_FUNCTIONS(each)                                                                                   \
@@ -24,7 +27,7 @@ struct Library {
 // environment for a moment.
 const Library& library();
 
-// Whether this machine has a device for it.
-bool has_rdma();
+// This machine's, by name.
+std::vector<std::string> rdma_devices();
 
 }  // namespace lockstep::ucx

@@ -4,6 +4,7 @@
 #include <deque>
 
 #include "base/fail_point.h"
+#include "base/text.h"
 #include "lockstep/error.h"
 #include "transport/alarm.h"
 #include "transport/ucx/worker.h"
@@ -20,6 +21,9 @@ constexpr std::size_t kAtOnce = 4;
 
 // A rank that leaves waits so long for the others to leave as well.
 constexpr std::chrono::seconds kForTheLast(1);
+
+// What a rank sent before it left comes within this time, or never: RDMA says nothing of those who left.
+constexpr std::chrono::milliseconds kForTheGone(100);
 
 struct Slot {
   alignas(64) std::byte bytes[kPiece];
@@ -71,10 +75,10 @@ class UcxMesh final : public Mesh {
     const auto until = Deadline::after(kForTheLast);
     std::vector<Request> flushes;
     for (int r = 0; r < size(); ++r) {
-      if (r != rank()) flushes.push_back(worker_->flush(r));
+      if (r != rank() && !worker_->broken(r)) flushes.push_back(worker_->flush(r));
     }
     for (const auto& flush : flushes) {
-      progress_until([&] { return flush.finished(); }, until);
+      progress_until([&] { return flush.ended(); }, until);
     }
     alarm_.leave();
     progress_until([this] { return alarm_.alone(); }, until);
@@ -95,8 +99,7 @@ class UcxMesh final : public Mesh {
     try {
       move_all(sendings, receivings, deadline, operation);
     } catch (...) {
-      worker_->disconnect();  // buffers are the caller's again
-      broken_ = true;
+      take_buffers_back(sendings, receivings);
       throw;
     }
   }
@@ -114,6 +117,33 @@ class UcxMesh final : public Mesh {
       pollfd channel{worker_->descriptor(), POLLIN, 0};
       if (!worker_->progress() && worker_->arm()) alarm_.listen({&channel, 1}, until);
     }
+  }
+
+  // Ends what goes on, so that UCX is not at the caller's buffers any more.
+  void take_buffers_back(const std::deque<Sending>& sendings, const std::deque<Receiving>& receivings) {
+    broken_ = true;
+    worker_->disconnect();
+    const auto ended = [&] {
+      const auto sent = [](const Request& request) { return request.ended(); };
+      const auto came = [](const Receiving::Piece& piece) { return piece.request.ended(); };
+      return std::all_of(sendings.begin(), sendings.end(),
+                         [&](const auto& s) { return std::all_of(s.going.begin(), s.going.end(), sent); }) &&
+             std::all_of(receivings.begin(), receivings.end(),
+                         [&](const auto& r) { return std::all_of(r.coming.begin(), r.coming.end(), came); });
+    };
+    const auto until = Deadline::after(kForTheLast);
+    while (!ended() && !until.passed()) worker_->progress();
+  }
+
+  // Whether it is done. A failure that is not the other rank's is this rank's own.
+  bool done(const Request& request, int other) {
+    if (!request.ended()) return false;
+    if (request.status() == UCS_OK) return true;
+    if (!worker_->broken(other)) {
+      fail(Failure::aborted(rank(), text("rank ", rank(), ": UCX, with rank ", other, ": ", request.reason())));
+      alarm_.check();
+    }
+    return false;
   }
 
   // Nobody is found unreachable later than here.
@@ -154,16 +184,22 @@ class UcxMesh final : public Mesh {
       const bool moved = look(patience_, [&] { return step() || late.empty(); });
       fail_point("ucx.in_exchange");
       if (late.empty()) return;
-      for (const int r : late) {
-        if (!moved && worker_->broken(r)) alarm_.lost(r, operation);
-      }
       if (moved || !worker_->arm()) {
         alarm_.look(late, deadline, operation);
-      } else {
-        pollfd channel{worker_->descriptor(), POLLIN, 0};
-        alarm_.wait({&channel, 1}, late, deadline, operation);
+        continue;
       }
+      for (const int r : late) {
+        if (worker_->broken(r) || (alarm_.gone(r) && !comes(kForTheGone))) alarm_.lost(r, operation);
+      }
+      pollfd channel{worker_->descriptor(), POLLIN, 0};
+      alarm_.wait({&channel, 1}, late, deadline, operation);
     }
+  }
+
+  // Whether UCX, which is armed, has something to do within this time.
+  bool comes(std::chrono::milliseconds time) const {
+    pollfd channel{worker_->descriptor(), POLLIN, 0};
+    return poll(&channel, 1, static_cast<int>(time.count())) > 0;
   }
 
   bool push(Sending& sending) {
@@ -177,7 +213,7 @@ class UcxMesh final : public Mesh {
       sending.whole = sending.begun == message.bytes;
       moved = true;
     }
-    while (!sending.going.empty() && sending.going.front().finished()) {
+    while (!sending.going.empty() && done(sending.going.front(), message.to)) {
       sending.going.pop_front();
       moved = true;
     }
@@ -202,7 +238,7 @@ class UcxMesh final : public Mesh {
       receiving.whole = receiving.begun == message.bytes;
       moved = true;
     }
-    while (!receiving.coming.empty() && receiving.coming.front().request.finished()) {
+    while (!receiving.coming.empty() && done(receiving.coming.front().request, message.from)) {
       auto& piece = receiving.coming.front();
       if (piece.slot != nullptr) {
         if (piece.bytes > 0) (*message.consumer)(piece.at, piece.slot->bytes, piece.bytes);
@@ -231,6 +267,15 @@ class UcxMesh final : public Mesh {
 }  // namespace
 
 bool ucx_is_built() { return true; }
+
+std::string why_no_ucx() {
+  try {
+    ucx::library();
+    return "";
+  } catch (const InvalidArgument& error) {
+    return error.what();
+  }
+}
 
 std::unique_ptr<Mesh> make_ucx_mesh(const MeshOptions& options, const AllGather& all_gather, Deadline deadline) {
   return std::make_unique<UcxMesh>(options, all_gather, deadline);

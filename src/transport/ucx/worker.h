@@ -41,10 +41,13 @@ class Request {
     return *this;
   }
 
-  // One that failed never finishes: its endpoint is broken.
-  bool finished() const {
-    return handle_ == nullptr || (UCS_PTR_IS_PTR(handle_) && ucx_->ucp_request_check_status(handle_) == UCS_OK);
+  // UCS_INPROGRESS, UCS_OK, or why it failed.
+  ucs_status_t status() const {
+    if (handle_ == nullptr) return UCS_OK;
+    return UCS_PTR_IS_ERR(handle_) ? UCS_PTR_STATUS(handle_) : ucx_->ucp_request_check_status(handle_);
   }
+  bool ended() const { return status() != UCS_INPROGRESS; }
+  const char* reason() const { return ucx_->ucs_status_string(status()); }
 
  private:
   void forget() {
@@ -58,7 +61,7 @@ class Request {
 // One thread at a time.
 class Worker {
  public:
-  // `address`: of the device that connections shall go over where it is a loopback; others choose themselves.
+  // `address`: of the device that connections go over, unless there is RDMA.
   Worker(int rank, int size, const std::string& address);
   ~Worker();
   Worker(const Worker&) = delete;
@@ -75,10 +78,10 @@ class Worker {
   bool arm() { return ucx_.ucp_worker_arm(worker_) == UCS_OK; }
 
   Request send(int to, const MessageTag& tag, std::uint64_t message_bytes, const std::byte* data, std::size_t bytes);
-  // Ends when what was sent to `to` has come, which takes progress on both sides.
+  // Ends when UCX holds nothing more of what was sent to `to`, which may take progress on both sides.
   Request flush(int to);
 
-  // Breaks all endpoints, here and at their other ends. Every request ends, and no buffer is touched afterwards.
+  // Breaks all endpoints: requests end, as this goes on to progress. Nothing can be sent and taken any more.
   void disconnect();
 
   // The next piece from a rank, or nothing yet.
