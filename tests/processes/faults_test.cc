@@ -138,11 +138,17 @@ TEST_P(Faults, AbortOnOneRankEndsAll) {
 }
 
 // Random operations, and a random fault at a random place of a random call: every rank ends, and every survivor of a
-// fault that others can see says who is to blame. LOCKSTEP_FAULT_ROUNDS sets how many rounds.
+// fault that others can see says who is to blame. LOCKSTEP_FAULT_ROUNDS sets how many rounds, LOCKSTEP_FAULT_SEED the
+// first seed.
+unsigned number_in_environment(const char* name, unsigned otherwise) {
+  const char* const wanted = std::getenv(name);
+  return wanted == nullptr ? otherwise : static_cast<unsigned>(std::stoi(wanted));
+}
+
 TEST(RandomFaults, SeededRounds) {
-  const char* const wanted = std::getenv("LOCKSTEP_FAULT_ROUNDS");
-  const unsigned rounds = wanted == nullptr ? 60 : static_cast<unsigned>(std::stoi(wanted));
-  for (unsigned seed = 1; seed <= rounds; ++seed) {
+  const auto first = number_in_environment("LOCKSTEP_FAULT_SEED", 1);
+  const auto rounds = number_in_environment("LOCKSTEP_FAULT_ROUNDS", 60);
+  for (unsigned seed = first; seed < first + rounds; ++seed) {
     std::mt19937 random(seed);
     const auto pick = [&](const std::vector<std::string>& from) { return from[random() % from.size()]; };
     Scenario scenario{.backend = pick(backends()),

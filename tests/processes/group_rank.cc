@@ -115,13 +115,13 @@ class Program {
 
 // The ranks to do without, or nothing where all went well.
 std::vector<int> first_life(const Options& options, const Store& store) {
-  const auto made = make_group(options.world, store, options.group);
   const bool victim = options.world.rank == options.victim;
-  const auto group = victim ? with_faults(made, {options.fault}) : made;
-  std::cout << "made" << std::endl;
   const auto begin = Deadline::after(std::chrono::seconds(0));
   const auto seconds = [&] { return text(" after ", begin.waited().count(), ": "); };
-  try {
+  try {  // what happens in another rank's first call may be heard while this one still makes the group
+    const auto made = make_group(options.world, store, options.group);
+    std::cout << "made" << std::endl;
+    const auto group = victim ? with_faults(made, {options.fault}) : made;
     Program(group, options).run();
     std::cout << "threw nothing" << std::endl;
     return {};

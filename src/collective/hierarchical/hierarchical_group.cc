@@ -72,6 +72,7 @@ class HierarchicalGroup final : public GroupBackend {
 
   const char* run(const Call& call, Deadline deadline) override {
     if (is_message(call)) return exchange({&call, 1}, deadline);
+    global_->check();  // what ranks of all hosts found out, where the host's own record may say less
     ++sequence_;
     // Sums of 16 bits may be too large to pass from level to level where their mean is not.
     if (call.op == ReduceOp::mean && is_half(call.input.dtype) && !even_ && is_reduction(call.kind)) {

@@ -33,7 +33,8 @@ class MeshGroup final : public GroupBackend {
   // `members`.
   const char* run_among(const std::vector<int>& members, const Call& call, std::uint32_t sequence, Deadline deadline);
 
-  // As Mesh::give_up.
+  // As Mesh::check and Mesh::give_up.
+  void check() { mesh_->check(); }
   void give_up(std::span<const int> late, Deadline deadline, const char* operation) {
     mesh_->give_up(late, deadline, operation);
   }
