@@ -32,9 +32,9 @@ class Timeline {
   std::shared_ptr<State> state_;
 };
 
-// Records every operation, but not those of groups that are split from it: when it was called, began and ended, its bytes and its algorithm. Collective: the ranks'
-// clocks count from one barrier. Operations of one rank run one after the other, so the slices of a track never
-// overlap.
+// Records every operation, but not those of groups that are split from it: when it was called, began and ended, its
+// bytes and its algorithm. Collective: the ranks' clocks count from one barrier. Operations of one rank run one after
+// the other, so the slices of a track never overlap.
 Group with_timeline(const Group& group, Timeline& timeline, Deadline deadline);
 
 // What goes wrong on this rank, for tests.
