@@ -45,6 +45,16 @@ inline std::uint32_t sequence_in(const SignatureWords& words) { return static_ca
 
 [[noreturn]] void throw_calls_differ(int rank_a, const Signature& a, int rank_b, const Signature& b);
 
+// Runs what a call is made of: at the deadline the message names the call itself, which is all that its caller knows.
+template <class Act>
+auto on_behalf_of(const Call& call, const Act& act) {
+  try {
+    return act();
+  } catch (const DeadlineExceeded& error) {
+    throw DeadlineExceeded(name_of(call.kind), error.waited_for(), error.ranks());
+  }
+}
+
 // Elements [begin, end).
 struct Slice {
   std::size_t begin = 0;

@@ -72,23 +72,7 @@ class HierarchicalGroup final : public GroupBackend {
 
   const char* run(const Call& call, Deadline deadline) override {
     if (is_message(call)) return exchange({&call, 1}, deadline);
-    global_->check();  // what ranks of all hosts found out, where the host's own record may say less
-    ++sequence_;
-    // Sums of 16 bits may be too large to pass from level to level where their mean is not.
-    if (call.op == ReduceOp::mean && is_half(call.input.dtype) && !even_ && is_reduction(call.kind)) {
-      return linked([&] { return global_->run(call, deadline); });
-    }
-    switch (call.kind) {
-      case Kind::barrier: barrier(deadline); break;
-      case Kind::all_reduce:
-        if (even_ && call.input.bytes() >= kSlicedBytes) return all_reduce_sliced(call, deadline);
-        all_reduce_by_leaders(call, deadline);
-        break;
-      case Kind::broadcast: broadcast(call, deadline); break;
-      case Kind::reduce: reduce(call, deadline); break;
-      default: return linked([&] { return global_->run(call, deadline); });
-    }
-    return "hierarchical, leaders";
+    return on_behalf_of(call, [&] { return run_collective(call, deadline); });
   }
 
   const char* exchange(std::span<const Call> calls, Deadline deadline) override {
@@ -108,6 +92,26 @@ class HierarchicalGroup final : public GroupBackend {
   }
 
  private:
+  const char* run_collective(const Call& call, Deadline deadline) {
+    global_->check();  // what ranks of all hosts found out, where the host's own record may say less
+    ++sequence_;
+    // Sums of 16 bits may be too large to pass from level to level where their mean is not.
+    if (call.op == ReduceOp::mean && is_half(call.input.dtype) && !even_ && is_reduction(call.kind)) {
+      return linked([&] { return global_->run(call, deadline); });
+    }
+    switch (call.kind) {
+      case Kind::barrier: barrier(deadline); break;
+      case Kind::all_reduce:
+        if (even_ && call.input.bytes() >= kSlicedBytes) return all_reduce_sliced(call, deadline);
+        all_reduce_by_leaders(call, deadline);
+        break;
+      case Kind::broadcast: broadcast(call, deadline); break;
+      case Kind::reduce: reduce(call, deadline); break;
+      default: return linked([&] { return global_->run(call, deadline); });
+    }
+    return "hierarchical, leaders";
+  }
+
   // A failure of one part is one of both: each part knows whom the other waits for only by being told.
   template <class Act>
   const char* linked(const Act& act) {

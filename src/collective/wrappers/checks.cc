@@ -22,11 +22,7 @@ class Checks final : public Wrapper {
   const char* run(const Call& call, Deadline deadline) override {
     if (left_ != 0 && !is_message(call)) {
       if (left_ > 0) --left_;
-      try {
-        compare(signature_of(call), deadline);
-      } catch (const DeadlineExceeded& error) {  // the user knows of his own call only
-        throw DeadlineExceeded(name_of(call.kind), error.waited_for(), error.ranks());
-      }
+      on_behalf_of(call, [&] { compare(signature_of(call), deadline); });
     }
     return Wrapper::run(call, deadline);
   }
