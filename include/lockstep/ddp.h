@@ -139,10 +139,11 @@ class DistributedDataParallel : public DistributedGradients {
   const bool weigh_by_examples_;
 };
 
-template <class Holder, class... Rest>
-DistributedDataParallel(const Holder&, Rest...) -> DistributedDataParallel<typename Holder::ContainedType>;
+template <class Holder>
+DistributedDataParallel(const Holder&, Group, DistributedDataParallelOptions = {})
+    -> DistributedDataParallel<typename Holder::ContainedType>;
 
-template <class M, class... Rest>
-DistributedDataParallel(std::shared_ptr<M>, Rest...) -> DistributedDataParallel<M>;
+template <class M>
+DistributedDataParallel(std::shared_ptr<M>, Group, DistributedDataParallelOptions = {}) -> DistributedDataParallel<M>;
 
 }  // namespace lockstep

@@ -62,7 +62,8 @@ struct GroupOptions {
   // For making the group: members that have not come by then are named.
   double timeout_seconds = 300;
 
-  // Of shared memory, what one rank's `allocate` can give out; 0: the machine's memory. Untouched memory costs nothing.
+  // Of shared memory, what one rank's `allocate` can give out; 0: the machine's memory, and
+  // 16 TiB for all ranks together at most. Untouched memory costs nothing.
   std::size_t heap_bytes = 0;
 };
 

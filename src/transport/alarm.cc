@@ -52,13 +52,16 @@ bool Alarm::alone() const {
                      [](const Link& link) { return !link.socket.open() || link.left || link.ended; });
 }
 
+bool Alarm::is_first(const Failure& failure) {
+  MutexLock lock(mutex_);
+  if (failure_) return false;
+  failure_ = failure;
+  failed_.store(true, std::memory_order_release);
+  return true;
+}
+
 void Alarm::fail(const Failure& failure) {
-  {
-    MutexLock lock(mutex_);
-    if (failure_) return;
-    failure_ = failure;
-    failed_.store(true, std::memory_order_release);
-  }
+  if (!is_first(failure)) return;
   tell(failure);
   eventfd_write(bell_.get(), 1);
 }
@@ -73,13 +76,7 @@ void Alarm::tell(const Failure& failure) {
 // What comes from another rank is passed on, for this rank may leave because of it before the other has told everybody,
 // and would be taken for the culprit. Deadlines are not: each rank tells its own.
 void Alarm::stand(const Failure& failure) {
-  {
-    MutexLock lock(mutex_);
-    if (failure_) return;
-    failure_ = failure;
-    failed_.store(true, std::memory_order_release);
-  }
-  if (failure.kind != Failure::Kind::deadline) tell(failure);
+  if (is_first(failure) && failure.kind != Failure::Kind::deadline) tell(failure);
 }
 
 std::optional<Failure> Alarm::standing() {

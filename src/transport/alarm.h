@@ -77,6 +77,7 @@ class Alarm {
   };
 
   void hear(int rank);
+  bool is_first(const Failure& failure);  // then it stands
   void stand(const Failure& failure);
   void tell(const Failure& failure);
   std::optional<Failure> standing();

@@ -3,6 +3,8 @@
 //   threw PeerLost 2 after 0.013: lost rank 2 ...
 //   again right
 //   left 0 descriptors and 0 threads
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <filesystem>
 #include <iostream>
@@ -33,6 +35,13 @@ struct Options {
 
 std::size_t entries(const char* folder) {
   return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(folder), {}));
+}
+
+// A thread that was joined is among the process's for a moment still.
+void start_and_end_a_thread() {
+  pid_t thread = 0;
+  std::thread([&] { thread = gettid(); }).join();
+  while (std::filesystem::exists(text("/proc/self/task/", thread))) std::this_thread::yield();
 }
 
 Fault::Action action_named(const std::string& name) {
@@ -182,7 +191,7 @@ int main(int argc, char** argv) {
     options.group.checked_calls = 2;  // faults come to calls that are checked, and to others
     options.group.timeout_seconds = 20;
     const auto store = Store::connect(options.store, Deadline::after(std::chrono::seconds(20)));
-    std::thread([] {}).join();  // with the first thread the thread sanitizer starts one of its own
+    start_and_end_a_thread();  // with the first thread the thread sanitizer starts one of its own
     const auto descriptors = entries("/proc/self/fd"), threads = entries("/proc/self/task");
     const auto lost = first_life(options, store);
     if (lost.size() == 1) second_life(options, store, lost[0]);
