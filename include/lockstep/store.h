@@ -16,6 +16,9 @@ namespace lockstep {
 //
 // Every call throws DeadlineExceeded at its deadline, and ClusterError when the store went away or what answers is not
 // a store of this version; the message names the address.
+//
+// Where the process that holds it is about to end it, it answers for up to a second more, until the others have let go:
+// they hear why a thing failed, and not that the store is gone.
 class Store {
  public:
   // Holds the store in this process, until the last handle of this process ends. Port 0: one of the system's choosing.
@@ -38,6 +41,15 @@ class Store {
   // Adds to the number at `key` (0 where there is none) and returns the sum. ClusterError where there is no number, or
   // the sum does not fit.
   std::int64_t add(const std::string& key, std::int64_t difference, Deadline deadline) const;
+
+  // Where the value of `key` is `expected` (or there is none and `expected` is empty) it becomes `desired`. Returns what
+  // the value is then.
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired,
+                          Deadline deadline) const;
+
+  // From now on nobody waits for a key that begins with `prefix` and is not there: ClusterError with `reason`, the first
+  // that was given.
+  void abandon(const std::string& prefix, const std::string& reason, Deadline deadline) const;
 
  private:
   struct State;

@@ -68,7 +68,8 @@ struct GroupOptions {
 };
 
 // The Group of all ranks of `world`. Collective: all ranks make the same groups in the same order. Throws
-// InvalidArgument, ClusterError, and DeadlineExceeded naming the ranks that are missing.
+// InvalidArgument, ClusterError (two processes of one rank, ranks that disagree about their number), and
+// DeadlineExceeded naming the ranks that are missing.
 Group make_group(const World& world, const Store& store, const GroupOptions& options = {});
 
 }  // namespace lockstep

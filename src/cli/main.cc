@@ -36,6 +36,8 @@ struct BenchArguments {
     return options;
   }
 
+  std::string speaker() const { return *rank ? "rank " + std::to_string(world.rank) + ": " : ""; }
+
   lockstep::BenchOptions options;
   lockstep::World world;
   std::string implementation = "auto";
@@ -65,7 +67,8 @@ int main(int argc, char** argv) {
     if (*inspect) lockstep::print_checkpoint(path, std::cout);
     if (*collectives) return lockstep::bench_collectives(bench_arguments.finished({argv, argv + argc}), std::cout);
   } catch (const lockstep::Error& error) {
-    std::cerr << "lockstep: " << error.what() << "\n";
+    // In one piece, for several ranks may write at once.
+    std::cerr << "lockstep: " + bench_arguments.speaker() + error.what() + "\n";
     return 1;
   }
 }

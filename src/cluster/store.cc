@@ -31,7 +31,12 @@ struct Store::State {
 
 namespace {
 
-std::vector<std::string> read_answer(const FileDescriptor& socket, Deadline deadline) {
+struct Answer {
+  std::uint16_t code = StoreFrame::done;
+  std::vector<std::string> items;
+};
+
+Answer read_answer(const FileDescriptor& socket, Deadline deadline) {
   const auto frame = read_value<StoreFrame>(socket, deadline);
   if (frame.magic != StoreFrame::kMagic) throw ClusterError("what answers there is not a Lockstep store");
   if (frame.length > StoreFrame::kLongest) {
@@ -41,8 +46,9 @@ std::vector<std::string> read_answer(const FileDescriptor& socket, Deadline dead
   read_all(socket, std::as_writable_bytes(std::span(bytes)), deadline);
   auto items = unpack(bytes);
   if (!items) throw ClusterError("an answer that cannot be read");
-  if (frame.code == StoreFrame::refused) throw ClusterError(items->empty() ? "it refused" : items->front());
-  return std::move(*items);
+  const bool has_reason = frame.code == StoreFrame::refused || frame.code == StoreFrame::abandoned;
+  if (has_reason && items->empty()) throw ClusterError("an answer without a reason");
+  return {frame.code, std::move(*items)};
 }
 
 }  // namespace
@@ -73,6 +79,15 @@ std::int64_t Store::add(const std::string& key, std::int64_t difference, Deadlin
   return std::stoll(state_->ask(StoreFrame::add, {key, std::to_string(difference)}, deadline).at(0));
 }
 
+std::string Store::compare_set(const std::string& key, const std::string& expected, const std::string& desired,
+                               Deadline deadline) const {
+  return state_->ask(StoreFrame::compare_set, {key, expected, desired}, deadline).at(0);
+}
+
+void Store::abandon(const std::string& prefix, const std::string& reason, Deadline deadline) const {
+  state_->ask(StoreFrame::abandon, {prefix, reason}, deadline);
+}
+
 std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadline deadline) const {
   if (keys.empty()) return {};
   try {
@@ -94,21 +109,23 @@ std::vector<std::string> Store::State::ask(std::uint16_t code, const std::vector
     if (item.size() <= kLongestItem) continue;
     throw InvalidArgument(text("store: a key or value of ", item.size(), " bytes; at most ", kLongestItem));
   }
+  auto socket = take_connection(deadline);
+  Answer answer;
   try {
-    auto socket = take_connection(deadline);
     const auto bytes = pack(items);
     write_value(socket, StoreFrame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())}, deadline);
     write_all(socket, std::as_bytes(std::span(bytes)), deadline);
-    auto answer = read_answer(socket, deadline);
+    answer = read_answer(socket, deadline);
     MutexLock lock(mutex);
     idle.push_back(std::move(socket));
-    return answer;
   } catch (const DeadlineExceeded& error) {
-    throw DeadlineExceeded("store", deadline.waited(), {},
-                           text(" (", error.operation(), " of the store at ", address, ")"));
+    throw DeadlineExceeded(text("the store at ", address), deadline.waited(), {}, text(" (", error.operation(), ")"));
   } catch (const ClusterError& error) {
     throw ClusterError(text("the store at ", address, ": ", error.what()));
   }
+  if (answer.code == StoreFrame::refused) throw ClusterError(text("the store at ", address, ": ", answer.items[0]));
+  if (answer.code == StoreFrame::abandoned) throw ClusterError(answer.items[0]);
+  return std::move(answer.items);
 }
 
 // Calls that wait do not hold up others: each has a connection to itself.

@@ -9,19 +9,27 @@ namespace lockstep {
 
 class StoreBootstrap final : public Bootstrap {
  public:
-  // Members whose `name` and generation are equal belong together.
-  StoreBootstrap(const World& world, Store store, std::string name)
-      : world_(world), store_(std::move(store)), name_(std::move(name)) {}
+  // Takes this rank's place in its generation: ClusterError where another process has it, or where those who came
+  // before are of another number. The groups that a rank makes are numbered; those of equal number belong together.
+  StoreBootstrap(const World& world, Store store, Deadline deadline);
 
   int rank() const override { return world_.rank; }
   int size() const override { return world_.size; }
   std::int64_t generation() const override { return world_.generation; }
   std::vector<std::string> all_gather(const std::string& mine, Deadline deadline) override;
 
+  // Nothing comes of this group: the others need not wait for this rank.
+  void give_up(const std::string& reason) const;
+
  private:
+  std::string group(std::int64_t number) const;  // the beginning of its keys
+  [[noreturn]] void refuse(const std::string& reason) const;
+  std::string members_of_other_generations(const std::vector<int>& ranks) const;
+
   const World world_;
   const Store store_;
-  const std::string name_;
+  const std::string generation_;  // the beginning of its keys
+  std::string group_;             // and of this group's
   int round_ = 0;
 };
 

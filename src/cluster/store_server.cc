@@ -20,6 +20,7 @@ namespace lockstep {
 namespace {
 
 constexpr int kBetweenTries = 100;  // milliseconds
+constexpr std::chrono::seconds kToLetGo(1);
 
 std::optional<std::int64_t> number_in(const std::string& text) {
   std::int64_t number = 0;
@@ -38,16 +39,17 @@ StoreServer::StoreServer(const std::string& address)
 StoreServer::~StoreServer() { eventfd_write(stop_.get(), 1); }
 
 void StoreServer::serve() {
-  bool full = false;  // this process can have no more descriptors for now
-  while (true) {
-    std::vector<pollfd> polls{{stop_.get(), POLLIN, 0}, {full ? -1 : listener_.get(), POLLIN, 0}};
+  bool full = false;             // this process can have no more descriptors for now
+  std::optional<Deadline> last;  // once the store is to end
+  while (!last || !(clients_.empty() || last->passed())) {
+    std::vector<pollfd> polls{{last ? -1 : stop_.get(), POLLIN, 0}, {full ? -1 : listener_.get(), POLLIN, 0}};
     for (const auto& client : clients_) {
       const short out = client->out.empty() ? 0 : POLLOUT;
       polls.push_back({client->socket.get(), static_cast<short>(POLLIN | out), 0});
     }
-    poll(polls.data(), polls.size(), full ? kBetweenTries : -1);
+    poll(polls.data(), polls.size(), full || last ? kBetweenTries : -1);
     full = false;
-    if (polls[0].revents != 0) return;
+    if (polls[0].revents != 0) last = Deadline::after(kToLetGo);
     for (std::size_t i = 0; i < clients_.size(); ++i) {
       if (polls[i + 2].revents & (POLLIN | POLLHUP | POLLERR)) read(*clients_[i]);
     }
@@ -113,6 +115,15 @@ void StoreServer::carry_out(Client& client, std::uint16_t code, const std::vecto
     }
     return answer(client, StoreFrame::done, {values_[items[0]] = std::to_string(sum)});
   }
+  if (code == StoreFrame::compare_set && items.size() == 3) {
+    const auto stands = values_.find(items[0]);
+    const auto& value = stands == values_.end() ? std::string() : stands->second;
+    return answer(client, StoreFrame::done, {value == items[1] ? values_[items[0]] = items[2] : value});
+  }
+  if (code == StoreFrame::abandon && items.size() == 2) {
+    abandoned_.emplace(items[0], items[1]);
+    return answer(client, StoreFrame::done, {});
+  }
   if (code == StoreFrame::get && !items.empty()) {
     client.awaited = items;
     return;
@@ -130,8 +141,14 @@ void StoreServer::carry_out(Client& client, std::uint16_t code, const std::vecto
 
 void StoreServer::answer_waiting() {
   for (auto& client : clients_) {
-    if (client->awaited.empty() || !has_all(client->awaited)) continue;
-    answer(*client, StoreFrame::done, values_of(client->awaited));
+    if (client->awaited.empty()) continue;
+    if (has_all(client->awaited)) {
+      answer(*client, StoreFrame::done, values_of(client->awaited));
+    } else if (const auto* reason = reason_not_to_wait_for(client->awaited)) {
+      answer(*client, StoreFrame::abandoned, {*reason});
+    } else {
+      continue;
+    }
     client->awaited.clear();
   }
 }
@@ -160,6 +177,16 @@ void StoreServer::flush(Client& client) {
 
 bool StoreServer::has_all(const std::vector<std::string>& keys) const {
   return std::all_of(keys.begin(), keys.end(), [this](const auto& key) { return values_.contains(key); });
+}
+
+const std::string* StoreServer::reason_not_to_wait_for(const std::vector<std::string>& keys) const {
+  for (const auto& key : keys) {
+    if (values_.contains(key)) continue;
+    for (const auto& [prefix, reason] : abandoned_) {
+      if (key.starts_with(prefix)) return &reason;
+    }
+  }
+  return nullptr;
 }
 
 std::vector<std::string> StoreServer::values_of(const std::vector<std::string>& keys) const {

@@ -19,7 +19,7 @@ struct StoreFrame {
   static constexpr std::uint32_t kMagic = 0x54534b4c;
   static constexpr std::uint16_t kVersion = 1;
   static constexpr std::uint32_t kLongest = 4 << 20;
-  enum Code : std::uint16_t { set, get, missing, add, done, refused };
+  enum Code : std::uint16_t { set, get, missing, add, compare_set, abandon, done, refused, abandoned };
 
   std::uint32_t magic = kMagic;
   std::uint16_t version = kVersion;
@@ -32,6 +32,8 @@ class StoreServer {
  public:
   // Throws ClusterError when the address cannot be had.
   explicit StoreServer(const std::string& address);
+
+  // Serves those who are there for a little longer.
   ~StoreServer();
 
   const std::string& address() const { return address_; }
@@ -52,12 +54,14 @@ class StoreServer {
   void answer_waiting();
   void flush(Client& client);
   bool has_all(const std::vector<std::string>& keys) const;
+  const std::string* reason_not_to_wait_for(const std::vector<std::string>& keys) const;
   std::vector<std::string> values_of(const std::vector<std::string>& keys) const;
 
   FileDescriptor listener_;
   FileDescriptor stop_;  // an eventfd
   std::string address_;
   std::map<std::string, std::string> values_;     // of the thread
+  std::map<std::string, std::string> abandoned_;  // of the thread: prefix -> reason
   std::vector<std::unique_ptr<Client>> clients_;  // of the thread
   std::jthread thread_;
 };

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <set>
+#include <sstream>
 
 #include "base/text.h"
 #include "cluster/store_bootstrap.h"
 #include "collective/make.h"
 #include "lockstep/group_wrappers.h"
+#include "transport/socket.h"
 #include "transport/ucx_mesh.h"
 
 namespace lockstep {
@@ -36,27 +38,51 @@ Implementation implementation_named(const std::string& name) {
 
 namespace {
 
-// What all ranks must want alike.
+// What all ranks must want alike: an option a line.
 std::string describe(const GroupOptions& options) {
-  return text("backend \"", options.backend, "\", network \"", options.network, "\", implementation ",
-              name_of(options.implementation), ", bytes_per_pack ", options.bytes_per_pack, ", checked_calls ",
+  return text("backend ", options.backend, "\nnetwork ", options.network, "\nimplementation ",
+              name_of(options.implementation), "\nbytes_per_pack ", options.bytes_per_pack, "\nchecked_calls ",
               options.checked_calls);
+}
+
+// The first option in which two ranks' differ.
+void require_same(const std::string& first, int rank, const std::string& other) {
+  std::istringstream wants(first), others(other);
+  for (std::string mine, theirs; std::getline(wants, mine) && std::getline(others, theirs);) {
+    if (mine == theirs) continue;
+    throw InvalidArgument(
+        text("make_group: the ranks' options differ: rank 0 has ", mine, ", rank ", rank, " has ", theirs));
+  }
+}
+
+void require_good(const World& world, const GroupOptions& options) {
+  if (world.size < 1 || world.rank < 0 || world.rank >= world.size) {
+    throw InvalidArgument(text("World: rank ", world.rank, " of ", world.size, "; ranks are 0 to size - 1"));
+  }
+  if (!(options.timeout_seconds > 0)) {
+    throw InvalidArgument(text("make_group: timeout_seconds is ", options.timeout_seconds, "; it must be above 0"));
+  }
+  if (options.network != "tcp" && options.network != "ucx") {
+    throw InvalidArgument(text("make_group: there is no network \"", options.network, "\"; there are tcp and ucx"));
+  }
+  const auto backends = {"auto", "shm", "tcp", "ucx", "hierarchical"};
+  if (std::find(backends.begin(), backends.end(), options.backend) == backends.end()) {
+    throw InvalidArgument(
+        text("make_group: there is no backend \"", options.backend, "\"; there are ", join(backends)));
+  }
+  try {
+    listen_at_any_port(world.address);
+  } catch (const ClusterError& error) {
+    throw InvalidArgument(text("World: the address must be a numeric one of this machine: ", error.what()));
+  }
 }
 
 std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, const World& world, const GroupOptions& options,
                                            Deadline deadline) {
-  if (options.network != "tcp" && options.network != "ucx") {
-    throw InvalidArgument(text("make_group: there is no network \"", options.network, "\"; there are tcp and ucx"));
-  }
   // Every rank says where it is and what it wants, so that all choose alike or all hear that they differ.
   const auto hosts = members.all_gather(world.host, deadline);
   const auto wanted = members.all_gather(describe(options), deadline);
-  for (int r = 1; r < world.size; ++r) {
-    const auto& other = wanted[static_cast<std::size_t>(r)];
-    if (other != wanted[0]) {
-      throw InvalidArgument(text("make_group: rank 0 wants ", wanted[0], "; rank ", r, " wants ", other));
-    }
-  }
+  for (int r = 1; r < world.size; ++r) require_same(wanted[0], r, wanted[static_cast<std::size_t>(r)]);
   const bool one_host = std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; });
   const bool all_apart = std::set<std::string>(hosts.begin(), hosts.end()).size() == hosts.size();
   const auto on_my_host = static_cast<int>(std::count(hosts.begin(), hosts.end(), world.host));
@@ -77,23 +103,25 @@ std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, const World& worl
   if (backend == "tcp" || backend == "ucx") {
     return make_network_backend(backend, members, world, options, patience_at_sockets(on_my_host), deadline);
   }
-  if (backend == "hierarchical") return make_hierarchical_backend(members, world, hosts, options, deadline);
-  throw InvalidArgument(
-      text("make_group: there is no backend \"", backend, "\"; there are auto, shm, tcp, ucx and hierarchical"));
+  return make_hierarchical_backend(members, world, hosts, options, deadline);
 }
 
 }  // namespace
 
 Group make_group(const World& world, const Store& store, const GroupOptions& options) {
-  if (world.size < 1 || world.rank < 0 || world.rank >= world.size) {
-    throw InvalidArgument(text("World: rank ", world.rank, " of ", world.size, "; ranks are 0 to size - 1"));
-  }
+  require_good(world, options);
   const auto deadline = Deadline::after(std::chrono::duration<double>(options.timeout_seconds));
-  // The number of this group among those that this rank made here is the same on all ranks.
-  const auto number = store.add(text("generation ", world.generation, "/groups of rank ", world.rank), 1, deadline);
-  StoreBootstrap members(world, store, text("group ", number));
-  const Group group(make_backend(members, world, options, deadline), options.bytes_per_pack);
-  return group.backend() == "shm" || options.checked_calls == 0 ? group : with_checks(group, options.checked_calls);
+  StoreBootstrap members(world, store, deadline);
+  try {
+    const Group group(make_backend(members, world, options, deadline), options.bytes_per_pack);
+    return group.backend() == "shm" || options.checked_calls == 0 ? group : with_checks(group, options.checked_calls);
+  } catch (const InvalidArgument& error) {
+    members.give_up(error.what());
+    throw;
+  } catch (const ClusterError& error) {
+    members.give_up(error.what());
+    throw;
+  }
 }
 
 }  // namespace lockstep

@@ -51,6 +51,36 @@ TEST(Store, CallsThatWaitDoNotHoldUpOthers) {
   store.set("late", "here", Deadline::after(std::chrono::seconds(5)));
 }
 
+TEST(Store, OneOfManyTakesAPlace) {
+  const auto store = Store::hold("127.0.0.1:0");
+  EXPECT_EQ(store.compare_set("place", "", "mine", soon()), "mine");
+  EXPECT_EQ(store.compare_set("place", "", "yours", soon()), "mine");
+  EXPECT_EQ(store.compare_set("place", "mine", "yours", soon()), "yours");
+  EXPECT_EQ(store.get("place", soon()), "yours");
+}
+
+TEST(Store, NobodyWaitsForWhatWasAbandoned) {
+  const auto store = Store::hold("127.0.0.1:0");
+  store.set("a/there", "here", soon());
+  std::jthread waits(
+      [&] { expect_says(message_of<ClusterError>([&] { store.get("a/never", soon()); }), "the first reason"); });
+  store.abandon("a/", "the first reason", soon());
+  waits.join();
+  store.abandon("a/", "another", soon());
+  expect_says(message_of<ClusterError>([&] { store.get("a/later", soon()); }), "the first reason");
+  EXPECT_EQ(store.get("a/there", soon()), "here");
+  EXPECT_THROW(store.get("b", Deadline::after(std::chrono::milliseconds(20))), DeadlineExceeded);
+}
+
+TEST(Store, AnswersUntilTheOthersHaveLetGo) {
+  std::optional<Store> held = Store::hold("127.0.0.1:0");
+  held->set("why", "because", soon());
+  std::optional<Store> other = Store::connect(held->address(), soon());
+  std::jthread ends([&] { held.reset(); });
+  EXPECT_EQ(other->get("why", soon()), "because");
+  other.reset();
+}
+
 TEST(Store, OnlyNumbersThatFitAreAdded) {
   const auto store = Store::hold("127.0.0.1:0");
   store.set("word", "seven", soon());
@@ -131,6 +161,42 @@ TEST_P(AnyBackend, AMemberThatNeverComesIsNamed) {
   for (const int rank : {0, 2, 3}) expect_says(messages[static_cast<std::size_t>(rank)], "rank 1 has not come");
 }
 
+// What each of these threw; all have one store.
+std::vector<std::string> errors_of(const std::vector<World>& worlds, const std::vector<GroupOptions>& options) {
+  std::vector<std::string> errors(worlds.size());
+  const auto store = Store::hold("127.0.0.1:0");
+  std::vector<std::jthread> threads;
+  for (std::size_t i = 0; i < worlds.size(); ++i) {
+    threads.emplace_back([&, i] {
+      errors[i] = message_of<Error>(
+          [&] { make_group(worlds[i], Store::connect(store.address(), soon()), options[i % options.size()]); });
+    });
+  }
+  threads.clear();
+  return errors;
+}
+
+TEST_P(AnyBackend, RanksThatDisagreeAboutTheirNumberAllHearOfIt) {
+  const auto errors = errors_of({{.rank = 0, .size = 3}, {.rank = 1, .size = 3}, {.rank = 2, .size = 4}}, {options()});
+  for (const auto& error : errors) expect_says(error, "ranks; those who came before say ");
+}
+
+TEST_P(AnyBackend, AnotherGenerationIsNamed) {
+  auto in_vain = options();
+  in_vain.timeout_seconds = 0.3;
+  const auto errors = errors_of({{.rank = 0, .size = 2}, {.rank = 1, .size = 2, .generation = 7}}, {in_vain});
+  expect_says(errors[0], "rank 1 has not come; rank 1 is of generation 7, this rank of 0");
+  expect_says(errors[1], "rank 0 has not come; rank 0 is of generation 0, this rank of 7");
+}
+
+TEST_P(AnyBackend, OptionsThatDifferAreNamed) {
+  auto other = options();
+  other.bytes_per_pack = 77;
+  const auto errors = errors_of({{.rank = 0, .size = 2}, {.rank = 1, .size = 2}}, {options(), other});
+  for (const auto& error : errors)
+    expect_says(error, "rank 0 has bytes_per_pack 1048576, rank 1 has bytes_per_pack 77");
+}
+
 TEST_P(AnyBackend, RanksThatDifferAreNamed) {
   const auto errors =
       run_ranks({.size = 3, .group = options(), .ranks_per_host = ranks_per_host()}, [](const Group& group) {
@@ -138,7 +204,8 @@ TEST_P(AnyBackend, RanksThatDifferAreNamed) {
         const auto checked = GetParam() == "shm" ? with_checks(group) : group;  // else it is from the start
         const auto message = message_of<InvalidArgument>(
             [&] { checked.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon()); });
-        expect_says(message, "most call all_reduce of 4 x float32, sum, rank 1 calls all_reduce of 5 x float32, sum");
+        expect_says(message,
+                    "rank 1 calls all_reduce of 5 x float32, sum, the others call all_reduce of 4 x float32, sum");
         checked.barrier(soon());  // nothing was sent, so the group goes on
       });
   expect_no_errors(errors);
@@ -214,6 +281,12 @@ TEST(World, BadWorldsAndBackendsAreNamed) {
               "there is no backend \"mpi\"");
   expect_says(message_of<InvalidArgument>([&] { make_group({}, store, {.network = "infiniband"}); }),
               "there is no network \"infiniband\"; there are tcp and ucx");
+  expect_says(message_of<InvalidArgument>([&] { make_group({}, store, {.timeout_seconds = -1}); }),
+              "timeout_seconds is -1");
+  for (const auto* address : {"192.0.2.1", "nowhere.invalid", "127.0.0.1:80", ""}) {
+    expect_says(message_of<InvalidArgument>([&] { make_group({.address = address}, store); }),
+                "World: the address must be a numeric one of this machine");
+  }
   EXPECT_THROW(implementation_named("circle"), InvalidArgument);
   EXPECT_EQ(make_group({}, store).backend(), "shm");
 }

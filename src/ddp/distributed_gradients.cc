@@ -54,6 +54,17 @@ void require_same(const Group& group, const std::vector<std::string>& names, con
   }
 }
 
+DistributedDataParallelOptions checked(DistributedDataParallelOptions options) {
+  const auto require_above_zero = [](const char* name, double value) {
+    if (!(value > 0))
+      throw InvalidArgument(text("DistributedDataParallel: ", name, " is ", value, "; it must be above 0"));
+  };
+  require_above_zero("bucket_cap_mb", options.bucket_cap_mb);
+  require_above_zero("first_bucket_mb", options.first_bucket_mb);
+  require_above_zero("timeout_seconds", options.timeout_seconds);
+  return options;
+}
+
 }  // namespace
 
 struct DistributedGradients::State {
@@ -71,7 +82,7 @@ struct DistributedGradients::State {
 
 DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> module, Group group,
                                            DistributedDataParallelOptions options)
-    : state_(new State{std::move(module), std::move(group), std::move(options), {}}) {
+    : state_(new State{std::move(module), std::move(group), checked(std::move(options)), {}}) {
   std::vector<std::string> names, trained_names;
   std::vector<at::Tensor> tensors, trained;
   for (const auto& parameter : state_->module->named_parameters()) {

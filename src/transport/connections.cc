@@ -125,8 +125,7 @@ class Meeting {
 
 std::vector<Sockets> connect_all(const MeshOptions& options, int count, const AllGather& all_gather,
                                  Deadline deadline) {
-  const bool v6 = options.address.find(':') != std::string::npos && options.address.front() != '[';
-  const auto listener = listen_at(text(v6 ? "[" : "", options.address, v6 ? "]" : "", ":0"));
+  const auto listener = listen_at_any_port(options.address);
   const auto all = all_gather(text(random_name(), " ", local_address(listener)));
   constexpr std::size_t kName = 32;
   Meeting meeting(options, count, all[0].substr(0, kName), deadline);

@@ -75,6 +75,11 @@ FileDescriptor listen_at(const std::string& address) {
   return socket;
 }
 
+FileDescriptor listen_at_any_port(const std::string& address) {
+  const bool v6 = address.find(':') != std::string::npos && address.front() != '[';
+  return listen_at(text(v6 ? "[" : "", address, v6 ? "]" : "", ":0"));
+}
+
 std::string local_address(const FileDescriptor& socket) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;

@@ -14,6 +14,9 @@ namespace lockstep {
 // Listens on "host:port" (or "[v6]:port"); port 0 takes a free one. Throws ClusterError naming the address.
 FileDescriptor listen_at(const std::string& address);
 
+// Listens at a numeric address, v4 or v6, on a port of the system's choosing. Throws ClusterError naming the address.
+FileDescriptor listen_at_any_port(const std::string& address);
+
 // "host:port" at which a listening socket can be reached.
 std::string local_address(const FileDescriptor& socket);
 

@@ -30,17 +30,18 @@ struct Scenario {
   unsigned seed = 0;
 };
 
+Process start(const Scenario& scenario, const Store& store, int rank) {
+  return Process({LOCKSTEP_GROUP_RANK, text("--rank=", rank), text("--size=", scenario.size),
+                  text("--host=host ", scenario.backend == "hierarchical" ? rank / 2 : 0), "--store=" + store.address(),
+                  "--backend=" + scenario.backend, text("--deadline=", scenario.deadline),
+                  text("--victim=", scenario.victim), text("--call=", scenario.call),
+                  "--place=" + (scenario.place.empty() ? "begin" : scenario.place), "--action=" + scenario.action,
+                  "--seconds=0.05", "--buffers=" + scenario.buffers, text("--seed=", scenario.seed)});
+}
+
 std::vector<Process> start(const Scenario& scenario, const Store& store) {
   std::vector<Process> ranks;
-  for (int rank = 0; rank < scenario.size; ++rank) {
-    ranks.emplace_back(std::vector<std::string>{
-        LOCKSTEP_GROUP_RANK, text("--rank=", rank), text("--size=", scenario.size),
-        text("--host=host ", scenario.backend == "hierarchical" ? rank / 2 : 0), "--store=" + store.address(),
-        "--backend=" + scenario.backend, text("--deadline=", scenario.deadline), text("--victim=", scenario.victim),
-        text("--call=", scenario.call), "--place=" + (scenario.place.empty() ? "begin" : scenario.place),
-        "--action=" + scenario.action, "--seconds=0.05", "--buffers=" + scenario.buffers,
-        text("--seed=", scenario.seed)});
-  }
+  for (int rank = 0; rank < scenario.size; ++rank) ranks.push_back(start(scenario, store, rank));
   return ranks;
 }
 
@@ -143,6 +144,18 @@ TEST_P(Faults, AbortOnOneRankEndsAll) {
 unsigned number_in_environment(const char* name, unsigned otherwise) {
   const char* const wanted = std::getenv(name);
   return wanted == nullptr ? otherwise : static_cast<unsigned>(std::stoi(wanted));
+}
+
+TEST_P(Faults, TwoProcessesOfOneRankAreNamedToAll) {
+  const Scenario scenario{.backend = GetParam()};
+  const auto store = Store::hold("127.0.0.1:0");
+  std::vector<Process> ranks;
+  for (const int rank : {0, 1, 1}) ranks.push_back(start(scenario, store, rank));
+  for (auto& process : ranks) {
+    const auto& output = process.wait_for_end(10);
+    EXPECT_NE(output.find("World: rank 1 of generation 0 is process"), std::string::npos) << output;
+    EXPECT_NE(output.find("was given the same rank"), std::string::npos) << output;
+  }
 }
 
 TEST(RandomFaults, SeededRounds) {

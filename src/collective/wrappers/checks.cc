@@ -40,11 +40,14 @@ class Checks final : public Wrapper {
     const auto usual = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) {
                          return a.second < b.second;
                        })->first;
-    std::string others;
+    const bool most = 2 * votes[usual] > size();
+    std::string calls;
     for (std::size_t r = 0; r < all.size(); ++r) {
-      if (all[r] != usual) others += text(", rank ", r, " calls ", signature_in(all[r]).describe());
+      if (most && all[r] == usual) continue;
+      calls += text(calls.empty() ? "" : ", ", "rank ", r, " calls ", signature_in(all[r]).describe());
     }
-    throw InvalidArgument(text("the ranks' calls differ: most call ", signature_in(usual).describe(), others));
+    if (most) calls += text(", the others call ", signature_in(usual).describe());
+    throw InvalidArgument(text("the ranks' calls differ: ", calls));
   }
 
   const std::int64_t calls_;
