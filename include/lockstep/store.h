@@ -42,13 +42,13 @@ class Store {
   // the sum does not fit.
   std::int64_t add(const std::string& key, std::int64_t difference, Deadline deadline) const;
 
-  // Where the value of `key` is `expected` (or there is none and `expected` is empty) it becomes `desired`. Returns what
-  // the value is then.
+  // Where the value of `key` is `expected` (or there is none and `expected` is empty) it becomes `desired`. Returns
+  // what the value is then.
   std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired,
                           Deadline deadline) const;
 
-  // From now on nobody waits for a key that begins with `prefix` and is not there: ClusterError with `reason`, the first
-  // that was given.
+  // From now on nobody waits for a key that begins with `prefix` and is not there: ClusterError with `reason`, the
+  // first that was given.
   void abandon(const std::string& prefix, const std::string& reason, Deadline deadline) const;
 
  private:
