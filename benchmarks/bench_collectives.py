@@ -66,7 +66,7 @@ def link_bench(backend, hosts, per_host, *options):
 
 
 def link_ddp(*options):
-    return on_hosts((DDP_STEP, "--size", "2", "--model", "transformer", "--batch", "16", "--steps", "5"), range(2), 1, *options)
+    return on_hosts((DDP_STEP, "--size", "2", "--model", "transformer", "--batch", "16", "--steps", "20"), range(2), 1, *options)
 
 
 def ddp(*options, kernels="lockstep"):
