@@ -1,5 +1,7 @@
 // "Distributed training with Keras", in C++: a small convolutional network on Fashion-MNIST (or any folder of IDX
-// files), on every core or GPU of this machine.
+// files), on every core or GPU of this machine; with --strategy multi_worker, of all machines that this program was
+// started on:
+//   TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}' mnist ...
 #include <lockstep/lockstep.h>
 
 #include <CLI/CLI.hpp>
@@ -26,6 +28,7 @@ Strategy make_strategy(const Options& options) {
     if (options.replicas > 1) throw InvalidArgument("--strategy one has one replica; use mirrored or central for more");
     return OneDeviceStrategy();
   }
+  if (options.strategy == "multi_worker") return MultiWorkerMirroredStrategy({.devices = devices});
   if (options.strategy == "central") return CentralStorageStrategy({.compute_devices = devices});
   return MirroredStrategy({.devices = devices});
 }
@@ -40,7 +43,7 @@ int train(const Options& options) {
   set_global_policy(options.policy);
   const auto strategy = make_strategy(options);
   const auto batch = options.batch * strategy.num_replicas_in_sync();
-  std::cout << "Replicas: " << strategy.num_replicas_in_sync() << "\n";
+  if (strategy.is_chief()) std::cout << "Replicas: " << strategy.num_replicas_in_sync() << "\n";
 
   auto [train, test] = options.data.empty() ? datasets::fashion_mnist() : datasets::mnist(options.data);
   const auto train_data = train.map(scale).cache().shuffle(10'000).batch(batch);
@@ -57,6 +60,7 @@ int train(const Options& options) {
 
   model.load_weights(latest_checkpoint("training_checkpoints"));
   const auto result = model.evaluate(eval_data);
+  if (!strategy.is_chief()) return 0;
   std::cout << "Eval loss: " << result["loss"] << ", Eval accuracy: " << result["accuracy"] << "\n";
   return 0;
 }
@@ -67,7 +71,7 @@ int main(int argc, char** argv) {
   Options options;
   CLI::App app("Trains a small convolutional network on images of clothes");
   app.add_option("--strategy", options.strategy, "where to train")
-      ->check(CLI::IsMember({"one", "mirrored", "central"}))
+      ->check(CLI::IsMember({"one", "mirrored", "central", "multi_worker"}))
       ->capture_default_str();
   app.add_option("--replicas", options.replicas, "logical CPUs; 0: one a core")
       ->check(CLI::NonNegativeNumber)

@@ -50,6 +50,10 @@ class Callback {
   enum class Turn { normal, saves_state, last };
   virtual Turn turn() const { return Turn::normal; }
 
+  // With several workers all call their callbacks, in step and with the same logs: what writes files is for the chief
+  // alone. It must not save or evaluate the model, which all workers do together.
+  virtual bool only_on_chief() const { return false; }
+
   // Called once, before on_train_begin.
   void attach(Model& model, const FitPlan& plan) {
     model_ = &model;

@@ -26,6 +26,7 @@ class TensorBoard : public Callback {
   void on_test_end(const Logs& logs) override;
   void on_epoch_end(int epoch, const Logs& logs) override;
   void on_train_end() override;
+  bool only_on_chief() const override { return true; }
 
  private:
   struct Writers;
@@ -155,6 +156,7 @@ class CSVLogger : public Callback {
   void on_epoch_end(int epoch, const Logs& logs) override;
   void save(Archive& archive, const std::string& prefix) const override;
   void load(const Archive& archive, const std::string& prefix) override;
+  bool only_on_chief() const override { return true; }
 
  private:
   void write(const std::string& line) const;

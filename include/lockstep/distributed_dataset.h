@@ -15,18 +15,25 @@ namespace lockstep {
 
 namespace internal {
 struct Part;
-}
+
+// This process's replicas, among those of all workers.
+struct LocalReplicas {
+  std::vector<c10::Device> devices;  // one a replica
+  int first = 0;                     // its number among all
+  int all = 0;
+};
+}  // namespace internal
 
 // Belongs to one thread at a time.
 class DistributedIterator {
  public:
   enum class Kind { split, one_each };  // how an element of the data set reaches the replicas
 
-  DistributedIterator(DatasetIterator input, Kind kind, std::vector<c10::Device> devices)
-      : input_(std::move(input)), kind_(kind), devices_(std::move(devices)) {}
+  DistributedIterator(DatasetIterator input, Kind kind, internal::LocalReplicas replicas)
+      : input_(std::move(input)), kind_(kind), replicas_(std::move(replicas)) {}
 
-  // Each replica's part of the next global batch, without examples (size 0) where there are too few; or nothing at the
-  // end.
+  // The part of the next global batch of each replica of this process, without examples (size 0) where there are too
+  // few; or nothing at the end.
   std::optional<PerReplica<Example>> next();
 
   // The same, for replicas to read their parts in their own threads.
@@ -37,18 +44,18 @@ class DistributedIterator {
  private:
   DatasetIterator input_;
   Kind kind_;
-  std::vector<c10::Device> devices_;  // one a replica
+  internal::LocalReplicas replicas_;
 };
 
 // What Strategy::distribute returns. Copies share a count of epochs: each `for (auto& batch : distributed)` walks the
 // next one, which shuffles anew. Belongs to one thread at a time.
 class DistributedDataset {
  public:
-  DistributedDataset(Dataset dataset, DistributedIterator::Kind kind, std::vector<c10::Device> devices)
-      : dataset_(std::move(dataset)), kind_(kind), devices_(std::move(devices)) {}
+  DistributedDataset(Dataset dataset, DistributedIterator::Kind kind, internal::LocalReplicas replicas)
+      : dataset_(std::move(dataset)), kind_(kind), replicas_(std::move(replicas)) {}
 
   // From a position of your own, as a restart does.
-  DistributedIterator iterate(Position position = {}) const { return {dataset_.iterate(position), kind_, devices_}; }
+  DistributedIterator iterate(Position position = {}) const { return {dataset_.iterate(position), kind_, replicas_}; }
 
   // Global batches an epoch, or Dataset::kInfinite or kUnknown.
   std::int64_t cardinality() const;
@@ -60,7 +67,7 @@ class DistributedDataset {
  private:
   Dataset dataset_;
   DistributedIterator::Kind kind_;
-  std::vector<c10::Device> devices_;  // one a replica
+  internal::LocalReplicas replicas_;
   std::shared_ptr<std::int64_t> next_epoch_ = std::make_shared<std::int64_t>(0);
 };
 

@@ -30,6 +30,9 @@ class Store {
 
   std::string address() const;  // "host:port"
 
+  // The same store with `prefix` before every key. Follows torch.distributed.PrefixStore.
+  Store prefixed(const std::string& prefix) const;
+
   void set(const std::string& key, const std::string& value, Deadline deadline) const;
 
   // Waits until the key is there.
@@ -53,8 +56,10 @@ class Store {
 
  private:
   struct State;
-  explicit Store(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  explicit Store(std::shared_ptr<State> state, std::string prefix = "")
+      : state_(std::move(state)), prefix_(std::move(prefix)) {}
   std::shared_ptr<State> state_;
+  std::string prefix_;
 };
 
 }  // namespace lockstep

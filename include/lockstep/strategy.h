@@ -29,11 +29,12 @@ class StrategyImpl;
 // What a step function knows about the replica that it runs on. Lives as long as the call; used by its thread alone.
 class ReplicaContext {
  public:
-  ReplicaContext(int replica_id, const StrategyImpl& strategy, Group group)
-      : replica_id_(replica_id), strategy_(strategy), group_(std::move(group)) {}
+  ReplicaContext(int local_replica_id, const StrategyImpl& strategy)
+      : local_replica_id_(local_replica_id), strategy_(strategy) {}
 
-  int replica_id() const { return replica_id_; }
-  int num_replicas_in_sync() const { return group_.size(); }
+  int replica_id() const;                                     // among the replicas of all workers
+  int local_replica_id() const { return local_replica_id_; }  // among this process's
+  int num_replicas_in_sync() const;
   const std::string& device() const;
 
   // Collective: every replica must call, with a tensor of the same shape and dtype. The result is a new tensor, equal
@@ -44,17 +45,17 @@ class ReplicaContext {
   // all_reduce.
   Tensor all_gather(const Tensor& value, std::int64_t axis = 0) const;
 
-  // The replicas' Group, and the deadline for an operation on it that begins now.
-  const Group& group() const { return group_; }
+  // The Group of all replicas, of this process's, and the deadline for an operation on it that begins now.
+  const Group& group() const;
+  const Group& local_group() const;
   Deadline deadline() const;
 
   // From here on, and until the call ends, this replica's random numbers are those of `seed`.
   void seed_random(std::uint64_t seed) const;
 
  private:
-  int replica_id_;
+  int local_replica_id_;
   const StrategyImpl& strategy_;
-  Group group_;
 };
 
 // What a data set function knows about the input pipeline that it makes.
@@ -87,8 +88,12 @@ class Strategy {
   static Strategy current();
 
   StrategyScope scope() const { return StrategyScope(impl_); }
-  int num_replicas_in_sync() const;
+  int num_replicas_in_sync() const;  // of all workers
+  int num_local_replicas() const;    // of this process
   std::vector<std::string> devices() const;
+
+  // Whether this process writes the logs and checkpoints: worker 0 does, and one that is alone.
+  bool is_chief() const;
 
   // Calls function(ReplicaContext&, args...) on every replica at once and returns what each returned. Of a PerReplica
   // or ReplicatedModule argument, a replica's function gets its own element. What a replica throws aborts the others'

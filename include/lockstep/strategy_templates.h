@@ -60,16 +60,16 @@ std::shared_ptr<ReplicatedParameters> replicate_modules(
 
 template <class Function, class... Args>
 auto Strategy::run(Function&& function, Args&&... args) const {
-  (internal::check_argument(args, num_replicas_in_sync()), ...);
+  (internal::check_argument(args, num_local_replicas()), ...);
   using Result = std::invoke_result_t<Function&, ReplicaContext&, decltype(internal::on_replica(args, 0))...>;
   if constexpr (std::is_void_v<Result>) {
     run_on_replicas(
-        [&](ReplicaContext& replica) { function(replica, internal::on_replica(args, replica.replica_id())...); });
+        [&](ReplicaContext& replica) { function(replica, internal::on_replica(args, replica.local_replica_id())...); });
   } else {
-    std::vector<std::optional<Result>> results(static_cast<std::size_t>(num_replicas_in_sync()));
+    std::vector<std::optional<Result>> results(static_cast<std::size_t>(num_local_replicas()));
     run_on_replicas([&](ReplicaContext& replica) {
-      results[static_cast<std::size_t>(replica.replica_id())].emplace(
-          function(replica, internal::on_replica(args, replica.replica_id())...));
+      results[static_cast<std::size_t>(replica.local_replica_id())].emplace(
+          function(replica, internal::on_replica(args, replica.local_replica_id())...));
     });
     std::vector<Result> values;
     values.reserve(results.size());

@@ -14,6 +14,10 @@ struct World {
   int rank = 0;
   int size = 1;
 
+  // Of this rank among those that share this host's cores and GPUs, and how many these are.
+  int local_rank = 0;
+  int local_size = 1;
+
   // Ranks that give the same name share memory. It is said, not guessed: containers of one machine may share none.
   std::string host = "localhost";
 

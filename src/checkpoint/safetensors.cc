@@ -16,6 +16,7 @@
 
 #include "base/text.h"
 #include "checkpoint/atomic_file.h"
+#include "checkpoint/safetensors.h"
 #include "lockstep/checkpoint.h"
 
 namespace lockstep {
@@ -209,9 +210,10 @@ void write_archive(const std::string& path, const Archive& archive) {
 
 Archive read_archive(const std::string& path) {
   const std::string file = checkpoint_file(path);
-  const auto bytes = read_file(file);
-  return Reader(file, bytes).read();
+  return parse_archive(file, read_file(file));
 }
+
+Archive parse_archive(const std::string& file, Bytes bytes) { return Reader(file, bytes).read(); }
 
 const StoredTensor& Archive::tensor(const std::string& name) const {
   const auto found = tensors.find(name);

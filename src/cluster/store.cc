@@ -68,35 +68,38 @@ Store Store::connect(const std::string& address, Deadline deadline) {
 }
 
 std::string Store::address() const { return state_->address; }
+Store Store::prefixed(const std::string& prefix) const { return Store(state_, prefix_ + prefix); }
 
 void Store::set(const std::string& key, const std::string& value, Deadline deadline) const {
-  state_->ask(StoreFrame::set, {key, value}, deadline);
+  state_->ask(StoreFrame::set, {prefix_ + key, value}, deadline);
 }
 
 std::string Store::get(const std::string& key, Deadline deadline) const { return get(std::vector{key}, deadline)[0]; }
 
 std::int64_t Store::add(const std::string& key, std::int64_t difference, Deadline deadline) const {
-  return std::stoll(state_->ask(StoreFrame::add, {key, std::to_string(difference)}, deadline).at(0));
+  return std::stoll(state_->ask(StoreFrame::add, {prefix_ + key, std::to_string(difference)}, deadline).at(0));
 }
 
 std::string Store::compare_set(const std::string& key, const std::string& expected, const std::string& desired,
                                Deadline deadline) const {
-  return state_->ask(StoreFrame::compare_set, {key, expected, desired}, deadline).at(0);
+  return state_->ask(StoreFrame::compare_set, {prefix_ + key, expected, desired}, deadline).at(0);
 }
 
 void Store::abandon(const std::string& prefix, const std::string& reason, Deadline deadline) const {
-  state_->ask(StoreFrame::abandon, {prefix, reason}, deadline);
+  state_->ask(StoreFrame::abandon, {prefix_ + prefix, reason}, deadline);
 }
 
 std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadline deadline) const {
   if (keys.empty()) return {};
+  std::vector<std::string> whole;
+  for (const auto& key : keys) whole.push_back(prefix_ + key);
   try {
-    return state_->ask(StoreFrame::get, keys, deadline);
+    return state_->ask(StoreFrame::get, whole, deadline);
   } catch (const DeadlineExceeded&) {
-    const auto missing = state_->ask(StoreFrame::missing, keys, Deadline::after(kForTheReason));
+    const auto missing = state_->ask(StoreFrame::missing, whole, Deadline::after(kForTheReason));
     std::vector<int> places;
     for (const auto& key : missing) {
-      places.push_back(static_cast<int>(std::find(keys.begin(), keys.end(), key) - keys.begin()));
+      places.push_back(static_cast<int>(std::find(whole.begin(), whole.end(), key) - whole.begin()));
     }
     throw DeadlineExceeded("store", deadline.waited(), places,
                            text(" (missing in ", address(), ": ", join(missing), ")"));

@@ -9,38 +9,20 @@
 #include <algorithm>
 #include <numeric>
 
-#include "base/resources.h"
 #include "base/text.h"
+#include "gradient/dtypes.h"
+#include "gradient/workers.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
 namespace {
 
 DType dtype_of(const at::Tensor& parameter, const std::string& name) {
-  switch (parameter.scalar_type()) {
-    case at::kFloat: return DType::float32;
-    case at::kDouble: return DType::float64;
-    case at::kHalf: return DType::float16;
-    case at::kBFloat16: return DType::bfloat16;
-    default:
-      throw InvalidArgument(text("the parameter \"", name, "\" is ", parameter.scalar_type(),
-                                 "; gradients are float, double, half or bfloat16"));
+  try {
+    return lockstep::dtype_of(parameter.scalar_type());
+  } catch (const InvalidArgument& error) {
+    throw InvalidArgument(text("the parameter \"", name, "\": ", error.what()));
   }
-}
-
-at::ScalarType scalar_type_of(DType dtype) {
-  switch (dtype) {
-    case DType::float64: return at::kDouble;
-    case DType::float16: return at::kHalf;
-    case DType::bfloat16: return at::kBFloat16;
-    default: return at::kFloat;
-  }
-}
-
-// Reduction in memory is work of this host's cores: beside backward it helps only where cores are idle.
-bool may_overlap(const Group& group) {
-  const bool in_memory = group.backend() == "shm" || group.backend() == "threads";
-  return !in_memory || group.size() < usable_cpu_count();
 }
 
 }  // namespace
@@ -79,7 +61,7 @@ GradientReducer::GradientReducer(std::vector<std::string> names, std::vector<at:
       parameters_(std::move(parameters)),
       group_(std::move(group)),
       options_(std::move(options)),
-      overlap_(may_overlap(group_)),
+      overlap_(may_overlap(group_, 1)),
       slots_(parameters_.size()),
       order_(options_.order),
       tallies_(static_cast<std::size_t>(group_.size())) {

@@ -46,17 +46,31 @@ void check_dtype(const ParameterSlot& slot) {
 }  // namespace
 
 ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement,
-                                           const OnReplicas& on_replicas)
-    : modules_(std::move(modules)), placement_(placement) {
+                                           const OnReplicas& on_replicas, Workers workers)
+    : workers_(std::move(workers)), modules_(std::move(modules)), placement_(placement) {
   if (modules_.empty()) throw InvalidArgument("a model needs at least one replica");
   if (placement_ == Placement::device && replicas() > 1) {
     throw InvalidArgument(text("values that are updated on their device are one replica's; there are ", replicas()));
   }
   find_slots();
   for (int replica = 1; replica < replicas(); ++replica) check_same_as_first(replica);
+  compare_with_chief();
   take_memory(on_replicas);
   bind();
   share_values();
+}
+
+void ReplicatedParameters::compare_with_chief() const {
+  if (workers_.alone()) return;
+  std::string tensors;
+  for (const auto& slot : slots_) {
+    tensors +=
+        text(slot.name, " ", slot.dtype, " ", at::IntArrayRef(slot.sizes), slot.trainable ? "" : " frozen", "\n");
+  }
+  for (std::size_t i = 0; i < buffer_names_.size(); ++i) {
+    tensors += text("buffer ", buffer_names_[i], " ", buffer(0, i).scalar_type(), " ", buffer(0, i).sizes(), "\n");
+  }
+  workers_.require_same("models", tensors);
 }
 
 void ReplicatedParameters::find_slots() {
@@ -191,6 +205,11 @@ void ReplicatedParameters::refresh(int replica) {
 }
 
 void ReplicatedParameters::share_values() {
+  std::vector<at::Tensor> values;
+  for (std::size_t i = 0; i < slots_.size(); ++i) values.push_back(parameter(0, i));
+  values.insert(values.end(), buffers_[0].begin(), buffers_[0].end());
+  workers_.share(values);
+  for (std::size_t i = 0; i < slots_.size(); ++i) assign(i, parameter(0, i));
   for (std::size_t i = 0; i < buffer_names_.size(); ++i) assign_buffer(i, buffer(0, i));
 }
 
@@ -225,16 +244,20 @@ void ReplicatedParameters::update_trainable() {
 at::Tensor ReplicatedParameters::average_buffer(std::size_t index) const {
   const at::NoGradGuard no_grad;
   const auto& first = buffer(0, index);
-  if (replicas() == 1 || !first.is_floating_point()) return first.clone();
-  auto sum = first.to(at::kDouble);
-  for (int replica = 1; replica < replicas(); ++replica) sum = sum + buffer(replica, index).to(sum.device());
-  return (sum / replicas()).to(first.scalar_type());
+  const int all = replicas() * workers_.size();
+  if (all == 1 || !first.is_floating_point()) return first.clone();
+  auto sum = first.to(at::kCPU).to(at::kDouble).contiguous().clone();
+  for (int replica = 1; replica < replicas(); ++replica) sum += buffer(replica, index).to(at::kCPU);
+  workers_.sum({sum.mutable_data_ptr<double>(), static_cast<std::size_t>(sum.numel())});
+  return (sum / all).to(first.options());
 }
 
 void ReplicatedParameters::assign(std::size_t slot, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
   const bool shared = placement_ == Placement::central;
-  for (int replica = 0; replica < (shared ? 1 : replicas()); ++replica) parameter(replica, slot).copy_(value);
+  for (int replica = 0; replica < (shared ? 1 : replicas()); ++replica) {
+    if (!parameter(replica, slot).is_same(value)) parameter(replica, slot).copy_(value);
+  }
   const auto& info = slots_[slot];
   if (placement_ != Placement::staged || !info.flat) return;
   flat(0, info.dtype).narrow(0, info.offset, info.numel).view(info.sizes).copy_(value);

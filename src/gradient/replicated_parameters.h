@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "gradient/workers.h"
+
 namespace torch::nn {
 class Module;
 }
@@ -40,14 +42,16 @@ enum class Placement {
 class ReplicatedParameters {
  public:
   // Binds the parameters of all modules (one a replica, of one type, each on its replica's device) to flat buffers and
-  // gives all of them, and their buffers, module 0's values. Throws InvalidArgument naming the parameter when modules
-  // differ or a trainable parameter is neither float nor double. Placement::device is for one module. `on_replicas`
-  // calls a function in every replica's thread, so that each takes the memory of its own copy: near its cores.
+  // gives all of them, and their buffers, the values of the chief's module 0: collective over the workers. Throws
+  // InvalidArgument naming the parameter when modules differ or a trainable parameter is neither float nor double.
+  // Placement::device is for one module. `on_replicas` calls a function in every replica's thread, so that each takes
+  // the memory of its own copy: near its cores.
   using OnReplicas = std::function<void(const std::function<void(int)>&)>;
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement,
-                       const OnReplicas& on_replicas = {});
+                       const OnReplicas& on_replicas = {}, Workers workers = {});
 
-  int replicas() const { return static_cast<int>(modules_.size()); }
+  int replicas() const { return static_cast<int>(modules_.size()); }  // of this process
+  const Workers& workers() const { return workers_; }
   Placement placement() const { return placement_; }
   torch::nn::Module& module(int replica) const { return *modules_[static_cast<std::size_t>(replica)]; }
 
@@ -76,7 +80,8 @@ class ReplicatedParameters {
     return buffers_[static_cast<std::size_t>(replica)][index];
   }
 
-  // The mean of the replicas' buffers; replica 0's when it is no floating-point one. Not while replicas run.
+  // The mean of the replicas' buffers; replica 0's when it is no floating-point one. Not while replicas run. Collective
+  // over the workers.
   at::Tensor average_buffer(std::size_t index) const;
 
   // Overwrites a parameter, or a buffer, on all replicas, or a buffer on one. Shapes are the caller's to check. Not
@@ -91,8 +96,10 @@ class ReplicatedParameters {
   void take_memory(const OnReplicas& on_replicas);
   void bind();
   at::Tensor place(int replica, const ParameterSlot& slot) const;
+  void compare_with_chief() const;
   void share_values();
 
+  Workers workers_;
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   Placement placement_;
   std::vector<ParameterSlot> slots_;

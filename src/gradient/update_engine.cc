@@ -4,6 +4,9 @@
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros.h>
 
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -20,8 +23,24 @@ constexpr std::int64_t kCut = 16;
 
 }  // namespace
 
+// Takes a gradient where autograd leaves it.
+class UpdateEngine::Hook final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  Hook(UpdateEngine& engine, int replica, std::size_t slot) : engine_(engine), replica_(replica), slot_(slot) {}
+  void operator()(const at::Tensor&) override {
+    if (engine_.contributions_[static_cast<std::size_t>(replica_)].expects_backward) {
+      engine_.take_gradient(replica_, slot_);
+    }
+  }
+
+ private:
+  UpdateEngine& engine_;
+  const int replica_;
+  const std::size_t slot_;
+};
+
 UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, Exchange exchange,
-                           int root)
+                           int root, WorkerGradientsOptions between_workers)
     : parameters_(std::move(parameters)),
       optimizer_(std::move(optimizer)),
       exchange_(exchange),
@@ -53,6 +72,28 @@ UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Opt
     contribution.squares.resize(parameters_->slots().size());
   }
   assign_ranges(root);
+  if (parameters_->workers().alone()) return;
+  workers_ = std::make_unique<WorkerGradients>(*parameters_, between_workers);
+  for (int replica = 0; replica < parameters_->replicas(); ++replica) {
+    for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {
+      if (!parameters_->slots()[i].trainable) continue;
+      torch::autograd::impl::set_post_acc_grad_hooks(parameters_->parameter(replica, i),
+                                                     std::make_unique<Hook>(*this, replica, i));
+    }
+  }
+}
+
+UpdateEngine::~UpdateEngine() {
+  for (int replica = 0; workers_ != nullptr && replica < parameters_->replicas(); ++replica) {
+    for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {
+      if (parameters_->slots()[i].trainable)
+        torch::autograd::impl::set_post_acc_grad_hooks(parameters_->parameter(replica, i), nullptr);
+    }
+  }
+}
+
+void UpdateEngine::expect_one_backward(int replica) {
+  contributions_[static_cast<std::size_t>(replica)].expects_backward = workers_ != nullptr;
 }
 
 // Cuts the trainable elements into equal shares, one a replica, or gives them all to `root`.
@@ -97,9 +138,11 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
   take_gradients(replica);
   if (replica == 0) begin_update();
   mine.weight = weight;
-  mine.finite = !loss_scale_.used() || finite_gradients(replica);
+  mine.finite = workers_ != nullptr || !loss_scale_.used() || finite_gradients(replica);
   const double scale = loss_scale_.value();
+  if (workers_ != nullptr) workers_->finish(replica, weight);
   group.barrier(deadline);  // every backward has ended well: from here on nothing throws but a deadline
+  if (workers_ != nullptr) meet_other_workers(group, deadline);
 
   const double total = all_finite() ? total_weight() : 0;
   if (total > 0) {
@@ -120,29 +163,46 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
   group.barrier(deadline);  // every copy is written, and nobody reads my gradients any more
   parameters_->refresh(replica);
   for (auto& gradient : mine.gradients) gradient.reset();
+  if (workers_ != nullptr) {
+    if (replica == 0) workers_->end_step();
+    group.barrier(deadline);
+  }
   if (replica == 0 && total > 0) ++iterations_;
 }
 
-// Leaves the parameters without gradients, so that the next backward hands over tensors of its own instead of adding.
-void UpdateEngine::take_gradients(int replica) {
-  auto& gradients = contributions_[static_cast<std::size_t>(replica)].gradients;
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    const auto& slot = parameters_->slots()[i];
-    auto& parameter = parameters_->parameter(replica, i);
-    auto gradient = std::exchange(parameter.mutable_grad(), at::Tensor());
-    if (!slot.trainable || !gradient.defined()) {
-      gradients[i].reset();
-      continue;
-    }
-    if (gradient.is_sparse()) gradient = gradient.to_dense();
-    if (gradient.scalar_type() != slot.dtype || gradient.sizes() != slot.sizes) {
-      throw InvalidArgument(text("the gradient of \"", slot.name, "\" is ", gradient.scalar_type(), " ",
-                                 gradient.sizes(), "; the parameter is ", slot.dtype, " ",
-                                 at::IntArrayRef(slot.sizes)));
-    }
-    if (!gradient.is_cpu() && device_updates_.empty()) gradient = gradient.to(at::kCPU);
-    gradients[i] = gradient.contiguous();
+// The sums of all workers' gradients come in the place of this process's.
+void UpdateEngine::meet_other_workers(const Group& group, Deadline deadline) {
+  if (group.rank() == 0) {
+    workers_->wait();
+    if (loss_scale_.used()) contributions_[0].finite = workers_->finite();
   }
+  group.barrier(deadline);
+}
+
+void UpdateEngine::take_gradients(int replica) {
+  auto& mine = contributions_[static_cast<std::size_t>(replica)];
+  mine.expects_backward = false;
+  for (std::size_t i = 0; i < mine.gradients.size(); ++i) {
+    const bool sent = workers_ != nullptr && workers_->given(replica, i);
+    if (!sent) take_gradient(replica, i);
+  }
+}
+
+// Leaves the parameter without a gradient, so that the next backward hands over a tensor of its own instead of adding.
+void UpdateEngine::take_gradient(int replica, std::size_t index) {
+  auto& taken = contributions_[static_cast<std::size_t>(replica)].gradients[index];
+  const auto& slot = parameters_->slots()[index];
+  auto gradient = std::exchange(parameters_->parameter(replica, index).mutable_grad(), at::Tensor());
+  taken.reset();
+  if (!slot.trainable || !gradient.defined()) return;
+  if (gradient.is_sparse()) gradient = gradient.to_dense();
+  if (gradient.scalar_type() != slot.dtype || gradient.sizes() != slot.sizes) {
+    throw InvalidArgument(text("the gradient of \"", slot.name, "\" is ", gradient.scalar_type(), " ", gradient.sizes(),
+                               "; the parameter is ", slot.dtype, " ", at::IntArrayRef(slot.sizes)));
+  }
+  const bool stays = device_updates_.empty() ? gradient.is_cpu() : workers_ == nullptr;
+  taken = (stays ? gradient : gradient.to(at::kCPU)).contiguous();
+  if (workers_ != nullptr) workers_->give(replica, index, taken);
 }
 
 void UpdateEngine::drop_gradients(int replica) {
@@ -168,12 +228,14 @@ bool UpdateEngine::all_finite() const {
 }
 
 double UpdateEngine::total_weight() const {
+  if (workers_ != nullptr) return workers_->total_weight();
   double total = 0;
   for (const auto& contribution : contributions_) total += contribution.weight;
   return total;
 }
 
 bool UpdateEngine::has_gradient(std::size_t slot) const {
+  if (workers_ != nullptr) return workers_->has_gradient(slot);
   return std::any_of(contributions_.begin(), contributions_.end(),
                      [slot](const auto& contribution) { return contribution.gradients[slot].defined(); });
 }
@@ -195,6 +257,7 @@ std::vector<const T*> UpdateEngine::gradients_of(const Range& range) const {
     const auto& flat = std::is_same_v<T, double> ? tree_double_[0] : tree_float_[0];
     return {flat.template const_data_ptr<T>() + parameters_->slots()[range.slot].offset + range.begin};
   }
+  if (workers_ != nullptr) return {workers_->sum(range.slot).template const_data_ptr<T>() + range.begin};
   std::vector<const T*> gradients;
   for (const auto& contribution : contributions_) {
     const auto& gradient = contribution.gradients[range.slot];
@@ -240,11 +303,17 @@ void UpdateEngine::update_on_device(double divide_by) {
     for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {
       if (parameters_->slots()[i].dtype != dtype || !has_gradient(i)) continue;
       parameters.values.push_back(parameters_->parameter(0, i).detach());
-      parameters.gradients.push_back(contributions_[0].gradients[i]);
+      parameters.gradients.push_back(device_gradient(i));
       for (std::size_t k = 0; k < parameters.states.size(); ++k) parameters.states[k].push_back(state(i, k));
     }
     if (!parameters.values.empty()) update.apply(parameters, divide_by);
   }
+}
+
+at::Tensor UpdateEngine::device_gradient(std::size_t slot) const {
+  if (workers_ == nullptr) return contributions_[0].gradients[slot];
+  const auto& parameter = parameters_->parameter(0, slot);
+  return workers_->sum(slot).view(parameter.sizes()).to(parameter.device());
 }
 
 void UpdateEngine::begin_update() {

@@ -9,6 +9,7 @@
 #include "gradient/device_update.h"
 #include "gradient/loss_scale.h"
 #include "gradient/replicated_parameters.h"
+#include "gradient/worker_gradients.h"
 #include "lockstep/group.h"
 #include "lockstep/optimizer.h"
 #include "optimizer/flat_update.h"
@@ -29,21 +30,29 @@ enum class Exchange {
 // whole batch, but for rounding: gradients are added in rank order.
 class UpdateEngine {
  public:
-  // `root` is the replica that updates for all (reduction_to_one_device).
-  UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, Exchange exchange, int root = 0);
+  // `root` is the replica that updates for all (reduction_to_one_device). With several workers the exchange is one_pass
+  // inside each.
+  UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, Exchange exchange, int root = 0,
+               WorkerGradientsOptions between_workers = {});
+  ~UpdateEngine();
+
+  // The replica's next backward makes all its gradients of this step: they may be sent while it goes on. Called by its
+  // thread; ends with `apply`.
+  void expect_one_backward(int replica);
 
   // Takes the gradients that backward left on this replica's parameters and updates all copies with
   //   (sum of the replicas' gradients) / (sum of the replicas' weights) / loss_scale().
   // A parameter that no replica has a gradient for stays as it is, state included; all do with a sum of weights of 0,
   // and where a scaled loss has gradients that are not finite.
-  // Collective over `group`, whose ranks are the replicas. Throws, with all values as they were, when a gradient cannot
-  // be used here or on another replica, or when another replica failed (Aborted).
+  // Collective over `group`, whose ranks are the replicas of this process, and over the workers. Throws, with all
+  // values as they were, when a gradient cannot be used here or on another replica, or when another replica failed
+  // (Aborted).
   void apply(const Group& group, double weight, Deadline deadline);
 
   // For steps that are recorded and played again (Placement::device, no scaled loss). update_recorded enqueues what
   // `apply` does on the device, for one replica; begin_update brings the learning rate there before each play, and
   // count_update counts the update.
-  bool can_be_recorded() const { return !device_updates_.empty() && !loss_scale_.used(); }
+  bool can_be_recorded() const { return !device_updates_.empty() && !loss_scale_.used() && workers_ == nullptr; }
   void update_recorded(double weight);
   void begin_update();
   void count_update() { ++iterations_; }
@@ -83,11 +92,17 @@ class UpdateEngine {
   struct alignas(64) Contribution {
     std::vector<at::Tensor> gradients;  // [slot], undefined where there is none
     double weight = 0;
+    bool expects_backward = false;
     bool finite = true;           // checked where the loss is scaled
     std::vector<double> squares;  // [slot]: sums over this replica's ranges
   };
 
+  class Hook;
+
   void assign_ranges(int root);
+  void take_gradient(int replica, std::size_t slot);
+  void meet_other_workers(const Group& group, Deadline deadline);
+  at::Tensor device_gradient(std::size_t slot) const;
   void take_gradients(int replica);
   void update_on_device(double divide_by);
   bool finite_gradients(int replica) const;
@@ -117,6 +132,8 @@ class UpdateEngine {
   std::vector<at::Tensor> state_float_, state_double_;  // [state], flat
   at::Tensor summed_float_, summed_double_;             // flat; for clipping by norm
   std::vector<at::Tensor> tree_float_, tree_double_;    // [replica], flat; for hierarchical_copy
+
+  std::unique_ptr<WorkerGradients> workers_;  // null where this process is alone
 
   std::vector<DeviceUpdate> device_updates_;  // float's and double's; Placement::device only
 

@@ -2,6 +2,7 @@
 
 #include <ATen/detail/CUDAHooksInterface.h>
 
+#include <algorithm>
 #include <charconv>
 
 #include "base/resources.h"
@@ -53,10 +54,23 @@ std::vector<std::string> logical_cpus(int count) {
   return names;
 }
 
-std::vector<std::string> default_devices() {
+int HostShare::usable_cpu_count() const { return std::max(1, lockstep::usable_cpu_count() / size); }
+
+std::vector<int> HostShare::cpus() const {
+  const auto all = cpus_by_place(allowed_cpus());
+  const auto count = static_cast<int>(all.size());
+  if (count < size) return all;
+  return {all.begin() + count * rank / size, all.begin() + count * (rank + 1) / size};
+}
+
+std::vector<std::string> default_devices(HostShare share) {
   std::vector<std::string> names;
-  for (int i = 0; i < gpu_count(); ++i) names.push_back(text("cuda:", i));
-  return names.empty() ? logical_cpus(usable_cpu_count()) : names;
+  const int gpus = gpu_count();
+  if (gpus > 0 && gpus < share.size) return {text("cuda:", share.rank % gpus)};
+  for (int i = gpus * share.rank / share.size; i < gpus * (share.rank + 1) / share.size; ++i) {
+    names.push_back(text("cuda:", i));
+  }
+  return names.empty() ? logical_cpus(share.usable_cpu_count()) : names;
 }
 
 std::string default_device() { return gpu_count() > 0 ? "cuda:0" : "cpu:0"; }

@@ -8,6 +8,15 @@
 
 namespace lockstep {
 
+// Of this process, among those that train on one host: each has an equal part of its cores and GPUs.
+struct HostShare {
+  int rank = 0;
+  int size = 1;
+
+  int usable_cpu_count() const;   // at least 1
+  std::vector<int> cpus() const;  // all that are allowed, where whoever started the processes gave each its own
+};
+
 // Throws InvalidArgument for a name of another form, and for a device that this machine or build does not have.
 void check_device(const std::string& name);
 
@@ -15,7 +24,7 @@ void check_device(const std::string& name);
 std::vector<std::string> logical_cpus(int count);
 
 // One replica a GPU that LibTorch can use, else one a core that this process may use.
-std::vector<std::string> default_devices();
+std::vector<std::string> default_devices(HostShare share = {});
 
 // The first of these, or the CPU with all its cores.
 std::string default_device();

@@ -22,24 +22,23 @@ Example part_of(const Example& batch, std::int64_t begin, std::int64_t count) {
 
 Tensor moved(const Tensor& tensor, c10::Device device) { return tensor.defined() ? tensor.to(device) : tensor; }
 
-// A part for each of the devices: row_for(begin, count) is its share of `size` examples.
+// A part for each of this process's replicas: row_for(begin, count) is its share of `size` examples.
 template <class RowFor>
-PerReplica<Part> shares(std::int64_t size, const std::vector<c10::Device>& devices, const RowFor& row_for) {
-  const auto replicas = static_cast<std::int64_t>(devices.size());
+PerReplica<Part> shares(std::int64_t size, const LocalReplicas& replicas, const RowFor& row_for) {
+  const std::int64_t each = size / replicas.all, larger = size % replicas.all;
   std::vector<Part> parts;
-  std::int64_t begin = 0;
-  for (std::int64_t replica = 0; replica < replicas; ++replica) {
-    const auto count = size / replicas + (replica < size % replicas ? 1 : 0);
-    parts.push_back({row_for(begin, count), devices[static_cast<std::size_t>(replica)]});
-    begin += count;
+  for (std::size_t i = 0; i < replicas.devices.size(); ++i) {
+    const auto replica = replicas.first + static_cast<std::int64_t>(i);
+    const auto begin = each * replica + std::min(replica, larger);
+    parts.push_back({row_for(begin, each + (replica < larger ? 1 : 0)), replicas.devices[i]});
   }
   return PerReplica<Part>(std::move(parts));
 }
 
-PerReplica<Part> split(const Row& batch, const std::vector<c10::Device>& devices) {
-  if (!batch.batch) return split_batch(batch.materialize(), devices);
+PerReplica<Part> split(const Row& batch, const LocalReplicas& replicas) {
+  if (!batch.batch) return split_batch(batch.materialize(), replicas);
   const auto& indices = *batch.batch;
-  return shares(static_cast<std::int64_t>(indices.size()), devices, [&](std::int64_t begin, std::int64_t count) {
+  return shares(static_cast<std::int64_t>(indices.size()), replicas, [&](std::int64_t begin, std::int64_t count) {
     const auto first = indices.begin() + begin;
     return Row{.table = batch.table, .batch = std::vector(first, first + count)};
   });
@@ -54,9 +53,9 @@ Example internal::Part::read() const {
   return {moved(example.x, device), moved(example.y, device), moved(example.weight, device)};
 }
 
-PerReplica<Part> split_batch(const Example& batch, const std::vector<c10::Device>& devices) {
+PerReplica<Part> split_batch(const Example& batch, const LocalReplicas& replicas) {
   check_batch(batch);
-  return shares(batch.size(), devices,
+  return shares(batch.size(), replicas,
                 [&](std::int64_t begin, std::int64_t count) { return Row{.value = part_of(batch, begin, count)}; });
 }
 
@@ -76,12 +75,13 @@ void check_batch(const Example& batch) {
 std::optional<PerReplica<Part>> DistributedIterator::next_parts() {
   Row row;
   if (!input_.next(row)) return std::nullopt;
-  if (kind_ == Kind::split) return split(row, devices_);
-  std::vector<Part> parts{{std::move(row), devices_[0]}};
-  while (parts.size() < devices_.size()) {
+  if (kind_ == Kind::split) return split(row, replicas_);
+  const auto& devices = replicas_.devices;
+  std::vector<Part> parts{{std::move(row), devices[0]}};
+  while (parts.size() < devices.size()) {
     Row next;
     if (!input_.next(next)) next = {.value = part_of(parts[0].read(), 0, 0)};  // at the end there are too few
-    parts.push_back({std::move(next), devices_[parts.size()]});
+    parts.push_back({std::move(next), devices[parts.size()]});
   }
   return PerReplica<Part>(std::move(parts));
 }
@@ -96,14 +96,15 @@ std::optional<PerReplica<Example>> DistributedIterator::next() {
 
 std::int64_t DistributedDataset::cardinality() const {
   const auto batches = dataset_.cardinality();
-  const auto replicas = static_cast<std::int64_t>(devices_.size());
+  const auto replicas = static_cast<std::int64_t>(replicas_.devices.size());
   return kind_ == DistributedIterator::Kind::split || batches < 0 ? batches : (batches + replicas - 1) / replicas;
 }
 
-DistributedDataset distribute_ahead(const Dataset& data, const std::vector<c10::Device>& devices) {
-  const bool on_cpus = std::all_of(devices.begin(), devices.end(), [](auto device) { return device.is_cpu(); });
+DistributedDataset distribute_ahead(const Dataset& data, const LocalReplicas& replicas) {
+  const bool on_cpus =
+      std::all_of(replicas.devices.begin(), replicas.devices.end(), [](auto device) { return device.is_cpu(); });
   const bool left = on_cpus && data.lies_in_memory();
-  return {left ? data : data.prefetch(kBatchesAhead), DistributedIterator::Kind::split, devices};
+  return {left ? data : data.prefetch(kBatchesAhead), DistributedIterator::Kind::split, replicas};
 }
 
 }  // namespace lockstep

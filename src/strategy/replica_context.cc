@@ -1,55 +1,27 @@
 // What step functions call: exchange of tensors between replicas, and their random numbers.
-#include <ATen/WrapDimUtils.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/zeros.h>
-
-#include "base/text.h"
-#include "data/stored_tensor.h"
 #include "strategy/strategy_impl.h"
+#include "strategy/tensor_collectives.h"
 
 namespace lockstep {
-namespace {
 
-Buffer buffer_of_tensor(const Tensor& tensor) {
-  return {tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.numel()), to_dtype(tensor.scalar_type())};
-}
-
-}  // namespace
-
-const std::string& ReplicaContext::device() const {
-  return strategy_.settings().devices[static_cast<std::size_t>(replica_id_)];
-}
-
+int ReplicaContext::replica_id() const { return strategy_.first_replica() + local_replica_id_; }
+int ReplicaContext::num_replicas_in_sync() const { return strategy_.all_replicas(); }
+const Group& ReplicaContext::group() const { return strategy_.group(local_replica_id_); }
+const Group& ReplicaContext::local_group() const { return strategy_.local_group(local_replica_id_); }
 Deadline ReplicaContext::deadline() const { return strategy_.deadline(); }
 
-void ReplicaContext::seed_random(std::uint64_t seed) const { strategy_.random(replica_id_).seed(seed); }
+const std::string& ReplicaContext::device() const {
+  return strategy_.settings().devices[static_cast<std::size_t>(local_replica_id_)];
+}
+
+void ReplicaContext::seed_random(std::uint64_t seed) const { strategy_.random(local_replica_id_).seed(seed); }
 
 Tensor ReplicaContext::all_reduce(ReduceOp op, const Tensor& value) const {
-  const auto result = value.detach().to(at::kCPU).clone(at::MemoryFormat::Contiguous);
-  group_.all_reduce(buffer_of_tensor(result), op, deadline());
-  return result.to(value.device());
+  return lockstep::all_reduce(group(), op, value, deadline());
 }
 
 Tensor ReplicaContext::all_gather(const Tensor& value, std::int64_t axis) const {
-  if (value.dim() == 0)
-    throw InvalidArgument("all_gather: the tensor is a scalar; it needs a dimension to gather along");
-  // Sizes along the axis may differ: they are gathered first, and parts are padded to the largest.
-  const auto size = at::scalar_tensor(value.size(axis), at::kLong);
-  const auto sizes = at::empty({num_replicas_in_sync()}, at::kLong);
-  group_.all_gather(buffer_of_tensor(size), buffer_of_tensor(sizes), deadline());
-  auto padded_sizes = value.sizes().vec();
-  padded_sizes[static_cast<std::size_t>(at::maybe_wrap_dim(axis, value.dim()))] = sizes.max().item<std::int64_t>();
-  const auto input = at::zeros(padded_sizes, value.options().device(at::kCPU).requires_grad(false));
-  input.narrow(axis, 0, value.size(axis)).copy_(value.detach());
-  const auto output = at::empty({num_replicas_in_sync(), input.numel()}, input.options());
-  group_.all_gather(buffer_of_tensor(input), buffer_of_tensor(output), deadline());
-  std::vector<Tensor> parts;
-  for (int r = 0; r < num_replicas_in_sync(); ++r) {
-    parts.push_back(output.select(0, r).view(padded_sizes).narrow(axis, 0, sizes[r].item<std::int64_t>()));
-  }
-  return at::cat(parts, axis).to(value.device());
+  return lockstep::all_gather(group(), value, axis, deadline());
 }
 
 }  // namespace lockstep

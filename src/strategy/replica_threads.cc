@@ -41,7 +41,7 @@ class Turn {
 // The cores of each replica, or empty lists where pinning would keep replicas off idle cores.
 std::vector<std::vector<int>> shares_of_cpus(const ReplicaThreadsOptions& options) {
   const auto replicas = static_cast<std::size_t>(options.replicas);
-  const auto cpus = cpus_by_place(allowed_cpus());
+  const auto& cpus = options.cpus;
   std::vector<std::vector<int>> shares(replicas);
   if (replicas * static_cast<std::size_t>(options.threads_per_replica) != cpus.size()) return shares;
   for (std::size_t i = 0; i < cpus.size(); ++i) shares[i * replicas / cpus.size()].push_back(cpus[i]);

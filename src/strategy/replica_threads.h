@@ -13,10 +13,11 @@ namespace lockstep {
 struct ReplicaThreadsOptions {
   int replicas = 1;
   int threads_per_replica = 1;  // that LibTorch's operators may use on each
+  std::vector<int> cpus;        // that these replicas may use together
   int spin_rounds = 0;          // how often a thread looks for the next task before it sleeps
 };
 
-// When the replicas together use every core that the process may use, each persistent thread is pinned to its share;
+// When the replicas together use every one of their cores, each persistent thread is pinned to its share;
 // the first share is left for the callers.
 class ReplicaThreads {
  public:

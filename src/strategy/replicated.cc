@@ -105,16 +105,17 @@ void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& 
                                "; it must be a scalar with a gradient: the sum over this replica's examples"));
   }
   try {
+    engine_->expect_one_backward(replica.local_replica_id());
     scale_loss(loss).backward();
   } catch (...) {
-    engine_->drop_gradients(replica.replica_id());  // or the next step would add to a part of these
+    engine_->drop_gradients(replica.local_replica_id());  // or the next step would add to a part of these
     throw;
   }
   apply_gradients(replica, weight);
 }
 
 void ReplicatedOptimizer::apply_gradients(const ReplicaContext& replica, double weight) const {
-  engine_->apply(replica.group(), weight, replica.deadline());
+  engine_->apply(replica.local_group(), weight, replica.deadline());
 }
 
 Tensor ReplicatedOptimizer::scale_loss(const Tensor& loss) const {

@@ -22,17 +22,18 @@ struct Part {
 
 }  // namespace internal
 
+using internal::LocalReplicas;
 using internal::Part;
 
-// Consecutive examples for each replica's device, in replica order. Sizes differ by one at most, the larger first; some
-// may be 0. Throws InvalidArgument when the batch has no leading dimension.
-PerReplica<Part> split_batch(const Example& batch, const std::vector<c10::Device>& devices);
+// Consecutive examples for each replica of this process, on its device, in the order of all replicas. Sizes differ by
+// one at most, the larger first; some may be 0. Throws InvalidArgument when the batch has no leading dimension.
+PerReplica<Part> split_batch(const Example& batch, const LocalReplicas& replicas);
 
 // Throws InvalidArgument unless x, y and weight begin with the same size, as a batch's do.
 void check_batch(const Example& batch);
 
 // What fit and evaluate read. What must be computed is made ahead, in a thread of its own; what lies in memory is left
 // there for replicas on CPUs, who copy their parts when their cores are free for it.
-DistributedDataset distribute_ahead(const Dataset& data, const std::vector<c10::Device>& devices);
+DistributedDataset distribute_ahead(const Dataset& data, const LocalReplicas& replicas);
 
 }  // namespace lockstep

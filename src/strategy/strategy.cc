@@ -10,6 +10,7 @@
 #include "base/text.h"
 #include "strategy/devices.h"
 #include "strategy/strategy_impl.h"
+#include "strategy/tensor_collectives.h"
 
 namespace lockstep {
 namespace {
@@ -65,43 +66,55 @@ StrategyScope::StrategyScope(std::shared_ptr<StrategyImpl> strategy)
 StrategyScope::~StrategyScope() { innermost = std::move(before_); }
 
 Strategy Strategy::current() { return innermost == nullptr ? OneDeviceStrategy() : Strategy(innermost); }
-int Strategy::num_replicas_in_sync() const { return impl_->replicas(); }
+int Strategy::num_replicas_in_sync() const { return impl_->all_replicas(); }
+int Strategy::num_local_replicas() const { return impl_->replicas(); }
+bool Strategy::is_chief() const { return impl_->workers().is_chief(); }
 std::vector<std::string> Strategy::devices() const { return impl_->settings().devices; }
 void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
 
 Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
   std::vector<Tensor> together;
   for (const auto& value : values) together.push_back(value.to(values[0].device()));
-  return fold(
+  const auto here = fold(
       op, PerReplica<Tensor>(std::move(together)), [](const Tensor& a, const Tensor& b) { return at::minimum(a, b); },
       [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); });
+  const auto& workers = impl_->workers();
+  return workers.alone() ? here : all_reduce(workers.group(), op, here, workers.deadline());
 }
 
 double Strategy::reduce(ReduceOp op, const PerReplica<double>& values) const {
-  return fold(
+  double result = fold(
       op, values, [](double a, double b) { return std::min(a, b); }, [](double a, double b) { return std::max(a, b); });
+  const auto& workers = impl_->workers();
+  if (!workers.alone()) workers.group().all_reduce(buffer_of(std::span(&result, 1)), op, workers.deadline());
+  return result;
 }
 
 Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) const {
   std::vector<Tensor> parts;
   for (const auto& value : values) parts.push_back(value.to(values[0].device()));
-  return at::cat(parts, axis);
+  const auto here = at::cat(parts, axis);
+  const auto& workers = impl_->workers();
+  return workers.alone() ? here : all_gather(workers.group(), here, axis, workers.deadline());
 }
 
 DistributedDataset Strategy::distribute(const Dataset& dataset) const {
-  return {dataset, DistributedIterator::Kind::split, impl_->torch_devices()};
+  return {dataset, DistributedIterator::Kind::split, impl_->local_replicas()};
 }
 
 DistributedDataset Strategy::distribute_from_function(
     const std::function<Dataset(const InputContext&)>& function) const {
-  return {function({.num_replicas_in_sync = num_replicas_in_sync()}), DistributedIterator::Kind::one_each,
-          impl_->torch_devices()};
+  return {function({.num_input_pipelines = impl_->workers().size(),
+                    .input_pipeline_id = impl_->workers().rank(),
+                    .num_replicas_in_sync = num_replicas_in_sync()}),
+          DistributedIterator::Kind::one_each, impl_->local_replicas()};
 }
 
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {
   const auto& settings = impl_->settings();
   return ReplicatedOptimizer(
-      std::make_shared<UpdateEngine>(module.parameters(), optimizer, settings.exchange, settings.root));
+      std::make_shared<UpdateEngine>(module.parameters(), optimizer, settings.exchange, settings.root,
+                                     settings.workers ? settings.workers->gradients : WorkerGradientsOptions{}));
 }
 
 void internal::check_elements(int elements, int replicas) {
@@ -121,8 +134,9 @@ std::shared_ptr<ReplicatedParameters> internal::replicate_modules(
     modules.push_back(make());
     if (modules.back() != nullptr) modules.back()->to(strategy.torch_device(replica));
   }
-  return std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement(),
-                                                [&](const auto& function) { strategy.on_replicas(function); });
+  return std::make_shared<ReplicatedParameters>(
+      std::move(modules), strategy.placement(), [&](const auto& function) { strategy.on_replicas(function); },
+      strategy.workers());
 }
 
 std::int64_t InputContext::get_per_replica_batch_size(std::int64_t global_batch_size) const {

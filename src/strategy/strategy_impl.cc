@@ -8,7 +8,6 @@
 #include "base/hash.h"
 #include "base/resources.h"
 #include "base/text.h"
-#include "strategy/devices.h"
 
 namespace lockstep {
 namespace {
@@ -30,7 +29,8 @@ StrategySettings checked(StrategySettings settings) {
     throw InvalidArgument(text("timeout_seconds is ", settings.timeout_seconds, "; it must be above 0"));
   }
   if (settings.threads_per_replica == 0) {
-    settings.threads_per_replica = std::max(1, usable_cpu_count() / static_cast<int>(settings.devices.size()));
+    settings.threads_per_replica =
+        std::max(1, settings.share.usable_cpu_count() / static_cast<int>(settings.devices.size()));
   }
   return settings;
 }
@@ -41,15 +41,35 @@ StrategyImpl::StrategyImpl(StrategySettings settings)
     : settings_(checked(std::move(settings))),
       threads_({.replicas = replicas(),
                 .threads_per_replica = settings_.threads_per_replica,
+                .cpus = settings_.share.cpus(),
                 .spin_rounds = spin_rounds()}) {
   for (const auto& device : settings_.devices) {
     torch_devices_.push_back(lockstep::torch_device(device));
     random_.push_back(std::make_unique<ReplicaRandom>(torch_devices_.back()));
   }
   make_groups();
+  all_groups_.resize(settings_.devices.size());
+  if (!settings_.workers) return;
+  const auto& [world, store, options, gradients] = *settings_.workers;
+  workers_ = Workers(make_group(world, store.prefixed("workers/"), options), settings_.timeout_seconds);
+  workers_.require_same("numbers of replicas", std::to_string(replicas()));
+  seed_ = std::stoull(workers_.share(std::to_string(seed_)));
 }
 
-int StrategyImpl::spin_rounds() const { return replicas() <= usable_cpu_count() ? kSpinRounds : 0; }
+const Group& StrategyImpl::group(int replica) const {
+  if (workers_.alone()) return local_group(replica);
+  if (replicas() == 1) return workers_.group();
+  auto& group = all_groups_[static_cast<std::size_t>(replica)];
+  if (!group) {
+    auto world = settings_.workers->world;
+    world.rank = first_replica() + replica;
+    world.size = all_replicas();
+    group = make_group(world, settings_.workers->store.prefixed("replicas/"), settings_.workers->group);
+  }
+  return *group;
+}
+
+int StrategyImpl::spin_rounds() const { return replicas() <= settings_.share.usable_cpu_count() ? kSpinRounds : 0; }
 
 void StrategyImpl::make_groups() { groups_ = make_thread_groups(replicas(), spin_rounds()); }
 
@@ -73,7 +93,7 @@ void StrategyImpl::on_replicas(const std::function<void(int)>& function) {
         if (!first) first = std::current_exception();
       }
       // After `first` is set: what the others throw now is a consequence.
-      groups_[static_cast<std::size_t>(replica)].abort(text("replica ", replica, " failed"));
+      fail(replica);
     }
   });
   if (!first) return;
@@ -81,11 +101,26 @@ void StrategyImpl::on_replicas(const std::function<void(int)>& function) {
   std::rethrow_exception(first);
 }
 
+// Other workers hear why, too: whoever waits for this replica waits in vain.
+void StrategyImpl::fail(int replica) const {
+  std::string why = text("replica ", first_replica() + replica, " failed");
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    if (!workers_.alone()) why += text(" on ", settings_.workers->world.host, ": ", error.what());
+  } catch (...) {
+  }
+  local_group(replica).abort(why);
+  if (!workers_.alone()) workers_.group().abort(why);
+  const auto& all = all_groups_[static_cast<std::size_t>(replica)];
+  if (all) all->abort(why);
+}
+
 void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {
   const auto run_seed = mix(seed_, ++runs_);
   on_replicas([&](int replica) {
-    ReplicaContext context(replica, *this, groups_[static_cast<std::size_t>(replica)]);
-    context.seed_random(mix(run_seed, static_cast<std::uint64_t>(replica)));
+    ReplicaContext context(replica, *this);
+    context.seed_random(mix(run_seed, static_cast<std::uint64_t>(context.replica_id())));
     const ReplicaRandom::Use use(random(replica));
     function(context);
   });

@@ -1,34 +1,51 @@
 // What is behind a Strategy: devices, threads and the Group of the replicas, and how variables are placed and updated.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "gradient/update_engine.h"
 #include "lockstep/random.h"
 #include "lockstep/strategy.h"
+#include "lockstep/world.h"
 #include "ops/replica_random.h"
+#include "strategy/devices.h"
 #include "strategy/replica_threads.h"
 
 namespace lockstep {
+
+// How this process meets the others.
+struct WorkerSettings {
+  World world;
+  Store store;
+  GroupOptions group;
+  WorkerGradientsOptions gradients;
+};
 
 // The three things that a strategy decides, and the devices it decides them for.
 struct StrategySettings {
   std::vector<std::string> devices;  // one a replica
   int threads_per_replica = 0;       // 0: an equal share of the cores
+  HostShare share = {};
   Placement placement = Placement::mirrored;
   Exchange exchange = Exchange::one_pass;
   int root = 0;  // the replica that updates for all, with Exchange::reduction_to_one_device
   double timeout_seconds = kDefaultTimeoutSeconds;
+  std::optional<WorkerSettings> workers = {};  // none: this process is alone
 };
 
 class StrategyImpl {
  public:
-  // Throws InvalidArgument for a device that does not exist or is named twice.
+  // Throws InvalidArgument for a device that does not exist or is named twice. With workers collective, and throws as
+  // make_group does.
   explicit StrategyImpl(StrategySettings settings);
 
   const StrategySettings& settings() const { return settings_; }
-  int replicas() const { return static_cast<int>(settings_.devices.size()); }
+  int replicas() const { return static_cast<int>(settings_.devices.size()); }  // of this process
+  int all_replicas() const { return replicas() * workers_.size(); }            // of all workers
+  int first_replica() const { return replicas() * workers_.rank(); }           // of this process, among all
+  const Workers& workers() const { return workers_; }
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(settings_.timeout_seconds)); }
 
   // Calls function(replica) on every replica's thread. When one throws, the Group is aborted so that the others leave
@@ -40,21 +57,30 @@ class StrategyImpl {
 
   c10::Device torch_device(int replica) const { return torch_devices_[static_cast<std::size_t>(replica)]; }
   const std::vector<c10::Device>& torch_devices() const { return torch_devices_; }
+  internal::LocalReplicas local_replicas() const { return {torch_devices_, first_replica(), all_replicas()}; }
 
   // Where variables live: on GPUs, in a copy each; with several, updates are made in host memory.
   Placement placement() const;
 
   ReplicaRandom& random(int replica) const { return *random_[static_cast<std::size_t>(replica)]; }
 
+  // Replica `replica`'s handle of the Group of this process's replicas, and of all workers'. The second is made when it
+  // is first asked for, by all replicas.
+  const Group& local_group(int replica) const { return groups_[static_cast<std::size_t>(replica)]; }
+  const Group& group(int replica) const;
+
  private:
   int spin_rounds() const;
   void make_groups();
+  void fail(int replica) const;  // of the exception that is handled
 
   const StrategySettings settings_;
   std::vector<c10::Device> torch_devices_;              // [replica]
   std::vector<std::unique_ptr<ReplicaRandom>> random_;  // [replica], that replica's own while it runs
   std::vector<Group> groups_;                           // [replica]
-  const std::uint64_t seed_ = next_random_seed();
+  Workers workers_;
+  mutable std::vector<std::optional<Group>> all_groups_;  // [replica], of all workers' replicas; that replica's own
+  std::uint64_t seed_ = next_random_seed();
   std::uint64_t runs_ = 0;
   ReplicaThreads threads_;
 };

@@ -6,23 +6,29 @@
 #include "base/text.h"
 #include "data/stored_tensor.h"
 #include "strategy/strategy_impl.h"
+#include "strategy/tensor_collectives.h"
 
 namespace lockstep {
 
 class VariableImpl {
  public:
   VariableImpl(const Tensor& initial, VariableOptions variable_options, const Strategy& strategy)
-      : options(variable_options), devices(strategy.impl().torch_devices()), copies(devices.size(), initial) {
-    set_all(initial);
+      : options(variable_options),
+        devices(strategy.impl().torch_devices()),
+        workers(strategy.impl().workers()),
+        copies(devices.size(), initial) {
+    const auto shared = initial.detach().clone();
+    workers.share({shared});
+    set_all(shared);
   }
 
   Tensor& copy(const ReplicaContext& replica) {
-    if (copies.size() != static_cast<std::size_t>(replica.num_replicas_in_sync())) {
-      throw InvalidArgument(text("a variable made for ", copies.size(), " replicas is used on ",
-                                 replica.num_replicas_in_sync(),
+    const int all = static_cast<int>(copies.size()) * workers.size();
+    if (all != replica.num_replicas_in_sync()) {
+      throw InvalidArgument(text("a variable made for ", all, " replicas is used on ", replica.num_replicas_in_sync(),
                                  "; make it in the scope of the strategy that runs the step"));
     }
-    return copies[static_cast<std::size_t>(replica.replica_id())];
+    return copies[static_cast<std::size_t>(replica.local_replica_id())];
   }
 
   void check_shape(const Tensor& value) const {
@@ -52,7 +58,8 @@ class VariableImpl {
     const bool summed =
         options.synchronization == VariableSynchronization::on_read && options.aggregation == VariableAggregation::sum;
     for (std::size_t i = 0; i < copies.size(); ++i) {
-      const auto copy = summed && i > 0 ? at::zeros_like(value) : value.detach().clone();
+      const bool first = i == 0 && workers.is_chief();
+      const auto copy = summed && !first ? at::zeros_like(value) : value.detach().clone();
       copies[i] = copy.to(devices[i]);
     }
   }
@@ -60,22 +67,25 @@ class VariableImpl {
   Tensor read() const {
     if (options.synchronization == VariableSynchronization::on_write) return copies[0].clone();
     Tensor result = copies[0].clone();
+    const auto all = copies.size() * static_cast<std::size_t>(workers.size());
     switch (options.aggregation) {
-      case VariableAggregation::only_first_replica: return result;
+      case VariableAggregation::only_first_replica: workers.share({result}); return result;
       case VariableAggregation::none: {
-        if (copies.size() == 1) return result;
+        if (all == 1) return result;
         throw InvalidArgument(
             "a variable that is synchronized on read has no aggregation; make it with sum, mean or only_first_replica");
       }
       default: break;
     }
     for (std::size_t i = 1; i < copies.size(); ++i) result += copies[i].to(result.device());
-    return options.aggregation == VariableAggregation::mean ? result / static_cast<double>(copies.size()) : result;
+    if (!workers.alone()) result = all_reduce(workers.group(), ReduceOp::sum, result, workers.deadline());
+    return options.aggregation == VariableAggregation::mean ? result / static_cast<double>(all) : result;
   }
 
   const VariableOptions options;
   const std::vector<c10::Device> devices;  // [replica]
-  std::vector<Tensor> copies;              // [replica], written by that replica in steps
+  const Workers workers;
+  std::vector<Tensor> copies;  // [replica], written by that replica in steps
 };
 
 Variable::Variable(const Tensor& initial, VariableOptions options, const Strategy& strategy)

@@ -1,10 +1,13 @@
 // evaluate and predict: forward alone, over the same replicas, each example once.
 #include <ATen/ATen.h>
 
+#include <sstream>
+
 #include "base/text.h"
 #include "lockstep/error.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
+#include "strategy/tensor_collectives.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/model_impl.h"
 
@@ -50,7 +53,7 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
   if (steps == 0 && data.cardinality() == Dataset::kInfinite) {
     throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
   }
-  auto iterator = distribute_ahead(data, strategy.impl().torch_devices()).iterate();
+  auto iterator = distribute_ahead(data, strategy.impl().local_replicas()).iterate();
   std::int64_t done = 0;
   while (steps == 0 || done < steps) {
     auto batch = iterator.next_parts();
@@ -70,6 +73,21 @@ void build_if_needed(ModelImpl& impl, const Dataset& data) {
   impl.build(*first);
 }
 
+// The workers' outputs for a batch, in order. The chief has some of every batch; others may have none.
+Tensor rows_of_all(const Workers& workers, const std::vector<Tensor>& here) {
+  if (workers.alone()) return at::cat(here);
+  const auto kind = workers.share(
+      workers.is_chief() ? text(static_cast<int>(here[0].scalar_type()), " ", join(here[0].sizes().slice(1), " "))
+                         : "");
+  std::istringstream words(kind);
+  int dtype = 0;
+  words >> dtype;
+  std::vector<std::int64_t> shape{0};
+  for (std::int64_t size = 0; words >> size;) shape.push_back(size);
+  const auto mine = here.empty() ? at::empty(shape, static_cast<at::ScalarType>(dtype)) : at::cat(here);
+  return all_gather(workers.group(), mine, 0, workers.deadline());
+}
+
 }  // namespace
 
 Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
@@ -78,7 +96,7 @@ Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
   build_if_needed(impl, data);
   const EvaluationMode evaluating(*this);
   const at::NoGradGuard no_grad;
-  Tracker tracker(*impl.compiled, impl.strategy.num_replicas_in_sync());
+  Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.workers());
   const auto batches = for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<Part>& batch) {
     const auto results = impl.strategy.run(
         [&](ReplicaContext& replica, const Part& unread) -> StepResult {
@@ -86,14 +104,14 @@ Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
           if (part.size() == 0) return {};
           const auto outputs = impl.outputs_of(replica, part);
           const auto loss = impl.compiled->loss.terms(part.y, outputs, part.weight);
-          tracker.update(replica.replica_id(), part, outputs);
+          tracker.update(replica.local_replica_id(), part, outputs);
           return {loss.sum.item<double>(), loss.divisor, part.size()};
         },
         batch);
-    impl.add_loss(results, tracker);
+    tracker.add_batch(results);
   });
   const auto logs = tracker.logs();
-  if (options.verbose > 0) print_line(text(batches, "/", batches), logs);
+  if (options.verbose > 0 && impl.strategy.is_chief()) print_line(text(batches, "/", batches), logs);
   return logs;
 }
 
@@ -110,9 +128,11 @@ Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
           return part.size() == 0 ? Tensor() : impl.outputs_of(replica, part);
         },
         batch);
+    std::vector<Tensor> here;
     for (const auto& part : parts) {
-      if (part.defined()) outputs.push_back(part.cpu());
+      if (part.defined()) here.push_back(part.cpu());
     }
+    outputs.push_back(rows_of_all(impl.workers(), here));
   });
   return at::cat(outputs).contiguous();  // convolutions on CPUs leave channels last
 }

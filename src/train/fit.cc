@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <csignal>
+#include <cstring>
 
+#include "base/hash.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/error.h"
@@ -56,6 +59,25 @@ Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& clas
   return batch;
 }
 
+double hash_of(const Tensor& tensor) {
+  const auto values = tensor.cpu().contiguous();
+  const auto* const bytes = static_cast<const unsigned char*>(values.const_data_ptr());
+  std::uint64_t hash = 0;
+  for (std::size_t i = 0; i + 8 <= values.nbytes(); i += 8) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, bytes + i, sizeof word);
+    hash = mix(hash, word);
+  }
+  return static_cast<double>(hash >> 12);
+}
+
+// How many workers say so.
+struct Agreed {
+  double stopping = 0, interrupted = 0, terminated = 0;
+  std::span<double> all() { return {&stopping, 3}; }
+};
+static_assert(sizeof(Agreed) == 3 * sizeof(double));
+
 class Fit {
  public:
   Fit(Model& model, const Dataset& data, const FitOptions& options)
@@ -79,16 +101,44 @@ class Fit {
     impl_.progress = {.epoch = options_.initial_epoch, .position = {.epoch = impl_.data_epochs}};
     impl_.stopping = false;
     build_for_first_batch();
+    compare_workers();
     attach_callbacks();
-    each([](Callback& callback) { callback.on_train_begin(); });  // BackupAndRestore changes the progress here
-    while (progress().epoch < options_.epochs && !impl_.stopping) run_epoch();
-    each([](Callback& callback) { callback.on_train_end(); });
+    try {
+      train();
+    } catch (const Interrupted&) {
+      throw;  // all workers agreed on it
+    } catch (const std::exception& error) {
+      // Others hear why they wait in vain.
+      if (!workers().alone()) workers().group().abort(text("worker ", workers().rank(), ": ", error.what()));
+      throw;
+    }
     if (options_.steps_per_epoch > 0) ++impl_.data_epochs;  // the one that all epochs of this fit came from
     return progress().history;
   }
 
  private:
+  void train() {
+    each([](Callback& callback) { callback.on_train_begin(); });  // BackupAndRestore changes the progress here
+    while (progress().epoch < options_.epochs && !stopping()) run_epoch();
+    each([](Callback& callback) { callback.on_train_end(); });
+  }
+
   FitProgress& progress() { return impl_.progress; }
+
+  // What all workers have agreed on, after a step or an epoch: where one stops alone, the others would wait for it.
+  bool stopping() const { return workers().alone() ? impl_.stopping : agreed_.stopping > 0; }
+  const Workers& workers() const { return impl_.workers(); }
+
+  void compare_workers() const {
+    if (workers().alone()) return;
+    const auto first = data_.iterate().next();
+    const auto shape = [](const Tensor& tensor) { return tensor.defined() ? text(tensor.sizes()) : "none"; };
+    workers().require_same(
+        "fits", text("epochs ", options_.epochs, "\ninitial_epoch ", options_.initial_epoch, "\nsteps_per_epoch ",
+                     options_.steps_per_epoch, "\nbatches in the data set ", data_.cardinality(), "\nfirst batch x ",
+                     first ? shape(first->x) : "none", "\nfirst batch y ", first ? shape(first->y) : "none",
+                     "\nfirst batch's contents (hash) ", first ? hash_of(first->x) : 0));
+  }
 
   void build_for_first_batch() {
     if (impl_.parameters == nullptr) {
@@ -107,6 +157,8 @@ class Fit {
     plan.validates = options_.validation_data.has_value();
     if (plan.verbose > 0) callbacks_.push_back(ProgressBar());
     callbacks_.insert(callbacks_.end(), options_.callbacks.begin(), options_.callbacks.end());
+    if (!workers().is_chief())
+      std::erase_if(callbacks_, [](const AnyCallback& callback) { return callback->only_on_chief(); });
     std::stable_sort(callbacks_.begin(), callbacks_.end(),
                      [](const AnyCallback& a, const AnyCallback& b) { return a->turn() < b->turn(); });
     for (const auto& callback : callbacks_) callback->attach(model_, plan);
@@ -123,15 +175,15 @@ class Fit {
     model_.module().train();
     each([&](Callback& callback) { callback.on_epoch_begin(epoch); });
     auto& iterator = open_data();
-    while (!impl_.stopping && (options_.steps_per_epoch == 0 || progress().batch < options_.steps_per_epoch)) {
+    while (!stopping() && (options_.steps_per_epoch == 0 || progress().batch < options_.steps_per_epoch)) {
       const auto before = std::chrono::steady_clock::now();
       auto batch = iterator.next_parts();
       impl_.times.input += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
       if (!batch) break;
       run_batch(*batch, iterator.position());
     }
-    if (progress().batch < options_.steps_per_epoch && !impl_.stopping) stop_for_lack_of_data();
-    if (progress().batch == 0 && !impl_.stopping) throw InvalidArgument("fit: the data set yielded no batch");
+    if (progress().batch < options_.steps_per_epoch && !stopping()) stop_for_lack_of_data();
+    if (progress().batch == 0 && !stopping()) throw InvalidArgument("fit: the data set yielded no batch");
     if (progress().batch == 0) return;  // stopped before its first step
     finish_epoch(epoch);
     throw_if_interrupted();
@@ -140,7 +192,7 @@ class Fit {
   // With steps_per_epoch, one iterator serves all epochs.
   DistributedIterator& open_data() {
     if (!iterator_ || options_.steps_per_epoch == 0) {
-      iterator_.emplace(distribute_ahead(data_, impl_.strategy.impl().torch_devices()).iterate(progress().position));
+      iterator_.emplace(distribute_ahead(data_, impl_.strategy.impl().local_replicas()).iterate(progress().position));
     }
     return *iterator_;
   }
@@ -148,7 +200,10 @@ class Fit {
   void run_batch(PerReplica<Part>& batch, Position position_after) {
     const auto index = progress().batch;
     each([&](Callback& callback) { callback.on_train_batch_begin(index); });
-    impl_.train_batch(batch, *impl_.tracker);
+    const auto results = impl_.train_batch(batch, *impl_.tracker);
+    agreed_ = {impl_.stopping ? 1.0 : 0.0, signals_.received() == SIGINT ? 1.0 : 0.0,
+               signals_.received() == SIGTERM ? 1.0 : 0.0};
+    impl_.tracker->add_batch(results, agreed_.all());
     progress().batch = index + 1;
     progress().position = position_after;
     const auto logs = impl_.tracker->logs();
@@ -158,7 +213,10 @@ class Fit {
 
   // After a whole step or epoch. Every callback may save, also when another one fails to.
   void throw_if_interrupted() {
-    const int signal = signals_.received();
+    const int signal = workers().alone()         ? signals_.received()
+                       : agreed_.terminated > 0  ? SIGTERM
+                       : agreed_.interrupted > 0 ? SIGINT
+                                                 : 0;
     if (signal == 0) return;
     each([](Callback& callback) {
       try {
@@ -175,6 +233,7 @@ class Fit {
     log_warning(text("fit: the data set ended after ", progress().batch, " of ", options_.steps_per_epoch,
                      " steps of epoch ", progress().epoch + 1, "; call repeat() on it to train longer"));
     impl_.stopping = true;
+    agreed_.stopping = 1;
   }
 
   void finish_epoch(int epoch) {
@@ -193,6 +252,8 @@ class Fit {
     progress().batch = 0;
     if (options_.steps_per_epoch == 0) progress().position = {.epoch = ++impl_.data_epochs};
     each([&](Callback& callback) { callback.on_epoch_end(epoch, logs); });
+    agreed_.stopping = impl_.stopping ? 1 : 0;
+    workers().sum(std::span(&agreed_.stopping, 1));
   }
 
   Logs validate() {
@@ -212,6 +273,7 @@ class Fit {
   const FitOptions& options_;
   Dataset data_;
   SignalGuard signals_;
+  Agreed agreed_;
   std::vector<AnyCallback> callbacks_;  // in the order of their calls
   std::optional<DistributedIterator> iterator_;
 };

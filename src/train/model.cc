@@ -23,13 +23,14 @@ void ModelImpl::build(const Example& sample) {
     pending_weights.reset();
   }
   parameters = std::move(made);
+  seed = std::stoull(workers().share(std::to_string(seed)));
   make_engine();
 }
 
 void ModelImpl::make_engine() {
   if (parameters == nullptr || !compiled) return;
   engine = strategy.optimizer(compiled->optimizer, ReplicatedModule(parameters)).engine();
-  tracker.emplace(*compiled, strategy.num_replicas_in_sync());
+  tracker.emplace(*compiled, strategy.num_local_replicas(), workers());
   recorded = {};
 }
 
@@ -95,8 +96,8 @@ Logs Model::train_on_batch(const Example& batch) {
   impl_->build(batch);
   impl_->require_trainable();
   impl_->tracker->reset();
-  auto parts = split_batch(batch, impl_->strategy.impl().torch_devices());
-  impl_->train_batch(parts, *impl_->tracker);
+  auto parts = split_batch(batch, impl_->strategy.impl().local_replicas());
+  impl_->tracker->add_batch(impl_->train_batch(parts, *impl_->tracker));
   return impl_->tracker->logs();
 }
 

@@ -13,6 +13,7 @@
 #include "lockstep/model.h"
 #include "lockstep/random.h"
 #include "strategy/split.h"
+#include "strategy/strategy_impl.h"
 #include "train/mixed_precision.h"
 #include "train/recorded_step.h"
 #include "train/tracker.h"
@@ -25,13 +26,6 @@ struct FitProgress {
   std::int64_t batch = 0;  // steps done in it
   Position position;       // in the training data
   History history;
-};
-
-// What one replica's step found. Sums over its part of the batch.
-struct StepResult {
-  double loss_sum = 0;
-  double divisor = 0;
-  std::int64_t examples = 0;
 };
 
 class ModelImpl {
@@ -61,12 +55,13 @@ class ModelImpl {
   ComputedStep enqueue_step(ReplicaContext& replica, const Example& batch);
   StepResult play_step(ReplicaContext& replica, const Example& part, Tracker& tracker);
 
-  // One step on all replicas; adds the batch's loss to the tracker.
-  void train_batch(PerReplica<Part>& batch, Tracker& tracker);
+  // One step on all replicas; what each found is for Tracker::add_batch.
+  PerReplica<StepResult> train_batch(PerReplica<Part>& batch, Tracker& tracker);
 
-  // Adds the loss of a batch, from its replicas' parts.
-  void add_loss(const PerReplica<StepResult>& results, Tracker& into) const;
+  const Workers& workers() const { return strategy.impl().workers(); }
 
+  // Collective over the workers. What the chief reads is all workers'; what is saved is for the chief to write.
+  Archive read_for_all(const std::string& path) const;
   Archive save_state();
   void load_state(const Archive& archive);
 

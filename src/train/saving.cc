@@ -5,6 +5,8 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "checkpoint/atomic_file.h"
+#include "checkpoint/safetensors.h"
 #include "lockstep/error.h"
 #include "train/model_impl.h"
 #include "train/numbers.h"
@@ -83,13 +85,11 @@ void Model::save_weights(const std::string& path) const {
   impl_->require_built("save_weights");
   Archive archive;
   module().trackable().save(archive, "");
-  write_archive(path, archive);
+  impl_->workers().on_chief([&] { write_archive(path, archive); });
 }
 
 void Model::load_weights(const std::string& path) {
-  if (path.empty())
-    throw InvalidArgument("load_weights: the path is empty; latest_checkpoint found no checkpoint in its folder");
-  auto archive = read_archive(path);
+  auto archive = impl_->read_for_all(path);
   if (impl_->parameters == nullptr) {
     impl_->pending_weights = std::move(archive);
     return;
@@ -101,13 +101,29 @@ void Model::load_weights(const std::string& path) {
 void Model::save_checkpoint(const std::string& path) const {
   impl_->require_built("save_checkpoint");
   impl_->require_compiled("save_checkpoint");
-  write_archive(path, impl_->save_state());
+  const auto archive = impl_->save_state();
+  impl_->workers().on_chief([&] { write_archive(path, archive); });
 }
 
 void Model::load_checkpoint(const std::string& path) {
   impl_->require_built("load_checkpoint");
   impl_->require_compiled("load_checkpoint");
-  impl_->load_state(read_archive(path));
+  impl_->load_state(impl_->read_for_all(path));
+}
+
+// Other workers may not see the chief's disk.
+Archive ModelImpl::read_for_all(const std::string& path) const {
+  const auto file = checkpoint_file(path);
+  std::string bytes;
+  workers().on_chief([&] {
+    if (path.empty()) {
+      throw InvalidArgument("load_weights: the path is empty; latest_checkpoint found no checkpoint in its folder");
+    }
+    const auto read = read_file(file);
+    bytes.assign(reinterpret_cast<const char*>(read.data()), read.size());
+  });
+  bytes = workers().share(bytes);
+  return parse_archive(file, std::as_bytes(std::span(bytes)));
 }
 
 Archive ModelImpl::save_state() {
@@ -151,7 +167,9 @@ void ModelImpl::load_state(const Archive& archive) {
   }
   tracker->load(archive, "fit/tracker");
 
-  for (std::size_t i = 0; i < callbacks.size(); ++i) callbacks[i]->load(archive, callback_prefix(i));
+  for (std::size_t i = 0; i < callbacks.size(); ++i) {
+    if (workers().is_chief() || !callbacks[i]->only_on_chief()) callbacks[i]->load(archive, callback_prefix(i));
+  }
 
   change_weights();
   change_buffers();

@@ -1,17 +1,23 @@
 #include "train/tracker.h"
 
+#include <algorithm>
+
 #include "lockstep/error.h"
 #include "train/numbers.h"
 
 namespace lockstep {
 
-Tracker::Tracker(const CompileOptions& compiled, int replicas)
-    : metrics_(compiled.metrics), first_weighted_(compiled.metrics.size()) {
+Tracker::Tracker(const CompileOptions& compiled, int replicas, Workers workers)
+    : workers_(std::move(workers)),
+      divide_(compiled.loss.reduction() != Reduction::sum),
+      metrics_(compiled.metrics),
+      first_weighted_(compiled.metrics.size()) {
   metrics_.insert(metrics_.end(), compiled.weighted_metrics.begin(), compiled.weighted_metrics.end());
   states_.resize(static_cast<std::size_t>(replicas));
   for (auto& states : states_) {
     for (const auto& metric : metrics_) states.emplace_back(metric);
   }
+  sums_ = local_sums();
 }
 
 void Tracker::update(int replica, const Example& part, const Tensor& outputs) {
@@ -21,9 +27,26 @@ void Tracker::update(int replica, const Example& part, const Tensor& outputs) {
   }
 }
 
-void Tracker::add_loss(double loss, std::int64_t batch_size) {
-  loss_sum_ += loss * static_cast<double>(batch_size);
-  examples_ += static_cast<double>(batch_size);
+void Tracker::add_batch(const PerReplica<StepResult>& results, std::span<double> news) {
+  double loss = 0, divisor = 0, examples = 0;
+  for (const auto& result : results) {
+    loss += result.loss_sum;
+    divisor += result.divisor;
+    examples += static_cast<double>(result.examples);
+  }
+  sums_ = local_sums();
+  if (!workers_.alone()) {
+    std::vector<double> all{loss, divisor, examples};
+    all.insert(all.end(), sums_.begin(), sums_.end());
+    all.insert(all.end(), news.begin(), news.end());
+    workers_.sum(all);
+    loss = all[0], divisor = all[1], examples = all[2];
+    std::copy_n(all.begin() + 3, sums_.size(), sums_.begin());
+    std::copy(all.end() - static_cast<std::ptrdiff_t>(news.size()), all.end(), news.begin());
+  }
+  if (!divide_) divisor = 1;
+  loss_sum_ += divisor == 0 ? 0 : loss / divisor * examples;
+  examples_ += examples;
 }
 
 void Tracker::reset() {
@@ -31,20 +54,22 @@ void Tracker::reset() {
   for (auto& states : states_) {
     for (auto& state : states) state.reset();
   }
+  std::fill(sums_.begin(), sums_.end(), 0.0);
 }
 
 Logs Tracker::logs() const {
   Logs logs;
   logs.set("loss", examples_ == 0 ? 0 : loss_sum_ / examples_);
-  for (std::size_t i = 0; i < metrics_.size(); ++i) {
-    MetricState merged(metrics_[i]);
-    for (const auto& states : states_) merged.merge(states[i]);
-    logs.set(metrics_[i].name(), merged.result());
+  auto at = sums_.begin();
+  for (const auto& metric : metrics_) {
+    const auto end = at + static_cast<std::ptrdiff_t>(metric.function().state_size());
+    logs.set(metric.name(), metric.function().result({at, end}));
+    at = end;
   }
   return logs;
 }
 
-std::vector<double> Tracker::merged_sums() const {
+std::vector<double> Tracker::local_sums() const {
   std::vector<double> all;
   for (std::size_t i = 0; i < metrics_.size(); ++i) {
     MetricState merged(metrics_[i]);
@@ -56,18 +81,20 @@ std::vector<double> Tracker::merged_sums() const {
 
 void Tracker::save(Archive& archive, const std::string& prefix) const {
   archive.entries[prefix + "/loss"] = print_numbers({loss_sum_, examples_});
-  archive.entries[prefix + "/metrics"] = print_numbers(merged_sums());
+  archive.entries[prefix + "/metrics"] = print_numbers(sums_);
 }
 
 void Tracker::load(const Archive& archive, const std::string& prefix) {
   const auto loss = parse_numbers(archive.entry(prefix + "/loss"));
   const auto sums = parse_numbers(archive.entry(prefix + "/metrics"));
-  if (loss.size() != 2 || sums.size() != merged_sums().size()) {
+  if (loss.size() != 2 || sums.size() != sums_.size()) {
     throw InvalidArgument("the checkpoint was made with other metrics; compile the model with the same ones");
   }
   reset();
   loss_sum_ = loss[0];
   examples_ = loss[1];
+  sums_ = sums;
+  if (!workers_.is_chief()) return;  // its replica 0 goes on with the sums of all
   auto at = sums.begin();
   for (auto& state : states_[0]) {
     for (double& sum : state.sums()) sum = *at++;

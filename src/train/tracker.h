@@ -1,24 +1,35 @@
-// The loss and metrics of an epoch, summed over steps and replicas.
+// The loss and metrics of an epoch, summed over steps and the replicas of all workers.
 #pragma once
 
+#include <span>
 #include <vector>
 
+#include "gradient/workers.h"
 #include "lockstep/checkpoint.h"
 #include "lockstep/logs.h"
 #include "lockstep/model.h"
 
 namespace lockstep {
 
+// What one replica's step found. Sums over its part of the batch.
+struct StepResult {
+  double loss_sum = 0;
+  double divisor = 0;
+  std::int64_t examples = 0;
+};
+
 // update is called by each replica's thread for itself; everything else while no replica runs.
 class Tracker {
  public:
-  Tracker(const CompileOptions& compiled, int replicas);
+  // `replicas` of this process.
+  Tracker(const CompileOptions& compiled, int replicas, Workers workers);
 
   // A replica's part of a batch.
   void update(int replica, const Example& part, const Tensor& outputs);
 
-  // A batch's loss; the epoch's is the mean weighted by sizes.
-  void add_loss(double loss, std::int64_t batch_size);
+  // The replicas' results of a batch, after their updates: its loss is theirs together, and the epoch's is the mean of
+  // the batches' weighted by sizes. Collective over the workers; each of `news` becomes its sum over them.
+  void add_batch(const PerReplica<StepResult>& results, std::span<double> news = {});
 
   void reset();
   Logs logs() const;
@@ -27,11 +38,14 @@ class Tracker {
   void load(const Archive& archive, const std::string& prefix);
 
  private:
-  std::vector<double> merged_sums() const;
+  std::vector<double> local_sums() const;
 
+  const Workers workers_;
+  const bool divide_;  // the loss is a mean
   std::vector<Metric> metrics_;
   std::size_t first_weighted_;                    // metrics_ from here on use sample weights
   std::vector<std::vector<MetricState>> states_;  // [replica][metric]
+  std::vector<double> sums_;                      // of all metrics, of all workers, after the last batch
   double loss_sum_ = 0;
   double examples_ = 0;
 };

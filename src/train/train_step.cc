@@ -54,18 +54,18 @@ void backward_from(const Tensor& loss, double gradient, const Example& part) {
 Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const {
   try {
     const ComputePolicy::Scope scope(policy, part.x.device().type());
-    return policy.outputs(forward(parameters->module(replica.replica_id()), part.x));
+    return policy.outputs(forward(parameters->module(replica.local_replica_id()), part.x));
   } catch (const c10::Error& error) {
     throw InvalidArgument(text("the model cannot take ", batch_named(part), ": ", error.what_without_backtrace()));
   }
 }
 
 StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, Tracker& into) {
-  const int id = replica.replica_id();
-  replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(id)));
+  const int id = replica.local_replica_id();
+  replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(replica.replica_id())));
   engine->drop_gradients(id);  // of a step that failed
   if (part.size() == 0) {
-    engine->apply(replica.group(), 0, replica.deadline());  // no examples: joins the others' update
+    engine->apply(replica.local_group(), 0, replica.deadline());  // no examples: joins the others' update
     return {};
   }
   const at::AutoGradMode with_gradients(true);
@@ -81,7 +81,7 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
   into.update(id, part, computed.outputs);  // before anything has changed: a metric may throw
   const StepResult result{computed.loss_sum.item<double>(), computed.divisor, part.size()};
   lap.add_to(spent.metrics);
-  engine->apply(replica.group(), computed.weight, replica.deadline());
+  engine->apply(replica.local_group(), computed.weight, replica.deadline());
   lap.add_to(spent.reduce_and_update);
   return result;
 }
@@ -95,6 +95,7 @@ ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const Example
   // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.
   const double weight = weight_of(compiled->loss, loss, replica.replica_id());
   const bool divided = replica.num_replicas_in_sync() == 1 && weight > 0;
+  engine->expect_one_backward(replica.local_replica_id());
   backward_from(loss.sum, engine->loss_scale() / (divided ? weight : 1), part);
   lap.add_to(spent.backward);
   return {outputs.detach(), loss.sum.detach(), loss.divisor, divided ? 1 : weight};
@@ -111,36 +112,24 @@ StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& part, Tr
   engine->begin_update();
   const auto result = recorded.play(part);
   engine->count_update();
-  into.update(replica.replica_id(), part, result.outputs);
+  into.update(replica.local_replica_id(), part, result.outputs);
   return {result.loss_sum.item<double>(), result.divisor, part.size()};
 }
 
-void ModelImpl::train_batch(PerReplica<Part>& batch, Tracker& into) {
+PerReplica<StepResult> ModelImpl::train_batch(PerReplica<Part>& batch, Tracker& into) {
   Lap lap;
-  const auto results = strategy.run(
+  auto results = strategy.run(
       [&](ReplicaContext& replica, const Part& part) {
         Lap reading;
         const auto examples = part.read();
-        if (replica.replica_id() == 0) reading.add_to(times.input);
+        if (replica.local_replica_id() == 0) reading.add_to(times.input);
         return train_step(replica, examples, into);
       },
       batch);
-  add_loss(results, into);
   ++steps;
   ++times.steps;
   lap.add_to(times.total);
-}
-
-void ModelImpl::add_loss(const PerReplica<StepResult>& results, Tracker& into) const {
-  double sum = 0, divisor = 0;
-  std::int64_t examples = 0;
-  for (const auto& result : results) {
-    sum += result.loss_sum;
-    divisor += result.divisor;
-    examples += result.examples;
-  }
-  if (compiled->loss.reduction() == Reduction::sum) divisor = 1;
-  into.add_loss(divisor == 0 ? 0 : sum / divisor, examples);
+  return results;
 }
 
 }  // namespace lockstep

@@ -90,6 +90,21 @@ std::string local_address(const FileDescriptor& socket) {
   return address.ss_family == AF_INET6 ? text("[", host, "]:", port) : text(host, ":", port);
 }
 
+std::string address_towards(const std::string& host) {
+  const auto where = parse(host.find(':') == std::string::npos ? host + ":9" : text("[", host, "]:9"));
+  const FileDescriptor socket(::socket(where->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+  // Sends nothing: it only asks which way packets would go.
+  if (!socket.open() || connect(socket.get(), where->ai_addr, where->ai_addrlen) != 0) {
+    throw ClusterError(text("there is no way to ", host, ": ", std::strerror(errno)));
+  }
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size);
+  char numeric[NI_MAXHOST];
+  getnameinfo(reinterpret_cast<sockaddr*>(&address), size, numeric, sizeof numeric, nullptr, 0, NI_NUMERICHOST);
+  return numeric;
+}
+
 FileDescriptor connect_to(const std::string& address, Deadline deadline) {
   const auto where = parse(address);
   while (true) {

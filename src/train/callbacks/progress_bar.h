@@ -14,6 +14,7 @@ class ProgressBar : public Callback {
   void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
   void on_epoch_end(int epoch, const Logs& logs) override;
   void on_interrupt() override;
+  bool only_on_chief() const override { return true; }
 
  private:
   using Clock = std::chrono::steady_clock;

@@ -9,6 +9,7 @@
 #include "lockstep/callbacks.h"
 #include "lockstep/error.h"
 #include "lockstep/model.h"
+#include "strategy/strategy_impl.h"
 #include "train/callbacks/monitor.h"
 #include "train/numbers.h"
 
@@ -98,7 +99,7 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
   } else {
     model().save_checkpoint(path);
   }
-  record_checkpoint(path, kept_, options_.max_to_keep);
+  if (model().strategy().is_chief()) record_checkpoint(path, kept_, options_.max_to_keep);
 }
 
 void ModelCheckpoint::save(Archive& archive, const std::string& prefix) const {
@@ -124,7 +125,9 @@ BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptio
 }
 
 void BackupAndRestore::on_train_begin() {
-  if (std::filesystem::exists(checkpoint_file(file_))) model().load_checkpoint(file_);
+  const auto& workers = model().strategy().impl().workers();
+  const bool there = std::filesystem::exists(checkpoint_file(file_));
+  if (workers.share(there ? "there" : "") == "there") model().load_checkpoint(file_);
 }
 
 void BackupAndRestore::on_train_batch_end(std::int64_t batch, const Logs&) {
@@ -135,7 +138,7 @@ void BackupAndRestore::on_epoch_end(int, const Logs&) { model().save_checkpoint(
 void BackupAndRestore::on_interrupt() { model().save_checkpoint(file_); }
 
 void BackupAndRestore::on_train_end() {
-  if (options_.delete_checkpoint) std::filesystem::remove(checkpoint_file(file_));
+  if (options_.delete_checkpoint && model().strategy().is_chief()) std::filesystem::remove(checkpoint_file(file_));
 }
 
 }  // namespace lockstep

@@ -1,0 +1,39 @@
+// Who takes part in a job: read from what the job's launcher left in the environment. Torch-free.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+// Where the processes of a job are, and which of them this is.
+struct Cluster {
+  World world;
+  std::string store = {};    // "host:port" at which they meet; empty for a process that is alone
+  bool holds_store = false;  // this process answers there; else another does, or the launcher
+  std::string source = {};   // what said so: "TF_CONFIG", "torchrun", ...; empty for a process that is alone
+
+  // Of TF_CONFIG: "chief", "worker", "ps" or "evaluator", and its "host:port"s by type.
+  std::string task_type = "worker";
+  int task_index = 0;
+  std::map<std::string, std::vector<std::string>> jobs = {};
+};
+
+// The value of a variable, or nothing.
+using Environment = std::function<const char*(const char* name)>;
+
+// Understands, where they are set,
+//   LOCKSTEP_RANK, LOCKSTEP_SIZE, LOCKSTEP_LOCAL_RANK, LOCKSTEP_LOCAL_SIZE, LOCKSTEP_HOST, LOCKSTEP_STORE   lockstep
+//   run TF_CONFIG                                                                      TensorFlow, Kubeflow's TFJob
+//   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT             torchrun,
+//   Kubeflow's PyTorchJob
+// Without any of them this process is alone. Throws ClusterError naming the variable, its field, the value and what is
+// allowed; and both sources where two disagree.
+Cluster resolve_cluster(const Environment& environment);
+Cluster resolve_cluster();  // of this process
+
+}  // namespace lockstep

@@ -1,0 +1,47 @@
+// MultiWorkerMirroredStrategy: one program, started on every host, trains as one.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/cluster.h"
+#include "lockstep/strategy.h"
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+// Follows tf.distribute.experimental.CommunicationOptions.
+struct CommunicationOptions {
+  Implementation implementation = Implementation::automatic;
+  std::string backend = "auto";              // between workers: as GroupOptions
+  std::string network = "tcp";               // likewise
+  double bucket_cap_mb = 25;                 // gradients are sent in pieces of this size while backward goes on
+  double first_bucket_mb = 1;                // of the first two
+  std::optional<DType> gradient_dtype = {};  // DType::float16 or DType::bfloat16: what float gradients are sent as
+  double timeout_seconds = kDefaultTimeoutSeconds;
+};
+
+struct MultiWorkerMirroredOptions {
+  std::vector<std::string> devices = {};  // of this process, as MirroredOptions; each worker has as many
+  int threads_per_replica = 0;            // as MirroredOptions
+  CommunicationOptions communication = {};
+  std::optional<Cluster> cluster = {};  // instead of what the environment says
+  double start_timeout_seconds = 300;   // until all workers have come
+};
+
+// A copy of every variable on each device of every worker, kept equal bit for bit. All workers run the same program:
+// they make the same strategies, models and calls in the same order. Initial values are worker 0's (the chief's), who
+// alone writes logs and checkpoints.
+//
+// A worker that is lost ends the training on all others with PeerLost, which names it.
+class MultiWorkerMirroredStrategy : public Strategy {
+ public:
+  // Waits for all workers. Throws ClusterError, and DeadlineExceeded naming those that have not come.
+  explicit MultiWorkerMirroredStrategy(MultiWorkerMirroredOptions options = {});
+
+  int worker_rank() const;
+  int num_workers() const;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,15 @@
+// Archives as the bytes of a safetensors file.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+#include "lockstep/checkpoint.h"
+
+namespace lockstep {
+
+// What read_archive makes of a file's bytes; `file` is for messages.
+Archive parse_archive(const std::string& file, std::span<const std::byte> bytes);
+
+}  // namespace lockstep

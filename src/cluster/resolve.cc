@@ -1,0 +1,102 @@
+#include <algorithm>
+#include <charconv>
+#include <cstdlib>
+
+#include "base/text.h"
+#include "cluster/resolvers.h"
+#include "lockstep/error.h"
+#include "transport/socket.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::int64_t kMostRanks = 1'000'000;
+
+std::string describe(const Cluster& cluster) {
+  return text(cluster.source, " says rank ", cluster.world.rank, " of ", cluster.world.size);
+}
+
+}  // namespace
+
+std::string text_of(const Environment& environment, const char* name) {
+  const char* const value = environment(name);
+  if (value == nullptr || *value == '\0') throw ClusterError(text(name, " is not set"));
+  return value;
+}
+
+std::int64_t number_of(const Environment& environment, const char* name, std::int64_t least, std::int64_t most) {
+  const auto value = text_of(environment, name);
+  std::int64_t number = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
+  if (error != std::errc() || end != value.data() + value.size() || number < least || number > most) {
+    throw ClusterError(text(name, " is \"", value, "\"; it must be a number from ", least, " to ", most));
+  }
+  return number;
+}
+
+std::string host_of(const std::string& address, const std::string& field) {
+  const auto colon = address.rfind(':');
+  int port = -1;
+  if (colon != std::string::npos) {
+    const auto [end, error] = std::from_chars(address.data() + colon + 1, address.data() + address.size(), port);
+    if (error != std::errc() || end != address.data() + address.size()) port = -1;
+  }
+  if (colon == 0 || port < 0 || port > 65535) {
+    throw ClusterError(text(field, " is \"", address, "\"; it must be host:port"));
+  }
+  const auto host = address.substr(0, colon);
+  return host.front() == '[' && host.back() == ']' ? host.substr(1, host.size() - 2) : host;
+}
+
+std::optional<Cluster> from_lockstep_run(const Environment& environment) {
+  if (environment("LOCKSTEP_RANK") == nullptr) return std::nullopt;
+  Cluster cluster{.source = "lockstep run"};
+  auto& world = cluster.world;
+  world.size = static_cast<int>(number_of(environment, "LOCKSTEP_SIZE", 1, kMostRanks));
+  world.rank = static_cast<int>(number_of(environment, "LOCKSTEP_RANK", 0, world.size - 1));
+  world.local_size = static_cast<int>(number_of(environment, "LOCKSTEP_LOCAL_SIZE", 1, world.size));
+  world.local_rank = static_cast<int>(number_of(environment, "LOCKSTEP_LOCAL_RANK", 0, world.local_size - 1));
+  world.host = text_of(environment, "LOCKSTEP_HOST");
+  cluster.store = text_of(environment, "LOCKSTEP_STORE");
+  world.address = address_towards(host_of(cluster.store, "LOCKSTEP_STORE"));
+  return cluster;
+}
+
+std::optional<Cluster> from_torchrun(const Environment& environment) {
+  if (environment("RANK") == nullptr || environment("WORLD_SIZE") == nullptr) return std::nullopt;
+  Cluster cluster{.source = "torchrun"};
+  auto& world = cluster.world;
+  world.size = static_cast<int>(number_of(environment, "WORLD_SIZE", 1, kMostRanks));
+  world.rank = static_cast<int>(number_of(environment, "RANK", 0, world.size - 1));
+  const auto optional = [&](const char* name, std::int64_t otherwise) {
+    return static_cast<int>(environment(name) == nullptr ? otherwise : number_of(environment, name, 0, kMostRanks));
+  };
+  world.local_size = std::max(1, optional("LOCAL_WORLD_SIZE", 1));
+  world.local_rank = optional("LOCAL_RANK", 0);
+  const auto master = text_of(environment, "MASTER_ADDR");
+  const auto port = number_of(environment, "MASTER_PORT", 1, 65535);
+  world.host = world.local_size == world.size ? "localhost" : text("node ", optional("GROUP_RANK", world.rank));
+  world.address = address_towards(master);
+  cluster.store = text(master, ":", port);
+  cluster.holds_store = world.rank == 0;
+  return cluster;
+}
+
+Cluster resolve_cluster(const Environment& environment) {
+  std::optional<Cluster> found;
+  for (const auto resolver : {from_lockstep_run, from_tf_config, from_torchrun}) {
+    const auto other = resolver(environment);
+    if (!other) continue;
+    if (found && (found->world.rank != other->world.rank || found->world.size != other->world.size)) {
+      throw ClusterError(text(describe(*found), ", and ", describe(*other), "; unset the variables of one"));
+    }
+    if (!found) found = other;
+  }
+  return found.value_or(Cluster());
+}
+
+Cluster resolve_cluster() {
+  return resolve_cluster([](const char* name) { return std::getenv(name); });
+}
+
+}  // namespace lockstep

@@ -1,0 +1,26 @@
+// One resolver a launcher.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "lockstep/cluster.h"
+
+namespace lockstep {
+
+// Each: nothing where its variables are not set. Throws ClusterError.
+std::optional<Cluster> from_lockstep_run(const Environment& environment);
+std::optional<Cluster> from_tf_config(const Environment& environment);
+std::optional<Cluster> from_torchrun(const Environment& environment);
+
+// What TF_CONFIG holds. Throws ClusterError.
+Cluster parse_tf_config(const std::string& json);
+
+// The variable as a number from `least` to `most`. Throws ClusterError where it is not set or another thing.
+std::int64_t number_of(const Environment& environment, const char* name, std::int64_t least, std::int64_t most);
+std::string text_of(const Environment& environment, const char* name);
+
+// The host of "host:port" or "[v6]:port". Throws ClusterError naming `field`.
+std::string host_of(const std::string& address, const std::string& field);
+
+}  // namespace lockstep

@@ -1,0 +1,202 @@
+#include "gradient/worker_gradients.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/all.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "gradient/dtypes.h"
+#include "lockstep/error.h"
+#include "optimizer/flat_update.h"
+
+namespace lockstep {
+
+WorkerGradients::WorkerGradients(const ReplicatedParameters& parameters, WorkerGradientsOptions options)
+    : parameters_(parameters),
+      options_(std::move(options)),
+      overlap_(may_overlap(workers().group(), parameters_.replicas())),
+      slots_(parameters_.slots().size()),
+      weights_(static_cast<std::size_t>(parameters_.replicas())) {
+  for (std::size_t i = slots_.size(); i-- > 0;) {  // backward goes from the last to the first, mostly
+    if (parameters_.slots()[i].trainable) order_.push_back(static_cast<std::int64_t>(i));
+  }
+  make_buckets();
+}
+
+WorkerGradients::~WorkerGradients() {
+  // What was started works on memory of this object; only a step that broke off leaves any.
+  const auto end = [this](const std::optional<Work>& work) {
+    if (!work || work->done()) return;
+    workers().group().abort("a step broke off in the middle");
+    try {
+      work->wait();
+    } catch (const Error&) {
+    }
+  };
+  end(tally_);
+  for (const auto& bucket : buckets_) end(bucket.work);
+}
+
+// Fills buckets in order_, with slots of one dtype each.
+void WorkerGradients::make_buckets() {
+  buckets_.clear();
+  std::vector<at::ScalarType> types;
+  std::int64_t bytes = 0;
+  for (const auto index : order_) {
+    const auto& info = parameters_.slots()[static_cast<std::size_t>(index)];
+    const auto own = info.numel * static_cast<std::int64_t>(at::elementSize(info.dtype));
+    const auto most = buckets_.size() <= 1 ? options_.first_bucket_bytes : options_.bucket_bytes;
+    if (buckets_.empty() || types.back() != info.dtype || bytes + own > static_cast<std::int64_t>(most)) {
+      buckets_.emplace_back();
+      types.push_back(info.dtype);
+      bytes = 0;
+    }
+    bytes += own;
+    buckets_.back().slots.push_back(static_cast<std::size_t>(index));
+  }
+  for (std::size_t b = 0; b < buckets_.size(); ++b) {
+    auto& bucket = buckets_[b];
+    std::int64_t elements = 0;
+    for (const auto i : bucket.slots) elements += parameters_.slots()[i].numel;
+    const auto flags = static_cast<std::int64_t>(bucket.slots.size());
+    const bool shortened = options_.wire && types[b] == at::kFloat;
+    const auto dtype = shortened ? *options_.wire : dtype_of(types[b]);
+    const auto count = static_cast<std::size_t>(elements + flags);
+    bucket.memory = workers().group().allocate(count * size_of(dtype));
+    bucket.buffer = {bucket.memory.get(), count, dtype};
+    const auto whole = at::from_blob(bucket.memory.get(), {elements + flags}, at::TensorOptions(scalar_type_of(dtype)));
+    bucket.sent = whole.narrow(0, 0, elements);
+    bucket.flags = whole.narrow(0, elements, flags);
+    bucket.sum = shortened ? at::zeros({elements}, at::kFloat) : bucket.sent;
+    std::int64_t at = 0;
+    for (const auto i : bucket.slots) {
+      const auto numel = parameters_.slots()[i].numel;
+      slots_[i].bucket = b;
+      slots_[i].sent = bucket.sent.narrow(0, at, numel);
+      slots_[i].sum = bucket.sum.narrow(0, at, numel);
+      at += numel;
+    }
+  }
+  reset();
+}
+
+void WorkerGradients::reset() {
+  const auto replicas = static_cast<std::size_t>(parameters_.replicas());
+  for (auto& bucket : buckets_) bucket.missing = bucket.slots.size();
+  for (auto& slot : slots_) {
+    slot.gradients.assign(replicas, {});
+    slot.given.assign(replicas, 0);
+    slot.missing = parameters_.replicas();
+  }
+  MutexLock lock(mutex_);
+  launched_ = 0;
+  unfinished_ = parameters_.replicas();
+  ready_order_.clear();
+}
+
+void WorkerGradients::give(int replica, std::size_t slot, const at::Tensor& gradient) {
+  slots_[slot].gradients[static_cast<std::size_t>(replica)] = gradient;
+  slots_[slot].given[static_cast<std::size_t>(replica)] = 1;
+  arrive(slot);
+}
+
+void WorkerGradients::finish(int replica, double weight) {
+  weights_[static_cast<std::size_t>(replica)] = weight;
+  for (const auto i : order_) {
+    if (!given(replica, static_cast<std::size_t>(i))) arrive(static_cast<std::size_t>(i));
+  }
+  MutexLock lock(mutex_);
+  if (--unfinished_ > 0) return;
+  total_weight_ = 0;
+  for (const double part : weights_) total_weight_ += part;
+  if (early()) tally_ = workers().group().start(tally(), workers().deadline());
+}
+
+Call WorkerGradients::tally() { return Call::all_reduce(buffer_of(std::span(&total_weight_, 1)), ReduceOp::sum); }
+
+void WorkerGradients::arrive(std::size_t index) {
+  auto& slot = slots_[index];
+  {
+    MutexLock lock(mutex_);
+    if (--slot.missing > 0) return;
+  }
+  if (early()) add_up(slot);
+  MutexLock lock(mutex_);
+  ready_order_.push_back(static_cast<std::int64_t>(index));
+  --buckets_[slot.bucket].missing;
+  while (early() && launched_ < buckets_.size() && buckets_[launched_].missing == 0) {
+    auto& bucket = buckets_[launched_++];
+    bucket.work = workers().group().start(Call::all_reduce(bucket.buffer, ReduceOp::sum), workers().deadline());
+  }
+}
+
+// Writes the sum of this process's gradients, and whether there are any, to the bucket.
+void WorkerGradients::add_up(const Slot& slot) {
+  const at::NoGradGuard no_grad;
+  auto& bucket = buckets_[slot.bucket];
+  const auto add = [&]<class T>(T) {
+    std::vector<const T*> parts;
+    for (const auto& gradient : slot.gradients) {
+      if (gradient.defined()) parts.push_back(gradient.const_data_ptr<T>());
+    }
+    if (parts.empty()) return false;
+    const auto count = static_cast<std::size_t>(slot.sum.numel());
+    sum_gradients<T>(parts, {.divide_by = scale()}, slot.sum.mutable_data_ptr<T>(), count);
+    return true;
+  };
+  const bool any = slot.sum.scalar_type() == at::kDouble ? add(double()) : add(float());
+  if (!any) slot.sent.zero_();
+  if (any && !slot.sent.is_same(slot.sum)) slot.sent.copy_(slot.sum);
+  const auto position = std::find_if(bucket.slots.begin(), bucket.slots.end(),
+                                     [&](std::size_t other) { return &slots_[other] == &slot; });
+  bucket.flags[position - bucket.slots.begin()].fill_(any ? 1 : 0);
+}
+
+void WorkerGradients::wait() {
+  const auto& group = workers().group();
+  if (early()) {
+    for (auto& bucket : buckets_) bucket.work->wait();
+    tally_->wait();
+  } else {
+    group.run(tally(), workers().deadline());
+    if (usual_weight_ == 0) usual_weight_ = total_weight_;
+    for (auto& bucket : buckets_) {
+      for (const auto i : bucket.slots) add_up(slots_[i]);
+      group.run(Call::all_reduce(bucket.buffer, ReduceOp::sum), workers().deadline());
+    }
+  }
+  for (auto& bucket : buckets_) receive(bucket);
+}
+
+void WorkerGradients::receive(Bucket& bucket) {
+  const at::NoGradGuard no_grad;
+  if (!bucket.sum.is_same(bucket.sent)) bucket.sum.copy_(bucket.sent).mul_(scale());
+  const auto flags = bucket.flags.to(at::kFloat);
+  for (std::size_t k = 0; k < bucket.slots.size(); ++k) {
+    slots_[bucket.slots[k]].has_gradient = flags.const_data_ptr<float>()[k] > 0;
+  }
+}
+
+bool WorkerGradients::finite() const {
+  return std::all_of(buckets_.begin(), buckets_.end(),
+                     [](const Bucket& bucket) { return at::isfinite(bucket.sum).all().item<bool>(); });
+}
+
+void WorkerGradients::end_step() {
+  if (total_weight_ > 0) usual_weight_ = total_weight_;
+  if (order_known_) return reset();
+  std::vector<std::int64_t> learnt;
+  {
+    MutexLock lock(mutex_);
+    learnt = ready_order_;
+  }
+  workers().group().broadcast(buffer_of(std::span(learnt)), 0, workers().deadline());
+  order_ = learnt;
+  order_known_ = true;
+  make_buckets();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,53 @@
+#include "lockstep/multi_worker_mirrored_strategy.h"
+
+#include "base/text.h"
+#include "strategy/devices.h"
+#include "strategy/strategy_impl.h"
+
+namespace lockstep {
+namespace {
+
+constexpr double kMegabyte = 1024 * 1024;
+
+StrategySettings settings_of(MultiWorkerMirroredOptions options) {
+  const auto& communication = options.communication;
+  const auto require_above_zero = [](const char* name, double value) {
+    if (!(value > 0))
+      throw InvalidArgument(text("MultiWorkerMirroredStrategy: ", name, " is ", value, "; it must be above 0"));
+  };
+  require_above_zero("bucket_cap_mb", communication.bucket_cap_mb);
+  require_above_zero("first_bucket_mb", communication.first_bucket_mb);
+  require_above_zero("start_timeout_seconds", options.start_timeout_seconds);
+  const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
+  if (cluster.task_type == "ps") {
+    throw InvalidArgument("MultiWorkerMirroredStrategy: this task is a parameter server, which has no part in it");
+  }
+  const HostShare share{cluster.world.local_rank, cluster.world.local_size};
+  StrategySettings settings{.devices = options.devices.empty() ? default_devices(share) : std::move(options.devices),
+                            .threads_per_replica = options.threads_per_replica,
+                            .share = share,
+                            .timeout_seconds = communication.timeout_seconds};
+  if (cluster.world.size == 1) return settings;
+  const auto start = Deadline::after(std::chrono::duration<double>(options.start_timeout_seconds));
+  settings.workers.emplace(WorkerSettings{
+      .world = cluster.world,
+      .store = cluster.holds_store ? Store::hold(cluster.store) : Store::connect(cluster.store, start),
+      .group = {.backend = communication.backend,
+                .network = communication.network,
+                .implementation = communication.implementation,
+                .timeout_seconds = options.start_timeout_seconds},
+      .gradients = {.bucket_bytes = static_cast<std::size_t>(communication.bucket_cap_mb * kMegabyte),
+                    .first_bucket_bytes = static_cast<std::size_t>(communication.first_bucket_mb * kMegabyte),
+                    .wire = communication.gradient_dtype}});
+  return settings;
+}
+
+}  // namespace
+
+MultiWorkerMirroredStrategy::MultiWorkerMirroredStrategy(MultiWorkerMirroredOptions options)
+    : Strategy(std::make_shared<StrategyImpl>(settings_of(std::move(options)))) {}
+
+int MultiWorkerMirroredStrategy::worker_rank() const { return impl().workers().rank(); }
+int MultiWorkerMirroredStrategy::num_workers() const { return impl().workers().size(); }
+
+}  // namespace lockstep
