@@ -1,7 +1,8 @@
 // "Distributed training with Keras", in C++: a small convolutional network on Fashion-MNIST (or any folder of IDX
 // files), on every core or GPU of this machine; with --strategy multi_worker, of all machines that this program was
 // started on:
-//   TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]}, "task": {"type": "worker", "index": 0}}' mnist ...
+//   export TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]},
+//                      "task": {"type": "worker", "index": 0}}'
 #include <lockstep/lockstep.h>
 
 #include <CLI/CLI.hpp>

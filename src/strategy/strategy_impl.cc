@@ -15,6 +15,10 @@ namespace {
 // Long enough for another replica to end its backward at nearly the same time, in rounds of about 20 ns.
 constexpr int kSpinRounds = 2000;
 
+// Where in the store the Group of all replicas is made.
+constexpr const char* kOfReplicas = "replicas/";
+constexpr std::chrono::seconds kForLastWords(1);
+
 StrategySettings checked(StrategySettings settings) {
   std::set<std::string> seen;
   for (const auto& device : settings.devices) {
@@ -64,7 +68,7 @@ const Group& StrategyImpl::group(int replica) const {
     auto world = settings_.workers->world;
     world.rank = first_replica() + replica;
     world.size = all_replicas();
-    group = make_group(world, settings_.workers->store.prefixed("replicas/"), settings_.workers->group);
+    group = make_group(world, settings_.workers->store.prefixed(kOfReplicas), settings_.workers->group);
   }
   return *group;
 }
@@ -113,7 +117,13 @@ void StrategyImpl::fail(int replica) const {
   local_group(replica).abort(why);
   if (!workers_.alone()) workers_.group().abort(why);
   const auto& all = all_groups_[static_cast<std::size_t>(replica)];
-  if (all) all->abort(why);
+  if (all) return all->abort(why);
+  if (workers_.alone()) return;
+  try {  // others may be making it
+    settings_.workers->store.prefixed(kOfReplicas).abandon("", why, Deadline::after(kForLastWords));
+  } catch (const Error&) {
+    // The store is gone: nobody waits there.
+  }
 }
 
 void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {

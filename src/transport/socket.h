@@ -42,7 +42,8 @@ T read_value(const FileDescriptor& socket, Deadline deadline) {
   return value;
 }
 
-// The numeric address of this machine from which it reaches `host`, a name or an address. Throws ClusterError naming it.
+// The numeric address of this machine from which it reaches `host`, a name or an address. Throws ClusterError naming
+// it.
 std::string address_towards(const std::string& host);
 
 // Lets a silent connection break within a minute when the other side's host is gone.
