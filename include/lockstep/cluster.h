@@ -15,6 +15,8 @@ struct Cluster {
   World world;
   std::string store = {};    // "host:port" at which they meet; empty for a process that is alone
   bool holds_store = false;  // this process answers there; else another does, or the launcher
+  std::string job = {};      // with a `store` that is a host alone: what the port is found by
+  int pmi_fd = -1;           // or rank 0 tells the others through MPICH's process manager
   std::string source = {};   // what said so: "TF_CONFIG", "torchrun", ...; empty for a process that is alone
 
   // Of TF_CONFIG: "chief", "worker", "ps" or "evaluator", and its "host:port"s by type.
@@ -31,9 +33,21 @@ using Environment = std::function<const char*(const char* name)>;
 //   run TF_CONFIG                                                                      TensorFlow, Kubeflow's TFJob
 //   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT             torchrun,
 //   Kubeflow's PyTorchJob
+//   OMPI_COMM_WORLD_..., PMI_... and MPI_LOCAL...                                 the mpirun of Open MPI, of MPICH
+//   SLURM_PROCID, SLURM_STEP_NODELIST, ...                                         srun
 // Without any of them this process is alone. Throws ClusterError naming the variable, its field, the value and what is
 // allowed; and both sources where two disagree.
 Cluster resolve_cluster(const Environment& environment);
 Cluster resolve_cluster();  // of this process
+
+// What make_group takes.
+struct Meeting {
+  World world;  // its address is the one from which this machine reaches the store
+  Store store;
+};
+
+// Finds the store where the job's processes meet, or holds it: then until the process ends, for all that meet there.
+// Throws as Store does, and DeadlineExceeded naming rank 0 where it has not come.
+Meeting meet(const Cluster& cluster, Deadline deadline);
 
 }  // namespace lockstep

@@ -5,12 +5,9 @@
 #include "base/text.h"
 #include "cluster/resolvers.h"
 #include "lockstep/error.h"
-#include "transport/socket.h"
 
 namespace lockstep {
 namespace {
-
-constexpr std::int64_t kMostRanks = 1'000'000;
 
 std::string describe(const Cluster& cluster) {
   return text(cluster.source, " says rank ", cluster.world.rank, " of ", cluster.world.size);
@@ -58,7 +55,6 @@ std::optional<Cluster> from_lockstep_run(const Environment& environment) {
   world.local_rank = static_cast<int>(number_of(environment, "LOCKSTEP_LOCAL_RANK", 0, world.local_size - 1));
   world.host = text_of(environment, "LOCKSTEP_HOST");
   cluster.store = text_of(environment, "LOCKSTEP_STORE");
-  world.address = address_towards(host_of(cluster.store, "LOCKSTEP_STORE"));
   return cluster;
 }
 
@@ -76,15 +72,24 @@ std::optional<Cluster> from_torchrun(const Environment& environment) {
   const auto master = text_of(environment, "MASTER_ADDR");
   const auto port = number_of(environment, "MASTER_PORT", 1, 65535);
   world.host = world.local_size == world.size ? "localhost" : text("node ", optional("GROUP_RANK", world.rank));
-  world.address = address_towards(master);
-  cluster.store = text(master, ":", port);
+  // torchrun itself answers at the master's port; others leave it to rank 0.
+  if (environment("TORCHELASTIC_RUN_ID") == nullptr) {
+    cluster.store = text(master, ":", port);
+  } else {
+    cluster.store = master;
+    cluster.job = text("torchrun ", text_of(environment, "TORCHELASTIC_RUN_ID"), " at ", master, ":", port,
+                       ", restart ", optional("TORCHELASTIC_RESTART_COUNT", 0));
+  }
   cluster.holds_store = world.rank == 0;
   return cluster;
 }
 
 Cluster resolve_cluster(const Environment& environment) {
   std::optional<Cluster> found;
-  for (const auto resolver : {from_lockstep_run, from_tf_config, from_torchrun}) {
+  for (const auto resolver :
+       {from_lockstep_run, from_tf_config, from_torchrun, from_open_mpi, from_mpich, from_slurm}) {
+    // Under Slurm, mpirun has its own daemons started as the tasks of a step: what srun says is about them.
+    if (resolver == from_slurm && found) break;
     const auto other = resolver(environment);
     if (!other) continue;
     if (found && (found->world.rank != other->world.rank || found->world.size != other->world.size)) {

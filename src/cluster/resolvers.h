@@ -12,6 +12,11 @@ namespace lockstep {
 std::optional<Cluster> from_lockstep_run(const Environment& environment);
 std::optional<Cluster> from_tf_config(const Environment& environment);
 std::optional<Cluster> from_torchrun(const Environment& environment);
+std::optional<Cluster> from_open_mpi(const Environment& environment);
+std::optional<Cluster> from_mpich(const Environment& environment);
+std::optional<Cluster> from_slurm(const Environment& environment);
+
+inline constexpr std::int64_t kMostRanks = 1'000'000;
 
 // What TF_CONFIG holds. Throws ClusterError.
 Cluster parse_tf_config(const std::string& json);

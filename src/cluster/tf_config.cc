@@ -6,7 +6,6 @@
 #include "base/text.h"
 #include "cluster/resolvers.h"
 #include "lockstep/error.h"
-#include "transport/socket.h"
 
 namespace lockstep {
 namespace {
@@ -105,7 +104,6 @@ std::optional<Cluster> from_tf_config(const Environment& environment) {
     ++world.local_size;
   }
   if (world.size == 1) return cluster;
-  world.address = address_towards(host(0));
   cluster.store = members[0];
   cluster.holds_store = world.rank == 0;
   return cluster;

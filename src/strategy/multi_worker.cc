@@ -9,6 +9,12 @@ namespace {
 
 constexpr double kMegabyte = 1024 * 1024;
 
+// A program may make several strategies: all workers make them in the same order.
+Store place_of_strategy(const Meeting& meeting, Deadline deadline) {
+  const auto number = meeting.store.add(text("strategies of rank ", meeting.world.rank), 1, deadline);
+  return meeting.store.prefixed(text("strategy ", number, "/"));
+}
+
 StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   const auto& communication = options.communication;
   const auto require_above_zero = [](const char* name, double value) {
@@ -29,9 +35,10 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                             .timeout_seconds = communication.timeout_seconds};
   if (cluster.world.size == 1) return settings;
   const auto start = Deadline::after(std::chrono::duration<double>(options.start_timeout_seconds));
+  const auto meeting = meet(cluster, start);
   settings.workers.emplace(WorkerSettings{
-      .world = cluster.world,
-      .store = cluster.holds_store ? Store::hold(cluster.store) : Store::connect(cluster.store, start),
+      .world = meeting.world,
+      .store = place_of_strategy(meeting, start),
       .group = {.backend = communication.backend,
                 .network = communication.network,
                 .implementation = communication.implementation,

@@ -1,0 +1,64 @@
+// What the mpirun of Open MPI and that of MPICH set.
+#include "base/text.h"
+#include "cluster/resolvers.h"
+#include "lockstep/error.h"
+#include "transport/socket.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::int64_t kMostDescriptors = 1 << 20;
+
+// Where all ranks are on one host, it is this one.
+std::string host_of_rank_0(const World& world, const Environment& environment) {
+  if (world.local_size == world.size) return "127.0.0.1";
+  if (environment("MASTER_ADDR") != nullptr) return text_of(environment, "MASTER_ADDR");
+  throw ClusterError(
+      "Open MPI does not tell where rank 0 runs, and the ranks are on several hosts; name its host: mpirun -x "
+      "MASTER_ADDR=host");
+}
+
+std::string name_of_host(const World& world, const Environment& environment) {
+  if (world.local_size == world.size) return "localhost";
+  const char* const name =
+      environment("PMIX_HOSTNAME") != nullptr ? "PMIX_HOSTNAME" : "MPIR_CVAR_CH3_INTERFACE_HOSTNAME";
+  return text_of(environment, name);
+}
+
+}  // namespace
+
+std::optional<Cluster> from_open_mpi(const Environment& environment) {
+  if (environment("OMPI_COMM_WORLD_RANK") == nullptr) return std::nullopt;
+  Cluster cluster{.source = "Open MPI"};
+  auto& world = cluster.world;
+  world.size = static_cast<int>(number_of(environment, "OMPI_COMM_WORLD_SIZE", 1, kMostRanks));
+  world.rank = static_cast<int>(number_of(environment, "OMPI_COMM_WORLD_RANK", 0, world.size - 1));
+  world.local_size = static_cast<int>(number_of(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 1, world.size));
+  world.local_rank = static_cast<int>(number_of(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0, world.local_size - 1));
+  if (world.size == 1) return cluster;
+  world.host = name_of_host(world, environment);
+  cluster.store = host_of_rank_0(world, environment);
+  cluster.job = "Open MPI " + text_of(environment, "PMIX_NAMESPACE");
+  cluster.holds_store = world.rank == 0;
+  return cluster;
+}
+
+std::optional<Cluster> from_mpich(const Environment& environment) {
+  if (environment("PMI_RANK") == nullptr || environment("MPI_LOCALNRANKS") == nullptr) return std::nullopt;
+  Cluster cluster{.source = "MPICH"};
+  auto& world = cluster.world;
+  world.size = static_cast<int>(number_of(environment, "PMI_SIZE", 1, kMostRanks));
+  world.rank = static_cast<int>(number_of(environment, "PMI_RANK", 0, world.size - 1));
+  world.local_size = static_cast<int>(number_of(environment, "MPI_LOCALNRANKS", 1, world.size));
+  world.local_rank = static_cast<int>(number_of(environment, "MPI_LOCALRANKID", 0, world.local_size - 1));
+  if (world.size == 1) return cluster;
+  world.host = name_of_host(world, environment);
+  cluster.pmi_fd = static_cast<int>(number_of(environment, "PMI_FD", 0, kMostDescriptors));
+  cluster.holds_store = world.rank == 0;
+  if (cluster.holds_store) {
+    cluster.store = world.local_size == world.size ? "127.0.0.1:0" : address_towards(world.host) + ":0";
+  }
+  return cluster;
+}
+
+}  // namespace lockstep

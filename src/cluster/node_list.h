@@ -1,0 +1,15 @@
+// Slurm's node lists: "node[1-3,07],other".
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+// The nodes, in order. Throws ClusterError naming `variable` where the list is malformed, or has more than a million.
+std::vector<std::string> expand_node_list(const std::string& list, const std::string& variable);
+
+// How many tasks each node has, from "2(x3),1" (three nodes of two, one of one). Throws likewise.
+std::vector<int> expand_task_counts(const std::string& counts, const std::string& variable);
+
+}  // namespace lockstep

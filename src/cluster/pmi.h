@@ -1,0 +1,15 @@
+// The process manager of MPICH (hydra), which keeps keys and values for the ranks that it started: PMI-1's wire
+// protocol, over the descriptor that it leaves in PMI_FD.
+#pragma once
+
+#include <string>
+
+#include "lockstep/deadline.h"
+
+namespace lockstep {
+
+// Rank 0's text, on all ranks. Collective, once a process; what comes later gets the same text. The process manager
+// hears at the process's normal end that it ends well. Throws ClusterError, DeadlineExceeded.
+std::string share_through_pmi(int fd, bool is_rank_0, const std::string& mine, Deadline deadline);
+
+}  // namespace lockstep

@@ -1,0 +1,34 @@
+// What srun sets: https://slurm.schedmd.com/srun.html. In a batch script, outside of a step, there is none of it.
+#include "base/text.h"
+#include "cluster/node_list.h"
+#include "cluster/resolvers.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+
+std::optional<Cluster> from_slurm(const Environment& environment) {
+  if (environment("SLURM_PROCID") == nullptr || environment("SLURM_STEP_NODELIST") == nullptr) return std::nullopt;
+  Cluster cluster{.source = "Slurm"};
+  auto& world = cluster.world;
+  world.size = static_cast<int>(number_of(environment, "SLURM_STEP_NUM_TASKS", 1, kMostRanks));
+  world.rank = static_cast<int>(number_of(environment, "SLURM_PROCID", 0, world.size - 1));
+  const auto nodes = expand_node_list(text_of(environment, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST");
+  const auto counts =
+      expand_task_counts(text_of(environment, "SLURM_STEP_TASKS_PER_NODE"), "SLURM_STEP_TASKS_PER_NODE");
+  if (counts.size() != nodes.size()) {
+    throw ClusterError(
+        text("SLURM_STEP_TASKS_PER_NODE is of ", counts.size(), " nodes, SLURM_STEP_NODELIST of ", nodes.size()));
+  }
+  const auto node =
+      static_cast<std::size_t>(number_of(environment, "SLURM_NODEID", 0, static_cast<std::int64_t>(nodes.size()) - 1));
+  world.host = nodes[node];
+  world.local_size = counts[node];
+  world.local_rank = static_cast<int>(number_of(environment, "SLURM_LOCALID", 0, world.local_size - 1));
+  if (world.size == 1) return cluster;
+  cluster.store = nodes.size() == 1 ? "127.0.0.1" : nodes[0];
+  cluster.job = text("Slurm ", text_of(environment, "SLURM_JOB_ID"), ".", text_of(environment, "SLURM_STEP_ID"));
+  cluster.holds_store = world.rank == 0;
+  return cluster;
+}
+
+}  // namespace lockstep
