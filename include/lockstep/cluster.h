@@ -33,6 +33,7 @@ using Environment = std::function<const char*(const char* name)>;
 //   run TF_CONFIG                                                                      TensorFlow, Kubeflow's TFJob
 //   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT             torchrun,
 //   Kubeflow's PyTorchJob
+//   PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT                    Kubeflow Trainer
 //   OMPI_COMM_WORLD_..., PMI_... and MPI_LOCAL...                                 the mpirun of Open MPI, of MPICH
 //   SLURM_PROCID, SLURM_STEP_NODELIST, ...                                         srun
 // Without any of them this process is alone. Throws ClusterError naming the variable, its field, the value and what is

@@ -84,10 +84,25 @@ std::optional<Cluster> from_torchrun(const Environment& environment) {
   return cluster;
 }
 
+// What Kubeflow Trainer sets for torchrun; without torchrun in between there is one process a node.
+std::optional<Cluster> from_kubeflow(const Environment& environment) {
+  if (environment("PET_NNODES") == nullptr || environment("RANK") != nullptr) return std::nullopt;
+  Cluster cluster{.source = "Kubeflow Trainer"};
+  auto& world = cluster.world;
+  world.size = static_cast<int>(number_of(environment, "PET_NNODES", 1, kMostRanks));
+  world.rank = static_cast<int>(number_of(environment, "PET_NODE_RANK", 0, world.size - 1));
+  if (world.size == 1) return cluster;
+  world.host = text("node ", world.rank);
+  cluster.store =
+      text(text_of(environment, "PET_MASTER_ADDR"), ":", number_of(environment, "PET_MASTER_PORT", 1, 65535));
+  cluster.holds_store = world.rank == 0;
+  return cluster;
+}
+
 Cluster resolve_cluster(const Environment& environment) {
   std::optional<Cluster> found;
   for (const auto resolver :
-       {from_lockstep_run, from_tf_config, from_torchrun, from_open_mpi, from_mpich, from_slurm}) {
+       {from_lockstep_run, from_tf_config, from_torchrun, from_kubeflow, from_open_mpi, from_mpich, from_slurm}) {
     // Under Slurm, mpirun has its own daemons started as the tasks of a step: what srun says is about them.
     if (resolver == from_slurm && found) break;
     const auto other = resolver(environment);

@@ -12,6 +12,7 @@ namespace lockstep {
 std::optional<Cluster> from_lockstep_run(const Environment& environment);
 std::optional<Cluster> from_tf_config(const Environment& environment);
 std::optional<Cluster> from_torchrun(const Environment& environment);
+std::optional<Cluster> from_kubeflow(const Environment& environment);
 std::optional<Cluster> from_open_mpi(const Environment& environment);
 std::optional<Cluster> from_mpich(const Environment& environment);
 std::optional<Cluster> from_slurm(const Environment& environment);

@@ -1,0 +1,183 @@
+// Who takes part, from environments as the launchers leave them, and from broken ones.
+#include <gtest/gtest.h>
+
+#include "cluster/node_list.h"
+#include "cluster/resolvers.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+Cluster resolve(const Variables& variables) {
+  return resolve_cluster([&](const char* name) {
+    const auto found = variables.find(name);
+    return found == variables.end() ? nullptr : found->second.c_str();
+  });
+}
+
+std::string error_of(const Variables& variables) {
+  try {
+    resolve(variables);
+  } catch (const ClusterError& error) {
+    return error.what();
+  }
+  return "nothing was thrown";
+}
+
+void expect_error(const Variables& variables, const std::string& part) {
+  const auto error = error_of(variables);
+  EXPECT_NE(error.find(part), std::string::npos) << error << "\n  expected: " << part;
+}
+
+Variables tf_config(const std::string& cluster, const std::string& task) {
+  return {{"TF_CONFIG", R"({"cluster": )" + cluster + R"(, "task": )" + task + "}"}};
+}
+
+const Variables kTorchrun{
+    {"RANK", "3"},       {"WORLD_SIZE", "4"},          {"LOCAL_RANK", "1"},     {"LOCAL_WORLD_SIZE", "2"},
+    {"GROUP_RANK", "1"}, {"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "29500"}};
+
+TEST(Resolve, WithoutAnythingThisProcessIsAlone) {
+  const auto cluster = resolve({});
+  EXPECT_EQ(cluster.world.size, 1);
+  EXPECT_EQ(cluster.store, "");
+}
+
+TEST(Resolve, TfConfig) {
+  const std::string jobs = R"({"chief": ["h0:1"], "worker": ["h1:2", "h0:3"], "ps": ["h9:9"]})";
+  const auto chief = resolve(tf_config(jobs, R"({"type": "chief", "index": 0})"));
+  EXPECT_EQ(chief.world.rank, 0);
+  EXPECT_EQ(chief.world.size, 3);
+  EXPECT_EQ(chief.store, "h0:1");
+  EXPECT_TRUE(chief.holds_store);
+  const auto last = resolve(tf_config(jobs, R"({"type": "worker", "index": 1})"));
+  EXPECT_EQ(last.world.rank, 2);
+  EXPECT_EQ(last.world.host, "h0");
+  EXPECT_EQ(last.world.local_rank, 1);
+  EXPECT_EQ(last.world.local_size, 2);
+  EXPECT_FALSE(last.holds_store);
+  EXPECT_EQ(resolve(tf_config(jobs, R"({"type": "ps", "index": 0})")).task_type, "ps");
+  const auto old =
+      resolve(tf_config(R"({"master": ["h:1"], "worker": ["[::1]:2"]})", R"({"type": "master", "index": 0})"));
+  EXPECT_EQ(old.task_type, "chief");
+  EXPECT_EQ(old.world.size, 2);
+}
+
+TEST(Resolve, TfConfigThatIsWrongIsNamed) {
+  const std::string two = R"({"worker": ["a:1", "b:2"]})", first = R"({"type": "worker", "index": 0})";
+  expect_error({{"TF_CONFIG", "{cluster"}}, "TF_CONFIG: it is not a JSON object");
+  expect_error({{"TF_CONFIG", "[]"}}, "TF_CONFIG: it is not a JSON object");
+  expect_error({{"TF_CONFIG", R"({"cluster": {"worker": ["a:1"]}})"}}, "TF_CONFIG: task is missing");
+  expect_error({{"TF_CONFIG", R"({"task": {"type": "worker", "index": 0}})"}}, "TF_CONFIG: cluster is missing");
+  expect_error(tf_config(two, R"({"type": "worker", "index": 2})"), "task.index is 2; cluster.worker has 2 entries");
+  expect_error(tf_config(two, R"({"type": "worker", "index": -1})"), "task.index is -1");
+  expect_error(tf_config(two, R"({"type": "worker", "index": "0"})"), "task.index is \"0\"");
+  expect_error(tf_config(two, R"({"type": "worker"})"), "task.index is missing");
+  expect_error(tf_config(two, R"({"type": "chief", "index": 0})"), "task.type is \"chief\", which is not in cluster");
+  expect_error(tf_config(two, "7"), "task.type is missing");
+  expect_error(tf_config(R"({"worker": ["a"]})", first), "cluster.worker[0] is \"a\"; it must be host:port");
+  expect_error(tf_config(R"({"worker": ["a:99999"]})", first), "cluster.worker[0] is \"a:99999\"");
+  expect_error(tf_config(R"({"worker": [7]})", first), "cluster.worker[0] is not a string");
+  expect_error(tf_config(R"({"worker": "a:1"})", first), "cluster.worker is not a list");
+  expect_error(tf_config(R"({"worker": ["a:1", "a:1"]})", first), "cluster has a:1 twice");
+  expect_error(tf_config(R"({"boss": ["a:1"]})", first), "cluster has \"boss\"");
+  expect_error(tf_config(R"({"chief": ["a:1", "b:1"]})", R"({"type": "chief", "index": 0})"), "there is one chief");
+  expect_error({{"TF_CONFIG", std::string(2 << 20, ' ')}}, "at most 1048576");
+  expect_error({{"TF_CONFIG", std::string(100, '[')}}, "nested deeper than 8");
+}
+
+TEST(Resolve, Torchrun) {
+  const auto cluster = resolve(kTorchrun);
+  EXPECT_EQ(cluster.world.rank, 3);
+  EXPECT_EQ(cluster.world.local_rank, 1);
+  EXPECT_EQ(cluster.world.host, "node 1");
+  EXPECT_EQ(cluster.store, "127.0.0.1:29500");
+  auto elastic = kTorchrun;
+  elastic["TORCHELASTIC_RUN_ID"] = "none";
+  EXPECT_EQ(resolve(elastic).store, "127.0.0.1");
+  EXPECT_EQ(resolve(elastic).job, "torchrun none at 127.0.0.1:29500, restart 0");
+  for (const auto& [name, value] :
+       Variables{{"RANK", "4"}, {"RANK", "x"}, {"WORLD_SIZE", "0"}, {"MASTER_PORT", "70000"}}) {
+    auto wrong = kTorchrun;
+    wrong[name] = value;
+    expect_error(wrong, name + " is \"" + value + "\"; it must be a number from ");
+  }
+  auto less = kTorchrun;
+  less.erase("MASTER_ADDR");
+  expect_error(less, "MASTER_ADDR is not set");
+}
+
+TEST(Resolve, Kubeflow) {
+  const Variables node{{"PET_NNODES", "3"},
+                       {"PET_NODE_RANK", "2"},
+                       {"PET_MASTER_ADDR", "job-node-0-0.job"},
+                       {"PET_MASTER_PORT", "29400"}};
+  const auto cluster = resolve(node);
+  EXPECT_EQ(cluster.world.rank, 2);
+  EXPECT_EQ(cluster.store, "job-node-0-0.job:29400");
+}
+
+TEST(Resolve, Slurm) {
+  Variables task{{"SLURM_PROCID", "3"},  {"SLURM_STEP_NUM_TASKS", "5"}, {"SLURM_STEP_NODELIST", "n[08-10]"},
+                 {"SLURM_NODEID", "1"},  {"SLURM_LOCALID", "1"},        {"SLURM_STEP_TASKS_PER_NODE", "2(x2),1"},
+                 {"SLURM_JOB_ID", "17"}, {"SLURM_STEP_ID", "0"}};
+  const auto cluster = resolve(task);
+  EXPECT_EQ(cluster.world.rank, 3);
+  EXPECT_EQ(cluster.world.host, "n09");
+  EXPECT_EQ(cluster.world.local_size, 2);
+  EXPECT_EQ(cluster.store, "n08");
+  EXPECT_EQ(cluster.job, "Slurm 17.0");
+  task["SLURM_STEP_TASKS_PER_NODE"] = "5";
+  expect_error(task, "SLURM_STEP_TASKS_PER_NODE is of 1 nodes, SLURM_STEP_NODELIST of 3");
+  task.erase("SLURM_STEP_NODELIST");  // a batch script
+  EXPECT_EQ(resolve(task).world.size, 1);
+}
+
+TEST(Resolve, Mpi) {
+  Variables open_mpi{{"OMPI_COMM_WORLD_RANK", "1"},       {"OMPI_COMM_WORLD_SIZE", "2"},
+                     {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                     {"PMIX_NAMESPACE", "1031929857"},    {"SLURM_PROCID", "0"},
+                     {"SLURM_STEP_NODELIST", "n1"}};  // of the daemon that Slurm started
+  EXPECT_EQ(resolve(open_mpi).store, "127.0.0.1");
+  EXPECT_EQ(resolve(open_mpi).source, "Open MPI");
+  open_mpi["OMPI_COMM_WORLD_LOCAL_SIZE"] = "1";
+  open_mpi["OMPI_COMM_WORLD_LOCAL_RANK"] = "0";
+  open_mpi["PMIX_HOSTNAME"] = "n2";
+  expect_error(open_mpi, "mpirun -x MASTER_ADDR=host");
+  open_mpi["MASTER_ADDR"] = "n1";
+  EXPECT_EQ(resolve(open_mpi).store, "n1");
+
+  const auto mpich = resolve(
+      {{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}, {"PMI_FD", "6"}, {"MPI_LOCALNRANKS", "2"}, {"MPI_LOCALRANKID", "0"}});
+  EXPECT_EQ(mpich.pmi_fd, 6);
+  EXPECT_TRUE(mpich.holds_store);
+}
+
+TEST(Resolve, TwoSourcesThatDisagreeAreBothNamed) {
+  auto both = kTorchrun;
+  both["TF_CONFIG"] = R"({"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": 1}})";
+  expect_error(both, "TF_CONFIG says rank 1 of 2, and torchrun says rank 3 of 4");
+}
+
+TEST(NodeList, IsWhatScontrolMakesOfIt) {
+  using List = std::vector<std::string>;
+  const auto expand = [](const std::string& list) { return expand_node_list(list, "LIST"); };
+  EXPECT_EQ(expand("a"), (List{"a"}));
+  EXPECT_EQ(expand("a,b7"), (List{"a", "b7"}));
+  EXPECT_EQ(expand("n[1-3,07],other"), (List{"n1", "n2", "n3", "n07", "other"}));
+  EXPECT_EQ(expand("n[008-011]"), (List{"n008", "n009", "n010", "n011"}));
+  EXPECT_EQ(expand("r[1-2]n[3-4]x"), (List{"r1n3x", "r1n4x", "r2n3x", "r2n4x"}));
+  for (const std::string wrong : {"", "a,", ",a", "a[", "a[1", "a[1-", "a[2-1]", "a[x]", "a]", "a[]", "a[1-9999999999]",
+                                  "a[0-999999]b[0-9]", "a[1]]"}) {
+    EXPECT_THROW(expand(wrong), ClusterError) << wrong;
+  }
+  EXPECT_EQ(expand_task_counts("2(x3),1", "COUNTS"), (std::vector<int>{2, 2, 2, 1}));
+  for (const std::string wrong : {"", "x", "2(", "2(x", "2(x3", "2(3)", "1,,2", "2(x999999999)"}) {
+    EXPECT_THROW(expand_task_counts(wrong, "COUNTS"), ClusterError) << wrong;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep
