@@ -30,6 +30,8 @@ struct Options {
   bool fit = false;
   std::string device = "cpu";
   bool jit_compile = false;
+  bool multi_worker = false;
+  bool reports = true;
 };
 
 struct Measured {
@@ -90,12 +92,17 @@ Measured measure_fit(Model& model, const Dataset& data) {
   return measured;
 }
 
-Measured measure(const Options& options) {
+Measured measure(Options& options) {
   std::vector<std::string> devices;
   for (int i = 0; i < options.replicas; ++i) devices.push_back(options.device + ":" + std::to_string(i));
-  const MirroredStrategy strategy({.devices = devices, .threads_per_replica = options.threads});
+  const auto strategy =
+      options.multi_worker
+          ? Strategy(MultiWorkerMirroredStrategy({.devices = devices, .threads_per_replica = options.threads}))
+          : Strategy(MirroredStrategy({.devices = devices, .threads_per_replica = options.threads}));
+  options.replicas = strategy.num_replicas_in_sync();
+  options.reports = strategy.is_chief();
   const auto scope = strategy.scope();
-  const std::int64_t global_batch = std::int64_t{options.batch} * options.replicas;
+  const std::int64_t global_batch = std::int64_t{options.batch} * strategy.num_replicas_in_sync();
   const std::int64_t examples = options.fit && options.model != "seed_cnn" ? global_batch * 100 : global_batch;
   auto [model, x] = benchmarks::make_work(options.model, options.kind, examples);
   model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}),
@@ -177,10 +184,12 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--batch", options.batch, "examples a replica")->check(CLI::PositiveNumber)->capture_default_str();
+  app.add_flag("--multi-worker", options.multi_worker, "with the workers that the environment tells; --replicas each");
   app.add_flag("--fit", options.fit, "measure through fit");
   CLI11_PARSE(app, argc, argv);
   try {
-    report(options, measure(options));
+    const auto measured = measure(options);
+    if (options.reports) report(options, measured);
   } catch (const std::exception& error) {
     std::cerr << "train_step: " << error.what() << "\n";
     return 1;

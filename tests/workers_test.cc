@@ -292,8 +292,9 @@ TEST(WorkersDiffer, InTheirModels) {
     Sequential model({Dense(strategy.worker_rank() == 2 ? 4 : 3)});
     model.build({6});
   });
-  expect_all_say(errors,
-                 "the workers' models differ: worker 0 has dense.weight Float [3, 6], worker 2 has dense.weight Float [4, 6]");
+  expect_all_say(
+      errors,
+      "the workers' models differ: worker 0 has dense.weight Float [3, 6], worker 2 has dense.weight Float [4, 6]");
 }
 
 TEST(WorkersDiffer, InTheirDataAndBatchSizes) {
