@@ -4,6 +4,7 @@
 
 #include "cli/bench_collectives.h"
 #include "cli/commands.h"
+#include "launch/launcher.h"
 #include "lockstep/error.h"
 
 namespace {
@@ -60,11 +61,22 @@ int main(int argc, char** argv) {
   bench->require_subcommand(1);
   auto* collectives = bench->add_subcommand("collectives", "time and bandwidth of a group's operations, by size");
   BenchArguments bench_arguments(*collectives);
+  auto* run = app.add_subcommand("run", "starts a program as the processes of one job, and ends them together");
+  lockstep::LaunchOptions launch;
+  run->add_option("-n", launch.processes, "processes (1)");
+  run->add_option("--log-dir", launch.log_dir, "each rank's output goes to rank-<n>.log there too");
+  run->add_option("--restarts", launch.restarts, "how often the job starts again after a failure (0)");
+  run->add_option("--grace", launch.grace_seconds, "seconds from SIGTERM to SIGKILL (10)");
+  run->prefix_command();
   CLI11_PARSE(app, argc, argv);
 
   try {
     if (*devices) lockstep::print_devices(std::cout);
     if (*inspect) lockstep::print_checkpoint(path, std::cout);
+    if (*run) {
+      launch.command = run->remaining();
+      return lockstep::launch(launch, std::cout, std::cerr);
+    }
     if (*collectives) return lockstep::bench_collectives(bench_arguments.finished({argv, argv + argc}), std::cout);
   } catch (const lockstep::Error& error) {
     // In one piece, for several ranks may write at once.

@@ -1,0 +1,147 @@
+#include "launch/rank_process.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+
+extern char** environ;
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kLongestLine = 64 * 1024;
+
+struct Pipe {
+  Pipe() {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC) != 0) throw ClusterError(text("cannot make a pipe: ", std::strerror(errno)));
+    out = FileDescriptor(ends[0]);
+    in = FileDescriptor(ends[1]);
+  }
+  FileDescriptor out, in;
+};
+
+std::vector<std::string> with(const std::map<std::string, std::string>& added) {
+  std::vector<std::string> all;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string variable = *entry;
+    if (!added.contains(variable.substr(0, variable.find('=')))) all.push_back(variable);
+  }
+  for (const auto& [name, value] : added) all.push_back(name + "=" + value);
+  return all;
+}
+
+std::vector<char*> pointers(std::vector<std::string>& texts) {
+  std::vector<char*> all;
+  for (auto& text : texts) all.push_back(text.data());
+  all.push_back(nullptr);
+  return all;
+}
+
+// Between fork and exec: system calls alone.
+[[noreturn]] void become(char** command, char** environment, int out, int error, int problem, pid_t launcher) {
+  setpgid(0, 0);
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (getppid() != launcher) _exit(1);  // it ended meanwhile
+  sigset_t none;
+  sigemptyset(&none);
+  sigprocmask(SIG_SETMASK, &none, nullptr);
+  dup2(out, STDOUT_FILENO);
+  dup2(error, STDERR_FILENO);
+  execvpe(command[0], command, environment);
+  const int reason = errno;
+  [[maybe_unused]] const auto written = write(problem, &reason, sizeof reason);
+  _exit(127);
+}
+
+}  // namespace
+
+void Lines::add(const char* bytes, std::size_t count, const Take& take) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (bytes[i] != '\n') begun_.push_back(bytes[i]);
+    if (bytes[i] != '\n' && begun_.size() < kLongestLine) continue;
+    take(begun_);
+    begun_.clear();
+  }
+}
+
+void Lines::finish(const Take& take) {
+  if (!begun_.empty()) take(begun_);
+  begun_.clear();
+}
+
+RankProcess::RankProcess(const RankCommand& command) : rank_(command.rank) {
+  if (!command.log_file.empty()) {
+    log_.open(command.log_file, std::ios::app);
+    if (!log_) throw IoError(text("cannot write ", command.log_file, ": ", std::strerror(errno)));
+  }
+  Pipe out, error, problem;
+  auto arguments = command.command;
+  auto environment = with(command.environment);
+  const auto raw_arguments = pointers(arguments), raw_environment = pointers(environment);
+  const pid_t launcher = getpid();
+  pid_ = fork();
+  if (pid_ < 0) throw ClusterError(text("cannot start a process: ", std::strerror(errno)));
+  if (pid_ == 0) {
+    become(const_cast<char**>(raw_arguments.data()), const_cast<char**>(raw_environment.data()), out.in.get(),
+           error.in.get(), problem.in.get(), launcher);
+  }
+  setpgid(pid_, pid_);
+  problem.in = FileDescriptor();
+  int reason = 0;
+  if (::read(problem.out.get(), &reason, sizeof reason) == sizeof reason) {
+    waitpid(pid_, nullptr, 0);
+    throw ClusterError(text("cannot run ", command.command[0], ": ", std::strerror(reason)));
+  }
+  fcntl(out.out.get(), F_SETFL, O_NONBLOCK);
+  fcntl(error.out.get(), F_SETFL, O_NONBLOCK);
+  streams_[0].socket = std::move(out.out);
+  streams_[1].socket = std::move(error.out);
+}
+
+void RankProcess::read(Stream stream, const Lines::Take& print) {
+  auto& channel = streams_[static_cast<int>(stream)];
+  auto& last = stream == Stream::error ? last_error_ : last_line_;
+  const auto take = [&](const std::string& line) {
+    if (log_.is_open()) log_ << line << "\n" << std::flush;
+    if (!line.empty()) last = line;
+    print(line);
+  };
+  char bytes[16384];
+  while (channel.socket.open()) {
+    const auto count = ::read(channel.socket.get(), bytes, sizeof bytes);
+    if (count > 0) {
+      channel.lines.add(bytes, static_cast<std::size_t>(count), take);
+    } else if (count < 0 && (errno == EAGAIN || errno == EINTR)) {
+      return;
+    } else {
+      channel.lines.finish(take);
+      channel.socket = FileDescriptor();
+    }
+  }
+}
+
+bool RankProcess::reap() {
+  int raw = 0;
+  if (ended_ || waitpid(pid_, &raw, WNOHANG) != pid_) return false;
+  ended_ = true;
+  signal_ = WIFSIGNALED(raw) ? WTERMSIG(raw) : 0;
+  status_ = WIFSIGNALED(raw) ? 128 + WTERMSIG(raw) : WEXITSTATUS(raw);
+  kill(-pid_, SIGKILL);  // what it started and left behind
+  return true;
+}
+
+void RankProcess::send(int signal) const {
+  if (!ended_) kill(-pid_, signal);
+}
+
+}  // namespace lockstep
