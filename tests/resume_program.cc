@@ -1,6 +1,7 @@
 // Trains a small model with everything that a restart must bring back: Dropout, shuffling, Adam, changing rates,
 // BatchNormalization, and callbacks that count. resume_program FOLDER STEP SIGNAL sends itself SIGNAL at global step
-// STEP (-1: never).
+// STEP (-1: never). Under `lockstep run` its workers have a replica each, and with a fourth argument only that worker
+// sends the signal, in the job's first life.
 #include <lockstep/lockstep.h>
 
 #include <ATen/ATen.h>
@@ -11,13 +12,17 @@
 
 using namespace lockstep;
 
-int main(int, char** argv) {
+int main(int argc, char** argv) {
   const std::string folder = argv[1];
   const std::int64_t step_of_signal = std::atoll(argv[2]);
   const int signal = std::atoi(argv[3]);
 
   set_random_seed(3);
-  const MirroredStrategy strategy(2);
+  const bool worker = std::getenv("LOCKSTEP_RANK") != nullptr;
+  const bool first_life = !worker || std::string(std::getenv("LOCKSTEP_RESTART")) == "0";
+  const bool signals = first_life && (argc < 5 || std::string(std::getenv("LOCKSTEP_RANK")) == argv[4]);
+  const auto strategy =
+      worker ? Strategy(MultiWorkerMirroredStrategy({.devices = {"cpu:0"}})) : Strategy(MirroredStrategy(2));
   const auto scope = strategy.scope();
   const auto x = at::linspace(-1, 1, 50 * 8).view({50, 8}).sin();
   const auto y = x.sum(1).gt(0).to(at::kLong);
@@ -32,7 +37,7 @@ int main(int, char** argv) {
                  .optimizer = Adam({.learning_rate = 0.01}),
                  .metrics = {"accuracy"}});
   const auto raise_signal = [&](std::int64_t, const Logs&) {
-    if (model.iterations() == step_of_signal) std::raise(signal);
+    if (signals && model.iterations() == step_of_signal) std::raise(signal);
   };
   try {
     const auto history =
@@ -44,9 +49,12 @@ int main(int, char** argv) {
                                        EarlyStopping({.monitor = "loss", .patience = 3, .restore_best_weights = true})},
                          .verbose = 0});
     model.save_weights(folder + "/final");
-    std::cout << "epochs in the history: " << history.epoch.size() << "\n";
+    if (strategy.is_chief()) std::cout << "epochs in the history: " << history.epoch.size() << "\n";
   } catch (const Interrupted& interrupted) {
     std::cout << interrupted.what() << "\n";
     return 3;
+  } catch (const Error& error) {
+    std::cerr << error.what() << "\n";
+    return 1;
   }
 }

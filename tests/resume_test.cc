@@ -19,14 +19,18 @@ struct Ended {
   std::string output;
 };
 
-Ended run_program(const fs::path& folder, int step, int signal) {
-  std::ostringstream command;
-  command << RESUME_PROGRAM << " " << folder.string() << " " << step << " " << signal << " 2>&1";
-  FILE* pipe = ::popen(command.str().c_str(), "r");
+Ended run(const std::string& command) {
+  FILE* pipe = ::popen(command.c_str(), "r");
   Ended ended;
   for (int c = std::fgetc(pipe); c != EOF; c = std::fgetc(pipe)) ended.output.push_back(static_cast<char>(c));
   ended.status = ::pclose(pipe);
   return ended;
+}
+
+Ended run_program(const fs::path& folder, int step, int signal) {
+  std::ostringstream command;
+  command << RESUME_PROGRAM << " " << folder.string() << " " << step << " " << signal << " 2>&1";
+  return run(command.str());
 }
 
 std::string contents(const fs::path& file) {
@@ -75,5 +79,55 @@ INSTANTIATE_TEST_SUITE_P(AtAnyStep, Resume,
                          testing::Values(std::pair(2, SIGKILL), std::pair(4, SIGKILL), std::pair(8, SIGKILL),
                                          std::pair(14, SIGKILL), std::pair(19, SIGKILL), std::pair(5, SIGTERM),
                                          std::pair(16, SIGINT)));
+
+// --- the same with two workers, of which one is killed, stopped or interrupted
+
+Ended run_job(const fs::path& folder, int step, int signal, int worker, int restarts) {
+  std::ostringstream command;
+  command << LOCKSTEP_CLI << " run -n 2 --restarts " << restarts << " " << RESUME_PROGRAM << " " << folder.string()
+          << " " << step << " " << signal << " " << worker << " 2>&1";
+  return run(command.str());
+}
+
+struct Loss {
+  int step, signal, worker;
+};
+
+class ResumeWorkers : public testing::TestWithParam<Loss> {
+ protected:
+  static void SetUpTestSuite() {
+    undisturbed = lockstep::fresh_folder("resume_workers", "undisturbed");
+    const auto ended = run_job(undisturbed, -1, 0, 0, 0);
+    ASSERT_EQ(ended.status, 0) << ended.output;
+    ASSERT_EQ(ended.output, "[0] epochs in the history: 4\n");
+  }
+  static inline fs::path undisturbed;
+};
+
+TEST_P(ResumeWorkers, TheJobGoesOnFromItsCheckpointWithTheSameBits) {
+  const auto [step, signal, worker] = GetParam();
+  const auto folder =
+      lockstep::fresh_folder("resume_workers", "step" + std::to_string(step) + "_signal" + std::to_string(signal) +
+                                                   "_worker" + std::to_string(worker));
+  const auto ended = run_job(folder, step, signal, worker, 1);
+  EXPECT_EQ(ended.status, 0) << ended.output;
+  EXPECT_NE(ended.output.find("lockstep run: restart 1 of 1"), std::string::npos) << ended.output;
+  if (signal == SIGKILL) {
+    EXPECT_NE(ended.output.find("lockstep run: rank " + std::to_string(worker) + " was ended by signal 9"),
+              std::string::npos)
+        << ended.output;
+  }
+  EXPECT_TRUE(contents(folder / "final.safetensors") == contents(undisturbed / "final.safetensors"));
+  EXPECT_EQ(contents(folder / "log.csv"), contents(undisturbed / "log.csv"));
+}
+
+// Interrupted: all workers agree on the step, and the chief saves it.
+INSTANTIATE_TEST_SUITE_P(AtAnyStep, ResumeWorkers,
+                         testing::Values(Loss{2, SIGKILL, 1}, Loss{8, SIGKILL, 0}, Loss{14, SIGKILL, 1},
+                                         Loss{19, SIGKILL, 0}, Loss{5, SIGTERM, 1}, Loss{16, SIGINT, 0}),
+                         [](const auto& loss) {
+                           return "step_" + std::to_string(loss.param.step) + "_signal_" +
+                                  std::to_string(loss.param.signal) + "_worker_" + std::to_string(loss.param.worker);
+                         });
 
 }  // namespace

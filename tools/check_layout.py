@@ -10,6 +10,7 @@ ROOMS = {
     "kernels": set(),
     "transport": set(),
     "cluster": {"transport"},
+    "launch": {"cluster", "transport"},
     "collective": {"cluster", "kernels", "transport"},
     "optimizer": {"kernels"},
     "checkpoint": set(),
@@ -20,9 +21,9 @@ ROOMS = {
     "ddp": {"collective", "gradient", "ops"},
     "strategy": {"collective", "data", "gradient", "ops", "optimizer"},
     "train": {"checkpoint", "data", "gradient", "ops", "optimizer", "strategy"},
-    "cli": {"checkpoint", "collective", "train"},
+    "cli": {"checkpoint", "cluster", "collective", "launch", "train"},
 }
-WITHOUT_TORCH = {"base", "kernels", "transport", "cluster", "collective", "optimizer", "checkpoint", "cli"}
+WITHOUT_TORCH = {"base", "kernels", "transport", "cluster", "launch", "collective", "optimizer", "checkpoint", "cli"}
 HEADERS_WITHOUT_TORCH = {"buffer", "checkpoint", "deadline", "error", "gradient_hook", "group", "group_wrappers", "logs", "memory", "mixed_precision", "optimizer", "random", "replica_values", "schedule", "store", "world"}
 TORCH = re.compile(r'#include [<"](torch|ATen|c10)/')
 BROAD = re.compile(r'#include [<"](torch/torch\.h|torch/all\.h|ATen/ATen\.h|spdlog|fmt|nlohmann)')

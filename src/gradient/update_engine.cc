@@ -361,6 +361,14 @@ double UpdateEngine::norm_factor(std::size_t slot) const {
   return bound / std::max(std::sqrt(squares), bound);
 }
 
+std::vector<std::int64_t> UpdateEngine::gradient_order() const {
+  return workers_ == nullptr ? std::vector<std::int64_t>() : workers_->order();
+}
+
+void UpdateEngine::restore_gradient_order(const std::vector<std::int64_t>& order) {
+  if (workers_ != nullptr) workers_->restore_order(order);
+}
+
 double UpdateEngine::learning_rate() const {
   return rate_override_ ? *rate_override_
                         : LearningRate(optimizer_.options().learning_rate.at(iterations_)).at(0);  // checked

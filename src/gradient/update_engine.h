@@ -67,6 +67,10 @@ class UpdateEngine {
   std::int64_t iterations() const { return iterations_; }
   void set_iterations(std::int64_t iterations) { iterations_ = iterations; }
 
+  // In which the gradients are sent to other workers: where a sum's order is another, its bits may be.
+  std::vector<std::int64_t> gradient_order() const;
+  void restore_gradient_order(const std::vector<std::int64_t>& order);
+
   // What losses are multiplied by before backward; constant while replicas run backward.
   double loss_scale() const { return loss_scale_.value(); }
   LossScale& loss_scale_state() { return loss_scale_; }

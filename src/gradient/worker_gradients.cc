@@ -194,7 +194,12 @@ void WorkerGradients::end_step() {
     learnt = ready_order_;
   }
   workers().group().broadcast(buffer_of(std::span(learnt)), 0, workers().deadline());
-  order_ = learnt;
+  restore_order(learnt);
+}
+
+void WorkerGradients::restore_order(const std::vector<std::int64_t>& order) {
+  if (!std::is_permutation(order.begin(), order.end(), order_.begin(), order_.end())) return;
+  order_ = order;
   order_known_ = true;
   make_buckets();
 }

@@ -46,6 +46,11 @@ class WorkerGradients {
   void wait();
   void end_step();
 
+  // Of slots, in which their gradients are sent: as the chief's first step made them; empty before. Restored between
+  // steps, on all workers; one that is not of these slots is not taken.
+  std::vector<std::int64_t> order() const { return order_known_ ? order_ : std::vector<std::int64_t>(); }
+  void restore_order(const std::vector<std::int64_t>& order);
+
   // Of all replicas of all workers; the same bits everywhere.
   double total_weight() const { return total_weight_; }
   bool has_gradient(std::size_t slot) const { return slots_[slot].has_gradient; }

@@ -4,6 +4,8 @@
 #include <torch/nn/module.h>
 
 #include <cmath>
+#include <cstring>
+#include <sstream>
 
 #include "base/text.h"
 #include "data/stored_tensor.h"
@@ -68,22 +70,36 @@ Trackable ReplicatedModule::replica_buffers() const {
   const auto name_of = [parameters = parameters_](const std::string& prefix, int replica, std::size_t index) {
     return joined(prefix, text(replica, "/", parameters->buffer_names()[index]));
   };
+  // Collective over the workers: all replicas' buffers, numbered through.
   const auto save = [parameters = parameters_, name_of](Archive& archive, const std::string& prefix) {
-    archive.entries[joined(prefix, "replicas")] = std::to_string(parameters->replicas());
-    for (int replica = 0; replica < parameters->replicas(); ++replica) {
-      for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
-        archive.tensors[name_of(prefix, replica, i)] = to_stored(parameters->buffer(replica, i));
+    const auto& workers = parameters->workers();
+    const int replicas = parameters->replicas();
+    archive.entries[joined(prefix, "replicas")] = std::to_string(replicas * workers.size());
+    for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
+      auto stored = to_stored(parameters->buffer(0, i));
+      const auto bytes = stored.bytes.size();
+      std::string mine;
+      for (int replica = 0; replica < replicas; ++replica) {
+        const auto own = to_stored(parameters->buffer(replica, i)).bytes;
+        mine.append(reinterpret_cast<const char*>(own.data()), own.size());
+      }
+      const auto all = join(workers.all_gather(mine), "");
+      for (int replica = 0; replica < replicas * workers.size(); ++replica) {
+        std::memcpy(stored.bytes.data(), all.data() + static_cast<std::size_t>(replica) * bytes, bytes);
+        archive.tensors[name_of(prefix, replica, i)] = stored;
       }
     }
   };
   const auto load = [parameters = parameters_, name_of](const Archive& archive,
                                                         const std::string& prefix) -> std::function<void()> {
-    if (archive.entry(joined(prefix, "replicas")) != std::to_string(parameters->replicas())) return [] {};
+    const auto& workers = parameters->workers();
+    const int all = parameters->replicas() * workers.size(), first = parameters->replicas() * workers.rank();
+    if (archive.entry(joined(prefix, "replicas")) != std::to_string(all)) return [] {};
     std::vector<std::vector<Tensor>> values(static_cast<std::size_t>(parameters->replicas()));
     for (int replica = 0; replica < parameters->replicas(); ++replica) {
       for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
         values[static_cast<std::size_t>(replica)].push_back(
-            load_like(archive, name_of(prefix, replica, i), parameters->buffer(replica, i)));
+            load_like(archive, name_of(prefix, first + replica, i), parameters->buffer(replica, i)));
       }
     }
     return [parameters, values] {
@@ -143,6 +159,9 @@ Trackable ReplicatedOptimizer::trackable() const {
     if (const auto rate = engine->learning_rate_override()) {
       archive.entries[joined(prefix, "learning_rate")] = text(std::hexfloat, *rate);
     }
+    if (!engine->gradient_order().empty()) {
+      archive.entries[joined(prefix, "gradient_order")] = join(engine->gradient_order(), " ");
+    }
     const auto& scale = engine->loss_scale_state();
     if (scale.used()) {
       archive.entries[joined(prefix, "loss_scale")] = text(std::hexfloat, scale.value());
@@ -168,6 +187,10 @@ Trackable ReplicatedOptimizer::trackable() const {
     const auto rate = archive.entries.find(joined(prefix, "learning_rate"));
     std::optional<double> set_rate;
     if (rate != archive.entries.end()) set_rate = std::strtod(rate->second.c_str(), nullptr);
+    std::vector<std::int64_t> order;
+    const auto listed = archive.entries.find(joined(prefix, "gradient_order"));
+    std::istringstream numbers(listed != archive.entries.end() ? listed->second : "");
+    for (std::int64_t slot = 0; numbers >> slot;) order.push_back(slot);
     const auto scale = archive.entries.find(joined(prefix, "loss_scale"));
     std::optional<std::pair<double, std::int64_t>> scaled;
     if (scale != archive.entries.end()) {
@@ -178,7 +201,8 @@ Trackable ReplicatedOptimizer::trackable() const {
                                    " steps; it must be above 0, after 0 steps or more"));
       }
     }
-    return [engine, copies, iterations, set_rate, scaled] {
+    return [engine, copies, iterations, set_rate, scaled, order] {
+      engine->restore_gradient_order(order);
       auto& state = engine->loss_scale_state();
       if (state.used()) scaled ? state.restore(scaled->first, scaled->second) : state.restart();
       for (const auto& [to, from] : copies) to.copy_(from);

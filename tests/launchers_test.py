@@ -1,0 +1,132 @@
+"""The seed program on two workers, started by each launcher that a site may have: launchers_test.py MNIST LOCKSTEP."""
+import contextlib
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+MNIST, LOCKSTEP = sys.argv[1:3]
+TRAIN = [MNIST, "--strategy", "multi_worker", "--replicas", "1", "--epochs", "5"]
+LIMIT_S = 300
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [s.getsockname()[1] for s in sockets]
+
+
+class Slurm:
+    """A controller and a node on this machine, in a folder of their own."""
+
+    def __init__(self, folder):
+        self.folder, self.started = folder, []
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def __enter__(self):
+        folder, host = self.folder, socket.gethostname().split(".")[0]
+        controller_port, node_port = free_ports(2)
+        (folder / "munge.key").write_bytes(os.urandom(1024))
+        (folder / "munge.key").chmod(0o400)
+        for name in ("state", "spool"):
+            (folder / name).mkdir()
+        (folder / "slurm.conf").write_text(f"""
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmdPort={node_port}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+MpiDefault=none
+ReturnToService=2
+NodeName={host} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES State=UP
+""")
+        self.start("/usr/sbin/munged", "--foreground", "--force", f"--socket={folder}/munge.socket", f"--key-file={folder}/munge.key",
+                   f"--pid-file={folder}/munge.pid", f"--log-file={folder}/munge.log", f"--seed-file={folder}/munge.seed")
+        self.wait_for(lambda: (folder / "munge.socket").exists(), "munged")
+        self.start("/usr/sbin/slurmctld", "-D")
+        self.start("/usr/sbin/slurmd", "-D")
+        self.wait_for(lambda: "idle" in subprocess.run(["sinfo", "-h"], env=self.environment, capture_output=True, text=True).stdout, "an idle node")
+        return self
+
+    def start(self, *command):
+        with open(self.folder / "log", "a") as log:
+            self.started.append(subprocess.Popen(command, env=self.environment, stdout=subprocess.DEVNULL, stderr=log))
+
+    def wait_for(self, ready, what):
+        end = time.monotonic() + 60
+        while not ready():
+            if time.monotonic() > end:
+                raise RuntimeError(f"Slurm: there is no {what}:\n" + (self.folder / "log").read_text()[-4000:])
+            time.sleep(0.05)
+
+    def __exit__(self, *_):
+        for process in reversed(self.started):
+            process.terminate()
+        for process in self.started:
+            process.wait(30)
+
+
+class Launchers(unittest.TestCase):
+    def setUp(self):
+        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+    def train(self, *commands, environments=None):
+        """The accuracy that one of the commands prints; all end well."""
+        environments = environments or [{}] * len(commands)
+        work = self.folder / "work"
+        work.mkdir(exist_ok=True)
+        started = [subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment})
+                   for command, environment in zip(commands, environments)]
+        try:
+            outputs = [process.communicate(timeout=LIMIT_S)[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+        for process, output in zip(started, outputs):
+            self.assertEqual(process.returncode, 0, output)
+        accuracies = re.findall(r"Eval accuracy: ([0-9.]+)", "".join(outputs))
+        self.assertEqual(len(accuracies), 1, outputs)  # the chief's
+        self.assertTrue((work / "training_checkpoints/ckpt_5.safetensors").exists())
+        self.assertGreaterEqual(float(accuracies[0]), 0.90)
+
+    def test_by_hand_with_tf_config(self):
+        workers = [f"localhost:{port}" for port in free_ports(2)]
+        config = [{"TF_CONFIG": json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": i}})} for i in range(2)]
+        self.train(TRAIN, TRAIN, environments=config)
+
+    def test_lockstep_run(self):
+        self.train([LOCKSTEP, "run", "-n", "2", *TRAIN])
+
+    def test_open_mpi(self):
+        self.train(["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2", *TRAIN])
+
+    def test_mpich(self):
+        self.train(["mpirun.mpich", "-np", "2", *TRAIN])
+
+    def test_torchrun(self):
+        self.train(["/usr/bin/torchrun", "--no_python", "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0]), *TRAIN])
+
+    def test_slurm(self):
+        with Slurm(self.folder) as slurm:
+            self.train(["srun", "-n", "2", "--overcommit", *TRAIN], environments=[slurm.environment])
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *sys.argv[3:]], verbosity=2)
