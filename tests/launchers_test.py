@@ -121,7 +121,9 @@ class Launchers(unittest.TestCase):
         self.train(["mpirun.mpich", "-np", "2", *TRAIN])
 
     def test_torchrun(self):
-        self.train(["/usr/bin/torchrun", "--no_python", "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0]), *TRAIN])
+        # Debian's (1.13) knows of the streams' numbers with Python 3.11 only that of stdout.
+        streams = ["--redirects", "1", "--tee", "1", "--log_dir", str(self.folder / "logs")]
+        self.train(["/usr/bin/torchrun", "--no_python", "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0]), *streams, *TRAIN])
 
     def test_slurm(self):
         with Slurm(self.folder) as slurm:
