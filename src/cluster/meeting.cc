@@ -18,7 +18,7 @@ namespace {
 constexpr int kCandidates = 16;
 constexpr int kFirstPort = 10'000, kPorts = 20'000;
 constexpr std::chrono::milliseconds kBetweenRounds(50);
-constexpr std::chrono::seconds kForOne(2);
+constexpr std::chrono::seconds kForConnecting(1), kForAnswer(2);
 constexpr const char* kJob = "job";
 
 std::string candidate(const Cluster& cluster, int index) {
@@ -47,8 +47,9 @@ Store find(const Cluster& cluster, Deadline deadline) {
   while (true) {
     for (int i = 0; i < kCandidates; ++i) {
       try {
-        const auto store = Store::connect(candidate(cluster, i), Deadline::after(std::chrono::seconds(0)));
-        if (store.get(kJob, Deadline::after(kForOne)) == cluster.job) return store;
+        if (!answers_at(candidate(cluster, i), Deadline::after(kForConnecting))) continue;
+        const auto store = Store::connect(candidate(cluster, i), Deadline::after(kForAnswer));
+        if (store.get(kJob, Deadline::after(kForAnswer)) == cluster.job) return store;
       } catch (const ClusterError&) {
       } catch (const DeadlineExceeded&) {
       }
@@ -80,6 +81,16 @@ Store held(const Cluster& cluster, Deadline deadline) {
   return found != stores.end() ? found->second : stores.emplace(name, hold(cluster, deadline)).first->second;
 }
 
+bool is_loopback(const std::string& host) { return host.starts_with("127.") || host == "::1" || host == "localhost"; }
+
+// Debian gives a machine's own name an address that leads nowhere else.
+void require_reachable(const World& world, const std::string& named) {
+  if (world.local_size == world.size || named.empty() || is_loopback(named) || !is_loopback(world.address)) return;
+  throw ClusterError(
+      text("the ranks are on several hosts, but on this one ", named, " is ", world.address,
+           ", which the others cannot reach; name rank 0's host by another address, or mend /etc/hosts"));
+}
+
 }  // namespace
 
 Meeting meet(const Cluster& cluster, Deadline deadline) {
@@ -91,6 +102,8 @@ Meeting meet(const Cluster& cluster, Deadline deadline) {
   }
   Meeting meeting{cluster.world, cluster.holds_store ? held(cluster, deadline) : connect(place, deadline)};
   meeting.world.address = address_towards(host_of(meeting.store.address(), "the store's address"));
+  const bool has_port = cluster.job.empty() && !cluster.store.empty();
+  require_reachable(meeting.world, has_port ? host_of(cluster.store, "the store's address") : cluster.store);
   return meeting;
 }
 

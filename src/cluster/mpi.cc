@@ -18,11 +18,8 @@ std::string host_of_rank_0(const World& world, const Environment& environment) {
       "MASTER_ADDR=host");
 }
 
-std::string name_of_host(const World& world, const Environment& environment) {
-  if (world.local_size == world.size) return "localhost";
-  const char* const name =
-      environment("PMIX_HOSTNAME") != nullptr ? "PMIX_HOSTNAME" : "MPIR_CVAR_CH3_INTERFACE_HOSTNAME";
-  return text_of(environment, name);
+std::string name_of_host(const World& world, const Environment& environment, const char* variable) {
+  return world.local_size == world.size ? "localhost" : text_of(environment, variable);
 }
 
 }  // namespace
@@ -36,7 +33,7 @@ std::optional<Cluster> from_open_mpi(const Environment& environment) {
   world.local_size = static_cast<int>(number_of(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 1, world.size));
   world.local_rank = static_cast<int>(number_of(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0, world.local_size - 1));
   if (world.size == 1) return cluster;
-  world.host = name_of_host(world, environment);
+  world.host = name_of_host(world, environment, "PMIX_HOSTNAME");
   cluster.store = host_of_rank_0(world, environment);
   cluster.job = "Open MPI " + text_of(environment, "PMIX_NAMESPACE");
   cluster.holds_store = world.rank == 0;
@@ -52,7 +49,7 @@ std::optional<Cluster> from_mpich(const Environment& environment) {
   world.local_size = static_cast<int>(number_of(environment, "MPI_LOCALNRANKS", 1, world.size));
   world.local_rank = static_cast<int>(number_of(environment, "MPI_LOCALRANKID", 0, world.local_size - 1));
   if (world.size == 1) return cluster;
-  world.host = name_of_host(world, environment);
+  world.host = name_of_host(world, environment, "MPIR_CVAR_CH3_INTERFACE_HOSTNAME");
   cluster.pmi_fd = static_cast<int>(number_of(environment, "PMI_FD", 0, kMostDescriptors));
   cluster.holds_store = world.rank == 0;
   if (cluster.holds_store) {

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <charconv>
 #include <cstdlib>
 
@@ -67,8 +66,10 @@ std::optional<Cluster> from_torchrun(const Environment& environment) {
   const auto optional = [&](const char* name, std::int64_t otherwise) {
     return static_cast<int>(environment(name) == nullptr ? otherwise : number_of(environment, name, 0, kMostRanks));
   };
-  world.local_size = std::max(1, optional("LOCAL_WORLD_SIZE", 1));
-  world.local_rank = optional("LOCAL_RANK", 0);
+  if (environment("LOCAL_RANK") != nullptr) {
+    world.local_size = static_cast<int>(number_of(environment, "LOCAL_WORLD_SIZE", 1, world.size));
+    world.local_rank = static_cast<int>(number_of(environment, "LOCAL_RANK", 0, world.local_size - 1));
+  }
   const auto master = text_of(environment, "MASTER_ADDR");
   const auto port = number_of(environment, "MASTER_PORT", 1, 65535);
   world.host = world.local_size == world.size ? "localhost" : text("node ", optional("GROUP_RANK", world.rank));

@@ -80,7 +80,8 @@ Cluster parse_tf_config(const std::string& json) {
 
 // The chief is rank 0; where there is none, worker 0 is the chief.
 std::optional<Cluster> from_tf_config(const Environment& environment) {
-  if (environment("TF_CONFIG") == nullptr) return std::nullopt;
+  const char* const value = environment("TF_CONFIG");
+  if (value == nullptr || *value == '\0') return std::nullopt;
   auto cluster = parse_tf_config(text_of(environment, "TF_CONFIG"));
   auto members = cluster.jobs["chief"];
   const auto chiefs = members.size();

@@ -32,6 +32,7 @@ class UpdateEngine::Hook final : public torch::autograd::PostAccumulateGradHook 
       engine_.take_gradient(replica_, slot_);
     }
   }
+  bool belongs_to(const UpdateEngine& engine) const { return &engine_ == &engine; }
 
  private:
   UpdateEngine& engine_;
@@ -74,20 +75,27 @@ UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Opt
   assign_ranges(root);
   if (parameters_->workers().alone()) return;
   workers_ = std::make_unique<WorkerGradients>(*parameters_, between_workers);
+  hook_gradients();
+}
+
+void UpdateEngine::hook_gradients() {
   for (int replica = 0; replica < parameters_->replicas(); ++replica) {
     for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {
       if (!parameters_->slots()[i].trainable) continue;
       torch::autograd::impl::set_post_acc_grad_hooks(parameters_->parameter(replica, i),
                                                      std::make_unique<Hook>(*this, replica, i));
+      hooked_.push_back({replica, i});
     }
   }
 }
 
+// Another engine for the same parameters may have its hooks there by now.
 UpdateEngine::~UpdateEngine() {
-  for (int replica = 0; workers_ != nullptr && replica < parameters_->replicas(); ++replica) {
-    for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {
-      if (parameters_->slots()[i].trainable)
-        torch::autograd::impl::set_post_acc_grad_hooks(parameters_->parameter(replica, i), nullptr);
+  for (const auto& [replica, slot] : hooked_) {
+    const auto& parameter = parameters_->parameter(replica, slot);
+    const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
+    if (hook != nullptr && hook->belongs_to(*this)) {
+      torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
     }
   }
 }
@@ -194,7 +202,8 @@ void UpdateEngine::take_gradient(int replica, std::size_t index) {
   const auto& slot = parameters_->slots()[index];
   auto gradient = std::exchange(parameters_->parameter(replica, index).mutable_grad(), at::Tensor());
   taken.reset();
-  if (!slot.trainable || !gradient.defined()) return;
+  const bool used = workers_ == nullptr ? slot.trainable : workers_->takes(index);
+  if (!used || !gradient.defined()) return;
   if (gradient.is_sparse()) gradient = gradient.to_dense();
   if (gradient.scalar_type() != slot.dtype || gradient.sizes() != slot.sizes) {
     throw InvalidArgument(text("the gradient of \"", slot.name, "\" is ", gradient.scalar_type(), " ", gradient.sizes(),
@@ -361,12 +370,12 @@ double UpdateEngine::norm_factor(std::size_t slot) const {
   return bound / std::max(std::sqrt(squares), bound);
 }
 
-std::vector<std::int64_t> UpdateEngine::gradient_order() const {
-  return workers_ == nullptr ? std::vector<std::int64_t>() : workers_->order();
+WorkerGradients::Learnt UpdateEngine::learnt_of_workers() const {
+  return workers_ == nullptr ? WorkerGradients::Learnt() : workers_->learnt();
 }
 
-void UpdateEngine::restore_gradient_order(const std::vector<std::int64_t>& order) {
-  if (workers_ != nullptr) workers_->restore_order(order);
+void UpdateEngine::restore_learnt_of_workers(const WorkerGradients::Learnt& learnt) {
+  if (workers_ != nullptr) workers_->restore(learnt);
 }
 
 double UpdateEngine::learning_rate() const {

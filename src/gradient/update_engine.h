@@ -67,9 +67,9 @@ class UpdateEngine {
   std::int64_t iterations() const { return iterations_; }
   void set_iterations(std::int64_t iterations) { iterations_ = iterations; }
 
-  // In which the gradients are sent to other workers: where a sum's order is another, its bits may be.
-  std::vector<std::int64_t> gradient_order() const;
-  void restore_gradient_order(const std::vector<std::int64_t>& order);
+  // How gradients are sent to other workers: where a sum's order is another, its bits may be.
+  WorkerGradients::Learnt learnt_of_workers() const;
+  void restore_learnt_of_workers(const WorkerGradients::Learnt& learnt);
 
   // What losses are multiplied by before backward; constant while replicas run backward.
   double loss_scale() const { return loss_scale_.value(); }
@@ -102,7 +102,12 @@ class UpdateEngine {
   };
 
   class Hook;
+  struct Hooked {
+    int replica;
+    std::size_t slot;
+  };
 
+  void hook_gradients();
   void assign_ranges(int root);
   void take_gradient(int replica, std::size_t slot);
   void meet_other_workers(const Group& group, Deadline deadline);
@@ -138,6 +143,7 @@ class UpdateEngine {
   std::vector<at::Tensor> tree_float_, tree_double_;    // [replica], flat; for hierarchical_copy
 
   std::unique_ptr<WorkerGradients> workers_;  // null where this process is alone
+  std::vector<Hooked> hooked_;
 
   std::vector<DeviceUpdate> device_updates_;  // float's and double's; Placement::device only
 

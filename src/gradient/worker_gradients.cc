@@ -13,16 +13,27 @@
 #include "optimizer/flat_update.h"
 
 namespace lockstep {
+namespace {
+
+// Whether it holds on all workers.
+bool on_all(const Workers& workers, bool holds) {
+  double count = holds ? 1 : 0;
+  workers.sum({&count, 1});
+  return count == workers.size();
+}
+
+}  // namespace
 
 WorkerGradients::WorkerGradients(const ReplicatedParameters& parameters, WorkerGradientsOptions options)
     : parameters_(parameters),
       options_(std::move(options)),
-      overlap_(may_overlap(workers().group(), parameters_.replicas())),
+      overlap_(on_all(workers(), may_overlap(workers().group(), parameters_.replicas()))),
       slots_(parameters_.slots().size()),
       weights_(static_cast<std::size_t>(parameters_.replicas())) {
   for (std::size_t i = slots_.size(); i-- > 0;) {  // backward goes from the last to the first, mostly
     if (parameters_.slots()[i].trainable) order_.push_back(static_cast<std::int64_t>(i));
   }
+  workers().require_same("trainable parameters", join(order_));
   make_buckets();
 }
 
@@ -62,15 +73,15 @@ void WorkerGradients::make_buckets() {
     std::int64_t elements = 0;
     for (const auto i : bucket.slots) elements += parameters_.slots()[i].numel;
     const auto flags = static_cast<std::int64_t>(bucket.slots.size());
-    const bool shortened = options_.wire && types[b] == at::kFloat;
-    const auto dtype = shortened ? *options_.wire : dtype_of(types[b]);
+    bucket.shortened = options_.wire && types[b] == at::kFloat;
+    const auto dtype = bucket.shortened ? *options_.wire : dtype_of(types[b]);
     const auto count = static_cast<std::size_t>(elements + flags);
     bucket.memory = workers().group().allocate(count * size_of(dtype));
     bucket.buffer = {bucket.memory.get(), count, dtype};
     const auto whole = at::from_blob(bucket.memory.get(), {elements + flags}, at::TensorOptions(scalar_type_of(dtype)));
     bucket.sent = whole.narrow(0, 0, elements);
     bucket.flags = whole.narrow(0, elements, flags);
-    bucket.sum = shortened ? at::zeros({elements}, at::kFloat) : bucket.sent;
+    bucket.sum = bucket.shortened ? at::zeros({elements}, at::kFloat) : bucket.sent;
     std::int64_t at = 0;
     for (const auto i : bucket.slots) {
       const auto numel = parameters_.slots()[i].numel;
@@ -86,9 +97,10 @@ void WorkerGradients::make_buckets() {
 void WorkerGradients::reset() {
   const auto replicas = static_cast<std::size_t>(parameters_.replicas());
   for (auto& bucket : buckets_) bucket.missing = bucket.slots.size();
-  for (auto& slot : slots_) {
+  for (auto& slot : slots_) slot.given.assign(replicas, 0);
+  for (const auto i : order_) {
+    auto& slot = slots_[static_cast<std::size_t>(i)];
     slot.gradients.assign(replicas, {});
-    slot.given.assign(replicas, 0);
     slot.missing = parameters_.replicas();
   }
   MutexLock lock(mutex_);
@@ -144,7 +156,7 @@ void WorkerGradients::add_up(const Slot& slot) {
     }
     if (parts.empty()) return false;
     const auto count = static_cast<std::size_t>(slot.sum.numel());
-    sum_gradients<T>(parts, {.divide_by = scale()}, slot.sum.mutable_data_ptr<T>(), count);
+    sum_gradients<T>(parts, {.divide_by = scale_of(bucket)}, slot.sum.mutable_data_ptr<T>(), count);
     return true;
   };
   const bool any = slot.sum.scalar_type() == at::kDouble ? add(double()) : add(float());
@@ -162,7 +174,7 @@ void WorkerGradients::wait() {
     tally_->wait();
   } else {
     group.run(tally(), workers().deadline());
-    if (usual_weight_ == 0) usual_weight_ = total_weight_;
+    usual_weight_ = std::max(usual_weight_, total_weight_);
     for (auto& bucket : buckets_) {
       for (const auto i : bucket.slots) add_up(slots_[i]);
       group.run(Call::all_reduce(bucket.buffer, ReduceOp::sum), workers().deadline());
@@ -173,7 +185,7 @@ void WorkerGradients::wait() {
 
 void WorkerGradients::receive(Bucket& bucket) {
   const at::NoGradGuard no_grad;
-  if (!bucket.sum.is_same(bucket.sent)) bucket.sum.copy_(bucket.sent).mul_(scale());
+  if (bucket.shortened) bucket.sum.copy_(bucket.sent).mul_(scale_of(bucket));
   const auto flags = bucket.flags.to(at::kFloat);
   for (std::size_t k = 0; k < bucket.slots.size(); ++k) {
     slots_[bucket.slots[k]].has_gradient = flags.const_data_ptr<float>()[k] > 0;
@@ -186,20 +198,22 @@ bool WorkerGradients::finite() const {
 }
 
 void WorkerGradients::end_step() {
-  if (total_weight_ > 0) usual_weight_ = total_weight_;
+  usual_weight_ = std::max(usual_weight_, total_weight_);
   if (order_known_) return reset();
-  std::vector<std::int64_t> learnt;
+  std::vector<std::int64_t> order;
   {
     MutexLock lock(mutex_);
-    learnt = ready_order_;
+    order = ready_order_;
   }
-  workers().group().broadcast(buffer_of(std::span(learnt)), 0, workers().deadline());
-  restore_order(learnt);
+  workers().group().broadcast(buffer_of(std::span(order)), 0, workers().deadline());
+  restore({order, usual_weight_});
 }
 
-void WorkerGradients::restore_order(const std::vector<std::int64_t>& order) {
+void WorkerGradients::restore(const Learnt& learnt) {
+  const auto& order = learnt.order;
   if (!std::is_permutation(order.begin(), order.end(), order_.begin(), order_.end())) return;
   order_ = order;
+  usual_weight_ = learnt.usual_weight;
   order_known_ = true;
   make_buckets();
 }

@@ -46,10 +46,17 @@ class WorkerGradients {
   void wait();
   void end_step();
 
-  // Of slots, in which their gradients are sent: as the chief's first step made them; empty before. Restored between
-  // steps, on all workers; one that is not of these slots is not taken.
-  std::vector<std::int64_t> order() const { return order_known_ ? order_ : std::vector<std::int64_t>(); }
-  void restore_order(const std::vector<std::int64_t>& order);
+  // What was learnt: the order of slots in which the chief's first step made their gradients, in which they are sent,
+  // and the largest weight of a step. Empty before. Restored between steps, on all workers; an order that is not of
+  // these slots is not taken.
+  struct Learnt {
+    std::vector<std::int64_t> order;
+    double usual_weight = 0;
+  };
+  Learnt learnt() const { return order_known_ ? Learnt{order_, usual_weight_} : Learnt{}; }
+  void restore(const Learnt& learnt);
+
+  bool takes(std::size_t slot) const { return !slots_[slot].gradients.empty(); }
 
   // Of all replicas of all workers; the same bits everywhere.
   double total_weight() const { return total_weight_; }
@@ -73,6 +80,7 @@ class WorkerGradients {
     at::Tensor sent, sum, flags;
     std::vector<std::size_t> slots;
     std::size_t missing = 0;  // slots; guarded by mutex_
+    bool shortened = false;   // 16 bits are sent
     std::optional<Work> work;
   };
 
@@ -83,9 +91,9 @@ class WorkerGradients {
   void receive(Bucket& bucket);
   Call tally();
 
-  // float16 has no room for sums over many examples: they are sent divided by the weight of the step before.
+  // float16 has no room for sums over many examples: they are sent divided by the largest weight of a step so far.
   bool scaled() const { return options_.wire == DType::float16; }
-  double scale() const { return scaled() ? usual_weight_ : 1; }
+  double scale_of(const Bucket& bucket) const { return scaled() && bucket.shortened ? usual_weight_ : 1; }
 
   // Whether buckets start as soon as they are whole, and not when all have finished.
   bool early() const { return overlap_ && (!scaled() || usual_weight_ > 0); }
@@ -106,7 +114,7 @@ class WorkerGradients {
 
   std::vector<double> weights_;  // [replica]; written by that replica
   double total_weight_ = 0;      // of this process, until the tally is over
-  double usual_weight_ = 0;      // of the step before; 0 before the first
+  double usual_weight_ = 0;      // the largest of a step so far; 0 before the first
   std::optional<Work> tally_;
 };
 

@@ -24,6 +24,10 @@ bool may_overlap(const Group& group, int threads) {
   return !in_memory || group.size() * threads < usable_cpu_count();
 }
 
+void Workers::give_up(const std::string& why) const {
+  if (!alone()) group().abort(text("worker ", rank(), ": ", why));
+}
+
 void Workers::sum(std::span<double> values) const {
   if (!alone()) group().all_reduce(buffer_of(values), ReduceOp::sum, deadline());
 }

@@ -39,6 +39,21 @@ class Workers {
   // What the chief gives, on all.
   std::string share(const std::string& bytes) const;
 
+  // Acts on all workers. Where one throws, the others hear why they wait for it in vain; but Interrupted is thrown by
+  // all.
+  template <class Act>
+  void together(const Act& act) const {
+    try {
+      act();
+    } catch (const Interrupted&) {
+      throw;
+    } catch (const std::exception& error) {
+      give_up(error.what());
+      throw;
+    }
+  }
+  void give_up(const std::string& why) const;
+
   // Acts on the chief while the others wait. What it throws there is an Error with the same text elsewhere.
   template <class Act>
   void on_chief(const Act& act) const {

@@ -36,9 +36,15 @@ void check(const LaunchOptions& options) {
 class Signals {
  public:
   Signals() {
+    ::signal(SIGCHLD, SIG_DFL);  // where it is ignored there are no exit statuses
     sigset_t set;
     sigemptyset(&set);
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) sigaddset(&set, signal);
+    sigaddset(&set, SIGCHLD);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+      struct sigaction action {};
+      sigaction(signal, nullptr, &action);
+      if (action.sa_handler != SIG_IGN) sigaddset(&set, signal);  // nohup ignores SIGHUP
+    }
     pthread_sigmask(SIG_BLOCK, &set, &before_);
     socket_ = FileDescriptor(signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
   }
@@ -97,7 +103,8 @@ class Job {
       notice_ends();
       if (kill_at_ && kill_at_->passed()) end_all(SIGKILL);
     }
-    read_all();  // what they wrote at last
+    while (read_all()) {  // what they wrote at last
+    }
     if (first_ != nullptr) explain(*first_);
     return asked_ != 0 ? 128 + asked_ : first_ != nullptr ? first_->status() : 0;
   }
@@ -121,15 +128,18 @@ class Job {
          kill_at_ ? static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, 60'000)) : -1);
   }
 
-  void read_all() {
+  // A bounded part, so that signals have their turn. False where there was nothing.
+  bool read_all() {
+    bool any = false;
     for (const auto& rank : ranks_) {
       const auto print = [&](std::ostream& to) {
         return
             [&to, number = rank->rank()](const std::string& line) { to << "[" << number << "] " << line << std::endl; };
       };
-      rank->read(RankProcess::Stream::out, print(out_));
-      rank->read(RankProcess::Stream::error, print(err_));
+      any |= rank->read(RankProcess::Stream::out, print(out_));
+      any |= rank->read(RankProcess::Stream::error, print(err_));
     }
+    return any;
   }
 
   // Of those that ended together, one that a signal ended is the cause: the others heard of its end.

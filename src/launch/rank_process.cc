@@ -48,13 +48,14 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
 }
 
 // Between fork and exec: system calls alone.
-[[noreturn]] void become(char** command, char** environment, int out, int error, int problem, pid_t launcher) {
+[[noreturn]] void become(char** command, char** environment, int in, int out, int error, int problem, pid_t launcher) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (getppid() != launcher) _exit(1);  // it ended meanwhile
   sigset_t none;
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, nullptr);
+  dup2(in, STDIN_FILENO);  // the terminal stops groups that are not its own when they read
   dup2(out, STDOUT_FILENO);
   dup2(error, STDERR_FILENO);
   execvpe(command[0], command, environment);
@@ -81,19 +82,20 @@ void Lines::finish(const Take& take) {
 
 RankProcess::RankProcess(const RankCommand& command) : rank_(command.rank) {
   if (!command.log_file.empty()) {
-    log_.open(command.log_file, std::ios::app);
-    if (!log_) throw IoError(text("cannot write ", command.log_file, ": ", std::strerror(errno)));
+    log_ = FileDescriptor(open(command.log_file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
+    if (!log_.open()) throw IoError(text("cannot write ", command.log_file, ": ", std::strerror(errno)));
   }
   Pipe out, error, problem;
   auto arguments = command.command;
   auto environment = with(command.environment);
   const auto raw_arguments = pointers(arguments), raw_environment = pointers(environment);
+  const FileDescriptor nothing(open("/dev/null", O_RDONLY | O_CLOEXEC));
   const pid_t launcher = getpid();
   pid_ = fork();
   if (pid_ < 0) throw ClusterError(text("cannot start a process: ", std::strerror(errno)));
   if (pid_ == 0) {
-    become(const_cast<char**>(raw_arguments.data()), const_cast<char**>(raw_environment.data()), out.in.get(),
-           error.in.get(), problem.in.get(), launcher);
+    become(const_cast<char**>(raw_arguments.data()), const_cast<char**>(raw_environment.data()), nothing.get(),
+           out.in.get(), error.in.get(), problem.in.get(), launcher);
   }
   setpgid(pid_, pid_);
   problem.in = FileDescriptor();
@@ -108,35 +110,36 @@ RankProcess::RankProcess(const RankCommand& command) : rank_(command.rank) {
   streams_[1].socket = std::move(error.out);
 }
 
-void RankProcess::read(Stream stream, const Lines::Take& print) {
+bool RankProcess::read(Stream stream, const Lines::Take& print) {
   auto& channel = streams_[static_cast<int>(stream)];
   auto& last = stream == Stream::error ? last_error_ : last_line_;
   const auto take = [&](const std::string& line) {
-    if (log_.is_open()) log_ << line << "\n" << std::flush;
+    const auto whole = line + "\n";
+    [[maybe_unused]] const auto written = log_.open() ? write(log_.get(), whole.data(), whole.size()) : 0;
     if (!line.empty()) last = line;
     print(line);
   };
   char bytes[16384];
-  while (channel.socket.open()) {
-    const auto count = ::read(channel.socket.get(), bytes, sizeof bytes);
-    if (count > 0) {
-      channel.lines.add(bytes, static_cast<std::size_t>(count), take);
-    } else if (count < 0 && (errno == EAGAIN || errno == EINTR)) {
-      return;
-    } else {
-      channel.lines.finish(take);
-      channel.socket = FileDescriptor();
-    }
+  if (!channel.socket.open()) return false;
+  const auto count = ::read(channel.socket.get(), bytes, sizeof bytes);
+  if (count > 0) {
+    channel.lines.add(bytes, static_cast<std::size_t>(count), take);
+  } else if (count == 0 || (errno != EAGAIN && errno != EINTR)) {
+    channel.lines.finish(take);
+    channel.socket = FileDescriptor();
   }
+  return count > 0;
 }
 
 bool RankProcess::reap() {
-  int raw = 0;
-  if (ended_ || waitpid(pid_, &raw, WNOHANG) != pid_) return false;
+  siginfo_t info{};
+  if (ended_ || waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0)
+    return false;
   ended_ = true;
-  signal_ = WIFSIGNALED(raw) ? WTERMSIG(raw) : 0;
-  status_ = WIFSIGNALED(raw) ? 128 + WTERMSIG(raw) : WEXITSTATUS(raw);
-  kill(-pid_, SIGKILL);  // what it started and left behind
+  kill(-pid_, SIGKILL);  // what it started and left behind; while its number is its own
+  waitpid(pid_, nullptr, 0);
+  signal_ = info.si_code == CLD_EXITED ? 0 : info.si_status;
+  status_ = info.si_code == CLD_EXITED ? info.si_status : 128 + info.si_status;
   return true;
 }
 

@@ -3,7 +3,6 @@
 
 #include <sys/types.h>
 
-#include <fstream>
 #include <functional>
 #include <map>
 #include <string>
@@ -35,8 +34,8 @@ class RankProcess {
  public:
   enum class Stream { out, error };
 
-  // Starts it in a group of processes of its own, that is killed when the calling thread ends. Throws ClusterError
-  // where the program cannot be started.
+  // Starts it in a group of processes of its own, with nothing to read, that is killed when the calling thread ends.
+  // Throws ClusterError where the program cannot be started.
   explicit RankProcess(const RankCommand& command);
 
   int rank() const { return rank_; }
@@ -45,8 +44,8 @@ class RankProcess {
   // What to poll for reading; -1 once the stream has ended.
   int descriptor(Stream stream) const { return streams_[static_cast<int>(stream)].socket.get(); }
 
-  // Reads what is there: into the log file, and whole lines to `print`.
-  void read(Stream stream, const Lines::Take& print);
+  // Reads some of what is there: into the log file, and whole lines to `print`. False where there was nothing.
+  bool read(Stream stream, const Lines::Take& print);
 
   // At its end: the last line of what it wrote to its error stream, or to the other; empty where it wrote nothing.
   const std::string& last_words() const { return last_error_.empty() ? last_line_ : last_error_; }
@@ -68,7 +67,7 @@ class RankProcess {
   int rank_ = 0;
   pid_t pid_ = 0;
   Channel streams_[2];
-  std::ofstream log_;
+  FileDescriptor log_;
   std::string last_line_, last_error_;
   bool ended_ = false;
   int status_ = 0, signal_ = 0;

@@ -28,6 +28,10 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   if (cluster.task_type == "ps") {
     throw InvalidArgument("MultiWorkerMirroredStrategy: this task is a parameter server, which has no part in it");
   }
+  const auto& world = cluster.world;
+  if (world.local_size < 1 || world.local_rank < 0 || world.local_rank >= world.local_size) {
+    throw InvalidArgument(text("World: local rank ", world.local_rank, " of ", world.local_size));
+  }
   const HostShare share{cluster.world.local_rank, cluster.world.local_size};
   StrategySettings settings{.devices = options.devices.empty() ? default_devices(share) : std::move(options.devices),
                             .threads_per_replica = options.threads_per_replica,

@@ -159,8 +159,10 @@ Trackable ReplicatedOptimizer::trackable() const {
     if (const auto rate = engine->learning_rate_override()) {
       archive.entries[joined(prefix, "learning_rate")] = text(std::hexfloat, *rate);
     }
-    if (!engine->gradient_order().empty()) {
-      archive.entries[joined(prefix, "gradient_order")] = join(engine->gradient_order(), " ");
+    const auto learnt = engine->learnt_of_workers();
+    if (!learnt.order.empty()) {
+      archive.entries[joined(prefix, "gradient_order")] = join(learnt.order, " ");
+      archive.entries[joined(prefix, "usual_weight")] = text(std::hexfloat, learnt.usual_weight);
     }
     const auto& scale = engine->loss_scale_state();
     if (scale.used()) {
@@ -187,10 +189,13 @@ Trackable ReplicatedOptimizer::trackable() const {
     const auto rate = archive.entries.find(joined(prefix, "learning_rate"));
     std::optional<double> set_rate;
     if (rate != archive.entries.end()) set_rate = std::strtod(rate->second.c_str(), nullptr);
-    std::vector<std::int64_t> order;
+    WorkerGradients::Learnt learnt;
     const auto listed = archive.entries.find(joined(prefix, "gradient_order"));
-    std::istringstream numbers(listed != archive.entries.end() ? listed->second : "");
-    for (std::int64_t slot = 0; numbers >> slot;) order.push_back(slot);
+    if (listed != archive.entries.end()) {
+      std::istringstream numbers(listed->second);
+      for (std::int64_t slot = 0; numbers >> slot;) learnt.order.push_back(slot);
+      learnt.usual_weight = std::strtod(archive.entry(joined(prefix, "usual_weight")).c_str(), nullptr);
+    }
     const auto scale = archive.entries.find(joined(prefix, "loss_scale"));
     std::optional<std::pair<double, std::int64_t>> scaled;
     if (scale != archive.entries.end()) {
@@ -201,8 +206,8 @@ Trackable ReplicatedOptimizer::trackable() const {
                                    " steps; it must be above 0, after 0 steps or more"));
       }
     }
-    return [engine, copies, iterations, set_rate, scaled, order] {
-      engine->restore_gradient_order(order);
+    return [engine, copies, iterations, set_rate, scaled, learnt] {
+      engine->restore_learnt_of_workers(learnt);
       auto& state = engine->loss_scale_state();
       if (state.used()) scaled ? state.restore(scaled->first, scaled->second) : state.restart();
       for (const auto& [to, from] : copies) to.copy_(from);

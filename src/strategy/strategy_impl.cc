@@ -57,6 +57,9 @@ StrategyImpl::StrategyImpl(StrategySettings settings)
   const auto& [world, store, options, gradients] = *settings_.workers;
   workers_ = Workers(make_group(world, store.prefixed("workers/"), options), settings_.timeout_seconds);
   workers_.require_same("numbers of replicas", std::to_string(replicas()));
+  workers_.require_same(
+      "options", text("gradient_dtype ", gradients.wire ? name_of(*gradients.wire) : "none", "\nbucket_cap in bytes ",
+                      gradients.bucket_bytes, "\nfirst_bucket in bytes ", gradients.first_bucket_bytes));
   seed_ = std::stoull(workers_.share(std::to_string(seed_)));
 }
 

@@ -53,14 +53,16 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
   if (steps == 0 && data.cardinality() == Dataset::kInfinite) {
     throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
   }
-  auto iterator = distribute_ahead(data, strategy.impl().local_replicas()).iterate();
   std::int64_t done = 0;
-  while (steps == 0 || done < steps) {
-    auto batch = iterator.next_parts();
-    if (!batch) break;
-    visit(*batch);
-    ++done;
-  }
+  strategy.impl().workers().together([&] {
+    auto iterator = distribute_ahead(data, strategy.impl().local_replicas()).iterate();
+    while (steps == 0 || done < steps) {
+      auto batch = iterator.next_parts();
+      if (!batch) break;
+      visit(*batch);
+      ++done;
+    }
+  });
   if (done == 0) throw InvalidArgument("the data set is empty");
   return done;
 }
@@ -76,6 +78,7 @@ void build_if_needed(ModelImpl& impl, const Dataset& data) {
 // The workers' outputs for a batch, in order. The chief has some of every batch; others may have none.
 Tensor rows_of_all(const Workers& workers, const std::vector<Tensor>& here) {
   if (workers.alone()) return at::cat(here);
+  if (workers.is_chief() && here.empty()) throw InvalidArgument("predict: a batch has no examples");
   const auto kind = workers.share(
       workers.is_chief() ? text(static_cast<int>(here[0].scalar_type()), " ", join(here[0].sizes().slice(1), " "))
                          : "");

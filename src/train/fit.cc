@@ -100,18 +100,12 @@ class Fit {
     impl_.data_epochs = std::max<std::int64_t>(impl_.data_epochs, options_.initial_epoch);
     impl_.progress = {.epoch = options_.initial_epoch, .position = {.epoch = impl_.data_epochs}};
     impl_.stopping = false;
-    build_for_first_batch();
-    compare_workers();
-    attach_callbacks();
-    try {
+    workers().together([this] {
+      build_for_first_batch();
+      compare_workers();
+      attach_callbacks();
       train();
-    } catch (const Interrupted&) {
-      throw;  // all workers agreed on it
-    } catch (const std::exception& error) {
-      // Others hear why they wait in vain.
-      if (!workers().alone()) workers().group().abort(text("worker ", workers().rank(), ": ", error.what()));
-      throw;
-    }
+    });
     if (options_.steps_per_epoch > 0) ++impl_.data_epochs;  // the one that all epochs of this fit came from
     return progress().history;
   }
@@ -252,8 +246,9 @@ class Fit {
     progress().batch = 0;
     if (options_.steps_per_epoch == 0) progress().position = {.epoch = ++impl_.data_epochs};
     each([&](Callback& callback) { callback.on_epoch_end(epoch, logs); });
-    agreed_.stopping = impl_.stopping ? 1 : 0;
-    workers().sum(std::span(&agreed_.stopping, 1));
+    agreed_ = {impl_.stopping ? 1.0 : 0.0, signals_.received() == SIGINT ? 1.0 : 0.0,
+               signals_.received() == SIGTERM ? 1.0 : 0.0};
+    workers().sum(agreed_.all());
   }
 
   Logs validate() {

@@ -12,7 +12,9 @@
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <utility>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "lockstep/error.h"
 
@@ -23,12 +25,14 @@ constexpr std::chrono::milliseconds kBetweenTries(20);
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
-AddressList parse(const std::string& address) {
+ClusterError bad_address(const std::string& address, const std::string& why) {
+  return ClusterError(text("the address \"", address, "\" ", why, "; it must be host:port"));
+}
+
+// The resolver's error, or 0 and the list.
+int look_up(const std::string& address, AddressList& found) {
   const auto colon = address.rfind(':');
-  const auto bad = [&](const std::string& why) {
-    return ClusterError(text("the address \"", address, "\" ", why, "; it must be host:port"));
-  };
-  if (colon == std::string::npos) throw bad("has no port");
+  if (colon == std::string::npos) throw bad_address(address, "has no port");
   auto host = address.substr(0, colon);
   if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
   addrinfo hints{};
@@ -36,9 +40,19 @@ AddressList parse(const std::string& address) {
   hints.ai_flags = AI_NUMERICSERV;
   addrinfo* list = nullptr;
   const int error = getaddrinfo(host.c_str(), address.substr(colon + 1).c_str(), &hints, &list);
-  if (error != 0) throw bad(text("cannot be used (", gai_strerror(error), ")"));
-  return {list, &freeaddrinfo};
+  if (error == 0) found = AddressList(list, &freeaddrinfo);
+  return error;
 }
+
+AddressList parse(const std::string& address) {
+  AddressList found(nullptr, &freeaddrinfo);
+  const int error = look_up(address, found);
+  if (error != 0) throw bad_address(address, text("cannot be used (", gai_strerror(error), ")"));
+  return found;
+}
+
+// A name may get its address when its host starts.
+bool may_come(int error) { return error == EAI_AGAIN || error == EAI_NONAME || error == EAI_NODATA; }
 
 FileDescriptor open_socket(const addrinfo& address) {
   FileDescriptor socket(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
@@ -106,20 +120,35 @@ std::string address_towards(const std::string& host) {
 }
 
 FileDescriptor connect_to(const std::string& address, Deadline deadline) {
-  const auto where = parse(address);
-  while (true) {
-    auto socket = open_socket(*where);
-    const int error = try_connect(socket, *where, deadline);
-    if (error == 0) {
-      send_at_once(socket);
-      return socket;
+  for (bool told = false;;) {
+    AddressList where(nullptr, &freeaddrinfo);
+    const int unknown = look_up(address, where);
+    if (unknown != 0 && !may_come(unknown))
+      throw bad_address(address, text("cannot be used (", gai_strerror(unknown), ")"));
+    std::string problem = gai_strerror(unknown);
+    if (unknown == 0) {
+      auto socket = open_socket(*where);
+      const int error = try_connect(socket, *where, deadline);
+      if (error == 0) {
+        send_at_once(socket);
+        return socket;
+      }
+      problem = std::strerror(error);
+    } else if (!std::exchange(told, true)) {
+      log_warning(text("connecting to ", address, ": ", problem, "; trying again"));
     }
     if (deadline.passed()) {
-      throw DeadlineExceeded(text("connecting to ", address), deadline.waited(), {},
-                             text(" (", std::strerror(error), ")"));
+      throw DeadlineExceeded(text("connecting to ", address), deadline.waited(), {}, text(" (", problem, ")"));
     }
     std::this_thread::sleep_for(kBetweenTries);
   }
+}
+
+bool answers_at(const std::string& address, Deadline deadline) {
+  AddressList where(nullptr, &freeaddrinfo);
+  if (look_up(address, where) != 0) return false;
+  const auto socket = open_socket(*where);
+  return try_connect(socket, *where, deadline) == 0;
 }
 
 FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline) {

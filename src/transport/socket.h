@@ -20,8 +20,12 @@ FileDescriptor listen_at_any_port(const std::string& address);
 // "host:port" at which a listening socket can be reached.
 std::string local_address(const FileDescriptor& socket);
 
-// Connects, trying again until the deadline while nobody listens there. Throws ClusterError, DeadlineExceeded.
+// Connects, trying again until the deadline while nobody listens there or the name is not known. Throws ClusterError,
+// DeadlineExceeded.
 FileDescriptor connect_to(const std::string& address, Deadline deadline);
+
+// Whether a connection can be made; false as soon as it is refused, and at the deadline.
+bool answers_at(const std::string& address, Deadline deadline);
 
 // The next connection; throws DeadlineExceeded. Works for TCP and Unix sockets.
 FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline);
