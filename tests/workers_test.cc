@@ -124,6 +124,7 @@ TEST_P(Workers, FitGivesTheWeightsOfOneProcess) {
   for (const auto dtype : {DType::bfloat16, DType::float16}) {
     apart.communication.gradient_dtype = dtype;
     compare(SGD({.learning_rate = 0.05}), at::kFloat, 20, true, dtype == DType::bfloat16 ? 1e-2 : 1e-3, apart);
+    compare(SGD({.learning_rate = 0.05}), at::kDouble, 20, true, 1e-9, apart);  // sent as they are
   }
 }
 
@@ -357,6 +358,22 @@ TEST(WorkersFail, AReplicaThatThrowsInAStepIsHeardByAll) {
     });
   });
   expect_all_say(errors, "no such thing");
+}
+
+TEST(WorkersFail, DataThatCannotBeReadOnOneIsHeardByAll) {
+  const auto errors = run_workers({.workers = 3}, [&](const MultiWorkerMirroredStrategy& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, SGD());
+    const auto data = Dataset::from_generator([&]() -> Dataset::Generator {
+      return [&, given = 0]() mutable -> std::optional<Example> {
+        if (strategy.worker_rank() == 2 && given == 20) throw IoError("no such file");
+        return ++given > 40 ? std::nullopt
+                            : std::optional(Example{at::ones({6}, at::kDouble), at::ones({}, at::kLong)});
+      };
+    });
+    model.fit(data.batch(4), {.verbose = 0});
+  });
+  expect_all_say(errors, "no such file");
 }
 
 TEST(WorkersFail, AMissingCheckpointIsHeardByAll) {

@@ -104,6 +104,9 @@ TEST(Resolve, Torchrun) {
     wrong[name] = value;
     expect_error(wrong, name + " is \"" + value + "\"; it must be a number from ");
   }
+  auto unknown = kTorchrun;
+  unknown.erase("LOCAL_WORLD_SIZE");
+  expect_error(unknown, "LOCAL_WORLD_SIZE is not set");
   auto less = kTorchrun;
   less.erase("MASTER_ADDR");
   expect_error(less, "MASTER_ADDR is not set");

@@ -126,6 +126,14 @@ TEST(Launch, NothingOutlivesIt) {
   }
 }
 
+TEST(Launch, OneThatWritesWithoutEndIsEndedToo) {
+  auto job = run({"-n", "1"}, "exec yes");
+  job.wait_for_line("[0] y", kSoon);
+  job.send(SIGTERM);
+  job.wait_for_end(kSoon);
+  EXPECT_EQ(exit_status(job), 128 + SIGTERM);
+}
+
 TEST(Launch, ARankThatEndsLeavesNothingBehind) {
   auto job = run({"-n", "1"}, "sleep 1000 >/dev/null 2>&1 & echo at $!");
   const auto processes = processes_in(job.wait_for_end(kSoon));
