@@ -1,13 +1,19 @@
-// For tests: workers as threads of one process.
+// For tests: workers as threads of one process, and what they train.
 #pragma once
 
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 
+#include <ATen/ATen.h>
+
 #include <functional>
+#include <map>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "gradient/replicated_parameters.h"
 
 namespace lockstep {
 
@@ -50,5 +56,60 @@ inline std::vector<std::string> run_workers(const WorkerOptions& options,
 inline void expect_no_errors(const std::vector<std::string>& errors) {
   for (std::size_t rank = 0; rank < errors.size(); ++rank) EXPECT_EQ(errors[rank], "") << "worker " << rank;
 }
+
+// --- a small model and its data
+
+// 26 examples in batches of 7: the last has 5, so that of 6 replicas one is idle.
+inline Dataset make_data(at::ScalarType dtype, bool weighted = false) {
+  torch::manual_seed(4);
+  const auto x = torch::randn({26, 6}, dtype);
+  const auto y = torch::randint(3, {26}, torch::kLong);
+  return Dataset::from_tensor_slices(x, y, weighted ? torch::rand({26}, dtype) : Tensor());
+}
+
+inline Sequential make_model(at::ScalarType dtype, const Optimizer& optimizer) {
+  Sequential model({Dense(9, {.activation = "tanh"}), Dense(3)});
+  model.compile(
+      {.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = optimizer, .metrics = {"accuracy"}});
+  model.build({6}, dtype);
+  return model;
+}
+
+inline std::vector<Tensor> weights_of(const Model& model, int replica = 0) {
+  std::vector<Tensor> weights;
+  const auto& parameters = *model.module().parameters();
+  for (std::size_t i = 0; i < parameters.slots().size(); ++i)
+    weights.push_back(parameters.parameter(replica, i).detach().clone());
+  return weights;
+}
+
+inline double largest_difference(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+  double largest = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) largest = std::max(largest, (a[i] - b[i]).abs().max().item<double>());
+  return largest;
+}
+
+inline bool equal_bits(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    if (!torch::equal(a[i], b[i])) return false;
+  }
+  return a.size() == b.size();
+}
+
+// What each worker has, collected by rank.
+template <class T>
+class Collected {
+ public:
+  void add(const MultiWorkerMirroredStrategy& strategy, T value) {
+    const std::lock_guard lock(mutex_);
+    values_[strategy.worker_rank()] = std::move(value);
+  }
+  const std::map<int, T>& values() const { return values_; }
+  const T& chiefs() const { return values_.at(0); }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, T> values_;
+};
 
 }  // namespace lockstep

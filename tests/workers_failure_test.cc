@@ -1,0 +1,130 @@
+// What goes wrong on one worker, or differs between them, is said on all.
+#include "tests/workers.h"
+
+#include <ATen/ATen.h>
+
+namespace lockstep {
+namespace {
+
+void expect_all_say(const std::vector<std::string>& errors, const std::string& part) {
+  for (std::size_t rank = 0; rank < errors.size(); ++rank)
+    EXPECT_NE(errors[rank].find(part), std::string::npos) << "worker " << rank << " says: " << errors[rank];
+}
+
+TEST(WorkersDiffer, InTheirModels) {
+  const auto errors = run_workers({.workers = 3}, [](const MultiWorkerMirroredStrategy& strategy) {
+    const auto scope = strategy.scope();
+    Sequential model({Dense(strategy.worker_rank() == 2 ? 4 : 3)});
+    model.build({6});
+  });
+  expect_all_say(
+      errors,
+      "the workers' models differ: worker 0 has dense.weight Float [3, 6], worker 2 has dense.weight Float [4, 6]");
+}
+
+TEST(WorkersDiffer, InTheirDataAndBatchSizes) {
+  const auto fit = [](const std::function<Dataset(int worker)>& data) {
+    return run_workers({}, [&](const MultiWorkerMirroredStrategy& strategy) {
+      const auto scope = strategy.scope();
+      auto model = make_model(at::kDouble, SGD());
+      model.fit(data(strategy.worker_rank()), {.verbose = 0});
+    });
+  };
+  const auto all = make_data(at::kDouble);
+  expect_all_say(fit([&](int worker) { return all.batch(worker == 1 ? 8 : 7).take(3); }),
+                 "first batch x [7, 6], worker 1 has first batch x [8, 6]");
+  expect_all_say(fit([&](int worker) { return all.batch(7).take(worker == 1 ? 2 : 3); }),
+                 "batches in the data set 3, worker 1 has batches in the data set 2");
+  expect_all_say(fit([&](int worker) { return all.shuffle(26, {.seed = worker == 1 ? 1U : 2U}).batch(7); }),
+                 "first batch's contents (hash)");
+}
+
+TEST(WorkersDiffer, InTheirNumbersOfReplicas) {
+  const auto store = Store::hold("127.0.0.1:0");
+  std::vector<std::string> errors(2);
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        MultiWorkerMirroredStrategy(
+            {.devices = rank == 0 ? std::vector<std::string>{"cpu:0"} : std::vector<std::string>{"cpu:0", "cpu:1"},
+             .cluster = Cluster{.world = {.rank = rank, .size = 2}, .store = store.address()},
+             .start_timeout_seconds = 20});
+      } catch (const std::exception& error) {
+        errors[static_cast<std::size_t>(rank)] = error.what();
+      }
+    });
+  }
+  threads.clear();
+  expect_all_say(errors, "the workers' numbers of replicas differ: worker 0 has 1, worker 1 has 2");
+}
+
+TEST(WorkersFail, OneThatThrowsIsHeardByAll) {
+  const auto data = make_data(at::kDouble).batch(7);
+  const auto errors = run_workers({.workers = 3}, [&](const MultiWorkerMirroredStrategy& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, SGD());
+    LambdaCallback::Functions functions;
+    functions.on_train_batch_end = [&](std::int64_t batch, const Logs&) {
+      if (batch == 2 && strategy.worker_rank() == 1) throw IoError("my disk is full");
+    };
+    model.fit(data, {.callbacks = {LambdaCallback(functions)}, .verbose = 0});
+  });
+  expect_all_say(errors, "my disk is full");
+  EXPECT_NE(errors[0].find("worker 1"), std::string::npos) << errors[0];
+}
+
+TEST(WorkersFail, AReplicaThatThrowsInAStepIsHeardByAll) {
+  const auto errors = run_workers({.workers = 2, .replicas = 2}, [](const MultiWorkerMirroredStrategy& strategy) {
+    strategy.run([](ReplicaContext& replica) {
+      if (replica.replica_id() == 3) throw std::out_of_range("no such thing");
+      replica.all_reduce(ReduceOp::sum, at::ones({2}));
+    });
+  });
+  expect_all_say(errors, "no such thing");
+}
+
+TEST(WorkersFail, DataThatCannotBeReadOnOneIsHeardByAll) {
+  const auto errors = run_workers({.workers = 3}, [&](const MultiWorkerMirroredStrategy& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, SGD());
+    const auto data = Dataset::from_generator([&]() -> Dataset::Generator {
+      return [&, given = 0]() mutable -> std::optional<Example> {
+        if (strategy.worker_rank() == 2 && given == 20) throw IoError("no such file");
+        return ++given > 40 ? std::nullopt
+                            : std::optional(Example{at::ones({6}, at::kDouble), at::ones({}, at::kLong)});
+      };
+    });
+    model.fit(data.batch(4), {.verbose = 0});
+  });
+  expect_all_say(errors, "no such file");
+}
+
+TEST(WorkersFail, AMissingCheckpointIsHeardByAll) {
+  const auto errors = run_workers({}, [](const MultiWorkerMirroredStrategy& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, SGD());
+    model.load_weights("/proc/nowhere/weights");
+  });
+  expect_all_say(errors, "/proc/nowhere/weights.safetensors");
+}
+
+// One worker may want to stop where the others would go on.
+TEST(WorkersAgree, OnTheStepAfterWhichTheyStop) {
+  Collected<std::int64_t> steps;
+  const auto data = make_data(at::kDouble).batch(2);
+  expect_no_errors(run_workers({.workers = 3}, [&](const MultiWorkerMirroredStrategy& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, SGD());
+    LambdaCallback::Functions functions;
+    functions.on_train_batch_end = [&](std::int64_t batch, const Logs&) {
+      if (batch == 1 && strategy.worker_rank() == 2) model.stop_training();
+    };
+    model.fit(data, {.epochs = 2, .callbacks = {LambdaCallback(functions)}, .verbose = 0});
+    steps.add(strategy, model.iterations());
+  }));
+  for (const auto& [rank, count] : steps.values()) EXPECT_EQ(count, 3) << rank;
+}
+
+}  // namespace
+}  // namespace lockstep
