@@ -109,6 +109,26 @@ TEST(WorkersFail, AMissingCheckpointIsHeardByAll) {
   expect_all_say(errors, "/proc/nowhere/weights.safetensors");
 }
 
+// What a broken processor would do.
+TEST(WorkersDiffer, InTheirCopiesAfterAWhile) {
+  const auto data = make_data(at::kDouble).batch(7).repeat();
+  const auto errors = run_workers({.workers = 3, .replicas = 2}, [&](const MultiWorkerMirroredStrategy& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, SGD());
+    LambdaCallback::Functions functions;
+    functions.on_train_batch_end = [&](std::int64_t batch, const Logs&) {
+      if (batch == 30 && strategy.worker_rank() == 2) {
+        const at::NoGradGuard no_grad;
+        model.module().parameters()->parameter(0, 2).add_(1e-12);
+      }
+    };
+    model.fit(data, {.steps_per_epoch = 1000, .callbacks = {LambdaCallback(functions)}, .verbose = 0});
+    ADD_FAILURE() << "nobody noticed";
+  });
+  expect_all_say(errors, "the workers' copies differ: worker 0 has dense_1.weight with the hashes ");
+  expect_all_say(errors, ", worker 2 has dense_1.weight with the hashes ");
+}
+
 // One worker may want to stop where the others would go on.
 TEST(WorkersAgree, OnTheStepAfterWhichTheyStop) {
   Collected<std::int64_t> steps;

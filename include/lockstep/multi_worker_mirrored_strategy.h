@@ -26,13 +26,17 @@ struct MultiWorkerMirroredOptions {
   std::vector<std::string> devices = {};  // of this process, as MirroredOptions; each worker has as many
   int threads_per_replica = 0;            // as MirroredOptions
   CommunicationOptions communication = {};
-  std::optional<Cluster> cluster = {};  // instead of what the environment says
-  double start_timeout_seconds = 300;   // until all workers have come
+  std::optional<Cluster> cluster = {};      // instead of what the environment says
+  std::int64_t compare_copies_every = 100;  // steps: a hash of each variable, on all workers; 0: never
+  double start_timeout_seconds = 300;       // until all workers have come
 };
 
 // A copy of every variable on each device of every worker, kept equal bit for bit. All workers run the same program:
 // they make the same strategies, models and calls in the same order. Initial values are worker 0's (the chief's), who
 // alone writes logs and checkpoints.
+//
+// Copies that are found to differ end the training on all workers with InvalidArgument, which names a worker and a
+// variable.
 //
 // A worker that is lost ends the training on all others with PeerLost, which names it.
 class MultiWorkerMirroredStrategy : public Strategy {

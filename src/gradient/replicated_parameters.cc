@@ -7,6 +7,7 @@
 #include <map>
 
 #include "base/text.h"
+#include "gradient/tensor_hash.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -202,6 +203,16 @@ void ReplicatedParameters::refresh(int replica) {
   const at::NoGradGuard no_grad;
   device_float_[static_cast<std::size_t>(replica)].copy_(flat_float_[0]);
   device_double_[static_cast<std::size_t>(replica)].copy_(flat_double_[0]);
+}
+
+void ReplicatedParameters::compare_copies() const {
+  std::string hashes;
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    hashes += text(slots_[i].name, " with the hash", replicas() > 1 ? "es" : "");
+    for (int replica = 0; replica < replicas(); ++replica) hashes += text(" ", hash_of(parameter(replica, i)));
+    hashes += "\n";
+  }
+  workers_.require_same("copies", hashes);
 }
 
 void ReplicatedParameters::share_values() {

@@ -67,6 +67,10 @@ class ReplicatedParameters {
   const at::Tensor& flat(int copy, at::ScalarType dtype) const;
   std::int64_t flat_numel(at::ScalarType dtype) const;
 
+  // Throws InvalidArgument on all workers, naming a worker and a parameter, where copies are not equal bit for bit: a
+  // processor or a program that went wrong. Collective over the workers; not while replicas run.
+  void compare_copies() const;
+
   // Looks again which parameters require gradients, for an optimizer that is about to be made. Throws InvalidArgument
   // when replicas differ.
   void update_trainable();

@@ -171,11 +171,14 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
   group.barrier(deadline);  // every copy is written, and nobody reads my gradients any more
   parameters_->refresh(replica);
   for (auto& gradient : mine.gradients) gradient.reset();
-  if (workers_ != nullptr) {
-    if (replica == 0) workers_->end_step();
-    group.barrier(deadline);
-  }
   if (replica == 0 && total > 0) ++iterations_;
+  if (workers_ == nullptr) return;
+  if (replica == 0) {
+    workers_->end_step();
+    const auto every = workers_->options().compare_copies_every;
+    if (every > 0 && total > 0 && iterations_ % every == 0) parameters_->compare_copies();
+  }
+  group.barrier(deadline);
 }
 
 // The sums of all workers' gradients come in the place of this process's.

@@ -22,6 +22,7 @@ struct WorkerGradientsOptions {
   std::size_t bucket_bytes = 25 << 20;
   std::size_t first_bucket_bytes = 1 << 20;  // the first is ready first, and should not wait for much
   std::optional<DType> wire;                 // float16 or bfloat16: what float gradients are sent as
+  std::int64_t compare_copies_every = 100;   // steps; 0: never
 };
 
 // In each step every replica gives its gradients, and finishes; when all have, one thread waits; all read the sums;
@@ -56,6 +57,7 @@ class WorkerGradients {
   Learnt learnt() const { return order_known_ ? Learnt{order_, usual_weight_} : Learnt{}; }
   void restore(const Learnt& learnt);
 
+  const WorkerGradientsOptions& options() const { return options_; }
   bool takes(std::size_t slot) const { return !slots_[slot].gradients.empty(); }
 
   // Of all replicas of all workers; the same bits everywhere.

@@ -24,6 +24,10 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   require_above_zero("bucket_cap_mb", communication.bucket_cap_mb);
   require_above_zero("first_bucket_mb", communication.first_bucket_mb);
   require_above_zero("start_timeout_seconds", options.start_timeout_seconds);
+  if (options.compare_copies_every < 0) {
+    throw InvalidArgument(text("MultiWorkerMirroredStrategy: compare_copies_every is ", options.compare_copies_every,
+                               "; it must be 0 (never) or more steps"));
+  }
   const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
   if (cluster.task_type == "ps") {
     throw InvalidArgument("MultiWorkerMirroredStrategy: this task is a parameter server, which has no part in it");
@@ -49,7 +53,8 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                 .timeout_seconds = options.start_timeout_seconds},
       .gradients = {.bucket_bytes = static_cast<std::size_t>(communication.bucket_cap_mb * kMegabyte),
                     .first_bucket_bytes = static_cast<std::size_t>(communication.first_bucket_mb * kMegabyte),
-                    .wire = communication.gradient_dtype}});
+                    .wire = communication.gradient_dtype,
+                    .compare_copies_every = options.compare_copies_every}});
   return settings;
 }
 

@@ -59,7 +59,8 @@ StrategyImpl::StrategyImpl(StrategySettings settings)
   workers_.require_same("numbers of replicas", std::to_string(replicas()));
   workers_.require_same(
       "options", text("gradient_dtype ", gradients.wire ? name_of(*gradients.wire) : "none", "\nbucket_cap in bytes ",
-                      gradients.bucket_bytes, "\nfirst_bucket in bytes ", gradients.first_bucket_bytes));
+                      gradients.bucket_bytes, "\nfirst_bucket in bytes ", gradients.first_bucket_bytes,
+                      "\ncompare_copies_every ", gradients.compare_copies_every));
   seed_ = std::stoull(workers_.share(std::to_string(seed_)));
 }
 

@@ -6,11 +6,10 @@
 #include <chrono>
 #include <cmath>
 #include <csignal>
-#include <cstring>
 
-#include "base/hash.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "gradient/tensor_hash.h"
 #include "lockstep/error.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
@@ -57,18 +56,6 @@ Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& clas
   }
   batch.weight = batch.weight.defined() ? batch.weight * weights.view_as(batch.weight) : weights;
   return batch;
-}
-
-double hash_of(const Tensor& tensor) {
-  const auto values = tensor.cpu().contiguous();
-  const auto* const bytes = static_cast<const unsigned char*>(values.const_data_ptr());
-  std::uint64_t hash = 0;
-  for (std::size_t i = 0; i + 8 <= values.nbytes(); i += 8) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, bytes + i, sizeof word);
-    hash = mix(hash, word);
-  }
-  return static_cast<double>(hash >> 12);
 }
 
 // How many workers say so.
