@@ -1,6 +1,6 @@
-# The UCX that CMAKE_PREFIX_PATH names, else the wheel that tools/bootstrap put into .deps/. Only headers are needed here:
-# the library is loaded when the backend "ucx" is first used, as UCX_LIBRARY or where the system finds it.
-file(GLOB _wheels ${PROJECT_SOURCE_DIR}/.deps/python/lib/python3*/site-packages/libucx)
+# The UCX that CMAKE_PREFIX_PATH names, else the wheel in the folder LOCKSTEP_WHEELS. Only headers are needed to build: the
+# library is loaded when the backend "ucx" is first used, here from UCX_LIBRARY's folder, installed where the system finds it.
+set(_wheels ${LOCKSTEP_WHEELS}/libucx)
 find_path(UCX_INCLUDE_DIR ucp/api/ucp.h HINTS ${_wheels} PATH_SUFFIXES include)
 find_library(UCX_LIBRARY ucp HINTS ${_wheels} PATH_SUFFIXES lib)
 

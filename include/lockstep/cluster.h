@@ -1,7 +1,6 @@
 // Who takes part in a job: read from what the job's launcher left in the environment. Torch-free.
 #pragma once
 
-#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -25,17 +24,15 @@ struct Cluster {
   std::map<std::string, std::vector<std::string>> jobs = {};
 };
 
-// The value of a variable, or nothing.
-using Environment = std::function<const char*(const char* name)>;
-
-// Understands, where they are set,
-//   LOCKSTEP_RANK, LOCKSTEP_SIZE, LOCKSTEP_LOCAL_RANK, LOCKSTEP_LOCAL_SIZE, LOCKSTEP_HOST, LOCKSTEP_STORE   lockstep
-//   run TF_CONFIG                                                                      TensorFlow, Kubeflow's TFJob
-//   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT             torchrun,
-//   Kubeflow's PyTorchJob
-//   PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT                    Kubeflow Trainer
-//   OMPI_COMM_WORLD_..., PMI_... and MPI_LOCAL...                                 the mpirun of Open MPI, of MPICH
-//   SLURM_PROCID, SLURM_STEP_NODELIST, ...                                         srun
+// Understands, where they are set, the variables of
+// - lockstep run: LOCKSTEP_RANK, LOCKSTEP_SIZE, LOCKSTEP_LOCAL_RANK, LOCKSTEP_LOCAL_SIZE, LOCKSTEP_HOST and
+//   LOCKSTEP_STORE;
+// - TensorFlow and Kubeflow's TFJob: TF_CONFIG;
+// - torchrun and Kubeflow's PyTorchJob: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
+//   MASTER_PORT;
+// - Kubeflow Trainer: PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT;
+// - Open MPI's mpirun and MPICH's: OMPI_COMM_WORLD_..., PMI_... and MPI_LOCAL...;
+// - srun: SLURM_PROCID, SLURM_STEP_NODELIST and so on.
 // Without any of them this process is alone. Throws ClusterError naming the variable, its field, the value and what is
 // allowed; and both sources where two disagree.
 Cluster resolve_cluster(const Environment& environment);

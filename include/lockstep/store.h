@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/access.h"
 #include "lockstep/deadline.h"
 
 namespace lockstep {
@@ -22,16 +23,18 @@ namespace lockstep {
 class Store {
  public:
   // Holds the store in this process, until the last handle of this process ends. Port 0: one of the system's choosing.
-  // The host is an address of this machine. Throws ClusterError when it cannot be had.
-  static Store hold(const std::string& address);
+  // The host is an address of this machine. Throws ClusterError when it cannot be had, or `access` does not allow it.
+  static Store hold(const std::string& address, const Access& access = access_of_environment());
 
-  // Tries until something answers there: the holder may come later.
-  static Store connect(const std::string& address, Deadline deadline);
+  // Tries until something answers there: the holder may come later. ClusterError where that has another token.
+  static Store connect(const std::string& address, Deadline deadline, const Access& access = access_of_environment());
 
   std::string address() const;  // "host:port"
+  const Access& access() const;
 
   // The same store with `prefix` before every key. Follows torch.distributed.PrefixStore.
   Store prefixed(const std::string& prefix) const;
+  Store without_prefix() const;
 
   void set(const std::string& key, const std::string& value, Deadline deadline) const;
 

@@ -2,6 +2,7 @@
 
 #include "base/hash.h"
 #include "base/mutex.h"
+#include "base/seed_scope.h"
 
 namespace lockstep {
 namespace {
@@ -17,7 +18,13 @@ Sequence& sequence() {
   return *instance;
 }
 
+thread_local SeedScope* innermost = nullptr;
+
 }  // namespace
+
+SeedScope::SeedScope(std::uint64_t seed) : outer_(innermost), seed_(seed) { innermost = this; }
+SeedScope::~SeedScope() { innermost = outer_; }
+std::uint64_t SeedScope::next() { return mix(seed_, ++taken_); }
 
 void set_random_seed(std::uint64_t seed) {
   auto& s = sequence();
@@ -27,6 +34,7 @@ void set_random_seed(std::uint64_t seed) {
 }
 
 std::uint64_t next_random_seed() {
+  if (innermost != nullptr) return innermost->next();
   auto& s = sequence();
   MutexLock lock(s.mutex);
   return mix(s.seed, ++s.taken);

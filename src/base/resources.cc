@@ -87,10 +87,12 @@ std::vector<int> allowed_cpus() {
   return cpus;
 }
 
-int usable_cpu_count() {
-  const double allowed = static_cast<double>(allowed_cpus().size());
-  return static_cast<int>(std::max(1.0, std::min(allowed, std::ceil(smallest_bound("cpu.max", &quota_of)))));
+int paid_cpu_count() {
+  constexpr double kMost = 1 << 20;
+  return static_cast<int>(std::clamp(std::ceil(smallest_bound("cpu.max", &quota_of)), 1.0, kMost));
 }
+
+int usable_cpu_count() { return std::min(static_cast<int>(allowed_cpus().size()), paid_cpu_count()); }
 
 std::size_t usable_memory_bytes() {
   const auto machine = static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGESIZE));

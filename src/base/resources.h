@@ -15,7 +15,10 @@ std::vector<int> allowed_cpus();
 // describes them; what it does not say counts as 0.
 std::vector<int> cpus_by_place(std::vector<int> cpus, const std::string& system = "/sys/devices/system");
 
-// How many of them the control group's CPU quota (cpu.max) pays for: at least 1, at most allowed_cpus().size().
+// How many cores the control group's CPU quota (cpu.max) pays for: at least 1; very many where there is none.
+int paid_cpu_count();
+
+// The smaller of both.
 int usable_cpu_count();
 
 // The machine's memory, or the control group's bound on it (memory.max) where that is smaller.

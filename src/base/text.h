@@ -3,6 +3,7 @@
 
 #include <sstream>
 #include <string>
+#include <utility>
 
 namespace lockstep {
 
@@ -11,6 +12,17 @@ std::string text(const Parts&... parts) {
   std::ostringstream out;
   (out << ... << parts);
   return out.str();
+}
+
+// The first lines in which two different texts differ; "nothing" for one that has ended.
+inline std::pair<std::string, std::string> first_difference(const std::string& a, const std::string& b) {
+  std::istringstream lines_of_a(a), lines_of_b(b);
+  std::string one, other;
+  while (one == other && (lines_of_a || lines_of_b)) {
+    if (!std::getline(lines_of_a, one)) one = "nothing";
+    if (!std::getline(lines_of_b, other)) other = "nothing";
+  }
+  return {one, other};
 }
 
 // "a, b, c", for messages that list what is allowed.

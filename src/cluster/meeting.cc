@@ -24,8 +24,7 @@ constexpr const char* kJob = "job";
 std::string candidate(const Cluster& cluster, int index) {
   std::uint64_t hash = static_cast<std::uint64_t>(index);
   for (const char c : cluster.job) hash = mix(hash, static_cast<unsigned char>(c));
-  const bool v6 = cluster.store.find(':') != std::string::npos;
-  return text(v6 ? "[" : "", cluster.store, v6 ? "]" : "", ":", kFirstPort + static_cast<int>(hash % kPorts));
+  return with_port(cluster.store, kFirstPort + static_cast<int>(hash % kPorts));
 }
 
 Store hold_somewhere(const Cluster& cluster, Deadline deadline) {
@@ -44,20 +43,24 @@ Store hold_somewhere(const Cluster& cluster, Deadline deadline) {
 
 // Another job's store, or another program, may be at one of the places.
 Store find(const Cluster& cluster, Deadline deadline) {
+  std::string problem = "nobody answers there";
   while (true) {
     for (int i = 0; i < kCandidates; ++i) {
       try {
         if (!answers_at(candidate(cluster, i), Deadline::after(kForConnecting))) continue;
         const auto store = Store::connect(candidate(cluster, i), Deadline::after(kForAnswer));
         if (store.get(kJob, Deadline::after(kForAnswer)) == cluster.job) return store;
-      } catch (const ClusterError&) {
-      } catch (const DeadlineExceeded&) {
+        problem = "another job's answers there";
+      } catch (const ClusterError& error) {
+        problem = error.what();
+      } catch (const DeadlineExceeded& error) {
+        problem = error.what();
       }
     }
     if (deadline.passed()) {
       throw DeadlineExceeded("finding rank 0", deadline.waited(), {0},
-                             text(" (nobody of job \"", cluster.job, "\" answers at ", candidate(cluster, 0),
-                                  " or the ", kCandidates - 1, " places after it)"));
+                             text(" (the store of job \"", cluster.job, "\" is not at ", candidate(cluster, 0),
+                                  " or the ", kCandidates - 1, " places after it: ", problem, ")"));
     }
     std::this_thread::sleep_for(kBetweenRounds);
   }
@@ -80,8 +83,6 @@ Store held(const Cluster& cluster, Deadline deadline) {
   const auto found = stores.find(name);
   return found != stores.end() ? found->second : stores.emplace(name, hold(cluster, deadline)).first->second;
 }
-
-bool is_loopback(const std::string& host) { return host.starts_with("127.") || host == "::1" || host == "localhost"; }
 
 // Debian gives a machine's own name an address that leads nowhere else.
 void require_reachable(const World& world, const std::string& named) {

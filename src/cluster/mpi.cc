@@ -26,12 +26,10 @@ std::string name_of_host(const World& world, const Environment& environment, con
 
 std::optional<Cluster> from_open_mpi(const Environment& environment) {
   if (environment("OMPI_COMM_WORLD_RANK") == nullptr) return std::nullopt;
-  Cluster cluster{.source = "Open MPI"};
+  const Names names{"OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+                    "OMPI_COMM_WORLD_LOCAL_RANK"};
+  Cluster cluster{.world = world_of(environment, names), .source = "Open MPI"};
   auto& world = cluster.world;
-  world.size = static_cast<int>(number_of(environment, "OMPI_COMM_WORLD_SIZE", 1, kMostRanks));
-  world.rank = static_cast<int>(number_of(environment, "OMPI_COMM_WORLD_RANK", 0, world.size - 1));
-  world.local_size = static_cast<int>(number_of(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", 1, world.size));
-  world.local_rank = static_cast<int>(number_of(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0, world.local_size - 1));
   if (world.size == 1) return cluster;
   world.host = name_of_host(world, environment, "PMIX_HOSTNAME");
   cluster.store = host_of_rank_0(world, environment);
@@ -42,12 +40,9 @@ std::optional<Cluster> from_open_mpi(const Environment& environment) {
 
 std::optional<Cluster> from_mpich(const Environment& environment) {
   if (environment("PMI_RANK") == nullptr || environment("MPI_LOCALNRANKS") == nullptr) return std::nullopt;
-  Cluster cluster{.source = "MPICH"};
+  const Names names{"PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"};
+  Cluster cluster{.world = world_of(environment, names), .source = "MPICH"};
   auto& world = cluster.world;
-  world.size = static_cast<int>(number_of(environment, "PMI_SIZE", 1, kMostRanks));
-  world.rank = static_cast<int>(number_of(environment, "PMI_RANK", 0, world.size - 1));
-  world.local_size = static_cast<int>(number_of(environment, "MPI_LOCALNRANKS", 1, world.size));
-  world.local_rank = static_cast<int>(number_of(environment, "MPI_LOCALRANKID", 0, world.local_size - 1));
   if (world.size == 1) return cluster;
   world.host = name_of_host(world, environment, "MPIR_CVAR_CH3_INTERFACE_HOSTNAME");
   cluster.pmi_fd = static_cast<int>(number_of(environment, "PMI_FD", 0, kMostDescriptors));

@@ -30,6 +30,18 @@ std::int64_t number_of(const Environment& environment, const char* name, std::in
   return number;
 }
 
+World world_of(const Environment& environment, const Names& names) {
+  const auto number = [&](const char* name, int least, std::int64_t most) {
+    return static_cast<int>(number_of(environment, name, least, most));
+  };
+  World world;
+  world.size = number(names.size, 1, kMostRanks);
+  world.rank = number(names.rank, 0, world.size - 1);
+  world.local_size = number(names.local_size, 1, world.size);
+  world.local_rank = number(names.local_rank, 0, world.local_size - 1);
+  return world;
+}
+
 std::string host_of(const std::string& address, const std::string& field) {
   const auto colon = address.rfind(':');
   int port = -1;
@@ -46,13 +58,9 @@ std::string host_of(const std::string& address, const std::string& field) {
 
 std::optional<Cluster> from_lockstep_run(const Environment& environment) {
   if (environment("LOCKSTEP_RANK") == nullptr) return std::nullopt;
-  Cluster cluster{.source = "lockstep run"};
-  auto& world = cluster.world;
-  world.size = static_cast<int>(number_of(environment, "LOCKSTEP_SIZE", 1, kMostRanks));
-  world.rank = static_cast<int>(number_of(environment, "LOCKSTEP_RANK", 0, world.size - 1));
-  world.local_size = static_cast<int>(number_of(environment, "LOCKSTEP_LOCAL_SIZE", 1, world.size));
-  world.local_rank = static_cast<int>(number_of(environment, "LOCKSTEP_LOCAL_RANK", 0, world.local_size - 1));
-  world.host = text_of(environment, "LOCKSTEP_HOST");
+  const Names names{"LOCKSTEP_SIZE", "LOCKSTEP_RANK", "LOCKSTEP_LOCAL_SIZE", "LOCKSTEP_LOCAL_RANK"};
+  Cluster cluster{.world = world_of(environment, names), .source = "lockstep run"};
+  cluster.world.host = text_of(environment, "LOCKSTEP_HOST");
   cluster.store = text_of(environment, "LOCKSTEP_STORE");
   return cluster;
 }
@@ -77,7 +85,7 @@ std::optional<Cluster> from_torchrun(const Environment& environment) {
   if (environment("TORCHELASTIC_RUN_ID") == nullptr) {
     cluster.store = text(master, ":", port);
   } else {
-    cluster.store = master;
+    cluster.store = world.local_size == world.size ? "127.0.0.1" : master;
     cluster.job = text("torchrun ", text_of(environment, "TORCHELASTIC_RUN_ID"), " at ", master, ":", port,
                        ", restart ", optional("TORCHELASTIC_RESTART_COUNT", 0));
   }

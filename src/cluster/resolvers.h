@@ -24,6 +24,15 @@ Cluster parse_tf_config(const std::string& json);
 
 // The variable as a number from `least` to `most`. Throws ClusterError where it is not set or another thing.
 std::int64_t number_of(const Environment& environment, const char* name, std::int64_t least, std::int64_t most);
+
+// A World of what these variables say.
+struct Names {
+  const char* size;
+  const char* rank;
+  const char* local_size;
+  const char* local_rank;
+};
+World world_of(const Environment& environment, const Names& names);
 std::string text_of(const Environment& environment, const char* name);
 
 // The host of "host:port" or "[v6]:port". Throws ClusterError naming `field`.

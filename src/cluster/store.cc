@@ -20,11 +20,12 @@ constexpr std::chrono::seconds kForTheReason(1);
 }  // namespace
 
 struct Store::State {
-  std::vector<std::string> ask(std::uint16_t code, const std::vector<std::string>& items, Deadline deadline);
-  FileDescriptor take_connection(Deadline deadline);
+  std::vector<std::string> ask(std::uint32_t code, const std::vector<std::string>& items, Deadline deadline);
+  FileDescriptor take_idle();  // closed where there is none
 
   std::optional<StoreServer> server;  // where this process holds the store
   std::string address;
+  Access access;
   Mutex mutex;
   std::vector<FileDescriptor> idle LOCKSTEP_GUARDED_BY(mutex);  // connections on which nothing is asked
 };
@@ -32,13 +33,12 @@ struct Store::State {
 namespace {
 
 struct Answer {
-  std::uint16_t code = StoreFrame::done;
+  std::uint32_t code = StoreFrame::done;
   std::vector<std::string> items;
 };
 
 Answer read_answer(const FileDescriptor& socket, Deadline deadline) {
   const auto frame = read_value<StoreFrame>(socket, deadline);
-  if (frame.magic != StoreFrame::kMagic) throw ClusterError("what answers there is not a Lockstep store");
   if (frame.length > StoreFrame::kLongest) {
     throw ClusterError(text("an answer of ", frame.length, " bytes is not to be believed"));
   }
@@ -53,22 +53,26 @@ Answer read_answer(const FileDescriptor& socket, Deadline deadline) {
 
 }  // namespace
 
-Store Store::hold(const std::string& address) {
+Store Store::hold(const std::string& address, const Access& access) {
   auto state = std::make_shared<State>();
-  state->server.emplace(address);
+  state->access = access;
+  state->server.emplace(address, access);
   state->address = state->server->address();
   return Store(std::move(state));
 }
 
-Store Store::connect(const std::string& address, Deadline deadline) {
+Store Store::connect(const std::string& address, Deadline deadline, const Access& access) {
   auto state = std::make_shared<State>();
+  state->access = access;
   state->address = address;
   state->ask(StoreFrame::missing, {}, deadline);  // does a store answer?
   return Store(std::move(state));
 }
 
 std::string Store::address() const { return state_->address; }
+const Access& Store::access() const { return state_->access; }
 Store Store::prefixed(const std::string& prefix) const { return Store(state_, prefix_ + prefix); }
+Store Store::without_prefix() const { return Store(state_); }
 
 void Store::set(const std::string& key, const std::string& value, Deadline deadline) const {
   state_->ask(StoreFrame::set, {prefix_ + key, value}, deadline);
@@ -106,15 +110,18 @@ std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadli
   }
 }
 
-std::vector<std::string> Store::State::ask(std::uint16_t code, const std::vector<std::string>& items,
+std::vector<std::string> Store::State::ask(std::uint32_t code, const std::vector<std::string>& items,
                                            Deadline deadline) {
   for (const auto& item : items) {
     if (item.size() <= kLongestItem) continue;
     throw InvalidArgument(text("store: a key or value of ", item.size(), " bytes; at most ", kLongestItem));
   }
-  auto socket = take_connection(deadline);
+  auto socket = take_idle();
+  const bool known = socket.open();
+  if (!known) socket = connect_to(address, deadline);
   Answer answer;
   try {
+    if (!known) introduce(socket, access, store_greeting(), deadline);
     const auto bytes = pack(items);
     write_value(socket, StoreFrame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())}, deadline);
     write_all(socket, std::as_bytes(std::span(bytes)), deadline);
@@ -132,16 +139,12 @@ std::vector<std::string> Store::State::ask(std::uint16_t code, const std::vector
 }
 
 // Calls that wait do not hold up others: each has a connection to itself.
-FileDescriptor Store::State::take_connection(Deadline deadline) {
-  {
-    MutexLock lock(mutex);
-    if (!idle.empty()) {
-      auto socket = std::move(idle.back());
-      idle.pop_back();
-      return socket;
-    }
-  }
-  return connect_to(address, deadline);
+FileDescriptor Store::State::take_idle() {
+  MutexLock lock(mutex);
+  if (idle.empty()) return {};
+  auto socket = std::move(idle.back());
+  idle.pop_back();
+  return socket;
 }
 
 }  // namespace lockstep

@@ -20,7 +20,7 @@ namespace lockstep {
 namespace {
 
 constexpr int kBetweenTries = 100;  // milliseconds
-constexpr std::chrono::seconds kToLetGo(1);
+constexpr std::chrono::seconds kToLetGo(1), kToProve(30);
 
 std::optional<std::int64_t> number_in(const std::string& text) {
   std::int64_t number = 0;
@@ -31,8 +31,13 @@ std::optional<std::int64_t> number_in(const std::string& text) {
 
 }  // namespace
 
-StoreServer::StoreServer(const std::string& address)
-    : listener_(listen_at(address)), stop_(eventfd(0, EFD_CLOEXEC)), address_(local_address(listener_)) {
+Greeting store_greeting() { return {.protocol = {'s', 't', 'o', 'r', 'e'}}; }
+
+StoreServer::StoreServer(const std::string& address, Access access)
+    : access_(std::move(access)),
+      listener_(listen_at(address, access_)),
+      stop_(eventfd(0, EFD_CLOEXEC)),
+      address_(local_address(listener_)) {
   thread_ = std::jthread([this] { serve(); });
 }
 
@@ -47,7 +52,9 @@ void StoreServer::serve() {
       const short out = client->out.empty() ? 0 : POLLOUT;
       polls.push_back({client->socket.get(), static_cast<short>(POLLIN | out), 0});
     }
-    poll(polls.data(), polls.size(), full || last ? kBetweenTries : -1);
+    const bool strangers =
+        std::any_of(clients_.begin(), clients_.end(), [](const auto& client) { return !client->member; });
+    poll(polls.data(), polls.size(), full || last || strangers ? kBetweenTries : -1);
     full = false;
     if (polls[0].revents != 0) last = Deadline::after(kToLetGo);
     for (std::size_t i = 0; i < clients_.size(); ++i) {
@@ -55,11 +62,14 @@ void StoreServer::serve() {
     }
     answer_waiting();
     for (auto& client : clients_) flush(*client);
-    std::erase_if(clients_, [](const auto& client) { return client->closed; });
+    std::erase_if(clients_,
+                  [](const auto& client) { return client->closed || (!client->member && client->until.passed()); });
     if (polls[1].revents != 0) {
       FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
       full = !socket.open() && (errno == EMFILE || errno == ENFILE);
-      if (socket.open()) clients_.push_back(std::make_unique<Client>(Client{std::move(socket), {}, {}, {}, false}));
+      if (socket.open()) {
+        clients_.push_back(std::make_unique<Client>(Client{std::move(socket), Deadline::after(kToProve)}));
+      }
     }
   }
 }
@@ -72,33 +82,67 @@ void StoreServer::read(Client& client) {
     return;
   }
   client.in.append(bytes.data(), static_cast<std::size_t>(count));
-  while (!client.closed && client.in.size() >= sizeof(StoreFrame)) {
-    StoreFrame frame;
-    std::memcpy(&frame, client.in.data(), sizeof frame);
-    if (frame.magic != StoreFrame::kMagic || frame.length > StoreFrame::kLongest) {
-      log_warning(text("store at ", address_, ": closed a connection that does not speak the store's protocol"));
-      client.closed = true;
-      return;
-    }
-    if (frame.version != StoreFrame::kVersion) {
-      answer(client, StoreFrame::refused,
-             {text("the store speaks version ", StoreFrame::kVersion, ", not ", frame.version)});
-      flush(client);
-      client.closed = true;
-      return;
-    }
-    if (client.in.size() < sizeof frame + frame.length) return;
-    const auto items = unpack(std::string_view(client.in).substr(sizeof frame, frame.length));
-    client.in.erase(0, sizeof frame + frame.length);
-    if (items) {
-      carry_out(client, frame.code, *items);
-    } else {
-      answer(client, StoreFrame::refused, {"the request is not a list of strings"});
-    }
+  while (!client.closed && !client.leaving && take_next(client)) {
   }
 }
 
-void StoreServer::carry_out(Client& client, std::uint16_t code, const std::vector<std::string>& items) {
+// False where it has not come whole.
+bool StoreServer::take_next(Client& client) {
+  const auto take = [&client]<class T>(T& value) {
+    if (client.in.size() < sizeof value) return false;
+    std::memcpy(&value, client.in.data(), sizeof value);
+    return true;
+  };
+  if (!client.expected) {
+    Greeting theirs;
+    if (!take(theirs)) return false;
+    client.in.erase(0, sizeof theirs);
+    greet(client, theirs);
+    return true;
+  }
+  if (!client.member) {
+    Proof proof;
+    if (!take(proof)) return false;
+    client.in.erase(0, sizeof proof);
+    client.member = equal(proof, *client.expected);
+    if (!client.member) turn_away(client, "it cannot prove that it belongs to this job");
+    return true;
+  }
+  StoreFrame frame;
+  if (!take(frame)) return false;
+  if (frame.length > StoreFrame::kLongest) {
+    turn_away(client, text("a request of ", frame.length, " bytes"));
+    return false;
+  }
+  if (client.in.size() < sizeof frame + frame.length) return false;
+  const auto items = unpack(std::string_view(client.in).substr(sizeof frame, frame.length));
+  client.in.erase(0, sizeof frame + frame.length);
+  if (items) {
+    carry_out(client, frame.code, *items);
+  } else {
+    answer(client, StoreFrame::refused, {"the request is not a list of strings"});
+  }
+  return true;
+}
+
+void StoreServer::greet(Client& client, const Greeting& theirs) {
+  const auto mine = fresh(store_greeting());
+  const auto problem = problem_with(theirs, mine);
+  if (theirs.magic == mine.magic) {
+    const auto proof = prove(access_, End::accepts, theirs, mine);
+    client.out.append(reinterpret_cast<const char*>(&mine), sizeof mine);
+    client.out.append(reinterpret_cast<const char*>(&proof), sizeof proof);
+  }
+  client.expected = prove(access_, End::connects, theirs, mine);
+  if (!problem.empty()) turn_away(client, problem);
+}
+
+void StoreServer::turn_away(Client& client, const std::string& problem) {
+  log_warning(text("store at ", address_, ": turned a connection away: ", problem));
+  client.leaving = true;
+}
+
+void StoreServer::carry_out(Client& client, std::uint32_t code, const std::vector<std::string>& items) {
   if (code == StoreFrame::set && items.size() == 2) {
     values_[items[0]] = items[1];
     return answer(client, StoreFrame::done, {});
@@ -153,7 +197,7 @@ void StoreServer::answer_waiting() {
   }
 }
 
-void StoreServer::answer(Client& client, std::uint16_t code, const std::vector<std::string>& items) {
+void StoreServer::answer(Client& client, std::uint32_t code, const std::vector<std::string>& items) {
   const auto bytes = pack(items);
   if (bytes.size() > StoreFrame::kLongest) {
     return answer(client, StoreFrame::refused,
@@ -173,6 +217,7 @@ void StoreServer::flush(Client& client) {
     }
     client.out.erase(0, static_cast<std::size_t>(count));
   }
+  client.closed |= client.leaving;
 }
 
 bool StoreServer::has_all(const std::vector<std::string>& keys) const {

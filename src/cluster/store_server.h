@@ -4,34 +4,33 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "transport/file_descriptor.h"
+#include "transport/handshake.h"
 
 namespace lockstep {
 
-// What goes over a connection, both ways, in the order of these fields; then `length` bytes, a packed list of strings.
-//
-//   magic "LKST" | version | operation or status | length
-struct StoreFrame {
-  static constexpr std::uint32_t kMagic = 0x54534b4c;
-  static constexpr std::uint16_t kVersion = 1;
-  static constexpr std::uint32_t kLongest = 4 << 20;
-  enum Code : std::uint16_t { set, get, missing, add, compare_set, abandon, done, refused, abandoned };
+// What both ends say first (transport/handshake.h).
+Greeting store_greeting();
 
-  std::uint32_t magic = kMagic;
-  std::uint16_t version = kVersion;
-  std::uint16_t code = done;
+// What goes over a connection then, both ways; `length` bytes follow, a packed list of strings.
+struct StoreFrame {
+  static constexpr std::uint32_t kLongest = 4 << 20;
+  enum Code : std::uint32_t { set, get, missing, add, compare_set, abandon, done, refused, abandoned };
+
+  std::uint32_t code = done;
   std::uint32_t length = 0;
 };
-static_assert(sizeof(StoreFrame) == 12);
+static_assert(sizeof(StoreFrame) == 8);
 
 class StoreServer {
  public:
   // Throws ClusterError when the address cannot be had.
-  explicit StoreServer(const std::string& address);
+  StoreServer(const std::string& address, Access access);
 
   // Serves those who are there for a little longer.
   ~StoreServer();
@@ -41,22 +40,30 @@ class StoreServer {
  private:
   struct Client {
     FileDescriptor socket;
-    std::string in;                    // bytes of a request that has not come whole
+    Deadline until;                    // by then it has proved that it belongs to the job
+    std::optional<Proof> expected;     // once it has greeted
+    bool member = false;               // it has proved it
+    std::string in;                    // bytes of what has not come whole
     std::string out;                   // bytes that the other side has not taken
     std::vector<std::string> awaited;  // keys that it waits for
+    bool leaving = false;              // closed, once it has taken what is for it
     bool closed = false;
   };
 
   void serve();
   void read(Client& client);
-  void answer(Client& client, std::uint16_t code, const std::vector<std::string>& items);
-  void carry_out(Client& client, std::uint16_t code, const std::vector<std::string>& items);
+  bool take_next(Client& client);
+  void greet(Client& client, const Greeting& theirs);
+  void turn_away(Client& client, const std::string& problem);
+  void answer(Client& client, std::uint32_t code, const std::vector<std::string>& items);
+  void carry_out(Client& client, std::uint32_t code, const std::vector<std::string>& items);
   void answer_waiting();
   void flush(Client& client);
   bool has_all(const std::vector<std::string>& keys) const;
   const std::string* reason_not_to_wait_for(const std::vector<std::string>& keys) const;
   std::vector<std::string> values_of(const std::vector<std::string>& keys) const;
 
+  const Access access_;
   FileDescriptor listener_;
   FileDescriptor stop_;  // an eventfd
   std::string address_;

@@ -9,21 +9,34 @@
 
 namespace lockstep {
 
+// Where a rank is.
+struct Place {
+  std::string host;     // ranks that give the same name share memory
+  std::string address;  // where it listens for ranks of other hosts
+  Access access;
+  int cores = 1;  // that the ranks of its host may use together
+};
+
 // Collective among the members, which all give the same options.
-std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const GroupOptions& options, Deadline deadline);
+std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const Place& place, const GroupOptions& options,
+                                               Deadline deadline);
 
 // `network`: "tcp" or "ucx".
-std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, Bootstrap& members, const World& world,
+std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, Bootstrap& members, const Place& place,
                                                    const GroupOptions& options, Patience patience, Deadline deadline);
 
 // Groups of ranks of one host over shared memory, and all of them over options.network. `hosts[r]`: the name of rank
 // r's host.
-std::shared_ptr<GroupBackend> make_hierarchical_backend(Bootstrap& members, const World& world,
+std::shared_ptr<GroupBackend> make_hierarchical_backend(Bootstrap& members, const Place& place,
                                                         const std::vector<std::string>& hosts,
                                                         const GroupOptions& options, Deadline deadline);
 
-// How ranks that share the cores of one host should wait in memory, and at sockets, where each look is a system call.
-Patience patience_in_memory(int ranks_on_this_host);
-Patience patience_at_sockets(int ranks_on_this_host);
+// How many cores the ranks of this rank's host may use together, whether each has its own or all share some.
+// Collective.
+int cores_of_host(Bootstrap& members, const std::vector<std::string>& hosts, Deadline deadline);
+
+// How ranks that share so many cores should wait in memory, and at sockets, where each look is a system call.
+Patience patience_in_memory(int ranks, int cores);
+Patience patience_at_sockets(int ranks, int cores);
 
 }  // namespace lockstep

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <set>
-#include <sstream>
 
 #include "base/text.h"
 #include "cluster/store_bootstrap.h"
 #include "collective/make.h"
+#include "collective/wrappers/published_timeline.h"
 #include "lockstep/group_wrappers.h"
 #include "transport/socket.h"
 #include "transport/ucx_mesh.h"
@@ -45,17 +45,14 @@ std::string describe(const GroupOptions& options) {
               options.checked_calls);
 }
 
-// The first option in which two ranks' differ.
 void require_same(const std::string& first, int rank, const std::string& other) {
-  std::istringstream wants(first), others(other);
-  for (std::string mine, theirs; std::getline(wants, mine) && std::getline(others, theirs);) {
-    if (mine == theirs) continue;
-    throw InvalidArgument(
-        text("make_group: the ranks' options differ: rank 0 has ", mine, ", rank ", rank, " has ", theirs));
-  }
+  if (first == other) return;
+  const auto [wants, theirs] = first_difference(first, other);
+  throw InvalidArgument(
+      text("make_group: the ranks' options differ: rank 0 has ", wants, ", rank ", rank, " has ", theirs));
 }
 
-void require_good(const World& world, const GroupOptions& options) {
+void require_good(const World& world, const Access& access, const GroupOptions& options) {
   if (world.size < 1 || world.rank < 0 || world.rank >= world.size) {
     throw InvalidArgument(text("World: rank ", world.rank, " of ", world.size, "; ranks are 0 to size - 1"));
   }
@@ -71,21 +68,30 @@ void require_good(const World& world, const GroupOptions& options) {
         text("make_group: there is no backend \"", options.backend, "\"; there are ", join(backends)));
   }
   try {
-    listen_at_any_port(world.address);
+    listen_at_any_port(world.address, access);
   } catch (const ClusterError& error) {
-    throw InvalidArgument(text("World: the address must be a numeric one of this machine: ", error.what()));
+    throw InvalidArgument(text("World: rank ", world.rank, "'s address: ", error.what()));
   }
 }
 
-std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, const World& world, const GroupOptions& options,
+// UCX's links carry no proof.
+std::string why_not_over_ucx(const Place& place) {
+  if (!why_no_ucx().empty() || is_loopback(place.address) || place.access.trusted_network) return why_no_ucx();
+  return text("UCX's links cannot be protected, and ", place.address,
+              " is not a loopback address; where everybody who reaches this network is trusted, set "
+              "LOCKSTEP_TRUSTED_NETWORK=1");
+}
+
+std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, Place place, const GroupOptions& options,
                                            Deadline deadline) {
   // Every rank says where it is and what it wants, so that all choose alike or all hear that they differ.
-  const auto hosts = members.all_gather(world.host, deadline);
+  const auto hosts = members.all_gather(place.host, deadline);
+  place.cores = cores_of_host(members, hosts, deadline);
   const auto wanted = members.all_gather(describe(options), deadline);
-  for (int r = 1; r < world.size; ++r) require_same(wanted[0], r, wanted[static_cast<std::size_t>(r)]);
+  for (int r = 1; r < members.size(); ++r) require_same(wanted[0], r, wanted[static_cast<std::size_t>(r)]);
   const bool one_host = std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; });
   const bool all_apart = std::set<std::string>(hosts.begin(), hosts.end()).size() == hosts.size();
-  const auto on_my_host = static_cast<int>(std::count(hosts.begin(), hosts.end(), world.host));
+  const auto on_my_host = static_cast<int>(std::count(hosts.begin(), hosts.end(), place.host));
   const std::string backend = options.backend != "auto" ? options.backend
                               : one_host                ? "shm"
                               : all_apart               ? options.network
@@ -94,26 +100,29 @@ std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, const World& worl
     throw InvalidArgument(text("make_group: the backend \"shm\" is for ranks of one host; these are on ", join(hosts)));
   }
   if (backend == "ucx" || (backend == "hierarchical" && options.network == "ucx")) {
-    const auto reasons = members.all_gather(why_no_ucx(), deadline);
+    const auto reasons = members.all_gather(why_not_over_ucx(place), deadline);
     for (std::size_t r = 0; r < reasons.size(); ++r) {
       if (!reasons[r].empty()) throw InvalidArgument(text("make_group: rank ", r, ": ", reasons[r]));
     }
   }
-  if (backend == "shm") return make_shm_backend(members, options, deadline);
+  if (backend == "shm") return make_shm_backend(members, place, options, deadline);
   if (backend == "tcp" || backend == "ucx") {
-    return make_network_backend(backend, members, world, options, patience_at_sockets(on_my_host), deadline);
+    return make_network_backend(backend, members, place, options, patience_at_sockets(on_my_host, place.cores),
+                                deadline);
   }
-  return make_hierarchical_backend(members, world, hosts, options, deadline);
+  return make_hierarchical_backend(members, place, hosts, options, deadline);
 }
 
 }  // namespace
 
 Group make_group(const World& world, const Store& store, const GroupOptions& options) {
-  require_good(world, options);
+  require_good(world, store.access(), options);
   const auto deadline = Deadline::after(std::chrono::duration<double>(options.timeout_seconds));
   StoreBootstrap members(world, store, deadline);
   try {
-    const Group group(make_backend(members, world, options, deadline), options.bytes_per_pack);
+    Group group(make_backend(members, {world.host, world.address, store.access()}, options, deadline),
+                options.bytes_per_pack);
+    if (timeline_is_wanted()) group = with_published_timeline(group, store, deadline);
     return group.backend() == "shm" || options.checked_calls == 0 ? group : with_checks(group, options.checked_calls);
   } catch (const InvalidArgument& error) {
     members.give_up(error.what());

@@ -2,32 +2,18 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/error.h"
+#include "transport/handshake.h"
 #include "transport/socket.h"
 
 namespace lockstep {
 namespace {
 
-// The first bytes of a connection, from the rank that made it; the other answers with its own.
-//
-//   magic "LMSG" 4 | version 4 | name of the group 32 | rank 4 | which of its connections 4
-struct Hello {
-  static constexpr std::uint32_t kMagic = 0x47534d4c;
-  static constexpr std::uint32_t kVersion = 1;
-
-  std::uint32_t magic = kMagic;
-  std::uint32_t version = kVersion;
-  std::array<char, 32> group{};
-  std::int32_t rank = 0;
-  std::uint32_t number = 0;
-};
-
 // Strangers must not keep those who belong waiting.
-constexpr std::chrono::seconds kForHello(1);
+constexpr std::chrono::seconds kForHello(1), kToProve(30);
 
 std::array<char, 32> group_named(const std::string& name) {
   std::array<char, 32> group{};
@@ -35,20 +21,13 @@ std::array<char, 32> group_named(const std::string& name) {
   return group;
 }
 
-std::string problem_with(const Hello& theirs, const Hello& mine) {
-  if (theirs.magic != Hello::kMagic) return "it does not speak Lockstep's protocol";
-  if (theirs.version != Hello::kVersion) {
-    return text("it speaks version ", theirs.version, " of the protocol, this rank version ", Hello::kVersion);
-  }
-  if (theirs.group != mine.group) return "it belongs to another group";
-  return "";
-}
-
 class Meeting {
  public:
   Meeting(const MeshOptions& options, int count, const std::string& group, Deadline deadline)
       : options_(options), deadline_(deadline), made_(static_cast<std::size_t>(count)) {
+    mine_.protocol = {'m', 'e', 's', 's', 'a', 'g', 'e', 's'};
     mine_.group = group_named(group);
+    mine_.generation = options.generation;
     mine_.rank = options.rank;
     for (auto& sockets : made_) sockets.resize(static_cast<std::size_t>(options.size));
   }
@@ -57,11 +36,10 @@ class Meeting {
     try {
       for (std::uint32_t number = 0; number < made_.size(); ++number) {
         auto socket = connect_to(address, deadline_);
-        auto hello = mine_;
-        hello.number = number;
-        write_value(socket, hello, deadline_);
-        const auto problem = problem_with(read_value<Hello>(socket, deadline_), mine_);
-        if (!problem.empty()) throw ClusterError(problem);
+        auto greeting = mine_;
+        greeting.number = number;
+        const auto theirs = introduce(socket, options_.access, greeting, deadline_);
+        if (theirs.rank != rank) throw ClusterError(text("it says that it is rank ", theirs.rank));
         place(rank, number) = std::move(socket);
       }
     } catch (const DeadlineExceeded& error) {
@@ -75,7 +53,7 @@ class Meeting {
   void accept(const FileDescriptor& listener) {
     while (!missing().empty()) {
       try {
-        welcome(accept_from(listener, deadline_));
+        take_in(accept_from(listener, deadline_));
       } catch (const DeadlineExceeded& error) {
         throw DeadlineExceeded("connecting to other hosts", error.waited_for(), missing());
       }
@@ -87,23 +65,18 @@ class Meeting {
  private:
   FileDescriptor& place(int rank, std::uint32_t number) { return made_[number][static_cast<std::size_t>(rank)]; }
 
-  void welcome(FileDescriptor socket) {
-    std::string problem;
+  void take_in(FileDescriptor socket) {
+    const auto refuse = [this](const Greeting& greeting) -> std::string {
+      const bool expected = greeting.rank > options_.rank && greeting.rank < options_.size &&
+                            greeting.number < made_.size() && !place(greeting.rank, greeting.number).open();
+      return expected ? "" : text("it says that it is rank ", greeting.rank);
+    };
     try {
-      const auto hello = read_value<Hello>(socket, Deadline::after(kForHello));
-      problem = problem_with(hello, mine_);
-      if (problem.empty() && (hello.rank <= options_.rank || hello.rank >= options_.size ||
-                              hello.number >= made_.size() || place(hello.rank, hello.number).open())) {
-        problem = text("it says that it is rank ", hello.rank);
-      }
-      auto answer = mine_;
-      if (!problem.empty()) answer.group = {};  // the name is for those who know it
-      if (hello.magic == Hello::kMagic) write_value(socket, answer, Deadline::after(kForHello));
-      if (problem.empty()) place(hello.rank, hello.number) = std::move(socket);
+      const auto greeting = welcome(socket, options_.access, mine_, refuse, Deadline::after(kForHello), kToProve);
+      place(greeting.rank, greeting.number) = std::move(socket);
     } catch (const Error& error) {
-      problem = error.what();
+      log_warning(text("turned a connection away: ", error.what()));
     }
-    if (!problem.empty()) log_warning(text("turned a connection away: ", problem));
   }
 
   std::vector<int> missing() {
@@ -117,7 +90,7 @@ class Meeting {
 
   const MeshOptions options_;
   const Deadline deadline_;
-  Hello mine_;
+  Greeting mine_;
   std::vector<Sockets> made_;
 };
 
@@ -125,7 +98,7 @@ class Meeting {
 
 std::vector<Sockets> connect_all(const MeshOptions& options, int count, const AllGather& all_gather,
                                  Deadline deadline) {
-  const auto listener = listen_at_any_port(options.address);
+  const auto listener = listen_at_any_port(options.address, options.access);
   const auto all = all_gather(text(random_name(), " ", local_address(listener)));
   constexpr std::size_t kName = 32;
   Meeting meeting(options, count, all[0].substr(0, kName), deadline);

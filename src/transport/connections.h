@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/access.h"
 #include "lockstep/deadline.h"
 #include "transport/all_gather.h"
 #include "transport/file_descriptor.h"
@@ -18,6 +19,7 @@ struct MeshOptions {
   int size = 1;
   std::int64_t generation = 0;
   std::string address = "127.0.0.1";  // where this rank listens
+  Access access;
   Patience patience;
 };
 
@@ -25,7 +27,8 @@ struct MeshOptions {
 using Sockets = std::vector<FileDescriptor>;
 
 // Makes `count` connections between each two ranks: [0 to count - 1][rank]. Collective. Bytes that are not ours,
-// another version's or another group's are turned away. Throws DeadlineExceeded naming the ranks that did not come.
+// and those of another version, job or group, are turned away. Throws DeadlineExceeded naming the ranks that did not
+// come.
 std::vector<Sockets> connect_all(const MeshOptions& options, int count, const AllGather& all_gather, Deadline deadline);
 
 }  // namespace lockstep

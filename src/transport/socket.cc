@@ -1,5 +1,6 @@
 #include "transport/socket.h"
 
+#include <arpa/inet.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -7,6 +8,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -65,6 +67,29 @@ void send_at_once(const FileDescriptor& socket) {
   setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
+std::string numeric_host(const sockaddr* address, socklen_t size) {
+  char host[NI_MAXHOST] = "";
+  getnameinfo(address, size, host, sizeof host, nullptr, 0, NI_NUMERICHOST);
+  return host;
+}
+
+void require_access(const std::string& address, const addrinfo& where, const Access& access) {
+  if (!access.token.empty() || is_loopback(numeric_host(where.ai_addr, where.ai_addrlen))) return;
+  if (!access.trusted_network) {
+    throw ClusterError(
+        text("listening at ", address,
+             " needs a token, so that only processes of this job get in: write one to a file that all of "
+             "them can read (openssl rand -hex 32, chmod 600) and name it in LOCKSTEP_TOKEN_FILE; where "
+             "everybody who reaches this network is trusted, set LOCKSTEP_TRUSTED_NETWORK=1"));
+  }
+  static std::atomic<bool> told{false};
+  if (!told.exchange(true)) {
+    log_warning(
+        text("listening at ", address,
+             " without a token (LOCKSTEP_TRUSTED_NETWORK): whoever reaches it can read and change what is trained"));
+  }
+}
+
 // Connects once; returns the error.
 int try_connect(const FileDescriptor& socket, const addrinfo& address, Deadline deadline) {
   if (connect(socket.get(), address.ai_addr, address.ai_addrlen) == 0) return 0;
@@ -78,8 +103,9 @@ int try_connect(const FileDescriptor& socket, const addrinfo& address, Deadline 
 
 }  // namespace
 
-FileDescriptor listen_at(const std::string& address) {
+FileDescriptor listen_at(const std::string& address, const Access& access) {
   const auto where = parse(address);
+  require_access(address, *where, access);
   auto socket = open_socket(*where);
   const int on = 1;
   setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
@@ -89,9 +115,19 @@ FileDescriptor listen_at(const std::string& address) {
   return socket;
 }
 
-FileDescriptor listen_at_any_port(const std::string& address) {
-  const bool v6 = address.find(':') != std::string::npos && address.front() != '[';
-  return listen_at(text(v6 ? "[" : "", address, v6 ? "]" : "", ":0"));
+bool is_loopback(const std::string& host) {
+  in_addr v4{};
+  if (inet_pton(AF_INET, host.c_str(), &v4) == 1) return ntohl(v4.s_addr) >> 24 == IN_LOOPBACKNET;
+  return host == "::1" || host == "localhost";
+}
+
+std::string with_port(const std::string& host, int port) {
+  const bool v6 = host.find(':') != std::string::npos && host.front() != '[';
+  return text(v6 ? "[" : "", host, v6 ? "]" : "", ":", port);
+}
+
+FileDescriptor listen_at_any_port(const std::string& address, const Access& access) {
+  return listen_at(with_port(address, 0), access);
 }
 
 std::string local_address(const FileDescriptor& socket) {
@@ -105,7 +141,8 @@ std::string local_address(const FileDescriptor& socket) {
 }
 
 std::string address_towards(const std::string& host) {
-  const auto where = parse(host.find(':') == std::string::npos ? host + ":9" : text("[", host, "]:9"));
+  constexpr int kAnyPort = 9;
+  const auto where = parse(with_port(host, kAnyPort));
   const FileDescriptor socket(::socket(where->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   // Sends nothing: it only asks which way packets would go.
   if (!socket.open() || connect(socket.get(), where->ai_addr, where->ai_addrlen) != 0) {
@@ -114,9 +151,7 @@ std::string address_towards(const std::string& host) {
   sockaddr_storage address{};
   socklen_t size = sizeof address;
   getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size);
-  char numeric[NI_MAXHOST];
-  getnameinfo(reinterpret_cast<sockaddr*>(&address), size, numeric, sizeof numeric, nullptr, 0, NI_NUMERICHOST);
-  return numeric;
+  return numeric_host(reinterpret_cast<sockaddr*>(&address), size);
 }
 
 FileDescriptor connect_to(const std::string& address, Deadline deadline) {

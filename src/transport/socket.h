@@ -6,16 +6,24 @@
 #include <span>
 #include <string>
 
+#include "lockstep/access.h"
 #include "lockstep/deadline.h"
 #include "transport/file_descriptor.h"
 
 namespace lockstep {
 
-// Listens on "host:port" (or "[v6]:port"); port 0 takes a free one. Throws ClusterError naming the address.
-FileDescriptor listen_at(const std::string& address);
+// Of a numeric address, or "localhost".
+bool is_loopback(const std::string& host);
 
-// Listens at a numeric address, v4 or v6, on a port of the system's choosing. Throws ClusterError naming the address.
-FileDescriptor listen_at_any_port(const std::string& address);
+// "host:port", or "[v6]:port".
+std::string with_port(const std::string& host, int port);
+
+// Listens on "host:port" (or "[v6]:port"); port 0 takes a free one. Throws ClusterError naming the address, and where
+// it is not a loopback address and `access` has neither a token nor trust.
+FileDescriptor listen_at(const std::string& address, const Access& access);
+
+// The same at a numeric address, v4 or v6, on a port of the system's choosing.
+FileDescriptor listen_at_any_port(const std::string& address, const Access& access);
 
 // "host:port" at which a listening socket can be reached.
 std::string local_address(const FileDescriptor& socket);

@@ -43,9 +43,9 @@ class HostBootstrap final : public Bootstrap {
 
 class HierarchicalGroup final : public GroupBackend {
  public:
-  HierarchicalGroup(Bootstrap& members, const World& world, const std::vector<std::string>& hosts,
+  HierarchicalGroup(Bootstrap& members, const Place& place, const std::vector<std::string>& hosts,
                     const GroupOptions& options, Deadline deadline)
-      : world_(world), options_(options) {
+      : place_(place), options_(options) {
     std::map<std::string, std::size_t> numbers;
     for (int r = 0; r < members.size(); ++r) {
       const auto number = numbers.emplace(hosts[static_cast<std::size_t>(r)], hosts_.size()).first->second;
@@ -59,10 +59,10 @@ class HierarchicalGroup final : public GroupBackend {
     even_ =
         std::all_of(hosts_.begin(), hosts_.end(), [&](const auto& host) { return host.size() == hosts_[0].size(); });
     HostBootstrap here(members, hosts_[my_host_]);
-    local_ = make_shm_backend(here, options, deadline);
-    const auto patience = patience_at_sockets(here.size());
+    local_ = make_shm_backend(here, place, options, deadline);
+    const auto patience = patience_at_sockets(here.size(), place.cores);
     global_ = std::static_pointer_cast<MeshGroup>(
-        make_network_backend(options.network, members, world, options, patience, deadline));
+        make_network_backend(options.network, members, place, options, patience, deadline));
   }
 
   const char* name() const override { return "hierarchical"; }
@@ -80,8 +80,8 @@ class HierarchicalGroup final : public GroupBackend {
   }
 
   std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override {
-    const auto hosts = members.all_gather(world_.host, deadline);
-    return std::make_shared<HierarchicalGroup>(members, world_, hosts, options_, deadline);
+    const auto hosts = members.all_gather(place_.host, deadline);
+    return std::make_shared<HierarchicalGroup>(members, place_, hosts, options_, deadline);
   }
 
   Memory allocate(std::size_t bytes) override { return local_->allocate(bytes); }
@@ -227,7 +227,7 @@ class HierarchicalGroup final : public GroupBackend {
     if (root) divide_if_mean(call, sum);
   }
 
-  const World world_;
+  const Place place_;
   const GroupOptions options_;
   std::vector<std::vector<int>> hosts_;  // [host]: its ranks
   std::size_t my_host_ = 0, my_place_ = 0;
@@ -239,10 +239,10 @@ class HierarchicalGroup final : public GroupBackend {
 
 }  // namespace
 
-std::shared_ptr<GroupBackend> make_hierarchical_backend(Bootstrap& members, const World& world,
+std::shared_ptr<GroupBackend> make_hierarchical_backend(Bootstrap& members, const Place& place,
                                                         const std::vector<std::string>& hosts,
                                                         const GroupOptions& options, Deadline deadline) {
-  return std::make_shared<HierarchicalGroup>(members, world, hosts, options, deadline);
+  return std::make_shared<HierarchicalGroup>(members, place, hosts, options, deadline);
 }
 
 }  // namespace lockstep

@@ -13,8 +13,9 @@ namespace {
 
 class ShmGroup final : public DirectGroup {
  public:
-  ShmGroup(std::shared_ptr<SpaceMember> member, const GroupOptions& options)
+  ShmGroup(std::shared_ptr<SpaceMember> member, const Place& place, const GroupOptions& options)
       : DirectGroup(std::move(member)),
+        place_(place),
         options_(options),
         heap_(std::make_shared<Heap>(space().heap(rank()), space().layout().heap_bytes)) {}
 
@@ -22,7 +23,7 @@ class ShmGroup final : public DirectGroup {
   std::int64_t generation() const override { return member()->generation(); }
 
   std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override {
-    return make_shm_backend(members, options_, deadline);
+    return make_shm_backend(members, place_, options_, deadline);
   }
 
   Memory allocate(std::size_t bytes) override {
@@ -40,13 +41,15 @@ class ShmGroup final : public DirectGroup {
 
   std::byte* at_place(std::int64_t place) const override { return space().begin() + place; }
 
+  const Place place_;
   const GroupOptions options_;
   const std::shared_ptr<Heap> heap_;
 };
 
 }  // namespace
 
-std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const GroupOptions& options, Deadline deadline) {
+std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const Place& place, const GroupOptions& options,
+                                               Deadline deadline) {
   constexpr std::size_t kMostInAll = std::size_t{1} << 44;  // an eighth of what a process can address
   const auto fair = kMostInAll / static_cast<std::size_t>(members.size());
   const auto heap = options.heap_bytes > 0 ? options.heap_bytes : std::min(usable_memory_bytes(), fair);
@@ -55,8 +58,8 @@ std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const GroupOp
   const auto all_gather = [&](const std::string& mine) { return members.all_gather(mine, deadline); };
   return std::make_shared<ShmGroup>(
       meet_in_shared_memory(members.rank(), DirectGroup::layout(members.size(), heap), members.generation(),
-                            patience_in_memory(members.size()), names, all_gather, deadline),
-      options);
+                            patience_in_memory(members.size(), place.cores), names, all_gather, deadline),
+      place, options);
 }
 
 }  // namespace lockstep

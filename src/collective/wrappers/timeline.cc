@@ -1,11 +1,15 @@
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "base/log.h"
 #include "base/mutex.h"
 #include "base/text.h"
+#include "cluster/left_texts.h"
 #include "collective/calls.h"
+#include "collective/wrappers/published_timeline.h"
 #include "collective/wrappers/wrapper.h"
 #include "lockstep/group_wrappers.h"
 
@@ -13,6 +17,10 @@ namespace lockstep {
 namespace {
 
 using Clock = Deadline::Clock;
+
+// The first so many are kept: about 10 MB of text.
+constexpr std::size_t kMostEvents = 50'000;
+constexpr std::chrono::seconds kToPublish(60);
 
 struct Event {
   std::string operation;
@@ -24,14 +32,44 @@ struct Event {
 }  // namespace
 
 struct Timeline::State {
+  void add(Event event) {
+    MutexLock lock(mutex);
+    if (events.size() < kMostEvents) events.push_back(std::move(event));
+  }
+
+  nlohmann::json of_rank(int rank, std::int64_t group = 0);
+
   Mutex mutex;
   std::vector<Event> events LOCKSTEP_GUARDED_BY(mutex);
   Clock::time_point origin;
 };
 
+nlohmann::json Timeline::State::of_rank(int rank, std::int64_t group) {
+  const auto microseconds = [](Clock::duration time) {
+    return std::chrono::duration<double, std::micro>(time).count();
+  };
+  auto all = nlohmann::json::array();
+  all.push_back(
+      {{"ph", "M"}, {"pid", group}, {"tid", rank}, {"name", "thread_name"}, {"args", {{"name", text("rank ", rank)}}}});
+  MutexLock lock(mutex);
+  for (const auto& event : events) {
+    all.push_back({{"ph", "X"},
+                   {"pid", group},
+                   {"tid", rank},
+                   {"name", event.operation},
+                   {"ts", microseconds(event.began - origin)},
+                   {"dur", microseconds(event.ended - event.began)},
+                   {"args",
+                    {{"bytes", event.bytes},
+                     {"algorithm", event.algorithm},
+                     {"queued_us", microseconds(event.began - event.called)}}}});
+  }
+  return all;
+}
+
 namespace {
 
-class Recorder final : public Wrapper {
+class Recorder : public Wrapper {
  public:
   Recorder(std::shared_ptr<GroupBackend> recorded, std::shared_ptr<Timeline::State> state)
       : Wrapper(std::move(recorded)), state_(std::move(state)) {}
@@ -46,6 +84,9 @@ class Recorder final : public Wrapper {
     return record(calls.front(), bytes, [&] { return Wrapper::exchange(calls, deadline); });
   }
 
+ protected:
+  Timeline::State* state() const { return state_.get(); }
+
  private:
   // What throws is recorded too: it is what one wants to see.
   template <class Act>
@@ -53,8 +94,7 @@ class Recorder final : public Wrapper {
     struct Entry {
       ~Entry() {
         event.ended = Clock::now();
-        MutexLock lock(state.mutex);
-        state.events.push_back(std::move(event));
+        state.add(std::move(event));
       }
       Timeline::State& state;
       Event event;
@@ -68,6 +108,31 @@ class Recorder final : public Wrapper {
   const std::shared_ptr<Timeline::State> state_;
 };
 
+class PublishingRecorder final : public Recorder {
+ public:
+  PublishingRecorder(std::shared_ptr<GroupBackend> recorded, std::shared_ptr<Timeline::State> state, const Store& store,
+                     std::int64_t number)
+      : Recorder(std::move(recorded), std::move(state)), store_(store), number_(number) {}
+
+  ~PublishingRecorder() override {
+    try {
+      leave_text(store_, kTimelines, state()->of_rank(rank(), number_).dump(), Deadline::after(kToPublish));
+    } catch (const Error& error) {
+      log_warning(text("the timeline of rank ", rank(), " is lost: ", error.what()));
+    }
+  }
+
+ private:
+  const Store store_;
+  const std::int64_t number_;  // of the group, on all its ranks
+};
+
+void write_file(const std::string& path, nlohmann::json events) {
+  std::ofstream file(path);
+  file << nlohmann::json{{"traceEvents", std::move(events)}, {"displayTimeUnit", "ms"}};
+  if (!file.flush()) throw IoError(text("cannot write the timeline ", path, ": ", std::strerror(errno)));
+}
+
 }  // namespace
 
 Timeline::Timeline() : state_(std::make_shared<State>()) {}
@@ -79,31 +144,7 @@ Group with_timeline(const Group& group, Timeline& timeline, Deadline deadline) {
 }
 
 void Timeline::write(const std::string& path, const Group& group, Deadline deadline) const {
-  const auto microseconds = [&](Clock::duration time) {
-    return std::chrono::duration<double, std::micro>(time).count();
-  };
-  auto mine = nlohmann::json::array();
-  mine.push_back({{"ph", "M"},
-                  {"pid", 0},
-                  {"tid", group.rank()},
-                  {"name", "thread_name"},
-                  {"args", {{"name", text("rank ", group.rank())}}}});
-  {
-    MutexLock lock(state_->mutex);
-    for (const auto& event : state_->events) {
-      mine.push_back({{"ph", "X"},
-                      {"pid", 0},
-                      {"tid", group.rank()},
-                      {"name", event.operation},
-                      {"ts", microseconds(event.began - state_->origin)},
-                      {"dur", microseconds(event.ended - event.began)},
-                      {"args",
-                       {{"bytes", event.bytes},
-                        {"algorithm", event.algorithm},
-                        {"queued_us", microseconds(event.began - event.called)}}}});
-    }
-  }
-  std::string bytes = mine.dump();
+  std::string bytes = state_->of_rank(group.rank()).dump();
   std::int64_t length = static_cast<std::int64_t>(bytes.size());
   std::vector<std::int64_t> lengths(static_cast<std::size_t>(group.size()));
   group.all_gather(buffer_of(std::span(&length, 1)), buffer_of(std::span(lengths)), deadline);
@@ -120,9 +161,24 @@ void Timeline::write(const std::string& path, const Group& group, Deadline deadl
     for (auto& event : nlohmann::json::parse(all.substr(begin, count))) events.push_back(std::move(event));
     begin += count;
   }
-  std::ofstream file(path);
-  file << nlohmann::json{{"traceEvents", std::move(events)}, {"displayTimeUnit", "ms"}};
-  if (!file.flush()) throw IoError(text("cannot write the timeline ", path, ": ", std::strerror(errno)));
+  write_file(path, std::move(events));
+}
+
+bool timeline_is_wanted() {
+  const char* const wanted = std::getenv("LOCKSTEP_TIMELINE");
+  return wanted != nullptr && std::string(wanted) == "1";
+}
+
+Group with_published_timeline(const Group& group, const Store& store, Deadline deadline) {
+  const auto root = store.without_prefix();
+  std::int64_t number = group.rank() == 0 ? root.add("groups with a timeline", 1, deadline) : 0;
+  group.broadcast(buffer_of(std::span(&number, 1)), 0, deadline);
+  group.barrier(deadline);
+  static const auto origin = Clock::now();
+  auto state = std::make_shared<Timeline::State>();
+  state->origin = origin;
+  return group.with_backend(
+      std::make_shared<PublishingRecorder>(group.shared_backend(), std::move(state), root, number));
 }
 
 }  // namespace lockstep

@@ -46,9 +46,7 @@ class Environment {
 
 void* open() {
   const Environment environment;
-  // The one of the build; where that is gone, the system's.
-  void* const handle = dlopen(LOCKSTEP_UCX_LIBRARY, RTLD_NOW | RTLD_LOCAL);
-  return handle != nullptr ? handle : dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
+  return dlopen("libucp.so.0", RTLD_NOW | RTLD_LOCAL);
 }
 
 Library load() {

@@ -1,0 +1,35 @@
+// Access: which processes belong to a job. Torch-free.
+#pragma once
+
+#include <functional>
+#include <string>
+
+namespace lockstep {
+
+// The value of a variable, or nullptr.
+using Environment = std::function<const char*(const char* name)>;
+
+// A process listens at loopback addresses; at others only with a token, or where the network is trusted. A value.
+//
+// The two ends of each connection prove to each other that they have the token before anything else is said: each sends
+// random numbers, and the HMAC-SHA-256 of both ends' numbers, ranks, group and generation (ISO/IEC 9798-4, mutual).
+// What is sent later is neither encrypted nor signed.
+struct Access {
+  // 32 random bytes that all processes of a job have and nobody else. Empty: none.
+  std::string token;
+
+  // Whoever reaches this machine may read and change what is trained: listen without a token, and use links that have
+  // none of the above (UCX).
+  bool trusted_network = false;
+};
+
+inline constexpr const char* kTokenFileVariable = "LOCKSTEP_TOKEN_FILE";
+inline constexpr const char* kTrustedNetworkVariable = "LOCKSTEP_TRUSTED_NETWORK";
+
+// What the environment says: LOCKSTEP_TOKEN_FILE is a file with 64 hexadecimal digits that its owner alone may read
+// (openssl rand -hex 32), LOCKSTEP_TRUSTED_NETWORK is 0 or 1. `lockstep run` sets both. Throws ClusterError naming
+// the variable and the file.
+Access access_of(const Environment& environment);
+Access access_of_environment();  // of this process
+
+}  // namespace lockstep

@@ -1,0 +1,19 @@
+// Texts of any size that processes leave in a store for whoever holds it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/store.h"
+
+namespace lockstep {
+
+void leave_text(const Store& store, const std::string& kind, const std::string& text, Deadline deadline);
+
+// All of a kind that have come whole, in the order in which they were begun.
+std::vector<std::string> left_texts(const Store& store, const std::string& kind, Deadline deadline);
+
+// Of the operations of a job's ranks: arrays of JSON, of events as chrome://tracing has them.
+inline constexpr const char* kTimelines = "timelines";
+
+}  // namespace lockstep

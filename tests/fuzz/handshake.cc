@@ -1,0 +1,75 @@
+// What strangers may send to a port of ours: to the handshake at either end, and behind it to the store.
+#include <sys/socket.h>
+
+#include "cluster/store_server.h"
+#include "cluster/strings.h"
+#include "lockstep/error.h"
+#include "tests/fuzz/fuzz.h"
+#include "transport/handshake.h"
+#include "transport/socket.h"
+
+namespace lockstep {
+namespace {
+
+// A socket from which the bytes can be read, and then no more.
+FileDescriptor socket_with(const std::string& bytes, FileDescriptor& other) {
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) != 0) throw std::runtime_error("no sockets");
+  other = FileDescriptor(ends[1]);
+  const auto soon = Deadline::after(std::chrono::seconds(1));
+  write_all(other, std::as_bytes(std::span(bytes)), soon);
+  shutdown(other.get(), SHUT_WR);
+  return FileDescriptor(ends[0]);
+}
+
+// A store in this process, and a connection that belongs to it.
+struct Member {
+  Member() : server("127.0.0.1:0", {}), socket(connect_to(server.address(), soon())) {
+    introduce(socket, {}, store_greeting(), soon());
+  }
+  static Deadline soon() { return Deadline::after(std::chrono::seconds(5)); }
+
+  StoreServer server;
+  FileDescriptor socket;
+};
+
+// The store answers whatever it is asked, or closes the connection.
+void ask_store(const std::string& bytes) {
+  static auto member = std::make_unique<Member>();
+  StoreFrame frame;
+  std::memcpy(&frame, bytes.data(), sizeof frame);
+  const bool whole = frame.length == bytes.size() - sizeof frame;
+  const bool waits = frame.code == StoreFrame::get;
+  if ((!whole && frame.length <= StoreFrame::kLongest) || waits) return;
+  write_all(member->socket, std::as_bytes(std::span(bytes)), Member::soon());
+  try {
+    const auto answer = read_value<StoreFrame>(member->socket, Member::soon());
+    std::string rest(answer.length, '\0');
+    read_all(member->socket, std::as_writable_bytes(std::span(rest)), Member::soon());
+    if (!unpack(rest)) __builtin_trap();
+  } catch (const ClusterError&) {
+    member = std::make_unique<Member>();
+  }
+}
+
+}  // namespace
+
+void fuzz(const std::string& bytes) {
+  if (bytes.empty() || bytes.size() > 65536) return;
+  const auto rest = bytes.substr(1);
+  const auto soon = Deadline::after(std::chrono::seconds(1));
+  FileDescriptor other;
+  switch (bytes[0] % 4) {
+    case 0:
+      welcome(
+          socket_with(rest, other), {}, store_greeting(), [](const Greeting&) { return ""; }, soon,
+          std::chrono::seconds(1));
+      break;
+    case 1: introduce(socket_with(rest, other), {}, store_greeting(), soon); break;
+    case 2: unpack(rest); break;
+    default:
+      if (rest.size() >= sizeof(StoreFrame)) ask_store(rest);
+  }
+}
+
+}  // namespace lockstep

@@ -1,0 +1,14 @@
+// -H, hostfiles, and what a launcher on another host is told.
+#include "launch/hosts.h"
+#include "launch/part.h"
+#include "tests/fuzz/fuzz.h"
+
+void lockstep::fuzz(const std::string& bytes) {
+  if (bytes.empty()) return;
+  const auto rest = bytes.substr(1);
+  switch (bytes[0] % 3) {
+    case 0: parse_hosts(rest); break;
+    case 1: parse_hostfile(rest, "hosts"); break;
+    default: ranks_of(part_in(rest), "/token");
+  }
+}

@@ -1,0 +1,12 @@
+// Slurm's lists of nodes and of tasks.
+#include "cluster/node_list.h"
+#include "tests/fuzz/fuzz.h"
+
+void lockstep::fuzz(const std::string& bytes) {
+  if (bytes.empty()) return;
+  if (bytes[0] % 2 == 0) {
+    expand_node_list(bytes.substr(1), "NODES");
+  } else {
+    expand_task_counts(bytes.substr(1), "TASKS");
+  }
+}

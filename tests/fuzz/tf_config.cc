@@ -1,0 +1,5 @@
+// TF_CONFIG from anywhere.
+#include "cluster/resolvers.h"
+#include "tests/fuzz/fuzz.h"
+
+void lockstep::fuzz(const std::string& bytes) { parse_tf_config(bytes); }
