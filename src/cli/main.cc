@@ -1,11 +1,14 @@
 // The command `lockstep`: arguments -> a call, nothing else.
 #include <CLI/CLI.hpp>
+#include <filesystem>
 #include <iostream>
 
 #include "cli/bench_collectives.h"
 #include "cli/commands.h"
+#include "cli/doctor.h"
 #include "launch/launcher.h"
 #include "lockstep/error.h"
+#include "lockstep/version.h"
 
 namespace {
 
@@ -45,11 +48,72 @@ struct BenchArguments {
   CLI::Option* rank = nullptr;
 };
 
+// Where processes run.
+struct PlaceArguments {
+  explicit PlaceArguments(CLI::App& app) {
+    app.add_option("-n", options.processes, "processes (1; with hosts: one a slot)");
+    auto* const list = app.add_option("-H", hosts, "host1:4,host2:4: hosts, and how many processes each may run");
+    app.add_option("--hostfile", hostfile, "a file with a host a line: host slots=4")->excludes(list);
+    app.add_option("--ssh", options.ssh, "how other hosts are reached (ssh -o BatchMode=yes -o ConnectTimeout=20)");
+  }
+
+  lockstep::LaunchOptions finished(std::vector<std::string> command) {
+    if (!hosts.empty()) options.hosts = lockstep::parse_hosts(hosts);
+    if (!hostfile.empty()) options.hosts = lockstep::read_hostfile(hostfile);
+    options.command = std::move(command);
+    return options;
+  }
+
+  lockstep::LaunchOptions options;
+  std::string hosts, hostfile;
+};
+
+struct RunArguments : PlaceArguments {
+  explicit RunArguments(CLI::App& app) : PlaceArguments(app) {
+    app.add_option("-x", exported, "NAME or NAME=VALUE: a variable for the processes of other hosts")
+        ->allow_extra_args(false);
+    app.add_flag("--trusted-network", options.trusted_network,
+                 "allow links without proof of belonging to the job, which UCX needs: whoever reaches the network is "
+                 "trusted");
+    app.add_option("--log-dir", options.log_dir, "each rank's output goes to rank-<n>.log there too");
+    app.add_option("--timeline", options.timeline,
+                   "what all ranks' operations took, for ui.perfetto.dev, in this file");
+    app.add_option("--restarts", options.restarts, "how often the job starts again after a failure (0)");
+    app.add_option("--grace", options.grace_seconds, "seconds from SIGTERM to SIGKILL (10)");
+    app.add_flag("--part", part, "be the part of a job on this host, for a launcher on another")->group("");
+    app.prefix_command();
+  }
+
+  int act(std::vector<std::string> command) {
+    if (part) return lockstep::launch_part(std::cout, std::cerr);
+    options.environment = lockstep::exported_variables(exported);
+    return lockstep::launch(finished(std::move(command)), std::cout, std::cerr);
+  }
+
+  std::vector<std::string> exported;
+  bool part = false;
+};
+
+// A job whose program is this one.
+struct DoctorArguments : PlaceArguments {
+  explicit DoctorArguments(CLI::App& app) : PlaceArguments(app) {
+    app.add_flag("--examine", examines, "be one of its processes")->group("");
+  }
+
+  int act() {
+    if (examines) return lockstep::examine(lockstep::resolve_cluster(), std::cout);
+    const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
+    return lockstep::launch(finished({program, "doctor", "--examine"}), std::cout, std::cerr);
+  }
+
+  bool examines = false;
+};
+
 }  // namespace
 
 int main(int argc, char** argv) {
   CLI::App app("Lockstep: distributed training for LibTorch");
-  app.set_version_flag("--version", LOCKSTEP_VERSION);
+  app.set_version_flag("--version", lockstep::version());
   app.require_subcommand(1);
 
   auto* devices = app.add_subcommand("devices", "how many replicas this machine would train with, and why");
@@ -62,23 +126,18 @@ int main(int argc, char** argv) {
   auto* collectives = bench->add_subcommand("collectives", "time and bandwidth of a group's operations, by size");
   BenchArguments bench_arguments(*collectives);
   auto* run = app.add_subcommand("run", "starts a program as the processes of one job, and ends them together");
-  lockstep::LaunchOptions launch;
-  run->add_option("-n", launch.processes, "processes (1)");
-  run->add_option("--log-dir", launch.log_dir, "each rank's output goes to rank-<n>.log there too");
-  run->add_option("--restarts", launch.restarts, "how often the job starts again after a failure (0)");
-  run->add_option("--grace", launch.grace_seconds, "seconds from SIGTERM to SIGKILL (10)");
-  run->prefix_command();
+  RunArguments run_arguments(*run);
+  auto* doctor = app.add_subcommand("doctor", "whether a job can run here, or on the hosts that are named");
+  DoctorArguments doctor_arguments(*doctor);
   CLI11_PARSE(app, argc, argv);
 
   try {
     if (*devices) lockstep::print_devices(std::cout);
     if (*inspect) lockstep::print_checkpoint(path, std::cout);
-    if (*run) {
-      launch.command = run->remaining();
-      return lockstep::launch(launch, std::cout, std::cerr);
-    }
+    if (*run) return run_arguments.act(run->remaining());
+    if (*doctor) return doctor_arguments.act();
     if (*collectives) return lockstep::bench_collectives(bench_arguments.finished({argv, argv + argc}), std::cout);
-  } catch (const lockstep::Error& error) {
+  } catch (const std::exception& error) {
     // In one piece, for several ranks may write at once.
     std::cerr << "lockstep: " + bench_arguments.speaker() + error.what() + "\n";
     return 1;

@@ -1,208 +1,165 @@
 #include "launch/launcher.h"
 
-#include <poll.h>
-#include <signal.h>
-#include <sys/signalfd.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cmath>
-#include <cstring>
+#include <cstdlib>
 #include <filesystem>
-#include <memory>
-#include <optional>
+#include <iterator>
 #include <ostream>
+#include <sstream>
 
 #include "base/text.h"
-#include "launch/guardian.h"
-#include "launch/rank_process.h"
+#include "launch/job.h"
+#include "launch/part.h"
+#include "launch/timeline_file.h"
+#include "launch/token_file.h"
 #include "lockstep/error.h"
 #include "lockstep/store.h"
+#include "transport/socket.h"
 
 namespace lockstep {
 namespace {
+
+constexpr std::chrono::seconds kToHearWhatToRun(60);
 
 void check(const LaunchOptions& options) {
   const auto require = [](bool holds, const char* name, auto value, const char* allowed) {
     if (!holds) throw InvalidArgument(text("lockstep run: ", name, " is ", value, "; it must be ", allowed));
   };
-  require(options.processes >= 1, "-n", options.processes, "at least 1");
+  require(options.processes.value_or(1) >= 1, "-n", options.processes.value_or(1), "at least 1");
   require(options.restarts >= 0, "--restarts", options.restarts, "0 or more");
   require(options.grace_seconds >= 0, "--grace", options.grace_seconds, "0 or more seconds");
   if (options.command.empty()) throw InvalidArgument("lockstep run: there is no program to run");
 }
 
-// SIGINT, SIGTERM and SIGCHLD as something to poll; ours again when it ends.
-class Signals {
+void make_folder(const std::string& path) {
+  std::error_code failed;
+  if (!path.empty()) std::filesystem::create_directories(path, failed);
+  if (failed) throw IoError(text("cannot make ", path, ": ", failed.message()));
+}
+
+std::string this_folder() {
+  std::error_code failed;
+  const auto folder = std::filesystem::current_path(failed);
+  if (failed) throw IoError(text("lockstep run: the folder that this runs in is gone: ", failed.message()));
+  return folder.string();
+}
+
+// A word for the shell at the other end of ssh.
+std::string quoted(const std::string& word) {
+  std::string quoted = "'";
+  for (const char c : word) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return quoted + "'";
+}
+
+// How the launcher of the part's host is started.
+MemberCommand launcher_of(const Part& part, const std::string& ssh) {
+  const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
+  MemberCommand command{.name = "host " + part.host, .command = {program, "run", "--part"}, .input = line_of(part)};
+  if (is_this_host(part.host)) return command;
+  std::istringstream words(ssh);
+  command.command = {std::istream_iterator<std::string>(words), {}};
+  if (command.command.empty()) throw InvalidArgument("lockstep run: --ssh is empty");
+  command.command.push_back(part.host);
+  command.command.push_back(text("exec ", quoted(program), " run --part"));
+  return command;
+}
+
+// One life of a job, with a token and a store of its own.
+class Life {
  public:
-  Signals() {
-    ::signal(SIGCHLD, SIG_DFL);  // where it is ignored there are no exit statuses
-    sigset_t set;
-    sigemptyset(&set);
-    sigaddset(&set, SIGCHLD);
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
-      struct sigaction action {};
-      sigaction(signal, nullptr, &action);
-      if (action.sa_handler != SIG_IGN) sigaddset(&set, signal);  // nohup ignores SIGHUP
-    }
-    pthread_sigmask(SIG_BLOCK, &set, &before_);
-    socket_ = FileDescriptor(signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
-  }
-  ~Signals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  Life(const LaunchOptions& options, int restart, const Job::Surroundings& surroundings)
+      : hosts_(fill(options.hosts, options.processes)),
+        store_(Store::hold(with_port(address_for(hosts_), 0), access(options))),
+        job_(members(options, restart), options.grace_seconds, surroundings) {}
 
-  int descriptor() const { return socket_.get(); }
-
-  // The next one that asks the job to end, or 0.
-  int next() const {
-    signalfd_siginfo info;
-    while (read(socket_.get(), &info, sizeof info) == sizeof info) {
-      if (info.ssi_signo != SIGCHLD) return static_cast<int>(info.ssi_signo);
-    }
-    return 0;
-  }
+  Job& job() { return job_; }
+  const Store& store() const { return store_; }
 
  private:
-  FileDescriptor socket_;
-  sigset_t before_;
-};
+  // By which the other hosts reach this one.
+  static std::string address_for(const std::vector<HostSlots>& hosts) {
+    const auto other =
+        std::find_if(hosts.begin(), hosts.end(), [](const auto& host) { return !is_this_host(host.name); });
+    return other == hosts.end() ? "127.0.0.1" : address_towards(other->name.substr(other->name.find('@') + 1));
+  }
 
-// One life of a job.
-class Job {
- public:
-  Job(const LaunchOptions& options, int restart, const Signals& signals, const Guardian& guardian, std::ostream& out,
-      std::ostream& err)
-      : options_(options), signals_(signals), guardian_(guardian), out_(out), err_(err) {
-    for (int rank = 0; rank < options.processes; ++rank) {
-      const std::map<std::string, std::string> environment{{"LOCKSTEP_RANK", std::to_string(rank)},
-                                                           {"LOCKSTEP_SIZE", std::to_string(options.processes)},
-                                                           {"LOCKSTEP_LOCAL_RANK", std::to_string(rank)},
-                                                           {"LOCKSTEP_LOCAL_SIZE", std::to_string(options.processes)},
-                                                           {"LOCKSTEP_HOST", "localhost"},
-                                                           {"LOCKSTEP_STORE", store_.address()},
-                                                           {"LOCKSTEP_RESTART", std::to_string(restart)}};
-      const auto log = options.log_dir.empty() ? "" : text(options.log_dir, "/rank-", rank, ".log");
-      ranks_.push_back(std::make_unique<RankProcess>(RankCommand{rank, options.command, environment, log}));
-      guardian_.watch(ranks_.back()->pid());
+  Access access(const LaunchOptions& options) const { return {token_.access().token, options.trusted_network}; }
+
+  std::vector<MemberCommand> members(const LaunchOptions& options, int restart) const {
+    Part part{.size = 0,
+              .store = store_.address(),
+              .restart = restart,
+              .command = options.command,
+              .environment = options.environment,
+              .log_dir = options.log_dir,
+              .grace_seconds = options.grace_seconds,
+              .trusted_network = options.trusted_network,
+              .timeline = !options.timeline.empty(),
+              .token = token_.digits()};
+    if (hosts_.empty()) {
+      part.size = part.count = options.processes.value_or(1);
+      return ranks_of(part, token_.path());
     }
-  }
-
-  ~Job() {
-    for (const auto& rank : ranks_) {
-      rank->send(SIGKILL);
-      while (!rank->ended() && !rank->reap()) usleep(1000);
-      guardian_.forget(rank->pid());
+    part.folder = this_folder();
+    for (const auto& host : hosts_) part.size += host.slots;
+    std::vector<MemberCommand> members;
+    for (const auto& host : hosts_) {
+      part.host = host.name;
+      part.count = host.slots;
+      members.push_back(launcher_of(part, options.ssh));
+      part.first += host.slots;
     }
+    return members;
   }
 
-  // Until all have ended; the exit status.
-  int run() {
-    while (running()) {
-      wait();
-      for (int signal = signals_.next(); signal != 0; signal = signals_.next()) pass_on(signal);
-      read_all();
-      notice_ends();
-      if (kill_at_ && kill_at_->passed()) end_all(SIGKILL);
-    }
-    while (read_all()) {  // what they wrote at last
-    }
-    if (first_ != nullptr) explain(*first_);
-    return asked_ != 0 ? 128 + asked_ : first_ != nullptr ? first_->status() : 0;
-  }
-
-  bool was_asked_to_end() const { return asked_ != 0; }
-
- private:
-  bool running() const {
-    return std::any_of(ranks_.begin(), ranks_.end(), [](const auto& rank) { return !rank->ended(); });
-  }
-
-  void wait() {
-    std::vector<pollfd> polls{{signals_.descriptor(), POLLIN, 0}};
-    for (const auto& rank : ranks_) {
-      polls.push_back({rank->descriptor(RankProcess::Stream::out), POLLIN, 0});
-      polls.push_back({rank->descriptor(RankProcess::Stream::error), POLLIN, 0});
-    }
-    const auto left = kill_at_ ? std::chrono::ceil<std::chrono::milliseconds>(kill_at_->time() - Deadline::Clock::now())
-                               : std::chrono::milliseconds(-1);
-    poll(polls.data(), polls.size(),
-         kill_at_ ? static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, 60'000)) : -1);
-  }
-
-  // A bounded part, so that signals have their turn. False where there was nothing.
-  bool read_all() {
-    bool any = false;
-    for (const auto& rank : ranks_) {
-      const auto print = [&](std::ostream& to) {
-        return
-            [&to, number = rank->rank()](const std::string& line) { to << "[" << number << "] " << line << std::endl; };
-      };
-      any |= rank->read(RankProcess::Stream::out, print(out_));
-      any |= rank->read(RankProcess::Stream::error, print(err_));
-    }
-    return any;
-  }
-
-  // Of those that ended together, one that a signal ended is the cause: the others heard of its end.
-  void notice_ends() {
-    const RankProcess* failed = nullptr;
-    for (const auto& rank : ranks_) {
-      if (!rank->reap() || rank->status() == 0) continue;
-      if (failed == nullptr || (failed->signal() == 0 && rank->signal() != 0)) failed = rank.get();
-    }
-    if (failed == nullptr || first_ != nullptr || asked_ != 0) return;
-    first_ = failed;
-    end_all(SIGTERM);
-  }
-
-  void pass_on(int signal) {
-    const bool again = asked_ != 0;
-    asked_ = signal;
-    end_all(again ? SIGKILL : signal);
-  }
-
-  void end_all(int signal) {
-    for (const auto& rank : ranks_) rank->send(signal);
-    if (signal == SIGKILL) return kill_at_.reset();
-    if (!kill_at_) kill_at_ = Deadline::after(std::chrono::duration<double>(options_.grace_seconds));
-  }
-
-  void explain(const RankProcess& rank) {
-    err_ << "lockstep run: rank " << rank.rank() << " "
-         << (rank.signal() != 0 ? text("was ended by signal ", rank.signal(), " (", strsignal(rank.signal()), ")")
-                                : text("ended with status ", rank.status()));
-    if (rank.signal() == 0 && !rank.last_words().empty()) err_ << ": " << rank.last_words();
-    err_ << std::endl;
-  }
-
-  const LaunchOptions& options_;
-  const Signals& signals_;
-  const Guardian& guardian_;
-  std::ostream& out_;
-  std::ostream& err_;
-  const Store store_ = Store::hold("127.0.0.1:0");
-  std::vector<std::unique_ptr<RankProcess>> ranks_;
-  const RankProcess* first_ = nullptr;  // that failed
-  int asked_ = 0;                       // the signal that this process got
-  std::optional<Deadline> kill_at_;
+  const TokenFile token_;
+  const std::vector<HostSlots> hosts_;
+  const Store store_;
+  Job job_;
 };
 
 }  // namespace
 
+std::map<std::string, std::string> exported_variables(const std::vector<std::string>& names) {
+  std::map<std::string, std::string> variables;
+  for (const auto& entry : names) {
+    const auto equals = entry.find('=');
+    const auto name = entry.substr(0, equals);
+    const char* const here = std::getenv(name.c_str());
+    if (name.empty() || (equals == std::string::npos && here == nullptr)) {
+      throw InvalidArgument(text("lockstep run: -x ", entry, ": there is no such variable here"));
+    }
+    variables[name] = equals == std::string::npos ? here : entry.substr(equals + 1);
+  }
+  return variables;
+}
+
 int launch(const LaunchOptions& options, std::ostream& out, std::ostream& err) {
   check(options);
-  if (!options.log_dir.empty()) {
-    std::error_code failed;
-    std::filesystem::create_directories(options.log_dir, failed);
-    if (failed) throw IoError(text("cannot make ", options.log_dir, ": ", failed.message()));
-  }
+  if (options.hosts.empty()) make_folder(options.log_dir);
+  if (!options.timeline.empty()) require_writable(options.timeline);
   const Guardian guardian;
   const Signals signals;
   for (int restart = 0;; ++restart) {
-    Job job(options, restart, signals, guardian, out, err);
-    const int status = job.run();
-    if (status == 0 || job.was_asked_to_end() || restart == options.restarts) return status;
+    Life life(options, restart, {signals, guardian, out, err});
+    const int status = life.job().run();
+    if (!options.timeline.empty()) write_timelines(options.timeline, life.store(), err);
+    if (status == 0 || life.job().was_asked_to_end() || restart == options.restarts) return status;
     err << "lockstep run: restart " << restart + 1 << " of " << options.restarts << std::endl;
   }
+}
+
+int launch_part(std::ostream& out, std::ostream& err) {
+  const Guardian guardian;
+  const Signals signals;
+  Orders orders;
+  const auto part = part_in(orders.first(Deadline::after(kToHearWhatToRun)));
+  std::error_code failed;
+  std::filesystem::current_path(part.folder, failed);
+  if (failed) throw IoError(text("host ", part.host, " has no folder ", part.folder, ": ", failed.message()));
+  make_folder(part.log_dir);
+  const TokenFile token(part.token);
+  return Job(ranks_of(part, token.path()), part.grace_seconds, {signals, guardian, out, err, &orders}).run();
 }
 
 }  // namespace lockstep

@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "base/text.h"
+#include "launch/token_file.h"
 #include "lockstep/store.h"
 #include "tests/processes/hosts.h"
 #include "tests/processes/processes.h"
@@ -46,6 +47,9 @@ TEST_P(Links, AHostThatIsCutOffIsNamedAtTheDeadline) {
   const auto& cut = GetParam();
   const int size = kHosts * cut.ranks_per_host;
   const Hosts hosts(kHosts);
+  const TokenFile token;
+  setenv(kTokenFileVariable, token.path().c_str(), 1);
+  setenv(kTrustedNetworkVariable, cut.network == "ucx" ? "1" : "0", 1);
   std::unique_ptr<Store> store;
   hosts.at_switch([&] { store = std::make_unique<Store>(Store::hold(Hosts::switch_address() + ":0")); });
   std::vector<Process> ranks;

@@ -1,24 +1,23 @@
-#include "launch/rank_process.h"
+#include "launch/member.h"
 
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
-#include <filesystem>
 
 #include "base/text.h"
+#include "launch/orders.h"
 #include "lockstep/error.h"
 
 extern char** environ;
 
 namespace lockstep {
 namespace {
-
-constexpr std::size_t kLongestLine = 64 * 1024;
 
 struct Pipe {
   Pipe() {
@@ -28,6 +27,34 @@ struct Pipe {
     in = FileDescriptor(ends[1]);
   }
   FileDescriptor out, in;
+};
+
+// What the process reads, and where more can be written to it. With no bytes it has nothing to read.
+struct Input {
+  explicit Input(const std::optional<std::string>& bytes) {
+    if (!bytes) {
+      theirs = FileDescriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
+      return;
+    }
+    int ends[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) {
+      throw ClusterError(text("cannot make a pair of sockets: ", std::strerror(errno)));
+    }
+    theirs = FileDescriptor(ends[0]);
+    mine = FileDescriptor(ends[1]);
+    if (!say(mine, *bytes)) {
+      throw InvalidArgument(
+          text("lockstep run: the command and what -x names are too long (", bytes->size(), " bytes)"));
+    }
+  }
+
+  // All of it or nothing is wanted; false where it does not fit, or nobody reads any more.
+  static bool say(const FileDescriptor& socket, const std::string& bytes) {
+    return send(socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL) ==
+           static_cast<ssize_t>(bytes.size());
+  }
+
+  FileDescriptor theirs, mine;
 };
 
 std::vector<std::string> with(const std::map<std::string, std::string>& added) {
@@ -66,21 +93,8 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
 
 }  // namespace
 
-void Lines::add(const char* bytes, std::size_t count, const Take& take) {
-  for (std::size_t i = 0; i < count; ++i) {
-    if (bytes[i] != '\n') begun_.push_back(bytes[i]);
-    if (bytes[i] != '\n' && begun_.size() < kLongestLine) continue;
-    take(begun_);
-    begun_.clear();
-  }
-}
-
-void Lines::finish(const Take& take) {
-  if (!begun_.empty()) take(begun_);
-  begun_.clear();
-}
-
-RankProcess::RankProcess(const RankCommand& command) : rank_(command.rank) {
+Member::Member(const MemberCommand& command)
+    : name_(command.name), prefix_(command.prefix), takes_orders_(command.input.has_value()) {
   if (!command.log_file.empty()) {
     log_ = FileDescriptor(open(command.log_file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
     if (!log_.open()) throw IoError(text("cannot write ", command.log_file, ": ", std::strerror(errno)));
@@ -89,12 +103,12 @@ RankProcess::RankProcess(const RankCommand& command) : rank_(command.rank) {
   auto arguments = command.command;
   auto environment = with(command.environment);
   const auto raw_arguments = pointers(arguments), raw_environment = pointers(environment);
-  const FileDescriptor nothing(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  Input input(command.input);
   const pid_t launcher = getpid();
   pid_ = fork();
   if (pid_ < 0) throw ClusterError(text("cannot start a process: ", std::strerror(errno)));
   if (pid_ == 0) {
-    become(const_cast<char**>(raw_arguments.data()), const_cast<char**>(raw_environment.data()), nothing.get(),
+    become(const_cast<char**>(raw_arguments.data()), const_cast<char**>(raw_environment.data()), input.theirs.get(),
            out.in.get(), error.in.get(), problem.in.get(), launcher);
   }
   setpgid(pid_, pid_);
@@ -104,13 +118,17 @@ RankProcess::RankProcess(const RankCommand& command) : rank_(command.rank) {
     waitpid(pid_, nullptr, 0);
     throw ClusterError(text("cannot run ", command.command[0], ": ", std::strerror(reason)));
   }
+  {
+    MutexLock lock(mutex_);
+    input_ = std::move(input.mine);
+  }
   fcntl(out.out.get(), F_SETFL, O_NONBLOCK);
   fcntl(error.out.get(), F_SETFL, O_NONBLOCK);
   streams_[0].socket = std::move(out.out);
   streams_[1].socket = std::move(error.out);
 }
 
-bool RankProcess::read(Stream stream, const Lines::Take& print) {
+bool Member::read(Stream stream, const Lines::Take& print) {
   auto& channel = streams_[static_cast<int>(stream)];
   auto& last = stream == Stream::error ? last_error_ : last_line_;
   const auto take = [&](const std::string& line) {
@@ -131,20 +149,40 @@ bool RankProcess::read(Stream stream, const Lines::Take& print) {
   return count > 0;
 }
 
-bool RankProcess::reap() {
+bool Member::reap() {
   siginfo_t info{};
   if (ended_ || waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0)
     return false;
   ended_ = true;
-  kill(-pid_, SIGKILL);  // what it started and left behind; while its number is its own
+  ::kill(-pid_, SIGKILL);  // what it started and left behind; while its number is its own
   waitpid(pid_, nullptr, 0);
   signal_ = info.si_code == CLD_EXITED ? 0 : info.si_status;
   status_ = info.si_code == CLD_EXITED ? info.si_status : 128 + info.si_status;
   return true;
 }
 
-void RankProcess::send(int signal) const {
-  if (!ended_) kill(-pid_, signal);
+void Member::send(int signal) {
+  if (takes_orders_) return order(order_to_send(signal));
+  if (!ended_) ::kill(-pid_, signal);
+}
+
+void Member::end() {
+  if (takes_orders_) return order(kEnd);
+  send(SIGTERM);
+}
+
+void Member::kill() {
+  {
+    MutexLock lock(mutex_);
+    input_ = FileDescriptor();  // whoever is left on another host has lost its launcher
+  }
+  if (!ended_) ::kill(-pid_, SIGKILL);
+}
+
+// One that does not read has no use for more.
+void Member::order(const std::string& line) {
+  MutexLock lock(mutex_);
+  if (input_.open()) Input::say(input_, line);
 }
 
 }  // namespace lockstep

@@ -4,7 +4,11 @@
 
 #include <filesystem>
 #include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
+#include <thread>
 
 #include "base/text.h"
 #include "tests/processes/processes.h"
@@ -154,6 +158,110 @@ TEST(Launch, RestartsAsOftenAsItMay) {
   EXPECT_EQ(exit_status(ends), 0);
 }
 
+// Hosts that are this one: a launcher for each, as for others, but for ssh.
+TEST(LaunchOverHosts, RanksAreNumberedThroughAndKnowTheirHost) {
+  auto job =
+      run({"-H", "localhost:2,127.0.0.1:1"},
+          "echo $LOCKSTEP_RANK of $LOCKSTEP_SIZE, $LOCKSTEP_LOCAL_RANK of $LOCKSTEP_LOCAL_SIZE on $LOCKSTEP_HOST");
+  const auto& output = job.wait_for_end(kSoon);
+  EXPECT_EQ(exit_status(job), 0);
+  expect_has(output, "[0] 0 of 3, 0 of 2 on localhost\n");
+  expect_has(output, "[1] 1 of 3, 1 of 2 on localhost\n");
+  expect_has(output, "[2] 2 of 3, 0 of 1 on 127.0.0.1\n");
+}
+
+TEST(LaunchOverHosts, TheFirstFailureIsTheCommands) {
+  auto job = run({"-H", "localhost,127.0.0.1"}, "[ $LOCKSTEP_RANK = 1 ] && { echo no >&2; exit 7; }; exec sleep 1000");
+  const auto& output = job.wait_for_end(kSoon);
+  EXPECT_EQ(exit_status(job), 7);
+  expect_has(output, "\nlockstep run: rank 1 on 127.0.0.1 ended with status 7: no\n");
+  EXPECT_EQ(output.find("lockstep run: "), output.rfind("lockstep run: ")) << output;  // said once
+}
+
+TEST(LaunchOverHosts, WhoDoesNotListenIsKilledAfterTheGraceTimeAndTheStatusIsTheFirstFailures) {
+  const auto heard = fresh_folder("grace_over_hosts") + "/trapped";
+  auto job = run({"-H", "localhost:2", "--grace", "0.2"},
+                 text("trapped=", heard,
+                      "; if [ $LOCKSTEP_RANK = 0 ]; then while [ ! -e $trapped ]; do sleep 0.01; done; exit 3; fi; "
+                      "trap '' TERM; echo at $$; touch $trapped; while true; do sleep 1; done"));
+  const auto processes = processes_in(job.wait_for_end(kSoon));
+  EXPECT_EQ(exit_status(job), 3);
+  for (const auto process : processes) EXPECT_FALSE(exists(process));  // none is left when it ends
+}
+
+TEST(LaunchOverHosts, NothingOutlivesIt) {
+  for (const int signal : {SIGKILL, SIGTERM, SIGINT}) {
+    auto job = run({"-H", "localhost,127.0.0.1"}, kWithChild);
+    job.wait_for_line("[0] ready", kSoon);
+    job.wait_for_line("[1] ready", kSoon);
+    const auto processes = processes_in(job.text());
+    ASSERT_EQ(processes.size(), 4U);
+    job.send(signal);
+    job.wait_for_end(kSoon);
+    EXPECT_TRUE(gone(processes)) << signal;
+  }
+}
+
+TEST(LaunchOverHosts, ARankMayStartTheJobAgain) {
+  auto job = run({"-H", "localhost,127.0.0.1", "--restarts", "1"},
+                 "echo life $LOCKSTEP_RESTART; exit $((1 - LOCKSTEP_RESTART))");
+  expect_has(job.wait_for_end(kSoon), "[0] life 1\n");
+  EXPECT_EQ(exit_status(job), 0);
+}
+
+TEST(Launch, TheTokenIsForTheUserAloneAndAnotherInEachLife) {
+  auto job = run({"-n", "1", "--restarts", "1"},
+                 "stat -L -c 'mode=%a' $LOCKSTEP_TOKEN_FILE; echo token=$(cat $LOCKSTEP_TOKEN_FILE); "
+                 "cat /proc/$PPID/cmdline /proc/$PPID/environ /proc/$$/environ | tr '\\0' ' '; echo; "
+                 "exit $((1 - LOCKSTEP_RESTART))");
+  const auto& output = job.wait_for_end(kSoon);
+  std::set<std::string> tokens;
+  const std::string start = "[0] token=";
+  for (auto at = output.find(start); at != std::string::npos; at = output.find(start, at + 1)) {
+    tokens.insert(output.substr(at + start.size(), 64));
+  }
+  EXPECT_EQ(tokens.size(), 2U) << output;
+  for (const auto& token : tokens) {
+    EXPECT_EQ(token.find_first_not_of("0123456789abcdef"), std::string::npos) << token;
+    EXPECT_EQ(output.find(token), output.rfind(token)) << "in the arguments or the environment";
+  }
+  expect_has(output, "[0] mode=400\n");
+}
+
+TEST(Launch, TimelinesOfAllRanksAreInOneFile) {
+  const auto file = fresh_folder("timeline") + "/job.json";
+  auto job = run({"-n", "3", "--timeline", file}, std::string(LOCKSTEP_CLI) + " doctor --examine || true");
+  job.wait_for_end(kSoon);
+  const auto timeline = nlohmann::json::parse(contents(file));
+  std::map<int, int> messages;
+  double earliest = 1e18, latest = 0;
+  for (const auto& event : timeline["traceEvents"]) {
+    if (event["ph"] != "X") continue;
+    if (event["name"] == "send" || event["name"] == "recv") ++messages[event["tid"]];
+    earliest = std::min(earliest, event["ts"].get<double>());
+    latest = std::max(latest, event["ts"].get<double>());
+  }
+  // Rank 0 exchanged with both others, each of them with rank 0 alone.
+  EXPECT_EQ(messages, (std::map<int, int>{{0, 2 * 41}, {1, 41}, {2, 41}}));
+  EXPECT_GE(earliest, 0);
+  EXPECT_LT(latest, 20e6);  // microseconds since one barrier
+}
+
+TEST(Doctor, SaysWhatProcessesHaveAndThatTheyReachEachOther) {
+  Process doctor({LOCKSTEP_CLI, "doctor", "-n", "2"});
+  const auto& output = doctor.wait_for_end(kSoon);
+  expect_has(output, "[0] rank  cores  paid for  memory");
+  const bool well = output.find("PROBLEM") == std::string::npos;  // the machine may have one core
+  EXPECT_EQ(exit_status(doctor), well ? 0 : 1);
+  if (well) {
+    expect_has(output, "all 2 processes reach each other");
+  }
+  const auto cores = std::thread::hardware_concurrency();
+  Process crowd({LOCKSTEP_CLI, "doctor", "-H", text("localhost:", cores + 1)});
+  expect_has(crowd.wait_for_end(60), text("PROBLEM: rank ", cores, " on "));
+  EXPECT_EQ(exit_status(crowd), 1);
+}
+
 TEST(Launch, BadInputIsNamed) {
   const auto output = [](const std::vector<std::string>& arguments) {
     std::vector<std::string> command{"/bin/sh", "-c", "exec \"$@\" 2>&1", "sh", LOCKSTEP_CLI, "run"};
@@ -166,6 +274,13 @@ TEST(Launch, BadInputIsNamed) {
   expect_has(output({"/nowhere/program"}), "cannot run /nowhere/program: No such file or directory");
   expect_has(output({"--restarts", "-1", "true"}), "--restarts is -1");
   expect_has(output({"--log-dir", "/proc/nowhere", "true"}), "cannot make /proc/nowhere");
+  expect_has(output({"-H", "a:0", "true"}), "-H: \"a:0\" has \"0\" slots");
+  expect_has(output({"-H", "localhost:1", "-n", "2", "true"}), "-n is 2; the hosts have 1 slots");
+  expect_has(output({"--hostfile", "/nowhere/hosts", "true"}), "cannot read the hostfile /nowhere/hosts");
+  expect_has(output({"--timeline", "/nowhere/file", "true"}), "cannot write the timeline /nowhere/file: No such file");
+  expect_has(output({"-x", "NO_SUCH_VARIABLE", "true"}), "-x NO_SUCH_VARIABLE: there is no such variable here");
+  expect_has(output({"-H", "nowhere.invalid", "true"}), "nowhere.invalid");
+  expect_has(output({"--part"}), "no other launcher says what to run here");
 }
 
 }  // namespace

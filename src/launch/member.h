@@ -1,44 +1,42 @@
-// One process of a job, and what it prints.
+// A process that takes part in a job, and what it prints: a rank, or the launcher of another host.
 #pragma once
 
 #include <sys/types.h>
 
-#include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
+#include "launch/lines.h"
+#include "launch/orders.h"
 #include "transport/file_descriptor.h"
 
 namespace lockstep {
 
-// Output by lines; the last one may lack its end. What is longer than a line may be comes in pieces.
-class Lines {
- public:
-  using Take = std::function<void(const std::string& line)>;
-  void add(const char* bytes, std::size_t count, const Take& take);
-  void finish(const Take& take);
-
- private:
-  std::string begun_;
-};
-
-struct RankCommand {
-  int rank = 0;
+struct MemberCommand {
+  std::string name;    // "rank 3"
+  std::string prefix;  // of each line that it prints
   std::vector<std::string> command;
   std::map<std::string, std::string> environment;  // added to this process's
   std::string log_file;                            // empty: none
+
+  // What it reads at first. Then its input stays open, and takes orders (launch/orders.h) in the place of signals.
+  std::optional<std::string> input;
 };
 
-class RankProcess {
+class Member {
  public:
   enum class Stream { out, error };
 
-  // Starts it in a group of processes of its own, with nothing to read, that is killed when the calling thread ends.
-  // Throws ClusterError where the program cannot be started.
-  explicit RankProcess(const RankCommand& command);
+  // Starts it in a group of processes of its own that is killed when the calling thread ends. Throws ClusterError where
+  // the program cannot be started.
+  explicit Member(const MemberCommand& command);
 
-  int rank() const { return rank_; }
+  const std::string& name() const { return name_; }
+  const std::string& prefix() const { return prefix_; }
+  bool takes_orders() const { return takes_orders_; }
   pid_t pid() const { return pid_; }
 
   // What to poll for reading; -1 once the stream has ended.
@@ -56,7 +54,18 @@ class RankProcess {
 
   // Whether it has just ended; then nothing of its group is left.
   bool reap();
-  void send(int signal) const;
+
+  // To its group; one that takes orders is told instead, and passes it on to its own.
+  void send(int signal);
+
+  // Another member has failed: as send(SIGTERM), which is nobody's wish that the job should end.
+  void end();
+
+  // At once, whatever it may still have to say.
+  void kill();
+
+  // Tells one that takes orders that the launcher lives. Any thread.
+  void reassure() { order(kAlive); }
 
  private:
   struct Channel {
@@ -64,8 +73,13 @@ class RankProcess {
     Lines lines;
   };
 
-  int rank_ = 0;
+  void order(const std::string& line);
+
+  std::string name_, prefix_;
+  bool takes_orders_ = false;
   pid_t pid_ = 0;
+  Mutex mutex_;
+  FileDescriptor input_ LOCKSTEP_GUARDED_BY(mutex_);
   Channel streams_[2];
   FileDescriptor log_;
   std::string last_line_, last_error_;

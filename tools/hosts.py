@@ -1,10 +1,10 @@
-"""Hosts on one machine: network namespaces on a switch, each with a link of a bounded rate. Needs root, and iproute2."""
+"""Hosts on one machine: network namespaces on a switch, each with a link that may have a bounded rate. Needs root, and iproute2."""
 import os
 import subprocess
 
 
 class Hosts:
-    """A context: namespaces 0 to count - 1 with addresses 10.77.0.1, 10.77.0.2, ..., which end with it."""
+    """A context: namespaces 0 to count - 1 with addresses 10.77.0.1, 10.77.0.2, ..., which end with it. `rate` is tc's; None: no bound."""
 
     def __init__(self, count, rate="1gbit"):
         self.prefix, self.count, self.rate = f"lockstep{os.getpid()}", count, rate
@@ -19,10 +19,17 @@ class Hosts:
     def command(self, host, *command):
         return ("ip", "netns", "exec", self.namespace(host), *command)
 
-    def _do(self, line):
-        subprocess.run(line.split(), check=True, capture_output=True)
+    @staticmethod
+    def _do(line):
+        return subprocess.run(line.split(), check=True, capture_output=True, text=True).stdout
+
+    def sent_bytes(self, host):
+        """What the host has sent over its link."""
+        return int(self._do(f"ip netns exec {self.namespace(host)} cat /sys/class/net/eth0/statistics/tx_bytes"))
 
     def _shape(self, namespace, device):
+        if self.rate is None:
+            return
         self._do(f"ip netns exec {namespace} tc qdisc add dev {device} root tbf rate {self.rate} burst 256kb latency 50ms")
 
     def __enter__(self):

@@ -1,0 +1,136 @@
+#include "launch/hosts.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <fstream>
+#include <set>
+#include <sstream>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "transport/socket.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kMostSlots = 4096;
+constexpr std::size_t kLongestName = 255;
+
+InvalidArgument bad(const std::string& where, const std::string& entry, const std::string& problem) {
+  return InvalidArgument(text(where, ": \"", entry.substr(0, kLongestName), "\" ", problem));
+}
+
+int slots_in(const std::string& digits, const std::string& where, const std::string& entry) {
+  int slots = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), slots);
+  if (error != std::errc() || end != digits.data() + digits.size() || slots < 1 || slots > kMostSlots) {
+    throw bad(where, entry, text("has \"", digits, "\" slots; it must be a number from 1 to ", kMostSlots));
+  }
+  return slots;
+}
+
+// What ssh would take for an option, or a shell for more than a word, is no name.
+std::string checked_name(const std::string& name, const std::string& where, const std::string& entry) {
+  const auto good = [](unsigned char c) {
+    return std::isalnum(c) || std::string_view("._-@:%").find(c) != std::string_view::npos;
+  };
+  if (name.empty() || name.size() > kLongestName || name.front() == '-' ||
+      !std::all_of(name.begin(), name.end(), good)) {
+    throw bad(where, entry, "has no host's name or address");
+  }
+  return name;
+}
+
+// "host", "host:4", "[v6]", "[v6]:4".
+HostSlots parse_entry(const std::string& entry, const std::string& where) {
+  std::string name = entry, slots;
+  const auto bracket = entry.find(']');
+  if (!entry.empty() && entry.front() == '[' && bracket != std::string::npos) {
+    name = entry.substr(1, bracket - 1);
+    const auto rest = entry.substr(bracket + 1);
+    if (!rest.empty() && rest.front() != ':') throw bad(where, entry, "goes on after its address");
+    if (!rest.empty()) slots = rest.substr(1);
+    if (rest == ":") throw bad(where, entry, "has no number after its colon");
+  } else if (const auto colon = entry.find(':'); colon != std::string::npos) {
+    if (entry.find(':', colon + 1) != std::string::npos)
+      throw bad(where, entry, "has two colons; put an address of IPv6 in brackets");
+    name = entry.substr(0, colon);
+    slots = entry.substr(colon + 1);
+    if (slots.empty()) throw bad(where, entry, "has no number after its colon");
+  }
+  return {checked_name(name, where, entry), slots.empty() ? 1 : slots_in(slots, where, entry)};
+}
+
+void require_distinct(const std::vector<HostSlots>& hosts, const std::string& where) {
+  std::set<std::string> seen;
+  for (const auto& host : hosts) {
+    if (!seen.insert(host.name).second) throw InvalidArgument(text(where, ": ", host.name, " is named twice"));
+  }
+}
+
+}  // namespace
+
+std::vector<HostSlots> parse_hosts(const std::string& list) {
+  std::vector<HostSlots> hosts;
+  std::istringstream entries(list);
+  for (std::string entry; std::getline(entries, entry, ',');) hosts.push_back(parse_entry(entry, "-H"));
+  if (hosts.empty() || list.back() == ',') throw bad("-H", list, "ends without a host");
+  require_distinct(hosts, "-H");
+  return hosts;
+}
+
+std::vector<HostSlots> parse_hostfile(const std::string& contents, const std::string& name) {
+  std::vector<HostSlots> hosts;
+  std::istringstream lines(contents);
+  int number = 0;
+  for (std::string line; std::getline(lines, line);) {
+    const auto where = text(name, ", line ", ++number);
+    std::istringstream words(line.substr(0, line.find('#')));
+    std::string entry, slots, more;
+    if (!(words >> entry)) continue;
+    auto host = parse_entry(entry, where);
+    if (words >> slots) {
+      constexpr std::string_view kSlots = "slots=";
+      if (!slots.starts_with(kSlots) || words >> more) throw bad(where, line, "is not: host slots=4");
+      host.slots = slots_in(slots.substr(kSlots.size()), where, line);
+    }
+    hosts.push_back(host);
+  }
+  if (hosts.empty()) throw InvalidArgument(text(name, " names no host"));
+  require_distinct(hosts, name);
+  return hosts;
+}
+
+std::vector<HostSlots> read_hostfile(const std::string& path) {
+  std::ifstream file(path);
+  std::ostringstream contents;
+  if (!file || !(contents << file.rdbuf())) throw IoError(text("cannot read the hostfile ", path));
+  return parse_hostfile(contents.str(), path);
+}
+
+std::vector<HostSlots> fill(std::vector<HostSlots> hosts, std::optional<int> processes) {
+  if (hosts.empty()) return hosts;
+  int slots = 0;
+  for (const auto& host : hosts) slots += host.slots;
+  if (processes.value_or(0) > slots) {
+    throw InvalidArgument(text("-n is ", *processes, "; the hosts have ", slots, " slots"));
+  }
+  int left = processes.value_or(slots);
+  for (auto& host : hosts) {
+    host.slots = std::min(host.slots, left);
+    left -= host.slots;
+  }
+  std::erase_if(hosts, [](const HostSlots& host) { return host.slots == 0; });
+  return hosts;
+}
+
+bool is_this_host(const std::string& name) {
+  std::string mine(kLongestName + 1, '\0');
+  gethostname(mine.data(), mine.size() - 1);
+  return is_loopback(name) || name == mine.c_str();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,189 @@
+#include "launch/job.h"
+
+#include <poll.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <ostream>
+#include <utility>
+
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char* kReport = "lockstep run: ";
+constexpr std::chrono::milliseconds kBetweenSignsOfLife(1000), kLongestWait(1000);
+constexpr std::chrono::seconds kToReport(2);
+constexpr int kMostLastWords = 1000;  // pieces; a rank that has ended writes no more
+
+}  // namespace
+
+Job::Job(const std::vector<MemberCommand>& members, double grace_seconds, const Surroundings& surroundings)
+    : grace_seconds_(grace_seconds), surroundings_(surroundings) {
+  for (const auto& command : members) {
+    members_.push_back(std::make_unique<Member>(command));
+    surroundings_.guardian.watch(members_.back()->pid());
+  }
+  // In a thread of its own: whoever reads our output may make us wait.
+  if (std::none_of(members.begin(), members.end(), [](const auto& command) { return command.input.has_value(); }))
+    return;
+  signs_of_life_ = std::jthread([this](const std::stop_token& stop) {
+    std::mutex mutex;
+    std::condition_variable_any stopped;
+    std::unique_lock lock(mutex);
+    while (!stopped.wait_for(lock, stop, kBetweenSignsOfLife, [&] { return stop.stop_requested(); })) {
+      for (const auto& member : members_) member->reassure();
+    }
+  });
+}
+
+Job::~Job() {
+  signs_of_life_ = std::jthread();
+  for (const auto& member : members_) {
+    member->kill();
+    while (!member->ended() && !member->reap()) usleep(1000);
+    surroundings_.guardian.forget(member->pid());
+  }
+}
+
+int Job::run() {
+  while (running()) {
+    wait();
+    for (int signal = surroundings_.signals.next(); signal != 0; signal = surroundings_.signals.next()) pass_on(signal);
+    follow_orders();
+    read_all();
+    notice_ends();
+    if (kill_at_ && kill_at_->passed()) kill_what_is_left();
+  }
+  while (read_all()) {  // what they wrote at last
+  }
+  // Another launcher has been told at once.
+  if (first_ != nullptr && surroundings_.orders == nullptr) {
+    surroundings_.err << (report_.empty() ? explanation(*first_) : report_) << std::endl;
+  }
+  return first_ != nullptr ? first_->status() : asked_ != 0 ? 128 + asked_ : 0;
+}
+
+void Job::follow_orders() {
+  using Kind = Orders::Order::Kind;
+  if (surroundings_.orders == nullptr) return;
+  for (auto order = surroundings_.orders->next(); order.kind != Kind::none; order = surroundings_.orders->next()) {
+    if (order.kind == Kind::end) end_others();
+    if (order.kind == Kind::signal) pass_on(order.signal);
+  }
+}
+
+bool Job::running() const {
+  return std::any_of(members_.begin(), members_.end(), [](const auto& member) { return !member->ended(); });
+}
+
+void Job::wait() {
+  const auto* const orders = surroundings_.orders;
+  std::vector<pollfd> polls{{surroundings_.signals.descriptor(), POLLIN, 0},
+                            {orders != nullptr ? orders->descriptor() : -1, POLLIN, 0}};
+  for (const auto& member : members_) {
+    polls.push_back({member->descriptor(Member::Stream::out), POLLIN, 0});
+    polls.push_back({member->descriptor(Member::Stream::error), POLLIN, 0});
+  }
+  auto longest = kLongestWait;
+  if (kill_at_) {
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(kill_at_->time() - Deadline::Clock::now());
+    longest = std::clamp(left, std::chrono::milliseconds(0), longest);
+  }
+  poll(polls.data(), polls.size(), static_cast<int>(longest.count()));
+}
+
+// A bounded part, so that signals have their turn. False where there was nothing.
+bool Job::read_all() {
+  bool any = false;
+  for (const auto& member : members_) any |= read(*member);
+  return any;
+}
+
+bool Job::read(Member& member) {
+  bool any = member.read(Member::Stream::out, [&](const std::string& line) { print(member, surroundings_.out, line); });
+  any |= member.read(Member::Stream::error, [&](const std::string& line) {
+    const bool report = member.takes_orders() && line.starts_with(kReport);
+    if (!report) return print(member, surroundings_.err, line);
+    if (first_ != nullptr || ending_) return;
+    report_ = line;
+    fails_first(member);
+  });
+  return any;
+}
+
+void Job::print(Member& member, std::ostream& to, const std::string& line) {
+  to << member.prefix() << line << std::endl;
+}
+
+// Of those that ended together, one that a signal ended is the cause: the others heard of its end.
+void Job::notice_ends() {
+  Member* failed = nullptr;
+  for (const auto& member : members_) {
+    if (!member->reap() || member->status() == 0) continue;
+    if (failed == nullptr || (failed->signal() == 0 && member->signal() != 0)) failed = member.get();
+  }
+  if (failed == nullptr || ending_) return;
+  if (surroundings_.orders == nullptr) return fails_first(*failed);
+  for (int i = 0; i < kMostLastWords && read(*failed); ++i) {
+  }
+  surroundings_.err << explanation(*failed) << std::endl;
+  fails_first(*failed);
+}
+
+void Job::fails_first(Member& member) {
+  first_ = &member;
+  end_others();
+}
+
+void Job::end_others() {
+  ending_ = true;
+  for (const auto& member : members_) member->end();
+  set_out_to_kill();
+}
+
+void Job::pass_on(int signal) {
+  const bool again = asked_ != 0;
+  asked_ = signal;
+  ending_ = true;
+  if (again || signal == SIGKILL) return kill_what_is_left();
+  for (const auto& member : members_) member->send(signal);
+  set_out_to_kill();
+}
+
+// Launchers on other hosts kill after the same time: they get a little more, to say how it ended.
+void Job::set_out_to_kill() {
+  if (kill_at_) return;
+  const bool over_hosts =
+      std::any_of(members_.begin(), members_.end(), [](const auto& member) { return member->takes_orders(); });
+  kill_at_ = Deadline::after(std::chrono::duration<double>(grace_seconds_) +
+                             (over_hosts ? kToReport : std::chrono::seconds(0)));
+}
+
+// Those that take orders are told to, and are killed themselves when that does not help.
+void Job::kill_what_is_left() {
+  const bool told = std::exchange(told_to_kill_, true);
+  kill_at_.reset();
+  for (const auto& member : members_) {
+    if (!member->takes_orders() || told) {
+      member->kill();
+    } else {
+      member->send(SIGKILL);
+      kill_at_ = Deadline::after(kToReport);
+    }
+  }
+}
+
+std::string Job::explanation(const Member& member) const {
+  const int signal = member.signal();
+  if (signal != 0) return text(kReport, member.name(), " was ended by signal ", signal, " (", strsignal(signal), ")");
+  const auto& words = member.last_words();
+  return text(kReport, member.name(), " ended with status ", member.status(), words.empty() ? "" : ": ", words);
+}
+
+}  // namespace lockstep

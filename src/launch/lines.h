@@ -1,0 +1,20 @@
+// Bytes that come in pieces, by lines.
+#pragma once
+
+#include <functional>
+#include <string>
+
+namespace lockstep {
+
+// The last line may lack its end. What is longer than a line may be comes in pieces.
+class Lines {
+ public:
+  using Take = std::function<void(const std::string& line)>;
+  void add(const char* bytes, std::size_t count, const Take& take);
+  void finish(const Take& take);
+
+ private:
+  std::string begun_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,32 @@
+// The token of a job, where its processes can read it and nobody else.
+#pragma once
+
+#include <string>
+
+#include "lockstep/access.h"
+#include "transport/file_descriptor.h"
+
+namespace lockstep {
+
+class TokenFile {
+ public:
+  // In memory that other processes of this user can open while this one lives: a new token, or one of these hexadecimal
+  // digits. Throws ClusterError.
+  TokenFile();
+  explicit TokenFile(const std::string& digits);
+
+  const std::string& digits() const { return digits_; }
+
+  const Access& access() const { return access_; }
+
+  // For LOCKSTEP_TOKEN_FILE.
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string digits_;
+  FileDescriptor memory_;
+  std::string path_;
+  Access access_;
+};
+
+}  // namespace lockstep
