@@ -1,7 +1,7 @@
 // Trains a small model with everything that a restart must bring back: Dropout, shuffling, Adam, changing rates,
 // BatchNormalization, and callbacks that count. resume_program FOLDER STEP SIGNAL sends itself SIGNAL at global step
-// STEP (-1: never). Under `lockstep run` its workers have a replica each, and with a fourth argument only that worker
-// sends the signal, in the job's first life.
+// STEP (-1: never), or runs SIGNAL where it is a command. Under `lockstep run` its workers have a replica each, with a
+// fourth argument only that worker does it, in the job's first life, and a fifth is the workers' deadline in seconds.
 #include <lockstep/lockstep.h>
 
 #include <ATen/ATen.h>
@@ -15,14 +15,16 @@ using namespace lockstep;
 int main(int argc, char** argv) {
   const std::string folder = argv[1];
   const std::int64_t step_of_signal = std::atoll(argv[2]);
-  const int signal = std::atoi(argv[3]);
+  const std::string act = argv[3];
 
   set_random_seed(3);
   const bool worker = std::getenv("LOCKSTEP_RANK") != nullptr;
   const bool first_life = !worker || std::string(std::getenv("LOCKSTEP_RESTART")) == "0";
-  const bool signals = first_life && (argc < 5 || std::string(std::getenv("LOCKSTEP_RANK")) == argv[4]);
+  const bool acts = first_life && (argc < 5 || std::string(std::getenv("LOCKSTEP_RANK")) == argv[4]);
   const auto strategy =
-      worker ? Strategy(MultiWorkerMirroredStrategy({.devices = {"cpu:0"}})) : Strategy(MirroredStrategy(2));
+      worker ? Strategy(MultiWorkerMirroredStrategy(
+                   {.devices = {"cpu:0"}, .communication = {.timeout_seconds = argc < 6 ? 60 : std::atof(argv[5])}}))
+             : Strategy(MirroredStrategy(2));
   const auto scope = strategy.scope();
   const auto x = at::linspace(-1, 1, 50 * 8).view({50, 8}).sin();
   const auto y = x.sum(1).gt(0).to(at::kLong);
@@ -36,13 +38,16 @@ int main(int argc, char** argv) {
   model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}),
                  .optimizer = Adam({.learning_rate = 0.01}),
                  .metrics = {"accuracy"}});
-  const auto raise_signal = [&](std::int64_t, const Logs&) {
-    if (signals && model.iterations() == step_of_signal) std::raise(signal);
+  const auto act_at_step = [&](std::int64_t, const Logs&) {
+    if (!acts || model.iterations() != step_of_signal) return;
+    const int signal = std::atoi(act.c_str());
+    if (signal != 0) std::raise(signal);
+    if (signal == 0 && std::system(act.c_str()) != 0) throw Error("failed: " + act);
   };
   try {
     const auto history =
         model.fit(data, {.epochs = 4,
-                         .callbacks = {LambdaCallback({.on_train_batch_end = raise_signal}),
+                         .callbacks = {LambdaCallback({.on_train_batch_end = act_at_step}),
                                        BackupAndRestore(folder + "/backup", {.save_freq = 3}),
                                        LearningRateScheduler([](int, double rate) { return rate * 0.8; }),
                                        CSVLogger(folder + "/log.csv"),

@@ -80,7 +80,7 @@ INSTANTIATE_TEST_SUITE_P(AtAnyStep, Resume,
                                          std::pair(14, SIGKILL), std::pair(19, SIGKILL), std::pair(5, SIGTERM),
                                          std::pair(16, SIGINT)));
 
-// --- the same with two workers, of which one is killed, stopped or interrupted
+// --- the same with two workers, of which one is killed or interrupted
 
 Ended run_job(const fs::path& folder, int step, int signal, int worker, int restarts) {
   std::ostringstream command;

@@ -59,6 +59,25 @@ TEST(WorkersDiffer, InTheirNumbersOfReplicas) {
   expect_all_say(errors, "the workers' numbers of replicas differ: worker 0 has 1, worker 1 has 2");
 }
 
+TEST(WorkersDiffer, InTheirOptimizers) {
+  const auto message = [](const Optimizer& chiefs, const Optimizer& others) {
+    const auto errors = run_workers({.workers = 2}, [&](const MultiWorkerMirroredStrategy& strategy) {
+      const auto scope = strategy.scope();
+      make_model(at::kDouble, strategy.is_chief() ? chiefs : others);
+    });
+    EXPECT_EQ(errors[0], errors[1]);
+    return errors[0];
+  };
+  EXPECT_EQ(message(Adam(), SGD()), "the workers' optimizers differ: worker 0 has rule adam, worker 1 has rule sgd");
+  EXPECT_EQ(message(SGD({.learning_rate = 0.5}), SGD({.learning_rate = 0.25})),
+            "the workers' optimizers differ: worker 0 has learning rates at iterations 0, 1, 1000 0.5, 0.5, 0.5, "
+            "worker 1 has learning rates at iterations 0, 1, 1000 0.25, 0.25, 0.25");
+  EXPECT_EQ(message(SGD({.clipnorm = 1}), SGD()),
+            "the workers' optimizers differ: worker 0 has clipnorm 1, worker 1 has clipnorm none");
+  const auto betas = message(Adam({.beta_2 = 0.999}), Adam({.beta_2 = 0.99900001}));
+  EXPECT_NE(betas.find("hyperparameters, by what three numbers become"), std::string::npos) << betas;
+}
+
 TEST(WorkersFail, OneThatThrowsIsHeardByAll) {
   const auto data = make_data(at::kDouble).batch(7);
   const auto errors = run_workers({.workers = 3}, [&](const MultiWorkerMirroredStrategy& strategy) {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "lockstep/tensor.h"
 
@@ -39,6 +40,20 @@ struct MapOptions {
 struct ShuffleOptions {
   std::optional<std::uint64_t> seed = {};  // else the next of the program's seeds
   bool reshuffle_each_iteration = true;
+};
+
+// Which examples a worker reads where several train together. Batches are global under all of them. Follows
+// tf.data.experimental.AutoShardPolicy.
+enum class AutoShardPolicy : std::uint8_t {
+  automatic,  // file where the data set is of as many files as there are workers or more, else data
+  file,  // those of every num_workers-th file: each example once an epoch, in other batches than one process makes;
+         // InvalidArgument where a worker's files make no batch at all
+  data,  // its part of each batch: each example once, in the batches that one process makes
+  off,   // all of them: each example once a worker
+};
+
+struct DatasetOptions {
+  AutoShardPolicy auto_shard_policy = AutoShardPolicy::automatic;
 };
 
 struct BatchOptions {
@@ -87,6 +102,10 @@ class Dataset {
   // Throws IoError, and DataError naming the file and offset.
   static Dataset from_idx(const std::string& images, const std::string& labels);
 
+  // The elements of read(path) for each path, one file after the other. `read` may be called again in every epoch, by
+  // any thread. Follows list_files().interleave() with a cycle_length of 1.
+  static Dataset from_files(std::vector<std::string> paths, std::function<Dataset(const std::string& path)> read);
+
   // Each element through `function`, in order. The function owns what it gets and may change it in place. With several
   // calls at once the function must be thread safe.
   Dataset map(std::function<Example(Example)> function, MapOptions options = {}) const;
@@ -111,6 +130,16 @@ class Dataset {
   // Makes up to `buffer_size` elements ahead, in a thread of its own.
   Dataset prefetch(std::int64_t buffer_size) const;
 
+  // Stages that follow keep them.
+  Dataset with_options(DatasetOptions options) const;
+  const DatasetOptions& options() const { return options_; }
+
+  // Of from_files: how many, and the same data set of every `num_shards`-th, from `index` on. Throws InvalidArgument
+  // where there are fewer than `num_shards`. After take(), skip() and shard(), which count elements of all files, there
+  // are none.
+  std::int64_t num_files() const;
+  Dataset shard_files(std::int64_t num_shards, std::int64_t index) const;
+
   // Whether the next epoch's elements are copies out of tensors and nothing else is computed: so it is after a cache()
   // that has been filled, until the next map().
   bool lies_in_memory() const;
@@ -121,8 +150,10 @@ class Dataset {
   DatasetIterator iterate(Position position = {}) const;
 
  private:
-  explicit Dataset(std::shared_ptr<const internal::Stage> stage) : stage_(std::move(stage)) {}
+  explicit Dataset(std::shared_ptr<const internal::Stage> stage, DatasetOptions options = {})
+      : stage_(std::move(stage)), options_(options) {}
   std::shared_ptr<const internal::Stage> stage_;
+  DatasetOptions options_;
 };
 
 namespace datasets {

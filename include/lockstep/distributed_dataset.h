@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -16,48 +17,67 @@ namespace lockstep {
 namespace internal {
 struct Part;
 
-// This process's replicas, among those of all workers.
+// This process's replicas, among those of all workers, of which each has as many.
 struct LocalReplicas {
   std::vector<c10::Device> devices;  // one a replica
   int first = 0;                     // its number among all
   int all = 0;
+  std::function<bool(bool)> any = {};  // whether it holds on some worker; collective. Empty: this one is alone
+
+  int workers() const { return all / static_cast<int>(devices.size()); }
+  int worker() const { return first / static_cast<int>(devices.size()); }
 };
 }  // namespace internal
 
-// Belongs to one thread at a time.
+// How elements of the data set reach the replicas.
+enum class Distribution {
+  split,     // all workers read the same elements: each is a global batch, of which a replica takes its part
+  spread,    // each worker reads its own: each lasts as many steps as there are workers
+  one_each,  // each replica takes one
+};
+
+// Belongs to one thread at a time. Where workers read elements of their own, `next` is collective: a worker that has no
+// more goes on without examples (size 0) until all have none.
 class DistributedIterator {
  public:
-  enum class Kind { split, one_each };  // how an element of the data set reaches the replicas
+  DistributedIterator(Dataset dataset, Distribution kind, internal::LocalReplicas replicas, Position position);
 
-  DistributedIterator(DatasetIterator input, Kind kind, internal::LocalReplicas replicas)
-      : input_(std::move(input)), kind_(kind), replicas_(std::move(replicas)) {}
-
-  // The part of the next global batch of each replica of this process, without examples (size 0) where there are too
-  // few; or nothing at the end.
+  // The part of the next global batch of each replica of this process, without examples where there are too few; or
+  // nothing at the end.
   std::optional<PerReplica<Example>> next();
 
   // The same, for replicas to read their parts in their own threads.
   std::optional<PerReplica<internal::Part>> next_parts();
 
-  Position position() const { return input_.position(); }
+  Position position() const { return position_; }  // its index counts what `next` has returned
 
  private:
-  DatasetIterator input_;
-  Kind kind_;
+  std::optional<PerReplica<internal::Part>> own_parts();
+  std::optional<PerReplica<internal::Part>> share_of_element();
+  std::optional<PerReplica<internal::Part>> one_each();
+  bool read();  // the next element; false at the end
+  internal::Row without_examples() const;
+
+  Dataset dataset_;
+  Distribution kind_;
   internal::LocalReplicas replicas_;
+  Position position_;
+  DatasetIterator input_;
+  std::shared_ptr<internal::Row> current_;  // the element that was read last
+  bool ended_ = false;
 };
 
 // What Strategy::distribute returns. Copies share a count of epochs: each `for (auto& batch : distributed)` walks the
 // next one, which shuffles anew. Belongs to one thread at a time.
 class DistributedDataset {
  public:
-  DistributedDataset(Dataset dataset, DistributedIterator::Kind kind, internal::LocalReplicas replicas)
+  DistributedDataset(Dataset dataset, Distribution kind, internal::LocalReplicas replicas)
       : dataset_(std::move(dataset)), kind_(kind), replicas_(std::move(replicas)) {}
 
   // From a position of your own, as a restart does.
-  DistributedIterator iterate(Position position = {}) const { return {dataset_.iterate(position), kind_, replicas_}; }
+  DistributedIterator iterate(Position position = {}) const { return {dataset_, kind_, replicas_, position}; }
 
-  // Global batches an epoch, or Dataset::kInfinite or kUnknown.
+  // Steps an epoch, or Dataset::kInfinite or kUnknown.
   std::int64_t cardinality() const;
 
   class Range;
@@ -66,7 +86,7 @@ class DistributedDataset {
 
  private:
   Dataset dataset_;
-  DistributedIterator::Kind kind_;
+  Distribution kind_;
   internal::LocalReplicas replicas_;
   std::shared_ptr<std::int64_t> next_epoch_ = std::make_shared<std::int64_t>(0);
 };

@@ -16,8 +16,9 @@ struct CommunicationOptions {
   Implementation implementation = Implementation::automatic;
   std::string backend = "auto";              // between workers: as GroupOptions
   std::string network = "tcp";               // likewise
-  double bucket_cap_mb = 25;                 // gradients are sent in pieces of this size while backward goes on
-  double first_bucket_mb = 1;                // of the first two
+  std::optional<double> bucket_cap_mb = {};  // gradients are sent in pieces of this size while backward goes on; empty:
+                                             // a sixteenth of them, 1 to 25
+  double first_bucket_mb = 1;                // the first two
   std::optional<DType> gradient_dtype = {};  // DType::float16 or DType::bfloat16: what float gradients are sent as
   double timeout_seconds = kDefaultTimeoutSeconds;
 };

@@ -108,10 +108,12 @@ class Strategy {
   // The replicas' tensors one after the other along `axis`.
   Tensor gather(const PerReplica<Tensor>& values, std::int64_t axis = 0) const;
 
-  // Splits each batch of `dataset` among the replicas, in order; sizes differ by one at most, and may be 0.
+  // Splits each batch of `dataset` among the replicas, in order; sizes differ by one at most, and may be 0. Where
+  // several workers train, by the data set's AutoShardPolicy. Follows experimental_distribute_dataset.
   DistributedDataset distribute(const Dataset& dataset) const;
 
   // Gives each replica a batch of its own from the data set that `function` makes, batched by the size of one replica.
+  // Workers whose data end early go on without examples. Follows distribute_datasets_from_function.
   DistributedDataset distribute_from_function(const std::function<Dataset(const InputContext&)>& function) const;
 
   // One module a replica. `factory` returns a module holder (Net) or a shared_ptr to a module, another one at each

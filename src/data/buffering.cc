@@ -2,11 +2,13 @@
 #include <condition_variable>
 #include <deque>
 #include <filesystem>
+#include <map>
 #include <mutex>
 #include <thread>
 #include <utility>
 #include <variant>
 
+#include "base/text.h"
 #include "data/stage.h"
 #include "data/table_builder.h"
 #include "data/table_file.h"
@@ -35,10 +37,10 @@ class BatchCursor final : public Cursor {
   std::vector<Row> rows_;
 };
 
-class BatchStage final : public Stage {
+class BatchStage final : public StageOver<BatchStage> {
  public:
   BatchStage(StagePtr input, std::int64_t size, BatchOptions options)
-      : input_(std::move(input)), size_(size), options_(options) {}
+      : StageOver(std::move(input)), size_(size), options_(options) {}
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     return std::make_unique<BatchCursor>(input_->open(epoch), size_, options_.drop_remainder);
   }
@@ -47,10 +49,8 @@ class BatchStage final : public Stage {
     if (all < 0) return all;
     return options_.drop_remainder ? all / size_ : (all + size_ - 1) / size_;
   }
-  bool lies_in_memory() const override { return input_->lies_in_memory(); }
 
  private:
-  StagePtr input_;
   std::int64_t size_;
   BatchOptions options_;
 };
@@ -104,21 +104,35 @@ class FillingCursor final : public Cursor {
   bool ended_ = false;
 };
 
-class CacheStage final : public Stage {
+class CacheStage final : public StageOver<CacheStage> {
  public:
   CacheStage(StagePtr input, const std::string& file)
-      : input_(std::move(input)), state_(std::make_shared<CacheState>(file)) {}
+      : StageOver(std::move(input)), file_(file), state_(std::make_shared<CacheState>(file)) {}
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     if (const auto table = state_->table()) return table->open(epoch);
     // Always the first epoch's elements: what is kept must not depend on when a restart came.
     return std::make_unique<FillingCursor>(input_->open(0), input_->cardinality(), state_);
   }
-  std::int64_t cardinality() const override { return input_->cardinality(); }
   bool lies_in_memory() const override { return state_->table() != nullptr; }
+  StagePtr over_files(std::int64_t num_shards, std::int64_t index) const override {
+    auto input = input_->over_files(num_shards, index);
+    if (input == nullptr) return nullptr;
+    const auto suffix = text("-", index, "-of-", num_shards);
+    const std::lock_guard lock(parts_->mutex);
+    auto& part = parts_->stages[suffix];  // the same at each call, so that what is filled stays
+    if (part == nullptr) part = std::make_shared<CacheStage>(std::move(input), file_.empty() ? "" : file_ + suffix);
+    return part;
+  }
 
  private:
-  StagePtr input_;
+  struct Parts {
+    std::mutex mutex;
+    std::map<std::string, StagePtr> stages;  // guarded by mutex
+  };
+
+  std::string file_;
   std::shared_ptr<CacheState> state_;
+  std::shared_ptr<Parts> parts_ = std::make_shared<Parts>();
 };
 
 class PrefetchCursor final : public Cursor {
@@ -185,16 +199,15 @@ class PrefetchCursor final : public Cursor {
   std::jthread thread_;       // last: it ends before what it uses
 };
 
-class PrefetchStage final : public Stage {
+class PrefetchStage final : public StageOver<PrefetchStage> {
  public:
-  PrefetchStage(StagePtr input, std::int64_t buffer_size) : input_(std::move(input)), buffer_size_(buffer_size) {}
+  PrefetchStage(StagePtr input, std::int64_t buffer_size) : StageOver(std::move(input)), buffer_size_(buffer_size) {}
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     return std::make_unique<PrefetchCursor>(input_->open(epoch), buffer_size_);
   }
-  std::int64_t cardinality() const override { return input_->cardinality(); }
+  bool lies_in_memory() const override { return false; }
 
  private:
-  StagePtr input_;
   std::int64_t buffer_size_;
 };
 

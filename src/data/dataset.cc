@@ -49,6 +49,11 @@ Dataset Dataset::from_generator(std::function<Generator()> make, std::int64_t ca
   return Dataset(make_generator_stage(std::move(make), cardinality));
 }
 
+Dataset Dataset::from_files(std::vector<std::string> paths, std::function<Dataset(const std::string&)> read) {
+  if (paths.empty()) throw InvalidArgument("from_files: there are no paths");
+  return Dataset(make_files_stage(std::move(paths), std::move(read)));
+}
+
 Dataset Dataset::from_idx(const std::string& images, const std::string& labels) {
   auto x = read_idx(images);
   auto y = read_idx(labels).to(at::kLong);
@@ -62,45 +67,60 @@ Dataset Dataset::from_idx(const std::string& images, const std::string& labels) 
 
 Dataset Dataset::map(std::function<Example(Example)> function, MapOptions options) const {
   require(options.num_parallel_calls >= 1, "map", "num_parallel_calls", options.num_parallel_calls, "at least 1");
-  return Dataset(make_map_stage(stage_, std::move(function), options));
+  return Dataset(make_map_stage(stage_, std::move(function), options), options_);
 }
 
-Dataset Dataset::cache(const std::string& file) const { return Dataset(make_cache_stage(stage_, file)); }
+Dataset Dataset::cache(const std::string& file) const { return Dataset(make_cache_stage(stage_, file), options_); }
 
 Dataset Dataset::shuffle(std::int64_t buffer_size, ShuffleOptions options) const {
   require(buffer_size >= 1, "shuffle", "buffer_size", buffer_size, "at least 1");
-  return Dataset(make_shuffle_stage(stage_, buffer_size, options));
+  return Dataset(make_shuffle_stage(stage_, buffer_size, options), options_);
 }
 
 Dataset Dataset::batch(std::int64_t size, BatchOptions options) const {
   require(size >= 1, "batch", "size", size, "at least 1");
-  return Dataset(make_batch_stage(stage_, size, options));
+  return Dataset(make_batch_stage(stage_, size, options), options_);
 }
 
 Dataset Dataset::repeat(std::int64_t count) const {
   require(count >= 0 || count == kInfinite, "repeat", "count", count, "0 or more, or Dataset::kInfinite");
-  return Dataset(make_repeat_stage(stage_, count));
+  return Dataset(make_repeat_stage(stage_, count), options_);
 }
 
 Dataset Dataset::take(std::int64_t count) const {
   require(count >= 0, "take", "count", count, "0 or more");
-  return Dataset(make_take_stage(stage_, count));
+  return Dataset(make_take_stage(stage_, count), options_);
 }
 
 Dataset Dataset::skip(std::int64_t count) const {
   require(count >= 0, "skip", "count", count, "0 or more");
-  return Dataset(make_skip_stage(stage_, count));
+  return Dataset(make_skip_stage(stage_, count), options_);
 }
 
 Dataset Dataset::shard(std::int64_t num_shards, std::int64_t index) const {
   require(num_shards >= 1, "shard", "num_shards", num_shards, "at least 1");
   require(index >= 0 && index < num_shards, "shard", "index", index, "at least 0 and below num_shards");
-  return Dataset(make_shard_stage(stage_, num_shards, index));
+  return Dataset(make_shard_stage(stage_, num_shards, index), options_);
 }
 
 Dataset Dataset::prefetch(std::int64_t buffer_size) const {
   require(buffer_size >= 1, "prefetch", "buffer_size", buffer_size, "at least 1");
-  return Dataset(make_prefetch_stage(stage_, buffer_size));
+  return Dataset(make_prefetch_stage(stage_, buffer_size), options_);
+}
+
+Dataset Dataset::with_options(DatasetOptions options) const { return Dataset(stage_, options); }
+
+std::int64_t Dataset::num_files() const { return stage_->files(); }
+
+Dataset Dataset::shard_files(std::int64_t num_shards, std::int64_t index) const {
+  require(num_shards >= 1, "shard_files", "num_shards", num_shards, "at least 1");
+  require(index >= 0 && index < num_shards, "shard_files", "index", index, "at least 0 and below num_shards");
+  if (num_files() < num_shards) {
+    throw InvalidArgument(text("a data set of ", num_files(),
+                               " files (Dataset::from_files) cannot be divided by files among ", num_shards,
+                               "; divide it by AutoShardPolicy::data"));
+  }
+  return Dataset(stage_->over_files(num_shards, index), options_);
 }
 
 bool Dataset::lies_in_memory() const { return stage_->lies_in_memory(); }

@@ -141,19 +141,19 @@ class ParallelMapCursor final : public Cursor {
   std::vector<std::jthread> threads_;  // last: they end before what they use
 };
 
-class MapStage final : public Stage {
+class MapStage final : public StageOver<MapStage> {
  public:
   MapStage(StagePtr input, Function function, MapOptions options)
-      : input_(std::move(input)), function_(std::move(function)), options_(options), seed_(next_random_seed()) {}
+      : StageOver(std::move(input)), function_(std::move(function)), options_(options), seed_(next_random_seed()) {}
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     const auto seed = mix(seed_, static_cast<std::uint64_t>(epoch));
     if (options_.num_parallel_calls == 1) return std::make_unique<MapCursor>(input_->open(epoch), function_, seed);
     return std::make_unique<ParallelMapCursor>(input_->open(epoch), function_, options_.num_parallel_calls, seed);
   }
-  std::int64_t cardinality() const override { return input_->cardinality(); }
+
+  bool lies_in_memory() const override { return false; }
 
  private:
-  StagePtr input_;
   Function function_;
   MapOptions options_;
   std::uint64_t seed_;

@@ -28,9 +28,9 @@ class TakeCursor final : public Cursor {
   std::int64_t left_;
 };
 
-class TakeStage final : public Stage {
+class TakeStage final : public StageOver<TakeStage> {
  public:
-  TakeStage(StagePtr input, std::int64_t count) : input_(std::move(input)), count_(count) {}
+  TakeStage(StagePtr input, std::int64_t count) : StageOver(std::move(input)), count_(count) {}
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     return std::make_unique<TakeCursor>(input_->open(epoch), count_);
   }
@@ -39,16 +39,15 @@ class TakeStage final : public Stage {
     if (all == Dataset::kInfinite) return count_;
     return all < 0 ? all : std::min(all, count_);
   }
-  bool lies_in_memory() const override { return input_->lies_in_memory(); }
 
+  std::int64_t files() const override { return 0; }  // it counts elements of all files
  private:
-  StagePtr input_;
   std::int64_t count_;
 };
 
-class SkipStage final : public Stage {
+class SkipStage final : public StageOver<SkipStage> {
  public:
-  SkipStage(StagePtr input, std::int64_t count) : input_(std::move(input)), count_(count) {}
+  SkipStage(StagePtr input, std::int64_t count) : StageOver(std::move(input)), count_(count) {}
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     auto cursor = input_->open(epoch);
     cursor->skip(count_);
@@ -58,10 +57,9 @@ class SkipStage final : public Stage {
     const auto all = input_->cardinality();
     return all < 0 ? all : std::max<std::int64_t>(0, all - count_);
   }
-  bool lies_in_memory() const override { return input_->lies_in_memory(); }
 
+  std::int64_t files() const override { return 0; }  // it counts elements of all files
  private:
-  StagePtr input_;
   std::int64_t count_;
 };
 
@@ -83,10 +81,10 @@ class ShardCursor final : public Cursor {
   std::int64_t before_;  // elements of others before the next of ours
 };
 
-class ShardStage final : public Stage {
+class ShardStage final : public StageOver<ShardStage> {
  public:
   ShardStage(StagePtr input, std::int64_t num_shards, std::int64_t index)
-      : input_(std::move(input)), num_shards_(num_shards), index_(index) {}
+      : StageOver(std::move(input)), num_shards_(num_shards), index_(index) {}
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     return std::make_unique<ShardCursor>(input_->open(epoch), num_shards_, index_);
   }
@@ -94,10 +92,9 @@ class ShardStage final : public Stage {
     const auto all = input_->cardinality();
     return all < 0 ? all : (all - index_ + num_shards_ - 1) / num_shards_;
   }
-  bool lies_in_memory() const override { return input_->lies_in_memory(); }
 
+  std::int64_t files() const override { return 0; }  // it counts elements of all files
  private:
-  StagePtr input_;
   std::int64_t num_shards_;
   std::int64_t index_;
 };
@@ -139,9 +136,9 @@ class RepeatCursor final : public Cursor {
   bool empty_ = true;  // the current pass has yielded nothing yet
 };
 
-class RepeatStage final : public Stage {
+class RepeatStage final : public StageOver<RepeatStage> {
  public:
-  RepeatStage(StagePtr input, std::int64_t count) : input_(std::move(input)), count_(count) {}
+  RepeatStage(StagePtr input, std::int64_t count) : StageOver(std::move(input)), count_(count) {}
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     const auto first_pass = count_ < 0 ? epoch : epoch * count_;
     return std::make_unique<RepeatCursor>(input_, first_pass, count_);
@@ -152,10 +149,8 @@ class RepeatStage final : public Stage {
     if (all == Dataset::kInfinite || count_ < 0) return Dataset::kInfinite;
     return all < 0 ? all : all * count_;
   }
-  bool lies_in_memory() const override { return input_->lies_in_memory(); }
 
  private:
-  StagePtr input_;
   std::int64_t count_;
 };
 
@@ -195,10 +190,10 @@ class ShuffleCursor final : public Cursor {
   bool ended_ = false;
 };
 
-class ShuffleStage final : public Stage {
+class ShuffleStage final : public StageOver<ShuffleStage> {
  public:
   ShuffleStage(StagePtr input, std::int64_t buffer_size, ShuffleOptions options)
-      : input_(std::move(input)),
+      : StageOver(std::move(input)),
         buffer_size_(buffer_size),
         seed_(options.seed ? mix(*options.seed) : next_random_seed()),
         anew_(options.reshuffle_each_iteration) {}
@@ -206,11 +201,8 @@ class ShuffleStage final : public Stage {
     const auto seed = mix(seed_, anew_ ? static_cast<std::uint64_t>(epoch) : 0);
     return std::make_unique<ShuffleCursor>(input_->open(epoch), buffer_size_, seed);
   }
-  std::int64_t cardinality() const override { return input_->cardinality(); }
-  bool lies_in_memory() const override { return input_->lies_in_memory(); }
 
  private:
-  StagePtr input_;
   std::int64_t buffer_size_;
   std::uint64_t seed_;
   bool anew_;

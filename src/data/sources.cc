@@ -1,8 +1,11 @@
 // Where examples come from: tensors and generators.
 #include <ATen/ops/select.h>
 
+#include "base/hash.h"
+#include "base/seed_scope.h"
 #include "data/stage.h"
 #include "data/table_builder.h"
+#include "lockstep/random.h"
 
 namespace lockstep {
 namespace {
@@ -66,6 +69,64 @@ class GeneratorStage final : public Stage {
   std::int64_t cardinality_;
 };
 
+// A file among those of a data set. What is random in reading it depends on nothing but its place there.
+struct File {
+  std::string path;
+  std::uint64_t seed;
+};
+using Files = std::shared_ptr<const std::vector<File>>;
+using ReadFile = std::function<Dataset(const std::string&)>;
+
+// One file after the other.
+class FilesCursor final : public Cursor {
+ public:
+  FilesCursor(Files files, ReadFile read, std::int64_t epoch)
+      : files_(std::move(files)), read_(std::move(read)), epoch_(epoch) {}
+
+  bool next(Row& row) override {
+    while (true) {
+      if (open_) {
+        auto example = open_->next();
+        if (example) row = {*std::move(example)};
+        if (example) return true;
+        open_.reset();
+      }
+      if (at_ == files_->size()) return false;
+      const auto& file = (*files_)[at_++];
+      const SeedScope seeds(file.seed);
+      open_.emplace(read_(file.path).iterate({.epoch = epoch_}));
+    }
+  }
+
+ private:
+  Files files_;
+  ReadFile read_;
+  std::int64_t epoch_;
+  std::size_t at_ = 0;
+  std::optional<DatasetIterator> open_;
+};
+
+class FilesStage final : public Stage {
+ public:
+  FilesStage(Files files, ReadFile read) : files_(std::move(files)), read_(std::move(read)) {}
+  std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
+    return std::make_unique<FilesCursor>(files_, read_, epoch);
+  }
+  std::int64_t cardinality() const override { return Dataset::kUnknown; }
+  std::int64_t files() const override { return static_cast<std::int64_t>(files_->size()); }
+  StagePtr over_files(std::int64_t num_shards, std::int64_t index) const override {
+    std::vector<File> mine;
+    for (auto i = static_cast<std::size_t>(index); i < files_->size(); i += static_cast<std::size_t>(num_shards)) {
+      mine.push_back((*files_)[i]);
+    }
+    return std::make_shared<FilesStage>(std::make_shared<const std::vector<File>>(std::move(mine)), read_);
+  }
+
+ private:
+  Files files_;
+  ReadFile read_;
+};
+
 }  // namespace
 
 Example Row::materialize() const {
@@ -75,6 +136,13 @@ Example Row::materialize() const {
 }
 
 StagePtr make_table_stage(Example table) { return std::make_shared<TableStage>(std::move(table)); }
+
+StagePtr make_files_stage(std::vector<std::string> paths, ReadFile read) {
+  const auto seed = next_random_seed();
+  std::vector<File> files;
+  for (auto& path : paths) files.push_back({std::move(path), mix(seed, files.size())});
+  return std::make_shared<FilesStage>(std::make_shared<const std::vector<File>>(std::move(files)), std::move(read));
+}
 
 StagePtr make_generator_stage(std::function<Dataset::Generator()> make, std::int64_t cardinality) {
   return std::make_shared<GeneratorStage>(std::move(make), cardinality);

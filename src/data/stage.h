@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/dataset.h"
@@ -45,6 +47,13 @@ class Stage {
   virtual std::unique_ptr<Cursor> open(std::int64_t epoch) const = 0;
   virtual std::int64_t cardinality() const = 0;
   virtual bool lies_in_memory() const { return false; }  // elements would be rows of tables, or batches of them
+
+  // Files that elements are read from, and the same pipeline over every `num_shards`-th of them, from `index` on.
+  // Without any there is none.
+  virtual std::int64_t files() const { return 0; }
+  virtual std::shared_ptr<const Stage> over_files(std::int64_t /*num_shards*/, std::int64_t /*index*/) const {
+    return nullptr;
+  }
 };
 
 }  // namespace internal
@@ -54,7 +63,26 @@ using internal::Row;
 using internal::Stage;
 using StagePtr = std::shared_ptr<const Stage>;
 
+// A stage over another: what it does not say is as its input says. `Self` can be copied.
+template <class Self>
+class StageOver : public Stage {
+ public:
+  explicit StageOver(StagePtr input) : input_(std::move(input)) {}
+  std::int64_t cardinality() const override { return input_->cardinality(); }
+  bool lies_in_memory() const override { return input_->lies_in_memory(); }
+  std::int64_t files() const override { return input_->files(); }
+  StagePtr over_files(std::int64_t num_shards, std::int64_t index) const override {
+    auto copy = std::make_shared<Self>(static_cast<const Self&>(*this));
+    copy->input_ = input_->over_files(num_shards, index);
+    return copy->input_ == nullptr ? nullptr : copy;
+  }
+
+ protected:
+  StagePtr input_;
+};
+
 StagePtr make_table_stage(Example table);
+StagePtr make_files_stage(std::vector<std::string> paths, std::function<Dataset(const std::string&)> read);
 StagePtr make_generator_stage(std::function<Dataset::Generator()> make, std::int64_t cardinality);
 StagePtr make_map_stage(StagePtr input, std::function<Example(Example)> function, MapOptions options);
 StagePtr make_cache_stage(StagePtr input, const std::string& file);

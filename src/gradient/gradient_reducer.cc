@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/resources.h"
 #include "base/text.h"
 #include "gradient/dtypes.h"
 #include "gradient/workers.h"
@@ -61,7 +62,7 @@ GradientReducer::GradientReducer(std::vector<std::string> names, std::vector<at:
       parameters_(std::move(parameters)),
       group_(std::move(group)),
       options_(std::move(options)),
-      overlap_(may_overlap(group_, 1)),
+      overlap_(may_overlap(group_, group_.size() < usable_cpu_count())),
       slots_(parameters_.size()),
       order_(options_.order),
       tallies_(static_cast<std::size_t>(group_.size())) {

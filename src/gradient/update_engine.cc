@@ -14,6 +14,7 @@
 #include "base/text.h"
 #include "kernels/update.h"
 #include "lockstep/error.h"
+#include "optimizer/describe.h"
 
 namespace lockstep {
 namespace {
@@ -74,6 +75,7 @@ UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Opt
   }
   assign_ranges(root);
   if (parameters_->workers().alone()) return;
+  parameters_->workers().require_same("optimizers", describe(optimizer_));
   workers_ = std::make_unique<WorkerGradients>(*parameters_, between_workers);
   hook_gradients();
 }
@@ -386,9 +388,8 @@ double UpdateEngine::learning_rate() const {
                         : LearningRate(optimizer_.options().learning_rate.at(iterations_)).at(0);  // checked
 }
 
-void UpdateEngine::set_learning_rate(double rate) {
-  rate_override_ = LearningRate(rate).at(0);  // checks it
-}
+// The schedule checks it.
+void UpdateEngine::set_learning_rate(double rate) { rate_override_ = LearningRate(rate).at(0); }
 
 at::Tensor UpdateEngine::state(std::size_t slot, std::size_t index) const {
   const auto& info = parameters_->slots()[slot];

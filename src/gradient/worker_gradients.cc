@@ -15,6 +15,8 @@
 namespace lockstep {
 namespace {
 
+constexpr std::size_t kBuckets = 16, kSmallest = 1 << 20, kLargest = 25 << 20;
+
 // Whether it holds on all workers.
 bool on_all(const Workers& workers, bool holds) {
   double count = holds ? 1 : 0;
@@ -27,7 +29,7 @@ bool on_all(const Workers& workers, bool holds) {
 WorkerGradients::WorkerGradients(const ReplicatedParameters& parameters, WorkerGradientsOptions options)
     : parameters_(parameters),
       options_(std::move(options)),
-      overlap_(on_all(workers(), may_overlap(workers().group(), parameters_.replicas()))),
+      overlap_(on_all(workers(), may_overlap(workers().group(), workers().idle_cores()))),
       slots_(parameters_.slots().size()),
       weights_(static_cast<std::size_t>(parameters_.replicas())) {
   for (std::size_t i = slots_.size(); i-- > 0;) {  // backward goes from the last to the first, mostly
@@ -54,13 +56,23 @@ WorkerGradients::~WorkerGradients() {
 // Fills buckets in order_, with slots of one dtype each.
 void WorkerGradients::make_buckets() {
   buckets_.clear();
+  std::size_t all = 0;
+  for (const auto i : order_) {
+    const auto& slot = parameters_.slots()[static_cast<std::size_t>(i)];
+    all += static_cast<std::size_t>(slot.numel) * at::elementSize(slot.dtype);
+  }
+  // Small ones are on their way while backward goes on; each has its price, so a large model has larger ones. Where
+  // none starts before the end, one is best.
+  const auto later =
+      options_.bucket_bytes > 0 ? options_.bucket_bytes : std::clamp(all / kBuckets, kSmallest, kLargest);
   std::vector<at::ScalarType> types;
   std::int64_t bytes = 0;
   for (const auto index : order_) {
     const auto& info = parameters_.slots()[static_cast<std::size_t>(index)];
     const auto own = info.numel * static_cast<std::int64_t>(at::elementSize(info.dtype));
-    const auto most = buckets_.size() <= 1 ? options_.first_bucket_bytes : options_.bucket_bytes;
-    if (buckets_.empty() || types.back() != info.dtype || bytes + own > static_cast<std::int64_t>(most)) {
+    const auto most = !overlap_ ? all : buckets_.size() <= 2 ? options_.first_bucket_bytes : later;
+    const bool full = static_cast<std::size_t>(bytes + own) > most;
+    if (buckets_.empty() || types.back() != info.dtype || full) {
       buckets_.emplace_back();
       types.push_back(info.dtype);
       bytes = 0;
@@ -82,12 +94,13 @@ void WorkerGradients::make_buckets() {
     bucket.sent = whole.narrow(0, 0, elements);
     bucket.flags = whole.narrow(0, elements, flags);
     bucket.sum = bucket.shortened ? at::zeros({elements}, at::kFloat) : bucket.sent;
-    std::int64_t at = 0;
+    std::int64_t at = 0, flag = 0;
     for (const auto i : bucket.slots) {
       const auto numel = parameters_.slots()[i].numel;
       slots_[i].bucket = b;
       slots_[i].sent = bucket.sent.narrow(0, at, numel);
       slots_[i].sum = bucket.sum.narrow(0, at, numel);
+      slots_[i].flag = bucket.flags.narrow(0, flag++, 1);
       at += numel;
     }
   }
@@ -148,7 +161,7 @@ void WorkerGradients::arrive(std::size_t index) {
 // Writes the sum of this process's gradients, and whether there are any, to the bucket.
 void WorkerGradients::add_up(const Slot& slot) {
   const at::NoGradGuard no_grad;
-  auto& bucket = buckets_[slot.bucket];
+  const auto& bucket = buckets_[slot.bucket];
   const auto add = [&]<class T>(T) {
     std::vector<const T*> parts;
     for (const auto& gradient : slot.gradients) {
@@ -161,10 +174,8 @@ void WorkerGradients::add_up(const Slot& slot) {
   };
   const bool any = slot.sum.scalar_type() == at::kDouble ? add(double()) : add(float());
   if (!any) slot.sent.zero_();
-  if (any && !slot.sent.is_same(slot.sum)) slot.sent.copy_(slot.sum);
-  const auto position = std::find_if(bucket.slots.begin(), bucket.slots.end(),
-                                     [&](std::size_t other) { return &slots_[other] == &slot; });
-  bucket.flags[position - bucket.slots.begin()].fill_(any ? 1 : 0);
+  if (any && bucket.shortened) slot.sent.copy_(slot.sum);
+  slot.flag.fill_(any ? 1 : 0);
 }
 
 void WorkerGradients::wait() {

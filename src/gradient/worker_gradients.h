@@ -19,7 +19,7 @@
 namespace lockstep {
 
 struct WorkerGradientsOptions {
-  std::size_t bucket_bytes = 25 << 20;
+  std::size_t bucket_bytes = 0;              // 0: by the size of the model
   std::size_t first_bucket_bytes = 1 << 20;  // the first is ready first, and should not wait for much
   std::optional<DType> wire;                 // float16 or bfloat16: what float gradients are sent as
   std::int64_t compare_copies_every = 100;   // steps; 0: never
@@ -71,6 +71,7 @@ class WorkerGradients {
     std::size_t bucket = 0;
     at::Tensor sent;                    // flat; a part of the bucket's memory
     at::Tensor sum;                     // the same, or float where 16 bits are sent
+    at::Tensor flag;                    // one element of the bucket's
     std::vector<at::Tensor> gradients;  // [replica]
     std::vector<char> given;            // [replica]; written by that replica
     int missing = 0;                    // replicas; guarded by mutex_

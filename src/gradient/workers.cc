@@ -3,9 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <sstream>
 
-#include "base/resources.h"
 #include "base/text.h"
 #include "lockstep/error.h"
 
@@ -19,9 +17,8 @@ Buffer bytes_of(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool may_overlap(const Group& group, int threads) {
-  const bool in_memory = group.backend() == "shm" || group.backend() == "threads";
-  return !in_memory || group.size() * threads < usable_cpu_count();
+bool may_overlap(const Group& group, bool idle_cores) {
+  return idle_cores || (group.backend() != "shm" && group.backend() != "threads");
 }
 
 void Workers::give_up(const std::string& why) const {
@@ -55,12 +52,7 @@ void Workers::require_same(const std::string& what, const std::string& mine) con
   const auto all = all_gather(mine);
   const auto other = std::find_if(all.begin(), all.end(), [&](const auto& theirs) { return theirs != all[0]; });
   if (other == all.end()) return;
-  std::istringstream first(all[0]), second(*other);
-  std::string chiefs, theirs;
-  while (chiefs == theirs) {
-    if (!std::getline(first, chiefs)) chiefs = "nothing";
-    if (!std::getline(second, theirs)) theirs = "nothing more";
-  }
+  const auto [chiefs, theirs] = first_difference(all[0], *other);
   throw InvalidArgument(
       text("the workers' ", what, " differ: worker 0 has ", chiefs, ", worker ", other - all.begin(), " has ", theirs));
 }

@@ -19,12 +19,15 @@ namespace lockstep {
 class Workers {
  public:
   Workers() = default;  // this process alone: collective calls do nothing
-  Workers(Group group, double timeout_seconds) : group_(std::move(group)), timeout_seconds_(timeout_seconds) {}
+  // `idle_cores`: whether this process has more cores than its replicas compute on.
+  Workers(Group group, double timeout_seconds, bool idle_cores)
+      : group_(std::move(group)), timeout_seconds_(timeout_seconds), idle_cores_(idle_cores) {}
 
   int rank() const { return group_ ? group_->rank() : 0; }
   int size() const { return group_ ? group_->size() : 1; }
   bool alone() const { return size() == 1; }
   bool is_chief() const { return rank() == 0; }
+  bool idle_cores() const { return idle_cores_; }
 
   // Where there are several.
   const Group& group() const { return *group_; }
@@ -80,10 +83,11 @@ class Workers {
  private:
   std::optional<Group> group_;
   double timeout_seconds_ = 0;
+  bool idle_cores_ = false;
 };
 
-// Whether buckets may be reduced while backward goes on, in processes of so many computing threads each. Reduction in
-// memory is work of this host's cores: it helps only where cores are idle.
-bool may_overlap(const Group& group, int threads);
+// Whether buckets may be reduced while backward goes on. Reduction in memory is work of this host's cores: it helps
+// only where some have nothing else to do.
+bool may_overlap(const Group& group, bool idle_cores);
 
 }  // namespace lockstep

@@ -54,12 +54,20 @@ std::vector<std::string> logical_cpus(int count) {
   return names;
 }
 
-int HostShare::usable_cpu_count() const { return std::max(1, lockstep::usable_cpu_count() / size); }
+const std::vector<int>& first_cpus() {
+  static const auto cpus = allowed_cpus();
+  return cpus;
+}
+
+int HostShare::usable_cpu_count() const {
+  const int all = std::min(static_cast<int>(first_cpus().size()), paid_cpu_count());
+  return own_cores ? all : std::max(1, all / size);
+}
 
 std::vector<int> HostShare::cpus() const {
-  const auto all = cpus_by_place(allowed_cpus());
+  const auto all = cpus_by_place(first_cpus());
   const auto count = static_cast<int>(all.size());
-  if (count < size) return all;
+  if (count < size || own_cores) return all;
   return {all.begin() + count * rank / size, all.begin() + count * (rank + 1) / size};
 }
 

@@ -44,6 +44,16 @@ PerReplica<Part> split(const Row& batch, const LocalReplicas& replicas) {
   });
 }
 
+// How many elements so many steps have read whole.
+std::int64_t elements_in(std::int64_t steps, Distribution kind, const LocalReplicas& replicas) {
+  switch (kind) {
+    case Distribution::split: return steps;
+    case Distribution::spread: return steps / replicas.workers();
+    case Distribution::one_each: return steps * static_cast<std::int64_t>(replicas.devices.size());
+  }
+  return 0;
+}
+
 }  // namespace
 
 Example internal::Part::read() const {
@@ -72,18 +82,75 @@ void check_batch(const Example& batch) {
                              shape_of(batch.y), ", weight ", shape_of(batch.weight), "); call batch() on it first"));
 }
 
+DistributedIterator::DistributedIterator(Dataset dataset, Distribution kind, LocalReplicas replicas, Position position)
+    : dataset_(std::move(dataset)),
+      kind_(kind),
+      replicas_(std::move(replicas)),
+      position_(position),
+      input_(dataset_.iterate({position.epoch, elements_in(position.index, kind_, replicas_)})) {
+  if (kind_ == Distribution::spread && position.index % replicas_.workers() != 0) read();
+}
+
 std::optional<PerReplica<Part>> DistributedIterator::next_parts() {
-  Row row;
-  if (!input_.next(row)) return std::nullopt;
-  if (kind_ == Kind::split) return split(row, replicas_);
-  const auto& devices = replicas_.devices;
-  std::vector<Part> parts{{std::move(row), devices[0]}};
-  while (parts.size() < devices.size()) {
-    Row next;
-    if (!input_.next(next)) next = {.value = part_of(parts[0].read(), 0, 0)};  // at the end there are too few
-    parts.push_back({std::move(next), devices[parts.size()]});
+  auto parts = own_parts();
+  if (kind_ != Distribution::split && replicas_.any) {
+    if (!replicas_.any(parts.has_value())) return std::nullopt;
+    if (!parts) {
+      std::vector<Part> none;
+      for (const auto device : replicas_.devices) none.push_back({without_examples(), device});
+      parts.emplace(std::move(none));
+    }
+  }
+  if (parts) ++position_.index;
+  return parts;
+}
+
+std::optional<PerReplica<Part>> DistributedIterator::own_parts() {
+  switch (kind_) {
+    case Distribution::split: return read() ? std::optional(split(*current_, replicas_)) : std::nullopt;
+    case Distribution::spread: return share_of_element();
+    case Distribution::one_each: return one_each();
+  }
+  return std::nullopt;
+}
+
+// The element is a global batch; this worker takes its parts one step after the other.
+std::optional<PerReplica<Part>> DistributedIterator::share_of_element() {
+  const auto turn = position_.index % replicas_.workers();
+  if (turn == 0 && !read()) return std::nullopt;
+  if (ended_) return std::nullopt;
+  auto replicas = replicas_;
+  replicas.first = static_cast<int>(turn) * static_cast<int>(replicas_.devices.size());
+  return split(*current_, replicas);
+}
+
+std::optional<PerReplica<Part>> DistributedIterator::one_each() {
+  std::vector<Part> parts;
+  for (const auto device : replicas_.devices) {
+    if (read()) {
+      parts.push_back({*current_, device});
+    } else if (parts.empty()) {
+      return std::nullopt;
+    } else {
+      parts.push_back({without_examples(), device});
+    }
   }
   return PerReplica<Part>(std::move(parts));
+}
+
+bool DistributedIterator::read() {
+  Row row;
+  ended_ = ended_ || !input_.next(row);
+  if (!ended_) current_ = std::make_shared<Row>(std::move(row));
+  return !ended_;
+}
+
+// As an element is, but for its size.
+Row DistributedIterator::without_examples() const {
+  const auto any = current_ ? std::optional(current_->materialize()) : dataset_.iterate({position_.epoch}).next();
+  if (!any) throw InvalidArgument("a worker's part of the data set is empty; AutoShardPolicy::data gives each some");
+  check_batch(*any);
+  return {.value = part_of(*any, 0, 0)};
 }
 
 std::optional<PerReplica<Example>> DistributedIterator::next() {
@@ -97,14 +164,42 @@ std::optional<PerReplica<Example>> DistributedIterator::next() {
 std::int64_t DistributedDataset::cardinality() const {
   const auto batches = dataset_.cardinality();
   const auto replicas = static_cast<std::int64_t>(replicas_.devices.size());
-  return kind_ == DistributedIterator::Kind::split || batches < 0 ? batches : (batches + replicas - 1) / replicas;
+  if (kind_ == Distribution::split || batches < 0) return batches;
+  return kind_ == Distribution::spread ? batches * replicas_.workers() : (batches + replicas - 1) / replicas;
+}
+
+// What this worker reads, and how.
+std::pair<Dataset, Distribution> part_of_worker(const Dataset& data, const LocalReplicas& replicas) {
+  auto policy = data.options().auto_shard_policy;
+  if (policy == AutoShardPolicy::automatic) {
+    policy = data.num_files() < replicas.workers() ? AutoShardPolicy::data : AutoShardPolicy::file;
+  }
+  if (replicas.workers() == 1 || policy == AutoShardPolicy::data) return {data, Distribution::split};
+  const bool by_file = policy == AutoShardPolicy::file;
+  return {by_file ? data.shard_files(replicas.workers(), replicas.worker()) : data, Distribution::spread};
+}
+
+DistributedDataset distribute(const Dataset& data, const LocalReplicas& replicas) {
+  const auto [mine, kind] = part_of_worker(data, replicas);
+  return {mine, kind, replicas};
+}
+
+bool reads_its_own(const Dataset& data, const LocalReplicas& replicas) {
+  return part_of_worker(data, replicas).second == Distribution::spread;
+}
+
+Example first_element(const Dataset& data, const LocalReplicas& replicas) {
+  auto first = part_of_worker(data, replicas).first.iterate().next();
+  if (!first) first = data.iterate().next();  // this worker's part may be empty
+  return first.value_or(Example());
 }
 
 DistributedDataset distribute_ahead(const Dataset& data, const LocalReplicas& replicas) {
   const bool on_cpus =
       std::all_of(replicas.devices.begin(), replicas.devices.end(), [](auto device) { return device.is_cpu(); });
-  const bool left = on_cpus && data.lies_in_memory();
-  return {left ? data : data.prefetch(kBatchesAhead), DistributedIterator::Kind::split, replicas};
+  const auto [mine, kind] = part_of_worker(data, replicas);
+  const bool left = on_cpus && mine.lies_in_memory();
+  return {left ? mine : mine.prefetch(kBatchesAhead), kind, replicas};
 }
 
 }  // namespace lockstep

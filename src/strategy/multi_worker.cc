@@ -1,5 +1,8 @@
 #include "lockstep/multi_worker_mirrored_strategy.h"
 
+#include <algorithm>
+#include <sstream>
+
 #include "base/text.h"
 #include "strategy/devices.h"
 #include "strategy/strategy_impl.h"
@@ -7,12 +10,32 @@
 namespace lockstep {
 namespace {
 
-constexpr double kMegabyte = 1024 * 1024;
+std::size_t bytes_of(double megabytes) { return static_cast<std::size_t>(megabytes * 1024 * 1024); }
 
 // A program may make several strategies: all workers make them in the same order.
 Store place_of_strategy(const Meeting& meeting, Deadline deadline) {
   const auto number = meeting.store.add(text("strategies of rank ", meeting.world.rank), 1, deadline);
   return meeting.store.prefixed(text("strategy ", number, "/"));
+}
+
+// Whether whoever started the workers gave this one cores that no other of its host may use, as mpirun does.
+bool has_own_cores(const World& world, const Store& store, Deadline deadline) {
+  if (world.local_size == 1) return false;
+  std::vector<std::string> keys;
+  for (int r = 0; r < world.size; ++r) keys.push_back(text("cores of rank ", r));
+  const auto& mine = first_cpus();
+  store.set(keys[static_cast<std::size_t>(world.rank)], text(world.host, "\n", join(mine, " ")), deadline);
+  const auto all = store.get(keys, deadline);
+  for (int r = 0; r < world.size; ++r) {
+    std::istringstream words(all[static_cast<std::size_t>(r)]);
+    std::string host;
+    std::getline(words, host);
+    if (r == world.rank || host != world.host) continue;
+    for (int cpu = 0; words >> cpu;) {
+      if (std::find(mine.begin(), mine.end(), cpu) != mine.end()) return false;
+    }
+  }
+  return true;
 }
 
 StrategySettings settings_of(MultiWorkerMirroredOptions options) {
@@ -21,7 +44,7 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
     if (!(value > 0))
       throw InvalidArgument(text("MultiWorkerMirroredStrategy: ", name, " is ", value, "; it must be above 0"));
   };
-  require_above_zero("bucket_cap_mb", communication.bucket_cap_mb);
+  require_above_zero("bucket_cap_mb", communication.bucket_cap_mb.value_or(1));
   require_above_zero("first_bucket_mb", communication.first_bucket_mb);
   require_above_zero("start_timeout_seconds", options.start_timeout_seconds);
   if (options.compare_copies_every < 0) {
@@ -36,25 +59,27 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   if (world.local_size < 1 || world.local_rank < 0 || world.local_rank >= world.local_size) {
     throw InvalidArgument(text("World: local rank ", world.local_rank, " of ", world.local_size));
   }
-  const HostShare share{cluster.world.local_rank, cluster.world.local_size};
+  const auto start = Deadline::after(std::chrono::duration<double>(options.start_timeout_seconds));
+  const auto meeting = world.size == 1 ? std::nullopt : std::optional(meet(cluster, start));
+  const auto place = meeting ? std::optional(place_of_strategy(*meeting, start)) : std::nullopt;
+  const bool own_cores = meeting && has_own_cores(meeting->world, *place, start);
+  const HostShare share{world.local_rank, world.local_size, own_cores};
   StrategySettings settings{.devices = options.devices.empty() ? default_devices(share) : std::move(options.devices),
                             .threads_per_replica = options.threads_per_replica,
                             .share = share,
                             .timeout_seconds = communication.timeout_seconds};
-  if (cluster.world.size == 1) return settings;
-  const auto start = Deadline::after(std::chrono::duration<double>(options.start_timeout_seconds));
-  const auto meeting = meet(cluster, start);
-  settings.workers.emplace(WorkerSettings{
-      .world = meeting.world,
-      .store = place_of_strategy(meeting, start),
-      .group = {.backend = communication.backend,
-                .network = communication.network,
-                .implementation = communication.implementation,
-                .timeout_seconds = options.start_timeout_seconds},
-      .gradients = {.bucket_bytes = static_cast<std::size_t>(communication.bucket_cap_mb * kMegabyte),
-                    .first_bucket_bytes = static_cast<std::size_t>(communication.first_bucket_mb * kMegabyte),
-                    .wire = communication.gradient_dtype,
-                    .compare_copies_every = options.compare_copies_every}});
+  if (!meeting) return settings;
+  settings.workers.emplace(
+      WorkerSettings{.world = meeting->world,
+                     .store = *place,
+                     .group = {.backend = communication.backend,
+                               .network = communication.network,
+                               .implementation = communication.implementation,
+                               .timeout_seconds = options.start_timeout_seconds},
+                     .gradients = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
+                                   .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
+                                   .wire = communication.gradient_dtype,
+                                   .compare_copies_every = options.compare_copies_every}});
   return settings;
 }
 

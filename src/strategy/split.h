@@ -32,8 +32,17 @@ PerReplica<Part> split_batch(const Example& batch, const LocalReplicas& replicas
 // Throws InvalidArgument unless x, y and weight begin with the same size, as a batch's do.
 void check_batch(const Example& batch);
 
-// What fit and evaluate read. What must be computed is made ahead, in a thread of its own; what lies in memory is left
-// there for replicas on CPUs, who copy their parts when their cores are free for it.
+// By the data set's AutoShardPolicy.
+DistributedDataset distribute(const Dataset& data, const LocalReplicas& replicas);
+
+// Whether workers read elements of their own, and not parts of the same ones.
+bool reads_its_own(const Dataset& data, const LocalReplicas& replicas);
+
+// An element as this worker will read them, for its shape; undefined where there is none.
+Example first_element(const Dataset& data, const LocalReplicas& replicas);
+
+// As distribute, for fit and evaluate. What must be computed is made ahead, in a thread of its own; what lies in memory
+// is left there for replicas on CPUs, who copy their parts when their cores are free for it.
 DistributedDataset distribute_ahead(const Dataset& data, const LocalReplicas& replicas);
 
 }  // namespace lockstep

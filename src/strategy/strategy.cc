@@ -9,6 +9,7 @@
 #include "base/hash.h"
 #include "base/text.h"
 #include "strategy/devices.h"
+#include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "strategy/tensor_collectives.h"
 
@@ -99,7 +100,7 @@ Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) con
 }
 
 DistributedDataset Strategy::distribute(const Dataset& dataset) const {
-  return {dataset, DistributedIterator::Kind::split, impl_->local_replicas()};
+  return lockstep::distribute(dataset, impl_->local_replicas());
 }
 
 DistributedDataset Strategy::distribute_from_function(
@@ -107,7 +108,7 @@ DistributedDataset Strategy::distribute_from_function(
   return {function({.num_input_pipelines = impl_->workers().size(),
                     .input_pipeline_id = impl_->workers().rank(),
                     .num_replicas_in_sync = num_replicas_in_sync()}),
-          DistributedIterator::Kind::one_each, impl_->local_replicas()};
+          Distribution::one_each, impl_->local_replicas()};
 }
 
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {

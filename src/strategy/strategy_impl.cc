@@ -1,6 +1,7 @@
 #include "strategy/strategy_impl.h"
 
 #include <ATen/DeviceGuard.h>
+#include <torch/headeronly/version.h>
 
 #include <algorithm>
 #include <set>
@@ -8,6 +9,7 @@
 #include "base/hash.h"
 #include "base/resources.h"
 #include "base/text.h"
+#include "lockstep/version.h"
 
 namespace lockstep {
 namespace {
@@ -55,13 +57,27 @@ StrategyImpl::StrategyImpl(StrategySettings settings)
   all_groups_.resize(settings_.devices.size());
   if (!settings_.workers) return;
   const auto& [world, store, options, gradients] = *settings_.workers;
-  workers_ = Workers(make_group(world, store.prefixed("workers/"), options), settings_.timeout_seconds);
+  const bool idle_cores = settings_.threads_per_replica * replicas() < settings_.share.usable_cpu_count();
+  workers_ = Workers(make_group(world, store.prefixed("workers/"), options), settings_.timeout_seconds, idle_cores);
+  if (settings_.share.size > 1) pin_current_thread(settings_.share.cpus());
+  workers_.require_same("versions", text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION));
   workers_.require_same("numbers of replicas", std::to_string(replicas()));
   workers_.require_same(
       "options", text("gradient_dtype ", gradients.wire ? name_of(*gradients.wire) : "none", "\nbucket_cap in bytes ",
                       gradients.bucket_bytes, "\nfirst_bucket in bytes ", gradients.first_bucket_bytes,
                       "\ncompare_copies_every ", gradients.compare_copies_every));
   seed_ = std::stoull(workers_.share(std::to_string(seed_)));
+}
+
+internal::LocalReplicas StrategyImpl::local_replicas() const {
+  internal::LocalReplicas replicas{torch_devices_, first_replica(), all_replicas()};
+  if (workers_.alone()) return replicas;
+  replicas.any = [workers = workers_](bool holds) {
+    double count = holds ? 1 : 0;
+    workers.sum({&count, 1});
+    return count > 0;
+  };
+  return replicas;
 }
 
 const Group& StrategyImpl::group(int replica) const {

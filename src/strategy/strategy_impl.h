@@ -57,7 +57,7 @@ class StrategyImpl {
 
   c10::Device torch_device(int replica) const { return torch_devices_[static_cast<std::size_t>(replica)]; }
   const std::vector<c10::Device>& torch_devices() const { return torch_devices_; }
-  internal::LocalReplicas local_replicas() const { return {torch_devices_, first_replica(), all_replicas()}; }
+  internal::LocalReplicas local_replicas() const;
 
   // Where variables live: on GPUs, in a copy each; with several, updates are made in host memory.
   Placement placement() const;

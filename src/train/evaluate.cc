@@ -69,10 +69,10 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
 
 void build_if_needed(ModelImpl& impl, const Dataset& data) {
   if (impl.parameters != nullptr) return;
-  const auto first = data.iterate().next();
-  if (!first) throw InvalidArgument("the data set is empty");
-  check_batch(*first);
-  impl.build(*first);
+  const auto first = first_element(data, impl.strategy.impl().local_replicas());
+  if (!first.x.defined()) throw InvalidArgument("the data set is empty");
+  check_batch(first);
+  impl.build(first);
 }
 
 // The workers' outputs for a batch, in order. The chief has some of every batch; others may have none.
@@ -124,7 +124,8 @@ Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
   const EvaluationMode evaluating(*this);
   const at::NoGradGuard no_grad;
   std::vector<Tensor> outputs;
-  for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<Part>& batch) {
+  const auto in_order = data.with_options({.auto_shard_policy = AutoShardPolicy::data});
+  for_each_batch(impl.strategy, in_order, options.steps, [&](PerReplica<Part>& batch) {
     const auto parts = impl.strategy.run(
         [&](ReplicaContext& replica, const Part& unread) {
           const auto part = unread.read();

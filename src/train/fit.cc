@@ -112,21 +112,27 @@ class Fit {
 
   void compare_workers() const {
     if (workers().alone()) return;
-    const auto first = data_.iterate().next();
-    const auto shape = [](const Tensor& tensor) { return tensor.defined() ? text(tensor.sizes()) : "none"; };
+    const auto replicas = impl_.strategy.impl().local_replicas();
+    const auto first = first_element(data_, replicas);
+    const auto policy = data_.options().auto_shard_policy;
+    const bool own = reads_its_own(data_, replicas);  // then only what each example is like must be the same
+    const auto shape = [own](const Tensor& tensor) {
+      return tensor.defined() ? text(own && tensor.dim() > 0 ? tensor.sizes().slice(1) : tensor.sizes()) : "none";
+    };
     workers().require_same(
-        "fits", text("epochs ", options_.epochs, "\ninitial_epoch ", options_.initial_epoch, "\nsteps_per_epoch ",
-                     options_.steps_per_epoch, "\nbatches in the data set ", data_.cardinality(), "\nfirst batch x ",
-                     first ? shape(first->x) : "none", "\nfirst batch y ", first ? shape(first->y) : "none",
-                     "\nfirst batch's contents (hash) ", first ? hash_of(first->x) : 0));
+        "fits",
+        text("epochs ", options_.epochs, "\ninitial_epoch ", options_.initial_epoch, "\nsteps_per_epoch ",
+             options_.steps_per_epoch, "\nauto_shard_policy ", static_cast<int>(policy), "\nbatches in the data set ",
+             own ? 0 : data_.cardinality(), "\nfirst batch x ", shape(first.x), "\nfirst batch y ", shape(first.y),
+             "\nfirst batch's contents (hash) ", first.x.defined() && !own ? hash_of(first.x) : 0));
   }
 
   void build_for_first_batch() {
     if (impl_.parameters == nullptr) {
-      const auto first = data_.iterate().next();
-      if (!first) throw InvalidArgument("fit: the data set is empty");
-      check_batch(*first);
-      impl_.build(*first);
+      const auto first = first_element(data_, impl_.strategy.impl().local_replicas());
+      if (!first.x.defined()) throw InvalidArgument("fit: the data set is empty");
+      check_batch(first);
+      impl_.build(first);
     }
     impl_.require_trainable();
     impl_.tracker->reset();
@@ -148,7 +154,7 @@ class Fit {
 
   std::int64_t steps_of_an_epoch() const {
     if (options_.steps_per_epoch > 0) return options_.steps_per_epoch;
-    return std::max<std::int64_t>(-1, data_.cardinality());
+    return std::max<std::int64_t>(-1, distribute(data_, impl_.strategy.impl().local_replicas()).cardinality());
   }
 
   void run_epoch() {

@@ -1,0 +1,67 @@
+"""A project of ten lines against an installed Lockstep, in other folders than the checkout: install_test.py BUILD_DIR WHEELS."""
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+BUILD, WHEELS = sys.argv[1:3]
+
+PROJECT = """
+cmake_minimum_required(VERSION 3.25)
+project(train LANGUAGES CXX)
+find_package(Lockstep 0.1 REQUIRED)
+add_executable(train train.cc)
+target_link_libraries(train PRIVATE Lockstep::lockstep)
+"""
+
+PROGRAM = """
+#include <ATen/Functions.h>
+#include <lockstep/lockstep.h>
+#include <iostream>
+using namespace lockstep;
+int main() {
+  MultiWorkerMirroredStrategy strategy;
+  const auto scope = strategy.scope();
+  Sequential model({Dense(8), Dense(2)});
+  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = Adam()});
+  const auto data = Dataset::from_tensor_slices(at::ones({64, 4}), at::zeros({64}, at::kLong)).batch(16);
+  model.fit(data, {.epochs = 2, .verbose = 0});
+  std::cout << "worker " << strategy.worker_rank() << " of " << strategy.num_workers() << " has trained\\n";
+}
+"""
+
+
+class Install(unittest.TestCase):
+    def setUp(self):
+        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.tree, self.project = self.folder / "tree", self.folder / "project"
+
+    def do(self, *command, **options):
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, **options)
+        self.assertEqual(done.returncode, 0, done.stdout)
+        return done.stdout
+
+    def test_a_project_finds_builds_and_runs_it(self):
+        self.do("cmake", "--install", BUILD, "--prefix", str(self.tree))
+        for file in self.tree.rglob("*"):
+            if file.suffix in (".h", ".cmake"):
+                self.assertNotIn(".deps", file.read_text(), file)
+        for binary in ("bin/lockstep", "lib/liblockstep.so.0"):
+            where = subprocess.run(["readelf", "-d", self.tree / binary], capture_output=True, text=True, check=True).stdout
+            self.assertNotIn(".deps", where, binary)
+        torch = self.folder / "wheels"
+        torch.symlink_to(WHEELS)
+        self.project.mkdir()
+        (self.project / "CMakeLists.txt").write_text(PROJECT)
+        (self.project / "train.cc").write_text(PROGRAM)
+        build = self.folder / "build"
+        self.do("cmake", "-S", str(self.project), "-B", str(build), f"-DCMAKE_PREFIX_PATH={self.tree};{torch}/torch", "-DCMAKE_BUILD_TYPE=Release")
+        self.do("cmake", "--build", str(build))
+        output = self.do(str(self.tree / "bin/lockstep"), "run", "-n", "2", str(build / "train"), env={**os.environ, "PATH": "/usr/bin:/bin"})
+        self.assertEqual(sorted(output.splitlines()), ["[0] worker 0 of 2 has trained", "[1] worker 1 of 2 has trained"])
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *sys.argv[3:]], verbosity=2)
