@@ -1,5 +1,5 @@
 # The two commands of the README, and what continuous integration adds. Everything else is CMake: see CMakePresets.json.
-.PHONY: train test lint sanitize bench-peers bench-step bench-collectives clean
+.PHONY: train test lint sanitize fuzz bench-peers bench-step bench-collectives bench-workers clean
 
 BUILD = cmake --build --preset
 
@@ -25,6 +25,11 @@ sanitize:
 	tools/bootstrap
 	for preset in asan tsan; do cmake --preset $$preset && $(BUILD) $$preset && ctest --preset $$preset || exit 1; done
 
+# What comes from outside (TF_CONFIG, node lists, hostfiles, bytes on a port), by libFuzzer under sanitizers, for some seconds each.
+fuzz:
+	tools/bootstrap --lint
+	cmake --preset fuzz && $(BUILD) fuzz && ctest --preset fuzz
+
 # The libraries that benchmarks compare with, each in an environment of its own under .peers/.
 bench-peers: .peers/tensorflow/done .peers/pytorch/done
 
@@ -44,6 +49,11 @@ bench-step: build/release/build.ninja bench-peers
 bench-collectives: build/release/build.ninja bench-peers .peers/mpi/all_reduce
 	$(BUILD) release --target lockstep_cli ddp_step
 	python3 benchmarks/bench_collectives.py
+
+# Training over workers, ours and the peers', in turns, on this machine and over hosts that are network namespaces.
+bench-workers: build/release/build.ninja bench-peers
+	$(BUILD) release --target lockstep_cli train_step
+	python3 benchmarks/bench_workers.py
 
 .peers/mpi/all_reduce: benchmarks/peers/mpi_all_reduce.cc
 	tools/bootstrap --bench

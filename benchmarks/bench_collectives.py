@@ -4,32 +4,16 @@
 
 The rows of links need root: hosts are network namespaces.
 """
-import argparse
-import dataclasses
-import json
-import pathlib
 import socket
-import subprocess
 import sys
-import tempfile
 
 import rounds
-from hosts import Hosts
+from programs import ROOT, Hosts, Program, run
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 LOCKSTEP, DDP_STEP = (str(ROOT / "build/release" / name) for name in ("lockstep", "benchmarks/ddp_step"))
 PYTORCH = ROOT / ".peers/pytorch/bin"
 CNN, MIB16, MIB64 = 1388584, 16 << 20, 64 << 20  # the seed CNN's gradients, and more
 NAMES = {4: "4 B", 4096: "4 KiB", 65536: "64 KiB", CNN: "1.39 MB", MIB16: "16 MiB", MIB64: "64 MiB"}
-LIMIT_S = 300
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """Processes that run at once; the first that prints JSON has the result. `hosts`: where each runs; () for all here."""
-    commands: tuple
-    hosts: tuple = ()
-    environment: tuple = ()
 
 
 def ours(backend, *options, ranks=2):
@@ -57,7 +41,7 @@ def on_hosts(program, hosts, per_host, *options, store="--store", hold=()):
         host = rank // per_host
         commands.append((*program, "--rank", str(rank), store, f"{Hosts.address(0)}:29511", "--host", f"host{host}",
                          "--address", Hosts.address(host), *options, *(hold if rank == 0 else ())))
-    return Program(tuple(commands), tuple(rank // per_host for rank in range(ranks)))
+    return Program(tuple(commands), tuple(rank // per_host for rank in range(ranks)), (("LOCKSTEP_TRUSTED_NETWORK", "1"),))
 
 
 def link_bench(backend, hosts, per_host, *options):
@@ -128,42 +112,5 @@ def rows():
                   torchrun("pytorch_step.py", "--ddp", *transformer), transformer_target, samples, samples)
 
 
-def run(program):
-    if not program.hosts:
-        return run_here(program, program.commands)
-    with Hosts(max(program.hosts) + 1) as hosts:
-        return run_here(program, [hosts.command(host, *command) for host, command in zip(program.hosts, program.commands)])
-
-
-def run_here(program, commands):
-    environment = {"OMP_NUM_THREADS": "1", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", **dict(program.environment)}
-    started = []
-    for command in commands:
-        errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill
-        started.append((subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment), command, errors))
-    try:
-        outputs = [(process.communicate(timeout=LIMIT_S)[0], process, command, errors) for process, command, errors in started]
-    finally:
-        for process, _, _ in started:
-            process.kill()
-    for _, process, command, errors in outputs:
-        if process.returncode != 0:
-            errors.seek(0)
-            raise RuntimeError(f"this failed: {' '.join(command)}\n{errors.read()[-4000:]}")
-    return next(json.loads(line) for output, *_ in outputs for line in output.splitlines() if line.startswith("{"))
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="rows whose text has this")
-    args = parser.parse_args()
-    chosen = [one for one in rows() if args.only in f"{one.work} / {one.against}"]
-    if not chosen:
-        sys.exit(f"no row has \"{args.only}\"")
-    programs = list(dict.fromkeys(program for one in chosen for program in (one.ours, one.peer)))
-    rounds.report(chosen, rounds.measure(programs, args.rounds, run))
-
-
 if __name__ == "__main__":
-    main()
+    rounds.main(__doc__, rows(), run)

@@ -1,5 +1,6 @@
 """Programs measured in turns: every round runs each once, so that all see the same machine; a ratio is the median of the
 rounds' ratios. Closes with a line of JSON."""
+import argparse
 import dataclasses
 import json
 import statistics
@@ -42,3 +43,16 @@ def report(rows, results):
         print(f"{'ok  ' if table[-1]['ratio'] >= row.target else 'MISS'} {row.work:52} {row.against:44} "
               f"{table[-1]['ratio']:7.2f}x  (target {row.target}; rounds {', '.join(f'{r:.2f}' for r in ratios)})")
     print(json.dumps({"rows": table}))
+
+
+def main(description, rows, run):
+    """A script's whole: measures the rows that --only names, --rounds times."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", help="rows whose text has this")
+    args = parser.parse_args()
+    chosen = [row for row in rows if args.only in f"{row.work} / {row.against}"]
+    if not chosen:
+        sys.exit(f"no row has \"{args.only}\"")
+    programs = list(dict.fromkeys(program for row in chosen for program in (row.ours, row.peer)))
+    report(chosen, measure(programs, args.rounds, run))

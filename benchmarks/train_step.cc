@@ -31,6 +31,7 @@ struct Options {
   std::string device = "cpu";
   bool jit_compile = false;
   bool multi_worker = false;
+  std::string gradient_dtype;  // on the wire between workers
   bool reports = true;
 };
 
@@ -95,9 +96,12 @@ Measured measure_fit(Model& model, const Dataset& data) {
 Measured measure(Options& options) {
   std::vector<std::string> devices;
   for (int i = 0; i < options.replicas; ++i) devices.push_back(options.device + ":" + std::to_string(i));
+  CommunicationOptions communication;
+  if (!options.gradient_dtype.empty()) communication.gradient_dtype = DType::bfloat16;
   const auto strategy =
       options.multi_worker
-          ? Strategy(MultiWorkerMirroredStrategy({.devices = devices, .threads_per_replica = options.threads}))
+          ? Strategy(MultiWorkerMirroredStrategy(
+                {.devices = devices, .threads_per_replica = options.threads, .communication = communication}))
           : Strategy(MirroredStrategy({.devices = devices, .threads_per_replica = options.threads}));
   options.replicas = strategy.num_replicas_in_sync();
   options.reports = strategy.is_chief();
@@ -185,6 +189,8 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--batch", options.batch, "examples a replica")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_flag("--multi-worker", options.multi_worker, "with the workers that the environment tells; --replicas each");
+  app.add_option("--gradient-dtype", options.gradient_dtype, "what workers send float gradients as")
+      ->check(CLI::IsMember({"bfloat16"}));
   app.add_flag("--fit", options.fit, "measure through fit");
   CLI11_PARSE(app, argc, argv);
   try {

@@ -1,6 +1,6 @@
-# LibTorch::cpu: the LibTorch that CMAKE_PREFIX_PATH names, else the wheel that tools/bootstrap put into .deps/.
+# LibTorch::cpu: the LibTorch that CMAKE_PREFIX_PATH names, else the wheel in the folder LOCKSTEP_WHEELS.
 # find_package(Torch) is not used: on the wheel it is fatal without a CUDA toolkit.
-file(GLOB _wheels ${PROJECT_SOURCE_DIR}/.deps/python/lib/python3*/site-packages/torch)
+set(_wheels ${LOCKSTEP_WHEELS}/torch)
 find_path(LibTorch_INCLUDE_DIR torch/csrc/api/include/torch/torch.h HINTS ${_wheels} PATH_SUFFIXES include)
 find_library(LibTorch_CPU_LIBRARY torch_cpu HINTS ${_wheels} PATH_SUFFIXES lib)
 find_library(LibTorch_C10_LIBRARY c10 HINTS ${_wheels} PATH_SUFFIXES lib)
@@ -14,7 +14,7 @@ endif()
 include(FindPackageHandleStandardArgs)
 find_package_handle_standard_args(LibTorch
   REQUIRED_VARS LibTorch_CPU_LIBRARY LibTorch_C10_LIBRARY LibTorch_INCLUDE_DIR VERSION_VAR LibTorch_VERSION
-  REASON_FAILURE_MESSAGE "Run tools/bootstrap, or name your LibTorch with -DCMAKE_PREFIX_PATH=DIR")
+  REASON_FAILURE_MESSAGE "Name your LibTorch with -DCMAKE_PREFIX_PATH=DIR (in a checkout of Lockstep: run tools/bootstrap)")
 
 if(LibTorch_FOUND AND NOT TARGET LibTorch::cpu)
   get_filename_component(_lib ${LibTorch_CPU_LIBRARY} DIRECTORY)
@@ -32,20 +32,21 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::cpu)
     set(_openmp ${OpenMP_CXX_LIBRARIES})
   endif()
   set(_libraries ${LibTorch_CPU_LIBRARY} ${LibTorch_C10_LIBRARY} ${_openmp})
-  set(_rpaths ${_lib} ${_nvidia})
+  set(_folders ${_lib} ${_nvidia})
   if(LOCKSTEP_CUDA)
     find_library(LibTorch_CUDA_LIBRARY torch_cuda HINTS ${_lib} REQUIRED NO_DEFAULT_PATH)
     find_library(LibTorch_C10_CUDA_LIBRARY c10_cuda HINTS ${_lib} REQUIRED NO_DEFAULT_PATH)
     list(APPEND _libraries ${LibTorch_CUDA_LIBRARY} ${LibTorch_C10_CUDA_LIBRARY})
     file(GLOB _wheel_libraries ${_lib}/../../nvidia/*/lib)
-    list(APPEND _rpaths ${_wheel_libraries})
+    list(APPEND _folders ${_wheel_libraries})
     find_package(CUDAToolkit REQUIRED)
     target_compile_options(LibTorch::cpu INTERFACE "SHELL:-idirafter ${CUDAToolkit_INCLUDE_DIRS}")
     target_link_options(LibTorch::cpu INTERFACE -Wl,--allow-shlib-undefined)
   endif()
   # LibTorch registers its kernels when it is loaded, so it must be linked even where no symbol of it is named.
   target_link_libraries(LibTorch::cpu INTERFACE -Wl,--no-as-needed ${_libraries} -Wl,--as-needed)
-  foreach(_rpath IN LISTS _rpaths)
-    target_link_options(LibTorch::cpu INTERFACE -Wl,-rpath,${_rpath} -Wl,-rpath-link,${_rpath})
+  # CMake gives programs the folder of the libraries above to look in; the wheel's know where their own are.
+  foreach(_folder IN LISTS _folders)
+    target_link_options(LibTorch::cpu INTERFACE -Wl,-rpath-link,${_folder})
   endforeach()
 endif()

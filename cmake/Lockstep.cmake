@@ -19,6 +19,8 @@ function(lockstep_settings target)
   # -fno-math-errno lets the compiler vectorize square roots; nothing here reads errno after mathematics.
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-missing-field-initializers -Werror
     -fno-math-errno)
+  # clang is for the fuzzers, and has other words for unrolling.
+  target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:Clang>:-Wno-unknown-pragmas>)
   if(LOCKSTEP_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${LOCKSTEP_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
     target_link_options(${target} PUBLIC -fsanitize=${LOCKSTEP_SANITIZE})

@@ -26,3 +26,4 @@
 #include "lockstep/strategy.h"
 #include "lockstep/tensor.h"
 #include "lockstep/variable.h"
+#include "lockstep/version.h"
