@@ -23,7 +23,8 @@ function(lockstep_settings target)
   target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:Clang>:-Wno-unknown-pragmas>)
   if(LOCKSTEP_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${LOCKSTEP_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
-    target_link_options(${target} PUBLIC -fsanitize=${LOCKSTEP_SANITIZE})
+    # Under sanitizers it is their library that calls dlopen, and of the program's two kinds of path it only follows RPATH.
+    target_link_options(${target} PUBLIC -fsanitize=${LOCKSTEP_SANITIZE} -Wl,--disable-new-dtags)
   endif()
 endfunction()
 
