@@ -19,8 +19,9 @@ ROOMS = {
     "gradient": {"collective", "kernels", "optimizer"},
     "data": {"checkpoint", "ops"},
     "ddp": {"collective", "gradient", "ops"},
-    "strategy": {"collective", "data", "gradient", "ops", "optimizer"},
+    "strategy": {"cluster", "collective", "data", "gradient", "ops", "optimizer"},
     "train": {"checkpoint", "data", "gradient", "ops", "optimizer", "strategy"},
+    "horovod": {"cluster", "collective", "data", "gradient", "strategy", "train"},
     "cli": {"checkpoint", "cluster", "collective", "launch", "train"},
 }
 WITHOUT_TORCH = {"base", "kernels", "transport", "cluster", "launch", "collective", "optimizer", "checkpoint", "cli"}

@@ -35,6 +35,7 @@ class Callback {
   virtual void on_train_batch_end(std::int64_t /*batch*/, const Logs& /*logs*/) {}
   virtual void on_test_begin() {}
   virtual void on_test_end(const Logs& /*logs*/) {}
+  virtual void on_epoch_logs(int /*epoch*/, Logs& /*logs*/) {}  // before on_epoch_end: what all get then may change
   virtual void on_epoch_end(int /*epoch*/, const Logs& /*logs*/) {}
   virtual void on_train_end() {}
 
@@ -46,8 +47,9 @@ class Callback {
   virtual void save(Archive& /*archive*/, const std::string& /*prefix*/) const {}
   virtual void load(const Archive& /*archive*/, const std::string& /*prefix*/) {}
 
-  // When it is called among the others: what saves the state of others comes after them.
-  enum class Turn { normal, saves_state, last };
+  // When it is called among the others: what saves the state of others comes after them, and what spreads the state of
+  // the training after what restores it.
+  enum class Turn { normal, saves_state, last, after_restoring };
   virtual Turn turn() const { return Turn::normal; }
 
   // With several workers all call their callbacks, in step and with the same logs: what writes files is for the chief

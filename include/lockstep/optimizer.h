@@ -62,6 +62,8 @@ struct LossScaleOptions {
   std::int64_t dynamic_growth_steps = 2000;  // updates in a row after which the scale doubles
 };
 
+struct GradientExchange;  // internal
+
 // What every optimizer can do besides its rule. At most one kind of clipping.
 struct OptimizerOptions {
   LearningRate learning_rate = 0.001;
@@ -71,6 +73,7 @@ struct OptimizerOptions {
   std::optional<double> clipvalue = {};  // each element is clipped to [-clipvalue, clipvalue]
   std::optional<double> global_clipnorm = {};  // all gradients together are scaled to at most this norm
   std::optional<LossScaleOptions> loss_scale = {};
+  std::shared_ptr<const GradientExchange> exchange = {};  // with other processes: horovod::DistributedOptimizer's
 };
 
 class Optimizer {

@@ -93,6 +93,16 @@ std::string length_of(const std::string& header) {
   return length;
 }
 
+// What comes before the tensors' bytes: the header and its length, with the checksum of all.
+std::string head_of(const Archive& archive) {
+  std::string header = header_of(archive);
+  const std::string length = length_of(header);
+  auto crc = crc_of({bytes_of(length), bytes_of(header)});
+  for (const auto& [name, tensor] : archive.tensors) crc = extend_crc(crc, tensor.bytes);
+  header.replace(checksum_position(header), 8, hex(crc));
+  return length + header;
+}
+
 class Reader {
  public:
   Reader(std::string file, Bytes bytes) : file_(std::move(file)), bytes_(bytes) {}
@@ -198,14 +208,18 @@ std::string checkpoint_file(const std::string& path) {
 }
 
 void write_archive(const std::string& path, const Archive& archive) {
-  std::string header = header_of(archive);
-  const std::string length = length_of(header);
-  auto crc = crc_of({bytes_of(length), bytes_of(header)});
-  for (const auto& [name, tensor] : archive.tensors) crc = extend_crc(crc, tensor.bytes);
-  header.replace(checksum_position(header), 8, hex(crc));
-  std::vector<Bytes> parts{bytes_of(length), bytes_of(header)};
+  const auto head = head_of(archive);
+  std::vector<Bytes> parts{bytes_of(head)};
   for (const auto& [name, tensor] : archive.tensors) parts.emplace_back(tensor.bytes);
   write_file_atomically(checkpoint_file(path), parts);
+}
+
+std::string print_archive(const Archive& archive) {
+  auto all = head_of(archive);
+  for (const auto& [name, tensor] : archive.tensors) {
+    all.append(reinterpret_cast<const char*>(tensor.bytes.data()), tensor.bytes.size());
+  }
+  return all;
 }
 
 Archive read_archive(const std::string& path) {

@@ -1,5 +1,6 @@
 // Making groups, and what is said when it cannot be done.
 #include "lockstep/world.h"
+#include "base/expect_says.h"
 
 #include <gtest/gtest.h>
 
@@ -17,22 +18,6 @@
 
 namespace lockstep {
 namespace {
-
-template <class Error, class Act>
-std::string message_of(const Act& act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    return error.what();
-  } catch (const std::exception& error) {
-    return std::string("another type: ") + error.what();
-  }
-  return "nothing was thrown";
-}
-
-void expect_says(const std::string& message, const std::string& part) {
-  EXPECT_NE(message.find(part), std::string::npos) << message;
-}
 
 TEST(Store, KeepsWhatIsSetAndWaitsForWhatIsNot) {
   const auto store = Store::hold("127.0.0.1:0");

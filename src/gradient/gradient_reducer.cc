@@ -174,7 +174,8 @@ void GradientReducer::make_buckets() {
 void GradientReducer::on_gradient(std::size_t parameter) {
   if (!sync_) return;
   auto& slot = slots_[parameter];
-  if (!open_) begin_pass();
+  if (!open_ && !accumulating_) begin_backward();
+  if (accumulating_) return;
   if (!slot.ready) {
     slot.ready = true;
     ready_order_.push_back(static_cast<std::int64_t>(parameter));
@@ -192,6 +193,14 @@ void GradientReducer::require_whole() const {
   }
 }
 
+void GradientReducer::begin_backward() {
+  accumulating_ = before_pass_ && !before_pass_();
+  auto& engine = torch::autograd::Engine::get_default_engine();
+  if (accumulating_) return engine.queue_callback([this] { accumulating_ = false; });
+  begin_pass();
+  engine.queue_callback([this] { finish_pass(); });
+}
+
 void GradientReducer::begin_pass() {
   open_ = true;
   launched_ = 0;
@@ -203,7 +212,11 @@ void GradientReducer::begin_pass() {
   } else if (overlap_) {
     tally_work_ = group_.start(tally_call(), deadline());
   }
-  torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_pass(); });
+}
+
+void GradientReducer::reduce_accumulated() {
+  begin_pass();
+  finish_pass();
 }
 
 Call GradientReducer::tally_call() {
@@ -281,7 +294,7 @@ void GradientReducer::finish_pass() {
   launch_ready(true);
   const auto sum = sum_of_tallies();
   // Buffers hold the mean over ranks of gradient * weight / usual weight.
-  const double factor = sum.weight > 0 ? usual_weight_ * group_.size() / sum.weight : 0;
+  const double factor = sum.weight > 0 ? usual_weight_ * group_.size() / (options_.sum ? 1 : sum.weight) : 0;
   for (auto& bucket : buckets_) {
     if (bucket.work) bucket.work->wait();
     bucket.work.reset();

@@ -23,6 +23,7 @@ struct GradientReducerOptions {
   double timeout_seconds = 1800;
   std::vector<std::int64_t> order;  // of parameters in the buckets; empty: learnt from rank 0's first pass
   GradientHook hook;
+  bool sum = false;  // gradients become (sum over ranks of weight * gradient) instead
 };
 
 // A pass is one backward with sync on. All ranks make the same passes; on each a parameter may have no gradient, on
@@ -50,8 +51,14 @@ class GradientReducer {
   // Called before each forward. Throws Error where the last pass broke off in the middle: ranks are out of step then.
   void require_whole() const;
 
+  // Called before every pass of this rank's. Where it returns false, backward only accumulates, as with sync off.
+  void set_before_pass(std::function<bool()> ask) { before_pass_ = std::move(ask); }
+
   // Called at the end of every pass with the lowest rank that had data in it.
   void set_after_pass(std::function<void(int root)> act) { after_pass_ = std::move(act); }
+
+  // A pass without a backward: of the gradients that have accumulated.
+  void reduce_accumulated();
 
   // Takes part in the others' next pass with no gradients and no weight. Returns the lowest rank that had data in it,
   // or nothing when no rank has any.
@@ -70,6 +77,7 @@ class GradientReducer {
 
   void make_buckets();
   void on_gradient(std::size_t parameter);
+  void begin_backward();
   void begin_pass();
   Call tally_call();
   void exchange_tallies();
@@ -92,12 +100,14 @@ class GradientReducer {
   std::vector<Slot> slots_;  // [parameter]
   std::vector<Bucket> buckets_;
   std::vector<std::int64_t> order_;
+  std::function<bool()> before_pass_;
   std::function<void(int)> after_pass_;
   bool sync_ = true;
   double weight_ = 1;
 
   // Of the current pass.
   bool open_ = false;
+  bool accumulating_ = false;  // before_pass_ said so of the backward that runs
   std::size_t launched_ = 0;
   std::vector<std::int64_t> ready_order_;
   std::vector<Tally> tallies_;

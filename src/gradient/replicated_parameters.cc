@@ -205,14 +205,14 @@ void ReplicatedParameters::refresh(int replica) {
   device_double_[static_cast<std::size_t>(replica)].copy_(flat_double_[0]);
 }
 
-void ReplicatedParameters::compare_copies() const {
+void ReplicatedParameters::compare_copies(const Workers& workers) const {
   std::string hashes;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     hashes += text(slots_[i].name, " with the hash", replicas() > 1 ? "es" : "");
     for (int replica = 0; replica < replicas(); ++replica) hashes += text(" ", hash_of(parameter(replica, i)));
     hashes += "\n";
   }
-  workers_.require_same("copies", hashes);
+  workers.require_same("copies", hashes);
 }
 
 void ReplicatedParameters::share_values() {

@@ -69,7 +69,7 @@ class ReplicatedParameters {
 
   // Throws InvalidArgument on all workers, naming a worker and a parameter, where copies are not equal bit for bit: a
   // processor or a program that went wrong. Collective over the workers; not while replicas run.
-  void compare_copies() const;
+  void compare_copies(const Workers& workers) const;
 
   // Looks again which parameters require gradients, for an optimizer that is about to be made. Throws InvalidArgument
   // when replicas differ.

@@ -1,17 +1,14 @@
 #include "gradient/update_engine.h"
 
 #include <ATen/ops/full_like.h>
-#include <ATen/ops/isfinite.h>
 #include <ATen/ops/zeros.h>
-
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cmath>
 
 #include "base/log.h"
 #include "base/text.h"
+#include "gradient/gradient_exchange.h"
 #include "kernels/update.h"
 #include "lockstep/error.h"
 #include "optimizer/describe.h"
@@ -22,30 +19,17 @@ namespace {
 // Ranges are cut at multiples of this many elements: whole cache lines for float and double.
 constexpr std::int64_t kCut = 16;
 
+Exchange exchange_of(const Optimizer& optimizer, Exchange asked) {
+  return optimizer.options().exchange ? Exchange::one_pass : asked;
+}
+
 }  // namespace
-
-// Takes a gradient where autograd leaves it.
-class UpdateEngine::Hook final : public torch::autograd::PostAccumulateGradHook {
- public:
-  Hook(UpdateEngine& engine, int replica, std::size_t slot) : engine_(engine), replica_(replica), slot_(slot) {}
-  void operator()(const at::Tensor&) override {
-    if (engine_.contributions_[static_cast<std::size_t>(replica_)].expects_backward) {
-      engine_.take_gradient(replica_, slot_);
-    }
-  }
-  bool belongs_to(const UpdateEngine& engine) const { return &engine_ == &engine; }
-
- private:
-  UpdateEngine& engine_;
-  const int replica_;
-  const std::size_t slot_;
-};
 
 UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, Exchange exchange,
                            int root, WorkerGradientsOptions between_workers)
     : parameters_(std::move(parameters)),
       optimizer_(std::move(optimizer)),
-      exchange_(exchange),
+      exchange_(exchange_of(optimizer_, exchange)),
       contributions_(static_cast<std::size_t>(parameters_->replicas())),
       loss_scale_(optimizer_.options().loss_scale) {
   parameters_->update_trainable();
@@ -74,36 +58,17 @@ UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Opt
     contribution.squares.resize(parameters_->slots().size());
   }
   assign_ranges(root);
-  if (parameters_->workers().alone()) return;
-  parameters_->workers().require_same("optimizers", describe(optimizer_));
-  workers_ = std::make_unique<WorkerGradients>(*parameters_, between_workers);
+  const auto* const other = optimizer_.options().exchange.get();
+  if (other != nullptr && !parameters_->workers().alone()) {
+    throw InvalidArgument(
+        text("the optimizer's gradients meet those of other processes, and so do those of the strategy's ",
+             parameters_->workers().size(), " workers; take one or the other"));
+  }
+  if (workers().alone()) return;
+  workers().require_same("optimizers", describe(optimizer_));
+  workers_ =
+      std::make_unique<WorkerGradients>(*parameters_, workers(), other != nullptr ? other->options : between_workers);
   hook_gradients();
-}
-
-void UpdateEngine::hook_gradients() {
-  for (int replica = 0; replica < parameters_->replicas(); ++replica) {
-    for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {
-      if (!parameters_->slots()[i].trainable) continue;
-      torch::autograd::impl::set_post_acc_grad_hooks(parameters_->parameter(replica, i),
-                                                     std::make_unique<Hook>(*this, replica, i));
-      hooked_.push_back({replica, i});
-    }
-  }
-}
-
-// Another engine for the same parameters may have its hooks there by now.
-UpdateEngine::~UpdateEngine() {
-  for (const auto& [replica, slot] : hooked_) {
-    const auto& parameter = parameters_->parameter(replica, slot);
-    const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
-    if (hook != nullptr && hook->belongs_to(*this)) {
-      torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
-    }
-  }
-}
-
-void UpdateEngine::expect_one_backward(int replica) {
-  contributions_[static_cast<std::size_t>(replica)].expects_backward = workers_ != nullptr;
 }
 
 // Cuts the trainable elements into equal shares, one a replica, or gives them all to `root`.
@@ -133,6 +98,11 @@ void UpdateEngine::assign_ranges(int root) {
       done += count;
     }
   }
+}
+
+const Workers& UpdateEngine::workers() const {
+  const auto& other = optimizer_.options().exchange;
+  return other ? other->workers : parameters_->workers();
 }
 
 void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
@@ -178,7 +148,7 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
   if (replica == 0) {
     workers_->end_step();
     const auto every = workers_->options().compare_copies_every;
-    if (every > 0 && total > 0 && iterations_ % every == 0) parameters_->compare_copies();
+    if (every > 0 && total > 0 && iterations_ % every == 0) parameters_->compare_copies(workers());
   }
   group.barrier(deadline);
 }
@@ -192,57 +162,15 @@ void UpdateEngine::meet_other_workers(const Group& group, Deadline deadline) {
   group.barrier(deadline);
 }
 
-void UpdateEngine::take_gradients(int replica) {
-  auto& mine = contributions_[static_cast<std::size_t>(replica)];
-  mine.expects_backward = false;
-  for (std::size_t i = 0; i < mine.gradients.size(); ++i) {
-    const bool sent = workers_ != nullptr && workers_->given(replica, i);
-    if (!sent) take_gradient(replica, i);
-  }
-}
-
-// Leaves the parameter without a gradient, so that the next backward hands over a tensor of its own instead of adding.
-void UpdateEngine::take_gradient(int replica, std::size_t index) {
-  auto& taken = contributions_[static_cast<std::size_t>(replica)].gradients[index];
-  const auto& slot = parameters_->slots()[index];
-  auto gradient = std::exchange(parameters_->parameter(replica, index).mutable_grad(), at::Tensor());
-  taken.reset();
-  const bool used = workers_ == nullptr ? slot.trainable : workers_->takes(index);
-  if (!used || !gradient.defined()) return;
-  if (gradient.is_sparse()) gradient = gradient.to_dense();
-  if (gradient.scalar_type() != slot.dtype || gradient.sizes() != slot.sizes) {
-    throw InvalidArgument(text("the gradient of \"", slot.name, "\" is ", gradient.scalar_type(), " ", gradient.sizes(),
-                               "; the parameter is ", slot.dtype, " ", at::IntArrayRef(slot.sizes)));
-  }
-  const bool stays = device_updates_.empty() ? gradient.is_cpu() : workers_ == nullptr;
-  taken = (stays ? gradient : gradient.to(at::kCPU)).contiguous();
-  if (workers_ != nullptr) workers_->give(replica, index, taken);
-}
-
-void UpdateEngine::drop_gradients(int replica) {
-  for (std::size_t i = 0; i < parameters_->slots().size(); ++i)
-    parameters_->parameter(replica, i).mutable_grad().reset();
-}
-
-bool UpdateEngine::finite_gradients(int replica) const {
-  const auto& gradients = contributions_[static_cast<std::size_t>(replica)].gradients;
-  return std::all_of(gradients.begin(), gradients.end(), [](const at::Tensor& gradient) {
-    const auto squares = [&]<class T>(T) {
-      return kernels::update_kernels<T>().sum_of_squares(gradient.const_data_ptr<T>(),
-                                                         static_cast<std::size_t>(gradient.numel()));
-    };
-    if (!gradient.defined()) return true;
-    if (!gradient.is_cpu()) return at::isfinite(gradient).all().item<bool>();
-    return std::isfinite(gradient.scalar_type() == at::kDouble ? squares(double()) : squares(float()));
-  });
-}
-
 bool UpdateEngine::all_finite() const {
   return std::all_of(contributions_.begin(), contributions_.end(), [](const auto& replica) { return replica.finite; });
 }
 
 double UpdateEngine::total_weight() const {
-  if (workers_ != nullptr) return workers_->total_weight();
+  if (workers_ != nullptr) {
+    const auto& other = optimizer_.options().exchange;
+    return workers_->total_weight() / (other && other->sum ? other->workers.size() : 1);
+  }
   double total = 0;
   for (const auto& contribution : contributions_) total += contribution.weight;
   return total;

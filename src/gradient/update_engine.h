@@ -31,7 +31,7 @@ enum class Exchange {
 class UpdateEngine {
  public:
   // `root` is the replica that updates for all (reduction_to_one_device). With several workers the exchange is one_pass
-  // inside each.
+  // inside each. Throws InvalidArgument for an optimizer with an exchange where the strategy has several workers.
   UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, Exchange exchange, int root = 0,
                WorkerGradientsOptions between_workers = {});
   ~UpdateEngine();
@@ -66,6 +66,9 @@ class UpdateEngine {
   // Updates that were made.
   std::int64_t iterations() const { return iterations_; }
   void set_iterations(std::int64_t iterations) { iterations_ = iterations; }
+
+  // The processes whose gradients meet: the strategy's, or those of the optimizer's exchange.
+  const Workers& workers() const;
 
   // How gradients are sent to other workers: where a sum's order is another, its bits may be.
   WorkerGradients::Learnt learnt_of_workers() const;

@@ -26,16 +26,18 @@ bool on_all(const Workers& workers, bool holds) {
 
 }  // namespace
 
-WorkerGradients::WorkerGradients(const ReplicatedParameters& parameters, WorkerGradientsOptions options)
+WorkerGradients::WorkerGradients(const ReplicatedParameters& parameters, Workers workers,
+                                 WorkerGradientsOptions options)
     : parameters_(parameters),
+      workers_(std::move(workers)),
       options_(std::move(options)),
-      overlap_(on_all(workers(), may_overlap(workers().group(), workers().idle_cores()))),
+      overlap_(on_all(workers_, may_overlap(workers_.group(), workers_.idle_cores()))),
       slots_(parameters_.slots().size()),
       weights_(static_cast<std::size_t>(parameters_.replicas())) {
   for (std::size_t i = slots_.size(); i-- > 0;) {  // backward goes from the last to the first, mostly
     if (parameters_.slots()[i].trainable) order_.push_back(static_cast<std::int64_t>(i));
   }
-  workers().require_same("trainable parameters", join(order_));
+  workers_.require_same("trainable parameters", join(order_));
   make_buckets();
 }
 
@@ -43,7 +45,7 @@ WorkerGradients::~WorkerGradients() {
   // What was started works on memory of this object; only a step that broke off leaves any.
   const auto end = [this](const std::optional<Work>& work) {
     if (!work || work->done()) return;
-    workers().group().abort("a step broke off in the middle");
+    workers_.group().abort("a step broke off in the middle");
     try {
       work->wait();
     } catch (const Error&) {
@@ -88,7 +90,7 @@ void WorkerGradients::make_buckets() {
     bucket.shortened = options_.wire && types[b] == at::kFloat;
     const auto dtype = bucket.shortened ? *options_.wire : dtype_of(types[b]);
     const auto count = static_cast<std::size_t>(elements + flags);
-    bucket.memory = workers().group().allocate(count * size_of(dtype));
+    bucket.memory = workers_.group().allocate(count * size_of(dtype));
     bucket.buffer = {bucket.memory.get(), count, dtype};
     const auto whole = at::from_blob(bucket.memory.get(), {elements + flags}, at::TensorOptions(scalar_type_of(dtype)));
     bucket.sent = whole.narrow(0, 0, elements);
@@ -137,7 +139,7 @@ void WorkerGradients::finish(int replica, double weight) {
   if (--unfinished_ > 0) return;
   total_weight_ = 0;
   for (const double part : weights_) total_weight_ += part;
-  if (early()) tally_ = workers().group().start(tally(), workers().deadline());
+  if (early()) tally_ = workers_.group().start(tally(), workers_.deadline());
 }
 
 Call WorkerGradients::tally() { return Call::all_reduce(buffer_of(std::span(&total_weight_, 1)), ReduceOp::sum); }
@@ -154,7 +156,7 @@ void WorkerGradients::arrive(std::size_t index) {
   --buckets_[slot.bucket].missing;
   while (early() && launched_ < buckets_.size() && buckets_[launched_].missing == 0) {
     auto& bucket = buckets_[launched_++];
-    bucket.work = workers().group().start(Call::all_reduce(bucket.buffer, ReduceOp::sum), workers().deadline());
+    bucket.work = workers_.group().start(Call::all_reduce(bucket.buffer, ReduceOp::sum), workers_.deadline());
   }
 }
 
@@ -179,16 +181,16 @@ void WorkerGradients::add_up(const Slot& slot) {
 }
 
 void WorkerGradients::wait() {
-  const auto& group = workers().group();
+  const auto& group = workers_.group();
   if (early()) {
     for (auto& bucket : buckets_) bucket.work->wait();
     tally_->wait();
   } else {
-    group.run(tally(), workers().deadline());
+    group.run(tally(), workers_.deadline());
     usual_weight_ = std::max(usual_weight_, total_weight_);
     for (auto& bucket : buckets_) {
       for (const auto i : bucket.slots) add_up(slots_[i]);
-      group.run(Call::all_reduce(bucket.buffer, ReduceOp::sum), workers().deadline());
+      group.run(Call::all_reduce(bucket.buffer, ReduceOp::sum), workers_.deadline());
     }
   }
   for (auto& bucket : buckets_) receive(bucket);
@@ -216,7 +218,7 @@ void WorkerGradients::end_step() {
     MutexLock lock(mutex_);
     order = ready_order_;
   }
-  workers().group().broadcast(buffer_of(std::span(order)), 0, workers().deadline());
+  workers_.group().broadcast(buffer_of(std::span(order)), 0, workers_.deadline());
   restore({order, usual_weight_});
 }
 

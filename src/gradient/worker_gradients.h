@@ -30,7 +30,7 @@ struct WorkerGradientsOptions {
 class WorkerGradients {
  public:
   // For the slots that are trainable now. All workers' parameters are equal, and as many replicas.
-  WorkerGradients(const ReplicatedParameters& parameters, WorkerGradientsOptions options);
+  WorkerGradients(const ReplicatedParameters& parameters, Workers workers, WorkerGradientsOptions options);
   ~WorkerGradients();
   WorkerGradients(const WorkerGradients&) = delete;
   WorkerGradients& operator=(const WorkerGradients&) = delete;
@@ -100,9 +100,9 @@ class WorkerGradients {
 
   // Whether buckets start as soon as they are whole, and not when all have finished.
   bool early() const { return overlap_ && (!scaled() || usual_weight_ > 0); }
-  const Workers& workers() const { return parameters_.workers(); }
 
   const ReplicatedParameters& parameters_;
+  const Workers workers_;
   const WorkerGradientsOptions options_;
   const bool overlap_;  // whether another thread may reduce while backward goes on
   std::vector<std::int64_t> order_;

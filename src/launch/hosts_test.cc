@@ -1,5 +1,6 @@
 // Lists of hosts and hostfiles, good and broken.
 #include "launch/hosts.h"
+#include "base/expect_says.h"
 
 #include <gtest/gtest.h>
 
@@ -11,16 +12,6 @@ namespace {
 
 using Slots = std::vector<HostSlots>;
 
-template <class Act>
-std::string message_of(const Act& act) {
-  try {
-    act();
-  } catch (const InvalidArgument& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
 TEST(Hosts, ListsNameHostsAndSlots) {
   EXPECT_EQ(parse_hosts("a"), (Slots{{"a", 1}}));
   EXPECT_EQ(parse_hosts("a:4,user@b.example.org:2,10.0.0.7"),
@@ -29,20 +20,21 @@ TEST(Hosts, ListsNameHostsAndSlots) {
 }
 
 TEST(Hosts, BrokenListsAreNamed) {
-  EXPECT_EQ(message_of([] { parse_hosts(""); }), "-H: \"\" ends without a host");
-  EXPECT_EQ(message_of([] { parse_hosts("a,"); }), "-H: \"a,\" ends without a host");
-  EXPECT_EQ(message_of([] { parse_hosts("a,,b"); }), "-H: \"\" has no host's name or address");
-  EXPECT_EQ(message_of([] { parse_hosts("a:0"); }), "-H: \"a:0\" has \"0\" slots; it must be a number from 1 to 4096");
-  EXPECT_EQ(message_of([] { parse_hosts("a:4x"); }),
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hosts(""); }), "-H: \"\" ends without a host");
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hosts("a,"); }), "-H: \"a,\" ends without a host");
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hosts("a,,b"); }), "-H: \"\" has no host's name or address");
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hosts("a:0"); }),
+            "-H: \"a:0\" has \"0\" slots; it must be a number from 1 to 4096");
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hosts("a:4x"); }),
             "-H: \"a:4x\" has \"4x\" slots; it must be a number from 1 to 4096");
-  EXPECT_EQ(message_of([] { parse_hosts("a:"); }), "-H: \"a:\" has no number after its colon");
-  EXPECT_EQ(message_of([] { parse_hosts("fe80::1"); }),
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hosts("a:"); }), "-H: \"a:\" has no number after its colon");
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hosts("fe80::1"); }),
             "-H: \"fe80::1\" has two colons; put an address of IPv6 in brackets");
-  EXPECT_EQ(message_of([] { parse_hosts("[::1]4"); }), "-H: \"[::1]4\" goes on after its address");
-  EXPECT_EQ(message_of([] { parse_hosts("a:1,a:2"); }), "-H: a is named twice");
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hosts("[::1]4"); }), "-H: \"[::1]4\" goes on after its address");
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hosts("a:1,a:2"); }), "-H: a is named twice");
   // What ssh would take for an option, or a shell for more than a word.
   for (const auto* name : {"-oProxyCommand=x", "a;reboot", "a b", "$(x)", "a'"}) {
-    EXPECT_EQ(message_of([&] { parse_hosts(name); }),
+    EXPECT_EQ(message_of<InvalidArgument>([&] { parse_hosts(name); }),
               std::string("-H: \"") + name + "\" has no host's name or address");
   }
 }
@@ -50,11 +42,12 @@ TEST(Hosts, BrokenListsAreNamed) {
 TEST(Hosts, FilesHaveAHostALine) {
   EXPECT_EQ(parse_hostfile("# all\n\na slots=4\nb:2 # the small one\n  c\t\nd   slots=1", "hosts"),
             (Slots{{"a", 4}, {"b", 2}, {"c", 1}, {"d", 1}}));
-  EXPECT_EQ(message_of([] { parse_hostfile("# none\n", "hosts"); }), "hosts names no host");
-  EXPECT_EQ(message_of([] { parse_hostfile("a\nb slots=many", "hosts"); }),
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hostfile("# none\n", "hosts"); }), "hosts names no host");
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hostfile("a\nb slots=many", "hosts"); }),
             "hosts, line 2: \"b slots=many\" has \"many\" slots; it must be a number from 1 to 4096");
-  EXPECT_EQ(message_of([] { parse_hostfile("a max=4", "hosts"); }), "hosts, line 1: \"a max=4\" is not: host slots=4");
-  EXPECT_EQ(message_of([] { parse_hostfile("a slots=4 b", "hosts"); }),
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hostfile("a max=4", "hosts"); }),
+            "hosts, line 1: \"a max=4\" is not: host slots=4");
+  EXPECT_EQ(message_of<InvalidArgument>([] { parse_hostfile("a slots=4 b", "hosts"); }),
             "hosts, line 1: \"a slots=4 b\" is not: host slots=4");
   EXPECT_THROW(read_hostfile("/nowhere/hosts"), IoError);
 }
@@ -65,7 +58,7 @@ TEST(Hosts, RanksFillThemInOrder) {
   EXPECT_EQ(fill(hosts, 3), (Slots{{"a", 2}, {"b", 1}}));
   EXPECT_EQ(fill(hosts, 2), (Slots{{"a", 2}}));
   EXPECT_EQ(fill({}, 7), Slots());
-  EXPECT_EQ(message_of([&] { fill(hosts, 6); }), "-n is 6; the hosts have 5 slots");
+  EXPECT_EQ(message_of<InvalidArgument>([&] { fill(hosts, 6); }), "-n is 6; the hosts have 5 slots");
 }
 
 TEST(Parts, AreOneLineOfText) {
@@ -90,9 +83,12 @@ TEST(Parts, AreOneLineOfText) {
   EXPECT_EQ(ranks[1].environment.at("LOCKSTEP_LOCAL_RANK"), "1");
   EXPECT_EQ(ranks[1].environment.at("X"), "1");
   for (const auto* bad : {"", "{", "[]", "{\"size\": \"many\"}", "nonsense"}) {
-    EXPECT_NE(message_of([&] { part_in(bad); }).find("what to run here cannot be read"), std::string::npos) << bad;
+    EXPECT_NE(message_of<InvalidArgument>([&] { part_in(bad); }).find("what to run here cannot be read"),
+              std::string::npos)
+        << bad;
   }
-  EXPECT_NE(message_of([] { line_of({.command = {"\xff"}}); }).find("must be UTF-8"), std::string::npos);
+  EXPECT_NE(message_of<InvalidArgument>([] { line_of({.command = {"\xff"}}); }).find("must be UTF-8"),
+            std::string::npos);
 }
 
 }  // namespace

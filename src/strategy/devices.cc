@@ -2,10 +2,8 @@
 
 #include <ATen/detail/CUDAHooksInterface.h>
 
-#include <algorithm>
 #include <charconv>
 
-#include "base/resources.h"
 #include "base/text.h"
 #include "lockstep/error.h"
 
@@ -52,23 +50,6 @@ std::vector<std::string> logical_cpus(int count) {
   std::vector<std::string> names;
   for (int i = 0; i < count; ++i) names.push_back(text("cpu:", i));
   return names;
-}
-
-const std::vector<int>& first_cpus() {
-  static const auto cpus = allowed_cpus();
-  return cpus;
-}
-
-int HostShare::usable_cpu_count() const {
-  const int all = std::min(static_cast<int>(first_cpus().size()), paid_cpu_count());
-  return own_cores ? all : std::max(1, all / size);
-}
-
-std::vector<int> HostShare::cpus() const {
-  const auto all = cpus_by_place(first_cpus());
-  const auto count = static_cast<int>(all.size());
-  if (count < size || own_cores) return all;
-  return {all.begin() + count * rank / size, all.begin() + count * (rank + 1) / size};
 }
 
 std::vector<std::string> default_devices(HostShare share) {

@@ -6,21 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "cluster/host_share.h"
+
 namespace lockstep {
-
-// The cores that this process might use when it first asked: later its threads keep to some of them.
-const std::vector<int>& first_cpus();
-
-// Of this process, among those that train on one host: each has an equal part of its GPUs, and of its cores unless
-// whoever started the processes gave each its own.
-struct HostShare {
-  int rank = 0;
-  int size = 1;
-  bool own_cores = false;
-
-  int usable_cpu_count() const;  // at least 1
-  std::vector<int> cpus() const;
-};
 
 // Throws InvalidArgument for a name of another form, and for a device that this machine or build does not have.
 void check_device(const std::string& name);

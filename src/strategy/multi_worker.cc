@@ -1,8 +1,5 @@
 #include "lockstep/multi_worker_mirrored_strategy.h"
 
-#include <algorithm>
-#include <sstream>
-
 #include "base/text.h"
 #include "strategy/devices.h"
 #include "strategy/strategy_impl.h"
@@ -11,32 +8,6 @@ namespace lockstep {
 namespace {
 
 std::size_t bytes_of(double megabytes) { return static_cast<std::size_t>(megabytes * 1024 * 1024); }
-
-// A program may make several strategies: all workers make them in the same order.
-Store place_of_strategy(const Meeting& meeting, Deadline deadline) {
-  const auto number = meeting.store.add(text("strategies of rank ", meeting.world.rank), 1, deadline);
-  return meeting.store.prefixed(text("strategy ", number, "/"));
-}
-
-// Whether whoever started the workers gave this one cores that no other of its host may use, as mpirun does.
-bool has_own_cores(const World& world, const Store& store, Deadline deadline) {
-  if (world.local_size == 1) return false;
-  std::vector<std::string> keys;
-  for (int r = 0; r < world.size; ++r) keys.push_back(text("cores of rank ", r));
-  const auto& mine = first_cpus();
-  store.set(keys[static_cast<std::size_t>(world.rank)], text(world.host, "\n", join(mine, " ")), deadline);
-  const auto all = store.get(keys, deadline);
-  for (int r = 0; r < world.size; ++r) {
-    std::istringstream words(all[static_cast<std::size_t>(r)]);
-    std::string host;
-    std::getline(words, host);
-    if (r == world.rank || host != world.host) continue;
-    for (int cpu = 0; words >> cpu;) {
-      if (std::find(mine.begin(), mine.end(), cpu) != mine.end()) return false;
-    }
-  }
-  return true;
-}
 
 StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   const auto& communication = options.communication;
@@ -61,7 +32,7 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   }
   const auto start = Deadline::after(std::chrono::duration<double>(options.start_timeout_seconds));
   const auto meeting = world.size == 1 ? std::nullopt : std::optional(meet(cluster, start));
-  const auto place = meeting ? std::optional(place_of_strategy(*meeting, start)) : std::nullopt;
+  const auto place = meeting ? std::optional(place_of_next(*meeting, "strategies", start)) : std::nullopt;
   const bool own_cores = meeting && has_own_cores(meeting->world, *place, start);
   const HostShare share{world.local_rank, world.local_size, own_cores};
   StrategySettings settings{.devices = options.devices.empty() ? default_devices(share) : std::move(options.devices),

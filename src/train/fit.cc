@@ -91,7 +91,7 @@ class Fit {
       build_for_first_batch();
       compare_workers();
       attach_callbacks();
-      train();
+      impl_.engine->workers().together([this] { train(); });  // who may be others than the strategy's
     });
     if (options_.steps_per_epoch > 0) ++impl_.data_epochs;  // the one that all epochs of this fit came from
     return progress().history;
@@ -229,6 +229,7 @@ class Fit {
       const auto result = validate();
       for (const auto& [name, value] : result) logs.set("val_" + name, value);
     }
+    each([&](Callback& callback) { callback.on_epoch_logs(epoch, logs); });
     auto& history = progress().history;
     history.epoch.push_back(epoch);
     for (const auto& [name, value] : logs) history.history[name].push_back(value);

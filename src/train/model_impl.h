@@ -65,6 +65,11 @@ class ModelImpl {
   Archive save_state();
   void load_state(const Archive& archive);
 
+  // The same without what callbacks keep. Loading changes nothing but the tracker until what it returns is called,
+  // which cannot fail.
+  Archive save_training();
+  std::function<void()> load_training(const Archive& archive);
+
   // Constant after construction.
   const Strategy strategy = Strategy::current();
   const ComputePolicy policy = ComputePolicy::current();

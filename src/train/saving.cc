@@ -127,6 +127,12 @@ Archive ModelImpl::read_for_all(const std::string& path) const {
 }
 
 Archive ModelImpl::save_state() {
+  auto archive = save_training();
+  for (std::size_t i = 0; i < callbacks.size(); ++i) callbacks[i]->save(archive, callback_prefix(i));
+  return archive;
+}
+
+Archive ModelImpl::save_training() {
   Archive archive;
   ReplicatedModule(parameters).trackable().save(archive, "");
   ReplicatedModule(parameters).replica_buffers().save(archive, kReplica);
@@ -140,11 +146,10 @@ Archive ModelImpl::save_state() {
   archive.entries["fit/position/index"] = std::to_string(progress.position.index);
   save_history(progress.history, archive);
   tracker->save(archive, "fit/tracker");
-  for (std::size_t i = 0; i < callbacks.size(); ++i) callbacks[i]->save(archive, callback_prefix(i));
   return archive;
 }
 
-void ModelImpl::load_state(const Archive& archive) {
+std::function<void()> ModelImpl::load_training(const Archive& archive) {
   if (!archive.entries.contains("steps")) {
     throw InvalidArgument("load_checkpoint: the file holds weights only; load_weights loads it");
   }
@@ -153,10 +158,10 @@ void ModelImpl::load_state(const Archive& archive) {
   const auto change_buffers = ReplicatedModule(parameters).replica_buffers().load(archive, kReplica);
   const auto change_optimizer = ReplicatedOptimizer(engine).trackable().load(archive, kOptimizer);
   const auto number = [&](const char* name) { return std::stoll(archive.entry(name)); };
-  FitProgress loaded{.epoch = static_cast<int>(number("fit/epoch")),
-                     .batch = number("fit/batch"),
-                     .position = {number("fit/position/epoch"), number("fit/position/index")},
-                     .history = load_history(archive)};
+  const FitProgress loaded{.epoch = static_cast<int>(number("fit/epoch")),
+                           .batch = number("fit/batch"),
+                           .position = {number("fit/position/epoch"), number("fit/position/index")},
+                           .history = load_history(archive)};
   const auto loaded_seed = std::stoull(archive.entry("seed"));
   const auto loaded_steps = number("steps");
   if (archive.entries.contains("replicas") && number("replicas") != strategy.num_replicas_in_sync()) {
@@ -166,18 +171,23 @@ void ModelImpl::load_state(const Archive& archive) {
                      "the training goes on, but not with the same bits"));
   }
   tracker->load(archive, "fit/tracker");
+  return [this, change_weights, change_buffers, change_optimizer, loaded_seed, loaded_steps, loaded] {
+    change_weights();
+    change_buffers();
+    change_optimizer();
+    seed = loaded_seed;
+    steps = loaded_steps;
+    progress = loaded;
+    data_epochs = progress.position.epoch;
+  };
+}
 
+void ModelImpl::load_state(const Archive& archive) {
+  const auto change = load_training(archive);
   for (std::size_t i = 0; i < callbacks.size(); ++i) {
     if (workers().is_chief() || !callbacks[i]->only_on_chief()) callbacks[i]->load(archive, callback_prefix(i));
   }
-
-  change_weights();
-  change_buffers();
-  change_optimizer();
-  seed = loaded_seed;
-  steps = loaded_steps;
-  progress = std::move(loaded);
-  data_epochs = progress.position.epoch;
+  change();
 }
 
 }  // namespace lockstep

@@ -1,5 +1,6 @@
 // Who gets in: token files, and the two ends of a connection.
 #include "lockstep/access.h"
+#include "base/expect_says.h"
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -20,20 +21,6 @@ namespace lockstep {
 namespace {
 
 Deadline soon() { return Deadline::after(std::chrono::seconds(20)); }
-
-template <class Act>
-std::string message_of(const Act& act) {
-  try {
-    act();
-  } catch (const ClusterError& error) {
-    return error.what();
-  }
-  return "nothing was thrown";
-}
-
-void expect_says(const std::string& message, const std::string& part) {
-  EXPECT_NE(message.find(part), std::string::npos) << message;
-}
 
 class AccessFile : public testing::Test {
  protected:
@@ -70,17 +57,19 @@ TEST_F(AccessFile, HasSixtyFourDigitsForItsOwnerAlone) {
   EXPECT_EQ(read(digits, 0400).token, bytes);
   EXPECT_FALSE(read(digits).trusted_network);
   for (const mode_t mode : {0640, 0604, 0666, 0610}) {
-    expect_says(message_of([&] { read(digits, mode); }), "may be read by others than its owner; chmod 600 " + path_);
+    expect_says(message_of<ClusterError>([&] { read(digits, mode); }),
+                "may be read by others than its owner; chmod 600 " + path_);
   }
   for (const auto& bad : {std::string(), digits.substr(1), digits + "0", digits + digits, std::string(64, 'g'),
                           "0x" + digits.substr(2), digits.substr(0, 32) + "\n" + digits.substr(32)}) {
-    expect_says(message_of([&] { read(bad); }), path_ + " has no token; it must hold 64 hexadecimal digits");
+    expect_says(message_of<ClusterError>([&] { read(bad); }),
+                path_ + " has no token; it must hold 64 hexadecimal digits");
   }
-  expect_says(message_of([&] {
+  expect_says(message_of<ClusterError>([&] {
                 access_with({{kTokenFileVariable, folder_ + "/none"}});
               }),
               "LOCKSTEP_TOKEN_FILE: " + folder_ + "/none cannot be read: No such file");
-  expect_says(message_of([&] { access_with({{kTokenFileVariable, folder_}}); }), folder_);
+  expect_says(message_of<ClusterError>([&] { access_with({{kTokenFileVariable, folder_}}); }), folder_);
 }
 
 TEST_F(AccessFile, WithoutOneNothingIsTrustedUnlessSaid) {
@@ -88,7 +77,7 @@ TEST_F(AccessFile, WithoutOneNothingIsTrustedUnlessSaid) {
   EXPECT_FALSE(access_with({}).trusted_network);
   EXPECT_FALSE(access_with({{kTrustedNetworkVariable, "0"}}).trusted_network);
   EXPECT_TRUE(access_with({{kTrustedNetworkVariable, "1"}}).trusted_network);
-  expect_says(message_of([] {
+  expect_says(message_of<ClusterError>([] {
                 access_with({{kTrustedNetworkVariable, "yes"}});
               }),
               "LOCKSTEP_TRUSTED_NETWORK is \"yes\"; it must be 0 or 1");
@@ -104,7 +93,8 @@ TEST(Listening, LoopbackIsAnAddressAndNotTheBeginningOfAName) {
 TEST(Listening, AtOtherThanLoopbackNeedsATokenOrTrust) {
   for (const auto* address : {"127.0.0.1:0", "127.1.2.3:0", "localhost:0", "[::1]:0"}) listen_at(address, {});
   for (const auto* address : {"0.0.0.0:0", "[::]:0"}) {
-    expect_says(message_of([&] { listen_at(address, {}); }), text("listening at ", address, " needs a token"));
+    expect_says(message_of<ClusterError>([&] { listen_at(address, {}); }),
+                text("listening at ", address, " needs a token"));
     listen_at(address, {.token = std::string(32, 't')});
     listen_at(address, {.trusted_network = true});
   }
@@ -124,13 +114,14 @@ Ends meet(const Access& connecting, const Access& accepting, const Greeting& con
   std::jthread other([&] {
     const auto socket = accept_from(listener, soon());
     const Refuse refuse = [&](const Greeting&) { return refusal; };
-    said.accepting = message_of([&] {
+    said.accepting = message_of<ClusterError>([&] {
       EXPECT_EQ(welcome(socket, accepting, {.rank = 0}, refuse, soon(), std::chrono::seconds(20)).rank, connects.rank);
     });
   });
   {
     const auto socket = connect_to(local_address(listener), soon());
-    said.connecting = message_of([&] { EXPECT_EQ(introduce(socket, connecting, connects, soon()).rank, 0); });
+    said.connecting =
+        message_of<ClusterError>([&] { EXPECT_EQ(introduce(socket, connecting, connects, soon()).rank, 0); });
   }
   other.join();
   return said;

@@ -1,0 +1,173 @@
+// Horovod's front end: the calls of horovod.torch for a loop of your own, and what fit needs of them. Names, defaults
+// and results are Horovod's.
+//
+//   namespace hvd = lockstep::horovod;
+//   hvd::init();
+//   torch::optim::SGD sgd(net->parameters(), 0.01 * hvd::size());
+//   hvd::broadcast_parameters(*net, 0);
+//   hvd::DistributedOptimizer optimizer(sgd);          // horovod_optimizer.h
+//
+// Processes are found as by MultiWorkerMirroredStrategy (docs/launching.md): started by mpirun, `lockstep run`, srun,
+// torchrun or by hand. Every rank makes the same calls in the same order, whichever threads make them; before each,
+// ranks tell each other what they call, so that calls that differ are an InvalidArgument on all ranks, which names two
+// that do, and the next call is good again. Names are compared too. Operations take the tensor as it is at the call and
+// run one after the other in a thread of their own; results are detached from the graph.
+//
+// Every operation throws
+//   InvalidArgument when calls differ, and for tensors that are not float, double, half, bfloat16, int, long or byte;
+//   Error when `init` was not called;
+//   PeerLost, DeadlineExceeded and Aborted as a Group (group.h): then shut down, and init again with those that are
+//   left, or end.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/cluster.h"
+#include "lockstep/group.h"
+#include "lockstep/tensor.h"
+
+namespace c10 {
+struct IValue;
+}
+namespace torch {
+namespace nn {
+class Module;
+}
+namespace optim {
+class Optimizer;
+}
+}  // namespace torch
+
+namespace lockstep::horovod {
+
+struct InitOptions {
+  GroupOptions group = {};
+  double timeout_seconds = 1800;        // of each operation
+  std::optional<Cluster> cluster = {};  // instead of what the launcher left in the environment
+};
+
+// Finds the other ranks, and keeps this process and LibTorch's threads to its share of the host's cores, unless its
+// launcher did, or OMP_NUM_THREADS says how many threads. Call it before anything computes. Does nothing when called
+// again. Throws as resolve_cluster, meet and make_group.
+void init(const InitOptions& options = {});
+
+// Ends what was started and leaves the ranks. Does nothing when not initialized.
+void shutdown();
+bool is_initialized();
+
+int rank();
+int size();
+int local_rank();  // among those of this host
+int local_size();
+int cross_rank();  // among those of other hosts with the same local rank
+int cross_size();
+bool is_homogeneous();  // whether all hosts have as many ranks
+
+// mean: the sum divided by size(); integers round towards zero.
+inline constexpr ReduceOp Average = ReduceOp::mean, Sum = ReduceOp::sum, Min = ReduceOp::min, Max = ReduceOp::max,
+                          Product = ReduceOp::product;
+
+// What float and double tensors are sent as. They are summed in float.
+enum class Compression : std::uint8_t { none, fp16, bf16 };
+
+struct ReduceOptions {
+  ReduceOp op = Average;
+  Compression compression = Compression::none;
+  double prescale_factor = 1, postscale_factor = 1;  // before and after the reduction
+  std::string name = {};
+};
+
+// An operation that was started. Copies are handles of the same one.
+template <class Result>
+class Handle {
+ public:
+  Handle(Work work, std::shared_ptr<Result> result) : work_(std::move(work)), result_(std::move(result)) {}
+  bool done() const { return work_.done(); }
+  Result wait() const {
+    work_.wait();
+    return *result_;
+  }
+
+ private:
+  Work work_;
+  std::shared_ptr<Result> result_;
+};
+
+using Tensors = std::vector<Tensor>;
+
+// Whether `synchronize` returns at once, and what the operation gave, or what it throws.
+template <class Result>
+bool poll(const Handle<Result>& handle) {
+  return handle.done();
+}
+template <class Result>
+Result synchronize(const Handle<Result>& handle) {
+  return handle.wait();
+}
+
+// Elementwise over all ranks, whose tensors have one shape and dtype. Those that end in _ write the result to the
+// tensor; grouped ones reduce several tensors together. A rank that has joined counts as zeros, in sums and averages.
+Handle<Tensor> allreduce_async(const Tensor& tensor, const ReduceOptions& options = {});
+Handle<Tensor> allreduce_async_(Tensor tensor, const ReduceOptions& options = {});
+Handle<Tensors> grouped_allreduce_async(const Tensors& tensors, const ReduceOptions& options = {});
+Handle<Tensors> grouped_allreduce_async_(Tensors tensors, const ReduceOptions& options = {});
+Tensor allreduce(const Tensor& tensor, const ReduceOptions& options = {});
+Tensor allreduce_(Tensor tensor, const ReduceOptions& options = {});
+Tensors grouped_allreduce(const Tensors& tensors, const ReduceOptions& options = {});
+Tensors grouped_allreduce_(Tensors tensors, const ReduceOptions& options = {});
+
+// [sum of the ranks' first dimensions, ...]: their tensors one after the other. All but the first dimension is equal.
+Handle<Tensor> allgather_async(const Tensor& tensor, const std::string& name = "");
+Handle<Tensors> grouped_allgather_async(const Tensors& tensors, const std::string& name = "");
+Tensor allgather(const Tensor& tensor, const std::string& name = "");
+Tensors grouped_allgather(const Tensors& tensors, const std::string& name = "");
+
+// Rank `root_rank`'s tensor; all have its shape and dtype.
+Handle<Tensor> broadcast_async(const Tensor& tensor, int root_rank, const std::string& name = "");
+Handle<Tensor> broadcast_async_(Tensor tensor, int root_rank, const std::string& name = "");
+Tensor broadcast(const Tensor& tensor, int root_rank, const std::string& name = "");
+Tensor broadcast_(Tensor tensor, int root_rank, const std::string& name = "");
+
+// Sends splits[r] rows of the tensor to rank r, in order; empty: equal parts. output: [sum of received_splits, ...],
+// in the order of ranks.
+struct AlltoallResult {
+  Tensor output;
+  std::vector<std::int64_t> received_splits;  // [size()]
+};
+Handle<AlltoallResult> alltoall_async(const Tensor& tensor, const std::vector<std::int64_t>& splits = {},
+                                      const std::string& name = "");
+AlltoallResult alltoall(const Tensor& tensor, const std::vector<std::int64_t>& splits = {},
+                        const std::string& name = "");
+
+// Elementwise over all ranks; each rank gets as many rows of it, and the first ones one more where they do not divide.
+Handle<Tensor> reducescatter_async(const Tensor& tensor, const ReduceOptions& options = {});
+Handle<Tensors> grouped_reducescatter_async(const Tensors& tensors, const ReduceOptions& options = {});
+Tensor reducescatter(const Tensor& tensor, const ReduceOptions& options = {});
+Tensors grouped_reducescatter(const Tensors& tensors, const ReduceOptions& options = {});
+
+// Returns when every rank has called it.
+void barrier();
+
+// For ranks whose numbers of steps differ: until all ranks have called it, this one takes part in the others'
+// allreduces with zeros and in their DistributedOptimizers' steps with no data; other operations are an InvalidArgument
+// meanwhile. Returns the last rank to join, whose parameters are those to broadcast then.
+int join();
+
+// All ranks get root's parameters and buffers.
+void broadcast_parameters(torch::nn::Module& module, int root_rank);
+
+// All ranks get the state of root's optimizer: momenta, steps, learning rates and other options.
+void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank);
+
+// What an IValue holds besides modules: numbers, strings, tensors, lists, dictionaries and tuples of these.
+c10::IValue broadcast_object(const c10::IValue& object, int root_rank, const std::string& name = "");
+std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::string& name = "");
+
+}  // namespace lockstep::horovod
+
+#include "lockstep/horovod_callbacks.h"
+#include "lockstep/horovod_optimizer.h"

@@ -1,0 +1,36 @@
+// This process among those of its host: which cores are its own.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/cluster.h"
+
+namespace lockstep {
+
+// The cores that this process was given: those that it might use when it first asked, or its share by `keep_to_share`.
+// Later its threads keep to some of them.
+std::vector<int> given_cpus();
+
+// Of this process, among those that train on one host: each has an equal part of its GPUs, and of its cores unless
+// whoever started the processes gave each its own.
+struct HostShare {
+  int rank = 0;
+  int size = 1;
+  bool own_cores = false;
+
+  int usable_cpu_count() const;  // at least 1
+  std::vector<int> cpus() const;
+};
+
+// From now on this process has no more than its share. For the thread that calls and those that it starts later.
+void keep_to_share(const HostShare& share);
+
+// Whether whoever started the processes gave this one cores that no other of its host may use, as mpirun does. All
+// ranks call it with one store.
+bool has_own_cores(const World& world, const Store& store, Deadline deadline);
+
+// Where in the store the next thing of this kind meets: all ranks make their things in the same order.
+Store place_of_next(const Meeting& meeting, const std::string& kind, Deadline deadline);
+
+}  // namespace lockstep

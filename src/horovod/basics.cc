@@ -1,0 +1,75 @@
+// init, shutdown, and who is who.
+#include <ATen/Parallel.h>
+
+#include <cstdlib>
+
+#include "base/text.h"
+#include "cluster/host_share.h"
+#include "horovod/session.h"
+#include "lockstep/error.h"
+#include "lockstep/horovod.h"
+
+namespace lockstep::horovod {
+namespace {
+
+// Keeps this process to its share of the host, unless whoever started it did.
+void take_share(const World& world, bool own_cores) {
+  const HostShare share{world.local_rank, world.local_size, own_cores};
+  const int threads = share.usable_cpu_count();
+  if (world.local_size > 1) keep_to_share(share);
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(threads);
+}
+
+// Where the others are, by what each says of itself.
+Session::Position position_of(const World& world, const Group& group) {
+  struct Says {
+    std::int64_t local_rank, local_size;
+  };
+  Says mine{world.local_rank, world.local_size};
+  std::vector<Says> all(static_cast<std::size_t>(world.size));
+  group.all_gather({&mine, 2, DType::int64}, {all.data(), 2 * all.size(), DType::int64},
+                   Deadline::after(std::chrono::minutes(5)));
+  Session::Position position{.world = world, .cross_rank = 0, .cross_size = 0};
+  for (int r = 0; r < world.size; ++r) {
+    const auto& says = all[static_cast<std::size_t>(r)];
+    if (says.local_size != mine.local_size) position.homogeneous = false;
+    if (says.local_rank != mine.local_rank) continue;
+    if (r < world.rank) ++position.cross_rank;
+    ++position.cross_size;
+  }
+  return position;
+}
+
+}  // namespace
+
+void init(const InitOptions& options) {
+  if (Session::exists()) return;
+  if (!(options.timeout_seconds > 0)) {
+    throw InvalidArgument(text("horovod::init: timeout_seconds is ", options.timeout_seconds, "; it must be above 0"));
+  }
+  const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
+  if (cluster.world.size == 1) {
+    Session::set(
+        std::make_shared<Session>(Session::Position{cluster.world}, make_thread_groups(1)[0], options.timeout_seconds));
+    return;
+  }
+  const auto start = Deadline::after(std::chrono::duration<double>(options.group.timeout_seconds));
+  const auto meeting = meet(cluster, start);
+  const auto place = place_of_next(meeting, "inits", start);
+  take_share(meeting.world, has_own_cores(meeting.world, place, start));
+  const auto group = make_group(meeting.world, place.prefixed("ranks/"), options.group);
+  Session::set(std::make_shared<Session>(position_of(meeting.world, group), group, options.timeout_seconds));
+}
+
+void shutdown() { Session::set(nullptr); }
+bool is_initialized() { return Session::exists(); }
+
+int rank() { return Session::current()->rank(); }
+int size() { return Session::current()->size(); }
+int local_rank() { return Session::current()->world().local_rank; }
+int local_size() { return Session::current()->world().local_size; }
+int cross_rank() { return Session::current()->position().cross_rank; }
+int cross_size() { return Session::current()->position().cross_size; }
+bool is_homogeneous() { return Session::current()->position().homogeneous; }
+
+}  // namespace lockstep::horovod

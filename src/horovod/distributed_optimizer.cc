@@ -1,0 +1,131 @@
+#include <torch/optim/optimizer.h>
+
+#include "base/text.h"
+#include "gradient/gradient_reducer.h"
+#include "horovod/session.h"
+#include "horovod/wire.h"
+#include "lockstep/error.h"
+#include "lockstep/horovod.h"
+
+namespace lockstep::horovod {
+namespace {
+
+struct Parameters {
+  std::vector<std::string> names;
+  std::vector<Tensor> tensors;
+};
+
+// Those of the optimizer that require gradients.
+Parameters parameters_of(const torch::optim::Optimizer& optimizer,
+                         const torch::OrderedDict<std::string, Tensor>& named) {
+  std::map<const void*, std::string> names;
+  for (const auto& item : named) names[item.value().unsafeGetTensorImpl()] = item.key();
+  Parameters found;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const auto& parameter : group.params()) {
+      if (!parameter.requires_grad()) continue;
+      const auto name = names.find(parameter.unsafeGetTensorImpl());
+      if (name == names.end() && !named.is_empty()) {
+        throw InvalidArgument(text("DistributedOptimizer: named_parameters have no name for the optimizer's parameter ",
+                                   found.tensors.size(), ", which is ", parameter.scalar_type(), " ",
+                                   parameter.sizes()));
+      }
+      found.names.push_back(name != names.end() ? name->second : text("parameter ", found.tensors.size()));
+      found.tensors.push_back(parameter);
+    }
+  }
+  return found;
+}
+
+std::string text_of(const Parameters& parameters, const DistributedOptimizerOptions& options) {
+  std::string all =
+      text("DistributedOptimizer (", name_of(options.op), ", compression ", static_cast<int>(options.compression),
+           ", backward_passes_per_step ", options.backward_passes_per_step, ") of");
+  for (std::size_t i = 0; i < parameters.names.size(); ++i) {
+    const auto& tensor = parameters.tensors[i];
+    all += text(" ", parameters.names[i], " ", tensor.scalar_type(), " ", tensor.sizes());
+  }
+  return all;
+}
+
+DistributedOptimizerOptions checked(const DistributedOptimizerOptions& options) {
+  check_gradient_op(options.op);
+  if (options.backward_passes_per_step < 1) {
+    throw InvalidArgument(text("DistributedOptimizer: backward_passes_per_step is ", options.backward_passes_per_step,
+                               "; it must be at least 1"));
+  }
+  return options;
+}
+
+}  // namespace
+
+struct DistributedOptimizer<torch::optim::Optimizer>::State {
+  State(torch::optim::Optimizer& wrapped, Parameters parameters, const DistributedOptimizerOptions& asked)
+      : optimizer(wrapped), options(checked(asked)), session(Session::current()) {
+    const auto call = text_of(parameters, options);
+    std::unique_ptr<Group> group;
+    session->run([&] {
+      session->meet(Announcement::of(call));
+      group = session->group().split(0, session->rank(), session->deadline());
+    });
+    reducer.emplace(std::move(parameters.names), std::move(parameters.tensors), *group,
+                    GradientReducerOptions{.wire = wire_of(options.compression),
+                                           .timeout_seconds = session->timeout_seconds(),
+                                           .order = {},
+                                           .hook = {},
+                                           .sum = options.op == Sum});
+    reducer->set_before_pass([this] { return begin_backward(); });
+    number = session->add_optimizer([this] { reducer->shadow_pass(); });
+  }
+  ~State() { session->remove_optimizer(number); }
+
+  bool begin_backward() {
+    if (++passes < options.backward_passes_per_step) return false;
+    begin_pass();
+    return true;
+  }
+
+  void begin_pass() {
+    passes = 0;
+    auto mine = Announcement::of(text("a step of DistributedOptimizer ", number));
+    mine.kind = Announcement::Kind::gradients;
+    mine.optimizer = number;
+    session->run([&] { session->meet(mine); });
+  }
+
+  torch::optim::Optimizer& optimizer;
+  const DistributedOptimizerOptions options;
+  const std::shared_ptr<Session> session;
+  std::optional<GradientReducer> reducer;
+  std::int64_t number = 0;
+  int passes = 0;  // backwards since the ranks' gradients met
+};
+
+DistributedOptimizer<torch::optim::Optimizer>::DistributedOptimizer(torch::optim::Optimizer& optimizer,
+                                                                    const DistributedOptimizerOptions& options)
+    : DistributedOptimizer(optimizer, options, torch::OrderedDict<std::string, Tensor>()) {}
+
+DistributedOptimizer<torch::optim::Optimizer>::DistributedOptimizer(
+    torch::optim::Optimizer& optimizer, const DistributedOptimizerOptions& options,
+    const torch::OrderedDict<std::string, Tensor>& named_parameters)
+    : state_(new State(optimizer, parameters_of(optimizer, named_parameters), options)) {}
+
+DistributedOptimizer<torch::optim::Optimizer>::~DistributedOptimizer() = default;
+
+void DistributedOptimizer<torch::optim::Optimizer>::synchronize() {
+  if (state_->passes == 0) return;
+  state_->begin_pass();
+  state_->reducer->reduce_accumulated();
+}
+
+Tensor DistributedOptimizer<torch::optim::Optimizer>::step(const std::function<Tensor()>& closure) {
+  state_->reducer->require_whole();
+  synchronize();
+  return state_->optimizer.step(closure);
+}
+
+void DistributedOptimizer<torch::optim::Optimizer>::zero_grad(bool set_to_none) {
+  state_->optimizer.zero_grad(set_to_none);
+}
+
+}  // namespace lockstep::horovod

@@ -1,0 +1,138 @@
+// allgather, broadcast, alltoall, barrier and join.
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "horovod/session.h"
+#include "horovod/tensors.h"
+
+namespace lockstep::horovod {
+namespace {
+
+std::int64_t sum_of(const std::vector<std::int64_t>& numbers) {
+  return std::accumulate(numbers.begin(), numbers.end(), std::int64_t{0});
+}
+
+Started start_allgather(const char* caller, const Tensors& tensors, const std::string& name) {
+  const auto session = Session::current();
+  if (tensors.empty()) throw InvalidArgument(text(caller, ": there are no tensors"));
+  Tensors inputs;
+  for (const auto& tensor : tensors) {
+    check_rows(caller, tensor);
+    inputs.push_back(own_on_host(tensor));
+  }
+  auto results = std::make_shared<Tensors>(tensors.size());
+  const auto run = [session = session.get(), caller, name, tensors, inputs, results] {
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const auto& input = inputs[i];
+      auto mine = Announcement::of(text(caller, named(name), " of ", rows_of(input)));
+      mine.own = input.size(0);
+      std::vector<std::int64_t> rows;
+      for (const auto& theirs : session->meet(mine)) rows.push_back(theirs.own);
+      const auto output = at::empty(with_rows(input, sum_of(rows)), input.options());
+      session->group().run(
+          Call::all_gather(buffer_of_tensor(input), buffer_of_tensor(output), counts_of(rows, elements_of_row(input))),
+          session->deadline());
+      (*results)[i] = output.to(tensors[i].device());
+    }
+  };
+  return {session->start(run), results};
+}
+
+Handle<Tensor> start_broadcast(const Tensor& tensor, int root, const std::string& name, bool in_place) {
+  const auto session = Session::current();
+  check_tensor("broadcast", tensor);
+  if (root < 0 || root >= session->size()) {
+    throw InvalidArgument(text("broadcast: root_rank is ", root, "; it must be from 0 to ", session->size() - 1));
+  }
+  auto result = std::make_shared<Tensor>(tensor);
+  const auto run = [session = session.get(), root, name, in_place, result, host = own_on_host(tensor)] {
+    const at::NoGradGuard no_gradient;
+    session->meet(Announcement::of(
+        text("broadcast", named(name), " from rank ", root, " of ", host.scalar_type(), " ", host.sizes())));
+    session->group().broadcast(buffer_of_tensor(host), root, session->deadline());
+    if (in_place) {
+      result->detach().copy_(host);
+    } else {
+      *result = host.to(result->device());
+    }
+  };
+  return {session->start(run), result};
+}
+
+std::vector<std::int64_t> checked_splits(const Tensor& tensor, std::vector<std::int64_t> splits, int ranks) {
+  const auto rows = tensor.size(0);
+  if (splits.empty()) {
+    if (rows % ranks != 0) {
+      throw InvalidArgument(text("alltoall: ", rows, " rows cannot be divided among ", ranks, " ranks; give splits"));
+    }
+    splits.assign(static_cast<std::size_t>(ranks), rows / ranks);
+  }
+  const bool negative = std::any_of(splits.begin(), splits.end(), [](auto count) { return count < 0; });
+  if (static_cast<int>(splits.size()) != ranks || negative || sum_of(splits) != rows) {
+    throw InvalidArgument(text("alltoall: splits are ", lockstep::join(splits), "; they must be ", ranks,
+                               " numbers, 0 or more, whose sum is the tensor's first dimension, ", rows));
+  }
+  return splits;
+}
+
+}  // namespace
+
+Handle<Tensor> allgather_async(const Tensor& tensor, const std::string& name) {
+  return start_allgather("allgather", {tensor}, name).only();
+}
+Handle<Tensors> grouped_allgather_async(const Tensors& tensors, const std::string& name) {
+  return start_allgather("grouped_allgather", tensors, name).all();
+}
+Handle<Tensor> broadcast_async(const Tensor& tensor, int root_rank, const std::string& name) {
+  return start_broadcast(tensor, root_rank, name, false);
+}
+Handle<Tensor> broadcast_async_(Tensor tensor, int root_rank, const std::string& name) {
+  return start_broadcast(tensor, root_rank, name, true);
+}
+
+Handle<AlltoallResult> alltoall_async(const Tensor& tensor, const std::vector<std::int64_t>& splits,
+                                      const std::string& name) {
+  const auto session = Session::current();
+  check_rows("alltoall", tensor);
+  auto result = std::make_shared<AlltoallResult>();
+  const auto run = [session = session.get(), name, result, device = tensor.device(), input = own_on_host(tensor),
+                    sent = checked_splits(tensor, splits, session->size())]() mutable {
+    session->meet(Announcement::of(text("alltoall", named(name), " of ", rows_of(input))));
+    auto& received = result->received_splits;
+    received.resize(sent.size());
+    session->group().run(Call::all_to_all(buffer_of(std::span(sent)), buffer_of(std::span(received))),
+                         session->deadline());
+    const auto output = at::empty(with_rows(input, sum_of(received)), input.options());
+    const auto row = elements_of_row(input);
+    session->group().run(Call::all_to_all(buffer_of_tensor(input), buffer_of_tensor(output), counts_of(sent, row),
+                                          counts_of(received, row)),
+                         session->deadline());
+    result->output = output.to(device);
+  };
+  return {session->start(run), result};
+}
+
+Tensor allgather(const Tensor& tensor, const std::string& name) { return allgather_async(tensor, name).wait(); }
+Tensors grouped_allgather(const Tensors& tensors, const std::string& name) {
+  return grouped_allgather_async(tensors, name).wait();
+}
+Tensor broadcast(const Tensor& tensor, int root_rank, const std::string& name) {
+  return broadcast_async(tensor, root_rank, name).wait();
+}
+Tensor broadcast_(Tensor tensor, int root_rank, const std::string& name) {
+  return broadcast_async_(std::move(tensor), root_rank, name).wait();
+}
+AlltoallResult alltoall(const Tensor& tensor, const std::vector<std::int64_t>& splits, const std::string& name) {
+  return alltoall_async(tensor, splits, name).wait();
+}
+
+void barrier() {
+  const auto session = Session::current();
+  session->run([session = session.get()] { session->meet(Announcement::of("barrier")); });  // all have come
+}
+
+int join() { return Session::current()->join(); }
+
+}  // namespace lockstep::horovod

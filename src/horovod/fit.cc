@@ -1,0 +1,99 @@
+// What fit needs: an optimizer whose gradients meet the other ranks', and the callbacks.
+#include <ATen/ops/from_blob.h>
+
+#include <iostream>
+
+#include "base/hash.h"
+#include "base/text.h"
+#include "checkpoint/safetensors.h"
+#include "gradient/gradient_exchange.h"
+#include "horovod/session.h"
+#include "horovod/share.h"
+#include "horovod/wire.h"
+#include "lockstep/horovod.h"
+#include "lockstep/model.h"
+#include "train/model_impl.h"
+
+namespace lockstep::horovod {
+namespace {
+
+OptimizerOptions with_exchange(const Optimizer& inner, const FitOptimizerOptions& options) {
+  check_gradient_op(options.op);
+  const auto session = Session::current();
+  auto all = inner.options();
+  if (session->size() == 1) return all;
+  std::unique_ptr<Group> group;
+  session->run([&] {
+    session->meet(Announcement::of(text("DistributedOptimizer for fit (", name_of(options.op), ", compression ",
+                                        static_cast<int>(options.compression), ")")));
+    group = session->group().split(0, session->rank(), session->deadline());
+  });
+  all.exchange = std::make_shared<GradientExchange>(
+      GradientExchange{.workers = Workers(*group, session->timeout_seconds(), /*idle_cores=*/false),
+                       .options = {.wire = wire_of(options.compression)},
+                       .sum = options.op == Sum});
+  return all;
+}
+
+void require(bool holds, const char* name, double value, const char* allowed) {
+  if (holds) return;
+  throw InvalidArgument(text("LearningRateWarmupCallback: ", name, " is ", value, "; it must be ", allowed));
+}
+
+}  // namespace
+
+DistributedOptimizer<Optimizer>::DistributedOptimizer(const Optimizer& inner, const FitOptimizerOptions& options)
+    : Optimizer(inner.shared_rule(), with_exchange(inner, options)) {}
+
+void BroadcastGlobalVariablesCallback::on_train_begin() {
+  auto& training = *model().impl();
+  const bool is_root = rank() == root_rank_;
+  const auto bytes =
+      share_bytes("BroadcastGlobalVariables", is_root ? print_archive(training.save_training()) : "", root_rank_);
+  if (is_root) return;
+  training.load_training(parse_archive("what BroadcastGlobalVariables got", std::as_bytes(std::span(bytes))))();
+  training.seed = mix(training.seed, static_cast<std::uint64_t>(rank()));
+}
+
+void MetricAverageCallback::on_epoch_logs(int epoch, Logs& logs) {
+  std::vector<double> values;
+  std::vector<std::string> names;
+  for (const auto& [name, value] : logs) {
+    names.push_back(name);
+    values.push_back(value);
+  }
+  const auto mine = at::from_blob(values.data(), {static_cast<std::int64_t>(values.size())}, at::kDouble);
+  const auto means = allreduce(mine, {.name = text("metrics ", lockstep::join(names), " of epoch ", epoch + 1)});
+  for (std::size_t i = 0; i < names.size(); ++i) logs.set(names[i], means.const_data_ptr<double>()[i]);
+}
+
+LearningRateWarmupCallback::LearningRateWarmupCallback(const LearningRateWarmupOptions& options) : options_(options) {
+  require(options.initial_lr > 0, "initial_lr", options.initial_lr, "above 0");
+  require(options.warmup_epochs > 0, "warmup_epochs", options.warmup_epochs, "above 0");
+  require(options.steps_per_epoch >= 0, "steps_per_epoch", static_cast<double>(options.steps_per_epoch),
+          "0 (as many as the data set tells) or more");
+}
+
+void LearningRateWarmupCallback::on_train_begin() {
+  if (options_.steps_per_epoch == 0) options_.steps_per_epoch = plan().steps;
+  if (options_.steps_per_epoch < 1) {
+    throw InvalidArgument("LearningRateWarmupCallback: the data set does not tell its length; set steps_per_epoch");
+  }
+}
+
+// Horovod's formula: the rate of a batch is that of its end, so that an epoch ends with a round number.
+void LearningRateWarmupCallback::on_train_batch_begin(std::int64_t batch) {
+  if (epoch_ >= options_.warmup_epochs) return;
+  const double progress = epoch_ + static_cast<double>(batch + 1) / static_cast<double>(options_.steps_per_epoch);
+  const double share = std::min(1.0, progress / options_.warmup_epochs);
+  model().set_learning_rate(options_.initial_lr / size() * (share * (size() - 1) + 1));
+}
+
+void LearningRateWarmupCallback::on_epoch_end(int epoch, const Logs& /*logs*/) {
+  if (options_.verbose > 0 && epoch + 1 >= options_.warmup_epochs && epoch < options_.warmup_epochs) {
+    std::cout << "Epoch " << epoch + 1 << ": finished gradual learning rate warmup to " << model().learning_rate()
+              << ".\n";
+  }
+}
+
+}  // namespace lockstep::horovod

@@ -1,0 +1,95 @@
+// Modules, optimizers and values, from one rank to all.
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize.h>
+
+#include <sstream>
+
+#include "base/text.h"
+#include "horovod/session.h"
+#include "horovod/share.h"
+#include "lockstep/error.h"
+#include "lockstep/horovod.h"
+
+namespace lockstep::horovod {
+namespace {
+
+Buffer bytes_of(const std::string& bytes) { return {const_cast<char*>(bytes.data()), bytes.size(), DType::uint8}; }
+
+std::string pickled(const c10::IValue& object) {
+  const auto bytes = torch::pickle_save(object);
+  return {bytes.begin(), bytes.end()};
+}
+
+c10::IValue unpickled(const std::string& bytes) { return torch::pickle_load({bytes.begin(), bytes.end()}); }
+
+std::string named(const char* call, const std::string& name) {
+  return name.empty() ? call : text(call, " \"", name, "\"");
+}
+
+}  // namespace
+
+std::string share_bytes(const std::string& call, const std::string& bytes, int root_rank) {
+  const auto session = Session::current();
+  if (root_rank < 0 || root_rank >= session->size()) {
+    throw InvalidArgument(text(call, ": root_rank is ", root_rank, "; it must be from 0 to ", session->size() - 1));
+  }
+  std::string shared = bytes;
+  session->run([&] {
+    auto mine = Announcement::of(text(call, " from rank ", root_rank));
+    mine.own = static_cast<std::int64_t>(bytes.size());
+    shared.resize(static_cast<std::size_t>(session->meet(mine)[static_cast<std::size_t>(root_rank)].own));
+    session->group().broadcast(bytes_of(shared), root_rank, session->deadline());
+  });
+  return shared;
+}
+
+void broadcast_parameters(torch::nn::Module& module, int root_rank) {
+  std::vector<Handle<Tensor>> started;
+  for (const auto& parameter : module.named_parameters()) {
+    started.push_back(broadcast_async_(parameter.value(), root_rank, parameter.key()));
+  }
+  for (const auto& buffer : module.named_buffers()) {
+    started.push_back(broadcast_async_(buffer.value(), root_rank, buffer.key()));
+  }
+  for (const auto& handle : started) handle.wait();
+}
+
+void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank) {
+  const bool is_root = rank() == root_rank;
+  std::ostringstream mine;
+  if (is_root) torch::save(optimizer, mine);
+  std::istringstream shared(share_bytes("broadcast_optimizer_state", mine.str(), root_rank));
+  if (!is_root) torch::load(optimizer, shared);
+}
+
+c10::IValue broadcast_object(const c10::IValue& object, int root_rank, const std::string& name) {
+  const bool is_root = rank() == root_rank;
+  const auto shared = share_bytes(named("broadcast_object", name), is_root ? pickled(object) : "", root_rank);
+  return is_root ? object : unpickled(shared);
+}
+
+std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::string& name) {
+  const auto session = Session::current();
+  const auto bytes = pickled(object);
+  Counts counts;
+  std::string all;
+  session->run([&] {
+    auto mine = Announcement::of(named("allgather_object", name));
+    mine.own = static_cast<std::int64_t>(bytes.size());
+    for (const auto& theirs : session->meet(mine)) {
+      counts.push_back(static_cast<std::size_t>(theirs.own));
+      all.resize(all.size() + counts.back());
+    }
+    session->group().run(Call::all_gather(bytes_of(bytes), bytes_of(all), counts), session->deadline());
+  });
+  std::vector<c10::IValue> objects;
+  std::size_t at = 0;
+  for (const auto count : counts) {
+    objects.push_back(unpickled(all.substr(at, count)));
+    at += count;
+  }
+  return objects;
+}
+
+}  // namespace lockstep::horovod

@@ -1,0 +1,160 @@
+// allreduce and reducescatter.
+#include <ATen/core/grad_mode.h>
+
+#include <map>
+
+#include "horovod/session.h"
+#include "horovod/tensors.h"
+
+namespace lockstep::horovod {
+namespace {
+
+at::ScalarType wire_of(const Tensor& tensor, Compression compression) {
+  if (compression == Compression::none || !tensor.is_floating_point()) return tensor.scalar_type();
+  return compression == Compression::fp16 ? at::kHalf : at::kBFloat16;
+}
+
+Tensor scaled(const Tensor& tensor, double factor) {
+  return factor == 1 ? tensor : tensor.mul(factor).to(tensor.scalar_type());
+}
+
+// What is sent of a tensor: in memory of its own, contiguous.
+Tensor prepared(const Tensor& tensor, const ReduceOptions& options) {
+  return scaled(own_on_host(tensor), options.prescale_factor).to(wire_of(tensor, options.compression));
+}
+
+Tensor finished(const Tensor& reduced, const Tensor& original, const ReduceOptions& options) {
+  return scaled(reduced.to(original.scalar_type()), options.postscale_factor).to(original.device());
+}
+
+std::string text_of(const char* caller, const ReduceOptions& options) {
+  std::string all = text(caller, named(options.name), " (", name_of(options.op));
+  if (options.prescale_factor != 1) all += text(", prescale_factor ", options.prescale_factor);
+  if (options.postscale_factor != 1) all += text(", postscale_factor ", options.postscale_factor);
+  return all + ") of ";
+}
+
+void check(const char* caller, const Tensors& tensors) {
+  if (tensors.empty()) throw InvalidArgument(text(caller, ": there are no tensors"));
+}
+
+// Tensors of one dtype that are sent as one.
+struct Pack {
+  std::vector<std::size_t> tensors;
+  Tensor sent;
+};
+
+std::vector<Pack> packs_of(const Tensors& tensors, const ReduceOptions& options) {
+  std::map<at::ScalarType, std::vector<std::size_t>> by_dtype;
+  for (std::size_t i = 0; i < tensors.size(); ++i) by_dtype[wire_of(tensors[i], options.compression)].push_back(i);
+  std::vector<Pack> packs;
+  for (auto& [dtype, indices] : by_dtype) {
+    Tensors parts;
+    for (const auto i : indices) parts.push_back(prepared(tensors[i], options).view({-1}));
+    packs.push_back({std::move(indices), parts.size() == 1 ? parts[0] : at::cat(parts)});
+  }
+  return packs;
+}
+
+Started start_allreduce(const char* caller, const Tensors& tensors, const ReduceOptions& options, bool in_place) {
+  const auto session = Session::current();
+  check(caller, tensors);
+  for (const auto& tensor : tensors) check_tensor(caller, tensor);
+  auto results = std::make_shared<Tensors>(tensors);
+  const at::NoGradGuard no_gradient;
+  const auto run = [session = session.get(), caller, tensors, options, in_place, results,
+                    packs = packs_of(tensors, options)] {
+    const at::NoGradGuard without_gradient;
+    for (const auto& pack : packs) {
+      std::vector<std::string> shapes;
+      for (const auto i : pack.tensors) shapes.push_back(text(tensors[i].scalar_type(), " ", tensors[i].sizes()));
+      auto mine = Announcement::of(text_of(caller, options) + lockstep::join(shapes));
+      mine.kind = Announcement::Kind::reduction;
+      mine.dtype = to_dtype(pack.sent.scalar_type());
+      mine.op = options.op;
+      mine.elements = pack.sent.numel();
+      session->meet(mine);
+      session->group().all_reduce(buffer_of_tensor(pack.sent), options.op, session->deadline());
+      std::int64_t at = 0;
+      for (const auto i : pack.tensors) {
+        const auto& tensor = tensors[i];
+        const auto value = finished(pack.sent.narrow(0, at, tensor.numel()).view(tensor.sizes()), tensor, options);
+        if (in_place) {
+          (*results)[i].detach().copy_(value);
+        } else {
+          (*results)[i] = value;
+        }
+        at += tensor.numel();
+      }
+    }
+  };
+  return {session->start(run), results};
+}
+
+Started start_reducescatter(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
+  const auto session = Session::current();
+  check(caller, tensors);
+  for (const auto& tensor : tensors) check_rows(caller, tensor);
+  auto results = std::make_shared<Tensors>(tensors.size());
+  const at::NoGradGuard no_gradient;
+  Tensors inputs;
+  for (const auto& tensor : tensors) inputs.push_back(prepared(tensor, options));
+  const auto run = [session = session.get(), caller, tensors, options, results, inputs] {
+    const at::NoGradGuard without_gradient;
+    const auto ranks = session->size();
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const auto& tensor = tensors[i];
+      const auto rows = tensor.size(0);
+      std::vector<std::int64_t> shares;
+      for (int r = 0; r < ranks; ++r) shares.push_back(rows / ranks + (r < rows % ranks ? 1 : 0));
+      session->meet(Announcement::of(text(text_of(caller, options), tensor.scalar_type(), " ", tensor.sizes())));
+      const auto output =
+          at::empty(with_rows(tensor, shares[static_cast<std::size_t>(session->rank())]), inputs[i].options());
+      session->group().run(Call::reduce_scatter(buffer_of_tensor(inputs[i]), buffer_of_tensor(output), options.op,
+                                                counts_of(shares, elements_of_row(tensor))),
+                           session->deadline());
+      (*results)[i] = finished(output, tensor, options);
+    }
+  };
+  return {session->start(run), results};
+}
+
+}  // namespace
+
+Handle<Tensor> allreduce_async(const Tensor& tensor, const ReduceOptions& options) {
+  return start_allreduce("allreduce", {tensor}, options, false).only();
+}
+Handle<Tensor> allreduce_async_(Tensor tensor, const ReduceOptions& options) {
+  return start_allreduce("allreduce", {std::move(tensor)}, options, true).only();
+}
+Handle<Tensors> grouped_allreduce_async(const Tensors& tensors, const ReduceOptions& options) {
+  return start_allreduce("grouped_allreduce", tensors, options, false).all();
+}
+Handle<Tensors> grouped_allreduce_async_(Tensors tensors, const ReduceOptions& options) {
+  return start_allreduce("grouped_allreduce", tensors, options, true).all();
+}
+Handle<Tensor> reducescatter_async(const Tensor& tensor, const ReduceOptions& options) {
+  return start_reducescatter("reducescatter", {tensor}, options).only();
+}
+Handle<Tensors> grouped_reducescatter_async(const Tensors& tensors, const ReduceOptions& options) {
+  return start_reducescatter("grouped_reducescatter", tensors, options).all();
+}
+
+Tensor allreduce(const Tensor& tensor, const ReduceOptions& options) { return allreduce_async(tensor, options).wait(); }
+Tensor allreduce_(Tensor tensor, const ReduceOptions& options) {
+  return allreduce_async_(std::move(tensor), options).wait();
+}
+Tensors grouped_allreduce(const Tensors& tensors, const ReduceOptions& options) {
+  return grouped_allreduce_async(tensors, options).wait();
+}
+Tensors grouped_allreduce_(Tensors tensors, const ReduceOptions& options) {
+  return grouped_allreduce_async_(std::move(tensors), options).wait();
+}
+Tensor reducescatter(const Tensor& tensor, const ReduceOptions& options) {
+  return reducescatter_async(tensor, options).wait();
+}
+Tensors grouped_reducescatter(const Tensors& tensors, const ReduceOptions& options) {
+  return grouped_reducescatter_async(tensors, options).wait();
+}
+
+}  // namespace lockstep::horovod

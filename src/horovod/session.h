@@ -1,0 +1,105 @@
+// What init makes: this process's place among the ranks, their Group, and the thread that carries operations out in the
+// order of their calls.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "collective/work.h"
+#include "lockstep/world.h"
+
+namespace lockstep::horovod {
+
+// What a rank tells the others before an operation. Calls agree when their texts do.
+struct Announcement {
+  enum class Kind : std::uint8_t { joined, reduction, gradients, other };
+
+  Kind kind = Kind::other;
+  DType dtype = DType::uint8;
+  ReduceOp op = ReduceOp::sum;
+  std::int64_t elements = 0;   // of a reduction
+  std::int64_t optimizer = 0;  // of gradients: its number
+  std::int64_t own = 0;        // what only this rank knows, such as how much it gives
+  std::uint64_t hash = 0;      // of the whole text
+  std::array<char, 200> text{};
+
+  // "allreduce of float [2, 3]".
+  static Announcement of(const std::string& call);
+};
+
+class Session {
+ public:
+  // `local` and `cross` are positions among the ranks of a host and of those with one local rank.
+  struct Position {
+    World world;
+    int cross_rank = 0, cross_size = 1;
+    bool homogeneous = true;
+  };
+
+  // `idle_cores`: whether this process has more cores than it computes on.
+  Session(Position position, Group group, double timeout_seconds);
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  // The process's; or, in a thread that `use` is for, that one. Throws Error where there is none.
+  static std::shared_ptr<Session> current();
+  static bool exists();
+  static void set(std::shared_ptr<Session> session);
+
+  // For ranks that are threads of one process: while it lives, this thread's session.
+  class Use {
+   public:
+    explicit Use(std::shared_ptr<Session> session);
+    ~Use();
+    Use(const Use&) = delete;
+    Use& operator=(const Use&) = delete;
+  };
+
+  const Position& position() const { return position_; }
+  const World& world() const { return position_.world; }
+  int rank() const { return group_.rank(); }
+  int size() const { return group_.size(); }
+  const Group& group() const { return group_; }
+  double timeout_seconds() const { return timeout_seconds_; }
+  Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(timeout_seconds_)); }
+
+  // `task` runs when those before have ended: it meets the others, then does what it announced. Any thread.
+  Work start(std::function<void()> task);
+  void run(const std::function<void()>& task) { start(task).wait(); }
+
+  // In tasks: every rank's announcement, in their order. Throws InvalidArgument on all ranks where calls differ, and
+  // where a rank has joined and cannot take part.
+  std::vector<Announcement> meet(const Announcement& mine);
+
+  // See horovod::join.
+  int join();
+
+  // What a rank that has joined does when the others announce gradients of that optimizer. Numbers count from 0, in the
+  // order of calls.
+  std::int64_t add_optimizer(std::function<void()> take_part);
+  void remove_optimizer(std::int64_t number);
+
+ private:
+  std::vector<Announcement> exchange(Announcement mine);
+  void answer(const Announcement& theirs);
+
+  const Position position_;
+  const Group group_;
+  const double timeout_seconds_;
+  int last_active_;  // of the ranks that had not joined at the last exchange; the thread's own
+
+  Mutex mutex_;
+  std::map<std::int64_t, std::function<void()>> optimizers_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::int64_t next_optimizer_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
+
+  ProgressThread thread_;  // ends before what it works on
+};
+
+}  // namespace lockstep::horovod

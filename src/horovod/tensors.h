@@ -1,0 +1,67 @@
+// Tensors as operations take them.
+#pragma once
+
+#include <ATen/Functions.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/text.h"
+#include "data/stored_tensor.h"
+#include "lockstep/error.h"
+#include "lockstep/horovod.h"
+
+namespace lockstep::horovod {
+
+inline Buffer buffer_of_tensor(const Tensor& tensor) {
+  return {tensor.data_ptr(), static_cast<std::size_t>(tensor.numel()), to_dtype(tensor.scalar_type())};
+}
+
+// Memory of its own, for the thread that carries operations out.
+inline Tensor own_on_host(const Tensor& tensor) {
+  return tensor.detach().to(at::kCPU).clone(at::MemoryFormat::Contiguous);
+}
+
+inline void check_tensor(const char* caller, const Tensor& tensor) {
+  if (!tensor.defined()) throw InvalidArgument(text(caller, ": the tensor is undefined"));
+  if (tensor.is_sparse()) throw InvalidArgument(text(caller, ": the tensor is sparse; make it dense first"));
+  to_dtype(tensor.scalar_type());
+}
+
+inline void check_rows(const char* caller, const Tensor& tensor) {
+  check_tensor(caller, tensor);
+  if (tensor.dim() == 0) throw InvalidArgument(text(caller, ": the tensor is a scalar; it needs a first dimension"));
+}
+
+inline std::int64_t elements_of_row(const Tensor& tensor) { return c10::multiply_integers(tensor.sizes().slice(1)); }
+
+inline std::vector<std::int64_t> with_rows(const Tensor& tensor, std::int64_t rows) {
+  auto sizes = tensor.sizes().vec();
+  sizes[0] = rows;
+  return sizes;
+}
+
+inline Counts counts_of(const std::vector<std::int64_t>& rows, std::int64_t elements_of_row) {
+  Counts counts;
+  for (const auto count : rows) counts.push_back(static_cast<std::size_t>(count * elements_of_row));
+  return counts;
+}
+
+// How calls are announced.
+inline std::string named(const std::string& name) { return name.empty() ? "" : text(" \"", name, "\""); }
+inline std::string rows_of(const Tensor& tensor) {
+  return text(tensor.scalar_type(), " [rows", tensor.dim() > 1 ? ", " : "", lockstep::join(tensor.sizes().slice(1)),
+              "]");
+}
+
+// An operation under way, of several tensors or of one.
+struct Started {
+  Work work;
+  std::shared_ptr<Tensors> results;
+
+  Handle<Tensors> all() const { return {work, results}; }
+  Handle<Tensor> only() const { return {work, std::shared_ptr<Tensor>(results, results->data())}; }
+};
+
+}  // namespace lockstep::horovod
