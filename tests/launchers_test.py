@@ -1,4 +1,4 @@
-"""The seed program on two workers, started by each launcher that a site may have: launchers_test.py MNIST LOCKSTEP."""
+"""The seed program on two workers, and Horovod's tutorial on four ranks, started by each launcher that a site may have: launchers_test.py MNIST HOROVOD LOCKSTEP."""
 import contextlib
 import json
 import os
@@ -11,7 +11,7 @@ import tempfile
 import time
 import unittest
 
-MNIST, LOCKSTEP = sys.argv[1:3]
+MNIST, HOROVOD, LOCKSTEP = sys.argv[1:4]
 TRAIN = [MNIST, "--strategy", "multi_worker", "--replicas", "1", "--epochs", "5"]
 LIMIT_S = 300
 
@@ -87,8 +87,8 @@ class Launchers(unittest.TestCase):
     def setUp(self):
         self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
 
-    def train(self, *commands, environments=None):
-        """The accuracy that one of the commands prints; all end well."""
+    def run_all(self, *commands, environments=None):
+        """What the commands print, started together in the same folder; all end well."""
         environments = environments or [{}] * len(commands)
         work = self.folder / "work"
         work.mkdir(exist_ok=True)
@@ -101,10 +101,25 @@ class Launchers(unittest.TestCase):
                 process.kill()
         for process, output in zip(started, outputs):
             self.assertEqual(process.returncode, 0, output)
-        accuracies = re.findall(r"Eval accuracy: ([0-9.]+)", "".join(outputs))
-        self.assertEqual(len(accuracies), 1, outputs)  # the chief's
-        self.assertTrue((work / "training_checkpoints/ckpt_5.safetensors").exists())
-        self.assertGreaterEqual(float(accuracies[0]), 0.90)
+        return "".join(outputs)
+
+    def expect_accuracy(self, output, least):
+        accuracies = re.findall(r"Eval accuracy: ([0-9.]+)", output)
+        self.assertEqual(len(accuracies), 1, output)  # the chief's
+        self.assertGreaterEqual(float(accuracies[0]), least)
+
+    def train(self, *commands, environments=None):
+        self.expect_accuracy(self.run_all(*commands, environments=environments), 0.90)
+        self.assertTrue((self.folder / "work/training_checkpoints/ckpt_5.safetensors").exists())
+
+    def train_by_horovod(self, *launcher):
+        """Once, and on from its checkpoint."""
+        for steps in (2000, 4000):
+            output = self.run_all([*launcher, HOROVOD, "--steps", str(steps)])
+            self.assertIn(f"step {steps // 4}, processes 4", output)
+        self.expect_accuracy(output, 0.85)
+        kept = {path.name for path in (self.folder / "work/mnist_convnet_model").glob("*.safetensors")}
+        self.assertEqual(kept, {f"model.ckpt-{step}.safetensors" for step in (0, 500, 1000)})
 
     def test_by_hand_with_tf_config(self):
         workers = [f"localhost:{port}" for port in free_ports(2)]
@@ -116,6 +131,12 @@ class Launchers(unittest.TestCase):
 
     def test_open_mpi(self):
         self.train(["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2", *TRAIN])
+
+    def test_horovod_by_lockstep_run(self):
+        self.train_by_horovod(LOCKSTEP, "run", "-n", "4")
+
+    def test_horovod_by_open_mpi(self):
+        self.train_by_horovod("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "4")
 
     def test_mpich(self):
         self.train(["mpirun.mpich", "-np", "2", *TRAIN])
@@ -131,4 +152,4 @@ class Launchers(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    unittest.main(argv=[sys.argv[0], *sys.argv[3:]], verbosity=2)
+    unittest.main(argv=[sys.argv[0], *sys.argv[4:]], verbosity=2)

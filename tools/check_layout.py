@@ -21,7 +21,8 @@ ROOMS = {
     "ddp": {"collective", "gradient", "ops"},
     "strategy": {"cluster", "collective", "data", "gradient", "ops", "optimizer"},
     "train": {"checkpoint", "data", "gradient", "ops", "optimizer", "strategy"},
-    "horovod": {"cluster", "collective", "data", "gradient", "strategy", "train"},
+    "horovod": {"checkpoint", "cluster", "collective", "data", "gradient", "strategy", "train"},
+    "estimator": {"strategy", "train"},
     "cli": {"checkpoint", "cluster", "collective", "launch", "train"},
 }
 WITHOUT_TORCH = {"base", "kernels", "transport", "cluster", "launch", "collective", "optimizer", "checkpoint", "cli"}

@@ -47,9 +47,9 @@ class Callback {
   virtual void save(Archive& /*archive*/, const std::string& /*prefix*/) const {}
   virtual void load(const Archive& /*archive*/, const std::string& /*prefix*/) {}
 
-  // When it is called among the others: what saves the state of others comes after them, and what spreads the state of
-  // the training after what restores it.
-  enum class Turn { normal, saves_state, last, after_restoring };
+  // When it is called among the others: what saves the state of others comes after them; then what restores the state
+  // of the training, what spreads it to other processes, and what needs it as training will begin.
+  enum class Turn { normal, saves_state, restores_state, spreads_state, needs_state };
   virtual Turn turn() const { return Turn::normal; }
 
   // With several workers all call their callbacks, in step and with the same logs: what writes files is for the chief

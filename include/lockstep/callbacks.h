@@ -90,7 +90,7 @@ class BackupAndRestore : public Callback {
   void on_epoch_end(int epoch, const Logs& logs) override;
   void on_train_end() override;
   void on_interrupt() override;
-  Turn turn() const override { return Turn::last; }
+  Turn turn() const override { return Turn::restores_state; }
 
  private:
   std::string file_;

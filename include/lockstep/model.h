@@ -7,6 +7,7 @@
 #include <functional>
 #include <initializer_list>
 #include <iosfwd>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -40,6 +41,9 @@ struct CompileOptions {
 };
 
 struct FitOptions {
+  // As steps_per_epoch: an epoch that a callback ends, by stop_training.
+  static constexpr std::int64_t kEndless = std::numeric_limits<std::int64_t>::max();
+
   int epochs = 1;
   int initial_epoch = 0;
   std::int64_t steps_per_epoch =

@@ -13,6 +13,7 @@ namespace {
 struct Given {
   Mutex mutex;
   std::vector<int> cpus LOCKSTEP_GUARDED_BY(mutex) = allowed_cpus();
+  int count LOCKSTEP_GUARDED_BY(mutex) = usable_cpu_count();  // fewer than cpus where several processes share them
 };
 Given& given() {
   static Given cpus;
@@ -27,8 +28,8 @@ std::vector<int> given_cpus() {
 }
 
 int HostShare::usable_cpu_count() const {
-  const int all = std::min(static_cast<int>(given_cpus().size()), paid_cpu_count());
-  return own_cores ? all : std::max(1, all / size);
+  MutexLock lock(given().mutex);
+  return own_cores ? given().count : std::max(1, given().count / size);
 }
 
 std::vector<int> HostShare::cpus() const {
@@ -40,9 +41,11 @@ std::vector<int> HostShare::cpus() const {
 
 void keep_to_share(const HostShare& share) {
   const auto cpus = share.cpus();
+  const int count = share.usable_cpu_count();
   pin_current_thread(cpus);
   MutexLock lock(given().mutex);
   given().cpus = cpus;
+  given().count = count;
 }
 
 bool has_own_cores(const World& world, const Store& store, Deadline deadline) {

@@ -15,9 +15,8 @@ namespace {
 // Keeps this process to its share of the host, unless whoever started it did.
 void take_share(const World& world, bool own_cores) {
   const HostShare share{world.local_rank, world.local_size, own_cores};
-  const int threads = share.usable_cpu_count();
   if (world.local_size > 1) keep_to_share(share);
-  if (std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(threads);
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(HostShare().usable_cpu_count());
 }
 
 // Where the others are, by what each says of itself.

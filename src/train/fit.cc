@@ -86,7 +86,7 @@ class Fit {
   History run() {
     impl_.data_epochs = std::max<std::int64_t>(impl_.data_epochs, options_.initial_epoch);
     impl_.progress = {.epoch = options_.initial_epoch, .position = {.epoch = impl_.data_epochs}};
-    impl_.stopping = false;
+    impl_.stopping = impl_.agreed_to_stop = false;
     workers().together([this] {
       build_for_first_batch();
       compare_workers();
@@ -100,14 +100,24 @@ class Fit {
  private:
   void train() {
     each([](Callback& callback) { callback.on_train_begin(); });  // BackupAndRestore changes the progress here
+    agree();
     while (progress().epoch < options_.epochs && !stopping()) run_epoch();
     each([](Callback& callback) { callback.on_train_end(); });
   }
 
   FitProgress& progress() { return impl_.progress; }
 
-  // What all workers have agreed on, after a step or an epoch: where one stops alone, the others would wait for it.
-  bool stopping() const { return workers().alone() ? impl_.stopping : agreed_.stopping > 0; }
+  // Where one worker stopped alone, the others would wait for it: all agree, after a step or an epoch.
+  bool stopping() const { return impl_.stops(); }
+  Agreed mine() const {
+    const int signal = signals_.received();
+    return {impl_.stopping ? 1.0 : 0.0, signal == SIGINT ? 1.0 : 0.0, signal == SIGTERM ? 1.0 : 0.0};
+  }
+  void agree() {
+    agreed_ = mine();
+    workers().sum(agreed_.all());
+    impl_.agreed_to_stop = agreed_.stopping > 0;
+  }
   const Workers& workers() const { return impl_.workers(); }
 
   void compare_workers() const {
@@ -153,6 +163,7 @@ class Fit {
   }
 
   std::int64_t steps_of_an_epoch() const {
+    if (options_.steps_per_epoch == FitOptions::kEndless) return -1;
     if (options_.steps_per_epoch > 0) return options_.steps_per_epoch;
     return std::max<std::int64_t>(-1, distribute(data_, impl_.strategy.impl().local_replicas()).cardinality());
   }
@@ -188,9 +199,9 @@ class Fit {
     const auto index = progress().batch;
     each([&](Callback& callback) { callback.on_train_batch_begin(index); });
     const auto results = impl_.train_batch(batch, *impl_.tracker);
-    agreed_ = {impl_.stopping ? 1.0 : 0.0, signals_.received() == SIGINT ? 1.0 : 0.0,
-               signals_.received() == SIGTERM ? 1.0 : 0.0};
+    agreed_ = mine();
     impl_.tracker->add_batch(results, agreed_.all());
+    impl_.agreed_to_stop = agreed_.stopping > 0;
     progress().batch = index + 1;
     progress().position = position_after;
     const auto logs = impl_.tracker->logs();
@@ -219,8 +230,7 @@ class Fit {
     if (progress().batch == 0 && progress().history.epoch.empty()) throw InvalidArgument("fit: the data set is empty");
     log_warning(text("fit: the data set ended after ", progress().batch, " of ", options_.steps_per_epoch,
                      " steps of epoch ", progress().epoch + 1, "; call repeat() on it to train longer"));
-    impl_.stopping = true;
-    agreed_.stopping = 1;
+    impl_.stopping = impl_.agreed_to_stop = true;
   }
 
   void finish_epoch(int epoch) {
@@ -240,9 +250,7 @@ class Fit {
     progress().batch = 0;
     if (options_.steps_per_epoch == 0) progress().position = {.epoch = ++impl_.data_epochs};
     each([&](Callback& callback) { callback.on_epoch_end(epoch, logs); });
-    agreed_ = {impl_.stopping ? 1.0 : 0.0, signals_.received() == SIGINT ? 1.0 : 0.0,
-               signals_.received() == SIGTERM ? 1.0 : 0.0};
-    workers().sum(agreed_.all());
+    agree();
   }
 
   Logs validate() {

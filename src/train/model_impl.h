@@ -62,6 +62,7 @@ class ModelImpl {
 
   // Collective over the workers. What the chief reads is all workers'; what is saved is for the chief to write.
   Archive read_for_all(const std::string& path) const;
+  void load_weights(Archive archive);
   Archive save_state();
   void load_state(const Archive& archive);
 
@@ -90,7 +91,11 @@ class ModelImpl {
   std::int64_t data_epochs = 0;        // epochs of data that fits have begun: the next one shuffles anew
   std::vector<AnyCallback> callbacks;  // of the fit that runs, as its options list them; empty between fits
   bool fitting = false;
-  bool stopping = false;
+  bool stopping = false;        // this worker asked for the end of the fit
+  bool agreed_to_stop = false;  // one of the workers did, before the last step or epoch ended
+
+  // Whether the fit ends after the step that was made.
+  bool stops() const { return workers().alone() ? stopping : agreed_to_stop; }
 };
 
 // Throws InvalidArgument naming everything in which the archive's tensors and the model's differ.

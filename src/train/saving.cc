@@ -88,14 +88,15 @@ void Model::save_weights(const std::string& path) const {
   impl_->workers().on_chief([&] { write_archive(path, archive); });
 }
 
-void Model::load_weights(const std::string& path) {
-  auto archive = impl_->read_for_all(path);
-  if (impl_->parameters == nullptr) {
-    impl_->pending_weights = std::move(archive);
+void Model::load_weights(const std::string& path) { impl_->load_weights(impl_->read_for_all(path)); }
+
+void ModelImpl::load_weights(Archive archive) {
+  if (parameters == nullptr) {
+    pending_weights = std::move(archive);
     return;
   }
-  check_weights(archive, *impl_->parameters);
-  module().trackable().load(archive, "")();
+  check_weights(archive, *parameters);
+  ReplicatedModule(parameters).trackable().load(archive, "")();
 }
 
 void Model::save_checkpoint(const std::string& path) const {

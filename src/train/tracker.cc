@@ -45,7 +45,8 @@ void Tracker::add_batch(const PerReplica<StepResult>& results, std::span<double>
     std::copy(all.end() - static_cast<std::ptrdiff_t>(news.size()), all.end(), news.begin());
   }
   if (!divide_) divisor = 1;
-  loss_sum_ += divisor == 0 ? 0 : loss / divisor * examples;
+  batch_loss_ = divisor == 0 ? 0 : loss / divisor;
+  loss_sum_ += batch_loss_ * examples;
   examples_ += examples;
 }
 

@@ -31,6 +31,8 @@ class Tracker {
   // the batches' weighted by sizes. Collective over the workers; each of `news` becomes its sum over them.
   void add_batch(const PerReplica<StepResult>& results, std::span<double> news = {});
 
+  double batch_loss() const { return batch_loss_; }  // of the last one
+
   void reset();
   Logs logs() const;
 
@@ -48,6 +50,7 @@ class Tracker {
   std::vector<double> sums_;                      // of all metrics, of all workers, after the last batch
   double loss_sum_ = 0;
   double examples_ = 0;
+  double batch_loss_ = 0;
 };
 
 }  // namespace lockstep

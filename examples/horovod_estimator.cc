@@ -1,0 +1,96 @@
+// "Use Horovod in TensorFlow with Estimators", in C++: every process reads a part of the images, gradients are
+// averaged, and process 0 keeps the checkpoints.
+//   mpirun -np 4 horovod_estimator
+//   lockstep run -n 4 horovod_estimator
+//   lockstep run -H host1:4,host2:4 horovod_estimator
+#include <lockstep/estimator.h>
+#include <lockstep/horovod.h>  // 1. import Horovod
+#include <lockstep/lockstep.h>
+#include <torch/cuda.h>
+
+#include <CLI/CLI.hpp>
+#include <iostream>
+
+namespace hvd = lockstep::horovod;
+using namespace lockstep;
+
+namespace {
+
+struct Options {
+  std::string model_dir = "mnist_convnet_model";
+  std::int64_t steps = 4000;  // of all processes together
+  std::int64_t batch = 64;    // images a process
+  std::string data;
+};
+
+EstimatorSpec cnn_model_fn(const Example& /*features*/, ModeKeys mode, const Params& params) {
+  EstimatorSpec spec{.model = Sequential({Conv2D(32, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(),
+                                          Dense(64, {.activation = "relu"}), Dense(10)})};
+  spec.predictions = [](const Tensor& logits) {
+    return Predictions{{"classes", logits.argmax(1)}, {"probabilities", logits.softmax(1)}};
+  };
+  spec.loss = SparseCategoricalCrossentropy({.from_logits = true});
+  spec.eval_metric_ops = {"accuracy"};
+  if (mode == ModeKeys::train) {
+    // 4. wrap the optimizer; its rate grows with the number of processes
+    const Adam adam({.learning_rate = params.at("learning_rate") * hvd::size()});
+    spec.optimizer = hvd::DistributedOptimizer(adam);
+  }
+  return spec;
+}
+
+Example scale(Example example) {
+  example.x = example.x.to(at::kFloat).div(255);
+  return example;
+}
+
+void train(const Options& options) {
+  hvd::init();  // 2. before anything else
+
+  // 3. pin a GPU to this process; without GPUs init has given it its cores
+  const OneDeviceStrategy device(torch::cuda::is_available() ? "cuda:" + std::to_string(hvd::local_rank()) : "cpu:0");
+
+  const auto [images, test] = options.data.empty() ? datasets::fashion_mnist() : datasets::mnist(options.data);
+  const auto train_input = [&, images = images] {
+    return images.shard(hvd::size(), hvd::rank()).map(scale).cache().shuffle(10'000).repeat().batch(options.batch);
+  };
+  const auto eval_input = [&, test = test] { return test.map(scale).batch(500); };
+
+  // 6. checkpoints on process 0 only
+  Estimator classifier(cnn_model_fn,
+                       {.model_dir = hvd::rank() == 0 ? options.model_dir : "", .train_distribute = device},
+                       {{"learning_rate", 5e-4}});
+  // 5. all begin as process 0 does, whether anew or from its checkpoint
+  classifier.train(train_input,
+                   {.hooks = {hvd::BroadcastGlobalVariablesHook(0),
+                              StopAtStepHook({.last_step = std::max<std::int64_t>(1, options.steps / hvd::size())})}});
+  if (hvd::rank() == 0) {
+    const auto result = classifier.evaluate(eval_input);
+    std::cout << "Eval loss: " << result["loss"] << ", Eval accuracy: " << result["accuracy"] << ", step "
+              << result["global_step"] << ", processes " << hvd::size() << "\n";
+  }
+  hvd::barrier();
+  hvd::shutdown();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  CLI::App app("Trains a small convolutional network on images of clothes, as Horovod's users do");
+  app.add_option("--model-dir", options.model_dir, "for checkpoints and TensorBoard")->capture_default_str();
+  app.add_option("--steps", options.steps, "of all processes together")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--batch", options.batch, "images a process in each step")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  app.add_option("--data", options.data, "folder of MNIST's four IDX files; empty: Fashion-MNIST");
+  CLI11_PARSE(app, argc, argv);
+  try {
+    train(options);
+  } catch (const Error& error) {
+    std::cerr << "horovod_estimator: " << error.what() << "\n";
+    return 1;
+  }
+}

@@ -1,0 +1,104 @@
+#include "estimator/keeper.h"
+
+#include <filesystem>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "train/model_impl.h"
+
+namespace lockstep {
+namespace {
+
+// How often time is looked at where several workers must agree on it.
+constexpr std::int64_t kStepsBetweenLooks = 100;
+
+double seconds_since(std::chrono::steady_clock::time_point then) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - then).count();
+}
+
+}  // namespace
+
+void Keeper::on_train_begin() {
+  const auto& workers = model().impl()->workers();
+  const auto latest = workers.share(workers.is_chief() ? latest_checkpoint(config_.model_dir) : "");
+  if (!latest.empty()) {
+    model().load_checkpoint(latest);
+    saved_ = model().iterations();
+  }
+  begin_ = told_ = model().iterations();
+  saved_at_ = told_at_ = Clock::now();
+  if (workers.is_chief() && config_.save_summary_steps > 0) events_.emplace(config_.model_dir);
+}
+
+// The first one: what other hooks did to the state when training began is in it.
+void Keeper::on_train_batch_begin(std::int64_t /*batch*/) {
+  if (saved_ < 0) save();
+}
+
+void Keeper::on_train_batch_end(std::int64_t /*batch*/, const Logs& /*logs*/) {
+  tell();
+  // A step that ends the fit is saved as such, before fit turns to the next epoch.
+  if (!save_is_due() && !model().impl()->stops()) return;
+  save();
+  if (after_save_) after_save_();
+}
+
+void Keeper::on_epoch_end(int /*epoch*/, const Logs& /*logs*/) {
+  // Where a checkpoint was of the last step of the data, they begin again.
+  if (model().iterations() > begin_) model().stop_training();
+}
+
+void Keeper::on_train_end() {
+  events_.reset();
+  if (saved_ == model().iterations()) return;
+  save();
+  if (after_save_) after_save_();
+}
+
+void Keeper::save() {
+  saved_ = model().iterations();
+  saved_at_ = Clock::now();
+  const auto path = (std::filesystem::path(config_.model_dir) / text("model.ckpt-", saved_)).string();
+  model().save_checkpoint(path);
+  if (!model().strategy().is_chief()) return;
+  record_checkpoint(path, kept_, config_.keep_checkpoint_max);
+  log_info(text("saved ", path));
+}
+
+bool Keeper::save_is_due() const {
+  const auto step = model().iterations();
+  if (config_.save_checkpoints_steps > 0) return step - saved_ >= config_.save_checkpoints_steps;
+  const auto& workers = model().impl()->workers();
+  const bool due = seconds_since(saved_at_) >= config_.save_checkpoints_secs;
+  if (workers.alone()) return due;
+  return step % kStepsBetweenLooks == 0 && workers.share(due ? "due" : "") == "due";
+}
+
+void Keeper::tell() {
+  if (!model().strategy().is_chief()) return;
+  const auto step = model().iterations();
+  const double loss = model().impl()->tracker->batch_loss();
+  if (events_ && step % config_.save_summary_steps == 0) events_->scalar("loss", step, loss);
+  if (config_.log_step_count_steps == 0 || step % config_.log_step_count_steps != 0) return;
+  const double rate = static_cast<double>(step - told_) / seconds_since(told_at_);
+  log_info(text("loss = ", loss, ", step = ", step, " (", rate, " steps/s)"));
+  if (events_) events_->scalar("global_step/sec", step, rate);
+  told_ = step;
+  told_at_ = Clock::now();
+}
+
+void Keeper::save(Archive& archive, const std::string& prefix) const {
+  for (std::size_t i = 0; i < kept_.size(); ++i) archive.entries[text(prefix, "/kept/", i)] = kept_[i];
+}
+
+void Keeper::load(const Archive& archive, const std::string& prefix) {
+  kept_.clear();
+  for (std::size_t i = 0; archive.entries.contains(text(prefix, "/kept/", i)); ++i) {
+    kept_.push_back(archive.entry(text(prefix, "/kept/", i)));
+  }
+  // The checkpoint that says so was recorded after it was written.
+  const auto latest = latest_checkpoint(config_.model_dir);
+  if (!latest.empty()) kept_.push_back(latest);
+}
+
+}  // namespace lockstep
