@@ -1,5 +1,6 @@
 // Horovod's optimizer and callbacks under fit, against one process on all ranks' examples. Ranks are threads.
 #include <gtest/gtest.h>
+#include <lockstep/estimator.h>
 #include <lockstep/horovod.h>
 #include <lockstep/lockstep.h>
 
@@ -7,6 +8,7 @@
 #include "base/fresh_folder.h"
 #include "horovod/session.h"
 #include "tests/workers.h"
+#include "train/model_impl.h"
 
 namespace lockstep {
 namespace {
@@ -153,11 +155,75 @@ TEST(HorovodFit, WarmupGoesToTheRateInEqualSteps) {
   });
 }
 
+TEST(HorovodFit, ARankWhoseDataEndEarlierGoesOnWithoutExamples) {
+  // Rank 0 has all of 4 batches, rank 1 the first 2 once more.
+  const auto initial = (fresh_folder("horovod_fit", "unequal") / "initial").string();
+  alone(1, adam(), initial);
+  std::vector<Tensor> expected;
+  {
+    const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
+    auto model = make_model(at::kDouble, adam());
+    model.load_weights(initial);
+    int number = 0;
+    const auto doubled = data_of(0, 1).map(
+        [&](Example batch) {
+          if (number++ % 4 > 1) return batch;
+          batch.x = at::cat({batch.x, batch.x});
+          batch.y = at::cat({batch.y, batch.y});
+          return batch;
+        },
+        {.num_parallel_calls = 1});
+    for (int epoch = 0; epoch < 3; ++epoch) {
+      number = 0;
+      for (auto iterator = doubled.iterate(); auto batch = iterator.next();) model.train_on_batch(*batch);
+    }
+    expected = weights_of(model);
+  }
+  on_ranks(2, [&](int rank) {
+    auto model = make_model(at::kDouble, hvd::DistributedOptimizer(adam()));
+    model.load_weights(initial);
+    const auto data = rank == 0 ? data_of(0, 1) : data_of(0, 1).take(2);
+    model.fit(data, {.epochs = 3, .callbacks = {hvd::MetricAverageCallback()}, .verbose = 0});
+    EXPECT_EQ(model.iterations(), 12);
+    EXPECT_LE(largest_difference(weights_of(model), expected), 1e-9);
+  });
+}
+
+TEST(HorovodFit, WhatOneRankStopsEndsForAllAfterTheSameStep) {
+  on_ranks(2, [](int rank) {
+    auto model = make_model(at::kDouble, hvd::DistributedOptimizer(adam()));
+    int steps = 0;
+    const LambdaCallback stops({.on_train_batch_end = [&](std::int64_t, const Logs&) {
+      if (++steps == 5 && rank == 1) model.stop_training();
+    }});
+    model.fit(data_of(rank, 2), {.epochs = 9, .callbacks = {stops}, .verbose = 0});
+    EXPECT_EQ(model.iterations(), 6);  // they agree in the next one
+  });
+}
+
+TEST(HorovodFit, OneRankAloneMayEvaluateBeforeAllFit) {
+  on_ranks(2, [](int rank) {
+    auto model = make_model(at::kDouble, hvd::DistributedOptimizer(adam()));
+    if (rank == 0) {
+      EXPECT_GT(model.evaluate(data_of(0, 1))["loss"], 0);
+    }
+    hvd::barrier();
+    model.fit(data_of(rank, 2), {.callbacks = {hvd::BroadcastGlobalVariablesCallback()}, .verbose = 0});
+    EXPECT_EQ(model.iterations(), 4);
+  });
+}
+
 TEST(HorovodFit, WhatGoesWrongIsNamed) {
   on_ranks(2, [](int rank) {
     expect_says(message_of([] { hvd::DistributedOptimizer(adam(), {.op = hvd::Min}); }), "op is min");
     const auto optimizer = hvd::DistributedOptimizer(Adam({.learning_rate = rank == 0 ? 0.1 : 0.2}));
-    expect_says(message_of([&] { make_model(at::kDouble, optimizer); }), "the workers' optimizers differ");
+    expect_says(message_of([&] { make_model(at::kDouble, optimizer).fit(data_of(rank, 2), {.verbose = 0}); }),
+                "the workers' optimizers differ");
+    auto alone = make_model(at::kDouble, hvd::DistributedOptimizer(adam()));
+    std::vector<AnyCallback> callbacks;
+    if (rank == 0)
+      callbacks.push_back(LambdaCallback({.on_train_begin = [&] { alone.impl()->engine->set_iterations(3); }}));
+    expect_says(message_of([&] { alone.fit(data_of(rank, 2), {.callbacks = callbacks, .verbose = 0}); }), "step 3");
     const auto good = hvd::DistributedOptimizer(adam());
     auto model = make_model(at::kDouble, good);
     const auto said = message_of([&] {
@@ -168,6 +234,24 @@ TEST(HorovodFit, WhatGoesWrongIsNamed) {
                 {.verbose = 0});
     });
     expect_says(said, "no more images");
+  });
+}
+
+TEST(HorovodFit, AnEstimatorGoesOnAtTheEndOfItsData) {
+  const auto folder = fresh_folder("horovod_fit", "estimator").string();
+  on_ranks(2, [&](int rank) {
+    const auto model_fn = [](const Example&, ModeKeys mode, const Params&) {
+      EstimatorSpec spec{.model = Sequential({Dense(9, {.activation = "tanh"}), Dense(3)})};
+      spec.loss = SparseCategoricalCrossentropy({.from_logits = true});
+      if (mode == ModeKeys::train) spec.optimizer = hvd::DistributedOptimizer(adam());
+      return spec;
+    };
+    for (const std::int64_t step : {4, 7, 8, 12}) {
+      Estimator estimator(model_fn, {.model_dir = rank == 0 ? folder : "", .log_step_count_steps = 0});
+      const TrainOptions options{.max_steps = step, .hooks = {hvd::BroadcastGlobalVariablesHook(0)}};
+      estimator.train([&] { return data_of(rank, 2); }, options);
+      EXPECT_EQ(estimator.evaluate([&] { return data_of(rank, 2); })["global_step"], step);
+    }
   });
 }
 

@@ -76,7 +76,7 @@ class ModelCheckpoint : public Callback {
 };
 
 struct BackupAndRestoreOptions {
-  std::int64_t save_freq = 0;     // batches between backups; 0: each epoch
+  std::int64_t save_freq = 0;     // batches between backups; they are made at the end of each epoch too
   bool delete_checkpoint = true;  // when fit ends well
 };
 

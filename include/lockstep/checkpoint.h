@@ -44,14 +44,20 @@ void write_archive(const std::string& path, const Archive& archive);
 // safetensors file. Files that others wrote, without our checksum, are accepted.
 Archive read_archive(const std::string& path);
 
-// The path of the last checkpoint that was saved in `directory`, as load_weights and Checkpoint::restore take it; empty
-// when there is none. Follows tf.train.latest_checkpoint.
+// The path of the last checkpoint that was saved in `directory`, as load_weights and Checkpoint::restore take it; of
+// the last one that is still there, with a warning; empty when there is none. Follows tf.train.latest_checkpoint.
 std::string latest_checkpoint(const std::string& directory);
 
 // Appends `path` to the index of its folder as the latest and to `kept`; when `kept` then has more than `max_to_keep`
 // (0: no bound), its first ones are dropped from both, and their files deleted. Checkpoints of others in the folder
 // stay.
 void record_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep = 0);
+
+// `kept` as entries of a checkpoint under `prefix`, by their places in `folder`; and back. So a copy of the folder does
+// not speak of the original's files.
+void save_kept(const std::vector<std::string>& kept, const std::string& folder, Archive& archive,
+               const std::string& prefix);
+std::vector<std::string> load_kept(const Archive& archive, const std::string& prefix, const std::string& folder);
 
 // Something that a Checkpoint saves and restores. `load` checks everything, changes nothing, and returns what makes the
 // change and cannot fail; so a restore happens whole or not at all.

@@ -48,4 +48,7 @@ struct Meeting {
 // Throws as Store does, and DeadlineExceeded naming rank 0 where it has not come.
 Meeting meet(const Cluster& cluster, Deadline deadline);
 
+// Where in the store the next thing of this kind meets: all ranks make their things in the same order.
+Store place_of_next(const Meeting& meeting, const std::string& kind, Deadline deadline);
+
 }  // namespace lockstep

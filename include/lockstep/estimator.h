@@ -40,10 +40,14 @@ struct EstimatorSpec {
 };
 
 // Hyperparameters by name, for model_fn.
-using Params = std::map<std::string, double>;
+class Params : public std::map<std::string, double> {
+ public:
+  using std::map<std::string, double>::map;
+  double at(const std::string& name) const;  // throws InvalidArgument listing the names that there are
+};
 
 // Called once in each train, evaluate and predict, in the scope of the strategy. `features`: the first batch of the
-// input, for its shapes and dtypes; it has labels but for predict. All modes make the same variables.
+// input, for its shapes and dtypes, with labels where the input has them. All modes make the same variables.
 using ModelFn = std::function<EstimatorSpec(const Example& features, ModeKeys mode, const Params& params)>;
 
 // Called once in each train, evaluate and predict: batches. With a strategy of several replicas each batch is split
@@ -56,7 +60,7 @@ struct RunConfig {
   std::uint64_t tf_random_seed = 1;  // of everything random, set when train begins
 
   std::int64_t save_checkpoints_steps = 0;  // 0: by time
-  double save_checkpoints_secs = 600;       // looked at every log_step_count_steps
+  double save_checkpoints_secs = 600;       // with several workers looked at every 100 steps
   int keep_checkpoint_max = 5;              // 0: all
   std::int64_t log_step_count_steps = 100;  // steps between lines with loss and speed; 0: none
   std::int64_t save_summary_steps = 100;    // steps between points in the event file; 0: none
@@ -88,7 +92,7 @@ struct EvalSpec;
 
 class Estimator {
  public:
-  // Throws InvalidArgument for a config that is out of range.
+  // Throws InvalidArgument for a config that is out of range, or an empty function.
   explicit Estimator(ModelFn model_fn, RunConfig config = {}, Params params = {});
 
   // Goes on from the latest checkpoint: weights, optimizer, step, random state, and the place in the data where they
@@ -138,11 +142,13 @@ class StopAtStepHook : public Callback {
   explicit StopAtStepHook(const StopAtStepOptions& options);
   void on_train_begin() override;
   void on_train_batch_begin(std::int64_t batch) override;
+  void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
   Turn turn() const override { return Turn::needs_state; }
 
  private:
   StopAtStepOptions options_;
   std::int64_t last_step_ = 0;
+  bool asked_ = false;
 };
 
 }  // namespace lockstep

@@ -16,8 +16,7 @@
 // Every operation throws
 //   InvalidArgument when calls differ, and for tensors that are not float, double, half, bfloat16, int, long or byte;
 //   Error when `init` was not called;
-//   PeerLost, DeadlineExceeded and Aborted as a Group (group.h): then shut down, and init again with those that are
-//   left, or end.
+//   PeerLost, DeadlineExceeded and Aborted as a Group (group.h): then end, for the job to be started again.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +44,7 @@ class Optimizer;
 namespace lockstep::horovod {
 
 struct InitOptions {
-  GroupOptions group = {};
+  GroupOptions group = {};              // its timeout_seconds: for the others to come
   double timeout_seconds = 1800;        // of each operation
   std::optional<Cluster> cluster = {};  // instead of what the launcher left in the environment
 };

@@ -8,8 +8,9 @@
 namespace lockstep::horovod {
 
 // When training begins all ranks get what rank `root_rank` has: weights, buffers, the optimizer's state, and how far
-// the training has come. So a checkpoint that this rank alone restores (BackupAndRestore, ModelCheckpoint's) is all
-// ranks'. Each rank's random numbers are its own, made of root's.
+// the training has come. So a checkpoint that this rank alone restores (BackupAndRestore) is all ranks', but for what
+// other callbacks keep (EarlyStopping's patience), which is not sent. Each rank's random numbers are its own, made of
+// root's.
 class BroadcastGlobalVariablesCallback : public Callback {
  public:
   explicit BroadcastGlobalVariablesCallback(int root_rank = 0) : root_rank_(root_rank) {}
@@ -46,6 +47,7 @@ class LearningRateWarmupCallback : public Callback {
 
  private:
   LearningRateWarmupOptions options_;
+  std::int64_t steps_ = 0;  // an epoch
   int epoch_ = 0;
 };
 

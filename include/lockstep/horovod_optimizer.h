@@ -47,10 +47,11 @@ class DistributedOptimizer<torch::optim::Optimizer> {
   DistributedOptimizer(const DistributedOptimizer&) = delete;
   DistributedOptimizer& operator=(const DistributedOptimizer&) = delete;
 
-  // Gradients that came of fewer backwards than backward_passes_per_step meet now. `step` does this first.
+  // Where gradients have not met since the last step (for want of backwards, or of any), they do now. `step` does this
+  // first, so that all ranks make the same steps.
   void synchronize();
 
-  // The wrapped optimizer's; with a closure, each of its backwards is all ranks'.
+  // The wrapped optimizer's; with a closure, the gradients that each call of it leaves are all ranks'.
   Tensor step(const std::function<Tensor()>& closure = {});
   void zero_grad(bool set_to_none = true);
 
@@ -65,8 +66,9 @@ struct FitOptimizerOptions {
 };
 
 // `inner` for Model::compile: fit's gradients meet those of the other ranks, each of which reads data of its own
-// (Dataset::shard) and has its own logs and checkpoints. All ranks make as many steps. Not for a strategy that has
-// several workers itself. Made of ours after init, it holds the ranks even over a shutdown.
+// (Dataset::shard) and has its own logs and checkpoints. A rank whose data end earlier goes on without examples until
+// all have ended; what one rank stops, or a signal ends, ends for all after the same step. All ranks make theirs in the
+// same order, and fit together. Not for a strategy that has several workers itself.
 template <>
 class DistributedOptimizer<Optimizer> : public Optimizer {
  public:

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <sstream>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/atomic_file.h"
 
@@ -69,10 +70,34 @@ fs::path folder_of(const std::string& path) {
 }  // namespace
 
 std::string latest_checkpoint(const std::string& directory) {
-  const auto latest = read_index(directory).latest;
-  if (latest.empty()) return {};
-  const auto path = fs::path(directory) / latest;
-  return fs::exists(checkpoint_file(path.string())) ? path.string() : std::string();
+  const auto index = read_index(directory);
+  const auto path_of = [&](const std::string& name) { return (fs::path(directory) / name).string(); };
+  const auto is_there = [&](const std::string& name) { return fs::exists(checkpoint_file(path_of(name))); };
+  if (index.latest.empty()) return {};
+  if (is_there(index.latest)) return path_of(index.latest);
+  const auto older = std::find_if(index.all.rbegin(), index.all.rend(), is_there);
+  if (older == index.all.rend()) return {};
+  log_warning(text("the latest checkpoint in ", directory, " is said to be ", index.latest,
+                   ", which is not there; taking ", *older));
+  return path_of(*older);
+}
+
+void save_kept(const std::vector<std::string>& kept, const std::string& folder, Archive& archive,
+               const std::string& prefix) {
+  for (std::size_t i = 0; i < kept.size(); ++i) {
+    archive.entries[text(prefix, "/", i)] = fs::path(kept[i]).lexically_relative(folder).string();
+  }
+}
+
+std::vector<std::string> load_kept(const Archive& archive, const std::string& prefix, const std::string& folder) {
+  std::vector<std::string> kept;
+  for (std::size_t i = 0;; ++i) {
+    const auto found = archive.entries.find(text(prefix, "/", i));
+    if (found == archive.entries.end()) return kept;
+    const fs::path place(found->second);
+    const bool inside = place.is_relative() && place.begin() != place.end() && *place.begin() != "..";
+    if (inside) kept.push_back((fs::path(folder) / place).string());
+  }
 }
 
 void record_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep) {

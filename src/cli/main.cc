@@ -1,7 +1,9 @@
 // The command `lockstep`: arguments -> a call, nothing else.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <filesystem>
 #include <iostream>
+#include <set>
 
 #include "cli/bench_collectives.h"
 #include "cli/commands.h"
@@ -82,6 +84,7 @@ struct RunArguments : PlaceArguments {
     app.add_option("--grace", options.grace_seconds, "seconds from SIGTERM to SIGKILL (10)");
     app.add_flag("--part", part, "be the part of a job on this host, for a launcher on another")->group("");
     app.prefix_command();
+    app.footer("The program and its arguments come last: lockstep run -n 4 ./train --epochs 12");
   }
 
   int act(std::vector<std::string> command) {
@@ -109,6 +112,22 @@ struct DoctorArguments : PlaceArguments {
   bool examines = false;
 };
 
+// As other launchers take it: -np for -n, and -- before the program. What belongs to the program stays as it is.
+std::vector<std::string> as_run_takes_it(int argc, char** argv) {
+  std::vector<std::string> all(argv + 1, argv + argc);
+  const std::set<std::string> flags{"--trusted-network", "--part", "--help", "-h"};
+  if (all.empty() || all[0] != "run") return all;
+  for (std::size_t i = 1; i < all.size() && all[i].starts_with("-"); ++i) {
+    if (all[i] == "-np") all[i] = "-n";
+    if (all[i] == "--") {
+      all.erase(all.begin() + static_cast<std::ptrdiff_t>(i));
+      break;
+    }
+    if (!flags.contains(all[i]) && all[i].find('=') == std::string::npos) ++i;  // its value
+  }
+  return all;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -129,7 +148,13 @@ int main(int argc, char** argv) {
   RunArguments run_arguments(*run);
   auto* doctor = app.add_subcommand("doctor", "whether a job can run here, or on the hosts that are named");
   DoctorArguments doctor_arguments(*doctor);
-  CLI11_PARSE(app, argc, argv);
+  auto arguments = as_run_takes_it(argc, argv);
+  std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
+  try {
+    app.parse(arguments);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error);
+  }
 
   try {
     if (*devices) lockstep::print_devices(std::cout);

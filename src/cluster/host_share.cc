@@ -67,9 +67,4 @@ bool has_own_cores(const World& world, const Store& store, Deadline deadline) {
   return true;
 }
 
-Store place_of_next(const Meeting& meeting, const std::string& kind, Deadline deadline) {
-  const auto number = meeting.store.add(text(kind, " of rank ", meeting.world.rank), 1, deadline);
-  return meeting.store.prefixed(text(kind, " ", number, "/"));
-}
-
 }  // namespace lockstep

@@ -30,7 +30,4 @@ void keep_to_share(const HostShare& share);
 // ranks call it with one store.
 bool has_own_cores(const World& world, const Store& store, Deadline deadline);
 
-// Where in the store the next thing of this kind meets: all ranks make their things in the same order.
-Store place_of_next(const Meeting& meeting, const std::string& kind, Deadline deadline);
-
 }  // namespace lockstep

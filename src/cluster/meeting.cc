@@ -108,4 +108,9 @@ Meeting meet(const Cluster& cluster, Deadline deadline) {
   return meeting;
 }
 
+Store place_of_next(const Meeting& meeting, const std::string& kind, Deadline deadline) {
+  const auto number = meeting.store.add(text(kind, " of rank ", meeting.world.rank), 1, deadline);
+  return meeting.store.prefixed(text(kind, " ", number, "/"));
+}
+
 }  // namespace lockstep

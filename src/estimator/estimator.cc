@@ -39,6 +39,11 @@ std::string temporary_folder() {
   return folder;
 }
 
+Dataset called(const InputFn& input_fn) {
+  if (!input_fn) throw InvalidArgument("Estimator: input_fn is empty");
+  return input_fn();
+}
+
 const char* name_of(ModeKeys mode) {
   return mode == ModeKeys::train ? "train" : mode == ModeKeys::evaluate ? "evaluate" : "predict";
 }
@@ -51,6 +56,7 @@ struct Estimator::State {
         temporary(asked.model_dir.empty()),
         config(checked(std::move(asked))),
         params(std::move(hyperparameters)) {
+    if (!model_fn) throw InvalidArgument("Estimator: model_fn is empty");
     if (temporary) config.model_dir = temporary_folder();
   }
   ~State() {
@@ -70,9 +76,12 @@ struct Estimator::State {
   EstimatorSpec make(ModeKeys mode, const Dataset& data) {
     const auto features = first_element(data, strategy(mode).impl().local_replicas());
     if (!features.x.defined()) throw InvalidArgument("Estimator: input_fn's data are empty");
+    check_batch(features);
     auto spec = model_fn(features, mode, params);
-    if (&spec.model.impl()->strategy.impl() != &strategy(mode).impl()) {
-      throw InvalidArgument("Estimator: model_fn returned a model that it did not make in this call");
+    const auto& made = *spec.model.impl();
+    if (&made.strategy.impl() != &strategy(mode).impl() || made.compiled) {
+      throw InvalidArgument(
+          "Estimator: model_fn returned a model that it did not make in this call, or compiled itself");
     }
     if (mode != ModeKeys::predict && !spec.loss) throw missing("loss", mode);
     if (mode == ModeKeys::train && !spec.optimizer) throw missing("optimizer", mode);
@@ -115,18 +124,23 @@ struct Estimator::State {
     }
     const bool limited = options.steps > 0 || options.max_steps > 0;
     const auto scope = strategy(ModeKeys::train).scope();
+    strategy(ModeKeys::train)
+        .impl()
+        .workers()
+        .require_same("Estimators", text("steps ", options.steps, "\nmax_steps ", options.max_steps,
+                                         "\nsave_checkpoints_steps ", config.save_checkpoints_steps));
     set_random_seed(config.tf_random_seed);
-    const auto data = input_fn();
+    const auto data = called(input_fn);
     auto spec = make(ModeKeys::train, data);
-    // Ours first: checkpoints know hooks by their places.
     FitOptions fit{.epochs = std::numeric_limits<int>::max(), .verbose = 0};
     fit.callbacks.push_back(Keeper(config, std::move(after_save)));
     if (limited) fit.callbacks.push_back(StopAtStepHook({.num_steps = options.steps, .last_step = options.max_steps}));
     fit.callbacks.insert(fit.callbacks.end(), options.hooks.begin(), options.hooks.end());
     fit.callbacks.insert(fit.callbacks.end(), spec.training_hooks.begin(), spec.training_hooks.end());
     if (data.cardinality() == Dataset::kInfinite) {
-      if (!limited && options.hooks.empty()) {
-        throw InvalidArgument("Estimator: input_fn's data are endless; give steps or max_steps");
+      if (!limited && options.hooks.empty() && spec.training_hooks.empty()) {
+        throw InvalidArgument(
+            "Estimator: input_fn's data are endless; give steps or max_steps, or a hook that ends training");
       }
       fit.steps_per_epoch = FitOptions::kEndless;
     }
@@ -135,7 +149,7 @@ struct Estimator::State {
 
   Logs evaluate(const InputFn& input_fn, const EvalOptions& options) {
     const auto scope = strategy(ModeKeys::evaluate).scope();
-    const auto data = input_fn();
+    const auto data = called(input_fn);
     auto spec = make(ModeKeys::evaluate, data);
     const auto step = restore(spec.model, options.checkpoint_path);
     auto logs = spec.model.evaluate(data, {.steps = options.steps});
@@ -160,6 +174,14 @@ struct Estimator::State {
   const Params params;
 };
 
+double Params::at(const std::string& name) const {
+  const auto found = find(name);
+  if (found != end()) return found->second;
+  std::vector<std::string> names;
+  for (const auto& [known, value] : *this) names.push_back(known);
+  throw InvalidArgument(text("Params: there is no \"", name, "\"; there are ", join(names)));
+}
+
 Estimator::Estimator(ModelFn model_fn, RunConfig config, Params params)
     : state_(std::make_shared<State>(std::move(model_fn), std::move(config), std::move(params))) {}
 
@@ -174,7 +196,7 @@ Logs Estimator::evaluate(const InputFn& input_fn, const EvalOptions& options) {
 
 Predictions Estimator::predict(const InputFn& input_fn, const EstimatorPredictOptions& options) {
   const auto scope = state_->strategy(ModeKeys::predict).scope();
-  const auto data = input_fn();
+  const auto data = called(input_fn);
   auto spec = state_->make(ModeKeys::predict, data);
   state_->restore(spec.model, options.checkpoint_path);
   const auto outputs = spec.model.predict(data);
@@ -200,20 +222,23 @@ const Params& Estimator::params() const { return state_->params; }
 
 Logs train_and_evaluate(Estimator& estimator, const TrainSpec& train_spec, const EvalSpec& eval_spec) {
   require(eval_spec.throttle_secs >= 0, "throttle_secs", eval_spec.throttle_secs, "0 or more");
+  if (!eval_spec.input_fn) throw InvalidArgument("Estimator: the EvalSpec's input_fn is empty");
   auto& state = *estimator.state_;
   const Workers workers = state.strategy(ModeKeys::train).impl().workers();
   auto last = std::chrono::steady_clock::now();
   Logs result;
+  bool evaluated = false;  // the last checkpoint
   const auto evaluate = [&] {
     result = state.evaluate(eval_spec.input_fn, {.steps = eval_spec.steps, .name = eval_spec.name});
     last = std::chrono::steady_clock::now();
   };
   const auto after_save = [&] {
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - last;
-    if (workers.share(passed.count() >= eval_spec.throttle_secs ? "due" : "") == "due") evaluate();
+    evaluated = workers.share(passed.count() >= eval_spec.throttle_secs ? "due" : "") == "due";
+    if (evaluated) evaluate();
   };
   state.train(train_spec.input_fn, {.max_steps = train_spec.max_steps, .hooks = train_spec.hooks}, after_save);
-  evaluate();
+  if (!evaluated) evaluate();
   return result;
 }
 
@@ -231,7 +256,14 @@ void StopAtStepHook::on_train_begin() {
 
 // Before the last step, so that all workers agree on it in that step.
 void StopAtStepHook::on_train_batch_begin(std::int64_t /*batch*/) {
-  if (model().iterations() + 1 >= last_step_) model().stop_training();
+  asked_ = model().iterations() + 1 >= last_step_;
+  if (asked_) model().stop_training();
+}
+
+// A step whose gradients were not finite does not count.
+void StopAtStepHook::on_train_batch_end(std::int64_t /*batch*/, const Logs& /*logs*/) {
+  if (!asked_ || model().iterations() >= last_step_) return;
+  model().impl()->stopping = model().impl()->agreed_to_stop = false;
 }
 
 }  // namespace lockstep

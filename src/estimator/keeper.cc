@@ -24,10 +24,18 @@ void Keeper::on_train_begin() {
   if (!latest.empty()) {
     model().load_checkpoint(latest);
     saved_ = model().iterations();
+    if (workers.is_chief()) log_info(text("going on from ", latest, ", step ", saved_));
   }
-  begin_ = told_ = model().iterations();
-  saved_at_ = told_at_ = Clock::now();
+  begin_ = -1;
+  saved_at_ = Clock::now();
   if (workers.is_chief() && config_.save_summary_steps > 0) events_.emplace(config_.model_dir);
+}
+
+// By then other hooks may have changed the step: Horovod's broadcast does.
+void Keeper::on_epoch_begin(int /*epoch*/) {
+  if (begin_ >= 0) return;
+  begin_ = told_ = model().iterations();
+  told_at_ = Clock::now();
 }
 
 // The first one: what other hooks did to the state when training began is in it.
@@ -59,10 +67,13 @@ void Keeper::save() {
   saved_ = model().iterations();
   saved_at_ = Clock::now();
   const auto path = (std::filesystem::path(config_.model_dir) / text("model.ckpt-", saved_)).string();
-  model().save_checkpoint(path);
-  if (!model().strategy().is_chief()) return;
-  record_checkpoint(path, kept_, config_.keep_checkpoint_max);
-  log_info(text("saved ", path));
+  auto& impl = *model().impl();
+  const auto archive = impl.save_state();
+  impl.workers().on_chief([&] {
+    write_archive(path, archive);
+    record_checkpoint(path, kept_, config_.keep_checkpoint_max);
+    log_info(text("saved ", path));
+  });
 }
 
 bool Keeper::save_is_due() const {
@@ -88,14 +99,11 @@ void Keeper::tell() {
 }
 
 void Keeper::save(Archive& archive, const std::string& prefix) const {
-  for (std::size_t i = 0; i < kept_.size(); ++i) archive.entries[text(prefix, "/kept/", i)] = kept_[i];
+  save_kept(kept_, config_.model_dir, archive, prefix + "/kept");
 }
 
 void Keeper::load(const Archive& archive, const std::string& prefix) {
-  kept_.clear();
-  for (std::size_t i = 0; archive.entries.contains(text(prefix, "/kept/", i)); ++i) {
-    kept_.push_back(archive.entry(text(prefix, "/kept/", i)));
-  }
+  kept_ = load_kept(archive, prefix + "/kept", config_.model_dir);
   // The checkpoint that says so was recorded after it was written.
   const auto latest = latest_checkpoint(config_.model_dir);
   if (!latest.empty()) kept_.push_back(latest);

@@ -19,6 +19,7 @@ class Keeper : public Callback {
       : config_(config), after_save_(std::move(after_save)) {}
 
   void on_train_begin() override;
+  void on_epoch_begin(int epoch) override;
   void on_train_batch_begin(std::int64_t batch) override;
   void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
   void on_epoch_end(int epoch, const Logs& logs) override;
@@ -39,7 +40,7 @@ class Keeper : public Callback {
   const std::function<void()> after_save_;
   std::vector<std::string> kept_;  // checkpoints
   std::optional<EventFile> events_;
-  std::int64_t begin_ = 0, saved_ = -1;  // steps
+  std::int64_t begin_ = -1, saved_ = -1;  // steps
   Clock::time_point saved_at_, told_at_;
   std::int64_t told_ = 0;
 };

@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -50,6 +51,7 @@ class GradientReducer::Hook final : public torch::autograd::PostAccumulateGradHo
  public:
   Hook(GradientReducer& reducer, std::size_t parameter) : reducer_(reducer), parameter_(parameter) {}
   void operator()(const at::Tensor&) override { reducer_.on_gradient(parameter_); }
+  bool belongs_to(const GradientReducer& reducer) const { return &reducer_ == &reducer; }
 
  private:
   GradientReducer& reducer_;
@@ -101,7 +103,12 @@ GradientReducer::~GradientReducer() {
   };
   end(tally_work_);
   for (auto& bucket : buckets_) end(bucket.work);
-  for (const auto& parameter : parameters_) torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
+  for (const auto& parameter : parameters_) {  // another reducer of the same parameters may have its hooks there by now
+    const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
+    if (hook != nullptr && hook->belongs_to(*this)) {
+      torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
+    }
+  }
 }
 
 Deadline GradientReducer::deadline() const {
@@ -174,8 +181,16 @@ void GradientReducer::make_buckets() {
 void GradientReducer::on_gradient(std::size_t parameter) {
   if (!sync_) return;
   auto& slot = slots_[parameter];
-  if (!open_ && !accumulating_) begin_backward();
-  if (accumulating_) return;
+  const int backward = torch::autograd::get_current_graph_task_id();
+  if (backward == accumulating_) return;
+  if (!open_ && before_pass_ && !before_pass_()) {
+    accumulating_ = backward;
+    return;
+  }
+  if (!open_) {
+    begin_pass();
+    torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_pass(); });
+  }
   if (!slot.ready) {
     slot.ready = true;
     ready_order_.push_back(static_cast<std::int64_t>(parameter));
@@ -188,17 +203,10 @@ void GradientReducer::on_gradient(std::size_t parameter) {
 void GradientReducer::require_whole() const {
   if (open_) {
     throw Error(
-        "the last backward broke off in the middle, and the ranks are out of step: make a new Group and a new "
-        "DistributedDataParallel");
+        "the last backward broke off in the middle, and the ranks are out of step: make a new Group, and wrap the "
+        "module "
+        "or the optimizer anew");
   }
-}
-
-void GradientReducer::begin_backward() {
-  accumulating_ = before_pass_ && !before_pass_();
-  auto& engine = torch::autograd::Engine::get_default_engine();
-  if (accumulating_) return engine.queue_callback([this] { accumulating_ = false; });
-  begin_pass();
-  engine.queue_callback([this] { finish_pass(); });
 }
 
 void GradientReducer::begin_pass() {

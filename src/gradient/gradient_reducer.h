@@ -77,7 +77,6 @@ class GradientReducer {
 
   void make_buckets();
   void on_gradient(std::size_t parameter);
-  void begin_backward();
   void begin_pass();
   Call tally_call();
   void exchange_tallies();
@@ -107,7 +106,7 @@ class GradientReducer {
 
   // Of the current pass.
   bool open_ = false;
-  bool accumulating_ = false;  // before_pass_ said so of the backward that runs
+  int accumulating_ = -1;  // the backward of which before_pass_ said so
   std::size_t launched_ = 0;
   std::vector<std::int64_t> ready_order_;
   std::vector<Tally> tallies_;

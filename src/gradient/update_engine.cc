@@ -64,10 +64,24 @@ UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Opt
         text("the optimizer's gradients meet those of other processes, and so do those of the strategy's ",
              parameters_->workers().size(), " workers; take one or the other"));
   }
-  if (workers().alone()) return;
+  if (other == nullptr && !workers().alone()) make_worker_gradients(between_workers);
+}
+
+void UpdateEngine::meet_exchange() {
+  const auto& other = optimizer_.options().exchange;
+  if (!other || other->workers.alone() || workers_ != nullptr) return;
+  std::string model;
+  for (const auto& slot : parameters_->slots()) {
+    model += text(slot.name, " ", slot.dtype, " ", at::IntArrayRef(slot.sizes), slot.trainable ? "" : " frozen", "\n");
+  }
+  other->workers.require_same("models", model);
+  other->workers.require_same("numbers of replicas", std::to_string(parameters_->replicas()));
+  make_worker_gradients(other->options);
+}
+
+void UpdateEngine::make_worker_gradients(const WorkerGradientsOptions& options) {
   workers().require_same("optimizers", describe(optimizer_));
-  workers_ =
-      std::make_unique<WorkerGradients>(*parameters_, workers(), other != nullptr ? other->options : between_workers);
+  workers_ = std::make_unique<WorkerGradients>(*parameters_, workers(), options);
   hook_gradients();
 }
 
@@ -125,15 +139,16 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
   if (workers_ != nullptr) meet_other_workers(group, deadline);
 
   const double total = all_finite() ? total_weight() : 0;
+  const double divide_by = total * scale / (workers_ != nullptr ? workers_->divided_by() : 1);
   if (total > 0) {
     const auto& options = optimizer_.options();
     if (exchange_ == Exchange::hierarchical_copy) sum_up_tree(group, deadline);
     if (!device_updates_.empty()) {
-      update_on_device(total * scale);
+      update_on_device(divide_by);
     } else if (options.clipnorm || options.global_clipnorm) {
-      update_clipped_by_norm(group, total * scale, deadline);
+      update_clipped_by_norm(group, divide_by, deadline);
     } else {
-      update_ranges(replica, total * scale);
+      update_ranges(replica, divide_by);
     }
     if (exchange_ == Exchange::hierarchical_copy) copy_down_tree(group, deadline);
   }

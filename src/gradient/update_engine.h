@@ -70,6 +70,10 @@ class UpdateEngine {
   // The processes whose gradients meet: the strategy's, or those of the optimizer's exchange.
   const Workers& workers() const;
 
+  // Before the first step, where the optimizer has an exchange; does nothing else. Collective over its workers. Throws
+  // InvalidArgument, on all, where they differ in model, optimizer or number of replicas.
+  void meet_exchange();
+
   // How gradients are sent to other workers: where a sum's order is another, its bits may be.
   WorkerGradients::Learnt learnt_of_workers() const;
   void restore_learnt_of_workers(const WorkerGradients::Learnt& learnt);
@@ -110,6 +114,7 @@ class UpdateEngine {
     std::size_t slot;
   };
 
+  void make_worker_gradients(const WorkerGradientsOptions& options);
   void hook_gradients();
   void assign_ranges(int root);
   void take_gradient(int replica, std::size_t slot);

@@ -17,13 +17,6 @@ namespace {
 
 constexpr std::size_t kBuckets = 16, kSmallest = 1 << 20, kLargest = 25 << 20;
 
-// Whether it holds on all workers.
-bool on_all(const Workers& workers, bool holds) {
-  double count = holds ? 1 : 0;
-  workers.sum({&count, 1});
-  return count == workers.size();
-}
-
 }  // namespace
 
 WorkerGradients::WorkerGradients(const ReplicatedParameters& parameters, Workers workers,
@@ -31,7 +24,7 @@ WorkerGradients::WorkerGradients(const ReplicatedParameters& parameters, Workers
     : parameters_(parameters),
       workers_(std::move(workers)),
       options_(std::move(options)),
-      overlap_(on_all(workers_, may_overlap(workers_.group(), workers_.idle_cores()))),
+      overlap_(workers_.all(may_overlap(workers_.group(), workers_.idle_cores()))),
       slots_(parameters_.slots().size()),
       weights_(static_cast<std::size_t>(parameters_.replicas())) {
   for (std::size_t i = slots_.size(); i-- > 0;) {  // backward goes from the last to the first, mostly
@@ -110,6 +103,7 @@ void WorkerGradients::make_buckets() {
 }
 
 void WorkerGradients::reset() {
+  divided_by_ = 1;
   const auto replicas = static_cast<std::size_t>(parameters_.replicas());
   for (auto& bucket : buckets_) bucket.missing = bucket.slots.size();
   for (auto& slot : slots_) slot.given.assign(replicas, 0);
@@ -187,7 +181,7 @@ void WorkerGradients::wait() {
     tally_->wait();
   } else {
     group.run(tally(), workers_.deadline());
-    usual_weight_ = std::max(usual_weight_, total_weight_);
+    divided_by_ = total_weight_ > 0 ? total_weight_ : 1;
     for (auto& bucket : buckets_) {
       for (const auto i : bucket.slots) add_up(slots_[i]);
       group.run(Call::all_reduce(bucket.buffer, ReduceOp::sum), workers_.deadline());
@@ -198,7 +192,7 @@ void WorkerGradients::wait() {
 
 void WorkerGradients::receive(Bucket& bucket) {
   const at::NoGradGuard no_grad;
-  if (bucket.shortened) bucket.sum.copy_(bucket.sent).mul_(scale_of(bucket));
+  if (bucket.shortened) bucket.sum.copy_(bucket.sent).mul_(scale_of(bucket) / divided_by_);
   const auto flags = bucket.flags.to(at::kFloat);
   for (std::size_t k = 0; k < bucket.slots.size(); ++k) {
     slots_[bucket.slots[k]].has_gradient = flags.const_data_ptr<float>()[k] > 0;

@@ -62,6 +62,9 @@ class WorkerGradients {
 
   // Of all replicas of all workers; the same bits everywhere.
   double total_weight() const { return total_weight_; }
+
+  // What the sums are divided by already: the total weight, where that was known before they were sent.
+  double divided_by() const { return divided_by_; }
   bool has_gradient(std::size_t slot) const { return slots_[slot].has_gradient; }
   const at::Tensor& sum(std::size_t slot) const { return slots_[slot].sum; }  // flat
   bool finite() const;                                                        // all sums
@@ -96,7 +99,9 @@ class WorkerGradients {
 
   // float16 has no room for sums over many examples: they are sent divided by the largest weight of a step so far.
   bool scaled() const { return options_.wire == DType::float16; }
-  double scale_of(const Bucket& bucket) const { return scaled() && bucket.shortened ? usual_weight_ : 1; }
+  double scale_of(const Bucket& bucket) const {
+    return early() && scaled() && bucket.shortened ? usual_weight_ : divided_by_;
+  }
 
   // Whether buckets start as soon as they are whole, and not when all have finished.
   bool early() const { return overlap_ && (!scaled() || usual_weight_ > 0); }
@@ -118,6 +123,7 @@ class WorkerGradients {
   std::vector<double> weights_;  // [replica]; written by that replica
   double total_weight_ = 0;      // of this process, until the tally is over
   double usual_weight_ = 0;      // the largest of a step so far; 0 before the first
+  double divided_by_ = 1;
   std::optional<Work> tally_;
 };
 

@@ -29,6 +29,14 @@ void Workers::sum(std::span<double> values) const {
   if (!alone()) group().all_reduce(buffer_of(values), ReduceOp::sum, deadline());
 }
 
+bool Workers::any(bool holds) const {
+  double count = holds ? 1 : 0;
+  sum({&count, 1});
+  return count > 0;
+}
+
+bool Workers::all(bool holds) const { return !any(!holds); }
+
 void Workers::share(const std::vector<at::Tensor>& tensors) const {
   if (alone()) return;
   const at::NoGradGuard no_grad;

@@ -36,6 +36,10 @@ class Workers {
   // Each becomes its sum over the workers; the same bits on all.
   void sum(std::span<double> values) const;
 
+  // Whether it holds on some worker, and on all.
+  bool any(bool holds) const;
+  bool all(bool holds) const;
+
   // Each tensor becomes the chief's, on CPU or a device; all have the same shapes and dtypes everywhere.
   void share(const std::vector<at::Tensor>& tensors) const;
 

@@ -2,6 +2,7 @@
 
 #include "base/text.h"
 #include "gradient/gradient_reducer.h"
+#include "gradient/workers.h"
 #include "horovod/session.h"
 #include "horovod/wire.h"
 #include "lockstep/error.h"
@@ -37,13 +38,13 @@ Parameters parameters_of(const torch::optim::Optimizer& optimizer,
   return found;
 }
 
+// A line for each thing in which ranks may differ.
 std::string text_of(const Parameters& parameters, const DistributedOptimizerOptions& options) {
-  std::string all =
-      text("DistributedOptimizer (", name_of(options.op), ", compression ", static_cast<int>(options.compression),
-           ", backward_passes_per_step ", options.backward_passes_per_step, ") of");
+  std::string all = text("op ", name_of(options.op), "\ncompression ", static_cast<int>(options.compression),
+                         "\nbackward_passes_per_step ", options.backward_passes_per_step, "\n");
   for (std::size_t i = 0; i < parameters.names.size(); ++i) {
     const auto& tensor = parameters.tensors[i];
-    all += text(" ", parameters.names[i], " ", tensor.scalar_type(), " ", tensor.sizes());
+    all += text(parameters.names[i], " ", tensor.scalar_type(), " ", tensor.sizes(), "\n");
   }
   return all;
 }
@@ -62,20 +63,19 @@ DistributedOptimizerOptions checked(const DistributedOptimizerOptions& options) 
 struct DistributedOptimizer<torch::optim::Optimizer>::State {
   State(torch::optim::Optimizer& wrapped, Parameters parameters, const DistributedOptimizerOptions& asked)
       : optimizer(wrapped), options(checked(asked)), session(Session::current()) {
-    const auto call = text_of(parameters, options);
-    std::unique_ptr<Group> group;
-    session->run([&] {
-      session->meet(Announcement::of(call));
-      group = session->group().split(0, session->rank(), session->deadline());
-    });
-    reducer.emplace(std::move(parameters.names), std::move(parameters.tensors), *group,
+    const auto group = session->split("DistributedOptimizer");
+    Workers(group, session->timeout_seconds(), false)
+        .require_same("DistributedOptimizers", text_of(parameters, options));
+    reducer.emplace(std::move(parameters.names), std::move(parameters.tensors), group,
                     GradientReducerOptions{.wire = wire_of(options.compression),
                                            .timeout_seconds = session->timeout_seconds(),
                                            .order = {},
                                            .hook = {},
                                            .sum = options.op == Sum});
     reducer->set_before_pass([this] { return begin_backward(); });
-    number = session->add_optimizer([this] { reducer->shadow_pass(); });
+    number = session->add_optimizer([this] {
+      return shadow.add([this]() -> std::function<void()> { return [this] { reducer->shadow_pass(); }; });
+    });
   }
   ~State() { session->remove_optimizer(number); }
 
@@ -91,6 +91,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     mine.kind = Announcement::Kind::gradients;
     mine.optimizer = number;
     session->run([&] { session->meet(mine); });
+    met = true;
   }
 
   torch::optim::Optimizer& optimizer;
@@ -98,7 +99,9 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
   const std::shared_ptr<Session> session;
   std::optional<GradientReducer> reducer;
   std::int64_t number = 0;
-  int passes = 0;  // backwards since the ranks' gradients met
+  int passes = 0;         // backwards since the ranks' gradients met
+  bool met = false;       // since the last step
+  ProgressThread shadow;  // takes part in the others' passes once this rank has joined
 };
 
 DistributedOptimizer<torch::optim::Optimizer>::DistributedOptimizer(torch::optim::Optimizer& optimizer,
@@ -113,15 +116,24 @@ DistributedOptimizer<torch::optim::Optimizer>::DistributedOptimizer(
 DistributedOptimizer<torch::optim::Optimizer>::~DistributedOptimizer() = default;
 
 void DistributedOptimizer<torch::optim::Optimizer>::synchronize() {
-  if (state_->passes == 0) return;
+  state_->reducer->require_whole();
+  if (state_->met && state_->passes == 0) return;
   state_->begin_pass();
   state_->reducer->reduce_accumulated();
 }
 
 Tensor DistributedOptimizer<torch::optim::Optimizer>::step(const std::function<Tensor()>& closure) {
-  state_->reducer->require_whole();
-  synchronize();
-  return state_->optimizer.step(closure);
+  if (!closure) {
+    synchronize();
+    state_->met = false;
+    return state_->optimizer.step();
+  }
+  return state_->optimizer.step([&] {
+    auto loss = closure();
+    synchronize();
+    state_->met = false;
+    return loss;
+  });
 }
 
 void DistributedOptimizer<torch::optim::Optimizer>::zero_grad(bool set_to_none) {

@@ -22,11 +22,15 @@ Started start_allgather(const char* caller, const Tensors& tensors, const std::s
     check_rows(caller, tensor);
     inputs.push_back(own_on_host(tensor));
   }
+  std::vector<std::string> shapes;
+  for (const auto& tensor : tensors) shapes.push_back(rows_of(tensor));
+  const auto several = tensors.size() > 1 ? text(tensors.size(), " tensors: ") : "";
   auto results = std::make_shared<Tensors>(tensors.size());
-  const auto run = [session = session.get(), caller, name, tensors, inputs, results] {
+  const auto run = [session = session.get(), call = text(caller, named(name), " of ", several, lockstep::join(shapes)),
+                    tensors, inputs, results] {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const auto& input = inputs[i];
-      auto mine = Announcement::of(text(caller, named(name), " of ", rows_of(input)));
+      auto mine = Announcement::of(call);
       mine.own = input.size(0);
       std::vector<std::int64_t> rows;
       for (const auto& theirs : session->meet(mine)) rows.push_back(theirs.own);

@@ -22,14 +22,10 @@ OptimizerOptions with_exchange(const Optimizer& inner, const FitOptimizerOptions
   const auto session = Session::current();
   auto all = inner.options();
   if (session->size() == 1) return all;
-  std::unique_ptr<Group> group;
-  session->run([&] {
-    session->meet(Announcement::of(text("DistributedOptimizer for fit (", name_of(options.op), ", compression ",
-                                        static_cast<int>(options.compression), ")")));
-    group = session->group().split(0, session->rank(), session->deadline());
-  });
+  const auto group = session->split(text("DistributedOptimizer for fit (", name_of(options.op), ", compression ",
+                                         static_cast<int>(options.compression), ")"));
   all.exchange = std::make_shared<GradientExchange>(
-      GradientExchange{.workers = Workers(*group, session->timeout_seconds(), /*idle_cores=*/false),
+      GradientExchange{.workers = Workers(group, session->timeout_seconds(), /*idle_cores=*/false),
                        .options = {.wire = wire_of(options.compression)},
                        .sum = options.op == Sum});
   return all;
@@ -47,10 +43,9 @@ DistributedOptimizer<Optimizer>::DistributedOptimizer(const Optimizer& inner, co
 
 void BroadcastGlobalVariablesCallback::on_train_begin() {
   auto& training = *model().impl();
-  const bool is_root = rank() == root_rank_;
-  const auto bytes =
-      share_bytes("BroadcastGlobalVariables", is_root ? print_archive(training.save_training()) : "", root_rank_);
-  if (is_root) return;
+  const auto save = [&] { return print_archive(training.save_training()); };
+  const auto bytes = share_bytes("BroadcastGlobalVariables", save, root_rank_);
+  if (rank() == root_rank_) return;
   training.load_training(parse_archive("what BroadcastGlobalVariables got", std::as_bytes(std::span(bytes))))();
   training.seed = mix(training.seed, static_cast<std::uint64_t>(rank()));
 }
@@ -75,8 +70,8 @@ LearningRateWarmupCallback::LearningRateWarmupCallback(const LearningRateWarmupO
 }
 
 void LearningRateWarmupCallback::on_train_begin() {
-  if (options_.steps_per_epoch == 0) options_.steps_per_epoch = plan().steps;
-  if (options_.steps_per_epoch < 1) {
+  steps_ = options_.steps_per_epoch > 0 ? options_.steps_per_epoch : plan().steps;
+  if (steps_ < 1) {
     throw InvalidArgument("LearningRateWarmupCallback: the data set does not tell its length; set steps_per_epoch");
   }
 }
@@ -84,7 +79,7 @@ void LearningRateWarmupCallback::on_train_begin() {
 // Horovod's formula: the rate of a batch is that of its end, so that an epoch ends with a round number.
 void LearningRateWarmupCallback::on_train_batch_begin(std::int64_t batch) {
   if (epoch_ >= options_.warmup_epochs) return;
-  const double progress = epoch_ + static_cast<double>(batch + 1) / static_cast<double>(options_.steps_per_epoch);
+  const double progress = epoch_ + static_cast<double>(batch + 1) / static_cast<double>(steps_);
   const double share = std::min(1.0, progress / options_.warmup_epochs);
   model().set_learning_rate(options_.initial_lr / size() * (share * (size() - 1) + 1));
 }

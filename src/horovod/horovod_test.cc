@@ -3,6 +3,7 @@
 
 #include <ATen/Functions.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
@@ -353,12 +354,147 @@ TEST(Horovod, RanksThatHaveJoinedAnswer) {
   });
 }
 
+// Makes `steps` of what `step(model, optimizer, number)` does, beside a plain loop over both ranks' losses.
+void expect_like_plain(int steps, const hvd::DistributedOptimizerOptions& options,
+                       const std::function<void(Regression&, hvd::DistributedOptimizer<torch::optim::Optimizer>&,
+                                                int step, int rank)>& step,
+                       const std::function<Tensor(Regression&, int step)>& plain_loss) {
+  on_ranks(2, [&](int rank) {
+    Regression model(0), plain(0);
+    torch::optim::SGD sgd(model.net->parameters(), 0.1), reference(plain.net->parameters(), 0.1);
+    hvd::DistributedOptimizer optimizer(sgd, options);
+    for (int number = 0; number < steps; ++number) {
+      optimizer.zero_grad();
+      step(model, optimizer, number, rank);
+      reference.zero_grad();
+      plain_loss(plain, number).backward();
+      reference.step();
+    }
+    EXPECT_LE((model.net->weight - plain.net->weight).abs().max().item<double>(), 1e-12);
+  });
+}
+
+Tensor mean_loss(Regression& plain, int step) { return (plain.loss(step, 0) + plain.loss(step, 1)) / 2; }
+
+TEST(Horovod, AStepWithoutABackwardIsOneWithoutGradients) {
+  expect_like_plain(
+      3, {},
+      [](Regression& model, auto& optimizer, int step, int rank) {
+        if (step != 1 || rank == 0) model.loss(step, rank).backward();
+        optimizer.step();
+      },
+      [](Regression& plain, int step) { return step == 1 ? plain.loss(1, 0) / 2 : mean_loss(plain, step); });
+}
+
+TEST(Horovod, AClosuresGradientsMeet) {
+  expect_like_plain(
+      3, {.backward_passes_per_step = 2},
+      [](Regression& model, auto& optimizer, int step, int rank) {
+        optimizer.step([&] {
+          optimizer.zero_grad();
+          auto loss = model.loss(step, rank);
+          loss.backward();
+          return loss;
+        });
+      },
+      mean_loss);
+}
+
+struct Fails : torch::autograd::Function<Fails> {
+  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x.clone(); }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list&) {
+    throw InvalidArgument("a backward that fails");
+  }
+};
+
+TEST(Horovod, AfterAnAccumulatingBackwardThatFailedGradientsMeetAgain) {
+  expect_like_plain(
+      4, {.backward_passes_per_step = 2},
+      [](Regression& model, auto& optimizer, int step, int rank) {
+        if (step == 1) {  // the output's own gradient is made before the input's fails
+          const auto x = at::ones({1, 4}, at::kDouble).requires_grad_();
+          EXPECT_THROW((model.net(Fails::apply(x)) * 0).sum().backward(), std::exception);
+          optimizer.zero_grad();
+        }
+        model.loss(step, rank).backward();
+        optimizer.step();
+      },
+      mean_loss);
+}
+
+TEST(Horovod, AnOptimizerThatIsWrappedAnewKeepsItsRanks) {
+  on_ranks(2, [](int rank) {
+    Regression model(0), plain(0);
+    torch::optim::SGD sgd(model.net->parameters(), 0.1), reference(plain.net->parameters(), 0.1);
+    using Wrapped = hvd::DistributedOptimizer<torch::optim::Optimizer>;
+    auto optimizer = std::make_unique<Wrapped>(sgd);
+    for (int step = 0; step < 3; ++step) {
+      optimizer = std::make_unique<Wrapped>(sgd);
+      optimizer->zero_grad();
+      model.loss(step, rank).backward();
+      optimizer->step();
+      reference.zero_grad();
+      mean_loss(plain, step).backward();
+      reference.step();
+    }
+    EXPECT_LE((model.net->weight - plain.net->weight).abs().max().item<double>(), 1e-12);
+  });
+}
+
+TEST(Horovod, ARankThatHasJoinedAnswersSeveralOptimizersOfOneBackward) {
+  on_ranks(2, [](int rank) {
+    torch::nn::Linear first(4, 3), second(3, 2);
+    torch::optim::SGD of_first(first->parameters(), 0.1), of_second(second->parameters(), 0.1);
+    hvd::DistributedOptimizer one(of_first), other(of_second);
+    for (int step = 0; step < (rank == 0 ? 4 : 2); ++step) {
+      one.zero_grad();
+      other.zero_grad();
+      second(first(at::ones({2, 4}))).sum().backward();
+      one.step();
+      other.step();
+    }
+    EXPECT_EQ(hvd::join(), 0);
+  });
+}
+
+TEST(Horovod, GroupedCallsThatDifferLeaveTheNextGood) {
+  on_ranks(2, [](int rank) {
+    const hvd::Tensors one{values(rank)}, two{values(rank), values(rank)};
+    const auto& mine = rank == 0 ? one : two;
+    for (int round = 0; round < 20; ++round) {
+      expect_says(message_of([&] { hvd::grouped_allreduce(mine); }), "2 tensors");
+      expect_says(message_of([&] { hvd::grouped_allgather(mine); }), "2 tensors");
+      expect_says(message_of([&] { hvd::grouped_reducescatter(mine); }), "2 tensors");
+      const auto compression = rank == 0 ? hvd::Compression::none : hvd::Compression::bf16;
+      expect_says(message_of([&] { hvd::allreduce(values(rank), {.compression = compression}); }), "sent as bf16");
+      expect_equal(hvd::allreduce(values(rank)), values(0) + 5);
+    }
+  });
+}
+
+TEST(Horovod, RootsOptimizerIsAllRanksEvenWhereItHasNoState) {
+  on_ranks(2, [](int rank) {
+    torch::nn::Linear net(3, 2);
+    torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    if (rank == 1) {
+      net(at::ones({1, 3})).sum().backward();
+      sgd.step();
+    }
+    hvd::broadcast_optimizer_state(sgd, 0);
+    EXPECT_TRUE(sgd.state().empty());
+    torch::optim::Adam adam(net->parameters());
+    torch::optim::Optimizer& mine = rank == 0 ? static_cast<torch::optim::Optimizer&>(adam) : sgd;
+    expect_says(message_of([&] { hvd::broadcast_optimizer_state(mine, 0); }), "torch::optim::SGD");
+  });
+}
+
 TEST(Horovod, OptimizersThatDifferAreNamed) {
   on_ranks(2, [](int rank) {
     torch::nn::Linear net(3, 2 + rank);
     torch::optim::SGD sgd(net->parameters(), 0.1);
     expect_says(message_of([&] { hvd::DistributedOptimizer optimizer(sgd, {}, net->named_parameters()); }),
-                "weight Float [3, 3]");
+                "weight Float [2, 3], worker 1 has weight Float [3, 3]");
     torch::nn::Linear same(3, 2);
     torch::optim::SGD other(same->parameters(), 0.1);
     expect_says(message_of([&] { hvd::DistributedOptimizer optimizer(other, {.op = hvd::Max}); }), "op is max");

@@ -1,4 +1,5 @@
 // Modules, optimizers and values, from one rank to all.
+#include <c10/util/Type.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize.h>
@@ -29,18 +30,28 @@ std::string named(const char* call, const std::string& name) {
 
 }  // namespace
 
-std::string share_bytes(const std::string& call, const std::string& bytes, int root_rank) {
+std::string share_bytes(const std::string& call, const std::function<std::string()>& make, int root_rank) {
   const auto session = Session::current();
   if (root_rank < 0 || root_rank >= session->size()) {
     throw InvalidArgument(text(call, ": root_rank is ", root_rank, "; it must be from 0 to ", session->size() - 1));
   }
-  std::string shared = bytes;
+  std::string shared;
+  std::exception_ptr failed;
+  try {
+    if (session->rank() == root_rank) shared = make();
+  } catch (...) {
+    failed = std::current_exception();
+  }
   session->run([&] {
     auto mine = Announcement::of(text(call, " from rank ", root_rank));
-    mine.own = static_cast<std::int64_t>(bytes.size());
-    shared.resize(static_cast<std::size_t>(session->meet(mine)[static_cast<std::size_t>(root_rank)].own));
+    mine.own = failed ? -1 : static_cast<std::int64_t>(shared.size());
+    const auto bytes = session->meet(mine)[static_cast<std::size_t>(root_rank)].own;
+    if (bytes < 0 && failed) return;
+    if (bytes < 0) throw InvalidArgument(text(call, ": rank ", root_rank, " failed to give what it has"));
+    shared.resize(static_cast<std::size_t>(bytes));
     session->group().broadcast(bytes_of(shared), root_rank, session->deadline());
   });
+  if (failed) std::rethrow_exception(failed);
   return shared;
 }
 
@@ -56,17 +67,22 @@ void broadcast_parameters(torch::nn::Module& module, int root_rank) {
 }
 
 void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank) {
-  const bool is_root = rank() == root_rank;
-  std::ostringstream mine;
-  if (is_root) torch::save(optimizer, mine);
-  std::istringstream shared(share_bytes("broadcast_optimizer_state", mine.str(), root_rank));
-  if (!is_root) torch::load(optimizer, shared);
+  const auto save = [&] {
+    std::ostringstream mine;
+    torch::save(optimizer, mine);
+    return mine.str();
+  };
+  std::istringstream shared(
+      share_bytes(text("broadcast_optimizer_state of a ", c10::demangle(typeid(optimizer).name())), save, root_rank));
+  if (rank() == root_rank) return;
+  optimizer.state().clear();  // load leaves what root has not
+  torch::load(optimizer, shared);
 }
 
 c10::IValue broadcast_object(const c10::IValue& object, int root_rank, const std::string& name) {
-  const bool is_root = rank() == root_rank;
-  const auto shared = share_bytes(named("broadcast_object", name), is_root ? pickled(object) : "", root_rank);
-  return is_root ? object : unpickled(shared);
+  const auto shared = share_bytes(
+      named("broadcast_object", name), [&] { return pickled(object); }, root_rank);
+  return rank() == root_rank ? object : unpickled(shared);
 }
 
 std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::string& name) {

@@ -9,7 +9,7 @@
 namespace lockstep::horovod {
 namespace {
 
-at::ScalarType wire_of(const Tensor& tensor, Compression compression) {
+at::ScalarType sent_type(const Tensor& tensor, Compression compression) {
   if (compression == Compression::none || !tensor.is_floating_point()) return tensor.scalar_type();
   return compression == Compression::fp16 ? at::kHalf : at::kBFloat16;
 }
@@ -20,18 +20,25 @@ Tensor scaled(const Tensor& tensor, double factor) {
 
 // What is sent of a tensor: in memory of its own, contiguous.
 Tensor prepared(const Tensor& tensor, const ReduceOptions& options) {
-  return scaled(own_on_host(tensor), options.prescale_factor).to(wire_of(tensor, options.compression));
+  return scaled(own_on_host(tensor), options.prescale_factor).to(sent_type(tensor, options.compression));
 }
 
 Tensor finished(const Tensor& reduced, const Tensor& original, const ReduceOptions& options) {
   return scaled(reduced.to(original.scalar_type()), options.postscale_factor).to(original.device());
 }
 
-std::string text_of(const char* caller, const ReduceOptions& options) {
+std::string text_of(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
   std::string all = text(caller, named(options.name), " (", name_of(options.op));
+  if (options.compression != Compression::none) {
+    all += options.compression == Compression::fp16 ? ", sent as fp16" : ", sent as bf16";
+  }
   if (options.prescale_factor != 1) all += text(", prescale_factor ", options.prescale_factor);
   if (options.postscale_factor != 1) all += text(", postscale_factor ", options.postscale_factor);
-  return all + ") of ";
+  all += ") of ";
+  if (tensors.size() > 1) all += text(tensors.size(), " tensors: ");
+  std::vector<std::string> shapes;
+  for (const auto& tensor : tensors) shapes.push_back(text(tensor.scalar_type(), " ", tensor.sizes()));
+  return all + lockstep::join(shapes);
 }
 
 void check(const char* caller, const Tensors& tensors) {
@@ -46,7 +53,7 @@ struct Pack {
 
 std::vector<Pack> packs_of(const Tensors& tensors, const ReduceOptions& options) {
   std::map<at::ScalarType, std::vector<std::size_t>> by_dtype;
-  for (std::size_t i = 0; i < tensors.size(); ++i) by_dtype[wire_of(tensors[i], options.compression)].push_back(i);
+  for (std::size_t i = 0; i < tensors.size(); ++i) by_dtype[sent_type(tensors[i], options.compression)].push_back(i);
   std::vector<Pack> packs;
   for (auto& [dtype, indices] : by_dtype) {
     Tensors parts;
@@ -66,9 +73,7 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
                     packs = packs_of(tensors, options)] {
     const at::NoGradGuard without_gradient;
     for (const auto& pack : packs) {
-      std::vector<std::string> shapes;
-      for (const auto i : pack.tensors) shapes.push_back(text(tensors[i].scalar_type(), " ", tensors[i].sizes()));
-      auto mine = Announcement::of(text_of(caller, options) + lockstep::join(shapes));
+      auto mine = Announcement::of(text_of(caller, tensors, options));
       mine.kind = Announcement::Kind::reduction;
       mine.dtype = to_dtype(pack.sent.scalar_type());
       mine.op = options.op;
@@ -107,7 +112,7 @@ Started start_reducescatter(const char* caller, const Tensors& tensors, const Re
       const auto rows = tensor.size(0);
       std::vector<std::int64_t> shares;
       for (int r = 0; r < ranks; ++r) shares.push_back(rows / ranks + (r < rows % ranks ? 1 : 0));
-      session->meet(Announcement::of(text(text_of(caller, options), tensor.scalar_type(), " ", tensor.sizes())));
+      session->meet(Announcement::of(text_of(caller, tensors, options)));
       const auto output =
           at::empty(with_rows(tensor, shares[static_cast<std::size_t>(session->rank())]), inputs[i].options());
       session->group().run(Call::reduce_scatter(buffer_of_tensor(inputs[i]), buffer_of_tensor(output), options.op,

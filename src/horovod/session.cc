@@ -122,29 +122,40 @@ std::vector<Announcement> Session::exchange(Announcement mine) {
   return all;
 }
 
+Group Session::split(const std::string& what) {
+  std::unique_ptr<Group> made;
+  run([&] {
+    meet(Announcement::of(what));
+    made = group_.split(0, rank(), deadline());
+  });
+  return *made;
+}
+
 int Session::join() {
   int last = 0;
   run([&] {
     auto mine = Announcement::of("join");
     mine.kind = Announcement::Kind::joined;
+    std::vector<Work> started;
     while (true) {
       const auto all = exchange(mine);
       const auto active = std::find_if_not(all.begin(), all.end(), is_joined);
       if (active == all.end()) break;
-      if (problem_of(all).empty()) answer(*active);
+      if (problem_of(all).empty()) answer(*active, started);
     }
+    for (const auto& work : started) work.wait();
     last = std::exchange(last_active_, size() - 1);
   });
   return last;
 }
 
-void Session::answer(const Announcement& theirs) {
+void Session::answer(const Announcement& theirs, std::vector<Work>& started) {
   if (theirs.kind == Announcement::Kind::reduction) {
     std::vector<std::byte> zeros(static_cast<std::size_t>(theirs.elements) * size_of(theirs.dtype));
     group_.all_reduce({zeros.data(), static_cast<std::size_t>(theirs.elements), theirs.dtype}, theirs.op, deadline());
     return;
   }
-  std::function<void()> take_part;
+  TakePart take_part;
   {
     MutexLock lock(mutex_);
     const auto found = optimizers_.find(theirs.optimizer);
@@ -152,10 +163,10 @@ void Session::answer(const Announcement& theirs) {
   }
   if (!take_part)
     throw Error(text("rank ", rank(), " has joined and has no more the optimizer of ", theirs.text.data()));
-  take_part();
+  started.push_back(take_part());
 }
 
-std::int64_t Session::add_optimizer(std::function<void()> take_part) {
+std::int64_t Session::add_optimizer(TakePart take_part) {
   MutexLock lock(mutex_);
   optimizers_.emplace(next_optimizer_, std::move(take_part));
   return next_optimizer_++;

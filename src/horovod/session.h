@@ -35,14 +35,12 @@ struct Announcement {
 
 class Session {
  public:
-  // `local` and `cross` are positions among the ranks of a host and of those with one local rank.
   struct Position {
     World world;
-    int cross_rank = 0, cross_size = 1;
+    int cross_rank = 0, cross_size = 1;  // among those with one local rank
     bool homogeneous = true;
   };
 
-  // `idle_cores`: whether this process has more cores than it computes on.
   Session(Position position, Group group, double timeout_seconds);
   ~Session();
   Session(const Session&) = delete;
@@ -78,17 +76,21 @@ class Session {
   // where a rank has joined and cannot take part.
   std::vector<Announcement> meet(const Announcement& mine);
 
+  // A Group of all ranks for `what`, which all of them make. Not in tasks.
+  Group split(const std::string& what);
+
   // See horovod::join.
   int join();
 
-  // What a rank that has joined does when the others announce gradients of that optimizer. Numbers count from 0, in the
-  // order of calls.
-  std::int64_t add_optimizer(std::function<void()> take_part);
+  // What a rank that has joined starts when the others announce gradients of that optimizer: one backward may announce
+  // those of several. Numbers count from 0, in the order of calls.
+  using TakePart = std::function<Work()>;
+  std::int64_t add_optimizer(TakePart take_part);
   void remove_optimizer(std::int64_t number);
 
  private:
   std::vector<Announcement> exchange(Announcement mine);
-  void answer(const Announcement& theirs);
+  void answer(const Announcement& theirs, std::vector<Work>& started);
 
   const Position position_;
   const Group group_;
@@ -96,7 +98,7 @@ class Session {
   int last_active_;  // of the ranks that had not joined at the last exchange; the thread's own
 
   Mutex mutex_;
-  std::map<std::int64_t, std::function<void()>> optimizers_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::map<std::int64_t, TakePart> optimizers_ LOCKSTEP_GUARDED_BY(mutex_);
   std::int64_t next_optimizer_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
 
   ProgressThread thread_;  // ends before what it works on

@@ -174,7 +174,8 @@ std::pair<Dataset, Distribution> part_of_worker(const Dataset& data, const Local
   if (policy == AutoShardPolicy::automatic) {
     policy = data.num_files() < replicas.workers() ? AutoShardPolicy::data : AutoShardPolicy::file;
   }
-  if (replicas.workers() == 1 || policy == AutoShardPolicy::data) return {data, Distribution::split};
+  if (replicas.workers() == 1) return {data, replicas.any ? Distribution::spread : Distribution::split};
+  if (policy == AutoShardPolicy::data) return {data, Distribution::split};
   const bool by_file = policy == AutoShardPolicy::file;
   return {by_file ? data.shard_files(replicas.workers(), replicas.worker()) : data, Distribution::spread};
 }

@@ -112,10 +112,9 @@ DistributedDataset Strategy::distribute_from_function(
 }
 
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {
-  const auto& settings = impl_->settings();
-  return ReplicatedOptimizer(
-      std::make_shared<UpdateEngine>(module.parameters(), optimizer, settings.exchange, settings.root,
-                                     settings.workers ? settings.workers->gradients : WorkerGradientsOptions{}));
+  auto engine = impl_->make_engine(optimizer, module.parameters());
+  engine->meet_exchange();
+  return ReplicatedOptimizer(std::move(engine));
 }
 
 void internal::check_elements(int elements, int replicas) {

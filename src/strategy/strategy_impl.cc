@@ -69,14 +69,16 @@ StrategyImpl::StrategyImpl(StrategySettings settings)
   seed_ = std::stoull(workers_.share(std::to_string(seed_)));
 }
 
+std::shared_ptr<UpdateEngine> StrategyImpl::make_engine(const Optimizer& optimizer,
+                                                        std::shared_ptr<ReplicatedParameters> parameters) const {
+  return std::make_shared<UpdateEngine>(std::move(parameters), optimizer, settings_.exchange, settings_.root,
+                                        settings_.workers ? settings_.workers->gradients : WorkerGradientsOptions{});
+}
+
 internal::LocalReplicas StrategyImpl::local_replicas() const {
   internal::LocalReplicas replicas{torch_devices_, first_replica(), all_replicas()};
   if (workers_.alone()) return replicas;
-  replicas.any = [workers = workers_](bool holds) {
-    double count = holds ? 1 : 0;
-    workers.sum({&count, 1});
-    return count > 0;
-  };
+  replicas.any = [workers = workers_](bool holds) { return workers.any(holds); };
   return replicas;
 }
 

@@ -46,6 +46,9 @@ class StrategyImpl {
   int all_replicas() const { return replicas() * workers_.size(); }            // of all workers
   int first_replica() const { return replicas() * workers_.rank(); }           // of this process, among all
   const Workers& workers() const { return workers_; }
+
+  std::shared_ptr<UpdateEngine> make_engine(const Optimizer& optimizer,
+                                            std::shared_ptr<ReplicatedParameters> parameters) const;
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(settings_.timeout_seconds)); }
 
   // Calls function(replica) on every replica's thread. When one throws, the Group is aborted so that the others leave

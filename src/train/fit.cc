@@ -87,11 +87,13 @@ class Fit {
     impl_.data_epochs = std::max<std::int64_t>(impl_.data_epochs, options_.initial_epoch);
     impl_.progress = {.epoch = options_.initial_epoch, .position = {.epoch = impl_.data_epochs}};
     impl_.stopping = impl_.agreed_to_stop = false;
-    workers().together([this] {
-      build_for_first_batch();
+    workers().together([this] { build_for_first_batch(); });
+    peers().together([this] {
+      impl_.engine->meet_exchange();
       compare_workers();
+      compare_exchange();
       attach_callbacks();
-      impl_.engine->workers().together([this] { train(); });  // who may be others than the strategy's
+      train();
     });
     if (options_.steps_per_epoch > 0) ++impl_.data_epochs;  // the one that all epochs of this fit came from
     return progress().history;
@@ -101,6 +103,7 @@ class Fit {
   void train() {
     each([](Callback& callback) { callback.on_train_begin(); });  // BackupAndRestore changes the progress here
     agree();
+    compare_states();
     while (progress().epoch < options_.epochs && !stopping()) run_epoch();
     each([](Callback& callback) { callback.on_train_end(); });
   }
@@ -115,10 +118,12 @@ class Fit {
   }
   void agree() {
     agreed_ = mine();
-    workers().sum(agreed_.all());
+    peers().sum(agreed_.all());
     impl_.agreed_to_stop = agreed_.stopping > 0;
   }
   const Workers& workers() const { return impl_.workers(); }
+  const Workers& peers() const { return impl_.peers(); }
+  bool has_exchange() const { return workers().alone() && !peers().alone(); }
 
   void compare_workers() const {
     if (workers().alone()) return;
@@ -135,6 +140,27 @@ class Fit {
              options_.steps_per_epoch, "\nauto_shard_policy ", static_cast<int>(policy), "\nbatches in the data set ",
              own ? 0 : data_.cardinality(), "\nfirst batch x ", shape(first.x), "\nfirst batch y ", shape(first.y),
              "\nfirst batch's contents (hash) ", first.x.defined() && !own ? hash_of(first.x) : 0));
+  }
+
+  void compare_exchange() const {
+    if (!has_exchange()) return;
+    peers().require_same("fits", text("epochs ", options_.epochs, "\ninitial_epoch ", options_.initial_epoch,
+                                      "\nsteps_per_epoch ", options_.steps_per_epoch));
+  }
+
+  // A rank that restored a checkpoint alone would go on alone.
+  void compare_states() const {
+    if (!has_exchange()) return;
+    peers().require_same(
+        "trainings (does BroadcastGlobalVariablesCallback give all what one restored?)",
+        text("step ", model_.iterations(), "\nepoch ", impl_.progress.epoch, "\nbatch ", impl_.progress.batch));
+  }
+
+  // Data that each rank of an exchange has for itself: one whose data end earlier goes on without examples.
+  internal::LocalReplicas replicas() const {
+    auto local = impl_.strategy.impl().local_replicas();
+    if (has_exchange()) local.any = [peers = peers()](bool holds) { return peers.any(holds); };
+    return local;
   }
 
   void build_for_first_batch() {
@@ -165,7 +191,7 @@ class Fit {
   std::int64_t steps_of_an_epoch() const {
     if (options_.steps_per_epoch == FitOptions::kEndless) return -1;
     if (options_.steps_per_epoch > 0) return options_.steps_per_epoch;
-    return std::max<std::int64_t>(-1, distribute(data_, impl_.strategy.impl().local_replicas()).cardinality());
+    return std::max<std::int64_t>(-1, distribute(data_, replicas()).cardinality());
   }
 
   void run_epoch() {
@@ -190,7 +216,7 @@ class Fit {
   // With steps_per_epoch, one iterator serves all epochs.
   DistributedIterator& open_data() {
     if (!iterator_ || options_.steps_per_epoch == 0) {
-      iterator_.emplace(distribute_ahead(data_, impl_.strategy.impl().local_replicas()).iterate(progress().position));
+      iterator_.emplace(distribute_ahead(data_, replicas()).iterate(progress().position));
     }
     return *iterator_;
   }
@@ -201,6 +227,7 @@ class Fit {
     const auto results = impl_.train_batch(batch, *impl_.tracker);
     agreed_ = mine();
     impl_.tracker->add_batch(results, agreed_.all());
+    if (has_exchange()) peers().sum(agreed_.all());
     impl_.agreed_to_stop = agreed_.stopping > 0;
     progress().batch = index + 1;
     progress().position = position_after;
@@ -211,7 +238,7 @@ class Fit {
 
   // After a whole step or epoch. Every callback may save, also when another one fails to.
   void throw_if_interrupted() {
-    const int signal = workers().alone()         ? signals_.received()
+    const int signal = peers().alone()           ? signals_.received()
                        : agreed_.terminated > 0  ? SIGTERM
                        : agreed_.interrupted > 0 ? SIGINT
                                                  : 0;

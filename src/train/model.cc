@@ -29,7 +29,7 @@ void ModelImpl::build(const Example& sample) {
 
 void ModelImpl::make_engine() {
   if (parameters == nullptr || !compiled) return;
-  engine = strategy.optimizer(compiled->optimizer, ReplicatedModule(parameters)).engine();
+  engine = strategy.impl().make_engine(compiled->optimizer, parameters);
   tracker.emplace(*compiled, strategy.num_local_replicas(), workers());
   recorded = {};
 }
@@ -79,6 +79,7 @@ void Model::compile(CompileOptions options) {
       }
     }
   }
+  if (impl_->fitting) throw InvalidArgument("compile: this model is in a fit; a callback of it cannot compile it");
   options.optimizer = impl_->policy.wrapped(options.optimizer);
   impl_->compiled = std::move(options);
   impl_->make_engine();
@@ -95,6 +96,7 @@ Logs Model::train_on_batch(const Example& batch) {
   check_batch(batch);
   impl_->build(batch);
   impl_->require_trainable();
+  impl_->engine->meet_exchange();
   impl_->tracker->reset();
   auto parts = split_batch(batch, impl_->strategy.impl().local_replicas());
   impl_->tracker->add_batch(impl_->train_batch(parts, *impl_->tracker));

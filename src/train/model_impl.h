@@ -60,6 +60,9 @@ class ModelImpl {
 
   const Workers& workers() const { return strategy.impl().workers(); }
 
+  // Who makes the same steps: the strategy's workers, or those of the optimizer's exchange. After build and compile.
+  const Workers& peers() const { return engine->workers(); }
+
   // Collective over the workers. What the chief reads is all workers'; what is saved is for the chief to write.
   Archive read_for_all(const std::string& path) const;
   void load_weights(Archive archive);
@@ -95,7 +98,7 @@ class ModelImpl {
   bool agreed_to_stop = false;  // one of the workers did, before the last step or epoch ended
 
   // Whether the fit ends after the step that was made.
-  bool stops() const { return workers().alone() ? stopping : agreed_to_stop; }
+  bool stops() const { return peers().alone() ? stopping : agreed_to_stop; }
 };
 
 // Throws InvalidArgument naming everything in which the archive's tensors and the model's differ.

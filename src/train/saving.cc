@@ -1,7 +1,9 @@
 // Weights and full state on disk.
 #include <torch/nn/module.h>
 
+#include <map>
 #include <set>
+#include <typeinfo>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -47,7 +49,24 @@ History load_history(const Archive& archive) {
   return history;
 }
 
-std::string callback_prefix(std::size_t index) { return text(kCallback, "/", index); }
+// Callbacks are known by their type, and their number among those: others may come and go.
+std::vector<std::string> callback_prefixes(const std::vector<AnyCallback>& callbacks) {
+  std::map<std::string, int> seen;
+  std::vector<std::string> prefixes;
+  for (const auto& callback : callbacks) {
+    const std::string type = typeid(*callback.operator->()).name();
+    prefixes.push_back(text(kCallback, "/", type, "/", seen[type]++));
+  }
+  return prefixes;
+}
+
+bool has_any(const Archive& archive, const std::string& prefix) {
+  const auto begins = [&](const auto& all) {
+    const auto first = all.lower_bound(prefix + "/");
+    return first != all.end() && first->first.starts_with(prefix + "/");
+  };
+  return begins(archive.entries) || begins(archive.tensors);
+}
 
 // Tensors of a full checkpoint that are no weights.
 bool is_reserved(const std::string& name) {
@@ -129,7 +148,8 @@ Archive ModelImpl::read_for_all(const std::string& path) const {
 
 Archive ModelImpl::save_state() {
   auto archive = save_training();
-  for (std::size_t i = 0; i < callbacks.size(); ++i) callbacks[i]->save(archive, callback_prefix(i));
+  const auto prefixes = callback_prefixes(callbacks);
+  for (std::size_t i = 0; i < callbacks.size(); ++i) callbacks[i]->save(archive, prefixes[i]);
   return archive;
 }
 
@@ -185,8 +205,10 @@ std::function<void()> ModelImpl::load_training(const Archive& archive) {
 
 void ModelImpl::load_state(const Archive& archive) {
   const auto change = load_training(archive);
+  const auto prefixes = callback_prefixes(callbacks);
   for (std::size_t i = 0; i < callbacks.size(); ++i) {
-    if (workers().is_chief() || !callbacks[i]->only_on_chief()) callbacks[i]->load(archive, callback_prefix(i));
+    const bool mine = workers().is_chief() || !callbacks[i]->only_on_chief();
+    if (mine && has_any(archive, prefixes[i])) callbacks[i]->load(archive, prefixes[i]);
   }
   change();
 }

@@ -57,6 +57,12 @@ std::string fill_in(const std::string& path, const Logs& values) {
   return result;
 }
 
+// The innermost folder of the path that is the same for all checkpoints.
+std::string fixed_folder_of(const std::string& filepath) {
+  const auto folder = std::filesystem::path(filepath.substr(0, filepath.find('{'))).parent_path();
+  return folder.empty() ? "." : folder.string();
+}
+
 }  // namespace
 
 ModelCheckpoint::ModelCheckpoint(std::string filepath, ModelCheckpointOptions options)
@@ -105,7 +111,7 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
 void ModelCheckpoint::save(Archive& archive, const std::string& prefix) const {
   if (best_) archive.entries[prefix + "/best"] = print_numbers({*best_});
   archive.entries[prefix + "/since_save"] = std::to_string(since_save_);
-  for (std::size_t i = 0; i < kept_.size(); ++i) archive.entries[text(prefix, "/kept/", i)] = kept_[i];
+  save_kept(kept_, fixed_folder_of(filepath_), archive, prefix + "/kept");
 }
 
 void ModelCheckpoint::load(const Archive& archive, const std::string& prefix) {
@@ -113,10 +119,7 @@ void ModelCheckpoint::load(const Archive& archive, const std::string& prefix) {
   if (best != archive.entries.end()) best_ = parse_numbers(best->second).at(0);
   const auto since = archive.entries.find(prefix + "/since_save");
   if (since != archive.entries.end()) since_save_ = std::stoll(since->second);
-  kept_.clear();
-  for (std::size_t i = 0; archive.entries.contains(text(prefix, "/kept/", i)); ++i) {
-    kept_.push_back(archive.entry(text(prefix, "/kept/", i)));
-  }
+  kept_ = load_kept(archive, prefix + "/kept", fixed_folder_of(filepath_));
 }
 
 BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options)
