@@ -150,13 +150,16 @@ TEST(Estimator, TrainAndEvaluateEvaluatesEachCheckpoint) {
 }
 
 TEST(Estimator, UnderStrategiesOfSeveralReplicasAndWorkers) {
-  const auto without_dropout = [](const Example&, ModeKeys mode, const Params&) {
+  // Workers that are threads share the program's seeds, so that initial values come from the first one's checkpoint.
+  const auto initial = fresh("alone") + "/model.ckpt-0";
+  const auto without_dropout = [initial](const Example&, ModeKeys mode, const Params&) {
     EstimatorSpec spec{.model = Sequential({Dense(9, {.activation = "tanh"}), Dense(3)})};
+    if (std::filesystem::exists(checkpoint_file(initial))) spec.model.load_weights(initial);
     spec.loss = SparseCategoricalCrossentropy({.from_logits = true});
     if (mode == ModeKeys::train) spec.optimizer = Adam({.learning_rate = 0.05});
     return spec;
   };
-  Estimator alone(without_dropout, config_of(fresh("alone")));
+  Estimator alone(without_dropout, config_of(std::filesystem::path(initial).parent_path()));
   alone.train(endless, {.steps = 6});
   const auto expected = alone.evaluate(data);
   const auto distributed = [&](const Strategy& strategy, const std::string& folder) {
