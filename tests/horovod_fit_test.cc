@@ -6,7 +6,7 @@
 
 #include "base/expect_says.h"
 #include "base/fresh_folder.h"
-#include "horovod/session.h"
+#include "horovod/ranks_of_threads.h"
 #include "tests/workers.h"
 #include "train/model_impl.h"
 
@@ -15,23 +15,12 @@ namespace {
 
 namespace hvd = horovod;
 
+// Each with a strategy of its own.
 void on_ranks(int size, const std::function<void(int)>& body) {
-  const auto groups = make_thread_groups(size);
-  std::vector<std::jthread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      const auto& group = groups[static_cast<std::size_t>(rank)];
-      const World world{.rank = rank, .size = size, .local_rank = rank, .local_size = size};
-      const hvd::Session::Use use(std::make_shared<hvd::Session>(hvd::Session::Position{world}, group, 60));
-      try {
-        const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
-        body(rank);
-      } catch (const std::exception& error) {
-        ADD_FAILURE() << "rank " << rank << ": " << error.what();
-        group.abort(error.what());
-      }
-    });
-  }
+  hvd::on_ranks(size, [&](int rank) {
+    const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
+    body(rank);
+  });
 }
 
 Optimizer adam() { return Adam({.learning_rate = 0.05}); }

@@ -1,57 +1,23 @@
-// Horovod's calls against plain computations; ranks are threads.
+// Horovod's operations against plain computations; ranks are threads.
 #include "lockstep/horovod.h"
 
-#include <ATen/Functions.h>
-#include <gtest/gtest.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
 #include <numeric>
-#include <thread>
 
 #include "base/expect_says.h"
-#include "horovod/session.h"
+#include "horovod/ranks_of_threads.h"
 
 namespace lockstep {
 namespace {
 
 namespace hvd = horovod;
 using at::Tensor;
-
-void on_ranks(int size, const std::function<void(int)>& body, double timeout_seconds = 60) {
-  const auto groups = make_thread_groups(size);
-  std::vector<std::string> errors(static_cast<std::size_t>(size));
-  {
-    std::vector<std::jthread> threads;
-    for (int rank = 0; rank < size; ++rank) {
-      threads.emplace_back([&, rank] {
-        const auto index = static_cast<std::size_t>(rank);
-        const World world{.rank = rank, .size = size, .local_rank = rank, .local_size = size};
-        const hvd::Session::Use use(
-            std::make_shared<hvd::Session>(hvd::Session::Position{world}, groups[index], timeout_seconds));
-        try {
-          body(rank);
-        } catch (const std::exception& error) {
-          errors[index] = error.what();
-          groups[index].abort(error.what());
-        }
-      });
-    }
-  }
-  for (const auto& error : errors) EXPECT_EQ(error, "");
-}
-
-void expect_equal(const Tensor& a, const Tensor& b) {
-  EXPECT_EQ(a.scalar_type(), b.scalar_type());
-  EXPECT_TRUE(at::equal(a, b)) << a << "\nand\n" << b;
-}
-
-Tensor values(int rank, at::IntArrayRef sizes = {2, 3}, at::ScalarType dtype = at::kDouble) {
-  const auto count = c10::multiply_integers(sizes);
-  return (at::arange(count, at::kDouble).reshape(sizes) + 10 * rank).to(dtype);
-}
+using hvd::expect_equal;
+using hvd::on_ranks;
+using hvd::values;
 
 TEST(Horovod, NeedsInit) {
   EXPECT_FALSE(hvd::is_initialized());
@@ -244,220 +210,6 @@ TEST(Horovod, ObjectsParametersAndOptimizers) {
   });
 }
 
-struct Regression {
-  explicit Regression(int rank) {
-    net = torch::nn::Linear(4, 2);
-    net->to(at::kDouble);
-    auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(3 + rank));
-    const at::NoGradGuard no_gradient;
-    for (auto& parameter : net->parameters()) parameter.normal_(0, 1, generator);
-  }
-  static Tensor data(int step, int rank) {
-    auto generator = at::detail::createCPUGenerator(static_cast<std::uint64_t>(100 * step + rank));
-    return at::randn({5, 6}, generator, at::kDouble);
-  }
-  Tensor loss(int step, int rank) {
-    const auto all = data(step, rank);
-    return at::mse_loss(net(all.narrow(1, 0, 4)), all.narrow(1, 4, 2));
-  }
-  torch::nn::Linear net = nullptr;
-};
-
-// The plain loop that all ranks' work together comes to.
-Tensor alone(int ranks, int steps, int passes, bool sum, const std::vector<int>& steps_of_rank) {
-  Regression model(0);
-  torch::optim::Adam adam(model.net->parameters(), torch::optim::AdamOptions(0.05));
-  for (int step = 0; step < steps; ++step) {
-    adam.zero_grad();
-    int active = 0;
-    for (int rank = 0; rank < ranks; ++rank) active += step < steps_of_rank[static_cast<std::size_t>(rank)] ? 1 : 0;
-    for (int rank = 0; rank < ranks; ++rank) {
-      if (step >= steps_of_rank[static_cast<std::size_t>(rank)]) continue;
-      for (int pass = 0; pass < passes; ++pass) {
-        (model.loss(step * passes + pass, rank) / (sum ? 1 : active)).backward();
-      }
-    }
-    adam.step();
-  }
-  return model.net->weight.detach();
-}
-
-void expect_like_alone(int ranks, const hvd::DistributedOptimizerOptions& options, double tolerance) {
-  constexpr int kSteps = 50;
-  const std::vector<int> steps(static_cast<std::size_t>(ranks), kSteps);
-  const auto expected = alone(ranks, kSteps, options.backward_passes_per_step, options.op == hvd::Sum, steps);
-  on_ranks(ranks, [&](int rank) {
-    Regression model(rank);
-    hvd::broadcast_parameters(*model.net, 0);
-    torch::optim::Adam adam(model.net->parameters(), torch::optim::AdamOptions(0.05));
-    hvd::DistributedOptimizer optimizer(adam, options, model.net->named_parameters());
-    for (int step = 0; step < kSteps; ++step) {
-      optimizer.zero_grad();
-      for (int pass = 0; pass < options.backward_passes_per_step; ++pass) {
-        model.loss(step * options.backward_passes_per_step + pass, rank).backward();
-      }
-      optimizer.step();
-    }
-    EXPECT_LE((model.net->weight.detach() - expected).abs().max().item<double>(), tolerance);
-  });
-}
-
-TEST(Horovod, ADistributedOptimizerIsOneProcessOnAllData) {
-  for (const int ranks : {1, 2, 3}) {
-    expect_like_alone(ranks, {}, 1e-9);
-    expect_like_alone(ranks, {.op = hvd::Sum}, 1e-9);
-    expect_like_alone(ranks, {.backward_passes_per_step = 3}, 1e-9);
-  }
-}
-
-TEST(Horovod, AStepBeforeAllPassesTakesWhatThereIs) {
-  on_ranks(2, [](int rank) {
-    Regression model(0), plain(0);
-    torch::optim::SGD sgd(model.net->parameters(), 0.1), reference(plain.net->parameters(), 0.1);
-    hvd::DistributedOptimizer optimizer(sgd, {.backward_passes_per_step = 4});
-    for (int step = 0; step < 3; ++step) {
-      optimizer.zero_grad();
-      model.loss(step, rank).backward();
-      optimizer.step();
-      reference.zero_grad();
-      ((plain.loss(step, 0) + plain.loss(step, 1)) / 2).backward();
-      reference.step();
-    }
-    EXPECT_LE((model.net->weight - plain.net->weight).abs().max().item<double>(), 1e-12);
-  });
-}
-
-TEST(Horovod, RanksThatHaveJoinedAnswer) {
-  const std::vector<int> steps{3, 7, 5};
-  const auto expected = alone(3, 7, 1, false, steps);
-  on_ranks(3, [&](int rank) {
-    Regression model(0);
-    torch::optim::Adam adam(model.net->parameters(), torch::optim::AdamOptions(0.05));
-    hvd::DistributedOptimizer optimizer(adam);
-    for (int step = 0; step < steps[static_cast<std::size_t>(rank)]; ++step) {
-      optimizer.zero_grad();
-      model.loss(step, rank).backward();
-      optimizer.step();
-    }
-    if (rank == 1) {
-      expect_equal(hvd::allreduce(values(1), {.op = hvd::Sum}), values(1));
-      expect_equal(hvd::allreduce(values(1, {3}, at::kFloat)), values(1, {3}, at::kFloat) / 3);
-      expect_says(message_of([] { hvd::allgather(values(1)); }),
-                  "rank 0 has joined: until all have, ranks call only allreduce");
-      expect_says(message_of([] { hvd::allreduce(values(1), {.op = hvd::Max}); }), "has joined");
-    }
-    EXPECT_EQ(hvd::join(), 1);
-    hvd::broadcast_parameters(*model.net, 1);
-    EXPECT_LE((model.net->weight.detach() - expected).abs().max().item<double>(), 1e-9);
-    hvd::barrier();
-    EXPECT_EQ(hvd::join(), 2);
-  });
-}
-
-// Makes `steps` of what `step(model, optimizer, number)` does, beside a plain loop over both ranks' losses.
-void expect_like_plain(int steps, const hvd::DistributedOptimizerOptions& options,
-                       const std::function<void(Regression&, hvd::DistributedOptimizer<torch::optim::Optimizer>&,
-                                                int step, int rank)>& step,
-                       const std::function<Tensor(Regression&, int step)>& plain_loss) {
-  on_ranks(2, [&](int rank) {
-    Regression model(0), plain(0);
-    torch::optim::SGD sgd(model.net->parameters(), 0.1), reference(plain.net->parameters(), 0.1);
-    hvd::DistributedOptimizer optimizer(sgd, options);
-    for (int number = 0; number < steps; ++number) {
-      optimizer.zero_grad();
-      step(model, optimizer, number, rank);
-      reference.zero_grad();
-      plain_loss(plain, number).backward();
-      reference.step();
-    }
-    EXPECT_LE((model.net->weight - plain.net->weight).abs().max().item<double>(), 1e-12);
-  });
-}
-
-Tensor mean_loss(Regression& plain, int step) { return (plain.loss(step, 0) + plain.loss(step, 1)) / 2; }
-
-TEST(Horovod, AStepWithoutABackwardIsOneWithoutGradients) {
-  expect_like_plain(
-      3, {},
-      [](Regression& model, auto& optimizer, int step, int rank) {
-        if (step != 1 || rank == 0) model.loss(step, rank).backward();
-        optimizer.step();
-      },
-      [](Regression& plain, int step) { return step == 1 ? plain.loss(1, 0) / 2 : mean_loss(plain, step); });
-}
-
-TEST(Horovod, AClosuresGradientsMeet) {
-  expect_like_plain(
-      3, {.backward_passes_per_step = 2},
-      [](Regression& model, auto& optimizer, int step, int rank) {
-        optimizer.step([&] {
-          optimizer.zero_grad();
-          auto loss = model.loss(step, rank);
-          loss.backward();
-          return loss;
-        });
-      },
-      mean_loss);
-}
-
-struct Fails : torch::autograd::Function<Fails> {
-  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x.clone(); }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
-                                                 const torch::autograd::variable_list&) {
-    throw InvalidArgument("a backward that fails");
-  }
-};
-
-TEST(Horovod, AfterAnAccumulatingBackwardThatFailedGradientsMeetAgain) {
-  expect_like_plain(
-      4, {.backward_passes_per_step = 2},
-      [](Regression& model, auto& optimizer, int step, int rank) {
-        if (step == 1) {  // the output's own gradient is made before the input's fails
-          const auto x = at::ones({1, 4}, at::kDouble).requires_grad_();
-          EXPECT_THROW((model.net(Fails::apply(x)) * 0).sum().backward(), std::exception);
-          optimizer.zero_grad();
-        }
-        model.loss(step, rank).backward();
-        optimizer.step();
-      },
-      mean_loss);
-}
-
-TEST(Horovod, AnOptimizerThatIsWrappedAnewKeepsItsRanks) {
-  on_ranks(2, [](int rank) {
-    Regression model(0), plain(0);
-    torch::optim::SGD sgd(model.net->parameters(), 0.1), reference(plain.net->parameters(), 0.1);
-    using Wrapped = hvd::DistributedOptimizer<torch::optim::Optimizer>;
-    auto optimizer = std::make_unique<Wrapped>(sgd);
-    for (int step = 0; step < 3; ++step) {
-      optimizer = std::make_unique<Wrapped>(sgd);
-      optimizer->zero_grad();
-      model.loss(step, rank).backward();
-      optimizer->step();
-      reference.zero_grad();
-      mean_loss(plain, step).backward();
-      reference.step();
-    }
-    EXPECT_LE((model.net->weight - plain.net->weight).abs().max().item<double>(), 1e-12);
-  });
-}
-
-TEST(Horovod, ARankThatHasJoinedAnswersSeveralOptimizersOfOneBackward) {
-  on_ranks(2, [](int rank) {
-    torch::nn::Linear first(4, 3), second(3, 2);
-    torch::optim::SGD of_first(first->parameters(), 0.1), of_second(second->parameters(), 0.1);
-    hvd::DistributedOptimizer one(of_first), other(of_second);
-    for (int step = 0; step < (rank == 0 ? 4 : 2); ++step) {
-      one.zero_grad();
-      other.zero_grad();
-      second(first(at::ones({2, 4}))).sum().backward();
-      one.step();
-      other.step();
-    }
-    EXPECT_EQ(hvd::join(), 0);
-  });
-}
-
 TEST(Horovod, GroupedCallsThatDifferLeaveTheNextGood) {
   on_ranks(2, [](int rank) {
     const hvd::Tensors one{values(rank)}, two{values(rank), values(rank)};
@@ -486,31 +238,6 @@ TEST(Horovod, RootsOptimizerIsAllRanksEvenWhereItHasNoState) {
     torch::optim::Adam adam(net->parameters());
     torch::optim::Optimizer& mine = rank == 0 ? static_cast<torch::optim::Optimizer&>(adam) : sgd;
     expect_says(message_of([&] { hvd::broadcast_optimizer_state(mine, 0); }), "torch::optim::SGD");
-  });
-}
-
-TEST(Horovod, OptimizersThatDifferAreNamed) {
-  on_ranks(2, [](int rank) {
-    torch::nn::Linear net(3, 2 + rank);
-    torch::optim::SGD sgd(net->parameters(), 0.1);
-    expect_says(message_of([&] { hvd::DistributedOptimizer optimizer(sgd, {}, net->named_parameters()); }),
-                "weight Float [2, 3], worker 1 has weight Float [3, 3]");
-    torch::nn::Linear same(3, 2);
-    torch::optim::SGD other(same->parameters(), 0.1);
-    expect_says(message_of([&] { hvd::DistributedOptimizer optimizer(other, {.op = hvd::Max}); }), "op is max");
-    expect_says(message_of([&] { hvd::DistributedOptimizer optimizer(other, {.backward_passes_per_step = 0}); }),
-                "at least 1");
-    expect_says(message_of([&] { hvd::DistributedOptimizer optimizer(other, {}, net->named_parameters()); }),
-                "have no name");
-    hvd::DistributedOptimizer optimizer(other);
-    expect_says(message_of([&] {
-                  if (rank == 0) {
-                    same(at::ones({1, 3})).sum().backward();
-                  } else {
-                    hvd::barrier();
-                  }
-                }),
-                "rank 0 calls a step of DistributedOptimizer 0, rank 1 barrier");
   });
 }
 
