@@ -1,6 +1,8 @@
 // What MultiWorkerMirroredStrategy promises: the weights of one process on the same batches, equal copies everywhere,
 // logs and checkpoints once, and nobody left waiting.
 #include "tests/workers.h"
+#include "base/fresh_folder.h"
+#include "base/text.h"
 
 #include <ATen/ATen.h>
 #include <torch/nn/modules/dropout.h>
@@ -216,6 +218,32 @@ TEST_P(Workers, LogsAndCheckpointsAreWrittenOnceAndRestoreAll) {
   expect_no_errors(run_workers(options(), [&](const auto& strategy) { fit(strategy, 2); }));
   expect_no_errors(run_workers(options(), [&](const auto& strategy) { halves.add(strategy, fit(strategy, 4)); }));
   for (const auto& [rank, own] : halves.values()) EXPECT_TRUE(equal_bits(own, whole.chiefs())) << rank;
+}
+
+TEST_P(Workers, ACustomLoopsCheckpointsAreTheChiefs) {
+  const auto folder = fresh_folder("workers", text("loop_", GetParam().workers, "_", GetParam().replicas)).string();
+  const auto errors = run_workers(options(), [&](const MultiWorkerMirroredStrategy& strategy) {
+    const auto scope = strategy.scope();
+    const Variable total(at::full({2}, 1.0), {.aggregation = VariableAggregation::only_first_replica});
+    std::int64_t steps = strategy.worker_rank();
+    Checkpoint checkpoint({{"total", total.trackable()}, {"steps", track(steps)}});
+    // Other workers may have other disks.
+    CheckpointManager manager(checkpoint, strategy.is_chief() ? folder : "/proc/nowhere", {.max_to_keep = 2});
+    EXPECT_FALSE(manager.restore_or_initialize());
+    for (int i = 0; i < 3; ++i) manager.save();
+    total.assign(at::full({2}, 7.0));
+    steps = 100;
+    EXPECT_TRUE(manager.restore_or_initialize());
+    EXPECT_EQ(total.read()[0].item<double>(), 1);
+    EXPECT_EQ(steps, 0);  // the chief's
+    EXPECT_EQ(manager.latest(), folder + "/ckpt-3");
+    EXPECT_THROW(checkpoint.restore(folder + "/none"), Error);
+    EXPECT_THROW(checkpoint.write("/proc/nowhere/ckpt"), Error);
+    checkpoint.save(folder + "/other");
+  });
+  expect_no_errors(errors);
+  EXPECT_FALSE(std::filesystem::exists(folder + "/ckpt-1.safetensors"));
+  EXPECT_TRUE(std::filesystem::exists(folder + "/ckpt-3.safetensors"));
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, Workers, testing::Values(Shape{2, 1}, Shape{2, 2}, Shape{3, 1}, Shape{3, 2}),

@@ -59,20 +59,29 @@ void save_kept(const std::vector<std::string>& kept, const std::string& folder, 
                const std::string& prefix);
 std::vector<std::string> load_kept(const Archive& archive, const std::string& prefix, const std::string& folder);
 
+// Workers that have an object together. Both are collective: `on_chief` acts on the chief, and what it throws is thrown
+// by all; `share` gives all what the chief gives.
+struct SharedBy {
+  std::function<void(const std::function<void()>& act)> on_chief;
+  std::function<std::string(const std::string& bytes)> share;
+};
+
 // Something that a Checkpoint saves and restores. `load` checks everything, changes nothing, and returns what makes the
 // change and cannot fail; so a restore happens whole or not at all.
 struct Trackable {
   std::function<void(Archive& archive, const std::string& prefix)> save;
   std::function<std::function<void()>(const Archive& archive, const std::string& prefix)> load;
+  std::shared_ptr<const SharedBy> shared_by = {};  // null: this process has it alone
 };
 
 // A counter of the loop's own. It must outlive the Checkpoint.
 Trackable track(std::int64_t& counter);
 
-// Follows tf.train.Checkpoint: objects under names. Not thread safe.
+// Follows tf.train.Checkpoint: objects under names. Not thread safe. Where several workers have an object together, all
+// make the same calls; the chief's disk is written and read.
 class Checkpoint {
  public:
-  explicit Checkpoint(std::map<std::string, Trackable> objects) : objects_(std::move(objects)) {}
+  explicit Checkpoint(std::map<std::string, Trackable> objects);
 
   // Saves to `prefix`-1, then -2 and so on; returns the path and records it in the folder's index.
   std::string save(const std::string& prefix);
@@ -87,8 +96,11 @@ class Checkpoint {
  private:
   friend class CheckpointManager;
   std::string write_next(const std::string& prefix);
+  void on_chief(const std::function<void()>& act) const;
+  std::string share(const std::string& bytes) const;
 
   std::map<std::string, Trackable> objects_;
+  std::shared_ptr<const SharedBy> shared_by_;
   std::int64_t save_counter_ = 0;
 };
 
@@ -103,7 +115,7 @@ class CheckpointManager {
   CheckpointManager(Checkpoint& checkpoint, std::string directory, CheckpointManagerOptions options = {});
 
   std::string save();
-  std::string latest() const { return latest_checkpoint(directory_); }
+  std::string latest() const;
 
   // Restores the latest one; false when there is none.
   bool restore_or_initialize();

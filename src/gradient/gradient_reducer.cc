@@ -203,9 +203,8 @@ void GradientReducer::on_gradient(std::size_t parameter) {
 void GradientReducer::require_whole() const {
   if (open_) {
     throw Error(
-        "the last backward broke off in the middle, and the ranks are out of step: make a new Group, and wrap the "
-        "module "
-        "or the optimizer anew");
+        "the last backward broke off in the middle, and the ranks are out of step: make a new Group, and wrap what you "
+        "train anew");
   }
 }
 

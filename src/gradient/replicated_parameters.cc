@@ -55,14 +55,14 @@ ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn
   }
   find_slots();
   for (int replica = 1; replica < replicas(); ++replica) check_same_as_first(replica);
-  compare_with_chief();
+  compare_models(workers_);
   take_memory(on_replicas);
   bind();
   share_values();
 }
 
-void ReplicatedParameters::compare_with_chief() const {
-  if (workers_.alone()) return;
+void ReplicatedParameters::compare_models(const Workers& workers) const {
+  if (workers.alone()) return;
   std::string tensors;
   for (const auto& slot : slots_) {
     tensors +=
@@ -71,7 +71,7 @@ void ReplicatedParameters::compare_with_chief() const {
   for (std::size_t i = 0; i < buffer_names_.size(); ++i) {
     tensors += text("buffer ", buffer_names_[i], " ", buffer(0, i).scalar_type(), " ", buffer(0, i).sizes(), "\n");
   }
-  workers_.require_same("models", tensors);
+  workers.require_same("models", tensors);
 }
 
 void ReplicatedParameters::find_slots() {

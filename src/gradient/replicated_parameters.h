@@ -67,8 +67,10 @@ class ReplicatedParameters {
   const at::Tensor& flat(int copy, at::ScalarType dtype) const;
   std::int64_t flat_numel(at::ScalarType dtype) const;
 
-  // Throws InvalidArgument on all workers, naming a worker and a parameter, where copies are not equal bit for bit: a
-  // processor or a program that went wrong. Collective over the workers; not while replicas run.
+  // Throw InvalidArgument on all workers, naming a worker and a parameter, where models have other tensors, or copies
+  // are not equal bit for bit: a processor or a program that went wrong. Collective over the workers; not while
+  // replicas run.
+  void compare_models(const Workers& workers) const;
   void compare_copies(const Workers& workers) const;
 
   // Looks again which parameters require gradients, for an optimizer that is about to be made. Throws InvalidArgument
@@ -100,7 +102,6 @@ class ReplicatedParameters {
   void take_memory(const OnReplicas& on_replicas);
   void bind();
   at::Tensor place(int replica, const ParameterSlot& slot) const;
-  void compare_with_chief() const;
   void share_values();
 
   Workers workers_;

@@ -70,11 +70,7 @@ UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Opt
 void UpdateEngine::meet_exchange() {
   const auto& other = optimizer_.options().exchange;
   if (!other || other->workers.alone() || workers_ != nullptr) return;
-  std::string model;
-  for (const auto& slot : parameters_->slots()) {
-    model += text(slot.name, " ", slot.dtype, " ", at::IntArrayRef(slot.sizes), slot.trainable ? "" : " frozen", "\n");
-  }
-  other->workers.require_same("models", model);
+  parameters_->compare_models(other->workers);
   other->workers.require_same("numbers of replicas", std::to_string(parameters_->replicas()));
   make_worker_gradients(other->options);
 }
@@ -128,6 +124,7 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
   if (!(weight >= 0) || std::isinf(weight)) {
     throw InvalidArgument(text("a replica's weight is ", weight, "; it must be 0 (no examples) or more, and finite"));
   }
+  if (workers_ == nullptr && !workers().alone()) throw Error("an update without the other ranks, whom nobody has met");
   auto& mine = contributions_[static_cast<std::size_t>(replica)];
   take_gradients(replica);
   if (replica == 0) begin_update();

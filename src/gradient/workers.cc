@@ -56,6 +56,13 @@ std::string Workers::share(const std::string& bytes) const {
   return shared;
 }
 
+std::shared_ptr<const SharedBy> Workers::shared_by() const {
+  if (alone()) return nullptr;
+  return std::make_shared<SharedBy>(
+      SharedBy{.on_chief = [workers = *this](const std::function<void()>& act) { workers.on_chief(act); },
+               .share = [workers = *this](const std::string& bytes) { return workers.share(bytes); }});
+}
+
 void Workers::require_same(const std::string& what, const std::string& mine) const {
   const auto all = all_gather(mine);
   const auto other = std::find_if(all.begin(), all.end(), [&](const auto& theirs) { return theirs != all[0]; });

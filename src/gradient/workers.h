@@ -5,11 +5,13 @@
 
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "lockstep/checkpoint.h"
 #include "lockstep/error.h"
 #include "lockstep/group.h"
 
@@ -76,6 +78,9 @@ class Workers {
     if (mine) std::rethrow_exception(mine);
     if (!failed.empty()) throw Error("worker 0: " + failed);
   }
+
+  // For checkpoints of what they have together; null where this process is alone.
+  std::shared_ptr<const SharedBy> shared_by() const;
 
   // Throws InvalidArgument on all workers where their texts differ, with the first line that does: "the workers' `what`
   // differ: worker 0 has ..., worker 2 has ...".

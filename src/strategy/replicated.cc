@@ -63,7 +63,7 @@ Trackable ReplicatedModule::trackable() const {
       for (std::size_t i = 0; i < buffers.size(); ++i) parameters->assign_buffer(i, buffers[i]);
     };
   };
-  return {save, load};
+  return {save, load, parameters_->workers().shared_by()};
 }
 
 Trackable ReplicatedModule::replica_buffers() const {
@@ -109,7 +109,7 @@ Trackable ReplicatedModule::replica_buffers() const {
       }
     };
   };
-  return {save, load};
+  return {save, load, parameters_->workers().shared_by()};
 }
 
 void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const {
@@ -215,7 +215,7 @@ Trackable ReplicatedOptimizer::trackable() const {
       engine->restore_learning_rate(set_rate);
     };
   };
-  return {save, load};
+  return {save, load, engine_->parameters().workers().shared_by()};
 }
 
 }  // namespace lockstep

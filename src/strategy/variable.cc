@@ -120,7 +120,8 @@ Trackable Variable::trackable() const {
             const auto value = from_stored(archive.tensor(prefix));
             impl->check_shape(value);
             return [impl, value] { impl->set_all(value); };
-          }};
+          },
+          impl_->workers.shared_by()};
 }
 
 }  // namespace lockstep

@@ -152,7 +152,7 @@ class Fit {
   void compare_states() const {
     if (!has_exchange()) return;
     peers().require_same(
-        "trainings (does BroadcastGlobalVariablesCallback give all what one restored?)",
+        "starting points (BroadcastGlobalVariablesCallback spreads what one restored)",
         text("step ", model_.iterations(), "\nepoch ", impl_.progress.epoch, "\nbatch ", impl_.progress.batch));
   }
 
