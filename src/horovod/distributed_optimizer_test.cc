@@ -82,6 +82,23 @@ TEST(Horovod, ADistributedOptimizerIsOneProcessOnAllData) {
   }
 }
 
+TEST(Horovod, GradientsOverTcpAreThoseInMemory) {
+  const std::vector<int> steps{20, 20};
+  const auto expected = alone(2, 20, 1, false, steps);
+  hvd::on_ranks_over_tcp(2, [&](int rank) {
+    Regression model(rank);
+    hvd::broadcast_parameters(*model.net, 0);
+    torch::optim::Adam adam(model.net->parameters(), torch::optim::AdamOptions(0.05));
+    hvd::DistributedOptimizer optimizer(adam);
+    for (int step = 0; step < 20; ++step) {
+      optimizer.zero_grad();
+      model.loss(step, rank).backward();
+      optimizer.step();
+    }
+    EXPECT_LE((model.net->weight.detach() - expected).abs().max().item<double>(), 1e-9);
+  });
+}
+
 TEST(Horovod, AStepBeforeAllPassesTakesWhatThereIs) {
   on_ranks(2, [](int rank) {
     Regression model(0), plain(0);

@@ -140,6 +140,24 @@ TEST(Horovod, AllgatherBroadcastAlltoallReducescatter) {
   });
 }
 
+TEST(Horovod, TheSameOverTcpAndAfterManyCalls) {
+  hvd::on_ranks_over_tcp(3, [](int rank) {
+    const auto sum = values(0, {4, 2}) + values(1, {4, 2}) + values(2, {4, 2});
+    for (int round = 0; round < 30; ++round) {
+      expect_equal(hvd::allreduce(values(rank, {4, 2}), {.op = hvd::Sum}), sum);
+      expect_equal(hvd::allgather(values(rank, {rank + 1})), at::cat({values(0, {1}), values(1, {2}), values(2, {3})}));
+      expect_equal(hvd::alltoall(values(rank, {3})).output, at::arange(3, at::kDouble) * 10 + rank);
+      expect_equal(hvd::reducescatter(values(rank, {3})), values(1, {3}).slice(0, rank, rank + 1));
+      expect_equal(hvd::broadcast(values(rank), 2), values(2));
+      expect_says(message_of([&] { hvd::allreduce(values(rank, {2 + rank})); }), "the ranks' calls differ");
+    }
+    if (rank == 2) {
+      expect_equal(hvd::allreduce(values(1), {.op = hvd::Sum}), values(1));
+    }
+    EXPECT_EQ(hvd::join(), 2);
+  });
+}
+
 TEST(Horovod, CallsThatDifferAreNamedOnAllRanksAndTheNextIsGood) {
   on_ranks(2, [](int rank) {
     const std::string shapes = message_of([&] { hvd::allreduce(values(rank, {2 + rank})); });

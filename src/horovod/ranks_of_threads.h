@@ -9,29 +9,48 @@
 
 #include "horovod/session.h"
 #include "lockstep/horovod.h"
+#include "lockstep/world.h"
 
 namespace lockstep::horovod {
 
-inline void on_ranks(int size, const std::function<void(int)>& body, double timeout_seconds = 60) {
-  const auto groups = make_thread_groups(size);
+// A Group for each rank, made by all of them at once.
+using MakeGroup = std::function<Group(const World&)>;
+
+inline void on_ranks(int size, const MakeGroup& make, const std::function<void(int)>& body, double timeout_seconds) {
   std::vector<std::string> errors(static_cast<std::size_t>(size));
   {
     std::vector<std::jthread> threads;
     for (int rank = 0; rank < size; ++rank) {
       threads.emplace_back([&, rank] {
-        const auto index = static_cast<std::size_t>(rank);
         const World world{.rank = rank, .size = size, .local_rank = rank, .local_size = size};
-        const Session::Use use(std::make_shared<Session>(Session::Position{world}, groups[index], timeout_seconds));
+        const auto group = make(world);
+        const Session::Use use(std::make_shared<Session>(Session::Position{world}, group, timeout_seconds));
         try {
           body(rank);
         } catch (const std::exception& error) {
-          errors[index] = error.what();
-          groups[index].abort(error.what());
+          errors[static_cast<std::size_t>(rank)] = error.what();
+          group.abort(error.what());
         }
       });
     }
   }
   for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
+inline void on_ranks(int size, const std::function<void(int)>& body, double timeout_seconds = 60) {
+  const auto groups = make_thread_groups(size);
+  const auto make = [&](const World& world) { return groups[static_cast<std::size_t>(world.rank)]; };
+  on_ranks(size, make, body, timeout_seconds);
+}
+
+// As if each were on a host of its own.
+inline void on_ranks_over_tcp(int size, const std::function<void(int)>& body) {
+  const auto store = Store::hold("127.0.0.1:0");
+  const auto make = [&](World world) {
+    world.host = "host " + std::to_string(world.rank);
+    return make_group(world, store, {.timeout_seconds = 30});
+  };
+  on_ranks(size, make, body, 60);
 }
 
 inline void expect_equal(const Tensor& a, const Tensor& b) {
