@@ -178,6 +178,21 @@ TEST(HorovodFit, ARankWhoseDataEndEarlierGoesOnWithoutExamples) {
   });
 }
 
+TEST(HorovodFit, WarmupIsAllRanksWhereOneHasLessData) {
+  on_ranks(2, [](int rank) {
+    auto model = make_model(at::kDouble, hvd::DistributedOptimizer(SGD({.learning_rate = 0.25})));
+    std::vector<double> rates;
+    const LambdaCallback notes(
+        {.on_train_batch_end = [&](std::int64_t, const Logs&) { rates.push_back(model.learning_rate()); }});
+    model.fit(rank == 0 ? data_of(0, 1) : data_of(0, 1).take(2),
+              {.epochs = 2,
+               .callbacks = {hvd::LearningRateWarmupCallback({.initial_lr = 0.4, .warmup_epochs = 2}), notes},
+               .verbose = 0});
+    ASSERT_EQ(rates.size(), 8);
+    for (std::size_t step = 0; step < 8; ++step) EXPECT_NEAR(rates[step], 0.2 * ((step + 1) / 8.0 + 1), 1e-12);
+  });
+}
+
 TEST(HorovodFit, WhatOneRankStopsEndsForAllAfterTheSameStep) {
   on_ranks(2, [](int rank) {
     auto model = make_model(at::kDouble, hvd::DistributedOptimizer(adam()));

@@ -25,7 +25,7 @@ struct DistributedOptimizerOptions {
   ReduceOp op = Average;  // or Sum, of the ranks' gradients. A rank that has joined does not count in an average.
   Compression compression = Compression::none;
 
-  // Gradients add up over so many backwards, undivided, before the ranks' meet.
+  // Gradients add up over so many backwards, undivided, before the ranks' meet. One that runs inside another counts.
   int backward_passes_per_step = 1;
 };
 

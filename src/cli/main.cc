@@ -123,7 +123,9 @@ std::vector<std::string> as_run_takes_it(int argc, char** argv) {
       all.erase(all.begin() + static_cast<std::ptrdiff_t>(i));
       break;
     }
-    if (!flags.contains(all[i]) && all[i].find('=') == std::string::npos) ++i;  // its value
+    const bool is_long = all[i].starts_with("--");
+    const bool has_value_with_it = is_long ? all[i].find('=') != std::string::npos : all[i].size() > 2;
+    if (!flags.contains(all[i]) && !has_value_with_it) ++i;
   }
   return all;
 }
@@ -131,7 +133,7 @@ std::vector<std::string> as_run_takes_it(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("Lockstep: distributed training for LibTorch");
+  CLI::App app("Lockstep: distributed training for LibTorch", "lockstep");
   app.set_version_flag("--version", lockstep::version());
   app.require_subcommand(1);
 

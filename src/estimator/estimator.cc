@@ -256,7 +256,7 @@ void StopAtStepHook::on_train_begin() {
 
 // Before the last step, so that all workers agree on it in that step.
 void StopAtStepHook::on_train_batch_begin(std::int64_t /*batch*/) {
-  asked_ = model().iterations() + 1 >= last_step_;
+  asked_ = model().iterations() + 1 >= last_step_ && !model().impl()->stopping;
   if (asked_) model().stop_training();
 }
 

@@ -1,5 +1,6 @@
 #include "estimator/keeper.h"
 
+#include <algorithm>
 #include <filesystem>
 
 #include "base/log.h"
@@ -24,6 +25,8 @@ void Keeper::on_train_begin() {
   if (!latest.empty()) {
     model().load_checkpoint(latest);
     saved_ = model().iterations();
+    if (std::find(kept_.begin(), kept_.end(), latest) == kept_.end())
+      kept_.push_back(latest);  // recorded after it was made
     if (workers.is_chief()) log_info(text("going on from ", latest, ", step ", saved_));
   }
   begin_ = -1;
@@ -104,9 +107,6 @@ void Keeper::save(Archive& archive, const std::string& prefix) const {
 
 void Keeper::load(const Archive& archive, const std::string& prefix) {
   kept_ = load_kept(archive, prefix + "/kept", config_.model_dir);
-  // The checkpoint that says so was recorded after it was written.
-  const auto latest = latest_checkpoint(config_.model_dir);
-  if (!latest.empty()) kept_.push_back(latest);
 }
 
 }  // namespace lockstep

@@ -27,7 +27,7 @@ inline std::uint64_t hash_of(const at::Tensor& tensor) {
   std::size_t left = values.nbytes();
   for (; left >= sizeof words; left -= sizeof words) take(sizeof words);
   words = {};
-  take(left);
+  if (left > 0) take(left);
   return mix(values.nbytes(), lanes[0], lanes[1], lanes[2], lanes[3]);
 }
 

@@ -181,7 +181,7 @@ bool UpdateEngine::all_finite() const {
 double UpdateEngine::total_weight() const {
   if (workers_ != nullptr) {
     const auto& other = optimizer_.options().exchange;
-    return workers_->total_weight() / (other && other->sum ? other->workers.size() : 1);
+    return workers_->total_weight() / (other && other->sum ? std::max(1.0, workers_->workers_with_weight()) : 1);
   }
   double total = 0;
   for (const auto& contribution : contributions_) total += contribution.weight;

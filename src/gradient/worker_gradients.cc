@@ -131,12 +131,13 @@ void WorkerGradients::finish(int replica, double weight) {
   }
   MutexLock lock(mutex_);
   if (--unfinished_ > 0) return;
-  total_weight_ = 0;
-  for (const double part : weights_) total_weight_ += part;
+  totals_ = {};
+  for (const double part : weights_) totals_[0] += part;
+  totals_[1] = totals_[0] > 0 ? 1 : 0;
   if (early()) tally_ = workers_.group().start(tally(), workers_.deadline());
 }
 
-Call WorkerGradients::tally() { return Call::all_reduce(buffer_of(std::span(&total_weight_, 1)), ReduceOp::sum); }
+Call WorkerGradients::tally() { return Call::all_reduce(buffer_of(std::span<double>(totals_)), ReduceOp::sum); }
 
 void WorkerGradients::arrive(std::size_t index) {
   auto& slot = slots_[index];
@@ -181,7 +182,7 @@ void WorkerGradients::wait() {
     tally_->wait();
   } else {
     group.run(tally(), workers_.deadline());
-    divided_by_ = total_weight_ > 0 ? total_weight_ : 1;
+    divided_by_ = totals_[0] > 0 ? totals_[0] : 1;
     for (auto& bucket : buckets_) {
       for (const auto i : bucket.slots) add_up(slots_[i]);
       group.run(Call::all_reduce(bucket.buffer, ReduceOp::sum), workers_.deadline());
@@ -205,7 +206,7 @@ bool WorkerGradients::finite() const {
 }
 
 void WorkerGradients::end_step() {
-  usual_weight_ = std::max(usual_weight_, total_weight_);
+  usual_weight_ = std::max(usual_weight_, totals_[0]);
   if (order_known_) return reset();
   std::vector<std::int64_t> order;
   {

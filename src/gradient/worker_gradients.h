@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -61,7 +62,8 @@ class WorkerGradients {
   bool takes(std::size_t slot) const { return !slots_[slot].gradients.empty(); }
 
   // Of all replicas of all workers; the same bits everywhere.
-  double total_weight() const { return total_weight_; }
+  double total_weight() const { return totals_[0]; }
+  double workers_with_weight() const { return totals_[1]; }
 
   // What the sums are divided by already: the total weight, where that was known before they were sent.
   double divided_by() const { return divided_by_; }
@@ -120,9 +122,9 @@ class WorkerGradients {
   int unfinished_ LOCKSTEP_GUARDED_BY(mutex_) = 0;        // replicas
   std::vector<std::int64_t> ready_order_ LOCKSTEP_GUARDED_BY(mutex_);
 
-  std::vector<double> weights_;  // [replica]; written by that replica
-  double total_weight_ = 0;      // of this process, until the tally is over
-  double usual_weight_ = 0;      // the largest of a step so far; 0 before the first
+  std::vector<double> weights_;     // [replica]; written by that replica
+  std::array<double, 2> totals_{};  // weight, and workers that have any; of this process, until the tally is over
+  double usual_weight_ = 0;         // the largest of a step so far; 0 before the first
   double divided_by_ = 1;
   std::optional<Work> tally_;
 };

@@ -191,7 +191,17 @@ class Fit {
   std::int64_t steps_of_an_epoch() const {
     if (options_.steps_per_epoch == FitOptions::kEndless) return -1;
     if (options_.steps_per_epoch > 0) return options_.steps_per_epoch;
-    return std::max<std::int64_t>(-1, distribute(data_, replicas()).cardinality());
+    const auto mine = std::max<std::int64_t>(-1, distribute(data_, replicas()).cardinality());
+    return has_exchange() ? longest(mine) : mine;
+  }
+
+  // Of the ranks' epochs, which last as long as the longest; -1 where one does not know.
+  std::int64_t longest(std::int64_t steps) const {
+    for (const auto& theirs : peers().all_gather(std::to_string(steps))) {
+      const auto other = std::stoll(theirs);
+      steps = std::min<std::int64_t>(steps, other) < 0 ? -1 : std::max<std::int64_t>(steps, other);
+    }
+    return steps;
   }
 
   void run_epoch() {

@@ -95,6 +95,20 @@ TEST(Launch, TheFirstFailureIsTheCommandsAndEndsTheOthers) {
   expect_has(output, "lockstep run: rank 1 ended with status 7: at last: my disk is full\n");
 }
 
+TEST(Launch, OptionsAsOtherLaunchersTakeThemAndTheProgramsOwnAsTheyAre) {
+  const std::vector<std::vector<std::string>> ways{
+      {"-np", "2"}, {"-n2"}, {"-n", "2", "--"}, {"--grace=1", "-n2", "--"}};
+  for (const auto& way : ways) {
+    std::vector<std::string> command{LOCKSTEP_CLI, "run"};
+    command.insert(command.end(), way.begin(), way.end());
+    for (const auto* word : {"echo", "-np", "3", "--", "a"}) command.push_back(word);
+    Process job(command);
+    const auto output = job.wait_for_end(kSoon);
+    expect_has(output, "[0] -np 3 -- a\n");
+    expect_has(output, "[1] -np 3 -- a\n");
+  }
+}
+
 TEST(Launch, ASignalThatEndsARankIsNamed) {
   auto job = run({"-n", "2"}, "[ $LOCKSTEP_RANK = 0 ] && kill -KILL $$; exec sleep 1000");
   expect_has(job.wait_for_end(kSoon), "lockstep run: rank 0 was ended by signal 9 (Killed)\n");
