@@ -42,6 +42,10 @@ at::ScalarType stored_type(at::ScalarType type) {
   return type == at::kChar || type == at::kShort ? at::kInt : type;
 }
 
+Buffer buffer_of_tensor(const Tensor& tensor) {
+  return {tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.numel()), to_dtype(tensor.scalar_type())};
+}
+
 StoredTensor to_stored(const Tensor& tensor) {
   const auto plain = tensor.detach().cpu().to(stored_type(tensor.scalar_type())).contiguous();
   StoredTensor stored{to_dtype(plain.scalar_type()), plain.sizes().vec(), std::vector<std::byte>(plain.nbytes())};

@@ -10,6 +10,9 @@ namespace lockstep {
 DType to_dtype(at::ScalarType type);
 at::ScalarType to_scalar_type(DType dtype);
 
+// Of a contiguous CPU tensor, which keeps the memory.
+Buffer buffer_of_tensor(const Tensor& tensor);
+
 StoredTensor to_stored(const Tensor& tensor);
 
 // A CPU tensor of its own.

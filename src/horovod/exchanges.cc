@@ -47,9 +47,7 @@ Started start_allgather(const char* caller, const Tensors& tensors, const std::s
 Handle<Tensor> start_broadcast(const Tensor& tensor, int root, const std::string& name, bool in_place) {
   const auto session = Session::current();
   check_tensor("broadcast", tensor);
-  if (root < 0 || root >= session->size()) {
-    throw InvalidArgument(text("broadcast: root_rank is ", root, "; it must be from 0 to ", session->size() - 1));
-  }
+  check_root("broadcast", root, session->size());
   auto result = std::make_shared<Tensor>(tensor);
   const auto run = [session = session.get(), root, name, in_place, result, host = own_on_host(tensor)] {
     const at::NoGradGuard no_gradient;

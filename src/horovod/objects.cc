@@ -9,6 +9,7 @@
 #include "base/text.h"
 #include "horovod/session.h"
 #include "horovod/share.h"
+#include "horovod/tensors.h"
 #include "lockstep/error.h"
 #include "lockstep/horovod.h"
 
@@ -24,17 +25,11 @@ std::string pickled(const c10::IValue& object) {
 
 c10::IValue unpickled(const std::string& bytes) { return torch::pickle_load({bytes.begin(), bytes.end()}); }
 
-std::string named(const char* call, const std::string& name) {
-  return name.empty() ? call : text(call, " \"", name, "\"");
-}
-
 }  // namespace
 
 std::string share_bytes(const std::string& call, const std::function<std::string()>& make, int root_rank) {
   const auto session = Session::current();
-  if (root_rank < 0 || root_rank >= session->size()) {
-    throw InvalidArgument(text(call, ": root_rank is ", root_rank, "; it must be from 0 to ", session->size() - 1));
-  }
+  check_root(call, root_rank, session->size());
   std::string shared;
   std::exception_ptr failed;
   try {
@@ -81,7 +76,7 @@ void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank
 
 c10::IValue broadcast_object(const c10::IValue& object, int root_rank, const std::string& name) {
   const auto shared = share_bytes(
-      named("broadcast_object", name), [&] { return pickled(object); }, root_rank);
+      "broadcast_object" + named(name), [&] { return pickled(object); }, root_rank);
   return rank() == root_rank ? object : unpickled(shared);
 }
 
@@ -91,7 +86,7 @@ std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::
   Counts counts;
   std::string all;
   session->run([&] {
-    auto mine = Announcement::of(named("allgather_object", name));
+    auto mine = Announcement::of("allgather_object" + named(name));
     mine.own = static_cast<std::int64_t>(bytes.size());
     for (const auto& theirs : session->meet(mine)) {
       counts.push_back(static_cast<std::size_t>(theirs.own));

@@ -14,10 +14,6 @@
 
 namespace lockstep::horovod {
 
-inline Buffer buffer_of_tensor(const Tensor& tensor) {
-  return {tensor.data_ptr(), static_cast<std::size_t>(tensor.numel()), to_dtype(tensor.scalar_type())};
-}
-
 // Memory of its own, for the thread that carries operations out.
 inline Tensor own_on_host(const Tensor& tensor) {
   return tensor.detach().to(at::kCPU).clone(at::MemoryFormat::Contiguous);
@@ -32,6 +28,11 @@ inline void check_tensor(const char* caller, const Tensor& tensor) {
 inline void check_rows(const char* caller, const Tensor& tensor) {
   check_tensor(caller, tensor);
   if (tensor.dim() == 0) throw InvalidArgument(text(caller, ": the tensor is a scalar; it needs a first dimension"));
+}
+
+inline void check_root(const std::string& caller, int root_rank, int size) {
+  if (root_rank >= 0 && root_rank < size) return;
+  throw InvalidArgument(text(caller, ": root_rank is ", root_rank, "; it must be from 0 to ", size - 1));
 }
 
 inline std::int64_t elements_of_row(const Tensor& tensor) { return c10::multiply_integers(tensor.sizes().slice(1)); }

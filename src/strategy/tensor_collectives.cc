@@ -10,14 +10,6 @@
 #include "lockstep/error.h"
 
 namespace lockstep {
-namespace {
-
-Buffer buffer_of_tensor(const Tensor& tensor) {
-  return {tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.numel()), to_dtype(tensor.scalar_type())};
-}
-
-}  // namespace
-
 Tensor all_reduce(const Group& group, ReduceOp op, const Tensor& value, Deadline deadline) {
   const auto result = value.detach().to(at::kCPU).clone(at::MemoryFormat::Contiguous);
   group.all_reduce(buffer_of_tensor(result), op, deadline);

@@ -115,16 +115,20 @@ TEST(Launch, ASignalThatEndsARankIsNamed) {
   EXPECT_EQ(exit_status(job), 128 + SIGKILL);
 }
 
-TEST(Launch, WhoDoesNotListenIsKilledAfterTheGraceTime) {
-  const auto heard = fresh_folder("grace") + "/trapped";
-  auto job = run({"-n", "2", "--grace", "0.2"},
-                 text("trapped=", heard,
-                      "; if [ $LOCKSTEP_RANK = 0 ]; then while [ ! -e $trapped ]; do sleep 0.01; done; exit 3; fi; "
-                      "trap '' TERM; echo at $$; touch $trapped; while true; do sleep 1; done"));
+// Of a rank that does not listen to SIGTERM: the processes that there were, after the end.
+std::vector<pid_t> end_a_deaf_job(const std::vector<std::string>& place, const std::string& folder) {
+  auto options = place;
+  options.insert(options.end(), {"--grace", "0.2"});
+  auto job =
+      run(options, text("trapped=", fresh_folder(folder) + "/trapped",
+                        "; if [ $LOCKSTEP_RANK = 0 ]; then while [ ! -e $trapped ]; do sleep 0.01; done; exit 3; fi; "
+                        "trap '' TERM; echo at $$; touch $trapped; while true; do sleep 1; done"));
   const auto processes = processes_in(job.wait_for_end(kSoon));
   EXPECT_EQ(exit_status(job), 3);
-  EXPECT_TRUE(gone(processes));
+  return processes;
 }
+
+TEST(Launch, WhoDoesNotListenIsKilledAfterTheGraceTime) { EXPECT_TRUE(gone(end_a_deaf_job({"-n", "2"}, "grace"))); }
 
 const char* const kWithChild = "sleep 1000 & echo at $!; echo at $$; echo ready; wait";
 
@@ -193,13 +197,7 @@ TEST(LaunchOverHosts, TheFirstFailureIsTheCommands) {
 }
 
 TEST(LaunchOverHosts, WhoDoesNotListenIsKilledAfterTheGraceTimeAndTheStatusIsTheFirstFailures) {
-  const auto heard = fresh_folder("grace_over_hosts") + "/trapped";
-  auto job = run({"-H", "localhost:2", "--grace", "0.2"},
-                 text("trapped=", heard,
-                      "; if [ $LOCKSTEP_RANK = 0 ]; then while [ ! -e $trapped ]; do sleep 0.01; done; exit 3; fi; "
-                      "trap '' TERM; echo at $$; touch $trapped; while true; do sleep 1; done"));
-  const auto processes = processes_in(job.wait_for_end(kSoon));
-  EXPECT_EQ(exit_status(job), 3);
+  const auto processes = end_a_deaf_job({"-H", "localhost:2"}, "grace_over_hosts");
   for (const auto process : processes) EXPECT_FALSE(exists(process));  // none is left when it ends
 }
 
