@@ -43,9 +43,12 @@ class Callback {
   virtual void on_interrupt() {}
 
   // What a full checkpoint keeps of this callback, so that a training that goes on after a restart does as if it had
-  // never stopped. Entries begin with `prefix`.
+  // never stopped. Entries begin with `prefix`. As a Trackable's, `load` checks everything, changes nothing, and
+  // returns what makes the change and cannot fail: so a checkpoint is loaded whole or not at all.
   virtual void save(Archive& /*archive*/, const std::string& /*prefix*/) const {}
-  virtual void load(const Archive& /*archive*/, const std::string& /*prefix*/) {}
+  virtual std::function<void()> load(const Archive& /*archive*/, const std::string& /*prefix*/) {
+    return [] {};
+  }
 
   // When it is called among the others: what saves the state of others comes after them; then what restores the state
   // of the training, what spreads it to other processes, and what needs it as training will begin.
@@ -61,6 +64,9 @@ class Callback {
     model_ = &model;
     plan_ = plan;
   }
+
+  // Called once after everything else, also where an exception ends fit: gives back what on_train_begin took.
+  virtual void detach() noexcept {}
 
  protected:
   Model& model() const { return *model_; }

@@ -13,6 +13,8 @@
 
 namespace lockstep {
 
+class FolderLock;
+
 // Event files for TensorBoard: `log_dir`/train with epoch_loss, epoch_accuracy, ... and epoch_learning_rate,
 // `log_dir`/validation likewise.
 struct TensorBoardOptions {
@@ -49,16 +51,19 @@ struct ModelCheckpointOptions {
 };
 
 // Saves to `filepath`, in which {epoch} (from 1), {batch} and the logs' names are replaced, also with a format as in
-// {epoch:02d} or {val_loss:.2f}. Records each in the folder's `checkpoint` index, which latest_checkpoint reads.
+// {epoch:02d} or {val_loss:.2f}; where an epoch was not validated, or was interrupted before, a value is nan. Records
+// each in the folder's `checkpoint` index, which latest_checkpoint reads. Throws when training begins: InvalidArgument
+// for a name that no log will have, IoError where the folder cannot be written.
 class ModelCheckpoint : public Callback {
  public:
   explicit ModelCheckpoint(std::string filepath, ModelCheckpointOptions options = {});
+  void on_train_begin() override;
   void on_epoch_begin(int epoch) override { epoch_ = epoch; }
   void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
   void on_epoch_end(int epoch, const Logs& logs) override;
   void on_interrupt() override;
   void save(Archive& archive, const std::string& prefix) const override;
-  void load(const Archive& archive, const std::string& prefix) override;
+  std::function<void()> load(const Archive& archive, const std::string& prefix) override;
   Turn turn() const override { return options_.save_weights_only ? Turn::normal : Turn::saves_state; }
 
  private:
@@ -77,11 +82,13 @@ class ModelCheckpoint : public Callback {
 
 struct BackupAndRestoreOptions {
   std::int64_t save_freq = 0;     // batches between backups; they are made at the end of each epoch too
-  bool delete_checkpoint = true;  // when fit ends well
+  bool delete_checkpoint = true;  // when the program ends with status 0 after fit ended well
 };
 
 // Keeps the full state of training in `backup_dir` and goes on from it when fit begins, in the middle of an epoch too:
-// a run that was killed and started again ends with the same bits as one that never was.
+// a run that was killed and started again ends with the same bits as one that never was. A program that fails after fit
+// has ended, and is started again, finds the training at its end and does not train anew. Each job needs a folder of
+// its own: where another one uses it, fit throws IoError when training begins.
 class BackupAndRestore : public Callback {
  public:
   explicit BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options = {});
@@ -90,11 +97,16 @@ class BackupAndRestore : public Callback {
   void on_epoch_end(int epoch, const Logs& logs) override;
   void on_train_end() override;
   void on_interrupt() override;
+  void save(Archive& archive, const std::string& prefix) const override;
+  std::function<void()> load(const Archive& archive, const std::string& prefix) override;
+  void detach() noexcept override { lock_.reset(); }
   Turn turn() const override { return Turn::restores_state; }
 
  private:
+  std::string folder_;
   std::string file_;
   BackupAndRestoreOptions options_;
+  std::shared_ptr<FolderLock> lock_;  // the chief's, while fit runs
 };
 
 // Sets the learning rate of each epoch to schedule(epoch, rate so far).
@@ -105,7 +117,7 @@ class LearningRateScheduler : public Callback {
   void on_train_begin() override { epoch_ = -1; }
   void on_epoch_begin(int epoch) override;
   void save(Archive& archive, const std::string& prefix) const override;
-  void load(const Archive& archive, const std::string& prefix) override;
+  std::function<void()> load(const Archive& archive, const std::string& prefix) override;
 
  private:
   std::function<double(int, double)> schedule_;
@@ -128,7 +140,7 @@ class EarlyStopping : public Callback {
   void on_epoch_end(int epoch, const Logs& logs) override;
   void on_train_end() override;
   void save(Archive& archive, const std::string& prefix) const override;
-  void load(const Archive& archive, const std::string& prefix) override;
+  std::function<void()> load(const Archive& archive, const std::string& prefix) override;
 
   int stopped_epoch() const { return stopped_epoch_; }
 
@@ -155,7 +167,7 @@ class CSVLogger : public Callback {
   void on_train_begin() override;
   void on_epoch_end(int epoch, const Logs& logs) override;
   void save(Archive& archive, const std::string& prefix) const override;
-  void load(const Archive& archive, const std::string& prefix) override;
+  std::function<void()> load(const Archive& archive, const std::string& prefix) override;
   bool only_on_chief() const override { return true; }
 
  private:

@@ -32,12 +32,22 @@ struct Archive {
   // Throw InvalidArgument naming what is missing.
   const StoredTensor& tensor(const std::string& name) const;
   const std::string& entry(const std::string& name) const;
+
+  // Entries that are a whole number, one number, or several with spaces between them. Throw InvalidArgument where the
+  // entry is missing and DataError, naming it, where it is something else.
+  std::int64_t integer(const std::string& name) const;
+  double number(const std::string& name) const;
+  std::vector<double> numbers(const std::string& name) const;
+
+  // Writes them in such a way that they are read back to the same bits.
+  void set_numbers(const std::string& name, const std::vector<double>& values);
 };
 
 // The file of a checkpoint: `path` itself if it ends in ".safetensors", else `path` with that ending.
 std::string checkpoint_file(const std::string& path);
 
-// Writes `archive` whole or not at all, making the folder if need be. Throws IoError naming the file and the reason.
+// Writes `archive` whole or not at all, making the folder if need be; several writers of one path do not disturb each
+// other. Throws IoError naming the file and the reason, and InvalidArgument where a name or a text is no UTF-8.
 void write_archive(const std::string& path, const Archive& archive);
 
 // Throws IoError when the file cannot be read, DataError (with the offset) when it is cut short, altered or not a
@@ -50,11 +60,11 @@ std::string latest_checkpoint(const std::string& directory);
 
 // Appends `path` to the index of its folder as the latest and to `kept`; when `kept` then has more than `max_to_keep`
 // (0: no bound), its first ones are dropped from both, and their files deleted. Checkpoints of others in the folder
-// stay.
+// stay; other processes may record theirs at the same time.
 void record_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep = 0);
 
 // `kept` as entries of a checkpoint under `prefix`, by their places in `folder`; and back. So a copy of the folder does
-// not speak of the original's files.
+// not speak of the original's files, and an altered checkpoint cannot name a file outside of the folder.
 void save_kept(const std::vector<std::string>& kept, const std::string& folder, Archive& archive,
                const std::string& prefix);
 std::vector<std::string> load_kept(const Archive& archive, const std::string& prefix, const std::string& folder);

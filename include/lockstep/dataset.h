@@ -33,6 +33,13 @@ struct Position {
   std::int64_t index = 0;
 };
 
+// A place in a data set of batches that does not depend on their size: behind the first `example` examples of the
+// epoch.
+struct FromExample {
+  std::int64_t epoch = 0;
+  std::int64_t example = 0;
+};
+
 struct MapOptions {
   int num_parallel_calls = 1;  // threads that call the function; results keep their order
 };
@@ -69,6 +76,7 @@ struct Row;
 class DatasetIterator {
  public:
   explicit DatasetIterator(std::shared_ptr<const internal::Stage> stage, Position position);
+  DatasetIterator(std::shared_ptr<const internal::Stage> stage, FromExample from);
   ~DatasetIterator();
   DatasetIterator(DatasetIterator&&) noexcept;
   DatasetIterator& operator=(DatasetIterator&&) noexcept;
@@ -148,6 +156,10 @@ class Dataset {
   std::int64_t cardinality() const;
 
   DatasetIterator iterate(Position position = {}) const;
+
+  // The batches that begin behind the example; the iterator's position counts from there. Throws InvalidArgument where
+  // batches are not made by batch() and none begins there.
+  DatasetIterator iterate_from(FromExample from) const;
 
  private:
   explicit Dataset(std::shared_ptr<const internal::Stage> stage, DatasetOptions options = {})

@@ -41,6 +41,7 @@ enum class Distribution {
 class DistributedIterator {
  public:
   DistributedIterator(Dataset dataset, Distribution kind, internal::LocalReplicas replicas, Position position);
+  DistributedIterator(Dataset dataset, Distribution kind, internal::LocalReplicas replicas, FromExample from);
 
   // The part of the next global batch of each replica of this process, without examples where there are too few; or
   // nothing at the end.
@@ -50,6 +51,12 @@ class DistributedIterator {
   std::optional<PerReplica<internal::Part>> next_parts();
 
   Position position() const { return position_; }  // its index counts what `next` has returned
+
+  // Of the elements that this worker has read since the iterator began, without one of which a part is still to come.
+  std::int64_t examples() const { return examples_; }
+
+  // Of the element that was read last; 0 before there is one.
+  std::int64_t element_size() const;
 
  private:
   std::optional<PerReplica<internal::Part>> own_parts();
@@ -64,6 +71,7 @@ class DistributedIterator {
   Position position_;
   DatasetIterator input_;
   std::shared_ptr<internal::Row> current_;  // the element that was read last
+  std::int64_t examples_ = 0;
   bool ended_ = false;
 };
 
@@ -76,6 +84,10 @@ class DistributedDataset {
 
   // From a position of your own, as a restart does.
   DistributedIterator iterate(Position position = {}) const { return {dataset_, kind_, replicas_, position}; }
+  DistributedIterator iterate_from(FromExample from) const { return {dataset_, kind_, replicas_, from}; }
+
+  // Whether each worker reads elements of its own.
+  bool is_spread() const { return kind_ == Distribution::spread; }
 
   // Steps an epoch, or Dataset::kInfinite or kUnknown.
   std::int64_t cardinality() const;

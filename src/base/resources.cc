@@ -19,17 +19,15 @@ namespace {
 // The cores that a cpu.max file pays for; +inf when it sets no bound or cannot be read.
 double quota_of(const std::string& cpu_max_path) {
   std::ifstream file(cpu_max_path);
-  std::string quota;
-  double period = 0;
-  if (!(file >> quota >> period) || quota == "max" || period <= 0) return INFINITY;
-  return std::stod(quota) / period;
+  double quota = 0, period = 0;
+  return file >> quota >> period && period > 0 ? quota / period : INFINITY;  // "max" is no number
 }
 
 // The bound in a memory.max file; +inf when it sets none or cannot be read.
 double memory_bound_of(const std::string& memory_max_path) {
   std::ifstream file(memory_max_path);
-  std::string bound;
-  return file >> bound && bound != "max" ? std::stod(bound) : INFINITY;
+  double bound = 0;
+  return file >> bound ? bound : INFINITY;
 }
 
 // The smallest bound on the way from this process's control group to the root (cgroup v2), each read by `bound_of`.

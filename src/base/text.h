@@ -1,8 +1,12 @@
 // text(a, b, ...): the arguments printed one after the other, for messages.
 #pragma once
 
+#include <charconv>
+#include <cstdint>
+#include <optional>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace lockstep {
@@ -12,6 +16,15 @@ std::string text(const Parts&... parts) {
   std::ostringstream out;
   (out << ... << parts);
   return out.str();
+}
+
+// The whole number that `digits` is, in decimal and with nothing around it.
+template <class T = std::int64_t>
+std::optional<T> whole_number(std::string_view digits) {
+  T number = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
+  if (error != std::errc() || end != digits.data() + digits.size()) return std::nullopt;
+  return number;
 }
 
 // The first lines in which two different texts differ; "nothing" for one that has ended.

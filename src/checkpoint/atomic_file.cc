@@ -5,12 +5,15 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <csignal>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <optional>
+#include <random>
 
+#include "base/file_descriptor.h"
 #include "base/text.h"
+#include "checkpoint/files.h"
+#include "checkpoint/folder_lock.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -23,15 +26,14 @@ namespace {
 class File {
  public:
   File(const std::string& path, int flags) : path_(path), descriptor_(::open(path.c_str(), flags | O_CLOEXEC, 0644)) {
-    if (descriptor_ < 0) throw_errno("open", path);
+    if (!descriptor_.open()) throw_errno("open", path);
   }
-  ~File() { ::close(descriptor_); }
-  File(const File&) = delete;
-  File& operator=(const File&) = delete;
+
+  int descriptor() const { return descriptor_.get(); }
 
   void write(std::span<const std::byte> bytes) {
     while (!bytes.empty()) {
-      const auto written = ::write(descriptor_, bytes.data(), bytes.size());
+      const auto written = ::write(descriptor(), bytes.data(), bytes.size());
       if (written < 0 && errno == EINTR) continue;
       if (written < 0) throw_errno("write", path_);
       bytes = bytes.subspan(static_cast<std::size_t>(written));
@@ -39,57 +41,95 @@ class File {
   }
   std::size_t read(std::span<std::byte> bytes) {
     for (;;) {
-      const auto got = ::read(descriptor_, bytes.data(), bytes.size());
+      const auto got = ::read(descriptor(), bytes.data(), bytes.size());
       if (got >= 0) return static_cast<std::size_t>(got);
       if (errno != EINTR) throw_errno("read", path_);
     }
   }
   std::size_t size() const {
     struct stat info {};
-    if (::fstat(descriptor_, &info) != 0) throw_errno("read", path_);
+    if (::fstat(descriptor(), &info) != 0) throw_errno("read", path_);
     return static_cast<std::size_t>(info.st_size);
   }
   void flush() {
-    if (::fsync(descriptor_) != 0) throw_errno("flush", path_);
+    if (::fsync(descriptor()) != 0) throw_errno("flush", path_);
   }
 
  private:
   std::string path_;
-  int descriptor_;
+  FileDescriptor descriptor_;
 };
 
-// Removes what a writer that was killed left beside `path`: files "NAME.tmp.PID" of processes that are no more.
+constexpr const char* kTemporary = ".tmp.";
+
+// A new file "PATH.tmp.RANDOM", locked while it is written: so no other writer takes its name or removes it, be it a
+// thread of this process or a process of another container, which may have the same number.
+class TemporaryFile {
+ public:
+  explicit TemporaryFile(const std::string& path) {
+    bool locked = false, supported = true;
+    while (!locked) {
+      name_ = text(path, kTemporary, std::hex, random_number());
+      file_.emplace(name_, O_WRONLY | O_CREAT | O_EXCL);
+      locked = try_lock(file_->descriptor(), name_, supported);  // false: removed as stale before it was locked
+    }
+  }
+  ~TemporaryFile() {
+    if (!renamed_) ::unlink(name_.c_str());
+  }
+  TemporaryFile(const TemporaryFile&) = delete;
+  TemporaryFile& operator=(const TemporaryFile&) = delete;
+
+  File& file() { return *file_; }
+  void rename_to(const std::string& path) {
+    if (::rename(name_.c_str(), path.c_str()) != 0) throw_errno("rename a file to", path);
+    renamed_ = true;
+  }
+
+ private:
+  static std::uint64_t random_number() {
+    std::random_device source;
+    return static_cast<std::uint64_t>(source()) << 32 | source();
+  }
+
+  std::string name_;
+  std::optional<File> file_;
+  bool renamed_ = false;
+};
+
+// Removes what a writer that was killed left beside `path`: its temporary files that nobody has locked.
 void remove_stale(const std::filesystem::path& path) {
-  const auto prefix = path.filename().string() + ".tmp.";
-  std::error_code ignored;
-  for (const auto& entry : std::filesystem::directory_iterator(path.parent_path(), ignored)) {
-    const auto name = entry.path().filename().string();
-    if (!name.starts_with(prefix)) continue;
-    const int process = std::atoi(name.c_str() + prefix.size());
-    if (process > 0 && ::kill(process, 0) != 0 && errno == ESRCH) std::filesystem::remove(entry.path(), ignored);
+  const auto prefix = path.filename().string() + kTemporary;
+  std::error_code ended;
+  for (std::filesystem::directory_iterator entry(path.parent_path(), ended), end; !ended && entry != end;
+       entry.increment(ended)) {
+    if (!entry->path().filename().string().starts_with(prefix)) continue;
+    const FileDescriptor left(::open(entry->path().c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
+    bool supported = true;
+    if (left.open() && try_lock(left.get(), entry->path().string(), supported) && supported) {
+      ::unlink(entry->path().c_str());
+    }
   }
 }
 
 }  // namespace
 
 void write_file_atomically(const std::string& path, std::span<const std::span<const std::byte>> parts) {
-  const auto folder = std::filesystem::absolute(path).parent_path();
-  std::error_code failed;
-  std::filesystem::create_directories(folder, failed);
-  if (failed) throw IoError(text("cannot make the folder ", folder.string(), ": ", failed.message()));
-
-  const std::string beside = text(path, ".tmp.", ::getpid());
-  try {
-    File file(beside, O_WRONLY | O_CREAT | O_TRUNC);
-    for (const auto& part : parts) file.write(part);
-    file.flush();
-    if (::rename(beside.c_str(), path.c_str()) != 0) throw_errno("rename a file to", path);
-  } catch (...) {
-    ::unlink(beside.c_str());
-    throw;
+  const auto whole_path = absolute_path(path);
+  make_folders(whole_path.parent_path());
+  {
+    TemporaryFile beside(path);
+    for (const auto& part : parts) beside.file().write(part);
+    beside.file().flush();
+    beside.rename_to(path);
   }
-  File(folder.string(), O_RDONLY | O_DIRECTORY).flush();
-  remove_stale(std::filesystem::absolute(path));
+  flush_folder(whole_path.parent_path());
+  remove_stale(whole_path);
+}
+
+void require_writable_folder(const std::string& folder) {
+  make_folders(folder);
+  const TemporaryFile probe((std::filesystem::path(folder) / "writable").string());
 }
 
 std::vector<std::byte> read_file(const std::string& path) {

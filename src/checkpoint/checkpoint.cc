@@ -8,6 +8,8 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/atomic_file.h"
+#include "checkpoint/files.h"
+#include "checkpoint/folder_lock.h"
 #include "checkpoint/safetensors.h"
 
 namespace lockstep {
@@ -41,17 +43,23 @@ std::string quoted(const std::string& value) {
   return result + '"';
 }
 
+// Another job that records a checkpoint into the same folder is done long before.
+constexpr std::chrono::seconds kForIndex(30);
+
 fs::path index_file(const fs::path& directory) { return directory / "checkpoint"; }
 
 CheckpointIndex read_index(const fs::path& directory) {
   CheckpointIndex index;
-  if (!fs::exists(index_file(directory))) return index;
+  if (!file_exists(index_file(directory))) return index;
   const auto bytes = read_file(index_file(directory).string());
   std::istringstream lines(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
   std::string value;
   for (std::string line; std::getline(lines, line);) {
-    if (parse_line(line, "model_checkpoint_path", value)) index.latest = value;
-    if (parse_line(line, "all_model_checkpoint_paths", value)) index.all.push_back(value);
+    const bool latest = parse_line(line, "model_checkpoint_path", value);
+    if (!latest && !parse_line(line, "all_model_checkpoint_paths", value)) continue;
+    if (path_inside(directory, value).empty()) continue;  // not of this folder
+    if (latest) index.latest = value;
+    if (!latest) index.all.push_back(value);
   }
   return index;
 }
@@ -73,7 +81,7 @@ fs::path folder_of(const std::string& path) {
 std::string latest_checkpoint(const std::string& directory) {
   const auto index = read_index(directory);
   const auto path_of = [&](const std::string& name) { return (fs::path(directory) / name).string(); };
-  const auto is_there = [&](const std::string& name) { return fs::exists(checkpoint_file(path_of(name))); };
+  const auto is_there = [&](const std::string& name) { return file_exists(checkpoint_file(path_of(name))); };
   if (index.latest.empty()) return {};
   if (is_there(index.latest)) return path_of(index.latest);
   const auto older = std::find_if(index.all.rbegin(), index.all.rend(), is_there);
@@ -95,9 +103,8 @@ std::vector<std::string> load_kept(const Archive& archive, const std::string& pr
   for (std::size_t i = 0;; ++i) {
     const auto found = archive.entries.find(text(prefix, "/", i));
     if (found == archive.entries.end()) return kept;
-    const fs::path place(found->second);
-    const bool inside = place.is_relative() && place.begin() != place.end() && *place.begin() != "..";
-    if (inside) kept.push_back((fs::path(folder) / place).string());
+    const auto place = path_inside(folder, found->second);
+    if (!place.empty()) kept.push_back(place.string());
   }
 }
 
@@ -111,6 +118,7 @@ void record_checkpoint(const std::string& path, std::vector<std::string>& kept, 
   }
   const auto folder = folder_of(path);
   const auto name_of = [](const std::string& saved) { return fs::path(saved).filename().string(); };
+  const FolderLock lock(folder.string(), "checkpoint.lock", Deadline::after(kForIndex));
   auto index = read_index(folder);
   index.latest = name_of(path);
   std::erase(index.all, index.latest);
@@ -127,7 +135,7 @@ Trackable track(std::int64_t& counter) {
   return {
       [&counter](Archive& archive, const std::string& prefix) { archive.entries[prefix] = std::to_string(counter); },
       [&counter](const Archive& archive, const std::string& prefix) -> std::function<void()> {
-        return [&counter, value = std::stoll(archive.entry(prefix))] { counter = value; };
+        return [&counter, value = archive.integer(prefix)] { counter = value; };
       }};
 }
 
@@ -183,7 +191,7 @@ void Checkpoint::restore(const std::string& path) {
   });
   bytes = share(bytes);
   const auto archive = parse_archive(checkpoint_file(path), std::as_bytes(std::span(bytes)));
-  const auto counter = std::stoll(archive.entry("save_counter"));
+  const auto counter = archive.integer("save_counter");
   std::vector<std::function<void()>> changes;
   for (const auto& [name, object] : objects_) changes.push_back(object.load(archive, name));
   for (const auto& change : changes) change();

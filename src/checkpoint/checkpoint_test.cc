@@ -1,18 +1,48 @@
 #include "lockstep/checkpoint.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <random>
+#include <set>
 #include <sstream>
 
+#include "base/expect_says.h"
 #include "base/fresh_folder.h"
+#include "checkpoint/folder_lock.h"
 #include "lockstep/error.h"
+
+namespace {
+
+std::set<ino_t> flushed_folders;
+bool refuse_to_flush_folders = false;
+
+}  // namespace
+
+// In the place of the C library's: records the folders that are flushed, and refuses as some file systems do.
+extern "C" int fsync(int descriptor) {
+  struct stat info {};
+  if (::fstat(descriptor, &info) == 0 && S_ISDIR(info.st_mode)) {
+    if (refuse_to_flush_folders) {
+      errno = EINVAL;
+      return -1;
+    }
+    flushed_folders.insert(info.st_ino);
+  }
+  return static_cast<int>(::syscall(SYS_fsync, descriptor));
+}
 
 namespace lockstep {
 namespace {
@@ -124,6 +154,212 @@ TEST(Archive, AFolderThatCannotBeMadeIsNamed) {
   } catch (const IoError& error) {
     EXPECT_NE(std::string(error.what()).find("file"), std::string::npos);
   }
+}
+
+// Two containers number their processes alike, and neither sees the other's.
+TEST(Archive, TwoContainersSaveIntoOneFolder) {
+  const auto path = (fresh_folder("checkpoint", "containers") / "ckpt").string();
+  write_archive(path, sample(0, 200'000));
+  std::vector<pid_t> children;
+  for (int container = 0; container < 2; ++container) {
+    const pid_t outer = ::fork();
+    ASSERT_GE(outer, 0);
+    if (outer == 0) {
+      if (::unshare(CLONE_NEWPID) != 0) ::_exit(2);
+      const pid_t inner = ::fork();
+      if (inner == 0) {
+        try {
+          for (int i = 0; i < 100; ++i) write_archive(path, sample(static_cast<float>(container), 200'000));
+        } catch (const std::exception& error) {
+          std::fprintf(stderr, "%s\n", error.what());
+          ::_exit(1);
+        }
+        ::_exit(0);
+      }
+      int status = 0;
+      ::waitpid(inner, &status, 0);
+      ::_exit(WIFEXITED(status) ? WEXITSTATUS(status) : 3);
+    }
+    children.push_back(outer);
+  }
+  for (const pid_t child : children) {
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  const auto bytes = read_archive(path).tensor("a").bytes;
+  EXPECT_EQ(std::memcmp(bytes.data(), bytes.data() + 4, bytes.size() - 4), 0);
+  const auto folder = fs::directory_iterator(fs::path(path).parent_path());
+  EXPECT_EQ(std::distance(fs::begin(folder), fs::end(folder)), 1);  // nothing is left beside it
+}
+
+TEST(Archive, WhatADeadWriterLeftIsRemovedAndALiveOnesIsNot) {
+  const auto folder = fresh_folder("checkpoint", "stale");
+  const auto live = folder / "ckpt.safetensors.tmp.4000001", dead = folder / "ckpt.safetensors.tmp.4000002";
+  write_file(live, "x");
+  write_file(dead, "x");
+  const int descriptor = ::open(live.c_str(), O_RDWR);
+  ASSERT_EQ(::flock(descriptor, LOCK_EX), 0);
+  write_archive((folder / "ckpt").string(), sample(1));
+  EXPECT_TRUE(fs::exists(live));
+  EXPECT_FALSE(fs::exists(dead));
+  ::close(descriptor);
+}
+
+TEST(Archive, FoldersThatWereMadeAreFlushedAndThoseThatCannotBeAreLeft) {
+  const auto folder = fresh_folder("checkpoint", "flushed");
+  const auto inode_of = [](const fs::path& path) {
+    struct stat info {};
+    EXPECT_EQ(::stat(path.c_str(), &info), 0);
+    return info.st_ino;
+  };
+  flushed_folders.clear();
+  write_archive((folder / "a" / "b" / "ckpt").string(), sample(1));
+  for (const auto& made : {folder, folder / "a", folder / "a" / "b"}) {
+    EXPECT_TRUE(flushed_folders.contains(inode_of(made))) << made;
+  }
+  refuse_to_flush_folders = true;
+  EXPECT_NO_THROW(write_archive((folder / "c" / "ckpt").string(), sample(1)));
+  refuse_to_flush_folders = false;
+}
+
+TEST(Archive, WhatTheFormatsReaderRefusesIsRefused) {
+  const auto path = fresh_folder("checkpoint", "strict") / "file.safetensors";
+  const auto message_of_header = [&](const std::string& header, std::size_t bytes) {
+    write_file(path, little_endian(header.size()) + header + std::string(bytes, '\0'));
+    return message_of<DataError>([&] { read_archive(path.string()); });
+  };
+  expect_says(message_of_header(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
+                                R"("b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},)"
+                                R"("c":{"dtype":"F32","shape":[2],"data_offsets":[16,24]}})",
+                                24),
+              "overlap");
+  expect_says(message_of_header(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
+                                R"("b":{"dtype":"F32","shape":[1],"data_offsets":[8,12]}})",
+                                12),
+              "gap");
+  expect_says(message_of_header(R"({"a":{"dtype":"F32","shape":[2.5],"data_offsets":[0,8]}})", 8), "shape");
+  expect_says(message_of_header(R"({"a":{"dtype":"F32","shape":[true],"data_offsets":[0,4]}})", 4), "shape");
+  expect_says(message_of_header(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[0.0,8.0]}})", 8), "data_offsets");
+  expect_says(message_of_header(R"( {"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})", 8), "begin");
+  expect_says(message_of_header(R"({"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},)"
+                                R"("a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}})",
+                                8),
+              "gap");
+  // Many names over one region: refused before memory is taken for any.
+  std::string many = "{";
+  constexpr int kBytes = 64 << 20;
+  for (int i = 0; i < 2000; ++i) {
+    many += (i == 0 ? "" : ",") + std::string("\"t") + std::to_string(i) + R"(":{"dtype":"U8","shape":[67108864],)" +
+            R"("data_offsets":[0,67108864]})";
+  }
+  expect_says(message_of_header(many + "}", kBytes), "overlap");
+}
+
+TEST(Archive, TextThatIsNotUtf8IsAnError) {
+  const auto path = (fresh_folder("checkpoint", "utf8") / "ckpt").string();
+  auto archive = sample(1);
+  archive.entries["kept"] = "name-\xff";
+  expect_says(message_of<InvalidArgument>([&] { write_archive(path, archive); }), "UTF-8");
+}
+
+TEST(Archive, ANumberThatIsNoneIsNamed) {
+  Archive archive;
+  archive.entries = {{"steps", "12x"}, {"large", "99999999999999999999"}, {"good", "-7"}, {"loss", "0x1p+1 nonsense"}};
+  EXPECT_EQ(archive.integer("good"), -7);
+  expect_says(message_of<DataError>([&] { archive.integer("steps"); }), "\"steps\" is \"12x\"");
+  expect_says(message_of<DataError>([&] { archive.integer("large"); }), "99999999999999999999");
+  expect_says(message_of<DataError>([&] { archive.numbers("loss"); }), "nonsense");
+}
+
+// What std::filesystem throws does not come out.
+TEST(Checkpoint, FoldersThatCannotBeReadAreNamed) {
+  const auto folder = fresh_folder("checkpoint", "unreadable");
+  fs::create_symlink("loop", folder / "loop");
+  expect_says(message_of<IoError>([&] { latest_checkpoint((folder / "loop").string()); }), "loop");
+  const auto gone = folder / "gone";
+  fs::create_directory(gone);
+  const auto before = fs::current_path();
+  fs::current_path(gone);
+  fs::remove(gone);
+  const auto message = message_of<IoError>([] { write_archive("here", sample(1)); });
+  fs::current_path(before);
+  expect_says(message, "folder");
+}
+
+// A crafted checkpoint or index cannot make anything outside of its folder be deleted.
+TEST(Checkpoint, NamesFromFilesAreNeverPaths) {
+  const auto folder = fresh_folder("checkpoint", "crafted");
+  const auto own = folder / "own";
+  fs::create_directories(own / "a");
+  write_archive((folder / "victim").string(), sample(1));
+  const std::vector<std::string> crafted{"a/../../victim",
+                                         "./../victim",
+                                         "../victim",
+                                         "a/./../../victim",
+                                         (folder / "victim").string(),
+                                         "..",
+                                         ".",
+                                         "",
+                                         std::string("x\0y", 3)};
+  Archive archive;
+  for (std::size_t i = 0; i < crafted.size(); ++i) archive.entries["kept/" + std::to_string(i)] = crafted[i];
+  EXPECT_EQ(load_kept(archive, "kept", own.string()), std::vector<std::string>{});
+
+  std::string index = "model_checkpoint_path: \"../victim\"\n";
+  for (const auto& name : crafted) index += "all_model_checkpoint_paths: \"" + name + "\"\n";
+  write_file(own / "checkpoint", index);
+  EXPECT_EQ(latest_checkpoint(own.string()), "");
+  std::int64_t counter = 1;
+  Checkpoint checkpoint({{"counter", track(counter)}});
+  CheckpointManager manager(checkpoint, own.string(), {.max_to_keep = 1});
+  manager.save();
+  manager.save();
+  EXPECT_TRUE(fs::exists(folder / "victim.safetensors"));
+}
+
+TEST(FolderLock, OneHolderAtATime) {
+  const auto folder = fresh_folder("checkpoint", "lock").string();
+  const auto soon = [] { return Deadline::after(std::chrono::milliseconds(50)); };
+  std::optional<FolderLock> first(std::in_place, folder, "backup.lock", soon());
+  expect_says(message_of<IoError>([&] { FolderLock(folder, "backup.lock", soon()); }),
+              "process " + std::to_string(::getpid()));
+  EXPECT_NO_THROW(FolderLock(folder, "other.lock", soon()));
+  first.reset();
+  EXPECT_TRUE(fs::is_empty(folder));
+  EXPECT_NO_THROW(FolderLock(folder, "backup.lock", soon()));
+  write_file(folder + "/backup.lock", "left by one that was killed");
+  EXPECT_NO_THROW(FolderLock(folder, "backup.lock", soon()));
+}
+
+// Jobs that save into one folder at the same time: the index has the checkpoints of all.
+TEST(Checkpoint, JobsRecordIntoOneIndexAtTheSameTime) {
+  const auto folder = fresh_folder("checkpoint", "jobs");
+  constexpr int kJobs = 3, kSaves = 30;
+  std::vector<pid_t> children;
+  for (int job = 0; job < kJobs; ++job) {
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      std::vector<std::string> kept;
+      for (int i = 0; i < kSaves; ++i) {
+        const auto path = (folder / ("job" + std::to_string(job) + "-" + std::to_string(i))).string();
+        write_archive(path, sample(1));
+        record_checkpoint(path, kept);
+      }
+      ::_exit(0);
+    }
+    children.push_back(child);
+  }
+  for (const pid_t child : children) {
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  std::ifstream index(folder / "checkpoint");
+  int lines = 0;
+  for (std::string line; std::getline(index, line);) ++lines;
+  EXPECT_EQ(lines, 1 + kJobs * kSaves);
 }
 
 TEST(Checkpoint, SavesRestoresAndKeepsTheLast) {

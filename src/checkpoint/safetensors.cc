@@ -8,7 +8,10 @@
 // with those digits as zeros, and "lockstep.format" says that there must be such an entry.
 #include <zlib.h>
 
+#include <algorithm>
 #include <array>
+#include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -82,7 +85,12 @@ std::string header_of(const Archive& archive) {
         {"dtype", dtype->name}, {"shape", tensor.shape}, {"data_offsets", {offset, offset + tensor.bytes.size()}}};
     offset += tensor.bytes.size();
   }
-  std::string characters = header.dump();
+  std::string characters;
+  try {
+    characters = header.dump();
+  } catch (const Json::exception& error) {  // of all that JSON can hold, only its text has rules
+    throw InvalidArgument(text("the names and texts of a checkpoint must be UTF-8: ", error.what()));
+  }
   characters.append((8 - characters.size() % 8) % 8, ' ');
   return characters;
 }
@@ -114,21 +122,31 @@ class Reader {
     if (!parsed.is_object()) fail(kLengthBytes, "its header is not a JSON object");
     const Bytes data = bytes_.subspan(kLengthBytes + header.size());
     Archive archive;
-    std::size_t used = 0;
+    std::vector<Described> tensors;
     for (const auto& [name, value] : parsed.items()) {
       if (name == "__metadata__") {
         read_entries(value, archive);
       } else {
-        archive.tensors.emplace(name, read_tensor(name, value, data, used));
+        tensors.push_back(describe(name, value));
       }
     }
-    if (used != data.size()) {
-      fail(bytes_.size(), text("its header names ", used, " bytes of tensors, but ", data.size(), " follow it"));
+    check_offsets(tensors, data.size());
+    for (auto& [name, tensor, begin, end] : tensors) {
+      const auto stored = data.subspan(begin, end - begin);
+      tensor.bytes.assign(stored.begin(), stored.end());
+      archive.tensors.emplace(name, std::move(tensor));
     }
     return archive;
   }
 
  private:
+  // A tensor as the header has it, and where its bytes lie.
+  struct Described {
+    std::string name;
+    StoredTensor tensor;
+    std::size_t begin = 0, end = 0;
+  };
+
   [[noreturn]] void fail(std::size_t offset, const std::string& what) const {
     throw DataError(text(file_, " is not a whole checkpoint (at byte ", offset, "): ", what));
   }
@@ -140,7 +158,9 @@ class Reader {
     if (length > kLargestHeader || length > bytes_.size() - kLengthBytes) {
       fail(0, text("its header should have ", length, " bytes, the file has ", bytes_.size()));
     }
-    return {reinterpret_cast<const char*>(bytes_.data()) + kLengthBytes, length};
+    std::string header(reinterpret_cast<const char*>(bytes_.data()) + kLengthBytes, length);
+    if (!header.starts_with('{')) fail(kLengthBytes, "its header does not begin with {");
+    return header;
   }
 
   void check_sum(std::string header) const {
@@ -167,34 +187,61 @@ class Reader {
     }
   }
 
-  StoredTensor read_tensor(const std::string& name, const Json& value, Bytes data, std::size_t& used) const {
+  Described describe(const std::string& name, const Json& value) const {
     try {
-      StoredTensor tensor;
+      Described described{name, {}, 0, 0};
+      auto& tensor = described.tensor;
       const auto dtype_name = value.at("dtype").get<std::string>();
       const auto* dtype =
           std::find_if(kDtypeNames.begin(), kDtypeNames.end(), [&](auto& d) { return dtype_name == d.name; });
       if (dtype == kDtypeNames.end())
         fail(kLengthBytes, text(name, " has dtype ", dtype_name, ", which Lockstep does not read"));
       tensor.dtype = dtype->dtype;
-      tensor.shape = value.at("shape").get<std::vector<std::int64_t>>();
-      const auto offsets = value.at("data_offsets").get<std::array<std::size_t, 2>>();
       std::size_t bytes = size_of(tensor.dtype);
-      for (const auto size : tensor.shape) {
-        if (size < 0 || __builtin_mul_overflow(bytes, static_cast<std::size_t>(size), &bytes)) {
+      for (const auto size : whole_numbers(name, value, "shape")) {
+        tensor.shape.push_back(static_cast<std::int64_t>(size));
+        if (tensor.shape.back() < 0 || __builtin_mul_overflow(bytes, size, &bytes)) {
           fail(kLengthBytes, text(name, " has a shape that no tensor has"));
         }
       }
-      if (offsets[0] > offsets[1] || offsets[1] > data.size() || offsets[1] - offsets[0] != bytes) {
+      const auto offsets = whole_numbers(name, value, "data_offsets");
+      if (offsets.size() != 2 || offsets[1] < offsets[0] || offsets[1] - offsets[0] != bytes) {
         fail(kLengthBytes,
-             text(name, " needs ", bytes, " bytes, but lies at ", offsets[0], " to ", offsets[1], " of ", data.size()));
+             text("data_offsets of ", name, " are [", join(offsets), "], and its shape needs ", bytes, " bytes"));
       }
-      const auto stored = data.subspan(offsets[0], bytes);
-      tensor.bytes.assign(stored.begin(), stored.end());
-      used += bytes;
-      return tensor;
+      described.begin = offsets[0];
+      described.end = offsets[1];
+      return described;
     } catch (const Json::exception& error) {
       fail(kLengthBytes, text("the entry of ", name, " is malformed: ", error.what()));
     }
+  }
+
+  std::vector<std::size_t> whole_numbers(const std::string& name, const Json& value, const char* key) const {
+    std::vector<std::size_t> numbers;
+    for (const auto& item : value.at(key)) {
+      if (!item.is_number_unsigned()) {
+        fail(kLengthBytes, text("the ", key, " of ", name, " has ", item.dump(), " where only whole numbers may be"));
+      }
+      numbers.push_back(item.get<std::size_t>());
+    }
+    return numbers;
+  }
+
+  // Sorts them as they lie. Each must begin where the one before it ends, and the last end with the file: a rule of
+  // the format, without which a small file could name more bytes than there is memory.
+  void check_offsets(std::vector<Described>& tensors, std::size_t size) const {
+    std::sort(tensors.begin(), tensors.end(),
+              [](const auto& a, const auto& b) { return std::pair(a.begin, a.end) < std::pair(b.begin, b.end); });
+    std::size_t at = 0;
+    for (const auto& tensor : tensors) {
+      if (tensor.begin != at) {
+        fail(kLengthBytes, text(tensor.name, " begins at ", tensor.begin, " and what comes before it ends at ", at,
+                                ": tensors may neither overlap nor leave a gap"));
+      }
+      at = tensor.end;
+    }
+    if (at != size) fail(bytes_.size(), text("its header names ", at, " bytes of tensors, but ", size, " follow it"));
   }
 
   std::string file_;
@@ -239,6 +286,37 @@ const std::string& Archive::entry(const std::string& name) const {
   const auto found = entries.find(name);
   if (found == entries.end()) throw InvalidArgument(text("the checkpoint has no entry \"", name, "\""));
   return found->second;
+}
+
+std::int64_t Archive::integer(const std::string& name) const {
+  const auto& digits = entry(name);
+  const auto value = whole_number(digits);
+  if (value) return *value;
+  throw DataError(text("the checkpoint's entry \"", name, "\" is \"", digits, "\"; it must be a whole number"));
+}
+
+double Archive::number(const std::string& name) const {
+  const auto all = numbers(name);
+  if (all.size() == 1) return all[0];
+  throw DataError(text("the checkpoint's entry \"", name, "\" has ", all.size(), " numbers; it must have 1"));
+}
+
+std::vector<double> Archive::numbers(const std::string& name) const {
+  std::vector<double> values;
+  std::istringstream words(entry(name));
+  for (std::string word; words >> word;) {
+    char* end = nullptr;
+    values.push_back(std::strtod(word.c_str(), &end));
+    if (end == word.c_str() + word.size()) continue;
+    throw DataError(text("the checkpoint's entry \"", name, "\" has \"", word, "\" where a number must be"));
+  }
+  return values;
+}
+
+void Archive::set_numbers(const std::string& name, const std::vector<double>& values) {
+  auto& line = entries[name];
+  line.clear();
+  for (const double value : values) line += text(std::hexfloat, value, ' ');
 }
 
 }  // namespace lockstep

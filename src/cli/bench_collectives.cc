@@ -237,7 +237,11 @@ int run_threads(const BenchOptions& options, std::ostream& out) {
 // This program again, as rank `rank`.
 pid_t start_rank(const BenchOptions& options, int rank, const std::string& store) {
   auto arguments = options.command;
-  const auto per_host = options.ranks_per_host.empty() ? options.ranks : std::max(1, std::stoi(options.ranks_per_host));
+  const auto per_host =
+      options.ranks_per_host.empty() ? options.ranks : whole_number<int>(options.ranks_per_host).value_or(0);
+  if (per_host < 1) {
+    throw InvalidArgument(text("--ranks-per-host is ", options.ranks_per_host, "; it must be a number from 1 on"));
+  }
   for (const auto& argument : {text("--rank=", rank), text("--store=", store), text("--host=host-", rank / per_host)}) {
     arguments.push_back(argument);
   }

@@ -1,4 +1,3 @@
-#include <charconv>
 #include <cstdlib>
 
 #include "base/text.h"
@@ -22,12 +21,11 @@ std::string text_of(const Environment& environment, const char* name) {
 
 std::int64_t number_of(const Environment& environment, const char* name, std::int64_t least, std::int64_t most) {
   const auto value = text_of(environment, name);
-  std::int64_t number = 0;
-  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
-  if (error != std::errc() || end != value.data() + value.size() || number < least || number > most) {
+  const auto number = whole_number(value);
+  if (!number || *number < least || *number > most) {
     throw ClusterError(text(name, " is \"", value, "\"; it must be a number from ", least, " to ", most));
   }
-  return number;
+  return *number;
 }
 
 World world_of(const Environment& environment, const Names& names) {
@@ -44,13 +42,9 @@ World world_of(const Environment& environment, const Names& names) {
 
 std::string host_of(const std::string& address, const std::string& field) {
   const auto colon = address.rfind(':');
-  int port = -1;
-  if (colon != std::string::npos) {
-    const auto [end, error] = std::from_chars(address.data() + colon + 1, address.data() + address.size(), port);
-    if (error != std::errc() || end != address.data() + address.size()) port = -1;
-  }
-  if (colon == 0 || port < 0 || port > 65535) {
-    throw ClusterError(text(field, " is \"", address, "\"; it must be host:port"));
+  const auto port = colon == std::string::npos ? std::nullopt : whole_number(address.substr(colon + 1));
+  if (colon == 0 || !port || *port < 1 || *port > 65535) {
+    throw ClusterError(text(field, " is \"", address, "\"; it must be host:port, with a port from 1 to 65535"));
   }
   const auto host = address.substr(0, colon);
   return host.front() == '[' && host.back() == ']' ? host.substr(1, host.size() - 2) : host;

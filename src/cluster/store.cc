@@ -20,7 +20,9 @@ constexpr std::chrono::seconds kForTheReason(1);
 }  // namespace
 
 struct Store::State {
-  std::vector<std::string> ask(std::uint32_t code, const std::vector<std::string>& items, Deadline deadline);
+  // `answers`: how many strings are to come back; -1: any number.
+  std::vector<std::string> ask(std::uint32_t code, const std::vector<std::string>& items, Deadline deadline,
+                               int answers = -1);
   FileDescriptor take_idle();  // closed where there is none
 
   std::optional<StoreServer> server;  // where this process holds the store
@@ -81,12 +83,15 @@ void Store::set(const std::string& key, const std::string& value, Deadline deadl
 std::string Store::get(const std::string& key, Deadline deadline) const { return get(std::vector{key}, deadline)[0]; }
 
 std::int64_t Store::add(const std::string& key, std::int64_t difference, Deadline deadline) const {
-  return std::stoll(state_->ask(StoreFrame::add, {prefix_ + key, std::to_string(difference)}, deadline).at(0));
+  const auto sum =
+      whole_number(state_->ask(StoreFrame::add, {prefix_ + key, std::to_string(difference)}, deadline, 1)[0]);
+  if (!sum) throw ClusterError(text("the store at ", address(), " did not answer with a number"));
+  return *sum;
 }
 
 std::string Store::compare_set(const std::string& key, const std::string& expected, const std::string& desired,
                                Deadline deadline) const {
-  return state_->ask(StoreFrame::compare_set, {prefix_ + key, expected, desired}, deadline).at(0);
+  return state_->ask(StoreFrame::compare_set, {prefix_ + key, expected, desired}, deadline, 1)[0];
 }
 
 void Store::abandon(const std::string& prefix, const std::string& reason, Deadline deadline) const {
@@ -98,7 +103,7 @@ std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadli
   std::vector<std::string> whole;
   for (const auto& key : keys) whole.push_back(prefix_ + key);
   try {
-    return state_->ask(StoreFrame::get, whole, deadline);
+    return state_->ask(StoreFrame::get, whole, deadline, static_cast<int>(whole.size()));
   } catch (const DeadlineExceeded&) {
     const auto missing = state_->ask(StoreFrame::missing, whole, Deadline::after(kForTheReason));
     std::vector<int> places;
@@ -110,8 +115,8 @@ std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadli
   }
 }
 
-std::vector<std::string> Store::State::ask(std::uint32_t code, const std::vector<std::string>& items,
-                                           Deadline deadline) {
+std::vector<std::string> Store::State::ask(std::uint32_t code, const std::vector<std::string>& items, Deadline deadline,
+                                           int answers) {
   for (const auto& item : items) {
     if (item.size() <= kLongestItem) continue;
     throw InvalidArgument(text("store: a key or value of ", item.size(), " bytes; at most ", kLongestItem));
@@ -135,6 +140,10 @@ std::vector<std::string> Store::State::ask(std::uint32_t code, const std::vector
   }
   if (answer.code == StoreFrame::refused) throw ClusterError(text("the store at ", address, ": ", answer.items[0]));
   if (answer.code == StoreFrame::abandoned) throw ClusterError(answer.items[0]);
+  if (answers >= 0 && answer.items.size() != static_cast<std::size_t>(answers)) {
+    throw ClusterError(
+        text("the store at ", address, " answered with ", answer.items.size(), " strings, not ", answers));
+  }
   return std::move(answer.items);
 }
 

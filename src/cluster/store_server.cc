@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <optional>
 
@@ -21,13 +20,6 @@ namespace {
 
 constexpr int kBetweenTries = 100;  // milliseconds
 constexpr std::chrono::seconds kToLetGo(1), kToProve(30);
-
-std::optional<std::int64_t> number_in(const std::string& text) {
-  std::int64_t number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return number;
-}
 
 }  // namespace
 
@@ -149,8 +141,8 @@ void StoreServer::carry_out(Client& client, std::uint32_t code, const std::vecto
   }
   if (code == StoreFrame::add && items.size() == 2) {
     const auto stands = values_.find(items[0]);
-    const auto number = stands == values_.end() ? std::optional<std::int64_t>(0) : number_in(stands->second);
-    const auto difference = number_in(items[1]);
+    const auto number = stands == values_.end() ? std::optional<std::int64_t>(0) : whole_number(stands->second);
+    const auto difference = whole_number(items[1]);
     std::int64_t sum = 0;
     if (!number || !difference || __builtin_add_overflow(*number, *difference, &sum)) {
       return answer(client, StoreFrame::refused,

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "transport/file_descriptor.h"
+#include "base/file_descriptor.h"
 #include "transport/handshake.h"
 
 namespace lockstep {

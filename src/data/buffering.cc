@@ -1,7 +1,6 @@
 // Stages that hold elements: batch, cache, prefetch.
 #include <condition_variable>
 #include <deque>
-#include <filesystem>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -9,6 +8,7 @@
 #include <variant>
 
 #include "base/text.h"
+#include "checkpoint/files.h"
 #include "data/stage.h"
 #include "data/table_builder.h"
 #include "data/table_file.h"
@@ -29,6 +29,10 @@ class BatchCursor final : public Cursor {
     return true;
   }
   void skip(std::int64_t count) override { input_->skip(count * static_cast<std::int64_t>(size_)); }
+  bool skip_examples(std::int64_t count) override {
+    input_->skip(count);
+    return true;
+  }
 
  private:
   std::unique_ptr<Cursor> input_;
@@ -62,7 +66,7 @@ class CacheState {
 
   StagePtr table() {
     const std::lock_guard lock(mutex_);
-    if (table_ == nullptr && !file_.empty() && std::filesystem::exists(table_file(file_))) {
+    if (table_ == nullptr && !file_.empty() && file_exists(table_file(file_))) {
       table_ = make_table_stage(read_table(file_));
     }
     return table_;
@@ -162,6 +166,9 @@ class PrefetchCursor final : public Cursor {
     } else {
       input_->skip(count);
     }
+  }
+  bool skip_examples(std::int64_t count) override {
+    return thread_.joinable() ? Cursor::skip_examples(count) : input_->skip_examples(count);
   }
 
  private:

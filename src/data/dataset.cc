@@ -18,6 +18,15 @@ DatasetIterator::DatasetIterator(std::shared_ptr<const internal::Stage> stage, P
     : stage_(std::move(stage)), cursor_(stage_->open(position.epoch)), position_(position) {
   cursor_->skip(position.index);
 }
+
+DatasetIterator::DatasetIterator(std::shared_ptr<const internal::Stage> stage, FromExample from)
+    : stage_(std::move(stage)), cursor_(stage_->open(from.epoch)), position_{.epoch = from.epoch} {
+  if (cursor_->skip_examples(from.example)) return;
+  throw InvalidArgument(text("no batch of this data set begins after its first ", from.example,
+                             " examples, where the epoch is to go on; make the batches with batch(), or of the size "
+                             "that they had"));
+}
+
 DatasetIterator::~DatasetIterator() = default;
 DatasetIterator::DatasetIterator(DatasetIterator&&) noexcept = default;
 DatasetIterator& DatasetIterator::operator=(DatasetIterator&&) noexcept = default;
@@ -128,5 +137,10 @@ bool Dataset::lies_in_memory() const { return stage_->lies_in_memory(); }
 std::int64_t Dataset::cardinality() const { return stage_->cardinality(); }
 
 DatasetIterator Dataset::iterate(Position position) const { return DatasetIterator(stage_, position); }
+
+DatasetIterator Dataset::iterate_from(FromExample from) const {
+  require(from.example >= 0, "iterate_from", "example", from.example, "0 or more");
+  return DatasetIterator(stage_, from);
+}
 
 }  // namespace lockstep

@@ -10,6 +10,7 @@
 #include <memory>
 
 #include "base/text.h"
+#include "checkpoint/files.h"
 #include "lockstep/dataset.h"
 #include "lockstep/error.h"
 
@@ -62,7 +63,7 @@ class IdxReader {
 
 std::string existing(const std::filesystem::path& directory, const char* name) {
   for (const auto& path : {directory / name, directory / text(name, ".gz")}) {
-    if (std::filesystem::exists(path)) return path.string();
+    if (file_exists(path)) return path.string();
   }
   throw IoError(text(directory.string(), " holds neither ", name, " nor ", name, ".gz"));
 }
@@ -118,7 +119,7 @@ TrainTest mnist(const std::string& directory) {
 
 TrainTest fashion_mnist() {
   constexpr const char* kDirectory = "/usr/share/datasets/fashion-mnist";
-  if (!std::filesystem::exists(kDirectory)) {
+  if (!file_exists(kDirectory)) {
     throw IoError(
         text("Fashion-MNIST is not installed in ", kDirectory, "; install Debian's package dataset-fashion-mnist"));
   }

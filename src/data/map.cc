@@ -62,6 +62,10 @@ class MapCursor final : public Cursor {
     input_->skip(count);
     index_ += count;
   }
+  bool skip_examples(std::int64_t count) override {
+    index_ += count;  // the batches are others, and so are their random numbers
+    return input_->skip_examples(count);
+  }
 
  private:
   std::unique_ptr<Cursor> input_;
@@ -92,6 +96,11 @@ class ParallelMapCursor final : public Cursor {
     for (; count > 0 && !results_.empty(); --count) results_.pop_front();
     input_->skip(count);
     index_ += count;
+  }
+  bool skip_examples(std::int64_t count) override {
+    if (index_ > 0) return Cursor::skip_examples(count);
+    index_ = count;
+    return input_->skip_examples(count);
   }
 
  private:

@@ -128,6 +128,22 @@ class RepeatCursor final : public Cursor {
     Cursor::skip(count);
   }
 
+  // Passes that end before the example are counted; the one that has it is opened again, and may begin anywhere.
+  bool skip_examples(std::int64_t count) override {
+    while (count > 0 && pass_ != end_) {
+      const auto pass = input_->open(pass_);
+      std::int64_t examples = 0;
+      for (Row row; examples <= count && pass->next(row);) examples += row.examples();
+      if (examples > count || examples == 0) {
+        cursor_ = input_->open(pass_);
+        return cursor_->skip_examples(count);
+      }
+      count -= examples;
+      ++pass_;
+    }
+    return true;
+  }
+
  private:
   StagePtr input_;
   std::unique_ptr<Cursor> cursor_;

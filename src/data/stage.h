@@ -23,6 +23,7 @@ struct Row {
   std::optional<std::vector<std::int64_t>> batch;  // indices
 
   Example materialize() const;  // may be a view of the table
+  std::int64_t examples() const { return batch ? static_cast<std::int64_t>(batch->size()) : materialize().size(); }
 };
 
 // One thread at a time.
@@ -37,6 +38,14 @@ class Cursor {
   virtual void skip(std::int64_t count) {
     Row row;
     while (count > 0 && next(row)) --count;
+  }
+
+  // As calls of next until `count` examples have passed, where elements are batches; or until the end of the epoch.
+  // False where no batch begins there.
+  virtual bool skip_examples(std::int64_t count) {
+    Row row;
+    while (count > 0 && next(row)) count -= row.examples();
+    return count >= 0;
   }
 };
 

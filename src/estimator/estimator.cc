@@ -108,8 +108,8 @@ struct Estimator::State {
                                  " to evaluate or predict with; call train first, or name one in checkpoint_path"));
     }
     auto archive = model.impl()->read_for_all(path);
-    const auto step = archive.entries.find("optimizer/iterations");
-    const auto steps = step == archive.entries.end() ? 0 : std::stoll(step->second);
+    const bool trained = archive.entries.contains("optimizer/iterations");
+    const auto steps = trained ? archive.integer("optimizer/iterations") : 0;
     model.impl()->load_weights(std::move(archive));
     return steps;
   }

@@ -105,8 +105,8 @@ void Keeper::save(Archive& archive, const std::string& prefix) const {
   save_kept(kept_, config_.model_dir, archive, prefix + "/kept");
 }
 
-void Keeper::load(const Archive& archive, const std::string& prefix) {
-  kept_ = load_kept(archive, prefix + "/kept", config_.model_dir);
+std::function<void()> Keeper::load(const Archive& archive, const std::string& prefix) {
+  return [this, kept = load_kept(archive, prefix + "/kept", config_.model_dir)] { kept_ = kept; };
 }
 
 }  // namespace lockstep

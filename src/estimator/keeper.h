@@ -26,7 +26,7 @@ class Keeper : public Callback {
   void on_train_end() override;
   void on_interrupt() override { save(); }
   void save(Archive& archive, const std::string& prefix) const override;
-  void load(const Archive& archive, const std::string& prefix) override;
+  std::function<void()> load(const Archive& archive, const std::string& prefix) override;
   Turn turn() const override { return Turn::restores_state; }
 
  private:

@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "base/file_descriptor.h"
 #include "base/mutex.h"
 #include "launch/lines.h"
 #include "launch/orders.h"
-#include "transport/file_descriptor.h"
 
 namespace lockstep {
 

@@ -3,7 +3,7 @@
 
 #include <signal.h>
 
-#include "transport/file_descriptor.h"
+#include "base/file_descriptor.h"
 
 namespace lockstep {
 

@@ -3,8 +3,8 @@
 
 #include <string>
 
+#include "base/file_descriptor.h"
 #include "lockstep/access.h"
-#include "transport/file_descriptor.h"
 
 namespace lockstep {
 

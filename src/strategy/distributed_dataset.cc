@@ -91,6 +91,13 @@ DistributedIterator::DistributedIterator(Dataset dataset, Distribution kind, Loc
   if (kind_ == Distribution::spread && position.index % replicas_.workers() != 0) read();
 }
 
+DistributedIterator::DistributedIterator(Dataset dataset, Distribution kind, LocalReplicas replicas, FromExample from)
+    : dataset_(std::move(dataset)),
+      kind_(kind),
+      replicas_(std::move(replicas)),
+      position_{.epoch = from.epoch},
+      input_(dataset_.iterate_from(from)) {}
+
 std::optional<PerReplica<Part>> DistributedIterator::next_parts() {
   auto parts = own_parts();
   if (kind_ != Distribution::split && replicas_.any) {
@@ -107,7 +114,10 @@ std::optional<PerReplica<Part>> DistributedIterator::next_parts() {
 
 std::optional<PerReplica<Part>> DistributedIterator::own_parts() {
   switch (kind_) {
-    case Distribution::split: return read() ? std::optional(split(*current_, replicas_)) : std::nullopt;
+    case Distribution::split:
+      if (!read()) return std::nullopt;
+      examples_ += current_->examples();
+      return split(*current_, replicas_);
     case Distribution::spread: return share_of_element();
     case Distribution::one_each: return one_each();
   }
@@ -119,6 +129,7 @@ std::optional<PerReplica<Part>> DistributedIterator::share_of_element() {
   const auto turn = position_.index % replicas_.workers();
   if (turn == 0 && !read()) return std::nullopt;
   if (ended_) return std::nullopt;
+  if (turn == replicas_.workers() - 1) examples_ += current_->examples();
   auto replicas = replicas_;
   replicas.first = static_cast<int>(turn) * static_cast<int>(replicas_.devices.size());
   return split(*current_, replicas);
@@ -144,6 +155,8 @@ bool DistributedIterator::read() {
   if (!ended_) current_ = std::make_shared<Row>(std::move(row));
   return !ended_;
 }
+
+std::int64_t DistributedIterator::element_size() const { return current_ ? current_->examples() : 0; }
 
 // As an element is, but for its size.
 Row DistributedIterator::without_examples() const {

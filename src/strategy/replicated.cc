@@ -157,16 +157,16 @@ Trackable ReplicatedOptimizer::trackable() const {
     archive.entries[joined(prefix, "rule")] = engine->optimizer().rule().name();
     archive.entries[joined(prefix, "iterations")] = std::to_string(engine->iterations());
     if (const auto rate = engine->learning_rate_override()) {
-      archive.entries[joined(prefix, "learning_rate")] = text(std::hexfloat, *rate);
+      archive.set_numbers(joined(prefix, "learning_rate"), {*rate});
     }
     const auto learnt = engine->learnt_of_workers();
     if (!learnt.order.empty()) {
       archive.entries[joined(prefix, "gradient_order")] = join(learnt.order, " ");
-      archive.entries[joined(prefix, "usual_weight")] = text(std::hexfloat, learnt.usual_weight);
+      archive.set_numbers(joined(prefix, "usual_weight"), {learnt.usual_weight});
     }
     const auto& scale = engine->loss_scale_state();
     if (scale.used()) {
-      archive.entries[joined(prefix, "loss_scale")] = text(std::hexfloat, scale.value());
+      archive.set_numbers(joined(prefix, "loss_scale"), {scale.value()});
       archive.entries[joined(prefix, "loss_scale_steps")] = std::to_string(scale.steps());
     }
     each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
@@ -185,24 +185,23 @@ Trackable ReplicatedOptimizer::trackable() const {
       const auto to = engine->state(slot, index);
       copies.emplace_back(to, load_like(archive, name, to));
     });
-    const auto iterations = std::stoll(archive.entry(joined(prefix, "iterations")));
-    const auto rate = archive.entries.find(joined(prefix, "learning_rate"));
+    const auto iterations = archive.integer(joined(prefix, "iterations"));
+    const auto rate = joined(prefix, "learning_rate");
     std::optional<double> set_rate;
-    if (rate != archive.entries.end()) set_rate = std::strtod(rate->second.c_str(), nullptr);
+    if (archive.entries.contains(rate)) set_rate = LearningRate(archive.number(rate)).at(0);  // checked
     WorkerGradients::Learnt learnt;
     const auto listed = archive.entries.find(joined(prefix, "gradient_order"));
     if (listed != archive.entries.end()) {
       std::istringstream numbers(listed->second);
       for (std::int64_t slot = 0; numbers >> slot;) learnt.order.push_back(slot);
-      learnt.usual_weight = std::strtod(archive.entry(joined(prefix, "usual_weight")).c_str(), nullptr);
+      learnt.usual_weight = archive.number(joined(prefix, "usual_weight"));
     }
-    const auto scale = archive.entries.find(joined(prefix, "loss_scale"));
+    const auto scale = joined(prefix, "loss_scale");
     std::optional<std::pair<double, std::int64_t>> scaled;
-    if (scale != archive.entries.end()) {
-      scaled.emplace(std::strtod(scale->second.c_str(), nullptr),
-                     std::stoll(archive.entry(joined(prefix, "loss_scale_steps"))));
+    if (archive.entries.contains(scale)) {
+      scaled.emplace(archive.number(scale), archive.integer(joined(prefix, "loss_scale_steps")));
       if (!(scaled->first > 0) || std::isinf(scaled->first) || scaled->second < 0) {
-        throw InvalidArgument(text("the checkpoint's loss scale is ", scale->second, " after ", scaled->second,
+        throw InvalidArgument(text("the checkpoint's loss scale is ", scaled->first, " after ", scaled->second,
                                    " steps; it must be above 0, after 0 steps or more"));
       }
     }

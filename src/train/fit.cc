@@ -77,6 +77,7 @@ class Fit {
   }
 
   ~Fit() {
+    each([](Callback& callback) { callback.detach(); });
     impl_.callbacks.clear();
     impl_.fitting = false;
   }
@@ -104,7 +105,8 @@ class Fit {
     each([](Callback& callback) { callback.on_train_begin(); });  // BackupAndRestore changes the progress here
     agree();
     compare_states();
-    while (progress().epoch < options_.epochs && !stopping()) run_epoch();
+    // A training that was to stop in the middle of an epoch, and was interrupted, has that epoch's end before it.
+    while (progress().epoch < options_.epochs && (!stopping() || progress().batch > 0)) run_epoch();
     each([](Callback& callback) { callback.on_train_end(); });
   }
 
@@ -225,10 +227,50 @@ class Fit {
 
   // With steps_per_epoch, one iterator serves all epochs.
   DistributedIterator& open_data() {
-    if (!iterator_ || options_.steps_per_epoch == 0) {
-      iterator_.emplace(distribute_ahead(data_, replicas()).iterate(progress().position));
+    if (iterator_ && options_.steps_per_epoch > 0) return *iterator_;
+    const auto data = distribute_ahead(data_, replicas());
+    if (goes_on_with_other_batches(data)) {
+      iterator_.emplace(data.iterate_from({progress().position.epoch, progress().examples}));
+      progress().batch_size = 0;
+    } else {
+      iterator_.emplace(data.iterate(progress().position));
     }
+    examples_before_ = progress().examples;
     return *iterator_;
+  }
+
+  // Whether the place in the data that was restored is one of batches of another size, so that examples count. Throws
+  // where it is no place in this data.
+  bool goes_on_with_other_batches(const DistributedDataset& data) {
+    const auto& local = impl_.strategy.impl().local_replicas();
+    const int readers = data.is_spread() ? local.workers() : 1;
+    auto& now = progress();
+    const int readers_then = std::exchange(now.readers, readers);
+    if (now.position.index == 0) {
+      now.batch_size = 0;  // to be seen
+      return false;
+    }
+    if (readers != readers_then) {
+      throw InvalidArgument(
+          text("fit: the checkpoint was made in the middle of an epoch in which ", workers_that_read(readers_then),
+               ", and now ", workers_that_read(readers), ", so that some examples would be left out and others come ",
+               "twice; go on with as many workers and the same auto_shard_policy, or from the end of an epoch"));
+    }
+    const auto first = first_element(data_, local);
+    const auto size = first.size();
+    if (size == now.batch_size) return false;
+    if (readers > 1 && now.position.index % readers != 0) {
+      throw InvalidArgument(text(
+          "fit: the checkpoint was made with batches of ", now.batch_size, " examples, and now ", "they have ", size,
+          "; where each of ", readers, " workers reads its own, the place ", "after step ", now.position.index,
+          " cannot be found: go on with the same batch size, ", "or from a step that is a multiple of ", readers));
+    }
+    if (options_.steps_per_epoch == 0 && size > 0) now.batch = (now.examples + size - 1) / size;
+    return true;
+  }
+
+  static std::string workers_that_read(int readers) {
+    return readers == 1 ? "all workers read the same batches" : text(readers, " workers read batches of their own");
   }
 
   void run_batch(PerReplica<Part>& batch, Position position_after) {
@@ -240,7 +282,9 @@ class Fit {
     if (has_exchange()) peers().sum(agreed_.all());
     impl_.agreed_to_stop = agreed_.stopping > 0;
     progress().batch = index + 1;
+    if (progress().position.index == 0) progress().batch_size = iterator_->element_size();
     progress().position = position_after;
+    progress().examples = examples_before_ + iterator_->examples();
     const auto logs = impl_.tracker->logs();
     each([&](Callback& callback) { callback.on_train_batch_end(index, logs); });
     throw_if_interrupted();
@@ -285,7 +329,10 @@ class Fit {
     impl_.tracker->reset();
     progress().epoch = epoch + 1;
     progress().batch = 0;
-    if (options_.steps_per_epoch == 0) progress().position = {.epoch = ++impl_.data_epochs};
+    if (options_.steps_per_epoch == 0) {
+      progress().position = {.epoch = ++impl_.data_epochs};
+      progress().examples = 0;
+    }
     each([&](Callback& callback) { callback.on_epoch_end(epoch, logs); });
     agree();
   }
@@ -310,6 +357,7 @@ class Fit {
   Agreed agreed_;
   std::vector<AnyCallback> callbacks_;  // in the order of their calls
   std::optional<DistributedIterator> iterator_;
+  std::int64_t examples_before_ = 0;  // of the epoch's data, before iterator_ began
 };
 
 }  // namespace

@@ -24,7 +24,13 @@ namespace lockstep {
 struct FitProgress {
   int epoch = 0;           // that is running, or comes next
   std::int64_t batch = 0;  // steps done in it
-  Position position;       // in the training data
+  Position position;       // in the training data, in batches
+  // The same in examples, for one that goes on with batches of another size: of the epoch's data (or of a worker's,
+  // where each reads its own) so many have been used. Batches are of `batch_size` and begin at its multiples; 0: they
+  // begin elsewhere. `readers`: how many workers read their own.
+  std::int64_t examples = 0;
+  std::int64_t batch_size = 0;
+  int readers = 1;
   History history;
 };
 
@@ -69,8 +75,7 @@ class ModelImpl {
   Archive save_state();
   void load_state(const Archive& archive);
 
-  // The same without what callbacks keep. Loading changes nothing but the tracker until what it returns is called,
-  // which cannot fail.
+  // The same without what callbacks keep. Loading changes nothing until what it returns is called, which cannot fail.
   Archive save_training();
   std::function<void()> load_training(const Archive& archive);
 

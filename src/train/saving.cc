@@ -1,7 +1,10 @@
 // Weights and full state on disk.
+#include <cxxabi.h>
 #include <torch/nn/module.h>
 
+#include <cstdlib>
 #include <map>
+#include <memory>
 #include <set>
 #include <typeinfo>
 
@@ -11,7 +14,6 @@
 #include "checkpoint/safetensors.h"
 #include "lockstep/error.h"
 #include "train/model_impl.h"
-#include "train/numbers.h"
 
 namespace lockstep {
 namespace {
@@ -33,20 +35,27 @@ std::map<std::string, std::vector<std::int64_t>> expected_shapes(const Replicate
 }
 
 void save_history(const History& history, Archive& archive) {
-  archive.entries["fit/history/epochs"] = print_numbers({history.epoch.begin(), history.epoch.end()});
-  for (const auto& [name, values] : history.history)
-    archive.entries["fit/history/values/" + name] = print_numbers(values);
+  archive.set_numbers("fit/history/epochs", {history.epoch.begin(), history.epoch.end()});
+  for (const auto& [name, values] : history.history) archive.set_numbers("fit/history/values/" + name, values);
 }
 
 History load_history(const Archive& archive) {
   History history;
-  for (const double epoch : parse_numbers(archive.entry("fit/history/epochs")))
-    history.epoch.push_back(static_cast<int>(epoch));
+  for (const double epoch : archive.numbers("fit/history/epochs")) history.epoch.push_back(static_cast<int>(epoch));
   const std::string prefix = "fit/history/values/";
   for (const auto& [name, line] : archive.entries) {
-    if (name.starts_with(prefix)) history.history[name.substr(prefix.size())] = parse_numbers(line);
+    if (name.starts_with(prefix)) history.history[name.substr(prefix.size())] = archive.numbers(name);
   }
   return history;
+}
+
+// As a C++ program writes it.
+std::string name_of_type(const Callback& callback) {
+  const char* const mangled = typeid(callback).name();
+  int failed = 0;
+  const std::unique_ptr<char, decltype(&std::free)> name(abi::__cxa_demangle(mangled, nullptr, nullptr, &failed),
+                                                         &std::free);
+  return failed == 0 ? name.get() : mangled;
 }
 
 // Callbacks are known by their type, and their number among those: others may come and go.
@@ -54,7 +63,7 @@ std::vector<std::string> callback_prefixes(const std::vector<AnyCallback>& callb
   std::map<std::string, int> seen;
   std::vector<std::string> prefixes;
   for (const auto& callback : callbacks) {
-    const std::string type = typeid(*callback.operator->()).name();
+    const auto type = name_of_type(*callback.operator->());
     prefixes.push_back(text(kCallback, "/", type, "/", seen[type]++));
   }
   return prefixes;
@@ -158,13 +167,16 @@ Archive ModelImpl::save_training() {
   ReplicatedModule(parameters).trackable().save(archive, "");
   ReplicatedModule(parameters).replica_buffers().save(archive, kReplica);
   ReplicatedOptimizer(engine).trackable().save(archive, kOptimizer);
-  archive.entries["seed"] = std::to_string(seed);
+  archive.entries["seed"] = std::to_string(static_cast<std::int64_t>(seed));
   archive.entries["steps"] = std::to_string(steps);
   archive.entries["replicas"] = std::to_string(strategy.num_replicas_in_sync());
   archive.entries["fit/epoch"] = std::to_string(progress.epoch);
   archive.entries["fit/batch"] = std::to_string(progress.batch);
   archive.entries["fit/position/epoch"] = std::to_string(progress.position.epoch);
   archive.entries["fit/position/index"] = std::to_string(progress.position.index);
+  archive.entries["fit/position/examples"] = std::to_string(progress.examples);
+  archive.entries["fit/position/batch_size"] = std::to_string(progress.batch_size);
+  archive.entries["fit/position/readers"] = std::to_string(progress.readers);
   save_history(progress.history, archive);
   tracker->save(archive, "fit/tracker");
   return archive;
@@ -178,12 +190,15 @@ std::function<void()> ModelImpl::load_training(const Archive& archive) {
   const auto change_weights = ReplicatedModule(parameters).trackable().load(archive, "");
   const auto change_buffers = ReplicatedModule(parameters).replica_buffers().load(archive, kReplica);
   const auto change_optimizer = ReplicatedOptimizer(engine).trackable().load(archive, kOptimizer);
-  const auto number = [&](const char* name) { return std::stoll(archive.entry(name)); };
+  const auto number = [&](const char* name) { return archive.integer(name); };
   const FitProgress loaded{.epoch = static_cast<int>(number("fit/epoch")),
                            .batch = number("fit/batch"),
                            .position = {number("fit/position/epoch"), number("fit/position/index")},
+                           .examples = number("fit/position/examples"),
+                           .batch_size = number("fit/position/batch_size"),
+                           .readers = static_cast<int>(number("fit/position/readers")),
                            .history = load_history(archive)};
-  const auto loaded_seed = std::stoull(archive.entry("seed"));
+  const auto loaded_seed = static_cast<std::uint64_t>(number("seed"));
   const auto loaded_steps = number("steps");
   if (archive.entries.contains("replicas") && number("replicas") != strategy.num_replicas_in_sync()) {
     log_warning(text("the checkpoint is of ", archive.entry("replicas"), " replicas and there are ",
@@ -191,8 +206,9 @@ std::function<void()> ModelImpl::load_training(const Archive& archive) {
                      " now: each has its own random numbers and running statistics, so "
                      "the training goes on, but not with the same bits"));
   }
-  tracker->load(archive, "fit/tracker");
-  return [this, change_weights, change_buffers, change_optimizer, loaded_seed, loaded_steps, loaded] {
+  const auto change_tracker = tracker->load(archive, "fit/tracker");
+  return [this, change_weights, change_buffers, change_optimizer, change_tracker, loaded_seed, loaded_steps, loaded] {
+    change_tracker();
     change_weights();
     change_buffers();
     change_optimizer();
@@ -204,13 +220,13 @@ std::function<void()> ModelImpl::load_training(const Archive& archive) {
 }
 
 void ModelImpl::load_state(const Archive& archive) {
-  const auto change = load_training(archive);
+  std::vector<std::function<void()>> changes{load_training(archive)};
   const auto prefixes = callback_prefixes(callbacks);
   for (std::size_t i = 0; i < callbacks.size(); ++i) {
     const bool mine = workers().is_chief() || !callbacks[i]->only_on_chief();
-    if (mine && has_any(archive, prefixes[i])) callbacks[i]->load(archive, prefixes[i]);
+    if (mine && has_any(archive, prefixes[i])) changes.push_back(callbacks[i]->load(archive, prefixes[i]));
   }
-  change();
+  for (const auto& change : changes) change();
 }
 
 }  // namespace lockstep

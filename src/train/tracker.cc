@@ -2,8 +2,9 @@
 
 #include <algorithm>
 
+#include "base/text.h"
+#include "checkpoint/safetensors.h"
 #include "lockstep/error.h"
-#include "train/numbers.h"
 
 namespace lockstep {
 
@@ -80,26 +81,52 @@ std::vector<double> Tracker::local_sums() const {
   return all;
 }
 
+// Each replica's sums by themselves, so that those of a training that goes on are added up in the same order.
 void Tracker::save(Archive& archive, const std::string& prefix) const {
-  archive.entries[prefix + "/loss"] = print_numbers({loss_sum_, examples_});
-  archive.entries[prefix + "/metrics"] = print_numbers(sums_);
+  archive.set_numbers(prefix + "/loss", {loss_sum_, examples_});
+  Archive mine;
+  for (std::size_t replica = 0; replica < states_.size(); ++replica) {
+    std::vector<double> sums;
+    for (const auto& state : states_[replica]) sums.insert(sums.end(), state.sums().begin(), state.sums().end());
+    mine.set_numbers(std::to_string(replica), sums);
+  }
+  int number = 0;
+  for (const auto& packed : workers_.all_gather(print_archive(mine))) {
+    const auto theirs = parse_archive("a worker's metrics", std::as_bytes(std::span(packed)));
+    for (std::size_t replica = 0; replica < states_.size(); ++replica) {
+      archive.entries[text(prefix, "/metrics/replica ", number++)] = theirs.entry(std::to_string(replica));
+    }
+  }
 }
 
-void Tracker::load(const Archive& archive, const std::string& prefix) {
-  const auto loss = parse_numbers(archive.entry(prefix + "/loss"));
-  const auto sums = parse_numbers(archive.entry(prefix + "/metrics"));
-  if (loss.size() != 2 || sums.size() != sums_.size()) {
+std::function<void()> Tracker::load(const Archive& archive, const std::string& prefix) {
+  const auto loss = archive.numbers(prefix + "/loss");
+  std::vector<std::vector<double>> saved;  // [replica of all workers]
+  const auto name = [&](std::size_t replica) { return text(prefix, "/metrics/replica ", replica); };
+  while (archive.entries.contains(name(saved.size()))) saved.push_back(archive.numbers(name(saved.size())));
+  const bool fits = std::all_of(saved.begin(), saved.end(), [&](const auto& s) { return s.size() == sums_.size(); });
+  if (loss.size() != 2 || saved.empty() || !fits) {
     throw InvalidArgument("the checkpoint was made with other metrics; compile the model with the same ones");
   }
-  reset();
-  loss_sum_ = loss[0];
-  examples_ = loss[1];
-  sums_ = sums;
-  if (!workers_.is_chief()) return;  // its replica 0 goes on with the sums of all
-  auto at = sums.begin();
-  for (auto& state : states_[0]) {
-    for (double& sum : state.sums()) sum = *at++;
-  }
+  std::vector<double> all(sums_.size());
+  for (const auto& sums : saved) std::transform(all.begin(), all.end(), sums.begin(), all.begin(), std::plus<>());
+
+  const auto first = states_.size() * static_cast<std::size_t>(workers_.rank());
+  const bool same = saved.size() == states_.size() * static_cast<std::size_t>(workers_.size());
+  return [this, loss, saved, all, first, same] {
+    reset();
+    loss_sum_ = loss[0];
+    examples_ = loss[1];
+    sums_ = all;
+    for (std::size_t replica = 0; replica < states_.size(); ++replica) {
+      // Of another number of replicas: the first one goes on with the sums of all.
+      if (!same && first + replica > 0) break;
+      auto at = same ? saved[first + replica].begin() : all.begin();
+      for (auto& state : states_[replica]) {
+        for (double& sum : state.sums()) sum = *at++;
+      }
+    }
+  };
 }
 
 }  // namespace lockstep

@@ -1,7 +1,9 @@
 // The loss and metrics of an epoch, summed over steps and the replicas of all workers.
 #pragma once
 
+#include <functional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "gradient/workers.h"
@@ -36,8 +38,9 @@ class Tracker {
   void reset();
   Logs logs() const;
 
+  // Collective over the workers. `load` changes nothing until what it returns is called.
   void save(Archive& archive, const std::string& prefix) const;
-  void load(const Archive& archive, const std::string& prefix);
+  std::function<void()> load(const Archive& archive, const std::string& prefix);
 
  private:
   std::vector<double> local_sums() const;

@@ -24,9 +24,10 @@ class Lap {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-// The replicas' gradients are summed, then divided by the sum of these.
-double weight_of(const Loss& loss, const Loss::Terms& terms, int replica) {
-  if (loss.reduction() != Reduction::sum) return terms.divisor;
+// The replicas' gradients are summed, then divided by the sum of these. Of a loss that is a sum, replica 0 has 1, with
+// examples or without.
+double weight_of(const Loss& loss, double divisor, int replica) {
+  if (loss.reduction() != Reduction::sum) return divisor;
   return replica == 0 ? 1 : 0;
 }
 
@@ -65,7 +66,11 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
   replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(replica.replica_id())));
   engine->drop_gradients(id);  // of a step that failed
   if (part.size() == 0) {
-    engine->apply(replica.local_group(), 0, replica.deadline());  // no examples: joins the others' update
+    // No examples: joins the others' update. Ranks of an exchange each have a replica 0, so one without examples is
+    // none.
+    const bool others = engine->optimizer().options().exchange != nullptr;
+    const double weight = others ? 0 : weight_of(compiled->loss, 0, replica.replica_id());
+    engine->apply(replica.local_group(), weight, replica.deadline());
     return {};
   }
   const at::AutoGradMode with_gradients(true);
@@ -93,7 +98,7 @@ ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const Example
   lap.add_to(spent.forward);
   require_gradient(loss.sum);
   // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.
-  const double weight = weight_of(compiled->loss, loss, replica.replica_id());
+  const double weight = weight_of(compiled->loss, loss.divisor, replica.replica_id());
   const bool divided = replica.num_replicas_in_sync() == 1 && engine->workers().alone() && weight > 0;
   engine->expect_one_backward(replica.local_replica_id());
   backward_from(loss.sum, engine->loss_scale() / (divided ? weight : 1), part);

@@ -8,9 +8,9 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "base/file_descriptor.h"
 #include "base/text.h"
 #include "lockstep/error.h"
-#include "transport/file_descriptor.h"
 
 namespace lockstep {
 namespace {

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "base/failure.h"
+#include "base/file_descriptor.h"
 #include "base/mutex.h"
 #include "lockstep/deadline.h"
-#include "transport/file_descriptor.h"
 
 namespace lockstep {
 

@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "base/file_descriptor.h"
 #include "lockstep/access.h"
 #include "lockstep/deadline.h"
 #include "transport/all_gather.h"
-#include "transport/file_descriptor.h"
 #include "transport/signal.h"
 
 namespace lockstep {

@@ -14,9 +14,9 @@
 #include <functional>
 #include <string>
 
+#include "base/file_descriptor.h"
 #include "lockstep/access.h"
 #include "lockstep/deadline.h"
-#include "transport/file_descriptor.h"
 
 namespace lockstep {
 

@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "base/failure.h"
+#include "base/file_descriptor.h"
 #include "lockstep/deadline.h"
-#include "transport/file_descriptor.h"
 #include "transport/signal.h"
 
 namespace lockstep {

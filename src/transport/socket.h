@@ -6,9 +6,9 @@
 #include <span>
 #include <string>
 
+#include "base/file_descriptor.h"
 #include "lockstep/access.h"
 #include "lockstep/deadline.h"
-#include "transport/file_descriptor.h"
 
 namespace lockstep {
 

@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/file_descriptor.h"
 #include "base/text.h"
-#include "transport/file_descriptor.h"
 
 namespace lockstep {
 

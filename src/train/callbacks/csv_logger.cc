@@ -2,10 +2,13 @@
 #include <cstring>
 #include <fstream>
 #include <iomanip>
+#include <span>
 #include <sstream>
 #include <vector>
 
+#include "base/log.h"
 #include "base/text.h"
+#include "checkpoint/atomic_file.h"
 #include "lockstep/callbacks.h"
 #include "lockstep/error.h"
 
@@ -67,10 +70,17 @@ void CSVLogger::save(Archive& archive, const std::string& prefix) const {
 }
 
 // The file as it was when the checkpoint was made, whatever was written since.
-void CSVLogger::load(const Archive& archive, const std::string& prefix) {
-  std::ofstream(filename_, std::ios::trunc) << archive.entry(prefix + "/lines");
-  columns_.clear();
-  read_header();
+std::function<void()> CSVLogger::load(const Archive& archive, const std::string& prefix) {
+  return [this, lines = archive.entry(prefix + "/lines")] {
+    try {
+      const auto part = std::as_bytes(std::span(lines));
+      write_file_atomically(filename_, {&part, 1});
+    } catch (const IoError& error) {
+      log_warning(text("CSVLogger: ", error.what(), "; lines that were written after the checkpoint stay"));
+    }
+    columns_.clear();
+    read_header();
+  };
 }
 
 }  // namespace lockstep

@@ -1,20 +1,28 @@
 // ModelCheckpoint and BackupAndRestore.
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <regex>
 
+#include "base/log.h"
 #include "base/text.h"
+#include "checkpoint/atomic_file.h"
+#include "checkpoint/files.h"
+#include "checkpoint/folder_lock.h"
+#include "checkpoint/remove_at_success.h"
 #include "lockstep/callbacks.h"
 #include "lockstep/error.h"
 #include "lockstep/model.h"
-#include "strategy/strategy_impl.h"
 #include "train/callbacks/monitor.h"
-#include "train/numbers.h"
+#include "train/model_impl.h"
 
 namespace lockstep {
 namespace {
+
+// A job that was killed, and is started again, may not have ended yet.
+constexpr std::chrono::seconds kForOneThatEnds(2);
 
 void require_not_negative(const char* what, std::int64_t value) {
   if (value < 0) throw InvalidArgument(text(what, " is ", value, "; it must be 0 or more"));
@@ -30,6 +38,7 @@ std::string formatted(double value, const std::string& spec, const std::string& 
   std::string pattern = "%" + spec;
   if (spec.empty()) pattern += integer ? "d" : "g";
   if (integer) pattern.insert(pattern.size() - 1, "ll");
+  if (!std::isfinite(value)) return text(value);
   std::array<char, 64> buffer{};
   if (integer) {
     std::snprintf(buffer.data(), buffer.size(), pattern.c_str(), std::llround(value));
@@ -39,8 +48,9 @@ std::string formatted(double value, const std::string& spec, const std::string& 
   return buffer.data();
 }
 
-// Replaces each {name} and {name:format}.
-std::string fill_in(const std::string& path, const Logs& values) {
+// Replaces each {name} and {name:format} by value_of(name).
+template <class ValueOf>
+std::string fill_in(const std::string& path, const ValueOf& value_of) {
   std::string result;
   for (std::size_t at = 0; at < path.size(); ++at) {
     const auto end = path[at] == '{' ? path.find('}', at) : std::string::npos;
@@ -51,7 +61,7 @@ std::string fill_in(const std::string& path, const Logs& values) {
     const auto inside = path.substr(at + 1, end - at - 1);
     const auto colon = inside.find(':');
     const auto name = inside.substr(0, colon);
-    result += formatted(values[name], colon == std::string::npos ? "" : inside.substr(colon + 1), path);
+    result += formatted(value_of(name), colon == std::string::npos ? "" : inside.substr(colon + 1), path);
     at = end;
   }
   return result;
@@ -69,6 +79,22 @@ ModelCheckpoint::ModelCheckpoint(std::string filepath, ModelCheckpointOptions op
     : filepath_(std::move(filepath)), options_(std::move(options)) {
   require_not_negative("ModelCheckpoint: save_freq", options_.save_freq);
   require_not_negative("ModelCheckpoint: max_to_keep", options_.max_to_keep);
+}
+
+void ModelCheckpoint::on_train_begin() {
+  auto& impl = *model().impl();
+  std::vector<std::string> names{"epoch", "batch"};
+  for (const auto& [name, value] : impl.tracker->logs()) {
+    names.push_back(name);
+    if (plan().validates && options_.save_freq == 0) names.push_back("val_" + name);
+  }
+  fill_in(filepath_, [&](const std::string& name) {
+    if (std::find(names.begin(), names.end(), name) != names.end()) return 0.0;
+    const char* const why = plan().validates || !name.starts_with("val_") ? "" : " (this fit has no validation_data)";
+    throw InvalidArgument(
+        text("ModelCheckpoint: no log is called {", name, "} as in ", filepath_, why, "; there are ", join(names)));
+  });
+  impl.workers().on_chief([&] { require_writable_folder(fixed_folder_of(filepath_)); });
 }
 
 void ModelCheckpoint::on_train_batch_end(std::int64_t batch, const Logs& logs) {
@@ -96,41 +122,67 @@ bool ModelCheckpoint::improves(const Logs& logs) {
 }
 
 void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
-  Logs values = logs;
-  values.set("epoch", epoch_ + 1);
-  values.set("batch", static_cast<double>(batch + 1));
-  const auto path = fill_in(filepath_, values);
+  const auto path = fill_in(filepath_, [&](const std::string& name) {
+    if (name == "epoch") return epoch_ + 1.0;
+    if (name == "batch") return static_cast<double>(batch + 1);
+    return logs.contains(name) ? logs[name] : std::nan("");  // an epoch without validation, or interrupted before
+  });
   if (options_.save_weights_only) {
     model().save_weights(path);
   } else {
     model().save_checkpoint(path);
   }
-  if (model().strategy().is_chief()) record_checkpoint(path, kept_, options_.max_to_keep);
+  model().impl()->workers().on_chief([&] { record_checkpoint(path, kept_, options_.max_to_keep); });
 }
 
 void ModelCheckpoint::save(Archive& archive, const std::string& prefix) const {
-  if (best_) archive.entries[prefix + "/best"] = print_numbers({*best_});
+  if (best_) archive.set_numbers(prefix + "/best", {*best_});
   archive.entries[prefix + "/since_save"] = std::to_string(since_save_);
   save_kept(kept_, fixed_folder_of(filepath_), archive, prefix + "/kept");
 }
 
-void ModelCheckpoint::load(const Archive& archive, const std::string& prefix) {
-  const auto best = archive.entries.find(prefix + "/best");
-  if (best != archive.entries.end()) best_ = parse_numbers(best->second).at(0);
-  const auto since = archive.entries.find(prefix + "/since_save");
-  if (since != archive.entries.end()) since_save_ = std::stoll(since->second);
-  kept_ = load_kept(archive, prefix + "/kept", fixed_folder_of(filepath_));
+std::function<void()> ModelCheckpoint::load(const Archive& archive, const std::string& prefix) {
+  std::optional<double> best;
+  if (archive.entries.contains(prefix + "/best")) best = archive.number(prefix + "/best");
+  return [this, best, since_save = archive.integer(prefix + "/since_save"),
+          kept = load_kept(archive, prefix + "/kept", fixed_folder_of(filepath_))] {
+    best_ = best;
+    since_save_ = since_save;
+    kept_ = kept;
+  };
 }
 
 BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options)
-    : file_((std::filesystem::path(std::move(backup_dir)) / "backup").string()), options_(options) {
+    : folder_(std::move(backup_dir)),
+      file_(checkpoint_file((std::filesystem::path(folder_) / "backup").string())),
+      options_(options) {
   require_not_negative("BackupAndRestore: save_freq", options_.save_freq);
 }
 
 void BackupAndRestore::on_train_begin() {
-  const auto& workers = model().strategy().impl().workers();
-  const bool there = std::filesystem::exists(checkpoint_file(file_));
-  if (workers.share(there ? "there" : "") == "there") model().load_checkpoint(file_);
+  auto& impl = *model().impl();
+  bool there = false;
+  impl.workers().on_chief([&] {
+    lock_ = std::make_shared<FolderLock>(folder_, "backup.lock", Deadline::after(kForOneThatEnds));
+    if (keep_at_success(file_)) remove_file(file_);  // of a fit that this program has done
+    there = file_exists(file_);
+  });
+  if (impl.workers().share(there ? "there" : "") != "there") return;
+  model().load_checkpoint(file_);
+  const bool at_end = impl.stopping || impl.progress.epoch >= plan().epochs;
+  if (!at_end || !model().strategy().is_chief()) return;
+  log_warning(text("BackupAndRestore: ", file_, " was trained to the end (", impl.progress.epoch, " of ", plan().epochs,
+                   " epochs", impl.stopping ? ", when a callback stopped it" : "",
+                   "): fit only restores it. To train anew, remove that file"));
+}
+
+void BackupAndRestore::save(Archive& archive, const std::string& prefix) const {
+  archive.entries[prefix + "/stopping"] = model().impl()->stopping || model().impl()->agreed_to_stop ? "1" : "0";
+}
+
+// Who asked for the end need not ask again after a restart.
+std::function<void()> BackupAndRestore::load(const Archive& archive, const std::string& prefix) {
+  return [this, stopping = archive.integer(prefix + "/stopping") != 0] { model().impl()->stopping = stopping; };
 }
 
 void BackupAndRestore::on_train_batch_end(std::int64_t batch, const Logs&) {
@@ -141,7 +193,8 @@ void BackupAndRestore::on_epoch_end(int, const Logs&) { model().save_checkpoint(
 void BackupAndRestore::on_interrupt() { model().save_checkpoint(file_); }
 
 void BackupAndRestore::on_train_end() {
-  if (options_.delete_checkpoint && model().strategy().is_chief()) std::filesystem::remove(checkpoint_file(file_));
+  model().save_checkpoint(file_);  // what other callbacks made of it
+  if (options_.delete_checkpoint && model().strategy().is_chief()) remove_at_success(file_);
 }
 
 }  // namespace lockstep

@@ -7,7 +7,7 @@
 #include "lockstep/error.h"
 #include "lockstep/model.h"
 #include "train/callbacks/monitor.h"
-#include "train/numbers.h"
+#include "train/model_impl.h"
 
 namespace lockstep {
 
@@ -21,8 +21,8 @@ void LearningRateScheduler::save(Archive& archive, const std::string& prefix) co
   archive.entries[prefix + "/epoch"] = std::to_string(epoch_);
 }
 
-void LearningRateScheduler::load(const Archive& archive, const std::string& prefix) {
-  epoch_ = std::stoi(archive.entry(prefix + "/epoch"));
+std::function<void()> LearningRateScheduler::load(const Archive& archive, const std::string& prefix) {
+  return [this, epoch = static_cast<int>(archive.integer(prefix + "/epoch"))] { epoch_ = epoch; };
 }
 
 void TerminateOnNaN::on_train_batch_end(std::int64_t batch, const Logs& logs) {
@@ -73,24 +73,28 @@ void EarlyStopping::on_train_end() {
 }
 
 void EarlyStopping::save(Archive& archive, const std::string& prefix) const {
-  archive.entries[prefix + "/counts"] = print_numbers({static_cast<double>(wait_), static_cast<double>(best_epoch_)});
-  if (best_) archive.entries[prefix + "/best"] = print_numbers({*best_});
+  archive.entries[prefix + "/wait"] = std::to_string(wait_);
+  archive.entries[prefix + "/best_epoch"] = std::to_string(best_epoch_);
+  archive.entries[prefix + "/stopped_epoch"] = std::to_string(stopped_epoch_);
+  if (best_) archive.set_numbers(prefix + "/best", {*best_});
   if (!best_weights_) return;
   for (const auto& [name, tensor] : best_weights_->tensors) archive.tensors[prefix + "/weights/" + name] = tensor;
 }
 
-void EarlyStopping::load(const Archive& archive, const std::string& prefix) {
-  const auto counts = parse_numbers(archive.entry(prefix + "/counts"));
-  wait_ = static_cast<int>(counts.at(0));
-  best_epoch_ = static_cast<int>(counts.at(1));
-  const auto best = archive.entries.find(prefix + "/best");
-  if (best != archive.entries.end()) best_ = parse_numbers(best->second).at(0);
+std::function<void()> EarlyStopping::load(const Archive& archive, const std::string& prefix) {
+  auto loaded = *this;
+  loaded.wait_ = static_cast<int>(archive.integer(prefix + "/wait"));
+  loaded.best_epoch_ = static_cast<int>(archive.integer(prefix + "/best_epoch"));
+  loaded.stopped_epoch_ = static_cast<int>(archive.integer(prefix + "/stopped_epoch"));
+  if (archive.entries.contains(prefix + "/best")) loaded.best_ = archive.number(prefix + "/best");
   const auto weights = prefix + "/weights/";
   for (const auto& [name, tensor] : archive.tensors) {
     if (!name.starts_with(weights)) continue;
-    if (!best_weights_) best_weights_.emplace();
-    best_weights_->tensors[name.substr(weights.size())] = tensor;
+    if (!loaded.best_weights_) loaded.best_weights_.emplace();
+    loaded.best_weights_->tensors[name.substr(weights.size())] = tensor;
   }
+  if (loaded.best_weights_) check_weights(*loaded.best_weights_, *model().module().parameters());
+  return [this, loaded = std::move(loaded)] { *this = loaded; };
 }
 
 }  // namespace lockstep

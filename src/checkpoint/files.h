@@ -1,0 +1,25 @@
+// What std::filesystem refuses, as IoError: the guard between it and the rest of Lockstep.
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+namespace lockstep {
+
+// std::filesystem::exists, absolute, create_directories and remove, which throw IoError naming the path and the reason.
+bool file_exists(const std::filesystem::path& path);
+std::filesystem::path absolute_path(const std::filesystem::path& path);
+void remove_file(const std::filesystem::path& path);  // it need not be there
+
+// Makes what is missing of `folder`, and flushes the folders in which something was made.
+void make_folders(const std::filesystem::path& folder);
+
+// Flushes a folder's names to the disk. Where the file system cannot (EINVAL: many network and FUSE file systems), the
+// folder is left as it is.
+void flush_folder(const std::filesystem::path& folder);
+
+// `folder`/`name` if each part of `name` is a plain name, so that it lies in the folder; else an empty path. Names that
+// come from a file go through this.
+std::filesystem::path path_inside(const std::filesystem::path& folder, const std::string& name);
+
+}  // namespace lockstep

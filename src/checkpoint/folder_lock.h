@@ -1,0 +1,32 @@
+// A lock on a folder that other processes, containers and threads see.
+#pragma once
+
+#include <string>
+
+#include "base/file_descriptor.h"
+#include "lockstep/deadline.h"
+
+namespace lockstep {
+
+// Held from construction to destruction, and released by the system when the process ends. It is an flock(2) on the
+// file `name` in `folder`, which is there while the lock is held; NFS carries it between hosts. On a file system that
+// has no locks there is a warning and no lock.
+class FolderLock {
+ public:
+  // Makes the folder if need be. Waits until `deadline` for another holder to release it; then throws IoError naming
+  // the holder.
+  FolderLock(const std::string& folder, const std::string& name, Deadline deadline);
+  ~FolderLock();
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+
+ private:
+  std::string file_;
+  FileDescriptor descriptor_;
+};
+
+// Whether this process now holds the lock on the open file `descriptor` of `path`, and `path` is still that file.
+// `supported` becomes false where the file system has no locks; then true is returned.
+bool try_lock(int descriptor, const std::string& path, bool& supported);
+
+}  // namespace lockstep
