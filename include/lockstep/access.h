@@ -9,7 +9,7 @@ namespace lockstep {
 // The value of a variable, or nullptr.
 using Environment = std::function<const char*(const char* name)>;
 
-// A process listens at loopback addresses; at others only with a token, or where the network is trusted. A value.
+// A process listens at loopback addresses; at others only with a job's token, or where the network is trusted. A value.
 //
 // The two ends of each connection prove to each other that they have the token before anything else is said: each sends
 // random numbers, and the HMAC-SHA-256 of both ends' numbers, ranks, group and generation (ISO/IEC 9798-4, mutual).
@@ -21,6 +21,10 @@ struct Access {
   // Whoever reaches this machine may read and change what is trained: listen without a token, and use links that have
   // none of the above (UCX).
   bool trusted_network = false;
+
+  // The token is one that all processes of this user have: it keeps other users out on loopback, and is not enough to
+  // listen at other addresses.
+  bool of_this_user = false;
 };
 
 inline constexpr const char* kTokenFileVariable = "LOCKSTEP_TOKEN_FILE";
@@ -30,6 +34,9 @@ inline constexpr const char* kTrustedNetworkVariable = "LOCKSTEP_TRUSTED_NETWORK
 // (openssl rand -hex 32), LOCKSTEP_TRUSTED_NETWORK is 0 or 1. `lockstep run` sets both. Throws ClusterError naming
 // the variable and the file.
 Access access_of(const Environment& environment);
-Access access_of_environment();  // of this process
+
+// The same of this process. Where that has neither, the token in ~/.lockstep/token, which is made when it is first
+// needed and which only this user may read; none where the home folder cannot be written.
+Access access_of_environment();
 
 }  // namespace lockstep

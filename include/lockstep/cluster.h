@@ -33,8 +33,9 @@ struct Cluster {
 // - Kubeflow Trainer: PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT;
 // - Open MPI's mpirun and MPICH's: OMPI_COMM_WORLD_..., PMI_... and MPI_LOCAL...;
 // - srun: SLURM_PROCID, SLURM_STEP_NODELIST and so on.
-// Without any of them this process is alone. Throws ClusterError naming the variable, its field, the value and what is
-// allowed; and both sources where two disagree.
+// Without any of them this process is alone; with some of torchrun's and no RANK it is not clear which it is, which is
+// an error. Throws ClusterError naming the variable, its field, the value and what is allowed; and both sources where
+// two disagree.
 Cluster resolve_cluster(const Environment& environment);
 Cluster resolve_cluster();  // of this process
 
@@ -42,10 +43,16 @@ Cluster resolve_cluster();  // of this process
 struct Meeting {
   World world;  // its address is the one from which this machine reaches the store
   Store store;
+  bool own_cores = false;  // whoever started the processes gave this one cores that no other of its host may use
 };
 
 // Finds the store where the job's processes meet, or holds it: then until the process ends, for all that meet there.
-// Throws as Store does, and DeadlineExceeded naming rank 0 where it has not come.
+// Collective over the job. From then on this process computes on its share of its host's cores alone, where it has some
+// with other ranks there. A process that is alone has a store of its own.
+//
+// Throws as Store does; ClusterError, on all ranks, where two processes are of one rank or ranks disagree about their
+// number; and DeadlineExceeded naming the ranks that have not come. A host's name that is not known yet is asked for
+// again until the deadline.
 Meeting meet(const Cluster& cluster, Deadline deadline);
 
 // Where in the store the next thing of this kind meets: all ranks make their things in the same order.

@@ -45,7 +45,8 @@ Implementation implementation_named(const std::string& name);  // throws Invalid
 // Follows tf.distribute.experimental.CommunicationOptions, and the backends of torch.distributed.
 struct GroupOptions {
   // "shm": all ranks share a host; "tcp" and "ucx": any hosts; "hierarchical": shared memory inside hosts and `network`
-  // between them; "auto": shm where all share a host, `network` where none do, hierarchical else.
+  // between them; "auto": shm where all share a host, `network` where none do, hierarchical else; and `network`, with a
+  // warning, where a limit of some rank's process leaves no room for memory that is shared.
   std::string backend = "auto";
 
   // "tcp": sockets, the fastest over Ethernet; "ucx": UCX, for RDMA. UCX's own UCX_* variables hold; to load it, the
@@ -66,8 +67,9 @@ struct GroupOptions {
   // For making the group: members that have not come by then are named.
   double timeout_seconds = 300;
 
-  // Of shared memory, what one rank's `allocate` can give out; 0: the machine's memory, and
-  // 16 TiB for all ranks together at most. Untouched memory costs nothing.
+  // Of shared memory, what one rank's `allocate` can give out; 0: no bound. It is taken from the system as it is
+  // needed; where that gives no more (ulimit -v, ulimit -f), `allocate` gives memory of this process alone, with a
+  // warning.
   std::size_t heap_bytes = 0;
 };
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -91,6 +92,13 @@ int paid_cpu_count() {
 }
 
 int usable_cpu_count() { return std::min(static_cast<int>(allowed_cpus().size()), paid_cpu_count()); }
+
+namespace {
+std::atomic<int> sharing_memory{1};
+}  // namespace
+
+void share_memory_among(int processes) { sharing_memory.store(std::max(1, processes), std::memory_order_relaxed); }
+int processes_that_share_memory() { return sharing_memory.load(std::memory_order_relaxed); }
 
 std::size_t usable_memory_bytes() {
   const auto machine = static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGESIZE));

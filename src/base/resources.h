@@ -24,6 +24,10 @@ int usable_cpu_count();
 // The machine's memory, or the control group's bound on it (memory.max) where that is smaller.
 std::size_t usable_memory_bytes();
 
+// How many processes of this host train together, and have its memory together: 1 unless somebody said so. Any thread.
+void share_memory_among(int processes);
+int processes_that_share_memory();
+
 // Keeps the calling thread, and the threads that it starts later, on `cpus`. Returns false where the system refuses.
 bool pin_current_thread(std::span<const int> cpus);
 

@@ -10,10 +10,13 @@
 namespace lockstep {
 namespace {
 
+// What this process might use when it first asked, and what it keeps to.
 struct Given {
+  const std::vector<int> all_cpus = allowed_cpus();
+  const int count = usable_cpu_count();  // fewer than all_cpus where several processes share them
   Mutex mutex;
-  std::vector<int> cpus LOCKSTEP_GUARDED_BY(mutex) = allowed_cpus();
-  int count LOCKSTEP_GUARDED_BY(mutex) = usable_cpu_count();  // fewer than cpus where several processes share them
+  std::vector<int> cpus LOCKSTEP_GUARDED_BY(mutex) = all_cpus;
+  int usable LOCKSTEP_GUARDED_BY(mutex) = count;
 };
 Given& given() {
   static Given cpus;
@@ -27,13 +30,19 @@ std::vector<int> given_cpus() {
   return given().cpus;
 }
 
-int HostShare::usable_cpu_count() const {
+int kept_cpu_count() {
   MutexLock lock(given().mutex);
+  return given().usable;
+}
+
+int HostShare::usable_cpu_count() const {
+  if (size == 1) return kept_cpu_count();
   return own_cores ? given().count : std::max(1, given().count / size);
 }
 
 std::vector<int> HostShare::cpus() const {
-  const auto all = cpus_by_place(given_cpus());
+  if (size == 1) return cpus_by_place(given_cpus());
+  const auto all = cpus_by_place(given().all_cpus);
   const auto count = static_cast<int>(all.size());
   if (count < size || own_cores) return all;
   return {all.begin() + count * rank / size, all.begin() + count * (rank + 1) / size};
@@ -43,18 +52,16 @@ void keep_to_share(const HostShare& share) {
   const auto cpus = share.cpus();
   const int count = share.usable_cpu_count();
   pin_current_thread(cpus);
+  share_memory_among(share.size);
   MutexLock lock(given().mutex);
   given().cpus = cpus;
-  given().count = count;
+  given().usable = count;
 }
 
-bool has_own_cores(const World& world, const Store& store, Deadline deadline) {
+bool has_own_cores(const World& world, Bootstrap& members, Deadline deadline) {
+  const auto& mine = given().all_cpus;
+  const auto all = members.all_gather(text(world.host, "\n", join(mine, " ")), deadline);
   if (world.local_size == 1) return false;
-  std::vector<std::string> keys;
-  for (int r = 0; r < world.size; ++r) keys.push_back(text("cores of rank ", r));
-  const auto mine = given_cpus();
-  store.set(keys[static_cast<std::size_t>(world.rank)], text(world.host, "\n", join(mine, " ")), deadline);
-  const auto all = store.get(keys, deadline);
   for (int r = 0; r < world.size; ++r) {
     std::istringstream words(all[static_cast<std::size_t>(r)]);
     std::string host;

@@ -5,8 +5,11 @@
 #include "base/hash.h"
 #include "base/mutex.h"
 #include "base/text.h"
+#include "cluster/host_share.h"
 #include "cluster/pmi.h"
 #include "cluster/resolvers.h"
+#include "cluster/store_bootstrap.h"
+#include "cluster/watch_launcher.h"
 #include "lockstep/cluster.h"
 #include "lockstep/error.h"
 #include "transport/socket.h"
@@ -20,18 +23,34 @@ constexpr int kFirstPort = 10'000, kPorts = 20'000;
 constexpr std::chrono::milliseconds kBetweenRounds(50);
 constexpr std::chrono::seconds kForConnecting(1), kForAnswer(2);
 constexpr const char* kJob = "job";
+constexpr const char* kStore = "the store's address";
 
-std::string candidate(const Cluster& cluster, int index) {
+int candidate_port(const Cluster& cluster, int index) {
   std::uint64_t hash = static_cast<std::uint64_t>(index);
   for (const char c : cluster.job) hash = mix(hash, static_cast<unsigned char>(c));
-  return with_port(cluster.store, kFirstPort + static_cast<int>(hash % kPorts));
+  return kFirstPort + static_cast<int>(hash % kPorts);
+}
+
+std::string candidate(const Cluster& cluster, int index) {
+  return with_port(cluster.store, candidate_port(cluster, index));
+}
+
+// At all addresses of this machine, as TensorFlow does, for its own name may not lead to it yet, or lead elsewhere; but
+// where the host is a loopback address, at that alone.
+Store hold_at(const std::string& host, int port) {
+  if (is_loopback(host)) return Store::hold(with_port(host, port));
+  try {
+    return Store::hold(with_port(has_ipv6() ? "::" : "0.0.0.0", port));
+  } catch (const ClusterError& error) {
+    throw ClusterError(text("the store of ", with_port(host, port), ": ", error.what()));
+  }
 }
 
 Store hold_somewhere(const Cluster& cluster, Deadline deadline) {
   std::string problem;
   for (int i = 0; i < kCandidates; ++i) {
     try {
-      const auto store = Store::hold(candidate(cluster, i));
+      const auto store = hold_at(cluster.store, candidate_port(cluster, i));
       store.set(kJob, cluster.job, deadline);
       return store;
     } catch (const ClusterError& error) {
@@ -67,7 +86,10 @@ Store find(const Cluster& cluster, Deadline deadline) {
 }
 
 Store hold(const Cluster& cluster, Deadline deadline) {
-  return cluster.job.empty() ? Store::hold(cluster.store) : hold_somewhere(cluster, deadline);
+  if (!cluster.job.empty()) return hold_somewhere(cluster, deadline);
+  if (cluster.store.empty()) return Store::hold("127.0.0.1:0");  // of a process that is alone
+  if (cluster.pmi_fd >= 0) return Store::hold(cluster.store);    // a numeric address, any port
+  return hold_at(host_of(cluster.store, kStore), port_of(cluster.store, kStore));
 }
 
 Store connect(const Cluster& cluster, Deadline deadline) {
@@ -92,19 +114,47 @@ void require_reachable(const World& world, const std::string& named) {
            ", which the others cannot reach; name rank 0's host by another address, or mend /etc/hosts"));
 }
 
+// Ranks of one host need no name of it.
+Cluster on_loopback(Cluster cluster) {
+  const bool of_a_rank = cluster.source != "lockstep run";  // that launcher's may be on another host
+  const bool named = !cluster.store.empty() && cluster.pmi_fd < 0;
+  if (!of_a_rank || !named || cluster.world.local_size != cluster.world.size) return cluster;
+  cluster.store = cluster.job.empty() ? with_port("127.0.0.1", port_of(cluster.store, kStore)) : "127.0.0.1";
+  return cluster;
+}
+
+// Each rank takes its place, so that two processes of one rank, and ranks that disagree about their number, are told at
+// once; and its share of its host's cores.
+void take_place(Meeting& meeting, Deadline deadline) {
+  StoreBootstrap members(meeting.world, meeting.store, deadline);
+  try {
+    meeting.own_cores = has_own_cores(meeting.world, members, deadline);
+  } catch (const DeadlineExceeded& error) {
+    throw DeadlineExceeded("finding the other ranks", error.waited_for(), error.ranks());
+  }
+  if (meeting.world.local_size > 1) {
+    keep_to_share({meeting.world.local_rank, meeting.world.local_size, meeting.own_cores});
+  }
+}
+
 }  // namespace
 
-Meeting meet(const Cluster& cluster, Deadline deadline) {
+Meeting meet(const Cluster& resolved, Deadline deadline) {
+  const auto cluster = on_loopback(resolved);
+  if (cluster.source == "Open MPI" || cluster.source == "MPICH") end_with_launcher();
+  const bool holds = cluster.holds_store || (cluster.world.size == 1 && cluster.store.empty());
   auto place = cluster;
   if (cluster.pmi_fd >= 0) {
     // Rank 0 holds the store wherever the system gives it a port, and tells the others through the process manager.
     place.store = share_through_pmi(cluster.pmi_fd, cluster.holds_store,
                                     cluster.holds_store ? held(cluster, deadline).address() : "", deadline);
   }
-  Meeting meeting{cluster.world, cluster.holds_store ? held(cluster, deadline) : connect(place, deadline)};
-  meeting.world.address = address_towards(host_of(meeting.store.address(), "the store's address"));
+  Meeting meeting{cluster.world, holds ? held(cluster, deadline) : connect(place, deadline)};
   const bool has_port = cluster.job.empty() && !cluster.store.empty();
-  require_reachable(meeting.world, has_port ? host_of(cluster.store, "the store's address") : cluster.store);
+  const auto named = cluster.pmi_fd >= 0 ? "" : has_port ? host_of(cluster.store, kStore) : cluster.store;
+  meeting.world.address = address_towards(named.empty() ? host_of(meeting.store.address(), kStore) : named, deadline);
+  require_reachable(meeting.world, named);
+  take_place(meeting, deadline);
   return meeting;
 }
 

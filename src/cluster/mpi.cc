@@ -8,6 +8,7 @@ namespace lockstep {
 namespace {
 
 constexpr std::int64_t kMostDescriptors = 1 << 20;
+constexpr std::chrono::seconds kForOwnName(10);
 
 // Where all ranks are on one host, it is this one.
 std::string host_of_rank_0(const World& world, const Environment& environment) {
@@ -48,7 +49,8 @@ std::optional<Cluster> from_mpich(const Environment& environment) {
   cluster.pmi_fd = static_cast<int>(number_of(environment, "PMI_FD", 0, kMostDescriptors));
   cluster.holds_store = world.rank == 0;
   if (cluster.holds_store) {
-    cluster.store = world.local_size == world.size ? "127.0.0.1:0" : address_towards(world.host) + ":0";
+    cluster.store = world.local_size == world.size ? "127.0.0.1:0"
+                                                   : address_towards(world.host, Deadline::after(kForOwnName)) + ":0";
   }
   return cluster;
 }

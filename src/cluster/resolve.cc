@@ -50,6 +50,11 @@ std::string host_of(const std::string& address, const std::string& field) {
   return host.front() == '[' && host.back() == ']' ? host.substr(1, host.size() - 2) : host;
 }
 
+int port_of(const std::string& address, const std::string& field) {
+  host_of(address, field);  // checks both
+  return whole_number<int>(address.substr(address.rfind(':') + 1)).value();
+}
+
 std::optional<Cluster> from_lockstep_run(const Environment& environment) {
   if (environment("LOCKSTEP_RANK") == nullptr) return std::nullopt;
   const Names names{"LOCKSTEP_SIZE", "LOCKSTEP_RANK", "LOCKSTEP_LOCAL_SIZE", "LOCKSTEP_LOCAL_RANK"};
@@ -102,6 +107,19 @@ std::optional<Cluster> from_kubeflow(const Environment& environment) {
   return cluster;
 }
 
+// A process that was to be one of several must not train alone.
+void require_rank(const Environment& environment) {
+  const auto is_set = [&](const char* name) { return environment(name) != nullptr; };
+  for (const auto* name : {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
+    if (!is_set(name) || is_set("RANK")) continue;
+    throw ClusterError(text(name, " is \"", environment(name), "\", and RANK is not set: set RANK, WORLD_SIZE, ",
+                            "MASTER_ADDR and MASTER_PORT in each process, as torchrun does, or unset ", name));
+  }
+  if (is_set("RANK") && is_set("MASTER_ADDR")) {
+    throw ClusterError(text("RANK is \"", environment("RANK"), "\", and WORLD_SIZE is not set"));
+  }
+}
+
 Cluster resolve_cluster(const Environment& environment) {
   std::optional<Cluster> found;
   for (const auto resolver :
@@ -115,6 +133,7 @@ Cluster resolve_cluster(const Environment& environment) {
     }
     if (!found) found = other;
   }
+  if (!found) require_rank(environment);
   return found.value_or(Cluster());
 }
 

@@ -1,6 +1,7 @@
 // Who takes part, from environments as the launchers leave them, and from broken ones.
 #include <gtest/gtest.h>
 
+#include "base/text.h"
 #include "cluster/node_list.h"
 #include "cluster/resolvers.h"
 #include "lockstep/error.h"
@@ -110,6 +111,26 @@ TEST(Resolve, Torchrun) {
   auto less = kTorchrun;
   less.erase("MASTER_ADDR");
   expect_error(less, "MASTER_ADDR is not set");
+}
+
+// A process that was to be one of several must not train alone.
+TEST(Resolve, SomeOfTorchrunsVariablesAreNotEnough) {
+  expect_error({{"WORLD_SIZE", "2"}}, "WORLD_SIZE is \"2\", and RANK is not set");
+  expect_error({{"MASTER_ADDR", "host"}, {"MASTER_PORT", "1234"}}, "MASTER_ADDR is \"host\", and RANK is not set");
+  expect_error({{"RANK", "0"}, {"MASTER_ADDR", "host"}}, "WORLD_SIZE is not set");
+  auto mpi = Variables{{"OMPI_COMM_WORLD_SIZE", "1"},
+                       {"OMPI_COMM_WORLD_RANK", "0"},
+                       {"OMPI_COMM_WORLD_LOCAL_SIZE", "1"},
+                       {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                       {"MASTER_ADDR", "host"}};
+  EXPECT_EQ(resolve(mpi).source, "Open MPI");
+}
+
+TEST(Resolve, PortsThatAreNoneAreRefused) {
+  const std::string first = R"({"type": "worker", "index": 0})";
+  for (const auto* port : {"0", "65536", "99999", "-1", "1x", ""}) {
+    expect_error(tf_config(text(R"({"worker": ["a:)", port, R"(", "b:2"]})"), first), "with a port from 1 to 65535");
+  }
 }
 
 TEST(Resolve, Kubeflow) {

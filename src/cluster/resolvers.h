@@ -37,5 +37,6 @@ std::string text_of(const Environment& environment, const char* name);
 
 // The host of "host:port" or "[v6]:port". Throws ClusterError naming `field`.
 std::string host_of(const std::string& address, const std::string& field);
+int port_of(const std::string& address, const std::string& field);
 
 }  // namespace lockstep

@@ -18,8 +18,7 @@
 namespace lockstep {
 namespace {
 
-constexpr int kBetweenTries = 100;  // milliseconds
-constexpr std::chrono::seconds kToLetGo(1), kToProve(30);
+constexpr std::chrono::seconds kToLetGo(1);
 
 }  // namespace
 
@@ -36,32 +35,26 @@ StoreServer::StoreServer(const std::string& address, Access access)
 StoreServer::~StoreServer() { eventfd_write(stop_.get(), 1); }
 
 void StoreServer::serve() {
-  bool full = false;             // this process can have no more descriptors for now
+  Acceptor acceptor(listener_, access_, store_greeting(), [](const Greeting&) { return ""; });
   std::optional<Deadline> last;  // once the store is to end
   while (!last || !(clients_.empty() || last->passed())) {
-    std::vector<pollfd> polls{{last ? -1 : stop_.get(), POLLIN, 0}, {full ? -1 : listener_.get(), POLLIN, 0}};
+    std::vector<pollfd> polls{{last ? -1 : stop_.get(), POLLIN, 0}};
     for (const auto& client : clients_) {
       const short out = client->out.empty() ? 0 : POLLOUT;
       polls.push_back({client->socket.get(), static_cast<short>(POLLIN | out), 0});
     }
-    const bool strangers =
-        std::any_of(clients_.begin(), clients_.end(), [](const auto& client) { return !client->member; });
-    poll(polls.data(), polls.size(), full || last || strangers ? kBetweenTries : -1);
-    full = false;
+    const auto members = polls.size();
+    acceptor.watch(polls);
+    poll(polls.data(), polls.size(), last || acceptor.busy() ? Acceptor::kLongestPoll : -1);
     if (polls[0].revents != 0) last = Deadline::after(kToLetGo);
     for (std::size_t i = 0; i < clients_.size(); ++i) {
-      if (polls[i + 2].revents & (POLLIN | POLLHUP | POLLERR)) read(*clients_[i]);
+      if (polls[i + 1].revents & (POLLIN | POLLHUP | POLLERR)) read(*clients_[i]);
     }
     answer_waiting();
     for (auto& client : clients_) flush(*client);
-    std::erase_if(clients_,
-                  [](const auto& client) { return client->closed || (!client->member && client->until.passed()); });
-    if (polls[1].revents != 0) {
-      FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-      full = !socket.open() && (errno == EMFILE || errno == ENFILE);
-      if (socket.open()) {
-        clients_.push_back(std::make_unique<Client>(Client{std::move(socket), Deadline::after(kToProve)}));
-      }
+    std::erase_if(clients_, [](const auto& client) { return client->closed; });
+    for (auto& accepted : acceptor.advance(std::span(polls).subspan(members))) {
+      clients_.push_back(std::make_unique<Client>(Client{std::move(accepted.socket)}));
     }
   }
 }
@@ -80,28 +73,9 @@ void StoreServer::read(Client& client) {
 
 // False where it has not come whole.
 bool StoreServer::take_next(Client& client) {
-  const auto take = [&client]<class T>(T& value) {
-    if (client.in.size() < sizeof value) return false;
-    std::memcpy(&value, client.in.data(), sizeof value);
-    return true;
-  };
-  if (!client.expected) {
-    Greeting theirs;
-    if (!take(theirs)) return false;
-    client.in.erase(0, sizeof theirs);
-    greet(client, theirs);
-    return true;
-  }
-  if (!client.member) {
-    Proof proof;
-    if (!take(proof)) return false;
-    client.in.erase(0, sizeof proof);
-    client.member = equal(proof, *client.expected);
-    if (!client.member) turn_away(client, "it cannot prove that it belongs to this job");
-    return true;
-  }
   StoreFrame frame;
-  if (!take(frame)) return false;
+  if (client.in.size() < sizeof frame) return false;
+  std::memcpy(&frame, client.in.data(), sizeof frame);
   if (frame.length > StoreFrame::kLongest) {
     turn_away(client, text("a request of ", frame.length, " bytes"));
     return false;
@@ -115,18 +89,6 @@ bool StoreServer::take_next(Client& client) {
     answer(client, StoreFrame::refused, {"the request is not a list of strings"});
   }
   return true;
-}
-
-void StoreServer::greet(Client& client, const Greeting& theirs) {
-  const auto mine = fresh(store_greeting());
-  const auto problem = problem_with(theirs, mine);
-  if (theirs.magic == mine.magic) {
-    const auto proof = prove(access_, End::accepts, theirs, mine);
-    client.out.append(reinterpret_cast<const char*>(&mine), sizeof mine);
-    client.out.append(reinterpret_cast<const char*>(&proof), sizeof proof);
-  }
-  client.expected = prove(access_, End::connects, theirs, mine);
-  if (!problem.empty()) turn_away(client, problem);
 }
 
 void StoreServer::turn_away(Client& client, const std::string& problem) {

@@ -4,13 +4,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/file_descriptor.h"
-#include "transport/handshake.h"
+#include "transport/acceptor.h"
 
 namespace lockstep {
 
@@ -40,9 +39,6 @@ class StoreServer {
  private:
   struct Client {
     FileDescriptor socket;
-    Deadline until;                    // by then it has proved that it belongs to the job
-    std::optional<Proof> expected;     // once it has greeted
-    bool member = false;               // it has proved it
     std::string in;                    // bytes of what has not come whole
     std::string out;                   // bytes that the other side has not taken
     std::vector<std::string> awaited;  // keys that it waits for
@@ -53,7 +49,6 @@ class StoreServer {
   void serve();
   void read(Client& client);
   bool take_next(Client& client);
-  void greet(Client& client, const Greeting& theirs);
   void turn_away(Client& client, const std::string& problem);
   void answer(Client& client, std::uint32_t code, const std::vector<std::string>& items);
   void carry_out(Client& client, std::uint32_t code, const std::vector<std::string>& items);

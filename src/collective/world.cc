@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <set>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "cluster/store_bootstrap.h"
+#include "collective/direct/direct_group.h"
 #include "collective/make.h"
 #include "collective/wrappers/published_timeline.h"
 #include "lockstep/group_wrappers.h"
@@ -82,6 +84,14 @@ std::string why_not_over_ucx(const Place& place) {
               "LOCKSTEP_TRUSTED_NETWORK=1");
 }
 
+// The first rank's reason why it cannot share memory with the others of its host; empty where all can. Collective.
+std::string problem_with_sharing(Bootstrap& members, int ranks_of_host, Deadline deadline) {
+  const auto mine = problem_with_mapping(DirectGroup::layout(ranks_of_host).total_bytes());
+  const auto problems = members.all_gather(mine, deadline);
+  const auto first = std::find_if(problems.begin(), problems.end(), [](const auto& one) { return !one.empty(); });
+  return first == problems.end() ? "" : text("rank ", first - problems.begin(), ": ", *first);
+}
+
 std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, Place place, const GroupOptions& options,
                                            Deadline deadline) {
   // Every rank says where it is and what it wants, so that all choose alike or all hear that they differ.
@@ -92,10 +102,15 @@ std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, Place place, cons
   const bool one_host = std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; });
   const bool all_apart = std::set<std::string>(hosts.begin(), hosts.end()).size() == hosts.size();
   const auto on_my_host = static_cast<int>(std::count(hosts.begin(), hosts.end(), place.host));
+  const auto problem = all_apart && !one_host ? "" : problem_with_sharing(members, on_my_host, deadline);
   const std::string backend = options.backend != "auto" ? options.backend
+                              : !problem.empty()        ? options.network
                               : one_host                ? "shm"
                               : all_apart               ? options.network
                                                         : "hierarchical";
+  if (!problem.empty() && options.backend == "auto" && members.rank() == 0) {
+    log_warning(text("the ranks of a host cannot share memory (", problem, "): they use ", options.network));
+  }
   if (backend == "shm" && !one_host) {
     throw InvalidArgument(text("make_group: the backend \"shm\" is for ranks of one host; these are on ", join(hosts)));
   }
@@ -124,10 +139,9 @@ Group make_group(const World& world, const Store& store, const GroupOptions& opt
                 options.bytes_per_pack);
     if (timeline_is_wanted()) group = with_published_timeline(group, store, deadline);
     return group.backend() == "shm" || options.checked_calls == 0 ? group : with_checks(group, options.checked_calls);
-  } catch (const InvalidArgument& error) {
-    members.give_up(error.what());
-    throw;
-  } catch (const ClusterError& error) {
+  } catch (const DeadlineExceeded&) {
+    throw;  // the others have deadlines of their own, and name whom they miss
+  } catch (const std::exception& error) {
     members.give_up(error.what());
     throw;
   }

@@ -12,13 +12,6 @@
 namespace lockstep::horovod {
 namespace {
 
-// Keeps this process to its share of the host, unless whoever started it did.
-void take_share(const World& world, bool own_cores) {
-  const HostShare share{world.local_rank, world.local_size, own_cores};
-  if (world.local_size > 1) keep_to_share(share);
-  if (std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(HostShare().usable_cpu_count());
-}
-
 // Where the others are, by what each says of itself.
 Session::Position position_of(const World& world, const Group& group) {
   struct Says {
@@ -55,7 +48,7 @@ void init(const InitOptions& options) {
   const auto start = Deadline::after(std::chrono::duration<double>(options.group.timeout_seconds));
   const auto meeting = meet(cluster, start);
   const auto place = place_of_next(meeting, "inits", start);
-  take_share(meeting.world, has_own_cores(meeting.world, place, start));
+  if (std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(kept_cpu_count());
   const auto group = make_group(meeting.world, place.prefixed("ranks/"), options.group);
   Session::set(std::make_shared<Session>(position_of(meeting.world, group), group, options.timeout_seconds));
 }

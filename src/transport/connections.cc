@@ -3,17 +3,13 @@
 #include <algorithm>
 #include <array>
 
-#include "base/log.h"
 #include "base/text.h"
 #include "lockstep/error.h"
-#include "transport/handshake.h"
+#include "transport/acceptor.h"
 #include "transport/socket.h"
 
 namespace lockstep {
 namespace {
-
-// Strangers must not keep those who belong waiting.
-constexpr std::chrono::seconds kForHello(1), kToProve(30);
 
 std::array<char, 32> group_named(const std::string& name) {
   std::array<char, 32> group{};
@@ -51,9 +47,17 @@ class Meeting {
 
   // Takes connections until all higher ranks have come.
   void accept(const FileDescriptor& listener) {
+    const auto is_expected = [this](const Greeting& greeting) {
+      return greeting.rank > options_.rank && greeting.rank < options_.size && greeting.number < made_.size() &&
+             !place(greeting.rank, greeting.number).open();
+    };
+    Acceptor acceptor(listener, options_.access, mine_, [&](const Greeting& greeting) -> std::string {
+      return is_expected(greeting) ? "" : text("it says that it is rank ", greeting.rank);
+    });
     while (!missing().empty()) {
       try {
-        take_in(accept_from(listener, deadline_));
+        auto [socket, greeting] = acceptor.next(deadline_);
+        if (is_expected(greeting)) place(greeting.rank, greeting.number) = std::move(socket);
       } catch (const DeadlineExceeded& error) {
         throw DeadlineExceeded("connecting to other hosts", error.waited_for(), missing());
       }
@@ -64,20 +68,6 @@ class Meeting {
 
  private:
   FileDescriptor& place(int rank, std::uint32_t number) { return made_[number][static_cast<std::size_t>(rank)]; }
-
-  void take_in(FileDescriptor socket) {
-    const auto refuse = [this](const Greeting& greeting) -> std::string {
-      const bool expected = greeting.rank > options_.rank && greeting.rank < options_.size &&
-                            greeting.number < made_.size() && !place(greeting.rank, greeting.number).open();
-      return expected ? "" : text("it says that it is rank ", greeting.rank);
-    };
-    try {
-      const auto greeting = welcome(socket, options_.access, mine_, refuse, Deadline::after(kForHello), kToProve);
-      place(greeting.rank, greeting.number) = std::move(socket);
-    } catch (const Error& error) {
-      log_warning(text("turned a connection away: ", error.what()));
-    }
-  }
 
   std::vector<int> missing() {
     std::vector<int> ranks;

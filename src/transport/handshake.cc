@@ -1,8 +1,11 @@
 #include "transport/handshake.h"
 
 #include <sodium.h>
+#include <sys/socket.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 
 #include "base/text.h"
 #include "lockstep/error.h"
@@ -14,7 +17,9 @@ namespace {
 static_assert(sizeof(Proof) == crypto_auth_hmacsha256_BYTES);
 
 constexpr const char* kNoProof =
-    "it cannot prove that it belongs to this job: its token is another (LOCKSTEP_TOKEN_FILE)";
+    "it cannot prove that it belongs to this job: its token is another (LOCKSTEP_TOKEN_FILE, or ~/.lockstep/token "
+    "where "
+    "that is not set)";
 
 void add(crypto_auth_hmacsha256_state& state, const void* bytes, std::size_t count) {
   crypto_auth_hmacsha256_update(&state, static_cast<const unsigned char*>(bytes), count);
@@ -73,22 +78,47 @@ Greeting introduce(const FileDescriptor& socket, const Access& access, const Gre
   return theirs;
 }
 
-Greeting welcome(const FileDescriptor& socket, const Access& access, const Greeting& who, const Refuse& refuse,
-                 Deadline deadline, std::chrono::seconds to_prove) {
+bool AcceptingEnd::advance(const Access& access, const Greeting& who, const Refuse& refuse) {
+  if (!has_greeted_) {
+    if (!receive(std::as_writable_bytes(std::span(&theirs_, 1)))) return false;
+    has_greeted_ = true;
+    answer(access, who, refuse);
+  }
+  Proof proof;
+  if (!receive(std::as_writable_bytes(std::span(proof)))) return false;
+  if (!equal(proof, expected_)) throw ClusterError(kNoProof);
+  return true;
+}
+
+bool AcceptingEnd::receive(std::span<std::byte> value) {
+  const auto before = received_.size();
+  received_.resize(value.size());
+  const auto count = recv(socket_.get(), received_.data() + before, value.size() - before, 0);
+  received_.resize(before + static_cast<std::size_t>(std::max<ssize_t>(0, count)));
+  if (count == 0) throw ClusterError("a connection was closed by the other side");
+  if (count < 0 && errno != EAGAIN && errno != EINTR) {
+    throw ClusterError(text("a connection broke: ", std::strerror(errno)));
+  }
+  if (received_.size() < value.size()) return false;
+  std::copy(received_.begin(), received_.end(), value.begin());
+  received_.clear();
+  return true;
+}
+
+// What is sent fits into any socket's memory, so that one who reads nothing is not waited for.
+void AcceptingEnd::answer(const Access& access, const Greeting& who, const Refuse& refuse) {
   auto mine = fresh(who);
-  const auto theirs = read_value<Greeting>(socket, deadline);
-  auto problem = problem_with(theirs, mine);
-  if (theirs.group != mine.group) mine.group = {};  // its name is for those who know it
-  if (problem.empty()) problem = refuse(theirs);
+  auto problem = problem_with(theirs_, mine);
+  if (theirs_.group != mine.group) mine.group = {};  // its name is for those who know it
+  if (problem.empty()) problem = refuse(theirs_);
   if (!problem.empty()) mine.rank = kRefused;
-  if (theirs.magic == mine.magic) {
-    write_value(socket, mine, deadline);
-    write_value(socket, prove(access, End::accepts, theirs, mine), deadline);
+  expected_ = prove(access, End::connects, theirs_, mine);
+  if (theirs_.magic == mine.magic) {
+    const auto now = Deadline::after(std::chrono::seconds(0));
+    write_value(socket_, mine, now);
+    write_value(socket_, prove(access, End::accepts, theirs_, mine), now);
   }
   if (!problem.empty()) throw ClusterError(problem);
-  const auto proof = read_value<Proof>(socket, Deadline::after(to_prove));
-  if (!equal(proof, prove(access, End::connects, theirs, mine))) throw ClusterError(kNoProof);
-  return theirs;
 }
 
 }  // namespace lockstep

@@ -10,9 +10,12 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "base/file_descriptor.h"
 #include "lockstep/access.h"
@@ -49,12 +52,38 @@ bool equal(const Proof& a, const Proof& b);  // in the same time, whatever they 
 // What a greeting has in the place of its rank where the end that accepts does not expect the one that connects.
 inline constexpr std::int32_t kRefused = -2;
 
-// The whole of it, at either end; returns who is at the other. `refuse` says what else is wrong with who has connected.
-// Both throw ClusterError saying what is wrong with the other end, and DeadlineExceeded. `to_prove`: how long an end
-// that has greeted well has, where that is later.
-using Refuse = std::function<std::string(const Greeting&)>;
+// The whole of it, at the end that connects; returns who is at the other. Throws ClusterError saying what is wrong with
+// the other end, and DeadlineExceeded.
 Greeting introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline);
-Greeting welcome(const FileDescriptor& socket, const Access& access, const Greeting& who, const Refuse& refuse,
-                 Deadline deadline, std::chrono::seconds to_prove);
+
+// What is wrong with who has connected, besides what problem_with finds; empty where nothing is.
+using Refuse = std::function<std::string(const Greeting&)>;
+
+// The end that accepts, a piece at a time as bytes come. Of one thread.
+class AcceptingEnd {
+ public:
+  explicit AcceptingEnd(FileDescriptor socket) : socket_(std::move(socket)) {}
+
+  // Takes what has come and does not wait; true once the other end has proved that it belongs. Throws ClusterError
+  // saying what is wrong with it.
+  bool advance(const Access& access, const Greeting& who, const Refuse& refuse);
+
+  bool has_greeted() const { return has_greeted_; }
+  std::chrono::duration<double> age() const { return since_.waited(); }
+  const Greeting& theirs() const { return theirs_; }
+  const FileDescriptor& socket() const { return socket_; }
+  FileDescriptor take_socket() { return std::move(socket_); }
+
+ private:
+  bool receive(std::span<std::byte> value);
+  void answer(const Access& access, const Greeting& who, const Refuse& refuse);
+
+  FileDescriptor socket_;
+  Deadline since_ = Deadline::never();
+  std::vector<std::byte> received_;  // of a value that has not come whole
+  bool has_greeted_ = false;
+  Greeting theirs_;
+  Proof expected_{};
+};
 
 }  // namespace lockstep

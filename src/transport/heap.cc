@@ -5,9 +5,6 @@
 #include <algorithm>
 #include <iterator>
 
-#include "base/text.h"
-#include "lockstep/error.h"
-
 namespace lockstep {
 namespace {
 
@@ -23,10 +20,7 @@ std::byte* Heap::take(std::size_t bytes) {
   const auto wanted = (std::max(bytes, std::size_t{1}) + kPage - 1) / kPage * kPage;
   MutexLock lock(mutex_);
   const auto hole = std::find_if(free_.begin(), free_.end(), [&](const auto& part) { return part.second >= wanted; });
-  if (hole == free_.end()) {
-    throw InvalidArgument(text("allocate: ", bytes, " bytes do not fit into what is left of ", bytes_,
-                               " bytes of shared memory; make the group with a larger heap_bytes"));
-  }
+  if (hole == free_.end()) return nullptr;
   const auto [at, length] = *hole;
   free_.erase(hole);
   if (length > wanted) free_[at + wanted] = length - wanted;

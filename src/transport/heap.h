@@ -13,13 +13,14 @@ class Heap {
  public:
   Heap(std::byte* begin, std::size_t bytes);
 
-  // Zeroed. Throws InvalidArgument, naming what is left, when there is no room.
+  // Zeroed; null where there is no room.
   std::byte* take(std::size_t bytes);
 
   // Gives the memory back to the system.
   void give_back(std::byte* memory);
 
   bool contains(const void* data, std::size_t bytes) const;
+  std::byte* begin() const { return begin_; }
 
  private:
   std::byte* const begin_;

@@ -2,12 +2,15 @@
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <thread>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -17,19 +20,24 @@
 namespace lockstep {
 namespace {
 
-constexpr int kMostRanks = 250;  // a message carries at most 253 descriptors
-
 // A process that connects and says nothing must not keep those who belong waiting.
 constexpr std::chrono::seconds kForHello(5);
+
+constexpr std::chrono::milliseconds kBetweenTries(1);
 
 Deadline sooner(Deadline a, Deadline b) { return a.time() < b.time() ? a : b; }
 
 struct Hello {
   std::uint32_t magic = 0x4d454d4c;  // "LMEM"
-  std::uint32_t version = 1;
+  std::uint32_t version = 2;
   std::int32_t rank = 0;
 
   bool same_protocol(const Hello& other) const { return magic == other.magic && version == other.version; }
+};
+
+// What the second message from rank 0 says; the heaps come with it.
+struct Heaps {
+  std::int32_t count = 0;
 };
 
 struct NamedAddress {
@@ -84,6 +92,10 @@ void send_with(const FileDescriptor& socket, T value, const std::vector<int>& de
   header->cmsg_len = CMSG_LEN(descriptors.size() * sizeof(int));
   std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size() * sizeof(int));
   while (sendmsg(socket.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof value)) {
+    if (errno == ETOOMANYREFS && !deadline.passed()) {
+      std::this_thread::sleep_for(kBetweenTries);  // others of this user have not taken the descriptors sent to them
+      continue;
+    }
     if (errno != EAGAIN && errno != EINTR)
       throw ClusterError(text("a rank of this host went away: ", std::strerror(errno)));
     if (!wait_for_events(socket.get(), POLLOUT, deadline)) throw DeadlineExceeded("sharing memory", deadline.waited());
@@ -93,13 +105,17 @@ void send_with(const FileDescriptor& socket, T value, const std::vector<int>& de
 template <class T>
 T receive_with(const FileDescriptor& socket, std::vector<FileDescriptor>& descriptors, Deadline deadline) {
   T value{};
-  Envelope envelope(&value, sizeof value, kMostRanks + 1);
+  Envelope envelope(&value, sizeof value, kMostRanksOfAHost + 1);
   auto& message = envelope.message;
   ssize_t count = 0;
   while ((count = recvmsg(socket.get(), &message, MSG_CMSG_CLOEXEC | MSG_WAITALL)) < 0) {
     if (errno != EAGAIN && errno != EINTR)
       throw ClusterError(text("a rank of this host went away: ", std::strerror(errno)));
     if (!wait_for_events(socket.get(), POLLIN, deadline)) throw DeadlineExceeded("sharing memory", deadline.waited());
+  }
+  if ((message.msg_flags & MSG_CTRUNC) != 0) {
+    errno = EMFILE;
+    throw ClusterError("this process can have no more descriptors, which shared memory needs: raise ulimit -n");
   }
   for (auto* header = CMSG_FIRSTHDR(&message); header != nullptr; header = CMSG_NXTHDR(&message, header)) {
     if (header->cmsg_type != SCM_RIGHTS) continue;
@@ -116,6 +132,23 @@ bool same_user(const FileDescriptor& socket) {
   ucred peer{};
   socklen_t size = sizeof peer;
   return getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
+}
+
+// What a rank maps must be what it expects: another size of a board would put everything after it elsewhere, and memory
+// behind the end of a file ends the process that touches it.
+std::string problem_with(const SpaceLayout& made, const SpaceLayout& expected,
+                         const std::vector<FileDescriptor>& given) {
+  if (made.ranks != expected.ranks) return text("it is for ", made.ranks, " ranks, not ", expected.ranks);
+  if (made.board_bytes != expected.board_bytes || made.mailbox_bytes != expected.mailbox_bytes) {
+    return "it is divided in another way: do all ranks run the same program?";
+  }
+  if (given.size() != static_cast<std::size_t>(made.ranks) + 1) {
+    return text(given.size(), " descriptors came with it, not ", made.ranks + 1);
+  }
+  struct stat status {};
+  const bool is_there = fstat(given[0].get(), &status) == 0 && cannot_shrink(given[0].get()) &&
+                        made.total_bytes() == static_cast<std::size_t>(status.st_size);
+  return is_there ? "" : "its file has another size than it says";
 }
 
 // Rank 0: waits for all others, each with its life, and hands out the memory and all lives.
@@ -136,32 +169,45 @@ class Host {
   const std::string& name() const { return name_; }
   const FileDescriptor& memory() const { return memory_; }
 
-  std::vector<FileDescriptor> welcome(Deadline deadline) {
+  // [rank]: pidfds, and heaps.
+  struct Shared {
+    std::vector<FileDescriptor> lives, heaps;
+  };
+  Shared welcome(Deadline deadline) {
     const auto ranks = static_cast<std::size_t>(layout_.ranks);
-    std::vector<FileDescriptor> lives(ranks), guests(ranks);
-    lives[0] = my_life();
+    Shared shared{std::vector<FileDescriptor>(ranks), std::vector<FileDescriptor>(ranks)};
+    std::vector<FileDescriptor> guests(ranks);
+    shared.lives[0] = my_life();
+    shared.heaps[0] = make_memory_file();
     for (std::size_t come = 1; come < ranks;) {
       try {
         auto guest = accept_from(listener_, deadline);
         if (!same_user(guest)) continue;
-        std::vector<FileDescriptor> life;
-        const auto hello = receive_with<Hello>(guest, life, sooner(deadline, Deadline::after(kForHello)));
+        std::vector<FileDescriptor> own;  // its pidfd and its heap
+        const auto hello = receive_with<Hello>(guest, own, sooner(deadline, Deadline::after(kForHello)));
         const auto rank = static_cast<std::size_t>(hello.rank);
-        if (!hello.same_protocol({}) || rank >= ranks || guests[rank].open() || life.size() != 1) continue;
-        lives[rank] = std::move(life[0]);
+        const bool expected = hello.rank > 0 && rank < ranks && !guests[rank].open();
+        if (!hello.same_protocol({}) || !expected || own.size() != 2 || !cannot_shrink(own[1].get())) continue;
+        shared.lives[rank] = std::move(own[0]);
+        shared.heaps[rank] = std::move(own[1]);
         guests[rank] = std::move(guest);
         ++come;
       } catch (const DeadlineExceeded&) {
         if (deadline.passed()) throw DeadlineExceeded("sharing memory", deadline.waited(), missing(guests));
         log_warning("a process that wanted to share memory did not say in time who it is");
       } catch (const ClusterError& error) {
+        if (deadline.passed() || errno == EMFILE || errno == ENFILE) throw;
         log_warning(text("a process that wanted to share memory went away: ", error.what()));
       }
     }
-    std::vector<int> given{memory_.get()};
-    for (const auto& life : lives) given.push_back(life.get());
-    for (std::size_t r = 1; r < ranks; ++r) send_with(guests[r], layout_, given, deadline);
-    return lives;
+    std::vector<int> lives{memory_.get()}, heaps;
+    for (const auto& life : shared.lives) lives.push_back(life.get());
+    for (const auto& heap : shared.heaps) heaps.push_back(heap.get());
+    for (std::size_t r = 1; r < ranks; ++r) {
+      send_with(guests[r], layout_, lives, deadline);
+      send_with(guests[r], Heaps{.count = layout_.ranks}, heaps, deadline);
+    }
+    return shared;
   }
 
  private:
@@ -182,11 +228,11 @@ class Host {
 
 }  // namespace
 
-std::unique_ptr<SpaceMember> meet_in_shared_memory(int rank, const SpaceLayout& layout, std::int64_t generation,
-                                                   Patience patience, const std::vector<int>& names,
-                                                   const AllGather& all_gather, Deadline deadline) {
-  if (layout.ranks > kMostRanks) {
-    throw InvalidArgument(text("shared memory is for at most ", kMostRanks, " ranks a host, not ", layout.ranks));
+SharedMeeting meet_in_shared_memory(int rank, const SpaceLayout& layout, std::int64_t generation, Patience patience,
+                                    const std::vector<int>& names, const AllGather& all_gather, Deadline deadline) {
+  if (layout.ranks > kMostRanksOfAHost) {
+    throw InvalidArgument(
+        text("shared memory is for at most ", kMostRanksOfAHost, " ranks a host, not ", layout.ranks));
   }
   const auto member = [&](std::shared_ptr<SharedSpace> space, std::vector<FileDescriptor> lives) {
     lives[static_cast<std::size_t>(rank)] = FileDescriptor();  // one's own death is not waited for
@@ -195,8 +241,9 @@ std::unique_ptr<SpaceMember> meet_in_shared_memory(int rank, const SpaceLayout& 
   if (rank == 0) {
     Host host(layout, names);
     all_gather(host.name());
-    auto lives = host.welcome(deadline);
-    return member(std::make_shared<SharedSpace>(layout, host.memory().get()), std::move(lives));
+    auto shared = host.welcome(deadline);
+    return {member(std::make_shared<SharedSpace>(layout, host.memory().get()), std::move(shared.lives)),
+            std::move(shared.heaps)};
   }
   const NamedAddress address(all_gather("")[0]);
   const auto socket = unix_socket();
@@ -208,15 +255,23 @@ std::unique_ptr<SpaceMember> meet_in_shared_memory(int rank, const SpaceLayout& 
     if (deadline.passed()) throw DeadlineExceeded("sharing memory", deadline.waited(), {names[0]});
     yield_processor();  // its queue is full
   }
-  send_with(socket, Hello{.rank = rank}, {my_life().get()}, deadline);
-  std::vector<FileDescriptor> given;
+  if (!same_user(socket)) {
+    throw ClusterError("what answers in the place of rank 0 over a Unix socket is another user's process");
+  }
+  const auto heap = make_memory_file();
+  send_with(socket, Hello{.rank = rank}, {my_life().get(), heap.get()}, deadline);
+  std::vector<FileDescriptor> given, heaps;
   const auto made = receive_with<SpaceLayout>(socket, given, deadline);
-  if (given.size() != static_cast<std::size_t>(made.ranks) + 1) {
-    throw ClusterError(text("rank 0 gave ", given.size(), " descriptors for a space of ", made.ranks, " ranks"));
+  const auto problem = problem_with(made, layout, given);
+  if (!problem.empty()) throw ClusterError("rank 0 cannot share its memory: " + problem);
+  receive_with<Heaps>(socket, heaps, deadline);
+  const bool safe = std::all_of(heaps.begin(), heaps.end(), [](const auto& file) { return cannot_shrink(file.get()); });
+  if (heaps.size() != static_cast<std::size_t>(layout.ranks) || !safe) {
+    throw ClusterError("rank 0 cannot share the ranks' memory: its files are not what they must be");
   }
   auto space = std::make_shared<SharedSpace>(made, given[0].get());
   given.erase(given.begin());
-  return member(std::move(space), std::move(given));
+  return {member(std::move(space), std::move(given)), std::move(heaps)};
 }
 
 }  // namespace lockstep

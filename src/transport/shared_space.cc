@@ -1,6 +1,10 @@
 #include "transport/shared_space.h"
 
+#include <fcntl.h>
 #include <poll.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -27,10 +31,44 @@ std::size_t count(int ranks) { return static_cast<std::size_t>(ranks); }
 std::size_t SpaceLayout::seats_at() const { return pages(sizeof(SpaceHeader)); }
 std::size_t SpaceLayout::boards_at() const { return seats_at() + pages(count(ranks) * sizeof(Seat)); }
 std::size_t SpaceLayout::mailboxes_at() const { return boards_at() + count(ranks) * pages(board_bytes); }
-std::size_t SpaceLayout::heaps_at() const {
+std::size_t SpaceLayout::total_bytes() const {
   return mailboxes_at() + count(ranks) * count(ranks) * pages(mailbox_bytes);
 }
-std::size_t SpaceLayout::total_bytes() const { return heaps_at() + count(ranks) * pages(heap_bytes); }
+
+FileDescriptor make_memory_file() {
+  FileDescriptor memfd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!memfd.open() || fcntl(memfd.get(), F_ADD_SEALS, F_SEAL_SHRINK) != 0) {
+    throw IoError(text("cannot make shared memory: ", std::strerror(errno)));
+  }
+  return memfd;
+}
+
+bool cannot_shrink(int memfd) {
+  const int seals = fcntl(memfd, F_GET_SEALS);
+  return seals >= 0 && (seals & F_SEAL_SHRINK) != 0;
+}
+
+// The system would end the process where a file grows over its limit.
+std::string problem_with_growing(int memfd, std::size_t bytes) {
+  struct stat status {};
+  if (fstat(memfd, &status) == 0 && static_cast<std::size_t>(status.st_size) >= bytes) return "";
+  rlimit limit{};
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes) {
+    return text("files of this process may have ", limit.rlim_cur, " bytes (ulimit -f)");
+  }
+  return ftruncate(memfd, static_cast<off_t>(bytes)) == 0 ? "" : std::strerror(errno);
+}
+
+std::string problem_with_mapping(std::size_t bytes) {
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return text("no ", bytes, " bytes of addresses are left: ", std::strerror(errno));
+  munmap(memory, bytes);
+  rlimit limit{};
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur < bytes) {
+    return text(bytes, " bytes are needed, and files of this process may have ", limit.rlim_cur, " (ulimit -f)");
+  }
+  return "";
+}
 
 SharedSpace::SharedSpace(const SpaceLayout& layout, int memfd) : layout_(layout) {
   const int flags = memfd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED;
@@ -44,10 +82,9 @@ SharedSpace::SharedSpace(const SpaceLayout& layout, int memfd) : layout_(layout)
 SharedSpace::~SharedSpace() { munmap(begin_, layout_.total_bytes()); }
 
 FileDescriptor SharedSpace::make_memfd(const SpaceLayout& layout) {
-  FileDescriptor memfd(memfd_create("lockstep", MFD_CLOEXEC));
-  if (!memfd.open() || ftruncate(memfd.get(), static_cast<off_t>(layout.total_bytes())) != 0) {
-    throw IoError(text("cannot make shared memory of ", layout.total_bytes(), " bytes: ", std::strerror(errno)));
-  }
+  auto memfd = make_memory_file();
+  const auto problem = problem_with_growing(memfd.get(), layout.total_bytes());
+  if (!problem.empty()) throw IoError(text("cannot make shared memory of ", layout.total_bytes(), " bytes: ", problem));
   return memfd;
 }
 
@@ -59,10 +96,6 @@ std::byte* SharedSpace::board(int rank) const {
 
 std::byte* SharedSpace::mailbox(int from, int to) const {
   return begin_ + layout_.mailboxes_at() + count(from * layout_.ranks + to) * pages(layout_.mailbox_bytes);
-}
-
-std::byte* SharedSpace::heap(int rank) const {
-  return begin_ + layout_.heaps_at() + count(rank) * pages(layout_.heap_bytes);
 }
 
 SpaceMember::SpaceMember(std::shared_ptr<SharedSpace> space, int rank, std::int64_t generation, Patience patience,

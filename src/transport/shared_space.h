@@ -24,31 +24,48 @@ namespace lockstep {
 
 // How the memory is divided; equal on all ranks. Untouched pages cost nothing.
 //
-//   header | seats: one a rank | boards: one a rank | mailboxes: one an ordered pair | heaps: one a rank
+//   header | seats: one a rank | boards: one a rank | mailboxes: one an ordered pair
 struct SpaceLayout {
   int ranks = 1;
   std::size_t board_bytes = 0;
   std::size_t mailbox_bytes = 0;
-  std::size_t heap_bytes = 0;
 
   std::size_t seats_at() const;
   std::size_t boards_at() const;
   std::size_t mailboxes_at() const;
-  std::size_t heaps_at() const;
   std::size_t total_bytes() const;
 };
 
+inline constexpr int kMostRanksOfAHost = 250;
+
 // What every rank has beside its board. The bell rings when a mailbox of this rank has changed.
 struct alignas(64) Seat {
+  static constexpr std::size_t kMostSegments = 64;
+
   Signal bell;
   std::atomic<std::uint32_t> left;
   std::atomic<std::uint32_t> at_others;  // it reads or writes the others' buffers
+
+  // Of the memory that it gives out (shared_heap.h): a segment ends there in its file, where the next one begins; and
+  // of rank r's it has mapped so many.
+  alignas(64) std::atomic<std::uint32_t> segments;
+  std::atomic<std::uint64_t> segment_ends[kMostSegments];
+  alignas(64) std::atomic<std::uint8_t> mapped[kMostRanksOfAHost];
 };
 
 struct SpaceHeader {
   std::atomic<std::uint32_t> failure_state;  // 0 none, 1 being written, 2 readable
   Failure failure;
 };
+
+// A file in memory that can grow and not shrink, so that who has mapped it always finds it there; whether one is such;
+// and why it cannot have so many bytes, or empty. Throws IoError.
+FileDescriptor make_memory_file();
+bool cannot_shrink(int memfd);
+std::string problem_with_growing(int memfd, std::size_t bytes);
+
+// Why this process cannot share so many bytes under its limits; empty where it can.
+std::string problem_with_mapping(std::size_t bytes);
 
 // The mapping; shared by all ranks that are threads of one process.
 class SharedSpace {
@@ -70,7 +87,6 @@ class SharedSpace {
   Seat& seat(int rank) const;
   std::byte* board(int rank) const;
   std::byte* mailbox(int from, int to) const;
-  std::byte* heap(int rank) const;
 
  private:
   const SpaceLayout layout_;

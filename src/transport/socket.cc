@@ -24,6 +24,7 @@ namespace lockstep {
 namespace {
 
 constexpr std::chrono::milliseconds kBetweenTries(20);
+constexpr int kLastPort = 65535;
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
 
@@ -35,6 +36,8 @@ ClusterError bad_address(const std::string& address, const std::string& why) {
 int look_up(const std::string& address, AddressList& found) {
   const auto colon = address.rfind(':');
   if (colon == std::string::npos) throw bad_address(address, "has no port");
+  const auto port = whole_number(std::string_view(address).substr(colon + 1));
+  if (!port || *port < 0 || *port > kLastPort) throw bad_address(address, text("has no port from 1 to ", kLastPort));
   auto host = address.substr(0, colon);
   if (host.size() > 2 && host.front() == '[' && host.back() == ']') host = host.substr(1, host.size() - 2);
   addrinfo hints{};
@@ -62,11 +65,6 @@ FileDescriptor open_socket(const addrinfo& address) {
   return socket;
 }
 
-void send_at_once(const FileDescriptor& socket) {
-  const int on = 1;
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-}
-
 std::string numeric_host(const sockaddr* address, socklen_t size) {
   char host[NI_MAXHOST] = "";
   getnameinfo(address, size, host, sizeof host, nullptr, 0, NI_NUMERICHOST);
@@ -74,7 +72,8 @@ std::string numeric_host(const sockaddr* address, socklen_t size) {
 }
 
 void require_access(const std::string& address, const addrinfo& where, const Access& access) {
-  if (!access.token.empty() || is_loopback(numeric_host(where.ai_addr, where.ai_addrlen))) return;
+  const bool of_job = !access.token.empty() && !access.of_this_user;
+  if (of_job || is_loopback(numeric_host(where.ai_addr, where.ai_addrlen))) return;
   if (!access.trusted_network) {
     throw ClusterError(
         text("listening at ", address,
@@ -107,13 +106,16 @@ FileDescriptor listen_at(const std::string& address, const Access& access) {
   const auto where = parse(address);
   require_access(address, *where, access);
   auto socket = open_socket(*where);
-  const int on = 1;
+  const int on = 1, off = 0;
   setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  if (where->ai_family == AF_INET6) setsockopt(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
   if (bind(socket.get(), where->ai_addr, where->ai_addrlen) != 0 || listen(socket.get(), SOMAXCONN) != 0) {
     throw ClusterError(text("cannot listen at ", address, ": ", std::strerror(errno)));
   }
   return socket;
 }
+
+bool has_ipv6() { return FileDescriptor(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0)).open(); }
 
 bool is_loopback(const std::string& host) {
   in_addr v4{};
@@ -140,9 +142,15 @@ std::string local_address(const FileDescriptor& socket) {
   return address.ss_family == AF_INET6 ? text("[", host, "]:", port) : text(host, ":", port);
 }
 
-std::string address_towards(const std::string& host) {
+std::string address_towards(const std::string& host, Deadline deadline) {
   constexpr int kAnyPort = 9;
-  const auto where = parse(with_port(host, kAnyPort));
+  AddressList where(nullptr, &freeaddrinfo);
+  while (const int unknown = look_up(with_port(host, kAnyPort), where)) {
+    if (!may_come(unknown) || deadline.passed()) {
+      throw ClusterError(text("the host \"", host, "\" cannot be found: ", gai_strerror(unknown)));
+    }
+    std::this_thread::sleep_for(kBetweenTries);
+  }
   const FileDescriptor socket(::socket(where->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   // Sends nothing: it only asks which way packets would go.
   if (!socket.open() || connect(socket.get(), where->ai_addr, where->ai_addrlen) != 0) {
@@ -155,6 +163,7 @@ std::string address_towards(const std::string& host) {
 }
 
 FileDescriptor connect_to(const std::string& address, Deadline deadline) {
+  if (address.ends_with(":0")) throw bad_address(address, "has the port 0, at which nobody listens");
   for (bool told = false;;) {
     AddressList where(nullptr, &freeaddrinfo);
     const int unknown = look_up(address, where);
@@ -184,6 +193,11 @@ bool answers_at(const std::string& address, Deadline deadline) {
   if (look_up(address, where) != 0) return false;
   const auto socket = open_socket(*where);
   return try_connect(socket, *where, deadline) == 0;
+}
+
+void send_at_once(const FileDescriptor& socket) {
+  const int on = 1;
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
 }
 
 FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline) {

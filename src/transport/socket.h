@@ -13,6 +13,7 @@
 namespace lockstep {
 
 // Of a numeric address, or "localhost".
+bool has_ipv6();  // of the system, whether or not an interface has such an address
 bool is_loopback(const std::string& host);
 
 // "host:port", or "[v6]:port".
@@ -36,6 +37,9 @@ FileDescriptor connect_to(const std::string& address, Deadline deadline);
 bool answers_at(const std::string& address, Deadline deadline);
 
 // The next connection; throws DeadlineExceeded. Works for TCP and Unix sockets.
+// Sends what is written at once and does not wait for more.
+void send_at_once(const FileDescriptor& socket);
+
 FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline);
 
 // All bytes or an exception: DeadlineExceeded, or ClusterError when the other side has closed.
@@ -54,9 +58,9 @@ T read_value(const FileDescriptor& socket, Deadline deadline) {
   return value;
 }
 
-// The numeric address of this machine from which it reaches `host`, a name or an address. Throws ClusterError naming
-// it.
-std::string address_towards(const std::string& host);
+// The numeric address of this machine from which it reaches `host`, a name or an address. A name that is not known yet
+// is asked for again until the deadline. Throws ClusterError naming it.
+std::string address_towards(const std::string& host, Deadline deadline);
 
 // Lets a silent connection break within a minute when the other side's host is gone.
 void keep_alive(const FileDescriptor& socket);

@@ -69,6 +69,7 @@ class Process {
 
   const std::string& text() const { return text_; }
   int status() const { return status_; }
+  pid_t pid() const { return pid_; }
 
  private:
   bool read_some(Deadline deadline) {

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "base/fail_point.h"
+#include "base/text.h"
 #include "collective/messages.h"
 #include "kernels/copy.h"
 #include "kernels/reduce.h"
@@ -27,8 +28,8 @@ bool everyone_gets(const Call& call) { return call.kind == Kind::all_reduce; }
 
 }  // namespace
 
-SpaceLayout DirectGroup::layout(int ranks, std::size_t heap_bytes) {
-  return {.ranks = ranks, .board_bytes = sizeof(Board), .mailbox_bytes = sizeof(Mailbox), .heap_bytes = heap_bytes};
+SpaceLayout DirectGroup::layout(int ranks) {
+  return {.ranks = ranks, .board_bytes = sizeof(Board), .mailbox_bytes = sizeof(Mailbox)};
 }
 
 DirectGroup::DirectGroup(std::shared_ptr<SpaceMember> member)
@@ -57,6 +58,7 @@ const char* DirectGroup::exchange(std::span<const Call> calls, Deadline deadline
 DirectGroup::Way DirectGroup::meet(const Call& call, Deadline deadline) {
   const char* operation = name_of(call.kind);
   member_->check();
+  see_new();
   ++posted_;
   auto& mine = post(rank());
   mine.signature = signature_of(call);
@@ -93,6 +95,16 @@ Slice DirectGroup::my_slice(const Call& call) const {
   return even_slice(call.input.count, call.input.dtype, rank(), size());
 }
 
+// Of what came with the rank's post.
+const std::byte* DirectGroup::payload_of(int rank, std::size_t at, std::size_t bytes) const {
+  auto& from = post(rank);
+  if (from.input_bytes > Post::kSmall || at + bytes > from.input_bytes) {
+    throw ClusterError(
+        text("rank ", rank, " showed ", from.input_bytes, " bytes where ", at + bytes, " were expected"));
+  }
+  return from.payload() + at;
+}
+
 // outputs <- the reduction of `count` elements from input_of(r) on, in the order of ranks. Large results go past the
 // caches, by way of a piece that stays in the first of them.
 template <class InputOf>
@@ -127,7 +139,8 @@ const char* DirectGroup::reduce(const Call& call, Deadline deadline) {
                                                              : Slice{};
     outputs_.push_back(call.output.data);
     reduce_into(
-        call, wanted.count(), [&](int r) { return post(r).payload() + wanted.begin * element; }, outputs_);
+        call, wanted.count(), [&](int r) { return payload_of(r, wanted.begin * element, wanted.count() * element); },
+        outputs_);
     return "direct, small";
   }
   if (way == Way::staged) {
@@ -138,13 +151,15 @@ const char* DirectGroup::reduce(const Call& call, Deadline deadline) {
   const auto begin = range.begin * element;
   if (call.kind == Kind::reduce_scatter) outputs_.push_back(call.output.data);
   for (int r = 0; r < size() && call.kind != Kind::reduce_scatter; ++r) {
-    if (everyone_gets(call) || r == call.peer) outputs_.push_back(at_place(post(r).output_at) + begin);
+    if (!everyone_gets(call) && r != call.peer) continue;
+    outputs_.push_back(at_place(r, post(r).output_at, call.input.bytes()) + begin);
   }
   {
     const SpaceMember::AtOthers here(*member_);
     fail_point("direct.at_others");
     reduce_into(
-        call, range.count(), [&](int r) { return at_place(post(r).input_at) + begin; }, outputs_);
+        call, range.count(), [&](int r) { return at_place(r, post(r).input_at, call.input.bytes()) + begin; },
+        outputs_);
   }
   meet_again(name_of(call.kind), deadline);
   return "direct";
@@ -212,9 +227,11 @@ const char* DirectGroup::pull(const Call& call, Deadline deadline) {
   std::optional<SpaceMember::AtOthers> here;
   if (way == Way::direct) here.emplace(*member_);
   for (const auto& piece : pieces) {
-    auto& from = post(piece.from);
-    const auto* input = way == Way::small ? from.payload() : at_place(from.input_at);
-    copy_bytes(bytes_of(call.output) + piece.into, input + piece.at, piece.bytes);
+    if (piece.bytes == 0) continue;
+    const auto* input = way == Way::small
+                            ? payload_of(piece.from, piece.at, piece.bytes)
+                            : at_place(piece.from, post(piece.from).input_at, piece.at + piece.bytes) + piece.at;
+    copy_bytes(bytes_of(call.output) + piece.into, input, piece.bytes);
   }
   here.reset();
   if (way == Way::small) return "direct, small";

@@ -18,7 +18,7 @@ namespace lockstep {
 class DirectGroup : public GroupBackend {
  public:
   // The size of a board and a mailbox in the space that `member` is of.
-  static SpaceLayout layout(int ranks, std::size_t heap_bytes);
+  static SpaceLayout layout(int ranks);
 
   explicit DirectGroup(std::shared_ptr<SpaceMember> member);
 
@@ -31,9 +31,11 @@ class DirectGroup : public GroupBackend {
  protected:
   const std::shared_ptr<SpaceMember>& member() const { return member_; }
 
-  // Where the others find a buffer, or Post::kPrivate; and where this rank finds what another showed.
-  virtual std::int64_t place_of(const Buffer& buffer) const = 0;
-  virtual std::byte* at_place(std::int64_t place) const = 0;
+  // Where the others find a buffer, or Post::kPrivate; and where this rank finds `bytes` that another showed, which
+  // throws ClusterError where that is no place of the other's. see_new is called before each call's posts are read.
+  virtual std::int64_t place_of(const Buffer& buffer) = 0;
+  virtual std::byte* at_place(int rank, std::int64_t place, std::size_t bytes) const = 0;
+  virtual void see_new() {}
 
  private:
   enum class Way { small, direct, staged };
@@ -49,6 +51,7 @@ class DirectGroup : public GroupBackend {
   void pull_staged(const Call& call, std::span<const Piece> pieces, Deadline deadline);
 
   Slice my_slice(const Call& call) const;
+  const std::byte* payload_of(int rank, std::size_t at, std::size_t bytes) const;
   template <class InputOf>
   void reduce_into(const Call& call, std::size_t count, const InputOf& input_of, std::span<void* const> outputs);
 

@@ -46,7 +46,7 @@ class ThreadGroup final : public DirectGroup {
   // The first member makes the space, and keeps it until all have taken their share.
   std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override {
     std::shared_ptr<SharedSpace> space;
-    if (members.rank() == 0) space = std::make_shared<SharedSpace>(layout(members.size(), 0));
+    if (members.rank() == 0) space = std::make_shared<SharedSpace>(layout(members.size()));
     const auto name = members.all_gather(space ? spaces_on_offer.offer(space) : "", deadline)[0];
     if (!space) space = spaces_on_offer.take(name);
     members.all_gather("taken", deadline);
@@ -56,15 +56,15 @@ class ThreadGroup final : public DirectGroup {
   Memory allocate(std::size_t bytes) override { return private_memory(bytes); }
 
  private:
-  std::int64_t place_of(const Buffer& buffer) const override { return std::bit_cast<std::intptr_t>(buffer.data); }
-  std::byte* at_place(std::int64_t place) const override { return std::bit_cast<std::byte*>(place); }
+  std::int64_t place_of(const Buffer& buffer) override { return std::bit_cast<std::intptr_t>(buffer.data); }
+  std::byte* at_place(int, std::int64_t place, std::size_t) const override { return std::bit_cast<std::byte*>(place); }
 };
 
 }  // namespace
 
 std::vector<Group> make_thread_groups(int size, int spin) {
   if (size < 1) throw InvalidArgument(text("make_thread_groups: size is ", size, "; it must be at least 1"));
-  const auto space = std::make_shared<SharedSpace>(DirectGroup::layout(size, 0));
+  const auto space = std::make_shared<SharedSpace>(DirectGroup::layout(size));
   std::vector<Group> groups;
   for (int rank = 0; rank < size; ++rank) {
     groups.emplace_back(std::make_shared<ThreadGroup>(space, rank, Patience{.spins = spin}, 0));

@@ -1,0 +1,65 @@
+// For tests: a part of a test in a process of its own.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <exception>
+#include <stdexcept>
+#include <string>
+
+namespace lockstep {
+
+// A forked child that calls `act` and ends with what that returns, or with what it throws in its text.
+class ChildProcess {
+ public:
+  template <class Act>
+  explicit ChildProcess(const Act& act) {
+    int ends[2];
+    if (::pipe(ends) != 0) throw std::runtime_error("no pipe");
+    pid_ = ::fork();
+    if (pid_ == 0) {
+      ::close(ends[0]);
+      std::string said;
+      try {
+        said = act();
+      } catch (const std::exception& error) {
+        said = error.what();
+      }
+      const auto written = ::write(ends[1], said.data(), said.size());
+      ::_exit(written == static_cast<ssize_t>(said.size()) ? 0 : 1);
+    }
+    ::close(ends[1]);
+    out_ = ends[0];
+  }
+  ChildProcess(const ChildProcess&) = delete;
+  ChildProcess& operator=(const ChildProcess&) = delete;
+  ~ChildProcess() {
+    ::kill(pid_, SIGKILL);
+    if (!ended_) said();
+    ::close(out_);
+  }
+
+  // Waits for its end.
+  std::string said() {
+    std::string all;
+    char bytes[4096];
+    for (ssize_t count = 0; (count = ::read(out_, bytes, sizeof bytes)) > 0;) {
+      all.append(bytes, static_cast<std::size_t>(count));
+    }
+    ::waitpid(pid_, &status_, 0);
+    ended_ = true;
+    return all;
+  }
+  int status() const { return status_; }
+
+ private:
+  pid_t pid_ = 0;
+  int out_ = -1;
+  int status_ = -1;
+  bool ended_ = false;
+};
+
+}  // namespace lockstep

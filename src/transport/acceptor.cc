@@ -1,0 +1,110 @@
+#include "transport/acceptor.h"
+
+#include <sys/resource.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "transport/socket.h"
+
+namespace lockstep {
+namespace {
+
+// An end that belongs is done in milliseconds, where its processor has time for it: it has this long, and less where
+// others wait for its place.
+constexpr std::chrono::seconds kToProve(30), kToBelong(2);
+constexpr std::chrono::milliseconds kToGreet(100);
+
+// At most so many, and no more than an eighth of the descriptors that this process may have.
+std::size_t most_that_prove() {
+  constexpr rlim_t kMost = 256;
+  rlimit limit{};
+  return getrlimit(RLIMIT_NOFILE, &limit) == 0 ? std::max<rlim_t>(1, std::min(kMost, limit.rlim_cur / 8)) : kMost;
+}
+
+void warn(const std::string& problem) {
+  static RepeatedWarning warning;
+  warning.log(text("turned a connection away: ", problem));
+}
+
+}  // namespace
+
+Acceptor::Acceptor(const FileDescriptor& listener, Access access, const Greeting& who, Refuse refuse)
+    : listener_(listener),
+      access_(std::move(access)),
+      who_(who),
+      refuse_(std::move(refuse)),
+      most_(most_that_prove()) {}
+
+void Acceptor::watch(std::vector<pollfd>& polls) const {
+  const bool full = no_descriptors_ || proving_.size() >= most_;
+  polls.push_back({full ? -1 : listener_.get(), POLLIN, 0});
+  for (const auto& end : proving_) polls.push_back({end->socket().get(), POLLIN, 0});
+}
+
+std::vector<Acceptor::Accepted> Acceptor::advance(std::span<const pollfd> polled) {
+  std::vector<Accepted> accepted;
+  for (std::size_t i = 0; i < proving_.size(); ++i) {
+    auto& end = proving_[i];
+    try {
+      if (polled[i + 1].revents != 0 && end->advance(access_, who_, refuse_)) {
+        accepted.push_back({end->take_socket(), end->theirs()});
+        end.reset();
+      } else if (end->age() > kToProve) {
+        throw ClusterError("it did not prove in time that it belongs to this job");
+      }
+    } catch (const Error& error) {
+      warn(error.what());
+      end.reset();
+    }
+  }
+  std::erase(proving_, nullptr);
+  no_descriptors_ = false;
+  take_new();
+  return accepted;
+}
+
+void Acceptor::take_new() {
+  while (make_room()) {
+    FileDescriptor socket(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket.open()) {
+      no_descriptors_ = errno == EMFILE || errno == ENFILE;
+      return;
+    }
+    send_at_once(socket);
+    proving_.push_back(std::make_unique<AcceptingEnd>(std::move(socket)));
+  }
+}
+
+// Of those that have had their time, one that has said nothing goes first, and the oldest of them.
+bool Acceptor::make_room() {
+  if (proving_.size() < most_) return true;
+  const auto silent = [](const auto& end) { return end->age() > kToGreet && !end->has_greeted(); };
+  const auto slow = [](const auto& end) { return end->age() > kToBelong; };
+  auto last = std::find_if(proving_.begin(), proving_.end(), silent);
+  if (last == proving_.end()) last = std::find_if(proving_.begin(), proving_.end(), slow);
+  if (last == proving_.end()) return false;
+  proving_.erase(last);
+  warn(text("more than ", most_, " at a time have not proved that they belong to this job"));
+  return true;
+}
+
+Acceptor::Accepted Acceptor::next(Deadline deadline) {
+  while (accepted_.empty()) {
+    if (deadline.passed()) throw DeadlineExceeded("accepting a connection", deadline.waited());
+    std::vector<pollfd> polls;
+    watch(polls);
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now()).count();
+    poll(polls.data(), polls.size(), static_cast<int>(std::clamp<std::int64_t>(left, 0, kLongestPoll)));
+    accepted_ = advance(polls);
+  }
+  auto first = std::move(accepted_.front());
+  accepted_.erase(accepted_.begin());
+  return first;
+}
+
+}  // namespace lockstep

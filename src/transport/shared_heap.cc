@@ -1,0 +1,163 @@
+#include "transport/shared_heap.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kSmallestSegment = std::size_t{16} << 20;
+
+std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+
+}  // namespace
+
+SharedHeap::SharedHeap(std::shared_ptr<SharedSpace> space, int rank, std::vector<FileDescriptor> files,
+                       std::size_t most)
+    : space_(std::move(space)),
+      rank_(rank),
+      files_(std::move(files)),
+      most_(most),
+      others_(files_.size()),
+      unmappable_(files_.size()) {}
+
+SharedHeap::~SharedHeap() {
+  for (const auto& segment : own()) munmap(segment.begin, segment.bytes);
+  for (const auto& rank : others_) {
+    for (const auto& segment : rank) munmap(segment.begin, segment.bytes);
+  }
+}
+
+std::vector<SharedHeap::Segment> SharedHeap::own() const {
+  MutexLock lock(mutex_);
+  return own_;
+}
+
+std::byte* SharedHeap::take(std::size_t bytes) {
+  MutexLock lock(mutex_);
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    for (const auto& segment : own_) {
+      if (auto* const memory = segment.heap->take(bytes)) return memory;
+    }
+    if (attempt == 0 && !grow(bytes)) return nullptr;
+  }
+  return nullptr;
+}
+
+// Each segment is as large as all before it together, so that there are few.
+bool SharedHeap::grow(std::size_t bytes) LOCKSTEP_THREAD_ANNOTATION(no_thread_safety_analysis) {
+  const auto before = own_.empty() ? 0 : own_.back().at + own_.back().bytes;
+  const auto needed = pages(std::max<std::size_t>(bytes, 1));
+  auto size = std::max({needed, kSmallestSegment, before});
+  if (most_ > 0) {
+    const auto left = before < most_ ? most_ / kPage * kPage - before : 0;
+    if (needed > left || bytes > most_) {
+      throw InvalidArgument(text("allocate: ", bytes, " bytes do not fit into what is left of ", most_,
+                                 " bytes of shared memory; make the group with a larger heap_bytes"));
+    }
+    size = left;  // one segment, so that what is freed can be joined; untouched bytes cost nothing
+  }
+  std::string problem = own_.size() == Seat::kMostSegments ? "it was asked for too often" : "";
+  Segment segment{};
+  for (const auto wanted : {size, needed}) {  // less may be had where there is a limit
+    if (own_.size() == Seat::kMostSegments) break;
+    problem = problem_with_growing(files_[index(rank_)].get(), before + wanted);
+    if (problem.empty() && map(rank_, before, before + wanted, segment)) break;
+    if (problem.empty()) problem = std::strerror(errno);
+  }
+  if (segment.begin == nullptr) {
+    if (!std::exchange(refused_, true)) {
+      log_warning(text("rank ", rank_, " can share no more memory (", problem,
+                       "): what it allocates is its own, and is copied through windows"));
+    }
+    return false;
+  }
+  segment.heap = std::make_shared<Heap>(segment.begin, segment.bytes);
+  auto& seat = space_->seat(rank_);
+  seat.segment_ends[own_.size()].store(segment.at + segment.bytes, std::memory_order_relaxed);
+  own_.push_back(std::move(segment));
+  seat.segments.store(static_cast<std::uint32_t>(own_.size()), std::memory_order_release);
+  return true;
+}
+
+bool SharedHeap::map(int rank, std::size_t begin, std::size_t end, Segment& segment) const {
+  void* const memory = mmap(nullptr, end - begin, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
+                            files_[index(rank)].get(), static_cast<off_t>(begin));
+  if (memory == MAP_FAILED) return false;
+  segment = {static_cast<std::byte*>(memory), end - begin, begin, nullptr};
+  return true;
+}
+
+void SharedHeap::give_back(std::byte* memory) {
+  for (const auto& segment : own()) {
+    if (segment.heap->contains(memory, 1)) return segment.heap->give_back(memory);
+  }
+}
+
+std::int64_t SharedHeap::place_of(const void* data, std::size_t bytes) {
+  MutexLock lock(mutex_);
+  for (std::size_t i = 0; i < own_.size(); ++i) {
+    if (!own_[i].heap->contains(data, bytes)) continue;
+    if (i >= public_ && !seen_by_all(i + 1)) return -1;
+    public_ = std::max(public_, i + 1);
+    return static_cast<std::int64_t>(own_[i].at) + (static_cast<const std::byte*>(data) - own_[i].begin);
+  }
+  return -1;
+}
+
+bool SharedHeap::seen_by_all(std::size_t segments) const {
+  for (int r = 0; r < static_cast<int>(files_.size()); ++r) {
+    if (r != rank_ && space_->seat(r).mapped[rank_].load(std::memory_order_acquire) < segments) return false;
+  }
+  return true;
+}
+
+std::byte* SharedHeap::at(int rank, std::int64_t place, std::size_t bytes) const {
+  const auto within = [&](const std::vector<Segment>& segments) -> std::byte* {
+    for (const auto& segment : segments) {
+      const auto offset = static_cast<std::size_t>(place) - segment.at;  // wraps where it lies before
+      if (place >= 0 && offset < segment.bytes && bytes <= segment.bytes - offset) return segment.begin + offset;
+    }
+    return nullptr;
+  };
+  auto* const found = rank == rank_ ? within(own()) : within(others_[index(rank)]);
+  if (found != nullptr) return found;
+  throw ClusterError(text("rank ", rank, " showed ", bytes, " bytes at ", place, ", where it shares no memory"));
+}
+
+void SharedHeap::map_new() {
+  for (int r = 0; r < static_cast<int>(files_.size()); ++r) {
+    auto& mapped = others_[index(r)];
+    const auto& seat = space_->seat(r);
+    const auto count = std::min<std::size_t>(seat.segments.load(std::memory_order_acquire), Seat::kMostSegments);
+    if (r == rank_ || count == mapped.size() || unmappable_[index(r)]) continue;
+    while (mapped.size() < count && !unmappable_[index(r)]) {
+      const auto begin = mapped.empty() ? 0 : mapped.back().at + mapped.back().bytes;
+      const auto end = seat.segment_ends[mapped.size()].load(std::memory_order_relaxed);
+      struct stat status {};
+      const bool is_there = fstat(files_[index(r)].get(), &status) == 0 && end > begin && end % kPage == 0 &&
+                            end <= static_cast<std::size_t>(status.st_size);
+      Segment segment{};
+      if (is_there && map(r, begin, end, segment)) {
+        mapped.push_back(std::move(segment));
+      } else {
+        unmappable_[index(r)] = true;
+        log_warning(text("rank ", rank_, " cannot map memory of rank ", r, " (",
+                         is_there ? std::strerror(errno) : "its file is too short",
+                         "): what that one allocates is copied through windows"));
+      }
+    }
+    space_->seat(rank_).mapped[r].store(static_cast<std::uint8_t>(mapped.size()), std::memory_order_release);
+  }
+}
+
+}  // namespace lockstep

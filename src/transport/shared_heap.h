@@ -1,0 +1,71 @@
+// Memory that the ranks of one host give out and all of them see. It grows with what is taken: nothing is reserved
+// before, neither addresses nor bytes of a file.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/mutex.h"
+#include "transport/heap.h"
+#include "transport/shared_space.h"
+
+namespace lockstep {
+
+// One rank's own heap, and its view of the others'. Each is a file that grows by segments:
+//
+//   file of rank r   | segment 0 | segment 1 | ...     ends in the rank's seat, which the others look at before a call
+//
+// A buffer in a segment that another rank has not mapped yet, or cannot map, is private. take, give_back: any thread;
+// everything else: the thread that makes calls.
+class SharedHeap {
+ public:
+  // `files[r]`: rank r's. `most`: bytes that this rank gives out; 0: no bound.
+  SharedHeap(std::shared_ptr<SharedSpace> space, int rank, std::vector<FileDescriptor> files, std::size_t most);
+  ~SharedHeap();
+  SharedHeap(const SharedHeap&) = delete;
+  SharedHeap& operator=(const SharedHeap&) = delete;
+
+  // Zeroed. Null, with a warning, where the system gives no more: of addresses, or of bytes in a file. Throws
+  // InvalidArgument over `most`.
+  std::byte* take(std::size_t bytes);
+  void give_back(std::byte* memory);
+
+  // Where all others find these bytes, or -1; and where this rank finds those of another. Throws ClusterError where
+  // that is outside of what the other gave out.
+  std::int64_t place_of(const void* data, std::size_t bytes);
+  std::byte* at(int rank, std::int64_t place, std::size_t bytes) const;
+
+  // Maps what the others have added.
+  void map_new();
+
+ private:
+  struct Segment {
+    std::byte* begin;
+    std::size_t bytes;
+    std::size_t at;              // in the file
+    std::shared_ptr<Heap> heap;  // of a segment of this rank's own
+  };
+
+  bool grow(std::size_t bytes);
+  bool map(int rank, std::size_t begin, std::size_t end, Segment& segment) const;
+  bool seen_by_all(std::size_t segments) const;
+  std::vector<Segment> own() const;
+
+  const std::shared_ptr<SharedSpace> space_;
+  const int rank_;
+  const std::vector<FileDescriptor> files_;
+  const std::size_t most_;
+
+  mutable Mutex mutex_;
+  std::vector<Segment> own_ LOCKSTEP_GUARDED_BY(mutex_);
+  bool refused_ LOCKSTEP_GUARDED_BY(mutex_) = false;  // a warning has said so
+
+  // Of the thread that makes calls.
+  std::vector<std::vector<Segment>> others_;  // [rank]
+  std::vector<bool> unmappable_;              // [rank]
+  std::size_t public_ = 0;                    // so many of its own segments all have mapped
+};
+
+}  // namespace lockstep
