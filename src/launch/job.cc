@@ -26,6 +26,10 @@ constexpr int kMostLastWords = 1000;  // pieces; a rank that has ended writes no
 Job::Job(const std::vector<MemberCommand>& members, double grace_seconds, const Surroundings& surroundings)
     : grace_seconds_(grace_seconds), surroundings_(surroundings) {
   for (const auto& command : members) {
+    if (const int signal = surroundings_.signals.next()) {  // there may be very many
+      pass_on(signal);
+      break;
+    }
     members_.push_back(std::make_unique<Member>(command));
     surroundings_.guardian.watch(members_.back()->pid());
   }
@@ -46,8 +50,7 @@ Job::~Job() {
   signs_of_life_ = std::jthread();
   for (const auto& member : members_) {
     member->kill();
-    while (!member->ended() && !member->reap()) usleep(1000);
-    surroundings_.guardian.forget(member->pid());
+    while (!member->ended() && !reap(*member)) usleep(1000);
   }
 }
 
@@ -66,7 +69,12 @@ int Job::run() {
   if (first_ != nullptr && surroundings_.orders == nullptr) {
     surroundings_.err << (report_.empty() ? explanation(*first_) : report_) << std::endl;
   }
-  return first_ != nullptr ? first_->status() : asked_ != 0 ? 128 + asked_ : 0;
+  if (first_ != nullptr) return first_->status();
+  if (asked_ != 0) {
+    surroundings_.err << kReport << "ended by signal " << asked_ << " (" << strsignal(asked_) << ")" << std::endl;
+    return 128 + asked_;
+  }
+  return without_log_.empty() ? 0 : kLogsIncomplete;
 }
 
 void Job::follow_orders() {
@@ -114,18 +122,35 @@ bool Job::read(Member& member) {
     report_ = line;
     fails_first(member);
   });
+  tell_of_log(member);
   return any;
+}
+
+void Job::tell_of_log(const Member& member) {
+  if (member.log_problem().empty() || !without_log_.insert(&member).second) return;
+  surroundings_.err << kReport << member.log_problem() << "; what " << member.name()
+                    << " prints from here on is not in it" << std::endl;
+}
+
+bool Job::reap(Member& member) {
+  return member.reap([this](pid_t group) { surroundings_.guardian.forget(group); });
 }
 
 void Job::print(Member& member, std::ostream& to, const std::string& line) {
   to << member.prefix() << line << std::endl;
+  if (to.good() || std::exchange(nobody_reads_, true)) return;
+  surroundings_.err << kReport << "nobody reads the output any more; the job goes on" << std::endl;
 }
 
 // Of those that ended together, one that a signal ended is the cause: the others heard of its end.
 void Job::notice_ends() {
   Member* failed = nullptr;
   for (const auto& member : members_) {
-    if (!member->reap() || member->status() == 0) continue;
+    if (!reap(*member) || member->status() == 0) continue;
+    if (member->takes_orders() && member->status() == kLogsIncomplete) {  // its ranks ended well
+      without_log_.insert(member.get());
+      continue;
+    }
     if (failed == nullptr || (failed->signal() == 0 && member->signal() != 0)) failed = member.get();
   }
   if (failed == nullptr || ending_) return;
@@ -147,12 +172,15 @@ void Job::end_others() {
   set_out_to_kill();
 }
 
+// A terminal that is closed says so twice: its shell does, and the kernel when the shell has ended.
 void Job::pass_on(int signal) {
+  if (signal == SIGHUP && asked_ == SIGHUP) return;
   const bool again = asked_ != 0;
   asked_ = signal;
   ending_ = true;
   if (again || signal == SIGKILL) return kill_what_is_left();
-  for (const auto& member : members_) member->send(signal);
+  // That the terminal is gone ends a training as any wish that it should end does: it saves what it has.
+  for (const auto& member : members_) member->send(signal == SIGHUP ? SIGTERM : signal);
   set_out_to_kill();
 }
 

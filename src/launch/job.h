@@ -4,6 +4,7 @@
 #include <iosfwd>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -33,9 +34,11 @@ class Job {
   // Ends those that still run.
   ~Job();
 
-  // Until all have ended; the exit status.
+  // Until all have ended; the exit status. kLogsIncomplete where all ended well, but a log file could not be written.
+  static constexpr int kLogsIncomplete = 74;  // EX_IOERR of sysexits.h
   int run();
 
+  bool failed() const { return first_ != nullptr; }
   bool was_asked_to_end() const { return asked_ != 0; }
 
  private:
@@ -44,6 +47,8 @@ class Job {
   void follow_orders();
   bool read_all();
   bool read(Member& member);
+  bool reap(Member& member);
+  void tell_of_log(const Member& member);
   void print(Member& member, std::ostream& to, const std::string& line);
   void notice_ends();
   void fails_first(Member& member);
@@ -58,9 +63,11 @@ class Job {
   std::vector<std::unique_ptr<Member>> members_;
   const Member* first_ = nullptr;  // that failed
   std::string report_;             // of it, by another host's launcher
-  int asked_ = 0;                  // the signal that asked the job to end
-  bool ending_ = false;            // members are being ended: how they end is no failure of theirs
-  bool told_to_kill_ = false;      // those that take orders
+  std::set<const Member*> without_log_;
+  bool nobody_reads_ = false;
+  int asked_ = 0;              // the signal that asked the job to end
+  bool ending_ = false;        // members are being ended: how they end is no failure of theirs
+  bool told_to_kill_ = false;  // those that take orders
   std::optional<Deadline> kill_at_;
   std::jthread signs_of_life_;  // last: it ends before the members do
 };

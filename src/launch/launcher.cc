@@ -64,6 +64,8 @@ MemberCommand launcher_of(const Part& part, const std::string& ssh) {
   return command;
 }
 
+constexpr std::chrono::seconds kForNames(10);
+
 // One life of a job, with a token and a store of its own.
 class Life {
  public:
@@ -80,7 +82,9 @@ class Life {
   static std::string address_for(const std::vector<HostSlots>& hosts) {
     const auto other =
         std::find_if(hosts.begin(), hosts.end(), [](const auto& host) { return !is_this_host(host.name); });
-    return other == hosts.end() ? "127.0.0.1" : address_towards(other->name.substr(other->name.find('@') + 1));
+    return other == hosts.end()
+               ? "127.0.0.1"
+               : address_towards(other->name.substr(other->name.find('@') + 1), Deadline::after(kForNames));
   }
 
   Access access(const LaunchOptions& options) const { return {token_.access().token, options.trusted_network}; }
@@ -144,7 +148,7 @@ int launch(const LaunchOptions& options, std::ostream& out, std::ostream& err) {
     Life life(options, restart, {signals, guardian, out, err});
     const int status = life.job().run();
     if (!options.timeline.empty()) write_timelines(options.timeline, life.store(), err);
-    if (status == 0 || life.job().was_asked_to_end() || restart == options.restarts) return status;
+    if (!life.job().failed() || life.job().was_asked_to_end() || restart == options.restarts) return status;
     err << "lockstep run: restart " << restart + 1 << " of " << options.restarts << std::endl;
   }
 }

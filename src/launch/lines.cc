@@ -1,16 +1,11 @@
 #include "launch/lines.h"
 
 namespace lockstep {
-namespace {
-
-constexpr std::size_t kLongestLine = 64 * 1024;
-
-}  // namespace
 
 void Lines::add(const char* bytes, std::size_t count, const Take& take) {
   for (std::size_t i = 0; i < count; ++i) {
     if (bytes[i] != '\n') begun_.push_back(bytes[i]);
-    if (bytes[i] != '\n' && begun_.size() < kLongestLine) continue;
+    if (bytes[i] != '\n' && begun_.size() < longest_) continue;
     take(begun_);
     begun_.clear();
   }

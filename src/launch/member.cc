@@ -78,6 +78,7 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
 [[noreturn]] void become(char** command, char** environment, int in, int out, int error, int problem, pid_t launcher) {
   setpgid(0, 0);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  signal(SIGPIPE, SIG_DFL);
   if (getppid() != launcher) _exit(1);  // it ended meanwhile
   sigset_t none;
   sigemptyset(&none);
@@ -94,7 +95,10 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
 }  // namespace
 
 Member::Member(const MemberCommand& command)
-    : name_(command.name), prefix_(command.prefix), takes_orders_(command.input.has_value()) {
+    : name_(command.name),
+      prefix_(command.prefix),
+      log_file_(command.log_file),
+      takes_orders_(command.input.has_value()) {
   if (!command.log_file.empty()) {
     log_ = FileDescriptor(open(command.log_file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
     if (!log_.open()) throw IoError(text("cannot write ", command.log_file, ": ", std::strerror(errno)));
@@ -133,7 +137,10 @@ bool Member::read(Stream stream, const Lines::Take& print) {
   auto& last = stream == Stream::error ? last_error_ : last_line_;
   const auto take = [&](const std::string& line) {
     const auto whole = line + "\n";
-    [[maybe_unused]] const auto written = log_.open() ? write(log_.get(), whole.data(), whole.size()) : 0;
+    if (log_.open() && write(log_.get(), whole.data(), whole.size()) != static_cast<ssize_t>(whole.size())) {
+      log_problem_ = text("cannot write ", log_file_, ": ", std::strerror(errno));
+      log_ = FileDescriptor();
+    }
     if (!line.empty()) last = line;
     print(line);
   };
@@ -149,12 +156,13 @@ bool Member::read(Stream stream, const Lines::Take& print) {
   return count > 0;
 }
 
-bool Member::reap() {
+bool Member::reap(const std::function<void(pid_t)>& before_its_number_is_free) {
   siginfo_t info{};
   if (ended_ || waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0)
     return false;
   ended_ = true;
   ::kill(-pid_, SIGKILL);  // what it started and left behind; while its number is its own
+  before_its_number_is_free(pid_);
   waitpid(pid_, nullptr, 0);
   signal_ = info.si_code == CLD_EXITED ? 0 : info.si_status;
   status_ = info.si_code == CLD_EXITED ? info.si_status : 128 + info.si_status;

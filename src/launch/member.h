@@ -3,6 +3,7 @@
 
 #include <sys/types.h>
 
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -52,8 +53,12 @@ class Member {
   int status() const { return status_; }  // the exit status, or 128 and the signal's number
   int signal() const { return signal_; }  // that ended it, or 0
 
-  // Whether it has just ended; then nothing of its group is left.
-  bool reap();
+  // Why its log file is not whole; empty where it is.
+  const std::string& log_problem() const { return log_problem_; }
+
+  // Whether it has just ended; then nothing of its group is left. Another process may get its number as soon as
+  // `before_its_number_is_free` has returned.
+  bool reap(const std::function<void(pid_t)>& before_its_number_is_free);
 
   // To its group; one that takes orders is told instead, and passes it on to its own.
   void send(int signal);
@@ -75,7 +80,7 @@ class Member {
 
   void order(const std::string& line);
 
-  std::string name_, prefix_;
+  std::string name_, prefix_, log_file_, log_problem_;
   bool takes_orders_ = false;
   pid_t pid_ = 0;
   Mutex mutex_;

@@ -14,6 +14,9 @@ inline constexpr const char* kEnd = "end\n";  // another host's rank has failed
 std::string order_to_send(int signal);
 
 // The reading end: this process's standard input.
+// A command and its environment may be long.
+inline constexpr std::size_t kLongestOrder = std::size_t{16} << 20;
+
 class Orders {
  public:
   Orders();
@@ -34,7 +37,7 @@ class Orders {
  private:
   void read_some();
 
-  Lines lines_;
+  Lines lines_{kLongestOrder};
   std::deque<std::string> waiting_;
   bool ended_ = false;
   Deadline silence_;

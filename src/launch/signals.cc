@@ -7,6 +7,7 @@ namespace lockstep {
 
 Signals::Signals() {
   ::signal(SIGCHLD, SIG_DFL);  // where it is ignored there are no exit statuses
+  ::signal(SIGPIPE, SIG_IGN);  // who reads the output may go, and the job goes on
   sigset_t set;
   sigemptyset(&set);
   sigaddset(&set, SIGCHLD);

@@ -295,5 +295,72 @@ TEST(Launch, BadInputIsNamed) {
   expect_has(output({"--part"}), "no other launcher says what to run here");
 }
 
+// A log file that can take no more: the job goes on, says so, and does not end as if all were well.
+TEST(Launch, AFullDiskUnderTheLogsIsSaid) {
+  const auto folder = fresh_folder("full");
+  std::filesystem::create_symlink("/dev/full", folder + "/rank-1.log");
+  auto job = run({"-n", "2", "--log-dir", folder, "--restarts", "3"}, "echo a line; echo another");
+  const auto& output = job.wait_for_end(kSoon);
+  EXPECT_EQ(exit_status(job), 74);
+  expect_has(output, "lockstep run: cannot write " + folder + "/rank-1.log: No space left on device");
+  expect_has(output, "[1] another\n");
+  EXPECT_EQ(output.find("restart"), std::string::npos) << output;
+  EXPECT_EQ(contents(folder + "/rank-0.log"), "a line\nanother\n");
+}
+
+TEST(Launch, LongCommandsReachOtherHostsWhole) {
+  const std::string word(100'000, 'w');
+  auto job = run({"-H", "localhost:1"}, "echo " + word + " | wc -c");
+  expect_has(job.wait_for_end(kSoon), "[0] 100001\n");
+  EXPECT_EQ(exit_status(job), 0);
+}
+
+TEST(Launch, ASignalIsHeardWhileManyAreStarted) {
+  auto job = Process({"/bin/sh", "-c", "ulimit -n $(ulimit -Hn); exec \"$@\" 2>&1", "sh", LOCKSTEP_CLI, "run", "-n",
+                      "20000", "--grace", "2", "sh", "-c", "echo started; exec sleep 100"});
+  usleep(500'000);
+  const auto begin = Deadline::after(std::chrono::seconds(0));
+  job.send(SIGTERM);
+  job.wait_for_end(60);
+  EXPECT_LT(begin.waited().count(), 15);
+}
+
+TEST(Launch, AHangupEndsTheJobAsAnyWishThatItShouldEndAndIsSaid) {
+  auto job = run({"-n", "1"}, "trap 'echo saved; exit 0' TERM; echo ready; while true; do sleep 0.05; done");
+  job.wait_for_line("[0] ready", kSoon);
+  job.send(SIGHUP);
+  const auto& output = job.wait_for_end(kSoon);
+  expect_has(output, "[0] saved\n");
+  expect_has(output, "lockstep run: ended by signal 1 (Hangup)");
+  EXPECT_EQ(exit_status(job), 129);
+}
+
+// The process that ends what is left was killed: the launcher goes on.
+TEST(Launch, LivesWithoutItsGuardian) {
+  auto job = run({"-n", "1"}, "echo ready; sleep 1; echo done");
+  job.wait_for_line("[0] ready", kSoon);
+  std::vector<pid_t> killed;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+    const auto process = std::atoi(entry.path().filename().c_str());
+    std::ifstream file(text("/proc/", process, "/stat"));
+    std::string rest;
+    std::getline(file, rest);
+    const auto end = rest.rfind(')');
+    if (process == 0 || end == std::string::npos) continue;
+    std::istringstream words(rest.substr(end + 2));
+    std::string state;
+    pid_t parent = 0;
+    words >> state >> parent;
+    std::string command;
+    std::getline(std::ifstream(text("/proc/", process, "/comm")), command);
+    if (parent == job.pid() && command == "lockstep") killed.push_back(process);
+  }
+  ASSERT_EQ(killed.size(), 1U);  // the guardian is a copy of the launcher
+  kill(killed[0], SIGKILL);
+  const auto& output = job.wait_for_end(kSoon);
+  expect_has(output, "[0] done\n");
+  EXPECT_EQ(exit_status(job), 0);
+}
+
 }  // namespace
 }  // namespace lockstep
