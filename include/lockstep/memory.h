@@ -16,4 +16,10 @@ struct MemoryStats {
 // Zeros when LibTorch's own allocator serves. Any thread may call; the two figures are not taken at one instant.
 MemoryStats memory_stats();
 
+// Gives what is cached back to the system: for a program that goes on to something else, or shares its machine. The
+// next tensors take longer once. It happens by itself where the system refuses more, and where tensors and cache
+// together would pass three quarters of the memory that this process may use (of its share, with other ranks on its
+// host). Any thread. Follows torch.cuda.empty_cache.
+void release_memory();
+
 }  // namespace lockstep

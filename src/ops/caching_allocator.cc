@@ -2,6 +2,7 @@
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <malloc.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -24,7 +25,8 @@ constexpr int kClasses = 160;  // up to 2^40 bytes, more than any tensor
 
 constexpr std::size_t kLarge = std::size_t{1}
                                << 17;  // from here on blocks come from an arena, smaller ones from malloc
-constexpr std::size_t kArena = std::size_t{1} << 26;  // of addresses; memory only where blocks have been used
+constexpr std::size_t kArena = std::size_t{1} << 26;     // of addresses; memory only where blocks have been used
+constexpr std::size_t kOwnPages = std::size_t{1} << 25;  // from here on a block has a mapping of its own
 constexpr std::size_t kHugePage = std::size_t{1} << 21;
 constexpr std::int64_t kFlush = std::int64_t{1}
                                 << 16;  // bytes after which a heap tells the allocator of what it caches
@@ -51,13 +53,29 @@ struct alignas(kAlignment) CachingAllocator::Block {
   Block* next;
   std::size_t bytes;  // without this header
   int size_class;
-  bool in_memory = true;  // of a large block: whether it still has its pages
+  bool in_memory = true;   // of a large block: whether it still has its pages
+  std::size_t mapped = 0;  // of one with a mapping of its own: how long that is
 
   static Block* of(void* data) { return static_cast<Block*>(data) - 1; }
   void* data() { return this + 1; }
   bool large() const { return bytes >= kLarge; }
 
-  // Gives the pages that hold nothing but this block's data back to the system.
+  // Gives the memory back to the system; true where the block stays, without its pages.
+  bool give_back() {
+    if (mapped > 0) {
+      munmap(this, mapped);
+      return false;
+    }
+    if (large()) {
+      drop_pages();
+      return true;
+    }
+    std::free(this);
+    return false;
+  }
+
+ private:
+  // Those that hold nothing but this block's data.
   void drop_pages() {
     constexpr std::uintptr_t kPage = 4096;
     const auto begin = (reinterpret_cast<std::uintptr_t>(data()) + kPage - 1) / kPage * kPage;
@@ -67,36 +85,47 @@ struct alignas(kAlignment) CachingAllocator::Block {
   }
 };
 
-// Memory for one heap's large blocks, side by side in huge pages where the system gives them: a step reads some
-// megabytes, and each small page costs a translation. Never given back; its pages can be.
+namespace {
+
+// Addresses that begin with a huge page, in which the system gives huge pages where it has them: a step reads some
+// megabytes, and each small page costs a translation.
+std::byte* map_huge(std::size_t bytes, int flags) {
+  void* memory = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
+  if (memory == MAP_FAILED) return nullptr;
+  auto* const first = static_cast<std::byte*>(memory);
+  const auto before = (kHugePage - reinterpret_cast<std::uintptr_t>(memory) % kHugePage) % kHugePage;
+  if (before > 0) munmap(first, before);
+  munmap(first + before + bytes, kHugePage - before);
+  madvise(first + before, bytes, MADV_HUGEPAGE);
+  return first + before;
+}
+
+}  // namespace
+
+// Memory for one heap's large blocks, side by side. Never given back; its pages can be.
 class CachingAllocator::Arena {
  public:
   void* take(std::size_t bytes) {
-    if (bytes > static_cast<std::size_t>(end_ - next_)) map(bytes);
+    if (bytes > static_cast<std::size_t>(end_ - next_)) {
+      auto* const begin = map_huge(kArena, MAP_NORESERVE);
+      if (begin == nullptr) return nullptr;
+      next_ = begin;
+      end_ = begin + kArena;
+    }
     return std::exchange(next_, next_ + bytes);
   }
 
  private:
-  void map(std::size_t bytes) {
-    const std::size_t size = std::max(kArena, (bytes + kHugePage - 1) / kHugePage * kHugePage);
-    void* memory = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | (size > kArena ? 0 : MAP_NORESERVE), -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    const auto address = reinterpret_cast<std::uintptr_t>(memory);
-    next_ = static_cast<std::byte*>(memory) + (kHugePage - address % kHugePage) % kHugePage;
-    end_ = next_ + size;
-    madvise(next_, size, MADV_HUGEPAGE);
-  }
-
   std::byte* next_ = nullptr;
   std::byte* end_ = nullptr;
 };
 
 struct CachingAllocator::Heap {
   CachingAllocator* allocator;
-  std::array<Block*, kClasses> free{};     // touched by the owning thread alone
-  Arena arena;                             // likewise
-  std::atomic<std::int64_t> uncounted{0};  // cached bytes not yet in the allocator's; written likewise
+  Mutex mutex;  // the owning thread's, but for `release`: nobody waits for it in a step
+  std::array<Block*, kClasses> free LOCKSTEP_GUARDED_BY(mutex){};
+  Arena arena LOCKSTEP_GUARDED_BY(mutex);
+  std::atomic<std::int64_t> uncounted{0};  // cached bytes not yet in the allocator's; written by the owning thread
   alignas(kAlignment) std::atomic<Block*> returned{nullptr};  // pushed by other threads, taken whole by the owner
 
   // Adds to the bytes that are cached. The allocator's counter, which all threads share, is touched seldom.
@@ -106,12 +135,12 @@ struct CachingAllocator::Heap {
     if (flush) allocator->cached_.fetch_add(sum, std::memory_order_relaxed);
     uncounted.store(flush ? 0 : sum, std::memory_order_relaxed);
   }
-  void keep(Block* block) {
+  void keep(Block* block) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex)) {
     auto& head = free[static_cast<std::size_t>(block->size_class)];
     block->next = head;
     head = block;
   }
-  void take_returned() {
+  void take_returned() LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex)) {
     Block* block = returned.exchange(nullptr, std::memory_order_acquire);
     while (block != nullptr) {
       Block* next = block->next;
@@ -120,6 +149,41 @@ struct CachingAllocator::Heap {
     }
   }
 };
+
+// Gives back what lies in the list, and keeps what stays a block; returns how many bytes went.
+std::size_t CachingAllocator::release_list(Block*& head) {
+  std::size_t bytes = 0;
+  Block* kept = nullptr;
+  for (Block* block = std::exchange(head, nullptr); block != nullptr;) {
+    Block* const next = block->next;
+    const bool had_memory = block->in_memory;
+    if (had_memory) bytes += block->bytes;
+    if (!had_memory || block->give_back()) {
+      block->next = kept;
+      kept = block;
+    }
+    block = next;
+  }
+  head = kept;
+  return bytes;
+}
+
+void CachingAllocator::release() {
+  std::vector<Heap*> heaps;
+  {
+    MutexLock lock(mutex_);
+    heaps = heaps_;
+  }
+  for (auto* heap : heaps) {
+    MutexLock lock(heap->mutex);
+    heap->take_returned();
+    for (auto& head : heap->free) {
+      const auto bytes = release_list(head);
+      reserved_.fetch_sub(bytes, std::memory_order_relaxed);
+      cached_.fetch_sub(static_cast<std::int64_t>(bytes), std::memory_order_relaxed);
+    }
+  }
+}
 
 struct CachingAllocator::ThreadHeap {
   Heap* heap = nullptr;
@@ -168,24 +232,57 @@ void* CachingAllocator::allocate(std::size_t bytes) {
   const auto size_class = size_class_of(bytes);
   if (size_class.index >= kClasses) throw std::bad_alloc();
   auto& heap = heap_of_this_thread();
-  auto& head = heap.free[static_cast<std::size_t>(size_class.index)];
-  if (head == nullptr && heap.returned.load(std::memory_order_relaxed) != nullptr) heap.take_returned();
-  if (Block* block = head; block != nullptr) {
-    head = block->next;
-    if (block->in_memory) {
-      heap.count(-static_cast<std::int64_t>(block->bytes));
-    } else {
-      block->in_memory = true;
-      reserved_.fetch_add(block->bytes, std::memory_order_relaxed);
-    }
+  Block* block = nullptr;
+  {
+    MutexLock lock(heap.mutex);
+    auto& head = heap.free[static_cast<std::size_t>(size_class.index)];
+    if (head == nullptr && heap.returned.load(std::memory_order_relaxed) != nullptr) heap.take_returned();
+    block = head;
+    if (block != nullptr) head = block->next;
+  }
+  if (block != nullptr && block->in_memory) {
+    heap.count(-static_cast<std::int64_t>(block->bytes));
     return block->data();
   }
-  const auto with_header = sizeof(Block) + size_class.bytes;
-  void* memory =
-      size_class.bytes >= kLarge ? heap.arena.take(with_header) : std::aligned_alloc(kAlignment, with_header);
-  if (memory == nullptr) throw std::bad_alloc();
-  reserved_.fetch_add(size_class.bytes, std::memory_order_relaxed);
-  return (new (memory) Block{&heap, nullptr, size_class.bytes, size_class.index})->data();
+  make_room(size_class.bytes);
+  if (block == nullptr) block = take_from_system(heap, size_class.bytes, size_class.index);
+  if (block == nullptr) {
+    release();
+    block = take_from_system(heap, size_class.bytes, size_class.index);
+  }
+  if (block == nullptr) throw std::bad_alloc();
+  block->in_memory = true;
+  reserved_.fetch_add(block->bytes, std::memory_order_relaxed);
+  return block->data();
+}
+
+CachingAllocator::Block* CachingAllocator::take_from_system(Heap& heap, std::size_t bytes, int size_class) {
+  const auto with_header = sizeof(Block) + bytes;
+  void* memory = nullptr;
+  std::size_t mapped = 0;
+  if (with_header >= kOwnPages) {
+    mapped = (with_header + kHugePage - 1) / kHugePage * kHugePage;
+    memory = map_huge(mapped, 0);
+  } else if (bytes >= kLarge) {
+    MutexLock lock(heap.mutex);
+    memory = heap.arena.take(with_header);
+  } else {
+    memory = std::aligned_alloc(kAlignment, with_header);
+  }
+  return memory == nullptr ? nullptr : new (memory) Block{&heap, nullptr, bytes, size_class, true, mapped};
+}
+
+// Sizes that a program needs no more must not keep it from those that it needs now.
+void CachingAllocator::make_room(std::size_t bytes) {
+  const auto limit = limit_ / static_cast<std::size_t>(processes_that_share_memory());
+  if (reserved_.load(std::memory_order_relaxed) + bytes <= limit) return;
+  const auto [reserved, cached] = stats();
+  if (cached > 0 && reserved - cached + bytes <= limit) release();  // else it would cost pages and gain nothing
+}
+
+std::int64_t CachingAllocator::cache_limit() const {
+  const int processes = processes_that_share_memory();
+  return processes == 1 ? cache_limit_ : cache_limit_ / processes;
 }
 
 void CachingAllocator::deallocate(void* data) noexcept {
@@ -197,19 +294,16 @@ void CachingAllocator::deallocate(void* data) noexcept {
   const auto bytes = static_cast<std::int64_t>(block->bytes);
   const auto cached =
       allocator.cached_.load(std::memory_order_relaxed) + heap.uncounted.load(std::memory_order_relaxed);
-  if (cached + bytes > allocator.cache_limit_) {
+  if (cached + bytes > allocator.cache_limit()) {
     allocator.reserved_.fetch_sub(block->bytes, std::memory_order_relaxed);
-    if (!block->large()) {
-      std::free(block);
-      return;
-    }
-    block->drop_pages();
+    if (!block->give_back()) return;
   } else if (at_home) {
     heap.count(bytes);
   } else {
     allocator.cached_.fetch_add(bytes, std::memory_order_relaxed);
   }
   if (at_home) {
+    MutexLock lock(heap.mutex);
     heap.keep(block);
     return;
   }
@@ -228,9 +322,6 @@ MemoryStats CachingAllocator::stats() const {
 
 namespace {
 
-// Half of the memory that this process may use may lie in the cache.
-std::size_t default_cache_limit() { return usable_memory_bytes() / 2; }
-
 class TorchAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
@@ -242,9 +333,11 @@ class TorchAllocator final : public c10::Allocator {
     std::memcpy(destination, source, bytes);
   }
   MemoryStats stats() const { return blocks_.stats(); }
+  void release() { blocks_.release(); }
 
  private:
-  CachingAllocator blocks_{default_cache_limit()};
+  // Half of the memory that this process may use may lie in the cache, and three quarters be taken in all.
+  CachingAllocator blocks_{usable_memory_bytes() / 2, usable_memory_bytes() / 4 * 3};
 };
 
 // Null where LibTorch's own allocator serves.
@@ -268,6 +361,11 @@ bool install_caching_allocator() {
 }
 
 MemoryStats memory_stats() { return torch_allocator() == nullptr ? MemoryStats{} : torch_allocator()->stats(); }
+
+void release_memory() {
+  if (torch_allocator() != nullptr) torch_allocator()->release();
+  malloc_trim(0);  // small blocks are malloc's
+}
 
 namespace {
 [[maybe_unused]] const bool installed_when_loaded = install_caching_allocator();

@@ -17,12 +17,19 @@ namespace lockstep {
 // Threads hold on to their heaps, so an allocator must never be destroyed.
 class CachingAllocator {
  public:
-  // Gives memory back to the system while `cache_limit` bytes are cached already.
-  explicit CachingAllocator(std::size_t cache_limit) : cache_limit_(static_cast<std::int64_t>(cache_limit)) {}
+  // What is freed while `cache_limit` bytes are cached already goes back to the system. Where blocks in use and cached
+  // ones would have more than `limit` bytes together, all that is cached does. Processes that share this host's memory
+  // have an equal part of both.
+  explicit CachingAllocator(std::size_t cache_limit, std::size_t limit = std::size_t{1} << 62)
+      : cache_limit_(static_cast<std::int64_t>(cache_limit)), limit_(limit) {}
 
   // Throws std::bad_alloc.
   void* allocate(std::size_t bytes);
   static void deallocate(void* data) noexcept;
+
+  // Gives all that is cached back to the system, of all threads' heaps. Addresses of blocks of 128 KiB to 32 MiB stay
+  // taken, for the next blocks of their size.
+  void release();
 
   MemoryStats stats() const;
 
@@ -32,11 +39,16 @@ class CachingAllocator {
   struct Block;
   struct ThreadHeap;
 
+  static std::size_t release_list(Block*& head);
   Heap& heap_of_this_thread();
   Heap* adopt_heap();
   void abandon_heap(Heap* heap);
+  Block* take_from_system(Heap& heap, std::size_t bytes, int size_class);
+  void make_room(std::size_t bytes);
+  std::int64_t cache_limit() const;
 
   const std::int64_t cache_limit_;
+  const std::size_t limit_;
   std::atomic<std::size_t> reserved_{0};
   std::atomic<std::int64_t> cached_{0};  // but for what heaps have not counted yet
   mutable Mutex mutex_;

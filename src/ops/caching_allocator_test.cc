@@ -6,6 +6,9 @@
 #include <cstring>
 #include <set>
 #include <thread>
+#include <vector>
+
+#include "base/resources.h"
 
 namespace lockstep {
 namespace {
@@ -84,6 +87,81 @@ TEST(CachingAllocator, LargeBlocksBeyondTheLimitLoseTheirPagesAndServeAgain) {
   EXPECT_EQ(allocator.stats().reserved_bytes, kBytes);
 }
 
+// A program that frees 40 % of the memory and takes 70 % in other sizes, in another thread, while a third one idles.
+TEST(CachingAllocator, SizesThatDiedMakeRoomForOthers) {
+  constexpr std::size_t kAll = std::size_t{1} << 28;
+  for (const std::size_t dead : {std::size_t{60'000}, std::size_t{1} << 20, std::size_t{1} << 26}) {
+    auto& allocator = *new CachingAllocator(kAll / 2, kAll / 4 * 3);
+    const auto take = [&](std::size_t bytes, std::size_t percent) {
+      std::vector<void*> blocks;
+      for (std::size_t taken = 0; taken + bytes <= kAll / 100 * percent; taken += bytes) {
+        blocks.push_back(allocator.allocate(bytes));
+        EXPECT_LE(allocator.stats().reserved_bytes, kAll);
+      }
+      return blocks;
+    };
+    const auto give_back = [](const std::vector<void*>& blocks) {
+      for (auto* block : blocks) CachingAllocator::deallocate(block);
+    };
+    std::jthread([&] { give_back(take(dead, 40)); }).join();  // its heap is nobody's now
+    EXPECT_GE(allocator.stats().cached_bytes, kAll / 4);
+    give_back(take(dead / 2 * 3, 70));
+    EXPECT_LE(allocator.stats().reserved_bytes, kAll);
+    allocator.release();
+    EXPECT_EQ(allocator.stats().cached_bytes, 0U);
+    EXPECT_EQ(allocator.stats().reserved_bytes, 0U);
+    give_back(take(dead, 40));
+  }
+}
+
+TEST(CachingAllocator, WhatIsReleasedIsTheSystemsAgain) {
+  auto& allocator = make_allocator();
+  std::vector<void*> blocks;
+  for (const std::size_t bytes : {1000, 1 << 20, 1 << 26}) {
+    blocks.push_back(allocator.allocate(bytes));
+    std::memset(blocks.back(), 7, bytes);
+  }
+  std::jthread([&] { CachingAllocator::deallocate(blocks[1]); }).join();
+  for (const int i : {0, 2}) CachingAllocator::deallocate(blocks[static_cast<std::size_t>(i)]);
+  allocator.release();
+  EXPECT_EQ(allocator.stats().reserved_bytes, 0U);
+  const auto* again = static_cast<char*>(allocator.allocate(1 << 20));
+  EXPECT_EQ(again, blocks[1]);
+  EXPECT_EQ(again[1 << 19], 0) << "its pages were not given back";
+}
+
+// While other threads allocate and free.
+TEST(CachingAllocator, ReleasesWhileOthersWork) {
+  auto& allocator = make_allocator();
+  std::atomic<bool> done{false};
+  std::vector<std::jthread> threads;
+  for (int thread = 0; thread < 3; ++thread) {
+    threads.emplace_back([&, thread] {
+      for (std::uint64_t round = 0; !done; ++round) {
+        const std::size_t bytes = std::size_t{64} << (round % 16);
+        auto* const data = static_cast<unsigned char*>(allocator.allocate(bytes));
+        std::memset(data, thread + 1, bytes);
+        EXPECT_EQ(data[bytes - 1], thread + 1);
+        CachingAllocator::deallocate(data);
+      }
+    });
+  }
+  for (int i = 0; i < 200; ++i) allocator.release();
+  done = true;
+  threads.clear();
+  allocator.release();
+  EXPECT_EQ(allocator.stats().reserved_bytes, 0U);
+}
+
+TEST(CachingAllocator, ProcessesOfAHostShareItsMemory) {
+  auto& allocator = make_allocator(10'000);
+  share_memory_among(4);
+  void* const block = allocator.allocate(8192);
+  CachingAllocator::deallocate(block);
+  share_memory_among(1);
+  EXPECT_EQ(allocator.stats().cached_bytes, 0U);
+}
+
 TEST(CachingAllocator, RefusesWhatNoMachineHas) {
   auto& allocator = make_allocator();
   EXPECT_THROW(allocator.allocate(std::size_t{1} << 46), std::bad_alloc);
@@ -115,6 +193,13 @@ TEST(CachingAllocator, ServesLibTorchsTensors) {
   const auto tensor = torch::empty({1 << 20});
   EXPECT_GE(memory_stats().reserved_bytes - memory_stats().cached_bytes, tensor.nbytes());
   EXPECT_EQ(tensor.storage().data_ptr().get_deleter(), &CachingAllocator::deallocate);
+}
+
+TEST(CachingAllocator, ReleaseMemoryIsForTheUser) {
+  torch::empty({1 << 22});
+  EXPECT_GT(memory_stats().cached_bytes, 0U);
+  release_memory();
+  EXPECT_EQ(memory_stats().cached_bytes, 0U);
 }
 
 }  // namespace

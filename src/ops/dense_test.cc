@@ -172,5 +172,32 @@ TEST(SoftmaxCrossEntropy, ExtremeLogits) {
   EXPECT_THROW(ops::softmax_cross_entropy(logits, at::tensor({1, 1, 2}, at::kLong)), c10::Error);
 }
 
+// What a frozen weight is multiplied with is no business of backward: it may be changed in place, and is not kept.
+TEST(Dense, AFrozenWeightKeepsNoInput) {
+  const auto weight = at::rand({16, 16}), bias = at::rand({16}).requires_grad_();
+  auto x = at::rand({8, 16}).requires_grad_();
+  auto hidden = x * 2;
+  const auto y = at::linear(hidden, weight, bias);
+  hidden.detach().mul_(0);  // bumps the version of what linear got
+  hidden.unsafeGetTensorImpl()->bump_version();
+  y.sum().backward();
+  EXPECT_TRUE(at::allclose(x.grad(), at::mm(at::ones({8, 16}), weight) * 2));
+  EXPECT_TRUE(at::allclose(bias.grad(), at::full({16}, 8.0)));
+}
+
+TEST(Dense, GradientsThroughAFrozenWeightOrInputAreLibTorchs) {
+  for (const bool frozen_weight : {false, true}) {
+    const auto x = at::rand({2, 5, 16}), w = at::rand({16, 16});
+    const auto gradient_of = [&](const auto& linear) {
+      const auto input = x.clone().requires_grad_(frozen_weight), weight = w.clone().requires_grad_(!frozen_weight);
+      linear(input, weight).square().sum().backward();
+      return frozen_weight ? input.grad() : weight.grad();
+    };
+    const auto ours = gradient_of([](const Tensor& a, const Tensor& b) { return at::linear(a, b); });
+    const auto theirs = gradient_of([](const Tensor& a, const Tensor& b) { return at::matmul(a, b.t()); });
+    EXPECT_TRUE(at::allclose(ours, theirs, 1e-4));
+  }
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -79,7 +79,9 @@ struct Linear : torch::autograd::Function<Linear> {
     const auto contiguous_bias = bias.has_value() ? bias->contiguous() : Tensor();
     kernels::bias_kernels().forward(output.mutable_data_ptr<float>(), output.numel() / weight.size(0), weight.size(0),
                                     bias.has_value() ? contiguous_bias.const_data_ptr<float>() : nullptr, relu);
-    context->save_for_backward({x, weight, relu ? output : Tensor()});
+    // Only what backward reads: what a frozen weight was multiplied with may be changed in place, and freed.
+    context->save_for_backward(
+        {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor(), relu ? output : Tensor()});
     context->saved_data["bias"] = bias.has_value();
     return output;
   }
@@ -89,7 +91,9 @@ struct Linear : torch::autograd::Function<Linear> {
     const auto saved = context->get_saved_variables();
     const auto &x = saved[0], &weight = saved[1], &y = saved[2];
     const bool has_bias = context->saved_data["bias"].toBool();
-    if (at::GradMode::is_enabled()) return differentiable_backward(x, weight, y, has_bias, gradients[0]);
+    auto sizes_of_x = gradients[0].sizes().vec();
+    if (weight.defined()) sizes_of_x.back() = weight.size(1);
+    if (at::GradMode::is_enabled()) return differentiable_backward(x, weight, y, has_bias, gradients[0], sizes_of_x);
 
     auto gradient = as_rows(resolved(gradients[0]));
     if (y.defined()) {
@@ -99,10 +103,10 @@ struct Linear : torch::autograd::Function<Linear> {
       gradient = masked;
     }
     Tensor grad_x, grad_weight, grad_bias;
-    if (context->needs_input_grad(0)) grad_x = product({gradient}, {weight.contiguous()}, x.sizes());
-    if (context->needs_input_grad(1)) grad_weight = product({gradient, true}, {as_rows(x)}, weight.sizes());
+    if (weight.defined()) grad_x = product({gradient}, {weight.contiguous()}, sizes_of_x);
+    if (x.defined()) grad_weight = product({gradient, true}, {as_rows(x)}, {gradient.size(1), x.size(-1)});
     if (has_bias) {
-      grad_bias = at::empty({weight.size(0)}, gradient.options());
+      grad_bias = at::empty({gradient.size(1)}, gradient.options());
       kernels::bias_kernels().sum_rows(gradient.const_data_ptr<float>(), gradient.size(0), gradient.size(1),
                                        grad_bias.mutable_data_ptr<float>());
     }
@@ -110,9 +114,12 @@ struct Linear : torch::autograd::Function<Linear> {
   }
 
   static torch::autograd::variable_list differentiable_backward(const Tensor& x, const Tensor& weight, const Tensor& y,
-                                                                bool has_bias, const Tensor& grad_output) {
-    const auto gradient = (y.defined() ? at::where(y <= 0, 0, grad_output) : grad_output).reshape({-1, weight.size(0)});
-    return {at::mm(gradient, weight).view(x.sizes()), at::mm(gradient.t(), x.reshape({-1, x.size(-1)})),
+                                                                bool has_bias, const Tensor& grad_output,
+                                                                at::IntArrayRef sizes_of_x) {
+    const auto gradient =
+        (y.defined() ? at::where(y <= 0, 0, grad_output) : grad_output).reshape({-1, grad_output.size(-1)});
+    return {weight.defined() ? at::mm(gradient, weight).view(sizes_of_x) : Tensor(),
+            x.defined() ? at::mm(gradient.t(), x.reshape({-1, x.size(-1)})) : Tensor(),
             has_bias ? gradient.sum(0) : Tensor(), Tensor()};
   }
 };
