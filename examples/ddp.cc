@@ -1,6 +1,8 @@
-// A LibTorch loop of your own over any number of processes, with any torch::optim optimizer:
-//   for rank in 0 1; do build/release/examples/ddp --rank $rank --size 2 & done; wait
-// On several machines give each rank --store HEAD_NODE:29511 and the name and address of its own --host and --address.
+// A LibTorch loop of your own over any number of processes, with any torch::optim optimizer, under any launcher:
+//   build/release/lockstep run -n 2 build/release/examples/ddp
+//   mpirun -np 2 build/release/examples/ddp
+// Without one this process trains alone. docs/launching.md says what the launchers need for several machines.
+#include <lockstep/cluster.h>
 #include <lockstep/dataset.h>
 #include <lockstep/ddp.h>
 #include <lockstep/world.h>
@@ -81,23 +83,15 @@ void train(const Group& group, int epochs) {
 
 int main(int argc, char** argv) {
   CLI::App app("DistributedDataParallel on Fashion-MNIST");
-  World world;
-  std::string address = "127.0.0.1:29511";
   int epochs = 1;
-  app.add_option("--rank", world.rank, "this process's number")->required();
-  app.add_option("--size", world.size, "how many processes there are")->required();
-  app.add_option("--store", address, "host:port of rank 0, where the ranks meet");
-  app.add_option("--host", world.host, "ranks that give the same name share memory");
-  app.add_option("--address", world.address, "where this rank listens for ranks of other hosts");
   app.add_option("--epochs", epochs);
   CLI11_PARSE(app, argc, argv);
   try {
     torch::manual_seed(1);
-    at::set_num_threads(1);
-    const auto store = world.rank == 0 ? Store::hold(address) : Store::connect(address, in_a_minute());
-    train(make_group(world, store), epochs);
+    const auto meeting = meet(resolve_cluster(), in_a_minute());  // who takes part, and where they meet
+    train(make_group(meeting.world, meeting.store), epochs);
   } catch (const Error& error) {
-    std::cerr << "rank " << world.rank << ": " << error.what() << "\n";
+    std::cerr << error.what() << "\n";
     return 1;
   }
 }

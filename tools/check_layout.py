@@ -18,7 +18,7 @@ ROOMS = {
     "cuda": {"ops"},
     "gradient": {"collective", "kernels", "optimizer"},
     "data": {"checkpoint", "ops"},
-    "ddp": {"collective", "gradient", "ops"},
+    "ddp": {"cluster", "collective", "gradient", "ops"},
     "strategy": {"cluster", "collective", "data", "gradient", "ops", "optimizer"},
     "train": {"checkpoint", "data", "gradient", "ops", "optimizer", "strategy"},
     "horovod": {"checkpoint", "cluster", "collective", "data", "gradient", "strategy", "train"},

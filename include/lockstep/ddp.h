@@ -34,9 +34,11 @@ struct DistributedDataParallelOptions {
   // After every backward with gradients averaged all ranks get rank 0's buffers (BatchNorm's statistics).
   bool broadcast_buffers = true;
 
-  // Ranks count by their examples: the first dimension of the first tensor that is passed to the module. So ragged last
-  // batches give the mean over all examples. Off: every rank counts the same, as in PyTorch.
+  // Backwards count by their examples: dimension `batch_dim` of the first tensor that was passed to the module in each
+  // forward since the backward before. So ragged last batches give the mean over all examples. Off: every backward
+  // counts the same, as in PyTorch. Forwards in eval() mode, or without gradients, do not count.
   bool weigh_by_examples = true;
+  std::int64_t batch_dim = 0;  // 1 for [time, batch, features]
 
   // DType::float16 or DType::bfloat16: what float gradients are sent as. They are summed in float32.
   std::optional<DType> gradient_dtype;
@@ -79,8 +81,9 @@ class DistributedGradients {
   // Not for modules with synchronized batch normalization, whose layers wait for every rank.
   void join(const std::function<void()>& loop);
 
-  // How many examples the next backward counts for on this rank.
-  void set_examples(double examples);
+  // Examples that the next backward counts for on this rank, beside those of other calls since the last. Not counted
+  // where gradients are off.
+  void add_examples(double examples);
 
   // Before each forward. Throws Error where the last backward broke off in the middle.
   void prepare();
@@ -102,7 +105,8 @@ class DistributedDataParallel : public DistributedGradients {
   DistributedDataParallel(std::shared_ptr<M> module, Group group, DistributedDataParallelOptions options = {})
       : DistributedGradients(module, std::move(group), options),
         module_(std::move(module)),
-        weigh_by_examples_(options.weigh_by_examples) {}
+        weigh_by_examples_(options.weigh_by_examples),
+        batch_dim_(options.batch_dim) {}
 
   template <class Holder>
   requires std::is_same_v<typename Holder::ContainedType, M> DistributedDataParallel(
@@ -128,8 +132,8 @@ class DistributedDataParallel : public DistributedGradients {
   template <class Input>
   bool note(const Input& input) {
     if constexpr (std::is_base_of_v<at::Tensor, Input>) {
-      if (input.dim() == 0) return false;
-      set_examples(static_cast<double>(input.size(0)));
+      if (input.dim() <= batch_dim_) return false;
+      if (module_->is_training()) add_examples(static_cast<double>(input.size(batch_dim_)));
       return true;
     }
     return false;
@@ -137,6 +141,7 @@ class DistributedDataParallel : public DistributedGradients {
 
   const std::shared_ptr<M> module_;
   const bool weigh_by_examples_;
+  const std::int64_t batch_dim_;
 };
 
 template <class Holder>

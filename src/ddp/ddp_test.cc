@@ -7,8 +7,10 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
+#include <mutex>
 #include <thread>
 
+#include "ddp/on_ranks.h"
 #include "lockstep/ddp.h"
 #include "lockstep/sync_batch_norm.h"
 
@@ -65,27 +67,6 @@ Batch part_of(const Batch& batch, int rank, int size) {
 
 Tensor loss_of(const Tensor& output, const Tensor& y) {
   return at::mse_loss(output, y) + 0.1 * at::smooth_l1_loss(output, y);
-}
-
-template <class Body>
-void on_ranks(int size, const Body& body) {
-  const auto groups = make_thread_groups(size);
-  std::vector<std::string> errors(static_cast<std::size_t>(size));
-  {
-    std::vector<std::jthread> threads;
-    for (int rank = 0; rank < size; ++rank) {
-      threads.emplace_back([&, rank] {
-        const auto index = static_cast<std::size_t>(rank);
-        try {
-          body(groups[index]);
-        } catch (const std::exception& error) {
-          errors[index] = error.what();
-          groups[index].abort(error.what());
-        }
-      });
-    }
-  }
-  for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
 void expect_equal(const torch::nn::Module& a, const torch::nn::Module& b, double tolerance) {

@@ -1,8 +1,12 @@
+#include <ATen/Parallel.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/nn/module.h>
 
+#include <cstdlib>
+
 #include "base/hash.h"
 #include "base/text.h"
+#include "cluster/host_share.h"
 #include "gradient/gradient_reducer.h"
 #include "lockstep/ddp.h"
 #include "lockstep/error.h"
@@ -104,6 +108,9 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
       GradientReducerOptions{static_cast<std::size_t>(chosen.bucket_cap_mb * kMegabyte),
                              static_cast<std::size_t>(chosen.first_bucket_mb * kMegabyte), chosen.gradient_dtype,
                              chosen.timeout_seconds, chosen.bucket_order, chosen.comm_hook});
+  if (std::getenv("OMP_NUM_THREADS") == nullptr && kept_cpu_count() < at::get_num_threads()) {
+    at::set_num_threads(kept_cpu_count());  // other ranks of this host compute on the other cores
+  }
   state_->reducer->set_after_pass([state = state_.get()](int root) { state->share_buffers(root); });
 }
 
@@ -128,8 +135,8 @@ void DistributedGradients::join(const std::function<void()>& loop) {
   share(state_->group, tensors, source, state_->deadline());
 }
 
-void DistributedGradients::set_examples(double examples) {
-  if (at::GradMode::is_enabled()) state_->reducer->set_weight(examples);  // not of an evaluation in between
+void DistributedGradients::add_examples(double examples) {
+  if (at::GradMode::is_enabled()) state_->reducer->add_weight(examples);  // not of an evaluation in between
 }
 
 void DistributedGradients::prepare() {

@@ -27,6 +27,9 @@ DType dtype_of(const at::Tensor& parameter, const std::string& name) {
   }
 }
 
+constexpr const char* kUnequalSteps =
+    "where ranks make unequal numbers of steps, run each rank's loop in DistributedDataParallel::join";
+
 }  // namespace
 
 // Where one parameter's gradient lies.
@@ -87,6 +90,8 @@ GradientReducer::GradientReducer(std::vector<std::string> names, std::vector<at:
   }
   make_buckets();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    hooks_.push_back(
+        parameters_[i].register_hook([this, i](const at::Tensor& gradient) { return weighed(i, gradient); }));
     torch::autograd::impl::set_post_acc_grad_hooks(parameters_[i], std::make_unique<Hook>(*this, i));
   }
 }
@@ -103,6 +108,7 @@ GradientReducer::~GradientReducer() {
   };
   end(tally_work_);
   for (auto& bucket : buckets_) end(bucket.work);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].remove_hook(hooks_[i]);
   for (const auto& parameter : parameters_) {  // another reducer of the same parameters may have its hooks there by now
     const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
     if (hook != nullptr && hook->belongs_to(*this)) {
@@ -212,7 +218,8 @@ void GradientReducer::begin_pass() {
   open_ = true;
   launched_ = 0;
   ready_order_.clear();
-  my_tally_ = {weight_, 1};
+  if (accumulated_.backwards == 0) accumulated_ = {1, weight_, weight_ > 0 ? weight_ : 1};  // gradients of its own
+  my_tally_ = {accumulated_.weight / accumulated_.backwards, 1};
   if (usual_weight_ == 0) {  // nobody knows yet what a share is relative to
     exchange_tallies();
     usual_weight_ = sum_of_tallies().weight / sum_of_tallies().active;
@@ -254,7 +261,7 @@ int GradientReducer::lowest_active() const {
 void GradientReducer::take(Slot& slot, const at::Tensor& gradient) {
   const at::NoGradGuard no_gradient;
   const auto dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
-  const double share = usual_weight_ > 0 ? my_tally_.weight / usual_weight_ : 0;
+  const double share = usual_weight_ > 0 && my_tally_.weight > 0 ? accumulated_.unit / usual_weight_ : 0;
   if (share == 0) {  // no examples: what backward made of none counts for nothing
     slot.sent.zero_();
   } else if (share != 1) {
@@ -290,7 +297,14 @@ void GradientReducer::launch_ready(bool all) {
   }
 }
 
-void GradientReducer::finish_pass() {
+// A rank that made fewer steps has left, or waits elsewhere.
+void GradientReducer::finish_pass() try { finish_reductions(); } catch (const PeerLost& lost) {
+  throw PeerLost(lost.rank(), lost.generation(), text("(", lost.what(), ") ", kUnequalSteps));
+} catch (const DeadlineExceeded& late) {
+  throw DeadlineExceeded(late.operation(), late.waited_for(), late.ranks(), text("; ", kUnequalSteps));
+}
+
+void GradientReducer::finish_reductions() {
   const at::NoGradGuard no_gradient;
   if (tally_work_) {
     tally_work_->wait();
@@ -310,6 +324,7 @@ void GradientReducer::finish_pass() {
   if (sum.weight > 0) usual_weight_ = sum.weight / sum.active;
   open_ = false;
   tallied_ = false;
+  accumulated_ = {};
   if (!order_known_) learn_order(lowest_active());
   if (after_pass_) after_pass_(lowest_active());
 }

@@ -26,10 +26,12 @@ struct GradientReducerOptions {
   bool sum = false;  // gradients become (sum over ranks of weight * gradient) instead
 };
 
-// A pass is one backward with sync on. All ranks make the same passes; on each a parameter may have no gradient, on
-// some ranks or on all. After it, the gradient of every parameter that has one on any rank is
-//   (sum over ranks of weight * gradient) / (sum of weights),
-// the same bits on all ranks, and a view of a bucket: the next pass overwrites what the caller has not copied.
+// A pass is one backward with sync on, and those without sync that came before it and whose gradients have accumulated.
+// All ranks make the same passes; on each a parameter may have no gradient, on some ranks or on all. After it, the
+// gradient of every parameter that has one on any rank is
+//   backwards * (sum over ranks and backwards of weight * gradient) / (sum over ranks and backwards of weight),
+// where `backwards` counts a rank's own: so as many examples count as much, whichever backward they came in. It has the
+// same bits on all ranks, and is a view of a bucket: the next pass overwrites what the caller has not copied.
 //
 // One thread: the one that calls backward. Backward throws what the Group throws.
 class GradientReducer {
@@ -45,8 +47,9 @@ class GradientReducer {
   void set_sync(bool on) { sync_ = on; }
   bool sync() const { return sync_; }
 
-  // Of the passes that follow, on this rank: its examples.
-  void set_weight(double weight) { weight_ = weight; }
+  // Of the next backward on this rank: its examples. What is added between two backwards is one weight together;
+  // without any, a backward has the weight of the one before it, and the first has 1.
+  void add_weight(double weight) { coming_weight_ = coming_weight_.value_or(0) + weight; }
 
   // Called before each forward. Throws Error where the last pass broke off in the middle: ranks are out of step then.
   void require_whole() const;
@@ -76,6 +79,9 @@ class GradientReducer {
   };
 
   void make_buckets();
+  at::Tensor weighed(std::size_t parameter, const at::Tensor& gradient);
+  bool accumulates(std::size_t parameter) const;
+  void begin_backward();
   void on_gradient(std::size_t parameter);
   void begin_pass();
   Call tally_call();
@@ -85,6 +91,7 @@ class GradientReducer {
   void take(Slot& slot, const at::Tensor& gradient);
   void launch_ready(bool all);
   void finish_pass();
+  void finish_reductions();
   void write_back(Bucket& bucket, double factor);
   void learn_order(int root);
   Deadline deadline() const;
@@ -96,13 +103,25 @@ class GradientReducer {
   const GradientReducerOptions options_;
   const bool overlap_;  // whether another thread of this process may work while backward does
 
-  std::vector<Slot> slots_;  // [parameter]
+  std::vector<unsigned> hooks_;  // [parameter]: on what backward brings, before it is added to the gradient
+  std::vector<Slot> slots_;      // [parameter]
   std::vector<Bucket> buckets_;
   std::vector<std::int64_t> order_;
   std::function<bool()> before_pass_;
   std::function<void(int)> after_pass_;
   bool sync_ = true;
-  double weight_ = 1;
+  double weight_ = 1;                    // of the backward that runs, or ran last
+  std::optional<double> coming_weight_;  // of the next
+
+  // Of the backwards that have accumulated since the last pass. A gradient that has accumulated is the sum of
+  // gradient * weight / unit_.
+  struct Accumulated {
+    int backwards = 0;
+    double weight = 0;
+    double unit = 0;
+  };
+  Accumulated accumulated_;
+  int backward_ = -1;  // autograd's number of the last one
 
   // Of the current pass.
   bool open_ = false;

@@ -205,6 +205,21 @@ void ReplicatedParameters::refresh(int replica) {
   device_double_[static_cast<std::size_t>(replica)].copy_(flat_double_[0]);
 }
 
+std::string ReplicatedParameters::difference_between_copies() const {
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    for (int replica = 1; replica < replicas(); ++replica) {
+      const auto& first = parameter(0, i);
+      const auto& other = parameter(replica, i);
+      if (first.is_alias_of(other) || hash_of(first) == hash_of(other)) continue;
+      return text("the replicas' copies differ: \"", slots_[i].name, "\" of replica ", replica,
+                  " is not that of replica 0. Was one changed by itself, by an optimizer of torch::optim or in place? ",
+                  "Strategy::optimizer and Model::fit update all");
+    }
+  }
+  return "";
+}
+
 void ReplicatedParameters::compare_copies(const Workers& workers) const {
   std::string hashes;
   for (std::size_t i = 0; i < slots_.size(); ++i) {

@@ -67,6 +67,10 @@ class ReplicatedParameters {
   const at::Tensor& flat(int copy, at::ScalarType dtype) const;
   std::int64_t flat_numel(at::ScalarType dtype) const;
 
+  // Names a parameter of which the replicas of this process have copies of other bits; empty where all are equal. While
+  // no replica runs.
+  std::string difference_between_copies() const;
+
   // Throw InvalidArgument on all workers, naming a worker and a parameter, where models have other tensors, or copies
   // are not equal bit for bit: a processor or a program that went wrong. Collective over the workers; not while
   // replicas run.

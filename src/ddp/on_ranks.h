@@ -1,0 +1,36 @@
+// For tests: ranks as threads of one process.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "lockstep/group.h"
+
+namespace lockstep {
+
+// Runs body(group) on one thread a rank. What one throws fails the test, and is heard by the others.
+template <class Body>
+void on_ranks(int size, const Body& body) {
+  const auto groups = make_thread_groups(size);
+  std::vector<std::string> errors(static_cast<std::size_t>(size));
+  {
+    std::vector<std::jthread> threads;
+    for (int rank = 0; rank < size; ++rank) {
+      threads.emplace_back([&, rank] {
+        const auto index = static_cast<std::size_t>(rank);
+        try {
+          body(groups[index]);
+        } catch (const std::exception& error) {
+          errors[index] = error.what();
+          groups[index].abort(error.what());
+        }
+      });
+    }
+  }
+  for (const auto& error : errors) EXPECT_EQ(error, "");
+}
+
+}  // namespace lockstep
