@@ -270,5 +270,46 @@ TEST(ShardingErrors, FitAndEvaluateOverFilesCountEachExampleOnce) {
   EXPECT_TRUE(equal_bits(weights.values().at(0), weights.values().at(1)));
 }
 
+// A loss that is a sum, where the chief's files hold no examples of the step: the others' count all the same.
+TEST(ShardingWhereTheChiefHasNone, ASumIsOfAllWhoHaveExamples) {
+  const auto read = [](const std::string& path) {
+    const bool chiefs = path == "0";
+    const auto x = at::ones({chiefs ? 2 : 8, 3}, at::kDouble);
+    return Dataset::from_tensor_slices(x, x.sum(1, /*keepdim=*/true));
+  };
+  const auto train = [&](const Strategy& strategy, const Dataset& data, int batches) {
+    const auto scope = strategy.scope();
+    Sequential model({Dense(1, {.kernel_initializer = "zeros"})});
+    model.compile(
+        {.loss = Loss(
+             "sum", [](const Tensor& y, const Tensor& p) { return (p - y).square().sum(-1); }, Reduction::sum),
+         .optimizer = SGD({.learning_rate = 0.001})});
+    model.fit(data, {.verbose = 0});
+    EXPECT_EQ(model.iterations(), batches);
+    return weights_of(model);
+  };
+  Collected<std::vector<Tensor>> weights;
+  const std::vector<std::string> paths{"0", "1"};
+  expect_no_errors(run_workers({.workers = 2}, [&](const MultiWorkerMirroredStrategy& strategy) {
+    const auto data =
+        Dataset::from_files(paths, read).with_options({.auto_shard_policy = AutoShardPolicy::file}).batch(2);
+    weights.add(strategy, train(strategy, data, 8));  // the chief has examples in two of the steps
+  }));
+  EXPECT_TRUE(equal_bits(weights.values().at(0), weights.values().at(1)));
+  // One process that makes the same sums: of each step's examples of both.
+  std::vector<std::int64_t> sizes{2, 2, 1, 1, 1, 1, 1, 1};
+  auto w = at::zeros({3, 1}, at::kDouble), b = at::zeros({1}, at::kDouble);
+  const auto ones = at::ones({1, 3}, at::kDouble);
+  double examples = 0;
+  for (const auto size : sizes) examples += static_cast<double>(size);
+  EXPECT_EQ(examples, 10);  // each once
+  for (const auto size : sizes) {
+    const auto gradient = 2 * (at::mm(ones, w) + b - 3) * static_cast<double>(size);
+    w = w - 0.001 * at::mm(ones.t(), gradient);
+    b = b - 0.001 * gradient.flatten();
+  }
+  EXPECT_LT((weights.chiefs()[0] - w).abs().max().item<double>(), 1e-12);
+}
+
 }  // namespace
 }  // namespace lockstep

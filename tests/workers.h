@@ -26,7 +26,8 @@ struct WorkerOptions {
 
 // Runs body(strategy) on each worker at once; element r is what worker r threw, or empty.
 inline std::vector<std::string> run_workers(const WorkerOptions& options,
-                                            const std::function<void(const MultiWorkerMirroredStrategy&)>& body) {
+                                            const std::function<void(const MultiWorkerMirroredStrategy&)>& body,
+                                            std::int64_t compare_copies_every = 100) {
   const auto store = Store::hold("127.0.0.1:0");
   std::vector<std::string> errors(static_cast<std::size_t>(options.workers));
   std::vector<std::jthread> threads;
@@ -43,6 +44,7 @@ inline std::vector<std::string> run_workers(const WorkerOptions& options,
                                           .threads_per_replica = 1,
                                           .communication = communication,
                                           .cluster = cluster,
+                                          .compare_copies_every = compare_copies_every,
                                           .start_timeout_seconds = 30}));
       } catch (const std::exception& error) {
         errors[static_cast<std::size_t>(rank)] = error.what();

@@ -39,6 +39,71 @@ TEST(WorkersDiffer, InTheirDataAndBatchSizes) {
                  "first batch's contents (hash)");
 }
 
+// Equal in the first batch of the first epoch, and not later.
+TEST(WorkersDiffer, InTheirDataOfALaterEpochOrStep) {
+  const auto fit = [](const std::function<Dataset(int worker)>& data, std::int64_t every) {
+    return run_workers(
+        {},
+        [&](const MultiWorkerMirroredStrategy& strategy) {
+          const auto scope = strategy.scope();
+          auto model = make_model(at::kDouble, SGD());
+          model.fit(data(strategy.worker_rank()), {.epochs = 3, .verbose = 0});
+        },
+        every);
+  };
+  torch::manual_seed(4);
+  const auto x = torch::randn({26, 6}, at::kDouble);
+  const auto y = torch::randint(3, {26}, torch::kLong);
+  // The generator of worker 1 gives other examples from its second call on.
+  const auto later_epoch = [&](int worker) {
+    const auto epoch = std::make_shared<int>(0);
+    return Dataset::from_generator([=]() -> Dataset::Generator {
+             const double added =
+                 worker == 1 && ++*epoch > 2 ? 1 : 0;  // the first is looked at before it is trained on
+             return [=, at = std::int64_t{0}]() mutable -> std::optional<Example> {
+               if (at == 21) return std::nullopt;
+               const auto i = at++;
+               return Example{x[i] + added, y[i]};
+             };
+           })
+        .batch(7);
+  };
+  expect_all_say(fit(later_epoch, 1000), "the workers' data differ");
+  const auto later_step = [&](int worker) {
+    auto own = x.clone();
+    if (worker == 1) own.slice(0, 14) += 1;
+    return Dataset::from_tensor_slices(own, y).batch(7);
+  };
+  expect_all_say(fit(later_step, 3), "at step 3 of epoch 1");
+}
+
+TEST(WorkersDiffer, InTheirCallbacks) {
+  const auto data = make_data(at::kDouble).batch(7);
+  expect_all_say(run_workers({},
+                             [&](const MultiWorkerMirroredStrategy& strategy) {
+                               const auto scope = strategy.scope();
+                               auto model = make_model(at::kDouble, SGD());
+                               std::vector<AnyCallback> callbacks{CSVLogger("/dev/null")};
+                               if (strategy.worker_rank() == 0) callbacks.push_back(EarlyStopping({.monitor = "loss"}));
+                               model.fit(data, {.callbacks = callbacks, .verbose = 0});
+                             }),
+                 "the workers' callbacks differ: worker 0 has lockstep::EarlyStopping, worker 1 has nothing");
+}
+
+TEST(WorkersAgree, ThatALossOfOneThatIsNoNumberEndsAll) {
+  Collected<std::size_t> epochs;
+  expect_no_errors(run_workers({}, [&](const MultiWorkerMirroredStrategy& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, SGD());
+    auto x = torch::ones({28, 6}, at::kDouble);
+    x[13].fill_(NAN);  // of the second batch, in worker 1's part
+    const auto data = Dataset::from_tensor_slices(x, torch::zeros({28}, torch::kLong)).batch(7);
+    const auto history = model.fit(data, {.epochs = 5, .callbacks = {TerminateOnNaN()}, .verbose = 0});
+    epochs.add(strategy, history.epoch.size());
+  }));
+  EXPECT_EQ(epochs.values(), (std::map<int, std::size_t>{{0, 1}, {1, 1}}));
+}
+
 TEST(WorkersDiffer, InTheirNumbersOfReplicas) {
   const auto store = Store::hold("127.0.0.1:0");
   std::vector<std::string> errors(2);

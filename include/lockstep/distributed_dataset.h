@@ -55,8 +55,13 @@ class DistributedIterator {
   // Of the elements that this worker has read since the iterator began, without one of which a part is still to come.
   std::int64_t examples() const { return examples_; }
 
-  // Of the element that was read last; 0 before there is one.
+  // Of the element that was read last; 0 before there is one. And a hash of its x, as far as that is cheap: where its
+  // rows still lie in a table, of their places and of the first row.
   std::int64_t element_size() const;
+  std::uint64_t element_hash() const;
+
+  // Whether each worker reads elements of its own.
+  bool is_spread() const { return kind_ == Distribution::spread; }
 
  private:
   std::optional<PerReplica<internal::Part>> own_parts();

@@ -123,6 +123,16 @@ class Model {
 
   Strategy strategy() const;
   ReplicatedModule module() const;  // throws InvalidArgument before the model is built
+
+  // Replica 0's own module, as the factory made it: for torch::save, for a forward of your own (call eval() on it
+  // before, and train() after it), or to read its members. All replicas have the same parameters; change them by fit,
+  // or by load_weights. Throws InvalidArgument where it is not an M.
+  template <class M>
+  std::shared_ptr<M> module() const {
+    auto found = std::dynamic_pointer_cast<M>(first_module());
+    if (found == nullptr) throw InvalidArgument("module<M>: the model's module has another type than M");
+    return found;
+  }
   StepTimes step_times() const;
 
   const std::shared_ptr<ModelImpl>& impl() const { return impl_; }
@@ -131,6 +141,8 @@ class Model {
   explicit Model(std::shared_ptr<ModelImpl> impl) : impl_(std::move(impl)) {}
 
  private:
+  std::shared_ptr<torch::nn::Module> first_module() const;
+
   using Make = std::function<std::shared_ptr<torch::nn::Module>()>;
   using Forward = std::function<Tensor(torch::nn::Module&, const Tensor&)>;
   Model(const Make& make, Forward forward);

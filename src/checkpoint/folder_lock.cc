@@ -58,7 +58,8 @@ FolderLock::FolderLock(const std::string& folder, const std::string& name, Deadl
     bool supported = true;
     if (try_lock(descriptor_.get(), file_, supported)) {
       if (!supported) {
-        log_warning(text("the file system of ", folder,
+        static RepeatedWarning warning;
+        warning.log(text("the file system of ", folder,
                          " has no locks, so nobody would notice another job that saves into the same folder"));
       }
       break;

@@ -3,9 +3,10 @@
 #include <unistd.h>
 
 #include <cstdlib>
-#include <set>
+#include <map>
 
 #include "base/mutex.h"
+#include "checkpoint/files.h"
 
 namespace lockstep {
 namespace {
@@ -18,11 +19,11 @@ class Files {
     return files;
   }
 
-  void add(const std::string& file) {
+  void add(const std::string& file, std::shared_ptr<FolderLock> folder) {
     MutexLock lock(mutex_);
     if (!registered_) ::on_exit(&at_exit, this);
     registered_ = true;
-    files_.insert(file);
+    files_[file] = std::move(folder);
   }
   bool take(const std::string& file) {
     MutexLock lock(mutex_);
@@ -37,18 +38,24 @@ class Files {
   void remove_all() {
     MutexLock lock(mutex_);
     if (::getpid() != process_) return;  // a child that was forked
-    for (const auto& file : files_) ::unlink(file.c_str());
+    for (const auto& [file, lock_of_folder] : files_) ::unlink(file.c_str());
+    files_.clear();
   }
 
   const pid_t process_ = ::getpid();
   Mutex mutex_;
   bool registered_ LOCKSTEP_GUARDED_BY(mutex_) = false;
-  std::set<std::string> files_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::map<std::string, std::shared_ptr<FolderLock>> files_ LOCKSTEP_GUARDED_BY(mutex_);
 };
+
+// One name for a file, wherever this process moves to.
+std::string name_of(const std::string& file) { return absolute_path(file).lexically_normal().string(); }
 
 }  // namespace
 
-void remove_at_success(const std::string& file) { Files::of_process().add(file); }
-bool keep_at_success(const std::string& file) { return Files::of_process().take(file); }
+void remove_at_success(const std::string& file, std::shared_ptr<FolderLock> lock) {
+  Files::of_process().add(name_of(file), std::move(lock));
+}
+bool keep_at_success(const std::string& file) { return Files::of_process().take(name_of(file)); }
 
 }  // namespace lockstep

@@ -1,14 +1,18 @@
 // Files that a program needs no more once it has done all its work. Any thread.
 #pragma once
 
+#include <memory>
 #include <string>
+
+#include "checkpoint/folder_lock.h"
 
 namespace lockstep {
 
 // Removes `file` when this process ends by exit or a return from main with status 0; not where it fails or is killed.
-void remove_at_success(const std::string& file);
+// Until then it holds `lock`, so that no other job writes the file meanwhile.
+void remove_at_success(const std::string& file, std::shared_ptr<FolderLock> lock);
 
-// Takes that back; false where it was not said of this file.
+// Takes that back, and releases the lock; false where it was not said of this file.
 bool keep_at_success(const std::string& file);
 
 }  // namespace lockstep

@@ -1,5 +1,6 @@
 #include "cli/commands.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <iomanip>
 #include <iostream>
@@ -35,12 +36,16 @@ void print_checkpoint(const std::string& path, std::ostream& out) {
   }
   const auto archive = read_archive(file);
   out << checkpoint_file(file) << ": whole\n";
+  std::size_t longest = 0;
+  for (const auto& [name, tensor] : archive.tensors) longest = std::max(longest, name.size());
+  for (const auto& [name, entry] : archive.entries) longest = std::max(longest, name.size());
+  const auto column = static_cast<int>(longest) + 2;
   for (const auto& [name, tensor] : archive.tensors) {
-    out << std::left << std::setw(44) << name << std::setw(10) << name_of(tensor.dtype) << "[" << join(tensor.shape)
+    out << std::left << std::setw(column) << name << std::setw(10) << name_of(tensor.dtype) << "[" << join(tensor.shape)
         << "]\n";
   }
   for (const auto& [name, entry] : archive.entries)
-    out << std::left << std::setw(44) << name << shortened(entry) << "\n";
+    out << std::left << std::setw(column) << name << shortened(entry) << "\n";
 }
 
 }  // namespace lockstep

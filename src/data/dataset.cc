@@ -23,8 +23,8 @@ DatasetIterator::DatasetIterator(std::shared_ptr<const internal::Stage> stage, F
     : stage_(std::move(stage)), cursor_(stage_->open(from.epoch)), position_{.epoch = from.epoch} {
   if (cursor_->skip_examples(from.example)) return;
   throw InvalidArgument(text("no batch of this data set begins after its first ", from.example,
-                             " examples, where the epoch is to go on; make the batches with batch(), or of the size "
-                             "that they had"));
+                             " examples, where the epoch is to go on; call batch() after take, shard, shuffle and "
+                             "cache, or make batches of the size that they had"));
 }
 
 DatasetIterator::~DatasetIterator() = default;

@@ -48,10 +48,13 @@ class SeededCall {
   ReplicaRandom random_;
 };
 
+// Whether a call leaves its batch as large as it was: then so many examples before it are as many after it.
+using KeepsSizes = std::function<bool()>;
+
 class MapCursor final : public Cursor {
  public:
-  MapCursor(std::unique_ptr<Cursor> input, Function function, std::uint64_t seed)
-      : input_(std::move(input)), call_(std::move(function), seed) {}
+  MapCursor(std::unique_ptr<Cursor> input, Function function, std::uint64_t seed, KeepsSizes keeps_sizes)
+      : input_(std::move(input)), call_(std::move(function), seed), keeps_sizes_(std::move(keeps_sizes)) {}
 
   bool next(Row& row) override {
     if (!input_->next(row)) return false;
@@ -63,6 +66,7 @@ class MapCursor final : public Cursor {
     index_ += count;
   }
   bool skip_examples(std::int64_t count) override {
+    if (!keeps_sizes_()) return Cursor::skip_examples(count);
     index_ += count;  // the batches are others, and so are their random numbers
     return input_->skip_examples(count);
   }
@@ -70,14 +74,16 @@ class MapCursor final : public Cursor {
  private:
   std::unique_ptr<Cursor> input_;
   SeededCall call_;
+  KeepsSizes keeps_sizes_;
   std::int64_t index_ = 0;
 };
 
 // Reads ahead by a few elements a thread; what a call throws comes out in its element's place.
 class ParallelMapCursor final : public Cursor {
  public:
-  ParallelMapCursor(std::unique_ptr<Cursor> input, const Function& function, int calls, std::uint64_t seed)
-      : input_(std::move(input)), ahead_(static_cast<std::size_t>(calls) * 4) {
+  ParallelMapCursor(std::unique_ptr<Cursor> input, const Function& function, int calls, std::uint64_t seed,
+                    KeepsSizes keeps_sizes)
+      : input_(std::move(input)), keeps_sizes_(std::move(keeps_sizes)), ahead_(static_cast<std::size_t>(calls) * 4) {
     for (int i = 0; i < calls; ++i) {
       threads_.emplace_back(
           [this, function, seed](const std::stop_token& stop) { work(SeededCall(function, seed), stop); });
@@ -98,7 +104,7 @@ class ParallelMapCursor final : public Cursor {
     index_ += count;
   }
   bool skip_examples(std::int64_t count) override {
-    if (index_ > 0) return Cursor::skip_examples(count);
+    if (index_ > 0 || !keeps_sizes_()) return Cursor::skip_examples(count);
     index_ = count;
     return input_->skip_examples(count);
   }
@@ -139,6 +145,7 @@ class ParallelMapCursor final : public Cursor {
   }
 
   std::unique_ptr<Cursor> input_;
+  KeepsSizes keeps_sizes_;
   std::size_t ahead_;
   std::int64_t index_ = 0;
   bool ended_ = false;
@@ -156,8 +163,17 @@ class MapStage final : public StageOver<MapStage> {
       : StageOver(std::move(input)), function_(std::move(function)), options_(options), seed_(next_random_seed()) {}
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     const auto seed = mix(seed_, static_cast<std::uint64_t>(epoch));
-    if (options_.num_parallel_calls == 1) return std::make_unique<MapCursor>(input_->open(epoch), function_, seed);
-    return std::make_unique<ParallelMapCursor>(input_->open(epoch), function_, options_.num_parallel_calls, seed);
+    const auto keeps_sizes = [input = input_, function = function_, epoch, seed] {
+      Row first;
+      if (!input->open(epoch)->next(first)) return true;
+      const auto before = first.examples();
+      return SeededCall(function, seed)(own(first), 0).size() == before;
+    };
+    if (options_.num_parallel_calls == 1) {
+      return std::make_unique<MapCursor>(input_->open(epoch), function_, seed, keeps_sizes);
+    }
+    return std::make_unique<ParallelMapCursor>(input_->open(epoch), function_, options_.num_parallel_calls, seed,
+                                               keeps_sizes);
   }
 
   bool lies_in_memory() const override { return false; }

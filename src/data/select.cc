@@ -136,6 +136,7 @@ class RepeatCursor final : public Cursor {
       for (Row row; examples <= count && pass->next(row);) examples += row.examples();
       if (examples > count || examples == 0) {
         cursor_ = input_->open(pass_);
+        empty_ = examples == 0;
         return cursor_->skip_examples(count);
       }
       count -= examples;

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 
+#include "base/hash.h"
 #include "base/text.h"
+#include "gradient/tensor_hash.h"
 #include "lockstep/error.h"
 #include "strategy/split.h"
 
@@ -158,6 +160,15 @@ bool DistributedIterator::read() {
 
 std::int64_t DistributedIterator::element_size() const { return current_ ? current_->examples() : 0; }
 
+std::uint64_t DistributedIterator::element_hash() const {
+  if (!current_) return 0;
+  if (!current_->batch) return static_cast<std::uint64_t>(hash_of(current_->materialize().x));
+  std::uint64_t hash = 0;
+  for (const auto index : *current_->batch) hash = mix(hash, static_cast<std::uint64_t>(index));
+  if (current_->batch->empty()) return hash;
+  return mix(hash, static_cast<std::uint64_t>(hash_of(current_->table->x[current_->batch->front()])));
+}
+
 // As an element is, but for its size.
 Row DistributedIterator::without_examples() const {
   const auto any = current_ ? std::optional(current_->materialize()) : dataset_.iterate({position_.epoch}).next();
@@ -202,9 +213,9 @@ bool reads_its_own(const Dataset& data, const LocalReplicas& replicas) {
   return part_of_worker(data, replicas).second == Distribution::spread;
 }
 
-Example first_element(const Dataset& data, const LocalReplicas& replicas) {
-  auto first = part_of_worker(data, replicas).first.iterate().next();
-  if (!first) first = data.iterate().next();  // this worker's part may be empty
+Example first_element(const Dataset& data, const LocalReplicas& replicas, std::int64_t epoch) {
+  auto first = part_of_worker(data, replicas).first.iterate({.epoch = epoch}).next();
+  if (!first) first = data.iterate({.epoch = epoch}).next();  // this worker's part may be empty
   return first.value_or(Example());
 }
 

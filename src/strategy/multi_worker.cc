@@ -33,8 +33,7 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   const auto start = Deadline::after(std::chrono::duration<double>(options.start_timeout_seconds));
   const auto meeting = world.size == 1 ? std::nullopt : std::optional(meet(cluster, start));
   const auto place = meeting ? std::optional(place_of_next(*meeting, "strategies", start)) : std::nullopt;
-  const bool own_cores = meeting && has_own_cores(meeting->world, *place, start);
-  const HostShare share{world.local_rank, world.local_size, own_cores};
+  const HostShare share{world.local_rank, world.local_size, meeting && meeting->own_cores};
   StrategySettings settings{.devices = options.devices.empty() ? default_devices(share) : std::move(options.devices),
                             .threads_per_replica = options.threads_per_replica,
                             .share = share,

@@ -3,7 +3,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 
+#include <system_error>
+
 #include "base/resources.h"
+#include "base/text.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -56,7 +59,13 @@ ReplicaThreads::ReplicaThreads(ReplicaThreadsOptions options)
       ended_(options.replicas, options.spin_rounds) {
   const auto shares = shares_of_cpus(options);
   for (int replica = 1; replica < options.replicas; ++replica) {
-    threads_.emplace_back([this, replica, cpus = shares[static_cast<std::size_t>(replica)]] { work(replica, cpus); });
+    try {
+      threads_.emplace_back([this, replica, cpus = shares[static_cast<std::size_t>(replica)]] { work(replica, cpus); });
+    } catch (const std::system_error& error) {
+      started_.abort("a thread could not be started");  // those that wait for it end
+      throw Error(text("cannot start the thread of replica ", replica, " of ", options.replicas, ": ", error.what(),
+                       "; take fewer replicas, or raise the limit (ulimit -u)"));
+    }
   }
 }
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <sstream>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "data/stored_tensor.h"
 #include "gradient/update_engine.h"
@@ -42,6 +43,8 @@ void ReplicatedModule::train(bool on) const {
 
 Trackable ReplicatedModule::trackable() const {
   const auto save = [parameters = parameters_](Archive& archive, const std::string& prefix) {
+    const auto difference = parameters->difference_between_copies();
+    if (!difference.empty()) log_warning(difference + "; replica 0's are saved");
     for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
       archive.tensors[joined(prefix, parameters->slots()[i].name)] = to_stored(parameters->parameter(0, i));
     }

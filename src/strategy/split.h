@@ -38,8 +38,8 @@ DistributedDataset distribute(const Dataset& data, const LocalReplicas& replicas
 // Whether workers read elements of their own, and not parts of the same ones.
 bool reads_its_own(const Dataset& data, const LocalReplicas& replicas);
 
-// An element as this worker will read them, for its shape; undefined where there is none.
-Example first_element(const Dataset& data, const LocalReplicas& replicas);
+// The first element of an epoch, as this worker will read it, for its shape; undefined where there is none.
+Example first_element(const Dataset& data, const LocalReplicas& replicas, std::int64_t epoch = 0);
 
 // As distribute, for fit and evaluate. What must be computed is made ahead, in a thread of its own; what lies in memory
 // is left there for replicas on CPUs, who copy their parts when their cores are free for it.

@@ -47,6 +47,11 @@ class StrategyImpl {
   int first_replica() const { return replicas() * workers_.rank(); }           // of this process, among all
   const Workers& workers() const { return workers_; }
 
+  // Steps between comparisons of what workers have; 0: never, or this process is alone.
+  std::int64_t compare_copies_every() const {
+    return settings_.workers ? settings_.workers->gradients.compare_copies_every : 0;
+  }
+
   std::shared_ptr<UpdateEngine> make_engine(const Optimizer& optimizer,
                                             std::shared_ptr<ReplicatedParameters> parameters) const;
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(settings_.timeout_seconds)); }

@@ -20,6 +20,8 @@ class EvaluationMode {
   explicit EvaluationMode(const Model& model)
       : module_(model.module()), was_training_(module_.parameters()->module(0).is_training()) {
     auto& parameters = *module_.parameters();
+    const auto difference = parameters.difference_between_copies();
+    if (!difference.empty()) throw InvalidArgument(difference);
     for (int replica = 0; replica < parameters.replicas(); ++replica) {
       auto& own = own_buffers_.emplace_back();
       for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i)

@@ -1,6 +1,5 @@
 // fit: epochs of steps, with callbacks around them.
 #include <ATen/ATen.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -10,53 +9,17 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "gradient/tensor_hash.h"
+#include "lockstep/cluster.h"
 #include "lockstep/error.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
+#include "train/fit_options.h"
 #include "train/model_impl.h"
 #include "train/signal_guard.h"
 
 namespace lockstep {
 namespace {
-
-void check(const Dataset& data, const FitOptions& options) {
-  const auto require = [](bool holds, const char* name, std::int64_t value, const char* allowed) {
-    if (!holds) throw InvalidArgument(text("fit: ", name, " is ", value, "; it must be ", allowed));
-  };
-  require(options.epochs >= 1, "epochs", options.epochs, "at least 1");
-  require(options.initial_epoch >= 0, "initial_epoch", options.initial_epoch, "0 or more");
-  require(options.steps_per_epoch >= 0, "steps_per_epoch", options.steps_per_epoch, "0 (the whole data set) or more");
-  require(options.validation_steps >= 0, "validation_steps", options.validation_steps, "0 (all) or more");
-  require(options.validation_freq >= 1, "validation_freq", options.validation_freq, "at least 1");
-  const auto refuse_endless = [](const char* what, const Dataset& endless, const char* name, std::int64_t steps) {
-    if (steps > 0 || endless.cardinality() != Dataset::kInfinite) return;
-    throw InvalidArgument(text("fit: ", what, " is endless; set ", name, ", or take() a part of it"));
-  };
-  refuse_endless("the data set", data, "steps_per_epoch", options.steps_per_epoch);
-  if (options.validation_data) {
-    refuse_endless("validation_data", *options.validation_data, "validation_steps", options.validation_steps);
-  }
-  for (const auto& [label, weight] : options.class_weight) {
-    if (weight >= 0 && !std::isinf(weight)) continue;
-    throw InvalidArgument(text("fit: class_weight of ", label, " is ", weight, "; it must be 0 or more, and finite"));
-  }
-  require(options.verbose >= -1 && options.verbose <= 2, "verbose", options.verbose, "-1 (automatic), 0, 1 or 2");
-}
-
-// Multiplies the batch's sample weights by the weights of its labels.
-Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& class_weight) {
-  if (!batch.y.defined()) throw InvalidArgument("fit: class_weight needs data with labels");
-  const bool one_hot = batch.y.dim() > 1 && batch.y.size(-1) > 1;
-  const auto labels = (one_hot ? batch.y.argmax(-1) : batch.y.flatten()).to(at::kLong).contiguous();
-  auto weights = at::ones({labels.numel()}, at::kFloat);
-  for (std::int64_t i = 0; i < labels.numel(); ++i) {
-    const auto found = class_weight.find(labels.const_data_ptr<std::int64_t>()[i]);
-    if (found != class_weight.end()) weights.mutable_data_ptr<float>()[i] = static_cast<float>(found->second);
-  }
-  batch.weight = batch.weight.defined() ? batch.weight * weights.view_as(batch.weight) : weights;
-  return batch;
-}
 
 // How many workers say so.
 struct Agreed {
@@ -87,7 +50,7 @@ class Fit {
   History run() {
     impl_.data_epochs = std::max<std::int64_t>(impl_.data_epochs, options_.initial_epoch);
     impl_.progress = {.epoch = options_.initial_epoch, .position = {.epoch = impl_.data_epochs}};
-    impl_.stopping = impl_.agreed_to_stop = false;
+    impl_.stopping = impl_.agreed_to_stop = impl_.out_of_data = false;
     workers().together([this] { build_for_first_batch(); });
     peers().together([this] {
       impl_.engine->meet_exchange();
@@ -110,7 +73,7 @@ class Fit {
     each([](Callback& callback) { callback.on_train_end(); });
   }
 
-  FitProgress& progress() { return impl_.progress; }
+  FitProgress& progress() const { return impl_.progress; }
 
   // Where one worker stopped alone, the others would wait for it: all agree, after a step or an epoch.
   bool stopping() const { return impl_.stops(); }
@@ -150,6 +113,26 @@ class Fit {
                                       "\nsteps_per_epoch ", options_.steps_per_epoch));
   }
 
+  // Those that all workers call, for they may save or evaluate the model together.
+  void compare_callbacks() const {
+    if (workers().alone()) return;
+    std::string types;
+    for (const auto& callback : options_.callbacks) {
+      if (!callback->only_on_chief()) types += name_of_type(*callback.operator->()) + "\n";
+    }
+    workers().require_same("callbacks", types);
+  }
+
+  // Where all workers read the same batches: that they do, at the beginning of each epoch and as often as their copies
+  // are compared.
+  void compare_batches() const {
+    const auto every = impl_.strategy.impl().compare_copies_every();
+    if (workers().alone() || iterator_->is_spread() || every == 0) return;
+    if (progress().batch != 1 && impl_.steps % every != 0) return;
+    workers().require_same("data", text("a batch with the hash ", iterator_->element_hash(), " at step ",
+                                        progress().batch, " of epoch ", progress().epoch + 1));
+  }
+
   // A rank that restored a checkpoint alone would go on alone.
   void compare_states() const {
     if (!has_exchange()) return;
@@ -174,14 +157,30 @@ class Fit {
     }
     impl_.require_trainable();
     impl_.tracker->reset();
+    warn_of_copies();
+  }
+
+  // A program of one process that a launcher started several times.
+  void warn_of_copies() const {
+    if (!peers().alone()) return;
+    try {
+      const auto cluster = resolve_cluster();
+      if (cluster.world.size == 1) return;
+      log_warning(text("fit: ", cluster.source, " started ", cluster.world.size, " processes, and this one (rank ",
+                       cluster.world.rank, ") trains a model of its own: MultiWorkerMirroredStrategy, or Horovod's ",
+                       "DistributedOptimizer, trains one together"));
+    } catch (const ClusterError&) {
+      // What is wrong with its variables does not matter to a process that is alone.
+    }
   }
 
   void attach_callbacks() {
     FitPlan plan{.epochs = options_.epochs, .steps = steps_of_an_epoch(), .verbose = options_.verbose};
-    if (plan.verbose < 0) plan.verbose = ::isatty(STDOUT_FILENO) == 1 ? 1 : 2;
+    if (plan.verbose < 0) plan.verbose = is_terminal() ? 1 : 2;
     plan.validates = options_.validation_data.has_value();
     if (plan.verbose > 0) callbacks_.push_back(ProgressBar());
     callbacks_.insert(callbacks_.end(), options_.callbacks.begin(), options_.callbacks.end());
+    compare_callbacks();
     if (!workers().is_chief())
       std::erase_if(callbacks_, [](const AnyCallback& callback) { return callback->only_on_chief(); });
     std::stable_sort(callbacks_.begin(), callbacks_.end(),
@@ -254,19 +253,28 @@ class Fit {
       throw InvalidArgument(
           text("fit: the checkpoint was made in the middle of an epoch in which ", workers_that_read(readers_then),
                ", and now ", workers_that_read(readers), ", so that some examples would be left out and others come ",
-               "twice; go on with as many workers and the same auto_shard_policy, or from the end of an epoch"));
+               "twice; go on with as many workers and the same auto_shard_policy, or, without steps_per_epoch, from ",
+               "the end of an epoch"));
     }
-    const auto first = first_element(data_, local);
-    const auto size = first.size();
+    if (has_exchange()) return false;  // the others' batches are their own, and so are their places
+    const auto size = largest_of_readers(first_element(data_, local, now.position.epoch).size());
     if (size == now.batch_size) return false;
-    if (readers > 1 && now.position.index % readers != 0) {
-      throw InvalidArgument(text(
-          "fit: the checkpoint was made with batches of ", now.batch_size, " examples, and now ", "they have ", size,
-          "; where each of ", readers, " workers reads its own, the place ", "after step ", now.position.index,
-          " cannot be found: go on with the same batch size, ", "or from a step that is a multiple of ", readers));
+    if (readers > 1) {
+      throw InvalidArgument(text("fit: the checkpoint was made with batches of ", now.batch_size, " examples, and now ",
+                                 "they have ", size, "; where each of ", readers, " workers reads its own, the place ",
+                                 "in the data cannot be found: go on with batches of ", now.batch_size,
+                                 ", or, without steps_per_epoch, from the end of an epoch"));
     }
     if (options_.steps_per_epoch == 0 && size > 0) now.batch = (now.examples + size - 1) / size;
     return true;
+  }
+
+  // Where workers read their own, one may have less than a batch.
+  std::int64_t largest_of_readers(std::int64_t size) const {
+    if (workers().alone() || progress().readers == 1) return size;
+    for (const auto& theirs : workers().all_gather(std::to_string(size)))
+      size = std::max<std::int64_t>(size, std::stoll(theirs));
+    return size;
   }
 
   static std::string workers_that_read(int readers) {
@@ -282,9 +290,10 @@ class Fit {
     if (has_exchange()) peers().sum(agreed_.all());
     impl_.agreed_to_stop = agreed_.stopping > 0;
     progress().batch = index + 1;
-    if (progress().position.index == 0) progress().batch_size = iterator_->element_size();
+    if (progress().position.index == 0) progress().batch_size = largest_of_readers(iterator_->element_size());
     progress().position = position_after;
     progress().examples = examples_before_ + iterator_->examples();
+    compare_batches();
     const auto logs = impl_.tracker->logs();
     each([&](Callback& callback) { callback.on_train_batch_end(index, logs); });
     throw_if_interrupted();
@@ -311,7 +320,7 @@ class Fit {
     if (progress().batch == 0 && progress().history.epoch.empty()) throw InvalidArgument("fit: the data set is empty");
     log_warning(text("fit: the data set ended after ", progress().batch, " of ", options_.steps_per_epoch,
                      " steps of epoch ", progress().epoch + 1, "; call repeat() on it to train longer"));
-    impl_.stopping = impl_.agreed_to_stop = true;
+    impl_.stopping = impl_.agreed_to_stop = impl_.out_of_data = true;
   }
 
   void finish_epoch(int epoch) {
@@ -365,7 +374,7 @@ class Fit {
 History Model::fit(const Dataset& data, const FitOptions& options) {
   impl_->require_compiled("fit");
   if (impl_->fitting) throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
-  check(data, options);
+  check_fit_options(data, options);
   return Fit(*this, data, options).run();
 }
 

@@ -119,6 +119,11 @@ void Model::stop_training() { impl_->stopping = true; }
 Strategy Model::strategy() const { return impl_->strategy; }
 StepTimes Model::step_times() const { return impl_->times; }
 
+std::shared_ptr<torch::nn::Module> Model::first_module() const {
+  impl_->require_built("module");
+  return impl_->parameters->module(0).shared_from_this();
+}
+
 ReplicatedModule Model::module() const {
   impl_->require_built("module");
   return ReplicatedModule(impl_->parameters);

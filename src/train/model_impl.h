@@ -100,11 +100,15 @@ class ModelImpl {
   std::vector<AnyCallback> callbacks;  // of the fit that runs, as its options list them; empty between fits
   bool fitting = false;
   bool stopping = false;        // this worker asked for the end of the fit
+  bool out_of_data = false;     // that is why: a longer data set would go on
   bool agreed_to_stop = false;  // one of the workers did, before the last step or epoch ended
 
   // Whether the fit ends after the step that was made.
   bool stops() const { return peers().alone() ? stopping : agreed_to_stop; }
 };
+
+// As a C++ program writes it: "lockstep::EarlyStopping".
+std::string name_of_type(const Callback& callback);
 
 // Throws InvalidArgument naming everything in which the archive's tensors and the model's differ.
 void check_weights(const Archive& archive, const ReplicatedParameters& parameters);

@@ -49,15 +49,6 @@ History load_history(const Archive& archive) {
   return history;
 }
 
-// As a C++ program writes it.
-std::string name_of_type(const Callback& callback) {
-  const char* const mangled = typeid(callback).name();
-  int failed = 0;
-  const std::unique_ptr<char, decltype(&std::free)> name(abi::__cxa_demangle(mangled, nullptr, nullptr, &failed),
-                                                         &std::free);
-  return failed == 0 ? name.get() : mangled;
-}
-
 // Callbacks are known by their type, and their number among those: others may come and go.
 std::vector<std::string> callback_prefixes(const std::vector<AnyCallback>& callbacks) {
   std::map<std::string, int> seen;
@@ -84,6 +75,14 @@ bool is_reserved(const std::string& name) {
 }
 
 }  // namespace
+
+std::string name_of_type(const Callback& callback) {
+  const char* const mangled = typeid(callback).name();
+  int failed = 0;
+  const std::unique_ptr<char, decltype(&std::free)> name(abi::__cxa_demangle(mangled, nullptr, nullptr, &failed),
+                                                         &std::free);
+  return failed == 0 ? name.get() : mangled;
+}
 
 void check_weights(const Archive& archive, const ReplicatedParameters& parameters) {
   const auto expected = expected_shapes(parameters);

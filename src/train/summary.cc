@@ -1,5 +1,6 @@
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <iomanip>
 #include <sstream>
 
@@ -48,19 +49,30 @@ std::vector<TableLine> lines_of(const torch::nn::Module& module, const Replicate
 std::string Model::summary() const {
   impl_->require_built("summary");
   const auto& parameters = *impl_->parameters;
+  const auto lines = lines_of(parameters.module(0), parameters);
+  std::size_t names = 38, shapes = 24;
+  for (const auto& line : lines) {
+    names = std::max(names, line.name.size());
+    shapes = std::max(shapes, line.shape.size());
+  }
   std::ostringstream out;
   const auto print = [&](const std::string& name, const std::string& shape, const std::string& count) {
-    out << std::left << std::setw(40) << name << std::setw(26) << shape << std::right << std::setw(14) << count << '\n';
+    out << std::left << std::setw(static_cast<int>(names) + 2) << name << std::setw(static_cast<int>(shapes) + 2)
+        << shape << std::right << std::setw(14) << count << '\n';
   };
-  const std::string rule(80, '-');
+  const std::string rule(names + shapes + 18, '-');
   const bool stack = dynamic_cast<const StackModule*>(&parameters.module(0)) != nullptr;
   print(stack ? "Layer (type)" : "Parameter", stack ? "Output shape" : "Shape", "Param #");
   out << rule << '\n';
-  for (const auto& line : lines_of(parameters.module(0), parameters))
-    print(line.name, line.shape, with_commas(line.parameters));
+  for (const auto& line : lines) print(line.name, line.shape, with_commas(line.parameters));
   out << rule << '\n';
   std::int64_t trainable = 0, frozen = 0;
   for (const auto& slot : parameters.slots()) (slot.trainable ? trainable : frozen) += slot.numel;
+  // As in Keras: what training changes by other means than gradients, such as BatchNorm's running statistics.
+  for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
+    const auto& buffer = parameters.buffer(0, i);
+    if (buffer.is_floating_point()) frozen += buffer.numel();
+  }
   out << "Total params: " << with_commas(trainable + frozen) << "\nTrainable params: " << with_commas(trainable)
       << "\nNon-trainable params: " << with_commas(frozen) << '\n';
   return out.str();

@@ -84,6 +84,7 @@ std::vector<double> Tracker::local_sums() const {
 // Each replica's sums by themselves, so that those of a training that goes on are added up in the same order.
 void Tracker::save(Archive& archive, const std::string& prefix) const {
   archive.set_numbers(prefix + "/loss", {loss_sum_, examples_});
+  archive.set_numbers(prefix + "/metrics", sums_);
   Archive mine;
   for (std::size_t replica = 0; replica < states_.size(); ++replica) {
     std::vector<double> sums;
@@ -100,17 +101,14 @@ void Tracker::save(Archive& archive, const std::string& prefix) const {
 }
 
 std::function<void()> Tracker::load(const Archive& archive, const std::string& prefix) {
-  const auto loss = archive.numbers(prefix + "/loss");
+  const auto loss = archive.numbers(prefix + "/loss"), all = archive.numbers(prefix + "/metrics");
   std::vector<std::vector<double>> saved;  // [replica of all workers]
   const auto name = [&](std::size_t replica) { return text(prefix, "/metrics/replica ", replica); };
   while (archive.entries.contains(name(saved.size()))) saved.push_back(archive.numbers(name(saved.size())));
   const bool fits = std::all_of(saved.begin(), saved.end(), [&](const auto& s) { return s.size() == sums_.size(); });
-  if (loss.size() != 2 || saved.empty() || !fits) {
+  if (loss.size() != 2 || all.size() != sums_.size() || saved.empty() || !fits) {
     throw InvalidArgument("the checkpoint was made with other metrics; compile the model with the same ones");
   }
-  std::vector<double> all(sums_.size());
-  for (const auto& sums : saved) std::transform(all.begin(), all.end(), sums.begin(), all.begin(), std::plus<>());
-
   const auto first = states_.size() * static_cast<std::size_t>(workers_.rank());
   const bool same = saved.size() == states_.size() * static_cast<std::size_t>(workers_.size());
   return [this, loss, saved, all, first, same] {

@@ -57,7 +57,14 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
     const ComputePolicy::Scope scope(policy, part.x.device().type());
     return policy.outputs(forward(parameters->module(replica.local_replica_id()), part.x));
   } catch (const c10::Error& error) {
-    throw InvalidArgument(text("the model cannot take ", batch_named(part), ": ", error.what_without_backtrace()));
+    const std::string what = error.what_without_backtrace();
+    const bool one_value = what.find("Expected more than 1 value per channel") != std::string::npos;
+    throw InvalidArgument(text("the model cannot take ", batch_named(part), ": ", what,
+                               one_value
+                                   ? ". Batch normalization needs two examples on each replica: the last batch of "
+                                     "the data set leaves one; use batch(size, {.drop_remainder = true}), another "
+                                     "batch size, or lockstep::BatchNormalization"
+                                   : ""));
   }
 }
 

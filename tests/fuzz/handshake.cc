@@ -60,11 +60,12 @@ void fuzz(const std::string& bytes) {
   const auto soon = Deadline::after(std::chrono::seconds(1));
   FileDescriptor other;
   switch (bytes[0] % 4) {
-    case 0:
-      welcome(
-          socket_with(rest, other), {}, store_greeting(), [](const Greeting&) { return ""; }, soon,
-          std::chrono::seconds(1));
+    case 0: {
+      AcceptingEnd end(socket_with(rest, other));
+      while (!end.advance({}, store_greeting(), [](const Greeting&) { return ""; })) {
+      }
       break;
+    }
     case 1: introduce(socket_with(rest, other), {}, store_greeting(), soon); break;
     case 2: unpack(rest); break;
     default:

@@ -1,7 +1,10 @@
 #include "train/callbacks/progress_bar.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <iomanip>
 #include <iostream>
 
@@ -49,6 +52,13 @@ std::string bar(std::int64_t done, std::int64_t of) {
 
 }  // namespace
 
+// A line that is drawn again is for a person's terminal. What mpirun gives its ranks looks like one, and its other end
+// is a pipe in which all ranks' lines are mixed.
+bool is_terminal() {
+  const auto started_by = [](const char* variable) { return std::getenv(variable) != nullptr; };
+  return ::isatty(STDOUT_FILENO) == 1 && !started_by("OMPI_COMM_WORLD_RANK") && !started_by("PMI_RANK");
+}
+
 void print_line(const std::string& beginning, const Logs& logs) {
   std::cout << beginning << values_of(logs) << '\n' << std::flush;
 }
@@ -61,6 +71,7 @@ void ProgressBar::on_epoch_begin(int epoch) {
   epoch_start_ = Clock::now();
   last_shown_ = {};
   first_batch_ = -1;
+  redraws_ = plan().verbose == 1 && is_terminal();
   std::cout << "Epoch " << epoch + 1 << "/" << plan().epochs << '\n' << std::flush;
 }
 
@@ -68,7 +79,7 @@ void ProgressBar::on_train_batch_end(std::int64_t batch, const Logs& logs) {
   if (first_batch_ < 0) first_batch_ = batch;
   done_ = batch + 1;
   const auto now = Clock::now();
-  if (plan().verbose != 1 || now - last_shown_ < kBetweenLines) return;
+  if (!redraws_ || now - last_shown_ < kBetweenLines) return;
   last_shown_ = now;
   const double step = seconds() / static_cast<double>(done_ - first_batch_);
   const std::string left = plan().steps > 0 ? duration(step * static_cast<double>(plan().steps - done_)) : "?";
@@ -80,7 +91,9 @@ void ProgressBar::on_epoch_end(int, const Logs& logs) {
   const double step =
       seconds() / static_cast<double>(std::max<std::int64_t>(1, done_ - std::max<std::int64_t>(0, first_batch_)));
   if (plan().verbose == 1) {
-    print_line(text("\r\x1b[K", counter(), " ", bar(1, 1), " ", duration(seconds()), " ", per_step(step)), logs);
+    print_line(
+        text(redraws_ ? "\r\x1b[K" : "", counter(), " ", bar(1, 1), " ", duration(seconds()), " ", per_step(step)),
+        logs);
   } else {
     print_line(text(counter(), " - ", duration(seconds()), " - ", per_step(step)), logs);
   }

@@ -25,7 +25,11 @@ class ProgressBar : public Callback {
   Clock::time_point last_shown_;
   std::int64_t first_batch_ = -1;  // of this epoch in this run: not 0 after a restart
   std::int64_t done_ = 0;
+  bool redraws_ = false;
 };
+
+// Whether stdout is a terminal on which one process draws.
+bool is_terminal();
 
 // "469/469 - 3s - 6ms/step" and the like, followed by the values, on stdout.
 void print_line(const std::string& beginning, const Logs& logs);

@@ -88,8 +88,13 @@ void ModelCheckpoint::on_train_begin() {
     names.push_back(name);
     if (plan().validates && options_.save_freq == 0) names.push_back("val_" + name);
   }
+  // A callback of the user's may add logs of its own.
+  const bool known = std::all_of(impl.callbacks.begin(), impl.callbacks.end(), [](const AnyCallback& callback) {
+    return name_of_type(*callback.operator->()).starts_with("lockstep::");
+  });
   fill_in(filepath_, [&](const std::string& name) {
     if (std::find(names.begin(), names.end(), name) != names.end()) return 0.0;
+    if (!known && !name.starts_with("val_")) return 0.0;
     const char* const why = plan().validates || !name.starts_with("val_") ? "" : " (this fit has no validation_data)";
     throw InvalidArgument(
         text("ModelCheckpoint: no log is called {", name, "} as in ", filepath_, why, "; there are ", join(names)));
@@ -163,8 +168,9 @@ void BackupAndRestore::on_train_begin() {
   auto& impl = *model().impl();
   bool there = false;
   impl.workers().on_chief([&] {
+    const bool done_here = keep_at_success(file_);
     lock_ = std::make_shared<FolderLock>(folder_, "backup.lock", Deadline::after(kForOneThatEnds));
-    if (keep_at_success(file_)) remove_file(file_);  // of a fit that this program has done
+    if (done_here) remove_file(file_);  // of a fit that this program has done
     there = file_exists(file_);
   });
   if (impl.workers().share(there ? "there" : "") != "there") return;
@@ -177,7 +183,8 @@ void BackupAndRestore::on_train_begin() {
 }
 
 void BackupAndRestore::save(Archive& archive, const std::string& prefix) const {
-  archive.entries[prefix + "/stopping"] = model().impl()->stopping || model().impl()->agreed_to_stop ? "1" : "0";
+  const auto& impl = *model().impl();
+  archive.entries[prefix + "/stopping"] = (impl.stopping || impl.agreed_to_stop) && !impl.out_of_data ? "1" : "0";
 }
 
 // Who asked for the end need not ask again after a restart.
@@ -194,7 +201,7 @@ void BackupAndRestore::on_interrupt() { model().save_checkpoint(file_); }
 
 void BackupAndRestore::on_train_end() {
   model().save_checkpoint(file_);  // what other callbacks made of it
-  if (options_.delete_checkpoint && model().strategy().is_chief()) remove_at_success(file_);
+  if (options_.delete_checkpoint && model().strategy().is_chief()) remove_at_success(file_, lock_);
 }
 
 }  // namespace lockstep

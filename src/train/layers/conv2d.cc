@@ -2,12 +2,23 @@
 
 #include <ATen/ATen.h>
 
+#include "base/log.h"
+
 namespace lockstep {
 namespace {
 
 // On CPUs convolutions and pooling are fastest with channels last; what follows keeps that order.
 Tensor in_fastest_order(const Tensor& image) {
   return image.device().is_cpu() && image.size(1) > 1 ? image.contiguous(at::MemoryFormat::ChannelsLast) : image;
+}
+
+// Keras has [batch, height, width, channels]: such images train as well, and badly.
+void warn_of_channels_last(const Tensor& input) {
+  const auto few = [](std::int64_t size) { return size == 1 || size == 3 || size == 4; };
+  if (!few(input.size(3)) || few(input.size(1)) || input.size(1) != input.size(2)) return;
+  log_warning(text("Conv2D: an input of ", input.size(1), " channels of ", input.size(2), " x ", input.size(3),
+                   " looks like images with their channels last; Lockstep's are [batch, channels, height, width]: ",
+                   "permute({2, 0, 1}) each one in a map"));
 }
 
 }  // namespace
@@ -25,6 +36,7 @@ Conv2DSpec::Conv2DSpec(std::int64_t filters, Size2D kernel_size, Conv2DOptions o
 BuiltLayer Conv2DSpec::build(const Tensor& input) const {
   require_dims("Conv2D", input, 4, "[batch, channels, height, width]");
   const auto channels = input.size(1);
+  warn_of_channels_last(input);
   if (channels % options_.groups != 0 || filters_ % options_.groups != 0) {
     throw InvalidArgument(text("Conv2D: ", channels, " channels and ", filters_, " filters cannot be divided into ",
                                options_.groups, " groups"));

@@ -23,6 +23,8 @@ StackModule::StackModule(const std::vector<Layer>& layers, Tensor input) {
       if (built.module != nullptr) {
         register_module(name, built.module);
         for (const auto& parameter : built.module->parameters()) parameters += parameter.numel();
+        for (const auto& buffer : built.module->buffers())
+          parameters += buffer.is_floating_point() ? buffer.numel() : 0;
         if (input.is_floating_point()) built.module->to(input.scalar_type());
         built.module->eval();
       }

@@ -1,0 +1,49 @@
+#include "train/fit_options.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+
+void check_fit_options(const Dataset& data, const FitOptions& options) {
+  const auto require = [](bool holds, const char* name, std::int64_t value, const char* allowed) {
+    if (!holds) throw InvalidArgument(text("fit: ", name, " is ", value, "; it must be ", allowed));
+  };
+  require(options.epochs >= 1, "epochs", options.epochs, "at least 1");
+  require(options.initial_epoch >= 0, "initial_epoch", options.initial_epoch, "0 or more");
+  require(options.steps_per_epoch >= 0, "steps_per_epoch", options.steps_per_epoch, "0 (the whole data set) or more");
+  require(options.validation_steps >= 0, "validation_steps", options.validation_steps, "0 (all) or more");
+  require(options.validation_freq >= 1, "validation_freq", options.validation_freq, "at least 1");
+  const auto refuse_endless = [](const char* what, const Dataset& endless, const char* name, std::int64_t steps) {
+    if (steps > 0 || endless.cardinality() != Dataset::kInfinite) return;
+    throw InvalidArgument(text("fit: ", what, " is endless; set ", name, ", or take() a part of it"));
+  };
+  refuse_endless("the data set", data, "steps_per_epoch", options.steps_per_epoch);
+  if (options.validation_data) {
+    refuse_endless("validation_data", *options.validation_data, "validation_steps", options.validation_steps);
+  }
+  for (const auto& [label, weight] : options.class_weight) {
+    if (weight >= 0 && !std::isinf(weight)) continue;
+    throw InvalidArgument(text("fit: class_weight of ", label, " is ", weight, "; it must be 0 or more, and finite"));
+  }
+  require(options.verbose >= -1 && options.verbose <= 2, "verbose", options.verbose, "-1 (automatic), 0, 1 or 2");
+}
+
+Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& class_weight) {
+  if (!batch.y.defined()) throw InvalidArgument("fit: class_weight needs data with labels");
+  const bool one_hot = batch.y.dim() > 1 && batch.y.size(-1) > 1;
+  const auto labels = (one_hot ? batch.y.argmax(-1) : batch.y.flatten()).to(at::kLong).contiguous();
+  auto weights = at::ones({labels.numel()}, at::kFloat);
+  for (std::int64_t i = 0; i < labels.numel(); ++i) {
+    const auto found = class_weight.find(labels.const_data_ptr<std::int64_t>()[i]);
+    if (found != class_weight.end()) weights.mutable_data_ptr<float>()[i] = static_cast<float>(found->second);
+  }
+  batch.weight = batch.weight.defined() ? batch.weight * weights.view_as(batch.weight) : weights;
+  return batch;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,118 @@
+// What a Model tells its user: copies that went apart, the trained module, messages and warnings.
+#include <gtest/gtest.h>
+#include <lockstep/lockstep.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/serialize.h>
+
+#include <ATen/ATen.h>
+
+#include <cstdlib>
+#include <functional>
+#include <map>
+#include <sstream>
+
+#include "base/expect_says.h"
+#include "base/fresh_folder.h"
+
+namespace lockstep {
+namespace {
+
+// An optimizer of torch::optim on one replica's parameters.
+TEST(ModelSays, CopiesThatGoApartAreNamed) {
+  const MirroredStrategy strategy(2);
+  const auto scope = strategy.scope();
+  const auto data = Dataset::from_tensor_slices(at::ones({8, 2}), at::ones({8, 1})).batch(4);
+  Sequential model({Dense(1)});
+  model.compile({.loss = "mse", .optimizer = SGD({.learning_rate = 1e-3})});
+  model.fit(data, {.epochs = 2, .verbose = 0});
+  {
+    const at::NoGradGuard no_grad;
+    model.module<torch::nn::Module>()->parameters()[0].add_(0.5);
+  }
+  constexpr const char* kSays = "\"dense.weight\" of replica 1 is not that of replica 0";
+  expect_says(message_of<InvalidArgument>([&] { model.evaluate(data); }), kSays);
+  const auto file = fresh_folder("replicas", "apart").string() + "/weights";
+  testing::internal::CaptureStderr();
+  model.save_weights(file);
+  expect_says(testing::internal::GetCapturedStderr(), kSays);
+}
+
+struct OwnNet : torch::nn::Module {
+  OwnNet() { linear = register_module("linear", torch::nn::Linear(2, 1)); }
+  Tensor forward(const Tensor& x) { return linear(x); }
+  torch::nn::Linear linear = nullptr;
+};
+
+TEST(ModelSays, TheTrainedModuleComesBack) {
+  const MirroredStrategy strategy(2);
+  const auto scope = strategy.scope();
+  const auto x = at::rand({8, 2});
+  Model model([] { return std::make_shared<OwnNet>(); });
+  model.compile({.loss = "mse", .optimizer = SGD({.learning_rate = 0.1})});
+  model.fit(Dataset::from_tensor_slices(x, x.sum(1, true)).batch(4), {.verbose = 0});
+  const auto net = model.module<OwnNet>();
+  EXPECT_TRUE(at::allclose(net->forward(x), model.predict(Dataset::from_tensor_slices(x).batch(8))));
+  std::stringstream file;
+  torch::save(net, file);
+  auto again = std::make_shared<OwnNet>();
+  torch::load(again, file);
+  EXPECT_TRUE(at::equal(again->forward(x), net->forward(x)));
+  EXPECT_THROW(model.module<torch::nn::LinearImpl>(), InvalidArgument);
+}
+
+TEST(ModelSays, OneExampleUnderBatchNormSaysWhatToDo) {
+  struct Net : torch::nn::Module {
+    Net() { norm = register_module("norm", torch::nn::BatchNorm1d(2)); }
+    Tensor forward(const Tensor& x) { return norm(x); }
+    torch::nn::BatchNorm1d norm = nullptr;
+  };
+  Model model([] { return std::make_shared<Net>(); });
+  model.compile({.loss = "mse", .optimizer = SGD()});
+  try {
+    model.fit(Dataset::from_tensor_slices(at::rand({5, 2}), at::rand({5, 2})).batch(4), {.verbose = 0});
+    FAIL();
+  } catch (const InvalidArgument& error) {
+    EXPECT_NE(std::string(error.what()).find("drop_remainder"), std::string::npos) << error.what();
+  }
+}
+
+TEST(ModelSays, BatchNormsStatisticsAreNonTrainableParameters) {
+  Sequential model({Dense(4), BatchNormalization()});
+  model.build({2});
+  EXPECT_NE(model.summary().find("Non-trainable params: 8"), std::string::npos) << model.summary();
+  EXPECT_NE(model.summary().find("Total params: 28"), std::string::npos) << model.summary();
+}
+
+std::string warnings_of(const std::function<void()>& act) {
+  testing::internal::CaptureStderr();
+  act();
+  return testing::internal::GetCapturedStderr();
+}
+
+TEST(ModelSays, ImagesWithTheirChannelsLastAreWarnedOf) {
+  const auto built = [](const std::vector<std::int64_t>& image) {
+    return warnings_of([&] { Sequential({Conv2D(4, 3)}).build(image); });
+  };
+  EXPECT_NE(built({28, 28, 3}).find("channels last"), std::string::npos);
+  EXPECT_EQ(built({3, 28, 28}), "");
+  EXPECT_EQ(built({64, 7, 7}), "");
+}
+
+// Two processes of a launcher, of which each would train a model of its own.
+TEST(ModelSays, CopiesOfAProgramAreWarnedOf) {
+  const std::map<std::string, std::string> variables{{"LOCKSTEP_RANK", "1"},       {"LOCKSTEP_SIZE", "2"},
+                                                     {"LOCKSTEP_LOCAL_RANK", "1"}, {"LOCKSTEP_LOCAL_SIZE", "2"},
+                                                     {"LOCKSTEP_HOST", "h"},       {"LOCKSTEP_STORE", "127.0.0.1:1"}};
+  for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
+  const auto warnings = warnings_of([] {
+    Sequential model({Dense(1)});
+    model.compile({.loss = "mse", .optimizer = SGD()});
+    model.fit(Dataset::from_tensor_slices(at::ones({4, 2}), at::ones({4, 1})).batch(4), {.verbose = 0});
+  });
+  for (const auto& [name, value] : variables) unsetenv(name.c_str());
+  EXPECT_NE(warnings.find("trains a model of its own"), std::string::npos) << warnings;
+}
+
+}  // namespace
+}  // namespace lockstep
