@@ -25,7 +25,7 @@ sanitize:
 	tools/bootstrap
 	for preset in asan tsan; do cmake --preset $$preset && $(BUILD) $$preset && ctest --preset $$preset || exit 1; done
 
-# What comes from outside (TF_CONFIG, node lists, hostfiles, bytes on a port), by libFuzzer under sanitizers, for some seconds each.
+# What comes from outside (TF_CONFIG, node lists, hostfiles, bytes on a port, checkpoints), by libFuzzer under sanitizers, for some seconds each.
 fuzz:
 	tools/bootstrap --lint
 	cmake --preset fuzz && $(BUILD) fuzz && ctest --preset fuzz
