@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <functional>
 #include <map>
 #include <sstream>
@@ -112,6 +113,24 @@ TEST(ModelSays, CopiesOfAProgramAreWarnedOf) {
   });
   for (const auto& [name, value] : variables) unsetenv(name.c_str());
   EXPECT_NE(warnings.find("trains a model of its own"), std::string::npos) << warnings;
+}
+
+// Somebody removes the folder of the logs while the model trains.
+TEST(ModelSays, ATensorBoardFolderThatWasRemovedIsMadeAgain) {
+  const auto folder = fresh_folder("model", "removed_logs");
+  Sequential model({Dense(1)});
+  model.compile({.loss = "mse", .optimizer = SGD()});
+  const auto remove = LambdaCallback({.on_epoch_begin = [&](int epoch) {
+    if (epoch == 1) std::filesystem::remove_all(folder);
+  }});
+  const auto warnings = warnings_of([&] {
+    model.fit(Dataset::from_tensor_slices(at::ones({4, 2}), at::ones({4, 1})).batch(4),
+              {.epochs = 4, .callbacks = {remove, TensorBoard(folder.string())}, .verbose = 0});
+  });
+  expect_says(warnings, "was removed; it goes on in a new file");
+  std::size_t bytes = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder / "train")) bytes += entry.file_size();
+  EXPECT_GT(bytes, 100U);  // of the epochs after that
 }
 
 }  // namespace

@@ -161,7 +161,7 @@ TEST(Restoring, APlaceWhereNoBatchBeginsIsAnError) {
 
 Dataset noise() {
   set_random_seed(8);
-  const auto x = at::rand({64, 4}), y = at::rand({64, 1});
+  const auto x = at::rand({64, 4}, at::kDouble), y = at::rand({64, 1}, at::kDouble);
   return Dataset::from_tensor_slices(x, y).batch(8);
 }
 

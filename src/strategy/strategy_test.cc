@@ -3,12 +3,14 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <torch/nn/modules/linear.h>
 
 #include <atomic>
 #include <stdexcept>
 #include <thread>
 
+#include "base/child_process.h"
 #include "lockstep/error.h"
 #include "lockstep/random.h"
 #include "lockstep/variable.h"
@@ -241,6 +243,23 @@ TEST(ReplicatedOptimizer, NonsenseIsRefused) {
   EXPECT_THROW(minimize(at::ones({3}).requires_grad_() * 2, 1), InvalidArgument);
   EXPECT_THROW(minimize(at::ones({}), 1), InvalidArgument);
   EXPECT_THROW(minimize({}, 1), InvalidArgument);
+}
+
+// A user who may have few threads. The process that tries it ends, and does not wait for threads that never came.
+TEST(Strategy, AThreadThatCannotBeStartedIsAnError) {
+  ChildProcess few([]() -> std::string {
+    const rlimit threads{3, 3};
+    if (setrlimit(RLIMIT_NPROC, &threads) != 0 || ::setuid(65534) != 0) return "no limit";
+    ::alarm(20);
+    try {
+      MirroredStrategy strategy(16);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "all were started";
+  });
+  const auto said = few.said();
+  EXPECT_NE(said.find("cannot start the thread of replica"), std::string::npos) << said;
 }
 
 }  // namespace

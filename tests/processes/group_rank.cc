@@ -167,6 +167,7 @@ void second_life(const Options& options, const Store& store, int gone) {
 int main(int argc, char** argv) {
   Options options;
   CLI::App app("one rank");
+  options.group.timeout_seconds = 20;
   app.add_option("--rank", options.world.rank);
   app.add_option("--size", options.world.size);
   app.add_option("--host", options.world.host);
@@ -183,13 +184,13 @@ int main(int argc, char** argv) {
   app.add_option("--buffers", options.buffers);
   app.add_option("--seed", options.seed);
   app.add_option("--calls", options.calls);
+  app.add_option("--timeout", options.group.timeout_seconds);
   CLI11_PARSE(app, argc, argv);
   try {
     options.fault.action = action_named(options.action);
     if (options.fault.place == "begin") options.fault.place.clear();
     options.group.heap_bytes = 64 << 20;
     options.group.checked_calls = 2;  // faults come to calls that are checked, and to others
-    options.group.timeout_seconds = 20;
     const auto store = Store::connect(options.store, Deadline::after(std::chrono::seconds(20)));
     start_and_end_a_thread();  // with the first thread the thread sanitizer starts one of its own
     const auto descriptors = entries("/proc/self/fd"), threads = entries("/proc/self/task");

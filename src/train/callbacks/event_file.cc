@@ -15,6 +15,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "lockstep/error.h"
 
@@ -81,15 +82,23 @@ std::string file_name() {
 
 }  // namespace
 
-EventFile::EventFile(const std::string& directory) : path_((std::filesystem::path(directory) / file_name()).string()) {
+EventFile::EventFile(const std::string& directory) : directory_(directory) { open(); }
+
+void EventFile::open() {
+  path_ = (std::filesystem::path(directory_) / file_name()).string();
   std::error_code failed;
-  std::filesystem::create_directories(directory, failed);
-  file_.open(path_, std::ios::binary);
+  std::filesystem::create_directories(directory_, failed);
+  file_ = std::ofstream(path_, std::ios::binary);
   if (!file_)
     throw IoError(
         text("cannot write TensorBoard's log ", path_, ": ", failed ? failed.message() : std::strerror(errno)));
   record(event(0, bytes_field(3, "brain.Event:2")));
-  flush();
+  file_.flush();
+}
+
+bool EventFile::is_there() const {
+  std::error_code unknown;
+  return std::filesystem::exists(path_, unknown) || unknown;
 }
 
 void EventFile::scalar(const std::string& tag, std::int64_t step, double value) {
@@ -102,8 +111,13 @@ void EventFile::record(const std::string& bytes) {
   file_ << length << little_endian(masked_crc32c(length)) << bytes << little_endian(masked_crc32c(bytes));
 }
 
+// What is written to a file whose folder somebody has removed is lost without a word of the system's.
 void EventFile::flush() {
   file_.flush();
+  if (!is_there()) {
+    log_warning(text("TensorBoard's log ", path_, " was removed; it goes on in a new file"));
+    return open();
+  }
   if (!file_) throw IoError(text("cannot write TensorBoard's log ", path_, ": ", std::strerror(errno)));
 }
 

@@ -18,6 +18,10 @@ class EventFile {
  private:
   void record(const std::string& event);
 
+  void open();
+  bool is_there() const;
+
+  std::string directory_;
   std::string path_;
   std::ofstream file_;
 };
