@@ -39,10 +39,14 @@ std::string candidate(const Cluster& cluster, int index) {
 // where the host is a loopback address, at that alone.
 Store hold_at(const std::string& host, int port) {
   if (is_loopback(host)) return Store::hold(with_port(host, port));
+  const auto everywhere = with_port(has_ipv6() ? "::" : "0.0.0.0", port);
   try {
-    return Store::hold(with_port(has_ipv6() ? "::" : "0.0.0.0", port));
-  } catch (const ClusterError& error) {
-    throw ClusterError(text("the store of ", with_port(host, port), ": ", error.what()));
+    return Store::hold(everywhere);
+  } catch (const ClusterError& error) {  // in the words of whoever named the host
+    std::string what = error.what();
+    const auto at = what.find(everywhere);
+    if (at != std::string::npos) what.replace(at, everywhere.size(), with_port(host, port));
+    throw ClusterError(what);
   }
 }
 
