@@ -198,7 +198,7 @@ TEST(RandomFaults, SeededRounds) {
 
 INSTANTIATE_TEST_SUITE_P(Backends, Faults, testing::ValuesIn(backends()));
 
-// More descriptors are on their way between the ranks than a user may have at once.
+// Root may have any number of descriptors on their way; for other users some are sent again.
 TEST(Many, AHundredRanksOfOneHostStart) {
   constexpr int kRanks = 100;
   const auto store = Store::hold("127.0.0.1:0");
