@@ -238,7 +238,7 @@ TEST(Restoring, ALoadHappensWholeOrNotAtAll) {
   write_archive(path, archive);
 
   auto other = model_of_noise();
-  other.build({4});
+  other.build({4}, at::kDouble);
   const auto weights = other.predict(data);
   std::string message, lines;
   const auto load = LambdaCallback({.on_epoch_begin = [&](int) {
