@@ -85,9 +85,9 @@ Measured measure_fit(Model& model, const Dataset& data) {
   const auto folder = std::filesystem::temp_directory_path() / ("lockstep_train_step_" + std::to_string(getpid()));
   const auto steps = static_cast<int>(data.cardinality());
   const auto measured = best_of_three(model, steps, [&](int) {  // the warm-up too is a whole epoch
-    model.fit(data, {.callbacks = {TensorBoard((folder / "logs").string()),
-                                   ModelCheckpoint((folder / "ckpt").string(), {.save_weights_only = true})},
-                     .verbose = 0});
+    model.fit(data, {.verbose = 0,
+                     .callbacks = {TensorBoard((folder / "logs").string()),
+                                   ModelCheckpoint((folder / "ckpt").string(), {.save_weights_only = true})}});
   });
   std::filesystem::remove_all(folder);
   return measured;
@@ -109,8 +109,8 @@ Measured measure(Options& options) {
   const std::int64_t global_batch = std::int64_t{options.batch} * strategy.num_replicas_in_sync();
   const std::int64_t examples = options.fit && options.model != "seed_cnn" ? global_batch * 100 : global_batch;
   auto [model, x] = benchmarks::make_work(options.model, options.kind, examples);
-  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}),
-                 .optimizer = Adam(),
+  model.compile({.optimizer = Adam(),
+                 .loss = SparseCategoricalCrossentropy({.from_logits = true}),
                  .metrics = options.fit ? std::vector<Metric>{"accuracy"} : std::vector<Metric>{},
                  .jit_compile = options.jit_compile});
   if (options.fit) return measure_fit(model, fit_data(options, x, global_batch));

@@ -24,8 +24,9 @@ if(LibTorch_FOUND AND NOT TARGET LibTorch::cpu)
   target_compile_options(LibTorch::cpu INTERFACE "SHELL:-idirafter ${LibTorch_INCLUDE_DIR}"
     "SHELL:-idirafter ${LibTorch_INCLUDE_DIR}/torch/csrc/api/include")
   # at::parallel_for is a template that works in parallel only where its caller is compiled for OpenMP. The runtime must be
-  # LibTorch's own: the wheel brings one.
-  target_compile_options(LibTorch::cpu INTERFACE -fopenmp)
+  # LibTorch's own, GCC's: the wheel brings one. Clang compiles for no other runtime than LLVM's, and told that it is GCC's
+  # leaves OpenMP out: at::parallel_for works then, in one thread.
+  target_compile_options(LibTorch::cpu INTERFACE $<IF:$<CXX_COMPILER_ID:Clang>,-fopenmp=libgomp,-fopenmp>)
   file(GLOB _openmp ${_lib}/libgomp*.so*)
   if(NOT _openmp)
     find_package(OpenMP REQUIRED)

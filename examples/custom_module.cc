@@ -8,7 +8,7 @@
 
 #include <iostream>
 
-using namespace lockstep;
+namespace ls = lockstep;
 
 namespace {
 
@@ -19,7 +19,7 @@ struct NetImpl : torch::nn::Module {
     dropout = register_module("dropout", torch::nn::Dropout(0.25));
     output = register_module("output", torch::nn::Linear(16 * 12 * 12, 10));
   }
-  Tensor forward(const Tensor& images) {
+  torch::Tensor forward(const torch::Tensor& images) {
     const auto features = torch::relu(norm(convolution(images)));
     return output(dropout(features.flatten(1)));
   }
@@ -30,7 +30,7 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-Example scale(Example example) {
+ls::Example scale(ls::Example example) {
   example.x = example.x.to(at::kFloat).div(255);
   return example;
 }
@@ -38,16 +38,17 @@ Example scale(Example example) {
 }  // namespace
 
 int main() {
-  set_random_seed(1);
-  const MirroredStrategy strategy;
+  ls::set_random_seed(1);
+  const ls::MirroredStrategy strategy;
   const auto scope = strategy.scope();
-  auto [train, test] = datasets::fashion_mnist();
+  auto [train, test] = ls::datasets::fashion_mnist();
   const auto batch = 64 * strategy.num_replicas_in_sync();
 
-  Model model([] { return Net(); });
-  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}),
-                 .optimizer = AdamW({.learning_rate = CosineDecay(2e-3, 2 * 60'000 / batch), .global_clipnorm = 1.0}),
-                 .metrics = {"accuracy", SparseTopKCategoricalAccuracy({.k = 3})}});
+  ls::Model model([] { return Net(); });
+  model.compile(
+      {.optimizer = ls::AdamW({.learning_rate = ls::CosineDecay(2e-3, 2 * 60'000 / batch), .global_clipnorm = 1.0}),
+       .loss = ls::SparseCategoricalCrossentropy({.from_logits = true}),
+       .metrics = {"accuracy", ls::SparseTopKCategoricalAccuracy({.k = 3})}});
   std::cout << model.summary();
   model.fit(train.map(scale).cache().shuffle(10'000).batch(batch),
             {.epochs = 2, .validation_data = test.map(scale).batch(batch)});

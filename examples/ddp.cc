@@ -16,7 +16,7 @@
 #include <CLI/CLI.hpp>
 #include <iostream>
 
-using namespace lockstep;
+namespace ls = lockstep;
 
 namespace {
 
@@ -35,19 +35,19 @@ struct NetImpl : torch::nn::Module {
 };
 TORCH_MODULE(Net);
 
-Example scale(Example example) {
+ls::Example scale(ls::Example example) {
   example.x = example.x.to(at::kFloat).div(255);
   return example;
 }
 
-Deadline in_a_minute() { return Deadline::after(std::chrono::minutes(1)); }
+ls::Deadline in_a_minute() { return ls::Deadline::after(std::chrono::minutes(1)); }
 
-void train(const Group& group, int epochs) {
-  auto [train_data, test_data] = datasets::fashion_mnist();
+void train(const ls::Group& group, int epochs) {
+  auto [train_data, test_data] = ls::datasets::fashion_mnist();
   // Each rank has its own part of the examples; the last rank's may be one shorter, which `join` takes care of.
   const auto mine = train_data.shard(group.size(), group.rank()).map(scale).cache().shuffle(10'000).batch(64);
   Net net;
-  DistributedDataParallel ddp(net, group);
+  ls::DistributedDataParallel ddp(net, group);
   torch::optim::Adam adam(net->parameters(), torch::optim::AdamOptions(1e-3));
   for (int epoch = 0; epoch < epochs; ++epoch) {
     double loss_sum = 0;
@@ -73,7 +73,7 @@ void train(const Group& group, int epochs) {
     right_and_all[0] += net(batch->x).argmax(1).eq(batch->y).sum().item<std::int64_t>();
     right_and_all[1] += batch->x.size(0);
   }
-  group.all_reduce(buffer_of(std::span(right_and_all)), ReduceOp::sum, in_a_minute());
+  group.all_reduce(ls::buffer_of(std::span(right_and_all)), ls::ReduceOp::sum, in_a_minute());
   if (group.rank() == 0)
     std::cout << "test accuracy: " << static_cast<double>(right_and_all[0]) / static_cast<double>(right_and_all[1])
               << std::endl;
@@ -88,9 +88,9 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   try {
     torch::manual_seed(1);
-    const auto meeting = meet(resolve_cluster(), in_a_minute());  // who takes part, and where they meet
-    train(make_group(meeting.world, meeting.store), epochs);
-  } catch (const Error& error) {
+    const auto meeting = ls::meet(ls::resolve_cluster(), in_a_minute());  // who takes part, and where they meet
+    train(ls::make_group(meeting.world, meeting.store), epochs);
+  } catch (const ls::Error& error) {
     std::cerr << error.what() << "\n";
     return 1;
   }

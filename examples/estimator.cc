@@ -1,4 +1,5 @@
-// "Distribution Strategy API with Estimator", in C++: a model function, an input function, and a strategy in RunConfig.
+// "Distribution Strategy API with Estimator", in C++: a model function, an input function, and a strategy in
+// RunConfig.
 #include <lockstep/estimator.h>
 #include <lockstep/lockstep.h>
 
@@ -6,36 +7,36 @@
 
 #include <iostream>
 
-using namespace lockstep;
+namespace ls = lockstep;
 
 namespace {
 
-EstimatorSpec model_fn(const Example& /*features*/, ModeKeys mode, const Params& params) {
-  EstimatorSpec spec{.model = Sequential({Dense(1)})};
-  if (mode == ModeKeys::predict) {
-    spec.predictions = [](const Tensor& outputs) { return Predictions{{"logits", outputs}}; };
+ls::EstimatorSpec model_fn(const ls::Example& /*features*/, ls::ModeKeys mode, const ls::Params& params) {
+  ls::EstimatorSpec spec{.model = ls::Sequential({ls::Dense(1)})};
+  if (mode == ls::ModeKeys::predict) {
+    spec.predictions = [](const torch::Tensor& outputs) { return ls::Predictions{{"logits", outputs}}; };
     return spec;
   }
-  spec.loss = MeanSquaredError();
-  if (mode == ModeKeys::train) spec.optimizer = SGD({.learning_rate = params.at("learning_rate")});
+  spec.loss = ls::MeanSquaredError();
+  if (mode == ls::ModeKeys::train) spec.optimizer = ls::SGD({.learning_rate = params.at("learning_rate")});
   return spec;
 }
 
-Dataset input_fn() { return Dataset::from_tensor_slices(at::ones({100, 1}), at::ones({100, 1})).batch(4); }
+ls::Dataset input_fn() { return ls::Dataset::from_tensor_slices(at::ones({100, 1}), at::ones({100, 1})).batch(4); }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
-    const MirroredStrategy distribution;
-    Estimator classifier(
+    const ls::MirroredStrategy distribution;
+    ls::Estimator classifier(
         model_fn, {.model_dir = argc > 1 ? argv[1] : "", .log_step_count_steps = 10, .train_distribute = distribution},
         {{"learning_rate", 0.2}});
     classifier.train(input_fn);
     const auto result = classifier.evaluate(input_fn);
     std::cout << "Eval loss: " << result["loss"] << " at step " << result["global_step"] << "\n";
     std::cout << "1 becomes " << classifier.predict(input_fn).at("logits")[0].item<float>() << "\n";
-  } catch (const Error& error) {
+  } catch (const ls::Error& error) {
     std::cerr << "estimator: " << error.what() << "\n";
     return 1;
   }

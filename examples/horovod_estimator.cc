@@ -12,7 +12,7 @@
 #include <iostream>
 
 namespace hvd = lockstep::horovod;
-using namespace lockstep;
+namespace ls = lockstep;
 
 namespace {
 
@@ -23,23 +23,24 @@ struct Options {
   std::string data;
 };
 
-EstimatorSpec cnn_model_fn(const Example& /*features*/, ModeKeys mode, const Params& params) {
-  EstimatorSpec spec{.model = Sequential({Conv2D(32, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(),
-                                          Dense(64, {.activation = "relu"}), Dense(10)})};
-  spec.predictions = [](const Tensor& logits) {
-    return Predictions{{"classes", logits.argmax(1)}, {"probabilities", logits.softmax(1)}};
+ls::EstimatorSpec cnn_model_fn(const ls::Example& /*features*/, ls::ModeKeys mode, const ls::Params& params) {
+  ls::EstimatorSpec spec{.model =
+                             ls::Sequential({ls::Conv2D(32, 3, {.activation = "relu"}), ls::MaxPooling2D(),
+                                             ls::Flatten(), ls::Dense(64, {.activation = "relu"}), ls::Dense(10)})};
+  spec.predictions = [](const torch::Tensor& logits) {
+    return ls::Predictions{{"classes", logits.argmax(1)}, {"probabilities", logits.softmax(1)}};
   };
-  spec.loss = SparseCategoricalCrossentropy({.from_logits = true});
+  spec.loss = ls::SparseCategoricalCrossentropy({.from_logits = true});
   spec.eval_metric_ops = {"accuracy"};
-  if (mode == ModeKeys::train) {
+  if (mode == ls::ModeKeys::train) {
     // 4. wrap the optimizer; its rate grows with the number of processes
-    const Adam adam({.learning_rate = params.at("learning_rate") * hvd::size()});
+    const ls::Adam adam({.learning_rate = params.at("learning_rate") * hvd::size()});
     spec.optimizer = hvd::DistributedOptimizer(adam);
   }
   return spec;
 }
 
-Example scale(Example example) {
+ls::Example scale(ls::Example example) {
   example.x = example.x.to(at::kFloat).div(255);
   return example;
 }
@@ -48,22 +49,24 @@ void train(const Options& options) {
   hvd::init();  // 2. before anything else
 
   // 3. pin a GPU to this process; without GPUs init has given it its cores
-  const OneDeviceStrategy device(torch::cuda::is_available() ? "cuda:" + std::to_string(hvd::local_rank()) : "cpu:0");
+  const ls::OneDeviceStrategy device(torch::cuda::is_available() ? "cuda:" + std::to_string(hvd::local_rank())
+                                                                 : "cpu:0");
 
-  const auto [images, test] = options.data.empty() ? datasets::fashion_mnist() : datasets::mnist(options.data);
+  const auto [images, test] = options.data.empty() ? ls::datasets::fashion_mnist() : ls::datasets::mnist(options.data);
   const auto train_input = [&, images = images] {
     return images.shard(hvd::size(), hvd::rank()).map(scale).cache().shuffle(10'000).repeat().batch(options.batch);
   };
   const auto eval_input = [&, test = test] { return test.map(scale).batch(500); };
 
   // 6. checkpoints on process 0 only
-  Estimator classifier(cnn_model_fn,
-                       {.model_dir = hvd::rank() == 0 ? options.model_dir : "", .train_distribute = device},
-                       {{"learning_rate", 5e-4}});
+  ls::Estimator classifier(cnn_model_fn,
+                           {.model_dir = hvd::rank() == 0 ? options.model_dir : "", .train_distribute = device},
+                           {{"learning_rate", 5e-4}});
   // 5. all begin as process 0 does, whether anew or from its checkpoint
-  classifier.train(train_input,
-                   {.hooks = {hvd::BroadcastGlobalVariablesHook(0),
-                              StopAtStepHook({.last_step = std::max<std::int64_t>(1, options.steps / hvd::size())})}});
+  classifier.train(
+      train_input,
+      {.hooks = {hvd::BroadcastGlobalVariablesHook(0),
+                 ls::StopAtStepHook({.last_step = std::max<std::int64_t>(1, options.steps / hvd::size())})}});
   if (hvd::rank() == 0) {
     const auto result = classifier.evaluate(eval_input);
     std::cout << "Eval loss: " << result["loss"] << ", Eval accuracy: " << result["accuracy"] << ", step "
@@ -89,7 +92,7 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   try {
     train(options);
-  } catch (const Error& error) {
+  } catch (const ls::Error& error) {
     std::cerr << "horovod_estimator: " << error.what() << "\n";
     return 1;
   }

@@ -8,7 +8,7 @@
 #include <CLI/CLI.hpp>
 #include <iostream>
 
-using namespace lockstep;
+namespace ls = lockstep;
 
 namespace {
 
@@ -22,44 +22,46 @@ struct Options {
   std::uint64_t seed = 0;
 };
 
-Strategy make_strategy(const Options& options) {
+ls::Strategy make_strategy(const Options& options) {
   std::vector<std::string> devices;
   for (int i = 0; i < options.replicas; ++i) devices.push_back("cpu:" + std::to_string(i));
   if (options.strategy == "one") {
-    if (options.replicas > 1) throw InvalidArgument("--strategy one has one replica; use mirrored or central for more");
-    return OneDeviceStrategy();
+    if (options.replicas > 1)
+      throw ls::InvalidArgument("--strategy one has one replica; use mirrored or central for more");
+    return ls::OneDeviceStrategy();
   }
-  if (options.strategy == "multi_worker") return MultiWorkerMirroredStrategy({.devices = devices});
-  if (options.strategy == "central") return CentralStorageStrategy({.compute_devices = devices});
-  return MirroredStrategy({.devices = devices});
+  if (options.strategy == "multi_worker") return ls::MultiWorkerMirroredStrategy({.devices = devices});
+  if (options.strategy == "central") return ls::CentralStorageStrategy({.compute_devices = devices});
+  return ls::MirroredStrategy({.devices = devices});
 }
 
-Example scale(Example example) {
+ls::Example scale(ls::Example example) {
   example.x = example.x.to(at::kFloat).div(255);
   return example;
 }
 
 int train(const Options& options) {
-  set_random_seed(options.seed);
-  set_global_policy(options.policy);
+  ls::set_random_seed(options.seed);
+  ls::set_global_policy(options.policy);
   const auto strategy = make_strategy(options);
   const auto batch = options.batch * strategy.num_replicas_in_sync();
   if (strategy.is_chief()) std::cout << "Replicas: " << strategy.num_replicas_in_sync() << "\n";
 
-  auto [train, test] = options.data.empty() ? datasets::fashion_mnist() : datasets::mnist(options.data);
+  auto [train, test] = options.data.empty() ? ls::datasets::fashion_mnist() : ls::datasets::mnist(options.data);
   const auto train_data = train.map(scale).cache().shuffle(10'000).batch(batch);
   const auto eval_data = test.map(scale).batch(batch);
 
   const auto scope = strategy.scope();
-  Sequential model(
-      {Conv2D(32, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(), Dense(64, {.activation = "relu"}), Dense(10)});
-  model.compile(
-      {.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = Adam(), .metrics = {"accuracy"}});
+  ls::Sequential model({ls::Conv2D(32, 3, {.activation = "relu"}), ls::MaxPooling2D(), ls::Flatten(),
+                        ls::Dense(64, {.activation = "relu"}), ls::Dense(10)});
+  model.compile({.optimizer = ls::Adam(),
+                 .loss = ls::SparseCategoricalCrossentropy({.from_logits = true}),
+                 .metrics = {"accuracy"}});
   model.fit(train_data, {.epochs = options.epochs,
-                         .callbacks = {TensorBoard("logs"), ModelCheckpoint("training_checkpoints/ckpt_{epoch}",
-                                                                            {.save_weights_only = true})}});
+                         .callbacks = {ls::TensorBoard("logs"), ls::ModelCheckpoint("training_checkpoints/ckpt_{epoch}",
+                                                                                    {.save_weights_only = true})}});
 
-  model.load_weights(latest_checkpoint("training_checkpoints"));
+  model.load_weights(ls::latest_checkpoint("training_checkpoints"));
   const auto result = model.evaluate(eval_data);
   if (!strategy.is_chief()) return 0;
   std::cout << "Eval loss: " << result["loss"] << ", Eval accuracy: " << result["accuracy"] << "\n";
@@ -88,7 +90,7 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   try {
     return train(options);
-  } catch (const Error& error) {
+  } catch (const ls::Error& error) {
     std::cerr << "mnist: " << error.what() << "\n";
     return 1;
   }

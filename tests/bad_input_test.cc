@@ -198,7 +198,7 @@ TEST(BadInput, AnUnwritableLogFolder) {
   write(folder / "file", "in the way");
   auto model = small_model();
   expect_error<IoError>(
-      [&] { model.fit(small_data(), {.callbacks = {TensorBoard((folder / "file" / "logs").string())}, .verbose = 0}); },
+      [&] { model.fit(small_data(), {.verbose = 0, .callbacks = {TensorBoard((folder / "file" / "logs").string())}}); },
       {"file/logs"});
   EXPECT_EQ(model.iterations(), 0);
 }
@@ -213,16 +213,16 @@ TEST(BadInput, WhatLibTorchRefusesInAMapNamesTheElement) {
 
 TEST(BadInput, AFitWithinAFitOfTheSameModelIsRefused) {
   Sequential model({Dense(1)});
-  model.compile({.loss = "mse", .optimizer = SGD()});
+  model.compile({.optimizer = SGD(), .loss = "mse"});
   const auto data = Dataset::from_tensor_slices(at::rand({4, 2}), at::rand({4, 1})).batch(2);
   int epochs = 0;
   const auto again = LambdaCallback({.on_epoch_end = [&](int, const Logs&) {
     ++epochs;
     EXPECT_THROW(model.fit(data, {.verbose = 0}), InvalidArgument);
   }});
-  model.fit(data, {.epochs = 2, .callbacks = {again}, .verbose = 0});
+  model.fit(data, {.epochs = 2, .verbose = 0, .callbacks = {again}});
   EXPECT_EQ(epochs, 2);
-  EXPECT_THROW(model.fit(data, {.class_weight = {{1, -1.0}}, .verbose = 0}), InvalidArgument);
+  EXPECT_THROW(model.fit(data, {.verbose = 0, .class_weight = {{1, -1.0}}}), InvalidArgument);
 }
 
 }  // namespace

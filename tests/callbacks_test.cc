@@ -23,7 +23,7 @@ Dataset data() {
 Sequential make_model(double rate = 0.1) {
   set_random_seed(2);
   Sequential model({Dense(1)});
-  model.compile({.loss = "mse", .optimizer = SGD({.learning_rate = rate}), .metrics = {"mae"}});
+  model.compile({.optimizer = SGD({.learning_rate = rate}), .loss = "mse", .metrics = {"mae"}});
   model.build({1});
   return model;
 }
@@ -48,7 +48,7 @@ TEST(Callbacks, AreCalledInKerasOrder) {
   const auto recorder = std::make_shared<Recorder>();
   const auto history =
       model.fit(data().take(2),
-                {.epochs = 2, .callbacks = {recorder}, .validation_data = data(), .validation_freq = 2, .verbose = 0});
+                {.epochs = 2, .verbose = 0, .callbacks = {recorder}, .validation_data = data(), .validation_freq = 2});
   EXPECT_EQ(recorder->calls, "[ epoch0( b0 b1 ) epoch1( b0 b1 test val) ]");
   EXPECT_EQ(history.epoch, (std::vector<int>{0, 1}));
   EXPECT_EQ(history["loss"].size(), 2U);
@@ -59,9 +59,9 @@ TEST(Callbacks, ModelCheckpointNamesKeepsAndFindsFiles) {
   const auto folder = fresh_folder("callbacks", "checkpoint");
   auto model = make_model();
   model.fit(data(), {.epochs = 4,
+                     .verbose = 0,
                      .callbacks = {ModelCheckpoint((folder / "w_{epoch:02d}_{loss:.1f}").string(),
-                                                   {.save_weights_only = true, .max_to_keep = 2})},
-                     .verbose = 0});
+                                                   {.save_weights_only = true, .max_to_keep = 2})}});
   EXPECT_EQ(std::distance(fs::directory_iterator(folder), fs::directory_iterator()),
             3);  // two checkpoints and the index
   const auto latest = latest_checkpoint(folder.string());
@@ -78,9 +78,9 @@ TEST(Callbacks, ModelCheckpointSavesTheBestOnly) {
   int epoch = 0;
   const auto rates = LearningRateScheduler([&](int, double) { return epoch++ < 2 ? 0.1 : 100.0; });  // then it diverges
   model.fit(data(), {.epochs = 4,
+                     .verbose = 0,
                      .callbacks = {rates, ModelCheckpoint((folder / "{epoch}").string(),
-                                                          {.monitor = "loss", .save_best_only = true})},
-                     .verbose = 0});
+                                                          {.monitor = "loss", .save_best_only = true})}});
   EXPECT_EQ(fs::path(latest_checkpoint(folder.string())).filename(), "2");
   EXPECT_FALSE(fs::exists(folder / "3.safetensors"));
 }
@@ -95,17 +95,77 @@ TEST(Callbacks, EarlyStoppingWaitsAndRestores) {
   }});
   const auto stopping = std::make_shared<EarlyStopping>(
       EarlyStoppingOptions{.monitor = "loss", .patience = 2, .restore_best_weights = true});
-  const auto history = model.fit(data(), {.epochs = 20, .callbacks = {rates, remember, stopping}, .verbose = 0});
+  const auto history = model.fit(data(), {.epochs = 20, .verbose = 0, .callbacks = {rates, remember, stopping}});
   EXPECT_EQ(stopping->stopped_epoch(), 4);
   EXPECT_EQ(history.epoch.size(), 5U);
   EXPECT_TRUE(at::equal(model.predict(data()), best));
+}
+
+// The epochs that are trained where "score" has these values, one an epoch.
+std::size_t epochs_until_stop(const std::vector<double>& values, const EarlyStoppingOptions& options) {
+  class Scores : public Callback {
+   public:
+    explicit Scores(const std::vector<double>& values) : values_(values) {}
+    void on_epoch_logs(int epoch, Logs& logs) override { logs.set("score", values_[static_cast<std::size_t>(epoch)]); }
+
+   private:
+    const std::vector<double>& values_;
+  };
+  auto model = make_model();
+  const auto history = model.fit(
+      data(),
+      {.epochs = static_cast<int>(values.size()), .verbose = 0, .callbacks = {Scores(values), EarlyStopping(options)}});
+  return history.epoch.size();
+}
+
+// What keras.callbacks.EarlyStopping makes of the same values.
+TEST(Callbacks, EarlyStoppingsOptionsAreKeras) {
+  const auto options = [](int patience) {
+    return EarlyStoppingOptions{.monitor = "score", .patience = patience, .mode = Mode::min};
+  };
+  EXPECT_EQ(epochs_until_stop({1, 2, 3}, options(0)), 2U);
+  EXPECT_EQ(epochs_until_stop({3, 2, 1}, options(0)), 3U);
+
+  auto by_delta = options(2);
+  EXPECT_EQ(epochs_until_stop({1, 0.95, 0.92, 0.89, 0.87}, by_delta), 5U);
+  by_delta.min_delta = 0.1;
+  EXPECT_EQ(epochs_until_stop({1, 0.95, 0.92, 0.89, 0.87}, by_delta), 3U);
+
+  auto largest = options(2);
+  largest.mode = Mode::max;
+  EXPECT_EQ(epochs_until_stop({0.1, 0.2, 0.15, 0.14, 0.3}, largest), 4U);
+
+  auto to_beat = options(2);
+  EXPECT_EQ(epochs_until_stop({0.9, 0.8, 0.85, 0.86, 0.1}, to_beat), 4U);
+  to_beat.baseline = 0.5;  // what is better than before, and not than this, does not count
+  EXPECT_EQ(epochs_until_stop({0.9, 0.8, 0.85, 0.86, 0.1}, to_beat), 3U);
+  EXPECT_EQ(epochs_until_stop({0.4, 0.45, 0.3, 0.35, 0.2}, to_beat), 5U);
+
+  auto late = options(1);
+  late.start_from_epoch = 3;
+  EXPECT_EQ(epochs_until_stop({1, 2, 3, 4, 5, 6}, late), 5U);
+}
+
+TEST(Callbacks, ModelCheckpointSavesEverySoManyBatchesAcrossEpochs) {
+  const auto folder = fresh_folder("callbacks", "save_freq");
+  auto model = make_model();  // five batches an epoch
+  model.fit(data(), {.epochs = 2,
+                     .verbose = 0,
+                     .callbacks = {ModelCheckpoint((folder / "at_{epoch}_{batch}").string(),
+                                                   {.save_weights_only = true, .save_freq = 3})}});
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (entry.path().extension() == ".safetensors") names.push_back(entry.path().stem().string());
+  }
+  std::sort(names.begin(), names.end());
+  EXPECT_EQ(names, (std::vector<std::string>{"at_1_3", "at_2_1", "at_2_4"}));
 }
 
 TEST(Callbacks, TerminateOnNaNStopsWithinTheEpoch) {
   auto model = make_model(1e30);
   int batches = 0;
   const auto count = LambdaCallback({.on_train_batch_end = [&](std::int64_t, const Logs&) { ++batches; }});
-  model.fit(data(), {.epochs = 50, .callbacks = {count, TerminateOnNaN()}, .verbose = 0});
+  model.fit(data(), {.epochs = 50, .verbose = 0, .callbacks = {count, TerminateOnNaN()}});
   EXPECT_LT(batches, 50);
 }
 
@@ -113,7 +173,7 @@ TEST(Callbacks, CSVLoggerWritesALineAnEpoch) {
   const auto file = fresh_folder("callbacks", "csv") / "log.csv";
   for (const bool append : {false, true}) {
     auto model = make_model();
-    model.fit(data(), {.epochs = 2, .callbacks = {CSVLogger(file.string(), {.append = append})}, .verbose = 0});
+    model.fit(data(), {.epochs = 2, .verbose = 0, .callbacks = {CSVLogger(file.string(), {.append = append})}});
   }
   std::ifstream in(file);
   std::vector<std::string> lines;
@@ -130,25 +190,25 @@ TEST(Callbacks, SchedulesAndSchedulersSetTheRate) {
       LambdaCallback({.on_epoch_end = [&](int, const Logs&) { rates.push_back(model.learning_rate()); }});
   model.fit(data(),
             {.epochs = 3,
+             .verbose = 0,
              .callbacks = {LearningRateScheduler([](int epoch, double rate) { return epoch == 0 ? rate : rate / 2; }),
-                           record},
-             .verbose = 0});
+                           record}});
   EXPECT_EQ(rates, (std::vector<double>{0.1, 0.05, 0.025}));
 }
 
 TEST(Fit, StepsPerEpochGoOnThroughTheData) {
   auto model = make_model();
-  const auto history = model.fit(data().repeat(), {.epochs = 3, .steps_per_epoch = 3, .verbose = 0});
+  const auto history = model.fit(data().repeat(), {.epochs = 3, .verbose = 0, .steps_per_epoch = 3});
   EXPECT_EQ(model.iterations(), 9);
   auto short_of_data = make_model();
-  EXPECT_EQ(short_of_data.fit(data(), {.epochs = 3, .steps_per_epoch = 3, .verbose = 0}).epoch.size(),
+  EXPECT_EQ(short_of_data.fit(data(), {.epochs = 3, .verbose = 0, .steps_per_epoch = 3}).epoch.size(),
             2U);  // 5 batches: 3 and 2
   EXPECT_EQ(short_of_data.iterations(), 5);
 }
 
 TEST(Fit, GoesOnFromAnInitialEpoch) {
   auto model = make_model();
-  const auto history = model.fit(data(), {.epochs = 5, .initial_epoch = 3, .verbose = 0});
+  const auto history = model.fit(data(), {.epochs = 5, .verbose = 0, .initial_epoch = 3});
   EXPECT_EQ(history.epoch, (std::vector<int>{3, 4}));
 }
 
@@ -180,9 +240,9 @@ TEST(Own, LossMetricOptimizerAndLayer) {
   const MirroredStrategy strategy(2);
   const auto scope = strategy.scope();
   Sequential model({Dense(1), Activation({"double", [](const Tensor& x) { return x * 2; }})});
-  model.compile({.loss = Loss("fourth_power", [](const Tensor& y_true,
+  model.compile({.optimizer = Optimizer(std::make_shared<SignSGD>(), {.learning_rate = 0.01}),
+                 .loss = Loss("fourth_power", [](const Tensor& y_true,
                                                  const Tensor& y_pred) { return (y_true - y_pred).pow(4).mean(-1); }),
-                 .optimizer = Optimizer(std::make_shared<SignSGD>(), {.learning_rate = 0.01}),
                  .metrics = {Metric(std::make_shared<WithinTenth>())}});
   model.fit(data(), {.epochs = 60, .verbose = 0});
   EXPECT_GT(model.evaluate(data())["within_tenth"], 0.9);

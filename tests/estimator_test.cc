@@ -75,7 +75,7 @@ TEST(Estimator, TrainsEvaluatesAndPredictsLikeAModel) {
   set_random_seed(1);
   const auto features = data().iterate().next();
   auto spec = model_fn(*features, ModeKeys::train, {{"learning_rate", 0.05}});
-  spec.model.compile({.loss = *spec.loss, .optimizer = *spec.optimizer, .metrics = {"accuracy"}});
+  spec.model.compile({.optimizer = *spec.optimizer, .loss = *spec.loss, .metrics = {"accuracy"}});
   spec.model.fit(data(), {.epochs = 2, .verbose = 0});
   const auto expected = spec.model.evaluate(data());
 

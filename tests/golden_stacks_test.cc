@@ -23,7 +23,7 @@ TEST(Golden, Stacks) {
       }
       expect_close(model.predict(Dataset::from_tensor_slices(x).batch(x.size(0))), tensor_of(row["output"]), 2e-6,
                    what);
-      model.compile({.loss = inner_product(), .optimizer = SGD({.learning_rate = 1})});
+      model.compile({.optimizer = SGD({.learning_rate = 1}), .loss = inner_product()});
       model.train_on_batch({x, tensor_of(row["cotangent"]).to(at::kFloat)});
       for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
         const auto gradient = tensor_of(row["weights"][i]) - parameters.parameter(0, i).to(at::kDouble);

@@ -53,7 +53,7 @@ void check_layer(const Json& row, int replicas) {
   }
   if (row["weight_gradients"].empty()) return;
   if (batch_statistics && replicas > 1) return;  // each replica's statistics are its own
-  model.compile({.loss = inner_product(), .optimizer = SGD({.learning_rate = 1})});
+  model.compile({.optimizer = SGD({.learning_rate = 1}), .loss = inner_product()});
   model.train_on_batch({x, tensor_of(row["cotangent"])});
   for (const auto& [name, gradient] : row["weight_gradients"].items()) {
     expect_close(tensor_of(row["weights"][name]) - tensors_of(model).at(name), tensor_of(gradient), 1e-8,
@@ -104,7 +104,7 @@ TEST(Golden, Embedding) {
       set_weights(model, row["weights"]);
       expect_close(model.predict(Dataset::from_tensor_slices(x).batch(2)), tensor_of(row["output"]), 1e-6,
                    "Embedding: output");
-      model.compile({.loss = inner_product(), .optimizer = SGD({.learning_rate = 1})});
+      model.compile({.optimizer = SGD({.learning_rate = 1}), .loss = inner_product()});
       model.train_on_batch({x, tensor_of(row["cotangent"]).to(at::kFloat)});
       expect_close(tensor_of(row["weights"]["weight"]) - tensors_of(model).at("weight"),
                    tensor_of(row["weight_gradients"]["weight"]), 1e-6, "Embedding: gradient");
@@ -155,7 +155,7 @@ TEST(Golden, Losses) {
       const auto scope = strategy.scope();
       const auto sizes = y_pred.sizes().slice(1).vec();
       Model model([sizes] { return std::make_shared<ShiftImpl>(sizes); });
-      model.compile({.loss = loss, .optimizer = SGD({.learning_rate = 1})});
+      model.compile({.optimizer = SGD({.learning_rate = 1}), .loss = loss});
       const auto logs = model.train_on_batch({y_pred.detach(), y_true, weight});
       EXPECT_NEAR(logs["loss"], expected, tolerance) << what << replicas;
       expect_close(-tensors_of(model).at("shift"), tensor_of(row["gradient"]).sum(0), 1e-8, what + ": summed gradient");
@@ -285,7 +285,7 @@ TEST(Golden, OptimizersAfterTenSteps) {
       Sequential model({Dense(3)});
       model.build({4}, at::kDouble);
       set_weights(model, {{"weight", row["weight"]}, {"bias", row["bias"]}});
-      model.compile({.loss = "mse", .optimizer = optimizer_of(row["kind"], row["options"])});
+      model.compile({.optimizer = optimizer_of(row["kind"], row["options"]), .loss = "mse"});
       for (int step = 0; step < 10; ++step) model.train_on_batch({tensor_of(row["x"]), tensor_of(row["y"])});
       const auto what = row["kind"].get<std::string>() + row["options"].dump();
       expect_close(tensors_of(model).at("weight"), tensor_of(row["weight_after"]), kOptimizerTolerance, what);

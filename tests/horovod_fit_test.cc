@@ -87,7 +87,7 @@ TEST(HorovodFit, BroadcastGivesAllWhatRootRestored) {
         ++steps;
       }}));
       const auto fit = [&] {
-        model.fit(data_of(rank, 2).shuffle(4, {.seed = 5}), {.epochs = 3, .callbacks = callbacks, .verbose = 0});
+        model.fit(data_of(rank, 2).shuffle(4, {.seed = 5}), {.epochs = 3, .verbose = 0, .callbacks = callbacks});
       };
       if (breaks) {
         EXPECT_THROW(fit(), Error);
@@ -115,9 +115,9 @@ TEST(HorovodFit, MetricsAreAveragedForHistoryAndCallbacks) {
     double seen = 0;
     const auto history = model.fit(
         data_of(rank, 2),
-        {.callbacks = {LambdaCallback({.on_epoch_end = [&](int, const Logs& logs) { seen = logs["accuracy"]; }}),
-                       hvd::MetricAverageCallback()},
-         .verbose = 0});
+        {.verbose = 0,
+         .callbacks = {LambdaCallback({.on_epoch_end = [&](int, const Logs& logs) { seen = logs["accuracy"]; }}),
+                       hvd::MetricAverageCallback()}});
     const auto all = hvd::allgather(at::full({1}, history["accuracy"][0], at::kDouble));
     EXPECT_EQ(all[0].item<double>(), all[1].item<double>());
     EXPECT_EQ(seen, history["accuracy"][0]);
@@ -129,12 +129,11 @@ TEST(HorovodFit, WarmupGoesToTheRateInEqualSteps) {
     auto model = make_model(at::kDouble, hvd::DistributedOptimizer(SGD({.learning_rate = 0.25})));
     std::vector<double> rates;
     model.fit(data_of(rank, 4), {.epochs = 3,
+                                 .verbose = 0,
                                  .callbacks = {hvd::LearningRateWarmupCallback({.initial_lr = 0.4, .warmup_epochs = 2}),
-                                               LambdaCallback({.on_train_batch_end =
-                                                                   [&](std::int64_t, const Logs&) {
-                                                                     rates.push_back(model.learning_rate());
-                                                                   }})},
-                                 .verbose = 0});
+                                               LambdaCallback({.on_train_batch_end = [&](std::int64_t, const Logs&) {
+                                                 rates.push_back(model.learning_rate());
+                                               }})}});
     ASSERT_EQ(rates.size(), 12);
     for (int step = 0; step < 12; ++step) {
       const double share = std::min(1.0, (step + 1) / 8.0);
@@ -172,7 +171,7 @@ TEST(HorovodFit, ARankWhoseDataEndEarlierGoesOnWithoutExamples) {
     auto model = make_model(at::kDouble, hvd::DistributedOptimizer(adam()));
     model.load_weights(initial);
     const auto data = rank == 0 ? data_of(0, 1) : data_of(0, 1).take(2);
-    model.fit(data, {.epochs = 3, .callbacks = {hvd::MetricAverageCallback()}, .verbose = 0});
+    model.fit(data, {.epochs = 3, .verbose = 0, .callbacks = {hvd::MetricAverageCallback()}});
     EXPECT_EQ(model.iterations(), 12);
     EXPECT_LE(largest_difference(weights_of(model), expected), 1e-9);
   });
@@ -186,8 +185,8 @@ TEST(HorovodFit, WarmupIsAllRanksWhereOneHasLessData) {
         {.on_train_batch_end = [&](std::int64_t, const Logs&) { rates.push_back(model.learning_rate()); }});
     model.fit(rank == 0 ? data_of(0, 1) : data_of(0, 1).take(2),
               {.epochs = 2,
-               .callbacks = {hvd::LearningRateWarmupCallback({.initial_lr = 0.4, .warmup_epochs = 2}), notes},
-               .verbose = 0});
+               .verbose = 0,
+               .callbacks = {hvd::LearningRateWarmupCallback({.initial_lr = 0.4, .warmup_epochs = 2}), notes}});
     ASSERT_EQ(rates.size(), 8);
     for (std::size_t step = 0; step < 8; ++step) EXPECT_NEAR(rates[step], 0.2 * ((step + 1) / 8.0 + 1), 1e-12);
   });
@@ -200,7 +199,7 @@ TEST(HorovodFit, WhatOneRankStopsEndsForAllAfterTheSameStep) {
     const LambdaCallback stops({.on_train_batch_end = [&](std::int64_t, const Logs&) {
       if (++steps == 5 && rank == 1) model.stop_training();
     }});
-    model.fit(data_of(rank, 2), {.epochs = 9, .callbacks = {stops}, .verbose = 0});
+    model.fit(data_of(rank, 2), {.epochs = 9, .verbose = 0, .callbacks = {stops}});
     EXPECT_EQ(model.iterations(), 6);  // they agree in the next one
   });
 }
@@ -212,7 +211,7 @@ TEST(HorovodFit, OneRankAloneMayEvaluateBeforeAllFit) {
       EXPECT_GT(model.evaluate(data_of(0, 1))["loss"], 0);
     }
     hvd::barrier();
-    model.fit(data_of(rank, 2), {.callbacks = {hvd::BroadcastGlobalVariablesCallback()}, .verbose = 0});
+    model.fit(data_of(rank, 2), {.verbose = 0, .callbacks = {hvd::BroadcastGlobalVariablesCallback()}});
     EXPECT_EQ(model.iterations(), 4);
   });
 }
@@ -227,7 +226,7 @@ TEST(HorovodFit, WhatGoesWrongIsNamed) {
     std::vector<AnyCallback> callbacks;
     if (rank == 0)
       callbacks.push_back(LambdaCallback({.on_train_begin = [&] { alone.impl()->engine->set_iterations(3); }}));
-    expect_says(message_of([&] { alone.fit(data_of(rank, 2), {.callbacks = callbacks, .verbose = 0}); }), "step 3");
+    expect_says(message_of([&] { alone.fit(data_of(rank, 2), {.verbose = 0, .callbacks = callbacks}); }), "step 3");
     const auto good = hvd::DistributedOptimizer(adam());
     auto model = make_model(at::kDouble, good);
     const auto said = message_of([&] {

@@ -25,7 +25,7 @@ int main() {
   MultiWorkerMirroredStrategy strategy;
   const auto scope = strategy.scope();
   Sequential model({Dense(8), Dense(2)});
-  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = Adam()});
+  model.compile({.optimizer = Adam(), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
   const auto data = Dataset::from_tensor_slices(at::ones({64, 4}), at::zeros({64}, at::kLong)).batch(16);
   model.fit(data, {.epochs = 2, .verbose = 0});
   std::cout << "worker " << strategy.worker_rank() << " of " << strategy.num_workers() << " has trained\\n";

@@ -19,7 +19,7 @@ void train(const std::string& folder, const std::string& name, const Optimizer& 
   const auto scope = strategy.scope();
   Sequential model(
       {Conv2D(32, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(), Dense(64, {.activation = "relu"}), Dense(10)});
-  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = optimizer});
+  model.compile({.optimizer = optimizer, .loss = SparseCategoricalCrossentropy({.from_logits = true})});
   model.build({1, 28, 28});
   model.save_weights(folder + "/" + name + "_initial");
   for (const auto& batch : batches) model.train_on_batch(batch);
@@ -49,9 +49,9 @@ int main(int, char** argv) {
   model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .metrics = {"accuracy"}});
   const auto data = Dataset::from_tensor_slices(batches[0].x, batches[0].y).batch(20);
   const auto history = model.fit(data, {.epochs = 3,
+                                        .verbose = 0,
                                         .callbacks = {TensorBoard(folder + "/logs", {.update_freq = 2})},
-                                        .validation_data = data,
-                                        .verbose = 0});
+                                        .validation_data = data});
   Archive losses;
   losses.tensors["loss"] = to_stored(at::tensor(history["loss"]));
   losses.tensors["val_accuracy"] = to_stored(at::tensor(history["val_accuracy"]));

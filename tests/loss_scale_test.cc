@@ -90,7 +90,7 @@ TEST_P(LossScaling, ModelsTrainWithIt) {
   const auto trained = [&](const Optimizer& optimizer) {
     set_random_seed(1);
     Sequential model({Dense(16, {.activation = "relu"}), Dense(3)});
-    model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = optimizer});
+    model.compile({.optimizer = optimizer, .loss = SparseCategoricalCrossentropy({.from_logits = true})});
     for (int i = 0; i < 5; ++i) model.train_on_batch({x, y});
     return model.predict(Dataset::from_tensor_slices(x).batch(16));
   };

@@ -19,7 +19,7 @@ class MixedPrecision : public testing::Test {
     set_global_policy(policy);
     Sequential model({Conv2D(8, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(),
                       Dense(32, {.activation = "relu"}), Dense(10)});
-    model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = Adam()});
+    model.compile({.optimizer = Adam(), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
     model.build({1, 12, 12});
     return model;
   }

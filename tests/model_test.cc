@@ -25,7 +25,7 @@ TEST(ModelSays, CopiesThatGoApartAreNamed) {
   const auto scope = strategy.scope();
   const auto data = Dataset::from_tensor_slices(at::ones({8, 2}), at::ones({8, 1})).batch(4);
   Sequential model({Dense(1)});
-  model.compile({.loss = "mse", .optimizer = SGD({.learning_rate = 1e-3})});
+  model.compile({.optimizer = SGD({.learning_rate = 1e-3}), .loss = "mse"});
   model.fit(data, {.epochs = 2, .verbose = 0});
   {
     const at::NoGradGuard no_grad;
@@ -50,7 +50,7 @@ TEST(ModelSays, TheTrainedModuleComesBack) {
   const auto scope = strategy.scope();
   const auto x = at::rand({8, 2});
   Model model([] { return std::make_shared<OwnNet>(); });
-  model.compile({.loss = "mse", .optimizer = SGD({.learning_rate = 0.1})});
+  model.compile({.optimizer = SGD({.learning_rate = 0.1}), .loss = "mse"});
   model.fit(Dataset::from_tensor_slices(x, x.sum(1, true)).batch(4), {.verbose = 0});
   const auto net = model.module<OwnNet>();
   EXPECT_TRUE(at::allclose(net->forward(x), model.predict(Dataset::from_tensor_slices(x).batch(8))));
@@ -69,7 +69,7 @@ TEST(ModelSays, OneExampleUnderBatchNormSaysWhatToDo) {
     torch::nn::BatchNorm1d norm = nullptr;
   };
   Model model([] { return std::make_shared<Net>(); });
-  model.compile({.loss = "mse", .optimizer = SGD()});
+  model.compile({.optimizer = SGD(), .loss = "mse"});
   try {
     model.fit(Dataset::from_tensor_slices(at::rand({5, 2}), at::rand({5, 2})).batch(4), {.verbose = 0});
     FAIL();
@@ -101,6 +101,45 @@ TEST(ModelSays, ImagesWithTheirChannelsLastAreWarnedOf) {
 }
 
 // Two processes of a launcher, of which each would train a model of its own.
+TEST(ModelSays, ClassWeightsOfOneHotLabelsAreThoseOfTheirClasses) {
+  const auto x = at::randn({26, 6}, at::kDouble);
+  const auto classes = at::arange(26, at::kLong).remainder(3), one_hot = at::one_hot(classes, 3).to(at::kDouble);
+  const auto trained = [&](const Tensor& y, const Loss& loss) {
+    const MirroredStrategy strategy(2);
+    const auto scope = strategy.scope();
+    set_random_seed(2);
+    Sequential model({Dense(3)});
+    model.compile({.optimizer = SGD({.learning_rate = 0.5}), .loss = loss});
+    model.build({6}, at::kDouble);
+    model.fit(Dataset::from_tensor_slices(x, y).batch(7), {.verbose = 0, .class_weight = {{0, 2.0}, {2, 0.5}}});
+    return model.predict(Dataset::from_tensor_slices(x).batch(26));
+  };
+  const auto by_class = trained(classes, SparseCategoricalCrossentropy({.from_logits = true}));
+  const auto by_vector = trained(one_hot, CategoricalCrossentropy({.from_logits = true}));
+  EXPECT_LE((by_class - by_vector).abs().max().item<double>(), 1e-12);
+}
+
+// Tensors of InferenceMode have no part in autograd, and come by other ways through LibTorch's dispatcher.
+TEST(ModelSays, InferenceModeGivesTheSameAndTrainingGoesOnAfterIt) {
+  const auto images = at::randn({8, 1, 12, 12});
+  const auto labels = at::arange(8, at::kLong).remainder(4);
+  set_random_seed(2);
+  Sequential model({Conv2D(4, 3, {.activation = "relu"}), MaxPooling2D(), BatchNormalization(), Flatten(),
+                    Dense(16, {.activation = "relu"}), Dropout(0.5), Dense(4)});
+  model.compile({.optimizer = "sgd", .loss = SparseCategoricalCrossentropy({.from_logits = true})});
+  const auto data = Dataset::from_tensor_slices(images, labels).batch(8);
+  model.fit(data, {.verbose = 0});
+  const auto expected = model.predict(data);
+  {
+    const c10::InferenceMode inference;
+    const auto inside = Dataset::from_tensor_slices(images.clone(), labels.clone()).batch(8);
+    EXPECT_TRUE(at::equal(model.predict(inside), expected));
+    EXPECT_EQ(model.evaluate(inside)["loss"], model.evaluate(data)["loss"]);
+  }
+  model.fit(data, {.verbose = 0});
+  EXPECT_FALSE(at::equal(model.predict(data), expected));
+}
+
 TEST(ModelSays, CopiesOfAProgramAreWarnedOf) {
   const std::map<std::string, std::string> variables{{"LOCKSTEP_RANK", "1"},       {"LOCKSTEP_SIZE", "2"},
                                                      {"LOCKSTEP_LOCAL_RANK", "1"}, {"LOCKSTEP_LOCAL_SIZE", "2"},
@@ -108,7 +147,7 @@ TEST(ModelSays, CopiesOfAProgramAreWarnedOf) {
   for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), 1);
   const auto warnings = warnings_of([] {
     Sequential model({Dense(1)});
-    model.compile({.loss = "mse", .optimizer = SGD()});
+    model.compile({.optimizer = SGD(), .loss = "mse"});
     model.fit(Dataset::from_tensor_slices(at::ones({4, 2}), at::ones({4, 1})).batch(4), {.verbose = 0});
   });
   for (const auto& [name, value] : variables) unsetenv(name.c_str());
@@ -119,13 +158,13 @@ TEST(ModelSays, CopiesOfAProgramAreWarnedOf) {
 TEST(ModelSays, ATensorBoardFolderThatWasRemovedIsMadeAgain) {
   const auto folder = fresh_folder("model", "removed_logs");
   Sequential model({Dense(1)});
-  model.compile({.loss = "mse", .optimizer = SGD()});
+  model.compile({.optimizer = SGD(), .loss = "mse"});
   const auto remove = LambdaCallback({.on_epoch_begin = [&](int epoch) {
     if (epoch == 1) std::filesystem::remove_all(folder);
   }});
   const auto warnings = warnings_of([&] {
     model.fit(Dataset::from_tensor_slices(at::ones({4, 2}), at::ones({4, 1})).batch(4),
-              {.epochs = 4, .callbacks = {remove, TensorBoard(folder.string())}, .verbose = 0});
+              {.epochs = 4, .verbose = 0, .callbacks = {remove, TensorBoard(folder.string())}});
   });
   expect_says(warnings, "was removed; it goes on in a new file");
   std::size_t bytes = 0;

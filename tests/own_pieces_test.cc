@@ -5,6 +5,7 @@
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
 
 #include <cmath>
 #include <filesystem>
@@ -40,7 +41,7 @@ TEST(OwnPieces, LayersOfEveryKindTrain) {
     const auto scope = strategy.scope();
     Sequential inner({Dense(4), ModuleLayer([] { return torch::nn::PReLU(); })});
     Sequential model({Layer(inner), Layer(std::make_shared<ScaleSpec>()), Dense(1)});
-    model.compile({.loss = "mse", .optimizer = Adam({.learning_rate = 0.05})});
+    model.compile({.optimizer = Adam({.learning_rate = 0.05}), .loss = "mse"});
     model.fit(line_data(), {.epochs = 80, .verbose = 0});
     EXPECT_LT(model.evaluate(line_data())["loss"], 0.01);
     const auto summary = model.summary();
@@ -90,7 +91,7 @@ TEST(OwnPieces, SparseGradientsGiveTheDenseUpdate) {
       return module;
     });
     model.compile(
-        {.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = SGD({.learning_rate = 0.5})});
+        {.optimizer = SGD({.learning_rate = 0.5}), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
     const auto x = at::arange(7) % 5;
     model.fit(Dataset::from_tensor_slices(x, x % 3).batch(4), {.epochs = 3, .verbose = 0});
     return model.module().parameters()->parameter(0, 0).detach().clone();
@@ -115,7 +116,7 @@ TEST(OwnPieces, AFullCheckpointOfAnyModuleGoesOnWithTheSameBits) {
   const auto scope = strategy.scope();
   const auto make = [] {
     Model model([] { return std::make_shared<MaskedImpl>(); });
-    model.compile({.loss = "mse", .optimizer = Adam({.learning_rate = 0.1})});
+    model.compile({.optimizer = Adam({.learning_rate = 0.1}), .loss = "mse"});
     return model;
   };
   auto model = make();
@@ -140,7 +141,7 @@ TEST(OwnPieces, TwoFitsGoOnAsOne) {
     const auto x = at::linspace(-1, 1, 20).view({20, 1});
     const auto data = Dataset::from_tensor_slices(x, x * 3).shuffle(20).batch(3);
     for (const auto& [initial, epochs] : fits)
-      model.fit(data, {.epochs = epochs, .initial_epoch = initial, .verbose = 0});
+      model.fit(data, {.epochs = epochs, .verbose = 0, .initial_epoch = initial});
     return model.predict(Dataset::from_tensor_slices(x).batch(20));
   };
   EXPECT_TRUE(at::equal(run({{0, 4}}), run({{0, 2}, {2, 4}})));
@@ -170,6 +171,62 @@ TEST(OwnPieces, AGeneratorIsNotAskedAgainAfterItsEnd) {
   for (const std::int64_t size : {4, 4, 2}) EXPECT_EQ(iterator.next()->size(), size);
   EXPECT_FALSE(iterator.next());
   EXPECT_FALSE(iterator.next());
+}
+
+// A GAN's step: the second optimizer's backward leaves gradients in the first one's module, which zero_grad clears.
+TEST(OwnPieces, TwoOptimizersOnOneGraphAreThoseOfAPlainLoop) {
+  const auto x = at::randn({12, 3}, at::kDouble), noise = at::randn({12, 2}, at::kDouble);
+  const auto linear = [](int from, int to) {
+    torch::nn::Linear net(from, to);
+    net->to(at::kDouble);
+    return net;
+  };
+  constexpr int kSteps = 20;
+  const auto step = [](torch::nn::Linear& draw, torch::nn::Linear& judge, const Tensor& real, const Tensor& seeds,
+                       const auto& first, const auto& second) {
+    const auto drawn = draw(seeds);
+    first(((judge(real) - 1).square() + judge(drawn.detach()).square()).sum());
+    second((judge(drawn) - 1).square().sum());
+    judge->zero_grad();
+  };
+
+  set_random_seed(4);
+  const MirroredStrategy strategy(2);
+  auto draw = strategy.replicate([&] { return linear(2, 3); });
+  auto judge = strategy.replicate([&] { return linear(3, 1); });
+  auto plain_draw = linear(2, 3), plain_judge = linear(3, 1);
+  const auto copy = [](const torch::nn::Linear& from, const torch::nn::Linear& to) {
+    const at::NoGradGuard no_gradient;
+    to->weight.copy_(from->weight);
+    to->bias.copy_(from->bias);
+  };
+  copy(draw[0], plain_draw);
+  copy(judge[0], plain_judge);
+  torch::optim::SGD for_draw(plain_draw->parameters(), 0.05), for_judge(plain_judge->parameters(), 0.05);
+  const auto by = [](torch::optim::SGD& optimizer) {
+    return [&optimizer](const Tensor& loss) {
+      optimizer.zero_grad();
+      (loss / 12).backward();
+      optimizer.step();
+    };
+  };
+  for (int i = 0; i < kSteps; ++i) step(plain_draw, plain_judge, x, noise, by(for_judge), by(for_draw));
+
+  const auto draws = strategy.optimizer(SGD({.learning_rate = 0.05}), draw);
+  const auto judges = strategy.optimizer(SGD({.learning_rate = 0.05}), judge);
+  const auto data = strategy.distribute(Dataset::from_tensor_slices(x, noise).batch(12).repeat(kSteps));
+  for (auto& batch : data) {
+    strategy.run(
+        [&](ReplicaContext& replica, torch::nn::Linear& own_draw, torch::nn::Linear& own_judge, const Example& part) {
+          const auto minimize = [&](const ReplicatedOptimizer& optimizer) {
+            return [&](const Tensor& loss) { optimizer.minimize(replica, loss, static_cast<double>(part.size())); };
+          };
+          step(own_draw, own_judge, part.x, part.y, minimize(judges), minimize(draws));
+        },
+        draw, judge, batch);
+  }
+  EXPECT_LE((draw[1]->weight - plain_draw->weight).abs().max().item<double>(), 1e-9);
+  EXPECT_LE((judge[0]->weight - plain_judge->weight).abs().max().item<double>(), 1e-9);
 }
 
 TEST(OwnPieces, StrategiesDoNotMix) {

@@ -43,8 +43,8 @@ class Recorded : public testing::Test {
     const auto scope = strategy.scope();
     set_random_seed(3);
     Sequential model({Dense(8, {.activation = "relu"}), Dropout(0.5), Dense(3)});
-    model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}),
-                   .optimizer = Adam({.learning_rate = CosineDecay(0.1, 20)}),
+    model.compile({.optimizer = Adam({.learning_rate = CosineDecay(0.1, 20)}),
+                   .loss = SparseCategoricalCrossentropy({.from_logits = true}),
                    .metrics = {"accuracy"},
                    .jit_compile = jit_compile});
     for (const auto& batch : batches) model.train_on_batch(batch);

@@ -32,7 +32,7 @@ Sequential make_model(at::ScalarType dtype, const Optimizer& optimizer) {
   set_random_seed(7);
   Sequential model({Dense(9, {.activation = "tanh"}), Dense(3)});
   model.compile(
-      {.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = optimizer, .metrics = {"accuracy"}});
+      {.optimizer = optimizer, .loss = SparseCategoricalCrossentropy({.from_logits = true}), .metrics = {"accuracy"}});
   model.build({6}, dtype);
   return model;
 }
@@ -62,7 +62,7 @@ std::vector<Tensor> train(const Strategy& strategy, const Optimizer& optimizer, 
   const auto scope = strategy.scope();
   auto model = make_model(dtype, optimizer);
   const auto data = make_data(dtype, weighted).shuffle(26, {.seed = 3}).batch(7).repeat();
-  model.fit(data, {.steps_per_epoch = steps, .verbose = 0});
+  model.fit(data, {.verbose = 0, .steps_per_epoch = steps});
   for (int replica = 1; replica < strategy.num_replicas_in_sync(); ++replica) {
     expect_equal_bits(weights_of(model, replica), weights_of(model));
   }
@@ -164,7 +164,7 @@ TEST(Replicas, TwoRunsWithOneSeedAreEqualBitForBit) {
     const MirroredStrategy strategy(3);
     const auto scope = strategy.scope();
     Model model([] { return std::make_shared<NoisyImpl>(); });
-    model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = Adam()});
+    model.compile({.optimizer = Adam(), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
     const auto noise = [](Example example) {
       example.x = example.x + 0.01 * torch::rand_like(example.x);
       return example;
@@ -214,7 +214,7 @@ TEST(Replicas, ParametersOfEveryKindAreUpdatedAsOnOneReplica) {
     const auto scope = strategy.scope();
     set_random_seed(11);
     Model model([] { return std::make_shared<KindsImpl>(); });
-    model.compile({.loss = loss, .optimizer = AdamW({.learning_rate = 0.01, .epsilon = 1e-2, .global_clipnorm = 1})});
+    model.compile({.optimizer = AdamW({.learning_rate = 0.01, .epsilon = 1e-2, .global_clipnorm = 1}), .loss = loss});
     model.fit(make_data(at::kDouble, false, examples).batch(batch), {.epochs = 5, .verbose = 0});
     return model;
   };
@@ -271,7 +271,7 @@ TEST(Replicas, AnExceptionInOneReplicaComesOutAndLeavesTheWeightsWhole) {
   const MirroredStrategy strategy(2);
   const auto scope = strategy.scope();
   Model model([] { return std::make_shared<FailingImpl>(); });
-  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = Adam()});
+  model.compile({.optimizer = Adam(), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
   const auto before = weights_of(model);
   const auto data = make_data(at::kFloat, false, 5).batch(5);  // parts of 3 and 2: only replica 0 fails
   FailingImpl::fail = true;
@@ -297,7 +297,7 @@ TEST(Replicas, ACustomLoopGivesTheWeightsOfFit) {
   const auto make = [] { return torch::nn::Linear(6, 3); };
   const auto data = make_data(at::kFloat, false).batch(7);
   Model model(make);
-  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = Adam()});
+  model.compile({.optimizer = Adam(), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
   auto net = strategy.replicate(make);
   Archive initial;
   model.module().trackable().save(initial, "");
@@ -351,7 +351,7 @@ TEST(Replicas, RunningStatisticsAreAveragedForEvaluation) {
   const MirroredStrategy strategy(2);
   const auto scope = strategy.scope();
   Sequential model({BatchNormalization({.momentum = 0}), Dense(3)});
-  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = SGD({.learning_rate = 0})});
+  model.compile({.optimizer = SGD({.learning_rate = 0}), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
   const auto data = make_data(at::kFloat, false, 8).batch(8);
   model.fit(data, {.verbose = 0});
   model.evaluate(data);
@@ -375,7 +375,7 @@ TEST(Replicas, ClassWeightsActAsSampleWeights) {
   const auto scope = strategy.scope();
   const auto plain = make_data(at::kDouble, false);
   auto by_class = make_model(at::kDouble, SGD({.learning_rate = 0.1}));
-  by_class.fit(plain.batch(7), {.class_weight = {{0, 2.0}, {2, 0.5}}, .verbose = 0});
+  by_class.fit(plain.batch(7), {.verbose = 0, .class_weight = {{0, 2.0}, {2, 0.5}}});
   auto by_sample = make_model(at::kDouble, SGD({.learning_rate = 0.1}));
   by_sample.fit(plain
                     .map([](Example example) {

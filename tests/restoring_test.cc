@@ -57,7 +57,7 @@ Dataset examples() {
 
 Sequential model_of(Seen& seen) {
   Sequential model({Dense(1)});
-  model.compile({.loss = seen.loss(), .optimizer = SGD({.learning_rate = 1e-9})});
+  model.compile({.optimizer = SGD({.learning_rate = 1e-9}), .loss = seen.loss()});
   return model;
 }
 
@@ -85,9 +85,9 @@ std::vector<int> stop_and_go_on(const std::string& name, const Pipeline& pipelin
     set_random_seed(5);
     const auto data = pipeline(size);
     auto model = model_of(seen);
-    EXPECT_THROW(model.fit(data, {.steps_per_epoch = steps_per_epoch,
+    EXPECT_THROW(model.fit(data, {.verbose = 0,
                                   .callbacks = {BackupAndRestore(folder, {.save_freq = 1}), FailingAfter(batches)},
-                                  .verbose = 0}),
+                                  .steps_per_epoch = steps_per_epoch}),
                  std::runtime_error);
   }
   set_random_seed(5);
@@ -95,7 +95,7 @@ std::vector<int> stop_and_go_on(const std::string& name, const Pipeline& pipelin
   const MirroredStrategy strategy(2);
   const auto scope = strategy.scope();
   auto model = model_of(seen);
-  model.fit(data, {.steps_per_epoch = other_steps, .callbacks = {BackupAndRestore(folder)}, .verbose = 0});
+  model.fit(data, {.verbose = 0, .callbacks = {BackupAndRestore(folder)}, .steps_per_epoch = other_steps});
   return seen.sorted();
 }
 
@@ -133,7 +133,7 @@ TEST(Restoring, GoesOnAgainAfterItWentOn) {
     const auto data = examples().shuffle(kExamples).batch(size);
     auto model = model_of(seen);
     try {
-      model.fit(data, {.callbacks = {BackupAndRestore(folder, {.save_freq = 1}), FailingAfter(batches)}, .verbose = 0});
+      model.fit(data, {.verbose = 0, .callbacks = {BackupAndRestore(folder, {.save_freq = 1}), FailingAfter(batches)}});
     } catch (const std::runtime_error&) {
     }
   }
@@ -168,7 +168,7 @@ Dataset noise() {
 Sequential model_of_noise() {
   set_random_seed(9);
   Sequential model({Dense(7, {.activation = "tanh"}), Dense(1)});
-  model.compile({.loss = "mse", .optimizer = Adam(), .metrics = {"mae", "mse"}});
+  model.compile({.optimizer = Adam(), .loss = "mse", .metrics = {"mae", "mse"}});
   return model;
 }
 
@@ -184,10 +184,10 @@ TEST(Restoring, MetricsOfAnEpochThatGoesOnHaveTheSameBits) {
     const BackupAndRestoreOptions often{.save_freq = 1};
     EXPECT_THROW(
         first.fit(data,
-                  {.epochs = 2, .callbacks = {BackupAndRestore(own, often), FailingAfter(batches)}, .verbose = 0}),
+                  {.epochs = 2, .verbose = 0, .callbacks = {BackupAndRestore(own, often), FailingAfter(batches)}}),
         std::runtime_error);
     auto second = model_of_noise();
-    const auto history = second.fit(data, {.epochs = 2, .callbacks = {BackupAndRestore(own, often)}, .verbose = 0});
+    const auto history = second.fit(data, {.epochs = 2, .verbose = 0, .callbacks = {BackupAndRestore(own, often)}});
     EXPECT_EQ(history.history, expected.history) << "after " << batches << " batches";
   }
 }
@@ -198,23 +198,22 @@ TEST(Restoring, AnEarlyStopIsNotForgotten) {
     const auto folder = fresh_folder("restoring", "stop" + std::to_string(at)).string();
     const auto data = noise();
     auto expected = model_of_noise();
-    const auto history = expected.fit(data, {.epochs = 5,
-                                             .callbacks = {LambdaCallback({.on_train_batch_end =
-                                                                               [&](std::int64_t batch, const Logs&) {
-                                                                                 if (batch + 1 == at)
-                                                                                   expected.stop_training();
-                                                                               }})},
-                                             .verbose = 0});
+    const auto history =
+        expected.fit(data, {.epochs = 5,
+                            .verbose = 0,
+                            .callbacks = {LambdaCallback({.on_train_batch_end = [&](std::int64_t batch, const Logs&) {
+                              if (batch + 1 == at) expected.stop_training();
+                            }})}});
     auto first = model_of_noise();
     const auto stop = LambdaCallback({.on_train_batch_end = [&](std::int64_t batch, const Logs&) {
       if (batch + 1 != at) return;
       first.stop_training();
       std::raise(SIGTERM);
     }});
-    EXPECT_THROW(first.fit(data, {.epochs = 5, .callbacks = {stop, BackupAndRestore(folder)}, .verbose = 0}),
+    EXPECT_THROW(first.fit(data, {.epochs = 5, .verbose = 0, .callbacks = {stop, BackupAndRestore(folder)}}),
                  Interrupted);
     auto second = model_of_noise();
-    const auto after = second.fit(data, {.epochs = 5, .callbacks = {BackupAndRestore(folder)}, .verbose = 0});
+    const auto after = second.fit(data, {.epochs = 5, .verbose = 0, .callbacks = {BackupAndRestore(folder)}});
     EXPECT_EQ(after.history, history.history);
   }
 }
@@ -226,7 +225,7 @@ TEST(Restoring, ALoadHappensWholeOrNotAtAll) {
   const auto data = noise();
   auto model = model_of_noise();
   const auto save = LambdaCallback({.on_epoch_end = [&](int, const Logs&) { model.save_checkpoint(path); }});
-  model.fit(data, {.callbacks = {CSVLogger(log), EarlyStopping({.monitor = "loss"}), save}, .verbose = 0});
+  model.fit(data, {.verbose = 0, .callbacks = {CSVLogger(log), EarlyStopping({.monitor = "loss"}), save}});
   auto archive = read_archive(path);
   int damaged = 0;
   for (auto& [name, value] : archive.entries) {
@@ -250,7 +249,7 @@ TEST(Restoring, ALoadHappensWholeOrNotAtAll) {
     EXPECT_TRUE(at::equal(other.predict(data), weights));
     EXPECT_EQ(other.iterations(), 0);
   }});
-  other.fit(data, {.callbacks = {CSVLogger(log), EarlyStopping({.monitor = "loss"}), load}, .verbose = 0});
+  other.fit(data, {.verbose = 0, .callbacks = {CSVLogger(log), EarlyStopping({.monitor = "loss"}), load}});
   expect_says(message, "damaged");
   EXPECT_EQ(lines, "a line of its own\n");
 }
@@ -258,9 +257,9 @@ TEST(Restoring, ALoadHappensWholeOrNotAtAll) {
 TEST(Restoring, KeysOfCallbacksAreNamesThatAPersonReads) {
   const auto folder = fresh_folder("restoring", "keys").string();
   auto model = model_of_noise();
-  model.fit(noise(), {.callbacks = {BackupAndRestore(folder, {.delete_checkpoint = false}),
-                                    LearningRateScheduler([](int, double rate) { return rate; })},
-                      .verbose = 0});
+  model.fit(noise(), {.verbose = 0,
+                      .callbacks = {BackupAndRestore(folder, {.delete_checkpoint = false}),
+                                    LearningRateScheduler([](int, double rate) { return rate; })}});
   const auto entries = read_archive(folder + "/backup").entries;
   EXPECT_TRUE(entries.contains("callback/lockstep::LearningRateScheduler/0/epoch"));
 }
@@ -274,13 +273,13 @@ TEST(Restoring, AFolderOfAnotherJobIsAnErrorWhenTrainingBegins) {
   std::string message;
   const auto another_job = LambdaCallback({.on_epoch_end = [&](int, const Logs&) {
     auto other = model_of_noise();
-    message = message_of<IoError>([&] { other.fit(data, {.callbacks = {BackupAndRestore(folder)}, .verbose = 0}); });
+    message = message_of<IoError>([&] { other.fit(data, {.verbose = 0, .callbacks = {BackupAndRestore(folder)}}); });
   }});
-  const FitOptions options{.callbacks = {BackupAndRestore(folder), another_job}, .verbose = 0};
+  const FitOptions options{.verbose = 0, .callbacks = {BackupAndRestore(folder), another_job}};
   model.fit(data, options);
   expect_says(message, "in use by process");
   auto next = model_of_noise();
-  EXPECT_NO_THROW(next.fit(data, {.callbacks = {BackupAndRestore(folder)}, .verbose = 0}));  // it was released
+  EXPECT_NO_THROW(next.fit(data, {.verbose = 0, .callbacks = {BackupAndRestore(folder)}}));  // it was released
 }
 
 TEST(Restoring, WhatCannotBeSavedIsFoundBeforeTheFirstStep) {
@@ -291,7 +290,7 @@ TEST(Restoring, WhatCannotBeSavedIsFoundBeforeTheFirstStep) {
     auto model = model_of_noise();
     std::int64_t batches = 0;
     const auto count = LambdaCallback({.on_train_batch_end = [&](std::int64_t, const Logs&) { ++batches; }});
-    const auto message = message_of([&] { model.fit(data, {.callbacks = {callback, count}, .verbose = 0}); });
+    const auto message = message_of([&] { model.fit(data, {.verbose = 0, .callbacks = {callback, count}}); });
     EXPECT_EQ(batches, 0) << message;
     return message;
   };
@@ -309,9 +308,9 @@ TEST(Restoring, ACheckpointNamedByValidationIsSavedWhenInterrupted) {
     if (batch == 1) std::raise(SIGINT);
   }});
   EXPECT_THROW(
-      model.fit(data, {.callbacks = {ModelCheckpoint((folder / "{epoch:02d}_{val_loss:.2f}").string()), interrupt},
-                       .validation_data = data,
-                       .verbose = 0}),
+      model.fit(data, {.verbose = 0,
+                       .callbacks = {ModelCheckpoint((folder / "{epoch:02d}_{val_loss:.2f}").string()), interrupt},
+                       .validation_data = data}),
       Interrupted);
   EXPECT_TRUE(fs::exists(folder / "01_nan.safetensors"));
   EXPECT_EQ(latest_checkpoint(folder.string()), (folder / "01_nan").string());

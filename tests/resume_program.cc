@@ -35,8 +35,8 @@ int main(int argc, char** argv) {
   const auto data = Dataset::from_tensor_slices(x, y).map(noise).shuffle(30).batch(8);
 
   Sequential model({Dense(16, {.activation = "relu"}), BatchNormalization(), Dropout(0.5), Dense(2)});
-  model.compile({.loss = SparseCategoricalCrossentropy({.from_logits = true}),
-                 .optimizer = Adam({.learning_rate = 0.01}),
+  model.compile({.optimizer = Adam({.learning_rate = 0.01}),
+                 .loss = SparseCategoricalCrossentropy({.from_logits = true}),
                  .metrics = {"accuracy"}});
   const auto act_at_step = [&](std::int64_t, const Logs&) {
     if (!acts || model.iterations() != step_of_signal) return;
@@ -45,14 +45,14 @@ int main(int argc, char** argv) {
     if (signal == 0 && std::system(act.c_str()) != 0) throw Error("failed: " + act);
   };
   try {
-    const auto history =
-        model.fit(data, {.epochs = 4,
-                         .callbacks = {LambdaCallback({.on_train_batch_end = act_at_step}),
-                                       BackupAndRestore(folder + "/backup", {.save_freq = 3}),
-                                       LearningRateScheduler([](int, double rate) { return rate * 0.8; }),
-                                       CSVLogger(folder + "/log.csv"),
-                                       EarlyStopping({.monitor = "loss", .patience = 3, .restore_best_weights = true})},
-                         .verbose = 0});
+    const auto history = model.fit(
+        data, {.epochs = 4,
+               .verbose = 0,
+               .callbacks = {LambdaCallback({.on_train_batch_end = act_at_step}),
+                             BackupAndRestore(folder + "/backup", {.save_freq = 3}),
+                             LearningRateScheduler([](int, double rate) { return rate * 0.8; }),
+                             CSVLogger(folder + "/log.csv"),
+                             EarlyStopping({.monitor = "loss", .patience = 3, .restore_best_weights = true})}});
     model.save_weights(folder + "/final");
     if (strategy.is_chief()) std::cout << "epochs in the history: " << history.epoch.size() << "\n";
   } catch (const Interrupted& interrupted) {

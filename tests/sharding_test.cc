@@ -281,9 +281,9 @@ TEST(ShardingWhereTheChiefHasNone, ASumIsOfAllWhoHaveExamples) {
     const auto scope = strategy.scope();
     Sequential model({Dense(1, {.kernel_initializer = "zeros"})});
     model.compile(
-        {.loss = Loss(
-             "sum", [](const Tensor& y, const Tensor& p) { return (p - y).square().sum(-1); }, Reduction::sum),
-         .optimizer = SGD({.learning_rate = 0.001})});
+        {.optimizer = SGD({.learning_rate = 0.001}),
+         .loss = Loss(
+             "sum", [](const Tensor& y, const Tensor& p) { return (p - y).square().sum(-1); }, Reduction::sum)});
     model.fit(data, {.verbose = 0});
     EXPECT_EQ(model.iterations(), batches);
     return weights_of(model);

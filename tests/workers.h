@@ -72,7 +72,7 @@ inline Dataset make_data(at::ScalarType dtype, bool weighted = false) {
 inline Sequential make_model(at::ScalarType dtype, const Optimizer& optimizer) {
   Sequential model({Dense(9, {.activation = "tanh"}), Dense(3)});
   model.compile(
-      {.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = optimizer, .metrics = {"accuracy"}});
+      {.optimizer = optimizer, .loss = SparseCategoricalCrossentropy({.from_logits = true}), .metrics = {"accuracy"}});
   model.build({6}, dtype);
   return model;
 }

@@ -85,7 +85,7 @@ TEST(WorkersDiffer, InTheirCallbacks) {
                                auto model = make_model(at::kDouble, SGD());
                                std::vector<AnyCallback> callbacks{CSVLogger("/dev/null")};
                                if (strategy.worker_rank() == 0) callbacks.push_back(EarlyStopping({.monitor = "loss"}));
-                               model.fit(data, {.callbacks = callbacks, .verbose = 0});
+                               model.fit(data, {.verbose = 0, .callbacks = callbacks});
                              }),
                  "the workers' callbacks differ: worker 0 has lockstep::EarlyStopping, worker 1 has nothing");
 }
@@ -98,7 +98,7 @@ TEST(WorkersAgree, ThatALossOfOneThatIsNoNumberEndsAll) {
     auto x = torch::ones({28, 6}, at::kDouble);
     x[13].fill_(NAN);  // of the second batch, in worker 1's part
     const auto data = Dataset::from_tensor_slices(x, torch::zeros({28}, torch::kLong)).batch(7);
-    const auto history = model.fit(data, {.epochs = 5, .callbacks = {TerminateOnNaN()}, .verbose = 0});
+    const auto history = model.fit(data, {.epochs = 5, .verbose = 0, .callbacks = {TerminateOnNaN()}});
     epochs.add(strategy, history.epoch.size());
   }));
   EXPECT_EQ(epochs.values(), (std::map<int, std::size_t>{{0, 1}, {1, 1}}));
@@ -152,7 +152,7 @@ TEST(WorkersFail, OneThatThrowsIsHeardByAll) {
     functions.on_train_batch_end = [&](std::int64_t batch, const Logs&) {
       if (batch == 2 && strategy.worker_rank() == 1) throw IoError("my disk is full");
     };
-    model.fit(data, {.callbacks = {LambdaCallback(functions)}, .verbose = 0});
+    model.fit(data, {.verbose = 0, .callbacks = {LambdaCallback(functions)}});
   });
   expect_all_say(errors, "my disk is full");
   EXPECT_NE(errors[0].find("worker 1"), std::string::npos) << errors[0];
@@ -206,7 +206,7 @@ TEST(WorkersDiffer, InTheirCopiesAfterAWhile) {
         model.module().parameters()->parameter(0, 2).add_(1e-12);
       }
     };
-    model.fit(data, {.steps_per_epoch = 1000, .callbacks = {LambdaCallback(functions)}, .verbose = 0});
+    model.fit(data, {.verbose = 0, .callbacks = {LambdaCallback(functions)}, .steps_per_epoch = 1000});
     ADD_FAILURE() << "nobody noticed";
   });
   expect_all_say(errors, "the workers' copies differ: worker 0 has dense_1.weight with the hashes ");
@@ -224,7 +224,7 @@ TEST(WorkersAgree, OnTheStepAfterWhichTheyStop) {
     functions.on_train_batch_end = [&](std::int64_t batch, const Logs&) {
       if (batch == 1 && strategy.worker_rank() == 2) model.stop_training();
     };
-    model.fit(data, {.epochs = 2, .callbacks = {LambdaCallback(functions)}, .verbose = 0});
+    model.fit(data, {.epochs = 2, .verbose = 0, .callbacks = {LambdaCallback(functions)}});
     steps.add(strategy, model.iterations());
   }));
   for (const auto& [rank, count] : steps.values()) EXPECT_EQ(count, 3) << rank;

@@ -45,7 +45,7 @@ TEST_P(Workers, FitGivesTheWeightsOfOneProcess) {
       auto model = make_model(dtype, optimizer);
       if (strategy.num_replicas_in_sync() == 1) model.save_weights(initial);
       model.load_weights(initial);
-      model.fit(data, {.steps_per_epoch = steps, .verbose = 0});
+      model.fit(data, {.verbose = 0, .steps_per_epoch = steps});
       EXPECT_EQ(model.iterations(), steps);
       for (int r = 1; r < strategy.num_local_replicas(); ++r)
         EXPECT_TRUE(equal_bits(weights_of(model, r), weights_of(model)));
@@ -82,7 +82,7 @@ TEST_P(Workers, DropoutIsThatOfAsManyReplicasInOneProcess) {
     const auto scope = strategy.scope();
     Sequential model({Dense(16, {.activation = "relu"}), Dropout(0.5), Dense(3)});
     model.compile(
-        {.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = SGD({.learning_rate = 0.1})});
+        {.optimizer = SGD({.learning_rate = 0.1}), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
     model.build({6}, at::kDouble);
     if (first) model.save_checkpoint(initial);
     model.load_checkpoint(initial);
@@ -120,7 +120,7 @@ TEST_P(Workers, ParametersOfEveryKindAreThoseOfAsManyReplicasInOneProcess) {
     const auto scope = strategy.scope();
     Model model([] { return std::make_shared<KindsImpl>(); });
     model.compile(
-        {.loss = SparseCategoricalCrossentropy({.from_logits = true}), .optimizer = Adam({.learning_rate = 0.01})});
+        {.optimizer = Adam({.learning_rate = 0.01}), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
     if (first) model.save_checkpoint(initial);
     model.load_checkpoint(initial);
     model.fit(data, {.epochs = 5, .verbose = 0});
@@ -198,10 +198,10 @@ TEST_P(Workers, LogsAndCheckpointsAreWrittenOnceAndRestoreAll) {
     // Other workers may have other disks: what they are told of paths does not matter.
     const std::string own = strategy.is_chief() ? folder : "/proc/nowhere";
     const auto history = model.fit(data, {.epochs = epochs,
+                                          .verbose = 0,
                                           .callbacks = {CSVLogger(own + "/log.csv", {.append = true}),
                                                         BackupAndRestore(own, {.delete_checkpoint = false}),
-                                                        ModelCheckpoint(own + "/ckpt_{epoch}")},
-                                          .verbose = 0});
+                                                        ModelCheckpoint(own + "/ckpt_{epoch}")}});
     EXPECT_EQ(history.epoch.size(), static_cast<std::size_t>(epochs));
     auto weights = weights_of(model);
     weights.push_back(at::tensor(history["loss"], at::kDouble));

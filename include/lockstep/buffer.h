@@ -7,7 +7,9 @@
 
 namespace lockstep {
 
-enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int32, int64, uint8 };
+// boolean: a byte that is 0 or 1, which is reduced by min (and) and max (or) alone.
+enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int32, int64, uint8, int8, int16, boolean };
+inline constexpr int kDTypes = static_cast<int>(DType::boolean) + 1;
 enum class ReduceOp : std::uint8_t { sum, mean, min, max, product };
 
 std::size_t size_of(DType dtype);  // bytes of one element
@@ -28,5 +30,8 @@ Buffer buffer_of(std::span<double> values);
 Buffer buffer_of(std::span<std::int32_t> values);
 Buffer buffer_of(std::span<std::int64_t> values);
 Buffer buffer_of(std::span<std::uint8_t> values);
+Buffer buffer_of(std::span<std::int8_t> values);
+Buffer buffer_of(std::span<std::int16_t> values);
+Buffer buffer_of(std::span<bool> values);
 
 }  // namespace lockstep

@@ -52,6 +52,7 @@ struct Call {
   Counts counts;                         // what each rank gives or gets; of all_to_all what this rank sends to each
   Counts output_counts;                  // of all_to_all: what this rank gets from each
   Deadline::Clock::time_point called{};  // set by Group::start
+  std::shared_ptr<const std::string> tensors = {};  // names of what it moves, for timelines; may be null
 
   // Returns when every rank has called it.
   static Call barrier();

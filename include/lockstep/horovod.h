@@ -11,10 +11,16 @@
 // torchrun or by hand. Every rank makes the same calls in the same order, whichever threads make them; before each,
 // ranks tell each other what they call, so that calls that differ are an InvalidArgument on all ranks, which names two
 // that do, and the next call is good again. Names are compared too. Operations take the tensor as it is at the call and
-// run one after the other in a thread of their own; results are detached from the graph.
+// run one after the other in a thread of their own.
+//
+// Calls that return tensors, and not handles, differentiate as those of horovod.torch: backward makes the same call for
+// the gradients of allreduce and alltoall; takes this rank's rows of their average for allgather; gives it to the root,
+// and zeros to the others, for broadcast; gathers them, times size() where the op was Sum, for reducescatter. So all
+// ranks call backward. What the asynchronous calls give, and those that end in _, is detached from the graph.
 //
 // Every operation throws
-//   InvalidArgument when calls differ, and for tensors that are not float, double, half, bfloat16, int, long or byte;
+//   InvalidArgument when calls differ, and for tensors of complex and quantized dtypes (bool: by Min and Max alone),
+//     and in backward where the op was Min, Max or Product;
 //   Error when `init` was not called;
 //   PeerLost, DeadlineExceeded and Aborted as a Group (group.h): then end, for the job to be started again.
 #pragma once
@@ -159,7 +165,8 @@ int join();
 // All ranks get root's parameters and buffers.
 void broadcast_parameters(torch::nn::Module& module, int root_rank);
 
-// All ranks get the state of root's optimizer: momenta, steps, learning rates and other options.
+// All ranks get the state of root's optimizer: momenta, steps, learning rates and other options. Throws InvalidArgument
+// for torch::optim::LBFGS, as Horovod does: LibTorch cannot save its state.
 void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank);
 
 // What an IValue holds besides modules: numbers, strings, tensors, lists, dictionaries and tuples of these.

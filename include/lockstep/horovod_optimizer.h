@@ -29,8 +29,8 @@ struct DistributedOptimizerOptions {
   int backward_passes_per_step = 1;
 };
 
-// Gradients meet while backward goes on; after it, those of the optimizer's parameters are all ranks'. All ranks make
-// theirs in the same order. One thread.
+// Gradients meet while backward goes on; after it, those of the optimizer's parameters are all ranks', and zeros where
+// no rank used the parameter. All ranks make theirs in the same order. One thread.
 //
 //   optimizer.zero_grad();
 //   torch::cross_entropy_loss(net(x), y).backward();

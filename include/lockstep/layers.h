@@ -9,11 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/module_factory.h"
 #include "lockstep/tensor.h"
-
-namespace torch::nn {
-class Module;
-}
 
 namespace lockstep {
 
@@ -177,22 +174,11 @@ class Embedding : public Layer {
 class ModuleLayer : public Layer {
  public:
   template <class Factory>
-  explicit ModuleLayer(const Factory& make, std::string kind = "module");
+  explicit ModuleLayer(const Factory& make, std::string kind = "module")
+      : ModuleLayer(internal::maker(make), internal::forward_of<Factory>(), std::move(kind)) {}
+
+ private:
+  ModuleLayer(internal::MakeModule make, internal::ForwardOfModule forward, std::string kind);
 };
-
-namespace internal {
-Layer make_module_layer(std::string kind, std::function<BuiltLayer()> build);
-}
-
-template <class Factory>
-ModuleLayer::ModuleLayer(const Factory& make, std::string kind)
-    : Layer(internal::make_module_layer(std::move(kind), [make]() -> BuiltLayer {
-        auto module = make();
-        if constexpr (requires { module.ptr(); }) {
-          return {module.ptr(), [module](const Tensor& x) mutable { return module->forward(x); }};
-        } else {
-          return {module, [module](const Tensor& x) { return module->forward(x); }};
-        }
-      })) {}
 
 }  // namespace lockstep

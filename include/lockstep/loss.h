@@ -3,8 +3,10 @@
 // y_pred is [batch, ...]; a loss first gives one value for each example (and position), then reduces them.
 #pragma once
 
+#include <concepts>
 #include <functional>
 #include <string>
+#include <type_traits>
 
 #include "lockstep/tensor.h"
 
@@ -25,9 +27,15 @@ class Loss {
   // A loss of your own.
   Loss(std::string name, Function function, Reduction reduction = Reduction::sum_over_batch_size);
 
+  // The same of a lambda or function pointer, by the name "loss".
+  template <class F>
+  requires(!std::derived_from<F, Loss> && !std::convertible_to<F, std::string>) Loss(const F& function)
+      : Loss("loss", checked(function)) {}  // NOLINT: Keras takes functions
+
   // By name, with defaults: "mse", "mae", "huber", "binary_crossentropy", "categorical_crossentropy",
   // "sparse_categorical_crossentropy", and the long names. Throws InvalidArgument for any other.
-  Loss(const char* name);  // NOLINT: Keras takes names too
+  Loss(const char* name);         // NOLINT: and names
+  Loss(const std::string& name);  // NOLINT
 
   // The reduced loss, a scalar. sample_weight: [batch], or the values' shape; undefined for none.
   Tensor operator()(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight = {}) const;
@@ -43,6 +51,15 @@ class Loss {
   Reduction reduction() const { return reduction_; }
 
  private:
+  template <class F>
+  static Function checked(const F& function) {
+    constexpr bool is_loss = std::is_invocable_r_v<Tensor, const F&, const Tensor&, const Tensor&>;
+    static_assert(is_loss,
+                  "a loss is a name, a Loss, or a function Tensor(const Tensor& y_true, const Tensor& y_pred)");
+    if constexpr (is_loss) return function;
+    return {};
+  }
+
   std::string name_;
   Function function_;
   Reduction reduction_;

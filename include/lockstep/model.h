@@ -21,15 +21,17 @@
 #include "lockstep/logs.h"
 #include "lockstep/loss.h"
 #include "lockstep/metric.h"
+#include "lockstep/module_factory.h"
 #include "lockstep/optimizer.h"
 #include "lockstep/replicated.h"
 #include "lockstep/strategy.h"
 
 namespace lockstep {
 
+// Options here and below are in the order of the arguments of keras.Model.
 struct CompileOptions {
-  Loss loss;
   Optimizer optimizer = "rmsprop";
+  Loss loss;
   std::vector<Metric> metrics = {};           // that sample weights do not change
   std::vector<Metric> weighted_metrics = {};  // that they do
 
@@ -45,21 +47,21 @@ struct FitOptions {
   static constexpr std::int64_t kEndless = std::numeric_limits<std::int64_t>::max();
 
   int epochs = 1;
+  int verbose = -1;  // 0: silent, 1: progress bar, 2: a line an epoch; -1: 1 on a terminal, else 2
+  std::vector<AnyCallback> callbacks = {};
+  std::optional<Dataset> validation_data = {};
+  std::map<std::int64_t, double> class_weight = {};  // by label; 1 for labels that are not in it
   int initial_epoch = 0;
   std::int64_t steps_per_epoch =
       0;  // 0: the whole data set each epoch; else the next epoch goes on where the last ended
-  std::vector<AnyCallback> callbacks = {};
-  std::optional<Dataset> validation_data = {};
-  std::int64_t validation_steps = 0;                 // 0: all of validation_data
-  int validation_freq = 1;                           // epochs between validations
-  std::map<std::int64_t, double> class_weight = {};  // by label; 1 for labels that are not in it
-  int verbose = -1;            // 0: silent, 1: progress bar, 2: a line an epoch; -1: 1 on a terminal, else 2
-  bool handle_signals = true;  // SIGINT and SIGTERM end the step, save, and throw Interrupted
+  std::int64_t validation_steps = 0;  // 0: all of validation_data
+  int validation_freq = 1;            // epochs between validations
+  bool handle_signals = true;         // SIGINT and SIGTERM end the step, save, and throw Interrupted
 };
 
 struct EvaluateOptions {
-  std::int64_t steps = 0;  // 0: all
   int verbose = 0;
+  std::int64_t steps = 0;  // 0: all
 };
 
 struct PredictOptions {
@@ -79,8 +81,8 @@ class Model {
   // Your own torch module: `factory` returns a module holder or a shared_ptr to a module with `Tensor forward(Tensor)`,
   // another one at each call. Made for the strategy in scope.
   template <class Factory>
-  requires std::is_invocable_v<const Factory&>
-  explicit Model(const Factory& factory);
+  requires(!std::derived_from<Factory, Model>) explicit Model(const Factory& factory)
+      : Model(internal::maker(factory), internal::forward_of<Factory>()) {}
 
   // Sets what fit trains with, and starts its state (momenta, iterations) anew.
   void compile(CompileOptions options);
@@ -143,9 +145,7 @@ class Model {
  private:
   std::shared_ptr<torch::nn::Module> first_module() const;
 
-  using Make = std::function<std::shared_ptr<torch::nn::Module>()>;
-  using Forward = std::function<Tensor(torch::nn::Module&, const Tensor&)>;
-  Model(const Make& make, Forward forward);
+  Model(const internal::MakeModule& make, internal::ForwardOfModule forward);
 
   std::shared_ptr<ModelImpl> impl_;
 };
@@ -161,13 +161,5 @@ class Sequential : public Model {
  private:
   std::vector<Layer> layers_;
 };
-
-template <class Factory>
-requires std::is_invocable_v<const Factory&> Model::Model(const Factory& factory)
-    : Model(Make([factory] { return internal::module_of(factory()); }), [](torch::nn::Module& module, const Tensor& x) {
-        using Holder = std::invoke_result_t<const Factory&>;
-        using Module = std::remove_reference_t<decltype(*std::declval<Holder&>())>;
-        return static_cast<Module&>(module).forward(x);
-      }) {}
 
 }  // namespace lockstep

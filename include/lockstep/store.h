@@ -53,9 +53,10 @@ class Store {
   std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired,
                           Deadline deadline) const;
 
-  // From now on nobody waits for a key that begins with `prefix` and is not there: ClusterError with `reason`, the
-  // first that was given.
-  void abandon(const std::string& prefix, const std::string& reason, Deadline deadline) const;
+  // From now on nobody waits for a key that begins with `prefix`, ends with `suffix`, and is not there: ClusterError
+  // with `reason`, the first that was given.
+  void abandon(const std::string& prefix, const std::string& reason, Deadline deadline,
+               const std::string& suffix = "") const;
 
  private:
   struct State;

@@ -4,6 +4,7 @@
 #include <optional>
 #include <tuple>
 
+#include "lockstep/module_factory.h"
 #include "lockstep/strategy.h"
 
 namespace lockstep {
@@ -42,19 +43,8 @@ void check_argument(const Mirrored<Holder>& value, int replicas) {
   check_elements(value.size(), replicas);
 }
 
-// The module of a holder, or of a shared pointer.
-template <class Holder>
-std::shared_ptr<torch::nn::Module> module_of(const Holder& holder) {
-  return holder.ptr();
-}
-template <class Module>
-std::shared_ptr<torch::nn::Module> module_of(const std::shared_ptr<Module>& module) {
-  return module;
-}
-
 // Calls `make` once a replica, all with the same random numbers, and binds the modules' parameters to the strategy.
-std::shared_ptr<ReplicatedParameters> replicate_modules(
-    StrategyImpl& strategy, const std::function<std::shared_ptr<torch::nn::Module>()>& make);
+std::shared_ptr<ReplicatedParameters> replicate_modules(StrategyImpl& strategy, const MakeModule& make);
 
 }  // namespace internal
 
@@ -80,13 +70,15 @@ auto Strategy::run(Function&& function, Args&&... args) const {
 
 template <class Factory>
 auto Strategy::replicate(const Factory& factory) const {
-  using Holder = std::invoke_result_t<const Factory&>;
-  std::vector<Holder> replicas;
-  auto parameters = internal::replicate_modules(impl(), [&] {
-    replicas.push_back(factory());
-    return internal::module_of(replicas.back());
-  });
-  return Mirrored<Holder>(std::move(parameters), std::move(replicas));
+  if constexpr (internal::makes_modules<Factory>()) {
+    using Holder = std::invoke_result_t<const Factory&>;
+    std::vector<Holder> replicas;
+    auto parameters = internal::replicate_modules(impl(), [&] {
+      replicas.push_back(factory());
+      return internal::module_of(replicas.back());
+    });
+    return Mirrored<Holder>(std::move(parameters), std::move(replicas));
+  }
 }
 
 }  // namespace lockstep

@@ -1,9 +1,7 @@
 // Batch normalization over the examples of all ranks. Follows torch.nn.SyncBatchNorm.
 #pragma once
 
-namespace torch::nn {
-class Module;
-}
+#include <torch/nn/modules/batchnorm.h>
 
 namespace lockstep {
 
@@ -15,6 +13,24 @@ class Group;
 // in the same order, as often (so not within DistributedDataParallel::join); a gradient is that of the mean over all
 // examples when DistributedDataParallel averages it. Collective. Throws InvalidArgument where a layer has neither
 // weights nor running statistics. Follows SyncBatchNorm.convert_sync_batchnorm.
+//
+// torch::nn::BatchNorm refuses a batch with one value a channel before it looks at other ranks; SyncBatchNorm, which is
+// converted likewise, takes it.
 void convert_sync_batchnorm(torch::nn::Module& module, const Group& group);
+
+// Batch normalization of [examples, channels, ...], with the options, parameters and buffers of torch::nn::BatchNorm1d,
+// 2d and 3d. Before convert_sync_batchnorm it normalizes by this rank's examples; after it a rank may have a single
+// value a channel in training, or no example, as long as all ranks together have more than one. Forward throws
+// InvalidArgument where they have not, and for a tensor of fewer than two dimensions. Follows torch.nn.SyncBatchNorm.
+class SyncBatchNormImpl : public torch::nn::NormImplBase<1, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
+ public:
+  using NormImplBase::NormImplBase;
+  explicit SyncBatchNormImpl(std::int64_t channels) : SyncBatchNormImpl(torch::nn::BatchNormOptions(channels)) {}
+  at::Tensor forward(const at::Tensor& x);
+
+ protected:
+  void _check_input_dim(const at::Tensor& x) override;
+};
+TORCH_MODULE(SyncBatchNorm);
 
 }  // namespace lockstep

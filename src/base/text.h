@@ -1,13 +1,16 @@
 // text(a, b, ...): the arguments printed one after the other, for messages.
 #pragma once
 
+#include <algorithm>
 #include <charconv>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 namespace lockstep {
 
@@ -48,6 +51,14 @@ std::string join(const Range& items, const char* separator = ", ") {
     before = separator;
   }
   return out.str();
+}
+
+// "a, b, c and 7 more".
+template <class Names>
+std::string first_of(const Names& names, std::size_t most = 3) {
+  const auto shown = std::min(most, names.size());
+  const auto first = join(std::vector<std::string>(names.begin(), names.begin() + static_cast<std::ptrdiff_t>(shown)));
+  return shown == names.size() ? first : text(first, " and ", names.size() - shown, " more");
 }
 
 }  // namespace lockstep

@@ -41,7 +41,8 @@ struct DtypeName {
 constexpr std::array kDtypeNames{
     DtypeName{DType::float32, "F32"},   DtypeName{DType::float64, "F64"}, DtypeName{DType::float16, "F16"},
     DtypeName{DType::bfloat16, "BF16"}, DtypeName{DType::int32, "I32"},   DtypeName{DType::int64, "I64"},
-    DtypeName{DType::uint8, "U8"},
+    DtypeName{DType::uint8, "U8"},      DtypeName{DType::int8, "I8"},     DtypeName{DType::int16, "I16"},
+    DtypeName{DType::boolean, "BOOL"},
 };
 
 // The CRC-32 of what came before and of `bytes`. (zlib takes a null pointer, which an empty tensor has, as "begin

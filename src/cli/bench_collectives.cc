@@ -35,7 +35,7 @@ Kind kind_named(const std::string& name) {
 }
 
 DType dtype_named(const std::string& name) {
-  for (int dtype = 0; dtype <= static_cast<int>(DType::uint8); ++dtype) {
+  for (int dtype = 0; dtype < kDTypes; ++dtype) {
     if (name == name_of(static_cast<DType>(dtype))) return static_cast<DType>(dtype);
   }
   throw InvalidArgument(text("there is no dtype \"", name, "\""));

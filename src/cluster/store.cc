@@ -94,8 +94,9 @@ std::string Store::compare_set(const std::string& key, const std::string& expect
   return state_->ask(StoreFrame::compare_set, {prefix_ + key, expected, desired}, deadline, 1)[0];
 }
 
-void Store::abandon(const std::string& prefix, const std::string& reason, Deadline deadline) const {
-  state_->ask(StoreFrame::abandon, {prefix_ + prefix, reason}, deadline);
+void Store::abandon(const std::string& prefix, const std::string& reason, Deadline deadline,
+                    const std::string& suffix) const {
+  state_->ask(StoreFrame::abandon, {prefix_ + prefix, suffix, reason}, deadline);
 }
 
 std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadline deadline) const {

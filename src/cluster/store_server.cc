@@ -118,8 +118,8 @@ void StoreServer::carry_out(Client& client, std::uint32_t code, const std::vecto
     const auto& value = stands == values_.end() ? std::string() : stands->second;
     return answer(client, StoreFrame::done, {value == items[1] ? values_[items[0]] = items[2] : value});
   }
-  if (code == StoreFrame::abandon && items.size() == 2) {
-    abandoned_.emplace(items[0], items[1]);
+  if (code == StoreFrame::abandon && items.size() == 3) {
+    abandoned_.push_back({items[0], items[1], items[2]});
     return answer(client, StoreFrame::done, {});
   }
   if (code == StoreFrame::get && !items.empty()) {
@@ -181,8 +181,8 @@ bool StoreServer::has_all(const std::vector<std::string>& keys) const {
 const std::string* StoreServer::reason_not_to_wait_for(const std::vector<std::string>& keys) const {
   for (const auto& key : keys) {
     if (values_.contains(key)) continue;
-    for (const auto& [prefix, reason] : abandoned_) {
-      if (key.starts_with(prefix)) return &reason;
+    for (const auto& [prefix, suffix, reason] : abandoned_) {
+      if (key.starts_with(prefix) && key.ends_with(suffix)) return &reason;
     }
   }
   return nullptr;

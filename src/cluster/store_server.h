@@ -46,6 +46,10 @@ class StoreServer {
     bool closed = false;
   };
 
+  struct Abandoned {  // keys that begin and end so
+    std::string prefix, suffix, reason;
+  };
+
   void serve();
   void read(Client& client);
   bool take_next(Client& client);
@@ -63,7 +67,7 @@ class StoreServer {
   FileDescriptor stop_;  // an eventfd
   std::string address_;
   std::map<std::string, std::string> values_;     // of the thread
-  std::map<std::string, std::string> abandoned_;  // of the thread: prefix -> reason
+  std::vector<Abandoned> abandoned_;              // of the thread
   std::vector<std::unique_ptr<Client>> clients_;  // of the thread
   std::jthread thread_;
 };

@@ -54,6 +54,12 @@ void require_dtype(const Call& call) {
                              words_of(call.output), "; both must have one dtype"));
 }
 
+void require_operator(const Call& call) {
+  if (call.input.dtype != DType::boolean || call.op == ReduceOp::min || call.op == ReduceOp::max) return;
+  throw InvalidArgument(
+      text(name_of(call.kind), ": bools are reduced by min (and) and max (or), not by ", name_of(call.op)));
+}
+
 }  // namespace
 
 void check_call(const Call& call, int rank, int size) {
@@ -72,6 +78,7 @@ void check_call(const Call& call, int rank, int size) {
     }
   }
   require_dtype(call);
+  if (is_reduction(call.kind)) require_operator(call);
   require_length(call, call.counts, size);
   require_length(call, call.output_counts, size);
   switch (call.kind) {

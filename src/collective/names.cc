@@ -20,8 +20,11 @@ std::size_t size_of(DType dtype) {
     case DType::float32:
     case DType::int32: return 4;
     case DType::float16:
-    case DType::bfloat16: return 2;
-    case DType::uint8: return 1;
+    case DType::bfloat16:
+    case DType::int16: return 2;
+    case DType::uint8:
+    case DType::int8:
+    case DType::boolean: return 1;
   }
   throw InvalidArgument(text("DType ", static_cast<int>(dtype), " does not exist"));
 }
@@ -35,6 +38,9 @@ const char* name_of(DType dtype) {
     case DType::int32: return "int32";
     case DType::int64: return "int64";
     case DType::uint8: return "uint8";
+    case DType::int8: return "int8";
+    case DType::int16: return "int16";
+    case DType::boolean: return "bool";
   }
   return "unknown";
 }
@@ -72,6 +78,9 @@ Buffer buffer_of(std::span<double> values) { return make_buffer(values, DType::f
 Buffer buffer_of(std::span<std::int32_t> values) { return make_buffer(values, DType::int32); }
 Buffer buffer_of(std::span<std::int64_t> values) { return make_buffer(values, DType::int64); }
 Buffer buffer_of(std::span<std::uint8_t> values) { return make_buffer(values, DType::uint8); }
+Buffer buffer_of(std::span<std::int8_t> values) { return make_buffer(values, DType::int8); }
+Buffer buffer_of(std::span<std::int16_t> values) { return make_buffer(values, DType::int16); }
+Buffer buffer_of(std::span<bool> values) { return make_buffer(values, DType::boolean); }
 
 Call Call::barrier() { return {}; }
 

@@ -24,7 +24,10 @@ void visit_dtype(DType dtype, const Visit& visit) {
     case DType::bfloat16: return visit(kernels::BFloat16(0.0f));
     case DType::int32: return visit(std::int32_t());
     case DType::int64: return visit(std::int64_t());
-    case DType::uint8: return visit(std::uint8_t());
+    case DType::uint8:
+    case DType::boolean: return visit(std::uint8_t());
+    case DType::int8: return visit(std::int8_t());
+    case DType::int16: return visit(std::int16_t());
   }
 }
 
@@ -145,8 +148,8 @@ class AnyGroup : public testing::TestWithParam<std::tuple<Setting, int>> {
   }
 };
 
-constexpr DType kDtypes[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16,
-                             DType::int32,   DType::int64,   DType::uint8};
+constexpr DType kDtypes[] = {DType::float32, DType::float64, DType::float16, DType::bfloat16, DType::int32,
+                             DType::int64,   DType::uint8,   DType::int8,    DType::int16};
 constexpr ReduceOp kOps[] = {ReduceOp::sum, ReduceOp::mean, ReduceOp::min, ReduceOp::max, ReduceOp::product};
 
 TEST_P(AnyGroup, Reductions) {

@@ -3,8 +3,13 @@
 #include "base/expect_says.h"
 
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
 
 #include <algorithm>
+#include <atomic>
+#include <filesystem>
 #include <fstream>
 #include <future>
 #include <limits>
@@ -56,6 +61,10 @@ TEST(Store, NobodyWaitsForWhatWasAbandoned) {
   expect_says(message_of<ClusterError>([&] { store.get("a/later", soon()); }), "the first reason");
   EXPECT_EQ(store.get("a/there", soon()), "here");
   EXPECT_THROW(store.get("b", Deadline::after(std::chrono::milliseconds(20))), DeadlineExceeded);
+  store.set("b/rank 11", "here", soon());
+  store.abandon("", "that rank ended", soon(), "/rank 1");
+  expect_says(message_of<ClusterError>([&] { store.get("b/rank 1", soon()); }), "that rank ended");
+  EXPECT_EQ(store.get("b/rank 11", soon()), "here");
 }
 
 TEST(Store, AnswersUntilTheOthersHaveLetGo) {
@@ -276,6 +285,46 @@ TEST_P(AnyBackend, ATimelineHasATrackARankStrictlyNested) {
     ++slices[track];
   }
   EXPECT_EQ(slices, (std::map<int, int>{{0, 6}, {1, 6}, {2, 6}}));
+}
+
+TEST_P(AnyBackend, BoolsAreReducedByAndAndOr) {
+  const auto reduces = [](const Group& group) {
+    std::vector<std::uint8_t> own(static_cast<std::size_t>(group.size())), any, all;
+    const auto bools = [](auto& values) { return Buffer{values.data(), values.size(), DType::boolean}; };
+    own[static_cast<std::size_t>(group.rank())] = 1;
+    any = all = own;
+    group.all_reduce(bools(any), ReduceOp::max, soon());
+    group.all_reduce(bools(all), ReduceOp::min, soon());
+    EXPECT_EQ(any, std::vector<std::uint8_t>(own.size(), 1));
+    EXPECT_EQ(all, std::vector<std::uint8_t>(own.size(), 0));
+    expect_says(message_of<InvalidArgument>([&] { group.all_reduce(bools(own), ReduceOp::sum, soon()); }),
+                "not by sum");
+  };
+  expect_no_errors(run_ranks({.size = 3, .group = options(), .ranks_per_host = ranks_per_host()}, reduces));
+}
+
+// A host that lost its power says nothing: the system asks after it, and ends connections within about a minute.
+TEST_P(AnyBackend, LinksThatSayNothingAreAskedAfter) {
+  if (GetParam() == "threads" || GetParam() == "shm") return;  // no links
+  std::atomic<int> asked = 0;
+  const auto look = [&](const Group& group) {
+    group.barrier(soon());
+    if (group.rank() != 0) return group.barrier(soon());
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+      const int socket = std::stoi(entry.path().filename());
+      const auto option = [socket](int level, int name, int value = 0, socklen_t size = sizeof(int)) {
+        return ::getsockopt(socket, level, name, &value, &size) == 0 ? value : 0;
+      };
+      if (option(SOL_SOCKET, SO_KEEPALIVE) == 0) continue;
+      EXPECT_LE(
+          option(IPPROTO_TCP, TCP_KEEPIDLE) + option(IPPROTO_TCP, TCP_KEEPINTVL) * option(IPPROTO_TCP, TCP_KEEPCNT),
+          60);
+      ++asked;
+    }
+    group.barrier(soon());
+  };
+  expect_no_errors(run_ranks({.size = 3, .group = options(), .ranks_per_host = 1}, look));
+  EXPECT_GE(asked, 6) << "both ends of the links between three ranks, which are threads here";
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, AnyBackend, testing::ValuesIn(backends()));

@@ -1,6 +1,7 @@
 #include "data/stored_tensor.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/ne.h>
 
 #include <cstring>
 
@@ -18,9 +19,12 @@ DType to_dtype(at::ScalarType type) {
     case at::kInt: return DType::int32;
     case at::kLong: return DType::int64;
     case at::kByte: return DType::uint8;
+    case at::kChar: return DType::int8;
+    case at::kShort: return DType::int16;
+    case at::kBool: return DType::boolean;
     default:
-      throw InvalidArgument(
-          text("a tensor has dtype ", type, "; allowed are float, double, half, bfloat16, int, long and byte"));
+      throw InvalidArgument(text("a tensor has dtype ", type,
+                                 "; allowed are float, double, half, bfloat16, int, long, byte, char, short and bool"));
   }
 }
 
@@ -33,21 +37,15 @@ at::ScalarType to_scalar_type(DType dtype) {
     case DType::int32: return at::kInt;
     case DType::int64: return at::kLong;
     case DType::uint8: return at::kByte;
+    case DType::int8: return at::kChar;
+    case DType::int16: return at::kShort;
+    case DType::boolean: return at::kBool;
   }
   throw InvalidArgument(text("DType ", static_cast<int>(dtype), " does not exist"));
 }
 
-at::ScalarType stored_type(at::ScalarType type) {
-  if (type == at::kBool) return at::kByte;
-  return type == at::kChar || type == at::kShort ? at::kInt : type;
-}
-
-Buffer buffer_of_tensor(const Tensor& tensor) {
-  return {tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.numel()), to_dtype(tensor.scalar_type())};
-}
-
 StoredTensor to_stored(const Tensor& tensor) {
-  const auto plain = tensor.detach().cpu().to(stored_type(tensor.scalar_type())).contiguous();
+  const auto plain = tensor.detach().cpu().contiguous();
   StoredTensor stored{to_dtype(plain.scalar_type()), plain.sizes().vec(), std::vector<std::byte>(plain.nbytes())};
   if (plain.nbytes() > 0) std::memcpy(stored.bytes.data(), plain.const_data_ptr(), plain.nbytes());
   return stored;
@@ -56,6 +54,7 @@ StoredTensor to_stored(const Tensor& tensor) {
 Tensor from_stored(const StoredTensor& stored) {
   auto tensor = at::empty(stored.shape, to_scalar_type(stored.dtype));
   if (tensor.nbytes() > 0) std::memcpy(tensor.mutable_data_ptr(), stored.bytes.data(), tensor.nbytes());
+  if (stored.dtype == DType::boolean) tensor.view(at::kByte).ne_(0);  // no other bytes are bools
   return tensor;
 }
 

@@ -7,11 +7,15 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
+#include <fstream>
 #include <mutex>
+#include <sstream>
 #include <thread>
 
+#include "base/expect_says.h"
 #include "ddp/on_ranks.h"
 #include "lockstep/ddp.h"
+#include "lockstep/group_wrappers.h"
 #include "lockstep/sync_batch_norm.h"
 
 namespace lockstep {
@@ -240,6 +244,42 @@ TEST_P(Ranks, SyncBatchNormIsBatchNormOfTheWholeBatch) {
   });
 }
 
+// torch's BatchNorm refuses a part of one example; all ranks together have more.
+TEST_P(Ranks, SyncBatchNormTakesOneValueAChannelOnARank) {
+  const int size = GetParam();
+  const auto x = at::randn({2 * size - 1, 4}, at::kDouble), weights = at::rand({2 * size - 1, 4}, at::kDouble);
+  if (size == 1) {
+    SyncBatchNorm alone(4);
+    expect_says(message_of<InvalidArgument>([&] { alone(x); }), "one value a channel");
+    return;
+  }
+  torch::nn::BatchNorm1d whole(torch::nn::BatchNormOptions(4).momentum(std::nullopt));
+  whole->to(at::kDouble);
+  const auto all = x.clone().requires_grad_();
+  const auto expected = whole(all);
+  (expected * weights).sum().backward();
+  on_ranks(size, [&](const Group& group) {
+    const auto begin = std::max(0, 2 * group.rank() - 1), end = 2 * group.rank() + 1;  // rank 0 has one
+    SyncBatchNorm norm(torch::nn::BatchNormOptions(4).momentum(std::nullopt));
+    norm->to(at::kDouble);
+    convert_sync_batchnorm(*norm, group);
+    const auto mine = x.slice(0, begin, end).clone().requires_grad_();
+    const auto y = norm(mine);
+    // Each rank's loss is a mean over its own examples, and counts for as many.
+    ((y * weights.slice(0, begin, end)).sum() / (end - begin)).backward();
+    EXPECT_LE((y - expected.slice(0, begin, end)).abs().max().item<double>(), 1e-12);
+    EXPECT_LE((mine.grad() * (end - begin) - all.grad().slice(0, begin, end)).abs().max().item<double>(), 1e-12);
+    EXPECT_LE((norm->running_var - whole->running_var).abs().max().item<double>(), 1e-12);
+    norm->eval();
+    EXPECT_LE((norm(mine) - at::batch_norm(mine, norm->weight, norm->bias, norm->running_mean, norm->running_var, false,
+                                           0, 1e-5, false))
+                  .abs()
+                  .max()
+                  .item<double>(),
+              1e-12);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ddp, Ranks, testing::Values(1, 2, 3, 5));
 
 TEST(Ddp, RanksStartWithRankZerosValuesAndDifferentModulesAreNamed) {
@@ -288,6 +328,23 @@ TEST(Ddp, SixteenBitsOnTheWireAreCloseAndTheSameOnAllRanks) {
       }
     }
   });
+}
+
+TEST(Ddp, TimelinesNameTheParameters) {
+  const auto path = testing::TempDir() + "/ddp_timeline.json";
+  on_ranks(2, [&](const Group& group) {
+    const auto in_time = [] { return Deadline::after(std::chrono::seconds(30)); };
+    Timeline timeline;
+    const auto recorded = with_timeline(group, timeline, in_time());
+    const auto net = make_net(true);
+    DistributedDataParallel ddp(net, recorded, {.timeout_seconds = 30});
+    for (const auto& batch : batches(2, 4)) loss_of(ddp(batch.x), batch.y).backward();
+    timeline.write(path, recorded, in_time());
+  });
+  std::ostringstream written;
+  written << std::ifstream(path).rdbuf();
+  expect_says(written.str(), "\"tensors\":\"");
+  expect_says(written.str(), "norm.bias");
 }
 
 TEST(Ddp, AHookTakesThePlaceOfTheReduction) {

@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 #include <torch/nn/module.h>
-#include <torch/nn/modules/batchnorm.h>
 
 #include <numeric>
 #include <unordered_map>
@@ -162,8 +161,31 @@ void convert_sync_batchnorm(torch::nn::Module& module, const Group& group) {
   for (const auto& part : module.named_modules()) {
     convert<torch::nn::BatchNorm1dImpl>(*part.value(), part.key(), own) ||
         convert<torch::nn::BatchNorm2dImpl>(*part.value(), part.key(), own) ||
-        convert<torch::nn::BatchNorm3dImpl>(*part.value(), part.key(), own);
+        convert<torch::nn::BatchNorm3dImpl>(*part.value(), part.key(), own) ||
+        convert<SyncBatchNormImpl>(*part.value(), part.key(), own);
   }
+}
+
+void SyncBatchNormImpl::_check_input_dim(const Tensor& x) {
+  if (x.dim() >= 2) return;
+  throw InvalidArgument(
+      text("SyncBatchNorm: the input has shape ", x.sizes(), "; it must be [examples, channels, ...]"));
+}
+
+Tensor SyncBatchNormImpl::forward(const Tensor& x) {
+  _check_input_dim(x);
+  const bool by_batch = is_training() || !options.track_running_stats();
+  const bool is_converted = converted().group_of(running_mean) || converted().group_of(weight);
+  if (by_batch && !is_converted && x.numel() == x.size(1)) {
+    throw InvalidArgument(text("SyncBatchNorm: the input has shape ", x.sizes(),
+                               ", one value a channel, and convert_sync_batchnorm gave the layer no other ranks"));
+  }
+  double momentum = options.momentum().value_or(0);
+  if (is_training() && options.track_running_stats()) {
+    num_batches_tracked += 1;
+    if (!options.momentum()) momentum = 1 / num_batches_tracked.item<double>();  // the mean over all batches
+  }
+  return at::batch_norm(x, weight, bias, running_mean, running_var, by_batch, momentum, options.eps(), true);
 }
 
 }  // namespace lockstep

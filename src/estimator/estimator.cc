@@ -86,8 +86,8 @@ struct Estimator::State {
     if (mode != ModeKeys::predict && !spec.loss) throw missing("loss", mode);
     if (mode == ModeKeys::train && !spec.optimizer) throw missing("optimizer", mode);
     if (mode != ModeKeys::predict) {
-      spec.model.compile({.loss = *spec.loss,
-                          .optimizer = mode == ModeKeys::train ? *spec.optimizer : Optimizer("sgd"),
+      spec.model.compile({.optimizer = mode == ModeKeys::train ? *spec.optimizer : Optimizer("sgd"),
+                          .loss = *spec.loss,
                           .metrics = mode == ModeKeys::evaluate ? spec.eval_metric_ops : std::vector<Metric>()});
     }
     spec.model.impl()->build(features);

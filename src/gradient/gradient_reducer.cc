@@ -46,6 +46,7 @@ struct GradientReducer::Bucket {
   Memory memory;
   at::Tensor sent, reduced, flags;
   std::vector<std::size_t> parameters;
+  std::shared_ptr<const std::string> names;  // for timelines
   std::size_t missing = 0;
   std::optional<Work> work;
 };
@@ -152,6 +153,7 @@ void GradientReducer::make_buckets() {
     const auto dtype = shortened ? *options_.wire : dtype_of(parameters_[bucket.parameters[0]], "");
     const auto total = static_cast<std::size_t>(elements) + count;
     bucket.memory = group_.allocate(total * size_of(dtype));
+    bucket.names = std::make_shared<std::string>(first_of(bucket.shown.parameters));
     bucket.shown.index = static_cast<int>(b);
     bucket.shown.last = b + 1 == buckets_.size();
     bucket.shown.buffer = {bucket.memory.get(), total, dtype};
@@ -286,7 +288,8 @@ void GradientReducer::launch_ready(bool all) {
         slot.flag.zero_();
       }
     }
-    const auto call = Call::all_reduce(bucket.shown.buffer, ReduceOp::mean);
+    auto call = Call::all_reduce(bucket.shown.buffer, ReduceOp::mean);
+    call.tensors = bucket.names;
     if (options_.hook) {
       bucket.work = options_.hook(group_, bucket.shown, deadline());
     } else if (overlap_) {
@@ -353,7 +356,8 @@ void GradientReducer::write_back(Bucket& bucket, double factor) {
     auto& slot = slots_[bucket.parameters[k]];
     auto parameter = parameters_[bucket.parameters[k]];
     slot.ready = false;
-    if (flags.const_data_ptr<float>()[k] > 0 && my_tally_.active > 0) {
+    const bool used = options_.zeros_for_unused || flags.const_data_ptr<float>()[k] > 0;
+    if (used && my_tally_.active > 0) {
       parameter.mutable_grad() = parameter.is_cpu() ? slot.reduced : slot.reduced.to(parameter.device());
     }
   }

@@ -23,7 +23,8 @@ struct GradientReducerOptions {
   double timeout_seconds = 1800;
   std::vector<std::int64_t> order;  // of parameters in the buckets; empty: learnt from rank 0's first pass
   GradientHook hook;
-  bool sum = false;  // gradients become (sum over ranks of weight * gradient) instead
+  bool sum = false;               // gradients become (sum over ranks of weight * gradient) instead
+  bool zeros_for_unused = false;  // what has no gradient on any rank gets zeros, instead of none
 };
 
 // A pass is one backward with sync on, and those without sync that came before it and whose gradients have accumulated.

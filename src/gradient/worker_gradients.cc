@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "base/text.h"
 #include "gradient/dtypes.h"
 #include "lockstep/error.h"
 #include "optimizer/flat_update.h"
@@ -78,7 +79,12 @@ void WorkerGradients::make_buckets() {
   for (std::size_t b = 0; b < buckets_.size(); ++b) {
     auto& bucket = buckets_[b];
     std::int64_t elements = 0;
-    for (const auto i : bucket.slots) elements += parameters_.slots()[i].numel;
+    std::vector<std::string> names;
+    for (const auto i : bucket.slots) {
+      elements += parameters_.slots()[i].numel;
+      names.push_back(parameters_.slots()[i].name);
+    }
+    bucket.names = std::make_shared<std::string>(first_of(names));
     const auto flags = static_cast<std::int64_t>(bucket.slots.size());
     bucket.shortened = options_.wire && types[b] == at::kFloat;
     const auto dtype = bucket.shortened ? *options_.wire : dtype_of(types[b]);
@@ -139,6 +145,12 @@ void WorkerGradients::finish(int replica, double weight) {
 
 Call WorkerGradients::tally() { return Call::all_reduce(buffer_of(std::span<double>(totals_)), ReduceOp::sum); }
 
+Call WorkerGradients::reduction(const Bucket& bucket) {
+  auto call = Call::all_reduce(bucket.buffer, ReduceOp::sum);
+  call.tensors = bucket.names;
+  return call;
+}
+
 void WorkerGradients::arrive(std::size_t index) {
   auto& slot = slots_[index];
   {
@@ -151,7 +163,7 @@ void WorkerGradients::arrive(std::size_t index) {
   --buckets_[slot.bucket].missing;
   while (early() && launched_ < buckets_.size() && buckets_[launched_].missing == 0) {
     auto& bucket = buckets_[launched_++];
-    bucket.work = workers_.group().start(Call::all_reduce(bucket.buffer, ReduceOp::sum), workers_.deadline());
+    bucket.work = workers_.group().start(reduction(bucket), workers_.deadline());
   }
 }
 
@@ -185,7 +197,7 @@ void WorkerGradients::wait() {
     divided_by_ = totals_[0] > 0 ? totals_[0] : 1;
     for (auto& bucket : buckets_) {
       for (const auto i : bucket.slots) add_up(slots_[i]);
-      group.run(Call::all_reduce(bucket.buffer, ReduceOp::sum), workers_.deadline());
+      group.run(reduction(bucket), workers_.deadline());
     }
   }
   for (auto& bucket : buckets_) receive(bucket);

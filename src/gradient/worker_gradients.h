@@ -87,8 +87,9 @@ class WorkerGradients {
     Buffer buffer;  // the slots' gradients, then for each slot how many workers have one
     at::Tensor sent, sum, flags;
     std::vector<std::size_t> slots;
-    std::size_t missing = 0;  // slots; guarded by mutex_
-    bool shortened = false;   // 16 bits are sent
+    std::shared_ptr<const std::string> names;  // of the slots, for timelines
+    std::size_t missing = 0;                   // slots; guarded by mutex_
+    bool shortened = false;                    // 16 bits are sent
     std::optional<Work> work;
   };
 
@@ -97,6 +98,7 @@ class WorkerGradients {
   void arrive(std::size_t slot);
   void add_up(const Slot& slot);
   void receive(Bucket& bucket);
+  static Call reduction(const Bucket& bucket);
   Call tally();
 
   // float16 has no room for sums over many examples: they are sent divided by the largest weight of a step so far.

@@ -71,7 +71,8 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
                                            .timeout_seconds = session->timeout_seconds(),
                                            .order = {},
                                            .hook = {},
-                                           .sum = options.op == Sum});
+                                           .sum = options.op == Sum,
+                                           .zeros_for_unused = true});
     reducer->set_before_pass([this] { return begin_backward(); });
     number = session->add_optimizer([this] {
       return shadow.add([this]() -> std::function<void()> { return [this] { reducer->shadow_pass(); }; });

@@ -74,6 +74,24 @@ void expect_like_alone(int ranks, const hvd::DistributedOptimizerOptions& option
   });
 }
 
+// Horovod's source gives zeros to what no rank used, so that momentum and weight decay act on it.
+TEST(Horovod, AParameterThatNoRankUsesGetsZeros) {
+  on_ranks(2, [](int rank) {
+    auto used = at::ones({2}, at::kDouble).requires_grad_(), unused = at::ones({3}, at::kDouble).requires_grad_(),
+         used_by_one = at::ones({1}, at::kDouble).requires_grad_();
+    torch::optim::SGD sgd({used, unused, used_by_one}, torch::optim::SGDOptions(0.5).weight_decay(0.1));
+    hvd::DistributedOptimizer optimizer(sgd);
+    auto loss = used.sum();
+    if (rank == 1) loss = loss + 3 * used_by_one.sum();
+    loss.backward();
+    optimizer.step();
+    ASSERT_TRUE(unused.grad().defined());
+    expect_equal(unused.grad(), at::full({3}, 0.1, at::kDouble) * 0);
+    expect_equal(unused.detach(), at::full({3}, 1 - 0.5 * 0.1, at::kDouble));
+    expect_equal(used_by_one.detach(), at::full({1}, 1 - 0.5 * (1.5 + 0.1), at::kDouble));
+  });
+}
+
 TEST(Horovod, ADistributedOptimizerIsOneProcessOnAllData) {
   for (const int ranks : {1, 2, 3}) {
     expect_like_alone(ranks, {}, 1e-9);

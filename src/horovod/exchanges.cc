@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "horovod/differentiable.h"
 #include "horovod/session.h"
 #include "horovod/tensors.h"
 
@@ -14,7 +15,14 @@ std::int64_t sum_of(const std::vector<std::int64_t>& numbers) {
   return std::accumulate(numbers.begin(), numbers.end(), std::int64_t{0});
 }
 
-Started start_allgather(const char* caller, const Tensors& tensors, const std::string& name) {
+// Where this rank's rows are in a result.
+struct Place {
+  std::int64_t begin, rows;
+};
+using Places = std::vector<Place>;
+
+Started start_allgather(const char* caller, const Tensors& tensors, const std::string& name,
+                        const std::shared_ptr<Places>& places = std::make_shared<Places>()) {
   const auto session = Session::current();
   if (tensors.empty()) throw InvalidArgument(text(caller, ": there are no tensors"));
   Tensors inputs;
@@ -27,16 +35,19 @@ Started start_allgather(const char* caller, const Tensors& tensors, const std::s
   const auto several = tensors.size() > 1 ? text(tensors.size(), " tensors: ") : "";
   auto results = std::make_shared<Tensors>(tensors.size());
   const auto run = [session = session.get(), call = text(caller, named(name), " of ", several, lockstep::join(shapes)),
-                    tensors, inputs, results] {
+                    tensors, inputs, results, places, name] {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const auto& input = inputs[i];
       auto mine = Announcement::of(call);
       mine.own = input.size(0);
       std::vector<std::int64_t> rows;
       for (const auto& theirs : session->meet(mine)) rows.push_back(theirs.own);
+      places->push_back(
+          {std::accumulate(rows.begin(), rows.begin() + session->rank(), std::int64_t{0}), input.size(0)});
       const auto output = at::empty(with_rows(input, sum_of(rows)), input.options());
       session->group().run(
-          Call::all_gather(buffer_of_tensor(input), buffer_of_tensor(output), counts_of(rows, elements_of_row(input))),
+          with_name(Call::all_gather(buffer_of(input), buffer_of(output), counts_of(rows, elements_of_row(input))),
+                    name),
           session->deadline());
       (*results)[i] = output.to(tensors[i].device());
     }
@@ -53,7 +64,7 @@ Handle<Tensor> start_broadcast(const Tensor& tensor, int root, const std::string
     const at::NoGradGuard no_gradient;
     session->meet(Announcement::of(
         text("broadcast", named(name), " from rank ", root, " of ", host.scalar_type(), " ", host.sizes())));
-    session->group().broadcast(buffer_of_tensor(host), root, session->deadline());
+    session->group().run(with_name(Call::broadcast(buffer_of(host), root), name), session->deadline());
     if (in_place) {
       result->detach().copy_(host);
     } else {
@@ -61,6 +72,16 @@ Handle<Tensor> start_broadcast(const Tensor& tensor, int root, const std::string
     }
   };
   return {session->start(run), result};
+}
+
+Tensors gathered(const char* caller, const Tensors& tensors, const std::string& name) {
+  const auto places = std::make_shared<Places>();
+  const auto run = [&] { return start_allgather(caller, tensors, name, places).all().wait(); };
+  return differentiable(tensors, run, [places](const Tensors& gradients) {
+    auto own = grouped_allreduce(gradients);
+    for (std::size_t i = 0; i < own.size(); ++i) own[i] = own[i].narrow(0, (*places)[i].begin, (*places)[i].rows);
+    return own;
+  });
 }
 
 std::vector<std::int64_t> checked_splits(const Tensor& tensor, std::vector<std::int64_t> splits, int ranks) {
@@ -108,26 +129,41 @@ Handle<AlltoallResult> alltoall_async(const Tensor& tensor, const std::vector<st
                          session->deadline());
     const auto output = at::empty(with_rows(input, sum_of(received)), input.options());
     const auto row = elements_of_row(input);
-    session->group().run(Call::all_to_all(buffer_of_tensor(input), buffer_of_tensor(output), counts_of(sent, row),
-                                          counts_of(received, row)),
-                         session->deadline());
+    session->group().run(
+        with_name(Call::all_to_all(buffer_of(input), buffer_of(output), counts_of(sent, row), counts_of(received, row)),
+                  name),
+        session->deadline());
     result->output = output.to(device);
   };
   return {session->start(run), result};
 }
 
-Tensor allgather(const Tensor& tensor, const std::string& name) { return allgather_async(tensor, name).wait(); }
+Tensor allgather(const Tensor& tensor, const std::string& name) { return gathered("allgather", {tensor}, name)[0]; }
 Tensors grouped_allgather(const Tensors& tensors, const std::string& name) {
-  return grouped_allgather_async(tensors, name).wait();
+  return gathered("grouped_allgather", tensors, name);
 }
 Tensor broadcast(const Tensor& tensor, int root_rank, const std::string& name) {
-  return broadcast_async(tensor, root_rank, name).wait();
+  const auto run = [&] { return Tensors{broadcast_async(tensor, root_rank, name).wait()}; };
+  return differentiable({tensor}, run, [root_rank](const Tensors& gradients) {
+    const auto mean = allreduce(gradients[0]);
+    return Tensors{rank() == root_rank ? mean : at::zeros_like(mean)};
+  })[0];
 }
 Tensor broadcast_(Tensor tensor, int root_rank, const std::string& name) {
   return broadcast_async_(std::move(tensor), root_rank, name).wait();
 }
 AlltoallResult alltoall(const Tensor& tensor, const std::vector<std::int64_t>& splits, const std::string& name) {
-  return alltoall_async(tensor, splits, name).wait();
+  AlltoallResult result;
+  const auto received = std::make_shared<std::vector<std::int64_t>>();
+  const auto run = [&] {
+    result = alltoall_async(tensor, splits, name).wait();
+    *received = result.received_splits;
+    return Tensors{result.output};
+  };
+  result.output = differentiable({tensor}, run, [received](const Tensors& gradients) {
+    return Tensors{alltoall(gradients[0], *received).output};
+  })[0];
+  return result;
 }
 
 void barrier() {

@@ -3,6 +3,7 @@
 
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/sgd.h>
 
 #include <numeric>
@@ -44,7 +45,8 @@ TEST(Horovod, AloneEverythingWorks) {
 
 TEST(Horovod, AllreduceOfEveryOperatorAndDtype) {
   on_ranks(3, [](int rank) {
-    for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong, at::kByte}) {
+    for (const auto dtype :
+         {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong, at::kByte, at::kChar, at::kShort}) {
       const auto mine = values(rank, {2, 3}, dtype);
       const auto all = at::stack({values(0), values(1), values(2)});
       expect_equal(hvd::allreduce(mine, {.op = hvd::Sum}), all.sum(0).to(dtype));
@@ -175,7 +177,8 @@ TEST(Horovod, CallsThatDifferAreNamedOnAllRanksAndTheNextIsGood) {
 TEST(Horovod, BadArguments) {
   on_ranks(1, [](int) {
     expect_says(message_of([] { hvd::allreduce(Tensor()); }), "allreduce: the tensor is undefined");
-    expect_says(message_of([] { hvd::allreduce(at::ones({1}, at::kBool)); }), "Bool");
+    expect_says(message_of([] { hvd::allreduce(at::ones({1}, at::kBool)); }), "bools are reduced by min");
+    expect_says(message_of([] { hvd::allgather(at::ones({1}, at::kComplexFloat)); }), "ComplexFloat");
     expect_says(message_of([] { hvd::grouped_allreduce({}); }), "there are no tensors");
     expect_says(message_of([] { hvd::broadcast(at::ones({1}), 1); }), "root_rank is 1; it must be from 0 to 0");
     expect_says(message_of([] { hvd::allgather(at::ones({})); }), "the tensor is a scalar");
@@ -225,6 +228,15 @@ TEST(Horovod, ObjectsParametersAndOptimizers) {
     net(at::ones({1, 3})).sum().backward();
     adam.step();
     expect_equal(hvd::allreduce(net->weight.detach(), {.op = hvd::Min}), net->weight.detach());
+  });
+}
+
+TEST(Horovod, TheStateOfLbfgsIsRefusedByName) {
+  on_ranks(2, [](int rank) {
+    torch::nn::Linear net(3, 1);
+    torch::optim::LBFGS lbfgs(net->parameters());
+    expect_says(message_of<InvalidArgument>([&] { hvd::broadcast_optimizer_state(lbfgs, 0); }), "torch::optim::LBFGS");
+    expect_equal(hvd::allreduce(values(rank)), values(0) + 5);
   });
 }
 

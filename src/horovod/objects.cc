@@ -1,6 +1,7 @@
 // Modules, optimizers and values, from one rank to all.
 #include <c10/util/Type.h>
 #include <torch/nn/module.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize.h>
 
@@ -62,6 +63,11 @@ void broadcast_parameters(torch::nn::Module& module, int root_rank) {
 }
 
 void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank) {
+  if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr) {
+    throw InvalidArgument(
+        "broadcast_optimizer_state: the state of torch::optim::LBFGS cannot be broadcast, for LibTorch cannot save it; "
+        "make the optimizer anew on all ranks, after broadcast_parameters");
+  }
   const auto save = [&] {
     std::ostringstream mine;
     torch::save(optimizer, mine);

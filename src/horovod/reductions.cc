@@ -3,6 +3,7 @@
 
 #include <map>
 
+#include "horovod/differentiable.h"
 #include "horovod/session.h"
 #include "horovod/tensors.h"
 
@@ -79,7 +80,8 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
       mine.op = options.op;
       mine.elements = pack.sent.numel();
       session->meet(mine);
-      session->group().all_reduce(buffer_of_tensor(pack.sent), options.op, session->deadline());
+      session->group().run(with_name(Call::all_reduce(buffer_of(pack.sent), options.op), options.name),
+                           session->deadline());
       std::int64_t at = 0;
       for (const auto i : pack.tensors) {
         const auto& tensor = tensors[i];
@@ -115,13 +117,42 @@ Started start_reducescatter(const char* caller, const Tensors& tensors, const Re
       session->meet(Announcement::of(text_of(caller, tensors, options)));
       const auto output =
           at::empty(with_rows(tensor, shares[static_cast<std::size_t>(session->rank())]), inputs[i].options());
-      session->group().run(Call::reduce_scatter(buffer_of_tensor(inputs[i]), buffer_of_tensor(output), options.op,
-                                                counts_of(shares, elements_of_row(tensor))),
+      session->group().run(with_name(Call::reduce_scatter(buffer_of(inputs[i]), buffer_of(output), options.op,
+                                                          counts_of(shares, elements_of_row(tensor))),
+                                     options.name),
                            session->deadline());
       (*results)[i] = finished(output, tensor, options);
     }
   };
   return {session->start(run), results};
+}
+
+// What backward calls with the options of the operation.
+ReduceOptions of_backward(const char* caller, ReduceOptions options) {
+  if (options.op != Average && options.op != Sum) {
+    throw InvalidArgument(text(caller, " by ", name_of(options.op), " has no gradient; Average and Sum have one"));
+  }
+  options.name.clear();
+  return options;
+}
+
+Tensors scattered(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
+  const auto run = [&] { return start_reducescatter(caller, tensors, options).all().wait(); };
+  return differentiable(tensors, run, [caller, options](const Tensors& gradients) {
+    of_backward(caller, options);
+    const double factor =
+        options.prescale_factor * options.postscale_factor * (options.op == Sum ? static_cast<double>(size()) : 1);
+    Tensors scaled_gradients;
+    for (const auto& gradient : gradients) scaled_gradients.push_back(scaled(gradient, factor));
+    return grouped_allgather(scaled_gradients);
+  });
+}
+
+Tensors reduced(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
+  const auto run = [&] { return start_allreduce(caller, tensors, options, false).all().wait(); };
+  return differentiable(tensors, run, [caller, options](const Tensors& gradients) {
+    return grouped_allreduce(gradients, of_backward(caller, options));
+  });
 }
 
 }  // namespace
@@ -145,21 +176,23 @@ Handle<Tensors> grouped_reducescatter_async(const Tensors& tensors, const Reduce
   return start_reducescatter("grouped_reducescatter", tensors, options).all();
 }
 
-Tensor allreduce(const Tensor& tensor, const ReduceOptions& options) { return allreduce_async(tensor, options).wait(); }
+Tensor allreduce(const Tensor& tensor, const ReduceOptions& options) {
+  return reduced("allreduce", {tensor}, options)[0];
+}
 Tensor allreduce_(Tensor tensor, const ReduceOptions& options) {
   return allreduce_async_(std::move(tensor), options).wait();
 }
 Tensors grouped_allreduce(const Tensors& tensors, const ReduceOptions& options) {
-  return grouped_allreduce_async(tensors, options).wait();
+  return reduced("grouped_allreduce", tensors, options);
 }
 Tensors grouped_allreduce_(Tensors tensors, const ReduceOptions& options) {
   return grouped_allreduce_async_(std::move(tensors), options).wait();
 }
 Tensor reducescatter(const Tensor& tensor, const ReduceOptions& options) {
-  return reducescatter_async(tensor, options).wait();
+  return scattered("reducescatter", {tensor}, options)[0];
 }
 Tensors grouped_reducescatter(const Tensors& tensors, const ReduceOptions& options) {
-  return grouped_reducescatter_async(tensors, options).wait();
+  return scattered("grouped_reducescatter", tensors, options);
 }
 
 }  // namespace lockstep::horovod

@@ -11,6 +11,7 @@
 #include "data/stored_tensor.h"
 #include "lockstep/error.h"
 #include "lockstep/horovod.h"
+#include "lockstep/tensor_collectives.h"
 
 namespace lockstep::horovod {
 
@@ -47,6 +48,12 @@ inline Counts counts_of(const std::vector<std::int64_t>& rows, std::int64_t elem
   Counts counts;
   for (const auto count : rows) counts.push_back(static_cast<std::size_t>(count * elements_of_row));
   return counts;
+}
+
+// A call whose tensors have a name in timelines, as horovod.torch's do.
+inline Call with_name(Call call, const std::string& name) {
+  if (!name.empty()) call.tensors = std::make_shared<std::string>(name);
+  return call;
 }
 
 // How calls are announced.

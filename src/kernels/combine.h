@@ -20,8 +20,8 @@ struct Wrapping {
   using Type = W;
 };
 template <class W>
-struct Wrapping<W, true> {
-  using Type = std::make_unsigned_t<W>;
+struct Wrapping<W, true> {  // none that are promoted to int, whose overflow is undefined
+  using Type = std::common_type_t<std::make_unsigned_t<W>, unsigned>;
 };
 
 // Integers round towards zero.
@@ -63,7 +63,10 @@ void visit_dtype(DType dtype, const Visit& visit) {
     case DType::bfloat16: return visit_half(dtype, visit);
     case DType::int32: return visit(std::int32_t());
     case DType::int64: return visit(std::int64_t());
-    case DType::uint8: return visit(std::uint8_t());
+    case DType::uint8:
+    case DType::boolean: return visit(std::uint8_t());
+    case DType::int8: return visit(std::int8_t());
+    case DType::int16: return visit(std::int16_t());
   }
 }
 

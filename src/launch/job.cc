@@ -146,7 +146,11 @@ void Job::print(Member& member, std::ostream& to, const std::string& line) {
 void Job::notice_ends() {
   Member* failed = nullptr;
   for (const auto& member : members_) {
-    if (!reap(*member) || member->status() == 0) continue;
+    if (!reap(*member)) continue;
+    if (member->status() == 0) {
+      if (member->rank() >= 0 && surroundings_.ended_well) surroundings_.ended_well(member->rank());
+      continue;
+    }
     if (member->takes_orders() && member->status() == kLogsIncomplete) {  // its ranks ended well
       without_log_.insert(member.get());
       continue;

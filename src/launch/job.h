@@ -1,6 +1,7 @@
 // One life of a job: its processes are started together, watched, and ended together.
 #pragma once
 
+#include <functional>
 #include <iosfwd>
 #include <memory>
 #include <optional>
@@ -25,7 +26,8 @@ class Job {
     const Guardian& guardian;
     std::ostream& out;
     std::ostream& err;
-    Orders* orders = nullptr;  // where another launcher started this one
+    Orders* orders = nullptr;                       // where another launcher started this one
+    std::function<void(int rank)> ended_well = {};  // a rank has ended with status 0
   };
 
   // Starts them. Throws ClusterError and IoError; then none is left.

@@ -64,7 +64,13 @@ MemberCommand launcher_of(const Part& part, const std::string& ssh) {
   return command;
 }
 
-constexpr std::chrono::seconds kForNames(10);
+constexpr std::chrono::seconds kForNames(10), kForLastWords(2);
+
+// What a rank that has ended has not told the others it never will: nobody waits for it.
+void tell_that_it_ended(const Store& store, int rank) {
+  store.abandon("", text("rank ", rank, " ended with status 0, and others wait for it"), Deadline::after(kForLastWords),
+                text("/rank ", rank));
+}
 
 // One life of a job, with a token and a store of its own.
 class Life {
@@ -72,12 +78,17 @@ class Life {
   Life(const LaunchOptions& options, int restart, const Job::Surroundings& surroundings)
       : hosts_(fill(options.hosts, options.processes)),
         store_(Store::hold(with_port(address_for(hosts_), 0), access(options))),
-        job_(members(options, restart), options.grace_seconds, surroundings) {}
+        job_(members(options, restart), options.grace_seconds, telling(surroundings)) {}
 
   Job& job() { return job_; }
   const Store& store() const { return store_; }
 
  private:
+  Job::Surroundings telling(Job::Surroundings surroundings) const {
+    surroundings.ended_well = [this](int rank) { tell_that_it_ended(store_, rank); };
+    return surroundings;
+  }
+
   // By which the other hosts reach this one.
   static std::string address_for(const std::vector<HostSlots>& hosts) {
     const auto other =
@@ -163,7 +174,17 @@ int launch_part(std::ostream& out, std::ostream& err) {
   if (failed) throw IoError(text("host ", part.host, " has no folder ", part.folder, ": ", failed.message()));
   make_folder(part.log_dir);
   const TokenFile token(part.token);
-  return Job(ranks_of(part, token.path()), part.grace_seconds, {signals, guardian, out, err, &orders}).run();
+  const auto tell = [&](int rank) {
+    try {
+      tell_that_it_ended(
+          Store::connect(part.store, Deadline::after(kForLastWords), {token.access().token, part.trusted_network}),
+          rank);
+    } catch (const Error& error) {
+      err << "lockstep run: the others may wait for rank " << rank << ", which ended with status 0: " << error.what()
+          << std::endl;
+    }
+  };
+  return Job(ranks_of(part, token.path()), part.grace_seconds, {signals, guardian, out, err, &orders, tell}).run();
 }
 
 }  // namespace lockstep

@@ -98,6 +98,7 @@ Member::Member(const MemberCommand& command)
     : name_(command.name),
       prefix_(command.prefix),
       log_file_(command.log_file),
+      rank_(command.rank),
       takes_orders_(command.input.has_value()) {
   if (!command.log_file.empty()) {
     log_ = FileDescriptor(open(command.log_file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));

@@ -18,6 +18,7 @@ namespace lockstep {
 
 struct MemberCommand {
   std::string name;    // "rank 3"
+  int rank = -1;       // of the job; of another host's launcher none
   std::string prefix;  // of each line that it prints
   std::vector<std::string> command;
   std::map<std::string, std::string> environment;  // added to this process's
@@ -36,6 +37,7 @@ class Member {
   explicit Member(const MemberCommand& command);
 
   const std::string& name() const { return name_; }
+  int rank() const { return rank_; }
   const std::string& prefix() const { return prefix_; }
   bool takes_orders() const { return takes_orders_; }
   pid_t pid() const { return pid_; }
@@ -81,6 +83,7 @@ class Member {
   void order(const std::string& line);
 
   std::string name_, prefix_, log_file_, log_problem_;
+  int rank_ = -1;
   bool takes_orders_ = false;
   pid_t pid_ = 0;
   Mutex mutex_;

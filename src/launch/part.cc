@@ -27,6 +27,7 @@ std::vector<MemberCommand> ranks_of(const Part& part, const std::string& token_f
     environment.insert_or_assign(kTrustedNetworkVariable, part.trusted_network ? "1" : "0");
     environment.insert_or_assign("LOCKSTEP_TIMELINE", part.timeline ? "1" : "0");
     ranks.push_back({.name = text("rank ", rank, part.count == part.size ? "" : " on " + part.host),
+                     .rank = rank,
                      .prefix = text("[", rank, "] "),
                      .command = part.command,
                      .environment = std::move(environment),

@@ -1,6 +1,6 @@
 // What step functions call: exchange of tensors between replicas, and their random numbers.
+#include "lockstep/tensor_collectives.h"
 #include "strategy/strategy_impl.h"
-#include "strategy/tensor_collectives.h"
 
 namespace lockstep {
 
@@ -17,11 +17,13 @@ const std::string& ReplicaContext::device() const {
 void ReplicaContext::seed_random(std::uint64_t seed) const { strategy_.random(local_replica_id_).seed(seed); }
 
 Tensor ReplicaContext::all_reduce(ReduceOp op, const Tensor& value) const {
-  return lockstep::all_reduce(group(), op, value, deadline());
+  const auto result = value.detach().clone(at::MemoryFormat::Contiguous);
+  lockstep::all_reduce(group(), result, op, deadline());
+  return result;
 }
 
 Tensor ReplicaContext::all_gather(const Tensor& value, std::int64_t axis) const {
-  return lockstep::all_gather(group(), value, axis, deadline());
+  return lockstep::all_gather(group(), value, deadline(), axis);
 }
 
 }  // namespace lockstep

@@ -57,6 +57,8 @@ ReplicaThreads::ReplicaThreads(ReplicaThreadsOptions options)
     : threads_per_replica_(options.threads_per_replica),
       started_(options.replicas, options.spin_rounds),
       ended_(options.replicas, options.spin_rounds) {
+  // In a forked process LibTorch makes its thread pool anew at this call, which several threads may not make at once.
+  at::set_num_threads(at::get_num_threads());
   const auto shares = shares_of_cpus(options);
   for (int replica = 1; replica < options.replicas; ++replica) {
     try {

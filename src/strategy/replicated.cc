@@ -28,11 +28,11 @@ Tensor load_like(const Archive& archive, const std::string& name, const Tensor& 
     throw InvalidArgument(
         text("the checkpoint's \"", name, "\" has shape ", loaded.sizes(), "; the model's has ", like.sizes()));
   }
-  if (loaded.scalar_type() != stored_type(like.scalar_type())) {
+  if (loaded.scalar_type() != like.scalar_type()) {
     throw InvalidArgument(text("the checkpoint's \"", name, "\" has dtype ", loaded.scalar_type(), "; the model's has ",
                                like.scalar_type()));
   }
-  return loaded.to(like.scalar_type());
+  return loaded;
 }
 
 }  // namespace

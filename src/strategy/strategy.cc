@@ -8,10 +8,10 @@
 
 #include "base/hash.h"
 #include "base/text.h"
+#include "lockstep/tensor_collectives.h"
 #include "strategy/devices.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
-#include "strategy/tensor_collectives.h"
 
 namespace lockstep {
 namespace {
@@ -80,7 +80,10 @@ Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
       op, PerReplica<Tensor>(std::move(together)), [](const Tensor& a, const Tensor& b) { return at::minimum(a, b); },
       [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); });
   const auto& workers = impl_->workers();
-  return workers.alone() ? here : all_reduce(workers.group(), op, here, workers.deadline());
+  if (workers.alone()) return here;
+  const auto result = here.detach().clone();
+  all_reduce(workers.group(), result, op, workers.deadline());
+  return result;
 }
 
 double Strategy::reduce(ReduceOp op, const PerReplica<double>& values) const {
@@ -96,7 +99,7 @@ Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) con
   for (const auto& value : values) parts.push_back(value.to(values[0].device()));
   const auto here = at::cat(parts, axis);
   const auto& workers = impl_->workers();
-  return workers.alone() ? here : all_gather(workers.group(), here, axis, workers.deadline());
+  return workers.alone() ? here : all_gather(workers.group(), here, workers.deadline(), axis);
 }
 
 DistributedDataset Strategy::distribute(const Dataset& dataset) const {
@@ -123,8 +126,7 @@ void internal::check_elements(int elements, int replicas) {
                              replicas, ": it belongs to another strategy"));
 }
 
-std::shared_ptr<ReplicatedParameters> internal::replicate_modules(
-    StrategyImpl& strategy, const std::function<std::shared_ptr<torch::nn::Module>()>& make) {
+std::shared_ptr<ReplicatedParameters> internal::replicate_modules(StrategyImpl& strategy, const MakeModule& make) {
   const auto seed = next_random_seed();
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
   for (int replica = 0; replica < strategy.replicas(); ++replica) {

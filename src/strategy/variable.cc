@@ -5,8 +5,8 @@
 
 #include "base/text.h"
 #include "data/stored_tensor.h"
+#include "lockstep/tensor_collectives.h"
 #include "strategy/strategy_impl.h"
-#include "strategy/tensor_collectives.h"
 
 namespace lockstep {
 
@@ -78,7 +78,7 @@ class VariableImpl {
       default: break;
     }
     for (std::size_t i = 1; i < copies.size(); ++i) result += copies[i].to(result.device());
-    if (!workers.alone()) result = all_reduce(workers.group(), ReduceOp::sum, result, workers.deadline());
+    if (!workers.alone()) all_reduce(workers.group(), result, ReduceOp::sum, workers.deadline());
     return options.aggregation == VariableAggregation::mean ? result / static_cast<double>(all) : result;
   }
 

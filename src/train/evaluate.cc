@@ -7,7 +7,7 @@
 #include "lockstep/error.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
-#include "strategy/tensor_collectives.h"
+#include "lockstep/tensor_collectives.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/model_impl.h"
 
@@ -90,7 +90,7 @@ Tensor rows_of_all(const Workers& workers, const std::vector<Tensor>& here) {
   std::vector<std::int64_t> shape{0};
   for (std::int64_t size = 0; words >> size;) shape.push_back(size);
   const auto mine = here.empty() ? at::empty(shape, static_cast<at::ScalarType>(dtype)) : at::cat(here);
-  return all_gather(workers.group(), mine, 0, workers.deadline());
+  return all_gather(workers.group(), mine, workers.deadline());
 }
 
 }  // namespace

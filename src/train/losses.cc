@@ -98,6 +98,7 @@ Loss::Loss(std::string name, Function function, Reduction reduction)
 }
 
 Loss::Loss(const char* name) : Loss(by_name(name)) {}
+Loss::Loss(const std::string& name) : Loss(by_name(name)) {}
 
 Loss::Terms Loss::terms(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight) const {
   // [batch] labels of [batch, 1] outputs get that dimension too, or a difference of both would be [batch, batch].

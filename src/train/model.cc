@@ -51,10 +51,10 @@ void ModelImpl::require_trainable() const {
 void ModelImpl::require_compiled(const char* caller) const {
   if (!compiled)
     throw InvalidArgument(
-        text(caller, ": the model is not compiled; call compile({.loss = ..., .optimizer = ...}) first"));
+        text(caller, ": the model is not compiled; call compile({.optimizer = ..., .loss = ...}) first"));
 }
 
-Model::Model(const Make& make, Forward forward)
+Model::Model(const internal::MakeModule& make, internal::ForwardOfModule forward)
     : impl_(std::make_shared<ModelImpl>([make](const Example&) { return make(); }, std::move(forward))) {
   impl_->build({});
 }

@@ -214,6 +214,15 @@ TEST(LaunchOverHosts, NothingOutlivesIt) {
   }
 }
 
+// The rank that is waited for has ended, well: the others hear it at once.
+TEST(LaunchOverHosts, ARankThatEndsWithoutComingIsNamed) {
+  for (const auto& where : {std::vector<std::string>{"-n", "2"}, {"-H", "localhost,127.0.0.1"}}) {
+    auto job = run(where, "[ $LOCKSTEP_RANK = 1 ] && exit 0; exec " + std::string(LOCKSTEP_CLI) + " doctor --examine");
+    const auto& output = job.wait_for_end(kSoon);
+    expect_has(output, "rank 1 ended with status 0, and others wait for it");
+  }
+}
+
 TEST(LaunchOverHosts, ARankMayStartTheJobAgain) {
   auto job = run({"-H", "localhost,127.0.0.1", "--restarts", "1"},
                  "echo life $LOCKSTEP_RESTART; exit $((1 - LOCKSTEP_RESTART))");

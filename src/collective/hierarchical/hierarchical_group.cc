@@ -96,7 +96,7 @@ class HierarchicalGroup final : public GroupBackend {
     global_->check();  // what ranks of all hosts found out, where the host's own record may say less
     ++sequence_;
     // Sums of 16 bits may be too large to pass from level to level where their mean is not.
-    if (call.op == ReduceOp::mean && is_half(call.input.dtype) && !even_ && is_reduction(call.kind)) {
+    if (call.op == ReduceOp::mean && kernels::is_half(call.input.dtype) && !even_ && is_reduction(call.kind)) {
       return linked([&] { return global_->run(call, deadline); });
     }
     switch (call.kind) {
@@ -168,15 +168,13 @@ class HierarchicalGroup final : public GroupBackend {
     inside(Call::barrier(), deadline);
   }
 
-  static bool is_half(DType dtype) { return dtype == DType::float16 || dtype == DType::bfloat16; }
-
   // What each level does of a reduction. The mean of means of equal numbers is the mean.
   static ReduceOp partial(const Call& call) {
-    return call.op == ReduceOp::mean && !is_half(call.input.dtype) ? ReduceOp::sum : call.op;
+    return call.op == ReduceOp::mean && !kernels::is_half(call.input.dtype) ? ReduceOp::sum : call.op;
   }
 
   void divide_if_mean(const Call& call, const Buffer& part) const {
-    if (call.op == ReduceOp::mean && !is_half(call.input.dtype))
+    if (call.op == ReduceOp::mean && !kernels::is_half(call.input.dtype))
       kernels::divide(part.dtype, part.data, static_cast<std::size_t>(size()), part.count);
   }
 

@@ -34,7 +34,7 @@ Implementation chosen_for(const Call& call, int size, Implementation wanted) {
   const auto bytes = call.input.bytes();
   const auto ranks = static_cast<std::size_t>(size);
   if (bytes * (ranks - 1) <= kDirectBytes) return Implementation::direct;
-  if (size_of(call.input.dtype) == 2) return Implementation::pairwise;
+  if (kernels::is_half(call.input.dtype)) return Implementation::pairwise;
   return bytes / ranks >= kRingSliceBytes || size == 2 ? Implementation::ring : Implementation::halving_doubling;
 }
 
@@ -53,7 +53,7 @@ void all_reduce_in_slices(Team& team, const Reduction& reduction, std::byte* dat
   } else {
     ring_reduce_scatter(team, reduction, data, slices);
   }
-  if (!pairwise || reduction.element() != 2) divide_if_mean(reduction, data, mine, team.size());
+  if (!pairwise || !kernels::is_half(reduction.dtype)) divide_if_mean(reduction, data, mine, team.size());
   ring_all_gather(team, reduction.element(), data, slices);
 }
 
@@ -89,7 +89,7 @@ void reduce_scatter(Team& team, const Call& call, const std::vector<Slice>& slic
   const Reduction reduction{call.op, call.input.dtype};
   const auto mine = slices[static_cast<std::size_t>(team.rank())];
   pairwise_reduce_scatter(team, reduction, bytes_of(call.input), slices, result);
-  if (reduction.element() != 2) divide_if_mean(reduction, result, {0, mine.count()}, team.size());
+  if (!kernels::is_half(reduction.dtype)) divide_if_mean(reduction, result, {0, mine.count()}, team.size());
 }
 
 void reduce(Team& team, const Call& call, Implementation implementation) {
@@ -97,7 +97,7 @@ void reduce(Team& team, const Call& call, Implementation implementation) {
   const auto bytes = call.input.bytes();
   const bool root = team.rank() == call.peer;
   if (implementation == Implementation::tree ||
-      (implementation == Implementation::automatic && bytes <= kDirectBytes && reduction.element() != 2)) {
+      (implementation == Implementation::automatic && bytes <= kDirectBytes && !kernels::is_half(reduction.dtype))) {
     std::vector<std::byte> mine(bytes_of(call.input), bytes_of(call.input) + bytes);
     tree_reduce(team, reduction, mine.data(), call.input.count, call.peer);
     if (!root) return;

@@ -1,5 +1,5 @@
 // Reduction by pairwise exchange: Thakur, Rabenseifner and Gropp (2005), section 4.3. In step s every rank sends to the
-// rank s above it what that one reduces. Nothing partial travels, so 16-bit elements are rounded once.
+// rank s above it what that one reduces. Nothing partial travels, so float16 and bfloat16 are rounded once.
 #include "collective/mesh/algorithms.h"
 #include "kernels/accumulate.h"
 
@@ -14,7 +14,7 @@ void pairwise_reduce_scatter(Team& team, const Reduction& reduction, const std::
   const auto outgoing = [&](int rank) -> std::span<const std::byte> {
     return {data + slice(rank).begin * element, slice(rank).count() * element};
   };
-  if (element != 2) {
+  if (!kernels::is_half(reduction.dtype)) {
     copy_bytes(result, data + mine.begin * element, mine.count() * element);
     for (int step = 1; step < n; ++step) {
       const int to = (me + step) % n, from = (me + n - step) % n;

@@ -24,6 +24,7 @@ constexpr std::chrono::seconds kToPublish(60);
 
 struct Event {
   std::string operation;
+  std::shared_ptr<const std::string> tensors;
   const char* algorithm;
   std::size_t bytes;
   Clock::time_point called, began, ended;
@@ -53,16 +54,17 @@ nlohmann::json Timeline::State::of_rank(int rank, std::int64_t group) {
       {{"ph", "M"}, {"pid", group}, {"tid", rank}, {"name", "thread_name"}, {"args", {{"name", text("rank ", rank)}}}});
   MutexLock lock(mutex);
   for (const auto& event : events) {
+    nlohmann::json arguments{{"bytes", event.bytes},
+                             {"algorithm", event.algorithm},
+                             {"queued_us", microseconds(event.began - event.called)}};
+    if (event.tensors) arguments["tensors"] = *event.tensors;
     all.push_back({{"ph", "X"},
                    {"pid", group},
                    {"tid", rank},
                    {"name", event.operation},
                    {"ts", microseconds(event.began - origin)},
                    {"dur", microseconds(event.ended - event.began)},
-                   {"args",
-                    {{"bytes", event.bytes},
-                     {"algorithm", event.algorithm},
-                     {"queued_us", microseconds(event.began - event.called)}}}});
+                   {"args", std::move(arguments)}});
   }
   return all;
 }
@@ -101,7 +103,7 @@ class Recorder : public Wrapper {
     };
     const auto now = Clock::now();
     const auto called = call.called == Clock::time_point() ? now : call.called;
-    Entry entry{*state_, {name_of(call.kind), "failed", bytes, called, now, now}};
+    Entry entry{*state_, {name_of(call.kind), call.tensors, "failed", bytes, called, now, now}};
     return entry.event.algorithm = act();
   }
 

@@ -68,13 +68,18 @@ class DropoutSpec final : public LayerSpec {
 
 class ModuleSpec final : public LayerSpec {
  public:
-  ModuleSpec(std::string kind, std::function<BuiltLayer()> build) : kind_(std::move(kind)), build_(std::move(build)) {}
+  ModuleSpec(internal::MakeModule make, internal::ForwardOfModule forward, std::string kind)
+      : make_(std::move(make)), forward_(std::move(forward)), kind_(std::move(kind)) {}
   std::string kind() const override { return kind_; }
-  BuiltLayer build(const Tensor&) const override { return build_(); }
+  BuiltLayer build(const Tensor&) const override {
+    const auto module = make_();
+    return {module, [module, forward = forward_](const Tensor& x) { return forward(*module, x); }};
+  }
 
  private:
+  internal::MakeModule make_;
+  internal::ForwardOfModule forward_;
   std::string kind_;
-  std::function<BuiltLayer()> build_;
 };
 
 }  // namespace
@@ -85,8 +90,7 @@ Embedding::Embedding(std::int64_t input_dim, std::int64_t output_dim, EmbeddingO
     : Layer(std::make_shared<EmbeddingSpec>(input_dim, output_dim, std::move(options))) {}
 Dropout::Dropout(double rate) : Layer(std::make_shared<DropoutSpec>(rate)) {}
 
-Layer internal::make_module_layer(std::string kind, std::function<BuiltLayer()> build) {
-  return Layer(std::make_shared<ModuleSpec>(std::move(kind), std::move(build)));
-}
+ModuleLayer::ModuleLayer(internal::MakeModule make, internal::ForwardOfModule forward, std::string kind)
+    : Layer(std::make_shared<ModuleSpec>(std::move(make), std::move(forward), std::move(kind))) {}
 
 }  // namespace lockstep

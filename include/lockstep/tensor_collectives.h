@@ -1,0 +1,41 @@
+// A Group's operations on tensors. Collective: every rank calls the same, with tensors of one dtype, and of one shape
+// where nothing else is said. They throw what a Group throws, and InvalidArgument for undefined and sparse tensors and
+// for complex and quantized dtypes. Outside of autograd.
+//
+// A tensor on the CPU without gaps travels as it is; of any other a copy does, which is made here.
+#pragma once
+
+#include <cstdint>
+
+#include "lockstep/group.h"
+#include "lockstep/tensor.h"
+
+namespace lockstep {
+
+// The memory of a contiguous CPU tensor, which keeps it, for a Group's own operations. Throws InvalidArgument for any
+// other.
+Buffer buffer_of(const Tensor& tensor);
+
+// tensor <- op over all ranks' tensors, elementwise.
+void all_reduce(const Group& group, const Tensor& tensor, ReduceOp op, Deadline deadline);
+
+// tensor <- rank `root`'s.
+void broadcast(const Group& group, const Tensor& tensor, int root, Deadline deadline);
+
+// The ranks' tensors one after the other along `dim`, where their sizes may differ, on this tensor's device. Not for
+// scalars.
+Tensor all_gather(const Group& group, const Tensor& tensor, Deadline deadline, std::int64_t dim = 0);
+
+// This rank's rows of op over all ranks' tensors: [rows / size, ...]. Throws InvalidArgument where rows cannot be
+// divided among the ranks.
+Tensor reduce_scatter(const Group& group, const Tensor& tensor, ReduceOp op, Deadline deadline);
+
+// Rows for ranks 0, 1, ... from each rank: the rows for this one, in the order of ranks: [rows, ...]. Throws as
+// reduce_scatter.
+Tensor all_to_all(const Group& group, const Tensor& tensor, Deadline deadline);
+
+// A message to a rank, and from one, whose tensor has the shape and dtype of this one. Not collective.
+void send(const Group& group, const Tensor& tensor, int to, Deadline deadline);
+void recv(const Group& group, const Tensor& tensor, int from, Deadline deadline);
+
+}  // namespace lockstep

@@ -1,0 +1,145 @@
+// The gradients of operations: the numbers that Horovod's own tests (test_torch.py, test_horovod_*_grad) expect.
+#include <torch/csrc/autograd/autograd.h>
+
+#include "base/expect_says.h"
+#include "horovod/ranks_of_threads.h"
+
+namespace lockstep {
+namespace {
+
+namespace hvd = horovod;
+using at::Tensor;
+using hvd::expect_equal;
+using hvd::on_ranks;
+using hvd::values;
+
+constexpr int kRanks = 3;
+
+// What backward from `gradient` brings to `input`.
+Tensor gradient_of(const Tensor& input, const std::function<Tensor(const Tensor&)>& operation, const Tensor& gradient) {
+  const auto leaf = input.detach().clone().requires_grad_();
+  const auto result = operation(leaf);
+  EXPECT_TRUE(result.requires_grad());
+  result.backward(gradient);
+  return leaf.grad();
+}
+
+TEST(Differentiable, Allreduce) {
+  on_ranks(kRanks, [](int rank) {
+    const auto ones = at::ones({2, 3}, at::kDouble);
+    const auto by = [](const hvd::ReduceOptions& options) {
+      return [options](const Tensor& x) { return hvd::allreduce(x, options); };
+    };
+    expect_equal(gradient_of(values(rank), by({.op = hvd::Sum}), ones), ones * kRanks);
+    expect_equal(gradient_of(values(rank), by({}), ones), ones);
+    expect_equal(gradient_of(values(rank), by({.op = hvd::Sum, .name = "mine"}), ones * rank), ones * 3);
+    expect_equal(gradient_of(values(rank), by({.op = hvd::Sum, .prescale_factor = 2, .postscale_factor = 0.25}), ones),
+                 ones * kRanks * 0.5);
+    expect_equal(gradient_of(values(rank), by({.compression = hvd::Compression::fp16}), ones), ones);
+    expect_says(message_of<InvalidArgument>([&] { gradient_of(values(rank), by({.op = hvd::Max}), ones); }),
+                "allreduce by max has no gradient");
+  });
+}
+
+TEST(Differentiable, GroupedAllreduceWithAnUnusedResult) {
+  on_ranks(kRanks, [](int rank) {
+    const auto a = values(rank).requires_grad_(), b = values(rank, {4}).requires_grad_(), c = values(rank, {2});
+    const auto sums = hvd::grouped_allreduce({a, b, c}, {.op = hvd::Sum});
+    sums[0].sum().backward();
+    expect_equal(a.grad(), at::full({2, 3}, kRanks, at::kDouble));
+    expect_equal(b.grad(), at::zeros({4}, at::kDouble));
+    EXPECT_FALSE(c.requires_grad());
+    auto changed = hvd::allreduce(a);
+    changed.add_(1);  // a result belongs to its user
+  });
+}
+
+TEST(Differentiable, AllgatherOfUnequalRows) {
+  on_ranks(kRanks, [](int rank) {
+    // Each rank's rows get their own number as gradient.
+    const auto gradient =
+        at::cat({at::full({1, 2}, 0.0), at::full({2, 2}, 1.0), at::full({3, 2}, 2.0)}).to(at::kDouble);
+    const auto own = at::full({rank + 1, 2}, rank, at::kDouble);
+    const auto gather = [](const Tensor& x) { return hvd::allgather(x, "rows"); };
+    expect_equal(gradient_of(values(rank, {rank + 1, 2}), gather, gradient), own);
+    const auto second = [rank](const Tensor& x) { return hvd::grouped_allgather({values(rank, {2}), x})[1]; };
+    expect_equal(gradient_of(values(rank, {rank + 1, 2}), second, gradient * (rank + 1)), own * 2);  // mean of 1, 2, 3
+  });
+}
+
+TEST(Differentiable, BroadcastGivesToItsRoot) {
+  on_ranks(kRanks, [](int rank) {
+    const auto ones = at::ones({2, 3}, at::kDouble);
+    for (int root = 0; root < kRanks; ++root) {
+      const auto operation = [root](const Tensor& x) { return hvd::broadcast(x, root); };
+      expect_equal(gradient_of(values(rank), operation, ones * rank), ones * (rank == root ? 1 : 0));
+    }
+  });
+}
+
+TEST(Differentiable, AlltoallSendsBack) {
+  on_ranks(kRanks, [](int rank) {
+    const std::vector<std::int64_t> splits{rank, 1, 2};
+    const auto operation = [&](const Tensor& x) { return hvd::alltoall(x, splits).output; };
+    // Rank r gives r to all that it received: the rows that were sent to it come back with it.
+    const auto rows = std::array{0 + 1 + 2, 3, 6}[static_cast<std::size_t>(rank)];
+    const auto gradient = gradient_of(values(rank, {rank + 3, 2}), operation, at::full({rows, 2}, rank, at::kDouble));
+    expect_equal(gradient,
+                 at::cat({at::full({rank, 2}, 0.0), at::full({1, 2}, 1.0), at::full({2, 2}, 2.0)}).to(at::kDouble));
+  });
+}
+
+TEST(Differentiable, ReducescatterGathers) {
+  on_ranks(kRanks, [](int rank) {
+    const auto own = at::full({rank == 0 ? 2 : 1, 2}, rank + 1, at::kDouble);
+    const auto all = at::cat({at::full({2, 2}, 1.0), at::full({1, 2}, 2.0), at::full({1, 2}, 3.0)}).to(at::kDouble);
+    const auto by = [](const hvd::ReduceOptions& options) {
+      return [options](const Tensor& x) { return hvd::reducescatter(x, options); };
+    };
+    expect_equal(gradient_of(values(rank, {4, 2}), by({}), own), all);
+    expect_equal(gradient_of(values(rank, {4, 2}), by({.op = hvd::Sum}), own), all * kRanks);
+    expect_equal(gradient_of(values(rank, {4, 2}), by({.prescale_factor = 2, .postscale_factor = 3}), own), all * 6);
+    const auto grouped = [](const Tensor& x) { return hvd::grouped_reducescatter({x.detach(), x})[1]; };
+    expect_equal(gradient_of(values(rank, {4, 2}), grouped, own), all);
+  });
+}
+
+// As x^2 summed over ranks: the second derivative of what an operation is part of.
+TEST(Differentiable, Twice) {
+  on_ranks(kRanks, [](int rank) {
+    const auto x = values(rank).requires_grad_();
+    const auto sum = hvd::allreduce(x.square(), {.op = hvd::Sum}).sum();
+    const auto first = torch::autograd::grad({sum}, {x}, {}, true, true)[0];
+    expect_equal(first.detach(), values(rank) * 2 * kRanks);
+    first.sum().backward();
+    expect_equal(x.grad(), at::full({2, 3}, 2.0 * kRanks, at::kDouble));
+  });
+}
+
+TEST(Differentiable, NothingIsRecordedWithoutNeed) {
+  on_ranks(2, [](int rank) {
+    EXPECT_FALSE(hvd::allreduce(values(rank)).requires_grad());
+    const auto x = values(rank).requires_grad_();
+    EXPECT_FALSE(hvd::allreduce_async(x).wait().requires_grad());
+    const at::NoGradGuard no_gradient;
+    EXPECT_FALSE(hvd::allreduce(x).requires_grad());
+  });
+}
+
+// int8, int16 and bool, which are never averaged in Horovod, travel as they are.
+TEST(Differentiable, SmallIntegersAndBools) {
+  on_ranks(kRanks, [](int rank) {
+    for (const auto dtype : {at::kChar, at::kShort, at::kBool}) {
+      const auto mine = (values(rank) - 2).to(dtype);
+      expect_equal(hvd::allgather(mine), at::cat({(values(0) - 2), (values(1) - 2), (values(2) - 2)}).to(dtype));
+      expect_equal(hvd::broadcast(mine, 1), (values(1) - 2).to(dtype));
+      expect_equal(hvd::alltoall(mine.expand({3, 2, 3}).contiguous()).output.select(0, 2), (values(2) - 2).to(dtype));
+    }
+    const auto only = at::arange(kRanks, at::kLong).eq(rank);
+    expect_equal(hvd::allreduce(only, {.op = hvd::Max}), at::ones({kRanks}, at::kBool));
+    expect_equal(hvd::allreduce(only, {.op = hvd::Min}), at::zeros({kRanks}, at::kBool));
+  });
+}
+
+}  // namespace
+}  // namespace lockstep

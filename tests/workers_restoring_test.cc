@@ -1,0 +1,119 @@
+// What several workers keep and repeat: checkpoints on another number of workers or replicas, two runs that are equal,
+// and how often copies are compared.
+#include "base/expect_says.h"
+#include "base/fresh_folder.h"
+#include "base/text.h"
+#include "tests/workers.h"
+
+namespace lockstep {
+namespace {
+
+constexpr int kBatches = 4;  // of make_data's 26 examples in an epoch
+
+class StopsAfter : public Callback {
+ public:
+  explicit StopsAfter(std::int64_t batches) : batches_(batches) {}
+  void on_train_batch_begin(std::int64_t batch) override {
+    if (batch == batches_) throw std::runtime_error("stop here");
+  }
+
+ private:
+  std::int64_t batches_;
+};
+
+// Two epochs, or until `stop_after` batches of the first, from the checkpoint `initial`.
+std::vector<Tensor> train(const Strategy& strategy, const Dataset& data, const std::string& initial,
+                          const std::string& backup, std::int64_t stop_after = kBatches) {
+  const auto scope = strategy.scope();
+  auto model = make_model(at::kDouble, Adam({.learning_rate = 0.01}));
+  model.load_checkpoint(initial);
+  std::vector<AnyCallback> callbacks{BackupAndRestore(backup, {.save_freq = 1, .delete_checkpoint = false})};
+  if (stop_after < kBatches) callbacks.emplace_back(StopsAfter(stop_after));
+  model.fit(data, {.epochs = 2, .verbose = 0, .callbacks = callbacks});
+  EXPECT_EQ(model.iterations(), 2 * kBatches);
+  return weights_of(model);
+}
+
+// The weights at the end of a training that never stopped, on any number of workers and replicas, are those of one.
+TEST(WorkersRestore, OnOtherNumbersOfWorkersAndReplicas) {
+  const auto folder = fresh_folder("workers_restoring", "numbers");
+  const auto initial = (folder / "initial").string();
+  make_model(at::kDouble, Adam({.learning_rate = 0.01})).save_checkpoint(initial);
+  const auto data = make_data(at::kDouble).shuffle(26, {.seed = 3}).batch(7);
+  const auto expected = train(OneDeviceStrategy(), data, initial, (folder / "whole").string());
+  struct Size {
+    int workers, replicas;
+  };
+  for (const auto& [before, after] :
+       std::vector<std::pair<Size, Size>>{{{2, 1}, {3, 1}}, {{3, 2}, {1, 1}}, {{1, 2}, {2, 2}}, {{2, 2}, {2, 1}}}) {
+    const auto name = text(before.workers, " x ", before.replicas, ", then ", after.workers, " x ", after.replicas);
+    const auto backup = (folder / name).string();
+    const auto stopped = run_workers({.workers = before.workers, .replicas = before.replicas},
+                                     [&](const auto& strategy) { train(strategy, data, initial, backup, 2); });
+    for (const auto& error : stopped) EXPECT_NE(error.find("stop here"), std::string::npos) << error;
+    expect_no_errors(run_workers({.workers = after.workers, .replicas = after.replicas}, [&](const auto& strategy) {
+      EXPECT_LE(largest_difference(train(strategy, data, initial, backup), expected), 1e-9) << name;
+    }));
+  }
+}
+
+// Each worker as if on a host of its own: all that they share goes over TCP.
+TEST(WorkersRepeat, TwoRunsOfThreeOverTcpAreEqualBitForBit) {
+  const auto initial = (fresh_folder("workers_restoring", "repeat") / "initial").string();
+  const auto make = [] {
+    Sequential model({Dense(32, {.activation = "relu"}), Dropout(0.4), Dense(3)});
+    model.compile({.optimizer = Adam(), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
+    model.build({6});
+    return model;
+  };
+  make().save_checkpoint(initial);
+  const auto data = make_data(at::kFloat).shuffle(26, {.seed = 3}).batch(7);
+  const auto run = [&] {
+    Collected<std::vector<Tensor>> weights;
+    expect_no_errors(run_workers({.workers = 3, .replicas = 2, .hosts_differ = true}, [&](const auto& strategy) {
+      const auto scope = strategy.scope();
+      auto model = make();
+      model.load_checkpoint(initial);
+      model.fit(data, {.epochs = 3, .verbose = 0});
+      weights.add(strategy, weights_of(model));
+    }));
+    EXPECT_EQ(weights.values().size(), 3U);
+    for (const auto& [rank, own] : weights.values()) EXPECT_TRUE(equal_bits(own, weights.chiefs())) << rank;
+    return weights.chiefs();
+  };
+  EXPECT_TRUE(equal_bits(run(), run()));
+}
+
+TEST(WorkersCompare, TheirCopiesEverySoManyStepsOrNever) {
+  constexpr std::int64_t kDifferAfter = 11, kSteps = 40;
+  const auto data = make_data(at::kDouble).batch(7).repeat();
+  for (const std::int64_t every : {std::int64_t{0}, std::int64_t{1}, std::int64_t{8}}) {
+    Collected<std::int64_t> steps;
+    const auto errors = run_workers(
+        {.workers = 2},
+        [&](const MultiWorkerMirroredStrategy& strategy) {
+          const auto scope = strategy.scope();
+          auto model = make_model(at::kDouble, SGD());
+          LambdaCallback::Functions functions;
+          functions.on_train_batch_end = [&](std::int64_t batch, const Logs&) {
+            if (batch + 1 == kDifferAfter && strategy.worker_rank() == 1) {
+              const at::NoGradGuard no_grad;
+              model.module().parameters()->parameter(0, 2).add_(1e-9);
+            }
+            steps.add(strategy, batch + 1);
+          };
+          model.fit(data, {.verbose = 0, .callbacks = {LambdaCallback(functions)}, .steps_per_epoch = kSteps});
+        },
+        every);
+    for (const auto& error : errors) {
+      expect_says(error, every == 0 ? "" : "the workers' copies differ");
+      EXPECT_EQ(error.empty(), every == 0);
+    }
+    // The comparison is part of the first step whose number is a multiple.
+    const auto last = every == 0 ? kSteps : kDifferAfter / every * every + every - 1;
+    for (const auto& [rank, count] : steps.values()) EXPECT_EQ(count, last) << rank << ", every " << every;
+  }
+}
+
+}  // namespace
+}  // namespace lockstep
