@@ -1,4 +1,4 @@
-"""The seed program on two workers, and Horovod's tutorial on four ranks, started by each launcher that a site may have: launchers_test.py MNIST HOROVOD LOCKSTEP."""
+"""The seed program on two workers, and Horovod's tutorial on four ranks, started by each launcher that a site may have: launchers_test.py MNIST HOROVOD LOCKSTEP RESUME."""
 import contextlib
 import json
 import os
@@ -11,7 +11,8 @@ import tempfile
 import time
 import unittest
 
-MNIST, HOROVOD, LOCKSTEP = sys.argv[1:4]
+MNIST, HOROVOD, LOCKSTEP, RESUME = sys.argv[1:5]
+SCRIPT = pathlib.Path(__file__).parents[1] / "deploy/train.slurm"
 TRAIN = [MNIST, "--strategy", "multi_worker", "--replicas", "1", "--epochs", "5"]
 LIMIT_S = 300
 
@@ -150,6 +151,31 @@ class Launchers(unittest.TestCase):
         with Slurm(self.folder) as slurm:
             self.train(["srun", "-n", "2", "--overcommit", *TRAIN], environments=[slurm.environment])
 
+    def test_slurm_queues_the_job_again_when_its_time_is_over(self):
+        work = self.folder / "work"
+        work.mkdir()
+        with Slurm(self.folder) as slurm:
+            def ask(*command):
+                done = subprocess.run(command, env={**slurm.environment, "HOME": str(self.folder)}, cwd=work, capture_output=True, text=True)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                return done.stdout
+
+            # In the tenth step of its first life rank 1 has Slurm send what it sends before the end of the time.
+            job = ask("sbatch", "--parsable", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--overcommit", "--time=2", "--output=out",
+                      SCRIPT, RESUME, ".", "10", "scancel --signal=TERM $SLURM_JOB_ID", "1").strip()
+            output = lambda: (work / "out").read_text() if (work / "out").exists() else ""
+            state = lambda: ask("scontrol", "show", "job", job)
+            try:
+                slurm.wait_for(lambda: "Restarts=1" in state() and "JobState=PENDING" in state(), "job that was queued again")
+                self.assertTrue((work / "backup/backup.safetensors").exists(), output())
+                ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # else Slurm waits two minutes
+                slurm.wait_for(lambda: "JobState=COMPLETED" in state(), "job that has completed")
+            except RuntimeError as error:
+                self.fail(f"{error}\n{state()}\n{output()}")
+            self.assertIn("training was interrupted by Terminated", output())
+            self.assertIn("epochs in the history: 4", output())
+            self.assertTrue((work / "final.safetensors").exists())
+
 
 if __name__ == "__main__":
-    unittest.main(argv=[sys.argv[0], *sys.argv[4:]], verbosity=2)
+    unittest.main(argv=[sys.argv[0], *sys.argv[5:]], verbosity=2)

@@ -18,9 +18,17 @@ int main(int argc, char** argv) {
   const std::string act = argv[3];
 
   set_random_seed(3);
-  const bool worker = std::getenv("LOCKSTEP_RANK") != nullptr;
-  const bool first_life = !worker || std::string(std::getenv("LOCKSTEP_RESTART")) == "0";
-  const bool acts = first_life && (argc < 5 || std::string(std::getenv("LOCKSTEP_RANK")) == argv[4]);
+  // As `lockstep run` and Slurm tell them.
+  const auto told = [](const char* name, const char* by_slurm, const char* otherwise) -> std::string {
+    for (const char* const variable : {name, by_slurm}) {
+      if (const char* const value = std::getenv(variable)) return value;
+    }
+    return otherwise;
+  };
+  const auto rank = told("LOCKSTEP_RANK", "SLURM_PROCID", "");
+  const bool worker = !rank.empty();
+  const bool first_life = told("LOCKSTEP_RESTART", "SLURM_RESTART_COUNT", "0") == "0";
+  const bool acts = first_life && (argc < 5 || rank == argv[4]);
   const auto strategy =
       worker ? Strategy(MultiWorkerMirroredStrategy(
                    {.devices = {"cpu:0"}, .communication = {.timeout_seconds = argc < 6 ? 60 : std::atof(argv[5])}}))
