@@ -61,6 +61,7 @@ int main(int argc, char** argv) {
                              LearningRateScheduler([](int, double rate) { return rate * 0.8; }),
                              CSVLogger(folder + "/log.csv"),
                              EarlyStopping({.monitor = "loss", .patience = 3, .restore_best_weights = true})}});
+    if (act == "fail after fit") return 7;
     model.save_weights(folder + "/final");
     if (strategy.is_chief()) std::cout << "epochs in the history: " << history.epoch.size() << "\n";
   } catch (const Interrupted& interrupted) {

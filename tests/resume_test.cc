@@ -80,6 +80,21 @@ INSTANTIATE_TEST_SUITE_P(AtAnyStep, Resume,
                                          std::pair(14, SIGKILL), std::pair(19, SIGKILL), std::pair(5, SIGTERM),
                                          std::pair(16, SIGINT)));
 
+// What comes after fit may fail too: the backup is still there, and says that nothing is left to train.
+TEST_F(Resume, AProgramThatFailedAfterFitDoesNotTrainAnew) {
+  const auto folder = lockstep::fresh_folder("resume", "after_fit");
+  const auto failed = run(std::string(RESUME_PROGRAM) + " " + folder.string() + " -1 'fail after fit' 2>&1");
+  EXPECT_EQ(WEXITSTATUS(failed.status), 7) << failed.output;
+  EXPECT_FALSE(fs::exists(folder / "final.safetensors"));
+
+  const auto second = run_program(folder, -1, 0);
+  EXPECT_EQ(second.status, 0) << second.output;
+  EXPECT_NE(second.output.find("was trained to the end (4 of 4 epochs)"), std::string::npos) << second.output;
+  EXPECT_TRUE(contents(folder / "final.safetensors") == contents(undisturbed / "final.safetensors"));
+  EXPECT_EQ(contents(folder / "log.csv"), contents(undisturbed / "log.csv"));
+  EXPECT_FALSE(fs::exists(folder / "backup" / "backup.safetensors"));
+}
+
 // --- the same with two workers, of which one is killed or interrupted
 
 Ended run_job(const fs::path& folder, int step, int signal, int worker, int restarts) {

@@ -54,6 +54,7 @@ class ChildProcess {
     return all;
   }
   int status() const { return status_; }
+  pid_t pid() const { return pid_; }
 
  private:
   pid_t pid_ = 0;

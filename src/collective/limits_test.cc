@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <memory>
 
 #include "base/child_process.h"
 #include "base/expect_says.h"
@@ -59,6 +60,33 @@ TEST(World, LimitsOfAProcessCostSharingAndNotTheJob) {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // they reserve terabytes of addresses
   trains({700 << 20, 700 << 20}, RLIMIT_AS, "shm");
 #endif
+}
+
+// Descriptors that are on their way count together for all processes of a user, but root.
+TEST(World, AHundredRanksOfAUserStart) {
+  constexpr int kRanks = 100;
+  ChildProcess job([]() -> std::string {
+    const rlimit usual{1024, 1024};
+    if (setrlimit(RLIMIT_NOFILE, &usual) != 0 || ::setuid(65534) != 0) return "no user";
+    const Access access{.token = std::string(32, 't')};
+    const auto store = Store::hold("127.0.0.1:0", access);
+    std::vector<std::unique_ptr<ChildProcess>> ranks;
+    for (int rank = 0; rank < kRanks; ++rank) {
+      ranks.push_back(std::make_unique<ChildProcess>([&]() -> std::string {
+        const auto mine = Store::connect(store.address(), soon(), access);
+        const World world{.rank = rank, .size = kRanks, .host = "one"};
+        const auto group = make_group(world, mine, {.backend = "shm", .timeout_seconds = 60});
+        group.barrier(Deadline::after(std::chrono::seconds(60)));
+        return "";
+      }));
+    }
+    for (auto& rank : ranks) {
+      const auto said = rank->said();
+      if (!said.empty()) return said;
+    }
+    return "all started";
+  });
+  EXPECT_EQ(job.said(), "all started");
 }
 
 std::size_t addresses_of_this_process() {

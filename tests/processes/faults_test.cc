@@ -198,18 +198,5 @@ TEST(RandomFaults, SeededRounds) {
 
 INSTANTIATE_TEST_SUITE_P(Backends, Faults, testing::ValuesIn(backends()));
 
-// Root may have any number of descriptors on their way; for other users some are sent again.
-TEST(Many, AHundredRanksOfOneHostStart) {
-  constexpr int kRanks = 100;
-  const auto store = Store::hold("127.0.0.1:0");
-  std::vector<Process> ranks;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    ranks.push_back(Process({LOCKSTEP_GROUP_RANK, text("--rank=", rank), text("--size=", kRanks), "--host=one",
-                             "--store=" + store.address(), "--backend=shm", "--deadline=60", "--calls=1", "--seed=1",
-                             "--timeout=60"}));
-  }
-  for (auto& rank : ranks) EXPECT_NE(rank.wait_for_end(100).find("threw nothing"), std::string::npos) << rank.text();
-}
-
 }  // namespace
 }  // namespace lockstep
