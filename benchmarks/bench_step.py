@@ -173,4 +173,5 @@ def main():
     rounds.report(chosen, results)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -45,9 +45,10 @@ def report(rows, results):
     print(json.dumps({"rows": table}))
 
 
-def main(description, rows, run):
-    """A script's whole: measures the rows that --only names, --rounds times."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(description, rows, run, options=None):
+    """A script's whole: measures the rows that --only names, --rounds times. `options`: a parser of its own ones."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     parents=[options] if options else [])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="rows whose text has this")
     args = parser.parse_args()
