@@ -78,10 +78,7 @@ void write_picture(const std::string& path, const torch::Tensor& images) {
   file.write(static_cast<const char*>(grid.data_ptr()), grid.numel());
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  const int epochs = argc > 1 ? std::stoi(argv[1]) : 2;
+void train(int epochs) {
   ls::set_random_seed(1);
   const ls::MirroredStrategy strategy;
   const auto images = ls::datasets::fashion_mnist().train.take(kImages).map(scale).cache().shuffle(kImages);
@@ -96,14 +93,14 @@ int main(int argc, char** argv) {
   // One step of each. The graph of the drawn images is used by both: the discriminator learns from a detached copy.
   const auto step = [&](ls::ReplicaContext& replica, Generator& draw, Discriminator& judge, const ls::Example& part) {
     const auto examples = static_cast<double>(part.size());
-    const auto drawn = draw(torch::randn({part.size(), kNoise}));
+    const auto drawn = draw(torch::randn({part.size(), kNoise}, part.x.options()));
     const auto judged = loss_of(judge(part.x), true) + loss_of(judge(drawn.detach()), false);
     discriminator_optimizer.minimize(replica, judged, examples);
 
     const auto fooled = loss_of(judge(drawn), true);
     generator_optimizer.minimize(replica, fooled, examples);
     judge->zero_grad();  // backward went through it: without this, its next step would add what is not its own
-    return torch::stack({judged.detach(), fooled.detach()}) / examples;
+    return torch::stack({judged.detach(), fooled.detach()}).cpu() / examples;
   };
 
   for (int epoch = 0; epoch < epochs; ++epoch) {
@@ -119,6 +116,18 @@ int main(int argc, char** argv) {
   }
   generator.eval();
   const torch::NoGradGuard no_gradient;
-  write_picture("gan.pgm", generator[0](torch::randn({64, kNoise})));
+  const auto noise = torch::randn({64, kNoise}, generator[0]->seed->weight.options());
+  write_picture("gan.pgm", generator[0](noise).cpu());
   std::cout << "gan.pgm shows what it draws\n";
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    train(argc > 1 ? std::stoi(argv[1]) : 2);
+  } catch (const ls::Error& error) {
+    std::cerr << "gan: " << error.what() << "\n";
+    return 1;
+  }
 }

@@ -16,7 +16,8 @@
 // Calls that return tensors, and not handles, differentiate as those of horovod.torch: backward makes the same call for
 // the gradients of allreduce and alltoall; takes this rank's rows of their average for allgather; gives it to the root,
 // and zeros to the others, for broadcast; gathers them, times size() where the op was Sum, for reducescatter. So all
-// ranks call backward. What the asynchronous calls give, and those that end in _, is detached from the graph.
+// ranks call backward, on graphs whose operations come in the same order, and the tensor requires a gradient on all
+// ranks or on none. What the asynchronous calls give, and those that end in _, is detached from the graph.
 //
 // Every operation throws
 //   InvalidArgument when calls differ, and for tensors of complex and quantized dtypes (bool: by Min and Max alone),

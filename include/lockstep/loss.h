@@ -53,7 +53,7 @@ class Loss {
  private:
   template <class F>
   static Function checked(const F& function) {
-    constexpr bool is_loss = std::is_invocable_r_v<Tensor, const F&, const Tensor&, const Tensor&>;
+    constexpr bool is_loss = std::is_invocable_r_v<Tensor, F&, const Tensor&, const Tensor&>;
     static_assert(is_loss,
                   "a loss is a name, a Loss, or a function Tensor(const Tensor& y_true, const Tensor& y_pred)");
     if constexpr (is_loss) return function;

@@ -31,12 +31,12 @@ concept ModuleHolder = requires(const T& holder) {
 
 template <class Factory>
 consteval bool makes_modules() {
-  constexpr bool is_function = std::is_invocable_v<const Factory&> && !ModuleHolder<Factory>;
+  constexpr bool is_function = std::is_invocable_v<Factory&> && !ModuleHolder<Factory>;
   static_assert(is_function,
                 "give a function that makes your module, such as [] { return Net(); }, and not a module: each replica "
                 "gets one of its own");
   if constexpr (is_function) {
-    constexpr bool makes_holder = ModuleHolder<std::invoke_result_t<const Factory&>>;
+    constexpr bool makes_holder = ModuleHolder<std::invoke_result_t<Factory&>>;
     static_assert(makes_holder,
                   "the function that makes your module must return a holder (Net, made by TORCH_MODULE) or a "
                   "std::shared_ptr to a class derived from torch::nn::Module");
@@ -47,7 +47,7 @@ consteval bool makes_modules() {
 
 // The module that a Factory makes.
 template <class Factory>
-using ModuleOf = std::remove_reference_t<decltype(*module_of(std::declval<std::invoke_result_t<const Factory&>&>()))>;
+using ModuleOf = std::remove_reference_t<decltype(*module_of(std::declval<std::invoke_result_t<Factory&>&>()))>;
 
 template <class Factory>
 consteval bool makes_tensor_modules() {
@@ -68,7 +68,7 @@ using ForwardOfModule = std::function<Tensor(torch::nn::Module&, const Tensor&)>
 
 template <class Factory>
 MakeModule maker(const Factory& factory) {
-  if constexpr (makes_modules<Factory>()) return [factory] { return module_of(factory()); };
+  if constexpr (makes_modules<Factory>()) return [make = factory]() mutable { return module_of(make()); };
   return {};
 }
 

@@ -71,10 +71,11 @@ auto Strategy::run(Function&& function, Args&&... args) const {
 template <class Factory>
 auto Strategy::replicate(const Factory& factory) const {
   if constexpr (internal::makes_modules<Factory>()) {
-    using Holder = std::invoke_result_t<const Factory&>;
+    using Holder = std::invoke_result_t<Factory&>;
     std::vector<Holder> replicas;
+    auto make = factory;  // a mutable lambda changes itself
     auto parameters = internal::replicate_modules(impl(), [&] {
-      replicas.push_back(factory());
+      replicas.push_back(make());
       return internal::module_of(replicas.back());
     });
     return Mirrored<Holder>(std::move(parameters), std::move(replicas));

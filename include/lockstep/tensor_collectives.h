@@ -2,7 +2,7 @@
 // where nothing else is said. They throw what a Group throws, and InvalidArgument for undefined and sparse tensors and
 // for complex and quantized dtypes. Outside of autograd.
 //
-// A tensor on the CPU without gaps travels as it is; of any other a copy does, which is made here.
+// A contiguous CPU tensor is sent and written in place; any other is copied first.
 #pragma once
 
 #include <cstdint>

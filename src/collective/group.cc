@@ -102,7 +102,9 @@ void Group::State::run_packed(std::span<const Call> calls, Deadline deadline) {
     copy_bytes(pack.get() + count * element, bytes_of(call.input), call.input.bytes());
     count += call.input.count;
   }
-  backend->run(Call::all_reduce({pack.get(), count, calls[0].input.dtype}, calls[0].op), deadline);
+  auto together = Call::all_reduce({pack.get(), count, calls[0].input.dtype}, calls[0].op);
+  together.tensors = calls[0].tensors;
+  backend->run(together, deadline);
   count = 0;
   for (const auto& call : calls) {
     copy_bytes(bytes_of(call.output), pack.get() + count * element, call.output.bytes());

@@ -67,7 +67,7 @@ TEST(World, AHundredRanksOfAUserStart) {
   constexpr int kRanks = 100;
   ChildProcess job([]() -> std::string {
     const rlimit usual{1024, 1024};
-    if (setrlimit(RLIMIT_NOFILE, &usual) != 0 || ::setuid(65534) != 0) return "no user";
+    if (setrlimit(RLIMIT_NOFILE, &usual) != 0 || (::geteuid() == 0 && ::setuid(65534) != 0)) return "no user";
     const Access access{.token = std::string(32, 't')};
     const auto store = Store::hold("127.0.0.1:0", access);
     std::vector<std::unique_ptr<ChildProcess>> ranks;
@@ -77,12 +77,12 @@ TEST(World, AHundredRanksOfAUserStart) {
         const World world{.rank = rank, .size = kRanks, .host = "one"};
         const auto group = make_group(world, mine, {.backend = "shm", .timeout_seconds = 60});
         group.barrier(Deadline::after(std::chrono::seconds(60)));
-        return "";
+        return "started";
       }));
     }
     for (auto& rank : ranks) {
       const auto said = rank->said();
-      if (!said.empty()) return said;
+      if (said != "started") return "one said: " + said;
     }
     return "all started";
   });

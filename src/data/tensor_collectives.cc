@@ -1,5 +1,6 @@
 #include "lockstep/tensor_collectives.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/WrapDimUtils.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/cat.h>
@@ -31,6 +32,10 @@ template <class Act>
 void in_place(const char* caller, const Tensor& tensor, const Act& act) {
   const at::NoGradGuard no_gradient;
   const auto host = on_host(caller, tensor);
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    throw InvalidArgument(text(caller, ": the tensor of shape ", tensor.sizes(), " has strides ", tensor.strides(),
+                               ", so that elements share memory and cannot be written; clone it first"));
+  }
   act(buffer_of(host));
   if (host.unsafeGetTensorImpl()->unsafe_storage().data() != tensor.unsafeGetTensorImpl()->unsafe_storage().data()) {
     tensor.detach().copy_(host);
@@ -78,6 +83,10 @@ Tensor all_gather(const Group& group, const Tensor& tensor, Deadline deadline, s
   check("all_gather", tensor);
   if (tensor.dim() == 0) {
     throw InvalidArgument("all_gather: the tensor is a scalar; it needs a dimension to gather along");
+  }
+  if (dim < -tensor.dim() || dim >= tensor.dim()) {
+    throw InvalidArgument(
+        text("all_gather: dim is ", dim, "; the tensor has the dimensions ", -tensor.dim(), " to ", tensor.dim() - 1));
   }
   const at::NoGradGuard no_gradient;
   // Sizes along the dimension may differ: they are gathered first, and parts are padded to the largest.

@@ -59,6 +59,12 @@ TEST(TensorCollectives, OfEveryMemoryFormat) {
     for (int from = 0; from < kRanks; ++from) {
       expect_equal(exchanged.slice(0, 2 * from, 2 * from + 2), values(from).slice(0, 2 * rank, 2 * rank + 2));
     }
+    const auto scalar = at::scalar_tensor(rank, at::kDouble), empty = at::empty({0, 3});
+    all_reduce(group, scalar, ReduceOp::sum, soon());
+    EXPECT_EQ(scalar.item<double>(), 3);
+    all_reduce(group, empty, ReduceOp::sum, soon());
+    EXPECT_EQ(all_gather(group, empty, soon()).sizes(), empty.sizes());
+
     const auto message = rank == 0 ? values(0).t() : at::zeros({6, 2}, at::kDouble).t();
     if (rank == 0) send(group, message, 1, soon());
     if (rank == 1) recv(group, message, 0, soon());
@@ -90,6 +96,8 @@ TEST(TensorCollectives, BadTensorsAreNamed) {
   says([&] { all_reduce(group, values(0).to_sparse(), ReduceOp::sum, soon()); }, "all_reduce: the tensor is sparse");
   says([&] { all_reduce(group, at::ones({1}, at::kComplexFloat), ReduceOp::sum, soon()); }, "ComplexFloat");
   says([&] { all_gather(group, at::ones({}), soon()); }, "the tensor is a scalar");
+  says([&] { all_gather(group, at::ones({2, 2}), soon(), 2); }, "dim is 2; the tensor has the dimensions -2 to 1");
+  says([&] { broadcast(group, at::zeros({1}).expand({4}), 0, soon()); }, "elements share memory");
   const auto three = make_thread_groups(3)[0];
   says([&] { reduce_scatter(three, at::ones({4}), ReduceOp::sum, soon()); }, "a multiple of the number of ranks, 3");
   says([&] { all_to_all(three, at::ones({}), soon()); }, "a multiple of the number of ranks, 3");

@@ -250,7 +250,7 @@ TEST_P(Ranks, SyncBatchNormTakesOneValueAChannelOnARank) {
   const auto x = at::randn({2 * size - 1, 4}, at::kDouble), weights = at::rand({2 * size - 1, 4}, at::kDouble);
   if (size == 1) {
     SyncBatchNorm alone(4);
-    expect_says(message_of<InvalidArgument>([&] { alone(x); }), "one value a channel");
+    expect_says(message_of<InvalidArgument>([&] { alone(x); }), "one value per channel");
     return;
   }
   torch::nn::BatchNorm1d whole(torch::nn::BatchNormOptions(4).momentum(std::nullopt));

@@ -113,7 +113,7 @@ Tensor normalized_over_ranks(const Tensor& input, const OptionalTensor& weight, 
   const auto totals = SumOverRanks::apply(at::cat({x.sum(others), own_count}), holder, examples);
   const auto count = totals[channels].detach();
   if (count.item<double>() <= 1) {
-    throw InvalidArgument("batch normalization over all ranks needs more than one value a channel in training");
+    throw InvalidArgument("batch normalization over all ranks needs more than one value per channel in training");
   }
   const auto mean = totals.narrow(0, 0, channels) / count;
   const auto centered = x - mean.view(shape);
@@ -178,7 +178,7 @@ Tensor SyncBatchNormImpl::forward(const Tensor& x) {
   const bool is_converted = converted().group_of(running_mean) || converted().group_of(weight);
   if (by_batch && !is_converted && x.numel() == x.size(1)) {
     throw InvalidArgument(text("SyncBatchNorm: the input has shape ", x.sizes(),
-                               ", one value a channel, and convert_sync_batchnorm gave the layer no other ranks"));
+                               ", one value per channel, and convert_sync_batchnorm gave the layer no other ranks"));
   }
   double momentum = options.momentum().value_or(0);
   if (is_training() && options.track_running_stats()) {

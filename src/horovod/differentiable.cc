@@ -18,22 +18,28 @@ struct Node : torch::autograd::Function<Node> {
   static Tensors forward(torch::autograd::AutogradContext* context, at::TensorList,
                          const std::function<Tensors()>& operation, const Backward& backward) {
     context->saved_data["backward"] = c10::IValue::make_capsule(c10::make_intrusive<KeptBackward>(backward));
-    auto results = operation();
-    for (auto& result : results) result = result.variable_data();  // of their own, no views: users may change them
-    return results;
+    return operation();
   }
 
   static Tensors backward(torch::autograd::AutogradContext* context, const Tensors& gradients) {
     const auto kept = context->saved_data["backward"].toCapsule();
-    auto of_inputs = static_cast<const KeptBackward&>(*kept).call(gradients);
-    of_inputs.resize(of_inputs.size() + 2);  // none of the functions
+    Tensors floating;
+    std::vector<std::size_t> which;
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      if (!gradients[i].is_floating_point()) continue;
+      floating.push_back(gradients[i]);
+      which.push_back(i);
+    }
+    const auto given = static_cast<const KeptBackward&>(*kept).call(floating, which);
+    Tensors of_inputs(gradients.size() + 2);  // none of integers, nor of the two functions
+    for (std::size_t i = 0; i < which.size(); ++i) of_inputs[which[i]] = given[i];
     return of_inputs;
   }
 };
 
 }  // namespace
 
-Tensors differentiable(const Tensors& inputs, const std::function<Tensors()>& operation, Backward backward) {
+Tensors differentiable(const Tensors& inputs, const std::function<Tensors()>& operation, const Backward& backward) {
   const bool needed = at::GradMode::is_enabled() && std::any_of(inputs.begin(), inputs.end(), [](const Tensor& input) {
                         return input.defined() && input.requires_grad();
                       });

@@ -116,9 +116,39 @@ TEST(Differentiable, Twice) {
   });
 }
 
+TEST(Differentiable, TwiceThroughWhatOneRankGives) {
+  on_ranks(kRanks, [](int rank) {
+    const auto x = values(rank).requires_grad_();
+    const auto of_root = hvd::broadcast(x, 1), own_rows = hvd::reducescatter(hvd::allgather(x), {.op = hvd::Sum});
+    const auto sent = hvd::alltoall(hvd::allgather(x)).output;
+    const auto sum = of_root.square().sum() + own_rows.square().sum() + sent.square().sum();
+    const auto first = torch::autograd::grad({sum}, {x}, {}, true, true)[0];
+    EXPECT_TRUE(first.requires_grad());  // on every rank: all take part in the second backward
+    first.sum().backward();
+    EXPECT_TRUE(x.grad().isfinite().all().item<bool>());
+    EXPECT_GT(x.grad().abs().sum().item<double>(), 0);
+  });
+}
+
+TEST(Differentiable, IntegersAndBoolsAmongGroupedTensorsHaveNoGradient) {
+  on_ranks(kRanks, [](int rank) {
+    const auto x = values(rank).requires_grad_();
+    const auto mask = at::ones({2}, at::kBool), labels = values(rank, {2}, at::kLong);
+    const auto gathered = hvd::grouped_allgather({mask, x, labels});
+    EXPECT_FALSE(gathered[0].requires_grad() || gathered[2].requires_grad());
+    gathered[1].sum().backward();
+    expect_equal(x.grad(), at::ones({2, 3}, at::kDouble));
+    hvd::grouped_allreduce({labels, x}, {.op = hvd::Sum})[1].sum().backward();
+    expect_equal(x.grad(), at::full({2, 3}, 1.0 + kRanks, at::kDouble));
+  });
+}
+
 TEST(Differentiable, NothingIsRecordedWithoutNeed) {
   on_ranks(2, [](int rank) {
     EXPECT_FALSE(hvd::allreduce(values(rank)).requires_grad());
+    auto sum = hvd::allreduce(values(rank));
+    sum.mul_(at::ones({}, at::kDouble).requires_grad_());  // a tensor of its user's, like any other
+    EXPECT_TRUE(sum.requires_grad());
     const auto x = values(rank).requires_grad_();
     EXPECT_FALSE(hvd::allreduce_async(x).wait().requires_grad());
     const at::NoGradGuard no_gradient;

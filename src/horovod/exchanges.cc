@@ -77,9 +77,12 @@ Handle<Tensor> start_broadcast(const Tensor& tensor, int root, const std::string
 Tensors gathered(const char* caller, const Tensors& tensors, const std::string& name) {
   const auto places = std::make_shared<Places>();
   const auto run = [&] { return start_allgather(caller, tensors, name, places).all().wait(); };
-  return differentiable(tensors, run, [places](const Tensors& gradients) {
+  return differentiable(tensors, run, [places](const Tensors& gradients, const std::vector<std::size_t>& which) {
     auto own = grouped_allreduce(gradients);
-    for (std::size_t i = 0; i < own.size(); ++i) own[i] = own[i].narrow(0, (*places)[i].begin, (*places)[i].rows);
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      const auto& place = (*places)[which[i]];
+      own[i] = own[i].narrow(0, place.begin, place.rows);
+    }
     return own;
   });
 }
@@ -144,9 +147,10 @@ Tensors grouped_allgather(const Tensors& tensors, const std::string& name) {
 }
 Tensor broadcast(const Tensor& tensor, int root_rank, const std::string& name) {
   const auto run = [&] { return Tensors{broadcast_async(tensor, root_rank, name).wait()}; };
-  return differentiable({tensor}, run, [root_rank](const Tensors& gradients) {
+  return differentiable({tensor}, run, [root_rank](const Tensors& gradients, const auto&) {
     const auto mean = allreduce(gradients[0]);
-    return Tensors{rank() == root_rank ? mean : at::zeros_like(mean)};
+    if (rank() == root_rank) return Tensors{mean};
+    return Tensors{mean.masked_fill(at::ones_like(mean, at::kBool), 0)};  // in the graph of a second derivative
   })[0];
 }
 Tensor broadcast_(Tensor tensor, int root_rank, const std::string& name) {
@@ -160,7 +164,7 @@ AlltoallResult alltoall(const Tensor& tensor, const std::vector<std::int64_t>& s
     *received = result.received_splits;
     return Tensors{result.output};
   };
-  result.output = differentiable({tensor}, run, [received](const Tensors& gradients) {
+  result.output = differentiable({tensor}, run, [received](const Tensors& gradients, const auto&) {
     return Tensors{alltoall(gradients[0], *received).output};
   })[0];
   return result;

@@ -142,6 +142,16 @@ TEST(Horovod, AllgatherBroadcastAlltoallReducescatter) {
   });
 }
 
+TEST(Horovod, WhatOneRankMayNotCallDoesNotWakeThoseThatJoined) {
+  on_ranks(2, [](int rank) {
+    if (rank == 0) {
+      expect_says(message_of<InvalidArgument>([] { hvd::allreduce(at::ones({1}, at::kBool)); }), "not by mean");
+      expect_equal(hvd::allreduce(values(0), {.op = hvd::Sum}), values(0));
+    }
+    EXPECT_EQ(hvd::join(), 0);
+  });
+}
+
 TEST(Horovod, TheSameOverTcpAndAfterManyCalls) {
   hvd::on_ranks_over_tcp(3, [](int rank) {
     const auto sum = values(0, {4, 2}) + values(1, {4, 2}) + values(2, {4, 2});
@@ -177,7 +187,7 @@ TEST(Horovod, CallsThatDifferAreNamedOnAllRanksAndTheNextIsGood) {
 TEST(Horovod, BadArguments) {
   on_ranks(1, [](int) {
     expect_says(message_of([] { hvd::allreduce(Tensor()); }), "allreduce: the tensor is undefined");
-    expect_says(message_of([] { hvd::allreduce(at::ones({1}, at::kBool)); }), "bools are reduced by min");
+    expect_says(message_of([] { hvd::allreduce(at::ones({1}, at::kBool)); }), "bools are reduced by Min");
     expect_says(message_of([] { hvd::allgather(at::ones({1}, at::kComplexFloat)); }), "ComplexFloat");
     expect_says(message_of([] { hvd::grouped_allreduce({}); }), "there are no tensors");
     expect_says(message_of([] { hvd::broadcast(at::ones({1}), 1); }), "root_rank is 1; it must be from 0 to 0");

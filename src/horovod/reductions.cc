@@ -42,8 +42,15 @@ std::string text_of(const char* caller, const Tensors& tensors, const ReduceOpti
   return all + lockstep::join(shapes);
 }
 
-void check(const char* caller, const Tensors& tensors) {
+// Before anything is announced: what one rank may not call must not cost the others their next call.
+void check(const char* caller, const Tensors& tensors, ReduceOp op) {
   if (tensors.empty()) throw InvalidArgument(text(caller, ": there are no tensors"));
+  for (const auto& tensor : tensors) {
+    check_tensor(caller, tensor);
+    if (tensor.scalar_type() == at::kBool && op != Min && op != Max) {
+      throw InvalidArgument(text(caller, ": bools are reduced by Min (and) and Max (or), not by ", name_of(op)));
+    }
+  }
 }
 
 // Tensors of one dtype that are sent as one.
@@ -66,8 +73,7 @@ std::vector<Pack> packs_of(const Tensors& tensors, const ReduceOptions& options)
 
 Started start_allreduce(const char* caller, const Tensors& tensors, const ReduceOptions& options, bool in_place) {
   const auto session = Session::current();
-  check(caller, tensors);
-  for (const auto& tensor : tensors) check_tensor(caller, tensor);
+  check(caller, tensors, options.op);
   auto results = std::make_shared<Tensors>(tensors);
   const at::NoGradGuard no_gradient;
   const auto run = [session = session.get(), caller, tensors, options, in_place, results,
@@ -89,7 +95,7 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
         if (in_place) {
           (*results)[i].detach().copy_(value);
         } else {
-          (*results)[i] = value;
+          (*results)[i] = value.variable_data();  // no view: its user may change it
         }
         at += tensor.numel();
       }
@@ -100,7 +106,7 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
 
 Started start_reducescatter(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
   const auto session = Session::current();
-  check(caller, tensors);
+  check(caller, tensors, options.op);
   for (const auto& tensor : tensors) check_rows(caller, tensor);
   auto results = std::make_shared<Tensors>(tensors.size());
   const at::NoGradGuard no_gradient;
@@ -138,7 +144,7 @@ ReduceOptions of_backward(const char* caller, ReduceOptions options) {
 
 Tensors scattered(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
   const auto run = [&] { return start_reducescatter(caller, tensors, options).all().wait(); };
-  return differentiable(tensors, run, [caller, options](const Tensors& gradients) {
+  return differentiable(tensors, run, [caller, options](const Tensors& gradients, const auto&) {
     of_backward(caller, options);
     const double factor =
         options.prescale_factor * options.postscale_factor * (options.op == Sum ? static_cast<double>(size()) : 1);
@@ -150,7 +156,7 @@ Tensors scattered(const char* caller, const Tensors& tensors, const ReduceOption
 
 Tensors reduced(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
   const auto run = [&] { return start_allreduce(caller, tensors, options, false).all().wait(); };
-  return differentiable(tensors, run, [caller, options](const Tensors& gradients) {
+  return differentiable(tensors, run, [caller, options](const Tensors& gradients, const auto&) {
     return grouped_allreduce(gradients, of_backward(caller, options));
   });
 }

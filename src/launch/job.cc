@@ -148,7 +148,7 @@ void Job::notice_ends() {
   for (const auto& member : members_) {
     if (!reap(*member)) continue;
     if (member->status() == 0) {
-      if (member->rank() >= 0 && surroundings_.ended_well) surroundings_.ended_well(member->rank());
+      if (!ending_ && member->rank() >= 0 && surroundings_.ended_well) surroundings_.ended_well(member->rank());
       continue;
     }
     if (member->takes_orders() && member->status() == kLogsIncomplete) {  // its ranks ended well

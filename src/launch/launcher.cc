@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <iterator>
 #include <ostream>
 #include <sstream>
@@ -66,10 +67,14 @@ MemberCommand launcher_of(const Part& part, const std::string& ssh) {
 
 constexpr std::chrono::seconds kForNames(10), kForLastWords(2);
 
-// What a rank that has ended has not told the others it never will: nobody waits for it.
-void tell_that_it_ended(const Store& store, int rank) {
-  store.abandon("", text("rank ", rank, " ended with status 0, and others wait for it"), Deadline::after(kForLastWords),
-                text("/rank ", rank));
+// What a rank that has ended did not say when the ranks of the job met it never will: nobody waits for that. Where it
+// cannot be told, their deadlines hold.
+void tell_that_it_ended(const std::function<Store()>& store, int rank) {
+  try {
+    store().abandon("generation 0/", text("rank ", rank, " ended with status 0, and others wait for it"),
+                    Deadline::after(kForLastWords), text("/rank ", rank));
+  } catch (const Error&) {
+  }
 }
 
 // One life of a job, with a token and a store of its own.
@@ -85,7 +90,7 @@ class Life {
 
  private:
   Job::Surroundings telling(Job::Surroundings surroundings) const {
-    surroundings.ended_well = [this](int rank) { tell_that_it_ended(store_, rank); };
+    surroundings.ended_well = [this](int rank) { tell_that_it_ended([this] { return store_; }, rank); };
     return surroundings;
   }
 
@@ -174,16 +179,10 @@ int launch_part(std::ostream& out, std::ostream& err) {
   if (failed) throw IoError(text("host ", part.host, " has no folder ", part.folder, ": ", failed.message()));
   make_folder(part.log_dir);
   const TokenFile token(part.token);
-  const auto tell = [&](int rank) {
-    try {
-      tell_that_it_ended(
-          Store::connect(part.store, Deadline::after(kForLastWords), {token.access().token, part.trusted_network}),
-          rank);
-    } catch (const Error& error) {
-      err << "lockstep run: the others may wait for rank " << rank << ", which ended with status 0: " << error.what()
-          << std::endl;
-    }
+  const auto connect = [&] {
+    return Store::connect(part.store, Deadline::after(kForLastWords), {token.access().token, part.trusted_network});
   };
+  const auto tell = [&](int rank) { tell_that_it_ended(connect, rank); };
   return Job(ranks_of(part, token.path()), part.grace_seconds, {signals, guardian, out, err, &orders, tell}).run();
 }
 

@@ -28,11 +28,14 @@ Tensor load_like(const Archive& archive, const std::string& name, const Tensor& 
     throw InvalidArgument(
         text("the checkpoint's \"", name, "\" has shape ", loaded.sizes(), "; the model's has ", like.sizes()));
   }
-  if (loaded.scalar_type() != like.scalar_type()) {
+  const auto wanted = like.scalar_type(), found = loaded.scalar_type();
+  const bool of_before = (wanted == at::kBool && found == at::kByte) ||  // as they were kept once
+                         ((wanted == at::kChar || wanted == at::kShort) && found == at::kInt);
+  if (found != wanted && !of_before) {
     throw InvalidArgument(text("the checkpoint's \"", name, "\" has dtype ", loaded.scalar_type(), "; the model's has ",
                                like.scalar_type()));
   }
-  return loaded;
+  return loaded.to(wanted);
 }
 
 }  // namespace

@@ -5,9 +5,9 @@
 
 #include "base/text.h"
 #include "lockstep/error.h"
+#include "lockstep/tensor_collectives.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
-#include "lockstep/tensor_collectives.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/model_impl.h"
 

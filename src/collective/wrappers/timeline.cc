@@ -16,6 +16,11 @@
 namespace lockstep {
 namespace {
 
+// Names of tensors are the user's, and may be no UTF-8.
+std::string dumped(const nlohmann::json& json) {
+  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
 using Clock = Deadline::Clock;
 
 // The first so many are kept: about 10 MB of text.
@@ -118,7 +123,7 @@ class PublishingRecorder final : public Recorder {
 
   ~PublishingRecorder() override {
     try {
-      leave_text(store_, kTimelines, state()->of_rank(rank(), number_).dump(), Deadline::after(kToPublish));
+      leave_text(store_, kTimelines, dumped(state()->of_rank(rank(), number_)), Deadline::after(kToPublish));
     } catch (const Error& error) {
       log_warning(text("the timeline of rank ", rank(), " is lost: ", error.what()));
     }
@@ -131,7 +136,7 @@ class PublishingRecorder final : public Recorder {
 
 void write_file(const std::string& path, nlohmann::json events) {
   std::ofstream file(path);
-  file << nlohmann::json{{"traceEvents", std::move(events)}, {"displayTimeUnit", "ms"}};
+  file << dumped({{"traceEvents", std::move(events)}, {"displayTimeUnit", "ms"}});
   if (!file.flush()) throw IoError(text("cannot write the timeline ", path, ": ", std::strerror(errno)));
 }
 
@@ -146,7 +151,7 @@ Group with_timeline(const Group& group, Timeline& timeline, Deadline deadline) {
 }
 
 void Timeline::write(const std::string& path, const Group& group, Deadline deadline) const {
-  std::string bytes = state_->of_rank(group.rank()).dump();
+  std::string bytes = dumped(state_->of_rank(group.rank()));
   std::int64_t length = static_cast<std::int64_t>(bytes.size());
   std::vector<std::int64_t> lengths(static_cast<std::size_t>(group.size()));
   group.all_gather(buffer_of(std::span(&length, 1)), buffer_of(std::span(lengths)), deadline);
