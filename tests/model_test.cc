@@ -101,6 +101,18 @@ TEST(ModelSays, ImagesWithTheirChannelsLastAreWarnedOf) {
 }
 
 // Two processes of a launcher, of which each would train a model of its own.
+// A difference of [batch] and [batch, 1] would be [batch, batch], and its mean trains something else.
+TEST(ModelSays, ALambdaLossTakesLabelsWithADimensionMoreOrLess) {
+  const auto x = at::randn({12, 3}), column = x.sum(1, true);
+  const Loss loss = [](const Tensor& y_true, const Tensor& y_pred) { return (y_true - y_pred).square(); };
+  for (const auto& y_true : {column, column.squeeze(-1)}) {
+    for (const auto& y_pred : {column * 2, column.squeeze(-1) * 2}) {
+      EXPECT_FLOAT_EQ(loss(y_true, y_pred).item<float>(), column.square().mean().item<float>())
+          << y_true.sizes() << y_pred.sizes();
+    }
+  }
+}
+
 TEST(ModelSays, ClassWeightsOfOneHotLabelsAreThoseOfTheirClasses) {
   const auto x = at::randn({26, 6}, at::kDouble);
   const auto classes = at::arange(26, at::kLong).remainder(3), one_hot = at::one_hot(classes, 3).to(at::kDouble);

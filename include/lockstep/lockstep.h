@@ -1,5 +1,5 @@
-// All of Lockstep but the front ends ddp.h, horovod.h and estimator.h. Each header can be included alone; this one is
-// for convenience.
+// All of Lockstep but the front ends ddp.h (with sync_batch_norm.h), horovod.h and estimator.h. Each header can be
+// included alone; this one is for convenience.
 #pragma once
 
 #include "lockstep/callback.h"
@@ -26,5 +26,6 @@
 #include "lockstep/schedule.h"
 #include "lockstep/strategy.h"
 #include "lockstep/tensor.h"
+#include "lockstep/tensor_collectives.h"
 #include "lockstep/variable.h"
 #include "lockstep/version.h"

@@ -128,11 +128,13 @@ class Model {
 
   // Replica 0's own module, as the factory made it: for torch::save, for a forward of your own (call eval() on it
   // before, and train() after it), or to read its members. All replicas have the same parameters; change them by fit,
-  // or by load_weights. Throws InvalidArgument where it is not an M.
+  // or by load_weights. Buffers, such as BatchNorm's running statistics, are replica 0's own: evaluate, predict and
+  // save_weights use their mean over the replicas. Throws InvalidArgument where it is not an M.
   template <class M>
   std::shared_ptr<M> module() const {
     auto found = std::dynamic_pointer_cast<M>(first_module());
-    if (found == nullptr) throw InvalidArgument("module<M>: the model's module has another type than M");
+    if (found == nullptr)
+      throw InvalidArgument("module<M>: the model's module is no M (of a holder Net, M is NetImpl)");
     return found;
   }
   StepTimes step_times() const;

@@ -31,7 +31,12 @@ concept ModuleHolder = requires(const T& holder) {
 
 template <class Factory>
 consteval bool makes_modules() {
-  constexpr bool is_function = std::is_invocable_v<Factory&> && !ModuleHolder<Factory>;
+  constexpr bool is_function = [] {
+    if constexpr (ModuleHolder<Factory>)
+      return false;  // whose operator() would be tried first, with errors of its own
+    else
+      return std::is_invocable_v<Factory&>;
+  }();
   static_assert(is_function,
                 "give a function that makes your module, such as [] { return Net(); }, and not a module: each replica "
                 "gets one of its own");

@@ -2,6 +2,8 @@
 // where nothing else is said. They throw what a Group throws, and InvalidArgument for undefined and sparse tensors and
 // for complex and quantized dtypes. Outside of autograd.
 //
+// A Deadline is a moment: make one for each call, or for those that are to end by it together.
+//
 // A contiguous CPU tensor is sent and written in place; any other is copied first.
 #pragma once
 

@@ -100,10 +100,21 @@ Loss::Loss(std::string name, Function function, Reduction reduction)
 Loss::Loss(const char* name) : Loss(by_name(name)) {}
 Loss::Loss(const std::string& name) : Loss(by_name(name)) {}
 
+namespace {
+
+// Labels [batch] of outputs [batch, 1], and the reverse, get the outputs' shape: a difference of both would be
+// [batch, batch].
+Tensor with_dimensions_of(const Tensor& y_pred, const Tensor& y_true) {
+  if (!y_true.defined()) return y_true;
+  if (y_true.dim() + 1 == y_pred.dim() && y_pred.size(-1) == 1) return y_true.unsqueeze(-1);
+  if (y_true.dim() == y_pred.dim() + 1 && y_true.size(-1) == 1) return y_true.squeeze(-1);
+  return y_true;
+}
+
+}  // namespace
+
 Loss::Terms Loss::terms(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight) const {
-  // [batch] labels of [batch, 1] outputs get that dimension too, or a difference of both would be [batch, batch].
-  const bool one_output = y_true.defined() && y_true.dim() + 1 == y_pred.dim() && y_pred.size(-1) == 1;
-  auto values = function_(one_output ? y_true.unsqueeze(-1) : y_true, y_pred);
+  auto values = function_(with_dimensions_of(y_pred, y_true), y_pred);
   if (values.dim() == 0) {
     if (sample_weight.defined()) {
       throw InvalidArgument(
