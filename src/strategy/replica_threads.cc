@@ -3,6 +3,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 
+#include <mutex>
 #include <system_error>
 
 #include "base/resources.h"
@@ -41,6 +42,14 @@ class Turn {
   std::atomic<bool>& busy_;
 };
 
+// One at a time: in a forked process LibTorch makes its thread pool anew in the first call, which is not made for
+// several threads.
+void set_threads_of_operators(int threads) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  at::set_num_threads(threads);
+}
+
 // The cores of each replica, or empty lists where pinning would keep replicas off idle cores.
 std::vector<std::vector<int>> shares_of_cpus(const ReplicaThreadsOptions& options) {
   const auto replicas = static_cast<std::size_t>(options.replicas);
@@ -57,8 +66,6 @@ ReplicaThreads::ReplicaThreads(ReplicaThreadsOptions options)
     : threads_per_replica_(options.threads_per_replica),
       started_(options.replicas, options.spin_rounds),
       ended_(options.replicas, options.spin_rounds) {
-  // In a forked process LibTorch makes its thread pool anew at this call, which several threads may not make at once.
-  at::set_num_threads(at::get_num_threads());
   const auto shares = shares_of_cpus(options);
   for (int replica = 1; replica < options.replicas; ++replica) {
     try {
@@ -79,7 +86,7 @@ void ReplicaThreads::run(const std::function<void(int)>& function) {
   const Turn turn(busy_);
   // Only where it changes something: it clears oneDNN's caches.
   const int threads_before = at::get_num_threads();
-  if (threads_before != threads_per_replica_) at::set_num_threads(threads_per_replica_);
+  if (threads_before != threads_per_replica_) set_threads_of_operators(threads_per_replica_);
   const at::ThreadLocalState settings;
   const std::function<void(int)> task = [&](int replica) {
     const at::ThreadLocalStateGuard as_the_caller(settings);
@@ -92,14 +99,14 @@ void ReplicaThreads::run(const std::function<void(int)>& function) {
   function(0);
   running = level.outer;
   ended_.wait(Deadline::never(), "the end of a step");
-  if (running != nullptr && threads_before != threads_per_replica_) at::set_num_threads(threads_before);
+  if (running != nullptr && threads_before != threads_per_replica_) set_threads_of_operators(threads_before);
 }
 
 void ReplicaThreads::work(int replica, const std::vector<int>& cpus) {
   const Running level{this, nullptr};
   running = &level;
   if (!cpus.empty()) pin_current_thread(cpus);
-  at::set_num_threads(threads_per_replica_);  // before this thread's first parallel region
+  set_threads_of_operators(threads_per_replica_);  // before this thread's first parallel region
   try {
     for (;;) {
       started_.wait(Deadline::never(), "the start of a step");
