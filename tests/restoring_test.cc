@@ -14,6 +14,7 @@
 
 #include "base/expect_says.h"
 #include "base/fresh_folder.h"
+#include "fails_after.h"
 
 namespace lockstep {
 namespace {
@@ -61,18 +62,6 @@ Sequential model_of(Seen& seen) {
   return model;
 }
 
-// Fails when so many batches of the first epoch have been trained on, and saved.
-class FailingAfter : public Callback {
- public:
-  explicit FailingAfter(std::int64_t batches) : batches_(batches) {}
-  void on_train_batch_begin(std::int64_t batch) override {
-    if (batch == batches_) throw std::runtime_error("stop here");
-  }
-
- private:
-  std::int64_t batches_;
-};
-
 using Pipeline = std::function<Dataset(std::int64_t batch_size)>;
 
 // Trains `batches` batches of `size` on one replica, then goes on with others on two; returns what both have seen.
@@ -86,7 +75,7 @@ std::vector<int> stop_and_go_on(const std::string& name, const Pipeline& pipelin
     const auto data = pipeline(size);
     auto model = model_of(seen);
     EXPECT_THROW(model.fit(data, {.verbose = 0,
-                                  .callbacks = {BackupAndRestore(folder, {.save_freq = 1}), FailingAfter(batches)},
+                                  .callbacks = {BackupAndRestore(folder, {.save_freq = 1}), FailsAfter(batches)},
                                   .steps_per_epoch = steps_per_epoch}),
                  std::runtime_error);
   }
@@ -133,7 +122,7 @@ TEST(Restoring, GoesOnAgainAfterItWentOn) {
     const auto data = examples().shuffle(kExamples).batch(size);
     auto model = model_of(seen);
     try {
-      model.fit(data, {.verbose = 0, .callbacks = {BackupAndRestore(folder, {.save_freq = 1}), FailingAfter(batches)}});
+      model.fit(data, {.verbose = 0, .callbacks = {BackupAndRestore(folder, {.save_freq = 1}), FailsAfter(batches)}});
     } catch (const std::runtime_error&) {
     }
   }
@@ -183,8 +172,7 @@ TEST(Restoring, MetricsOfAnEpochThatGoesOnHaveTheSameBits) {
     auto first = model_of_noise();
     const BackupAndRestoreOptions often{.save_freq = 1};
     EXPECT_THROW(
-        first.fit(data,
-                  {.epochs = 2, .verbose = 0, .callbacks = {BackupAndRestore(own, often), FailingAfter(batches)}}),
+        first.fit(data, {.epochs = 2, .verbose = 0, .callbacks = {BackupAndRestore(own, often), FailsAfter(batches)}}),
         std::runtime_error);
     auto second = model_of_noise();
     const auto history = second.fit(data, {.epochs = 2, .verbose = 0, .callbacks = {BackupAndRestore(own, often)}});

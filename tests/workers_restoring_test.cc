@@ -3,23 +3,13 @@
 #include "base/expect_says.h"
 #include "base/fresh_folder.h"
 #include "base/text.h"
+#include "tests/fails_after.h"
 #include "tests/workers.h"
 
 namespace lockstep {
 namespace {
 
 constexpr int kBatches = 4;  // of make_data's 26 examples in an epoch
-
-class StopsAfter : public Callback {
- public:
-  explicit StopsAfter(std::int64_t batches) : batches_(batches) {}
-  void on_train_batch_begin(std::int64_t batch) override {
-    if (batch == batches_) throw std::runtime_error("stop here");
-  }
-
- private:
-  std::int64_t batches_;
-};
 
 // Two epochs, or until `stop_after` batches of the first, from the checkpoint `initial`.
 std::vector<Tensor> train(const Strategy& strategy, const Dataset& data, const std::string& initial,
@@ -28,7 +18,7 @@ std::vector<Tensor> train(const Strategy& strategy, const Dataset& data, const s
   auto model = make_model(at::kDouble, Adam({.learning_rate = 0.01}));
   model.load_checkpoint(initial);
   std::vector<AnyCallback> callbacks{BackupAndRestore(backup, {.save_freq = 1, .delete_checkpoint = false})};
-  if (stop_after < kBatches) callbacks.emplace_back(StopsAfter(stop_after));
+  if (stop_after < kBatches) callbacks.emplace_back(FailsAfter(stop_after));
   model.fit(data, {.epochs = 2, .verbose = 0, .callbacks = callbacks});
   EXPECT_EQ(model.iterations(), 2 * kBatches);
   return weights_of(model);

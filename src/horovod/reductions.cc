@@ -133,19 +133,15 @@ Started start_reducescatter(const char* caller, const Tensors& tensors, const Re
   return {session->start(run), results};
 }
 
-// What backward calls with the options of the operation.
-ReduceOptions of_backward(const char* caller, ReduceOptions options) {
-  if (options.op != Average && options.op != Sum) {
-    throw InvalidArgument(text(caller, " by ", name_of(options.op), " has no gradient; Average and Sum have one"));
-  }
-  options.name.clear();
-  return options;
+void require_gradient(const char* caller, ReduceOp op) {
+  if (op == Average || op == Sum) return;
+  throw InvalidArgument(text(caller, " by ", name_of(op), " has no gradient; Average and Sum have one"));
 }
 
 Tensors scattered(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
   const auto run = [&] { return start_reducescatter(caller, tensors, options).all().wait(); };
   return differentiable(tensors, run, [caller, options](const Tensors& gradients, const auto&) {
-    of_backward(caller, options);
+    require_gradient(caller, options.op);
     const double factor =
         options.prescale_factor * options.postscale_factor * (options.op == Sum ? static_cast<double>(size()) : 1);
     Tensors scaled_gradients;
@@ -157,7 +153,10 @@ Tensors scattered(const char* caller, const Tensors& tensors, const ReduceOption
 Tensors reduced(const char* caller, const Tensors& tensors, const ReduceOptions& options) {
   const auto run = [&] { return start_allreduce(caller, tensors, options, false).all().wait(); };
   return differentiable(tensors, run, [caller, options](const Tensors& gradients, const auto&) {
-    return grouped_allreduce(gradients, of_backward(caller, options));
+    require_gradient(caller, options.op);
+    auto unnamed = options;
+    unnamed.name.clear();
+    return grouped_allreduce(gradients, unnamed);
   });
 }
 

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/child_process.h"
+#include "data/stored_tensor.h"
 #include "lockstep/error.h"
 #include "lockstep/random.h"
 #include "lockstep/variable.h"
@@ -243,6 +244,38 @@ TEST(ReplicatedOptimizer, NonsenseIsRefused) {
   EXPECT_THROW(minimize(at::ones({3}).requires_grad_() * 2, 1), InvalidArgument);
   EXPECT_THROW(minimize(at::ones({}), 1), InvalidArgument);
   EXPECT_THROW(minimize({}, 1), InvalidArgument);
+}
+
+// Small integers and bools are kept as they are; once they were kept in wider dtypes, which are taken too.
+TEST(Replicated, SmallDtypesAreKeptAsTheyAreAndTakenAsTheyWereKept) {
+  struct Module : torch::nn::Module {
+    Module() {
+      register_buffer("flag", at::tensor({1, 0}).to(at::kBool));
+      register_buffer("small", at::tensor({-3, 300}).to(at::kShort));
+    }
+  };
+  const OneDeviceStrategy strategy("cpu:0");
+  const auto saved = strategy.replicate([] { return std::make_shared<Module>(); });
+  Archive archive;
+  saved.trackable().save(archive, "");
+  EXPECT_EQ(archive.tensors.at("flag").dtype, DType::boolean);
+  EXPECT_EQ(archive.tensors.at("small").dtype, DType::int16);
+
+  auto loaded = strategy.replicate([] { return std::make_shared<Module>(); });
+  const auto flag = loaded[0]->buffers()[0], small = loaded[0]->buffers()[1];
+  const auto load_into_zeros = [&] {
+    flag.zero_();
+    small.zero_();
+    loaded.trackable().load(archive, "")();
+    EXPECT_TRUE(at::equal(flag, at::tensor({1, 0}).to(at::kBool)));
+    EXPECT_TRUE(at::equal(small, at::tensor({-3, 300}).to(at::kShort)));
+  };
+  load_into_zeros();
+  archive.tensors.at("flag").dtype = DType::uint8;
+  archive.tensors["small"] = to_stored(at::tensor({-3, 300}, at::kInt));
+  load_into_zeros();
+  archive.tensors["flag"] = to_stored(at::zeros({2}));
+  EXPECT_THROW(loaded.trackable().load(archive, ""), InvalidArgument);
 }
 
 // A user who may have few threads. The process that tries it ends, and does not wait for threads that never came.
