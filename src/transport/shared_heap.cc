@@ -37,15 +37,10 @@ SharedHeap::~SharedHeap() {
   }
 }
 
-std::vector<SharedHeap::Segment> SharedHeap::own() const {
-  MutexLock lock(mutex_);
-  return own_;
-}
-
 std::byte* SharedHeap::take(std::size_t bytes) {
   MutexLock lock(mutex_);
   for (int attempt = 0; attempt < 2; ++attempt) {
-    for (const auto& segment : own_) {
+    for (const auto& segment : own()) {
       if (auto* const memory = segment.heap->take(bytes)) return memory;
     }
     if (attempt == 0 && !grow(bytes)) return nullptr;
@@ -54,8 +49,9 @@ std::byte* SharedHeap::take(std::size_t bytes) {
 }
 
 // Each segment is as large as all before it together, so that there are few.
-bool SharedHeap::grow(std::size_t bytes) LOCKSTEP_THREAD_ANNOTATION(no_thread_safety_analysis) {
-  const auto before = own_.empty() ? 0 : own_.back().at + own_.back().bytes;
+bool SharedHeap::grow(std::size_t bytes) {
+  const auto count = own().size();
+  const auto before = count == 0 ? 0 : own().back().at + own().back().bytes;
   const auto needed = pages(std::max<std::size_t>(bytes, 1));
   auto size = std::max({needed, kSmallestSegment, before});
   if (most_ > 0) {
@@ -66,10 +62,10 @@ bool SharedHeap::grow(std::size_t bytes) LOCKSTEP_THREAD_ANNOTATION(no_thread_sa
     }
     size = left;  // one segment, so that what is freed can be joined; untouched bytes cost nothing
   }
-  std::string problem = own_.size() == Seat::kMostSegments ? "it was asked for too often" : "";
+  std::string problem = count == Seat::kMostSegments ? "it was asked for too often" : "";
   Segment segment{};
   for (const auto wanted : {size, needed}) {  // less may be had where there is a limit
-    if (own_.size() == Seat::kMostSegments) break;
+    if (count == Seat::kMostSegments) break;
     problem = problem_with_growing(files_[index(rank_)].get(), before + wanted);
     if (problem.empty() && map(rank_, before, before + wanted, segment)) break;
     if (problem.empty()) problem = std::strerror(errno);
@@ -83,9 +79,10 @@ bool SharedHeap::grow(std::size_t bytes) LOCKSTEP_THREAD_ANNOTATION(no_thread_sa
   }
   segment.heap = std::make_shared<Heap>(segment.begin, segment.bytes);
   auto& seat = space_->seat(rank_);
-  seat.segment_ends[own_.size()].store(segment.at + segment.bytes, std::memory_order_relaxed);
-  own_.push_back(std::move(segment));
-  seat.segments.store(static_cast<std::uint32_t>(own_.size()), std::memory_order_release);
+  seat.segment_ends[count].store(segment.at + segment.bytes, std::memory_order_relaxed);
+  own_[count] = std::move(segment);
+  own_count_.store(count + 1, std::memory_order_release);
+  seat.segments.store(static_cast<std::uint32_t>(count + 1), std::memory_order_release);
   return true;
 }
 
@@ -104,12 +101,12 @@ void SharedHeap::give_back(std::byte* memory) {
 }
 
 std::int64_t SharedHeap::place_of(const void* data, std::size_t bytes) {
-  MutexLock lock(mutex_);
-  for (std::size_t i = 0; i < own_.size(); ++i) {
-    if (!own_[i].heap->contains(data, bytes)) continue;
+  const auto segments = own();
+  for (std::size_t i = 0; i < segments.size(); ++i) {
+    if (!segments[i].heap->contains(data, bytes)) continue;
     if (i >= public_ && !seen_by_all(i + 1)) return -1;
     public_ = std::max(public_, i + 1);
-    return static_cast<std::int64_t>(own_[i].at) + (static_cast<const std::byte*>(data) - own_[i].begin);
+    return static_cast<std::int64_t>(segments[i].at) + (static_cast<const std::byte*>(data) - segments[i].begin);
   }
   return -1;
 }
@@ -122,7 +119,7 @@ bool SharedHeap::seen_by_all(std::size_t segments) const {
 }
 
 std::byte* SharedHeap::at(int rank, std::int64_t place, std::size_t bytes) const {
-  const auto within = [&](const std::vector<Segment>& segments) -> std::byte* {
+  const auto within = [&](std::span<const Segment> segments) -> std::byte* {
     for (const auto& segment : segments) {
       const auto offset = static_cast<std::size_t>(place) - segment.at;  // wraps where it lies before
       if (place >= 0 && offset < segment.bytes && bytes <= segment.bytes - offset) return segment.begin + offset;

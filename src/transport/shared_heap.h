@@ -2,9 +2,12 @@
 // before, neither addresses nor bytes of a file.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "base/mutex.h"
@@ -48,18 +51,20 @@ class SharedHeap {
     std::shared_ptr<Heap> heap;  // of a segment of this rank's own
   };
 
-  bool grow(std::size_t bytes);
+  bool grow(std::size_t bytes) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   bool map(int rank, std::size_t begin, std::size_t end, Segment& segment) const;
   bool seen_by_all(std::size_t segments) const;
-  std::vector<Segment> own() const;
+  std::span<const Segment> own() const { return {own_.data(), own_count_.load(std::memory_order_acquire)}; }
 
   const std::shared_ptr<SharedSpace> space_;
   const int rank_;
   const std::vector<FileDescriptor> files_;
   const std::size_t most_;
 
-  mutable Mutex mutex_;
-  std::vector<Segment> own_ LOCKSTEP_GUARDED_BY(mutex_);
+  // Segments are added under the mutex, and never change or move: reading those below the count takes no lock.
+  Mutex mutex_;
+  std::array<Segment, Seat::kMostSegments> own_;
+  std::atomic<std::size_t> own_count_ = 0;
   bool refused_ LOCKSTEP_GUARDED_BY(mutex_) = false;  // a warning has said so
 
   // Of the thread that makes calls.

@@ -24,6 +24,12 @@ std::size_t input_bytes_of(const Call& call, int rank) {
   return only_root && rank != call.peer ? 0 : call.input.bytes();
 }
 
+std::vector<Board*> boards_of(const SpaceMember& member) {
+  std::vector<Board*> boards;
+  for (int r = 0; r < member.size(); ++r) boards.push_back(reinterpret_cast<Board*>(member.space().board(r)));
+  return boards;
+}
+
 bool everyone_gets(const Call& call) { return call.kind == Kind::all_reduce; }
 
 }  // namespace
@@ -33,9 +39,10 @@ SpaceLayout DirectGroup::layout(int ranks) {
 }
 
 DirectGroup::DirectGroup(std::shared_ptr<SpaceMember> member)
-    : member_(std::move(member)), mesh_(member_), inputs_(static_cast<std::size_t>(member_->size())) {}
-
-Board& DirectGroup::board(int rank) const { return *reinterpret_cast<Board*>(member_->space().board(rank)); }
+    : member_(std::move(member)),
+      boards_(boards_of(*member_)),
+      mesh_(member_),
+      inputs_(static_cast<std::size_t>(member_->size())) {}
 
 const char* DirectGroup::run(const Call& call, Deadline deadline) {
   switch (call.kind) {

@@ -40,7 +40,7 @@ class DirectGroup : public GroupBackend {
  private:
   enum class Way { small, direct, staged };
 
-  Board& board(int rank) const;
+  Board& board(int rank) const { return *boards_[static_cast<std::size_t>(rank)]; }
   Post& post(int rank) const { return board(rank).posts[posted_ % 2]; }
 
   Way meet(const Call& call, Deadline deadline);
@@ -56,6 +56,7 @@ class DirectGroup : public GroupBackend {
   void reduce_into(const Call& call, std::size_t count, const InputOf& input_of, std::span<void* const> outputs);
 
   const std::shared_ptr<SpaceMember> member_;
+  const std::vector<Board*> boards_;  // [rank]
   MemoryMesh mesh_;
   std::uint32_t posted_ = 0;  // calls
   std::uint32_t met_ = 0;     // meetings within calls
