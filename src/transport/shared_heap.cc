@@ -18,6 +18,7 @@ constexpr std::size_t kSmallestSegment = std::size_t{16} << 20;
 
 std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
+std::size_t gap_before(int rank) { return kPage * (1 + 37 * index(rank)); }
 
 }  // namespace
 
@@ -31,9 +32,9 @@ SharedHeap::SharedHeap(std::shared_ptr<SharedSpace> space, int rank, std::vector
       unmappable_(files_.size()) {}
 
 SharedHeap::~SharedHeap() {
-  for (const auto& segment : own()) munmap(segment.begin, segment.bytes);
-  for (const auto& rank : others_) {
-    for (const auto& segment : rank) munmap(segment.begin, segment.bytes);
+  for (const auto& segment : own()) unmap(rank_, segment);
+  for (int r = 0; r < static_cast<int>(others_.size()); ++r) {
+    for (const auto& segment : others_[index(r)]) unmap(r, segment);
   }
 }
 
@@ -86,12 +87,26 @@ bool SharedHeap::grow(std::size_t bytes) {
   return true;
 }
 
+// After a gap that differs by rank: buffers of several ranks that lie a power of two apart would compete for the same
+// entries of caches and prefetchers (10% of a reduction of 64 MiB by four).
 bool SharedHeap::map(int rank, std::size_t begin, std::size_t end, Segment& segment) const {
-  void* const memory = mmap(nullptr, end - begin, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
-                            files_[index(rank)].get(), static_cast<off_t>(begin));
-  if (memory == MAP_FAILED) return false;
-  segment = {static_cast<std::byte*>(memory), end - begin, begin, nullptr};
-  return true;
+  const auto gap = gap_before(rank), bytes = end - begin;
+  void* const reserved = mmap(nullptr, gap + bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) return false;
+  auto* const first = static_cast<std::byte*>(reserved) + gap;
+  segment = {first, bytes, begin, nullptr};
+  if (mmap(first, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE | MAP_FIXED, files_[index(rank)].get(),
+           static_cast<off_t>(begin)) == first) {
+    return true;
+  }
+  const int problem = errno;
+  unmap(rank, std::exchange(segment, {}));
+  errno = problem;
+  return false;
+}
+
+void SharedHeap::unmap(int rank, const Segment& segment) {
+  munmap(segment.begin - gap_before(rank), gap_before(rank) + segment.bytes);
 }
 
 void SharedHeap::give_back(std::byte* memory) {

@@ -53,6 +53,7 @@ class SharedHeap {
 
   bool grow(std::size_t bytes) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   bool map(int rank, std::size_t begin, std::size_t end, Segment& segment) const;
+  static void unmap(int rank, const Segment& segment);
   bool seen_by_all(std::size_t segments) const;
   std::span<const Segment> own() const { return {own_.data(), own_count_.load(std::memory_order_acquire)}; }
 
