@@ -2,10 +2,9 @@
 //   build/release/lockstep run -n 2 build/release/examples/ddp
 //   mpirun -np 2 build/release/examples/ddp
 // Without one this process trains alone. docs/launching.md says what the launchers need for several machines.
-#include <lockstep/cluster.h>
 #include <lockstep/dataset.h>
 #include <lockstep/ddp.h>
-#include <lockstep/world.h>
+#include <lockstep/job.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/functional/pooling.h>
 #include <torch/nn/modules/conv.h>
@@ -88,8 +87,7 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   try {
     torch::manual_seed(1);
-    const auto meeting = ls::meet(ls::resolve_cluster(), in_a_minute());  // who takes part, and where they meet
-    train(ls::make_group(meeting.world, meeting.store), epochs);
+    train(ls::Job::from_environment().group(), epochs);  // all processes that the launcher started
   } catch (const ls::Error& error) {
     std::cerr << error.what() << "\n";
     return 1;

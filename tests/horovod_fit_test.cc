@@ -221,7 +221,7 @@ TEST(HorovodFit, WhatGoesWrongIsNamed) {
     expect_says(message_of([] { hvd::DistributedOptimizer(adam(), {.op = hvd::Min}); }), "op is min");
     const auto optimizer = hvd::DistributedOptimizer(Adam({.learning_rate = rank == 0 ? 0.1 : 0.2}));
     expect_says(message_of([&] { make_model(at::kDouble, optimizer).fit(data_of(rank, 2), {.verbose = 0}); }),
-                "the workers' optimizers differ");
+                "the ranks' optimizers differ");
     auto alone = make_model(at::kDouble, hvd::DistributedOptimizer(adam()));
     std::vector<AnyCallback> callbacks;
     if (rank == 0)

@@ -26,7 +26,7 @@ ROOMS = {
     "cli": {"checkpoint", "cluster", "collective", "launch", "train"},
 }
 WITHOUT_TORCH = {"base", "kernels", "transport", "cluster", "launch", "collective", "optimizer", "checkpoint", "cli"}
-HEADERS_WITHOUT_TORCH = {"buffer", "checkpoint", "deadline", "error", "gradient_hook", "group", "group_wrappers", "logs", "memory", "mixed_precision", "optimizer", "random", "replica_values", "schedule", "store", "world"}
+HEADERS_WITHOUT_TORCH = {"buffer", "checkpoint", "cluster", "communicator", "deadline", "error", "gradient_hook", "group", "group_wrappers", "job", "logs", "memory", "mixed_precision", "optimizer", "random", "replica_values", "schedule", "store", "world"}
 TORCH = re.compile(r'#include [<"](torch|ATen|c10)/')
 BROAD = re.compile(r'#include [<"](torch/torch\.h|torch/all\.h|ATen/ATen\.h|spdlog|fmt|nlohmann)')
 LEFTOVERS = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X|HA" r"CK)\b")

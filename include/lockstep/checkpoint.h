@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/group.h"
+#include "lockstep/communicator.h"
 
 namespace lockstep {
 
@@ -69,26 +69,19 @@ void save_kept(const std::vector<std::string>& kept, const std::string& folder, 
                const std::string& prefix);
 std::vector<std::string> load_kept(const Archive& archive, const std::string& prefix, const std::string& folder);
 
-// Workers that have an object together. Both are collective: `on_chief` acts on the chief, and what it throws is thrown
-// by all; `share` gives all what the chief gives.
-struct SharedBy {
-  std::function<void(const std::function<void()>& act)> on_chief;
-  std::function<std::string(const std::string& bytes)> share;
-};
-
 // Something that a Checkpoint saves and restores. `load` checks everything, changes nothing, and returns what makes the
 // change and cannot fail; so a restore happens whole or not at all.
 struct Trackable {
   std::function<void(Archive& archive, const std::string& prefix)> save;
   std::function<std::function<void()>(const Archive& archive, const std::string& prefix)> load;
-  std::shared_ptr<const SharedBy> shared_by = {};  // null: this process has it alone
+  Communicator ranks = {};  // the processes that have it together
 };
 
 // A counter of the loop's own. It must outlive the Checkpoint.
 Trackable track(std::int64_t& counter);
 
-// Follows tf.train.Checkpoint: objects under names. Not thread safe. Where several workers have an object together, all
-// make the same calls; the chief's disk is written and read.
+// Follows tf.train.Checkpoint: objects under names. Not thread safe. Where several processes have an object together,
+// all make the same calls; rank 0's disk is written and read.
 class Checkpoint {
  public:
   explicit Checkpoint(std::map<std::string, Trackable> objects);
@@ -106,11 +99,9 @@ class Checkpoint {
  private:
   friend class CheckpointManager;
   std::string write_next(const std::string& prefix);
-  void on_chief(const std::function<void()>& act) const;
-  std::string share(const std::string& bytes) const;
 
   std::map<std::string, Trackable> objects_;
-  std::shared_ptr<const SharedBy> shared_by_;
+  Communicator ranks_;
   std::int64_t save_counter_ = 0;
 };
 

@@ -39,23 +39,4 @@ struct Cluster {
 Cluster resolve_cluster(const Environment& environment);
 Cluster resolve_cluster();  // of this process
 
-// What make_group takes.
-struct Meeting {
-  World world;  // its address is the one from which this machine reaches the store
-  Store store;
-  bool own_cores = false;  // whoever started the processes gave this one cores that no other of its host may use
-};
-
-// Finds the store where the job's processes meet, or holds it: then until the process ends, for all that meet there.
-// Collective over the job. From then on this process computes on its share of its host's cores alone, where it has some
-// with other ranks there. A process that is alone has a store of its own.
-//
-// Throws as Store does; ClusterError, on all ranks, where two processes are of one rank or ranks disagree about their
-// number; and DeadlineExceeded naming the ranks that have not come. A host's name that is not known yet is asked for
-// again until the deadline.
-Meeting meet(const Cluster& cluster, Deadline deadline);
-
-// Where in the store the next thing of this kind meets: all ranks make their things in the same order.
-Store place_of_next(const Meeting& meeting, const std::string& kind, Deadline deadline);
-
 }  // namespace lockstep

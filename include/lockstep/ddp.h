@@ -18,8 +18,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "lockstep/communicator.h"
 #include "lockstep/gradient_hook.h"
-#include "lockstep/group.h"
 
 namespace torch::nn {
 class Module;
@@ -56,9 +56,10 @@ struct DistributedDataParallelOptions {
 // What DistributedDataParallel does, for modules whose forward it does not know.
 class DistributedGradients {
  public:
-  // Gives all ranks rank 0's parameters and buffers. Throws InvalidArgument naming a parameter that differs in shape or
-  // dtype. Parameters that require no gradient are not reduced.
-  DistributedGradients(std::shared_ptr<torch::nn::Module> module, Group group, DistributedDataParallelOptions options);
+  // Gives all ranks rank 0's parameters and buffers. Throws InvalidArgument, on all ranks, naming a parameter that
+  // differs in shape or dtype. Parameters that require no gradient are not reduced.
+  DistributedGradients(std::shared_ptr<torch::nn::Module> module, Communicator ranks,
+                       DistributedDataParallelOptions options);
   ~DistributedGradients();
 
   // Backwards that come before this object ends only accumulate on this rank.
@@ -85,7 +86,7 @@ class DistributedGradients {
   // where gradients are off.
   void add_examples(double examples);
 
-  // Before each forward. Throws Error where the last backward broke off in the middle.
+  // Before each forward. Throws Error where the last backward broke off in the middle and the ranks are the same.
   void prepare();
 
   std::vector<std::int64_t> bucket_order() const;
@@ -96,22 +97,24 @@ class DistributedGradients {
   const std::unique_ptr<State> state_;
 };
 
+// After Communicator::regroup the next forward gives all ranks rank 0's parameters and buffers, as construction does.
+//
 // One thread a rank. The module is shared, not copied. Each backward with sync on is one step of all ranks; in it,
 // parameters may be unused on some ranks or on all (their gradients stay undefined where no rank has one). Gradients
 // are views of memory that the next step overwrites.
 template <class M>
 class DistributedDataParallel : public DistributedGradients {
  public:
-  DistributedDataParallel(std::shared_ptr<M> module, Group group, DistributedDataParallelOptions options = {})
-      : DistributedGradients(module, std::move(group), options),
+  DistributedDataParallel(std::shared_ptr<M> module, Communicator ranks, DistributedDataParallelOptions options = {})
+      : DistributedGradients(module, std::move(ranks), options),
         module_(std::move(module)),
         weigh_by_examples_(options.weigh_by_examples),
         batch_dim_(options.batch_dim) {}
 
   template <class Holder>
   requires std::is_same_v<typename Holder::ContainedType, M> DistributedDataParallel(
-      const Holder& module, Group group, DistributedDataParallelOptions options = {})
-      : DistributedDataParallel(module.ptr(), std::move(group), std::move(options)) {}
+      const Holder& module, Communicator ranks, DistributedDataParallelOptions options = {})
+      : DistributedDataParallel(module.ptr(), std::move(ranks), std::move(options)) {}
 
   // The module's forward.
   template <class... Inputs>
@@ -145,10 +148,11 @@ class DistributedDataParallel : public DistributedGradients {
 };
 
 template <class Holder>
-DistributedDataParallel(const Holder&, Group, DistributedDataParallelOptions = {})
+DistributedDataParallel(const Holder&, Communicator, DistributedDataParallelOptions = {})
     -> DistributedDataParallel<typename Holder::ContainedType>;
 
 template <class M>
-DistributedDataParallel(std::shared_ptr<M>, Group, DistributedDataParallelOptions = {}) -> DistributedDataParallel<M>;
+DistributedDataParallel(std::shared_ptr<M>, Communicator, DistributedDataParallelOptions = {})
+    -> DistributedDataParallel<M>;
 
 }  // namespace lockstep

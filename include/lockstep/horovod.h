@@ -58,7 +58,7 @@ struct InitOptions {
 
 // Finds the other ranks, and keeps this process and LibTorch's threads to its share of the host's cores, unless its
 // launcher did, or OMP_NUM_THREADS says how many threads. Call it before anything computes. Does nothing when called
-// again. Throws as resolve_cluster, meet and make_group.
+// again. Throws as Job and make_group.
 void init(const InitOptions& options = {});
 
 // Ends what was started and leaves the ranks. Does nothing when not initialized.

@@ -18,7 +18,7 @@ struct CommunicationOptions {
   std::string network = "tcp";               // likewise
   std::optional<double> bucket_cap_mb = {};  // gradients are sent in pieces of this size while backward goes on; empty:
                                              // a sixteenth of them, 1 to 25
-  double first_bucket_mb = 1;                // the first two
+  double first_bucket_mb = 1;                // the first, which is ready first
   std::optional<DType> gradient_dtype = {};  // DType::float16 or DType::bfloat16: what float gradients are sent as
   double timeout_seconds = kDefaultTimeoutSeconds;
 };

@@ -11,9 +11,9 @@
 #include <type_traits>
 #include <vector>
 
+#include "lockstep/communicator.h"
 #include "lockstep/dataset.h"
 #include "lockstep/distributed_dataset.h"
-#include "lockstep/group.h"
 #include "lockstep/replica_values.h"
 #include "lockstep/replicated.h"
 #include "lockstep/tensor.h"
@@ -130,9 +130,6 @@ class Strategy {
   void run_on_replicas(const std::function<void(ReplicaContext&)>& function) const;
   std::shared_ptr<StrategyImpl> impl_;
 };
-
-// Replicas wait at most this long for each other.
-inline constexpr double kDefaultTimeoutSeconds = 1800;
 
 // Everything on one device: "cpu:0" (all cores that this process may use), "cuda:0", or empty for the first GPU, else
 // the CPU.

@@ -8,8 +8,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
-#include "lockstep/group.h"
+#include "lockstep/communicator.h"
 #include "lockstep/tensor.h"
 
 namespace lockstep {
@@ -23,6 +24,9 @@ void all_reduce(const Group& group, const Tensor& tensor, ReduceOp op, Deadline 
 
 // tensor <- rank `root`'s.
 void broadcast(const Group& group, const Tensor& tensor, int root, Deadline deadline);
+
+// Each tensor <- rank `root`'s; of any dtypes, also complex ones. Throws what the Communicator throws.
+void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, int root = 0);
 
 // The ranks' tensors one after the other along `dim`, where their sizes may differ, on this tensor's device. Not for
 // scalars.

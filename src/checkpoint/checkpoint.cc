@@ -141,25 +141,15 @@ Trackable track(std::int64_t& counter) {
 
 Checkpoint::Checkpoint(std::map<std::string, Trackable> objects) : objects_(std::move(objects)) {
   for (const auto& [name, object] : objects_) {
-    if (object.shared_by) shared_by_ = object.shared_by;
+    if (object.ranks.size() > 1) ranks_ = object.ranks;
   }
 }
-
-void Checkpoint::on_chief(const std::function<void()>& act) const {
-  if (shared_by_) {
-    shared_by_->on_chief(act);
-  } else {
-    act();
-  }
-}
-
-std::string Checkpoint::share(const std::string& bytes) const { return shared_by_ ? shared_by_->share(bytes) : bytes; }
 
 void Checkpoint::write(const std::string& path) const {
   Archive archive;
   for (const auto& [name, object] : objects_) object.save(archive, name);
   archive.entries["save_counter"] = std::to_string(save_counter_);
-  on_chief([&] { write_archive(path, archive); });
+  ranks_.run_on_rank_0([&] { write_archive(path, archive); });
 }
 
 // A number is used up only by a checkpoint that was written.
@@ -176,7 +166,7 @@ std::string Checkpoint::write_next(const std::string& prefix) {
 
 std::string Checkpoint::save(const std::string& prefix) {
   const auto path = write_next(prefix);
-  on_chief([&] {
+  ranks_.run_on_rank_0([&] {
     std::vector<std::string> kept;
     record_checkpoint(path, kept);
   });
@@ -185,11 +175,11 @@ std::string Checkpoint::save(const std::string& prefix) {
 
 void Checkpoint::restore(const std::string& path) {
   std::string bytes;
-  on_chief([&] {
+  ranks_.run_on_rank_0([&] {
     const auto read = read_file(checkpoint_file(path));
     bytes.assign(reinterpret_cast<const char*>(read.data()), read.size());
   });
-  bytes = share(bytes);
+  bytes = ranks_.broadcast(bytes);
   const auto archive = parse_archive(checkpoint_file(path), std::as_bytes(std::span(bytes)));
   const auto counter = archive.integer("save_counter");
   std::vector<std::function<void()>> changes;
@@ -209,14 +199,14 @@ CheckpointManager::CheckpointManager(Checkpoint& checkpoint, std::string directo
 
 std::string CheckpointManager::save() {
   const auto path = checkpoint_.write_next((fs::path(directory_) / options_.checkpoint_name).string());
-  checkpoint_.on_chief([&] { record_checkpoint(path, kept_, options_.max_to_keep); });
+  checkpoint_.ranks_.run_on_rank_0([&] { record_checkpoint(path, kept_, options_.max_to_keep); });
   return path;
 }
 
 std::string CheckpointManager::latest() const {
   std::string path;
-  checkpoint_.on_chief([&] { path = latest_checkpoint(directory_); });
-  return checkpoint_.share(path);
+  checkpoint_.ranks_.run_on_rank_0([&] { path = latest_checkpoint(directory_); });
+  return checkpoint_.ranks_.broadcast(path);
 }
 
 bool CheckpointManager::restore_or_initialize() {

@@ -12,6 +12,8 @@
 
 #include "base/resources.h"
 #include "base/text.h"
+#include "lockstep/communicator.h"
+#include "lockstep/job.h"
 #include "lockstep/version.h"
 #include "lockstep/world.h"
 
@@ -39,7 +41,8 @@ constexpr double kClocksApart = 0.5;  // seconds; logs and certificates are comp
 constexpr std::size_t kProbe = 1 << 20;
 constexpr double kGib = 1 << 30;
 
-Deadline soon() { return Deadline::after(std::chrono::seconds(30)); }
+constexpr double kSoonSeconds = 30;
+Deadline soon() { return Deadline::after(std::chrono::duration<double>(kSoonSeconds)); }
 
 double now() { return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count(); }
 
@@ -99,22 +102,10 @@ void compare_clocks(const Group& group, Facts& mine) {
   }
 }
 
-std::vector<Facts> gather(const Group& group, const Facts& mine) {
-  auto bytes = nlohmann::json(mine).dump();
-  auto length = static_cast<std::int64_t>(bytes.size());
-  std::vector<std::int64_t> lengths(static_cast<std::size_t>(group.size()));
-  group.all_gather(buffer_of(std::span(&length, 1)), buffer_of(std::span(lengths)), soon());
-  const Counts counts(lengths.begin(), lengths.end());
-  std::string all;
-  for (const auto count : counts) all.append(count, '\0');
-  group.run(
-      Call::all_gather({bytes.data(), bytes.size(), DType::uint8}, {all.data(), all.size(), DType::uint8}, counts),
-      soon());
+std::vector<Facts> gather(const Communicator& ranks, const Facts& mine) {
   std::vector<Facts> facts;
-  std::size_t begin = 0;
-  for (const auto count : counts) {
-    facts.push_back(nlohmann::json::parse(all.substr(begin, count)).get<Facts>());
-    begin += count;
+  for (const auto& theirs : ranks.all_gather(nlohmann::json(mine).dump())) {
+    facts.push_back(nlohmann::json::parse(theirs).get<Facts>());
   }
   return facts;
 }
@@ -165,21 +156,21 @@ void print(const std::vector<Facts>& all, std::ostream& out) {
 }  // namespace
 
 int examine(const Cluster& cluster, std::ostream& out) {
-  const auto meeting = meet(cluster, soon());
+  const Job job(cluster, kSoonSeconds);
   // TCP even between processes of one host: that the links work is a part of the question.
-  const auto group = make_group(meeting.world, meeting.store, {.backend = "tcp", .timeout_seconds = 30});
+  const auto group = job.group({.backend = "tcp", .timeout_seconds = kSoonSeconds});
   char host[256] = "";
   gethostname(host, sizeof host - 1);
   Facts mine{.host = host,
              .version = version(),
              .cores = allowed_cpus(),
              .paid_cores = usable_cpu_count(),
-             .ranks_here = meeting.world.local_size,
+             .ranks_here = job.world().local_size,
              .memory_gib = static_cast<double>(usable_memory_bytes()) / kGib,
              .gpus = gpus_of_this_machine(),
              .shared_memory = problem_with_shared_memory()};
   compare_clocks(group, mine);
-  const auto all = gather(group, mine);
+  const auto all = gather({group, kSoonSeconds}, mine);
   const auto problems = problems_of(all);
   if (group.rank() == 0) {
     print(all, out);

@@ -71,6 +71,16 @@ void broadcast(const Group& group, const Tensor& tensor, int root, Deadline dead
   in_place("broadcast", tensor, [&](const Buffer& buffer) { group.broadcast(buffer, root, deadline); });
 }
 
+void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, int root) {
+  if (ranks.size() == 1) return;
+  const at::NoGradGuard no_gradient;
+  for (const auto& tensor : tensors) {
+    const auto host = on_host("broadcast", tensor);
+    ranks.group().broadcast({host.mutable_data_ptr(), host.nbytes(), DType::uint8}, root, ranks.deadline());
+    if (ranks.rank() != root && host.data_ptr() != tensor.data_ptr()) tensor.detach().copy_(host);
+  }
+}
+
 void recv(const Group& group, const Tensor& tensor, int from, Deadline deadline) {
   in_place("recv", tensor, [&](const Buffer& buffer) { group.recv(buffer, from, deadline); });
 }

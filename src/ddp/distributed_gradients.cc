@@ -1,61 +1,28 @@
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty_like.h>
 #include <torch/nn/module.h>
 
 #include <cstdlib>
 
-#include "base/hash.h"
+#include "base/resources.h"
 #include "base/text.h"
 #include "cluster/host_share.h"
 #include "gradient/gradient_reducer.h"
 #include "lockstep/ddp.h"
 #include "lockstep/error.h"
+#include "lockstep/tensor_collectives.h"
 
 namespace lockstep {
 namespace {
 
 constexpr double kMegabyte = 1024 * 1024;
 
-// Rank `root`'s values on all ranks, whatever the dtype and the device.
-void share(const Group& group, const std::vector<at::Tensor>& tensors, int root, Deadline deadline) {
-  const at::NoGradGuard no_gradient;
-  for (auto tensor : tensors) {
-    auto host = tensor.to(at::kCPU).contiguous();
-    group.broadcast({host.data_ptr(), host.nbytes(), DType::uint8}, root, deadline);
-    if (!host.is_same(tensor)) tensor.copy_(host);
+// A line for each tensor of the module.
+std::string describe(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors) {
+  std::string lines;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    lines += text("\"", names[i], "\" ", tensors[i].scalar_type(), " ", tensors[i].sizes(), "\n");
   }
-}
-
-// Throws on all ranks, naming a parameter, when their modules differ.
-void require_same(const Group& group, const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
-                  Deadline deadline) {
-  std::vector<std::int64_t> mine{static_cast<std::int64_t>(tensors.size())};
-  for (const auto& tensor : tensors) {
-    auto hash = mix(static_cast<std::uint64_t>(tensor.scalar_type()));
-    for (const auto size : tensor.sizes()) hash = mix(hash, static_cast<std::uint64_t>(size));
-    mine.push_back(static_cast<std::int64_t>(hash));
-  }
-  auto first = mine;
-  std::int64_t count = mine[0];
-  group.broadcast(buffer_of(std::span(&count, 1)), 0, deadline);
-  std::int32_t differs = count == mine[0] ? 0 : 1;  // 1: in number, 2 and more: in parameter differs - 2
-  group.all_reduce(buffer_of(std::span(&differs, 1)), ReduceOp::max, deadline);
-  if (differs == 0) {
-    group.broadcast(buffer_of(std::span(first)), 0, deadline);
-    for (std::size_t i = 0; i < tensors.size() && differs == 0; ++i) {
-      if (first[i + 1] != mine[i + 1]) differs = static_cast<std::int32_t>(i) + 2;
-    }
-    group.all_reduce(buffer_of(std::span(&differs, 1)), ReduceOp::max, deadline);
-  }
-  if (differs == 1) {
-    throw InvalidArgument(text("the ranks' modules differ: rank 0 has ", count, " parameters and buffers, rank ",
-                               group.rank(), " ", mine[0]));
-  }
-  if (differs > 1) {
-    const auto i = static_cast<std::size_t>(differs) - 2;
-    throw InvalidArgument(text("the ranks' modules differ in \"", names[i], "\", which is ", tensors[i].scalar_type(),
-                               " ", tensors[i].sizes(), " on rank ", group.rank()));
-  }
+  return lines;
 }
 
 DistributedDataParallelOptions checked(DistributedDataParallelOptions options) {
@@ -72,21 +39,24 @@ DistributedDataParallelOptions checked(DistributedDataParallelOptions options) {
 }  // namespace
 
 struct DistributedGradients::State {
-  Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(options.timeout_seconds)); }
-
+  void share_values(int root = 0) const {
+    auto tensors = module->parameters();
+    for (const auto& buffer : module->buffers()) tensors.push_back(buffer);
+    broadcast(ranks, tensors, root);
+  }
   void share_buffers(int root) const {
-    if (options.broadcast_buffers) share(group, module->buffers(), root, deadline());
+    if (options.broadcast_buffers) broadcast(ranks, module->buffers(), root);
   }
 
   const std::shared_ptr<torch::nn::Module> module;
-  const Group group;
   const DistributedDataParallelOptions options;
+  const Communicator ranks;
   std::optional<GradientReducer> reducer;
 };
 
-DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> module, Group group,
+DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> module, Communicator ranks,
                                            DistributedDataParallelOptions options)
-    : state_(new State{std::move(module), std::move(group), checked(std::move(options)), {}}) {
+    : state_(new State{std::move(module), checked(options), ranks.with_timeout(options.timeout_seconds), {}}) {
   std::vector<std::string> names, trained_names;
   std::vector<at::Tensor> tensors, trained;
   for (const auto& parameter : state_->module->named_parameters()) {
@@ -100,14 +70,18 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
     names.push_back(buffer.key());
     tensors.push_back(buffer.value());
   }
-  require_same(state_->group, names, tensors, state_->deadline());
-  share(state_->group, tensors, 0, state_->deadline());
+  state_->ranks.check_all_agree("modules", describe(names, tensors));
+  state_->share_values();
   const auto& chosen = state_->options;
   state_->reducer.emplace(
-      std::move(trained_names), std::move(trained), state_->group,
-      GradientReducerOptions{static_cast<std::size_t>(chosen.bucket_cap_mb * kMegabyte),
-                             static_cast<std::size_t>(chosen.first_bucket_mb * kMegabyte), chosen.gradient_dtype,
-                             chosen.timeout_seconds, chosen.bucket_order, chosen.comm_hook});
+      trained_names, std::move(trained), state_->ranks,
+      GradientReducerOptions{
+          .buckets = {.bucket_bytes = static_cast<std::size_t>(chosen.bucket_cap_mb * kMegabyte),
+                      .first_bucket_bytes = static_cast<std::size_t>(chosen.first_bucket_mb * kMegabyte),
+                      .gradient_dtype = chosen.gradient_dtype,
+                      .order = chosen.bucket_order,
+                      .hook = chosen.comm_hook,
+                      .idle_cores = state_->ranks.size() < usable_cpu_count()}});
   if (std::getenv("OMP_NUM_THREADS") == nullptr && kept_cpu_count() < at::get_num_threads()) {
     at::set_num_threads(kept_cpu_count());  // other ranks of this host compute on the other cores
   }
@@ -128,11 +102,10 @@ void DistributedGradients::join(const std::function<void()>& loop) {
   std::optional<int> last;
   while (const auto root = state_->reducer->shadow_pass()) last = root;
   // A rank that shadowed nothing made the last step; the lowest of those has what all should have.
-  std::int32_t source = last ? state_->group.size() : state_->group.rank();
-  state_->group.all_reduce(buffer_of(std::span(&source, 1)), ReduceOp::min, state_->deadline());
-  std::vector<at::Tensor> tensors = state_->module->parameters();
-  for (const auto& buffer : state_->module->buffers()) tensors.push_back(buffer);
-  share(state_->group, tensors, source, state_->deadline());
+  const auto& ranks = state_->ranks;
+  std::int32_t source = last ? ranks.size() : ranks.rank();
+  ranks.group().all_reduce(buffer_of(std::span(&source, 1)), ReduceOp::min, ranks.deadline());
+  state_->share_values(source);
 }
 
 void DistributedGradients::add_examples(double examples) {
@@ -140,10 +113,10 @@ void DistributedGradients::add_examples(double examples) {
 }
 
 void DistributedGradients::prepare() {
-  if (at::GradMode::is_enabled()) state_->reducer->require_whole();
+  if (at::GradMode::is_enabled() && state_->reducer->prepare()) state_->share_values();
 }
 
 std::vector<std::int64_t> DistributedGradients::bucket_order() const { return state_->reducer->order(); }
-const Group& DistributedGradients::group() const { return state_->group; }
+const Group& DistributedGradients::group() const { return state_->ranks.group(); }
 
 }  // namespace lockstep

@@ -102,7 +102,8 @@ struct Estimator::State {
   // Loads a checkpoint's weights and returns its step.
   std::int64_t restore(Model& model, std::string path) const {
     const auto& workers = model.impl()->workers();
-    if (path.empty()) path = workers.share(workers.is_chief() ? lockstep::latest_checkpoint(config.model_dir) : "");
+    if (path.empty())
+      path = workers.broadcast(workers.rank() == 0 ? lockstep::latest_checkpoint(config.model_dir) : "");
     if (path.empty()) {
       throw InvalidArgument(text("Estimator: there is no checkpoint in ", config.model_dir,
                                  " to evaluate or predict with; call train first, or name one in checkpoint_path"));
@@ -127,8 +128,8 @@ struct Estimator::State {
     strategy(ModeKeys::train)
         .impl()
         .workers()
-        .require_same("Estimators", text("steps ", options.steps, "\nmax_steps ", options.max_steps,
-                                         "\nsave_checkpoints_steps ", config.save_checkpoints_steps));
+        .check_all_agree("Estimators", text("steps ", options.steps, "\nmax_steps ", options.max_steps,
+                                            "\nsave_checkpoints_steps ", config.save_checkpoints_steps));
     set_random_seed(config.tf_random_seed);
     const auto data = called(input_fn);
     auto spec = make(ModeKeys::train, data);
@@ -224,7 +225,7 @@ Logs train_and_evaluate(Estimator& estimator, const TrainSpec& train_spec, const
   require(eval_spec.throttle_secs >= 0, "throttle_secs", eval_spec.throttle_secs, "0 or more");
   if (!eval_spec.input_fn) throw InvalidArgument("Estimator: the EvalSpec's input_fn is empty");
   auto& state = *estimator.state_;
-  const Workers workers = state.strategy(ModeKeys::train).impl().workers();
+  const Communicator workers = state.strategy(ModeKeys::train).impl().workers();
   auto last = std::chrono::steady_clock::now();
   Logs result;
   bool evaluated = false;  // the last checkpoint
@@ -234,7 +235,7 @@ Logs train_and_evaluate(Estimator& estimator, const TrainSpec& train_spec, const
   };
   const auto after_save = [&] {
     const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - last;
-    evaluated = workers.share(passed.count() >= eval_spec.throttle_secs ? "due" : "") == "due";
+    evaluated = workers.broadcast(passed.count() >= eval_spec.throttle_secs ? "due" : "") == "due";
     if (evaluated) evaluate();
   };
   state.train(train_spec.input_fn, {.max_steps = train_spec.max_steps, .hooks = train_spec.hooks}, after_save);

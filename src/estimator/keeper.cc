@@ -21,17 +21,17 @@ double seconds_since(std::chrono::steady_clock::time_point then) {
 
 void Keeper::on_train_begin() {
   const auto& workers = model().impl()->workers();
-  const auto latest = workers.share(workers.is_chief() ? latest_checkpoint(config_.model_dir) : "");
+  const auto latest = workers.broadcast(workers.rank() == 0 ? latest_checkpoint(config_.model_dir) : "");
   if (!latest.empty()) {
     model().load_checkpoint(latest);
     saved_ = model().iterations();
     if (std::find(kept_.begin(), kept_.end(), latest) == kept_.end())
       kept_.push_back(latest);  // recorded after it was made
-    if (workers.is_chief()) log_info(text("going on from ", latest, ", step ", saved_));
+    if (workers.rank() == 0) log_info(text("going on from ", latest, ", step ", saved_));
   }
   begin_ = -1;
   saved_at_ = Clock::now();
-  if (workers.is_chief() && config_.save_summary_steps > 0) events_.emplace(config_.model_dir);
+  if (workers.rank() == 0 && config_.save_summary_steps > 0) events_.emplace(config_.model_dir);
 }
 
 // By then other hooks may have changed the step: Horovod's broadcast does.
@@ -72,7 +72,7 @@ void Keeper::save() {
   const auto path = (std::filesystem::path(config_.model_dir) / text("model.ckpt-", saved_)).string();
   auto& impl = *model().impl();
   const auto archive = impl.save_state();
-  impl.workers().on_chief([&] {
+  impl.workers().run_on_rank_0([&] {
     write_archive(path, archive);
     record_checkpoint(path, kept_, config_.keep_checkpoint_max);
     log_info(text("saved ", path));
@@ -84,8 +84,8 @@ bool Keeper::save_is_due() const {
   if (config_.save_checkpoints_steps > 0) return step - saved_ >= config_.save_checkpoints_steps;
   const auto& workers = model().impl()->workers();
   const bool due = seconds_since(saved_at_) >= config_.save_checkpoints_secs;
-  if (workers.alone()) return due;
-  return step % kStepsBetweenLooks == 0 && workers.share(due ? "due" : "") == "due";
+  if (workers.size() == 1) return due;
+  return step % kStepsBetweenLooks == 0 && workers.broadcast(due ? "due" : "") == "due";
 }
 
 void Keeper::tell() {

@@ -6,7 +6,7 @@
 namespace lockstep {
 
 struct GradientExchange {
-  Workers workers;
+  Communicator workers;
   WorkerGradientsOptions options;
   bool sum = false;  // the update is the workers' sum, instead of their mean
 };

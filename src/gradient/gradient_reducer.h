@@ -1,6 +1,4 @@
-// Gradients of processes meet: taken as backward makes them, gathered in buckets, reduced while backward goes on.
-//
-// After Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", VLDB 2020.
+// The gradients of one process's backward, reduced over the ranks: for a loop of the user's own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,17 +10,12 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/gradient_hook.h"
+#include "gradient/buckets.h"
 
 namespace lockstep {
 
 struct GradientReducerOptions {
-  std::size_t bucket_bytes = 25 << 20;
-  std::size_t first_bucket_bytes = 1 << 20;  // the first is ready first, and should not wait for much
-  std::optional<DType> wire;                 // float16 or bfloat16: what float gradients are sent as
-  double timeout_seconds = 1800;
-  std::vector<std::int64_t> order;  // of parameters in the buckets; empty: learnt from rank 0's first pass
-  GradientHook hook;
+  BucketOptions buckets;
   bool sum = false;               // gradients become (sum over ranks of weight * gradient) instead
   bool zeros_for_unused = false;  // what has no gradient on any rank gets zeros, instead of none
 };
@@ -34,12 +27,12 @@ struct GradientReducerOptions {
 // where `backwards` counts a rank's own: so as many examples count as much, whichever backward they came in. It has the
 // same bits on all ranks, and is a view of a bucket: the next pass overwrites what the caller has not copied.
 //
-// One thread: the one that calls backward. Backward throws what the Group throws.
+// One thread: the one that calls backward. Backward throws what the Communicator throws.
 class GradientReducer {
  public:
-  // Tensors require gradients; names are for messages. Groups with equal ranks take equal parameters.
-  GradientReducer(std::vector<std::string> names, std::vector<at::Tensor> parameters, Group group,
-                  GradientReducerOptions options);
+  // Tensors require gradients; names are for messages. All ranks take equal parameters.
+  GradientReducer(const std::vector<std::string>& names, std::vector<at::Tensor> parameters, Communicator ranks,
+                  const GradientReducerOptions& options);
   ~GradientReducer();
   GradientReducer(const GradientReducer&) = delete;
   GradientReducer& operator=(const GradientReducer&) = delete;
@@ -52,8 +45,10 @@ class GradientReducer {
   // without any, a backward has the weight of the one before it, and the first has 1.
   void add_weight(double weight) { coming_weight_ = coming_weight_.value_or(0) + weight; }
 
-  // Called before each forward. Throws Error where the last pass broke off in the middle: ranks are out of step then.
-  void require_whole() const;
+  // Called before each forward. Returns whether the communicator has another Group than before; then the next pass is
+  // the first. Throws Error where the last pass broke off in the middle, and the Group is the same: ranks are out of
+  // step then.
+  bool prepare();
 
   // Called before every pass of this rank's. Where it returns false, backward only accumulates, as with sync off.
   void set_before_pass(std::function<bool()> ask) { before_pass_ = std::move(ask); }
@@ -69,45 +64,35 @@ class GradientReducer {
   std::optional<int> shadow_pass();
 
   // Parameters in the order in which rank 0's first backward made their gradients.
-  const std::vector<std::int64_t>& order() const { return order_; }
+  const std::vector<std::int64_t>& order() const { return buckets_.order(); }
 
  private:
-  struct Slot;
-  struct Bucket;
   class Hook;
-  struct Tally {  // what a rank tells of itself in each pass
-    double weight, active;
+
+  // One parameter's part of its bucket, in the parameter's shape.
+  struct View {
+    at::Tensor input, mean;
   };
 
-  void make_buckets();
+  void make_views();
   at::Tensor weighed(std::size_t parameter, const at::Tensor& gradient);
   bool accumulates(std::size_t parameter) const;
   void begin_backward();
   void on_gradient(std::size_t parameter);
   void begin_pass();
-  Call tally_call();
-  void exchange_tallies();
-  Tally sum_of_tallies() const;
-  int lowest_active() const;
-  void take(Slot& slot, const at::Tensor& gradient);
-  void launch_ready(bool all);
+  void take(std::size_t parameter);
   void finish_pass();
   void finish_reductions();
-  void write_back(Bucket& bucket, double factor);
-  void learn_order(int root);
-  Deadline deadline() const;
+  void write_back();
 
   // Constant after construction.
-  const std::vector<std::string> names_;
   const std::vector<at::Tensor> parameters_;
-  const Group group_;
-  const GradientReducerOptions options_;
-  const bool overlap_;  // whether another thread of this process may work while backward does
-
+  const bool sum_, zeros_for_unused_;
   std::vector<unsigned> hooks_;  // [parameter]: on what backward brings, before it is added to the gradient
-  std::vector<Slot> slots_;      // [parameter]
-  std::vector<Bucket> buckets_;
-  std::vector<std::int64_t> order_;
+
+  Buckets buckets_;
+  std::vector<View> views_;  // [parameter]
+  int layout_ = 0;           // of the buckets, when views_ were made
   std::function<bool()> before_pass_;
   std::function<void(int)> after_pass_;
   bool sync_ = true;
@@ -126,16 +111,9 @@ class GradientReducer {
 
   // Of the current pass.
   bool open_ = false;
+  bool has_data_ = false;  // this rank
+  double scale_ = 0;       // the running weight scale
   int accumulating_ = -1;  // the backward of which before_pass_ said so
-  std::size_t launched_ = 0;
-  std::vector<std::int64_t> ready_order_;
-  std::vector<Tally> tallies_;
-  std::optional<Work> tally_work_;
-  Tally my_tally_{};
-  bool tallied_ = false;
-
-  double usual_weight_ = 0;  // of a rank, in the pass before; 0 before the first
-  bool order_known_ = false;
 };
 
 }  // namespace lockstep

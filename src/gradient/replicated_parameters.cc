@@ -9,6 +9,7 @@
 #include "base/text.h"
 #include "gradient/tensor_hash.h"
 #include "lockstep/error.h"
+#include "lockstep/tensor_collectives.h"
 
 namespace lockstep {
 namespace {
@@ -47,7 +48,7 @@ void check_dtype(const ParameterSlot& slot) {
 }  // namespace
 
 ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement,
-                                           const OnReplicas& on_replicas, Workers workers)
+                                           const OnReplicas& on_replicas, Communicator workers)
     : workers_(std::move(workers)), modules_(std::move(modules)), placement_(placement) {
   if (modules_.empty()) throw InvalidArgument("a model needs at least one replica");
   if (placement_ == Placement::device && replicas() > 1) {
@@ -61,8 +62,8 @@ ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn
   share_values();
 }
 
-void ReplicatedParameters::compare_models(const Workers& workers) const {
-  if (workers.alone()) return;
+void ReplicatedParameters::compare_models(const Communicator& workers) const {
+  if (workers.size() == 1) return;
   std::string tensors;
   for (const auto& slot : slots_) {
     tensors +=
@@ -71,7 +72,7 @@ void ReplicatedParameters::compare_models(const Workers& workers) const {
   for (std::size_t i = 0; i < buffer_names_.size(); ++i) {
     tensors += text("buffer ", buffer_names_[i], " ", buffer(0, i).scalar_type(), " ", buffer(0, i).sizes(), "\n");
   }
-  workers.require_same("models", tensors);
+  workers.check_all_agree("models", tensors);
 }
 
 void ReplicatedParameters::find_slots() {
@@ -220,21 +221,21 @@ std::string ReplicatedParameters::difference_between_copies() const {
   return "";
 }
 
-void ReplicatedParameters::compare_copies(const Workers& workers) const {
+void ReplicatedParameters::compare_copies(const Communicator& workers) const {
   std::string hashes;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     hashes += text(slots_[i].name, " with the hash", replicas() > 1 ? "es" : "");
     for (int replica = 0; replica < replicas(); ++replica) hashes += text(" ", hash_of(parameter(replica, i)));
     hashes += "\n";
   }
-  workers.require_same("copies", hashes);
+  workers.check_all_agree("copies", hashes);
 }
 
 void ReplicatedParameters::share_values() {
   std::vector<at::Tensor> values;
   for (std::size_t i = 0; i < slots_.size(); ++i) values.push_back(parameter(0, i));
   values.insert(values.end(), buffers_[0].begin(), buffers_[0].end());
-  workers_.share(values);
+  broadcast(workers_, values);
   for (std::size_t i = 0; i < slots_.size(); ++i) assign(i, parameter(0, i));
   for (std::size_t i = 0; i < buffer_names_.size(); ++i) assign_buffer(i, buffer(0, i));
 }

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "gradient/workers.h"
+#include "lockstep/communicator.h"
 
 namespace torch::nn {
 class Module;
@@ -48,10 +48,10 @@ class ReplicatedParameters {
   // the memory of its own copy: near its cores.
   using OnReplicas = std::function<void(const std::function<void(int)>&)>;
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement,
-                       const OnReplicas& on_replicas = {}, Workers workers = {});
+                       const OnReplicas& on_replicas = {}, Communicator workers = {});
 
   int replicas() const { return static_cast<int>(modules_.size()); }  // of this process
-  const Workers& workers() const { return workers_; }
+  const Communicator& workers() const { return workers_; }
   Placement placement() const { return placement_; }
   torch::nn::Module& module(int replica) const { return *modules_[static_cast<std::size_t>(replica)]; }
 
@@ -74,8 +74,8 @@ class ReplicatedParameters {
   // Throw InvalidArgument on all workers, naming a worker and a parameter, where models have other tensors, or copies
   // are not equal bit for bit: a processor or a program that went wrong. Collective over the workers; not while
   // replicas run.
-  void compare_models(const Workers& workers) const;
-  void compare_copies(const Workers& workers) const;
+  void compare_models(const Communicator& workers) const;
+  void compare_copies(const Communicator& workers) const;
 
   // Looks again which parameters require gradients, for an optimizer that is about to be made. Throws InvalidArgument
   // when replicas differ.
@@ -108,7 +108,7 @@ class ReplicatedParameters {
   at::Tensor place(int replica, const ParameterSlot& slot) const;
   void share_values();
 
-  Workers workers_;
+  Communicator workers_;
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   Placement placement_;
   std::vector<ParameterSlot> slots_;

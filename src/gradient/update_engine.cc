@@ -59,24 +59,24 @@ UpdateEngine::UpdateEngine(std::shared_ptr<ReplicatedParameters> parameters, Opt
   }
   assign_ranges(root);
   const auto* const other = optimizer_.options().exchange.get();
-  if (other != nullptr && !parameters_->workers().alone()) {
+  if (other != nullptr && parameters_->workers().size() > 1) {
     throw InvalidArgument(
         text("the optimizer's gradients meet those of other processes, and so do those of the strategy's ",
              parameters_->workers().size(), " workers; take one or the other"));
   }
-  if (other == nullptr && !workers().alone()) make_worker_gradients(between_workers);
+  if (other == nullptr && workers().size() > 1) make_worker_gradients(between_workers);
 }
 
 void UpdateEngine::meet_exchange() {
   const auto& other = optimizer_.options().exchange;
-  if (!other || other->workers.alone() || workers_ != nullptr) return;
+  if (!other || other->workers.size() == 1 || workers_ != nullptr) return;
   parameters_->compare_models(other->workers);
-  other->workers.require_same("numbers of replicas", std::to_string(parameters_->replicas()));
+  other->workers.check_all_agree("numbers of replicas", std::to_string(parameters_->replicas()));
   make_worker_gradients(other->options);
 }
 
 void UpdateEngine::make_worker_gradients(const WorkerGradientsOptions& options) {
-  workers().require_same("optimizers", describe(optimizer_));
+  workers().check_all_agree("optimizers", describe(optimizer_));
   workers_ = std::make_unique<WorkerGradients>(*parameters_, workers(), options);
   hook_gradients();
 }
@@ -110,7 +110,7 @@ void UpdateEngine::assign_ranges(int root) {
   }
 }
 
-const Workers& UpdateEngine::workers() const {
+const Communicator& UpdateEngine::workers() const {
   const auto& other = optimizer_.options().exchange;
   return other ? other->workers : parameters_->workers();
 }
@@ -124,7 +124,8 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
   if (!(weight >= 0) || std::isinf(weight)) {
     throw InvalidArgument(text("a replica's weight is ", weight, "; it must be 0 (no examples) or more, and finite"));
   }
-  if (workers_ == nullptr && !workers().alone()) throw Error("an update without the other ranks, whom nobody has met");
+  if (workers_ == nullptr && workers().size() > 1)
+    throw Error("an update before the other ranks' models and optimizers were compared");
   auto& mine = contributions_[static_cast<std::size_t>(replica)];
   take_gradients(replica);
   if (replica == 0) begin_update();
@@ -159,7 +160,7 @@ void UpdateEngine::apply(const Group& group, double weight, Deadline deadline) {
   if (workers_ == nullptr) return;
   if (replica == 0) {
     workers_->end_step();
-    const auto every = workers_->options().compare_copies_every;
+    const auto every = workers_->compare_copies_every();
     if (every > 0 && total > 0 && iterations_ % every == 0) parameters_->compare_copies(workers());
   }
   group.barrier(deadline);
@@ -315,12 +316,12 @@ double UpdateEngine::norm_factor(std::size_t slot) const {
   return bound / std::max(std::sqrt(squares), bound);
 }
 
-WorkerGradients::Learnt UpdateEngine::learnt_of_workers() const {
-  return workers_ == nullptr ? WorkerGradients::Learnt() : workers_->learnt();
+WorkerGradients::Learned UpdateEngine::learned_of_workers() const {
+  return workers_ == nullptr ? WorkerGradients::Learned() : workers_->learned();
 }
 
-void UpdateEngine::restore_learnt_of_workers(const WorkerGradients::Learnt& learnt) {
-  if (workers_ != nullptr) workers_->restore(learnt);
+void UpdateEngine::restore_learned_of_workers(const WorkerGradients::Learned& learned) {
+  if (workers_ != nullptr) workers_->restore(learned);
 }
 
 double UpdateEngine::learning_rate() const {

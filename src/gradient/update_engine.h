@@ -68,15 +68,15 @@ class UpdateEngine {
   void set_iterations(std::int64_t iterations) { iterations_ = iterations; }
 
   // The processes whose gradients meet: the strategy's, or those of the optimizer's exchange.
-  const Workers& workers() const;
+  const Communicator& workers() const;
 
   // Before the first step, where the optimizer has an exchange; does nothing else. Collective over its workers. Throws
   // InvalidArgument, on all, where they differ in model, optimizer or number of replicas.
   void meet_exchange();
 
   // How gradients are sent to other workers: where a sum's order is another, its bits may be.
-  WorkerGradients::Learnt learnt_of_workers() const;
-  void restore_learnt_of_workers(const WorkerGradients::Learnt& learnt);
+  WorkerGradients::Learned learned_of_workers() const;
+  void restore_learned_of_workers(const WorkerGradients::Learned& learned);
 
   // What losses are multiplied by before backward; constant while replicas run backward.
   double loss_scale() const { return loss_scale_.value(); }

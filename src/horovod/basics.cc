@@ -8,6 +8,7 @@
 #include "horovod/session.h"
 #include "lockstep/error.h"
 #include "lockstep/horovod.h"
+#include "lockstep/job.h"
 
 namespace lockstep::horovod {
 namespace {
@@ -39,18 +40,11 @@ void init(const InitOptions& options) {
   if (!(options.timeout_seconds > 0)) {
     throw InvalidArgument(text("horovod::init: timeout_seconds is ", options.timeout_seconds, "; it must be above 0"));
   }
-  const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
-  if (cluster.world.size == 1) {
-    Session::set(
-        std::make_shared<Session>(Session::Position{cluster.world}, make_thread_groups(1)[0], options.timeout_seconds));
-    return;
-  }
-  const auto start = Deadline::after(std::chrono::duration<double>(options.group.timeout_seconds));
-  const auto meeting = meet(cluster, start);
-  const auto place = place_of_next(meeting, "inits", start);
-  if (std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(kept_cpu_count());
-  const auto group = make_group(meeting.world, place.prefixed("ranks/"), options.group);
-  Session::set(std::make_shared<Session>(position_of(meeting.world, group), group, options.timeout_seconds));
+  const Job job(options.cluster ? *options.cluster : resolve_cluster(), options.group.timeout_seconds);
+  if (job.size() > 1 && std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(kept_cpu_count());
+  const auto group = job.group(options.group);
+  Session::set(
+      std::make_shared<Session>(position_of(job.world(), group), Communicator(group, options.timeout_seconds)));
 }
 
 void shutdown() { Session::set(nullptr); }

@@ -1,10 +1,11 @@
 #include <torch/optim/optimizer.h>
 
+#include "base/resources.h"
 #include "base/text.h"
 #include "gradient/gradient_reducer.h"
-#include "gradient/workers.h"
 #include "horovod/session.h"
 #include "horovod/wire.h"
+#include "lockstep/communicator.h"
 #include "lockstep/error.h"
 #include "lockstep/horovod.h"
 
@@ -49,6 +50,8 @@ std::string text_of(const Parameters& parameters, const DistributedOptimizerOpti
   return all;
 }
 
+constexpr std::size_t kBucketBytes = 25 << 20;
+
 DistributedOptimizerOptions checked(const DistributedOptimizerOptions& options) {
   check_gradient_op(options.op);
   if (options.backward_passes_per_step < 1) {
@@ -63,14 +66,12 @@ DistributedOptimizerOptions checked(const DistributedOptimizerOptions& options) 
 struct DistributedOptimizer<torch::optim::Optimizer>::State {
   State(torch::optim::Optimizer& wrapped, Parameters parameters, const DistributedOptimizerOptions& asked)
       : optimizer(wrapped), options(checked(asked)), session(Session::current()) {
-    const auto group = session->split("DistributedOptimizer");
-    Workers(group, session->timeout_seconds(), false)
-        .require_same("DistributedOptimizers", text_of(parameters, options));
-    reducer.emplace(std::move(parameters.names), std::move(parameters.tensors), group,
-                    GradientReducerOptions{.wire = wire_of(options.compression),
-                                           .timeout_seconds = session->timeout_seconds(),
-                                           .order = {},
-                                           .hook = {},
+    const auto ranks = session->split("DistributedOptimizer");
+    ranks.check_all_agree("DistributedOptimizers", text_of(parameters, options));
+    reducer.emplace(parameters.names, std::move(parameters.tensors), ranks,
+                    GradientReducerOptions{.buckets = {.bucket_bytes = kBucketBytes,
+                                                       .gradient_dtype = wire_of(options.compression),
+                                                       .idle_cores = ranks.size() < usable_cpu_count()},
                                            .sum = options.op == Sum,
                                            .zeros_for_unused = true});
     reducer->set_before_pass([this] { return begin_backward(); });
@@ -117,7 +118,7 @@ DistributedOptimizer<torch::optim::Optimizer>::DistributedOptimizer(
 DistributedOptimizer<torch::optim::Optimizer>::~DistributedOptimizer() = default;
 
 void DistributedOptimizer<torch::optim::Optimizer>::synchronize() {
-  state_->reducer->require_whole();
+  state_->reducer->prepare();
   if (state_->met && state_->passes == 0) return;
   state_->begin_pass();
   state_->reducer->reduce_accumulated();

@@ -270,7 +270,7 @@ TEST(Horovod, OptimizersThatDifferAreNamed) {
     torch::nn::Linear net(3, 2 + rank);
     torch::optim::SGD sgd(net->parameters(), 0.1);
     expect_says(message_of([&] { hvd::DistributedOptimizer optimizer(sgd, {}, net->named_parameters()); }),
-                "weight Float [2, 3], worker 1 has weight Float [3, 3]");
+                "weight Float [2, 3], rank 1 has weight Float [3, 3]");
     torch::nn::Linear same(3, 2);
     torch::optim::SGD other(same->parameters(), 0.1);
     expect_says(message_of([&] { hvd::DistributedOptimizer optimizer(other, {.op = hvd::Max}); }), "op is max");

@@ -22,11 +22,11 @@ OptimizerOptions with_exchange(const Optimizer& inner, const FitOptimizerOptions
   const auto session = Session::current();
   auto all = inner.options();
   if (session->size() == 1) return all;
-  const auto group = session->split(text("DistributedOptimizer for fit (", name_of(options.op), ", compression ",
+  const auto ranks = session->split(text("DistributedOptimizer for fit (", name_of(options.op), ", compression ",
                                          static_cast<int>(options.compression), ")"));
   all.exchange = std::make_shared<GradientExchange>(
-      GradientExchange{.workers = Workers(group, session->timeout_seconds(), /*idle_cores=*/false),
-                       .options = {.wire = wire_of(options.compression)},
+      GradientExchange{.workers = ranks,
+                       .options = {.buckets = {.gradient_dtype = wire_of(options.compression)}},
                        .sum = options.op == Sum});
   return all;
 }

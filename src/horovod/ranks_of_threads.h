@@ -24,7 +24,8 @@ inline void on_ranks(int size, const MakeGroup& make, const std::function<void(i
       threads.emplace_back([&, rank] {
         const World world{.rank = rank, .size = size, .local_rank = rank, .local_size = size};
         const auto group = make(world);
-        const Session::Use use(std::make_shared<Session>(Session::Position{world}, group, timeout_seconds));
+        const Session::Use use(
+            std::make_shared<Session>(Session::Position{world}, Communicator(group, timeout_seconds)));
         try {
           body(rank);
         } catch (const std::exception& error) {

@@ -62,14 +62,11 @@ Announcement Announcement::of(const std::string& call) {
   return announcement;
 }
 
-Session::Session(Position position, Group group, double timeout_seconds)
-    : position_(std::move(position)),
-      group_(std::move(group)),
-      timeout_seconds_(timeout_seconds),
-      last_active_(group_.size() - 1) {}
+Session::Session(Position position, Communicator ranks)
+    : position_(std::move(position)), ranks_(std::move(ranks)), last_active_(size() - 1) {}
 
 Session::~Session() {
-  if (thread_.busy()) group_.abort(text("rank ", rank(), " shut down"));
+  if (thread_.busy()) group().abort(text("rank ", rank(), " shut down"));
 }
 
 std::shared_ptr<Session> Session::current() {
@@ -99,7 +96,7 @@ Work Session::start(std::function<void()> task) {
       } catch (const InvalidArgument&) {
         throw;  // on all ranks
       } catch (const std::exception& error) {
-        group_.abort(text("rank ", rank(), ": ", error.what()));
+        group().abort(text("rank ", rank(), ": ", error.what()));
         throw;
       }
     };
@@ -115,20 +112,20 @@ std::vector<Announcement> Session::meet(const Announcement& mine) {
 
 std::vector<Announcement> Session::exchange(Announcement mine) {
   std::vector<Announcement> all(static_cast<std::size_t>(size()));
-  group_.all_gather({&mine, sizeof mine, DType::uint8}, {all.data(), all.size() * sizeof mine, DType::uint8},
-                    deadline());
+  group().all_gather({&mine, sizeof mine, DType::uint8}, {all.data(), all.size() * sizeof mine, DType::uint8},
+                     deadline());
   const auto active = std::find_if_not(all.rbegin(), all.rend(), is_joined);
   if (active != all.rend()) last_active_ = static_cast<int>(all.rend() - active) - 1;
   return all;
 }
 
-Group Session::split(const std::string& what) {
+Communicator Session::split(const std::string& what) {
   std::unique_ptr<Group> made;
   run([&] {
     meet(Announcement::of(what));
-    made = group_.split(0, rank(), deadline());
+    made = group().split(0, rank(), deadline());
   });
-  return *made;
+  return ranks_.with_group(*made);
 }
 
 int Session::join() {
@@ -152,7 +149,7 @@ int Session::join() {
 void Session::answer(const Announcement& theirs, std::vector<Work>& started) {
   if (theirs.kind == Announcement::Kind::reduction) {
     std::vector<std::byte> zeros(static_cast<std::size_t>(theirs.elements) * size_of(theirs.dtype));
-    group_.all_reduce({zeros.data(), static_cast<std::size_t>(theirs.elements), theirs.dtype}, theirs.op, deadline());
+    group().all_reduce({zeros.data(), static_cast<std::size_t>(theirs.elements), theirs.dtype}, theirs.op, deadline());
     return;
   }
   TakePart take_part;

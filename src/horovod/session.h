@@ -12,6 +12,7 @@
 
 #include "base/mutex.h"
 #include "collective/work.h"
+#include "lockstep/communicator.h"
 #include "lockstep/world.h"
 
 namespace lockstep::horovod {
@@ -41,7 +42,7 @@ class Session {
     bool homogeneous = true;
   };
 
-  Session(Position position, Group group, double timeout_seconds);
+  Session(Position position, Communicator ranks);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -62,11 +63,10 @@ class Session {
 
   const Position& position() const { return position_; }
   const World& world() const { return position_.world; }
-  int rank() const { return group_.rank(); }
-  int size() const { return group_.size(); }
-  const Group& group() const { return group_; }
-  double timeout_seconds() const { return timeout_seconds_; }
-  Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(timeout_seconds_)); }
+  int rank() const { return ranks_.rank(); }
+  int size() const { return ranks_.size(); }
+  const Group& group() const { return ranks_.group(); }
+  Deadline deadline() const { return ranks_.deadline(); }
 
   // `task` runs when those before have ended: it meets the others, then does what it announced. Any thread.
   Work start(std::function<void()> task);
@@ -76,8 +76,8 @@ class Session {
   // where a rank has joined and cannot take part.
   std::vector<Announcement> meet(const Announcement& mine);
 
-  // A Group of all ranks for `what`, which all of them make. Not in tasks.
-  Group split(const std::string& what);
+  // All ranks with a Group of its own for `what`, which all of them make. Not in tasks.
+  Communicator split(const std::string& what);
 
   // See horovod::join.
   int join();
@@ -93,8 +93,7 @@ class Session {
   void answer(const Announcement& theirs, std::vector<Work>& started);
 
   const Position position_;
-  const Group group_;
-  const double timeout_seconds_;
+  const Communicator ranks_;
   int last_active_;  // of the ranks that had not joined at the last exchange; the thread's own
 
   Mutex mutex_;

@@ -30,25 +30,22 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   if (world.local_size < 1 || world.local_rank < 0 || world.local_rank >= world.local_size) {
     throw InvalidArgument(text("World: local rank ", world.local_rank, " of ", world.local_size));
   }
-  const auto start = Deadline::after(std::chrono::duration<double>(options.start_timeout_seconds));
-  const auto meeting = world.size == 1 ? std::nullopt : std::optional(meet(cluster, start));
-  const auto place = meeting ? std::optional(place_of_next(*meeting, "strategies", start)) : std::nullopt;
-  const HostShare share{world.local_rank, world.local_size, meeting && meeting->own_cores};
+  const auto job = world.size == 1 ? std::nullopt : std::optional(Job(cluster, options.start_timeout_seconds));
+  const HostShare share{world.local_rank, world.local_size, job && job->has_own_cores()};
   StrategySettings settings{.devices = options.devices.empty() ? default_devices(share) : std::move(options.devices),
                             .threads_per_replica = options.threads_per_replica,
                             .share = share,
                             .timeout_seconds = communication.timeout_seconds};
-  if (!meeting) return settings;
+  if (!job) return settings;
   settings.workers.emplace(
-      WorkerSettings{.world = meeting->world,
-                     .store = *place,
+      WorkerSettings{.job = *job,
                      .group = {.backend = communication.backend,
                                .network = communication.network,
                                .implementation = communication.implementation,
                                .timeout_seconds = options.start_timeout_seconds},
-                     .gradients = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
-                                   .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
-                                   .wire = communication.gradient_dtype,
+                     .gradients = {.buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
+                                               .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
+                                               .gradient_dtype = communication.gradient_dtype},
                                    .compare_copies_every = options.compare_copies_every}});
   return settings;
 }

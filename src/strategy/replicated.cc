@@ -69,7 +69,7 @@ Trackable ReplicatedModule::trackable() const {
       for (std::size_t i = 0; i < buffers.size(); ++i) parameters->assign_buffer(i, buffers[i]);
     };
   };
-  return {save, load, parameters_->workers().shared_by()};
+  return {save, load, parameters_->workers()};
 }
 
 Trackable ReplicatedModule::replica_buffers() const {
@@ -115,7 +115,7 @@ Trackable ReplicatedModule::replica_buffers() const {
       }
     };
   };
-  return {save, load, parameters_->workers().shared_by()};
+  return {save, load, parameters_->workers()};
 }
 
 void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const {
@@ -165,10 +165,10 @@ Trackable ReplicatedOptimizer::trackable() const {
     if (const auto rate = engine->learning_rate_override()) {
       archive.set_numbers(joined(prefix, "learning_rate"), {*rate});
     }
-    const auto learnt = engine->learnt_of_workers();
-    if (!learnt.order.empty()) {
-      archive.entries[joined(prefix, "gradient_order")] = join(learnt.order, " ");
-      archive.set_numbers(joined(prefix, "usual_weight"), {learnt.usual_weight});
+    const auto learned = engine->learned_of_workers();
+    if (!learned.order.empty()) {
+      archive.entries[joined(prefix, "gradient_order")] = join(learned.order, " ");
+      archive.set_numbers(joined(prefix, "usual_weight"), {learned.weight_scale});
     }
     const auto& scale = engine->loss_scale_state();
     if (scale.used()) {
@@ -195,12 +195,12 @@ Trackable ReplicatedOptimizer::trackable() const {
     const auto rate = joined(prefix, "learning_rate");
     std::optional<double> set_rate;
     if (archive.entries.contains(rate)) set_rate = LearningRate(archive.number(rate)).at(0);  // checked
-    WorkerGradients::Learnt learnt;
+    WorkerGradients::Learned learned;
     const auto listed = archive.entries.find(joined(prefix, "gradient_order"));
     if (listed != archive.entries.end()) {
       std::istringstream numbers(listed->second);
-      for (std::int64_t slot = 0; numbers >> slot;) learnt.order.push_back(slot);
-      learnt.usual_weight = archive.number(joined(prefix, "usual_weight"));
+      for (std::int64_t slot = 0; numbers >> slot;) learned.order.push_back(slot);
+      learned.weight_scale = archive.number(joined(prefix, "usual_weight"));
     }
     const auto scale = joined(prefix, "loss_scale");
     std::optional<std::pair<double, std::int64_t>> scaled;
@@ -211,8 +211,8 @@ Trackable ReplicatedOptimizer::trackable() const {
                                    " steps; it must be above 0, after 0 steps or more"));
       }
     }
-    return [engine, copies, iterations, set_rate, scaled, learnt] {
-      engine->restore_learnt_of_workers(learnt);
+    return [engine, copies, iterations, set_rate, scaled, learned] {
+      engine->restore_learned_of_workers(learned);
       auto& state = engine->loss_scale_state();
       if (state.used()) scaled ? state.restore(scaled->first, scaled->second) : state.restart();
       for (const auto& [to, from] : copies) to.copy_(from);
@@ -220,7 +220,7 @@ Trackable ReplicatedOptimizer::trackable() const {
       engine->restore_learning_rate(set_rate);
     };
   };
-  return {save, load, engine_->parameters().workers().shared_by()};
+  return {save, load, engine_->parameters().workers()};
 }
 
 }  // namespace lockstep

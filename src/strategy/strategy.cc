@@ -69,7 +69,7 @@ StrategyScope::~StrategyScope() { innermost = std::move(before_); }
 Strategy Strategy::current() { return innermost == nullptr ? OneDeviceStrategy() : Strategy(innermost); }
 int Strategy::num_replicas_in_sync() const { return impl_->all_replicas(); }
 int Strategy::num_local_replicas() const { return impl_->replicas(); }
-bool Strategy::is_chief() const { return impl_->workers().is_chief(); }
+bool Strategy::is_chief() const { return impl_->workers().rank() == 0; }
 std::vector<std::string> Strategy::devices() const { return impl_->settings().devices; }
 void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
 
@@ -80,7 +80,7 @@ Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
       op, PerReplica<Tensor>(std::move(together)), [](const Tensor& a, const Tensor& b) { return at::minimum(a, b); },
       [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); });
   const auto& workers = impl_->workers();
-  if (workers.alone()) return here;
+  if (workers.size() == 1) return here;
   const auto result = here.detach().clone();
   all_reduce(workers.group(), result, op, workers.deadline());
   return result;
@@ -90,7 +90,7 @@ double Strategy::reduce(ReduceOp op, const PerReplica<double>& values) const {
   double result = fold(
       op, values, [](double a, double b) { return std::min(a, b); }, [](double a, double b) { return std::max(a, b); });
   const auto& workers = impl_->workers();
-  if (!workers.alone()) workers.group().all_reduce(buffer_of(std::span(&result, 1)), op, workers.deadline());
+  if (workers.size() > 1) workers.group().all_reduce(buffer_of(std::span(&result, 1)), op, workers.deadline());
   return result;
 }
 
@@ -99,7 +99,7 @@ Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) con
   for (const auto& value : values) parts.push_back(value.to(values[0].device()));
   const auto here = at::cat(parts, axis);
   const auto& workers = impl_->workers();
-  return workers.alone() ? here : all_gather(workers.group(), here, workers.deadline(), axis);
+  return workers.size() == 1 ? here : all_gather(workers.group(), here, workers.deadline(), axis);
 }
 
 DistributedDataset Strategy::distribute(const Dataset& dataset) const {

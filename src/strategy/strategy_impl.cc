@@ -17,10 +17,6 @@ namespace {
 // Long enough for another replica to end its backward at nearly the same time, in rounds of about 20 ns.
 constexpr int kSpinRounds = 2000;
 
-// Where in the store the Group of all replicas is made.
-constexpr const char* kOfReplicas = "replicas/";
-constexpr std::chrono::seconds kForLastWords(1);
-
 StrategySettings checked(StrategySettings settings) {
   std::set<std::string> seen;
   for (const auto& device : settings.devices) {
@@ -37,6 +33,10 @@ StrategySettings checked(StrategySettings settings) {
   if (settings.threads_per_replica == 0) {
     settings.threads_per_replica =
         std::max(1, settings.share.usable_cpu_count() / static_cast<int>(settings.devices.size()));
+  }
+  if (settings.workers) {
+    const auto computing = settings.threads_per_replica * static_cast<int>(settings.devices.size());
+    settings.workers->gradients.buckets.idle_cores = computing < settings.share.usable_cpu_count();
   }
   return settings;
 }
@@ -56,17 +56,17 @@ StrategyImpl::StrategyImpl(StrategySettings settings)
   make_groups();
   all_groups_.resize(settings_.devices.size());
   if (!settings_.workers) return;
-  const auto& [world, store, options, gradients] = *settings_.workers;
-  const bool idle_cores = settings_.threads_per_replica * replicas() < settings_.share.usable_cpu_count();
-  workers_ = Workers(make_group(world, store.prefixed("workers/"), options), settings_.timeout_seconds, idle_cores);
+  const auto& [job, options, gradients] = *settings_.workers;
+  workers_ = Communicator(job.group(options), settings_.timeout_seconds, "worker");
   if (settings_.share.size > 1) pin_current_thread(settings_.share.cpus());
-  workers_.require_same("versions", text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION));
-  workers_.require_same("numbers of replicas", std::to_string(replicas()));
-  workers_.require_same(
-      "options", text("gradient_dtype ", gradients.wire ? name_of(*gradients.wire) : "none", "\nbucket_cap in bytes ",
-                      gradients.bucket_bytes, "\nfirst_bucket in bytes ", gradients.first_bucket_bytes,
-                      "\ncompare_copies_every ", gradients.compare_copies_every));
-  seed_ = std::stoull(workers_.share(std::to_string(seed_)));
+  workers_.check_all_agree("versions", text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION));
+  workers_.check_all_agree("numbers of replicas", std::to_string(replicas()));
+  const auto& buckets = gradients.buckets;
+  workers_.check_all_agree("options",
+                           text("gradient_dtype ", buckets.gradient_dtype ? name_of(*buckets.gradient_dtype) : "none",
+                                "\nbucket_cap in bytes ", buckets.bucket_bytes, "\nfirst_bucket in bytes ",
+                                buckets.first_bucket_bytes, "\ncompare_copies_every ", gradients.compare_copies_every));
+  seed_ = std::stoull(workers_.broadcast(std::to_string(seed_)));
 }
 
 std::shared_ptr<UpdateEngine> StrategyImpl::make_engine(const Optimizer& optimizer,
@@ -77,21 +77,16 @@ std::shared_ptr<UpdateEngine> StrategyImpl::make_engine(const Optimizer& optimiz
 
 internal::LocalReplicas StrategyImpl::local_replicas() const {
   internal::LocalReplicas replicas{torch_devices_, first_replica(), all_replicas()};
-  if (workers_.alone()) return replicas;
+  if (workers_.size() == 1) return replicas;
   replicas.any = [workers = workers_](bool holds) { return workers.any(holds); };
   return replicas;
 }
 
 const Group& StrategyImpl::group(int replica) const {
-  if (workers_.alone()) return local_group(replica);
+  if (workers_.size() == 1) return local_group(replica);
   if (replicas() == 1) return workers_.group();
   auto& group = all_groups_[static_cast<std::size_t>(replica)];
-  if (!group) {
-    auto world = settings_.workers->world;
-    world.rank = first_replica() + replica;
-    world.size = all_replicas();
-    group = make_group(world, settings_.workers->store.prefixed(kOfReplicas), settings_.workers->group);
-  }
+  if (!group) group = settings_.workers->job.replica_group(replicas(), replica, settings_.workers->group);
   return *group;
 }
 
@@ -133,19 +128,14 @@ void StrategyImpl::fail(int replica) const {
   try {
     throw;
   } catch (const std::exception& error) {
-    if (!workers_.alone()) why += text(" on ", settings_.workers->world.host, ": ", error.what());
+    if (workers_.size() > 1) why += text(" on ", settings_.workers->job.world().host, ": ", error.what());
   } catch (...) {
   }
   local_group(replica).abort(why);
-  if (!workers_.alone()) workers_.group().abort(why);
+  if (workers_.size() > 1) workers_.group().abort(why);
   const auto& all = all_groups_[static_cast<std::size_t>(replica)];
   if (all) return all->abort(why);
-  if (workers_.alone()) return;
-  try {  // others may be making it
-    settings_.workers->store.prefixed(kOfReplicas).abandon("", why, Deadline::after(kForLastWords));
-  } catch (const Error&) {
-    // The store is gone: nobody waits there.
-  }
+  if (workers_.size() > 1) settings_.workers->job.abandon(why);  // others may be making it
 }
 
 void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {

@@ -6,19 +6,18 @@
 #include <vector>
 
 #include "gradient/update_engine.h"
+#include "lockstep/job.h"
 #include "lockstep/random.h"
 #include "lockstep/strategy.h"
-#include "lockstep/world.h"
 #include "ops/replica_random.h"
 #include "strategy/devices.h"
 #include "strategy/replica_threads.h"
 
 namespace lockstep {
 
-// How this process meets the others.
+// This process among those that train together.
 struct WorkerSettings {
-  World world;
-  Store store;
+  Job job;
   GroupOptions group;
   WorkerGradientsOptions gradients;
 };
@@ -45,7 +44,7 @@ class StrategyImpl {
   int replicas() const { return static_cast<int>(settings_.devices.size()); }  // of this process
   int all_replicas() const { return replicas() * workers_.size(); }            // of all workers
   int first_replica() const { return replicas() * workers_.rank(); }           // of this process, among all
-  const Workers& workers() const { return workers_; }
+  const Communicator& workers() const { return workers_; }
 
   // Steps between comparisons of what workers have; 0: never, or this process is alone.
   std::int64_t compare_copies_every() const {
@@ -86,7 +85,7 @@ class StrategyImpl {
   std::vector<c10::Device> torch_devices_;              // [replica]
   std::vector<std::unique_ptr<ReplicaRandom>> random_;  // [replica], that replica's own while it runs
   std::vector<Group> groups_;                           // [replica]
-  Workers workers_;
+  Communicator workers_;
   mutable std::vector<std::optional<Group>> all_groups_;  // [replica], of all workers' replicas; that replica's own
   std::uint64_t seed_ = next_random_seed();
   std::uint64_t runs_ = 0;

@@ -18,7 +18,7 @@ class VariableImpl {
         workers(strategy.impl().workers()),
         copies(devices.size(), initial) {
     const auto shared = initial.detach().clone();
-    workers.share({shared});
+    broadcast(workers, {shared});
     set_all(shared);
   }
 
@@ -58,7 +58,7 @@ class VariableImpl {
     const bool summed =
         options.synchronization == VariableSynchronization::on_read && options.aggregation == VariableAggregation::sum;
     for (std::size_t i = 0; i < copies.size(); ++i) {
-      const bool first = i == 0 && workers.is_chief();
+      const bool first = i == 0 && workers.rank() == 0;
       const auto copy = summed && !first ? at::zeros_like(value) : value.detach().clone();
       copies[i] = copy.to(devices[i]);
     }
@@ -69,7 +69,7 @@ class VariableImpl {
     Tensor result = copies[0].clone();
     const auto all = copies.size() * static_cast<std::size_t>(workers.size());
     switch (options.aggregation) {
-      case VariableAggregation::only_first_replica: workers.share({result}); return result;
+      case VariableAggregation::only_first_replica: broadcast(workers, {result}); return result;
       case VariableAggregation::none: {
         if (all == 1) return result;
         throw InvalidArgument(
@@ -78,13 +78,13 @@ class VariableImpl {
       default: break;
     }
     for (std::size_t i = 1; i < copies.size(); ++i) result += copies[i].to(result.device());
-    if (!workers.alone()) all_reduce(workers.group(), result, ReduceOp::sum, workers.deadline());
+    if (workers.size() > 1) all_reduce(workers.group(), result, ReduceOp::sum, workers.deadline());
     return options.aggregation == VariableAggregation::mean ? result / static_cast<double>(all) : result;
   }
 
   const VariableOptions options;
   const std::vector<c10::Device> devices;  // [replica]
-  const Workers workers;
+  const Communicator workers;
   std::vector<Tensor> copies;  // [replica], written by that replica in steps
 };
 
@@ -121,7 +121,7 @@ Trackable Variable::trackable() const {
             impl->check_shape(value);
             return [impl, value] { impl->set_all(value); };
           },
-          impl_->workers.shared_by()};
+          impl_->workers};
 }
 
 }  // namespace lockstep

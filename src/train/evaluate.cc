@@ -56,7 +56,7 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
     throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
   }
   std::int64_t done = 0;
-  strategy.impl().workers().together([&] {
+  strategy.impl().workers().abort_on_error([&] {
     auto iterator = distribute_ahead(data, strategy.impl().local_replicas()).iterate();
     while (steps == 0 || done < steps) {
       auto batch = iterator.next_parts();
@@ -78,12 +78,12 @@ void build_if_needed(ModelImpl& impl, const Dataset& data) {
 }
 
 // The workers' outputs for a batch, in order. The chief has some of every batch; others may have none.
-Tensor rows_of_all(const Workers& workers, const std::vector<Tensor>& here) {
-  if (workers.alone()) return at::cat(here);
-  if (workers.is_chief() && here.empty()) throw InvalidArgument("predict: a batch has no examples");
-  const auto kind = workers.share(
-      workers.is_chief() ? text(static_cast<int>(here[0].scalar_type()), " ", join(here[0].sizes().slice(1), " "))
-                         : "");
+Tensor rows_of_all(const Communicator& workers, const std::vector<Tensor>& here) {
+  if (workers.size() == 1) return at::cat(here);
+  if (workers.rank() == 0 && here.empty()) throw InvalidArgument("predict: a batch has no examples");
+  const auto kind = workers.broadcast(
+      workers.rank() == 0 ? text(static_cast<int>(here[0].scalar_type()), " ", join(here[0].sizes().slice(1), " "))
+                          : "");
   std::istringstream words(kind);
   int dtype = 0;
   words >> dtype;

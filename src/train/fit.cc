@@ -51,8 +51,8 @@ class Fit {
     impl_.data_epochs = std::max<std::int64_t>(impl_.data_epochs, options_.initial_epoch);
     impl_.progress = {.epoch = options_.initial_epoch, .position = {.epoch = impl_.data_epochs}};
     impl_.stopping = impl_.agreed_to_stop = impl_.out_of_data = false;
-    workers().together([this] { build_for_first_batch(); });
-    peers().together([this] {
+    workers().abort_on_error([this] { build_for_first_batch(); });
+    peers().abort_on_error([this] {
       impl_.engine->meet_exchange();
       compare_workers();
       compare_exchange();
@@ -86,12 +86,12 @@ class Fit {
     peers().sum(agreed_.all());
     impl_.agreed_to_stop = agreed_.stopping > 0;
   }
-  const Workers& workers() const { return impl_.workers(); }
-  const Workers& peers() const { return impl_.peers(); }
-  bool has_exchange() const { return workers().alone() && !peers().alone(); }
+  const Communicator& workers() const { return impl_.workers(); }
+  const Communicator& peers() const { return impl_.peers(); }
+  bool has_exchange() const { return workers().size() == 1 && peers().size() > 1; }
 
   void compare_workers() const {
-    if (workers().alone()) return;
+    if (workers().size() == 1) return;
     const auto replicas = impl_.strategy.impl().local_replicas();
     const auto first = first_element(data_, replicas);
     const auto policy = data_.options().auto_shard_policy;
@@ -99,7 +99,7 @@ class Fit {
     const auto shape = [own](const Tensor& tensor) {
       return tensor.defined() ? text(own && tensor.dim() > 0 ? tensor.sizes().slice(1) : tensor.sizes()) : "none";
     };
-    workers().require_same(
+    workers().check_all_agree(
         "fits",
         text("epochs ", options_.epochs, "\ninitial_epoch ", options_.initial_epoch, "\nsteps_per_epoch ",
              options_.steps_per_epoch, "\nauto_shard_policy ", static_cast<int>(policy), "\nbatches in the data set ",
@@ -109,34 +109,34 @@ class Fit {
 
   void compare_exchange() const {
     if (!has_exchange()) return;
-    peers().require_same("fits", text("epochs ", options_.epochs, "\ninitial_epoch ", options_.initial_epoch,
-                                      "\nsteps_per_epoch ", options_.steps_per_epoch));
+    peers().check_all_agree("fits", text("epochs ", options_.epochs, "\ninitial_epoch ", options_.initial_epoch,
+                                         "\nsteps_per_epoch ", options_.steps_per_epoch));
   }
 
   // Those that all workers call, for they may save or evaluate the model together.
   void compare_callbacks() const {
-    if (workers().alone()) return;
+    if (workers().size() == 1) return;
     std::string types;
     for (const auto& callback : options_.callbacks) {
       if (!callback->only_on_chief()) types += name_of_type(*callback.operator->()) + "\n";
     }
-    workers().require_same("callbacks", types);
+    workers().check_all_agree("callbacks", types);
   }
 
   // Where all workers read the same batches: that they do, at the beginning of each epoch and as often as their copies
   // are compared.
   void compare_batches() const {
     const auto every = impl_.strategy.impl().compare_copies_every();
-    if (workers().alone() || iterator_->is_spread() || every == 0) return;
+    if (workers().size() == 1 || iterator_->is_spread() || every == 0) return;
     if (progress().batch != 1 && impl_.steps % every != 0) return;
-    workers().require_same("data", text("a batch with the hash ", iterator_->element_hash(), " at step ",
-                                        progress().batch, " of epoch ", progress().epoch + 1));
+    workers().check_all_agree("data", text("a batch with the hash ", iterator_->element_hash(), " at step ",
+                                           progress().batch, " of epoch ", progress().epoch + 1));
   }
 
   // A rank that restored a checkpoint alone would go on alone.
   void compare_states() const {
     if (!has_exchange()) return;
-    peers().require_same(
+    peers().check_all_agree(
         "starting points (BroadcastGlobalVariablesCallback spreads what one restored)",
         text("step ", model_.iterations(), "\nepoch ", impl_.progress.epoch, "\nbatch ", impl_.progress.batch));
   }
@@ -162,7 +162,7 @@ class Fit {
 
   // A program of one process that a launcher started several times.
   void warn_of_copies() const {
-    if (!peers().alone()) return;
+    if (peers().size() > 1) return;
     try {
       const auto cluster = resolve_cluster();
       if (cluster.world.size == 1) return;
@@ -181,7 +181,7 @@ class Fit {
     if (plan.verbose > 0) callbacks_.push_back(ProgressBar());
     callbacks_.insert(callbacks_.end(), options_.callbacks.begin(), options_.callbacks.end());
     compare_callbacks();
-    if (!workers().is_chief())
+    if (workers().rank() != 0)
       std::erase_if(callbacks_, [](const AnyCallback& callback) { return callback->only_on_chief(); });
     std::stable_sort(callbacks_.begin(), callbacks_.end(),
                      [](const AnyCallback& a, const AnyCallback& b) { return a->turn() < b->turn(); });
@@ -271,7 +271,7 @@ class Fit {
 
   // Where workers read their own, one may have less than a batch.
   std::int64_t largest_of_readers(std::int64_t size) const {
-    if (workers().alone() || progress().readers == 1) return size;
+    if (workers().size() == 1 || progress().readers == 1) return size;
     for (const auto& theirs : workers().all_gather(std::to_string(size)))
       size = std::max<std::int64_t>(size, std::stoll(theirs));
     return size;
@@ -301,7 +301,7 @@ class Fit {
 
   // After a whole step or epoch. Every callback may save, also when another one fails to.
   void throw_if_interrupted() {
-    const int signal = peers().alone()           ? signals_.received()
+    const int signal = peers().size() == 1       ? signals_.received()
                        : agreed_.terminated > 0  ? SIGTERM
                        : agreed_.interrupted > 0 ? SIGINT
                                                  : 0;

@@ -23,7 +23,7 @@ void ModelImpl::build(const Example& sample) {
     pending_weights.reset();
   }
   parameters = std::move(made);
-  seed = std::stoull(workers().share(std::to_string(seed)));
+  seed = std::stoull(workers().broadcast(std::to_string(seed)));
   make_engine();
 }
 

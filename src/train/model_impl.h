@@ -64,10 +64,10 @@ class ModelImpl {
   // One step on all replicas; what each found is for Tracker::add_batch.
   PerReplica<StepResult> train_batch(PerReplica<Part>& batch, Tracker& tracker);
 
-  const Workers& workers() const { return strategy.impl().workers(); }
+  const Communicator& workers() const { return strategy.impl().workers(); }
 
   // Who makes the same steps: the strategy's workers, or those of the optimizer's exchange. After build and compile.
-  const Workers& peers() const { return engine->workers(); }
+  const Communicator& peers() const { return engine->workers(); }
 
   // Collective over the workers. What the chief reads is all workers'; what is saved is for the chief to write.
   Archive read_for_all(const std::string& path) const;
@@ -104,7 +104,7 @@ class ModelImpl {
   bool agreed_to_stop = false;  // one of the workers did, before the last step or epoch ended
 
   // Whether the fit ends after the step that was made.
-  bool stops() const { return peers().alone() ? stopping : agreed_to_stop; }
+  bool stops() const { return peers().size() == 1 ? stopping : agreed_to_stop; }
 };
 
 // As a C++ program writes it: "lockstep::EarlyStopping".

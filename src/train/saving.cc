@@ -112,7 +112,7 @@ void Model::save_weights(const std::string& path) const {
   impl_->require_built("save_weights");
   Archive archive;
   module().trackable().save(archive, "");
-  impl_->workers().on_chief([&] { write_archive(path, archive); });
+  impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
 }
 
 void Model::load_weights(const std::string& path) { impl_->load_weights(impl_->read_for_all(path)); }
@@ -130,7 +130,7 @@ void Model::save_checkpoint(const std::string& path) const {
   impl_->require_built("save_checkpoint");
   impl_->require_compiled("save_checkpoint");
   const auto archive = impl_->save_state();
-  impl_->workers().on_chief([&] { write_archive(path, archive); });
+  impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
 }
 
 void Model::load_checkpoint(const std::string& path) {
@@ -143,14 +143,14 @@ void Model::load_checkpoint(const std::string& path) {
 Archive ModelImpl::read_for_all(const std::string& path) const {
   const auto file = checkpoint_file(path);
   std::string bytes;
-  workers().on_chief([&] {
+  workers().run_on_rank_0([&] {
     if (path.empty()) {
       throw InvalidArgument("load_weights: the path is empty; latest_checkpoint found no checkpoint in its folder");
     }
     const auto read = read_file(file);
     bytes.assign(reinterpret_cast<const char*>(read.data()), read.size());
   });
-  bytes = workers().share(bytes);
+  bytes = workers().broadcast(bytes);
   return parse_archive(file, std::as_bytes(std::span(bytes)));
 }
 
@@ -222,7 +222,7 @@ void ModelImpl::load_state(const Archive& archive) {
   std::vector<std::function<void()>> changes{load_training(archive)};
   const auto prefixes = callback_prefixes(callbacks);
   for (std::size_t i = 0; i < callbacks.size(); ++i) {
-    const bool mine = workers().is_chief() || !callbacks[i]->only_on_chief();
+    const bool mine = workers().rank() == 0 || !callbacks[i]->only_on_chief();
     if (mine && has_any(archive, prefixes[i])) changes.push_back(callbacks[i]->load(archive, prefixes[i]));
   }
   for (const auto& change : changes) change();

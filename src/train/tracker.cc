@@ -8,7 +8,7 @@
 
 namespace lockstep {
 
-Tracker::Tracker(const CompileOptions& compiled, int replicas, Workers workers)
+Tracker::Tracker(const CompileOptions& compiled, int replicas, Communicator workers)
     : workers_(std::move(workers)),
       divide_(compiled.loss.reduction() != Reduction::sum),
       metrics_(compiled.metrics),
@@ -36,7 +36,7 @@ void Tracker::add_batch(const PerReplica<StepResult>& results, std::span<double>
     examples += static_cast<double>(result.examples);
   }
   sums_ = local_sums();
-  if (!workers_.alone()) {
+  if (workers_.size() > 1) {
     std::vector<double> all{loss, divisor, examples};
     all.insert(all.end(), sums_.begin(), sums_.end());
     all.insert(all.end(), news.begin(), news.end());

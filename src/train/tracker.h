@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "gradient/workers.h"
 #include "lockstep/checkpoint.h"
+#include "lockstep/communicator.h"
 #include "lockstep/logs.h"
 #include "lockstep/model.h"
 
@@ -24,7 +24,7 @@ struct StepResult {
 class Tracker {
  public:
   // `replicas` of this process.
-  Tracker(const CompileOptions& compiled, int replicas, Workers workers);
+  Tracker(const CompileOptions& compiled, int replicas, Communicator workers);
 
   // A replica's part of a batch.
   void update(int replica, const Example& part, const Tensor& outputs);
@@ -45,7 +45,7 @@ class Tracker {
  private:
   std::vector<double> local_sums() const;
 
-  const Workers workers_;
+  const Communicator workers_;
   const bool divide_;  // the loss is a mean
   std::vector<Metric> metrics_;
   std::size_t first_weighted_;                    // metrics_ from here on use sample weights

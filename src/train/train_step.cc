@@ -106,7 +106,7 @@ ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const Example
   require_gradient(loss.sum);
   // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.
   const double weight = weight_of(compiled->loss, loss.divisor, replica.replica_id());
-  const bool divided = replica.num_replicas_in_sync() == 1 && engine->workers().alone() && weight > 0;
+  const bool divided = replica.num_replicas_in_sync() == 1 && engine->workers().size() == 1 && weight > 0;
   engine->expect_one_backward(replica.local_replica_id());
   backward_from(loss.sum, engine->loss_scale() / (divided ? weight : 1), part);
   lap.add_to(spent.backward);

@@ -99,7 +99,7 @@ void ModelCheckpoint::on_train_begin() {
     throw InvalidArgument(
         text("ModelCheckpoint: no log is called {", name, "} as in ", filepath_, why, "; there are ", join(names)));
   });
-  impl.workers().on_chief([&] { require_writable_folder(fixed_folder_of(filepath_)); });
+  impl.workers().run_on_rank_0([&] { require_writable_folder(fixed_folder_of(filepath_)); });
 }
 
 void ModelCheckpoint::on_train_batch_end(std::int64_t batch, const Logs& logs) {
@@ -137,7 +137,7 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
   } else {
     model().save_checkpoint(path);
   }
-  model().impl()->workers().on_chief([&] { record_checkpoint(path, kept_, options_.max_to_keep); });
+  model().impl()->workers().run_on_rank_0([&] { record_checkpoint(path, kept_, options_.max_to_keep); });
 }
 
 void ModelCheckpoint::save(Archive& archive, const std::string& prefix) const {
@@ -167,13 +167,13 @@ BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptio
 void BackupAndRestore::on_train_begin() {
   auto& impl = *model().impl();
   bool there = false;
-  impl.workers().on_chief([&] {
+  impl.workers().run_on_rank_0([&] {
     const bool done_here = keep_at_success(file_);
     lock_ = std::make_shared<FolderLock>(folder_, "backup.lock", Deadline::after(kForOneThatEnds));
     if (done_here) remove_file(file_);  // of a fit that this program has done
     there = file_exists(file_);
   });
-  if (impl.workers().share(there ? "there" : "") != "there") return;
+  if (impl.workers().broadcast(there ? "there" : "") != "there") return;
   model().load_checkpoint(file_);
   const bool at_end = impl.stopping || impl.progress.epoch >= plan().epochs;
   if (!at_end || !model().strategy().is_chief()) return;

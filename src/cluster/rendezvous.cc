@@ -7,10 +7,10 @@
 #include "base/text.h"
 #include "cluster/host_share.h"
 #include "cluster/pmi.h"
+#include "cluster/rendezvous.h"
 #include "cluster/resolvers.h"
 #include "cluster/store_bootstrap.h"
 #include "cluster/watch_launcher.h"
-#include "lockstep/cluster.h"
 #include "lockstep/error.h"
 #include "transport/socket.h"
 
@@ -100,7 +100,7 @@ Store connect(const Cluster& cluster, Deadline deadline) {
   return cluster.job.empty() ? Store::connect(cluster.store, deadline) : find(cluster, deadline);
 }
 
-// Of this process, until it ends: the next strategy meets at the same place.
+// Of this process, until it ends: the next Job of this process finds the same store.
 Store held(const Cluster& cluster, Deadline deadline) {
   static Mutex mutex;
   static std::map<std::string, Store> stores;  // guarded by mutex
@@ -118,8 +118,14 @@ void require_reachable(const World& world, const std::string& named) {
            ", which the others cannot reach; name rank 0's host by another address, or mend /etc/hosts"));
 }
 
-// Ranks of one host need no name of it.
+// Ranks of one host need no name of it; and where nobody else comes, no port that others know.
 Cluster on_loopback(Cluster cluster) {
+  if (cluster.world.size == 1 && cluster.holds_store) {
+    cluster.store.clear();
+    cluster.job.clear();
+    cluster.pmi_fd = -1;
+    return cluster;
+  }
   const bool of_a_rank = cluster.source != "lockstep run";  // that launcher's may be on another host
   const bool named = !cluster.store.empty() && cluster.pmi_fd < 0;
   if (!of_a_rank || !named || cluster.world.local_size != cluster.world.size) return cluster;
@@ -129,21 +135,21 @@ Cluster on_loopback(Cluster cluster) {
 
 // Each rank takes its place, so that two processes of one rank, and ranks that disagree about their number, are told at
 // once; and its share of its host's cores.
-void take_place(Meeting& meeting, Deadline deadline) {
-  StoreBootstrap members(meeting.world, meeting.store, deadline);
+void take_place(Rendezvous& found, Deadline deadline) {
+  StoreBootstrap members(found.world, found.store, deadline);
   try {
-    meeting.own_cores = has_own_cores(meeting.world, members, deadline);
+    found.own_cores = has_own_cores(found.world, members, deadline);
   } catch (const DeadlineExceeded& error) {
     throw DeadlineExceeded("finding the other ranks", error.waited_for(), error.ranks());
   }
-  if (meeting.world.local_size > 1) {
-    keep_to_share({meeting.world.local_rank, meeting.world.local_size, meeting.own_cores});
+  if (found.world.local_size > 1) {
+    keep_to_share({found.world.local_rank, found.world.local_size, found.own_cores});
   }
 }
 
 }  // namespace
 
-Meeting meet(const Cluster& resolved, Deadline deadline) {
+Rendezvous rendezvous(const Cluster& resolved, Deadline deadline) {
   const auto cluster = on_loopback(resolved);
   if (cluster.source == "Open MPI" || cluster.source == "MPICH") end_with_launcher();
   const bool holds = cluster.holds_store || (cluster.world.size == 1 && cluster.store.empty());
@@ -153,18 +159,13 @@ Meeting meet(const Cluster& resolved, Deadline deadline) {
     place.store = share_through_pmi(cluster.pmi_fd, cluster.holds_store,
                                     cluster.holds_store ? held(cluster, deadline).address() : "", deadline);
   }
-  Meeting meeting{cluster.world, holds ? held(cluster, deadline) : connect(place, deadline)};
+  Rendezvous found{cluster.world, holds ? held(cluster, deadline) : connect(place, deadline)};
   const bool has_port = cluster.job.empty() && !cluster.store.empty();
   const auto named = cluster.pmi_fd >= 0 ? "" : has_port ? host_of(cluster.store, kStore) : cluster.store;
-  meeting.world.address = address_towards(named.empty() ? host_of(meeting.store.address(), kStore) : named, deadline);
-  require_reachable(meeting.world, named);
-  take_place(meeting, deadline);
-  return meeting;
-}
-
-Store place_of_next(const Meeting& meeting, const std::string& kind, Deadline deadline) {
-  const auto number = meeting.store.add(text(kind, " of rank ", meeting.world.rank), 1, deadline);
-  return meeting.store.prefixed(text(kind, " ", number, "/"));
+  found.world.address = address_towards(named.empty() ? host_of(found.store.address(), kStore) : named, deadline);
+  require_reachable(found.world, named);
+  take_place(found, deadline);
+  return found;
 }
 
 }  // namespace lockstep

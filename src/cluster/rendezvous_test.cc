@@ -1,5 +1,5 @@
 // How a job's processes find each other, and what they hear where they cannot. Ranks are processes.
-#include "lockstep/cluster.h"
+#include "cluster/rendezvous.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -41,17 +41,17 @@ std::vector<Cluster> with_store_of_its_own(std::vector<Cluster> clusters) {
   return clusters;
 }
 
-// What each process says that meets as described; all at once.
+// What each process says that takes part as described; all at once.
 std::vector<std::string> said_by(const std::vector<Cluster>& clusters, double seconds = 20) {
   std::vector<std::unique_ptr<ChildProcess>> children;
   for (const auto& cluster : clusters) {
     children.push_back(std::make_unique<ChildProcess>([&]() -> std::string {
-      const auto meeting = meet(cluster, within(seconds));
+      const auto found = rendezvous(cluster, within(seconds));
       // Rank 0's store must outlive the others' questions.
       const auto all = static_cast<std::int64_t>(clusters.size());
-      meeting.store.add("met", 1, within(seconds));
-      while (meeting.world.rank == 0 && meeting.store.add("met", 0, within(seconds)) < all) std::this_thread::yield();
-      return text("met as rank ", meeting.world.rank, " at ", meeting.world.address);
+      found.store.add("met", 1, within(seconds));
+      while (found.world.rank == 0 && found.store.add("met", 0, within(seconds)) < all) std::this_thread::yield();
+      return text("met as rank ", found.world.rank, " at ", found.world.address);
     }));
   }
   std::vector<std::string> said;
@@ -65,15 +65,15 @@ Cluster tf_config(const std::string& workers, int index) {
   return from_tf_config([&](const char*) { return json.c_str(); }).value();
 }
 
-TEST(Meeting, AProcessThatIsAloneHasAStoreOfItsOwn) {
-  const auto meeting = meet(resolve_cluster([](const char*) { return nullptr; }), within(5));
-  EXPECT_EQ(meeting.world.size, 1);
-  meeting.store.set("a", "b", within(5));
-  EXPECT_EQ(meeting.store.get("a", within(5)), "b");
+TEST(Rendezvous, AProcessThatIsAloneHasAStoreOfItsOwn) {
+  const auto found = rendezvous(resolve_cluster([](const char*) { return nullptr; }), within(5));
+  EXPECT_EQ(found.world.size, 1);
+  found.store.set("a", "b", within(5));
+  EXPECT_EQ(found.store.get("a", within(5)), "b");
 }
 
 // The name need not be known anywhere: a laptop's own name, or another host's list that was copied.
-TEST(Meeting, RanksOfOneHostNeedNoNameOfIt) {
+TEST(Rendezvous, RanksOfOneHostNeedNoNameOfIt) {
   const auto port = free_port();
   const auto workers = text(R"("no-such-host.invalid:)", port, R"(", "no-such-host.invalid:)", port + 1, '"');
   const auto said = said_by({tf_config(workers, 0), tf_config(workers, 1)});
@@ -81,7 +81,7 @@ TEST(Meeting, RanksOfOneHostNeedNoNameOfIt) {
   EXPECT_EQ(said[1], "met as rank 1 at 127.0.0.1");
 }
 
-TEST(Meeting, TwoProcessesOfOneRankAreToldAtOnce) {
+TEST(Rendezvous, TwoProcessesOfOneRankAreToldAtOnce) {
   const auto port = free_port();
   const auto workers = text(R"("localhost:)", port, R"(", "localhost:)", port + 1, R"(", "localhost:)", port + 2, '"');
   const auto store = Store::hold(text("127.0.0.1:", port));
@@ -92,7 +92,7 @@ TEST(Meeting, TwoProcessesOfOneRankAreToldAtOnce) {
   for (const auto& one : said) expect_says(one, "was given the same rank");
 }
 
-TEST(Meeting, ListsOfDifferentLengthAreToldAtOnce) {
+TEST(Rendezvous, ListsOfDifferentLengthAreToldAtOnce) {
   const auto port = free_port();
   const auto two = text(R"("localhost:)", port, R"(", "localhost:)", port + 1, '"');
   const auto three = two + text(R"(, "localhost:)", port + 2, '"');
@@ -104,7 +104,7 @@ TEST(Meeting, ListsOfDifferentLengthAreToldAtOnce) {
 }
 
 // A rank of an mpirun that was killed, with a shell between them.
-TEST(Meeting, ARankEndsSoonAfterItsMpirun) {
+TEST(Rendezvous, ARankEndsSoonAfterItsMpirun) {
   int ends[2];
   ASSERT_EQ(::pipe(ends), 0);
   const pid_t launcher = ::fork();
@@ -141,7 +141,7 @@ TEST(Meeting, ARankEndsSoonAfterItsMpirun) {
 }
 
 // In a network of its own, with a list of hosts of its own.
-TEST(Meeting, RankZeroListensEverywhereAndItsNameMayComeLater) {
+TEST(Rendezvous, RankZeroListensEverywhereAndItsNameMayComeLater) {
   ChildProcess test([]() -> std::string {
     const auto hosts = (fresh_folder("meeting", "names") / "hosts").string();
     std::ofstream(hosts) << "127.0.0.1 localhost\n";

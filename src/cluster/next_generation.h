@@ -1,0 +1,14 @@
+// Who is left of a job after processes were lost.
+#pragma once
+
+#include <vector>
+
+#include "lockstep/store.h"
+#include "lockstep/world.h"
+
+namespace lockstep {
+
+// The World without the ranks `lost`, as Job::regroup describes it. Collective over the others.
+World next_generation(const World& world, const Store& store, const std::vector<int>& lost, Deadline deadline);
+
+}  // namespace lockstep

@@ -1,0 +1,72 @@
+#include "cluster/next_generation.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <thread>
+#include <vector>
+
+#include "base/expect_says.h"
+#include "base/mutex.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+Deadline in(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
+
+// Four ranks on two hosts: 0 and 1 on "a", 2 and 3 on "b".
+World world_of(int rank) {
+  return {.rank = rank, .size = 4, .local_rank = rank % 2, .local_size = 2, .host = rank < 2 ? "a" : "b"};
+}
+
+// What each of `ranks` finds; each knows of the losses that `lost` has for it.
+std::map<int, World> found_by(const Store& store, const std::vector<int>& ranks, std::map<int, std::vector<int>> lost,
+                              double seconds) {
+  Mutex mutex;
+  std::map<int, World> found;  // guarded by mutex
+  std::vector<std::jthread> threads;
+  for (const int rank : ranks) {
+    threads.emplace_back([&, rank, known = lost[rank]] {
+      const auto next = next_generation(world_of(rank), store, known, in(seconds));
+      MutexLock lock(mutex);
+      found[rank] = next;
+    });
+  }
+  threads.clear();
+  return found;
+}
+
+TEST(NextGeneration, RanksKeepTheirOrderAndOneThatKnowsOfALossIsEnough) {
+  const auto begin = in(0);
+  const auto found = found_by(Store::hold("127.0.0.1:0"), {0, 2, 3}, {{2, {1}}}, 30);
+  EXPECT_LT(begin.waited().count(), 20);  // nobody waited for rank 1 until the deadline
+  ASSERT_EQ(found.size(), 3U);
+  for (const auto& [rank, world] : found) {
+    EXPECT_EQ(world.generation, 1);
+    EXPECT_EQ(world.size, 3);
+    EXPECT_EQ(world.rank, rank == 0 ? 0 : rank - 1);
+    EXPECT_EQ(world.local_size, rank == 0 ? 1 : 2);
+    EXPECT_EQ(world.local_rank, rank == 3 ? 1 : 0);
+  }
+}
+
+TEST(NextGeneration, WhoDoesNotComeByTheDeadlineIsLeftOutAndTold) {
+  const auto store = Store::hold("127.0.0.1:0");
+  const auto found = found_by(store, {0, 1, 3}, {}, 0.2);
+  ASSERT_EQ(found.size(), 3U);
+  for (const auto& [rank, world] : found) EXPECT_EQ(world.size, 3);
+  expect_says(message_of<ClusterError>([&] { next_generation(world_of(2), store, {}, in(5)); }),
+              "the others took rank 2 for lost");
+}
+
+TEST(NextGeneration, OthersMayBeLostNotOneself) {
+  const auto store = Store::hold("127.0.0.1:0");
+  for (const int rank : {-1, 1, 4}) {
+    expect_says(message_of<InvalidArgument>([&] { next_generation(world_of(1), store, {rank}, in(5)); }),
+                "is said to be lost by rank 1");
+  }
+}
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,106 @@
+#include "lockstep/communicator.h"
+
+#include <algorithm>
+
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+Buffer bytes_of(std::span<char> bytes) { return {bytes.data(), bytes.size(), DType::uint8}; }
+
+double checked(double timeout_seconds) {
+  if (timeout_seconds > 0) return timeout_seconds;
+  throw InvalidArgument(text("Communicator: timeout_seconds is ", timeout_seconds, "; it must be above 0"));
+}
+
+}  // namespace
+
+struct Communicator::State {
+  Group group;
+  const std::string member;
+  std::int64_t generation = 0;
+};
+
+Communicator::Communicator() : Communicator(make_thread_groups(1)[0]) {}
+
+Communicator::Communicator(Group group, double timeout_seconds, std::string member)
+    : state_(std::make_shared<State>(State{std::move(group), std::move(member)})),
+      timeout_seconds_(checked(timeout_seconds)) {}
+
+const Group& Communicator::group() const { return state_->group; }
+std::int64_t Communicator::generation() const { return state_->generation; }
+
+Communicator Communicator::with_timeout(double seconds) const {
+  auto other = *this;
+  other.timeout_seconds_ = checked(seconds);
+  return other;
+}
+
+Communicator Communicator::with_group(Group group) const {
+  return {std::move(group), timeout_seconds_, state_->member};
+}
+
+void Communicator::regroup(Group group) const {
+  state_->group = std::move(group);
+  ++state_->generation;
+}
+
+void Communicator::sum(std::span<double> values) const {
+  group().all_reduce(buffer_of(values), ReduceOp::sum, deadline());
+}
+
+bool Communicator::any(bool holds) const {
+  double count = holds ? 1 : 0;
+  sum({&count, 1});
+  return count > 0;
+}
+
+bool Communicator::all(bool holds) const { return !any(!holds); }
+
+std::string Communicator::broadcast(const std::string& bytes, int root) const {
+  if (size() == 1) return bytes;
+  std::int64_t length = static_cast<std::int64_t>(bytes.size());
+  group().broadcast(buffer_of(std::span(&length, 1)), root, deadline());
+  std::string result = rank() == root ? bytes : std::string(static_cast<std::size_t>(length), '\0');
+  group().broadcast(bytes_of(result), root, deadline());
+  return result;
+}
+
+std::vector<std::string> Communicator::all_gather(const std::string& mine) const {
+  std::int64_t length = static_cast<std::int64_t>(mine.size());
+  std::vector<std::int64_t> lengths(static_cast<std::size_t>(size()));
+  group().all_gather(buffer_of(std::span(&length, 1)), buffer_of(std::span(lengths)), deadline());
+  std::string input = mine, output;
+  Counts counts;
+  for (const auto bytes : lengths) {
+    counts.push_back(static_cast<std::size_t>(bytes));
+    output.resize(output.size() + counts.back());
+  }
+  group().run(Call::all_gather(bytes_of(input), bytes_of(output), counts), deadline());
+  std::vector<std::string> all;
+  std::size_t at = 0;
+  for (const auto count : counts) {
+    all.push_back(output.substr(at, count));
+    at += count;
+  }
+  return all;
+}
+
+void Communicator::check_all_agree(const std::string& what, const std::string& mine) const {
+  const auto all = all_gather(mine);
+  const auto other = std::find_if(all.begin(), all.end(), [&](const auto& theirs) { return theirs != all[0]; });
+  if (other == all.end()) return;
+  const auto [first, theirs] = first_difference(all[0], *other);
+  const auto& member = state_->member;
+  throw InvalidArgument(text("the ", member, "s' ", what, " differ: ", member, " 0 has ", first, ", ", member, " ",
+                             other - all.begin(), " has ", theirs));
+}
+
+void Communicator::abort(const std::string& reason) const {
+  if (size() > 1) group().abort(text(state_->member, " ", rank(), ": ", reason));
+}
+
+void Communicator::throw_of_rank_0(const std::string& what) const { throw Error(text(state_->member, " 0: ", what)); }
+
+}  // namespace lockstep

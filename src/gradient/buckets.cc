@@ -1,0 +1,249 @@
+#include "gradient/buckets.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/all.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/isfinite.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/text.h"
+#include "gradient/dtypes.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+namespace {
+
+// By the size of the model: small buckets are on their way while backward goes on; each has its price.
+constexpr std::size_t kBuckets = 16, kSmallest = 1 << 20, kLargest = 25 << 20;
+
+// Reduction in memory is work of this host's cores: it helps only where some have nothing else to do.
+bool may_overlap(const Group& group, bool idle_cores) {
+  return idle_cores || (group.backend() != "shm" && group.backend() != "threads");
+}
+
+std::vector<std::int64_t> all_slots(std::size_t count) {  // backward goes from the last to the first, mostly
+  std::vector<std::int64_t> order(count);
+  std::iota(order.rbegin(), order.rend(), 0);
+  return order;
+}
+
+}  // namespace
+
+Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOptions options)
+    : infos_(std::move(slots)),
+      ranks_(std::move(ranks)),
+      options_(std::move(options)),
+      group_(ranks_.group()),
+      generation_(ranks_.generation()),
+      order_(all_slots(infos_.size())),
+      slots_(infos_.size()) {
+  const auto& wanted = options_.gradient_dtype;
+  if (wanted && *wanted != DType::float16 && *wanted != DType::bfloat16) {
+    throw InvalidArgument(text("gradients are sent as float16 or bfloat16, or as they are; not as ", name_of(*wanted)));
+  }
+  for (const auto& slot : infos_) {
+    try {
+      dtype_of(slot.dtype);
+    } catch (const InvalidArgument& error) {
+      throw InvalidArgument(text("the parameter \"", slot.name, "\": ", error.what()));
+    }
+  }
+  const auto& order = options_.order;
+  if (!order.empty() && !std::is_permutation(order.begin(), order.end(), order_.begin(), order_.end())) {
+    throw InvalidArgument(
+        text("the order of ", order.size(), " parameters is none of the ", order_.size(), " there are"));
+  }
+  knows_order_ = !order.empty();
+  if (knows_order_) order_ = order;
+  overlaps_ = ranks_.all(may_overlap(group_, options_.idle_cores));
+  make();
+}
+
+Buckets::~Buckets() { end_pending(); }
+
+bool Buckets::follow_regroup() {
+  if (generation_ == ranks_.generation()) return false;
+  end_pending();
+  generation_ = ranks_.generation();
+  group_ = ranks_.group();
+  weights_ = {};
+  overlaps_ = ranks_.all(may_overlap(group_, options_.idle_cores));
+  make();
+  return true;
+}
+
+// What was started works on memory of this object; only a pass that broke off leaves any.
+void Buckets::end_pending() {
+  const auto end = [this](std::optional<Work>& work) {
+    if (!work || work->done()) return;
+    group_.abort("a step broke off in the middle");
+    try {
+      work->wait();
+    } catch (const Error&) {
+    }
+  };
+  end(weights_.pending());
+  for (auto& bucket : buckets_) end(bucket.work);
+}
+
+void Buckets::make() {
+  ++layout_;
+  buckets_.clear();
+  for (auto& slots : slots_of_buckets()) buckets_.push_back(make_bucket(std::move(slots)));
+  start_pass();
+}
+
+// Fills buckets in order_, with slots of one dtype each.
+std::vector<std::vector<std::size_t>> Buckets::slots_of_buckets() const {
+  const auto bytes_of = [this](std::size_t slot) {
+    return static_cast<std::size_t>(infos_[slot].numel) * at::elementSize(infos_[slot].dtype);
+  };
+  std::size_t all = 0;
+  for (std::size_t i = 0; i < infos_.size(); ++i) all += bytes_of(i);
+  const bool by_size = options_.bucket_bytes == 0;
+  const auto later = by_size ? std::clamp(all / kBuckets, kSmallest, kLargest) : options_.bucket_bytes;
+  std::vector<std::vector<std::size_t>> buckets;
+  std::size_t bytes = 0;
+  for (const auto index : order_) {
+    const auto slot = static_cast<std::size_t>(index);
+    // Where none starts before the end, one is best.
+    const auto most = by_size && !overlaps_ ? all : buckets.size() <= 1 ? options_.first_bucket_bytes : later;
+    if (buckets.empty() || infos_[buckets.back()[0]].dtype != infos_[slot].dtype || bytes + bytes_of(slot) > most) {
+      buckets.emplace_back();
+      bytes = 0;
+    }
+    bytes += bytes_of(slot);
+    buckets.back().push_back(slot);
+  }
+  return buckets;
+}
+
+Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
+  Bucket bucket;
+  std::int64_t elements = 0;
+  for (const auto slot : slots) {
+    elements += infos_[slot].numel;
+    bucket.shown.parameters.push_back(infos_[slot].name);
+  }
+  const auto type = infos_[slots[0]].dtype;
+  const bool in_16_bits = options_.gradient_dtype && type == at::kFloat;
+  const auto dtype = in_16_bits ? *options_.gradient_dtype : dtype_of(type);
+  const auto count = static_cast<std::int64_t>(slots.size());
+  const auto total = static_cast<std::size_t>(elements + count);
+  bucket.names = std::make_shared<std::string>(first_of(bucket.shown.parameters));
+  bucket.memory = group_.allocate(total * size_of(dtype));
+  bucket.shown.index = static_cast<int>(buckets_.size());
+  bucket.shown.buffer = {bucket.memory.get(), total, dtype};
+  const auto whole = at::from_blob(
+      bucket.memory.get(), {elements + count}, [memory = bucket.memory](void*) {},
+      at::TensorOptions(scalar_type_of(dtype)));
+  bucket.input = whole.narrow(0, 0, elements);
+  bucket.flags = whole.narrow(0, elements, count);
+  bucket.mean = in_16_bits ? at::empty({elements}, at::TensorOptions(type)) : bucket.input;
+  std::int64_t at = 0;
+  for (std::size_t k = 0; k < slots.size(); ++k) {
+    auto& slot = slots_[slots[k]];
+    const auto numel = infos_[slots[k]].numel;
+    slot.bucket = buckets_.size();
+    slot.input = bucket.input.narrow(0, at, numel);
+    slot.mean = bucket.mean.narrow(0, at, numel);
+    slot.flag = bucket.flags.narrow(0, static_cast<std::int64_t>(k), 1);
+    at += numel;
+  }
+  bucket.slots = std::move(slots);
+  return bucket;
+}
+
+void Buckets::start_pass() {
+  MutexLock lock(mutex_);
+  launched_ = 0;
+  ready_order_.clear();
+  for (auto& slot : slots_) slot.ready = false;
+  for (auto& bucket : buckets_) {
+    bucket.missing = bucket.slots.size();
+    bucket.shown.last = &bucket == &buckets_.back();
+    bucket.work.reset();
+  }
+}
+
+void Buckets::mark_ready(std::size_t index, bool has_gradient) {
+  auto& slot = slots_[index];
+  slot.flag.fill_(has_gradient ? 1 : 0);
+  slot.ready = true;
+  MutexLock lock(mutex_);
+  ready_order_.push_back(static_cast<std::int64_t>(index));
+  --buckets_[slot.bucket].missing;
+  while (overlaps_ && launched_ < buckets_.size() && buckets_[launched_].missing == 0) launch(buckets_[launched_++]);
+}
+
+void Buckets::launch(Bucket& bucket) {
+  if (options_.hook) {
+    bucket.work = options_.hook(group_, bucket.shown, ranks_.deadline());
+    return;
+  }
+  auto call = Call::all_reduce(bucket.shown.buffer, ReduceOp::mean);
+  call.tensors = bucket.names;
+  if (overlaps_) {
+    bucket.work = group_.start(call, ranks_.deadline());
+  } else {
+    group_.run(call, ranks_.deadline());
+  }
+}
+
+void Buckets::finish() {
+  if (!overlaps_) {
+    for (auto& bucket : buckets_) launch(bucket);
+  }
+  for (auto& bucket : buckets_) {
+    if (bucket.work) bucket.work->wait();
+    receive(bucket);
+  }
+}
+
+void Buckets::receive(Bucket& bucket) {
+  const at::NoGradGuard no_grad;
+  if (!bucket.mean.is_same(bucket.input)) bucket.mean.copy_(bucket.input);
+  const auto flags = bucket.flags.to(at::kFloat);
+  for (std::size_t k = 0; k < bucket.slots.size(); ++k) {
+    slots_[bucket.slots[k]].has_gradient = flags.const_data_ptr<float>()[k] > 0;
+  }
+}
+
+void Buckets::multiply(double factor) {
+  const at::NoGradGuard no_grad;
+  if (factor == 1) return;
+  for (auto& bucket : buckets_) bucket.mean.mul_(factor);
+}
+
+bool Buckets::all_finite() const {
+  return std::all_of(buckets_.begin(), buckets_.end(),
+                     [](const Bucket& bucket) { return at::isfinite(bucket.mean).all().item<bool>(); });
+}
+
+void Buckets::end_pass(int root) {
+  weights_.end_pass();
+  if (!knows_order_) {
+    std::vector<std::int64_t> order;
+    {
+      MutexLock lock(mutex_);
+      order = ready_order_;
+    }
+    order.resize(order_.size());
+    group_.broadcast(buffer_of(std::span(order)), root, ranks_.deadline());
+    restore_order(order);
+  }
+  start_pass();
+}
+
+void Buckets::restore_order(const std::vector<std::int64_t>& order) {
+  if (!std::is_permutation(order.begin(), order.end(), order_.begin(), order_.end())) return;
+  knows_order_ = true;
+  if (order == order_) return;
+  order_ = order;
+  make();
+}
+
+}  // namespace lockstep

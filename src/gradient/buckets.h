@@ -1,0 +1,133 @@
+// Gradients in buckets, which become their mean over the ranks while backward goes on.
+//
+// After Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", VLDB 2020.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "gradient/pass_weights.h"
+#include "lockstep/communicator.h"
+#include "lockstep/gradient_hook.h"
+
+namespace lockstep {
+
+struct BucketOptions {
+  std::size_t bucket_bytes = 0;              // 0: by the size of the model
+  std::size_t first_bucket_bytes = 1 << 20;  // the first is ready first, and should not wait for much
+  std::optional<DType> gradient_dtype;       // float16 or bfloat16: what float gradients are sent as
+  std::vector<std::int64_t> order;           // of slots, from an earlier training; empty: learned in the first pass
+  GradientHook hook;                         // instead of all_reduce
+  bool idle_cores = false;                   // this process has more cores than it computes on
+};
+
+// What a parameter needs of a bucket.
+struct BucketSlot {
+  std::string name;
+  at::ScalarType dtype;  // float, double, half or bfloat16
+  std::int64_t numel;
+};
+
+// In a pass every slot is filled and marked ready once, on each rank; when all are, one thread calls `finish`; what was
+// reduced may be read until the next pass fills it. Ranks have equal slots and make the same passes.
+//
+// `input` and `mark_ready` may be called by several threads at once, for different slots; everything else by one.
+class Buckets {
+ public:
+  // Collective. Throws InvalidArgument for an order that is none of the slots, and for a dtype that cannot be sent.
+  Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOptions options);
+  ~Buckets();
+  Buckets(const Buckets&) = delete;
+  Buckets& operator=(const Buckets&) = delete;
+
+  // Whether the communicator has another Group than before; then memory and layout are made anew, and what was learned
+  // of weights is forgotten. Collective. A pass that broke off is forgotten too.
+  bool follow_regroup();
+
+  const Communicator& ranks() const { return ranks_; }
+  PassWeights& weights() { return weights_; }
+  const PassWeights& weights() const { return weights_; }
+
+  // Whether buckets are reduced while backward goes on; the same on all ranks.
+  bool overlaps() const { return overlaps_; }
+
+  // Flat, of the slot's dtype or gradient_dtype: what this rank sends.
+  const at::Tensor& input(std::size_t slot) const { return slots_[slot].input; }
+  void mark_ready(std::size_t slot, bool has_gradient);
+  bool is_ready(std::size_t slot) const { return slots_[slot].ready; }
+
+  // All slots are ready. Returns when the means of all ranks are there. Throws what the Group throws.
+  void finish();
+
+  // Flat, of the slot's dtype: the mean over the ranks, and whether any of them has a gradient.
+  const at::Tensor& mean(std::size_t slot) const { return slots_[slot].mean; }
+  bool has_gradient(std::size_t slot) const { return slots_[slot].has_gradient; }
+  void multiply(double factor);  // all means
+  bool all_finite() const;
+
+  // After the pass. The first one's order, of rank `root`, becomes that of the slots in the buckets from then on: then
+  // inputs and means are others. Collective in the first pass.
+  void end_pass(int root);
+
+  // The order of slots, once it is known. Sums are of other bits in other buckets.
+  bool knows_order() const { return knows_order_; }
+  const std::vector<std::int64_t>& order() const { return order_; }
+  void restore_order(const std::vector<std::int64_t>& order);  // one that is not of these slots is not taken
+
+  // Counts layouts: views of inputs and means are of one.
+  int layout() const { return layout_; }
+
+ private:
+  struct Slot {
+    std::size_t bucket = 0;
+    at::Tensor input, mean, flag;  // flag: one element
+    bool ready = false;            // written by the thread that marks it
+    bool has_gradient = false;
+  };
+  struct Bucket {
+    GradientBucket shown;
+    Memory memory;
+    at::Tensor input, mean, flags;
+    std::vector<std::size_t> slots;
+    std::shared_ptr<const std::string> names;  // for timelines
+    std::size_t missing = 0;                   // slots; guarded by mutex_
+    std::optional<Work> work;
+  };
+
+  void make();
+  std::vector<std::vector<std::size_t>> slots_of_buckets() const;
+  Bucket make_bucket(std::vector<std::size_t> slots);
+  void start_pass();
+  void launch(Bucket& bucket);
+  void receive(Bucket& bucket);
+  void end_pending();
+
+  // Constant after construction.
+  const std::vector<BucketSlot> infos_;
+  const Communicator ranks_;
+  const BucketOptions options_;
+
+  // Of one generation of the communicator.
+  Group group_;
+  std::int64_t generation_;
+  bool overlaps_ = false;
+  PassWeights weights_;
+
+  std::vector<std::int64_t> order_;
+  bool knows_order_ = false;
+  int layout_ = 0;
+  std::vector<Slot> slots_;
+  std::vector<Bucket> buckets_;
+
+  Mutex mutex_;
+  std::size_t launched_ LOCKSTEP_GUARDED_BY(mutex_) = 0;  // buckets
+  std::vector<std::int64_t> ready_order_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+}  // namespace lockstep
