@@ -18,7 +18,7 @@ namespace lockstep {
 
 class ReplicaContext;
 class ReplicatedParameters;
-class UpdateEngine;
+class GradientPath;
 
 // A shared handle. A replica's step touches its own copy only; everything here is for the thread that calls
 // Strategy::run, between runs.
@@ -63,7 +63,7 @@ class Mirrored : public ReplicatedModule {
 // thread that calls Strategy::run, between runs.
 class ReplicatedOptimizer {
  public:
-  explicit ReplicatedOptimizer(std::shared_ptr<UpdateEngine> engine) : engine_(std::move(engine)) {}
+  explicit ReplicatedOptimizer(std::shared_ptr<GradientPath> gradients) : gradients_(std::move(gradients)) {}
 
   // Collective. Backward from `loss`, a scalar: the sum over this replica's examples, scaled where the optimizer is a
   // LossScaleOptimizer. Then apply_gradients. Throws InvalidArgument for a loss that is no scalar with a gradient.
@@ -86,10 +86,10 @@ class ReplicatedOptimizer {
 
   Trackable trackable() const;
 
-  const std::shared_ptr<UpdateEngine>& engine() const { return engine_; }
+  const std::shared_ptr<GradientPath>& gradients() const { return gradients_; }
 
  private:
-  std::shared_ptr<UpdateEngine> engine_;
+  std::shared_ptr<GradientPath> gradients_;
 };
 
 }  // namespace lockstep

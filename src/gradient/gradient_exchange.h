@@ -1,14 +1,14 @@
-// Other processes that an optimizer's gradients meet, where the strategy has none itself.
+// Other processes whose gradients an optimizer's are summed with, where the strategy has none itself.
 #pragma once
 
-#include "gradient/worker_gradients.h"
+#include "gradient/buckets.h"
 
 namespace lockstep {
 
 struct GradientExchange {
-  Communicator workers;
-  WorkerGradientsOptions options;
-  bool sum = false;  // the update is the workers' sum, instead of their mean
+  Communicator ranks;
+  BucketOptions buckets;
+  bool sum = false;  // the update is the processes' sum, instead of their mean
 };
 
 }  // namespace lockstep

@@ -24,10 +24,8 @@ OptimizerOptions with_exchange(const Optimizer& inner, const FitOptimizerOptions
   if (session->size() == 1) return all;
   const auto ranks = session->split(text("DistributedOptimizer for fit (", name_of(options.op), ", compression ",
                                          static_cast<int>(options.compression), ")"));
-  all.exchange = std::make_shared<GradientExchange>(
-      GradientExchange{.workers = ranks,
-                       .options = {.buckets = {.gradient_dtype = wire_of(options.compression)}},
-                       .sum = options.op == Sum});
+  all.exchange = std::make_shared<GradientExchange>(GradientExchange{
+      .ranks = ranks, .buckets = {.gradient_dtype = wire_of(options.compression)}, .sum = options.op == Sum});
   return all;
 }
 

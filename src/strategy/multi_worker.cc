@@ -37,16 +37,15 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                             .share = share,
                             .timeout_seconds = communication.timeout_seconds};
   if (!job) return settings;
-  settings.workers.emplace(
-      WorkerSettings{.job = *job,
-                     .group = {.backend = communication.backend,
-                               .network = communication.network,
-                               .implementation = communication.implementation,
-                               .timeout_seconds = options.start_timeout_seconds},
-                     .gradients = {.buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
-                                               .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
-                                               .gradient_dtype = communication.gradient_dtype},
-                                   .compare_copies_every = options.compare_copies_every}});
+  settings.workers.emplace(WorkerSettings{.job = *job,
+                                          .group = {.backend = communication.backend,
+                                                    .network = communication.network,
+                                                    .implementation = communication.implementation,
+                                                    .timeout_seconds = options.start_timeout_seconds},
+                                          .buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
+                                                      .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
+                                                      .gradient_dtype = communication.gradient_dtype},
+                                          .compare_copies_every = options.compare_copies_every});
   return settings;
 }
 

@@ -10,7 +10,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "data/stored_tensor.h"
-#include "gradient/update_engine.h"
+#include "gradient/gradient_path.h"
 #include "lockstep/error.h"
 #include "lockstep/strategy.h"
 
@@ -127,75 +127,75 @@ void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& 
                                "; it must be a scalar with a gradient: the sum over this replica's examples"));
   }
   try {
-    engine_->expect_one_backward(replica.local_replica_id());
+    gradients_->expect_one_backward(replica.local_replica_id());
     scale_loss(loss).backward();
   } catch (...) {
-    engine_->drop_gradients(replica.local_replica_id());  // or the next step would add to a part of these
+    gradients_->drop_gradients(replica.local_replica_id());  // or the next step would add to a part of these
     throw;
   }
   apply_gradients(replica, weight);
 }
 
 void ReplicatedOptimizer::apply_gradients(const ReplicaContext& replica, double weight) const {
-  engine_->apply(replica.local_group(), weight, replica.deadline());
+  gradients_->apply(replica.local_group(), weight, replica.deadline());
 }
 
 Tensor ReplicatedOptimizer::scale_loss(const Tensor& loss) const {
-  return engine_->loss_scale() == 1 ? loss : loss * engine_->loss_scale();
+  return gradients_->updater().loss_scale().value() == 1 ? loss : loss * gradients_->updater().loss_scale().value();
 }
 
-double ReplicatedOptimizer::loss_scale() const { return engine_->loss_scale(); }
-std::int64_t ReplicatedOptimizer::iterations() const { return engine_->iterations(); }
-double ReplicatedOptimizer::learning_rate() const { return engine_->learning_rate(); }
-void ReplicatedOptimizer::set_learning_rate(double rate) const { engine_->set_learning_rate(rate); }
+double ReplicatedOptimizer::loss_scale() const { return gradients_->updater().loss_scale().value(); }
+std::int64_t ReplicatedOptimizer::iterations() const { return gradients_->updater().iterations(); }
+double ReplicatedOptimizer::learning_rate() const { return gradients_->updater().learning_rate(); }
+void ReplicatedOptimizer::set_learning_rate(double rate) const { gradients_->updater().set_learning_rate(rate); }
 
 Trackable ReplicatedOptimizer::trackable() const {
   // Calls visit(name, slot, index) for each state of each parameter.
-  const auto each_state = [engine = engine_](const std::string& prefix, const auto& visit) {
-    const auto specs = engine->optimizer().rule().states();
-    for (std::size_t i = 0; i < engine->parameters().slots().size(); ++i) {
-      const auto& slot = engine->parameters().slots()[i];
+  const auto each_state = [gradients = gradients_](const std::string& prefix, const auto& visit) {
+    const auto specs = gradients->updater().optimizer().rule().states();
+    for (std::size_t i = 0; i < gradients->parameters().slots().size(); ++i) {
+      const auto& slot = gradients->parameters().slots()[i];
       if (!slot.trainable) continue;
       for (std::size_t k = 0; k < specs.size(); ++k) visit(joined(prefix, specs[k].name + "/" + slot.name), i, k);
     }
   };
-  const auto save = [engine = engine_, each_state](Archive& archive, const std::string& prefix) {
-    archive.entries[joined(prefix, "rule")] = engine->optimizer().rule().name();
-    archive.entries[joined(prefix, "iterations")] = std::to_string(engine->iterations());
-    if (const auto rate = engine->learning_rate_override()) {
+  const auto save = [gradients = gradients_, each_state](Archive& archive, const std::string& prefix) {
+    archive.entries[joined(prefix, "rule")] = gradients->updater().optimizer().rule().name();
+    archive.entries[joined(prefix, "iterations")] = std::to_string(gradients->updater().iterations());
+    if (const auto rate = gradients->updater().learning_rate_override()) {
       archive.set_numbers(joined(prefix, "learning_rate"), {*rate});
     }
-    const auto learned = engine->learned_of_workers();
+    const auto learned = gradients->sync().learned();
     if (!learned.order.empty()) {
       archive.entries[joined(prefix, "gradient_order")] = join(learned.order, " ");
       archive.set_numbers(joined(prefix, "usual_weight"), {learned.weight_scale});
     }
-    const auto& scale = engine->loss_scale_state();
+    const auto& scale = gradients->updater().loss_scale();
     if (scale.used()) {
       archive.set_numbers(joined(prefix, "loss_scale"), {scale.value()});
       archive.entries[joined(prefix, "loss_scale_steps")] = std::to_string(scale.steps());
     }
     each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
-      archive.tensors[name] = to_stored(engine->state(slot, index));
+      archive.tensors[name] = to_stored(gradients->updater().state(slot, index));
     });
   };
-  const auto load = [engine = engine_, each_state](const Archive& archive,
-                                                   const std::string& prefix) -> std::function<void()> {
+  const auto load = [gradients = gradients_, each_state](const Archive& archive,
+                                                         const std::string& prefix) -> std::function<void()> {
     const auto& rule = archive.entry(joined(prefix, "rule"));
-    if (rule != engine->optimizer().rule().name()) {
-      throw InvalidArgument(
-          text("the checkpoint's optimizer is ", rule, "; this one is ", engine->optimizer().rule().name()));
+    if (rule != gradients->updater().optimizer().rule().name()) {
+      throw InvalidArgument(text("the checkpoint's optimizer is ", rule, "; this one is ",
+                                 gradients->updater().optimizer().rule().name()));
     }
     std::vector<std::pair<Tensor, Tensor>> copies;  // to, from
     each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
-      const auto to = engine->state(slot, index);
+      const auto to = gradients->updater().state(slot, index);
       copies.emplace_back(to, load_like(archive, name, to));
     });
     const auto iterations = archive.integer(joined(prefix, "iterations"));
     const auto rate = joined(prefix, "learning_rate");
     std::optional<double> set_rate;
     if (archive.entries.contains(rate)) set_rate = LearningRate(archive.number(rate)).at(0);  // checked
-    WorkerGradients::Learned learned;
+    GradientSync::Learned learned;
     const auto listed = archive.entries.find(joined(prefix, "gradient_order"));
     if (listed != archive.entries.end()) {
       std::istringstream numbers(listed->second);
@@ -211,16 +211,16 @@ Trackable ReplicatedOptimizer::trackable() const {
                                    " steps; it must be above 0, after 0 steps or more"));
       }
     }
-    return [engine, copies, iterations, set_rate, scaled, learned] {
-      engine->restore_learned_of_workers(learned);
-      auto& state = engine->loss_scale_state();
+    return [gradients, copies, iterations, set_rate, scaled, learned] {
+      gradients->sync().restore(learned);
+      auto& state = gradients->updater().loss_scale();
       if (state.used()) scaled ? state.restore(scaled->first, scaled->second) : state.restart();
       for (const auto& [to, from] : copies) to.copy_(from);
-      engine->set_iterations(iterations);
-      engine->restore_learning_rate(set_rate);
+      gradients->updater().set_iterations(iterations);
+      gradients->updater().restore_learning_rate(set_rate);
     };
   };
-  return {save, load, engine_->parameters().workers()};
+  return {save, load, gradients_->parameters().workers()};
 }
 
 }  // namespace lockstep

@@ -115,9 +115,9 @@ DistributedDataset Strategy::distribute_from_function(
 }
 
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {
-  auto engine = impl_->make_engine(optimizer, module.parameters());
-  engine->meet_exchange();
-  return ReplicatedOptimizer(std::move(engine));
+  auto gradients = impl_->make_gradient_path(optimizer, module.parameters());
+  gradients->prepare();
+  return ReplicatedOptimizer(std::move(gradients));
 }
 
 void internal::check_elements(int elements, int replicas) {

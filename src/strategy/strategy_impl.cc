@@ -36,7 +36,7 @@ StrategySettings checked(StrategySettings settings) {
   }
   if (settings.workers) {
     const auto computing = settings.threads_per_replica * static_cast<int>(settings.devices.size());
-    settings.workers->gradients.buckets.idle_cores = computing < settings.share.usable_cpu_count();
+    settings.workers->buckets.idle_cores = computing < settings.share.usable_cpu_count();
   }
   return settings;
 }
@@ -56,23 +56,26 @@ StrategyImpl::StrategyImpl(StrategySettings settings)
   make_groups();
   all_groups_.resize(settings_.devices.size());
   if (!settings_.workers) return;
-  const auto& [job, options, gradients] = *settings_.workers;
+  const auto& [job, options, buckets, compare_copies_every] = *settings_.workers;
   workers_ = Communicator(job.group(options), settings_.timeout_seconds, "worker");
   if (settings_.share.size > 1) pin_current_thread(settings_.share.cpus());
   workers_.check_all_agree("versions", text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION));
   workers_.check_all_agree("numbers of replicas", std::to_string(replicas()));
-  const auto& buckets = gradients.buckets;
   workers_.check_all_agree("options",
                            text("gradient_dtype ", buckets.gradient_dtype ? name_of(*buckets.gradient_dtype) : "none",
                                 "\nbucket_cap in bytes ", buckets.bucket_bytes, "\nfirst_bucket in bytes ",
-                                buckets.first_bucket_bytes, "\ncompare_copies_every ", gradients.compare_copies_every));
+                                buckets.first_bucket_bytes, "\ncompare_copies_every ", compare_copies_every));
   seed_ = std::stoull(workers_.broadcast(std::to_string(seed_)));
 }
 
-std::shared_ptr<UpdateEngine> StrategyImpl::make_engine(const Optimizer& optimizer,
-                                                        std::shared_ptr<ReplicatedParameters> parameters) const {
-  return std::make_shared<UpdateEngine>(std::move(parameters), optimizer, settings_.exchange, settings_.root,
-                                        settings_.workers ? settings_.workers->gradients : WorkerGradientsOptions{});
+std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& optimizer,
+                                                               std::shared_ptr<ReplicatedParameters> parameters) const {
+  GradientPathOptions options{.exchange = settings_.exchange, .root = settings_.root};
+  if (settings_.workers) {
+    options.buckets = settings_.workers->buckets;
+    options.compare_copies_every = settings_.workers->compare_copies_every;
+  }
+  return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
 }
 
 internal::LocalReplicas StrategyImpl::local_replicas() const {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "gradient/update_engine.h"
+#include "gradient/gradient_path.h"
 #include "lockstep/job.h"
 #include "lockstep/random.h"
 #include "lockstep/strategy.h"
@@ -19,7 +19,8 @@ namespace lockstep {
 struct WorkerSettings {
   Job job;
   GroupOptions group;
-  WorkerGradientsOptions gradients;
+  BucketOptions buckets;
+  std::int64_t compare_copies_every = 100;
 };
 
 // The three things that a strategy decides, and the devices it decides them for.
@@ -47,12 +48,10 @@ class StrategyImpl {
   const Communicator& workers() const { return workers_; }
 
   // Steps between comparisons of what workers have; 0: never, or this process is alone.
-  std::int64_t compare_copies_every() const {
-    return settings_.workers ? settings_.workers->gradients.compare_copies_every : 0;
-  }
+  std::int64_t compare_copies_every() const { return settings_.workers ? settings_.workers->compare_copies_every : 0; }
 
-  std::shared_ptr<UpdateEngine> make_engine(const Optimizer& optimizer,
-                                            std::shared_ptr<ReplicatedParameters> parameters) const;
+  std::shared_ptr<GradientPath> make_gradient_path(const Optimizer& optimizer,
+                                                   std::shared_ptr<ReplicatedParameters> parameters) const;
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(settings_.timeout_seconds)); }
 
   // Calls function(replica) on every replica's thread. When one throws, the Group is aborted so that the others leave

@@ -53,7 +53,7 @@ class Fit {
     impl_.stopping = impl_.agreed_to_stop = impl_.out_of_data = false;
     workers().abort_on_error([this] { build_for_first_batch(); });
     peers().abort_on_error([this] {
-      impl_.engine->meet_exchange();
+      impl_.gradients->prepare();
       compare_workers();
       compare_exchange();
       attach_callbacks();

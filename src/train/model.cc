@@ -24,12 +24,12 @@ void ModelImpl::build(const Example& sample) {
   }
   parameters = std::move(made);
   seed = std::stoull(workers().broadcast(std::to_string(seed)));
-  make_engine();
+  make_gradient_path();
 }
 
-void ModelImpl::make_engine() {
+void ModelImpl::make_gradient_path() {
   if (parameters == nullptr || !compiled) return;
-  engine = strategy.impl().make_engine(compiled->optimizer, parameters);
+  gradients = strategy.impl().make_gradient_path(compiled->optimizer, parameters);
   tracker.emplace(*compiled, strategy.num_local_replicas(), workers());
   recorded = {};
 }
@@ -82,7 +82,7 @@ void Model::compile(CompileOptions options) {
   if (impl_->fitting) throw InvalidArgument("compile: this model is in a fit; a callback of it cannot compile it");
   options.optimizer = impl_->policy.wrapped(options.optimizer);
   impl_->compiled = std::move(options);
-  impl_->make_engine();
+  impl_->make_gradient_path();
 }
 
 void Model::build(const std::vector<std::int64_t>& input_shape, at::ScalarType dtype) {
@@ -96,7 +96,7 @@ Logs Model::train_on_batch(const Example& batch) {
   check_batch(batch);
   impl_->build(batch);
   impl_->require_trainable();
-  impl_->engine->meet_exchange();
+  impl_->gradients->prepare();
   impl_->tracker->reset();
   auto parts = split_batch(batch, impl_->strategy.impl().local_replicas());
   impl_->tracker->add_batch(impl_->train_batch(parts, *impl_->tracker));
@@ -105,16 +105,17 @@ Logs Model::train_on_batch(const Example& batch) {
 
 double Model::learning_rate() const {
   impl_->require_compiled("learning_rate");
-  return impl_->engine ? impl_->engine->learning_rate() : impl_->compiled->optimizer.options().learning_rate.at(0);
+  return impl_->gradients ? impl_->gradients->updater().learning_rate()
+                          : impl_->compiled->optimizer.options().learning_rate.at(0);
 }
 
 void Model::set_learning_rate(double rate) {
   impl_->require_compiled("set_learning_rate");
   impl_->require_built("set_learning_rate");
-  impl_->engine->set_learning_rate(rate);
+  impl_->gradients->updater().set_learning_rate(rate);
 }
 
-std::int64_t Model::iterations() const { return impl_->engine ? impl_->engine->iterations() : 0; }
+std::int64_t Model::iterations() const { return impl_->gradients ? impl_->gradients->updater().iterations() : 0; }
 void Model::stop_training() { impl_->stopping = true; }
 Strategy Model::strategy() const { return impl_->strategy; }
 StepTimes Model::step_times() const { return impl_->times; }

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "gradient/update_engine.h"
+#include "gradient/gradient_path.h"
 #include "lockstep/model.h"
 #include "lockstep/random.h"
 #include "strategy/split.h"
@@ -43,7 +43,7 @@ class ModelImpl {
 
   // Makes the replicas for batches like `sample`, unless they are there. Takes weights that were loaded before.
   void build(const Example& sample);
-  void make_engine();
+  void make_gradient_path();
   void require_built(const char* caller) const;
   void require_compiled(const char* caller) const;
   void require_trainable() const;
@@ -67,7 +67,7 @@ class ModelImpl {
   const Communicator& workers() const { return strategy.impl().workers(); }
 
   // Who makes the same steps: the strategy's workers, or those of the optimizer's exchange. After build and compile.
-  const Communicator& peers() const { return engine->workers(); }
+  const Communicator& peers() const { return gradients->ranks(); }
 
   // Collective over the workers. What the chief reads is all workers'; what is saved is for the chief to write.
   Archive read_for_all(const std::string& path) const;
@@ -87,9 +87,9 @@ class ModelImpl {
 
   std::shared_ptr<ReplicatedParameters> parameters;  // null before build
   std::optional<CompileOptions> compiled;
-  std::shared_ptr<UpdateEngine> engine;  // null before build or compile
-  std::optional<Tracker> tracker;        // of the epoch that fit is in; likewise
-  RecordedStep recorded;                 // of this engine
+  std::shared_ptr<GradientPath> gradients;  // null before build or compile
+  std::optional<Tracker> tracker;           // of the epoch that fit is in; likewise
+  RecordedStep recorded;                    // of these gradients
   std::optional<Archive> pending_weights;
 
   std::uint64_t seed = next_random_seed();  // of the replicas' random numbers, with `steps`

@@ -165,7 +165,7 @@ Archive ModelImpl::save_training() {
   Archive archive;
   ReplicatedModule(parameters).trackable().save(archive, "");
   ReplicatedModule(parameters).replica_buffers().save(archive, kReplica);
-  ReplicatedOptimizer(engine).trackable().save(archive, kOptimizer);
+  ReplicatedOptimizer(gradients).trackable().save(archive, kOptimizer);
   archive.entries["seed"] = std::to_string(static_cast<std::int64_t>(seed));
   archive.entries["steps"] = std::to_string(steps);
   archive.entries["replicas"] = std::to_string(strategy.num_replicas_in_sync());
@@ -188,7 +188,7 @@ std::function<void()> ModelImpl::load_training(const Archive& archive) {
   check_weights(archive, *parameters);
   const auto change_weights = ReplicatedModule(parameters).trackable().load(archive, "");
   const auto change_buffers = ReplicatedModule(parameters).replica_buffers().load(archive, kReplica);
-  const auto change_optimizer = ReplicatedOptimizer(engine).trackable().load(archive, kOptimizer);
+  const auto change_optimizer = ReplicatedOptimizer(gradients).trackable().load(archive, kOptimizer);
   const auto number = [&](const char* name) { return archive.integer(name); };
   const FitProgress loaded{.epoch = static_cast<int>(number("fit/epoch")),
                            .batch = number("fit/batch"),

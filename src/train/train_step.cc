@@ -71,20 +71,20 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
 StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, Tracker& into) {
   const int id = replica.local_replica_id();
   replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(replica.replica_id())));
-  engine->drop_gradients(id);  // of a step that failed
+  gradients->drop_gradients(id);  // of a step that failed
   if (part.size() == 0) {
     // No examples: joins the others' update. Ranks of an exchange each have a replica 0, so one without examples is
     // none.
-    const bool others = engine->optimizer().options().exchange != nullptr;
+    const bool others = gradients->updater().optimizer().options().exchange != nullptr;
     const double weight = others ? 0 : weight_of(compiled->loss, 0, replica.replica_id());
-    engine->apply(replica.local_group(), weight, replica.deadline());
+    gradients->apply(replica.local_group(), weight, replica.deadline());
     return {};
   }
   const at::AutoGradMode with_gradients(true);
-  if (compiled->jit_compile && work_recorder() && engine->can_be_recorded()) {
+  if (compiled->jit_compile && work_recorder() && gradients->can_be_recorded()) {
     const auto compute = [&](const Example& batch) { return enqueue_step(replica, batch); };
     if (recorded.serves(part, compute)) return play_step(replica, part, into);
-    engine->drop_gradients(id);  // of a recording that failed
+    gradients->drop_gradients(id);  // of a recording that failed
   }
   StepTimes unused;
   StepTimes& spent = id == 0 ? times : unused;
@@ -93,7 +93,7 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
   into.update(id, part, computed.outputs);  // before anything has changed: a metric may throw
   const StepResult result{computed.loss_sum.item<double>(), computed.divisor, part.size()};
   lap.add_to(spent.metrics);
-  engine->apply(replica.local_group(), computed.weight, replica.deadline());
+  gradients->apply(replica.local_group(), computed.weight, replica.deadline());
   lap.add_to(spent.reduce_and_update);
   return result;
 }
@@ -106,9 +106,9 @@ ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const Example
   require_gradient(loss.sum);
   // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.
   const double weight = weight_of(compiled->loss, loss.divisor, replica.replica_id());
-  const bool divided = replica.num_replicas_in_sync() == 1 && engine->workers().size() == 1 && weight > 0;
-  engine->expect_one_backward(replica.local_replica_id());
-  backward_from(loss.sum, engine->loss_scale() / (divided ? weight : 1), part);
+  const bool divided = replica.num_replicas_in_sync() == 1 && gradients->ranks().size() == 1 && weight > 0;
+  gradients->expect_one_backward(replica.local_replica_id());
+  backward_from(loss.sum, gradients->updater().loss_scale().value() / (divided ? weight : 1), part);
   lap.add_to(spent.backward);
   return {outputs.detach(), loss.sum.detach(), loss.divisor, divided ? 1 : weight};
 }
@@ -116,14 +116,14 @@ ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const Example
 ComputedStep ModelImpl::enqueue_step(ReplicaContext& replica, const Example& batch) {
   StepTimes unused;
   const auto computed = compute_gradients(replica, batch, unused);
-  engine->update_recorded(computed.weight);
+  gradients->update_recorded(replica.local_group(), computed.weight, replica.deadline());
   return computed;
 }
 
 StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& part, Tracker& into) {
-  engine->begin_update();
+  gradients->updater().begin_step();
   const auto result = recorded.play(part);
-  engine->count_update();
+  gradients->updater().count_step();
   into.update(replica.local_replica_id(), part, result.outputs);
   return {result.loss_sum.item<double>(), result.divisor, part.size()};
 }

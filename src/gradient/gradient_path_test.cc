@@ -1,5 +1,5 @@
 // Replicas on threads against one replica and against LibTorch's own optimizers in double precision.
-#include "gradient/update_engine.h"
+#include "gradient/gradient_path.h"
 
 #include <gtest/gtest.h>
 #include <torch/nn/functional/loss.h>
@@ -52,7 +52,7 @@ std::vector<Batch> batches(int count, at::ScalarType dtype) {
 
 struct Run {
   std::shared_ptr<ReplicatedParameters> parameters;
-  std::shared_ptr<UpdateEngine> engine;
+  std::shared_ptr<GradientPath> gradients;
 };
 
 Run train(int replicas, const Optimizer& optimizer, Exchange exchange, Placement placement, at::ScalarType dtype,
@@ -60,7 +60,8 @@ Run train(int replicas, const Optimizer& optimizer, Exchange exchange, Placement
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
   for (int i = 0; i < replicas; ++i) modules.push_back(make_net(dtype));
   auto parameters = std::make_shared<ReplicatedParameters>(modules, placement);
-  auto engine = std::make_shared<UpdateEngine>(parameters, optimizer, exchange, replicas - 1);
+  auto gradients = std::make_shared<GradientPath>(parameters, optimizer,
+                                                  GradientPathOptions{.exchange = exchange, .root = replicas - 1});
   const auto groups = make_thread_groups(replicas);
   const auto data = batches(steps, dtype);
   std::vector<std::jthread> threads;
@@ -75,12 +76,12 @@ Run train(int replicas, const Optimizer& optimizer, Exchange exchange, Placement
           const auto out = net.forward(batch.x.narrow(0, begin, count));
           (out - batch.y.narrow(0, begin, count)).pow(2).sum().backward();
         }
-        engine->apply(groups[static_cast<std::size_t>(rank)], static_cast<double>(count), soon());
+        gradients->apply(groups[static_cast<std::size_t>(rank)], static_cast<double>(count), soon());
       }
     });
   }
   threads.clear();
-  return {parameters, engine};
+  return {parameters, gradients};
 }
 
 void expect_close(const ReplicatedParameters& a, const ReplicatedParameters& b, double tolerance) {
@@ -115,7 +116,7 @@ std::vector<Named> optimizers() {
           {"adagrad", Adagrad({.learning_rate = 0.05})}};
 }
 
-TEST(UpdateEngine, AnyNumberOfReplicasGivesTheSameWeights) {
+TEST(GradientPath, AnyNumberOfReplicasGivesTheSameWeights) {
   for (const auto& [name, optimizer] : optimizers()) {
     const auto one = train(1, optimizer, Exchange::one_pass, Placement::mirrored, at::kDouble, 50);
     const auto one_float = train(1, optimizer, Exchange::one_pass, Placement::mirrored, at::kFloat, 20);
@@ -127,7 +128,7 @@ TEST(UpdateEngine, AnyNumberOfReplicasGivesTheSameWeights) {
           const auto many = train(replicas, optimizer, exchange, placement, at::kDouble, 50);
           expect_close(*one.parameters, *many.parameters, 1e-9);
           expect_equal_copies(*many.parameters);
-          EXPECT_EQ(many.engine->iterations(), 50);
+          EXPECT_EQ(many.gradients->updater().iterations(), 50);
           const auto many_float = train(replicas, optimizer, exchange, placement, at::kFloat, 20);
           expect_close(*one_float.parameters, *many_float.parameters, 1e-5);
           expect_equal_copies(*many_float.parameters);
@@ -138,7 +139,7 @@ TEST(UpdateEngine, AnyNumberOfReplicasGivesTheSameWeights) {
 }
 
 // Here "the device" is the CPU: LibTorch's operators are the same.
-TEST(UpdateEngine, UpdatesOnADeviceAreThoseInHostMemory) {
+TEST(GradientPath, UpdatesOnADeviceAreThoseInHostMemory) {
   auto all = optimizers();
   all.push_back({"amsgrad", Adam({.learning_rate = 0.01, .amsgrad = true})});
   for (const auto& [name, optimizer] : all) {
@@ -148,7 +149,7 @@ TEST(UpdateEngine, UpdatesOnADeviceAreThoseInHostMemory) {
       const auto host = train(1, optimizer, Exchange::one_pass, Placement::mirrored, dtype, steps);
       const auto device = train(1, optimizer, Exchange::one_pass, Placement::device, dtype, steps);
       expect_close(*host.parameters, *device.parameters, tolerance);
-      EXPECT_EQ(device.engine->iterations(), steps);
+      EXPECT_EQ(device.gradients->updater().iterations(), steps);
     }
   }
 }
@@ -165,13 +166,13 @@ class HalfRule final : public SpanRule<HalfRule> {
   }
 };
 
-TEST(UpdateEngine, ARuleOfTheUsersOwnUpdatesOnADeviceToo) {
+TEST(GradientPath, ARuleOfTheUsersOwnUpdatesOnADeviceToo) {
   const Optimizer optimizer(std::make_shared<HalfRule>(), {.weight_decay = 0.1});
   const auto host = train(1, optimizer, Exchange::one_pass, Placement::mirrored, at::kDouble, 10);
   const auto device = train(1, optimizer, Exchange::one_pass, Placement::device, at::kDouble, 10);
   expect_close(*host.parameters, *device.parameters, 1e-12);
-  EXPECT_TRUE(torch::allclose(host.engine->state(2, 0), device.engine->state(2, 0)));
-  EXPECT_GT(host.engine->state(2, 0).abs().max().item<double>(), 0);
+  EXPECT_TRUE(torch::allclose(host.gradients->updater().state(2, 0), device.gradients->updater().state(2, 0)));
+  EXPECT_GT(host.gradients->updater().state(2, 0).abs().max().item<double>(), 0);
 }
 
 template <class Make>
@@ -191,7 +192,7 @@ void expect_as_libtorch(const Optimizer& ours, const Make& make) {
   }
 }
 
-TEST(UpdateEngine, FollowsLibTorchsOwnOptimizers) {
+TEST(GradientPath, FollowsLibTorchsOwnOptimizers) {
   expect_as_libtorch(SGD({.learning_rate = 0.05}), [](auto parameters) {
     return std::make_unique<torch::optim::SGD>(parameters, torch::optim::SGDOptions(0.05));
   });
@@ -201,26 +202,26 @@ TEST(UpdateEngine, FollowsLibTorchsOwnOptimizers) {
   });
 }
 
-TEST(UpdateEngine, AParameterThatNobodyUsesKeepsItsValueAndState) {
+TEST(GradientPath, AParameterThatNobodyUsesKeepsItsValueAndState) {
   const auto run = train(2, AdamW({.weight_decay = 0.1}), Exchange::one_pass, Placement::mirrored, at::kFloat, 5);
   for (std::size_t i = 0; i < run.parameters->slots().size(); ++i) {
     const auto& name = run.parameters->slots()[i].name;
     if (name != "unused" && name != "frozen") continue;
     EXPECT_TRUE(torch::equal(run.parameters->parameter(0, i), torch::ones_like(run.parameters->parameter(0, i))))
         << name;
-    EXPECT_EQ(run.engine->state(i, 0).abs().max().item<double>(), 0) << name;
+    EXPECT_EQ(run.gradients->updater().state(i, 0).abs().max().item<double>(), 0) << name;
   }
 }
 
-TEST(UpdateEngine, AFailureOnOneReplicaLeavesAllWeightsAsTheyWere) {
+TEST(GradientPath, AFailureOnOneReplicaLeavesAllWeightsAsTheyWere) {
   std::vector<std::shared_ptr<torch::nn::Module>> modules{make_net(at::kFloat), make_net(at::kFloat)};
   auto parameters = std::make_shared<ReplicatedParameters>(modules, Placement::mirrored);
-  UpdateEngine engine(parameters, SGD(), Exchange::one_pass);
+  GradientPath gradients(parameters, SGD());
   const auto groups = make_thread_groups(2);
   const auto before = parameters->flat(0, at::kFloat).clone();
   std::jthread failing([&] { groups[1].abort("replica 1 ran out of luck"); });
   dynamic_cast<NetImpl&>(parameters->module(0)).forward(torch::ones({2, 7})).sum().backward();
-  EXPECT_THROW(engine.apply(groups[0], 2, soon()), Aborted);
+  EXPECT_THROW(gradients.apply(groups[0], 2, soon()), Aborted);
   EXPECT_TRUE(torch::equal(parameters->flat(0, at::kFloat), before));
   EXPECT_TRUE(torch::equal(parameters->flat(1, at::kFloat), before));
 }
@@ -240,13 +241,13 @@ TEST(ReplicatedParameters, TiedParametersAreOneSlotWithTwoNames) {
   ASSERT_EQ(parameters->slots().size(), 1U);
   EXPECT_EQ(parameters->slots()[0].aliases, std::vector<std::string>{"decoder"});
 
-  UpdateEngine engine(parameters, SGD({.learning_rate = 0.1}), Exchange::one_pass);
+  GradientPath gradients(parameters, SGD({.learning_rate = 0.1}));
   const auto groups = make_thread_groups(2);
   std::vector<std::jthread> threads;
   for (int rank : {0, 1}) {
     threads.emplace_back([&, rank] {
       dynamic_cast<TiedImpl&>(parameters->module(rank)).forward(torch::eye(4).narrow(0, 2 * rank, 2)).sum().backward();
-      engine.apply(groups[static_cast<std::size_t>(rank)], 2, soon());
+      gradients.apply(groups[static_cast<std::size_t>(rank)], 2, soon());
     });
   }
   threads.clear();

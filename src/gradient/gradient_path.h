@@ -1,0 +1,78 @@
+// The way of gradients, from backward to new values in all copies: hooks, then a sync, then the updater.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "gradient/bucketed.h"
+#include "gradient/gradient_hooks.h"
+#include "gradient/updater.h"
+
+namespace lockstep {
+
+// How the gradients of the replicas of one process are summed.
+enum class Exchange {
+  one_pass,                 // replica i of N sums slice i of all gradients, updates it, and writes it to all copies
+  reduction_to_one_device,  // one replica does this for all slices
+  hierarchical_copy,        // sums pairwise up a tree, updates at its root, copies down the same tree
+};
+
+struct GradientPathOptions {
+  Exchange exchange = Exchange::one_pass;
+  int root = 0;                             // the replica that updates for all (reduction_to_one_device)
+  BucketOptions buckets;                    // between processes
+  std::int64_t compare_copies_every = 100;  // steps, with several processes; 0: never
+};
+
+// `apply` is called by every replica's thread at once, and what says so by one of them; everything else by one thread
+// while no replica is in a step. All copies of the values are equal bit for bit after each apply, and equal to what one
+// replica would have made of the whole batch, but for rounding: gradients are added in rank order.
+class GradientPath {
+ public:
+  // With several processes the exchange inside each is one_pass. Where the strategy has several, collective over them:
+  // throws InvalidArgument on all where their optimizers differ. Throws InvalidArgument for an optimizer with an
+  // exchange of its own there.
+  GradientPath(std::shared_ptr<ReplicatedParameters> parameters, const Optimizer& optimizer,
+               const GradientPathOptions& options = {});
+
+  // Before the first step, where the optimizer has an exchange of its own; does nothing else. Collective over its
+  // processes. Throws InvalidArgument, on all, where they differ in model, optimizer or number of replicas.
+  void prepare();
+
+  // As GradientHooks; by the replica's thread.
+  void expect_one_backward(int replica) { hooks_->expect_one_backward(replica); }
+  void drop_gradients(int replica) { hooks_->drop(replica); }
+
+  // Takes the gradients that backward left on this replica's parameters and updates all copies with
+  //   (sum of the replicas' gradients) / (sum of the replicas' weights) / loss scale.
+  // A parameter that no replica has a gradient for stays as it is, state included; all do with a sum of weights of 0,
+  // and where a scaled loss has gradients that are not finite.
+  // Collective over `replicas`, the Group of this process's replicas, and over the processes. Throws, with all values
+  // as they were, when a gradient cannot be used here or on another replica, or when another replica failed (Aborted).
+  void apply(const Group& replicas, double weight, Deadline deadline);
+
+  // For steps that are recorded and played again (Placement::device, no scaled loss). update_recorded enqueues what
+  // `apply` does on the device, for one replica; Updater::begin_step brings the learning rate there before each play,
+  // and Updater::count_step counts the update.
+  bool can_be_recorded() const;
+  void update_recorded(const Group& replicas, double weight, Deadline deadline);
+
+  ReplicatedParameters& parameters() const { return *parameters_; }
+  Updater& updater() { return updater_; }
+  const Updater& updater() const { return updater_; }
+  GradientSync& sync() { return *sync_; }
+
+  // The processes whose gradients are summed: the strategy's, or those of the optimizer's exchange.
+  const Communicator& ranks() const { return ranks_; }
+
+ private:
+  const std::shared_ptr<ReplicatedParameters> parameters_;
+  const Communicator ranks_;
+  const std::int64_t compare_copies_every_;
+  Updater updater_;
+  const std::unique_ptr<GradientSync> sync_;
+  const std::unique_ptr<GradientHooks> hooks_;
+  bool prepared_ = false;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,61 @@
+#include "gradient/one_pass.h"
+
+#include <ATen/ops/isfinite.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/update.h"
+
+namespace lockstep {
+namespace {
+
+bool is_finite(const at::Tensor& gradient) {
+  const auto squares = [&]<class T>(T) {
+    return kernels::update_kernels<T>().sum_of_squares(gradient.const_data_ptr<T>(),
+                                                       static_cast<std::size_t>(gradient.numel()));
+  };
+  if (!gradient.defined()) return true;
+  if (!gradient.is_cpu()) return at::isfinite(gradient).all().item<bool>();
+  return std::isfinite(gradient.scalar_type() == at::kDouble ? squares(double()) : squares(float()));
+}
+
+}  // namespace
+
+OnePass::OnePass(const ReplicatedParameters& parameters)
+    : parameters_(parameters), contributions_(static_cast<std::size_t>(parameters.replicas())) {
+  for (auto& contribution : contributions_) contribution.gradients.resize(parameters.slots().size());
+}
+
+void OnePass::on_ready(int replica, std::size_t slot, const at::Tensor& gradient) {
+  contributions_[static_cast<std::size_t>(replica)].gradients[slot] = gradient;
+}
+
+void OnePass::finish(int replica, double weight, bool check_finite) {
+  auto& mine = contributions_[static_cast<std::size_t>(replica)];
+  mine.weight = weight;
+  mine.finite = !check_finite || std::all_of(mine.gradients.begin(), mine.gradients.end(), is_finite);
+}
+
+GradientSync::Totals OnePass::totals() const {
+  Totals totals;
+  for (const auto& contribution : contributions_) {
+    totals.weight += contribution.weight;
+    totals.finite = totals.finite && contribution.finite;
+  }
+  return totals;
+}
+
+std::vector<const at::Tensor*> OnePass::sources(std::size_t slot) const {
+  std::vector<const at::Tensor*> gradients;
+  for (const auto& contribution : contributions_) {
+    if (contribution.gradients[slot].defined()) gradients.push_back(&contribution.gradients[slot]);
+  }
+  return gradients;
+}
+
+void OnePass::end_step(const Group& replicas, Deadline /*deadline*/) {
+  for (auto& gradient : contributions_[static_cast<std::size_t>(replicas.rank())].gradients) gradient.reset();
+}
+
+}  // namespace lockstep

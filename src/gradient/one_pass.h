@@ -1,0 +1,39 @@
+// Gradients stay where autograd left them: whoever updates reads those of all replicas, and writes all copies.
+#pragma once
+
+#include "gradient/gradient_sync.h"
+#include "gradient/replicated_parameters.h"
+
+namespace lockstep {
+
+// Reduce-scatter, update and all-gather in one pass over memory, for the replicas of one process.
+class OnePass : public GradientSync {
+ public:
+  explicit OnePass(const ReplicatedParameters& parameters);
+
+  bool takes(std::size_t slot) const override { return parameters_.slots()[slot].trainable; }
+  void on_ready(int replica, std::size_t slot, const at::Tensor& gradient) override;
+  bool is_ready(int replica, std::size_t slot) const override { return of(replica).gradients[slot].defined(); }
+  void finish(int replica, double weight, bool check_finite) override;
+  void wait(const Group& /*replicas*/, Deadline /*deadline*/) override {}
+  Totals totals() const override;
+  std::vector<const at::Tensor*> sources(std::size_t slot) const override;
+  int written_copies() const override { return parameters_.copies(); }
+  void end_step(const Group& replicas, Deadline deadline) override;
+
+ protected:
+  // A cache line apart: replicas write their own.
+  struct alignas(64) Contribution {
+    std::vector<at::Tensor> gradients;  // [slot], undefined where there is none
+    double weight = 0;
+    bool finite = true;
+  };
+  const Contribution& of(int replica) const { return contributions_[static_cast<std::size_t>(replica)]; }
+
+  const ReplicatedParameters& parameters_;
+
+ private:
+  std::vector<Contribution> contributions_;  // [replica]; written by it before the barrier that lets others read
+};
+
+}  // namespace lockstep
