@@ -28,7 +28,7 @@ struct World {
   std::int64_t generation = 0;
 };
 
-// How ranks that have messages only make an all_reduce: the algorithms are in src/collective/mesh/. ring,
+// How ranks that have messages only make an all_reduce: the algorithms are in src/collective/message_passing/. ring,
 // halving_doubling and tree send partial sums, which 16-bit elements round in every step.
 enum class Implementation : std::uint8_t {
   automatic,                // by size, number of ranks and backend

@@ -171,11 +171,11 @@ Slice share_of(const Counts& counts, std::size_t each, int rank) {
   return {begin, begin + counts[index]};
 }
 
-std::vector<Piece> pieces_of(const Call& call, int rank, int size, std::span<const std::size_t> all_counts) {
+std::vector<Transfer> transfers_of(const Call& call, int rank, int size, std::span<const std::size_t> all_counts) {
   const auto element = size_of(call.input.dtype);
-  std::vector<Piece> pieces;
+  std::vector<Transfer> transfers;
   const auto add = [&](int from, std::size_t at, std::size_t into, std::size_t elements) {
-    if (elements > 0) pieces.push_back({from, at * element, into * element, elements * element});
+    if (elements > 0) transfers.push_back({from, at * element, into * element, elements * element});
   };
   const auto gather = [&] {
     for (int r = 0; r < size; ++r) {
@@ -208,7 +208,7 @@ std::vector<Piece> pieces_of(const Call& call, int rank, int size, std::span<con
     }
     default: break;
   }
-  return pieces;
+  return transfers;
 }
 
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {

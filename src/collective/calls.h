@@ -1,4 +1,4 @@
-// What can be said of a Call without running it: whether it is right, which pieces move where, how to tell it in words.
+// What can be said of a Call without running it: whether it is right, which parts move where, how to tell it in words.
 #pragma once
 
 #include <array>
@@ -69,7 +69,7 @@ Slice even_slice(std::size_t count, DType dtype, int rank, int size);
 Slice share_of(const Counts& counts, std::size_t each, int rank);
 
 // Part of rank `from`'s input that comes to this rank's output; in bytes.
-struct Piece {
+struct Transfer {
   int from;
   std::size_t at;
   std::size_t into;
@@ -78,7 +78,7 @@ struct Piece {
 
 // For broadcast, all_gather, gather, scatter and all_to_all. `all_counts`: of an all_to_all with counts, [from * size +
 // to].
-std::vector<Piece> pieces_of(const Call& call, int rank, int size, std::span<const std::size_t> all_counts = {});
+std::vector<Transfer> transfers_of(const Call& call, int rank, int size, std::span<const std::size_t> all_counts = {});
 
 inline std::byte* bytes_of(const Buffer& buffer) { return static_cast<std::byte*>(buffer.data); }
 

@@ -22,7 +22,7 @@ void throw_wrong_message(const WrongMessage& message, int rank, const Signature&
   throw_calls_differ(rank, mine, message.from, signature_in(message.tag));
 }
 
-void exchange_messages(Mesh& mesh, std::span<const Call> calls, Deadline deadline) {
+void exchange_messages(Channels& channels, std::span<const Call> calls, Deadline deadline) {
   std::vector<Outgoing> outgoing;
   std::vector<Incoming> incoming;
   for (const auto& call : calls) {
@@ -34,12 +34,12 @@ void exchange_messages(Mesh& mesh, std::span<const Call> calls, Deadline deadlin
     }
   }
   try {
-    mesh.exchange(outgoing, incoming, deadline, name_of(calls.front().kind));
+    channels.exchange(outgoing, incoming, deadline, name_of(calls.front().kind));
   } catch (const WrongMessage& message) {
-    mesh.fail(Failure::aborted(mesh.rank(), "the ranks' messages differ"));
+    channels.fail(Failure::aborted(channels.rank(), "the ranks' messages differ"));
     for (const auto& call : calls) {
       if (call.kind == Call::Kind::recv && call.peer == message.from) {
-        throw_wrong_message(message, mesh.rank(), message_signature(call), 0);
+        throw_wrong_message(message, channels.rank(), message_signature(call), 0);
       }
     }
     throw;

@@ -1,4 +1,4 @@
-// Sends, receives and tables of counts, for every backend that has a mesh.
+// Sends, receives and tables of counts, for every backend that has channels.
 #pragma once
 
 #include <span>
@@ -6,7 +6,7 @@
 
 #include "collective/backend.h"
 #include "collective/calls.h"
-#include "transport/mesh.h"
+#include "transport/channels.h"
 
 namespace lockstep {
 
@@ -18,7 +18,7 @@ static_assert(std::is_same_v<MessageTag, SignatureWords>);
                                       std::uint32_t sequence);
 
 // Carries out sends and receives side by side.
-void exchange_messages(Mesh& mesh, std::span<const Call> calls, Deadline deadline);
+void exchange_messages(Channels& channels, std::span<const Call> calls, Deadline deadline);
 
 // The input counts of every rank's all_to_all, [from * size + to]. Collective. Throws InvalidArgument on all ranks when
 // what one sends is not what the other expects.

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "lockstep/world.h"
-#include "transport/ucx_mesh.h"
+#include "transport/ucx_channels.h"
 
 namespace lockstep {
 

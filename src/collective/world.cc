@@ -11,7 +11,7 @@
 #include "collective/wrappers/published_timeline.h"
 #include "lockstep/group_wrappers.h"
 #include "transport/socket.h"
-#include "transport/ucx_mesh.h"
+#include "transport/ucx_channels.h"
 
 namespace lockstep {
 

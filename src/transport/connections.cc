@@ -19,7 +19,7 @@ std::array<char, 32> group_named(const std::string& name) {
 
 class Meeting {
  public:
-  Meeting(const MeshOptions& options, int count, const std::string& group, Deadline deadline)
+  Meeting(const ChannelOptions& options, int count, const std::string& group, Deadline deadline)
       : options_(options), deadline_(deadline), made_(static_cast<std::size_t>(count)) {
     mine_.protocol = {'m', 'e', 's', 's', 'a', 'g', 'e', 's'};
     mine_.group = group_named(group);
@@ -78,7 +78,7 @@ class Meeting {
     return ranks;
   }
 
-  const MeshOptions options_;
+  const ChannelOptions options_;
   const Deadline deadline_;
   Greeting mine_;
   std::vector<Sockets> made_;
@@ -86,7 +86,7 @@ class Meeting {
 
 }  // namespace
 
-std::vector<Sockets> connect_all(const MeshOptions& options, int count, const AllGather& all_gather,
+std::vector<Sockets> connect_all(const ChannelOptions& options, int count, const AllGather& all_gather,
                                  Deadline deadline) {
   const auto listener = listen_at_any_port(options.address, options.access);
   const auto all = all_gather(text(random_name(), " ", local_address(listener)));

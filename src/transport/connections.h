@@ -14,7 +14,7 @@
 namespace lockstep {
 
 // How the ranks of a group connect; equal in meaning on all of them.
-struct MeshOptions {
+struct ChannelOptions {
   int rank = 0;
   int size = 1;
   std::int64_t generation = 0;
@@ -29,6 +29,7 @@ using Sockets = std::vector<FileDescriptor>;
 // Makes `count` connections between each two ranks: [0 to count - 1][rank]. Collective. Bytes that are not ours,
 // and those of another version, job or group, are turned away. Throws DeadlineExceeded naming the ranks that did not
 // come.
-std::vector<Sockets> connect_all(const MeshOptions& options, int count, const AllGather& all_gather, Deadline deadline);
+std::vector<Sockets> connect_all(const ChannelOptions& options, int count, const AllGather& all_gather,
+                                 Deadline deadline);
 
 }  // namespace lockstep

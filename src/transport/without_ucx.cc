@@ -1,6 +1,6 @@
 // Stands in for ucx/ where a build has no UCX.
 #include "lockstep/error.h"
-#include "transport/ucx_mesh.h"
+#include "transport/ucx_channels.h"
 
 namespace lockstep {
 
@@ -11,7 +11,7 @@ std::string why_no_ucx() {
          "one)";
 }
 
-std::unique_ptr<Mesh> make_ucx_mesh(const MeshOptions&, const AllGather&, Deadline) {
+std::unique_ptr<Channels> make_ucx_channels(const ChannelOptions&, const AllGather&, Deadline) {
   throw InvalidArgument(why_no_ucx());
 }
 

@@ -9,7 +9,7 @@
 #include "lockstep/store.h"
 #include "tests/processes/hosts.h"
 #include "tests/processes/processes.h"
-#include "transport/ucx_mesh.h"
+#include "transport/ucx_channels.h"
 
 namespace lockstep {
 namespace {

@@ -41,7 +41,7 @@ SpaceLayout DirectGroup::layout(int ranks) {
 DirectGroup::DirectGroup(std::shared_ptr<SpaceMember> member)
     : member_(std::move(member)),
       boards_(boards_of(*member_)),
-      mesh_(member_),
+      channels_(member_),
       inputs_(static_cast<std::size_t>(member_->size())) {}
 
 const char* DirectGroup::run(const Call& call, Deadline deadline) {
@@ -57,7 +57,7 @@ const char* DirectGroup::run(const Call& call, Deadline deadline) {
 }
 
 const char* DirectGroup::exchange(std::span<const Call> calls, Deadline deadline) {
-  exchange_messages(mesh_, calls, deadline);
+  exchange_messages(channels_, calls, deadline);
   return "mailbox";
 }
 
@@ -226,19 +226,20 @@ const char* DirectGroup::pull(const Call& call, Deadline deadline) {
     all_counts = gather_counts(*this, call, deadline);
   }
   const auto way = meet(call, deadline);
-  const auto pieces = pieces_of(call, rank(), size(), all_counts);
+  const auto transfers = transfers_of(call, rank(), size(), all_counts);
   if (way == Way::staged) {
-    pull_staged(call, pieces, deadline);
+    pull_staged(call, transfers, deadline);
     return "direct, staged";
   }
   std::optional<SpaceMember::AtOthers> here;
   if (way == Way::direct) here.emplace(*member_);
-  for (const auto& piece : pieces) {
-    if (piece.bytes == 0) continue;
-    const auto* input = way == Way::small
-                            ? payload_of(piece.from, piece.at, piece.bytes)
-                            : at_place(piece.from, post(piece.from).input_at, piece.at + piece.bytes) + piece.at;
-    copy_bytes(bytes_of(call.output) + piece.into, input, piece.bytes);
+  for (const auto& transfer : transfers) {
+    if (transfer.bytes == 0) continue;
+    const auto* input =
+        way == Way::small
+            ? payload_of(transfer.from, transfer.at, transfer.bytes)
+            : at_place(transfer.from, post(transfer.from).input_at, transfer.at + transfer.bytes) + transfer.at;
+    copy_bytes(bytes_of(call.output) + transfer.into, input, transfer.bytes);
   }
   here.reset();
   if (way == Way::small) return "direct, small";
@@ -247,7 +248,7 @@ const char* DirectGroup::pull(const Call& call, Deadline deadline) {
 }
 
 // Everybody shows a window of its input at a time, and takes from the others' what it needs.
-void DirectGroup::pull_staged(const Call& call, std::span<const Piece> pieces, Deadline deadline) {
+void DirectGroup::pull_staged(const Call& call, std::span<const Transfer> transfers, Deadline deadline) {
   const char* operation = name_of(call.kind);
   std::size_t longest = 0;
   for (int r = 0; r < size(); ++r) longest = std::max<std::size_t>(longest, post(r).input_bytes);
@@ -258,12 +259,12 @@ void DirectGroup::pull_staged(const Call& call, std::span<const Piece> pieces, D
       copy_bytes(board(rank()).input, bytes_of(call.input) + begin, std::min(end, my_bytes) - begin);
     }
     meet_again(operation, deadline);
-    for (const auto& piece : pieces) {
-      const auto first = std::max(piece.at, begin);
-      const auto last = std::min(piece.at + piece.bytes, end);
+    for (const auto& transfer : transfers) {
+      const auto first = std::max(transfer.at, begin);
+      const auto last = std::min(transfer.at + transfer.bytes, end);
       if (first >= last) continue;
-      copy_bytes(bytes_of(call.output) + piece.into + (first - piece.at), board(piece.from).input + (first - begin),
-                 last - first);
+      copy_bytes(bytes_of(call.output) + transfer.into + (first - transfer.at),
+                 board(transfer.from).input + (first - begin), last - first);
     }
     meet_again(operation, deadline);
   }

@@ -6,7 +6,7 @@
 
 #include "collective/backend.h"
 #include "collective/direct/board.h"
-#include "transport/memory_mesh.h"
+#include "transport/memory_channels.h"
 #include "transport/shared_space.h"
 
 namespace lockstep {
@@ -48,7 +48,7 @@ class DirectGroup : public GroupBackend {
   const char* reduce(const Call& call, Deadline deadline);
   void reduce_staged(const Call& call, Deadline deadline);
   const char* pull(const Call& call, Deadline deadline);
-  void pull_staged(const Call& call, std::span<const Piece> pieces, Deadline deadline);
+  void pull_staged(const Call& call, std::span<const Transfer> transfers, Deadline deadline);
 
   Slice my_slice(const Call& call) const;
   const std::byte* payload_of(int rank, std::size_t at, std::size_t bytes) const;
@@ -57,7 +57,7 @@ class DirectGroup : public GroupBackend {
 
   const std::shared_ptr<SpaceMember> member_;
   const std::vector<Board*> boards_;  // [rank]
-  MemoryMesh mesh_;
+  MemoryChannels channels_;
   std::uint32_t posted_ = 0;  // calls
   std::uint32_t met_ = 0;     // meetings within calls
   std::vector<const void*> inputs_;

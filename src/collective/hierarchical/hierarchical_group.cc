@@ -5,7 +5,7 @@
 #include <map>
 
 #include "collective/make.h"
-#include "collective/mesh/mesh_group.h"
+#include "collective/message_passing/message_group.h"
 #include "kernels/accumulate.h"
 
 namespace lockstep {
@@ -61,7 +61,7 @@ class HierarchicalGroup final : public GroupBackend {
     HostBootstrap here(members, hosts_[my_host_]);
     local_ = make_shm_backend(here, place, options, deadline);
     const auto patience = patience_at_sockets(here.size(), place.cores);
-    global_ = std::static_pointer_cast<MeshGroup>(
+    global_ = std::static_pointer_cast<MessageGroup>(
         make_network_backend(options.network, members, place, options, patience, deadline));
   }
 
@@ -231,7 +231,7 @@ class HierarchicalGroup final : public GroupBackend {
   std::size_t my_host_ = 0, my_place_ = 0;
   bool even_ = true;  // all hosts have as many ranks
   std::shared_ptr<GroupBackend> local_;
-  std::shared_ptr<MeshGroup> global_;
+  std::shared_ptr<MessageGroup> global_;
   std::uint32_t sequence_ = 0;  // collective calls; the same on all ranks
 };
 

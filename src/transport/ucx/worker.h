@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/mesh.h"
+#include "transport/channels.h"
 #include "transport/ucx/library.h"
 
 namespace lockstep::ucx {

@@ -1,10 +1,10 @@
-// A mesh over UCX: RDMA where the hosts have it. The alarm goes over sockets.
+// Channels over UCX: RDMA where the hosts have it. The alarm goes over sockets.
 #pragma once
 
 #include <memory>
 
+#include "transport/channels.h"
 #include "transport/connections.h"
-#include "transport/mesh.h"
 
 namespace lockstep {
 
@@ -15,6 +15,7 @@ std::string why_no_ucx();
 
 // Collective. Throws InvalidArgument where this build or this machine has no UCX, ClusterError, and DeadlineExceeded
 // naming the ranks that did not come.
-std::unique_ptr<Mesh> make_ucx_mesh(const MeshOptions& options, const AllGather& all_gather, Deadline deadline);
+std::unique_ptr<Channels> make_ucx_channels(const ChannelOptions& options, const AllGather& all_gather,
+                                            Deadline deadline);
 
 }  // namespace lockstep

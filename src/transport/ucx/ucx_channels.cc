@@ -1,4 +1,4 @@
-#include "transport/ucx_mesh.h"
+#include "transport/ucx_channels.h"
 
 #include <algorithm>
 #include <deque>
@@ -54,9 +54,9 @@ struct Receiving {
   bool finished() const { return whole && coming.empty(); }
 };
 
-class UcxMesh final : public Mesh {
+class UcxChannels final : public Channels {
  public:
-  UcxMesh(const MeshOptions& options, const AllGather& all_gather, Deadline deadline)
+  UcxChannels(const ChannelOptions& options, const AllGather& all_gather, Deadline deadline)
       : patience_(options.patience),
         worker_(std::make_unique<ucx::Worker>(options.rank, options.size, options.address)),
         alarm_(options.rank, options.generation, std::move(connect_all(options, 1, all_gather, deadline)[0])) {
@@ -70,7 +70,7 @@ class UcxMesh final : public Mesh {
 
   // What was sent may be on its way still, and is lost with its endpoint: the others get a moment to take it, and to be
   // told that theirs has come.
-  ~UcxMesh() override {
+  ~UcxChannels() override {
     if (broken_) return;
     const auto until = Deadline::after(kForTheLast);
     std::vector<Request> flushes;
@@ -277,8 +277,9 @@ std::string why_no_ucx() {
   }
 }
 
-std::unique_ptr<Mesh> make_ucx_mesh(const MeshOptions& options, const AllGather& all_gather, Deadline deadline) {
-  return std::make_unique<UcxMesh>(options, all_gather, deadline);
+std::unique_ptr<Channels> make_ucx_channels(const ChannelOptions& options, const AllGather& all_gather,
+                                            Deadline deadline) {
+  return std::make_unique<UcxChannels>(options, all_gather, deadline);
 }
 
 }  // namespace lockstep

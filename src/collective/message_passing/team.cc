@@ -1,4 +1,4 @@
-#include "collective/mesh/team.h"
+#include "collective/message_passing/team.h"
 
 #include <algorithm>
 
@@ -14,15 +14,15 @@ std::byte* Scratch::take(std::size_t bytes) {
   return memory_.get();
 }
 
-Team::Team(Mesh& mesh, std::vector<int> members, const MessageTag& tag, Deadline deadline, const char* operation,
-           Scratch& scratch)
-    : mesh_(mesh),
+Team::Team(Channels& channels, std::vector<int> members, const MessageTag& tag, Deadline deadline,
+           const char* operation, Scratch& scratch)
+    : channels_(channels),
       members_(std::move(members)),
       tag_(tag),
       deadline_(deadline),
       operation_(operation),
       scratch_(scratch) {
-  rank_ = static_cast<int>(std::find(members_.begin(), members_.end(), mesh.rank()) - members_.begin());
+  rank_ = static_cast<int>(std::find(members_.begin(), members_.end(), channels.rank()) - members_.begin());
 }
 
 void Team::exchange(std::vector<Outgoing> outgoing, std::vector<Incoming> incoming) {
@@ -34,25 +34,25 @@ void Team::exchange(std::vector<Outgoing> outgoing, std::vector<Incoming> incomi
     message.from = members_[static_cast<std::size_t>(message.from)];
     message.tag = tag_;
   }
-  mesh_.exchange(outgoing, incoming, deadline_, operation_);
+  channels_.exchange(outgoing, incoming, deadline_, operation_);
 }
 
 void Team::swap(int to, std::span<const std::byte> out, int from, std::span<std::byte> in) {
   exchange({{to, out.data(), out.size(), {}}}, {{from, in.data(), in.size(), nullptr, {}}});
 }
 
-void Team::swap_and_fold(int to, std::span<const std::byte> out, int from, const Reduction& reduction, std::byte* into,
+void Team::swap_and_fold(int to, std::span<const std::byte> out, int from, const ElementOp& reduction, std::byte* into,
                          std::size_t count) {
   const auto fold = folding(reduction, into);
   exchange({{to, out.data(), out.size(), {}}}, {{from, nullptr, count * reduction.element(), &fold, {}}});
 }
 
-void Team::receive_and_fold(int from, const Reduction& reduction, std::byte* into, std::size_t count) {
+void Team::receive_and_fold(int from, const ElementOp& reduction, std::byte* into, std::size_t count) {
   const auto fold = folding(reduction, into);
   exchange({}, {{from, nullptr, count * reduction.element(), &fold, {}}});
 }
 
-Consumer folding(const Reduction& reduction, std::byte* into) {
+Consumer folding(const ElementOp& reduction, std::byte* into) {
   return [=](std::size_t at, const std::byte* data, std::size_t bytes) {
     kernels::accumulate(reduction.op, reduction.dtype, into + at, data, bytes / reduction.element());
   };

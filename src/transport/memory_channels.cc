@@ -1,4 +1,4 @@
-#include "transport/memory_mesh.h"
+#include "transport/memory_channels.h"
 
 #include <algorithm>
 #include <cstring>
@@ -15,12 +15,12 @@ std::size_t advanced(std::size_t done, std::size_t step, std::size_t total) {
 
 }  // namespace
 
-Mailbox& MemoryMesh::mailbox(int from, int to) const {
+Mailbox& MemoryChannels::mailbox(int from, int to) const {
   return *reinterpret_cast<Mailbox*>(member_->space().mailbox(from, to));
 }
 
-void MemoryMesh::exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
-                          const char* operation) {
+void MemoryChannels::exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
+                              const char* operation) {
   member_->check();
   std::vector<std::size_t> sent(outgoing.size()), received(incoming.size());
   auto& bell = member_->space().seat(rank()).bell;
@@ -63,7 +63,7 @@ void MemoryMesh::exchange(std::span<const Outgoing> outgoing, std::span<const In
   }
 }
 
-bool MemoryMesh::push(const Outgoing& message, std::size_t& done) {
+bool MemoryChannels::push(const Outgoing& message, std::size_t& done) {
   auto& box = mailbox(rank(), message.to);
   const auto number = box.sent.load(std::memory_order_relaxed);
   if (number - box.taken.load(std::memory_order_acquire) >= Mailbox::kChunks) return false;
@@ -78,7 +78,7 @@ bool MemoryMesh::push(const Outgoing& message, std::size_t& done) {
   return true;
 }
 
-bool MemoryMesh::pull(const Incoming& message, std::size_t& done) {
+bool MemoryChannels::pull(const Incoming& message, std::size_t& done) {
   auto& box = mailbox(message.from, rank());
   const auto number = box.taken.load(std::memory_order_relaxed);
   if (box.sent.load(std::memory_order_acquire) == number) return false;

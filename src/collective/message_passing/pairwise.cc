@@ -1,11 +1,11 @@
-// Reduction by pairwise exchange: Thakur, Rabenseifner and Gropp (2005), section 4.3. In step s every rank sends to the
+// ElementOp by pairwise exchange: Thakur, Rabenseifner and Gropp (2005), section 4.3. In step s every rank sends to the
 // rank s above it what that one reduces. Nothing partial travels, so float16 and bfloat16 are rounded once.
-#include "collective/mesh/algorithms.h"
+#include "collective/message_passing/algorithms.h"
 #include "kernels/accumulate.h"
 
 namespace lockstep {
 
-void pairwise_reduce_scatter(Team& team, const Reduction& reduction, const std::byte* data,
+void pairwise_reduce_scatter(Team& team, const ElementOp& reduction, const std::byte* data,
                              const std::vector<Slice>& slices, std::byte* result) {
   const int n = team.size(), me = team.rank();
   const auto element = reduction.element();

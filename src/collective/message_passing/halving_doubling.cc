@@ -6,11 +6,11 @@
 #include <algorithm>
 #include <bit>
 
-#include "collective/mesh/algorithms.h"
+#include "collective/message_passing/algorithms.h"
 
 namespace lockstep {
 
-void halving_doubling_all_reduce(Team& team, const Reduction& reduction, std::byte* data, std::size_t count) {
+void halving_doubling_all_reduce(Team& team, const ElementOp& reduction, std::byte* data, std::size_t count) {
   const int me = team.rank();
   const int power = static_cast<int>(std::bit_floor(static_cast<unsigned>(team.size())));
   const int pairs = team.size() - power;  // the first 2 * pairs ranks are paired

@@ -3,11 +3,11 @@
 //
 // Ranks count from the root. In the step of distance d every rank whose number is an odd multiple of d hands over to
 // the one d below it.
-#include "collective/mesh/algorithms.h"
+#include "collective/message_passing/algorithms.h"
 
 namespace lockstep {
 
-void tree_reduce(Team& team, const Reduction& reduction, std::byte* data, std::size_t count, int root) {
+void tree_reduce(Team& team, const ElementOp& reduction, std::byte* data, std::size_t count, int root) {
   const int n = team.size(), number = (team.rank() - root + n) % n;
   for (int distance = 1; distance < n; distance *= 2) {
     if (number % (2 * distance) == distance) {

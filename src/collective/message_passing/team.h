@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "collective/calls.h"
-#include "transport/mesh.h"
+#include "transport/channels.h"
 
 namespace lockstep {
 
@@ -24,7 +24,7 @@ class Scratch {
 };
 
 // What is reduced how.
-struct Reduction {
+struct ElementOp {
   ReduceOp op;
   DType dtype;
   std::size_t element() const { return size_of(dtype); }
@@ -32,33 +32,33 @@ struct Reduction {
 
 class Team {
  public:
-  // `members`: ranks of the mesh, this one among them.
-  Team(Mesh& mesh, std::vector<int> members, const MessageTag& tag, Deadline deadline, const char* operation,
+  // `members`: ranks of `channels`, this one among them.
+  Team(Channels& channels, std::vector<int> members, const MessageTag& tag, Deadline deadline, const char* operation,
        Scratch& scratch);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(members_.size()); }
 
-  // As Mesh::exchange, with ranks of the team.
+  // As Channels::exchange, with ranks of the team.
   void exchange(std::vector<Outgoing> outgoing, std::vector<Incoming> incoming);
 
   // One message to a rank and one from a rank, side by side.
   void swap(int to, std::span<const std::byte> out, int from, std::span<std::byte> in);
 
   // The same, where what comes is folded into `into` as it arrives.
-  void swap_and_fold(int to, std::span<const std::byte> out, int from, const Reduction& reduction, std::byte* into,
+  void swap_and_fold(int to, std::span<const std::byte> out, int from, const ElementOp& reduction, std::byte* into,
                      std::size_t count);
 
   void send(int to, std::span<const std::byte> bytes) { exchange({{to, bytes.data(), bytes.size(), {}}}, {}); }
   void receive(int from, std::span<std::byte> bytes) {
     exchange({}, {{from, bytes.data(), bytes.size(), nullptr, {}}});
   }
-  void receive_and_fold(int from, const Reduction& reduction, std::byte* into, std::size_t count);
+  void receive_and_fold(int from, const ElementOp& reduction, std::byte* into, std::size_t count);
 
   Scratch& scratch() { return scratch_; }
 
  private:
-  Mesh& mesh_;
+  Channels& channels_;
   const std::vector<int> members_;
   const MessageTag tag_;
   const Deadline deadline_;
@@ -73,6 +73,6 @@ inline std::span<std::byte> part_of(std::byte* data, const Slice& slice, std::si
 }
 
 // Calls with (data, at, bytes) fold into `into`.
-Consumer folding(const Reduction& reduction, std::byte* into);
+Consumer folding(const ElementOp& reduction, std::byte* into);
 
 }  // namespace lockstep

@@ -1,13 +1,13 @@
 // Everybody tells everybody, and reduces by itself: one step, n-1 times the bytes. And the star, where one rank does it
 // for all (tf.distribute.ReductionToOneDevice).
-#include "collective/mesh/algorithms.h"
+#include "collective/message_passing/algorithms.h"
 #include "kernels/reduce.h"
 
 namespace lockstep {
 namespace {
 
 // Receives everybody's buffer, and leaves the reduction in `data`. mean is divided here, as kernels::reduce does.
-void gather_and_reduce(Team& team, const Reduction& reduction, std::byte* data, std::size_t count, bool sends) {
+void gather_and_reduce(Team& team, const ElementOp& reduction, std::byte* data, std::size_t count, bool sends) {
   const auto bytes = count * reduction.element();
   const auto place = (bytes + 63) / 64 * 64;
   const auto n = static_cast<std::size_t>(team.size());
@@ -29,11 +29,11 @@ void gather_and_reduce(Team& team, const Reduction& reduction, std::byte* data, 
 
 }  // namespace
 
-void direct_all_reduce(Team& team, const Reduction& reduction, std::byte* data, std::size_t count) {
+void direct_all_reduce(Team& team, const ElementOp& reduction, std::byte* data, std::size_t count) {
   gather_and_reduce(team, reduction, data, count, true);
 }
 
-void star_reduce(Team& team, const Reduction& reduction, std::byte* data, std::size_t count, int root) {
+void star_reduce(Team& team, const ElementOp& reduction, std::byte* data, std::size_t count, int root) {
   if (team.rank() == root) return gather_and_reduce(team, reduction, data, count, false);
   team.send(root, {data, count * reduction.element()});
 }

@@ -1,10 +1,10 @@
-// A mesh of mailboxes in shared memory: each ordered pair of ranks has two chunks, filled and emptied in turn.
+// Channels of mailboxes in shared memory: each ordered pair of ranks has two chunks, filled and emptied in turn.
 #pragma once
 
 #include <memory>
 #include <vector>
 
-#include "transport/mesh.h"
+#include "transport/channels.h"
 #include "transport/shared_space.h"
 
 namespace lockstep {
@@ -24,9 +24,9 @@ struct Mailbox {
   Chunk chunks[kChunks];
 };
 
-class MemoryMesh final : public Mesh {
+class MemoryChannels final : public Channels {
  public:
-  explicit MemoryMesh(std::shared_ptr<SpaceMember> member) : member_(std::move(member)) {}
+  explicit MemoryChannels(std::shared_ptr<SpaceMember> member) : member_(std::move(member)) {}
 
   int rank() const override { return member_->rank(); }
   int size() const override { return member_->size(); }

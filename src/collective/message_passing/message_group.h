@@ -6,45 +6,45 @@
 #include <vector>
 
 #include "collective/backend.h"
-#include "collective/mesh/team.h"
+#include "collective/message_passing/team.h"
 #include "lockstep/world.h"
 
 namespace lockstep {
 
-class MeshGroup final : public GroupBackend {
+class MessageGroup final : public GroupBackend {
  public:
-  using MakeMesh = std::function<std::unique_ptr<Mesh>(Bootstrap& members, Deadline deadline)>;
+  using MakeChannels = std::function<std::unique_ptr<Channels>(Bootstrap& members, Deadline deadline)>;
 
-  // `make_mesh` connects other members in the same way.
-  MeshGroup(const char* name, std::unique_ptr<Mesh> mesh, std::int64_t generation, Implementation implementation,
-            MakeMesh make_mesh);
+  // `make_channels` connects other members in the same way.
+  MessageGroup(const char* name, std::unique_ptr<Channels> channels, std::int64_t generation,
+               Implementation implementation, MakeChannels make_channels);
 
   const char* name() const override { return name_; }
-  int rank() const override { return mesh_->rank(); }
-  int size() const override { return mesh_->size(); }
+  int rank() const override { return channels_->rank(); }
+  int size() const override { return channels_->size(); }
   std::int64_t generation() const override { return generation_; }
   const char* run(const Call& call, Deadline deadline) override;
   const char* exchange(std::span<const Call> calls, Deadline deadline) override;
   std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override;
   Memory allocate(std::size_t bytes) override { return private_memory(bytes); }
-  void fail(const Failure& failure) override { mesh_->fail(failure); }
+  void fail(const Failure& failure) override { channels_->fail(failure); }
 
   // The same among some of the ranks, all of which call it with the same `sequence`; `call` has their numbers among
   // `members`.
   const char* run_among(const std::vector<int>& members, const Call& call, std::uint32_t sequence, Deadline deadline);
 
-  // As Mesh::check and Mesh::give_up.
-  void check() { mesh_->check(); }
+  // As Channels::check and Channels::give_up.
+  void check() { channels_->check(); }
   void give_up(std::span<const int> late, Deadline deadline, const char* operation) {
-    mesh_->give_up(late, deadline, operation);
+    channels_->give_up(late, deadline, operation);
   }
 
  private:
   const char* const name_;
-  const std::unique_ptr<Mesh> mesh_;
+  const std::unique_ptr<Channels> channels_;
   const std::int64_t generation_;
   const Implementation implementation_;
-  const MakeMesh make_mesh_;
+  const MakeChannels make_channels_;
   std::uint32_t sequence_ = 0;  // collective calls
   std::vector<int> everybody_;
   Scratch scratch_;

@@ -1,4 +1,4 @@
-#include "transport/socket_mesh.h"
+#include "transport/socket_channels.h"
 
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -23,16 +23,16 @@ constexpr std::size_t kMostAtOnce = 1024 * 1024;
 // What goes before each message.
 //
 //   tag 16 | bytes 8
-struct SocketMesh::Header {
+struct SocketChannels::Header {
   MessageTag tag;
   std::uint64_t bytes;
 };
 
-struct SocketMesh::Scratch {
+struct SocketChannels::Scratch {
   alignas(64) std::byte bytes[kScratch];
 };
 
-struct SocketMesh::Sending {
+struct SocketChannels::Sending {
   const Outgoing* message;
   Header header;
   std::size_t done = 0;  // header included
@@ -40,7 +40,7 @@ struct SocketMesh::Sending {
   bool finished() const { return done == sizeof(Header) + message->bytes; }
 };
 
-struct SocketMesh::Receiving {
+struct SocketChannels::Receiving {
   const Incoming* message;
   Header header;
   std::size_t done = 0;      // header included
@@ -50,16 +50,16 @@ struct SocketMesh::Receiving {
   bool finished() const { return done == sizeof(Header) + message->bytes; }
 };
 
-SocketMesh::SocketMesh(const MeshOptions& options, Sockets channels, Sockets alarms)
+SocketChannels::SocketChannels(const ChannelOptions& options, Sockets channels, Sockets alarms)
     : patience_(options.patience),
       channels_(std::move(channels)),
       alarm_(options.rank, options.generation, std::move(alarms)),
       scratch_(std::make_unique<Scratch>()) {}
 
-SocketMesh::~SocketMesh() = default;
+SocketChannels::~SocketChannels() = default;
 
-void SocketMesh::exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
-                          const char* operation) {
+void SocketChannels::exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
+                              const char* operation) {
   alarm_.check();
   fail_point("tcp.before_exchange");
   std::vector<Sending> sendings;
@@ -106,7 +106,7 @@ void SocketMesh::exchange(std::span<const Outgoing> outgoing, std::span<const In
   }
 }
 
-bool SocketMesh::push(Sending& sending, const char* operation) {
+bool SocketChannels::push(Sending& sending, const char* operation) {
   const auto header_left = sending.done < sizeof(Header) ? sizeof(Header) - sending.done : 0;
   const auto at = sending.done - (sizeof(Header) - header_left);
   iovec parts[2] = {
@@ -123,7 +123,7 @@ bool SocketMesh::push(Sending& sending, const char* operation) {
 }
 
 // Reads no further than this message ends. With a consumer, what is less than 64 bytes waits for what comes next.
-bool SocketMesh::pull(Receiving& receiving, const char* operation) {
+bool SocketChannels::pull(Receiving& receiving, const char* operation) {
   const auto& message = *receiving.message;
   const auto header_left = receiving.done < sizeof(Header) ? sizeof(Header) - receiving.done : 0;
   const auto at = receiving.done - (sizeof(Header) - header_left);
@@ -152,9 +152,10 @@ bool SocketMesh::pull(Receiving& receiving, const char* operation) {
   return true;
 }
 
-std::unique_ptr<Mesh> make_socket_mesh(const MeshOptions& options, const AllGather& all_gather, Deadline deadline) {
+std::unique_ptr<Channels> make_socket_channels(const ChannelOptions& options, const AllGather& all_gather,
+                                               Deadline deadline) {
   auto sockets = connect_all(options, 2, all_gather, deadline);
-  return std::make_unique<SocketMesh>(options, std::move(sockets[0]), std::move(sockets[1]));
+  return std::make_unique<SocketChannels>(options, std::move(sockets[0]), std::move(sockets[1]));
 }
 
 }  // namespace lockstep

@@ -1,4 +1,4 @@
-#include "collective/mesh/mesh_collectives.h"
+#include "collective/message_passing/message_collectives.h"
 
 #include <algorithm>
 
@@ -38,14 +38,14 @@ Implementation chosen_for(const Call& call, int size, Implementation wanted) {
   return bytes / ranks >= kRingSliceBytes || size == 2 ? Implementation::ring : Implementation::halving_doubling;
 }
 
-void divide_if_mean(const Reduction& reduction, std::byte* data, const Slice& slice, int size) {
+void divide_if_mean(const ElementOp& reduction, std::byte* data, const Slice& slice, int size) {
   if (reduction.op != ReduceOp::mean) return;
   kernels::divide(reduction.dtype, data + slice.begin * reduction.element(), static_cast<std::size_t>(size),
                   slice.count());
 }
 
 // Slices are reduced, by way of the ring or at their owners, and gathered.
-void all_reduce_in_slices(Team& team, const Reduction& reduction, std::byte* data, std::size_t count, bool pairwise) {
+void all_reduce_in_slices(Team& team, const ElementOp& reduction, std::byte* data, std::size_t count, bool pairwise) {
   const auto slices = even_slices(count, reduction.dtype, team.size());
   const auto mine = slices[static_cast<std::size_t>(team.rank())];
   if (pairwise) {
@@ -58,7 +58,7 @@ void all_reduce_in_slices(Team& team, const Reduction& reduction, std::byte* dat
 }
 
 void all_reduce(Team& team, const Call& call, Implementation implementation) {
-  const Reduction reduction{call.op, call.input.dtype};
+  const ElementOp reduction{call.op, call.input.dtype};
   auto* const data = bytes_of(call.output);
   const auto count = call.output.count;
   switch (implementation) {
@@ -86,14 +86,14 @@ void all_reduce(Team& team, const Call& call, Implementation implementation) {
 
 // Slices are reduced where they belong and, for `reduce`, collected by the root.
 void reduce_scatter(Team& team, const Call& call, const std::vector<Slice>& slices, std::byte* result) {
-  const Reduction reduction{call.op, call.input.dtype};
+  const ElementOp reduction{call.op, call.input.dtype};
   const auto mine = slices[static_cast<std::size_t>(team.rank())];
   pairwise_reduce_scatter(team, reduction, bytes_of(call.input), slices, result);
   if (!kernels::is_half(reduction.dtype)) divide_if_mean(reduction, result, {0, mine.count()}, team.size());
 }
 
 void reduce(Team& team, const Call& call, Implementation implementation) {
-  const Reduction reduction{call.op, call.input.dtype};
+  const ElementOp reduction{call.op, call.input.dtype};
   const auto bytes = call.input.bytes();
   const bool root = team.rank() == call.peer;
   if (implementation == Implementation::tree ||
@@ -148,17 +148,17 @@ void all_gather(Team& team, const Call& call) {
   ring_all_gather(team, element, bytes_of(call.output), slices);
 }
 
-// What pieces_of says of me is what I receive; what it says of the others tells what I send.
-void exchange_pieces(Team& team, const Call& call, std::span<const std::size_t> all_counts) {
+// What transfers_of says of me is what I receive; what it says of the others tells what I send.
+void exchange_parts(Team& team, const Call& call, std::span<const std::size_t> all_counts) {
   const auto element = size_of(call.input.dtype);
   std::vector<Outgoing> outgoing;
   std::vector<Incoming> incoming;
-  for (const auto& piece : pieces_of(call, team.rank(), team.size(), all_counts)) {
-    auto* const into = bytes_of(call.output) + piece.into;
-    if (piece.from == team.rank()) {
-      copy_bytes(into, bytes_of(call.input) + piece.at, piece.bytes);
+  for (const auto& transfer : transfers_of(call, team.rank(), team.size(), all_counts)) {
+    auto* const into = bytes_of(call.output) + transfer.into;
+    if (transfer.from == team.rank()) {
+      copy_bytes(into, bytes_of(call.input) + transfer.at, transfer.bytes);
     } else {
-      incoming.push_back({piece.from, into, piece.bytes, nullptr, {}});
+      incoming.push_back({transfer.from, into, transfer.bytes, nullptr, {}});
     }
   }
   const auto send = [&](int to, const Slice& part) {
@@ -177,8 +177,8 @@ void exchange_pieces(Team& team, const Call& call, std::span<const std::size_t> 
 
 }  // namespace
 
-const char* run_on_mesh(Team& team, const Call& call, Implementation implementation,
-                        std::span<const std::size_t> all_counts) {
+const char* run_on_channels(Team& team, const Call& call, Implementation implementation,
+                            std::span<const std::size_t> all_counts) {
   switch (call.kind) {
     case Kind::barrier: dissemination_barrier(team); return "dissemination";
     case Kind::all_reduce: {
@@ -192,7 +192,7 @@ const char* run_on_mesh(Team& team, const Call& call, Implementation implementat
     case Kind::reduce_scatter:
       reduce_scatter(team, call, shares_of(call, call.output.count, team.size()), bytes_of(call.output));
       return "pairwise";
-    default: exchange_pieces(team, call, all_counts); return "pairwise";
+    default: exchange_parts(team, call, all_counts); return "pairwise";
   }
 }
 

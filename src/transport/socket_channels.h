@@ -1,19 +1,19 @@
-// A mesh of TCP connections: one a pair of ranks for messages, and one for the alarm.
+// Channels of TCP connections: one a pair of ranks for messages, and one for the alarm.
 #pragma once
 
 #include <memory>
 #include <vector>
 
 #include "transport/alarm.h"
+#include "transport/channels.h"
 #include "transport/connections.h"
-#include "transport/mesh.h"
 
 namespace lockstep {
 
-class SocketMesh final : public Mesh {
+class SocketChannels final : public Channels {
  public:
-  SocketMesh(const MeshOptions& options, Sockets channels, Sockets alarms);
-  ~SocketMesh() override;
+  SocketChannels(const ChannelOptions& options, Sockets channels, Sockets alarms);
+  ~SocketChannels() override;
 
   int rank() const override { return alarm_.rank(); }
   int size() const override { return alarm_.size(); }
@@ -42,6 +42,7 @@ class SocketMesh final : public Mesh {
 };
 
 // Collective. Throws as connect_all does.
-std::unique_ptr<Mesh> make_socket_mesh(const MeshOptions& options, const AllGather& all_gather, Deadline deadline);
+std::unique_ptr<Channels> make_socket_channels(const ChannelOptions& options, const AllGather& all_gather,
+                                               Deadline deadline);
 
 }  // namespace lockstep

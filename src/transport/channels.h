@@ -14,7 +14,7 @@
 
 namespace lockstep {
 
-// What sender and receiver must agree on, beside the size; the mesh compares it and knows nothing of its meaning.
+// What sender and receiver must agree on, beside the size; channels compare it and know nothing of its meaning.
 using MessageTag = std::array<std::uint64_t, 2>;
 
 struct Outgoing {
@@ -44,15 +44,15 @@ struct WrongMessage {
 };
 
 // One rank's end. One thread at a time calls exchange; any thread may call fail.
-class Mesh {
+class Channels {
  public:
-  virtual ~Mesh() = default;
+  virtual ~Channels() = default;
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
   // Sends and receives all of these, side by side, and returns when the buffers may be used again. Messages of one pair
-  // arrive in order. To oneself nothing is sent. Throws WrongMessage (the mesh cannot be used any more then), and
+  // arrive in order. To oneself nothing is sent. Throws WrongMessage (channels cannot be used any more then), and
   // raises the failure that comes first.
   virtual void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
                         const char* operation) = 0;

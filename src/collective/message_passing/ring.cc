@@ -3,11 +3,11 @@
 //
 // In step s every rank sends one slice to the next rank and folds one that comes from the previous; a slice travels
 // round the ring and has everybody's part when it comes to the rank whose number it has.
-#include "collective/mesh/algorithms.h"
+#include "collective/message_passing/algorithms.h"
 
 namespace lockstep {
 
-void ring_reduce_scatter(Team& team, const Reduction& reduction, std::byte* data, const std::vector<Slice>& slices) {
+void ring_reduce_scatter(Team& team, const ElementOp& reduction, std::byte* data, const std::vector<Slice>& slices) {
   const int n = team.size(), me = team.rank();
   const auto slice = [&](int number) { return slices[static_cast<std::size_t>((number % n + n) % n)]; };
   for (int step = 1; step < n; ++step) {
