@@ -20,7 +20,7 @@ lint:
 	tools/bootstrap --lint
 	tools/lint
 
-# The rooms without torch under the address, undefined-behaviour and thread sanitizers.
+# The modules without torch under the address, undefined-behaviour and thread sanitizers.
 sanitize:
 	tools/bootstrap
 	for preset in asan tsan; do cmake --preset $$preset && $(BUILD) $$preset && ctest --preset $$preset || exit 1; done

@@ -1,10 +1,18 @@
-# What every target shares, and how a room becomes sources and a test program.
+# What every target shares, and how a module becomes sources and a test program.
 
-# lockstep_rooms(VARIABLE room...): the rooms' sources, without their tests.
-function(lockstep_rooms variable)
+# lockstep_modules(VARIABLE kind): the modules of that kind, by src/modules.txt.
+function(lockstep_modules variable kind)
+  file(STRINGS ${PROJECT_SOURCE_DIR}/src/modules.txt lines REGEX "^[a-z_]+: ${kind}( |$)")
+  list(TRANSFORM lines REPLACE ":.*" "")
+  set(${variable} ${lines} PARENT_SCOPE)
+  set_property(DIRECTORY ${PROJECT_SOURCE_DIR} APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS src/modules.txt)
+endfunction()
+
+# lockstep_sources(VARIABLE module...): the modules' sources, without their tests.
+function(lockstep_sources variable)
   set(sources)
-  foreach(room IN LISTS ARGN)
-    file(GLOB_RECURSE found CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${room}/*.cc)
+  foreach(module IN LISTS ARGN)
+    file(GLOB_RECURSE found CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/*.cc)
     list(FILTER found EXCLUDE REGEX "_test\\.cc$")
     list(APPEND sources ${found})
   endforeach()
@@ -28,16 +36,16 @@ function(lockstep_settings target)
   endif()
 endfunction()
 
-# lockstep_room_tests(LIBRARY room...): one test program a room, of the *_test.cc files that stand beside its code.
-function(lockstep_room_tests library)
-  foreach(room IN LISTS ARGN)
-    file(GLOB_RECURSE tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${room}/*_test.cc)
+# lockstep_module_tests(LIBRARY module...): one test program a module, of the *_test.cc files that stand beside its code.
+function(lockstep_module_tests library)
+  foreach(module IN LISTS ARGN)
+    file(GLOB_RECURSE tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/*_test.cc)
     # The thread sanitizer does not follow a process with threads into a fork that starts threads again.
     if(LOCKSTEP_SANITIZE STREQUAL "thread")
       list(FILTER tests EXCLUDE REGEX "/(rendezvous|strangers|limits|regroup)_test\\.cc$")
     endif()
     if(tests)
-      lockstep_test(${room}_test ${library} ${tests})
+      lockstep_test(${module}_test ${library} ${tests})
     endif()
   endforeach()
 endfunction()

@@ -225,7 +225,8 @@ TEST(HorovodFit, WhatGoesWrongIsNamed) {
     auto alone = make_model(at::kDouble, hvd::DistributedOptimizer(adam()));
     std::vector<AnyCallback> callbacks;
     if (rank == 0)
-      callbacks.push_back(LambdaCallback({.on_train_begin = [&] { alone.impl()->gradients->updater().set_iterations(3); }}));
+      callbacks.push_back(
+          LambdaCallback({.on_train_begin = [&] { alone.impl()->gradients->updater().set_iterations(3); }}));
     expect_says(message_of([&] { alone.fit(data_of(rank, 2), {.verbose = 0, .callbacks = callbacks}); }), "step 3");
     const auto good = hvd::DistributedOptimizer(adam());
     auto model = make_model(at::kDouble, good);

@@ -1,31 +1,18 @@
-"""Checks what the style promises about the tree: which room may include which, where torch may be seen, lengths, leftovers."""
+"""Checks what the style promises about the tree: which module may include which, where torch may be seen, lengths, leftovers."""
 import pathlib
 import re
 import subprocess
 import sys
 
-# A room may include itself, `base`, the public headers, and these.
-ROOMS = {
-    "base": set(),
-    "kernels": set(),
-    "transport": set(),
-    "cluster": {"transport"},
-    "launch": {"cluster", "transport"},
-    "collective": {"cluster", "kernels", "transport"},
-    "optimizer": {"kernels"},
-    "checkpoint": set(),
-    "ops": {"kernels"},
-    "cuda": {"ops"},
-    "gradient": {"collective", "kernels", "optimizer"},
-    "data": {"checkpoint", "ops"},
-    "ddp": {"cluster", "collective", "gradient", "ops"},
-    "strategy": {"cluster", "collective", "data", "gradient", "ops", "optimizer"},
-    "train": {"checkpoint", "data", "gradient", "ops", "optimizer", "strategy"},
-    "horovod": {"checkpoint", "cluster", "collective", "data", "gradient", "strategy", "train"},
-    "estimator": {"strategy", "train"},
-    "cli": {"checkpoint", "cluster", "collective", "launch", "train"},
-}
-WITHOUT_TORCH = {"base", "kernels", "transport", "cluster", "launch", "collective", "optimizer", "checkpoint", "cli"}
+
+def modules():
+    """Of src/modules.txt: {name: (kind, the modules that it may include)}."""
+    lines = [line for line in pathlib.Path("src/modules.txt").read_text().splitlines() if line and not line.startswith("#")]
+    return {name: (rest.split()[0], rest.split()[1:]) for name, rest in (line.split(":") for line in lines)}
+
+
+MODULES = modules()
+WITHOUT_TORCH = {name for name, (kind, _) in MODULES.items() if kind != "torch"}
 HEADERS_WITHOUT_TORCH = {"buffer", "checkpoint", "cluster", "communicator", "deadline", "error", "gradient_hook", "group", "group_wrappers", "job", "logs", "memory", "mixed_precision", "optimizer", "random", "replica_values", "schedule", "store", "world"}
 TORCH = re.compile(r'#include [<"](torch|ATen|c10)/')
 BROAD = re.compile(r'#include [<"](torch/torch\.h|torch/all\.h|ATen/ATen\.h|spdlog|fmt|nlohmann)')
@@ -43,28 +30,33 @@ def check(path):
     most = MOST_LINES_PUBLIC if public else MOST_LINES[path.suffix]
     if len(lines) > most:
         problems.append(f"{path}: {len(lines)} lines; at most {most}")
-    room = path.parts[1] if path.parts[0] == "src" else None
+    module = path.parts[1] if path.parts[0] == "src" and len(path.parts) > 2 else None
     for number, line in enumerate(lines, 1):
         where = f"{path}:{number}"
         if LEFTOVERS.search(line):
             problems.append(f"{where}: a leftover marker")
-        if room in WITHOUT_TORCH or (public and path.stem in HEADERS_WITHOUT_TORCH):
+        if module in WITHOUT_TORCH or (public and path.stem in HEADERS_WITHOUT_TORCH):
             if TORCH.search(line):
-                problems.append(f"{where}: torch is not for this {'header' if public else 'room'}")
+                problems.append(f"{where}: torch is not for this {'header' if public else 'module'}")
         if public and BROAD.search(line):
             problems.append(f"{where}: too broad for a public header")
         included = re.match(r'#include "([a-z_]+)/', line)
-        if room and included:
+        if module and included:
             other = included.group(1)
-            if other not in ({room, "base", "lockstep"} | ROOMS[room]):
-                problems.append(f"{where}: {room}/ may not include {other}/")
+            if other not in {module, "base", "lockstep", *MODULES[module][1]}:
+                problems.append(f"{where}: {module}/ may not include {other}/")
 
 
 for name in subprocess.run(["git", "ls-files", "*.h", "*.cc"], capture_output=True, text=True, check=True).stdout.split():
     path = pathlib.Path(name)
     if path.exists():
         check(path)
-for room in sorted({p.name for p in pathlib.Path("src").iterdir() if p.is_dir()} - ROOMS.keys()):
-    problems.append(f"src/{room}: a room that tools/check_layout.py does not know")
+for module in sorted({p.name for p in pathlib.Path("src").iterdir() if p.is_dir()} ^ MODULES.keys()):
+    problems.append(f"src/{module}: a folder that is not in src/modules.txt, or the other way round")
+rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w, ]*)\|$", pathlib.Path("ARCHITECTURE.md").read_text(), re.MULTILINE)
+table = {name: [other.strip() for other in others.split(",") if other.strip()] for name, others in rows}
+for module, (_, others) in MODULES.items():
+    if table.get(module) != others:
+        problems.append(f"ARCHITECTURE.md: the row of {module} says {table.get(module)}; src/modules.txt says {others}")
 print("\n".join(problems) if problems else "layout: ok")
 sys.exit(1 if problems else 0)

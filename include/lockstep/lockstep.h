@@ -8,6 +8,7 @@
 #include "lockstep/cluster.h"
 #include "lockstep/communicator.h"
 #include "lockstep/dataset.h"
+#include "lockstep/device_rule.h"
 #include "lockstep/distributed_dataset.h"
 #include "lockstep/error.h"
 #include "lockstep/group.h"

@@ -1,4 +1,4 @@
-// Other processes whose gradients an optimizer's are summed with, where the strategy has none itself.
+// Ranks that come with an optimizer, where the strategy has no workers: they sum gradients, and nothing else is shared.
 #pragma once
 
 #include "gradient/buckets.h"

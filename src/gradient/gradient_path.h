@@ -35,7 +35,7 @@ class GradientPath {
   GradientPath(std::shared_ptr<ReplicatedParameters> parameters, const Optimizer& optimizer,
                const GradientPathOptions& options = {});
 
-  // Before the first step, where the optimizer has an exchange of its own; does nothing else. Collective over its
+  // Before the first step, where ranks came with the optimizer; does nothing else. Collective over its
   // processes. Throws InvalidArgument, on all, where they differ in model, optimizer or number of replicas.
   void prepare();
 
@@ -62,8 +62,10 @@ class GradientPath {
   const Updater& updater() const { return updater_; }
   GradientSync& sync() { return *sync_; }
 
-  // The processes whose gradients are summed: the strategy's, or those of the optimizer's exchange.
+  // The processes whose gradients are summed: the strategy's, or those that came with the optimizer (GradientExchange);
+  // then each has data, logs and checkpoints of its own.
   const Communicator& ranks() const { return ranks_; }
+  bool own_data() const { return ranks_.size() > 1 && updater_.optimizer().options().exchange != nullptr; }
 
  private:
   const std::shared_ptr<ReplicatedParameters> parameters_;

@@ -154,8 +154,9 @@ TEST(GradientPath, UpdatesOnADeviceAreThoseInHostMemory) {
   }
 }
 
-// Halves the gradient and remembers the last one.
-class HalfRule final : public SpanRule<HalfRule> {
+// Remembers half of the last gradient. Several types, of which some have a rule for devices.
+template <bool registered>
+class HalfRule final : public SpanRule<HalfRule<registered>> {
  public:
   std::string name() const override { return "half"; }
   std::vector<StateSpec> states() const override { return {{"last", 0}}; }
@@ -166,13 +167,40 @@ class HalfRule final : public SpanRule<HalfRule> {
   }
 };
 
-TEST(GradientPath, ARuleOfTheUsersOwnUpdatesOnADeviceToo) {
-  const Optimizer optimizer(std::make_shared<HalfRule>(), {.weight_decay = 0.1});
+class HalfOnDevice final : public DeviceRule {
+ public:
+  explicit HalfOnDevice(int& updates) : updates_(updates) {}
+  void begin(const UpdateStep&) override {}
+  void update(const DeviceParameters& all) override {
+    ++updates_;
+    for (std::size_t i = 0; i < all.values.size(); ++i) {
+      all.states[0][i].copy_(all.gradients[i] / 2);
+      all.values[i].sub_(0.01 * (all.gradients[i] + all.states[0][i]));
+    }
+  }
+
+ private:
+  int& updates_;
+};
+
+template <bool registered>
+void expect_the_same_on_a_device() {
+  const Optimizer optimizer(std::make_shared<HalfRule<registered>>(), {.weight_decay = 0.1});
   const auto host = train(1, optimizer, Exchange::one_pass, Placement::mirrored, at::kDouble, 10);
   const auto device = train(1, optimizer, Exchange::one_pass, Placement::device, at::kDouble, 10);
   expect_close(*host.parameters, *device.parameters, 1e-12);
   EXPECT_TRUE(torch::allclose(host.gradients->updater().state(2, 0), device.gradients->updater().state(2, 0)));
   EXPECT_GT(host.gradients->updater().state(2, 0).abs().max().item<double>(), 0);
+}
+
+TEST(GradientPath, ARuleOfTheUsersOwnUpdatesOnADeviceToo) { expect_the_same_on_a_device<false>(); }
+
+TEST(GradientPath, ARuleOfTheUsersOwnMayHaveItsOwnUpdateForDevices) {
+  int updates = 0;
+  register_device_rule<HalfRule<true>>(
+      [&](const HalfRule<true>&, const at::TensorOptions&) { return std::make_unique<HalfOnDevice>(updates); });
+  expect_the_same_on_a_device<true>();
+  EXPECT_EQ(updates, 10);
 }
 
 template <class Make>

@@ -21,7 +21,7 @@ class RecordedWork {
 using WorkRecorder =
     std::function<std::unique_ptr<RecordedWork>(c10::Device device, const std::function<void()>& work)>;
 
-// The GPU's, which the room `cuda` sets when the library is loaded; empty in a build without it.
+// The GPU's, which the module `cuda` sets when the library is loaded; empty in a build without it.
 WorkRecorder& work_recorder();
 
 }  // namespace lockstep

@@ -55,7 +55,7 @@ class Fit {
     peers().abort_on_error([this] {
       impl_.gradients->prepare();
       compare_workers();
-      compare_exchange();
+      compare_options();
       attach_callbacks();
       train();
     });
@@ -88,7 +88,7 @@ class Fit {
   }
   const Communicator& workers() const { return impl_.workers(); }
   const Communicator& peers() const { return impl_.peers(); }
-  bool has_exchange() const { return workers().size() == 1 && peers().size() > 1; }
+  bool own_data() const { return impl_.gradients->own_data(); }
 
   void compare_workers() const {
     if (workers().size() == 1) return;
@@ -107,8 +107,8 @@ class Fit {
              "\nfirst batch's contents (hash) ", first.x.defined() && !own ? hash_of(first.x) : 0));
   }
 
-  void compare_exchange() const {
-    if (!has_exchange()) return;
+  void compare_options() const {
+    if (!own_data()) return;
     peers().check_all_agree("fits", text("epochs ", options_.epochs, "\ninitial_epoch ", options_.initial_epoch,
                                          "\nsteps_per_epoch ", options_.steps_per_epoch));
   }
@@ -135,16 +135,16 @@ class Fit {
 
   // A rank that restored a checkpoint alone would go on alone.
   void compare_states() const {
-    if (!has_exchange()) return;
+    if (!own_data()) return;
     peers().check_all_agree(
-        "starting points (BroadcastGlobalVariablesCallback spreads what one restored)",
+        "starting points (what one restored, the others have to get before they train)",
         text("step ", model_.iterations(), "\nepoch ", impl_.progress.epoch, "\nbatch ", impl_.progress.batch));
   }
 
-  // Data that each rank of an exchange has for itself: one whose data end earlier goes on without examples.
+  // Where each rank has data of its own, one whose data end earlier goes on without examples.
   internal::LocalReplicas replicas() const {
     auto local = impl_.strategy.impl().local_replicas();
-    if (has_exchange()) local.any = [peers = peers()](bool holds) { return peers.any(holds); };
+    if (own_data()) local.any = [peers = peers()](bool holds) { return peers.any(holds); };
     return local;
   }
 
@@ -167,8 +167,8 @@ class Fit {
       const auto cluster = resolve_cluster();
       if (cluster.world.size == 1) return;
       log_warning(text("fit: ", cluster.source, " started ", cluster.world.size, " processes, and this one (rank ",
-                       cluster.world.rank, ") trains a model of its own: MultiWorkerMirroredStrategy, or Horovod's ",
-                       "DistributedOptimizer, trains one together"));
+                       cluster.world.rank, ") trains a model of its own: MultiWorkerMirroredStrategy, or an ",
+                       "optimizer that takes the other processes' gradients too, trains one together"));
     } catch (const ClusterError&) {
       // What is wrong with its variables does not matter to a process that is alone.
     }
@@ -193,7 +193,7 @@ class Fit {
     if (options_.steps_per_epoch == FitOptions::kEndless) return -1;
     if (options_.steps_per_epoch > 0) return options_.steps_per_epoch;
     const auto mine = std::max<std::int64_t>(-1, distribute(data_, replicas()).cardinality());
-    return has_exchange() ? longest(mine) : mine;
+    return own_data() ? longest(mine) : mine;
   }
 
   // Of the ranks' epochs, which last as long as the longest; -1 where one does not know.
@@ -256,7 +256,7 @@ class Fit {
                "twice; go on with as many workers and the same auto_shard_policy, or, without steps_per_epoch, from ",
                "the end of an epoch"));
     }
-    if (has_exchange()) return false;  // the others' batches are their own, and so are their places
+    if (own_data()) return false;  // the others' batches are their own, and so are their places
     const auto size = largest_of_readers(first_element(data_, local, now.position.epoch).size());
     if (size == now.batch_size) return false;
     if (readers > 1) {
@@ -287,7 +287,7 @@ class Fit {
     const auto results = impl_.train_batch(batch, *impl_.tracker);
     agreed_ = mine();
     impl_.tracker->add_batch(results, agreed_.all());
-    if (has_exchange()) peers().sum(agreed_.all());
+    if (own_data()) peers().sum(agreed_.all());
     impl_.agreed_to_stop = agreed_.stopping > 0;
     progress().batch = index + 1;
     if (progress().position.index == 0) progress().batch_size = largest_of_readers(iterator_->element_size());

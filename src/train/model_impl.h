@@ -66,7 +66,8 @@ class ModelImpl {
 
   const Communicator& workers() const { return strategy.impl().workers(); }
 
-  // Who makes the same steps: the strategy's workers, or those of the optimizer's exchange. After build and compile.
+  // Who makes the same steps: the strategy's workers, or the ranks that came with the optimizer. After build and
+  // compile.
   const Communicator& peers() const { return gradients->ranks(); }
 
   // Collective over the workers. What the chief reads is all workers'; what is saved is for the chief to write.

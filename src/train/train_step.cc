@@ -73,10 +73,9 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
   replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(replica.replica_id())));
   gradients->drop_gradients(id);  // of a step that failed
   if (part.size() == 0) {
-    // No examples: joins the others' update. Ranks of an exchange each have a replica 0, so one without examples is
-    // none.
-    const bool others = gradients->updater().optimizer().options().exchange != nullptr;
-    const double weight = others ? 0 : weight_of(compiled->loss, 0, replica.replica_id());
+    // No examples: joins the others' update. Where data are each rank's own, each has a replica 0, and one without
+    // examples counts for nothing.
+    const double weight = gradients->own_data() ? 0 : weight_of(compiled->loss, 0, replica.replica_id());
     gradients->apply(replica.local_group(), weight, replica.deadline());
     return {};
   }
