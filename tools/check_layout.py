@@ -51,6 +51,17 @@ for name in subprocess.run(["git", "ls-files", "*.h", "*.cc"], capture_output=Tr
     path = pathlib.Path(name)
     if path.exists():
         check(path)
+# Two types of one name in one namespace are against C++'s one-definition rule, whichever files they are in.
+defined = {}
+for name in subprocess.run(["git", "ls-files", "src/*.h", "include/*.h"], capture_output=True, text=True, check=True).stdout.split():
+    path, namespace = pathlib.Path(name), ""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        if opened := re.match(r"namespace ([\w:]+) \{", line):
+            namespace = opened.group(1)
+        if found := re.match(r"(?:class|struct|enum class)(?: \w+\([^)]*(?:\([^)]*\))*[^)]*\)| alignas\(\d+\))? (\w+)(?: final)?(?: : [^;]*)? \{", line):
+            first = defined.setdefault((namespace, found.group(1)), name)
+            if first != name:
+                problems.append(f"{name}: {namespace}::{found.group(1)} is also a type in {first}")
 for module in sorted({p.name for p in pathlib.Path("src").iterdir() if p.is_dir()} ^ MODULES.keys()):
     problems.append(f"src/{module}: a folder that is not in src/modules.txt, or the other way round")
 rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w, ]*)\|$", pathlib.Path("ARCHITECTURE.md").read_text(), re.MULTILINE)

@@ -16,7 +16,8 @@ namespace lockstep {
 inline constexpr double kDefaultTimeoutSeconds = 1800;
 
 // A shared handle of a Group and of how long each call may take. After ranks were lost, `regroup` puts another Group in
-// its place, in all copies of the handle: whoever holds one goes on with the ranks that remain.
+// its place, in all copies of the handle. DistributedDataParallel then goes on with the ranks that remain; what was
+// made of the old Group itself (split, convert_sync_batchnorm) has to be made anew.
 //
 // Collective calls are for one thread at a time, in the same order on all ranks, and throw what the Group throws; the
 // others are for any thread, but none may run during `regroup`.
@@ -29,13 +30,12 @@ class Communicator {
   Communicator(Group group, double timeout_seconds = kDefaultTimeoutSeconds,  // NOLINT(google-explicit-constructor)
                std::string member = "rank");
 
-  int rank() const { return group().rank(); }
-  int size() const { return group().size(); }
+  int rank() const;
+  int size() const;
   const Group& group() const;
 
-  // How often `regroup` was called. Memory that the Group allocated, and what else was made of it, is of one
-  // generation.
-  std::int64_t generation() const;
+  // How often `regroup` was called: memory that the Group allocated, and what else was made of it, is of one Group.
+  std::int64_t regroups() const;
 
   // Of a call that begins now.
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(timeout_seconds_)); }

@@ -43,8 +43,8 @@ struct DistributedDataParallelOptions {
   // DType::float16 or DType::bfloat16: what float gradients are sent as. They are summed in float32.
   std::optional<DType> gradient_dtype;
 
-  // Of each operation between the ranks.
-  double timeout_seconds = 1800;
+  // Of each operation between the ranks; empty: the Communicator's.
+  std::optional<double> timeout_seconds;
 
   // Of an earlier training, from bucket_order(): a resumed one then has the same bits.
   std::vector<std::int64_t> bucket_order;
@@ -98,6 +98,8 @@ class DistributedGradients {
 };
 
 // After Communicator::regroup the next forward gives all ranks rank 0's parameters and buffers, as construction does.
+// The optimizer's state and the loop's place are for the caller to broadcast: one rank may have made the step in which
+// another heard of the loss.
 //
 // One thread a rank. The module is shared, not copied. Each backward with sync on is one step of all ranks; in it,
 // parameters may be unused on some ranks or on all (their gradients stay undefined where no rank has one). Gradients

@@ -33,11 +33,11 @@ class DeviceRule {
   virtual void update(const DeviceParameters& parameters) = 0;
 };
 
-// `options`: the device and dtype.
+// `options`: the device and dtype. The rule outlives what is made.
 using MakeDeviceRule =
     std::function<std::unique_ptr<DeviceRule>(const UpdateRule& rule, const at::TensorOptions& options)>;
 
-// From now on, optimizers with a rule of exactly this type use what `make` returns for it. Any thread.
+// Optimizers that are made from now on with a rule of exactly this type use what `make` returns for it. Any thread.
 void register_device_rule(std::type_index rule, MakeDeviceRule make);
 
 // register_device_rule<MyRule>([](const MyRule& rule, const at::TensorOptions& options) { return ...; });

@@ -18,9 +18,9 @@ inline constexpr double kStartTimeoutSeconds = 300;
 //   const auto job = lockstep::Job::from_environment();
 //   const auto group = job.group();
 //
-// A shared handle; one thread at a time, but for `replica_group` and `abandon`, which any may call. All processes make
-// their Jobs, and groups of each, in the same order. From the first Job on a process computes on its share of its
-// host's cores alone, where other processes of the job are on that host.
+// A shared handle; one thread at a time, but for `store`, `replica_group` and `abandon`, which any may call. All
+// processes make their Jobs, and groups of each, in the same order. From the first Job on a process computes on its
+// share of its host's cores alone, where other processes of the job are on that host.
 class Job {
  public:
   // By the variables of the process's launcher (resolve_cluster); without any this process is alone. Waits until all
@@ -39,7 +39,7 @@ class Job {
   bool has_own_cores() const;
 
   // For what the processes tell each other: keys of this Job alone.
-  const Store& store() const;
+  Store store() const;
 
   // The Group of all processes. Throws as make_group.
   Group group(const GroupOptions& options = {}) const;
@@ -51,15 +51,19 @@ class Job {
   // Those who wait for this process to make a group of this Job, now or later, hear why it will not: ClusterError.
   void abandon(const std::string& reason) const;
 
-  // The job without the processes `lost` (ranks of this Job): its next generation. Collective over the others; those of
-  // them that have not come by the deadline are left out too. Ranks keep their order, and processes their cores. Throws
-  // ClusterError on a process that the others go on without, and where the process that holds the store is lost.
+  // The job without the processes `lost`, by their ranks in this Job, which are those of its `group`: its next
+  // generation. Collective over the others; those of them that have not come by the deadline are left out too. Ranks
+  // keep their order, and processes their cores. Throws ClusterError on a process that the others go on without, and
+  // where the process that holds the store is lost. Where another is lost before the next `group` is made, that throws;
+  // then regroup again.
+  //
+  // For processes that outlive each other: launchers (lockstep run, mpirun, torchrun) end all when one is lost.
   Job regroup(const std::vector<int>& lost, Deadline deadline) const;
 
  private:
   struct State;
-  explicit Job(std::shared_ptr<const State> state) : state_(std::move(state)) {}
-  std::shared_ptr<const State> state_;
+  explicit Job(std::shared_ptr<State> state) : state_(std::move(state)) {}
+  std::shared_ptr<State> state_;
 };
 
 }  // namespace lockstep

@@ -52,10 +52,11 @@ World next_generation(const World& world, const Store& store, const std::vector<
     }
   }
   const Register members(world, store, deadline);
-  for (const int rank : lost) members.enter(rank, kLost, deadline);
+  // Itself first: where a link broke, and each of its ends takes the other for lost, both are there.
   if (members.enter(world.rank, kOn + world.host, deadline) == kLost) {
     throw ClusterError(text("regroup: the others took rank ", world.rank, " for lost, and go on without it"));
   }
+  for (const int rank : lost) members.enter(rank, kLost, deadline);
   World next = world;
   next.generation = world.generation + 1;
   next.size = next.local_size = 0;

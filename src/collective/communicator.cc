@@ -1,7 +1,9 @@
 #include "lockstep/communicator.h"
 
 #include <algorithm>
+#include <optional>
 
+#include "base/mutex.h"
 #include "base/text.h"
 
 namespace lockstep {
@@ -17,19 +19,32 @@ double checked(double timeout_seconds) {
 }  // namespace
 
 struct Communicator::State {
-  Group group;
-  const std::string member;
-  std::int64_t generation = 0;
+  State() = default;
+  State(Group of, std::string called)
+      : rank(of.rank()), size(of.size()), member(std::move(called)), group(std::move(of)) {}
+
+  int rank = 0, size = 1;
+  const std::string member = "rank";
+  std::int64_t regroups = 0;
+  Mutex mutex;
+  std::optional<Group> group;  // of a process alone: made when it is asked for, under the mutex
 };
 
-Communicator::Communicator() : Communicator(make_thread_groups(1)[0]) {}
+Communicator::Communicator() : state_(std::make_shared<State>()) {}
 
 Communicator::Communicator(Group group, double timeout_seconds, std::string member)
-    : state_(std::make_shared<State>(State{std::move(group), std::move(member)})),
+    : state_(std::make_shared<State>(std::move(group), std::move(member))),
       timeout_seconds_(checked(timeout_seconds)) {}
 
-const Group& Communicator::group() const { return state_->group; }
-std::int64_t Communicator::generation() const { return state_->generation; }
+int Communicator::rank() const { return state_->rank; }
+int Communicator::size() const { return state_->size; }
+std::int64_t Communicator::regroups() const { return state_->regroups; }
+
+const Group& Communicator::group() const {
+  MutexLock lock(state_->mutex);
+  if (!state_->group) state_->group = make_thread_groups(1)[0];
+  return *state_->group;
+}
 
 Communicator Communicator::with_timeout(double seconds) const {
   auto other = *this;
@@ -42,12 +57,14 @@ Communicator Communicator::with_group(Group group) const {
 }
 
 void Communicator::regroup(Group group) const {
+  state_->rank = group.rank();
+  state_->size = group.size();
   state_->group = std::move(group);
-  ++state_->generation;
+  ++state_->regroups;
 }
 
 void Communicator::sum(std::span<double> values) const {
-  group().all_reduce(buffer_of(values), ReduceOp::sum, deadline());
+  if (size() > 1) group().all_reduce(buffer_of(values), ReduceOp::sum, deadline());
 }
 
 bool Communicator::any(bool holds) const {
@@ -68,6 +85,7 @@ std::string Communicator::broadcast(const std::string& bytes, int root) const {
 }
 
 std::vector<std::string> Communicator::all_gather(const std::string& mine) const {
+  if (size() == 1) return {mine};
   std::int64_t length = static_cast<std::int64_t>(mine.size());
   std::vector<std::int64_t> lengths(static_cast<std::size_t>(size()));
   group().all_gather(buffer_of(std::span(&length, 1)), buffer_of(std::span(lengths)), deadline());

@@ -25,6 +25,14 @@ std::string describe(const std::vector<std::string>& names, const std::vector<at
   return lines;
 }
 
+// What all ranks must want alike: an option a line.
+std::string describe(const DistributedDataParallelOptions& options) {
+  return text("bucket_cap_mb ", options.bucket_cap_mb, "\nfirst_bucket_mb ", options.first_bucket_mb,
+              "\nbroadcast_buffers ", options.broadcast_buffers, "\ngradient_dtype ",
+              options.gradient_dtype ? name_of(*options.gradient_dtype) : "none", "\nbucket_order ",
+              join(options.bucket_order), "\ncomm_hook ", options.comm_hook ? "yes" : "none");
+}
+
 DistributedDataParallelOptions checked(DistributedDataParallelOptions options) {
   const auto require_above_zero = [](const char* name, double value) {
     if (!(value > 0))
@@ -32,7 +40,7 @@ DistributedDataParallelOptions checked(DistributedDataParallelOptions options) {
   };
   require_above_zero("bucket_cap_mb", options.bucket_cap_mb);
   require_above_zero("first_bucket_mb", options.first_bucket_mb);
-  require_above_zero("timeout_seconds", options.timeout_seconds);
+  require_above_zero("timeout_seconds", options.timeout_seconds.value_or(1));
   return options;
 }
 
@@ -56,7 +64,10 @@ struct DistributedGradients::State {
 
 DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> module, Communicator ranks,
                                            DistributedDataParallelOptions options)
-    : state_(new State{std::move(module), checked(options), ranks.with_timeout(options.timeout_seconds), {}}) {
+    : state_(new State{std::move(module),
+                       checked(options),
+                       options.timeout_seconds ? ranks.with_timeout(*options.timeout_seconds) : ranks,
+                       {}}) {
   std::vector<std::string> names, trained_names;
   std::vector<at::Tensor> tensors, trained;
   for (const auto& parameter : state_->module->named_parameters()) {
@@ -71,6 +82,7 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
     tensors.push_back(buffer.value());
   }
   state_->ranks.check_all_agree("modules", describe(names, tensors));
+  state_->ranks.check_all_agree("DistributedDataParallelOptions", describe(state_->options));
   state_->share_values();
   const auto& chosen = state_->options;
   state_->reducer.emplace(

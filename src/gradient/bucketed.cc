@@ -6,7 +6,6 @@
 #include <numeric>
 
 #include "base/text.h"
-#include "lockstep/error.h"
 #include "optimizer/flat_update.h"
 
 namespace lockstep {
@@ -59,7 +58,6 @@ void Bucketed::on_ready(int replica, std::size_t slot, const at::Tensor& gradien
 }
 
 void Bucketed::finish(int replica, double weight, bool check_finite) {
-  if (!buckets_) throw Error("an update before the other ranks' models and optimizers were compared");
   weights_[static_cast<std::size_t>(replica)] = weight;
   for (const auto slot : trainable_) {
     if (!is_ready(replica, slot)) arrive(slot);
@@ -134,12 +132,10 @@ std::vector<const at::Tensor*> Bucketed::sources(std::size_t slot) const {
   return {&buckets_->mean(place(slot))};
 }
 
-void Bucketed::end_step(const Group& replicas, Deadline deadline) {
-  if (replicas.rank() == 0) {
-    buckets_->end_pass(0);
-    start_step();
-  }
-  replicas.barrier(deadline);
+void Bucketed::end_step(int replica) {
+  if (replica != 0) return;
+  buckets_->end_pass(0);
+  start_step();
 }
 
 GradientSync::Learned Bucketed::learned() const {
@@ -152,7 +148,7 @@ GradientSync::Learned Bucketed::learned() const {
 }
 
 void Bucketed::restore(const Learned& learned) {
-  if (!buckets_) return;
+  if (!buckets_ || learned.order.empty()) return;
   std::vector<std::int64_t> order;
   for (const auto slot : learned.order) {
     const bool exists = slot >= 0 && static_cast<std::size_t>(slot) < place_.size();

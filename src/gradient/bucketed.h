@@ -31,7 +31,7 @@ class Bucketed final : public GradientSync {
   Totals totals() const override { return totals_; }
   std::vector<const at::Tensor*> sources(std::size_t slot) const override;
   int written_copies() const override { return parameters_.copies(); }
-  void end_step(const Group& replicas, Deadline deadline) override;
+  void end_step(int replica) override;
 
   Learned learned() const override;
   void restore(const Learned& learned) override;

@@ -37,7 +37,7 @@ Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOption
       ranks_(std::move(ranks)),
       options_(std::move(options)),
       group_(ranks_.group()),
-      generation_(ranks_.generation()),
+      regroups_(ranks_.regroups()),
       order_(all_slots(infos_.size())),
       slots_(infos_.size()) {
   const auto& wanted = options_.gradient_dtype;
@@ -65,11 +65,18 @@ Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOption
 Buckets::~Buckets() { end_pending(); }
 
 bool Buckets::follow_regroup() {
-  if (generation_ == ranks_.generation()) return false;
+  if (regroups_ == ranks_.regroups()) return false;
   end_pending();
-  generation_ = ranks_.generation();
+  regroups_ = ranks_.regroups();
   group_ = ranks_.group();
   weights_ = {};
+  // A rank may have learned the order in the pass that another lost a rank in.
+  std::vector<std::int64_t> of_rank_0 = order_;
+  of_rank_0.push_back(knows_order_ ? 1 : 0);
+  group_.broadcast(buffer_of(std::span(of_rank_0)), 0, ranks_.deadline());
+  knows_order_ = of_rank_0.back() != 0;
+  of_rank_0.pop_back();
+  order_ = of_rank_0;
   overlaps_ = ranks_.all(may_overlap(group_, options_.idle_cores));
   make();
   return true;

@@ -113,9 +113,9 @@ class Buckets {
   const Communicator ranks_;
   const BucketOptions options_;
 
-  // Of one generation of the communicator.
+  // Of one Group of the communicator.
   Group group_;
-  std::int64_t generation_;
+  std::int64_t regroups_;
   bool overlaps_ = false;
   PassWeights weights_;
 

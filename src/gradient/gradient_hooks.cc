@@ -25,37 +25,33 @@ class GradientHooks::Hook final : public torch::autograd::PostAccumulateGradHook
 };
 
 void GradientHooks::install() {
-  if (installed_ || !sync_.during_backward()) return;
-  installed_ = true;
+  if (!hooked_.empty() || !sync_.during_backward()) return;
   for (int replica = 0; replica < parameters_.replicas(); ++replica) {
     for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
       if (!parameters_.slots()[i].trainable) continue;
-      torch::autograd::impl::set_post_acc_grad_hooks(parameters_.parameter(replica, i),
-                                                     std::make_unique<Hook>(*this, replica, i));
+      const auto& parameter = hooked_.emplace_back(parameters_.parameter(replica, i));
+      torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<Hook>(*this, replica, i));
     }
   }
 }
 
 // The hooks of another optimizer for the same parameters may be there by now.
 GradientHooks::~GradientHooks() {
-  for (int replica = 0; installed_ && replica < parameters_.replicas(); ++replica) {
-    for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
-      const auto& parameter = parameters_.parameter(replica, i);
-      if (!parameter.requires_grad()) continue;
-      const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
-      if (hook != nullptr && hook->belongs_to(*this)) {
-        torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
-      }
+  for (const auto& parameter : hooked_) {
+    const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
+    if (hook != nullptr && hook->belongs_to(*this)) {
+      torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
     }
   }
 }
 
 void GradientHooks::expect_one_backward(int replica) {
-  expects_backward_[static_cast<std::size_t>(replica)].set = installed_;
+  expects_backward_[static_cast<std::size_t>(replica)].set = !hooked_.empty();
 }
 
 void GradientHooks::take_all(int replica) {
   expects_backward_[static_cast<std::size_t>(replica)].set = false;
+  sync_.forget(replica);
   for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
     if (!sync_.is_ready(replica, i)) take(replica, i);
   }
@@ -78,6 +74,7 @@ void GradientHooks::drop(int replica) {
   for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
     parameters_.parameter(replica, i).mutable_grad().reset();
   }
+  sync_.forget(replica);
 }
 
 }  // namespace lockstep

@@ -26,10 +26,11 @@ class GradientHooks {
   // take_all.
   void expect_one_backward(int replica);
 
-  // Hands over what is left. Throws InvalidArgument for a gradient of another dtype or shape than its parameter.
+  // Hands over what is left, in the place of what a step that broke off handed over. Throws InvalidArgument for a
+  // gradient of another dtype or shape than its parameter.
   void take_all(int replica);
 
-  // Forgets what an earlier backward left.
+  // Forgets what an earlier backward left, and what was handed over.
   void drop(int replica);
 
  private:
@@ -38,7 +39,7 @@ class GradientHooks {
 
   ReplicatedParameters& parameters_;
   GradientSync& sync_;
-  bool installed_ = false;
+  std::vector<at::Tensor> hooked_;
   struct alignas(64) Flag {
     bool set = false;
   };

@@ -36,7 +36,8 @@ std::unique_ptr<GradientSync> make_sync(const ReplicatedParameters& parameters, 
   if (ranks.size() > 1) {
     return std::make_unique<Bucketed>(parameters, ranks, own ? own->buckets : options.buckets, own && own->sum);
   }
-  if (options.exchange == Exchange::hierarchical_copy) return std::make_unique<Tree>(parameters);
+  if (options.exchange == Exchange::hierarchical_copy && parameters.replicas() > 1)
+    return std::make_unique<Tree>(parameters);
   return std::make_unique<OnePass>(parameters);
 }
 
@@ -71,6 +72,9 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
     throw InvalidArgument(text("a replica's weight is ", weight, "; it must be 0 (no examples) or more, and finite"));
   }
   const double loss_scale = updater_.loss_scale().value();
+  if (!prepared_ && ranks_.size() > 1) {
+    throw Error("an update before the other ranks' models and optimizers were compared");
+  }
   hooks_->take_all(replica);
   if (replica == 0) updater_.begin_step();
   sync_->finish(replica, weight, updater_.loss_scale().used());
@@ -88,12 +92,13 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   }
   replicas.barrier(deadline);  // every copy is written, and nobody reads my gradients any more
   parameters_->refresh(replica);
-  if (replica == 0) {
-    if (updates) updater_.count_step();
-    const bool compares = updates && compare_copies_every_ > 0 && updater_.iterations() % compare_copies_every_ == 0;
+  sync_->end_step(replica);
+  if (replica == 0 && updates) {
+    updater_.count_step();
+    const bool compares = compare_copies_every_ > 0 && updater_.iterations() % compare_copies_every_ == 0;
     if (compares) parameters_->compare_copies(ranks_);
   }
-  sync_->end_step(replicas, deadline);
+  if (sync_->during_backward()) replicas.barrier(deadline);  // before it nobody else speaks to the other processes
 }
 
 bool GradientPath::can_be_recorded() const {
@@ -103,7 +108,7 @@ bool GradientPath::can_be_recorded() const {
 void GradientPath::update_recorded(const Group& replicas, double weight, Deadline deadline) {
   hooks_->take_all(replicas.rank());
   updater_.update(*sync_, weight, replicas, deadline);
-  sync_->end_step(replicas, deadline);
+  sync_->end_step(replicas.rank());
 }
 
 }  // namespace lockstep

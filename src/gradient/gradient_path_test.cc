@@ -241,6 +241,30 @@ TEST(GradientPath, AParameterThatNobodyUsesKeepsItsValueAndState) {
   }
 }
 
+// A gradient that was handed over in a step that broke off is not used in the next.
+TEST(GradientPath, TheStepAfterAFailureUsesItsOwnGradients) {
+  auto parameters = std::make_shared<ReplicatedParameters>(
+      std::vector<std::shared_ptr<torch::nn::Module>>{make_net(at::kDouble), make_net(at::kDouble)},
+      Placement::mirrored);
+  GradientPath gradients(parameters, SGD({.learning_rate = 0.1}));
+  const auto weight = [&](int replica) { return dynamic_cast<NetImpl&>(parameters->module(replica)).unused; };
+  auto groups = make_thread_groups(2);
+  (weight(0) * 1000).sum().backward();
+  groups[1].abort("the other replica failed");
+  EXPECT_THROW(gradients.apply(groups[0], 1, soon()), Aborted);
+  groups = make_thread_groups(2);
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      weight(rank).sum().backward();
+      gradients.apply(groups[static_cast<std::size_t>(rank)], 1, soon());
+    });
+  }
+  threads.clear();
+  EXPECT_TRUE(torch::allclose(weight(0), at::full({3}, 0.9, at::kDouble))) << weight(0);
+  EXPECT_FALSE(weight(0).grad().defined());
+}
+
 TEST(GradientPath, AFailureOnOneReplicaLeavesAllWeightsAsTheyWere) {
   std::vector<std::shared_ptr<torch::nn::Module>> modules{make_net(at::kFloat), make_net(at::kFloat)};
   auto parameters = std::make_shared<ReplicatedParameters>(modules, Placement::mirrored);

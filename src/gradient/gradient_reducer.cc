@@ -88,7 +88,7 @@ bool GradientReducer::prepare() {
   if (!open_) return false;
   throw Error(
       "the last backward broke off in the middle, and the ranks are out of step: make a new Group, and wrap what you "
-      "train anew, or go on with those that are left (Communicator::regroup)");
+      "train anew");
 }
 
 void GradientReducer::on_gradient(std::size_t parameter) {

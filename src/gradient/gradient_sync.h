@@ -52,8 +52,12 @@ class GradientSync {
   virtual int written_copies() const = 0;
   virtual void publish(const Group& /*replicas*/, Deadline /*deadline*/) {}
 
-  // Forgets this replica's gradients. All have been read.
-  virtual void end_step(const Group& replicas, Deadline deadline) = 0;
+  // In each replica's thread: all have read the sums, and may forget them. Where gradients are wanted during backward,
+  // a barrier of the replicas comes before the next.
+  virtual void end_step(int replica) = 0;
+
+  // Forgets what the replica handed over in a step that broke off, where the next may come all the same.
+  virtual void forget(int /*replica*/) {}
 
   // What was learned of how gradients are best sent, for a checkpoint: the order of slots in which rank 0's first step
   // made their gradients, and the running weight scale; where a sum's order is another, its bits may be. Empty before.

@@ -54,8 +54,8 @@ std::vector<const at::Tensor*> OnePass::sources(std::size_t slot) const {
   return gradients;
 }
 
-void OnePass::end_step(const Group& replicas, Deadline /*deadline*/) {
-  for (auto& gradient : contributions_[static_cast<std::size_t>(replicas.rank())].gradients) gradient.reset();
+void OnePass::forget(int replica) {
+  for (auto& gradient : contributions_[static_cast<std::size_t>(replica)].gradients) gradient.reset();
 }
 
 }  // namespace lockstep

@@ -19,7 +19,8 @@ class OnePass : public GradientSync {
   Totals totals() const override;
   std::vector<const at::Tensor*> sources(std::size_t slot) const override;
   int written_copies() const override { return parameters_.copies(); }
-  void end_step(const Group& replicas, Deadline deadline) override;
+  void end_step(int replica) override { forget(replica); }
+  void forget(int replica) override;
 
  protected:
   // A cache line apart: replicas write their own.

@@ -39,7 +39,7 @@ void PassWeights::end_pass() {
 }
 
 void PassWeights::update_scale() {
-  if (total_ > 0) scale_ = total_ / having_;
+  if (total_ > 0) scale_ = std::max(scale_, total_ / having_);
 }
 
 int PassWeights::lowest_with_gradients() const {

@@ -29,8 +29,8 @@ class PassWeights {
   int lowest_with_gradients() const;
 
   // The running weight scale: what gradients are divided by before they are sent, so that sums of many examples have
-  // room in 16 bits, and where weights stay as they are no division is left for afterwards. The mean weight of a rank
-  // that had gradients in the pass before; 0 before the first pass's `wait`.
+  // room in 16 bits, and where weights stay as they are no division is left for afterwards. The largest of the passes'
+  // mean weights of a rank that had gradients; 0 before the first pass's `wait`.
   double scale() const { return scale_; }
   void restore(double scale) { scale_ = scale; }
 

@@ -9,8 +9,8 @@
 #include <sstream>
 
 #include "base/text.h"
-#include "launch/job.h"
 #include "launch/part.h"
+#include "launch/processes.h"
 #include "launch/timeline_file.h"
 #include "launch/token_file.h"
 #include "lockstep/error.h"
@@ -80,16 +80,16 @@ void tell_that_it_ended(const std::function<Store()>& store, int rank) {
 // One life of a job, with a token and a store of its own.
 class Life {
  public:
-  Life(const LaunchOptions& options, int restart, const Job::Surroundings& surroundings)
+  Life(const LaunchOptions& options, int restart, const JobProcesses::Surroundings& surroundings)
       : hosts_(fill(options.hosts, options.processes)),
         store_(Store::hold(with_port(address_for(hosts_), 0), access(options))),
         job_(members(options, restart), options.grace_seconds, telling(surroundings)) {}
 
-  Job& job() { return job_; }
+  JobProcesses& job() { return job_; }
   const Store& store() const { return store_; }
 
  private:
-  Job::Surroundings telling(Job::Surroundings surroundings) const {
+  JobProcesses::Surroundings telling(JobProcesses::Surroundings surroundings) const {
     surroundings.ended_well = [this](int rank) { tell_that_it_ended([this] { return store_; }, rank); };
     return surroundings;
   }
@@ -135,7 +135,7 @@ class Life {
   const TokenFile token_;
   const std::vector<HostSlots> hosts_;
   const Store store_;
-  Job job_;
+  JobProcesses job_;
 };
 
 }  // namespace
@@ -183,7 +183,8 @@ int launch_part(std::ostream& out, std::ostream& err) {
     return Store::connect(part.store, Deadline::after(kForLastWords), {token.access().token, part.trusted_network});
   };
   const auto tell = [&](int rank) { tell_that_it_ended(connect, rank); };
-  return Job(ranks_of(part, token.path()), part.grace_seconds, {signals, guardian, out, err, &orders, tell}).run();
+  return JobProcesses(ranks_of(part, token.path()), part.grace_seconds, {signals, guardian, out, err, &orders, tell})
+      .run();
 }
 
 }  // namespace lockstep

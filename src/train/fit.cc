@@ -137,7 +137,7 @@ class Fit {
   void compare_states() const {
     if (!own_data()) return;
     peers().check_all_agree(
-        "starting points (what one restored, the others have to get before they train)",
+        "starting points (broadcast what one restored at the beginning of the training)",
         text("step ", model_.iterations(), "\nepoch ", impl_.progress.epoch, "\nbatch ", impl_.progress.batch));
   }
 

@@ -18,7 +18,7 @@
 
 namespace lockstep {
 
-class Job {
+class JobProcesses {
  public:
   // What it is run with, and outlives it.
   struct Surroundings {
@@ -31,10 +31,10 @@ class Job {
   };
 
   // Starts them. Throws ClusterError and IoError; then none is left.
-  Job(const std::vector<MemberCommand>& members, double grace_seconds, const Surroundings& surroundings);
+  JobProcesses(const std::vector<MemberCommand>& members, double grace_seconds, const Surroundings& surroundings);
 
   // Ends those that still run.
-  ~Job();
+  ~JobProcesses();
 
   // Until all have ended; the exit status. kLogsIncomplete where all ended well, but a log file could not be written.
   static constexpr int kLogsIncomplete = 74;  // EX_IOERR of sysexits.h

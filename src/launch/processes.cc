@@ -1,4 +1,4 @@
-#include "launch/job.h"
+#include "launch/processes.h"
 
 #include <poll.h>
 #include <signal.h>
@@ -23,7 +23,8 @@ constexpr int kMostLastWords = 1000;  // pieces; a rank that has ended writes no
 
 }  // namespace
 
-Job::Job(const std::vector<MemberCommand>& members, double grace_seconds, const Surroundings& surroundings)
+JobProcesses::JobProcesses(const std::vector<MemberCommand>& members, double grace_seconds,
+                           const Surroundings& surroundings)
     : grace_seconds_(grace_seconds), surroundings_(surroundings) {
   for (const auto& command : members) {
     if (const int signal = surroundings_.signals.next()) {  // there may be very many
@@ -46,7 +47,7 @@ Job::Job(const std::vector<MemberCommand>& members, double grace_seconds, const 
   });
 }
 
-Job::~Job() {
+JobProcesses::~JobProcesses() {
   signs_of_life_ = std::jthread();
   for (const auto& member : members_) {
     member->kill();
@@ -54,7 +55,7 @@ Job::~Job() {
   }
 }
 
-int Job::run() {
+int JobProcesses::run() {
   while (running()) {
     wait();
     for (int signal = surroundings_.signals.next(); signal != 0; signal = surroundings_.signals.next()) pass_on(signal);
@@ -77,7 +78,7 @@ int Job::run() {
   return without_log_.empty() ? 0 : kLogsIncomplete;
 }
 
-void Job::follow_orders() {
+void JobProcesses::follow_orders() {
   using Kind = Orders::Order::Kind;
   if (surroundings_.orders == nullptr) return;
   for (auto order = surroundings_.orders->next(); order.kind != Kind::none; order = surroundings_.orders->next()) {
@@ -86,11 +87,11 @@ void Job::follow_orders() {
   }
 }
 
-bool Job::running() const {
+bool JobProcesses::running() const {
   return std::any_of(members_.begin(), members_.end(), [](const auto& member) { return !member->ended(); });
 }
 
-void Job::wait() {
+void JobProcesses::wait() {
   const auto* const orders = surroundings_.orders;
   std::vector<pollfd> polls{{surroundings_.signals.descriptor(), POLLIN, 0},
                             {orders != nullptr ? orders->descriptor() : -1, POLLIN, 0}};
@@ -107,13 +108,13 @@ void Job::wait() {
 }
 
 // A bounded part, so that signals have their turn. False where there was nothing.
-bool Job::read_all() {
+bool JobProcesses::read_all() {
   bool any = false;
   for (const auto& member : members_) any |= read(*member);
   return any;
 }
 
-bool Job::read(Member& member) {
+bool JobProcesses::read(Member& member) {
   bool any = member.read(Member::Stream::out, [&](const std::string& line) { print(member, surroundings_.out, line); });
   any |= member.read(Member::Stream::error, [&](const std::string& line) {
     const bool report = member.takes_orders() && line.starts_with(kReport);
@@ -126,24 +127,24 @@ bool Job::read(Member& member) {
   return any;
 }
 
-void Job::tell_of_log(const Member& member) {
+void JobProcesses::tell_of_log(const Member& member) {
   if (member.log_problem().empty() || !without_log_.insert(&member).second) return;
   surroundings_.err << kReport << member.log_problem() << "; what " << member.name()
                     << " prints from here on is not in it" << std::endl;
 }
 
-bool Job::reap(Member& member) {
+bool JobProcesses::reap(Member& member) {
   return member.reap([this](pid_t group) { surroundings_.guardian.forget(group); });
 }
 
-void Job::print(Member& member, std::ostream& to, const std::string& line) {
+void JobProcesses::print(Member& member, std::ostream& to, const std::string& line) {
   to << member.prefix() << line << std::endl;
   if (to.good() || std::exchange(nobody_reads_, true)) return;
   surroundings_.err << kReport << "nobody reads the output any more; the job goes on" << std::endl;
 }
 
 // Of those that ended together, one that a signal ended is the cause: the others heard of its end.
-void Job::notice_ends() {
+void JobProcesses::notice_ends() {
   Member* failed = nullptr;
   for (const auto& member : members_) {
     if (!reap(*member)) continue;
@@ -165,19 +166,19 @@ void Job::notice_ends() {
   fails_first(*failed);
 }
 
-void Job::fails_first(Member& member) {
+void JobProcesses::fails_first(Member& member) {
   first_ = &member;
   end_others();
 }
 
-void Job::end_others() {
+void JobProcesses::end_others() {
   ending_ = true;
   for (const auto& member : members_) member->end();
   set_out_to_kill();
 }
 
 // A terminal that is closed says so twice: its shell does, and the kernel when the shell has ended.
-void Job::pass_on(int signal) {
+void JobProcesses::pass_on(int signal) {
   if (signal == SIGHUP && asked_ == SIGHUP) return;
   const bool again = asked_ != 0;
   asked_ = signal;
@@ -189,7 +190,7 @@ void Job::pass_on(int signal) {
 }
 
 // Launchers on other hosts kill after the same time: they get a little more, to say how it ended.
-void Job::set_out_to_kill() {
+void JobProcesses::set_out_to_kill() {
   if (kill_at_) return;
   const bool over_hosts =
       std::any_of(members_.begin(), members_.end(), [](const auto& member) { return member->takes_orders(); });
@@ -198,7 +199,7 @@ void Job::set_out_to_kill() {
 }
 
 // Those that take orders are told to, and are killed themselves when that does not help.
-void Job::kill_what_is_left() {
+void JobProcesses::kill_what_is_left() {
   const bool told = std::exchange(told_to_kill_, true);
   kill_at_.reset();
   for (const auto& member : members_) {
@@ -211,7 +212,7 @@ void Job::kill_what_is_left() {
   }
 }
 
-std::string Job::explanation(const Member& member) const {
+std::string JobProcesses::explanation(const Member& member) const {
   const int signal = member.signal();
   if (signal != 0) return text(kReport, member.name(), " was ended by signal ", signal, " (", strsignal(signal), ")");
   const auto& words = member.last_words();
