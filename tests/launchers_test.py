@@ -1,4 +1,4 @@
-"""The seed program on two workers, and Horovod's tutorial on four ranks, started by each launcher that a site may have: launchers_test.py MNIST HOROVOD LOCKSTEP RESUME."""
+"""The seed program on two workers, and Horovod's tutorial on four ranks, started by each launcher that a site may have: launchers_test.py MNIST HOROVOD LOCKSTEP RESUME DDP."""
 import contextlib
 import json
 import os
@@ -11,7 +11,7 @@ import tempfile
 import time
 import unittest
 
-MNIST, HOROVOD, LOCKSTEP, RESUME = sys.argv[1:5]
+MNIST, HOROVOD, LOCKSTEP, RESUME, DDP = sys.argv[1:6]
 SCRIPT = pathlib.Path(__file__).parents[1] / "deploy/train.slurm"
 TRAIN = [MNIST, "--strategy", "multi_worker", "--replicas", "1", "--epochs", "5"]
 LIMIT_S = 300
@@ -142,10 +142,24 @@ class Launchers(unittest.TestCase):
     def test_mpich(self):
         self.train(["mpirun.mpich", "-np", "2", *TRAIN])
 
-    def test_torchrun(self):
+    def torchrun(self):
         # Debian's (1.13) knows of the streams' numbers with Python 3.11 only that of stdout.
         streams = ["--redirects", "1", "--tee", "1", "--log_dir", str(self.folder / "logs")]
-        self.train(["/usr/bin/torchrun", "--no_python", "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0]), *streams, *TRAIN])
+        return ["/usr/bin/torchrun", "--no_python", "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0]), *streams]
+
+    def test_torchrun(self):
+        self.train([*self.torchrun(), *TRAIN])
+
+    def test_a_loop_of_ones_own_by_each(self):
+        with Slurm(self.folder) as slurm:
+            launchers = ([], [LOCKSTEP, "run", "-n", "2"], ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2"],
+                         ["mpirun.mpich", "-np", "2"], self.torchrun(), ["srun", "-n", "2", "--overcommit"])
+            for launcher in launchers:
+                with self.subTest(launcher=launcher[:1]):
+                    output = self.run_all([*launcher, DDP], environments=[slurm.environment])
+                    accuracies = re.findall(r"test accuracy: ([0-9.]+)", output)
+                    self.assertEqual(len(accuracies), 1, output)  # rank 0's: the processes are one job
+                    self.assertGreaterEqual(float(accuracies[0]), 0.80)
 
     def test_slurm(self):
         with Slurm(self.folder) as slurm:
@@ -178,4 +192,4 @@ class Launchers(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    unittest.main(argv=[sys.argv[0], *sys.argv[5:]], verbosity=2)
+    unittest.main(argv=[sys.argv[0], *sys.argv[6:]], verbosity=2)
