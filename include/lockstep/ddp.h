@@ -97,9 +97,9 @@ class DistributedGradients {
   const std::unique_ptr<State> state_;
 };
 
-// After Communicator::regroup the next forward gives all ranks rank 0's parameters and buffers, as construction does.
-// The optimizer's state and the loop's place are for the caller to broadcast: one rank may have made the step in which
-// another heard of the loss.
+// After Communicator::regroup (job.h has an example) the next forward gives all ranks rank 0's parameters and buffers,
+// as construction does. Rank 0's optimizer state and place in the loop are for the caller to broadcast with them: one
+// rank may have made the step in which another heard of the loss.
 //
 // One thread a rank. The module is shared, not copied. Each backward with sync on is one step of all ranks; in it,
 // parameters may be unused on some ranks or on all (their gradients stay undefined where no rank has one). Gradients

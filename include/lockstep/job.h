@@ -52,10 +52,16 @@ class Job {
   void abandon(const std::string& reason) const;
 
   // The job without the processes `lost`, by their ranks in this Job, which are those of its `group`: its next
-  // generation. Collective over the others; those of them that have not come by the deadline are left out too. Ranks
-  // keep their order, and processes their cores. Throws ClusterError on a process that the others go on without, and
-  // where the process that holds the store is lost. Where another is lost before the next `group` is made, that throws;
-  // then regroup again.
+  // generation. Collective over the others; those of them that have not come by the deadline, also where another was
+  // lost unnoticed, are waited for until then and left out. Ranks keep their order, and processes their cores. Throws
+  // ClusterError on a process that the others go on without, and where the process that holds the store is lost;
+  // InvalidArgument for ranks that there are not. Where another is lost before the next Job's `group` is made, `group`
+  // throws; then regroup that Job.
+  //
+  //   } catch (const lockstep::PeerLost& lost) {  // or DeadlineExceeded, with its ranks()
+  //     job = job.regroup({lost.rank()}, lockstep::Deadline::after(std::chrono::seconds(10)));
+  //     ranks.regroup(job.group());  // the Communicator that DistributedDataParallel was made with
+  //   }
   //
   // For processes that outlive each other: launchers (lockstep run, mpirun, torchrun) end all when one is lost.
   Job regroup(const std::vector<int>& lost, Deadline deadline) const;

@@ -46,9 +46,8 @@ class Register {
 
 World next_generation(const World& world, const Store& store, const std::vector<int>& lost, Deadline deadline) {
   for (const int rank : lost) {
-    if (rank < 0 || rank >= world.size || rank == world.rank) {
-      throw InvalidArgument(text("regroup: rank ", rank, " is said to be lost by rank ", world.rank,
-                                 "; the others are 0 to ", world.size - 1));
+    if (rank < 0 || rank >= world.size) {
+      throw InvalidArgument(text("regroup: rank ", rank, " is said to be lost; ranks are 0 to ", world.size - 1));
     }
   }
   const Register members(world, store, deadline);
@@ -56,7 +55,9 @@ World next_generation(const World& world, const Store& store, const std::vector<
   if (members.enter(world.rank, kOn + world.host, deadline) == kLost) {
     throw ClusterError(text("regroup: the others took rank ", world.rank, " for lost, and go on without it"));
   }
-  for (const int rank : lost) members.enter(rank, kLost, deadline);
+  for (const int rank : lost) {
+    if (rank != world.rank) members.enter(rank, kLost, deadline);  // a deadline's error may list this rank too
+  }
   World next = world;
   next.generation = world.generation + 1;
   next.size = next.local_size = 0;
