@@ -10,7 +10,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::size_t kMostNodes = 1'000'000;
+constexpr std::size_t kMostNodes = 100'000, kLongestName = 255;  // Slurm has at most 65,533; DNS
 
 class Parser {
  public:
@@ -56,6 +56,7 @@ class Parser {
 
   void add(std::vector<std::string>& all, std::string name) const {
     if (all.size() == kMostNodes) fail("there are too many nodes");
+    if (name.size() > kLongestName) fail(text("a name is longer than ", kLongestName, " characters"));
     all.push_back(std::move(name));
   }
 

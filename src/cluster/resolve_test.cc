@@ -194,9 +194,10 @@ TEST(NodeList, IsWhatScontrolMakesOfIt) {
   EXPECT_EQ(expand("n[008-011]"), (List{"n008", "n009", "n010", "n011"}));
   EXPECT_EQ(expand("r[1-2]n[3-4]x"), (List{"r1n3x", "r1n4x", "r2n3x", "r2n4x"}));
   for (const std::string wrong : {"", "a,", ",a", "a[", "a[1", "a[1-", "a[2-1]", "a[x]", "a]", "a[]", "a[1-9999999999]",
-                                  "a[0-999999]b[0-9]", "a[1]]"}) {
+                                  "a[0-999999]b[0-9]", "a[1-999]b[1-999]", "a[1]]"}) {
     EXPECT_THROW(expand(wrong), ClusterError) << wrong;
   }
+  EXPECT_THROW(expand(std::string(256, 'n')), ClusterError);
   EXPECT_EQ(expand_task_counts("2(x3),1", "COUNTS"), (std::vector<int>{2, 2, 2, 1}));
   for (const std::string wrong : {"", "x", "2(", "2(x", "2(x3", "2(3)", "1,,2", "2(x999999999)"}) {
     EXPECT_THROW(expand_task_counts(wrong, "COUNTS"), ClusterError) << wrong;
