@@ -42,7 +42,7 @@ function(lockstep_module_tests library)
     file(GLOB_RECURSE tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/*_test.cc)
     # The thread sanitizer does not follow a process with threads into a fork that starts threads again.
     if(LOCKSTEP_SANITIZE STREQUAL "thread")
-      list(FILTER tests EXCLUDE REGEX "/(rendezvous|strangers|limits|regroup)_test\\.cc$")
+      list(FILTER tests EXCLUDE REGEX "/(rendezvous|strangers|limits)_test\\.cc$")
     endif()
     if(tests)
       lockstep_test(${module}_test ${library} ${tests})
