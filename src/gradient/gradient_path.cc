@@ -50,7 +50,7 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
       compare_copies_every_(ranks_.size() > 1 ? options.compare_copies_every : 0),
       updater_(parameters_, optimizer, shards_of(*parameters_, ranks_.size() > 1, options)),
       sync_(make_sync(*parameters_, optimizer, ranks_, options)),
-      hooks_(std::make_unique<GradientHooks>(*parameters_, *sync_)) {
+      hooks_(*parameters_, *sync_) {
   if (parameters_->workers().size() > 1) prepare();
 }
 
@@ -58,7 +58,7 @@ void GradientPath::prepare() {
   if (prepared_) return;
   if (ranks_.size() > 1) ranks_.check_all_agree("optimizers", describe(updater_.optimizer()));
   sync_->prepare();
-  hooks_->install();
+  hooks_.install();
   prepared_ = true;
 }
 
@@ -75,7 +75,7 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   if (!prepared_ && ranks_.size() > 1) {
     throw Error("an update before the other ranks' models and optimizers were compared");
   }
-  hooks_->take_all(replica);
+  hooks_.take_all(replica);
   if (replica == 0) updater_.begin_step();
   sync_->finish(replica, weight, updater_.loss_scale().used());
   replicas.barrier(deadline);  // every backward has ended well: from here on nothing throws but a deadline
@@ -106,7 +106,7 @@ bool GradientPath::can_be_recorded() const {
 }
 
 void GradientPath::update_recorded(const Group& replicas, double weight, Deadline deadline) {
-  hooks_->take_all(replicas.rank());
+  hooks_.take_all(replicas.rank());
   updater_.update(*sync_, weight, replicas, deadline);
   sync_->end_step(replicas.rank());
 }

@@ -35,13 +35,13 @@ class GradientPath {
   GradientPath(std::shared_ptr<ReplicatedParameters> parameters, const Optimizer& optimizer,
                const GradientPathOptions& options = {});
 
-  // Before the first step, where ranks came with the optimizer; does nothing else. Collective over its
-  // processes. Throws InvalidArgument, on all, where they differ in model, optimizer or number of replicas.
+  // Before the first step, where ranks came with the optimizer; else does nothing. Collective over them. Throws
+  // InvalidArgument, on all, where they differ in model, optimizer or number of replicas.
   void prepare();
 
   // As GradientHooks; by the replica's thread.
-  void expect_one_backward(int replica) { hooks_->expect_one_backward(replica); }
-  void drop_gradients(int replica) { hooks_->drop(replica); }
+  void expect_one_backward(int replica) { hooks_.expect_one_backward(replica); }
+  void drop_gradients(int replica) { hooks_.drop(replica); }
 
   // Takes the gradients that backward left on this replica's parameters and updates all copies with
   //   (sum of the replicas' gradients) / (sum of the replicas' weights) / loss scale.
@@ -73,7 +73,7 @@ class GradientPath {
   const std::int64_t compare_copies_every_;
   Updater updater_;
   const std::unique_ptr<GradientSync> sync_;
-  const std::unique_ptr<GradientHooks> hooks_;
+  GradientHooks hooks_;
   bool prepared_ = false;
 };
 
