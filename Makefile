@@ -1,5 +1,5 @@
 # The two commands of the README, and what continuous integration adds. Everything else is CMake: see CMakePresets.json.
-.PHONY: train test lint sanitize fuzz bench-peers bench-step bench-collectives bench-workers clean
+.PHONY: train test lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers clean
 
 BUILD = cmake --build --preset
 
@@ -20,10 +20,12 @@ lint:
 	tools/bootstrap --lint
 	tools/lint
 
-# The modules without torch under the address, undefined-behaviour and thread sanitizers.
-sanitize:
+# The address, undefined-behaviour and thread sanitizers, on the modules without torch; and on all, which takes half an hour.
+sanitize: PRESETS = asan tsan
+sanitize-torch: PRESETS = asan-torch tsan-torch
+sanitize sanitize-torch:
 	tools/bootstrap
-	for preset in asan tsan; do cmake --preset $$preset && $(BUILD) $$preset && ctest --preset $$preset || exit 1; done
+	for preset in $(PRESETS); do cmake --preset $$preset && $(BUILD) $$preset && ctest --preset $$preset || exit 1; done
 
 # What comes from outside (TF_CONFIG, node lists, hostfiles, bytes on a port, checkpoints), by libFuzzer under sanitizers, for some seconds each.
 fuzz:

@@ -74,6 +74,8 @@ def rows():
     tensorflow = Program(with_tf_config((TENSORFLOW, str(PEERS / "tensorflow_workers.py")), HERE))
     start = Start((LOCKSTEP, "run", "-n", "2", TRAIN_STEP, "--multi-worker", "--replicas", "1"))
     yield rounds.Row("seed CNN, 2 workers of 1 replica", "Mirrored, 2 replicas", workers(), mirrored(), 0.95, samples, samples)
+    yield rounds.Row("the same, optimizer state sharded", "Mirrored, 2 replicas", workers("--shard-optimizer-state"), mirrored(), 0.97, samples,
+                     samples)
     yield rounds.Row("seed CNN, 2 workers of 1 replica", "TensorFlow, MultiWorkerMirroredStrategy", workers(), tensorflow, 3.5, samples, samples)
     yield rounds.Row("from lockstep run to the first step, sooner by", f"{SOON_S} s", start, start, 1, lambda result: SOON_S / result["seconds"],
                      lambda _: 1)

@@ -31,13 +31,15 @@ struct Options {
   std::string device = "cpu";
   bool jit_compile = false;
   bool multi_worker = false;
-  std::string gradient_dtype;  // on the wire between workers
+  std::string gradient_dtype;  // that workers send
+  bool shard_optimizer_state = false;
   bool reports = true;
 };
 
 struct Measured {
   double seconds_a_step = 0;
   StepTimes times;
+  double optimizer_state_mib = 0;  // of this process
 };
 
 StepTimes operator-(const StepTimes& a, const StepTimes& b) {
@@ -60,8 +62,9 @@ Measured best_of_three(Model& model, int steps, const Step& run) {
     const auto start = std::chrono::steady_clock::now();
     run(steps);
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / steps;
-    if (round == 0 || seconds < best.seconds_a_step) best = {seconds, model.step_times() - times};
+    if (round == 0 || seconds < best.seconds_a_step) best = {seconds, model.step_times() - times, 0};
   }
+  best.optimizer_state_mib = static_cast<double>(model.optimizer().state_bytes()) / (1 << 20);
   return best;
 }
 
@@ -100,8 +103,10 @@ Measured measure(Options& options) {
   if (!options.gradient_dtype.empty()) communication.gradient_dtype = DType::bfloat16;
   const auto strategy =
       options.multi_worker
-          ? Strategy(MultiWorkerMirroredStrategy(
-                {.devices = devices, .threads_per_replica = options.threads, .communication = communication}))
+          ? Strategy(MultiWorkerMirroredStrategy({.devices = devices,
+                                                  .threads_per_replica = options.threads,
+                                                  .communication = communication,
+                                                  .shard_optimizer_state = options.shard_optimizer_state}))
           : Strategy(MirroredStrategy({.devices = devices, .threads_per_replica = options.threads}));
   options.replicas = strategy.num_replicas_in_sync();
   options.reports = strategy.is_chief();
@@ -157,6 +162,7 @@ void report(const Options& options, const Measured& measured) {
                                     {"ms_per_step", measured.seconds_a_step * 1e3},
                                     {"samples_per_s", samples},
                                     {"memory_mib", memory_mib()},
+                                    {"optimizer_state_mib", measured.optimizer_state_mib},
                                     {"share_input", measured.times.input / total},
                                     {"share_forward", measured.times.forward / total},
                                     {"share_backward", measured.times.backward / total},
@@ -191,6 +197,7 @@ int main(int argc, char** argv) {
   app.add_flag("--multi-worker", options.multi_worker, "with the workers that the environment tells; --replicas each");
   app.add_option("--gradient-dtype", options.gradient_dtype, "what workers send float gradients as")
       ->check(CLI::IsMember({"bfloat16"}));
+  app.add_flag("--shard-optimizer-state", options.shard_optimizer_state, "each worker has its share of it alone");
   app.add_flag("--fit", options.fit, "measure through fit");
   CLI11_PARSE(app, argc, argv);
   try {

@@ -8,7 +8,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "base/fresh_folder.h"
+#include "base/fresh_folder_testing.h"
 
 namespace lockstep {
 namespace {

@@ -7,8 +7,8 @@
 #include <filesystem>
 #include <set>
 
-#include "base/expect_says.h"
-#include "base/fresh_folder.h"
+#include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 #include "tests/workers.h"
 
 namespace lockstep {

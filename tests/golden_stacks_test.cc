@@ -1,6 +1,7 @@
 // Layers that Sequential computes in one pass, against tables that Keras 3 made, in float32: what their kernels take.
 #include "golden_tables.h"
 #include "gradient/replicated_parameters.h"
+#include "strategy/unwrap.h"
 
 namespace lockstep {
 namespace {
@@ -16,7 +17,7 @@ TEST(Golden, Stacks) {
       for (const auto& layer : row["layers"]) layers.push_back(layer_of(layer["kind"], layer["options"]));
       Sequential model(layers);
       model.build(x.sizes().slice(1).vec());
-      auto& parameters = *model.module().parameters();
+      auto& parameters = unwrap(model.module());
       ASSERT_EQ(parameters.slots().size(), row["weights"].size()) << what;
       for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
         parameters.assign(i, tensor_of(row["weights"][i]).to(at::kFloat));

@@ -8,6 +8,7 @@
 
 #include "golden_tables.h"
 #include "gradient/replicated_parameters.h"
+#include "strategy/unwrap.h"
 
 namespace lockstep {
 namespace {
@@ -17,7 +18,7 @@ namespace {
 // The tensors of a model by their names without the layer's.
 std::map<std::string, Tensor> tensors_of(const Model& model) {
   std::map<std::string, Tensor> tensors;
-  const auto& parameters = *model.module().parameters();
+  const auto& parameters = unwrap(model.module());
   const auto last = [](const std::string& name) { return name.substr(name.rfind('.') + 1); };
   for (std::size_t i = 0; i < parameters.slots().size(); ++i)
     tensors[last(parameters.slots()[i].name)] = parameters.parameter(0, i);
@@ -27,7 +28,7 @@ std::map<std::string, Tensor> tensors_of(const Model& model) {
 }
 
 void set_weights(const Model& model, const Json& weights) {
-  auto& parameters = *model.module().parameters();
+  auto& parameters = unwrap(model.module());
   const auto last = [](const std::string& name) { return name.substr(name.rfind('.') + 1); };
   for (std::size_t i = 0; i < parameters.slots().size(); ++i)
     parameters.assign(i, tensor_of(weights.at(last(parameters.slots()[i].name))));

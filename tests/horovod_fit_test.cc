@@ -4,9 +4,9 @@
 #include <lockstep/horovod.h>
 #include <lockstep/lockstep.h>
 
-#include "base/expect_says.h"
-#include "base/fresh_folder.h"
-#include "horovod/ranks_of_threads.h"
+#include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
+#include "horovod/ranks_testing.h"
 #include "tests/workers.h"
 #include "train/model_impl.h"
 
@@ -226,7 +226,7 @@ TEST(HorovodFit, WhatGoesWrongIsNamed) {
     std::vector<AnyCallback> callbacks;
     if (rank == 0)
       callbacks.push_back(
-          LambdaCallback({.on_train_begin = [&] { alone.impl()->gradients->updater().set_iterations(3); }}));
+          LambdaCallback({.on_train_begin = [&] { unwrap(alone).gradients->updater().set_iterations(3); }}));
     expect_says(message_of([&] { alone.fit(data_of(rank, 2), {.verbose = 0, .callbacks = callbacks}); }), "step 3");
     const auto good = hvd::DistributedOptimizer(adam());
     auto model = make_model(at::kDouble, good);

@@ -5,6 +5,7 @@
 #include <lockstep/lockstep.h>
 
 #include "gradient/replicated_parameters.h"
+#include "strategy/unwrap.h"
 
 namespace lockstep {
 namespace {
@@ -35,7 +36,7 @@ TEST_F(MixedPrecision, ComputesInBFloat16AndKeepsFloat32) {
   EXPECT_EQ(actual.scalar_type(), at::kFloat);
   EXPECT_FALSE(at::equal(actual, expected)) << "nothing was computed in bfloat16";
   EXPECT_TRUE(at::allclose(actual, expected, 0.05, 0.05));
-  const auto& parameters = *mixed.module().parameters();
+  const auto& parameters = unwrap(mixed.module());
   for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
     EXPECT_EQ(parameters.parameter(0, i).scalar_type(), at::kFloat);
   }

@@ -13,8 +13,8 @@
 #include <map>
 #include <sstream>
 
-#include "base/expect_says.h"
-#include "base/fresh_folder.h"
+#include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 
 namespace lockstep {
 namespace {

@@ -11,6 +11,7 @@
 #include <filesystem>
 
 #include "gradient/replicated_parameters.h"
+#include "strategy/unwrap.h"
 
 namespace lockstep {
 namespace {
@@ -94,7 +95,7 @@ TEST(OwnPieces, SparseGradientsGiveTheDenseUpdate) {
         {.optimizer = SGD({.learning_rate = 0.5}), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
     const auto x = at::arange(7) % 5;
     model.fit(Dataset::from_tensor_slices(x, x % 3).batch(4), {.epochs = 3, .verbose = 0});
-    return model.module().parameters()->parameter(0, 0).detach().clone();
+    return unwrap(model.module()).parameter(0, 0).detach().clone();
   };
   const auto dense = train(1, false);
   for (const int replicas : {1, 2}) EXPECT_TRUE(at::allclose(train(replicas, true), dense));
@@ -149,7 +150,7 @@ TEST(OwnPieces, TwoFitsGoOnAsOne) {
 
 TEST(OwnPieces, ThawedParametersTrainAfterCompile) {
   Model model([] { return torch::nn::Linear(1, 1); });
-  auto& linear = model.module().parameters()->module(0);
+  auto& linear = unwrap(model.module()).module(0);
   for (auto& parameter : linear.parameters()) parameter.set_requires_grad(false);
   model.compile({.loss = "mse"});
   EXPECT_THROW(model.fit(line_data(), {.verbose = 0}), InvalidArgument);

@@ -49,7 +49,7 @@ class Recorded : public testing::Test {
                    .jit_compile = jit_compile});
     for (const auto& batch : batches) model.train_on_batch(batch);
     EXPECT_EQ(model.iterations(), static_cast<std::int64_t>(batches.size()));
-    return model.module().parameters()->flat(0, at::kFloat).clone();
+    return unwrap(model.module()).flat(0, at::kFloat).clone();
   }
 
   static Example batch(std::int64_t size) { return {at::randn({size, 6}), at::randint(3, {size}, at::kLong)}; }

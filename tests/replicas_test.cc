@@ -14,6 +14,7 @@
 
 #include "data/stored_tensor.h"
 #include "gradient/replicated_parameters.h"
+#include "strategy/unwrap.h"
 
 namespace lockstep {
 namespace {
@@ -39,7 +40,7 @@ Sequential make_model(at::ScalarType dtype, const Optimizer& optimizer) {
 
 std::vector<Tensor> weights_of(const Model& model, int replica = 0) {
   std::vector<Tensor> weights;
-  const auto& parameters = *model.module().parameters();
+  const auto& parameters = unwrap(model.module());
   for (std::size_t i = 0; i < parameters.slots().size(); ++i)
     weights.push_back(parameters.parameter(replica, i).detach().clone());
   return weights;
@@ -231,7 +232,7 @@ TEST(Replicas, ParametersOfEveryKindAreUpdatedAsOnOneReplica) {
   set_random_seed(11);
   const OneDeviceStrategy one_device;
   auto fresh = one_device.replicate([] { return std::make_shared<KindsImpl>(); });
-  const auto& parameters = *partly.module().parameters();
+  const auto& parameters = unwrap(partly.module());
   ASSERT_EQ(parameters.slots()[0].name, "tied");
   for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
     const auto& slot = parameters.slots()[i];
@@ -366,7 +367,7 @@ TEST(Replicas, RunningStatisticsAreAveragedForEvaluation) {
   same.build({6});
   same.module().trackable().load(saved, "")();
   EXPECT_TRUE(torch::equal(model.predict(data), same.predict(data)));
-  const auto& parameters = *model.module().parameters();
+  const auto& parameters = unwrap(model.module());
   EXPECT_TRUE(torch::allclose(parameters.buffer(1, 0), x.narrow(0, 4, 4).mean(0), 1e-5, 1e-6));
 }
 

@@ -12,8 +12,8 @@
 #include <numeric>
 #include <sstream>
 
-#include "base/expect_says.h"
-#include "base/fresh_folder.h"
+#include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 #include "fails_after.h"
 
 namespace lockstep {

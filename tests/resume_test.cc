@@ -8,7 +8,7 @@
 #include <fstream>
 #include <sstream>
 
-#include "base/fresh_folder.h"
+#include "base/fresh_folder_testing.h"
 
 namespace {
 

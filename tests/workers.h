@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "gradient/replicated_parameters.h"
+#include "strategy/unwrap.h"
 
 namespace lockstep {
 
@@ -22,6 +23,7 @@ struct WorkerOptions {
   int replicas = 1;  // of each
   CommunicationOptions communication = {};
   bool hosts_differ = false;
+  bool shard_optimizer_state = false;
 };
 
 // Runs body(strategy) on each worker at once; element r is what worker r threw, or empty.
@@ -44,6 +46,7 @@ inline std::vector<std::string> run_workers(const WorkerOptions& options,
                                           .threads_per_replica = 1,
                                           .communication = communication,
                                           .cluster = cluster,
+                                          .shard_optimizer_state = options.shard_optimizer_state,
                                           .compare_copies_every = compare_copies_every,
                                           .start_timeout_seconds = 30}));
       } catch (const std::exception& error) {
@@ -79,7 +82,7 @@ inline Sequential make_model(at::ScalarType dtype, const Optimizer& optimizer) {
 
 inline std::vector<Tensor> weights_of(const Model& model, int replica = 0) {
   std::vector<Tensor> weights;
-  const auto& parameters = *model.module().parameters();
+  const auto& parameters = unwrap(model.module());
   for (std::size_t i = 0; i < parameters.slots().size(); ++i)
     weights.push_back(parameters.parameter(replica, i).detach().clone());
   return weights;

@@ -1,4 +1,5 @@
 // What goes wrong on one worker, or differs between them, is said on all.
+#include "strategy/unwrap.h"
 #include "tests/workers.h"
 
 #include <ATen/ATen.h>
@@ -203,7 +204,7 @@ TEST(WorkersDiffer, InTheirCopiesAfterAWhile) {
     functions.on_train_batch_end = [&](std::int64_t batch, const Logs&) {
       if (batch == 30 && strategy.worker_rank() == 2) {
         const at::NoGradGuard no_grad;
-        model.module().parameters()->parameter(0, 2).add_(1e-12);
+        unwrap(model.module()).parameter(0, 2).add_(1e-12);
       }
     };
     model.fit(data, {.verbose = 0, .callbacks = {LambdaCallback(functions)}, .steps_per_epoch = 1000});

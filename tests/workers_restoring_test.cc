@@ -1,8 +1,9 @@
 // What several workers keep and repeat: checkpoints on another number of workers or replicas, two runs that are equal,
 // and how often copies are compared.
-#include "base/expect_says.h"
-#include "base/fresh_folder.h"
+#include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 #include "base/text.h"
+#include "strategy/unwrap.h"
 #include "tests/fails_after.h"
 #include "tests/workers.h"
 
@@ -33,15 +34,26 @@ TEST(WorkersRestore, OnOtherNumbersOfWorkersAndReplicas) {
   const auto expected = train(OneDeviceStrategy(), data, initial, (folder / "whole").string());
   struct Size {
     int workers, replicas;
+    bool sharded = false;  // optimizer state
+    WorkerOptions options() const {
+      return {.workers = workers, .replicas = replicas, .shard_optimizer_state = sharded};
+    }
   };
-  for (const auto& [before, after] :
-       std::vector<std::pair<Size, Size>>{{{2, 1}, {3, 1}}, {{3, 2}, {1, 1}}, {{1, 2}, {2, 2}}, {{2, 2}, {2, 1}}}) {
-    const auto name = text(before.workers, " x ", before.replicas, ", then ", after.workers, " x ", after.replicas);
+  for (const auto& [before, after] : std::vector<std::pair<Size, Size>>{{{2, 1}, {3, 1}},
+                                                                        {{3, 2}, {1, 1}},
+                                                                        {{1, 2}, {2, 2}},
+                                                                        {{2, 2}, {2, 1}},
+                                                                        {{2, 1, true}, {3, 1, true}},
+                                                                        {{4, 2, true}, {1, 1}},
+                                                                        {{2, 1}, {2, 2, true}},
+                                                                        {{3, 1, true}, {2, 1}}}) {
+    const auto name = text(before.workers, " x ", before.replicas, before.sharded ? " sharded" : "", ", then ",
+                           after.workers, " x ", after.replicas, after.sharded ? " sharded" : "");
     const auto backup = (folder / name).string();
-    const auto stopped = run_workers({.workers = before.workers, .replicas = before.replicas},
-                                     [&](const auto& strategy) { train(strategy, data, initial, backup, 2); });
+    const auto stopped =
+        run_workers(before.options(), [&](const auto& strategy) { train(strategy, data, initial, backup, 2); });
     for (const auto& error : stopped) EXPECT_NE(error.find("stop here"), std::string::npos) << error;
-    expect_no_errors(run_workers({.workers = after.workers, .replicas = after.replicas}, [&](const auto& strategy) {
+    expect_no_errors(run_workers(after.options(), [&](const auto& strategy) {
       EXPECT_LE(largest_difference(train(strategy, data, initial, backup), expected), 1e-9) << name;
     }));
   }
@@ -88,7 +100,7 @@ TEST(WorkersCompare, TheirCopiesEverySoManyStepsOrNever) {
           functions.on_train_batch_end = [&](std::int64_t batch, const Logs&) {
             if (batch + 1 == kDifferAfter && strategy.worker_rank() == 1) {
               const at::NoGradGuard no_grad;
-              model.module().parameters()->parameter(0, 2).add_(1e-9);
+              unwrap(model.module()).parameter(0, 2).add_(1e-9);
             }
             steps.add(strategy, batch + 1);
           };

@@ -1,7 +1,7 @@
 // What MultiWorkerMirroredStrategy promises: the weights of one process on the same batches, equal copies everywhere,
 // logs and checkpoints once, and nobody left waiting.
 #include "tests/workers.h"
-#include "base/fresh_folder.h"
+#include "base/fresh_folder_testing.h"
 #include "base/text.h"
 
 #include <ATen/ATen.h>
@@ -131,6 +131,45 @@ TEST_P(Workers, ParametersOfEveryKindAreThoseOfAsManyReplicasInOneProcess) {
   apart.hosts_differ = true;
   for (const auto& with : {options(), apart}) {
     expect_near([&](const Strategy& strategy) { return train(strategy, false); }, expected, 1e-9, with);
+  }
+}
+
+// Float layers, whose gradients are written to the buckets at once: used once, used twice, used otherwise as well.
+struct FloatsImpl : torch::nn::Module {
+  FloatsImpl() {
+    once = register_module("once", torch::nn::Linear(6, 16));
+    twice = register_module("twice", torch::nn::Linear(16, 16));
+    also = register_module("also", torch::nn::Linear(16, 16));
+    last = register_module("last", torch::nn::Linear(16, 3));
+  }
+  Tensor forward(const Tensor& x) {
+    auto h = torch::tanh(twice(torch::tanh(twice(torch::tanh(once(x))))));
+    h = torch::tanh(torch::matmul(also(h), also->weight));
+    return last(h);
+  }
+  torch::nn::Linear once = nullptr, twice = nullptr, also = nullptr, last = nullptr;
+};
+
+TEST_P(Workers, FloatLayersHaveTheGradientsOfOneProcess) {
+  const auto data = make_data(at::kFloat).batch(26).repeat();  // every replica has some rows
+  const std::string initial = testing::TempDir() + "/workers_floats";
+  const auto train = [&](const Strategy& strategy, bool first) {
+    const auto scope = strategy.scope();
+    Model model([] { return std::make_shared<FloatsImpl>(); });
+    model.compile(
+        {.optimizer = SGD({.learning_rate = 0.05}), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
+    if (first) model.save_weights(initial);
+    model.load_weights(initial);
+    model.fit(data, {.verbose = 0, .steps_per_epoch = 20});
+    return weights_of(model);
+  };
+  const auto expected = train(OneDeviceStrategy(), true);
+  auto apart = options();
+  apart.hosts_differ = true;
+  auto sharded = options();
+  sharded.shard_optimizer_state = true;
+  for (const auto& with : {options(), apart, sharded}) {
+    expect_near([&](const Strategy& strategy) { return train(strategy, false); }, expected, 1e-5, with);
   }
 }
 

@@ -41,6 +41,8 @@ def check(path):
         if public and BROAD.search(line):
             problems.append(f"{where}: too broad for a public header")
         included = re.match(r'#include "([a-z_]+)/', line)
+        if path.suffix == ".cc" and module and not path.stem.endswith("_test") and re.match(r'#include ".*_testing\.h"', line):
+            problems.append(f"{where}: a helper for tests in a source that is none")
         if module and included:
             other = included.group(1)
             if other not in {module, "base", "lockstep", *MODULES[module][1]}:
@@ -62,6 +64,9 @@ for name in subprocess.run(["git", "ls-files", "src/*.h", "include/*.h"], captur
             first = defined.setdefault((namespace, found.group(1)), name)
             if first != name:
                 problems.append(f"{name}: {namespace}::{found.group(1)} is also a type in {first}")
+for folder in pathlib.Path("src").glob("*/**/"):
+    if folder.parts[1:] not in {(name,) for name in MODULES} and len([p for p in folder.glob("*.cc") if not p.stem.endswith("_test")]) < 2:
+        problems.append(f"{folder}: a folder for a single source file")
 for module in sorted({p.name for p in pathlib.Path("src").iterdir() if p.is_dir()} ^ MODULES.keys()):
     problems.append(f"src/{module}: a folder that is not in src/modules.txt, or the other way round")
 rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w, ]*)\|$", pathlib.Path("ARCHITECTURE.md").read_text(), re.MULTILINE)
@@ -69,5 +74,16 @@ table = {name: [other.strip() for other in others.split(",") if other.strip()] f
 for module, (_, others) in MODULES.items():
     if table.get(module) != others:
         problems.append(f"ARCHITECTURE.md: the row of {module} says {table.get(module)}; src/modules.txt says {others}")
+
+
+def reachable(module):
+    return {other for one in MODULES[module][1] for other in {one} | reachable(one)}
+
+
+# Of the arrows those that do not follow from others.
+arrows = {(name, one) for name, (_, others) in MODULES.items() for one in others if not any(one in reachable(other) for other in others)}
+drawn = set(re.findall(r"^  (\w+) --> (\w+)$", pathlib.Path("ARCHITECTURE.md").read_text(), re.MULTILINE))
+problems += [f"ARCHITECTURE.md: the picture has the arrow {a} --> {b}, which src/modules.txt has not" for a, b in sorted(drawn - arrows)]
+problems += [f"ARCHITECTURE.md: the picture lacks the arrow {a} --> {b}" for a, b in sorted(arrows - drawn)]
 print("\n".join(problems) if problems else "layout: ok")
 sys.exit(1 if problems else 0)

@@ -12,10 +12,9 @@ namespace lockstep {
 // Where the processes of a job are, and which of them this is.
 struct Cluster {
   World world;
-  std::string store = {};    // "host:port" at which they meet; empty for a process that is alone
+  std::string store = {};    // "host:port" of the rendezvous store; empty for a process that is alone
   bool holds_store = false;  // this process answers there; else another does, or the launcher
   std::string job = {};      // with a `store` that is a host alone: what the port is found by
-  int pmi_fd = -1;           // or rank 0 tells the others through MPICH's process manager
   std::string source = {};   // what said so: "TF_CONFIG", "torchrun", ...; empty for a process that is alone
 
   // Of TF_CONFIG: "chief", "worker", "ps" or "evaluator", and its "host:port"s by type.

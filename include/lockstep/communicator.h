@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -64,6 +65,9 @@ class Communicator {
   // Every rank's bytes, in the order of ranks. Of any lengths.
   std::vector<std::string> all_gather(const std::string& mine) const;
 
+  // The same on rank `root` alone; elsewhere nothing.
+  std::vector<std::string> gather(const std::string& mine, int root) const;
+
   // Throws InvalidArgument on all ranks where their texts differ, with the first line that does: "the workers' `what`
   // differ: worker 0 has ..., worker 2 has ...".
   void check_all_agree(const std::string& what, const std::string& mine) const;
@@ -81,6 +85,7 @@ class Communicator {
   void abort(const std::string& reason) const;  // does nothing for a rank alone
 
  private:
+  std::vector<std::string> gather_at(const std::string& mine, std::optional<int> root) const;
   [[noreturn]] void throw_of_rank_0(const std::string& what) const;
 
   struct State;

@@ -53,6 +53,17 @@ struct DistributedDataParallelOptions {
   GradientHook comm_hook;
 };
 
+namespace internal {
+
+// What ranks do together after each backward, such as a sharded optimizer's step.
+class CollectiveStep {
+ public:
+  virtual ~CollectiveStep() = default;
+  virtual void step() = 0;
+};
+
+}  // namespace internal
+
 // What DistributedDataParallel does, for modules whose forward it does not know.
 class DistributedGradients {
  public:
@@ -91,6 +102,13 @@ class DistributedGradients {
 
   std::vector<std::int64_t> bucket_order() const;
   const Group& group() const;
+  const Communicator& ranks() const;
+
+  // The module's parameters that require gradients; tied ones once.
+  const std::vector<at::Tensor>& trained_parameters() const;
+
+  // In `join` a rank that is done makes the others' steps too, while `step` lives.
+  void join_steps_of(std::weak_ptr<internal::CollectiveStep> step);
 
  private:
   struct State;

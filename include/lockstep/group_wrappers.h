@@ -53,7 +53,7 @@ struct Fault {
   double seconds = 0;
 };
 
-// Places are the names that the sources give to fail_point: "direct.posted", "tcp.in_exchange", ...
+// Places are the names that the sources give to fail_point: "direct.descriptor_written", "tcp.in_exchange", ...
 Group with_faults(const Group& group, std::vector<Fault> faults);
 
 }  // namespace lockstep

@@ -25,12 +25,13 @@ struct DistributedOptimizerOptions {
   ReduceOp op = Average;  // or Sum, of the ranks' gradients. A rank that has joined does not count in an average.
   Compression compression = Compression::none;
 
-  // Gradients add up over so many backwards, undivided, before the ranks' meet. One that runs inside another counts.
+  // Gradients add up over so many backwards, undivided, before they are reduced over the ranks. One that runs inside
+  // another counts.
   int backward_passes_per_step = 1;
 };
 
-// Gradients meet while backward goes on; after it, those of the optimizer's parameters are all ranks', and zeros where
-// no rank used the parameter. All ranks make theirs in the same order. One thread.
+// Gradients are reduced while backward goes on; after it, those of the optimizer's parameters are all ranks', and zeros
+// where no rank used the parameter. All ranks make theirs in the same order. One thread.
 //
 //   optimizer.zero_grad();
 //   torch::cross_entropy_loss(net(x), y).backward();
@@ -65,7 +66,7 @@ struct FitOptimizerOptions {
   Compression compression = Compression::none;
 };
 
-// `inner` for Model::compile: fit's gradients meet those of the other ranks, each of which reads data of its own
+// `inner` for Model::compile: fit's gradients are reduced over the ranks, each of which reads data of its own
 // (Dataset::shard) and has its own logs and checkpoints. A rank whose data end earlier goes on without examples until
 // all have ended; what one rank stops, or a signal ends, ends for all after the same step. All ranks make theirs in the
 // same order, and fit together. Not for a strategy that has several workers itself.

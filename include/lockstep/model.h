@@ -124,7 +124,8 @@ class Model {
   void stop_training();  // fit ends after this step or epoch
 
   Strategy strategy() const;
-  ReplicatedModule module() const;  // throws InvalidArgument before the model is built
+  ReplicatedModule module() const;        // throws InvalidArgument before the model is built
+  ReplicatedOptimizer optimizer() const;  // likewise, and before compile
 
   // Replica 0's own module, as the factory made it: for torch::save, for a forward of your own (call eval() on it
   // before, and train() after it), or to read its members. All replicas have the same parameters; change them by fit,
@@ -139,12 +140,11 @@ class Model {
   }
   StepTimes step_times() const;
 
-  const std::shared_ptr<ModelImpl>& impl() const { return impl_; }
-
  protected:
   explicit Model(std::shared_ptr<ModelImpl> impl) : impl_(std::move(impl)) {}
 
  private:
+  friend struct internal::Unwrap;
   std::shared_ptr<torch::nn::Module> first_module() const;
 
   Model(const internal::MakeModule& make, internal::ForwardOfModule forward);

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/communicator.h"
 #include "lockstep/schedule.h"
 
 namespace lockstep {
@@ -62,7 +63,14 @@ struct LossScaleOptions {
   std::int64_t dynamic_growth_steps = 2000;  // updates in a row after which the scale doubles
 };
 
-struct GradientExchange;  // internal
+// Processes that sum their gradients in every step, where the strategy itself has no workers: what
+// horovod::DistributedOptimizer sets. Nothing else is shared: data, metrics, logs and checkpoints are each process's
+// own, and one whose data end sooner takes part in the others' steps without examples.
+struct GradientRanks {
+  Communicator ranks;
+  bool sum = false;                          // the update is of the processes' sum, instead of their mean
+  std::optional<DType> gradient_dtype = {};  // DType::float16 or DType::bfloat16: what float gradients are sent as
+};
 
 // What every optimizer can do besides its rule. At most one kind of clipping.
 struct OptimizerOptions {
@@ -73,7 +81,7 @@ struct OptimizerOptions {
   std::optional<double> clipvalue = {};  // each element is clipped to [-clipvalue, clipvalue]
   std::optional<double> global_clipnorm = {};  // all gradients together are scaled to at most this norm
   std::optional<LossScaleOptions> loss_scale = {};
-  std::shared_ptr<const GradientExchange> exchange = {};  // with other processes: horovod::DistributedOptimizer's
+  std::optional<GradientRanks> gradient_ranks = {};
 };
 
 class Optimizer {

@@ -20,11 +20,15 @@ class ReplicaContext;
 class ReplicatedParameters;
 class GradientPath;
 
+namespace internal {
+struct Unwrap;  // the library's own
+}
+
 // A shared handle. A replica's step touches its own copy only; everything here is for the thread that calls
 // Strategy::run, between runs.
 class ReplicatedModule {
  public:
-  explicit ReplicatedModule(std::shared_ptr<ReplicatedParameters> parameters) : parameters_(std::move(parameters)) {}
+  explicit ReplicatedModule(std::shared_ptr<ReplicatedParameters> impl) : impl_(std::move(impl)) {}
 
   // Named by the module's parameter and buffer names; what tied parameters share is stored under their first name.
   // Buffers (BatchNorm's running statistics) are each replica's own in training; stored is their mean over the
@@ -38,10 +42,9 @@ class ReplicatedModule {
   void train(bool on = true) const;
   void eval() const { train(false); }
 
-  const std::shared_ptr<ReplicatedParameters>& parameters() const { return parameters_; }
-
  private:
-  std::shared_ptr<ReplicatedParameters> parameters_;
+  friend struct internal::Unwrap;
+  std::shared_ptr<ReplicatedParameters> impl_;
 };
 
 // The copies as the type that the factory returned: a module holder (Net) or a shared_ptr. Equal bit for bit, like
@@ -63,7 +66,7 @@ class Mirrored : public ReplicatedModule {
 // thread that calls Strategy::run, between runs.
 class ReplicatedOptimizer {
  public:
-  explicit ReplicatedOptimizer(std::shared_ptr<GradientPath> gradients) : gradients_(std::move(gradients)) {}
+  explicit ReplicatedOptimizer(std::shared_ptr<GradientPath> impl) : impl_(std::move(impl)) {}
 
   // Collective. Backward from `loss`, a scalar: the sum over this replica's examples, scaled where the optimizer is a
   // LossScaleOptimizer. Then apply_gradients. Throws InvalidArgument for a loss that is no scalar with a gradient.
@@ -80,16 +83,16 @@ class ReplicatedOptimizer {
   Tensor scale_loss(const Tensor& loss) const;
 
   std::int64_t iterations() const;            // updates so far
+  std::int64_t state_bytes() const;           // memory of the optimizer's state in this process
   double learning_rate() const;               // of the next update
   double loss_scale() const;                  // likewise; 1 without a LossScaleOptimizer
   void set_learning_rate(double rate) const;  // from now on, in place of the optimizer's own
 
   Trackable trackable() const;
 
-  const std::shared_ptr<GradientPath>& gradients() const { return gradients_; }
-
  private:
-  std::shared_ptr<GradientPath> gradients_;
+  friend struct internal::Unwrap;
+  std::shared_ptr<GradientPath> impl_;
 };
 
 }  // namespace lockstep

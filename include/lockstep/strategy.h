@@ -1,4 +1,4 @@
-// Strategies: where variables live, on which replicas a step runs, and how gradients meet. Follows
+// Strategies: where variables live, on which replicas a step runs, and how gradients are summed. Follows
 // tf.distribute.Strategy.
 //
 // A Strategy is a shared handle. One thread at a time uses it. The thread that calls `run` is replica 0's, so from then
@@ -25,6 +25,10 @@ class Module;
 namespace lockstep {
 
 class StrategyImpl;
+
+namespace internal {
+struct Unwrap;  // the library's own
+}
 
 // What a step function knows about the replica that it runs on. Lives as long as the call; used by its thread alone.
 class ReplicaContext {
@@ -124,9 +128,8 @@ class Strategy {
   // An optimizer's state for the parameters of `module`.
   ReplicatedOptimizer optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const;
 
-  StrategyImpl& impl() const { return *impl_; }
-
  private:
+  friend struct internal::Unwrap;
   void run_on_replicas(const std::function<void(ReplicaContext&)>& function) const;
   std::shared_ptr<StrategyImpl> impl_;
 };

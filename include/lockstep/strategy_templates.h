@@ -74,7 +74,7 @@ auto Strategy::replicate(const Factory& factory) const {
     using Holder = std::invoke_result_t<Factory&>;
     std::vector<Holder> replicas;
     auto make = factory;  // a mutable lambda changes itself
-    auto parameters = internal::replicate_modules(impl(), [&] {
+    auto parameters = internal::replicate_modules(*impl_, [&] {
       replicas.push_back(make());
       return internal::module_of(replicas.back());
     });

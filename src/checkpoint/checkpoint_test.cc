@@ -18,8 +18,8 @@
 #include <set>
 #include <sstream>
 
-#include "base/expect_says.h"
-#include "base/fresh_folder.h"
+#include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 #include "lockstep/error.h"
 
 namespace {

@@ -9,8 +9,8 @@
 #include <fstream>
 #include <optional>
 
-#include "base/expect_says.h"
-#include "base/fresh_folder.h"
+#include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 #include "lockstep/checkpoint.h"
 #include "lockstep/error.h"
 

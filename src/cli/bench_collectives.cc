@@ -23,7 +23,7 @@ namespace {
 
 using Kind = Call::Kind;
 
-Deadline patience() { return Deadline::after(std::chrono::seconds(60)); }
+Deadline in_a_minute() { return Deadline::after(std::chrono::seconds(60)); }
 
 Kind kind_named(const std::string& name) {
   for (int kind = 0; kind <= static_cast<int>(Kind::all_to_all); ++kind) {
@@ -70,7 +70,7 @@ class Trial {
 
   std::size_t bytes() const { return whole_ * size_of(dtype_); }
 
-  void run() { group_.run(call_, patience()); }
+  void run() { group_.run(call_, in_a_minute()); }
 
   // Of the first element of every rank's part, on the ranks that have a result.
   bool right() {
@@ -167,11 +167,11 @@ class Trial {
 double measure(const Group& group, Trial& trial, double seconds) {
   using Clock = std::chrono::steady_clock;
   const auto timed = [&](std::int64_t rounds) {
-    group.barrier(patience());
+    group.barrier(in_a_minute());
     const auto start = Clock::now();
     for (std::int64_t i = 0; i < rounds; ++i) trial.run();
     double elapsed = std::chrono::duration<double>(Clock::now() - start).count();
-    group.all_reduce(buffer_of(std::span(&elapsed, 1)), ReduceOp::max, patience());
+    group.all_reduce(buffer_of(std::span(&elapsed, 1)), ReduceOp::max, in_a_minute());
     return elapsed;
   };
   constexpr int kWarmUp = 5;
@@ -202,7 +202,7 @@ bool run_rank(const Group& group, const BenchOptions& options, std::ostream* out
   for (const auto size : options.sizes) {
     Trial trial(group, options, size);
     float wrong = trial.right() ? 0 : 1;
-    group.all_reduce(buffer_of(std::span(&wrong, 1)), ReduceOp::sum, patience());
+    group.all_reduce(buffer_of(std::span(&wrong, 1)), ReduceOp::sum, in_a_minute());
     const double us = measure(group, trial, options.seconds);
     all_right = all_right && wrong == 0;
     if (out == nullptr) continue;
@@ -273,7 +273,7 @@ int bench_collectives(const BenchOptions& options, std::ostream& out) {
   if (options.ranks < 1) throw InvalidArgument(text("--ranks is ", options.ranks, "; it must be at least 1"));
   if (options.group.backend == "threads") return run_threads(options, out);
   if (!options.world) return run_processes(options);
-  const auto store = options.hold_store ? Store::hold(options.store) : Store::connect(options.store, patience());
+  const auto store = options.hold_store ? Store::hold(options.store) : Store::connect(options.store, in_a_minute());
   const auto group = make_group(*options.world, store, options.group);
   return run_rank(group, options, group.rank() == 0 ? &out : nullptr) ? 0 : 1;
 }

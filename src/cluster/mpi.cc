@@ -46,13 +46,17 @@ std::optional<Cluster> from_mpich(const Environment& environment) {
   auto& world = cluster.world;
   if (world.size == 1) return cluster;
   world.host = name_of_host(world, environment, "MPIR_CVAR_CH3_INTERFACE_HOSTNAME");
-  cluster.pmi_fd = static_cast<int>(number_of(environment, "PMI_FD", 0, kMostDescriptors));
+  pmi_descriptor(environment);  // throws where it is none
   cluster.holds_store = world.rank == 0;
   if (cluster.holds_store) {
     cluster.store = world.local_size == world.size ? "127.0.0.1:0"
                                                    : address_towards(world.host, Deadline::after(kForOwnName)) + ":0";
   }
   return cluster;
+}
+
+int pmi_descriptor(const Environment& environment) {
+  return static_cast<int>(number_of(environment, "PMI_FD", 0, kMostDescriptors));
 }
 
 }  // namespace lockstep

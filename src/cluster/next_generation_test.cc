@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/expect_says.h"
+#include "base/expect_says_testing.h"
 #include "base/mutex.h"
 #include "lockstep/error.h"
 

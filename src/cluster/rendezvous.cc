@@ -1,11 +1,12 @@
 // The store of a job, held or found.
+#include <cstdlib>
 #include <map>
 #include <thread>
 
 #include "base/hash.h"
 #include "base/mutex.h"
 #include "base/text.h"
-#include "cluster/host_share.h"
+#include "cluster/cpu_partition.h"
 #include "cluster/pmi.h"
 #include "cluster/rendezvous.h"
 #include "cluster/resolvers.h"
@@ -89,10 +90,13 @@ Store find(const Cluster& cluster, Deadline deadline) {
   }
 }
 
+// Rank 0 holds the store wherever the system gives it a port, and tells the others through the process manager.
+bool through_pmi(const Cluster& cluster) { return cluster.source == "MPICH" && cluster.world.size > 1; }
+
 Store hold(const Cluster& cluster, Deadline deadline) {
   if (!cluster.job.empty()) return hold_somewhere(cluster, deadline);
   if (cluster.store.empty()) return Store::hold("127.0.0.1:0");  // of a process that is alone
-  if (cluster.pmi_fd >= 0) return Store::hold(cluster.store);    // a numeric address, any port
+  if (through_pmi(cluster)) return Store::hold(cluster.store);   // a numeric address, any port
   return hold_at(host_of(cluster.store, kStore), port_of(cluster.store, kStore));
 }
 
@@ -123,11 +127,10 @@ Cluster on_loopback(Cluster cluster) {
   if (cluster.world.size == 1 && cluster.holds_store) {
     cluster.store.clear();
     cluster.job.clear();
-    cluster.pmi_fd = -1;
     return cluster;
   }
   const bool of_a_rank = cluster.source != "lockstep run";  // that launcher's may be on another host
-  const bool named = !cluster.store.empty() && cluster.pmi_fd < 0;
+  const bool named = !cluster.store.empty() && !through_pmi(cluster);
   if (!of_a_rank || !named || cluster.world.local_size != cluster.world.size) return cluster;
   cluster.store = cluster.job.empty() ? with_port("127.0.0.1", port_of(cluster.store, kStore)) : "127.0.0.1";
   return cluster;
@@ -143,7 +146,7 @@ void take_place(Rendezvous& found, Deadline deadline) {
     throw DeadlineExceeded("finding the other ranks", error.waited_for(), error.ranks());
   }
   if (found.world.local_size > 1) {
-    keep_to_share({found.world.local_rank, found.world.local_size, found.own_cores});
+    keep_to_partition({found.world.local_rank, found.world.local_size, found.own_cores});
   }
 }
 
@@ -154,14 +157,13 @@ Rendezvous rendezvous(const Cluster& resolved, Deadline deadline) {
   if (cluster.source == "Open MPI" || cluster.source == "MPICH") end_with_launcher();
   const bool holds = cluster.holds_store || (cluster.world.size == 1 && cluster.store.empty());
   auto place = cluster;
-  if (cluster.pmi_fd >= 0) {
-    // Rank 0 holds the store wherever the system gives it a port, and tells the others through the process manager.
-    place.store = share_through_pmi(cluster.pmi_fd, cluster.holds_store,
+  if (through_pmi(cluster)) {
+    place.store = share_through_pmi(pmi_descriptor(&std::getenv), cluster.holds_store,
                                     cluster.holds_store ? held(cluster, deadline).address() : "", deadline);
   }
   Rendezvous found{cluster.world, holds ? held(cluster, deadline) : connect(place, deadline)};
   const bool has_port = cluster.job.empty() && !cluster.store.empty();
-  const auto named = cluster.pmi_fd >= 0 ? "" : has_port ? host_of(cluster.store, kStore) : cluster.store;
+  const auto named = through_pmi(cluster) ? "" : has_port ? host_of(cluster.store, kStore) : cluster.store;
   found.world.address = address_towards(named.empty() ? host_of(found.store.address(), kStore) : named, deadline);
   require_reachable(found.world, named);
   take_place(found, deadline);

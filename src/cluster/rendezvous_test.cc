@@ -13,9 +13,9 @@
 #include <memory>
 #include <thread>
 
-#include "base/child_process.h"
-#include "base/expect_says.h"
-#include "base/fresh_folder.h"
+#include "base/child_process_testing.h"
+#include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 #include "base/text.h"
 #include "cluster/resolvers.h"
 #include "cluster/watch_launcher.h"

@@ -25,6 +25,9 @@ Cluster parse_tf_config(const std::string& json);
 // The variable as a number from `least` to `most`. Throws ClusterError where it is not set or another thing.
 std::int64_t number_of(const Environment& environment, const char* name, std::int64_t least, std::int64_t most);
 
+// Where this process speaks with MPICH's process manager. Throws ClusterError.
+int pmi_descriptor(const Environment& environment);
+
 // A World of what these variables say.
 struct Names {
   const char* size;

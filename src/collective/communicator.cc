@@ -1,6 +1,7 @@
 #include "lockstep/communicator.h"
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 
 #include "base/mutex.h"
@@ -84,22 +85,26 @@ std::string Communicator::broadcast(const std::string& bytes, int root) const {
   return result;
 }
 
-std::vector<std::string> Communicator::all_gather(const std::string& mine) const {
+std::vector<std::string> Communicator::all_gather(const std::string& mine) const { return gather_at(mine, {}); }
+
+std::vector<std::string> Communicator::gather(const std::string& mine, int root) const { return gather_at(mine, root); }
+
+// On `root`, or on all.
+std::vector<std::string> Communicator::gather_at(const std::string& mine, std::optional<int> root) const {
   if (size() == 1) return {mine};
   std::int64_t length = static_cast<std::int64_t>(mine.size());
   std::vector<std::int64_t> lengths(static_cast<std::size_t>(size()));
   group().all_gather(buffer_of(std::span(&length, 1)), buffer_of(std::span(lengths)), deadline());
-  std::string input = mine, output;
-  Counts counts;
-  for (const auto bytes : lengths) {
-    counts.push_back(static_cast<std::size_t>(bytes));
-    output.resize(output.size() + counts.back());
-  }
-  group().run(Call::all_gather(bytes_of(input), bytes_of(output), counts), deadline());
+  const Counts counts(lengths.begin(), lengths.end());
+  const bool gets = !root || *root == rank();
+  std::string input = mine, output(gets ? std::accumulate(counts.begin(), counts.end(), std::size_t{0}) : 0, '\0');
+  group().run(root ? Call::gather(bytes_of(input), bytes_of(output), *root, counts)
+                   : Call::all_gather(bytes_of(input), bytes_of(output), counts),
+              deadline());
   std::vector<std::string> all;
   std::size_t at = 0;
   for (const auto count : counts) {
-    all.push_back(output.substr(at, count));
+    if (gets) all.push_back(output.substr(at, count));
     at += count;
   }
   return all;

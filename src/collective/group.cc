@@ -8,7 +8,7 @@
 #include "collective/backend.h"
 #include "collective/calls.h"
 #include "collective/group_bootstrap.h"
-#include "collective/turns.h"
+#include "collective/ticket_lock.h"
 #include "collective/work.h"
 
 namespace lockstep {
@@ -45,15 +45,15 @@ struct Group::State {
   // but first the one ahead, whose deadline is often the same, may say whom it waited for.
   template <class Act>
   void in_turn(std::uint64_t number, Deadline deadline, const char* operation, const Act& act) {
-    if (!turns.wait(number, deadline) && !turns.wait(number, Deadline::after(kForTheReason))) {
+    if (!ticket_lock.wait(number, deadline) && !ticket_lock.wait(number, Deadline::after(kForTheReason))) {
       backend->fail(Failure::deadline(backend->rank(), {}, deadline.waited().count(), operation));
-      turns.wait(number, Deadline::never());
+      ticket_lock.wait(number, Deadline::never());
     }
     struct Pass {
-      Turns& turns;
+      TicketLock& ticket_lock;
       std::uint64_t number;
-      ~Pass() { turns.pass(number); }
-    } pass{turns, number};
+      ~Pass() { ticket_lock.pass(number); }
+    } pass{ticket_lock, number};
     act();
   }
 
@@ -66,7 +66,7 @@ struct Group::State {
 
   const std::shared_ptr<GroupBackend> backend;
   const std::size_t bytes_per_pack;
-  Turns turns;
+  TicketLock ticket_lock;
   Memory pack;  // of the thread whose turn it is
   ProgressThread progress;
 };
@@ -125,14 +125,14 @@ Group Group::with_backend(std::shared_ptr<GroupBackend> backend) const {
 
 void Group::run(const Call& call, Deadline deadline) const {
   check_call(call, rank(), size());
-  state_->in_turn(state_->turns.take_number(), deadline, name_of(call.kind),
+  state_->in_turn(state_->ticket_lock.take_number(), deadline, name_of(call.kind),
                   [&] { state_->backend->run(call, deadline); });
 }
 
 void Group::run(const std::vector<Call>& calls, Deadline deadline) const {
   if (calls.empty()) return;
   state_->check(calls);
-  state_->in_turn(state_->turns.take_number(), deadline, name_of(calls[0].kind),
+  state_->in_turn(state_->ticket_lock.take_number(), deadline, name_of(calls[0].kind),
                   [&] { state_->run_grouped(calls, deadline); });
 }
 
@@ -143,7 +143,7 @@ Work Group::start(std::vector<Call> calls, Deadline deadline) const {
   for (auto& call : calls) call.called = Deadline::Clock::now();
   auto* const state = state_.get();  // which waits for its thread before it ends
   return state->progress.add([&]() -> std::function<void()> {
-    return [state, deadline, calls = std::move(calls), number = state->turns.take_number()] {
+    return [state, deadline, calls = std::move(calls), number = state->ticket_lock.take_number()] {
       state->in_turn(number, deadline, calls.empty() ? "nothing" : name_of(calls[0].kind),
                      [&] { state->run_grouped(calls, deadline); });
     };

@@ -6,9 +6,9 @@
 #include <fstream>
 #include <memory>
 
-#include "base/child_process.h"
-#include "base/expect_says.h"
-#include "collective/ranks.h"
+#include "base/child_process_testing.h"
+#include "base/expect_says_testing.h"
+#include "collective/ranks_testing.h"
 #include "transport/socket.h"
 
 namespace lockstep {

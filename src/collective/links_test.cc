@@ -7,7 +7,7 @@
 #include <atomic>
 #include <filesystem>
 
-#include "collective/ranks.h"
+#include "collective/ranks_testing.h"
 
 namespace lockstep {
 namespace {

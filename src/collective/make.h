@@ -23,7 +23,7 @@ std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const Place& 
 
 // `network`: "tcp" or "ucx".
 std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, Bootstrap& members, const Place& place,
-                                                   const GroupOptions& options, Patience patience, Deadline deadline);
+                                                   const GroupOptions& options, SpinThenBlock spin, Deadline deadline);
 
 // Groups of ranks of one host over shared memory, and all of them over options.network. `hosts[r]`: the name of rank
 // r's host.
@@ -36,7 +36,7 @@ std::shared_ptr<GroupBackend> make_hierarchical_backend(Bootstrap& members, cons
 int cores_of_host(Bootstrap& members, const std::vector<std::string>& hosts, Deadline deadline);
 
 // How ranks that share so many cores should wait in memory, and at sockets, where each look is a system call.
-Patience patience_in_memory(int ranks, int cores);
-Patience patience_at_sockets(int ranks, int cores);
+SpinThenBlock spin_in_memory(int ranks, int cores);
+SpinThenBlock spin_at_sockets(int ranks, int cores);
 
 }  // namespace lockstep

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <random>
 
-#include "collective/ranks.h"
+#include "collective/ranks_testing.h"
 #include "kernels/half.h"
 
 namespace lockstep {

@@ -6,7 +6,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "cluster/store_bootstrap.h"
-#include "collective/direct/direct_group.h"
+#include "collective/direct_group.h"
 #include "collective/make.h"
 #include "collective/wrappers/published_timeline.h"
 #include "lockstep/group_wrappers.h"
@@ -122,8 +122,7 @@ std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, Place place, cons
   }
   if (backend == "shm") return make_shm_backend(members, place, options, deadline);
   if (backend == "tcp" || backend == "ucx") {
-    return make_network_backend(backend, members, place, options, patience_at_sockets(on_my_host, place.cores),
-                                deadline);
+    return make_network_backend(backend, members, place, options, spin_at_sockets(on_my_host, place.cores), deadline);
   }
   return make_hierarchical_backend(members, place, hosts, options, deadline);
 }

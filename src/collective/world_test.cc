@@ -1,6 +1,6 @@
 // Making groups, and what is said when it cannot be done.
 #include "lockstep/world.h"
-#include "base/expect_says.h"
+#include "base/expect_says_testing.h"
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 #include <nlohmann/json.hpp>
 
 #include "cluster/store_server.h"
-#include "collective/ranks.h"
+#include "collective/ranks_testing.h"
 #include "lockstep/group_wrappers.h"
 #include "transport/connections.h"
 #include "transport/socket.h"

@@ -6,7 +6,7 @@
 
 #include <thread>
 
-#include "base/expect_says.h"
+#include "base/expect_says_testing.h"
 
 namespace lockstep {
 namespace {

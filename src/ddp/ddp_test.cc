@@ -12,8 +12,8 @@
 #include <sstream>
 #include <thread>
 
-#include "base/expect_says.h"
-#include "ddp/on_ranks.h"
+#include "base/expect_says_testing.h"
+#include "ddp/ranks_testing.h"
 #include "lockstep/ddp.h"
 #include "lockstep/group_wrappers.h"
 #include "lockstep/sync_batch_norm.h"
@@ -74,6 +74,7 @@ Tensor loss_of(const Tensor& output, const Tensor& y) {
 }
 
 void expect_equal(const torch::nn::Module& a, const torch::nn::Module& b, double tolerance) {
+  const at::NoGradGuard no_gradient;
   const auto left = a.named_parameters(), right = b.named_parameters();
   for (const auto& parameter : left) {
     const auto difference = (parameter.value() - right[parameter.key()]).abs().max().item<double>();
@@ -101,7 +102,7 @@ TEST_P(Ranks, FiftyStepsAreThoseOfOneProcessOnTheWholeBatch) {
     adam.step();
   }
   on_ranks(size, [&](const Group& group) {
-    // Small buckets, so that there are several and their order is learnt.
+    // Small buckets, so that there are several and their order is learned.
     DistributedDataParallel ddp(make_net(), group,
                                 {.bucket_cap_mb = 5e-4, .first_bucket_mb = 2e-4, .timeout_seconds = 30});
     torch::optim::Adam mine(ddp->parameters(), torch::optim::AdamOptions(0.01));

@@ -2,10 +2,11 @@
 #include <torch/nn/module.h>
 
 #include <cstdlib>
+#include <set>
 
 #include "base/resources.h"
 #include "base/text.h"
-#include "cluster/host_share.h"
+#include "cluster/cpu_partition.h"
 #include "gradient/gradient_reducer.h"
 #include "lockstep/ddp.h"
 #include "lockstep/error.h"
@@ -56,10 +57,25 @@ struct DistributedGradients::State {
     if (options.broadcast_buffers) broadcast(ranks, module->buffers(), root);
   }
 
+  // Takes part in the others' next backward, and in the steps that follow it.
+  std::optional<int> shadow_step() {
+    std::erase_if(steps, [](const auto& step) { return step.expired(); });
+    for (const auto& parameter : trained) {
+      if (!steps.empty()) parameter.mutable_grad().reset();
+    }
+    const auto root = reducer->shadow_pass(/*wants_gradients=*/!steps.empty());
+    for (const auto& step : steps) {
+      if (const auto alive = step.lock(); root && alive) alive->step();
+    }
+    return root;
+  }
+
   const std::shared_ptr<torch::nn::Module> module;
   const DistributedDataParallelOptions options;
   const Communicator ranks;
   std::optional<GradientReducer> reducer;
+  std::vector<at::Tensor> trained = {};
+  std::vector<std::weak_ptr<internal::CollectiveStep>> steps = {};
 };
 
 DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> module, Communicator ranks,
@@ -85,6 +101,10 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
   state_->ranks.check_all_agree("DistributedDataParallelOptions", describe(state_->options));
   state_->share_values();
   const auto& chosen = state_->options;
+  std::set<const at::TensorImpl*> seen;
+  for (const auto& parameter : trained) {  // tied ones have several names
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second) state_->trained.push_back(parameter);
+  }
   state_->reducer.emplace(
       trained_names, std::move(trained), state_->ranks,
       GradientReducerOptions{
@@ -112,7 +132,7 @@ DistributedGradients::NoSync::~NoSync() { gradients_.state_->reducer->set_sync(b
 void DistributedGradients::join(const std::function<void()>& loop) {
   loop();
   std::optional<int> last;
-  while (const auto root = state_->reducer->shadow_pass()) last = root;
+  while (const auto root = state_->shadow_step()) last = root;
   // A rank that shadowed nothing made the last step; the lowest of those has what all should have.
   const auto& ranks = state_->ranks;
   std::int32_t source = last ? ranks.size() : ranks.rank();
@@ -130,5 +150,11 @@ void DistributedGradients::prepare() {
 
 std::vector<std::int64_t> DistributedGradients::bucket_order() const { return state_->reducer->order(); }
 const Group& DistributedGradients::group() const { return state_->ranks.group(); }
+const Communicator& DistributedGradients::ranks() const { return state_->ranks; }
+const std::vector<at::Tensor>& DistributedGradients::trained_parameters() const { return state_->trained; }
+
+void DistributedGradients::join_steps_of(std::weak_ptr<internal::CollectiveStep> step) {
+  state_->steps.push_back(std::move(step));
+}
 
 }  // namespace lockstep

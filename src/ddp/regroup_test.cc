@@ -9,7 +9,7 @@
 #include <memory>
 #include <sstream>
 
-#include "base/child_process.h"
+#include "base/child_process_testing.h"
 #include "base/text.h"
 #include "lockstep/ddp.h"
 #include "lockstep/job.h"

@@ -5,7 +5,7 @@
 
 #include <mutex>
 
-#include "ddp/on_ranks.h"
+#include "ddp/ranks_testing.h"
 #include "lockstep/ddp.h"
 
 namespace lockstep {

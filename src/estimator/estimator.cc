@@ -8,7 +8,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "estimator/keeper.h"
+#include "estimator/checkpoint_saver.h"
 #include "lockstep/error.h"
 #include "lockstep/random.h"
 #include "strategy/split.h"
@@ -74,12 +74,12 @@ struct Estimator::State {
 
   // The model of a mode, with its variables. Called in the strategy's scope.
   EstimatorSpec make(ModeKeys mode, const Dataset& data) {
-    const auto features = first_element(data, strategy(mode).impl().local_replicas());
+    const auto features = first_element(data, unwrap(strategy(mode)).local_replicas());
     if (!features.x.defined()) throw InvalidArgument("Estimator: input_fn's data are empty");
     check_batch(features);
     auto spec = model_fn(features, mode, params);
-    const auto& made = *spec.model.impl();
-    if (&made.strategy.impl() != &strategy(mode).impl() || made.compiled) {
+    const auto& made = unwrap(spec.model);
+    if (&unwrap(made.strategy) != &unwrap(strategy(mode)) || made.compiled) {
       throw InvalidArgument(
           "Estimator: model_fn returned a model that it did not make in this call, or compiled itself");
     }
@@ -90,7 +90,7 @@ struct Estimator::State {
                           .loss = *spec.loss,
                           .metrics = mode == ModeKeys::evaluate ? spec.eval_metric_ops : std::vector<Metric>()});
     }
-    spec.model.impl()->build(features);
+    unwrap(spec.model).build(features);
     return spec;
   }
 
@@ -101,17 +101,17 @@ struct Estimator::State {
 
   // Loads a checkpoint's weights and returns its step.
   std::int64_t restore(Model& model, std::string path) const {
-    const auto& workers = model.impl()->workers();
+    const auto& workers = unwrap(model).workers();
     if (path.empty())
       path = workers.broadcast(workers.rank() == 0 ? lockstep::latest_checkpoint(config.model_dir) : "");
     if (path.empty()) {
       throw InvalidArgument(text("Estimator: there is no checkpoint in ", config.model_dir,
                                  " to evaluate or predict with; call train first, or name one in checkpoint_path"));
     }
-    auto archive = model.impl()->read_for_all(path);
+    auto archive = unwrap(model).read_for_all(path);
     const bool trained = archive.entries.contains("optimizer/iterations");
     const auto steps = trained ? archive.integer("optimizer/iterations") : 0;
-    model.impl()->load_weights(std::move(archive));
+    unwrap(model).load_weights(std::move(archive));
     return steps;
   }
 
@@ -125,8 +125,7 @@ struct Estimator::State {
     }
     const bool limited = options.steps > 0 || options.max_steps > 0;
     const auto scope = strategy(ModeKeys::train).scope();
-    strategy(ModeKeys::train)
-        .impl()
+    unwrap(strategy(ModeKeys::train))
         .workers()
         .check_all_agree("Estimators", text("steps ", options.steps, "\nmax_steps ", options.max_steps,
                                             "\nsave_checkpoints_steps ", config.save_checkpoints_steps));
@@ -134,7 +133,7 @@ struct Estimator::State {
     const auto data = called(input_fn);
     auto spec = make(ModeKeys::train, data);
     FitOptions fit{.epochs = std::numeric_limits<int>::max(), .verbose = 0};
-    fit.callbacks.push_back(Keeper(config, std::move(after_save)));
+    fit.callbacks.push_back(CheckpointSaver(config, std::move(after_save)));
     if (limited) fit.callbacks.push_back(StopAtStepHook({.num_steps = options.steps, .last_step = options.max_steps}));
     fit.callbacks.insert(fit.callbacks.end(), options.hooks.begin(), options.hooks.end());
     fit.callbacks.insert(fit.callbacks.end(), spec.training_hooks.begin(), spec.training_hooks.end());
@@ -225,7 +224,7 @@ Logs train_and_evaluate(Estimator& estimator, const TrainSpec& train_spec, const
   require(eval_spec.throttle_secs >= 0, "throttle_secs", eval_spec.throttle_secs, "0 or more");
   if (!eval_spec.input_fn) throw InvalidArgument("Estimator: the EvalSpec's input_fn is empty");
   auto& state = *estimator.state_;
-  const Communicator workers = state.strategy(ModeKeys::train).impl().workers();
+  const Communicator workers = unwrap(state.strategy(ModeKeys::train)).workers();
   auto last = std::chrono::steady_clock::now();
   Logs result;
   bool evaluated = false;  // the last checkpoint
@@ -257,14 +256,14 @@ void StopAtStepHook::on_train_begin() {
 
 // Before the last step, so that all workers agree on it in that step.
 void StopAtStepHook::on_train_batch_begin(std::int64_t /*batch*/) {
-  asked_ = model().iterations() + 1 >= last_step_ && !model().impl()->stopping;
+  asked_ = model().iterations() + 1 >= last_step_ && !unwrap(model()).stopping;
   if (asked_) model().stop_training();
 }
 
 // A step whose gradients were not finite does not count.
 void StopAtStepHook::on_train_batch_end(std::int64_t /*batch*/, const Logs& /*logs*/) {
   if (!asked_ || model().iterations() >= last_step_) return;
-  model().impl()->stopping = model().impl()->agreed_to_stop = false;
+  unwrap(model()).stopping = unwrap(model()).agreed_to_stop = false;
 }
 
 }  // namespace lockstep

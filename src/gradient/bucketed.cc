@@ -1,11 +1,13 @@
 #include "gradient/bucketed.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <numeric>
 
 #include "base/text.h"
+#include "gradient/dtypes.h"
 #include "optimizer/flat_update.h"
 
 namespace lockstep {
@@ -15,6 +17,7 @@ Bucketed::Bucketed(const ReplicatedParameters& parameters, Communicator ranks, B
       ranks_(std::move(ranks)),
       options_(std::move(options)),
       sum_(sum),
+      scales_(options_.gradient_dtype.has_value()),
       place_(parameters.slots().size(), -1),
       slots_(parameters.slots().size()),
       weights_(static_cast<std::size_t>(parameters.replicas())) {
@@ -27,20 +30,22 @@ Bucketed::Bucketed(const ReplicatedParameters& parameters, Communicator ranks, B
 }
 
 void Bucketed::prepare() {
-  if (buckets_) return;
   parameters_.compare_models(ranks_);
   ranks_.check_all_agree("numbers of replicas", std::to_string(parameters_.replicas()));
   std::vector<BucketSlot> slots;
+  std::int64_t end = 0;
   for (const auto i : trainable_) {
     const auto& slot = parameters_.slots()[i];
-    slots.push_back({slot.name, slot.dtype, slot.numel});
+    const bool follows = !slots.empty() && slots.back().dtype == slot.dtype && slot.offset == end;
+    slots.push_back({slot.name, slot.dtype, slot.numel, follows});
+    end = slot.offset + whole_lines(slot.numel, slot.dtype);
   }
   buckets_ = std::make_unique<Buckets>(std::move(slots), ranks_, options_);
 }
 
 void Bucketed::start_step() {
-  scale_known_ = buckets_ && buckets_->weights().scale() > 0;
-  scale_ = scale_known_ ? buckets_->weights().scale() : 1;
+  scale_known_ = !scales_ || (buckets_ && buckets_->weights().scale() > 0);
+  scale_ = scales_ && scale_known_ ? buckets_->weights().scale() : 1;
   MutexLock lock(mutex_);
   for (auto& slot : slots_) {
     slot.gradients.assign(weights_.size(), {});
@@ -49,6 +54,15 @@ void Bucketed::start_step() {
   }
   unfinished_ = static_cast<int>(weights_.size());
   arrived_.clear();
+}
+
+// With several replicas here their gradients are added up, which writes the bucket anyway.
+at::Tensor Bucketed::memory_for(int replica, std::size_t slot) const {
+  const auto& parameter = parameters_.parameter(replica, slot);
+  if (parameters_.replicas() > 1 || scales_ || !takes(slot) || !parameter.is_cpu()) return {};
+  const auto& mean = buckets_->mean(place(slot));
+  return at::from_blob(
+      mean.data_ptr(), parameter.sizes(), [mean](void*) {}, mean.options());
 }
 
 void Bucketed::on_ready(int replica, std::size_t slot, const at::Tensor& gradient) {
@@ -91,7 +105,9 @@ void Bucketed::add_up(std::size_t index) {
       if (gradient.defined()) parts.push_back(gradient.const_data_ptr<T>());
     }
     if (parts.empty()) return false;
-    sum_gradients<T>(parts, {.divide_by = scale_}, mean.mutable_data_ptr<T>(), static_cast<std::size_t>(mean.numel()));
+    auto* const sum = mean.mutable_data_ptr<T>();
+    const bool in_place = parts.size() == 1 && parts[0] == sum && scale_ == 1;
+    if (!in_place) sum_gradients<T>(parts, {.divide_by = scale_}, sum, static_cast<std::size_t>(mean.numel()));
     return true;
   };
   const bool any = mean.scalar_type() == at::kDouble ? add(double()) : add(float());
@@ -139,8 +155,9 @@ void Bucketed::end_step(int replica) {
 }
 
 GradientSync::Learned Bucketed::learned() const {
-  if (!buckets_ || !buckets_->knows_order()) return {};
+  if (!buckets_) return {};
   Learned learned{.weight_scale = buckets_->weights().scale()};
+  if (!buckets_->knows_order() || options_.scatter) return learned;
   for (const auto place : buckets_->order()) {
     learned.order.push_back(static_cast<std::int64_t>(trainable_[static_cast<std::size_t>(place)]));
   }
@@ -148,14 +165,14 @@ GradientSync::Learned Bucketed::learned() const {
 }
 
 void Bucketed::restore(const Learned& learned) {
-  if (!buckets_ || learned.order.empty()) return;
+  if (!buckets_) return;
   std::vector<std::int64_t> order;
   for (const auto slot : learned.order) {
     const bool exists = slot >= 0 && static_cast<std::size_t>(slot) < place_.size();
     order.push_back(exists ? place_[static_cast<std::size_t>(slot)] : -1);
   }
-  buckets_->restore_order(order);
-  buckets_->weights().restore(learned.weight_scale);
+  if (!order.empty()) buckets_->restore_order(order);
+  if (learned.weight_scale > 0) buckets_->weights().restore(learned.weight_scale);
   start_step();
 }
 

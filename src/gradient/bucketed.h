@@ -13,14 +13,16 @@
 
 namespace lockstep {
 
-class Bucketed final : public GradientSync {
+class Bucketed : public GradientSync {
  public:
   // `sum`: the update is of the processes' sum, instead of their mean.
   Bucketed(const ReplicatedParameters& parameters, Communicator ranks, BucketOptions options, bool sum);
 
   // Throws InvalidArgument on all processes where models, or the numbers of replicas, differ.
   void prepare() override;
+  ShardMap shards() const override { return ShardMap::even(parameters_.trainable(), parameters_.replicas()); }
   bool during_backward() const override { return true; }
+  at::Tensor memory_for(int replica, std::size_t slot) const override;
   bool takes(std::size_t slot) const override { return place_[slot] >= 0; }
   void on_ready(int replica, std::size_t slot, const at::Tensor& gradient) override;
   bool is_ready(int replica, std::size_t slot) const override {
@@ -35,6 +37,11 @@ class Bucketed final : public GradientSync {
 
   Learned learned() const override;
   void restore(const Learned& learned) override;
+
+ protected:
+  const Communicator& ranks() const { return ranks_; }
+  const Buckets& buckets() const { return *buckets_; }
+  std::size_t slot_of(std::size_t place) const { return trainable_[place]; }
 
  private:
   struct Slot {
@@ -54,6 +61,7 @@ class Bucketed final : public GradientSync {
   const Communicator ranks_;
   const BucketOptions options_;
   const bool sum_;
+  const bool scales_;                   // gradients are divided before they are sent, to have room in 16 bits
   std::vector<std::size_t> trainable_;  // slots, in the order of the buckets' slots
   std::vector<std::int64_t> place_;     // [slot]: in trainable_, or -1
   std::unique_ptr<Buckets> buckets_;    // null before `prepare`

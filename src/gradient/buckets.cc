@@ -56,8 +56,8 @@ Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOption
     throw InvalidArgument(
         text("the order of ", order.size(), " parameters is none of the ", order_.size(), " there are"));
   }
-  knows_order_ = !order.empty();
-  if (knows_order_) order_ = order;
+  knows_order_ = options_.scatter || !order.empty();
+  if (!order.empty()) order_ = order;
   overlaps_ = ranks_.all(may_overlap(group_, options_.idle_cores));
   make();
 }
@@ -118,7 +118,9 @@ std::vector<std::vector<std::size_t>> Buckets::slots_of_buckets() const {
     const auto slot = static_cast<std::size_t>(index);
     // Where none starts before the end, one is best.
     const auto most = by_size && !overlaps_ ? all : buckets.size() <= 1 ? options_.first_bucket_bytes : later;
-    if (buckets.empty() || infos_[buckets.back()[0]].dtype != infos_[slot].dtype || bytes + bytes_of(slot) > most) {
+    const bool together = !buckets.empty() && infos_[buckets.back()[0]].dtype == infos_[slot].dtype &&
+                          (!options_.scatter || infos_[buckets.back().back()].follows);
+    if (!together || bytes + bytes_of(slot) > most) {
       buckets.emplace_back();
       bytes = 0;
     }
@@ -129,10 +131,13 @@ std::vector<std::vector<std::size_t>> Buckets::slots_of_buckets() const {
 }
 
 Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
+  if (options_.scatter) std::sort(slots.begin(), slots.end());  // as they lie in the flat parameters
   Bucket bucket;
   std::int64_t elements = 0;
   for (const auto slot : slots) {
-    elements += infos_[slot].numel;
+    bucket.begins.push_back(elements);
+    const auto numel = infos_[slot].numel;
+    elements += options_.scatter ? whole_lines(numel, infos_[slot].dtype) : numel;
     bucket.shown.parameters.push_back(infos_[slot].name);
   }
   const auto type = infos_[slots[0]].dtype;
@@ -150,18 +155,45 @@ Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
   bucket.input = whole.narrow(0, 0, elements);
   bucket.flags = whole.narrow(0, elements, count);
   bucket.mean = in_16_bits ? at::empty({elements}, at::TensorOptions(type)) : bucket.input;
-  std::int64_t at = 0;
+  bucket.own = options_.scatter ? range_of(bucket, group_.rank()) : Slice{0, static_cast<std::size_t>(elements)};
   for (std::size_t k = 0; k < slots.size(); ++k) {
     auto& slot = slots_[slots[k]];
     const auto numel = infos_[slots[k]].numel;
     slot.bucket = buckets_.size();
-    slot.input = bucket.input.narrow(0, at, numel);
-    slot.mean = bucket.mean.narrow(0, at, numel);
+    slot.input = bucket.input.narrow(0, bucket.begins[k], numel);
+    slot.mean = bucket.mean.narrow(0, bucket.begins[k], numel);
     slot.flag = bucket.flags.narrow(0, static_cast<std::int64_t>(k), 1);
-    at += numel;
   }
   bucket.slots = std::move(slots);
   return bucket;
+}
+
+Slice Buckets::range_of(const Bucket& bucket, int rank) const {
+  return even_slice(static_cast<std::size_t>(bucket.input.numel()), bucket.shown.buffer.dtype, rank, group_.size());
+}
+
+Counts Buckets::counts_of(const Bucket& bucket) const {
+  Counts counts;
+  for (int rank = 0; rank < group_.size(); ++rank) counts.push_back(range_of(bucket, rank).count());
+  return counts;
+}
+
+std::vector<ScatteredBucket> Buckets::scattered() const {
+  std::vector<ScatteredBucket> scattered;
+  for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket) {
+    auto& made = scattered.emplace_back(ScatteredBucket{bucket->slots.front(), counts_of(*bucket), {}});
+    for (int rank = 0; rank < group_.size(); ++rank) {
+      const auto range = range_of(*bucket, rank);
+      auto& shards = made.shards.emplace_back();
+      for (std::size_t k = 0; k < bucket->slots.size(); ++k) {
+        const auto numel = infos_[bucket->slots[k]].numel, slot_begin = bucket->begins[k];
+        const auto begin = std::clamp<std::int64_t>(static_cast<std::int64_t>(range.begin) - slot_begin, 0, numel);
+        const auto end = std::clamp<std::int64_t>(static_cast<std::int64_t>(range.end) - slot_begin, 0, numel);
+        if (begin < end) shards.push_back({bucket->slots[k], begin, end - begin});
+      }
+    }
+  }
+  return scattered;
 }
 
 void Buckets::start_pass() {
@@ -191,13 +223,26 @@ void Buckets::launch(Bucket& bucket) {
     bucket.work = options_.hook(group_, bucket.shown, ranks_.deadline());
     return;
   }
-  auto call = Call::all_reduce(bucket.shown.buffer, ReduceOp::mean);
-  call.tensors = bucket.names;
+  auto calls = calls_of(bucket);
+  for (auto& call : calls) call.tensors = bucket.names;
   if (overlaps_) {
-    bucket.work = group_.start(call, ranks_.deadline());
+    bucket.work = group_.start(std::move(calls), ranks_.deadline());
   } else {
-    group_.run(call, ranks_.deadline());
+    group_.run(calls, ranks_.deadline());
   }
+}
+
+std::vector<Call> Buckets::calls_of(const Bucket& bucket) const {
+  const auto& whole = bucket.shown.buffer;
+  if (!options_.scatter) return {Call::all_reduce(whole, ReduceOp::mean)};
+  const auto part = [&](const at::Tensor& of, const Slice& range) {
+    return Buffer{
+        of.narrow(0, static_cast<std::int64_t>(range.begin), static_cast<std::int64_t>(range.count())).data_ptr(),
+        range.count(), whole.dtype};
+  };
+  const auto gradients = part(bucket.input, {0, static_cast<std::size_t>(bucket.input.numel())});
+  return {Call::reduce_scatter(gradients, part(bucket.input, bucket.own), ReduceOp::mean, counts_of(bucket)),
+          Call::all_reduce(part(bucket.flags, {0, bucket.slots.size()}), ReduceOp::mean)};
 }
 
 void Buckets::finish() {
@@ -210,9 +255,13 @@ void Buckets::finish() {
   }
 }
 
+at::Tensor Buckets::own_part(const Bucket& bucket, const at::Tensor& of) {
+  return of.narrow(0, static_cast<std::int64_t>(bucket.own.begin), static_cast<std::int64_t>(bucket.own.count()));
+}
+
 void Buckets::receive(Bucket& bucket) {
   const at::NoGradGuard no_grad;
-  if (!bucket.mean.is_same(bucket.input)) bucket.mean.copy_(bucket.input);
+  if (!bucket.mean.is_same(bucket.input)) own_part(bucket, bucket.mean).copy_(own_part(bucket, bucket.input));
   const auto flags = bucket.flags.to(at::kFloat);
   for (std::size_t k = 0; k < bucket.slots.size(); ++k) {
     slots_[bucket.slots[k]].has_gradient = flags.const_data_ptr<float>()[k] > 0;
@@ -226,8 +275,10 @@ void Buckets::multiply(double factor) {
 }
 
 bool Buckets::all_finite() const {
-  return std::all_of(buckets_.begin(), buckets_.end(),
-                     [](const Bucket& bucket) { return at::isfinite(bucket.mean).all().item<bool>(); });
+  const bool own = std::all_of(buckets_.begin(), buckets_.end(), [](const Bucket& bucket) {
+    return at::isfinite(own_part(bucket, bucket.mean)).all().item<bool>();
+  });
+  return options_.scatter ? ranks_.all(own) : own;
 }
 
 void Buckets::end_pass(int root) {
@@ -246,7 +297,7 @@ void Buckets::end_pass(int root) {
 }
 
 void Buckets::restore_order(const std::vector<std::int64_t>& order) {
-  if (!std::is_permutation(order.begin(), order.end(), order_.begin(), order_.end())) return;
+  if (options_.scatter || !std::is_permutation(order.begin(), order.end(), order_.begin(), order_.end())) return;
   knows_order_ = true;
   if (order == order_) return;
   order_ = order;

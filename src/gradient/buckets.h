@@ -12,7 +12,9 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "collective/calls.h"
 #include "gradient/pass_weights.h"
+#include "gradient/shard_map.h"
 #include "lockstep/communicator.h"
 #include "lockstep/gradient_hook.h"
 
@@ -25,6 +27,7 @@ struct BucketOptions {
   std::vector<std::int64_t> order;           // of slots, from an earlier training; empty: learned in the first pass
   GradientHook hook;                         // instead of all_reduce
   bool idle_cores = false;                   // this process has more cores than it computes on
+  bool scatter = false;                      // reduce_scatter: a rank gets the means of its own shards alone
 };
 
 // What a parameter needs of a bucket.
@@ -32,6 +35,15 @@ struct BucketSlot {
   std::string name;
   at::ScalarType dtype;  // float, double, half or bfloat16
   std::int64_t numel;
+  bool follows = true;  // its parameter lies behind that of the slot before it: they can be scattered together
+};
+
+// A bucket of consecutive slots whose elements, each slot's where its parameter's would be in the flat buffer, are cut
+// into a range for each rank.
+struct ScatteredBucket {
+  std::size_t first_slot;
+  Counts counts;                           // [rank]: elements, with those between slots
+  std::vector<std::vector<Shard>> shards;  // [rank], by ascending slot
 };
 
 // In a pass every slot is filled and marked ready once, on each rank; when all are, one thread calls `finish`; what was
@@ -65,11 +77,12 @@ class Buckets {
   // All slots are ready. Returns when the means of all ranks are there. Throws what the Group throws.
   void finish();
 
-  // Flat, of the slot's dtype: the mean over the ranks, and whether any of them has a gradient.
+  // Flat, of the slot's dtype: the mean over the ranks, and whether any of them has a gradient. Where means are
+  // scattered, only this rank's shards of it are.
   const at::Tensor& mean(std::size_t slot) const { return slots_[slot].mean; }
   bool has_gradient(std::size_t slot) const { return slots_[slot].has_gradient; }
   void multiply(double factor);  // all means
-  bool all_finite() const;
+  bool all_finite() const;       // on all ranks; collective where means are scattered
 
   // After the pass. The first one's order, of rank `root`, becomes that of the slots in the buckets from then on: then
   // inputs and means are others. Collective in the first pass.
@@ -79,6 +92,9 @@ class Buckets {
   bool knows_order() const { return knows_order_; }
   const std::vector<std::int64_t>& order() const { return order_; }
   void restore_order(const std::vector<std::int64_t>& order);  // one that is not of these slots is not taken
+
+  // Which rank gets which means, with `scatter`: by ascending slot, which is constant then, as the order is.
+  std::vector<ScatteredBucket> scattered() const;
 
   // Counts layouts: views of inputs and means are of one.
   int layout() const { return layout_; }
@@ -91,10 +107,12 @@ class Buckets {
     bool has_gradient = false;
   };
   struct Bucket {
-    GradientBucket shown;
+    GradientBucket shown;  // with the flags behind the gradients
     Memory memory;
     at::Tensor input, mean, flags;
     std::vector<std::size_t> slots;
+    std::vector<std::int64_t> begins;          // of the slots in input
+    Slice own;                                 // elements whose mean this rank gets
     std::shared_ptr<const std::string> names;  // for timelines
     std::size_t missing = 0;                   // slots; guarded by mutex_
     std::optional<Work> work;
@@ -103,6 +121,10 @@ class Buckets {
   void make();
   std::vector<std::vector<std::size_t>> slots_of_buckets() const;
   Bucket make_bucket(std::vector<std::size_t> slots);
+  Slice range_of(const Bucket& bucket, int rank) const;
+  Counts counts_of(const Bucket& bucket) const;  // [rank]
+  static at::Tensor own_part(const Bucket& bucket, const at::Tensor& of);
+  std::vector<Call> calls_of(const Bucket& bucket) const;
   void start_pass();
   void launch(Bucket& bucket);
   void receive(Bucket& bucket);

@@ -28,4 +28,10 @@ inline at::ScalarType scalar_type_of(DType dtype) {
   }
 }
 
+// The least number of elements from `numel` on that fills whole cache lines.
+inline std::int64_t whole_lines(std::int64_t numel, at::ScalarType dtype) {
+  const auto line = 64 / static_cast<std::int64_t>(at::elementSize(dtype));
+  return (numel + line - 1) / line * line;
+}
+
 }  // namespace lockstep

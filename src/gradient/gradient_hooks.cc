@@ -7,6 +7,7 @@
 
 #include "base/text.h"
 #include "lockstep/error.h"
+#include "ops/gradient_memory.h"
 
 namespace lockstep {
 
@@ -37,6 +38,7 @@ void GradientHooks::install() {
 
 // The hooks of another optimizer for the same parameters may be there by now.
 GradientHooks::~GradientHooks() {
+  ops::clear_gradient_memory();
   for (const auto& parameter : hooked_) {
     const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
     if (hook != nullptr && hook->belongs_to(*this)) {
@@ -46,11 +48,18 @@ GradientHooks::~GradientHooks() {
 }
 
 void GradientHooks::expect_one_backward(int replica) {
-  expects_backward_[static_cast<std::size_t>(replica)].set = !hooked_.empty();
+  if (hooked_.empty()) return;
+  expects_backward_[static_cast<std::size_t>(replica)].set = true;
+  for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
+    if (!torch::autograd::impl::hooks(parameters_.parameter(replica, i)).empty()) continue;  // may keep what they see
+    auto memory = sync_.memory_for(replica, i);
+    if (memory.defined()) ops::offer_gradient_memory(parameters_.parameter(replica, i).const_data_ptr(), memory);
+  }
 }
 
 void GradientHooks::take_all(int replica) {
   expects_backward_[static_cast<std::size_t>(replica)].set = false;
+  ops::clear_gradient_memory();
   sync_.forget(replica);
   for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
     if (!sync_.is_ready(replica, i)) take(replica, i);
@@ -71,9 +80,11 @@ void GradientHooks::take(int replica, std::size_t index) {
 }
 
 void GradientHooks::drop(int replica) {
+  expects_backward_[static_cast<std::size_t>(replica)].set = false;
   for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
     parameters_.parameter(replica, i).mutable_grad().reset();
   }
+  ops::clear_gradient_memory();
   sync_.forget(replica);
 }
 

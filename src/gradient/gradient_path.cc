@@ -4,8 +4,8 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "gradient/gradient_exchange.h"
 #include "gradient/one_pass.h"
+#include "gradient/sharded.h"
 #include "gradient/tree.h"
 #include "lockstep/error.h"
 #include "optimizer/describe.h"
@@ -13,32 +13,47 @@
 namespace lockstep {
 namespace {
 
-const Communicator& ranks_of(const ReplicatedParameters& parameters, const Optimizer& optimizer) {
-  const auto& own = optimizer.options().exchange;
+const Communicator& ranks_of(const ReplicatedParameters& parameters, const Optimizer& optimizer, bool shard_state) {
+  const auto& own = optimizer.options().gradient_ranks;
   if (!own) return parameters.workers();
+  if (shard_state) {
+    throw InvalidArgument(
+        "shard_optimizer_state: the optimizer's gradients are summed with those of other processes, each of which has "
+        "all its state");
+  }
   if (parameters.workers().size() == 1) return own->ranks;
   throw InvalidArgument(
       text("the optimizer's gradients are summed with those of other processes, and so are those of the strategy's ",
            parameters.workers().size(), " workers; take one or the other"));
 }
 
-ShardMap shards_of(ReplicatedParameters& parameters, bool several_processes, const GradientPathOptions& options) {
-  parameters.update_trainable();
-  const auto exchange = several_processes ? Exchange::one_pass : options.exchange;
-  if (exchange == Exchange::one_pass) return ShardMap::even(parameters.slots(), parameters.replicas());
-  const int owner = exchange == Exchange::hierarchical_copy ? 0 : options.root;
-  return ShardMap::all_to(owner, parameters.slots(), parameters.replicas());
-}
-
-std::unique_ptr<GradientSync> make_sync(const ReplicatedParameters& parameters, const Optimizer& optimizer,
-                                        const Communicator& ranks, const GradientPathOptions& options) {
-  const auto& own = optimizer.options().exchange;
+std::unique_ptr<GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
+                                       const Communicator& ranks, const GradientPathOptions& options) {
   if (ranks.size() > 1) {
-    return std::make_unique<Bucketed>(parameters, ranks, own ? own->buckets : options.buckets, own && own->sum);
+    if (const auto& own = optimizer.options().gradient_ranks) {
+      return std::make_unique<Bucketed>(parameters, ranks, BucketOptions{.gradient_dtype = own->gradient_dtype},
+                                        own->sum);
+    }
+    if (options.shard_state) return std::make_unique<Sharded>(parameters, ranks, options.buckets);
+    return std::make_unique<Bucketed>(parameters, ranks, options.buckets, /*sum=*/false);
   }
   if (options.exchange == Exchange::hierarchical_copy && parameters.replicas() > 1)
     return std::make_unique<Tree>(parameters);
+  if (options.exchange == Exchange::reduction_to_one_device) return std::make_unique<OnePass>(parameters, options.root);
   return std::make_unique<OnePass>(parameters);
+}
+
+void prepare_sync(GradientSync& sync, const Optimizer& optimizer, const Communicator& ranks) {
+  if (ranks.size() > 1) ranks.check_all_agree("optimizers", describe(optimizer));
+  sync.prepare();
+}
+
+std::unique_ptr<GradientSync> make_sync(ReplicatedParameters& parameters, const Optimizer& optimizer,
+                                        const Communicator& ranks, const GradientPathOptions& options) {
+  parameters.update_trainable();
+  auto sync = sync_for(parameters, optimizer, ranks, options);
+  if (parameters.workers().size() > 1) prepare_sync(*sync, optimizer, ranks);
+  return sync;
 }
 
 }  // namespace
@@ -46,18 +61,19 @@ std::unique_ptr<GradientSync> make_sync(const ReplicatedParameters& parameters, 
 GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, const Optimizer& optimizer,
                            const GradientPathOptions& options)
     : parameters_(std::move(parameters)),
-      ranks_(ranks_of(*parameters_, optimizer)),
+      ranks_(ranks_of(*parameters_, optimizer, options.shard_state)),
       compare_copies_every_(ranks_.size() > 1 ? options.compare_copies_every : 0),
-      updater_(parameters_, optimizer, shards_of(*parameters_, ranks_.size() > 1, options)),
       sync_(make_sync(*parameters_, optimizer, ranks_, options)),
+      updater_(parameters_, optimizer, sync_->shards()),
       hooks_(*parameters_, *sync_) {
-  if (parameters_->workers().size() > 1) prepare();
+  if (parameters_->workers().size() == 1) return;
+  hooks_.install();
+  prepared_ = true;
 }
 
 void GradientPath::prepare() {
   if (prepared_) return;
-  if (ranks_.size() > 1) ranks_.check_all_agree("optimizers", describe(updater_.optimizer()));
-  sync_->prepare();
+  prepare_sync(*sync_, updater_.optimizer(), ranks_);
   hooks_.install();
   prepared_ = true;
 }
@@ -78,11 +94,15 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   hooks_.take_all(replica);
   if (replica == 0) updater_.begin_step();
   sync_->finish(replica, weight, updater_.loss_scale().used());
-  replicas.barrier(deadline);  // every backward has ended well: from here on nothing throws but a deadline
+  replicas.barrier(deadline);  // every backward has ended well: from here on only Groups throw
   sync_->wait(replicas, deadline);
 
   const auto totals = sync_->totals();
   const bool updates = totals.finite && totals.weight > 0;
+  if (updates && compares()) {  // before it, as what is gathered afterwards is equal
+    if (replica == 0) compare();
+    replicas.barrier(deadline);
+  }
   if (updates) {
     updater_.update(*sync_, totals.weight * loss_scale / totals.divided_by, replicas, deadline);
     sync_->publish(replicas, deadline);
@@ -95,10 +115,23 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   sync_->end_step(replica);
   if (replica == 0 && updates) {
     updater_.count_step();
-    const bool compares = compare_copies_every_ > 0 && updater_.iterations() % compare_copies_every_ == 0;
-    if (compares) parameters_->compare_copies(ranks_);
+    if (compares()) updater_.remember_state();
   }
   if (sync_->during_backward()) replicas.barrier(deadline);  // before it nobody else speaks to the other processes
+}
+
+// Whether the next update comes after a comparison.
+bool GradientPath::compares() const {
+  return compare_copies_every_ > 0 && (updater_.iterations() + 1) % compare_copies_every_ == 0;
+}
+
+// Values with those of the others; state, which a process may be alone to have, with what it was after the last step,
+// which finds what changed between these two steps.
+void GradientPath::compare() const {
+  parameters_->compare_copies(ranks_);
+  ranks_.check_all_agree("optimizer states", updater_.state_is_as_remembered()
+                                                 ? "a state as its last step left it"
+                                                 : "a state that changed since its last step");
 }
 
 bool GradientPath::can_be_recorded() const {

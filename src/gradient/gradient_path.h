@@ -21,6 +21,7 @@ struct GradientPathOptions {
   Exchange exchange = Exchange::one_pass;
   int root = 0;                             // the replica that updates for all (reduction_to_one_device)
   BucketOptions buckets;                    // between processes
+  bool shard_state = false;                 // of several processes each has state for its shards alone
   std::int64_t compare_copies_every = 100;  // steps, with several processes; 0: never
 };
 
@@ -30,8 +31,8 @@ struct GradientPathOptions {
 class GradientPath {
  public:
   // With several processes the exchange inside each is one_pass. Where the strategy has several, collective over them:
-  // throws InvalidArgument on all where their optimizers differ. Throws InvalidArgument for an optimizer with an
-  // exchange of its own there.
+  // throws InvalidArgument on all where their optimizers differ. Throws InvalidArgument for an optimizer with
+  // ranks of its own there, and where its state were to be sharded.
   GradientPath(std::shared_ptr<ReplicatedParameters> parameters, const Optimizer& optimizer,
                const GradientPathOptions& options = {});
 
@@ -62,17 +63,20 @@ class GradientPath {
   const Updater& updater() const { return updater_; }
   GradientSync& sync() { return *sync_; }
 
-  // The processes whose gradients are summed: the strategy's, or those that came with the optimizer (GradientExchange);
+  // The processes whose gradients are summed: the strategy's, or those that came with the optimizer (GradientRanks);
   // then each has data, logs and checkpoints of its own.
   const Communicator& ranks() const { return ranks_; }
-  bool own_data() const { return ranks_.size() > 1 && updater_.optimizer().options().exchange != nullptr; }
+  bool own_data() const { return ranks_.size() > 1 && updater_.optimizer().options().gradient_ranks; }
 
  private:
+  bool compares() const;
+  void compare() const;
+
   const std::shared_ptr<ReplicatedParameters> parameters_;
   const Communicator ranks_;
   const std::int64_t compare_copies_every_;
-  Updater updater_;
   const std::unique_ptr<GradientSync> sync_;
+  Updater updater_;
   GradientHooks hooks_;
   bool prepared_ = false;
 };

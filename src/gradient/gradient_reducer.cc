@@ -107,7 +107,7 @@ void GradientReducer::on_gradient(std::size_t parameter) {
 }
 
 void GradientReducer::begin_pass() {
-  open_ = has_data_ = true;
+  open_ = has_data_ = wants_gradients_ = true;
   if (accumulated_.backwards == 0) accumulated_ = {1, weight_, weight_ > 0 ? weight_ : 1};  // gradients of its own
   auto& weights = buckets_.weights();
   const bool scale_known = weights.scale() > 0;
@@ -161,7 +161,7 @@ void GradientReducer::finish_reductions() {
   // Buckets hold the mean over ranks of gradient * weight / scale.
   const double divide_by = sum_ ? 1 : weights.total();
   buckets_.multiply(weights.total() > 0 ? scale_ * buckets_.ranks().size() / divide_by : 0);
-  if (has_data_) write_back();
+  if (wants_gradients_) write_back();
   open_ = false;
   accumulated_ = {};
   const int root = weights.lowest_with_gradients();
@@ -170,12 +170,13 @@ void GradientReducer::finish_reductions() {
   if (after_pass_) after_pass_(root);
 }
 
-std::optional<int> GradientReducer::shadow_pass() {
+std::optional<int> GradientReducer::shadow_pass(bool wants_gradients) {
   auto& weights = buckets_.weights();
   weights.announce(buckets_.ranks(), 0, false, false);
   weights.wait(buckets_.ranks());
   if (!weights.any_has_gradients()) return std::nullopt;
   has_data_ = false;
+  wants_gradients_ = wants_gradients;
   scale_ = weights.scale();
   finish_pass();
   return weights.lowest_with_gradients();

@@ -59,9 +59,9 @@ class GradientReducer {
   // A pass without a backward: of the gradients that have accumulated.
   void reduce_accumulated();
 
-  // Takes part in the others' next pass with no gradients and no weight. Returns the lowest rank that had data in it,
-  // or nothing when no rank has any.
-  std::optional<int> shadow_pass();
+  // Takes part in the others' next pass with no gradients and no weight; the parameters get the pass's where that is
+  // wanted. Returns the lowest rank that had data in it, or nothing when no rank has any.
+  std::optional<int> shadow_pass(bool wants_gradients = false);
 
   // Parameters in the order in which rank 0's first backward made their gradients.
   const std::vector<std::int64_t>& order() const { return buckets_.order(); }
@@ -112,6 +112,7 @@ class GradientReducer {
   // Of the current pass.
   bool open_ = false;
   bool has_data_ = false;  // this rank
+  bool wants_gradients_ = false;
   double scale_ = 0;       // the running weight scale
   int accumulating_ = -1;  // the backward of which before_pass_ said so
 };

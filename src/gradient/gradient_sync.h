@@ -4,8 +4,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
+#include "gradient/shard_map.h"
 #include "lockstep/group.h"
 
 namespace lockstep {
@@ -16,11 +18,18 @@ class GradientSync {
  public:
   virtual ~GradientSync() = default;
 
-  // Before the first step. Collective over the processes that train together.
+  // Once, before the first step. Collective over the processes that train together.
   virtual void prepare() {}
+
+  // Which elements this process updates, and by which replicas. After `prepare`.
+  virtual ShardMap shards() const = 0;
 
   // Whether gradients are wanted as backward makes them, and in host memory. Constant after `prepare`.
   virtual bool during_backward() const { return false; }
+
+  // Memory for the replica's gradient of the slot, in the parameter's shape, from which it need not be copied any more;
+  // undefined where there is none. Gradients elsewhere are as good. Before the step's only backward.
+  virtual at::Tensor memory_for(int /*replica*/, std::size_t /*slot*/) const { return {}; }
 
   // Whether gradients of the slot are used.
   virtual bool takes(std::size_t slot) const = 0;
@@ -44,8 +53,14 @@ class GradientSync {
   };
   virtual Totals totals() const = 0;
 
-  // Tensors of the slot's elements, whose sum is that of the gradients; none where nobody has one.
+  // Tensors of the slot's elements, whose sum is that of the gradients, in the shards of this process; none where
+  // nobody has one.
   virtual std::vector<const at::Tensor*> sources(std::size_t slot) const = 0;
+
+  // Each becomes its sum over all owners of shards; the same bits on all. By all replicas.
+  virtual void sum_over_owners(std::span<double> values, const Group& replicas, Deadline deadline) const {
+    replicas.all_reduce(buffer_of(values), ReduceOp::sum, deadline);
+  }
 
   // The copies to which new values are written, 0, 1, ...; and how they come to the others. After publish and a barrier
   // all copies are equal.
@@ -58,6 +73,12 @@ class GradientSync {
 
   // Forgets what the replica handed over in a step that broke off, where the next may come all the same.
   virtual void forget(int /*replica*/) {}
+
+  // --- between steps
+
+  // What all owners have of a slot, as this process has `own` of it, on rank 0; elsewhere undefined, or the same.
+  // Collective over the processes.
+  virtual at::Tensor gather_from_owners(std::size_t /*slot*/, const at::Tensor& own) const { return own; }
 
   // What was learned of how gradients are best sent, for a checkpoint: the order of slots in which rank 0's first step
   // made their gradients, and the running weight scale; where a sum's order is another, its bits may be. Empty before.

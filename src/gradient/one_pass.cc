@@ -22,9 +22,15 @@ bool is_finite(const at::Tensor& gradient) {
 
 }  // namespace
 
-OnePass::OnePass(const ReplicatedParameters& parameters)
-    : parameters_(parameters), contributions_(static_cast<std::size_t>(parameters.replicas())) {
+OnePass::OnePass(const ReplicatedParameters& parameters, int root)
+    : parameters_(parameters), root_(root), contributions_(static_cast<std::size_t>(parameters.replicas())) {
   for (auto& contribution : contributions_) contribution.gradients.resize(parameters.slots().size());
+}
+
+ShardMap OnePass::shards() const {
+  const int replicas = parameters_.replicas();
+  return root_ < 0 ? ShardMap::even(parameters_.trainable(), replicas)
+                   : ShardMap::all_to(root_, parameters_.trainable(), replicas);
 }
 
 void OnePass::on_ready(int replica, std::size_t slot, const at::Tensor& gradient) {

@@ -9,8 +9,10 @@ namespace lockstep {
 // Reduce-scatter, update and all-gather in one pass over memory, for the replicas of one process.
 class OnePass : public GradientSync {
  public:
-  explicit OnePass(const ReplicatedParameters& parameters);
+  // `root`: one replica updates all; -1: each an equal share.
+  explicit OnePass(const ReplicatedParameters& parameters, int root = -1);
 
+  ShardMap shards() const override;
   bool takes(std::size_t slot) const override { return parameters_.slots()[slot].trainable; }
   void on_ready(int replica, std::size_t slot, const at::Tensor& gradient) override;
   bool is_ready(int replica, std::size_t slot) const override { return of(replica).gradients[slot].defined(); }
@@ -34,6 +36,7 @@ class OnePass : public GradientSync {
   const ReplicatedParameters& parameters_;
 
  private:
+  const int root_;
   std::vector<Contribution> contributions_;  // [replica]; written by it before the barrier that lets others read
 };
 

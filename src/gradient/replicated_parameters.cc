@@ -5,16 +5,16 @@
 #include <torch/nn/module.h>
 
 #include <map>
+#include <utility>
 
 #include "base/text.h"
+#include "gradient/dtypes.h"
 #include "gradient/tensor_hash.h"
 #include "lockstep/error.h"
 #include "lockstep/tensor_collectives.h"
 
 namespace lockstep {
 namespace {
-
-constexpr std::int64_t kAlignmentBytes = 64;
 
 // A module's parameters by identity, in order of their first names.
 struct FoundParameters {
@@ -88,7 +88,6 @@ void ReplicatedParameters::find_slots() {
     if (item.value().defined()) buffer_names_.push_back(item.key());
   }
 
-  std::map<at::ScalarType, std::int64_t> used;
   const auto found = find_parameters(*modules_[0]);
   for (std::size_t i = 0; i < found.tensors.size(); ++i) {
     const auto& tensor = found.tensors[i];
@@ -100,13 +99,14 @@ void ReplicatedParameters::find_slots() {
                        .trainable = tensor.requires_grad(),
                        .flat = is_flat_dtype(tensor.scalar_type())};
     check_dtype(slot);
-    if (slot.flat) {
-      auto& end = used[slot.dtype];
-      const auto step = kAlignmentBytes / static_cast<std::int64_t>(tensor.element_size());
-      slot.offset = end;
-      end += (slot.numel + step - 1) / step * step;
-    }
     slots_.push_back(std::move(slot));
+  }
+  std::map<at::ScalarType, std::int64_t> used;
+  for (const bool trainable : {true, false}) {
+    for (auto& slot : slots_) {
+      if (!slot.flat || slot.trainable != trainable) continue;
+      slot.offset = std::exchange(used[slot.dtype], used[slot.dtype] + whole_lines(slot.numel, slot.dtype));
+    }
   }
 }
 
@@ -199,6 +199,29 @@ at::Tensor ReplicatedParameters::place(int replica, const ParameterSlot& slot) c
   return buffer.narrow(0, slot.offset, slot.numel).view(slot.sizes);
 }
 
+void ReplicatedParameters::move_first_copy(const at::Tensor& memory) {
+  const at::NoGradGuard no_grad;
+  auto& flat_buffer = (memory.scalar_type() == at::kDouble ? flat_double_ : flat_float_)[0];
+  memory.copy_(flat_buffer);
+  flat_buffer = memory;
+  const int bound = placement_ == Placement::central ? replicas() : placement_ == Placement::staged ? 0 : 1;
+  for (int replica = 0; replica < bound; ++replica) {
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      if (slots_[i].flat && slots_[i].dtype == memory.scalar_type()) {
+        parameter(replica, i).set_data(place(replica, slots_[i]));
+      }
+    }
+  }
+}
+
+std::vector<Shard> ReplicatedParameters::trainable() const {
+  std::vector<Shard> whole;
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].trainable) whole.push_back({i, 0, slots_[i].numel});
+  }
+  return whole;
+}
+
 void ReplicatedParameters::refresh(int replica) {
   if (placement_ != Placement::staged) return;
   const at::NoGradGuard no_grad;
@@ -247,9 +270,7 @@ const at::Tensor& ReplicatedParameters::flat(int copy, at::ScalarType dtype) con
 std::int64_t ReplicatedParameters::flat_numel(at::ScalarType dtype) const {
   std::int64_t end = 0;
   for (const auto& slot : slots_) {
-    if (!slot.flat || slot.dtype != dtype) continue;
-    const auto step = kAlignmentBytes / static_cast<std::int64_t>(at::elementSize(dtype));
-    end = slot.offset + (slot.numel + step - 1) / step * step;
+    if (slot.flat && slot.dtype == dtype) end += whole_lines(slot.numel, slot.dtype);
   }
   return end;
 }

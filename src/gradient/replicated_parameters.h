@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "gradient/shard_map.h"
 #include "lockstep/communicator.h"
 
 namespace torch::nn {
@@ -24,7 +25,7 @@ struct ParameterSlot {
   std::vector<std::int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
   std::int64_t numel = 0;
-  std::int64_t offset = 0;  // in the flat buffer of its dtype; a multiple of 64 bytes
+  std::int64_t offset = 0;  // in the flat buffer of its dtype; a multiple of 64 bytes. Trainable ones come first
   bool trainable = true;    // requires_grad
   bool flat = true;         // float or double: lies in a flat buffer; others (frozen only) stay where they are
 };
@@ -66,6 +67,13 @@ class ReplicatedParameters {
   int copies() const { return placement_ == Placement::mirrored ? replicas() : 1; }
   const at::Tensor& flat(int copy, at::ScalarType dtype) const;
   std::int64_t flat_numel(at::ScalarType dtype) const;
+
+  // Puts copy 0's flat buffer, and the parameters that are bound to it, into other memory of the same size. While no
+  // replica runs.
+  void move_first_copy(const at::Tensor& memory);
+
+  // Every trainable parameter whole.
+  std::vector<Shard> trainable() const;
 
   // Names a parameter of which the replicas of this process have copies of other bits; empty where all are equal. While
   // no replica runs.

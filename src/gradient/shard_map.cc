@@ -10,28 +10,25 @@ constexpr std::int64_t kCut = 16;
 
 }  // namespace
 
-ShardMap ShardMap::all_to(int owner, const std::vector<ParameterSlot>& slots, int owners) {
-  ShardMap map(owners);
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    if (slots[i].trainable) map.shards_[static_cast<std::size_t>(owner)].push_back({i, 0, slots[i].numel});
-  }
+ShardMap ShardMap::all_to(int replica, std::vector<Shard> owned, int replicas) {
+  ShardMap map(std::move(owned), replicas);
+  map.shares_[static_cast<std::size_t>(replica)] = map.owned_;
   return map;
 }
 
-ShardMap ShardMap::even(const std::vector<ParameterSlot>& slots, int owners) {
-  ShardMap map(owners);
+ShardMap ShardMap::even(std::vector<Shard> owned, int replicas) {
+  ShardMap map(std::move(owned), replicas);
   std::int64_t total = 0;
-  for (const auto& slot : slots) total += slot.trainable ? slot.numel : 0;
-  std::int64_t owner = 0, done = 0;
-  const auto end_of = [&](std::int64_t one) { return total * (one + 1) / owners; };
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    if (!slots[i].trainable) continue;
-    for (std::int64_t begin = 0; begin < slots[i].numel;) {
-      while (owner + 1 < owners && done >= end_of(owner)) ++owner;
-      std::int64_t count = slots[i].numel - begin;
-      if (owner + 1 < owners) count = std::min(count, (end_of(owner) - done + kCut - 1) / kCut * kCut);
-      map.shards_[static_cast<std::size_t>(owner)].push_back({i, begin, count});
-      begin += count;
+  for (const auto& shard : map.owned_) total += shard.count;
+  std::int64_t replica = 0, done = 0;
+  const auto end_of = [&](std::int64_t one) { return total * (one + 1) / replicas; };
+  for (const auto& shard : map.owned_) {
+    for (std::int64_t at = 0; at < shard.count;) {
+      while (replica + 1 < replicas && done >= end_of(replica)) ++replica;
+      std::int64_t count = shard.count - at;
+      if (replica + 1 < replicas) count = std::min(count, (end_of(replica) - done + kCut - 1) / kCut * kCut);
+      map.shares_[static_cast<std::size_t>(replica)].push_back({shard.slot, shard.begin + at, count});
+      at += count;
       done += count;
     }
   }

@@ -4,8 +4,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "gradient/replicated_parameters.h"
-
 namespace lockstep {
 
 // Elements of one parameter that one owner updates.
@@ -15,20 +13,26 @@ struct Shard {
   std::int64_t count;
 };
 
-// The shards of all trainable parameters. Owners are the replicas of this process. Constant.
+// The shards that this process owns, by the replica that updates them. Constant.
 class ShardMap {
  public:
-  // Equal shares of all elements, cut at whole cache lines.
-  static ShardMap even(const std::vector<ParameterSlot>& slots, int owners);
+  // Equal shares of the elements, cut at whole cache lines.
+  static ShardMap even(std::vector<Shard> owned, int replicas);
 
   // All of them to one.
-  static ShardMap all_to(int owner, const std::vector<ParameterSlot>& slots, int owners);
+  static ShardMap all_to(int replica, std::vector<Shard> owned, int replicas);
 
-  const std::vector<Shard>& of(int owner) const { return shards_[static_cast<std::size_t>(owner)]; }
+  // Ascending, at most one of a slot.
+  const std::vector<Shard>& owned() const { return owned_; }
+
+  const std::vector<Shard>& of(int replica) const { return shares_[static_cast<std::size_t>(replica)]; }
 
  private:
-  explicit ShardMap(int owners) : shards_(static_cast<std::size_t>(owners)) {}
-  std::vector<std::vector<Shard>> shards_;  // [owner]
+  ShardMap(std::vector<Shard> owned, int replicas)
+      : owned_(std::move(owned)), shares_(static_cast<std::size_t>(replicas)) {}
+
+  std::vector<Shard> owned_;
+  std::vector<std::vector<Shard>> shares_;  // [replica]
 };
 
 }  // namespace lockstep

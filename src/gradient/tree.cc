@@ -5,7 +5,7 @@
 
 namespace lockstep {
 
-Tree::Tree(const ReplicatedParameters& parameters) : OnePass(parameters) {
+Tree::Tree(const ReplicatedParameters& parameters) : OnePass(parameters, /*root=*/0) {
   for (int replica = 0; replica < parameters.replicas(); ++replica) {
     float_.push_back(at::zeros({parameters.flat_numel(at::kFloat)}, at::kFloat));
     double_.push_back(at::zeros({parameters.flat_numel(at::kDouble)}, at::kDouble));

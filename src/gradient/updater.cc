@@ -1,11 +1,13 @@
 #include "gradient/updater.h"
 
-#include <ATen/ops/full_like.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/full.h>
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
+#include "gradient/dtypes.h"
+#include "gradient/tensor_hash.h"
 #include "kernels/update.h"
 
 namespace lockstep {
@@ -14,22 +16,42 @@ Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer opt
     : parameters_(std::move(parameters)),
       optimizer_(std::move(optimizer)),
       shards_(std::move(shards)),
-      squares_(static_cast<std::size_t>(parameters_->replicas()), std::vector<double>(parameters_->slots().size())),
       loss_scale_(optimizer_.options().loss_scale) {
-  for (const auto& spec : optimizer_.rule().states()) {
-    state_float_.push_back(at::full_like(parameters_->flat(0, at::kFloat), spec.initial_value));
-    state_double_.push_back(at::full_like(parameters_->flat(0, at::kDouble), spec.initial_value));
-  }
+  place_state();
   if (parameters_->placement() == Placement::device) {
     for (const auto dtype : {at::kFloat, at::kDouble}) {
       device_updates_.emplace_back(optimizer_, parameters_->flat(0, dtype).options());
     }
   }
+}
+
+// One after the other, each from a whole cache line on.
+void Updater::place_state() {
+  owned_.resize(parameters_->slots().size());
+  std::int64_t floats = 0, doubles = 0;
+  for (const auto& shard : shards_.owned()) {
+    const auto dtype = parameters_->slots()[shard.slot].dtype;
+    auto& end = dtype == at::kDouble ? doubles : floats;
+    owned_[shard.slot] = {shard.begin, shard.count, end};
+    end += whole_lines(shard.count, dtype);
+  }
+  const auto flat = [&](std::int64_t numel, at::ScalarType dtype, double value) {
+    return at::full({numel}, value, parameters_->flat(0, dtype).options());
+  };
+  for (const auto& spec : optimizer_.rule().states()) {
+    state_float_.push_back(flat(floats, at::kFloat, spec.initial_value));
+    state_double_.push_back(flat(doubles, at::kDouble, spec.initial_value));
+  }
   const auto& options = optimizer_.options();
   if (options.clipnorm || options.global_clipnorm) {
-    summed_float_ = at::zeros({parameters_->flat_numel(at::kFloat)}, at::kFloat);
-    summed_double_ = at::zeros({parameters_->flat_numel(at::kDouble)}, at::kDouble);
+    summed_float_ = flat(floats, at::kFloat, 0);
+    summed_double_ = flat(doubles, at::kDouble, 0);
   }
+}
+
+std::int64_t Updater::place_of(const Shard& shard) const {
+  const auto& owned = owned_[shard.slot];
+  return owned.place + shard.begin - owned.begin;
 }
 
 void Updater::begin_step() {
@@ -70,7 +92,7 @@ void Updater::for_each_shard(int replica, const GradientSync& gradients, const A
 template <class T>
 T* Updater::summed(const Shard& shard) const {
   const auto& flat = std::is_same_v<T, double> ? summed_double_ : summed_float_;
-  return flat.template mutable_data_ptr<T>() + parameters_->slots()[shard.slot].offset + shard.begin;
+  return flat.template mutable_data_ptr<T>() + place_of(shard);
 }
 
 template <class T>
@@ -84,7 +106,7 @@ void Updater::update_shard(const Shard& shard, const std::vector<const T*>& grad
   }
   std::vector<T*> state;
   for (const auto& flat : std::is_same_v<T, double> ? state_double_ : state_float_) {
-    state.push_back(flat.template mutable_data_ptr<T>() + offset);
+    state.push_back(flat.template mutable_data_ptr<T>() + place_of(shard));
   }
   reduce_and_update<T>(optimizer_, step_, scale, {gradients, values, state, static_cast<std::size_t>(shard.count)});
 }
@@ -109,30 +131,23 @@ void Updater::update_on_device(const GradientSync& gradients, double divide_by) 
 // A norm needs all gradients before the first update: one pass sums and squares, a second one updates.
 void Updater::update_clipped_by_norm(const GradientSync& gradients, double divide_by, const Group& replicas,
                                      Deadline deadline) {
-  auto& squares = squares_[static_cast<std::size_t>(replicas.rank())];
-  std::fill(squares.begin(), squares.end(), 0.0);
+  std::vector<double> squares(owned_.size());  // [slot]
   for_each_shard(replicas.rank(), gradients, [&]<class T>(T, const Shard& shard, const std::vector<const T*>& sources) {
     const auto count = static_cast<std::size_t>(shard.count);
     sum_gradients<T>(sources, {.divide_by = divide_by}, summed<T>(shard), count);
     squares[shard.slot] += kernels::update_kernels<T>().sum_of_squares(summed<T>(shard), count);
   });
-  replicas.barrier(deadline);
+  gradients.sum_over_owners(squares, replicas, deadline);
   for_each_shard(replicas.rank(), gradients, [&]<class T>(T, const Shard& shard, const std::vector<const T*>&) {
-    update_shard<T>(shard, {summed<T>(shard)}, {.divide_by = 1 / norm_factor(shard.slot)}, gradients.written_copies());
+    update_shard<T>(shard, {summed<T>(shard)}, {.divide_by = 1 / norm_factor(squares, shard.slot)},
+                    gradients.written_copies());
   });
 }
 
 // What clipping multiplies the parameter's gradient by: bound / max(norm, bound).
-double Updater::norm_factor(std::size_t slot) const {
+double Updater::norm_factor(const std::vector<double>& squares, std::size_t slot) const {
   const auto& options = optimizer_.options();
-  double sum = 0;
-  for (const auto& squares : squares_) {
-    if (options.clipnorm) {
-      sum += squares[slot];
-    } else {
-      for (const double square : squares) sum += square;
-    }
-  }
+  const double sum = options.clipnorm ? squares[slot] : std::accumulate(squares.begin(), squares.end(), 0.0);
   const double bound = options.clipnorm ? *options.clipnorm : *options.global_clipnorm;
   return bound / std::max(std::sqrt(sum), bound);
 }
@@ -147,8 +162,30 @@ void Updater::set_learning_rate(double rate) { rate_override_ = LearningRate(rat
 
 at::Tensor Updater::state(std::size_t slot, std::size_t index) const {
   const auto& info = parameters_->slots()[slot];
+  const auto& owned = owned_[slot];
   const auto& flat = info.dtype == at::kDouble ? state_double_[index] : state_float_[index];
-  return flat.narrow(0, info.offset, info.numel).view(info.sizes);
+  const auto own = flat.narrow(0, owned.place, owned.count);
+  return owned.count == info.numel ? own.view(info.sizes) : own;
+}
+
+at::Tensor Updater::owned_part(std::size_t slot, const at::Tensor& whole) const {
+  const auto& owned = owned_[slot];
+  if (owned.count == parameters_->slots()[slot].numel) return whole;
+  return whole.reshape({-1}).narrow(0, owned.begin, owned.count);
+}
+
+std::uint64_t Updater::hash_of_state() const {
+  std::uint64_t hash = 0;
+  for (const auto& flat : state_float_) hash = mix(hash, hash_of(flat));
+  for (const auto& flat : state_double_) hash = mix(hash, hash_of(flat));
+  return hash;
+}
+
+std::int64_t Updater::state_bytes() const {
+  std::size_t bytes = 0;
+  for (const auto& flat : state_float_) bytes += flat.nbytes();
+  for (const auto& flat : state_double_) bytes += flat.nbytes();
+  return static_cast<std::int64_t>(bytes);
 }
 
 }  // namespace lockstep

@@ -4,7 +4,7 @@
 #include <cstdlib>
 
 #include "base/text.h"
-#include "cluster/host_share.h"
+#include "cluster/cpu_partition.h"
 #include "horovod/session.h"
 #include "lockstep/error.h"
 #include "lockstep/horovod.h"

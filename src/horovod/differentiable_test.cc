@@ -1,8 +1,8 @@
 // The gradients of operations: the numbers that Horovod's own tests (test_torch.py, test_horovod_*_grad) expect.
 #include <torch/csrc/autograd/autograd.h>
 
-#include "base/expect_says.h"
-#include "horovod/ranks_of_threads.h"
+#include "base/expect_says_testing.h"
+#include "horovod/ranks_testing.h"
 
 namespace lockstep {
 namespace {

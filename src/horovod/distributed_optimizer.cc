@@ -3,8 +3,8 @@
 #include "base/resources.h"
 #include "base/text.h"
 #include "gradient/gradient_reducer.h"
+#include "horovod/compression.h"
 #include "horovod/session.h"
-#include "horovod/wire.h"
 #include "lockstep/communicator.h"
 #include "lockstep/error.h"
 #include "lockstep/horovod.h"
@@ -70,7 +70,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     ranks.check_all_agree("DistributedOptimizers", text_of(parameters, options));
     reducer.emplace(parameters.names, std::move(parameters.tensors), ranks,
                     GradientReducerOptions{.buckets = {.bucket_bytes = kBucketBytes,
-                                                       .gradient_dtype = wire_of(options.compression),
+                                                       .gradient_dtype = sent_dtype(options.compression),
                                                        .idle_cores = ranks.size() < usable_cpu_count()},
                                            .sum = options.op == Sum,
                                            .zeros_for_unused = true});
@@ -92,7 +92,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     auto mine = Announcement::of(text("a step of DistributedOptimizer ", number));
     mine.kind = Announcement::Kind::gradients;
     mine.optimizer = number;
-    session->run([&] { session->meet(mine); });
+    session->run([&] { session->negotiate(mine); });
     met = true;
   }
 

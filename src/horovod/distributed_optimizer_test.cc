@@ -4,8 +4,8 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
-#include "base/expect_says.h"
-#include "horovod/ranks_of_threads.h"
+#include "base/expect_says_testing.h"
+#include "horovod/ranks_testing.h"
 
 namespace lockstep {
 namespace {

@@ -41,7 +41,7 @@ Started start_allgather(const char* caller, const Tensors& tensors, const std::s
       auto mine = Announcement::of(call);
       mine.own = input.size(0);
       std::vector<std::int64_t> rows;
-      for (const auto& theirs : session->meet(mine)) rows.push_back(theirs.own);
+      for (const auto& theirs : session->negotiate(mine)) rows.push_back(theirs.own);
       places->push_back(
           {std::accumulate(rows.begin(), rows.begin() + session->rank(), std::int64_t{0}), input.size(0)});
       const auto output = at::empty(with_rows(input, sum_of(rows)), input.options());
@@ -62,7 +62,7 @@ Handle<Tensor> start_broadcast(const Tensor& tensor, int root, const std::string
   auto result = std::make_shared<Tensor>(tensor);
   const auto run = [session = session.get(), root, name, in_place, result, host = own_on_host(tensor)] {
     const at::NoGradGuard no_gradient;
-    session->meet(Announcement::of(
+    session->negotiate(Announcement::of(
         text("broadcast", named(name), " from rank ", root, " of ", host.scalar_type(), " ", host.sizes())));
     session->group().run(with_name(Call::broadcast(buffer_of(host), root), name), session->deadline());
     if (in_place) {
@@ -125,7 +125,7 @@ Handle<AlltoallResult> alltoall_async(const Tensor& tensor, const std::vector<st
   auto result = std::make_shared<AlltoallResult>();
   const auto run = [session = session.get(), name, result, device = tensor.device(), input = own_on_host(tensor),
                     sent = checked_splits(tensor, splits, session->size())]() mutable {
-    session->meet(Announcement::of(text("alltoall", named(name), " of ", rows_of(input))));
+    session->negotiate(Announcement::of(text("alltoall", named(name), " of ", rows_of(input))));
     auto& received = result->received_splits;
     received.resize(sent.size());
     session->group().run(Call::all_to_all(buffer_of(std::span(sent)), buffer_of(std::span(received))),
@@ -172,7 +172,7 @@ AlltoallResult alltoall(const Tensor& tensor, const std::vector<std::int64_t>& s
 
 void barrier() {
   const auto session = Session::current();
-  session->run([session = session.get()] { session->meet(Announcement::of("barrier")); });  // all have come
+  session->run([session = session.get()] { session->negotiate(Announcement::of("barrier")); });  // all have come
 }
 
 int join() { return Session::current()->join(); }

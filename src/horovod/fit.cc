@@ -1,4 +1,4 @@
-// What fit needs: an optimizer whose gradients meet the other ranks', and the callbacks.
+// What fit needs: an optimizer whose gradients are reduced over the ranks, and the callbacks.
 #include <ATen/ops/from_blob.h>
 
 #include <iostream>
@@ -6,10 +6,9 @@
 #include "base/hash.h"
 #include "base/text.h"
 #include "checkpoint/safetensors.h"
-#include "gradient/gradient_exchange.h"
+#include "horovod/broadcast_bytes.h"
+#include "horovod/compression.h"
 #include "horovod/session.h"
-#include "horovod/share.h"
-#include "horovod/wire.h"
 #include "lockstep/horovod.h"
 #include "lockstep/model.h"
 #include "train/model_impl.h"
@@ -17,15 +16,14 @@
 namespace lockstep::horovod {
 namespace {
 
-OptimizerOptions with_exchange(const Optimizer& inner, const FitOptimizerOptions& options) {
+OptimizerOptions with_ranks(const Optimizer& inner, const FitOptimizerOptions& options) {
   check_gradient_op(options.op);
   const auto session = Session::current();
   auto all = inner.options();
   if (session->size() == 1) return all;
   const auto ranks = session->split(text("DistributedOptimizer for fit (", name_of(options.op), ", compression ",
                                          static_cast<int>(options.compression), ")"));
-  all.exchange = std::make_shared<GradientExchange>(GradientExchange{
-      .ranks = ranks, .buckets = {.gradient_dtype = wire_of(options.compression)}, .sum = options.op == Sum});
+  all.gradient_ranks = GradientRanks{ranks, options.op == Sum, sent_dtype(options.compression)};
   return all;
 }
 
@@ -37,12 +35,12 @@ void require(bool holds, const char* name, double value, const char* allowed) {
 }  // namespace
 
 DistributedOptimizer<Optimizer>::DistributedOptimizer(const Optimizer& inner, const FitOptimizerOptions& options)
-    : Optimizer(inner.shared_rule(), with_exchange(inner, options)) {}
+    : Optimizer(inner.shared_rule(), with_ranks(inner, options)) {}
 
 void BroadcastGlobalVariablesCallback::on_train_begin() {
-  auto& training = *model().impl();
+  auto& training = unwrap(model());
   const auto save = [&] { return print_archive(training.save_training()); };
-  const auto bytes = share_bytes("BroadcastGlobalVariables", save, root_rank_);
+  const auto bytes = broadcast_bytes("BroadcastGlobalVariables", save, root_rank_);
   if (rank() == root_rank_) return;
   training.load_training(parse_archive("what BroadcastGlobalVariables got", std::as_bytes(std::span(bytes))))();
   training.seed = mix(training.seed, static_cast<std::uint64_t>(rank()));

@@ -8,8 +8,8 @@
 
 #include <numeric>
 
-#include "base/expect_says.h"
-#include "horovod/ranks_of_threads.h"
+#include "base/expect_says_testing.h"
+#include "horovod/ranks_testing.h"
 
 namespace lockstep {
 namespace {

@@ -8,8 +8,8 @@
 #include <sstream>
 
 #include "base/text.h"
+#include "horovod/broadcast_bytes.h"
 #include "horovod/session.h"
-#include "horovod/share.h"
 #include "horovod/tensors.h"
 #include "lockstep/error.h"
 #include "lockstep/horovod.h"
@@ -28,7 +28,7 @@ c10::IValue unpickled(const std::string& bytes) { return torch::pickle_load({byt
 
 }  // namespace
 
-std::string share_bytes(const std::string& call, const std::function<std::string()>& make, int root_rank) {
+std::string broadcast_bytes(const std::string& call, const std::function<std::string()>& make, int root_rank) {
   const auto session = Session::current();
   check_root(call, root_rank, session->size());
   std::string shared;
@@ -41,7 +41,7 @@ std::string share_bytes(const std::string& call, const std::function<std::string
   session->run([&] {
     auto mine = Announcement::of(text(call, " from rank ", root_rank));
     mine.own = failed ? -1 : static_cast<std::int64_t>(shared.size());
-    const auto bytes = session->meet(mine)[static_cast<std::size_t>(root_rank)].own;
+    const auto bytes = session->negotiate(mine)[static_cast<std::size_t>(root_rank)].own;
     if (bytes < 0 && failed) return;
     if (bytes < 0) throw InvalidArgument(text(call, ": rank ", root_rank, " failed to give what it has"));
     shared.resize(static_cast<std::size_t>(bytes));
@@ -73,15 +73,15 @@ void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank
     torch::save(optimizer, mine);
     return mine.str();
   };
-  std::istringstream shared(
-      share_bytes(text("broadcast_optimizer_state of a ", c10::demangle(typeid(optimizer).name())), save, root_rank));
+  std::istringstream shared(broadcast_bytes(
+      text("broadcast_optimizer_state of a ", c10::demangle(typeid(optimizer).name())), save, root_rank));
   if (rank() == root_rank) return;
   optimizer.state().clear();  // load leaves what root has not
   torch::load(optimizer, shared);
 }
 
 c10::IValue broadcast_object(const c10::IValue& object, int root_rank, const std::string& name) {
-  const auto shared = share_bytes(
+  const auto shared = broadcast_bytes(
       "broadcast_object" + named(name), [&] { return pickled(object); }, root_rank);
   return rank() == root_rank ? object : unpickled(shared);
 }
@@ -94,7 +94,7 @@ std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::
   session->run([&] {
     auto mine = Announcement::of("allgather_object" + named(name));
     mine.own = static_cast<std::int64_t>(bytes.size());
-    for (const auto& theirs : session->meet(mine)) {
+    for (const auto& theirs : session->negotiate(mine)) {
       counts.push_back(static_cast<std::size_t>(theirs.own));
       all.resize(all.size() + counts.back());
     }

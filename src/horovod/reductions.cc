@@ -85,7 +85,7 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
       mine.dtype = to_dtype(pack.sent.scalar_type());
       mine.op = options.op;
       mine.elements = pack.sent.numel();
-      session->meet(mine);
+      session->negotiate(mine);
       session->group().run(with_name(Call::all_reduce(buffer_of(pack.sent), options.op), options.name),
                            session->deadline());
       std::int64_t at = 0;
@@ -120,7 +120,7 @@ Started start_reducescatter(const char* caller, const Tensors& tensors, const Re
       const auto rows = tensor.size(0);
       std::vector<std::int64_t> shares;
       for (int r = 0; r < ranks; ++r) shares.push_back(rows / ranks + (r < rows % ranks ? 1 : 0));
-      session->meet(Announcement::of(text_of(caller, tensors, options)));
+      session->negotiate(Announcement::of(text_of(caller, tensors, options)));
       const auto output =
           at::empty(with_rows(tensor, shares[static_cast<std::size_t>(session->rank())]), inputs[i].options());
       session->group().run(with_name(Call::reduce_scatter(buffer_of(inputs[i]), buffer_of(output), options.op,

@@ -103,7 +103,7 @@ Work Session::start(std::function<void()> task) {
   });
 }
 
-std::vector<Announcement> Session::meet(const Announcement& mine) {
+std::vector<Announcement> Session::negotiate(const Announcement& mine) {
   auto all = exchange(mine);
   const auto problem = problem_of(all);
   if (!problem.empty()) throw InvalidArgument(problem);
@@ -122,7 +122,7 @@ std::vector<Announcement> Session::exchange(Announcement mine) {
 Communicator Session::split(const std::string& what) {
   std::unique_ptr<Group> made;
   run([&] {
-    meet(Announcement::of(what));
+    negotiate(Announcement::of(what));
     made = group().split(0, rank(), deadline());
   });
   return ranks_.with_group(*made);

@@ -68,13 +68,13 @@ class Session {
   const Group& group() const { return ranks_.group(); }
   Deadline deadline() const { return ranks_.deadline(); }
 
-  // `task` runs when those before have ended: it meets the others, then does what it announced. Any thread.
+  // `task` runs when those before have ended: it negotiates with the others, then does what it announced. Any thread.
   Work start(std::function<void()> task);
   void run(const std::function<void()>& task) { start(task).wait(); }
 
   // In tasks: every rank's announcement, in their order. Throws InvalidArgument on all ranks where calls differ, and
   // where a rank has joined and cannot take part.
-  std::vector<Announcement> meet(const Announcement& mine);
+  std::vector<Announcement> negotiate(const Announcement& mine);
 
   // All ranks with a Group of its own for `what`, which all of them make. Not in tasks.
   Communicator split(const std::string& what);

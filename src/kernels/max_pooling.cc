@@ -63,7 +63,7 @@ void max_row(const Pooling& p, const float* plane, std::int64_t row, Range colum
     auto best = nothing_yet(rows.begin * p.size_w);
     for (auto i = rows.begin; i < rows.end; ++i) {
       const float* from = plane + (top + i * p.dilation_h) * p.in_w + column * kStride - p.padding_w;
-      for (std::int64_t j = 0; j < p.size_w; ++j) best.meet(load(from + j * p.dilation_w), i * p.size_w + j);
+      for (std::int64_t j = 0; j < p.size_w; ++j) best.consider(load(from + j * p.dilation_w), i * p.size_w + j);
     }
     First(count).store(best.value, output + column);
     if (winner != nullptr) store_winner(best.position, count, winner + column);
@@ -103,7 +103,7 @@ void max_images(const Pooling& p, std::size_t images, std::size_t channels, cons
           for (auto i = rows.begin; i < rows.end; ++i) {
             const float* from = input + ((top + i * p.dilation_h) * p.in_w + left) * depth + c;
             for (auto j = columns.begin; j < columns.end; ++j) {
-              best.meet(some.load(from + j * p.dilation_w * depth), i * p.size_w + j);
+              best.consider(some.load(from + j * p.dilation_w * depth), i * p.size_w + j);
             }
           }
           some.store(best.value, output + c);

@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "kernels/each_target.h"
+#include "kernels/each_target_testing.h"
 #include "kernels/transpose.h"
 
 namespace lockstep::kernels {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "kernels/conv_pool.h"
-#include "kernels/each_target.h"
+#include "kernels/each_target_testing.h"
 
 namespace lockstep::kernels {
 namespace {

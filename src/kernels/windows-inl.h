@@ -30,7 +30,7 @@ struct Largest {
   Vector value;
   Numbers position;
 
-  void meet(Vector next, std::int64_t number) {
+  void consider(Vector next, std::int64_t number) {
     auto wins = hn::Gt(next, value);
     if constexpr (kFinite) {
       value = hn::Max(next, value);

@@ -1,10 +1,10 @@
 // Lists of hosts and hostfiles, good and broken.
 #include "launch/hosts.h"
-#include "base/expect_says.h"
+#include "base/expect_says_testing.h"
 
 #include <gtest/gtest.h>
 
-#include "launch/part.h"
+#include "launch/host_part.h"
 #include "lockstep/error.h"
 
 namespace lockstep {
@@ -62,15 +62,15 @@ TEST(Hosts, RanksFillThemInOrder) {
 }
 
 TEST(Parts, AreOneLineOfText) {
-  const Part part{.size = 4,
-                  .first = 2,
-                  .count = 2,
-                  .host = "b",
-                  .store = "10.0.0.1:5",
-                  .command = {"./train", "a b\n'\""},
-                  .environment = {{"X", "1"}},
-                  .folder = "/tmp",
-                  .token = "ff"};
+  const HostPart part{.size = 4,
+                      .first = 2,
+                      .count = 2,
+                      .host = "b",
+                      .store = "10.0.0.1:5",
+                      .command = {"./train", "a b\n'\""},
+                      .environment = {{"X", "1"}},
+                      .folder = "/tmp",
+                      .token = "ff"};
   const auto line = line_of(part);
   EXPECT_EQ(line.find('\n'), line.size() - 1);
   const auto read = part_in(line);

@@ -9,7 +9,7 @@
 #include <sstream>
 
 #include "base/text.h"
-#include "launch/part.h"
+#include "launch/host_part.h"
 #include "launch/processes.h"
 #include "launch/timeline_file.h"
 #include "launch/token_file.h"
@@ -53,9 +53,9 @@ std::string quoted(const std::string& word) {
 }
 
 // How the launcher of the part's host is started.
-MemberCommand launcher_of(const Part& part, const std::string& ssh) {
+ChildCommand launcher_of(const HostPart& part, const std::string& ssh) {
   const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
-  MemberCommand command{.name = "host " + part.host, .command = {program, "run", "--part"}, .input = line_of(part)};
+  ChildCommand command{.name = "host " + part.host, .command = {program, "run", "--part"}, .input = line_of(part)};
   if (is_this_host(part.host)) return command;
   std::istringstream words(ssh);
   command.command = {std::istream_iterator<std::string>(words), {}};
@@ -105,24 +105,24 @@ class Life {
 
   Access access(const LaunchOptions& options) const { return {token_.access().token, options.trusted_network}; }
 
-  std::vector<MemberCommand> members(const LaunchOptions& options, int restart) const {
-    Part part{.size = 0,
-              .store = store_.address(),
-              .restart = restart,
-              .command = options.command,
-              .environment = options.environment,
-              .log_dir = options.log_dir,
-              .grace_seconds = options.grace_seconds,
-              .trusted_network = options.trusted_network,
-              .timeline = !options.timeline.empty(),
-              .token = token_.digits()};
+  std::vector<ChildCommand> members(const LaunchOptions& options, int restart) const {
+    HostPart part{.size = 0,
+                  .store = store_.address(),
+                  .restart = restart,
+                  .command = options.command,
+                  .environment = options.environment,
+                  .log_dir = options.log_dir,
+                  .grace_seconds = options.grace_seconds,
+                  .trusted_network = options.trusted_network,
+                  .timeline = !options.timeline.empty(),
+                  .token = token_.digits()};
     if (hosts_.empty()) {
       part.size = part.count = options.processes.value_or(1);
       return ranks_of(part, token_.path());
     }
     part.folder = this_folder();
     for (const auto& host : hosts_) part.size += host.slots;
-    std::vector<MemberCommand> members;
+    std::vector<ChildCommand> members;
     for (const auto& host : hosts_) {
       part.host = host.name;
       part.count = host.slots;
@@ -158,10 +158,10 @@ int launch(const LaunchOptions& options, std::ostream& out, std::ostream& err) {
   check(options);
   if (options.hosts.empty()) make_folder(options.log_dir);
   if (!options.timeline.empty()) require_writable(options.timeline);
-  const Guardian guardian;
+  const Reaper reaper;
   const Signals signals;
   for (int restart = 0;; ++restart) {
-    Life life(options, restart, {signals, guardian, out, err});
+    Life life(options, restart, {signals, reaper, out, err});
     const int status = life.job().run();
     if (!options.timeline.empty()) write_timelines(options.timeline, life.store(), err);
     if (!life.job().failed() || life.job().was_asked_to_end() || restart == options.restarts) return status;
@@ -170,10 +170,10 @@ int launch(const LaunchOptions& options, std::ostream& out, std::ostream& err) {
 }
 
 int launch_part(std::ostream& out, std::ostream& err) {
-  const Guardian guardian;
+  const Reaper reaper;
   const Signals signals;
-  Orders orders;
-  const auto part = part_in(orders.first(Deadline::after(kToHearWhatToRun)));
+  ControlProtocol control;
+  const auto part = part_in(control.first(Deadline::after(kToHearWhatToRun)));
   std::error_code failed;
   std::filesystem::current_path(part.folder, failed);
   if (failed) throw IoError(text("host ", part.host, " has no folder ", part.folder, ": ", failed.message()));
@@ -183,7 +183,7 @@ int launch_part(std::ostream& out, std::ostream& err) {
     return Store::connect(part.store, Deadline::after(kForLastWords), {token.access().token, part.trusted_network});
   };
   const auto tell = [&](int rank) { tell_that_it_ended(connect, rank); };
-  return JobProcesses(ranks_of(part, token.path()), part.grace_seconds, {signals, guardian, out, err, &orders, tell})
+  return JobProcesses(ranks_of(part, token.path()), part.grace_seconds, {signals, reaper, out, err, &control, tell})
       .run();
 }
 

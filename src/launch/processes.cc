@@ -23,7 +23,7 @@ constexpr int kMostLastWords = 1000;  // pieces; a rank that has ended writes no
 
 }  // namespace
 
-JobProcesses::JobProcesses(const std::vector<MemberCommand>& members, double grace_seconds,
+JobProcesses::JobProcesses(const std::vector<ChildCommand>& members, double grace_seconds,
                            const Surroundings& surroundings)
     : grace_seconds_(grace_seconds), surroundings_(surroundings) {
   for (const auto& command : members) {
@@ -31,8 +31,8 @@ JobProcesses::JobProcesses(const std::vector<MemberCommand>& members, double gra
       pass_on(signal);
       break;
     }
-    members_.push_back(std::make_unique<Member>(command));
-    surroundings_.guardian.watch(members_.back()->pid());
+    children_.push_back(std::make_unique<Child>(command));
+    surroundings_.reaper.watch(children_.back()->pid());
   }
   // In a thread of its own: whoever reads our output may make us wait.
   if (std::none_of(members.begin(), members.end(), [](const auto& command) { return command.input.has_value(); }))
@@ -42,16 +42,16 @@ JobProcesses::JobProcesses(const std::vector<MemberCommand>& members, double gra
     std::condition_variable_any stopped;
     std::unique_lock lock(mutex);
     while (!stopped.wait_for(lock, stop, kBetweenSignsOfLife, [&] { return stop.stop_requested(); })) {
-      for (const auto& member : members_) member->reassure();
+      for (const auto& child : children_) child->reassure();
     }
   });
 }
 
 JobProcesses::~JobProcesses() {
   signs_of_life_ = std::jthread();
-  for (const auto& member : members_) {
-    member->kill();
-    while (!member->ended() && !reap(*member)) usleep(1000);
+  for (const auto& child : children_) {
+    child->kill();
+    while (!child->ended() && !reap(*child)) usleep(1000);
   }
 }
 
@@ -59,7 +59,7 @@ int JobProcesses::run() {
   while (running()) {
     wait();
     for (int signal = surroundings_.signals.next(); signal != 0; signal = surroundings_.signals.next()) pass_on(signal);
-    follow_orders();
+    obey_launcher();
     read_all();
     notice_ends();
     if (kill_at_ && kill_at_->passed()) kill_what_is_left();
@@ -67,7 +67,7 @@ int JobProcesses::run() {
   while (read_all()) {  // what they wrote at last
   }
   // Another launcher has been told at once.
-  if (first_ != nullptr && surroundings_.orders == nullptr) {
+  if (first_ != nullptr && surroundings_.control == nullptr) {
     surroundings_.err << (report_.empty() ? explanation(*first_) : report_) << std::endl;
   }
   if (first_ != nullptr) return first_->status();
@@ -78,26 +78,27 @@ int JobProcesses::run() {
   return without_log_.empty() ? 0 : kLogsIncomplete;
 }
 
-void JobProcesses::follow_orders() {
-  using Kind = Orders::Order::Kind;
-  if (surroundings_.orders == nullptr) return;
-  for (auto order = surroundings_.orders->next(); order.kind != Kind::none; order = surroundings_.orders->next()) {
-    if (order.kind == Kind::end) end_others();
-    if (order.kind == Kind::signal) pass_on(order.signal);
+void JobProcesses::obey_launcher() {
+  using Kind = ControlProtocol::Message::Kind;
+  if (surroundings_.control == nullptr) return;
+  for (auto message = surroundings_.control->next(); message.kind != Kind::none;
+       message = surroundings_.control->next()) {
+    if (message.kind == Kind::end) end_others();
+    if (message.kind == Kind::signal) pass_on(message.signal);
   }
 }
 
 bool JobProcesses::running() const {
-  return std::any_of(members_.begin(), members_.end(), [](const auto& member) { return !member->ended(); });
+  return std::any_of(children_.begin(), children_.end(), [](const auto& child) { return !child->ended(); });
 }
 
 void JobProcesses::wait() {
-  const auto* const orders = surroundings_.orders;
+  const auto* const control = surroundings_.control;
   std::vector<pollfd> polls{{surroundings_.signals.descriptor(), POLLIN, 0},
-                            {orders != nullptr ? orders->descriptor() : -1, POLLIN, 0}};
-  for (const auto& member : members_) {
-    polls.push_back({member->descriptor(Member::Stream::out), POLLIN, 0});
-    polls.push_back({member->descriptor(Member::Stream::error), POLLIN, 0});
+                            {control != nullptr ? control->descriptor() : -1, POLLIN, 0}};
+  for (const auto& child : children_) {
+    polls.push_back({child->descriptor(Child::Stream::out), POLLIN, 0});
+    polls.push_back({child->descriptor(Child::Stream::error), POLLIN, 0});
   }
   auto longest = kLongestWait;
   if (kill_at_) {
@@ -110,70 +111,70 @@ void JobProcesses::wait() {
 // A bounded part, so that signals have their turn. False where there was nothing.
 bool JobProcesses::read_all() {
   bool any = false;
-  for (const auto& member : members_) any |= read(*member);
+  for (const auto& child : children_) any |= read(*child);
   return any;
 }
 
-bool JobProcesses::read(Member& member) {
-  bool any = member.read(Member::Stream::out, [&](const std::string& line) { print(member, surroundings_.out, line); });
-  any |= member.read(Member::Stream::error, [&](const std::string& line) {
-    const bool report = member.takes_orders() && line.starts_with(kReport);
-    if (!report) return print(member, surroundings_.err, line);
+bool JobProcesses::read(Child& child) {
+  bool any = child.read(Child::Stream::out, [&](const std::string& line) { print(child, surroundings_.out, line); });
+  any |= child.read(Child::Stream::error, [&](const std::string& line) {
+    const bool report = child.is_controlled() && line.starts_with(kReport);
+    if (!report) return print(child, surroundings_.err, line);
     if (first_ != nullptr || ending_) return;
     report_ = line;
-    fails_first(member);
+    fails_first(child);
   });
-  tell_of_log(member);
+  tell_of_log(child);
   return any;
 }
 
-void JobProcesses::tell_of_log(const Member& member) {
-  if (member.log_problem().empty() || !without_log_.insert(&member).second) return;
-  surroundings_.err << kReport << member.log_problem() << "; what " << member.name()
+void JobProcesses::tell_of_log(const Child& child) {
+  if (child.log_problem().empty() || !without_log_.insert(&child).second) return;
+  surroundings_.err << kReport << child.log_problem() << "; what " << child.name()
                     << " prints from here on is not in it" << std::endl;
 }
 
-bool JobProcesses::reap(Member& member) {
-  return member.reap([this](pid_t group) { surroundings_.guardian.forget(group); });
+bool JobProcesses::reap(Child& child) {
+  return child.reap([this](pid_t group) { surroundings_.reaper.forget(group); });
 }
 
-void JobProcesses::print(Member& member, std::ostream& to, const std::string& line) {
-  to << member.prefix() << line << std::endl;
+void JobProcesses::print(Child& child, std::ostream& to, const std::string& line) {
+  to << child.prefix() << line << std::endl;
   if (to.good() || std::exchange(nobody_reads_, true)) return;
   surroundings_.err << kReport << "nobody reads the output any more; the job goes on" << std::endl;
 }
 
 // Of those that ended together, one that a signal ended is the cause: the others heard of its end.
 void JobProcesses::notice_ends() {
-  Member* failed = nullptr;
-  for (const auto& member : members_) {
-    if (!reap(*member)) continue;
-    if (member->status() == 0) {
-      if (!ending_ && member->rank() >= 0 && surroundings_.ended_well) surroundings_.ended_well(member->rank());
+  Child* failed = nullptr;
+  for (const auto& child : children_) {
+    if (!reap(*child)) continue;
+    if (child->status() == 0) {
+      if (!ending_ && child->rank() >= 0 && surroundings_.ended_well) surroundings_.ended_well(child->rank());
       continue;
     }
-    if (member->takes_orders() && member->status() == kLogsIncomplete) {  // its ranks ended well
-      without_log_.insert(member.get());
+    if (child->is_controlled() && child->status() == kLogsIncomplete) {  // its ranks ended well
+      without_log_.insert(child.get());
       continue;
     }
-    if (failed == nullptr || (failed->signal() == 0 && member->signal() != 0)) failed = member.get();
+    if (failed == nullptr || (failed->signal() == 0 && child->signal() != 0)) failed = child.get();
   }
   if (failed == nullptr || ending_) return;
-  if (surroundings_.orders == nullptr) return fails_first(*failed);
+  if (surroundings_.control == nullptr) return fails_first(*failed);
   for (int i = 0; i < kMostLastWords && read(*failed); ++i) {
   }
   surroundings_.err << explanation(*failed) << std::endl;
   fails_first(*failed);
 }
 
-void JobProcesses::fails_first(Member& member) {
-  first_ = &member;
+void JobProcesses::fails_first(Child& child) {
+  first_ = &child;
   end_others();
 }
 
 void JobProcesses::end_others() {
   ending_ = true;
-  for (const auto& member : members_) member->end();
+  for (const auto& child : children_) child->end();
   set_out_to_kill();
 }
 
@@ -185,7 +186,7 @@ void JobProcesses::pass_on(int signal) {
   ending_ = true;
   if (again || signal == SIGKILL) return kill_what_is_left();
   // That the terminal is gone ends a training as any wish that it should end does: it saves what it has.
-  for (const auto& member : members_) member->send(signal == SIGHUP ? SIGTERM : signal);
+  for (const auto& child : children_) child->send(signal == SIGHUP ? SIGTERM : signal);
   set_out_to_kill();
 }
 
@@ -193,30 +194,30 @@ void JobProcesses::pass_on(int signal) {
 void JobProcesses::set_out_to_kill() {
   if (kill_at_) return;
   const bool over_hosts =
-      std::any_of(members_.begin(), members_.end(), [](const auto& member) { return member->takes_orders(); });
+      std::any_of(children_.begin(), children_.end(), [](const auto& child) { return child->is_controlled(); });
   kill_at_ = Deadline::after(std::chrono::duration<double>(grace_seconds_) +
                              (over_hosts ? kToReport : std::chrono::seconds(0)));
 }
 
-// Those that take orders are told to, and are killed themselves when that does not help.
+// Those that read the control protocol are told to, and are killed themselves when that does not help.
 void JobProcesses::kill_what_is_left() {
   const bool told = std::exchange(told_to_kill_, true);
   kill_at_.reset();
-  for (const auto& member : members_) {
-    if (!member->takes_orders() || told) {
-      member->kill();
+  for (const auto& child : children_) {
+    if (!child->is_controlled() || told) {
+      child->kill();
     } else {
-      member->send(SIGKILL);
+      child->send(SIGKILL);
       kill_at_ = Deadline::after(kToReport);
     }
   }
 }
 
-std::string JobProcesses::explanation(const Member& member) const {
-  const int signal = member.signal();
-  if (signal != 0) return text(kReport, member.name(), " was ended by signal ", signal, " (", strsignal(signal), ")");
-  const auto& words = member.last_words();
-  return text(kReport, member.name(), " ended with status ", member.status(), words.empty() ? "" : ": ", words);
+std::string JobProcesses::explanation(const Child& child) const {
+  const int signal = child.signal();
+  if (signal != 0) return text(kReport, child.name(), " was ended by signal ", signal, " (", strsignal(signal), ")");
+  const auto& words = child.last_line_written();
+  return text(kReport, child.name(), " ended with status ", child.status(), words.empty() ? "" : ": ", words);
 }
 
 }  // namespace lockstep

@@ -10,9 +10,9 @@
 #include <thread>
 #include <vector>
 
-#include "launch/guardian.h"
-#include "launch/member.h"
-#include "launch/orders.h"
+#include "launch/child.h"
+#include "launch/control_protocol.h"
+#include "launch/reaper.h"
 #include "launch/signals.h"
 #include "lockstep/deadline.h"
 
@@ -23,15 +23,15 @@ class JobProcesses {
   // What it is run with, and outlives it.
   struct Surroundings {
     const Signals& signals;
-    const Guardian& guardian;
+    const Reaper& reaper;
     std::ostream& out;
     std::ostream& err;
-    Orders* orders = nullptr;                       // where another launcher started this one
+    ControlProtocol* control = nullptr;             // where another launcher started this one
     std::function<void(int rank)> ended_well = {};  // a rank has ended with status 0
   };
 
   // Starts them. Throws ClusterError and IoError; then none is left.
-  JobProcesses(const std::vector<MemberCommand>& members, double grace_seconds, const Surroundings& surroundings);
+  JobProcesses(const std::vector<ChildCommand>& members, double grace_seconds, const Surroundings& surroundings);
 
   // Ends those that still run.
   ~JobProcesses();
@@ -46,30 +46,30 @@ class JobProcesses {
  private:
   bool running() const;
   void wait();
-  void follow_orders();
+  void obey_launcher();
   bool read_all();
-  bool read(Member& member);
-  bool reap(Member& member);
-  void tell_of_log(const Member& member);
-  void print(Member& member, std::ostream& to, const std::string& line);
+  bool read(Child& child);
+  bool reap(Child& child);
+  void tell_of_log(const Child& child);
+  void print(Child& child, std::ostream& to, const std::string& line);
   void notice_ends();
-  void fails_first(Member& member);
+  void fails_first(Child& child);
   void end_others();
   void pass_on(int signal);
   void set_out_to_kill();
   void kill_what_is_left();
-  std::string explanation(const Member& member) const;
+  std::string explanation(const Child& child) const;
 
   const double grace_seconds_;
   const Surroundings surroundings_;
-  std::vector<std::unique_ptr<Member>> members_;
-  const Member* first_ = nullptr;  // that failed
-  std::string report_;             // of it, by another host's launcher
-  std::set<const Member*> without_log_;
+  std::vector<std::unique_ptr<Child>> children_;
+  const Child* first_ = nullptr;  // that failed
+  std::string report_;            // of it, by another host's launcher
+  std::set<const Child*> without_log_;
   bool nobody_reads_ = false;
   int asked_ = 0;              // the signal that asked the job to end
   bool ending_ = false;        // members are being ended: how they end is no failure of theirs
-  bool told_to_kill_ = false;  // those that take orders
+  bool told_to_kill_ = false;  // those that read the control protocol
   std::optional<Deadline> kill_at_;
   std::jthread signs_of_life_;  // last: it ends before the members do
 };

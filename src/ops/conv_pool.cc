@@ -5,7 +5,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "lockstep/ops.h"
-#include "ops/again.h"
+#include "ops/double_backward.h"
 #include "ops/fast.h"
 
 namespace lockstep::ops {
@@ -72,9 +72,8 @@ struct ConvPoolFunction : torch::autograd::Function<ConvPoolFunction> {
     const auto saved = context->get_saved_variables();
     if (at::GradMode::is_enabled()) {
       const auto padding = context->saved_data["padding"].toIntVector();
-      auto result =
-          differentiate_again([&](const auto& inputs) { return plain(saved[0], inputs[0], inputs[1], padding); },
-                              {saved[1], saved[2]}, gradients[0]);
+      auto result = double_backward([&](const auto& inputs) { return plain(saved[0], inputs[0], inputs[1], padding); },
+                                    {saved[1], saved[2]}, gradients[0]);
       return {Tensor(), result[0], result[1], Tensor()};
     }
     const auto &weight = saved[1], &padded = saved[3], &winner = saved[4];

@@ -6,7 +6,7 @@
 #include <limits>
 #include <random>
 
-#include "kernels/each_target.h"
+#include "kernels/each_target_testing.h"
 #include "lockstep/ops.h"
 
 namespace lockstep {

@@ -10,8 +10,9 @@
 #include <string>
 #include <thread>
 
-#include "kernels/each_target.h"
+#include "kernels/each_target_testing.h"
 #include "lockstep/ops.h"
+#include "ops/gradient_memory.h"
 
 namespace lockstep {
 namespace {
@@ -196,6 +197,38 @@ TEST(Dense, GradientsThroughAFrozenWeightOrInputAreLibTorchs) {
     const auto ours = gradient_of([](const Tensor& a, const Tensor& b) { return at::linear(a, b); });
     const auto theirs = gradient_of([](const Tensor& a, const Tensor& b) { return at::matmul(a, b.t()); });
     EXPECT_TRUE(at::allclose(ours, theirs, 1e-4));
+  }
+}
+
+// Memory that is offered for a weight's gradient takes the first that backward makes; what else there is of it is
+// added.
+TEST(Dense, GradientsAreWrittenToOfferedMemory) {
+  const auto x = at::rand({8, 16}), w = at::rand({16, 16});
+  for (const int uses : {1, 2}) {
+    const auto gradient_of = [&](const Tensor& weight) {
+      auto y = at::linear(x, weight);
+      if (uses == 2) y = at::linear(y, weight) + at::matmul(x, weight.t());
+      y.square().sum().backward();
+      return weight.grad();
+    };
+    const auto expected = gradient_of(w.clone().requires_grad_());
+    const auto weight = w.clone().requires_grad_();
+    const auto memory = at::full({16, 16}, 7.0);
+    ops::offer_gradient_memory(weight.const_data_ptr(), memory.view({16, 16}));
+    const auto first = gradient_of(weight);
+    EXPECT_TRUE(at::allclose(first, expected, 1e-4));
+    EXPECT_NE(memory[0][0].item<float>(), 7) << "nothing was written to it";
+    if (uses == 1) {
+      EXPECT_EQ(first.const_data_ptr(), memory.const_data_ptr());
+    }
+    weight.mutable_grad().reset();
+    EXPECT_TRUE(at::allclose(gradient_of(weight), expected, 1e-4));
+    EXPECT_NE(weight.grad().const_data_ptr(), memory.const_data_ptr()) << "it was offered once";
+
+    const auto other = w.clone().requires_grad_();
+    ops::offer_gradient_memory(other.const_data_ptr(), at::empty({16, 15}));
+    EXPECT_TRUE(at::allclose(gradient_of(other), expected, 1e-4)) << "memory of another shape";
+    ops::clear_gradient_memory();
   }
 }
 

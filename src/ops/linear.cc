@@ -11,8 +11,9 @@
 #include "kernels/bias.h"
 #include "kernels/multiply.h"
 #include "lockstep/ops.h"
-#include "ops/again.h"
+#include "ops/double_backward.h"
 #include "ops/fast.h"
+#include "ops/gradient_memory.h"
 
 namespace lockstep::ops {
 namespace {
@@ -57,13 +58,18 @@ struct Factor {
   Matrix matrix() const { return {tensor.const_data_ptr<float>(), tensor.size(1), t}; }
   Tensor view() const { return t ? tensor.t() : tensor; }
 };
-// `sizes`: the result's, with as many elements as a has rows times b columns. Not a view: users may change it in place.
-Tensor product(const Factor& a, const Factor& b, at::IntArrayRef sizes) {
-  auto c = at::empty(sizes, a.tensor.options());
+// c = a b; c has as many elements as a has rows times b columns.
+void multiply(const Factor& a, const Factor& b, Tensor& c) {
   if (!multiply_in_parallel(a.rows(), b.columns(), a.columns(), a.matrix(), b.matrix(), c)) {
     auto matrix = c.view({a.rows(), b.columns()});
     at::mm_out(matrix, a.view(), b.view());
   }
+}
+
+// `sizes`: the result's. Not a view: users may change it in place.
+Tensor product(const Factor& a, const Factor& b, at::IntArrayRef sizes) {
+  auto c = at::empty(sizes, a.tensor.options());
+  multiply(a, b, c);
   return c;
 }
 
@@ -83,6 +89,7 @@ struct Linear : torch::autograd::Function<Linear> {
     context->save_for_backward(
         {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor(), relu ? output : Tensor()});
     context->saved_data["bias"] = bias.has_value();
+    context->saved_data["weight_at"] = reinterpret_cast<std::int64_t>(weight.const_data_ptr());
     return output;
   }
 
@@ -104,7 +111,11 @@ struct Linear : torch::autograd::Function<Linear> {
     }
     Tensor grad_x, grad_weight, grad_bias;
     if (weight.defined()) grad_x = product({gradient}, {weight.contiguous()}, sizes_of_x);
-    if (x.defined()) grad_weight = product({gradient, true}, {as_rows(x)}, {gradient.size(1), x.size(-1)});
+    if (x.defined()) {
+      const auto* const weight_at = reinterpret_cast<const void*>(context->saved_data["weight_at"].toInt());
+      grad_weight = take_gradient_memory(weight_at, {gradient.size(1), x.size(-1)}, gradient.options());
+      multiply({gradient, true}, {as_rows(x)}, grad_weight);
+    }
     if (has_bias) {
       grad_bias = at::empty({gradient.size(1)}, gradient.options());
       kernels::bias_kernels().sum_rows(gradient.const_data_ptr<float>(), gradient.size(0), gradient.size(1),

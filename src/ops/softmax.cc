@@ -4,7 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "lockstep/ops.h"
-#include "ops/again.h"
+#include "ops/double_backward.h"
 #include "ops/fast.h"
 
 namespace lockstep::ops {
@@ -43,7 +43,7 @@ struct SoftmaxCrossEntropy : torch::autograd::Function<SoftmaxCrossEntropy> {
     const auto &logits = saved[0], &label = saved[1];
     if (at::GradMode::is_enabled()) {
       const auto again =
-          differentiate_again([&](const auto& inputs) { return plain(inputs[0], label); }, {logits}, gradients[0]);
+          double_backward([&](const auto& inputs) { return plain(inputs[0], label); }, {logits}, gradients[0]);
       return {again[0], Tensor()};
     }
     const auto& probability = saved[2];

@@ -52,7 +52,7 @@ std::vector<std::string> logical_cpus(int count) {
   return names;
 }
 
-std::vector<std::string> default_devices(HostShare share) {
+std::vector<std::string> default_devices(CpuPartition share) {
   std::vector<std::string> names;
   const int gpus = gpu_count();
   if (gpus > 0 && gpus < share.size) return {text("cuda:", share.rank % gpus)};

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cluster/host_share.h"
+#include "cluster/cpu_partition.h"
 
 namespace lockstep {
 
@@ -17,7 +17,7 @@ void check_device(const std::string& name);
 std::vector<std::string> logical_cpus(int count);
 
 // One replica a GPU that LibTorch can use, else one a core that this process may use.
-std::vector<std::string> default_devices(HostShare share = {});
+std::vector<std::string> default_devices(CpuPartition share = {});
 
 // The first of these, or the CPU with all its cores.
 std::string default_device();

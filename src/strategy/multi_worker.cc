@@ -31,7 +31,7 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
     throw InvalidArgument(text("World: local rank ", world.local_rank, " of ", world.local_size));
   }
   const auto job = world.size == 1 ? std::nullopt : std::optional(Job(cluster, options.start_timeout_seconds));
-  const HostShare share{world.local_rank, world.local_size, job && job->has_own_cores()};
+  const CpuPartition share{world.local_rank, world.local_size, job && job->has_own_cores()};
   StrategySettings settings{.devices = options.devices.empty() ? default_devices(share) : std::move(options.devices),
                             .threads_per_replica = options.threads_per_replica,
                             .share = share,
@@ -45,6 +45,7 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                                           .buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
                                                       .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
                                                       .gradient_dtype = communication.gradient_dtype},
+                                          .shard_optimizer_state = options.shard_optimizer_state,
                                           .compare_copies_every = options.compare_copies_every});
   return settings;
 }
@@ -54,7 +55,7 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
 MultiWorkerMirroredStrategy::MultiWorkerMirroredStrategy(MultiWorkerMirroredOptions options)
     : Strategy(std::make_shared<StrategyImpl>(settings_of(std::move(options)))) {}
 
-int MultiWorkerMirroredStrategy::worker_rank() const { return impl().workers().rank(); }
-int MultiWorkerMirroredStrategy::num_workers() const { return impl().workers().size(); }
+int MultiWorkerMirroredStrategy::worker_rank() const { return unwrap(*this).workers().rank(); }
+int MultiWorkerMirroredStrategy::num_workers() const { return unwrap(*this).workers().size(); }
 
 }  // namespace lockstep

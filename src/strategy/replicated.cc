@@ -41,11 +41,11 @@ Tensor load_like(const Archive& archive, const std::string& name, const Tensor& 
 }  // namespace
 
 void ReplicatedModule::train(bool on) const {
-  for (int replica = 0; replica < parameters_->replicas(); ++replica) parameters_->module(replica).train(on);
+  for (int replica = 0; replica < impl_->replicas(); ++replica) impl_->module(replica).train(on);
 }
 
 Trackable ReplicatedModule::trackable() const {
-  const auto save = [parameters = parameters_](Archive& archive, const std::string& prefix) {
+  const auto save = [parameters = impl_](Archive& archive, const std::string& prefix) {
     const auto difference = parameters->difference_between_copies();
     if (!difference.empty()) log_warning(difference + "; replica 0's are saved");
     for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
@@ -55,8 +55,7 @@ Trackable ReplicatedModule::trackable() const {
       archive.tensors[joined(prefix, parameters->buffer_names()[i])] = to_stored(parameters->average_buffer(i));
     }
   };
-  const auto load = [parameters = parameters_](const Archive& archive,
-                                               const std::string& prefix) -> std::function<void()> {
+  const auto load = [parameters = impl_](const Archive& archive, const std::string& prefix) -> std::function<void()> {
     std::vector<Tensor> values, buffers;
     for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
       values.push_back(load_like(archive, joined(prefix, parameters->slots()[i].name), parameters->parameter(0, i)));
@@ -69,15 +68,15 @@ Trackable ReplicatedModule::trackable() const {
       for (std::size_t i = 0; i < buffers.size(); ++i) parameters->assign_buffer(i, buffers[i]);
     };
   };
-  return {save, load, parameters_->workers()};
+  return {save, load, impl_->workers()};
 }
 
 Trackable ReplicatedModule::replica_buffers() const {
-  const auto name_of = [parameters = parameters_](const std::string& prefix, int replica, std::size_t index) {
+  const auto name_of = [parameters = impl_](const std::string& prefix, int replica, std::size_t index) {
     return joined(prefix, text(replica, "/", parameters->buffer_names()[index]));
   };
   // Collective over the workers: all replicas' buffers, numbered through.
-  const auto save = [parameters = parameters_, name_of](Archive& archive, const std::string& prefix) {
+  const auto save = [parameters = impl_, name_of](Archive& archive, const std::string& prefix) {
     const auto& workers = parameters->workers();
     const int replicas = parameters->replicas();
     archive.entries[joined(prefix, "replicas")] = std::to_string(replicas * workers.size());
@@ -96,8 +95,8 @@ Trackable ReplicatedModule::replica_buffers() const {
       }
     }
   };
-  const auto load = [parameters = parameters_, name_of](const Archive& archive,
-                                                        const std::string& prefix) -> std::function<void()> {
+  const auto load = [parameters = impl_, name_of](const Archive& archive,
+                                                  const std::string& prefix) -> std::function<void()> {
     const auto& workers = parameters->workers();
     const int all = parameters->replicas() * workers.size(), first = parameters->replicas() * workers.rank();
     if (archive.entry(joined(prefix, "replicas")) != std::to_string(all)) return [] {};
@@ -115,7 +114,7 @@ Trackable ReplicatedModule::replica_buffers() const {
       }
     };
   };
-  return {save, load, parameters_->workers()};
+  return {save, load, impl_->workers()};
 }
 
 void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const {
@@ -127,31 +126,32 @@ void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& 
                                "; it must be a scalar with a gradient: the sum over this replica's examples"));
   }
   try {
-    gradients_->expect_one_backward(replica.local_replica_id());
+    impl_->expect_one_backward(replica.local_replica_id());
     scale_loss(loss).backward();
   } catch (...) {
-    gradients_->drop_gradients(replica.local_replica_id());  // or the next step would add to a part of these
+    impl_->drop_gradients(replica.local_replica_id());  // or the next step would add to a part of these
     throw;
   }
   apply_gradients(replica, weight);
 }
 
 void ReplicatedOptimizer::apply_gradients(const ReplicaContext& replica, double weight) const {
-  gradients_->apply(replica.local_group(), weight, replica.deadline());
+  impl_->apply(replica.local_group(), weight, replica.deadline());
 }
 
 Tensor ReplicatedOptimizer::scale_loss(const Tensor& loss) const {
-  return gradients_->updater().loss_scale().value() == 1 ? loss : loss * gradients_->updater().loss_scale().value();
+  return impl_->updater().loss_scale().value() == 1 ? loss : loss * impl_->updater().loss_scale().value();
 }
 
-double ReplicatedOptimizer::loss_scale() const { return gradients_->updater().loss_scale().value(); }
-std::int64_t ReplicatedOptimizer::iterations() const { return gradients_->updater().iterations(); }
-double ReplicatedOptimizer::learning_rate() const { return gradients_->updater().learning_rate(); }
-void ReplicatedOptimizer::set_learning_rate(double rate) const { gradients_->updater().set_learning_rate(rate); }
+double ReplicatedOptimizer::loss_scale() const { return impl_->updater().loss_scale().value(); }
+std::int64_t ReplicatedOptimizer::iterations() const { return impl_->updater().iterations(); }
+std::int64_t ReplicatedOptimizer::state_bytes() const { return impl_->updater().state_bytes(); }
+double ReplicatedOptimizer::learning_rate() const { return impl_->updater().learning_rate(); }
+void ReplicatedOptimizer::set_learning_rate(double rate) const { impl_->updater().set_learning_rate(rate); }
 
 Trackable ReplicatedOptimizer::trackable() const {
   // Calls visit(name, slot, index) for each state of each parameter.
-  const auto each_state = [gradients = gradients_](const std::string& prefix, const auto& visit) {
+  const auto each_state = [gradients = impl_](const std::string& prefix, const auto& visit) {
     const auto specs = gradients->updater().optimizer().rule().states();
     for (std::size_t i = 0; i < gradients->parameters().slots().size(); ++i) {
       const auto& slot = gradients->parameters().slots()[i];
@@ -159,28 +159,27 @@ Trackable ReplicatedOptimizer::trackable() const {
       for (std::size_t k = 0; k < specs.size(); ++k) visit(joined(prefix, specs[k].name + "/" + slot.name), i, k);
     }
   };
-  const auto save = [gradients = gradients_, each_state](Archive& archive, const std::string& prefix) {
+  const auto save = [gradients = impl_, each_state](Archive& archive, const std::string& prefix) {
     archive.entries[joined(prefix, "rule")] = gradients->updater().optimizer().rule().name();
     archive.entries[joined(prefix, "iterations")] = std::to_string(gradients->updater().iterations());
     if (const auto rate = gradients->updater().learning_rate_override()) {
       archive.set_numbers(joined(prefix, "learning_rate"), {*rate});
     }
     const auto learned = gradients->sync().learned();
-    if (!learned.order.empty()) {
-      archive.entries[joined(prefix, "gradient_order")] = join(learned.order, " ");
-      archive.set_numbers(joined(prefix, "usual_weight"), {learned.weight_scale});
-    }
+    if (!learned.order.empty()) archive.entries[joined(prefix, "gradient_order")] = join(learned.order, " ");
+    if (learned.weight_scale > 0) archive.set_numbers(joined(prefix, "weight_scale"), {learned.weight_scale});
     const auto& scale = gradients->updater().loss_scale();
     if (scale.used()) {
       archive.set_numbers(joined(prefix, "loss_scale"), {scale.value()});
       archive.entries[joined(prefix, "loss_scale_steps")] = std::to_string(scale.steps());
     }
     each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
-      archive.tensors[name] = to_stored(gradients->updater().state(slot, index));
+      const auto all = gradients->sync().gather_from_owners(slot, gradients->updater().state(slot, index));
+      if (all.defined()) archive.tensors[name] = to_stored(all);
     });
   };
-  const auto load = [gradients = gradients_, each_state](const Archive& archive,
-                                                         const std::string& prefix) -> std::function<void()> {
+  const auto load = [gradients = impl_, each_state](const Archive& archive,
+                                                    const std::string& prefix) -> std::function<void()> {
     const auto& rule = archive.entry(joined(prefix, "rule"));
     if (rule != gradients->updater().optimizer().rule().name()) {
       throw InvalidArgument(text("the checkpoint's optimizer is ", rule, "; this one is ",
@@ -188,8 +187,8 @@ Trackable ReplicatedOptimizer::trackable() const {
     }
     std::vector<std::pair<Tensor, Tensor>> copies;  // to, from
     each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
-      const auto to = gradients->updater().state(slot, index);
-      copies.emplace_back(to, load_like(archive, name, to));
+      const auto all = load_like(archive, name, gradients->parameters().parameter(0, slot));
+      copies.emplace_back(gradients->updater().state(slot, index), gradients->updater().owned_part(slot, all));
     });
     const auto iterations = archive.integer(joined(prefix, "iterations"));
     const auto rate = joined(prefix, "learning_rate");
@@ -200,7 +199,9 @@ Trackable ReplicatedOptimizer::trackable() const {
     if (listed != archive.entries.end()) {
       std::istringstream numbers(listed->second);
       for (std::int64_t slot = 0; numbers >> slot;) learned.order.push_back(slot);
-      learned.weight_scale = archive.number(joined(prefix, "usual_weight"));
+    }
+    for (const auto* const name : {"weight_scale", "usual_weight"}) {  // the second in files of before
+      if (archive.entries.contains(joined(prefix, name))) learned.weight_scale = archive.number(joined(prefix, name));
     }
     const auto scale = joined(prefix, "loss_scale");
     std::optional<std::pair<double, std::int64_t>> scaled;
@@ -220,7 +221,7 @@ Trackable ReplicatedOptimizer::trackable() const {
       gradients->updater().restore_learning_rate(set_rate);
     };
   };
-  return {save, load, gradients_->parameters().workers()};
+  return {save, load, impl_->parameters().workers()};
 }
 
 }  // namespace lockstep

@@ -115,7 +115,7 @@ DistributedDataset Strategy::distribute_from_function(
 }
 
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {
-  auto gradients = impl_->make_gradient_path(optimizer, module.parameters());
+  auto gradients = impl_->make_gradient_path(optimizer, internal::Unwrap::pointer(module));
   gradients->prepare();
   return ReplicatedOptimizer(std::move(gradients));
 }

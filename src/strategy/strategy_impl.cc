@@ -56,7 +56,7 @@ StrategyImpl::StrategyImpl(StrategySettings settings)
   make_groups();
   all_groups_.resize(settings_.devices.size());
   if (!settings_.workers) return;
-  const auto& [job, options, buckets, compare_copies_every] = *settings_.workers;
+  const auto& [job, options, buckets, shard_state, compare_copies_every] = *settings_.workers;
   workers_ = Communicator(job.group(options), settings_.timeout_seconds, "worker");
   if (settings_.share.size > 1) pin_current_thread(settings_.share.cpus());
   workers_.check_all_agree("versions", text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION));
@@ -64,7 +64,8 @@ StrategyImpl::StrategyImpl(StrategySettings settings)
   workers_.check_all_agree("options",
                            text("gradient_dtype ", buckets.gradient_dtype ? name_of(*buckets.gradient_dtype) : "none",
                                 "\nbucket_cap in bytes ", buckets.bucket_bytes, "\nfirst_bucket in bytes ",
-                                buckets.first_bucket_bytes, "\ncompare_copies_every ", compare_copies_every));
+                                buckets.first_bucket_bytes, "\nshard_optimizer_state ", shard_state ? "true" : "false",
+                                "\ncompare_copies_every ", compare_copies_every));
   seed_ = std::stoull(workers_.broadcast(std::to_string(seed_)));
 }
 
@@ -73,6 +74,7 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
   GradientPathOptions options{.exchange = settings_.exchange, .root = settings_.root};
   if (settings_.workers) {
     options.buckets = settings_.workers->buckets;
+    options.shard_state = settings_.workers->shard_optimizer_state;
     options.compare_copies_every = settings_.workers->compare_copies_every;
   }
   return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
@@ -101,7 +103,8 @@ Placement StrategyImpl::placement() const {
   const bool on_gpus =
       std::any_of(torch_devices_.begin(), torch_devices_.end(), [](auto device) { return !device.is_cpu(); });
   if (!on_gpus) return settings_.placement;
-  return replicas() == 1 ? Placement::device : Placement::staged;
+  const bool in_host_memory = replicas() > 1 || (settings_.workers && settings_.workers->shard_optimizer_state);
+  return in_host_memory ? Placement::staged : Placement::device;
 }
 
 void StrategyImpl::on_replicas(const std::function<void(int)>& function) {

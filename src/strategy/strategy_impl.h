@@ -12,6 +12,7 @@
 #include "ops/replica_random.h"
 #include "strategy/devices.h"
 #include "strategy/replica_threads.h"
+#include "strategy/unwrap.h"
 
 namespace lockstep {
 
@@ -20,6 +21,7 @@ struct WorkerSettings {
   Job job;
   GroupOptions group;
   BucketOptions buckets;
+  bool shard_optimizer_state = false;
   std::int64_t compare_copies_every = 100;
 };
 
@@ -27,7 +29,7 @@ struct WorkerSettings {
 struct StrategySettings {
   std::vector<std::string> devices;  // one a replica
   int threads_per_replica = 0;       // 0: an equal share of the cores
-  HostShare share = {};
+  CpuPartition share = {};
   Placement placement = Placement::mirrored;
   Exchange exchange = Exchange::one_pass;
   int root = 0;  // the replica that updates for all, with Exchange::reduction_to_one_device

@@ -10,7 +10,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "base/child_process.h"
+#include "base/child_process_testing.h"
 #include "data/stored_tensor.h"
 #include "lockstep/error.h"
 #include "lockstep/random.h"

@@ -14,7 +14,7 @@ namespace lockstep {
 // Any thread may call any method. After a wait threw, the barrier stays aborted: the others' waits throw too.
 class ThreadBarrier {
  public:
-  // `size` threads meet here; one that waits looks `spin` times before it sleeps.
+  // For `size` threads; one that waits looks `spin` times before it blocks.
   ThreadBarrier(int size, int spin) : size_(size), spin_(spin) {}
 
   // Returns when all threads have called wait as often as this one. What a thread wrote before its wait, every thread

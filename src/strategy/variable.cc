@@ -14,8 +14,10 @@ class VariableImpl {
  public:
   VariableImpl(const Tensor& initial, VariableOptions variable_options, const Strategy& strategy)
       : options(variable_options),
-        devices(strategy.impl().torch_devices()),
-        workers(strategy.impl().workers()),
+        sizes(initial.sizes().vec()),
+        dtype(initial.scalar_type()),
+        devices(unwrap(strategy).torch_devices()),
+        workers(unwrap(strategy).workers()),
         copies(devices.size(), initial) {
     const auto shared = initial.detach().clone();
     broadcast(workers, {shared});
@@ -31,14 +33,15 @@ class VariableImpl {
     return copies[static_cast<std::size_t>(replica.local_replica_id())];
   }
 
+  // Any thread: other replicas may be writing their copies.
   void check_shape(const Tensor& value) const {
-    if (value.sizes() != copies[0].sizes()) {
+    if (value.sizes() != sizes) {
       throw InvalidArgument(
-          text("a value of shape ", value.sizes(), " is assigned to a variable of shape ", copies[0].sizes()));
+          text("a value of shape ", value.sizes(), " is assigned to a variable of shape ", at::IntArrayRef(sizes)));
     }
-    if (value.scalar_type() != copies[0].scalar_type()) {
-      throw InvalidArgument(text("a value of dtype ", value.scalar_type(), " is assigned to a variable of dtype ",
-                                 copies[0].scalar_type()));
+    if (value.scalar_type() != dtype) {
+      throw InvalidArgument(
+          text("a value of dtype ", value.scalar_type(), " is assigned to a variable of dtype ", dtype));
     }
   }
 
@@ -83,6 +86,8 @@ class VariableImpl {
   }
 
   const VariableOptions options;
+  const std::vector<std::int64_t> sizes;
+  const at::ScalarType dtype;
   const std::vector<c10::Device> devices;  // [replica]
   const Communicator workers;
   std::vector<Tensor> copies;  // [replica], written by that replica in steps

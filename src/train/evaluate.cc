@@ -18,8 +18,8 @@ namespace {
 class EvaluationMode {
  public:
   explicit EvaluationMode(const Model& model)
-      : module_(model.module()), was_training_(module_.parameters()->module(0).is_training()) {
-    auto& parameters = *module_.parameters();
+      : module_(model.module()), was_training_(unwrap(module_).module(0).is_training()) {
+    auto& parameters = unwrap(module_);
     const auto difference = parameters.difference_between_copies();
     if (!difference.empty()) throw InvalidArgument(difference);
     for (int replica = 0; replica < parameters.replicas(); ++replica) {
@@ -36,7 +36,7 @@ class EvaluationMode {
     for (std::size_t replica = 0; replica < own_buffers_.size(); ++replica) {
       const auto& own = own_buffers_[replica];
       for (std::size_t i = 0; i < own.size(); ++i)
-        module_.parameters()->assign_buffer_of(static_cast<int>(replica), i, own[i]);
+        unwrap(module_).assign_buffer_of(static_cast<int>(replica), i, own[i]);
     }
   }
   EvaluationMode(const EvaluationMode&) = delete;
@@ -56,8 +56,8 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
     throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
   }
   std::int64_t done = 0;
-  strategy.impl().workers().abort_on_error([&] {
-    auto iterator = distribute_ahead(data, strategy.impl().local_replicas()).iterate();
+  unwrap(strategy).workers().abort_on_error([&] {
+    auto iterator = distribute_ahead(data, unwrap(strategy).local_replicas()).iterate();
     while (steps == 0 || done < steps) {
       auto batch = iterator.next_parts();
       if (!batch) break;
@@ -71,7 +71,7 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
 
 void build_if_needed(ModelImpl& impl, const Dataset& data) {
   if (impl.parameters != nullptr) return;
-  const auto first = first_element(data, impl.strategy.impl().local_replicas());
+  const auto first = first_element(data, unwrap(impl.strategy).local_replicas());
   if (!first.x.defined()) throw InvalidArgument("the data set is empty");
   check_batch(first);
   impl.build(first);

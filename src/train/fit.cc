@@ -31,7 +31,7 @@ static_assert(sizeof(Agreed) == 3 * sizeof(double));
 class Fit {
  public:
   Fit(Model& model, const Dataset& data, const FitOptions& options)
-      : model_(model), impl_(*model.impl()), options_(options), data_(data), signals_(options.handle_signals) {
+      : model_(model), impl_(unwrap(model)), options_(options), data_(data), signals_(options.handle_signals) {
     impl_.fitting = true;
     if (!options.class_weight.empty()) {
       data_ = data_.map(
@@ -92,7 +92,7 @@ class Fit {
 
   void compare_workers() const {
     if (workers().size() == 1) return;
-    const auto replicas = impl_.strategy.impl().local_replicas();
+    const auto replicas = unwrap(impl_.strategy).local_replicas();
     const auto first = first_element(data_, replicas);
     const auto policy = data_.options().auto_shard_policy;
     const bool own = reads_its_own(data_, replicas);  // then only what each example is like must be the same
@@ -126,7 +126,7 @@ class Fit {
   // Where all workers read the same batches: that they do, at the beginning of each epoch and as often as their copies
   // are compared.
   void compare_batches() const {
-    const auto every = impl_.strategy.impl().compare_copies_every();
+    const auto every = unwrap(impl_.strategy).compare_copies_every();
     if (workers().size() == 1 || iterator_->is_spread() || every == 0) return;
     if (progress().batch != 1 && impl_.steps % every != 0) return;
     workers().check_all_agree("data", text("a batch with the hash ", iterator_->element_hash(), " at step ",
@@ -143,14 +143,14 @@ class Fit {
 
   // Where each rank has data of its own, one whose data end earlier goes on without examples.
   internal::LocalReplicas replicas() const {
-    auto local = impl_.strategy.impl().local_replicas();
+    auto local = unwrap(impl_.strategy).local_replicas();
     if (own_data()) local.any = [peers = peers()](bool holds) { return peers.any(holds); };
     return local;
   }
 
   void build_for_first_batch() {
     if (impl_.parameters == nullptr) {
-      const auto first = first_element(data_, impl_.strategy.impl().local_replicas());
+      const auto first = first_element(data_, unwrap(impl_.strategy).local_replicas());
       if (!first.x.defined()) throw InvalidArgument("fit: the data set is empty");
       check_batch(first);
       impl_.build(first);
@@ -241,7 +241,7 @@ class Fit {
   // Whether the place in the data that was restored is one of batches of another size, so that examples count. Throws
   // where it is no place in this data.
   bool goes_on_with_other_batches(const DistributedDataset& data) {
-    const auto& local = impl_.strategy.impl().local_replicas();
+    const auto& local = unwrap(impl_.strategy).local_replicas();
     const int readers = data.is_spread() ? local.workers() : 1;
     auto& now = progress();
     const int readers_then = std::exchange(now.readers, readers);

@@ -15,8 +15,8 @@ namespace lockstep {
 
 void ModelImpl::build(const Example& sample) {
   if (parameters != nullptr) return;
-  policy.check(strategy.impl().torch_devices());
-  auto made = internal::replicate_modules(strategy.impl(), [&] { return make(sample); });
+  policy.check(unwrap(strategy).torch_devices());
+  auto made = internal::replicate_modules(unwrap(strategy), [&] { return make(sample); });
   if (pending_weights) {
     check_weights(*pending_weights, *made);
     ReplicatedModule(made).trackable().load(*pending_weights, "")();
@@ -29,7 +29,7 @@ void ModelImpl::build(const Example& sample) {
 
 void ModelImpl::make_gradient_path() {
   if (parameters == nullptr || !compiled) return;
-  gradients = strategy.impl().make_gradient_path(compiled->optimizer, parameters);
+  gradients = unwrap(strategy).make_gradient_path(compiled->optimizer, parameters);
   tracker.emplace(*compiled, strategy.num_local_replicas(), workers());
   recorded = {};
 }
@@ -98,7 +98,7 @@ Logs Model::train_on_batch(const Example& batch) {
   impl_->require_trainable();
   impl_->gradients->prepare();
   impl_->tracker->reset();
-  auto parts = split_batch(batch, impl_->strategy.impl().local_replicas());
+  auto parts = split_batch(batch, unwrap(impl_->strategy).local_replicas());
   impl_->tracker->add_batch(impl_->train_batch(parts, *impl_->tracker));
   return impl_->tracker->logs();
 }
@@ -118,6 +118,12 @@ void Model::set_learning_rate(double rate) {
 std::int64_t Model::iterations() const { return impl_->gradients ? impl_->gradients->updater().iterations() : 0; }
 void Model::stop_training() { impl_->stopping = true; }
 Strategy Model::strategy() const { return impl_->strategy; }
+ReplicatedOptimizer Model::optimizer() const {
+  impl_->require_compiled("optimizer");
+  impl_->require_built("optimizer");
+  return ReplicatedOptimizer(impl_->gradients);
+}
+
 StepTimes Model::step_times() const { return impl_->times; }
 
 std::shared_ptr<torch::nn::Module> Model::first_module() const {

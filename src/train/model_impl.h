@@ -64,7 +64,7 @@ class ModelImpl {
   // One step on all replicas; what each found is for Tracker::add_batch.
   PerReplica<StepResult> train_batch(PerReplica<Part>& batch, Tracker& tracker);
 
-  const Communicator& workers() const { return strategy.impl().workers(); }
+  const Communicator& workers() const { return unwrap(strategy).workers(); }
 
   // Who makes the same steps: the strategy's workers, or the ranks that came with the optimizer. After build and
   // compile.

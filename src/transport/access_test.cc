@@ -1,6 +1,6 @@
 // Who gets in: token files, and the two ends of a connection.
 #include "lockstep/access.h"
-#include "base/expect_says.h"
+#include "base/expect_says_testing.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -108,8 +108,8 @@ struct Ends {
 
 const Access kOurs{.token = std::string(32, 'o')};
 
-Ends meet(const Access& connecting, const Access& accepting, const Greeting& connects = {.rank = 1},
-          const std::string& refusal = "") {
+Ends shake_hands(const Access& connecting, const Access& accepting, const Greeting& connects = {.rank = 1},
+                 const std::string& refusal = "") {
   const auto listener = listen_at("127.0.0.1:0", {});
   Ends said;
   std::jthread other([&] {
@@ -131,7 +131,7 @@ Ends meet(const Access& connecting, const Access& accepting, const Greeting& con
 
 TEST(Handshake, EndsWithOneTokenMeet) {
   for (const auto& access : {kOurs, Access{}}) {
-    const auto said = meet(access, access);
+    const auto said = shake_hands(access, access);
     EXPECT_EQ(said.connecting, "nothing was thrown");
     EXPECT_EQ(said.accepting, "nothing was thrown");
   }
@@ -140,7 +140,7 @@ TEST(Handshake, EndsWithOneTokenMeet) {
 TEST(Handshake, AnotherTokenOrNoneIsTurnedAway) {
   const Access others{.token = std::string(32, 'p')};
   for (const auto& [connecting, accepting] : {std::pair(kOurs, others), {Access{}, kOurs}, {kOurs, Access{}}}) {
-    const auto said = meet(connecting, accepting);
+    const auto said = shake_hands(connecting, accepting);
     expect_says(said.connecting, "its token is another (LOCKSTEP_TOKEN_FILE");
     expect_says(said.accepting, "closed by the other side");
   }
@@ -158,13 +158,13 @@ TEST(Handshake, WhatDiffersIsNamed) {
 
 // Each end hears what is wrong, and the name of the group is not for those who do not know it.
 TEST(Handshake, BothEndsHearWhatDiffers) {
-  const auto group = meet(kOurs, kOurs, {.group = {'a'}, .rank = 1});
+  const auto group = shake_hands(kOurs, kOurs, {.group = {'a'}, .rank = 1});
   EXPECT_EQ(group.connecting, "it belongs to another group");
   EXPECT_EQ(group.accepting, "it belongs to another group");
-  const auto generation = meet(kOurs, kOurs, {.generation = 3, .rank = 1});
+  const auto generation = shake_hands(kOurs, kOurs, {.generation = 3, .rank = 1});
   EXPECT_EQ(generation.connecting, "it is of generation 0, this process of 3");
   EXPECT_EQ(generation.accepting, "it is of generation 3, this process of 0");
-  const auto refused = meet(kOurs, kOurs, {.rank = 1}, "it says that it is rank 1");
+  const auto refused = shake_hands(kOurs, kOurs, {.rank = 1}, "it says that it is rank 1");
   EXPECT_EQ(refused.connecting, "it does not expect this process, or has met one in its place");
   EXPECT_EQ(refused.accepting, "it says that it is rank 1");
 }

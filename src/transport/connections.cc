@@ -17,9 +17,9 @@ std::array<char, 32> group_named(const std::string& name) {
   return group;
 }
 
-class Meeting {
+class ConnectionSetup {
  public:
-  Meeting(const ChannelOptions& options, int count, const std::string& group, Deadline deadline)
+  ConnectionSetup(const ChannelOptions& options, int count, const std::string& group, Deadline deadline)
       : options_(options), deadline_(deadline), made_(static_cast<std::size_t>(count)) {
     mine_.protocol = {'m', 'e', 's', 's', 'a', 'g', 'e', 's'};
     mine_.group = group_named(group);
@@ -91,10 +91,10 @@ std::vector<Sockets> connect_all(const ChannelOptions& options, int count, const
   const auto listener = listen_at_any_port(options.address, options.access);
   const auto all = all_gather(text(random_name(), " ", local_address(listener)));
   constexpr std::size_t kName = 32;
-  Meeting meeting(options, count, all[0].substr(0, kName), deadline);
-  for (int r = 0; r < options.rank; ++r) meeting.connect(r, all[static_cast<std::size_t>(r)].substr(kName + 1));
-  meeting.accept(listener);
-  return meeting.take();
+  ConnectionSetup setup(options, count, all[0].substr(0, kName), deadline);
+  for (int r = 0; r < options.rank; ++r) setup.connect(r, all[static_cast<std::size_t>(r)].substr(kName + 1));
+  setup.accept(listener);
+  return setup.take();
 }
 
 }  // namespace lockstep

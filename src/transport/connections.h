@@ -20,7 +20,7 @@ struct ChannelOptions {
   std::int64_t generation = 0;
   std::string address = "127.0.0.1";  // where this rank listens
   Access access;
-  Patience patience;
+  SpinThenBlock spin;
 };
 
 // Connected ones to the other ranks: [rank], closed for one's own.

@@ -23,7 +23,7 @@ void MemoryChannels::exchange(std::span<const Outgoing> outgoing, std::span<cons
                               const char* operation) {
   member_->check();
   std::vector<std::size_t> sent(outgoing.size()), received(incoming.size());
-  auto& bell = member_->space().seat(rank()).bell;
+  auto& wake_up = member_->space().control_block(rank()).wake_up;
   std::vector<int> late;
 
   // Moves what can move; returns whether anything did. Of several messages to one rank the first goes first.
@@ -46,7 +46,7 @@ void MemoryChannels::exchange(std::span<const Outgoing> outgoing, std::span<cons
   };
 
   while (true) {
-    const auto seen = bell.value();
+    const auto seen = wake_up.value();
     const bool moved = step();
     if (late.empty()) return;
     if (moved) {
@@ -54,12 +54,12 @@ void MemoryChannels::exchange(std::span<const Outgoing> outgoing, std::span<cons
       if (deadline.passed()) give_up(late, deadline, operation);
       continue;
     }
-    if (look(member_->patience(), [&] { return bell.value() != seen; })) continue;
+    if (spin_until(member_->spin(), [&] { return wake_up.value() != seen; })) continue;
     const auto wrong = member_->trouble(late, deadline, operation);
     if (step()) continue;  // what a rank sent before it left counts
     if (late.empty()) return;
     if (wrong) member_->give_up(wrong->failure);
-    member_->nap(bell, seen, deadline);
+    member_->block_while(wake_up, seen, deadline);
   }
 }
 
@@ -73,7 +73,7 @@ bool MemoryChannels::push(const Outgoing& message, std::size_t& done) {
   chunk.message_bytes = message.bytes;
   if (bytes > 0) std::memcpy(chunk.data, message.data + done, bytes);
   box.sent.store(number + 1, std::memory_order_release);
-  member_->space().seat(message.to).bell.add(1);
+  member_->space().control_block(message.to).wake_up.add(1);
   done = advanced(done, bytes, message.bytes);
   return true;
 }
@@ -90,7 +90,7 @@ bool MemoryChannels::pull(const Incoming& message, std::size_t& done) {
   if (message.consumer != nullptr && bytes > 0) (*message.consumer)(done, chunk.data, bytes);
   if (message.consumer == nullptr && bytes > 0) std::memcpy(message.data + done, chunk.data, bytes);
   box.taken.store(number + 1, std::memory_order_release);
-  member_->space().seat(message.from).bell.add(1);
+  member_->space().control_block(message.from).wake_up.add(1);
   done = advanced(done, bytes, message.bytes);
   return true;
 }

@@ -63,10 +63,10 @@ bool SharedHeap::grow(std::size_t bytes) {
     }
     size = left;  // one segment, so that what is freed can be joined; untouched bytes cost nothing
   }
-  std::string problem = count == Seat::kMostSegments ? "it was asked for too often" : "";
+  std::string problem = count == ControlBlock::kMostSegments ? "it was asked for too often" : "";
   Segment segment{};
   for (const auto wanted : {size, needed}) {  // less may be had where there is a limit
-    if (count == Seat::kMostSegments) break;
+    if (count == ControlBlock::kMostSegments) break;
     problem = problem_with_growing(files_[index(rank_)].get(), before + wanted);
     if (problem.empty() && map(rank_, before, before + wanted, segment)) break;
     if (problem.empty()) problem = std::strerror(errno);
@@ -79,11 +79,11 @@ bool SharedHeap::grow(std::size_t bytes) {
     return false;
   }
   segment.heap = std::make_shared<Heap>(segment.begin, segment.bytes);
-  auto& seat = space_->seat(rank_);
-  seat.segment_ends[count].store(segment.at + segment.bytes, std::memory_order_relaxed);
+  auto& control_block = space_->control_block(rank_);
+  control_block.segment_ends[count].store(segment.at + segment.bytes, std::memory_order_relaxed);
   own_[count] = std::move(segment);
   own_count_.store(count + 1, std::memory_order_release);
-  seat.segments.store(static_cast<std::uint32_t>(count + 1), std::memory_order_release);
+  control_block.segments.store(static_cast<std::uint32_t>(count + 1), std::memory_order_release);
   return true;
 }
 
@@ -128,7 +128,7 @@ std::int64_t SharedHeap::place_of(const void* data, std::size_t bytes) {
 
 bool SharedHeap::seen_by_all(std::size_t segments) const {
   for (int r = 0; r < static_cast<int>(files_.size()); ++r) {
-    if (r != rank_ && space_->seat(r).mapped[rank_].load(std::memory_order_acquire) < segments) return false;
+    if (r != rank_ && space_->control_block(r).mapped[rank_].load(std::memory_order_acquire) < segments) return false;
   }
   return true;
 }
@@ -149,12 +149,13 @@ std::byte* SharedHeap::at(int rank, std::int64_t place, std::size_t bytes) const
 void SharedHeap::map_new() {
   for (int r = 0; r < static_cast<int>(files_.size()); ++r) {
     auto& mapped = others_[index(r)];
-    const auto& seat = space_->seat(r);
-    const auto count = std::min<std::size_t>(seat.segments.load(std::memory_order_acquire), Seat::kMostSegments);
+    const auto& control_block = space_->control_block(r);
+    const auto count =
+        std::min<std::size_t>(control_block.segments.load(std::memory_order_acquire), ControlBlock::kMostSegments);
     if (r == rank_ || count == mapped.size() || unmappable_[index(r)]) continue;
     while (mapped.size() < count && !unmappable_[index(r)]) {
       const auto begin = mapped.empty() ? 0 : mapped.back().at + mapped.back().bytes;
-      const auto end = seat.segment_ends[mapped.size()].load(std::memory_order_relaxed);
+      const auto end = control_block.segment_ends[mapped.size()].load(std::memory_order_relaxed);
       struct stat status {};
       const bool is_there = fstat(files_[index(r)].get(), &status) == 0 && end > begin && end % kPage == 0 &&
                             end <= static_cast<std::size_t>(status.st_size);
@@ -168,7 +169,7 @@ void SharedHeap::map_new() {
                          "): what that one allocates is copied through windows"));
       }
     }
-    space_->seat(rank_).mapped[r].store(static_cast<std::uint8_t>(mapped.size()), std::memory_order_release);
+    space_->control_block(rank_).mapped[r].store(static_cast<std::uint8_t>(mapped.size()), std::memory_order_release);
   }
 }
 

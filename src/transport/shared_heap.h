@@ -18,8 +18,9 @@ namespace lockstep {
 
 // One rank's own heap, and its view of the others'. Each is a file that grows by segments:
 //
-//   file of rank r   | segment 0 | segment 1 | ...     ends in the rank's seat, which the others look at before a call
+//   file of rank r   | segment 0 | segment 1 | ...
 //
+// Where segments end stands in the rank's control block, which the others read before a call.
 // A buffer in a segment that another rank has not mapped yet, or cannot map, is private. take, give_back: any thread;
 // everything else: the thread that makes calls.
 class SharedHeap {
@@ -64,7 +65,7 @@ class SharedHeap {
 
   // Segments are added under the mutex, and never change or move: reading those below the count takes no lock.
   Mutex mutex_;
-  std::array<Segment, Seat::kMostSegments> own_;
+  std::array<Segment, ControlBlock::kMostSegments> own_;
   std::atomic<std::size_t> own_count_ = 0;
   bool refused_ LOCKSTEP_GUARDED_BY(mutex_) = false;  // a warning has said so
 

@@ -9,18 +9,18 @@
 #include <cstring>
 #include <thread>
 
-#include "base/child_process.h"
-#include "base/expect_says.h"
+#include "base/child_process_testing.h"
+#include "base/expect_says_testing.h"
 #include "base/text.h"
 #include "transport/all_gather.h"
 #include "transport/shared_heap.h"
-#include "transport/shared_meeting.h"
+#include "transport/shared_rendezvous.h"
 
 namespace lockstep {
 namespace {
 
 constexpr uid_t kAnotherUser = 65534;
-const SpaceLayout kLayout{.ranks = 2, .board_bytes = 8192, .mailbox_bytes = 4096};
+const SpaceLayout kLayout{.ranks = 2, .staging_slot_bytes = 8192, .mailbox_bytes = 4096};
 
 Deadline within(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
 
@@ -37,7 +37,7 @@ int listener_named(const std::string& name) {
 // What rank 1 says of a rank 0 that is served at `name`.
 std::string guest_of(const std::string& name) {
   return message_of<ClusterError>([&] {
-    meet_in_shared_memory(
+    rendezvous_in_shared_memory(
         1, kLayout, 0, {}, {0, 1},
         [&](const std::string& mine) {
           return std::vector<std::string>{name, mine};
@@ -111,9 +111,9 @@ TEST(SharedMemory, ALayoutThatIsNotTheRanksOwnIsRefused) {
   auto negative = kLayout;
   negative.ranks = -1;
   expect_says(guest_of_one_who_gives(negative, whole, 2), "it is for -1 ranks");
-  auto boards = kLayout;
-  boards.board_bytes = std::size_t{1} << 60;
-  expect_says(guest_of_one_who_gives(boards, whole, 2), "divided in another way");
+  auto other_slots = kLayout;
+  other_slots.staging_slot_bytes = std::size_t{1} << 60;
+  expect_says(guest_of_one_who_gives(other_slots, whole, 2), "divided in another way");
   expect_says(guest_of_one_who_gives(kLayout, whole - 4096, 2), "another size than it says");
   expect_says(guest_of_one_who_gives(kLayout, whole, 2, false), "another size than it says");
   expect_says(guest_of_one_who_gives(kLayout, whole, 1), "descriptors came with it");
@@ -182,10 +182,10 @@ TEST(SharedHeap, PlacesOutsideOfWhatWasGivenOutAreErrors) {
 // Memory behind the end of a file would end the process that touches it.
 TEST(SharedHeap, ASegmentThatIsNotThereIsNotMapped) {
   Pair pair;
-  pair.space->seat(0).segment_ends[0] = std::size_t{1} << 40;
-  pair.space->seat(0).segments = 1;
+  pair.space->control_block(0).segment_ends[0] = std::size_t{1} << 40;
+  pair.space->control_block(0).segments = 1;
   pair.one().map_new();
-  EXPECT_EQ(pair.space->seat(1).mapped[0], 0);
+  EXPECT_EQ(pair.space->control_block(1).mapped[0], 0);
   EXPECT_THROW(pair.one().at(0, 0, 8), ClusterError);
 }
 

@@ -28,9 +28,11 @@ std::size_t count(int ranks) { return static_cast<std::size_t>(ranks); }
 
 }  // namespace
 
-std::size_t SpaceLayout::seats_at() const { return pages(sizeof(SpaceHeader)); }
-std::size_t SpaceLayout::boards_at() const { return seats_at() + pages(count(ranks) * sizeof(Seat)); }
-std::size_t SpaceLayout::mailboxes_at() const { return boards_at() + count(ranks) * pages(board_bytes); }
+std::size_t SpaceLayout::control_blocks_at() const { return pages(sizeof(SpaceHeader)); }
+std::size_t SpaceLayout::staging_slots_at() const {
+  return control_blocks_at() + pages(count(ranks) * sizeof(ControlBlock));
+}
+std::size_t SpaceLayout::mailboxes_at() const { return staging_slots_at() + count(ranks) * pages(staging_slot_bytes); }
 std::size_t SpaceLayout::total_bytes() const {
   return mailboxes_at() + count(ranks) * count(ranks) * pages(mailbox_bytes);
 }
@@ -88,35 +90,37 @@ FileDescriptor SharedSpace::make_memfd(const SpaceLayout& layout) {
   return memfd;
 }
 
-Seat& SharedSpace::seat(int rank) const { return reinterpret_cast<Seat*>(begin_ + layout_.seats_at())[rank]; }
+ControlBlock& SharedSpace::control_block(int rank) const {
+  return reinterpret_cast<ControlBlock*>(begin_ + layout_.control_blocks_at())[rank];
+}
 
-std::byte* SharedSpace::board(int rank) const {
-  return begin_ + layout_.boards_at() + count(rank) * pages(layout_.board_bytes);
+std::byte* SharedSpace::staging_slot(int rank) const {
+  return begin_ + layout_.staging_slots_at() + count(rank) * pages(layout_.staging_slot_bytes);
 }
 
 std::byte* SharedSpace::mailbox(int from, int to) const {
   return begin_ + layout_.mailboxes_at() + count(from * layout_.ranks + to) * pages(layout_.mailbox_bytes);
 }
 
-SpaceMember::SpaceMember(std::shared_ptr<SharedSpace> space, int rank, std::int64_t generation, Patience patience,
-                         std::vector<FileDescriptor> lives, std::vector<int> names)
+SpaceMember::SpaceMember(std::shared_ptr<SharedSpace> space, int rank, std::int64_t generation, SpinThenBlock spin,
+                         std::vector<FileDescriptor> pidfds, std::vector<int> names)
     : space_(std::move(space)),
       rank_(rank),
       generation_(generation),
-      patience_(patience),
-      lives_(std::move(lives)),
+      spin_(spin),
+      pidfds_(std::move(pidfds)),
       names_(std::move(names)) {}
 
-SpaceMember::~SpaceMember() { space_->seat(rank_).left.store(1, std::memory_order_release); }
+SpaceMember::~SpaceMember() { space_->control_block(rank_).left.store(1, std::memory_order_release); }
 
 std::optional<SpaceMember::Trouble> SpaceMember::trouble(std::span<const int> late, Deadline deadline,
                                                          const char* operation) const {
   if (space_->header().failure_state.load(std::memory_order_acquire) != 0) return Trouble{standing_failure()};
   for (const int r : late) {
-    const bool left = space_->seat(r).left.load(std::memory_order_acquire) != 0;
+    const bool left = space_->control_block(r).left.load(std::memory_order_acquire) != 0;
     bool dead = false;
-    if (!left && count(r) < lives_.size() && lives_[count(r)].open()) {
-      pollfd life{lives_[count(r)].get(), POLLIN, 0};
+    if (!left && count(r) < pidfds_.size() && pidfds_[count(r)].open()) {
+      pollfd life{pidfds_[count(r)].get(), POLLIN, 0};
       dead = poll(&life, 1, 0) > 0;
     }
     if (left || dead) {
@@ -134,7 +138,7 @@ Failure SpaceMember::late(std::span<const int> late, Deadline deadline, const ch
   return Failure::deadline(name_of(rank_), names, deadline.waited().count(), operation);
 }
 
-void SpaceMember::nap(Signal& signal, std::uint32_t seen, Deadline deadline) const {
+void SpaceMember::block_while(Signal& signal, std::uint32_t seen, Deadline deadline) const {
   signal.sleep_while(seen, std::min<std::chrono::nanoseconds>(deadline.time() - Deadline::Clock::now(), kLongestSleep));
 }
 
@@ -163,18 +167,20 @@ Failure SpaceMember::standing_failure() const {
 }
 
 // Either it sees the failure that a leaving rank has set, or that rank sees it here.
-SpaceMember::AtOthers::AtOthers(const SpaceMember& member) : at_others_(member.space().seat(member.rank()).at_others) {
-  at_others_.store(1, std::memory_order_seq_cst);
+SpaceMember::RemoteAccess::RemoteAccess(const SpaceMember& member)
+    : remote_access_(member.space().control_block(member.rank()).remote_access) {
+  remote_access_.store(1, std::memory_order_seq_cst);
   if (member.space().header().failure_state.load(std::memory_order_seq_cst) == 0) return;
-  at_others_.store(0, std::memory_order_release);
+  remote_access_.store(0, std::memory_order_release);
   member.raise();
 }
 
 void SpaceMember::wait_until_left_alone() const {
-  const bool threads = std::none_of(lives_.begin(), lives_.end(), [](const auto& life) { return life.open(); });
+  const bool threads = std::none_of(pidfds_.begin(), pidfds_.end(), [](const auto& life) { return life.open(); });
   const auto most = Deadline::after(kLongestWork);
   for (int r = 0; threads && r < size(); ++r) {
-    while (r != rank_ && space_->seat(r).at_others.load(std::memory_order_seq_cst) != 0 && !most.passed()) {
+    while (r != rank_ && space_->control_block(r).remote_access.load(std::memory_order_seq_cst) != 0 &&
+           !most.passed()) {
       yield_processor();
     }
   }

@@ -24,27 +24,27 @@ namespace lockstep {
 
 // How the memory is divided; equal on all ranks. Untouched pages cost nothing.
 //
-//   header | seats: one a rank | boards: one a rank | mailboxes: one an ordered pair
+//   header | seats: one a rank | staging slots: one a rank | mailboxes: one an ordered pair
 struct SpaceLayout {
   int ranks = 1;
-  std::size_t board_bytes = 0;
+  std::size_t staging_slot_bytes = 0;
   std::size_t mailbox_bytes = 0;
 
-  std::size_t seats_at() const;
-  std::size_t boards_at() const;
+  std::size_t control_blocks_at() const;
+  std::size_t staging_slots_at() const;
   std::size_t mailboxes_at() const;
   std::size_t total_bytes() const;
 };
 
 inline constexpr int kMostRanksOfAHost = 250;
 
-// What every rank has beside its board. The bell rings when a mailbox of this rank has changed.
-struct alignas(64) Seat {
+// What every rank has beside its staging slot. `wake_up` is signalled when a mailbox of this rank has changed.
+struct alignas(64) ControlBlock {
   static constexpr std::size_t kMostSegments = 64;
 
-  Signal bell;
+  Signal wake_up;
   std::atomic<std::uint32_t> left;
-  std::atomic<std::uint32_t> at_others;  // it reads or writes the others' buffers
+  std::atomic<std::uint32_t> remote_access;  // it reads or writes the others' buffers
 
   // Of the memory that it gives out (shared_heap.h): a segment ends there in its file, where the next one begins; and
   // of rank r's it has mapped so many.
@@ -84,8 +84,8 @@ class SharedSpace {
   const SpaceLayout& layout() const { return layout_; }
   std::byte* begin() const { return begin_; }
   SpaceHeader& header() const { return *reinterpret_cast<SpaceHeader*>(begin_); }
-  Seat& seat(int rank) const;
-  std::byte* board(int rank) const;
+  ControlBlock& control_block(int rank) const;
+  std::byte* staging_slot(int rank) const;
   std::byte* mailbox(int from, int to) const;
 
  private:
@@ -96,17 +96,17 @@ class SharedSpace {
 // One rank's place in a space. Its thread waits; any thread may call fail and check.
 class SpaceMember {
  public:
-  // `lives[r]`: a pidfd of rank r's process, or closed where it is this process. `names[r]`: what failures call it; by
+  // `pidfds[r]`: a pidfd of rank r's process, or closed where it is this process. `names[r]`: what failures call it; by
   // default its rank. When this object ends, the rank has left.
-  SpaceMember(std::shared_ptr<SharedSpace> space, int rank, std::int64_t generation, Patience patience,
-              std::vector<FileDescriptor> lives = {}, std::vector<int> names = {});
+  SpaceMember(std::shared_ptr<SharedSpace> space, int rank, std::int64_t generation, SpinThenBlock spin,
+              std::vector<FileDescriptor> pidfds = {}, std::vector<int> names = {});
   ~SpaceMember();
 
   SharedSpace& space() const { return *space_; }
   std::shared_ptr<SharedSpace> shared_space() const { return space_; }
   int rank() const { return rank_; }
   int size() const { return space_->layout().ranks; }
-  const Patience& patience() const { return patience_; }
+  const SpinThenBlock& spin() const { return spin_; }
   std::int64_t generation() const { return generation_; }
 
   // Returns when signal_of(r) has reached `target` for every other rank r; raises the failure that comes first.
@@ -115,7 +115,7 @@ class SpaceMember {
     for (int r = 0; r < size(); ++r) {
       if (r == rank_) continue;
       Signal& signal = signal_of(r);
-      if (look(patience_, [&] { return signal.reached(target); })) continue;
+      if (spin_until(spin_, [&] { return signal.reached(target); })) continue;
       while (!signal.reached(target)) {
         std::vector<int> late;
         for (int other = r; other < size(); ++other) {
@@ -127,7 +127,7 @@ class SpaceMember {
         const bool excused =
             signal.reached(target) || (wrong && wrong->gone >= 0 && signal_of(wrong->gone).reached(target));
         if (wrong && !excused) give_up(wrong->failure);
-        if (!excused) nap(signal, seen, deadline);
+        if (!excused) block_while(signal, seen, deadline);
       }
     }
   }
@@ -146,20 +146,20 @@ class SpaceMember {
   [[noreturn]] void give_up(const Failure& failure);
 
   // Sleeps while `signal` has the value `seen`, for as long as it is safe not to look for trouble.
-  void nap(Signal& signal, std::uint32_t seen, Deadline deadline) const;
+  void block_while(Signal& signal, std::uint32_t seen, Deadline deadline) const;
 
   // While it lives this rank may be at the others' buffers, where they lie: threads of one process wait for that before
   // a failure is raised, after which a buffer may be gone. Processes need not: what they see of each other is the
   // space.
-  class AtOthers {
+  class RemoteAccess {
    public:
-    explicit AtOthers(const SpaceMember& member);  // raises the failure that stands
-    ~AtOthers() { at_others_.store(0, std::memory_order_release); }
-    AtOthers(const AtOthers&) = delete;
-    AtOthers& operator=(const AtOthers&) = delete;
+    explicit RemoteAccess(const SpaceMember& member);  // raises the failure that stands
+    ~RemoteAccess() { remote_access_.store(0, std::memory_order_release); }
+    RemoteAccess(const RemoteAccess&) = delete;
+    RemoteAccess& operator=(const RemoteAccess&) = delete;
 
    private:
-    std::atomic<std::uint32_t>& at_others_;
+    std::atomic<std::uint32_t>& remote_access_;
   };
 
   // The first failure stands, on all ranks.
@@ -180,8 +180,8 @@ class SpaceMember {
   const std::shared_ptr<SharedSpace> space_;
   const int rank_;
   const std::int64_t generation_;
-  const Patience patience_;
-  const std::vector<FileDescriptor> lives_;
+  const SpinThenBlock spin_;
+  const std::vector<FileDescriptor> pidfds_;
   const std::vector<int> names_;
 };
 

@@ -1,4 +1,4 @@
-// A counter that ranks in several threads or processes watch, and how long a wait looks before it sleeps.
+// A counter that ranks in several threads or processes watch, and how long a wait spins before it blocks.
 #pragma once
 
 #include <atomic>
@@ -7,10 +7,10 @@
 
 namespace lockstep {
 
-// How a wait passes its time before it sleeps in the kernel.
-struct Patience {
-  int spins = 0;   // looks with the processor's pause between
-  int yields = 0;  // looks after giving the core to another thread; for more ranks than cores
+// How often a wait looks before it blocks in the kernel.
+struct SpinThenBlock {
+  int spins = 0;   // with the processor's pause between
+  int yields = 0;  // after giving the core to another thread; for more ranks than cores
 };
 
 // Written by one rank, watched by any; lies in memory that all map. Starts as zero bytes.
@@ -36,21 +36,21 @@ class Signal {
   std::atomic<std::uint32_t> sleepers_;
 };
 
-// Looks until ready() or until patience ends; returns what ready() said last.
+// Asks ready() until it is true, or `spin` is used up; returns what it said last.
 template <class Ready>
-bool look(const Patience& patience, const Ready& ready);
+bool spin_until(const SpinThenBlock& spin, const Ready& ready);
 
 void pause_processor();
 void yield_processor();
 
 template <class Ready>
-bool look(const Patience& patience, const Ready& ready) {
+bool spin_until(const SpinThenBlock& spin, const Ready& ready) {
   if (ready()) return true;
-  for (int i = 0; i < patience.spins; ++i) {
+  for (int i = 0; i < spin.spins; ++i) {
     pause_processor();
     if (ready()) return true;
   }
-  for (int i = 0; i < patience.yields; ++i) {
+  for (int i = 0; i < spin.yields; ++i) {
     yield_processor();
     if (ready()) return true;
   }

@@ -51,16 +51,16 @@ struct SocketChannels::Receiving {
 };
 
 SocketChannels::SocketChannels(const ChannelOptions& options, Sockets channels, Sockets alarms)
-    : patience_(options.patience),
+    : spin_(options.spin),
       channels_(std::move(channels)),
-      alarm_(options.rank, options.generation, std::move(alarms)),
+      failure_channel_(options.rank, options.generation, std::move(alarms)),
       scratch_(std::make_unique<Scratch>()) {}
 
 SocketChannels::~SocketChannels() = default;
 
 void SocketChannels::exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
                               const char* operation) {
-  alarm_.check();
+  failure_channel_.check();
   fail_point("tcp.before_exchange");
   std::vector<Sending> sendings;
   std::vector<Receiving> receivings;
@@ -95,13 +95,13 @@ void SocketChannels::exchange(std::span<const Outgoing> outgoing, std::span<cons
   };
 
   while (true) {
-    const bool moved = look(patience_, [&] { return step() || late.empty(); });
+    const bool moved = spin_until(spin_, [&] { return step() || late.empty(); });
     fail_point("tcp.in_exchange");
     if (late.empty()) return;
     if (moved) {
-      alarm_.look(late, deadline, operation);
+      failure_channel_.check(late, deadline, operation);
     } else {
-      alarm_.wait(polls, late, deadline, operation);
+      failure_channel_.wait(polls, late, deadline, operation);
     }
   }
 }
@@ -116,7 +116,7 @@ bool SocketChannels::push(Sending& sending, const char* operation) {
   message.msg_iov = header_left > 0 ? parts : parts + 1;
   message.msg_iovlen = header_left > 0 ? 2 : 1;
   const auto count = sendmsg(channel(sending.message->to), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-  if (count < 0 && errno != EAGAIN && errno != EINTR) alarm_.lost(sending.message->to, operation);
+  if (count < 0 && errno != EAGAIN && errno != EINTR) failure_channel_.lost(sending.message->to, operation);
   if (count <= 0) return false;
   sending.done += static_cast<std::size_t>(count);
   return true;
@@ -136,7 +136,7 @@ bool SocketChannels::pull(Receiving& receiving, const char* operation) {
   request.msg_iov = header_left > 0 ? parts : parts + 1;
   request.msg_iovlen = header_left > 0 ? 2 : 1;
   const auto count = recvmsg(channel(message.from), &request, MSG_DONTWAIT);
-  if (count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR)) alarm_.lost(message.from, operation);
+  if (count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR)) failure_channel_.lost(message.from, operation);
   if (count < 0) return false;
   receiving.done += static_cast<std::size_t>(count);
   if (receiving.done < sizeof(Header)) return true;

@@ -1,12 +1,12 @@
-// Channels of TCP connections: one a pair of ranks for messages, and one for the alarm.
+// Channels of TCP connections: one a pair of ranks for messages, and one for the failure channel.
 #pragma once
 
 #include <memory>
 #include <vector>
 
-#include "transport/alarm.h"
 #include "transport/channels.h"
 #include "transport/connections.h"
+#include "transport/failure_channel.h"
 
 namespace lockstep {
 
@@ -15,15 +15,15 @@ class SocketChannels final : public Channels {
   SocketChannels(const ChannelOptions& options, Sockets channels, Sockets alarms);
   ~SocketChannels() override;
 
-  int rank() const override { return alarm_.rank(); }
-  int size() const override { return alarm_.size(); }
+  int rank() const override { return failure_channel_.rank(); }
+  int size() const override { return failure_channel_.size(); }
   void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
                 const char* operation) override;
-  void fail(const Failure& failure) override { alarm_.fail(failure); }
+  void fail(const Failure& failure) override { failure_channel_.fail(failure); }
   void give_up(std::span<const int> late, Deadline deadline, const char* operation) override {
-    alarm_.give_up(late, deadline, operation);
+    failure_channel_.give_up(late, deadline, operation);
   }
-  void check() override { alarm_.check(); }
+  void check() override { failure_channel_.check(); }
 
  private:
   struct Header;
@@ -35,9 +35,9 @@ class SocketChannels final : public Channels {
   bool pull(Receiving& receiving, const char* operation);
   int channel(int rank) const { return channels_[static_cast<std::size_t>(rank)].get(); }
 
-  const Patience patience_;
+  const SpinThenBlock spin_;
   const Sockets channels_;
-  Alarm alarm_;  // ends before the channels do, so that a goodbye comes before their end
+  FailureChannel failure_channel_;  // ends before the channels do, so that a goodbye comes before their end
   const std::unique_ptr<Scratch> scratch_;
 };
 

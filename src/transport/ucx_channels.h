@@ -1,4 +1,4 @@
-// Channels over UCX: RDMA where the hosts have it. The alarm goes over sockets.
+// Channels over UCX: RDMA where the hosts have it. The failure_channel goes over sockets.
 #pragma once
 
 #include <memory>

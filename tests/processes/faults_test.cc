@@ -11,7 +11,7 @@
 #include <set>
 
 #include "base/text.h"
-#include "collective/ranks.h"
+#include "collective/ranks_testing.h"
 #include "lockstep/store.h"
 #include "tests/processes/processes.h"
 
@@ -93,8 +93,12 @@ void expect_survivors_name_the_victim(const Scenario& scenario) {
   EXPECT_EQ(shared_files(), before);
 }
 
-const std::vector<std::string> kInMemory{"",           "direct.before_post",    "direct.posted",
-                                         "direct.met", "direct.before_meeting", "direct.met_again"};
+const std::vector<std::string> kInMemory{"",
+                                         "direct.before_descriptor",
+                                         "direct.descriptor_written",
+                                         "direct.descriptors_read",
+                                         "direct.before_synchronize",
+                                         "direct.synchronized"};
 const std::vector<std::string> kAtSockets{"", "tcp.before_exchange", "tcp.in_exchange"};
 const std::vector<std::string> kInUcx{"", "ucx.before_exchange", "ucx.in_exchange"};
 

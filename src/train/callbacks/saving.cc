@@ -82,7 +82,7 @@ ModelCheckpoint::ModelCheckpoint(std::string filepath, ModelCheckpointOptions op
 }
 
 void ModelCheckpoint::on_train_begin() {
-  auto& impl = *model().impl();
+  auto& impl = unwrap(model());
   std::vector<std::string> names{"epoch", "batch"};
   for (const auto& [name, value] : impl.tracker->logs()) {
     names.push_back(name);
@@ -137,7 +137,7 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
   } else {
     model().save_checkpoint(path);
   }
-  model().impl()->workers().run_on_rank_0([&] { record_checkpoint(path, kept_, options_.max_to_keep); });
+  unwrap(model()).workers().run_on_rank_0([&] { record_checkpoint(path, kept_, options_.max_to_keep); });
 }
 
 void ModelCheckpoint::save(Archive& archive, const std::string& prefix) const {
@@ -165,7 +165,7 @@ BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptio
 }
 
 void BackupAndRestore::on_train_begin() {
-  auto& impl = *model().impl();
+  auto& impl = unwrap(model());
   bool there = false;
   impl.workers().run_on_rank_0([&] {
     const bool done_here = keep_at_success(file_);
@@ -183,13 +183,13 @@ void BackupAndRestore::on_train_begin() {
 }
 
 void BackupAndRestore::save(Archive& archive, const std::string& prefix) const {
-  const auto& impl = *model().impl();
+  const auto& impl = unwrap(model());
   archive.entries[prefix + "/stopping"] = (impl.stopping || impl.agreed_to_stop) && !impl.out_of_data ? "1" : "0";
 }
 
 // Who asked for the end need not ask again after a restart.
 std::function<void()> BackupAndRestore::load(const Archive& archive, const std::string& prefix) {
-  return [this, stopping = archive.integer(prefix + "/stopping") != 0] { model().impl()->stopping = stopping; };
+  return [this, stopping = archive.integer(prefix + "/stopping") != 0] { unwrap(model()).stopping = stopping; };
 }
 
 void BackupAndRestore::on_train_batch_end(std::int64_t batch, const Logs&) {

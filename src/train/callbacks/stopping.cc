@@ -93,7 +93,7 @@ std::function<void()> EarlyStopping::load(const Archive& archive, const std::str
     if (!loaded.best_weights_) loaded.best_weights_.emplace();
     loaded.best_weights_->tensors[name.substr(weights.size())] = tensor;
   }
-  if (loaded.best_weights_) check_weights(*loaded.best_weights_, *model().module().parameters());
+  if (loaded.best_weights_) check_weights(*loaded.best_weights_, unwrap(model().module()));
   return [this, loaded = std::move(loaded)] { *this = loaded; };
 }
 

@@ -6,7 +6,7 @@
 #include "base/fail_point.h"
 #include "base/text.h"
 #include "lockstep/error.h"
-#include "transport/alarm.h"
+#include "transport/failure_channel.h"
 #include "transport/ucx/worker.h"
 
 namespace lockstep {
@@ -57,9 +57,10 @@ struct Receiving {
 class UcxChannels final : public Channels {
  public:
   UcxChannels(const ChannelOptions& options, const AllGather& all_gather, Deadline deadline)
-      : patience_(options.patience),
+      : spin_(options.spin),
         worker_(std::make_unique<ucx::Worker>(options.rank, options.size, options.address)),
-        alarm_(options.rank, options.generation, std::move(connect_all(options, 1, all_gather, deadline)[0])) {
+        failure_channel_(options.rank, options.generation,
+                         std::move(connect_all(options, 1, all_gather, deadline)[0])) {
     const auto addresses = all_gather(worker_->address());
     for (int r = 0; r < size(); ++r) {
       if (r != rank()) worker_->connect(r, addresses[static_cast<std::size_t>(r)]);
@@ -80,16 +81,16 @@ class UcxChannels final : public Channels {
     for (const auto& flush : flushes) {
       progress_until([&] { return flush.ended(); }, until);
     }
-    alarm_.leave();
-    progress_until([this] { return alarm_.alone(); }, until);
+    failure_channel_.leave();
+    progress_until([this] { return failure_channel_.alone(); }, until);
   }
 
-  int rank() const override { return alarm_.rank(); }
-  int size() const override { return alarm_.size(); }
+  int rank() const override { return failure_channel_.rank(); }
+  int size() const override { return failure_channel_.size(); }
 
   void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
                 const char* operation) override {
-    alarm_.check();
+    failure_channel_.check();
     if (broken_) throw Aborted("the group was aborted: a message did not end");
     fail_point("ucx.before_exchange");
     std::deque<Sending> sendings;
@@ -104,18 +105,18 @@ class UcxChannels final : public Channels {
     }
   }
 
-  void fail(const Failure& failure) override { alarm_.fail(failure); }
+  void fail(const Failure& failure) override { failure_channel_.fail(failure); }
   void give_up(std::span<const int> late, Deadline deadline, const char* operation) override {
-    alarm_.give_up(late, deadline, operation);
+    failure_channel_.give_up(late, deadline, operation);
   }
-  void check() override { alarm_.check(); }
+  void check() override { failure_channel_.check(); }
 
  private:
   template <class Done>
   void progress_until(const Done& done, Deadline until) {
     while (!done() && !until.passed()) {
       pollfd channel{worker_->descriptor(), POLLIN, 0};
-      if (!worker_->progress() && worker_->arm()) alarm_.listen({&channel, 1}, until);
+      if (!worker_->progress() && worker_->arm()) failure_channel_.listen({&channel, 1}, until);
     }
   }
 
@@ -141,7 +142,7 @@ class UcxChannels final : public Channels {
     if (request.status() == UCS_OK) return true;
     if (!worker_->broken(other)) {
       fail(Failure::aborted(rank(), text("rank ", rank(), ": UCX, with rank ", other, ": ", request.reason())));
-      alarm_.check();
+      failure_channel_.check();
     }
     return false;
   }
@@ -181,18 +182,19 @@ class UcxChannels final : public Channels {
       return moved;
     };
     while (true) {
-      const bool moved = look(patience_, [&] { return step() || late.empty(); });
+      const bool moved = spin_until(spin_, [&] { return step() || late.empty(); });
       fail_point("ucx.in_exchange");
       if (late.empty()) return;
       if (moved || !worker_->arm()) {
-        alarm_.look(late, deadline, operation);
+        failure_channel_.check(late, deadline, operation);
         continue;
       }
       for (const int r : late) {
-        if (worker_->broken(r) || (alarm_.gone(r) && !comes(kForTheGone))) alarm_.lost(r, operation);
+        if (worker_->broken(r) || (failure_channel_.gone(r) && !comes(kForTheGone)))
+          failure_channel_.lost(r, operation);
       }
       pollfd channel{worker_->descriptor(), POLLIN, 0};
-      alarm_.wait({&channel, 1}, late, deadline, operation);
+      failure_channel_.wait({&channel, 1}, late, deadline, operation);
     }
   }
 
@@ -257,11 +259,11 @@ class UcxChannels final : public Channels {
     return slot;
   }
 
-  const Patience patience_;
+  const SpinThenBlock spin_;
   std::unique_ptr<ucx::Worker> worker_;
   bool broken_ = false;
   std::vector<std::unique_ptr<Slot>> slots_;
-  Alarm alarm_;  // ends before the worker does, so that a goodbye comes before its end
+  FailureChannel failure_channel_;  // ends before the worker does, so that a goodbye comes before its end
 };
 
 }  // namespace

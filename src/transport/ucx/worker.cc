@@ -58,7 +58,7 @@ class Settings {
   Settings(const Library& ucx, const std::string& address) : ucx_(ucx) {
     require(ucx_, ucx_.ucp_config_read(nullptr, nullptr, &config_), "read its settings");
     set("TLS", "^shm");
-    set("KEEPALIVE_INTERVAL", "inf");  // the alarm hears of deaths
+    set("KEEPALIVE_INTERVAL", "inf");  // the failure channel hears of deaths
     set("NET_DEVICES", devices_for(address));
     set("TCP_TX_SEG_SIZE", "512K");
     set("TCP_RX_SEG_SIZE", "512K");

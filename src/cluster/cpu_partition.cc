@@ -1,0 +1,77 @@
+#include "cluster/cpu_partition.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "base/mutex.h"
+#include "base/resources.h"
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+// What this process might use when it first asked, and what it keeps to.
+struct Given {
+  const std::vector<int> all_cpus = allowed_cpus();
+  const int count = usable_cpu_count();  // fewer than all_cpus where several processes share them
+  Mutex mutex;
+  std::vector<int> cpus LOCKSTEP_GUARDED_BY(mutex) = all_cpus;
+  int usable LOCKSTEP_GUARDED_BY(mutex) = count;
+};
+Given& given() {
+  static Given cpus;
+  return cpus;
+}
+
+}  // namespace
+
+std::vector<int> given_cpus() {
+  MutexLock lock(given().mutex);
+  return given().cpus;
+}
+
+int kept_cpu_count() {
+  MutexLock lock(given().mutex);
+  return given().usable;
+}
+
+int CpuPartition::usable_cpu_count() const {
+  if (size == 1) return kept_cpu_count();
+  return own_cores ? given().count : std::max(1, given().count / size);
+}
+
+std::vector<int> CpuPartition::cpus() const {
+  if (size == 1) return cpus_by_place(given_cpus());
+  const auto all = cpus_by_place(given().all_cpus);
+  const auto count = static_cast<int>(all.size());
+  if (count < size || own_cores) return all;
+  return {all.begin() + count * rank / size, all.begin() + count * (rank + 1) / size};
+}
+
+void keep_to_partition(const CpuPartition& share) {
+  const auto cpus = share.cpus();
+  const int count = share.usable_cpu_count();
+  pin_current_thread(cpus);
+  share_memory_among(share.size);
+  MutexLock lock(given().mutex);
+  given().cpus = cpus;
+  given().usable = count;
+}
+
+bool has_own_cores(const World& world, Bootstrap& members, Deadline deadline) {
+  const auto& mine = given().all_cpus;
+  const auto all = members.all_gather(text(world.host, "\n", join(mine, " ")), deadline);
+  if (world.local_size == 1) return false;
+  for (int r = 0; r < world.size; ++r) {
+    std::istringstream words(all[static_cast<std::size_t>(r)]);
+    std::string host;
+    std::getline(words, host);
+    if (r == world.rank || host != world.host) continue;
+    for (int cpu = 0; words >> cpu;) {
+      if (std::find(mine.begin(), mine.end(), cpu) != mine.end()) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,164 @@
+// Processes that do not belong to a job: other users of the host, and connections that prove nothing.
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <thread>
+
+#include "base/child_process_testing.h"
+#include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
+#include "base/text.h"
+#include "lockstep/store.h"
+#include "transport/connections.h"
+#include "transport/socket.h"
+#include "transport/user_token.h"
+
+namespace lockstep {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr uid_t kAnotherUser = 65534;
+
+Deadline within(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
+
+TEST(UserToken, IsMadeOnceForItsOwnerAlone) {
+  const auto home = fresh_folder("strangers", "home").string();
+  const auto token = user_token(home);
+  EXPECT_EQ(token.size(), 32U);
+  EXPECT_EQ(user_token(home), token);
+  const auto permissions = fs::status(home + "/.lockstep/token").permissions();
+  EXPECT_EQ(permissions & (fs::perms::group_all | fs::perms::others_all), fs::perms::none);
+  fs::permissions(home + "/.lockstep/token", fs::perms::others_read, fs::perm_options::add);
+  expect_says(message_of<ClusterError>([&] { user_token(home); }), "may be read by others");
+  fs::permissions(home + "/.lockstep", fs::perms::others_write, fs::perm_options::add);
+  expect_says(message_of<ClusterError>([&] { user_token(home); }), "nobody else may write to");
+}
+
+TEST(UserToken, ProcessesThatMakeItAtTheSameTimeHaveTheSame) {
+  const auto home = fresh_folder("strangers", "together").string();
+  std::vector<std::future<std::string>> tokens;
+  for (int i = 0; i < 8; ++i) tokens.push_back(std::async(std::launch::async, [&] { return user_token(home); }));
+  const auto token = user_token(home);
+  for (auto& other : tokens) EXPECT_EQ(other.get(), token);
+}
+
+TEST(UserToken, WhereNothingCanBeKeptThereIsNone) {
+  const auto file = fresh_folder("strangers", "none") / "file";
+  std::ofstream(file) << "x";
+  EXPECT_EQ(user_token(file.string()), "");
+  EXPECT_EQ(user_token(""), "");
+}
+
+// It keeps other users out on loopback, and is no reason to listen elsewhere.
+TEST(UserToken, IsNoJobsToken) {
+  const Access access{.token = std::string(32, 'u'), .of_this_user = true};
+  EXPECT_NO_THROW(listen_at("127.0.0.1:0", access));
+  expect_says(message_of<ClusterError>([&] { listen_at("0.0.0.0:0", access); }), "needs a token");
+}
+
+TEST(Strangers, AnotherUserCannotUseAStoreOnLoopback) {
+  const auto store = Store::hold("127.0.0.1:0");  // no launcher gave a token
+  store.set("weights at", "home", within(5));
+  ChildProcess other([&]() -> std::string {
+    if (::setuid(kAnotherUser) != 0) return "cannot become another user";
+    for (const auto& access : {Access{}, access_of_environment()}) {
+      try {
+        Store::connect(store.address(), within(2), access).set("weights at", "mine", within(2));
+        return "it wrote";
+      } catch (const ClusterError&) {
+      }
+    }
+    return "kept out";
+  });
+  EXPECT_EQ(other.said(), "kept out");
+  EXPECT_EQ(store.get("weights at", within(5)), "home");
+}
+
+// More connections than the process may have descriptors, and they say nothing.
+TEST(Strangers, SilentConnectionsUseUpNothing) {
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, 4096);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  ChildProcess holder([&]() -> std::string {
+    const rlimit few{256, 256};
+    if (setrlimit(RLIMIT_NOFILE, &few) != 0) return "no limit";
+    const auto store = Store::hold("127.0.0.1:0", {.token = std::string(32, 't')});
+    const auto address = store.address() + "\n";
+    if (::write(ready[1], address.data(), address.size()) < 0) return "no pipe";
+    const auto said = store.get("done", within(60));
+    // The process can still open what it needs.
+    for (int i = 0; i < 32; ++i) {
+      if (::dup(0) < 0) return "no descriptor is left";
+    }
+    return said;
+  });
+  ::close(ready[1]);
+  char bytes[100]{};
+  ASSERT_GT(::read(ready[0], bytes, sizeof bytes), 0);
+  const std::string address(bytes, std::string(bytes).find('\n'));
+  std::vector<FileDescriptor> silent;
+  for (int i = 0; i < 1100; ++i) silent.push_back(connect_to(address, within(20)));
+  const Access ours{.token = std::string(32, 't')};
+  const auto begin = Deadline::after(std::chrono::seconds(0));
+  const auto store = Store::connect(address, within(20), ours);
+  EXPECT_LT(begin.waited().count(), 5);
+  store.set("done", "all is well", within(20));
+  EXPECT_EQ(holder.said(), "all is well");
+}
+
+TEST(Strangers, SilentConnectionsDoNotKeepRanksApart) {
+  std::promise<std::string> address_of_zero;
+  const auto address = address_of_zero.get_future().share();
+  std::vector<Sockets> zero;
+  std::jthread first([&] {
+    zero = connect_all(
+        {.rank = 0, .size = 2}, 2,
+        [&](const std::string& mine) {
+          address_of_zero.set_value(mine);
+          return std::vector<std::string>{mine, ""};
+        },
+        within(60));
+  });
+  std::vector<FileDescriptor> strangers;
+  const auto begin = Deadline::after(std::chrono::seconds(0));
+  const auto one = connect_all(
+      {.rank = 1, .size = 2}, 2,
+      [&](const std::string& mine) {
+        for (int i = 0; i < 20; ++i) {
+          strangers.push_back(connect_to(address.get().substr(address.get().find(' ') + 1), within(5)));
+        }
+        return std::vector<std::string>{address.get(), mine};
+      },
+      within(60));
+  first.join();
+  EXPECT_LT(begin.waited().count(), 5);
+  EXPECT_TRUE(zero[0][1].open() && one[1][0].open());
+}
+
+TEST(Strangers, WarningsAreCountedAndNotRepeated) {
+  const auto store = Store::hold("127.0.0.1:0");
+  testing::internal::CaptureStderr();
+  const std::string garbage(200, 'x');
+  for (int i = 0; i < 500; ++i) {
+    const auto socket = connect_to(store.address(), within(5));
+    write_all(socket, std::as_bytes(std::span(garbage)), within(5));
+    char byte = 0;
+    wait_for_events(socket.get(), POLLIN, within(5));
+    EXPECT_LE(recv(socket.get(), &byte, 1, 0), 0);
+  }
+  const auto printed = testing::internal::GetCapturedStderr();
+  EXPECT_LE(std::count(printed.begin(), printed.end(), '\n'), 2) << printed;
+}
+
+}  // namespace
+}  // namespace lockstep

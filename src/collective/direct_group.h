@@ -1,0 +1,68 @@
+// The backend for ranks that share memory: threads of one process, or processes of one host.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "collective/backend.h"
+#include "collective/staging_slot.h"
+#include "transport/memory_channels.h"
+#include "transport/shared_space.h"
+
+namespace lockstep {
+
+// Every operation is: post my call, see everybody's, then take what I need from the others' memory:
+//   small   inputs came with the descriptors, and everybody computes its own result;
+//   direct  all buffers lie where all ranks see them: each reduces one slice for everybody, and waits for the others;
+//   staged  else: the same, through windows of shared memory.
+class DirectGroup : public GroupBackend {
+ public:
+  // The sizes of a staging slot and a mailbox in the space that `member` is of.
+  static SpaceLayout layout(int ranks);
+
+  explicit DirectGroup(std::shared_ptr<SpaceMember> member);
+
+  int rank() const override { return member_->rank(); }
+  int size() const override { return member_->size(); }
+  const char* run(const Call& call, Deadline deadline) override;
+  const char* exchange(std::span<const Call> calls, Deadline deadline) override;
+  void fail(const Failure& failure) override { member_->fail(failure); }
+
+ protected:
+  const std::shared_ptr<SpaceMember>& member() const { return member_; }
+
+  // Where the others find a buffer, or CallDescriptor::kPrivate; and where this rank finds `bytes` that another showed,
+  // which throws ClusterError where that is no place of the other's. see_new is called before each call's descriptors
+  // are read.
+  virtual std::int64_t place_of(const Buffer& buffer) = 0;
+  virtual std::byte* at_place(int rank, std::int64_t place, std::size_t bytes) const = 0;
+  virtual void see_new() {}
+
+ private:
+  enum class Way { small, direct, staged };
+
+  StagingSlot& staging_slot(int rank) const { return *staging_slots_[static_cast<std::size_t>(rank)]; }
+  CallDescriptor& descriptor(int rank) const { return staging_slot(rank).descriptors[posted_ % 2]; }
+
+  Way exchange_descriptors(const Call& call, Deadline deadline);
+  void synchronize(const char* operation, Deadline deadline);
+  const char* reduce(const Call& call, Deadline deadline);
+  void reduce_staged(const Call& call, Deadline deadline);
+  const char* pull(const Call& call, Deadline deadline);
+  void pull_staged(const Call& call, std::span<const Transfer> transfers, Deadline deadline);
+
+  Slice my_slice(const Call& call) const;
+  const std::byte* payload_of(int rank, std::size_t at, std::size_t bytes) const;
+  template <class InputOf>
+  void reduce_into(const Call& call, std::size_t count, const InputOf& input_of, std::span<void* const> outputs);
+
+  const std::shared_ptr<SpaceMember> member_;
+  const std::vector<StagingSlot*> staging_slots_;  // [rank]
+  MemoryChannels channels_;
+  std::uint32_t posted_ = 0;        // calls
+  std::uint32_t synchronized_ = 0;  // synchronizations within calls
+  std::vector<const void*> inputs_;
+  std::vector<void*> outputs_;
+};
+
+}  // namespace lockstep

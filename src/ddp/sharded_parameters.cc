@@ -1,0 +1,171 @@
+#include "lockstep/sharded_parameters.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+
+#include <map>
+#include <set>
+
+#include "base/text.h"
+#include "gradient/gather_in_place.h"
+#include "gradient/shard_map.h"
+#include "lockstep/error.h"
+
+namespace lockstep::internal {
+namespace {
+
+// A tensor's elements in the order of its memory, which has no gaps.
+at::Tensor flattened(const at::Tensor& tensor) { return tensor.as_strided({tensor.numel()}, {1}); }
+
+// Values of one dtype, rank after rank, in memory of the Group.
+struct Values {
+  at::Tensor all;
+  Counts counts;  // [rank]
+};
+
+std::vector<Shard> whole_shards(const std::vector<at::Tensor>& parameters) {
+  std::vector<Shard> shards;
+  for (std::size_t i = 0; i < parameters.size(); ++i) shards.push_back({i, 0, parameters[i].numel()});
+  return shards;
+}
+
+// First what the ranks must have in common, so that what is wrong is wrong on all of them.
+void check(const std::vector<at::Tensor>& parameters, const Communicator& ranks) {
+  std::string lines;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto& parameter = parameters[i];
+    lines += text("parameter ", i, ": ", parameter.scalar_type(), " ", parameter.sizes(), ", strides ",
+                  parameter.strides(), "\n");
+  }
+  ranks.check_all_agree("parameters of ShardedOptimizer", lines);
+  std::set<const at::TensorImpl*> seen;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const auto& parameter = parameters[i];
+    const bool real = parameter.scalar_type() == at::kFloat || parameter.scalar_type() == at::kDouble;
+    if (!real || !parameter.is_non_overlapping_and_dense()) {
+      throw InvalidArgument(text("ShardedOptimizer: parameter ", i, " is ", parameter.scalar_type(), " ",
+                                 parameter.sizes(), real ? " with gaps in its memory" : "",
+                                 "; it must be float or double, without gaps"));
+    }
+    if (!seen.insert(parameter.unsafeGetTensorImpl()).second) {
+      throw InvalidArgument(text("ShardedOptimizer: parameter ", i, " is there twice; name tied ones once"));
+    }
+  }
+}
+
+}  // namespace
+
+struct ShardedParameters::State {
+  State(std::vector<at::Tensor> all, Communicator members)
+      : parameters(std::move(all)),
+        ranks(std::move(members)),
+        map(ShardMap::even(whole_shards(parameters), ranks.size())) {
+    for (const auto& parameter : parameters) places.push_back(parameter.const_data_ptr());
+  }
+
+  const std::vector<at::Tensor> parameters;
+  const Communicator ranks;
+  const ShardMap map;               // owners are ranks
+  std::vector<const void*> places;  // [parameter]: of its values
+  const std::int64_t regroups = ranks.regroups();
+  std::map<at::ScalarType, Values> values;
+
+  // Calls act(rank, place of the shard in its parameter, place in `all`) for each shard of the dtype.
+  template <class Act>
+  void each_shard(at::ScalarType dtype, const at::Tensor& all, const Act& act) const {
+    std::int64_t at = 0;
+    for (int rank = 0; rank < ranks.size(); ++rank) {
+      for (const auto& shard : map.of(rank)) {
+        const auto& parameter = parameters[shard.slot];
+        if (parameter.scalar_type() != dtype) continue;
+        act(rank, flattened(parameter.detach()).narrow(0, shard.begin, shard.count), all.narrow(0, at, shard.count));
+        at += shard.count;
+      }
+    }
+  }
+};
+
+ShardedParameters::ShardedParameters(std::vector<at::Tensor> parameters, Communicator ranks)
+    : state_((check(parameters, ranks), std::make_unique<State>(std::move(parameters), std::move(ranks)))) {
+  for (const auto dtype : {at::kFloat, at::kDouble}) {
+    Values values{.counts = Counts(static_cast<std::size_t>(state_->ranks.size()))};
+    std::size_t count = 0;
+    for (int rank = 0; rank < state_->ranks.size(); ++rank) {
+      for (const auto& shard : state_->map.of(rank)) {
+        if (state_->parameters[shard.slot].scalar_type() != dtype) continue;
+        values.counts[static_cast<std::size_t>(rank)] += static_cast<std::size_t>(shard.count);
+        count += static_cast<std::size_t>(shard.count);
+      }
+    }
+    if (count == 0) continue;
+    const auto memory = state_->ranks.group().allocate(count * at::elementSize(dtype));
+    values.all = at::from_blob(
+        memory.get(), {static_cast<std::int64_t>(count)}, [memory](void*) {}, at::TensorOptions(dtype));
+    state_->values.emplace(dtype, std::move(values));
+  }
+}
+
+ShardedParameters::~ShardedParameters() = default;
+
+const Communicator& ShardedParameters::ranks() const { return state_->ranks; }
+
+void ShardedParameters::require_as_made() const {
+  if (state_->ranks.regroups() != state_->regroups) {
+    throw Error("ShardedOptimizer: ranks were lost, and their shards' state with them; make it anew, and load it");
+  }
+  for (std::size_t i = 0; i < state_->parameters.size(); ++i) {
+    if (state_->parameters[i].const_data_ptr() == state_->places[i]) continue;
+    throw Error(text("ShardedOptimizer: parameter ", i,
+                     " was moved to other memory (by to(device) or set_data); make the optimizer after that"));
+  }
+}
+
+at::Tensor ShardedParameters::shard(std::size_t i, int rank, const at::Tensor& whole) const {
+  const auto& parameter = state_->parameters[i];
+  for (const auto& shard : state_->map.of(rank)) {
+    if (shard.slot != i) continue;
+    const bool same_order = whole.strides() == parameter.strides();
+    return flattened(same_order ? whole : at::empty_like(parameter).copy_(whole)).narrow(0, shard.begin, shard.count);
+  }
+  return {};
+}
+
+std::vector<at::Tensor> ShardedParameters::shards(int rank) const {
+  std::vector<at::Tensor> shards;
+  for (std::size_t i = 0; i < state_->parameters.size(); ++i) {
+    shards.push_back(shard(i, rank, state_->parameters[i].detach()));
+  }
+  return shards;
+}
+
+at::Tensor ShardedParameters::joined(std::size_t i, const std::vector<at::Tensor>& shards) const {
+  const auto whole = at::empty_like(state_->parameters[i].detach());
+  flattened(whole).copy_(at::cat(shards));
+  return whole;
+}
+
+void ShardedParameters::take_gradients(const std::vector<at::Tensor>& shards) const {
+  const at::NoGradGuard no_gradient;
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    const auto& gradient = state_->parameters[i].grad();
+    if (!shards[i].defined() || !gradient.defined()) continue;
+    shards[i].mutable_grad() = shard(i, state_->ranks.rank(), gradient.is_sparse() ? gradient.to_dense() : gradient);
+  }
+}
+
+void ShardedParameters::gather_values() {
+  const at::NoGradGuard no_gradient;
+  const auto& ranks = state_->ranks;
+  for (const auto& [dtype, values] : state_->values) {
+    state_->each_shard(dtype, values.all, [&](int rank, const at::Tensor& parameter, const at::Tensor& value) {
+      if (rank == ranks.rank()) value.copy_(parameter);
+    });
+    gather_in_place(ranks, values.all, values.counts);
+    state_->each_shard(dtype, values.all, [&](int rank, const at::Tensor& parameter, const at::Tensor& value) {
+      if (rank != ranks.rank()) parameter.copy_(value);
+    });
+  }
+}
+
+}  // namespace lockstep::internal

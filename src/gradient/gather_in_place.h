@@ -1,0 +1,23 @@
+// Ranges of one tensor, each of which one rank has, on all ranks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "collective/calls.h"
+#include "gradient/dtypes.h"
+#include "lockstep/communicator.h"
+
+namespace lockstep {
+
+// Collective. `whole`: flat and contiguous, best in memory of the Group. Rank r has the r-th of consecutive ranges of
+// counts[r] elements, and gets the others.
+inline void gather_in_place(const Communicator& ranks, const at::Tensor& whole, const Counts& counts) {
+  const auto dtype = dtype_of(whole.scalar_type());
+  const auto own = share_of(counts, 0, ranks.rank());
+  auto* const data = static_cast<std::byte*>(whole.data_ptr());
+  ranks.group().run(Call::all_gather({data + own.begin * size_of(dtype), own.count(), dtype},
+                                     {data, static_cast<std::size_t>(whole.numel()), dtype}, counts),
+                    ranks.deadline());
+}
+
+}  // namespace lockstep

@@ -1,0 +1,197 @@
+#include "launch/child.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/text.h"
+#include "launch/control_protocol.h"
+#include "lockstep/error.h"
+
+extern char** environ;
+
+namespace lockstep {
+namespace {
+
+struct Pipe {
+  Pipe() {
+    int ends[2];
+    if (pipe2(ends, O_CLOEXEC) != 0) throw ClusterError(text("cannot make a pipe: ", std::strerror(errno)));
+    out = FileDescriptor(ends[0]);
+    in = FileDescriptor(ends[1]);
+  }
+  FileDescriptor out, in;
+};
+
+// What the process reads, and where more can be written to it. With no bytes it has nothing to read.
+struct Input {
+  explicit Input(const std::optional<std::string>& bytes) {
+    if (!bytes) {
+      theirs = FileDescriptor(open("/dev/null", O_RDONLY | O_CLOEXEC));
+      return;
+    }
+    int ends[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) {
+      throw ClusterError(text("cannot make a pair of sockets: ", std::strerror(errno)));
+    }
+    theirs = FileDescriptor(ends[0]);
+    mine = FileDescriptor(ends[1]);
+    if (!say(mine, *bytes)) {
+      throw InvalidArgument(
+          text("lockstep run: the command and what -x names are too long (", bytes->size(), " bytes)"));
+    }
+  }
+
+  // All of it or nothing is wanted; false where it does not fit, or nobody reads any more.
+  static bool say(const FileDescriptor& socket, const std::string& bytes) {
+    return send(socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL) ==
+           static_cast<ssize_t>(bytes.size());
+  }
+
+  FileDescriptor theirs, mine;
+};
+
+std::vector<std::string> with(const std::map<std::string, std::string>& added) {
+  std::vector<std::string> all;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string variable = *entry;
+    if (!added.contains(variable.substr(0, variable.find('=')))) all.push_back(variable);
+  }
+  for (const auto& [name, value] : added) all.push_back(name + "=" + value);
+  return all;
+}
+
+std::vector<char*> pointers(std::vector<std::string>& texts) {
+  std::vector<char*> all;
+  for (auto& text : texts) all.push_back(text.data());
+  all.push_back(nullptr);
+  return all;
+}
+
+// Between fork and exec: system calls alone.
+[[noreturn]] void become(char** command, char** environment, int in, int out, int error, int problem, pid_t launcher) {
+  setpgid(0, 0);
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  signal(SIGPIPE, SIG_DFL);
+  if (getppid() != launcher) _exit(1);  // it ended meanwhile
+  sigset_t none;
+  sigemptyset(&none);
+  sigprocmask(SIG_SETMASK, &none, nullptr);
+  dup2(in, STDIN_FILENO);  // the terminal stops groups that are not its own when they read
+  dup2(out, STDOUT_FILENO);
+  dup2(error, STDERR_FILENO);
+  execvpe(command[0], command, environment);
+  const int reason = errno;
+  [[maybe_unused]] const auto written = write(problem, &reason, sizeof reason);
+  _exit(127);
+}
+
+}  // namespace
+
+Child::Child(const ChildCommand& command)
+    : name_(command.name),
+      prefix_(command.prefix),
+      log_file_(command.log_file),
+      rank_(command.rank),
+      is_controlled_(command.input.has_value()) {
+  if (!command.log_file.empty()) {
+    log_ = FileDescriptor(open(command.log_file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
+    if (!log_.open()) throw IoError(text("cannot write ", command.log_file, ": ", std::strerror(errno)));
+  }
+  Pipe out, error, problem;
+  auto arguments = command.command;
+  auto environment = with(command.environment);
+  const auto raw_arguments = pointers(arguments), raw_environment = pointers(environment);
+  Input input(command.input);
+  const pid_t launcher = getpid();
+  pid_ = fork();
+  if (pid_ < 0) throw ClusterError(text("cannot start a process: ", std::strerror(errno)));
+  if (pid_ == 0) {
+    become(const_cast<char**>(raw_arguments.data()), const_cast<char**>(raw_environment.data()), input.theirs.get(),
+           out.in.get(), error.in.get(), problem.in.get(), launcher);
+  }
+  setpgid(pid_, pid_);
+  problem.in = FileDescriptor();
+  int reason = 0;
+  if (::read(problem.out.get(), &reason, sizeof reason) == sizeof reason) {
+    waitpid(pid_, nullptr, 0);
+    throw ClusterError(text("cannot run ", command.command[0], ": ", std::strerror(reason)));
+  }
+  {
+    MutexLock lock(mutex_);
+    input_ = std::move(input.mine);
+  }
+  fcntl(out.out.get(), F_SETFL, O_NONBLOCK);
+  fcntl(error.out.get(), F_SETFL, O_NONBLOCK);
+  streams_[0].socket = std::move(out.out);
+  streams_[1].socket = std::move(error.out);
+}
+
+bool Child::read(Stream stream, const Lines::Take& print) {
+  auto& channel = streams_[static_cast<int>(stream)];
+  auto& last = stream == Stream::error ? last_error_ : last_line_;
+  const auto take = [&](const std::string& line) {
+    const auto whole = line + "\n";
+    if (log_.open() && write(log_.get(), whole.data(), whole.size()) != static_cast<ssize_t>(whole.size())) {
+      log_problem_ = text("cannot write ", log_file_, ": ", std::strerror(errno));
+      log_ = FileDescriptor();
+    }
+    if (!line.empty()) last = line;
+    print(line);
+  };
+  char bytes[16384];
+  if (!channel.socket.open()) return false;
+  const auto count = ::read(channel.socket.get(), bytes, sizeof bytes);
+  if (count > 0) {
+    channel.lines.add(bytes, static_cast<std::size_t>(count), take);
+  } else if (count == 0 || (errno != EAGAIN && errno != EINTR)) {
+    channel.lines.finish(take);
+    channel.socket = FileDescriptor();
+  }
+  return count > 0;
+}
+
+bool Child::reap(const std::function<void(pid_t)>& before_its_number_is_free) {
+  siginfo_t info{};
+  if (ended_ || waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0)
+    return false;
+  ended_ = true;
+  ::kill(-pid_, SIGKILL);  // what it started and left behind; while its number is its own
+  before_its_number_is_free(pid_);
+  waitpid(pid_, nullptr, 0);
+  signal_ = info.si_code == CLD_EXITED ? 0 : info.si_status;
+  status_ = info.si_code == CLD_EXITED ? info.si_status : 128 + info.si_status;
+  return true;
+}
+
+void Child::send(int signal) {
+  if (is_controlled_) return send_message(signal_message(signal));
+  if (!ended_) ::kill(-pid_, signal);
+}
+
+void Child::end() {
+  if (is_controlled_) return send_message(kEnd);
+  send(SIGTERM);
+}
+
+void Child::kill() {
+  {
+    MutexLock lock(mutex_);
+    input_ = FileDescriptor();  // whoever is left on another host has lost its launcher
+  }
+  if (!ended_) ::kill(-pid_, SIGKILL);
+}
+
+// One that does not read has no use for more.
+void Child::send_message(const std::string& line) {
+  MutexLock lock(mutex_);
+  if (input_.open()) Input::say(input_, line);
+}
+
+}  // namespace lockstep

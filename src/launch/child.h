@@ -1,0 +1,99 @@
+// A process that takes part in a job, and what it prints: a rank, or the launcher of another host.
+#pragma once
+
+#include <sys/types.h>
+
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/file_descriptor.h"
+#include "base/mutex.h"
+#include "launch/control_protocol.h"
+#include "launch/lines.h"
+
+namespace lockstep {
+
+struct ChildCommand {
+  std::string name;    // "rank 3"
+  int rank = -1;       // of the job; of another host's launcher none
+  std::string prefix;  // of each line that it prints
+  std::vector<std::string> command;
+  std::map<std::string, std::string> environment;  // added to this process's
+  std::string log_file;                            // empty: none
+
+  // What it reads at first. Then its input stays open, and takes the messages of launch/control_protocol.h in the place
+  // of signals.
+  std::optional<std::string> input;
+};
+
+class Child {
+ public:
+  enum class Stream { out, error };
+
+  // Starts it in a group of processes of its own that is killed when the calling thread ends. Throws ClusterError where
+  // the program cannot be started.
+  explicit Child(const ChildCommand& command);
+
+  const std::string& name() const { return name_; }
+  int rank() const { return rank_; }
+  const std::string& prefix() const { return prefix_; }
+  bool is_controlled() const { return is_controlled_; }
+  pid_t pid() const { return pid_; }
+
+  // What to poll for reading; -1 once the stream has ended.
+  int descriptor(Stream stream) const { return streams_[static_cast<int>(stream)].socket.get(); }
+
+  // Reads some of what is there: into the log file, and whole lines to `print`. False where there was nothing.
+  bool read(Stream stream, const Lines::Take& print);
+
+  // At its end: the last line of what it wrote to its error stream, or to the other; empty where it wrote nothing.
+  const std::string& last_line_written() const { return last_error_.empty() ? last_line_ : last_error_; }
+
+  bool ended() const { return ended_; }
+  int status() const { return status_; }  // the exit status, or 128 and the signal's number
+  int signal() const { return signal_; }  // that ended it, or 0
+
+  // Why its log file is not whole; empty where it is.
+  const std::string& log_problem() const { return log_problem_; }
+
+  // Whether it has just ended; then nothing of its group is left. Another process may get its number as soon as
+  // `before_its_number_is_free` has returned.
+  bool reap(const std::function<void(pid_t)>& before_its_number_is_free);
+
+  // To its group; one that reads the control protocol is told instead, and passes it on to its own.
+  void send(int signal);
+
+  // Another child has failed: as send(SIGTERM), which is nobody's wish that the job should end.
+  void end();
+
+  // At once, whatever it may still have to say.
+  void kill();
+
+  // Tells one that reads the control protocol that the launcher lives. Any thread.
+  void reassure() { send_message(kAlive); }
+
+ private:
+  struct Channel {
+    FileDescriptor socket;
+    Lines lines;
+  };
+
+  void send_message(const std::string& line);
+
+  std::string name_, prefix_, log_file_, log_problem_;
+  int rank_ = -1;
+  bool is_controlled_ = false;
+  pid_t pid_ = 0;
+  Mutex mutex_;
+  FileDescriptor input_ LOCKSTEP_GUARDED_BY(mutex_);
+  Channel streams_[2];
+  FileDescriptor log_;
+  std::string last_line_, last_error_;
+  bool ended_ = false;
+  int status_ = 0, signal_ = 0;
+};
+
+}  // namespace lockstep

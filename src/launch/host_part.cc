@@ -1,0 +1,55 @@
+#include "launch/host_part.h"
+
+#include <nlohmann/json.hpp>
+
+#include "base/text.h"
+#include "lockstep/access.h"
+#include "lockstep/error.h"
+
+namespace lockstep {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(HostPart, size, first, count, host, store, restart, command, environment, folder,
+                                   log_dir, grace_seconds, trusted_network, timeline, token)
+
+std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& token_file) {
+  std::vector<ChildCommand> ranks;
+  for (int local = 0; local < part.count; ++local) {
+    const int rank = part.first + local;
+    auto environment = part.environment;
+    environment.insert_or_assign("LOCKSTEP_RANK", std::to_string(rank));
+    environment.insert_or_assign("LOCKSTEP_SIZE", std::to_string(part.size));
+    environment.insert_or_assign("LOCKSTEP_LOCAL_RANK", std::to_string(local));
+    environment.insert_or_assign("LOCKSTEP_LOCAL_SIZE", std::to_string(part.count));
+    environment.insert_or_assign("LOCKSTEP_HOST", part.host);
+    environment.insert_or_assign("LOCKSTEP_STORE", part.store);
+    environment.insert_or_assign("LOCKSTEP_RESTART", std::to_string(part.restart));
+    environment.insert_or_assign(kTokenFileVariable, token_file);
+    environment.insert_or_assign(kTrustedNetworkVariable, part.trusted_network ? "1" : "0");
+    environment.insert_or_assign("LOCKSTEP_TIMELINE", part.timeline ? "1" : "0");
+    ranks.push_back({.name = text("rank ", rank, part.count == part.size ? "" : " on " + part.host),
+                     .rank = rank,
+                     .prefix = text("[", rank, "] "),
+                     .command = part.command,
+                     .environment = std::move(environment),
+                     .log_file = part.log_dir.empty() ? "" : text(part.log_dir, "/rank-", rank, ".log")});
+  }
+  return ranks;
+}
+
+std::string line_of(const HostPart& part) {
+  try {
+    return nlohmann::json(part).dump() + "\n";
+  } catch (const nlohmann::json::exception&) {
+    throw InvalidArgument("lockstep run: the command and its environment must be UTF-8");
+  }
+}
+
+HostPart part_in(const std::string& line) {
+  try {
+    return nlohmann::json::parse(line).get<HostPart>();
+  } catch (const nlohmann::json::exception& error) {
+    throw InvalidArgument(text("lockstep run: what to run here cannot be read (another version?): ", error.what()));
+  }
+}
+
+}  // namespace lockstep

@@ -1,0 +1,36 @@
+// The part of a job that runs on one host.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "launch/child.h"
+
+namespace lockstep {
+
+struct HostPart {
+  int size = 1;   // ranks of the whole job
+  int first = 0;  // the first rank here
+  int count = 1;  // ranks here
+  std::string host = "localhost";
+  std::string store;  // "host:port"
+  int restart = 0;    // how often the job has started before
+  std::vector<std::string> command;
+  std::map<std::string, std::string> environment;  // beside what the host's own has
+  std::string folder;                              // where the command runs
+  std::string log_dir;
+  double grace_seconds = 0;
+  bool trusted_network = false;
+  bool timeline = false;  // ranks leave theirs in the store
+  std::string token;      // in hexadecimal digits
+};
+
+// How its ranks are started, with the job's token in this file.
+std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& token_file);
+
+// One line of JSON, for the launcher of the part's host. Throws InvalidArgument for what is none.
+std::string line_of(const HostPart& part);
+HostPart part_in(const std::string& line);
+
+}  // namespace lockstep

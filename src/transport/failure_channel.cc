@@ -1,0 +1,203 @@
+#include "transport/failure_channel.h"
+
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <set>
+
+#include "base/text.h"
+#include "lockstep/error.h"
+#include "transport/socket.h"
+
+namespace lockstep {
+namespace {
+
+// A rank that lives and waits answers within this time.
+constexpr std::chrono::milliseconds kForAnswers(300);
+
+// A message is a Failure. Leaving is one that nobody reports.
+Failure goodbye() { return Failure::aborted(-1, "goodbye"); }
+bool is_goodbye(const Failure& failure) { return failure.reporter < 0; }
+
+// For poll(2): an hour at most.
+int milliseconds_to(Deadline deadline) {
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now());
+  return static_cast<int>(std::clamp<std::int64_t>(left.count(), 0, 3'600'000));
+}
+
+}  // namespace
+
+FailureChannel::FailureChannel(int rank, std::int64_t generation, std::vector<FileDescriptor> links)
+    : rank_(rank), generation_(generation), wake_up_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  for (auto& socket : links) {
+    if (socket.open()) keep_alive(socket);
+    links_.push_back({std::move(socket), {}, false, false, {}});
+  }
+}
+
+FailureChannel::~FailureChannel() { leave(); }
+
+void FailureChannel::leave() {
+  if (!left_) tell(goodbye());
+  left_ = true;
+}
+
+bool FailureChannel::alone() const {
+  if (failed_.load(std::memory_order_acquire)) return true;
+  return std::all_of(links_.begin(), links_.end(),
+                     [](const Link& link) { return !link.socket.open() || link.left || link.ended; });
+}
+
+bool FailureChannel::is_first(const Failure& failure) {
+  MutexLock lock(mutex_);
+  if (failure_) return false;
+  failure_ = failure;
+  failed_.store(true, std::memory_order_release);
+  return true;
+}
+
+void FailureChannel::fail(const Failure& failure) {
+  if (!is_first(failure)) return;
+  tell(failure);
+  eventfd_write(wake_up_.get(), 1);
+}
+
+// A link takes some hundred of these before it is full, and a rank sends three at most.
+void FailureChannel::tell(const Failure& failure) {
+  for (const auto& link : links_) {
+    if (link.socket.open()) send(link.socket.get(), &failure, sizeof failure, MSG_NOSIGNAL | MSG_DONTWAIT);
+  }
+}
+
+// What comes from another rank is passed on, for this rank may leave because of it before the other has told everybody,
+// and would be taken for the culprit. Deadlines are not: each rank tells its own.
+void FailureChannel::stand(const Failure& failure) {
+  if (is_first(failure) && failure.kind != Failure::Kind::deadline) tell(failure);
+}
+
+std::optional<Failure> FailureChannel::standing() {
+  MutexLock lock(mutex_);
+  return failure_;
+}
+
+// Another rank's deadline is answered even by one that waits for nobody: silence is what a rank is blamed for.
+void FailureChannel::raise() {
+  const auto failure = *standing();
+  if (failure.kind == Failure::Kind::deadline && failure.reporter != rank_ && !gave_up_) {
+    find_to_blame({}, failure.seconds, failure.operation.data());
+  }
+  failure.raise(rank_, generation_);
+}
+
+void FailureChannel::wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline,
+                          const char* operation) {
+  listen(channels, deadline);
+  const auto failure = standing();
+  if (failure && failure->kind != Failure::Kind::deadline) raise();
+  if (failure || deadline.passed()) give_up(late, deadline, operation);
+  // A host that lost its power says nothing on any channel: the link's keepalive finds out.
+  const auto silent = [](const pollfd& channel) { return channel.revents == 0; };
+  if (!std::all_of(channels.begin(), channels.end(), silent)) return;
+  for (const int r : late) {
+    const auto& link = links_[static_cast<std::size_t>(r)];
+    if (link.ended && !link.left) lost(r, operation);
+  }
+}
+
+void FailureChannel::give_up(std::span<const int> late, Deadline deadline, const char* operation) {
+  find_to_blame(late, deadline.waited().count(), operation);
+}
+
+// Tells whom this rank waits for, hears the same from the others, and blames those who are waited for and are silent.
+void FailureChannel::find_to_blame(std::span<const int> late, double seconds, const char* operation) {
+  const auto mine = Failure::deadline(rank_, {late.begin(), late.end()}, seconds, operation);
+  stand(mine);
+  tell(mine);
+  gave_up_ = true;
+  const auto silent = [this](int r) {
+    const auto& link = links_[static_cast<std::size_t>(r)];
+    return r != rank_ && !link.last_error && !link.ended;
+  };
+  const auto any_silent = [&] {
+    for (int r = 0; r < size(); ++r) {
+      if (silent(r)) return true;
+    }
+    return false;
+  };
+  const auto answers = Deadline::after(kForAnswers);
+  while (any_silent() && !answers.passed()) listen({}, answers);
+
+  std::set<int> waited_for(late.begin(), late.end()), blamed;
+  for (const auto& link : links_) {
+    if (!link.last_error || link.last_error->kind != Failure::Kind::deadline) continue;
+    for (const int r : link.last_error->blamed()) waited_for.insert(r);
+  }
+  std::copy_if(waited_for.begin(), waited_for.end(), std::inserter(blamed, blamed.end()), silent);
+  const auto& named = blamed.empty() ? waited_for : blamed;
+  const auto found = Failure::deadline(rank_, {named.begin(), named.end()}, seconds, operation);
+  {
+    MutexLock lock(mutex_);
+    if (failure_->kind == Failure::Kind::deadline) failure_ = found;  // for whoever calls after this
+  }
+  found.raise(rank_, generation_);
+}
+
+void FailureChannel::lost(int rank, const char* operation) {
+  const auto until = Deadline::after(kForAnswers);
+  while (!failed_.load(std::memory_order_acquire) && !gone(rank) && !until.passed()) listen({}, until);
+  check();
+  const auto& link = links_[static_cast<std::size_t>(rank)];
+  fail(Failure::peer_lost(
+      rank_, rank, text(link.left ? "it left the group" : "its process or its host went away", " during ", operation)));
+  raise();
+}
+
+void FailureChannel::listen(std::span<pollfd> channels, Deadline deadline) {
+  std::vector<pollfd> polls(channels.begin(), channels.end());
+  polls.push_back({wake_up_.get(), POLLIN, 0});
+  std::vector<int> ranks;
+  for (int r = 0; r < size(); ++r) {
+    const auto& link = links_[static_cast<std::size_t>(r)];
+    if (!link.socket.open() || link.ended) continue;
+    polls.push_back({link.socket.get(), POLLIN, 0});
+    ranks.push_back(r);
+  }
+  poll(polls.data(), polls.size(), milliseconds_to(deadline));
+  for (std::size_t i = 0; i < channels.size(); ++i) channels[i].revents = polls[i].revents;
+  eventfd_t rings = 0;
+  eventfd_read(wake_up_.get(), &rings);
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (polls[channels.size() + 1 + i].revents != 0) hear(ranks[i]);
+  }
+}
+
+void FailureChannel::hear(int rank) {
+  auto& link = links_[static_cast<std::size_t>(rank)];
+  std::byte bytes[sizeof(Failure)];
+  while (true) {
+    const auto count = recv(link.socket.get(), bytes, sizeof bytes - link.partial_message.size(), MSG_DONTWAIT);
+    if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (count <= 0) {
+      link.ended = true;
+      return;
+    }
+    link.partial_message.insert(link.partial_message.end(), bytes, bytes + count);
+    if (link.partial_message.size() < sizeof(Failure)) continue;
+    Failure failure;
+    std::memcpy(&failure, link.partial_message.data(), sizeof failure);
+    link.partial_message.clear();
+    if (is_goodbye(failure)) {
+      link.left = true;
+      continue;
+    }
+    failure = failure.checked(size());
+    link.last_error = failure;
+    stand(failure);
+  }
+}
+
+}  // namespace lockstep

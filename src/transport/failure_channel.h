@@ -1,0 +1,100 @@
+// One connection to each other rank that carries nothing but failures: what failed, and by its end that a rank is
+// gone.
+#pragma once
+
+#include <poll.h>
+
+#include <atomic>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/failure.h"
+#include "base/file_descriptor.h"
+#include "base/mutex.h"
+#include "lockstep/deadline.h"
+
+namespace lockstep {
+
+// One thread at a time waits and checks; any thread may call fail.
+//
+// When a wait ends at its deadline, ranks tell each other whom they wait for, and blame those of them who say nothing:
+// a rank that waits for a neighbour that itself waits does not blame the neighbour.
+class FailureChannel {
+ public:
+  // `links[r]`: a connected socket to rank r; closed where r is `rank`.
+  FailureChannel(int rank, std::int64_t generation, std::vector<FileDescriptor> links);
+  // Leaves. Does not wait.
+  ~FailureChannel();
+  FailureChannel(const FailureChannel&) = delete;
+  FailureChannel& operator=(const FailureChannel&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(links_.size()); }
+
+  // Tells every rank. The first failure stands here; each rank has its own first, which is this one unless two came at
+  // the same time.
+  void fail(const Failure& failure);
+
+  // Raises the failure that stands.
+  void check() {
+    if (failed_.load(std::memory_order_acquire)) [[unlikely]]
+      raise();
+  }
+
+  // Returns when poll(2) has something to say of `channels`; raises the failure that stands, and
+  // DeadlineExceeded. `late`: the ranks that are waited for.
+  void wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation);
+
+  // The same for a rank that has no need to wait: raises what stands, and DeadlineExceeded.
+  void check(std::span<const int> late, Deadline deadline, const char* operation) {
+    check();
+    if (deadline.passed()) give_up(late, deadline, operation);
+  }
+
+  // Raises DeadlineExceeded, naming whom the ranks find to blame.
+  [[noreturn]] void give_up(std::span<const int> late, Deadline deadline, const char* operation);
+
+  // Says goodbye, so that others can tell leaving from dying; and whether nobody is left who would mind: all have left,
+  // or something failed. Between them, `listen` hears what the others say, until poll(2) has something to say of
+  // `channels` or of them.
+  void leave();
+  bool alone() const;
+  void listen(std::span<pollfd> channels, Deadline deadline);
+
+  // Of ranks whose link has ended.
+  bool gone(int rank) const { return links_[static_cast<std::size_t>(rank)].ended; }
+
+  // A channel to `rank` has ended. Waits a moment for a message that says why, and raises PeerLost for who really is
+  // lost.
+  [[noreturn]] void lost(int rank, const char* operation);
+
+ private:
+  struct Link {
+    FileDescriptor socket;
+    std::vector<std::byte> partial_message;  // of a message that has not come whole
+    bool ended = false;
+    bool left = false;  // it said goodbye
+    std::optional<Failure> last_error;
+  };
+
+  void hear(int rank);
+  bool is_first(const Failure& failure);  // then it stands
+  void stand(const Failure& failure);
+  void tell(const Failure& failure);
+  std::optional<Failure> standing();
+  [[noreturn]] void raise();
+  [[noreturn]] void find_to_blame(std::span<const int> late, double seconds, const char* operation);
+
+  const int rank_;
+  const std::int64_t generation_;
+  FileDescriptor wake_up_;   // an eventfd that fail() writes
+  std::vector<Link> links_;  // of the thread that waits, but for the sockets' other direction
+  bool gave_up_ = false;     // of the thread that waits: it has told the others whom it waits for
+  bool left_ = false;
+  std::atomic<bool> failed_{false};
+  Mutex mutex_;
+  std::optional<Failure> failure_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+}  // namespace lockstep

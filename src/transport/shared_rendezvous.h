@@ -1,0 +1,23 @@
+// How the processes of a host come to share a space.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "transport/all_gather.h"
+#include "transport/shared_space.h"
+
+namespace lockstep {
+
+// Rank 0 makes the memory of `layout` (the others' layouts are not looked at) and hands it, over a Unix socket of the
+// abstract kind and a random name, to processes of the same user. Each rank gets a pidfd of every other. Collective.
+// `names` are SpaceMember's. Throws ClusterError, and DeadlineExceeded naming the ranks that did not come.
+struct SharedRendezvous {
+  std::unique_ptr<SpaceMember> member;
+  std::vector<FileDescriptor> heaps;  // [rank]: a file of memory that the rank alone lets grow
+};
+SharedRendezvous rendezvous_in_shared_memory(int rank, const SpaceLayout& layout, std::int64_t generation,
+                                             SpinThenBlock spin, const std::vector<int>& names,
+                                             const AllGather& all_gather, Deadline deadline);
+
+}  // namespace lockstep

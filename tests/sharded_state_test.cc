@@ -1,0 +1,211 @@
+// MultiWorkerMirroredStrategy with shard_optimizer_state: the weights of training without it, from a share of the
+// memory.
+#include <torch/nn/modules/linear.h>
+
+#include <cmath>
+#include <set>
+
+#include "base/expect_says_testing.h"
+#include "base/text.h"
+#include "gradient/gradient_path.h"
+#include "gradient/optimizers_testing.h"
+#include "strategy/unwrap.h"
+#include "tests/workers.h"
+
+namespace lockstep {
+namespace {
+
+// Parameters of several kinds: frozen between trainable ones, tied, used in some batches only, and never.
+struct MixedImpl : torch::nn::Module {
+  explicit MixedImpl(at::ScalarType dtype) {
+    first = register_module("first", torch::nn::Linear(6, 70));
+    frozen = register_module("frozen", torch::nn::Linear(70, 70));
+    for (auto& parameter : frozen->parameters()) parameter.set_requires_grad(false);
+    rarely = register_module("rarely", torch::nn::Linear(70, 70));
+    never = register_module("never", torch::nn::Linear(70, 70));
+    last = register_module("last", torch::nn::Linear(70, 3));
+    register_parameter("tied", first->weight);
+    to(dtype);
+  }
+  Tensor forward(const Tensor& x) {
+    const auto h = torch::tanh(frozen(torch::tanh(first(x))));
+    const auto large = (x.select(1, 0) > 1.5).any().item<bool>();  // in some parts of some batches only
+    return last(large ? h + rarely(h) : h);
+  }
+  torch::nn::Linear first = nullptr, frozen = nullptr, rarely = nullptr, never = nullptr, last = nullptr;
+};
+
+struct Trained {
+  std::vector<Tensor> weights;
+  std::int64_t state_bytes = 0;
+};
+
+class ShardedState : public testing::Test {
+ protected:
+  static constexpr int kSteps = 50;
+
+  Trained train(const Strategy& strategy, const Optimizer& optimizer, at::ScalarType dtype) {
+    const auto scope = strategy.scope();
+    Model model([dtype] { return std::make_shared<MixedImpl>(dtype); });
+    model.compile({.optimizer = optimizer, .loss = SparseCategoricalCrossentropy({.from_logits = true})});
+    model.load_weights(initial(dtype));
+    model.fit(make_data_once(dtype), {.verbose = 0, .steps_per_epoch = kSteps});
+    EXPECT_EQ(model.iterations(), kSteps);
+    for (int r = 1; r < strategy.num_local_replicas(); ++r) {
+      EXPECT_TRUE(equal_bits(weights_of(model, r), weights_of(model)));
+    }
+    return {weights_of(model), model.optimizer().state_bytes()};
+  }
+
+  // On all workers: equal everywhere; the chief's.
+  Trained train_on(const WorkerOptions& options, const Optimizer& optimizer, at::ScalarType dtype) {
+    initial(dtype);
+    make_data_once(dtype);
+    Collected<Trained> trained;
+    expect_no_errors(
+        run_workers(options, [&](const auto& strategy) { trained.add(strategy, train(strategy, optimizer, dtype)); }));
+    EXPECT_EQ(trained.values().size(), static_cast<std::size_t>(options.workers));
+    Trained result{trained.chiefs()};
+    for (const auto& [rank, own] : trained.values()) {
+      EXPECT_TRUE(equal_bits(own.weights, trained.chiefs().weights)) << rank;
+      result.state_bytes = std::max(result.state_bytes, own.state_bytes);
+    }
+    return result;
+  }
+
+  // One file, and one data set, for all workers, which are threads.
+  std::string initial(at::ScalarType dtype) {
+    const auto path = text(testing::TempDir(), "/sharded_state_", dtype);
+    if (written_.insert(dtype).second) {
+      Model model([dtype] { return std::make_shared<MixedImpl>(dtype); });
+      model.save_weights(path);
+    }
+    return path;
+  }
+  Dataset make_data_once(at::ScalarType dtype) {
+    const auto made = data_.find(dtype);
+    if (made != data_.end()) return made->second;
+    return data_.emplace(dtype, make_data(dtype, true).shuffle(26, {.seed = 3}).batch(7).repeat()).first->second;
+  }
+
+ private:
+  std::set<at::ScalarType> written_;
+  std::map<at::ScalarType, Dataset> data_;
+};
+
+TEST_F(ShardedState, EveryRuleGivesTheWeightsOfTrainingWithoutIt) {
+  for (const auto& [name, optimizer] : optimizers()) {
+    const auto whole = train_on({.workers = 2}, optimizer, at::kDouble);
+    for (const int workers : {2, 3, 4}) {
+      for (const int replicas : {1, 2}) {
+        SCOPED_TRACE(testing::Message() << name << ", " << workers << " workers of " << replicas << " replicas");
+        const auto sharded =
+            train_on({.workers = workers, .replicas = replicas, .shard_optimizer_state = true}, optimizer, at::kDouble);
+        EXPECT_LE(largest_difference(sharded.weights, whole.weights), 1e-9);
+        EXPECT_LE(static_cast<double>(sharded.state_bytes), static_cast<double>(whole.state_bytes) / workers * 1.05);
+      }
+    }
+  }
+}
+
+TEST_F(ShardedState, SmallBucketsOverANetworkAndGradientsOf16Bits) {
+  const auto adam = Adam({.learning_rate = 0.01, .epsilon = 1e-2, .global_clipnorm = 0.5});
+  WorkerOptions options{.workers = 3, .replicas = 2, .hosts_differ = true, .shard_optimizer_state = true};
+  options.communication.bucket_cap_mb = options.communication.first_bucket_mb = 1e-4;
+  const auto whole = train_on({.workers = 2}, adam, at::kDouble);
+  EXPECT_LE(largest_difference(train_on(options, adam, at::kDouble).weights, whole.weights), 1e-9);
+  const auto sgd = SGD({.learning_rate = 0.05});
+  const auto floats = train_on({.workers = 2}, sgd, at::kFloat);
+  for (const auto dtype : {DType::bfloat16, DType::float16}) {
+    options.communication.gradient_dtype = dtype;
+    EXPECT_LE(largest_difference(train_on(options, sgd, at::kFloat).weights, floats.weights), 1e-2);
+  }
+}
+
+// A loop whose steps see worker 1 do something of its own between the fifth and the sixth; what each worker threw.
+std::vector<std::string> run_with_damage(
+    const std::function<void(Mirrored<torch::nn::Linear>&, const ReplicatedOptimizer&)>& damage) {
+  return run_workers(
+      {.workers = 3, .shard_optimizer_state = true},
+      [&](const MultiWorkerMirroredStrategy& strategy) {
+        auto net = strategy.replicate([] { return torch::nn::Linear(40, 40); });
+        const auto optimizer = strategy.optimizer(Adam(), net);
+        for (int step = 0; step < 12; ++step) {
+          if (step == 5 && strategy.worker_rank() == 1) damage(net, optimizer);
+          strategy.run(
+              [&](ReplicaContext& replica, torch::nn::Linear& linear) {
+                optimizer.minimize(replica, linear(torch::ones({2, 40})).pow(2).sum(), 2);
+              },
+              net);
+        }
+      },
+      /*compare_copies_every=*/3);
+}
+
+// What a broken processor would do. Values that were damaged are sent to all, where they are of the worker's own shard.
+TEST(ShardedStateCompares, ValuesAsTheyWereGathered) {
+  for (const std::int64_t element : {0, 800, 1599}) {
+    const auto errors = run_with_damage([&](auto& net, const auto&) {
+      const at::NoGradGuard no_grad;
+      net[0]->weight.view({-1})[element].add_(1e-3);
+    });
+    for (const auto& error : errors) {
+      expect_says(error, "the workers' copies differ: worker 0 has weight with the hash ");
+      expect_says(error, ", worker 1 has weight with the hash ");
+    }
+  }
+}
+
+TEST(ShardedStateCompares, StateWithWhatTheLastStepLeft) {
+  const auto errors =
+      run_with_damage([](auto&, const auto& optimizer) { unwrap(optimizer).updater().state(0, 1).add_(1e-3); });
+  for (const auto& error : errors) {
+    expect_says(error, "the workers' optimizer states differ: worker 0 has a state as its last step left it, worker 1");
+  }
+}
+
+// One worker's gradients of one step are not finite: all skip it, also those whose shards have finite sums.
+TEST(ShardedStateLossScale, AStepWhoseGradientsAreNotFiniteChangesNothing) {
+  expect_no_errors(run_workers({.workers = 2, .shard_optimizer_state = true}, [](const auto& strategy) {
+    auto net = strategy.replicate([] { return torch::nn::Linear(40, 40); });
+    const auto optimizer = strategy.optimizer(LossScaleOptimizer(SGD()), net);
+    const auto step = [&](double factor) {
+      strategy.run(
+          [&](ReplicaContext& replica, torch::nn::Linear& linear) {
+            auto out = linear(torch::ones({2, 40})) * 1.0;
+            out.select(1, 39).mul_(factor);  // the last row of the weights, which are worker 1's
+            optimizer.minimize(replica, out.pow(2).sum(), 2);
+          },
+          net);
+    };
+    step(1);
+    const auto before = net[0]->weight.clone();
+    const auto scale = optimizer.loss_scale();
+    step(strategy.worker_rank() == 0 ? INFINITY : 1);
+    EXPECT_TRUE(torch::equal(net[0]->weight, before));
+    EXPECT_EQ(optimizer.loss_scale(), scale / 2);
+    EXPECT_EQ(optimizer.iterations(), 1);
+    step(1);
+    EXPECT_FALSE(torch::equal(net[0]->weight, before));
+  }));
+}
+
+TEST(ShardedStateOptions, AreTheSameOnAllWorkers) {
+  const auto store = Store::hold("127.0.0.1:0");
+  std::vector<std::jthread> threads;
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      expect_says(message_of<InvalidArgument>([&] {
+                    const MultiWorkerMirroredStrategy strategy(
+                        {.devices = {"cpu:0"},
+                         .cluster = Cluster{.world = {.rank = rank, .size = 2}, .store = store.address()},
+                         .shard_optimizer_state = rank == 1});
+                  }),
+                  "the workers' options differ: worker 0 has shard_optimizer_state false, worker 1 has "
+                  "shard_optimizer_state true");
+    });
+  }
+}
+
+}  // namespace
+}  // namespace lockstep
