@@ -2,10 +2,12 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <exception>
 #include <stdexcept>
 #include <string>
@@ -42,11 +44,22 @@ class ChildProcess {
     ::close(out_);
   }
 
-  // Waits for its end.
+  // Waits for its end; one that hangs is killed after five minutes, and its text says so.
   std::string said() {
+    constexpr auto kLongest = std::chrono::minutes(5);
+    const auto end = std::chrono::steady_clock::now() + kLongest;
     std::string all;
     char bytes[4096];
-    for (ssize_t count = 0; (count = ::read(out_, bytes, sizeof bytes)) > 0;) {
+    while (true) {
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now()).count();
+      pollfd readable{out_, POLLIN, 0};
+      if (left <= 0 || ::poll(&readable, 1, static_cast<int>(left)) == 0) {
+        ::kill(pid_, SIGKILL);
+        all += " (it had not ended after 5 minutes)";
+        break;
+      }
+      const ssize_t count = ::read(out_, bytes, sizeof bytes);
+      if (count <= 0) break;
       all.append(bytes, static_cast<std::size_t>(count));
     }
     ::waitpid(pid_, &status_, 0);

@@ -18,6 +18,7 @@
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
 #include "cluster/resolvers.h"
+#include "cluster/store_process_testing.h"
 #include "cluster/watch_launcher.h"
 #include "transport/socket.h"
 
@@ -31,7 +32,7 @@ int free_port() {
   return std::atoi(address.substr(address.rfind(':') + 1).c_str());
 }
 
-// The same with the store held by this process, as a launcher does: whoever fails has ended before the others have
+// The same with the store held by another process, as a launcher does: whoever fails has ended before the others have
 // asked.
 std::vector<Cluster> with_store_of_its_own(std::vector<Cluster> clusters) {
   for (auto& cluster : clusters) {
@@ -84,7 +85,7 @@ TEST(Rendezvous, RanksOfOneHostNeedNoNameOfIt) {
 TEST(Rendezvous, TwoProcessesOfOneRankAreToldAtOnce) {
   const auto port = free_port();
   const auto workers = text(R"("localhost:)", port, R"(", "localhost:)", port + 1, R"(", "localhost:)", port + 2, '"');
-  const auto store = Store::hold(text("127.0.0.1:", port));
+  const StoreProcess store(text("127.0.0.1:", port));
   const auto begin = within(0);
   const auto said =
       said_by(with_store_of_its_own({tf_config(workers, 0), tf_config(workers, 1), tf_config(workers, 1)}));
@@ -96,7 +97,7 @@ TEST(Rendezvous, ListsOfDifferentLengthAreToldAtOnce) {
   const auto port = free_port();
   const auto two = text(R"("localhost:)", port, R"(", "localhost:)", port + 1, '"');
   const auto three = two + text(R"(, "localhost:)", port + 2, '"');
-  const auto store = Store::hold(text("127.0.0.1:", port));
+  const StoreProcess store(text("127.0.0.1:", port));
   const auto begin = within(0);
   const auto said = said_by(with_store_of_its_own({tf_config(two, 0), tf_config(three, 1)}));
   EXPECT_LT(begin.waited().count(), 10);

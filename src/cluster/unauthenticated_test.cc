@@ -14,6 +14,7 @@
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
+#include "cluster/store_process_testing.h"
 #include "lockstep/store.h"
 #include "transport/connections.h"
 #include "transport/socket.h"
@@ -64,7 +65,8 @@ TEST(UserToken, IsNoJobsToken) {
 }
 
 TEST(Strangers, AnotherUserCannotUseAStoreOnLoopback) {
-  const auto store = Store::hold("127.0.0.1:0");  // no launcher gave a token
+  const StoreProcess holder;  // no launcher gave a token
+  const auto store = Store::connect(holder.address(), within(5));
   store.set("weights at", "home", within(5));
   ChildProcess other([&]() -> std::string {
     if (::setuid(kAnotherUser) != 0) return "cannot become another user";

@@ -8,8 +8,8 @@
 
 #include "base/child_process_testing.h"
 #include "base/expect_says_testing.h"
+#include "cluster/store_process_testing.h"
 #include "collective/ranks_testing.h"
-#include "transport/socket.h"
 
 namespace lockstep {
 namespace {
@@ -70,17 +70,11 @@ TEST(World, AHundredRanksOfAUserStart) {
     const rlimit usual{1024, 1024};
     if (setrlimit(RLIMIT_NOFILE, &usual) != 0 || (::geteuid() == 0 && ::setuid(65534) != 0)) return "no user";
     const Access access{.token = std::string(32, 't')};
-    // In a process of its own: under sanitizers a fork beside a thread may inherit their allocator's lock.
-    const auto address = local_address(listen_at("127.0.0.1:0", access));
-    const ChildProcess holder([&]() -> std::string {
-      const auto store = Store::hold(address, access);
-      ::pause();
-      return "";
-    });
+    const StoreProcess store(access);
     std::vector<std::unique_ptr<ChildProcess>> ranks;
     for (int rank = 0; rank < kRanks; ++rank) {
       ranks.push_back(std::make_unique<ChildProcess>([&]() -> std::string {
-        const auto mine = Store::connect(address, soon(), access);
+        const auto mine = Store::connect(store.address(), soon(), access);
         const World world{.rank = rank, .size = kRanks, .host = "one"};
         const auto group = make_group(world, mine, {.backend = "shm", .timeout_seconds = 60});
         group.barrier(Deadline::after(std::chrono::seconds(60)));

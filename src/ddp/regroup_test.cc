@@ -11,6 +11,7 @@
 
 #include "base/child_process_testing.h"
 #include "base/text.h"
+#include "cluster/store_process_testing.h"
 #include "lockstep/ddp.h"
 #include "lockstep/job.h"
 
@@ -98,7 +99,7 @@ at::Tensor parameters_in(const std::string& bytes) {
 class Regroup : public testing::TestWithParam<const char*> {};
 
 TEST_P(Regroup, ThoseThatAreLeftTrainOn) {
-  const auto store = Store::hold("127.0.0.1:0");
+  const StoreProcess store;
   std::vector<std::unique_ptr<ChildProcess>> processes;
   for (int process = 0; process < kRanks; ++process) {
     processes.push_back(std::make_unique<ChildProcess>([&] { return train(store.address(), process, GetParam()); }));

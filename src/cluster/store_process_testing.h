@@ -1,0 +1,34 @@
+// For tests: a store in a process of its own, for tests that fork. A child that is forked beside a thread may inherit a
+// lock that the thread holds: of the sanitizers' allocators, for one, which glibc's atfork handlers do not know.
+#pragma once
+
+#include <unistd.h>
+
+#include <string>
+#include <utility>
+
+#include "base/child_process_testing.h"
+#include "lockstep/store.h"
+#include "transport/socket.h"
+
+namespace lockstep {
+
+class StoreProcess {
+ public:
+  // At a port that was free a moment ago. Store::connect waits for it.
+  explicit StoreProcess(const Access& access = access_of_environment())
+      : StoreProcess(local_address(listen_at("127.0.0.1:0", access)), access) {}
+  explicit StoreProcess(std::string address, const Access& access = access_of_environment())
+      : address_(std::move(address)), holder_([this, &access]() -> std::string {
+          const auto store = Store::hold(address_, access);
+          for (;;) ::pause();
+        }) {}
+
+  const std::string& address() const { return address_; }
+
+ private:
+  const std::string address_;
+  const ChildProcess holder_;  // ended with this
+};
+
+}  // namespace lockstep
