@@ -25,7 +25,7 @@ void train(const std::string& folder, const std::string& name, const Optimizer& 
   for (const auto& batch : batches) model.train_on_batch(batch);
   model.save_weights(folder + "/" + name + "_final");
   Archive outputs;
-  outputs.tensors["outputs"] = to_stored(model.predict(Dataset::from_tensor_slices(batches[0].x).batch(50)));
+  outputs.tensors["outputs"] = data::to_stored(model.predict(Dataset::from_tensor_slices(batches[0].x).batch(50)));
   write_archive(folder + "/" + name + "_outputs", outputs);
 }
 
@@ -38,8 +38,8 @@ int main(int, char** argv) {
   std::vector<Example> batches;
   for (int i = 0; i < kSteps; ++i) {
     batches.push_back({at::rand({101, 1, 28, 28}), at::randint(10, {101}, at::kLong)});  // odd: parts of 51 and 50
-    stored.tensors["x" + std::to_string(i)] = to_stored(batches.back().x);
-    stored.tensors["y" + std::to_string(i)] = to_stored(batches.back().y);
+    stored.tensors["x" + std::to_string(i)] = data::to_stored(batches.back().x);
+    stored.tensors["y" + std::to_string(i)] = data::to_stored(batches.back().y);
   }
   write_archive(folder + "/batches", stored);
   train(folder, "momentum", SGD({.learning_rate = 0.01, .momentum = 0.9}), batches);
@@ -53,7 +53,7 @@ int main(int, char** argv) {
                                         .callbacks = {TensorBoard(folder + "/logs", {.update_freq = 2})},
                                         .validation_data = data});
   Archive losses;
-  losses.tensors["loss"] = to_stored(at::tensor(history["loss"]));
-  losses.tensors["val_accuracy"] = to_stored(at::tensor(history["val_accuracy"]));
+  losses.tensors["loss"] = data::to_stored(at::tensor(history["loss"]));
+  losses.tensors["val_accuracy"] = data::to_stored(at::tensor(history["val_accuracy"]));
   write_archive(folder + "/history", losses);
 }

@@ -14,12 +14,12 @@ class Recorded : public testing::Test {
  protected:
   void SetUp() override {
     at::manual_seed(1);
-    work_recorder() = [this](c10::Device, const std::function<void()>& work) { return record(work); };
+    ops::work_recorder() = [this](c10::Device, const std::function<void()>& work) { return record(work); };
   }
-  void TearDown() override { work_recorder() = {}; }
+  void TearDown() override { ops::work_recorder() = {}; }
 
-  std::unique_ptr<RecordedWork> record(const std::function<void()>& work) {
-    class Again final : public RecordedWork {
+  std::unique_ptr<ops::RecordedWork> record(const std::function<void()>& work) {
+    class Again final : public ops::RecordedWork {
      public:
       Again(std::function<void()> work, int& plays) : work_(std::move(work)), plays_(plays) {}
       void replay() override {
@@ -39,7 +39,7 @@ class Recorded : public testing::Test {
   // Weights after one step for each batch; variables lie on "the device", which here is the CPU.
   static Tensor train(bool jit_compile, const std::vector<Example>& batches) {
     const Strategy strategy(std::make_shared<StrategyImpl>(
-        StrategySettings{.devices = {"cpu:0"}, .threads_per_replica = 1, .placement = Placement::device}));
+        strategy::StrategySettings{.devices = {"cpu:0"}, .threads_per_replica = 1, .placement = gradient::Placement::device}));
     const auto scope = strategy.scope();
     set_random_seed(3);
     Sequential model({Dense(8, {.activation = "relu"}), Dropout(0.5), Dense(3)});

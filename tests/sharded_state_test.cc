@@ -94,7 +94,7 @@ class ShardedState : public testing::Test {
 };
 
 TEST_F(ShardedState, EveryRuleGivesTheWeightsOfTrainingWithoutIt) {
-  for (const auto& [name, optimizer] : optimizers()) {
+  for (const auto& [name, optimizer] : gradient::optimizers()) {
     const auto whole = train_on({.workers = 2}, optimizer, at::kDouble);
     for (const int workers : {2, 3, 4}) {
       for (const int replicas : {1, 2}) {

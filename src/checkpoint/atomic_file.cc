@@ -16,7 +16,7 @@
 #include "checkpoint/folder_lock.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::checkpoint {
 namespace {
 
 [[noreturn]] void throw_errno(const std::string& what, const std::string& path) {
@@ -145,4 +145,4 @@ std::vector<std::byte> read_file(const std::string& path) {
   return bytes;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace lockstep {
+namespace lockstep::checkpoint {
 
 // Writes the parts one after the other to a file beside `path`, flushes it to the disk, and renames it over `path`;
 // then flushes the folder, so that the name outlives a power cut too. Makes missing folders. Throws IoError naming the
@@ -19,4 +19,4 @@ void require_writable_folder(const std::string& folder);
 // The whole file. Throws IoError naming it and the reason.
 std::vector<std::byte> read_file(const std::string& path);
 
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint

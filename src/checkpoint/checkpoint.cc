@@ -50,14 +50,14 @@ fs::path index_file(const fs::path& directory) { return directory / "checkpoint"
 
 CheckpointIndex read_index(const fs::path& directory) {
   CheckpointIndex index;
-  if (!file_exists(index_file(directory))) return index;
-  const auto bytes = read_file(index_file(directory).string());
+  if (!checkpoint::file_exists(index_file(directory))) return index;
+  const auto bytes = checkpoint::read_file(index_file(directory).string());
   std::istringstream lines(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
   std::string value;
   for (std::string line; std::getline(lines, line);) {
     const bool latest = parse_line(line, "model_checkpoint_path", value);
     if (!latest && !parse_line(line, "all_model_checkpoint_paths", value)) continue;
-    if (path_inside(directory, value).empty()) continue;  // not of this folder
+    if (checkpoint::path_inside(directory, value).empty()) continue;  // not of this folder
     if (latest) index.latest = value;
     if (!latest) index.all.push_back(value);
   }
@@ -68,7 +68,7 @@ void write_index(const fs::path& directory, const CheckpointIndex& index) {
   std::string lines = text("model_checkpoint_path: ", quoted(index.latest), "\n");
   for (const auto& path : index.all) lines += text("all_model_checkpoint_paths: ", quoted(path), "\n");
   const auto part = std::as_bytes(std::span(lines));
-  write_file_atomically(index_file(directory).string(), std::span(&part, 1));
+  checkpoint::write_file_atomically(index_file(directory).string(), std::span(&part, 1));
 }
 
 fs::path folder_of(const std::string& path) {
@@ -81,7 +81,7 @@ fs::path folder_of(const std::string& path) {
 std::string latest_checkpoint(const std::string& directory) {
   const auto index = read_index(directory);
   const auto path_of = [&](const std::string& name) { return (fs::path(directory) / name).string(); };
-  const auto is_there = [&](const std::string& name) { return file_exists(checkpoint_file(path_of(name))); };
+  const auto is_there = [&](const std::string& name) { return checkpoint::file_exists(checkpoint_file(path_of(name))); };
   if (index.latest.empty()) return {};
   if (is_there(index.latest)) return path_of(index.latest);
   const auto older = std::find_if(index.all.rbegin(), index.all.rend(), is_there);
@@ -103,7 +103,7 @@ std::vector<std::string> load_kept(const Archive& archive, const std::string& pr
   for (std::size_t i = 0;; ++i) {
     const auto found = archive.entries.find(text(prefix, "/", i));
     if (found == archive.entries.end()) return kept;
-    const auto place = path_inside(folder, found->second);
+    const auto place = checkpoint::path_inside(folder, found->second);
     if (!place.empty()) kept.push_back(place.string());
   }
 }
@@ -176,11 +176,11 @@ std::string Checkpoint::save(const std::string& prefix) {
 void Checkpoint::restore(const std::string& path) {
   std::string bytes;
   ranks_.run_on_rank_0([&] {
-    const auto read = read_file(checkpoint_file(path));
+    const auto read = checkpoint::read_file(checkpoint_file(path));
     bytes.assign(reinterpret_cast<const char*>(read.data()), read.size());
   });
   bytes = ranks_.broadcast(bytes);
-  const auto archive = parse_archive(checkpoint_file(path), std::as_bytes(std::span(bytes)));
+  const auto archive = checkpoint::parse_archive(checkpoint_file(path), std::as_bytes(std::span(bytes)));
   const auto counter = archive.integer("save_counter");
   std::vector<std::function<void()>> changes;
   for (const auto& [name, object] : objects_) changes.push_back(object.load(archive, name));

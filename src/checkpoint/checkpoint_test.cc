@@ -42,7 +42,7 @@ extern "C" int fsync(int descriptor) {
   return static_cast<int>(::syscall(SYS_fsync, descriptor));
 }
 
-namespace lockstep {
+namespace lockstep::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
@@ -361,4 +361,4 @@ TEST(Checkpoint, ARestoreHappensWholeOrNotAtAll) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint

@@ -12,7 +12,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::checkpoint {
 namespace fs = std::filesystem;
 
 namespace {
@@ -70,4 +70,4 @@ fs::path path_inside(const fs::path& folder, const std::string& name) {
   return folder / place;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint

@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <string>
 
-namespace lockstep {
+namespace lockstep::checkpoint {
 
 // std::filesystem::exists, absolute, create_directories and remove, which throw IoError naming the path and the reason.
 bool file_exists(const std::filesystem::path& path);
@@ -22,4 +22,4 @@ void flush_folder(const std::filesystem::path& folder);
 // come from a file go through this.
 std::filesystem::path path_inside(const std::filesystem::path& folder, const std::string& name);
 
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint

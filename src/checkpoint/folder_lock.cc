@@ -35,7 +35,7 @@ std::string holder_in(int descriptor) {
 
 }  // namespace
 
-bool try_lock(int descriptor, const std::string& path, bool& supported) {
+bool checkpoint::try_lock(int descriptor, const std::string& path, bool& supported) {
   while (::flock(descriptor, LOCK_EX | LOCK_NB) != 0) {
     if (errno == EWOULDBLOCK) return false;
     if (errno == EINTR) continue;
@@ -51,12 +51,12 @@ bool try_lock(int descriptor, const std::string& path, bool& supported) {
 
 FolderLock::FolderLock(const std::string& folder, const std::string& name, Deadline deadline)
     : file_((std::filesystem::path(folder) / name).string()) {
-  make_folders(folder);
+  checkpoint::make_folders(folder);
   for (;;) {
     descriptor_ = FileDescriptor(::open(file_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644));
     if (!descriptor_.open()) throw IoError(text("cannot open ", file_, ": ", std::strerror(errno)));
     bool supported = true;
-    if (try_lock(descriptor_.get(), file_, supported)) {
+    if (checkpoint::try_lock(descriptor_.get(), file_, supported)) {
       if (!supported) {
         static RepeatedWarning warning;
         warning.log(text("the file system of ", folder,

@@ -25,8 +25,12 @@ class FolderLock {
   FileDescriptor descriptor_;
 };
 
+}  // namespace lockstep
+
+namespace lockstep::checkpoint {
+
 // Whether this process now holds the lock on the open file `descriptor` of `path`, and `path` is still that file.
 // `supported` becomes false where the file system has no locks; then true is returned.
 bool try_lock(int descriptor, const std::string& path, bool& supported);
 
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint

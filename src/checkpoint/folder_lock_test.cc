@@ -14,7 +14,7 @@
 #include "lockstep/checkpoint.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::checkpoint {
 namespace {
 
 namespace fs = std::filesystem;
@@ -64,4 +64,4 @@ TEST(Checkpoint, JobsRecordIntoOneIndexAtTheSameTime) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint

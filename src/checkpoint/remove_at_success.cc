@@ -8,7 +8,7 @@
 #include "base/mutex.h"
 #include "checkpoint/files.h"
 
-namespace lockstep {
+namespace lockstep::checkpoint {
 namespace {
 
 class Files {
@@ -58,4 +58,4 @@ void remove_at_success(const std::string& file, std::shared_ptr<FolderLock> lock
 }
 bool keep_at_success(const std::string& file) { return Files::of_process().take(name_of(file)); }
 
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint

@@ -6,7 +6,7 @@
 
 #include "checkpoint/folder_lock.h"
 
-namespace lockstep {
+namespace lockstep::checkpoint {
 
 // Removes `file` when this process ends by exit or a return from main with status 0; not where it fails or is killed.
 // Until then it holds `lock`, so that no other job writes the file meanwhile.
@@ -15,4 +15,4 @@ void remove_at_success(const std::string& file, std::shared_ptr<FolderLock> lock
 // Takes that back, and releases the lock; false where it was not said of this file.
 bool keep_at_success(const std::string& file);
 
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint

@@ -259,10 +259,10 @@ void write_archive(const std::string& path, const Archive& archive) {
   const auto head = head_of(archive);
   std::vector<Bytes> parts{bytes_of(head)};
   for (const auto& [name, tensor] : archive.tensors) parts.emplace_back(tensor.bytes);
-  write_file_atomically(checkpoint_file(path), parts);
+  checkpoint::write_file_atomically(checkpoint_file(path), parts);
 }
 
-std::string print_archive(const Archive& archive) {
+std::string checkpoint::print_archive(const Archive& archive) {
   auto all = head_of(archive);
   for (const auto& [name, tensor] : archive.tensors) {
     all.append(reinterpret_cast<const char*>(tensor.bytes.data()), tensor.bytes.size());
@@ -272,10 +272,10 @@ std::string print_archive(const Archive& archive) {
 
 Archive read_archive(const std::string& path) {
   const std::string file = checkpoint_file(path);
-  return parse_archive(file, read_file(file));
+  return checkpoint::parse_archive(file, checkpoint::read_file(file));
 }
 
-Archive parse_archive(const std::string& file, Bytes bytes) { return Reader(file, bytes).read(); }
+Archive checkpoint::parse_archive(const std::string& file, Bytes bytes) { return Reader(file, bytes).read(); }
 
 const StoredTensor& Archive::tensor(const std::string& name) const {
   const auto found = tensors.find(name);

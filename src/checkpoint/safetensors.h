@@ -7,7 +7,7 @@
 
 #include "lockstep/checkpoint.h"
 
-namespace lockstep {
+namespace lockstep::checkpoint {
 
 // The bytes that write_archive writes.
 std::string print_archive(const Archive& archive);
@@ -15,4 +15,4 @@ std::string print_archive(const Archive& archive);
 // What read_archive makes of a file's bytes; `file` is for messages.
 Archive parse_archive(const std::string& file, std::span<const std::byte> bytes);
 
-}  // namespace lockstep
+}  // namespace lockstep::checkpoint

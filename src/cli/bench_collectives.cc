@@ -18,7 +18,7 @@
 
 extern char** environ;
 
-namespace lockstep {
+namespace lockstep::cli {
 namespace {
 
 using Kind = Call::Kind;
@@ -278,4 +278,4 @@ int bench_collectives(const BenchOptions& options, std::ostream& out) {
   return run_rank(group, options, group.rank() == 0 ? &out : nullptr) ? 0 : 1;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cli

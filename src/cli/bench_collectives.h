@@ -8,7 +8,7 @@
 
 #include "lockstep/world.h"
 
-namespace lockstep {
+namespace lockstep::cli {
 
 struct BenchOptions {
   std::string operation = "all_reduce";
@@ -32,4 +32,4 @@ struct BenchOptions {
 // there). Returns the exit status: 1 where a result was wrong or a rank failed.
 int bench_collectives(const BenchOptions& options, std::ostream& out);
 
-}  // namespace lockstep
+}  // namespace lockstep::cli

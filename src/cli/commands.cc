@@ -9,7 +9,7 @@
 #include "base/text.h"
 #include "lockstep/checkpoint.h"
 
-namespace lockstep {
+namespace lockstep::cli {
 namespace {
 
 constexpr std::size_t kLongestEntry = 60;
@@ -48,4 +48,4 @@ void print_checkpoint(const std::string& path, std::ostream& out) {
     out << std::left << std::setw(column) << name << shortened(entry) << "\n";
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cli

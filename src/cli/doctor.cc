@@ -17,7 +17,7 @@
 #include "lockstep/version.h"
 #include "lockstep/world.h"
 
-namespace lockstep {
+namespace lockstep::cli {
 
 // What a process finds of its own surroundings.
 struct Facts {
@@ -180,4 +180,4 @@ int examine(const Cluster& cluster, std::ostream& out) {
   return problems.empty() || group.rank() != 0 ? 0 : 1;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cli

@@ -34,7 +34,7 @@ struct BenchArguments {
     app.add_option("--address", world.address, "where this rank listens for other hosts (127.0.0.1)")->needs(rank);
   }
 
-  lockstep::BenchOptions finished(std::vector<std::string> command) {
+  lockstep::cli::BenchOptions finished(std::vector<std::string> command) {
     options.group.implementation = lockstep::implementation_named(implementation);
     options.command = std::move(command);
     world.size = options.ranks;
@@ -44,7 +44,7 @@ struct BenchArguments {
 
   std::string speaker() const { return *rank ? "rank " + std::to_string(world.rank) + ": " : ""; }
 
-  lockstep::BenchOptions options;
+  lockstep::cli::BenchOptions options;
   lockstep::World world;
   std::string implementation = "auto";
   CLI::Option* rank = nullptr;
@@ -59,14 +59,14 @@ struct PlaceArguments {
     app.add_option("--ssh", options.ssh, "how other hosts are reached (ssh -o BatchMode=yes -o ConnectTimeout=20)");
   }
 
-  lockstep::LaunchOptions finished(std::vector<std::string> command) {
+  lockstep::launch::LaunchOptions finished(std::vector<std::string> command) {
     if (!hosts.empty()) options.hosts = lockstep::parse_hosts(hosts);
     if (!hostfile.empty()) options.hosts = lockstep::read_hostfile(hostfile);
     options.command = std::move(command);
     return options;
   }
 
-  lockstep::LaunchOptions options;
+  lockstep::launch::LaunchOptions options;
   std::string hosts, hostfile;
 };
 
@@ -88,9 +88,9 @@ struct RunArguments : PlaceArguments {
   }
 
   int act(std::vector<std::string> command) {
-    if (part) return lockstep::launch_part(std::cout, std::cerr);
-    options.environment = lockstep::exported_variables(exported);
-    return lockstep::launch(finished(std::move(command)), std::cout, std::cerr);
+    if (part) return lockstep::launch::launch_part(std::cout, std::cerr);
+    options.environment = lockstep::launch::exported_variables(exported);
+    return lockstep::launch::launch(finished(std::move(command)), std::cout, std::cerr);
   }
 
   std::vector<std::string> exported;
@@ -104,9 +104,9 @@ struct DoctorArguments : PlaceArguments {
   }
 
   int act() {
-    if (examines) return lockstep::examine(lockstep::resolve_cluster(), std::cout);
+    if (examines) return lockstep::cli::examine(lockstep::resolve_cluster(), std::cout);
     const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
-    return lockstep::launch(finished({program, "doctor", "--examine"}), std::cout, std::cerr);
+    return lockstep::launch::launch(finished({program, "doctor", "--examine"}), std::cout, std::cerr);
   }
 
   bool examines = false;
@@ -159,11 +159,11 @@ int main(int argc, char** argv) {
   }
 
   try {
-    if (*devices) lockstep::print_devices(std::cout);
-    if (*inspect) lockstep::print_checkpoint(path, std::cout);
+    if (*devices) lockstep::cli::print_devices(std::cout);
+    if (*inspect) lockstep::cli::print_checkpoint(path, std::cout);
     if (*run) return run_arguments.act(run->remaining());
     if (*doctor) return doctor_arguments.act();
-    if (*collectives) return lockstep::bench_collectives(bench_arguments.finished({argv, argv + argc}), std::cout);
+    if (*collectives) return lockstep::cli::bench_collectives(bench_arguments.finished({argv, argv + argc}), std::cout);
   } catch (const std::exception& error) {
     // In one piece, for several ranks may write at once.
     std::cerr << "lockstep: " + bench_arguments.speaker() + error.what() + "\n";

@@ -7,7 +7,7 @@
 
 #include "lockstep/deadline.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 
 // One member's end; one thread.
 class Bootstrap {
@@ -25,4 +25,4 @@ class Bootstrap {
   virtual std::vector<std::string> all_gather(const std::string& mine, Deadline deadline) = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

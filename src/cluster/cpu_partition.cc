@@ -7,7 +7,7 @@
 #include "base/resources.h"
 #include "base/text.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 // What this process might use when it first asked, and what it keeps to.
@@ -74,4 +74,4 @@ bool has_own_cores(const World& world, Bootstrap& members, Deadline deadline) {
   return true;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

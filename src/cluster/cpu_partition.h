@@ -7,7 +7,7 @@
 #include "cluster/bootstrap.h"
 #include "lockstep/world.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 
 // The cores that this process was given: those that it might use when it first asked, or its share by
 // `keep_to_partition`; and on how many of them it can compute at once. Later its threads keep to some of them.
@@ -33,4 +33,4 @@ void keep_to_partition(const CpuPartition& share);
 // members call it.
 bool has_own_cores(const World& world, Bootstrap& members, Deadline deadline);
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

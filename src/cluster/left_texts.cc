@@ -2,7 +2,7 @@
 
 #include "base/text.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 constexpr std::size_t kPiece = 1 << 19;
@@ -35,4 +35,4 @@ std::vector<std::string> left_texts(const Store& store, const std::string& kind,
   return all;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

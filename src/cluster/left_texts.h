@@ -6,7 +6,7 @@
 
 #include "lockstep/store.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 
 void leave_text(const Store& store, const std::string& kind, const std::string& text, Deadline deadline);
 
@@ -16,4 +16,4 @@ std::vector<std::string> left_texts(const Store& store, const std::string& kind,
 // Of the operations of a job's ranks: arrays of JSON, of events as chrome://tracing has them.
 inline constexpr const char* kTimelines = "timelines";
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

@@ -4,7 +4,7 @@
 #include "lockstep/error.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 constexpr std::int64_t kMostDescriptors = 1 << 20;
@@ -50,7 +50,7 @@ std::optional<Cluster> from_mpich(const Environment& environment) {
   cluster.holds_store = world.rank == 0;
   if (cluster.holds_store) {
     cluster.store = world.local_size == world.size ? "127.0.0.1:0"
-                                                   : address_towards(world.host, Deadline::after(kForOwnName)) + ":0";
+                                                   : transport::address_towards(world.host, Deadline::after(kForOwnName)) + ":0";
   }
   return cluster;
 }
@@ -59,4 +59,4 @@ int pmi_descriptor(const Environment& environment) {
   return static_cast<int>(number_of(environment, "PMI_FD", 0, kMostDescriptors));
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

@@ -5,7 +5,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 constexpr std::chrono::seconds kToRead(5);
@@ -76,4 +76,4 @@ World next_generation(const World& world, const Store& store, const std::vector<
   return next;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

@@ -6,9 +6,9 @@
 #include "lockstep/store.h"
 #include "lockstep/world.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 
 // The World without the ranks `lost`, as Job::regroup describes it. Collective over the others.
 World next_generation(const World& world, const Store& store, const std::vector<int>& lost, Deadline deadline);
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

@@ -10,7 +10,7 @@
 #include "base/mutex.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 Deadline in(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
@@ -86,4 +86,4 @@ TEST(NextGeneration, ARankThatComesIsNotLostByItsOwnWord) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::cluster

@@ -7,7 +7,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 constexpr std::size_t kMostNodes = 100'000, kLongestName = 255;  // Slurm has at most 65,533; DNS
@@ -131,4 +131,4 @@ std::vector<int> expand_task_counts(const std::string& counts, const std::string
   return Parser(counts, variable).counts();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

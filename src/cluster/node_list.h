@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-namespace lockstep {
+namespace lockstep::cluster {
 
 // The nodes, in order. Throws ClusterError naming `variable` where the list is malformed, or has more than a million.
 std::vector<std::string> expand_node_list(const std::string& list, const std::string& variable);
@@ -12,4 +12,4 @@ std::vector<std::string> expand_node_list(const std::string& list, const std::st
 // How many tasks each node has, from "2(x3),1" (three nodes of two, one of one). Throws likewise.
 std::vector<int> expand_task_counts(const std::string& counts, const std::string& variable);
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

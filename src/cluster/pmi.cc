@@ -11,7 +11,7 @@
 #include "lockstep/error.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 constexpr std::size_t kLongestLine = 4096;
@@ -26,9 +26,9 @@ class Session {
 
   std::string ask(const std::string& command, const std::string& expected, Deadline deadline) const {
     const auto line = "cmd=" + command + "\n";
-    write_all(socket_, std::as_bytes(std::span(line)), deadline);
+    transport::write_all(socket_, std::as_bytes(std::span(line)), deadline);
     std::string answer;
-    for (char c = 0; (c = read_value<char>(socket_, deadline)) != '\n';) {
+    for (char c = 0; (c = transport::read_value<char>(socket_, deadline)) != '\n';) {
       if (answer.size() == kLongestLine) throw ClusterError("PMI: the process manager's answer has no end");
       answer.push_back(c);
     }
@@ -50,13 +50,13 @@ std::string value_in(const std::string& answer, const std::string& name) {
   return answer.substr(begin, answer.find(' ', begin) - begin);
 }
 
-Mutex mutex;
-std::optional<Session> session LOCKSTEP_GUARDED_BY(mutex);
-std::optional<std::string> shared LOCKSTEP_GUARDED_BY(mutex);
+Mutex manager_mutex;
+std::optional<Session> session LOCKSTEP_GUARDED_BY(manager_mutex);
+std::optional<std::string> shared LOCKSTEP_GUARDED_BY(manager_mutex);
 
 void say_goodbye() {
   try {
-    MutexLock lock(mutex);
+    MutexLock lock(manager_mutex);
     if (session) session->ask("finalize", "finalize_ack", Deadline::after(std::chrono::seconds(1)));
   } catch (const Error&) {
     // The process manager is gone.
@@ -66,7 +66,7 @@ void say_goodbye() {
 }  // namespace
 
 std::string share_through_pmi(int fd, bool is_rank_0, const std::string& mine, Deadline deadline) {
-  MutexLock lock(mutex);
+  MutexLock lock(manager_mutex);
   if (shared) return *shared;
   session.emplace(fd);
   session->ask("init pmi_version=1 pmi_subversion=1", "response_to_init", deadline);
@@ -78,4 +78,4 @@ std::string share_through_pmi(int fd, bool is_rank_0, const std::string& mine, D
   return *(shared = value_in(session->ask("get " + place, "get_result", deadline), "value"));
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

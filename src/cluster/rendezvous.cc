@@ -15,7 +15,7 @@
 #include "lockstep/error.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 // Where nobody names a port, all ranks try the same ones, in the same order, below those that the system gives out.
@@ -33,20 +33,20 @@ int candidate_port(const Cluster& cluster, int index) {
 }
 
 std::string candidate(const Cluster& cluster, int index) {
-  return with_port(cluster.store, candidate_port(cluster, index));
+  return transport::with_port(cluster.store, candidate_port(cluster, index));
 }
 
 // At all addresses of this machine, as TensorFlow does, for its own name may not lead to it yet, or lead elsewhere; but
 // where the host is a loopback address, at that alone.
 Store hold_at(const std::string& host, int port) {
-  if (is_loopback(host)) return Store::hold(with_port(host, port));
-  const auto everywhere = with_port(has_ipv6() ? "::" : "0.0.0.0", port);
+  if (transport::is_loopback(host)) return Store::hold(transport::with_port(host, port));
+  const auto everywhere = transport::with_port(transport::has_ipv6() ? "::" : "0.0.0.0", port);
   try {
     return Store::hold(everywhere);
   } catch (const ClusterError& error) {  // in the words of whoever named the host
     std::string what = error.what();
     const auto at = what.find(everywhere);
-    if (at != std::string::npos) what.replace(at, everywhere.size(), with_port(host, port));
+    if (at != std::string::npos) what.replace(at, everywhere.size(), transport::with_port(host, port));
     throw ClusterError(what);
   }
 }
@@ -71,7 +71,7 @@ Store find(const Cluster& cluster, Deadline deadline) {
   while (true) {
     for (int i = 0; i < kCandidates; ++i) {
       try {
-        if (!answers_at(candidate(cluster, i), Deadline::after(kForConnecting))) continue;
+        if (!transport::answers_at(candidate(cluster, i), Deadline::after(kForConnecting))) continue;
         const auto store = Store::connect(candidate(cluster, i), Deadline::after(kForAnswer));
         if (store.get(kJob, Deadline::after(kForAnswer)) == cluster.job) return store;
         problem = "another job's answers there";
@@ -116,7 +116,7 @@ Store held(const Cluster& cluster, Deadline deadline) {
 
 // Debian gives a machine's own name an address that leads nowhere else.
 void require_reachable(const World& world, const std::string& named) {
-  if (world.local_size == world.size || named.empty() || is_loopback(named) || !is_loopback(world.address)) return;
+  if (world.local_size == world.size || named.empty() || transport::is_loopback(named) || !transport::is_loopback(world.address)) return;
   throw ClusterError(
       text("the ranks are on several hosts, but on this one ", named, " is ", world.address,
            ", which the others cannot reach; name rank 0's host by another address, or mend /etc/hosts"));
@@ -132,7 +132,7 @@ Cluster on_loopback(Cluster cluster) {
   const bool of_a_rank = cluster.source != "lockstep run";  // that launcher's may be on another host
   const bool named = !cluster.store.empty() && !through_pmi(cluster);
   if (!of_a_rank || !named || cluster.world.local_size != cluster.world.size) return cluster;
-  cluster.store = cluster.job.empty() ? with_port("127.0.0.1", port_of(cluster.store, kStore)) : "127.0.0.1";
+  cluster.store = cluster.job.empty() ? transport::with_port("127.0.0.1", port_of(cluster.store, kStore)) : "127.0.0.1";
   return cluster;
 }
 
@@ -164,10 +164,10 @@ Rendezvous rendezvous(const Cluster& resolved, Deadline deadline) {
   Rendezvous found{cluster.world, holds ? held(cluster, deadline) : connect(place, deadline)};
   const bool has_port = cluster.job.empty() && !cluster.store.empty();
   const auto named = through_pmi(cluster) ? "" : has_port ? host_of(cluster.store, kStore) : cluster.store;
-  found.world.address = address_towards(named.empty() ? host_of(found.store.address(), kStore) : named, deadline);
+  found.world.address = transport::address_towards(named.empty() ? host_of(found.store.address(), kStore) : named, deadline);
   require_reachable(found.world, named);
   take_place(found, deadline);
   return found;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

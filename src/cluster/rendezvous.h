@@ -4,7 +4,7 @@
 #include "lockstep/cluster.h"
 #include "lockstep/store.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 
 struct Rendezvous {
   World world;  // its address is the one from which this machine reaches the store
@@ -21,4 +21,4 @@ struct Rendezvous {
 // again until the deadline.
 Rendezvous rendezvous(const Cluster& cluster, Deadline deadline);
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

@@ -22,13 +22,13 @@
 #include "cluster/watch_launcher.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 Deadline within(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
 
 int free_port() {
-  const auto address = local_address(listen_at("127.0.0.1:0", {}));
+  const auto address = transport::local_address(transport::listen_at("127.0.0.1:0", {}));
   return std::atoi(address.substr(address.rfind(':') + 1).c_str());
 }
 
@@ -136,7 +136,7 @@ TEST(Rendezvous, ARankEndsSoonAfterItsMpirun) {
   }();
   ::kill(launcher, SIGKILL);
   ::waitpid(launcher, nullptr, 0);
-  EXPECT_TRUE(wait_for_events(life.get(), POLLIN, within(8)));
+  EXPECT_TRUE(transport::wait_for_events(life.get(), POLLIN, within(8)));
   ::kill(rank, SIGKILL);
   ::kill(shell_of_rank, SIGKILL);
 }
@@ -171,4 +171,4 @@ TEST(Rendezvous, RankZeroListensEverywhereAndItsNameMayComeLater) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::cluster

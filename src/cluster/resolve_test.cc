@@ -6,7 +6,7 @@
 #include "cluster/resolvers.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 using Variables = std::map<std::string, std::string>;
@@ -206,4 +206,4 @@ TEST(NodeList, IsWhatScontrolMakesOfIt) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::cluster

@@ -6,7 +6,7 @@
 
 #include "lockstep/cluster.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 
 // Each: nothing where its variables are not set. Throws ClusterError.
 std::optional<Cluster> from_lockstep_run(const Environment& environment);
@@ -42,4 +42,4 @@ std::string text_of(const Environment& environment, const char* name);
 std::string host_of(const std::string& address, const std::string& field);
 int port_of(const std::string& address, const std::string& field);
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

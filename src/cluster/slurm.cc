@@ -4,7 +4,7 @@
 #include "cluster/resolvers.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 
 std::optional<Cluster> from_slurm(const Environment& environment) {
   if (environment("SLURM_PROCID") == nullptr || environment("SLURM_STEP_NODELIST") == nullptr) return std::nullopt;
@@ -31,4 +31,4 @@ std::optional<Cluster> from_slurm(const Environment& environment) {
   return cluster;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

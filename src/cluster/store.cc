@@ -25,7 +25,7 @@ struct Store::State {
                                int answers = -1);
   FileDescriptor take_idle();  // closed where there is none
 
-  std::optional<StoreServer> server;  // where this process holds the store
+  std::optional<cluster::StoreServer> server;  // where this process holds the store
   std::string address;
   Access access;
   Mutex mutex;
@@ -35,20 +35,20 @@ struct Store::State {
 namespace {
 
 struct Answer {
-  std::uint32_t code = StoreFrame::done;
+  std::uint32_t code = cluster::StoreFrame::done;
   std::vector<std::string> items;
 };
 
 Answer read_answer(const FileDescriptor& socket, Deadline deadline) {
-  const auto frame = read_value<StoreFrame>(socket, deadline);
-  if (frame.length > StoreFrame::kLongest) {
+  const auto frame = transport::read_value<cluster::StoreFrame>(socket, deadline);
+  if (frame.length > cluster::StoreFrame::kLongest) {
     throw ClusterError(text("an answer of ", frame.length, " bytes is not to be believed"));
   }
   std::string bytes(frame.length, '\0');
-  read_all(socket, std::as_writable_bytes(std::span(bytes)), deadline);
-  auto items = unpack(bytes);
+  transport::read_all(socket, std::as_writable_bytes(std::span(bytes)), deadline);
+  auto items = cluster::unpack(bytes);
   if (!items) throw ClusterError("an answer that cannot be read");
-  const bool has_reason = frame.code == StoreFrame::refused || frame.code == StoreFrame::abandoned;
+  const bool has_reason = frame.code == cluster::StoreFrame::refused || frame.code == cluster::StoreFrame::abandoned;
   if (has_reason && items->empty()) throw ClusterError("an answer without a reason");
   return {frame.code, std::move(*items)};
 }
@@ -67,7 +67,7 @@ Store Store::connect(const std::string& address, Deadline deadline, const Access
   auto state = std::make_shared<State>();
   state->access = access;
   state->address = address;
-  state->ask(StoreFrame::missing, {}, deadline);  // does a store answer?
+  state->ask(cluster::StoreFrame::missing, {}, deadline);  // does a store answer?
   return Store(std::move(state));
 }
 
@@ -77,26 +77,26 @@ Store Store::prefixed(const std::string& prefix) const { return Store(state_, pr
 Store Store::without_prefix() const { return Store(state_); }
 
 void Store::set(const std::string& key, const std::string& value, Deadline deadline) const {
-  state_->ask(StoreFrame::set, {prefix_ + key, value}, deadline);
+  state_->ask(cluster::StoreFrame::set, {prefix_ + key, value}, deadline);
 }
 
 std::string Store::get(const std::string& key, Deadline deadline) const { return get(std::vector{key}, deadline)[0]; }
 
 std::int64_t Store::add(const std::string& key, std::int64_t difference, Deadline deadline) const {
   const auto sum =
-      whole_number(state_->ask(StoreFrame::add, {prefix_ + key, std::to_string(difference)}, deadline, 1)[0]);
+      whole_number(state_->ask(cluster::StoreFrame::add, {prefix_ + key, std::to_string(difference)}, deadline, 1)[0]);
   if (!sum) throw ClusterError(text("the store at ", address(), " did not answer with a number"));
   return *sum;
 }
 
 std::string Store::compare_set(const std::string& key, const std::string& expected, const std::string& desired,
                                Deadline deadline) const {
-  return state_->ask(StoreFrame::compare_set, {prefix_ + key, expected, desired}, deadline, 1)[0];
+  return state_->ask(cluster::StoreFrame::compare_set, {prefix_ + key, expected, desired}, deadline, 1)[0];
 }
 
 void Store::abandon(const std::string& prefix, const std::string& reason, Deadline deadline,
                     const std::string& suffix) const {
-  state_->ask(StoreFrame::abandon, {prefix_ + prefix, suffix, reason}, deadline);
+  state_->ask(cluster::StoreFrame::abandon, {prefix_ + prefix, suffix, reason}, deadline);
 }
 
 std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadline deadline) const {
@@ -104,9 +104,9 @@ std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadli
   std::vector<std::string> whole;
   for (const auto& key : keys) whole.push_back(prefix_ + key);
   try {
-    return state_->ask(StoreFrame::get, whole, deadline, static_cast<int>(whole.size()));
+    return state_->ask(cluster::StoreFrame::get, whole, deadline, static_cast<int>(whole.size()));
   } catch (const DeadlineExceeded&) {
-    const auto missing = state_->ask(StoreFrame::missing, whole, Deadline::after(kForTheReason));
+    const auto missing = state_->ask(cluster::StoreFrame::missing, whole, Deadline::after(kForTheReason));
     std::vector<int> places;
     for (const auto& key : missing) {
       places.push_back(static_cast<int>(std::find(whole.begin(), whole.end(), key) - whole.begin()));
@@ -124,13 +124,13 @@ std::vector<std::string> Store::State::ask(std::uint32_t code, const std::vector
   }
   auto socket = take_idle();
   const bool known = socket.open();
-  if (!known) socket = connect_to(address, deadline);
+  if (!known) socket = transport::connect_to(address, deadline);
   Answer answer;
   try {
-    if (!known) introduce(socket, access, store_greeting(), deadline);
-    const auto bytes = pack(items);
-    write_value(socket, StoreFrame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())}, deadline);
-    write_all(socket, std::as_bytes(std::span(bytes)), deadline);
+    if (!known) transport::introduce(socket, access, cluster::store_greeting(), deadline);
+    const auto bytes = cluster::pack(items);
+    transport::write_value(socket, cluster::StoreFrame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())}, deadline);
+    transport::write_all(socket, std::as_bytes(std::span(bytes)), deadline);
     answer = read_answer(socket, deadline);
     MutexLock lock(mutex);
     idle.push_back(std::move(socket));
@@ -139,8 +139,8 @@ std::vector<std::string> Store::State::ask(std::uint32_t code, const std::vector
   } catch (const ClusterError& error) {
     throw ClusterError(text("the store at ", address, ": ", error.what()));
   }
-  if (answer.code == StoreFrame::refused) throw ClusterError(text("the store at ", address, ": ", answer.items[0]));
-  if (answer.code == StoreFrame::abandoned) throw ClusterError(answer.items[0]);
+  if (answer.code == cluster::StoreFrame::refused) throw ClusterError(text("the store at ", address, ": ", answer.items[0]));
+  if (answer.code == cluster::StoreFrame::abandoned) throw ClusterError(answer.items[0]);
   if (answers >= 0 && answer.items.size() != static_cast<std::size_t>(answers)) {
     throw ClusterError(
         text("the store at ", address, " answered with ", answer.items.size(), " strings, not ", answers));

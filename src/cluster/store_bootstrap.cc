@@ -6,7 +6,7 @@
 #include "lockstep/error.h"
 #include "transport/all_gather.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 // For what is said to others at an end, when the deadline may be over.
@@ -14,7 +14,7 @@ Deadline for_last_words() { return Deadline::after(std::chrono::seconds(1)); }
 
 // Containers of one host may have equal host names and process ids: a random name tells them apart.
 std::string this_process() {
-  static const std::string unique = random_name();
+  static const std::string unique = transport::random_name();
   std::string host(256, '\0');
   gethostname(host.data(), host.size() - 1);
   return text("process ", getpid(), " of ", host.c_str(), " (", unique.substr(0, 8), ")");
@@ -81,4 +81,4 @@ std::string StoreBootstrap::members_of_other_generations(const std::vector<int>&
   return members;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

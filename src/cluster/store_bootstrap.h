@@ -5,7 +5,7 @@
 #include "lockstep/store.h"
 #include "lockstep/world.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 
 class StoreBootstrap final : public Bootstrap {
  public:
@@ -33,4 +33,4 @@ class StoreBootstrap final : public Bootstrap {
   int round_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

@@ -11,13 +11,13 @@
 #include "lockstep/store.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 
 class StoreProcess {
  public:
   // At a port that was free a moment ago. Store::connect waits for it.
   explicit StoreProcess(const Access& access = access_of_environment())
-      : StoreProcess(local_address(listen_at("127.0.0.1:0", access)), access) {}
+      : StoreProcess(transport::local_address(transport::listen_at("127.0.0.1:0", access)), access) {}
   explicit StoreProcess(std::string address, const Access& access = access_of_environment())
       : address_(std::move(address)), holder_([this, &access]() -> std::string {
           const auto store = Store::hold(address_, access);
@@ -31,4 +31,4 @@ class StoreProcess {
   const ChildProcess holder_;  // ended with this
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

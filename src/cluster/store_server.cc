@@ -15,27 +15,27 @@
 #include "cluster/strings.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 constexpr std::chrono::seconds kToLetGo(1);
 
 }  // namespace
 
-Greeting store_greeting() { return {.protocol = {'s', 't', 'o', 'r', 'e'}}; }
+transport::Greeting store_greeting() { return {.protocol = {'s', 't', 'o', 'r', 'e'}}; }
 
 StoreServer::StoreServer(const std::string& address, Access access)
     : access_(std::move(access)),
-      listener_(listen_at(address, access_)),
+      listener_(transport::listen_at(address, access_)),
       stop_(eventfd(0, EFD_CLOEXEC)),
-      address_(local_address(listener_)) {
+      address_(transport::local_address(listener_)) {
   thread_ = std::jthread([this] { serve(); });
 }
 
 StoreServer::~StoreServer() { eventfd_write(stop_.get(), 1); }
 
 void StoreServer::serve() {
-  Acceptor acceptor(listener_, access_, store_greeting(), [](const Greeting&) { return ""; });
+  transport::Acceptor acceptor(listener_, access_, store_greeting(), [](const transport::Greeting&) { return ""; });
   std::optional<Deadline> last;  // once the store is to end
   while (!last || !(clients_.empty() || last->passed())) {
     std::vector<pollfd> polls{{last ? -1 : stop_.get(), POLLIN, 0}};
@@ -45,7 +45,7 @@ void StoreServer::serve() {
     }
     const auto members = polls.size();
     acceptor.watch(polls);
-    poll(polls.data(), polls.size(), last || acceptor.busy() ? Acceptor::kLongestPoll : -1);
+    poll(polls.data(), polls.size(), last || acceptor.busy() ? transport::Acceptor::kLongestPoll : -1);
     if (polls[0].revents != 0) last = Deadline::after(kToLetGo);
     for (std::size_t i = 0; i < clients_.size(); ++i) {
       if (polls[i + 1].revents & (POLLIN | POLLHUP | POLLERR)) read(*clients_[i]);
@@ -194,4 +194,4 @@ std::vector<std::string> StoreServer::values_of(const std::vector<std::string>& 
   return values;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

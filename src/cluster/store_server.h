@@ -11,10 +11,10 @@
 #include "base/file_descriptor.h"
 #include "transport/acceptor.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 
 // What both ends say first (transport/handshake.h).
-Greeting store_greeting();
+transport::Greeting store_greeting();
 
 // What goes over a connection then, both ways; `length` bytes follow, a packed list of strings.
 struct StoreFrame {
@@ -72,4 +72,4 @@ class StoreServer {
   std::jthread thread_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

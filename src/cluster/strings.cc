@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 void put(std::string& out, std::size_t number) {
@@ -45,4 +45,4 @@ std::optional<std::vector<std::string>> unpack(std::string_view bytes) {
   return items;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

@@ -6,11 +6,11 @@
 #include <string_view>
 #include <vector>
 
-namespace lockstep {
+namespace lockstep::cluster {
 
 std::string pack(const std::vector<std::string>& items);
 
 // Nothing where the bytes are not a packed list.
 std::optional<std::vector<std::string>> unpack(std::string_view bytes);
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

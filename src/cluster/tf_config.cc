@@ -7,7 +7,7 @@
 #include "cluster/resolvers.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 using Json = nlohmann::json;
@@ -110,4 +110,4 @@ std::optional<Cluster> from_tf_config(const Environment& environment) {
   return cluster;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

@@ -20,7 +20,7 @@
 #include "transport/socket.h"
 #include "transport/user_token.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 namespace fs = std::filesystem;
@@ -31,37 +31,37 @@ Deadline within(double seconds) { return Deadline::after(std::chrono::duration<d
 
 TEST(UserToken, IsMadeOnceForItsOwnerAlone) {
   const auto home = fresh_folder("strangers", "home").string();
-  const auto token = user_token(home);
+  const auto token = transport::user_token(home);
   EXPECT_EQ(token.size(), 32U);
-  EXPECT_EQ(user_token(home), token);
+  EXPECT_EQ(transport::user_token(home), token);
   const auto permissions = fs::status(home + "/.lockstep/token").permissions();
   EXPECT_EQ(permissions & (fs::perms::group_all | fs::perms::others_all), fs::perms::none);
   fs::permissions(home + "/.lockstep/token", fs::perms::others_read, fs::perm_options::add);
-  expect_says(message_of<ClusterError>([&] { user_token(home); }), "may be read by others");
+  expect_says(message_of<ClusterError>([&] { transport::user_token(home); }), "may be read by others");
   fs::permissions(home + "/.lockstep", fs::perms::others_write, fs::perm_options::add);
-  expect_says(message_of<ClusterError>([&] { user_token(home); }), "nobody else may write to");
+  expect_says(message_of<ClusterError>([&] { transport::user_token(home); }), "nobody else may write to");
 }
 
 TEST(UserToken, ProcessesThatMakeItAtTheSameTimeHaveTheSame) {
   const auto home = fresh_folder("strangers", "together").string();
   std::vector<std::future<std::string>> tokens;
-  for (int i = 0; i < 8; ++i) tokens.push_back(std::async(std::launch::async, [&] { return user_token(home); }));
-  const auto token = user_token(home);
+  for (int i = 0; i < 8; ++i) tokens.push_back(std::async(std::launch::async, [&] { return transport::user_token(home); }));
+  const auto token = transport::user_token(home);
   for (auto& other : tokens) EXPECT_EQ(other.get(), token);
 }
 
 TEST(UserToken, WhereNothingCanBeKeptThereIsNone) {
   const auto file = fresh_folder("strangers", "none") / "file";
   std::ofstream(file) << "x";
-  EXPECT_EQ(user_token(file.string()), "");
-  EXPECT_EQ(user_token(""), "");
+  EXPECT_EQ(transport::user_token(file.string()), "");
+  EXPECT_EQ(transport::user_token(""), "");
 }
 
 // It keeps other users out on loopback, and is no reason to listen elsewhere.
 TEST(UserToken, IsNoJobsToken) {
   const Access access{.token = std::string(32, 'u'), .of_this_user = true};
-  EXPECT_NO_THROW(listen_at("127.0.0.1:0", access));
-  expect_says(message_of<ClusterError>([&] { listen_at("0.0.0.0:0", access); }), "needs a token");
+  EXPECT_NO_THROW(transport::listen_at("127.0.0.1:0", access));
+  expect_says(message_of<ClusterError>([&] { transport::listen_at("0.0.0.0:0", access); }), "needs a token");
 }
 
 TEST(Strangers, AnotherUserCannotUseAStoreOnLoopback) {
@@ -109,7 +109,7 @@ TEST(Strangers, SilentConnectionsUseUpNothing) {
   ASSERT_GT(::read(ready[0], bytes, sizeof bytes), 0);
   const std::string address(bytes, std::string(bytes).find('\n'));
   std::vector<FileDescriptor> silent;
-  for (int i = 0; i < 1100; ++i) silent.push_back(connect_to(address, within(20)));
+  for (int i = 0; i < 1100; ++i) silent.push_back(transport::connect_to(address, within(20)));
   const Access ours{.token = std::string(32, 't')};
   const auto begin = Deadline::after(std::chrono::seconds(0));
   const auto store = Store::connect(address, within(20), ours);
@@ -121,9 +121,9 @@ TEST(Strangers, SilentConnectionsUseUpNothing) {
 TEST(Strangers, SilentConnectionsDoNotKeepRanksApart) {
   std::promise<std::string> address_of_zero;
   const auto address = address_of_zero.get_future().share();
-  std::vector<Sockets> zero;
+  std::vector<transport::Sockets> zero;
   std::jthread first([&] {
-    zero = connect_all(
+    zero = transport::connect_all(
         {.rank = 0, .size = 2}, 2,
         [&](const std::string& mine) {
           address_of_zero.set_value(mine);
@@ -133,11 +133,11 @@ TEST(Strangers, SilentConnectionsDoNotKeepRanksApart) {
   });
   std::vector<FileDescriptor> strangers;
   const auto begin = Deadline::after(std::chrono::seconds(0));
-  const auto one = connect_all(
+  const auto one = transport::connect_all(
       {.rank = 1, .size = 2}, 2,
       [&](const std::string& mine) {
         for (int i = 0; i < 20; ++i) {
-          strangers.push_back(connect_to(address.get().substr(address.get().find(' ') + 1), within(5)));
+          strangers.push_back(transport::connect_to(address.get().substr(address.get().find(' ') + 1), within(5)));
         }
         return std::vector<std::string>{address.get(), mine};
       },
@@ -152,10 +152,10 @@ TEST(Strangers, WarningsAreCountedAndNotRepeated) {
   testing::internal::CaptureStderr();
   const std::string garbage(200, 'x');
   for (int i = 0; i < 500; ++i) {
-    const auto socket = connect_to(store.address(), within(5));
-    write_all(socket, std::as_bytes(std::span(garbage)), within(5));
+    const auto socket = transport::connect_to(store.address(), within(5));
+    transport::write_all(socket, std::as_bytes(std::span(garbage)), within(5));
     char byte = 0;
-    wait_for_events(socket.get(), POLLIN, within(5));
+    transport::wait_for_events(socket.get(), POLLIN, within(5));
     EXPECT_LE(recv(socket.get(), &byte, 1, 0), 0);
   }
   const auto printed = testing::internal::GetCapturedStderr();
@@ -163,4 +163,4 @@ TEST(Strangers, WarningsAreCountedAndNotRepeated) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::cluster

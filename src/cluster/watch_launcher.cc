@@ -15,7 +15,7 @@
 #include "base/log.h"
 #include "base/text.h"
 
-namespace lockstep {
+namespace lockstep::cluster {
 namespace {
 
 constexpr std::chrono::seconds kToSave(10);
@@ -67,4 +67,4 @@ void end_with_launcher() {
   std::thread([life = std::move(life)] { wait_and_end(life); }).detach();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::cluster

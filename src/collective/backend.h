@@ -27,7 +27,7 @@ class GroupBackend {
   virtual const char* exchange(std::span<const Call> calls, Deadline deadline) = 0;
 
   // A backend of the same kind for other members, of which this rank is one.
-  virtual std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const = 0;
+  virtual std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const = 0;
 
   // As Group::allocate. Any thread.
   virtual Memory allocate(std::size_t bytes) = 0;
@@ -36,7 +36,11 @@ class GroupBackend {
   virtual void fail(const Failure& failure) = 0;
 };
 
+}  // namespace lockstep
+
+namespace lockstep::collective {
+
 // Zeroed memory of this process alone, aligned to pages.
 Memory private_memory(std::size_t bytes);
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

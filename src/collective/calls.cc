@@ -7,7 +7,7 @@
 #include "base/hash.h"
 #include "base/text.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 using Kind = Call::Kind;
 
@@ -215,4 +215,4 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -9,7 +9,7 @@
 
 #include "lockstep/group.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 // A call between two ranks; the others are collective.
 inline bool is_message(const Call& call) { return call.kind == Call::Kind::send || call.kind == Call::Kind::recv; }
@@ -85,4 +85,4 @@ inline std::byte* bytes_of(const Buffer& buffer) { return static_cast<std::byte*
 // memcpy that allows nothing to be copied, and a copy onto itself.
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

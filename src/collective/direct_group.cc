@@ -10,7 +10,7 @@
 #include "kernels/copy.h"
 #include "kernels/reduce.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 namespace {
 
 using Kind = Call::Kind;
@@ -24,7 +24,7 @@ std::size_t input_bytes_of(const Call& call, int rank) {
   return only_root && rank != call.peer ? 0 : call.input.bytes();
 }
 
-std::vector<StagingSlot*> staging_slots_of(const SpaceMember& member) {
+std::vector<StagingSlot*> staging_slots_of(const transport::SpaceMember& member) {
   std::vector<StagingSlot*> slots;
   for (int r = 0; r < member.size(); ++r)
     slots.push_back(reinterpret_cast<StagingSlot*>(member.space().staging_slot(r)));
@@ -35,11 +35,11 @@ bool everyone_gets(const Call& call) { return call.kind == Kind::all_reduce; }
 
 }  // namespace
 
-SpaceLayout DirectGroup::layout(int ranks) {
-  return {.ranks = ranks, .staging_slot_bytes = sizeof(StagingSlot), .mailbox_bytes = sizeof(Mailbox)};
+transport::SpaceLayout DirectGroup::layout(int ranks) {
+  return {.ranks = ranks, .staging_slot_bytes = sizeof(StagingSlot), .mailbox_bytes = sizeof(transport::Mailbox)};
 }
 
-DirectGroup::DirectGroup(std::shared_ptr<SpaceMember> member)
+DirectGroup::DirectGroup(std::shared_ptr<transport::SpaceMember> member)
     : member_(std::move(member)),
       staging_slots_(staging_slots_of(*member_)),
       channels_(member_),
@@ -77,7 +77,7 @@ DirectGroup::Way DirectGroup::exchange_descriptors(const Call& call, Deadline de
   fail_point("direct.before_descriptor");
   mine.sequence.set(posted_);
   fail_point("direct.descriptor_written");
-  member_->wait_for_all([this](int r) -> Signal& { return descriptor(r).sequence; }, posted_, deadline, operation);
+  member_->wait_for_all([this](int r) -> transport::Signal& { return descriptor(r).sequence; }, posted_, deadline, operation);
   fail_point("direct.descriptors_read");
 
   bool small = true, direct = true;
@@ -94,7 +94,7 @@ DirectGroup::Way DirectGroup::exchange_descriptors(const Call& call, Deadline de
 void DirectGroup::synchronize(const char* operation, Deadline deadline) {
   fail_point("direct.before_synchronize");
   staging_slot(rank()).done.set(++synchronized_);
-  member_->wait_for_all([this](int r) -> Signal& { return staging_slot(r).done; }, synchronized_, deadline, operation);
+  member_->wait_for_all([this](int r) -> transport::Signal& { return staging_slot(r).done; }, synchronized_, deadline, operation);
   fail_point("direct.synchronized");
 }
 
@@ -163,7 +163,7 @@ const char* DirectGroup::reduce(const Call& call, Deadline deadline) {
     outputs_.push_back(at_place(r, descriptor(r).output_at, call.input.bytes()) + begin);
   }
   {
-    const SpaceMember::RemoteAccess here(*member_);
+    const transport::SpaceMember::RemoteAccess here(*member_);
     fail_point("direct.remote_access");
     reduce_into(
         call, range.count(), [&](int r) { return at_place(r, descriptor(r).input_at, call.input.bytes()) + begin; },
@@ -232,7 +232,7 @@ const char* DirectGroup::pull(const Call& call, Deadline deadline) {
     pull_staged(call, transfers, deadline);
     return "direct, staged";
   }
-  std::optional<SpaceMember::RemoteAccess> here;
+  std::optional<transport::SpaceMember::RemoteAccess> here;
   if (way == Way::direct) here.emplace(*member_);
   for (const auto& transfer : transfers) {
     if (transfer.bytes == 0) continue;
@@ -271,4 +271,4 @@ void DirectGroup::pull_staged(const Call& call, std::span<const Transfer> transf
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -9,7 +9,7 @@
 #include "transport/memory_channels.h"
 #include "transport/shared_space.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 // Every operation is: post my call, see everybody's, then take what I need from the others' memory:
 //   small   inputs came with the descriptors, and everybody computes its own result;
@@ -18,9 +18,9 @@ namespace lockstep {
 class DirectGroup : public GroupBackend {
  public:
   // The sizes of a staging slot and a mailbox in the space that `member` is of.
-  static SpaceLayout layout(int ranks);
+  static transport::SpaceLayout layout(int ranks);
 
-  explicit DirectGroup(std::shared_ptr<SpaceMember> member);
+  explicit DirectGroup(std::shared_ptr<transport::SpaceMember> member);
 
   int rank() const override { return member_->rank(); }
   int size() const override { return member_->size(); }
@@ -29,7 +29,7 @@ class DirectGroup : public GroupBackend {
   void fail(const Failure& failure) override { member_->fail(failure); }
 
  protected:
-  const std::shared_ptr<SpaceMember>& member() const { return member_; }
+  const std::shared_ptr<transport::SpaceMember>& member() const { return member_; }
 
   // Where the others find a buffer, or CallDescriptor::kPrivate; and where this rank finds `bytes` that another showed,
   // which throws ClusterError where that is no place of the other's. see_new is called before each call's descriptors
@@ -56,13 +56,13 @@ class DirectGroup : public GroupBackend {
   template <class InputOf>
   void reduce_into(const Call& call, std::size_t count, const InputOf& input_of, std::span<void* const> outputs);
 
-  const std::shared_ptr<SpaceMember> member_;
+  const std::shared_ptr<transport::SpaceMember> member_;
   const std::vector<StagingSlot*> staging_slots_;  // [rank]
-  MemoryChannels channels_;
+  transport::MemoryChannels channels_;
   std::uint32_t posted_ = 0;        // calls
   std::uint32_t synchronized_ = 0;  // synchronizations within calls
   std::vector<const void*> inputs_;
   std::vector<void*> outputs_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

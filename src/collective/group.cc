@@ -25,7 +25,7 @@ bool packs_with(const Call& a, const Call& b) {
 
 }  // namespace
 
-Memory private_memory(std::size_t bytes) {
+Memory collective::private_memory(std::size_t bytes) {
   constexpr std::size_t kPage = 4096;
   auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kPage, (bytes / kPage + 1) * kPage));
   if (memory == nullptr) throw std::bad_alloc();
@@ -50,7 +50,7 @@ struct Group::State {
       ticket_lock.wait(number, Deadline::never());
     }
     struct Pass {
-      TicketLock& ticket_lock;
+      collective::TicketLock& ticket_lock;
       std::uint64_t number;
       ~Pass() { ticket_lock.pass(number); }
     } pass{ticket_lock, number};
@@ -58,7 +58,7 @@ struct Group::State {
   }
 
   void check(const std::vector<Call>& calls) const {
-    for (const auto& call : calls) check_call(call, backend->rank(), backend->size());
+    for (const auto& call : calls) collective::check_call(call, backend->rank(), backend->size());
   }
 
   void run_grouped(const std::vector<Call>& calls, Deadline deadline);
@@ -66,9 +66,9 @@ struct Group::State {
 
   const std::shared_ptr<GroupBackend> backend;
   const std::size_t bytes_per_pack;
-  TicketLock ticket_lock;
+  collective::TicketLock ticket_lock;
   Memory pack;  // of the thread whose turn it is
-  ProgressThread progress;
+  collective::ProgressThread progress;
 };
 
 // Neighbours of one kind go together.
@@ -77,8 +77,8 @@ void Group::State::run_grouped(const std::vector<Call>& calls, Deadline deadline
   for (std::size_t begin = 0, end = 0; begin < calls.size(); begin = end) {
     const auto& first = calls[begin];
     end = begin + 1;
-    if (is_message(first)) {
-      while (end < calls.size() && is_message(calls[end])) ++end;
+    if (collective::is_message(first)) {
+      while (end < calls.size() && collective::is_message(calls[end])) ++end;
       backend->exchange(all.subspan(begin, end - begin), deadline);
       continue;
     }
@@ -99,7 +99,7 @@ void Group::State::run_packed(std::span<const Call> calls, Deadline deadline) {
   std::size_t count = 0;
   const auto element = size_of(calls[0].input.dtype);
   for (const auto& call : calls) {
-    copy_bytes(pack.get() + count * element, bytes_of(call.input), call.input.bytes());
+    collective::copy_bytes(pack.get() + count * element, collective::bytes_of(call.input), call.input.bytes());
     count += call.input.count;
   }
   auto together = Call::all_reduce({pack.get(), count, calls[0].input.dtype}, calls[0].op);
@@ -107,7 +107,7 @@ void Group::State::run_packed(std::span<const Call> calls, Deadline deadline) {
   backend->run(together, deadline);
   count = 0;
   for (const auto& call : calls) {
-    copy_bytes(bytes_of(call.output), pack.get() + count * element, call.output.bytes());
+    collective::copy_bytes(collective::bytes_of(call.output), pack.get() + count * element, call.output.bytes());
     count += call.input.count;
   }
 }
@@ -124,7 +124,7 @@ Group Group::with_backend(std::shared_ptr<GroupBackend> backend) const {
 }
 
 void Group::run(const Call& call, Deadline deadline) const {
-  check_call(call, rank(), size());
+  collective::check_call(call, rank(), size());
   state_->in_turn(state_->ticket_lock.take_number(), deadline, name_of(call.kind),
                   [&] { state_->backend->run(call, deadline); });
 }
@@ -162,7 +162,7 @@ std::unique_ptr<Group> Group::split(int color, int key, Deadline deadline) const
   std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
     return all[static_cast<std::size_t>(2 * a + 1)] < all[static_cast<std::size_t>(2 * b + 1)];
   });
-  GroupBootstrap bootstrap(*this, members, state_->backend->generation());
+  collective::GroupBootstrap bootstrap(*this, members, state_->backend->generation());
   return std::make_unique<Group>(with_backend(state_->backend->make(bootstrap, deadline)));
 }
 

@@ -7,9 +7,9 @@
 #include "cluster/bootstrap.h"
 #include "lockstep/group.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
-class GroupBootstrap final : public Bootstrap {
+class GroupBootstrap final : public cluster::Bootstrap {
  public:
   // `members`: ranks in `group`, in the order of their new ranks; this rank is one of them.
   GroupBootstrap(const Group& group, std::vector<int> members, std::int64_t generation)
@@ -57,4 +57,4 @@ class GroupBootstrap final : public Bootstrap {
   const std::int64_t generation_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

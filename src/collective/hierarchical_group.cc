@@ -8,7 +8,7 @@
 #include "collective/message_passing/message_group.h"
 #include "kernels/accumulate.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 namespace {
 
 using Kind = Call::Kind;
@@ -17,9 +17,9 @@ using Kind = Call::Kind;
 constexpr std::size_t kSlicedBytes = 32 * 1024;
 
 // Members of one host, among all members.
-class HostBootstrap final : public Bootstrap {
+class HostBootstrap final : public cluster::Bootstrap {
  public:
-  HostBootstrap(Bootstrap& all, const std::vector<int>& members) : all_(all), members_(members) {}
+  HostBootstrap(cluster::Bootstrap& all, const std::vector<int>& members) : all_(all), members_(members) {}
 
   int rank() const override {
     return static_cast<int>(std::find(members_.begin(), members_.end(), all_.rank()) - members_.begin());
@@ -37,13 +37,13 @@ class HostBootstrap final : public Bootstrap {
   }
 
  private:
-  Bootstrap& all_;
+  cluster::Bootstrap& all_;
   const std::vector<int> members_;
 };
 
 class HierarchicalGroup final : public GroupBackend {
  public:
-  HierarchicalGroup(Bootstrap& members, const Place& place, const std::vector<std::string>& hosts,
+  HierarchicalGroup(cluster::Bootstrap& members, const Place& place, const std::vector<std::string>& hosts,
                     const GroupOptions& options, Deadline deadline)
       : place_(place), options_(options) {
     std::map<std::string, std::size_t> numbers;
@@ -79,7 +79,7 @@ class HierarchicalGroup final : public GroupBackend {
     return linked([&] { return global_->exchange(calls, deadline); });
   }
 
-  std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override {
+  std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override {
     const auto hosts = members.all_gather(place_.host, deadline);
     return std::make_shared<HierarchicalGroup>(members, place_, hosts, options_, deadline);
   }
@@ -237,10 +237,10 @@ class HierarchicalGroup final : public GroupBackend {
 
 }  // namespace
 
-std::shared_ptr<GroupBackend> make_hierarchical_backend(Bootstrap& members, const Place& place,
+std::shared_ptr<GroupBackend> make_hierarchical_backend(cluster::Bootstrap& members, const Place& place,
                                                         const std::vector<std::string>& hosts,
                                                         const GroupOptions& options, Deadline deadline) {
   return std::make_shared<HierarchicalGroup>(members, place, hosts, options, deadline);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -50,7 +50,7 @@ Job::Job(const Cluster& cluster, double timeout_seconds) {
     state_ = std::make_shared<State>(cluster.world, std::nullopt, false);
     return;
   }
-  const auto found = rendezvous(cluster, deadline);
+  const auto found = cluster::rendezvous(cluster, deadline);
   const auto number = found.store.add(text("jobs of rank ", found.world.rank), 1, deadline);
   state_ = std::make_shared<State>(found.world, found.store.prefixed(text("job ", number, "/")), found.own_cores);
 }
@@ -60,7 +60,7 @@ bool Job::has_own_cores() const { return state_->own_cores; }
 Store Job::store() const { return state_->keys().prefixed(kUsers); }
 
 Group Job::group(const GroupOptions& options) const {
-  if (size() == 1 && !timeline_is_wanted()) return make_thread_groups(1)[0];
+  if (size() == 1 && !collective::timeline_is_wanted()) return make_thread_groups(1)[0];
   return make_group(world(), state_->keys().prefixed(kProcesses), options);
 }
 
@@ -84,7 +84,7 @@ void Job::abandon(const std::string& reason) const {
 
 Job Job::regroup(const std::vector<int>& lost, Deadline deadline) const {
   const auto keys = state_->keys();
-  return Job(std::make_shared<State>(next_generation(world(), keys, lost, deadline), keys, has_own_cores()));
+  return Job(std::make_shared<State>(cluster::next_generation(world(), keys, lost, deadline), keys, has_own_cores()));
 }
 
 }  // namespace lockstep

@@ -11,7 +11,7 @@
 #include "cluster/store_process_testing.h"
 #include "collective/ranks_testing.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 namespace {
 
 // Whatever it is that one rank fails with while the group is made, the others hear it and do not wait for their
@@ -70,7 +70,7 @@ TEST(World, AHundredRanksOfAUserStart) {
     const rlimit usual{1024, 1024};
     if (setrlimit(RLIMIT_NOFILE, &usual) != 0 || (::geteuid() == 0 && ::setuid(65534) != 0)) return "no user";
     const Access access{.token = std::string(32, 't')};
-    const StoreProcess store(access);
+    const cluster::StoreProcess store(access);
     std::vector<std::unique_ptr<ChildProcess>> ranks;
     for (int rank = 0; rank < kRanks; ++rank) {
       ranks.push_back(std::make_unique<ChildProcess>([&]() -> std::string {
@@ -107,4 +107,4 @@ TEST(World, WhatIsReservedFollowsWhatIsUsed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::collective

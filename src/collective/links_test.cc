@@ -9,7 +9,7 @@
 
 #include "collective/ranks_testing.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 namespace {
 
 // A host that lost its power says nothing: the system asks after it, and ends connections within about a minute.
@@ -36,4 +36,4 @@ TEST(Links, ThatSayNothingAreAskedAfter) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -7,7 +7,7 @@
 #include "lockstep/world.h"
 #include "transport/signal.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 // Where a rank is.
 struct Place {
@@ -18,25 +18,25 @@ struct Place {
 };
 
 // Collective among the members, which all give the same options.
-std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const Place& place, const GroupOptions& options,
+std::shared_ptr<GroupBackend> make_shm_backend(cluster::Bootstrap& members, const Place& place, const GroupOptions& options,
                                                Deadline deadline);
 
 // `network`: "tcp" or "ucx".
-std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, Bootstrap& members, const Place& place,
-                                                   const GroupOptions& options, SpinThenBlock spin, Deadline deadline);
+std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, cluster::Bootstrap& members, const Place& place,
+                                                   const GroupOptions& options, transport::SpinThenBlock spin, Deadline deadline);
 
 // Groups of ranks of one host over shared memory, and all of them over options.network. `hosts[r]`: the name of rank
 // r's host.
-std::shared_ptr<GroupBackend> make_hierarchical_backend(Bootstrap& members, const Place& place,
+std::shared_ptr<GroupBackend> make_hierarchical_backend(cluster::Bootstrap& members, const Place& place,
                                                         const std::vector<std::string>& hosts,
                                                         const GroupOptions& options, Deadline deadline);
 
 // How many cores the ranks of this rank's host may use together, whether each has its own or all share some.
 // Collective.
-int cores_of_host(Bootstrap& members, const std::vector<std::string>& hosts, Deadline deadline);
+int cores_of_host(cluster::Bootstrap& members, const std::vector<std::string>& hosts, Deadline deadline);
 
 // How ranks that share so many cores should wait in memory, and at sockets, where each look is a system call.
-SpinThenBlock spin_in_memory(int ranks, int cores);
-SpinThenBlock spin_at_sockets(int ranks, int cores);
+transport::SpinThenBlock spin_in_memory(int ranks, int cores);
+transport::SpinThenBlock spin_at_sockets(int ranks, int cores);
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

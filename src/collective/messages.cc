@@ -2,7 +2,7 @@
 
 #include "base/text.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 namespace {
 
 // Both sides of a message sign it alike.
@@ -13,7 +13,7 @@ Signature message_signature(const Call& call) {
 
 }  // namespace
 
-void throw_wrong_message(const WrongMessage& message, int rank, const Signature& mine, std::uint32_t sequence) {
+void throw_wrong_message(const transport::WrongMessage& message, int rank, const Signature& mine, std::uint32_t sequence) {
   const auto theirs = sequence_in(message.tag);
   if (signature_in(message.tag) == mine && theirs != sequence) {
     throw InvalidArgument(text("the ranks' calls differ: rank ", rank, " is in its collective call number ", sequence,
@@ -22,9 +22,9 @@ void throw_wrong_message(const WrongMessage& message, int rank, const Signature&
   throw_calls_differ(rank, mine, message.from, signature_in(message.tag));
 }
 
-void exchange_messages(Channels& channels, std::span<const Call> calls, Deadline deadline) {
-  std::vector<Outgoing> outgoing;
-  std::vector<Incoming> incoming;
+void exchange_messages(transport::Channels& channels, std::span<const Call> calls, Deadline deadline) {
+  std::vector<transport::Outgoing> outgoing;
+  std::vector<transport::Incoming> incoming;
   for (const auto& call : calls) {
     if (call.kind == Call::Kind::send) {
       outgoing.push_back({call.peer, bytes_of(call.input), call.input.bytes(), pack(message_signature(call))});
@@ -35,7 +35,7 @@ void exchange_messages(Channels& channels, std::span<const Call> calls, Deadline
   }
   try {
     channels.exchange(outgoing, incoming, deadline, name_of(calls.front().kind));
-  } catch (const WrongMessage& message) {
+  } catch (const transport::WrongMessage& message) {
     channels.fail(Failure::aborted(channels.rank(), "the ranks' messages differ"));
     for (const auto& call : calls) {
       if (call.kind == Call::Kind::recv && call.peer == message.from) {
@@ -65,4 +65,4 @@ std::vector<std::size_t> gather_counts(GroupBackend& backend, const Call& call, 
   return sent;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -9,7 +9,7 @@
 #include "collective/ranks_testing.h"
 #include "kernels/half.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 namespace {
 
 using Bytes = std::vector<std::byte>;
@@ -379,7 +379,7 @@ std::vector<Setting> settings() {
   for (int i = 0; i <= static_cast<int>(Implementation::reduction_to_one_device); ++i) {
     all.push_back({"tcp", static_cast<Implementation>(i)});
   }
-  if (ucx_is_built()) {
+  if (transport::ucx_is_built()) {
     all.push_back({"ucx"});
     all.push_back({"ucx", Implementation::ring});
     all.push_back({"hierarchical", Implementation::automatic, 2, "ucx"});
@@ -394,4 +394,4 @@ INSTANTIATE_TEST_SUITE_P(Backends, AnyGroup,
                          });
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -11,12 +11,12 @@
 #include "lockstep/world.h"
 #include "transport/ucx_channels.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 // Those of this build whose ranks may be processes.
 inline std::vector<std::string> backends() {
   std::vector<std::string> names{"shm", "tcp", "hierarchical"};
-  if (ucx_is_built()) names.push_back("ucx");
+  if (transport::ucx_is_built()) names.push_back("ucx");
   return names;
 }
 
@@ -64,4 +64,4 @@ inline void expect_no_errors(const std::vector<std::exception_ptr>& errors) {
 
 inline Deadline soon() { return Deadline::after(std::chrono::seconds(30)); }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

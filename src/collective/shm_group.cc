@@ -5,22 +5,22 @@
 #include "transport/shared_heap.h"
 #include "transport/shared_rendezvous.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 namespace {
 
 class ShmGroup final : public DirectGroup {
  public:
-  ShmGroup(SharedRendezvous rendezvous, const Place& place, const GroupOptions& options)
+  ShmGroup(transport::SharedRendezvous rendezvous, const Place& place, const GroupOptions& options)
       : DirectGroup(std::move(rendezvous.member)),
         place_(place),
         options_(options),
-        heap_(std::make_shared<SharedHeap>(member()->shared_space(), rank(), std::move(rendezvous.heaps),
+        heap_(std::make_shared<transport::SharedHeap>(member()->shared_space(), rank(), std::move(rendezvous.heaps),
                                            options.heap_bytes)) {}
 
   const char* name() const override { return "shm"; }
   std::int64_t generation() const override { return member()->generation(); }
 
-  std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override {
+  std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override {
     return make_shm_backend(members, place_, options_, deadline);
   }
 
@@ -39,21 +39,21 @@ class ShmGroup final : public DirectGroup {
 
   const Place place_;
   const GroupOptions options_;
-  const std::shared_ptr<SharedHeap> heap_;
+  const std::shared_ptr<transport::SharedHeap> heap_;
 };
 static_assert(CallDescriptor::kPrivate == -1);  // as SharedHeap's
 
 }  // namespace
 
-std::shared_ptr<GroupBackend> make_shm_backend(Bootstrap& members, const Place& place, const GroupOptions& options,
+std::shared_ptr<GroupBackend> make_shm_backend(cluster::Bootstrap& members, const Place& place, const GroupOptions& options,
                                                Deadline deadline) {
   std::vector<int> names;
   for (int r = 0; r < members.size(); ++r) names.push_back(members.name_of(r));
   const auto all_gather = [&](const std::string& mine) { return members.all_gather(mine, deadline); };
   return std::make_shared<ShmGroup>(
-      rendezvous_in_shared_memory(members.rank(), DirectGroup::layout(members.size()), members.generation(),
+      transport::rendezvous_in_shared_memory(members.rank(), DirectGroup::layout(members.size()), members.generation(),
                                   spin_in_memory(members.size(), place.cores), names, all_gather, deadline),
       place, options);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -7,9 +7,9 @@
 #include "cluster/bootstrap.h"
 #include "collective/make.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
-int cores_of_host(Bootstrap& members, const std::vector<std::string>& hosts, Deadline deadline) {
+int cores_of_host(cluster::Bootstrap& members, const std::vector<std::string>& hosts, Deadline deadline) {
   const auto all = members.all_gather(text(paid_cpu_count(), " ", join(allowed_cpus(), " ")), deadline);
   std::set<int> cpus;
   int paid = 0;  // ranks of one host may be in different control groups: the largest is no less than any pays for
@@ -26,15 +26,15 @@ int cores_of_host(Bootstrap& members, const std::vector<std::string>& hosts, Dea
 
 // About 10 us with the core to oneself, then 100 us in which others may have it: the rank that is waited for may be one
 // of them.
-SpinThenBlock spin_in_memory(int ranks, int cores) {
+transport::SpinThenBlock spin_in_memory(int ranks, int cores) {
   constexpr int kSpins = 400, kYields = 200;
   return {.spins = ranks <= cores ? kSpins : 0, .yields = kYields};
 }
 
 // About 100 us. With more ranks than cores, sleeping at once gives the core to one that has something to send.
-SpinThenBlock spin_at_sockets(int ranks, int cores) {
+transport::SpinThenBlock spin_at_sockets(int ranks, int cores) {
   constexpr int kSpins = 30;
   return {.spins = ranks <= cores ? kSpins : 0};
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -7,7 +7,7 @@
 #include "collective/calls.h"
 #include "transport/signal.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 // One call, with its sequence number as the signal that it may be read. Of a call of a few bytes the first cache line
 // has everything, so that seeing it costs one transfer.
@@ -19,7 +19,7 @@ struct alignas(64) CallDescriptor {
   static constexpr std::size_t kSmall = 8 * 1024;
   static constexpr std::int64_t kPrivate = -1;  // of a buffer that the others cannot see
 
-  Signal sequence;
+  transport::Signal sequence;
   Signature signature;
   std::uint64_t input_bytes;
   std::int64_t input_at;  // where every rank finds it: an address, or an offset into the shared space
@@ -35,9 +35,9 @@ struct StagingSlot {
   static constexpr std::size_t kWindow = 2 * 1024 * 1024;
 
   CallDescriptor descriptors[2];
-  alignas(64) Signal done;               // counts the meetings within calls
+  alignas(64) transport::Signal done;               // counts the meetings within calls
   alignas(64) std::byte input[kWindow];  // of large calls with private buffers: what the others need of this input
   alignas(64) std::byte sum[kWindow];    // this rank's slice of the sums
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -14,15 +14,15 @@ namespace {
 // Shared spaces of groups that are being made, by name. One whose maker gave up is gone.
 class SpacesOnOffer {
  public:
-  std::string offer(const std::shared_ptr<SharedSpace>& space) {
+  std::string offer(const std::shared_ptr<transport::SharedSpace>& space) {
     MutexLock lock(mutex_);
     std::erase_if(spaces_, [](const auto& entry) { return entry.second.expired(); });
-    const auto name = random_name();
+    const auto name = transport::random_name();
     spaces_[name] = space;
     return name;
   }
 
-  std::shared_ptr<SharedSpace> take(const std::string& name) {
+  std::shared_ptr<transport::SharedSpace> take(const std::string& name) {
     MutexLock lock(mutex_);
     const auto space = spaces_[name].lock();
     if (!space) throw ClusterError("the first member of the new group went away");
@@ -31,29 +31,29 @@ class SpacesOnOffer {
 
  private:
   Mutex mutex_;
-  std::map<std::string, std::weak_ptr<SharedSpace>> spaces_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::map<std::string, std::weak_ptr<transport::SharedSpace>> spaces_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 SpacesOnOffer spaces_on_offer;
 
-class ThreadGroup final : public DirectGroup {
+class ThreadGroup final : public collective::DirectGroup {
  public:
-  ThreadGroup(const std::shared_ptr<SharedSpace>& space, int rank, SpinThenBlock spin, std::int64_t generation)
-      : DirectGroup(std::make_shared<SpaceMember>(space, rank, generation, spin)) {}
+  ThreadGroup(const std::shared_ptr<transport::SharedSpace>& space, int rank, transport::SpinThenBlock spin, std::int64_t generation)
+      : collective::DirectGroup(std::make_shared<transport::SpaceMember>(space, rank, generation, spin)) {}
 
   const char* name() const override { return "threads"; }
   std::int64_t generation() const override { return member()->generation(); }
 
   // The first member makes the space, and keeps it until all have taken their share.
-  std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override {
-    std::shared_ptr<SharedSpace> space;
-    if (members.rank() == 0) space = std::make_shared<SharedSpace>(layout(members.size()));
+  std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override {
+    std::shared_ptr<transport::SharedSpace> space;
+    if (members.rank() == 0) space = std::make_shared<transport::SharedSpace>(layout(members.size()));
     const auto name = members.all_gather(space ? spaces_on_offer.offer(space) : "", deadline)[0];
     if (!space) space = spaces_on_offer.take(name);
     members.all_gather("taken", deadline);
     return std::make_shared<ThreadGroup>(space, members.rank(), member()->spin(), members.generation());
   }
 
-  Memory allocate(std::size_t bytes) override { return private_memory(bytes); }
+  Memory allocate(std::size_t bytes) override { return collective::private_memory(bytes); }
 
  private:
   std::int64_t place_of(const Buffer& buffer) override { return std::bit_cast<std::intptr_t>(buffer.data); }
@@ -64,10 +64,10 @@ class ThreadGroup final : public DirectGroup {
 
 std::vector<Group> make_thread_groups(int size, int spin) {
   if (size < 1) throw InvalidArgument(text("make_thread_groups: size is ", size, "; it must be at least 1"));
-  const auto space = std::make_shared<SharedSpace>(DirectGroup::layout(size));
+  const auto space = std::make_shared<transport::SharedSpace>(collective::DirectGroup::layout(size));
   std::vector<Group> groups;
   for (int rank = 0; rank < size; ++rank) {
-    groups.emplace_back(std::make_shared<ThreadGroup>(space, rank, SpinThenBlock{.spins = spin}, 0));
+    groups.emplace_back(std::make_shared<ThreadGroup>(space, rank, transport::SpinThenBlock{.spins = spin}, 0));
   }
   return groups;
 }

@@ -10,7 +10,7 @@
 #include "base/fail_point.h"
 #include "lockstep/group.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 namespace {
 
 Deadline soon() { return Deadline::after(std::chrono::seconds(30)); }
@@ -246,4 +246,4 @@ TEST(ThreadGroup, NobodyIsAtTheBuffersOfARankThatGaveUp) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::collective

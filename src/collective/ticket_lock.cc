@@ -1,6 +1,6 @@
 #include "collective/ticket_lock.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 bool TicketLock::wait(std::uint64_t number, Deadline deadline) {
   if (serving_.load(std::memory_order_acquire) == number) return true;
@@ -21,4 +21,4 @@ void TicketLock::pass(std::uint64_t number) {
   passed_.notify_all();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -7,7 +7,7 @@
 #include "base/mutex.h"
 #include "lockstep/deadline.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 // Any thread may call anything. While nobody queues, taking a turn and passing it on are two atomic operations.
 class TicketLock {
@@ -28,4 +28,4 @@ class TicketLock {
   CondVar passed_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -20,7 +20,7 @@ bool Work::done() const {
   return state_->done;
 }
 
-ProgressThread::~ProgressThread() {
+collective::ProgressThread::~ProgressThread() {
   std::deque<Task> left;
   {
     MutexLock lock(mutex_);
@@ -33,7 +33,7 @@ ProgressThread::~ProgressThread() {
   }
 }
 
-Work ProgressThread::add(const std::function<std::function<void()>()>& prepare) {
+Work collective::ProgressThread::add(const std::function<std::function<void()>()>& prepare) {
   auto state = std::make_shared<Work::State>();
   MutexLock lock(mutex_);
   tasks_.push_back({prepare(), state});
@@ -42,12 +42,12 @@ Work ProgressThread::add(const std::function<std::function<void()>()>& prepare) 
   return Work(std::move(state));
 }
 
-bool ProgressThread::busy() {
+bool collective::ProgressThread::busy() {
   MutexLock lock(mutex_);
   return running_ || !tasks_.empty();
 }
 
-void ProgressThread::loop() {
+void collective::ProgressThread::loop() {
   while (true) {
     Task task;
     {

@@ -22,6 +22,8 @@ struct Work::State {
   std::exception_ptr error LOCKSTEP_GUARDED_BY(mutex);
 };
 
+namespace collective {
+
 // Runs tasks in the order in which they were added, in one thread that begins with the first.
 class ProgressThread {
  public:
@@ -53,4 +55,5 @@ class ProgressThread {
   std::jthread thread_;
 };
 
+}  // namespace collective
 }  // namespace lockstep

@@ -70,33 +70,33 @@ void require_good(const World& world, const Access& access, const GroupOptions& 
         text("make_group: there is no backend \"", options.backend, "\"; there are ", join(backends)));
   }
   try {
-    listen_at_any_port(world.address, access);
+    transport::listen_at_any_port(world.address, access);
   } catch (const ClusterError& error) {
     throw InvalidArgument(text("World: rank ", world.rank, "'s address: ", error.what()));
   }
 }
 
 // UCX's links carry no proof.
-std::string why_not_over_ucx(const Place& place) {
-  if (!why_no_ucx().empty() || is_loopback(place.address) || place.access.trusted_network) return why_no_ucx();
+std::string why_not_over_ucx(const collective::Place& place) {
+  if (!transport::why_no_ucx().empty() || transport::is_loopback(place.address) || place.access.trusted_network) return transport::why_no_ucx();
   return text("UCX's links cannot be protected, and ", place.address,
               " is not a loopback address; where everybody who reaches this network is trusted, set "
               "LOCKSTEP_TRUSTED_NETWORK=1");
 }
 
 // The first rank's reason why it cannot share memory with the others of its host; empty where all can. Collective.
-std::string problem_with_sharing(Bootstrap& members, int ranks_of_host, Deadline deadline) {
-  const auto mine = problem_with_mapping(DirectGroup::layout(ranks_of_host).total_bytes());
+std::string problem_with_sharing(cluster::Bootstrap& members, int ranks_of_host, Deadline deadline) {
+  const auto mine = transport::problem_with_mapping(collective::DirectGroup::layout(ranks_of_host).total_bytes());
   const auto problems = members.all_gather(mine, deadline);
   const auto first = std::find_if(problems.begin(), problems.end(), [](const auto& one) { return !one.empty(); });
   return first == problems.end() ? "" : text("rank ", first - problems.begin(), ": ", *first);
 }
 
-std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, Place place, const GroupOptions& options,
+std::shared_ptr<GroupBackend> make_backend(cluster::Bootstrap& members, collective::Place place, const GroupOptions& options,
                                            Deadline deadline) {
   // Every rank says where it is and what it wants, so that all choose alike or all hear that they differ.
   const auto hosts = members.all_gather(place.host, deadline);
-  place.cores = cores_of_host(members, hosts, deadline);
+  place.cores = collective::cores_of_host(members, hosts, deadline);
   const auto wanted = members.all_gather(describe(options), deadline);
   for (int r = 1; r < members.size(); ++r) require_same(wanted[0], r, wanted[static_cast<std::size_t>(r)]);
   const bool one_host = std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; });
@@ -120,11 +120,11 @@ std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, Place place, cons
       if (!reasons[r].empty()) throw InvalidArgument(text("make_group: rank ", r, ": ", reasons[r]));
     }
   }
-  if (backend == "shm") return make_shm_backend(members, place, options, deadline);
+  if (backend == "shm") return collective::make_shm_backend(members, place, options, deadline);
   if (backend == "tcp" || backend == "ucx") {
-    return make_network_backend(backend, members, place, options, spin_at_sockets(on_my_host, place.cores), deadline);
+    return collective::make_network_backend(backend, members, place, options, collective::spin_at_sockets(on_my_host, place.cores), deadline);
   }
-  return make_hierarchical_backend(members, place, hosts, options, deadline);
+  return collective::make_hierarchical_backend(members, place, hosts, options, deadline);
 }
 
 }  // namespace
@@ -132,11 +132,11 @@ std::shared_ptr<GroupBackend> make_backend(Bootstrap& members, Place place, cons
 Group make_group(const World& world, const Store& store, const GroupOptions& options) {
   require_good(world, store.access(), options);
   const auto deadline = Deadline::after(std::chrono::duration<double>(options.timeout_seconds));
-  StoreBootstrap members(world, store, deadline);
+  cluster::StoreBootstrap members(world, store, deadline);
   try {
     Group group(make_backend(members, {world.host, world.address, store.access()}, options, deadline),
                 options.bytes_per_pack);
-    if (timeline_is_wanted()) group = with_published_timeline(group, store, deadline);
+    if (collective::timeline_is_wanted()) group = collective::with_published_timeline(group, store, deadline);
     return group.backend() == "shm" || options.checked_calls == 0 ? group : with_checks(group, options.checked_calls);
   } catch (const DeadlineExceeded&) {
     throw;  // the others have deadlines of their own, and name whom they miss

@@ -16,7 +16,7 @@
 #include "transport/connections.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 namespace {
 
 TEST(Store, KeepsWhatIsSetAndWaitsForWhatIsNot) {
@@ -108,15 +108,15 @@ TEST(Store, BadAddressesAndStrangersAreNamed) {
               "connecting to 127.0.0.1:9");
 
   // Bytes that are not ours are turned away, and the store goes on.
-  const auto stranger = connect_to(store.address(), soon());
-  write_value(stranger, std::array<char, 96>{"GET / HTTP/1.1\r\n"}, soon());
-  EXPECT_THROW(read_value<char>(stranger, soon()), ClusterError);  // closed
+  const auto stranger = transport::connect_to(store.address(), soon());
+  transport::write_value(stranger, std::array<char, 96>{"GET / HTTP/1.1\r\n"}, soon());
+  EXPECT_THROW(transport::read_value<char>(stranger, soon()), ClusterError);  // closed
   store.set("still", "here", soon());
 
   // What answers is no store.
-  const auto listener = listen_at("127.0.0.1:0", {});
-  std::jthread server([&] { write_value(accept_from(listener, soon()), std::array<char, 96>{"SSH-2.0"}, soon()); });
-  expect_says(message_of<ClusterError>([&] { Store::connect(local_address(listener), soon()); }),
+  const auto listener = transport::listen_at("127.0.0.1:0", {});
+  std::jthread server([&] { transport::write_value(transport::accept_from(listener, soon()), std::array<char, 96>{"SSH-2.0"}, soon()); });
+  expect_says(message_of<ClusterError>([&] { Store::connect(transport::local_address(listener), soon()); }),
               "it does not speak Lockstep's protocol");
 }
 
@@ -129,21 +129,21 @@ TEST(Store, IsForThoseWithItsToken) {
                 "the store at " + store.address() + ": it cannot prove that it belongs to this job");
   }
   // One that knows no token, and does not look at the store's proof, has its question left unanswered.
-  const auto stranger = connect_to(store.address(), soon());
-  write_value(stranger, fresh(store_greeting()), soon());
-  read_value<std::array<char, sizeof(Greeting) + sizeof(Proof)>>(stranger, soon());
-  write_value(stranger, std::pair(Proof{}, StoreFrame{.code = StoreFrame::missing}), soon());
-  EXPECT_THROW(read_value<char>(stranger, soon()), ClusterError);  // closed
+  const auto stranger = transport::connect_to(store.address(), soon());
+  transport::write_value(stranger, transport::fresh(cluster::store_greeting()), soon());
+  transport::read_value<std::array<char, sizeof(transport::Greeting) + sizeof(transport::Proof)>>(stranger, soon());
+  transport::write_value(stranger, std::pair(transport::Proof{}, cluster::StoreFrame{.code = cluster::StoreFrame::missing}), soon());
+  EXPECT_THROW(transport::read_value<char>(stranger, soon()), ClusterError);  // closed
   EXPECT_EQ(store.get("a", soon()), "1");
 }
 
 TEST(Store, AnotherVersionIsTurnedAwayWithBothNumbers) {
   const auto store = Store::hold("127.0.0.1:0");
-  const auto old = connect_to(store.address(), soon());
-  write_value(old, Greeting{.version = 77}, soon());
-  EXPECT_EQ(read_value<Greeting>(old, soon()).version, 2u);  // by which the other end can tell
-  read_value<Proof>(old, soon());
-  EXPECT_THROW(read_value<char>(old, soon()), ClusterError);  // closed
+  const auto old = transport::connect_to(store.address(), soon());
+  transport::write_value(old, transport::Greeting{.version = 77}, soon());
+  EXPECT_EQ(transport::read_value<transport::Greeting>(old, soon()).version, 2u);  // by which the other end can tell
+  transport::read_value<transport::Proof>(old, soon());
+  EXPECT_THROW(transport::read_value<char>(old, soon()), ClusterError);  // closed
 }
 
 class AnyBackend : public testing::TestWithParam<std::string> {
@@ -323,9 +323,9 @@ TEST(Connections, StrangersAndOtherVersionsDoNotKeepMembersApart) {
   // Rank 1 learns where rank 0 listens; strangers are there before it.
   std::promise<std::string> address_of_zero;
   const auto address = address_of_zero.get_future().share();
-  std::vector<Sockets> zero;
+  std::vector<transport::Sockets> zero;
   std::jthread first([&] {
-    zero = connect_all(
+    zero = transport::connect_all(
         {.rank = 0, .size = 2}, 2,
         [&](const std::string& mine) {
           address_of_zero.set_value(mine);
@@ -334,15 +334,15 @@ TEST(Connections, StrangersAndOtherVersionsDoNotKeepMembersApart) {
         soon());
   });
   std::vector<FileDescriptor> strangers;
-  const auto one = connect_all(
+  const auto one = transport::connect_all(
       {.rank = 1, .size = 2}, 2,
       [&](const std::string& mine) {
         const auto where = address.get().substr(address.get().find(' ') + 1);
         for (const std::string greeting : {"GET / HTTP/1.1", "LCKS\x63\1\1\1", ""}) {
-          strangers.push_back(connect_to(where, soon()));
-          std::array<char, sizeof(Greeting)> bytes{};
+          strangers.push_back(transport::connect_to(where, soon()));
+          std::array<char, sizeof(transport::Greeting)> bytes{};
           std::copy(greeting.begin(), greeting.end(), bytes.begin());
-          if (!greeting.empty()) write_value(strangers.back(), bytes, soon());
+          if (!greeting.empty()) transport::write_value(strangers.back(), bytes, soon());
         }
         return std::vector<std::string>{address.get(), mine};
       },
@@ -352,15 +352,15 @@ TEST(Connections, StrangersAndOtherVersionsDoNotKeepMembersApart) {
 }
 
 TEST(Connections, AnotherVersionIsNamed) {
-  const auto listener = listen_at("127.0.0.1:0", {});
+  const auto listener = transport::listen_at("127.0.0.1:0", {});
   std::jthread other([&] {
-    const auto socket = accept_from(listener, soon());
-    read_value<Greeting>(socket, soon());
-    write_value(socket, Greeting{.version = 99}, soon());
+    const auto socket = transport::accept_from(listener, soon());
+    transport::read_value<transport::Greeting>(socket, soon());
+    transport::write_value(socket, transport::Greeting{.version = 99}, soon());
   });
-  const auto name = std::string(32, 'x') + " " + local_address(listener);
+  const auto name = std::string(32, 'x') + " " + transport::local_address(listener);
   expect_says(message_of<ClusterError>([&] {
-                connect_all(
+                transport::connect_all(
                     {.rank = 1, .size = 2}, 1,
                     [&](const std::string& mine) {
                       return std::vector{name, mine};
@@ -371,4 +371,4 @@ TEST(Connections, AnotherVersionIsNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -8,10 +8,10 @@
 
 #include "ops/recorded_work.h"
 
-namespace lockstep {
+namespace lockstep::cuda {
 namespace {
 
-class CudaGraph final : public RecordedWork {
+class CudaGraph final : public ops::RecordedWork {
  public:
   CudaGraph(c10::Device device, const std::function<void()>& work) : device_(device) {
     const c10::cuda::CUDAGuard on_device(device_);
@@ -62,11 +62,11 @@ class CudaGraph final : public RecordedWork {
 };
 
 [[maybe_unused]] const bool set = [] {
-  work_recorder() = [](c10::Device device, const std::function<void()>& work) {
+  ops::work_recorder() = [](c10::Device device, const std::function<void()>& work) {
     return std::make_unique<CudaGraph>(device, work);
   };
   return true;
 }();
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::cuda

@@ -13,7 +13,7 @@
 #include "data/table_builder.h"
 #include "data/table_file.h"
 
-namespace lockstep {
+namespace lockstep::data {
 namespace {
 
 class BatchCursor final : public Cursor {
@@ -66,7 +66,7 @@ class CacheState {
 
   StagePtr table() {
     const std::lock_guard lock(mutex_);
-    if (table_ == nullptr && !file_.empty() && file_exists(table_file(file_))) {
+    if (table_ == nullptr && !file_.empty() && checkpoint::file_exists(table_file(file_))) {
       table_ = make_table_stage(read_table(file_));
     }
     return table_;
@@ -232,4 +232,4 @@ StagePtr make_prefetch_stage(StagePtr input, std::int64_t buffer_size) {
   return std::make_shared<PrefetchStage>(std::move(input), buffer_size);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::data

@@ -8,11 +8,19 @@
 namespace lockstep {
 namespace {
 
+Tensor row_of(const Tensor& table, std::int64_t index) { return table.defined() ? table.select(0, index) : Tensor(); }
+
 void require(bool holds, const char* stage, const char* name, std::int64_t value, const char* allowed) {
   if (!holds) throw InvalidArgument(text("Dataset::", stage, ": ", name, " is ", value, "; it must be ", allowed));
 }
 
 }  // namespace
+
+Example internal::Row::materialize() const {
+  if (table == nullptr) return value;
+  if (batch) return data::gather_rows(*table, *batch);
+  return {row_of(table->x, index), row_of(table->y, index), row_of(table->weight, index)};
+}
 
 DatasetIterator::DatasetIterator(std::shared_ptr<const internal::Stage> stage, Position position)
     : stage_(std::move(stage)), cursor_(stage_->open(position.epoch)), position_(position) {
@@ -38,7 +46,7 @@ bool DatasetIterator::next(internal::Row& row) {
 }
 
 std::optional<Example> DatasetIterator::next() {
-  Row row;
+  internal::Row row;
   return next(row) ? std::optional(row.materialize()) : std::nullopt;
 }
 
@@ -51,21 +59,21 @@ Dataset Dataset::from_tensor_slices(Tensor x, Tensor y, Tensor weight) {
           text("from_tensor_slices: x has ", x.size(0), " examples, ", name, " has shape ", tensor.sizes()));
     }
   }
-  return Dataset(make_table_stage({std::move(x), std::move(y), std::move(weight)}));
+  return Dataset(data::make_table_stage({std::move(x), std::move(y), std::move(weight)}));
 }
 
 Dataset Dataset::from_generator(std::function<Generator()> make, std::int64_t cardinality) {
-  return Dataset(make_generator_stage(std::move(make), cardinality));
+  return Dataset(data::make_generator_stage(std::move(make), cardinality));
 }
 
 Dataset Dataset::from_files(std::vector<std::string> paths, std::function<Dataset(const std::string&)> read) {
   if (paths.empty()) throw InvalidArgument("from_files: there are no paths");
-  return Dataset(make_files_stage(std::move(paths), std::move(read)));
+  return Dataset(data::make_files_stage(std::move(paths), std::move(read)));
 }
 
 Dataset Dataset::from_idx(const std::string& images, const std::string& labels) {
-  auto x = read_idx(images);
-  auto y = read_idx(labels).to(at::kLong);
+  auto x = data::read_idx(images);
+  auto y = data::read_idx(labels).to(at::kLong);
   if (x.dim() == 0 || y.dim() == 0 || x.size(0) != y.size(0)) {
     throw DataError(text(images, " has ", x.dim() == 0 ? 0 : x.size(0), " images, ", labels, " has ",
                          y.dim() == 0 ? 0 : y.size(0), " labels"));
@@ -76,45 +84,45 @@ Dataset Dataset::from_idx(const std::string& images, const std::string& labels) 
 
 Dataset Dataset::map(std::function<Example(Example)> function, MapOptions options) const {
   require(options.num_parallel_calls >= 1, "map", "num_parallel_calls", options.num_parallel_calls, "at least 1");
-  return Dataset(make_map_stage(stage_, std::move(function), options), options_);
+  return Dataset(data::make_map_stage(stage_, std::move(function), options), options_);
 }
 
-Dataset Dataset::cache(const std::string& file) const { return Dataset(make_cache_stage(stage_, file), options_); }
+Dataset Dataset::cache(const std::string& file) const { return Dataset(data::make_cache_stage(stage_, file), options_); }
 
 Dataset Dataset::shuffle(std::int64_t buffer_size, ShuffleOptions options) const {
   require(buffer_size >= 1, "shuffle", "buffer_size", buffer_size, "at least 1");
-  return Dataset(make_shuffle_stage(stage_, buffer_size, options), options_);
+  return Dataset(data::make_shuffle_stage(stage_, buffer_size, options), options_);
 }
 
 Dataset Dataset::batch(std::int64_t size, BatchOptions options) const {
   require(size >= 1, "batch", "size", size, "at least 1");
-  return Dataset(make_batch_stage(stage_, size, options), options_);
+  return Dataset(data::make_batch_stage(stage_, size, options), options_);
 }
 
 Dataset Dataset::repeat(std::int64_t count) const {
   require(count >= 0 || count == kInfinite, "repeat", "count", count, "0 or more, or Dataset::kInfinite");
-  return Dataset(make_repeat_stage(stage_, count), options_);
+  return Dataset(data::make_repeat_stage(stage_, count), options_);
 }
 
 Dataset Dataset::take(std::int64_t count) const {
   require(count >= 0, "take", "count", count, "0 or more");
-  return Dataset(make_take_stage(stage_, count), options_);
+  return Dataset(data::make_take_stage(stage_, count), options_);
 }
 
 Dataset Dataset::skip(std::int64_t count) const {
   require(count >= 0, "skip", "count", count, "0 or more");
-  return Dataset(make_skip_stage(stage_, count), options_);
+  return Dataset(data::make_skip_stage(stage_, count), options_);
 }
 
 Dataset Dataset::shard(std::int64_t num_shards, std::int64_t index) const {
   require(num_shards >= 1, "shard", "num_shards", num_shards, "at least 1");
   require(index >= 0 && index < num_shards, "shard", "index", index, "at least 0 and below num_shards");
-  return Dataset(make_shard_stage(stage_, num_shards, index), options_);
+  return Dataset(data::make_shard_stage(stage_, num_shards, index), options_);
 }
 
 Dataset Dataset::prefetch(std::int64_t buffer_size) const {
   require(buffer_size >= 1, "prefetch", "buffer_size", buffer_size, "at least 1");
-  return Dataset(make_prefetch_stage(stage_, buffer_size), options_);
+  return Dataset(data::make_prefetch_stage(stage_, buffer_size), options_);
 }
 
 Dataset Dataset::with_options(DatasetOptions options) const { return Dataset(stage_, options); }

@@ -12,7 +12,7 @@
 #include "lockstep/error.h"
 #include "lockstep/random.h"
 
-namespace lockstep {
+namespace lockstep::data {
 namespace {
 
 using Numbers = std::vector<std::int64_t>;
@@ -267,4 +267,4 @@ TEST(Dataset, AHugeBatchTakesNoMoreThanThereIs) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::data

@@ -63,14 +63,14 @@ class IdxReader {
 
 std::string existing(const std::filesystem::path& directory, const char* name) {
   for (const auto& path : {directory / name, directory / text(name, ".gz")}) {
-    if (file_exists(path)) return path.string();
+    if (checkpoint::file_exists(path)) return path.string();
   }
   throw IoError(text(directory.string(), " holds neither ", name, " nor ", name, ".gz"));
 }
 
 }  // namespace
 
-Tensor read_idx(const std::string& path) {
+Tensor data::read_idx(const std::string& path) {
   IdxReader reader(path);
   std::array<unsigned char, 4> magic{};
   reader.read(magic.data(), 4, "its magic number");
@@ -119,7 +119,7 @@ TrainTest mnist(const std::string& directory) {
 
 TrainTest fashion_mnist() {
   constexpr const char* kDirectory = "/usr/share/datasets/fashion-mnist";
-  if (!file_exists(kDirectory)) {
+  if (!checkpoint::file_exists(kDirectory)) {
     throw IoError(
         text("Fashion-MNIST is not installed in ", kDirectory, "; install Debian's package dataset-fashion-mnist"));
   }

@@ -11,10 +11,10 @@
 
 #include "lockstep/tensor.h"
 
-namespace lockstep {
+namespace lockstep::data {
 
 // The tensor in a file of uint8 elements, gzip or not. Throws IoError when it cannot be opened, DataError naming the
 // file and the offset when it is not what it claims to be.
 Tensor read_idx(const std::string& path);
 
-}  // namespace lockstep
+}  // namespace lockstep::data

@@ -12,7 +12,7 @@
 #include "lockstep/random.h"
 #include "ops/replica_random.h"
 
-namespace lockstep {
+namespace lockstep::data {
 namespace {
 
 // What a function may change in place: a row of a table is copied.
@@ -34,7 +34,7 @@ class SeededCall {
 
   Example operator()(Example example, std::int64_t index) {
     random_.seed(mix(seed_, static_cast<std::uint64_t>(index)));
-    const ReplicaRandom::Use use(random_);
+    const ops::ReplicaRandom::Use use(random_);
     try {
       return function_(std::move(example));
     } catch (const c10::Error& error) {
@@ -45,7 +45,7 @@ class SeededCall {
  private:
   Function function_;
   std::uint64_t seed_;
-  ReplicaRandom random_;
+  ops::ReplicaRandom random_;
 };
 
 // Whether a call leaves its batch as large as it was: then so many examples before it are as many after it.
@@ -190,4 +190,4 @@ StagePtr make_map_stage(StagePtr input, std::function<Example(Example)> function
   return std::make_shared<MapStage>(std::move(input), std::move(function), options);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::data

@@ -5,7 +5,7 @@
 #include "data/stage.h"
 #include "lockstep/random.h"
 
-namespace lockstep {
+namespace lockstep::data {
 namespace {
 
 class TakeCursor final : public Cursor {
@@ -246,4 +246,4 @@ StagePtr make_shuffle_stage(StagePtr input, std::int64_t buffer_size, ShuffleOpt
   return std::make_shared<ShuffleStage>(std::move(input), buffer_size, options);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::data

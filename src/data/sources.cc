@@ -7,10 +7,8 @@
 #include "data/table_builder.h"
 #include "lockstep/random.h"
 
-namespace lockstep {
+namespace lockstep::data {
 namespace {
-
-Tensor row_of(const Tensor& table, std::int64_t index) { return table.defined() ? table.select(0, index) : Tensor(); }
 
 class TableCursor final : public Cursor {
  public:
@@ -129,12 +127,6 @@ class FilesStage final : public Stage {
 
 }  // namespace
 
-Example Row::materialize() const {
-  if (table == nullptr) return value;
-  if (batch) return gather_rows(*table, *batch);
-  return {row_of(table->x, index), row_of(table->y, index), row_of(table->weight, index)};
-}
-
 StagePtr make_table_stage(Example table) { return std::make_shared<TableStage>(std::move(table)); }
 
 StagePtr make_files_stage(std::vector<std::string> paths, ReadFile read) {
@@ -148,4 +140,4 @@ StagePtr make_generator_stage(std::function<Dataset::Generator()> make, std::int
   return std::make_shared<GeneratorStage>(std::move(make), cardinality);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::data

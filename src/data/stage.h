@@ -10,8 +10,7 @@
 
 #include "lockstep/dataset.h"
 
-namespace lockstep {
-namespace internal {
+namespace lockstep::internal {
 
 // An element on its way through the stages: a value; or, of a table that many elements share, row `index` or a batch of
 // rows. Rows are passed on without being read, so that shuffling copies nothing, and a batch is gathered in one go by
@@ -65,7 +64,9 @@ class Stage {
   }
 };
 
-}  // namespace internal
+}  // namespace lockstep::internal
+
+namespace lockstep::data {
 
 using internal::Cursor;
 using internal::Row;
@@ -103,4 +104,4 @@ StagePtr make_skip_stage(StagePtr input, std::int64_t count);
 StagePtr make_shard_stage(StagePtr input, std::int64_t num_shards, std::int64_t index);
 StagePtr make_prefetch_stage(StagePtr input, std::int64_t buffer_size);
 
-}  // namespace lockstep
+}  // namespace lockstep::data

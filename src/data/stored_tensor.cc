@@ -8,7 +8,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::data {
 
 DType to_dtype(at::ScalarType type) {
   switch (type) {
@@ -58,4 +58,4 @@ Tensor from_stored(const StoredTensor& stored) {
   return tensor;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::data

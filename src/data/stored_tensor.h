@@ -4,7 +4,7 @@
 #include "lockstep/checkpoint.h"
 #include "lockstep/tensor.h"
 
-namespace lockstep {
+namespace lockstep::data {
 
 // Throws InvalidArgument for a dtype that checkpoints do not hold.
 DType to_dtype(at::ScalarType type);
@@ -15,4 +15,4 @@ StoredTensor to_stored(const Tensor& tensor);
 // A CPU tensor of its own.
 Tensor from_stored(const StoredTensor& stored);
 
-}  // namespace lockstep
+}  // namespace lockstep::data

@@ -12,7 +12,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::data {
 namespace {
 
 constexpr std::array kColumns{&Example::x, &Example::y, &Example::weight};
@@ -124,4 +124,4 @@ Row batch_of(std::span<const Row> rows) {
   return batch;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::data

@@ -5,7 +5,7 @@
 
 #include "data/stage.h"
 
-namespace lockstep {
+namespace lockstep::data {
 
 // Copies examples of one shape into one tensor each for x, y and weight. One thread.
 class TableBuilder {
@@ -31,4 +31,4 @@ Example gather_rows(const Example& table, std::span<const std::int64_t> indices)
 // The rows as one batch: rows of one table stay in it, others are copied. Throws InvalidArgument when shapes differ.
 Row batch_of(std::span<const Row> rows);
 
-}  // namespace lockstep
+}  // namespace lockstep::data

@@ -2,7 +2,7 @@
 
 #include "data/stored_tensor.h"
 
-namespace lockstep {
+namespace lockstep::data {
 
 std::string table_file(const std::string& path) { return checkpoint_file(path); }
 
@@ -22,4 +22,4 @@ Example read_table(const std::string& path) {
   return {from_stored(archive.tensor("x")), optional("y"), optional("weight")};
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::data

@@ -5,10 +5,10 @@
 
 #include "lockstep/dataset.h"
 
-namespace lockstep {
+namespace lockstep::data {
 
 std::string table_file(const std::string& path);
 void write_table(const std::string& path, const Example& table);
 Example read_table(const std::string& path);
 
-}  // namespace lockstep
+}  // namespace lockstep::data

@@ -60,7 +60,7 @@ Buffer buffer_of(const Tensor& tensor) {
     throw InvalidArgument(text("buffer_of: the tensor is on ", tensor.device().str(), " and has shape ", tensor.sizes(),
                                " and strides ", tensor.strides(), "; it must be contiguous and on the CPU"));
   }
-  return {tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.numel()), to_dtype(tensor.scalar_type())};
+  return {tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.numel()), data::to_dtype(tensor.scalar_type())};
 }
 
 void all_reduce(const Group& group, const Tensor& tensor, ReduceOp op, Deadline deadline) {

@@ -8,7 +8,7 @@
 
 #include "base/expect_says_testing.h"
 
-namespace lockstep {
+namespace lockstep::data {
 namespace {
 
 constexpr int kRanks = 3;
@@ -104,4 +104,4 @@ TEST(TensorCollectives, BadTensorsAreNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::data

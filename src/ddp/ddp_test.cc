@@ -18,7 +18,7 @@
 #include "lockstep/group_wrappers.h"
 #include "lockstep/sync_batch_norm.h"
 
-namespace lockstep {
+namespace lockstep::ddp {
 namespace {
 
 using at::Tensor;
@@ -367,4 +367,4 @@ TEST(Ddp, AHookTakesThePlaceOfTheReduction) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ddp

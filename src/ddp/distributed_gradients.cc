@@ -73,7 +73,7 @@ struct DistributedGradients::State {
   const std::shared_ptr<torch::nn::Module> module;
   const DistributedDataParallelOptions options;
   const Communicator ranks;
-  std::optional<GradientReducer> reducer;
+  std::optional<gradient::GradientReducer> reducer;
   std::vector<at::Tensor> trained = {};
   std::vector<std::weak_ptr<internal::CollectiveStep>> steps = {};
 };
@@ -107,15 +107,15 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
   }
   state_->reducer.emplace(
       trained_names, std::move(trained), state_->ranks,
-      GradientReducerOptions{
+      gradient::GradientReducerOptions{
           .buckets = {.bucket_bytes = static_cast<std::size_t>(chosen.bucket_cap_mb * kMegabyte),
                       .first_bucket_bytes = static_cast<std::size_t>(chosen.first_bucket_mb * kMegabyte),
                       .gradient_dtype = chosen.gradient_dtype,
                       .order = chosen.bucket_order,
                       .hook = chosen.comm_hook,
                       .idle_cores = state_->ranks.size() < usable_cpu_count()}});
-  if (std::getenv("OMP_NUM_THREADS") == nullptr && kept_cpu_count() < at::get_num_threads()) {
-    at::set_num_threads(kept_cpu_count());  // other ranks of this host compute on the other cores
+  if (std::getenv("OMP_NUM_THREADS") == nullptr && cluster::kept_cpu_count() < at::get_num_threads()) {
+    at::set_num_threads(cluster::kept_cpu_count());  // other ranks of this host compute on the other cores
   }
   state_->reducer->set_after_pass([state = state_.get()](int root) { state->share_buffers(root); });
 }

@@ -9,7 +9,7 @@
 
 #include "lockstep/group.h"
 
-namespace lockstep {
+namespace lockstep::ddp {
 
 // Runs body(group) on one thread a rank. What one throws fails the test, and is heard by the others.
 template <class Body>
@@ -33,4 +33,4 @@ void on_ranks(int size, const Body& body) {
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::ddp

@@ -15,7 +15,7 @@
 #include "lockstep/ddp.h"
 #include "lockstep/job.h"
 
-namespace lockstep {
+namespace lockstep::ddp {
 namespace {
 
 constexpr int kRanks = 3, kLost = 1, kSteps = 8, kLostAt = 3;
@@ -99,7 +99,7 @@ at::Tensor parameters_in(const std::string& bytes) {
 class Regroup : public testing::TestWithParam<const char*> {};
 
 TEST_P(Regroup, ThoseThatAreLeftTrainOn) {
-  const StoreProcess store;
+  const cluster::StoreProcess store;
   std::vector<std::unique_ptr<ChildProcess>> processes;
   for (int process = 0; process < kRanks; ++process) {
     processes.push_back(std::make_unique<ChildProcess>([&] { return train(store.address(), process, GetParam()); }));
@@ -114,4 +114,4 @@ TEST_P(Regroup, ThoseThatAreLeftTrainOn) {
 INSTANTIATE_TEST_SUITE_P(Ddp, Regroup, testing::Values("shm", "tcp"));
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ddp

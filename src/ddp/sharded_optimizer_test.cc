@@ -12,7 +12,7 @@
 #include "base/expect_says_testing.h"
 #include "ddp/ranks_testing.h"
 
-namespace lockstep {
+namespace lockstep::ddp {
 namespace {
 
 constexpr int kSteps = 50;
@@ -287,4 +287,4 @@ TEST(ShardedOptimizer, TiedParametersAreOne) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ddp

@@ -24,8 +24,8 @@ struct Values {
   Counts counts;  // [rank]
 };
 
-std::vector<Shard> whole_shards(const std::vector<at::Tensor>& parameters) {
-  std::vector<Shard> shards;
+std::vector<gradient::Shard> whole_shards(const std::vector<at::Tensor>& parameters) {
+  std::vector<gradient::Shard> shards;
   for (std::size_t i = 0; i < parameters.size(); ++i) shards.push_back({i, 0, parameters[i].numel()});
   return shards;
 }
@@ -60,13 +60,13 @@ struct ShardedParameters::State {
   State(std::vector<at::Tensor> all, Communicator members)
       : parameters(std::move(all)),
         ranks(std::move(members)),
-        map(ShardMap::even(whole_shards(parameters), ranks.size())) {
+        map(gradient::ShardMap::even(whole_shards(parameters), ranks.size())) {
     for (const auto& parameter : parameters) places.push_back(parameter.const_data_ptr());
   }
 
   const std::vector<at::Tensor> parameters;
   const Communicator ranks;
-  const ShardMap map;               // owners are ranks
+  const gradient::ShardMap map;               // owners are ranks
   std::vector<const void*> places;  // [parameter]: of its values
   const std::int64_t regroups = ranks.regroups();
   std::map<at::ScalarType, Values> values;
@@ -161,7 +161,7 @@ void ShardedParameters::gather_values() {
     state_->each_shard(dtype, values.all, [&](int rank, const at::Tensor& parameter, const at::Tensor& value) {
       if (rank == ranks.rank()) value.copy_(parameter);
     });
-    gather_in_place(ranks, values.all, values.counts);
+    gradient::gather_in_place(ranks, values.all, values.counts);
     state_->each_shard(dtype, values.all, [&](int rank, const at::Tensor& parameter, const at::Tensor& value) {
       if (rank != ranks.rank()) parameter.copy_(value);
     });

@@ -8,7 +8,7 @@
 #include "ddp/ranks_testing.h"
 #include "lockstep/ddp.h"
 
-namespace lockstep {
+namespace lockstep::ddp {
 namespace {
 
 using at::Tensor;
@@ -139,4 +139,4 @@ TEST(Ddp, WhatAutogradGradGivesIsNotWeighed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ddp

@@ -7,7 +7,7 @@
 #include "base/text.h"
 #include "train/model_impl.h"
 
-namespace lockstep {
+namespace lockstep::estimator {
 namespace {
 
 // How often time is looked at where several workers must agree on it.
@@ -109,4 +109,4 @@ std::function<void()> CheckpointSaver::load(const Archive& archive, const std::s
   return [this, kept = load_kept(archive, prefix + "/kept", config_.model_dir)] { kept_ = kept; };
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::estimator

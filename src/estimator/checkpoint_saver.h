@@ -10,7 +10,7 @@
 #include "lockstep/estimator.h"
 #include "train/callbacks/event_file.h"
 
-namespace lockstep {
+namespace lockstep::estimator {
 
 class CheckpointSaver : public Callback {
  public:
@@ -39,10 +39,10 @@ class CheckpointSaver : public Callback {
   const RunConfig config_;
   const std::function<void()> after_save_;
   std::vector<std::string> kept_;  // checkpoints
-  std::optional<EventFile> events_;
+  std::optional<train::EventFile> events_;
   std::int64_t begin_ = -1, saved_ = -1;  // steps
   Clock::time_point saved_at_, told_at_;
   std::int64_t told_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::estimator

@@ -74,9 +74,9 @@ struct Estimator::State {
 
   // The model of a mode, with its variables. Called in the strategy's scope.
   EstimatorSpec make(ModeKeys mode, const Dataset& data) {
-    const auto features = first_element(data, unwrap(strategy(mode)).local_replicas());
+    const auto features = strategy::first_element(data, unwrap(strategy(mode)).local_replicas());
     if (!features.x.defined()) throw InvalidArgument("Estimator: input_fn's data are empty");
-    check_batch(features);
+    strategy::check_batch(features);
     auto spec = model_fn(features, mode, params);
     const auto& made = unwrap(spec.model);
     if (&unwrap(made.strategy) != &unwrap(strategy(mode)) || made.compiled) {
@@ -133,7 +133,7 @@ struct Estimator::State {
     const auto data = called(input_fn);
     auto spec = make(ModeKeys::train, data);
     FitOptions fit{.epochs = std::numeric_limits<int>::max(), .verbose = 0};
-    fit.callbacks.push_back(CheckpointSaver(config, std::move(after_save)));
+    fit.callbacks.push_back(estimator::CheckpointSaver(config, std::move(after_save)));
     if (limited) fit.callbacks.push_back(StopAtStepHook({.num_steps = options.steps, .last_step = options.max_steps}));
     fit.callbacks.insert(fit.callbacks.end(), options.hooks.begin(), options.hooks.end());
     fit.callbacks.insert(fit.callbacks.end(), spec.training_hooks.begin(), spec.training_hooks.end());
@@ -154,7 +154,7 @@ struct Estimator::State {
     const auto step = restore(spec.model, options.checkpoint_path);
     auto logs = spec.model.evaluate(data, {.steps = options.steps});
     if (spec.model.strategy().is_chief()) {
-      EventFile events(
+      train::EventFile events(
           (std::filesystem::path(config.model_dir) / (options.name.empty() ? "eval" : "eval_" + options.name))
               .string());
       std::vector<std::string> parts;

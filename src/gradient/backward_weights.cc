@@ -9,7 +9,7 @@
 
 #include "gradient/gradient_reducer.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // Called for each gradient of a backward before it is added to what has accumulated.
 at::Tensor GradientReducer::weighed(std::size_t parameter, const at::Tensor& gradient) {
@@ -43,4 +43,4 @@ void GradientReducer::begin_backward() {
   accumulated_.weight += weight_;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

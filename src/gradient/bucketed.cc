@@ -10,7 +10,7 @@
 #include "gradient/dtypes.h"
 #include "optimizer/flat_update.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 Bucketed::Bucketed(const ReplicatedParameters& parameters, Communicator ranks, BucketOptions options, bool sum)
     : parameters_(parameters),
@@ -107,7 +107,7 @@ void Bucketed::add_up(std::size_t index) {
     if (parts.empty()) return false;
     auto* const sum = mean.mutable_data_ptr<T>();
     const bool in_place = parts.size() == 1 && parts[0] == sum && scale_ == 1;
-    if (!in_place) sum_gradients<T>(parts, {.divide_by = scale_}, sum, static_cast<std::size_t>(mean.numel()));
+    if (!in_place) optimizer::sum_gradients<T>(parts, {.divide_by = scale_}, sum, static_cast<std::size_t>(mean.numel()));
     return true;
   };
   const bool any = mean.scalar_type() == at::kDouble ? add(double()) : add(float());
@@ -176,4 +176,4 @@ void Bucketed::restore(const Learned& learned) {
   start_step();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

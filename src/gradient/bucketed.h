@@ -11,7 +11,7 @@
 #include "gradient/gradient_sync.h"
 #include "gradient/replicated_parameters.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 class Bucketed : public GradientSync {
  public:
@@ -78,4 +78,4 @@ class Bucketed : public GradientSync {
   std::vector<std::size_t> arrived_ LOCKSTEP_GUARDED_BY(mutex_);  // slots, before the scale is known
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

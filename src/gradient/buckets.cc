@@ -13,7 +13,7 @@
 #include "gradient/dtypes.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 namespace {
 
 // By the size of the model: small buckets are on their way while backward goes on; each has its price.
@@ -155,7 +155,7 @@ Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
   bucket.input = whole.narrow(0, 0, elements);
   bucket.flags = whole.narrow(0, elements, count);
   bucket.mean = in_16_bits ? at::empty({elements}, at::TensorOptions(type)) : bucket.input;
-  bucket.own = options_.scatter ? range_of(bucket, group_.rank()) : Slice{0, static_cast<std::size_t>(elements)};
+  bucket.own = options_.scatter ? range_of(bucket, group_.rank()) : collective::Slice{0, static_cast<std::size_t>(elements)};
   for (std::size_t k = 0; k < slots.size(); ++k) {
     auto& slot = slots_[slots[k]];
     const auto numel = infos_[slots[k]].numel;
@@ -168,8 +168,8 @@ Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
   return bucket;
 }
 
-Slice Buckets::range_of(const Bucket& bucket, int rank) const {
-  return even_slice(static_cast<std::size_t>(bucket.input.numel()), bucket.shown.buffer.dtype, rank, group_.size());
+collective::Slice Buckets::range_of(const Bucket& bucket, int rank) const {
+  return collective::even_slice(static_cast<std::size_t>(bucket.input.numel()), bucket.shown.buffer.dtype, rank, group_.size());
 }
 
 Counts Buckets::counts_of(const Bucket& bucket) const {
@@ -235,7 +235,7 @@ void Buckets::launch(Bucket& bucket) {
 std::vector<Call> Buckets::calls_of(const Bucket& bucket) const {
   const auto& whole = bucket.shown.buffer;
   if (!options_.scatter) return {Call::all_reduce(whole, ReduceOp::mean)};
-  const auto part = [&](const at::Tensor& of, const Slice& range) {
+  const auto part = [&](const at::Tensor& of, const collective::Slice& range) {
     return Buffer{
         of.narrow(0, static_cast<std::int64_t>(range.begin), static_cast<std::int64_t>(range.count())).data_ptr(),
         range.count(), whole.dtype};
@@ -304,4 +304,4 @@ void Buckets::restore_order(const std::vector<std::int64_t>& order) {
   make();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -18,7 +18,7 @@
 #include "lockstep/communicator.h"
 #include "lockstep/gradient_hook.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 struct BucketOptions {
   std::size_t bucket_bytes = 0;              // 0: by the size of the model
@@ -112,7 +112,7 @@ class Buckets {
     at::Tensor input, mean, flags;
     std::vector<std::size_t> slots;
     std::vector<std::int64_t> begins;          // of the slots in input
-    Slice own;                                 // elements whose mean this rank gets
+    collective::Slice own;                                 // elements whose mean this rank gets
     std::shared_ptr<const std::string> names;  // for timelines
     std::size_t missing = 0;                   // slots; guarded by mutex_
     std::optional<Work> work;
@@ -121,7 +121,7 @@ class Buckets {
   void make();
   std::vector<std::vector<std::size_t>> slots_of_buckets() const;
   Bucket make_bucket(std::vector<std::size_t> slots);
-  Slice range_of(const Bucket& bucket, int rank) const;
+  collective::Slice range_of(const Bucket& bucket, int rank) const;
   Counts counts_of(const Bucket& bucket) const;  // [rank]
   static at::Tensor own_part(const Bucket& bucket, const at::Tensor& of);
   std::vector<Call> calls_of(const Bucket& bucket) const;
@@ -152,4 +152,4 @@ class Buckets {
   std::vector<std::int64_t> ready_order_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

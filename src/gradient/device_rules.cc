@@ -89,7 +89,7 @@ class RateRule final : public DeviceRule {
 
 class AdamOnDevice final : public DeviceRule {
  public:
-  AdamOnDevice(const AdamRule& rule, const at::TensorOptions& where)
+  AdamOnDevice(const optimizer::AdamRule& rule, const at::TensorOptions& where)
       : rule_(rule), rate_(at::zeros({}, where)), far_step_(at::full({}, 3e38, where.dtype(at::kFloat))) {}
   void begin(const UpdateStep& step) override { rate_.fill_(rule_.rate(step)); }
   void update(const DeviceParameters& parameters) override {
@@ -97,7 +97,7 @@ class AdamOnDevice final : public DeviceRule {
   }
 
  private:
-  const AdamRule& rule_;
+  const optimizer::AdamRule& rule_;
   const at::Tensor rate_;      // a scalar: the learning rate with the correction
   const at::Tensor far_step_;  // a scalar: a step so late that LibTorch corrects nothing
 };
@@ -149,11 +149,11 @@ std::pair<const std::type_index, MakeDeviceRule> built_in() {
 struct Registry {
   Mutex mutex;
   std::map<std::type_index, MakeDeviceRule> rules LOCKSTEP_GUARDED_BY(mutex) = {
-      built_in<SGDRule>(),
-      built_in<RMSpropRule>(),
-      built_in<AdagradRule>(),
-      {typeid(AdamRule), [](const UpdateRule& rule, const at::TensorOptions& where) -> std::unique_ptr<DeviceRule> {
-         return std::make_unique<AdamOnDevice>(static_cast<const AdamRule&>(rule), where);
+      built_in<optimizer::SGDRule>(),
+      built_in<optimizer::RMSpropRule>(),
+      built_in<optimizer::AdagradRule>(),
+      {typeid(optimizer::AdamRule), [](const UpdateRule& rule, const at::TensorOptions& where) -> std::unique_ptr<DeviceRule> {
+         return std::make_unique<AdamOnDevice>(static_cast<const optimizer::AdamRule&>(rule), where);
        }}};
 };
 
@@ -169,7 +169,7 @@ void register_device_rule(std::type_index rule, MakeDeviceRule make) {
   registry().rules.insert_or_assign(rule, std::move(make));
 }
 
-std::unique_ptr<DeviceRule> make_device_rule(const UpdateRule& rule, const at::TensorOptions& options) {
+std::unique_ptr<DeviceRule> gradient::make_device_rule(const UpdateRule& rule, const at::TensorOptions& options) {
   MakeDeviceRule make;
   {
     MutexLock lock(registry().mutex);

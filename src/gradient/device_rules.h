@@ -3,10 +3,10 @@
 
 #include "lockstep/device_rule.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // What was registered for the rule's type, or ours for our own; for another, one that computes in host memory. The rule
 // outlives it.
 std::unique_ptr<DeviceRule> make_device_rule(const UpdateRule& rule, const at::TensorOptions& options);
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

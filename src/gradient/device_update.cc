@@ -4,7 +4,7 @@
 
 #include "gradient/device_rules.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 DeviceUpdate::DeviceUpdate(const Optimizer& optimizer, const at::TensorOptions& options)
     : optimizer_(optimizer), rule_(make_device_rule(optimizer_.rule(), options)), keep_(at::ones({}, options)) {}
@@ -36,4 +36,4 @@ std::vector<at::Tensor> DeviceUpdate::scaled(const std::vector<at::Tensor>& grad
   return result;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -8,7 +8,7 @@
 
 #include "lockstep/device_rule.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // The rule and the settings of one optimizer, for one device and dtype. One thread at a time.
 class DeviceUpdate {
@@ -30,4 +30,4 @@ class DeviceUpdate {
   at::Tensor keep_;  // a scalar: what decay leaves of a value
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

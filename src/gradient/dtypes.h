@@ -7,7 +7,7 @@
 #include "lockstep/buffer.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 inline DType dtype_of(at::ScalarType type) {
   switch (type) {
@@ -34,4 +34,4 @@ inline std::int64_t whole_lines(std::int64_t numel, at::ScalarType dtype) {
   return (numel + line - 1) / line * line;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

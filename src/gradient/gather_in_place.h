@@ -7,17 +7,17 @@
 #include "gradient/dtypes.h"
 #include "lockstep/communicator.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // Collective. `whole`: flat and contiguous, best in memory of the Group. Rank r has the r-th of consecutive ranges of
 // counts[r] elements, and gets the others.
 inline void gather_in_place(const Communicator& ranks, const at::Tensor& whole, const Counts& counts) {
   const auto dtype = dtype_of(whole.scalar_type());
-  const auto own = share_of(counts, 0, ranks.rank());
+  const auto own = collective::share_of(counts, 0, ranks.rank());
   auto* const data = static_cast<std::byte*>(whole.data_ptr());
   ranks.group().run(Call::all_gather({data + own.begin * size_of(dtype), own.count(), dtype},
                                      {data, static_cast<std::size_t>(whole.numel()), dtype}, counts),
                     ranks.deadline());
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

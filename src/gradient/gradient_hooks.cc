@@ -9,7 +9,7 @@
 #include "lockstep/error.h"
 #include "ops/gradient_memory.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 class GradientHooks::Hook final : public torch::autograd::PostAccumulateGradHook {
  public:
@@ -88,4 +88,4 @@ void GradientHooks::drop(int replica) {
   sync_.forget(replica);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

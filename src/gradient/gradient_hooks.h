@@ -6,7 +6,7 @@
 #include "gradient/gradient_sync.h"
 #include "gradient/replicated_parameters.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // Leaves parameters without a gradient, so that the next backward hands over a tensor of its own instead of adding. All
 // calls for a replica come from its thread.
@@ -46,4 +46,4 @@ class GradientHooks {
   std::vector<Flag> expects_backward_;  // [replica]
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -27,29 +27,29 @@ const Communicator& ranks_of(const ReplicatedParameters& parameters, const Optim
            parameters.workers().size(), " workers; take one or the other"));
 }
 
-std::unique_ptr<GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
-                                       const Communicator& ranks, const GradientPathOptions& options) {
+std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
+                                       const Communicator& ranks, const gradient::GradientPathOptions& options) {
   if (ranks.size() > 1) {
     if (const auto& own = optimizer.options().gradient_ranks) {
-      return std::make_unique<Bucketed>(parameters, ranks, BucketOptions{.gradient_dtype = own->gradient_dtype},
+      return std::make_unique<gradient::Bucketed>(parameters, ranks, gradient::BucketOptions{.gradient_dtype = own->gradient_dtype},
                                         own->sum);
     }
-    if (options.shard_state) return std::make_unique<Sharded>(parameters, ranks, options.buckets);
-    return std::make_unique<Bucketed>(parameters, ranks, options.buckets, /*sum=*/false);
+    if (options.shard_state) return std::make_unique<gradient::Sharded>(parameters, ranks, options.buckets);
+    return std::make_unique<gradient::Bucketed>(parameters, ranks, options.buckets, /*sum=*/false);
   }
-  if (options.exchange == Exchange::hierarchical_copy && parameters.replicas() > 1)
-    return std::make_unique<Tree>(parameters);
-  if (options.exchange == Exchange::reduction_to_one_device) return std::make_unique<OnePass>(parameters, options.root);
-  return std::make_unique<OnePass>(parameters);
+  if (options.exchange == gradient::Exchange::hierarchical_copy && parameters.replicas() > 1)
+    return std::make_unique<gradient::Tree>(parameters);
+  if (options.exchange == gradient::Exchange::reduction_to_one_device) return std::make_unique<gradient::OnePass>(parameters, options.root);
+  return std::make_unique<gradient::OnePass>(parameters);
 }
 
-void prepare_sync(GradientSync& sync, const Optimizer& optimizer, const Communicator& ranks) {
-  if (ranks.size() > 1) ranks.check_all_agree("optimizers", describe(optimizer));
+void prepare_sync(gradient::GradientSync& sync, const Optimizer& optimizer, const Communicator& ranks) {
+  if (ranks.size() > 1) ranks.check_all_agree("optimizers", optimizer::describe(optimizer));
   sync.prepare();
 }
 
-std::unique_ptr<GradientSync> make_sync(ReplicatedParameters& parameters, const Optimizer& optimizer,
-                                        const Communicator& ranks, const GradientPathOptions& options) {
+std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& parameters, const Optimizer& optimizer,
+                                        const Communicator& ranks, const gradient::GradientPathOptions& options) {
   parameters.update_trainable();
   auto sync = sync_for(parameters, optimizer, ranks, options);
   if (parameters.workers().size() > 1) prepare_sync(*sync, optimizer, ranks);
@@ -59,7 +59,7 @@ std::unique_ptr<GradientSync> make_sync(ReplicatedParameters& parameters, const 
 }  // namespace
 
 GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, const Optimizer& optimizer,
-                           const GradientPathOptions& options)
+                           const gradient::GradientPathOptions& options)
     : parameters_(std::move(parameters)),
       ranks_(ranks_of(*parameters_, optimizer, options.shard_state)),
       compare_copies_every_(ranks_.size() > 1 ? options.compare_copies_every : 0),
@@ -135,7 +135,7 @@ void GradientPath::compare() const {
 }
 
 bool GradientPath::can_be_recorded() const {
-  return parameters_->placement() == Placement::device && !updater_.loss_scale().used() && ranks_.size() == 1;
+  return parameters_->placement() == gradient::Placement::device && !updater_.loss_scale().used() && ranks_.size() == 1;
 }
 
 void GradientPath::update_recorded(const Group& replicas, double weight, Deadline deadline) {

@@ -8,7 +8,7 @@
 #include "gradient/gradient_hooks.h"
 #include "gradient/updater.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // How the gradients of the replicas of one process are summed.
 enum class Exchange {
@@ -25,6 +25,10 @@ struct GradientPathOptions {
   std::int64_t compare_copies_every = 100;  // steps, with several processes; 0: never
 };
 
+}  // namespace lockstep::gradient
+
+namespace lockstep {
+
 // `apply` is called by every replica's thread at once, and what says so by one of them; everything else by one thread
 // while no replica is in a step. All copies of the values are equal bit for bit after each apply, and equal to what one
 // replica would have made of the whole batch, but for rounding: gradients are added in rank order.
@@ -34,7 +38,7 @@ class GradientPath {
   // throws InvalidArgument on all where their optimizers differ. Throws InvalidArgument for an optimizer with
   // ranks of its own there, and where its state were to be sharded.
   GradientPath(std::shared_ptr<ReplicatedParameters> parameters, const Optimizer& optimizer,
-               const GradientPathOptions& options = {});
+               const gradient::GradientPathOptions& options = {});
 
   // Before the first step, where ranks came with the optimizer; else does nothing. Collective over them. Throws
   // InvalidArgument, on all, where they differ in model, optimizer or number of replicas.
@@ -59,9 +63,9 @@ class GradientPath {
   void update_recorded(const Group& replicas, double weight, Deadline deadline);
 
   ReplicatedParameters& parameters() const { return *parameters_; }
-  Updater& updater() { return updater_; }
-  const Updater& updater() const { return updater_; }
-  GradientSync& sync() { return *sync_; }
+  gradient::Updater& updater() { return updater_; }
+  const gradient::Updater& updater() const { return updater_; }
+  gradient::GradientSync& sync() { return *sync_; }
 
   // The processes whose gradients are summed: the strategy's, or those that came with the optimizer (GradientRanks);
   // then each has data, logs and checkpoints of its own.
@@ -75,9 +79,9 @@ class GradientPath {
   const std::shared_ptr<ReplicatedParameters> parameters_;
   const Communicator ranks_;
   const std::int64_t compare_copies_every_;
-  const std::unique_ptr<GradientSync> sync_;
-  Updater updater_;
-  GradientHooks hooks_;
+  const std::unique_ptr<gradient::GradientSync> sync_;
+  gradient::Updater updater_;
+  gradient::GradientHooks hooks_;
   bool prepared_ = false;
 };
 

@@ -13,7 +13,7 @@
 #include "gradient/optimizers_testing.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 namespace {
 
 Deadline soon() { return Deadline::after(std::chrono::seconds(60)); }
@@ -321,4 +321,4 @@ TEST(ReplicatedParameters, ReplicasThatDifferAreAnErrorThatNamesTheParameter) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -9,7 +9,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 namespace {
 
 constexpr const char* kUnequalSteps =
@@ -192,4 +192,4 @@ void GradientReducer::write_back() {
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -12,7 +12,7 @@
 
 #include "gradient/buckets.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 struct GradientReducerOptions {
   BucketOptions buckets;
@@ -117,4 +117,4 @@ class GradientReducer {
   int accumulating_ = -1;  // the backward of which before_pass_ said so
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

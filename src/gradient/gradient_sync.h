@@ -10,7 +10,7 @@
 #include "gradient/shard_map.h"
 #include "lockstep/group.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // The gradients of one step, summed. Each replica's thread hands over its gradients, calls finish, and after a barrier
 // of all replicas wait; then sums may be read until end_step. `replicas` is the Group of this process's replicas.
@@ -91,4 +91,4 @@ class GradientSync {
   virtual void restore(const Learned& /*learned*/) {}
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -7,7 +7,7 @@
 
 #include "lockstep/optimizer.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // 1, always, without options. Else from 1 (or the initial scale, if that is less) to 2^64: beyond, float could not hold
 // what gradients are divided by. One thread at a time.
@@ -43,4 +43,4 @@ class LossScale {
   std::int64_t steps_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -7,7 +7,7 @@
 
 #include "kernels/update.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 namespace {
 
 bool is_finite(const at::Tensor& gradient) {
@@ -64,4 +64,4 @@ void OnePass::forget(int replica) {
   for (auto& gradient : contributions_[static_cast<std::size_t>(replica)].gradients) gradient.reset();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -4,7 +4,7 @@
 #include "gradient/gradient_sync.h"
 #include "gradient/replicated_parameters.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // Reduce-scatter, update and all-gather in one pass over memory, for the replicas of one process.
 class OnePass : public GradientSync {
@@ -40,4 +40,4 @@ class OnePass : public GradientSync {
   std::vector<Contribution> contributions_;  // [replica]; written by it before the barrier that lets others read
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -5,7 +5,7 @@
 
 #include "lockstep/optimizer.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 struct NamedOptimizer {
   const char* name;
@@ -23,4 +23,4 @@ inline std::vector<NamedOptimizer> optimizers() {
           {"adagrad", Adagrad({.learning_rate = 0.05})}};
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

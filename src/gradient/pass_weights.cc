@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 void PassWeights::announce(const Communicator& ranks, double weight, bool has_gradients, bool in_background) {
   mine_ = {weight, has_gradients ? 1.0 : 0.0};
@@ -47,4 +47,4 @@ int PassWeights::lowest_with_gradients() const {
   return static_cast<int>(first - all_.begin());
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -6,7 +6,7 @@
 
 #include "lockstep/communicator.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // In each pass: announce, then wait, on all ranks at the same places among their calls; then end_pass. One thread at a
 // time.
@@ -50,4 +50,4 @@ class PassWeights {
   double scale_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -39,7 +39,7 @@ FoundParameters find_parameters(const torch::nn::Module& module) {
 
 bool is_flat_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
 
-void check_dtype(const ParameterSlot& slot) {
+void check_dtype(const gradient::ParameterSlot& slot) {
   if (!slot.trainable || slot.flat) return;
   throw InvalidArgument(
       text("parameter \"", slot.name, "\" has dtype ", slot.dtype, "; trainable parameters are float or double"));
@@ -47,11 +47,11 @@ void check_dtype(const ParameterSlot& slot) {
 
 }  // namespace
 
-ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement,
+ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, gradient::Placement placement,
                                            const OnReplicas& on_replicas, Communicator workers)
     : workers_(std::move(workers)), modules_(std::move(modules)), placement_(placement) {
   if (modules_.empty()) throw InvalidArgument("a model needs at least one replica");
-  if (placement_ == Placement::device && replicas() > 1) {
+  if (placement_ == gradient::Placement::device && replicas() > 1) {
     throw InvalidArgument(text("values that are updated on their device are one replica's; there are ", replicas()));
   }
   find_slots();
@@ -91,7 +91,7 @@ void ReplicatedParameters::find_slots() {
   const auto found = find_parameters(*modules_[0]);
   for (std::size_t i = 0; i < found.tensors.size(); ++i) {
     const auto& tensor = found.tensors[i];
-    ParameterSlot slot{.name = found.names[i][0],
+    gradient::ParameterSlot slot{.name = found.names[i][0],
                        .aliases = {found.names[i].begin() + 1, found.names[i].end()},
                        .sizes = tensor.sizes().vec(),
                        .dtype = tensor.scalar_type(),
@@ -105,7 +105,7 @@ void ReplicatedParameters::find_slots() {
   for (const bool trainable : {true, false}) {
     for (auto& slot : slots_) {
       if (!slot.flat || slot.trainable != trainable) continue;
-      slot.offset = std::exchange(used[slot.dtype], used[slot.dtype] + whole_lines(slot.numel, slot.dtype));
+      slot.offset = std::exchange(used[slot.dtype], used[slot.dtype] + gradient::whole_lines(slot.numel, slot.dtype));
     }
   }
 }
@@ -153,7 +153,7 @@ void ReplicatedParameters::take_memory(const OnReplicas& on_replicas) {
     return at::zeros({flat_numel(dtype)}, at::device(device).dtype(dtype));
   };
   const auto take_copy = [&](int copy) {
-    const auto device = placement_ == Placement::device ? device_of(copy) : at::Device(at::kCPU);
+    const auto device = placement_ == gradient::Placement::device ? device_of(copy) : at::Device(at::kCPU);
     flat_float_[static_cast<std::size_t>(copy)] = zeros(at::kFloat, device);
     flat_double_[static_cast<std::size_t>(copy)] = zeros(at::kDouble, device);
   };
@@ -164,7 +164,7 @@ void ReplicatedParameters::take_memory(const OnReplicas& on_replicas) {
   } else {
     for (int copy = 0; copy < copies(); ++copy) take_copy(copy);
   }
-  for (int replica = 0; placement_ == Placement::staged && replica < replicas(); ++replica) {
+  for (int replica = 0; placement_ == gradient::Placement::staged && replica < replicas(); ++replica) {
     device_float_.push_back(zeros(at::kFloat, device_of(replica)));
     device_double_.push_back(zeros(at::kDouble, device_of(replica)));
   }
@@ -177,24 +177,24 @@ void ReplicatedParameters::bind() {
     for (int replica = 0; replica < replicas(); ++replica) {
       auto& tensor = parameter(replica, i);
       if (!slot.flat) {
-        if (replica > 0) tensor.set_data(placement_ == Placement::central ? parameter(0, i) : parameter(0, i).clone());
+        if (replica > 0) tensor.set_data(placement_ == gradient::Placement::central ? parameter(0, i) : parameter(0, i).clone());
         continue;
       }
       const auto view = place(replica, slot);
       view.copy_(parameter(0, i));  // replica 0 comes first, while its own values are still in place
       tensor.set_data(view);
     }
-    if (slot.flat && placement_ == Placement::staged) {
+    if (slot.flat && placement_ == gradient::Placement::staged) {
       flat(0, slot.dtype).narrow(0, slot.offset, slot.numel).view(slot.sizes).copy_(parameter(0, i));
     }
   }
 }
 
 // The part of the flat buffers that replica's parameter is.
-at::Tensor ReplicatedParameters::place(int replica, const ParameterSlot& slot) const {
+at::Tensor ReplicatedParameters::place(int replica, const gradient::ParameterSlot& slot) const {
   const auto& on_device = slot.dtype == at::kDouble ? device_double_ : device_float_;
-  const auto& buffer = placement_ == Placement::staged    ? on_device[static_cast<std::size_t>(replica)]
-                       : placement_ == Placement::central ? flat(0, slot.dtype)
+  const auto& buffer = placement_ == gradient::Placement::staged    ? on_device[static_cast<std::size_t>(replica)]
+                       : placement_ == gradient::Placement::central ? flat(0, slot.dtype)
                                                           : flat(replica, slot.dtype);
   return buffer.narrow(0, slot.offset, slot.numel).view(slot.sizes);
 }
@@ -204,7 +204,7 @@ void ReplicatedParameters::move_first_copy(const at::Tensor& memory) {
   auto& flat_buffer = (memory.scalar_type() == at::kDouble ? flat_double_ : flat_float_)[0];
   memory.copy_(flat_buffer);
   flat_buffer = memory;
-  const int bound = placement_ == Placement::central ? replicas() : placement_ == Placement::staged ? 0 : 1;
+  const int bound = placement_ == gradient::Placement::central ? replicas() : placement_ == gradient::Placement::staged ? 0 : 1;
   for (int replica = 0; replica < bound; ++replica) {
     for (std::size_t i = 0; i < slots_.size(); ++i) {
       if (slots_[i].flat && slots_[i].dtype == memory.scalar_type()) {
@@ -214,8 +214,8 @@ void ReplicatedParameters::move_first_copy(const at::Tensor& memory) {
   }
 }
 
-std::vector<Shard> ReplicatedParameters::trainable() const {
-  std::vector<Shard> whole;
+std::vector<gradient::Shard> ReplicatedParameters::trainable() const {
+  std::vector<gradient::Shard> whole;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     if (slots_[i].trainable) whole.push_back({i, 0, slots_[i].numel});
   }
@@ -223,7 +223,7 @@ std::vector<Shard> ReplicatedParameters::trainable() const {
 }
 
 void ReplicatedParameters::refresh(int replica) {
-  if (placement_ != Placement::staged) return;
+  if (placement_ != gradient::Placement::staged) return;
   const at::NoGradGuard no_grad;
   device_float_[static_cast<std::size_t>(replica)].copy_(flat_float_[0]);
   device_double_[static_cast<std::size_t>(replica)].copy_(flat_double_[0]);
@@ -235,7 +235,7 @@ std::string ReplicatedParameters::difference_between_copies() const {
     for (int replica = 1; replica < replicas(); ++replica) {
       const auto& first = parameter(0, i);
       const auto& other = parameter(replica, i);
-      if (first.is_alias_of(other) || hash_of(first) == hash_of(other)) continue;
+      if (first.is_alias_of(other) || gradient::hash_of(first) == gradient::hash_of(other)) continue;
       return text("the replicas' copies differ: \"", slots_[i].name, "\" of replica ", replica,
                   " is not that of replica 0. Was one changed by itself, by an optimizer of torch::optim or in place? ",
                   "Strategy::optimizer and Model::fit update all");
@@ -248,7 +248,7 @@ void ReplicatedParameters::compare_copies(const Communicator& workers) const {
   std::string hashes;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     hashes += text(slots_[i].name, " with the hash", replicas() > 1 ? "es" : "");
-    for (int replica = 0; replica < replicas(); ++replica) hashes += text(" ", hash_of(parameter(replica, i)));
+    for (int replica = 0; replica < replicas(); ++replica) hashes += text(" ", gradient::hash_of(parameter(replica, i)));
     hashes += "\n";
   }
   workers.check_all_agree("copies", hashes);
@@ -270,7 +270,7 @@ const at::Tensor& ReplicatedParameters::flat(int copy, at::ScalarType dtype) con
 std::int64_t ReplicatedParameters::flat_numel(at::ScalarType dtype) const {
   std::int64_t end = 0;
   for (const auto& slot : slots_) {
-    if (slot.flat && slot.dtype == dtype) end += whole_lines(slot.numel, slot.dtype);
+    if (slot.flat && slot.dtype == dtype) end += gradient::whole_lines(slot.numel, slot.dtype);
   }
   return end;
 }
@@ -302,12 +302,12 @@ at::Tensor ReplicatedParameters::average_buffer(std::size_t index) const {
 
 void ReplicatedParameters::assign(std::size_t slot, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
-  const bool shared = placement_ == Placement::central;
+  const bool shared = placement_ == gradient::Placement::central;
   for (int replica = 0; replica < (shared ? 1 : replicas()); ++replica) {
     if (!parameter(replica, slot).is_same(value)) parameter(replica, slot).copy_(value);
   }
   const auto& info = slots_[slot];
-  if (placement_ != Placement::staged || !info.flat) return;
+  if (placement_ != gradient::Placement::staged || !info.flat) return;
   flat(0, info.dtype).narrow(0, info.offset, info.numel).view(info.sizes).copy_(value);
 }
 

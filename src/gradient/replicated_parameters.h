@@ -16,7 +16,7 @@ namespace torch::nn {
 class Module;
 }
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // One parameter, the same on all replicas. Tied parameters are one slot with several names.
 struct ParameterSlot {
@@ -39,6 +39,10 @@ enum class Placement {
   device,    // the only replica has them on its device, where they are updated
 };
 
+}  // namespace lockstep::gradient
+
+namespace lockstep {
+
 // Constant after construction, but for the values. Replicas run at once only on their own copies.
 class ReplicatedParameters {
  public:
@@ -48,15 +52,15 @@ class ReplicatedParameters {
   // Placement::device is for one module. `on_replicas` calls a function in every replica's thread, so that each takes
   // the memory of its own copy: near its cores.
   using OnReplicas = std::function<void(const std::function<void(int)>&)>;
-  ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, Placement placement,
+  ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, gradient::Placement placement,
                        const OnReplicas& on_replicas = {}, Communicator workers = {});
 
   int replicas() const { return static_cast<int>(modules_.size()); }  // of this process
   const Communicator& workers() const { return workers_; }
-  Placement placement() const { return placement_; }
+  gradient::Placement placement() const { return placement_; }
   torch::nn::Module& module(int replica) const { return *modules_[static_cast<std::size_t>(replica)]; }
 
-  const std::vector<ParameterSlot>& slots() const { return slots_; }
+  const std::vector<gradient::ParameterSlot>& slots() const { return slots_; }
   at::Tensor& parameter(int replica, std::size_t slot) { return parameters_[static_cast<std::size_t>(replica)][slot]; }
   const at::Tensor& parameter(int replica, std::size_t slot) const {
     return parameters_[static_cast<std::size_t>(replica)][slot];
@@ -64,7 +68,7 @@ class ReplicatedParameters {
 
   // How many copies of the values updates are made to, and copy k's flat buffer: in host memory, but for
   // Placement::device.
-  int copies() const { return placement_ == Placement::mirrored ? replicas() : 1; }
+  int copies() const { return placement_ == gradient::Placement::mirrored ? replicas() : 1; }
   const at::Tensor& flat(int copy, at::ScalarType dtype) const;
   std::int64_t flat_numel(at::ScalarType dtype) const;
 
@@ -73,7 +77,7 @@ class ReplicatedParameters {
   void move_first_copy(const at::Tensor& memory);
 
   // Every trainable parameter whole.
-  std::vector<Shard> trainable() const;
+  std::vector<gradient::Shard> trainable() const;
 
   // Names a parameter of which the replicas of this process have copies of other bits; empty where all are equal. While
   // no replica runs.
@@ -113,13 +117,13 @@ class ReplicatedParameters {
   void check_same_as_first(int replica);
   void take_memory(const OnReplicas& on_replicas);
   void bind();
-  at::Tensor place(int replica, const ParameterSlot& slot) const;
+  at::Tensor place(int replica, const gradient::ParameterSlot& slot) const;
   void share_values();
 
   Communicator workers_;
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
-  Placement placement_;
-  std::vector<ParameterSlot> slots_;
+  gradient::Placement placement_;
+  std::vector<gradient::ParameterSlot> slots_;
   std::vector<std::vector<at::Tensor>> parameters_;       // [replica][slot]
   std::vector<at::Tensor> flat_float_, flat_double_;      // [copy]
   std::vector<at::Tensor> device_float_, device_double_;  // [replica], staged only

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-namespace lockstep {
+namespace lockstep::gradient {
 namespace {
 
 // Shards are cut at multiples of this many elements: whole cache lines for float and double.
@@ -35,4 +35,4 @@ ShardMap ShardMap::even(std::vector<Shard> owned, int replicas) {
   return map;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // Elements of one parameter that one owner updates.
 struct Shard {
@@ -35,4 +35,4 @@ class ShardMap {
   std::vector<std::vector<Shard>> shares_;  // [replica]
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -9,7 +9,7 @@
 
 #include "gradient/gather_in_place.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 namespace {
 
 BucketOptions scattered(BucketOptions options) {
@@ -89,4 +89,4 @@ at::Tensor Sharded::gather_from_owners(std::size_t slot, const at::Tensor& own) 
   return whole;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

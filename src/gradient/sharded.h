@@ -12,7 +12,7 @@
 
 #include "gradient/bucketed.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 class Sharded final : public Bucketed {
  public:
@@ -42,4 +42,4 @@ class Sharded final : public Bucketed {
   std::vector<std::vector<Shard>> shards_;  // [rank], by ascending slot
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

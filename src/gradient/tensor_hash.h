@@ -10,7 +10,7 @@
 
 #include "base/hash.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // Four words at a time, each in a lane of its own, for a processor does them side by side.
 inline std::uint64_t hash_of(const at::Tensor& tensor) {
@@ -31,4 +31,4 @@ inline std::uint64_t hash_of(const at::Tensor& tensor) {
   return mix(values.nbytes(), lanes[0], lanes[1], lanes[2], lanes[3]);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

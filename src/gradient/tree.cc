@@ -3,7 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/zeros.h>
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 Tree::Tree(const ReplicatedParameters& parameters) : OnePass(parameters, /*root=*/0) {
   for (int replica = 0; replica < parameters.replicas(); ++replica) {
@@ -58,4 +58,4 @@ void Tree::publish(const Group& replicas, Deadline deadline) {
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -8,7 +8,7 @@
 
 #include "gradient/one_pass.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 class Tree final : public OnePass {
  public:
@@ -24,4 +24,4 @@ class Tree final : public OnePass {
   std::vector<std::vector<at::Tensor>> parts_;  // [replica][slot], of these
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

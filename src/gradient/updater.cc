@@ -10,7 +10,7 @@
 #include "gradient/tensor_hash.h"
 #include "kernels/update.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, ShardMap shards)
     : parameters_(std::move(parameters)),
@@ -65,7 +65,7 @@ void Updater::update(const GradientSync& gradients, double divide_by, const Grou
   if (options.clipnorm || options.global_clipnorm) {
     return update_clipped_by_norm(gradients, divide_by, replicas, deadline);
   }
-  const GradientScale scale{divide_by, options.clipvalue};
+  const optimizer::GradientScale scale{divide_by, options.clipvalue};
   for_each_shard(replicas.rank(), gradients, [&]<class T>(T, const Shard& shard, const std::vector<const T*>& sources) {
     update_shard<T>(shard, sources, scale, gradients.written_copies());
   });
@@ -96,7 +96,7 @@ T* Updater::summed(const Shard& shard) const {
 }
 
 template <class T>
-void Updater::update_shard(const Shard& shard, const std::vector<const T*>& gradients, const GradientScale& scale,
+void Updater::update_shard(const Shard& shard, const std::vector<const T*>& gradients, const optimizer::GradientScale& scale,
                            int written_copies) {
   const auto& slot = parameters_->slots()[shard.slot];
   const auto offset = slot.offset + shard.begin;
@@ -108,7 +108,7 @@ void Updater::update_shard(const Shard& shard, const std::vector<const T*>& grad
   for (const auto& flat : std::is_same_v<T, double> ? state_double_ : state_float_) {
     state.push_back(flat.template mutable_data_ptr<T>() + place_of(shard));
   }
-  reduce_and_update<T>(optimizer_, step_, scale, {gradients, values, state, static_cast<std::size_t>(shard.count)});
+  optimizer::reduce_and_update<T>(optimizer_, step_, scale, {gradients, values, state, static_cast<std::size_t>(shard.count)});
 }
 
 void Updater::update_on_device(const GradientSync& gradients, double divide_by) {
@@ -134,7 +134,7 @@ void Updater::update_clipped_by_norm(const GradientSync& gradients, double divid
   std::vector<double> squares(owned_.size());  // [slot]
   for_each_shard(replicas.rank(), gradients, [&]<class T>(T, const Shard& shard, const std::vector<const T*>& sources) {
     const auto count = static_cast<std::size_t>(shard.count);
-    sum_gradients<T>(sources, {.divide_by = divide_by}, summed<T>(shard), count);
+    optimizer::sum_gradients<T>(sources, {.divide_by = divide_by}, summed<T>(shard), count);
     squares[shard.slot] += kernels::update_kernels<T>().sum_of_squares(summed<T>(shard), count);
   });
   gradients.sum_over_owners(squares, replicas, deadline);
@@ -188,4 +188,4 @@ std::int64_t Updater::state_bytes() const {
   return static_cast<std::int64_t>(bytes);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -15,7 +15,7 @@
 #include "lockstep/optimizer.h"
 #include "optimizer/flat_update.h"
 
-namespace lockstep {
+namespace lockstep::gradient {
 
 // `update` is called by every replica's thread at once; everything else by one thread while no replica is in a step,
 // but for what says otherwise.
@@ -73,7 +73,7 @@ class Updater {
   template <class Act>
   void for_each_shard(int replica, const GradientSync& gradients, const Act& act) const;
   template <class T>
-  void update_shard(const Shard& shard, const std::vector<const T*>& gradients, const GradientScale& scale,
+  void update_shard(const Shard& shard, const std::vector<const T*>& gradients, const optimizer::GradientScale& scale,
                     int written_copies);
   template <class T>
   T* summed(const Shard& shard) const;
@@ -102,4 +102,4 @@ class Updater {
   UpdateStep step_;  // of the current update
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::gradient

@@ -41,7 +41,7 @@ void init(const InitOptions& options) {
     throw InvalidArgument(text("horovod::init: timeout_seconds is ", options.timeout_seconds, "; it must be above 0"));
   }
   const Job job(options.cluster ? *options.cluster : resolve_cluster(), options.group.timeout_seconds);
-  if (job.size() > 1 && std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(kept_cpu_count());
+  if (job.size() > 1 && std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(cluster::kept_cpu_count());
   const auto group = job.group(options.group);
   Session::set(
       std::make_shared<Session>(position_of(job.world(), group), Communicator(group, options.timeout_seconds)));

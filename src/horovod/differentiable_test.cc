@@ -4,7 +4,7 @@
 #include "base/expect_says_testing.h"
 #include "horovod/ranks_testing.h"
 
-namespace lockstep {
+namespace lockstep::horovod {
 namespace {
 
 namespace hvd = horovod;
@@ -172,4 +172,4 @@ TEST(Differentiable, SmallIntegersAndBools) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::horovod

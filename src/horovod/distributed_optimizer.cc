@@ -69,7 +69,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     const auto ranks = session->split("DistributedOptimizer");
     ranks.check_all_agree("DistributedOptimizers", text_of(parameters, options));
     reducer.emplace(parameters.names, std::move(parameters.tensors), ranks,
-                    GradientReducerOptions{.buckets = {.bucket_bytes = kBucketBytes,
+                    gradient::GradientReducerOptions{.buckets = {.bucket_bytes = kBucketBytes,
                                                        .gradient_dtype = sent_dtype(options.compression),
                                                        .idle_cores = ranks.size() < usable_cpu_count()},
                                            .sum = options.op == Sum,
@@ -99,11 +99,11 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
   torch::optim::Optimizer& optimizer;
   const DistributedOptimizerOptions options;
   const std::shared_ptr<Session> session;
-  std::optional<GradientReducer> reducer;
+  std::optional<gradient::GradientReducer> reducer;
   std::int64_t number = 0;
   int passes = 0;         // backwards since the ranks' gradients met
   bool met = false;       // since the last step
-  ProgressThread shadow;  // takes part in the others' passes once this rank has joined
+  collective::ProgressThread shadow;  // takes part in the others' passes once this rank has joined
 };
 
 DistributedOptimizer<torch::optim::Optimizer>::DistributedOptimizer(torch::optim::Optimizer& optimizer,

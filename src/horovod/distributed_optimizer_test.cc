@@ -7,7 +7,7 @@
 #include "base/expect_says_testing.h"
 #include "horovod/ranks_testing.h"
 
-namespace lockstep {
+namespace lockstep::horovod {
 namespace {
 
 namespace hvd = horovod;
@@ -291,4 +291,4 @@ TEST(Horovod, OptimizersThatDifferAreNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::horovod

@@ -39,10 +39,10 @@ DistributedOptimizer<Optimizer>::DistributedOptimizer(const Optimizer& inner, co
 
 void BroadcastGlobalVariablesCallback::on_train_begin() {
   auto& training = unwrap(model());
-  const auto save = [&] { return print_archive(training.save_training()); };
+  const auto save = [&] { return checkpoint::print_archive(training.save_training()); };
   const auto bytes = broadcast_bytes("BroadcastGlobalVariables", save, root_rank_);
   if (rank() == root_rank_) return;
-  training.load_training(parse_archive("what BroadcastGlobalVariables got", std::as_bytes(std::span(bytes))))();
+  training.load_training(checkpoint::parse_archive("what BroadcastGlobalVariables got", std::as_bytes(std::span(bytes))))();
   training.seed = mix(training.seed, static_cast<std::uint64_t>(rank()));
 }
 

@@ -11,7 +11,7 @@
 #include "base/expect_says_testing.h"
 #include "horovod/ranks_testing.h"
 
-namespace lockstep {
+namespace lockstep::horovod {
 namespace {
 
 namespace hvd = horovod;
@@ -282,4 +282,4 @@ TEST(Horovod, RootsOptimizerIsAllRanksEvenWhereItHasNoState) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::horovod

@@ -100,7 +100,7 @@ class Session {
   std::map<std::int64_t, TakePart> optimizers_ LOCKSTEP_GUARDED_BY(mutex_);
   std::int64_t next_optimizer_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
 
-  ProgressThread thread_;  // ends before what it works on
+  collective::ProgressThread thread_;  // ends before what it works on
 };
 
 }  // namespace lockstep::horovod

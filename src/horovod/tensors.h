@@ -23,7 +23,7 @@ inline Tensor own_on_host(const Tensor& tensor) {
 inline void check_tensor(const char* caller, const Tensor& tensor) {
   if (!tensor.defined()) throw InvalidArgument(text(caller, ": the tensor is undefined"));
   if (tensor.is_sparse()) throw InvalidArgument(text(caller, ": the tensor is sparse; make it dense first"));
-  to_dtype(tensor.scalar_type());
+  data::to_dtype(tensor.scalar_type());
 }
 
 inline void check_rows(const char* caller, const Tensor& tensor) {

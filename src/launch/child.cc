@@ -16,7 +16,7 @@
 
 extern char** environ;
 
-namespace lockstep {
+namespace lockstep::launch {
 namespace {
 
 struct Pipe {
@@ -194,4 +194,4 @@ void Child::send_message(const std::string& line) {
   if (input_.open()) Input::say(input_, line);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

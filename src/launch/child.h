@@ -14,7 +14,7 @@
 #include "launch/control_protocol.h"
 #include "launch/lines.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 
 struct ChildCommand {
   std::string name;    // "rank 3"
@@ -96,4 +96,4 @@ class Child {
   int status_ = 0, signal_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

@@ -13,7 +13,7 @@
 #include "lockstep/error.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 namespace {
 
 // The other launcher says every second that it lives; it may be stopped for a while, and connections end by themselves.
@@ -37,7 +37,7 @@ ControlProtocol::ControlProtocol() : silence_(Deadline::after(kLongSilence)) {
 
 std::string ControlProtocol::first(Deadline deadline) {
   while (waiting_.empty()) {
-    if (ended_ || !wait_for_events(STDIN_FILENO, POLLIN, deadline)) {
+    if (ended_ || !transport::wait_for_events(STDIN_FILENO, POLLIN, deadline)) {
       throw ClusterError("lockstep run: no other launcher says what to run here");
     }
     read_some();
@@ -73,4 +73,4 @@ void ControlProtocol::read_some() {
   ended_ = count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

@@ -7,7 +7,7 @@
 #include "launch/lines.h"
 #include "lockstep/deadline.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 
 inline constexpr const char* kAlive = "alive\n";
 inline constexpr const char* kEnd = "end\n";  // another host's rank has failed
@@ -43,4 +43,4 @@ class ControlProtocol {
   Deadline silence_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

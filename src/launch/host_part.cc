@@ -6,7 +6,7 @@
 #include "lockstep/access.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(HostPart, size, first, count, host, store, restart, command, environment, folder,
                                    log_dir, grace_seconds, trusted_network, timeline, token)
@@ -52,4 +52,4 @@ HostPart part_in(const std::string& line) {
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

@@ -7,7 +7,7 @@
 
 #include "launch/child.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 
 struct HostPart {
   int size = 1;   // ranks of the whole job
@@ -33,4 +33,4 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
 std::string line_of(const HostPart& part);
 HostPart part_in(const std::string& line);
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

@@ -13,7 +13,7 @@
 #include "lockstep/error.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 namespace {
 
 constexpr int kMostSlots = 4096;
@@ -130,7 +130,7 @@ std::vector<HostSlots> fill(std::vector<HostSlots> hosts, std::optional<int> pro
 bool is_this_host(const std::string& name) {
   std::string mine(kLongestName + 1, '\0');
   gethostname(mine.data(), mine.size() - 1);
-  return is_loopback(name) || name == mine.c_str();
+  return transport::is_loopback(name) || name == mine.c_str();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace lockstep {
+namespace lockstep::launch {
 
 struct HostSlots {
   std::string name;
@@ -29,4 +29,4 @@ std::vector<HostSlots> fill(std::vector<HostSlots> hosts, std::optional<int> pro
 // Whether the name is this machine's, by which no one else need be asked to start processes.
 bool is_this_host(const std::string& name);
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

@@ -7,7 +7,7 @@
 #include "launch/host_part.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 namespace {
 
 using Slots = std::vector<HostSlots>;
@@ -92,4 +92,4 @@ TEST(Parts, AreOneLineOfText) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::launch

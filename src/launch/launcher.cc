@@ -17,7 +17,7 @@
 #include "lockstep/store.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 namespace {
 
 constexpr std::chrono::seconds kToHearWhatToRun(60);
@@ -82,7 +82,7 @@ class Life {
  public:
   Life(const LaunchOptions& options, int restart, const JobProcesses::Surroundings& surroundings)
       : hosts_(fill(options.hosts, options.processes)),
-        store_(Store::hold(with_port(address_for(hosts_), 0), access(options))),
+        store_(Store::hold(transport::with_port(address_for(hosts_), 0), access(options))),
         job_(members(options, restart), options.grace_seconds, telling(surroundings)) {}
 
   JobProcesses& job() { return job_; }
@@ -100,7 +100,7 @@ class Life {
         std::find_if(hosts.begin(), hosts.end(), [](const auto& host) { return !is_this_host(host.name); });
     return other == hosts.end()
                ? "127.0.0.1"
-               : address_towards(other->name.substr(other->name.find('@') + 1), Deadline::after(kForNames));
+               : transport::address_towards(other->name.substr(other->name.find('@') + 1), Deadline::after(kForNames));
   }
 
   Access access(const LaunchOptions& options) const { return {token_.access().token, options.trusted_network}; }
@@ -187,4 +187,4 @@ int launch_part(std::ostream& out, std::ostream& err) {
       .run();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

@@ -9,7 +9,7 @@
 
 #include "launch/hosts.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 
 struct LaunchOptions {
   std::optional<int> processes;  // else one, or one a slot where there are hosts
@@ -44,4 +44,4 @@ int launch(const LaunchOptions& options, std::ostream& out, std::ostream& err);
 // What it starts on another host: reads a part of a job from standard input, and runs it. Returns and throws the same.
 int launch_part(std::ostream& out, std::ostream& err);
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

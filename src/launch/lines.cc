@@ -1,6 +1,6 @@
 #include "launch/lines.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 
 void Lines::add(const char* bytes, std::size_t count, const Take& take) {
   for (std::size_t i = 0; i < count; ++i) {
@@ -16,4 +16,4 @@ void Lines::finish(const Take& take) {
   begun_.clear();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

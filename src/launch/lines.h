@@ -4,7 +4,7 @@
 #include <functional>
 #include <string>
 
-namespace lockstep {
+namespace lockstep::launch {
 
 // The last line may lack its end. What is longer than a line may be comes in pieces.
 class Lines {
@@ -20,4 +20,4 @@ class Lines {
   std::string begun_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

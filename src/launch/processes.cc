@@ -13,7 +13,7 @@
 
 #include "base/text.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 namespace {
 
 constexpr const char* kReport = "lockstep run: ";
@@ -220,4 +220,4 @@ std::string JobProcesses::explanation(const Child& child) const {
   return text(kReport, child.name(), " ended with status ", child.status(), words.empty() ? "" : ": ", words);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

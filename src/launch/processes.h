@@ -16,7 +16,7 @@
 #include "launch/signals.h"
 #include "lockstep/deadline.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 
 class JobProcesses {
  public:
@@ -74,4 +74,4 @@ class JobProcesses {
   std::jthread signs_of_life_;  // last: it ends before the members do
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

@@ -12,7 +12,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 namespace {
 
 [[noreturn]] void guard(int pipe) {
@@ -51,4 +51,4 @@ void Reaper::tell(pid_t message) const {
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

@@ -5,7 +5,7 @@
 
 #include "base/file_descriptor.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 
 // A process of its own that knows the groups of processes which the launcher started. When the launcher is gone,
 // however it ended, it kills those that are left.
@@ -27,4 +27,4 @@ class Reaper {
   pid_t process_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

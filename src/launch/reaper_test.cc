@@ -9,7 +9,7 @@
 #include "base/child_process_testing.h"
 #include "launch/child.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 namespace {
 
 // A process in a group of its own that waits for its end.
@@ -52,4 +52,4 @@ TEST(Reaper, HearsOfAnEndWhileTheNumberIsStillTaken) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::launch

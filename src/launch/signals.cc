@@ -3,7 +3,7 @@
 #include <sys/signalfd.h>
 #include <unistd.h>
 
-namespace lockstep {
+namespace lockstep::launch {
 
 Signals::Signals() {
   ::signal(SIGCHLD, SIG_DFL);  // where it is ignored there are no exit statuses
@@ -28,4 +28,4 @@ int Signals::next() const {
   return 0;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

@@ -5,7 +5,7 @@
 
 #include "base/file_descriptor.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 
 // Ours again when it ends.
 class Signals {
@@ -25,4 +25,4 @@ class Signals {
   sigset_t before_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

@@ -9,7 +9,7 @@
 #include "cluster/left_texts.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 namespace {
 
 constexpr std::chrono::seconds kForReading(60);  // the store is this process's own
@@ -26,7 +26,7 @@ void write_timelines(const std::string& path, const Store& store, std::ostream& 
     std::ofstream file(path);
     file << "{\"displayTimeUnit\": \"ms\", \"traceEvents\": [";
     const char* separator = "";
-    for (const auto& events : left_texts(store, kTimelines, Deadline::after(kForReading))) {
+    for (const auto& events : cluster::left_texts(store, cluster::kTimelines, Deadline::after(kForReading))) {
       if (events.size() <= 2) continue;  // an empty array
       file << separator << events.substr(1, events.size() - 2);
       separator = ",\n";
@@ -39,4 +39,4 @@ void write_timelines(const std::string& path, const Store& store, std::ostream& 
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

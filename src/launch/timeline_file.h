@@ -6,7 +6,7 @@
 
 #include "lockstep/store.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 
 // Throws IoError where the file cannot be written.
 void require_writable(const std::string& path);
@@ -15,4 +15,4 @@ void require_writable(const std::string& path);
 // What goes wrong is said on `err`: the job is worth more than its picture.
 void write_timelines(const std::string& path, const Store& store, std::ostream& err);
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

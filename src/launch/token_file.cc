@@ -11,9 +11,9 @@
 #include "lockstep/error.h"
 #include "transport/all_gather.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 
-TokenFile::TokenFile() : TokenFile(random_name() + random_name()) {}
+TokenFile::TokenFile() : TokenFile(transport::random_name() + transport::random_name()) {}
 
 TokenFile::TokenFile(const std::string& digits)
     : digits_(digits), memory_(memfd_create("lockstep token", MFD_CLOEXEC)) {
@@ -26,4 +26,4 @@ TokenFile::TokenFile(const std::string& digits)
       [this](const char* name) { return std::strcmp(name, kTokenFileVariable) == 0 ? path_.c_str() : nullptr; });
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

@@ -6,7 +6,7 @@
 #include "base/file_descriptor.h"
 #include "lockstep/access.h"
 
-namespace lockstep {
+namespace lockstep::launch {
 
 class TokenFile {
  public:
@@ -29,4 +29,4 @@ class TokenFile {
   Access access_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::launch

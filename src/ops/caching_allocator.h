@@ -10,7 +10,7 @@
 #include "base/mutex.h"
 #include "lockstep/memory.h"
 
-namespace lockstep {
+namespace lockstep::ops {
 
 // Any thread may call any method. Blocks are aligned to 64 bytes. A block that another thread frees goes home to the
 // heap of the thread that took it, without a lock; a thread that ends leaves its heap to the next one that starts.
@@ -60,4 +60,4 @@ class CachingAllocator {
 // this is a build for the address sanitizer. Called once, when the library is loaded.
 bool install_caching_allocator();
 
-}  // namespace lockstep
+}  // namespace lockstep::ops

@@ -10,7 +10,7 @@
 
 #include "base/resources.h"
 
-namespace lockstep {
+namespace lockstep::ops {
 namespace {
 
 constexpr std::size_t kNoLimit = std::size_t{1} << 40;
@@ -205,4 +205,4 @@ TEST(CachingAllocator, ReleaseMemoryIsForTheUser) {
 #endif
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ops

@@ -9,7 +9,7 @@
 #include "kernels/each_target_testing.h"
 #include "lockstep/ops.h"
 
-namespace lockstep {
+namespace lockstep::ops {
 namespace {
 
 Tensor plain(const Tensor& x, const Tensor& weight, const Tensor& bias, at::IntArrayRef padding) {
@@ -86,4 +86,4 @@ TEST(ConvPool, RefusesWhatLibTorchRefuses) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ops

@@ -14,7 +14,7 @@
 #include "lockstep/ops.h"
 #include "ops/gradient_memory.h"
 
-namespace lockstep {
+namespace lockstep::ops {
 namespace {
 
 Tensor leaf(const Tensor& x, at::ScalarType type) {
@@ -233,4 +233,4 @@ TEST(Dense, GradientsAreWrittenToOfferedMemory) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ops

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-namespace lockstep {
+namespace lockstep::ops {
 
 // The gradients of `inputs` (undefined for those that are undefined or need none), with a graph of their own:
 // `plain(inputs)` computes in LibTorch's operators what a kernel of ours has computed, `grad_output` is its gradient.
@@ -30,4 +30,4 @@ std::vector<at::Tensor> double_backward(const Plain& plain, const std::vector<at
   return gradients;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::ops

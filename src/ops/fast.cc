@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <string_view>
 
-namespace lockstep {
+namespace lockstep::ops {
 
 bool fast_operators() {
   static const bool chosen = [] {
@@ -22,4 +22,4 @@ bool fast(const at::Tensor& x) {
          !x.is_neg() && !x._is_zerotensor() && !x._fw_grad(/*level=*/0).defined();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::ops

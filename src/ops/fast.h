@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace lockstep {
+namespace lockstep::ops {
 
 // Whether operators of LibTorch may be replaced by ours: not where LOCKSTEP_KERNELS says "libtorch". Read once.
 bool fast_operators();
@@ -19,4 +19,4 @@ bool fast(const at::Tensor& x);
 // A gradient without a lazy negation.
 inline at::Tensor resolved(const at::Tensor& gradient) { return gradient.is_neg() ? gradient.resolve_neg() : gradient; }
 
-}  // namespace lockstep
+}  // namespace lockstep::ops

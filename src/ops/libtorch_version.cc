@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-namespace lockstep {
+namespace lockstep::ops {
 namespace {
 
 constexpr std::uint64_t kBuiltWith = TORCH_ABI_VERSION;
@@ -24,4 +24,4 @@ constexpr unsigned part(std::uint64_t version, int number) { return version >> (
 }();
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ops

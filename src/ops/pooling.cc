@@ -13,7 +13,7 @@
 #include "lockstep/ops.h"
 #include "ops/fast.h"
 
-namespace lockstep {
+namespace lockstep::ops {
 namespace {
 
 using at::Tensor;
@@ -246,7 +246,7 @@ TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) { library.impl("max_pool2d", TORC
 
 }  // namespace
 
-Tensor ops::avg_pool2d(const Tensor& x, at::IntArrayRef kernel_size, at::IntArrayRef stride) {
+Tensor avg_pool2d(const Tensor& x, at::IntArrayRef kernel_size, at::IntArrayRef stride) {
   // With channels last LibTorch's own is as fast.
   if (fast_operators() && fast(x) && order_of(x).planes()) {
     if (const auto p = pooling_of(x, kernel_size, stride, 0, 1, false)) return AveragePool2d::apply(x, *p);
@@ -254,4 +254,4 @@ Tensor ops::avg_pool2d(const Tensor& x, at::IntArrayRef kernel_size, at::IntArra
   return at::avg_pool2d(x, kernel_size, stride);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::ops

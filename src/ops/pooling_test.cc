@@ -10,7 +10,7 @@
 #include "kernels/each_target_testing.h"
 #include "lockstep/ops.h"
 
-namespace lockstep {
+namespace lockstep::ops {
 namespace {
 
 using at::Tensor;
@@ -170,4 +170,4 @@ TEST(MaxPool2d, RefusesWhatLibTorchRefuses) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ops

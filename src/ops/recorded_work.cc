@@ -1,10 +1,10 @@
 #include "ops/recorded_work.h"
 
-namespace lockstep {
+namespace lockstep::ops {
 
 WorkRecorder& work_recorder() {
   static WorkRecorder recorder;
   return recorder;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::ops

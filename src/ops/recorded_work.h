@@ -6,7 +6,7 @@
 #include <functional>
 #include <memory>
 
-namespace lockstep {
+namespace lockstep::ops {
 
 class RecordedWork {
  public:
@@ -24,4 +24,4 @@ using WorkRecorder =
 // The GPU's, which the module `cuda` sets when the library is loaded; empty in a build without it.
 WorkRecorder& work_recorder();
 
-}  // namespace lockstep
+}  // namespace lockstep::ops

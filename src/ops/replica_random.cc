@@ -4,7 +4,7 @@
 #include <ATen/Context.h>
 #include <torch/library.h>
 
-namespace lockstep {
+namespace lockstep::ops {
 namespace {
 
 // "A generic mode, toggled on and off" in LibTorch's words, and used by nothing else in it.
@@ -84,4 +84,4 @@ ReplicaRandom::Use::Use(ReplicaRandom& random) : before_(current_generator), key
 
 ReplicaRandom::Use::~Use() { current_generator = before_; }
 
-}  // namespace lockstep
+}  // namespace lockstep::ops

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-namespace lockstep {
+namespace lockstep::ops {
 
 // One thread at a time.
 class ReplicaRandom {
@@ -38,4 +38,4 @@ class ReplicaRandom {
   at::Generator generator_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::ops

@@ -5,7 +5,7 @@
 
 #include <thread>
 
-namespace lockstep {
+namespace lockstep::ops {
 namespace {
 
 namespace F = torch::nn::functional;
@@ -94,4 +94,4 @@ TEST(ReplicaRandom, OutsideOfUseTheDefaultGeneratorServes) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::ops

@@ -6,7 +6,7 @@
 
 #include "base/text.h"
 
-namespace lockstep {
+namespace lockstep::optimizer {
 namespace {
 
 std::string exact(double number) { return text(std::setprecision(std::numeric_limits<double>::max_digits10), number); }
@@ -53,4 +53,4 @@ std::string describe(const Optimizer& optimizer) {
               "\nhyperparameters, by what three numbers become ", result_of(optimizer));
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::optimizer

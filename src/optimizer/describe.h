@@ -5,9 +5,9 @@
 
 #include "lockstep/optimizer.h"
 
-namespace lockstep {
+namespace lockstep::optimizer {
 
 // A setting a line. What a rule keeps to itself shows in what it makes of a few numbers.
 std::string describe(const Optimizer& optimizer);
 
-}  // namespace lockstep
+}  // namespace lockstep::optimizer

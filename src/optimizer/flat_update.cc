@@ -6,7 +6,7 @@
 
 #include "kernels/update.h"
 
-namespace lockstep {
+namespace lockstep::optimizer {
 namespace {
 
 // With a gradient, a value and two states of 8 KiB each, a block stays in a first-level cache of 32 KiB.
@@ -49,4 +49,4 @@ template void sum_gradients(std::span<const double* const>, const GradientScale&
 template void reduce_and_update(const Optimizer&, const UpdateStep&, const GradientScale&, const Piece<float>&);
 template void reduce_and_update(const Optimizer&, const UpdateStep&, const GradientScale&, const Piece<double>&);
 
-}  // namespace lockstep
+}  // namespace lockstep::optimizer

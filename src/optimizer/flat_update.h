@@ -9,7 +9,7 @@
 
 #include "lockstep/optimizer.h"
 
-namespace lockstep {
+namespace lockstep::optimizer {
 
 // A piece of one variable. All arrays have `count` elements.
 template <class T>
@@ -35,4 +35,4 @@ template <class T>
 void reduce_and_update(const Optimizer& optimizer, const UpdateStep& step, const GradientScale& scale,
                        const Piece<T>& piece);
 
-}  // namespace lockstep
+}  // namespace lockstep::optimizer

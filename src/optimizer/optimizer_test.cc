@@ -8,7 +8,7 @@
 #include "lockstep/optimizer.h"
 #include "optimizer/flat_update.h"
 
-namespace lockstep {
+namespace lockstep::optimizer {
 namespace {
 
 TEST(FlatUpdate, SumsUpdatesAndSpreadsAnyLength) {
@@ -59,4 +59,4 @@ TEST(Schedule, AFunctionIsASchedule) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::optimizer

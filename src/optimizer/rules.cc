@@ -10,7 +10,7 @@ namespace lockstep {
 using kernels::update_kernels;
 
 template <class T>
-void SGDRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+void optimizer::SGDRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
                     std::span<T* const> state) const {
   const auto& kernel = update_kernels<T>();
   const double rate = step.learning_rate;
@@ -23,14 +23,14 @@ void SGDRule::apply(const UpdateStep& step, std::span<T> value, std::span<const 
 }
 
 template <class T>
-void AdamRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+void optimizer::AdamRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
                      std::span<T* const> state) const {
   update_kernels<T>().adam(value.data(), gradient.data(), state[0], state[1], options_.amsgrad ? state[2] : nullptr,
                            {rate(step), 1 - options_.beta_1, 1 - options_.beta_2, options_.epsilon}, value.size());
 }
 
 template <class T>
-void RMSpropRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+void optimizer::RMSpropRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
                         std::span<T* const> state) const {
   T* mean = options_.centered ? state[1] : nullptr;
   T* velocity = options_.momentum > 0 ? state.back() : nullptr;
@@ -39,7 +39,7 @@ void RMSpropRule::apply(const UpdateStep& step, std::span<T> value, std::span<co
 }
 
 template <class T>
-void AdagradRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+void optimizer::AdagradRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
                         std::span<T* const> state) const {
   update_kernels<T>().adagrad(value.data(), gradient.data(), state[0], static_cast<T>(step.learning_rate),
                               static_cast<T>(options_.epsilon), value.size());
@@ -137,14 +137,14 @@ Optimizer::Optimizer(std::shared_ptr<const UpdateRule> rule, OptimizerOptions op
 
 Optimizer::Optimizer(const char* name) : Optimizer(by_name(name)) {}
 
-SGD::SGD(SGDOptions options) : Optimizer(std::make_shared<SGDRule>(checked(options)), common(options)) {}
-Adam::Adam(AdamOptions options) : Optimizer(std::make_shared<AdamRule>("adam", checked(options)), common(options)) {}
+SGD::SGD(SGDOptions options) : Optimizer(std::make_shared<optimizer::SGDRule>(checked(options)), common(options)) {}
+Adam::Adam(AdamOptions options) : Optimizer(std::make_shared<optimizer::AdamRule>("adam", checked(options)), common(options)) {}
 AdamW::AdamW(AdamOptions options)
-    : Optimizer(std::make_shared<AdamRule>("adamw", checked(options)), common(with_default_decay(options))) {}
+    : Optimizer(std::make_shared<optimizer::AdamRule>("adamw", checked(options)), common(with_default_decay(options))) {}
 RMSprop::RMSprop(RMSpropOptions options)
-    : Optimizer(std::make_shared<RMSpropRule>(checked(options)), common(options)) {}
+    : Optimizer(std::make_shared<optimizer::RMSpropRule>(checked(options)), common(options)) {}
 Adagrad::Adagrad(AdagradOptions options)
-    : Optimizer(std::make_shared<AdagradRule>(checked(options)), common(options)) {}
+    : Optimizer(std::make_shared<optimizer::AdagradRule>(checked(options)), common(options)) {}
 LossScaleOptimizer::LossScaleOptimizer(const Optimizer& inner, LossScaleOptions options)
     : Optimizer(inner.shared_rule(), scaled(inner.options(), options)) {}
 

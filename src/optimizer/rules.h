@@ -8,7 +8,7 @@
 
 #include "lockstep/optimizer.h"
 
-namespace lockstep {
+namespace lockstep::optimizer {
 
 class SGDRule final : public SpanRule<SGDRule> {
  public:
@@ -84,4 +84,4 @@ class AdagradRule final : public SpanRule<AdagradRule> {
   AdagradOptions options_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::optimizer

@@ -7,7 +7,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::strategy {
 namespace {
 
 constexpr int kMostLogicalCpus = 1024;
@@ -52,7 +52,7 @@ std::vector<std::string> logical_cpus(int count) {
   return names;
 }
 
-std::vector<std::string> default_devices(CpuPartition share) {
+std::vector<std::string> default_devices(cluster::CpuPartition share) {
   std::vector<std::string> names;
   const int gpus = gpu_count();
   if (gpus > 0 && gpus < share.size) return {text("cuda:", share.rank % gpus)};
@@ -68,4 +68,4 @@ c10::Device torch_device(const std::string& name) {
   return name.starts_with("cuda") ? c10::Device(name) : c10::Device(c10::kCPU);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::strategy

@@ -8,7 +8,7 @@
 
 #include "cluster/cpu_partition.h"
 
-namespace lockstep {
+namespace lockstep::strategy {
 
 // Throws InvalidArgument for a name of another form, and for a device that this machine or build does not have.
 void check_device(const std::string& name);
@@ -17,7 +17,7 @@ void check_device(const std::string& name);
 std::vector<std::string> logical_cpus(int count);
 
 // One replica a GPU that LibTorch can use, else one a core that this process may use.
-std::vector<std::string> default_devices(CpuPartition share = {});
+std::vector<std::string> default_devices(cluster::CpuPartition share = {});
 
 // The first of these, or the CPU with all its cores.
 std::string default_device();
@@ -25,4 +25,4 @@ std::string default_device();
 // Where LibTorch's tensors of a replica lie: all logical CPUs are one CPU to it.
 c10::Device torch_device(const std::string& name);
 
-}  // namespace lockstep
+}  // namespace lockstep::strategy

@@ -9,6 +9,10 @@
 #include "strategy/split.h"
 
 namespace lockstep {
+using internal::LocalReplicas;
+using internal::Part;
+using internal::Row;
+
 namespace {
 
 constexpr std::int64_t kBatchesAhead = 2;
@@ -38,7 +42,7 @@ PerReplica<Part> shares(std::int64_t size, const LocalReplicas& replicas, const 
 }
 
 PerReplica<Part> split(const Row& batch, const LocalReplicas& replicas) {
-  if (!batch.batch) return split_batch(batch.materialize(), replicas);
+  if (!batch.batch) return strategy::split_batch(batch.materialize(), replicas);
   const auto& indices = *batch.batch;
   return shares(static_cast<std::int64_t>(indices.size()), replicas, [&](std::int64_t begin, std::int64_t count) {
     const auto first = indices.begin() + begin;
@@ -58,7 +62,7 @@ std::int64_t elements_in(std::int64_t steps, Distribution kind, const LocalRepli
 
 }  // namespace
 
-Example internal::Part::read() const {
+Example Part::read() const {
   const auto example = row.materialize();
   const bool there = device.is_cpu() && (!example.x.defined() || example.x.device().is_cpu());
   if (there) return example;
@@ -66,7 +70,7 @@ Example internal::Part::read() const {
 }
 
 PerReplica<Part> split_batch(const Example& batch, const LocalReplicas& replicas) {
-  check_batch(batch);
+  strategy::check_batch(batch);
   return shares(batch.size(), replicas,
                 [&](std::int64_t begin, std::int64_t count) { return Row{.value = part_of(batch, begin, count)}; });
 }
@@ -162,11 +166,11 @@ std::int64_t DistributedIterator::element_size() const { return current_ ? curre
 
 std::uint64_t DistributedIterator::element_hash() const {
   if (!current_) return 0;
-  if (!current_->batch) return static_cast<std::uint64_t>(hash_of(current_->materialize().x));
+  if (!current_->batch) return static_cast<std::uint64_t>(gradient::hash_of(current_->materialize().x));
   std::uint64_t hash = 0;
   for (const auto index : *current_->batch) hash = mix(hash, static_cast<std::uint64_t>(index));
   if (current_->batch->empty()) return hash;
-  return mix(hash, static_cast<std::uint64_t>(hash_of(current_->table->x[current_->batch->front()])));
+  return mix(hash, static_cast<std::uint64_t>(gradient::hash_of(current_->table->x[current_->batch->front()])));
 }
 
 // As an element is, but for its size.

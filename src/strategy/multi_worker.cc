@@ -9,7 +9,7 @@ namespace {
 
 std::size_t bytes_of(double megabytes) { return static_cast<std::size_t>(megabytes * 1024 * 1024); }
 
-StrategySettings settings_of(MultiWorkerMirroredOptions options) {
+strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   const auto& communication = options.communication;
   const auto require_above_zero = [](const char* name, double value) {
     if (!(value > 0))
@@ -31,13 +31,13 @@ StrategySettings settings_of(MultiWorkerMirroredOptions options) {
     throw InvalidArgument(text("World: local rank ", world.local_rank, " of ", world.local_size));
   }
   const auto job = world.size == 1 ? std::nullopt : std::optional(Job(cluster, options.start_timeout_seconds));
-  const CpuPartition share{world.local_rank, world.local_size, job && job->has_own_cores()};
-  StrategySettings settings{.devices = options.devices.empty() ? default_devices(share) : std::move(options.devices),
+  const cluster::CpuPartition share{world.local_rank, world.local_size, job && job->has_own_cores()};
+  strategy::StrategySettings settings{.devices = options.devices.empty() ? strategy::default_devices(share) : std::move(options.devices),
                             .threads_per_replica = options.threads_per_replica,
                             .share = share,
                             .timeout_seconds = communication.timeout_seconds};
   if (!job) return settings;
-  settings.workers.emplace(WorkerSettings{.job = *job,
+  settings.workers.emplace(strategy::WorkerSettings{.job = *job,
                                           .group = {.backend = communication.backend,
                                                     .network = communication.network,
                                                     .implementation = communication.implementation,

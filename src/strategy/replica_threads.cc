@@ -10,7 +10,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::strategy {
 namespace {
 
 // The strategies whose step this thread is in, the innermost first.
@@ -117,4 +117,4 @@ void ReplicaThreads::work(int replica, const std::vector<int>& cpus) {
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::strategy

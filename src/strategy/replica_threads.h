@@ -8,7 +8,7 @@
 
 #include "strategy/thread_barrier.h"
 
-namespace lockstep {
+namespace lockstep::strategy {
 
 struct ReplicaThreadsOptions {
   int replicas = 1;
@@ -43,4 +43,4 @@ class ReplicaThreads {
   std::vector<std::jthread> threads_;  // last: they end before what they use
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::strategy

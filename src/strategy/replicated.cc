@@ -23,7 +23,7 @@ std::string joined(const std::string& prefix, const std::string& name) {
 
 // The stored tensor as one of `like`'s shape. Throws InvalidArgument naming what differs.
 Tensor load_like(const Archive& archive, const std::string& name, const Tensor& like) {
-  const auto loaded = from_stored(archive.tensor(name));
+  const auto loaded = data::from_stored(archive.tensor(name));
   if (loaded.sizes() != like.sizes()) {
     throw InvalidArgument(
         text("the checkpoint's \"", name, "\" has shape ", loaded.sizes(), "; the model's has ", like.sizes()));
@@ -49,10 +49,10 @@ Trackable ReplicatedModule::trackable() const {
     const auto difference = parameters->difference_between_copies();
     if (!difference.empty()) log_warning(difference + "; replica 0's are saved");
     for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
-      archive.tensors[joined(prefix, parameters->slots()[i].name)] = to_stored(parameters->parameter(0, i));
+      archive.tensors[joined(prefix, parameters->slots()[i].name)] = data::to_stored(parameters->parameter(0, i));
     }
     for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
-      archive.tensors[joined(prefix, parameters->buffer_names()[i])] = to_stored(parameters->average_buffer(i));
+      archive.tensors[joined(prefix, parameters->buffer_names()[i])] = data::to_stored(parameters->average_buffer(i));
     }
   };
   const auto load = [parameters = impl_](const Archive& archive, const std::string& prefix) -> std::function<void()> {
@@ -81,11 +81,11 @@ Trackable ReplicatedModule::replica_buffers() const {
     const int replicas = parameters->replicas();
     archive.entries[joined(prefix, "replicas")] = std::to_string(replicas * workers.size());
     for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
-      auto stored = to_stored(parameters->buffer(0, i));
+      auto stored = data::to_stored(parameters->buffer(0, i));
       const auto bytes = stored.bytes.size();
       std::string mine;
       for (int replica = 0; replica < replicas; ++replica) {
-        const auto own = to_stored(parameters->buffer(replica, i)).bytes;
+        const auto own = data::to_stored(parameters->buffer(replica, i)).bytes;
         mine.append(reinterpret_cast<const char*>(own.data()), own.size());
       }
       const auto all = join(workers.all_gather(mine), "");
@@ -175,7 +175,7 @@ Trackable ReplicatedOptimizer::trackable() const {
     }
     each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
       const auto all = gradients->sync().gather_from_owners(slot, gradients->updater().state(slot, index));
-      if (all.defined()) archive.tensors[name] = to_stored(all);
+      if (all.defined()) archive.tensors[name] = data::to_stored(all);
     });
   };
   const auto load = [gradients = impl_, each_state](const Archive& archive,
@@ -194,7 +194,7 @@ Trackable ReplicatedOptimizer::trackable() const {
     const auto rate = joined(prefix, "learning_rate");
     std::optional<double> set_rate;
     if (archive.entries.contains(rate)) set_rate = LearningRate(archive.number(rate)).at(0);  // checked
-    GradientSync::Learned learned;
+    gradient::GradientSync::Learned learned;
     const auto listed = archive.entries.find(joined(prefix, "gradient_order"));
     if (listed != archive.entries.end()) {
       std::istringstream numbers(listed->second);

@@ -9,8 +9,7 @@
 #include "lockstep/distributed_dataset.h"
 #include "lockstep/replica_values.h"
 
-namespace lockstep {
-namespace internal {
+namespace lockstep::internal {
 
 // A replica's part of a global batch, which may still lie in a table.
 struct Part {
@@ -20,7 +19,9 @@ struct Part {
   Example read() const;  // on the device; a view where that is the batch's
 };
 
-}  // namespace internal
+}  // namespace lockstep::internal
+
+namespace lockstep::strategy {
 
 using internal::LocalReplicas;
 using internal::Part;
@@ -45,4 +46,4 @@ Example first_element(const Dataset& data, const LocalReplicas& replicas, std::i
 // is left there for replicas on CPUs, who copy their parts when their cores are free for it.
 DistributedDataset distribute_ahead(const Dataset& data, const LocalReplicas& replicas);
 
-}  // namespace lockstep
+}  // namespace lockstep::strategy

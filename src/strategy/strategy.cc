@@ -18,22 +18,22 @@ namespace {
 
 thread_local std::shared_ptr<StrategyImpl> innermost;
 
-std::shared_ptr<StrategyImpl> make_strategy(StrategySettings settings) {
+std::shared_ptr<StrategyImpl> make_strategy(strategy::StrategySettings settings) {
   return std::make_shared<StrategyImpl>(std::move(settings));
 }
 
 std::vector<std::string> or_default(std::vector<std::string> devices) {
-  return devices.empty() ? default_devices() : std::move(devices);
+  return devices.empty() ? strategy::default_devices() : std::move(devices);
 }
 
-StrategySettings settings_of(MirroredOptions options) {
-  StrategySettings settings{.devices = or_default(std::move(options.devices)),
+strategy::StrategySettings settings_of(MirroredOptions options) {
+  strategy::StrategySettings settings{.devices = or_default(std::move(options.devices)),
                             .threads_per_replica = options.threads_per_replica,
                             .timeout_seconds = options.timeout_seconds};
   switch (options.cross_device_ops) {
-    case CrossDeviceOps::one_pass: settings.exchange = Exchange::one_pass; break;
-    case CrossDeviceOps::reduction_to_one_device: settings.exchange = Exchange::reduction_to_one_device; break;
-    case CrossDeviceOps::hierarchical_copy_all_reduce: settings.exchange = Exchange::hierarchical_copy; break;
+    case CrossDeviceOps::one_pass: settings.exchange = gradient::Exchange::one_pass; break;
+    case CrossDeviceOps::reduction_to_one_device: settings.exchange = gradient::Exchange::reduction_to_one_device; break;
+    case CrossDeviceOps::hierarchical_copy_all_reduce: settings.exchange = gradient::Exchange::hierarchical_copy; break;
   }
   if (options.reduce_to_device.empty()) return settings;
   const auto found = std::find(settings.devices.begin(), settings.devices.end(), options.reduce_to_device);
@@ -130,9 +130,9 @@ std::shared_ptr<ReplicatedParameters> internal::replicate_modules(StrategyImpl& 
   const auto seed = next_random_seed();
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
   for (int replica = 0; replica < strategy.replicas(); ++replica) {
-    ReplicaRandom random;
+    ops::ReplicaRandom random;
     random.seed(seed);
-    const ReplicaRandom::Use use(random);
+    const ops::ReplicaRandom::Use use(random);
     modules.push_back(make());
     if (modules.back() != nullptr) modules.back()->to(strategy.torch_device(replica));
   }
@@ -151,17 +151,17 @@ std::int64_t InputContext::get_per_replica_batch_size(std::int64_t global_batch_
 
 OneDeviceStrategy::OneDeviceStrategy(const std::string& device, int threads)
     : Strategy(
-          make_strategy({.devices = {device.empty() ? default_device() : device}, .threads_per_replica = threads})) {}
+          make_strategy({.devices = {device.empty() ? strategy::default_device() : device}, .threads_per_replica = threads})) {}
 
 MirroredStrategy::MirroredStrategy(MirroredOptions options)
     : Strategy(make_strategy(settings_of(std::move(options)))) {}
 MirroredStrategy::MirroredStrategy(int num_replicas)
-    : MirroredStrategy(MirroredOptions{.devices = logical_cpus(num_replicas)}) {}
+    : MirroredStrategy(MirroredOptions{.devices = strategy::logical_cpus(num_replicas)}) {}
 
 CentralStorageStrategy::CentralStorageStrategy(CentralStorageOptions options)
     : Strategy(make_strategy({.devices = or_default(std::move(options.compute_devices)),
                               .threads_per_replica = options.threads_per_replica,
-                              .placement = Placement::central,
+                              .placement = gradient::Placement::central,
                               .timeout_seconds = options.timeout_seconds})) {}
 
 }  // namespace lockstep

@@ -17,10 +17,10 @@ namespace {
 // Long enough for another replica to end its backward at nearly the same time, in rounds of about 20 ns.
 constexpr int kSpinRounds = 2000;
 
-StrategySettings checked(StrategySettings settings) {
+strategy::StrategySettings checked(strategy::StrategySettings settings) {
   std::set<std::string> seen;
   for (const auto& device : settings.devices) {
-    check_device(device);
+    strategy::check_device(device);
     if (!seen.insert(device).second) throw InvalidArgument(text("device ", device, " is named twice"));
   }
   if (settings.threads_per_replica < 0) {
@@ -43,15 +43,15 @@ StrategySettings checked(StrategySettings settings) {
 
 }  // namespace
 
-StrategyImpl::StrategyImpl(StrategySettings settings)
+StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
     : settings_(checked(std::move(settings))),
       threads_({.replicas = replicas(),
                 .threads_per_replica = settings_.threads_per_replica,
                 .cpus = settings_.share.cpus(),
                 .spin_rounds = spin_rounds()}) {
   for (const auto& device : settings_.devices) {
-    torch_devices_.push_back(lockstep::torch_device(device));
-    random_.push_back(std::make_unique<ReplicaRandom>(torch_devices_.back()));
+    torch_devices_.push_back(strategy::torch_device(device));
+    random_.push_back(std::make_unique<ops::ReplicaRandom>(torch_devices_.back()));
   }
   make_groups();
   all_groups_.resize(settings_.devices.size());
@@ -71,7 +71,7 @@ StrategyImpl::StrategyImpl(StrategySettings settings)
 
 std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& optimizer,
                                                                std::shared_ptr<ReplicatedParameters> parameters) const {
-  GradientPathOptions options{.exchange = settings_.exchange, .root = settings_.root};
+  gradient::GradientPathOptions options{.exchange = settings_.exchange, .root = settings_.root};
   if (settings_.workers) {
     options.buckets = settings_.workers->buckets;
     options.shard_state = settings_.workers->shard_optimizer_state;
@@ -99,12 +99,12 @@ int StrategyImpl::spin_rounds() const { return replicas() <= settings_.share.usa
 
 void StrategyImpl::make_groups() { groups_ = make_thread_groups(replicas(), spin_rounds()); }
 
-Placement StrategyImpl::placement() const {
+gradient::Placement StrategyImpl::placement() const {
   const bool on_gpus =
       std::any_of(torch_devices_.begin(), torch_devices_.end(), [](auto device) { return !device.is_cpu(); });
   if (!on_gpus) return settings_.placement;
   const bool in_host_memory = replicas() > 1 || (settings_.workers && settings_.workers->shard_optimizer_state);
-  return in_host_memory ? Placement::staged : Placement::device;
+  return in_host_memory ? gradient::Placement::staged : gradient::Placement::device;
 }
 
 void StrategyImpl::on_replicas(const std::function<void(int)>& function) {
@@ -149,7 +149,7 @@ void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {
   on_replicas([&](int replica) {
     ReplicaContext context(replica, *this);
     context.seed_random(mix(run_seed, static_cast<std::uint64_t>(context.replica_id())));
-    const ReplicaRandom::Use use(random(replica));
+    const ops::ReplicaRandom::Use use(random(replica));
     function(context);
   });
 }

@@ -14,13 +14,13 @@
 #include "strategy/replica_threads.h"
 #include "strategy/unwrap.h"
 
-namespace lockstep {
+namespace lockstep::strategy {
 
 // This process among those that train together.
 struct WorkerSettings {
   Job job;
   GroupOptions group;
-  BucketOptions buckets;
+  gradient::BucketOptions buckets;
   bool shard_optimizer_state = false;
   std::int64_t compare_copies_every = 100;
 };
@@ -29,21 +29,25 @@ struct WorkerSettings {
 struct StrategySettings {
   std::vector<std::string> devices;  // one a replica
   int threads_per_replica = 0;       // 0: an equal share of the cores
-  CpuPartition share = {};
-  Placement placement = Placement::mirrored;
-  Exchange exchange = Exchange::one_pass;
+  cluster::CpuPartition share = {};
+  gradient::Placement placement = gradient::Placement::mirrored;
+  gradient::Exchange exchange = gradient::Exchange::one_pass;
   int root = 0;  // the replica that updates for all, with Exchange::reduction_to_one_device
   double timeout_seconds = kDefaultTimeoutSeconds;
   std::optional<WorkerSettings> workers = {};  // none: this process is alone
 };
 
+}  // namespace lockstep::strategy
+
+namespace lockstep {
+
 class StrategyImpl {
  public:
   // Throws InvalidArgument for a device that does not exist or is named twice. With workers collective, and throws as
   // make_group does.
-  explicit StrategyImpl(StrategySettings settings);
+  explicit StrategyImpl(strategy::StrategySettings settings);
 
-  const StrategySettings& settings() const { return settings_; }
+  const strategy::StrategySettings& settings() const { return settings_; }
   int replicas() const { return static_cast<int>(settings_.devices.size()); }  // of this process
   int all_replicas() const { return replicas() * workers_.size(); }            // of all workers
   int first_replica() const { return replicas() * workers_.rank(); }           // of this process, among all
@@ -68,9 +72,9 @@ class StrategyImpl {
   internal::LocalReplicas local_replicas() const;
 
   // Where variables live: on GPUs, in a copy each; with several, updates are made in host memory.
-  Placement placement() const;
+  gradient::Placement placement() const;
 
-  ReplicaRandom& random(int replica) const { return *random_[static_cast<std::size_t>(replica)]; }
+  ops::ReplicaRandom& random(int replica) const { return *random_[static_cast<std::size_t>(replica)]; }
 
   // Replica `replica`'s handle of the Group of this process's replicas, and of all workers'. The second is made when it
   // is first asked for, by all replicas.
@@ -82,15 +86,15 @@ class StrategyImpl {
   void make_groups();
   void fail(int replica) const;  // of the exception that is handled
 
-  const StrategySettings settings_;
+  const strategy::StrategySettings settings_;
   std::vector<c10::Device> torch_devices_;              // [replica]
-  std::vector<std::unique_ptr<ReplicaRandom>> random_;  // [replica], that replica's own while it runs
+  std::vector<std::unique_ptr<ops::ReplicaRandom>> random_;  // [replica], that replica's own while it runs
   std::vector<Group> groups_;                           // [replica]
   Communicator workers_;
   mutable std::vector<std::optional<Group>> all_groups_;  // [replica], of all workers' replicas; that replica's own
   std::uint64_t seed_ = next_random_seed();
   std::uint64_t runs_ = 0;
-  ReplicaThreads threads_;
+  strategy::ReplicaThreads threads_;
 };
 
 }  // namespace lockstep

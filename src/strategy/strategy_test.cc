@@ -16,7 +16,7 @@
 #include "lockstep/random.h"
 #include "lockstep/variable.h"
 
-namespace lockstep {
+namespace lockstep::strategy {
 namespace {
 
 Tensor number(double value) { return at::scalar_tensor(value, at::kDouble); }
@@ -272,9 +272,9 @@ TEST(Replicated, SmallDtypesAreKeptAsTheyAreAndTakenAsTheyWereKept) {
   };
   load_into_zeros();
   archive.tensors.at("flag").dtype = DType::uint8;
-  archive.tensors["small"] = to_stored(at::tensor({-3, 300}, at::kInt));
+  archive.tensors["small"] = data::to_stored(at::tensor({-3, 300}, at::kInt));
   load_into_zeros();
-  archive.tensors["flag"] = to_stored(at::zeros({2}));
+  archive.tensors["flag"] = data::to_stored(at::zeros({2}));
   EXPECT_THROW(loaded.trackable().load(archive, ""), InvalidArgument);
 }
 
@@ -296,4 +296,4 @@ TEST(Strategy, AThreadThatCannotBeStartedIsAnError) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::strategy

@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-namespace lockstep {
+namespace lockstep::strategy {
 namespace {
 
 void pause_cpu() {
@@ -66,4 +66,4 @@ void ThreadBarrier::throw_if_aborted() {
   throw Aborted(text("the group was aborted: ", reason_));
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::strategy

@@ -9,7 +9,7 @@
 #include "base/mutex.h"
 #include "lockstep/deadline.h"
 
-namespace lockstep {
+namespace lockstep::strategy {
 
 // Any thread may call any method. After a wait threw, the barrier stays aborted: the others' waits throw too.
 class ThreadBarrier {
@@ -46,4 +46,4 @@ class ThreadBarrier {
   std::string reason_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::strategy

@@ -119,10 +119,10 @@ Tensor Variable::read() const { return impl_->read(); }
 
 Trackable Variable::trackable() const {
   return {[impl = impl_](Archive& archive, const std::string& prefix) {
-            archive.tensors[prefix] = to_stored(impl->read());
+            archive.tensors[prefix] = data::to_stored(impl->read());
           },
           [impl = impl_](const Archive& archive, const std::string& prefix) -> std::function<void()> {
-            const auto value = from_stored(archive.tensor(prefix));
+            const auto value = data::from_stored(archive.tensor(prefix));
             impl->check_shape(value);
             return [impl, value] { impl->set_all(value); };
           },

@@ -57,7 +57,7 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
   }
   std::int64_t done = 0;
   unwrap(strategy).workers().abort_on_error([&] {
-    auto iterator = distribute_ahead(data, unwrap(strategy).local_replicas()).iterate();
+    auto iterator = strategy::distribute_ahead(data, unwrap(strategy).local_replicas()).iterate();
     while (steps == 0 || done < steps) {
       auto batch = iterator.next_parts();
       if (!batch) break;
@@ -71,9 +71,9 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
 
 void build_if_needed(ModelImpl& impl, const Dataset& data) {
   if (impl.parameters != nullptr) return;
-  const auto first = first_element(data, unwrap(impl.strategy).local_replicas());
+  const auto first = strategy::first_element(data, unwrap(impl.strategy).local_replicas());
   if (!first.x.defined()) throw InvalidArgument("the data set is empty");
-  check_batch(first);
+  strategy::check_batch(first);
   impl.build(first);
 }
 
@@ -101,10 +101,10 @@ Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
   build_if_needed(impl, data);
   const EvaluationMode evaluating(*this);
   const at::NoGradGuard no_grad;
-  Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.workers());
-  const auto batches = for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<Part>& batch) {
+  train::Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.workers());
+  const auto batches = for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<internal::Part>& batch) {
     const auto results = impl.strategy.run(
-        [&](ReplicaContext& replica, const Part& unread) -> StepResult {
+        [&](ReplicaContext& replica, const internal::Part& unread) -> train::StepResult {
           const auto part = unread.read();
           if (part.size() == 0) return {};
           const auto outputs = impl.outputs_of(replica, part);
@@ -116,7 +116,7 @@ Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
     tracker.add_batch(results);
   });
   const auto logs = tracker.logs();
-  if (options.verbose > 0 && impl.strategy.is_chief()) print_line(text(batches, "/", batches), logs);
+  if (options.verbose > 0 && impl.strategy.is_chief()) train::print_line(text(batches, "/", batches), logs);
   return logs;
 }
 
@@ -127,9 +127,9 @@ Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
   const at::NoGradGuard no_grad;
   std::vector<Tensor> outputs;
   const auto in_order = data.with_options({.auto_shard_policy = AutoShardPolicy::data});
-  for_each_batch(impl.strategy, in_order, options.steps, [&](PerReplica<Part>& batch) {
+  for_each_batch(impl.strategy, in_order, options.steps, [&](PerReplica<internal::Part>& batch) {
     const auto parts = impl.strategy.run(
-        [&](ReplicaContext& replica, const Part& unread) {
+        [&](ReplicaContext& replica, const internal::Part& unread) {
           const auto part = unread.read();
           return part.size() == 0 ? Tensor() : impl.outputs_of(replica, part);
         },

@@ -35,7 +35,7 @@ class Fit {
     impl_.fitting = true;
     if (!options.class_weight.empty()) {
       data_ = data_.map(
-          [weights = options.class_weight](Example batch) { return weigh_by_class(std::move(batch), weights); });
+          [weights = options.class_weight](Example batch) { return train::weigh_by_class(std::move(batch), weights); });
     }
   }
 
@@ -73,7 +73,7 @@ class Fit {
     each([](Callback& callback) { callback.on_train_end(); });
   }
 
-  FitProgress& progress() const { return impl_.progress; }
+  train::FitProgress& progress() const { return impl_.progress; }
 
   // Where one worker stopped alone, the others would wait for it: all agree, after a step or an epoch.
   bool stopping() const { return impl_.stops(); }
@@ -93,9 +93,9 @@ class Fit {
   void compare_workers() const {
     if (workers().size() == 1) return;
     const auto replicas = unwrap(impl_.strategy).local_replicas();
-    const auto first = first_element(data_, replicas);
+    const auto first = strategy::first_element(data_, replicas);
     const auto policy = data_.options().auto_shard_policy;
-    const bool own = reads_its_own(data_, replicas);  // then only what each example is like must be the same
+    const bool own = strategy::reads_its_own(data_, replicas);  // then only what each example is like must be the same
     const auto shape = [own](const Tensor& tensor) {
       return tensor.defined() ? text(own && tensor.dim() > 0 ? tensor.sizes().slice(1) : tensor.sizes()) : "none";
     };
@@ -104,7 +104,7 @@ class Fit {
         text("epochs ", options_.epochs, "\ninitial_epoch ", options_.initial_epoch, "\nsteps_per_epoch ",
              options_.steps_per_epoch, "\nauto_shard_policy ", static_cast<int>(policy), "\nbatches in the data set ",
              own ? 0 : data_.cardinality(), "\nfirst batch x ", shape(first.x), "\nfirst batch y ", shape(first.y),
-             "\nfirst batch's contents (hash) ", first.x.defined() && !own ? hash_of(first.x) : 0));
+             "\nfirst batch's contents (hash) ", first.x.defined() && !own ? gradient::hash_of(first.x) : 0));
   }
 
   void compare_options() const {
@@ -118,7 +118,7 @@ class Fit {
     if (workers().size() == 1) return;
     std::string types;
     for (const auto& callback : options_.callbacks) {
-      if (!callback->only_on_chief()) types += name_of_type(*callback.operator->()) + "\n";
+      if (!callback->only_on_chief()) types += train::name_of_type(*callback.operator->()) + "\n";
     }
     workers().check_all_agree("callbacks", types);
   }
@@ -150,9 +150,9 @@ class Fit {
 
   void build_for_first_batch() {
     if (impl_.parameters == nullptr) {
-      const auto first = first_element(data_, unwrap(impl_.strategy).local_replicas());
+      const auto first = strategy::first_element(data_, unwrap(impl_.strategy).local_replicas());
       if (!first.x.defined()) throw InvalidArgument("fit: the data set is empty");
-      check_batch(first);
+      strategy::check_batch(first);
       impl_.build(first);
     }
     impl_.require_trainable();
@@ -176,9 +176,9 @@ class Fit {
 
   void attach_callbacks() {
     FitPlan plan{.epochs = options_.epochs, .steps = steps_of_an_epoch(), .verbose = options_.verbose};
-    if (plan.verbose < 0) plan.verbose = is_terminal() ? 1 : 2;
+    if (plan.verbose < 0) plan.verbose = train::is_terminal() ? 1 : 2;
     plan.validates = options_.validation_data.has_value();
-    if (plan.verbose > 0) callbacks_.push_back(ProgressBar());
+    if (plan.verbose > 0) callbacks_.push_back(train::ProgressBar());
     callbacks_.insert(callbacks_.end(), options_.callbacks.begin(), options_.callbacks.end());
     compare_callbacks();
     if (workers().rank() != 0)
@@ -192,7 +192,7 @@ class Fit {
   std::int64_t steps_of_an_epoch() const {
     if (options_.steps_per_epoch == FitOptions::kEndless) return -1;
     if (options_.steps_per_epoch > 0) return options_.steps_per_epoch;
-    const auto mine = std::max<std::int64_t>(-1, distribute(data_, replicas()).cardinality());
+    const auto mine = std::max<std::int64_t>(-1, strategy::distribute(data_, replicas()).cardinality());
     return own_data() ? longest(mine) : mine;
   }
 
@@ -227,7 +227,7 @@ class Fit {
   // With steps_per_epoch, one iterator serves all epochs.
   DistributedIterator& open_data() {
     if (iterator_ && options_.steps_per_epoch > 0) return *iterator_;
-    const auto data = distribute_ahead(data_, replicas());
+    const auto data = strategy::distribute_ahead(data_, replicas());
     if (goes_on_with_other_batches(data)) {
       iterator_.emplace(data.iterate_from({progress().position.epoch, progress().examples}));
       progress().batch_size = 0;
@@ -257,7 +257,7 @@ class Fit {
                "the end of an epoch"));
     }
     if (own_data()) return false;  // the others' batches are their own, and so are their places
-    const auto size = largest_of_readers(first_element(data_, local, now.position.epoch).size());
+    const auto size = largest_of_readers(strategy::first_element(data_, local, now.position.epoch).size());
     if (size == now.batch_size) return false;
     if (readers > 1) {
       throw InvalidArgument(text("fit: the checkpoint was made with batches of ", now.batch_size, " examples, and now ",
@@ -281,7 +281,7 @@ class Fit {
     return readers == 1 ? "all workers read the same batches" : text(readers, " workers read batches of their own");
   }
 
-  void run_batch(PerReplica<Part>& batch, Position position_after) {
+  void run_batch(PerReplica<internal::Part>& batch, Position position_after) {
     const auto index = progress().batch;
     each([&](Callback& callback) { callback.on_train_batch_begin(index); });
     const auto results = impl_.train_batch(batch, *impl_.tracker);
@@ -362,7 +362,7 @@ class Fit {
   ModelImpl& impl_;
   const FitOptions& options_;
   Dataset data_;
-  SignalGuard signals_;
+  train::SignalGuard signals_;
   Agreed agreed_;
   std::vector<AnyCallback> callbacks_;  // in the order of their calls
   std::optional<DistributedIterator> iterator_;
@@ -374,7 +374,7 @@ class Fit {
 History Model::fit(const Dataset& data, const FitOptions& options) {
   impl_->require_compiled("fit");
   if (impl_->fitting) throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
-  check_fit_options(data, options);
+  train::check_fit_options(data, options);
   return Fit(*this, data, options).run();
 }
 

@@ -7,7 +7,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 void check_fit_options(const Dataset& data, const FitOptions& options) {
   const auto require = [](bool holds, const char* name, std::int64_t value, const char* allowed) {
@@ -46,4 +46,4 @@ Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& clas
   return batch;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::train

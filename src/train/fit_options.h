@@ -6,7 +6,7 @@
 
 #include "lockstep/model.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 // Throws InvalidArgument naming an option that no correct program passes.
 void check_fit_options(const Dataset& data, const FitOptions& options);
@@ -14,4 +14,4 @@ void check_fit_options(const Dataset& data, const FitOptions& options);
 // Multiplies the batch's sample weights by the weights of its labels.
 Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& class_weight);
 
-}  // namespace lockstep
+}  // namespace lockstep::train

@@ -26,7 +26,7 @@ void check(const char* what, const CrossentropyOptions& options, bool smoothing_
 Loss::Function sparse_categorical(CrossentropyOptions options) {
   check("SparseCategoricalCrossentropy", options, false);
   return [options](const Tensor& y_true, const Tensor& y_pred) {
-    const auto labels = class_labels("SparseCategoricalCrossentropy", y_true, y_pred);
+    const auto labels = train::class_labels("SparseCategoricalCrossentropy", y_true, y_pred);
     if (options.from_logits) return ops::softmax_cross_entropy(y_pred, labels);
     return ops::softmax_cross_entropy(y_pred.clamp(kEpsilon, 1 - kEpsilon).log(), labels);
   };
@@ -35,7 +35,7 @@ Loss::Function sparse_categorical(CrossentropyOptions options) {
 Loss::Function categorical(CrossentropyOptions options) {
   check("CategoricalCrossentropy", options, true);
   return [options](const Tensor& y_true, const Tensor& y_pred) {
-    auto target = like_prediction("CategoricalCrossentropy", y_true, y_pred);
+    auto target = train::like_prediction("CategoricalCrossentropy", y_true, y_pred);
     if (options.label_smoothing > 0) {
       target = target * (1 - options.label_smoothing) + options.label_smoothing / static_cast<double>(y_pred.size(-1));
     }
@@ -48,7 +48,7 @@ Loss::Function categorical(CrossentropyOptions options) {
 Loss::Function binary(CrossentropyOptions options) {
   check("BinaryCrossentropy", options, true);
   return [options](const Tensor& y_true, const Tensor& y_pred) {
-    auto target = like_prediction("BinaryCrossentropy", y_true, y_pred);
+    auto target = train::like_prediction("BinaryCrossentropy", y_true, y_pred);
     if (options.label_smoothing > 0) target = target * (1 - options.label_smoothing) + 0.5 * options.label_smoothing;
     if (options.from_logits) {
       return mean_of_last(at::binary_cross_entropy_with_logits(y_pred, target, {}, {}, at::Reduction::None));
@@ -60,25 +60,25 @@ Loss::Function binary(CrossentropyOptions options) {
 
 Loss::Function squared_error() {
   return [](const Tensor& y_true, const Tensor& y_pred) {
-    return mean_of_last((y_pred - like_prediction("MeanSquaredError", y_true, y_pred)).square());
+    return mean_of_last((y_pred - train::like_prediction("MeanSquaredError", y_true, y_pred)).square());
   };
 }
 
 Loss::Function absolute_error() {
   return [](const Tensor& y_true, const Tensor& y_pred) {
-    return mean_of_last((y_pred - like_prediction("MeanAbsoluteError", y_true, y_pred)).abs());
+    return mean_of_last((y_pred - train::like_prediction("MeanAbsoluteError", y_true, y_pred)).abs());
   };
 }
 
 Loss::Function huber(double delta) {
   if (!(delta > 0)) throw InvalidArgument(text("Huber: delta is ", delta, "; it must be above 0"));
   return [delta](const Tensor& y_true, const Tensor& y_pred) {
-    const auto target = like_prediction("Huber", y_true, y_pred);
+    const auto target = train::like_prediction("Huber", y_true, y_pred);
     return mean_of_last(at::huber_loss(y_pred, target, at::Reduction::None, delta));
   };
 }
 
-Loss by_name(const std::string& name) {
+Loss loss_by_name(const std::string& name) {
   if (name == "mse" || name == "mean_squared_error") return MeanSquaredError();
   if (name == "mae" || name == "mean_absolute_error") return MeanAbsoluteError();
   if (name == "huber") return Huber();
@@ -97,8 +97,8 @@ Loss::Loss(std::string name, Function function, Reduction reduction)
   if (!function_) throw InvalidArgument(text("loss ", name_, ": the function is empty"));
 }
 
-Loss::Loss(const char* name) : Loss(by_name(name)) {}
-Loss::Loss(const std::string& name) : Loss(by_name(name)) {}
+Loss::Loss(const char* name) : Loss(loss_by_name(name)) {}
+Loss::Loss(const std::string& name) : Loss(loss_by_name(name)) {}
 
 namespace {
 
@@ -129,7 +129,7 @@ Loss::Terms Loss::terms(const Tensor& y_true, const Tensor& y_pred, const Tensor
   }
   Tensor weight;
   if (sample_weight.defined()) {
-    weight = weight_like(sample_weight, values);
+    weight = train::weight_like(sample_weight, values);
     values = values * weight;
   }
   auto divisor = static_cast<double>(values.numel());

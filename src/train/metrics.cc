@@ -32,7 +32,7 @@ class MeanOfValues final : public MetricFunction {
     values = values.to(at::kDouble);
     if (values.dim() > sample_weight.dim())
       values = values.flatten(std::max<std::int64_t>(sample_weight.dim(), 1)).mean(-1);
-    const auto weight = weight_like(sample_weight, values).expand(values.sizes());
+    const auto weight = train::weight_like(sample_weight, values).expand(values.sizes());
     state[0] += (values * weight).sum().item<double>();
     state[1] += weight.sum().item<double>();
   }
@@ -48,15 +48,15 @@ Metric mean_of(std::string name, Values values) {
 }
 
 Tensor binary_matches(const Tensor& y_true, const Tensor& y_pred, double threshold) {
-  return like_prediction("BinaryAccuracy", y_true, y_pred).eq(y_pred.gt(threshold).to(y_pred.scalar_type()));
+  return train::like_prediction("BinaryAccuracy", y_true, y_pred).eq(y_pred.gt(threshold).to(y_pred.scalar_type()));
 }
 
 Tensor sparse_matches(const Tensor& y_true, const Tensor& y_pred) {
-  return class_labels("SparseCategoricalAccuracy", y_true, y_pred).eq(y_pred.argmax(-1));
+  return train::class_labels("SparseCategoricalAccuracy", y_true, y_pred).eq(y_pred.argmax(-1));
 }
 
 Tensor categorical_matches(const Tensor& y_true, const Tensor& y_pred) {
-  return like_prediction("CategoricalAccuracy", y_true, y_pred).argmax(-1).eq(y_pred.argmax(-1));
+  return train::like_prediction("CategoricalAccuracy", y_true, y_pred).argmax(-1).eq(y_pred.argmax(-1));
 }
 
 // The kind of accuracy that Keras chooses by the shapes.
@@ -86,7 +86,7 @@ class PositiveShare final : public MetricFunction {
               const Tensor& sample_weight) const override {
     const at::NoGradGuard no_grad;
     auto predicted = positives(y_pred);
-    auto actual = like_prediction(name_.c_str(), y_true, y_pred).ne(0);
+    auto actual = train::like_prediction(name_.c_str(), y_true, y_pred).ne(0);
     if (options_.class_id) {
       predicted = predicted.select(-1, *options_.class_id);
       actual = actual.select(-1, *options_.class_id);
@@ -94,7 +94,7 @@ class PositiveShare final : public MetricFunction {
     auto hits = predicted.logical_and(actual).to(at::kDouble);
     auto all = (of_ == Of::predicted ? predicted : actual).to(at::kDouble);
     if (sample_weight.defined()) {
-      const auto weight = weight_like(sample_weight, all);
+      const auto weight = train::weight_like(sample_weight, all);
       hits = hits * weight;
       all = all * weight;
     }
@@ -116,7 +116,7 @@ class PositiveShare final : public MetricFunction {
   PrecisionOptions options_;
 };
 
-Metric by_name(const std::string& name) {
+Metric metric_by_name(const std::string& name) {
   if (name == "accuracy" || name == "acc") return mean_of(name, &matches);
   if (name == "binary_accuracy") return BinaryAccuracy();
   if (name == "categorical_accuracy") return CategoricalAccuracy();
@@ -141,8 +141,8 @@ TopKOptions checked(TopKOptions options) {
 
 }  // namespace
 
-Metric::Metric(const char* name) : Metric(by_name(name)) {}
-Metric::Metric(const std::string& name) : Metric(by_name(name)) {}
+Metric::Metric(const char* name) : Metric(metric_by_name(name)) {}
+Metric::Metric(const std::string& name) : Metric(metric_by_name(name)) {}
 
 void MetricState::merge(const MetricState& other) {
   for (std::size_t i = 0; i < sums_.size(); ++i) sums_[i] += other.sums_[i];
@@ -150,7 +150,7 @@ void MetricState::merge(const MetricState& other) {
 
 Accuracy::Accuracy(std::string name)
     : Metric(mean_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {
-        return like_prediction("Accuracy", y_true, y_pred).eq(y_pred);
+        return train::like_prediction("Accuracy", y_true, y_pred).eq(y_pred);
       })) {}
 
 BinaryAccuracy::BinaryAccuracy(BinaryAccuracyOptions options, std::string name)
@@ -164,12 +164,12 @@ SparseCategoricalAccuracy::SparseCategoricalAccuracy(std::string name)
 
 TopKCategoricalAccuracy::TopKCategoricalAccuracy(TopKOptions options, std::string name)
     : Metric(mean_of(std::move(name), [k = checked(options).k](const Tensor& y_true, const Tensor& y_pred) {
-        return in_top_k(like_prediction("TopKCategoricalAccuracy", y_true, y_pred).argmax(-1), y_pred, k);
+        return in_top_k(train::like_prediction("TopKCategoricalAccuracy", y_true, y_pred).argmax(-1), y_pred, k);
       })) {}
 
 SparseTopKCategoricalAccuracy::SparseTopKCategoricalAccuracy(TopKOptions options, std::string name)
     : Metric(mean_of(std::move(name), [k = checked(options).k](const Tensor& y_true, const Tensor& y_pred) {
-        return in_top_k(class_labels("SparseTopKCategoricalAccuracy", y_true, y_pred), y_pred, k);
+        return in_top_k(train::class_labels("SparseTopKCategoricalAccuracy", y_true, y_pred), y_pred, k);
       })) {}
 
 Precision::Precision(PrecisionOptions options, std::string name)
@@ -179,12 +179,12 @@ Recall::Recall(PrecisionOptions options, std::string name)
 
 MeanSquaredErrorMetric::MeanSquaredErrorMetric(std::string name)
     : Metric(mean_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {
-        return (like_prediction("MeanSquaredError", y_true, y_pred) - y_pred).square();
+        return (train::like_prediction("MeanSquaredError", y_true, y_pred) - y_pred).square();
       })) {}
 
 MeanAbsoluteErrorMetric::MeanAbsoluteErrorMetric(std::string name)
     : Metric(mean_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {
-        return (like_prediction("MeanAbsoluteError", y_true, y_pred) - y_pred).abs();
+        return (train::like_prediction("MeanAbsoluteError", y_true, y_pred) - y_pred).abs();
       })) {}
 
 Mean::Mean(std::string name)

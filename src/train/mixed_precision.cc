@@ -35,25 +35,25 @@ void set_global_policy(const std::string& name) {
 
 std::string global_policy() { return global_choice.load()->name; }
 
-ComputePolicy ComputePolicy::current() { return ComputePolicy(global_choice.load()->type); }
+train::ComputePolicy train::ComputePolicy::current() { return train::ComputePolicy(global_choice.load()->type); }
 
-void ComputePolicy::check(const std::vector<c10::Device>& devices) const {
+void train::ComputePolicy::check(const std::vector<c10::Device>& devices) const {
   const bool on_cpu = std::any_of(devices.begin(), devices.end(), [](auto device) { return device.is_cpu(); });
   if (type_ == at::kHalf && on_cpu) {
     throw InvalidArgument("mixed_float16 computes on GPUs only, and this strategy has a CPU; use mixed_bfloat16 there");
   }
 }
 
-Tensor ComputePolicy::outputs(const Tensor& computed) const {
+Tensor train::ComputePolicy::outputs(const Tensor& computed) const {
   return type_ && computed.scalar_type() == *type_ ? computed.to(at::kFloat) : computed;
 }
 
-Optimizer ComputePolicy::wrapped(const Optimizer& optimizer) const {
+Optimizer train::ComputePolicy::wrapped(const Optimizer& optimizer) const {
   const bool needed = type_ == at::kHalf && !optimizer.options().loss_scale;
   return needed ? LossScaleOptimizer(optimizer) : optimizer;
 }
 
-ComputePolicy::Scope::Scope(const ComputePolicy& policy, c10::DeviceType device)
+train::ComputePolicy::Scope::Scope(const train::ComputePolicy& policy, c10::DeviceType device)
     : active_(policy.type_.has_value()), device_(device) {
   if (!active_) return;
   enabled_before_ = at::autocast::is_autocast_enabled(device_);
@@ -64,7 +64,7 @@ ComputePolicy::Scope::Scope(const ComputePolicy& policy, c10::DeviceType device)
   at::autocast::set_autocast_enabled(device_, true);
 }
 
-ComputePolicy::Scope::~Scope() {
+train::ComputePolicy::Scope::~Scope() {
   if (!active_) return;
   at::autocast::set_autocast_enabled(device_, enabled_before_);
   at::autocast::set_autocast_dtype(device_, dtype_before_);

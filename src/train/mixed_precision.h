@@ -9,7 +9,7 @@
 #include "lockstep/optimizer.h"
 #include "lockstep/tensor.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 // A value, constant for a model.
 class ComputePolicy {
@@ -45,4 +45,4 @@ class ComputePolicy {
   std::optional<at::ScalarType> type_;  // of products; none: as tensors are
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::train

@@ -18,7 +18,7 @@ void ModelImpl::build(const Example& sample) {
   policy.check(unwrap(strategy).torch_devices());
   auto made = internal::replicate_modules(unwrap(strategy), [&] { return make(sample); });
   if (pending_weights) {
-    check_weights(*pending_weights, *made);
+    train::check_weights(*pending_weights, *made);
     ReplicatedModule(made).trackable().load(*pending_weights, "")();
     pending_weights.reset();
   }
@@ -62,9 +62,9 @@ Model::Model(const internal::MakeModule& make, internal::ForwardOfModule forward
 Sequential::Sequential(std::vector<Layer> layers)
     : Model(std::make_shared<ModelImpl>(
           [layers](const Example& sample) {
-            return std::make_shared<StackModule>(layers, at::zeros_like(sample.x.slice(0, 0, 1)));
+            return std::make_shared<train::StackModule>(layers, at::zeros_like(sample.x.slice(0, 0, 1)));
           },
-          [](torch::nn::Module& module, const Tensor& x) { return static_cast<StackModule&>(module).forward(x); })),
+          [](torch::nn::Module& module, const Tensor& x) { return static_cast<train::StackModule&>(module).forward(x); })),
       layers_(std::move(layers)) {
   if (layers_.empty()) throw InvalidArgument("Sequential: there are no layers");
 }
@@ -93,12 +93,12 @@ void Model::build(const std::vector<std::int64_t>& input_shape, at::ScalarType d
 
 Logs Model::train_on_batch(const Example& batch) {
   impl_->require_compiled("train_on_batch");
-  check_batch(batch);
+  strategy::check_batch(batch);
   impl_->build(batch);
   impl_->require_trainable();
   impl_->gradients->prepare();
   impl_->tracker->reset();
-  auto parts = split_batch(batch, unwrap(impl_->strategy).local_replicas());
+  auto parts = strategy::split_batch(batch, unwrap(impl_->strategy).local_replicas());
   impl_->tracker->add_batch(impl_->train_batch(parts, *impl_->tracker));
   return impl_->tracker->logs();
 }

@@ -18,7 +18,7 @@
 #include "train/recorded_step.h"
 #include "train/tracker.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 // How far a fit has come: what a full checkpoint needs besides the model to go on in the middle of an epoch.
 struct FitProgress {
@@ -33,6 +33,10 @@ struct FitProgress {
   int readers = 1;
   History history;
 };
+
+}  // namespace lockstep::train
+
+namespace lockstep {
 
 class ModelImpl {
  public:
@@ -52,17 +56,17 @@ class ModelImpl {
   Tensor outputs_of(ReplicaContext& replica, const Example& part) const;
 
   // On each replica, with its part of the batch: forward, loss, backward, reduce and update, metrics.
-  StepResult train_step(ReplicaContext& replica, const Example& part, Tracker& tracker);
+  train::StepResult train_step(ReplicaContext& replica, const Example& part, train::Tracker& tracker);
 
   // Its forward, loss and backward.
-  ComputedStep compute_gradients(ReplicaContext& replica, const Example& part, StepTimes& spent);
+  train::ComputedStep compute_gradients(ReplicaContext& replica, const Example& part, StepTimes& spent);
 
   // For jit_compile: what of a step can be recorded, and one step by playing it.
-  ComputedStep enqueue_step(ReplicaContext& replica, const Example& batch);
-  StepResult play_step(ReplicaContext& replica, const Example& part, Tracker& tracker);
+  train::ComputedStep enqueue_step(ReplicaContext& replica, const Example& batch);
+  train::StepResult play_step(ReplicaContext& replica, const Example& part, train::Tracker& tracker);
 
   // One step on all replicas; what each found is for Tracker::add_batch.
-  PerReplica<StepResult> train_batch(PerReplica<Part>& batch, Tracker& tracker);
+  PerReplica<train::StepResult> train_batch(PerReplica<internal::Part>& batch, train::Tracker& tracker);
 
   const Communicator& workers() const { return unwrap(strategy).workers(); }
 
@@ -82,21 +86,21 @@ class ModelImpl {
 
   // Constant after construction.
   const Strategy strategy = Strategy::current();
-  const ComputePolicy policy = ComputePolicy::current();
+  const train::ComputePolicy policy = train::ComputePolicy::current();
   const Make make;
   const Forward forward;
 
   std::shared_ptr<ReplicatedParameters> parameters;  // null before build
   std::optional<CompileOptions> compiled;
   std::shared_ptr<GradientPath> gradients;  // null before build or compile
-  std::optional<Tracker> tracker;           // of the epoch that fit is in; likewise
-  RecordedStep recorded;                    // of these gradients
+  std::optional<train::Tracker> tracker;           // of the epoch that fit is in; likewise
+  train::RecordedStep recorded;                    // of these gradients
   std::optional<Archive> pending_weights;
 
   std::uint64_t seed = next_random_seed();  // of the replicas' random numbers, with `steps`
   std::int64_t steps = 0;                   // train steps so far
   StepTimes times;
-  FitProgress progress;
+  train::FitProgress progress;
   std::int64_t data_epochs = 0;        // epochs of data that fits have begun: the next one shuffles anew
   std::vector<AnyCallback> callbacks;  // of the fit that runs, as its options list them; empty between fits
   bool fitting = false;
@@ -108,10 +112,14 @@ class ModelImpl {
   bool stops() const { return peers().size() == 1 ? stopping : agreed_to_stop; }
 };
 
+}  // namespace lockstep
+
+namespace lockstep::train {
+
 // As a C++ program writes it: "lockstep::EarlyStopping".
 std::string name_of_type(const Callback& callback);
 
 // Throws InvalidArgument naming everything in which the archive's tensors and the model's differ.
 void check_weights(const Archive& archive, const ReplicatedParameters& parameters);
 
-}  // namespace lockstep
+}  // namespace lockstep::train

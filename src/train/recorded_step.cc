@@ -5,7 +5,7 @@
 #include "base/log.h"
 #include "base/text.h"
 
-namespace lockstep {
+namespace lockstep::train {
 namespace {
 
 // Sizes and dtypes of x and y. There is no weight: what a loss is divided by would be part of the recording.
@@ -45,7 +45,7 @@ bool RecordedStep::serves(const Example& part, const std::function<ComputedStep(
 void RecordedStep::record(const Example& part, const std::function<ComputedStep(const Example&)>& compute) {
   input_ = {own_copy(part.x), own_copy(part.y)};
   try {
-    work_ = work_recorder()(part.x.device(), [&] { result_ = compute(input_); });
+    work_ = ops::work_recorder()(part.x.device(), [&] { result_ = compute(input_); });
   } catch (const c10::Error& error) {
     give_up(error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -65,4 +65,4 @@ ComputedStep RecordedStep::play(const Example& part) {
   return result_;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::train

@@ -8,7 +8,7 @@
 #include "lockstep/dataset.h"
 #include "ops/recorded_work.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 // What forward and backward of one replica's part leave behind, besides gradients.
 struct ComputedStep {
@@ -39,7 +39,7 @@ class RecordedStep {
   bool failed_ = false;
   Example input_;        // what the recorded step reads
   ComputedStep result_;  // and writes
-  std::unique_ptr<RecordedWork> work_;
+  std::unique_ptr<ops::RecordedWork> work_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::train

@@ -23,7 +23,7 @@ constexpr const char* kCallback = "callback";
 constexpr const char* kReplica = "replica";
 constexpr std::size_t kMostProblems = 10;  // that a message lists
 
-std::string shape_of(const std::vector<std::int64_t>& shape) { return text("[", join(shape), "]"); }
+std::string shape_text(const std::vector<std::int64_t>& shape) { return text("[", join(shape), "]"); }
 
 std::map<std::string, std::vector<std::int64_t>> expected_shapes(const ReplicatedParameters& parameters) {
   std::map<std::string, std::vector<std::int64_t>> expected;
@@ -54,7 +54,7 @@ std::vector<std::string> callback_prefixes(const std::vector<AnyCallback>& callb
   std::map<std::string, int> seen;
   std::vector<std::string> prefixes;
   for (const auto& callback : callbacks) {
-    const auto type = name_of_type(*callback.operator->());
+    const auto type = train::name_of_type(*callback.operator->());
     prefixes.push_back(text(kCallback, "/", type, "/", seen[type]++));
   }
   return prefixes;
@@ -76,7 +76,7 @@ bool is_reserved(const std::string& name) {
 
 }  // namespace
 
-std::string name_of_type(const Callback& callback) {
+std::string train::name_of_type(const Callback& callback) {
   const char* const mangled = typeid(callback).name();
   int failed = 0;
   const std::unique_ptr<char, decltype(&std::free)> name(abi::__cxa_demangle(mangled, nullptr, nullptr, &failed),
@@ -84,7 +84,7 @@ std::string name_of_type(const Callback& callback) {
   return failed == 0 ? name.get() : mangled;
 }
 
-void check_weights(const Archive& archive, const ReplicatedParameters& parameters) {
+void train::check_weights(const Archive& archive, const ReplicatedParameters& parameters) {
   const auto expected = expected_shapes(parameters);
   std::vector<std::string> problems;
   for (const auto& [name, shape] : expected) {
@@ -92,7 +92,7 @@ void check_weights(const Archive& archive, const ReplicatedParameters& parameter
     if (found == archive.tensors.end()) {
       problems.push_back(text(name, " is missing in the checkpoint"));
     } else if (found->second.shape != shape) {
-      problems.push_back(text(name, " is ", shape_of(found->second.shape), " in the checkpoint and ", shape_of(shape),
+      problems.push_back(text(name, " is ", shape_text(found->second.shape), " in the checkpoint and ", shape_text(shape),
                               " in the model"));
     }
   }
@@ -122,7 +122,7 @@ void ModelImpl::load_weights(Archive archive) {
     pending_weights = std::move(archive);
     return;
   }
-  check_weights(archive, *parameters);
+  train::check_weights(archive, *parameters);
   ReplicatedModule(parameters).trackable().load(archive, "")();
 }
 
@@ -147,11 +147,11 @@ Archive ModelImpl::read_for_all(const std::string& path) const {
     if (path.empty()) {
       throw InvalidArgument("load_weights: the path is empty; latest_checkpoint found no checkpoint in its folder");
     }
-    const auto read = read_file(file);
+    const auto read = checkpoint::read_file(file);
     bytes.assign(reinterpret_cast<const char*>(read.data()), read.size());
   });
   bytes = workers().broadcast(bytes);
-  return parse_archive(file, std::as_bytes(std::span(bytes)));
+  return checkpoint::parse_archive(file, std::as_bytes(std::span(bytes)));
 }
 
 Archive ModelImpl::save_state() {
@@ -185,12 +185,12 @@ std::function<void()> ModelImpl::load_training(const Archive& archive) {
   if (!archive.entries.contains("steps")) {
     throw InvalidArgument("load_checkpoint: the file holds weights only; load_weights loads it");
   }
-  check_weights(archive, *parameters);
+  train::check_weights(archive, *parameters);
   const auto change_weights = ReplicatedModule(parameters).trackable().load(archive, "");
   const auto change_buffers = ReplicatedModule(parameters).replica_buffers().load(archive, kReplica);
   const auto change_optimizer = ReplicatedOptimizer(gradients).trackable().load(archive, kOptimizer);
   const auto number = [&](const char* name) { return archive.integer(name); };
-  const FitProgress loaded{.epoch = static_cast<int>(number("fit/epoch")),
+  const train::FitProgress loaded{.epoch = static_cast<int>(number("fit/epoch")),
                            .batch = number("fit/batch"),
                            .position = {number("fit/position/epoch"), number("fit/position/index")},
                            .examples = number("fit/position/examples"),

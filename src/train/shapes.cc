@@ -8,7 +8,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::train {
 namespace {
 
 void require_defined(const char* what, const Tensor& y_true) {
@@ -71,4 +71,4 @@ Tensor weight_like(const Tensor& weight, const Tensor& values) {
   return result;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::train

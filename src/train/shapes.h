@@ -5,7 +5,7 @@
 
 #include "lockstep/tensor.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 // y_true in y_pred's rank and dtype: a last dimension of size 1 is added or dropped where that makes them alike. Throws
 // InvalidArgument naming both shapes when they still differ.
@@ -18,4 +18,4 @@ Tensor class_labels(const char* what, const Tensor& y_true, const Tensor& y_pred
 // `weight` with as many dimensions as `values`, to be multiplied with them. Throws InvalidArgument naming both shapes.
 Tensor weight_like(const Tensor& weight, const Tensor& values);
 
-}  // namespace lockstep
+}  // namespace lockstep::train

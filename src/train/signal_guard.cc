@@ -2,7 +2,7 @@
 
 #include <atomic>
 
-namespace lockstep {
+namespace lockstep::train {
 namespace {
 
 std::atomic<int> noted{0};
@@ -30,4 +30,4 @@ SignalGuard::~SignalGuard() {
 
 int SignalGuard::received() const { return active_ ? noted.load() : 0; }
 
-}  // namespace lockstep
+}  // namespace lockstep::train

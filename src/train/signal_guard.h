@@ -3,7 +3,7 @@
 
 #include <csignal>
 
-namespace lockstep {
+namespace lockstep::train {
 
 // While one lives, the first SIGINT or SIGTERM is only noted; a second one ends the program. One at a time.
 class SignalGuard {
@@ -22,4 +22,4 @@ class SignalGuard {
   struct sigaction before_terminate_ {};
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::train

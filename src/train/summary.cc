@@ -34,7 +34,7 @@ std::string with_commas(std::int64_t number) {
 
 std::vector<TableLine> lines_of(const torch::nn::Module& module, const ReplicatedParameters& parameters) {
   std::vector<TableLine> lines;
-  if (const auto* stack = dynamic_cast<const StackModule*>(&module)) {
+  if (const auto* stack = dynamic_cast<const train::StackModule*>(&module)) {
     for (const auto& line : stack->lines()) {
       lines.push_back({text(line.name, " (", line.kind, ")"), shape_of(line.output, "None"), line.parameters});
     }
@@ -61,7 +61,7 @@ std::string Model::summary() const {
         << shape << std::right << std::setw(14) << count << '\n';
   };
   const std::string rule(names + shapes + 18, '-');
-  const bool stack = dynamic_cast<const StackModule*>(&parameters.module(0)) != nullptr;
+  const bool stack = dynamic_cast<const train::StackModule*>(&parameters.module(0)) != nullptr;
   print(stack ? "Layer (type)" : "Parameter", stack ? "Output shape" : "Shape", "Param #");
   out << rule << '\n';
   for (const auto& line : lines) print(line.name, line.shape, with_commas(line.parameters));

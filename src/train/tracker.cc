@@ -6,7 +6,7 @@
 #include "checkpoint/safetensors.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 Tracker::Tracker(const CompileOptions& compiled, int replicas, Communicator workers)
     : workers_(std::move(workers)),
@@ -92,8 +92,8 @@ void Tracker::save(Archive& archive, const std::string& prefix) const {
     mine.set_numbers(std::to_string(replica), sums);
   }
   int number = 0;
-  for (const auto& packed : workers_.all_gather(print_archive(mine))) {
-    const auto theirs = parse_archive("a worker's metrics", std::as_bytes(std::span(packed)));
+  for (const auto& packed : workers_.all_gather(checkpoint::print_archive(mine))) {
+    const auto theirs = checkpoint::parse_archive("a worker's metrics", std::as_bytes(std::span(packed)));
     for (std::size_t replica = 0; replica < states_.size(); ++replica) {
       archive.entries[text(prefix, "/metrics/replica ", number++)] = theirs.entry(std::to_string(replica));
     }
@@ -127,4 +127,4 @@ std::function<void()> Tracker::load(const Archive& archive, const std::string& p
   };
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::train

@@ -11,7 +11,7 @@
 #include "lockstep/logs.h"
 #include "lockstep/model.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 // What one replica's step found. Sums over its part of the batch.
 struct StepResult {
@@ -56,4 +56,4 @@ class Tracker {
   double batch_loss_ = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::train

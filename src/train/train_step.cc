@@ -54,7 +54,7 @@ void backward_from(const Tensor& loss, double gradient, const Example& part) {
 
 Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const {
   try {
-    const ComputePolicy::Scope scope(policy, part.x.device().type());
+    const train::ComputePolicy::Scope scope(policy, part.x.device().type());
     return policy.outputs(forward(parameters->module(replica.local_replica_id()), part.x));
   } catch (const c10::Error& error) {
     const std::string what = error.what_without_backtrace();
@@ -68,7 +68,7 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
   }
 }
 
-StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, Tracker& into) {
+train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, train::Tracker& into) {
   const int id = replica.local_replica_id();
   replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(replica.replica_id())));
   gradients->drop_gradients(id);  // of a step that failed
@@ -80,7 +80,7 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
     return {};
   }
   const at::AutoGradMode with_gradients(true);
-  if (compiled->jit_compile && work_recorder() && gradients->can_be_recorded()) {
+  if (compiled->jit_compile && ops::work_recorder() && gradients->can_be_recorded()) {
     const auto compute = [&](const Example& batch) { return enqueue_step(replica, batch); };
     if (recorded.serves(part, compute)) return play_step(replica, part, into);
     gradients->drop_gradients(id);  // of a recording that failed
@@ -90,14 +90,14 @@ StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, T
   const auto computed = compute_gradients(replica, part, spent);
   Lap lap;
   into.update(id, part, computed.outputs);  // before anything has changed: a metric may throw
-  const StepResult result{computed.loss_sum.item<double>(), computed.divisor, part.size()};
+  const train::StepResult result{computed.loss_sum.item<double>(), computed.divisor, part.size()};
   lap.add_to(spent.metrics);
   gradients->apply(replica.local_group(), computed.weight, replica.deadline());
   lap.add_to(spent.reduce_and_update);
   return result;
 }
 
-ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const Example& part, StepTimes& spent) {
+train::ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const Example& part, StepTimes& spent) {
   Lap lap;
   const auto outputs = outputs_of(replica, part);
   const auto loss = compiled->loss.terms(part.y, outputs, part.weight);
@@ -112,14 +112,14 @@ ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const Example
   return {outputs.detach(), loss.sum.detach(), loss.divisor, divided ? 1 : weight};
 }
 
-ComputedStep ModelImpl::enqueue_step(ReplicaContext& replica, const Example& batch) {
+train::ComputedStep ModelImpl::enqueue_step(ReplicaContext& replica, const Example& batch) {
   StepTimes unused;
   const auto computed = compute_gradients(replica, batch, unused);
   gradients->update_recorded(replica.local_group(), computed.weight, replica.deadline());
   return computed;
 }
 
-StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& part, Tracker& into) {
+train::StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& part, train::Tracker& into) {
   gradients->updater().begin_step();
   const auto result = recorded.play(part);
   gradients->updater().count_step();
@@ -127,10 +127,10 @@ StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& part, Tr
   return {result.loss_sum.item<double>(), result.divisor, part.size()};
 }
 
-PerReplica<StepResult> ModelImpl::train_batch(PerReplica<Part>& batch, Tracker& into) {
+PerReplica<train::StepResult> ModelImpl::train_batch(PerReplica<internal::Part>& batch, train::Tracker& into) {
   Lap lap;
   auto results = strategy.run(
-      [&](ReplicaContext& replica, const Part& part) {
+      [&](ReplicaContext& replica, const internal::Part& part) {
         Lap reading;
         const auto examples = part.read();
         if (replica.local_replica_id() == 0) reading.add_to(times.input);

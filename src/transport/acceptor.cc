@@ -11,7 +11,7 @@
 #include "lockstep/error.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 // An end that belongs is done in milliseconds, where its processor has time for it: it has this long, and less where
@@ -107,4 +107,4 @@ Acceptor::Accepted Acceptor::next(Deadline deadline) {
   return first;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -10,7 +10,7 @@
 
 #include "transport/handshake.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 // Of one thread. No more than a bounded number are proving at a time, so that strangers do not use up this process's
 // descriptors. Then new ones wait in the listener's queue until one is done, or has had its time and is turned away:
@@ -50,4 +50,4 @@ class Acceptor {
   bool no_descriptors_ = false;                         // this process can have no more for now
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

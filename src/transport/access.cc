@@ -21,13 +21,13 @@ bool read_trust(const Environment& environment) {
 
 Access access_of(const Environment& environment) {
   const char* const path = environment(kTokenFileVariable);
-  return {path == nullptr ? "" : read_token(kTokenFileVariable, path), read_trust(environment)};
+  return {path == nullptr ? "" : transport::read_token(kTokenFileVariable, path), read_trust(environment)};
 }
 
 Access access_of_environment() {
   auto access = access_of([](const char* name) { return std::getenv(name); });
   if (!access.token.empty() || access.trusted_network) return access;
-  access.token = user_token(home_of_user());
+  access.token = transport::user_token(transport::home_of_user());
   access.of_this_user = !access.token.empty();
   return access;
 }

@@ -18,7 +18,7 @@
 #include "transport/handshake.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 Deadline soon() { return Deadline::after(std::chrono::seconds(20)); }
@@ -188,4 +188,4 @@ TEST(Handshake, AProofIsOfOneConnectionAlone) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::transport

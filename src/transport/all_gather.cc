@@ -6,7 +6,7 @@
 
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 std::string random_name() {
   std::array<unsigned char, 16> bytes{};
@@ -21,4 +21,4 @@ std::string random_name() {
   return name;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-namespace lockstep {
+namespace lockstep::transport {
 
 // Tells every rank's text to every rank, in the order of ranks.
 using AllGather = std::function<std::vector<std::string>(const std::string& mine)>;
@@ -13,4 +13,4 @@ using AllGather = std::function<std::vector<std::string>(const std::string& mine
 // 128 random bits in hexadecimal: nobody guesses it.
 std::string random_name();
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -12,7 +12,7 @@
 #include "base/failure.h"
 #include "lockstep/deadline.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 // What sender and receiver must agree on, beside the size; channels compare it and know nothing of its meaning.
 using MessageTag = std::array<std::uint64_t, 2>;
@@ -67,4 +67,4 @@ class Channels {
   virtual void check() = 0;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -8,7 +8,7 @@
 #include "transport/acceptor.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 std::array<char, 32> group_named(const std::string& name) {
@@ -97,4 +97,4 @@ std::vector<Sockets> connect_all(const ChannelOptions& options, int count, const
   return setup.take();
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

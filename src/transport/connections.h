@@ -11,7 +11,7 @@
 #include "transport/all_gather.h"
 #include "transport/signal.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 // How the ranks of a group connect; equal in meaning on all of them.
 struct ChannelOptions {
@@ -32,4 +32,4 @@ using Sockets = std::vector<FileDescriptor>;
 std::vector<Sockets> connect_all(const ChannelOptions& options, int count, const AllGather& all_gather,
                                  Deadline deadline);
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

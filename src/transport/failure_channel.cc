@@ -13,7 +13,7 @@
 #include "lockstep/error.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 // A rank that lives and waits answers within this time.
@@ -200,4 +200,4 @@ void FailureChannel::hear(int rank) {
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -14,7 +14,7 @@
 #include "base/mutex.h"
 #include "lockstep/deadline.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 // One thread at a time waits and checks; any thread may call fail.
 //
@@ -97,4 +97,4 @@ class FailureChannel {
   std::optional<Failure> failure_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -11,7 +11,7 @@
 #include "lockstep/error.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 static_assert(sizeof(Proof) == crypto_auth_hmacsha256_BYTES);
@@ -121,4 +121,4 @@ void AcceptingEnd::answer(const Access& access, const Greeting& who, const Refus
   if (!problem.empty()) throw ClusterError(problem);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -21,7 +21,7 @@
 #include "lockstep/access.h"
 #include "lockstep/deadline.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 struct Greeting {
   std::array<char, 4> magic{'L', 'C', 'K', 'S'};
@@ -86,4 +86,4 @@ class AcceptingEnd {
   Proof expected_{};
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -5,19 +5,13 @@
 #include <algorithm>
 #include <iterator>
 
-namespace lockstep {
-namespace {
-
-constexpr std::size_t kPage = 4096;
-
-}  // namespace
-
+namespace lockstep::transport {
 Heap::Heap(std::byte* begin, std::size_t bytes) : begin_(begin), bytes_(bytes / kPage * kPage) {
   free_[begin_] = bytes_;
 }
 
 std::byte* Heap::take(std::size_t bytes) {
-  const auto wanted = (std::max(bytes, std::size_t{1}) + kPage - 1) / kPage * kPage;
+  const auto wanted = pages(std::max(bytes, std::size_t{1}));
   MutexLock lock(mutex_);
   const auto hole = std::find_if(free_.begin(), free_.end(), [&](const auto& part) { return part.second >= wanted; });
   if (hole == free_.end()) return nullptr;
@@ -53,4 +47,4 @@ bool Heap::contains(const void* data, std::size_t bytes) const {
   return first >= begin_ && first + bytes <= begin_ + bytes_;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

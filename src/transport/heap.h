@@ -6,7 +6,12 @@
 
 #include "base/mutex.h"
 
-namespace lockstep {
+namespace lockstep::transport {
+
+constexpr std::size_t kPage = 4096;
+
+// `bytes` rounded up to whole pages.
+constexpr std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 // Whole pages, first fit. Any thread.
 class Heap {
@@ -30,4 +35,4 @@ class Heap {
   std::map<std::byte*, std::size_t> taken_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

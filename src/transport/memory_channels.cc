@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 constexpr std::size_t kFinished = ~std::size_t{0};
@@ -95,4 +95,4 @@ bool MemoryChannels::pull(const Incoming& message, std::size_t& done) {
   return true;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -7,7 +7,7 @@
 #include "transport/channels.h"
 #include "transport/shared_space.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 // A message is cut into chunks of at most kChunk bytes; each carries the message's tag and size.
 struct Mailbox {
@@ -46,4 +46,4 @@ class MemoryChannels final : public Channels {
   const std::shared_ptr<SpaceMember> member_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

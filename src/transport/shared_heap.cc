@@ -10,13 +10,11 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
-constexpr std::size_t kPage = 4096;
 constexpr std::size_t kSmallestSegment = std::size_t{16} << 20;
 
-std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 std::size_t index(int rank) { return static_cast<std::size_t>(rank); }
 std::size_t gap_before(int rank) { return kPage * (1 + 37 * index(rank)); }
 
@@ -173,4 +171,4 @@ void SharedHeap::map_new() {
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

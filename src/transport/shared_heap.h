@@ -14,7 +14,7 @@
 #include "transport/heap.h"
 #include "transport/shared_space.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 // One rank's own heap, and its view of the others'. Each is a file that grows by segments:
 //
@@ -75,4 +75,4 @@ class SharedHeap {
   std::size_t public_ = 0;                    // so many of its own segments all have mapped
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

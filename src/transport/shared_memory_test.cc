@@ -16,7 +16,7 @@
 #include "transport/shared_heap.h"
 #include "transport/shared_rendezvous.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 constexpr uid_t kAnotherUser = 65534;
@@ -196,4 +196,4 @@ TEST(SharedHeap, ABoundIsNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -17,13 +17,13 @@
 #include "lockstep/error.h"
 #include "transport/socket.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 // A process that connects and says nothing must not keep those who belong waiting.
 constexpr std::chrono::seconds kForHello(5);
 
-constexpr std::chrono::milliseconds kBetweenTries(1);
+constexpr std::chrono::milliseconds kBetweenCalls(1);
 
 Deadline sooner(Deadline a, Deadline b) { return a.time() < b.time() ? a : b; }
 
@@ -93,7 +93,7 @@ void send_with(const FileDescriptor& socket, T value, const std::vector<int>& de
   std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size() * sizeof(int));
   while (sendmsg(socket.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof value)) {
     if (errno == ETOOMANYREFS && !deadline.passed()) {
-      std::this_thread::sleep_for(kBetweenTries);  // others of this user have not taken the descriptors sent to them
+      std::this_thread::sleep_for(kBetweenCalls);  // others of this user have not taken the descriptors sent to them
       continue;
     }
     if (errno != EAGAIN && errno != EINTR)
@@ -275,4 +275,4 @@ SharedRendezvous rendezvous_in_shared_memory(int rank, const SpaceLayout& layout
   return {member(std::move(space), std::move(given)), std::move(heaps)};
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

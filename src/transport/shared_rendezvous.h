@@ -7,7 +7,7 @@
 #include "transport/all_gather.h"
 #include "transport/shared_space.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 // Rank 0 makes the memory of `layout` (the others' layouts are not looked at) and hands it, over a Unix socket of the
 // abstract kind and a random name, to processes of the same user. Each rank gets a pidfd of every other. Collective.
@@ -20,4 +20,4 @@ SharedRendezvous rendezvous_in_shared_memory(int rank, const SpaceLayout& layout
                                              SpinThenBlock spin, const std::vector<int>& names,
                                              const AllGather& all_gather, Deadline deadline);
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -12,18 +12,17 @@
 
 #include "base/text.h"
 #include "lockstep/error.h"
+#include "transport/heap.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
-constexpr std::size_t kPage = 4096;
 // A waiting rank looks this often whether the others are alive, and whether somebody failed the group.
 constexpr std::chrono::milliseconds kLongestSleep(20);
 
 // One operation's work on buffers ends long before.
 constexpr std::chrono::seconds kLongestWork(10);
 
-std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 std::size_t count(int ranks) { return static_cast<std::size_t>(ranks); }
 
 }  // namespace
@@ -191,4 +190,4 @@ void SpaceMember::raise() const {
   standing_failure().raise(name_of(rank_), generation_);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -20,7 +20,7 @@
 #include "lockstep/deadline.h"
 #include "transport/signal.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 // How the memory is divided; equal on all ranks. Untouched pages cost nothing.
 //
@@ -185,4 +185,4 @@ class SpaceMember {
   const std::vector<int> names_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

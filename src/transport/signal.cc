@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 // Not FUTEX_PRIVATE: the word may lie in memory of several processes.
@@ -53,4 +53,4 @@ void pause_processor() {
 
 void yield_processor() { sched_yield(); }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -5,7 +5,7 @@
 #include <chrono>
 #include <cstdint>
 
-namespace lockstep {
+namespace lockstep::transport {
 
 // How often a wait looks before it blocks in the kernel.
 struct SpinThenBlock {
@@ -57,4 +57,4 @@ bool spin_until(const SpinThenBlock& spin, const Ready& ready) {
   return false;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -20,7 +20,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 constexpr std::chrono::milliseconds kBetweenTries(20);
@@ -261,4 +261,4 @@ bool wait_for_events(int fd, short events, Deadline deadline) {
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -10,7 +10,7 @@
 #include "lockstep/access.h"
 #include "lockstep/deadline.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 // Of a numeric address, or "localhost".
 bool has_ipv6();  // of the system, whether or not an interface has such an address
@@ -68,4 +68,4 @@ void keep_alive(const FileDescriptor& socket);
 // Waits for `events` of poll(2); false at the deadline.
 bool wait_for_events(int fd, short events, Deadline deadline);
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -10,7 +10,7 @@
 
 #include "base/fail_point.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 // Consumers get their bytes from memory of this size.
@@ -158,4 +158,4 @@ std::unique_ptr<Channels> make_socket_channels(const ChannelOptions& options, co
   return std::make_unique<SocketChannels>(options, std::move(sockets[0]), std::move(sockets[1]));
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -8,7 +8,7 @@
 #include "transport/connections.h"
 #include "transport/failure_channel.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 class SocketChannels final : public Channels {
  public:
@@ -45,4 +45,4 @@ class SocketChannels final : public Channels {
 std::unique_ptr<Channels> make_socket_channels(const ChannelOptions& options, const AllGather& all_gather,
                                                Deadline deadline);
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -6,7 +6,7 @@
 #include "transport/channels.h"
 #include "transport/connections.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 bool ucx_is_built();
 
@@ -18,4 +18,4 @@ std::string why_no_ucx();
 std::unique_ptr<Channels> make_ucx_channels(const ChannelOptions& options, const AllGather& all_gather,
                                             Deadline deadline);
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

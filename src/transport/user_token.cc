@@ -16,7 +16,7 @@
 #include "lockstep/error.h"
 #include "transport/all_gather.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 constexpr std::size_t kTokenBytes = 32;
@@ -107,4 +107,4 @@ std::string home_of_user() {
   return home == nullptr ? "" : home;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

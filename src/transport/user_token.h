@@ -3,7 +3,7 @@
 
 #include <string>
 
-namespace lockstep {
+namespace lockstep::transport {
 
 // The 32 bytes behind `home`/.lockstep/token, which only its owner may read; the file is made if it is not there. Empty
 // where nothing can be kept in `home`. Throws ClusterError, naming the file, where others could have read or written
@@ -16,4 +16,4 @@ std::string home_of_user();
 // The token in the file `path`: 64 hexadecimal digits. Throws ClusterError that begins with `name`.
 std::string read_token(const std::string& name, const std::string& path);
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -2,7 +2,7 @@
 #include "lockstep/error.h"
 #include "transport/ucx_channels.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 
 bool ucx_is_built() { return false; }
 
@@ -15,4 +15,4 @@ std::unique_ptr<Channels> make_ucx_channels(const ChannelOptions&, const AllGath
   throw InvalidArgument(why_no_ucx());
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

@@ -34,7 +34,7 @@ void fuzz(const std::string& bytes) {
   if (bytes.empty() || bytes.size() > 65536) return;
   const auto rest = bytes.substr(1);
   const auto file = bytes[0] % 2 == 0 ? rest : file_with(rest, static_cast<unsigned char>(bytes[0]));
-  const auto archive = parse_archive("fuzzed", std::as_bytes(std::span(file)));
+  const auto archive = checkpoint::parse_archive("fuzzed", std::as_bytes(std::span(file)));
   std::size_t total = 0;
   for (const auto& [name, tensor] : archive.tensors) total += tensor.bytes.size();
   if (total > file.size()) __builtin_trap();  // no tensor shares its bytes with another

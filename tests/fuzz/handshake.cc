@@ -17,36 +17,36 @@ FileDescriptor socket_with(const std::string& bytes, FileDescriptor& other) {
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends) != 0) throw std::runtime_error("no sockets");
   other = FileDescriptor(ends[1]);
   const auto soon = Deadline::after(std::chrono::seconds(1));
-  write_all(other, std::as_bytes(std::span(bytes)), soon);
+  transport::write_all(other, std::as_bytes(std::span(bytes)), soon);
   shutdown(other.get(), SHUT_WR);
   return FileDescriptor(ends[0]);
 }
 
 // A store in this process, and a connection that belongs to it.
 struct Member {
-  Member() : server("127.0.0.1:0", {}), socket(connect_to(server.address(), soon())) {
-    introduce(socket, {}, store_greeting(), soon());
+  Member() : server("127.0.0.1:0", {}), socket(transport::connect_to(server.address(), soon())) {
+    transport::introduce(socket, {}, cluster::store_greeting(), soon());
   }
   static Deadline soon() { return Deadline::after(std::chrono::seconds(5)); }
 
-  StoreServer server;
+  cluster::StoreServer server;
   FileDescriptor socket;
 };
 
 // The store answers whatever it is asked, or closes the connection.
 void ask_store(const std::string& bytes) {
   static auto member = std::make_unique<Member>();
-  StoreFrame frame;
+  cluster::StoreFrame frame;
   std::memcpy(&frame, bytes.data(), sizeof frame);
   const bool whole = frame.length == bytes.size() - sizeof frame;
-  const bool waits = frame.code == StoreFrame::get;
-  if ((!whole && frame.length <= StoreFrame::kLongest) || waits) return;
-  write_all(member->socket, std::as_bytes(std::span(bytes)), Member::soon());
+  const bool waits = frame.code == cluster::StoreFrame::get;
+  if ((!whole && frame.length <= cluster::StoreFrame::kLongest) || waits) return;
+  transport::write_all(member->socket, std::as_bytes(std::span(bytes)), Member::soon());
   try {
-    const auto answer = read_value<StoreFrame>(member->socket, Member::soon());
+    const auto answer = transport::read_value<cluster::StoreFrame>(member->socket, Member::soon());
     std::string rest(answer.length, '\0');
-    read_all(member->socket, std::as_writable_bytes(std::span(rest)), Member::soon());
-    if (!unpack(rest)) __builtin_trap();
+    transport::read_all(member->socket, std::as_writable_bytes(std::span(rest)), Member::soon());
+    if (!cluster::unpack(rest)) __builtin_trap();
   } catch (const ClusterError&) {
     member = std::make_unique<Member>();
   }
@@ -61,15 +61,15 @@ void fuzz(const std::string& bytes) {
   FileDescriptor other;
   switch (bytes[0] % 4) {
     case 0: {
-      AcceptingEnd end(socket_with(rest, other));
-      while (!end.advance({}, store_greeting(), [](const Greeting&) { return ""; })) {
+      transport::AcceptingEnd end(socket_with(rest, other));
+      while (!end.advance({}, cluster::store_greeting(), [](const transport::Greeting&) { return ""; })) {
       }
       break;
     }
-    case 1: introduce(socket_with(rest, other), {}, store_greeting(), soon); break;
-    case 2: unpack(rest); break;
+    case 1: transport::introduce(socket_with(rest, other), {}, cluster::store_greeting(), soon); break;
+    case 2: cluster::unpack(rest); break;
     default:
-      if (rest.size() >= sizeof(StoreFrame)) ask_store(rest);
+      if (rest.size() >= sizeof(cluster::StoreFrame)) ask_store(rest);
   }
 }
 

@@ -5,8 +5,8 @@
 void lockstep::fuzz(const std::string& bytes) {
   if (bytes.empty()) return;
   if (bytes[0] % 2 == 0) {
-    expand_node_list(bytes.substr(1), "NODES");
+    cluster::expand_node_list(bytes.substr(1), "NODES");
   } else {
-    expand_task_counts(bytes.substr(1), "TASKS");
+    cluster::expand_task_counts(bytes.substr(1), "TASKS");
   }
 }

@@ -2,4 +2,4 @@
 #include "cluster/resolvers.h"
 #include "tests/fuzz/fuzz.h"
 
-void lockstep::fuzz(const std::string& bytes) { parse_tf_config(bytes); }
+void lockstep::fuzz(const std::string& bytes) { cluster::parse_tf_config(bytes); }

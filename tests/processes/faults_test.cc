@@ -168,7 +168,7 @@ TEST(RandomFaults, SeededRounds) {
   for (unsigned seed = first; seed < first + rounds; ++seed) {
     std::mt19937 random(seed);
     const auto pick = [&](const std::vector<std::string>& from) { return from[random() % from.size()]; };
-    Scenario scenario{.backend = pick(backends()),
+    Scenario scenario{.backend = pick(collective::backends()),
                       .size = 2 + static_cast<int>(random() % 3),
                       .action = pick({"kill", "kill", "stop", "delay", "abort", "error"})};
     scenario.place = pick(places(scenario.backend));
@@ -200,7 +200,7 @@ TEST(RandomFaults, SeededRounds) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, Faults, testing::ValuesIn(backends()));
+INSTANTIATE_TEST_SUITE_P(Backends, Faults, testing::ValuesIn(collective::backends()));
 
 }  // namespace
 }  // namespace lockstep

@@ -21,7 +21,7 @@ struct Cut {
 
 std::vector<Cut> cuts() {
   std::vector<Cut> all{{"tcp", "tcp", "tcp", 1}, {"hierarchical", "hierarchical", "tcp", 2}};
-  if (ucx_is_built()) {
+  if (transport::ucx_is_built()) {
     all.push_back({"ucx", "ucx", "ucx", 1});
     all.push_back({"hierarchical_ucx", "hierarchical", "ucx", 2});
   }
@@ -47,7 +47,7 @@ TEST_P(Links, AHostThatIsCutOffIsNamedAtTheDeadline) {
   const auto& cut = GetParam();
   const int size = kHosts * cut.ranks_per_host;
   const Hosts hosts(kHosts);
-  const TokenFile token;
+  const launch::TokenFile token;
   setenv(kTokenFileVariable, token.path().c_str(), 1);
   setenv(kTrustedNetworkVariable, cut.network == "ucx" ? "1" : "0", 1);
   std::unique_ptr<Store> store;

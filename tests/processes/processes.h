@@ -73,7 +73,7 @@ class Process {
 
  private:
   bool read_some(Deadline deadline) {
-    if (!wait_for_events(out_.get(), POLLIN, deadline)) return false;
+    if (!transport::wait_for_events(out_.get(), POLLIN, deadline)) return false;
     char bytes[4096];
     const auto count = read(out_.get(), bytes, sizeof bytes);
     if (count > 0) text_.append(bytes, static_cast<std::size_t>(count));

@@ -8,7 +8,7 @@
 
 #include "collective/message_passing/team.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 // Bandwidth: each rank sends and receives (n-1)/n of the buffer. After it slice rank() of `data` is reduced, and the
 // others hold partial results.
@@ -38,4 +38,4 @@ void star_broadcast(Team& team, std::span<std::byte> data, int root);
 // log2 n steps of empty messages.
 void dissemination_barrier(Team& team);
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -3,7 +3,7 @@
 #include "collective/message_passing/algorithms.h"
 #include "kernels/reduce.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 namespace {
 
 // Receives everybody's buffer, and leaves the reduction in `data`. mean is divided here, as kernels::reduce does.
@@ -12,8 +12,8 @@ void gather_and_reduce(Team& team, const ElementOp& reduction, std::byte* data, 
   const auto place = (bytes + 63) / 64 * 64;
   const auto n = static_cast<std::size_t>(team.size());
   auto* const others = team.scratch().take(place * n);
-  std::vector<Outgoing> outgoing;
-  std::vector<Incoming> incoming;
+  std::vector<transport::Outgoing> outgoing;
+  std::vector<transport::Incoming> incoming;
   std::vector<const void*> inputs;
   for (int r = 0; r < team.size(); ++r) {
     auto* const theirs = others + place * static_cast<std::size_t>(r);
@@ -40,11 +40,11 @@ void star_reduce(Team& team, const ElementOp& reduction, std::byte* data, std::s
 
 void star_broadcast(Team& team, std::span<std::byte> data, int root) {
   if (team.rank() != root) return team.receive(root, data);
-  std::vector<Outgoing> outgoing;
+  std::vector<transport::Outgoing> outgoing;
   for (int r = 0; r < team.size(); ++r) {
     if (r != root) outgoing.push_back({r, data.data(), data.size(), {}});
   }
   team.exchange(std::move(outgoing), {});
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -2,7 +2,7 @@
 // Programming 17(1), 1988. After the step of distance d every rank has heard of the 2d ranks below it.
 #include "collective/message_passing/algorithms.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 void dissemination_barrier(Team& team) {
   const int n = team.size(), me = team.rank();
@@ -11,4 +11,4 @@ void dissemination_barrier(Team& team) {
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

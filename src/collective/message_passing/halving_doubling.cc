@@ -8,7 +8,7 @@
 
 #include "collective/message_passing/algorithms.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 void halving_doubling_all_reduce(Team& team, const ElementOp& reduction, std::byte* data, std::size_t count) {
   const int me = team.rank();
@@ -49,4 +49,4 @@ void halving_doubling_all_reduce(Team& team, const ElementOp& reduction, std::by
   if (me < 2 * pairs) team.send(me - 1, all);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -4,7 +4,7 @@
 
 #include "kernels/accumulate.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 namespace {
 
 using Kind = Call::Kind;
@@ -109,7 +109,7 @@ void reduce(Team& team, const Call& call, Implementation implementation) {
   std::vector<std::byte> mine(slice_bytes(team.rank()));
   reduce_scatter(team, call, slices, mine.data());
   if (!root) return team.send(call.peer, mine);
-  std::vector<Incoming> incoming;
+  std::vector<transport::Incoming> incoming;
   for (int r = 0; r < team.size(); ++r) {
     auto* const place = bytes_of(call.output) + slices[static_cast<std::size_t>(r)].begin * reduction.element();
     if (r == team.rank()) {
@@ -128,7 +128,7 @@ void broadcast(Team& team, const Call& call) {
   const auto element = size_of(call.output.dtype);
   const auto slices = even_slices(call.output.count, call.output.dtype, team.size());
   if (team.rank() == call.peer) {
-    std::vector<Outgoing> outgoing;
+    std::vector<transport::Outgoing> outgoing;
     for (int r = 0; r < team.size(); ++r) {
       const auto part = part_of(data.data(), slices[static_cast<std::size_t>(r)], element);
       if (r != call.peer) outgoing.push_back({r, part.data(), part.size(), {}});
@@ -151,8 +151,8 @@ void all_gather(Team& team, const Call& call) {
 // What transfers_of says of me is what I receive; what it says of the others tells what I send.
 void exchange_parts(Team& team, const Call& call, std::span<const std::size_t> all_counts) {
   const auto element = size_of(call.input.dtype);
-  std::vector<Outgoing> outgoing;
-  std::vector<Incoming> incoming;
+  std::vector<transport::Outgoing> outgoing;
+  std::vector<transport::Incoming> incoming;
   for (const auto& transfer : transfers_of(call, team.rank(), team.size(), all_counts)) {
     auto* const into = bytes_of(call.output) + transfer.into;
     if (transfer.from == team.rank()) {
@@ -196,4 +196,4 @@ const char* run_on_channels(Team& team, const Call& call, Implementation impleme
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -5,9 +5,9 @@
 #include "collective/message_passing/message_collectives.h"
 #include "collective/messages.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
-MessageGroup::MessageGroup(const char* name, std::unique_ptr<Channels> channels, std::int64_t generation,
+MessageGroup::MessageGroup(const char* name, std::unique_ptr<transport::Channels> channels, std::int64_t generation,
                            Implementation implementation, MakeChannels make_channels)
     : name_(name),
       channels_(std::move(channels)),
@@ -32,7 +32,7 @@ const char* MessageGroup::run_among(const std::vector<int>& members, const Call&
   Team team(*channels_, members, pack(signature, sequence), deadline, name_of(call.kind), scratch_);
   try {
     return run_on_channels(team, call, implementation_, all_counts);
-  } catch (const WrongMessage& message) {
+  } catch (const transport::WrongMessage& message) {
     // Messages are out of step from here on, on all ranks.
     fail(Failure::aborted(rank(), "the ranks' calls differ"));
     throw_wrong_message(message, rank(), signature, sequence);
@@ -44,9 +44,9 @@ const char* MessageGroup::exchange(std::span<const Call> calls, Deadline deadlin
   return "message";
 }
 
-std::shared_ptr<GroupBackend> MessageGroup::make(Bootstrap& members, Deadline deadline) const {
+std::shared_ptr<GroupBackend> MessageGroup::make(cluster::Bootstrap& members, Deadline deadline) const {
   return std::make_shared<MessageGroup>(name_, make_channels_(members, deadline), members.generation(), implementation_,
                                         make_channels_);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -9,14 +9,14 @@
 #include "collective/message_passing/team.h"
 #include "lockstep/world.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 class MessageGroup final : public GroupBackend {
  public:
-  using MakeChannels = std::function<std::unique_ptr<Channels>(Bootstrap& members, Deadline deadline)>;
+  using MakeChannels = std::function<std::unique_ptr<transport::Channels>(cluster::Bootstrap& members, Deadline deadline)>;
 
   // `make_channels` connects other members in the same way.
-  MessageGroup(const char* name, std::unique_ptr<Channels> channels, std::int64_t generation,
+  MessageGroup(const char* name, std::unique_ptr<transport::Channels> channels, std::int64_t generation,
                Implementation implementation, MakeChannels make_channels);
 
   const char* name() const override { return name_; }
@@ -25,7 +25,7 @@ class MessageGroup final : public GroupBackend {
   std::int64_t generation() const override { return generation_; }
   const char* run(const Call& call, Deadline deadline) override;
   const char* exchange(std::span<const Call> calls, Deadline deadline) override;
-  std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override;
+  std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override;
   Memory allocate(std::size_t bytes) override { return private_memory(bytes); }
   void fail(const Failure& failure) override { channels_->fail(failure); }
 
@@ -41,7 +41,7 @@ class MessageGroup final : public GroupBackend {
 
  private:
   const char* const name_;
-  const std::unique_ptr<Channels> channels_;
+  const std::unique_ptr<transport::Channels> channels_;
   const std::int64_t generation_;
   const Implementation implementation_;
   const MakeChannels make_channels_;
@@ -50,4 +50,4 @@ class MessageGroup final : public GroupBackend {
   Scratch scratch_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -3,7 +3,7 @@
 #include "collective/message_passing/algorithms.h"
 #include "kernels/accumulate.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 void pairwise_reduce_scatter(Team& team, const ElementOp& reduction, const std::byte* data,
                              const std::vector<Slice>& slices, std::byte* result) {
@@ -24,7 +24,7 @@ void pairwise_reduce_scatter(Team& team, const ElementOp& reduction, const std::
   }
   auto* const sum = reinterpret_cast<float*>(team.scratch().take(mine.count() * sizeof(float)));
   kernels::widen(reduction.dtype, sum, data + mine.begin * element, mine.count());
-  const Consumer fold = [&](std::size_t at, const std::byte* arrived, std::size_t bytes) {
+  const transport::Consumer fold = [&](std::size_t at, const std::byte* arrived, std::size_t bytes) {
     kernels::accumulate_wide(reduction.op, reduction.dtype, sum + at / element, arrived, bytes / element);
   };
   for (int step = 1; step < n; ++step) {
@@ -36,4 +36,4 @@ void pairwise_reduce_scatter(Team& team, const ElementOp& reduction, const std::
   kernels::narrow(reduction.dtype, result, sum, mine.count());
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -5,7 +5,7 @@
 // round the ring and has everybody's part when it comes to the rank whose number it has.
 #include "collective/message_passing/algorithms.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 void ring_reduce_scatter(Team& team, const ElementOp& reduction, std::byte* data, const std::vector<Slice>& slices) {
   const int n = team.size(), me = team.rank();
@@ -26,4 +26,4 @@ void ring_all_gather(Team& team, std::size_t element, std::byte* data, const std
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

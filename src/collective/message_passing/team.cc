@@ -4,7 +4,7 @@
 
 #include "kernels/accumulate.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 std::byte* Scratch::take(std::size_t bytes) {
   if (bytes > bytes_) {
@@ -14,7 +14,7 @@ std::byte* Scratch::take(std::size_t bytes) {
   return memory_.get();
 }
 
-Team::Team(Channels& channels, std::vector<int> members, const MessageTag& tag, Deadline deadline,
+Team::Team(transport::Channels& channels, std::vector<int> members, const transport::MessageTag& tag, Deadline deadline,
            const char* operation, Scratch& scratch)
     : channels_(channels),
       members_(std::move(members)),
@@ -25,7 +25,7 @@ Team::Team(Channels& channels, std::vector<int> members, const MessageTag& tag, 
   rank_ = static_cast<int>(std::find(members_.begin(), members_.end(), channels.rank()) - members_.begin());
 }
 
-void Team::exchange(std::vector<Outgoing> outgoing, std::vector<Incoming> incoming) {
+void Team::exchange(std::vector<transport::Outgoing> outgoing, std::vector<transport::Incoming> incoming) {
   for (auto& message : outgoing) {
     message.to = members_[static_cast<std::size_t>(message.to)];
     message.tag = tag_;
@@ -52,10 +52,10 @@ void Team::receive_and_fold(int from, const ElementOp& reduction, std::byte* int
   exchange({}, {{from, nullptr, count * reduction.element(), &fold, {}}});
 }
 
-Consumer folding(const ElementOp& reduction, std::byte* into) {
+transport::Consumer folding(const ElementOp& reduction, std::byte* into) {
   return [=](std::size_t at, const std::byte* data, std::size_t bytes) {
     kernels::accumulate(reduction.op, reduction.dtype, into + at, data, bytes / reduction.element());
   };
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -8,7 +8,7 @@
 #include "collective/calls.h"
 #include "transport/channels.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 // Memory that is taken again and again. Not zeroed; aligned to 64 bytes.
 class Scratch {
@@ -33,14 +33,14 @@ struct ElementOp {
 class Team {
  public:
   // `members`: ranks of `channels`, this one among them.
-  Team(Channels& channels, std::vector<int> members, const MessageTag& tag, Deadline deadline, const char* operation,
+  Team(transport::Channels& channels, std::vector<int> members, const transport::MessageTag& tag, Deadline deadline, const char* operation,
        Scratch& scratch);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(members_.size()); }
 
   // As Channels::exchange, with ranks of the team.
-  void exchange(std::vector<Outgoing> outgoing, std::vector<Incoming> incoming);
+  void exchange(std::vector<transport::Outgoing> outgoing, std::vector<transport::Incoming> incoming);
 
   // One message to a rank and one from a rank, side by side.
   void swap(int to, std::span<const std::byte> out, int from, std::span<std::byte> in);
@@ -58,9 +58,9 @@ class Team {
   Scratch& scratch() { return scratch_; }
 
  private:
-  Channels& channels_;
+  transport::Channels& channels_;
   const std::vector<int> members_;
-  const MessageTag tag_;
+  const transport::MessageTag tag_;
   const Deadline deadline_;
   const char* const operation_;
   Scratch& scratch_;
@@ -73,6 +73,6 @@ inline std::span<std::byte> part_of(std::byte* data, const Slice& slice, std::si
 }
 
 // Calls with (data, at, bytes) fold into `into`.
-Consumer folding(const ElementOp& reduction, std::byte* into);
+transport::Consumer folding(const ElementOp& reduction, std::byte* into);
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

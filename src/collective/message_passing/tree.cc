@@ -5,7 +5,7 @@
 // the one d below it.
 #include "collective/message_passing/algorithms.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 void tree_reduce(Team& team, const ElementOp& reduction, std::byte* data, std::size_t count, int root) {
   const int n = team.size(), number = (team.rank() - root + n) % n;
@@ -28,4 +28,4 @@ void tree_broadcast(Team& team, std::span<std::byte> data, int root) {
   }
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

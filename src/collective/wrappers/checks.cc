@@ -9,32 +9,32 @@
 namespace lockstep {
 namespace {
 
-class Checks final : public Wrapper {
+class Checks final : public collective::Wrapper {
  public:
   Checks(std::shared_ptr<GroupBackend> checked, std::int64_t calls)
-      : Wrapper(std::move(checked)), calls_(calls), left_(calls) {}
+      : collective::Wrapper(std::move(checked)), calls_(calls), left_(calls) {}
 
   // The groups that are split from it are checked as well, from their first call on.
-  std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override {
-    return std::make_shared<Checks>(Wrapper::make(members, deadline), calls_);
+  std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override {
+    return std::make_shared<Checks>(collective::Wrapper::make(members, deadline), calls_);
   }
 
   const char* run(const Call& call, Deadline deadline) override {
-    if (left_ != 0 && !is_message(call)) {
+    if (left_ != 0 && !collective::is_message(call)) {
       if (left_ > 0) --left_;
-      on_behalf_of(call, [&] { compare(signature_of(call), deadline); });
+      collective::on_behalf_of(call, [&] { compare(collective::signature_of(call), deadline); });
     }
-    return Wrapper::run(call, deadline);
+    return collective::Wrapper::run(call, deadline);
   }
 
  private:
-  void compare(const Signature& signature, Deadline deadline) {
+  void compare(const collective::Signature& signature, Deadline deadline) {
     auto mine = pack(signature);
-    std::vector<SignatureWords> all(static_cast<std::size_t>(size()));
+    std::vector<collective::SignatureWords> all(static_cast<std::size_t>(size()));
     inner().run(Call::all_gather({mine.data(), mine.size(), DType::int64},
                                  {all.data(), all.size() * mine.size(), DType::int64}),
                 deadline);
-    std::map<SignatureWords, int> votes;
+    std::map<collective::SignatureWords, int> votes;
     for (const auto& words : all) ++votes[words];
     if (votes.size() == 1) return;
     const auto usual = std::max_element(votes.begin(), votes.end(), [](const auto& a, const auto& b) {
@@ -44,9 +44,9 @@ class Checks final : public Wrapper {
     std::string calls;
     for (std::size_t r = 0; r < all.size(); ++r) {
       if (most && all[r] == usual) continue;
-      calls += text(calls.empty() ? "" : ", ", "rank ", r, " calls ", signature_in(all[r]).describe());
+      calls += text(calls.empty() ? "" : ", ", "rank ", r, " calls ", collective::signature_in(all[r]).describe());
     }
-    if (most) calls += text(", the others call ", signature_in(usual).describe());
+    if (most) calls += text(", the others call ", collective::signature_in(usual).describe());
     throw InvalidArgument(text("the ranks' calls differ: ", calls));
   }
 

@@ -9,16 +9,16 @@
 namespace lockstep {
 namespace {
 
-class Faults final : public Wrapper {
+class Faults final : public collective::Wrapper {
  public:
   Faults(std::shared_ptr<GroupBackend> victim, std::vector<Fault> faults)
-      : Wrapper(std::move(victim)), faults_(std::move(faults)) {}
+      : collective::Wrapper(std::move(victim)), faults_(std::move(faults)) {}
 
   const char* run(const Call& call, Deadline deadline) override {
-    return with_hook([&] { return Wrapper::run(call, deadline); });
+    return with_hook([&] { return collective::Wrapper::run(call, deadline); });
   }
   const char* exchange(std::span<const Call> calls, Deadline deadline) override {
-    return with_hook([&] { return Wrapper::exchange(calls, deadline); });
+    return with_hook([&] { return collective::Wrapper::exchange(calls, deadline); });
   }
 
  private:

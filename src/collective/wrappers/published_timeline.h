@@ -4,7 +4,7 @@
 #include "lockstep/group.h"
 #include "lockstep/store.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 // Whether this process's launcher wants to have it (LOCKSTEP_TIMELINE).
 bool timeline_is_wanted();
@@ -13,4 +13,4 @@ bool timeline_is_wanted();
 // the store when the group ends. Collective: the first such group of a process sets its clock, from one barrier.
 Group with_published_timeline(const Group& group, const Store& store, Deadline deadline);
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

@@ -76,19 +76,19 @@ nlohmann::json Timeline::State::of_rank(int rank, std::int64_t group) {
 
 namespace {
 
-class Recorder : public Wrapper {
+class Recorder : public collective::Wrapper {
  public:
   Recorder(std::shared_ptr<GroupBackend> recorded, std::shared_ptr<Timeline::State> state)
-      : Wrapper(std::move(recorded)), state_(std::move(state)) {}
+      : collective::Wrapper(std::move(recorded)), state_(std::move(state)) {}
 
   const char* run(const Call& call, Deadline deadline) override {
     return record(call, std::max(call.input.bytes(), call.output.bytes()),
-                  [&] { return Wrapper::run(call, deadline); });
+                  [&] { return collective::Wrapper::run(call, deadline); });
   }
   const char* exchange(std::span<const Call> calls, Deadline deadline) override {
     std::size_t bytes = 0;
     for (const auto& call : calls) bytes += call.input.bytes() + call.output.bytes();
-    return record(calls.front(), bytes, [&] { return Wrapper::exchange(calls, deadline); });
+    return record(calls.front(), bytes, [&] { return collective::Wrapper::exchange(calls, deadline); });
   }
 
  protected:
@@ -123,7 +123,7 @@ class PublishingRecorder final : public Recorder {
 
   ~PublishingRecorder() override {
     try {
-      leave_text(store_, kTimelines, dumped(state()->of_rank(rank(), number_)), Deadline::after(kToPublish));
+      cluster::leave_text(store_, cluster::kTimelines, dumped(state()->of_rank(rank(), number_)), Deadline::after(kToPublish));
     } catch (const Error& error) {
       log_warning(text("the timeline of rank ", rank(), " is lost: ", error.what()));
     }
@@ -171,12 +171,12 @@ void Timeline::write(const std::string& path, const Group& group, Deadline deadl
   write_file(path, std::move(events));
 }
 
-bool timeline_is_wanted() {
+bool collective::timeline_is_wanted() {
   const char* const wanted = std::getenv("LOCKSTEP_TIMELINE");
   return wanted != nullptr && std::string(wanted) == "1";
 }
 
-Group with_published_timeline(const Group& group, const Store& store, Deadline deadline) {
+Group collective::with_published_timeline(const Group& group, const Store& store, Deadline deadline) {
   const auto root = store.without_prefix();
   std::int64_t number = group.rank() == 0 ? root.add("groups with a timeline", 1, deadline) : 0;
   group.broadcast(buffer_of(std::span(&number, 1)), 0, deadline);

@@ -3,7 +3,7 @@
 
 #include "collective/backend.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 class Wrapper : public GroupBackend {
  public:
@@ -17,7 +17,7 @@ class Wrapper : public GroupBackend {
   const char* exchange(std::span<const Call> calls, Deadline deadline) override {
     return inner_->exchange(calls, deadline);
   }
-  std::shared_ptr<GroupBackend> make(Bootstrap& members, Deadline deadline) const override {
+  std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override {
     return inner_->make(members, deadline);
   }
   Memory allocate(std::size_t bytes) override { return inner_->allocate(bytes); }
@@ -30,4 +30,4 @@ class Wrapper : public GroupBackend {
   const std::shared_ptr<GroupBackend> inner_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

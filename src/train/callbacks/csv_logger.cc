@@ -74,7 +74,7 @@ std::function<void()> CSVLogger::load(const Archive& archive, const std::string&
   return [this, lines = archive.entry(prefix + "/lines")] {
     try {
       const auto part = std::as_bytes(std::span(lines));
-      write_file_atomically(filename_, {&part, 1});
+      checkpoint::write_file_atomically(filename_, {&part, 1});
     } catch (const IoError& error) {
       log_warning(text("CSVLogger: ", error.what(), "; lines that were written after the checkpoint stay"));
     }

@@ -19,7 +19,7 @@
 #include "base/text.h"
 #include "lockstep/error.h"
 
-namespace lockstep {
+namespace lockstep::train {
 namespace {
 
 constexpr std::array<std::uint32_t, 256> make_crc32c_table() {
@@ -121,4 +121,4 @@ void EventFile::flush() {
   if (!file_) throw IoError(text("cannot write TensorBoard's log ", path_, ": ", std::strerror(errno)));
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::train

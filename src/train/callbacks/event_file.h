@@ -5,7 +5,7 @@
 #include <fstream>
 #include <string>
 
-namespace lockstep {
+namespace lockstep::train {
 
 // Appends scalars to a new file in a folder, which is made if missing. One thread. Throws IoError naming the file.
 class EventFile {
@@ -26,4 +26,4 @@ class EventFile {
   std::ofstream file_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::train

@@ -10,7 +10,7 @@
 #include "base/text.h"
 #include "lockstep/callbacks.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 inline bool up_is_better(Mode mode, const std::string& name) {
   if (mode != Mode::automatic) return mode == Mode::max;
@@ -35,4 +35,4 @@ inline bool is_better(Mode mode, const std::string& name, double value, double t
   return up_is_better(mode, name) ? value > than : value < than;
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::train

@@ -10,7 +10,7 @@
 
 #include "base/text.h"
 
-namespace lockstep {
+namespace lockstep::train {
 namespace {
 
 constexpr int kBarWidth = 20;
@@ -101,4 +101,4 @@ void ProgressBar::on_epoch_end(int, const Logs& logs) {
 
 void ProgressBar::on_interrupt() { std::cout << "\ninterrupted after step " << counter() << '\n' << std::flush; }
 
-}  // namespace lockstep
+}  // namespace lockstep::train

@@ -6,7 +6,7 @@
 
 #include "lockstep/callback.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 class ProgressBar : public Callback {
  public:
@@ -34,4 +34,4 @@ bool is_terminal();
 // "469/469 - 3s - 6ms/step" and the like, followed by the values, on stdout.
 void print_line(const std::string& beginning, const Logs& logs);
 
-}  // namespace lockstep
+}  // namespace lockstep::train

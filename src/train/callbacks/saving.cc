@@ -90,7 +90,7 @@ void ModelCheckpoint::on_train_begin() {
   }
   // A callback of the user's may add logs of its own.
   const bool known = std::all_of(impl.callbacks.begin(), impl.callbacks.end(), [](const AnyCallback& callback) {
-    return name_of_type(*callback.operator->()).starts_with("lockstep::");
+    return train::name_of_type(*callback.operator->()).starts_with("lockstep::");
   });
   fill_in(filepath_, [&](const std::string& name) {
     if (std::find(names.begin(), names.end(), name) != names.end()) return 0.0;
@@ -99,7 +99,7 @@ void ModelCheckpoint::on_train_begin() {
     throw InvalidArgument(
         text("ModelCheckpoint: no log is called {", name, "} as in ", filepath_, why, "; there are ", join(names)));
   });
-  impl.workers().run_on_rank_0([&] { require_writable_folder(fixed_folder_of(filepath_)); });
+  impl.workers().run_on_rank_0([&] { checkpoint::require_writable_folder(fixed_folder_of(filepath_)); });
 }
 
 void ModelCheckpoint::on_train_batch_end(std::int64_t batch, const Logs& logs) {
@@ -120,8 +120,8 @@ void ModelCheckpoint::on_interrupt() {
 }
 
 bool ModelCheckpoint::improves(const Logs& logs) {
-  const auto value = monitored("ModelCheckpoint", options_.monitor, logs);
-  if (!value || (best_ && !is_better(options_.mode, options_.monitor, *value, *best_))) return false;
+  const auto value = train::monitored("ModelCheckpoint", options_.monitor, logs);
+  if (!value || (best_ && !train::is_better(options_.mode, options_.monitor, *value, *best_))) return false;
   best_ = value;
   return true;
 }
@@ -168,10 +168,10 @@ void BackupAndRestore::on_train_begin() {
   auto& impl = unwrap(model());
   bool there = false;
   impl.workers().run_on_rank_0([&] {
-    const bool done_here = keep_at_success(file_);
+    const bool done_here = checkpoint::keep_at_success(file_);
     lock_ = std::make_shared<FolderLock>(folder_, "backup.lock", Deadline::after(kForOneThatEnds));
-    if (done_here) remove_file(file_);  // of a fit that this program has done
-    there = file_exists(file_);
+    if (done_here) checkpoint::remove_file(file_);  // of a fit that this program has done
+    there = checkpoint::file_exists(file_);
   });
   if (impl.workers().broadcast(there ? "there" : "") != "there") return;
   model().load_checkpoint(file_);
@@ -201,7 +201,7 @@ void BackupAndRestore::on_interrupt() { model().save_checkpoint(file_); }
 
 void BackupAndRestore::on_train_end() {
   model().save_checkpoint(file_);  // what other callbacks made of it
-  if (options_.delete_checkpoint && model().strategy().is_chief()) remove_at_success(file_, lock_);
+  if (options_.delete_checkpoint && model().strategy().is_chief()) checkpoint::remove_at_success(file_, lock_);
 }
 
 }  // namespace lockstep

@@ -39,14 +39,14 @@ void EarlyStopping::on_train_begin() {
 }
 
 bool EarlyStopping::better(double value, double than) const {
-  const double delta = up_is_better(options_.mode, options_.monitor) ? -options_.min_delta : options_.min_delta;
-  return is_better(options_.mode, options_.monitor, value + delta, than);
+  const double delta = train::up_is_better(options_.mode, options_.monitor) ? -options_.min_delta : options_.min_delta;
+  return train::is_better(options_.mode, options_.monitor, value + delta, than);
 }
 
 // The order of keras.callbacks.EarlyStopping: an improvement resets the patience only when it also beats the baseline.
 void EarlyStopping::on_epoch_end(int epoch, const Logs& logs) {
   if (epoch < options_.start_from_epoch) return;
-  const auto found = monitored("EarlyStopping", options_.monitor, logs);
+  const auto found = train::monitored("EarlyStopping", options_.monitor, logs);
   if (!found) return;
   const double value = *found;
   if (options_.restore_best_weights && !best_weights_) {
@@ -93,7 +93,7 @@ std::function<void()> EarlyStopping::load(const Archive& archive, const std::str
     if (!loaded.best_weights_) loaded.best_weights_.emplace();
     loaded.best_weights_->tensors[name.substr(weights.size())] = tensor;
   }
-  if (loaded.best_weights_) check_weights(*loaded.best_weights_, unwrap(model().module()));
+  if (loaded.best_weights_) train::check_weights(*loaded.best_weights_, unwrap(model().module()));
   return [this, loaded = std::move(loaded)] { *this = loaded; };
 }
 

@@ -13,13 +13,13 @@ namespace lockstep {
 struct TensorBoard::Writers {
   explicit Writers(const std::filesystem::path& log_dir) : directory(log_dir) {}
 
-  EventFile& train() { return train_file ? *train_file : train_file.emplace((directory / "train").string()); }
-  EventFile& validation() {
+  train::EventFile& train() { return train_file ? *train_file : train_file.emplace((directory / "train").string()); }
+  train::EventFile& validation() {
     return validation_file ? *validation_file : validation_file.emplace((directory / "validation").string());
   }
 
   std::filesystem::path directory;
-  std::optional<EventFile> train_file, validation_file;
+  std::optional<train::EventFile> train_file, validation_file;
 };
 
 TensorBoard::TensorBoard(std::string log_dir, TensorBoardOptions options)

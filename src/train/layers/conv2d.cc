@@ -23,38 +23,38 @@ void warn_of_channels_last(const Tensor& input) {
 
 }  // namespace
 
-Conv2DSpec::Conv2DSpec(std::int64_t filters, Size2D kernel_size, Conv2DOptions options)
+train::Conv2DSpec::Conv2DSpec(std::int64_t filters, Size2D kernel_size, Conv2DOptions options)
     : filters_(filters), window_{kernel_size, options.strides, options.dilation_rate}, options_(std::move(options)) {
-  check_padding_name("Conv2D", options_.padding);
-  require_positive("Conv2D: filters", filters);
-  require_positive("Conv2D: groups", options_.groups);
+  train::check_padding_name("Conv2D", options_.padding);
+  train::require_positive("Conv2D: filters", filters);
+  train::require_positive("Conv2D: groups", options_.groups);
   for (const auto& size : {window_.size, window_.strides, window_.dilation}) {
-    require_positive("Conv2D: a kernel size, stride or dilation rate", std::min(size.height, size.width));
+    train::require_positive("Conv2D: a kernel size, stride or dilation rate", std::min(size.height, size.width));
   }
 }
 
-BuiltLayer Conv2DSpec::build(const Tensor& input) const {
-  require_dims("Conv2D", input, 4, "[batch, channels, height, width]");
+BuiltLayer train::Conv2DSpec::build(const Tensor& input) const {
+  train::require_dims("Conv2D", input, 4, "[batch, channels, height, width]");
   const auto channels = input.size(1);
   warn_of_channels_last(input);
   if (channels % options_.groups != 0 || filters_ % options_.groups != 0) {
     throw InvalidArgument(text("Conv2D: ", channels, " channels and ", filters_, " filters cannot be divided into ",
                                options_.groups, " groups"));
   }
-  auto module = std::make_shared<ParameterModule>();
+  auto module = std::make_shared<train::ParameterModule>();
   module->weight =
       module->make("weight", {filters_, channels / options_.groups, window_.size.height, window_.size.width},
                    options_.kernel_initializer);
   module->bias = module->make("bias", {filters_}, options_.bias_initializer, options_.use_bias);
   return {module, [module, window = window_, options = options_](const Tensor& x) {
-            const auto image = pad_unevenly(x, padding_of(options.padding, x, window));
-            const auto y = at::conv2d(in_fastest_order(image.x), module->weight, module->bias, pair(window.strides),
-                                      image.padding, pair(window.dilation), options.groups);
+            const auto image = train::pad_unevenly(x, train::padding_of(options.padding, x, window));
+            const auto y = at::conv2d(in_fastest_order(image.x), module->weight, module->bias, train::pair(window.strides),
+                                      image.padding, train::pair(window.dilation), options.groups);
             return options.activation(y);
           }};
 }
 
 Conv2D::Conv2D(std::int64_t filters, Size2D kernel_size, Conv2DOptions options)
-    : Layer(std::make_shared<Conv2DSpec>(filters, kernel_size, std::move(options))) {}
+    : Layer(std::make_shared<train::Conv2DSpec>(filters, kernel_size, std::move(options))) {}
 
 }  // namespace lockstep

@@ -4,7 +4,7 @@
 #include "train/layers/padding.h"
 #include "train/layers/parameter_module.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 class Conv2DSpec final : public LayerSpec {
  public:
@@ -21,4 +21,4 @@ class Conv2DSpec final : public LayerSpec {
   Conv2DOptions options_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::train

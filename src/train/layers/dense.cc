@@ -10,13 +10,13 @@ namespace {
 class DenseSpec final : public LayerSpec {
  public:
   DenseSpec(std::int64_t units, DenseOptions options) : units_(units), options_(std::move(options)) {
-    require_positive("Dense: units", units);
+    train::require_positive("Dense: units", units);
   }
   std::string kind() const override { return "dense"; }
   BuiltLayer build(const Tensor& input) const override {
     if (input.dim() < 2)
       throw InvalidArgument(text("Dense: the input has shape ", input.sizes(), "; it must be [batch, ..., features]"));
-    auto module = std::make_shared<ParameterModule>();
+    auto module = std::make_shared<train::ParameterModule>();
     module->weight = module->make("weight", {units_, input.size(-1)}, options_.kernel_initializer);
     module->bias = module->make("bias", {units_}, options_.bias_initializer, options_.use_bias);
     if (options_.activation.name() == "relu") {
@@ -36,12 +36,12 @@ class EmbeddingSpec final : public LayerSpec {
  public:
   EmbeddingSpec(std::int64_t input_dim, std::int64_t output_dim, EmbeddingOptions options)
       : input_dim_(input_dim), output_dim_(output_dim), options_(std::move(options)) {
-    require_positive("Embedding: input_dim", input_dim);
-    require_positive("Embedding: output_dim", output_dim);
+    train::require_positive("Embedding: input_dim", input_dim);
+    train::require_positive("Embedding: output_dim", output_dim);
   }
   std::string kind() const override { return "embedding"; }
   BuiltLayer build(const Tensor&) const override {
-    auto module = std::make_shared<ParameterModule>();
+    auto module = std::make_shared<train::ParameterModule>();
     module->weight = module->make("weight", {input_dim_, output_dim_}, options_.embeddings_initializer);
     return {module, [module](const Tensor& x) { return at::embedding(module->weight, x.to(at::kLong)); }};
   }
@@ -58,7 +58,7 @@ class DropoutSpec final : public LayerSpec {
   }
   std::string kind() const override { return "dropout"; }
   BuiltLayer build(const Tensor&) const override {
-    auto module = std::make_shared<ParameterModule>();  // knows whether it trains
+    auto module = std::make_shared<train::ParameterModule>();  // knows whether it trains
     return {module, [module, rate = rate_](const Tensor& x) { return at::dropout(x, rate, module->is_training()); }};
   }
 

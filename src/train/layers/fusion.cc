@@ -4,7 +4,7 @@
 #include "train/layers/conv2d.h"
 #include "train/layers/pooling.h"
 
-namespace lockstep {
+namespace lockstep::train {
 namespace {
 
 bool is(const Size2D& size, std::int64_t both) { return size.height == both && size.width == both; }
@@ -41,4 +41,4 @@ Fused fuse(const std::vector<Layer>& layers, const std::vector<BuiltLayer>& buil
   return {built[i].forward};
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::train

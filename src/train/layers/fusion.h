@@ -6,7 +6,7 @@
 
 #include "lockstep/layers.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 // What computes `layers[i]` and those after it that it finds a common operator for.
 struct Fused {
@@ -17,4 +17,4 @@ struct Fused {
 // `built` are the layers, built, in their order.
 Fused fuse(const std::vector<Layer>& layers, const std::vector<BuiltLayer>& built, std::size_t i);
 
-}  // namespace lockstep
+}  // namespace lockstep::train

@@ -5,7 +5,7 @@
 namespace lockstep {
 namespace {
 
-struct BatchNormModule : ParameterModule {
+struct BatchNormModule : train::ParameterModule {
   BatchNormModule(std::int64_t channels, const BatchNormalizationOptions& settings) : options(settings) {
     weight = make("weight", {channels}, "ones", options.scale);
     bias = make("bias", {channels}, "zeros", options.center);
@@ -60,7 +60,7 @@ class LayerNormSpec final : public LayerSpec {
   explicit LayerNormSpec(const LayerNormalizationOptions& options) : options_(options) {}
   std::string kind() const override { return "layer_normalization"; }
   BuiltLayer build(const Tensor& input) const override {
-    auto module = std::make_shared<ParameterModule>();
+    auto module = std::make_shared<train::ParameterModule>();
     const auto features = input.size(-1);
     module->weight = module->make("weight", {features}, "ones", options_.scale);
     module->bias = module->make("bias", {features}, "zeros", options_.center);

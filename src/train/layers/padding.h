@@ -11,7 +11,7 @@
 #include "lockstep/error.h"
 #include "lockstep/layers.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 // A window that moves over an image.
 struct Window {
@@ -63,4 +63,4 @@ inline PaddedImage pad_unevenly(const Tensor& x, const Padding& padding) {
 
 inline std::array<std::int64_t, 2> pair(const Size2D& size) { return {size.height, size.width}; }
 
-}  // namespace lockstep
+}  // namespace lockstep::train

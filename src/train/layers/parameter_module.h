@@ -7,7 +7,7 @@
 #include "lockstep/error.h"
 #include "lockstep/layers.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 struct ParameterModule : torch::nn::Module {
   // Registers `name` with the given sizes, filled by `initializer`; an undefined tensor when not `wanted`.
@@ -32,4 +32,4 @@ inline void require_dims(const char* layer, const Tensor& input, std::int64_t di
   throw InvalidArgument(text(layer, ": the input has shape ", input.sizes(), "; it must be ", names));
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::train

@@ -4,7 +4,7 @@
 #include "train/layers/padding.h"
 #include "train/layers/parameter_module.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 class PoolingSpec final : public LayerSpec {
  public:
@@ -24,4 +24,4 @@ class PoolingSpec final : public LayerSpec {
   std::string padding_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::train

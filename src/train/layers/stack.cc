@@ -9,7 +9,7 @@
 
 namespace lockstep {
 
-StackModule::StackModule(const std::vector<Layer>& layers, Tensor input) {
+train::StackModule::StackModule(const std::vector<Layer>& layers, Tensor input) {
   const at::NoGradGuard no_grad;
   std::map<std::string, int> made;
   std::vector<BuiltLayer> built_layers;
@@ -38,13 +38,13 @@ StackModule::StackModule(const std::vector<Layer>& layers, Tensor input) {
     }
   }
   for (std::size_t i = 0; i < layers.size();) {
-    auto fused = fuse(layers, built_layers, i);
+    auto fused = train::fuse(layers, built_layers, i);
     forwards_.push_back(std::move(fused.forward));
     i += fused.layers;
   }
 }
 
-Tensor StackModule::forward(Tensor x) const {
+Tensor train::StackModule::forward(Tensor x) const {
   for (const auto& layer : forwards_) x = layer(x);
   return x;
 }
@@ -56,7 +56,7 @@ class NestedSpec final : public LayerSpec {
   explicit NestedSpec(std::vector<Layer> layers) : layers_(std::move(layers)) {}
   std::string kind() const override { return "sequential"; }
   BuiltLayer build(const Tensor& input) const override {
-    auto module = std::make_shared<StackModule>(layers_, input);
+    auto module = std::make_shared<train::StackModule>(layers_, input);
     return {module, [module](const Tensor& x) { return module->forward(x); }};
   }
 

@@ -7,7 +7,7 @@
 
 #include "lockstep/layers.h"
 
-namespace lockstep {
+namespace lockstep::train {
 
 class StackModule : public torch::nn::Module {
  public:
@@ -30,4 +30,4 @@ class StackModule : public torch::nn::Module {
   std::vector<Line> lines_;
 };
 
-}  // namespace lockstep
+}  // namespace lockstep::train

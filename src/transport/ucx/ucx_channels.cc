@@ -9,7 +9,7 @@
 #include "transport/failure_channel.h"
 #include "transport/ucx/worker.h"
 
-namespace lockstep {
+namespace lockstep::transport {
 namespace {
 
 using ucx::Request;
@@ -284,4 +284,4 @@ std::unique_ptr<Channels> make_ucx_channels(const ChannelOptions& options, const
   return std::make_unique<UcxChannels>(options, all_gather, deadline);
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::transport

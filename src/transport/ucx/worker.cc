@@ -132,7 +132,7 @@ void Worker::connect(int rank, const std::string& address) {
   require(ucx_, status, text("connect to rank ", rank).c_str());
 }
 
-Request Worker::send(int to, const MessageTag& tag, std::uint64_t message_bytes, const std::byte* data,
+Request Worker::send(int to, const transport::MessageTag& tag, std::uint64_t message_bytes, const std::byte* data,
                      std::size_t bytes) {
   auto& peer = peers_[static_cast<std::size_t>(to)];
   const Header header{tag, message_bytes, peer.sent++, rank_};

@@ -14,7 +14,7 @@ namespace lockstep::ucx {
 
 // A piece of a message, and whose it is.
 struct Header {
-  MessageTag tag;
+  transport::MessageTag tag;
   std::uint64_t message_bytes;
   std::uint32_t number;  // of the pieces from one rank to another, counted from 0
   std::int32_t from;
@@ -77,7 +77,7 @@ class Worker {
   int descriptor() const { return descriptor_; }
   bool arm() { return ucx_.ucp_worker_arm(worker_) == UCS_OK; }
 
-  Request send(int to, const MessageTag& tag, std::uint64_t message_bytes, const std::byte* data, std::size_t bytes);
+  Request send(int to, const transport::MessageTag& tag, std::uint64_t message_bytes, const std::byte* data, std::size_t bytes);
   // Ends when UCX holds nothing more of what was sent to `to`, which may take progress on both sides.
   Request flush(int to);
 
