@@ -3,8 +3,8 @@
 //   ddp_step --model seed_cnn --rank 1 --size 2 --store 127.0.0.1:29511
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <lockstep/collective/make_group.h>
 #include <lockstep/ddp.h>
-#include <lockstep/world.h>
 #include <torch/optim/adam.h>
 
 #include <CLI/CLI.hpp>

@@ -2,9 +2,9 @@
 //   build/release/lockstep run -n 2 build/release/examples/ddp
 //   mpirun -np 2 build/release/examples/ddp
 // Without one this process trains alone. docs/launching.md says what the launchers need for several machines.
-#include <lockstep/dataset.h>
+#include <lockstep/collective/job.h>
+#include <lockstep/data/dataset.h>
 #include <lockstep/ddp.h>
-#include <lockstep/job.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/functional/pooling.h>
 #include <torch/nn/modules/conv.h>

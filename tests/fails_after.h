@@ -1,7 +1,7 @@
 // For tests: a training that breaks off.
 #pragma once
 
-#include <lockstep/callback.h>
+#include <lockstep/train/callback.h>
 
 #include <stdexcept>
 

@@ -6,6 +6,7 @@
 
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
+#include "ddp/ranks_testing.h"
 #include "horovod/ranks_testing.h"
 #include "tests/workers.h"
 #include "train/model_impl.h"
@@ -64,6 +65,23 @@ TEST(HorovodFit, RanksTogetherAreOneProcessOnAllExamples) {
       other.load_weights(initial);
       other.fit(data_of(rank, ranks), {.epochs = 3, .verbose = 0});
       EXPECT_LE(largest_difference(weights_of(other), summed), 1e-9);
+    });
+  }
+}
+
+// Without Horovod: each process gives all the data, and trains on its part of every batch.
+TEST(RanksOfAnOptimizer, DivideTheSameData) {
+  const auto initial = (fresh_folder("horovod_fit", "divided") / "initial").string();
+  const auto expected = alone(13, adam(), initial);
+  for (const int ranks : {2, 3}) {
+    ddp::on_ranks(ranks, [&](const Group& group) {
+      const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
+      auto options = adam().options();
+      options.gradient_ranks = GradientRanks{.ranks = group, .own_data = false};
+      auto model = make_model(at::kDouble, Optimizer(adam().shared_rule(), options));
+      model.load_weights(initial);
+      model.fit(data_of(0, 1), {.epochs = 13, .verbose = 0});
+      EXPECT_LE(largest_difference(weights_of(model), expected), 1e-9);
     });
   }
 }

@@ -38,8 +38,8 @@ class Recorded : public testing::Test {
 
   // Weights after one step for each batch; variables lie on "the device", which here is the CPU.
   static Tensor train(bool jit_compile, const std::vector<Example>& batches) {
-    const Strategy strategy(std::make_shared<StrategyImpl>(
-        strategy::StrategySettings{.devices = {"cpu:0"}, .threads_per_replica = 1, .placement = gradient::Placement::device}));
+    const Strategy strategy(std::make_shared<StrategyImpl>(strategy::StrategySettings{
+        .devices = {"cpu:0"}, .threads_per_replica = 1, .placement = gradient::Placement::device}));
     const auto scope = strategy.scope();
     set_random_seed(3);
     Sequential model({Dense(8, {.activation = "relu"}), Dropout(0.5), Dense(3)});

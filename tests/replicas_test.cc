@@ -360,7 +360,8 @@ TEST(Replicas, RunningStatisticsAreAveragedForEvaluation) {
   Archive saved;
   model.module().trackable().save(saved, "");
   const auto expected = (x.narrow(0, 0, 4).mean(0) + x.narrow(0, 4, 4).mean(0)) / 2;
-  EXPECT_TRUE(torch::allclose(data::from_stored(saved.tensor("batch_normalization.running_mean")), expected, 1e-5, 1e-6));
+  EXPECT_TRUE(
+      torch::allclose(data::from_stored(saved.tensor("batch_normalization.running_mean")), expected, 1e-5, 1e-6));
 
   // Outputs are those of the averages, and training goes on with each replica's own.
   Sequential same({BatchNormalization(), Dense(3)});

@@ -18,8 +18,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "lockstep/communicator.h"
-#include "lockstep/gradient_hook.h"
+#include "lockstep/collective/communicator.h"
+#include "lockstep/gradient/gradient_hook.h"
 
 namespace torch::nn {
 class Module;

@@ -17,10 +17,10 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/callback.h"
-#include "lockstep/dataset.h"
-#include "lockstep/model.h"
-#include "lockstep/strategy.h"
+#include "lockstep/data/dataset.h"
+#include "lockstep/strategy/strategy.h"
+#include "lockstep/train/callback.h"
+#include "lockstep/train/model.h"
 
 namespace lockstep {
 

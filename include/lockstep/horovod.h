@@ -32,9 +32,9 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/cluster.h"
-#include "lockstep/group.h"
-#include "lockstep/tensor.h"
+#include "lockstep/cluster/cluster.h"
+#include "lockstep/collective/group.h"
+#include "lockstep/ops/tensor.h"
 
 namespace c10 {
 struct IValue;
@@ -176,5 +176,5 @@ std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::
 
 }  // namespace lockstep::horovod
 
-#include "lockstep/horovod_callbacks.h"
-#include "lockstep/horovod_optimizer.h"
+#include "lockstep/horovod/callbacks.h"
+#include "lockstep/horovod/optimizer.h"

@@ -8,9 +8,9 @@
 #include "base/hash.h"
 #include "base/resources.h"
 #include "base/text.h"
-#include "lockstep/deadline.h"
-#include "lockstep/error.h"
-#include "lockstep/random.h"
+#include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/random.h"
 
 namespace lockstep {
 namespace {

@@ -1,4 +1,4 @@
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 #include <cstring>
 

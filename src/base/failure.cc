@@ -4,7 +4,7 @@
 #include <chrono>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep {
 namespace {

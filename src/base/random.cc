@@ -1,4 +1,4 @@
-#include "lockstep/random.h"
+#include "lockstep/base/random.h"
 
 #include "base/hash.h"
 #include "base/mutex.h"

@@ -1,4 +1,4 @@
-#include "lockstep/version.h"
+#include "lockstep/base/version.h"
 
 namespace lockstep {
 

@@ -14,7 +14,7 @@
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "checkpoint/folder_lock.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::checkpoint {
 namespace {

@@ -1,5 +1,5 @@
 // TensorFlow's index file `checkpoint`, and Checkpoint and CheckpointManager on top of it.
-#include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/checkpoint.h"
 
 #include <algorithm>
 #include <filesystem>
@@ -81,7 +81,9 @@ fs::path folder_of(const std::string& path) {
 std::string latest_checkpoint(const std::string& directory) {
   const auto index = read_index(directory);
   const auto path_of = [&](const std::string& name) { return (fs::path(directory) / name).string(); };
-  const auto is_there = [&](const std::string& name) { return checkpoint::file_exists(checkpoint_file(path_of(name))); };
+  const auto is_there = [&](const std::string& name) {
+    return checkpoint::file_exists(checkpoint_file(path_of(name)));
+  };
   if (index.latest.empty()) return {};
   if (is_there(index.latest)) return path_of(index.latest);
   const auto older = std::find_if(index.all.rbegin(), index.all.rend(), is_there);

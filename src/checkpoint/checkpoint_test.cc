@@ -1,4 +1,4 @@
-#include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/checkpoint.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@
 
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace {
 

@@ -10,7 +10,7 @@
 
 #include "base/file_descriptor.h"
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::checkpoint {
 namespace fs = std::filesystem;

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "base/file_descriptor.h"
-#include "lockstep/deadline.h"
+#include "lockstep/base/deadline.h"
 
 namespace lockstep {
 

@@ -11,8 +11,8 @@
 
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
-#include "lockstep/checkpoint.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
+#include "lockstep/checkpoint/checkpoint.h"
 
 namespace lockstep::checkpoint {
 namespace {

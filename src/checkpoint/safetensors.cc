@@ -20,7 +20,7 @@
 #include "base/text.h"
 #include "checkpoint/atomic_file.h"
 #include "checkpoint/safetensors.h"
-#include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/checkpoint.h"
 
 namespace lockstep {
 namespace {

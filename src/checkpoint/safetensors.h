@@ -5,7 +5,7 @@
 #include <span>
 #include <string>
 
-#include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/checkpoint.h"
 
 namespace lockstep::checkpoint {
 

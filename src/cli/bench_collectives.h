@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/world.h"
+#include "lockstep/collective/make_group.h"
 
 namespace lockstep::cli {
 

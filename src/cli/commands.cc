@@ -7,7 +7,7 @@
 
 #include "base/resources.h"
 #include "base/text.h"
-#include "lockstep/checkpoint.h"
+#include "lockstep/checkpoint/checkpoint.h"
 
 namespace lockstep::cli {
 namespace {

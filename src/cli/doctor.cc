@@ -12,10 +12,10 @@
 
 #include "base/resources.h"
 #include "base/text.h"
-#include "lockstep/communicator.h"
-#include "lockstep/job.h"
-#include "lockstep/version.h"
-#include "lockstep/world.h"
+#include "lockstep/base/version.h"
+#include "lockstep/collective/communicator.h"
+#include "lockstep/collective/job.h"
+#include "lockstep/collective/make_group.h"
 
 namespace lockstep::cli {
 

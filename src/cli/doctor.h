@@ -3,7 +3,7 @@
 
 #include <iosfwd>
 
-#include "lockstep/cluster.h"
+#include "lockstep/cluster/cluster.h"
 
 namespace lockstep::cli {
 

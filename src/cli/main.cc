@@ -9,8 +9,8 @@
 #include "cli/commands.h"
 #include "cli/doctor.h"
 #include "launch/launcher.h"
-#include "lockstep/error.h"
-#include "lockstep/version.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/version.h"
 
 namespace {
 
@@ -60,8 +60,8 @@ struct PlaceArguments {
   }
 
   lockstep::launch::LaunchOptions finished(std::vector<std::string> command) {
-    if (!hosts.empty()) options.hosts = lockstep::parse_hosts(hosts);
-    if (!hostfile.empty()) options.hosts = lockstep::read_hostfile(hostfile);
+    if (!hosts.empty()) options.hosts = lockstep::launch::parse_hosts(hosts);
+    if (!hostfile.empty()) options.hosts = lockstep::launch::read_hostfile(hostfile);
     options.command = std::move(command);
     return options;
   }

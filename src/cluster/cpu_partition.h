@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "cluster/bootstrap.h"
-#include "lockstep/world.h"
+#include "lockstep/cluster/world.h"
 
 namespace lockstep::cluster {
 

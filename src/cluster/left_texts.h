@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/store.h"
+#include "lockstep/cluster/store.h"
 
 namespace lockstep::cluster {
 

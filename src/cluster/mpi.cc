@@ -1,7 +1,7 @@
 // What the mpirun of Open MPI and that of MPICH set.
 #include "base/text.h"
 #include "cluster/resolvers.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/socket.h"
 
 namespace lockstep::cluster {
@@ -49,8 +49,9 @@ std::optional<Cluster> from_mpich(const Environment& environment) {
   pmi_descriptor(environment);  // throws where it is none
   cluster.holds_store = world.rank == 0;
   if (cluster.holds_store) {
-    cluster.store = world.local_size == world.size ? "127.0.0.1:0"
-                                                   : transport::address_towards(world.host, Deadline::after(kForOwnName)) + ":0";
+    cluster.store = world.local_size == world.size
+                        ? "127.0.0.1:0"
+                        : transport::address_towards(world.host, Deadline::after(kForOwnName)) + ":0";
   }
   return cluster;
 }

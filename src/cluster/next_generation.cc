@@ -3,7 +3,7 @@
 #include <chrono>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::cluster {
 namespace {

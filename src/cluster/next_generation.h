@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "lockstep/store.h"
-#include "lockstep/world.h"
+#include "lockstep/cluster/store.h"
+#include "lockstep/cluster/world.h"
 
 namespace lockstep::cluster {
 

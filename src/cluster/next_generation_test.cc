@@ -8,7 +8,7 @@
 
 #include "base/expect_says_testing.h"
 #include "base/mutex.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::cluster {
 namespace {

@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::cluster {
 namespace {

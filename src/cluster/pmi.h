@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "lockstep/deadline.h"
+#include "lockstep/base/deadline.h"
 
 namespace lockstep::cluster {
 

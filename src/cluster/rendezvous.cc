@@ -12,7 +12,7 @@
 #include "cluster/resolvers.h"
 #include "cluster/store_bootstrap.h"
 #include "cluster/watch_launcher.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/socket.h"
 
 namespace lockstep::cluster {
@@ -116,7 +116,9 @@ Store held(const Cluster& cluster, Deadline deadline) {
 
 // Debian gives a machine's own name an address that leads nowhere else.
 void require_reachable(const World& world, const std::string& named) {
-  if (world.local_size == world.size || named.empty() || transport::is_loopback(named) || !transport::is_loopback(world.address)) return;
+  if (world.local_size == world.size || named.empty() || transport::is_loopback(named) ||
+      !transport::is_loopback(world.address))
+    return;
   throw ClusterError(
       text("the ranks are on several hosts, but on this one ", named, " is ", world.address,
            ", which the others cannot reach; name rank 0's host by another address, or mend /etc/hosts"));
@@ -164,7 +166,8 @@ Rendezvous rendezvous(const Cluster& resolved, Deadline deadline) {
   Rendezvous found{cluster.world, holds ? held(cluster, deadline) : connect(place, deadline)};
   const bool has_port = cluster.job.empty() && !cluster.store.empty();
   const auto named = through_pmi(cluster) ? "" : has_port ? host_of(cluster.store, kStore) : cluster.store;
-  found.world.address = transport::address_towards(named.empty() ? host_of(found.store.address(), kStore) : named, deadline);
+  found.world.address =
+      transport::address_towards(named.empty() ? host_of(found.store.address(), kStore) : named, deadline);
   require_reachable(found.world, named);
   take_place(found, deadline);
   return found;

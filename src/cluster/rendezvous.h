@@ -1,8 +1,8 @@
 // How the processes of a job find each other.
 #pragma once
 
-#include "lockstep/cluster.h"
-#include "lockstep/store.h"
+#include "lockstep/cluster/cluster.h"
+#include "lockstep/cluster/store.h"
 
 namespace lockstep::cluster {
 

@@ -2,7 +2,7 @@
 
 #include "base/text.h"
 #include "cluster/resolvers.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep {
 namespace {
@@ -19,7 +19,8 @@ std::string cluster::text_of(const Environment& environment, const char* name) {
   return value;
 }
 
-std::int64_t cluster::number_of(const Environment& environment, const char* name, std::int64_t least, std::int64_t most) {
+std::int64_t cluster::number_of(const Environment& environment, const char* name, std::int64_t least,
+                                std::int64_t most) {
   const auto value = cluster::text_of(environment, name);
   const auto number = whole_number(value);
   if (!number || *number < least || *number > most) {
@@ -71,7 +72,8 @@ std::optional<Cluster> cluster::from_torchrun(const Environment& environment) {
   world.size = static_cast<int>(cluster::number_of(environment, "WORLD_SIZE", 1, cluster::kMostRanks));
   world.rank = static_cast<int>(cluster::number_of(environment, "RANK", 0, world.size - 1));
   const auto optional = [&](const char* name, std::int64_t otherwise) {
-    return static_cast<int>(environment(name) == nullptr ? otherwise : cluster::number_of(environment, name, 0, cluster::kMostRanks));
+    return static_cast<int>(
+        environment(name) == nullptr ? otherwise : cluster::number_of(environment, name, 0, cluster::kMostRanks));
   };
   if (environment("LOCAL_RANK") != nullptr) {
     world.local_size = static_cast<int>(cluster::number_of(environment, "LOCAL_WORLD_SIZE", 1, world.size));
@@ -101,8 +103,8 @@ std::optional<Cluster> cluster::from_kubeflow(const Environment& environment) {
   world.rank = static_cast<int>(cluster::number_of(environment, "PET_NODE_RANK", 0, world.size - 1));
   if (world.size == 1) return cluster;
   world.host = text("node ", world.rank);
-  cluster.store =
-      text(cluster::text_of(environment, "PET_MASTER_ADDR"), ":", cluster::number_of(environment, "PET_MASTER_PORT", 1, 65535));
+  cluster.store = text(cluster::text_of(environment, "PET_MASTER_ADDR"), ":",
+                       cluster::number_of(environment, "PET_MASTER_PORT", 1, 65535));
   cluster.holds_store = world.rank == 0;
   return cluster;
 }
@@ -123,7 +125,8 @@ void require_rank(const Environment& environment) {
 Cluster resolve_cluster(const Environment& environment) {
   std::optional<Cluster> found;
   for (const auto resolver :
-       {cluster::from_lockstep_run, cluster::from_tf_config, cluster::from_torchrun, cluster::from_kubeflow, cluster::from_open_mpi, cluster::from_mpich, cluster::from_slurm}) {
+       {cluster::from_lockstep_run, cluster::from_tf_config, cluster::from_torchrun, cluster::from_kubeflow,
+        cluster::from_open_mpi, cluster::from_mpich, cluster::from_slurm}) {
     // Under Slurm, mpirun has its own daemons started as the tasks of a step: what srun says is about them.
     if (resolver == cluster::from_slurm && found) break;
     const auto other = resolver(environment);

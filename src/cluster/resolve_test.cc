@@ -4,7 +4,7 @@
 #include "base/text.h"
 #include "cluster/node_list.h"
 #include "cluster/resolvers.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::cluster {
 namespace {

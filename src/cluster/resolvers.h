@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/cluster.h"
+#include "lockstep/cluster/cluster.h"
 
 namespace lockstep::cluster {
 

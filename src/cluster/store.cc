@@ -1,4 +1,4 @@
-#include "lockstep/store.h"
+#include "lockstep/cluster/store.h"
 
 #include <algorithm>
 #include <optional>
@@ -7,7 +7,7 @@
 #include "base/text.h"
 #include "cluster/store_server.h"
 #include "cluster/strings.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/socket.h"
 
 namespace lockstep {
@@ -129,7 +129,8 @@ std::vector<std::string> Store::State::ask(std::uint32_t code, const std::vector
   try {
     if (!known) transport::introduce(socket, access, cluster::store_greeting(), deadline);
     const auto bytes = cluster::pack(items);
-    transport::write_value(socket, cluster::StoreFrame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())}, deadline);
+    transport::write_value(
+        socket, cluster::StoreFrame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())}, deadline);
     transport::write_all(socket, std::as_bytes(std::span(bytes)), deadline);
     answer = read_answer(socket, deadline);
     MutexLock lock(mutex);
@@ -139,7 +140,8 @@ std::vector<std::string> Store::State::ask(std::uint32_t code, const std::vector
   } catch (const ClusterError& error) {
     throw ClusterError(text("the store at ", address, ": ", error.what()));
   }
-  if (answer.code == cluster::StoreFrame::refused) throw ClusterError(text("the store at ", address, ": ", answer.items[0]));
+  if (answer.code == cluster::StoreFrame::refused)
+    throw ClusterError(text("the store at ", address, ": ", answer.items[0]));
   if (answer.code == cluster::StoreFrame::abandoned) throw ClusterError(answer.items[0]);
   if (answers >= 0 && answer.items.size() != static_cast<std::size_t>(answers)) {
     throw ClusterError(

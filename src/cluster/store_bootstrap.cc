@@ -3,7 +3,7 @@
 #include <unistd.h>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/all_gather.h"
 
 namespace lockstep::cluster {

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "cluster/bootstrap.h"
-#include "lockstep/store.h"
-#include "lockstep/world.h"
+#include "lockstep/cluster/store.h"
+#include "lockstep/cluster/world.h"
 
 namespace lockstep::cluster {
 

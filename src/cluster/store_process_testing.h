@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/child_process_testing.h"
-#include "lockstep/store.h"
+#include "lockstep/cluster/store.h"
 #include "transport/socket.h"
 
 namespace lockstep::cluster {

@@ -5,7 +5,7 @@
 
 #include "base/text.h"
 #include "cluster/resolvers.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::cluster {
 namespace {

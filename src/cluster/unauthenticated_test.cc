@@ -15,7 +15,7 @@
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
 #include "cluster/store_process_testing.h"
-#include "lockstep/store.h"
+#include "lockstep/cluster/store.h"
 #include "transport/connections.h"
 #include "transport/socket.h"
 #include "transport/user_token.h"
@@ -45,7 +45,8 @@ TEST(UserToken, IsMadeOnceForItsOwnerAlone) {
 TEST(UserToken, ProcessesThatMakeItAtTheSameTimeHaveTheSame) {
   const auto home = fresh_folder("strangers", "together").string();
   std::vector<std::future<std::string>> tokens;
-  for (int i = 0; i < 8; ++i) tokens.push_back(std::async(std::launch::async, [&] { return transport::user_token(home); }));
+  for (int i = 0; i < 8; ++i)
+    tokens.push_back(std::async(std::launch::async, [&] { return transport::user_token(home); }));
   const auto token = transport::user_token(home);
   for (auto& other : tokens) EXPECT_EQ(other.get(), token);
 }

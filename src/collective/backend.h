@@ -7,7 +7,7 @@
 
 #include "base/failure.h"
 #include "cluster/bootstrap.h"
-#include "lockstep/group.h"
+#include "lockstep/collective/group.h"
 
 namespace lockstep {
 

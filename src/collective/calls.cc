@@ -21,11 +21,11 @@ bool has_root(Kind kind) {
   return kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::gather || kind == Kind::scatter;
 }
 
-std::string words_of(const Buffer& buffer) { return text(buffer.count, " x ", name_of(buffer.dtype)); }
+std::string words_of(const ConstBuffer& buffer) { return text(buffer.count, " x ", name_of(buffer.dtype)); }
 
 std::size_t sum(const Counts& counts) { return std::accumulate(counts.begin(), counts.end(), std::size_t{0}); }
 
-void require_count(const Call& call, const char* which, const Buffer& buffer, std::size_t wanted) {
+void require_count(const Call& call, const char* which, const ConstBuffer& buffer, std::size_t wanted) {
   if (buffer.count == wanted) return;
   throw InvalidArgument(
       text(name_of(call.kind), ": the ", which, " is ", words_of(buffer), "; it must have ", wanted, " elements"));
@@ -38,8 +38,8 @@ void require_length(const Call& call, const Counts& counts, int size) {
 }
 
 // Checks the one who has the whole against the parts.
-void require_parts(const Call& call, const char* name, const Buffer& whole, const Buffer& part, int rank, int size,
-                   bool has_whole, bool has_part) {
+void require_parts(const Call& call, const char* name, const ConstBuffer& whole, const ConstBuffer& part, int rank,
+                   int size, bool has_whole, bool has_part) {
   const auto all = call.counts.empty() ? part.count * static_cast<std::size_t>(size) : sum(call.counts);
   if (has_part && !call.counts.empty()) {
     require_count(call, name == std::string("output") ? "input" : "output", part,
@@ -71,10 +71,14 @@ void check_call(const Call& call, int rank, int size) {
   if (is_message(call) && at_root) {
     throw InvalidArgument(text(name_of(call.kind), ": rank ", rank, " names itself; nothing is sent to oneself"));
   }
-  for (const auto& buffer : {call.input, call.output}) {
+  for (const auto& buffer : {call.input, ConstBuffer(call.output)}) {
     size_of(buffer.dtype);  // throws for a dtype that does not exist
     if (buffer.data == nullptr && buffer.count > 0) {
       throw InvalidArgument(text(name_of(call.kind), ": a buffer of ", words_of(buffer), " has no data"));
+    }
+    if (buffer.device != MemoryDevice()) {
+      throw InvalidArgument(text(name_of(call.kind), ": a buffer of ", words_of(buffer), " is on ",
+                                 name_of(buffer.device), "; this Group moves memory of the host: copy it there first"));
     }
   }
   require_dtype(call);

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/group.h"
+#include "lockstep/collective/group.h"
 
 namespace lockstep::collective {
 
@@ -81,6 +81,7 @@ struct Transfer {
 std::vector<Transfer> transfers_of(const Call& call, int rank, int size, std::span<const std::size_t> all_counts = {});
 
 inline std::byte* bytes_of(const Buffer& buffer) { return static_cast<std::byte*>(buffer.data); }
+inline const std::byte* bytes_of(const ConstBuffer& buffer) { return static_cast<const std::byte*>(buffer.data); }
 
 // memcpy that allows nothing to be copied, and a copy onto itself.
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);

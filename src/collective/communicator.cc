@@ -1,4 +1,4 @@
-#include "lockstep/communicator.h"
+#include "lockstep/collective/communicator.h"
 
 #include <algorithm>
 #include <numeric>

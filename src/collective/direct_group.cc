@@ -77,7 +77,8 @@ DirectGroup::Way DirectGroup::exchange_descriptors(const Call& call, Deadline de
   fail_point("direct.before_descriptor");
   mine.sequence.set(posted_);
   fail_point("direct.descriptor_written");
-  member_->wait_for_all([this](int r) -> transport::Signal& { return descriptor(r).sequence; }, posted_, deadline, operation);
+  member_->wait_for_all([this](int r) -> transport::Signal& { return descriptor(r).sequence; }, posted_, deadline,
+                        operation);
   fail_point("direct.descriptors_read");
 
   bool small = true, direct = true;
@@ -94,7 +95,8 @@ DirectGroup::Way DirectGroup::exchange_descriptors(const Call& call, Deadline de
 void DirectGroup::synchronize(const char* operation, Deadline deadline) {
   fail_point("direct.before_synchronize");
   staging_slot(rank()).done.set(++synchronized_);
-  member_->wait_for_all([this](int r) -> transport::Signal& { return staging_slot(r).done; }, synchronized_, deadline, operation);
+  member_->wait_for_all([this](int r) -> transport::Signal& { return staging_slot(r).done; }, synchronized_, deadline,
+                        operation);
   fail_point("direct.synchronized");
 }
 

@@ -34,7 +34,7 @@ class DirectGroup : public GroupBackend {
   // Where the others find a buffer, or CallDescriptor::kPrivate; and where this rank finds `bytes` that another showed,
   // which throws ClusterError where that is no place of the other's. see_new is called before each call's descriptors
   // are read.
-  virtual std::int64_t place_of(const Buffer& buffer) = 0;
+  virtual std::int64_t place_of(const ConstBuffer& buffer) = 0;
   virtual std::byte* at_place(int rank, std::int64_t place, std::size_t bytes) const = 0;
   virtual void see_new() {}
 

@@ -1,4 +1,4 @@
-#include "lockstep/group.h"
+#include "lockstep/collective/group.h"
 
 #include <algorithm>
 #include <cstdlib>

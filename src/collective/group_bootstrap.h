@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "cluster/bootstrap.h"
-#include "lockstep/group.h"
+#include "lockstep/collective/group.h"
 
 namespace lockstep::collective {
 

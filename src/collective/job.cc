@@ -1,4 +1,4 @@
-#include "lockstep/job.h"
+#include "lockstep/collective/job.h"
 
 #include <optional>
 
@@ -7,7 +7,7 @@
 #include "cluster/next_generation.h"
 #include "cluster/rendezvous.h"
 #include "collective/wrappers/published_timeline.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep {
 namespace {

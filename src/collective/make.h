@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "collective/backend.h"
-#include "lockstep/world.h"
+#include "lockstep/collective/make_group.h"
 #include "transport/signal.h"
 
 namespace lockstep::collective {
@@ -18,12 +18,13 @@ struct Place {
 };
 
 // Collective among the members, which all give the same options.
-std::shared_ptr<GroupBackend> make_shm_backend(cluster::Bootstrap& members, const Place& place, const GroupOptions& options,
-                                               Deadline deadline);
+std::shared_ptr<GroupBackend> make_shm_backend(cluster::Bootstrap& members, const Place& place,
+                                               const GroupOptions& options, Deadline deadline);
 
 // `network`: "tcp" or "ucx".
-std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, cluster::Bootstrap& members, const Place& place,
-                                                   const GroupOptions& options, transport::SpinThenBlock spin, Deadline deadline);
+std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, cluster::Bootstrap& members,
+                                                   const Place& place, const GroupOptions& options,
+                                                   transport::SpinThenBlock spin, Deadline deadline);
 
 // Groups of ranks of one host over shared memory, and all of them over options.network. `hosts[r]`: the name of rank
 // r's host.

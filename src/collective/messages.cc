@@ -13,7 +13,8 @@ Signature message_signature(const Call& call) {
 
 }  // namespace
 
-void throw_wrong_message(const transport::WrongMessage& message, int rank, const Signature& mine, std::uint32_t sequence) {
+void throw_wrong_message(const transport::WrongMessage& message, int rank, const Signature& mine,
+                         std::uint32_t sequence) {
   const auto theirs = sequence_in(message.tag);
   if (signature_in(message.tag) == mine && theirs != sequence) {
     throw InvalidArgument(text("the ranks' calls differ: rank ", rank, " is in its collective call number ", sequence,

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/world.h"
+#include "lockstep/collective/make_group.h"
 #include "transport/ucx_channels.h"
 
 namespace lockstep::collective {

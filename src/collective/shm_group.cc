@@ -15,7 +15,7 @@ class ShmGroup final : public DirectGroup {
         place_(place),
         options_(options),
         heap_(std::make_shared<transport::SharedHeap>(member()->shared_space(), rank(), std::move(rendezvous.heaps),
-                                           options.heap_bytes)) {}
+                                                      options.heap_bytes)) {}
 
   const char* name() const override { return "shm"; }
   std::int64_t generation() const override { return member()->generation(); }
@@ -31,7 +31,7 @@ class ShmGroup final : public DirectGroup {
   }
 
  private:
-  std::int64_t place_of(const Buffer& buffer) override { return heap_->place_of(buffer.data, buffer.bytes()); }
+  std::int64_t place_of(const ConstBuffer& buffer) override { return heap_->place_of(buffer.data, buffer.bytes()); }
   std::byte* at_place(int rank, std::int64_t place, std::size_t bytes) const override {
     return heap_->at(rank, place, bytes);
   }
@@ -45,14 +45,14 @@ static_assert(CallDescriptor::kPrivate == -1);  // as SharedHeap's
 
 }  // namespace
 
-std::shared_ptr<GroupBackend> make_shm_backend(cluster::Bootstrap& members, const Place& place, const GroupOptions& options,
-                                               Deadline deadline) {
+std::shared_ptr<GroupBackend> make_shm_backend(cluster::Bootstrap& members, const Place& place,
+                                               const GroupOptions& options, Deadline deadline) {
   std::vector<int> names;
   for (int r = 0; r < members.size(); ++r) names.push_back(members.name_of(r));
   const auto all_gather = [&](const std::string& mine) { return members.all_gather(mine, deadline); };
   return std::make_shared<ShmGroup>(
       transport::rendezvous_in_shared_memory(members.rank(), DirectGroup::layout(members.size()), members.generation(),
-                                  spin_in_memory(members.size(), place.cores), names, all_gather, deadline),
+                                             spin_in_memory(members.size(), place.cores), names, all_gather, deadline),
       place, options);
 }
 

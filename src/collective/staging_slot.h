@@ -35,7 +35,7 @@ struct StagingSlot {
   static constexpr std::size_t kWindow = 2 * 1024 * 1024;
 
   CallDescriptor descriptors[2];
-  alignas(64) transport::Signal done;               // counts the meetings within calls
+  alignas(64) transport::Signal done;    // counts the meetings within calls
   alignas(64) std::byte input[kWindow];  // of large calls with private buffers: what the others need of this input
   alignas(64) std::byte sum[kWindow];    // this rank's slice of the sums
 };

@@ -37,7 +37,8 @@ SpacesOnOffer spaces_on_offer;
 
 class ThreadGroup final : public collective::DirectGroup {
  public:
-  ThreadGroup(const std::shared_ptr<transport::SharedSpace>& space, int rank, transport::SpinThenBlock spin, std::int64_t generation)
+  ThreadGroup(const std::shared_ptr<transport::SharedSpace>& space, int rank, transport::SpinThenBlock spin,
+              std::int64_t generation)
       : collective::DirectGroup(std::make_shared<transport::SpaceMember>(space, rank, generation, spin)) {}
 
   const char* name() const override { return "threads"; }
@@ -56,7 +57,7 @@ class ThreadGroup final : public collective::DirectGroup {
   Memory allocate(std::size_t bytes) override { return collective::private_memory(bytes); }
 
  private:
-  std::int64_t place_of(const Buffer& buffer) override { return std::bit_cast<std::intptr_t>(buffer.data); }
+  std::int64_t place_of(const ConstBuffer& buffer) override { return std::bit_cast<std::intptr_t>(buffer.data); }
   std::byte* at_place(int, std::int64_t place, std::size_t) const override { return std::bit_cast<std::byte*>(place); }
 };
 

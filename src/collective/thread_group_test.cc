@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "base/fail_point.h"
-#include "lockstep/group.h"
+#include "lockstep/collective/group.h"
 
 namespace lockstep::collective {
 namespace {

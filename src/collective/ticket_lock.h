@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "base/mutex.h"
-#include "lockstep/deadline.h"
+#include "lockstep/base/deadline.h"
 
 namespace lockstep::collective {
 

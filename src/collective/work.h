@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "base/mutex.h"
-#include "lockstep/group.h"
+#include "lockstep/collective/group.h"
 
 namespace lockstep {
 

@@ -1,6 +1,6 @@
 // Making groups, and what is said when it cannot be done.
-#include "lockstep/world.h"
 #include "base/expect_says_testing.h"
+#include "lockstep/collective/make_group.h"
 
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@
 
 #include "cluster/store_server.h"
 #include "collective/ranks_testing.h"
-#include "lockstep/group_wrappers.h"
+#include "lockstep/collective/group_wrappers.h"
 #include "transport/connections.h"
 #include "transport/socket.h"
 
@@ -115,7 +115,9 @@ TEST(Store, BadAddressesAndStrangersAreNamed) {
 
   // What answers is no store.
   const auto listener = transport::listen_at("127.0.0.1:0", {});
-  std::jthread server([&] { transport::write_value(transport::accept_from(listener, soon()), std::array<char, 96>{"SSH-2.0"}, soon()); });
+  std::jthread server([&] {
+    transport::write_value(transport::accept_from(listener, soon()), std::array<char, 96>{"SSH-2.0"}, soon());
+  });
   expect_says(message_of<ClusterError>([&] { Store::connect(transport::local_address(listener), soon()); }),
               "it does not speak Lockstep's protocol");
 }
@@ -132,7 +134,8 @@ TEST(Store, IsForThoseWithItsToken) {
   const auto stranger = transport::connect_to(store.address(), soon());
   transport::write_value(stranger, transport::fresh(cluster::store_greeting()), soon());
   transport::read_value<std::array<char, sizeof(transport::Greeting) + sizeof(transport::Proof)>>(stranger, soon());
-  transport::write_value(stranger, std::pair(transport::Proof{}, cluster::StoreFrame{.code = cluster::StoreFrame::missing}), soon());
+  transport::write_value(
+      stranger, std::pair(transport::Proof{}, cluster::StoreFrame{.code = cluster::StoreFrame::missing}), soon());
   EXPECT_THROW(transport::read_value<char>(stranger, soon()), ClusterError);  // closed
   EXPECT_EQ(store.get("a", soon()), "1");
 }

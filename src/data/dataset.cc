@@ -1,9 +1,9 @@
-#include "lockstep/dataset.h"
+#include "lockstep/data/dataset.h"
 
 #include "base/text.h"
 #include "data/idx.h"
 #include "data/stage.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep {
 namespace {
@@ -87,7 +87,9 @@ Dataset Dataset::map(std::function<Example(Example)> function, MapOptions option
   return Dataset(data::make_map_stage(stage_, std::move(function), options), options_);
 }
 
-Dataset Dataset::cache(const std::string& file) const { return Dataset(data::make_cache_stage(stage_, file), options_); }
+Dataset Dataset::cache(const std::string& file) const {
+  return Dataset(data::make_cache_stage(stage_, file), options_);
+}
 
 Dataset Dataset::shuffle(std::int64_t buffer_size, ShuffleOptions options) const {
   require(buffer_size >= 1, "shuffle", "buffer_size", buffer_size, "at least 1");

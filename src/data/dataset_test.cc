@@ -1,5 +1,5 @@
 // Every stage against a plain list, and positions: an iterator that starts anywhere goes on as one that came there.
-#include "lockstep/dataset.h"
+#include "lockstep/data/dataset.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -9,8 +9,8 @@
 #include <filesystem>
 #include <numeric>
 
-#include "lockstep/error.h"
-#include "lockstep/random.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/random.h"
 
 namespace lockstep::data {
 namespace {

@@ -11,8 +11,8 @@
 
 #include "base/text.h"
 #include "checkpoint/files.h"
-#include "lockstep/dataset.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
+#include "lockstep/data/dataset.h"
 
 namespace lockstep {
 namespace {

@@ -9,7 +9,7 @@
 
 #include <string>
 
-#include "lockstep/tensor.h"
+#include "lockstep/ops/tensor.h"
 
 namespace lockstep::data {
 

@@ -8,8 +8,8 @@
 #include "base/hash.h"
 #include "base/text.h"
 #include "data/stage.h"
-#include "lockstep/error.h"
-#include "lockstep/random.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/random.h"
 #include "ops/replica_random.h"
 
 namespace lockstep::data {

@@ -3,7 +3,7 @@
 
 #include "base/hash.h"
 #include "data/stage.h"
-#include "lockstep/random.h"
+#include "lockstep/base/random.h"
 
 namespace lockstep::data {
 namespace {

@@ -5,7 +5,7 @@
 #include "base/seed_scope.h"
 #include "data/stage.h"
 #include "data/table_builder.h"
-#include "lockstep/random.h"
+#include "lockstep/base/random.h"
 
 namespace lockstep::data {
 namespace {

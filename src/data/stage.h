@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/dataset.h"
+#include "lockstep/data/dataset.h"
 
 namespace lockstep::internal {
 

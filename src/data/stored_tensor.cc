@@ -6,53 +6,20 @@
 #include <cstring>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
+#include "ops/dtypes.h"
 
 namespace lockstep::data {
 
-DType to_dtype(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat: return DType::float32;
-    case at::kDouble: return DType::float64;
-    case at::kHalf: return DType::float16;
-    case at::kBFloat16: return DType::bfloat16;
-    case at::kInt: return DType::int32;
-    case at::kLong: return DType::int64;
-    case at::kByte: return DType::uint8;
-    case at::kChar: return DType::int8;
-    case at::kShort: return DType::int16;
-    case at::kBool: return DType::boolean;
-    default:
-      throw InvalidArgument(text("a tensor has dtype ", type,
-                                 "; allowed are float, double, half, bfloat16, int, long, byte, char, short and bool"));
-  }
-}
-
-at::ScalarType to_scalar_type(DType dtype) {
-  switch (dtype) {
-    case DType::float32: return at::kFloat;
-    case DType::float64: return at::kDouble;
-    case DType::float16: return at::kHalf;
-    case DType::bfloat16: return at::kBFloat16;
-    case DType::int32: return at::kInt;
-    case DType::int64: return at::kLong;
-    case DType::uint8: return at::kByte;
-    case DType::int8: return at::kChar;
-    case DType::int16: return at::kShort;
-    case DType::boolean: return at::kBool;
-  }
-  throw InvalidArgument(text("DType ", static_cast<int>(dtype), " does not exist"));
-}
-
 StoredTensor to_stored(const Tensor& tensor) {
   const auto plain = tensor.detach().cpu().contiguous();
-  StoredTensor stored{to_dtype(plain.scalar_type()), plain.sizes().vec(), std::vector<std::byte>(plain.nbytes())};
+  StoredTensor stored{ops::dtype_of(plain.scalar_type()), plain.sizes().vec(), std::vector<std::byte>(plain.nbytes())};
   if (plain.nbytes() > 0) std::memcpy(stored.bytes.data(), plain.const_data_ptr(), plain.nbytes());
   return stored;
 }
 
 Tensor from_stored(const StoredTensor& stored) {
-  auto tensor = at::empty(stored.shape, to_scalar_type(stored.dtype));
+  auto tensor = at::empty(stored.shape, ops::scalar_type_of(stored.dtype));
   if (tensor.nbytes() > 0) std::memcpy(tensor.mutable_data_ptr(), stored.bytes.data(), tensor.nbytes());
   if (stored.dtype == DType::boolean) tensor.view(at::kByte).ne_(0);  // no other bytes are bools
   return tensor;

@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::data {
 namespace {

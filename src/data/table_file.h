@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "lockstep/dataset.h"
+#include "lockstep/data/dataset.h"
 
 namespace lockstep::data {
 

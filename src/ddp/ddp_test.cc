@@ -14,9 +14,9 @@
 
 #include "base/expect_says_testing.h"
 #include "ddp/ranks_testing.h"
+#include "lockstep/collective/group_wrappers.h"
 #include "lockstep/ddp.h"
-#include "lockstep/group_wrappers.h"
-#include "lockstep/sync_batch_norm.h"
+#include "lockstep/ddp/sync_batch_norm.h"
 
 namespace lockstep::ddp {
 namespace {

@@ -8,9 +8,9 @@
 #include "base/text.h"
 #include "cluster/cpu_partition.h"
 #include "gradient/gradient_reducer.h"
+#include "lockstep/base/error.h"
 #include "lockstep/ddp.h"
-#include "lockstep/error.h"
-#include "lockstep/tensor_collectives.h"
+#include "lockstep/gradient/tensor_collectives.h"
 
 namespace lockstep {
 namespace {

@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/group.h"
+#include "lockstep/collective/group.h"
 
 namespace lockstep::ddp {
 

@@ -12,8 +12,8 @@
 #include "base/child_process_testing.h"
 #include "base/text.h"
 #include "cluster/store_process_testing.h"
+#include "lockstep/collective/job.h"
 #include "lockstep/ddp.h"
-#include "lockstep/job.h"
 
 namespace lockstep::ddp {
 namespace {
@@ -49,10 +49,10 @@ std::string text_of(torch::nn::Linear& net) {
 std::string train(const std::string& store, int process, const std::string& backend) {
   const auto in_time = [] { return Deadline::after(std::chrono::seconds(30)); };
   const GroupOptions options{.backend = backend, .timeout_seconds = 30};
-  auto job = Job({.world = {.rank = process, .size = kRanks, .local_rank = process, .local_size = kRanks},
-                  .store = store,
-                  .source = "lockstep run"},
-                 30);
+  const Cluster cluster{.world = {.rank = process, .size = kRanks, .local_rank = process, .local_size = kRanks},
+                        .store = store,
+                        .source = "lockstep run"};
+  Job job(cluster, 30);
   const Communicator ranks(job.group(options), 30);
   auto net = make_net();
   auto sgd = make_optimizer(net);

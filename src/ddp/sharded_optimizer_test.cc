@@ -1,5 +1,5 @@
 // Sharded optimizers against torch::optim's own in a plain loop, in double precision.
-#include "lockstep/sharded_optimizer.h"
+#include "lockstep/ddp/sharded_optimizer.h"
 
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>

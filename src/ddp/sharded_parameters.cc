@@ -1,4 +1,4 @@
-#include "lockstep/sharded_parameters.h"
+#include "lockstep/ddp/sharded_parameters.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty_like.h>
@@ -10,7 +10,7 @@
 #include "base/text.h"
 #include "gradient/gather_in_place.h"
 #include "gradient/shard_map.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::internal {
 namespace {
@@ -66,7 +66,7 @@ struct ShardedParameters::State {
 
   const std::vector<at::Tensor> parameters;
   const Communicator ranks;
-  const gradient::ShardMap map;               // owners are ranks
+  const gradient::ShardMap map;     // owners are ranks
   std::vector<const void*> places;  // [parameter]: of its values
   const std::int64_t regroups = ranks.regroups();
   std::map<at::ScalarType, Values> values;

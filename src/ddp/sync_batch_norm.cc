@@ -1,6 +1,6 @@
 // Layers are converted by name of their tensors: LibTorch's batch_norm, which all of them call, is replaced by a kernel
 // that looks whether the tensors it was given belong to a converted layer.
-#include "lockstep/sync_batch_norm.h"
+#include "lockstep/ddp/sync_batch_norm.h"
 
 #include <ATen/Functions.h>
 #include <ATen/ops/batch_norm_compositeimplicitautograd_dispatch.h>
@@ -13,8 +13,8 @@
 
 #include "base/mutex.h"
 #include "base/text.h"
-#include "lockstep/error.h"
-#include "lockstep/group.h"
+#include "lockstep/base/error.h"
+#include "lockstep/collective/group.h"
 
 namespace lockstep {
 namespace {

@@ -9,8 +9,8 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "estimator/checkpoint_saver.h"
-#include "lockstep/error.h"
-#include "lockstep/random.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/random.h"
 #include "strategy/split.h"
 #include "train/model_impl.h"
 

@@ -7,7 +7,7 @@
 #include <numeric>
 
 #include "base/text.h"
-#include "gradient/dtypes.h"
+#include "ops/dtypes.h"
 #include "optimizer/flat_update.h"
 
 namespace lockstep::gradient {
@@ -107,7 +107,8 @@ void Bucketed::add_up(std::size_t index) {
     if (parts.empty()) return false;
     auto* const sum = mean.mutable_data_ptr<T>();
     const bool in_place = parts.size() == 1 && parts[0] == sum && scale_ == 1;
-    if (!in_place) optimizer::sum_gradients<T>(parts, {.divide_by = scale_}, sum, static_cast<std::size_t>(mean.numel()));
+    if (!in_place)
+      optimizer::sum_gradients<T>(parts, {.divide_by = scale_}, sum, static_cast<std::size_t>(mean.numel()));
     return true;
   };
   const bool any = mean.scalar_type() == at::kDouble ? add(double()) : add(float());

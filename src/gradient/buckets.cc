@@ -10,8 +10,8 @@
 #include <numeric>
 
 #include "base/text.h"
-#include "gradient/dtypes.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
+#include "ops/dtypes.h"
 
 namespace lockstep::gradient {
 namespace {
@@ -46,7 +46,7 @@ Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOption
   }
   for (const auto& slot : infos_) {
     try {
-      dtype_of(slot.dtype);
+      ops::dtype_of(slot.dtype);
     } catch (const InvalidArgument& error) {
       throw InvalidArgument(text("the parameter \"", slot.name, "\": ", error.what()));
     }
@@ -142,7 +142,7 @@ Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
   }
   const auto type = infos_[slots[0]].dtype;
   const bool in_16_bits = options_.gradient_dtype && type == at::kFloat;
-  const auto dtype = in_16_bits ? *options_.gradient_dtype : dtype_of(type);
+  const auto dtype = in_16_bits ? *options_.gradient_dtype : ops::dtype_of(type);
   const auto count = static_cast<std::int64_t>(slots.size());
   const auto total = static_cast<std::size_t>(elements + count);
   bucket.names = std::make_shared<std::string>(first_of(bucket.shown.parameters));
@@ -151,11 +151,12 @@ Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
   bucket.shown.buffer = {bucket.memory.get(), total, dtype};
   const auto whole = at::from_blob(
       bucket.memory.get(), {elements + count}, [memory = bucket.memory](void*) {},
-      at::TensorOptions(scalar_type_of(dtype)));
+      at::TensorOptions(ops::scalar_type_of(dtype)));
   bucket.input = whole.narrow(0, 0, elements);
   bucket.flags = whole.narrow(0, elements, count);
   bucket.mean = in_16_bits ? at::empty({elements}, at::TensorOptions(type)) : bucket.input;
-  bucket.own = options_.scatter ? range_of(bucket, group_.rank()) : collective::Slice{0, static_cast<std::size_t>(elements)};
+  bucket.own =
+      options_.scatter ? range_of(bucket, group_.rank()) : collective::Slice{0, static_cast<std::size_t>(elements)};
   for (std::size_t k = 0; k < slots.size(); ++k) {
     auto& slot = slots_[slots[k]];
     const auto numel = infos_[slots[k]].numel;
@@ -169,7 +170,8 @@ Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
 }
 
 collective::Slice Buckets::range_of(const Bucket& bucket, int rank) const {
-  return collective::even_slice(static_cast<std::size_t>(bucket.input.numel()), bucket.shown.buffer.dtype, rank, group_.size());
+  return collective::even_slice(static_cast<std::size_t>(bucket.input.numel()), bucket.shown.buffer.dtype, rank,
+                                group_.size());
 }
 
 Counts Buckets::counts_of(const Bucket& bucket) const {

@@ -15,8 +15,8 @@
 #include "collective/calls.h"
 #include "gradient/pass_weights.h"
 #include "gradient/shard_map.h"
-#include "lockstep/communicator.h"
-#include "lockstep/gradient_hook.h"
+#include "lockstep/collective/communicator.h"
+#include "lockstep/gradient/gradient_hook.h"
 
 namespace lockstep::gradient {
 
@@ -112,7 +112,7 @@ class Buckets {
     at::Tensor input, mean, flags;
     std::vector<std::size_t> slots;
     std::vector<std::int64_t> begins;          // of the slots in input
-    collective::Slice own;                                 // elements whose mean this rank gets
+    collective::Slice own;                     // elements whose mean this rank gets
     std::shared_ptr<const std::string> names;  // for timelines
     std::size_t missing = 0;                   // slots; guarded by mutex_
     std::optional<Work> work;

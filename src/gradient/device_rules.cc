@@ -152,7 +152,8 @@ struct Registry {
       built_in<optimizer::SGDRule>(),
       built_in<optimizer::RMSpropRule>(),
       built_in<optimizer::AdagradRule>(),
-      {typeid(optimizer::AdamRule), [](const UpdateRule& rule, const at::TensorOptions& where) -> std::unique_ptr<DeviceRule> {
+      {typeid(optimizer::AdamRule),
+       [](const UpdateRule& rule, const at::TensorOptions& where) -> std::unique_ptr<DeviceRule> {
          return std::make_unique<AdamOnDevice>(static_cast<const optimizer::AdamRule&>(rule), where);
        }}};
 };

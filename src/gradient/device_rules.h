@@ -1,7 +1,7 @@
 // Rules where their parameters lie on a GPU: a few of LibTorch's kernels for all parameters together.
 #pragma once
 
-#include "lockstep/device_rule.h"
+#include "lockstep/gradient/device_rule.h"
 
 namespace lockstep::gradient {
 

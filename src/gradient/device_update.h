@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "lockstep/device_rule.h"
+#include "lockstep/gradient/device_rule.h"
 
 namespace lockstep::gradient {
 

@@ -4,15 +4,15 @@
 #include <ATen/core/Tensor.h>
 
 #include "collective/calls.h"
-#include "gradient/dtypes.h"
-#include "lockstep/communicator.h"
+#include "lockstep/collective/communicator.h"
+#include "ops/dtypes.h"
 
 namespace lockstep::gradient {
 
 // Collective. `whole`: flat and contiguous, best in memory of the Group. Rank r has the r-th of consecutive ranges of
 // counts[r] elements, and gets the others.
 inline void gather_in_place(const Communicator& ranks, const at::Tensor& whole, const Counts& counts) {
-  const auto dtype = dtype_of(whole.scalar_type());
+  const auto dtype = ops::dtype_of(whole.scalar_type());
   const auto own = collective::share_of(counts, 0, ranks.rank());
   auto* const data = static_cast<std::byte*>(whole.data_ptr());
   ranks.group().run(Call::all_gather({data + own.begin * size_of(dtype), own.count(), dtype},

@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "ops/gradient_memory.h"
 
 namespace lockstep::gradient {

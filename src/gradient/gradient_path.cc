@@ -7,7 +7,7 @@
 #include "gradient/one_pass.h"
 #include "gradient/sharded.h"
 #include "gradient/tree.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "optimizer/describe.h"
 
 namespace lockstep {
@@ -28,18 +28,20 @@ const Communicator& ranks_of(const ReplicatedParameters& parameters, const Optim
 }
 
 std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
-                                       const Communicator& ranks, const gradient::GradientPathOptions& options) {
+                                                 const Communicator& ranks,
+                                                 const gradient::GradientPathOptions& options) {
   if (ranks.size() > 1) {
     if (const auto& own = optimizer.options().gradient_ranks) {
-      return std::make_unique<gradient::Bucketed>(parameters, ranks, gradient::BucketOptions{.gradient_dtype = own->gradient_dtype},
-                                        own->sum);
+      return std::make_unique<gradient::Bucketed>(
+          parameters, ranks, gradient::BucketOptions{.gradient_dtype = own->gradient_dtype}, own->sum);
     }
     if (options.shard_state) return std::make_unique<gradient::Sharded>(parameters, ranks, options.buckets);
     return std::make_unique<gradient::Bucketed>(parameters, ranks, options.buckets, /*sum=*/false);
   }
   if (options.exchange == gradient::Exchange::hierarchical_copy && parameters.replicas() > 1)
     return std::make_unique<gradient::Tree>(parameters);
-  if (options.exchange == gradient::Exchange::reduction_to_one_device) return std::make_unique<gradient::OnePass>(parameters, options.root);
+  if (options.exchange == gradient::Exchange::reduction_to_one_device)
+    return std::make_unique<gradient::OnePass>(parameters, options.root);
   return std::make_unique<gradient::OnePass>(parameters);
 }
 
@@ -49,7 +51,8 @@ void prepare_sync(gradient::GradientSync& sync, const Optimizer& optimizer, cons
 }
 
 std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& parameters, const Optimizer& optimizer,
-                                        const Communicator& ranks, const gradient::GradientPathOptions& options) {
+                                                  const Communicator& ranks,
+                                                  const gradient::GradientPathOptions& options) {
   parameters.update_trainable();
   auto sync = sync_for(parameters, optimizer, ranks, options);
   if (parameters.workers().size() > 1) prepare_sync(*sync, optimizer, ranks);

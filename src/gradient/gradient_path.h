@@ -67,10 +67,14 @@ class GradientPath {
   const gradient::Updater& updater() const { return updater_; }
   gradient::GradientSync& sync() { return *sync_; }
 
-  // The processes whose gradients are summed: the strategy's, or those that came with the optimizer (GradientRanks);
-  // then each has data, logs and checkpoints of its own.
+  // The processes whose gradients are summed: the strategy's, or those that came with the optimizer (GradientRanks).
   const Communicator& ranks() const { return ranks_; }
-  bool own_data() const { return ranks_.size() > 1 && updater_.optimizer().options().gradient_ranks; }
+
+  // Whether each of them trains on data of its own.
+  bool own_data() const {
+    const auto& ranks = updater_.optimizer().options().gradient_ranks;
+    return ranks_.size() > 1 && ranks && ranks->own_data;
+  }
 
  private:
   bool compares() const;

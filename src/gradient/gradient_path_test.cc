@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "gradient/optimizers_testing.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::gradient {
 namespace {

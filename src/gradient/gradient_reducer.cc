@@ -7,7 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::gradient {
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "gradient/shard_map.h"
-#include "lockstep/group.h"
+#include "lockstep/collective/group.h"
 
 namespace lockstep::gradient {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "lockstep/optimizer.h"
+#include "lockstep/optimizer/optimizer.h"
 
 namespace lockstep::gradient {
 

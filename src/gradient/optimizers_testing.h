@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "lockstep/optimizer.h"
+#include "lockstep/optimizer/optimizer.h"
 
 namespace lockstep::gradient {
 

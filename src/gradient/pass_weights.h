@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/communicator.h"
+#include "lockstep/collective/communicator.h"
 
 namespace lockstep::gradient {
 

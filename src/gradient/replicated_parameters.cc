@@ -8,10 +8,10 @@
 #include <utility>
 
 #include "base/text.h"
-#include "gradient/dtypes.h"
 #include "gradient/tensor_hash.h"
-#include "lockstep/error.h"
-#include "lockstep/tensor_collectives.h"
+#include "lockstep/base/error.h"
+#include "lockstep/gradient/tensor_collectives.h"
+#include "ops/dtypes.h"
 
 namespace lockstep {
 namespace {
@@ -47,8 +47,9 @@ void check_dtype(const gradient::ParameterSlot& slot) {
 
 }  // namespace
 
-ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, gradient::Placement placement,
-                                           const OnReplicas& on_replicas, Communicator workers)
+ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
+                                           gradient::Placement placement, const OnReplicas& on_replicas,
+                                           Communicator workers)
     : workers_(std::move(workers)), modules_(std::move(modules)), placement_(placement) {
   if (modules_.empty()) throw InvalidArgument("a model needs at least one replica");
   if (placement_ == gradient::Placement::device && replicas() > 1) {
@@ -92,12 +93,12 @@ void ReplicatedParameters::find_slots() {
   for (std::size_t i = 0; i < found.tensors.size(); ++i) {
     const auto& tensor = found.tensors[i];
     gradient::ParameterSlot slot{.name = found.names[i][0],
-                       .aliases = {found.names[i].begin() + 1, found.names[i].end()},
-                       .sizes = tensor.sizes().vec(),
-                       .dtype = tensor.scalar_type(),
-                       .numel = tensor.numel(),
-                       .trainable = tensor.requires_grad(),
-                       .flat = is_flat_dtype(tensor.scalar_type())};
+                                 .aliases = {found.names[i].begin() + 1, found.names[i].end()},
+                                 .sizes = tensor.sizes().vec(),
+                                 .dtype = tensor.scalar_type(),
+                                 .numel = tensor.numel(),
+                                 .trainable = tensor.requires_grad(),
+                                 .flat = is_flat_dtype(tensor.scalar_type())};
     check_dtype(slot);
     slots_.push_back(std::move(slot));
   }
@@ -177,7 +178,8 @@ void ReplicatedParameters::bind() {
     for (int replica = 0; replica < replicas(); ++replica) {
       auto& tensor = parameter(replica, i);
       if (!slot.flat) {
-        if (replica > 0) tensor.set_data(placement_ == gradient::Placement::central ? parameter(0, i) : parameter(0, i).clone());
+        if (replica > 0)
+          tensor.set_data(placement_ == gradient::Placement::central ? parameter(0, i) : parameter(0, i).clone());
         continue;
       }
       const auto view = place(replica, slot);
@@ -195,7 +197,7 @@ at::Tensor ReplicatedParameters::place(int replica, const gradient::ParameterSlo
   const auto& on_device = slot.dtype == at::kDouble ? device_double_ : device_float_;
   const auto& buffer = placement_ == gradient::Placement::staged    ? on_device[static_cast<std::size_t>(replica)]
                        : placement_ == gradient::Placement::central ? flat(0, slot.dtype)
-                                                          : flat(replica, slot.dtype);
+                                                                    : flat(replica, slot.dtype);
   return buffer.narrow(0, slot.offset, slot.numel).view(slot.sizes);
 }
 
@@ -204,7 +206,9 @@ void ReplicatedParameters::move_first_copy(const at::Tensor& memory) {
   auto& flat_buffer = (memory.scalar_type() == at::kDouble ? flat_double_ : flat_float_)[0];
   memory.copy_(flat_buffer);
   flat_buffer = memory;
-  const int bound = placement_ == gradient::Placement::central ? replicas() : placement_ == gradient::Placement::staged ? 0 : 1;
+  const int bound = placement_ == gradient::Placement::central  ? replicas()
+                    : placement_ == gradient::Placement::staged ? 0
+                                                                : 1;
   for (int replica = 0; replica < bound; ++replica) {
     for (std::size_t i = 0; i < slots_.size(); ++i) {
       if (slots_[i].flat && slots_[i].dtype == memory.scalar_type()) {
@@ -248,7 +252,8 @@ void ReplicatedParameters::compare_copies(const Communicator& workers) const {
   std::string hashes;
   for (std::size_t i = 0; i < slots_.size(); ++i) {
     hashes += text(slots_[i].name, " with the hash", replicas() > 1 ? "es" : "");
-    for (int replica = 0; replica < replicas(); ++replica) hashes += text(" ", gradient::hash_of(parameter(replica, i)));
+    for (int replica = 0; replica < replicas(); ++replica)
+      hashes += text(" ", gradient::hash_of(parameter(replica, i)));
     hashes += "\n";
   }
   workers.check_all_agree("copies", hashes);

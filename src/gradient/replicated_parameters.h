@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "gradient/shard_map.h"
-#include "lockstep/communicator.h"
+#include "lockstep/collective/communicator.h"
 
 namespace torch::nn {
 class Module;

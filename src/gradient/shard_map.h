@@ -1,6 +1,8 @@
 // Which owner updates which elements of the parameters.
 #pragma once
 
+#include <c10/core/ScalarType.h>
+
 #include <cstdint>
 #include <vector>
 
@@ -34,5 +36,11 @@ class ShardMap {
   std::vector<Shard> owned_;
   std::vector<std::vector<Shard>> shares_;  // [replica]
 };
+
+// The least number of elements from `numel` on that fills whole cache lines.
+inline std::int64_t whole_lines(std::int64_t numel, at::ScalarType dtype) {
+  const auto line = 64 / static_cast<std::int64_t>(at::elementSize(dtype));
+  return (numel + line - 1) / line * line;
+}
 
 }  // namespace lockstep::gradient

@@ -80,7 +80,7 @@ at::Tensor Sharded::gather_from_owners(std::size_t slot, const at::Tensor& own) 
     counts.push_back(shard == shards.end() ? 0 : static_cast<std::size_t>(shard->count));
   }
   const auto whole = ranks().rank() == 0 ? at::empty(info.sizes, own.options()) : at::Tensor();
-  const auto dtype = dtype_of(info.dtype);
+  const auto dtype = ops::dtype_of(info.dtype);
   const Buffer output{whole.defined() ? whole.data_ptr() : nullptr,
                       whole.defined() ? static_cast<std::size_t>(info.numel) : 0, dtype};
   ranks().group().run(

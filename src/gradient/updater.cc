@@ -6,9 +6,9 @@
 #include <cmath>
 #include <numeric>
 
-#include "gradient/dtypes.h"
 #include "gradient/tensor_hash.h"
 #include "kernels/update.h"
+#include "ops/dtypes.h"
 
 namespace lockstep::gradient {
 
@@ -96,8 +96,8 @@ T* Updater::summed(const Shard& shard) const {
 }
 
 template <class T>
-void Updater::update_shard(const Shard& shard, const std::vector<const T*>& gradients, const optimizer::GradientScale& scale,
-                           int written_copies) {
+void Updater::update_shard(const Shard& shard, const std::vector<const T*>& gradients,
+                           const optimizer::GradientScale& scale, int written_copies) {
   const auto& slot = parameters_->slots()[shard.slot];
   const auto offset = slot.offset + shard.begin;
   std::vector<T*> values;
@@ -108,7 +108,8 @@ void Updater::update_shard(const Shard& shard, const std::vector<const T*>& grad
   for (const auto& flat : std::is_same_v<T, double> ? state_double_ : state_float_) {
     state.push_back(flat.template mutable_data_ptr<T>() + place_of(shard));
   }
-  optimizer::reduce_and_update<T>(optimizer_, step_, scale, {gradients, values, state, static_cast<std::size_t>(shard.count)});
+  optimizer::reduce_and_update<T>(optimizer_, step_, scale,
+                                  {gradients, values, state, static_cast<std::size_t>(shard.count)});
 }
 
 void Updater::update_on_device(const GradientSync& gradients, double divide_by) {

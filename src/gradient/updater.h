@@ -12,7 +12,7 @@
 #include "gradient/loss_scale.h"
 #include "gradient/replicated_parameters.h"
 #include "gradient/shard_map.h"
-#include "lockstep/optimizer.h"
+#include "lockstep/optimizer/optimizer.h"
 #include "optimizer/flat_update.h"
 
 namespace lockstep::gradient {

@@ -6,9 +6,9 @@
 #include "base/text.h"
 #include "cluster/cpu_partition.h"
 #include "horovod/session.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
+#include "lockstep/collective/job.h"
 #include "lockstep/horovod.h"
-#include "lockstep/job.h"
 
 namespace lockstep::horovod {
 namespace {

@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "lockstep/horovod.h"
 
 namespace lockstep::horovod {

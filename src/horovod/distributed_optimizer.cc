@@ -5,8 +5,8 @@
 #include "gradient/gradient_reducer.h"
 #include "horovod/compression.h"
 #include "horovod/session.h"
-#include "lockstep/communicator.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
+#include "lockstep/collective/communicator.h"
 #include "lockstep/horovod.h"
 
 namespace lockstep::horovod {
@@ -70,10 +70,10 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     ranks.check_all_agree("DistributedOptimizers", text_of(parameters, options));
     reducer.emplace(parameters.names, std::move(parameters.tensors), ranks,
                     gradient::GradientReducerOptions{.buckets = {.bucket_bytes = kBucketBytes,
-                                                       .gradient_dtype = sent_dtype(options.compression),
-                                                       .idle_cores = ranks.size() < usable_cpu_count()},
-                                           .sum = options.op == Sum,
-                                           .zeros_for_unused = true});
+                                                                 .gradient_dtype = sent_dtype(options.compression),
+                                                                 .idle_cores = ranks.size() < usable_cpu_count()},
+                                                     .sum = options.op == Sum,
+                                                     .zeros_for_unused = true});
     reducer->set_before_pass([this] { return begin_backward(); });
     number = session->add_optimizer([this] {
       return shadow.add([this]() -> std::function<void()> { return [this] { reducer->shadow_pass(); }; });
@@ -101,8 +101,8 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
   const std::shared_ptr<Session> session;
   std::optional<gradient::GradientReducer> reducer;
   std::int64_t number = 0;
-  int passes = 0;         // backwards since the ranks' gradients met
-  bool met = false;       // since the last step
+  int passes = 0;                     // backwards since the ranks' gradients met
+  bool met = false;                   // since the last step
   collective::ProgressThread shadow;  // takes part in the others' passes once this rank has joined
 };
 

@@ -10,7 +10,7 @@
 #include "horovod/compression.h"
 #include "horovod/session.h"
 #include "lockstep/horovod.h"
-#include "lockstep/model.h"
+#include "lockstep/train/model.h"
 #include "train/model_impl.h"
 
 namespace lockstep::horovod {
@@ -23,7 +23,8 @@ OptimizerOptions with_ranks(const Optimizer& inner, const FitOptimizerOptions& o
   if (session->size() == 1) return all;
   const auto ranks = session->split(text("DistributedOptimizer for fit (", name_of(options.op), ", compression ",
                                          static_cast<int>(options.compression), ")"));
-  all.gradient_ranks = GradientRanks{ranks, options.op == Sum, sent_dtype(options.compression)};
+  all.gradient_ranks =
+      GradientRanks{.ranks = ranks, .sum = options.op == Sum, .gradient_dtype = sent_dtype(options.compression)};
   return all;
 }
 
@@ -42,7 +43,8 @@ void BroadcastGlobalVariablesCallback::on_train_begin() {
   const auto save = [&] { return checkpoint::print_archive(training.save_training()); };
   const auto bytes = broadcast_bytes("BroadcastGlobalVariables", save, root_rank_);
   if (rank() == root_rank_) return;
-  training.load_training(checkpoint::parse_archive("what BroadcastGlobalVariables got", std::as_bytes(std::span(bytes))))();
+  training.load_training(
+      checkpoint::parse_archive("what BroadcastGlobalVariables got", std::as_bytes(std::span(bytes))))();
   training.seed = mix(training.seed, static_cast<std::uint64_t>(rank()));
 }
 

@@ -11,13 +11,14 @@
 #include "horovod/broadcast_bytes.h"
 #include "horovod/session.h"
 #include "horovod/tensors.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "lockstep/horovod.h"
 
 namespace lockstep::horovod {
 namespace {
 
-Buffer bytes_of(const std::string& bytes) { return {const_cast<char*>(bytes.data()), bytes.size(), DType::uint8}; }
+Buffer bytes_of(std::string& bytes) { return {bytes.data(), bytes.size(), DType::uint8}; }
+ConstBuffer bytes_of(const std::string& bytes) { return {bytes.data(), bytes.size(), DType::uint8}; }
 
 std::string pickled(const c10::IValue& object) {
   const auto bytes = torch::pickle_save(object);

@@ -8,8 +8,8 @@
 #include <thread>
 
 #include "horovod/session.h"
+#include "lockstep/collective/make_group.h"
 #include "lockstep/horovod.h"
-#include "lockstep/world.h"
 
 namespace lockstep::horovod {
 

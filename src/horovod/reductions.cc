@@ -82,7 +82,7 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
     for (const auto& pack : packs) {
       auto mine = Announcement::of(text_of(caller, tensors, options));
       mine.kind = Announcement::Kind::reduction;
-      mine.dtype = data::to_dtype(pack.sent.scalar_type());
+      mine.dtype = ops::dtype_of(pack.sent.scalar_type());
       mine.op = options.op;
       mine.elements = pack.sent.numel();
       session->negotiate(mine);

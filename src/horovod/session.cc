@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::horovod {
 namespace {

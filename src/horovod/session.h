@@ -12,8 +12,8 @@
 
 #include "base/mutex.h"
 #include "collective/work.h"
-#include "lockstep/communicator.h"
-#include "lockstep/world.h"
+#include "lockstep/collective/communicator.h"
+#include "lockstep/collective/make_group.h"
 
 namespace lockstep::horovod {
 

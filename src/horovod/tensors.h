@@ -9,9 +9,10 @@
 
 #include "base/text.h"
 #include "data/stored_tensor.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "lockstep/horovod.h"
-#include "lockstep/tensor_collectives.h"
+#include "ops/dtypes.h"
 
 namespace lockstep::horovod {
 
@@ -23,7 +24,7 @@ inline Tensor own_on_host(const Tensor& tensor) {
 inline void check_tensor(const char* caller, const Tensor& tensor) {
   if (!tensor.defined()) throw InvalidArgument(text(caller, ": the tensor is undefined"));
   if (tensor.is_sparse()) throw InvalidArgument(text(caller, ": the tensor is sparse; make it dense first"));
-  data::to_dtype(tensor.scalar_type());
+  ops::dtype_of(tensor.scalar_type());
 }
 
 inline void check_rows(const char* caller, const Tensor& tensor) {

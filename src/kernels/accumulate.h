@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "lockstep/buffer.h"
+#include "lockstep/base/buffer.h"
 
 namespace lockstep::kernels {
 

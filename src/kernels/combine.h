@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "kernels/half.h"
-#include "lockstep/buffer.h"
+#include "lockstep/base/buffer.h"
 
 namespace lockstep::kernels {
 

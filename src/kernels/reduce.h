@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <span>
 
-#include "lockstep/group.h"
+#include "lockstep/base/buffer.h"
 
 namespace lockstep::kernels {
 

@@ -12,7 +12,7 @@
 
 #include "base/text.h"
 #include "launch/control_protocol.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 extern char** environ;
 

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "launch/lines.h"
-#include "lockstep/deadline.h"
+#include "lockstep/base/deadline.h"
 
 namespace lockstep::launch {
 

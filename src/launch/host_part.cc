@@ -3,8 +3,8 @@
 #include <nlohmann/json.hpp>
 
 #include "base/text.h"
-#include "lockstep/access.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
+#include "lockstep/transport/access.h"
 
 namespace lockstep::launch {
 

@@ -10,7 +10,7 @@
 #include <sstream>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/socket.h"
 
 namespace lockstep::launch {

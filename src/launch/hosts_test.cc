@@ -5,7 +5,7 @@
 #include <gtest/gtest.h>
 
 #include "launch/host_part.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::launch {
 namespace {

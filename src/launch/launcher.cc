@@ -13,8 +13,8 @@
 #include "launch/processes.h"
 #include "launch/timeline_file.h"
 #include "launch/token_file.h"
-#include "lockstep/error.h"
-#include "lockstep/store.h"
+#include "lockstep/base/error.h"
+#include "lockstep/cluster/store.h"
 #include "transport/socket.h"
 
 namespace lockstep::launch {

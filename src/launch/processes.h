@@ -14,7 +14,7 @@
 #include "launch/control_protocol.h"
 #include "launch/reaper.h"
 #include "launch/signals.h"
-#include "lockstep/deadline.h"
+#include "lockstep/base/deadline.h"
 
 namespace lockstep::launch {
 

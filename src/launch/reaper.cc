@@ -10,7 +10,7 @@
 #include <set>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::launch {
 namespace {

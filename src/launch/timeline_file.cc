@@ -7,7 +7,7 @@
 
 #include "base/text.h"
 #include "cluster/left_texts.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::launch {
 namespace {

@@ -4,7 +4,7 @@
 #include <iosfwd>
 #include <string>
 
-#include "lockstep/store.h"
+#include "lockstep/cluster/store.h"
 
 namespace lockstep::launch {
 

@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/all_gather.h"
 
 namespace lockstep::launch {

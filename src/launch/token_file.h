@@ -4,7 +4,7 @@
 #include <string>
 
 #include "base/file_descriptor.h"
-#include "lockstep/access.h"
+#include "lockstep/transport/access.h"
 
 namespace lockstep::launch {
 

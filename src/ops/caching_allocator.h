@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "base/mutex.h"
-#include "lockstep/memory.h"
+#include "lockstep/ops/memory.h"
 
 namespace lockstep::ops {
 

@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "kernels/each_target_testing.h"
-#include "lockstep/ops.h"
+#include "lockstep/ops/ops.h"
 #include "ops/gradient_memory.h"
 
 namespace lockstep::ops {

@@ -10,7 +10,7 @@
 
 #include "kernels/bias.h"
 #include "kernels/multiply.h"
-#include "lockstep/ops.h"
+#include "lockstep/ops/ops.h"
 #include "ops/double_backward.h"
 #include "ops/fast.h"
 #include "ops/gradient_memory.h"

@@ -10,7 +10,7 @@
 #include <optional>
 
 #include "kernels/pooling.h"
-#include "lockstep/ops.h"
+#include "lockstep/ops/ops.h"
 #include "ops/fast.h"
 
 namespace lockstep::ops {

@@ -8,7 +8,7 @@
 #include <random>
 
 #include "kernels/each_target_testing.h"
-#include "lockstep/ops.h"
+#include "lockstep/ops/ops.h"
 
 namespace lockstep::ops {
 namespace {

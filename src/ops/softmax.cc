@@ -3,7 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "lockstep/ops.h"
+#include "lockstep/ops/ops.h"
 #include "ops/double_backward.h"
 #include "ops/fast.h"
 

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "lockstep/optimizer.h"
+#include "lockstep/optimizer/optimizer.h"
 
 namespace lockstep::optimizer {
 

@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "lockstep/optimizer.h"
+#include "lockstep/optimizer/optimizer.h"
 
 namespace lockstep::optimizer {
 

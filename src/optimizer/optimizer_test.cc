@@ -4,8 +4,8 @@
 #include <cmath>
 #include <vector>
 
-#include "lockstep/error.h"
-#include "lockstep/optimizer.h"
+#include "lockstep/base/error.h"
+#include "lockstep/optimizer/optimizer.h"
 #include "optimizer/flat_update.h"
 
 namespace lockstep::optimizer {

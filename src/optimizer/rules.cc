@@ -2,8 +2,8 @@
 
 #include "base/text.h"
 #include "kernels/update.h"
-#include "lockstep/error.h"
-#include "lockstep/optimizer.h"
+#include "lockstep/base/error.h"
+#include "lockstep/optimizer/optimizer.h"
 
 namespace lockstep {
 
@@ -11,7 +11,7 @@ using kernels::update_kernels;
 
 template <class T>
 void optimizer::SGDRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
-                    std::span<T* const> state) const {
+                               std::span<T* const> state) const {
   const auto& kernel = update_kernels<T>();
   const double rate = step.learning_rate;
   if (options_.momentum == 0) {
@@ -24,14 +24,14 @@ void optimizer::SGDRule::apply(const UpdateStep& step, std::span<T> value, std::
 
 template <class T>
 void optimizer::AdamRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
-                     std::span<T* const> state) const {
+                                std::span<T* const> state) const {
   update_kernels<T>().adam(value.data(), gradient.data(), state[0], state[1], options_.amsgrad ? state[2] : nullptr,
                            {rate(step), 1 - options_.beta_1, 1 - options_.beta_2, options_.epsilon}, value.size());
 }
 
 template <class T>
 void optimizer::RMSpropRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
-                        std::span<T* const> state) const {
+                                   std::span<T* const> state) const {
   T* mean = options_.centered ? state[1] : nullptr;
   T* velocity = options_.momentum > 0 ? state.back() : nullptr;
   update_kernels<T>().rmsprop(value.data(), gradient.data(), state[0], mean, velocity,
@@ -40,7 +40,7 @@ void optimizer::RMSpropRule::apply(const UpdateStep& step, std::span<T> value, s
 
 template <class T>
 void optimizer::AdagradRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
-                        std::span<T* const> state) const {
+                                   std::span<T* const> state) const {
   update_kernels<T>().adagrad(value.data(), gradient.data(), state[0], static_cast<T>(step.learning_rate),
                               static_cast<T>(options_.epsilon), value.size());
 }
@@ -138,9 +138,11 @@ Optimizer::Optimizer(std::shared_ptr<const UpdateRule> rule, OptimizerOptions op
 Optimizer::Optimizer(const char* name) : Optimizer(by_name(name)) {}
 
 SGD::SGD(SGDOptions options) : Optimizer(std::make_shared<optimizer::SGDRule>(checked(options)), common(options)) {}
-Adam::Adam(AdamOptions options) : Optimizer(std::make_shared<optimizer::AdamRule>("adam", checked(options)), common(options)) {}
+Adam::Adam(AdamOptions options)
+    : Optimizer(std::make_shared<optimizer::AdamRule>("adam", checked(options)), common(options)) {}
 AdamW::AdamW(AdamOptions options)
-    : Optimizer(std::make_shared<optimizer::AdamRule>("adamw", checked(options)), common(with_default_decay(options))) {}
+    : Optimizer(std::make_shared<optimizer::AdamRule>("adamw", checked(options)), common(with_default_decay(options))) {
+}
 RMSprop::RMSprop(RMSpropOptions options)
     : Optimizer(std::make_shared<optimizer::RMSpropRule>(checked(options)), common(options)) {}
 Adagrad::Adagrad(AdagradOptions options)

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/optimizer.h"
+#include "lockstep/optimizer/optimizer.h"
 
 namespace lockstep::optimizer {
 

@@ -1,11 +1,11 @@
-#include "lockstep/schedule.h"
+#include "lockstep/optimizer/schedule.h"
 
 #include <algorithm>
 #include <cmath>
 #include <numbers>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep {
 namespace {

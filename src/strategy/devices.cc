@@ -5,7 +5,7 @@
 #include <charconv>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::strategy {
 namespace {

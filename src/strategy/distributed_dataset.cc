@@ -1,11 +1,11 @@
-#include "lockstep/distributed_dataset.h"
+#include "lockstep/strategy/distributed_dataset.h"
 
 #include <algorithm>
 
 #include "base/hash.h"
 #include "base/text.h"
 #include "gradient/tensor_hash.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "strategy/split.h"
 
 namespace lockstep {
@@ -28,23 +28,30 @@ Example part_of(const Example& batch, std::int64_t begin, std::int64_t count) {
 
 Tensor moved(const Tensor& tensor, c10::Device device) { return tensor.defined() ? tensor.to(device) : tensor; }
 
-// A part for each of this process's replicas: row_for(begin, count) is its share of `size` examples.
+// A part for each replica of `worker`: row_for(begin, count) is its share of `size` examples.
 template <class RowFor>
-PerReplica<Part> shares(std::int64_t size, const LocalReplicas& replicas, const RowFor& row_for) {
-  const std::int64_t each = size / replicas.all, larger = size % replicas.all;
+PerReplica<Part> shares(std::int64_t size, const LocalReplicas& replicas, int worker, const RowFor& row_for) {
+  const std::int64_t all = replicas.count() * replicas.workers.size(), each = size / all, larger = size % all;
   std::vector<Part> parts;
-  for (std::size_t i = 0; i < replicas.devices.size(); ++i) {
-    const auto replica = replicas.first + static_cast<std::int64_t>(i);
+  for (std::int64_t replica = replicas.count() * worker; const auto device : replicas.devices) {
     const auto begin = each * replica + std::min(replica, larger);
-    parts.push_back({row_for(begin, each + (replica < larger ? 1 : 0)), replicas.devices[i]});
+    parts.push_back({row_for(begin, each + (replica < larger ? 1 : 0)), device});
+    ++replica;
   }
   return PerReplica<Part>(std::move(parts));
 }
 
-PerReplica<Part> split(const Row& batch, const LocalReplicas& replicas) {
-  if (!batch.batch) return strategy::split_batch(batch.materialize(), replicas);
+PerReplica<Part> split(const Example& batch, const LocalReplicas& replicas, int worker) {
+  strategy::check_batch(batch);
+  return shares(batch.size(), replicas, worker,
+                [&](std::int64_t begin, std::int64_t count) { return Row{.value = part_of(batch, begin, count)}; });
+}
+
+PerReplica<Part> split(const Row& batch, const LocalReplicas& replicas, int worker) {
+  if (!batch.batch) return split(batch.materialize(), replicas, worker);
   const auto& indices = *batch.batch;
-  return shares(static_cast<std::int64_t>(indices.size()), replicas, [&](std::int64_t begin, std::int64_t count) {
+  const auto size = static_cast<std::int64_t>(indices.size());
+  return shares(size, replicas, worker, [&](std::int64_t begin, std::int64_t count) {
     const auto first = indices.begin() + begin;
     return Row{.table = batch.table, .batch = std::vector(first, first + count)};
   });
@@ -54,8 +61,8 @@ PerReplica<Part> split(const Row& batch, const LocalReplicas& replicas) {
 std::int64_t elements_in(std::int64_t steps, Distribution kind, const LocalReplicas& replicas) {
   switch (kind) {
     case Distribution::split: return steps;
-    case Distribution::spread: return steps / replicas.workers();
-    case Distribution::one_each: return steps * static_cast<std::int64_t>(replicas.devices.size());
+    case Distribution::spread: return steps / replicas.workers.size();
+    case Distribution::one_each: return steps * replicas.count();
   }
   return 0;
 }
@@ -69,13 +76,11 @@ Example Part::read() const {
   return {moved(example.x, device), moved(example.y, device), moved(example.weight, device)};
 }
 
-PerReplica<Part> split_batch(const Example& batch, const LocalReplicas& replicas) {
-  strategy::check_batch(batch);
-  return shares(batch.size(), replicas,
-                [&](std::int64_t begin, std::int64_t count) { return Row{.value = part_of(batch, begin, count)}; });
+PerReplica<Part> strategy::split_batch(const Example& batch, const LocalReplicas& replicas) {
+  return split(batch, replicas, replicas.workers.rank());
 }
 
-void check_batch(const Example& batch) {
+void strategy::check_batch(const Example& batch) {
   if (!batch.x.defined()) throw InvalidArgument("an element of the data set has no x");
   const auto shape_of = [](const Tensor& tensor) {
     return tensor.defined() ? text(tensor.sizes()) : std::string("none");
@@ -94,7 +99,7 @@ DistributedIterator::DistributedIterator(Dataset dataset, Distribution kind, Loc
       replicas_(std::move(replicas)),
       position_(position),
       input_(dataset_.iterate({position.epoch, elements_in(position.index, kind_, replicas_)})) {
-  if (kind_ == Distribution::spread && position.index % replicas_.workers() != 0) read();
+  if (kind_ == Distribution::spread && position.index % replicas_.workers.size() != 0) read();
 }
 
 DistributedIterator::DistributedIterator(Dataset dataset, Distribution kind, LocalReplicas replicas, FromExample from)
@@ -106,8 +111,8 @@ DistributedIterator::DistributedIterator(Dataset dataset, Distribution kind, Loc
 
 std::optional<PerReplica<Part>> DistributedIterator::next_parts() {
   auto parts = own_parts();
-  if (kind_ != Distribution::split && replicas_.any) {
-    if (!replicas_.any(parts.has_value())) return std::nullopt;
+  if (kind_ != Distribution::split && replicas_.peers.size() > 1) {
+    if (!replicas_.peers.any(parts.has_value())) return std::nullopt;
     if (!parts) {
       std::vector<Part> none;
       for (const auto device : replicas_.devices) none.push_back({without_examples(), device});
@@ -123,7 +128,7 @@ std::optional<PerReplica<Part>> DistributedIterator::own_parts() {
     case Distribution::split:
       if (!read()) return std::nullopt;
       examples_ += current_->examples();
-      return split(*current_, replicas_);
+      return split(*current_, replicas_, replicas_.workers.rank());
     case Distribution::spread: return share_of_element();
     case Distribution::one_each: return one_each();
   }
@@ -132,13 +137,11 @@ std::optional<PerReplica<Part>> DistributedIterator::own_parts() {
 
 // The element is a global batch; this worker takes its parts one step after the other.
 std::optional<PerReplica<Part>> DistributedIterator::share_of_element() {
-  const auto turn = position_.index % replicas_.workers();
+  const auto turn = static_cast<int>(position_.index % replicas_.workers.size());
   if (turn == 0 && !read()) return std::nullopt;
   if (ended_) return std::nullopt;
-  if (turn == replicas_.workers() - 1) examples_ += current_->examples();
-  auto replicas = replicas_;
-  replicas.first = static_cast<int>(turn) * static_cast<int>(replicas_.devices.size());
-  return split(*current_, replicas);
+  if (turn == replicas_.workers.size() - 1) examples_ += current_->examples();
+  return split(*current_, replicas_, turn);
 }
 
 std::optional<PerReplica<Part>> DistributedIterator::one_each() {
@@ -177,7 +180,7 @@ std::uint64_t DistributedIterator::element_hash() const {
 Row DistributedIterator::without_examples() const {
   const auto any = current_ ? std::optional(current_->materialize()) : dataset_.iterate({position_.epoch}).next();
   if (!any) throw InvalidArgument("a worker's part of the data set is empty; AutoShardPolicy::data gives each some");
-  check_batch(*any);
+  strategy::check_batch(*any);
   return {.value = part_of(*any, 0, 0)};
 }
 
@@ -191,39 +194,44 @@ std::optional<PerReplica<Example>> DistributedIterator::next() {
 
 std::int64_t DistributedDataset::cardinality() const {
   const auto batches = dataset_.cardinality();
-  const auto replicas = static_cast<std::int64_t>(replicas_.devices.size());
+  const auto replicas = static_cast<std::int64_t>(replicas_.count());
   if (kind_ == Distribution::split || batches < 0) return batches;
-  return kind_ == Distribution::spread ? batches * replicas_.workers() : (batches + replicas - 1) / replicas;
+  return kind_ == Distribution::spread ? batches * replicas_.workers.size() : (batches + replicas - 1) / replicas;
 }
+
+namespace {
 
 // What this worker reads, and how.
 std::pair<Dataset, Distribution> part_of_worker(const Dataset& data, const LocalReplicas& replicas) {
+  const auto& workers = replicas.workers;
   auto policy = data.options().auto_shard_policy;
   if (policy == AutoShardPolicy::automatic) {
-    policy = data.num_files() < replicas.workers() ? AutoShardPolicy::data : AutoShardPolicy::file;
+    policy = data.num_files() < workers.size() ? AutoShardPolicy::data : AutoShardPolicy::file;
   }
-  if (replicas.workers() == 1) return {data, replicas.any ? Distribution::spread : Distribution::split};
+  if (workers.size() == 1) return {data, replicas.peers.size() > 1 ? Distribution::spread : Distribution::split};
   if (policy == AutoShardPolicy::data) return {data, Distribution::split};
   const bool by_file = policy == AutoShardPolicy::file;
-  return {by_file ? data.shard_files(replicas.workers(), replicas.worker()) : data, Distribution::spread};
+  return {by_file ? data.shard_files(workers.size(), workers.rank()) : data, Distribution::spread};
 }
 
-DistributedDataset distribute(const Dataset& data, const LocalReplicas& replicas) {
+}  // namespace
+
+DistributedDataset strategy::distribute(const Dataset& data, const LocalReplicas& replicas) {
   const auto [mine, kind] = part_of_worker(data, replicas);
   return {mine, kind, replicas};
 }
 
-bool reads_its_own(const Dataset& data, const LocalReplicas& replicas) {
+bool strategy::reads_its_own(const Dataset& data, const LocalReplicas& replicas) {
   return part_of_worker(data, replicas).second == Distribution::spread;
 }
 
-Example first_element(const Dataset& data, const LocalReplicas& replicas, std::int64_t epoch) {
+Example strategy::first_element(const Dataset& data, const LocalReplicas& replicas, std::int64_t epoch) {
   auto first = part_of_worker(data, replicas).first.iterate({.epoch = epoch}).next();
   if (!first) first = data.iterate({.epoch = epoch}).next();  // this worker's part may be empty
   return first.value_or(Example());
 }
 
-DistributedDataset distribute_ahead(const Dataset& data, const LocalReplicas& replicas) {
+DistributedDataset strategy::distribute_ahead(const Dataset& data, const LocalReplicas& replicas) {
   const bool on_cpus =
       std::all_of(replicas.devices.begin(), replicas.devices.end(), [](auto device) { return device.is_cpu(); });
   const auto [mine, kind] = part_of_worker(data, replicas);

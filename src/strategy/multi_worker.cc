@@ -1,4 +1,4 @@
-#include "lockstep/multi_worker_mirrored_strategy.h"
+#include "lockstep/strategy/multi_worker_mirrored_strategy.h"
 
 #include "base/text.h"
 #include "strategy/devices.h"
@@ -32,21 +32,23 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   }
   const auto job = world.size == 1 ? std::nullopt : std::optional(Job(cluster, options.start_timeout_seconds));
   const cluster::CpuPartition share{world.local_rank, world.local_size, job && job->has_own_cores()};
-  strategy::StrategySettings settings{.devices = options.devices.empty() ? strategy::default_devices(share) : std::move(options.devices),
-                            .threads_per_replica = options.threads_per_replica,
-                            .share = share,
-                            .timeout_seconds = communication.timeout_seconds};
+  strategy::StrategySettings settings{
+      .devices = options.devices.empty() ? strategy::default_devices(share) : std::move(options.devices),
+      .threads_per_replica = options.threads_per_replica,
+      .share = share,
+      .timeout_seconds = communication.timeout_seconds};
   if (!job) return settings;
-  settings.workers.emplace(strategy::WorkerSettings{.job = *job,
-                                          .group = {.backend = communication.backend,
-                                                    .network = communication.network,
-                                                    .implementation = communication.implementation,
-                                                    .timeout_seconds = options.start_timeout_seconds},
-                                          .buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
-                                                      .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
-                                                      .gradient_dtype = communication.gradient_dtype},
-                                          .shard_optimizer_state = options.shard_optimizer_state,
-                                          .compare_copies_every = options.compare_copies_every});
+  settings.workers.emplace(
+      strategy::WorkerSettings{.job = *job,
+                               .group = {.backend = communication.backend,
+                                         .network = communication.network,
+                                         .implementation = communication.implementation,
+                                         .timeout_seconds = options.start_timeout_seconds},
+                               .buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
+                                           .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
+                                           .gradient_dtype = communication.gradient_dtype},
+                               .shard_optimizer_state = options.shard_optimizer_state,
+                               .compare_copies_every = options.compare_copies_every});
   return settings;
 }
 

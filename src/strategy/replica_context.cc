@@ -1,5 +1,5 @@
 // What step functions call: exchange of tensors between replicas, and their random numbers.
-#include "lockstep/tensor_collectives.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "strategy/strategy_impl.h"
 
 namespace lockstep {

@@ -8,7 +8,7 @@
 
 #include "base/resources.h"
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::strategy {
 namespace {

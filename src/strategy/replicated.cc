@@ -1,5 +1,5 @@
 // What custom loops do with modules and optimizers, and how both are saved.
-#include "lockstep/replicated.h"
+#include "lockstep/strategy/replicated.h"
 
 #include <torch/nn/module.h>
 
@@ -11,8 +11,8 @@
 #include "base/text.h"
 #include "data/stored_tensor.h"
 #include "gradient/gradient_path.h"
-#include "lockstep/error.h"
-#include "lockstep/strategy.h"
+#include "lockstep/base/error.h"
+#include "lockstep/strategy/strategy.h"
 
 namespace lockstep {
 namespace {

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "data/stage.h"
-#include "lockstep/distributed_dataset.h"
-#include "lockstep/replica_values.h"
+#include "lockstep/strategy/distributed_dataset.h"
+#include "lockstep/strategy/replica_values.h"
 
 namespace lockstep::internal {
 

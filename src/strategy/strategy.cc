@@ -1,4 +1,4 @@
-#include "lockstep/strategy.h"
+#include "lockstep/strategy/strategy.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/stack.h>
@@ -8,7 +8,7 @@
 
 #include "base/hash.h"
 #include "base/text.h"
-#include "lockstep/tensor_collectives.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "strategy/devices.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
@@ -28,11 +28,13 @@ std::vector<std::string> or_default(std::vector<std::string> devices) {
 
 strategy::StrategySettings settings_of(MirroredOptions options) {
   strategy::StrategySettings settings{.devices = or_default(std::move(options.devices)),
-                            .threads_per_replica = options.threads_per_replica,
-                            .timeout_seconds = options.timeout_seconds};
+                                      .threads_per_replica = options.threads_per_replica,
+                                      .timeout_seconds = options.timeout_seconds};
   switch (options.cross_device_ops) {
     case CrossDeviceOps::one_pass: settings.exchange = gradient::Exchange::one_pass; break;
-    case CrossDeviceOps::reduction_to_one_device: settings.exchange = gradient::Exchange::reduction_to_one_device; break;
+    case CrossDeviceOps::reduction_to_one_device:
+      settings.exchange = gradient::Exchange::reduction_to_one_device;
+      break;
     case CrossDeviceOps::hierarchical_copy_all_reduce: settings.exchange = gradient::Exchange::hierarchical_copy; break;
   }
   if (options.reduce_to_device.empty()) return settings;
@@ -103,7 +105,7 @@ Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) con
 }
 
 DistributedDataset Strategy::distribute(const Dataset& dataset) const {
-  return lockstep::distribute(dataset, impl_->local_replicas());
+  return strategy::distribute(dataset, impl_->local_replicas());
 }
 
 DistributedDataset Strategy::distribute_from_function(
@@ -150,8 +152,8 @@ std::int64_t InputContext::get_per_replica_batch_size(std::int64_t global_batch_
 }
 
 OneDeviceStrategy::OneDeviceStrategy(const std::string& device, int threads)
-    : Strategy(
-          make_strategy({.devices = {device.empty() ? strategy::default_device() : device}, .threads_per_replica = threads})) {}
+    : Strategy(make_strategy(
+          {.devices = {device.empty() ? strategy::default_device() : device}, .threads_per_replica = threads})) {}
 
 MirroredStrategy::MirroredStrategy(MirroredOptions options)
     : Strategy(make_strategy(settings_of(std::move(options)))) {}

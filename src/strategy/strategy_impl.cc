@@ -9,7 +9,7 @@
 #include "base/hash.h"
 #include "base/resources.h"
 #include "base/text.h"
-#include "lockstep/version.h"
+#include "lockstep/base/version.h"
 
 namespace lockstep {
 namespace {
@@ -80,12 +80,7 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
   return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
 }
 
-internal::LocalReplicas StrategyImpl::local_replicas() const {
-  internal::LocalReplicas replicas{torch_devices_, first_replica(), all_replicas()};
-  if (workers_.size() == 1) return replicas;
-  replicas.any = [workers = workers_](bool holds) { return workers.any(holds); };
-  return replicas;
-}
+internal::LocalReplicas StrategyImpl::local_replicas() const { return {torch_devices_, workers_, workers_}; }
 
 const Group& StrategyImpl::group(int replica) const {
   if (workers_.size() == 1) return local_group(replica);

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "gradient/gradient_path.h"
-#include "lockstep/job.h"
-#include "lockstep/random.h"
-#include "lockstep/strategy.h"
+#include "lockstep/base/random.h"
+#include "lockstep/collective/job.h"
+#include "lockstep/strategy/strategy.h"
 #include "ops/replica_random.h"
 #include "strategy/devices.h"
 #include "strategy/replica_threads.h"
@@ -87,9 +87,9 @@ class StrategyImpl {
   void fail(int replica) const;  // of the exception that is handled
 
   const strategy::StrategySettings settings_;
-  std::vector<c10::Device> torch_devices_;              // [replica]
+  std::vector<c10::Device> torch_devices_;                   // [replica]
   std::vector<std::unique_ptr<ops::ReplicaRandom>> random_;  // [replica], that replica's own while it runs
-  std::vector<Group> groups_;                           // [replica]
+  std::vector<Group> groups_;                                // [replica]
   Communicator workers_;
   mutable std::vector<std::optional<Group>> all_groups_;  // [replica], of all workers' replicas; that replica's own
   std::uint64_t seed_ = next_random_seed();

@@ -1,5 +1,5 @@
 // Strategies as a custom loop uses them: run, reduce, gather, collectives, variables, distribution, failures.
-#include "lockstep/strategy.h"
+#include "lockstep/strategy/strategy.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -12,9 +12,9 @@
 
 #include "base/child_process_testing.h"
 #include "data/stored_tensor.h"
-#include "lockstep/error.h"
-#include "lockstep/random.h"
-#include "lockstep/variable.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/random.h"
+#include "lockstep/strategy/variable.h"
 
 namespace lockstep::strategy {
 namespace {

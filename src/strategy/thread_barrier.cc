@@ -1,7 +1,7 @@
 #include "strategy/thread_barrier.h"
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

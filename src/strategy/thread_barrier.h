@@ -7,7 +7,7 @@
 #include <string>
 
 #include "base/mutex.h"
-#include "lockstep/deadline.h"
+#include "lockstep/base/deadline.h"
 
 namespace lockstep::strategy {
 

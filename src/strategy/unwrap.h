@@ -1,8 +1,8 @@
 // What the handles of public headers hold, for the library's own sources.
 #pragma once
 
-#include "lockstep/replicated.h"
-#include "lockstep/strategy.h"
+#include "lockstep/strategy/replicated.h"
+#include "lockstep/strategy/strategy.h"
 
 namespace lockstep {
 

@@ -1,11 +1,11 @@
-#include "lockstep/variable.h"
+#include "lockstep/strategy/variable.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/zeros_like.h>
 
 #include "base/text.h"
 #include "data/stored_tensor.h"
-#include "lockstep/tensor_collectives.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "strategy/strategy_impl.h"
 
 namespace lockstep {

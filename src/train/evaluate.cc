@@ -4,8 +4,8 @@
 #include <sstream>
 
 #include "base/text.h"
-#include "lockstep/error.h"
-#include "lockstep/tensor_collectives.h"
+#include "lockstep/base/error.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"

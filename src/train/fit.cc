@@ -9,8 +9,8 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "gradient/tensor_hash.h"
-#include "lockstep/cluster.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
+#include "lockstep/cluster/cluster.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
@@ -90,16 +90,19 @@ class Fit {
   const Communicator& peers() const { return impl_.peers(); }
   bool own_data() const { return impl_.gradients->own_data(); }
 
+  // Whether other processes make the same steps, of models and fits of their own.
+  bool has_other_fits() const { return workers().size() == 1 && peers().size() > 1; }
+
   void compare_workers() const {
-    if (workers().size() == 1) return;
-    const auto replicas = unwrap(impl_.strategy).local_replicas();
+    if (own_data() || peers().size() == 1) return;
+    const auto replicas = this->replicas();
     const auto first = strategy::first_element(data_, replicas);
     const auto policy = data_.options().auto_shard_policy;
     const bool own = strategy::reads_its_own(data_, replicas);  // then only what each example is like must be the same
     const auto shape = [own](const Tensor& tensor) {
       return tensor.defined() ? text(own && tensor.dim() > 0 ? tensor.sizes().slice(1) : tensor.sizes()) : "none";
     };
-    workers().check_all_agree(
+    peers().check_all_agree(
         "fits",
         text("epochs ", options_.epochs, "\ninitial_epoch ", options_.initial_epoch, "\nsteps_per_epoch ",
              options_.steps_per_epoch, "\nauto_shard_policy ", static_cast<int>(policy), "\nbatches in the data set ",
@@ -127,25 +130,22 @@ class Fit {
   // are compared.
   void compare_batches() const {
     const auto every = unwrap(impl_.strategy).compare_copies_every();
-    if (workers().size() == 1 || iterator_->is_spread() || every == 0) return;
+    if (peers().size() == 1 || iterator_->is_spread() || every == 0) return;
     if (progress().batch != 1 && impl_.steps % every != 0) return;
-    workers().check_all_agree("data", text("a batch with the hash ", iterator_->element_hash(), " at step ",
-                                           progress().batch, " of epoch ", progress().epoch + 1));
+    peers().check_all_agree("data", text("a batch with the hash ", iterator_->element_hash(), " at step ",
+                                         progress().batch, " of epoch ", progress().epoch + 1));
   }
 
   // A rank that restored a checkpoint alone would go on alone.
   void compare_states() const {
-    if (!own_data()) return;
+    if (!has_other_fits()) return;
     peers().check_all_agree(
         "starting points (broadcast what one restored at the beginning of the training)",
         text("step ", model_.iterations(), "\nepoch ", impl_.progress.epoch, "\nbatch ", impl_.progress.batch));
   }
 
-  // Where each rank has data of its own, one whose data end earlier goes on without examples.
   internal::LocalReplicas replicas() const {
-    auto local = unwrap(impl_.strategy).local_replicas();
-    if (own_data()) local.any = [peers = peers()](bool holds) { return peers.any(holds); };
-    return local;
+    return {unwrap(impl_.strategy).torch_devices(), own_data() ? Communicator() : peers(), peers()};
   }
 
   void build_for_first_batch() {
@@ -241,8 +241,8 @@ class Fit {
   // Whether the place in the data that was restored is one of batches of another size, so that examples count. Throws
   // where it is no place in this data.
   bool goes_on_with_other_batches(const DistributedDataset& data) {
-    const auto& local = unwrap(impl_.strategy).local_replicas();
-    const int readers = data.is_spread() ? local.workers() : 1;
+    const auto local = replicas();
+    const int readers = data.is_spread() ? local.workers.size() : 1;
     auto& now = progress();
     const int readers_then = std::exchange(now.readers, readers);
     if (now.position.index == 0) {
@@ -271,8 +271,8 @@ class Fit {
 
   // Where workers read their own, one may have less than a batch.
   std::int64_t largest_of_readers(std::int64_t size) const {
-    if (workers().size() == 1 || progress().readers == 1) return size;
-    for (const auto& theirs : workers().all_gather(std::to_string(size)))
+    if (progress().readers == 1) return size;
+    for (const auto& theirs : peers().all_gather(std::to_string(size)))
       size = std::max<std::int64_t>(size, std::stoll(theirs));
     return size;
   }
@@ -287,7 +287,7 @@ class Fit {
     const auto results = impl_.train_batch(batch, *impl_.tracker);
     agreed_ = mine();
     impl_.tracker->add_batch(results, agreed_.all());
-    if (own_data()) peers().sum(agreed_.all());
+    if (has_other_fits()) peers().sum(agreed_.all());
     impl_.agreed_to_stop = agreed_.stopping > 0;
     progress().batch = index + 1;
     if (progress().position.index == 0) progress().batch_size = largest_of_readers(iterator_->element_size());

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::train {
 

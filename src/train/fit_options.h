@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <map>
 
-#include "lockstep/model.h"
+#include "lockstep/train/model.h"
 
 namespace lockstep::train {
 

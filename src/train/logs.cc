@@ -1,9 +1,9 @@
-#include "lockstep/logs.h"
+#include "lockstep/train/logs.h"
 
 #include <algorithm>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep {
 namespace {

@@ -2,9 +2,9 @@
 #include <ATen/core/Reduction.h>
 
 #include "base/text.h"
-#include "lockstep/error.h"
-#include "lockstep/loss.h"
-#include "lockstep/ops.h"
+#include "lockstep/base/error.h"
+#include "lockstep/ops/ops.h"
+#include "lockstep/train/loss.h"
 #include "train/shapes.h"
 
 namespace lockstep {

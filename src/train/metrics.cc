@@ -4,8 +4,8 @@
 #include <functional>
 
 #include "base/text.h"
-#include "lockstep/error.h"
-#include "lockstep/metric.h"
+#include "lockstep/base/error.h"
+#include "lockstep/train/metric.h"
 #include "train/shapes.h"
 
 namespace lockstep {

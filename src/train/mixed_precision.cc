@@ -7,8 +7,8 @@
 #include <atomic>
 
 #include "base/text.h"
-#include "lockstep/error.h"
-#include "lockstep/mixed_precision.h"
+#include "lockstep/base/error.h"
+#include "lockstep/train/mixed_precision.h"
 
 namespace lockstep {
 namespace {

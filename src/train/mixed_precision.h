@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
-#include "lockstep/optimizer.h"
-#include "lockstep/tensor.h"
+#include "lockstep/ops/tensor.h"
+#include "lockstep/optimizer/optimizer.h"
 
 namespace lockstep::train {
 

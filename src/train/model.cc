@@ -1,11 +1,11 @@
-#include "lockstep/model.h"
+#include "lockstep/train/model.h"
 
 #include <ATen/ATen.h>
 
 #include <set>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/layers/stack.h"
@@ -64,7 +64,9 @@ Sequential::Sequential(std::vector<Layer> layers)
           [layers](const Example& sample) {
             return std::make_shared<train::StackModule>(layers, at::zeros_like(sample.x.slice(0, 0, 1)));
           },
-          [](torch::nn::Module& module, const Tensor& x) { return static_cast<train::StackModule&>(module).forward(x); })),
+          [](torch::nn::Module& module, const Tensor& x) {
+            return static_cast<train::StackModule&>(module).forward(x);
+          })),
       layers_(std::move(layers)) {
   if (layers_.empty()) throw InvalidArgument("Sequential: there are no layers");
 }

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "gradient/gradient_path.h"
-#include "lockstep/model.h"
-#include "lockstep/random.h"
+#include "lockstep/base/random.h"
+#include "lockstep/train/model.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/mixed_precision.h"
@@ -74,6 +74,9 @@ class ModelImpl {
   // compile.
   const Communicator& peers() const { return gradients->ranks(); }
 
+  // Its number among the replicas that share the data.
+  int number_of(const ReplicaContext& replica) const;
+
   // Collective over the workers. What the chief reads is all workers'; what is saved is for the chief to write.
   Archive read_for_all(const std::string& path) const;
   void load_weights(Archive archive);
@@ -93,8 +96,8 @@ class ModelImpl {
   std::shared_ptr<ReplicatedParameters> parameters;  // null before build
   std::optional<CompileOptions> compiled;
   std::shared_ptr<GradientPath> gradients;  // null before build or compile
-  std::optional<train::Tracker> tracker;           // of the epoch that fit is in; likewise
-  train::RecordedStep recorded;                    // of these gradients
+  std::optional<train::Tracker> tracker;    // of the epoch that fit is in; likewise
+  train::RecordedStep recorded;             // of these gradients
   std::optional<Archive> pending_weights;
 
   std::uint64_t seed = next_random_seed();  // of the replicas' random numbers, with `steps`

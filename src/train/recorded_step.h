@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "lockstep/dataset.h"
+#include "lockstep/data/dataset.h"
 #include "ops/recorded_work.h"
 
 namespace lockstep::train {

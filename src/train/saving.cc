@@ -12,7 +12,7 @@
 #include "base/text.h"
 #include "checkpoint/atomic_file.h"
 #include "checkpoint/safetensors.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "train/model_impl.h"
 
 namespace lockstep {
@@ -92,8 +92,8 @@ void train::check_weights(const Archive& archive, const ReplicatedParameters& pa
     if (found == archive.tensors.end()) {
       problems.push_back(text(name, " is missing in the checkpoint"));
     } else if (found->second.shape != shape) {
-      problems.push_back(text(name, " is ", shape_text(found->second.shape), " in the checkpoint and ", shape_text(shape),
-                              " in the model"));
+      problems.push_back(text(name, " is ", shape_text(found->second.shape), " in the checkpoint and ",
+                              shape_text(shape), " in the model"));
     }
   }
   for (const auto& [name, tensor] : archive.tensors) {
@@ -191,12 +191,12 @@ std::function<void()> ModelImpl::load_training(const Archive& archive) {
   const auto change_optimizer = ReplicatedOptimizer(gradients).trackable().load(archive, kOptimizer);
   const auto number = [&](const char* name) { return archive.integer(name); };
   const train::FitProgress loaded{.epoch = static_cast<int>(number("fit/epoch")),
-                           .batch = number("fit/batch"),
-                           .position = {number("fit/position/epoch"), number("fit/position/index")},
-                           .examples = number("fit/position/examples"),
-                           .batch_size = number("fit/position/batch_size"),
-                           .readers = static_cast<int>(number("fit/position/readers")),
-                           .history = load_history(archive)};
+                                  .batch = number("fit/batch"),
+                                  .position = {number("fit/position/epoch"), number("fit/position/index")},
+                                  .examples = number("fit/position/examples"),
+                                  .batch_size = number("fit/position/batch_size"),
+                                  .readers = static_cast<int>(number("fit/position/readers")),
+                                  .history = load_history(archive)};
   const auto loaded_seed = static_cast<std::uint64_t>(number("seed"));
   const auto loaded_steps = number("steps");
   if (archive.entries.contains("replicas") && number("replicas") != strategy.num_replicas_in_sync()) {

@@ -6,7 +6,7 @@
 #include <span>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::train {
 namespace {

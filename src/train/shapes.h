@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "lockstep/tensor.h"
+#include "lockstep/ops/tensor.h"
 
 namespace lockstep::train {
 

@@ -4,7 +4,7 @@
 
 #include "base/text.h"
 #include "checkpoint/safetensors.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::train {
 

@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/checkpoint.h"
-#include "lockstep/communicator.h"
-#include "lockstep/logs.h"
-#include "lockstep/model.h"
+#include "lockstep/checkpoint/checkpoint.h"
+#include "lockstep/collective/communicator.h"
+#include "lockstep/train/logs.h"
+#include "lockstep/train/model.h"
 
 namespace lockstep::train {
 

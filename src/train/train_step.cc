@@ -5,7 +5,7 @@
 
 #include "base/hash.h"
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "train/model_impl.h"
 
 namespace lockstep {
@@ -68,14 +68,19 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
   }
 }
 
+int ModelImpl::number_of(const ReplicaContext& replica) const {
+  const int first = gradients->own_data() ? 0 : peers().rank() * strategy.num_local_replicas();
+  return first + replica.local_replica_id();
+}
+
 train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, train::Tracker& into) {
   const int id = replica.local_replica_id();
-  replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(replica.replica_id())));
+  replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(number_of(replica))));
   gradients->drop_gradients(id);  // of a step that failed
   if (part.size() == 0) {
     // No examples: joins the others' update. Where data are each rank's own, each has a replica 0, and one without
     // examples counts for nothing.
-    const double weight = gradients->own_data() ? 0 : weight_of(compiled->loss, 0, replica.replica_id());
+    const double weight = gradients->own_data() ? 0 : weight_of(compiled->loss, 0, number_of(replica));
     gradients->apply(replica.local_group(), weight, replica.deadline());
     return {};
   }
@@ -104,7 +109,7 @@ train::ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const 
   lap.add_to(spent.forward);
   require_gradient(loss.sum);
   // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.
-  const double weight = weight_of(compiled->loss, loss.divisor, replica.replica_id());
+  const double weight = weight_of(compiled->loss, loss.divisor, number_of(replica));
   const bool divided = replica.num_replicas_in_sync() == 1 && gradients->ranks().size() == 1 && weight > 0;
   gradients->expect_one_backward(replica.local_replica_id());
   backward_from(loss.sum, gradients->updater().loss_scale().value() / (divided ? weight : 1), part);

@@ -1,10 +1,10 @@
-#include "lockstep/access.h"
+#include "lockstep/transport/access.h"
 
 #include <cstdlib>
 #include <cstring>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/user_token.h"
 
 namespace lockstep {

@@ -1,5 +1,5 @@
 // Who gets in: token files, and the two ends of a connection.
-#include "lockstep/access.h"
+#include "lockstep/transport/access.h"
 #include "base/expect_says_testing.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 #include <thread>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/handshake.h"
 #include "transport/socket.h"
 

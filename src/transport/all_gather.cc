@@ -4,7 +4,7 @@
 
 #include <array>
 
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::transport {
 

@@ -10,7 +10,7 @@
 #include <string>
 
 #include "base/failure.h"
-#include "lockstep/deadline.h"
+#include "lockstep/base/deadline.h"
 
 namespace lockstep::transport {
 

@@ -4,7 +4,7 @@
 #include <array>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/acceptor.h"
 #include "transport/socket.h"
 

@@ -12,7 +12,7 @@
 #include "base/failure.h"
 #include "base/file_descriptor.h"
 #include "base/mutex.h"
-#include "lockstep/deadline.h"
+#include "lockstep/base/deadline.h"
 
 namespace lockstep::transport {
 

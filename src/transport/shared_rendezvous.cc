@@ -14,7 +14,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/socket.h"
 
 namespace lockstep::transport {

@@ -11,7 +11,7 @@
 #include <cstring>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/heap.h"
 
 namespace lockstep::transport {

@@ -17,7 +17,7 @@
 
 #include "base/failure.h"
 #include "base/file_descriptor.h"
-#include "lockstep/deadline.h"
+#include "lockstep/base/deadline.h"
 #include "transport/signal.h"
 
 namespace lockstep::transport {

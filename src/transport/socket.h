@@ -7,8 +7,8 @@
 #include <string>
 
 #include "base/file_descriptor.h"
-#include "lockstep/access.h"
-#include "lockstep/deadline.h"
+#include "lockstep/base/deadline.h"
+#include "lockstep/transport/access.h"
 
 namespace lockstep::transport {
 

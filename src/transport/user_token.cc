@@ -13,7 +13,7 @@
 
 #include "base/file_descriptor.h"
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/all_gather.h"
 
 namespace lockstep::transport {

@@ -1,5 +1,5 @@
 // Stands in for ucx/ where a build has no UCX.
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/ucx_channels.h"
 
 namespace lockstep::transport {

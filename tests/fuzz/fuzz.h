@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep {
 

@@ -3,7 +3,7 @@
 
 #include "cluster/store_server.h"
 #include "cluster/strings.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "tests/fuzz/fuzz.h"
 #include "transport/handshake.h"
 #include "transport/socket.h"

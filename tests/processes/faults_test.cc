@@ -12,7 +12,7 @@
 
 #include "base/text.h"
 #include "collective/ranks_testing.h"
-#include "lockstep/store.h"
+#include "lockstep/cluster/store.h"
 #include "tests/processes/processes.h"
 
 namespace lockstep {

@@ -13,8 +13,8 @@
 #include <thread>
 
 #include "base/text.h"
-#include "lockstep/group_wrappers.h"
-#include "lockstep/world.h"
+#include "lockstep/collective/group_wrappers.h"
+#include "lockstep/collective/make_group.h"
 
 using namespace lockstep;
 

@@ -6,7 +6,7 @@
 
 #include "base/text.h"
 #include "launch/token_file.h"
-#include "lockstep/store.h"
+#include "lockstep/cluster/store.h"
 #include "tests/processes/hosts.h"
 #include "tests/processes/processes.h"
 #include "transport/ucx_channels.h"

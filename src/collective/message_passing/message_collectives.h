@@ -2,7 +2,7 @@
 #pragma once
 
 #include "collective/message_passing/algorithms.h"
-#include "lockstep/world.h"
+#include "lockstep/collective/make_group.h"
 
 namespace lockstep::collective {
 

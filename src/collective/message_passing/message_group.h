@@ -7,13 +7,14 @@
 
 #include "collective/backend.h"
 #include "collective/message_passing/team.h"
-#include "lockstep/world.h"
+#include "lockstep/collective/make_group.h"
 
 namespace lockstep::collective {
 
 class MessageGroup final : public GroupBackend {
  public:
-  using MakeChannels = std::function<std::unique_ptr<transport::Channels>(cluster::Bootstrap& members, Deadline deadline)>;
+  using MakeChannels =
+      std::function<std::unique_ptr<transport::Channels>(cluster::Bootstrap& members, Deadline deadline)>;
 
   // `make_channels` connects other members in the same way.
   MessageGroup(const char* name, std::unique_ptr<transport::Channels> channels, std::int64_t generation,

@@ -6,8 +6,9 @@
 
 namespace lockstep::collective {
 
-std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, cluster::Bootstrap& members, const Place& place,
-                                                   const GroupOptions& options, transport::SpinThenBlock spin, Deadline deadline) {
+std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, cluster::Bootstrap& members,
+                                                   const Place& place, const GroupOptions& options,
+                                                   transport::SpinThenBlock spin, Deadline deadline) {
   const bool sockets = network == "tcp";
   const MessageGroup::MakeChannels make_channels = [=](cluster::Bootstrap& who, Deadline until) {
     const auto make = sockets ? transport::make_socket_channels : transport::make_ucx_channels;

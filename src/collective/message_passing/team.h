@@ -33,8 +33,8 @@ struct ElementOp {
 class Team {
  public:
   // `members`: ranks of `channels`, this one among them.
-  Team(transport::Channels& channels, std::vector<int> members, const transport::MessageTag& tag, Deadline deadline, const char* operation,
-       Scratch& scratch);
+  Team(transport::Channels& channels, std::vector<int> members, const transport::MessageTag& tag, Deadline deadline,
+       const char* operation, Scratch& scratch);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(members_.size()); }

@@ -4,7 +4,7 @@
 #include "base/text.h"
 #include "collective/calls.h"
 #include "collective/wrappers/wrapper.h"
-#include "lockstep/group_wrappers.h"
+#include "lockstep/collective/group_wrappers.h"
 
 namespace lockstep {
 namespace {

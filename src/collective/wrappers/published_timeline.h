@@ -1,8 +1,8 @@
 // What `lockstep run --timeline` shows.
 #pragma once
 
-#include "lockstep/group.h"
-#include "lockstep/store.h"
+#include "lockstep/cluster/store.h"
+#include "lockstep/collective/group.h"
 
 namespace lockstep::collective {
 

@@ -11,7 +11,7 @@
 #include "collective/calls.h"
 #include "collective/wrappers/published_timeline.h"
 #include "collective/wrappers/wrapper.h"
-#include "lockstep/group_wrappers.h"
+#include "lockstep/collective/group_wrappers.h"
 
 namespace lockstep {
 namespace {
@@ -123,7 +123,8 @@ class PublishingRecorder final : public Recorder {
 
   ~PublishingRecorder() override {
     try {
-      cluster::leave_text(store_, cluster::kTimelines, dumped(state()->of_rank(rank(), number_)), Deadline::after(kToPublish));
+      cluster::leave_text(store_, cluster::kTimelines, dumped(state()->of_rank(rank(), number_)),
+                          Deadline::after(kToPublish));
     } catch (const Error& error) {
       log_warning(text("the timeline of rank ", rank(), " is lost: ", error.what()));
     }

@@ -9,8 +9,8 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/atomic_file.h"
-#include "lockstep/callbacks.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
+#include "lockstep/train/callbacks.h"
 
 namespace lockstep {
 

@@ -8,7 +8,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "lockstep/callbacks.h"
+#include "lockstep/train/callbacks.h"
 
 namespace lockstep::train {
 

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <string>
 
-#include "lockstep/callback.h"
+#include "lockstep/train/callback.h"
 
 namespace lockstep::train {
 

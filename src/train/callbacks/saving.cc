@@ -12,9 +12,9 @@
 #include "checkpoint/files.h"
 #include "checkpoint/folder_lock.h"
 #include "checkpoint/remove_at_success.h"
-#include "lockstep/callbacks.h"
-#include "lockstep/error.h"
-#include "lockstep/model.h"
+#include "lockstep/base/error.h"
+#include "lockstep/train/callbacks.h"
+#include "lockstep/train/model.h"
 #include "train/callbacks/monitor.h"
 #include "train/model_impl.h"
 

@@ -3,9 +3,9 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "lockstep/callbacks.h"
-#include "lockstep/error.h"
-#include "lockstep/model.h"
+#include "lockstep/base/error.h"
+#include "lockstep/train/callbacks.h"
+#include "lockstep/train/model.h"
 #include "train/callbacks/monitor.h"
 #include "train/model_impl.h"
 

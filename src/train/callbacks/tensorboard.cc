@@ -2,9 +2,9 @@
 #include <optional>
 
 #include "base/text.h"
-#include "lockstep/callbacks.h"
-#include "lockstep/error.h"
-#include "lockstep/model.h"
+#include "lockstep/base/error.h"
+#include "lockstep/train/callbacks.h"
+#include "lockstep/train/model.h"
 #include "train/callbacks/event_file.h"
 
 namespace lockstep {

@@ -5,8 +5,8 @@
 #include <map>
 
 #include "base/text.h"
-#include "lockstep/error.h"
-#include "lockstep/layers.h"
+#include "lockstep/base/error.h"
+#include "lockstep/train/layers.h"
 
 namespace lockstep {
 namespace {

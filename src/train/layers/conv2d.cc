@@ -48,8 +48,9 @@ BuiltLayer train::Conv2DSpec::build(const Tensor& input) const {
   module->bias = module->make("bias", {filters_}, options_.bias_initializer, options_.use_bias);
   return {module, [module, window = window_, options = options_](const Tensor& x) {
             const auto image = train::pad_unevenly(x, train::padding_of(options.padding, x, window));
-            const auto y = at::conv2d(in_fastest_order(image.x), module->weight, module->bias, train::pair(window.strides),
-                                      image.padding, train::pair(window.dilation), options.groups);
+            const auto y =
+                at::conv2d(in_fastest_order(image.x), module->weight, module->bias, train::pair(window.strides),
+                           image.padding, train::pair(window.dilation), options.groups);
             return options.activation(y);
           }};
 }

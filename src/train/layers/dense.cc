@@ -1,7 +1,7 @@
 // Dense, Embedding, Dropout.
 #include <ATen/ATen.h>
 
-#include "lockstep/ops.h"
+#include "lockstep/ops/ops.h"
 #include "train/layers/parameter_module.h"
 
 namespace lockstep {

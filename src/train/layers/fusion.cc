@@ -1,6 +1,6 @@
 #include "train/layers/fusion.h"
 
-#include "lockstep/ops.h"
+#include "lockstep/ops/ops.h"
 #include "train/layers/conv2d.h"
 #include "train/layers/pooling.h"
 

@@ -4,7 +4,7 @@
 #include <functional>
 #include <vector>
 
-#include "lockstep/layers.h"
+#include "lockstep/train/layers.h"
 
 namespace lockstep::train {
 

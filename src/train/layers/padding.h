@@ -8,8 +8,8 @@
 #include <string>
 
 #include "base/text.h"
-#include "lockstep/error.h"
-#include "lockstep/layers.h"
+#include "lockstep/base/error.h"
+#include "lockstep/train/layers.h"
 
 namespace lockstep::train {
 

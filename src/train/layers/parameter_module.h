@@ -4,8 +4,8 @@
 #include <torch/nn/module.h>
 
 #include "base/text.h"
-#include "lockstep/error.h"
-#include "lockstep/layers.h"
+#include "lockstep/base/error.h"
+#include "lockstep/train/layers.h"
 
 namespace lockstep::train {
 

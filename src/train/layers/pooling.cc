@@ -4,13 +4,14 @@
 
 #include <limits>
 
-#include "lockstep/ops.h"
+#include "lockstep/ops/ops.h"
 
 namespace lockstep {
 namespace {
 
 Tensor max_pool(const Tensor& x, const train::Window& window, const train::Padding& padding) {
-  if (padding.symmetric()) return at::max_pool2d(x, train::pair(window.size), train::pair(window.strides), padding.before());
+  if (padding.symmetric())
+    return at::max_pool2d(x, train::pair(window.size), train::pair(window.strides), padding.before());
   const auto padded = at::constant_pad_nd(x, padding.as_torch(), -std::numeric_limits<double>::infinity());
   return at::max_pool2d(padded, train::pair(window.size), train::pair(window.strides));
 }
@@ -19,12 +20,13 @@ Tensor average_pool(const Tensor& x, const train::Window& window, const train::P
   constexpr bool kCeil = false, kCountPadding = false;
   if (padding.none()) return ops::avg_pool2d(x, train::pair(window.size), train::pair(window.strides));
   if (padding.symmetric()) {
-    return at::avg_pool2d(x, train::pair(window.size), train::pair(window.strides), padding.before(), kCeil, kCountPadding);
+    return at::avg_pool2d(x, train::pair(window.size), train::pair(window.strides), padding.before(), kCeil,
+                          kCountPadding);
   }
   // Sums, divided by how many real elements each window holds.
   const auto sum = [&](const Tensor& image) {
-    return at::avg_pool2d(at::constant_pad_nd(image, padding.as_torch()), train::pair(window.size), train::pair(window.strides), 0,
-                          kCeil, kCountPadding, /*divisor_override=*/1);
+    return at::avg_pool2d(at::constant_pad_nd(image, padding.as_torch()), train::pair(window.size),
+                          train::pair(window.strides), 0, kCeil, kCountPadding, /*divisor_override=*/1);
   };
   return sum(x) / sum(at::ones({1, 1, x.size(2), x.size(3)}, x.options()));
 }
@@ -55,7 +57,7 @@ train::PoolingSpec::PoolingSpec(std::string kind, Pool pool, Size2D size, const 
       padding_(options.padding) {
   train::check_padding_name(kind_.c_str(), padding_);
   train::require_positive("a pool size or stride",
-                   std::min({size.height, size.width, window_.strides.height, window_.strides.width}));
+                          std::min({size.height, size.width, window_.strides.height, window_.strides.width}));
 }
 
 BuiltLayer train::PoolingSpec::build(const Tensor& input) const {

@@ -3,8 +3,8 @@
 #include <map>
 
 #include "base/text.h"
-#include "lockstep/error.h"
-#include "lockstep/model.h"
+#include "lockstep/base/error.h"
+#include "lockstep/train/model.h"
 #include "train/layers/fusion.h"
 
 namespace lockstep {

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "lockstep/layers.h"
+#include "lockstep/train/layers.h"
 
 namespace lockstep::train {
 

@@ -6,9 +6,9 @@
 #include <filesystem>
 
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 
-namespace lockstep::ucx {
+namespace lockstep::transport::ucx {
 namespace {
 
 constexpr unsigned kMajor = 1, kMinor = 22;
@@ -83,4 +83,4 @@ const Library& library() {
   return loaded;
 }
 
-}  // namespace lockstep::ucx
+}  // namespace lockstep::transport::ucx

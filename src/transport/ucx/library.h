@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-namespace lockstep::ucx {
+namespace lockstep::transport::ucx {
 
 #define LOCKSTEP_UCX_FUNCTIONS(each)                                                                                   \
   each(ucp_am_data_release) each(ucp_am_recv_data_nbx) each(ucp_am_send_nbx) each(ucp_cleanup) each(ucp_config_modify) \
@@ -30,4 +30,4 @@ const Library& library();
 // This machine's, by name.
 std::vector<std::string> rdma_devices();
 
-}  // namespace lockstep::ucx
+}  // namespace lockstep::transport::ucx

@@ -5,7 +5,7 @@
 
 #include "base/fail_point.h"
 #include "base/text.h"
-#include "lockstep/error.h"
+#include "lockstep/base/error.h"
 #include "transport/failure_channel.h"
 #include "transport/ucx/worker.h"
 

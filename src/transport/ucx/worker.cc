@@ -11,10 +11,10 @@
 #include <memory>
 
 #include "base/text.h"
-#include "lockstep/deadline.h"
-#include "lockstep/error.h"
+#include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
 
-namespace lockstep::ucx {
+namespace lockstep::transport::ucx {
 namespace {
 
 // Ending waits so long for a network that does not rest.
@@ -216,4 +216,4 @@ void Worker::end() {
   if (context_ != nullptr) ucx_.ucp_cleanup(context_);
 }
 
-}  // namespace lockstep::ucx
+}  // namespace lockstep::transport::ucx

@@ -10,7 +10,7 @@
 #include "transport/channels.h"
 #include "transport/ucx/library.h"
 
-namespace lockstep::ucx {
+namespace lockstep::transport::ucx {
 
 // A piece of a message, and whose it is.
 struct Header {
@@ -77,7 +77,8 @@ class Worker {
   int descriptor() const { return descriptor_; }
   bool arm() { return ucx_.ucp_worker_arm(worker_) == UCS_OK; }
 
-  Request send(int to, const transport::MessageTag& tag, std::uint64_t message_bytes, const std::byte* data, std::size_t bytes);
+  Request send(int to, const transport::MessageTag& tag, std::uint64_t message_bytes, const std::byte* data,
+               std::size_t bytes);
   // Ends when UCX holds nothing more of what was sent to `to`, which may take progress on both sides.
   Request flush(int to);
 
@@ -112,4 +113,4 @@ class Worker {
   int descriptor_ = -1;
 };
 
-}  // namespace lockstep::ucx
+}  // namespace lockstep::transport::ucx

@@ -1,0 +1,77 @@
+// What a Group moves: memory that the caller owns, with an element type. Torch-free.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <type_traits>
+
+namespace lockstep {
+
+// boolean: a byte that is 0 or 1, which is reduced by min (and) and max (or) alone.
+enum class DType : std::uint8_t { float32, float64, float16, bfloat16, int32, int64, uint8, int8, int16, boolean };
+inline constexpr int kDTypes = static_cast<int>(DType::boolean) + 1;
+enum class ReduceOp : std::uint8_t { sum, mean, min, max, product };
+
+std::size_t size_of(DType dtype);  // bytes of one element
+const char* name_of(DType dtype);  // "float32", ...
+const char* name_of(ReduceOp op);  // "sum", ...
+
+// Whose memory it is: the host's, or that of the CUDA device with this number.
+struct MemoryDevice {
+  enum class Type : std::uint8_t { host, cuda };
+  Type type = Type::host;
+  int index = 0;
+
+  bool operator==(const MemoryDevice&) const = default;
+};
+std::string name_of(MemoryDevice device);  // "host", "cuda:1"
+
+// `count` elements of `dtype` that the caller owns and that are only read, aligned to their size.
+struct ConstBuffer {
+  const void* data = nullptr;
+  std::size_t count = 0;
+  DType dtype = DType::float32;
+  MemoryDevice device = {};
+
+  std::size_t bytes() const { return count * size_of(dtype); }
+};
+
+// The same, which is written to.
+struct Buffer {
+  void* data = nullptr;
+  std::size_t count = 0;
+  DType dtype = DType::float32;
+  MemoryDevice device = {};
+
+  std::size_t bytes() const { return count * size_of(dtype); }
+  operator ConstBuffer() const { return {data, count, dtype, device}; }  // NOLINT(google-explicit-constructor)
+};
+
+namespace internal {
+template <class T>
+consteval DType dtype_of() {
+  if constexpr (std::is_same_v<T, float>) return DType::float32;
+  if constexpr (std::is_same_v<T, double>) return DType::float64;
+  if constexpr (std::is_same_v<T, std::int32_t>) return DType::int32;
+  if constexpr (std::is_same_v<T, std::int64_t>) return DType::int64;
+  if constexpr (std::is_same_v<T, std::uint8_t>) return DType::uint8;
+  if constexpr (std::is_same_v<T, std::int8_t>) return DType::int8;
+  if constexpr (std::is_same_v<T, std::int16_t>) return DType::int16;
+  if constexpr (std::is_same_v<T, bool>) return DType::boolean;
+}
+}  // namespace internal
+
+// Of a span, vector or array of float, double, bool or an integer type that DType has: a Buffer, or a ConstBuffer where
+// its elements are const.
+template <class Values>
+requires requires(Values& values) { std::span(values); }
+auto buffer_of(Values&& values) {
+  const auto span = std::span(values);
+  using T = typename decltype(span)::element_type;
+  using To = std::conditional_t<std::is_const_v<T>, ConstBuffer, Buffer>;
+  return To{span.data(), span.size(), internal::dtype_of<std::remove_const_t<T>>()};
+}
+
+}  // namespace lockstep

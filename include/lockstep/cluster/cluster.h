@@ -1,0 +1,42 @@
+// Who takes part in a job: read from what the job's launcher left in the environment. Torch-free.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "lockstep/cluster/world.h"
+#include "lockstep/transport/access.h"
+
+namespace lockstep {
+
+// Where the processes of a job are, and which of them this is.
+struct Cluster {
+  World world;
+  std::string store = {};    // "host:port" of the rendezvous store; empty for a process that is alone
+  bool holds_store = false;  // this process answers there; else another does, or the launcher
+  std::string job = {};      // with a `store` that is a host alone: what the port is found by
+  std::string source = {};   // what said so: "TF_CONFIG", "torchrun", ...; empty for a process that is alone
+
+  // Of TF_CONFIG: "chief", "worker", "ps" or "evaluator", and its "host:port"s by type.
+  std::string task_type = "worker";
+  int task_index = 0;
+  std::map<std::string, std::vector<std::string>> jobs = {};
+};
+
+// Understands, where they are set, the variables of
+// - lockstep run: LOCKSTEP_RANK, LOCKSTEP_SIZE, LOCKSTEP_LOCAL_RANK, LOCKSTEP_LOCAL_SIZE, LOCKSTEP_HOST and
+//   LOCKSTEP_STORE;
+// - TensorFlow and Kubeflow's TFJob: TF_CONFIG;
+// - torchrun and Kubeflow's PyTorchJob: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
+//   MASTER_PORT;
+// - Kubeflow Trainer: PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT;
+// - Open MPI's mpirun and MPICH's: OMPI_COMM_WORLD_..., PMI_... and MPI_LOCAL...;
+// - srun: SLURM_PROCID, SLURM_STEP_NODELIST and so on.
+// Without any of them this process is alone; with some of torchrun's and no RANK it is not clear which it is, which is
+// an error. Throws ClusterError naming the variable, its field, the value and what is allowed; and both sources where
+// two disagree.
+Cluster resolve_cluster(const Environment& environment);
+Cluster resolve_cluster();  // of this process
+
+}  // namespace lockstep

@@ -1,0 +1,69 @@
+// Store: keys and values by which processes find each other. Torch-free. Follows torch.distributed.TCPStore.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/transport/access.h"
+
+namespace lockstep {
+
+// A shared handle; any thread. Keys and values have at most 1 MiB, all values of one call 4 MiB.
+//
+//   auto store = rank == 0 ? Store::hold("127.0.0.1:29511") : Store::connect("127.0.0.1:29511", deadline);
+//
+// Every call throws DeadlineExceeded at its deadline, and ClusterError when the store went away or what answers is not
+// a store of this version; the message names the address.
+//
+// Where the process that holds it is about to end it, it answers for up to a second more, until the others have let go:
+// they hear why a thing failed, and not that the store is gone.
+class Store {
+ public:
+  // Holds the store in this process, until the last handle of this process ends. Port 0: one of the system's choosing.
+  // The host is an address of this machine. Throws ClusterError when it cannot be had, or `access` does not allow it.
+  static Store hold(const std::string& address, const Access& access = access_of_environment());
+
+  // Tries until something answers there: the holder may come later. ClusterError where that has another token.
+  static Store connect(const std::string& address, Deadline deadline, const Access& access = access_of_environment());
+
+  std::string address() const;  // "host:port"
+  const Access& access() const;
+
+  // The same store with `prefix` before every key. Follows torch.distributed.PrefixStore.
+  Store prefixed(const std::string& prefix) const;
+  Store without_prefix() const;
+
+  void set(const std::string& key, const std::string& value, Deadline deadline) const;
+
+  // Waits until the key is there.
+  std::string get(const std::string& key, Deadline deadline) const;
+
+  // Waits until all are there. DeadlineExceeded lists, by their places in `keys`, those that are not.
+  std::vector<std::string> get(const std::vector<std::string>& keys, Deadline deadline) const;
+
+  // Adds to the number at `key` (0 where there is none) and returns the sum. ClusterError where there is no number, or
+  // the sum does not fit.
+  std::int64_t add(const std::string& key, std::int64_t difference, Deadline deadline) const;
+
+  // Where the value of `key` is `expected` (or there is none and `expected` is empty) it becomes `desired`. Returns
+  // what the value is then.
+  std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired,
+                          Deadline deadline) const;
+
+  // From now on nobody waits for a key that begins with `prefix`, ends with `suffix`, and is not there: ClusterError
+  // with `reason`, the first that was given.
+  void abandon(const std::string& prefix, const std::string& reason, Deadline deadline,
+               const std::string& suffix = "") const;
+
+ private:
+  struct State;
+  explicit Store(std::shared_ptr<State> state, std::string prefix = "")
+      : state_(std::move(state)), prefix_(std::move(prefix)) {}
+  std::shared_ptr<State> state_;
+  std::string prefix_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,175 @@
+// Group: a fixed set of ranks that reduce and exchange buffers together. Torch-free.
+//
+// A Group object is one rank's handle, shared by its copies. All ranks call the same operations in the same order; an
+// operation returns on a rank when that rank's result is complete and its buffers may be used again. Operations of one
+// handle run one after the other in the order of their calls, whichever threads call. A blocking one on an idle Group
+// runs in the caller's thread; what `start` began runs in a thread of the Group's own. `abort` may be called from any
+// thread at any time.
+//
+// Membership never changes. Once an operation threw anything but InvalidArgument, every later one throws as well: make
+// a new Group. Buffers of the one that threw are the caller's again, but for memory that `allocate` gave to processes:
+// another rank may be late to write what was the result there.
+//
+// Results do not depend on timing: every rank gets the same bits, and gets them again in the next run. float16 and
+// bfloat16 are summed in float32. mean is the sum divided by size(); integers round towards zero.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/buffer.h"
+#include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep {
+
+// Elements for each rank, where ranks' shares differ. Empty: all shares are equal.
+using Counts = std::vector<std::size_t>;
+
+// One operation as a value. Ranks' calls agree when kind, dtype, operator, root and sizes do.
+struct Call {
+  enum class Kind : std::uint8_t {
+    barrier,
+    all_reduce,
+    reduce,
+    broadcast,
+    all_gather,
+    gather,
+    scatter,
+    reduce_scatter,
+    all_to_all,
+    send,
+    recv
+  };
+
+  Kind kind = Kind::barrier;
+  ConstBuffer input;
+  Buffer output;
+  ReduceOp op = ReduceOp::sum;
+  int peer = 0;                          // the root; for send and recv the other side
+  Counts counts;                         // what each rank gives or gets; of all_to_all what this rank sends to each
+  Counts output_counts;                  // of all_to_all: what this rank gets from each
+  Deadline::Clock::time_point called{};  // set by Group::start
+  std::shared_ptr<const std::string> tensors = {};  // names of what it moves, for timelines; may be null
+
+  // Returns when every rank has called it.
+  static Call barrier();
+
+  // buffer <- op over all ranks' buffers, elementwise.
+  static Call all_reduce(Buffer buffer, ReduceOp op);
+
+  // On `root`: output <- op over all ranks' inputs; output may be input. Elsewhere output is not touched.
+  static Call reduce(ConstBuffer input, Buffer output, ReduceOp op, int root);
+
+  // buffer <- rank `root`'s buffer.
+  static Call broadcast(Buffer buffer, int root);
+
+  // output <- the inputs of ranks 0, 1, ... one after the other. Rank r gives counts[r] elements, or all as many.
+  static Call all_gather(ConstBuffer input, Buffer output, Counts counts = {});
+
+  // The same on `root` only; elsewhere output is not touched.
+  static Call gather(ConstBuffer input, Buffer output, int root, Counts counts = {});
+
+  // Cuts root's input into parts for ranks 0, 1, ...; output <- this rank's. Elsewhere input is not read.
+  static Call scatter(ConstBuffer input, Buffer output, int root, Counts counts = {});
+
+  // Cuts the elementwise op over all ranks' inputs into parts for ranks 0, 1, ...; output <- this rank's.
+  static Call reduce_scatter(ConstBuffer input, Buffer output, ReduceOp op, Counts counts = {});
+
+  // Cuts each rank's input into parts for ranks 0, 1, ...; output <- the parts for this rank, in the order of ranks.
+  static Call all_to_all(ConstBuffer input, Buffer output, Counts input_counts = {}, Counts output_counts = {});
+
+  // Messages between two ranks arrive in the order in which they were sent. A send may return before its recv began.
+  static Call send(ConstBuffer buffer, int to);
+  static Call recv(Buffer buffer, int from);
+};
+
+const char* name_of(Call::Kind kind);  // "all_reduce", ...
+
+// An operation that was started. Copies are handles of the same one; any thread may call.
+class Work {
+ public:
+  struct State;
+  explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+  // Returns when the operation has ended, and throws what it threw. It ends at its own deadline at the latest.
+  void wait() const;
+  bool done() const;
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+// Memory for `allocate`: freed with the last copy.
+using Memory = std::shared_ptr<std::byte[]>;
+
+class GroupBackend;
+
+// Every operation throws
+//   InvalidArgument when the ranks' calls differ, naming one that does: on all ranks where they share memory or are
+//     checked (with_checks); else on those that notice, and the others are Aborted. And when this rank's buffers do not
+//     fit the operation, or are not in the host's memory;
+//   PeerLost when another rank's process ended or it left the group;
+//   DeadlineExceeded, naming the ranks that were waited for, when the others have not come by the deadline;
+//   Aborted once `abort` was called, here or on another rank.
+class Group {
+ public:
+  static constexpr std::size_t kBytesPerPack = 1 << 20;
+
+  // all_reduces of one grouped call are packed together up to `bytes_per_pack` bytes; larger ones go alone.
+  explicit Group(std::shared_ptr<GroupBackend> backend, std::size_t bytes_per_pack = kBytesPerPack);
+
+  int rank() const;
+  int size() const;
+  std::string backend() const;  // "threads", "shm", ...
+
+  void run(const Call& call, Deadline deadline) const;
+
+  // Several calls as one: sends and receives go on side by side, and all_reduces of one dtype and operator are packed
+  // into few. Otherwise the same as one after the other. Follows ncclGroupStart and Horovod's grouped_allreduce.
+  void run(const std::vector<Call>& calls, Deadline deadline) const;
+
+  // The same without waiting. The buffers belong to the operation until it is done.
+  Work start(Call call, Deadline deadline) const;
+  Work start(std::vector<Call> calls, Deadline deadline) const;
+
+  // Shorthands for run(Call::...).
+  void barrier(Deadline deadline) const { run(Call::barrier(), deadline); }
+  void all_reduce(Buffer buffer, ReduceOp op, Deadline deadline) const { run(Call::all_reduce(buffer, op), deadline); }
+  void broadcast(Buffer buffer, int root, Deadline deadline) const { run(Call::broadcast(buffer, root), deadline); }
+  void all_gather(ConstBuffer input, Buffer output, Deadline deadline) const {
+    run(Call::all_gather(input, output), deadline);
+  }
+  void reduce_scatter(ConstBuffer input, Buffer output, ReduceOp op, Deadline deadline) const {
+    run(Call::reduce_scatter(input, output, op), deadline);
+  }
+  void send(ConstBuffer buffer, int to, Deadline deadline) const { run(Call::send(buffer, to), deadline); }
+  void recv(Buffer buffer, int from, Deadline deadline) const { run(Call::recv(buffer, from), deadline); }
+
+  // Groups of the ranks that pass the same color (0 or more), ordered by key, then by rank here. Collective. A rank
+  // with a negative color is in none and gets nothing. Follows MPI_Comm_split.
+  std::unique_ptr<Group> split(int color, int key, Deadline deadline) const;
+
+  // Memory, zeroed and aligned to pages, that this Group reduces in place without a copy where it can. Not collective.
+  Memory allocate(std::size_t bytes) const;
+
+  // What carries the operations out, and a Group like this one on another; for wrappers (group_wrappers.h).
+  std::shared_ptr<GroupBackend> shared_backend() const;
+  Group with_backend(std::shared_ptr<GroupBackend> backend) const;
+
+  // Wakes every rank that waits in an operation, now or later, with Aborted(reason). The first reason stands.
+  void abort(const std::string& reason) const;
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+// A Group whose ranks are threads of this process; element i is rank i's handle. Sums are direct: each rank reduces one
+// slice of every buffer, so an all-reduce reads and writes each byte once a rank.
+// A rank that waits spins for `spin` rounds before it sleeps; pass 0 when there are more ranks than cores.
+std::vector<Group> make_thread_groups(int size, int spin = 0);
+
+}  // namespace lockstep

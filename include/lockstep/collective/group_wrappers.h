@@ -1,0 +1,59 @@
+// Groups over a Group: checks that all ranks make the same calls, a timeline of what ran when, and faults for tests.
+// Torch-free. Each wrapper takes the place of the Group that it wraps, which must not be used beside it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/collective/group.h"
+
+namespace lockstep {
+
+// Before each of the first `calls` collective calls (all of them where it is negative) every rank tells what it is
+// about to call, and all throw InvalidArgument naming every rank that differs from most. Costs one all_gather of 16
+// bytes a call. All ranks wrap alike. Groups that are split from it are checked in the same way. Follows
+// TORCH_DISTRIBUTED_DEBUG=DETAIL.
+Group with_checks(const Group& group, std::int64_t calls = -1);
+
+// What one rank did, for chrome://tracing and ui.perfetto.dev. Any thread.
+class Timeline {
+ public:
+  Timeline();
+
+  // Writes one file with a track for every rank of `group`. Collective. Throws IoError on rank 0.
+  void write(const std::string& path, const Group& group, Deadline deadline) const;
+
+  struct State;
+
+ private:
+  friend Group with_timeline(const Group& group, Timeline& timeline, Deadline deadline);
+  std::shared_ptr<State> state_;
+};
+
+// Records every operation, but not those of groups that are split from it: when it was called, began and ended, its
+// bytes and its algorithm. Collective: the ranks' clocks count from one barrier. Operations of one rank run one after
+// the other, so the slices of a track never overlap.
+Group with_timeline(const Group& group, Timeline& timeline, Deadline deadline);
+
+// What goes wrong on this rank, for tests.
+struct Fault {
+  enum class Action : std::uint8_t {
+    delay,  // sleeps for `seconds`
+    kill,   // SIGKILL to this process
+    stop,   // SIGSTOP to this process
+    abort,  // Group::abort
+    error,  // throws Error
+  };
+
+  std::int64_t call = 0;  // in the call of this number, counted from 0,
+  std::string place;      // when it first comes to this place; empty: before it begins
+  Action action = Action::delay;
+  double seconds = 0;
+};
+
+// Places are the names that the sources give to fail_point: "direct.descriptor_written", "tcp.in_exchange", ...
+Group with_faults(const Group& group, std::vector<Fault> faults);
+
+}  // namespace lockstep

@@ -1,0 +1,64 @@
+// Groups of processes. Torch-free.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "lockstep/cluster/store.h"
+#include "lockstep/cluster/world.h"
+#include "lockstep/collective/group.h"
+
+namespace lockstep {
+
+// How ranks that have messages only make an all_reduce: the algorithms are in src/collective/message_passing/. ring,
+// halving_doubling and tree send partial sums, which 16-bit elements round in every step.
+enum class Implementation : std::uint8_t {
+  automatic,                // by size, number of ranks and backend
+  direct,                   // everybody to everybody: for a few bytes
+  ring,                     // Patarasuk and Yuan, 2009
+  halving_doubling,         // Thakur, Rabenseifner and Gropp, 2005
+  tree,                     // binomial
+  pairwise,                 // slices to their owners, then a ring; 16-bit elements are rounded once
+  reduction_to_one_device,  // rank 0 reduces for all
+};
+const char* name_of(Implementation implementation);            // "auto", "ring", ...
+Implementation implementation_named(const std::string& name);  // throws InvalidArgument
+
+// Follows tf.distribute.experimental.CommunicationOptions, and the backends of torch.distributed.
+struct GroupOptions {
+  // "shm": all ranks share a host; "tcp" and "ucx": any hosts; "hierarchical": shared memory inside hosts and `network`
+  // between them; "auto": shm where all share a host, `network` where none do, hierarchical else; and `network`, with a
+  // warning, where a limit of some rank's process leaves no room for memory that is shared.
+  std::string backend = "auto";
+
+  // "tcp": sockets, the fastest over Ethernet; "ucx": UCX, for RDMA. UCX's own UCX_* variables hold; to load it, the
+  // first group of a process changes the environment for a moment. Its links are not protected: whoever reaches them
+  // can read and write this process's memory, so it is for networks that are trusted. The UCX that tools/bootstrap
+  // brings has TCP only; for RDMA configure with the site's own (1.22 or newer) in CMAKE_PREFIX_PATH.
+  std::string network = "tcp";
+
+  Implementation implementation = Implementation::automatic;
+
+  std::size_t bytes_per_pack = Group::kBytesPerPack;  // of grouped all_reduces; see Group
+
+  // Before each of its first so many collective calls, a group whose ranks do not share memory compares what its ranks
+  // call (with_checks in group_wrappers.h); all calls where negative. Where memory is shared every call is compared
+  // anyway.
+  std::int64_t checked_calls = 16;
+
+  // For making the group: members that have not come by then are named.
+  double timeout_seconds = 300;
+
+  // Of shared memory, what one rank's `allocate` can give out; 0: no bound. It is taken from the system as it is
+  // needed; where that gives no more (ulimit -v, ulimit -f), `allocate` gives memory of this process alone, with a
+  // warning.
+  std::size_t heap_bytes = 0;
+};
+
+// The Group of all ranks of `world`. Collective: all ranks make the same groups in the same order. Throws
+// InvalidArgument, ClusterError (two processes of one rank, ranks that disagree about their number), and
+// DeadlineExceeded naming the ranks that are missing.
+Group make_group(const World& world, const Store& store, const GroupOptions& options = {});
+
+}  // namespace lockstep

@@ -1,0 +1,51 @@
+// How a rule of your own moves variables that lie on a GPU. Without this its spans are computed in host memory, to
+// which values, gradients and state are copied in every step.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <typeindex>
+#include <vector>
+
+#include "lockstep/optimizer/optimizer.h"
+
+namespace lockstep {
+
+// Parameters of one dtype and device. All lists have one length, but for `states`: [state][parameter], as
+// UpdateRule::states().
+struct DeviceParameters {
+  std::vector<at::Tensor> values, gradients;
+  std::vector<std::vector<at::Tensor>> states;
+};
+
+// One optimizer's rule on one device, for one dtype. One thread at a time.
+class DeviceRule {
+ public:
+  virtual ~DeviceRule() = default;
+
+  // Brings what changes from step to step to the device, such as the learning rate.
+  virtual void begin(const UpdateStep& step) = 0;
+
+  // As UpdateRule::update for all parameters: writes values and states in place; gradients are the mean, clipped. Reads
+  // only tensors that were there before the first call: a CUDA graph may capture it (jit_compile).
+  virtual void update(const DeviceParameters& parameters) = 0;
+};
+
+// `options`: the device and dtype. The rule outlives what is made.
+using MakeDeviceRule =
+    std::function<std::unique_ptr<DeviceRule>(const UpdateRule& rule, const at::TensorOptions& options)>;
+
+// Optimizers that are made from now on with a rule of exactly this type use what `make` returns for it. Any thread.
+void register_device_rule(std::type_index rule, MakeDeviceRule make);
+
+// register_device_rule<MyRule>([](const MyRule& rule, const at::TensorOptions& options) { return ...; });
+template <class Rule, class Make>
+void register_device_rule(const Make& make) {
+  register_device_rule(typeid(Rule), [make](const UpdateRule& rule, const at::TensorOptions& options) {
+    return make(static_cast<const Rule&>(rule), options);
+  });
+}
+
+}  // namespace lockstep

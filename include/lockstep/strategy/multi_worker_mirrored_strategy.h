@@ -1,0 +1,60 @@
+// MultiWorkerMirroredStrategy: one program, started on every host, trains as one.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/cluster/cluster.h"
+#include "lockstep/collective/make_group.h"
+#include "lockstep/strategy/strategy.h"
+
+namespace lockstep {
+
+// Follows tf.distribute.experimental.CommunicationOptions.
+struct CommunicationOptions {
+  Implementation implementation = Implementation::automatic;
+  std::string backend = "auto";              // between workers: as GroupOptions
+  std::string network = "tcp";               // likewise
+  std::optional<double> bucket_cap_mb = {};  // gradients are sent in pieces of this size while backward goes on; empty:
+                                             // a sixteenth of them, 1 to 25
+  double first_bucket_mb = 1;                // the first, which is ready first
+  std::optional<DType> gradient_dtype = {};  // DType::float16 or DType::bfloat16: what float gradients are sent as
+  double timeout_seconds = kDefaultTimeoutSeconds;
+};
+
+struct MultiWorkerMirroredOptions {
+  std::vector<std::string> devices = {};  // of this process, as MirroredOptions; each worker has as many
+  int threads_per_replica = 0;            // as MirroredOptions
+  CommunicationOptions communication = {};
+  std::optional<Cluster> cluster = {};  // instead of what the environment says
+
+  // Each worker has the optimizer's state for its share of the variables alone, updates that share, and sends it to the
+  // others: with N workers a worker needs 1/N of the memory for state. Checkpoints are whole, and may be restored by
+  // any number of workers. With GPUs the update is made in host memory. After a worker is lost in the middle of an
+  // update, the others' variables are partly updated: begin again from a checkpoint. ZeRO stage 1 (Rajbhandari et al.
+  // 2020), PyTorch's ZeroRedundancyOptimizer.
+  bool shard_optimizer_state = false;
+
+  std::int64_t compare_copies_every = 100;  // steps: a hash of each variable, on all workers; 0: never
+  double start_timeout_seconds = 300;       // until all workers have come
+};
+
+// A copy of every variable on each device of every worker, kept equal bit for bit. All workers run the same program:
+// they make the same strategies, models and calls in the same order. Initial values are worker 0's (the chief's), who
+// alone writes logs and checkpoints.
+//
+// Copies that are found to differ end the training on all workers with InvalidArgument, which names a worker and a
+// variable.
+//
+// A worker that is lost ends the training on all others with PeerLost, which names it.
+class MultiWorkerMirroredStrategy : public Strategy {
+ public:
+  // Waits for all workers. Throws ClusterError, and DeadlineExceeded naming those that have not come.
+  explicit MultiWorkerMirroredStrategy(MultiWorkerMirroredOptions options = {});
+
+  int worker_rank() const;
+  int num_workers() const;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,151 @@
+#include "lockstep/collective/make_group.h"
+
+#include <algorithm>
+#include <set>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "cluster/store_bootstrap.h"
+#include "collective/direct_group.h"
+#include "collective/make.h"
+#include "collective/wrappers/published_timeline.h"
+#include "lockstep/collective/group_wrappers.h"
+#include "transport/socket.h"
+#include "transport/ucx_channels.h"
+
+namespace lockstep {
+
+const char* name_of(Implementation implementation) {
+  switch (implementation) {
+    case Implementation::automatic: return "auto";
+    case Implementation::direct: return "direct";
+    case Implementation::ring: return "ring";
+    case Implementation::halving_doubling: return "halving_doubling";
+    case Implementation::tree: return "tree";
+    case Implementation::pairwise: return "pairwise";
+    case Implementation::reduction_to_one_device: return "reduction_to_one_device";
+  }
+  return "unknown";
+}
+
+Implementation implementation_named(const std::string& name) {
+  std::string allowed;
+  for (int i = 0; i <= static_cast<int>(Implementation::reduction_to_one_device); ++i) {
+    const auto implementation = static_cast<Implementation>(i);
+    if (name == name_of(implementation)) return implementation;
+    allowed += text(i == 0 ? "" : ", ", name_of(implementation));
+  }
+  throw InvalidArgument(text("there is no implementation \"", name, "\"; there are ", allowed));
+}
+
+namespace {
+
+// What all ranks must want alike: an option a line.
+std::string describe(const GroupOptions& options) {
+  return text("backend ", options.backend, "\nnetwork ", options.network, "\nimplementation ",
+              name_of(options.implementation), "\nbytes_per_pack ", options.bytes_per_pack, "\nchecked_calls ",
+              options.checked_calls);
+}
+
+void require_same(const std::string& first, int rank, const std::string& other) {
+  if (first == other) return;
+  const auto [wants, theirs] = first_difference(first, other);
+  throw InvalidArgument(
+      text("make_group: the ranks' options differ: rank 0 has ", wants, ", rank ", rank, " has ", theirs));
+}
+
+void require_good(const World& world, const Access& access, const GroupOptions& options) {
+  if (world.size < 1 || world.rank < 0 || world.rank >= world.size) {
+    throw InvalidArgument(text("World: rank ", world.rank, " of ", world.size, "; ranks are 0 to size - 1"));
+  }
+  if (!(options.timeout_seconds > 0)) {
+    throw InvalidArgument(text("make_group: timeout_seconds is ", options.timeout_seconds, "; it must be above 0"));
+  }
+  if (options.network != "tcp" && options.network != "ucx") {
+    throw InvalidArgument(text("make_group: there is no network \"", options.network, "\"; there are tcp and ucx"));
+  }
+  const auto backends = {"auto", "shm", "tcp", "ucx", "hierarchical"};
+  if (std::find(backends.begin(), backends.end(), options.backend) == backends.end()) {
+    throw InvalidArgument(
+        text("make_group: there is no backend \"", options.backend, "\"; there are ", join(backends)));
+  }
+  try {
+    transport::listen_at_any_port(world.address, access);
+  } catch (const ClusterError& error) {
+    throw InvalidArgument(text("World: rank ", world.rank, "'s address: ", error.what()));
+  }
+}
+
+// UCX's links carry no proof.
+std::string why_not_over_ucx(const collective::Place& place) {
+  if (!transport::why_no_ucx().empty() || transport::is_loopback(place.address) || place.access.trusted_network)
+    return transport::why_no_ucx();
+  return text("UCX's links cannot be protected, and ", place.address,
+              " is not a loopback address; where everybody who reaches this network is trusted, set "
+              "LOCKSTEP_TRUSTED_NETWORK=1");
+}
+
+// The first rank's reason why it cannot share memory with the others of its host; empty where all can. Collective.
+std::string problem_with_sharing(cluster::Bootstrap& members, int ranks_of_host, Deadline deadline) {
+  const auto mine = transport::problem_with_mapping(collective::DirectGroup::layout(ranks_of_host).total_bytes());
+  const auto problems = members.all_gather(mine, deadline);
+  const auto first = std::find_if(problems.begin(), problems.end(), [](const auto& one) { return !one.empty(); });
+  return first == problems.end() ? "" : text("rank ", first - problems.begin(), ": ", *first);
+}
+
+std::shared_ptr<GroupBackend> make_backend(cluster::Bootstrap& members, collective::Place place,
+                                           const GroupOptions& options, Deadline deadline) {
+  // Every rank says where it is and what it wants, so that all choose alike or all hear that they differ.
+  const auto hosts = members.all_gather(place.host, deadline);
+  place.cores = collective::cores_of_host(members, hosts, deadline);
+  const auto wanted = members.all_gather(describe(options), deadline);
+  for (int r = 1; r < members.size(); ++r) require_same(wanted[0], r, wanted[static_cast<std::size_t>(r)]);
+  const bool one_host = std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; });
+  const bool all_apart = std::set<std::string>(hosts.begin(), hosts.end()).size() == hosts.size();
+  const auto on_my_host = static_cast<int>(std::count(hosts.begin(), hosts.end(), place.host));
+  const auto problem = all_apart && !one_host ? "" : problem_with_sharing(members, on_my_host, deadline);
+  const std::string backend = options.backend != "auto" ? options.backend
+                              : !problem.empty()        ? options.network
+                              : one_host                ? "shm"
+                              : all_apart               ? options.network
+                                                        : "hierarchical";
+  if (!problem.empty() && options.backend == "auto" && members.rank() == 0) {
+    log_warning(text("the ranks of a host cannot share memory (", problem, "): they use ", options.network));
+  }
+  if (backend == "shm" && !one_host) {
+    throw InvalidArgument(text("make_group: the backend \"shm\" is for ranks of one host; these are on ", join(hosts)));
+  }
+  if (backend == "ucx" || (backend == "hierarchical" && options.network == "ucx")) {
+    const auto reasons = members.all_gather(why_not_over_ucx(place), deadline);
+    for (std::size_t r = 0; r < reasons.size(); ++r) {
+      if (!reasons[r].empty()) throw InvalidArgument(text("make_group: rank ", r, ": ", reasons[r]));
+    }
+  }
+  if (backend == "shm") return collective::make_shm_backend(members, place, options, deadline);
+  if (backend == "tcp" || backend == "ucx") {
+    return collective::make_network_backend(backend, members, place, options,
+                                            collective::spin_at_sockets(on_my_host, place.cores), deadline);
+  }
+  return collective::make_hierarchical_backend(members, place, hosts, options, deadline);
+}
+
+}  // namespace
+
+Group make_group(const World& world, const Store& store, const GroupOptions& options) {
+  require_good(world, store.access(), options);
+  const auto deadline = Deadline::after(std::chrono::duration<double>(options.timeout_seconds));
+  cluster::StoreBootstrap members(world, store, deadline);
+  try {
+    Group group(make_backend(members, {world.host, world.address, store.access()}, options, deadline),
+                options.bytes_per_pack);
+    if (collective::timeline_is_wanted()) group = collective::with_published_timeline(group, store, deadline);
+    return group.backend() == "shm" || options.checked_calls == 0 ? group : with_checks(group, options.checked_calls);
+  } catch (const DeadlineExceeded&) {
+    throw;  // the others have deadlines of their own, and name whom they miss
+  } catch (const std::exception& error) {
+    members.give_up(error.what());
+    throw;
+  }
+}
+
+}  // namespace lockstep

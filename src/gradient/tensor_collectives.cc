@@ -1,0 +1,137 @@
+#include "lockstep/gradient/tensor_collectives.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/WrapDimUtils.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "ops/dtypes.h"
+
+namespace lockstep {
+namespace {
+
+void check(const char* caller, const Tensor& tensor) {
+  if (!tensor.defined()) throw InvalidArgument(text(caller, ": the tensor is undefined"));
+  if (tensor.layout() != at::kStrided)
+    throw InvalidArgument(text(caller, ": the tensor is sparse; make it dense first"));
+}
+
+// A contiguous CPU tensor: this one, or a copy.
+Tensor on_host(const char* caller, const Tensor& tensor) {
+  check(caller, tensor);
+  return tensor.detach().to(at::kCPU).contiguous();
+}
+
+// Runs `act` on the tensor's memory or, where a Group cannot use that, on a copy that is written back.
+template <class Act>
+void in_place(const char* caller, const Tensor& tensor, const Act& act) {
+  const at::NoGradGuard no_gradient;
+  const auto host = on_host(caller, tensor);
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    throw InvalidArgument(text(caller, ": the tensor of shape ", tensor.sizes(), " has strides ", tensor.strides(),
+                               ", so that elements share memory and cannot be written; clone it first"));
+  }
+  act(buffer_of(host));
+  if (host.unsafeGetTensorImpl()->unsafe_storage().data() != tensor.unsafeGetTensorImpl()->unsafe_storage().data()) {
+    tensor.detach().copy_(host);
+  }
+}
+
+std::vector<std::int64_t> part_of_rows(const char* caller, const Tensor& tensor, int ranks) {
+  if (tensor.dim() == 0 || tensor.size(0) % ranks != 0) {
+    throw InvalidArgument(text(caller, ": the tensor has shape ", tensor.sizes(),
+                               "; its first dimension must be a multiple of the number of ranks, ", ranks));
+  }
+  auto sizes = tensor.sizes().vec();
+  sizes[0] /= ranks;
+  return sizes;
+}
+
+}  // namespace
+
+Buffer buffer_of(const Tensor& tensor) {
+  check("buffer_of", tensor);
+  if (!(tensor.is_cpu() || tensor.is_cuda()) || !tensor.is_contiguous()) {
+    throw InvalidArgument(text("buffer_of: the tensor is on ", tensor.device().str(), " and has shape ", tensor.sizes(),
+                               " and strides ", tensor.strides(),
+                               "; it must be contiguous, on a CPU or a CUDA device"));
+  }
+  const auto device = tensor.is_cuda() ? MemoryDevice{MemoryDevice::Type::cuda, tensor.get_device()} : MemoryDevice();
+  return {tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.numel()), ops::dtype_of(tensor.scalar_type()),
+          device};
+}
+
+void all_reduce(const Group& group, const Tensor& tensor, ReduceOp op, Deadline deadline) {
+  in_place("all_reduce", tensor, [&](const Buffer& buffer) { group.all_reduce(buffer, op, deadline); });
+}
+
+void broadcast(const Group& group, const Tensor& tensor, int root, Deadline deadline) {
+  in_place("broadcast", tensor, [&](const Buffer& buffer) { group.broadcast(buffer, root, deadline); });
+}
+
+void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, int root) {
+  if (ranks.size() == 1) return;
+  const at::NoGradGuard no_gradient;
+  for (const auto& tensor : tensors) {
+    const auto host = on_host("broadcast", tensor);
+    ranks.group().broadcast({host.mutable_data_ptr(), host.nbytes(), DType::uint8}, root, ranks.deadline());
+    if (ranks.rank() != root && host.data_ptr() != tensor.data_ptr()) tensor.detach().copy_(host);
+  }
+}
+
+void recv(const Group& group, const Tensor& tensor, int from, Deadline deadline) {
+  in_place("recv", tensor, [&](const Buffer& buffer) { group.recv(buffer, from, deadline); });
+}
+
+void send(const Group& group, const Tensor& tensor, int to, Deadline deadline) {
+  group.send(buffer_of(on_host("send", tensor)), to, deadline);
+}
+
+Tensor all_gather(const Group& group, const Tensor& tensor, Deadline deadline, std::int64_t dim) {
+  check("all_gather", tensor);
+  if (tensor.dim() == 0) {
+    throw InvalidArgument("all_gather: the tensor is a scalar; it needs a dimension to gather along");
+  }
+  if (dim < -tensor.dim() || dim >= tensor.dim()) {
+    throw InvalidArgument(
+        text("all_gather: dim is ", dim, "; the tensor has the dimensions ", -tensor.dim(), " to ", tensor.dim() - 1));
+  }
+  const at::NoGradGuard no_gradient;
+  // Sizes along the dimension may differ: they are gathered first, and parts are padded to the largest.
+  const auto size = at::scalar_tensor(tensor.size(dim), at::kLong);
+  const auto sizes = at::empty({group.size()}, at::kLong);
+  group.all_gather(buffer_of(size), buffer_of(sizes), deadline);
+  auto padded_sizes = tensor.sizes().vec();
+  padded_sizes[static_cast<std::size_t>(at::maybe_wrap_dim(dim, tensor.dim()))] = sizes.max().item<std::int64_t>();
+  const auto input = at::zeros(padded_sizes, tensor.options().device(at::kCPU).requires_grad(false));
+  input.narrow(dim, 0, tensor.size(dim)).copy_(tensor.detach());
+  const auto output = at::empty({group.size(), input.numel()}, input.options());
+  group.all_gather(buffer_of(input), buffer_of(output), deadline);
+  std::vector<Tensor> parts;
+  for (int r = 0; r < group.size(); ++r) {
+    parts.push_back(output.select(0, r).view(padded_sizes).narrow(dim, 0, sizes[r].item<std::int64_t>()));
+  }
+  return at::cat(parts, dim).to(tensor.device());
+}
+
+Tensor reduce_scatter(const Group& group, const Tensor& tensor, ReduceOp op, Deadline deadline) {
+  const auto input = on_host("reduce_scatter", tensor);
+  const auto output = at::empty(part_of_rows("reduce_scatter", tensor, group.size()), input.options());
+  group.reduce_scatter(buffer_of(input), buffer_of(output), op, deadline);
+  return output.to(tensor.device());
+}
+
+Tensor all_to_all(const Group& group, const Tensor& tensor, Deadline deadline) {
+  const auto input = on_host("all_to_all", tensor);
+  part_of_rows("all_to_all", tensor, group.size());
+  const auto output = at::empty(input.sizes(), input.options());
+  group.run(Call::all_to_all(buffer_of(input), buffer_of(output)), deadline);
+  return output.to(tensor.device());
+}
+
+}  // namespace lockstep
