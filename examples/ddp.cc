@@ -2,7 +2,6 @@
 //   build/release/lockstep run -n 2 build/release/examples/ddp
 //   mpirun -np 2 build/release/examples/ddp
 // Without one this process trains alone. docs/launching.md says what the launchers need for several machines.
-#include <lockstep/collective/job.h>
 #include <lockstep/data/dataset.h>
 #include <lockstep/ddp.h>
 #include <torch/nn/functional/loss.h>

@@ -15,7 +15,7 @@
 #include "base/expect_says_testing.h"
 #include "ddp/ranks_testing.h"
 #include "lockstep/collective/group_wrappers.h"
-#include "lockstep/ddp.h"
+#include "lockstep/ddp/distributed_data_parallel.h"
 #include "lockstep/ddp/sync_batch_norm.h"
 
 namespace lockstep::ddp {

@@ -9,7 +9,7 @@
 #include "cluster/cpu_partition.h"
 #include "gradient/gradient_reducer.h"
 #include "lockstep/base/error.h"
-#include "lockstep/ddp.h"
+#include "lockstep/ddp/distributed_data_parallel.h"
 #include "lockstep/gradient/tensor_collectives.h"
 
 namespace lockstep {

@@ -13,7 +13,7 @@
 #include "base/text.h"
 #include "cluster/store_process_testing.h"
 #include "lockstep/collective/job.h"
-#include "lockstep/ddp.h"
+#include "lockstep/ddp/distributed_data_parallel.h"
 
 namespace lockstep::ddp {
 namespace {

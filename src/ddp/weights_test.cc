@@ -6,7 +6,7 @@
 #include <mutex>
 
 #include "ddp/ranks_testing.h"
-#include "lockstep/ddp.h"
+#include "lockstep/ddp/distributed_data_parallel.h"
 
 namespace lockstep::ddp {
 namespace {

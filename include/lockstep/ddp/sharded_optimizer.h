@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "lockstep/collective/communicator.h"
-#include "lockstep/ddp.h"
+#include "lockstep/ddp/distributed_data_parallel.h"
 #include "lockstep/ddp/sharded_parameters.h"
 
 namespace lockstep {

@@ -1,0 +1,178 @@
+// DistributedDataParallel for a LibTorch loop of your own: a copy of the module in every process, gradients averaged
+// while backward goes on. Follows torch.nn.parallel.DistributedDataParallel.
+//
+//   lockstep::DistributedDataParallel ddp(net, group);  // net: a module holder or a shared_ptr, the same on all ranks
+//   torch::optim::Adam adam(ddp->parameters());
+//
+//   adam.zero_grad();
+//   torch::cross_entropy_loss(ddp(x), y).backward();  // after it the gradients are the mean over all ranks
+//   adam.step();
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <vector>
+
+#include "lockstep/collective/communicator.h"
+#include "lockstep/gradient/gradient_hook.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep {
+
+struct DistributedDataParallelOptions {
+  double bucket_cap_mb = 25;
+  double first_bucket_mb = 1;
+
+  // After every backward with gradients averaged all ranks get rank 0's buffers (BatchNorm's statistics).
+  bool broadcast_buffers = true;
+
+  // Backwards count by their examples: dimension `batch_dim` of the first tensor that was passed to the module in each
+  // forward since the backward before. So ragged last batches give the mean over all examples. Off: every backward
+  // counts the same, as in PyTorch. Forwards in eval() mode, or without gradients, do not count.
+  bool weigh_by_examples = true;
+  std::int64_t batch_dim = 0;  // 1 for [time, batch, features]
+
+  // DType::float16 or DType::bfloat16: what float gradients are sent as. They are summed in float32.
+  std::optional<DType> gradient_dtype;
+
+  // Of each operation between the ranks; empty: the Communicator's.
+  std::optional<double> timeout_seconds;
+
+  // Of an earlier training, from bucket_order(): a resumed one then has the same bits.
+  std::vector<std::int64_t> bucket_order;
+
+  // Instead of all_reduce; see gradient_hook.h.
+  GradientHook comm_hook;
+};
+
+namespace internal {
+
+// What ranks do together after each backward, such as a sharded optimizer's step.
+class CollectiveStep {
+ public:
+  virtual ~CollectiveStep() = default;
+  virtual void step() = 0;
+};
+
+}  // namespace internal
+
+// What DistributedDataParallel does, for modules whose forward it does not know.
+class DistributedGradients {
+ public:
+  // Gives all ranks rank 0's parameters and buffers. Throws InvalidArgument, on all ranks, naming a parameter that
+  // differs in shape or dtype. Parameters that require no gradient are not reduced.
+  DistributedGradients(std::shared_ptr<torch::nn::Module> module, Communicator ranks,
+                       DistributedDataParallelOptions options);
+  ~DistributedGradients();
+
+  // Backwards that come before this object ends only accumulate on this rank.
+  class NoSync {
+   public:
+    explicit NoSync(DistributedGradients& gradients);
+    ~NoSync();
+    NoSync(const NoSync&) = delete;
+    NoSync& operator=(const NoSync&) = delete;
+
+   private:
+    DistributedGradients& gradients_;
+    const bool before_;
+  };
+  [[nodiscard]] NoSync no_sync() { return NoSync(*this); }
+
+  // Runs a loop whose number of steps may differ between ranks. A rank that is done takes part in the others' steps,
+  // with no examples, until all are done; then all get the parameters and buffers of one that made the most steps.
+  // Collective.
+  // Not for modules with synchronized batch normalization, whose layers wait for every rank.
+  void join(const std::function<void()>& loop);
+
+  // Examples that the next backward counts for on this rank, beside those of other calls since the last. Not counted
+  // where gradients are off.
+  void add_examples(double examples);
+
+  // Before each forward. Throws Error where the last backward broke off in the middle and the ranks are the same.
+  void prepare();
+
+  std::vector<std::int64_t> bucket_order() const;
+  const Group& group() const;
+  const Communicator& ranks() const;
+
+  // The module's parameters that require gradients; tied ones once.
+  const std::vector<at::Tensor>& trained_parameters() const;
+
+  // In `join` a rank that is done makes the others' steps too, while `step` lives.
+  void join_steps_of(std::weak_ptr<internal::CollectiveStep> step);
+
+ private:
+  struct State;
+  const std::unique_ptr<State> state_;
+};
+
+// After Communicator::regroup (job.h has an example) the next forward gives all ranks rank 0's parameters and buffers,
+// as construction does. Rank 0's optimizer state and place in the loop are for the caller to broadcast with them: one
+// rank may have made the step in which another heard of the loss.
+//
+// One thread a rank. The module is shared, not copied. Each backward with sync on is one step of all ranks; in it,
+// parameters may be unused on some ranks or on all (their gradients stay undefined where no rank has one). Gradients
+// are views of memory that the next step overwrites.
+template <class M>
+class DistributedDataParallel : public DistributedGradients {
+ public:
+  DistributedDataParallel(std::shared_ptr<M> module, Communicator ranks, DistributedDataParallelOptions options = {})
+      : DistributedGradients(module, std::move(ranks), options),
+        module_(std::move(module)),
+        weigh_by_examples_(options.weigh_by_examples),
+        batch_dim_(options.batch_dim) {}
+
+  template <class Holder>
+  requires std::is_same_v<typename Holder::ContainedType, M> DistributedDataParallel(
+      const Holder& module, Communicator ranks, DistributedDataParallelOptions options = {})
+      : DistributedDataParallel(module.ptr(), std::move(ranks), std::move(options)) {}
+
+  // The module's forward.
+  template <class... Inputs>
+  auto operator()(const Inputs&... inputs) {
+    prepare();
+    if (weigh_by_examples_) (void)(note(inputs) || ...);
+    return module_->forward(inputs...);
+  }
+  template <class... Inputs>
+  auto forward(const Inputs&... inputs) {
+    return (*this)(inputs...);
+  }
+
+  M* operator->() const { return module_.get(); }
+  M& operator*() const { return *module_; }
+
+ private:
+  template <class Input>
+  bool note(const Input& input) {
+    if constexpr (std::is_base_of_v<at::Tensor, Input>) {
+      if (input.dim() <= batch_dim_) return false;
+      if (module_->is_training()) add_examples(static_cast<double>(input.size(batch_dim_)));
+      return true;
+    }
+    return false;
+  }
+
+  const std::shared_ptr<M> module_;
+  const bool weigh_by_examples_;
+  const std::int64_t batch_dim_;
+};
+
+template <class Holder>
+DistributedDataParallel(const Holder&, Communicator, DistributedDataParallelOptions = {})
+    -> DistributedDataParallel<typename Holder::ContainedType>;
+
+template <class M>
+DistributedDataParallel(std::shared_ptr<M>, Communicator, DistributedDataParallelOptions = {})
+    -> DistributedDataParallel<M>;
+
+}  // namespace lockstep
