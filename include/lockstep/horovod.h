@@ -33,7 +33,7 @@
 #include <vector>
 
 #include "lockstep/cluster/cluster.h"
-#include "lockstep/collective/group.h"
+#include "lockstep/collective/make_group.h"
 #include "lockstep/ops/tensor.h"
 
 namespace c10 {

@@ -49,9 +49,11 @@ std::string text_of(torch::nn::Linear& net) {
 std::string train(const std::string& store, int process, const std::string& backend) {
   const auto in_time = [] { return Deadline::after(std::chrono::seconds(30)); };
   const GroupOptions options{.backend = backend, .timeout_seconds = 30};
-  const Cluster cluster{.world = {.rank = process, .size = kRanks, .local_rank = process, .local_size = kRanks},
-                        .store = store,
-                        .source = "lockstep run"};
+  Cluster cluster;
+  cluster.world.rank = cluster.world.local_rank = process;
+  cluster.world.size = cluster.world.local_size = kRanks;
+  cluster.store = store;
+  cluster.source = "lockstep run";
   Job job(cluster, 30);
   const Communicator ranks(job.group(options), 30);
   auto net = make_net();
