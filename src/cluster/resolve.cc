@@ -4,24 +4,15 @@
 #include "cluster/resolvers.h"
 #include "lockstep/base/error.h"
 
-namespace lockstep {
-namespace {
-
-std::string describe(const Cluster& cluster) {
-  return text(cluster.source, " says rank ", cluster.world.rank, " of ", cluster.world.size);
-}
-
-}  // namespace
-
-std::string cluster::text_of(const Environment& environment, const char* name) {
+namespace lockstep::cluster {
+std::string text_of(const Environment& environment, const char* name) {
   const char* const value = environment(name);
   if (value == nullptr || *value == '\0') throw ClusterError(text(name, " is not set"));
   return value;
 }
 
-std::int64_t cluster::number_of(const Environment& environment, const char* name, std::int64_t least,
-                                std::int64_t most) {
-  const auto value = cluster::text_of(environment, name);
+std::int64_t number_of(const Environment& environment, const char* name, std::int64_t least, std::int64_t most) {
+  const auto value = text_of(environment, name);
   const auto number = whole_number(value);
   if (!number || *number < least || *number > most) {
     throw ClusterError(text(name, " is \"", value, "\"; it must be a number from ", least, " to ", most));
@@ -29,19 +20,19 @@ std::int64_t cluster::number_of(const Environment& environment, const char* name
   return *number;
 }
 
-World cluster::world_of(const Environment& environment, const cluster::Names& names) {
+World world_of(const Environment& environment, const Names& names) {
   const auto number = [&](const char* name, int least, std::int64_t most) {
-    return static_cast<int>(cluster::number_of(environment, name, least, most));
+    return static_cast<int>(number_of(environment, name, least, most));
   };
   World world;
-  world.size = number(names.size, 1, cluster::kMostRanks);
+  world.size = number(names.size, 1, kMostRanks);
   world.rank = number(names.rank, 0, world.size - 1);
   world.local_size = number(names.local_size, 1, world.size);
   world.local_rank = number(names.local_rank, 0, world.local_size - 1);
   return world;
 }
 
-std::string cluster::host_of(const std::string& address, const std::string& field) {
+std::string host_of(const std::string& address, const std::string& field) {
   const auto colon = address.rfind(':');
   const auto port = colon == std::string::npos ? std::nullopt : whole_number(address.substr(colon + 1));
   if (colon == 0 || !port || *port < 1 || *port > 65535) {
@@ -51,43 +42,42 @@ std::string cluster::host_of(const std::string& address, const std::string& fiel
   return host.front() == '[' && host.back() == ']' ? host.substr(1, host.size() - 2) : host;
 }
 
-int cluster::port_of(const std::string& address, const std::string& field) {
-  cluster::host_of(address, field);  // checks both
+int port_of(const std::string& address, const std::string& field) {
+  host_of(address, field);  // checks both
   return whole_number<int>(address.substr(address.rfind(':') + 1)).value();
 }
 
-std::optional<Cluster> cluster::from_lockstep_run(const Environment& environment) {
+std::optional<Cluster> from_lockstep_run(const Environment& environment) {
   if (environment("LOCKSTEP_RANK") == nullptr) return std::nullopt;
-  const cluster::Names names{"LOCKSTEP_SIZE", "LOCKSTEP_RANK", "LOCKSTEP_LOCAL_SIZE", "LOCKSTEP_LOCAL_RANK"};
-  Cluster cluster{.world = cluster::world_of(environment, names), .source = "lockstep run"};
-  cluster.world.host = cluster::text_of(environment, "LOCKSTEP_HOST");
-  cluster.store = cluster::text_of(environment, "LOCKSTEP_STORE");
+  const Names names{"LOCKSTEP_SIZE", "LOCKSTEP_RANK", "LOCKSTEP_LOCAL_SIZE", "LOCKSTEP_LOCAL_RANK"};
+  Cluster cluster{.world = world_of(environment, names), .source = "lockstep run"};
+  cluster.world.host = text_of(environment, "LOCKSTEP_HOST");
+  cluster.store = text_of(environment, "LOCKSTEP_STORE");
   return cluster;
 }
 
-std::optional<Cluster> cluster::from_torchrun(const Environment& environment) {
+std::optional<Cluster> from_torchrun(const Environment& environment) {
   if (environment("RANK") == nullptr || environment("WORLD_SIZE") == nullptr) return std::nullopt;
   Cluster cluster{.source = "torchrun"};
   auto& world = cluster.world;
-  world.size = static_cast<int>(cluster::number_of(environment, "WORLD_SIZE", 1, cluster::kMostRanks));
-  world.rank = static_cast<int>(cluster::number_of(environment, "RANK", 0, world.size - 1));
+  world.size = static_cast<int>(number_of(environment, "WORLD_SIZE", 1, kMostRanks));
+  world.rank = static_cast<int>(number_of(environment, "RANK", 0, world.size - 1));
   const auto optional = [&](const char* name, std::int64_t otherwise) {
-    return static_cast<int>(
-        environment(name) == nullptr ? otherwise : cluster::number_of(environment, name, 0, cluster::kMostRanks));
+    return static_cast<int>(environment(name) == nullptr ? otherwise : number_of(environment, name, 0, kMostRanks));
   };
   if (environment("LOCAL_RANK") != nullptr) {
-    world.local_size = static_cast<int>(cluster::number_of(environment, "LOCAL_WORLD_SIZE", 1, world.size));
-    world.local_rank = static_cast<int>(cluster::number_of(environment, "LOCAL_RANK", 0, world.local_size - 1));
+    world.local_size = static_cast<int>(number_of(environment, "LOCAL_WORLD_SIZE", 1, world.size));
+    world.local_rank = static_cast<int>(number_of(environment, "LOCAL_RANK", 0, world.local_size - 1));
   }
-  const auto master = cluster::text_of(environment, "MASTER_ADDR");
-  const auto port = cluster::number_of(environment, "MASTER_PORT", 1, 65535);
+  const auto master = text_of(environment, "MASTER_ADDR");
+  const auto port = number_of(environment, "MASTER_PORT", 1, 65535);
   world.host = world.local_size == world.size ? "localhost" : text("node ", optional("GROUP_RANK", world.rank));
   // torchrun itself answers at the master's port; others leave it to rank 0.
   if (environment("TORCHELASTIC_RUN_ID") == nullptr) {
     cluster.store = text(master, ":", port);
   } else {
     cluster.store = world.local_size == world.size ? "127.0.0.1" : master;
-    cluster.job = text("torchrun ", cluster::text_of(environment, "TORCHELASTIC_RUN_ID"), " at ", master, ":", port,
+    cluster.job = text("torchrun ", text_of(environment, "TORCHELASTIC_RUN_ID"), " at ", master, ":", port,
                        ", restart ", optional("TORCHELASTIC_RESTART_COUNT", 0));
   }
   cluster.holds_store = world.rank == 0;
@@ -95,18 +85,27 @@ std::optional<Cluster> cluster::from_torchrun(const Environment& environment) {
 }
 
 // What Kubeflow Trainer sets for torchrun; without torchrun in between there is one process a node.
-std::optional<Cluster> cluster::from_kubeflow(const Environment& environment) {
+std::optional<Cluster> from_kubeflow(const Environment& environment) {
   if (environment("PET_NNODES") == nullptr || environment("RANK") != nullptr) return std::nullopt;
   Cluster cluster{.source = "Kubeflow Trainer"};
   auto& world = cluster.world;
-  world.size = static_cast<int>(cluster::number_of(environment, "PET_NNODES", 1, cluster::kMostRanks));
-  world.rank = static_cast<int>(cluster::number_of(environment, "PET_NODE_RANK", 0, world.size - 1));
+  world.size = static_cast<int>(number_of(environment, "PET_NNODES", 1, kMostRanks));
+  world.rank = static_cast<int>(number_of(environment, "PET_NODE_RANK", 0, world.size - 1));
   if (world.size == 1) return cluster;
   world.host = text("node ", world.rank);
-  cluster.store = text(cluster::text_of(environment, "PET_MASTER_ADDR"), ":",
-                       cluster::number_of(environment, "PET_MASTER_PORT", 1, 65535));
+  cluster.store =
+      text(text_of(environment, "PET_MASTER_ADDR"), ":", number_of(environment, "PET_MASTER_PORT", 1, 65535));
   cluster.holds_store = world.rank == 0;
   return cluster;
+}
+
+}  // namespace lockstep::cluster
+
+namespace lockstep {
+namespace {
+
+std::string describe(const Cluster& cluster) {
+  return text(cluster.source, " says rank ", cluster.world.rank, " of ", cluster.world.size);
 }
 
 // A process that was to be one of several must not train alone.
@@ -121,6 +120,8 @@ void require_rank(const Environment& environment) {
     throw ClusterError(text("RANK is \"", environment("RANK"), "\", and WORLD_SIZE is not set"));
   }
 }
+
+}  // namespace
 
 Cluster resolve_cluster(const Environment& environment) {
   std::optional<Cluster> found;

@@ -17,7 +17,7 @@ class StoreProcess {
  public:
   // At a port that was free a moment ago. Store::connect waits for it.
   explicit StoreProcess(const Access& access = access_of_environment())
-      : StoreProcess(transport::local_address(transport::listen_at("127.0.0.1:0", access)), access) {}
+      : StoreProcess(free_address(access), access) {}
   explicit StoreProcess(std::string address, const Access& access = access_of_environment())
       : address_(std::move(address)), holder_([this, &access]() -> std::string {
           const auto store = Store::hold(address_, access);
@@ -27,6 +27,11 @@ class StoreProcess {
   const std::string& address() const { return address_; }
 
  private:
+  static std::string free_address(const Access& access) {
+    const auto listener = transport::listen_at("127.0.0.1:0", access);
+    return transport::local_address(listener);
+  }
+
   const std::string address_;
   const ChildProcess holder_;  // ended with this
 };

@@ -59,7 +59,7 @@ Buffer buffer_of(const Tensor& tensor) {
   if (!(tensor.is_cpu() || tensor.is_cuda()) || !tensor.is_contiguous()) {
     throw InvalidArgument(text("buffer_of: the tensor is on ", tensor.device().str(), " and has shape ", tensor.sizes(),
                                " and strides ", tensor.strides(),
-                               "; it must be contiguous, on a CPU or a CUDA device"));
+                               "; it must be contiguous and on the CPU or a CUDA device"));
   }
   const auto device = tensor.is_cuda() ? MemoryDevice{MemoryDevice::Type::cuda, tensor.get_device()} : MemoryDevice();
   return {tensor.mutable_data_ptr(), static_cast<std::size_t>(tensor.numel()), ops::dtype_of(tensor.scalar_type()),

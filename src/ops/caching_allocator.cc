@@ -16,7 +16,7 @@
 
 #include "base/resources.h"
 
-namespace lockstep {
+namespace lockstep::ops {
 namespace {
 
 constexpr std::size_t kAlignment = 64;
@@ -48,7 +48,7 @@ SizeClass size_class_of(std::size_t bytes) {
 }  // namespace
 
 // In front of the bytes that the caller gets. A cache line, so that these stay aligned.
-struct alignas(kAlignment) ops::CachingAllocator::Block {
+struct alignas(kAlignment) CachingAllocator::Block {
   Heap* home;
   Block* next;
   std::size_t bytes;  // without this header
@@ -103,7 +103,7 @@ std::byte* map_huge(std::size_t bytes, int flags) {
 }  // namespace
 
 // Memory for one heap's large blocks, side by side. Never given back; its pages can be.
-class ops::CachingAllocator::Arena {
+class CachingAllocator::Arena {
  public:
   void* take(std::size_t bytes) {
     if (bytes > static_cast<std::size_t>(end_ - next_)) {
@@ -120,8 +120,8 @@ class ops::CachingAllocator::Arena {
   std::byte* end_ = nullptr;
 };
 
-struct ops::CachingAllocator::Heap {
-  ops::CachingAllocator* allocator;
+struct CachingAllocator::Heap {
+  CachingAllocator* allocator;
   Mutex mutex;  // the owning thread's, but for `release`: nobody waits for it in a step
   std::array<Block*, kClasses> free LOCKSTEP_GUARDED_BY(mutex){};
   Arena arena LOCKSTEP_GUARDED_BY(mutex);
@@ -151,7 +151,7 @@ struct ops::CachingAllocator::Heap {
 };
 
 // Gives back what lies in the list, and keeps what stays a block; returns how many bytes went.
-std::size_t ops::CachingAllocator::release_list(Block*& head) {
+std::size_t CachingAllocator::release_list(Block*& head) {
   std::size_t bytes = 0;
   Block* kept = nullptr;
   for (Block* block = std::exchange(head, nullptr); block != nullptr;) {
@@ -168,7 +168,7 @@ std::size_t ops::CachingAllocator::release_list(Block*& head) {
   return bytes;
 }
 
-void ops::CachingAllocator::release() {
+void CachingAllocator::release() {
   std::vector<Heap*> heaps;
   {
     MutexLock lock(mutex_);
@@ -185,7 +185,7 @@ void ops::CachingAllocator::release() {
   }
 }
 
-struct ops::CachingAllocator::ThreadHeap {
+struct CachingAllocator::ThreadHeap {
   Heap* heap = nullptr;
   ~ThreadHeap();
 };
@@ -195,13 +195,13 @@ namespace {
 thread_local void* current_heap = nullptr;
 }  // namespace
 
-ops::CachingAllocator::ThreadHeap::~ThreadHeap() {
+CachingAllocator::ThreadHeap::~ThreadHeap() {
   if (heap == nullptr) return;
   current_heap = nullptr;
   heap->allocator->abandon_heap(std::exchange(heap, nullptr));
 }
 
-ops::CachingAllocator::Heap& ops::CachingAllocator::heap_of_this_thread() {
+CachingAllocator::Heap& CachingAllocator::heap_of_this_thread() {
   auto* heap = static_cast<Heap*>(current_heap);
   if (heap == nullptr || heap->allocator != this) {
     static thread_local ThreadHeap owner;
@@ -212,7 +212,7 @@ ops::CachingAllocator::Heap& ops::CachingAllocator::heap_of_this_thread() {
   return *heap;
 }
 
-ops::CachingAllocator::Heap* ops::CachingAllocator::adopt_heap() {
+CachingAllocator::Heap* CachingAllocator::adopt_heap() {
   MutexLock lock(mutex_);
   if (abandoned_.empty()) {
     heaps_.push_back(new Heap{.allocator = this});
@@ -223,12 +223,12 @@ ops::CachingAllocator::Heap* ops::CachingAllocator::adopt_heap() {
   return heap;
 }
 
-void ops::CachingAllocator::abandon_heap(Heap* heap) {
+void CachingAllocator::abandon_heap(Heap* heap) {
   MutexLock lock(mutex_);
   abandoned_.push_back(heap);
 }
 
-void* ops::CachingAllocator::allocate(std::size_t bytes) {
+void* CachingAllocator::allocate(std::size_t bytes) {
   const auto size_class = size_class_of(bytes);
   if (size_class.index >= kClasses) throw std::bad_alloc();
   auto& heap = heap_of_this_thread();
@@ -256,7 +256,7 @@ void* ops::CachingAllocator::allocate(std::size_t bytes) {
   return block->data();
 }
 
-ops::CachingAllocator::Block* ops::CachingAllocator::take_from_system(Heap& heap, std::size_t bytes, int size_class) {
+CachingAllocator::Block* CachingAllocator::take_from_system(Heap& heap, std::size_t bytes, int size_class) {
   const auto with_header = sizeof(Block) + bytes;
   void* memory = nullptr;
   std::size_t mapped = 0;
@@ -273,19 +273,19 @@ ops::CachingAllocator::Block* ops::CachingAllocator::take_from_system(Heap& heap
 }
 
 // Sizes that a program needs no more must not keep it from those that it needs now.
-void ops::CachingAllocator::make_room(std::size_t bytes) {
+void CachingAllocator::make_room(std::size_t bytes) {
   const auto limit = limit_ / static_cast<std::size_t>(processes_that_share_memory());
   if (reserved_.load(std::memory_order_relaxed) + bytes <= limit) return;
   const auto [reserved, cached] = stats();
   if (cached > 0 && reserved - cached + bytes <= limit) release();  // else it would cost pages and gain nothing
 }
 
-std::int64_t ops::CachingAllocator::cache_limit() const {
+std::int64_t CachingAllocator::cache_limit() const {
   const int processes = processes_that_share_memory();
   return processes == 1 ? cache_limit_ : cache_limit_ / processes;
 }
 
-void ops::CachingAllocator::deallocate(void* data) noexcept {
+void CachingAllocator::deallocate(void* data) noexcept {
   if (data == nullptr) return;
   auto* block = Block::of(data);
   auto& heap = *block->home;
@@ -313,7 +313,7 @@ void ops::CachingAllocator::deallocate(void* data) noexcept {
   }
 }
 
-MemoryStats ops::CachingAllocator::stats() const {
+MemoryStats CachingAllocator::stats() const {
   MutexLock lock(mutex_);
   auto cached = cached_.load(std::memory_order_relaxed);
   for (const auto* heap : heaps_) cached += heap->uncounted.load(std::memory_order_relaxed);
@@ -326,9 +326,9 @@ class TorchAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     void* data = bytes == 0 ? nullptr : blocks_.allocate(bytes);
-    return {data, data, &ops::CachingAllocator::deallocate, c10::Device(c10::DeviceType::CPU)};
+    return {data, data, &CachingAllocator::deallocate, c10::Device(c10::DeviceType::CPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &ops::CachingAllocator::deallocate; }
+  c10::DeleterFnPtr raw_deleter() const override { return &CachingAllocator::deallocate; }
   void copy_data(void* destination, const void* source, std::size_t bytes) const override {
     std::memcpy(destination, source, bytes);
   }
@@ -337,7 +337,7 @@ class TorchAllocator final : public c10::Allocator {
 
  private:
   // Half of the memory that this process may use may lie in the cache, and three quarters be taken in all.
-  ops::CachingAllocator blocks_{usable_memory_bytes() / 2, usable_memory_bytes() / 4 * 3};
+  CachingAllocator blocks_{usable_memory_bytes() / 2, usable_memory_bytes() / 4 * 3};
 };
 
 // Null where LibTorch's own allocator serves.
@@ -354,21 +354,27 @@ TorchAllocator* torch_allocator() {
 
 }  // namespace
 
-bool ops::install_caching_allocator() {
+bool install_caching_allocator() {
   if (torch_allocator() == nullptr) return false;
   c10::SetCPUAllocator(torch_allocator(), 1);
   return true;
 }
 
-MemoryStats memory_stats() { return torch_allocator() == nullptr ? MemoryStats{} : torch_allocator()->stats(); }
+namespace {
+[[maybe_unused]] const bool installed_when_loaded = install_caching_allocator();
+}  // namespace
 
-void release_memory() {
-  if (torch_allocator() != nullptr) torch_allocator()->release();
-  malloc_trim(0);  // small blocks are malloc's
+}  // namespace lockstep::ops
+
+namespace lockstep {
+
+MemoryStats memory_stats() {
+  return ops::torch_allocator() == nullptr ? MemoryStats{} : ops::torch_allocator()->stats();
 }
 
-namespace {
-[[maybe_unused]] const bool installed_when_loaded = ops::install_caching_allocator();
-}  // namespace
+void release_memory() {
+  if (ops::torch_allocator() != nullptr) ops::torch_allocator()->release();
+  malloc_trim(0);  // small blocks are malloc's
+}
 
 }  // namespace lockstep

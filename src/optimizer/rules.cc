@@ -5,13 +5,13 @@
 #include "lockstep/base/error.h"
 #include "lockstep/optimizer/optimizer.h"
 
-namespace lockstep {
+namespace lockstep::optimizer {
 
 using kernels::update_kernels;
 
 template <class T>
-void optimizer::SGDRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
-                               std::span<T* const> state) const {
+void SGDRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+                    std::span<T* const> state) const {
   const auto& kernel = update_kernels<T>();
   const double rate = step.learning_rate;
   if (options_.momentum == 0) {
@@ -23,15 +23,15 @@ void optimizer::SGDRule::apply(const UpdateStep& step, std::span<T> value, std::
 }
 
 template <class T>
-void optimizer::AdamRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
-                                std::span<T* const> state) const {
+void AdamRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+                     std::span<T* const> state) const {
   update_kernels<T>().adam(value.data(), gradient.data(), state[0], state[1], options_.amsgrad ? state[2] : nullptr,
                            {rate(step), 1 - options_.beta_1, 1 - options_.beta_2, options_.epsilon}, value.size());
 }
 
 template <class T>
-void optimizer::RMSpropRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
-                                   std::span<T* const> state) const {
+void RMSpropRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+                        std::span<T* const> state) const {
   T* mean = options_.centered ? state[1] : nullptr;
   T* velocity = options_.momentum > 0 ? state.back() : nullptr;
   update_kernels<T>().rmsprop(value.data(), gradient.data(), state[0], mean, velocity,
@@ -39,12 +39,15 @@ void optimizer::RMSpropRule::apply(const UpdateStep& step, std::span<T> value, s
 }
 
 template <class T>
-void optimizer::AdagradRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
-                                   std::span<T* const> state) const {
+void AdagradRule::apply(const UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+                        std::span<T* const> state) const {
   update_kernels<T>().adagrad(value.data(), gradient.data(), state[0], static_cast<T>(step.learning_rate),
                               static_cast<T>(options_.epsilon), value.size());
 }
 
+}  // namespace lockstep::optimizer
+
+namespace lockstep {
 namespace {
 
 // The settings that all options structs share.
