@@ -8,16 +8,17 @@
 //   hvd::DistributedOptimizer optimizer(sgd);          // horovod_optimizer.h
 //
 // Processes are found as by MultiWorkerMirroredStrategy (docs/launching.md): started by mpirun, `lockstep run`, srun,
-// torchrun or by hand. Every rank makes the same calls in the same order, whichever threads make them; before each,
-// ranks tell each other what they call, so that calls that differ are an InvalidArgument on all ranks, which names two
-// that do, and the next call is good again. Names are compared too. Operations take the tensor as it is at the call and
-// run one after the other in a thread of their own.
+// torchrun or by hand. Every rank makes the same calls in the same order, whichever threads make them. Before each call
+// the ranks compare it, names included. Where calls differ, all ranks throw InvalidArgument, which names two that do,
+// and the next call works again. Operations take the tensor as it is at the call and run one after the other in a
+// thread of their own.
 //
-// Calls that return tensors, and not handles, differentiate as those of horovod.torch: backward makes the same call for
-// the gradients of allreduce and alltoall; takes this rank's rows of their average for allgather; gives it to the root,
-// and zeros to the others, for broadcast; gathers them, times size() where the op was Sum, for reducescatter. So all
-// ranks call backward, on graphs whose operations come in the same order, and the tensor requires a gradient on all
-// ranks or on none. What the asynchronous calls give, and those that end in _, is detached from the graph.
+// Calls that return tensors, and not handles, are differentiable as those of horovod.torch. For allreduce and alltoall,
+// backward makes the same call for the gradients; for allgather it takes this rank's rows of their average; for
+// broadcast it gives the average to the root, and zeros to the others; for reducescatter it gathers the gradients,
+// times size() where the op was Sum. So all ranks call backward, on graphs whose operations have the same order, and
+// the tensor requires a gradient on all ranks or on none. Results of asynchronous calls, and of those that end in _,
+// are detached.
 //
 // Every operation throws
 //   InvalidArgument when calls differ, and for tensors of complex and quantized dtypes (bool: by Min and Max alone),

@@ -14,7 +14,7 @@
 
 namespace lockstep {
 
-// A forked child that calls `act` and ends with what that returns, or with what it throws in its text.
+// A forked child that calls `act` and sends back the returned text, or the text of the exception that it throws.
 class ChildProcess {
  public:
   template <class Act>

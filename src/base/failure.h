@@ -26,7 +26,8 @@ struct Failure {
 
   std::vector<int> blamed() const;
 
-  // The same with nothing that a group of `size` ranks cannot have: what came over a connection is not to be trusted.
+  // A copy without values that a group of `size` ranks cannot have, for a Failure from a connection, which is not
+  // trusted.
   Failure checked(int size) const;
 
   // Throws Aborted, PeerLost or DeadlineExceeded on rank `rank`.

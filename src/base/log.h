@@ -12,8 +12,8 @@ namespace lockstep {
 void log_info(const std::string& message);
 void log_warning(const std::string& message);
 
-// A warning that strangers can cause as often as they like: the first is written at once, then one a minute, with the
-// number of those that were not.
+// A warning that unauthenticated peers can trigger at will: the first one is written at once, then at most one per
+// minute, with the number of suppressed ones.
 class RepeatedWarning {
  public:
   void log(const std::string& message);

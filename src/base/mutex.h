@@ -1,5 +1,5 @@
-// A mutex that clang's thread safety analysis understands (-Wthread-safety): fields name what protects them with
-// LOCKSTEP_GUARDED_BY, and the lint step proves that they are touched under it.
+// A mutex that clang's thread safety analysis understands (-Wthread-safety). LOCKSTEP_GUARDED_BY names the mutex that
+// protects a field, and the lint step checks that every access holds it.
 #pragma once
 
 #include <condition_variable>

@@ -11,20 +11,20 @@ namespace lockstep {
 // The ids of the cores in this process's affinity mask, in order.
 std::vector<int> allowed_cpus();
 
-// `cpus` so that neighbours share most: by memory node, then package, then physical core. `system`: where the kernel
-// describes them; what it does not say counts as 0.
+// `cpus` sorted so that neighbours share the most hardware: by NUMA node, then package, then physical core. `system`:
+// the sysfs folder that describes them; missing values count as 0.
 std::vector<int> cpus_by_place(std::vector<int> cpus, const std::string& system = "/sys/devices/system");
 
 // How many cores the control group's CPU quota (cpu.max) pays for: at least 1; very many where there is none.
 int paid_cpu_count();
 
-// The smaller of both.
+// The smaller of the quota and the number of cores in the affinity mask.
 int usable_cpu_count();
 
 // The machine's memory, or the control group's bound on it (memory.max) where that is smaller.
 std::size_t usable_memory_bytes();
 
-// How many processes of this host train together, and have its memory together: 1 unless somebody said so. Any thread.
+// Sets how many training processes of this host share its memory; 1 until this is called. Any thread.
 void share_memory_among(int processes);
 int processes_that_share_memory();
 

@@ -1,4 +1,4 @@
-// A sequence of seeds of its own for what a thread makes.
+// Gives a thread its own sequence of seeds within a scope.
 #pragma once
 
 #include <cstdint>

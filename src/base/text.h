@@ -21,7 +21,7 @@ std::string text(const Parts&... parts) {
   return out.str();
 }
 
-// The whole number that `digits` is, in decimal and with nothing around it.
+// Parses `digits` as a decimal integer with nothing before or after it; nothing where it is not one.
 template <class T = std::int64_t>
 std::optional<T> whole_number(std::string_view digits) {
   T number = 0;

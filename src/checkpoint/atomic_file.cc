@@ -97,7 +97,7 @@ class TemporaryFile {
   bool renamed_ = false;
 };
 
-// Removes what a writer that was killed left beside `path`: its temporary files that nobody has locked.
+// Removes the temporary files beside `path` that killed writers left behind: those that nobody has locked.
 void remove_stale(const std::filesystem::path& path) {
   const auto prefix = path.filename().string() + kTemporary;
   std::error_code ended;

@@ -43,7 +43,7 @@ std::string quoted(const std::string& value) {
   return result + '"';
 }
 
-// Another job that records a checkpoint into the same folder is done long before.
+// How long to wait for another job that records a checkpoint into the same folder; it needs far less.
 constexpr std::chrono::seconds kForIndex(30);
 
 fs::path index_file(const fs::path& directory) { return directory / "checkpoint"; }
@@ -128,7 +128,7 @@ void record_checkpoint(const std::string& path, std::vector<std::string>& kept, 
   index.all.push_back(index.latest);
   write_index(folder, index);
   for (const auto& old : dropped) {
-    std::error_code ignored;  // a file that somebody else removed is as good as removed
+    std::error_code ignored;  // another process may have removed the file first
     fs::remove(checkpoint_file(old), ignored);
   }
 }
@@ -154,7 +154,7 @@ void Checkpoint::write(const std::string& path) const {
   ranks_.run_on_rank_0([&] { write_archive(path, archive); });
 }
 
-// A number is used up only by a checkpoint that was written.
+// The number advances only when the checkpoint was written.
 std::string Checkpoint::write_next(const std::string& prefix) {
   const auto path = text(prefix, "-", ++save_counter_);
   try {

@@ -1,4 +1,4 @@
-// What std::filesystem refuses, as IoError: the guard between it and the rest of Lockstep.
+// Wrappers of std::filesystem that throw IoError.
 #pragma once
 
 #include <filesystem>
@@ -9,9 +9,9 @@ namespace lockstep::checkpoint {
 // std::filesystem::exists, absolute, create_directories and remove, which throw IoError naming the path and the reason.
 bool file_exists(const std::filesystem::path& path);
 std::filesystem::path absolute_path(const std::filesystem::path& path);
-void remove_file(const std::filesystem::path& path);  // it need not be there
+void remove_file(const std::filesystem::path& path);  // does nothing where it does not exist
 
-// Makes what is missing of `folder`, and flushes the folders in which something was made.
+// Creates the missing folders of the path `folder`, and flushes the folders in which one was created.
 void make_folders(const std::filesystem::path& folder);
 
 // Flushes a folder's names to the disk. Where the file system cannot (EINVAL: many network and FUSE file systems), the

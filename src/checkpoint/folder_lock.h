@@ -29,8 +29,8 @@ class FolderLock {
 
 namespace lockstep::checkpoint {
 
-// Whether this process now holds the lock on the open file `descriptor` of `path`, and `path` is still that file.
-// `supported` becomes false where the file system has no locks; then true is returned.
+// Tries to lock the open file `descriptor` of `path`. True where this process holds the lock and `path` still names
+// that file. Where the file system has no locks, sets `supported` to false and returns true.
 bool try_lock(int descriptor, const std::string& path, bool& supported);
 
 }  // namespace lockstep::checkpoint

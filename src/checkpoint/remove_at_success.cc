@@ -48,7 +48,7 @@ class Files {
   std::map<std::string, std::shared_ptr<FolderLock>> files_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
-// One name for a file, wherever this process moves to.
+// The absolute, normalized name, which a change of the working directory does not affect.
 std::string name_of(const std::string& file) { return absolute_path(file).lexically_normal().string(); }
 
 }  // namespace

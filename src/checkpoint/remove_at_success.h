@@ -1,4 +1,4 @@
-// Files that a program needs no more once it has done all its work. Any thread.
+// Files that are deleted when the program ends with success. Any thread.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@ namespace lockstep::checkpoint {
 // Until then it holds `lock`, so that no other job writes the file meanwhile.
 void remove_at_success(const std::string& file, std::shared_ptr<FolderLock> lock);
 
-// Takes that back, and releases the lock; false where it was not said of this file.
+// Cancels remove_at_success for `file` and releases the lock; false where there was none.
 bool keep_at_success(const std::string& file);
 
 }  // namespace lockstep::checkpoint

@@ -1,11 +1,12 @@
 // The safetensors format (https://github.com/huggingface/safetensors):
 //
 //   8 bytes   N, the length of the header, little endian
-//   N bytes   JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}, padded
-//   with spaces the rest  the tensors' bytes; offsets count from here
+//   N bytes   JSON, padded with spaces:
+//             {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
+//   the rest  the tensors' bytes; offsets count from here
 //
-// Of our own metadata entries, "lockstep.crc32" holds the CRC-32 of the whole file, as 8 hexadecimal digits, computed
-// with those digits as zeros, and "lockstep.format" says that there must be such an entry.
+// Our metadata entry "lockstep.crc32" is the CRC-32 of the whole file as 8 hexadecimal digits, computed with zeros in
+// their place. The entry "lockstep.format" says that the checksum must be there.
 #include <zlib.h>
 
 #include <algorithm>
@@ -89,7 +90,7 @@ std::string header_of(const Archive& archive) {
   std::string characters;
   try {
     characters = header.dump();
-  } catch (const Json::exception& error) {  // of all that JSON can hold, only its text has rules
+  } catch (const Json::exception& error) {  // dump throws only for text that is not UTF-8
     throw InvalidArgument(text("the names and texts of a checkpoint must be UTF-8: ", error.what()));
   }
   characters.append((8 - characters.size() % 8) % 8, ' ');
@@ -102,7 +103,7 @@ std::string length_of(const std::string& header) {
   return length;
 }
 
-// What comes before the tensors' bytes: the header and its length, with the checksum of all.
+// The bytes before the tensors' bytes: the header's length, and the header with the checksum of the whole file.
 std::string head_of(const Archive& archive) {
   std::string header = header_of(archive);
   const std::string length = length_of(header);

@@ -41,7 +41,7 @@ DType dtype_named(const std::string& name) {
   throw InvalidArgument(text("there is no dtype \"", name, "\""));
 }
 
-// Times the algorithm bandwidth: what the busiest link carries, as nccl-tests defines it.
+// Bus bandwidth (what the busiest link carries) divided by algorithm bandwidth, as nccl-tests defines them.
 double bus_factor(Kind kind, int ranks) {
   const double n = ranks;
   switch (kind) {
@@ -72,7 +72,7 @@ class Trial {
 
   void run() { group_.run(call_, in_a_minute()); }
 
-  // Of the first element of every rank's part, on the ranks that have a result.
+  // Checks the first element of every rank's part, on the ranks that have a result.
   bool right() {
     fill();
     run();
@@ -180,7 +180,7 @@ double measure(const Group& group, Trial& trial, double seconds) {
   return timed(rounds) / static_cast<double>(rounds) * 1e6;
 }
 
-// As mpirun does: a core a rank where there are enough.
+// Pins each rank to a core, as mpirun does, where there are enough.
 void pin(int rank, int ranks) {
   const auto cpus = cpus_by_place(allowed_cpus());
   if (static_cast<std::size_t>(ranks) <= cpus.size())
@@ -234,7 +234,7 @@ int run_threads(const BenchOptions& options, std::ostream& out) {
   return right ? 0 : 1;
 }
 
-// This program again, as rank `rank`.
+// Starts this program again, as rank `rank`.
 pid_t start_rank(const BenchOptions& options, int rank, const std::string& store) {
   auto arguments = options.command;
   const auto per_host =

@@ -19,11 +19,11 @@
 
 namespace lockstep::cli {
 
-// What a process finds of its own surroundings.
+// What a process finds out about its environment.
 struct Facts {
   std::string host, version;
   std::vector<int> cores;
-  int paid_cores = 0;  // by the control group
+  int paid_cores = 0;  // that the control group's CPU quota allows
   int ranks_here = 0;
   double memory_gib = 0;
   int gpus = 0;
@@ -68,7 +68,7 @@ int gpus_of_this_machine() {
   return count;
 }
 
-// Rank by rank: rank 0 asks each what time it is; the quickest answer tells best.
+// Rank 0 asks each rank for its time, one after the other; the quickest answer is the most exact.
 void compare_clocks(const Group& group, Facts& mine) {
   double answer[2] = {};
   const auto buffer = [&] { return buffer_of(std::span(answer)); };
@@ -157,7 +157,7 @@ void print(const std::vector<Facts>& all, std::ostream& out) {
 
 int examine(const Cluster& cluster, std::ostream& out) {
   const Job job(cluster, kSoonSeconds);
-  // TCP even between processes of one host: that the links work is a part of the question.
+  // TCP even between processes of one host, because the links are to be checked too.
   const auto group = job.group({.backend = "tcp", .timeout_seconds = kSoonSeconds});
   char host[256] = "";
   gethostname(host, sizeof host - 1);

@@ -7,9 +7,9 @@
 
 namespace lockstep::cli {
 
-// As one of the processes of a job that `lockstep run` started: says what this one may use, connects to the others over
-// TCP, and rank 0 prints what all have, and what to do about what is wrong. Returns the exit status: 1 where something
-// is.
+// Runs in each process of a job that `lockstep run` started: finds out what the process may use and connects to the
+// others over TCP; rank 0 prints the findings of all, and what to do about problems. Returns the exit status: 1 where
+// there is a problem.
 int examine(const Cluster& cluster, std::ostream& out);
 
 }  // namespace lockstep::cli

@@ -112,7 +112,7 @@ struct DoctorArguments : PlaceArguments {
   bool examines = false;
 };
 
-// As other launchers take it: -np for -n, and -- before the program. What belongs to the program stays as it is.
+// Accepts what other launchers do: -np for -n, and -- before the program. The program's own arguments stay as they are.
 std::vector<std::string> as_run_takes_it(int argc, char** argv) {
   std::vector<std::string> all(argv + 1, argv + argc);
   const std::set<std::string> flags{"--trusted-network", "--part", "--help", "-h"};

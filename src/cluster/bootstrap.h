@@ -1,4 +1,4 @@
-// How the members of a group that is being made tell each other where they are.
+// How the members of a new group exchange their addresses before they are connected.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ class Bootstrap {
   virtual int size() const = 0;
   virtual std::int64_t generation() const = 0;
 
-  // What errors call a member.
+  // The rank by which errors name a member.
   virtual int name_of(int rank) const { return rank; }
 
   // Everybody's text, in the order of ranks. Collective. Throws DeadlineExceeded naming the members that did not come.

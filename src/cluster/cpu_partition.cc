@@ -10,10 +10,10 @@
 namespace lockstep::cluster {
 namespace {
 
-// What this process might use when it first asked, and what it keeps to.
+// The cores that this process was allowed to use when it first asked, and those that it uses now.
 struct Given {
   const std::vector<int> all_cpus = allowed_cpus();
-  const int count = usable_cpu_count();  // fewer than all_cpus where several processes share them
+  const int count = usable_cpu_count();  // less than the number of all_cpus where the CPU quota is smaller
   Mutex mutex;
   std::vector<int> cpus LOCKSTEP_GUARDED_BY(mutex) = all_cpus;
   int usable LOCKSTEP_GUARDED_BY(mutex) = count;

@@ -1,4 +1,4 @@
-// This process among those of its host: which cores are its own.
+// Divides a host's cores among the processes of a job.
 #pragma once
 
 #include <string>
@@ -9,13 +9,13 @@
 
 namespace lockstep::cluster {
 
-// The cores that this process was given: those that it might use when it first asked, or its share by
-// `keep_to_partition`; and on how many of them it can compute at once. Later its threads keep to some of them.
+// The cores that this process may use: its affinity mask when it first asked, or its share after `keep_to_partition`;
+// and on how many of them it can compute at once. Pinning its threads later changes neither.
 std::vector<int> given_cpus();
 int kept_cpu_count();
 
-// Of this process, among those that train on one host: each has an equal part of its GPUs, and of its cores unless
-// whoever started the processes gave each its own.
+// This process's share among the processes of one host that train together: an equal part of its GPUs, and of its cores
+// unless the launcher gave each process its own.
 struct CpuPartition {
   int rank = 0;
   int size = 1;

@@ -26,7 +26,7 @@ std::vector<std::string> left_texts(const Store& store, const std::string& kind,
   const auto count = store.add(counter(kind), 0, deadline);
   for (std::int64_t number = 1; number <= count; ++number) {
     const auto one = key(kind, number);
-    const auto pieces = whole_number(store.compare_set(one, "", "", deadline));  // none where its end has not come
+    const auto pieces = whole_number(store.compare_set(one, "", "", deadline));  // none where the text is not complete
     if (!pieces) continue;
     std::string whole;
     for (std::int64_t k = 0; k < *pieces; ++k) whole += store.get(text(one, "/", k), deadline);

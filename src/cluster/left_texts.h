@@ -13,7 +13,7 @@ void leave_text(const Store& store, const std::string& kind, const std::string& 
 // All of a kind that have come whole, in the order in which they were begun.
 std::vector<std::string> left_texts(const Store& store, const std::string& kind, Deadline deadline);
 
-// Of the operations of a job's ranks: arrays of JSON, of events as chrome://tracing has them.
+// The kind of timelines: each text is a JSON array of a rank's operations, as chrome://tracing's events.
 inline constexpr const char* kTimelines = "timelines";
 
 }  // namespace lockstep::cluster

@@ -10,7 +10,7 @@ namespace {
 constexpr std::int64_t kMostDescriptors = 1 << 20;
 constexpr std::chrono::seconds kForOwnName(10);
 
-// Where all ranks are on one host, it is this one.
+// The loopback address where all ranks are on one host.
 std::string host_of_rank_0(const World& world, const Environment& environment) {
   if (world.local_size == world.size) return "127.0.0.1";
   if (environment("MASTER_ADDR") != nullptr) return text_of(environment, "MASTER_ADDR");

@@ -11,8 +11,8 @@ namespace {
 constexpr std::chrono::seconds kToRead(5);
 const std::string kLost = "lost", kOn = "on ";
 
-// Each rank's entry in the store says where it is, or that it is lost: whichever was said first stands, so that all
-// find the same members, whenever they look.
+// A rank's entry in the store is its host, or that it is lost. The first value written stands, so that all ranks find
+// the same members, whenever they read.
 class Register {
  public:
   Register(const World& world, const Store& store, Deadline deadline)
@@ -20,12 +20,12 @@ class Register {
     for (int r = 0; r < world.size; ++r) keys_.push_back(text("rank ", r));
   }
 
-  // Returns what stands.
+  // Sets the entry where there is none; returns the entry that stands.
   std::string enter(int rank, const std::string& value, Deadline deadline) const {
     return store_.compare_set(keys_[static_cast<std::size_t>(rank)], "", value, deadline);
   }
 
-  // Every rank's entry, after those that do not come by the deadline are entered as lost.
+  // Every rank's entry. Ranks without one at the deadline are entered as lost.
   std::vector<std::string> complete() const {
     try {
       return store_.get(keys_, deadline_);
@@ -51,7 +51,7 @@ World next_generation(const World& world, const Store& store, const std::vector<
     }
   }
   const Register members(world, store, deadline);
-  // Itself first: where a link broke, and each of its ends takes the other for lost, both are there.
+  // This rank enters itself first: where a link broke, each end takes the other for lost although both are alive.
   if (members.enter(world.rank, kOn + world.host, deadline) == kLost) {
     throw ClusterError(text("regroup: the others took rank ", world.rank, " for lost, and go on without it"));
   }

@@ -1,4 +1,4 @@
-// Who is left of a job after processes were lost.
+// The World of the ranks that remain after processes were lost.
 #pragma once
 
 #include <vector>

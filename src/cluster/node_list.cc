@@ -10,7 +10,7 @@
 namespace lockstep::cluster {
 namespace {
 
-constexpr std::size_t kMostNodes = 100'000, kLongestName = 255;  // Slurm has at most 65,533; DNS
+constexpr std::size_t kMostNodes = 100'000, kLongestName = 255;  // Slurm allows 65,533 nodes, DNS names of 255 bytes
 
 class Parser {
  public:
@@ -60,7 +60,7 @@ class Parser {
     all.push_back(std::move(name));
   }
 
-  // Text and brackets, any number of each: every combination, the last bracket's numbers first.
+  // Any sequence of text and brackets. Expands to every combination; the last bracket varies fastest.
   std::vector<std::string> names() {
     std::vector<std::string> all{""};
     const auto begin = at_;
@@ -85,7 +85,7 @@ class Parser {
     return std::string(list_.substr(begin, at_ - begin));
   }
 
-  // What stands in brackets, which end here: "1-3,07".
+  // The numbers in brackets, up to the closing one: "1-3,07".
   std::vector<std::string> numbers() {
     std::vector<std::string> all;
     do {

@@ -17,7 +17,7 @@ namespace {
 constexpr std::size_t kLongestLine = 4096;
 constexpr const char* kKey = "lockstep-store";
 
-// One question, one answer: lines of name=value.
+// A PMI-1 session: each request gets one answer, both a line of name=value.
 class Session {
  public:
   explicit Session(int fd) : socket_(fcntl(fd, F_DUPFD_CLOEXEC, 0)) {

@@ -8,8 +8,8 @@
 
 namespace lockstep::cluster {
 
-// Rank 0's text, on all ranks. Collective, once a process; what comes later gets the same text. The process manager
-// hears at the process's normal end that it ends well. Throws ClusterError, DeadlineExceeded.
+// Broadcasts rank 0's text to all ranks. Collective, once a process; later calls return the same text. When the process
+// exits normally it tells the process manager so. Throws ClusterError, DeadlineExceeded.
 std::string share_through_pmi(int fd, bool is_rank_0, const std::string& mine, Deadline deadline);
 
 }  // namespace lockstep::cluster

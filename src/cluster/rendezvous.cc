@@ -36,14 +36,14 @@ std::string candidate(const Cluster& cluster, int index) {
   return transport::with_port(cluster.store, candidate_port(cluster, index));
 }
 
-// At all addresses of this machine, as TensorFlow does, for its own name may not lead to it yet, or lead elsewhere; but
-// where the host is a loopback address, at that alone.
+// Listens on all addresses of this machine, as TensorFlow does: its own name may not resolve to it yet, or resolve
+// elsewhere. A loopback address is listened on alone.
 Store hold_at(const std::string& host, int port) {
   if (transport::is_loopback(host)) return Store::hold(transport::with_port(host, port));
   const auto everywhere = transport::with_port(transport::has_ipv6() ? "::" : "0.0.0.0", port);
   try {
     return Store::hold(everywhere);
-  } catch (const ClusterError& error) {  // in the words of whoever named the host
+  } catch (const ClusterError& error) {  // rethrown with the address as the launcher names it
     std::string what = error.what();
     const auto at = what.find(everywhere);
     if (at != std::string::npos) what.replace(at, everywhere.size(), transport::with_port(host, port));
@@ -59,13 +59,13 @@ Store hold_somewhere(const Cluster& cluster, Deadline deadline) {
       store.set(kJob, cluster.job, deadline);
       return store;
     } catch (const ClusterError& error) {
-      problem = error.what();  // in use, mostly
+      problem = error.what();  // usually the port is in use
     }
   }
   throw ClusterError(text("rank 0 can hold no store: ", problem));
 }
 
-// Another job's store, or another program, may be at one of the places.
+// Another job's store, or another program, may answer at a candidate port.
 Store find(const Cluster& cluster, Deadline deadline) {
   std::string problem = "nobody answers there";
   while (true) {
@@ -90,7 +90,8 @@ Store find(const Cluster& cluster, Deadline deadline) {
   }
 }
 
-// Rank 0 holds the store wherever the system gives it a port, and tells the others through the process manager.
+// With MPICH rank 0 holds the store on a port that the system chooses, and sends its address through the process
+// manager.
 bool through_pmi(const Cluster& cluster) { return cluster.source == "MPICH" && cluster.world.size > 1; }
 
 Store hold(const Cluster& cluster, Deadline deadline) {
@@ -104,7 +105,7 @@ Store connect(const Cluster& cluster, Deadline deadline) {
   return cluster.job.empty() ? Store::connect(cluster.store, deadline) : find(cluster, deadline);
 }
 
-// Of this process, until it ends: the next Job of this process finds the same store.
+// The store that this process holds until it ends: its next Job finds the same one.
 Store held(const Cluster& cluster, Deadline deadline) {
   static Mutex mutex;
   static std::map<std::string, Store> stores;  // guarded by mutex
@@ -114,7 +115,7 @@ Store held(const Cluster& cluster, Deadline deadline) {
   return found != stores.end() ? found->second : stores.emplace(name, hold(cluster, deadline)).first->second;
 }
 
-// Debian gives a machine's own name an address that leads nowhere else.
+// Debian's /etc/hosts maps a machine's own name to a loopback address.
 void require_reachable(const World& world, const std::string& named) {
   if (world.local_size == world.size || named.empty() || transport::is_loopback(named) ||
       !transport::is_loopback(world.address))
@@ -124,22 +125,22 @@ void require_reachable(const World& world, const std::string& named) {
            ", which the others cannot reach; name rank 0's host by another address, or mend /etc/hosts"));
 }
 
-// Ranks of one host need no name of it; and where nobody else comes, no port that others know.
+// Ranks that share one host use the loopback address; a process that is alone needs no known port.
 Cluster on_loopback(Cluster cluster) {
   if (cluster.world.size == 1 && cluster.holds_store) {
     cluster.store.clear();
     cluster.job.clear();
     return cluster;
   }
-  const bool of_a_rank = cluster.source != "lockstep run";  // that launcher's may be on another host
+  const bool of_a_rank = cluster.source != "lockstep run";  // lockstep run may hold it on another host
   const bool named = !cluster.store.empty() && !through_pmi(cluster);
   if (!of_a_rank || !named || cluster.world.local_size != cluster.world.size) return cluster;
   cluster.store = cluster.job.empty() ? transport::with_port("127.0.0.1", port_of(cluster.store, kStore)) : "127.0.0.1";
   return cluster;
 }
 
-// Each rank takes its place, so that two processes of one rank, and ranks that disagree about their number, are told at
-// once; and its share of its host's cores.
+// Registers this rank, so that two processes of one rank, and ranks that disagree about their number, fail at once.
+// Then limits this process to its share of its host's cores.
 void take_place(Rendezvous& found, Deadline deadline) {
   StoreBootstrap members(found.world, found.store, deadline);
   try {

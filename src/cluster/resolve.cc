@@ -43,7 +43,7 @@ std::string host_of(const std::string& address, const std::string& field) {
 }
 
 int port_of(const std::string& address, const std::string& field) {
-  host_of(address, field);  // checks both
+  host_of(address, field);  // throws where either is malformed
   return whole_number<int>(address.substr(address.rfind(':') + 1)).value();
 }
 
@@ -128,7 +128,7 @@ Cluster resolve_cluster(const Environment& environment) {
   for (const auto resolver :
        {cluster::from_lockstep_run, cluster::from_tf_config, cluster::from_torchrun, cluster::from_kubeflow,
         cluster::from_open_mpi, cluster::from_mpich, cluster::from_slurm}) {
-    // Under Slurm, mpirun has its own daemons started as the tasks of a step: what srun says is about them.
+    // Under Slurm, mpirun starts its own daemons as the tasks of a step, so srun's variables describe the daemons.
     if (resolver == cluster::from_slurm && found) break;
     const auto other = resolver(environment);
     if (!other) continue;

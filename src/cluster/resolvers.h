@@ -8,7 +8,7 @@
 
 namespace lockstep::cluster {
 
-// Each: nothing where its variables are not set. Throws ClusterError.
+// Each returns nothing where its variables are not set. Throws ClusterError.
 std::optional<Cluster> from_lockstep_run(const Environment& environment);
 std::optional<Cluster> from_tf_config(const Environment& environment);
 std::optional<Cluster> from_torchrun(const Environment& environment);
@@ -28,7 +28,7 @@ std::int64_t number_of(const Environment& environment, const char* name, std::in
 // Where this process speaks with MPICH's process manager. Throws ClusterError.
 int pmi_descriptor(const Environment& environment);
 
-// A World of what these variables say.
+// The names of the variables from which world_of reads a World.
 struct Names {
   const char* size;
   const char* rank;

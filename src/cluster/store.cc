@@ -14,7 +14,7 @@ namespace lockstep {
 namespace {
 
 constexpr std::size_t kLongestItem = 1 << 20;
-// Beyond a call's deadline: for the store to say which keys it misses.
+// Extra time after a call's deadline in which the store may say which keys are missing.
 constexpr std::chrono::seconds kForTheReason(1);
 
 }  // namespace
@@ -29,7 +29,7 @@ struct Store::State {
   std::string address;
   Access access;
   Mutex mutex;
-  std::vector<FileDescriptor> idle LOCKSTEP_GUARDED_BY(mutex);  // connections on which nothing is asked
+  std::vector<FileDescriptor> idle LOCKSTEP_GUARDED_BY(mutex);  // connections without a request in flight
 };
 
 namespace {
@@ -150,7 +150,7 @@ std::vector<std::string> Store::State::ask(std::uint32_t code, const std::vector
   return std::move(answer.items);
 }
 
-// Calls that wait do not hold up others: each has a connection to itself.
+// Each call uses a connection of its own, so that calls that wait do not block others.
 FileDescriptor Store::State::take_idle() {
   MutexLock lock(mutex);
   if (idle.empty()) return {};

@@ -9,7 +9,7 @@
 namespace lockstep::cluster {
 namespace {
 
-// For what is said to others at an end, when the deadline may be over.
+// For the last messages to the other ranks, when a call's own deadline may have passed.
 Deadline for_last_words() { return Deadline::after(std::chrono::seconds(1)); }
 
 // Containers of one host may have equal host names and process ids: a random name tells them apart.
@@ -61,11 +61,11 @@ void StoreBootstrap::give_up(const std::string& reason) const {
   try {
     store_.abandon(group_, text("rank ", rank(), ": ", reason), for_last_words());
   } catch (const Error&) {
-    // Whoever waits has deadlines.
+    // The other ranks have deadlines of their own.
   }
 }
 
-// Whoever waits for the first group hears of it. Those who have it go on: they were there before.
+// Ranks that wait for the first group get the error. Ranks that already have that group go on.
 void StoreBootstrap::refuse(const std::string& reason) const {
   store_.abandon(group(1), reason, for_last_words());
   throw ClusterError(reason);

@@ -9,8 +9,8 @@ namespace lockstep::cluster {
 
 class StoreBootstrap final : public Bootstrap {
  public:
-  // Takes this rank's place in its generation: ClusterError where another process has it, or where those who came
-  // before are of another number. The groups that a rank makes are numbered; those of equal number belong together.
+  // Claims this rank in its generation. Throws ClusterError where another process has it, or where earlier processes
+  // reported another number of ranks. Each rank numbers the groups that it makes; equal numbers belong together.
   StoreBootstrap(const World& world, Store store, Deadline deadline);
 
   int rank() const override { return world_.rank; }
@@ -18,7 +18,7 @@ class StoreBootstrap final : public Bootstrap {
   std::int64_t generation() const override { return world_.generation; }
   std::vector<std::string> all_gather(const std::string& mine, Deadline deadline) override;
 
-  // Nothing comes of this group: the others need not wait for this rank.
+  // Tells the other ranks that this group will not be made, so that they do not wait for this rank.
   void give_up(const std::string& reason) const;
 
  private:

@@ -71,7 +71,7 @@ void StoreServer::read(Client& client) {
   }
 }
 
-// False where it has not come whole.
+// Handles the next request; false where it has not arrived completely.
 bool StoreServer::take_next(Client& client) {
   StoreFrame frame;
   if (client.in.size() < sizeof frame) return false;

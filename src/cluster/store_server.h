@@ -31,7 +31,7 @@ class StoreServer {
   // Throws ClusterError when the address cannot be had.
   StoreServer(const std::string& address, Access access);
 
-  // Serves those who are there for a little longer.
+  // Serves connected clients until they leave, for a second at most.
   ~StoreServer();
 
   const std::string& address() const { return address_; }
@@ -39,14 +39,14 @@ class StoreServer {
  private:
   struct Client {
     FileDescriptor socket;
-    std::string in;                    // bytes of what has not come whole
-    std::string out;                   // bytes that the other side has not taken
+    std::string in;                    // bytes of an incomplete request
+    std::string out;                   // bytes that are not sent yet
     std::vector<std::string> awaited;  // keys that it waits for
-    bool leaving = false;              // closed, once it has taken what is for it
+    bool leaving = false;              // to be closed once `out` is sent
     bool closed = false;
   };
 
-  struct Abandoned {  // keys that begin and end so
+  struct Abandoned {  // keys with this prefix and suffix
     std::string prefix, suffix, reason;
   };
 

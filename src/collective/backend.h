@@ -18,7 +18,7 @@ class GroupBackend {
   virtual const char* name() const = 0;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual std::int64_t generation() const = 0;  // of the World that the ranks are of
+  virtual std::int64_t generation() const = 0;  // the generation of the ranks' World
 
   // Carries out a call whose arguments check_call found right. Returns the name of the algorithm. One thread at a time.
   virtual const char* run(const Call& call, Deadline deadline) = 0;
@@ -32,7 +32,7 @@ class GroupBackend {
   // As Group::allocate. Any thread.
   virtual Memory allocate(std::size_t bytes) = 0;
 
-  // Ends what runs and all that comes, on every rank. Any thread. The first failure stands.
+  // Fails the running operation and all later ones, on every rank. Any thread. The first failure stands.
   virtual void fail(const Failure& failure) = 0;
 };
 

@@ -1,4 +1,4 @@
-// What makes a Call, and what it is called.
+// The factories of Call and the names of its kinds.
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/collective/group.h"

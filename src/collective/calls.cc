@@ -37,7 +37,7 @@ void require_length(const Call& call, const Counts& counts, int size) {
       text(name_of(call.kind), ": there are ", counts.size(), " counts; the group has ", size, " ranks"));
 }
 
-// Checks the one who has the whole against the parts.
+// Checks the sizes of the whole buffer and of a rank's part, on the ranks that have them.
 void require_parts(const Call& call, const char* name, const ConstBuffer& whole, const ConstBuffer& part, int rank,
                    int size, bool has_whole, bool has_part) {
   const auto all = call.counts.empty() ? part.count * static_cast<std::size_t>(size) : sum(call.counts);

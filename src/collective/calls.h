@@ -1,4 +1,4 @@
-// What can be said of a Call without running it: whether it is right, which parts move where, how to tell it in words.
+// What is known of a Call without running it: whether it is valid, what it transfers, and its description.
 #pragma once
 
 #include <array>
@@ -26,7 +26,7 @@ struct Signature {
   DType dtype{};
   ReduceOp op{};
   std::int32_t peer = 0;
-  std::uint64_t shape = 0;  // elements where all ranks have as many; a hash with kCounts where counts say so
+  std::uint64_t shape = 0;  // elements where all ranks have equally many; with counts, their hash and the bit kCounts
 
   static constexpr std::uint64_t kCounts = std::uint64_t{1} << 63;
 
@@ -35,7 +35,7 @@ struct Signature {
 };
 Signature signature_of(const Call& call);
 
-// A signature on the wire, and what number the call has.
+// A signature as it is sent, with the call's sequence number.
 //
 //   bits of word 0: kind 0-3 | dtype 4-7 | operator 8-11 | root or peer 12-31 | sequence 32-63; word 1: the shape
 using SignatureWords = std::array<std::uint64_t, 2>;
@@ -45,7 +45,7 @@ inline std::uint32_t sequence_in(const SignatureWords& words) { return static_ca
 
 [[noreturn]] void throw_calls_differ(int rank_a, const Signature& a, int rank_b, const Signature& b);
 
-// Runs what a call is made of: at the deadline the message names the call itself, which is all that its caller knows.
+// Runs the operations that make up `call`. DeadlineExceeded then names `call`, the only one that its caller knows.
 template <class Act>
 auto on_behalf_of(const Call& call, const Act& act) {
   try {
@@ -65,7 +65,7 @@ struct Slice {
 // Slice `rank` of `count` elements, cut at whole cache lines so that no two ranks write one line.
 Slice even_slice(std::size_t count, DType dtype, int rank, int size);
 
-// What rank `rank` gives or gets, in elements, of a call with counts; `each` where they are equal.
+// The elements that rank `rank` sends or receives in a call with counts; `each` for every rank where there are none.
 Slice share_of(const Counts& counts, std::size_t each, int rank);
 
 // Part of rank `from`'s input that comes to this rank's output; in bytes.
@@ -83,7 +83,7 @@ std::vector<Transfer> transfers_of(const Call& call, int rank, int size, std::sp
 inline std::byte* bytes_of(const Buffer& buffer) { return static_cast<std::byte*>(buffer.data); }
 inline const std::byte* bytes_of(const ConstBuffer& buffer) { return static_cast<const std::byte*>(buffer.data); }
 
-// memcpy that allows nothing to be copied, and a copy onto itself.
+// memcpy that also accepts zero bytes and equal pointers.
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes);
 
 }  // namespace lockstep::collective

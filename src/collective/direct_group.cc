@@ -18,7 +18,7 @@ using Kind = Call::Kind;
 // Results of this size and more are written past the caches: they will not be read again before they are evicted.
 constexpr std::size_t kStreamBytes = 4 << 20;
 
-// Of this rank's input what the others need.
+// How many bytes of this rank's input the others need.
 std::size_t input_bytes_of(const Call& call, int rank) {
   const bool only_root = call.kind == Kind::broadcast || call.kind == Kind::scatter;
   return only_root && rank != call.peer ? 0 : call.input.bytes();
@@ -105,7 +105,7 @@ Slice DirectGroup::my_slice(const Call& call) const {
   return even_slice(call.input.count, call.input.dtype, rank(), size());
 }
 
-// Of what came with the rank's post.
+// Bytes of the input that came with the rank's descriptor.
 const std::byte* DirectGroup::payload_of(int rank, std::size_t at, std::size_t bytes) const {
   auto& from = descriptor(rank);
   if (from.input_bytes > CallDescriptor::kSmall || at + bytes > from.input_bytes) {
@@ -115,8 +115,8 @@ const std::byte* DirectGroup::payload_of(int rank, std::size_t at, std::size_t b
   return from.payload() + at;
 }
 
-// outputs <- the reduction of `count` elements from input_of(r) on, in the order of ranks. Large results go past the
-// caches, by way of a piece that stays in the first of them.
+// outputs <- the reduction of `count` elements of each input_of(r), in the order of ranks. Large results are reduced
+// piece by piece in the first-level cache, and then written past the caches.
 template <class InputOf>
 void DirectGroup::reduce_into(const Call& call, std::size_t count, const InputOf& input_of,
                               std::span<void* const> outputs) {
@@ -250,7 +250,7 @@ const char* DirectGroup::pull(const Call& call, Deadline deadline) {
   return "direct";
 }
 
-// Everybody shows a window of its input at a time, and takes from the others' what it needs.
+// Window by window: each rank copies its input to its staging slot, and copies what it needs from the others' slots.
 void DirectGroup::pull_staged(const Call& call, std::span<const Transfer> transfers, Deadline deadline) {
   const char* operation = name_of(call.kind);
   std::size_t longest = 0;

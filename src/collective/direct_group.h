@@ -11,13 +11,13 @@
 
 namespace lockstep::collective {
 
-// Every operation is: post my call, see everybody's, then take what I need from the others' memory:
-//   small   inputs came with the descriptors, and everybody computes its own result;
-//   direct  all buffers lie where all ranks see them: each reduces one slice for everybody, and waits for the others;
-//   staged  else: the same, through windows of shared memory.
+// In every operation a rank posts its call, waits for the others' calls, and reads what it needs from their memory:
+//   small   the inputs came with the descriptors, and each rank computes its own result;
+//   direct  all ranks can access all buffers: each reduces one slice for all, and waits for the others;
+//   staged  otherwise: the same, through windows of shared memory.
 class DirectGroup : public GroupBackend {
  public:
-  // The sizes of a staging slot and a mailbox in the space that `member` is of.
+  // How a space for `ranks` ranks is laid out: the sizes of a staging slot and a mailbox.
   static transport::SpaceLayout layout(int ranks);
 
   explicit DirectGroup(std::shared_ptr<transport::SpaceMember> member);
@@ -31,9 +31,9 @@ class DirectGroup : public GroupBackend {
  protected:
   const std::shared_ptr<transport::SpaceMember>& member() const { return member_; }
 
-  // Where the others find a buffer, or CallDescriptor::kPrivate; and where this rank finds `bytes` that another showed,
-  // which throws ClusterError where that is no place of the other's. see_new is called before each call's descriptors
-  // are read.
+  // place_of: where the others find a buffer, or CallDescriptor::kPrivate. at_place: where this rank finds `bytes` that
+  // another rank posted; throws ClusterError for a place that the other does not share. see_new is called before each
+  // call's descriptors are read.
   virtual std::int64_t place_of(const ConstBuffer& buffer) = 0;
   virtual std::byte* at_place(int rank, std::int64_t place, std::size_t bytes) const = 0;
   virtual void see_new() {}

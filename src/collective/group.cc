@@ -14,10 +14,10 @@
 namespace lockstep {
 namespace {
 
-// Beyond a call's deadline, for what runs ahead of it to end.
+// Extra time after a call's deadline for the calls ahead of it to end.
 constexpr std::chrono::seconds kForTheReason(1);
 
-// Whether b can be part of the all_reduce that a is.
+// Whether a and b can be packed into one all_reduce.
 bool packs_with(const Call& a, const Call& b) {
   return a.kind == Call::Kind::all_reduce && b.kind == Call::Kind::all_reduce && a.op == b.op &&
          a.input.dtype == b.input.dtype;
@@ -67,11 +67,11 @@ struct Group::State {
   const std::shared_ptr<GroupBackend> backend;
   const std::size_t bytes_per_pack;
   collective::TicketLock ticket_lock;
-  Memory pack;  // of the thread whose turn it is
+  Memory pack;  // used by the thread that has the turn
   collective::ProgressThread progress;
 };
 
-// Neighbours of one kind go together.
+// Consecutive calls of one kind are run together.
 void Group::State::run_grouped(const std::vector<Call>& calls, Deadline deadline) {
   const std::span all(calls);
   for (std::size_t begin = 0, end = 0; begin < calls.size(); begin = end) {
@@ -141,7 +141,7 @@ Work Group::start(Call call, Deadline deadline) const { return start(std::vector
 Work Group::start(std::vector<Call> calls, Deadline deadline) const {
   state_->check(calls);
   for (auto& call : calls) call.called = Deadline::Clock::now();
-  auto* const state = state_.get();  // which waits for its thread before it ends
+  auto* const state = state_.get();  // its destructor waits for the progress thread
   return state->progress.add([&]() -> std::function<void()> {
     return [state, deadline, calls = std::move(calls), number = state->ticket_lock.take_number()] {
       state->in_turn(number, deadline, calls.empty() ? "nothing" : name_of(calls[0].kind),

@@ -21,7 +21,7 @@ class GroupBootstrap final : public cluster::Bootstrap {
   int size() const override { return static_cast<int>(members_.size()); }
   std::int64_t generation() const override { return generation_; }
 
-  // The first member collects and hands out.
+  // The first member gathers the texts and sends them to all.
   std::vector<std::string> all_gather(const std::string& mine, Deadline deadline) override {
     std::vector<std::string> all(members_.size());
     if (rank() != 0) {

@@ -16,7 +16,7 @@ using Kind = Call::Kind;
 // From this many bytes every rank of a host carries its slice across; below, one rank carries all.
 constexpr std::size_t kSlicedBytes = 32 * 1024;
 
-// Members of one host, among all members.
+// The bootstrap of one host's members, over that of all members.
 class HostBootstrap final : public cluster::Bootstrap {
  public:
   HostBootstrap(cluster::Bootstrap& all, const std::vector<int>& members) : all_(all), members_(members) {}
@@ -93,9 +93,9 @@ class HierarchicalGroup final : public GroupBackend {
 
  private:
   const char* run_collective(const Call& call, Deadline deadline) {
-    global_->check();  // what ranks of all hosts found out, where the host's own record may say less
+    global_->check();  // checked first: the failure that all hosts agreed on says more than this host's own
     ++sequence_;
-    // Sums of 16 bits may be too large to pass from level to level where their mean is not.
+    // 16-bit sums may overflow between the levels where their mean does not.
     if (call.op == ReduceOp::mean && kernels::is_half(call.input.dtype) && !even_ && is_reduction(call.kind)) {
       return linked([&] { return global_->run(call, deadline); });
     }
@@ -112,7 +112,7 @@ class HierarchicalGroup final : public GroupBackend {
     return "hierarchical, leaders";
   }
 
-  // A failure of one part is one of both: each part knows whom the other waits for only by being told.
+  // A failure in the local or the global group fails both: neither can see what the other waits for.
   template <class Act>
   const char* linked(const Act& act) {
     try {
@@ -168,7 +168,8 @@ class HierarchicalGroup final : public GroupBackend {
     inside(Call::barrier(), deadline);
   }
 
-  // What each level does of a reduction. The mean of means of equal numbers is the mean.
+  // The operator of each level. 16-bit elements keep mean: with equally many ranks a host, the mean of means is the
+  // mean.
   static ReduceOp partial(const Call& call) {
     return call.op == ReduceOp::mean && !kernels::is_half(call.input.dtype) ? ReduceOp::sum : call.op;
   }

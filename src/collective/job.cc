@@ -12,7 +12,7 @@
 namespace lockstep {
 namespace {
 
-// Who has keys of its own: ranks of the two kinds of groups are others.
+// Prefixes of keys. Process groups and replica groups number their ranks differently, so each has its own.
 constexpr const char* kProcesses = "processes/";
 constexpr const char* kReplicas = "replicas/";
 constexpr const char* kUsers = "user/";
@@ -29,7 +29,7 @@ struct Job::State {
   State(World of, std::optional<Store> found, bool has_own_cores)
       : world(std::move(of)), own_cores(has_own_cores), store(std::move(found)) {}
 
-  // With this Job's prefix. A process that nobody started with others holds one when it is asked for.
+  // The store with this Job's prefix. A process that is alone makes one on first use.
   Store keys() {
     MutexLock lock(mutex);
     if (!store) store = Store::hold("127.0.0.1:0");

@@ -26,8 +26,8 @@ std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, c
                                                    const Place& place, const GroupOptions& options,
                                                    transport::SpinThenBlock spin, Deadline deadline);
 
-// Groups of ranks of one host over shared memory, and all of them over options.network. `hosts[r]`: the name of rank
-// r's host.
+// Shared memory among the ranks of each host, and options.network among all ranks. `hosts[r]`: the name of rank r's
+// host.
 std::shared_ptr<GroupBackend> make_hierarchical_backend(cluster::Bootstrap& members, const Place& place,
                                                         const std::vector<std::string>& hosts,
                                                         const GroupOptions& options, Deadline deadline);
@@ -36,7 +36,7 @@ std::shared_ptr<GroupBackend> make_hierarchical_backend(cluster::Bootstrap& memb
 // Collective.
 int cores_of_host(cluster::Bootstrap& members, const std::vector<std::string>& hosts, Deadline deadline);
 
-// How ranks that share so many cores should wait in memory, and at sockets, where each look is a system call.
+// How ranks that share this many cores wait: on shared memory, and on sockets, where each check is a system call.
 transport::SpinThenBlock spin_in_memory(int ranks, int cores);
 transport::SpinThenBlock spin_at_sockets(int ranks, int cores);
 

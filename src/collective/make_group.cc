@@ -40,7 +40,7 @@ Implementation implementation_named(const std::string& name) {
 
 namespace {
 
-// What all ranks must want alike: an option a line.
+// The options that must be equal on all ranks, one a line.
 std::string describe(const GroupOptions& options) {
   return text("backend ", options.backend, "\nnetwork ", options.network, "\nimplementation ",
               name_of(options.implementation), "\nbytes_per_pack ", options.bytes_per_pack, "\nchecked_calls ",
@@ -76,7 +76,7 @@ void require_good(const World& world, const Access& access, const GroupOptions& 
   }
 }
 
-// UCX's links carry no proof.
+// Why this rank cannot use UCX, whose connections are not authenticated; empty where it can.
 std::string why_not_over_ucx(const collective::Place& place) {
   if (!transport::why_no_ucx().empty() || transport::is_loopback(place.address) || place.access.trusted_network)
     return transport::why_no_ucx();
@@ -95,7 +95,7 @@ std::string problem_with_sharing(cluster::Bootstrap& members, int ranks_of_host,
 
 std::shared_ptr<GroupBackend> make_backend(cluster::Bootstrap& members, collective::Place place,
                                            const GroupOptions& options, Deadline deadline) {
-  // Every rank says where it is and what it wants, so that all choose alike or all hear that they differ.
+  // Every rank sends its host and its options, so that all choose the same backend, or all throw where options differ.
   const auto hosts = members.all_gather(place.host, deadline);
   place.cores = collective::cores_of_host(members, hosts, deadline);
   const auto wanted = members.all_gather(describe(options), deadline);

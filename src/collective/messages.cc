@@ -5,7 +5,7 @@
 namespace lockstep::collective {
 namespace {
 
-// Both sides of a message sign it alike.
+// The same signature on both sides of a message.
 Signature message_signature(const Call& call) {
   const auto count = call.kind == Call::Kind::send ? call.input.count : call.output.count;
   return {Call::Kind::send, call.input.dtype, ReduceOp::sum, 0, count};

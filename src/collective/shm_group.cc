@@ -1,5 +1,5 @@
-// The shm backend: ranks are processes of one host. What `allocate` gave is within every rank's reach; other buffers
-// pass through windows.
+// The shm backend: ranks are processes of one host. All ranks can access memory from `allocate`; other buffers are
+// copied through windows.
 #include "collective/direct_group.h"
 #include "collective/make.h"
 #include "transport/shared_heap.h"

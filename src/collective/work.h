@@ -1,4 +1,4 @@
-// What a Work handle shows, and the thread that carries out what was started.
+// The state of a Work handle, and the thread that runs started operations.
 #pragma once
 
 #include <deque>

@@ -1,4 +1,4 @@
-// CUDA graphs. Capture goes as torch.cuda.graph does it: on a stream of its own, which waits for the current one.
+// CUDA graphs. Captured as by torch.cuda.graph: on a separate stream, which waits for the current one.
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
@@ -41,8 +41,9 @@ class CudaGraph final : public ops::RecordedWork {
  private:
   class Graph : public at::cuda::CUDAGraph {
    public:
-    // Ends a capture that failed, so that its stream, allocator and generators serve as before. LibTorch's own end of a
-    // capture that CUDA has given up throws half way; how it ends is no news.
+    // Ends a failed capture, so that its stream, allocator and generators can be used again. LibTorch's capture_end
+    // throws half way where CUDA has invalidated the capture; errors here are ignored, since the caller rethrows the
+    // first one.
     void abandon() {
       const auto attempt = [](const auto& end) {
         try {

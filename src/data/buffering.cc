@@ -114,7 +114,7 @@ class CacheStage final : public StageOver<CacheStage> {
       : StageOver(std::move(input)), file_(file), state_(std::make_shared<CacheState>(file)) {}
   std::unique_ptr<Cursor> open(std::int64_t epoch) const override {
     if (const auto table = state_->table()) return table->open(epoch);
-    // Always the first epoch's elements: what is kept must not depend on when a restart came.
+    // Caches the first epoch's elements always, so that they do not depend on when training was restarted.
     return std::make_unique<FillingCursor>(input_->open(0), input_->cardinality(), state_);
   }
   bool lies_in_memory() const override { return state_->table() != nullptr; }
@@ -123,7 +123,7 @@ class CacheStage final : public StageOver<CacheStage> {
     if (input == nullptr) return nullptr;
     const auto suffix = text("-", index, "-of-", num_shards);
     const std::lock_guard lock(parts_->mutex);
-    auto& part = parts_->stages[suffix];  // the same at each call, so that what is filled stays
+    auto& part = parts_->stages[suffix];  // the same stage at each call, so that its cache is kept
     if (part == nullptr) part = std::make_shared<CacheStage>(std::move(input), file_.empty() ? "" : file_ + suffix);
     return part;
   }
@@ -152,7 +152,7 @@ class PrefetchCursor final : public Cursor {
     changed_.wait(lock, [this] { return !ready_.empty(); });
     if (const auto* error = std::get_if<std::exception_ptr>(&ready_.front())) {
       if (*error) std::rethrow_exception(*error);
-      return false;  // the end of the epoch, which stays at the front
+      return false;  // the end of the epoch, which stays in the queue
     }
     row = std::get<Row>(std::move(ready_.front()));
     ready_.pop_front();
@@ -179,7 +179,7 @@ class PrefetchCursor final : public Cursor {
     try {
       Row row;
       if (!input_->next(row)) return std::exception_ptr();
-      if (row.batch) row = {row.materialize()};  // ahead is the time to gather it
+      if (row.batch) row = {row.materialize()};  // gathered in this thread, ahead of its use
       return row;
     } catch (...) {
       return std::current_exception();
@@ -198,7 +198,7 @@ class PrefetchCursor final : public Cursor {
     }
   }
 
-  std::unique_ptr<Cursor> input_;  // the thread's alone once it runs
+  std::unique_ptr<Cursor> input_;  // used by the thread alone once it runs
   std::size_t buffer_size_;
   std::mutex mutex_;
   std::condition_variable_any changed_;

@@ -91,7 +91,7 @@ Tensor data::read_idx(const std::string& path) {
     total *= sizes.back();
   }
 
-  // Memory grows with what is really there, so that false sizes cost nothing.
+  // Memory grows with the data that is read, so that false sizes in the header allocate nothing.
   std::vector<unsigned char> bytes;
   while (static_cast<std::int64_t>(bytes.size()) < total) {
     const auto have = bytes.size();

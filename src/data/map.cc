@@ -15,7 +15,7 @@
 namespace lockstep::data {
 namespace {
 
-// What a function may change in place: a row of a table is copied.
+// An example that the function may change in place: a row of a table is copied.
 Example own(const Row& row) {
   auto example = row.materialize();
   const bool shared = row.table != nullptr && !row.batch;
@@ -27,7 +27,7 @@ Example own(const Row& row) {
 
 using Function = std::function<Example(Example)>;
 
-// Calls a function so that what it draws at random depends on the element's place in the epochs alone.
+// Calls a function with random numbers that depend only on the element's position over all epochs.
 class SeededCall {
  public:
   SeededCall(Function function, std::uint64_t seed) : function_(std::move(function)), seed_(seed) {}
@@ -48,7 +48,7 @@ class SeededCall {
   ops::ReplicaRandom random_;
 };
 
-// Whether a call leaves its batch as large as it was: then so many examples before it are as many after it.
+// Whether the function keeps the size of a batch: then the same number of examples has passed before and after it.
 using KeepsSizes = std::function<bool()>;
 
 class MapCursor final : public Cursor {
@@ -67,7 +67,7 @@ class MapCursor final : public Cursor {
   }
   bool skip_examples(std::int64_t count) override {
     if (!keeps_sizes_()) return Cursor::skip_examples(count);
-    index_ += count;  // the batches are others, and so are their random numbers
+    index_ += count;  // other batches than before, so they may have other random numbers
     return input_->skip_examples(count);
   }
 
@@ -78,7 +78,7 @@ class MapCursor final : public Cursor {
   std::int64_t index_ = 0;
 };
 
-// Reads ahead by a few elements a thread; what a call throws comes out in its element's place.
+// Reads ahead by a few elements a thread; an exception of a call is thrown at its element's position.
 class ParallelMapCursor final : public Cursor {
  public:
   ParallelMapCursor(std::unique_ptr<Cursor> input, const Function& function, int calls, std::uint64_t seed,

@@ -40,7 +40,7 @@ class TakeStage final : public StageOver<TakeStage> {
     return all < 0 ? all : std::min(all, count_);
   }
 
-  std::int64_t files() const override { return 0; }  // it counts elements of all files
+  std::int64_t files() const override { return 0; }  // this stage counts elements of all files together
  private:
   std::int64_t count_;
 };
@@ -58,7 +58,7 @@ class SkipStage final : public StageOver<SkipStage> {
     return all < 0 ? all : std::max<std::int64_t>(0, all - count_);
   }
 
-  std::int64_t files() const override { return 0; }  // it counts elements of all files
+  std::int64_t files() const override { return 0; }  // this stage counts elements of all files together
  private:
   std::int64_t count_;
 };
@@ -78,7 +78,7 @@ class ShardCursor final : public Cursor {
  private:
   std::unique_ptr<Cursor> input_;
   std::int64_t num_shards_;
-  std::int64_t before_;  // elements of others before the next of ours
+  std::int64_t before_;  // elements of other shards before the next of this one
 };
 
 class ShardStage final : public StageOver<ShardStage> {
@@ -93,7 +93,7 @@ class ShardStage final : public StageOver<ShardStage> {
     return all < 0 ? all : (all - index_ + num_shards_ - 1) / num_shards_;
   }
 
-  std::int64_t files() const override { return 0; }  // it counts elements of all files
+  std::int64_t files() const override { return 0; }  // this stage counts elements of all files together
  private:
   std::int64_t num_shards_;
   std::int64_t index_;
@@ -112,7 +112,7 @@ class RepeatCursor final : public Cursor {
         empty_ = false;
         return true;
       }
-      if (empty_) return false;  // or an endless repetition of nothing would never end
+      if (empty_) return false;  // else repeating an empty input forever would never return
       cursor_.reset();
       ++pass_;
       empty_ = true;
@@ -128,7 +128,7 @@ class RepeatCursor final : public Cursor {
     Cursor::skip(count);
   }
 
-  // Passes that end before the example are counted; the one that has it is opened again, and may begin anywhere.
+  // Passes that end before the example are read and counted; the pass that contains it is opened again and skips to it.
   bool skip_examples(std::int64_t count) override {
     while (count > 0 && pass_ != end_) {
       const auto pass = input_->open(pass_);

@@ -44,7 +44,7 @@ class GeneratorCursor final : public Cursor {
 
   bool next(Row& row) override {
     auto example = ended_ ? std::nullopt : generator_();
-    ended_ = !example;  // it is not asked again
+    ended_ = !example;  // the generator is not called again
     if (ended_) return false;
     row = {*std::move(example)};
     return true;
@@ -67,7 +67,7 @@ class GeneratorStage final : public Stage {
   std::int64_t cardinality_;
 };
 
-// A file among those of a data set. What is random in reading it depends on nothing but its place there.
+// A file among those of a data set. Random numbers drawn while reading it depend only on its position there.
 struct File {
   std::string path;
   std::uint64_t seed;

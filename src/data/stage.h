@@ -1,4 +1,4 @@
-// The inside of Dataset: a Stage describes, a Cursor walks one epoch of it.
+// The implementation of Dataset: a Stage describes a step of the pipeline, a Cursor iterates over one epoch of it.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,8 @@
 
 namespace lockstep::internal {
 
-// An element on its way through the stages: a value; or, of a table that many elements share, row `index` or a batch of
-// rows. Rows are passed on without being read, so that shuffling copies nothing, and a batch is gathered in one go by
-// whoever uses it.
+// An element of the pipeline: a value, or row `index` or a batch of rows of a table that many elements share. Rows are
+// passed on without being read, so that shuffling copies nothing, and a batch is gathered at once by its consumer.
 struct Row {
   Example value;
   std::shared_ptr<const Example> table;
@@ -33,14 +32,14 @@ class Cursor {
   // Stores the next element in `row`; false at the end of the epoch.
   virtual bool next(Row& row) = 0;
 
-  // As `count` calls of next, but for their results.
+  // Does what `count` calls of next do, without their results.
   virtual void skip(std::int64_t count) {
     Row row;
     while (count > 0 && next(row)) --count;
   }
 
-  // As calls of next until `count` examples have passed, where elements are batches; or until the end of the epoch.
-  // False where no batch begins there.
+  // Where elements are batches: skips batches until `count` examples have passed, or to the end of the epoch. Returns
+  // false where no batch begins there.
   virtual bool skip_examples(std::int64_t count) {
     Row row;
     while (count > 0 && next(row)) count -= row.examples();
@@ -48,16 +47,16 @@ class Cursor {
   }
 };
 
-// Immutable but for caches; any thread.
+// Immutable but for caches. Any thread may call any method.
 class Stage {
  public:
   virtual ~Stage() = default;
   virtual std::unique_ptr<Cursor> open(std::int64_t epoch) const = 0;
   virtual std::int64_t cardinality() const = 0;
-  virtual bool lies_in_memory() const { return false; }  // elements would be rows of tables, or batches of them
+  virtual bool lies_in_memory() const { return false; }  // elements are rows of tables, or batches of rows
 
-  // Files that elements are read from, and the same pipeline over every `num_shards`-th of them, from `index` on.
-  // Without any there is none.
+  // The number of files that elements are read from, and the same pipeline over every `num_shards`-th of them, from
+  // `index` on: 0 and null where elements are not read from files.
   virtual std::int64_t files() const { return 0; }
   virtual std::shared_ptr<const Stage> over_files(std::int64_t /*num_shards*/, std::int64_t /*index*/) const {
     return nullptr;
@@ -73,7 +72,7 @@ using internal::Row;
 using internal::Stage;
 using StagePtr = std::shared_ptr<const Stage>;
 
-// A stage over another: what it does not say is as its input says. `Self` can be copied.
+// A stage with an input, to which it forwards what it does not override. `Self` can be copied.
 template <class Self>
 class StageOver : public Stage {
  public:

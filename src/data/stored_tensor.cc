@@ -21,7 +21,7 @@ StoredTensor to_stored(const Tensor& tensor) {
 Tensor from_stored(const StoredTensor& stored) {
   auto tensor = at::empty(stored.shape, ops::scalar_type_of(stored.dtype));
   if (tensor.nbytes() > 0) std::memcpy(tensor.mutable_data_ptr(), stored.bytes.data(), tensor.nbytes());
-  if (stored.dtype == DType::boolean) tensor.view(at::kByte).ne_(0);  // no other bytes are bools
+  if (stored.dtype == DType::boolean) tensor.view(at::kByte).ne_(0);  // a bool's byte must be 0 or 1
   return tensor;
 }
 

@@ -8,7 +8,7 @@ namespace lockstep::data {
 
 StoredTensor to_stored(const Tensor& tensor);
 
-// A CPU tensor of its own.
+// A new CPU tensor.
 Tensor from_stored(const StoredTensor& stored);
 
 }  // namespace lockstep::data

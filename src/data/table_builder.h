@@ -10,7 +10,7 @@ namespace lockstep::data {
 // Copies examples of one shape into one tensor each for x, y and weight. One thread.
 class TableBuilder {
  public:
-  // `capacity` rows are reserved; more are taken when needed.
+  // `capacity` rows are reserved; more are allocated when needed.
   explicit TableBuilder(std::int64_t capacity) : capacity_(capacity) {}
 
   // Throws InvalidArgument when the example's shapes or dtypes differ from those of the first.
@@ -25,7 +25,7 @@ class TableBuilder {
   Example table_;
 };
 
-// The table's rows by index, one above the other.
+// The table's rows at these indices, stacked.
 Example gather_rows(const Example& table, std::span<const std::int64_t> indices);
 
 // The rows as one batch: rows of one table stay in it, others are copied. Throws InvalidArgument when shapes differ.

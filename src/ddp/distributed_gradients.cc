@@ -26,7 +26,7 @@ std::string describe(const std::vector<std::string>& names, const std::vector<at
   return lines;
 }
 
-// What all ranks must want alike: an option a line.
+// The options in which all ranks must agree, one a line.
 std::string describe(const DistributedDataParallelOptions& options) {
   return text("bucket_cap_mb ", options.bucket_cap_mb, "\nfirst_bucket_mb ", options.first_bucket_mb,
               "\nbroadcast_buffers ", options.broadcast_buffers, "\ngradient_dtype ",
@@ -133,7 +133,7 @@ void DistributedGradients::join(const std::function<void()>& loop) {
   loop();
   std::optional<int> last;
   while (const auto root = state_->shadow_step()) last = root;
-  // A rank that shadowed nothing made the last step; the lowest of those has what all should have.
+  // A rank that made no shadow step made the last step itself: all take the values of the lowest of those ranks.
   const auto& ranks = state_->ranks;
   std::int32_t source = last ? ranks.size() : ranks.rank();
   ranks.group().all_reduce(buffer_of(std::span(&source, 1)), ReduceOp::min, ranks.deadline());
@@ -141,7 +141,7 @@ void DistributedGradients::join(const std::function<void()>& loop) {
 }
 
 void DistributedGradients::add_examples(double examples) {
-  if (at::GradMode::is_enabled()) state_->reducer->add_weight(examples);  // not of an evaluation in between
+  if (at::GradMode::is_enabled()) state_->reducer->add_weight(examples);  // forwards of an evaluation do not count
 }
 
 void DistributedGradients::prepare() {

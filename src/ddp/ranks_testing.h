@@ -11,7 +11,7 @@
 
 namespace lockstep::ddp {
 
-// Runs body(group) on one thread a rank. What one throws fails the test, and is heard by the others.
+// Runs body(group) on one thread a rank. An exception on one thread fails the test and aborts the others.
 template <class Body>
 void on_ranks(int size, const Body& body) {
   const auto groups = make_thread_groups(size);

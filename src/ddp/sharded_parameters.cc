@@ -30,7 +30,7 @@ std::vector<gradient::Shard> whole_shards(const std::vector<at::Tensor>& paramet
   return shards;
 }
 
-// First what the ranks must have in common, so that what is wrong is wrong on all of them.
+// Compares the ranks' parameters first, so that the checks that follow fail on all ranks or on none.
 void check(const std::vector<at::Tensor>& parameters, const Communicator& ranks) {
   std::string lines;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -67,11 +67,11 @@ struct ShardedParameters::State {
   const std::vector<at::Tensor> parameters;
   const Communicator ranks;
   const gradient::ShardMap map;     // owners are ranks
-  std::vector<const void*> places;  // [parameter]: of its values
+  std::vector<const void*> places;  // [parameter]: address of its values
   const std::int64_t regroups = ranks.regroups();
   std::map<at::ScalarType, Values> values;
 
-  // Calls act(rank, place of the shard in its parameter, place in `all`) for each shard of the dtype.
+  // Calls act(rank, the shard in its parameter, the shard in `all`) for each shard of the dtype.
   template <class Act>
   void each_shard(at::ScalarType dtype, const at::Tensor& all, const Act& act) const {
     std::int64_t at = 0;

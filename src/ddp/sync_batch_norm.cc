@@ -1,5 +1,5 @@
-// Layers are converted by name of their tensors: LibTorch's batch_norm, which all of them call, is replaced by a kernel
-// that looks whether the tensors it was given belong to a converted layer.
+// Converted layers are recognized by their tensors: LibTorch's batch_norm, which all layers call, is replaced by a
+// kernel that looks up whether its tensors belong to a converted layer.
 #include "lockstep/ddp/sync_batch_norm.h"
 
 #include <ATen/Functions.h>
@@ -26,7 +26,8 @@ constexpr std::chrono::minutes kTimeout(30);
 
 Deadline soon() { return Deadline::after(kTimeout); }
 
-// Which tensors belong to converted layers. Tensors are held weakly: while one is remembered no other has its address.
+// Which tensors belong to converted layers. Tensors are held by weak references, so that no other tensor gets the
+// address of a remembered one.
 class Converted {
  public:
   void add(const Tensor& tensor, std::shared_ptr<const Group> group) {

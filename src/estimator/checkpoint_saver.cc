@@ -10,7 +10,7 @@
 namespace lockstep::estimator {
 namespace {
 
-// How often time is looked at where several workers must agree on it.
+// Steps between checks of the time where several workers must agree on it.
 constexpr std::int64_t kStepsBetweenLooks = 100;
 
 double seconds_since(std::chrono::steady_clock::time_point then) {
@@ -26,7 +26,7 @@ void CheckpointSaver::on_train_begin() {
     model().load_checkpoint(latest);
     saved_ = model().iterations();
     if (std::find(kept_.begin(), kept_.end(), latest) == kept_.end())
-      kept_.push_back(latest);  // recorded after it was made
+      kept_.push_back(latest);  // a checkpoint's own list does not name it
     if (workers.rank() == 0) log_info(text("going on from ", latest, ", step ", saved_));
   }
   begin_ = -1;
@@ -34,28 +34,29 @@ void CheckpointSaver::on_train_begin() {
   if (workers.rank() == 0 && config_.save_summary_steps > 0) events_.emplace(config_.model_dir);
 }
 
-// By then other hooks may have changed the step: Horovod's broadcast does.
+// The step is read here and not in on_train_begin, in which other hooks may change it: Horovod's broadcast does.
 void CheckpointSaver::on_epoch_begin(int /*epoch*/) {
   if (begin_ >= 0) return;
   begin_ = told_ = model().iterations();
   told_at_ = Clock::now();
 }
 
-// The first one: what other hooks did to the state when training began is in it.
+// Saves the first checkpoint here, so that it includes what other hooks changed in on_train_begin.
 void CheckpointSaver::on_train_batch_begin(std::int64_t /*batch*/) {
   if (saved_ < 0) save();
 }
 
 void CheckpointSaver::on_train_batch_end(std::int64_t /*batch*/, const Logs& /*logs*/) {
   tell();
-  // A step that ends the fit is saved as such, before fit turns to the next epoch.
+  // A step that ends the fit is saved here, before fit moves on to the next epoch.
   if (!save_is_due() && !unwrap(model()).stops()) return;
   save();
   if (after_save_) after_save_();
 }
 
 void CheckpointSaver::on_epoch_end(int /*epoch*/, const Logs& /*logs*/) {
-  // Where a checkpoint was of the last step of the data, they begin again.
+  // Training ends with the data, unless no step was made: the checkpoint was at the end of the data, which then begin
+  // again.
   if (model().iterations() > begin_) model().stop_training();
 }
 

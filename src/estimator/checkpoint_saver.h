@@ -1,4 +1,4 @@
-// What train does besides fit: restores, saves, logs, and ends where the data do.
+// The callback of `train` that restores, saves and logs, and ends training where the data end.
 #pragma once
 
 #include <chrono>

@@ -227,7 +227,7 @@ Logs train_and_evaluate(Estimator& estimator, const TrainSpec& train_spec, const
   const Communicator workers = unwrap(state.strategy(ModeKeys::train)).workers();
   auto last = std::chrono::steady_clock::now();
   Logs result;
-  bool evaluated = false;  // the last checkpoint
+  bool evaluated = false;  // whether the last checkpoint was
   const auto evaluate = [&] {
     result = state.evaluate(eval_spec.input_fn, {.steps = eval_spec.steps, .name = eval_spec.name});
     last = std::chrono::steady_clock::now();
@@ -254,13 +254,13 @@ void StopAtStepHook::on_train_begin() {
   if (model().iterations() >= last_step_) model().stop_training();
 }
 
-// Before the last step, so that all workers agree on it in that step.
+// Asks for the stop before the last step, so that all workers agree on it in that step.
 void StopAtStepHook::on_train_batch_begin(std::int64_t /*batch*/) {
   asked_ = model().iterations() + 1 >= last_step_ && !unwrap(model()).stopping;
   if (asked_) model().stop_training();
 }
 
-// A step whose gradients were not finite does not count.
+// Takes the request back where the step did not count, because its gradients were not finite.
 void StopAtStepHook::on_train_batch_end(std::int64_t /*batch*/, const Logs& /*logs*/) {
   if (!asked_ || model().iterations() >= last_step_) return;
   unwrap(model()).stopping = unwrap(model()).agreed_to_stop = false;

@@ -1,4 +1,5 @@
-// How much each backward counts: its gradients are weighed before they are added to those of the backwards before it.
+// Weights of backwards: each one's gradients are multiplied by its weight before they are added to those of earlier
+// ones.
 #include <ATen/ops/any.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -23,7 +24,7 @@ at::Tensor GradientReducer::weighed(std::size_t parameter, const at::Tensor& gra
   return scale == 0 ? at::zeros_like(gradient) : gradient * scale;
 }
 
-// torch::autograd::grad asks for gradients and leaves those of the parameters as they are.
+// Whether this backward adds to the parameter's gradient: torch::autograd::grad does not.
 bool GradientReducer::accumulates(std::size_t parameter) const {
   const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
   if (asked == nullptr || asked->empty()) return true;
@@ -33,7 +34,7 @@ bool GradientReducer::accumulates(std::size_t parameter) const {
 
 void GradientReducer::begin_backward() {
   weight_ = std::exchange(coming_weight_, std::nullopt).value_or(weight_);
-  // By zero_grad, which may leave zeros.
+  // Starts anew where zero_grad has cleared the gradients; it may leave zeros.
   const auto is_left = [](const at::Tensor& parameter) {
     return parameter.grad().defined() &&
            at::any(parameter.grad().is_sparse() ? parameter.grad().to_dense() : parameter.grad()).item<bool>();

@@ -56,7 +56,7 @@ void Bucketed::start_step() {
   arrived_.clear();
 }
 
-// With several replicas here their gradients are added up, which writes the bucket anyway.
+// None with several replicas in this process: summing their gradients writes the bucket anyway.
 at::Tensor Bucketed::memory_for(int replica, std::size_t slot) const {
   const auto& parameter = parameters_.parameter(replica, slot);
   if (parameters_.replicas() > 1 || scales_ || !takes(slot) || !parameter.is_cpu()) return {};
@@ -98,7 +98,7 @@ void Bucketed::arrive(std::size_t slot) {
 void Bucketed::add_up(std::size_t index) {
   const at::NoGradGuard no_grad;
   const auto& input = buckets_->input(place(index));
-  const auto& mean = buckets_->mean(place(index));  // the same memory, but where 16 bits are sent
+  const auto& mean = buckets_->mean(place(index));  // the same memory as input, unless 16 bits are sent
   const auto add = [&]<class T>(T) {
     std::vector<const T*> parts;
     for (const auto& gradient : slots_[index].gradients) {

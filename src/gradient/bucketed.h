@@ -15,7 +15,7 @@ namespace lockstep::gradient {
 
 class Bucketed : public GradientSync {
  public:
-  // `sum`: the update is of the processes' sum, instead of their mean.
+  // `sum`: updates use the sum over the processes instead of the mean.
   Bucketed(const ReplicatedParameters& parameters, Communicator ranks, BucketOptions options, bool sum);
 
   // Throws InvalidArgument on all processes where models, or the numbers of replicas, differ.
@@ -47,7 +47,7 @@ class Bucketed : public GradientSync {
   struct Slot {
     std::vector<at::Tensor> gradients;  // [replica]
     std::vector<char> given;            // [replica]; written by that replica
-    int missing = 0;                    // replicas; guarded by mutex_
+    int missing = 0;                    // replicas that are not ready; guarded by mutex_
   };
 
   std::size_t place(std::size_t slot) const { return static_cast<std::size_t>(place_[slot]); }
@@ -69,13 +69,13 @@ class Bucketed : public GradientSync {
   std::vector<Slot> slots_;
   std::vector<double> weights_;  // [replica]; written by that replica
   double scale_ = 1;             // of this step
-  bool scale_known_ = false;     // before this step's gradients came
+  bool scale_known_ = false;     // whether it was, before this step's gradients came
   bool check_finite_ = false;    // in this step; the same on all replicas
   Totals totals_;
 
   Mutex mutex_;
   int unfinished_ LOCKSTEP_GUARDED_BY(mutex_) = 0;                // replicas
-  std::vector<std::size_t> arrived_ LOCKSTEP_GUARDED_BY(mutex_);  // slots, before the scale is known
+  std::vector<std::size_t> arrived_ LOCKSTEP_GUARDED_BY(mutex_);  // slots that were ready before the scale was known
 };
 
 }  // namespace lockstep::gradient

@@ -16,10 +16,11 @@
 namespace lockstep::gradient {
 namespace {
 
-// By the size of the model: small buckets are on their way while backward goes on; each has its price.
+// Default bucket sizes: the model's size / kBuckets, within these bounds. Small buckets overlap better with backward,
+// but each has a fixed cost.
 constexpr std::size_t kBuckets = 16, kSmallest = 1 << 20, kLargest = 25 << 20;
 
-// Reduction in memory is work of this host's cores: it helps only where some have nothing else to do.
+// Reduction in shared memory runs on this host's cores: overlapping it with backward helps only where some are idle.
 bool may_overlap(const Group& group, bool idle_cores) {
   return idle_cores || (group.backend() != "shm" && group.backend() != "threads");
 }
@@ -70,7 +71,7 @@ bool Buckets::follow_regroup() {
   regroups_ = ranks_.regroups();
   group_ = ranks_.group();
   weights_ = {};
-  // A rank may have learned the order in the pass that another lost a rank in.
+  // Ranks may disagree on the order: the last pass may have ended well on one rank and failed on another.
   std::vector<std::int64_t> of_rank_0 = order_;
   of_rank_0.push_back(knows_order_ ? 1 : 0);
   group_.broadcast(buffer_of(std::span(of_rank_0)), 0, ranks_.deadline());
@@ -82,7 +83,7 @@ bool Buckets::follow_regroup() {
   return true;
 }
 
-// What was started works on memory of this object; only a pass that broke off leaves any.
+// Reductions under way use this object's memory; only a pass that failed leaves any.
 void Buckets::end_pending() {
   const auto end = [this](std::optional<Work>& work) {
     if (!work || work->done()) return;
@@ -103,7 +104,7 @@ void Buckets::make() {
   start_pass();
 }
 
-// Fills buckets in order_, with slots of one dtype each.
+// Assigns the slots to buckets in order_; the slots of a bucket have one dtype.
 std::vector<std::vector<std::size_t>> Buckets::slots_of_buckets() const {
   const auto bytes_of = [this](std::size_t slot) {
     return static_cast<std::size_t>(infos_[slot].numel) * at::elementSize(infos_[slot].dtype);
@@ -116,7 +117,7 @@ std::vector<std::vector<std::size_t>> Buckets::slots_of_buckets() const {
   std::size_t bytes = 0;
   for (const auto index : order_) {
     const auto slot = static_cast<std::size_t>(index);
-    // Where none starts before the end, one is best.
+    // Without overlap one bucket is best.
     const auto most = by_size && !overlaps_ ? all : buckets.size() <= 1 ? options_.first_bucket_bytes : later;
     const bool together = !buckets.empty() && infos_[buckets.back()[0]].dtype == infos_[slot].dtype &&
                           (!options_.scatter || infos_[buckets.back().back()].follows);
@@ -131,7 +132,7 @@ std::vector<std::vector<std::size_t>> Buckets::slots_of_buckets() const {
 }
 
 Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
-  if (options_.scatter) std::sort(slots.begin(), slots.end());  // as they lie in the flat parameters
+  if (options_.scatter) std::sort(slots.begin(), slots.end());  // in the order of the flat parameters
   Bucket bucket;
   std::int64_t elements = 0;
   for (const auto slot : slots) {

@@ -1,4 +1,4 @@
-// Gradients in buckets, which become their mean over the ranks while backward goes on.
+// Gradients in buckets, averaged over the ranks while backward goes on.
 //
 // After Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", VLDB 2020.
 #pragma once
@@ -22,7 +22,7 @@ namespace lockstep::gradient {
 
 struct BucketOptions {
   std::size_t bucket_bytes = 0;              // 0: by the size of the model
-  std::size_t first_bucket_bytes = 1 << 20;  // the first is ready first, and should not wait for much
+  std::size_t first_bucket_bytes = 1 << 20;  // smaller, so that it is sent early
   std::optional<DType> gradient_dtype;       // float16 or bfloat16: what float gradients are sent as
   std::vector<std::int64_t> order;           // of slots, from an earlier training; empty: learned in the first pass
   GradientHook hook;                         // instead of all_reduce
@@ -30,36 +30,36 @@ struct BucketOptions {
   bool scatter = false;                      // reduce_scatter: a rank gets the means of its own shards alone
 };
 
-// What a parameter needs of a bucket.
+// A parameter, as Buckets needs to know it.
 struct BucketSlot {
   std::string name;
   at::ScalarType dtype;  // float, double, half or bfloat16
   std::int64_t numel;
-  bool follows = true;  // its parameter lies behind that of the slot before it: they can be scattered together
+  bool follows = true;  // its parameter directly follows the previous slot's in memory: they can be scattered together
 };
 
-// A bucket of consecutive slots whose elements, each slot's where its parameter's would be in the flat buffer, are cut
-// into a range for each rank.
+// A bucket of consecutive slots, laid out as their parameters are in the flat buffer and cut into one range a rank.
 struct ScatteredBucket {
   std::size_t first_slot;
-  Counts counts;                           // [rank]: elements, with those between slots
+  Counts counts;                           // [rank]: elements, including those between slots
   std::vector<std::vector<Shard>> shards;  // [rank], by ascending slot
 };
 
-// In a pass every slot is filled and marked ready once, on each rank; when all are, one thread calls `finish`; what was
-// reduced may be read until the next pass fills it. Ranks have equal slots and make the same passes.
+// In each pass, on each rank, every slot is filled and marked ready once; then one thread calls `finish`. Means may be
+// read until the next pass overwrites them. All ranks have the same slots and make the same passes.
 //
 // `input` and `mark_ready` may be called by several threads at once, for different slots; everything else by one.
 class Buckets {
  public:
-  // Collective. Throws InvalidArgument for an order that is none of the slots, and for a dtype that cannot be sent.
+  // Collective. Throws InvalidArgument for an order that is no permutation of the slots, and for a dtype that cannot be
+  // sent.
   Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOptions options);
   ~Buckets();
   Buckets(const Buckets&) = delete;
   Buckets& operator=(const Buckets&) = delete;
 
-  // Whether the communicator has another Group than before; then memory and layout are made anew, and what was learned
-  // of weights is forgotten. Collective. A pass that broke off is forgotten too.
+  // Takes the communicator's new Group after a regroup, and returns whether there was one: then memory and layout are
+  // made anew, and the weight scale and an unfinished pass are discarded. Collective.
   bool follow_regroup();
 
   const Communicator& ranks() const { return ranks_; }
@@ -74,29 +74,29 @@ class Buckets {
   void mark_ready(std::size_t slot, bool has_gradient);
   bool is_ready(std::size_t slot) const { return slots_[slot].ready; }
 
-  // All slots are ready. Returns when the means of all ranks are there. Throws what the Group throws.
+  // Requires that all slots are ready. Returns when the means are complete. Throws what the Group throws.
   void finish();
 
   // Flat, of the slot's dtype: the mean over the ranks, and whether any of them has a gradient. Where means are
-  // scattered, only this rank's shards of it are.
+  // scattered, only this rank's shards are valid.
   const at::Tensor& mean(std::size_t slot) const { return slots_[slot].mean; }
   bool has_gradient(std::size_t slot) const { return slots_[slot].has_gradient; }
   void multiply(double factor);  // all means
   bool all_finite() const;       // on all ranks; collective where means are scattered
 
-  // After the pass. The first one's order, of rank `root`, becomes that of the slots in the buckets from then on: then
-  // inputs and means are others. Collective in the first pass.
+  // Called after each pass. After the first one the buckets are rebuilt in the order in which rank `root`'s gradients
+  // became ready; `input` and `mean` then return other tensors. Collective in the first pass.
   void end_pass(int root);
 
-  // The order of slots, once it is known. Sums are of other bits in other buckets.
+  // Whether the order of slots is known. The bits of sums depend on it.
   bool knows_order() const { return knows_order_; }
   const std::vector<std::int64_t>& order() const { return order_; }
-  void restore_order(const std::vector<std::int64_t>& order);  // one that is not of these slots is not taken
+  void restore_order(const std::vector<std::int64_t>& order);  // ignored unless it is a permutation of these slots
 
-  // Which rank gets which means, with `scatter`: by ascending slot, which is constant then, as the order is.
+  // With `scatter`: which rank gets which means, by ascending slot. Constant, as the order is then.
   std::vector<ScatteredBucket> scattered() const;
 
-  // Counts layouts: views of inputs and means are of one.
+  // Changes with each new layout, which invalidates views of inputs and means.
   int layout() const { return layout_; }
 
  private:
@@ -114,7 +114,7 @@ class Buckets {
     std::vector<std::int64_t> begins;          // of the slots in input
     collective::Slice own;                     // elements whose mean this rank gets
     std::shared_ptr<const std::string> names;  // for timelines
-    std::size_t missing = 0;                   // slots; guarded by mutex_
+    std::size_t missing = 0;                   // slots that are not ready; guarded by mutex_
     std::optional<Work> work;
   };
 
@@ -135,7 +135,7 @@ class Buckets {
   const Communicator ranks_;
   const BucketOptions options_;
 
-  // Of one Group of the communicator.
+  // Set anew after each regroup.
   Group group_;
   std::int64_t regroups_;
   bool overlaps_ = false;
@@ -148,7 +148,7 @@ class Buckets {
   std::vector<Bucket> buckets_;
 
   Mutex mutex_;
-  std::size_t launched_ LOCKSTEP_GUARDED_BY(mutex_) = 0;  // buckets
+  std::size_t launched_ LOCKSTEP_GUARDED_BY(mutex_) = 0;  // buckets started in this pass
   std::vector<std::int64_t> ready_order_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 

@@ -29,8 +29,8 @@ void update(const SGDOptions& options, const DeviceParameters& p, const at::Tens
   }
 }
 
-// LibTorch adds epsilon after the correction, Keras before: `rate` has the correction, and `far_step` leaves none to
-// LibTorch.
+// LibTorch adds epsilon after the bias correction, Keras before: so `rate` includes the correction, and with `far_step`
+// as the step LibTorch's own correction is 1.
 void update(const AdamOptions& options, const DeviceParameters& p, const at::Tensor& rate, const at::Tensor& far_step) {
   const Tensors steps(p.values.size(), far_step);
   const auto fused = [&](const auto& learning_rate) {
@@ -39,7 +39,7 @@ void update(const AdamOptions& options, const DeviceParameters& p, const at::Ten
                      options.amsgrad, /*maximize=*/false);
   };
   if (rate.scalar_type() == at::kFloat) return fused(rate);
-  fused(rate.item<double>());  // its kernel takes no double from the device
+  fused(rate.item<double>());  // the kernel takes no float64 rate from the device
 }
 
 void update(const RMSpropOptions& options, const DeviceParameters& p, const at::Tensor& rate) {
@@ -102,7 +102,7 @@ class AdamOnDevice final : public DeviceRule {
   const at::Tensor far_step_;  // a scalar: a step so late that LibTorch corrects nothing
 };
 
-// By spans, in host memory.
+// Updates spans in host memory.
 class OnHost final : public DeviceRule {
  public:
   explicit OnHost(const UpdateRule& rule) : rule_(rule) {}

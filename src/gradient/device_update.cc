@@ -20,7 +20,7 @@ void DeviceUpdate::apply(const DeviceParameters& parameters, double divide_by) c
   rule_->update({parameters.values, scaled(parameters.gradients, divide_by), parameters.states});
 }
 
-// Divided and clipped.
+// The gradients divided by divide_by, then clipped.
 std::vector<at::Tensor> DeviceUpdate::scaled(const std::vector<at::Tensor>& gradients, double divide_by) const {
   const auto& options = optimizer_.options();
   auto result = divide_by == 1 ? gradients : at::_foreach_mul(gradients, 1 / divide_by);

@@ -1,4 +1,4 @@
-// Updates of parameters where they lie, on a GPU, none of which the host waits for.
+// Updates of parameters on the GPU that holds them. The host waits for none of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,11 +15,11 @@ class DeviceUpdate {
  public:
   DeviceUpdate(const Optimizer& optimizer, const at::TensorOptions& options);
 
-  // Brings what changes from step to step to the device.
+  // Copies the values that change from step to step, such as the learning rate, to the device.
   void begin(const UpdateStep& step);
 
-  // Moves the values by their gradients / divide_by, as reduce_and_update does. Reads only what `begin` has brought:
-  // between, a CUDA graph may capture it.
+  // Updates the values with gradients / divide_by, as reduce_and_update does. Reads what `begin` copied on the device
+  // only, so a CUDA graph may capture it.
   void apply(const DeviceParameters& parameters, double divide_by) const;
 
  private:
@@ -27,7 +27,7 @@ class DeviceUpdate {
 
   Optimizer optimizer_;
   std::unique_ptr<DeviceRule> rule_;
-  at::Tensor keep_;  // a scalar: what decay leaves of a value
+  at::Tensor keep_;  // a scalar: what weight decay multiplies values by
 };
 
 }  // namespace lockstep::gradient

@@ -1,4 +1,4 @@
-// Ranges of one tensor, each of which one rank has, on all ranks.
+// An all-gather of the ranges of one tensor, in place.
 #pragma once
 
 #include <ATen/core/Tensor.h>

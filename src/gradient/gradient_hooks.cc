@@ -36,7 +36,7 @@ void GradientHooks::install() {
   }
 }
 
-// The hooks of another optimizer for the same parameters may be there by now.
+// Another optimizer of the same parameters may have replaced these hooks.
 GradientHooks::~GradientHooks() {
   ops::clear_gradient_memory();
   for (const auto& parameter : hooked_) {
@@ -51,7 +51,7 @@ void GradientHooks::expect_one_backward(int replica) {
   if (hooked_.empty()) return;
   expects_backward_[static_cast<std::size_t>(replica)].set = true;
   for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
-    if (!torch::autograd::impl::hooks(parameters_.parameter(replica, i)).empty()) continue;  // may keep what they see
+    if (!torch::autograd::impl::hooks(parameters_.parameter(replica, i)).empty()) continue;  // may keep the gradient
     auto memory = sync_.memory_for(replica, i);
     if (memory.defined()) ops::offer_gradient_memory(parameters_.parameter(replica, i).const_data_ptr(), memory);
   }

@@ -1,4 +1,4 @@
-// Takes gradients from where autograd leaves them.
+// Hands gradients over from autograd to a GradientSync.
 #pragma once
 
 #include <vector>
@@ -8,8 +8,8 @@
 
 namespace lockstep::gradient {
 
-// Leaves parameters without a gradient, so that the next backward hands over a tensor of its own instead of adding. All
-// calls for a replica come from its thread.
+// Leaves parameters without a gradient, so that the next backward makes a new tensor instead of adding to the old one.
+// All calls for a replica come from its thread.
 class GradientHooks {
  public:
   GradientHooks(ReplicatedParameters& parameters, GradientSync& sync) : parameters_(parameters), sync_(sync) {
@@ -19,18 +19,18 @@ class GradientHooks {
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
 
-  // Puts hooks on the parameters where the sync wants gradients during backward. While no replica runs.
+  // Registers hooks on the parameters where the sync takes gradients during backward. Not while a replica runs.
   void install();
 
-  // The replica's next backward makes all its gradients of this step: they may be sent while it goes on. Until
+  // The replica's next backward is the only one of this step, so its gradients may be sent while it runs. Ends with
   // take_all.
   void expect_one_backward(int replica);
 
-  // Hands over what is left, in the place of what a step that broke off handed over. Throws InvalidArgument for a
+  // Hands over the remaining gradients, and discards those that a failed step handed over. Throws InvalidArgument for a
   // gradient of another dtype or shape than its parameter.
   void take_all(int replica);
 
-  // Forgets what an earlier backward left, and what was handed over.
+  // Discards the gradients of an earlier backward, and those that were handed over.
   void drop(int replica);
 
  private:

@@ -97,12 +97,12 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   hooks_.take_all(replica);
   if (replica == 0) updater_.begin_step();
   sync_->finish(replica, weight, updater_.loss_scale().used());
-  replicas.barrier(deadline);  // every backward has ended well: from here on only Groups throw
+  replicas.barrier(deadline);  // every replica's backward has succeeded: from here on only Groups throw
   sync_->wait(replicas, deadline);
 
   const auto totals = sync_->totals();
   const bool updates = totals.finite && totals.weight > 0;
-  if (updates && compares()) {  // before it, as what is gathered afterwards is equal
+  if (updates && compares()) {  // before the update, since gathered values are always equal
     if (replica == 0) compare();
     replicas.barrier(deadline);
   }
@@ -113,23 +113,23 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   if (replica == 0 && totals.weight > 0 && !updater_.loss_scale().move(totals.finite)) {
     log_warning("gradients are not finite even with the smallest loss scale: this step changes nothing");
   }
-  replicas.barrier(deadline);  // every copy is written, and nobody reads my gradients any more
+  replicas.barrier(deadline);  // every copy is written, and no other replica reads this one's gradients any more
   parameters_->refresh(replica);
   sync_->end_step(replica);
   if (replica == 0 && updates) {
     updater_.count_step();
     if (compares()) updater_.remember_state();
   }
-  if (sync_->during_backward()) replicas.barrier(deadline);  // before it nobody else speaks to the other processes
+  if (sync_->during_backward()) replicas.barrier(deadline);  // replica 0's end_step may still use the processes' Group
 }
 
-// Whether the next update comes after a comparison.
+// Whether copies are compared before the next update.
 bool GradientPath::compares() const {
   return compare_copies_every_ > 0 && (updater_.iterations() + 1) % compare_copies_every_ == 0;
 }
 
-// Values with those of the others; state, which a process may be alone to have, with what it was after the last step,
-// which finds what changed between these two steps.
+// Compares values with those of the other processes. Optimizer state may exist in this process alone, so it is compared
+// with its hash after the last step, which finds changes between these two steps.
 void GradientPath::compare() const {
   parameters_->compare_copies(ranks_);
   ranks_.check_all_agree("optimizer states", updater_.state_is_as_remembered()

@@ -1,4 +1,4 @@
-// The way of gradients, from backward to new values in all copies: hooks, then a sync, then the updater.
+// The path of gradients, from backward to new values in all copies: hooks, then a sync, then the updater.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct GradientPathOptions {
   Exchange exchange = Exchange::one_pass;
   int root = 0;                             // the replica that updates for all (reduction_to_one_device)
   BucketOptions buckets;                    // between processes
-  bool shard_state = false;                 // of several processes each has state for its shards alone
+  bool shard_state = false;                 // each process has state for its own shards alone
   std::int64_t compare_copies_every = 100;  // steps, with several processes; 0: never
 };
 
@@ -29,19 +29,19 @@ struct GradientPathOptions {
 
 namespace lockstep {
 
-// `apply` is called by every replica's thread at once, and what says so by one of them; everything else by one thread
-// while no replica is in a step. All copies of the values are equal bit for bit after each apply, and equal to what one
-// replica would have made of the whole batch, but for rounding: gradients are added in rank order.
+// `apply` is called by every replica's thread at once, and methods that say so by a replica's thread; all others by one
+// thread while no replica is in a step. All copies of the values are equal bit for bit after each apply, and equal to
+// what one replica would have made of the whole batch, but for rounding: gradients are added in rank order.
 class GradientPath {
  public:
-  // With several processes the exchange inside each is one_pass. Where the strategy has several, collective over them:
-  // throws InvalidArgument on all where their optimizers differ. Throws InvalidArgument for an optimizer with
-  // ranks of its own there, and where its state were to be sharded.
+  // With several processes the exchange inside each is one_pass. Collective over the strategy's workers where there are
+  // several: throws InvalidArgument on all where their optimizers differ. Throws InvalidArgument for an optimizer with
+  // GradientRanks where there are several workers or state is sharded.
   GradientPath(std::shared_ptr<ReplicatedParameters> parameters, const Optimizer& optimizer,
                const gradient::GradientPathOptions& options = {});
 
-  // Before the first step, where ranks came with the optimizer; else does nothing. Collective over them. Throws
-  // InvalidArgument, on all, where they differ in model, optimizer or number of replicas.
+  // Called before the first step. Collective over the GradientRanks of the optimizer; does nothing for an optimizer
+  // without. Throws InvalidArgument, on all, where they differ in model, optimizer or number of replicas.
   void prepare();
 
   // As GradientHooks; by the replica's thread.
@@ -50,14 +50,14 @@ class GradientPath {
 
   // Takes the gradients that backward left on this replica's parameters and updates all copies with
   //   (sum of the replicas' gradients) / (sum of the replicas' weights) / loss scale.
-  // A parameter that no replica has a gradient for stays as it is, state included; all do with a sum of weights of 0,
-  // and where a scaled loss has gradients that are not finite.
+  // A parameter without a gradient on any replica stays unchanged, state included. All do where the sum of weights is
+  // 0, or where a scaled loss has gradients that are not finite.
   // Collective over `replicas`, the Group of this process's replicas, and over the processes. Throws, with all values
   // as they were, when a gradient cannot be used here or on another replica, or when another replica failed (Aborted).
   void apply(const Group& replicas, double weight, Deadline deadline);
 
-  // For steps that are recorded and played again (Placement::device, no scaled loss). update_recorded enqueues what
-  // `apply` does on the device, for one replica; Updater::begin_step brings the learning rate there before each play,
+  // For steps that are recorded and replayed (Placement::device, no scaled loss). update_recorded enqueues what `apply`
+  // does on the device, for one replica; Updater::begin_step copies the learning rate to the device before each replay,
   // and Updater::count_step counts the update.
   bool can_be_recorded() const;
   void update_recorded(const Group& replicas, double weight, Deadline deadline);

@@ -54,7 +54,7 @@ GradientReducer::GradientReducer(const std::vector<std::string>& names, std::vec
 
 GradientReducer::~GradientReducer() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].remove_hook(hooks_[i]);
-  for (const auto& parameter : parameters_) {  // another reducer of the same parameters may have its hooks there by now
+  for (const auto& parameter : parameters_) {  // another reducer may have replaced this one's hooks
     const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
     if (hook != nullptr && hook->belongs_to(*this)) {
       torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
@@ -62,8 +62,8 @@ GradientReducer::~GradientReducer() {
   }
 }
 
-// In the parameter's own order of memory where it has no gaps. Tensors of their own, not views of the bucket: LibTorch
-// refuses to detach those in place, which zero_grad does.
+// With the parameter's strides where it is dense. These are tensors on the bucket's memory and not views of its tensor:
+// LibTorch refuses to detach views in place, which zero_grad does.
 void GradientReducer::make_views() {
   if (layout_ == buckets_.layout()) return;
   layout_ = buckets_.layout();
@@ -108,7 +108,7 @@ void GradientReducer::on_gradient(std::size_t parameter) {
 
 void GradientReducer::begin_pass() {
   open_ = has_data_ = wants_gradients_ = true;
-  if (accumulated_.backwards == 0) accumulated_ = {1, weight_, weight_ > 0 ? weight_ : 1};  // gradients of its own
+  if (accumulated_.backwards == 0) accumulated_ = {1, weight_, weight_ > 0 ? weight_ : 1};  // no backward ran
   auto& weights = buckets_.weights();
   const bool scale_known = weights.scale() > 0;
   weights.announce(buckets_.ranks(), accumulated_.weight / accumulated_.backwards, true,
@@ -122,27 +122,27 @@ void GradientReducer::reduce_accumulated() {
   finish_pass();
 }
 
-// Brings the parameter's gradient to its bucket.
+// Copies the parameter's gradient to its bucket and marks it ready.
 void GradientReducer::take(std::size_t parameter) {
   const at::NoGradGuard no_gradient;
   const auto& input = views_[parameter].input;
   const auto& gradient = parameters_[parameter].grad();
   const double share = has_data_ && scale_ > 0 && accumulated_.weight > 0 ? accumulated_.unit / scale_ : 0;
-  const bool counts = share > 0 && gradient.defined();  // what backward made of no examples does not
+  const bool counts = share > 0 && gradient.defined();  // gradients of a backward with weight 0 do not count
   if (!counts) {
     input.zero_();
   } else {
     const auto dense = gradient.is_sparse() ? gradient.to_dense() : gradient;
     if (share != 1) {
       input.copy_(dense * share);
-    } else if (dense.data_ptr() != input.data_ptr()) {  // else backward added to what the last pass left there
+    } else if (dense.data_ptr() != input.data_ptr()) {  // else the gradient lies in the bucket already
       input.copy_(dense);
     }
   }
   if (!buckets_.is_ready(parameter)) buckets_.mark_ready(parameter, counts);
 }
 
-// A rank that made fewer steps has left, or waits elsewhere.
+// Adds a likely cause to the error: a rank that made fewer steps has left, or waits elsewhere.
 void GradientReducer::finish_pass() try { finish_reductions(); } catch (const PeerLost& lost) {
   throw PeerLost(lost.rank(), lost.generation(), text("(", lost.what(), ") ", kUnequalSteps));
 } catch (const DeadlineExceeded& late) {
@@ -153,7 +153,7 @@ void GradientReducer::finish_reductions() {
   auto& weights = buckets_.weights();
   weights.wait(buckets_.ranks());
   const auto order = buckets_.order();
-  for (const auto i : order) {  // those without a gradient of this pass: accumulated without sync, kept, or none
+  for (const auto i : order) {  // those that this backward did not reach; earlier ones may have
     const auto parameter = static_cast<std::size_t>(i);
     if (!buckets_.is_ready(parameter)) take(parameter);
   }
@@ -182,7 +182,7 @@ std::optional<int> GradientReducer::shadow_pass(bool wants_gradients) {
   return weights.lowest_with_gradients();
 }
 
-// Gives the parameters their gradients.
+// Makes the means the parameters' gradients.
 void GradientReducer::write_back() {
   const at::NoGradGuard no_gradient;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {

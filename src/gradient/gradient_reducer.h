@@ -1,4 +1,4 @@
-// The gradients of one process's backward, reduced over the ranks: for a loop of the user's own.
+// Reduces the gradients of a process's backward over the ranks, for training loops of the user's own.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,14 +17,14 @@ namespace lockstep::gradient {
 struct GradientReducerOptions {
   BucketOptions buckets;
   bool sum = false;               // gradients become (sum over ranks of weight * gradient) instead
-  bool zeros_for_unused = false;  // what has no gradient on any rank gets zeros, instead of none
+  bool zeros_for_unused = false;  // a parameter without a gradient on any rank gets zeros
 };
 
-// A pass is one backward with sync on, and those without sync that came before it and whose gradients have accumulated.
-// All ranks make the same passes; on each a parameter may have no gradient, on some ranks or on all. After it, the
+// A pass is one backward with sync on, together with the earlier ones without sync whose gradients have accumulated.
+// All ranks make the same passes; in each, a parameter may lack a gradient on some ranks or on all. After it, the
 // gradient of every parameter that has one on any rank is
 //   backwards * (sum over ranks and backwards of weight * gradient) / (sum over ranks and backwards of weight),
-// where `backwards` counts a rank's own: so as many examples count as much, whichever backward they came in. It has the
+// where `backwards` is this rank's own count: every example counts the same, whichever backward it was in. It has the
 // same bits on all ranks, and is a view of a bucket: the next pass overwrites what the caller has not copied.
 //
 // One thread: the one that calls backward. Backward throws what the Communicator throws.
@@ -41,13 +41,12 @@ class GradientReducer {
   void set_sync(bool on) { sync_ = on; }
   bool sync() const { return sync_; }
 
-  // Of the next backward on this rank: its examples. What is added between two backwards is one weight together;
-  // without any, a backward has the weight of the one before it, and the first has 1.
+  // Adds to the weight of this rank's next backward, which is its number of examples. A backward for which nothing was
+  // added has the weight of the one before it, and the first has 1.
   void add_weight(double weight) { coming_weight_ = coming_weight_.value_or(0) + weight; }
 
-  // Called before each forward. Returns whether the communicator has another Group than before; then the next pass is
-  // the first. Throws Error where the last pass broke off in the middle, and the Group is the same: ranks are out of
-  // step then.
+  // Called before each forward. Returns whether the communicator has a new Group; the next pass is then the first.
+  // Throws Error where the last pass failed midway and the Group is still the same, because the ranks are out of step.
   bool prepare();
 
   // Called before every pass of this rank's. Where it returns false, backward only accumulates, as with sync off.
@@ -56,11 +55,11 @@ class GradientReducer {
   // Called at the end of every pass with the lowest rank that had data in it.
   void set_after_pass(std::function<void(int root)> act) { after_pass_ = std::move(act); }
 
-  // A pass without a backward: of the gradients that have accumulated.
+  // Makes a pass without a backward, from the accumulated gradients.
   void reduce_accumulated();
 
-  // Takes part in the others' next pass with no gradients and no weight; the parameters get the pass's where that is
-  // wanted. Returns the lowest rank that had data in it, or nothing when no rank has any.
+  // Takes part in the other ranks' next pass without gradients and with weight 0. With `wants_gradients` the parameters
+  // get the pass's means. Returns the lowest rank that had data in it, or nothing when no rank has any.
   std::optional<int> shadow_pass(bool wants_gradients = false);
 
   // Parameters in the order in which rank 0's first backward made their gradients.
@@ -88,7 +87,7 @@ class GradientReducer {
   // Constant after construction.
   const std::vector<at::Tensor> parameters_;
   const bool sum_, zeros_for_unused_;
-  std::vector<unsigned> hooks_;  // [parameter]: on what backward brings, before it is added to the gradient
+  std::vector<unsigned> hooks_;  // [parameter]: run on each new gradient before it is accumulated
 
   Buckets buckets_;
   std::vector<View> views_;  // [parameter]
@@ -99,8 +98,7 @@ class GradientReducer {
   double weight_ = 1;                    // of the backward that runs, or ran last
   std::optional<double> coming_weight_;  // of the next
 
-  // Of the backwards that have accumulated since the last pass. A gradient that has accumulated is the sum of
-  // gradient * weight / unit_.
+  // The backwards since the last pass. An accumulated gradient is the sum of gradient * weight / unit.
   struct Accumulated {
     int backwards = 0;
     double weight = 0;
@@ -114,7 +112,7 @@ class GradientReducer {
   bool has_data_ = false;  // this rank
   bool wants_gradients_ = false;
   double scale_ = 0;       // the running weight scale
-  int accumulating_ = -1;  // the backward of which before_pass_ said so
+  int accumulating_ = -1;  // the backward for which before_pass_ returned false
 };
 
 }  // namespace lockstep::gradient

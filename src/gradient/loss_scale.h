@@ -9,8 +9,8 @@
 
 namespace lockstep::gradient {
 
-// 1, always, without options. Else from 1 (or the initial scale, if that is less) to 2^64: beyond, float could not hold
-// what gradients are divided by. One thread at a time.
+// Without options always 1. Else between 1 (or the initial scale, if that is less) and 2^64: float could not hold a
+// larger divisor of gradients. One thread at a time.
 class LossScale {
  public:
   explicit LossScale(const std::optional<LossScaleOptions>& options) : options_(options) { restart(); }
@@ -19,7 +19,8 @@ class LossScale {
   double value() const { return value_; }
   std::int64_t steps() const { return steps_; }  // updates since the value moved
 
-  // After a step, whose gradients were finite or not. Returns false where they are not even with the smallest scale.
+  // Called after each step with whether its gradients were finite. Returns false where they were not, even with the
+  // smallest scale.
   bool move(bool finite) {
     if (!used()) return true;
     const bool doubles = finite && ++steps_ >= options_->dynamic_growth_steps;

@@ -1,4 +1,4 @@
-// Gradients stay where autograd left them: whoever updates reads those of all replicas, and writes all copies.
+// Gradients stay where autograd left them: the replica that updates reads those of all replicas, and writes all copies.
 #pragma once
 
 #include "gradient/gradient_sync.h"
@@ -9,7 +9,7 @@ namespace lockstep::gradient {
 // Reduce-scatter, update and all-gather in one pass over memory, for the replicas of one process.
 class OnePass : public GradientSync {
  public:
-  // `root`: one replica updates all; -1: each an equal share.
+  // `root`: the replica that updates everything; -1: each updates an equal share.
   explicit OnePass(const ReplicatedParameters& parameters, int root = -1);
 
   ShardMap shards() const override;
@@ -25,7 +25,7 @@ class OnePass : public GradientSync {
   void forget(int replica) override;
 
  protected:
-  // A cache line apart: replicas write their own.
+  // A cache line apart: each replica writes its own.
   struct alignas(64) Contribution {
     std::vector<at::Tensor> gradients;  // [slot], undefined where there is none
     double weight = 0;

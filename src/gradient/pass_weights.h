@@ -1,4 +1,4 @@
-// How much each rank's gradients count in a pass, which ranks tell each other beside the gradients.
+// The weights of the ranks' gradients in a pass, which are gathered beside the gradients.
 #pragma once
 
 #include <optional>
@@ -8,29 +8,30 @@
 
 namespace lockstep::gradient {
 
-// In each pass: announce, then wait, on all ranks at the same places among their calls; then end_pass. One thread at a
-// time.
+// In each pass all ranks call `announce` and then `wait` at the same points of their sequence of calls; then
+// `end_pass`. One thread at a time.
 class PassWeights {
  public:
-  // This rank's weight, and whether it has gradients at all. Tells it to the others now, or in `wait`.
+  // Sets this rank's weight, and whether it has gradients at all. They are sent to the others now (`in_background`), or
+  // in `wait`.
   void announce(const Communicator& ranks, double weight, bool has_gradients, bool in_background);
 
-  // Until all ranks' are there; once is enough. Throws what the Group throws.
+  // Returns when the weights of all ranks are there. More calls in a pass do nothing. Throws what the Group throws.
   void wait(const Communicator& ranks);
   void end_pass();
 
-  // Of a pass that broke off: what was announced has ended, or ends with an error.
+  // The exchange of a pass that failed, if any: it has ended, or will end with an error.
   std::optional<Work>& pending() { return work_; }
 
-  // Of all ranks, after `wait`; the same bits on all.
+  // Sums over all ranks, after `wait`; the same bits on all.
   double total() const { return total_; }
   double ranks_with_weight() const { return ranks_with_weight_; }
   bool any_has_gradients() const { return having_ > 0; }
   int lowest_with_gradients() const;
 
-  // The running weight scale: what gradients are divided by before they are sent, so that sums of many examples have
-  // room in 16 bits, and where weights stay as they are no division is left for afterwards. The largest of the passes'
-  // mean weights of a rank that had gradients; 0 before the first pass's `wait`.
+  // The running weight scale: gradients are divided by it before they are sent, so that sums of many examples fit in 16
+  // bits, and while weights stay the same no division is needed afterwards. It is the largest mean weight, in a pass so
+  // far, of the ranks that had gradients; 0 before the first pass's `wait`.
   double scale() const { return scale_; }
   void restore(double scale) { scale_ = scale; }
 
@@ -45,7 +46,7 @@ class PassWeights {
   Weight mine_;
   std::vector<Weight> all_;  // [rank]
   std::optional<Work> work_;
-  bool known_ = false;  // all ranks', of this pass
+  bool known_ = false;  // whether all_ is of this pass
   double total_ = 0, having_ = 0, ranks_with_weight_ = 0;
   double scale_ = 0;
 };

@@ -192,7 +192,7 @@ void ReplicatedParameters::bind() {
   }
 }
 
-// The part of the flat buffers that replica's parameter is.
+// The part of the flat buffers that holds the replica's parameter.
 at::Tensor ReplicatedParameters::place(int replica, const gradient::ParameterSlot& slot) const {
   const auto& on_device = slot.dtype == at::kDouble ? device_double_ : device_float_;
   const auto& buffer = placement_ == gradient::Placement::staged    ? on_device[static_cast<std::size_t>(replica)]

@@ -43,14 +43,14 @@ enum class Placement {
 
 namespace lockstep {
 
-// Constant after construction, but for the values. Replicas run at once only on their own copies.
+// Constant after construction, but for the values. Replicas may run at the same time, each on its own copy.
 class ReplicatedParameters {
  public:
   // Binds the parameters of all modules (one a replica, of one type, each on its replica's device) to flat buffers and
   // gives all of them, and their buffers, the values of the chief's module 0: collective over the workers. Throws
   // InvalidArgument naming the parameter when modules differ or a trainable parameter is neither float nor double.
-  // Placement::device is for one module. `on_replicas` calls a function in every replica's thread, so that each takes
-  // the memory of its own copy: near its cores.
+  // Placement::device is for one module. `on_replicas` calls a function in every replica's thread, so that each
+  // allocates its own copy's memory near its cores.
   using OnReplicas = std::function<void(const std::function<void(int)>&)>;
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, gradient::Placement placement,
                        const OnReplicas& on_replicas = {}, Communicator workers = {});
@@ -66,7 +66,7 @@ class ReplicatedParameters {
     return parameters_[static_cast<std::size_t>(replica)][slot];
   }
 
-  // How many copies of the values updates are made to, and copy k's flat buffer: in host memory, but for
+  // How many copies of the values an update writes, and copy k's flat buffer, which is in host memory but for
   // Placement::device.
   int copies() const { return placement_ == gradient::Placement::mirrored ? replicas() : 1; }
   const at::Tensor& flat(int copy, at::ScalarType dtype) const;
@@ -79,35 +79,34 @@ class ReplicatedParameters {
   // Every trainable parameter whole.
   std::vector<gradient::Shard> trainable() const;
 
-  // Names a parameter of which the replicas of this process have copies of other bits; empty where all are equal. While
-  // no replica runs.
+  // Names a parameter whose copies on this process's replicas differ in their bits; empty where all are equal. Not
+  // while replicas run.
   std::string difference_between_copies() const;
 
-  // Throw InvalidArgument on all workers, naming a worker and a parameter, where models have other tensors, or copies
-  // are not equal bit for bit: a processor or a program that went wrong. Collective over the workers; not while
-  // replicas run.
+  // Throw InvalidArgument on all workers, naming a worker and a parameter, where models differ in their tensors, or
+  // copies are not equal bit for bit, which is a fault of a processor or a program. Collective over the workers; not
+  // while replicas run.
   void compare_models(const Communicator& workers) const;
   void compare_copies(const Communicator& workers) const;
 
-  // Looks again which parameters require gradients, for an optimizer that is about to be made. Throws InvalidArgument
-  // when replicas differ.
+  // Updates which parameters require gradients, for a new optimizer. Throws InvalidArgument when replicas differ.
   void update_trainable();
 
   // staged: copies the host's values to the replica's device. Else nothing: the replica reads the host's.
   void refresh(int replica);
 
-  // Names and replica 0's tensors of what is no parameter, such as BatchNorm's running statistics.
+  // Names and replica 0's tensors of the modules' buffers, such as BatchNorm's running statistics.
   const std::vector<std::string>& buffer_names() const { return buffer_names_; }
   const at::Tensor& buffer(int replica, std::size_t index) const {
     return buffers_[static_cast<std::size_t>(replica)][index];
   }
 
-  // The mean of the replicas' buffers; replica 0's when it is no floating-point one. Not while replicas run. Collective
-  // over the workers.
+  // The mean of the replicas' buffers; replica 0's where the dtype is not floating-point. Not while replicas run.
+  // Collective over the workers.
   at::Tensor average_buffer(std::size_t index) const;
 
-  // Overwrites a parameter, or a buffer, on all replicas, or a buffer on one. Shapes are the caller's to check. Not
-  // while replicas run.
+  // Overwrites a parameter, or a buffer, on all replicas, or a buffer on one. The caller checks shapes. Not while
+  // replicas run.
   void assign(std::size_t slot, const at::Tensor& value);
   void assign_buffer(std::size_t index, const at::Tensor& value);
   void assign_buffer_of(int replica, std::size_t index, const at::Tensor& value);

@@ -21,7 +21,7 @@ class ShardMap {
   // Equal shares of the elements, cut at whole cache lines.
   static ShardMap even(std::vector<Shard> owned, int replicas);
 
-  // All of them to one.
+  // All shards to one replica.
   static ShardMap all_to(int replica, std::vector<Shard> owned, int replicas);
 
   // Ascending, at most one of a slot.
@@ -37,7 +37,7 @@ class ShardMap {
   std::vector<std::vector<Shard>> shares_;  // [replica]
 };
 
-// The least number of elements from `numel` on that fills whole cache lines.
+// `numel` rounded up to whole cache lines.
 inline std::int64_t whole_lines(std::int64_t numel, at::ScalarType dtype) {
   const auto line = 64 / static_cast<std::int64_t>(at::elementSize(dtype));
   return (numel + line - 1) / line * line;

@@ -12,7 +12,7 @@
 
 namespace lockstep::gradient {
 
-// Four words at a time, each in a lane of its own, for a processor does them side by side.
+// Hashes four words at a time in independent lanes, which a processor computes in parallel.
 inline std::uint64_t hash_of(const at::Tensor& tensor) {
   const auto values = tensor.detach().cpu().contiguous();
   const auto* bytes = static_cast<const char*>(values.const_data_ptr());

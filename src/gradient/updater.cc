@@ -25,7 +25,7 @@ Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer opt
   }
 }
 
-// One after the other, each from a whole cache line on.
+// Places the state of the shards one after the other, each at the beginning of a cache line.
 void Updater::place_state() {
   owned_.resize(parameters_->slots().size());
   std::int64_t floats = 0, doubles = 0;
@@ -158,7 +158,7 @@ double Updater::learning_rate() const {
                         : LearningRate(optimizer_.options().learning_rate.at(iterations_)).at(0);  // checked
 }
 
-// The schedule checks it.
+// LearningRate checks the value.
 void Updater::set_learning_rate(double rate) { rate_override_ = LearningRate(rate).at(0); }
 
 at::Tensor Updater::state(std::size_t slot, std::size_t index) const {

@@ -18,21 +18,21 @@
 namespace lockstep::gradient {
 
 // `update` is called by every replica's thread at once; everything else by one thread while no replica is in a step,
-// but for what says otherwise.
+// unless its comment says otherwise.
 class Updater {
  public:
   Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, ShardMap shards);
 
   const Optimizer& optimizer() const { return optimizer_; }
 
-  // Fixes the learning rate of the coming update. By one replica, before the barrier that comes before `update`.
+  // Sets the learning rate of the next update. Called by one replica, before the barrier that precedes `update`.
   void begin_step();
 
-  // Clips what `gradients` sums, divided by `divide_by`, and moves this replica's shards in all written copies. Throws
-  // what the Groups throw.
+  // Divides the sums of `gradients` by `divide_by`, clips them, and updates this replica's shards in all written
+  // copies. Throws what the Groups throw.
   void update(const GradientSync& gradients, double divide_by, const Group& replicas, Deadline deadline);
 
-  // Updates that were made. Written by one replica between two barriers.
+  // The number of updates so far. Written by one replica between two barriers.
   std::int64_t iterations() const { return iterations_; }
   void set_iterations(std::int64_t iterations) {
     iterations_ = iterations;
@@ -40,26 +40,26 @@ class Updater {
   }
   void count_step() { ++iterations_; }
 
-  // What losses are multiplied by before backward. Written likewise; constant while replicas run backward.
+  // Losses are multiplied by it before backward. Written like iterations(); constant while replicas run backward.
   LossScale& loss_scale() { return loss_scale_; }
   const LossScale& loss_scale() const { return loss_scale_; }
 
-  // The rate of the next update. One that is set holds until another is.
+  // The rate of the next update. A rate that was set holds until another is set.
   double learning_rate() const;
   void set_learning_rate(double rate);
   std::optional<double> learning_rate_override() const { return rate_override_; }
   void restore_learning_rate(std::optional<double> override_rate) { rate_override_ = override_rate; }
 
-  // State `index` (of the rule's states()) of what is owned of the parameter: a view of the stored values, in the
-  // parameter's shape where all of it is owned, else flat.
+  // State `index` (of the rule's states()) of this process's shard of the parameter: a view of the stored values, in
+  // the parameter's shape where all of it is owned, else flat.
   at::Tensor state(std::size_t slot, std::size_t index) const;
 
-  // What is owned of the parameter, in the place of all of it: in its shape where that is all, else flat.
+  // This process's shard of `whole`: in the parameter's shape where the shard is all of it, else flat.
   at::Tensor owned_part(std::size_t slot, const at::Tensor& whole) const;
 
   std::int64_t state_bytes() const;
 
-  // By its hash. True before the first call, and after set_iterations.
+  // Compares hashes. True before the first remember_state, and after set_iterations.
   void remember_state() { remembered_ = hash_of_state(); }
   bool state_is_as_remembered() const { return !remembered_ || *remembered_ == hash_of_state(); }
 
@@ -86,7 +86,7 @@ class Updater {
   const Optimizer optimizer_;
   const ShardMap shards_;
 
-  // What is owned of a slot, and where its state lies in the flat buffers.
+  // The owned shard of a slot, and where its state lies in the flat buffers.
   struct Owned {
     std::int64_t begin = 0, count = 0, place = 0;
   };

@@ -1,4 +1,4 @@
-// init, shutdown, and who is who.
+// init, shutdown, ranks and sizes.
 #include <ATen/Parallel.h>
 
 #include <cstdlib>
@@ -13,7 +13,7 @@
 namespace lockstep::horovod {
 namespace {
 
-// Where the others are, by what each says of itself.
+// This rank's place among the hosts, from the local ranks and sizes of all.
 Session::Position position_of(const World& world, const Group& group) {
   struct Says {
     std::int64_t local_rank, local_size;

@@ -6,8 +6,8 @@
 
 namespace lockstep::horovod {
 
-// What `make` gives on root, on all ranks. `call` is how the others know it. What `make` throws is an InvalidArgument
-// on the others.
+// Returns, on all ranks, what `make` returns on root. `call` describes the operation to the others. An exception of
+// `make` is an InvalidArgument on the others.
 std::string broadcast_bytes(const std::string& call, const std::function<std::string()>& make, int root_rank);
 
 }  // namespace lockstep::horovod

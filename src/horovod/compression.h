@@ -1,4 +1,4 @@
-// What both kinds of DistributedOptimizer make of their options.
+// How both kinds of DistributedOptimizer read their options.
 #pragma once
 
 #include <optional>

@@ -8,7 +8,7 @@
 namespace lockstep::horovod {
 namespace {
 
-// As a node of the graph keeps it.
+// A Backward as a node of the graph holds it.
 struct KeptBackward : torch::CustomClassHolder {
   explicit KeptBackward(Backward function) : call(std::move(function)) {}
   const Backward call;
@@ -31,7 +31,7 @@ struct Node : torch::autograd::Function<Node> {
       which.push_back(i);
     }
     const auto given = static_cast<const KeptBackward&>(*kept).call(floating, which);
-    Tensors of_inputs(gradients.size() + 2);  // none of integers, nor of the two functions
+    Tensors of_inputs(gradients.size() + 2);  // no gradients for integers, nor for the two functions
     for (std::size_t i = 0; i < which.size(); ++i) of_inputs[which[i]] = given[i];
     return of_inputs;
   }

@@ -9,8 +9,8 @@
 
 namespace lockstep::horovod {
 
-// The gradients of those results that have floating dtypes, whose numbers are in `which` -> the gradients of the inputs
-// with the same numbers. All ranks call it in their backward.
+// Maps the gradients of the floating-point results, whose indices are in `which`, to the gradients of the inputs with
+// the same indices. All ranks call it in their backward.
 using Backward = std::function<Tensors(const Tensors& gradients, const std::vector<std::size_t>& which)>;
 
 // What `operation` returns of `inputs`, one result for each, in the graph of autograd where an input requires a

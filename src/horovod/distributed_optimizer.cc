@@ -39,7 +39,7 @@ Parameters parameters_of(const torch::optim::Optimizer& optimizer,
   return found;
 }
 
-// A line for each thing in which ranks may differ.
+// What the ranks must agree on, one thing a line.
 std::string text_of(const Parameters& parameters, const DistributedOptimizerOptions& options) {
   std::string all = text("op ", name_of(options.op), "\ncompression ", static_cast<int>(options.compression),
                          "\nbackward_passes_per_step ", options.backward_passes_per_step, "\n");
@@ -101,8 +101,8 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
   const std::shared_ptr<Session> session;
   std::optional<gradient::GradientReducer> reducer;
   std::int64_t number = 0;
-  int passes = 0;                     // backwards since the ranks' gradients met
-  bool met = false;                   // since the last step
+  int passes = 0;                     // backwards since gradients were last reduced
+  bool met = false;                   // whether gradients were reduced since the last step
   collective::ProgressThread shadow;  // takes part in the others' passes once this rank has joined
 };
 

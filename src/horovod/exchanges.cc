@@ -150,7 +150,7 @@ Tensor broadcast(const Tensor& tensor, int root_rank, const std::string& name) {
   return differentiable({tensor}, run, [root_rank](const Tensors& gradients, const auto&) {
     const auto mean = allreduce(gradients[0]);
     if (rank() == root_rank) return Tensors{mean};
-    return Tensors{mean.masked_fill(at::ones_like(mean, at::kBool), 0)};  // in the graph of a second derivative
+    return Tensors{mean.masked_fill(at::ones_like(mean, at::kBool), 0)};  // zeros with a second derivative
   })[0];
 }
 Tensor broadcast_(Tensor tensor, int root_rank, const std::string& name) {
@@ -172,7 +172,7 @@ AlltoallResult alltoall(const Tensor& tensor, const std::vector<std::int64_t>& s
 
 void barrier() {
   const auto session = Session::current();
-  session->run([session = session.get()] { session->negotiate(Announcement::of("barrier")); });  // all have come
+  session->run([session = session.get()] { session->negotiate(Announcement::of("barrier")); });  // all called it
 }
 
 int join() { return Session::current()->join(); }

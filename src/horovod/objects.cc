@@ -77,7 +77,7 @@ void broadcast_optimizer_state(torch::optim::Optimizer& optimizer, int root_rank
   std::istringstream shared(broadcast_bytes(
       text("broadcast_optimizer_state of a ", c10::demangle(typeid(optimizer).name())), save, root_rank));
   if (rank() == root_rank) return;
-  optimizer.state().clear();  // load leaves what root has not
+  optimizer.state().clear();  // load would keep entries that root lacks
   torch::load(optimizer, shared);
 }
 

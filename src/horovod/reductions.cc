@@ -19,7 +19,7 @@ Tensor scaled(const Tensor& tensor, double factor) {
   return factor == 1 ? tensor : tensor.mul(factor).to(tensor.scalar_type());
 }
 
-// What is sent of a tensor: in memory of its own, contiguous.
+// The contiguous copy of a tensor that is sent.
 Tensor prepared(const Tensor& tensor, const ReduceOptions& options) {
   return scaled(own_on_host(tensor), options.prescale_factor).to(sent_type(tensor, options.compression));
 }
@@ -42,7 +42,7 @@ std::string text_of(const char* caller, const Tensors& tensors, const ReduceOpti
   return all + lockstep::join(shapes);
 }
 
-// Before anything is announced: what one rank may not call must not cost the others their next call.
+// Runs before anything is announced, so that an invalid call on one rank does not break the others' next call.
 void check(const char* caller, const Tensors& tensors, ReduceOp op) {
   if (tensors.empty()) throw InvalidArgument(text(caller, ": there are no tensors"));
   for (const auto& tensor : tensors) {
@@ -95,7 +95,7 @@ Started start_allreduce(const char* caller, const Tensors& tensors, const Reduce
         if (in_place) {
           (*results)[i].detach().copy_(value);
         } else {
-          (*results)[i] = value.variable_data();  // no view: its user may change it
+          (*results)[i] = value.variable_data();  // not a view: the user may change it in place
         }
         at += tensor.numel();
       }

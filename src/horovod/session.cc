@@ -27,14 +27,14 @@ std::shared_ptr<Session> found() {
 
 bool is_joined(const Announcement& announcement) { return announcement.kind == Announcement::Kind::joined; }
 
-// What a rank that has joined can take part in.
+// Whether a rank that has joined can take part, with zeros.
 bool has_zeros(const Announcement& announcement) {
   return announcement.kind == Announcement::Kind::gradients ||
          (announcement.kind == Announcement::Kind::reduction &&
           (announcement.op == ReduceOp::sum || announcement.op == ReduceOp::mean));
 }
 
-// Why the ranks' calls do not go together, or nothing.
+// Why the ranks' calls do not match; empty where they do.
 std::string problem_of(const std::vector<Announcement>& all) {
   const auto first = std::find_if_not(all.begin(), all.end(), is_joined);
   if (first == all.end()) return "";
@@ -82,7 +82,7 @@ void Session::set(std::shared_ptr<Session> session) {
     MutexLock lock(of_process().mutex);
     of_process().session.swap(session);
   }
-  // The one before ends here, without the lock.
+  // The previous session is destroyed here, without the lock.
 }
 
 Session::Use::Use(std::shared_ptr<Session> session) { of_thread = std::move(session); }
@@ -94,7 +94,7 @@ Work Session::start(std::function<void()> task) {
       try {
         task();
       } catch (const InvalidArgument&) {
-        throw;  // on all ranks
+        throw;  // thrown on all ranks, so nobody waits
       } catch (const std::exception& error) {
         group().abort(text("rank ", rank(), ": ", error.what()));
         throw;

@@ -26,7 +26,7 @@ struct Announcement {
   ReduceOp op = ReduceOp::sum;
   std::int64_t elements = 0;   // of a reduction
   std::int64_t optimizer = 0;  // of gradients: its number
-  std::int64_t own = 0;        // what only this rank knows, such as how much it gives
+  std::int64_t own = 0;        // not compared: what differs by rank, such as how much it sends
   std::uint64_t hash = 0;      // of the whole text
   std::array<char, 200> text{};
 
@@ -47,7 +47,7 @@ class Session {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  // The process's; or, in a thread that `use` is for, that one. Throws Error where there is none.
+  // The process's session or, in a thread with a Use, that one. Throws Error where there is none.
   static std::shared_ptr<Session> current();
   static bool exists();
   static void set(std::shared_ptr<Session> session);
@@ -68,7 +68,8 @@ class Session {
   const Group& group() const { return ranks_.group(); }
   Deadline deadline() const { return ranks_.deadline(); }
 
-  // `task` runs when those before have ended: it negotiates with the others, then does what it announced. Any thread.
+  // `task` runs when all earlier tasks have ended: it negotiates with the others, then does what it announced. Any
+  // thread.
   Work start(std::function<void()> task);
   void run(const std::function<void()>& task) { start(task).wait(); }
 
@@ -76,13 +77,13 @@ class Session {
   // where a rank has joined and cannot take part.
   std::vector<Announcement> negotiate(const Announcement& mine);
 
-  // All ranks with a Group of its own for `what`, which all of them make. Not in tasks.
+  // A Communicator of all ranks with a separate Group for `what`. Collective. Not in tasks.
   Communicator split(const std::string& what);
 
   // See horovod::join.
   int join();
 
-  // What a rank that has joined starts when the others announce gradients of that optimizer: one backward may announce
+  // Called on a rank that has joined when the others announce gradients of that optimizer; one backward may announce
   // those of several. Numbers count from 0, in the order of calls.
   using TakePart = std::function<Work()>;
   std::int64_t add_optimizer(TakePart take_part);
@@ -94,7 +95,7 @@ class Session {
 
   const Position position_;
   const Communicator ranks_;
-  int last_active_;  // of the ranks that had not joined at the last exchange; the thread's own
+  int last_active_;  // the highest rank that had not joined at the last exchange; used by the thread alone
 
   Mutex mutex_;
   std::map<std::int64_t, TakePart> optimizers_ LOCKSTEP_GUARDED_BY(mutex_);

@@ -16,7 +16,7 @@
 
 namespace lockstep::horovod {
 
-// Memory of its own, for the thread that carries operations out.
+// A copy in host memory, for the thread that carries operations out.
 inline Tensor own_on_host(const Tensor& tensor) {
   return tensor.detach().to(at::kCPU).clone(at::MemoryFormat::Contiguous);
 }

@@ -22,8 +22,8 @@ constexpr int kPositions = 4;  // of a 2 x 2 window, row by row
 inline std::int64_t block() { return 2 * lanes(); }
 std::int64_t padded_filters(std::int64_t filters) { return (filters + block() - 1) / block() * block(); }
 
-// How a window was decided for each filter in a vector, in four masks: the second position beat the first, the fourth
-// the third, the lower row's best the upper's, and that was above zero.
+// The outcome of a window for each filter in a vector, as four masks: the second position beat the first; the fourth
+// beat the third; the lower row's best beat the upper row's; and that best was above zero.
 enum Decision { kSecond, kFourth, kLower, kAlive, kDecisions };
 inline std::int64_t mask_bytes() { return (lanes() + 7) / 8; }
 inline std::int64_t window_bytes() { return 2 * kDecisions * mask_bytes(); }  // of two vectors of filters

@@ -29,7 +29,7 @@ struct Pipe {
   FileDescriptor out, in;
 };
 
-// What the process reads, and where more can be written to it. With no bytes it has nothing to read.
+// The child's end of its standard input, and the end that writes to it. Without bytes, standard input is /dev/null.
 struct Input {
   explicit Input(const std::optional<std::string>& bytes) {
     if (!bytes) {
@@ -48,7 +48,7 @@ struct Input {
     }
   }
 
-  // All of it or nothing is wanted; false where it does not fit, or nobody reads any more.
+  // Writes all bytes without waiting; false where they do not fit, or nobody reads any more.
   static bool say(const FileDescriptor& socket, const std::string& bytes) {
     return send(socket.get(), bytes.data(), bytes.size(), MSG_DONTWAIT | MSG_NOSIGNAL) ==
            static_cast<ssize_t>(bytes.size());
@@ -83,7 +83,7 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
   sigset_t none;
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, nullptr);
-  dup2(in, STDIN_FILENO);  // the terminal stops groups that are not its own when they read
+  dup2(in, STDIN_FILENO);  // a background process group that reads from the terminal is stopped
   dup2(out, STDOUT_FILENO);
   dup2(error, STDERR_FILENO);
   execvpe(command[0], command, environment);
@@ -162,7 +162,7 @@ bool Child::reap(const std::function<void(pid_t)>& before_its_number_is_free) {
   if (ended_ || waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0)
     return false;
   ended_ = true;
-  ::kill(-pid_, SIGKILL);  // what it started and left behind; while its number is its own
+  ::kill(-pid_, SIGKILL);  // what it started and left behind, while its process id is still reserved
   before_its_number_is_free(pid_);
   waitpid(pid_, nullptr, 0);
   signal_ = info.si_code == CLD_EXITED ? 0 : info.si_status;
@@ -183,12 +183,12 @@ void Child::end() {
 void Child::kill() {
   {
     MutexLock lock(mutex_);
-    input_ = FileDescriptor();  // whoever is left on another host has lost its launcher
+    input_ = FileDescriptor();  // launchers on other hosts see the end of their input, and end
   }
   if (!ended_) ::kill(-pid_, SIGKILL);
 }
 
-// One that does not read has no use for more.
+// A message that the child does not read is dropped.
 void Child::send_message(const std::string& line) {
   MutexLock lock(mutex_);
   if (input_.open()) Input::say(input_, line);

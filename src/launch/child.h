@@ -24,8 +24,8 @@ struct ChildCommand {
   std::map<std::string, std::string> environment;  // added to this process's
   std::string log_file;                            // empty: none
 
-  // What it reads at first. Then its input stays open, and takes the messages of launch/control_protocol.h in the place
-  // of signals.
+  // The first bytes of its standard input. The input then stays open and carries the messages of
+  // launch/control_protocol.h, which replace signals.
   std::optional<std::string> input;
 };
 
@@ -33,8 +33,8 @@ class Child {
  public:
   enum class Stream { out, error };
 
-  // Starts it in a group of processes of its own that is killed when the calling thread ends. Throws ClusterError where
-  // the program cannot be started.
+  // Starts it in a process group of its own. The system kills it when the calling thread ends. Throws ClusterError
+  // where the program cannot be started.
   explicit Child(const ChildCommand& command);
 
   const std::string& name() const { return name_; }
@@ -49,7 +49,7 @@ class Child {
   // Reads some of what is there: into the log file, and whole lines to `print`. False where there was nothing.
   bool read(Stream stream, const Lines::Take& print);
 
-  // At its end: the last line of what it wrote to its error stream, or to the other; empty where it wrote nothing.
+  // After its end: the last line that it wrote to stderr, else the last one to stdout; empty where it wrote nothing.
   const std::string& last_line_written() const { return last_error_.empty() ? last_line_ : last_error_; }
 
   bool ended() const { return ended_; }
@@ -59,17 +59,18 @@ class Child {
   // Why its log file is not whole; empty where it is.
   const std::string& log_problem() const { return log_problem_; }
 
-  // Whether it has just ended; then nothing of its group is left. Another process may get its number as soon as
-  // `before_its_number_is_free` has returned.
+  // Whether it has just ended; the rest of its process group is then killed. Another process may get its process id as
+  // soon as `before_its_number_is_free` has returned.
   bool reap(const std::function<void(pid_t)>& before_its_number_is_free);
 
-  // To its group; one that reads the control protocol is told instead, and passes it on to its own.
+  // Signals its process group. A child that reads the control protocol gets a message instead and signals its own
+  // children.
   void send(int signal);
 
-  // Another child has failed: as send(SIGTERM), which is nobody's wish that the job should end.
+  // Ends it because another child has failed. As send(SIGTERM), but not as a request that the whole job should end.
   void end();
 
-  // At once, whatever it may still have to say.
+  // Kills it at once, without reading its remaining output.
   void kill();
 
   // Tells one that reads the control protocol that the launcher lives. Any thread.

@@ -16,7 +16,8 @@
 namespace lockstep::launch {
 namespace {
 
-// The other launcher says every second that it lives; it may be stopped for a while, and connections end by themselves.
+// The other launcher sends a sign of life every second. The limit is long because it may be stopped for a while; the
+// end of its connection is noticed without it.
 constexpr std::chrono::seconds kLongSilence(300);
 constexpr std::string_view kSignal = "signal ";
 

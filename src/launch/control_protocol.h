@@ -1,4 +1,4 @@
-// What a launcher writes to those that it has started on other hosts, after what they are to run: a message a line.
+// What a launcher writes to the launchers that it started on other hosts, after their HostPart: one message a line.
 #pragma once
 
 #include <deque>

@@ -18,15 +18,15 @@ struct HostPart {
   int restart = 0;    // how often the job has started before
   std::vector<std::string> command;
   std::map<std::string, std::string> environment;  // beside what the host's own has
-  std::string folder;                              // where the command runs
+  std::string folder;                              // the command's working directory
   std::string log_dir;
   double grace_seconds = 0;
   bool trusted_network = false;
-  bool timeline = false;  // ranks leave theirs in the store
+  bool timeline = false;  // ranks put their timelines into the store
   std::string token;      // in hexadecimal digits
 };
 
-// How its ranks are started, with the job's token in this file.
+// The commands that start its ranks; `token_file` holds the job's token.
 std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& token_file);
 
 // One line of JSON, for the launcher of the part's host. Throws InvalidArgument for what is none.

@@ -32,7 +32,7 @@ int slots_in(const std::string& digits, const std::string& where, const std::str
   return slots;
 }
 
-// What ssh would take for an option, or a shell for more than a word, is no name.
+// Throws for a name that ssh would take for an option, or a shell for more than one word.
 std::string checked_name(const std::string& name, const std::string& where, const std::string& entry) {
   const auto good = [](unsigned char c) {
     return std::isalnum(c) || std::string_view("._-@:%").find(c) != std::string_view::npos;

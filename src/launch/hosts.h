@@ -26,7 +26,7 @@ std::vector<HostSlots> read_hostfile(const std::string& path);
 // InvalidArgument where there are too few.
 std::vector<HostSlots> fill(std::vector<HostSlots> hosts, std::optional<int> processes);
 
-// Whether the name is this machine's, by which no one else need be asked to start processes.
+// Whether the name is this machine's, where processes are started without ssh.
 bool is_this_host(const std::string& name);
 
 }  // namespace lockstep::launch

@@ -67,8 +67,8 @@ ChildCommand launcher_of(const HostPart& part, const std::string& ssh) {
 
 constexpr std::chrono::seconds kForNames(10), kForLastWords(2);
 
-// What a rank that has ended did not say when the ranks of the job met it never will: nobody waits for that. Where it
-// cannot be told, their deadlines hold.
+// A rank that has ended with status 0 will not come to the job's rendezvous any more: ranks that wait for it there get
+// an error now. Where the store cannot be told, their deadlines apply.
 void tell_that_it_ended(const std::function<Store()>& store, int rank) {
   try {
     store().abandon("generation 0/", text("rank ", rank, " ended with status 0, and others wait for it"),
@@ -77,7 +77,7 @@ void tell_that_it_ended(const std::function<Store()>& store, int rank) {
   }
 }
 
-// One life of a job, with a token and a store of its own.
+// One run of a job between restarts, with a token and a store of its own.
 class Life {
  public:
   Life(const LaunchOptions& options, int restart, const JobProcesses::Surroundings& surroundings)
@@ -94,7 +94,7 @@ class Life {
     return surroundings;
   }
 
-  // By which the other hosts reach this one.
+  // The address at which the other hosts reach this one.
   static std::string address_for(const std::vector<HostSlots>& hosts) {
     const auto other =
         std::find_if(hosts.begin(), hosts.end(), [](const auto& host) { return !is_this_host(host.name); });

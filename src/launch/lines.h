@@ -1,4 +1,4 @@
-// Bytes that come in pieces, by lines.
+// Splits a stream of bytes into lines.
 #pragma once
 
 #include <functional>

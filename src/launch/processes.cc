@@ -19,7 +19,7 @@ namespace {
 constexpr const char* kReport = "lockstep run: ";
 constexpr std::chrono::milliseconds kBetweenSignsOfLife(1000), kLongestWait(1000);
 constexpr std::chrono::seconds kToReport(2);
-constexpr int kMostLastWords = 1000;  // pieces; a rank that has ended writes no more
+constexpr int kMostLastWords = 1000;  // reads of the output that an ended rank left
 
 }  // namespace
 
@@ -34,7 +34,7 @@ JobProcesses::JobProcesses(const std::vector<ChildCommand>& members, double grac
     children_.push_back(std::make_unique<Child>(command));
     surroundings_.reaper.watch(children_.back()->pid());
   }
-  // In a thread of its own: whoever reads our output may make us wait.
+  // In a thread of its own: a slow reader of this process's output may block the main thread.
   if (std::none_of(members.begin(), members.end(), [](const auto& command) { return command.input.has_value(); }))
     return;
   signs_of_life_ = std::jthread([this](const std::stop_token& stop) {
@@ -64,7 +64,7 @@ int JobProcesses::run() {
     notice_ends();
     if (kill_at_ && kill_at_->passed()) kill_what_is_left();
   }
-  while (read_all()) {  // what they wrote at last
+  while (read_all()) {  // their remaining output
   }
   // Another launcher has been told at once.
   if (first_ != nullptr && surroundings_.control == nullptr) {
@@ -144,7 +144,7 @@ void JobProcesses::print(Child& child, std::ostream& to, const std::string& line
   surroundings_.err << kReport << "nobody reads the output any more; the job goes on" << std::endl;
 }
 
-// Of those that ended together, one that a signal ended is the cause: the others heard of its end.
+// Of processes that ended together, one that was ended by a signal is the cause: the others failed because of it.
 void JobProcesses::notice_ends() {
   Child* failed = nullptr;
   for (const auto& child : children_) {
@@ -178,19 +178,19 @@ void JobProcesses::end_others() {
   set_out_to_kill();
 }
 
-// A terminal that is closed says so twice: its shell does, and the kernel when the shell has ended.
+// A closed terminal sends SIGHUP twice: its shell does, and the kernel when the shell has ended.
 void JobProcesses::pass_on(int signal) {
   if (signal == SIGHUP && asked_ == SIGHUP) return;
   const bool again = asked_ != 0;
   asked_ = signal;
   ending_ = true;
   if (again || signal == SIGKILL) return kill_what_is_left();
-  // That the terminal is gone ends a training as any wish that it should end does: it saves what it has.
+  // SIGHUP is passed on as SIGTERM: a training saves and ends, as on any other request.
   for (const auto& child : children_) child->send(signal == SIGHUP ? SIGTERM : signal);
   set_out_to_kill();
 }
 
-// Launchers on other hosts kill after the same time: they get a little more, to say how it ended.
+// Launchers on other hosts kill after the same time. They get a little longer, to report how their ranks ended.
 void JobProcesses::set_out_to_kill() {
   if (kill_at_) return;
   const bool over_hosts =
@@ -199,7 +199,7 @@ void JobProcesses::set_out_to_kill() {
                              (over_hosts ? kToReport : std::chrono::seconds(0)));
 }
 
-// Those that read the control protocol are told to, and are killed themselves when that does not help.
+// Children that read the control protocol are told to kill their ranks, and are killed themselves at the next call.
 void JobProcesses::kill_what_is_left() {
   const bool told = std::exchange(told_to_kill_, true);
   kill_at_.reset();

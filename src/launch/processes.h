@@ -20,7 +20,7 @@ namespace lockstep::launch {
 
 class JobProcesses {
  public:
-  // What it is run with, and outlives it.
+  // What it runs with. All of it must outlive this object.
   struct Surroundings {
     const Signals& signals;
     const Reaper& reaper;
@@ -36,7 +36,7 @@ class JobProcesses {
   // Ends those that still run.
   ~JobProcesses();
 
-  // Until all have ended; the exit status. kLogsIncomplete where all ended well, but a log file could not be written.
+  // Waits until all have ended and returns the exit status. kLogsIncomplete: all ended well, but a log was not written.
   static constexpr int kLogsIncomplete = 74;  // EX_IOERR of sysexits.h
   int run();
 
@@ -64,7 +64,7 @@ class JobProcesses {
   const Surroundings surroundings_;
   std::vector<std::unique_ptr<Child>> children_;
   const Child* first_ = nullptr;  // that failed
-  std::string report_;            // of it, by another host's launcher
+  std::string report_;            // its failure, as another host's launcher reported it
   std::set<const Child*> without_log_;
   bool nobody_reads_ = false;
   int asked_ = 0;              // the signal that asked the job to end

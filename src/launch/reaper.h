@@ -1,4 +1,4 @@
-// Sees to it that nothing outlives the launcher, even if that is killed.
+// Makes sure that no process outlives the launcher, even if the launcher is killed.
 #pragma once
 
 #include <sys/types.h>
@@ -7,8 +7,8 @@
 
 namespace lockstep::launch {
 
-// A process of its own that knows the groups of processes which the launcher started. When the launcher is gone,
-// however it ended, it kills those that are left.
+// A separate process that knows the process groups that the launcher started. When the launcher has ended, for whatever
+// reason, it kills those that are left.
 class Reaper {
  public:
   // Forks: before the process has other threads. Throws ClusterError.

@@ -7,7 +7,7 @@ namespace lockstep::launch {
 
 Signals::Signals() {
   ::signal(SIGCHLD, SIG_DFL);  // where it is ignored there are no exit statuses
-  ::signal(SIGPIPE, SIG_IGN);  // who reads the output may go, and the job goes on
+  ::signal(SIGPIPE, SIG_IGN);  // the reader of the output may go away, and the job goes on
   sigset_t set;
   sigemptyset(&set);
   sigaddset(&set, SIGCHLD);

@@ -7,7 +7,7 @@
 
 namespace lockstep::launch {
 
-// Ours again when it ends.
+// Blocks the signals and reads them from a descriptor; the destructor restores the signal mask.
 class Signals {
  public:
   Signals();

@@ -11,8 +11,8 @@ namespace lockstep::launch {
 // Throws IoError where the file cannot be written.
 void require_writable(const std::string& path);
 
-// The timelines that the ranks of a job have left in its store, in one file for chrome://tracing and ui.perfetto.dev.
-// What goes wrong is said on `err`: the job is worth more than its picture.
+// Writes the timelines in a job's store to one file for chrome://tracing and ui.perfetto.dev. Prints errors on `err`:
+// they do not fail the job.
 void write_timelines(const std::string& path, const Store& store, std::ostream& err);
 
 }  // namespace lockstep::launch

@@ -10,8 +10,8 @@ namespace lockstep::launch {
 
 class TokenFile {
  public:
-  // In memory that other processes of this user can open while this one lives: a new token, or one of these hexadecimal
-  // digits. Throws ClusterError.
+  // Makes a memory file that other processes of this user can open while this object lives. It holds a new token, or
+  // the one in these hexadecimal digits. Throws ClusterError.
   TokenFile();
   explicit TokenFile(const std::string& digits);
 

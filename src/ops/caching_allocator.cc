@@ -28,8 +28,7 @@ constexpr std::size_t kLarge = std::size_t{1}
 constexpr std::size_t kArena = std::size_t{1} << 26;     // of addresses; memory only where blocks have been used
 constexpr std::size_t kOwnPages = std::size_t{1} << 25;  // from here on a block has a mapping of its own
 constexpr std::size_t kHugePage = std::size_t{1} << 21;
-constexpr std::int64_t kFlush = std::int64_t{1}
-                                << 16;  // bytes after which a heap tells the allocator of what it caches
+constexpr std::int64_t kFlush = std::int64_t{1} << 16;  // bytes after which a heap adds its count to the allocator's
 
 struct SizeClass {
   int index;
@@ -54,13 +53,13 @@ struct alignas(kAlignment) CachingAllocator::Block {
   std::size_t bytes;  // without this header
   int size_class;
   bool in_memory = true;   // of a large block: whether it still has its pages
-  std::size_t mapped = 0;  // of one with a mapping of its own: how long that is
+  std::size_t mapped = 0;  // bytes of the block's own mapping; 0: it has none
 
   static Block* of(void* data) { return static_cast<Block*>(data) - 1; }
   void* data() { return this + 1; }
   bool large() const { return bytes >= kLarge; }
 
-  // Gives the memory back to the system; true where the block stays, without its pages.
+  // Gives the memory back to the system. Returns true where the block itself stays, without its pages.
   bool give_back() {
     if (mapped > 0) {
       munmap(this, mapped);
@@ -75,7 +74,7 @@ struct alignas(kAlignment) CachingAllocator::Block {
   }
 
  private:
-  // Those that hold nothing but this block's data.
+  // Drops the pages that hold nothing but this block's data.
   void drop_pages() {
     constexpr std::uintptr_t kPage = 4096;
     const auto begin = (reinterpret_cast<std::uintptr_t>(data()) + kPage - 1) / kPage * kPage;
@@ -87,8 +86,8 @@ struct alignas(kAlignment) CachingAllocator::Block {
 
 namespace {
 
-// Addresses that begin with a huge page, in which the system gives huge pages where it has them: a step reads some
-// megabytes, and each small page costs a translation.
+// Maps addresses that begin at a huge page's boundary and asks for huge pages there: a step reads some megabytes, and
+// each small page costs an address translation.
 std::byte* map_huge(std::size_t bytes, int flags) {
   void* memory = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
   if (memory == MAP_FAILED) return nullptr;
@@ -102,7 +101,7 @@ std::byte* map_huge(std::size_t bytes, int flags) {
 
 }  // namespace
 
-// Memory for one heap's large blocks, side by side. Never given back; its pages can be.
+// Memory for one heap's large blocks, side by side. The address range is never unmapped; its pages can be dropped.
 class CachingAllocator::Arena {
  public:
   void* take(std::size_t bytes) {
@@ -122,7 +121,7 @@ class CachingAllocator::Arena {
 
 struct CachingAllocator::Heap {
   CachingAllocator* allocator;
-  Mutex mutex;  // the owning thread's, but for `release`: nobody waits for it in a step
+  Mutex mutex;  // taken by the owning thread and by `release`: uncontended in a step
   std::array<Block*, kClasses> free LOCKSTEP_GUARDED_BY(mutex){};
   Arena arena LOCKSTEP_GUARDED_BY(mutex);
   std::atomic<std::int64_t> uncounted{0};  // cached bytes not yet in the allocator's; written by the owning thread
@@ -150,7 +149,8 @@ struct CachingAllocator::Heap {
   }
 };
 
-// Gives back what lies in the list, and keeps what stays a block; returns how many bytes went.
+// Gives the memory of the list's blocks back to the system, and keeps the blocks that stay. Returns the bytes given
+// back.
 std::size_t CachingAllocator::release_list(Block*& head) {
   std::size_t bytes = 0;
   Block* kept = nullptr;
@@ -191,7 +191,8 @@ struct CachingAllocator::ThreadHeap {
 };
 
 namespace {
-// Plain, so that reading it costs no check, and still valid while other thread-local objects are destroyed.
+// A raw pointer: reading it needs no initialization check, and it stays valid while other thread-local objects are
+// destroyed.
 thread_local void* current_heap = nullptr;
 }  // namespace
 
@@ -272,7 +273,8 @@ CachingAllocator::Block* CachingAllocator::take_from_system(Heap& heap, std::siz
   return memory == nullptr ? nullptr : new (memory) Block{&heap, nullptr, bytes, size_class, true, mapped};
 }
 
-// Sizes that a program needs no more must not keep it from those that it needs now.
+// Releases the cache where that makes room for `bytes` below the limit: cached blocks of other sizes are of no use
+// here.
 void CachingAllocator::make_room(std::size_t bytes) {
   const auto limit = limit_ / static_cast<std::size_t>(processes_that_share_memory());
   if (reserved_.load(std::memory_order_relaxed) + bytes <= limit) return;
@@ -336,11 +338,11 @@ class TorchAllocator final : public c10::Allocator {
   void release() { blocks_.release(); }
 
  private:
-  // Half of the memory that this process may use may lie in the cache, and three quarters be taken in all.
+  // The cache may hold half of the memory that this process may use; cached blocks and those in use, three quarters.
   CachingAllocator blocks_{usable_memory_bytes() / 2, usable_memory_bytes() / 4 * 3};
 };
 
-// Null where LibTorch's own allocator serves.
+// Null where LibTorch's own allocator is used.
 TorchAllocator* torch_allocator() {
 #if defined(__SANITIZE_ADDRESS__)
   return nullptr;

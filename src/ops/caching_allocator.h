@@ -1,4 +1,4 @@
-// Blocks of memory kept by size for the thread that took them.
+// An allocator that caches freed blocks by size, for the thread that allocated them.
 #pragma once
 
 #include <array>
@@ -12,14 +12,14 @@
 
 namespace lockstep::ops {
 
-// Any thread may call any method. Blocks are aligned to 64 bytes. A block that another thread frees goes home to the
-// heap of the thread that took it, without a lock; a thread that ends leaves its heap to the next one that starts.
-// Threads hold on to their heaps, so an allocator must never be destroyed.
+// Any thread may call any method. Blocks are aligned to 64 bytes. A block that another thread frees returns to the heap
+// of the thread that allocated it, without a lock; when a thread ends, the next one that starts takes over its heap.
+// Threads keep pointers to their heaps, so an allocator must never be destroyed.
 class CachingAllocator {
  public:
-  // What is freed while `cache_limit` bytes are cached already goes back to the system. Where blocks in use and cached
-  // ones would have more than `limit` bytes together, all that is cached does. Processes that share this host's memory
-  // have an equal part of both.
+  // A block freed while `cache_limit` bytes are cached already goes back to the system. The whole cache does where
+  // blocks in use and cached ones would together exceed `limit` bytes. Processes that share this host's memory divide
+  // both limits equally.
   explicit CachingAllocator(std::size_t cache_limit, std::size_t limit = std::size_t{1} << 62)
       : cache_limit_(static_cast<std::int64_t>(cache_limit)), limit_(limit) {}
 
@@ -27,8 +27,8 @@ class CachingAllocator {
   void* allocate(std::size_t bytes);
   static void deallocate(void* data) noexcept;
 
-  // Gives all that is cached back to the system, of all threads' heaps. Addresses of blocks of 128 KiB to 32 MiB stay
-  // taken, for the next blocks of their size.
+  // Gives the cached blocks of all threads' heaps back to the system. Addresses of blocks of 128 KiB to 32 MiB stay
+  // reserved, for the next blocks of their size.
   void release();
 
   MemoryStats stats() const;
@@ -50,7 +50,7 @@ class CachingAllocator {
   const std::int64_t cache_limit_;
   const std::size_t limit_;
   std::atomic<std::size_t> reserved_{0};
-  std::atomic<std::int64_t> cached_{0};  // but for what heaps have not counted yet
+  std::atomic<std::int64_t> cached_{0};  // without what heaps have not added yet
   mutable Mutex mutex_;
   std::vector<Heap*> heaps_ LOCKSTEP_GUARDED_BY(mutex_);
   std::vector<Heap*> abandoned_ LOCKSTEP_GUARDED_BY(mutex_);  // of threads that have ended

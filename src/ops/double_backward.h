@@ -8,12 +8,14 @@
 
 namespace lockstep::ops {
 
-// The gradients of `inputs` (undefined for those that are undefined or need none), with a graph of their own:
-// `plain(inputs)` computes in LibTorch's operators what a kernel of ours has computed, `grad_output` is its gradient.
+// The gradients of `inputs` (undefined for inputs that are undefined or need none), themselves differentiable.
+// `plain(inputs)` computes with LibTorch's operators what our kernel computed; `grad_output` is the gradient of its
+// result.
 template <class Plain>
 std::vector<at::Tensor> double_backward(const Plain& plain, const std::vector<at::Tensor>& inputs,
                                         const at::Tensor& grad_output) {
-  // Views: the graph below must end before the hooks of the inputs themselves, which run once, later.
+  // Differentiates with respect to views, so that the hooks of the inputs themselves do not run here: they run once,
+  // later.
   std::vector<at::Tensor> views, wanted;
   for (const auto& input : inputs) {
     const bool needed = input.defined() && input.requires_grad();

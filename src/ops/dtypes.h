@@ -7,7 +7,7 @@
 
 namespace lockstep::ops {
 
-// Throws InvalidArgument for complex and quantized dtypes, and others that DType has not.
+// Throws InvalidArgument for complex and quantized dtypes, and others that DType lacks.
 DType dtype_of(at::ScalarType type);
 at::ScalarType scalar_type_of(DType dtype);
 

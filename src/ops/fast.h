@@ -1,14 +1,14 @@
-// Which calls our own kernels serve.
+// Which calls use our own kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace lockstep::ops {
 
-// Whether operators of LibTorch may be replaced by ours: not where LOCKSTEP_KERNELS says "libtorch". Read once.
+// Whether our operators may replace LibTorch's: false where LOCKSTEP_KERNELS is "libtorch", which is read once.
 bool fast_operators();
 
-// Whether an operator of ours may compute what several of LibTorch's would: under autocast each of those chooses its
+// Whether one operator of ours may replace several of LibTorch's: not under autocast, where each of those chooses its
 // own precision.
 bool fast_fusion();
 

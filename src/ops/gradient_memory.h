@@ -1,17 +1,17 @@
-// Memory in which the gradients of parameters are wanted, such as a buffer that other processes read: an operator of
-// ours that makes one writes it there at once.
+// Memory into which our operators write the gradients of parameters directly, such as a buffer that other processes
+// read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace lockstep::ops {
 
-// For the backward that this thread runs next, until clear_gradient_memory: `memory`, contiguous and of the parameter's
-// shape and dtype, is for the gradient of the parameter whose values lie at `values`.
+// Offers `memory`, contiguous and of the parameter's shape and dtype, for the gradient of the parameter whose values
+// lie at `values`: in this thread's next backward, until clear_gradient_memory.
 void offer_gradient_memory(const void* values, at::Tensor memory);
 void clear_gradient_memory();
 
-// What was offered for the parameter at `values`, once; else new memory of these sizes.
+// Returns what was offered for the parameter at `values`, once only; else a new tensor of these sizes.
 at::Tensor take_gradient_memory(const void* values, at::IntArrayRef sizes, const at::TensorOptions& options);
 
 }  // namespace lockstep::ops

@@ -1,5 +1,5 @@
-// LibTorch's C++ interface changes from version to version: another one than that of the build is found out when the
-// library is loaded, and not by what it breaks.
+// LibTorch's C++ interface changes from version to version: a version other than the build's is an error when the
+// library is loaded, and not a crash later.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/version.h>
 
@@ -10,7 +10,7 @@ namespace lockstep::ops {
 namespace {
 
 constexpr std::uint64_t kBuiltWith = TORCH_ABI_VERSION;
-constexpr int kCannotBeLoaded = 127;  // what the system's loader ends a program with
+constexpr int kCannotBeLoaded = 127;  // the exit status of the system's loader
 
 constexpr unsigned part(std::uint64_t version, int number) { return version >> (56 - 8 * number) & 0xff; }
 

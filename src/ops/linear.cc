@@ -20,7 +20,7 @@ namespace {
 
 using kernels::Matrix;
 
-// Fewer are a product of a matrix and a vector, or nearly, which LibTorch does well.
+// With fewer it is nearly a product of a matrix and a vector, at which LibTorch is fast.
 constexpr std::int64_t kLeastRows = 4, kLeastColumns = 8;
 
 Tensor plain_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -85,7 +85,7 @@ struct Linear : torch::autograd::Function<Linear> {
     const auto contiguous_bias = bias.has_value() ? bias->contiguous() : Tensor();
     kernels::bias_kernels().forward(output.mutable_data_ptr<float>(), output.numel() / weight.size(0), weight.size(0),
                                     bias.has_value() ? contiguous_bias.const_data_ptr<float>() : nullptr, relu);
-    // Only what backward reads: what a frozen weight was multiplied with may be changed in place, and freed.
+    // Saves only what backward reads: the input of a frozen weight may be changed in place, and freed.
     context->save_for_backward(
         {weight.requires_grad() ? x : Tensor(), x.requires_grad() ? weight : Tensor(), relu ? output : Tensor()});
     context->saved_data["bias"] = bias.has_value();

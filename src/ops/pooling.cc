@@ -48,7 +48,7 @@ std::optional<Pooling> pooling_of(const Tensor& x, at::IntArrayRef kernel, at::I
             .padding_w = (*padding)[1],
             .dilation_h = (*dilation)[0],
             .dilation_w = (*dilation)[1]};
-  // Every window must hold an element: with padding, none may step over the image.
+  // Every window must hold an element of the image: with padding, none may lie wholly outside it.
   const auto usable = [](std::int64_t in, std::int64_t window, std::int64_t step, std::int64_t pad,
                          std::int64_t spread) {
     return window > 0 && window <= 256 && step > 0 && spread > 0 && pad >= 0 && pad <= window / 2 &&
@@ -191,7 +191,7 @@ struct MaxPool2d : torch::autograd::Function<MaxPool2d> {
 
 Tensor max_pool2d(const Tensor& x, at::IntArrayRef kernel, at::IntArrayRef stride, at::IntArrayRef padding,
                   at::IntArrayRef dilation, bool ceil_mode) {
-  // Pooling only chooses, so that floats give the same elements; LibTorch reads numbers of 16 bits one by one.
+  // Pooling only selects elements, so computing in float gives the same ones; LibTorch reads 16-bit numbers one by one.
   const bool half = x.is_cpu() && (x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kHalf);
   if (half && fast_operators()) {
     return at::max_pool2d(x.to(at::kFloat), kernel, stride, padding, dilation, ceil_mode).to(x.scalar_type());

@@ -1,4 +1,4 @@
-// Work that a device does again without the host calling its operators one by one: a CUDA graph.
+// Work that is recorded on a device and replayed without calling its operators one by one: a CUDA graph.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -16,12 +16,12 @@ class RecordedWork {
   virtual void replay() = 0;
 };
 
-// Calls `work` in a way that its kernels are recorded and not run. Throws c10::Error where something in it cannot be
+// Calls `work` so that its kernels are recorded and not run. Throws c10::Error where something in it cannot be
 // recorded, such as waiting for the device.
 using WorkRecorder =
     std::function<std::unique_ptr<RecordedWork>(c10::Device device, const std::function<void()>& work)>;
 
-// The GPU's, which the module `cuda` sets when the library is loaded; empty in a build without it.
+// The recorder for GPUs, which the module `cuda` sets when the library is loaded; empty in a build without it.
 WorkRecorder& work_recorder();
 
 }  // namespace lockstep::ops

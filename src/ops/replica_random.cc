@@ -28,7 +28,7 @@ void fill_generator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.callBoxed(stack);
 }
 
-// The operators of LibTorch that draw: the others (rand, randn, dropout, rand_like, ...) are made of these.
+// LibTorch's operators that draw random numbers; the others (rand, randn, dropout, rand_like, ...) call these.
 constexpr const char* kRandomOperators[] = {
     "bernoulli.out",
     "bernoulli_.Tensor",

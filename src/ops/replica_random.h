@@ -13,7 +13,7 @@ namespace lockstep::ops {
 // One thread at a time.
 class ReplicaRandom {
  public:
-  // On a GPU, whose generator LibTorch keeps for each device already, seed sets that one.
+  // On a GPU `seed` sets the generator that LibTorch keeps for that device.
   explicit ReplicaRandom(c10::Device device = c10::kCPU);
 
   // Begins the sequence that belongs to `seed`.

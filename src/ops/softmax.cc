@@ -15,7 +15,7 @@ Tensor plain(const Tensor& logits, const Tensor& labels) {
   return at::nll_loss(rows, labels.reshape({-1}), {}, at::Reduction::None).reshape(labels.sizes());
 }
 
-// Labels outside the classes go to LibTorch too, for its error.
+// Labels outside the classes go to LibTorch too, which throws its own error.
 bool covered(const Tensor& logits, const Tensor& labels) {
   if (!fast_fusion() || !fast(logits) || logits.dim() < 1 || !labels.device().is_cpu()) return false;
   if (labels.scalar_type() != at::kLong || labels.sizes() != logits.sizes().slice(0, logits.dim() - 1)) return false;
@@ -47,7 +47,7 @@ struct SoftmaxCrossEntropy : torch::autograd::Function<SoftmaxCrossEntropy> {
       return {again[0], Tensor()};
     }
     const auto& probability = saved[2];
-    // A sum's gradient is one number for all rows, expanded: it is read where it is.
+    // The gradient of a sum is one number expanded to all rows: it is read without a copy.
     const auto strides = gradients[0].strides();
     const bool one_for_all = std::all_of(strides.begin(), strides.end(), [](auto stride) { return stride == 0; });
     const auto gradient = one_for_all ? resolved(gradients[0]) : resolved(gradients[0]).contiguous();

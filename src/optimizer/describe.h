@@ -1,4 +1,4 @@
-// What two optimizers must have in common to move equal variables alike.
+// A description that is equal for optimizers that update equal variables alike.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace lockstep::optimizer {
 
-// A setting a line. What a rule keeps to itself shows in what it makes of a few numbers.
+// One setting a line. Settings that a rule does not expose show in the results of a few updates.
 std::string describe(const Optimizer& optimizer);
 
 }  // namespace lockstep::optimizer

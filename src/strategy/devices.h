@@ -13,16 +13,16 @@ namespace lockstep::strategy {
 // Throws InvalidArgument for a name of another form, and for a device that this machine or build does not have.
 void check_device(const std::string& name);
 
-// "cpu:0", ..., one for each of `count`.
+// `count` names: "cpu:0", "cpu:1", ...
 std::vector<std::string> logical_cpus(int count);
 
 // One replica a GPU that LibTorch can use, else one a core that this process may use.
 std::vector<std::string> default_devices(cluster::CpuPartition share = {});
 
-// The first of these, or the CPU with all its cores.
+// The first GPU, else the CPU with all its cores.
 std::string default_device();
 
-// Where LibTorch's tensors of a replica lie: all logical CPUs are one CPU to it.
+// LibTorch's device for a replica's tensors: all logical CPUs are its one CPU.
 c10::Device torch_device(const std::string& name);
 
 }  // namespace lockstep::strategy

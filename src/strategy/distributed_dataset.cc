@@ -57,7 +57,7 @@ PerReplica<Part> split(const Row& batch, const LocalReplicas& replicas, int work
   });
 }
 
-// How many elements so many steps have read whole.
+// How many elements `steps` steps have used up.
 std::int64_t elements_in(std::int64_t steps, Distribution kind, const LocalReplicas& replicas) {
   switch (kind) {
     case Distribution::split: return steps;
@@ -135,7 +135,7 @@ std::optional<PerReplica<Part>> DistributedIterator::own_parts() {
   return std::nullopt;
 }
 
-// The element is a global batch; this worker takes its parts one step after the other.
+// The element is a global batch of which this worker uses all parts itself, one in each step.
 std::optional<PerReplica<Part>> DistributedIterator::share_of_element() {
   const auto turn = static_cast<int>(position_.index % replicas_.workers.size());
   if (turn == 0 && !read()) return std::nullopt;
@@ -176,7 +176,7 @@ std::uint64_t DistributedIterator::element_hash() const {
   return mix(hash, static_cast<std::uint64_t>(gradient::hash_of(current_->table->x[current_->batch->front()])));
 }
 
-// As an element is, but for its size.
+// An element of the same shape and dtypes with no examples.
 Row DistributedIterator::without_examples() const {
   const auto any = current_ ? std::optional(current_->materialize()) : dataset_.iterate({position_.epoch}).next();
   if (!any) throw InvalidArgument("a worker's part of the data set is empty; AutoShardPolicy::data gives each some");

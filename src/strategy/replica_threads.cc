@@ -27,7 +27,7 @@ bool runs_on(const ReplicaThreads* threads) {
   return false;
 }
 
-// One caller's time with the threads.
+// Marks the threads as in use. Throws where another caller uses them.
 class Turn {
  public:
   explicit Turn(std::atomic<bool>& busy) : busy_(busy) {
@@ -42,8 +42,7 @@ class Turn {
   std::atomic<bool>& busy_;
 };
 
-// One at a time: in a forked process LibTorch makes its thread pool anew in the first call, which is not made for
-// several threads.
+// Serialized: in a forked process LibTorch's first call makes its thread pool anew, which is not thread-safe.
 void set_threads_of_operators(int threads) {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
@@ -71,7 +70,7 @@ ReplicaThreads::ReplicaThreads(ReplicaThreadsOptions options)
     try {
       threads_.emplace_back([this, replica, cpus = shares[static_cast<std::size_t>(replica)]] { work(replica, cpus); });
     } catch (const std::system_error& error) {
-      started_.abort("a thread could not be started");  // those that wait for it end
+      started_.abort("a thread could not be started");  // ends the threads that were started
       throw Error(text("cannot start the thread of replica ", replica, " of ", options.replicas, ": ", error.what(),
                        "; take fewer replicas, or raise the limit (ulimit -u)"));
     }

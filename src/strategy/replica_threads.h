@@ -14,7 +14,7 @@ struct ReplicaThreadsOptions {
   int replicas = 1;
   int threads_per_replica = 1;  // that LibTorch's operators may use on each
   std::vector<int> cpus;        // that these replicas may use together
-  int spin_rounds = 0;          // how often a thread looks for the next task before it sleeps
+  int spin_rounds = 0;          // how often a thread polls for the next task before it blocks
 };
 
 // When the replicas together use every one of their cores, each persistent thread is pinned to its share;
@@ -28,8 +28,8 @@ class ReplicaThreads {
 
   // Calls function(replica) on every thread at once, with the caller's thread-local settings of LibTorch (grad mode and
   // so on), and returns when all have ended. LibTorch's operators use threads_per_replica threads in the calling thread
-  // from then on. Throws InvalidArgument where another caller is not done, or this is called from within a replica.
-  // `function` must not throw.
+  // from then on. Throws InvalidArgument where another thread's call has not ended, or this is called from within a
+  // replica. `function` must not throw.
   void run(const std::function<void(int)>& function);
 
  private:

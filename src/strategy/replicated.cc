@@ -29,7 +29,7 @@ Tensor load_like(const Archive& archive, const std::string& name, const Tensor& 
         text("the checkpoint's \"", name, "\" has shape ", loaded.sizes(), "; the model's has ", like.sizes()));
   }
   const auto wanted = like.scalar_type(), found = loaded.scalar_type();
-  const bool of_before = (wanted == at::kBool && found == at::kByte) ||  // as they were kept once
+  const bool of_before = (wanted == at::kBool && found == at::kByte) ||  // as earlier versions stored them
                          ((wanted == at::kChar || wanted == at::kShort) && found == at::kInt);
   if (found != wanted && !of_before) {
     throw InvalidArgument(text("the checkpoint's \"", name, "\" has dtype ", loaded.scalar_type(), "; the model's has ",
@@ -129,7 +129,7 @@ void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& 
     impl_->expect_one_backward(replica.local_replica_id());
     scale_loss(loss).backward();
   } catch (...) {
-    impl_->drop_gradients(replica.local_replica_id());  // or the next step would add to a part of these
+    impl_->drop_gradients(replica.local_replica_id());  // else the next step would add to some of these
     throw;
   }
   apply_gradients(replica, weight);
@@ -200,7 +200,7 @@ Trackable ReplicatedOptimizer::trackable() const {
       std::istringstream numbers(listed->second);
       for (std::int64_t slot = 0; numbers >> slot;) learned.order.push_back(slot);
     }
-    for (const auto* const name : {"weight_scale", "usual_weight"}) {  // the second in files of before
+    for (const auto* const name : {"weight_scale", "usual_weight"}) {  // the second in files of earlier versions
       if (archive.entries.contains(joined(prefix, name))) learned.weight_scale = archive.number(joined(prefix, name));
     }
     const auto scale = joined(prefix, "loss_scale");

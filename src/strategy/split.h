@@ -11,12 +11,12 @@
 
 namespace lockstep::internal {
 
-// A replica's part of a global batch, which may still lie in a table.
+// A replica's part of a global batch, perhaps as rows of a table that are not gathered yet.
 struct Part {
   Row row;
   c10::Device device = c10::kCPU;
 
-  Example read() const;  // on the device; a view where that is the batch's
+  Example read() const;  // on the device; a view where the batch lies there
 };
 
 }  // namespace lockstep::internal
@@ -42,8 +42,8 @@ bool reads_its_own(const Dataset& data, const LocalReplicas& replicas);
 // The first element of an epoch, as this worker will read it, for its shape; undefined where there is none.
 Example first_element(const Dataset& data, const LocalReplicas& replicas, std::int64_t epoch = 0);
 
-// As distribute, for fit and evaluate. What must be computed is made ahead, in a thread of its own; what lies in memory
-// is left there for replicas on CPUs, who copy their parts when their cores are free for it.
+// As distribute, for fit and evaluate. Elements that must be computed are prefetched in a separate thread. Data that
+// lie in memory stay there where all replicas are on CPUs: each gathers its part in its own thread.
 DistributedDataset distribute_ahead(const Dataset& data, const LocalReplicas& replicas);
 
 }  // namespace lockstep::strategy

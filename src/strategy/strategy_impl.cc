@@ -14,7 +14,7 @@
 namespace lockstep {
 namespace {
 
-// Long enough for another replica to end its backward at nearly the same time, in rounds of about 20 ns.
+// In rounds of about 20 ns: long enough where replicas end their backward at nearly the same time.
 constexpr int kSpinRounds = 2000;
 
 strategy::StrategySettings checked(strategy::StrategySettings settings) {
@@ -123,7 +123,7 @@ void StrategyImpl::on_replicas(const std::function<void(int)>& function) {
   std::rethrow_exception(first);
 }
 
-// Other workers hear why, too: whoever waits for this replica waits in vain.
+// Aborts the Groups of this process and of the workers with the reason, so that nobody waits for this replica.
 void StrategyImpl::fail(int replica) const {
   std::string why = text("replica ", first_replica() + replica, " failed");
   try {
@@ -136,7 +136,7 @@ void StrategyImpl::fail(int replica) const {
   if (workers_.size() > 1) workers_.group().abort(why);
   const auto& all = all_groups_[static_cast<std::size_t>(replica)];
   if (all) return all->abort(why);
-  if (workers_.size() > 1) settings_.workers->job.abandon(why);  // others may be making it
+  if (workers_.size() > 1) settings_.workers->job.abandon(why);  // other replicas may be making that Group
 }
 
 void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {

@@ -53,7 +53,7 @@ class StrategyImpl {
   int first_replica() const { return replicas() * workers_.rank(); }           // of this process, among all
   const Communicator& workers() const { return workers_; }
 
-  // Steps between comparisons of what workers have; 0: never, or this process is alone.
+  // Steps between comparisons of the workers' copies; 0: never, or this process is alone.
   std::int64_t compare_copies_every() const { return settings_.workers ? settings_.workers->compare_copies_every : 0; }
 
   std::shared_ptr<GradientPath> make_gradient_path(const Optimizer& optimizer,
@@ -71,7 +71,7 @@ class StrategyImpl {
   const std::vector<c10::Device>& torch_devices() const { return torch_devices_; }
   internal::LocalReplicas local_replicas() const;
 
-  // Where variables live: on GPUs, in a copy each; with several, updates are made in host memory.
+  // Where variables live: with GPUs, a copy on each; with several GPUs, updates are made in host memory.
   gradient::Placement placement() const;
 
   ops::ReplicaRandom& random(int replica) const { return *random_[static_cast<std::size_t>(replica)]; }

@@ -1,5 +1,5 @@
-// A barrier for threads that an abort ends, which std::barrier cannot offer; who waits for the next step sleeps without
-// a look.
+// A barrier for threads with a deadline and an abort that wakes all waiters, which std::barrier lacks. A thread that
+// waits for the next step blocks without polling.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@ namespace lockstep::strategy {
 // Any thread may call any method. After a wait threw, the barrier stays aborted: the others' waits throw too.
 class ThreadBarrier {
  public:
-  // For `size` threads; one that waits looks `spin` times before it blocks.
+  // For `size` threads; one that waits polls `spin` times before it blocks.
   ThreadBarrier(int size, int spin) : size_(size), spin_(spin) {}
 
   // Returns when all threads have called wait as often as this one. What a thread wrote before its wait, every thread

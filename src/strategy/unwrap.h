@@ -1,4 +1,4 @@
-// What the handles of public headers hold, for the library's own sources.
+// Access to the implementations behind public handles, for the library's own sources.
 #pragma once
 
 #include "lockstep/strategy/replicated.h"

@@ -45,7 +45,7 @@ class VariableImpl {
     }
   }
 
-  // What `value` becomes when all replicas have brought theirs.
+  // Aggregates the values that all replicas pass.
   Tensor aggregate(const ReplicaContext& replica, const Tensor& value) const {
     switch (options.aggregation) {
       case VariableAggregation::sum: return replica.all_reduce(ReduceOp::sum, value);

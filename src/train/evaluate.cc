@@ -14,7 +14,8 @@
 namespace lockstep {
 namespace {
 
-// Puts the modules into evaluation mode, with the means of the replicas' buffers, and back to training with their own.
+// Puts the modules into evaluation mode, with the means of the replicas' buffers; the destructor restores their mode
+// and their own buffers.
 class EvaluationMode {
  public:
   explicit EvaluationMode(const Model& model)

@@ -21,7 +21,7 @@
 namespace lockstep {
 namespace {
 
-// How many workers say so.
+// How many processes ask to stop, have got SIGINT, and have got SIGTERM.
 struct Agreed {
   double stopping = 0, interrupted = 0, terminated = 0;
   std::span<double> all() { return {&stopping, 3}; }
@@ -59,7 +59,7 @@ class Fit {
       attach_callbacks();
       train();
     });
-    if (options_.steps_per_epoch > 0) ++impl_.data_epochs;  // the one that all epochs of this fit came from
+    if (options_.steps_per_epoch > 0) ++impl_.data_epochs;  // all epochs of this fit came from one epoch of data
     return progress().history;
   }
 
@@ -68,14 +68,15 @@ class Fit {
     each([](Callback& callback) { callback.on_train_begin(); });  // BackupAndRestore changes the progress here
     agree();
     compare_states();
-    // A training that was to stop in the middle of an epoch, and was interrupted, has that epoch's end before it.
+    // A training that was interrupted after a callback asked it to stop in the middle of an epoch still finishes that
+    // epoch.
     while (progress().epoch < options_.epochs && (!stopping() || progress().batch > 0)) run_epoch();
     each([](Callback& callback) { callback.on_train_end(); });
   }
 
   train::FitProgress& progress() const { return impl_.progress; }
 
-  // Where one worker stopped alone, the others would wait for it: all agree, after a step or an epoch.
+  // All agree on stopping after each step and epoch: if one worker stopped alone, the others would wait for it.
   bool stopping() const { return impl_.stops(); }
   Agreed mine() const {
     const int signal = signals_.received();
@@ -90,7 +91,7 @@ class Fit {
   const Communicator& peers() const { return impl_.peers(); }
   bool own_data() const { return impl_.gradients->own_data(); }
 
-  // Whether other processes make the same steps, of models and fits of their own.
+  // Whether other processes make the same steps in fits of their own, each with its own model.
   bool has_other_fits() const { return workers().size() == 1 && peers().size() > 1; }
 
   void compare_workers() const {
@@ -98,7 +99,7 @@ class Fit {
     const auto replicas = this->replicas();
     const auto first = strategy::first_element(data_, replicas);
     const auto policy = data_.options().auto_shard_policy;
-    const bool own = strategy::reads_its_own(data_, replicas);  // then only what each example is like must be the same
+    const bool own = strategy::reads_its_own(data_, replicas);  // then only the shape of an example must be the same
     const auto shape = [own](const Tensor& tensor) {
       return tensor.defined() ? text(own && tensor.dim() > 0 ? tensor.sizes().slice(1) : tensor.sizes()) : "none";
     };
@@ -116,7 +117,7 @@ class Fit {
                                          "\nsteps_per_epoch ", options_.steps_per_epoch));
   }
 
-  // Those that all workers call, for they may save or evaluate the model together.
+  // Compares the callbacks that all workers call, because these may save or evaluate the model together.
   void compare_callbacks() const {
     if (workers().size() == 1) return;
     std::string types;
@@ -126,8 +127,8 @@ class Fit {
     workers().check_all_agree("callbacks", types);
   }
 
-  // Where all workers read the same batches: that they do, at the beginning of each epoch and as often as their copies
-  // are compared.
+  // Where all workers must read the same batches, checks that they do: in the first step of each epoch, and as often as
+  // their copies are compared.
   void compare_batches() const {
     const auto every = unwrap(impl_.strategy).compare_copies_every();
     if (peers().size() == 1 || iterator_->is_spread() || every == 0) return;
@@ -136,7 +137,7 @@ class Fit {
                                          progress().batch, " of epoch ", progress().epoch + 1));
   }
 
-  // A rank that restored a checkpoint alone would go on alone.
+  // Throws where ranks begin at different steps, as when one restored a checkpoint alone.
   void compare_states() const {
     if (!has_other_fits()) return;
     peers().check_all_agree(
@@ -160,7 +161,7 @@ class Fit {
     warn_of_copies();
   }
 
-  // A program of one process that a launcher started several times.
+  // Warns where a launcher started several processes that each train alone.
   void warn_of_copies() const {
     if (peers().size() > 1) return;
     try {
@@ -170,7 +171,7 @@ class Fit {
                        cluster.world.rank, ") trains a model of its own: MultiWorkerMirroredStrategy, or an ",
                        "optimizer that takes the other processes' gradients too, trains one together"));
     } catch (const ClusterError&) {
-      // What is wrong with its variables does not matter to a process that is alone.
+      // Wrong variables of a launcher do not matter to a process that trains alone.
     }
   }
 
@@ -186,7 +187,7 @@ class Fit {
     std::stable_sort(callbacks_.begin(), callbacks_.end(),
                      [](const AnyCallback& a, const AnyCallback& b) { return a->turn() < b->turn(); });
     for (const auto& callback : callbacks_) callback->attach(model_, plan);
-    impl_.callbacks = options_.callbacks;  // in the user's order, by which checkpoints know them
+    impl_.callbacks = options_.callbacks;  // in the user's order, by which checkpoints identify them
   }
 
   std::int64_t steps_of_an_epoch() const {
@@ -196,7 +197,7 @@ class Fit {
     return own_data() ? longest(mine) : mine;
   }
 
-  // Of the ranks' epochs, which last as long as the longest; -1 where one does not know.
+  // The steps of the longest of the ranks' epochs; -1 where a rank does not know its own.
   std::int64_t longest(std::int64_t steps) const {
     for (const auto& theirs : peers().all_gather(std::to_string(steps))) {
       const auto other = std::stoll(theirs);
@@ -238,15 +239,15 @@ class Fit {
     return *iterator_;
   }
 
-  // Whether the place in the data that was restored is one of batches of another size, so that examples count. Throws
-  // where it is no place in this data.
+  // Whether the restored position counts batches of another size, so that it must be found by examples. Throws where it
+  // cannot be found in this data.
   bool goes_on_with_other_batches(const DistributedDataset& data) {
     const auto local = replicas();
     const int readers = data.is_spread() ? local.workers.size() : 1;
     auto& now = progress();
     const int readers_then = std::exchange(now.readers, readers);
     if (now.position.index == 0) {
-      now.batch_size = 0;  // to be seen
+      now.batch_size = 0;  // set after the first step
       return false;
     }
     if (readers != readers_then) {
@@ -256,7 +257,7 @@ class Fit {
                "twice; go on with as many workers and the same auto_shard_policy, or, without steps_per_epoch, from ",
                "the end of an epoch"));
     }
-    if (own_data()) return false;  // the others' batches are their own, and so are their places
+    if (own_data()) return false;  // each rank has batches and a position of its own
     const auto size = largest_of_readers(strategy::first_element(data_, local, now.position.epoch).size());
     if (size == now.batch_size) return false;
     if (readers > 1) {
@@ -269,7 +270,7 @@ class Fit {
     return true;
   }
 
-  // Where workers read their own, one may have less than a batch.
+  // The largest size on any worker: where workers read their own batches, one may have less than a full batch.
   std::int64_t largest_of_readers(std::int64_t size) const {
     if (progress().readers == 1) return size;
     for (const auto& theirs : peers().all_gather(std::to_string(size)))
@@ -334,7 +335,7 @@ class Fit {
     history.epoch.push_back(epoch);
     for (const auto& [name, value] : logs) history.history[name].push_back(value);
 
-    // From here on the next epoch is what a checkpoint would go on with.
+    // A checkpoint that is saved from here on continues with the next epoch.
     impl_.tracker->reset();
     progress().epoch = epoch + 1;
     progress().batch = 0;

@@ -1,4 +1,4 @@
-// What fit makes of its options before it begins.
+// Checks of fit's options, and what they change in the data.
 #pragma once
 
 #include <cstdint>

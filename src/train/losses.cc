@@ -102,7 +102,7 @@ Loss::Loss(const std::string& name) : Loss(loss_by_name(name)) {}
 
 namespace {
 
-// Labels [batch] of outputs [batch, 1], and the reverse, get the outputs' shape: a difference of both would be
+// Gives labels [batch] the shape of outputs [batch, 1], and the reverse: broadcasting would make their difference
 // [batch, batch].
 Tensor with_dimensions_of(const Tensor& y_pred, const Tensor& y_true) {
   if (!y_true.defined()) return y_true;

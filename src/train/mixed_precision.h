@@ -22,7 +22,7 @@ class ComputePolicy {
   // Outputs in float32 where the policy had them computed in 16 bits.
   Tensor outputs(const Tensor& computed) const;
 
-  // The optimizer for such outputs: with a loss scale where 16 bits hold no small gradients.
+  // The optimizer for this policy: with a loss scale where the 16-bit dtype cannot hold small gradients.
   Optimizer wrapped(const Optimizer& optimizer) const;
 
   // While it lives, LibTorch's operators in this thread compute as the policy says on `device`.
@@ -42,7 +42,7 @@ class ComputePolicy {
 
  private:
   explicit ComputePolicy(std::optional<at::ScalarType> type) : type_(type) {}
-  std::optional<at::ScalarType> type_;  // of products; none: as tensors are
+  std::optional<at::ScalarType> type_;  // dtype of products; none: that of the tensors
 };
 
 }  // namespace lockstep::train

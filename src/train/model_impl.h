@@ -25,9 +25,9 @@ struct FitProgress {
   int epoch = 0;           // that is running, or comes next
   std::int64_t batch = 0;  // steps done in it
   Position position;       // in the training data, in batches
-  // The same in examples, for one that goes on with batches of another size: of the epoch's data (or of a worker's,
-  // where each reads its own) so many have been used. Batches are of `batch_size` and begin at its multiples; 0: they
-  // begin elsewhere. `readers`: how many workers read their own.
+  // The position in examples, for going on with batches of another size: how many of the epoch's examples (of a
+  // worker's, where each reads its own) have been used. Batches have `batch_size` examples and begin at its multiples;
+  // 0: they begin elsewhere. `readers`: how many workers read their own data.
   std::int64_t examples = 0;
   std::int64_t batch_size = 0;
   int readers = 1;
@@ -45,14 +45,14 @@ class ModelImpl {
 
   ModelImpl(Make make_module, Forward forward_of) : make(std::move(make_module)), forward(std::move(forward_of)) {}
 
-  // Makes the replicas for batches like `sample`, unless they are there. Takes weights that were loaded before.
+  // Makes the replicas for batches like `sample`, unless they are there. Applies weights that were loaded before.
   void build(const Example& sample);
   void make_gradient_path();
   void require_built(const char* caller) const;
   void require_compiled(const char* caller) const;
   void require_trainable() const;
 
-  // A replica's forward. What LibTorch refuses is an InvalidArgument that names the batch.
+  // A replica's forward. Throws InvalidArgument naming the batch where LibTorch refuses it.
   Tensor outputs_of(ReplicaContext& replica, const Example& part) const;
 
   // On each replica, with its part of the batch: forward, loss, backward, reduce and update, metrics.
@@ -61,29 +61,30 @@ class ModelImpl {
   // Its forward, loss and backward.
   train::ComputedStep compute_gradients(ReplicaContext& replica, const Example& part, StepTimes& spent);
 
-  // For jit_compile: what of a step can be recorded, and one step by playing it.
+  // For jit_compile: enqueues the part of a step that can be recorded, and makes a step by replaying the recording.
   train::ComputedStep enqueue_step(ReplicaContext& replica, const Example& batch);
   train::StepResult play_step(ReplicaContext& replica, const Example& part, train::Tracker& tracker);
 
-  // One step on all replicas; what each found is for Tracker::add_batch.
+  // One step on all replicas; the results are for Tracker::add_batch.
   PerReplica<train::StepResult> train_batch(PerReplica<internal::Part>& batch, train::Tracker& tracker);
 
   const Communicator& workers() const { return unwrap(strategy).workers(); }
 
-  // Who makes the same steps: the strategy's workers, or the ranks that came with the optimizer. After build and
-  // compile.
+  // The processes that make the same steps: the strategy's workers, or the optimizer's GradientRanks. Requires build
+  // and compile.
   const Communicator& peers() const { return gradients->ranks(); }
 
-  // Its number among the replicas that share the data.
+  // The replica's number among all that share the data.
   int number_of(const ReplicaContext& replica) const;
 
-  // Collective over the workers. What the chief reads is all workers'; what is saved is for the chief to write.
+  // Collective over the workers. The chief reads the file for all workers, and writes what save_state returns.
   Archive read_for_all(const std::string& path) const;
   void load_weights(Archive archive);
   Archive save_state();
   void load_state(const Archive& archive);
 
-  // The same without what callbacks keep. Loading changes nothing until what it returns is called, which cannot fail.
+  // The same without the callbacks' state. load_training changes nothing until the function that it returns is called,
+  // which cannot fail.
   Archive save_training();
   std::function<void()> load_training(const Archive& archive);
 
@@ -108,8 +109,8 @@ class ModelImpl {
   std::vector<AnyCallback> callbacks;  // of the fit that runs, as its options list them; empty between fits
   bool fitting = false;
   bool stopping = false;        // this worker asked for the end of the fit
-  bool out_of_data = false;     // that is why: a longer data set would go on
-  bool agreed_to_stop = false;  // one of the workers did, before the last step or epoch ended
+  bool out_of_data = false;     // stopping because the data ended: a longer data set would go on
+  bool agreed_to_stop = false;  // one of the workers had asked when the last step or epoch ended
 
   // Whether the fit ends after the step that was made.
   bool stops() const { return peers().size() == 1 ? stopping : agreed_to_stop; }

@@ -8,7 +8,8 @@
 namespace lockstep::train {
 namespace {
 
-// Sizes and dtypes of x and y. There is no weight: what a loss is divided by would be part of the recording.
+// Sizes and dtypes of x and y. Batches with weights are not recorded, because the loss's divisor would be part of the
+// recording.
 std::vector<std::int64_t> shape_of(const Example& part) {
   std::vector<std::int64_t> shape;
   for (const auto& tensor : {part.x, part.y}) {
@@ -33,7 +34,7 @@ bool RecordedStep::serves(const Example& part, const std::function<ComputedStep(
   if (failed_ || part.weight.defined()) return false;
   auto shape = shape_of(part);
   if (shape != shape_) {
-    // A last, smaller batch of an epoch is computed in between; the recording waits for the others to come back.
+    // An epoch's last, smaller batch is computed without the recording, which is kept for the full batches.
     if (work_ != nullptr) return false;
     shape_ = std::move(shape);
     seen_ = 0;

@@ -1,4 +1,4 @@
-// A training step on a GPU that is recorded and played again: compile({.jit_compile = true}).
+// A training step on a GPU that is recorded and replayed: compile({.jit_compile = true}).
 #pragma once
 
 #include <functional>
@@ -10,7 +10,7 @@
 
 namespace lockstep::train {
 
-// What forward and backward of one replica's part leave behind, besides gradients.
+// The results of forward and backward on one replica's part, besides gradients.
 struct ComputedStep {
   Tensor outputs, loss_sum;
   double divisor = 0;  // of the loss
@@ -20,19 +20,19 @@ struct ComputedStep {
 // One thread at a time.
 class RecordedStep {
  public:
-  // Whether a step is recorded for batches like this one. Records it when three of the same shapes have come: `compute`
+  // Whether a step is recorded for batches like this one. Records it after three batches of the same shapes: `compute`
   // enqueues the whole step, update included. Where that fails, a warning says why, nothing has changed, and nothing is
   // recorded from then on.
   bool serves(const Example& part, const std::function<ComputedStep(const Example&)>& compute);
 
-  // Plays the recorded step for `part`.
+  // Replays the recorded step for `part`.
   ComputedStep play(const Example& part);
 
  private:
   void record(const Example& part, const std::function<ComputedStep(const Example&)>& compute);
   void give_up(const char* reason);
 
-  static constexpr int kStepsBefore = 3;  // in which LibTorch chooses algorithms and takes memory
+  static constexpr int kStepsBefore = 3;  // warm-up: LibTorch chooses algorithms and allocates memory
 
   std::vector<std::int64_t> shape_;  // of the batches that came last
   int seen_ = 0;                     // of that shape

@@ -49,7 +49,8 @@ History load_history(const Archive& archive) {
   return history;
 }
 
-// Callbacks are known by their type, and their number among those: others may come and go.
+// Identifies callbacks by type and by their number among those of one type: callbacks of other types may be added or
+// removed.
 std::vector<std::string> callback_prefixes(const std::vector<AnyCallback>& callbacks) {
   std::map<std::string, int> seen;
   std::vector<std::string> prefixes;

@@ -16,7 +16,7 @@ void require_defined(const char* what, const Tensor& y_true) {
     throw InvalidArgument(text(what, ": the data have no y; a loss or metric compares y with the outputs"));
 }
 
-// Labels are compared on the CPU alone: elsewhere this would stop the device's queue, and the device checks by itself.
+// Labels are checked on the CPU alone: on a GPU this would synchronize the device, whose kernels check by themselves.
 void check_labels(const char* what, const Tensor& labels, std::int64_t classes) {
   if (!labels.device().is_cpu() || labels.numel() == 0) return;
   const std::span values(labels.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(labels.numel()));

@@ -1,4 +1,4 @@
-// Turns SIGINT and SIGTERM into a number that fit looks at between steps.
+// Records SIGINT and SIGTERM, which fit checks for between steps.
 #pragma once
 
 #include <csignal>

@@ -81,7 +81,7 @@ std::vector<double> Tracker::local_sums() const {
   return all;
 }
 
-// Each replica's sums by themselves, so that those of a training that goes on are added up in the same order.
+// Saves each replica's sums separately, so that a resumed training adds them up in the same order.
 void Tracker::save(Archive& archive, const std::string& prefix) const {
   archive.set_numbers(prefix + "/loss", {loss_sum_, examples_});
   archive.set_numbers(prefix + "/metrics", sums_);
@@ -117,7 +117,7 @@ std::function<void()> Tracker::load(const Archive& archive, const std::string& p
     examples_ = loss[1];
     sums_ = all;
     for (std::size_t replica = 0; replica < states_.size(); ++replica) {
-      // Of another number of replicas: the first one goes on with the sums of all.
+      // Saved with another number of replicas: the first replica goes on with the sums of all.
       if (!same && first + replica > 0) break;
       auto at = same ? saved[first + replica].begin() : all.begin();
       for (auto& state : states_[replica]) {

@@ -13,7 +13,7 @@
 
 namespace lockstep::train {
 
-// What one replica's step found. Sums over its part of the batch.
+// The results of one replica's step: sums over its part of the batch.
 struct StepResult {
   double loss_sum = 0;
   double divisor = 0;
@@ -29,8 +29,8 @@ class Tracker {
   // A replica's part of a batch.
   void update(int replica, const Example& part, const Tensor& outputs);
 
-  // The replicas' results of a batch, after their updates: its loss is theirs together, and the epoch's is the mean of
-  // the batches' weighted by sizes. Collective over the workers; each of `news` becomes its sum over them.
+  // Adds the replicas' results of a batch, after each replica's `update`. The epoch's loss is the mean of the batches'
+  // losses, weighted by batch size. Collective over the workers; each element of `news` becomes its sum over them.
   void add_batch(const PerReplica<StepResult>& results, std::span<double> news = {});
 
   double batch_loss() const { return batch_loss_; }  // of the last one

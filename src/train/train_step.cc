@@ -24,8 +24,8 @@ class Lap {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-// The replicas' gradients are summed, then divided by the sum of these. Of a loss that is a sum, replica 0 has 1, with
-// examples or without.
+// A replica's weight: the sum of gradients is divided by the sum of weights. For a loss that is a sum it is 1 on
+// replica 0, with or without examples, and 0 on the others.
 double weight_of(const Loss& loss, double divisor, int replica) {
   if (loss.reduction() != Reduction::sum) return divisor;
   return replica == 0 ? 1 : 0;
@@ -76,10 +76,10 @@ int ModelImpl::number_of(const ReplicaContext& replica) const {
 train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, train::Tracker& into) {
   const int id = replica.local_replica_id();
   replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(number_of(replica))));
-  gradients->drop_gradients(id);  // of a step that failed
+  gradients->drop_gradients(id);  // left by a step that failed
   if (part.size() == 0) {
-    // No examples: joins the others' update. Where data are each rank's own, each has a replica 0, and one without
-    // examples counts for nothing.
+    // No examples: takes part in the others' update. Where each rank has data of its own, each has a replica 0, and a
+    // rank without examples has weight 0.
     const double weight = gradients->own_data() ? 0 : weight_of(compiled->loss, 0, number_of(replica));
     gradients->apply(replica.local_group(), weight, replica.deadline());
     return {};
@@ -88,7 +88,7 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& 
   if (compiled->jit_compile && ops::work_recorder() && gradients->can_be_recorded()) {
     const auto compute = [&](const Example& batch) { return enqueue_step(replica, batch); };
     if (recorded.serves(part, compute)) return play_step(replica, part, into);
-    gradients->drop_gradients(id);  // of a recording that failed
+    gradients->drop_gradients(id);  // left by a recording that failed
   }
   StepTimes unused;
   StepTimes& spent = id == 0 ? times : unused;

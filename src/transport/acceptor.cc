@@ -14,12 +14,12 @@
 namespace lockstep::transport {
 namespace {
 
-// An end that belongs is done in milliseconds, where its processor has time for it: it has this long, and less where
-// others wait for its place.
+// A process of the job completes the handshake in milliseconds where it gets a core. It has kToProve for it, and only
+// kToBelong where other connections wait for its slot.
 constexpr std::chrono::seconds kToProve(30), kToBelong(2);
 constexpr std::chrono::milliseconds kToGreet(100);
 
-// At most so many, and no more than an eighth of the descriptors that this process may have.
+// The most connections in the handshake: an eighth of this process's descriptors, and at most kMost.
 std::size_t most_that_prove() {
   constexpr rlim_t kMost = 256;
   rlimit limit{};
@@ -80,7 +80,8 @@ void Acceptor::take_new() {
   }
 }
 
-// Of those that have had their time, one that has said nothing goes first, and the oldest of them.
+// Drops a connection that has exceeded its time: the oldest that has sent nothing, else the oldest that is slow. False
+// where there is none.
 bool Acceptor::make_room() {
   if (proving_.size() < most_) return true;
   const auto silent = [](const auto& end) { return end->age() > kToGreet && !end->has_greeted(); };

@@ -1,5 +1,4 @@
-// Takes connections, and has each prove that it belongs to the job, many at a time: whoever is silent keeps nobody else
-// waiting.
+// Accepts connections and lets many prove at a time that they belong to the job, so that a silent one blocks no other.
 #pragma once
 
 #include <poll.h>
@@ -12,10 +11,10 @@
 
 namespace lockstep::transport {
 
-// Of one thread. No more than a bounded number are proving at a time, so that strangers do not use up this process's
-// descriptors. Then new ones wait in the listener's queue until one is done, or has had its time and is turned away:
-// 100 ms to say the first word, two seconds in all. Those that belong need less. Warnings of who was turned away are
-// written once a minute.
+// Used by one thread. The number of connections in the handshake is bounded, so that strangers do not use up this
+// process's descriptors. Further ones wait in the listener's queue until one completes, or is turned away because it
+// exceeded its time: 100 ms for the greeting, two seconds in all. Processes of the job need less. Warnings about
+// connections that were turned away are written once a minute.
 class Acceptor {
  public:
   // `who` and `refuse` are the accepting end's (transport/handshake.h). The listener must outlive this object.
@@ -26,8 +25,8 @@ class Acceptor {
     Greeting greeting;
   };
 
-  // For a caller with more to wait for: appends what poll(2) is to wait for, and takes what it said of that. Where
-  // `busy`, poll for kLongestPoll at most.
+  // For a caller that waits for other events too: `watch` appends the descriptors for poll(2), and `advance` takes its
+  // results. While `busy`, poll for at most kLongestPoll.
   static constexpr int kLongestPoll = 100;  // milliseconds
   void watch(std::vector<pollfd>& polls) const;
   bool busy() const { return no_descriptors_ || !proving_.empty(); }

@@ -1,4 +1,4 @@
-// What making connections needs of whoever knows the other ranks already.
+// How ranks exchange texts before they are connected.
 #pragma once
 
 #include <functional>
@@ -10,7 +10,7 @@ namespace lockstep::transport {
 // Tells every rank's text to every rank, in the order of ranks.
 using AllGather = std::function<std::vector<std::string>(const std::string& mine)>;
 
-// 128 random bits in hexadecimal: nobody guesses it.
+// 128 random bits in hexadecimal, so that nobody can guess the name.
 std::string random_name();
 
 }  // namespace lockstep::transport

@@ -57,7 +57,7 @@ class Channels {
   virtual void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
                         const char* operation) = 0;
 
-  // Tells every rank; the first failure stands.
+  // Reports a failure to every rank; the first one stands.
   virtual void fail(const Failure& failure) = 0;
 
   // Raises DeadlineExceeded, as an exchange does whose deadline passed while it waited for `late`.

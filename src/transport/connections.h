@@ -23,7 +23,7 @@ struct ChannelOptions {
   SpinThenBlock spin;
 };
 
-// Connected ones to the other ranks: [rank], closed for one's own.
+// Connected sockets to the other ranks: [rank]; closed for one's own.
 using Sockets = std::vector<FileDescriptor>;
 
 // Makes `count` connections between each two ranks: [0 to count - 1][rank]. Collective. Bytes that are not ours,

@@ -19,7 +19,7 @@ namespace {
 // A rank that lives and waits answers within this time.
 constexpr std::chrono::milliseconds kForAnswers(300);
 
-// A message is a Failure. Leaving is one that nobody reports.
+// A message is a Failure. A goodbye is one without a reporter.
 Failure goodbye() { return Failure::aborted(-1, "goodbye"); }
 bool is_goodbye(const Failure& failure) { return failure.reporter < 0; }
 
@@ -66,15 +66,15 @@ void FailureChannel::fail(const Failure& failure) {
   eventfd_write(wake_up_.get(), 1);
 }
 
-// A link takes some hundred of these before it is full, and a rank sends three at most.
+// Does not block: a link holds some hundred messages, and a rank sends three at most.
 void FailureChannel::tell(const Failure& failure) {
   for (const auto& link : links_) {
     if (link.socket.open()) send(link.socket.get(), &failure, sizeof failure, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 }
 
-// What comes from another rank is passed on, for this rank may leave because of it before the other has told everybody,
-// and would be taken for the culprit. Deadlines are not: each rank tells its own.
+// Forwards a failure that another rank reported: this rank may leave because of it before the reporter has told
+// everybody, and would be blamed itself. Deadlines are not forwarded: each rank reports its own.
 void FailureChannel::stand(const Failure& failure) {
   if (is_first(failure) && failure.kind != Failure::Kind::deadline) tell(failure);
 }
@@ -84,7 +84,7 @@ std::optional<Failure> FailureChannel::standing() {
   return failure_;
 }
 
-// Another rank's deadline is answered even by one that waits for nobody: silence is what a rank is blamed for.
+// A rank that waits for nobody answers another rank's deadline too: silent ranks are blamed.
 void FailureChannel::raise() {
   const auto failure = *standing();
   if (failure.kind == Failure::Kind::deadline && failure.reporter != rank_ && !gave_up_) {
@@ -99,7 +99,7 @@ void FailureChannel::wait(std::span<pollfd> channels, std::span<const int> late,
   const auto failure = standing();
   if (failure && failure->kind != Failure::Kind::deadline) raise();
   if (failure || deadline.passed()) give_up(late, deadline, operation);
-  // A host that lost its power says nothing on any channel: the link's keepalive finds out.
+  // Where a host lost power no channel reports it; the link's keepalive does.
   const auto silent = [](const pollfd& channel) { return channel.revents == 0; };
   if (!std::all_of(channels.begin(), channels.end(), silent)) return;
   for (const int r : late) {
@@ -112,7 +112,7 @@ void FailureChannel::give_up(std::span<const int> late, Deadline deadline, const
   find_to_blame(late, deadline.waited().count(), operation);
 }
 
-// Tells whom this rank waits for, hears the same from the others, and blames those who are waited for and are silent.
+// Tells the others whom this rank waits for, receives the same from them, and blames the awaited ranks that are silent.
 void FailureChannel::find_to_blame(std::span<const int> late, double seconds, const char* operation) {
   const auto mine = Failure::deadline(rank_, {late.begin(), late.end()}, seconds, operation);
   stand(mine);

@@ -1,5 +1,4 @@
-// One connection to each other rank that carries nothing but failures: what failed, and by its end that a rank is
-// gone.
+// One connection to each other rank that carries failures only. When it ends, that rank is gone.
 #pragma once
 
 #include <poll.h>
@@ -18,8 +17,8 @@ namespace lockstep::transport {
 
 // One thread at a time waits and checks; any thread may call fail.
 //
-// When a wait ends at its deadline, ranks tell each other whom they wait for, and blame those of them who say nothing:
-// a rank that waits for a neighbour that itself waits does not blame the neighbour.
+// When a deadline passes, ranks tell each other whom they wait for, and blame the awaited ranks that do not answer. So
+// a rank does not blame a neighbour that itself waits.
 class FailureChannel {
  public:
   // `links[r]`: a connected socket to rank r; closed where r is `rank`.
@@ -42,11 +41,11 @@ class FailureChannel {
       raise();
   }
 
-  // Returns when poll(2) has something to say of `channels`; raises the failure that stands, and
-  // DeadlineExceeded. `late`: the ranks that are waited for.
+  // Returns when poll(2) reports an event on `channels`; raises the failure that stands, and DeadlineExceeded. `late`:
+  // the ranks that are waited for.
   void wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation);
 
-  // The same for a rank that has no need to wait: raises what stands, and DeadlineExceeded.
+  // The same without waiting: raises the failure that stands, and DeadlineExceeded.
   void check(std::span<const int> late, Deadline deadline, const char* operation) {
     check();
     if (deadline.passed()) give_up(late, deadline, operation);
@@ -55,14 +54,14 @@ class FailureChannel {
   // Raises DeadlineExceeded, naming whom the ranks find to blame.
   [[noreturn]] void give_up(std::span<const int> late, Deadline deadline, const char* operation);
 
-  // Says goodbye, so that others can tell leaving from dying; and whether nobody is left who would mind: all have left,
-  // or something failed. Between them, `listen` hears what the others say, until poll(2) has something to say of
-  // `channels` or of them.
+  // leave: says goodbye, so that others can tell leaving from dying. alone: whether all other ranks have left, or
+  // something failed. listen: receives the other ranks' messages until poll(2) reports an event on `channels` or a
+  // link.
   void leave();
   bool alone() const;
   void listen(std::span<pollfd> channels, Deadline deadline);
 
-  // Of ranks whose link has ended.
+  // Whether the link to `rank` has ended.
   bool gone(int rank) const { return links_[static_cast<std::size_t>(rank)].ended; }
 
   // A channel to `rank` has ended. Waits a moment for a message that says why, and raises PeerLost for who really is
@@ -72,14 +71,14 @@ class FailureChannel {
  private:
   struct Link {
     FileDescriptor socket;
-    std::vector<std::byte> partial_message;  // of a message that has not come whole
+    std::vector<std::byte> partial_message;  // bytes of an incomplete message
     bool ended = false;
     bool left = false;  // it said goodbye
     std::optional<Failure> last_error;
   };
 
   void hear(int rank);
-  bool is_first(const Failure& failure);  // then it stands
+  bool is_first(const Failure& failure);  // whether it is, and then stands
   void stand(const Failure& failure);
   void tell(const Failure& failure);
   std::optional<Failure> standing();
@@ -89,7 +88,7 @@ class FailureChannel {
   const int rank_;
   const std::int64_t generation_;
   FileDescriptor wake_up_;   // an eventfd that fail() writes
-  std::vector<Link> links_;  // of the thread that waits, but for the sockets' other direction
+  std::vector<Link> links_;  // used by the waiting thread, but for sending
   bool gave_up_ = false;     // of the thread that waits: it has told the others whom it waits for
   bool left_ = false;
   std::atomic<bool> failed_{false};

@@ -105,11 +105,11 @@ bool AcceptingEnd::receive(std::span<std::byte> value) {
   return true;
 }
 
-// What is sent fits into any socket's memory, so that one who reads nothing is not waited for.
+// The answer fits into any socket's buffer, so that a peer that does not read cannot block this thread.
 void AcceptingEnd::answer(const Access& access, const Greeting& who, const Refuse& refuse) {
   auto mine = fresh(who);
   auto problem = problem_with(theirs_, mine);
-  if (theirs_.group != mine.group) mine.group = {};  // its name is for those who know it
+  if (theirs_.group != mine.group) mine.group = {};  // only those that know the group's name may see it
   if (problem.empty()) problem = refuse(theirs_);
   if (!problem.empty()) mine.rank = kRefused;
   expected_ = prove(access, End::connects, theirs_, mine);

@@ -5,8 +5,8 @@
 //                          <-  Greeting, Proof
 //   Proof                  ->
 //
-// A proof is the HMAC-SHA-256, under the job's token, of a word for the end that makes it and of both greetings: so it
-// is of this connection alone, and cannot be sent back to the end that made it. Without a token the key is empty.
+// A proof is the HMAC-SHA-256, under the job's token, of the role of the end that makes it and of both greetings. So it
+// is valid for this connection only, and cannot be sent back to its maker. Without a token the key is empty.
 #pragma once
 
 #include <array>
@@ -26,8 +26,8 @@ namespace lockstep::transport {
 struct Greeting {
   std::array<char, 4> magic{'L', 'C', 'K', 'S'};
   std::uint32_t version = 2;
-  std::array<char, 8> protocol{};  // what is spoken afterwards
-  std::array<char, 32> group{};    // whose connection it is
+  std::array<char, 8> protocol{};  // the protocol that follows the handshake
+  std::array<char, 32> group{};    // the group that the connection is for
   std::int64_t generation = 0;
   std::int32_t rank = 0;
   std::uint32_t number = 0;                // which of the connections between two ranks
@@ -47,25 +47,25 @@ Greeting fresh(Greeting greeting);
 std::string problem_with(const Greeting& theirs, const Greeting& mine);
 
 Proof prove(const Access& access, End end, const Greeting& connects, const Greeting& accepts);
-bool equal(const Proof& a, const Proof& b);  // in the same time, whatever they are
+bool equal(const Proof& a, const Proof& b);  // in constant time
 
-// What a greeting has in the place of its rank where the end that accepts does not expect the one that connects.
+// The rank in a greeting by which the accepting end refuses the connecting one.
 inline constexpr std::int32_t kRefused = -2;
 
-// The whole of it, at the end that connects; returns who is at the other. Throws ClusterError saying what is wrong with
-// the other end, and DeadlineExceeded.
+// The whole handshake at the connecting end; returns the other end's greeting. Throws ClusterError saying what is wrong
+// with the other end, and DeadlineExceeded.
 Greeting introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline);
 
 // What is wrong with who has connected, besides what problem_with finds; empty where nothing is.
 using Refuse = std::function<std::string(const Greeting&)>;
 
-// The end that accepts, a piece at a time as bytes come. Of one thread.
+// The accepting end, which advances as bytes arrive. Used by one thread.
 class AcceptingEnd {
  public:
   explicit AcceptingEnd(FileDescriptor socket) : socket_(std::move(socket)) {}
 
-  // Takes what has come and does not wait; true once the other end has proved that it belongs. Throws ClusterError
-  // saying what is wrong with it.
+  // Reads what has arrived and does not wait; true once the other end has proved that it belongs to the job. Throws
+  // ClusterError saying what is wrong with it.
   bool advance(const Access& access, const Greeting& who, const Refuse& refuse);
 
   bool has_greeted() const { return has_greeted_; }
@@ -80,7 +80,7 @@ class AcceptingEnd {
 
   FileDescriptor socket_;
   Deadline since_ = Deadline::never();
-  std::vector<std::byte> received_;  // of a value that has not come whole
+  std::vector<std::byte> received_;  // bytes of an incomplete value
   bool has_greeted_ = false;
   Greeting theirs_;
   Proof expected_{};

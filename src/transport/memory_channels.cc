@@ -26,7 +26,7 @@ void MemoryChannels::exchange(std::span<const Outgoing> outgoing, std::span<cons
   auto& wake_up = member_->space().control_block(rank()).wake_up;
   std::vector<int> late;
 
-  // Moves what can move; returns whether anything did. Of several messages to one rank the first goes first.
+  // Moves what can be moved now; returns whether anything was. Messages to one rank are sent one after the other.
   const auto step = [&] {
     bool moved = false;
     late.clear();

@@ -63,7 +63,7 @@ bool SharedHeap::grow(std::size_t bytes) {
   }
   std::string problem = count == ControlBlock::kMostSegments ? "it was asked for too often" : "";
   Segment segment{};
-  for (const auto wanted : {size, needed}) {  // less may be had where there is a limit
+  for (const auto wanted : {size, needed}) {  // where a limit forbids the full size, only what is needed
     if (count == ControlBlock::kMostSegments) break;
     problem = problem_with_growing(files_[index(rank_)].get(), before + wanted);
     if (problem.empty() && map(rank_, before, before + wanted, segment)) break;

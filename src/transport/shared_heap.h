@@ -1,5 +1,5 @@
-// Memory that the ranks of one host give out and all of them see. It grows with what is taken: nothing is reserved
-// before, neither addresses nor bytes of a file.
+// Memory that each rank of a host allocates and all of them can access. It grows as it is used: neither addresses nor
+// bytes of a file are reserved before.
 #pragma once
 
 #include <array>
@@ -20,9 +20,9 @@ namespace lockstep::transport {
 //
 //   file of rank r   | segment 0 | segment 1 | ...
 //
-// Where segments end stands in the rank's control block, which the others read before a call.
-// A buffer in a segment that another rank has not mapped yet, or cannot map, is private. take, give_back: any thread;
-// everything else: the thread that makes calls.
+// The rank's control block says where its segments end; the others read it before a call. A buffer in a segment that
+// another rank has not mapped yet, or cannot map, is private. take, give_back: any thread; everything else: the thread
+// that makes calls.
 class SharedHeap {
  public:
   // `files[r]`: rank r's. `most`: bytes that this rank gives out; 0: no bound.
@@ -36,8 +36,8 @@ class SharedHeap {
   std::byte* take(std::size_t bytes);
   void give_back(std::byte* memory);
 
-  // Where all others find these bytes, or -1; and where this rank finds those of another. Throws ClusterError where
-  // that is outside of what the other gave out.
+  // place_of: where all others find these bytes, or -1. at: where this rank finds another rank's bytes; throws
+  // ClusterError outside of what that rank allocated.
   std::int64_t place_of(const void* data, std::size_t bytes);
   std::byte* at(int rank, std::int64_t place, std::size_t bytes) const;
 
@@ -67,7 +67,7 @@ class SharedHeap {
   Mutex mutex_;
   std::array<Segment, ControlBlock::kMostSegments> own_;
   std::atomic<std::size_t> own_count_ = 0;
-  bool refused_ LOCKSTEP_GUARDED_BY(mutex_) = false;  // a warning has said so
+  bool refused_ LOCKSTEP_GUARDED_BY(mutex_) = false;  // the warning was logged
 
   // Of the thread that makes calls.
   std::vector<std::vector<Segment>> others_;  // [rank]

@@ -20,7 +20,7 @@
 namespace lockstep::transport {
 namespace {
 
-// A process that connects and says nothing must not keep those who belong waiting.
+// How long a process may connect and say nothing: it must not keep ranks waiting.
 constexpr std::chrono::seconds kForHello(5);
 
 constexpr std::chrono::milliseconds kBetweenCalls(1);
@@ -64,7 +64,7 @@ FileDescriptor my_life() {
   return life;
 }
 
-// What sendmsg and recvmsg want for a value and room for descriptors.
+// The arguments of sendmsg and recvmsg for a value and descriptors.
 struct Envelope {
   Envelope(void* value, std::size_t bytes, std::size_t descriptors)
       : control(CMSG_SPACE(descriptors * sizeof(int))), part{value, bytes} {
@@ -93,7 +93,7 @@ void send_with(const FileDescriptor& socket, T value, const std::vector<int>& de
   std::memcpy(CMSG_DATA(header), descriptors.data(), descriptors.size() * sizeof(int));
   while (sendmsg(socket.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof value)) {
     if (errno == ETOOMANYREFS && !deadline.passed()) {
-      std::this_thread::sleep_for(kBetweenCalls);  // others of this user have not taken the descriptors sent to them
+      std::this_thread::sleep_for(kBetweenCalls);  // too many descriptors of this user are in flight
       continue;
     }
     if (errno != EAGAIN && errno != EINTR)
@@ -134,8 +134,8 @@ bool same_user(const FileDescriptor& socket) {
   return getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
 }
 
-// What a rank maps must be what it expects: another size of a staging slot would put everything after it elsewhere, and
-// memory behind the end of a file ends the process that touches it.
+// A rank must map the layout that it expects: with another size of a staging slot everything behind it would be
+// elsewhere, and an access behind the end of the file raises SIGBUS.
 std::string problem_with(const SpaceLayout& made, const SpaceLayout& expected,
                          const std::vector<FileDescriptor>& given) {
   if (made.ranks != expected.ranks) return text("it is for ", made.ranks, " ranks, not ", expected.ranks);
@@ -151,7 +151,7 @@ std::string problem_with(const SpaceLayout& made, const SpaceLayout& expected,
   return is_there ? "" : "its file has another size than it says";
 }
 
-// Rank 0: waits for all others, each with its life, and hands out the memory and all pidfds.
+// Rank 0: accepts all other ranks, each with its pidfd and its heap, and hands out the memory and all descriptors.
 class Host {
  public:
   Host(const SpaceLayout& layout, const std::vector<int>& names)
@@ -236,7 +236,7 @@ SharedRendezvous rendezvous_in_shared_memory(int rank, const SpaceLayout& layout
         text("shared memory is for at most ", kMostRanksOfAHost, " ranks a host, not ", layout.ranks));
   }
   const auto member = [&](std::shared_ptr<SharedSpace> space, std::vector<FileDescriptor> pidfds) {
-    pidfds[static_cast<std::size_t>(rank)] = FileDescriptor();  // one's own death is not waited for
+    pidfds[static_cast<std::size_t>(rank)] = FileDescriptor();  // a rank does not watch itself
     return std::make_unique<SpaceMember>(std::move(space), rank, generation, spin, std::move(pidfds), names);
   };
   if (rank == 0) {

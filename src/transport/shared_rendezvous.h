@@ -9,8 +9,8 @@
 
 namespace lockstep::transport {
 
-// Rank 0 makes the memory of `layout` (the others' layouts are not looked at) and hands it, over a Unix socket of the
-// abstract kind and a random name, to processes of the same user. Each rank gets a pidfd of every other. Collective.
+// Rank 0 makes the memory; `layout` must be equal on all ranks. It hands the memory to processes of the same user, over
+// a Unix socket with a random name in the abstract namespace. Each rank gets a pidfd of every other. Collective.
 // `names` are SpaceMember's. Throws ClusterError, and DeadlineExceeded naming the ranks that did not come.
 struct SharedRendezvous {
   std::unique_ptr<SpaceMember> member;

@@ -20,7 +20,7 @@ namespace {
 // A waiting rank looks this often whether the others are alive, and whether somebody failed the group.
 constexpr std::chrono::milliseconds kLongestSleep(20);
 
-// One operation's work on buffers ends long before.
+// An operation is done with the others' buffers long before this.
 constexpr std::chrono::seconds kLongestWork(10);
 
 std::size_t count(int ranks) { return static_cast<std::size_t>(ranks); }
@@ -49,7 +49,7 @@ bool cannot_shrink(int memfd) {
   return seals >= 0 && (seals & F_SEAL_SHRINK) != 0;
 }
 
-// The system would end the process where a file grows over its limit.
+// Checks the limit first: a file that grows beyond it raises SIGXFSZ, which ends the process.
 std::string problem_with_growing(int memfd, std::size_t bytes) {
   struct stat status {};
   if (fstat(memfd, &status) == 0 && static_cast<std::size_t>(status.st_size) >= bytes) return "";
@@ -156,7 +156,7 @@ void SpaceMember::fail(const Failure& failure) {
 
 Failure SpaceMember::standing_failure() const {
   const auto& header = space_->header();
-  // A reporter that is killed while it writes leaves 1 for ever.
+  // A reporter that is killed while it writes leaves the state 1 forever.
   const auto written = Deadline::after(std::chrono::seconds(1));
   while (header.failure_state.load(std::memory_order_acquire) != 2) {
     if (written.passed()) return Failure::aborted(name_of(rank_), "by a rank that ended while it did so");
@@ -165,7 +165,7 @@ Failure SpaceMember::standing_failure() const {
   return header.failure;
 }
 
-// Either it sees the failure that a leaving rank has set, or that rank sees it here.
+// Either this rank sees the failure that another one has set, or the other one sees here that this rank is active.
 SpaceMember::RemoteAccess::RemoteAccess(const SpaceMember& member)
     : remote_access_(member.space().control_block(member.rank()).remote_access) {
   remote_access_.store(1, std::memory_order_seq_cst);

@@ -24,7 +24,7 @@ namespace lockstep::transport {
 
 // How the memory is divided; equal on all ranks. Untouched pages cost nothing.
 //
-//   header | seats: one a rank | staging slots: one a rank | mailboxes: one an ordered pair
+//   header | control blocks: one a rank | staging slots: one a rank | mailboxes: one an ordered pair
 struct SpaceLayout {
   int ranks = 1;
   std::size_t staging_slot_bytes = 0;
@@ -46,8 +46,8 @@ struct alignas(64) ControlBlock {
   std::atomic<std::uint32_t> left;
   std::atomic<std::uint32_t> remote_access;  // it reads or writes the others' buffers
 
-  // Of the memory that it gives out (shared_heap.h): a segment ends there in its file, where the next one begins; and
-  // of rank r's it has mapped so many.
+  // Of the memory that this rank allocates (shared_heap.h): the number of segments, and where each ends in the file.
+  // `mapped[r]`: how many of rank r's segments this rank has mapped.
   alignas(64) std::atomic<std::uint32_t> segments;
   std::atomic<std::uint64_t> segment_ends[kMostSegments];
   alignas(64) std::atomic<std::uint8_t> mapped[kMostRanksOfAHost];
@@ -58,8 +58,8 @@ struct SpaceHeader {
   Failure failure;
 };
 
-// A file in memory that can grow and not shrink, so that who has mapped it always finds it there; whether one is such;
-// and why it cannot have so many bytes, or empty. Throws IoError.
+// make_memory_file: a memory file that can grow and not shrink, so that mapped bytes stay valid. cannot_shrink: whether
+// a file is such. problem_with_growing: why it cannot have so many bytes; empty where it can. Throws IoError.
 FileDescriptor make_memory_file();
 bool cannot_shrink(int memfd);
 std::string problem_with_growing(int memfd, std::size_t bytes);
@@ -96,8 +96,8 @@ class SharedSpace {
 // One rank's place in a space. Its thread waits; any thread may call fail and check.
 class SpaceMember {
  public:
-  // `pidfds[r]`: a pidfd of rank r's process, or closed where it is this process. `names[r]`: what failures call it; by
-  // default its rank. When this object ends, the rank has left.
+  // `pidfds[r]`: a pidfd of rank r's process, or closed where it is this process. `names[r]`: the number by which
+  // failures name it; its rank by default. The destructor announces that this rank has left.
   SpaceMember(std::shared_ptr<SharedSpace> space, int rank, std::int64_t generation, SpinThenBlock spin,
               std::vector<FileDescriptor> pidfds = {}, std::vector<int> names = {});
   ~SpaceMember();
@@ -145,12 +145,11 @@ class SpaceMember {
   // Fails the group and raises the failure that stands.
   [[noreturn]] void give_up(const Failure& failure);
 
-  // Sleeps while `signal` has the value `seen`, for as long as it is safe not to look for trouble.
+  // Sleeps while `signal` has the value `seen`, at most until the next check for trouble is due.
   void block_while(Signal& signal, std::uint32_t seen, Deadline deadline) const;
 
-  // While it lives this rank may be at the others' buffers, where they lie: threads of one process wait for that before
-  // a failure is raised, after which a buffer may be gone. Processes need not: what they see of each other is the
-  // space.
+  // While it lives this rank may access the others' buffers directly. Ranks that are threads wait for its end before
+  // they raise a failure, after which a buffer may be freed. Processes need not: they access only the shared space.
   class RemoteAccess {
    public:
     explicit RemoteAccess(const SpaceMember& member);  // raises the failure that stands

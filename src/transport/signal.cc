@@ -23,8 +23,8 @@ long futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value,
 
 }  // namespace
 
-// The watcher counts itself and looks again, the writer writes and then looks for watchers: sequential consistency of
-// both makes one of them see the other.
+// The watcher registers itself and reads the value again; the writer writes the value and then looks for watchers. With
+// sequential consistency one of the two sees the other.
 void Signal::set(std::uint32_t value) {
   value_.exchange(value, std::memory_order_seq_cst);
   if (sleepers_.load(std::memory_order_seq_cst) > 0) wake_all();

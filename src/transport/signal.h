@@ -21,14 +21,14 @@ class Signal {
   // Counters wrap: `target` is reached within half their range.
   bool reached(std::uint32_t target) const { return static_cast<std::int32_t>(value() - target) >= 0; }
 
-  // What the writer wrote before, a watcher that sees `value` sees too.
+  // A watcher that sees `value` also sees everything that the writer wrote before.
   void set(std::uint32_t value);
   void add(std::uint32_t difference);  // any rank may
 
   // Returns as soon as the value may have changed from `seen`; at the latest after `most`.
   void sleep_while(std::uint32_t seen, std::chrono::nanoseconds most);
 
-  // Makes those that sleep look again.
+  // Wakes all sleepers, so that they check again.
   void wake_all();
 
  private:

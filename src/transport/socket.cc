@@ -152,7 +152,7 @@ std::string address_towards(const std::string& host, Deadline deadline) {
     std::this_thread::sleep_for(kBetweenTries);
   }
   const FileDescriptor socket(::socket(where->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  // Sends nothing: it only asks which way packets would go.
+  // Sends nothing: connect on a UDP socket only selects the route.
   if (!socket.open() || connect(socket.get(), where->ai_addr, where->ai_addrlen) != 0) {
     throw ClusterError(text("there is no way to ", host, ": ", std::strerror(errno)));
   }

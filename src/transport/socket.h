@@ -12,8 +12,8 @@
 
 namespace lockstep::transport {
 
-// Of a numeric address, or "localhost".
 bool has_ipv6();  // of the system, whether or not an interface has such an address
+// Of a numeric address, or "localhost".
 bool is_loopback(const std::string& host);
 
 // "host:port", or "[v6]:port".
@@ -36,10 +36,10 @@ FileDescriptor connect_to(const std::string& address, Deadline deadline);
 // Whether a connection can be made; false as soon as it is refused, and at the deadline.
 bool answers_at(const std::string& address, Deadline deadline);
 
-// The next connection; throws DeadlineExceeded. Works for TCP and Unix sockets.
-// Sends what is written at once and does not wait for more.
+// Sends what is written at once and does not wait for more (TCP_NODELAY).
 void send_at_once(const FileDescriptor& socket);
 
+// The next connection; throws DeadlineExceeded. Works for TCP and Unix sockets.
 FileDescriptor accept_from(const FileDescriptor& listener, Deadline deadline);
 
 // All bytes or an exception: DeadlineExceeded, or ClusterError when the other side has closed.

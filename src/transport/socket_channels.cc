@@ -13,7 +13,7 @@
 namespace lockstep::transport {
 namespace {
 
-// Consumers get their bytes from memory of this size.
+// The size of the buffer from which consumers get their bytes.
 constexpr std::size_t kScratch = 1024 * 1024;
 // One call sends at most this much, so that receiving has its turn.
 constexpr std::size_t kMostAtOnce = 1024 * 1024;
@@ -45,7 +45,7 @@ struct SocketChannels::Receiving {
   Header header;
   std::size_t done = 0;      // header included
   std::size_t consumed = 0;  // of the message, by the consumer
-  std::byte rest[64];        // what has come beyond that
+  std::byte rest[64];        // bytes that have arrived beyond that
 
   bool finished() const { return done == sizeof(Header) + message->bytes; }
 };
@@ -122,7 +122,7 @@ bool SocketChannels::push(Sending& sending, const char* operation) {
   return true;
 }
 
-// Reads no further than this message ends. With a consumer, what is less than 64 bytes waits for what comes next.
+// Reads no further than the end of this message. With a consumer, fewer than 64 bytes are kept until more arrive.
 bool SocketChannels::pull(Receiving& receiving, const char* operation) {
   const auto& message = *receiving.message;
   const auto header_left = receiving.done < sizeof(Header) ? sizeof(Header) - receiving.done : 0;

@@ -1,4 +1,4 @@
-// Channels over UCX: RDMA where the hosts have it. The failure_channel goes over sockets.
+// Channels over UCX: RDMA where the hosts have it. The failure channel uses sockets.
 #pragma once
 
 #include <memory>

@@ -38,7 +38,7 @@ struct ConstBuffer {
   std::size_t bytes() const { return count * size_of(dtype); }
 };
 
-// The same, which is written to.
+// The same, writable.
 struct Buffer {
   void* data = nullptr;
   std::size_t count = 0;

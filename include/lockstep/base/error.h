@@ -33,7 +33,7 @@ class IoError : public Error {
   using Error::Error;
 };
 
-// Machines or processes that do not make the cluster that was described. Names the field, the address or the rank.
+// The machines or processes do not match the cluster's description. Names the field, the address or the rank.
 class ClusterError : public Error {
  public:
   using Error::Error;
@@ -42,7 +42,7 @@ class ClusterError : public Error {
 // A wait ended at its deadline, here or on another rank of the Group.
 class DeadlineExceeded : public Error {
  public:
-  // `ranks`: those that had not come; empty where that is not known.
+  // `ranks`: those that did not arrive in time; empty where that is not known.
   DeadlineExceeded(const std::string& operation, std::chrono::duration<double> waited_for, std::vector<int> ranks = {},
                    const std::string& detail = "");
 
@@ -75,7 +75,7 @@ class Aborted : public Error {
   using Error::Error;
 };
 
-// SIGINT or SIGTERM ended `fit` after a whole step; what the callbacks keep was saved before this was thrown.
+// SIGINT or SIGTERM ended `fit` after a complete step; the callbacks that save state had saved it before.
 class Interrupted : public Error {
  public:
   explicit Interrupted(int signal);

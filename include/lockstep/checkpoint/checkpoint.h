@@ -54,8 +54,9 @@ void write_archive(const std::string& path, const Archive& archive);
 // safetensors file. Files that others wrote, without our checksum, are accepted.
 Archive read_archive(const std::string& path);
 
-// The path of the last checkpoint that was saved in `directory`, as load_weights and Checkpoint::restore take it; of
-// the last one that is still there, with a warning; empty when there is none. Follows tf.train.latest_checkpoint.
+// The path of the last checkpoint that was saved in `directory`, as load_weights and Checkpoint::restore take it. Where
+// its file is missing: the last one whose file exists, with a warning; empty when there is none. Follows
+// tf.train.latest_checkpoint.
 std::string latest_checkpoint(const std::string& directory);
 
 // Appends `path` to the index of its folder as the latest and to `kept`; when `kept` then has more than `max_to_keep`
@@ -63,8 +64,8 @@ std::string latest_checkpoint(const std::string& directory);
 // stay; other processes may record theirs at the same time.
 void record_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep = 0);
 
-// `kept` as entries of a checkpoint under `prefix`, by their places in `folder`; and back. So a copy of the folder does
-// not speak of the original's files, and an altered checkpoint cannot name a file outside of the folder.
+// Stores `kept` in a checkpoint under `prefix`, as paths relative to `folder`; load_kept reads it back. So a copied
+// folder does not refer to the original's files, and an altered checkpoint cannot name a file outside of the folder.
 void save_kept(const std::vector<std::string>& kept, const std::string& folder, Archive& archive,
                const std::string& prefix);
 std::vector<std::string> load_kept(const Archive& archive, const std::string& prefix, const std::string& folder);

@@ -1,4 +1,4 @@
-// Who takes part in a job: read from what the job's launcher left in the environment. Torch-free.
+// The processes of a job, as the launcher's environment variables describe them. Torch-free.
 #pragma once
 
 #include <map>
@@ -15,8 +15,8 @@ struct Cluster {
   World world;
   std::string store = {};    // "host:port" of the rendezvous store; empty for a process that is alone
   bool holds_store = false;  // this process answers there; else another does, or the launcher
-  std::string job = {};      // with a `store` that is a host alone: what the port is found by
-  std::string source = {};   // what said so: "TF_CONFIG", "torchrun", ...; empty for a process that is alone
+  std::string job = {};      // with a `store` that is a host alone: the name by which its port is found
+  std::string source = {};   // by whose variables: "TF_CONFIG", "torchrun", ...; empty for a process that is alone
 
   // Of TF_CONFIG: "chief", "worker", "ps" or "evaluator", and its "host:port"s by type.
   std::string task_type = "worker";

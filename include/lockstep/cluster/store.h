@@ -15,18 +15,18 @@ namespace lockstep {
 //
 //   auto store = rank == 0 ? Store::hold("127.0.0.1:29511") : Store::connect("127.0.0.1:29511", deadline);
 //
-// Every call throws DeadlineExceeded at its deadline, and ClusterError when the store went away or what answers is not
-// a store of this version; the message names the address.
+// Every call throws DeadlineExceeded at its deadline, and ClusterError when the store is gone or what answers is not a
+// store of this version; the message names the address.
 //
-// Where the process that holds it is about to end it, it answers for up to a second more, until the others have let go:
-// they hear why a thing failed, and not that the store is gone.
+// When the holder destroys its last handle, the store answers for up to a second more, until the other processes have
+// disconnected. So they learn why something failed, and not only that the store is gone.
 class Store {
  public:
   // Holds the store in this process, until the last handle of this process ends. Port 0: one of the system's choosing.
   // The host is an address of this machine. Throws ClusterError when it cannot be had, or `access` does not allow it.
   static Store hold(const std::string& address, const Access& access = access_of_environment());
 
-  // Tries until something answers there: the holder may come later. ClusterError where that has another token.
+  // Retries until a store answers there: its holder may start later. Throws ClusterError where it has another token.
   static Store connect(const std::string& address, Deadline deadline, const Access& access = access_of_environment());
 
   std::string address() const;  // "host:port"
@@ -53,8 +53,8 @@ class Store {
   std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired,
                           Deadline deadline) const;
 
-  // From now on nobody waits for a key that begins with `prefix`, ends with `suffix`, and is not there: ClusterError
-  // with `reason`, the first that was given.
+  // From now on, waiting for a key that begins with `prefix`, ends with `suffix` and is not there throws ClusterError
+  // with `reason`; the first reason stands.
   void abandon(const std::string& prefix, const std::string& reason, Deadline deadline,
                const std::string& suffix = "") const;
 

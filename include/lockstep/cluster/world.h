@@ -14,7 +14,7 @@ struct World {
   int local_rank = 0;
   int local_size = 1;
 
-  // Ranks that give the same name share memory. It is said, not guessed: containers of one machine may share none.
+  // Ranks with the same host name share memory. It is given, not detected: containers of one machine may share none.
   std::string host = "localhost";
 
   // Where this rank listens for ranks of other hosts: a numeric address of this machine.

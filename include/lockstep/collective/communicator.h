@@ -1,4 +1,4 @@
-// Communicator: the ranks that work together, as the parts of a program hold them. Torch-free.
+// Communicator: a Group and its timeout; the Group can be replaced after ranks were lost. Torch-free.
 #pragma once
 
 #include <cstdint>
@@ -16,18 +16,18 @@ namespace lockstep {
 
 inline constexpr double kDefaultTimeoutSeconds = 1800;
 
-// A shared handle of a Group and of how long each call may take. After ranks were lost, `regroup` puts another Group in
-// its place, in all copies of the handle. DistributedDataParallel then goes on with the ranks that remain; what was
-// made of the old Group itself (split, convert_sync_batchnorm) has to be made anew.
+// A shared handle of a Group and of the timeout of each call. After ranks were lost, `regroup` replaces the Group in
+// all copies of the handle. DistributedDataParallel then continues with the remaining ranks; what was made from the old
+// Group itself (split, convert_sync_batchnorm) must be made anew.
 //
-// Collective calls are for one thread at a time, in the same order on all ranks, and throw what the Group throws; the
-// others are for any thread, but none may run during `regroup`.
+// Collective calls: one thread at a time, in the same order on all ranks; they throw what the Group throws. Other
+// calls: any thread, but none may run during `regroup`.
 class Communicator {
  public:
   // Of this process alone.
   Communicator();
 
-  // A Group is a communicator. `member` is what errors call a rank: "worker 2".
+  // A Group converts to a Communicator. `member`: the word for a rank in errors, as in "worker 2".
   Communicator(Group group, double timeout_seconds = kDefaultTimeoutSeconds,  // NOLINT(google-explicit-constructor)
                std::string member = "rank");
 
@@ -35,19 +35,20 @@ class Communicator {
   int size() const;
   const Group& group() const;
 
-  // How often `regroup` was called: memory that the Group allocated, and what else was made of it, is of one Group.
+  // How often `regroup` was called. Memory that a Group allocated, and anything else made from it, is of that Group
+  // alone.
   std::int64_t regroups() const;
 
-  // Of a call that begins now.
+  // The deadline of a call that begins now.
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(timeout_seconds_)); }
 
   // The same ranks, now and later, with another timeout.
   Communicator with_timeout(double seconds) const;
 
-  // Another Group with the same timeout, and errors that call its ranks alike.
+  // Another Group with the same timeout and the same word for a rank in errors.
   Communicator with_group(Group group) const;
 
-  // From now on all copies have this Group. Between two steps: while no call runs.
+  // Replaces the Group in all copies. Call it between two steps, while no call runs.
   void regroup(Group group) const;
 
   // --- collective
@@ -55,7 +56,7 @@ class Communicator {
   // Each becomes its sum over the ranks; the same bits on all.
   void sum(std::span<double> values) const;
 
-  // Whether it holds on some rank, and on all.
+  // any: whether `holds` is true on at least one rank. all: on every rank.
   bool any(bool holds) const;
   bool all(bool holds) const;
 
@@ -72,13 +73,13 @@ class Communicator {
   // differ: worker 0 has ..., worker 2 has ...".
   void check_all_agree(const std::string& what, const std::string& mine) const;
 
-  // Acts on rank 0 while the others wait. What it throws there is an Error with the same text on the others.
+  // Calls `act` on rank 0 while the others wait. An exception there is an Error with the same text on the others.
   template <class Act>
   void run_on_rank_0(const Act& act) const;
 
   // --- not collective
 
-  // Acts on this rank. Where that throws, the others' calls are aborted with the same text; but not for Interrupted,
+  // Calls `act` on this rank. If it throws, the others' calls are aborted with the same text; not for Interrupted,
   // which all ranks throw.
   template <class Act>
   void abort_on_error(const Act& act) const;

@@ -7,8 +7,8 @@
 // thread at any time.
 //
 // Membership never changes. Once an operation threw anything but InvalidArgument, every later one throws as well: make
-// a new Group. Buffers of the one that threw are the caller's again, but for memory that `allocate` gave to processes:
-// another rank may be late to write what was the result there.
+// a new Group. After a throw the buffers belong to the caller again, except memory from `allocate` between processes:
+// another rank may still write its part of the result there.
 //
 // Results do not depend on timing: every rank gets the same bits, and gets them again in the next run. float16 and
 // bfloat16 are summed in float32. mean is the sum divided by size(); integers round towards zero.
@@ -49,7 +49,7 @@ struct Call {
   Buffer output;
   ReduceOp op = ReduceOp::sum;
   int peer = 0;                          // the root; for send and recv the other side
-  Counts counts;                         // what each rank gives or gets; of all_to_all what this rank sends to each
+  Counts counts;                         // what each rank sends or gets; for all_to_all what this rank sends to each
   Counts output_counts;                  // of all_to_all: what this rank gets from each
   Deadline::Clock::time_point called{};  // set by Group::start
   std::shared_ptr<const std::string> tensors = {};  // names of what it moves, for timelines; may be null
@@ -94,7 +94,7 @@ class Work {
   struct State;
   explicit Work(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
-  // Returns when the operation has ended, and throws what it threw. It ends at its own deadline at the latest.
+  // Waits until the operation has ended, by its own deadline at the latest, and throws what it threw.
   void wait() const;
   bool done() const;
 
@@ -155,7 +155,7 @@ class Group {
   // Memory, zeroed and aligned to pages, that this Group reduces in place without a copy where it can. Not collective.
   Memory allocate(std::size_t bytes) const;
 
-  // What carries the operations out, and a Group like this one on another; for wrappers (group_wrappers.h).
+  // The backend, and a Group like this one over another backend; for wrappers (group_wrappers.h).
   std::shared_ptr<GroupBackend> shared_backend() const;
   Group with_backend(std::shared_ptr<GroupBackend> backend) const;
 

@@ -11,15 +11,15 @@
 
 namespace lockstep {
 
-// How ranks that have messages only make an all_reduce: the algorithms are in src/collective/message_passing/. ring,
-// halving_doubling and tree send partial sums, which 16-bit elements round in every step.
+// The all_reduce algorithm of ranks that communicate by messages; see src/collective/message_passing/. ring,
+// halving_doubling and tree send partial sums, which are rounded in every step for 16-bit elements.
 enum class Implementation : std::uint8_t {
   automatic,                // by size, number of ranks and backend
-  direct,                   // everybody to everybody: for a few bytes
+  direct,                   // every rank sends to every rank: for a few bytes
   ring,                     // Patarasuk and Yuan, 2009
   halving_doubling,         // Thakur, Rabenseifner and Gropp, 2005
   tree,                     // binomial
-  pairwise,                 // slices to their owners, then a ring; 16-bit elements are rounded once
+  pairwise,                 // each slice is reduced at its owner, then a ring; 16-bit elements are rounded once
   reduction_to_one_device,  // rank 0 reduces for all
 };
 const char* name_of(Implementation implementation);            // "auto", "ring", ...
@@ -32,22 +32,21 @@ struct GroupOptions {
   // warning, where a limit of some rank's process leaves no room for memory that is shared.
   std::string backend = "auto";
 
-  // "tcp": sockets, the fastest over Ethernet; "ucx": UCX, for RDMA. UCX's own UCX_* variables hold; to load it, the
-  // first group of a process changes the environment for a moment. Its links are not protected: whoever reaches them
-  // can read and write this process's memory, so it is for networks that are trusted. The UCX that tools/bootstrap
-  // brings has TCP only; for RDMA configure with the site's own (1.22 or newer) in CMAKE_PREFIX_PATH.
+  // "tcp": sockets, the fastest over Ethernet; "ucx": UCX, for RDMA. UCX's own UCX_* variables apply; loading it with a
+  // process's first such group changes the environment for a moment. Its connections are not authenticated: whoever
+  // reaches them can read and write this process's memory, so it is for trusted networks. The UCX that tools/bootstrap
+  // installs has TCP only; for RDMA configure with the site's own (1.22 or newer) in CMAKE_PREFIX_PATH.
   std::string network = "tcp";
 
   Implementation implementation = Implementation::automatic;
 
   std::size_t bytes_per_pack = Group::kBytesPerPack;  // of grouped all_reduces; see Group
 
-  // Before each of its first so many collective calls, a group whose ranks do not share memory compares what its ranks
-  // call (with_checks in group_wrappers.h); all calls where negative. Where memory is shared every call is compared
-  // anyway.
+  // Where ranks do not share memory: how many collective calls, from the first on, the ranks compare before they make
+  // them (with_checks in group_wrappers.h); negative: all calls. Where memory is shared every call is compared anyway.
   std::int64_t checked_calls = 16;
 
-  // For making the group: members that have not come by then are named.
+  // The timeout of making the group; the error names the ranks that have not come.
   double timeout_seconds = 300;
 
   // Of shared memory, what one rank's `allocate` can give out; 0: no bound. It is taken from the system as it is

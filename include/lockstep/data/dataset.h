@@ -49,7 +49,7 @@ struct ShuffleOptions {
   bool reshuffle_each_iteration = true;
 };
 
-// Which examples a worker reads where several train together. Batches are global under all of them. Follows
+// How examples are divided among workers that train together. Batches are global with all policies. Follows
 // tf.data.experimental.AutoShardPolicy.
 enum class AutoShardPolicy : std::uint8_t {
   automatic,  // file where the data set is of as many files as there are workers or more, else data
@@ -138,13 +138,13 @@ class Dataset {
   // Makes up to `buffer_size` elements ahead, in a thread of its own.
   Dataset prefetch(std::int64_t buffer_size) const;
 
-  // Stages that follow keep them.
+  // Sets the options, which the stages that follow keep.
   Dataset with_options(DatasetOptions options) const;
   const DatasetOptions& options() const { return options_; }
 
-  // Of from_files: how many, and the same data set of every `num_shards`-th, from `index` on. Throws InvalidArgument
-  // where there are fewer than `num_shards`. After take(), skip() and shard(), which count elements of all files, there
-  // are none.
+  // For from_files: the number of files, and the data set of every `num_shards`-th file, from `index` on. Throws
+  // InvalidArgument where there are fewer files than `num_shards`. After take(), skip() and shard(), which count
+  // elements of all files, there are no files.
   std::int64_t num_files() const;
   Dataset shard_files(std::int64_t num_shards, std::int64_t index) const;
 

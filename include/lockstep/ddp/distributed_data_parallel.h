@@ -93,11 +93,11 @@ class DistributedGradients {
   // Not for modules with synchronized batch normalization, whose layers wait for every rank.
   void join(const std::function<void()>& loop);
 
-  // Examples that the next backward counts for on this rank, beside those of other calls since the last. Not counted
-  // where gradients are off.
+  // Adds to the number of examples for which the next backward counts on this rank; calls since the last backward add
+  // up. Ignored where gradients are off.
   void add_examples(double examples);
 
-  // Before each forward. Throws Error where the last backward broke off in the middle and the ranks are the same.
+  // Call it before each forward. Throws Error where the last backward was interrupted and the ranks are still the same.
   void prepare();
 
   std::vector<std::int64_t> bucket_order() const;
@@ -107,7 +107,7 @@ class DistributedGradients {
   // The module's parameters that require gradients; tied ones once.
   const std::vector<at::Tensor>& trained_parameters() const;
 
-  // In `join` a rank that is done makes the others' steps too, while `step` lives.
+  // In `join`, a rank that is done runs `step` too whenever the others do, as long as `step` lives.
   void join_steps_of(std::weak_ptr<internal::CollectiveStep> step);
 
  private:

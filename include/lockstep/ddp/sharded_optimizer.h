@@ -37,17 +37,17 @@ class ShardedOptimizer {
   using Options = typename internal::Shardable<Optimizer>::Options;
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  // Collective. Gradients are the caller's to reduce before each step. Parameters are float or double, the same on all
+  // Collective. The caller reduces the gradients before each step. Parameters are float or double, the same on all
   // ranks; else throws InvalidArgument.
   ShardedOptimizer(const Groups& groups, Communicator ranks, Options defaults);
   ShardedOptimizer(std::vector<at::Tensor> parameters, Communicator ranks, Options defaults)
       : ShardedOptimizer(Groups{torch::optim::OptimizerParamGroup(std::move(parameters))}, std::move(ranks),
                          std::move(defaults)) {}
 
-  // For `ddp`, all of whose parameters that require gradients it takes where no groups are given. In
-  // DistributedDataParallel::join a rank that is done takes part in the others' steps: there one step of each
-  // optimizer, in the order in which they were made, follows each backward with sync, and nothing in between: no
-  // clipping, and no change of options, of which a rank that is done would not know.
+  // For `ddp`; takes all its parameters that require gradients where no groups are given. In
+  // DistributedDataParallel::join a rank that is done takes part in the others' steps. There each backward with sync is
+  // followed by one step of each optimizer, in the order of their construction, and by nothing in between: a rank that
+  // is done would not see clipping or a change of options.
   ShardedOptimizer(DistributedGradients& ddp, const Groups& groups, Options defaults);
   ShardedOptimizer(DistributedGradients& ddp, Options defaults)
       : ShardedOptimizer(ddp, Groups{torch::optim::OptimizerParamGroup(ddp.trained_parameters())},
@@ -56,7 +56,7 @@ class ShardedOptimizer {
   // Collective: updates this rank's shards, and gathers all values.
   void step() { core_->step(); }
 
-  // Of the whole parameters.
+  // For the whole parameters.
   void zero_grad(bool set_to_none = true);
 
   // The optimizer of this rank's shards, in groups as they were given: for torch::optim::LRScheduler, or to change

@@ -58,7 +58,7 @@ std::vector<at::Tensor> ShardedOptimizer<Optimizer>::parameters_of(const Groups&
   return all;
 }
 
-// Groups with `tensors`, which may be undefined, in the places of the parameters, and the options of others.
+// `groups` with `tensors` in place of their parameters, without undefined ones, and the options of `options`.
 template <class Optimizer>
 auto ShardedOptimizer<Optimizer>::groups_of(const Groups& groups, const Groups& options,
                                             const std::vector<at::Tensor>& tensors) -> Groups {

@@ -1,4 +1,4 @@
-// What ShardedOptimizer is made of: not for users' programs.
+// Internals of ShardedOptimizer: not for users' programs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,7 +36,7 @@ class ShardedParameters {
   // Of all parameters: leaves of autograd's graph.
   std::vector<at::Tensor> shards(int rank) const;
 
-  // A tensor like parameter i of all ranks' shards.
+  // Parameter i, put together from all ranks' shards.
   at::Tensor joined(std::size_t i, const std::vector<at::Tensor>& shards) const;
 
   // Gives this rank's shards the gradients of their parameters.

@@ -1,5 +1,5 @@
-// How a rule of your own moves variables that lie on a GPU. Without this its spans are computed in host memory, to
-// which values, gradients and state are copied in every step.
+// How a rule of your own updates variables on a GPU. Without it the rule runs on spans in host memory, to which values,
+// gradients and state are copied in every step.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,7 @@ class DeviceRule {
  public:
   virtual ~DeviceRule() = default;
 
-  // Brings what changes from step to step to the device, such as the learning rate.
+  // Copies what changes from step to step to the device, such as the learning rate.
   virtual void begin(const UpdateStep& step) = 0;
 
   // As UpdateRule::update for all parameters: writes values and states in place; gradients are the mean, clipped. Reads
@@ -33,7 +33,7 @@ class DeviceRule {
   virtual void update(const DeviceParameters& parameters) = 0;
 };
 
-// `options`: the device and dtype. The rule outlives what is made.
+// Makes the device rule of `rule` for the device and dtype in `options`. `rule` outlives it.
 using MakeDeviceRule =
     std::function<std::unique_ptr<DeviceRule>(const UpdateRule& rule, const at::TensorOptions& options)>;
 

@@ -1,4 +1,4 @@
-// How the gradients of processes are reduced, where the default will not do. Torch-free.
+// A hook that replaces the default reduction of gradients between processes. Torch-free.
 #pragma once
 
 #include <functional>

@@ -40,7 +40,7 @@ Tensor reduce_scatter(const Group& group, const Tensor& tensor, ReduceOp op, Dea
 // reduce_scatter.
 Tensor all_to_all(const Group& group, const Tensor& tensor, Deadline deadline);
 
-// A message to a rank, and from one, whose tensor has the shape and dtype of this one. Not collective.
+// Sends a tensor to a rank, or receives one from it in this tensor's shape and dtype. Not collective.
 void send(const Group& group, const Tensor& tensor, int to, Deadline deadline);
 void recv(const Group& group, const Tensor& tensor, int from, Deadline deadline);
 

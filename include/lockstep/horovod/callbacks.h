@@ -7,10 +7,10 @@
 
 namespace lockstep::horovod {
 
-// When training begins all ranks get what rank `root_rank` has: weights, buffers, the optimizer's state, and how far
-// the training has come. So a checkpoint that this rank alone restores (BackupAndRestore) is all ranks', but for what
-// other callbacks keep (EarlyStopping's patience), which is not sent. Each rank's random numbers are its own, made of
-// root's.
+// When training begins, rank `root_rank` broadcasts weights, buffers, the optimizer's state and the progress of the
+// training. So a checkpoint that this rank alone restores (BackupAndRestore) applies to all ranks, except for what
+// other callbacks keep (EarlyStopping's patience), which is not sent. Each rank has random numbers of its own, derived
+// from root's.
 class BroadcastGlobalVariablesCallback : public Callback {
  public:
   explicit BroadcastGlobalVariablesCallback(int root_rank = 0) : root_rank_(root_rank) {}

@@ -25,13 +25,13 @@ struct DistributedOptimizerOptions {
   ReduceOp op = Average;  // or Sum, of the ranks' gradients. A rank that has joined does not count in an average.
   Compression compression = Compression::none;
 
-  // Gradients add up over so many backwards, undivided, before they are reduced over the ranks. One that runs inside
-  // another counts.
+  // Gradients accumulate over this many backwards, undivided, before they are reduced over the ranks. A backward that
+  // runs inside another one counts.
   int backward_passes_per_step = 1;
 };
 
-// Gradients are reduced while backward goes on; after it, those of the optimizer's parameters are all ranks', and zeros
-// where no rank used the parameter. All ranks make theirs in the same order. One thread.
+// Gradients are reduced while backward goes on; after it the optimizer's parameters have the reduced gradients, and
+// zeros where no rank used the parameter. All ranks make theirs in the same order. One thread.
 //
 //   optimizer.zero_grad();
 //   torch::cross_entropy_loss(net(x), y).backward();
@@ -48,11 +48,11 @@ class DistributedOptimizer<torch::optim::Optimizer> {
   DistributedOptimizer(const DistributedOptimizer&) = delete;
   DistributedOptimizer& operator=(const DistributedOptimizer&) = delete;
 
-  // Where gradients have not met since the last step (for want of backwards, or of any), they do now. `step` does this
-  // first, so that all ranks make the same steps.
+  // Reduces the gradients that were not reduced since the last step (after too few backwards, or none). `step` does
+  // this first, so that all ranks make the same steps.
   void synchronize();
 
-  // The wrapped optimizer's; with a closure, the gradients that each call of it leaves are all ranks'.
+  // The wrapped optimizer's; with a closure, the gradients after each call of it are reduced over the ranks.
   Tensor step(const std::function<Tensor()>& closure = {});
   void zero_grad(bool set_to_none = true);
 

@@ -70,7 +70,7 @@ struct GradientRanks {
   // Whether each process gives `fit` data of its own, as Horovod's programs do; one whose data end sooner takes part in
   // the others' steps without examples. Else all give the same data, which are divided by the AutoShardPolicy.
   bool own_data = true;
-  bool sum = false;                          // the update is of the processes' sum, instead of their mean
+  bool sum = false;                          // update by the processes' sum, instead of their mean
   std::optional<DType> gradient_dtype = {};  // DType::float16 or DType::bfloat16: what float gradients are sent as
 };
 

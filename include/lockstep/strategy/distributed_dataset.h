@@ -51,11 +51,12 @@ class DistributedIterator {
 
   Position position() const { return position_; }  // its index counts what `next` has returned
 
-  // Of the elements that this worker has read since the iterator began, without one of which a part is still to come.
+  // Examples in the elements that this worker has read since the iterator began, except an element of which a part is
+  // still to be returned.
   std::int64_t examples() const { return examples_; }
 
-  // Of the element that was read last; 0 before there is one. And a hash of its x, as far as that is cheap: where its
-  // rows still lie in a table, of their places and of the first row.
+  // The size of the element that was read last; 0 before the first. And a hash of its x where that is cheap: where its
+  // rows still lie in a table, a hash of their indices and the first row.
   std::int64_t element_size() const;
   std::uint64_t element_hash() const;
 

@@ -1,4 +1,4 @@
-// What the functions that make your modules have to be, and what the compiler says where they are something else.
+// Checks the type of the functions that make your modules, with readable compiler errors.
 #pragma once
 
 #include <concepts>

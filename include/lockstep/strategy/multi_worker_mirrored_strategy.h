@@ -36,7 +36,7 @@ struct MultiWorkerMirroredOptions {
   // 2020), PyTorch's ZeroRedundancyOptimizer.
   bool shard_optimizer_state = false;
 
-  std::int64_t compare_copies_every = 100;  // steps: a hash of each variable, on all workers; 0: never
+  std::int64_t compare_copies_every = 100;  // steps between comparing a hash of each variable on all workers; 0: never
   double start_timeout_seconds = 300;       // until all workers have come
 };
 

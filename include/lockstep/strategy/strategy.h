@@ -141,7 +141,7 @@ class OneDeviceStrategy : public Strategy {
   explicit OneDeviceStrategy(const std::string& device = "", int threads = 0);  // threads: 0, or as MirroredOptions
 };
 
-// How MirroredStrategy brings gradients together; names as in tf.distribute.
+// How MirroredStrategy reduces gradients; names as in tf.distribute.
 enum class CrossDeviceOps {
   one_pass,                      // each replica sums, updates and spreads one slice: the default
   reduction_to_one_device,       // ReductionToOneDevice

@@ -35,7 +35,7 @@ class Callback {
   virtual void on_train_batch_end(std::int64_t /*batch*/, const Logs& /*logs*/) {}
   virtual void on_test_begin() {}
   virtual void on_test_end(const Logs& /*logs*/) {}
-  virtual void on_epoch_logs(int /*epoch*/, Logs& /*logs*/) {}  // before on_epoch_end: what all get then may change
+  virtual void on_epoch_logs(int /*epoch*/, Logs& /*logs*/) {}  // before on_epoch_end: may change what all get then
   virtual void on_epoch_end(int /*epoch*/, const Logs& /*logs*/) {}
   virtual void on_train_end() {}
 

@@ -32,18 +32,18 @@ namespace lockstep {
 struct CompileOptions {
   Optimizer optimizer = "rmsprop";
   Loss loss;
-  std::vector<Metric> metrics = {};           // that sample weights do not change
-  std::vector<Metric> weighted_metrics = {};  // that they do
+  std::vector<Metric> metrics = {};           // computed without sample weights
+  std::vector<Metric> weighted_metrics = {};  // computed with sample weights
 
-  // On one GPU: records a step as a CUDA graph once three batches of one shape have come, and plays that for each
-  // further one. The host's part of the model is not run again, so the same operators must be called in every step,
-  // whatever the data, and a metric that throws does so after the step's update. Not where the loss is scaled or
-  // examples have weights; on CPUs it changes nothing.
+  // On one GPU: after three batches of one shape, records a step as a CUDA graph and replays it for each further one.
+  // The host's part of the model is not run again, so every step must call the same operators, whatever the data, and a
+  // metric that throws does so after the step's update. Not where the loss is scaled or examples have weights; on CPUs
+  // it changes nothing.
   bool jit_compile = false;
 };
 
 struct FitOptions {
-  // As steps_per_epoch: an epoch that a callback ends, by stop_training.
+  // As steps_per_epoch: the epoch lasts until a callback ends it by stop_training.
   static constexpr std::int64_t kEndless = std::numeric_limits<std::int64_t>::max();
 
   int epochs = 1;

@@ -18,12 +18,12 @@ struct Access {
   // 32 random bytes that all processes of a job have and nobody else. Empty: none.
   std::string token;
 
-  // Whoever reaches this machine may read and change what is trained: listen without a token, and use links that have
-  // none of the above (UCX).
+  // Trusts everybody who reaches this machine to read and change what is trained: allows listening without a token, and
+  // connections that are not authenticated (UCX).
   bool trusted_network = false;
 
-  // The token is one that all processes of this user have: it keeps other users out on loopback, and is not enough to
-  // listen at other addresses.
+  // All processes of this user have the token: it keeps other users out on loopback, and does not allow listening at
+  // other addresses.
   bool of_this_user = false;
 };
 
@@ -35,8 +35,8 @@ inline constexpr const char* kTrustedNetworkVariable = "LOCKSTEP_TRUSTED_NETWORK
 // the variable and the file.
 Access access_of(const Environment& environment);
 
-// The same of this process. Where that has neither, the token in ~/.lockstep/token, which is made when it is first
-// needed and which only this user may read; none where the home folder cannot be written.
+// The same for this process. Where both are unset, it uses the token in ~/.lockstep/token, which only this user may
+// read and which is made on first use; none where the home folder cannot be written.
 Access access_of_environment();
 
 }  // namespace lockstep

@@ -17,7 +17,7 @@ void ring_reduce_scatter(Team& team, const ElementOp& reduction, std::byte* data
 // Slice r comes from rank r.
 void ring_all_gather(Team& team, std::size_t element, std::byte* data, const std::vector<Slice>& slices);
 
-// Bandwidth and 2 log2 n steps, any number of ranks.
+// Bandwidth-optimal for powers of two, in 2 log2 n steps; any number of ranks.
 void halving_doubling_all_reduce(Team& team, const ElementOp& reduction, std::byte* data, std::size_t count);
 
 // log2 n steps of the whole buffer. After tree_reduce root's data is reduced, and the others' is partial.

@@ -1,12 +1,13 @@
-// Everybody tells everybody, and reduces by itself: one step, n-1 times the bytes. And the star, where one rank does it
-// for all (tf.distribute.ReductionToOneDevice).
+// Direct: every rank sends its buffer to every other rank and reduces by itself: one step, n-1 times the bytes. Star:
+// one rank reduces for all (tf.distribute.ReductionToOneDevice).
 #include "collective/message_passing/algorithms.h"
 #include "kernels/reduce.h"
 
 namespace lockstep::collective {
 namespace {
 
-// Receives everybody's buffer, and leaves the reduction in `data`. mean is divided here, as kernels::reduce does.
+// Receives every rank's buffer and leaves the reduction in `data`. kernels::reduce already divides where the op is
+// mean.
 void gather_and_reduce(Team& team, const ElementOp& reduction, std::byte* data, std::size_t count, bool sends) {
   const auto bytes = count * reduction.element();
   const auto place = (bytes + 63) / 64 * 64;

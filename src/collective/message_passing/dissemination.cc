@@ -1,5 +1,6 @@
 // The dissemination barrier: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", Int. J. Parallel
-// Programming 17(1), 1988. After the step of distance d every rank has heard of the 2d ranks below it.
+// Programming 17(1), 1988. After the step of distance d a rank knows that 2d ranks have arrived: itself and those
+// below.
 #include "collective/message_passing/algorithms.h"
 
 namespace lockstep::collective {

@@ -9,12 +9,12 @@ namespace {
 
 using Kind = Call::Kind;
 
-// Up to this many bytes, times the ranks, one step that sends everything to everybody is the fastest.
+// Up to this many bytes, times the other ranks, the direct algorithm is the fastest.
 constexpr std::size_t kDirectBytes = 64 * 1024;
-// From this many bytes a slice fills its link for longer than a step takes.
+// From this many bytes on, sending a slice takes longer than the latency of a step.
 constexpr std::size_t kRingSliceBytes = 64 * 1024;
 
-// Slices of this size at most: what is gathered was reduced so shortly before that it is still in a cache.
+// The largest slice: when it is gathered it is still in a cache from its reduction.
 constexpr std::size_t kSegmentSlice = 512 * 1024;
 
 std::vector<Slice> even_slices(std::size_t count, DType dtype, int size) {
@@ -44,7 +44,7 @@ void divide_if_mean(const ElementOp& reduction, std::byte* data, const Slice& sl
                   slice.count());
 }
 
-// Slices are reduced, by way of the ring or at their owners, and gathered.
+// Reduces each slice, by the ring or at its owner, and gathers the slices.
 void all_reduce_in_slices(Team& team, const ElementOp& reduction, std::byte* data, std::size_t count, bool pairwise) {
   const auto slices = even_slices(count, reduction.dtype, team.size());
   const auto mine = slices[static_cast<std::size_t>(team.rank())];
@@ -77,14 +77,14 @@ void all_reduce(Team& team, const Call& call, Implementation implementation) {
   }
   const std::size_t step = kSegmentSlice / reduction.element() * static_cast<std::size_t>(team.size());
   std::size_t begin = 0;
-  do {  // once where there is nothing, as the others may call something else
+  do {  // runs once for an empty buffer too: its messages show whether the others make the same call
     all_reduce_in_slices(team, reduction, data + begin * reduction.element(), std::min(step, count - begin),
                          implementation == Implementation::pairwise);
     begin += step;
   } while (begin < count);
 }
 
-// Slices are reduced where they belong and, for `reduce`, collected by the root.
+// Reduces each slice at its owner; `reduce` then collects the slices at the root.
 void reduce_scatter(Team& team, const Call& call, const std::vector<Slice>& slices, std::byte* result) {
   const ElementOp reduction{call.op, call.input.dtype};
   const auto mine = slices[static_cast<std::size_t>(team.rank())];
@@ -148,7 +148,7 @@ void all_gather(Team& team, const Call& call) {
   ring_all_gather(team, element, bytes_of(call.output), slices);
 }
 
-// What transfers_of says of me is what I receive; what it says of the others tells what I send.
+// transfers_of for this rank is what it receives; for the other ranks it tells what this rank sends.
 void exchange_parts(Team& team, const Call& call, std::span<const std::size_t> all_counts) {
   const auto element = size_of(call.input.dtype);
   std::vector<transport::Outgoing> outgoing;

@@ -1,4 +1,4 @@
-// Every operation over a team of ranks that have messages only.
+// Every collective operation, for ranks that communicate by messages.
 #pragma once
 
 #include "collective/message_passing/algorithms.h"

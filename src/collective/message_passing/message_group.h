@@ -30,7 +30,7 @@ class MessageGroup final : public GroupBackend {
   Memory allocate(std::size_t bytes) override { return private_memory(bytes); }
   void fail(const Failure& failure) override { channels_->fail(failure); }
 
-  // The same among some of the ranks, all of which call it with the same `sequence`; `call` has their numbers among
+  // Runs `call` among `members` alone, all of which pass the same `sequence`. Ranks in `call` are indices into
   // `members`.
   const char* run_among(const std::vector<int>& members, const Call& call, std::uint32_t sequence, Deadline deadline);
 

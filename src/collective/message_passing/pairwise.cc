@@ -1,5 +1,6 @@
-// ElementOp by pairwise exchange: Thakur, Rabenseifner and Gropp (2005), section 4.3. In step s every rank sends to the
-// rank s above it what that one reduces. Nothing partial travels, so float16 and bfloat16 are rounded once.
+// Reduce-scatter by pairwise exchange: Thakur, Rabenseifner and Gropp (2005), section 4.3. In step s every rank sends
+// to the rank s above it the slice that the other one reduces. No partial results are sent, so float16 and bfloat16 are
+// rounded once.
 #include "collective/message_passing/algorithms.h"
 #include "kernels/accumulate.h"
 

@@ -1,8 +1,8 @@
 // The ring: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", J. Parallel and
 // Distributed Computing 69(2), 2009.
 //
-// In step s every rank sends one slice to the next rank and folds one that comes from the previous; a slice travels
-// round the ring and has everybody's part when it comes to the rank whose number it has.
+// In every step each rank sends one slice to the next rank and accumulates one from the previous rank. A slice that has
+// gone round the ring is complete at the rank with its number.
 #include "collective/message_passing/algorithms.h"
 
 namespace lockstep::collective {

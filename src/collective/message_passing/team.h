@@ -1,5 +1,4 @@
-// The ranks that take part in one operation, as its algorithm sees them: numbered from 0, and all of its messages
-// alike.
+// The ranks that take part in one operation, numbered from 0. All messages of the operation carry the same tag.
 #pragma once
 
 #include <span>
@@ -23,7 +22,7 @@ class Scratch {
   std::size_t bytes_ = 0;
 };
 
-// What is reduced how.
+// The operator and the element type of a reduction.
 struct ElementOp {
   ReduceOp op;
   DType dtype;
@@ -72,7 +71,7 @@ inline std::span<std::byte> part_of(std::byte* data, const Slice& slice, std::si
   return {data + slice.begin * element, slice.count() * element};
 }
 
-// Calls with (data, at, bytes) fold into `into`.
+// A consumer that accumulates what arrives in `into`.
 transport::Consumer folding(const ElementOp& reduction, std::byte* into);
 
 }  // namespace lockstep::collective

@@ -1,8 +1,8 @@
 // Binomial trees: Thakur, Rabenseifner and Gropp (2005), sections 4.4 and 4.5; the broadcast is the reduction
 // backwards.
 //
-// Ranks count from the root. In the step of distance d every rank whose number is an odd multiple of d hands over to
-// the one d below it.
+// Ranks are numbered from the root. In the step of distance d every rank whose number is an odd multiple of d sends its
+// buffer to the rank d below it.
 #include "collective/message_passing/algorithms.h"
 
 namespace lockstep::collective {

@@ -6,7 +6,7 @@
 
 namespace lockstep::collective {
 
-// Whether this process's launcher wants to have it (LOCKSTEP_TIMELINE).
+// Whether the launcher asks for a timeline (LOCKSTEP_TIMELINE).
 bool timeline_is_wanted();
 
 // Records the first 50,000 operations of the group, but not those of groups that are split from it, and leaves them in

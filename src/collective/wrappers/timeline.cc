@@ -95,7 +95,7 @@ class Recorder : public collective::Wrapper {
   Timeline::State* state() const { return state_.get(); }
 
  private:
-  // What throws is recorded too: it is what one wants to see.
+  // Failed operations are recorded too.
   template <class Act>
   const char* record(const Call& call, std::size_t bytes, const Act& act) {
     struct Entry {

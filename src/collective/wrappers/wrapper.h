@@ -1,4 +1,4 @@
-// A backend over a backend: everything goes through unless a wrapper says otherwise.
+// A backend that forwards every call to another one; wrappers override what they change.
 #pragma once
 
 #include "collective/backend.h"

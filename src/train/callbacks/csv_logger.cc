@@ -41,7 +41,7 @@ void CSVLogger::on_epoch_end(int epoch, const Logs& logs) {
   write(line);
 }
 
-// The first epoch's values, and those that a validation will add to a later one.
+// The columns: the first epoch's logs and, with validation data, the val_ logs that a later epoch adds.
 void CSVLogger::write_header(const Logs& logs) {
   bool validated = false;
   for (const auto& [name, value] : logs) {
@@ -69,7 +69,7 @@ void CSVLogger::save(Archive& archive, const std::string& prefix) const {
   archive.entries[prefix + "/lines"] = lines.str();
 }
 
-// The file as it was when the checkpoint was made, whatever was written since.
+// Restores the file as it was when the checkpoint was made.
 std::function<void()> CSVLogger::load(const Archive& archive, const std::string& prefix) {
   return [this, lines = archive.entry(prefix + "/lines")] {
     try {

@@ -111,7 +111,7 @@ void EventFile::record(const std::string& bytes) {
   file_ << length << little_endian(masked_crc32c(length)) << bytes << little_endian(masked_crc32c(bytes));
 }
 
-// What is written to a file whose folder somebody has removed is lost without a word of the system's.
+// Writes to a file that somebody has removed are lost without an error from the system.
 void EventFile::flush() {
   file_.flush();
   if (!is_there()) {

@@ -16,7 +16,7 @@ namespace {
 constexpr int kBarWidth = 20;
 constexpr auto kBetweenLines = std::chrono::milliseconds(50);
 
-// As Keras: four decimals, or an exponent for what they would hide.
+// As Keras: four decimals, or an exponent for values too small for them.
 std::string number(double value) {
   const bool small = value != 0 && std::abs(value) <= 1e-3;
   return text(small ? std::scientific : std::fixed, std::setprecision(4), value);
@@ -52,8 +52,8 @@ std::string bar(std::int64_t done, std::int64_t of) {
 
 }  // namespace
 
-// A line that is drawn again is for a person's terminal. What mpirun gives its ranks looks like one, and its other end
-// is a pipe in which all ranks' lines are mixed.
+// A line that is redrawn is for a person's terminal. mpirun gives its ranks pseudo-terminals, whose other end is a pipe
+// in which all ranks' lines are mixed.
 bool is_terminal() {
   const auto started_by = [](const char* variable) { return std::getenv(variable) != nullptr; };
   return ::isatty(STDOUT_FILENO) == 1 && !started_by("OMPI_COMM_WORLD_RANK") && !started_by("PMI_RANK");

@@ -21,7 +21,7 @@
 namespace lockstep {
 namespace {
 
-// A job that was killed, and is started again, may not have ended yet.
+// After a restart, processes of the job that was killed may still hold the lock.
 constexpr std::chrono::seconds kForOneThatEnds(2);
 
 void require_not_negative(const char* what, std::int64_t value) {
@@ -170,7 +170,7 @@ void BackupAndRestore::on_train_begin() {
   impl.workers().run_on_rank_0([&] {
     const bool done_here = checkpoint::keep_at_success(file_);
     lock_ = std::make_shared<FolderLock>(folder_, "backup.lock", Deadline::after(kForOneThatEnds));
-    if (done_here) checkpoint::remove_file(file_);  // of a fit that this program has done
+    if (done_here) checkpoint::remove_file(file_);  // left by an earlier fit of this program
     there = checkpoint::file_exists(file_);
   });
   if (impl.workers().broadcast(there ? "there" : "") != "there") return;
@@ -187,7 +187,7 @@ void BackupAndRestore::save(Archive& archive, const std::string& prefix) const {
   archive.entries[prefix + "/stopping"] = (impl.stopping || impl.agreed_to_stop) && !impl.out_of_data ? "1" : "0";
 }
 
-// Who asked for the end need not ask again after a restart.
+// A request to stop training holds after a restart too.
 std::function<void()> BackupAndRestore::load(const Archive& archive, const std::string& prefix) {
   return [this, stopping = archive.integer(prefix + "/stopping") != 0] { unwrap(model()).stopping = stopping; };
 }
@@ -200,7 +200,7 @@ void BackupAndRestore::on_epoch_end(int, const Logs&) { model().save_checkpoint(
 void BackupAndRestore::on_interrupt() { model().save_checkpoint(file_); }
 
 void BackupAndRestore::on_train_end() {
-  model().save_checkpoint(file_);  // what other callbacks made of it
+  model().save_checkpoint(file_);  // with what other callbacks changed at the end
   if (options_.delete_checkpoint && model().strategy().is_chief()) checkpoint::remove_at_success(file_, lock_);
 }
 

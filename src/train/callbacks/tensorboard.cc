@@ -32,7 +32,7 @@ TensorBoard::TensorBoard(std::string log_dir, TensorBoardOptions options)
 
 void TensorBoard::on_train_begin() {
   writers_ = std::make_shared<Writers>(log_dir_);
-  writers_->train();  // a folder that cannot be written is known before the first step
+  writers_->train();  // fails before the first step where the folder cannot be written
 }
 
 void TensorBoard::on_train_batch_end(std::int64_t, const Logs& logs) {

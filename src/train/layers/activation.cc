@@ -59,7 +59,7 @@ void fill_uniform(Tensor& tensor, double variance) {
   tensor.uniform_(-limit, limit);
 }
 
-// Cut at two deviations; the divisor makes the deviation after the cut the wanted one.
+// Truncated at two standard deviations; the divisor makes the standard deviation after the truncation the wanted one.
 void fill_truncated_normal(Tensor& tensor, double variance) {
   const double deviation = std::sqrt(variance) / 0.87962566103423978;
   const double edge = std::erf(std::sqrt(2.0));  // the probability to lie within two deviations

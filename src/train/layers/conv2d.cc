@@ -12,7 +12,7 @@ Tensor in_fastest_order(const Tensor& image) {
   return image.device().is_cpu() && image.size(1) > 1 ? image.contiguous(at::MemoryFormat::ChannelsLast) : image;
 }
 
-// Keras has [batch, height, width, channels]: such images train as well, and badly.
+// Images in Keras's order [batch, height, width, channels] raise no error, but train badly.
 void warn_of_channels_last(const Tensor& input) {
   const auto few = [](std::int64_t size) { return size == 1 || size == 3 || size == 4; };
   if (!few(input.size(3)) || few(input.size(1)) || input.size(1) != input.size(2)) return;

@@ -1,4 +1,4 @@
-// What Conv2D is, for the layers that are computed together with it.
+// The spec of Conv2D, for the layers that are fused with it.
 #pragma once
 
 #include "train/layers/padding.h"

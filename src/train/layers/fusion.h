@@ -8,7 +8,7 @@
 
 namespace lockstep::train {
 
-// What computes `layers[i]` and those after it that it finds a common operator for.
+// Computes `layers[i]` together with the layers after it that share one operator with it.
 struct Fused {
   std::function<Tensor(const Tensor&)> forward;
   std::size_t layers = 1;

@@ -1,4 +1,4 @@
-// What MaxPooling2D and AveragePooling2D are, for the layers that they are computed together with.
+// The specs of MaxPooling2D and AveragePooling2D, for the layers that are fused with them.
 #pragma once
 
 #include "train/layers/padding.h"

@@ -12,7 +12,7 @@ namespace lockstep::train {
 class StackModule : public torch::nn::Module {
  public:
   // Infers each layer's sizes by sending `input`, a batch of one, through those before it. Throws InvalidArgument
-  // naming the layer that cannot take what comes.
+  // naming the layer that cannot take its input.
   StackModule(const std::vector<Layer>& layers, Tensor input);
 
   Tensor forward(Tensor x) const;

@@ -19,8 +19,9 @@ void find(void* handle, const char* name, Function& function) {
   if (function == nullptr) throw InvalidArgument(text("the backend \"ucx\": UCX has no ", name));
 }
 
-// What UCX reads as it is loaded, and nowhere else can be told: it would handle SIGSEGV and its like, print lost
-// connections to stdout, and patch mmap for memory that is registered with RDMA devices. What the user has set stays.
+// Settings that UCX reads from the environment alone, as it is loaded. Without them it would handle SIGSEGV and similar
+// signals, print lost connections to stdout, and patch mmap, which only memory that is registered with RDMA devices
+// needs. Values that the user has set stay.
 class Environment {
  public:
   Environment() {

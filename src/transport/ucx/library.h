@@ -27,7 +27,7 @@ struct Library {
 // environment for a moment.
 const Library& library();
 
-// This machine's, by name.
+// The names of this machine's RDMA devices.
 std::vector<std::string> rdma_devices();
 
 }  // namespace lockstep::transport::ucx

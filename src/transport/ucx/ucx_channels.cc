@@ -22,7 +22,7 @@ constexpr std::size_t kAtOnce = 4;
 // A rank that leaves waits so long for the others to leave as well.
 constexpr std::chrono::seconds kForTheLast(1);
 
-// What a rank sent before it left comes within this time, or never: RDMA says nothing of those who left.
+// How long to wait for data of a rank that has left: RDMA does not report that a peer has gone.
 constexpr std::chrono::milliseconds kForTheGone(100);
 
 struct Slot {
@@ -39,7 +39,7 @@ struct Sending {
   bool finished() const { return whole && going.empty(); }
 };
 
-// One that comes.
+// A message that is being received.
 struct Receiving {
   const Incoming* message;
   struct Piece {
@@ -66,11 +66,11 @@ class UcxChannels final : public Channels {
       if (r != rank()) worker_->connect(r, addresses[static_cast<std::size_t>(r)]);
     }
     greet(deadline);
-    greet(deadline);  // a first message takes the other side's doing to arrive; one that has had two is done with it
+    greet(deadline);  // the first needs the receiver to make progress; after a second both ends are connected
   }
 
-  // What was sent may be on its way still, and is lost with its endpoint: the others get a moment to take it, and to be
-  // told that theirs has come.
+  // Data in flight is lost with its endpoint: the others get a moment to receive it, and to be told that theirs has
+  // arrived.
   ~UcxChannels() override {
     if (broken_) return;
     const auto until = Deadline::after(kForTheLast);
@@ -120,7 +120,7 @@ class UcxChannels final : public Channels {
     }
   }
 
-  // Ends what goes on, so that UCX is not at the caller's buffers any more.
+  // Cancels what is in flight, so that UCX no longer accesses the caller's buffers.
   void take_buffers_back(const std::deque<Sending>& sendings, const std::deque<Receiving>& receivings) {
     broken_ = true;
     worker_->disconnect();
@@ -136,7 +136,7 @@ class UcxChannels final : public Channels {
     while (!ended() && !until.passed()) worker_->progress();
   }
 
-  // Whether it is done. A failure that is not the other rank's is this rank's own.
+  // Whether the request is done. A failure that the other rank did not cause aborts the group in this rank's name.
   bool done(const Request& request, int other) {
     if (!request.ended()) return false;
     if (request.status() == UCS_OK) return true;
@@ -147,7 +147,7 @@ class UcxChannels final : public Channels {
     return false;
   }
 
-  // Nobody is found unreachable later than here.
+  // Exchanges empty messages, so that an unreachable rank is found here and not later.
   void greet(Deadline deadline) {
     std::vector<Outgoing> outgoing;
     std::vector<Incoming> incoming;

@@ -17,7 +17,7 @@
 namespace lockstep::transport::ucx {
 namespace {
 
-// Ending waits so long for a network that does not rest.
+// The longest wait for pending operations before the worker is destroyed.
 constexpr std::chrono::seconds kForClosing(1);
 
 void require(const Library& ucx, ucs_status_t status, const char* what) {
@@ -49,10 +49,10 @@ std::string devices_for(const std::string& address) {
   return devices;
 }
 
-// UCX's own defaults, but: ranks of different hosts never share memory, even where it would work; other networks are
-// left alone; TCP moves 32 MiB in a quarter of the time in larger segments (of one size on all hosts: UCX writes beyond
-// the receiver's otherwise); and what TCP sends before its receiver is there fits into the socket, for UCX writes the
-// rest only when this rank calls again. The user's UCX_* variables come first.
+// UCX's own defaults, except: ranks of different hosts never share memory, even where it would work; other networks are
+// not used; TCP has larger segments, which move 32 MiB in a quarter of the time (equal on all hosts: otherwise UCX
+// writes beyond the receiver's segment); and what TCP sends before the receiver is ready fits into the socket, because
+// UCX sends the rest only when this rank calls again. The user's UCX_* variables take precedence.
 class Settings {
  public:
   Settings(const Library& ucx, const std::string& address) : ucx_(ucx) {
@@ -148,7 +148,7 @@ Request Worker::flush(int to) {
   return {ucx_, ucx_.ucp_ep_flush_nbx(peers_[static_cast<std::size_t>(to)].endpoint, &how)};
 }
 
-// Keeps the piece. Pieces that go different ways may overtake each other.
+// Keeps the piece, in order: pieces that take different paths may overtake each other.
 ucs_status_t Worker::arrive(void* self, const void* header, std::size_t header_bytes, void* data, std::size_t bytes,
                             const ucp_am_recv_param_t* how) {
   auto& worker = *static_cast<Worker*>(self);
@@ -207,7 +207,7 @@ void Worker::disconnect() {
 void Worker::end() {
   if (worker_ != nullptr) {
     disconnect();
-    // What is still to be done for endpoints is freed twice by UCX 1.22 if the worker ends first.
+    // UCX 1.22 frees pending operations of endpoints twice if the worker is destroyed first.
     const auto until = Deadline::after(kForClosing);
     while (progress() && !until.passed()) {
     }

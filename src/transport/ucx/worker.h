@@ -12,7 +12,7 @@
 
 namespace lockstep::transport::ucx {
 
-// A piece of a message, and whose it is.
+// The header of a piece of a message.
 struct Header {
   transport::MessageTag tag;
   std::uint64_t message_bytes;
@@ -20,7 +20,7 @@ struct Header {
   std::int32_t from;
 };
 
-// A piece that has come, or whose sender waits to be told where it shall go.
+// A piece that has arrived, or whose sender waits to be told its destination.
 struct Arrival {
   Header header;
   void* data;
@@ -82,7 +82,7 @@ class Worker {
   // Ends when UCX holds nothing more of what was sent to `to`, which may take progress on both sides.
   Request flush(int to);
 
-  // Breaks all endpoints: requests end, as this goes on to progress. Nothing can be sent and taken any more.
+  // Breaks all endpoints. Requests end during later calls to progress. Nothing can be sent or taken afterwards.
   void disconnect();
 
   // The next piece from a rank, or nothing yet.
