@@ -33,9 +33,11 @@ function(lockstep_settings target)
   target_include_directories(${target} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
     PRIVATE ${PROJECT_SOURCE_DIR}/src)
   set_target_properties(${target} PROPERTIES UNITY_BUILD_MODE GROUP)
-  # g++ 12 sees overflows that are none in inlined string concatenation (GCC bug 105651), and takes the files of a unity
-  # build, in which a type of an anonymous namespace is seen once, for headers.
-  target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-stringop-overflow -Wno-array-bounds -Wno-restrict -Wno-subobject-linkage>)
+  # g++ 12 sees overflows that are none in inlined string concatenation (GCC bug 105651).
+  target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-stringop-overflow -Wno-array-bounds -Wno-restrict>)
+  if(CMAKE_UNITY_BUILD)  # whose files g++ takes for headers, in which no type of an unnamed namespace may be a member
+    target_compile_options(${target} PRIVATE $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage>)
+  endif()
   # -fno-math-errno lets the compiler vectorize square roots; nothing here reads errno after mathematics.
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-missing-field-initializers -Werror
     -fno-math-errno)

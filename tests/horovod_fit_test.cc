@@ -70,20 +70,52 @@ TEST(HorovodFit, RanksTogetherAreOneProcessOnAllExamples) {
 }
 
 // Without Horovod: each process gives all the data, and trains on its part of every batch.
+Optimizer with_ranks(const Group& group) {
+  auto options = adam().options();
+  options.gradient_ranks = GradientRanks{.ranks = group, .own_data = false};
+  return {adam().shared_rule(), options};
+}
+
 TEST(RanksOfAnOptimizer, DivideTheSameData) {
   const auto initial = (fresh_folder("horovod_fit", "divided") / "initial").string();
-  const auto expected = alone(13, adam(), initial);
-  for (const int ranks : {2, 3}) {
-    ddp::on_ranks(ranks, [&](const Group& group) {
-      const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
-      auto options = adam().options();
-      options.gradient_ranks = GradientRanks{.ranks = group, .own_data = false};
-      auto model = make_model(at::kDouble, Optimizer(adam().shared_rule(), options));
-      model.load_weights(initial);
-      model.fit(data_of(0, 1), {.epochs = 13, .verbose = 0});
-      EXPECT_LE(largest_difference(weights_of(model), expected), 1e-9);
-    });
+  const auto data = data_of(0, 1).shuffle(20, {.seed = 3});
+  const auto train = [&](const Optimizer& optimizer) {
+    auto model = make_model(at::kDouble, optimizer);
+    model.load_weights(initial);
+    model.fit(data, {.epochs = 6, .verbose = 0});
+    auto batches = data.iterate();
+    for (int i = 0; i < 3; ++i) model.train_on_batch(*batches.next());
+    return weights_of(model);
+  };
+  alone(1, adam(), initial);
+  std::vector<Tensor> expected;
+  {
+    const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
+    expected = train(adam());
   }
+  for (const auto& devices : {std::vector<std::string>{"cpu:0"}, {"cpu:0", "cpu:1"}}) {
+    for (const int ranks : {2, 3}) {
+      ddp::on_ranks(ranks, [&](const Group& group) {
+        const auto scope = MirroredStrategy({.devices = devices}).scope();
+        EXPECT_LE(largest_difference(train(with_ranks(group)), expected), 1e-9);
+      });
+    }
+  }
+}
+
+TEST(RanksOfAnOptimizer, BeginWithTheSameParameters) {
+  std::vector<std::string> said(2);
+  ddp::on_ranks(2, [&](const Group& group) {
+    const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
+    auto model = make_model(at::kDouble, with_ranks(group));
+    if (group.rank() == 1) {
+      const at::NoGradGuard no_gradient;
+      unwrap(model.module()).parameter(0, 0).add_(1);
+    }
+    said[static_cast<std::size_t>(group.rank())] =
+        message_of<InvalidArgument>([&] { model.fit(data_of(0, 1), {.verbose = 0}); });
+  });
+  for (const auto& one : said) expect_says(one, "differ");
 }
 
 TEST(HorovodFit, BroadcastGivesAllWhatRootRestored) {

@@ -35,13 +35,15 @@ def check(path):
         where = f"{path}:{number}"
         if LEFTOVERS.search(line):
             problems.append(f"{where}: a leftover marker")
-        if module in WITHOUT_TORCH and TORCH.search(line):
+        if (module in WITHOUT_TORCH or (public and "Torch-free" in "".join(lines[:2]))) and TORCH.search(line):
             problems.append(f"{where}: torch is not for this module")
         if public and BROAD.search(line):
             problems.append(f"{where}: too broad for a public header")
         included = re.match(r'#include "(?:lockstep/(?=\w+/))?(?!lockstep/)([a-z_]+)/', line)
         if path.suffix == ".cc" and module and not path.stem.endswith("_test") and re.match(r'#include ".*_testing\.h"', line):
             problems.append(f"{where}: a helper for tests in a source that is none")
+        if module and not path.stem.endswith("_test") and (front := re.match(r'#include "lockstep/(\w+)\.h"', line)) and front.group(1) != module:
+            problems.append(f"{where}: the library's own sources include the headers that they need")
         namespace = re.match(r"namespace lockstep(?:::(\w+))?", line)
         if module and namespace and namespace.group(1) not in {None, "internal", module}:
             problems.append(f"{where}: the namespace of another module")

@@ -5,7 +5,7 @@
 //   hvd::init();
 //   torch::optim::SGD sgd(net->parameters(), 0.01 * hvd::size());
 //   hvd::broadcast_parameters(*net, 0);
-//   hvd::DistributedOptimizer optimizer(sgd);          // horovod_optimizer.h
+//   hvd::DistributedOptimizer optimizer(sgd);          // lockstep/horovod/optimizer.h
 //
 // Processes are found as by MultiWorkerMirroredStrategy (docs/launching.md): started by mpirun, `lockstep run`, srun,
 // torchrun or by hand. Every rank makes the same calls in the same order, whichever threads make them. Before each call

@@ -22,6 +22,7 @@ class ChildProcess {
     int ends[2];
     if (::pipe(ends) != 0) throw std::runtime_error("no pipe");
     pid_ = ::fork();
+    if (pid_ < 0) throw std::runtime_error("no process");
     if (pid_ == 0) {
       ::close(ends[0]);
       std::string said;
@@ -39,8 +40,10 @@ class ChildProcess {
   ChildProcess(const ChildProcess&) = delete;
   ChildProcess& operator=(const ChildProcess&) = delete;
   ~ChildProcess() {
-    ::kill(pid_, SIGKILL);
-    if (!ended_) said();
+    if (!ended_) {
+      ::kill(pid_, SIGKILL);
+      said();
+    }
     ::close(out_);
   }
 

@@ -2,6 +2,8 @@
 // lock that the thread holds: of the sanitizers' allocators, for one, which glibc's atfork handlers do not know.
 #pragma once
 
+#include <signal.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <string>
@@ -16,10 +18,10 @@ namespace lockstep::cluster {
 class StoreProcess {
  public:
   // At a port that was free a moment ago. Store::connect waits for it.
-  explicit StoreProcess(const Access& access = access_of_environment())
-      : StoreProcess(free_address(access), access) {}
+  explicit StoreProcess(const Access& access = access_of_environment()) : StoreProcess(free_address(access), access) {}
   explicit StoreProcess(std::string address, const Access& access = access_of_environment())
       : address_(std::move(address)), holder_([this, &access]() -> std::string {
+          ::prctl(PR_SET_PDEATHSIG, SIGKILL);
           const auto store = Store::hold(address_, access);
           for (;;) ::pause();
         }) {}

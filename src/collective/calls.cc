@@ -76,7 +76,7 @@ void check_call(const Call& call, int rank, int size) {
     if (buffer.data == nullptr && buffer.count > 0) {
       throw InvalidArgument(text(name_of(call.kind), ": a buffer of ", words_of(buffer), " has no data"));
     }
-    if (buffer.device != MemoryDevice()) {
+    if (buffer.device.type != MemoryDevice::Type::host) {
       throw InvalidArgument(text(name_of(call.kind), ": a buffer of ", words_of(buffer), " is on ",
                                  name_of(buffer.device), "; this Group moves memory of the host: copy it there first"));
     }

@@ -70,6 +70,9 @@ class GradientPath {
   // The processes whose gradients are summed: the strategy's, or those that came with the optimizer (GradientRanks).
   const Communicator& ranks() const { return ranks_; }
 
+  // Steps between comparisons of what these processes have; 0: never, or this process is alone.
+  std::int64_t compare_copies_every() const { return compare_copies_every_; }
+
   // Whether each of them trains on data of its own.
   bool own_data() const {
     const auto& ranks = updater_.optimizer().options().gradient_ranks;

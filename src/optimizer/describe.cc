@@ -45,11 +45,16 @@ std::string describe(const Optimizer& optimizer) {
   std::vector<std::string> rates;
   for (const std::int64_t iteration : {0, 1, 1000}) rates.push_back(exact(options.learning_rate.at(iteration)));
   const auto& scale = options.loss_scale;
+  const auto& ranks = options.gradient_ranks;
   return text("rule ", optimizer.rule().name(), "\nstates ", states_of(optimizer.rule()),
               "\nlearning rates at iterations 0, 1, 1000 ", join(rates), "\nweight_decay ",
               text_of(options.weight_decay), "\nclipnorm ", text_of(options.clipnorm), "\nclipvalue ",
               text_of(options.clipvalue), "\nglobal_clipnorm ", text_of(options.global_clipnorm), "\nloss scale ",
               scale ? text(scale->initial_scale, " growing every ", scale->dynamic_growth_steps) : "none",
+              "\ngradient_ranks ",
+              ranks ? text("own_data ", ranks->own_data, ", sum ", ranks->sum, ", gradient_dtype ",
+                           ranks->gradient_dtype ? name_of(*ranks->gradient_dtype) : "none")
+                    : "none",
               "\nhyperparameters, by what three numbers become ", result_of(optimizer));
 }
 

@@ -53,9 +53,6 @@ class StrategyImpl {
   int first_replica() const { return replicas() * workers_.rank(); }           // of this process, among all
   const Communicator& workers() const { return workers_; }
 
-  // Steps between comparisons of the workers' copies; 0: never, or this process is alone.
-  std::int64_t compare_copies_every() const { return settings_.workers ? settings_.workers->compare_copies_every : 0; }
-
   std::shared_ptr<GradientPath> make_gradient_path(const Optimizer& optimizer,
                                                    std::shared_ptr<ReplicatedParameters> parameters) const;
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(settings_.timeout_seconds)); }

@@ -96,7 +96,7 @@ class Fit {
 
   void compare_workers() const {
     if (own_data() || peers().size() == 1) return;
-    const auto replicas = this->replicas();
+    const auto replicas = impl_.replicas();
     const auto first = strategy::first_element(data_, replicas);
     const auto policy = data_.options().auto_shard_policy;
     const bool own = strategy::reads_its_own(data_, replicas);  // then only the shape of an example must be the same
@@ -130,7 +130,7 @@ class Fit {
   // Where all workers must read the same batches, checks that they do: in the first step of each epoch, and as often as
   // their copies are compared.
   void compare_batches() const {
-    const auto every = unwrap(impl_.strategy).compare_copies_every();
+    const auto every = impl_.gradients->compare_copies_every();
     if (peers().size() == 1 || iterator_->is_spread() || every == 0) return;
     if (progress().batch != 1 && impl_.steps % every != 0) return;
     peers().check_all_agree("data", text("a batch with the hash ", iterator_->element_hash(), " at step ",
@@ -140,13 +140,10 @@ class Fit {
   // Throws where ranks begin at different steps, as when one restored a checkpoint alone.
   void compare_states() const {
     if (!has_other_fits()) return;
+    if (!own_data()) impl_.parameters->compare_copies(peers());
     peers().check_all_agree(
         "starting points (broadcast what one restored at the beginning of the training)",
         text("step ", model_.iterations(), "\nepoch ", impl_.progress.epoch, "\nbatch ", impl_.progress.batch));
-  }
-
-  internal::LocalReplicas replicas() const {
-    return {unwrap(impl_.strategy).torch_devices(), own_data() ? Communicator() : peers(), peers()};
   }
 
   void build_for_first_batch() {
@@ -193,7 +190,7 @@ class Fit {
   std::int64_t steps_of_an_epoch() const {
     if (options_.steps_per_epoch == FitOptions::kEndless) return -1;
     if (options_.steps_per_epoch > 0) return options_.steps_per_epoch;
-    const auto mine = std::max<std::int64_t>(-1, strategy::distribute(data_, replicas()).cardinality());
+    const auto mine = std::max<std::int64_t>(-1, strategy::distribute(data_, impl_.replicas()).cardinality());
     return own_data() ? longest(mine) : mine;
   }
 
@@ -228,7 +225,7 @@ class Fit {
   // With steps_per_epoch, one iterator serves all epochs.
   DistributedIterator& open_data() {
     if (iterator_ && options_.steps_per_epoch > 0) return *iterator_;
-    const auto data = strategy::distribute_ahead(data_, replicas());
+    const auto data = strategy::distribute_ahead(data_, impl_.replicas());
     if (goes_on_with_other_batches(data)) {
       iterator_.emplace(data.iterate_from({progress().position.epoch, progress().examples}));
       progress().batch_size = 0;
@@ -242,7 +239,7 @@ class Fit {
   // Whether the restored position counts batches of another size, so that it must be found by examples. Throws where it
   // cannot be found in this data.
   bool goes_on_with_other_batches(const DistributedDataset& data) {
-    const auto local = replicas();
+    const auto local = impl_.replicas();
     const int readers = data.is_spread() ? local.workers.size() : 1;
     auto& now = progress();
     const int readers_then = std::exchange(now.readers, readers);

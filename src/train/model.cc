@@ -100,7 +100,7 @@ Logs Model::train_on_batch(const Example& batch) {
   impl_->require_trainable();
   impl_->gradients->prepare();
   impl_->tracker->reset();
-  auto parts = strategy::split_batch(batch, unwrap(impl_->strategy).local_replicas());
+  auto parts = strategy::split_batch(batch, impl_->replicas());
   impl_->tracker->add_batch(impl_->train_batch(parts, *impl_->tracker));
   return impl_->tracker->logs();
 }

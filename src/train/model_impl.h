@@ -74,7 +74,9 @@ class ModelImpl {
   // and compile.
   const Communicator& peers() const { return gradients->ranks(); }
 
-  // The replica's number among all that share the data.
+  // This process's replicas among those that share the data, and a replica's number among them. After build and
+  // compile.
+  internal::LocalReplicas replicas() const;
   int number_of(const ReplicaContext& replica) const;
 
   // Collective over the workers. The chief reads the file for all workers, and writes what save_state returns.

@@ -68,9 +68,13 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
   }
 }
 
+internal::LocalReplicas ModelImpl::replicas() const {
+  return {unwrap(strategy).torch_devices(), gradients->own_data() ? Communicator() : peers(), peers()};
+}
+
 int ModelImpl::number_of(const ReplicaContext& replica) const {
-  const int first = gradients->own_data() ? 0 : peers().rank() * strategy.num_local_replicas();
-  return first + replica.local_replica_id();
+  const auto all = replicas();
+  return all.workers.rank() * all.count() + replica.local_replica_id();
 }
 
 train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, train::Tracker& into) {

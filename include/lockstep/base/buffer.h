@@ -51,27 +51,38 @@ struct Buffer {
 
 namespace internal {
 template <class T>
-consteval DType dtype_of() {
-  if constexpr (std::is_same_v<T, float>) return DType::float32;
-  if constexpr (std::is_same_v<T, double>) return DType::float64;
-  if constexpr (std::is_same_v<T, std::int32_t>) return DType::int32;
-  if constexpr (std::is_same_v<T, std::int64_t>) return DType::int64;
-  if constexpr (std::is_same_v<T, std::uint8_t>) return DType::uint8;
-  if constexpr (std::is_same_v<T, std::int8_t>) return DType::int8;
-  if constexpr (std::is_same_v<T, std::int16_t>) return DType::int16;
-  if constexpr (std::is_same_v<T, bool>) return DType::boolean;
-}
+inline constexpr auto dtype_of = nullptr;  // there is none
+template <>
+inline constexpr auto dtype_of<float> = DType::float32;
+template <>
+inline constexpr auto dtype_of<double> = DType::float64;
+template <>
+inline constexpr auto dtype_of<std::int32_t> = DType::int32;
+template <>
+inline constexpr auto dtype_of<std::int64_t> = DType::int64;
+template <>
+inline constexpr auto dtype_of<std::uint8_t> = DType::uint8;
+template <>
+inline constexpr auto dtype_of<std::int8_t> = DType::int8;
+template <>
+inline constexpr auto dtype_of<std::int16_t> = DType::int16;
+template <>
+inline constexpr auto dtype_of<bool> = DType::boolean;
+
+template <class T>
+concept Element = std::is_same_v<decltype(dtype_of<std::remove_const_t<T>>), const DType>;
 }  // namespace internal
 
-// Of a span, vector or array of float, double, bool or an integer type that DType has: a Buffer, or a ConstBuffer where
-// its elements are const.
-template <class Values>
-requires requires(Values& values) { std::span(values); }
-auto buffer_of(Values&& values) {
-  const auto span = std::span(values);
-  using T = typename decltype(span)::element_type;
+// Of a span, or of a vector or array that outlives it, of float, double, bool or an integer type that DType has: a
+// Buffer, or a ConstBuffer where its elements are const.
+template <internal::Element T, std::size_t size>
+auto buffer_of(std::span<T, size> values) {
   using To = std::conditional_t<std::is_const_v<T>, ConstBuffer, Buffer>;
-  return To{span.data(), span.size(), internal::dtype_of<std::remove_const_t<T>>()};
+  return To{values.data(), values.size(), internal::dtype_of<std::remove_const_t<T>>};
+}
+template <class Values>
+auto buffer_of(Values& values) -> decltype(buffer_of(std::span(values))) {
+  return buffer_of(std::span(values));
 }
 
 }  // namespace lockstep

@@ -64,14 +64,16 @@ struct LossScaleOptions {
 };
 
 // Processes that sum their gradients in every step, where the strategy itself has no workers: what
-// horovod::DistributedOptimizer sets. Metrics, logs and checkpoints are each process's own.
+// horovod::DistributedOptimizer sets. They begin with equal parameters. Metrics, logs, running statistics and
+// checkpoints are each process's own. All processes give the same options.
 struct GradientRanks {
   Communicator ranks;
-  // Whether each process gives `fit` data of its own, as Horovod's programs do; one whose data end sooner takes part in
-  // the others' steps without examples. Else all give the same data, which are divided by the AutoShardPolicy.
-  bool own_data = true;
   bool sum = false;                          // update by the processes' sum, instead of their mean
   std::optional<DType> gradient_dtype = {};  // DType::float16 or DType::bfloat16: what float gradients are sent as
+
+  // Whether each process trains on data of its own, as Horovod's programs do; one whose data end sooner takes part in
+  // the others' steps without examples. Else all give the same data, which are divided by the AutoShardPolicy.
+  bool own_data = true;
 };
 
 // What every optimizer can do besides its rule. At most one kind of clipping.
