@@ -345,7 +345,7 @@ TEST(Launch, AHangupEndsTheJobAsAnyWishThatItShouldEndAndIsSaid) {
 }
 
 // The process that ends what is left was killed: the launcher goes on.
-TEST(Launch, LivesWithoutItsGuardian) {
+TEST(Launch, LivesWithoutItsReaper) {
   auto job = run({"-n", "1"}, "echo ready; sleep 1; echo done");
   job.wait_for_line("[0] ready", kSoon);
   std::vector<pid_t> killed;
@@ -364,7 +364,7 @@ TEST(Launch, LivesWithoutItsGuardian) {
     std::getline(std::ifstream(text("/proc/", process, "/comm")), command);
     if (parent == job.pid() && command == "lockstep") killed.push_back(process);
   }
-  ASSERT_EQ(killed.size(), 1U);  // the guardian is a copy of the launcher
+  ASSERT_EQ(killed.size(), 1U);  // the reaper is a copy of the launcher
   kill(killed[0], SIGKILL);
   const auto& output = job.wait_for_end(kSoon);
   expect_has(output, "[0] done\n");
