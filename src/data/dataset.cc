@@ -3,6 +3,7 @@
 #include "base/text.h"
 #include "data/idx.h"
 #include "data/stage.h"
+#include "data/table_builder.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep {
