@@ -1,8 +1,9 @@
 """The rows of the other benchmarks, but against another build of Lockstep in the place of the peers: has anything become slower?
 
-    benchmarks/bench_before.py --before /path/to/another/checkout/build/release [--rounds 5] [--only TEXT]
+    benchmarks/bench_before.py --before /path/to/another/checkout/build/release [--rounds 5] [--only TEXT] [--skip OPTION]
 
-Both builds need the targets lockstep_cli, train_step, ddp_step and dataset. The rows of hosts need root.
+--skip leaves out the programs that are given an option which the other build does not have. Both builds need the targets lockstep_cli, train_step,
+ddp_step and dataset. The rows of hosts need root.
 """
 import argparse
 import dataclasses
@@ -29,7 +30,7 @@ def of_build(value, build):
     return value
 
 
-def rows(build):
+def rows(build, skip):
     """Each of our programs once for each figure that a row takes of it."""
     seen = set()
     for script in (bench_step, bench_collectives, bench_workers):
@@ -37,7 +38,7 @@ def rows(build):
             for program, figure in ((row.ours, row.of_ours), (row.peer, row.of_peer)):
                 name = (program, figure.__name__, getattr(figure, "__closure__", None) and figure.__closure__[0].cell_contents)
                 before = of_build(program, build)
-                if before == program or name in seen or "fma_peak" in str(program):
+                if before == program or name in seen or "fma_peak" in str(program) or (skip and skip in str(program)):
                     continue
                 seen.add(name)
                 what = f"{script.__name__}: {row.work}" + ("" if program is row.ours else f" ({row.against})")
@@ -53,5 +54,6 @@ def run(program):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--before", type=pathlib.Path, required=True)
+    parser.add_argument("--skip", default="")
     known, _ = parser.parse_known_args()
-    rounds.main(__doc__, list(rows(str(known.before.resolve()))), run, parser)
+    rounds.main(__doc__, list(rows(str(known.before.resolve()), known.skip)), run, parser)

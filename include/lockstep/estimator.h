@@ -143,7 +143,7 @@ class StopAtStepHook : public Callback {
   void on_train_begin() override;
   void on_train_batch_begin(std::int64_t batch) override;
   void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
-  Turn turn() const override { return Turn::needs_state; }
+  Order order() const override { return Order::needs_state; }
 
  private:
   StopAtStepOptions options_;

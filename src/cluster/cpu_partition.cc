@@ -48,11 +48,11 @@ std::vector<int> CpuPartition::cpus() const {
   return {all.begin() + count * rank / size, all.begin() + count * (rank + 1) / size};
 }
 
-void keep_to_partition(const CpuPartition& share) {
-  const auto cpus = share.cpus();
-  const int count = share.usable_cpu_count();
+void keep_to_partition(const CpuPartition& partition) {
+  const auto cpus = partition.cpus();
+  const int count = partition.usable_cpu_count();
   pin_current_thread(cpus);
-  share_memory_among(share.size);
+  share_memory_among(partition.size);
   MutexLock lock(given().mutex);
   given().cpus = cpus;
   given().usable = count;

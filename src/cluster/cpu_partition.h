@@ -27,7 +27,7 @@ struct CpuPartition {
 
 // From now on this process has no more than its share of what it had at its start. For the thread that calls and those
 // that it starts later.
-void keep_to_partition(const CpuPartition& share);
+void keep_to_partition(const CpuPartition& partition);
 
 // Whether whoever started the processes gave this one cores that no other of its host may use, as mpirun does. All
 // members call it.

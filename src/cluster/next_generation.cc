@@ -11,7 +11,7 @@ namespace {
 constexpr std::chrono::seconds kToRead(5);
 const std::string kLost = "lost", kOn = "on ";
 
-// A rank's entry in the store is its host, or that it is lost. The first value written stands, so that all ranks find
+// A rank's entry in the store is its host, or that it is lost. The first value written is kept, so that all ranks find
 // the same members, whenever they read.
 class Register {
  public:
@@ -20,7 +20,7 @@ class Register {
     for (int r = 0; r < world.size; ++r) keys_.push_back(text("rank ", r));
   }
 
-  // Sets the entry where there is none; returns the entry that stands.
+  // Sets the entry where there is none; returns the entry that is kept.
   std::string enter(int rank, const std::string& value, Deadline deadline) const {
     return store_.compare_set(keys_[static_cast<std::size_t>(rank)], "", value, deadline);
   }

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t kLongestItem = 1 << 20;
 // Extra time after a call's deadline in which the store may say which keys are missing.
-constexpr std::chrono::seconds kForTheReason(1);
+constexpr std::chrono::seconds kExtraForReason(1);
 
 }  // namespace
 
@@ -48,7 +48,7 @@ Answer read_answer(const FileDescriptor& socket, Deadline deadline) {
   transport::read_all(socket, std::as_writable_bytes(std::span(bytes)), deadline);
   auto items = cluster::unpack(bytes);
   if (!items) throw ClusterError("an answer that cannot be read");
-  const bool has_reason = frame.code == cluster::StoreFrame::refused || frame.code == cluster::StoreFrame::abandoned;
+  const bool has_reason = frame.code == cluster::StoreFrame::refused || frame.code == cluster::StoreFrame::failed;
   if (has_reason && items->empty()) throw ClusterError("an answer without a reason");
   return {frame.code, std::move(*items)};
 }
@@ -94,9 +94,9 @@ std::string Store::compare_set(const std::string& key, const std::string& expect
   return state_->ask(cluster::StoreFrame::compare_set, {prefix_ + key, expected, desired}, deadline, 1)[0];
 }
 
-void Store::abandon(const std::string& prefix, const std::string& reason, Deadline deadline,
-                    const std::string& suffix) const {
-  state_->ask(cluster::StoreFrame::abandon, {prefix_ + prefix, suffix, reason}, deadline);
+void Store::fail_waiters(const std::string& prefix, const std::string& reason, Deadline deadline,
+                         const std::string& suffix) const {
+  state_->ask(cluster::StoreFrame::fail_waiters, {prefix_ + prefix, suffix, reason}, deadline);
 }
 
 std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadline deadline) const {
@@ -106,7 +106,7 @@ std::vector<std::string> Store::get(const std::vector<std::string>& keys, Deadli
   try {
     return state_->ask(cluster::StoreFrame::get, whole, deadline, static_cast<int>(whole.size()));
   } catch (const DeadlineExceeded&) {
-    const auto missing = state_->ask(cluster::StoreFrame::missing, whole, Deadline::after(kForTheReason));
+    const auto missing = state_->ask(cluster::StoreFrame::missing, whole, Deadline::after(kExtraForReason));
     std::vector<int> places;
     for (const auto& key : missing) {
       places.push_back(static_cast<int>(std::find(whole.begin(), whole.end(), key) - whole.begin()));
@@ -142,7 +142,7 @@ std::vector<std::string> Store::State::ask(std::uint32_t code, const std::vector
   }
   if (answer.code == cluster::StoreFrame::refused)
     throw ClusterError(text("the store at ", address, ": ", answer.items[0]));
-  if (answer.code == cluster::StoreFrame::abandoned) throw ClusterError(answer.items[0]);
+  if (answer.code == cluster::StoreFrame::failed) throw ClusterError(answer.items[0]);
   if (answers >= 0 && answer.items.size() != static_cast<std::size_t>(answers)) {
     throw ClusterError(
         text("the store at ", address, " answered with ", answer.items.size(), " strings, not ", answers));

@@ -59,7 +59,7 @@ std::string StoreBootstrap::group(std::int64_t number) const { return text(gener
 
 void StoreBootstrap::give_up(const std::string& reason) const {
   try {
-    store_.abandon(group_, text("rank ", rank(), ": ", reason), for_last_words());
+    store_.fail_waiters(group_, text("rank ", rank(), ": ", reason), for_last_words());
   } catch (const Error&) {
     // The other ranks have deadlines of their own.
   }
@@ -67,7 +67,7 @@ void StoreBootstrap::give_up(const std::string& reason) const {
 
 // Ranks that wait for the first group get the error. Ranks that already have that group go on.
 void StoreBootstrap::refuse(const std::string& reason) const {
-  store_.abandon(group(1), reason, for_last_words());
+  store_.fail_waiters(group(1), reason, for_last_words());
   throw ClusterError(reason);
 }
 

@@ -102,8 +102,8 @@ void StoreServer::carry_out(Client& client, std::uint32_t code, const std::vecto
     return answer(client, StoreFrame::done, {});
   }
   if (code == StoreFrame::add && items.size() == 2) {
-    const auto stands = values_.find(items[0]);
-    const auto number = stands == values_.end() ? std::optional<std::int64_t>(0) : whole_number(stands->second);
+    const auto found = values_.find(items[0]);
+    const auto number = found == values_.end() ? std::optional<std::int64_t>(0) : whole_number(found->second);
     const auto difference = whole_number(items[1]);
     std::int64_t sum = 0;
     if (!number || !difference || __builtin_add_overflow(*number, *difference, &sum)) {
@@ -114,12 +114,12 @@ void StoreServer::carry_out(Client& client, std::uint32_t code, const std::vecto
     return answer(client, StoreFrame::done, {values_[items[0]] = std::to_string(sum)});
   }
   if (code == StoreFrame::compare_set && items.size() == 3) {
-    const auto stands = values_.find(items[0]);
-    const auto& value = stands == values_.end() ? std::string() : stands->second;
+    const auto found = values_.find(items[0]);
+    const auto& value = found == values_.end() ? std::string() : found->second;
     return answer(client, StoreFrame::done, {value == items[1] ? values_[items[0]] = items[2] : value});
   }
-  if (code == StoreFrame::abandon && items.size() == 3) {
-    abandoned_.push_back({items[0], items[1], items[2]});
+  if (code == StoreFrame::fail_waiters && items.size() == 3) {
+    failures_.push_back({items[0], items[1], items[2]});
     return answer(client, StoreFrame::done, {});
   }
   if (code == StoreFrame::get && !items.empty()) {
@@ -143,7 +143,7 @@ void StoreServer::answer_waiting() {
     if (has_all(client->awaited)) {
       answer(*client, StoreFrame::done, values_of(client->awaited));
     } else if (const auto* reason = reason_not_to_wait_for(client->awaited)) {
-      answer(*client, StoreFrame::abandoned, {*reason});
+      answer(*client, StoreFrame::failed, {*reason});
     } else {
       continue;
     }
@@ -181,7 +181,7 @@ bool StoreServer::has_all(const std::vector<std::string>& keys) const {
 const std::string* StoreServer::reason_not_to_wait_for(const std::vector<std::string>& keys) const {
   for (const auto& key : keys) {
     if (values_.contains(key)) continue;
-    for (const auto& [prefix, suffix, reason] : abandoned_) {
+    for (const auto& [prefix, suffix, reason] : failures_) {
       if (key.starts_with(prefix) && key.ends_with(suffix)) return &reason;
     }
   }

@@ -19,7 +19,7 @@ transport::Greeting store_greeting();
 // What goes over a connection then, both ways; `length` bytes follow, a packed list of strings.
 struct StoreFrame {
   static constexpr std::uint32_t kLongest = 4 << 20;
-  enum Code : std::uint32_t { set, get, missing, add, compare_set, abandon, done, refused, abandoned };
+  enum Code : std::uint32_t { set, get, missing, add, compare_set, fail_waiters, done, refused, failed };
 
   std::uint32_t code = done;
   std::uint32_t length = 0;
@@ -46,7 +46,7 @@ class StoreServer {
     bool closed = false;
   };
 
-  struct Abandoned {  // keys with this prefix and suffix
+  struct WaitersFailure {  // keys with this prefix and suffix
     std::string prefix, suffix, reason;
   };
 
@@ -67,7 +67,7 @@ class StoreServer {
   FileDescriptor stop_;  // an eventfd
   std::string address_;
   std::map<std::string, std::string> values_;     // of the thread
-  std::vector<Abandoned> abandoned_;              // of the thread
+  std::vector<WaitersFailure> failures_;          // of the thread
   std::vector<std::unique_ptr<Client>> clients_;  // of the thread
   std::jthread thread_;
 };

@@ -45,8 +45,8 @@ pid_t launcher() {
   return 0;
 }
 
-void wait_and_end(const FileDescriptor& life) {
-  pollfd ended{life.get(), POLLIN, 0};
+void wait_and_end(const FileDescriptor& pidfd) {
+  pollfd ended{pidfd.get(), POLLIN, 0};
   while (poll(&ended, 1, -1) != 1) {
   }
   log_warning("the mpirun that started this process is gone: it ends");
@@ -62,9 +62,9 @@ void end_with_launcher() {
   if (called.exchange(true)) return;
   const pid_t process = launcher();
   if (process == 0) return;
-  FileDescriptor life(static_cast<int>(syscall(SYS_pidfd_open, process, 0)));
-  if (!life.open()) return;
-  std::thread([life = std::move(life)] { wait_and_end(life); }).detach();
+  FileDescriptor pidfd(static_cast<int>(syscall(SYS_pidfd_open, process, 0)));
+  if (!pidfd.open()) return;
+  std::thread([pidfd = std::move(pidfd)] { wait_and_end(pidfd); }).detach();
 }
 
 }  // namespace lockstep::cluster

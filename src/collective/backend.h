@@ -32,7 +32,7 @@ class GroupBackend {
   // As Group::allocate. Any thread.
   virtual Memory allocate(std::size_t bytes) = 0;
 
-  // Fails the running operation and all later ones, on every rank. Any thread. The first failure stands.
+  // Fails the running operation and all later ones, on every rank. Any thread. The first failure is kept.
   virtual void fail(const Failure& failure) = 0;
 };
 

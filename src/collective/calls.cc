@@ -48,6 +48,17 @@ void require_parts(const Call& call, const char* name, const ConstBuffer& whole,
   if (has_whole) require_count(call, name, whole, all);
 }
 
+void require_host_memory(const Call& call, const ConstBuffer& buffer) {
+  size_of(buffer.dtype);  // throws for a dtype that does not exist
+  if (buffer.data == nullptr && buffer.count > 0) {
+    throw InvalidArgument(text(name_of(call.kind), ": a buffer of ", words_of(buffer), " has no data"));
+  }
+  if (buffer.device.type != MemoryDevice::Type::host) {
+    throw InvalidArgument(text(name_of(call.kind), ": a buffer of ", words_of(buffer), " is on ",
+                               name_of(buffer.device), "; this Group moves memory of the host: copy it there first"));
+  }
+}
+
 void require_dtype(const Call& call) {
   if (call.input.dtype == call.output.dtype) return;
   throw InvalidArgument(text(name_of(call.kind), ": the input is ", words_of(call.input), ", the output ",
@@ -71,16 +82,8 @@ void check_call(const Call& call, int rank, int size) {
   if (is_message(call) && at_root) {
     throw InvalidArgument(text(name_of(call.kind), ": rank ", rank, " names itself; nothing is sent to oneself"));
   }
-  for (const auto& buffer : {call.input, ConstBuffer(call.output)}) {
-    size_of(buffer.dtype);  // throws for a dtype that does not exist
-    if (buffer.data == nullptr && buffer.count > 0) {
-      throw InvalidArgument(text(name_of(call.kind), ": a buffer of ", words_of(buffer), " has no data"));
-    }
-    if (buffer.device.type != MemoryDevice::Type::host) {
-      throw InvalidArgument(text(name_of(call.kind), ": a buffer of ", words_of(buffer), " is on ",
-                                 name_of(buffer.device), "; this Group moves memory of the host: copy it there first"));
-    }
-  }
+  require_host_memory(call, call.input);
+  require_host_memory(call, call.output);
   require_dtype(call);
   if (is_reduction(call.kind)) require_operator(call);
   require_length(call, call.counts, size);

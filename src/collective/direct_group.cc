@@ -63,16 +63,16 @@ const char* DirectGroup::exchange(std::span<const Call> calls, Deadline deadline
 }
 
 // Shows my call, waits for the others', and throws on every rank where they differ.
-DirectGroup::Way DirectGroup::exchange_descriptors(const Call& call, Deadline deadline) {
+DirectGroup::Path DirectGroup::exchange_descriptors(const Call& call, Deadline deadline) {
   const char* operation = name_of(call.kind);
   member_->check();
-  see_new();
+  map_new_segments();
   ++posted_;
   auto& mine = descriptor(rank());
   mine.signature = signature_of(call);
   mine.input_bytes = input_bytes_of(call, rank());
-  mine.input_at = mine.input_bytes == 0 ? 0 : place_of(call.input);
-  mine.output_at = call.output.count == 0 ? 0 : place_of(call.output);
+  mine.input_at = mine.input_bytes == 0 ? 0 : offset_of(call.input);
+  mine.output_at = call.output.count == 0 ? 0 : offset_of(call.output);
   if (mine.input_bytes <= CallDescriptor::kSmall) copy_bytes(mine.payload(), bytes_of(call.input), mine.input_bytes);
   fail_point("direct.before_descriptor");
   mine.sequence.set(posted_);
@@ -89,7 +89,7 @@ DirectGroup::Way DirectGroup::exchange_descriptors(const Call& call, Deadline de
     small = small && other.input_bytes <= CallDescriptor::kSmall;
     direct = direct && other.input_at != CallDescriptor::kPrivate && other.output_at != CallDescriptor::kPrivate;
   }
-  return small ? Way::small : direct ? Way::direct : Way::staged;
+  return small ? Path::small : direct ? Path::direct : Path::staged;
 }
 
 void DirectGroup::synchronize(const char* operation, Deadline deadline) {
@@ -139,10 +139,10 @@ void DirectGroup::reduce_into(const Call& call, std::size_t count, const InputOf
 }
 
 const char* DirectGroup::reduce(const Call& call, Deadline deadline) {
-  const auto way = exchange_descriptors(call, deadline);
+  const auto path = exchange_descriptors(call, deadline);
   const auto element = size_of(call.input.dtype);
   outputs_.clear();
-  if (way == Way::small) {
+  if (path == Path::small) {
     const bool whole = everyone_gets(call) || (call.kind == Kind::reduce && rank() == call.peer);
     const Slice wanted = whole                               ? Slice{0, call.input.count}
                          : call.kind == Kind::reduce_scatter ? my_slice(call)
@@ -153,7 +153,7 @@ const char* DirectGroup::reduce(const Call& call, Deadline deadline) {
         outputs_);
     return "direct, small";
   }
-  if (way == Way::staged) {
+  if (path == Path::staged) {
     reduce_staged(call, deadline);
     return "direct, staged";
   }
@@ -162,13 +162,13 @@ const char* DirectGroup::reduce(const Call& call, Deadline deadline) {
   if (call.kind == Kind::reduce_scatter) outputs_.push_back(call.output.data);
   for (int r = 0; r < size() && call.kind != Kind::reduce_scatter; ++r) {
     if (!everyone_gets(call) && r != call.peer) continue;
-    outputs_.push_back(at_place(r, descriptor(r).output_at, call.input.bytes()) + begin);
+    outputs_.push_back(address_at(r, descriptor(r).output_at, call.input.bytes()) + begin);
   }
   {
     const transport::SpaceMember::RemoteAccess here(*member_);
     fail_point("direct.remote_access");
     reduce_into(
-        call, range.count(), [&](int r) { return at_place(r, descriptor(r).input_at, call.input.bytes()) + begin; },
+        call, range.count(), [&](int r) { return address_at(r, descriptor(r).input_at, call.input.bytes()) + begin; },
         outputs_);
   }
   synchronize(name_of(call.kind), deadline);
@@ -228,24 +228,24 @@ const char* DirectGroup::pull(const Call& call, Deadline deadline) {
   if (call.kind == Kind::all_to_all && !call.counts.empty()) {
     all_counts = gather_counts(*this, call, deadline);
   }
-  const auto way = exchange_descriptors(call, deadline);
+  const auto path = exchange_descriptors(call, deadline);
   const auto transfers = transfers_of(call, rank(), size(), all_counts);
-  if (way == Way::staged) {
+  if (path == Path::staged) {
     pull_staged(call, transfers, deadline);
     return "direct, staged";
   }
   std::optional<transport::SpaceMember::RemoteAccess> here;
-  if (way == Way::direct) here.emplace(*member_);
+  if (path == Path::direct) here.emplace(*member_);
   for (const auto& transfer : transfers) {
     if (transfer.bytes == 0) continue;
     const auto* input =
-        way == Way::small
+        path == Path::small
             ? payload_of(transfer.from, transfer.at, transfer.bytes)
-            : at_place(transfer.from, descriptor(transfer.from).input_at, transfer.at + transfer.bytes) + transfer.at;
+            : address_at(transfer.from, descriptor(transfer.from).input_at, transfer.at + transfer.bytes) + transfer.at;
     copy_bytes(bytes_of(call.output) + transfer.into, input, transfer.bytes);
   }
   here.reset();
-  if (way == Way::small) return "direct, small";
+  if (path == Path::small) return "direct, small";
   synchronize(name_of(call.kind), deadline);
   return "direct";
 }

@@ -31,20 +31,20 @@ class DirectGroup : public GroupBackend {
  protected:
   const std::shared_ptr<transport::SpaceMember>& member() const { return member_; }
 
-  // place_of: where the others find a buffer, or CallDescriptor::kPrivate. at_place: where this rank finds `bytes` that
-  // another rank posted; throws ClusterError for a place that the other does not share. see_new is called before each
-  // call's descriptors are read.
-  virtual std::int64_t place_of(const ConstBuffer& buffer) = 0;
-  virtual std::byte* at_place(int rank, std::int64_t place, std::size_t bytes) const = 0;
-  virtual void see_new() {}
+  // offset_of: where the others find a buffer, or CallDescriptor::kPrivate. address_at: where this rank finds `bytes`
+  // that another rank posted; throws ClusterError for a place that the other does not share. map_new_segments is called
+  // before each call's descriptors are read.
+  virtual std::int64_t offset_of(const ConstBuffer& buffer) = 0;
+  virtual std::byte* address_at(int rank, std::int64_t place, std::size_t bytes) const = 0;
+  virtual void map_new_segments() {}
 
  private:
-  enum class Way { small, direct, staged };
+  enum class Path { small, direct, staged };
 
   StagingSlot& staging_slot(int rank) const { return *staging_slots_[static_cast<std::size_t>(rank)]; }
   CallDescriptor& descriptor(int rank) const { return staging_slot(rank).descriptors[posted_ % 2]; }
 
-  Way exchange_descriptors(const Call& call, Deadline deadline);
+  Path exchange_descriptors(const Call& call, Deadline deadline);
   void synchronize(const char* operation, Deadline deadline);
   const char* reduce(const Call& call, Deadline deadline);
   void reduce_staged(const Call& call, Deadline deadline);

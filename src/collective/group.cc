@@ -15,7 +15,7 @@ namespace lockstep {
 namespace {
 
 // Extra time after a call's deadline for the calls ahead of it to end.
-constexpr std::chrono::seconds kForTheReason(1);
+constexpr std::chrono::seconds kExtraForReason(1);
 
 // Whether a and b can be packed into one all_reduce.
 bool packs_with(const Call& a, const Call& b) {
@@ -45,7 +45,7 @@ struct Group::State {
   // but first the one ahead, whose deadline is often the same, may say whom it waited for.
   template <class Act>
   void in_turn(std::uint64_t number, Deadline deadline, const char* operation, const Act& act) {
-    if (!ticket_lock.wait(number, deadline) && !ticket_lock.wait(number, Deadline::after(kForTheReason))) {
+    if (!ticket_lock.wait(number, deadline) && !ticket_lock.wait(number, Deadline::after(kExtraForReason))) {
       backend->fail(Failure::deadline(backend->rank(), {}, deadline.waited().count(), operation));
       ticket_lock.wait(number, Deadline::never());
     }

@@ -16,7 +16,7 @@ namespace {
 constexpr const char* kProcesses = "processes/";
 constexpr const char* kReplicas = "replicas/";
 constexpr const char* kUsers = "user/";
-constexpr std::chrono::seconds kToAbandon(1);
+constexpr std::chrono::seconds kToReport(1);
 
 Deadline start_deadline(double timeout_seconds) {
   if (timeout_seconds > 0) return Deadline::after(std::chrono::duration<double>(timeout_seconds));
@@ -71,11 +71,11 @@ Group Job::replica_group(int replicas, int replica, const GroupOptions& options)
   return make_group(of_replica, state_->keys().prefixed(kReplicas), options);
 }
 
-void Job::abandon(const std::string& reason) const {
+void Job::fail_waiters(const std::string& reason) const {
   try {
     const auto keys = state_->keys();
     for (const auto* groups : {kProcesses, kReplicas}) {
-      keys.abandon(text(groups, "generation ", world().generation, "/"), reason, Deadline::after(kToAbandon));
+      keys.fail_waiters(text(groups, "generation ", world().generation, "/"), reason, Deadline::after(kToReport));
     }
   } catch (const Error&) {
     // The store is gone: nobody waits there.

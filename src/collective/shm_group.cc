@@ -31,11 +31,11 @@ class ShmGroup final : public DirectGroup {
   }
 
  private:
-  std::int64_t place_of(const ConstBuffer& buffer) override { return heap_->place_of(buffer.data, buffer.bytes()); }
-  std::byte* at_place(int rank, std::int64_t place, std::size_t bytes) const override {
+  std::int64_t offset_of(const ConstBuffer& buffer) override { return heap_->offset_of(buffer.data, buffer.bytes()); }
+  std::byte* address_at(int rank, std::int64_t place, std::size_t bytes) const override {
     return heap_->at(rank, place, bytes);
   }
-  void see_new() override { heap_->map_new(); }
+  void map_new_segments() override { heap_->map_new(); }
 
   const Place place_;
   const GroupOptions options_;

@@ -50,14 +50,14 @@ TEST(Store, NobodyWaitsForWhatWasAbandoned) {
   store.set("a/there", "here", soon());
   std::jthread waits(
       [&] { expect_says(message_of<ClusterError>([&] { store.get("a/never", soon()); }), "the first reason"); });
-  store.abandon("a/", "the first reason", soon());
+  store.fail_waiters("a/", "the first reason", soon());
   waits.join();
-  store.abandon("a/", "another", soon());
+  store.fail_waiters("a/", "another", soon());
   expect_says(message_of<ClusterError>([&] { store.get("a/later", soon()); }), "the first reason");
   EXPECT_EQ(store.get("a/there", soon()), "here");
   EXPECT_THROW(store.get("b", Deadline::after(std::chrono::milliseconds(20))), DeadlineExceeded);
   store.set("b/rank 11", "here", soon());
-  store.abandon("", "that rank ended", soon(), "/rank 1");
+  store.fail_waiters("", "that rank ended", soon(), "/rank 1");
   expect_says(message_of<ClusterError>([&] { store.get("b/rank 1", soon()); }), "that rank ended");
   EXPECT_EQ(store.get("b/rank 11", soon()), "here");
 }

@@ -27,7 +27,7 @@ class CheckpointSaver : public Callback {
   void on_interrupt() override { save(); }
   void save(Archive& archive, const std::string& prefix) const override;
   std::function<void()> load(const Archive& archive, const std::string& prefix) override;
-  Turn turn() const override { return Turn::restores_state; }
+  Order order() const override { return Order::restores_state; }
 
  private:
   using Clock = std::chrono::steady_clock;

@@ -155,25 +155,25 @@ void Bucketed::end_step(int replica) {
   start_step();
 }
 
-GradientSync::Learned Bucketed::learned() const {
+GradientSync::State Bucketed::state() const {
   if (!buckets_) return {};
-  Learned learned{.weight_scale = buckets_->weights().scale()};
-  if (!buckets_->knows_order() || options_.scatter) return learned;
+  State state{.weight_scale = buckets_->weights().scale()};
+  if (!buckets_->knows_order() || options_.scatter) return state;
   for (const auto place : buckets_->order()) {
-    learned.order.push_back(static_cast<std::int64_t>(trainable_[static_cast<std::size_t>(place)]));
+    state.order.push_back(static_cast<std::int64_t>(trainable_[static_cast<std::size_t>(place)]));
   }
-  return learned;
+  return state;
 }
 
-void Bucketed::restore(const Learned& learned) {
+void Bucketed::restore(const State& state) {
   if (!buckets_) return;
   std::vector<std::int64_t> order;
-  for (const auto slot : learned.order) {
+  for (const auto slot : state.order) {
     const bool exists = slot >= 0 && static_cast<std::size_t>(slot) < place_.size();
     order.push_back(exists ? place_[static_cast<std::size_t>(slot)] : -1);
   }
   if (!order.empty()) buckets_->restore_order(order);
-  if (learned.weight_scale > 0) buckets_->weights().restore(learned.weight_scale);
+  if (state.weight_scale > 0) buckets_->weights().restore(state.weight_scale);
   start_step();
 }
 

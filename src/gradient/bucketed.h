@@ -35,8 +35,8 @@ class Bucketed : public GradientSync {
   int written_copies() const override { return parameters_.copies(); }
   void end_step(int replica) override;
 
-  Learned learned() const override;
-  void restore(const Learned& learned) override;
+  State state() const override;
+  void restore(const State& state) override;
 
  protected:
   const Communicator& ranks() const { return ranks_; }

@@ -65,7 +65,7 @@ Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOption
 
 Buckets::~Buckets() { end_pending(); }
 
-bool Buckets::follow_regroup() {
+bool Buckets::rebuild_after_regroup() {
   if (regroups_ == ranks_.regroups()) return false;
   end_pending();
   regroups_ = ranks_.regroups();

@@ -24,7 +24,7 @@ struct BucketOptions {
   std::size_t bucket_bytes = 0;              // 0: by the size of the model
   std::size_t first_bucket_bytes = 1 << 20;  // smaller, so that it is sent early
   std::optional<DType> gradient_dtype;       // float16 or bfloat16: what float gradients are sent as
-  std::vector<std::int64_t> order;           // of slots, from an earlier training; empty: learned in the first pass
+  std::vector<std::int64_t> order;           // of slots, from an earlier training; empty: that of the first pass
   GradientHook hook;                         // instead of all_reduce
   bool idle_cores = false;                   // this process has more cores than it computes on
   bool scatter = false;                      // reduce_scatter: a rank gets the means of its own shards alone
@@ -60,7 +60,7 @@ class Buckets {
 
   // Takes the communicator's new Group after a regroup, and returns whether there was one: then memory and layout are
   // made anew, and the weight scale and an unfinished pass are discarded. Collective.
-  bool follow_regroup();
+  bool rebuild_after_regroup();
 
   const Communicator& ranks() const { return ranks_; }
   PassWeights& weights() { return weights_; }

@@ -1,6 +1,5 @@
 #include "gradient/gradient_hooks.h"
 
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <utility>
@@ -11,44 +10,22 @@
 
 namespace lockstep::gradient {
 
-class GradientHooks::Hook final : public torch::autograd::PostAccumulateGradHook {
- public:
-  Hook(GradientHooks& hooks, int replica, std::size_t slot) : hooks_(hooks), replica_(replica), slot_(slot) {}
-  void operator()(const at::Tensor&) override {
-    if (hooks_.expects_backward_[static_cast<std::size_t>(replica_)].set) hooks_.take(replica_, slot_);
-  }
-  bool belongs_to(const GradientHooks& hooks) const { return &hooks_ == &hooks; }
-
- private:
-  GradientHooks& hooks_;
-  const int replica_;
-  const std::size_t slot_;
-};
-
 void GradientHooks::install() {
-  if (!hooked_.empty() || !sync_.during_backward()) return;
+  if (!hooks_.empty() || !sync_.during_backward()) return;
   for (int replica = 0; replica < parameters_.replicas(); ++replica) {
     for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
       if (!parameters_.slots()[i].trainable) continue;
-      const auto& parameter = hooked_.emplace_back(parameters_.parameter(replica, i));
-      torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::make_unique<Hook>(*this, replica, i));
+      hooks_.emplace_back(parameters_.parameter(replica, i), [this, replica, i] {
+        if (expects_backward_[static_cast<std::size_t>(replica)].set) take(replica, i);
+      });
     }
   }
 }
 
-// Another optimizer of the same parameters may have replaced these hooks.
-GradientHooks::~GradientHooks() {
-  ops::clear_gradient_memory();
-  for (const auto& parameter : hooked_) {
-    const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
-    if (hook != nullptr && hook->belongs_to(*this)) {
-      torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
-    }
-  }
-}
+GradientHooks::~GradientHooks() { ops::clear_gradient_memory(); }
 
 void GradientHooks::expect_one_backward(int replica) {
-  if (hooked_.empty()) return;
+  if (hooks_.empty()) return;
   expects_backward_[static_cast<std::size_t>(replica)].set = true;
   for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
     if (!torch::autograd::impl::hooks(parameters_.parameter(replica, i)).empty()) continue;  // may keep the gradient

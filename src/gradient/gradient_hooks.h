@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "gradient/gradient_sync.h"
+#include "gradient/post_accumulate_hook.h"
 #include "gradient/replicated_parameters.h"
 
 namespace lockstep::gradient {
@@ -34,12 +35,11 @@ class GradientHooks {
   void drop(int replica);
 
  private:
-  class Hook;
   void take(int replica, std::size_t slot);
 
   ReplicatedParameters& parameters_;
   GradientSync& sync_;
-  std::vector<at::Tensor> hooked_;
+  std::vector<PostAccumulateHook> hooks_;
   struct alignas(64) Flag {
     bool set = false;
   };

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -26,17 +25,6 @@ std::vector<BucketSlot> slots_of(const std::vector<std::string>& names, const st
 
 }  // namespace
 
-class GradientReducer::Hook final : public torch::autograd::PostAccumulateGradHook {
- public:
-  Hook(GradientReducer& reducer, std::size_t parameter) : reducer_(reducer), parameter_(parameter) {}
-  void operator()(const at::Tensor&) override { reducer_.on_gradient(parameter_); }
-  bool belongs_to(const GradientReducer& reducer) const { return &reducer_ == &reducer; }
-
- private:
-  GradientReducer& reducer_;
-  const std::size_t parameter_;
-};
-
 GradientReducer::GradientReducer(const std::vector<std::string>& names, std::vector<at::Tensor> parameters,
                                  Communicator ranks, const GradientReducerOptions& options)
     : parameters_(std::move(parameters)),
@@ -46,20 +34,14 @@ GradientReducer::GradientReducer(const std::vector<std::string>& names, std::vec
       views_(parameters_.size()) {
   make_views();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    hooks_.push_back(
+    before_accumulation_.push_back(
         parameters_[i].register_hook([this, i](const at::Tensor& gradient) { return weighed(i, gradient); }));
-    torch::autograd::impl::set_post_acc_grad_hooks(parameters_[i], std::make_unique<Hook>(*this, i));
+    after_accumulation_.emplace_back(parameters_[i], [this, i] { on_gradient(i); });
   }
 }
 
 GradientReducer::~GradientReducer() {
-  for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].remove_hook(hooks_[i]);
-  for (const auto& parameter : parameters_) {  // another reducer may have replaced this one's hooks
-    const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
-    if (hook != nullptr && hook->belongs_to(*this)) {
-      torch::autograd::impl::set_post_acc_grad_hooks(parameter, nullptr);
-    }
-  }
+  for (std::size_t i = 0; i < parameters_.size(); ++i) parameters_[i].remove_hook(before_accumulation_[i]);
 }
 
 // With the parameter's strides where it is dense. These are tensors on the bucket's memory and not views of its tensor:
@@ -79,7 +61,7 @@ void GradientReducer::make_views() {
 }
 
 bool GradientReducer::prepare() {
-  if (buckets_.follow_regroup()) {
+  if (buckets_.rebuild_after_regroup()) {
     make_views();
     open_ = false;
     accumulated_ = {};

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "gradient/buckets.h"
+#include "gradient/post_accumulate_hook.h"
 
 namespace lockstep::gradient {
 
@@ -66,8 +67,6 @@ class GradientReducer {
   const std::vector<std::int64_t>& order() const { return buckets_.order(); }
 
  private:
-  class Hook;
-
   // One parameter's part of its bucket, in the parameter's shape.
   struct View {
     at::Tensor input, mean;
@@ -87,7 +86,8 @@ class GradientReducer {
   // Constant after construction.
   const std::vector<at::Tensor> parameters_;
   const bool sum_, zeros_for_unused_;
-  std::vector<unsigned> hooks_;  // [parameter]: run on each new gradient before it is accumulated
+  std::vector<unsigned> before_accumulation_;  // [parameter]: hooks on each new gradient
+  std::vector<PostAccumulateHook> after_accumulation_;
 
   Buckets buckets_;
   std::vector<View> views_;  // [parameter]

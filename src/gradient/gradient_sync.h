@@ -84,12 +84,12 @@ class GradientSync {
   // What a checkpoint keeps so that sums have the same bits after a restart: the order of slots in which rank 0's first
   // step made their gradients, and the running weight scale. Empty before the first step. Restored between steps, on
   // all processes.
-  struct Learned {
+  struct State {
     std::vector<std::int64_t> order;
     double weight_scale = 0;
   };
-  virtual Learned learned() const { return {}; }
-  virtual void restore(const Learned& /*learned*/) {}
+  virtual State state() const { return {}; }
+  virtual void restore(const State& /*state*/) {}
 };
 
 }  // namespace lockstep::gradient

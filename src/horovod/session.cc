@@ -152,20 +152,20 @@ void Session::answer(const Announcement& theirs, std::vector<Work>& started) {
     group().all_reduce({zeros.data(), static_cast<std::size_t>(theirs.elements), theirs.dtype}, theirs.op, deadline());
     return;
   }
-  TakePart take_part;
+  ShadowAllReduce all_reduce;
   {
     MutexLock lock(mutex_);
     const auto found = optimizers_.find(theirs.optimizer);
-    if (found != optimizers_.end()) take_part = found->second;
+    if (found != optimizers_.end()) all_reduce = found->second;
   }
-  if (!take_part)
+  if (!all_reduce)
     throw Error(text("rank ", rank(), " has joined and has no more the optimizer of ", theirs.text.data()));
-  started.push_back(take_part());
+  started.push_back(all_reduce());
 }
 
-std::int64_t Session::add_optimizer(TakePart take_part) {
+std::int64_t Session::add_optimizer(ShadowAllReduce all_reduce) {
   MutexLock lock(mutex_);
-  optimizers_.emplace(next_optimizer_, std::move(take_part));
+  optimizers_.emplace(next_optimizer_, std::move(all_reduce));
   return next_optimizer_++;
 }
 

@@ -85,8 +85,8 @@ class Session {
 
   // Called on a rank that has joined when the others announce gradients of that optimizer; one backward may announce
   // those of several. Numbers count from 0, in the order of calls.
-  using TakePart = std::function<Work()>;
-  std::int64_t add_optimizer(TakePart take_part);
+  using ShadowAllReduce = std::function<Work()>;
+  std::int64_t add_optimizer(ShadowAllReduce all_reduce);
   void remove_optimizer(std::int64_t number);
 
  private:
@@ -98,7 +98,7 @@ class Session {
   int last_active_;  // the highest rank that had not joined at the last exchange; used by the thread alone
 
   Mutex mutex_;
-  std::map<std::int64_t, TakePart> optimizers_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::map<std::int64_t, ShadowAllReduce> optimizers_ LOCKSTEP_GUARDED_BY(mutex_);
   std::int64_t next_optimizer_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
 
   collective::ProgressThread thread_;  // ends before what it works on

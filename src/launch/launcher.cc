@@ -71,27 +71,27 @@ constexpr std::chrono::seconds kForNames(10), kForLastWords(2);
 // an error now. Where the store cannot be told, their deadlines apply.
 void tell_that_it_ended(const std::function<Store()>& store, int rank) {
   try {
-    store().abandon("generation 0/", text("rank ", rank, " ended with status 0, and others wait for it"),
-                    Deadline::after(kForLastWords), text("/rank ", rank));
+    store().fail_waiters("generation 0/", text("rank ", rank, " ended with status 0, and others wait for it"),
+                         Deadline::after(kForLastWords), text("/rank ", rank));
   } catch (const Error&) {
   }
 }
 
 // One run of a job between restarts, with a token and a store of its own.
-class Life {
+class Attempt {
  public:
-  Life(const LaunchOptions& options, int restart, const JobProcesses::Surroundings& surroundings)
+  Attempt(const LaunchOptions& options, int restart, const JobProcesses::ProcessContext& context)
       : hosts_(fill(options.hosts, options.processes)),
         store_(Store::hold(transport::with_port(address_for(hosts_), 0), access(options))),
-        job_(members(options, restart), options.grace_seconds, telling(surroundings)) {}
+        job_(members(options, restart), options.grace_seconds, telling(context)) {}
 
   JobProcesses& job() { return job_; }
   const Store& store() const { return store_; }
 
  private:
-  JobProcesses::Surroundings telling(JobProcesses::Surroundings surroundings) const {
-    surroundings.ended_well = [this](int rank) { tell_that_it_ended([this] { return store_; }, rank); };
-    return surroundings;
+  JobProcesses::ProcessContext telling(JobProcesses::ProcessContext context) const {
+    context.ended_well = [this](int rank) { tell_that_it_ended([this] { return store_; }, rank); };
+    return context;
   }
 
   // The address at which the other hosts reach this one.
@@ -161,10 +161,10 @@ int launch(const LaunchOptions& options, std::ostream& out, std::ostream& err) {
   const Reaper reaper;
   const Signals signals;
   for (int restart = 0;; ++restart) {
-    Life life(options, restart, {signals, reaper, out, err});
-    const int status = life.job().run();
-    if (!options.timeline.empty()) write_timelines(options.timeline, life.store(), err);
-    if (!life.job().failed() || life.job().was_asked_to_end() || restart == options.restarts) return status;
+    Attempt attempt(options, restart, {signals, reaper, out, err});
+    const int status = attempt.job().run();
+    if (!options.timeline.empty()) write_timelines(options.timeline, attempt.store(), err);
+    if (!attempt.job().failed() || attempt.job().was_asked_to_end() || restart == options.restarts) return status;
     err << "lockstep run: restart " << restart + 1 << " of " << options.restarts << std::endl;
   }
 }

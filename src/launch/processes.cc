@@ -24,15 +24,15 @@ constexpr int kMostLastWords = 1000;  // reads of the output that an ended rank 
 }  // namespace
 
 JobProcesses::JobProcesses(const std::vector<ChildCommand>& members, double grace_seconds,
-                           const Surroundings& surroundings)
-    : grace_seconds_(grace_seconds), surroundings_(surroundings) {
+                           const ProcessContext& context)
+    : grace_seconds_(grace_seconds), context_(context) {
   for (const auto& command : members) {
-    if (const int signal = surroundings_.signals.next()) {  // there may be very many
+    if (const int signal = context_.signals.next()) {  // there may be very many
       pass_on(signal);
       break;
     }
     children_.push_back(std::make_unique<Child>(command));
-    surroundings_.reaper.watch(children_.back()->pid());
+    context_.reaper.watch(children_.back()->pid());
   }
   // In a thread of its own: a slow reader of this process's output may block the main thread.
   if (std::none_of(members.begin(), members.end(), [](const auto& command) { return command.input.has_value(); }))
@@ -58,7 +58,7 @@ JobProcesses::~JobProcesses() {
 int JobProcesses::run() {
   while (running()) {
     wait();
-    for (int signal = surroundings_.signals.next(); signal != 0; signal = surroundings_.signals.next()) pass_on(signal);
+    for (int signal = context_.signals.next(); signal != 0; signal = context_.signals.next()) pass_on(signal);
     obey_launcher();
     read_all();
     notice_ends();
@@ -67,12 +67,12 @@ int JobProcesses::run() {
   while (read_all()) {  // their remaining output
   }
   // Another launcher has been told at once.
-  if (first_ != nullptr && surroundings_.control == nullptr) {
-    surroundings_.err << (report_.empty() ? explanation(*first_) : report_) << std::endl;
+  if (first_ != nullptr && context_.control == nullptr) {
+    context_.err << (report_.empty() ? explanation(*first_) : report_) << std::endl;
   }
   if (first_ != nullptr) return first_->status();
   if (asked_ != 0) {
-    surroundings_.err << kReport << "ended by signal " << asked_ << " (" << strsignal(asked_) << ")" << std::endl;
+    context_.err << kReport << "ended by signal " << asked_ << " (" << strsignal(asked_) << ")" << std::endl;
     return 128 + asked_;
   }
   return without_log_.empty() ? 0 : kLogsIncomplete;
@@ -80,9 +80,8 @@ int JobProcesses::run() {
 
 void JobProcesses::obey_launcher() {
   using Kind = ControlProtocol::Message::Kind;
-  if (surroundings_.control == nullptr) return;
-  for (auto message = surroundings_.control->next(); message.kind != Kind::none;
-       message = surroundings_.control->next()) {
+  if (context_.control == nullptr) return;
+  for (auto message = context_.control->next(); message.kind != Kind::none; message = context_.control->next()) {
     if (message.kind == Kind::end) end_others();
     if (message.kind == Kind::signal) pass_on(message.signal);
   }
@@ -93,8 +92,8 @@ bool JobProcesses::running() const {
 }
 
 void JobProcesses::wait() {
-  const auto* const control = surroundings_.control;
-  std::vector<pollfd> polls{{surroundings_.signals.descriptor(), POLLIN, 0},
+  const auto* const control = context_.control;
+  std::vector<pollfd> polls{{context_.signals.descriptor(), POLLIN, 0},
                             {control != nullptr ? control->descriptor() : -1, POLLIN, 0}};
   for (const auto& child : children_) {
     polls.push_back({child->descriptor(Child::Stream::out), POLLIN, 0});
@@ -116,10 +115,10 @@ bool JobProcesses::read_all() {
 }
 
 bool JobProcesses::read(Child& child) {
-  bool any = child.read(Child::Stream::out, [&](const std::string& line) { print(child, surroundings_.out, line); });
+  bool any = child.read(Child::Stream::out, [&](const std::string& line) { print(child, context_.out, line); });
   any |= child.read(Child::Stream::error, [&](const std::string& line) {
     const bool report = child.is_controlled() && line.starts_with(kReport);
-    if (!report) return print(child, surroundings_.err, line);
+    if (!report) return print(child, context_.err, line);
     if (first_ != nullptr || ending_) return;
     report_ = line;
     fails_first(child);
@@ -130,18 +129,18 @@ bool JobProcesses::read(Child& child) {
 
 void JobProcesses::tell_of_log(const Child& child) {
   if (child.log_problem().empty() || !without_log_.insert(&child).second) return;
-  surroundings_.err << kReport << child.log_problem() << "; what " << child.name()
-                    << " prints from here on is not in it" << std::endl;
+  context_.err << kReport << child.log_problem() << "; what " << child.name() << " prints from here on is not in it"
+               << std::endl;
 }
 
 bool JobProcesses::reap(Child& child) {
-  return child.reap([this](pid_t group) { surroundings_.reaper.forget(group); });
+  return child.reap([this](pid_t group) { context_.reaper.forget(group); });
 }
 
 void JobProcesses::print(Child& child, std::ostream& to, const std::string& line) {
   to << child.prefix() << line << std::endl;
   if (to.good() || std::exchange(nobody_reads_, true)) return;
-  surroundings_.err << kReport << "nobody reads the output any more; the job goes on" << std::endl;
+  context_.err << kReport << "nobody reads the output any more; the job goes on" << std::endl;
 }
 
 // Of processes that ended together, one that was ended by a signal is the cause: the others failed because of it.
@@ -150,7 +149,7 @@ void JobProcesses::notice_ends() {
   for (const auto& child : children_) {
     if (!reap(*child)) continue;
     if (child->status() == 0) {
-      if (!ending_ && child->rank() >= 0 && surroundings_.ended_well) surroundings_.ended_well(child->rank());
+      if (!ending_ && child->rank() >= 0 && context_.ended_well) context_.ended_well(child->rank());
       continue;
     }
     if (child->is_controlled() && child->status() == kLogsIncomplete) {  // its ranks ended well
@@ -160,10 +159,10 @@ void JobProcesses::notice_ends() {
     if (failed == nullptr || (failed->signal() == 0 && child->signal() != 0)) failed = child.get();
   }
   if (failed == nullptr || ending_) return;
-  if (surroundings_.control == nullptr) return fails_first(*failed);
+  if (context_.control == nullptr) return fails_first(*failed);
   for (int i = 0; i < kMostLastWords && read(*failed); ++i) {
   }
-  surroundings_.err << explanation(*failed) << std::endl;
+  context_.err << explanation(*failed) << std::endl;
   fails_first(*failed);
 }
 

@@ -6,7 +6,7 @@
 #include <ostream>
 
 #include "base/text.h"
-#include "cluster/left_texts.h"
+#include "cluster/published_texts.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::launch {
@@ -26,7 +26,7 @@ void write_timelines(const std::string& path, const Store& store, std::ostream& 
     std::ofstream file(path);
     file << "{\"displayTimeUnit\": \"ms\", \"traceEvents\": [";
     const char* separator = "";
-    for (const auto& events : cluster::left_texts(store, cluster::kTimelines, Deadline::after(kForReading))) {
+    for (const auto& events : cluster::published_texts(store, cluster::kTimelines, Deadline::after(kForReading))) {
       if (events.size() <= 2) continue;  // an empty array
       file << separator << events.substr(1, events.size() - 2);
       separator = ",\n";

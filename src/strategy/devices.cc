@@ -52,14 +52,14 @@ std::vector<std::string> logical_cpus(int count) {
   return names;
 }
 
-std::vector<std::string> default_devices(cluster::CpuPartition share) {
+std::vector<std::string> default_devices(cluster::CpuPartition partition) {
   std::vector<std::string> names;
   const int gpus = gpu_count();
-  if (gpus > 0 && gpus < share.size) return {text("cuda:", share.rank % gpus)};
-  for (int i = gpus * share.rank / share.size; i < gpus * (share.rank + 1) / share.size; ++i) {
+  if (gpus > 0 && gpus < partition.size) return {text("cuda:", partition.rank % gpus)};
+  for (int i = gpus * partition.rank / partition.size; i < gpus * (partition.rank + 1) / partition.size; ++i) {
     names.push_back(text("cuda:", i));
   }
-  return names.empty() ? logical_cpus(share.usable_cpu_count()) : names;
+  return names.empty() ? logical_cpus(partition.usable_cpu_count()) : names;
 }
 
 std::string default_device() { return gpu_count() > 0 ? "cuda:0" : "cpu:0"; }

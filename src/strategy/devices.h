@@ -17,7 +17,7 @@ void check_device(const std::string& name);
 std::vector<std::string> logical_cpus(int count);
 
 // One replica a GPU that LibTorch can use, else one a core that this process may use.
-std::vector<std::string> default_devices(cluster::CpuPartition share = {});
+std::vector<std::string> default_devices(cluster::CpuPartition partition = {});
 
 // The first GPU, else the CPU with all its cores.
 std::string default_device();

@@ -61,7 +61,7 @@ PerReplica<Part> split(const Row& batch, const LocalReplicas& replicas, int work
 std::int64_t elements_in(std::int64_t steps, Distribution kind, const LocalReplicas& replicas) {
   switch (kind) {
     case Distribution::split: return steps;
-    case Distribution::spread: return steps / replicas.workers.size();
+    case Distribution::sharded: return steps / replicas.workers.size();
     case Distribution::one_each: return steps * replicas.count();
   }
   return 0;
@@ -99,7 +99,7 @@ DistributedIterator::DistributedIterator(Dataset dataset, Distribution kind, Loc
       replicas_(std::move(replicas)),
       position_(position),
       input_(dataset_.iterate({position.epoch, elements_in(position.index, kind_, replicas_)})) {
-  if (kind_ == Distribution::spread && position.index % replicas_.workers.size() != 0) read();
+  if (kind_ == Distribution::sharded && position.index % replicas_.workers.size() != 0) read();
 }
 
 DistributedIterator::DistributedIterator(Dataset dataset, Distribution kind, LocalReplicas replicas, FromExample from)
@@ -129,7 +129,7 @@ std::optional<PerReplica<Part>> DistributedIterator::own_parts() {
       if (!read()) return std::nullopt;
       examples_ += current_->examples();
       return split(*current_, replicas_, replicas_.workers.rank());
-    case Distribution::spread: return share_of_element();
+    case Distribution::sharded: return share_of_element();
     case Distribution::one_each: return one_each();
   }
   return std::nullopt;
@@ -196,7 +196,7 @@ std::int64_t DistributedDataset::cardinality() const {
   const auto batches = dataset_.cardinality();
   const auto replicas = static_cast<std::int64_t>(replicas_.count());
   if (kind_ == Distribution::split || batches < 0) return batches;
-  return kind_ == Distribution::spread ? batches * replicas_.workers.size() : (batches + replicas - 1) / replicas;
+  return kind_ == Distribution::sharded ? batches * replicas_.workers.size() : (batches + replicas - 1) / replicas;
 }
 
 namespace {
@@ -208,10 +208,10 @@ std::pair<Dataset, Distribution> part_of_worker(const Dataset& data, const Local
   if (policy == AutoShardPolicy::automatic) {
     policy = data.num_files() < workers.size() ? AutoShardPolicy::data : AutoShardPolicy::file;
   }
-  if (workers.size() == 1) return {data, replicas.peers.size() > 1 ? Distribution::spread : Distribution::split};
+  if (workers.size() == 1) return {data, replicas.peers.size() > 1 ? Distribution::sharded : Distribution::split};
   if (policy == AutoShardPolicy::data) return {data, Distribution::split};
   const bool by_file = policy == AutoShardPolicy::file;
-  return {by_file ? data.shard_files(workers.size(), workers.rank()) : data, Distribution::spread};
+  return {by_file ? data.shard_files(workers.size(), workers.rank()) : data, Distribution::sharded};
 }
 
 }  // namespace
@@ -222,7 +222,7 @@ DistributedDataset strategy::distribute(const Dataset& data, const LocalReplicas
 }
 
 bool strategy::reads_its_own(const Dataset& data, const LocalReplicas& replicas) {
-  return part_of_worker(data, replicas).second == Distribution::spread;
+  return part_of_worker(data, replicas).second == Distribution::sharded;
 }
 
 Example strategy::first_element(const Dataset& data, const LocalReplicas& replicas, std::int64_t epoch) {

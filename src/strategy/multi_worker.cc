@@ -31,11 +31,11 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
     throw InvalidArgument(text("World: local rank ", world.local_rank, " of ", world.local_size));
   }
   const auto job = world.size == 1 ? std::nullopt : std::optional(Job(cluster, options.start_timeout_seconds));
-  const cluster::CpuPartition share{world.local_rank, world.local_size, job && job->has_own_cores()};
+  const cluster::CpuPartition partition{world.local_rank, world.local_size, job && job->has_own_cores()};
   strategy::StrategySettings settings{
-      .devices = options.devices.empty() ? strategy::default_devices(share) : std::move(options.devices),
+      .devices = options.devices.empty() ? strategy::default_devices(partition) : std::move(options.devices),
       .threads_per_replica = options.threads_per_replica,
-      .share = share,
+      .partition = partition,
       .timeout_seconds = communication.timeout_seconds};
   if (!job) return settings;
   settings.workers.emplace(

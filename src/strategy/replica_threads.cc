@@ -28,15 +28,15 @@ bool runs_on(const ReplicaThreads* threads) {
 }
 
 // Marks the threads as in use. Throws where another caller uses them.
-class Turn {
+class RunGuard {
  public:
-  explicit Turn(std::atomic<bool>& busy) : busy_(busy) {
+  explicit RunGuard(std::atomic<bool>& busy) : busy_(busy) {
     if (busy_.exchange(true))
       throw InvalidArgument("two threads run steps of one strategy at once; they must take turns");
   }
-  ~Turn() { busy_ = false; }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
+  ~RunGuard() { busy_ = false; }
+  RunGuard(const RunGuard&) = delete;
+  RunGuard& operator=(const RunGuard&) = delete;
 
  private:
   std::atomic<bool>& busy_;
@@ -82,7 +82,7 @@ ReplicaThreads::~ReplicaThreads() { started_.abort("the strategy ends"); }
 void ReplicaThreads::run(const std::function<void(int)>& function) {
   if (runs_on(this))
     throw InvalidArgument("run was called from within a step of the same strategy, which would wait for itself");
-  const Turn turn(busy_);
+  const RunGuard guard(busy_);
   // Only where it changes something: it clears oneDNN's caches.
   const int threads_before = at::get_num_threads();
   if (threads_before != threads_per_replica_) set_threads_of_operators(threads_per_replica_);

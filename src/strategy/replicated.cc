@@ -165,9 +165,9 @@ Trackable ReplicatedOptimizer::trackable() const {
     if (const auto rate = gradients->updater().learning_rate_override()) {
       archive.set_numbers(joined(prefix, "learning_rate"), {*rate});
     }
-    const auto learned = gradients->sync().learned();
-    if (!learned.order.empty()) archive.entries[joined(prefix, "gradient_order")] = join(learned.order, " ");
-    if (learned.weight_scale > 0) archive.set_numbers(joined(prefix, "weight_scale"), {learned.weight_scale});
+    const auto state = gradients->sync().state();
+    if (!state.order.empty()) archive.entries[joined(prefix, "gradient_order")] = join(state.order, " ");
+    if (state.weight_scale > 0) archive.set_numbers(joined(prefix, "weight_scale"), {state.weight_scale});
     const auto& scale = gradients->updater().loss_scale();
     if (scale.used()) {
       archive.set_numbers(joined(prefix, "loss_scale"), {scale.value()});
@@ -194,14 +194,14 @@ Trackable ReplicatedOptimizer::trackable() const {
     const auto rate = joined(prefix, "learning_rate");
     std::optional<double> set_rate;
     if (archive.entries.contains(rate)) set_rate = LearningRate(archive.number(rate)).at(0);  // checked
-    gradient::GradientSync::Learned learned;
+    gradient::GradientSync::State state;
     const auto listed = archive.entries.find(joined(prefix, "gradient_order"));
     if (listed != archive.entries.end()) {
       std::istringstream numbers(listed->second);
-      for (std::int64_t slot = 0; numbers >> slot;) learned.order.push_back(slot);
+      for (std::int64_t slot = 0; numbers >> slot;) state.order.push_back(slot);
     }
     for (const auto* const name : {"weight_scale", "usual_weight"}) {  // the second in files of earlier versions
-      if (archive.entries.contains(joined(prefix, name))) learned.weight_scale = archive.number(joined(prefix, name));
+      if (archive.entries.contains(joined(prefix, name))) state.weight_scale = archive.number(joined(prefix, name));
     }
     const auto scale = joined(prefix, "loss_scale");
     std::optional<std::pair<double, std::int64_t>> scaled;
@@ -212,10 +212,10 @@ Trackable ReplicatedOptimizer::trackable() const {
                                    " steps; it must be above 0, after 0 steps or more"));
       }
     }
-    return [gradients, copies, iterations, set_rate, scaled, learned] {
-      gradients->sync().restore(learned);
-      auto& state = gradients->updater().loss_scale();
-      if (state.used()) scaled ? state.restore(scaled->first, scaled->second) : state.restart();
+    return [gradients, copies, iterations, set_rate, scaled, state] {
+      gradients->sync().restore(state);
+      auto& loss_scale = gradients->updater().loss_scale();
+      if (loss_scale.used()) scaled ? loss_scale.restore(scaled->first, scaled->second) : loss_scale.restart();
       for (const auto& [to, from] : copies) to.copy_(from);
       gradients->updater().set_iterations(iterations);
       gradients->updater().restore_learning_rate(set_rate);

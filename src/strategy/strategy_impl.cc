@@ -32,11 +32,11 @@ strategy::StrategySettings checked(strategy::StrategySettings settings) {
   }
   if (settings.threads_per_replica == 0) {
     settings.threads_per_replica =
-        std::max(1, settings.share.usable_cpu_count() / static_cast<int>(settings.devices.size()));
+        std::max(1, settings.partition.usable_cpu_count() / static_cast<int>(settings.devices.size()));
   }
   if (settings.workers) {
     const auto computing = settings.threads_per_replica * static_cast<int>(settings.devices.size());
-    settings.workers->buckets.idle_cores = computing < settings.share.usable_cpu_count();
+    settings.workers->buckets.idle_cores = computing < settings.partition.usable_cpu_count();
   }
   return settings;
 }
@@ -47,7 +47,7 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
     : settings_(checked(std::move(settings))),
       threads_({.replicas = replicas(),
                 .threads_per_replica = settings_.threads_per_replica,
-                .cpus = settings_.share.cpus(),
+                .cpus = settings_.partition.cpus(),
                 .spin_rounds = spin_rounds()}) {
   for (const auto& device : settings_.devices) {
     torch_devices_.push_back(strategy::torch_device(device));
@@ -58,7 +58,7 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   if (!settings_.workers) return;
   const auto& [job, options, buckets, shard_state, compare_copies_every] = *settings_.workers;
   workers_ = Communicator(job.group(options), settings_.timeout_seconds, "worker");
-  if (settings_.share.size > 1) pin_current_thread(settings_.share.cpus());
+  if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
   workers_.check_all_agree("versions", text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION));
   workers_.check_all_agree("numbers of replicas", std::to_string(replicas()));
   workers_.check_all_agree("options",
@@ -90,7 +90,7 @@ const Group& StrategyImpl::group(int replica) const {
   return *group;
 }
 
-int StrategyImpl::spin_rounds() const { return replicas() <= settings_.share.usable_cpu_count() ? kSpinRounds : 0; }
+int StrategyImpl::spin_rounds() const { return replicas() <= settings_.partition.usable_cpu_count() ? kSpinRounds : 0; }
 
 void StrategyImpl::make_groups() { groups_ = make_thread_groups(replicas(), spin_rounds()); }
 
@@ -136,7 +136,7 @@ void StrategyImpl::fail(int replica) const {
   if (workers_.size() > 1) workers_.group().abort(why);
   const auto& all = all_groups_[static_cast<std::size_t>(replica)];
   if (all) return all->abort(why);
-  if (workers_.size() > 1) settings_.workers->job.abandon(why);  // other replicas may be making that Group
+  if (workers_.size() > 1) settings_.workers->job.fail_waiters(why);  // other replicas may be making that Group
 }
 
 void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {

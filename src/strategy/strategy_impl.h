@@ -29,7 +29,7 @@ struct WorkerSettings {
 struct StrategySettings {
   std::vector<std::string> devices;  // one a replica
   int threads_per_replica = 0;       // 0: an equal share of the cores
-  cluster::CpuPartition share = {};
+  cluster::CpuPartition partition = {};
   gradient::Placement placement = gradient::Placement::mirrored;
   gradient::Exchange exchange = gradient::Exchange::one_pass;
   int root = 0;  // the replica that updates for all, with Exchange::reduction_to_one_device

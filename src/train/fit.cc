@@ -131,7 +131,7 @@ class Fit {
   // their copies are compared.
   void compare_batches() const {
     const auto every = impl_.gradients->compare_copies_every();
-    if (peers().size() == 1 || iterator_->is_spread() || every == 0) return;
+    if (peers().size() == 1 || iterator_->is_sharded() || every == 0) return;
     if (progress().batch != 1 && impl_.steps % every != 0) return;
     peers().check_all_agree("data", text("a batch with the hash ", iterator_->element_hash(), " at step ",
                                          progress().batch, " of epoch ", progress().epoch + 1));
@@ -182,7 +182,7 @@ class Fit {
     if (workers().rank() != 0)
       std::erase_if(callbacks_, [](const AnyCallback& callback) { return callback->only_on_chief(); });
     std::stable_sort(callbacks_.begin(), callbacks_.end(),
-                     [](const AnyCallback& a, const AnyCallback& b) { return a->turn() < b->turn(); });
+                     [](const AnyCallback& a, const AnyCallback& b) { return a->order() < b->order(); });
     for (const auto& callback : callbacks_) callback->attach(model_, plan);
     impl_.callbacks = options_.callbacks;  // in the user's order, by which checkpoints identify them
   }
@@ -226,7 +226,7 @@ class Fit {
   DistributedIterator& open_data() {
     if (iterator_ && options_.steps_per_epoch > 0) return *iterator_;
     const auto data = strategy::distribute_ahead(data_, impl_.replicas());
-    if (goes_on_with_other_batches(data)) {
+    if (restored_with_other_batch_size(data)) {
       iterator_.emplace(data.iterate_from({progress().position.epoch, progress().examples}));
       progress().batch_size = 0;
     } else {
@@ -238,9 +238,9 @@ class Fit {
 
   // Whether the restored position counts batches of another size, so that it must be found by examples. Throws where it
   // cannot be found in this data.
-  bool goes_on_with_other_batches(const DistributedDataset& data) {
+  bool restored_with_other_batch_size(const DistributedDataset& data) {
     const auto local = impl_.replicas();
-    const int readers = data.is_spread() ? local.workers.size() : 1;
+    const int readers = data.is_sharded() ? local.workers.size() : 1;
     auto& now = progress();
     const int readers_then = std::exchange(now.readers, readers);
     if (now.position.index == 0) {

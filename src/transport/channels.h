@@ -57,13 +57,13 @@ class Channels {
   virtual void exchange(std::span<const Outgoing> outgoing, std::span<const Incoming> incoming, Deadline deadline,
                         const char* operation) = 0;
 
-  // Reports a failure to every rank; the first one stands.
+  // Reports a failure to every rank; the first one is kept.
   virtual void fail(const Failure& failure) = 0;
 
   // Raises DeadlineExceeded, as an exchange does whose deadline passed while it waited for `late`.
   virtual void give_up(std::span<const int> late, Deadline deadline, const char* operation) = 0;
 
-  // Raises the failure that stands.
+  // Raises the first failure.
   virtual void check() = 0;
 };
 

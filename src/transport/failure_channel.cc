@@ -42,7 +42,7 @@ FailureChannel::FailureChannel(int rank, std::int64_t generation, std::vector<Fi
 FailureChannel::~FailureChannel() { leave(); }
 
 void FailureChannel::leave() {
-  if (!left_) tell(goodbye());
+  if (!left_) send(goodbye());
   left_ = true;
 }
 
@@ -62,31 +62,31 @@ bool FailureChannel::is_first(const Failure& failure) {
 
 void FailureChannel::fail(const Failure& failure) {
   if (!is_first(failure)) return;
-  tell(failure);
+  send(failure);
   eventfd_write(wake_up_.get(), 1);
 }
 
 // Does not block: a link holds some hundred messages, and a rank sends three at most.
-void FailureChannel::tell(const Failure& failure) {
+void FailureChannel::send(const Failure& failure) {
   for (const auto& link : links_) {
-    if (link.socket.open()) send(link.socket.get(), &failure, sizeof failure, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (link.socket.open()) ::send(link.socket.get(), &failure, sizeof failure, MSG_NOSIGNAL | MSG_DONTWAIT);
   }
 }
 
 // Forwards a failure that another rank reported: this rank may leave because of it before the reporter has told
 // everybody, and would be blamed itself. Deadlines are not forwarded: each rank reports its own.
-void FailureChannel::stand(const Failure& failure) {
-  if (is_first(failure) && failure.kind != Failure::Kind::deadline) tell(failure);
+void FailureChannel::record(const Failure& failure) {
+  if (is_first(failure) && failure.kind != Failure::Kind::deadline) send(failure);
 }
 
-std::optional<Failure> FailureChannel::standing() {
+std::optional<Failure> FailureChannel::first_failure() {
   MutexLock lock(mutex_);
   return failure_;
 }
 
 // A rank that waits for nobody answers another rank's deadline too: silent ranks are blamed.
 void FailureChannel::raise() {
-  const auto failure = *standing();
+  const auto failure = *first_failure();
   if (failure.kind == Failure::Kind::deadline && failure.reporter != rank_ && !gave_up_) {
     find_to_blame({}, failure.seconds, failure.operation.data());
   }
@@ -96,7 +96,7 @@ void FailureChannel::raise() {
 void FailureChannel::wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline,
                           const char* operation) {
   listen(channels, deadline);
-  const auto failure = standing();
+  const auto failure = first_failure();
   if (failure && failure->kind != Failure::Kind::deadline) raise();
   if (failure || deadline.passed()) give_up(late, deadline, operation);
   // Where a host lost power no channel reports it; the link's keepalive does.
@@ -115,8 +115,8 @@ void FailureChannel::give_up(std::span<const int> late, Deadline deadline, const
 // Tells the others whom this rank waits for, receives the same from them, and blames the awaited ranks that are silent.
 void FailureChannel::find_to_blame(std::span<const int> late, double seconds, const char* operation) {
   const auto mine = Failure::deadline(rank_, {late.begin(), late.end()}, seconds, operation);
-  stand(mine);
-  tell(mine);
+  record(mine);
+  send(mine);
   gave_up_ = true;
   const auto silent = [this](int r) {
     const auto& link = links_[static_cast<std::size_t>(r)];
@@ -171,11 +171,11 @@ void FailureChannel::listen(std::span<pollfd> channels, Deadline deadline) {
   eventfd_t rings = 0;
   eventfd_read(wake_up_.get(), &rings);
   for (std::size_t i = 0; i < ranks.size(); ++i) {
-    if (polls[channels.size() + 1 + i].revents != 0) hear(ranks[i]);
+    if (polls[channels.size() + 1 + i].revents != 0) receive(ranks[i]);
   }
 }
 
-void FailureChannel::hear(int rank) {
+void FailureChannel::receive(int rank) {
   auto& link = links_[static_cast<std::size_t>(rank)];
   std::byte bytes[sizeof(Failure)];
   while (true) {
@@ -196,7 +196,7 @@ void FailureChannel::hear(int rank) {
     }
     failure = failure.checked(size());
     link.last_error = failure;
-    stand(failure);
+    record(failure);
   }
 }
 

@@ -31,21 +31,21 @@ class FailureChannel {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(links_.size()); }
 
-  // Tells every rank. The first failure stands here; each rank has its own first, which is this one unless two came at
+  // Tells every rank. The first failure is kept; each rank has its own first, which is this one unless two came at
   // the same time.
   void fail(const Failure& failure);
 
-  // Raises the failure that stands.
+  // Raises the first failure.
   void check() {
     if (failed_.load(std::memory_order_acquire)) [[unlikely]]
       raise();
   }
 
-  // Returns when poll(2) reports an event on `channels`; raises the failure that stands, and DeadlineExceeded. `late`:
+  // Returns when poll(2) reports an event on `channels`; raises the first failure, and DeadlineExceeded. `late`:
   // the ranks that are waited for.
   void wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation);
 
-  // The same without waiting: raises the failure that stands, and DeadlineExceeded.
+  // The same without waiting: raises the first failure, and DeadlineExceeded.
   void check(std::span<const int> late, Deadline deadline, const char* operation) {
     check();
     if (deadline.passed()) give_up(late, deadline, operation);
@@ -77,11 +77,11 @@ class FailureChannel {
     std::optional<Failure> last_error;
   };
 
-  void hear(int rank);
-  bool is_first(const Failure& failure);  // whether it is, and then stands
-  void stand(const Failure& failure);
-  void tell(const Failure& failure);
-  std::optional<Failure> standing();
+  void receive(int rank);
+  bool is_first(const Failure& failure);  // whether it is, and then keeps it
+  void record(const Failure& failure);
+  void send(const Failure& failure);
+  std::optional<Failure> first_failure();
   [[noreturn]] void raise();
   [[noreturn]] void find_to_blame(std::span<const int> late, double seconds, const char* operation);
 

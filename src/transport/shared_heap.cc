@@ -113,7 +113,7 @@ void SharedHeap::give_back(std::byte* memory) {
   }
 }
 
-std::int64_t SharedHeap::place_of(const void* data, std::size_t bytes) {
+std::int64_t SharedHeap::offset_of(const void* data, std::size_t bytes) {
   const auto segments = own();
   for (std::size_t i = 0; i < segments.size(); ++i) {
     if (!segments[i].heap->contains(data, bytes)) continue;

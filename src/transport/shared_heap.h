@@ -36,9 +36,9 @@ class SharedHeap {
   std::byte* take(std::size_t bytes);
   void give_back(std::byte* memory);
 
-  // place_of: where all others find these bytes, or -1. at: where this rank finds another rank's bytes; throws
+  // offset_of: where all others find these bytes, or -1. at: where this rank finds another rank's bytes; throws
   // ClusterError outside of what that rank allocated.
-  std::int64_t place_of(const void* data, std::size_t bytes);
+  std::int64_t offset_of(const void* data, std::size_t bytes);
   std::byte* at(int rank, std::int64_t place, std::size_t bytes) const;
 
   // Maps what the others have added.

@@ -145,9 +145,9 @@ TEST(SharedHeap, GrowsAndIsSeenByTheOther) {
     taken.push_back(pair.zero().take(bytes));
     std::memset(taken.back(), static_cast<int>(taken.size()), bytes);
     const bool in_a_new_segment = bytes != std::size_t{1} << 20;  // which the other has not mapped
-    EXPECT_EQ(pair.zero().place_of(taken.back(), bytes) == -1, in_a_new_segment);
+    EXPECT_EQ(pair.zero().offset_of(taken.back(), bytes) == -1, in_a_new_segment);
     pair.one().map_new();
-    const auto place = pair.zero().place_of(taken.back(), bytes);
+    const auto place = pair.zero().offset_of(taken.back(), bytes);
     ASSERT_GE(place, 0);
     const auto* const there = pair.one().at(0, place, bytes);
     EXPECT_NE(there, taken.back());
@@ -163,7 +163,7 @@ TEST(SharedHeap, PlacesOutsideOfWhatWasGivenOutAreErrors) {
   Pair pair;
   auto* const memory = pair.zero().take(4096);
   pair.one().map_new();
-  const auto place = pair.zero().place_of(memory, 4096);
+  const auto place = pair.zero().offset_of(memory, 4096);
   EXPECT_NO_THROW(pair.one().at(0, place, 4096));
   constexpr std::size_t kAll = std::size_t{16} << 20;
   for (const auto& [at, bytes] : std::vector<std::pair<std::int64_t, std::size_t>>{{-1, 1},

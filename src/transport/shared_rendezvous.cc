@@ -58,10 +58,10 @@ FileDescriptor unix_socket() {
   return socket;
 }
 
-FileDescriptor my_life() {
-  FileDescriptor life(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
-  if (!life.open()) throw ClusterError(text("cannot make a pidfd (Linux 5.3 has them): ", std::strerror(errno)));
-  return life;
+FileDescriptor own_pidfd() {
+  FileDescriptor pidfd(static_cast<int>(syscall(SYS_pidfd_open, getpid(), 0)));
+  if (!pidfd.open()) throw ClusterError(text("cannot make a pidfd (Linux 5.3 has them): ", std::strerror(errno)));
+  return pidfd;
 }
 
 // The arguments of sendmsg and recvmsg for a value and descriptors.
@@ -177,7 +177,7 @@ class Host {
     const auto ranks = static_cast<std::size_t>(layout_.ranks);
     Shared shared{std::vector<FileDescriptor>(ranks), std::vector<FileDescriptor>(ranks)};
     std::vector<FileDescriptor> guests(ranks);
-    shared.pidfds[0] = my_life();
+    shared.pidfds[0] = own_pidfd();
     shared.heaps[0] = make_memory_file();
     for (std::size_t come = 1; come < ranks;) {
       try {
@@ -260,7 +260,7 @@ SharedRendezvous rendezvous_in_shared_memory(int rank, const SpaceLayout& layout
     throw ClusterError("what answers in the place of rank 0 over a Unix socket is another user's process");
   }
   const auto heap = make_memory_file();
-  send_with(socket, Hello{.rank = rank}, {my_life().get(), heap.get()}, deadline);
+  send_with(socket, Hello{.rank = rank}, {own_pidfd().get(), heap.get()}, deadline);
   std::vector<FileDescriptor> given, heaps;
   const auto made = receive_with<SpaceLayout>(socket, given, deadline);
   const auto problem = problem_with(made, layout, given);

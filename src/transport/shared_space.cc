@@ -114,13 +114,13 @@ SpaceMember::~SpaceMember() { space_->control_block(rank_).left.store(1, std::me
 
 std::optional<SpaceMember::Trouble> SpaceMember::trouble(std::span<const int> late, Deadline deadline,
                                                          const char* operation) const {
-  if (space_->header().failure_state.load(std::memory_order_acquire) != 0) return Trouble{standing_failure()};
+  if (space_->header().failure_state.load(std::memory_order_acquire) != 0) return Trouble{first_failure()};
   for (const int r : late) {
     const bool left = space_->control_block(r).left.load(std::memory_order_acquire) != 0;
     bool dead = false;
     if (!left && count(r) < pidfds_.size() && pidfds_[count(r)].open()) {
-      pollfd life{pidfds_[count(r)].get(), POLLIN, 0};
-      dead = poll(&life, 1, 0) > 0;
+      pollfd pidfd{pidfds_[count(r)].get(), POLLIN, 0};
+      dead = poll(&pidfd, 1, 0) > 0;
     }
     if (left || dead) {
       const auto how = text(left ? "it left the group" : "its process ended", " during ", operation);
@@ -154,7 +154,7 @@ void SpaceMember::fail(const Failure& failure) {
   header.failure_state.store(2, std::memory_order_release);
 }
 
-Failure SpaceMember::standing_failure() const {
+Failure SpaceMember::first_failure() const {
   const auto& header = space_->header();
   // A reporter that is killed while it writes leaves the state 1 forever.
   const auto written = Deadline::after(std::chrono::seconds(1));
@@ -175,7 +175,7 @@ SpaceMember::RemoteAccess::RemoteAccess(const SpaceMember& member)
 }
 
 void SpaceMember::wait_until_left_alone() const {
-  const bool threads = std::none_of(pidfds_.begin(), pidfds_.end(), [](const auto& life) { return life.open(); });
+  const bool threads = std::none_of(pidfds_.begin(), pidfds_.end(), [](const auto& pidfd) { return pidfd.open(); });
   const auto most = Deadline::after(kLongestWork);
   for (int r = 0; threads && r < size(); ++r) {
     while (r != rank_ && space_->control_block(r).remote_access.load(std::memory_order_seq_cst) != 0 &&
@@ -187,7 +187,7 @@ void SpaceMember::wait_until_left_alone() const {
 
 void SpaceMember::raise() const {
   wait_until_left_alone();
-  standing_failure().raise(name_of(rank_), generation_);
+  first_failure().raise(name_of(rank_), generation_);
 }
 
 }  // namespace lockstep::transport

@@ -132,7 +132,7 @@ class SpaceMember {
     }
   }
 
-  // Why a wait for `late` cannot go on: a failure that stands, one of them is gone, or the deadline has passed.
+  // Why a wait for `late` cannot go on: a failure, one of them is gone, or the deadline has passed.
   struct Trouble {
     Failure failure;
     int gone = -1;
@@ -142,7 +142,7 @@ class SpaceMember {
   // DeadlineExceeded for a wait for ranks `late`.
   Failure late(std::span<const int> late, Deadline deadline, const char* operation) const;
 
-  // Fails the group and raises the failure that stands.
+  // Fails the group and raises the first failure.
   [[noreturn]] void give_up(const Failure& failure);
 
   // Sleeps while `signal` has the value `seen`, at most until the next check for trouble is due.
@@ -152,7 +152,7 @@ class SpaceMember {
   // they raise a failure, after which a buffer may be freed. Processes need not: they access only the shared space.
   class RemoteAccess {
    public:
-    explicit RemoteAccess(const SpaceMember& member);  // raises the failure that stands
+    explicit RemoteAccess(const SpaceMember& member);  // raises the first failure
     ~RemoteAccess() { remote_access_.store(0, std::memory_order_release); }
     RemoteAccess(const RemoteAccess&) = delete;
     RemoteAccess& operator=(const RemoteAccess&) = delete;
@@ -161,17 +161,17 @@ class SpaceMember {
     std::atomic<std::uint32_t>& remote_access_;
   };
 
-  // The first failure stands, on all ranks.
+  // The first failure is kept, on all ranks.
   void fail(const Failure& failure);
 
-  // Raises the failure that stands.
+  // Raises the first failure.
   void check() const {
     if (space_->header().failure_state.load(std::memory_order_acquire) != 0) [[unlikely]]
       raise();
   }
 
  private:
-  Failure standing_failure() const;
+  Failure first_failure() const;
   int name_of(int rank) const { return names_.empty() ? rank : names_[static_cast<std::size_t>(rank)]; }
   [[noreturn]] void raise() const;
   void wait_until_left_alone() const;

@@ -271,7 +271,7 @@ TEST(Launch, TimelinesOfAllRanksAreInOneFile) {
 TEST(Doctor, SaysWhatProcessesHaveAndThatTheyReachEachOther) {
   Process doctor({LOCKSTEP_CLI, "doctor", "-n", "2"});
   const auto& output = doctor.wait_for_end(kSoon);
-  expect_has(output, "[0] rank  cores  paid for  memory");
+  expect_has(output, "[0] rank  cores  quota     memory");
   const bool well = output.find("PROBLEM") == std::string::npos;  // the machine may have one core
   EXPECT_EQ(exit_status(doctor), well ? 0 : 1);
   if (well) {

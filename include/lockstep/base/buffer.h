@@ -22,7 +22,7 @@ const char* name_of(ReduceOp op);  // "sum", ...
 struct MemoryDevice {
   enum class Type : std::uint8_t { host, cuda };
   Type type = Type::host;
-  int index = 0;
+  std::int16_t index = 0;
 
   bool operator==(const MemoryDevice&) const = default;
 };

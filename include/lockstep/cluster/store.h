@@ -54,9 +54,9 @@ class Store {
                           Deadline deadline) const;
 
   // From now on, waiting for a key that begins with `prefix`, ends with `suffix` and is not there throws ClusterError
-  // with `reason`; the first reason stands.
-  void abandon(const std::string& prefix, const std::string& reason, Deadline deadline,
-               const std::string& suffix = "") const;
+  // with `reason`; the first reason is kept.
+  void fail_waiters(const std::string& prefix, const std::string& reason, Deadline deadline,
+                    const std::string& suffix = "") const;
 
  private:
   struct State;

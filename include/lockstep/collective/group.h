@@ -159,7 +159,7 @@ class Group {
   std::shared_ptr<GroupBackend> shared_backend() const;
   Group with_backend(std::shared_ptr<GroupBackend> backend) const;
 
-  // Wakes every rank that waits in an operation, now or later, with Aborted(reason). The first reason stands.
+  // Wakes every rank that waits in an operation, now or later, with Aborted(reason). The first reason is kept.
   void abort(const std::string& reason) const;
 
  private:

@@ -18,9 +18,9 @@ inline constexpr double kStartTimeoutSeconds = 300;
 //   const auto job = lockstep::Job::from_environment();
 //   const auto group = job.group();
 //
-// A shared handle for one thread at a time; any thread may call `store`, `replica_group` and `abandon`. All processes
-// make their Jobs, and groups of each, in the same order. From the first Job on, where other processes of the job are
-// on its host, a process computes only on its share of the host's cores.
+// A shared handle for one thread at a time; any thread may call `store`, `replica_group` and `fail_waiters`. All
+// processes make their Jobs, and groups of each, in the same order. From the first Job on, where other processes of the
+// job are on its host, a process computes only on its share of the host's cores.
 class Job {
  public:
   // Reads the variables of the process's launcher (resolve_cluster); without any this process is alone. Waits until all
@@ -49,7 +49,7 @@ class Job {
   Group replica_group(int replicas, int replica, const GroupOptions& options = {}) const;
 
   // Processes that wait for this one to make a group of this Job, now or later, get a ClusterError with `reason`.
-  void abandon(const std::string& reason) const;
+  void fail_waiters(const std::string& reason) const;
 
   // The next generation of the job, without the processes `lost` (their ranks in this Job, which are those of its
   // `group`). Collective over the others. Those that do not call it by the deadline are left out as well. Ranks keep

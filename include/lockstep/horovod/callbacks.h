@@ -15,7 +15,7 @@ class BroadcastGlobalVariablesCallback : public Callback {
  public:
   explicit BroadcastGlobalVariablesCallback(int root_rank = 0) : root_rank_(root_rank) {}
   void on_train_begin() override;
-  Turn turn() const override { return Turn::spreads_state; }
+  Order order() const override { return Order::broadcasts_state; }
 
  private:
   int root_rank_;

@@ -30,7 +30,7 @@ struct LocalReplicas {
 // How elements of the data set reach the replicas.
 enum class Distribution {
   split,     // all workers read the same elements: each is a global batch, of which a replica takes its part
-  spread,    // each worker reads its own: each lasts as many steps as there are workers
+  sharded,   // each worker reads its own: each lasts as many steps as there are workers
   one_each,  // each replica takes one
 };
 
@@ -60,7 +60,7 @@ class DistributedIterator {
   std::uint64_t element_hash() const;
 
   // Whether each worker reads elements of its own.
-  bool is_spread() const { return kind_ == Distribution::spread; }
+  bool is_sharded() const { return kind_ == Distribution::sharded; }
 
  private:
   std::optional<PerReplica<internal::Part>> own_parts();
@@ -91,7 +91,7 @@ class DistributedDataset {
   DistributedIterator iterate_from(FromExample from) const { return {dataset_, kind_, replicas_, from}; }
 
   // Whether each worker reads elements of its own.
-  bool is_spread() const { return kind_ == Distribution::spread; }
+  bool is_sharded() const { return kind_ == Distribution::sharded; }
 
   // Steps an epoch, or Dataset::kInfinite or kUnknown.
   std::int64_t cardinality() const;

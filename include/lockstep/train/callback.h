@@ -51,9 +51,9 @@ class Callback {
   }
 
   // When it is called among the others: what saves the state of others comes after them; then what restores the state
-  // of the training, what spreads it to other processes, and what needs it as training will begin.
-  enum class Turn { normal, saves_state, restores_state, spreads_state, needs_state };
-  virtual Turn turn() const { return Turn::normal; }
+  // of the training, what broadcasts it to other processes, and what needs it as training will begin.
+  enum class Order { normal, saves_state, restores_state, broadcasts_state, needs_state };
+  virtual Order order() const { return Order::normal; }
 
   // With several workers all call their callbacks, in step and with the same logs: what writes files is for the chief
   // alone. It must not save or evaluate the model, which all workers do together.

@@ -64,7 +64,7 @@ class ModelCheckpoint : public Callback {
   void on_interrupt() override;
   void save(Archive& archive, const std::string& prefix) const override;
   std::function<void()> load(const Archive& archive, const std::string& prefix) override;
-  Turn turn() const override { return options_.save_weights_only ? Turn::normal : Turn::saves_state; }
+  Order order() const override { return options_.save_weights_only ? Order::normal : Order::saves_state; }
 
  private:
   void save_model(std::int64_t batch, const Logs& logs);
@@ -100,7 +100,7 @@ class BackupAndRestore : public Callback {
   void save(Archive& archive, const std::string& prefix) const override;
   std::function<void()> load(const Archive& archive, const std::string& prefix) override;
   void detach() noexcept override { lock_.reset(); }
-  Turn turn() const override { return Turn::restores_state; }
+  Order order() const override { return Order::restores_state; }
 
  private:
   std::string folder_;

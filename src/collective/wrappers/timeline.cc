@@ -7,7 +7,7 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/text.h"
-#include "cluster/left_texts.h"
+#include "cluster/published_texts.h"
 #include "collective/calls.h"
 #include "collective/wrappers/published_timeline.h"
 #include "collective/wrappers/wrapper.h"
@@ -123,8 +123,8 @@ class PublishingRecorder final : public Recorder {
 
   ~PublishingRecorder() override {
     try {
-      cluster::leave_text(store_, cluster::kTimelines, dumped(state()->of_rank(rank(), number_)),
-                          Deadline::after(kToPublish));
+      cluster::publish_text(store_, cluster::kTimelines, dumped(state()->of_rank(rank(), number_)),
+                            Deadline::after(kToPublish));
     } catch (const Error& error) {
       log_warning(text("the timeline of rank ", rank(), " is lost: ", error.what()));
     }

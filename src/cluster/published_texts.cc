@@ -1,4 +1,4 @@
-#include "cluster/left_texts.h"
+#include "cluster/published_texts.h"
 
 #include "base/text.h"
 
@@ -12,7 +12,7 @@ std::string counter(const std::string& kind) { return text("left/", kind); }
 
 }  // namespace
 
-void leave_text(const Store& store, const std::string& kind, const std::string& text_of_it, Deadline deadline) {
+void publish_text(const Store& store, const std::string& kind, const std::string& text_of_it, Deadline deadline) {
   const auto mine = key(kind, store.add(counter(kind), 1, deadline));
   std::int64_t pieces = 0;
   for (std::size_t at = 0; at < text_of_it.size(); at += kPiece) {
@@ -21,7 +21,7 @@ void leave_text(const Store& store, const std::string& kind, const std::string& 
   store.set(mine, std::to_string(pieces), deadline);
 }
 
-std::vector<std::string> left_texts(const Store& store, const std::string& kind, Deadline deadline) {
+std::vector<std::string> published_texts(const Store& store, const std::string& kind, Deadline deadline) {
   std::vector<std::string> all;
   const auto count = store.add(counter(kind), 0, deadline);
   for (std::int64_t number = 1; number <= count; ++number) {
