@@ -1,8 +1,8 @@
 """The rows of the other benchmarks, but against another build of Lockstep in the place of the peers: has anything become slower?
 
-    benchmarks/bench_before.py --before /path/to/another/checkout/build/release [--rounds 5] [--only TEXT] [--skip OPTION]
+    benchmarks/bench_before.py --before /path/to/another/checkout/build/release [--rounds 5] [--only TEXT] [--skip=TEXT]
 
---skip leaves out the programs that are given an option which the other build does not have. Both builds need the targets lockstep_cli, train_step,
+--skip leaves out the programs whose command has this text: an option which the other build does not have. Both builds need the targets lockstep_cli, train_step,
 ddp_step and dataset. The rows of hosts need root.
 """
 import argparse

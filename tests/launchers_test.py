@@ -174,7 +174,7 @@ class Launchers(unittest.TestCase):
                 self.assertEqual(done.returncode, 0, done.stderr)
                 return done.stdout
 
-            # In the tenth step of its first life rank 1 has Slurm send what it sends before the end of the time.
+            # In the tenth step of its first attempt rank 1 has Slurm send what it sends before the end of the time.
             job = ask("sbatch", "--parsable", "--nodes=1", "--ntasks-per-node=2", "--cpus-per-task=1", "--overcommit", "--time=2", "--signal=TERM@1", "--output=out",
                       SCRIPT, RESUME, ".", "10", "scancel --signal=TERM $SLURM_JOB_ID", "1").strip()
             output = lambda: (work / "out").read_text() if (work / "out").exists() else ""

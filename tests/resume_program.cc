@@ -1,7 +1,8 @@
 // Trains a small model with everything that a restart must bring back: Dropout, shuffling, Adam, changing rates,
 // BatchNormalization, and callbacks that count. resume_program FOLDER STEP SIGNAL sends itself SIGNAL at global step
 // STEP (-1: never), or runs SIGNAL where it is a command. Under `lockstep run` its workers have a replica each, with a
-// fourth argument only that worker does it, in the job's first life, and a fifth is the workers' deadline in seconds.
+// fourth argument only that worker does it, in the job's first attempt, and a fifth is the workers' deadline in
+// seconds.
 #include <lockstep/lockstep.h>
 
 #include <ATen/ATen.h>

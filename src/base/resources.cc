@@ -17,7 +17,7 @@
 namespace lockstep {
 namespace {
 
-// The cores that a cpu.max file pays for; +inf when it sets no bound or cannot be read.
+// The cores that a cpu.max file allows; +inf when it sets no bound or cannot be read.
 double quota_of(const std::string& cpu_max_path) {
   std::ifstream file(cpu_max_path);
   double quota = 0, period = 0;
@@ -86,12 +86,12 @@ std::vector<int> allowed_cpus() {
   return cpus;
 }
 
-int paid_cpu_count() {
+int quota_cpu_count() {
   constexpr double kMost = 1 << 20;
   return static_cast<int>(std::clamp(std::ceil(smallest_bound("cpu.max", &quota_of)), 1.0, kMost));
 }
 
-int usable_cpu_count() { return std::min(static_cast<int>(allowed_cpus().size()), paid_cpu_count()); }
+int usable_cpu_count() { return std::min(static_cast<int>(allowed_cpus().size()), quota_cpu_count()); }
 
 namespace {
 std::atomic<int> sharing_memory{1};

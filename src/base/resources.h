@@ -15,8 +15,8 @@ std::vector<int> allowed_cpus();
 // the sysfs folder that describes them; missing values count as 0.
 std::vector<int> cpus_by_place(std::vector<int> cpus, const std::string& system = "/sys/devices/system");
 
-// How many cores the control group's CPU quota (cpu.max) pays for: at least 1; very many where there is none.
-int paid_cpu_count();
+// How many cores the control group's CPU quota (cpu.max) allows: at least 1; very many where there is none.
+int quota_cpu_count();
 
 // The smaller of the quota and the number of cores in the affinity mask.
 int usable_cpu_count();

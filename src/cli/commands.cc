@@ -23,7 +23,7 @@ std::string shortened(const std::string& entry) {
 void print_devices(std::ostream& out) {
   const auto cpus = allowed_cpus();
   out << "cores this process may run on: " << cpus.size() << " (" << join(cpus) << ")\n"
-      << "cores its control group pays for: " << usable_cpu_count() << "\n"
+      << "cores that it can use at once: " << usable_cpu_count() << "\n"
       << "MirroredStrategy() makes " << usable_cpu_count() << " replica(s), one a core\n";
 }
 

@@ -23,7 +23,7 @@ namespace lockstep::cli {
 struct Facts {
   std::string host, version;
   std::vector<int> cores;
-  int quota_cores = 0;  // that the control group's CPU quota allows
+  int usable_cores = 0;  // of them, as many as the control group's CPU quota allows
   int ranks_here = 0;
   double memory_gib = 0;
   int gpus = 0;
@@ -31,7 +31,7 @@ struct Facts {
   double clock_ahead_s = 0;   // of rank 0's
   double round_trip_us = 0;   // to rank 0
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Facts, host, version, cores, quota_cores, ranks_here, memory_gib, gpus,
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Facts, host, version, cores, usable_cores, ranks_here, memory_gib, gpus,
                                    shared_memory, clock_ahead_s, round_trip_us)
 
 namespace {
@@ -124,14 +124,14 @@ std::vector<std::string> problems_of(const std::vector<Facts>& all) {
       problems.push_back(text(who, " cannot share memory (", facts.shared_memory,
                               "): allow memfd_create, or use CommunicationOptions{.backend = \"tcp\"}"));
     }
-    const int cores = std::min(static_cast<int>(facts.cores.size()), facts.quota_cores);
+    const int cores = std::min(static_cast<int>(facts.cores.size()), facts.usable_cores);
     if (cores < facts.ranks_here && facts.gpus == 0) {
       problems.push_back(text(who, " shares ", cores, " core(s) with ", facts.ranks_here - 1,
                               " other(s): start fewer processes there, or give the job more cores"));
     }
-    if (facts.quota_cores < static_cast<int>(facts.cores.size())) {
-      problems.push_back(text(who, " may run on ", facts.cores.size(), " cores, and its control group pays for ",
-                              facts.quota_cores, " (cpu.max): raise it, or bind the job to as many cores"));
+    if (facts.usable_cores < static_cast<int>(facts.cores.size())) {
+      problems.push_back(text(who, " may run on ", facts.cores.size(), " cores, and its control group allows ",
+                              facts.usable_cores, " (cpu.max): raise it, or bind the job to as many cores"));
     }
     if (std::abs(facts.clock_ahead_s) > kClocksApart) {
       problems.push_back(text("the clock of ", facts.host, " is ", std::abs(facts.clock_ahead_s), " s ",
@@ -143,13 +143,14 @@ std::vector<std::string> problems_of(const std::vector<Facts>& all) {
 }
 
 void print(const std::vector<Facts>& all, std::ostream& out) {
-  out << "rank  cores  quota     memory     GPUs  round trip  clock       host\n" << std::fixed;
+  out << "rank  cores  usable    memory     GPUs  round trip  clock       host\n" << std::fixed;
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     const auto& facts = all[rank];
-    out << std::left << std::setw(6) << rank << std::setw(7) << facts.cores.size() << std::setw(10) << facts.quota_cores
-        << std::setw(11) << text(std::llround(facts.memory_gib), " GiB") << std::setw(6) << facts.gpus << std::setw(12)
-        << (rank == 0 ? "-" : text(std::llround(facts.round_trip_us), " us")) << std::setw(12)
-        << (rank == 0 ? "-" : text(std::showpos, std::llround(facts.clock_ahead_s * 1e3), " ms")) << facts.host << "\n";
+    out << std::left << std::setw(6) << rank << std::setw(7) << facts.cores.size() << std::setw(10)
+        << facts.usable_cores << std::setw(11) << text(std::llround(facts.memory_gib), " GiB") << std::setw(6)
+        << facts.gpus << std::setw(12) << (rank == 0 ? "-" : text(std::llround(facts.round_trip_us), " us"))
+        << std::setw(12) << (rank == 0 ? "-" : text(std::showpos, std::llround(facts.clock_ahead_s * 1e3), " ms"))
+        << facts.host << "\n";
   }
 }
 
@@ -164,7 +165,7 @@ int examine(const Cluster& cluster, std::ostream& out) {
   Facts mine{.host = host,
              .version = version(),
              .cores = allowed_cpus(),
-             .quota_cores = usable_cpu_count(),
+             .usable_cores = usable_cpu_count(),
              .ranks_here = job.world().local_size,
              .memory_gib = static_cast<double>(usable_memory_bytes()) / kGib,
              .gpus = gpus_of_this_machine(),

@@ -7,8 +7,8 @@ namespace {
 
 constexpr std::size_t kPiece = 1 << 19;
 
-std::string key(const std::string& kind, std::int64_t number) { return text("left/", kind, "/", number); }
-std::string counter(const std::string& kind) { return text("left/", kind); }
+std::string key(const std::string& kind, std::int64_t number) { return text("published/", kind, "/", number); }
+std::string counter(const std::string& kind) { return text("published/", kind); }
 
 }  // namespace
 

@@ -125,7 +125,7 @@ TEST(Rendezvous, ARankEndsSoonAfterItsMpirun) {
   ::close(ends[1]);
   pid_t rank = 0;
   ASSERT_EQ(::read(ends[0], &rank, sizeof rank), static_cast<ssize_t>(sizeof rank));
-  const FileDescriptor life(static_cast<int>(syscall(SYS_pidfd_open, rank, 0)));
+  const FileDescriptor pidfd(static_cast<int>(syscall(SYS_pidfd_open, rank, 0)));
   const pid_t shell_of_rank = [&] {
     pid_t parent = 0;
     std::ifstream file(text("/proc/", rank, "/status"));
@@ -136,7 +136,7 @@ TEST(Rendezvous, ARankEndsSoonAfterItsMpirun) {
   }();
   ::kill(launcher, SIGKILL);
   ::waitpid(launcher, nullptr, 0);
-  EXPECT_TRUE(transport::wait_for_events(life.get(), POLLIN, within(8)));
+  EXPECT_TRUE(transport::wait_for_events(pidfd.get(), POLLIN, within(8)));
   ::kill(rank, SIGKILL);
   ::kill(shell_of_rank, SIGKILL);
 }

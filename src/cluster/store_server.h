@@ -46,7 +46,7 @@ class StoreServer {
     bool closed = false;
   };
 
-  struct WaitersFailure {  // keys with this prefix and suffix
+  struct FailedKeys {  // keys with this prefix and suffix
     std::string prefix, suffix, reason;
   };
 
@@ -67,7 +67,7 @@ class StoreServer {
   FileDescriptor stop_;  // an eventfd
   std::string address_;
   std::map<std::string, std::string> values_;     // of the thread
-  std::vector<WaitersFailure> failures_;          // of the thread
+  std::vector<FailedKeys> failures_;              // of the thread
   std::vector<std::unique_ptr<Client>> clients_;  // of the thread
   std::jthread thread_;
 };

@@ -71,8 +71,8 @@ DirectGroup::Path DirectGroup::exchange_descriptors(const Call& call, Deadline d
   auto& mine = descriptor(rank());
   mine.signature = signature_of(call);
   mine.input_bytes = input_bytes_of(call, rank());
-  mine.input_at = mine.input_bytes == 0 ? 0 : offset_of(call.input);
-  mine.output_at = call.output.count == 0 ? 0 : offset_of(call.output);
+  mine.input_at = mine.input_bytes == 0 ? 0 : location_of(call.input);
+  mine.output_at = call.output.count == 0 ? 0 : location_of(call.output);
   if (mine.input_bytes <= CallDescriptor::kSmall) copy_bytes(mine.payload(), bytes_of(call.input), mine.input_bytes);
   fail_point("direct.before_descriptor");
   mine.sequence.set(posted_);

@@ -31,11 +31,11 @@ class DirectGroup : public GroupBackend {
  protected:
   const std::shared_ptr<transport::SpaceMember>& member() const { return member_; }
 
-  // offset_of: where the others find a buffer, or CallDescriptor::kPrivate. address_at: where this rank finds `bytes`
-  // that another rank posted; throws ClusterError for a place that the other does not share. map_new_segments is called
-  // before each call's descriptors are read.
-  virtual std::int64_t offset_of(const ConstBuffer& buffer) = 0;
-  virtual std::byte* address_at(int rank, std::int64_t place, std::size_t bytes) const = 0;
+  // location_of: where the others find a buffer, or CallDescriptor::kPrivate. address_at: where this rank finds `bytes`
+  // that another rank posted; throws ClusterError for a location that the other does not share. map_new_segments is
+  // called before each call's descriptors are read.
+  virtual std::int64_t location_of(const ConstBuffer& buffer) = 0;
+  virtual std::byte* address_at(int rank, std::int64_t location, std::size_t bytes) const = 0;
   virtual void map_new_segments() {}
 
  private:

@@ -31,9 +31,9 @@ class ShmGroup final : public DirectGroup {
   }
 
  private:
-  std::int64_t offset_of(const ConstBuffer& buffer) override { return heap_->offset_of(buffer.data, buffer.bytes()); }
-  std::byte* address_at(int rank, std::int64_t place, std::size_t bytes) const override {
-    return heap_->at(rank, place, bytes);
+  std::int64_t location_of(const ConstBuffer& buffer) override { return heap_->offset_of(buffer.data, buffer.bytes()); }
+  std::byte* address_at(int rank, std::int64_t location, std::size_t bytes) const override {
+    return heap_->at(rank, location, bytes);
   }
   void map_new_segments() override { heap_->map_new(); }
 

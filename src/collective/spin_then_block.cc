@@ -10,18 +10,18 @@
 namespace lockstep::collective {
 
 int cores_of_host(cluster::Bootstrap& members, const std::vector<std::string>& hosts, Deadline deadline) {
-  const auto all = members.all_gather(text(paid_cpu_count(), " ", join(allowed_cpus(), " ")), deadline);
+  const auto all = members.all_gather(text(quota_cpu_count(), " ", join(allowed_cpus(), " ")), deadline);
   std::set<int> cpus;
-  int paid = 0;  // ranks of one host may be in control groups with different quotas: the largest counts
+  int quota = 0;  // ranks of one host may be in control groups with different quotas: the largest counts
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (hosts[r] != hosts[static_cast<std::size_t>(members.rank())]) continue;
     std::istringstream words(all[r]);
     int theirs = 0;
     words >> theirs;
-    paid = std::max(paid, theirs);
+    quota = std::max(quota, theirs);
     for (int cpu = 0; words >> cpu;) cpus.insert(cpu);
   }
-  return std::min(static_cast<int>(cpus.size()), paid);
+  return std::min(static_cast<int>(cpus.size()), quota);
 }
 
 // About 10 us of spinning where each rank has a core, then 100 us of yielding: the awaited rank may need this core.

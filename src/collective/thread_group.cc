@@ -57,9 +57,9 @@ class ThreadGroup final : public collective::DirectGroup {
   Memory allocate(std::size_t bytes) override { return collective::private_memory(bytes); }
 
  private:
-  std::int64_t offset_of(const ConstBuffer& buffer) override { return std::bit_cast<std::intptr_t>(buffer.data); }
-  std::byte* address_at(int, std::int64_t place, std::size_t) const override {
-    return std::bit_cast<std::byte*>(place);
+  std::int64_t location_of(const ConstBuffer& buffer) override { return std::bit_cast<std::intptr_t>(buffer.data); }
+  std::byte* address_at(int, std::int64_t location, std::size_t) const override {
+    return std::bit_cast<std::byte*>(location);
   }
 };
 

@@ -45,7 +45,7 @@ TEST(Store, OneOfManyTakesAPlace) {
   EXPECT_EQ(store.get("place", soon()), "yours");
 }
 
-TEST(Store, NobodyWaitsForWhatWasAbandoned) {
+TEST(Store, WaitersFailAtOnce) {
   const auto store = Store::hold("127.0.0.1:0");
   store.set("a/there", "here", soon());
   std::jthread waits(

@@ -39,11 +39,11 @@ class GradientHooks {
 
   ReplicatedParameters& parameters_;
   GradientSync& sync_;
-  std::vector<PostAccumulateHook> hooks_;
   struct alignas(64) Flag {
     bool set = false;
   };
-  std::vector<Flag> expects_backward_;  // [replica]
+  std::vector<Flag> expects_backward_;     // [replica]
+  std::vector<PostAccumulateHook> hooks_;  // last: removed before what they use
 };
 
 }  // namespace lockstep::gradient

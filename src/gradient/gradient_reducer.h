@@ -87,7 +87,6 @@ class GradientReducer {
   const std::vector<at::Tensor> parameters_;
   const bool sum_, zeros_for_unused_;
   std::vector<unsigned> before_accumulation_;  // [parameter]: hooks on each new gradient
-  std::vector<PostAccumulateHook> after_accumulation_;
 
   Buckets buckets_;
   std::vector<View> views_;  // [parameter]
@@ -113,6 +112,8 @@ class GradientReducer {
   bool wants_gradients_ = false;
   double scale_ = 0;       // the running weight scale
   int accumulating_ = -1;  // the backward for which before_pass_ returned false
+
+  std::vector<PostAccumulateHook> after_accumulation_;  // last: removed before what they use
 };
 
 }  // namespace lockstep::gradient

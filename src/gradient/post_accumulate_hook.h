@@ -8,9 +8,10 @@
 
 namespace lockstep::gradient {
 
-// Calls `function` each time that a backward has accumulated the parameter's gradient, in the thread of that backward,
-// until this object is destroyed or a later one is made for the same parameter. As PyTorch's
-// Tensor.register_post_accumulate_grad_hook, of which C++ has one a parameter. Not while a backward runs.
+// Calls `function` each time that a backward has accumulated the parameter's gradient, in the thread of that backward
+// (PyTorch's Tensor.register_post_accumulate_grad_hook). LibTorch keeps one such hook for each parameter: a later one
+// replaces this one, and this object's destructor then leaves it alone. Construct and destroy it only while no backward
+// of the parameter runs.
 class PostAccumulateHook {
  public:
   PostAccumulateHook(at::Tensor parameter, std::function<void()> function);

@@ -80,16 +80,16 @@ void tell_that_it_ended(const std::function<Store()>& store, int rank) {
 // One run of a job between restarts, with a token and a store of its own.
 class Attempt {
  public:
-  Attempt(const LaunchOptions& options, int restart, const JobProcesses::ProcessContext& context)
+  Attempt(const LaunchOptions& options, int restart, const JobProcesses::Context& context)
       : hosts_(fill(options.hosts, options.processes)),
         store_(Store::hold(transport::with_port(address_for(hosts_), 0), access(options))),
-        job_(members(options, restart), options.grace_seconds, telling(context)) {}
+        job_(members(options, restart), options.grace_seconds, with_ended_well(context)) {}
 
   JobProcesses& job() { return job_; }
   const Store& store() const { return store_; }
 
  private:
-  JobProcesses::ProcessContext telling(JobProcesses::ProcessContext context) const {
+  JobProcesses::Context with_ended_well(JobProcesses::Context context) const {
     context.ended_well = [this](int rank) { tell_that_it_ended([this] { return store_; }, rank); };
     return context;
   }

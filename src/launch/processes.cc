@@ -23,8 +23,7 @@ constexpr int kMostLastWords = 1000;  // reads of the output that an ended rank 
 
 }  // namespace
 
-JobProcesses::JobProcesses(const std::vector<ChildCommand>& members, double grace_seconds,
-                           const ProcessContext& context)
+JobProcesses::JobProcesses(const std::vector<ChildCommand>& members, double grace_seconds, const Context& context)
     : grace_seconds_(grace_seconds), context_(context) {
   for (const auto& command : members) {
     if (const int signal = context_.signals.next()) {  // there may be very many

@@ -21,7 +21,7 @@ namespace lockstep::launch {
 class JobProcesses {
  public:
   // What it runs with. All of it must outlive this object.
-  struct ProcessContext {
+  struct Context {
     const Signals& signals;
     const Reaper& reaper;
     std::ostream& out;
@@ -31,7 +31,7 @@ class JobProcesses {
   };
 
   // Starts them. Throws ClusterError and IoError; then none is left.
-  JobProcesses(const std::vector<ChildCommand>& members, double grace_seconds, const ProcessContext& context);
+  JobProcesses(const std::vector<ChildCommand>& members, double grace_seconds, const Context& context);
 
   // Ends those that still run.
   ~JobProcesses();
@@ -61,7 +61,7 @@ class JobProcesses {
   std::string explanation(const Child& child) const;
 
   const double grace_seconds_;
-  const ProcessContext context_;
+  const Context context_;
   std::vector<std::unique_ptr<Child>> children_;
   const Child* first_ = nullptr;  // that failed
   std::string report_;            // its failure, as another host's launcher reported it

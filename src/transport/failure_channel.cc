@@ -79,14 +79,14 @@ void FailureChannel::record(const Failure& failure) {
   if (is_first(failure) && failure.kind != Failure::Kind::deadline) send(failure);
 }
 
-std::optional<Failure> FailureChannel::first_failure() {
+std::optional<Failure> FailureChannel::current_failure() {
   MutexLock lock(mutex_);
   return failure_;
 }
 
 // A rank that waits for nobody answers another rank's deadline too: silent ranks are blamed.
 void FailureChannel::raise() {
-  const auto failure = *first_failure();
+  const auto failure = *current_failure();
   if (failure.kind == Failure::Kind::deadline && failure.reporter != rank_ && !gave_up_) {
     find_to_blame({}, failure.seconds, failure.operation.data());
   }
@@ -96,7 +96,7 @@ void FailureChannel::raise() {
 void FailureChannel::wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline,
                           const char* operation) {
   listen(channels, deadline);
-  const auto failure = first_failure();
+  const auto failure = current_failure();
   if (failure && failure->kind != Failure::Kind::deadline) raise();
   if (failure || deadline.passed()) give_up(late, deadline, operation);
   // Where a host lost power no channel reports it; the link's keepalive does.

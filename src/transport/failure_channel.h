@@ -35,17 +35,17 @@ class FailureChannel {
   // the same time.
   void fail(const Failure& failure);
 
-  // Raises the first failure.
+  // Raises the failure that is kept.
   void check() {
     if (failed_.load(std::memory_order_acquire)) [[unlikely]]
       raise();
   }
 
-  // Returns when poll(2) reports an event on `channels`; raises the first failure, and DeadlineExceeded. `late`:
+  // Returns when poll(2) reports an event on `channels`; raises the failure that is kept, and DeadlineExceeded. `late`:
   // the ranks that are waited for.
   void wait(std::span<pollfd> channels, std::span<const int> late, Deadline deadline, const char* operation);
 
-  // The same without waiting: raises the first failure, and DeadlineExceeded.
+  // The same without waiting: raises the failure that is kept, and DeadlineExceeded.
   void check(std::span<const int> late, Deadline deadline, const char* operation) {
     check();
     if (deadline.passed()) give_up(late, deadline, operation);
@@ -78,10 +78,10 @@ class FailureChannel {
   };
 
   void receive(int rank);
-  bool is_first(const Failure& failure);  // whether it is, and then keeps it
+  bool is_first(const Failure& failure);  // keeps it and returns true where none was kept before
   void record(const Failure& failure);
   void send(const Failure& failure);
-  std::optional<Failure> first_failure();
+  std::optional<Failure> current_failure();
   [[noreturn]] void raise();
   [[noreturn]] void find_to_blame(std::span<const int> late, double seconds, const char* operation);
 

@@ -166,13 +166,13 @@ TEST(Launch, ARankThatEndsLeavesNothingBehind) {
 TEST(Launch, RestartsAsOftenAsItMay) {
   const auto folder = fresh_folder("restarts");
   const std::string script =
-      "[ $LOCKSTEP_RANK = 0 ] || exec sleep 1000; echo life $LOCKSTEP_RESTART; "
+      "[ $LOCKSTEP_RANK = 0 ] || exec sleep 1000; echo attempt $LOCKSTEP_RESTART; "
       "[ $LOCKSTEP_RESTART = 2 ] && exit 0; exit 5";
   auto fails = run({"-n", "2", "--restarts", "1"}, script);
-  expect_has(fails.wait_for_end(kSoon), "lockstep run: restart 1 of 1\n[0] life 1\n");
+  expect_has(fails.wait_for_end(kSoon), "lockstep run: restart 1 of 1\n[0] attempt 1\n");
   EXPECT_EQ(exit_status(fails), 5);
   auto ends = run({"-n", "1", "--restarts", "3"}, script);
-  expect_has(ends.wait_for_end(kSoon), "[0] life 2\n");
+  expect_has(ends.wait_for_end(kSoon), "[0] attempt 2\n");
   EXPECT_EQ(exit_status(ends), 0);
 }
 
@@ -225,8 +225,8 @@ TEST(LaunchOverHosts, ARankThatEndsWithoutComingIsNamed) {
 
 TEST(LaunchOverHosts, ARankMayStartTheJobAgain) {
   auto job = run({"-H", "localhost,127.0.0.1", "--restarts", "1"},
-                 "echo life $LOCKSTEP_RESTART; exit $((1 - LOCKSTEP_RESTART))");
-  expect_has(job.wait_for_end(kSoon), "[0] life 1\n");
+                 "echo attempt $LOCKSTEP_RESTART; exit $((1 - LOCKSTEP_RESTART))");
+  expect_has(job.wait_for_end(kSoon), "[0] attempt 1\n");
   EXPECT_EQ(exit_status(job), 0);
 }
 
@@ -271,7 +271,7 @@ TEST(Launch, TimelinesOfAllRanksAreInOneFile) {
 TEST(Doctor, SaysWhatProcessesHaveAndThatTheyReachEachOther) {
   Process doctor({LOCKSTEP_CLI, "doctor", "-n", "2"});
   const auto& output = doctor.wait_for_end(kSoon);
-  expect_has(output, "[0] rank  cores  quota     memory");
+  expect_has(output, "[0] rank  cores  usable    memory");
   const bool well = output.find("PROBLEM") == std::string::npos;  // the machine may have one core
   EXPECT_EQ(exit_status(doctor), well ? 0 : 1);
   if (well) {

@@ -22,7 +22,7 @@ const char* name_of(ReduceOp op);  // "sum", ...
 struct MemoryDevice {
   enum class Type : std::uint8_t { host, cuda };
   Type type = Type::host;
-  std::int16_t index = 0;
+  std::int16_t index = 0;  // 16 bits keep a Buffer at 24 bytes
 
   bool operator==(const MemoryDevice&) const = default;
 };

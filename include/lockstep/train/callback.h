@@ -50,8 +50,9 @@ class Callback {
     return [] {};
   }
 
-  // When it is called among the others: what saves the state of others comes after them; then what restores the state
-  // of the training, what broadcasts it to other processes, and what needs it as training will begin.
+  // Callbacks are called in the order of these values, those with the same value in the order in which they were given:
+  // what saves the state of others comes after them; then what restores the state of the training, what broadcasts it
+  // to other processes, and what needs it as training begins.
   enum class Order { normal, saves_state, restores_state, broadcasts_state, needs_state };
   virtual Order order() const { return Order::normal; }
 
