@@ -212,10 +212,13 @@ void JobProcesses::kill_what_is_left() {
 }
 
 std::string JobProcesses::explanation(const Child& child) const {
-  const int signal = child.signal();
-  if (signal != 0) return text(kReport, child.name(), " was ended by signal ", signal, " (", strsignal(signal), ")");
   const auto& words = child.last_line_written();
-  return text(kReport, child.name(), " ended with status ", child.status(), words.empty() ? "" : ": ", words);
+  const auto begin = words.find_first_not_of(' ');
+  const auto said = begin == std::string::npos ? std::string() : ": " + words.substr(begin);
+  const int signal = child.signal();
+  if (signal == 0) return text(kReport, child.name(), " ended with status ", child.status(), said);
+  return text(kReport, child.name(), " was ended by signal ", signal, " (", strsignal(signal), ")",
+              signal == SIGABRT ? said : std::string());  // of an exception that nobody caught
 }
 
 }  // namespace lockstep::launch

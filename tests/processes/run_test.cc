@@ -95,6 +95,12 @@ TEST(Launch, TheFirstFailureIsTheCommandsAndEndsTheOthers) {
   expect_has(output, "lockstep run: rank 1 ended with status 7: at last: my disk is full\n");
 }
 
+TEST(Launch, ARankThatAbortsIsNamedWithItsLastLine) {
+  auto job =
+      run({"-n", "2"}, "[ $LOCKSTEP_RANK = 1 ] || exec sleep 1000; echo '  what():  no data' >&2; kill -ABRT $$");
+  expect_has(job.wait_for_end(kSoon), "lockstep run: rank 1 was ended by signal 6 (Aborted): what():  no data\n");
+}
+
 TEST(Launch, OptionsAsOtherLaunchersTakeThemAndTheProgramsOwnAsTheyAre) {
   const std::vector<std::vector<std::string>> ways{
       {"-np", "2"}, {"-n2"}, {"-n", "2", "--"}, {"--grace=1", "-n2", "--"}};

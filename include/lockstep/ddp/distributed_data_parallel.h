@@ -41,16 +41,16 @@ struct DistributedDataParallelOptions {
   std::int64_t batch_dim = 0;  // 1 for [time, batch, features]
 
   // DType::float16 or DType::bfloat16: what float gradients are sent as. They are summed in float32.
-  std::optional<DType> gradient_dtype;
+  std::optional<DType> gradient_dtype = {};
 
   // Of each operation between the ranks; empty: the Communicator's.
-  std::optional<double> timeout_seconds;
+  std::optional<double> timeout_seconds = {};
 
   // Of an earlier training, from bucket_order(): a resumed one then has the same bits.
-  std::vector<std::int64_t> bucket_order;
+  std::vector<std::int64_t> bucket_order = {};
 
   // Instead of all_reduce; see gradient_hook.h.
-  GradientHook comm_hook;
+  GradientHook comm_hook = {};
 };
 
 namespace internal {

@@ -53,7 +53,7 @@ struct ModelCheckpointOptions {
 // Saves to `filepath`, in which {epoch} (from 1), {batch} and the logs' names are replaced, also with a format as in
 // {epoch:02d} or {val_loss:.2f}; where an epoch was not validated, or was interrupted before, a value is nan. Records
 // each in the folder's `checkpoint` index, which latest_checkpoint reads. Throws when training begins: InvalidArgument
-// for a name that no log will have, IoError where the folder cannot be written.
+// for a name in `filepath` that no log will have, IoError where the folder cannot be written.
 class ModelCheckpoint : public Callback {
  public:
   explicit ModelCheckpoint(std::string filepath, ModelCheckpointOptions options = {});
