@@ -105,6 +105,11 @@ TEST_F(ShardedState, EveryRuleGivesTheWeightsOfTrainingWithoutIt) {
         EXPECT_LE(static_cast<double>(sharded.state_bytes), static_cast<double>(whole.state_bytes) / workers * 1.05);
       }
     }
+    SCOPED_TRACE(testing::Message() << name << ", 3 workers on hosts of their own");
+    const auto apart =
+        train_on({.workers = 3, .hosts_differ = true, .shard_optimizer_state = true}, optimizer, at::kDouble);
+    EXPECT_LE(largest_difference(apart.weights, whole.weights), 1e-9);
+    EXPECT_LE(static_cast<double>(apart.state_bytes), static_cast<double>(whole.state_bytes) / 3 * 1.05);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "base/failure.h"
 #include "cluster/bootstrap.h"
@@ -31,6 +32,9 @@ class GroupBackend {
 
   // As Group::allocate. Any thread.
   virtual Memory allocate(std::size_t bytes) = 0;
+
+  // As Group::allocate_shared. One thread at a time, as `run`.
+  virtual std::vector<Memory> allocate_shared(std::size_t /*bytes*/, Deadline /*deadline*/) { return {}; }
 
   // Fails the running operation and all later ones, on every rank. Any thread. The first failure is kept.
   virtual void fail(const Failure& failure) = 0;

@@ -92,6 +92,35 @@ DirectGroup::Path DirectGroup::exchange_descriptors(const Call& call, Deadline d
   return small ? Path::small : direct ? Path::direct : Path::staged;
 }
 
+std::vector<Memory> DirectGroup::allocate_shared(std::size_t bytes, Deadline deadline) {
+  struct Part {
+    std::int64_t location;
+    std::uint64_t bytes;
+    const Memory* memory;
+  };
+  static_assert(sizeof(Part) == 3 * sizeof(std::int64_t));
+  const auto mine = allocate(bytes);
+  for (int i = 0; i < 2; ++i) run(Call::barrier(), deadline);  // all have allocated; all have mapped the others'
+  Part part{location_of({mine.get(), bytes, DType::uint8}), bytes, &mine};
+  std::vector<Part> all(static_cast<std::size_t>(size()));
+  run(Call::all_gather({&part, 3, DType::int64}, {all.data(), 3 * all.size(), DType::int64}), deadline);
+  bool reached = true;
+  for (std::size_t r = 0; r < all.size(); ++r) {
+    if (all[r].bytes != all[0].bytes) {
+      throw InvalidArgument(text("the ranks' calls differ: rank 0 calls allocate_shared with ", all[0].bytes,
+                                 " bytes, rank ", r, " with ", all[r].bytes));
+    }
+    reached = reached && all[r].location != CallDescriptor::kPrivate;
+  }
+  std::vector<Memory> parts;
+  for (int r = 0; reached && r < size(); ++r) {
+    const auto& theirs = all[static_cast<std::size_t>(r)];
+    parts.push_back(r == rank() ? mine : memory_at(r, theirs.location, bytes, theirs.memory));
+  }
+  run(Call::barrier(), deadline);  // nobody reads `mine` any more
+  return parts;
+}
+
 void DirectGroup::synchronize(const char* operation, Deadline deadline) {
   fail_point("direct.before_synchronize");
   staging_slot(rank()).done.set(++synchronized_);

@@ -26,6 +26,7 @@ class DirectGroup : public GroupBackend {
   int size() const override { return member_->size(); }
   const char* run(const Call& call, Deadline deadline) override;
   const char* exchange(std::span<const Call> calls, Deadline deadline) override;
+  std::vector<Memory> allocate_shared(std::size_t bytes, Deadline deadline) override;
   void fail(const Failure& failure) override { member_->fail(failure); }
 
  protected:
@@ -37,6 +38,9 @@ class DirectGroup : public GroupBackend {
   virtual std::int64_t location_of(const ConstBuffer& buffer) = 0;
   virtual std::byte* address_at(int rank, std::int64_t location, std::size_t bytes) const = 0;
   virtual void map_new_segments() {}
+
+  // A handle of the `bytes` that another rank allocated. The other rank's own is at `memory` there.
+  virtual Memory memory_at(int rank, std::int64_t location, std::size_t bytes, const Memory* memory) const = 0;
 
  private:
   enum class Path { small, direct, staged };

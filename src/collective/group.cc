@@ -168,6 +168,14 @@ std::unique_ptr<Group> Group::split(int color, int key, Deadline deadline) const
 
 Memory Group::allocate(std::size_t bytes) const { return state_->backend->allocate(bytes); }
 
+std::vector<Memory> Group::allocate_shared(std::size_t bytes, Deadline deadline) const {
+  if (bytes == 0) throw InvalidArgument("allocate_shared: 0 bytes; it must be at least 1");
+  std::vector<Memory> parts;
+  state_->in_turn(state_->ticket_lock.take_number(), deadline, "allocate_shared",
+                  [&] { parts = state_->backend->allocate_shared(bytes, deadline); });
+  return parts;
+}
+
 void Group::abort(const std::string& reason) const { state_->backend->fail(Failure::aborted(rank(), reason)); }
 
 }  // namespace lockstep

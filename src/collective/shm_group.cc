@@ -36,6 +36,9 @@ class ShmGroup final : public DirectGroup {
     return heap_->at(rank, location, bytes);
   }
   void map_new_segments() override { heap_->map_new(); }
+  Memory memory_at(int rank, std::int64_t location, std::size_t bytes, const Memory*) const override {
+    return {heap_->at(rank, location, bytes), [heap = heap_](std::byte*) {}};
+  }
 
   const Place place_;
   const GroupOptions options_;

@@ -61,6 +61,7 @@ class ThreadGroup final : public collective::DirectGroup {
   std::byte* address_at(int, std::int64_t location, std::size_t) const override {
     return std::bit_cast<std::byte*>(location);
   }
+  Memory memory_at(int, std::int64_t, std::size_t, const Memory* memory) const override { return *memory; }
 };
 
 }  // namespace

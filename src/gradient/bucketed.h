@@ -32,7 +32,7 @@ class Bucketed : public GradientSync {
   void wait(const Group& replicas, Deadline deadline) override;
   Totals totals() const override { return totals_; }
   std::vector<const at::Tensor*> sources(std::size_t slot) const override;
-  int written_copies() const override { return parameters_.copies(); }
+  std::span<const at::Tensor> written(at::ScalarType dtype) const override { return parameters_.flats(dtype); }
   void end_step(int replica) override;
 
   State state() const override;

@@ -6,6 +6,7 @@
 #include "base/text.h"
 #include "gradient/one_pass.h"
 #include "gradient/sharded.h"
+#include "gradient/sharded_one_pass.h"
 #include "gradient/tree.h"
 #include "lockstep/base/error.h"
 #include "optimizer/describe.h"
@@ -27,6 +28,15 @@ const Communicator& ranks_of(const ReplicatedParameters& parameters, const Optim
            parameters.workers().size(), " workers; take one or the other"));
 }
 
+// Buckets are for networks: memory that all processes share has no use for less bytes.
+std::unique_ptr<gradient::GradientSync> sharded(ReplicatedParameters& parameters, const Communicator& ranks,
+                                                const gradient::BucketOptions& options) {
+  if (!options.gradient_dtype) {
+    if (auto one_pass = gradient::ShardedOnePass::make(parameters, ranks)) return one_pass;
+  }
+  return std::make_unique<gradient::Sharded>(parameters, ranks, options);
+}
+
 std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
                                                  const Communicator& ranks,
                                                  const gradient::GradientPathOptions& options) {
@@ -35,7 +45,7 @@ std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameter
       return std::make_unique<gradient::Bucketed>(
           parameters, ranks, gradient::BucketOptions{.gradient_dtype = own->gradient_dtype}, own->sum);
     }
-    if (options.shard_state) return std::make_unique<gradient::Sharded>(parameters, ranks, options.buckets);
+    if (options.shard_state) return sharded(parameters, ranks, options.buckets);
     return std::make_unique<gradient::Bucketed>(parameters, ranks, options.buckets, /*sum=*/false);
   }
   if (options.exchange == gradient::Exchange::hierarchical_copy && parameters.replicas() > 1)

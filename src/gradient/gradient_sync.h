@@ -63,9 +63,9 @@ class GradientSync {
     replicas.all_reduce(buffer_of(values), ReduceOp::sum, deadline);
   }
 
-  // The updater writes new values to copies 0 to written_copies() - 1; `publish` brings them to the others. After
-  // publish and a barrier all copies are equal.
-  virtual int written_copies() const = 0;
+  // The flat buffers to which the updater writes new values: first one of this process, whose old values it reads.
+  // `publish` brings them to the other copies. After publish and a barrier all copies are equal.
+  virtual std::span<const at::Tensor> written(at::ScalarType dtype) const = 0;
   virtual void publish(const Group& /*replicas*/, Deadline /*deadline*/) {}
 
   // Called in each replica's thread once all replicas have read the sums, which may then be discarded. Where

@@ -18,9 +18,9 @@ class OnePass : public GradientSync {
   bool is_ready(int replica, std::size_t slot) const override { return of(replica).gradients[slot].defined(); }
   void finish(int replica, double weight, bool check_finite) override;
   void wait(const Group& /*replicas*/, Deadline /*deadline*/) override {}
-  Totals totals() const override;
+  Totals totals() const override;  // of this process
   std::vector<const at::Tensor*> sources(std::size_t slot) const override;
-  int written_copies() const override { return parameters_.copies(); }
+  std::span<const at::Tensor> written(at::ScalarType dtype) const override { return parameters_.flats(dtype); }
   void end_step(int replica) override { forget(replica); }
   void forget(int replica) override;
 

@@ -268,10 +268,6 @@ void ReplicatedParameters::share_values() {
   for (std::size_t i = 0; i < buffer_names_.size(); ++i) assign_buffer(i, buffer(0, i));
 }
 
-const at::Tensor& ReplicatedParameters::flat(int copy, at::ScalarType dtype) const {
-  return (dtype == at::kDouble ? flat_double_ : flat_float_)[static_cast<std::size_t>(copy)];
-}
-
 std::int64_t ReplicatedParameters::flat_numel(at::ScalarType dtype) const {
   std::int64_t end = 0;
   for (const auto& slot : slots_) {

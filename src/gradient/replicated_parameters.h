@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -69,7 +70,10 @@ class ReplicatedParameters {
   // How many copies of the values an update writes, and copy k's flat buffer, which is in host memory but for
   // Placement::device.
   int copies() const { return placement_ == gradient::Placement::mirrored ? replicas() : 1; }
-  const at::Tensor& flat(int copy, at::ScalarType dtype) const;
+  std::span<const at::Tensor> flats(at::ScalarType dtype) const {
+    return dtype == at::kDouble ? flat_double_ : flat_float_;
+  }
+  const at::Tensor& flat(int copy, at::ScalarType dtype) const { return flats(dtype)[static_cast<std::size_t>(copy)]; }
   std::int64_t flat_numel(at::ScalarType dtype) const;
 
   // Puts copy 0's flat buffer, and the parameters that are bound to it, into other memory of the same size. While no

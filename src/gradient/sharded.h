@@ -10,7 +10,10 @@
 // before; and its shards' state is lost with it. Training begins again from a checkpoint.
 #pragma once
 
+#include <optional>
+
 #include "gradient/bucketed.h"
+#include "gradient/process_shards.h"
 
 namespace lockstep::gradient {
 
@@ -21,11 +24,15 @@ class Sharded final : public Bucketed {
   // Puts the first copy of the values into memory of the Group.
   void prepare() override;
 
-  ShardMap shards() const override;
-  void sum_over_owners(std::span<double> values, const Group& replicas, Deadline deadline) const override;
-  int written_copies() const override { return 1; }
+  ShardMap shards() const override { return shards_->of_this_process(); }
+  void sum_over_owners(std::span<double> values, const Group& replicas, Deadline deadline) const override {
+    shards_->sum_over_owners(values, replicas, deadline);
+  }
+  std::span<const at::Tensor> written(at::ScalarType dtype) const override { return parameters_.flats(dtype).first(1); }
   void publish(const Group& replicas, Deadline deadline) override;
-  at::Tensor gather_from_owners(std::size_t slot, const at::Tensor& own) const override;
+  at::Tensor gather_from_owners(std::size_t slot, const at::Tensor& own) const override {
+    return shards_->gather_from_owners(slot, own);
+  }
 
  private:
   // Values that are gathered together.
@@ -38,8 +45,8 @@ class Sharded final : public Bucketed {
   at::Tensor first_copy(const Range& range) const;
 
   ReplicatedParameters& parameters_;
-  std::vector<Range> ranges_;               // constant after `prepare`, and
-  std::vector<std::vector<Shard>> shards_;  // [rank], by ascending slot
+  std::vector<Range> ranges_;            // constant after `prepare`
+  std::optional<ProcessShards> shards_;  // likewise
 };
 
 }  // namespace lockstep::gradient

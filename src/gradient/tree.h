@@ -16,7 +16,7 @@ class Tree final : public OnePass {
 
   void wait(const Group& replicas, Deadline deadline) override;
   std::vector<const at::Tensor*> sources(std::size_t slot) const override;
-  int written_copies() const override { return 1; }
+  std::span<const at::Tensor> written(at::ScalarType dtype) const override { return parameters_.flats(dtype).first(1); }
   void publish(const Group& replicas, Deadline deadline) override;
 
  private:

@@ -67,7 +67,7 @@ void Updater::update(const GradientSync& gradients, double divide_by, const Grou
   }
   const optimizer::GradientScale scale{divide_by, options.clipvalue};
   for_each_shard(replicas.rank(), gradients, [&]<class T>(T, const Shard& shard, const std::vector<const T*>& sources) {
-    update_shard<T>(shard, sources, scale, gradients.written_copies());
+    update_shard<T>(shard, sources, scale, gradients);
   });
 }
 
@@ -97,13 +97,11 @@ T* Updater::summed(const Shard& shard) const {
 
 template <class T>
 void Updater::update_shard(const Shard& shard, const std::vector<const T*>& gradients,
-                           const optimizer::GradientScale& scale, int written_copies) {
+                           const optimizer::GradientScale& scale, const GradientSync& sync) {
   const auto& slot = parameters_->slots()[shard.slot];
   const auto offset = slot.offset + shard.begin;
   std::vector<T*> values;
-  for (int copy = 0; copy < written_copies; ++copy) {
-    values.push_back(parameters_->flat(copy, slot.dtype).template mutable_data_ptr<T>() + offset);
-  }
+  for (const auto& flat : sync.written(slot.dtype)) values.push_back(flat.template mutable_data_ptr<T>() + offset);
   std::vector<T*> state;
   for (const auto& flat : std::is_same_v<T, double> ? state_double_ : state_float_) {
     state.push_back(flat.template mutable_data_ptr<T>() + place_of(shard));
@@ -140,8 +138,7 @@ void Updater::update_clipped_by_norm(const GradientSync& gradients, double divid
   });
   gradients.sum_over_owners(squares, replicas, deadline);
   for_each_shard(replicas.rank(), gradients, [&]<class T>(T, const Shard& shard, const std::vector<const T*>&) {
-    update_shard<T>(shard, {summed<T>(shard)}, {.divide_by = 1 / norm_factor(squares, shard.slot)},
-                    gradients.written_copies());
+    update_shard<T>(shard, {summed<T>(shard)}, {.divide_by = 1 / norm_factor(squares, shard.slot)}, gradients);
   });
 }
 

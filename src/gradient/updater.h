@@ -74,7 +74,7 @@ class Updater {
   void for_each_shard(int replica, const GradientSync& gradients, const Act& act) const;
   template <class T>
   void update_shard(const Shard& shard, const std::vector<const T*>& gradients, const optimizer::GradientScale& scale,
-                    int written_copies);
+                    const GradientSync& sync);
   template <class T>
   T* summed(const Shard& shard) const;
   std::uint64_t hash_of_state() const;

@@ -155,6 +155,12 @@ class Group {
   // Memory, zeroed and aligned to pages, that this Group reduces in place without a copy where it can. Not collective.
   Memory allocate(std::size_t bytes) const;
 
+  // Memory that every rank reads and writes by itself: element r is rank r's part of `bytes` bytes (1 or more, the same
+  // on all ranks), zeroed and aligned to pages. A barrier orders accesses; a part may be used until its rank drops it.
+  // Empty on all ranks where some cannot reach the others' memory, as on several hosts. Collective. Follows
+  // MPI_Win_allocate_shared.
+  std::vector<Memory> allocate_shared(std::size_t bytes, Deadline deadline) const;
+
   // The backend, and a Group like this one over another backend; for wrappers (group_wrappers.h).
   std::shared_ptr<GroupBackend> shared_backend() const;
   Group with_backend(std::shared_ptr<GroupBackend> backend) const;

@@ -21,6 +21,9 @@ class Wrapper : public GroupBackend {
     return inner_->make(members, deadline);
   }
   Memory allocate(std::size_t bytes) override { return inner_->allocate(bytes); }
+  std::vector<Memory> allocate_shared(std::size_t bytes, Deadline deadline) override {
+    return inner_->allocate_shared(bytes, deadline);
+  }
   void fail(const Failure& failure) override { inner_->fail(failure); }
 
  protected:

@@ -1,0 +1,42 @@
+#include "gradient/process_shards.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+
+#include "ops/dtypes.h"
+
+namespace lockstep::gradient {
+
+ProcessShards::ProcessShards(const ReplicatedParameters& parameters, Communicator ranks,
+                             std::vector<std::vector<Shard>> shards)
+    : parameters_(parameters), ranks_(std::move(ranks)), shards_(std::move(shards)) {}
+
+ShardMap ProcessShards::of_this_process() const {
+  return ShardMap::even(shards_[static_cast<std::size_t>(ranks_.rank())], parameters_.replicas());
+}
+
+void ProcessShards::sum_over_owners(std::span<double> values, const Group& replicas, Deadline deadline) const {
+  replicas.all_reduce(buffer_of(values), ReduceOp::sum, deadline);
+  if (replicas.rank() == 0) ranks_.sum(values);
+  replicas.broadcast(buffer_of(values), 0, deadline);
+}
+
+at::Tensor ProcessShards::gather_from_owners(std::size_t slot, const at::Tensor& own) const {
+  const auto& info = parameters_.slots()[slot];
+  Counts counts;
+  for (const auto& shards : shards_) {
+    const auto shard = std::find_if(shards.begin(), shards.end(), [&](const Shard& one) { return one.slot == slot; });
+    counts.push_back(shard == shards.end() ? 0 : static_cast<std::size_t>(shard->count));
+  }
+  const auto whole = ranks_.rank() == 0 ? at::empty(info.sizes, own.options()) : at::Tensor();
+  const auto dtype = ops::dtype_of(info.dtype);
+  const Buffer output{whole.defined() ? whole.data_ptr() : nullptr,
+                      whole.defined() ? static_cast<std::size_t>(info.numel) : 0, dtype};
+  ranks_.group().run(
+      Call::gather({own.data_ptr(), static_cast<std::size_t>(own.numel()), dtype}, output, /*root=*/0, counts),
+      ranks_.deadline());
+  return whole;
+}
+
+}  // namespace lockstep::gradient
