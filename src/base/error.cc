@@ -23,7 +23,10 @@ DeadlineExceeded::DeadlineExceeded(const std::string& operation, std::chrono::du
       ranks_(std::move(ranks)) {}
 
 PeerLost::PeerLost(int rank, std::int64_t generation, const std::string& how)
-    : Error(text("lost rank ", rank, " of generation ", generation, ": ", how)), rank_(rank), generation_(generation) {}
+    : Error(text("lost rank ", rank, " of generation ", generation, ": ", how)),
+      rank_(rank),
+      generation_(generation),
+      how_(how) {}
 
 Interrupted::Interrupted(int signal)
     : Error(text("training was interrupted by ", strsignal(signal), " after a whole step")), signal_(signal) {}

@@ -119,6 +119,7 @@ TEST(Ddp, UnequalNumbersOfStepsNameJoin) {
     }
   }
   EXPECT_NE(message.find("join"), std::string::npos) << message;
+  EXPECT_EQ(message.rfind("lost rank"), message.find("lost rank")) << message;
 }
 
 // Gradients that somebody asks for are that one's, as they are, and no backward of the step.

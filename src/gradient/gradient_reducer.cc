@@ -126,7 +126,7 @@ void GradientReducer::take(std::size_t parameter) {
 
 // Adds a likely cause to the error: a rank that made fewer steps has left, or waits elsewhere.
 void GradientReducer::finish_pass() try { finish_reductions(); } catch (const PeerLost& lost) {
-  throw PeerLost(lost.rank(), lost.generation(), text("(", lost.what(), ") ", kUnequalSteps));
+  throw PeerLost(lost.rank(), lost.generation(), text(lost.how(), "; ", kUnequalSteps));
 } catch (const DeadlineExceeded& late) {
   throw DeadlineExceeded(late.operation(), late.waited_for(), late.ranks(), text("; ", kUnequalSteps));
 }

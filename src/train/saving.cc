@@ -146,7 +146,8 @@ Archive ModelImpl::read_for_all(const std::string& path) const {
   std::string bytes;
   workers().run_on_rank_0([&] {
     if (path.empty()) {
-      throw InvalidArgument("load_weights: the path is empty; latest_checkpoint found no checkpoint in its folder");
+      throw InvalidArgument(
+          "the path of the checkpoint is empty; latest_checkpoint returns \"\" where its folder has none");
     }
     const auto read = checkpoint::read_file(file);
     bytes.assign(reinterpret_cast<const char*>(read.data()), read.size());

@@ -63,10 +63,12 @@ class PeerLost : public Error {
 
   int rank() const noexcept { return rank_; }
   std::int64_t generation() const noexcept { return generation_; }  // of the World whose rank it is
+  const std::string& how() const noexcept { return how_; }
 
  private:
   int rank_;
   std::int64_t generation_;
+  std::string how_;
 };
 
 // The Group was aborted, here or by another rank, while this rank was in an operation or before it began one.
