@@ -147,7 +147,7 @@ Archive ModelImpl::read_for_all(const std::string& path) const {
   workers().run_on_rank_0([&] {
     if (path.empty()) {
       throw InvalidArgument(
-          "the path of the checkpoint is empty; latest_checkpoint returns \"\" where its folder has none");
+          "the path of the checkpoint is empty: latest_checkpoint returns \"\" where its folder has no checkpoint");
     }
     const auto read = checkpoint::read_file(file);
     bytes.assign(reinterpret_cast<const char*>(read.data()), read.size());
