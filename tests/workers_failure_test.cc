@@ -1,4 +1,5 @@
 // What goes wrong on one worker, or differs between them, is said on all.
+#include "base/expect_says_testing.h"
 #include "strategy/unwrap.h"
 #include "tests/workers.h"
 
@@ -38,6 +39,39 @@ TEST(WorkersDiffer, InTheirDataAndBatchSizes) {
                  "batches in the data set 3, worker 1 has batches in the data set 2");
   expect_all_say(fit([&](int worker) { return all.shuffle(26, {.seed = worker == 1 ? 1U : 2U}).batch(7); }),
                  "first batch's contents (hash)");
+}
+
+// One sum, so that evaluating adds up as many numbers as the workers' agreement on whether to go on.
+struct ExamplesSeen final : MetricFunction {
+  std::string name() const override { return "seen"; }
+  std::size_t state_size() const override { return 1; }
+  void update(std::span<double> state, const Tensor& y_true, const Tensor&, const Tensor&) const override {
+    state[0] += static_cast<double>(y_true.size(0));
+  }
+  double result(std::span<const double> state) const override { return state[0]; }
+};
+
+struct EvaluatesOnChief final : Callback {
+  explicit EvaluatesOnChief(Dataset given) : data(std::move(given)) {}
+  bool only_on_chief() const override { return true; }
+  void on_epoch_end(int, const Logs&) override { model().evaluate(data, {.verbose = 0}); }
+  Dataset data;
+};
+
+TEST(WorkersDiffer, InWhatACallbackOfTheChiefAloneDoes) {
+  const auto data = make_data(at::kDouble).batch(7).take(1);
+  for (const std::vector<Metric>& metrics : {std::vector<Metric>{Metric(std::make_shared<ExamplesSeen>())}, {}}) {
+    const auto errors = run_workers({}, [&](const MultiWorkerMirroredStrategy& strategy) {
+      const auto scope = strategy.scope();
+      Sequential model({Dense(3)});
+      model.compile(
+          {.optimizer = SGD(), .loss = SparseCategoricalCrossentropy({.from_logits = true}), .metrics = metrics});
+      model.build({6}, at::kDouble);
+      model.fit(data, {.epochs = 2, .verbose = 0, .callbacks = {EvaluatesOnChief(data)}});
+    });
+    expect_says(errors[1],
+                metrics.empty() ? "calls differ" : "the workers do not make the same calls; does a callback");
+  }
 }
 
 // Equal in the first batch of the first epoch, and not later.

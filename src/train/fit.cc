@@ -21,12 +21,12 @@
 namespace lockstep {
 namespace {
 
-// How many processes ask to stop, have got SIGINT, and have got SIGTERM.
+// How many processes ask to stop, have got SIGINT, have got SIGTERM, and take part.
 struct Agreed {
-  double stopping = 0, interrupted = 0, terminated = 0;
-  std::span<double> all() { return {&stopping, 3}; }
+  double stopping = 0, interrupted = 0, terminated = 0, present = 1;
+  std::span<double> all() { return {&stopping, 4}; }
 };
-static_assert(sizeof(Agreed) == 3 * sizeof(double));
+static_assert(sizeof(Agreed) == 4 * sizeof(double));
 
 class Fit {
  public:
@@ -85,6 +85,17 @@ class Fit {
   void agree() {
     agreed_ = mine();
     peers().sum(agreed_.all());
+    finish_agreement();
+  }
+
+  // Throws where another process was in a sum of something else.
+  void finish_agreement() {
+    if (agreed_.present != peers().size()) {
+      throw InvalidArgument(
+          "fit: the workers do not make the same calls; does a callback that only the chief calls (only_on_chief) "
+          "save, "
+          "evaluate or train a model?");
+    }
     impl_.agreed_to_stop = agreed_.stopping > 0;
   }
   const Communicator& workers() const { return impl_.workers(); }
@@ -286,7 +297,7 @@ class Fit {
     agreed_ = mine();
     impl_.tracker->add_batch(results, agreed_.all());
     if (has_other_fits()) peers().sum(agreed_.all());
-    impl_.agreed_to_stop = agreed_.stopping > 0;
+    finish_agreement();
     progress().batch = index + 1;
     if (progress().position.index == 0) progress().batch_size = largest_of_readers(iterator_->element_size());
     progress().position = position_after;

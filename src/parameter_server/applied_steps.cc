@@ -1,0 +1,27 @@
+#include "parameter_server/applied_steps.h"
+
+namespace lockstep::parameter_server {
+
+AppliedSteps::AppliedSteps(std::span<const std::int64_t> numbers) {
+  if (numbers.empty()) return;
+  complete_ = numbers[0];
+  for (const auto step : numbers.subspan(1)) add(step);
+}
+
+bool AppliedSteps::add(std::int64_t step) {
+  if (contains(step)) return false;
+  later_.insert(step);
+  while (!later_.empty() && *later_.begin() == complete_) {
+    later_.erase(later_.begin());
+    ++complete_;
+  }
+  return true;
+}
+
+std::vector<std::int64_t> AppliedSteps::numbers() const {
+  std::vector<std::int64_t> numbers{complete_};
+  numbers.insert(numbers.end(), later_.begin(), later_.end());
+  return numbers;
+}
+
+}  // namespace lockstep::parameter_server

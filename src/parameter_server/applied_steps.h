@@ -1,0 +1,37 @@
+// The steps that a shard has been updated by.
+#pragma once
+
+#include <cstdint>
+#include <set>
+#include <span>
+#include <vector>
+
+namespace lockstep::parameter_server {
+
+// A set of step numbers from 0 on. Steps are applied nearly in order, so memory is needed for those alone that came
+// before one that is still missing.
+class AppliedSteps {
+ public:
+  AppliedSteps() = default;
+
+  // As `numbers` gave them.
+  explicit AppliedSteps(std::span<const std::int64_t> numbers);
+
+  // False where it is there already.
+  bool add(std::int64_t step);
+
+  bool contains(std::int64_t step) const { return step < complete_ || later_.contains(step); }
+  std::int64_t count() const { return complete_ + static_cast<std::int64_t>(later_.size()); }
+
+  // All steps below this one are there, and this one is not.
+  std::int64_t complete() const { return complete_; }
+
+  // For checkpoints: complete(), and the steps after it, ascending.
+  std::vector<std::int64_t> numbers() const;
+
+ private:
+  std::int64_t complete_ = 0;
+  std::set<std::int64_t> later_;
+};
+
+}  // namespace lockstep::parameter_server

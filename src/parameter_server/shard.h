@@ -1,0 +1,63 @@
+// One shard on its server: values, optimizer state, and the steps that moved them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/mutex.h"
+#include "lockstep/collective/group.h"
+#include "lockstep/optimizer/optimizer.h"
+#include "parameter_server/applied_steps.h"
+
+namespace lockstep::parameter_server {
+
+// Any thread may call; calls follow one another.
+class Shard {
+ public:
+  // `values`: memory for `count` elements of `dtype` (float32 or float64), which are the first values.
+  Shard(Memory values, std::size_t count, DType dtype, Optimizer optimizer);
+
+  std::size_t count() const { return count_; }
+  DType dtype() const { return dtype_; }
+
+  // Moves the values by the sum of the gradients, added in their order, divided by `divide_by`; each has count()
+  // elements of dtype(). A step without gradients counts and moves nothing. Returns false, and does nothing, where
+  // `step` was applied before. `learning_rate`: instead of the optimizer's own for this update.
+  bool apply(std::int64_t step, std::span<const std::byte* const> gradients, double divide_by,
+             std::optional<double> learning_rate = {});
+
+  // Copies the values, as some number of whole updates left them, and returns that number.
+  std::int64_t read(std::byte* values) const;
+
+  // How many steps were applied.
+  std::int64_t version() const;
+
+  // What a checkpoint keeps of it; of one moment.
+  struct State {
+    std::vector<std::byte> values;
+    std::vector<std::vector<std::byte>> optimizer;  // by the rule's states()
+    std::vector<std::int64_t> applied;              // AppliedSteps::numbers
+  };
+  State state() const;
+  void restore(const State& state);
+
+ private:
+  template <class T>
+  void update(std::span<const std::byte* const> gradients, double divide_by, const UpdateStep& step)
+      LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  std::size_t bytes() const { return count_ * size_of(dtype_); }
+
+  const std::size_t count_;
+  const DType dtype_;
+  const Optimizer optimizer_;
+
+  mutable Mutex mutex_;
+  const Memory values_;              // what it points at is guarded by mutex_, and so is
+  const std::vector<Memory> state_;  // what these point at: by the rule's states()
+  AppliedSteps applied_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+}  // namespace lockstep::parameter_server

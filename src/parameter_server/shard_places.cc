@@ -1,0 +1,56 @@
+#include "parameter_server/shard_places.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::parameter_server {
+namespace {
+
+std::int64_t shards_of(const VariableSpec& variable, const Partitioner& partitioner) {
+  if (!partitioner || variable.shape.empty()) return 1;
+  const auto shards = partitioner(variable.shape, variable.dtype);
+  if (shards < 1 || shards > variable.shape[0]) {
+    throw InvalidArgument(text("the partitioner cuts \"", variable.name, "\" into ", shards, " shards; it has ",
+                               variable.shape[0], " rows, so from 1 to ", variable.shape[0], " are possible"));
+  }
+  return shards;
+}
+
+}  // namespace
+
+std::vector<ShardPlace> place_shards(const std::vector<VariableSpec>& variables, const Partitioner& partitioner,
+                                     int servers) {
+  std::vector<ShardPlace> places;
+  for (std::size_t i = 0; i < variables.size(); ++i) {
+    const auto& shape = variables[i].shape;
+    const auto shards = shards_of(variables[i], partitioner);
+    const auto rows = shape.empty() ? 1 : shape[0];
+    const auto elements = std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
+    std::int64_t begin = 0;
+    for (std::int64_t shard = 0; shard < shards; ++shard) {
+      const auto count = (rows / shards + (shard < rows % shards ? 1 : 0)) * (elements / rows);
+      places.push_back({i, begin, count});
+      begin += count;
+    }
+  }
+
+  const auto bytes_of = [&](const ShardPlace& place) {
+    return place.count * static_cast<std::int64_t>(size_of(variables[place.variable].dtype));
+  };
+  std::vector<ShardPlace*> largest_first;
+  for (auto& place : places) largest_first.push_back(&place);
+  std::stable_sort(largest_first.begin(), largest_first.end(),
+                   [&](const auto* a, const auto* b) { return bytes_of(*a) > bytes_of(*b); });
+  std::vector<std::int64_t> bytes(static_cast<std::size_t>(servers));
+  for (auto* const place : largest_first) {
+    const auto least = std::min_element(bytes.begin(), bytes.end());
+    place->server = static_cast<int>(least - bytes.begin());
+    *least += bytes_of(*place);
+  }
+  return places;
+}
+
+}  // namespace lockstep::parameter_server

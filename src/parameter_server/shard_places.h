@@ -1,0 +1,32 @@
+// Which server has which rows of which variable.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "lockstep/parameter_server/partitioner.h"
+
+namespace lockstep::parameter_server {
+
+// A variable as all processes of a job know it. No dimension is 0.
+struct VariableSpec {
+  std::string name;
+  DType dtype = DType::float32;  // or float64
+  std::vector<std::int64_t> shape;
+};
+
+// Whole rows of one variable: `count` elements, from `begin` on.
+struct ShardPlace {
+  std::size_t variable = 0;
+  std::int64_t begin = 0, count = 0;
+  int server = 0;
+};
+
+// Cuts the variables by `partitioner` (null: one shard each) and gives the largest shards first, each to the server
+// with the fewest bytes, of those to the first. The result is in the order of variables and rows, and depends on the
+// arguments alone. Throws InvalidArgument, naming the variable, where the partitioner returns what it may not.
+std::vector<ShardPlace> place_shards(const std::vector<VariableSpec>& variables, const Partitioner& partitioner,
+                                     int servers);
+
+}  // namespace lockstep::parameter_server
