@@ -38,8 +38,8 @@ class Shard {
   // What a checkpoint keeps of it; of one moment.
   struct State {
     std::vector<std::byte> values;
-    std::vector<std::vector<std::byte>> optimizer;  // by the rule's states()
-    std::vector<std::int64_t> applied;              // AppliedSteps::numbers
+    std::vector<std::vector<std::byte>> optimizer = {};  // by the rule's states()
+    std::vector<std::int64_t> applied;                   // AppliedSteps::numbers
   };
   State state() const;
   void restore(const State& state);

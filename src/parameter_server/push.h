@@ -1,0 +1,31 @@
+// What a worker sends to a server when it has computed a task.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace lockstep::parameter_server {
+
+// What one worker computes at a time: one part of one step. One step is one update of each shard, whoever computes it.
+struct Task {
+  std::int64_t step = 0;
+  int part = 0;
+
+  auto operator<=>(const Task&) const = default;
+};
+
+struct Push {
+  Task task;
+  double weight = 0;  // what the sum of gradients is to be divided by; 0: there were no examples
+
+  // By the server's shards: count() elements of the shard's dtype, or null where a parameter took no part.
+  std::vector<const std::byte*> gradients = {};
+  std::shared_ptr<const void> memory = {};  // in which the gradients lie
+
+  std::optional<double> learning_rate = {};  // instead of the optimizer's own
+};
+
+}  // namespace lockstep::parameter_server

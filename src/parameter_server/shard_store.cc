@@ -1,0 +1,57 @@
+#include "parameter_server/shard_store.h"
+
+#include <cmath>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::parameter_server {
+
+ShardStore::ShardStore(const std::vector<VariableSpec>& variables, const std::vector<ShardPlace>& places, int server,
+                       const Optimizer& optimizer, const UpdateMode& mode, const Allocate& memory)
+    : mode_(mode), parts_(mode.needed) {
+  for (const auto& place : places) {
+    if (place.server != server) continue;
+    const auto count = static_cast<std::size_t>(place.count);
+    const auto dtype = variables[place.variable].dtype;
+    shards_.push_back(std::make_unique<Shard>(memory(count * size_of(dtype)), count, dtype, optimizer));
+  }
+}
+
+void ShardStore::check(const Push& push) const {
+  const auto [step, part] = push.task;
+  const auto fail = [&](auto... what) {
+    throw InvalidArgument(text("the push of step ", step, ", part ", part, ", has ", what...));
+  };
+  if (step < 0) fail("a step below 0");
+  if (part < 0 || part >= mode_.parts) fail("a part that is not from 0 to ", mode_.parts - 1);
+  if (!(push.weight >= 0) || std::isinf(push.weight)) fail("the weight ", push.weight, "; it must be 0 or more");
+  if (push.gradients.size() != shards_.size()) {
+    fail("gradients of ", push.gradients.size(), " shards; this server has ", shards_.size());
+  }
+}
+
+void ShardStore::push(Push push) {
+  check(push);
+  if (mode_.parts == 1) return apply({&push, 1});
+  std::optional<std::vector<Push>> parts;
+  {
+    MutexLock lock(mutex_);
+    parts = parts_.add(std::move(push));
+  }
+  if (parts) apply(*parts);
+}
+
+void ShardStore::apply(std::span<const Push> parts) {
+  double weight = 0;
+  for (const auto& part : parts) weight += part.weight;
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    std::vector<const std::byte*> gradients;
+    for (const auto& part : parts) {
+      if (part.weight > 0 && part.gradients[i] != nullptr) gradients.push_back(part.gradients[i]);
+    }
+    shards_[i]->apply(parts[0].task.step, gradients, weight, parts[0].learning_rate);
+  }
+}
+
+}  // namespace lockstep::parameter_server

@@ -1,0 +1,45 @@
+// All shards of one model on one server.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/mutex.h"
+#include "parameter_server/push.h"
+#include "parameter_server/shard.h"
+#include "parameter_server/shard_places.h"
+#include "parameter_server/step_parts.h"
+#include "parameter_server/update_mode.h"
+
+namespace lockstep::parameter_server {
+
+// Any thread may call.
+class ShardStore {
+ public:
+  // The shards of `server`, in the order of `places`; `memory(bytes)` gives the memory of each one's values.
+  using Allocate = std::function<Memory(std::size_t bytes)>;
+  ShardStore(const std::vector<VariableSpec>& variables, const std::vector<ShardPlace>& places, int server,
+             const Optimizer& optimizer, const UpdateMode& mode, const Allocate& memory);
+
+  std::size_t size() const { return shards_.size(); }
+  Shard& shard(std::size_t index) { return *shards_[index]; }
+  const Shard& shard(std::size_t index) const { return *shards_[index]; }
+
+  // Updates each shard that the step has not updated yet by the push's gradients, divided by its weight. With several
+  // parts: once enough have come, by those of all, added in the order of parts and divided by the sum of their weights.
+  // A push may be repeated. Throws InvalidArgument for one that does not fit.
+  void push(Push push);
+
+ private:
+  void check(const Push& push) const;
+  void apply(std::span<const Push> parts);
+
+  const UpdateMode mode_;
+  std::vector<std::unique_ptr<Shard>> shards_;
+  Mutex mutex_;
+  StepParts parts_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+}  // namespace lockstep::parameter_server

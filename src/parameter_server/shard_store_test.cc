@@ -1,0 +1,165 @@
+#include "parameter_server/shard_store.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <thread>
+
+#include "base/expect_says_testing.h"
+
+namespace lockstep::parameter_server {
+namespace {
+
+using Values = std::vector<double>;
+
+const std::vector<VariableSpec> kVariables{{"kernel", DType::float64, {4, 3}}, {"bias", DType::float64, {2}}};
+constexpr std::size_t kElements = 14;
+
+// Servers that have the variables in three shards, and what a worker does with them.
+class Servers {
+ public:
+  Servers(int servers, const Optimizer& optimizer, const UpdateMode& mode)
+      : places_(place_shards(kVariables, MaxSizePartitioner({.max_shard_bytes = 50}), servers)) {
+    for (int server = 0; server < servers; ++server) {
+      stores_.push_back(std::make_unique<ShardStore>(kVariables, places_, server, optimizer, mode,
+                                                     [](std::size_t bytes) { return Memory(new std::byte[bytes]()); }));
+    }
+  }
+
+  ShardStore& store(int server) { return *stores_[static_cast<std::size_t>(server)]; }
+
+  // To all servers, one after the other.
+  void push(Push push, const Values& gradient) {
+    const auto memory = std::make_shared<const Values>(gradient);
+    for (int server = 0; server < static_cast<int>(stores_.size()); ++server) {
+      push.gradients = pointers(server, *memory);
+      push.memory = memory;
+      store(server).push(push);
+    }
+  }
+
+  std::vector<const std::byte*> pointers(int server, const Values& gradient) const {
+    std::vector<const std::byte*> pointers;
+    for (const auto& place : places_) {
+      if (place.server == server) pointers.push_back(reinterpret_cast<const std::byte*>(&gradient[begin_of(place)]));
+    }
+    return pointers;
+  }
+
+  Values values() {
+    Values values(kElements);
+    std::vector<std::size_t> next(stores_.size());
+    for (const auto& place : places_) {
+      const auto server = static_cast<std::size_t>(place.server);
+      stores_[server]->shard(next[server]++).read(reinterpret_cast<std::byte*>(&values[begin_of(place)]));
+    }
+    return values;
+  }
+
+ private:
+  static std::size_t begin_of(const ShardPlace& place) {
+    return static_cast<std::size_t>(place.begin) + (place.variable == 1 ? 12 : 0);
+  }
+
+  const std::vector<ShardPlace> places_;
+  std::vector<std::unique_ptr<ShardStore>> stores_;
+};
+
+Values gradient_of(std::int64_t step, int part) {
+  Values gradient(kElements);
+  for (std::size_t i = 0; i < kElements; ++i) {
+    gradient[i] = std::sin(static_cast<double>(i) + 10.0 * static_cast<double>(step) + 100.0 * part);
+  }
+  return gradient;
+}
+
+TEST(ShardStore, EveryPushIsAnUpdateOfItsOwn) {
+  Servers servers(2, SGD({.learning_rate = 0.5}), {});
+  Values expected(kElements);
+  for (std::int64_t step = 0; step < 6; ++step) {
+    const auto gradient = gradient_of(step, 0);
+    for (int repeated = 0; repeated < 2; ++repeated) servers.push({.task = {step}, .weight = 4}, gradient);
+    for (std::size_t i = 0; i < kElements; ++i) expected[i] -= 0.5 * gradient[i] / 4;
+  }
+  const auto values = servers.values();
+  for (std::size_t i = 0; i < kElements; ++i) EXPECT_NEAR(values[i], expected[i], 1e-14);
+}
+
+// A worker that is lost between two servers leaves half a step; the one that is given the step completes it.
+TEST(ShardStore, AStepThatReachedSomeServersIsCompletedByAnotherWorker) {
+  Servers servers(2, SGD({.learning_rate = 1}), {});
+  const Values lost(kElements, 1), other(kElements, 3);
+  servers.store(0).push({.task = {0}, .weight = 1, .gradients = servers.pointers(0, lost)});
+  servers.push({.task = {0}, .weight = 1}, other);
+  for (const double value : servers.values()) EXPECT_TRUE(value == -1 || value == -3) << value;
+  for (int server = 0; server < 2; ++server) {
+    for (std::size_t i = 0; i < servers.store(server).size(); ++i) {
+      EXPECT_EQ(servers.store(server).shard(i).version(), 1);
+    }
+  }
+}
+
+TEST(ShardStore, StepsOfSeveralPartsAreThoseOfOneLoopBitForBit) {
+  constexpr int kParts = 3, kSteps = 20;
+  const Adam adam({.learning_rate = 0.01});
+  Servers servers(2, adam, {.parts = kParts, .needed = kParts}), one(1, adam, {});
+  for (std::int64_t step = 0; step < kSteps; ++step) {
+    {
+      std::vector<std::jthread> workers;
+      for (int part = 0; part < kParts; ++part) {
+        workers.emplace_back([&, part] {
+          servers.push({.task = {step, part}, .weight = 1.0 + part}, gradient_of(step, part));
+        });
+      }
+    }
+    Values sum(kElements);
+    for (int part = 0; part < kParts; ++part) {
+      const auto gradient = gradient_of(step, part);
+      for (std::size_t i = 0; i < kElements; ++i) sum[i] += gradient[i];
+    }
+    one.push({.task = {step}, .weight = 6}, sum);
+    ASSERT_EQ(servers.values(), one.values()) << step;
+  }
+}
+
+TEST(ShardStore, APartThatIsNotNeededOrRepeatedIsDropped) {
+  Servers servers(1, SGD({.learning_rate = 1}), {.parts = 3, .needed = 2});
+  servers.push({.task = {0, 2}, .weight = 1}, Values(kElements, 5));
+  servers.push({.task = {0, 2}, .weight = 1}, Values(kElements, 7));
+  EXPECT_EQ(servers.values(), Values(kElements));
+  servers.push({.task = {0, 0}, .weight = 1}, Values(kElements, 1));
+  EXPECT_EQ(servers.values(), Values(kElements, -3));
+  servers.push({.task = {0, 1}, .weight = 1}, Values(kElements, 100));
+  EXPECT_EQ(servers.values(), Values(kElements, -3));
+}
+
+// Of the batch that was divided, one part had no examples, and one has no gradient for the bias.
+TEST(ShardStore, PartsWithoutGradientsCountWithTheirWeights) {
+  Servers servers(1, SGD({.learning_rate = 1}), {.parts = 3, .needed = 3});
+  const Values gradient(kElements, 6);
+  auto without_bias = servers.pointers(0, gradient);
+  without_bias.back() = nullptr;
+  servers.store(0).push({.task = {0, 0}, .weight = 2, .gradients = without_bias});
+  servers.push({.task = {0, 1}, .weight = 0}, Values(kElements, NAN));
+  servers.push({.task = {0, 2}, .weight = 1}, gradient);
+  const auto values = servers.values();
+  EXPECT_EQ(values[0], -4);
+  EXPECT_EQ(values[kElements - 1], -2);
+}
+
+TEST(ShardStore, PushesThatDoNotFitAreNamed) {
+  Servers servers(1, SGD(), {.parts = 2, .needed = 2});
+  const auto message = [&](const Push& push) {
+    return message_of<InvalidArgument>([&] { servers.store(0).push(push); });
+  };
+  const auto three = servers.pointers(0, Values(kElements));
+  expect_says(message({.task = {4, 2}, .gradients = three}), "step 4, part 2, has a part that is not from 0 to 1");
+  expect_says(message({.task = {-1}, .gradients = three}), "has a step below 0");
+  expect_says(message({.task = {0}, .weight = -1, .gradients = three}), "has the weight -1; it must be 0 or more");
+  expect_says(message({.task = {0}}), "has gradients of 0 shards; this server has 3");
+  EXPECT_EQ(servers.values(), Values(kElements));
+}
+
+}  // namespace
+}  // namespace lockstep::parameter_server

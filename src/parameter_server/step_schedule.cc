@@ -1,0 +1,72 @@
+#include "parameter_server/step_schedule.h"
+
+#include <algorithm>
+
+namespace lockstep::parameter_server {
+namespace {
+
+std::int64_t slowest(const std::map<int, std::int64_t>& steps_by) {
+  const auto least = std::min_element(steps_by.begin(), steps_by.end(),
+                                      [](const auto& a, const auto& b) { return a.second < b.second; });
+  return least == steps_by.end() ? 0 : least->second;
+}
+
+}  // namespace
+
+bool StepSchedule::is_finished(Task task) const {
+  if (finished_.contains(task.step)) return true;
+  return mode_.parts > 1 && task.step == finished_.complete() && finished_parts_.contains(task.part);
+}
+
+bool StepSchedule::must_wait(int worker) const {
+  return mode_.most_ahead >= 0 && steps_by_.at(worker) - slowest(steps_by_) > mode_.most_ahead;
+}
+
+std::optional<Task> StepSchedule::first_free() const {
+  const bool together = mode_.parts > 1;
+  const auto end = together ? std::min(scheduled_, finished_.complete() + 1) : scheduled_;
+  for (auto step = finished_.complete(); step < end; ++step) {
+    for (int part = 0; part < mode_.parts; ++part) {
+      const Task task{step, part};
+      if (!is_finished(task) && !holders_.contains(task)) return task;
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<Task> StepSchedule::next(int worker) {
+  if (const auto given = given_.find(worker); given != given_.end()) return given->second;
+  steps_by_.try_emplace(worker, slowest(steps_by_));
+  if (must_wait(worker)) return std::nullopt;
+  const auto task = first_free();
+  if (!task) return std::nullopt;
+  given_.emplace(worker, *task);
+  ++holders_[*task];
+  return task;
+}
+
+bool StepSchedule::finish(int worker, Task task) {
+  if (const auto given = given_.find(worker); given != given_.end() && given->second == task) {
+    given_.erase(given);
+    if (--holders_[task] == 0) holders_.erase(task);
+  }
+  if (is_finished(task)) return false;
+  ++steps_by_.try_emplace(worker, slowest(steps_by_)).first->second;
+  if (mode_.parts == 1) return finished_.add(task.step);
+  finished_parts_.insert(task.part);
+  if (static_cast<int>(finished_parts_.size()) == mode_.needed) {
+    finished_.add(task.step);
+    finished_parts_.clear();
+  }
+  return true;
+}
+
+void StepSchedule::lose(int worker) {
+  steps_by_.erase(worker);
+  const auto given = given_.find(worker);
+  if (given == given_.end()) return;
+  if (--holders_[given->second] == 0) holders_.erase(given->second);
+  given_.erase(given);
+}
+
+}  // namespace lockstep::parameter_server

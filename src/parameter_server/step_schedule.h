@@ -1,0 +1,53 @@
+// Which worker computes what, and what is done.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <set>
+
+#include "parameter_server/applied_steps.h"
+#include "parameter_server/push.h"
+#include "parameter_server/update_mode.h"
+
+namespace lockstep::parameter_server {
+
+// A state machine of the chief's: it knows of no time, network or thread. A task may be with two workers, one of which
+// was thought lost; it is finished once.
+class StepSchedule {
+ public:
+  explicit StepSchedule(const UpdateMode& mode) : mode_(mode) {}
+
+  // Adds steps. Their numbers continue those before, from 0 on.
+  void add(std::int64_t steps) { scheduled_ += steps; }
+
+  // What the worker computes next: what it has already, or the first task that nobody has; nothing where there is none,
+  // or it must wait for others.
+  std::optional<Task> next(int worker);
+
+  // The worker's pushes of the task are acknowledged by all servers. Whether it is finished by that: then the worker's
+  // results count, else another's did or the step did not need it.
+  bool finish(int worker, Task task);
+
+  // The worker is lost, or could not compute its task: another worker gets it.
+  void lose(int worker);
+
+  std::int64_t scheduled() const { return scheduled_; }
+  const AppliedSteps& finished() const { return finished_; }
+  bool all_finished() const { return finished_.count() == scheduled_; }
+
+ private:
+  bool must_wait(int worker) const;
+  bool is_finished(Task task) const;
+  std::optional<Task> first_free() const;
+
+  const UpdateMode mode_;
+  std::int64_t scheduled_ = 0;
+  AppliedSteps finished_;
+  std::set<int> finished_parts_;          // of the step that is computed together
+  std::map<int, Task> given_;             // [worker]
+  std::map<Task, int> holders_;           // how many workers have it
+  std::map<int, std::int64_t> steps_by_;  // [worker]: that it has finished, or the slowest had when it came
+};
+
+}  // namespace lockstep::parameter_server

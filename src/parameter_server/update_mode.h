@@ -1,0 +1,19 @@
+// When gradients become updates.
+#pragma once
+
+namespace lockstep::parameter_server {
+
+// Asynchronous unless set: each step is computed by one worker, and workers do not wait for each other.
+struct UpdateMode {
+  // Above 1, all workers compute a step together, each a part of its batch, and the next step begins when it is
+  // applied (synchronous). Of the parts, the first `needed` to come make the update: with fewer than `parts`, there are
+  // spare workers (Chen et al., "Revisiting distributed synchronous SGD", 2016).
+  int parts = 1;
+  int needed = 1;
+
+  // Steps that a worker may have finished more than another before it waits; -1: any number. Ho et al., "More effective
+  // distributed ML via a stale synchronous parallel parameter server", NIPS 2013.
+  int most_ahead = -1;
+};
+
+}  // namespace lockstep::parameter_server
