@@ -121,17 +121,20 @@ TEST_F(ShardedState, SmallBucketsOverANetworkAndGradientsOf16Bits) {
   EXPECT_LE(largest_difference(train_on(options, adam, at::kDouble).weights, whole.weights), 1e-9);
   const auto sgd = SGD({.learning_rate = 0.05});
   const auto floats = train_on({.workers = 2}, sgd, at::kFloat);
-  for (const auto dtype : {DType::bfloat16, DType::float16}) {
-    options.communication.gradient_dtype = dtype;
-    EXPECT_LE(largest_difference(train_on(options, sgd, at::kFloat).weights, floats.weights), 1e-2);
+  for (const bool hosts_differ : {false, true}) {
+    options.hosts_differ = hosts_differ;
+    for (const auto dtype : {DType::bfloat16, DType::float16}) {
+      options.communication.gradient_dtype = dtype;
+      EXPECT_LE(largest_difference(train_on(options, sgd, at::kFloat).weights, floats.weights), 1e-2);
+    }
   }
 }
 
 // A loop whose steps see worker 1 do something of its own between the fifth and the sixth; what each worker threw.
 std::vector<std::string> run_with_damage(
-    const std::function<void(Mirrored<torch::nn::Linear>&, const ReplicatedOptimizer&)>& damage) {
+    bool hosts_differ, const std::function<void(Mirrored<torch::nn::Linear>&, const ReplicatedOptimizer&)>& damage) {
   return run_workers(
-      {.workers = 3, .shard_optimizer_state = true},
+      {.workers = 3, .hosts_differ = hosts_differ, .shard_optimizer_state = true},
       [&](const MultiWorkerMirroredStrategy& strategy) {
         auto net = strategy.replicate([] { return torch::nn::Linear(40, 40); });
         const auto optimizer = strategy.optimizer(Adam(), net);
@@ -147,10 +150,16 @@ std::vector<std::string> run_with_damage(
       /*compare_copies_every=*/3);
 }
 
-// What a broken processor would do. Values that were damaged are sent to all, where they are of the worker's own shard.
-TEST(ShardedStateCompares, ValuesAsTheyWereGathered) {
+// By whether the workers are on hosts of their own: values are then gathered over a network, else written into shared
+// memory.
+class ShardedStateOnHosts : public testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(Hosts, ShardedStateOnHosts, testing::Bool(),
+                         [](const auto& test) { return test.param ? "differ" : "same"; });
+
+// What a broken processor would do. Values that were damaged reach all, where they are of the worker's own shard.
+TEST_P(ShardedStateOnHosts, ValuesAreComparedAsTheyWereGathered) {
   for (const std::int64_t element : {0, 800, 1599}) {
-    const auto errors = run_with_damage([&](auto& net, const auto&) {
+    const auto errors = run_with_damage(GetParam(), [&](auto& net, const auto&) {
       const at::NoGradGuard no_grad;
       net[0]->weight.view({-1})[element].add_(1e-3);
     });
@@ -161,17 +170,50 @@ TEST(ShardedStateCompares, ValuesAsTheyWereGathered) {
   }
 }
 
-TEST(ShardedStateCompares, StateWithWhatTheLastStepLeft) {
-  const auto errors =
-      run_with_damage([](auto&, const auto& optimizer) { unwrap(optimizer).updater().state(0, 1).add_(1e-3); });
+TEST_P(ShardedStateOnHosts, StateIsComparedWithWhatTheLastStepLeft) {
+  const auto errors = run_with_damage(
+      GetParam(), [](auto&, const auto& optimizer) { unwrap(optimizer).updater().state(0, 1).add_(1e-3); });
   for (const auto& error : errors) {
     expect_says(error, "the workers' optimizer states differ: worker 0 has a state as its last step left it, worker 1");
   }
 }
 
+// Each has state of its own, and both move the same weights.
+TEST_P(ShardedStateOnHosts, TwoOptimizersOfOneModelTakeTurns) {
+  const auto weights = [&](bool sharded) {
+    Collected<Tensor> trained;
+    const WorkerOptions options{.replicas = 2, .hosts_differ = GetParam(), .shard_optimizer_state = sharded};
+    expect_no_errors(run_workers(options, [&](const auto& strategy) {
+      auto net = strategy.replicate([] {
+        torch::nn::Linear linear(40, 40);
+        linear->to(at::kDouble);
+        const at::NoGradGuard no_grad;
+        for (auto& parameter : linear->parameters()) parameter.fill_(0.01);
+        return linear;
+      });
+      const auto adam = strategy.optimizer(Adam(), net);
+      const auto sgd = strategy.optimizer(SGD({.momentum = 0.9}), net);
+      for (int step = 0; step < 10; ++step) {
+        strategy.run(
+            [&](ReplicaContext& replica, torch::nn::Linear& linear) {
+              const auto x = torch::arange(40, at::kDouble) / 40 + replica.replica_id() + step;
+              (step % 3 == 0 ? sgd : adam).minimize(replica, linear(x).pow(2).mean(), 1);
+            },
+            net);
+      }
+      trained.add(strategy, net[0]->weight.detach().clone());
+    }));
+    return trained.chiefs();
+  };
+  const auto whole = weights(false);
+  EXPECT_GT((whole - 0.01).abs().min().template item<double>(), 1e-4);  // all have moved
+  EXPECT_LE((weights(true) - whole).abs().max().template item<double>(), 1e-9);
+}
+
 // One worker's gradients of one step are not finite: all skip it, also those whose shards have finite sums.
-TEST(ShardedStateLossScale, AStepWhoseGradientsAreNotFiniteChangesNothing) {
-  expect_no_errors(run_workers({.workers = 2, .shard_optimizer_state = true}, [](const auto& strategy) {
+TEST_P(ShardedStateOnHosts, AStepWhoseGradientsAreNotFiniteChangesNothing) {
+  const WorkerOptions options{.workers = 2, .hosts_differ = GetParam(), .shard_optimizer_state = true};
+  expect_no_errors(run_workers(options, [](const auto& strategy) {
     auto net = strategy.replicate([] { return torch::nn::Linear(40, 40); });
     const auto optimizer = strategy.optimizer(LossScaleOptimizer(SGD()), net);
     const auto step = [&](double factor) {

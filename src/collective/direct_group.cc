@@ -99,9 +99,15 @@ std::vector<Memory> DirectGroup::allocate_shared(std::size_t bytes, Deadline dea
     const Memory* memory;
   };
   static_assert(sizeof(Part) == 3 * sizeof(std::int64_t));
-  const auto mine = allocate(bytes);
+  Memory mine;
+  std::exception_ptr failed;  // thrown when the others know
+  try {
+    mine = allocate(bytes);
+  } catch (const std::exception&) {
+    failed = std::current_exception();
+  }
   for (int i = 0; i < 2; ++i) run(Call::barrier(), deadline);  // all have allocated; all have mapped the others'
-  Part part{location_of({mine.get(), bytes, DType::uint8}), bytes, &mine};
+  Part part{failed ? CallDescriptor::kPrivate : location_of({mine.get(), bytes, DType::uint8}), bytes, &mine};
   std::vector<Part> all(static_cast<std::size_t>(size()));
   run(Call::all_gather({&part, 3, DType::int64}, {all.data(), 3 * all.size(), DType::int64}), deadline);
   bool reached = true;
@@ -112,10 +118,15 @@ std::vector<Memory> DirectGroup::allocate_shared(std::size_t bytes, Deadline dea
     }
     reached = reached && all[r].location != CallDescriptor::kPrivate;
   }
+  if (failed) std::rethrow_exception(failed);
   std::vector<Memory> parts;
-  for (int r = 0; reached && r < size(); ++r) {
-    const auto& theirs = all[static_cast<std::size_t>(r)];
-    parts.push_back(r == rank() ? mine : memory_at(r, theirs.location, bytes, theirs.memory));
+  if (!reached) return parts;
+  {
+    const transport::SpaceMember::RemoteAccess here(*member_);
+    for (int r = 0; r < size(); ++r) {
+      const auto& theirs = all[static_cast<std::size_t>(r)];
+      parts.push_back(r == rank() ? mine : memory_at(r, theirs.location, bytes, theirs.memory));
+    }
   }
   run(Call::barrier(), deadline);  // nobody reads `mine` any more
   return parts;

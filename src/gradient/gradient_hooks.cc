@@ -37,7 +37,7 @@ void GradientHooks::expect_one_backward(int replica) {
 void GradientHooks::take_all(int replica) {
   expects_backward_[static_cast<std::size_t>(replica)].set = false;
   ops::clear_gradient_memory();
-  sync_.forget(replica);
+  if (!sync_.during_backward()) sync_.forget(replica);
   for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
     if (!sync_.is_ready(replica, i)) take(replica, i);
   }

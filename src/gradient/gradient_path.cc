@@ -28,7 +28,7 @@ const Communicator& ranks_of(const ReplicatedParameters& parameters, const Optim
            parameters.workers().size(), " workers; take one or the other"));
 }
 
-// Buckets are for networks: memory that all processes share has no use for less bytes.
+// Where all processes share memory nothing is sent, so buckets do not help; unless gradients are to have 16 bits.
 std::unique_ptr<gradient::GradientSync> sharded(ReplicatedParameters& parameters, const Communicator& ranks,
                                                 const gradient::BucketOptions& options) {
   if (!options.gradient_dtype) {
@@ -48,6 +48,7 @@ std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameter
     if (options.shard_state) return sharded(parameters, ranks, options.buckets);
     return std::make_unique<gradient::Bucketed>(parameters, ranks, options.buckets, /*sum=*/false);
   }
+  if (options.servers) return std::make_unique<gradient::ParameterServerSync>(parameters, options.servers);
   if (options.exchange == gradient::Exchange::hierarchical_copy && parameters.replicas() > 1)
     return std::make_unique<gradient::Tree>(parameters);
   if (options.exchange == gradient::Exchange::reduction_to_one_device)

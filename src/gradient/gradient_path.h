@@ -6,6 +6,7 @@
 
 #include "gradient/bucketed.h"
 #include "gradient/gradient_hooks.h"
+#include "gradient/parameter_server_sync.h"
 #include "gradient/updater.h"
 
 namespace lockstep::gradient {
@@ -19,10 +20,11 @@ enum class Exchange {
 
 struct GradientPathOptions {
   Exchange exchange = Exchange::one_pass;
-  int root = 0;                             // the replica that updates for all (reduction_to_one_device)
-  BucketOptions buckets;                    // between processes
-  bool shard_state = false;                 // each process has state for its own shards alone
-  std::int64_t compare_copies_every = 100;  // steps, with several processes; 0: never
+  int root = 0;              // the replica that updates for all (reduction_to_one_device)
+  BucketOptions buckets;     // between processes
+  bool shard_state = false;  // each process has state for its own shards alone
+  std::shared_ptr<const parameter_server::Client> servers = {};  // which update; null: this process updates itself
+  std::int64_t compare_copies_every = 100;                       // steps, with several processes; 0: never
 };
 
 }  // namespace lockstep::gradient

@@ -4,52 +4,17 @@
 #include <gtest/gtest.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/container/sequential.h>
-#include <torch/nn/modules/linear.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/sgd.h>
 
 #include <thread>
 
+#include "gradient/net_testing.h"
 #include "gradient/optimizers_testing.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::gradient {
 namespace {
-
-Deadline soon() { return Deadline::after(std::chrono::seconds(60)); }
-
-struct NetImpl : torch::nn::Module {
-  explicit NetImpl(at::ScalarType dtype) {
-    first = register_module("first", torch::nn::Linear(7, 19));
-    second = register_module("second", torch::nn::Linear(19, 5));
-    frozen = register_parameter("frozen", torch::ones({5}), /*requires_grad=*/false);
-    unused = register_parameter("unused", torch::ones({3}));
-    to(dtype);
-  }
-  torch::Tensor forward(const torch::Tensor& x) { return second(torch::tanh(first(x))) * frozen; }
-  torch::nn::Linear first = nullptr, second = nullptr;
-  torch::Tensor frozen, unused;
-};
-
-std::shared_ptr<NetImpl> make_net(at::ScalarType dtype) {
-  torch::manual_seed(3);
-  return std::make_shared<NetImpl>(dtype);
-}
-
-struct Batch {
-  torch::Tensor x, y;
-};
-
-// Batch sizes that leave some replicas without an example.
-std::vector<Batch> batches(int count, at::ScalarType dtype) {
-  torch::manual_seed(17);
-  std::vector<Batch> made;
-  for (int i = 0; i < count; ++i) {
-    const int size = i % 4 == 3 ? 2 : 8;
-    made.push_back({torch::randn({size, 7}, dtype), torch::randn({size, 5}, dtype)});
-  }
-  return made;
-}
 
 struct Run {
   std::shared_ptr<ReplicatedParameters> parameters;
@@ -83,13 +48,6 @@ Run train(int replicas, const Optimizer& optimizer, Exchange exchange, Placement
   }
   threads.clear();
   return {parameters, gradients};
-}
-
-void expect_close(const ReplicatedParameters& a, const ReplicatedParameters& b, double tolerance) {
-  for (std::size_t i = 0; i < a.slots().size(); ++i) {
-    const double difference = (a.parameter(0, i) - b.parameter(0, i)).abs().max().item<double>();
-    EXPECT_LE(difference, tolerance) << a.slots()[i].name;
-  }
 }
 
 void expect_equal_copies(const ReplicatedParameters& parameters) {

@@ -22,6 +22,9 @@ class GradientSync {
   // Once, before the first step. Collective over the processes that train together.
   virtual void prepare() {}
 
+  // Before a step: brings values that others have updated to all copies. Not while replicas run.
+  virtual void fetch(Deadline /*deadline*/) {}
+
   // Which elements this process updates, and by which replicas. After `prepare`.
   virtual ShardMap shards() const = 0;
 

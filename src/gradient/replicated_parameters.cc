@@ -1,9 +1,11 @@
 #include "gradient/replicated_parameters.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -201,7 +203,28 @@ at::Tensor ReplicatedParameters::place(int replica, const gradient::ParameterSlo
   return buffer.narrow(0, slot.offset, slot.numel).view(slot.sizes);
 }
 
-void ReplicatedParameters::move_first_copy(const at::Tensor& memory) {
+bool ReplicatedParameters::move_first_copy(const Communicator& ranks) {
+  if (std::exchange(first_copy_moved_, true)) return !shared_float_.empty();
+  const auto floats = static_cast<std::size_t>(flat_numel(at::kFloat)) * sizeof(float);
+  const auto doubles = static_cast<std::size_t>(flat_numel(at::kDouble)) * sizeof(double);
+  const auto flat_in = [&](const Memory& memory, at::ScalarType dtype) {
+    return at::from_blob(
+        memory.get() + (dtype == at::kDouble ? floats : 0), {flat_numel(dtype)}, [memory](void*) {},
+        at::TensorOptions(dtype));
+  };
+  const auto bytes = std::max<std::size_t>(1, floats + doubles);
+  auto parts = ranks.group().allocate_shared(bytes, ranks.deadline());
+  std::rotate(parts.begin(), parts.empty() ? parts.end() : parts.begin() + ranks.rank(), parts.end());
+  for (const auto& part : parts) {
+    shared_float_.push_back(flat_in(part, at::kFloat));
+    shared_double_.push_back(flat_in(part, at::kDouble));
+  }
+  const auto own = parts.empty() ? ranks.group().allocate(bytes) : parts[0];
+  for (const auto dtype : {at::kFloat, at::kDouble}) bind_first_copy(flat_in(own, dtype));
+  return !parts.empty();
+}
+
+void ReplicatedParameters::bind_first_copy(const at::Tensor& memory) {
   const at::NoGradGuard no_grad;
   auto& flat_buffer = (memory.scalar_type() == at::kDouble ? flat_double_ : flat_float_)[0];
   memory.copy_(flat_buffer);

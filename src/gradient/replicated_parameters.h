@@ -76,9 +76,15 @@ class ReplicatedParameters {
   const at::Tensor& flat(int copy, at::ScalarType dtype) const { return flats(dtype)[static_cast<std::size_t>(copy)]; }
   std::int64_t flat_numel(at::ScalarType dtype) const;
 
-  // Puts copy 0's flat buffer, and the parameters that are bound to it, into other memory of the same size. While no
-  // replica runs.
-  void move_first_copy(const at::Tensor& memory);
+  // Puts copy 0's flat buffers, and the parameters that are bound to them, into memory that `ranks` access fast:
+  // shared_values() where they share memory, else the Group's. Once; later calls do nothing. Collective, while no
+  // replica runs. Returns whether they share memory.
+  bool move_first_copy(const Communicator& ranks);
+
+  // After it, where ranks share memory: the flat buffers of the ranks' first copies, this process's before the others'.
+  std::span<const at::Tensor> shared_values(at::ScalarType dtype) const {
+    return dtype == at::kDouble ? shared_double_ : shared_float_;
+  }
 
   // Every trainable parameter whole.
   std::vector<gradient::Shard> trainable() const;
@@ -121,14 +127,17 @@ class ReplicatedParameters {
   void take_memory(const OnReplicas& on_replicas);
   void bind();
   at::Tensor place(int replica, const gradient::ParameterSlot& slot) const;
+  void bind_first_copy(const at::Tensor& memory);
   void share_values();
 
   Communicator workers_;
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   gradient::Placement placement_;
   std::vector<gradient::ParameterSlot> slots_;
-  std::vector<std::vector<at::Tensor>> parameters_;       // [replica][slot]
-  std::vector<at::Tensor> flat_float_, flat_double_;      // [copy]
+  std::vector<std::vector<at::Tensor>> parameters_;   // [replica][slot]
+  std::vector<at::Tensor> flat_float_, flat_double_;  // [copy]
+  bool first_copy_moved_ = false;
+  std::vector<at::Tensor> shared_float_, shared_double_;  // as shared_values
   std::vector<at::Tensor> device_float_, device_double_;  // [replica], staged only
   std::vector<std::string> buffer_names_;
   std::vector<std::vector<at::Tensor>> buffers_;  // [replica][index]

@@ -1,10 +1,7 @@
 #include "gradient/sharded.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 
-#include <algorithm>
 #include <numeric>
 
 #include "gradient/gather_in_place.h"
@@ -36,13 +33,7 @@ void Sharded::prepare() {
     }
   }
   shards_.emplace(parameters_, ranks(), std::move(shards));
-  for (const auto dtype : {at::kFloat, at::kDouble}) {
-    const auto numel = parameters_.flat_numel(dtype);
-    if (numel == 0) continue;
-    const auto memory = ranks().group().allocate(static_cast<std::size_t>(numel) * at::elementSize(dtype));
-    parameters_.move_first_copy(at::from_blob(
-        memory.get(), {numel}, [memory](void*) {}, at::TensorOptions(dtype)));
-  }
+  parameters_.move_first_copy(ranks());
 }
 
 at::Tensor Sharded::first_copy(const Range& range) const {

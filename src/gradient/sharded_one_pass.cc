@@ -14,11 +14,11 @@ std::size_t flat_bytes(const ReplicatedParameters& parameters, at::ScalarType dt
   return static_cast<std::size_t>(parameters.flat_numel(dtype)) * at::elementSize(dtype);
 }
 
-// The flat buffer number `index` of a part of the memory: 0 has values, 1 + i the gradients of replica i.
-at::Tensor flat_in(const Memory& part, std::size_t index, const ReplicatedParameters& parameters,
-                   at::ScalarType dtype) {
+// The gradients of a replica in its process's part of the memory.
+at::Tensor gradients_in(const Memory& part, std::size_t replica, const ReplicatedParameters& parameters,
+                        at::ScalarType dtype) {
   const auto floats = flat_bytes(parameters, at::kFloat), doubles = flat_bytes(parameters, at::kDouble);
-  const auto at = index * (floats + doubles) + (dtype == at::kDouble ? floats : 0);
+  const auto at = replica * (floats + doubles) + (dtype == at::kDouble ? floats : 0);
   return at::from_blob(
       part.get() + at, {parameters.flat_numel(dtype)}, [part](void*) {}, at::TensorOptions(dtype));
 }
@@ -36,8 +36,8 @@ std::unique_ptr<ShardedOnePass> ShardedOnePass::make(ReplicatedParameters& param
   parameters.compare_models(ranks);
   ranks.check_all_agree("numbers of replicas", std::to_string(parameters.replicas()));
   const auto bytes = (flat_bytes(parameters, at::kFloat) + flat_bytes(parameters, at::kDouble)) *
-                     static_cast<std::size_t>(1 + parameters.replicas());
-  if (bytes == 0) return nullptr;
+                     static_cast<std::size_t>(parameters.replicas());
+  if (bytes == 0 || !parameters.move_first_copy(ranks)) return nullptr;
   const auto parts = ranks.group().allocate_shared(bytes, ranks.deadline());
   if (parts.empty()) return nullptr;
   return std::unique_ptr<ShardedOnePass>(new ShardedOnePass(parameters, ranks, parts));
@@ -53,16 +53,10 @@ ShardedOnePass::ShardedOnePass(ReplicatedParameters& parameters, Communicator ra
     for (std::size_t replica = 0; replica < gradients.size(); ++replica) {
       for (const auto& slot : parameters.slots()) {
         gradients[replica].push_back(
-            slot.trainable ? flat_in(part, 1 + replica, parameters, slot.dtype).narrow(0, slot.offset, slot.numel)
+            slot.trainable ? gradients_in(part, replica, parameters, slot.dtype).narrow(0, slot.offset, slot.numel)
                            : at::Tensor());
       }
     }
-    values_float_.push_back(flat_in(part, 0, parameters, at::kFloat));
-    values_double_.push_back(flat_in(part, 0, parameters, at::kDouble));
-  }
-  for (auto* const values : {&values_float_, &values_double_}) {
-    parameters.move_first_copy((*values)[static_cast<std::size_t>(ranks_.rank())]);
-    std::rotate(values->begin(), values->begin() + ranks_.rank(), values->end());
   }
 }
 
@@ -114,6 +108,14 @@ void ShardedOnePass::exchange_flags() {
   }
 }
 
+std::int64_t ShardedOnePass::trainable_end(at::ScalarType dtype) const {
+  std::int64_t end = 0;
+  for (const auto& slot : parameters_.slots()) {
+    if (slot.trainable && slot.dtype == dtype) end = std::max(end, slot.offset + slot.numel);
+  }
+  return end;
+}
+
 void ShardedOnePass::publish(const Group& replicas, Deadline deadline) {
   const int replica = replicas.rank();
   replicas.barrier(deadline);
@@ -123,7 +125,8 @@ void ShardedOnePass::publish(const Group& replicas, Deadline deadline) {
   if (replica == 0 || replica >= parameters_.copies()) return;
   const at::NoGradGuard no_grad;
   for (const auto dtype : {at::kFloat, at::kDouble}) {
-    parameters_.flat(replica, dtype).copy_(parameters_.flat(0, dtype));
+    const auto trainable = [&](int copy) { return parameters_.flat(copy, dtype).narrow(0, 0, trainable_end(dtype)); };
+    trainable(replica).copy_(trainable(0));
   }
 }
 

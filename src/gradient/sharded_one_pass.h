@@ -32,20 +32,17 @@ class ShardedOnePass final : public OnePass {
   void sum_over_owners(std::span<double> values, const Group& replicas, Deadline deadline) const override {
     shards_.sum_over_owners(values, replicas, deadline);
   }
-  std::span<const at::Tensor> written(at::ScalarType dtype) const override {
-    return dtype == at::kDouble ? values_double_ : values_float_;
-  }
+  std::span<const at::Tensor> written(at::ScalarType dtype) const override { return parameters_.shared_values(dtype); }
   void publish(const Group& replicas, Deadline deadline) override;
-  void end_step(int replica) override { OnePass::forget(replica); }
-  void forget(int /*replica*/) override {}  // a step that fails is the last: it leaves the others waiting
   at::Tensor gather_from_owners(std::size_t slot, const at::Tensor& own) const override {
     return shards_.gather_from_owners(slot, own);
   }
 
  private:
-  // `parts[r]`: rank r's memory, for its values and the gradients of its replicas.
+  // `parts[r]`: rank r's memory, for the gradients of its replicas.
   ShardedOnePass(ReplicatedParameters& parameters, Communicator ranks, const std::vector<Memory>& parts);
   void exchange_flags();
+  std::int64_t trainable_end(at::ScalarType dtype) const;  // in the flat buffers
   const at::Tensor& own_gradient(int replica, std::size_t slot) const {
     return gradients_[static_cast<std::size_t>(ranks_.rank())][static_cast<std::size_t>(replica)][slot];
   }
@@ -54,7 +51,6 @@ class ShardedOnePass final : public OnePass {
   const Communicator ranks_;
   const ProcessShards shards_;
   std::vector<std::vector<std::vector<at::Tensor>>> gradients_;  // [rank][replica][slot]: flat
-  std::vector<at::Tensor> values_float_, values_double_;         // flat; this process's, then the others'
 
   // Of this step, after `wait`.
   Totals totals_;

@@ -1,4 +1,4 @@
-// The steps that a shard has been updated by.
+// Which steps are done, of those that are numbered from 0 on.
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,7 @@ struct Push {
 
   // By the server's shards: count() elements of the shard's dtype, or null where a parameter took no part.
   std::vector<const std::byte*> gradients = {};
-  std::shared_ptr<const void> memory = {};  // in which the gradients lie
+  std::shared_ptr<const void> memory = {};  // keeps what they point at; a server may read it until the step is applied
 
   std::optional<double> learning_rate = {};  // instead of the optimizer's own
 };

@@ -35,22 +35,25 @@ Shard::Shard(Memory values, std::size_t count, DType dtype, Optimizer optimizer)
       dtype_(dtype),
       optimizer_(std::move(optimizer)),
       values_(std::move(values)),
-      state_(initial_state(optimizer_, count, dtype)) {}
+      state_(initial_state(optimizer_, count, dtype)) {
+  const auto& options = optimizer_.options();
+  if (options.clipnorm || options.global_clipnorm || options.loss_scale) {
+    throw InvalidArgument(
+        "an optimizer on a parameter server has clipnorm, global_clipnorm or a loss scale; a server has a part of a "
+        "gradient alone, so only clipvalue is possible");
+  }
+}
 
 bool Shard::apply(std::int64_t step, std::span<const std::byte* const> gradients, double divide_by,
                   std::optional<double> learning_rate) {
   MutexLock lock(mutex_);
-  if (!applied_.add(step)) return false;
-  if (gradients.empty()) return true;
-  const auto iteration = applied_.count();
-  const UpdateStep update_step{iteration,
-                               learning_rate ? *learning_rate : optimizer_.options().learning_rate.at(iteration - 1)};
-  if (dtype_ == DType::float64) {
-    update<double>(gradients, divide_by, update_step);
-  } else {
-    update<float>(gradients, divide_by, update_step);
-  }
-  return true;
+  if (applied_.contains(step)) return false;
+  const auto updates = applied_.count();
+  const double rate = learning_rate ? *learning_rate : optimizer_.options().learning_rate.at(updates);
+  const UpdateStep update_step{updates + 1, LearningRate(rate).at(0)};  // checked
+  if (!gradients.empty() && dtype_ == DType::float64) update<double>(gradients, divide_by, update_step);
+  if (!gradients.empty() && dtype_ == DType::float32) update<float>(gradients, divide_by, update_step);
+  return applied_.add(step);
 }
 
 template <class T>

@@ -17,7 +17,8 @@ namespace lockstep::parameter_server {
 // Any thread may call; calls follow one another.
 class Shard {
  public:
-  // `values`: memory for `count` elements of `dtype` (float32 or float64), which are the first values.
+  // `values`: memory for `count` elements of `dtype` (float32 or float64), which are the first values. Throws
+  // InvalidArgument for clipping by a norm and for a loss scale.
   Shard(Memory values, std::size_t count, DType dtype, Optimizer optimizer);
 
   std::size_t count() const { return count_; }
@@ -25,7 +26,8 @@ class Shard {
 
   // Moves the values by the sum of the gradients, added in their order, divided by `divide_by`; each has count()
   // elements of dtype(). A step without gradients counts and moves nothing. Returns false, and does nothing, where
-  // `step` was applied before. `learning_rate`: instead of the optimizer's own for this update.
+  // `step` was applied before. `learning_rate`: instead of the optimizer's own for this update. Throws
+  // InvalidArgument for a rate that is none; then nothing has changed.
   bool apply(std::int64_t step, std::span<const std::byte* const> gradients, double divide_by,
              std::optional<double> learning_rate = {});
 

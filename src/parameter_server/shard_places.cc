@@ -23,6 +23,7 @@ std::int64_t shards_of(const VariableSpec& variable, const Partitioner& partitio
 
 std::vector<ShardPlace> place_shards(const std::vector<VariableSpec>& variables, const Partitioner& partitioner,
                                      int servers) {
+  if (servers < 1) throw InvalidArgument(text("there are ", servers, " parameter servers; there must be at least 1"));
   std::vector<ShardPlace> places;
   for (std::size_t i = 0; i < variables.size(); ++i) {
     const auto& shape = variables[i].shape;

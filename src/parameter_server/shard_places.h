@@ -25,7 +25,8 @@ struct ShardPlace {
 
 // Cuts the variables by `partitioner` (null: one shard each) and gives the largest shards first, each to the server
 // with the fewest bytes, of those to the first. The result is in the order of variables and rows, and depends on the
-// arguments alone. Throws InvalidArgument, naming the variable, where the partitioner returns what it may not.
+// arguments alone. Throws InvalidArgument without a server, and, naming the variable, where the partitioner returns
+// what it may not.
 std::vector<ShardPlace> place_shards(const std::vector<VariableSpec>& variables, const Partitioner& partitioner,
                                      int servers);
 

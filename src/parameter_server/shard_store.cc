@@ -10,6 +10,7 @@ namespace lockstep::parameter_server {
 ShardStore::ShardStore(const std::vector<VariableSpec>& variables, const std::vector<ShardPlace>& places, int server,
                        const Optimizer& optimizer, const UpdateMode& mode, const Allocate& memory)
     : mode_(mode), parts_(mode.needed) {
+  parameter_server::check(mode);
   for (const auto& place : places) {
     if (place.server != server) continue;
     const auto count = static_cast<std::size_t>(place.count);
@@ -34,12 +35,12 @@ void ShardStore::check(const Push& push) const {
 void ShardStore::push(Push push) {
   check(push);
   if (mode_.parts == 1) return apply({&push, 1});
-  std::optional<std::vector<Push>> parts;
-  {
-    MutexLock lock(mutex_);
-    parts = parts_.add(std::move(push));
-  }
-  if (parts) apply(*parts);
+  MutexLock lock(mutex_);  // also while it is applied: who gets an answer may read the values of this step
+  const auto step = push.task.step;
+  const auto* const parts = parts_.add(std::move(push));
+  if (parts == nullptr) return;
+  apply(*parts);
+  parts_.complete(step);
 }
 
 void ShardStore::apply(std::span<const Push> parts) {

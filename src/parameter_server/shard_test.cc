@@ -84,6 +84,17 @@ TEST(Shard, AStepIsAppliedOnce) {
   EXPECT_EQ(shard.version(), 2);
 }
 
+TEST(Shard, AStepThatThrowsIsNotApplied) {
+  bool fails = true;
+  auto shard = shard_of({1}, SGD({.learning_rate = LearningRate([&](std::int64_t) { return fails ? NAN : 1.0; })}));
+  EXPECT_THROW(apply(shard, 0, {{0.25}}), InvalidArgument);
+  EXPECT_EQ(values_of(shard), Values{1});
+  fails = false;
+  EXPECT_TRUE(apply(shard, 0, {{0.25}}));
+  EXPECT_EQ(values_of(shard), Values{0.75});
+  expect_says(message_of<InvalidArgument>([] { shard_of({1}, SGD({.global_clipnorm = 1})); }), "global_clipnorm");
+}
+
 TEST(Shard, ThreadsThatPushTheSameStepsApplyEachOnce) {
   constexpr int kThreads = 4, kSteps = 200;
   auto shard = shard_of(Values(100), SGD({.learning_rate = 1}));

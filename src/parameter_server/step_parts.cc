@@ -1,18 +1,22 @@
 #include "parameter_server/step_parts.h"
 
+#include <algorithm>
+
 namespace lockstep::parameter_server {
 
-std::optional<std::vector<Push>> StepParts::add(Push push) {
-  const auto [step, part] = push.task;
-  if (complete_.contains(step)) return std::nullopt;
-  auto& parts = incomplete_[step];
-  parts.emplace(part, std::move(push));
-  if (static_cast<int>(parts.size()) < needed_) return std::nullopt;
-  std::vector<Push> all;
-  for (auto& [number, given] : parts) all.push_back(std::move(given));
+const std::vector<Push>* StepParts::add(Push push) {
+  if (complete_.contains(push.task.step)) return nullptr;
+  auto& parts = incomplete_[push.task.step];
+  const auto place = std::lower_bound(parts.begin(), parts.end(), push.task.part,
+                                      [](const Push& given, int part) { return given.task.part < part; });
+  const bool is_new = place == parts.end() || place->task.part != push.task.part;
+  if (is_new && static_cast<int>(parts.size()) < needed_) parts.insert(place, std::move(push));
+  return static_cast<int>(parts.size()) == needed_ ? &parts : nullptr;
+}
+
+void StepParts::complete(std::int64_t step) {
   incomplete_.erase(step);
   complete_.add(step);
-  return all;
 }
 
 }  // namespace lockstep::parameter_server

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <map>
-#include <optional>
 #include <vector>
 
 #include "parameter_server/applied_steps.h"
@@ -14,13 +13,14 @@ class StepParts {
  public:
   explicit StepParts(int needed) : needed_(needed) {}
 
-  // Once as many parts of a step have come as are needed: these, in the order of parts. A part that is there already,
-  // and one of a step that was complete, is dropped.
-  std::optional<std::vector<Push>> add(Push push);
+  // Once as many parts of a step have come as are needed: these, in the order of parts, until `complete` is called for
+  // the step; else null. A part that is there already, and one of a complete step, is dropped.
+  const std::vector<Push>* add(Push push);
+  void complete(std::int64_t step);
 
  private:
   const int needed_;
-  std::map<std::int64_t, std::map<int, Push>> incomplete_;  // [step][part]
+  std::map<std::int64_t, std::vector<Push>> incomplete_;  // [step], ascending by part
   AppliedSteps complete_;
 };
 

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
 namespace lockstep::parameter_server {
 namespace {
 
@@ -46,12 +49,17 @@ std::optional<Task> StepSchedule::next(int worker) {
 }
 
 bool StepSchedule::finish(int worker, Task task) {
+  const auto end = mode_.parts > 1 ? std::min(scheduled_, finished_.complete() + 1) : scheduled_;
+  if (task.step < 0 || task.step >= end || task.part < 0 || task.part >= mode_.parts) {
+    throw InvalidArgument(
+        text("worker ", worker, " finished part ", task.part, " of step ", task.step, ", which nobody was given"));
+  }
   if (const auto given = given_.find(worker); given != given_.end() && given->second == task) {
     given_.erase(given);
     if (--holders_[task] == 0) holders_.erase(task);
   }
-  if (is_finished(task)) return false;
   ++steps_by_.try_emplace(worker, slowest(steps_by_)).first->second;
+  if (is_finished(task)) return false;
   if (mode_.parts == 1) return finished_.add(task.step);
   finished_parts_.insert(task.part);
   if (static_cast<int>(finished_parts_.size()) == mode_.needed) {

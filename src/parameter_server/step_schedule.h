@@ -16,7 +16,7 @@ namespace lockstep::parameter_server {
 // was thought lost; it is finished once.
 class StepSchedule {
  public:
-  explicit StepSchedule(const UpdateMode& mode) : mode_(mode) {}
+  explicit StepSchedule(const UpdateMode& mode) : mode_(mode) { check(mode); }
 
   // Adds steps. Their numbers continue those before, from 0 on.
   void add(std::int64_t steps) { scheduled_ += steps; }
@@ -26,7 +26,8 @@ class StepSchedule {
   std::optional<Task> next(int worker);
 
   // The worker's pushes of the task are acknowledged by all servers. Whether it is finished by that: then the worker's
-  // results count, else another's did or the step did not need it.
+  // results count, else another's did or the step did not need it. Throws InvalidArgument for a task that was never
+  // scheduled.
   bool finish(int worker, Task task);
 
   // The worker is lost, or could not compute its task: another worker gets it.
@@ -47,7 +48,7 @@ class StepSchedule {
   std::set<int> finished_parts_;          // of the step that is computed together
   std::map<int, Task> given_;             // [worker]
   std::map<Task, int> holders_;           // how many workers have it
-  std::map<int, std::int64_t> steps_by_;  // [worker]: that it has finished, or the slowest had when it came
+  std::map<int, std::int64_t> steps_by_;  // [worker]: finished, counted from the slowest's number when it joined
 };
 
 }  // namespace lockstep::parameter_server

@@ -4,6 +4,7 @@
 
 #include <random>
 
+#include "base/expect_says_testing.h"
 #include "parameter_server/shard_store.h"
 
 namespace lockstep::parameter_server {
@@ -52,6 +53,17 @@ TEST(StepSchedule, PartsOfAStepAreComputedBeforeTheNextStep) {
   EXPECT_EQ(schedule.next(2), (Task{1, 0}));
   EXPECT_FALSE(schedule.finish(1, {0, 1}));  // not needed
   EXPECT_EQ(schedule.next(1), (Task{1, 1}));
+}
+
+TEST(StepSchedule, WhatCannotBeIsNamed) {
+  StepSchedule schedule({.parts = 2, .needed = 2});
+  schedule.add(2);
+  for (const auto task : {Task{1, 0}, Task{-1, 0}, Task{0, 2}}) {
+    expect_says(message_of<InvalidArgument>([&] { schedule.finish(3, task); }), "worker 3 finished part ");
+  }
+  expect_says(message_of<InvalidArgument>([] { StepSchedule({.parts = 2, .needed = 3}); }),
+              "3 of 2 parts of a step are needed; it must be from 1 to 2");
+  expect_says(message_of<InvalidArgument>([] { place_shards({}, {}, 0); }), "there are 0 parameter servers");
 }
 
 TEST(StepSchedule, AWorkerThatIsAheadWaitsForTheSlowest) {

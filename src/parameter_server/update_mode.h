@@ -16,4 +16,7 @@ struct UpdateMode {
   int most_ahead = -1;
 };
 
+// Throws InvalidArgument for parts below 1, and parts that are needed and cannot come.
+void check(const UpdateMode& mode);
+
 }  // namespace lockstep::parameter_server

@@ -21,9 +21,11 @@
 namespace lockstep {
 namespace {
 
-// How many processes ask to stop, have got SIGINT, have got SIGTERM, and take part.
+// How many processes ask to stop, have got SIGINT, and have got SIGTERM; and a number that no other sum is likely to
+// have in its place.
 struct Agreed {
-  double stopping = 0, interrupted = 0, terminated = 0, present = 1;
+  static constexpr double kMark = 0x5eed'1d'ea;
+  double stopping = 0, interrupted = 0, terminated = 0, mark = kMark;
   std::span<double> all() { return {&stopping, 4}; }
 };
 static_assert(sizeof(Agreed) == 4 * sizeof(double));
@@ -90,11 +92,10 @@ class Fit {
 
   // Throws where another process was in a sum of something else.
   void finish_agreement() {
-    if (agreed_.present != peers().size()) {
+    if (agreed_.mark != Agreed::kMark * peers().size()) {
       throw InvalidArgument(
           "fit: the workers do not make the same calls; does a callback that only the chief calls (only_on_chief) "
-          "save, "
-          "evaluate or train a model?");
+          "save, evaluate or train a model?");
     }
     impl_.agreed_to_stop = agreed_.stopping > 0;
   }

@@ -63,7 +63,7 @@ class PeerLost : public Error {
 
   int rank() const noexcept { return rank_; }
   std::int64_t generation() const noexcept { return generation_; }  // of the World whose rank it is
-  const std::string& how() const noexcept { return how_; }
+  const std::string& how() const noexcept { return how_; }          // the message without the rank
 
  private:
   int rank_;

@@ -157,8 +157,8 @@ class Group {
 
   // Memory that every rank reads and writes by itself: element r is rank r's part of `bytes` bytes (1 or more, the same
   // on all ranks), zeroed and aligned to pages. A barrier orders accesses; a part may be used until its rank drops it.
-  // Empty on all ranks where some cannot reach the others' memory, as on several hosts. Collective. Follows
-  // MPI_Win_allocate_shared.
+  // Empty on all ranks where some cannot reach the others' memory, as on several hosts. Collective. Throws
+  // InvalidArgument for 0 bytes, and on the ranks alone whose heap_bytes are used up. Follows MPI_Win_allocate_shared.
   std::vector<Memory> allocate_shared(std::size_t bytes, Deadline deadline) const;
 
   // The backend, and a Group like this one over another backend; for wrappers (group_wrappers.h).

@@ -30,10 +30,10 @@ struct MultiWorkerMirroredOptions {
   std::optional<Cluster> cluster = {};  // instead of what the environment says
 
   // Each worker has the optimizer's state for its share of the variables alone, updates that share, and sends it to the
-  // others: with N workers a worker needs 1/N of the memory for state. Checkpoints are whole, and may be restored by
-  // any number of workers. With GPUs the update is made in host memory. After a worker is lost in the middle of an
-  // update, the others' variables are partly updated: begin again from a checkpoint. ZeRO stage 1 (Rajbhandari et al.
-  // 2020), PyTorch's ZeroRedundancyOptimizer.
+  // others, or writes it into their memory where all are on one host: with N workers a worker needs 1/N of the memory
+  // for state. Checkpoints are whole, and may be restored by any number of workers. With GPUs the update is made in
+  // host memory. After a worker is lost in the middle of an update, the others' variables are partly updated: begin
+  // again from a checkpoint. ZeRO stage 1 (Rajbhandari et al. 2020), PyTorch's ZeroRedundancyOptimizer.
   bool shard_optimizer_state = false;
 
   std::int64_t compare_copies_every = 100;  // steps between comparing a hash of each variable on all workers; 0: never
