@@ -20,7 +20,8 @@ ShardStore::ShardStore(const std::vector<VariableSpec>& variables, const std::ve
 }
 
 void ShardStore::check(const Push& push) const {
-  const auto [step, part] = push.task;
+  const auto step = push.task.step;
+  const int part = push.task.part;
   const auto fail = [&](auto... what) {
     throw InvalidArgument(text("the push of step ", step, ", part ", part, ", has ", what...));
   };
