@@ -8,7 +8,6 @@ Client::Client(std::vector<VariableSpec> variables, std::vector<ShardPlace> plac
                std::vector<std::shared_ptr<ServerConnection>> connections)
     : variables_(std::move(variables)), places_(std::move(places)), connections_(std::move(connections)) {}
 
-// All servers at once.
 template <class Byte, class Act>
 void Client::on_servers(std::span<Byte* const> variables, const Act& act) const {
   std::vector<std::vector<Byte*>> shards(connections_.size());

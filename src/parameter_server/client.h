@@ -1,7 +1,6 @@
 // The variables of a model on its servers, as another process reads and updates them.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -31,8 +30,6 @@ class Client {
   Client(std::vector<VariableSpec> variables, std::vector<ShardPlace> places,
          std::vector<std::shared_ptr<ServerConnection>> connections);
 
-  const std::vector<VariableSpec>& variables() const { return variables_; }
-
   // Values of whole variables, by their numbers.
   void pull(std::span<std::byte* const> values, Deadline deadline) const;
 
@@ -44,7 +41,7 @@ class Client {
   void push(Push push, std::span<const std::byte* const> gradients, Deadline deadline) const;
 
  private:
-  // Elements that all servers' shards have, in the order of servers and of their shards: act(server, pointers).
+  // Calls act(connection, begins) for all servers at once: where each of the server's shards begins in `variables`.
   template <class Byte, class Act>
   void on_servers(std::span<Byte* const> variables, const Act& act) const;
 

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "base/text.h"
+#include "collective/backend.h"
 #include "lockstep/base/error.h"
 #include "optimizer/flat_update.h"
 
@@ -12,11 +13,9 @@ namespace {
 
 template <class T>
 Memory filled(std::size_t count, double value) {
-  constexpr std::size_t kLine = 64;
-  auto* const memory = static_cast<T*>(std::aligned_alloc(kLine, (count * sizeof(T) / kLine + 1) * kLine));
-  if (memory == nullptr) throw std::bad_alloc();
-  std::fill_n(memory, count, static_cast<T>(value));
-  return {reinterpret_cast<std::byte*>(memory), [](std::byte* data) { std::free(data); }};
+  const auto memory = collective::private_memory(count * sizeof(T));
+  std::fill_n(reinterpret_cast<T*>(memory.get()), count, static_cast<T>(value));
+  return memory;
 }
 
 std::vector<Memory> initial_state(const Optimizer& optimizer, std::size_t count, DType dtype) {

@@ -25,13 +25,19 @@ bool StepSchedule::must_wait(int worker) const {
   return mode_.most_ahead >= 0 && steps_by_.at(worker) - slowest(steps_by_) > mode_.most_ahead;
 }
 
+bool StepSchedule::is_given(Task task) const {
+  return std::any_of(given_.begin(), given_.end(), [&](const auto& given) { return given.second == task; });
+}
+
+std::int64_t StepSchedule::end_of_open_steps() const {
+  return mode_.parts > 1 ? std::min(scheduled_, finished_.complete() + 1) : scheduled_;
+}
+
 std::optional<Task> StepSchedule::first_free() const {
-  const bool together = mode_.parts > 1;
-  const auto end = together ? std::min(scheduled_, finished_.complete() + 1) : scheduled_;
-  for (auto step = finished_.complete(); step < end; ++step) {
+  for (auto step = finished_.complete(); step < end_of_open_steps(); ++step) {
     for (int part = 0; part < mode_.parts; ++part) {
       const Task task{step, part};
-      if (!is_finished(task) && !holders_.contains(task)) return task;
+      if (!is_finished(task) && !is_given(task)) return task;
     }
   }
   return std::nullopt;
@@ -44,20 +50,15 @@ std::optional<Task> StepSchedule::next(int worker) {
   const auto task = first_free();
   if (!task) return std::nullopt;
   given_.emplace(worker, *task);
-  ++holders_[*task];
   return task;
 }
 
 bool StepSchedule::finish(int worker, Task task) {
-  const auto end = mode_.parts > 1 ? std::min(scheduled_, finished_.complete() + 1) : scheduled_;
-  if (task.step < 0 || task.step >= end || task.part < 0 || task.part >= mode_.parts) {
+  if (task.step < 0 || task.step >= end_of_open_steps() || task.part < 0 || task.part >= mode_.parts) {
     throw InvalidArgument(
         text("worker ", worker, " finished part ", task.part, " of step ", task.step, ", which nobody was given"));
   }
-  if (const auto given = given_.find(worker); given != given_.end() && given->second == task) {
-    given_.erase(given);
-    if (--holders_[task] == 0) holders_.erase(task);
-  }
+  if (const auto given = given_.find(worker); given != given_.end() && given->second == task) given_.erase(given);
   ++steps_by_.try_emplace(worker, slowest(steps_by_)).first->second;
   if (is_finished(task)) return false;
   if (mode_.parts == 1) return finished_.add(task.step);
@@ -71,10 +72,7 @@ bool StepSchedule::finish(int worker, Task task) {
 
 void StepSchedule::lose(int worker) {
   steps_by_.erase(worker);
-  const auto given = given_.find(worker);
-  if (given == given_.end()) return;
-  if (--holders_[given->second] == 0) holders_.erase(given->second);
-  given_.erase(given);
+  given_.erase(worker);
 }
 
 }  // namespace lockstep::parameter_server

@@ -12,8 +12,8 @@
 
 namespace lockstep::parameter_server {
 
-// A state machine of the chief's: it knows of no time, network or thread. A task may be with two workers, one of which
-// was thought lost; it is finished once.
+// A state machine of the chief's: it knows of no time, network or thread. Two workers may compute one task, where the
+// first was thought lost; it is finished once.
 class StepSchedule {
  public:
   explicit StepSchedule(const UpdateMode& mode) : mode_(mode) { check(mode); }
@@ -40,14 +40,15 @@ class StepSchedule {
  private:
   bool must_wait(int worker) const;
   bool is_finished(Task task) const;
+  bool is_given(Task task) const;
+  std::int64_t end_of_open_steps() const;  // behind the last one that may be computed now
   std::optional<Task> first_free() const;
 
   const UpdateMode mode_;
   std::int64_t scheduled_ = 0;
   AppliedSteps finished_;
   std::set<int> finished_parts_;          // of the step that is computed together
-  std::map<int, Task> given_;             // [worker]
-  std::map<Task, int> holders_;           // how many workers have it
+  std::map<int, Task> given_;             // [worker]: no two have the same
   std::map<int, std::int64_t> steps_by_;  // [worker]: finished, counted from the slowest's number when it joined
 };
 

@@ -93,7 +93,7 @@ TEST(StepSchedule, AWorkerThatIsAheadWaitsForTheSlowest) {
 class Simulation {
  public:
   Simulation(unsigned seed, const UpdateMode& mode)
-      : random_(seed), mode_(mode), schedule_(mode), workers_(static_cast<std::size_t>(3 + seed % 3)) {
+      : random_(seed), schedule_(mode), workers_(static_cast<std::size_t>(3 + seed % 3)) {
     const std::vector<VariableSpec> variables{{"a", DType::float64, {kSteps}}, {"b", DType::float64, {kSteps}}};
     const auto places = place_shards(variables, {}, 2);
     for (int server = 0; server < 2; ++server) {
@@ -156,7 +156,6 @@ class Simulation {
   }
 
   std::mt19937 random_;
-  const UpdateMode mode_;
   StepSchedule schedule_;
   std::vector<std::unique_ptr<ShardStore>> stores_;
   std::vector<Worker> workers_;
