@@ -20,16 +20,12 @@ ParameterServerSync::ParameterServerSync(ReplicatedParameters& parameters,
                                          std::shared_ptr<const parameter_server::Client> client)
     : OnePass(parameters),
       client_(std::move(client)),
-      shares_(ShardMap::even(parameters.trainable(), parameters.replicas())) {
-  for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
-    if (parameters.slots()[i].trainable) slot_.push_back(i);
-  }
-}
+      shares_(ShardMap::even(parameters.trainable(), parameters.replicas())) {}
 
 void ParameterServerSync::fetch(Deadline deadline) {
   std::vector<std::byte*> values;
-  for (const auto i : slot_) {
-    const auto& slot = parameters_.slots()[i];
+  for (const auto& variable : shares_.owned()) {
+    const auto& slot = parameters_.slots()[variable.slot];
     const auto first = parameters_.flat(0, slot.dtype).narrow(0, slot.offset, slot.numel);
     values.push_back(static_cast<std::byte*>(first.mutable_data_ptr()));
   }
@@ -77,9 +73,9 @@ void ParameterServerSync::add_up(int replica) {
 void ParameterServerSync::push(Deadline deadline) {
   const auto memory = std::make_shared<std::vector<at::Tensor>>();  // a server may read it after this step
   std::vector<const std::byte*> gradients;
-  for (const auto i : slot_) {
-    const auto& slot = parameters_.slots()[i];
-    const auto own = sources(i);
+  for (const auto& variable : shares_.owned()) {
+    const auto& slot = parameters_.slots()[variable.slot];
+    const auto own = sources(variable.slot);
     if (own.empty()) {
       gradients.push_back(nullptr);
       continue;

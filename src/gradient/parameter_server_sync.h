@@ -27,9 +27,8 @@ class ParameterServerSync final : public OnePass {
   void push(Deadline deadline);
 
   const std::shared_ptr<const parameter_server::Client> client_;
-  const ShardMap shares_;          // of the sums that each replica adds up
-  at::Tensor float_, double_;      // flat: the sums of this step
-  std::vector<std::size_t> slot_;  // [variable]
+  const ShardMap shares_;      // of all variables, `owned()`, what each replica adds up
+  at::Tensor float_, double_;  // flat: the sums of this step
 };
 
 }  // namespace lockstep::gradient

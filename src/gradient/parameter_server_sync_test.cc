@@ -23,7 +23,6 @@ class InThisProcess final : public ServerConnection {
   void pull(std::span<std::byte* const> shards, Deadline) override {
     for (std::size_t i = 0; i < store_->size(); ++i) store_->shard(i).read(shards[i]);
   }
-  ShardStore& store() { return *store_; }
 
  private:
   const std::shared_ptr<ShardStore> store_;

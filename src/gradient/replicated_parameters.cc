@@ -203,24 +203,29 @@ at::Tensor ReplicatedParameters::place(int replica, const gradient::ParameterSlo
   return buffer.narrow(0, slot.offset, slot.numel).view(slot.sizes);
 }
 
+std::size_t ReplicatedParameters::flat_bytes() const {
+  return static_cast<std::size_t>(flat_numel(at::kFloat)) * sizeof(float) +
+         static_cast<std::size_t>(flat_numel(at::kDouble)) * sizeof(double);
+}
+
+at::Tensor ReplicatedParameters::flat_in(const Memory& memory, std::size_t index, at::ScalarType dtype) const {
+  const auto floats = static_cast<std::size_t>(flat_numel(at::kFloat)) * sizeof(float);
+  return at::from_blob(
+      memory.get() + index * flat_bytes() + (dtype == at::kDouble ? floats : 0), {flat_numel(dtype)},
+      [memory](void*) {}, at::TensorOptions(dtype));
+}
+
 bool ReplicatedParameters::move_first_copy(const Communicator& ranks) {
   if (std::exchange(first_copy_moved_, true)) return !shared_float_.empty();
-  const auto floats = static_cast<std::size_t>(flat_numel(at::kFloat)) * sizeof(float);
-  const auto doubles = static_cast<std::size_t>(flat_numel(at::kDouble)) * sizeof(double);
-  const auto flat_in = [&](const Memory& memory, at::ScalarType dtype) {
-    return at::from_blob(
-        memory.get() + (dtype == at::kDouble ? floats : 0), {flat_numel(dtype)}, [memory](void*) {},
-        at::TensorOptions(dtype));
-  };
-  const auto bytes = std::max<std::size_t>(1, floats + doubles);
+  const auto bytes = std::max<std::size_t>(1, flat_bytes());
   auto parts = ranks.group().allocate_shared(bytes, ranks.deadline());
   std::rotate(parts.begin(), parts.empty() ? parts.end() : parts.begin() + ranks.rank(), parts.end());
   for (const auto& part : parts) {
-    shared_float_.push_back(flat_in(part, at::kFloat));
-    shared_double_.push_back(flat_in(part, at::kDouble));
+    shared_float_.push_back(flat_in(part, 0, at::kFloat));
+    shared_double_.push_back(flat_in(part, 0, at::kDouble));
   }
   const auto own = parts.empty() ? ranks.group().allocate(bytes) : parts[0];
-  for (const auto dtype : {at::kFloat, at::kDouble}) bind_first_copy(flat_in(own, dtype));
+  for (const auto dtype : {at::kFloat, at::kDouble}) bind_first_copy(flat_in(own, 0, dtype));
   return !parts.empty();
 }
 

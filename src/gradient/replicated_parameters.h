@@ -76,6 +76,11 @@ class ReplicatedParameters {
   const at::Tensor& flat(int copy, at::ScalarType dtype) const { return flats(dtype)[static_cast<std::size_t>(copy)]; }
   std::int64_t flat_numel(at::ScalarType dtype) const;
 
+  // A copy's flat buffers one after the other in memory, `flat_bytes()` in all: that of `dtype` in the copy number
+  // `index` that lies in `memory`. It keeps the memory.
+  std::size_t flat_bytes() const;
+  at::Tensor flat_in(const Memory& memory, std::size_t index, at::ScalarType dtype) const;
+
   // Puts copy 0's flat buffers, and the parameters that are bound to them, into memory that `ranks` access fast:
   // shared_values() where they share memory, else the Group's. Once; later calls do nothing. Collective, while no
   // replica runs. Returns whether they share memory.

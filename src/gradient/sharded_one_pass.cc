@@ -10,19 +10,6 @@
 namespace lockstep::gradient {
 namespace {
 
-std::size_t flat_bytes(const ReplicatedParameters& parameters, at::ScalarType dtype) {
-  return static_cast<std::size_t>(parameters.flat_numel(dtype)) * at::elementSize(dtype);
-}
-
-// The gradients of a replica in its process's part of the memory.
-at::Tensor gradients_in(const Memory& part, std::size_t replica, const ReplicatedParameters& parameters,
-                        at::ScalarType dtype) {
-  const auto floats = flat_bytes(parameters, at::kFloat), doubles = flat_bytes(parameters, at::kDouble);
-  const auto at = replica * (floats + doubles) + (dtype == at::kDouble ? floats : 0);
-  return at::from_blob(
-      part.get() + at, {parameters.flat_numel(dtype)}, [part](void*) {}, at::TensorOptions(dtype));
-}
-
 std::vector<std::vector<Shard>> even_shards(const ReplicatedParameters& parameters, int ranks) {
   const auto map = ShardMap::even(parameters.trainable(), ranks);
   std::vector<std::vector<Shard>> shards;
@@ -35,8 +22,7 @@ std::vector<std::vector<Shard>> even_shards(const ReplicatedParameters& paramete
 std::unique_ptr<ShardedOnePass> ShardedOnePass::make(ReplicatedParameters& parameters, const Communicator& ranks) {
   parameters.compare_models(ranks);
   ranks.check_all_agree("numbers of replicas", std::to_string(parameters.replicas()));
-  const auto bytes = (flat_bytes(parameters, at::kFloat) + flat_bytes(parameters, at::kDouble)) *
-                     static_cast<std::size_t>(parameters.replicas());
+  const auto bytes = parameters.flat_bytes() * static_cast<std::size_t>(parameters.replicas());
   if (bytes == 0 || !parameters.move_first_copy(ranks)) return nullptr;
   const auto parts = ranks.group().allocate_shared(bytes, ranks.deadline());
   if (parts.empty()) return nullptr;
@@ -53,7 +39,7 @@ ShardedOnePass::ShardedOnePass(ReplicatedParameters& parameters, Communicator ra
     for (std::size_t replica = 0; replica < gradients.size(); ++replica) {
       for (const auto& slot : parameters.slots()) {
         gradients[replica].push_back(
-            slot.trainable ? gradients_in(part, replica, parameters, slot.dtype).narrow(0, slot.offset, slot.numel)
+            slot.trainable ? parameters.flat_in(part, replica, slot.dtype).narrow(0, slot.offset, slot.numel)
                            : at::Tensor());
       }
     }
