@@ -1,6 +1,7 @@
 // "Distributed training with Keras", in C++: a small convolutional network on Fashion-MNIST (or any folder of IDX
 // files), on every core or GPU of this machine; with --strategy multi_worker, of all machines that this program was
-// started on:
+// started on, and with --strategy parameter_server, by `lockstep run --workers 2 --ps 1`, by workers that do not wait
+// for each other. The machines may be named by TensorFlow's variable:
 //   export TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]},
 //                      "task": {"type": "worker", "index": 0}}'
 #include <lockstep/lockstep.h>
@@ -16,6 +17,7 @@ struct Options {
   std::string policy = "float32";
   std::string strategy = "mirrored";
   int replicas = 0;
+  bool synchronous = false;
   int epochs = 12;
   std::int64_t batch = 64;  // images a replica
   std::string data;
@@ -31,6 +33,8 @@ ls::Strategy make_strategy(const Options& options) {
     return ls::OneDeviceStrategy();
   }
   if (options.strategy == "multi_worker") return ls::MultiWorkerMirroredStrategy({.devices = devices});
+  if (options.strategy == "parameter_server")
+    return ls::ParameterServerStrategy({.devices = devices, .synchronous = options.synchronous});
   if (options.strategy == "central") return ls::CentralStorageStrategy({.compute_devices = devices});
   return ls::MirroredStrategy({.devices = devices});
 }
@@ -74,11 +78,12 @@ int main(int argc, char** argv) {
   Options options;
   CLI::App app("Trains a small convolutional network on images of clothes");
   app.add_option("--strategy", options.strategy, "where to train")
-      ->check(CLI::IsMember({"one", "mirrored", "central", "multi_worker"}))
+      ->check(CLI::IsMember({"one", "mirrored", "central", "multi_worker", "parameter_server"}))
       ->capture_default_str();
   app.add_option("--replicas", options.replicas, "logical CPUs; 0: one a core")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
+  app.add_flag("--synchronous", options.synchronous, "with parameter servers: all workers compute each step together");
   app.add_option("--epochs", options.epochs, "passes over the data")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--batch", options.batch, "images a replica in each step")
       ->check(CLI::PositiveNumber)

@@ -20,6 +20,7 @@
 #include "lockstep/optimizer/schedule.h"
 #include "lockstep/strategy/distributed_dataset.h"
 #include "lockstep/strategy/multi_worker_mirrored_strategy.h"
+#include "lockstep/strategy/parameter_server_strategy.h"
 #include "lockstep/strategy/replica_values.h"
 #include "lockstep/strategy/replicated.h"
 #include "lockstep/strategy/strategy.h"

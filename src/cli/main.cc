@@ -74,6 +74,9 @@ struct RunArguments : PlaceArguments {
   explicit RunArguments(CLI::App& app) : PlaceArguments(app) {
     app.add_option("-x", exported, "NAME or NAME=VALUE: a variable for the processes of other hosts")
         ->allow_extra_args(false);
+    app.add_option("--workers", options.workers, "workers of a job with parameter servers, in place of -n (0)");
+    app.add_option("--ps", options.servers, "its parameter servers (0); it also has a chief");
+    app.add_flag("--evaluator", options.evaluator, "and a process that evaluates checkpoints");
     app.add_flag("--trusted-network", options.trusted_network,
                  "allow links without proof of belonging to the job, which UCX needs: whoever reaches the network is "
                  "trusted");
@@ -115,7 +118,7 @@ struct DoctorArguments : PlaceArguments {
 // Accepts what other launchers do: -np for -n, and -- before the program. The program's own arguments stay as they are.
 std::vector<std::string> as_run_takes_it(int argc, char** argv) {
   std::vector<std::string> all(argv + 1, argv + argc);
-  const std::set<std::string> flags{"--trusted-network", "--part", "--help", "-h"};
+  const std::set<std::string> flags{"--trusted-network", "--evaluator", "--part", "--help", "-h"};
   if (all.empty() || all[0] != "run") return all;
   for (std::size_t i = 1; i < all.size() && all[i].starts_with("-"); ++i) {
     if (all[i] == "-np") all[i] = "-n";

@@ -155,7 +155,7 @@ void take_place(Rendezvous& found, Deadline deadline) {
 
 }  // namespace
 
-Rendezvous rendezvous(const Cluster& resolved, Deadline deadline) {
+Rendezvous find_store(const Cluster& resolved, Deadline deadline) {
   const auto cluster = on_loopback(resolved);
   if (cluster.source == "Open MPI" || cluster.source == "MPICH") end_with_launcher();
   const bool holds = cluster.holds_store || (cluster.world.size == 1 && cluster.store.empty());
@@ -170,6 +170,11 @@ Rendezvous rendezvous(const Cluster& resolved, Deadline deadline) {
   found.world.address =
       transport::address_towards(named.empty() ? host_of(found.store.address(), kStore) : named, deadline);
   require_reachable(found.world, named);
+  return found;
+}
+
+Rendezvous rendezvous(const Cluster& cluster, Deadline deadline) {
+  auto found = find_store(cluster, deadline);
   take_place(found, deadline);
   return found;
 }

@@ -21,4 +21,8 @@ struct Rendezvous {
 // again until the deadline.
 Rendezvous rendezvous(const Cluster& cluster, Deadline deadline);
 
+// The first half of it: finds the store of the job, or holds it, and registers nothing, so that a process that is
+// started again finds it too. Not collective. Throws as Store does.
+Rendezvous find_store(const Cluster& cluster, Deadline deadline);
+
 }  // namespace lockstep::cluster

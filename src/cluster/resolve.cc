@@ -1,4 +1,5 @@
 #include <cstdlib>
+#include <sstream>
 
 #include "base/text.h"
 #include "cluster/resolvers.h"
@@ -47,12 +48,55 @@ int port_of(const std::string& address, const std::string& field) {
   return whole_number<int>(address.substr(address.rfind(':') + 1)).value();
 }
 
+namespace {
+
+// "worker:4,ps:2,evaluator:1", and one chief.
+std::map<std::string, int> parse_roles(const std::string& list, int size) {
+  const auto fail = [&](const std::string& why) {
+    throw ClusterError(text("LOCKSTEP_ROLES is \"", list, "\": ", why));
+  };
+  std::map<std::string, int> tasks{{"chief", 1}};
+  int all = 1;
+  std::istringstream entries(list);
+  for (std::string entry; std::getline(entries, entry, ',');) {
+    const auto colon = entry.find(':');
+    const auto type = entry.substr(0, colon);
+    const auto count = colon == std::string::npos ? std::nullopt : whole_number<int>(entry.substr(colon + 1));
+    if (type != "worker" && type != "ps" && type != "evaluator") fail("there are worker, ps and evaluator");
+    if (!count || *count < 1 || *count > kMostRanks)
+      fail(text("\"", entry, "\" is no type and number, as in worker:4"));
+    if (!tasks.emplace(type, *count).second) fail(text(type, " comes twice"));
+    all += *count;
+  }
+  if (all != size) fail(text("with the chief these are ", all, " processes, and LOCKSTEP_SIZE is ", size));
+  return tasks;
+}
+
+}  // namespace
+
+void give_role(Cluster& cluster) {
+  int first = 0;
+  for (const char* const type : {"chief", "worker", "ps", "evaluator"}) {
+    const auto found = cluster.tasks.find(type);
+    const int count = found == cluster.tasks.end() ? 0 : found->second;
+    if (cluster.world.rank >= first && cluster.world.rank < first + count) {
+      cluster.task_type = type;
+      cluster.task_index = cluster.world.rank - first;
+    }
+    first += count;
+  }
+}
+
 std::optional<Cluster> from_lockstep_run(const Environment& environment) {
   if (environment("LOCKSTEP_RANK") == nullptr) return std::nullopt;
   const Names names{"LOCKSTEP_SIZE", "LOCKSTEP_RANK", "LOCKSTEP_LOCAL_SIZE", "LOCKSTEP_LOCAL_RANK"};
   Cluster cluster{.world = world_of(environment, names), .source = "lockstep run"};
   cluster.world.host = text_of(environment, "LOCKSTEP_HOST");
   cluster.store = text_of(environment, "LOCKSTEP_STORE");
+  if (environment("LOCKSTEP_ROLES") != nullptr) {
+    cluster.tasks = parse_roles(text_of(environment, "LOCKSTEP_ROLES"), cluster.world.size);
+    give_role(cluster);
+  }
   return cluster;
 }
 

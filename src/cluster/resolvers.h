@@ -19,6 +19,10 @@ std::optional<Cluster> from_slurm(const Environment& environment);
 
 inline constexpr std::int64_t kMostRanks = 1'000'000;
 
+// Sets the process's type and number by its rank: ranks are the chief, then the workers, the servers (ps) and the
+// evaluator, as many of each as `tasks` says.
+void give_role(Cluster& cluster);
+
 // What TF_CONFIG holds. Throws ClusterError.
 Cluster parse_tf_config(const std::string& json);
 

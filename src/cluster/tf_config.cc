@@ -61,6 +61,7 @@ Cluster parse_tf_config(const std::string& json) {
     }
     if (result.jobs.contains(known)) fail("cluster has both \"chief\" and \"master\"");
     result.jobs[known] = addresses(list, "cluster." + type);
+    result.tasks[known] = static_cast<int>(result.jobs[known].size());
   }
   const auto& task = member(config, "task", "task");
   const auto& type = member(task, "type", "task.type");

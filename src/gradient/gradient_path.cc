@@ -77,6 +77,7 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
     : parameters_(std::move(parameters)),
       ranks_(ranks_of(*parameters_, optimizer, options.shard_state)),
       compare_copies_every_(ranks_.size() > 1 ? options.compare_copies_every : 0),
+      servers_(options.servers),
       sync_(make_sync(*parameters_, optimizer, ranks_, options)),
       updater_(parameters_, optimizer, sync_->shards()),
       hooks_(*parameters_, *sync_) {

@@ -20,11 +20,11 @@ enum class Exchange {
 
 struct GradientPathOptions {
   Exchange exchange = Exchange::one_pass;
-  int root = 0;              // the replica that updates for all (reduction_to_one_device)
-  BucketOptions buckets;     // between processes
-  bool shard_state = false;  // each process has state for its own shards alone
-  std::shared_ptr<const parameter_server::Client> servers = {};  // which update; null: this process updates itself
-  std::int64_t compare_copies_every = 100;                       // steps, with several processes; 0: never
+  int root = 0;                                            // the replica that updates for all (reduction_to_one_device)
+  BucketOptions buckets;                                   // between processes
+  bool shard_state = false;                                // each process has state for its own shards alone
+  std::shared_ptr<parameter_server::Client> servers = {};  // which update; null: this process updates itself
+  std::int64_t compare_copies_every = 100;                 // steps, with several processes; 0: never
 };
 
 }  // namespace lockstep::gradient
@@ -69,6 +69,9 @@ class GradientPath {
   const gradient::Updater& updater() const { return updater_; }
   gradient::GradientSync& sync() { return *sync_; }
 
+  // Where parameter servers update; else null.
+  parameter_server::Client* servers() const { return servers_.get(); }
+
   // The processes whose gradients are summed: the strategy's, or those that came with the optimizer (GradientRanks).
   const Communicator& ranks() const { return ranks_; }
 
@@ -88,6 +91,7 @@ class GradientPath {
   const std::shared_ptr<ReplicatedParameters> parameters_;
   const Communicator ranks_;
   const std::int64_t compare_copies_every_;
+  const std::shared_ptr<parameter_server::Client> servers_;
   const std::unique_ptr<gradient::GradientSync> sync_;
   gradient::Updater updater_;
   gradient::GradientHooks hooks_;

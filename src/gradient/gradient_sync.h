@@ -25,6 +25,9 @@ class GradientSync {
   // Before a step: brings values that others have updated to all copies. Not while replicas run.
   virtual void fetch(Deadline /*deadline*/) {}
 
+  // After values were set from outside: brings them to whoever updates them. Likewise.
+  virtual void store(Deadline /*deadline*/) {}
+
   // Which elements this process updates, and by which replicas. After `prepare`.
   virtual ShardMap shards() const = 0;
 

@@ -17,19 +17,29 @@ std::vector<parameter_server::VariableSpec> variables_of(const ReplicatedParamet
 }
 
 ParameterServerSync::ParameterServerSync(ReplicatedParameters& parameters,
-                                         std::shared_ptr<const parameter_server::Client> client)
+                                         std::shared_ptr<parameter_server::Client> client)
     : OnePass(parameters),
       client_(std::move(client)),
       shares_(ShardMap::even(parameters.trainable(), parameters.replicas())) {}
 
-void ParameterServerSync::fetch(Deadline deadline) {
+// Copy 0's values of them.
+std::vector<std::byte*> ParameterServerSync::variables() const {
   std::vector<std::byte*> values;
   for (const auto& variable : shares_.owned()) {
     const auto& slot = parameters_.slots()[variable.slot];
     const auto first = parameters_.flat(0, slot.dtype).narrow(0, slot.offset, slot.numel);
     values.push_back(static_cast<std::byte*>(first.mutable_data_ptr()));
   }
-  client_->pull(values, deadline);
+  return values;
+}
+
+void ParameterServerSync::store(Deadline deadline) {
+  const auto values = variables();
+  client_->write(std::vector<const std::byte*>(values.begin(), values.end()), deadline);
+}
+
+void ParameterServerSync::fetch(Deadline deadline) {
+  client_->pull(variables(), deadline);
   const at::NoGradGuard no_grad;
   for (const auto dtype : {at::kFloat, at::kDouble}) {
     for (const auto& copy : parameters_.flats(dtype).subspan(1)) copy.copy_(parameters_.flat(0, dtype));

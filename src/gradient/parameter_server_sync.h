@@ -16,17 +16,20 @@ std::vector<parameter_server::VariableSpec> variables_of(const ReplicatedParamet
 class ParameterServerSync final : public OnePass {
  public:
   // `client`'s variables are variables_of(parameters).
-  ParameterServerSync(ReplicatedParameters& parameters, std::shared_ptr<const parameter_server::Client> client);
+  ParameterServerSync(ReplicatedParameters& parameters, std::shared_ptr<parameter_server::Client> client);
 
   ShardMap shards() const override { return ShardMap::even({}, parameters_.replicas()); }
   void fetch(Deadline deadline) override;
+  void store(Deadline deadline) override;
   void wait(const Group& replicas, Deadline deadline) override;
 
  private:
   void add_up(int replica);
   void push(Deadline deadline);
 
-  const std::shared_ptr<const parameter_server::Client> client_;
+  std::vector<std::byte*> variables() const;
+
+  const std::shared_ptr<parameter_server::Client> client_;
   const ShardMap shares_;      // of all variables, `owned()`, what each replica adds up
   at::Tensor float_, double_;  // flat: the sums of this step
 };

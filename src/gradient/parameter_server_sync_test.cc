@@ -19,6 +19,10 @@ using namespace parameter_server;
 class InThisProcess final : public ServerConnection {
  public:
   explicit InThisProcess(std::shared_ptr<ShardStore> store) : store_(std::move(store)) {}
+  void open(const std::string&, Deadline) override {}
+  void write(std::span<const std::byte* const> shards, Deadline) override {
+    for (std::size_t i = 0; i < store_->size(); ++i) store_->shard(i).write(shards[i]);
+  }
   void push(Push push, Deadline) override { store_->push(std::move(push)); }
   void pull(std::span<std::byte* const> shards, Deadline) override {
     for (std::size_t i = 0; i < store_->size(); ++i) store_->shard(i).read(shards[i]);
@@ -39,26 +43,16 @@ Servers make_servers(int count, const ReplicatedParameters& parameters, const Op
                      const UpdateMode& mode) {
   Servers servers{.variables = variables_of(parameters)};
   servers.places = place_shards(servers.variables, FixedShardsPartitioner(3), count);
-  std::vector<const at::Tensor*> values;
+  std::vector<const std::byte*> values;
   for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
-    if (parameters.slots()[i].trainable) values.push_back(&parameters.parameter(0, i));
+    if (!parameters.slots()[i].trainable) continue;
+    values.push_back(static_cast<const std::byte*>(parameters.parameter(0, i).const_data_ptr()));
   }
   for (int server = 0; server < count; ++server) {
-    auto place = servers.places.begin();
-    const auto initial = [&](std::size_t bytes) {
-      while (place->server != server) ++place;
-      const Memory memory(new std::byte[bytes]);
-      const auto element = size_of(servers.variables[place->variable].dtype);
-      std::memcpy(memory.get(),
-                  static_cast<const std::byte*>(values[place->variable]->const_data_ptr()) +
-                      static_cast<std::size_t>(place->begin) * element,
-                  bytes);
-      ++place;
-      return memory;
-    };
-    servers.connections.push_back(std::make_shared<InThisProcess>(
-        std::make_shared<ShardStore>(servers.variables, servers.places, server, optimizer, mode, initial)));
+    const auto store = std::make_shared<ShardStore>(servers.variables, servers.places, server, optimizer, mode);
+    servers.connections.push_back(std::make_shared<InThisProcess>(store));
   }
+  Client(servers.variables, servers.places, servers.connections).write(values, soon());
   return servers;
 }
 

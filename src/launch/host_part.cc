@@ -8,8 +8,8 @@
 
 namespace lockstep::launch {
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(HostPart, size, first, count, host, store, restart, command, environment, folder,
-                                   log_dir, grace_seconds, trusted_network, timeline, token)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(HostPart, size, first, count, host, store, roles, restart, command, environment,
+                                   folder, log_dir, grace_seconds, trusted_network, timeline, token)
 
 std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& token_file) {
   std::vector<ChildCommand> ranks;
@@ -22,6 +22,7 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
     environment.insert_or_assign("LOCKSTEP_LOCAL_SIZE", std::to_string(part.count));
     environment.insert_or_assign("LOCKSTEP_HOST", part.host);
     environment.insert_or_assign("LOCKSTEP_STORE", part.store);
+    if (!part.roles.empty()) environment.insert_or_assign("LOCKSTEP_ROLES", part.roles);
     environment.insert_or_assign("LOCKSTEP_RESTART", std::to_string(part.restart));
     environment.insert_or_assign(kTokenFileVariable, token_file);
     environment.insert_or_assign(kTrustedNetworkVariable, part.trusted_network ? "1" : "0");

@@ -15,6 +15,7 @@ struct HostPart {
   int count = 1;  // ranks here
   std::string host = "localhost";
   std::string store;  // "host:port"
+  std::string roles;  // LOCKSTEP_ROLES; empty: all ranks do the same
   int restart = 0;    // how often the job has started before
   std::vector<std::string> command;
   std::map<std::string, std::string> environment;  // beside what the host's own has

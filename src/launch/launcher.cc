@@ -29,6 +29,15 @@ void check(const LaunchOptions& options) {
   require(options.processes.value_or(1) >= 1, "-n", options.processes.value_or(1), "at least 1");
   require(options.restarts >= 0, "--restarts", options.restarts, "0 or more");
   require(options.grace_seconds >= 0, "--grace", options.grace_seconds, "0 or more seconds");
+  require(options.workers >= 0, "--workers", options.workers, "0 or more");
+  require(options.servers >= 0, "--ps", options.servers, "0 or more");
+  if ((options.workers > 0) != (options.servers > 0) || (options.evaluator && options.workers == 0)) {
+    throw InvalidArgument("lockstep run: parameter servers need both --workers and --ps, with a number above 0 each");
+  }
+  if (options.workers > 0 && options.processes) {
+    throw InvalidArgument(
+        "lockstep run: -n and --workers are both given; with --workers and --ps the number of processes is known");
+  }
   if (options.command.empty()) throw InvalidArgument("lockstep run: there is no program to run");
 }
 
@@ -81,7 +90,7 @@ void tell_that_it_ended(const std::function<Store()>& store, int rank) {
 class Attempt {
  public:
   Attempt(const LaunchOptions& options, int restart, const JobProcesses::Context& context)
-      : hosts_(fill(options.hosts, options.processes)),
+      : hosts_(fill(options.hosts, processes(options))),
         store_(Store::hold(transport::with_port(address_for(hosts_), 0), access(options))),
         job_(members(options, restart), options.grace_seconds, with_ended_well(context)) {}
 
@@ -92,6 +101,16 @@ class Attempt {
   JobProcesses::Context with_ended_well(JobProcesses::Context context) const {
     context.ended_well = [this](int rank) { tell_that_it_ended([this] { return store_; }, rank); };
     return context;
+  }
+
+  static std::optional<int> processes(const LaunchOptions& options) {
+    if (options.workers == 0) return options.processes;
+    return 1 + options.workers + options.servers + (options.evaluator ? 1 : 0);
+  }
+
+  static std::string roles(const LaunchOptions& options) {
+    if (options.workers == 0) return "";
+    return text("worker:", options.workers, ",ps:", options.servers, options.evaluator ? ",evaluator:1" : "");
   }
 
   // The address at which the other hosts reach this one.
@@ -108,6 +127,7 @@ class Attempt {
   std::vector<ChildCommand> members(const LaunchOptions& options, int restart) const {
     HostPart part{.size = 0,
                   .store = store_.address(),
+                  .roles = roles(options),
                   .restart = restart,
                   .command = options.command,
                   .environment = options.environment,
@@ -117,7 +137,7 @@ class Attempt {
                   .timeline = !options.timeline.empty(),
                   .token = token_.digits()};
     if (hosts_.empty()) {
-      part.size = part.count = options.processes.value_or(1);
+      part.size = part.count = processes(options).value_or(1);
       return ranks_of(part, token_.path());
     }
     part.folder = this_folder();

@@ -14,6 +14,10 @@ namespace lockstep::launch {
 struct LaunchOptions {
   std::optional<int> processes;  // else one, or one a slot where there are hosts
   std::vector<HostSlots> hosts;  // empty: this one
+
+  // Processes with parameter servers, and a chief: both above 0, or both 0. `processes` is then the sum, or unset.
+  int workers = 0, servers = 0;
+  bool evaluator = false;
   // The command that reaches another host, split into words; the host's name and a command are appended. It has no
   // terminal, so it must not prompt.
   std::string ssh = "ssh -o BatchMode=yes -o ConnectTimeout=20";

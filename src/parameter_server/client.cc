@@ -1,12 +1,18 @@
 #include "parameter_server/client.h"
 
 #include <future>
+#include <utility>
+
+#include "lockstep/base/error.h"
 
 namespace lockstep::parameter_server {
 
 Client::Client(std::vector<VariableSpec> variables, std::vector<ShardPlace> places,
-               std::vector<std::shared_ptr<ServerConnection>> connections)
-    : variables_(std::move(variables)), places_(std::move(places)), connections_(std::move(connections)) {}
+               std::vector<std::shared_ptr<ServerConnection>> connections, std::int64_t model)
+    : variables_(std::move(variables)),
+      places_(std::move(places)),
+      connections_(std::move(connections)),
+      model_(model) {}
 
 template <class Byte, class Act>
 void Client::on_servers(std::span<Byte* const> variables, const Act& act) const {
@@ -29,8 +35,29 @@ void Client::pull(std::span<std::byte* const> values, Deadline deadline) const {
              [&](ServerConnection& server, const std::vector<std::byte*>& shards) { server.pull(shards, deadline); });
 }
 
-void Client::push(Push push, std::span<const std::byte* const> gradients, Deadline deadline) const {
-  push.task = task_;
+void Client::open(const std::string& description, Deadline deadline) const {
+  for (const auto& connection : connections_) connection->open(description, deadline);
+}
+
+void Client::write(std::span<const std::byte* const> values, Deadline deadline) const {
+  on_servers(values, [&](ServerConnection& server, const std::vector<const std::byte*>& shards) {
+    server.write(shards, deadline);
+  });
+}
+
+void Client::begin(Task task, std::optional<double> learning_rate) {
+  task_ = task;
+  learning_rate_ = learning_rate;
+}
+
+void Client::push(Push push, std::span<const std::byte* const> gradients, Deadline deadline) {
+  if (!task_) {
+    throw InvalidArgument(
+        "an update with parameter servers outside of a step that the chief gave out: train by fit, or by steps that a "
+        "ClusterCoordinator schedules");
+  }
+  push.task = *std::exchange(task_, std::nullopt);
+  push.learning_rate = learning_rate_;
   on_servers(gradients, [&](ServerConnection& server, const std::vector<const std::byte*>& shards) {
     auto to_server = push;
     to_server.gradients = shards;

@@ -2,43 +2,39 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "lockstep/base/deadline.h"
-#include "parameter_server/push.h"
+#include "parameter_server/service.h"
 #include "parameter_server/shard_places.h"
 
 namespace lockstep::parameter_server {
 
-// The way to one server. Any thread.
-class ServerConnection {
- public:
-  virtual ~ServerConnection() = default;
-
-  // Returns when the server has the push. May be repeated. Throws InvalidArgument for one that does not fit.
-  virtual void push(Push push, Deadline deadline) = 0;
-
-  // Copies the values of the server's shards, in their order, each as a number of whole updates left it.
-  virtual void pull(std::span<std::byte* const> shards, Deadline deadline) = 0;
-};
-
 // One thread at a time. Throws what the connections throw.
 class Client {
  public:
-  // `connections[s]`: to server s.
+  // `connections[s]`: to server s. `model`: the model's number among those of the job.
   Client(std::vector<VariableSpec> variables, std::vector<ShardPlace> places,
-         std::vector<std::shared_ptr<ServerConnection>> connections);
+         std::vector<std::shared_ptr<ServerConnection>> connections, std::int64_t model = 0);
 
-  // Values of whole variables, by their numbers.
+  std::int64_t model() const { return model_; }
+
+  // As ServerConnection's.
+  void open(const std::string& description, Deadline deadline) const;
+
+  // Values of whole variables, by their numbers: from the servers, and to them.
   void pull(std::span<std::byte* const> values, Deadline deadline) const;
+  void write(std::span<const std::byte* const> values, Deadline deadline) const;
 
-  // The task whose gradients are pushed next.
-  void begin(Task task) { task_ = task; }
+  // The task whose gradients are pushed next, and the learning rate in place of the optimizer's own.
+  void begin(Task task, std::optional<double> learning_rate = {});
 
-  // Gradients of whole variables, by their numbers; null where a variable took no part. `push` has what else is sent;
-  // its gradients and task are set here.
-  void push(Push push, std::span<const std::byte* const> gradients, Deadline deadline) const;
+  // Gradients of whole variables, by their numbers; null where a variable took no part. `push` has its weight and
+  // memory. Once for each `begin`; throws InvalidArgument without.
+  void push(Push push, std::span<const std::byte* const> gradients, Deadline deadline);
 
  private:
   // Calls act(connection, begins) for all servers at once: where each of the server's shards begins in `variables`.
@@ -48,7 +44,9 @@ class Client {
   const std::vector<VariableSpec> variables_;
   const std::vector<ShardPlace> places_;
   const std::vector<std::shared_ptr<ServerConnection>> connections_;
-  Task task_;
+  const std::int64_t model_;
+  std::optional<Task> task_;
+  std::optional<double> learning_rate_;
 };
 
 }  // namespace lockstep::parameter_server

@@ -72,6 +72,11 @@ std::int64_t Shard::read(std::byte* values) const {
   return applied_.count();
 }
 
+void Shard::write(const std::byte* values) {
+  MutexLock lock(mutex_);
+  std::memcpy(values_.get(), values, bytes());
+}
+
 std::int64_t Shard::version() const {
   MutexLock lock(mutex_);
   return applied_.count();

@@ -23,6 +23,7 @@ class Shard {
 
   std::size_t count() const { return count_; }
   DType dtype() const { return dtype_; }
+  std::size_t bytes() const { return count_ * size_of(dtype_); }
 
   // Moves the values by the sum of the gradients, added in their order, divided by `divide_by`; each has count()
   // elements of dtype(). A step without gradients counts and moves nothing. Returns false, and does nothing, where
@@ -33,6 +34,9 @@ class Shard {
 
   // Copies the values, as some number of whole updates left them, and returns that number.
   std::int64_t read(std::byte* values) const;
+
+  // Replaces the values. Optimizer state and the steps that were applied stay.
+  void write(const std::byte* values);
 
   // How many steps were applied.
   std::int64_t version() const;
@@ -50,7 +54,6 @@ class Shard {
   template <class T>
   void update(std::span<const std::byte* const> gradients, double divide_by, const UpdateStep& step)
       LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
-  std::size_t bytes() const { return count_ * size_of(dtype_); }
 
   const std::size_t count_;
   const DType dtype_;

@@ -3,19 +3,21 @@
 #include <cmath>
 
 #include "base/text.h"
+#include "collective/backend.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::parameter_server {
 
 ShardStore::ShardStore(const std::vector<VariableSpec>& variables, const std::vector<ShardPlace>& places, int server,
-                       const Optimizer& optimizer, const UpdateMode& mode, const Allocate& memory)
+                       const Optimizer& optimizer, const UpdateMode& mode)
     : mode_(mode), parts_(mode.needed) {
   parameter_server::check(mode);
   for (const auto& place : places) {
     if (place.server != server) continue;
     const auto count = static_cast<std::size_t>(place.count);
     const auto dtype = variables[place.variable].dtype;
-    shards_.push_back(std::make_unique<Shard>(memory(count * size_of(dtype)), count, dtype, optimizer));
+    shards_.push_back(
+        std::make_unique<Shard>(collective::private_memory(count * size_of(dtype)), count, dtype, optimizer));
   }
 }
 

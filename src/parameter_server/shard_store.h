@@ -1,7 +1,6 @@
 // All shards of one model on one server.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -18,10 +17,9 @@ namespace lockstep::parameter_server {
 // Any thread may call.
 class ShardStore {
  public:
-  // The shards of `server`, in the order of `places`; `memory(bytes)` gives the memory of each one's values.
-  using Allocate = std::function<Memory(std::size_t bytes)>;
+  // The shards of `server`, in the order of `places`. Their values are 0 until they are written.
   ShardStore(const std::vector<VariableSpec>& variables, const std::vector<ShardPlace>& places, int server,
-             const Optimizer& optimizer, const UpdateMode& mode, const Allocate& memory);
+             const Optimizer& optimizer, const UpdateMode& mode);
 
   std::size_t size() const { return shards_.size(); }
   Shard& shard(std::size_t index) { return *shards_[index]; }

@@ -22,8 +22,7 @@ class Servers {
   Servers(int servers, const Optimizer& optimizer, const UpdateMode& mode)
       : places_(place_shards(kVariables, MaxSizePartitioner({.max_shard_bytes = 50}), servers)) {
     for (int server = 0; server < servers; ++server) {
-      stores_.push_back(std::make_unique<ShardStore>(kVariables, places_, server, optimizer, mode,
-                                                     [](std::size_t bytes) { return Memory(new std::byte[bytes]()); }));
+      stores_.push_back(std::make_unique<ShardStore>(kVariables, places_, server, optimizer, mode));
     }
   }
 

@@ -53,6 +53,23 @@ std::optional<Task> StepSchedule::next(int worker) {
   return task;
 }
 
+void StepSchedule::end_before(std::int64_t step) {
+  const auto finished = finished_.numbers();  // ascending; the first is where they are complete
+  if (step < std::max(finished_.complete(), finished.back() + (finished.size() > 1 ? 1 : 0)) ||
+      (!finished_parts_.empty() && step <= finished_.complete())) {
+    throw InvalidArgument(text("the steps are to end before step ", step, ", and later ones are finished already"));
+  }
+  scheduled_ = std::min(scheduled_, step);
+  std::erase_if(given_, [&](const auto& given) { return given.second.step >= scheduled_; });
+}
+
+std::int64_t StepSchedule::end_of_begun() const {
+  auto end = finished_.complete() + (finished_parts_.empty() ? 0 : 1);
+  for (const auto& [worker, task] : given_) end = std::max(end, task.step + 1);
+  const auto finished = finished_.numbers();
+  return finished.size() > 1 ? std::max(end, finished.back() + 1) : end;
+}
+
 bool StepSchedule::finish(int worker, Task task) {
   if (task.step < 0 || task.step >= end_of_open_steps() || task.part < 0 || task.part >= mode_.parts) {
     throw InvalidArgument(

@@ -21,6 +21,13 @@ class StepSchedule {
   // Adds steps. Their numbers continue those before, from 0 on.
   void add(std::int64_t steps) { scheduled_ += steps; }
 
+  // Takes back the steps from `step` on that no worker has finished; their numbers are given out again. Throws
+  // InvalidArgument where one was finished.
+  void end_before(std::int64_t step);
+
+  // Behind the last step that a worker has or has finished.
+  std::int64_t end_of_begun() const;
+
   // What the worker computes next: what it has already, or the first task that nobody has; nothing where there is none,
   // or it must wait for others.
   std::optional<Task> next(int worker);

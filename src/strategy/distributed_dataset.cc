@@ -28,12 +28,19 @@ Example part_of(const Example& batch, std::int64_t begin, std::int64_t count) {
 
 Tensor moved(const Tensor& tensor, c10::Device device) { return tensor.defined() ? tensor.to(device) : tensor; }
 
-// A part for each replica of `worker`: row_for(begin, count) is its share of `size` examples.
+// A part of a global batch, which is divided among the devices of `workers` processes.
+struct Share {
+  const std::vector<c10::Device>& devices;
+  int worker = 0, workers = 1;
+};
+
+// A part for each device: row_for(begin, count) is its share of `size` examples.
 template <class RowFor>
-PerReplica<Part> shares(std::int64_t size, const LocalReplicas& replicas, int worker, const RowFor& row_for) {
-  const std::int64_t all = replicas.count() * replicas.workers.size(), each = size / all, larger = size % all;
+PerReplica<Part> shares(std::int64_t size, const Share& share, const RowFor& row_for) {
+  const auto count = static_cast<std::int64_t>(share.devices.size());
+  const std::int64_t all = count * share.workers, each = size / all, larger = size % all;
   std::vector<Part> parts;
-  for (std::int64_t replica = replicas.count() * worker; const auto device : replicas.devices) {
+  for (std::int64_t replica = count * share.worker; const auto device : share.devices) {
     const auto begin = each * replica + std::min(replica, larger);
     parts.push_back({row_for(begin, each + (replica < larger ? 1 : 0)), device});
     ++replica;
@@ -41,20 +48,24 @@ PerReplica<Part> shares(std::int64_t size, const LocalReplicas& replicas, int wo
   return PerReplica<Part>(std::move(parts));
 }
 
-PerReplica<Part> split(const Example& batch, const LocalReplicas& replicas, int worker) {
+PerReplica<Part> split(const Example& batch, const Share& share) {
   strategy::check_batch(batch);
-  return shares(batch.size(), replicas, worker,
+  return shares(batch.size(), share,
                 [&](std::int64_t begin, std::int64_t count) { return Row{.value = part_of(batch, begin, count)}; });
 }
 
-PerReplica<Part> split(const Row& batch, const LocalReplicas& replicas, int worker) {
-  if (!batch.batch) return split(batch.materialize(), replicas, worker);
+PerReplica<Part> split(const Row& batch, const Share& share) {
+  if (!batch.batch) return split(batch.materialize(), share);
   const auto& indices = *batch.batch;
   const auto size = static_cast<std::int64_t>(indices.size());
-  return shares(size, replicas, worker, [&](std::int64_t begin, std::int64_t count) {
+  return shares(size, share, [&](std::int64_t begin, std::int64_t count) {
     const auto first = indices.begin() + begin;
     return Row{.table = batch.table, .batch = std::vector(first, first + count)};
   });
+}
+
+Share share_of(const LocalReplicas& replicas) {
+  return {replicas.devices, replicas.workers.rank(), replicas.workers.size()};
 }
 
 // How many elements `steps` steps have used up.
@@ -77,7 +88,7 @@ Example Part::read() const {
 }
 
 PerReplica<Part> strategy::split_batch(const Example& batch, const LocalReplicas& replicas) {
-  return split(batch, replicas, replicas.workers.rank());
+  return split(batch, share_of(replicas));
 }
 
 void strategy::check_batch(const Example& batch) {
@@ -123,12 +134,23 @@ std::optional<PerReplica<Part>> DistributedIterator::next_parts() {
   return parts;
 }
 
+std::optional<PerReplica<Part>> DistributedIterator::next_parts_of(int part, int parts) {
+  if (!skip()) return std::nullopt;
+  return split(*current_, {replicas_.devices, part, parts});
+}
+
+bool DistributedIterator::skip() {
+  if (!read()) return false;
+  ++position_.index;
+  return true;
+}
+
 std::optional<PerReplica<Part>> DistributedIterator::own_parts() {
   switch (kind_) {
     case Distribution::split:
       if (!read()) return std::nullopt;
       examples_ += current_->examples();
-      return split(*current_, replicas_, replicas_.workers.rank());
+      return split(*current_, share_of(replicas_));
     case Distribution::sharded: return share_of_element();
     case Distribution::one_each: return one_each();
   }
@@ -141,7 +163,7 @@ std::optional<PerReplica<Part>> DistributedIterator::share_of_element() {
   if (turn == 0 && !read()) return std::nullopt;
   if (ended_) return std::nullopt;
   if (turn == replicas_.workers.size() - 1) examples_ += current_->examples();
-  return split(*current_, replicas_, turn);
+  return split(*current_, {replicas_.devices, turn, replicas_.workers.size()});
 }
 
 std::optional<PerReplica<Part>> DistributedIterator::one_each() {

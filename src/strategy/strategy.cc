@@ -71,7 +71,7 @@ StrategyScope::~StrategyScope() { innermost = std::move(before_); }
 Strategy Strategy::current() { return innermost == nullptr ? OneDeviceStrategy() : Strategy(innermost); }
 int Strategy::num_replicas_in_sync() const { return impl_->all_replicas(); }
 int Strategy::num_local_replicas() const { return impl_->replicas(); }
-bool Strategy::is_chief() const { return impl_->workers().rank() == 0; }
+bool Strategy::is_chief() const { return impl_->is_chief(); }
 std::vector<std::string> Strategy::devices() const { return impl_->settings().devices; }
 void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
 

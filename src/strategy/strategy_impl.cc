@@ -77,7 +77,12 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
     options.shard_state = settings_.workers->shard_optimizer_state;
     options.compare_copies_every = settings_.workers->compare_copies_every;
   }
-  return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
+  if (servers() == nullptr) return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
+  parameters->update_trainable();
+  options.servers = servers()->make_model(gradient::variables_of(*parameters), optimizer);
+  auto path = std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
+  if (servers()->is_chief()) path->sync().store(deadline());
+  return path;
 }
 
 internal::LocalReplicas StrategyImpl::local_replicas() const { return {torch_devices_, workers_, workers_}; }

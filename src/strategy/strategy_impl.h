@@ -10,6 +10,7 @@
 #include "lockstep/collective/job.h"
 #include "lockstep/strategy/strategy.h"
 #include "ops/replica_random.h"
+#include "parameter_server/server_cluster.h"
 #include "strategy/devices.h"
 #include "strategy/replica_threads.h"
 #include "strategy/unwrap.h"
@@ -34,7 +35,9 @@ struct StrategySettings {
   gradient::Exchange exchange = gradient::Exchange::one_pass;
   int root = 0;  // the replica that updates for all, with Exchange::reduction_to_one_device
   double timeout_seconds = kDefaultTimeoutSeconds;
-  std::optional<WorkerSettings> workers = {};  // none: this process is alone
+  std::optional<WorkerSettings> workers = {};                     // none: this process is alone
+  std::shared_ptr<parameter_server::ServerCluster> servers = {};  // that have the variables; null: there are none
+  int replicas_in_sync = 0;  // that compute a step together; 0: those of all workers
 };
 
 }  // namespace lockstep::strategy
@@ -49,9 +52,18 @@ class StrategyImpl {
 
   const strategy::StrategySettings& settings() const { return settings_; }
   int replicas() const { return static_cast<int>(settings_.devices.size()); }  // of this process
-  int all_replicas() const { return replicas() * workers_.size(); }            // of all workers
-  int first_replica() const { return replicas() * workers_.rank(); }           // of this process, among all
+  // Of all workers.
+  int all_replicas() const {
+    return settings_.replicas_in_sync > 0 ? settings_.replicas_in_sync : replicas() * workers_.size();
+  }
+  int first_replica() const { return replicas() * workers_.rank(); }  // of this process, among all
   const Communicator& workers() const { return workers_; }
+
+  // Where the variables are on parameter servers: this process among the others; else null.
+  parameter_server::ServerCluster* servers() const { return settings_.servers.get(); }
+
+  // Whether this process decides: it alone writes logs and checkpoints.
+  bool is_chief() const { return servers() != nullptr ? servers()->is_chief() : workers_.rank() == 0; }
 
   std::shared_ptr<GradientPath> make_gradient_path(const Optimizer& optimizer,
                                                    std::shared_ptr<ReplicatedParameters> parameters) const;

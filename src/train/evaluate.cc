@@ -94,13 +94,10 @@ Tensor rows_of_all(const Communicator& workers, const std::vector<Tensor>& here)
   return all_gather(workers.group(), mine, workers.deadline());
 }
 
-}  // namespace
-
-Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
-  auto& impl = *impl_;
-  impl.require_compiled("evaluate");
-  build_if_needed(impl, data);
-  const EvaluationMode evaluating(*this);
+Logs evaluate_here(const Model& model, const Dataset& data, const EvaluateOptions& options) {
+  auto& impl = unwrap(model);
+  impl.fetch();
+  const EvaluationMode evaluating(model);
   const at::NoGradGuard no_grad;
   train::Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.workers());
   const auto batches = for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<internal::Part>& batch) {
@@ -121,9 +118,18 @@ Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
   return logs;
 }
 
+}  // namespace
+
+Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
+  impl_->require_compiled("evaluate");
+  build_if_needed(*impl_, data);
+  return impl_->on_chief<Logs>([&] { return evaluate_here(*this, data, options); }, [](std::int64_t) {});
+}
+
 Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
   auto& impl = *impl_;
   build_if_needed(impl, data);
+  impl.fetch();
   const EvaluationMode evaluating(*this);
   const at::NoGradGuard no_grad;
   std::vector<Tensor> outputs;

@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <csignal>
 
@@ -15,8 +14,10 @@
 #include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/fit_options.h"
+#include "train/follow_chief.h"
 #include "train/model_impl.h"
 #include "train/signal_guard.h"
+#include "train/step_source.h"
 
 namespace lockstep {
 namespace {
@@ -33,12 +34,12 @@ static_assert(sizeof(Agreed) == 4 * sizeof(double));
 class Fit {
  public:
   Fit(Model& model, const Dataset& data, const FitOptions& options)
-      : model_(model), impl_(unwrap(model)), options_(options), data_(data), signals_(options.handle_signals) {
+      : model_(model),
+        impl_(unwrap(model)),
+        options_(options),
+        data_(train::weighed(data, options)),
+        signals_(options.handle_signals) {
     impl_.fitting = true;
-    if (!options.class_weight.empty()) {
-      data_ = data_.map(
-          [weights = options.class_weight](Example batch) { return train::weigh_by_class(std::move(batch), weights); });
-    }
   }
 
   ~Fit() {
@@ -58,6 +59,8 @@ class Fit {
       impl_.gradients->prepare();
       compare_workers();
       compare_options();
+      steps_ = impl_.servers() == nullptr ? train::local_steps(impl_, data_, options_)
+                                          : train::assigned_steps(impl_, data_, options_);
       attach_callbacks();
       train();
     });
@@ -103,9 +106,6 @@ class Fit {
   const Communicator& peers() const { return impl_.peers(); }
   bool own_data() const { return impl_.gradients->own_data(); }
 
-  // Whether other processes make the same steps in fits of their own, each with its own model.
-  bool has_other_fits() const { return workers().size() == 1 && peers().size() > 1; }
-
   void compare_workers() const {
     if (own_data() || peers().size() == 1) return;
     const auto replicas = impl_.replicas();
@@ -139,19 +139,9 @@ class Fit {
     workers().check_all_agree("callbacks", types);
   }
 
-  // Where all workers must read the same batches, checks that they do: in the first step of each epoch, and as often as
-  // their copies are compared.
-  void compare_batches() const {
-    const auto every = impl_.gradients->compare_copies_every();
-    if (peers().size() == 1 || iterator_->is_sharded() || every == 0) return;
-    if (progress().batch != 1 && impl_.steps % every != 0) return;
-    peers().check_all_agree("data", text("a batch with the hash ", iterator_->element_hash(), " at step ",
-                                         progress().batch, " of epoch ", progress().epoch + 1));
-  }
-
   // Throws where ranks begin at different steps, as when one restored a checkpoint alone.
   void compare_states() const {
-    if (!has_other_fits()) return;
+    if (!impl_.has_other_fits()) return;
     if (!own_data()) impl_.parameters->compare_copies(peers());
     peers().check_all_agree(
         "starting points (broadcast what one restored at the beginning of the training)",
@@ -172,7 +162,7 @@ class Fit {
 
   // Warns where a launcher started several processes that each train alone.
   void warn_of_copies() const {
-    if (peers().size() > 1) return;
+    if (peers().size() > 1 || impl_.servers() != nullptr) return;
     try {
       const auto cluster = resolve_cluster();
       if (cluster.world.size == 1) return;
@@ -185,7 +175,7 @@ class Fit {
   }
 
   void attach_callbacks() {
-    FitPlan plan{.epochs = options_.epochs, .steps = steps_of_an_epoch(), .verbose = options_.verbose};
+    FitPlan plan{.epochs = options_.epochs, .steps = steps_->steps_of_an_epoch(), .verbose = options_.verbose};
     if (plan.verbose < 0) plan.verbose = train::is_terminal() ? 1 : 2;
     plan.validates = options_.validation_data.has_value();
     if (plan.verbose > 0) callbacks_.push_back(train::ProgressBar());
@@ -199,34 +189,13 @@ class Fit {
     impl_.callbacks = options_.callbacks;  // in the user's order, by which checkpoints identify them
   }
 
-  std::int64_t steps_of_an_epoch() const {
-    if (options_.steps_per_epoch == FitOptions::kEndless) return -1;
-    if (options_.steps_per_epoch > 0) return options_.steps_per_epoch;
-    const auto mine = std::max<std::int64_t>(-1, strategy::distribute(data_, impl_.replicas()).cardinality());
-    return own_data() ? longest(mine) : mine;
-  }
-
-  // The steps of the longest of the ranks' epochs; -1 where a rank does not know its own.
-  std::int64_t longest(std::int64_t steps) const {
-    for (const auto& theirs : peers().all_gather(std::to_string(steps))) {
-      const auto other = std::stoll(theirs);
-      steps = std::min<std::int64_t>(steps, other) < 0 ? -1 : std::max<std::int64_t>(steps, other);
-    }
-    return steps;
-  }
-
   void run_epoch() {
     const int epoch = progress().epoch;
     model_.module().train();
     each([&](Callback& callback) { callback.on_epoch_begin(epoch); });
-    auto& iterator = open_data();
-    while (!stopping() && (options_.steps_per_epoch == 0 || progress().batch < options_.steps_per_epoch)) {
-      const auto before = std::chrono::steady_clock::now();
-      auto batch = iterator.next_parts();
-      impl_.times.input += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
-      if (!batch) break;
-      run_batch(*batch, iterator.position());
-    }
+    steps_->begin_epoch();
+    if (stopping()) steps_->stop();
+    while (steps_->next()) run_batch();
     if (progress().batch < options_.steps_per_epoch && !stopping()) stop_for_lack_of_data();
     if (progress().batch == 0 && !stopping()) throw InvalidArgument("fit: the data set yielded no batch");
     if (progress().batch == 0) return;  // stopped before its first step
@@ -234,79 +203,17 @@ class Fit {
     throw_if_interrupted();
   }
 
-  // With steps_per_epoch, one iterator serves all epochs.
-  DistributedIterator& open_data() {
-    if (iterator_ && options_.steps_per_epoch > 0) return *iterator_;
-    const auto data = strategy::distribute_ahead(data_, impl_.replicas());
-    if (restored_with_other_batch_size(data)) {
-      iterator_.emplace(data.iterate_from({progress().position.epoch, progress().examples}));
-      progress().batch_size = 0;
-    } else {
-      iterator_.emplace(data.iterate(progress().position));
-    }
-    examples_before_ = progress().examples;
-    return *iterator_;
-  }
-
-  // Whether the restored position counts batches of another size, so that it must be found by examples. Throws where it
-  // cannot be found in this data.
-  bool restored_with_other_batch_size(const DistributedDataset& data) {
-    const auto local = impl_.replicas();
-    const int readers = data.is_sharded() ? local.workers.size() : 1;
-    auto& now = progress();
-    const int readers_then = std::exchange(now.readers, readers);
-    if (now.position.index == 0) {
-      now.batch_size = 0;  // set after the first step
-      return false;
-    }
-    if (readers != readers_then) {
-      throw InvalidArgument(
-          text("fit: the checkpoint was made in the middle of an epoch in which ", workers_that_read(readers_then),
-               ", and now ", workers_that_read(readers), ", so that some examples would be left out and others come ",
-               "twice; go on with as many workers and the same auto_shard_policy, or, without steps_per_epoch, from ",
-               "the end of an epoch"));
-    }
-    if (own_data()) return false;  // each rank has batches and a position of its own
-    const auto size = largest_of_readers(strategy::first_element(data_, local, now.position.epoch).size());
-    if (size == now.batch_size) return false;
-    if (readers > 1) {
-      throw InvalidArgument(text("fit: the checkpoint was made with batches of ", now.batch_size, " examples, and now ",
-                                 "they have ", size, "; where each of ", readers, " workers reads its own, the place ",
-                                 "in the data cannot be found: go on with batches of ", now.batch_size,
-                                 ", or, without steps_per_epoch, from the end of an epoch"));
-    }
-    if (options_.steps_per_epoch == 0 && size > 0) now.batch = (now.examples + size - 1) / size;
-    return true;
-  }
-
-  // The largest size on any worker: where workers read their own batches, one may have less than a full batch.
-  std::int64_t largest_of_readers(std::int64_t size) const {
-    if (progress().readers == 1) return size;
-    for (const auto& theirs : peers().all_gather(std::to_string(size)))
-      size = std::max<std::int64_t>(size, std::stoll(theirs));
-    return size;
-  }
-
-  static std::string workers_that_read(int readers) {
-    return readers == 1 ? "all workers read the same batches" : text(readers, " workers read batches of their own");
-  }
-
-  void run_batch(PerReplica<internal::Part>& batch, Position position_after) {
+  void run_batch() {
     const auto index = progress().batch;
     each([&](Callback& callback) { callback.on_train_batch_begin(index); });
-    const auto results = impl_.train_batch(batch, *impl_.tracker);
+    steps_->train();
     agreed_ = mine();
-    impl_.tracker->add_batch(results, agreed_.all());
-    if (has_other_fits()) peers().sum(agreed_.all());
+    steps_->count(agreed_.all());
     finish_agreement();
-    progress().batch = index + 1;
-    if (progress().position.index == 0) progress().batch_size = largest_of_readers(iterator_->element_size());
-    progress().position = position_after;
-    progress().examples = examples_before_ + iterator_->examples();
-    compare_batches();
     const auto logs = impl_.tracker->logs();
     each([&](Callback& callback) { callback.on_train_batch_end(index, logs); });
     throw_if_interrupted();
+    if (stopping()) steps_->stop();
   }
 
   // After a whole step or epoch. Every callback may save, also when another one fails to.
@@ -371,12 +278,11 @@ class Fit {
   Model& model_;
   ModelImpl& impl_;
   const FitOptions& options_;
-  Dataset data_;
+  const Dataset data_;
   train::SignalGuard signals_;
   Agreed agreed_;
   std::vector<AnyCallback> callbacks_;  // in the order of their calls
-  std::optional<DistributedIterator> iterator_;
-  std::int64_t examples_before_ = 0;  // of the epoch's data, before iterator_ began
+  std::unique_ptr<train::StepSource> steps_;
 };
 
 }  // namespace
@@ -385,7 +291,8 @@ History Model::fit(const Dataset& data, const FitOptions& options) {
   impl_->require_compiled("fit");
   if (impl_->fitting) throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
   train::check_fit_options(data, options);
-  return Fit(*this, data, options).run();
+  return impl_->on_chief<History>([&] { return Fit(*this, data, options).run(); },
+                                  [&](std::int64_t call) { train::follow_chief(*this, data, options, call); });
 }
 
 }  // namespace lockstep

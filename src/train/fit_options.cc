@@ -8,6 +8,23 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep::train {
+namespace {
+
+// Multiplies the batch's sample weights by the weights of its labels.
+Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& class_weight) {
+  if (!batch.y.defined()) throw InvalidArgument("fit: class_weight needs data with labels");
+  const bool one_hot = batch.y.dim() > 1 && batch.y.size(-1) > 1;
+  const auto labels = (one_hot ? batch.y.argmax(-1) : batch.y.flatten()).to(at::kLong).contiguous();
+  auto weights = at::ones({labels.numel()}, at::kFloat);
+  for (std::int64_t i = 0; i < labels.numel(); ++i) {
+    const auto found = class_weight.find(labels.const_data_ptr<std::int64_t>()[i]);
+    if (found != class_weight.end()) weights.mutable_data_ptr<float>()[i] = static_cast<float>(found->second);
+  }
+  batch.weight = batch.weight.defined() ? batch.weight * weights.view_as(batch.weight) : weights;
+  return batch;
+}
+
+}  // namespace
 
 void check_fit_options(const Dataset& data, const FitOptions& options) {
   const auto require = [](bool holds, const char* name, std::int64_t value, const char* allowed) {
@@ -33,17 +50,10 @@ void check_fit_options(const Dataset& data, const FitOptions& options) {
   require(options.verbose >= -1 && options.verbose <= 2, "verbose", options.verbose, "-1 (automatic), 0, 1 or 2");
 }
 
-Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& class_weight) {
-  if (!batch.y.defined()) throw InvalidArgument("fit: class_weight needs data with labels");
-  const bool one_hot = batch.y.dim() > 1 && batch.y.size(-1) > 1;
-  const auto labels = (one_hot ? batch.y.argmax(-1) : batch.y.flatten()).to(at::kLong).contiguous();
-  auto weights = at::ones({labels.numel()}, at::kFloat);
-  for (std::int64_t i = 0; i < labels.numel(); ++i) {
-    const auto found = class_weight.find(labels.const_data_ptr<std::int64_t>()[i]);
-    if (found != class_weight.end()) weights.mutable_data_ptr<float>()[i] = static_cast<float>(found->second);
-  }
-  batch.weight = batch.weight.defined() ? batch.weight * weights.view_as(batch.weight) : weights;
-  return batch;
+Dataset weighed(const Dataset& data, const FitOptions& options) {
+  if (options.class_weight.empty()) return data;
+  return data.map(
+      [weights = options.class_weight](Example batch) { return weigh_by_class(std::move(batch), weights); });
 }
 
 }  // namespace lockstep::train

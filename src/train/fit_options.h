@@ -1,9 +1,6 @@
 // Checks of fit's options, and what they change in the data.
 #pragma once
 
-#include <cstdint>
-#include <map>
-
 #include "lockstep/train/model.h"
 
 namespace lockstep::train {
@@ -11,7 +8,7 @@ namespace lockstep::train {
 // Throws InvalidArgument naming an option that no correct program passes.
 void check_fit_options(const Dataset& data, const FitOptions& options);
 
-// Multiplies the batch's sample weights by the weights of its labels.
-Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& class_weight);
+// The data set with sample weights multiplied by class_weight.
+Dataset weighed(const Dataset& data, const FitOptions& options);
 
 }  // namespace lockstep::train

@@ -29,9 +29,14 @@ void ModelImpl::build(const Example& sample) {
 
 void ModelImpl::make_gradient_path() {
   if (parameters == nullptr || !compiled) return;
+  fetch();  // what the servers of an earlier path have
   gradients = unwrap(strategy).make_gradient_path(compiled->optimizer, parameters);
   tracker.emplace(*compiled, strategy.num_local_replicas(), workers());
   recorded = {};
+}
+
+void ModelImpl::fetch() const {
+  if (gradients) gradients->sync().fetch(unwrap(strategy).deadline());
 }
 
 void ModelImpl::require_built(const char* caller) const {
@@ -130,11 +135,13 @@ StepTimes Model::step_times() const { return impl_->times; }
 
 std::shared_ptr<torch::nn::Module> Model::first_module() const {
   impl_->require_built("module");
+  impl_->fetch();
   return impl_->parameters->module(0).shared_from_this();
 }
 
 ReplicatedModule Model::module() const {
   impl_->require_built("module");
+  impl_->fetch();
   return ReplicatedModule(impl_->parameters);
 }
 

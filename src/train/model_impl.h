@@ -12,9 +12,11 @@
 #include "gradient/gradient_path.h"
 #include "lockstep/base/random.h"
 #include "lockstep/train/model.h"
+#include "parameter_server/server_cluster.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/mixed_precision.h"
+#include "train/outcome.h"
 #include "train/recorded_step.h"
 #include "train/tracker.h"
 
@@ -51,6 +53,7 @@ class ModelImpl {
   void require_built(const char* caller) const;
   void require_compiled(const char* caller) const;
   void require_trainable() const;
+  void require_own_state(const char* caller) const;
 
   // A replica's forward. Throws InvalidArgument naming the batch where LibTorch refuses it.
   Tensor outputs_of(ReplicaContext& replica, const Example& part) const;
@@ -79,6 +82,20 @@ class ModelImpl {
   internal::LocalReplicas replicas() const;
   int number_of(const ReplicaContext& replica) const;
 
+  // Whether other processes make the same steps in fits of their own, each with its own model.
+  bool has_other_fits() const { return workers().size() == 1 && peers().size() > 1; }
+
+  // Where the variables are on parameter servers: this process among the others; else null.
+  parameter_server::ServerCluster* servers() const { return unwrap(strategy).servers(); }
+
+  // Brings the servers' values here.
+  void fetch() const;
+
+  // What act() returns; with parameter servers, on the chief, and then in all processes. There the others call
+  // follow(number of the call) meanwhile. Within fit, where the chief is alone, act().
+  template <class Result>
+  Result on_chief(const std::function<Result()>& act, const std::function<void(std::int64_t)>& follow);
+
   // Collective over the workers. The chief reads the file for all workers, and writes what save_state returns.
   Archive read_for_all(const std::string& path) const;
   void load_weights(Archive archive);
@@ -105,11 +122,13 @@ class ModelImpl {
 
   std::uint64_t seed = next_random_seed();  // of the replicas' random numbers, with `steps`
   std::int64_t steps = 0;                   // train steps so far
+  int part_of_step = 0;                     // of the step, where several workers of parameter servers compute it
   StepTimes times;
   train::FitProgress progress;
   std::int64_t data_epochs = 0;        // epochs of data that fits have begun: the next one shuffles anew
   std::vector<AnyCallback> callbacks;  // of the fit that runs, as its options list them; empty between fits
   bool fitting = false;
+  std::int64_t call = 0;        // with parameter servers: the number of the one that the chief makes
   bool stopping = false;        // this worker asked for the end of the fit
   bool out_of_data = false;     // stopping because the data ended: a longer data set would go on
   bool agreed_to_stop = false;  // one of the workers had asked when the last step or epoch ended
@@ -117,6 +136,25 @@ class ModelImpl {
   // Whether the fit ends after the step that was made.
   bool stops() const { return peers().size() == 1 ? stopping : agreed_to_stop; }
 };
+
+template <class Result>
+Result ModelImpl::on_chief(const std::function<Result()>& act, const std::function<void(std::int64_t)>& follow) {
+  if (servers() == nullptr || fitting) return act();
+  const auto number = servers()->next_call();
+  if (!servers()->is_chief()) {
+    follow(number);
+    return train::parse<Result>(servers()->outcome(number));
+  }
+  call = number;
+  try {
+    const auto result = act();
+    servers()->coordinator().end(number, parameter_server::outcome_of(train::print(result)));
+    return result;
+  } catch (const std::exception& error) {
+    servers()->coordinator().end(number, parameter_server::outcome_of_failure(error.what()));
+    throw;
+  }
+}
 
 }  // namespace lockstep
 

@@ -111,12 +111,18 @@ void train::check_weights(const Archive& archive, const ReplicatedParameters& pa
 
 void Model::save_weights(const std::string& path) const {
   impl_->require_built("save_weights");
+  impl_->fetch();
+  if (!impl_->strategy.is_chief() && impl_->servers() != nullptr) return;
   Archive archive;
   module().trackable().save(archive, "");
   impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
 }
 
-void Model::load_weights(const std::string& path) { impl_->load_weights(impl_->read_for_all(path)); }
+// With parameter servers the chief reads the file, and the servers get its values.
+void Model::load_weights(const std::string& path) {
+  if (impl_->servers() != nullptr && !strategy().is_chief()) return;
+  impl_->load_weights(impl_->read_for_all(path));
+}
 
 void ModelImpl::load_weights(Archive archive) {
   if (parameters == nullptr) {
@@ -125,11 +131,19 @@ void ModelImpl::load_weights(Archive archive) {
   }
   train::check_weights(archive, *parameters);
   ReplicatedModule(parameters).trackable().load(archive, "")();
+  if (gradients) gradients->sync().store(unwrap(strategy).deadline());
+}
+
+void ModelImpl::require_own_state(const char* caller) const {
+  if (servers() == nullptr) return;
+  throw InvalidArgument(text(caller, ": with parameter servers, which have the optimizer's state, a checkpoint can ",
+                             "have weights alone (save_weights, ModelCheckpoint with save_weights_only)"));
 }
 
 void Model::save_checkpoint(const std::string& path) const {
   impl_->require_built("save_checkpoint");
   impl_->require_compiled("save_checkpoint");
+  impl_->require_own_state("save_checkpoint");
   const auto archive = impl_->save_state();
   impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
 }
@@ -137,6 +151,7 @@ void Model::save_checkpoint(const std::string& path) const {
 void Model::load_checkpoint(const std::string& path) {
   impl_->require_built("load_checkpoint");
   impl_->require_compiled("load_checkpoint");
+  impl_->require_own_state("load_checkpoint");
   impl_->load_state(impl_->read_for_all(path));
 }
 

@@ -7,6 +7,11 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep::train {
+namespace {
+
+constexpr std::size_t kLossSums = 3;  // of the loss, of what divides it, and of examples
+
+}  // namespace
 
 Tracker::Tracker(const CompileOptions& compiled, int replicas, Communicator workers)
     : workers_(std::move(workers)),
@@ -29,22 +34,38 @@ void Tracker::update(int replica, const Example& part, const Tensor& outputs) {
 }
 
 void Tracker::add_batch(const PerReplica<StepResult>& results, std::span<double> news) {
-  double loss = 0, divisor = 0, examples = 0;
-  for (const auto& result : results) {
-    loss += result.loss_sum;
-    divisor += result.divisor;
-    examples += static_cast<double>(result.examples);
-  }
-  sums_ = local_sums();
+  auto all = sums_of(results);
   if (workers_.size() > 1) {
-    std::vector<double> all{loss, divisor, examples};
-    all.insert(all.end(), sums_.begin(), sums_.end());
     all.insert(all.end(), news.begin(), news.end());
     workers_.sum(all);
-    loss = all[0], divisor = all[1], examples = all[2];
-    std::copy_n(all.begin() + 3, sums_.size(), sums_.begin());
     std::copy(all.end() - static_cast<std::ptrdiff_t>(news.size()), all.end(), news.begin());
   }
+  std::copy_n(all.begin() + kLossSums, sums_.size(), sums_.begin());
+  add_loss(all[0], all[1], all[2]);
+}
+
+std::vector<double> Tracker::sums_of(const PerReplica<StepResult>& results) const {
+  std::vector<double> sums(kLossSums);
+  for (const auto& result : results) {
+    sums[0] += result.loss_sum;
+    sums[1] += result.divisor;
+    sums[2] += static_cast<double>(result.examples);
+  }
+  const auto of_metrics = local_sums();
+  sums.insert(sums.end(), of_metrics.begin(), of_metrics.end());
+  return sums;
+}
+
+void Tracker::add_sums(std::span<const double> sums) {
+  if (sums.size() != kLossSums + sums_.size()) {
+    throw InvalidArgument(text("a worker reported ", sums.size(), " sums of a step, and this model's metrics have ",
+                               kLossSums + sums_.size(), "; do the processes compile it with the same metrics?"));
+  }
+  for (std::size_t i = 0; i < sums_.size(); ++i) sums_[i] += sums[kLossSums + i];
+  add_loss(sums[0], sums[1], sums[2]);
+}
+
+void Tracker::add_loss(double loss, double divisor, double examples) {
   if (!divide_) divisor = 1;
   batch_loss_ = divisor == 0 ? 0 : loss / divisor;
   loss_sum_ += batch_loss_ * examples;

@@ -33,6 +33,11 @@ class Tracker {
   // losses, weighted by batch size. Collective over the workers; each element of `news` becomes its sum over them.
   void add_batch(const PerReplica<StepResult>& results, std::span<double> news = {});
 
+  // The same in two halves, for a batch whose sums others compute: what one process computed since `reset`, and adding
+  // the sum of what all did.
+  std::vector<double> sums_of(const PerReplica<StepResult>& results) const;
+  void add_sums(std::span<const double> sums);
+
   double batch_loss() const { return batch_loss_; }  // of the last one
 
   void reset();
@@ -44,6 +49,7 @@ class Tracker {
 
  private:
   std::vector<double> local_sums() const;
+  void add_loss(double loss, double divisor, double examples);
 
   const Communicator workers_;
   const bool divide_;  // the loss is a mean

@@ -74,7 +74,7 @@ internal::LocalReplicas ModelImpl::replicas() const {
 
 int ModelImpl::number_of(const ReplicaContext& replica) const {
   const auto all = replicas();
-  return all.workers.rank() * all.count() + replica.local_replica_id();
+  return (all.workers.rank() + part_of_step) * all.count() + replica.local_replica_id();
 }
 
 train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, train::Tracker& into) {

@@ -18,15 +18,18 @@ struct Cluster {
   std::string job = {};      // with a `store` that is a host alone: the name by which its port is found
   std::string source = {};   // by whose variables: "TF_CONFIG", "torchrun", ...; empty for a process that is alone
 
-  // Of TF_CONFIG: "chief", "worker", "ps" or "evaluator", and its "host:port"s by type.
+  // Where the launcher gives processes types, as TF_CONFIG and `lockstep run --ps` do: this one's type ("chief",
+  // "worker", "ps" or "evaluator") and its number among those of its type, and how many there are of each. With
+  // TF_CONFIG, also their "host:port"s.
   std::string task_type = "worker";
   int task_index = 0;
+  std::map<std::string, int> tasks = {};
   std::map<std::string, std::vector<std::string>> jobs = {};
 };
 
 // Understands, where they are set, the variables of
 // - lockstep run: LOCKSTEP_RANK, LOCKSTEP_SIZE, LOCKSTEP_LOCAL_RANK, LOCKSTEP_LOCAL_SIZE, LOCKSTEP_HOST and
-//   LOCKSTEP_STORE;
+//   LOCKSTEP_STORE, and with parameter servers LOCKSTEP_ROLES ("worker:4,ps:2,evaluator:1");
 // - TensorFlow and Kubeflow's TFJob: TF_CONFIG;
 // - torchrun and Kubeflow's PyTorchJob: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
 //   MASTER_PORT;

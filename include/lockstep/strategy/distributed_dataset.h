@@ -48,6 +48,11 @@ class DistributedIterator {
   // The same, for replicas to read their parts in their own threads.
   std::optional<PerReplica<internal::Part>> next_parts();
 
+  // The same of part `part` of `parts`, however many workers there are; each worker reads all elements. And the next
+  // element without its parts: false at the end.
+  std::optional<PerReplica<internal::Part>> next_parts_of(int part, int parts);
+  bool skip();
+
   Position position() const { return position_; }  // its index counts what `next` has returned
 
   // Examples in the elements that this worker has read since the iterator began, except an element of which a part is

@@ -124,7 +124,8 @@ class Model {
   void stop_training();  // fit ends after this step or epoch
 
   Strategy strategy() const;
-  ReplicatedModule module() const;        // throws InvalidArgument before the model is built
+  // Throws InvalidArgument before the model is built. With parameter servers, as they are now.
+  ReplicatedModule module() const;
   ReplicatedOptimizer optimizer() const;  // likewise, and before compile
 
   // Replica 0's own module, as the factory made it: for torch::save, for a forward of your own (call eval() on it

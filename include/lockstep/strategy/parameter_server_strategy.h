@@ -1,0 +1,66 @@
+// ParameterServerStrategy: variables live on servers; workers compute steps and need not wait for each other.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/cluster/cluster.h"
+#include "lockstep/parameter_server/partitioner.h"
+#include "lockstep/strategy/strategy.h"
+
+namespace lockstep {
+
+struct ParameterServerOptions {
+  // Of each worker, as MirroredOptions; empty: one replica a GPU, else one replica that computes on the worker's share
+  // of its host's cores.
+  std::vector<std::string> devices = {};
+  int threads_per_replica = 0;  // as MirroredOptions
+
+  Partitioner variable_partitioner = {};  // how variables are cut into shards; empty: each is one
+
+  // false: asynchronous. A step is the work of one worker on one batch; its gradients update the variables as they
+  // come. true: all workers compute each step together, each on a part of the batch, and the next step begins with its
+  // update.
+  bool synchronous = false;
+  // Synchronous: how many workers a step does not wait for; what they compute is then dropped (Chen et al., "Revisiting
+  // distributed synchronous SGD", 2016).
+  int spare_workers = 0;
+  // Asynchronous: how many steps a worker may have finished more than another before it waits; -1: any number (Ho et
+  // al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013).
+  int staleness_bound = -1;
+
+  // Where the launcher gives processes no types (mpirun, srun, torchrun): the first rank is the chief, the last
+  // `num_ps` serve, or, with an evaluator, the last but one.
+  std::optional<int> num_ps = {};
+  bool evaluator = false;
+
+  double timeout_seconds = kDefaultTimeoutSeconds;  // of a step
+  double start_timeout_seconds = 300;               // until all processes have come
+  double reconnect_timeout_seconds = 60;            // until a process that does not answer is given up
+  std::optional<Cluster> cluster = {};              // instead of what the environment says
+};
+
+// All processes of the job run the same program: they make the same strategies, models and calls (compile, fit,
+// evaluate) in the same order. What a process does in `fit` depends on its role:
+//   chief      gives out steps, runs the callbacks, validates, and writes logs and checkpoints;
+//   workers    compute the steps: each of its own batch of the data set, which every worker reads;
+//   servers    (ps) own the variables, in shards, and update them by the model's optimizer;
+//   evaluator  waits.
+// fit and evaluate return the chief's result in all of them. Other programs than fit's train by a ClusterCoordinator.
+// Follows tf.distribute.ParameterServerStrategy.
+//
+// A worker that is lost costs its step, which another one computes again.
+class ParameterServerStrategy : public Strategy {
+ public:
+  // Waits for all processes. Throws ClusterError without a chief, a worker and a server, and DeadlineExceeded naming
+  // those that have not come.
+  explicit ParameterServerStrategy(ParameterServerOptions options = {});
+
+  std::string task_type() const;  // "chief", "worker", "ps" or "evaluator"
+  int task_index() const;         // among the processes of its type
+  int num_workers() const;
+  int num_ps() const;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,116 @@
+#include "grpc_service/caller.h"
+
+#include <thread>
+
+#include "base/text.h"
+#include "grpc_service/proof.h"
+#include "grpc_service/status.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::grpc_service {
+namespace {
+
+constexpr std::chrono::milliseconds kBetweenAttempts(50);
+
+std::chrono::duration<double> left(Deadline deadline) {
+  return std::max(std::chrono::duration<double>(0),
+                  std::chrono::duration<double>(deadline.time() - Deadline::Clock::now()));
+}
+
+std::chrono::system_clock::time_point system_time(Deadline deadline) {
+  constexpr std::chrono::hours kLongest(24);
+  const auto wait = std::min<std::chrono::duration<double>>(left(deadline), kLongest);
+  return std::chrono::system_clock::now() + std::chrono::duration_cast<std::chrono::milliseconds>(wait);
+}
+
+}  // namespace
+
+Caller::Caller(std::string name, parameter_server::FindAddress address, Access access)
+    : name_(std::move(name)),
+      find_address_(std::move(address)),
+      nonce_(fresh_nonce()),
+      proof_(proof_of(access, nonce_)) {}
+
+// The channel to where the process answers now.
+std::shared_ptr<grpc::Channel> Caller::channel(Deadline deadline) {
+  {
+    MutexLock lock(mutex_);
+    if (channel_ && channel_->GetState(false) != GRPC_CHANNEL_TRANSIENT_FAILURE) return channel_;
+  }
+  const auto address = find_address_(deadline);
+  MutexLock lock(mutex_);
+  if (channel_ && address == address_) return channel_;
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(static_cast<int>(kLongestMessage));
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
+  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
+  address_ = address;
+  channel_ = grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  return channel_;
+}
+
+std::unique_ptr<ClientStream> Caller::stream(const std::shared_ptr<grpc::Channel>& channel,
+                                             grpc::ClientContext& context) {
+  const grpc::internal::RpcMethod method(kMethod, grpc::internal::RpcMethod::BIDI_STREAMING, channel);
+  using Factory = grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer, grpc::ByteBuffer>;
+  return std::unique_ptr<ClientStream>(Factory::Create(channel.get(), method, &context));
+}
+
+grpc::Status Caller::attempt(const Request& request, Deadline deadline, const Bulk& bulk,
+                             std::span<const std::span<std::byte>> parts, Reply& reply) {
+  grpc::ClientContext context;
+  context.set_deadline(system_time(deadline));
+  const auto call = stream(channel(deadline), context);
+  const auto write = [&](const grpc::ByteBuffer& frame) { return call->Write(frame); };
+  if (write(frame_of(request)) && write_bulk(bulk, write)) call->WritesDone();
+  grpc::ByteBuffer frame;
+  if (call->Read(&frame)) {
+    if (!parse(frame, reply)) return {grpc::StatusCode::INTERNAL, "the answer cannot be read (another version?)"};
+    try {
+      read_bulk(parts, [&](grpc::ByteBuffer& into) { return call->Read(&into); });
+    } catch (const InvalidArgument& error) {
+      context.TryCancel();
+      const auto status = call->Finish();
+      return status.ok() || status.error_code() == grpc::StatusCode::CANCELLED
+                 ? grpc::Status(grpc::StatusCode::INTERNAL, error.what())
+                 : status;
+    }
+  }
+  return call->Finish();
+}
+
+Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, std::span<const std::span<std::byte>> parts) {
+  request.set_nonce(nonce_);
+  request.set_proof(proof_);
+  while (true) {
+    request.set_seconds(left(deadline).count());
+    Reply reply;
+    const auto status = attempt(request, deadline, bulk, parts, reply);
+    if (status.ok()) return reply;
+    if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED || (may_come_back(status) && deadline.passed())) {
+      throw DeadlineExceeded("calling " + name_, deadline.waited(), {}, text(" (", status.error_message(), ")"));
+    }
+    if (!may_come_back(status)) throw_status(status, name_);
+    std::this_thread::sleep_for(kBetweenAttempts);
+  }
+}
+
+std::unique_ptr<ClientStream> Caller::open(Request request, grpc::ClientContext& context, Deadline deadline) {
+  request.set_nonce(nonce_);
+  request.set_proof(proof_);
+  auto call = stream(channel(deadline), context);
+  grpc::ByteBuffer frame;
+  if (call->Write(frame_of(request)) && call->Read(&frame)) return call;
+  context.TryCancel();
+  call->Finish();
+  return nullptr;
+}
+
+}  // namespace lockstep::grpc_service

@@ -1,0 +1,48 @@
+// Calls one other process, which may be started again elsewhere meanwhile.
+#pragma once
+
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/support/sync_stream.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/mutex.h"
+#include "grpc_service/frames.h"
+#include "grpc_service/messages.pb.h"
+#include "parameter_server/service.h"
+
+namespace lockstep::grpc_service {
+
+using ClientStream = grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
+
+// Any thread.
+class Caller {
+ public:
+  // `name`: of the other process, in errors.
+  Caller(std::string name, parameter_server::FindAddress address, Access access);
+
+  // Sends request and bulk, and returns the reply, after whose head `parts` are filled. Calls again where the process
+  // cannot be reached, until the deadline. Throws what the process answers, and DeadlineExceeded.
+  Reply call(Request request, Deadline deadline, const Bulk& bulk = {},
+             std::span<const std::span<std::byte>> parts = {});
+
+  // Opens a stream that the caller keeps; null where the process cannot be reached.
+  std::unique_ptr<ClientStream> open(Request request, grpc::ClientContext& context, Deadline deadline);
+
+ private:
+  std::shared_ptr<grpc::Channel> channel(Deadline deadline);
+  std::unique_ptr<ClientStream> stream(const std::shared_ptr<grpc::Channel>& channel, grpc::ClientContext& context);
+  grpc::Status attempt(const Request& request, Deadline deadline, const Bulk& bulk,
+                       std::span<const std::span<std::byte>> parts, Reply& reply);
+
+  const std::string name_;
+  const parameter_server::FindAddress find_address_;
+  const std::string nonce_, proof_;
+  Mutex mutex_;
+  std::string address_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::shared_ptr<grpc::Channel> channel_ LOCKSTEP_GUARDED_BY(mutex_);  // to address_
+};
+
+}  // namespace lockstep::grpc_service

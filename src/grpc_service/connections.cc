@@ -1,0 +1,190 @@
+#include "grpc_service/connections.h"
+
+#include <thread>
+
+#include "base/text.h"
+#include "grpc_service/caller.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::grpc_service {
+namespace {
+
+using parameter_server::Assignment;
+using parameter_server::FindAddress;
+using parameter_server::Process;
+using parameter_server::ServiceEngine;
+
+class GrpcServerConnection final : public parameter_server::ServerConnection {
+ public:
+  GrpcServerConnection(const ServiceEngine::ModelOnServer& of, FindAddress address, const Access& access)
+      : model_(of.model),
+        user_(of.user),
+        shard_bytes_(of.shard_bytes),
+        caller_(of.server, std::move(address), access) {}
+
+  void open(const std::string& description, Deadline deadline) override {
+    Request request;
+    request.mutable_open()->set_model(model_);
+    request.mutable_open()->set_user(user_);
+    request.mutable_open()->set_description(description);
+    caller_.call(std::move(request), deadline);
+  }
+
+  void push(parameter_server::Push push, Deadline deadline) override {
+    Request request;
+    auto& head = *request.mutable_push();
+    head.set_model(model_);
+    head.mutable_task()->set_step(push.task.step);
+    head.mutable_task()->set_part(push.task.part);
+    head.set_weight(push.weight);
+    if (push.learning_rate) head.set_learning_rate(*push.learning_rate);
+    Bulk bulk{.parts = {}, .owner = push.memory};
+    for (std::size_t i = 0; i < push.gradients.size(); ++i) {
+      head.mutable_present()->push_back(push.gradients[i] == nullptr ? '\0' : '\1');
+      if (push.gradients[i] != nullptr) bulk.parts.emplace_back(push.gradients[i], shard_bytes_[i]);
+    }
+    caller_.call(std::move(request), deadline, bulk);
+  }
+
+  void pull(std::span<std::byte* const> shards, Deadline deadline) override {
+    Request request;
+    request.mutable_pull()->set_model(model_);
+    std::vector<std::span<std::byte>> parts;
+    for (std::size_t i = 0; i < shards.size(); ++i) parts.emplace_back(shards[i], shard_bytes_[i]);
+    caller_.call(std::move(request), deadline, {}, parts);
+  }
+
+  // From a copy: gRPC may still hold the memory of a call that has failed.
+  void write(std::span<const std::byte* const> shards, Deadline deadline) override {
+    Request request;
+    request.mutable_write()->set_model(model_);
+    const auto copy = std::make_shared<std::vector<std::vector<std::byte>>>();
+    Bulk bulk{.parts = {}, .owner = copy};
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      copy->emplace_back(shards[i], shards[i] + shard_bytes_[i]);
+      bulk.parts.emplace_back(copy->back());
+    }
+    caller_.call(std::move(request), deadline, bulk);
+  }
+
+ private:
+  const std::int64_t model_;
+  const std::string user_;
+  const std::vector<std::size_t> shard_bytes_;
+  Caller caller_;
+};
+
+// Keeps a stream to the chief, by whose end the chief learns that this process has gone.
+class Presence {
+ public:
+  Presence(Process self, FindAddress address, const Access& access)
+      : self_(std::move(self)),
+        caller_("the chief", std::move(address), access),
+        thread_([this](auto stop) { stay(stop); }) {}
+
+  ~Presence() {
+    thread_.request_stop();
+    MutexLock lock(mutex_);
+    if (context_ != nullptr) context_->TryCancel();
+    changed_.notify_all();
+  }
+  Presence(const Presence&) = delete;
+  Presence& operator=(const Presence&) = delete;
+
+ private:
+  static constexpr std::chrono::seconds kToConnect{5};
+  static constexpr std::chrono::milliseconds kBetweenAttempts{200};
+
+  void stay(const std::stop_token& stop) {
+    while (!stop.stop_requested()) {
+      grpc::ClientContext context;
+      if (!use(&context, stop)) return;
+      try {
+        Request request;
+        request.mutable_stay()->set_process(self_.name);
+        request.mutable_stay()->set_worker(self_.worker);
+        if (const auto stream = caller_.open(std::move(request), context, Deadline::after(kToConnect))) {
+          grpc::ByteBuffer frame;
+          while (stream->Read(&frame)) {
+          }
+          stream->Finish();
+        }
+      } catch (const Error&) {  // the store does not answer
+      }
+      use(nullptr, stop);
+      MutexLock lock(mutex_);
+      if (!stop.stop_requested()) changed_.wait_for(mutex_, kBetweenAttempts);
+    }
+  }
+
+  // False where it is to stop.
+  bool use(grpc::ClientContext* context, const std::stop_token& stop) {
+    MutexLock lock(mutex_);
+    context_ = context;
+    return !stop.stop_requested();
+  }
+
+  const Process self_;
+  Caller caller_;
+  Mutex mutex_;
+  CondVar changed_;
+  grpc::ClientContext* context_ LOCKSTEP_GUARDED_BY(mutex_) = nullptr;  // of the stream
+  std::jthread thread_;
+};
+
+class GrpcChiefConnection final : public parameter_server::ChiefConnection {
+ public:
+  GrpcChiefConnection(const Process& self, const FindAddress& address, const Access& access)
+      : caller_("the chief", address, access), presence_(self, address, access) {}
+
+  Assignment next(std::int64_t call, int worker, const std::optional<parameter_server::Report>& report,
+                  Deadline deadline) override {
+    Request request;
+    auto& head = *request.mutable_next();
+    head.set_call(call);
+    head.set_worker(worker);
+    if (report) {
+      auto& said = *head.mutable_report();
+      said.set_kind(static_cast<int>(report->kind));
+      said.mutable_task()->set_step(report->task.step);
+      said.mutable_task()->set_part(report->task.part);
+      said.mutable_results()->Add(report->results.begin(), report->results.end());
+      said.set_error(report->error);
+    }
+    const auto reply = caller_.call(std::move(request), deadline);
+    const auto& given = reply.assignment();
+    if (!reply.has_assignment() || given.kind() < 0 || given.kind() > 2)
+      throw Error("the chief: an answer without a task");
+    Assignment assignment{.kind = static_cast<Assignment::Kind>(given.kind()),
+                          .task = {given.task().step(), given.task().part()},
+                          .epoch = given.epoch(),
+                          .index = given.index()};
+    if (given.has_learning_rate()) assignment.learning_rate = given.learning_rate();
+    return assignment;
+  }
+
+  std::optional<std::string> outcome(std::int64_t call, Deadline deadline) override {
+    Request request;
+    request.mutable_outcome()->set_call(call);
+    const auto reply = caller_.call(std::move(request), deadline);
+    return reply.has_outcome() ? std::optional(reply.outcome()) : std::nullopt;
+  }
+
+ private:
+  Caller caller_;
+  Presence presence_;
+};
+
+}  // namespace
+
+std::shared_ptr<parameter_server::ServerConnection> connect_server(const ServiceEngine::ModelOnServer& of,
+                                                                   FindAddress address, const Access& access) {
+  return std::make_shared<GrpcServerConnection>(of, std::move(address), access);
+}
+
+std::shared_ptr<parameter_server::ChiefConnection> connect_chief(const Process& self, FindAddress address,
+                                                                 const Access& access) {
+  return std::make_shared<GrpcChiefConnection>(self, address, access);
+}
+
+}  // namespace lockstep::grpc_service

@@ -1,0 +1,86 @@
+#include "grpc_service/frames.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::grpc_service {
+namespace {
+
+// Small pieces let the receiver begin early; large ones cost less each.
+constexpr std::size_t kSmallPiece = 256 << 10, kLargePiece = std::size_t{4} << 20;
+
+grpc::Slice slice_of(std::span<const std::byte> bytes, const std::shared_ptr<const void>& owner) {
+  using Owner = std::shared_ptr<const void>;
+  return {const_cast<std::byte*>(bytes.data()), bytes.size(), [](void* kept) { delete static_cast<Owner*>(kept); },
+          new Owner(owner)};
+}
+
+}  // namespace
+
+grpc::ByteBuffer frame_of(const google::protobuf::MessageLite& message) {
+  const grpc::Slice slice(message.SerializeAsString());
+  return {&slice, 1};
+}
+
+bool parse(const grpc::ByteBuffer& frame, google::protobuf::MessageLite& message) {
+  grpc::Slice slice;
+  if (!frame.DumpToSingleSlice(&slice).ok()) return false;
+  return message.ParseFromArray(slice.begin(), static_cast<int>(slice.size()));
+}
+
+bool write_bulk(const Bulk& bulk, const std::function<bool(const grpc::ByteBuffer&)>& write) {
+  std::size_t total = 0;
+  for (const auto& part : bulk.parts) total += part.size();
+  const auto piece = total < kLargePiece ? kSmallPiece : kLargePiece;
+  std::vector<grpc::Slice> slices;
+  std::size_t filled = 0;
+  const auto flush = [&] {
+    if (slices.empty()) return true;
+    const grpc::ByteBuffer frame(slices.data(), slices.size());
+    slices.clear();
+    filled = 0;
+    return write(frame);
+  };
+  for (auto part : bulk.parts) {
+    while (!part.empty()) {
+      const auto count = std::min(part.size(), piece - filled);
+      slices.push_back(slice_of(part.first(count), bulk.owner));
+      part = part.subspan(count);
+      filled += count;
+      if (filled == piece && !flush()) return false;
+    }
+  }
+  return flush();
+}
+
+void read_bulk(std::span<const std::span<std::byte>> parts, const std::function<bool(grpc::ByteBuffer&)>& read) {
+  std::size_t expected = 0, received = 0;
+  for (const auto& part : parts) expected += part.size();
+  auto part = parts.begin();
+  std::size_t offset = 0;  // in *part
+  const auto copy = [&](const std::uint8_t* data, std::size_t count) {
+    received += count;
+    if (received > expected) throw InvalidArgument(text("more than the ", expected, " bytes of its shards were sent"));
+    while (count > 0) {
+      const auto here = std::min(count, part->size() - offset);
+      if (here > 0) std::memcpy(part->data() + offset, data, here);
+      data += here;
+      count -= here;
+      offset += here;
+      if (offset == part->size() && count > 0) ++part, offset = 0;
+    }
+  };
+  for (grpc::ByteBuffer frame; read(frame);) {
+    std::vector<grpc::Slice> slices;
+    if (!frame.Dump(&slices).ok()) break;
+    for (const auto& slice : slices) copy(slice.begin(), slice.size());
+  }
+  if (received != expected) {
+    throw InvalidArgument(text(received, " bytes were sent, and its shards have ", expected));
+  }
+}
+
+}  // namespace lockstep::grpc_service

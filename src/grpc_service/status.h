@@ -1,0 +1,20 @@
+// Lockstep's exceptions as statuses of gRPC, and back.
+#pragma once
+
+#include <grpcpp/support/status.h>
+
+#include <exception>
+#include <string>
+
+namespace lockstep::grpc_service {
+
+// Of the exception that is handled.
+grpc::Status status_of_exception();
+
+// Whether the same call may succeed later: the process is starting again, or cannot be reached.
+bool may_come_back(const grpc::Status& status);
+
+// Throws what status_of_exception was made of; `who` has answered.
+[[noreturn]] void throw_status(const grpc::Status& status, const std::string& who);
+
+}  // namespace lockstep::grpc_service

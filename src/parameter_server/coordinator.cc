@@ -1,0 +1,157 @@
+#include "parameter_server/coordinator.h"
+
+#include <algorithm>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::parameter_server {
+namespace {
+
+constexpr std::int64_t kUnknownNumber = std::int64_t{1} << 50;
+
+}  // namespace
+
+bool Coordinator::wait(Deadline deadline) {
+  return changed_.wait_until(mutex_, deadline.time()) == std::cv_status::no_timeout;
+}
+
+void Coordinator::begin(std::int64_t call, std::int64_t model, const UpdateMode& mode) {
+  MutexLock lock(mutex_);
+  call_ = call;
+  over_ = false;
+  training_ = &trainings_.try_emplace(model, mode).first->second;
+  parts_.clear();
+  finished_.clear();
+  failure_.clear();
+  changed_.notify_all();
+}
+
+void Coordinator::open(std::int64_t epoch, std::int64_t index, std::int64_t steps) {
+  MutexLock lock(mutex_);
+  training_->opened[training_->schedule.scheduled()] = {epoch, index};
+  training_->schedule.add(steps < 0 ? kUnknownNumber : steps);
+  changed_.notify_all();
+}
+
+void Coordinator::set_learning_rate(std::optional<double> rate) {
+  MutexLock lock(mutex_);
+  learning_rate_ = rate;
+}
+
+void Coordinator::stop() {
+  MutexLock lock(mutex_);
+  auto& schedule = training_->schedule;
+  schedule.end_before(schedule.end_of_begun());
+  changed_.notify_all();
+}
+
+std::optional<std::vector<double>> Coordinator::wait_for_step(Deadline deadline) {
+  MutexLock lock(mutex_);
+  while (finished_.empty()) {
+    if (!failure_.empty()) throw Error(failure_);
+    if (training_->schedule.all_finished()) return std::nullopt;
+    if (wait(deadline)) continue;
+    std::vector<int> missing;
+    for (int worker = 0; worker < workers_; ++worker) {
+      if (!present_.contains(text("worker ", worker))) missing.push_back(worker);
+    }
+    throw DeadlineExceeded("waiting for a worker to finish a step", deadline.waited(), {},
+                           missing.empty() ? "" : text(" (workers ", lockstep::join(missing), " do not answer)"));
+  }
+  auto results = std::move(finished_.front());
+  finished_.pop_front();
+  return results;
+}
+
+void Coordinator::end(std::int64_t call, std::string outcome) {
+  MutexLock lock(mutex_);
+  outcomes_[call] = std::move(outcome);
+  if (call == call_) over_ = true;
+  changed_.notify_all();
+}
+
+Assignment Coordinator::next(std::int64_t call, int worker, const std::optional<Report>& report, Deadline deadline) {
+  if (worker < 0 || worker >= workers_) {
+    throw InvalidArgument(text("worker ", worker, " asks for work; there are ", workers_, " workers"));
+  }
+  MutexLock lock(mutex_);
+  if (call == call_ && !over_ && report) take(worker, *report);
+  while (true) {
+    if (outcomes_.contains(call)) return {.kind = Assignment::Kind::over};
+    if (call == call_ && !over_) {
+      if (auto assignment = assign(worker)) return *assignment;
+    }
+    if (!wait(deadline)) return {.kind = Assignment::Kind::wait};
+  }
+}
+
+std::optional<Assignment> Coordinator::assign(int worker) {
+  const auto task = training_->schedule.next(worker);
+  if (!task) return std::nullopt;
+  const auto& [first, batch] = *std::prev(training_->opened.upper_bound(task->step));
+  return Assignment{.kind = Assignment::Kind::task,
+                    .task = *task,
+                    .epoch = batch.epoch,
+                    .index = batch.index + task->step - first,
+                    .learning_rate = learning_rate_};
+}
+
+void Coordinator::take(int worker, const Report& report) {
+  switch (report.kind) {
+    case Report::Kind::failed:
+      if (failure_.empty()) failure_ = text("worker ", worker, ": ", report.error);
+      break;
+    case Report::Kind::no_batch:
+      if (report.task.step < training_->schedule.scheduled()) training_->schedule.end_before(report.task.step);
+      break;
+    case Report::Kind::finished: collect(worker, report); break;
+  }
+  changed_.notify_all();
+}
+
+void Coordinator::collect(int worker, const Report& report) {
+  const auto step = report.task.step;
+  if (!training_->schedule.finish(worker, report.task)) return;
+  parts_[report.task] = report.results;
+  if (!training_->schedule.finished().contains(step)) return;
+  std::vector<double> sums;
+  const auto first = parts_.lower_bound({step, 0}), end = parts_.lower_bound({step + 1, 0});
+  for (auto part = first; part != end; ++part) {
+    sums.resize(std::max(sums.size(), part->second.size()));
+    for (std::size_t i = 0; i < part->second.size(); ++i) sums[i] += part->second[i];
+  }
+  parts_.erase(first, end);
+  finished_.push_back(std::move(sums));
+}
+
+std::optional<std::string> Coordinator::outcome(std::int64_t call, Deadline deadline) {
+  MutexLock lock(mutex_);
+  while (!outcomes_.contains(call)) {
+    if (!wait(deadline)) return std::nullopt;
+  }
+  return outcomes_.at(call);
+}
+
+void Coordinator::join(const Process& process) {
+  MutexLock lock(mutex_);
+  present_.insert(process.name);
+}
+
+void Coordinator::leave(const Process& process) {
+  MutexLock lock(mutex_);
+  if (const auto found = present_.find(process.name); found != present_.end()) present_.erase(found);
+  if (process.worker >= 0 && training_ != nullptr) training_->schedule.lose(process.worker);
+  changed_.notify_all();
+}
+
+bool Coordinator::wait_for_leaving(const std::string& but, Deadline deadline) {
+  MutexLock lock(mutex_);
+  const auto stays = [&](const std::string& name) { return but.empty() || !name.starts_with(but); };
+  while (std::any_of(present_.begin(), present_.end(), stays)) {
+    if (!wait(deadline)) return false;
+  }
+  return true;
+}
+
+}  // namespace lockstep::parameter_server

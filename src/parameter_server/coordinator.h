@@ -1,0 +1,84 @@
+// The chief's end: gives out the steps of a fit, and collects what workers report of them.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "parameter_server/service.h"
+#include "parameter_server/step_schedule.h"
+
+namespace lockstep::parameter_server {
+
+// Any thread calls what ChiefService has; the chief's own thread the rest.
+class Coordinator final : public ChiefService {
+ public:
+  explicit Coordinator(int workers) : workers_(workers) {}
+
+  // --- the chief's thread
+
+  // Begins the fit that is call number `call`, of a model.
+  void begin(std::int64_t call, std::int64_t model, const UpdateMode& mode);
+
+  // Gives out `steps` more, or, where that is not known (below 0), as many as the workers have batches for. The first
+  // one's batch is number `index` of the data's epoch.
+  void open(std::int64_t epoch, std::int64_t index, std::int64_t steps);
+
+  // The learning rate of the steps that are given out from now on; nothing: the optimizer's own.
+  void set_learning_rate(std::optional<double> rate);
+
+  // Gives out no more steps than those that workers have begun.
+  void stop();
+
+  // The results of the next step that has finished; nothing once all have. A step's parts are added in their order.
+  // Throws Error with a worker's text where its step failed, and DeadlineExceeded.
+  std::optional<std::vector<double>> wait_for_step(Deadline deadline);
+
+  // Ends the call: workers that ask for work are told, and `outcome` is what others get as its result.
+  void end(std::int64_t call, std::string outcome);
+
+  // Waits until all processes whose names do not begin with `but` have left; false at the deadline.
+  bool wait_for_leaving(const std::string& but, Deadline deadline);
+
+  // --- ChiefService
+  Assignment next(std::int64_t call, int worker, const std::optional<Report>& report, Deadline deadline) override;
+  std::optional<std::string> outcome(std::int64_t call, Deadline deadline) override;
+  void join(const Process& process) override;
+  void leave(const Process& process) override;
+
+ private:
+  // The steps of one model, over all its fits.
+  struct Training {
+    explicit Training(const UpdateMode& mode) : schedule(mode) {}
+    struct Batch {
+      std::int64_t epoch = 0, index = 0;
+    };
+    StepSchedule schedule;
+    std::map<std::int64_t, Batch> opened;  // [the first step of each `open`]
+  };
+  void take(int worker, const Report& report) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  void collect(int worker, const Report& report) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  std::optional<Assignment> assign(int worker) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  bool wait(Deadline deadline) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+
+  const int workers_;
+  Mutex mutex_;
+  CondVar changed_;
+  std::int64_t call_ LOCKSTEP_GUARDED_BY(mutex_) = -1;  // the fit that runs, or ran last
+  bool over_ LOCKSTEP_GUARDED_BY(mutex_) = true;
+  std::map<std::int64_t, Training> trainings_ LOCKSTEP_GUARDED_BY(mutex_);  // [model]
+  Training* training_ LOCKSTEP_GUARDED_BY(mutex_) = nullptr;                // of the fit; null before the first
+  std::optional<double> learning_rate_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::map<Task, std::vector<double>> parts_ LOCKSTEP_GUARDED_BY(mutex_);  // of steps that have not finished
+  std::deque<std::vector<double>> finished_ LOCKSTEP_GUARDED_BY(mutex_);   // and of those that nobody has waited for
+  std::string failure_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::multiset<std::string> present_ LOCKSTEP_GUARDED_BY(mutex_);            // names of processes
+  std::map<std::int64_t, std::string> outcomes_ LOCKSTEP_GUARDED_BY(mutex_);  // [call]
+};
+
+}  // namespace lockstep::parameter_server

@@ -1,0 +1,132 @@
+#include "parameter_server/coordinator.h"
+
+#include <gtest/gtest.h>
+
+#include "base/expect_says_testing.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::parameter_server {
+namespace {
+
+using Kind = Assignment::Kind;
+
+Deadline now() { return Deadline::after(std::chrono::seconds(0)); }
+
+Report finished(std::int64_t step, std::vector<double> results = {1}, int part = 0) {
+  return {.kind = Report::Kind::finished, .task = {step, part}, .results = std::move(results)};
+}
+
+Assignment given(std::int64_t step, std::int64_t epoch, std::int64_t index, int part = 0) {
+  return {.kind = Kind::task, .task = {step, part}, .epoch = epoch, .index = index};
+}
+
+TEST(Coordinator, WorkersGetStepsWithThePlacesOfTheirBatches) {
+  Coordinator chief(2);
+  EXPECT_EQ(chief.next(0, 0, {}, now()).kind, Kind::wait);  // no fit yet
+  chief.begin(0, 0, {});
+  chief.open(0, 0, 2);
+  EXPECT_EQ(chief.next(0, 0, {}, now()), given(0, 0, 0));
+  EXPECT_EQ(chief.next(0, 1, {}, now()), given(1, 0, 1));
+  EXPECT_EQ(chief.next(1, 1, {}, now()).kind, Kind::wait);  // a later call
+  EXPECT_EQ(chief.next(0, 1, finished(1, {5, 7}), now()).kind, Kind::wait);
+  EXPECT_EQ(chief.wait_for_step(now()), (std::vector<double>{5, 7}));
+  EXPECT_THROW(chief.wait_for_step(now()), DeadlineExceeded);
+  EXPECT_EQ(chief.next(0, 0, finished(0), now()).kind, Kind::wait);
+  EXPECT_EQ(chief.wait_for_step(now()), std::vector<double>{1});
+  EXPECT_EQ(chief.wait_for_step(now()), std::nullopt);
+  chief.set_learning_rate(0.5);
+  chief.open(1, 0, 1);  // the next epoch
+  auto expected = given(2, 1, 0);
+  expected.learning_rate = 0.5;
+  EXPECT_EQ(chief.next(0, 0, {}, now()), expected);
+  EXPECT_EQ(chief.outcome(0, now()), std::nullopt);
+  chief.end(0, "result");
+  EXPECT_EQ(chief.next(0, 0, finished(2), now()).kind, Kind::over);
+  EXPECT_EQ(chief.outcome(0, now()), "result");
+}
+
+TEST(Coordinator, DataOfUnknownLengthEndWhereAWorkerFindsNoBatch) {
+  Coordinator chief(2);
+  chief.begin(0, 0, {});
+  chief.open(0, 0, -1);
+  chief.next(0, 0, {}, now());
+  chief.next(0, 1, {}, now());
+  EXPECT_EQ(chief.next(0, 0, finished(0), now()), given(2, 0, 2));
+  EXPECT_EQ(chief.next(0, 1, finished(1), now()), given(3, 0, 3));
+  const auto no_batch = [](std::int64_t step) { return Report{.kind = Report::Kind::no_batch, .task = {step}}; };
+  EXPECT_EQ(chief.next(0, 1, no_batch(3), now()).kind, Kind::wait);
+  EXPECT_EQ(chief.next(0, 0, no_batch(2), now()).kind, Kind::wait);
+  EXPECT_TRUE(chief.wait_for_step(now()));
+  EXPECT_TRUE(chief.wait_for_step(now()));
+  EXPECT_EQ(chief.wait_for_step(now()), std::nullopt);
+  chief.open(1, 0, -1);
+  EXPECT_EQ(chief.next(0, 0, {}, now()), given(2, 1, 0));  // the numbers are used again
+}
+
+TEST(Coordinator, StopLetsBegunStepsFinish) {
+  Coordinator chief(3);
+  chief.begin(0, 0, {});
+  chief.open(0, 0, 100);
+  for (int worker = 0; worker < 3; ++worker) chief.next(0, worker, {}, now());
+  chief.leave({"worker 1", 1});  // its step is nobody's now, and lies before one that is somebody's
+  chief.stop();
+  EXPECT_EQ(chief.next(0, 0, finished(0), now()), given(1, 0, 1));
+  EXPECT_EQ(chief.next(0, 2, finished(2), now()).kind, Kind::wait);
+  EXPECT_EQ(chief.next(0, 0, finished(1), now()).kind, Kind::wait);
+  for (int step = 0; step < 3; ++step) EXPECT_TRUE(chief.wait_for_step(now()));
+  EXPECT_EQ(chief.wait_for_step(now()), std::nullopt);
+}
+
+TEST(Coordinator, PartsOfAStepAreAddedInTheirOrder) {
+  Coordinator chief(2);
+  chief.begin(0, 0, {.parts = 2, .needed = 2});
+  chief.open(0, 0, 1);
+  EXPECT_EQ(chief.next(0, 1, {}, now()), given(0, 0, 0, 0));
+  EXPECT_EQ(chief.next(0, 0, {}, now()), given(0, 0, 0, 1));
+  chief.next(0, 0, finished(0, {1e-20, 3}, 1), now());
+  EXPECT_THROW(chief.wait_for_step(now()), DeadlineExceeded);
+  chief.next(0, 1, finished(0, {1, 2}, 0), now());
+  EXPECT_EQ(chief.wait_for_step(now()), (std::vector<double>{1 + 1e-20, 5}));
+}
+
+TEST(Coordinator, AFailedStepFailsTheFitWithItsText) {
+  Coordinator chief(2);
+  chief.begin(0, 0, {});
+  chief.open(0, 0, 5);
+  chief.next(0, 1, {}, now());
+  chief.next(0, 1, Report{.kind = Report::Kind::failed, .task = {0}, .error = "no such image"}, now());
+  expect_says(message_of<Error>([&] { chief.wait_for_step(now()); }), "worker 1: no such image");
+}
+
+TEST(Coordinator, ModelsHaveStepsOfTheirOwn) {
+  Coordinator chief(1);
+  for (const std::int64_t model : {0, 1}) {
+    chief.begin(model, model, {});
+    chief.open(0, 0, 2);
+    EXPECT_EQ(chief.next(model, 0, {}, now()), given(0, 0, 0));
+    EXPECT_EQ(chief.next(model, 0, finished(0), now()), given(1, 0, 1));
+    chief.next(model, 0, finished(1), now());
+    chief.end(model, "");
+  }
+  chief.begin(2, 0, {});
+  chief.open(7, 3, 1);
+  EXPECT_EQ(chief.next(2, 0, {}, now()), given(2, 7, 3));
+}
+
+TEST(Coordinator, WhoAsksMustBeAWorker) {
+  Coordinator chief(2);
+  expect_says(message_of<InvalidArgument>([&] { chief.next(0, 2, {}, now()); }), "worker 2");
+}
+
+TEST(Coordinator, KnowsWhoHasLeft) {
+  Coordinator chief(1);
+  chief.join({"worker 0", 0});
+  chief.join({"ps 0"});
+  EXPECT_FALSE(chief.wait_for_leaving("ps", now()));
+  chief.leave({"worker 0", 0});
+  EXPECT_TRUE(chief.wait_for_leaving("ps", now()));
+  EXPECT_FALSE(chief.wait_for_leaving("", now()));
+}
+
+}  // namespace
+}  // namespace lockstep::parameter_server

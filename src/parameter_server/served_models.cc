@@ -1,0 +1,92 @@
+#include "parameter_server/served_models.h"
+
+#include <utility>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::parameter_server {
+
+void ServedModels::add(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards) {
+  MutexLock lock(mutex_);
+  Served added{std::move(description), std::move(shards)};
+  for (const auto& [number, served] : models_) {
+    if (served.dropped) added.dropped_before.push_back(number);
+  }
+  models_[model] = std::move(added);
+  changed_.notify_all();
+}
+
+void ServedModels::drop(std::int64_t model) {
+  MutexLock lock(mutex_);
+  if (const auto found = models_.find(model); found != models_.end()) found->second.dropped = true;
+}
+
+const ServedModels::Served& ServedModels::find(std::int64_t model) const {
+  const auto found = models_.find(model);
+  if (found != models_.end()) return found->second;
+  throw InvalidArgument(text("this server has no model number ", model, "; it has ", models_.size(), " models"));
+}
+
+bool ServedModels::wait(Deadline deadline) const {
+  return changed_.wait_until(mutex_, deadline.time()) == std::cv_status::no_timeout;
+}
+
+std::shared_ptr<ShardStore> ServedModels::shards_of(std::int64_t model) const {
+  MutexLock lock(mutex_);
+  return find(model).shards;
+}
+
+void ServedModels::open(std::int64_t model, const std::string& user, const std::string& description,
+                        Deadline deadline) {
+  MutexLock lock(mutex_);
+  while (!models_.contains(model)) {
+    if (!wait(deadline)) {
+      throw DeadlineExceeded(text("waiting until the server makes model number ", model), deadline.waited());
+    }
+  }
+  auto& opened = models_[model];
+  const auto& mine = opened.description;
+  if (mine == description) {
+    opened.users.insert(user);
+    if (static_cast<int>(opened.users.size()) < users_) return;
+    for (const auto number : std::exchange(opened.dropped_before, {})) models_.erase(number);
+    return;
+  }
+  const auto [ours, theirs] = first_difference(mine, description);
+  throw InvalidArgument(text("the processes' models differ: the server has ", ours, ", and it is asked for ", theirs));
+}
+
+void ServedModels::push(std::int64_t model, Push push) const { shards_of(model)->push(std::move(push)); }
+
+void ServedModels::pull(std::int64_t model, std::span<std::byte* const> shards, Deadline deadline) const {
+  std::shared_ptr<ShardStore> store;
+  {
+    MutexLock lock(mutex_);
+    while (!find(model).written) {
+      if (!wait(deadline)) {
+        throw DeadlineExceeded("waiting until the chief has written the first values", deadline.waited());
+      }
+    }
+    store = find(model).shards;
+  }
+  for (std::size_t i = 0; i < store->size(); ++i) store->shard(i).read(shards[i]);
+}
+
+void ServedModels::write(std::int64_t model, std::span<const std::byte* const> shards) {
+  const auto store = shards_of(model);
+  for (std::size_t i = 0; i < store->size(); ++i) store->shard(i).write(shards[i]);
+  MutexLock lock(mutex_);
+  find(model);
+  models_[model].written = true;
+  changed_.notify_all();
+}
+
+std::vector<std::size_t> ServedModels::shard_bytes(std::int64_t model) const {
+  const auto store = shards_of(model);
+  std::vector<std::size_t> bytes;
+  for (std::size_t i = 0; i < store->size(); ++i) bytes.push_back(store->shard(i).bytes());
+  return bytes;
+}
+
+}  // namespace lockstep::parameter_server

@@ -1,0 +1,56 @@
+// The models of which this server has shards.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "lockstep/base/deadline.h"
+#include "parameter_server/shard_store.h"
+
+namespace lockstep::parameter_server {
+
+// Any thread. All calls throw InvalidArgument for a model that is not there, unless they wait for it.
+class ServedModels {
+ public:
+  // For so many other processes that use the models.
+  explicit ServedModels(int users) : users_(users) {}
+
+  // Models are numbered as the program makes them. After `drop` a model is kept until all others have opened one that
+  // was added later: then they have passed the same place in the program.
+  void add(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards);
+  void drop(std::int64_t model);
+
+  // As ServerConnection's; by the process `user`.
+  void open(std::int64_t model, const std::string& user, const std::string& description, Deadline deadline);
+  void push(std::int64_t model, Push push) const;
+  void pull(std::int64_t model, std::span<std::byte* const> shards, Deadline deadline) const;
+  void write(std::int64_t model, std::span<const std::byte* const> shards);
+
+  // Bytes of the values of its shards.
+  std::vector<std::size_t> shard_bytes(std::int64_t model) const;
+
+ private:
+  struct Served {
+    std::string description;
+    std::shared_ptr<ShardStore> shards;
+    bool written = false;
+    bool dropped = false;
+    std::vector<std::int64_t> dropped_before = {};  // models that had been dropped when this one was added
+    std::set<std::string> users = {};
+  };
+  std::shared_ptr<ShardStore> shards_of(std::int64_t model) const;
+  bool wait(Deadline deadline) const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  const Served& find(std::int64_t model) const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+
+  const int users_;
+  mutable Mutex mutex_;
+  mutable CondVar changed_;
+  std::map<std::int64_t, Served> models_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+}  // namespace lockstep::parameter_server

@@ -1,0 +1,194 @@
+#include "parameter_server/server_cluster.h"
+
+#include <algorithm>
+#include <sstream>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "cluster/rendezvous.h"
+#include "cluster/resolvers.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/version.h"
+#include "optimizer/describe.h"
+#include "transport/socket.h"
+
+namespace lockstep::parameter_server {
+namespace {
+
+constexpr const char* kPrefix = "parameter servers/";
+constexpr std::chrono::seconds kToEnd(5);
+
+std::string key_of(Role role, int index) { return text(name_of(role), " ", index); }
+
+cluster::Rendezvous find(const Cluster& cluster, double timeout_seconds) {
+  if (!(timeout_seconds > 0)) {
+    throw InvalidArgument(
+        text("ParameterServerStrategy: start_timeout_seconds is ", timeout_seconds, "; it must be above 0"));
+  }
+  return cluster::find_store(cluster, Deadline::after(std::chrono::duration<double>(timeout_seconds)));
+}
+
+// A process in the store: its host, and where it answers, if it does.
+struct Entry {
+  std::string host, address;
+};
+std::string print(const Entry& entry) { return entry.host + "\n" + entry.address; }
+Entry parse(const std::string& printed) {
+  const auto end = printed.find('\n');
+  return {printed.substr(0, end), printed.substr(end + 1)};
+}
+
+std::string description_of(const std::vector<VariableSpec>& variables, const std::vector<ShardPlace>& places,
+                           const Optimizer& optimizer, const UpdateMode& mode) {
+  std::ostringstream out;
+  out << "Lockstep " << version() << "\n"
+      << optimizer::describe(optimizer) << "\n"
+      << "a step of " << mode.parts << " parts, of which " << mode.needed << " are needed\n";
+  for (const auto& variable : variables) {
+    out << "variable " << variable.name << " " << lockstep::name_of(variable.dtype) << " [" << join(variable.shape)
+        << "]\n";
+  }
+  for (const auto& place : places) {
+    out << "variable " << place.variable << " from " << place.begin << " on, " << place.count << " elements, on server "
+        << place.server << "\n";
+  }
+  return out.str();
+}
+
+}  // namespace
+
+std::string outcome_of(const std::string& result) { return "1" + result; }
+std::string outcome_of_failure(const std::string& why) { return "0" + why; }
+
+ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions options, const ServiceEngine& engine)
+    : roles_(roles_of(cluster)),
+      options_(std::move(options)),
+      engine_(engine),
+      store_([&] {
+        check(options_.mode);
+        return find(cluster, options_.start_timeout_seconds).store.prefixed(kPrefix);
+      }()),
+      access_(store_.access()) {
+  const auto deadline = Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds));
+  if (roles_.mine == Role::ps)
+    models_ = std::make_shared<ServedModels>(1 + roles_.workers + (roles_.evaluator ? 1 : 0));
+  if (is_chief()) coordinator_ = std::make_shared<Coordinator>(roles_.workers);
+  Entry entry{.host = cluster.world.host};
+  if (models_ || coordinator_) {
+    const auto host = cluster::host_of(store_.address(), "the store's address");
+    const auto address = transport::address_towards(host, deadline);
+    endpoint_ = engine_.serve(transport::with_port(address, 0), access_, {models_, coordinator_});
+    entry.address = endpoint_->address();
+  }
+  store_.set(key_of(roles_.mine, roles_.index), print(entry), deadline);
+  wait_for_all(deadline);
+  if (!is_chief()) {
+    const Process self{key_of(roles_.mine, roles_.index), roles_.mine == Role::worker ? roles_.index : -1};
+    chief_ = engine_.connect_chief(self, address_of(Role::chief, 0), access_);
+  }
+}
+
+// A server answers until nobody needs it, and the chief until all others have ended: each for a bounded time.
+ServerCluster::~ServerCluster() {
+  try {
+    const auto deadline = reconnect_deadline();
+    if (is_chief()) {
+      if (!coordinator_->wait_for_leaving(name_of(Role::ps), deadline)) {
+        log_warning("some workers have not ended yet; the servers end all the same");
+      }
+      coordinator_->end(ChiefConnection::kProgram, "");
+      coordinator_->wait_for_leaving("", Deadline::after(kToEnd));
+    }
+    while (roles_.mine == Role::ps && !deadline.passed()) {
+      if (chief_->outcome(ChiefConnection::kProgram, Deadline::after(kToEnd))) break;
+    }
+  } catch (const Error&) {  // the chief is gone
+  }
+}
+
+void ServerCluster::wait_for_all(Deadline deadline) {
+  std::vector<std::string> names;
+  const auto add = [&](Role role, int count) {
+    for (int i = 0; i < count; ++i) names.push_back(key_of(role, i));
+  };
+  add(Role::chief, 1);
+  add(Role::worker, roles_.workers);
+  add(Role::ps, roles_.servers);
+  if (roles_.evaluator) add(Role::evaluator, 1);
+  std::vector<std::string> entries;
+  try {
+    entries = store_.get(names, deadline);
+  } catch (const DeadlineExceeded& error) {
+    std::vector<std::string> missing;
+    for (const int index : error.ranks()) missing.push_back(names[static_cast<std::size_t>(index)]);
+    throw DeadlineExceeded("waiting for the other processes", error.waited_for(), {},
+                           text(" (", first_of(missing), " did not come)"));
+  }
+  if (roles_.mine != Role::worker) return;
+  place_.size = 0;
+  const auto host_of_worker = [&](int worker) { return parse(entries[static_cast<std::size_t>(worker) + 1]).host; };
+  for (int worker = 0; worker < roles_.workers; ++worker) {
+    if (host_of_worker(worker) != host_of_worker(roles_.index)) continue;
+    if (worker == roles_.index) place_.rank = place_.size;
+    ++place_.size;
+  }
+}
+
+int ServerCluster::agree_on_replicas(int mine) const {
+  constexpr const char* kKey = "replicas of a worker";
+  const auto deadline = Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds));
+  if (roles_.mine == Role::worker) store_.compare_set(kKey, "", std::to_string(mine), deadline);
+  const int agreed = std::stoi(store_.get(kKey, deadline));
+  if (roles_.mine == Role::worker && agreed != mine) {
+    throw ClusterError(text("ParameterServerStrategy: worker ", roles_.index, " has ", mine, " replicas, and another ",
+                            agreed, "; set `devices` to equal numbers"));
+  }
+  return agreed;
+}
+
+FindAddress ServerCluster::address_of(Role role, int index) const {
+  return [store = store_, key = key_of(role, index)](Deadline deadline) {
+    return parse(store.get(key, deadline)).address;
+  };
+}
+
+std::shared_ptr<Client> ServerCluster::make_model(const std::vector<VariableSpec>& variables,
+                                                  const Optimizer& optimizer) {
+  const auto number = models_made_++;
+  const auto places = place_shards(variables, options_.partitioner, roles_.servers);
+  const auto description = description_of(variables, places, optimizer, options_.mode);
+  std::shared_ptr<void> served;
+  if (models_) {
+    models_->add(number, description,
+                 std::make_shared<ShardStore>(variables, places, roles_.index, optimizer, options_.mode));
+    served = std::shared_ptr<void>(nullptr, [models = models_, number](void*) { models->drop(number); });
+  }
+  std::vector<std::shared_ptr<ServerConnection>> connections;
+  for (int server = 0; server < roles_.servers; ++server) {
+    ServiceEngine::ModelOnServer model{.server = key_of(Role::ps, server),
+                                       .user = key_of(roles_.mine, roles_.index),
+                                       .model = number,
+                                       .shard_bytes = {}};
+    for (const auto& place : places) {
+      if (place.server != server) continue;
+      model.shard_bytes.push_back(static_cast<std::size_t>(place.count) * size_of(variables[place.variable].dtype));
+    }
+    connections.push_back(engine_.connect_server(model, address_of(Role::ps, server), access_));
+  }
+  const std::shared_ptr<Client> client(new Client(variables, places, std::move(connections), number),
+                                       [served](Client* mine) { delete mine; });
+  if (!models_)
+    client->open(description, Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds)));
+  return client;
+}
+
+std::string ServerCluster::outcome(std::int64_t call) {
+  while (true) {
+    const auto outcome = chief_->outcome(call, reconnect_deadline());
+    if (!outcome) continue;
+    if (outcome->starts_with("1")) return outcome->substr(1);
+    throw Error(text("the chief: ", outcome->substr(1)));
+  }
+}
+
+}  // namespace lockstep::parameter_server

@@ -1,0 +1,129 @@
+// The calls between the processes of a job with parameter servers, and the engine that carries them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/transport/access.h"
+#include "parameter_server/push.h"
+
+namespace lockstep::parameter_server {
+
+class ServedModels;
+
+// A model's shards on one server, as another process reads and updates them. Any thread. Calls are repeated until the
+// deadline where the server cannot be reached; then they throw DeadlineExceeded, which names it.
+class ServerConnection {
+ public:
+  virtual ~ServerConnection() = default;
+
+  // Waits until the server has the model. Throws InvalidArgument where it describes it otherwise.
+  virtual void open(const std::string& description, Deadline deadline) = 0;
+
+  // Returns when the server has the push. May be repeated. Throws InvalidArgument for one that does not fit.
+  virtual void push(Push push, Deadline deadline) = 0;
+
+  // Copies the values of the server's shards, in their order, each as a number of whole updates left it. Waits until
+  // they have been written.
+  virtual void pull(std::span<std::byte* const> shards, Deadline deadline) = 0;
+
+  // Replaces the values. Optimizer state stays.
+  virtual void write(std::span<const std::byte* const> shards, Deadline deadline) = 0;
+};
+
+// What the chief answers a worker that asks for work.
+struct Assignment {
+  enum class Kind { task, wait, over } kind = Kind::wait;  // wait: ask again. over: the fit has ended
+  Task task;
+  std::int64_t epoch = 0, index = 0;  // where the task's batch lies in the data
+  std::optional<double> learning_rate = {};
+
+  bool operator==(const Assignment&) const = default;
+};
+
+// What a worker says of a task that it was given.
+struct Report {
+  enum class Kind { finished, no_batch, failed } kind = Kind::finished;  // no_batch: the epoch's data end before it
+  Task task;
+  std::vector<double> results = {};  // to be summed over the parts of a step
+  std::string error = {};            // failed: why
+};
+
+// Any thread. The calls of one program (fit, evaluate) are numbered from 0 on, equally in all processes.
+class ChiefConnection {
+ public:
+  virtual ~ChiefConnection() = default;
+
+  // The next task of `worker` in the fit that is call number `call`, after what it reports of the one before. Where
+  // there is none for some time: Kind::wait, at the deadline or earlier.
+  virtual Assignment next(std::int64_t call, int worker, const std::optional<Report>& report, Deadline deadline) = 0;
+
+  // What the call returned on the chief, once it has; else nothing, at the deadline or earlier. kProgram: an empty
+  // text, once nobody needs the servers any more.
+  static constexpr std::int64_t kProgram = -1;
+  virtual std::optional<std::string> outcome(std::int64_t call, Deadline deadline) = 0;
+};
+
+// A process of the job; `worker` is its number where it is a worker, else -1.
+struct Process {
+  std::string name;  // "worker 0", "ps 1"
+  int worker = -1;
+};
+
+// The chief's own end. It is told when a process has connected, and when it has gone or does not answer.
+class ChiefService : public ChiefConnection {
+ public:
+  virtual void join(const Process& process) = 0;
+  virtual void leave(const Process& process) = 0;
+};
+
+// What a process answers: a server its models, the chief its schedule.
+struct Services {
+  std::shared_ptr<ServedModels> models = {};
+  std::shared_ptr<ChiefService> chief = {};
+};
+
+// While it lives, the process answers.
+class Endpoint {
+ public:
+  virtual ~Endpoint() = default;
+  virtual std::string address() const = 0;  // "host:port"
+};
+
+// Where a process listens now; it may have been started again since the last call.
+using FindAddress = std::function<std::string(Deadline deadline)>;
+
+class ServiceEngine {
+ public:
+  virtual ~ServiceEngine() = default;
+
+  // Listens at an address of this machine; port 0: any. Throws ClusterError where it cannot, or `access` does not allow
+  // it.
+  virtual std::unique_ptr<Endpoint> serve(const std::string& address, const Access& access,
+                                          const Services& services) const = 0;
+
+  // `shard_bytes`: of the model's shards on the server. `server`, `user`: names of the server and of this process.
+  struct ModelOnServer {
+    std::string server, user;
+    std::int64_t model = 0;
+    std::vector<std::size_t> shard_bytes;
+  };
+  virtual std::shared_ptr<ServerConnection> connect_server(const ModelOnServer& of, FindAddress address,
+                                                           const Access& access) const = 0;
+
+  // The chief notices when the result, or the process, has ended.
+  virtual std::shared_ptr<ChiefConnection> connect_chief(const Process& self, FindAddress address,
+                                                         const Access& access) const = 0;
+};
+
+// The engine of gRPC, from the library that the build made for it. Throws ClusterError where it cannot be loaded.
+const ServiceEngine& service_engine();
+
+}  // namespace lockstep::parameter_server

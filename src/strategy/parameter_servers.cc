@@ -1,0 +1,72 @@
+#include "lockstep/strategy/parameter_server_strategy.h"
+
+#include "base/text.h"
+#include "parameter_server/server_cluster.h"
+#include "strategy/devices.h"
+#include "strategy/strategy_impl.h"
+
+namespace lockstep {
+namespace {
+
+using parameter_server::Role;
+using parameter_server::ServerCluster;
+
+parameter_server::UpdateMode mode_of(const ParameterServerOptions& options, int workers) {
+  const auto fail = [](const char* name, int value, const auto&... allowed) {
+    throw InvalidArgument(text("ParameterServerStrategy: ", name, " is ", value, "; it must be ", allowed...));
+  };
+  if (options.staleness_bound < -1) fail("staleness_bound", options.staleness_bound, "-1 (none) or more");
+  if (!options.synchronous) {
+    if (options.spare_workers != 0) fail("spare_workers", options.spare_workers, "0 unless synchronous is set");
+    return {.most_ahead = options.staleness_bound};
+  }
+  if (options.staleness_bound != -1) fail("staleness_bound", options.staleness_bound, "-1 where synchronous is set");
+  if (options.spare_workers < 0 || options.spare_workers >= workers) {
+    fail("spare_workers", options.spare_workers, "from 0 to ", workers - 1, " with ", workers, " workers");
+  }
+  return {.parts = workers, .needed = workers - options.spare_workers};
+}
+
+// A worker's own; the chief evaluates on all cores of its host; servers compute no step.
+std::vector<std::string> devices_of(const ParameterServerOptions& options, Role role,
+                                    const cluster::CpuPartition& partition) {
+  if (role == Role::ps) return {"cpu:0"};
+  auto devices = options.devices.empty() ? strategy::default_devices(partition) : options.devices;
+  const bool own_choice = options.devices.empty() && devices[0].starts_with("cpu");
+  return role == Role::worker && own_choice ? std::vector<std::string>{"cpu:0"} : devices;
+}
+
+strategy::StrategySettings settings_of(ParameterServerOptions options) {
+  const auto resolved = options.cluster ? *options.cluster : resolve_cluster();
+  const auto cluster = parameter_server::with_roles(resolved, options.num_ps, options.evaluator);
+  const auto roles = parameter_server::roles_of(cluster);
+  const auto mode = mode_of(options, roles.workers);
+  auto servers = std::make_shared<ServerCluster>(
+      cluster, parameter_server::ServerClusterOptions{.partitioner = options.variable_partitioner,
+                                                      .mode = mode,
+                                                      .start_timeout_seconds = options.start_timeout_seconds,
+                                                      .reconnect_timeout_seconds = options.reconnect_timeout_seconds});
+  const auto place = servers->among_local_workers();
+  strategy::StrategySettings settings{.threads_per_replica = options.threads_per_replica,
+                                      .partition = {place.rank, place.size},
+                                      .timeout_seconds = options.timeout_seconds};
+  settings.devices = devices_of(options, roles.mine, settings.partition);
+  settings.servers = servers;
+  settings.replicas_in_sync = mode.parts * servers->agree_on_replicas(static_cast<int>(settings.devices.size()));
+  if (place.size > 1) cluster::keep_to_partition(settings.partition);
+  return settings;
+}
+
+}  // namespace
+
+ParameterServerStrategy::ParameterServerStrategy(ParameterServerOptions options)
+    : Strategy(std::make_shared<StrategyImpl>(settings_of(std::move(options)))) {}
+
+std::string ParameterServerStrategy::task_type() const {
+  return parameter_server::name_of(unwrap(*this).servers()->roles().mine);
+}
+int ParameterServerStrategy::task_index() const { return unwrap(*this).servers()->roles().index; }
+int ParameterServerStrategy::num_workers() const { return unwrap(*this).servers()->roles().workers; }
+int ParameterServerStrategy::num_ps() const { return unwrap(*this).servers()->roles().servers; }
+
+}  // namespace lockstep

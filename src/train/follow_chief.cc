@@ -1,0 +1,119 @@
+#include "train/follow_chief.h"
+
+#include "base/log.h"
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "strategy/split.h"
+#include "train/fit_options.h"
+#include "train/model_impl.h"
+#include "train/signal_guard.h"
+
+namespace lockstep::train {
+namespace {
+
+using parameter_server::Assignment;
+using parameter_server::Report;
+
+// The batches of a data set by their places.
+class Batches {
+ public:
+  explicit Batches(DistributedDataset data) : data_(std::move(data)) {}
+
+  // Each replica's part of part `part` of `parts` of a batch; nothing behind the last. Cheap where places ascend.
+  std::optional<PerReplica<internal::Part>> at(Position position, int part, int parts) {
+    const bool behind =
+        iterator_ && iterator_->position().epoch == position.epoch && iterator_->position().index <= position.index;
+    if (!behind) iterator_.emplace(data_.iterate(position));
+    while (iterator_->position().index < position.index) {
+      if (!iterator_->skip()) return std::nullopt;
+    }
+    return iterator_->next_parts_of(part, parts);
+  }
+
+ private:
+  const DistributedDataset data_;
+  std::optional<DistributedIterator> iterator_;
+};
+
+class Worker {
+ public:
+  Worker(Model& model, const Dataset& data, std::int64_t call)
+      : model_(model),
+        impl_(unwrap(model)),
+        servers_(*impl_.servers()),
+        batches_(strategy::distribute_ahead(data, unwrap(impl_.strategy).local_replicas())),
+        call_(call) {}
+
+  void run(const SignalGuard& signals) {
+    impl_.gradients->prepare();
+    model_.module().train();
+    std::optional<Report> report;
+    while (signals.received() == 0) {
+      const auto next = servers_.chief().next(call_, servers_.roles().index, report, servers_.reconnect_deadline());
+      report.reset();
+      if (next.kind == Assignment::Kind::over) return;
+      if (next.kind == Assignment::Kind::task) report = compute(next);
+    }
+    throw Interrupted(signals.received());
+  }
+
+ private:
+  Report compute(const Assignment& next) {
+    const auto parts = servers_.mode().parts;
+    auto batch = batches_.at({next.epoch, next.index}, next.task.part, parts);
+    if (!batch) return {.kind = Report::Kind::no_batch, .task = next.task};
+    impl_.steps = next.task.step;
+    impl_.part_of_step = next.task.part;
+    impl_.fetch();
+    impl_.gradients->servers()->begin(next.task, next.learning_rate);
+    impl_.tracker->reset();
+    const auto results = impl_.train_batch(*batch, *impl_.tracker);
+    return {.kind = Report::Kind::finished, .task = next.task, .results = impl_.tracker->sums_of(results)};
+  }
+
+  Model& model_;
+  ModelImpl& impl_;
+  parameter_server::ServerCluster& servers_;
+  Batches batches_;
+  const std::int64_t call_;
+};
+
+void build_for_first_batch(ModelImpl& impl, const Dataset& data) {
+  if (impl.parameters == nullptr) {
+    const auto first = strategy::first_element(data, unwrap(impl.strategy).local_replicas());
+    if (!first.x.defined()) throw InvalidArgument("fit: the data set is empty");
+    strategy::check_batch(first);
+    impl.build(first);
+  }
+  impl.require_trainable();
+}
+
+// The chief's fit fails with what the worker throws.
+void tell_chief(parameter_server::ServerCluster& servers, std::int64_t call, const std::string& what) {
+  constexpr std::chrono::seconds kToTell(5);
+  try {
+    servers.chief().next(call, servers.roles().index, Report{.kind = Report::Kind::failed, .task = {}, .error = what},
+                         Deadline::after(kToTell));
+  } catch (const Error&) {  // the chief is gone
+  }
+}
+
+}  // namespace
+
+void follow_chief(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call) {
+  auto& impl = unwrap(model);
+  auto& servers = *impl.servers();
+  const bool works = servers.roles().mine == parameter_server::Role::worker;
+  const SignalGuard signals(options.handle_signals);
+  try {
+    build_for_first_batch(impl, data);
+    if (works) Worker(model, weighed(data, options), call).run(signals);
+  } catch (const Interrupted&) {
+    throw;
+  } catch (const std::exception& error) {
+    if (works) tell_chief(servers, call, error.what());
+    throw;
+  }
+}
+
+}  // namespace lockstep::train

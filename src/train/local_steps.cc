@@ -1,0 +1,144 @@
+// Steps that this process makes, with its peers.
+#include <algorithm>
+#include <chrono>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "strategy/split.h"
+#include "train/model_impl.h"
+#include "train/step_source.h"
+
+namespace lockstep::train {
+namespace {
+
+class LocalSteps final : public StepSource {
+ public:
+  LocalSteps(ModelImpl& impl, const Dataset& data, const FitOptions& options)
+      : impl_(impl), data_(data), options_(options) {}
+
+  std::int64_t steps_of_an_epoch() override {
+    if (options_.steps_per_epoch == FitOptions::kEndless) return -1;
+    if (options_.steps_per_epoch > 0) return options_.steps_per_epoch;
+    const auto mine = std::max<std::int64_t>(-1, strategy::distribute(data_, impl_.replicas()).cardinality());
+    return impl_.gradients->own_data() ? longest(mine) : mine;
+  }
+
+  // With steps_per_epoch, one iterator serves all epochs.
+  void begin_epoch() override {
+    stopped_ = false;
+    if (iterator_ && options_.steps_per_epoch > 0) return;
+    const auto data = strategy::distribute_ahead(data_, impl_.replicas());
+    if (restored_with_other_batch_size(data)) {
+      iterator_.emplace(data.iterate_from({progress().position.epoch, progress().examples}));
+      progress().batch_size = 0;
+    } else {
+      iterator_.emplace(data.iterate(progress().position));
+    }
+    examples_before_ = progress().examples;
+  }
+
+  bool next() override {
+    if (stopped_ || (options_.steps_per_epoch > 0 && progress().batch >= options_.steps_per_epoch)) return false;
+    const auto before = std::chrono::steady_clock::now();
+    batch_ = iterator_->next_parts();
+    impl_.times.input += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
+    return batch_.has_value();
+  }
+
+  void train() override { results_ = impl_.train_batch(*batch_, *impl_.tracker); }
+
+  void count(std::span<double> news) override {
+    impl_.tracker->add_batch(*results_, news);
+    if (impl_.has_other_fits()) peers().sum(news);
+    ++progress().batch;
+    if (progress().position.index == 0) progress().batch_size = largest_of_readers(iterator_->element_size());
+    progress().position = iterator_->position();
+    progress().examples = examples_before_ + iterator_->examples();
+    compare_batches();
+  }
+
+  void stop() override { stopped_ = true; }
+
+ private:
+  FitProgress& progress() const { return impl_.progress; }
+  const Communicator& peers() const { return impl_.peers(); }
+
+  // The steps of the longest of the ranks' epochs; -1 where a rank does not know its own.
+  std::int64_t longest(std::int64_t steps) const {
+    for (const auto& theirs : peers().all_gather(std::to_string(steps))) {
+      const auto other = std::stoll(theirs);
+      steps = std::min<std::int64_t>(steps, other) < 0 ? -1 : std::max<std::int64_t>(steps, other);
+    }
+    return steps;
+  }
+
+  // Where all workers must read the same batches, checks that they do: in the first step of each epoch, and as often as
+  // their copies are compared.
+  void compare_batches() const {
+    const auto every = impl_.gradients->compare_copies_every();
+    if (peers().size() == 1 || iterator_->is_sharded() || every == 0) return;
+    if (progress().batch != 1 && impl_.steps % every != 0) return;
+    peers().check_all_agree("data", text("a batch with the hash ", iterator_->element_hash(), " at step ",
+                                         progress().batch, " of epoch ", progress().epoch + 1));
+  }
+
+  // Whether the restored position counts batches of another size, so that it must be found by examples. Throws where it
+  // cannot be found in this data.
+  bool restored_with_other_batch_size(const DistributedDataset& data) {
+    const auto local = impl_.replicas();
+    const int readers = data.is_sharded() ? local.workers.size() : 1;
+    auto& now = progress();
+    const int readers_then = std::exchange(now.readers, readers);
+    if (now.position.index == 0) {
+      now.batch_size = 0;  // set after the first step
+      return false;
+    }
+    if (readers != readers_then) {
+      throw InvalidArgument(
+          text("fit: the checkpoint was made in the middle of an epoch in which ", workers_that_read(readers_then),
+               ", and now ", workers_that_read(readers), ", so that some examples would be left out and others come ",
+               "twice; go on with as many workers and the same auto_shard_policy, or, without steps_per_epoch, from ",
+               "the end of an epoch"));
+    }
+    if (impl_.gradients->own_data()) return false;  // each rank has batches and a position of its own
+    const auto size = largest_of_readers(strategy::first_element(data_, local, now.position.epoch).size());
+    if (size == now.batch_size) return false;
+    if (readers > 1) {
+      throw InvalidArgument(text("fit: the checkpoint was made with batches of ", now.batch_size, " examples, and now ",
+                                 "they have ", size, "; where each of ", readers, " workers reads its own, the place ",
+                                 "in the data cannot be found: go on with batches of ", now.batch_size,
+                                 ", or, without steps_per_epoch, from the end of an epoch"));
+    }
+    if (options_.steps_per_epoch == 0 && size > 0) now.batch = (now.examples + size - 1) / size;
+    return true;
+  }
+
+  // The largest size on any worker: where workers read their own batches, one may have less than a full batch.
+  std::int64_t largest_of_readers(std::int64_t size) const {
+    if (progress().readers == 1) return size;
+    for (const auto& theirs : peers().all_gather(std::to_string(size)))
+      size = std::max<std::int64_t>(size, std::stoll(theirs));
+    return size;
+  }
+
+  static std::string workers_that_read(int readers) {
+    return readers == 1 ? "all workers read the same batches" : text(readers, " workers read batches of their own");
+  }
+
+  ModelImpl& impl_;
+  const Dataset& data_;
+  const FitOptions& options_;
+  std::optional<DistributedIterator> iterator_;
+  std::optional<PerReplica<internal::Part>> batch_;
+  std::optional<PerReplica<StepResult>> results_;
+  std::int64_t examples_before_ = 0;  // of the epoch's data, before iterator_ began
+  bool stopped_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<StepSource> local_steps(ModelImpl& impl, const Dataset& data, const FitOptions& options) {
+  return std::make_unique<LocalSteps>(impl, data, options);
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,41 @@
+// Where the steps of fit's epochs come from: this process makes them with its peers, or workers make them for a chief.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "lockstep/train/model.h"
+
+namespace lockstep::train {
+
+// One thread. Each step moves the model's `progress` and `tracker`.
+class StepSource {
+ public:
+  virtual ~StepSource() = default;
+
+  // Steps an epoch; -1 where the data set does not tell.
+  virtual std::int64_t steps_of_an_epoch() = 0;
+
+  // From where `progress` is.
+  virtual void begin_epoch() = 0;
+
+  // Reads the next step's batch, or waits until others have made a step; false at the end of the epoch's steps.
+  virtual bool next() = 0;
+
+  // Makes the step of which `next` read the batch.
+  virtual void train() {}
+
+  // Counts it. Each element of `news` becomes its sum over the processes that make the same steps.
+  virtual void count(std::span<double> news) = 0;
+
+  // A callback has asked for the end: no step begins any more. Those that others have begun come out of `next`.
+  virtual void stop() = 0;
+};
+
+std::unique_ptr<StepSource> local_steps(ModelImpl& impl, const Dataset& data, const FitOptions& options);
+
+// For the chief of a cluster with parameter servers.
+std::unique_ptr<StepSource> assigned_steps(ModelImpl& impl, const Dataset& data, const FitOptions& options);
+
+}  // namespace lockstep::train
