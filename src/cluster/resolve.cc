@@ -1,5 +1,6 @@
 #include <cstdlib>
 #include <sstream>
+#include <tuple>
 
 #include "base/text.h"
 #include "cluster/resolvers.h"
@@ -48,9 +49,6 @@ int port_of(const std::string& address, const std::string& field) {
   return whole_number<int>(address.substr(address.rfind(':') + 1)).value();
 }
 
-namespace {
-
-// "worker:4,ps:2,evaluator:1", and one chief.
 std::map<std::string, int> parse_roles(const std::string& list, int size) {
   const auto fail = [&](const std::string& why) {
     throw ClusterError(text("LOCKSTEP_ROLES is \"", list, "\": ", why));
@@ -72,19 +70,15 @@ std::map<std::string, int> parse_roles(const std::string& list, int size) {
   return tasks;
 }
 
-}  // namespace
-
-void give_role(Cluster& cluster) {
+std::pair<std::string, int> role_of(int rank, const std::map<std::string, int>& tasks) {
   int first = 0;
   for (const char* const type : {"chief", "worker", "ps", "evaluator"}) {
-    const auto found = cluster.tasks.find(type);
-    const int count = found == cluster.tasks.end() ? 0 : found->second;
-    if (cluster.world.rank >= first && cluster.world.rank < first + count) {
-      cluster.task_type = type;
-      cluster.task_index = cluster.world.rank - first;
-    }
+    const auto found = tasks.find(type);
+    const int count = found == tasks.end() ? 0 : found->second;
+    if (rank < first + count) return {type, rank - first};
     first += count;
   }
+  throw ClusterError(text("rank ", rank, " has no role: there are ", first, " processes with one"));
 }
 
 std::optional<Cluster> from_lockstep_run(const Environment& environment) {
@@ -95,7 +89,7 @@ std::optional<Cluster> from_lockstep_run(const Environment& environment) {
   cluster.store = text_of(environment, "LOCKSTEP_STORE");
   if (environment("LOCKSTEP_ROLES") != nullptr) {
     cluster.tasks = parse_roles(text_of(environment, "LOCKSTEP_ROLES"), cluster.world.size);
-    give_role(cluster);
+    std::tie(cluster.task_type, cluster.task_index) = role_of(cluster.world.rank, cluster.tasks);
   }
   return cluster;
 }

@@ -19,9 +19,13 @@ std::optional<Cluster> from_slurm(const Environment& environment);
 
 inline constexpr std::int64_t kMostRanks = 1'000'000;
 
-// Sets the process's type and number by its rank: ranks are the chief, then the workers, the servers (ps) and the
-// evaluator, as many of each as `tasks` says.
-void give_role(Cluster& cluster);
+// How many processes there are of each type: "worker:4,ps:2,evaluator:1", and one chief; `size` in all. Throws
+// ClusterError.
+std::map<std::string, int> parse_roles(const std::string& list, int size);
+
+// A process's type, and its number among those of its type: ranks are the chief, then the workers, the servers (ps) and
+// the evaluator, as many of each as `tasks` says. Throws ClusterError where these are too few.
+std::pair<std::string, int> role_of(int rank, const std::map<std::string, int>& tasks);
 
 // What TF_CONFIG holds. Throws ClusterError.
 Cluster parse_tf_config(const std::string& json);

@@ -1,12 +1,12 @@
 #include "gradient/bucketed.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <numeric>
 
 #include "base/text.h"
+#include "gradient/one_pass.h"
 #include "ops/dtypes.h"
 #include "optimizer/flat_update.h"
 
@@ -58,11 +58,8 @@ void Bucketed::start_step() {
 
 // None with several replicas in this process: summing their gradients writes the bucket anyway.
 at::Tensor Bucketed::memory_for(int replica, std::size_t slot) const {
-  const auto& parameter = parameters_.parameter(replica, slot);
-  if (parameters_.replicas() > 1 || scales_ || !takes(slot) || !parameter.is_cpu()) return {};
-  const auto& mean = buckets_->mean(place(slot));
-  return at::from_blob(
-      mean.data_ptr(), parameter.sizes(), [mean](void*) {}, mean.options());
+  if (parameters_.replicas() > 1 || scales_ || !takes(slot)) return {};
+  return in_shape_of(parameters_.parameter(replica, slot), buckets_->mean(place(slot)));
 }
 
 void Bucketed::on_ready(int replica, std::size_t slot, const at::Tensor& gradient) {

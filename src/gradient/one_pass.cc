@@ -1,5 +1,6 @@
 #include "gradient/one_pass.h"
 
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/isfinite.h>
 
 #include <algorithm>
@@ -21,6 +22,12 @@ bool is_finite(const at::Tensor& gradient) {
 }
 
 }  // namespace
+
+at::Tensor in_shape_of(const at::Tensor& parameter, const at::Tensor& flat) {
+  if (!parameter.is_cpu()) return {};
+  return at::from_blob(
+      flat.data_ptr(), parameter.sizes(), [flat](void*) {}, flat.options());
+}
 
 OnePass::OnePass(const ReplicatedParameters& parameters, int root)
     : parameters_(parameters), root_(root), contributions_(static_cast<std::size_t>(parameters.replicas())) {

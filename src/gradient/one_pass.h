@@ -6,6 +6,9 @@
 
 namespace lockstep::gradient {
 
+// Flat memory for a gradient as memory_for offers it: in the parameter's shape; undefined on another device.
+at::Tensor in_shape_of(const at::Tensor& parameter, const at::Tensor& flat);
+
 // Reduce-scatter, update and all-gather in one pass over memory, for the replicas of one process.
 class OnePass : public GradientSync {
  public:

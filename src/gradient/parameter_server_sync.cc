@@ -1,12 +1,18 @@
 #include "gradient/parameter_server_sync.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
+
+#include <algorithm>
 
 #include "ops/dtypes.h"
 #include "optimizer/flat_update.h"
 
 namespace lockstep::gradient {
+namespace {
+
+Deadline to_share() { return Deadline::after(std::chrono::seconds(10)); }
+
+}  // namespace
 
 std::vector<parameter_server::VariableSpec> variables_of(const ReplicatedParameters& parameters) {
   std::vector<parameter_server::VariableSpec> variables;
@@ -20,7 +26,35 @@ ParameterServerSync::ParameterServerSync(ReplicatedParameters& parameters,
                                          std::shared_ptr<parameter_server::Client> client)
     : OnePass(parameters),
       client_(std::move(client)),
+      writable_(parameters),
       shares_(ShardMap::even(parameters.trainable(), parameters.replicas())) {}
+
+void ParameterServerSync::prepare() {
+  const auto replicas = static_cast<std::size_t>(parameters_.replicas());
+  const auto count = 1 + replicas + (replicas > 1 ? 1 : 0);
+  memory_ = client_->share(std::max<std::size_t>(1, count * parameters_.flat_bytes()), to_share());
+  writable_.move_first_copy(memory_);
+}
+
+// Gradients of a replica, or, behind the last replica, the sums.
+at::Tensor ParameterServerSync::gradient_memory(std::size_t index, const ParameterSlot& slot) const {
+  return parameters_.flat_in(memory_, 1 + index, slot.dtype).narrow(0, slot.offset, slot.numel);
+}
+
+at::Tensor ParameterServerSync::memory_for(int replica, std::size_t slot) const {
+  if (!takes(slot) || memory_ == nullptr) return {};
+  return in_shape_of(parameters_.parameter(replica, slot),
+                     gradient_memory(static_cast<std::size_t>(replica), parameters_.slots()[slot]));
+}
+
+void ParameterServerSync::on_ready(int replica, std::size_t slot, const at::Tensor& gradient) {
+  const auto shared = gradient_memory(static_cast<std::size_t>(replica), parameters_.slots()[slot]);
+  if (gradient.const_data_ptr() != shared.const_data_ptr()) {
+    const at::NoGradGuard no_grad;
+    shared.copy_(gradient.view({-1}));
+  }
+  OnePass::on_ready(replica, slot, shared);
+}
 
 // Copy 0's values of them.
 std::vector<std::byte*> ParameterServerSync::variables() const {
@@ -44,16 +78,12 @@ void ParameterServerSync::fetch(Deadline deadline) {
   for (const auto dtype : {at::kFloat, at::kDouble}) {
     for (const auto& copy : parameters_.flats(dtype).subspan(1)) copy.copy_(parameters_.flat(0, dtype));
   }
+  for (int replica = 0; replica < parameters_.replicas(); ++replica) writable_.refresh(replica);
 }
 
 void ParameterServerSync::wait(const Group& replicas, Deadline deadline) {
   const int replica = replicas.rank();
   if (parameters_.replicas() > 1) {
-    if (replica == 0) {
-      float_ = at::empty({parameters_.flat_numel(at::kFloat)}, at::kFloat);
-      double_ = at::empty({parameters_.flat_numel(at::kDouble)}, at::kDouble);
-    }
-    replicas.barrier(deadline);
     add_up(replica);
     replicas.barrier(deadline);
   }
@@ -65,36 +95,32 @@ void ParameterServerSync::add_up(int replica) {
   for (const auto& shard : shares_.of(replica)) {
     const auto gradients = sources(shard.slot);
     const auto& slot = parameters_.slots()[shard.slot];
-    const auto add = [&]<class T>(T, const at::Tensor& sums) {
+    const auto add = [&]<class T>(T) {
       std::vector<const T*> begins;
       for (const auto* gradient : gradients) begins.push_back(gradient->const_data_ptr<T>() + shard.begin);
-      auto* const sum = sums.mutable_data_ptr<T>() + slot.offset + shard.begin;
-      optimizer::sum_gradients<T>(begins, {}, sum, static_cast<std::size_t>(shard.count));
+      const auto sums = gradient_memory(static_cast<std::size_t>(parameters_.replicas()), slot);
+      optimizer::sum_gradients<T>(begins, {}, sums.mutable_data_ptr<T>() + shard.begin,
+                                  static_cast<std::size_t>(shard.count));
     };
     if (gradients.empty()) continue;
     if (slot.dtype == at::kDouble) {
-      add(double(), double_);
+      add(double());
     } else {
-      add(float(), float_);
+      add(float());
     }
   }
 }
 
 void ParameterServerSync::push(Deadline deadline) {
-  const auto memory = std::make_shared<std::vector<at::Tensor>>();  // a server may read it after this step
   std::vector<const std::byte*> gradients;
   for (const auto& variable : shares_.owned()) {
     const auto& slot = parameters_.slots()[variable.slot];
     const auto own = sources(variable.slot);
-    if (own.empty()) {
-      gradients.push_back(nullptr);
-      continue;
-    }
-    const auto& sums = slot.dtype == at::kDouble ? double_ : float_;
-    memory->push_back(own.size() == 1 ? *own[0] : sums.narrow(0, slot.offset, slot.numel));
-    gradients.push_back(static_cast<const std::byte*>(memory->back().const_data_ptr()));
+    const auto sums = parameters_.replicas() == 1 ? 0 : static_cast<std::size_t>(parameters_.replicas());
+    gradients.push_back(own.empty() ? nullptr
+                                    : static_cast<const std::byte*>(gradient_memory(sums, slot).const_data_ptr()));
   }
-  client_->push({.weight = totals().weight, .memory = memory}, gradients, deadline);
+  client_->push({.weight = totals().weight}, gradients, deadline);
 }
 
 }  // namespace lockstep::gradient

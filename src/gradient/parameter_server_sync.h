@@ -18,7 +18,13 @@ class ParameterServerSync final : public OnePass {
   // `client`'s variables are variables_of(parameters).
   ParameterServerSync(ReplicatedParameters& parameters, std::shared_ptr<parameter_server::Client> client);
 
+  // Puts copy 0 of the values, and the gradients, into memory that servers on this host access where it lies.
+  void prepare() override;
+
   ShardMap shards() const override { return ShardMap::even({}, parameters_.replicas()); }
+  bool during_backward() const override { return true; }
+  at::Tensor memory_for(int replica, std::size_t slot) const override;
+  void on_ready(int replica, std::size_t slot, const at::Tensor& gradient) override;
   void fetch(Deadline deadline) override;
   void store(Deadline deadline) override;
   void wait(const Group& replicas, Deadline deadline) override;
@@ -28,10 +34,14 @@ class ParameterServerSync final : public OnePass {
   void push(Deadline deadline);
 
   std::vector<std::byte*> variables() const;
+  at::Tensor gradient_memory(std::size_t index, const ParameterSlot& slot) const;
 
   const std::shared_ptr<parameter_server::Client> client_;
-  const ShardMap shares_;      // of all variables, `owned()`, what each replica adds up
-  at::Tensor float_, double_;  // flat: the sums of this step
+  ReplicatedParameters& writable_;
+  const ShardMap shares_;  // of all variables, `owned()`, what each replica adds up
+
+  // Values; the gradients of each replica; and, of several, their sums: flat_bytes() each. Null before `prepare`.
+  Memory memory_;
 };
 
 }  // namespace lockstep::gradient

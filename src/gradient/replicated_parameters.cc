@@ -224,9 +224,12 @@ bool ReplicatedParameters::move_first_copy(const Communicator& ranks) {
     shared_float_.push_back(flat_in(part, 0, at::kFloat));
     shared_double_.push_back(flat_in(part, 0, at::kDouble));
   }
-  const auto own = parts.empty() ? ranks.group().allocate(bytes) : parts[0];
-  for (const auto dtype : {at::kFloat, at::kDouble}) bind_first_copy(flat_in(own, 0, dtype));
+  move_first_copy(parts.empty() ? ranks.group().allocate(bytes) : parts[0]);
   return !parts.empty();
+}
+
+void ReplicatedParameters::move_first_copy(const Memory& memory) {
+  for (const auto dtype : {at::kFloat, at::kDouble}) bind_first_copy(flat_in(memory, 0, dtype));
 }
 
 void ReplicatedParameters::bind_first_copy(const at::Tensor& memory) {

@@ -86,6 +86,9 @@ class ReplicatedParameters {
   // replica runs. Returns whether they share memory.
   bool move_first_copy(const Communicator& ranks);
 
+  // The same into given memory of flat_bytes().
+  void move_first_copy(const Memory& memory);
+
   // After it, where ranks share memory: the flat buffers of the ranks' first copies, this process's before the others'.
   std::span<const at::Tensor> shared_values(at::ScalarType dtype) const {
     return dtype == at::kDouble ? shared_double_ : shared_float_;

@@ -47,11 +47,8 @@ ShardedOnePass::ShardedOnePass(ReplicatedParameters& parameters, Communicator ra
 }
 
 at::Tensor ShardedOnePass::memory_for(int replica, std::size_t slot) const {
-  const auto& parameter = parameters_.parameter(replica, slot);
   const auto& gradient = own_gradient(replica, slot);
-  if (!gradient.defined() || !parameter.is_cpu()) return {};
-  return at::from_blob(
-      gradient.data_ptr(), parameter.sizes(), [gradient](void*) {}, gradient.options());
+  return gradient.defined() ? in_shape_of(parameters_.parameter(replica, slot), gradient) : at::Tensor();
 }
 
 void ShardedOnePass::on_ready(int replica, std::size_t slot, const at::Tensor& gradient) {

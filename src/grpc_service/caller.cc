@@ -102,12 +102,13 @@ Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, std::sp
   }
 }
 
-std::unique_ptr<ClientStream> Caller::open(Request request, grpc::ClientContext& context, Deadline deadline) {
+std::unique_ptr<ClientStream> Caller::open(Request request, grpc::ClientContext& context, Reply& reply,
+                                           Deadline deadline) {
   request.set_nonce(nonce_);
   request.set_proof(proof_);
   auto call = stream(channel(deadline), context);
   grpc::ByteBuffer frame;
-  if (call->Write(frame_of(request)) && call->Read(&frame)) return call;
+  if (call->Write(frame_of(request)) && call->Read(&frame) && parse(frame, reply)) return call;
   context.TryCancel();
   call->Finish();
   return nullptr;

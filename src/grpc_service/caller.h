@@ -28,8 +28,8 @@ class Caller {
   Reply call(Request request, Deadline deadline, const Bulk& bulk = {},
              std::span<const std::span<std::byte>> parts = {});
 
-  // Opens a stream that the caller keeps; null where the process cannot be reached.
-  std::unique_ptr<ClientStream> open(Request request, grpc::ClientContext& context, Deadline deadline);
+  // Opens a stream that the caller keeps, and returns it after the reply; null where the process cannot be reached.
+  std::unique_ptr<ClientStream> open(Request request, grpc::ClientContext& context, Reply& reply, Deadline deadline);
 
  private:
   std::shared_ptr<grpc::Channel> channel(Deadline deadline);

@@ -1,9 +1,12 @@
 #include "grpc_service/connections.h"
 
+#include <algorithm>
 #include <thread>
 
 #include "base/text.h"
 #include "grpc_service/caller.h"
+#include "grpc_service/shared_with.h"
+#include "grpc_service/status.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::grpc_service {
@@ -30,28 +33,28 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     caller_.call(std::move(request), deadline);
   }
 
+  bool share(std::shared_ptr<parameter_server::SharedBlock> block, Deadline deadline) override {
+    block_ = block;
+    shared_ = SharedWith::make(caller_, std::move(block), deadline);
+    return shared_ != nullptr;
+  }
+
   void push(parameter_server::Push push, Deadline deadline) override {
-    Request request;
-    auto& head = *request.mutable_push();
-    head.set_model(model_);
-    head.mutable_task()->set_step(push.task.step);
-    head.mutable_task()->set_part(push.task.part);
-    head.set_weight(push.weight);
-    if (push.learning_rate) head.set_learning_rate(*push.learning_rate);
-    Bulk bulk{.parts = {}, .owner = push.memory};
-    for (std::size_t i = 0; i < push.gradients.size(); ++i) {
-      head.mutable_present()->push_back(push.gradients[i] == nullptr ? '\0' : '\1');
-      if (push.gradients[i] != nullptr) bulk.parts.emplace_back(push.gradients[i], shard_bytes_[i]);
+    try {
+      send(push, deadline);
+    } catch (const UnknownBlock&) {  // the server was started again
+      share(block_, deadline);
+      send(push, deadline);
     }
-    caller_.call(std::move(request), deadline, bulk);
   }
 
   void pull(std::span<std::byte* const> shards, Deadline deadline) override {
-    Request request;
-    request.mutable_pull()->set_model(model_);
-    std::vector<std::span<std::byte>> parts;
-    for (std::size_t i = 0; i < shards.size(); ++i) parts.emplace_back(shards[i], shard_bytes_[i]);
-    caller_.call(std::move(request), deadline, {}, parts);
+    try {
+      fetch(shards, deadline);
+    } catch (const UnknownBlock&) {
+      share(block_, deadline);
+      fetch(shards, deadline);
+    }
   }
 
   // From a copy: gRPC may still hold the memory of a call that has failed.
@@ -68,10 +71,62 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
   }
 
  private:
+  void send(const parameter_server::Push& push, Deadline deadline) {
+    Request request;
+    auto& head = *request.mutable_push();
+    head.set_model(model_);
+    head.mutable_task()->set_step(push.task.step);
+    head.mutable_task()->set_part(push.task.part);
+    head.set_weight(push.weight);
+    if (push.learning_rate) head.set_learning_rate(*push.learning_rate);
+    Bulk bulk{.parts = {}, .owner = block_};  // lives longer than what gRPC holds of a call that failed
+    if (push.memory != nullptr) bulk.owner = push.memory;
+    const auto offsets = offsets_of(push.gradients);
+    const bool any_shared = std::any_of(offsets.begin(), offsets.end(), [](auto offset) { return offset >= 0; });
+    if (any_shared) name(offsets, *head.mutable_shared());
+    for (std::size_t i = 0; i < push.gradients.size(); ++i) {
+      head.mutable_present()->push_back(push.gradients[i] == nullptr ? '\0' : '\1');
+      if (push.gradients[i] != nullptr && offsets[i] < 0) bulk.parts.emplace_back(push.gradients[i], shard_bytes_[i]);
+    }
+    caller_.call(std::move(request), deadline, bulk);
+  }
+
+  void fetch(std::span<std::byte* const> shards, Deadline deadline) {
+    Request request;
+    auto& head = *request.mutable_pull();
+    head.set_model(model_);
+    const auto offsets = offsets_of(shards);
+    if (shared_ != nullptr && std::all_of(offsets.begin(), offsets.end(), [](auto offset) { return offset >= 0; })) {
+      name(offsets, *head.mutable_shared());
+      caller_.call(std::move(request), deadline);
+      return;
+    }
+    std::vector<std::span<std::byte>> parts;
+    for (std::size_t i = 0; i < shards.size(); ++i) parts.emplace_back(shards[i], shard_bytes_[i]);
+    caller_.call(std::move(request), deadline, {}, parts);
+  }
+
+  // Where the shards lie in the shared block; -1 where they do not.
+  template <class Pointers>
+  std::vector<std::int64_t> offsets_of(const Pointers& shards) const {
+    std::vector<std::int64_t> offsets;
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      offsets.push_back(shared_ == nullptr ? -1 : shared_->block()->offset_of(shards[i], shard_bytes_[i]));
+    }
+    return offsets;
+  }
+
+  void name(const std::vector<std::int64_t>& offsets, Shards& shards) const {
+    shards.set_block(shared_ == nullptr ? -1 : shared_->number());
+    shards.mutable_offsets()->Add(offsets.begin(), offsets.end());
+  }
+
   const std::int64_t model_;
   const std::string user_;
   const std::vector<std::size_t> shard_bytes_;
   Caller caller_;
+  std::shared_ptr<parameter_server::SharedBlock> block_;
+  std::unique_ptr<SharedWith> shared_;  // the block; null where the server cannot access it
 };
 
 // Keeps a stream to the chief, by whose end the chief learns that this process has gone.
@@ -103,7 +158,8 @@ class Presence {
         Request request;
         request.mutable_stay()->set_process(self_.name);
         request.mutable_stay()->set_worker(self_.worker);
-        if (const auto stream = caller_.open(std::move(request), context, Deadline::after(kToConnect))) {
+        Reply reply;
+        if (const auto stream = caller_.open(std::move(request), context, reply, Deadline::after(kToConnect))) {
           grpc::ByteBuffer frame;
           while (stream->Read(&frame)) {
           }

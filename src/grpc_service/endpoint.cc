@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "base/text.h"
+#include "grpc_service/blocks.h"
 #include "grpc_service/frames.h"
 #include "grpc_service/messages.pb.h"
 #include "grpc_service/proof.h"
@@ -44,8 +45,9 @@ struct Parts {
 // One call. Throws what the services throw.
 class Answer {
  public:
-  Answer(const Services& services, Stream& stream, const Request& request)
+  Answer(const Services& services, Blocks& blocks, Stream& stream, const Request& request)
       : services_(services),
+        blocks_(blocks),
         stream_(stream),
         request_(request),
         deadline_(Deadline::after(std::chrono::duration<double>(std::clamp(request.seconds(), 0.0, kLongestWait)))) {}
@@ -59,6 +61,7 @@ class Answer {
       case Request::kNext: return next(request_.next());
       case Request::kOutcome: return outcome(request_.outcome());
       case Request::kStay: return stay(request_.stay());
+      case Request::kShare: return share(request_.share());
       default: throw InvalidArgument("a request of a kind that this version does not know");
     }
   }
@@ -91,26 +94,34 @@ class Answer {
   }
 
   void push(const Push& push) const {
-    auto sizes = models().shard_bytes(push.model());
+    const auto shards = models().shard_bytes(push.model());
+    auto sizes = shards;  // of what is sent
     if (push.present().size() != sizes.size()) {
       throw InvalidArgument(text("the push of step ", push.task().step(), " has gradients of ", push.present().size(),
                                  " shards; this server has ", sizes.size()));
     }
+    const auto in_block = shared(push.has_shared(), push.shared(), shards);
     for (std::size_t i = 0; i < sizes.size(); ++i) {
-      if (push.present()[i] == 0) sizes[i] = 0;
+      if (push.present()[i] == 0 || in_block.at[i] != nullptr) sizes[i] = 0;
     }
     const auto received = read_parts(sizes);
     parameter_server::Push given{.task = {push.task().step(), push.task().part()}, .weight = push.weight()};
     for (std::size_t i = 0; i < sizes.size(); ++i) {
-      given.gradients.push_back(push.present()[i] == 0 ? nullptr : received.parts[i].data());
+      const std::byte* const gradient = in_block.at[i] != nullptr ? in_block.at[i] : received.parts[i].data();
+      given.gradients.push_back(push.present()[i] == 0 ? nullptr : gradient);
     }
-    given.memory = received.memory;
+    if (in_block.block == nullptr) given.memory = received.memory;  // else the caller's, which must be copied to keep
     if (push.has_learning_rate()) given.learning_rate = push.learning_rate();
     models().push(push.model(), std::move(given));
     reply();
   }
 
   void pull(const Pull& pull) const {
+    if (pull.has_shared()) {
+      const auto in_block = shared(true, pull.shared(), models().shard_bytes(pull.model()));
+      models().pull(pull.model(), in_block.at, deadline_);
+      return reply();
+    }
     const Parts values(models().shard_bytes(pull.model()));
     std::vector<std::byte*> shards;
     Bulk bulk{.parts = {}, .owner = values.memory};
@@ -160,18 +171,59 @@ class Answer {
     reply(answer);
   }
 
+  // Shards in a block of the caller's.
+  struct InBlock {
+    std::shared_ptr<parameter_server::SharedBlock> block;  // null: there is none
+    std::vector<std::byte*> at;                            // [shard], null where it is not there
+  };
+  InBlock shared(bool has, const Shards& named, const std::vector<std::size_t>& shards) const {
+    InBlock result{.block = nullptr, .at = std::vector<std::byte*>(shards.size())};
+    if (!has) return result;
+    result.block = blocks_.find(named.block());
+    if (result.block == nullptr) throw UnknownBlock("this server has no such shared block");
+    if (static_cast<std::size_t>(named.offsets_size()) != shards.size()) {
+      throw InvalidArgument(text(named.offsets_size(), " shards are shared; this server has ", shards.size()));
+    }
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      const auto offset = named.offsets(static_cast<int>(i));
+      if (offset < 0 && request_.has_push()) continue;
+      result.at[i] = result.block->at(offset, shards[i]);
+      if (result.at[i] == nullptr || offset % static_cast<std::int64_t>(sizeof(double)) != 0) {
+        throw InvalidArgument(text("a shard of ", shards[i], " bytes is not at ", offset, " of its shared block"));
+      }
+    }
+    return result;
+  }
+
+  void share(const Share& share) const {
+    const auto block = parameter_server::SharedBlock::open(
+        {.process = share.process(), .descriptor = share.file(), .bytes = share.bytes(), .nonce = share.nonce()});
+    if (block == nullptr) return reply();
+    const auto number = blocks_.add(block);
+    Reply answer;
+    answer.set_block(number);
+    reply(answer);
+    wait_for_end();
+    blocks_.remove(number);
+  }
+
+  void wait_for_end() const {
+    grpc::ByteBuffer frame;
+    while (read(frame)) {
+    }
+  }
+
   // Until the other process ends, or does not answer.
   void stay(const Stay& stay) const {
     const parameter_server::Process process{stay.process(), stay.worker()};
     chief().join(process);
     reply();
-    grpc::ByteBuffer frame;
-    while (read(frame)) {
-    }
+    wait_for_end();
     chief().leave(process);
   }
 
   const Services& services_;
+  Blocks& blocks_;
   Stream& stream_;
   const Request& request_;
   const Deadline deadline_;
@@ -187,7 +239,7 @@ class Service : public grpc::Service {
   }
 
  private:
-  grpc::Status answer(Stream& stream) const {
+  grpc::Status answer(Stream& stream) {
     try {
       Request request;
       grpc::ByteBuffer frame;
@@ -196,7 +248,7 @@ class Service : public grpc::Service {
       if (!is_proof(access_, request.nonce(), request.proof())) {
         throw ClusterError("the caller does not have the token of this job");
       }
-      Answer(services_, stream, request).give();
+      Answer(services_, blocks_, stream, request).give();
       return grpc::Status::OK;
     } catch (...) {
       return status_of_exception();
@@ -205,6 +257,7 @@ class Service : public grpc::Service {
 
   const Access access_;
   const Services services_;
+  Blocks blocks_;
 };
 
 class GrpcEndpoint final : public parameter_server::Endpoint {

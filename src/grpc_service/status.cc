@@ -1,13 +1,14 @@
 #include "grpc_service/status.h"
 
 #include "base/text.h"
-#include "lockstep/base/error.h"
 
 namespace lockstep::grpc_service {
 
 grpc::Status status_of_exception() {
   try {
     throw;
+  } catch (const UnknownBlock& error) {
+    return {grpc::StatusCode::FAILED_PRECONDITION, error.what()};
   } catch (const InvalidArgument& error) {
     return {grpc::StatusCode::INVALID_ARGUMENT, error.what()};
   } catch (const DeadlineExceeded& error) {
@@ -28,6 +29,7 @@ void throw_status(const grpc::Status& status, const std::string& who) {
   switch (status.error_code()) {
     case grpc::StatusCode::INVALID_ARGUMENT:
     case grpc::StatusCode::RESOURCE_EXHAUSTED: throw InvalidArgument(what);
+    case grpc::StatusCode::FAILED_PRECONDITION: throw UnknownBlock(what);
     case grpc::StatusCode::UNAUTHENTICATED: throw ClusterError(what);
     default: throw Error(what);
   }

@@ -6,7 +6,15 @@
 #include <exception>
 #include <string>
 
+#include "lockstep/base/error.h"
+
 namespace lockstep::grpc_service {
+
+// A shared block that the server does not have (any more).
+class UnknownBlock : public Error {
+ public:
+  using Error::Error;
+};
 
 // Of the exception that is handled.
 grpc::Status status_of_exception();

@@ -24,6 +24,10 @@ struct ChildCommand {
   std::map<std::string, std::string> environment;  // added to this process's
   std::string log_file;                            // empty: none
 
+  // Not empty: the job goes on when this process fails, and it is started again, as often as the processes of this role
+  // may be in all, with LOCKSTEP_RESTART one higher.
+  std::string replaceable_role = {};
+
   // The first bytes of its standard input. The input then stays open and carries the messages of
   // launch/control_protocol.h, which replace signals.
   std::optional<std::string> input;

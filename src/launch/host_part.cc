@@ -3,13 +3,25 @@
 #include <nlohmann/json.hpp>
 
 #include "base/text.h"
+#include "cluster/resolvers.h"
 #include "lockstep/base/error.h"
 #include "lockstep/transport/access.h"
 
 namespace lockstep::launch {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(HostPart, size, first, count, host, store, roles, restart, command, environment,
-                                   folder, log_dir, grace_seconds, trusted_network, timeline, token)
+                                   folder, log_dir, grace_seconds, restarts, trusted_network, timeline, token)
+
+namespace {
+
+// "worker" or "evaluator", by the rank's place in `roles`; empty for others.
+std::string replaceable_role(const HostPart& part, int rank) {
+  if (part.roles.empty()) return "";
+  const auto role = cluster::role_of(rank, cluster::parse_roles(part.roles, part.size)).first;
+  return role == "worker" || role == "evaluator" ? role : "";
+}
+
+}  // namespace
 
 std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& token_file) {
   std::vector<ChildCommand> ranks;
@@ -32,7 +44,8 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
                      .prefix = text("[", rank, "] "),
                      .command = part.command,
                      .environment = std::move(environment),
-                     .log_file = part.log_dir.empty() ? "" : text(part.log_dir, "/rank-", rank, ".log")});
+                     .log_file = part.log_dir.empty() ? "" : text(part.log_dir, "/rank-", rank, ".log"),
+                     .replaceable_role = replaceable_role(part, rank)});
   }
   return ranks;
 }

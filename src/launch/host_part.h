@@ -22,6 +22,7 @@ struct HostPart {
   std::string folder;                              // the command's working directory
   std::string log_dir;
   double grace_seconds = 0;
+  int restarts = 0;  // of the workers of this part, and of its evaluator
   bool trusted_network = false;
   bool timeline = false;  // ranks put their timelines into the store
   std::string token;      // in hexadecimal digits

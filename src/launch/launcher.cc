@@ -92,7 +92,7 @@ class Attempt {
   Attempt(const LaunchOptions& options, int restart, const JobProcesses::Context& context)
       : hosts_(fill(options.hosts, processes(options))),
         store_(Store::hold(transport::with_port(address_for(hosts_), 0), access(options))),
-        job_(members(options, restart), options.grace_seconds, with_ended_well(context)) {}
+        job_(members(options, restart), options.grace_seconds, options.restarts, with_ended_well(context)) {}
 
   JobProcesses& job() { return job_; }
   const Store& store() const { return store_; }
@@ -133,6 +133,7 @@ class Attempt {
                   .environment = options.environment,
                   .log_dir = options.log_dir,
                   .grace_seconds = options.grace_seconds,
+                  .restarts = options.restarts,
                   .trusted_network = options.trusted_network,
                   .timeline = !options.timeline.empty(),
                   .token = token_.digits()};
@@ -180,11 +181,12 @@ int launch(const LaunchOptions& options, std::ostream& out, std::ostream& err) {
   if (!options.timeline.empty()) require_writable(options.timeline);
   const Reaper reaper;
   const Signals signals;
+  const int restarts_of_job = options.workers > 0 ? 0 : options.restarts;  // else those of its workers
   for (int restart = 0;; ++restart) {
     Attempt attempt(options, restart, {signals, reaper, out, err});
     const int status = attempt.job().run();
     if (!options.timeline.empty()) write_timelines(options.timeline, attempt.store(), err);
-    if (!attempt.job().failed() || attempt.job().was_asked_to_end() || restart == options.restarts) return status;
+    if (!attempt.job().failed() || attempt.job().was_asked_to_end() || restart == restarts_of_job) return status;
     err << "lockstep run: restart " << restart + 1 << " of " << options.restarts << std::endl;
   }
 }
@@ -203,7 +205,8 @@ int launch_part(std::ostream& out, std::ostream& err) {
     return Store::connect(part.store, Deadline::after(kForLastWords), {token.access().token, part.trusted_network});
   };
   const auto tell = [&](int rank) { tell_that_it_ended(connect, rank); };
-  return JobProcesses(ranks_of(part, token.path()), part.grace_seconds, {signals, reaper, out, err, &control, tell})
+  return JobProcesses(ranks_of(part, token.path()), part.grace_seconds, part.restarts,
+                      {signals, reaper, out, err, &control, tell})
       .run();
 }
 

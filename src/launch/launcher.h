@@ -23,8 +23,8 @@ struct LaunchOptions {
   std::string ssh = "ssh -o BatchMode=yes -o ConnectTimeout=20";
   std::vector<std::string> command;
   std::map<std::string, std::string> environment;  // for ranks on other hosts, beside LOCKSTEP_...
-  std::string log_dir;           // each rank's output goes to rank-<n>.log there too, on its host; made where missing
-  int restarts = 0;              // how often the job is started again after a failure
+  std::string log_dir;  // each rank's output goes to rank-<n>.log there too, on its host; made where missing
+  int restarts = 0;  // how often the job is started again after a failure; with parameter servers, a worker of it alone
   double grace_seconds = 10;     // from SIGTERM to SIGKILL
   bool trusted_network = false;  // as in Access
   std::string timeline;          // the file for the timelines of all ranks' groups, of the last run; empty: none

@@ -17,15 +17,17 @@ namespace lockstep::launch {
 namespace {
 
 constexpr const char* kReport = "lockstep run: ";
+constexpr const char* kNotice = "lockstep: ";  // of what does not fail the job
 constexpr std::chrono::milliseconds kBetweenSignsOfLife(1000), kLongestWait(1000);
 constexpr std::chrono::seconds kToReport(2);
 constexpr int kMostLastWords = 1000;  // reads of the output that an ended rank left
 
 }  // namespace
 
-JobProcesses::JobProcesses(const std::vector<ChildCommand>& members, double grace_seconds, const Context& context)
-    : grace_seconds_(grace_seconds), context_(context) {
-  for (const auto& command : members) {
+JobProcesses::JobProcesses(std::vector<ChildCommand> members, double grace_seconds, int restarts,
+                           const Context& context)
+    : members_(std::move(members)), grace_seconds_(grace_seconds), restarts_(restarts), context_(context) {
+  for (const auto& command : members_) {
     if (const int signal = context_.signals.next()) {  // there may be very many
       pass_on(signal);
       break;
@@ -34,7 +36,7 @@ JobProcesses::JobProcesses(const std::vector<ChildCommand>& members, double grac
     context_.reaper.watch(children_.back()->pid());
   }
   // In a thread of its own: a slow reader of this process's output may block the main thread.
-  if (std::none_of(members.begin(), members.end(), [](const auto& command) { return command.input.has_value(); }))
+  if (std::none_of(members_.begin(), members_.end(), [](const auto& command) { return command.input.has_value(); }))
     return;
   signs_of_life_ = std::jthread([this](const std::stop_token& stop) {
     std::mutex mutex;
@@ -145,17 +147,19 @@ void JobProcesses::print(Child& child, std::ostream& to, const std::string& line
 // Of processes that ended together, one that was ended by a signal is the cause: the others failed because of it.
 void JobProcesses::notice_ends() {
   Child* failed = nullptr;
-  for (const auto& child : children_) {
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    auto* const child = children_[i].get();
     if (!reap(*child)) continue;
     if (child->status() == 0) {
       if (!ending_ && child->rank() >= 0 && context_.ended_well) context_.ended_well(child->rank());
       continue;
     }
     if (child->is_controlled() && child->status() == kLogsIncomplete) {  // its ranks ended well
-      without_log_.insert(child.get());
+      without_log_.insert(child);
       continue;
     }
-    if (failed == nullptr || (failed->signal() == 0 && child->signal() != 0)) failed = child.get();
+    if (!ending_ && replace(i)) continue;
+    if (failed == nullptr || (failed->signal() == 0 && child->signal() != 0)) failed = child;
   }
   if (failed == nullptr || ending_) return;
   if (context_.control == nullptr) return fails_first(*failed);
@@ -163,6 +167,30 @@ void JobProcesses::notice_ends() {
   }
   context_.err << explanation(*failed) << std::endl;
   fails_first(*failed);
+}
+
+// Whether the job goes on without the process, or with another one in its place.
+bool JobProcesses::replace(std::size_t index) {
+  auto& command = members_[index];
+  const auto& role = command.replaceable_role;
+  if (role.empty()) return false;
+  for (int i = 0; i < kMostLastWords && read(*children_[index]); ++i) {
+  }
+  const auto what = kNotice + end_of(*children_[index]);
+  int& restarted = restarted_[role];
+  if (restarted == restarts_) {
+    context_.err << what << "; the job goes on without this " << role << std::endl;
+    return true;
+  }
+  ++restarted;
+  context_.err << what << "; it is started again (restart " << restarted << " of " << restarts_ << " of a " << role
+               << ")" << std::endl;
+  auto& number = command.environment["LOCKSTEP_RESTART"];
+  number = std::to_string(whole_number(number).value_or(0) + 1);
+  replaced_.push_back(std::move(children_[index]));
+  children_[index] = std::make_unique<Child>(command);
+  context_.reaper.watch(children_[index]->pid());
+  return true;
 }
 
 void JobProcesses::fails_first(Child& child) {
@@ -211,13 +239,15 @@ void JobProcesses::kill_what_is_left() {
   }
 }
 
-std::string JobProcesses::explanation(const Child& child) const {
+std::string JobProcesses::explanation(const Child& child) const { return kReport + end_of(child); }
+
+std::string JobProcesses::end_of(const Child& child) const {
   const auto& words = child.last_line_written();
   const auto begin = words.find_first_not_of(' ');
   const auto said = begin == std::string::npos ? std::string() : ": " + words.substr(begin);
   const int signal = child.signal();
-  if (signal == 0) return text(kReport, child.name(), " ended with status ", child.status(), said);
-  return text(kReport, child.name(), " was ended by signal ", signal, " (", strsignal(signal), ")",
+  if (signal == 0) return text(child.name(), " ended with status ", child.status(), said);
+  return text(child.name(), " was ended by signal ", signal, " (", strsignal(signal), ")",
               signal == SIGABRT ? said : std::string());  // of an exception that nobody caught
 }
 

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <iosfwd>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -31,7 +32,8 @@ class JobProcesses {
   };
 
   // Starts them. Throws ClusterError and IoError; then none is left.
-  JobProcesses(const std::vector<ChildCommand>& members, double grace_seconds, const Context& context);
+  // `restarts`: how often processes of each replaceable role are started again.
+  JobProcesses(std::vector<ChildCommand> members, double grace_seconds, int restarts, const Context& context);
 
   // Ends those that still run.
   ~JobProcesses();
@@ -53,18 +55,24 @@ class JobProcesses {
   void tell_of_log(const Child& child);
   void print(Child& child, std::ostream& to, const std::string& line);
   void notice_ends();
+  bool replace(std::size_t index);
   void fails_first(Child& child);
   void end_others();
   void pass_on(int signal);
   void set_out_to_kill();
   void kill_what_is_left();
   std::string explanation(const Child& child) const;
+  std::string end_of(const Child& child) const;
 
+  std::vector<ChildCommand> members_;  // of children_, by index
   const double grace_seconds_;
+  const int restarts_;
   const Context context_;
   std::vector<std::unique_ptr<Child>> children_;
-  const Child* first_ = nullptr;  // that failed
-  std::string report_;            // its failure, as another host's launcher reported it
+  std::vector<std::unique_ptr<Child>> replaced_;  // whose places others have
+  std::map<std::string, int> restarted_;          // [role]
+  const Child* first_ = nullptr;                  // that failed
+  std::string report_;                            // its failure, as another host's launcher reported it
   std::set<const Child*> without_log_;
   bool nobody_reads_ = false;
   int asked_ = 0;              // the signal that asked the job to end

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "parameter_server/shared_block.h"
 
 namespace lockstep::parameter_server {
 
@@ -37,6 +38,12 @@ void Client::pull(std::span<std::byte* const> values, Deadline deadline) const {
 
 void Client::open(const std::string& description, Deadline deadline) const {
   for (const auto& connection : connections_) connection->open(description, deadline);
+}
+
+Memory Client::share(std::size_t bytes, Deadline deadline) const {
+  const auto block = SharedBlock::make(bytes);
+  for (const auto& connection : connections_) connection->share(block, deadline);
+  return {block->begin(), [block](std::byte*) {}};
 }
 
 void Client::write(std::span<const std::byte* const> values, Deadline deadline) const {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/base/deadline.h"
+#include "lockstep/collective/group.h"
 #include "parameter_server/service.h"
 #include "parameter_server/shard_places.h"
 
@@ -24,6 +25,9 @@ class Client {
 
   // As ServerConnection's.
   void open(const std::string& description, Deadline deadline) const;
+
+  // Zeroed memory for what is pulled and pushed, which servers on this host access where it lies.
+  Memory share(std::size_t bytes, Deadline deadline) const;
 
   // Values of whole variables, by their numbers: from the servers, and to them.
   void pull(std::span<std::byte* const> values, Deadline deadline) const;

@@ -23,7 +23,10 @@ struct Push {
 
   // By the server's shards: count() elements of the shard's dtype, or null where a parameter took no part.
   std::vector<const std::byte*> gradients = {};
-  std::shared_ptr<const void> memory = {};  // keeps what they point at; a server may read it until the step is applied
+
+  // Keeps what they point at: a server may read it until the step is applied. Null: what they point at is valid, and
+  // stays as it is, while the push is called, and no longer.
+  std::shared_ptr<const void> memory = {};
 
   std::optional<double> learning_rate = {};  // instead of the optimizer's own
 };

@@ -1,5 +1,7 @@
 #include "parameter_server/roles.h"
 
+#include <tuple>
+
 #include "base/text.h"
 #include "cluster/resolvers.h"
 #include "lockstep/base/error.h"
@@ -65,9 +67,9 @@ Cluster with_roles(Cluster cluster, std::optional<int> servers, bool evaluator) 
     if (ps < 0) throw InvalidArgument(text("ParameterServerStrategy: num_ps is ", ps, "; it must be 1 or more"));
     cluster.tasks = {{"chief", 1}, {"ps", ps}, {"evaluator", evaluator ? 1 : 0}};
     cluster.tasks["worker"] = std::max(0, cluster.world.size - others);
-    cluster::give_role(cluster);
   }
   check(cluster);
+  std::tie(cluster.task_type, cluster.task_index) = cluster::role_of(cluster.world.rank, cluster.tasks);
   return cluster;
 }
 

@@ -17,6 +17,7 @@
 namespace lockstep::parameter_server {
 
 class ServedModels;
+class SharedBlock;
 
 // A model's shards on one server, as another process reads and updates them. Any thread. Calls are repeated until the
 // deadline where the server cannot be reached; then they throw DeadlineExceeded, which names it.
@@ -26,6 +27,10 @@ class ServerConnection {
 
   // Waits until the server has the model. Throws InvalidArgument where it describes it otherwise.
   virtual void open(const std::string& description, Deadline deadline) = 0;
+
+  // Lets the server read and write the block where it lies, which saves sending what is in it. False where it cannot,
+  // as on another host. The block must not change while a call runs.
+  virtual bool share(std::shared_ptr<SharedBlock> block, Deadline deadline) = 0;
 
   // Returns when the server has the push. May be repeated. Throws InvalidArgument for one that does not fit.
   virtual void push(Push push, Deadline deadline) = 0;

@@ -38,12 +38,24 @@ void ShardStore::check(const Push& push) const {
 void ShardStore::push(Push push) {
   check(push);
   if (mode_.parts == 1) return apply({&push, 1});
+  if (push.memory == nullptr) keep_gradients(push);
   MutexLock lock(mutex_);  // also while it is applied: who gets an answer may read the values of this step
   const auto step = push.task.step;
   const auto* const parts = parts_.add(std::move(push));
   if (parts == nullptr) return;
   apply(*parts);
   parts_.complete(step);
+}
+
+// Copies them, for a step that other parts complete later.
+void ShardStore::keep_gradients(Push& push) const {
+  const auto copies = std::make_shared<std::vector<std::vector<std::byte>>>();
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    if (push.gradients[i] == nullptr) continue;
+    copies->emplace_back(push.gradients[i], push.gradients[i] + shards_[i]->bytes());
+    push.gradients[i] = copies->back().data();
+  }
+  push.memory = copies;
 }
 
 void ShardStore::apply(std::span<const Push> parts) {

@@ -32,6 +32,7 @@ class ShardStore {
 
  private:
   void check(const Push& push) const;
+  void keep_gradients(Push& push) const;
   void apply(std::span<const Push> parts);
 
   const UpdateMode mode_;

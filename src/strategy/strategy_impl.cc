@@ -103,7 +103,8 @@ gradient::Placement StrategyImpl::placement() const {
   const bool on_gpus =
       std::any_of(torch_devices_.begin(), torch_devices_.end(), [](auto device) { return !device.is_cpu(); });
   if (!on_gpus) return settings_.placement;
-  const bool in_host_memory = replicas() > 1 || (settings_.workers && settings_.workers->shard_optimizer_state);
+  const bool in_host_memory =
+      replicas() > 1 || servers() != nullptr || (settings_.workers && settings_.workers->shard_optimizer_state);
   return in_host_memory ? gradient::Placement::staged : gradient::Placement::device;
 }
 

@@ -1,0 +1,199 @@
+// Calls over loopback: what arrives, and who is refused.
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/support/sync_stream.h>
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "base/expect_says_testing.h"
+#include "base/text.h"
+#include "grpc_service/connections.h"
+#include "grpc_service/endpoint.h"
+#include "grpc_service/frames.h"
+#include "grpc_service/messages.pb.h"
+#include "grpc_service/proof.h"
+#include "parameter_server/coordinator.h"
+#include "parameter_server/served_models.h"
+
+namespace lockstep::grpc_service {
+namespace {
+
+using namespace parameter_server;
+
+const Access kAccess{.token = std::string(32, 't')};
+Deadline soon() { return Deadline::after(std::chrono::seconds(10)); }
+
+FindAddress at(const Endpoint& endpoint) {
+  return [address = endpoint.address()](Deadline) { return address; };
+}
+
+std::vector<float> counting(std::size_t count, float first) {
+  std::vector<float> values(count);
+  for (auto& value : values) value = first++;
+  return values;
+}
+
+const std::byte* bytes_of(const std::vector<float>& values) {
+  return reinterpret_cast<const std::byte*>(values.data());
+}
+std::byte* bytes_of(std::vector<float>& values) { return reinterpret_cast<std::byte*>(values.data()); }
+
+// A server with one model of two shards, the first larger than a message may be.
+class GrpcService : public testing::Test {
+ protected:
+  static constexpr std::size_t kLarge = (kLongestMessage + 12) / sizeof(float), kSmall = 3;
+
+  GrpcService() {
+    const std::vector<VariableSpec> variables{{"large", DType::float32, {kLarge}}, {"small", DType::float32, {kSmall}}};
+    const auto places = place_shards(variables, {}, 1);
+    models_->add(0, "a model",
+                 std::make_shared<ShardStore>(variables, places, 0, SGD({.learning_rate = 1}), UpdateMode()));
+  }
+
+  std::shared_ptr<ServerConnection> connect(const Access& access = kAccess,
+                                            std::vector<std::size_t> bytes = {kLarge * sizeof(float),
+                                                                              kSmall * sizeof(float)}) {
+    return connect_server({.server = "ps 0", .user = "worker 0", .model = 0, .shard_bytes = std::move(bytes)},
+                          at(*endpoint_), access);
+  }
+
+  // What the server answers to bytes that no client of ours sends.
+  grpc::Status answer_to(const std::vector<std::string>& messages) {
+    const auto channel = grpc::CreateChannel(endpoint_->address(), grpc::InsecureChannelCredentials());
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(10));
+    const grpc::internal::RpcMethod method(kMethod, grpc::internal::RpcMethod::BIDI_STREAMING, channel);
+    using Factory = grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer, grpc::ByteBuffer>;
+    const std::unique_ptr<grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>> stream(
+        Factory::Create(channel.get(), method, &context));
+    for (const auto& message : messages) {
+      const grpc::Slice slice(message);
+      stream->Write(grpc::ByteBuffer(&slice, 1));
+    }
+    stream->WritesDone();
+    grpc::ByteBuffer frame;
+    while (stream->Read(&frame)) {
+    }
+    return stream->Finish();
+  }
+
+  static std::string request(const std::function<void(Request&)>& fill, const std::string& nonce = fresh_nonce()) {
+    Request request;
+    request.set_nonce(nonce);
+    request.set_proof(proof_of(kAccess, nonce));
+    request.set_seconds(1);
+    fill(request);
+    return request.SerializeAsString();
+  }
+
+  const std::shared_ptr<ServedModels> models_ = std::make_shared<ServedModels>(1);
+  const std::shared_ptr<Coordinator> chief_ = std::make_shared<Coordinator>(2);
+  std::unique_ptr<Endpoint> endpoint_ = serve("127.0.0.1:0", kAccess, {models_, chief_});
+};
+
+TEST_F(GrpcService, ValuesAndGradientsArriveAsTheyWere) {
+  const auto server = connect();
+  server->open("a model", soon());
+  const auto large = counting(kLarge, 1), small = counting(kSmall, 100);
+  server->write(std::vector{bytes_of(large), bytes_of(small)}, soon());
+  std::vector<float> got_large(kLarge), got_small(kSmall);
+  const auto pull = [&] { server->pull(std::vector{bytes_of(got_large), bytes_of(got_small)}, soon()); };
+  pull();
+  EXPECT_EQ(got_large, large);
+  EXPECT_EQ(got_small, small);
+  server->push({.task = {0}, .weight = 1, .gradients = {bytes_of(large), nullptr}}, soon());
+  server->push({.task = {1}, .weight = 2, .gradients = {nullptr, bytes_of(small)}, .learning_rate = 0.5}, soon());
+  server->push({.task = {1}, .weight = 2, .gradients = {nullptr, bytes_of(small)}}, soon());  // again
+  pull();
+  EXPECT_EQ(got_large, std::vector<float>(kLarge, 0));
+  EXPECT_EQ(got_small, (std::vector<float>{75, 75.75, 76.5}));
+}
+
+TEST_F(GrpcService, WhatTheServerRefusesIsTheCallersError) {
+  expect_says(message_of<InvalidArgument>([&] { connect()->open("another model", soon()); }),
+              "ps 0: the processes' models differ: the server has a model, and it is asked for another model");
+  expect_says(message_of<ClusterError>([&] { connect({.token = std::string(32, 'u')})->open("a model", soon()); }),
+              "ps 0: the caller does not have the token of this job");
+  expect_says(message_of<ClusterError>([&] { connect({})->open("a model", soon()); }), "token");
+  const auto values = counting(kSmall, 0);
+  const auto short_shard = [&] {
+    connect(kAccess, {12, 12})
+        ->push({.task = {0}, .weight = 1, .gradients = {bytes_of(values), bytes_of(values)}}, soon());
+  };
+  expect_says(message_of<InvalidArgument>(short_shard), "24 bytes were sent, and its shards have");
+  const auto one_shard = [&] {
+    connect(kAccess, {12})->push({.task = {0}, .weight = 1, .gradients = {bytes_of(values)}}, soon());
+  };
+  expect_says(message_of<InvalidArgument>(one_shard), "gradients of 1 shards; this server has 2");
+  connect()->open("a model", soon());  // it goes on
+}
+
+TEST_F(GrpcService, BytesThatAreNoCallAreRefused) {
+  const auto expect = [&](const std::vector<std::string>& messages, const std::string& part) {
+    const auto status = answer_to(messages);
+    EXPECT_FALSE(status.ok());
+    expect_says(status.error_message(), part);
+  };
+  expect({}, "does not begin with a request");
+  expect({"\xff\xff\xff"}, "does not begin with a request");
+  expect({""}, "token");
+  expect({request([](Request&) {})}, "a kind that this version does not know");
+  expect({request([](Request& request) { request.mutable_pull()->set_model(7); })}, "no model number 7");
+  expect({request([](Request& request) { request.mutable_next()->set_worker(9); })}, "worker 9");
+  const auto push = request([](Request& request) {
+    request.mutable_push()->set_present(std::string("\0\1", 2));
+    request.mutable_push()->set_weight(1);
+  });
+  expect({push, std::string(11, 'x')}, "11 bytes were sent, and its shards have 12");
+  expect({push, std::string(13, 'x')}, "more than the 12 bytes");
+  expect({std::string(kLongestMessage + 1, 'x')}, "larger than max");
+}
+
+TEST_F(GrpcService, TheChiefNoticesWhoHasGone) {
+  auto worker = connect_chief({"worker 1", 1}, at(*endpoint_), kAccess);
+  chief_->begin(0, 0, {});
+  chief_->open(0, 0, 1);
+  const auto given = worker->next(0, 1, {}, soon());
+  EXPECT_EQ(given.kind, parameter_server::Assignment::Kind::task);
+  EXPECT_EQ(chief_->next(0, 0, {}, Deadline::after(std::chrono::seconds(0))).kind,
+            parameter_server::Assignment::Kind::wait);
+  worker.reset();
+  auto other = connect_chief({"worker 0", 0}, at(*endpoint_), kAccess);
+  auto assignment = other->next(0, 0, {}, soon());
+  while (assignment.kind == parameter_server::Assignment::Kind::wait) assignment = other->next(0, 0, {}, soon());
+  EXPECT_EQ(assignment, given);
+  const parameter_server::Report report{
+      .kind = parameter_server::Report::Kind::finished, .task = given.task, .results = {1, 2.5}};
+  std::jthread waits([&] {
+    EXPECT_EQ(chief_->wait_for_step(soon()), report.results);
+    chief_->end(0, "outcome");
+  });
+  while (other->next(0, 0, report, soon()).kind != parameter_server::Assignment::Kind::over) {
+  }
+  EXPECT_EQ(other->outcome(0, soon()), "outcome");
+}
+
+// The server was started again at another address.
+TEST_F(GrpcService, AServerIsFoundAgain) {
+  auto address = endpoint_->address();
+  const auto server = connect_server(
+      {.server = "ps 0", .user = "worker 0", .model = 0, .shard_bytes = {}}, [&](Deadline) { return address; },
+      kAccess);
+  server->open("a model", soon());
+  endpoint_.reset();
+  expect_says(message_of<DeadlineExceeded>([&] { server->open("a model", Deadline::after(std::chrono::seconds(1))); }),
+              "calling ps 0");
+  endpoint_ = serve("127.0.0.1:0", kAccess, {models_, chief_});
+  address = endpoint_->address();
+  server->open("a model", soon());
+}
+
+TEST(GrpcEndpoint, AnswersOtherHostsInATrustedNetworkAlone) {
+  expect_says(message_of<ClusterError>([] { serve("0.0.0.0:0", kAccess, {}); }), "without encryption");
+  auto trusted = kAccess;
+  trusted.trusted_network = true;
+  serve("0.0.0.0:0", trusted, {});
+}
+
+}  // namespace
+}  // namespace lockstep::grpc_service
