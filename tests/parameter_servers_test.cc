@@ -117,5 +117,143 @@ TEST(ParameterServers, AsynchronousFitAppliesEachStepOnce) {
   }
 }
 
+// One worker makes the steps of one device: so it has its running statistics too, and the chief evaluates with them.
+TEST(ParameterServers, OneWorkerTrainsAndEvaluatesAsOneDevice) {
+  const auto path = testing::TempDir() + "/parameter_servers_normalized";
+  const auto make = [] {
+    Sequential model({Dense(9), BatchNormalization(), Dense(3)});
+    model.compile({.optimizer = Adam({.learning_rate = 0.01, .epsilon = 1e-2}),
+                   .loss = SparseCategoricalCrossentropy({.from_logits = true}),
+                   .metrics = {"accuracy"}});
+    model.build({6}, at::kDouble);
+    return model;
+  };
+  make().save_weights(path);
+  const auto data = make_data(at::kDouble).shuffle(26, {.seed = 3}).batch(7), test = make_data(at::kDouble).batch(10);
+  const auto train = [&](const Strategy& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make();
+    model.load_weights(path);
+    const auto history = model.fit(data, {.epochs = 3, .verbose = 0, .validation_data = test});
+    const auto logs = model.evaluate(test);
+    const auto predicted = model.predict(test);
+    return std::tuple(history["val_loss"], logs["loss"], logs["accuracy"], predicted);
+  };
+  const auto [val_loss, loss, accuracy, outputs] = train(OneDeviceStrategy("", 1));
+  expect_no_error(run_job({.workers = 1}, [&](const auto& strategy) {
+    const auto [own_val_loss, own_loss, own_accuracy, own_outputs] = train(strategy);
+    for (std::size_t i = 0; i < val_loss.size(); ++i) EXPECT_NEAR(own_val_loss[i], val_loss[i], 1e-9);
+    EXPECT_NEAR(own_loss, loss, 1e-9) << strategy.task_type();
+    EXPECT_EQ(own_accuracy, accuracy) << strategy.task_type();
+    EXPECT_LE((own_outputs - outputs).abs().max().template item<double>(), strategy.is_chief() ? 1e-9 : 1);
+  }));
+}
+
+TEST(ParameterServers, AsynchronousLearnsWithSeveralWorkersAndServers) {
+  const auto data = make_data(at::kFloat).shuffle(26, {.seed = 3}).batch(7);
+  for (const int bound : {-1, 0, 2}) {
+    ServerJob job{.workers = 3, .servers = 2};
+    job.options.staleness_bound = bound;
+    expect_no_error(run_job(job, [&](const auto& strategy) {
+      const auto scope = strategy.scope();
+      auto model = make_model(at::kFloat, Adam({.learning_rate = 0.05}));
+      const auto history = model.fit(data, {.epochs = 40, .verbose = 0});
+      EXPECT_LT(history["loss"].back(), 0.3 * history["loss"].front()) << strategy.task_type() << " " << bound;
+    }));
+  }
+}
+
+TEST(ParameterServers, CallbacksStopTheTrainingAndSetTheRate) {
+  const auto data = make_data(at::kDouble).batch(7);  // 4 batches
+  expect_no_error(run_job({}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, SGD({.learning_rate = 0.1}));
+    const auto rate = LearningRateScheduler([](int epoch, double) { return epoch == 0 ? 0.1 : 0.0; });
+    std::vector<Tensor> after_first;
+    const auto keep = LambdaCallback({.on_epoch_end = [&](int epoch, const Logs&) {
+      if (epoch == 0) after_first = weights_of(model);
+      if (epoch == 2) model.stop_training();
+    }});
+    const auto history = model.fit(data, {.epochs = 9, .verbose = 0, .callbacks = {rate, keep}});
+    EXPECT_EQ(history.epoch, (std::vector<int>{0, 1, 2}));
+    if (strategy.is_chief()) {
+      EXPECT_EQ(largest_difference(weights_of(model), after_first), 0);
+    }
+    // Data without a known length, and an end in the middle of an epoch.
+    const auto endless = Dataset::from_generator(
+        [&] { return [iterator = std::make_shared<DatasetIterator>(data.iterate())]() { return iterator->next(); }; });
+    std::int64_t steps = 0;
+    const auto count = LambdaCallback({.on_train_batch_end = [&](std::int64_t, const Logs&) { ++steps; }});
+    model.fit(endless, {.epochs = 2, .verbose = 0, .callbacks = {count}});
+    EXPECT_EQ(steps, strategy.is_chief() ? 8 : 0);
+    const auto stop = LambdaCallback({.on_train_batch_end = [&](std::int64_t batch, const Logs&) {
+      if (batch == 1) model.stop_training();
+    }});
+    const auto stopped = model.fit(data.repeat(100), {.epochs = 2, .verbose = 0, .callbacks = {stop}});
+    EXPECT_EQ(stopped.epoch.size(), 1U);
+  }));
+}
+
+TEST(ParameterServers, WhatAWorkerOrTheChiefThrowsComesOutOfFitEverywhere) {
+  const auto data = make_data(at::kFloat).batch(7);
+  const auto in_all = [](const std::vector<std::string>& errors, const std::string& part) {
+    EXPECT_EQ(errors.size(), 4U) << join(errors, "\n");
+    for (const auto& error : errors) expect_says(error, part);
+  };
+  in_all(run_job({},
+                 [&](const auto& strategy) {
+                   const auto scope = strategy.scope();
+                   auto model = make_model(at::kFloat, SGD());
+                   model.fit(data, {.verbose = 0, .callbacks = {LambdaCallback({.on_epoch_end = [](int, const Logs&) {
+                                                    throw Error("the disk is full");
+                                                  }})}});
+                 }),
+         "the disk is full");
+  const auto differ = run_job({.workers = 1}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kFloat, SGD());
+    model.fit(strategy.task_type() == "worker" ? data.skip(1) : data, {.verbose = 0});
+  });
+  EXPECT_EQ(differ.size(), 3U);
+  for (const auto& error : differ)
+    expect_says(error,
+                "the processes' fits differ: the chief has batches in the data set 4, and worker 0 has batches in the "
+                "data set 3");
+  const auto models = run_job({.workers = 1}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    Sequential model({Dense(strategy.task_type() == "worker" ? 4 : 3)});
+    model.compile({.optimizer = SGD(), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
+    model.fit(data, {.verbose = 0});
+  });
+  ASSERT_FALSE(models.empty());
+  expect_says(join(models, "\n"), "the processes' models differ");
+}
+
+TEST(ParameterServers, WhatCannotBeIsNamed) {
+  const auto says = [](const ParameterServerOptions& options, const std::string& part) {
+    expect_says(message_of<Error>([&] { ParameterServerStrategy strategy(options); }), part);
+  };
+  says({}, "there is no worker in the cluster (this process is alone)");
+  const Cluster four{.world = {.size = 4}, .store = "127.0.0.1:1", .source = "MPICH"};
+  says({.num_ps = 1, .start_timeout_seconds = 0, .cluster = four}, "start_timeout_seconds is 0");
+  says({.spare_workers = 1, .num_ps = 1, .cluster = four}, "spare_workers is 1; it must be 0 unless synchronous");
+  says({.synchronous = true, .spare_workers = 2, .num_ps = 1, .cluster = four},
+       "it must be from 0 to 1 with 2 workers");
+  says({.synchronous = true, .staleness_bound = 2, .num_ps = 1, .cluster = four}, "staleness_bound is 2");
+  says({.staleness_bound = -2, .num_ps = 1, .cluster = four}, "staleness_bound is -2");
+  const auto files = make_data(at::kFloat).batch(7).with_options({.auto_shard_policy = AutoShardPolicy::off});
+  const auto errors = run_job({.workers = 1}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kFloat, SGD());
+    if (strategy.is_chief()) {
+      expect_says(message_of<InvalidArgument>([&] { model.save_checkpoint(testing::TempDir() + "/none"); }),
+                  "save_weights");
+    }
+    model.fit(files, {.verbose = 0});
+  });
+  EXPECT_EQ(errors.size(), 3U);
+  for (const auto& error : errors) expect_says(error, "auto_shard_policy must be");
+}
+
 }  // namespace
 }  // namespace lockstep

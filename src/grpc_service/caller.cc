@@ -63,8 +63,8 @@ std::unique_ptr<ClientStream> Caller::stream(const std::shared_ptr<grpc::Channel
   return std::unique_ptr<ClientStream>(Factory::Create(channel.get(), method, &context));
 }
 
-grpc::Status Caller::attempt(const Request& request, Deadline deadline, const Bulk& bulk,
-                             std::span<const std::span<std::byte>> parts, Reply& reply) {
+grpc::Status Caller::attempt(const Request& request, Deadline deadline, const Bulk& bulk, const PartsFor& parts,
+                             Reply& reply) {
   grpc::ClientContext context;
   context.set_deadline(system_time(deadline));
   const auto call = stream(channel(deadline), context);
@@ -74,7 +74,7 @@ grpc::Status Caller::attempt(const Request& request, Deadline deadline, const Bu
   if (call->Read(&frame)) {
     if (!parse(frame, reply)) return {grpc::StatusCode::INTERNAL, "the answer cannot be read (another version?)"};
     try {
-      read_bulk(parts, [&](grpc::ByteBuffer& into) { return call->Read(&into); });
+      read_bulk(parts(reply), [&](grpc::ByteBuffer& into) { return call->Read(&into); });
     } catch (const InvalidArgument& error) {
       context.TryCancel();
       const auto status = call->Finish();
@@ -87,6 +87,21 @@ grpc::Status Caller::attempt(const Request& request, Deadline deadline, const Bu
 }
 
 Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, std::span<const std::span<std::byte>> parts) {
+  const PartsFor given = [&](const Reply&) { return std::vector(parts.begin(), parts.end()); };
+  return call(std::move(request), deadline, bulk, given);
+}
+
+std::optional<std::string> Caller::call_for_text(Request request, Deadline deadline) {
+  std::string words;
+  const PartsFor sized = [&](const Reply& reply) -> std::vector<std::span<std::byte>> {
+    words.resize(reply.text_bytes());
+    return {std::as_writable_bytes(std::span(words))};
+  };
+  const auto reply = call(std::move(request), deadline, {}, sized);
+  return reply.has_text_bytes() ? std::optional(std::move(words)) : std::nullopt;
+}
+
+Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, const PartsFor& parts) {
   request.set_nonce(nonce_);
   request.set_proof(proof_);
   while (true) {

@@ -6,7 +6,9 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "base/mutex.h"
 #include "grpc_service/frames.h"
@@ -28,14 +30,20 @@ class Caller {
   Reply call(Request request, Deadline deadline, const Bulk& bulk = {},
              std::span<const std::span<std::byte>> parts = {});
 
+  // The same for a reply of a text; nothing where the reply has none.
+  std::optional<std::string> call_for_text(Request request, Deadline deadline);
+
   // Opens a stream that the caller keeps, and returns it after the reply; null where the process cannot be reached.
   std::unique_ptr<ClientStream> open(Request request, grpc::ClientContext& context, Reply& reply, Deadline deadline);
 
  private:
   std::shared_ptr<grpc::Channel> channel(Deadline deadline);
   std::unique_ptr<ClientStream> stream(const std::shared_ptr<grpc::Channel>& channel, grpc::ClientContext& context);
-  grpc::Status attempt(const Request& request, Deadline deadline, const Bulk& bulk,
-                       std::span<const std::span<std::byte>> parts, Reply& reply);
+  // Where the bulk data of a reply go.
+  using PartsFor = std::function<std::vector<std::span<std::byte>>(const Reply& reply)>;
+  Reply call(Request request, Deadline deadline, const Bulk& bulk, const PartsFor& parts);
+  grpc::Status attempt(const Request& request, Deadline deadline, const Bulk& bulk, const PartsFor& parts,
+                       Reply& reply);
 
   const std::string name_;
   const parameter_server::FindAddress find_address_;

@@ -193,6 +193,14 @@ class GrpcChiefConnection final : public parameter_server::ChiefConnection {
   GrpcChiefConnection(const Process& self, const FindAddress& address, const Access& access)
       : caller_("the chief", address, access), presence_(self, address, access) {}
 
+  std::optional<std::string> start(std::int64_t call, int worker, const std::string& plan, Deadline deadline) override {
+    Request request;
+    request.mutable_start()->set_call(call);
+    request.mutable_start()->set_worker(worker);
+    request.mutable_start()->set_plan(plan);
+    return caller_.call_for_text(std::move(request), deadline);
+  }
+
   Assignment next(std::int64_t call, int worker, const std::optional<parameter_server::Report>& report,
                   Deadline deadline) override {
     Request request;
@@ -206,6 +214,11 @@ class GrpcChiefConnection final : public parameter_server::ChiefConnection {
       said.mutable_task()->set_part(report->task.part);
       said.mutable_results()->Add(report->results.begin(), report->results.end());
       said.set_error(report->error);
+      for (const auto& [number, values] : report->buffers) {
+        auto& buffer = *said.add_buffers();
+        buffer.set_number(number);
+        buffer.set_values(values);
+      }
     }
     const auto reply = caller_.call(std::move(request), deadline);
     const auto& given = reply.assignment();
@@ -222,8 +235,7 @@ class GrpcChiefConnection final : public parameter_server::ChiefConnection {
   std::optional<std::string> outcome(std::int64_t call, Deadline deadline) override {
     Request request;
     request.mutable_outcome()->set_call(call);
-    const auto reply = caller_.call(std::move(request), deadline);
-    return reply.has_outcome() ? std::optional(reply.outcome()) : std::nullopt;
+    return caller_.call_for_text(std::move(request), deadline);
   }
 
  private:

@@ -61,6 +61,7 @@ class Answer {
       case Request::kNext: return next(request_.next());
       case Request::kOutcome: return outcome(request_.outcome());
       case Request::kStay: return stay(request_.stay());
+      case Request::kStart: return start(request_.start());
       case Request::kShare: return share(request_.share());
       default: throw InvalidArgument("a request of a kind that this version does not know");
     }
@@ -151,6 +152,7 @@ class Answer {
                                         .task = {said.task().step(), said.task().part()},
                                         .results = {said.results().begin(), said.results().end()},
                                         .error = said.error()};
+      for (const auto& buffer : said.buffers()) report->buffers[buffer.number()] = buffer.values();
     }
     const auto given = chief().next(next.call(), next.worker(), report, poll());
     Reply answer;
@@ -164,11 +166,20 @@ class Answer {
     reply(answer);
   }
 
-  void outcome(const Outcome& outcome) const {
-    const auto result = chief().outcome(outcome.call(), poll());
+  void outcome(const Outcome& outcome) const { reply_text(chief().outcome(outcome.call(), poll())); }
+
+  void start(const Start& start) const {
+    reply_text(chief().start(start.call(), start.worker(), start.plan(), poll()));
+  }
+
+  void reply_text(const std::optional<std::string>& words) const {
+    if (!words) return reply();
     Reply answer;
-    if (result) answer.set_outcome(*result);
+    answer.set_text_bytes(words->size());
     reply(answer);
+    const auto kept = std::make_shared<const std::string>(*words);
+    write_bulk({.parts = {std::as_bytes(std::span(*kept))}, .owner = kept},
+               [this](const grpc::ByteBuffer& frame) { return stream_.Write(frame); });
   }
 
   // Shards in a block of the caller's.

@@ -87,7 +87,7 @@ class GrpcService : public testing::Test {
   }
 
   const std::shared_ptr<ServedModels> models_ = std::make_shared<ServedModels>(1);
-  const std::shared_ptr<Coordinator> chief_ = std::make_shared<Coordinator>(2);
+  const std::shared_ptr<Coordinator> chief_ = std::make_shared<Coordinator>(2, 60);
   std::unique_ptr<Endpoint> endpoint_ = serve("127.0.0.1:0", kAccess, {models_, chief_});
 };
 

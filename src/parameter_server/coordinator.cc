@@ -1,6 +1,7 @@
 #include "parameter_server/coordinator.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -16,15 +17,27 @@ bool Coordinator::wait(Deadline deadline) {
   return changed_.wait_until(mutex_, deadline.time()) == std::cv_status::no_timeout;
 }
 
-void Coordinator::begin(std::int64_t call, std::int64_t model, const UpdateMode& mode) {
+void Coordinator::begin(std::int64_t call, std::int64_t model, const UpdateMode& mode, std::string plan,
+                        std::string state) {
   MutexLock lock(mutex_);
+  plan_ = std::move(plan);
+  state_ = std::move(state);
   call_ = call;
   over_ = false;
   training_ = &trainings_.try_emplace(model, mode).first->second;
   parts_.clear();
   finished_.clear();
   failure_.clear();
+  reconnected_by_ = until_reconnected();
   changed_.notify_all();
+}
+
+bool Coordinator::has_workers() const {
+  return std::any_of(present_.begin(), present_.end(), [](const auto& name) { return name.starts_with("worker"); });
+}
+
+Deadline Coordinator::until_reconnected() const {
+  return Deadline::after(std::chrono::duration<double>(reconnect_seconds_));
 }
 
 void Coordinator::open(std::int64_t epoch, std::int64_t index, std::int64_t steps) {
@@ -49,9 +62,13 @@ void Coordinator::stop() {
 std::optional<std::vector<double>> Coordinator::wait_for_step(Deadline deadline) {
   MutexLock lock(mutex_);
   while (finished_.empty()) {
-    if (!failure_.empty()) throw Error(failure_);
+    if (!failure_.empty()) throw InvalidArgument(failure_);
     if (training_->schedule.all_finished()) return std::nullopt;
-    if (wait(deadline)) continue;
+    if (!has_workers() && reconnected_by_.passed()) {
+      throw ClusterError(text("all workers are lost: none has connected again for ", reconnect_seconds_, " s"));
+    }
+    if (wait(has_workers() || deadline.time() < reconnected_by_.time() ? deadline : reconnected_by_)) continue;
+    if (!deadline.passed()) continue;
     std::vector<int> missing;
     for (int worker = 0; worker < workers_; ++worker) {
       if (!present_.contains(text("worker ", worker))) missing.push_back(worker);
@@ -67,19 +84,48 @@ std::optional<std::vector<double>> Coordinator::wait_for_step(Deadline deadline)
 void Coordinator::end(std::int64_t call, std::string outcome) {
   MutexLock lock(mutex_);
   outcomes_[call] = std::move(outcome);
-  if (call == call_) over_ = true;
+  if (call == call_) {
+    over_ = true;
+    buffers_.clear();
+    state_.clear();
+  }
   changed_.notify_all();
 }
 
-Assignment Coordinator::next(std::int64_t call, int worker, const std::optional<Report>& report, Deadline deadline) {
-  if (worker < 0 || worker >= workers_) {
-    throw InvalidArgument(text("worker ", worker, " asks for work; there are ", workers_, " workers"));
-  }
+std::map<int, std::map<int, std::string>> Coordinator::buffers() {
   MutexLock lock(mutex_);
-  if (call == call_ && !over_ && report) take(worker, *report);
+  return buffers_;
+}
+
+void Coordinator::require_worker(int worker) const {
+  if (worker >= 0 && worker < workers_) return;
+  throw InvalidArgument(text("worker ", worker, " asks for work; there are ", workers_, " workers"));
+}
+
+std::optional<std::string> Coordinator::start(std::int64_t call, int worker, const std::string& plan,
+                                              Deadline deadline) {
+  require_worker(worker);
+  MutexLock lock(mutex_);
+  while (call != call_ || over_) {
+    if (outcomes_.contains(call)) return "";
+    if (!wait(deadline)) return std::nullopt;
+  }
+  if (plan == plan_) return state_;
+  const auto [ours, theirs] = first_difference(plan_, plan);
+  failure_ = text("the processes' fits differ: the chief has ", ours, ", and worker ", worker, " has ", theirs);
+  changed_.notify_all();
+  throw InvalidArgument(failure_);
+}
+
+Assignment Coordinator::next(std::int64_t call, int worker, const std::optional<Report>& report, Deadline deadline) {
+  require_worker(worker);
+  MutexLock lock(mutex_);
+  bool taken = !report;
   while (true) {
     if (outcomes_.contains(call)) return {.kind = Assignment::Kind::over};
     if (call == call_ && !over_) {
+      if (!std::exchange(taken, true)) take(worker, *report);
+      if (report && report->kind == Report::Kind::failed) return {.kind = Assignment::Kind::over};
       if (auto assignment = assign(worker)) return *assignment;
     }
     if (!wait(deadline)) return {.kind = Assignment::Kind::wait};
@@ -112,6 +158,7 @@ void Coordinator::take(int worker, const Report& report) {
 
 void Coordinator::collect(int worker, const Report& report) {
   const auto step = report.task.step;
+  for (const auto& [number, values] : report.buffers) buffers_[worker][number] = values;
   if (!training_->schedule.finish(worker, report.task)) return;
   parts_[report.task] = report.results;
   if (!training_->schedule.finished().contains(step)) return;
@@ -141,6 +188,7 @@ void Coordinator::join(const Process& process) {
 void Coordinator::leave(const Process& process) {
   MutexLock lock(mutex_);
   if (const auto found = present_.find(process.name); found != present_.end()) present_.erase(found);
+  if (!has_workers()) reconnected_by_ = until_reconnected();
   if (process.worker >= 0 && training_ != nullptr) training_->schedule.lose(process.worker);
   changed_.notify_all();
 }

@@ -18,12 +18,14 @@ namespace lockstep::parameter_server {
 // Any thread calls what ChiefService has; the chief's own thread the rest.
 class Coordinator final : public ChiefService {
  public:
-  explicit Coordinator(int workers) : workers_(workers) {}
+  // `reconnect_seconds`: how long a step may wait while no worker is connected.
+  Coordinator(int workers, double reconnect_seconds) : workers_(workers), reconnect_seconds_(reconnect_seconds) {}
 
   // --- the chief's thread
 
-  // Begins the fit that is call number `call`, of a model.
-  void begin(std::int64_t call, std::int64_t model, const UpdateMode& mode);
+  // Begins the fit that is call number `call`, of a model. `plan`, `state`: as ChiefConnection::start's.
+  void begin(std::int64_t call, std::int64_t model, const UpdateMode& mode, std::string plan = "",
+             std::string state = "");
 
   // Gives out `steps` more, or, where that is not known (below 0), as many as the workers have batches for. The first
   // one's batch is number `index` of the data's epoch.
@@ -36,8 +38,13 @@ class Coordinator final : public ChiefService {
   void stop();
 
   // The results of the next step that has finished; nothing once all have. A step's parts are added in their order.
-  // Throws Error with a worker's text where its step failed, and DeadlineExceeded.
+  // Throws InvalidArgument with a worker's text where its step failed, ClusterError where all workers have gone, and
+  // DeadlineExceeded.
   std::optional<std::vector<double>> wait_for_step(Deadline deadline);
+
+  // What workers have reported in the fit that runs of their buffers' values: by worker, then by buffer. Empty where no
+  // fit runs.
+  std::map<int, std::map<int, std::string>> buffers();
 
   // Ends the call: workers that ask for work are told, and `outcome` is what others get as its result.
   void end(std::int64_t call, std::string outcome);
@@ -46,6 +53,7 @@ class Coordinator final : public ChiefService {
   bool wait_for_leaving(const std::string& but, Deadline deadline);
 
   // --- ChiefService
+  std::optional<std::string> start(std::int64_t call, int worker, const std::string& plan, Deadline deadline) override;
   Assignment next(std::int64_t call, int worker, const std::optional<Report>& report, Deadline deadline) override;
   std::optional<std::string> outcome(std::int64_t call, Deadline deadline) override;
   void join(const Process& process) override;
@@ -62,11 +70,15 @@ class Coordinator final : public ChiefService {
     std::map<std::int64_t, Batch> opened;  // [the first step of each `open`]
   };
   void take(int worker, const Report& report) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  void require_worker(int worker) const;
   void collect(int worker, const Report& report) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   std::optional<Assignment> assign(int worker) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  bool has_workers() const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  Deadline until_reconnected() const;
   bool wait(Deadline deadline) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
 
   const int workers_;
+  const double reconnect_seconds_;
   Mutex mutex_;
   CondVar changed_;
   std::int64_t call_ LOCKSTEP_GUARDED_BY(mutex_) = -1;  // the fit that runs, or ran last
@@ -74,9 +86,12 @@ class Coordinator final : public ChiefService {
   std::map<std::int64_t, Training> trainings_ LOCKSTEP_GUARDED_BY(mutex_);  // [model]
   Training* training_ LOCKSTEP_GUARDED_BY(mutex_) = nullptr;                // of the fit; null before the first
   std::optional<double> learning_rate_ LOCKSTEP_GUARDED_BY(mutex_);
-  std::map<Task, std::vector<double>> parts_ LOCKSTEP_GUARDED_BY(mutex_);  // of steps that have not finished
-  std::deque<std::vector<double>> finished_ LOCKSTEP_GUARDED_BY(mutex_);   // and of those that nobody has waited for
+  std::map<Task, std::vector<double>> parts_ LOCKSTEP_GUARDED_BY(mutex_);    // of steps that have not finished
+  Deadline reconnected_by_ LOCKSTEP_GUARDED_BY(mutex_) = Deadline::never();  // while no worker is connected
+  std::deque<std::vector<double>> finished_ LOCKSTEP_GUARDED_BY(mutex_);     // and of those that nobody has waited for
   std::string failure_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::string plan_ LOCKSTEP_GUARDED_BY(mutex_), state_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::map<int, std::map<int, std::string>> buffers_ LOCKSTEP_GUARDED_BY(mutex_);
   std::multiset<std::string> present_ LOCKSTEP_GUARDED_BY(mutex_);            // names of processes
   std::map<std::int64_t, std::string> outcomes_ LOCKSTEP_GUARDED_BY(mutex_);  // [call]
 };

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <thread>
+
 #include "base/expect_says_testing.h"
 #include "lockstep/base/error.h"
 
@@ -21,7 +23,7 @@ Assignment given(std::int64_t step, std::int64_t epoch, std::int64_t index, int 
 }
 
 TEST(Coordinator, WorkersGetStepsWithThePlacesOfTheirBatches) {
-  Coordinator chief(2);
+  Coordinator chief(2, 60);
   EXPECT_EQ(chief.next(0, 0, {}, now()).kind, Kind::wait);  // no fit yet
   chief.begin(0, 0, {});
   chief.open(0, 0, 2);
@@ -46,7 +48,7 @@ TEST(Coordinator, WorkersGetStepsWithThePlacesOfTheirBatches) {
 }
 
 TEST(Coordinator, DataOfUnknownLengthEndWhereAWorkerFindsNoBatch) {
-  Coordinator chief(2);
+  Coordinator chief(2, 60);
   chief.begin(0, 0, {});
   chief.open(0, 0, -1);
   chief.next(0, 0, {}, now());
@@ -64,7 +66,7 @@ TEST(Coordinator, DataOfUnknownLengthEndWhereAWorkerFindsNoBatch) {
 }
 
 TEST(Coordinator, StopLetsBegunStepsFinish) {
-  Coordinator chief(3);
+  Coordinator chief(3, 60);
   chief.begin(0, 0, {});
   chief.open(0, 0, 100);
   for (int worker = 0; worker < 3; ++worker) chief.next(0, worker, {}, now());
@@ -78,7 +80,7 @@ TEST(Coordinator, StopLetsBegunStepsFinish) {
 }
 
 TEST(Coordinator, PartsOfAStepAreAddedInTheirOrder) {
-  Coordinator chief(2);
+  Coordinator chief(2, 60);
   chief.begin(0, 0, {.parts = 2, .needed = 2});
   chief.open(0, 0, 1);
   EXPECT_EQ(chief.next(0, 1, {}, now()), given(0, 0, 0, 0));
@@ -90,16 +92,16 @@ TEST(Coordinator, PartsOfAStepAreAddedInTheirOrder) {
 }
 
 TEST(Coordinator, AFailedStepFailsTheFitWithItsText) {
-  Coordinator chief(2);
+  Coordinator chief(2, 60);
   chief.begin(0, 0, {});
   chief.open(0, 0, 5);
   chief.next(0, 1, {}, now());
   chief.next(0, 1, Report{.kind = Report::Kind::failed, .task = {0}, .error = "no such image"}, now());
-  expect_says(message_of<Error>([&] { chief.wait_for_step(now()); }), "worker 1: no such image");
+  expect_says(message_of<InvalidArgument>([&] { chief.wait_for_step(now()); }), "worker 1: no such image");
 }
 
 TEST(Coordinator, ModelsHaveStepsOfTheirOwn) {
-  Coordinator chief(1);
+  Coordinator chief(1, 60);
   for (const std::int64_t model : {0, 1}) {
     chief.begin(model, model, {});
     chief.open(0, 0, 2);
@@ -114,12 +116,36 @@ TEST(Coordinator, ModelsHaveStepsOfTheirOwn) {
 }
 
 TEST(Coordinator, WhoAsksMustBeAWorker) {
-  Coordinator chief(2);
+  Coordinator chief(2, 60);
   expect_says(message_of<InvalidArgument>([&] { chief.next(0, 2, {}, now()); }), "worker 2");
 }
 
+TEST(Coordinator, AFitWithoutWorkersEnds) {
+  Coordinator chief(1, 0.05);
+  chief.begin(0, 0, {});
+  chief.open(0, 0, 1);
+  const auto soon = Deadline::after(std::chrono::seconds(10));
+  expect_says(message_of<ClusterError>([&] { chief.wait_for_step(soon); }), "all workers are lost");
+  chief.join({"worker 0", 0});
+  EXPECT_THROW(chief.wait_for_step(now()), DeadlineExceeded);
+  chief.leave({"worker 0", 0});
+  expect_says(message_of<ClusterError>([&] { chief.wait_for_step(soon); }), "none has connected again for 0.05 s");
+}
+
+TEST(Coordinator, AFailureBeforeTheFitFailsIt) {
+  Coordinator chief(1, 60);
+  std::jthread worker([&] {
+    const Report report{.kind = Report::Kind::failed, .error = "no such file"};
+    EXPECT_EQ(chief.next(0, 0, report, Deadline::after(std::chrono::seconds(10))).kind, Kind::over);
+  });
+  chief.begin(0, 0, {});
+  chief.open(0, 0, 1);
+  expect_says(message_of<InvalidArgument>([&] { chief.wait_for_step(Deadline::after(std::chrono::seconds(10))); }),
+              "worker 0: no such file");
+}
+
 TEST(Coordinator, KnowsWhoHasLeft) {
-  Coordinator chief(1);
+  Coordinator chief(1, 60);
   chief.join({"worker 0", 0});
   chief.join({"ps 0"});
   EXPECT_FALSE(chief.wait_for_leaving("ps", now()));

@@ -72,7 +72,7 @@ ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions option
   const auto deadline = Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds));
   if (roles_.mine == Role::ps)
     models_ = std::make_shared<ServedModels>(1 + roles_.workers + (roles_.evaluator ? 1 : 0));
-  if (is_chief()) coordinator_ = std::make_shared<Coordinator>(roles_.workers);
+  if (is_chief()) coordinator_ = std::make_shared<Coordinator>(roles_.workers, options_.reconnect_timeout_seconds);
   Entry entry{.host = cluster.world.host};
   if (models_ || coordinator_) {
     const auto host = cluster::host_of(store_.address(), "the store's address");

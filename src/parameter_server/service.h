@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -57,14 +58,21 @@ struct Assignment {
 struct Report {
   enum class Kind { finished, no_batch, failed } kind = Kind::finished;  // no_batch: the epoch's data end before it
   Task task;
-  std::vector<double> results = {};  // to be summed over the parts of a step
-  std::string error = {};            // failed: why
+  std::vector<double> results = {};         // to be summed over the parts of a step
+  std::map<int, std::string> buffers = {};  // the worker's own values of the model's buffers that changed, by number
+  std::string error = {};                   // failed: why
 };
 
 // Any thread. The calls of one program (fit, evaluate) are numbered from 0 on, equally in all processes.
 class ChiefConnection {
  public:
   virtual ~ChiefConnection() = default;
+
+  // Before a worker's first task in the fit that is call number `call`: what the chief's model has beside the servers'
+  // variables. Throws InvalidArgument, also in the chief's fit, where `plan` differs from the chief's in a line. Where
+  // that fit has not begun for some time: nothing, at the deadline or earlier.
+  virtual std::optional<std::string> start(std::int64_t call, int worker, const std::string& plan,
+                                           Deadline deadline) = 0;
 
   // The next task of `worker` in the fit that is call number `call`, after what it reports of the one before. Where
   // there is none for some time: Kind::wait, at the deadline or earlier.

@@ -3,6 +3,8 @@
 
 #include "lockstep/base/error.h"
 #include "strategy/split.h"
+#include "train/fit_options.h"
+#include "train/local_state.h"
 #include "train/model_impl.h"
 #include "train/step_source.h"
 
@@ -13,7 +15,14 @@ class AssignedSteps final : public StepSource {
  public:
   AssignedSteps(ModelImpl& impl, const Dataset& data, const FitOptions& options)
       : impl_(impl), data_(data), options_(options), coordinator_(impl.servers()->coordinator()) {
-    coordinator_.begin(impl.call, impl.gradients->servers()->model(), impl.servers()->mode());
+    const auto policy = data.options().auto_shard_policy;
+    if (policy == AutoShardPolicy::file || policy == AutoShardPolicy::off) {
+      throw InvalidArgument(
+          "fit: with parameter servers the chief gives workers batches by their places in the data set, so its "
+          "auto_shard_policy must be AutoShardPolicy::automatic or data");
+    }
+    coordinator_.begin(impl.call, impl.gradients->servers()->model(), impl.servers()->mode(),
+                       describe_fit(data, options, impl.replicas()), print_local_state(impl));
   }
 
   std::int64_t steps_of_an_epoch() override {

@@ -7,7 +7,6 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "gradient/tensor_hash.h"
 #include "lockstep/base/error.h"
 #include "lockstep/cluster/cluster.h"
 #include "strategy/split.h"
@@ -108,19 +107,7 @@ class Fit {
 
   void compare_workers() const {
     if (own_data() || peers().size() == 1) return;
-    const auto replicas = impl_.replicas();
-    const auto first = strategy::first_element(data_, replicas);
-    const auto policy = data_.options().auto_shard_policy;
-    const bool own = strategy::reads_its_own(data_, replicas);  // then only the shape of an example must be the same
-    const auto shape = [own](const Tensor& tensor) {
-      return tensor.defined() ? text(own && tensor.dim() > 0 ? tensor.sizes().slice(1) : tensor.sizes()) : "none";
-    };
-    peers().check_all_agree(
-        "fits",
-        text("epochs ", options_.epochs, "\ninitial_epoch ", options_.initial_epoch, "\nsteps_per_epoch ",
-             options_.steps_per_epoch, "\nauto_shard_policy ", static_cast<int>(policy), "\nbatches in the data set ",
-             own ? 0 : data_.cardinality(), "\nfirst batch x ", shape(first.x), "\nfirst batch y ", shape(first.y),
-             "\nfirst batch's contents (hash) ", first.x.defined() && !own ? gradient::hash_of(first.x) : 0));
+    peers().check_all_agree("fits", train::describe_fit(data_, options_, impl_.replicas()));
   }
 
   void compare_options() const {

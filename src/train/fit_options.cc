@@ -5,7 +5,9 @@
 #include <cmath>
 
 #include "base/text.h"
+#include "gradient/tensor_hash.h"
 #include "lockstep/base/error.h"
+#include "strategy/split.h"
 
 namespace lockstep::train {
 namespace {
@@ -48,6 +50,19 @@ void check_fit_options(const Dataset& data, const FitOptions& options) {
     throw InvalidArgument(text("fit: class_weight of ", label, " is ", weight, "; it must be 0 or more, and finite"));
   }
   require(options.verbose >= -1 && options.verbose <= 2, "verbose", options.verbose, "-1 (automatic), 0, 1 or 2");
+}
+
+std::string describe_fit(const Dataset& data, const FitOptions& options, const internal::LocalReplicas& replicas) {
+  const auto first = strategy::first_element(data, replicas);
+  const bool own = strategy::reads_its_own(data, replicas);
+  const auto shape = [own](const Tensor& tensor) {
+    return tensor.defined() ? text(own && tensor.dim() > 0 ? tensor.sizes().slice(1) : tensor.sizes()) : "none";
+  };
+  return text("epochs ", options.epochs, "\ninitial_epoch ", options.initial_epoch, "\nsteps_per_epoch ",
+              options.steps_per_epoch, "\nauto_shard_policy ", static_cast<int>(data.options().auto_shard_policy),
+              "\nbatches in the data set ", own ? 0 : data.cardinality(), "\nfirst batch x ", shape(first.x),
+              "\nfirst batch y ", shape(first.y), "\nfirst batch's contents (hash) ",
+              first.x.defined() && !own ? gradient::hash_of(first.x) : 0);
 }
 
 Dataset weighed(const Dataset& data, const FitOptions& options) {

@@ -1,12 +1,18 @@
 // Checks of fit's options, and what they change in the data.
 #pragma once
 
+#include <string>
+
 #include "lockstep/train/model.h"
 
 namespace lockstep::train {
 
 // Throws InvalidArgument naming an option that no correct program passes.
 void check_fit_options(const Dataset& data, const FitOptions& options);
+
+// What all processes that make the same steps must have in common, a line each: the options' numbers, and the first
+// batch, or where processes read their own, its shape.
+std::string describe_fit(const Dataset& data, const FitOptions& options, const internal::LocalReplicas& replicas);
 
 // The data set with sample weights multiplied by class_weight.
 Dataset weighed(const Dataset& data, const FitOptions& options);

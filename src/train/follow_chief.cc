@@ -5,6 +5,7 @@
 #include "lockstep/base/error.h"
 #include "strategy/split.h"
 #include "train/fit_options.h"
+#include "train/local_state.h"
 #include "train/model_impl.h"
 #include "train/signal_guard.h"
 
@@ -37,27 +38,42 @@ class Batches {
 
 class Worker {
  public:
-  Worker(Model& model, const Dataset& data, std::int64_t call)
+  Worker(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call)
       : model_(model),
         impl_(unwrap(model)),
+        data_(data),
+        options_(options),
         servers_(*impl_.servers()),
         batches_(strategy::distribute_ahead(data, unwrap(impl_.strategy).local_replicas())),
         call_(call) {}
 
   void run(const SignalGuard& signals) {
     impl_.gradients->prepare();
+    start(signals);
     model_.module().train();
+    ChangedBuffers buffers(*impl_.parameters);
     std::optional<Report> report;
     while (signals.received() == 0) {
       const auto next = servers_.chief().next(call_, servers_.roles().index, report, servers_.reconnect_deadline());
       report.reset();
       if (next.kind == Assignment::Kind::over) return;
       if (next.kind == Assignment::Kind::task) report = compute(next);
+      if (report) report->buffers = buffers.take();
     }
     throw Interrupted(signals.received());
   }
 
  private:
+  void start(const SignalGuard& signals) {
+    const auto plan = describe_fit(data_, options_, unwrap(impl_.strategy).local_replicas());
+    while (signals.received() == 0) {
+      const auto state = servers_.chief().start(call_, servers_.roles().index, plan, servers_.reconnect_deadline());
+      if (!state) continue;
+      if (!state->empty()) load_local_state(impl_, *state);
+      return;
+    }
+  }
+
   Report compute(const Assignment& next) {
     const auto parts = servers_.mode().parts;
     auto batch = batches_.at({next.epoch, next.index}, next.task.part, parts);
@@ -73,6 +89,8 @@ class Worker {
 
   Model& model_;
   ModelImpl& impl_;
+  const Dataset data_;
+  const FitOptions& options_;
   parameter_server::ServerCluster& servers_;
   Batches batches_;
   const std::int64_t call_;
@@ -90,10 +108,13 @@ void build_for_first_batch(ModelImpl& impl, const Dataset& data) {
 
 // The chief's fit fails with what the worker throws.
 void tell_chief(parameter_server::ServerCluster& servers, std::int64_t call, const std::string& what) {
-  constexpr std::chrono::seconds kToTell(5);
+  const Report report{.kind = Report::Kind::failed, .task = {}, .error = what};
+  const auto deadline = Deadline::after(std::chrono::seconds(10));
   try {
-    servers.chief().next(call, servers.roles().index, Report{.kind = Report::Kind::failed, .task = {}, .error = what},
-                         Deadline::after(kToTell));
+    while (!deadline.passed()) {
+      const auto answer = servers.chief().next(call, servers.roles().index, report, deadline);
+      if (answer.kind == Assignment::Kind::over) return;
+    }
   } catch (const Error&) {  // the chief is gone
   }
 }
@@ -107,7 +128,7 @@ void follow_chief(Model& model, const Dataset& data, const FitOptions& options, 
   const SignalGuard signals(options.handle_signals);
   try {
     build_for_first_batch(impl, data);
-    if (works) Worker(model, weighed(data, options), call).run(signals);
+    if (works) Worker(model, weighed(data, options), options, call).run(signals);
   } catch (const Interrupted&) {
     throw;
   } catch (const std::exception& error) {

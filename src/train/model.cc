@@ -9,6 +9,7 @@
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/layers/stack.h"
+#include "train/local_state.h"
 #include "train/model_impl.h"
 
 namespace lockstep {
@@ -36,7 +37,11 @@ void ModelImpl::make_gradient_path() {
 }
 
 void ModelImpl::fetch() const {
-  if (gradients) gradients->sync().fetch(unwrap(strategy).deadline());
+  if (!gradients) return;
+  gradients->sync().fetch(unwrap(strategy).deadline());
+  if (servers() != nullptr && servers()->is_chief()) {
+    train::load_reported_buffers(*parameters, servers()->coordinator().buffers());
+  }
 }
 
 void ModelImpl::require_built(const char* caller) const {

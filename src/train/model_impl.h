@@ -88,7 +88,7 @@ class ModelImpl {
   // Where the variables are on parameter servers: this process among the others; else null.
   parameter_server::ServerCluster* servers() const { return unwrap(strategy).servers(); }
 
-  // Brings the servers' values here.
+  // Brings the servers' values here, and, on the chief during a fit, what the workers have reported of their buffers.
   void fetch() const;
 
   // What act() returns; with parameter servers, on the chief, and then in all processes. There the others call
@@ -148,6 +148,7 @@ Result ModelImpl::on_chief(const std::function<Result()>& act, const std::functi
   call = number;
   try {
     const auto result = act();
+    fetch();
     servers()->coordinator().end(number, parameter_server::outcome_of(train::print(result)));
     return result;
   } catch (const std::exception& error) {

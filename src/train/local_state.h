@@ -1,0 +1,35 @@
+// What a model has beside the variables of parameter servers: frozen parameters, buffers, and the seed.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "train/model_impl.h"
+
+namespace lockstep::train {
+
+// Of the chief, for its workers. Throws DataError for what is none.
+std::string print_local_state(const ModelImpl& impl);
+void load_local_state(ModelImpl& impl, const std::string& printed);
+
+// A worker's buffers, such as BatchNorm's running statistics, which it reports to the chief when they have changed.
+class ChangedBuffers {
+ public:
+  explicit ChangedBuffers(const ReplicatedParameters& parameters);
+
+  // The mean over the worker's replicas of those that changed since the last call, by number.
+  std::map<int, std::string> take();
+
+ private:
+  const ReplicatedParameters& parameters_;
+  std::vector<std::uint32_t> versions_;  // [buffer]
+};
+
+// Gives the chief's buffers the mean over the workers of what they reported; the first worker's where the dtype is not
+// floating-point.
+void load_reported_buffers(ReplicatedParameters& parameters,
+                           const std::map<int, std::map<int, std::string>>& by_worker);
+
+}  // namespace lockstep::train
