@@ -28,6 +28,9 @@ struct ChildCommand {
   // may be in all, with LOCKSTEP_RESTART one higher.
   std::string replaceable_role = {};
 
+  // When it ends with status 0 the job is over: the others end soon, or are ended.
+  bool ends_job = false;
+
   // The first bytes of its standard input. The input then stays open and carries the messages of
   // launch/control_protocol.h, which replace signals.
   std::optional<std::string> input;

@@ -45,7 +45,8 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
                      .command = part.command,
                      .environment = std::move(environment),
                      .log_file = part.log_dir.empty() ? "" : text(part.log_dir, "/rank-", rank, ".log"),
-                     .replaceable_role = replaceable_role(part, rank)});
+                     .replaceable_role = replaceable_role(part, rank),
+                     .ends_job = !part.roles.empty() && rank == 0});
   }
   return ranks;
 }

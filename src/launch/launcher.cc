@@ -64,7 +64,10 @@ std::string quoted(const std::string& word) {
 // How the launcher of the part's host is started.
 ChildCommand launcher_of(const HostPart& part, const std::string& ssh) {
   const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
-  ChildCommand command{.name = "host " + part.host, .command = {program, "run", "--part"}, .input = line_of(part)};
+  ChildCommand command{.name = "host " + part.host,
+                       .command = {program, "run", "--part"},
+                       .ends_job = !part.roles.empty() && part.first == 0,
+                       .input = line_of(part)};
   if (is_this_host(part.host)) return command;
   std::istringstream words(ssh);
   command.command = {std::istream_iterator<std::string>(words), {}};

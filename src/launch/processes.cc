@@ -19,7 +19,7 @@ namespace {
 constexpr const char* kReport = "lockstep run: ";
 constexpr const char* kNotice = "lockstep: ";  // of what does not fail the job
 constexpr std::chrono::milliseconds kBetweenSignsOfLife(1000), kLongestWait(1000);
-constexpr std::chrono::seconds kToReport(2);
+constexpr std::chrono::seconds kToReport(2), kAfterTheChief(20);
 constexpr int kMostLastWords = 1000;  // reads of the output that an ended rank left
 
 }  // namespace
@@ -63,6 +63,10 @@ int JobProcesses::run() {
     obey_launcher();
     read_all();
     notice_ends();
+    if (end_at_ && end_at_->passed()) {
+      end_at_.reset();
+      end_others();
+    }
     if (kill_at_ && kill_at_->passed()) kill_what_is_left();
   }
   while (read_all()) {  // their remaining output
@@ -152,6 +156,7 @@ void JobProcesses::notice_ends() {
     if (!reap(*child)) continue;
     if (child->status() == 0) {
       if (!ending_ && child->rank() >= 0 && context_.ended_well) context_.ended_well(child->rank());
+      if (members_[i].ends_job) end_at_ = Deadline::after(kAfterTheChief);
       continue;
     }
     if (child->is_controlled() && child->status() == kLogsIncomplete) {  // its ranks ended well

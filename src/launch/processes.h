@@ -75,9 +75,10 @@ class JobProcesses {
   std::string report_;                            // its failure, as another host's launcher reported it
   std::set<const Child*> without_log_;
   bool nobody_reads_ = false;
-  int asked_ = 0;              // the signal that asked the job to end
-  bool ending_ = false;        // members are being ended: how they end is no failure of theirs
-  bool told_to_kill_ = false;  // those that read the control protocol
+  int asked_ = 0;                   // the signal that asked the job to end
+  bool ending_ = false;             // members are being ended: how they end is no failure of theirs
+  bool told_to_kill_ = false;       // those that read the control protocol
+  std::optional<Deadline> end_at_;  // after a member that ends the job has ended
   std::optional<Deadline> kill_at_;
   std::jthread signs_of_life_;  // last: it ends before the members do
 };

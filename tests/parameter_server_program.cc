@@ -1,0 +1,59 @@
+// For parameter_server_faults_test: a training whose weights tell which steps were applied, and how often.
+#include <lockstep/lockstep.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <ATen/ATen.h>
+
+#include <cstdlib>
+#include <iostream>
+#include <string>
+
+namespace {
+
+int number(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? 0 : std::atoi(value);
+}
+
+}  // namespace
+
+// Arguments: epochs, milliseconds of work in a step, and a worker and the step of its own in which it gets a signal,
+// unless it was started again.
+int main(int argc, char** argv) {
+  const int epochs = std::atoi(argv[1]), work = std::atoi(argv[2]);
+  const int victim = argc > 3 ? std::atoi(argv[3]) : -1, at = argc > 4 ? std::atoi(argv[4]) : 0;
+  const int signal = argc > 5 ? std::atoi(argv[5]) : SIGKILL;
+  try {
+    const lockstep::ParameterServerStrategy strategy(
+        {.threads_per_replica = 1, .variable_partitioner = lockstep::FixedShardsPartitioner(2)});
+    std::cout << strategy.task_type() << " " << strategy.task_index() << " at " << getpid() << std::endl;
+    const bool is_victim =
+        strategy.task_type() == "worker" && strategy.task_index() == victim && number("LOCKSTEP_RESTART") == 0;
+    int steps = 0;
+    // SGD adds up the rates times the x: the gradient of -w x is -x.
+    const auto loss = [&](const at::Tensor&, const at::Tensor& out) {
+      usleep(static_cast<unsigned>(work) * 1000);
+      if (++steps == at && is_victim) raise(signal);
+      return -out;
+    };
+    const auto x = at::arange(1, 101, at::kDouble).view({50, 2});
+    const auto data = lockstep::Dataset::from_tensor_slices(x, at::zeros({50, 1}, at::kDouble)).batch(1);
+    const auto scope = strategy.scope();
+    lockstep::Sequential model({lockstep::Dense(1, {.kernel_initializer = "zeros"})});
+    model.compile({.optimizer = lockstep::SGD({.learning_rate = 1}), .loss = lockstep::Loss("minus", loss)});
+    std::int64_t counted = 0;
+    const auto count =
+        lockstep::LambdaCallback({.on_train_batch_end = [&](std::int64_t, const lockstep::Logs&) { ++counted; }});
+    model.fit(data, {.epochs = epochs, .verbose = 0, .callbacks = {count}});
+    if (!strategy.is_chief()) return 0;
+    const auto weights = model.predict(lockstep::Dataset::from_tensor_slices(at::eye(2, at::kDouble)).batch(2));
+    const auto bias = model.predict(lockstep::Dataset::from_tensor_slices(at::zeros({1, 2}, at::kDouble)).batch(1));
+    std::cout << "steps " << counted << ", sums " << weights[0].item<double>() << " " << weights[1].item<double>()
+              << ", bias " << bias.item<double>() << std::endl;
+    return 0;
+  } catch (const std::exception& error) {
+    std::cerr << "failed: " << error.what() << std::endl;
+    return 1;
+  }
+}
