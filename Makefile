@@ -1,5 +1,5 @@
 # The two commands of the README, and what continuous integration adds. Everything else is CMake: see CMakePresets.json.
-.PHONY: train test lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers clean
+.PHONY: train test lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers bench-ps clean
 
 BUILD = cmake --build --preset
 
@@ -56,6 +56,11 @@ bench-collectives: build/release/build.ninja bench-peers .peers/mpi/all_reduce
 bench-workers: build/release/build.ninja bench-peers
 	$(BUILD) release --target lockstep_cli train_step
 	python3 benchmarks/bench_workers.py
+
+# Training with parameter servers, ours and TensorFlow's, in turns, and what calls to a server carry.
+bench-ps: build/release/build.ninja bench-peers
+	$(BUILD) release --target lockstep_grpc train_step server_calls
+	python3 benchmarks/bench_ps.py
 
 .peers/mpi/all_reduce: benchmarks/peers/mpi_all_reduce.cc
 	tools/bootstrap --bench

@@ -31,6 +31,7 @@ struct Options {
   std::string device = "cpu";
   bool jit_compile = false;
   bool multi_worker = false;
+  bool parameter_servers = false;
   std::string gradient_dtype;  // that workers send
   bool shard_optimizer_state = false;
   bool reports = true;
@@ -96,13 +97,23 @@ Measured measure_fit(Model& model, const Dataset& data) {
   return measured;
 }
 
+// Steps that a chief assigns to workers, each on one of 20 batches in memory.
+Measured measure_assigned(Model& model, const Tensor& x, const Options& options) {
+  const auto labels = at::randint(10, {x.size(0)}, at::kLong);
+  const auto data = Dataset::from_tensor_slices(x, labels).batch(options.batch).repeat();
+  model.build(x.sizes().slice(1).vec());
+  return best_of_three(model, options.steps,
+                       [&](int steps) { model.fit(data, {.verbose = 0, .steps_per_epoch = steps}); });
+}
+
 Measured measure(Options& options) {
   std::vector<std::string> devices;
   for (int i = 0; i < options.replicas; ++i) devices.push_back(options.device + ":" + std::to_string(i));
   CommunicationOptions communication;
   if (!options.gradient_dtype.empty()) communication.gradient_dtype = DType::bfloat16;
   const auto strategy =
-      options.multi_worker
+      options.parameter_servers ? Strategy(ParameterServerStrategy({.threads_per_replica = options.threads}))
+      : options.multi_worker
           ? Strategy(MultiWorkerMirroredStrategy({.devices = devices,
                                                   .threads_per_replica = options.threads,
                                                   .communication = communication,
@@ -112,13 +123,16 @@ Measured measure(Options& options) {
   options.reports = strategy.is_chief();
   const auto scope = strategy.scope();
   const std::int64_t global_batch = std::int64_t{options.batch} * strategy.num_replicas_in_sync();
-  const std::int64_t examples = options.fit && options.model != "seed_cnn" ? global_batch * 100 : global_batch;
+  const std::int64_t batches = options.parameter_servers ? 20 : 1;
+  const std::int64_t examples =
+      options.fit && options.model != "seed_cnn" ? global_batch * 100 : global_batch * batches;
   auto [model, x] = benchmarks::make_work(options.model, options.kind, examples);
   model.compile({.optimizer = Adam(),
                  .loss = SparseCategoricalCrossentropy({.from_logits = true}),
                  .metrics = options.fit ? std::vector<Metric>{"accuracy"} : std::vector<Metric>{},
                  .jit_compile = options.jit_compile});
   if (options.fit) return measure_fit(model, fit_data(options, x, global_batch));
+  if (options.parameter_servers) return measure_assigned(model, x, options);
 
   const Example data{x, at::randint(10, {examples}, at::kLong)};
   model.train_on_batch(data);
@@ -195,6 +209,8 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--batch", options.batch, "examples a replica")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_flag("--multi-worker", options.multi_worker, "with the workers that the environment tells; --replicas each");
+  app.add_flag("--parameter-servers", options.parameter_servers,
+               "with the workers and servers that the environment tells");
   app.add_option("--gradient-dtype", options.gradient_dtype, "what workers send float gradients as")
       ->check(CLI::IsMember({"bfloat16"}));
   app.add_flag("--shard-optimizer-state", options.shard_optimizer_state, "each worker has its share of it alone");

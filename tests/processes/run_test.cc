@@ -11,28 +11,10 @@
 #include <thread>
 
 #include "base/text.h"
-#include "tests/processes/processes.h"
+#include "tests/processes/run_command.h"
 
 namespace lockstep {
 namespace {
-
-constexpr double kSoon = 20;
-
-// `lockstep run <options> bash -c <script>`, both streams together.
-Process run(const std::vector<std::string>& options, const std::string& script) {
-  std::vector<std::string> command{"/bin/sh", "-c", "exec \"$@\" 2>&1", "sh", LOCKSTEP_CLI, "run"};
-  command.insert(command.end(), options.begin(), options.end());
-  for (const auto* word : {"bash", "-c"}) command.push_back(word);
-  command.push_back(script);
-  return Process(command);
-}
-
-// The exit status, of one that was not ended by a signal.
-int exit_status(const Process& process) { return WIFEXITED(process.status()) ? WEXITSTATUS(process.status()) : -1; }
-
-void expect_has(const std::string& output, const std::string& part) {
-  EXPECT_NE(output.find(part), std::string::npos) << output;
-}
 
 std::string contents(const std::filesystem::path& path) {
   std::ostringstream text;
@@ -70,42 +52,6 @@ std::vector<pid_t> processes_in(const std::string& output) {
     all.push_back(process);
   }
   return all;
-}
-
-TEST(Launch, WithParameterServersRanksHaveRoles) {
-  auto job = run({"--workers", "2", "--ps=1", "--evaluator"}, "echo of $LOCKSTEP_SIZE: $LOCKSTEP_ROLES");
-  const auto& output = job.wait_for_end(kSoon);
-  EXPECT_EQ(exit_status(job), 0) << output;
-  for (int rank = 0; rank < 5; ++rank) expect_has(output, text("[", rank, "] of 5: worker:2,ps:1,evaluator:1"));
-}
-
-TEST(Launch, AWorkerThatFailsIsStartedAgainAloneAndThenDoneWithout) {
-  const auto script = "echo start $LOCKSTEP_RESTART; [ $LOCKSTEP_RANK = 1 ] && exit 3; exit 0";
-  auto job = run({"--workers", "2", "--ps", "1", "--restarts", "2"}, script);
-  const auto& output = job.wait_for_end(kSoon);
-  EXPECT_EQ(exit_status(job), 0) << output;
-  for (const int restart : {0, 1, 2}) expect_has(output, text("[1] start ", restart));
-  expect_has(output, "rank 1 ended with status 3: start 0; it is started again (restart 1 of 2 of a worker)");
-  expect_has(output, "rank 1 ended with status 3: start 2; the job goes on without this worker");
-  EXPECT_EQ(output.find("[0] start 1"), std::string::npos) << output;
-}
-
-TEST(Launch, AParameterServerThatFailsEndsTheJob) {
-  auto job =
-      run({"--workers", "2", "--ps", "1", "--restarts", "2"}, "[ $LOCKSTEP_RANK = 3 ] && exit 5; exec sleep 1000");
-  expect_has(job.wait_for_end(kSoon), "rank 3 ended with status 5");
-  EXPECT_EQ(exit_status(job), 5);
-}
-
-TEST(Launch, ParameterServersNeedWorkersAndServers) {
-  for (const auto& options :
-       std::vector<std::vector<std::string>>{{"--workers", "2"}, {"--ps", "2"}, {"--evaluator"}}) {
-    auto job = run(options, "exit 0");
-    expect_has(job.wait_for_end(kSoon), "parameter servers need both --workers and --ps");
-    EXPECT_EQ(exit_status(job), 1);
-  }
-  auto both = run({"-n", "4", "--workers", "2", "--ps", "1"}, "exit 0");
-  expect_has(both.wait_for_end(kSoon), "-n and --workers are both given");
 }
 
 TEST(Launch, EachRankKnowsItsPlaceAndItsLinesSayIt) {

@@ -1,0 +1,96 @@
+"""What a training step of the seed CNN takes with TensorFlow's ParameterServerStrategy, asynchronous; one process a task, by TF_CONFIG.
+adam: plain variables and the raw operator, where the variables live. keras-adam: what Keras 3's layers and optimizer make of the same."""
+import argparse
+import json
+import os
+import time
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--optimizer", choices=["adam", "keras-adam"], default="adam")
+options = parser.parse_args()
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+IMAGES, STEPS = 64, 400
+tf.config.threading.set_intra_op_parallelism_threads(1)
+resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+if resolver.task_type != "chief":
+    server = tf.distribute.Server(resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id, protocol="grpc", start=True)
+    chief = resolver.cluster_spec().as_dict()["chief"][0].rsplit(":", 1)
+    import socket  # noqa: E402
+
+    def chief_answers():
+        try:
+            socket.create_connection((chief[0], int(chief[1])), timeout=1).close()
+            return True
+        except OSError:
+            return False
+
+    while not chief_answers():
+        time.sleep(0.1)
+    while chief_answers():  # Server.join never returns
+        time.sleep(0.5)
+    os._exit(0)
+
+strategy = tf.distribute.ParameterServerStrategy(resolver)
+keras = options.optimizer == "keras-adam"
+
+
+def variables(rows, columns):
+    return tf.Variable(tf.random.stateless_uniform((rows, columns), (1, 2), -rows ** -0.5, rows ** -0.5)), tf.Variable(tf.zeros(columns))
+
+
+with strategy.scope():
+    if keras:
+        layers = tf.keras.layers
+        model = tf.keras.Sequential([layers.Input((28, 28, 1)), layers.Conv2D(32, 3, activation="relu"), layers.MaxPooling2D(), layers.Flatten(),
+                                     layers.Dense(64, activation="relu"), layers.Dense(10)])
+        optimizer = tf.keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+    else:
+        tower = [(tf.Variable(tf.random.stateless_uniform((3, 3, 1, 32), (1, 2), -0.1, 0.1)), tf.Variable(tf.zeros(32))), variables(5408, 64),
+                 variables(64, 10)]
+        flat = [variable for pair in tower for variable in pair]
+        first, second = ([tf.Variable(tf.zeros(v.shape)) for v in flat] for _ in range(2))
+        powers = [tf.Variable(0.9), tf.Variable(0.999)]
+
+
+def forward(images):
+    hidden = tf.nn.max_pool2d(tf.nn.relu(tf.nn.conv2d(images, tower[0][0], 1, "VALID") + tower[0][1]), 2, 2, "VALID")
+    hidden = tf.nn.relu(tf.reshape(hidden, (IMAGES, 5408)) @ tower[1][0] + tower[1][1])
+    return hidden @ tower[2][0] + tower[2][1]
+
+
+def images():
+    x, y = np.random.rand(IMAGES * 20, 28, 28, 1).astype("f"), np.random.randint(0, 10, IMAGES * 20)
+    return tf.data.Dataset.from_tensor_slices((x, y)).cache().batch(IMAGES, drop_remainder=True).repeat().prefetch(2)
+
+
+@tf.function
+def step(iterator):
+    x, y = next(iterator)
+    with tf.GradientTape() as tape:
+        outputs = model(x, training=True) if keras else forward(x)
+        value = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs))
+    if keras:
+        optimizer.apply_gradients(zip(tape.gradient(value, model.trainable_variables), model.trainable_variables))
+        return value
+    for variable, m, v, gradient in zip(flat, first, second, tape.gradient(value, flat)):
+        tf.raw_ops.ResourceApplyAdam(var=variable.handle, m=m.handle, v=v.handle, beta1_power=powers[0], beta2_power=powers[1], lr=1e-3,
+                                     beta1=0.9, beta2=0.999, epsilon=1e-7, grad=gradient)
+    return value
+
+
+coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+batches = iter(coordinator.create_per_worker_dataset(images))
+for _ in range(STEPS // 5):
+    coordinator.schedule(step, args=(batches,))
+coordinator.join()
+start = time.perf_counter()
+for _ in range(STEPS):
+    coordinator.schedule(step, args=(batches,))
+coordinator.join()
+seconds = (time.perf_counter() - start) / STEPS
+print(json.dumps({"ms_per_step": 1e3 * seconds, "samples_per_s": IMAGES / seconds}), flush=True)
+os._exit(0)
