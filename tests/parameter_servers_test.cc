@@ -241,6 +241,12 @@ TEST(ParameterServers, WhatCannotBeIsNamed) {
        "it must be from 0 to 1 with 2 workers");
   says({.synchronous = true, .staleness_bound = 2, .num_ps = 1, .cluster = four}, "staleness_bound is 2");
   says({.staleness_bound = -2, .num_ps = 1, .cluster = four}, "staleness_bound is -2");
+  const auto clipped = run_job({.workers = 1}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    make_model(at::kFloat, SGD({.learning_rate = 1, .clipnorm = 1}));
+  });
+  EXPECT_EQ(clipped.size(), 3U);
+  for (const auto& error : clipped) expect_says(error, "only clipvalue is possible");
   const auto files = make_data(at::kFloat).batch(7).with_options({.auto_shard_policy = AutoShardPolicy::off});
   const auto errors = run_job({.workers = 1}, [&](const auto& strategy) {
     const auto scope = strategy.scope();

@@ -13,6 +13,8 @@ grpc::Status status_of_exception() {
     return {grpc::StatusCode::INVALID_ARGUMENT, error.what()};
   } catch (const DeadlineExceeded& error) {
     return {grpc::StatusCode::DEADLINE_EXCEEDED, error.what()};
+  } catch (const Aborted& error) {
+    return {grpc::StatusCode::UNAVAILABLE, error.what()};
   } catch (const ClusterError& error) {
     return {grpc::StatusCode::UNAUTHENTICATED, error.what()};
   } catch (const std::exception& error) {

@@ -13,7 +13,14 @@ constexpr std::int64_t kUnknownNumber = std::int64_t{1} << 50;
 
 }  // namespace
 
+void Coordinator::close() {
+  MutexLock lock(mutex_);
+  closed_ = true;
+  changed_.notify_all();
+}
+
 bool Coordinator::wait(Deadline deadline) {
+  if (closed_) throw Aborted("the chief is ending");
   return changed_.wait_until(mutex_, deadline.time()) == std::cv_status::no_timeout;
 }
 

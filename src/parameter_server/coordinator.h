@@ -52,6 +52,9 @@ class Coordinator final : public ChiefService {
   // Waits until all processes whose names do not begin with `but` have left; false at the deadline.
   bool wait_for_leaving(const std::string& but, Deadline deadline);
 
+  // Ends all waits, now and later, with Aborted: the process is ending.
+  void close();
+
   // --- ChiefService
   std::optional<std::string> start(std::int64_t call, int worker, const std::string& plan, Deadline deadline) override;
   Assignment next(std::int64_t call, int worker, const std::optional<Report>& report, Deadline deadline) override;
@@ -83,6 +86,7 @@ class Coordinator final : public ChiefService {
   CondVar changed_;
   std::int64_t call_ LOCKSTEP_GUARDED_BY(mutex_) = -1;  // the fit that runs, or ran last
   bool over_ LOCKSTEP_GUARDED_BY(mutex_) = true;
+  bool closed_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   std::map<std::int64_t, Training> trainings_ LOCKSTEP_GUARDED_BY(mutex_);  // [model]
   Training* training_ LOCKSTEP_GUARDED_BY(mutex_) = nullptr;                // of the fit; null before the first
   std::optional<double> learning_rate_ LOCKSTEP_GUARDED_BY(mutex_);

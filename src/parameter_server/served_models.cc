@@ -28,8 +28,16 @@ const ServedModels::Served& ServedModels::find(std::int64_t model) const {
   throw InvalidArgument(text("this server has no model number ", model, "; it has ", models_.size(), " models"));
 }
 
-bool ServedModels::wait(Deadline deadline) const {
-  return changed_.wait_until(mutex_, deadline.time()) == std::cv_status::no_timeout;
+void ServedModels::wait(Deadline deadline, const std::string& for_what) const {
+  if (closed_) throw Aborted("this server is ending");
+  const bool in_time = changed_.wait_until(mutex_, deadline.time()) == std::cv_status::no_timeout;
+  if (!in_time) throw DeadlineExceeded("waiting until " + for_what, deadline.waited());
+}
+
+void ServedModels::close() {
+  MutexLock lock(mutex_);
+  closed_ = true;
+  changed_.notify_all();
 }
 
 std::shared_ptr<ShardStore> ServedModels::shards_of(std::int64_t model) const {
@@ -40,11 +48,7 @@ std::shared_ptr<ShardStore> ServedModels::shards_of(std::int64_t model) const {
 void ServedModels::open(std::int64_t model, const std::string& user, const std::string& description,
                         Deadline deadline) {
   MutexLock lock(mutex_);
-  while (!models_.contains(model)) {
-    if (!wait(deadline)) {
-      throw DeadlineExceeded(text("waiting until the server makes model number ", model), deadline.waited());
-    }
-  }
+  while (!models_.contains(model)) wait(deadline, text("the server makes model number ", model));
   auto& opened = models_[model];
   const auto& mine = opened.description;
   if (mine == description) {
@@ -63,11 +67,7 @@ void ServedModels::pull(std::int64_t model, std::span<std::byte* const> shards, 
   std::shared_ptr<ShardStore> store;
   {
     MutexLock lock(mutex_);
-    while (!find(model).written) {
-      if (!wait(deadline)) {
-        throw DeadlineExceeded("waiting until the chief has written the first values", deadline.waited());
-      }
-    }
+    while (!find(model).written) wait(deadline, "the chief has written the first values");
     store = find(model).shards;
   }
   for (std::size_t i = 0; i < store->size(); ++i) store->shard(i).read(shards[i]);

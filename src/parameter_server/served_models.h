@@ -31,6 +31,9 @@ class ServedModels {
   void pull(std::int64_t model, std::span<std::byte* const> shards, Deadline deadline) const;
   void write(std::int64_t model, std::span<const std::byte* const> shards);
 
+  // Ends all waits, now and later, with Aborted: the process is ending.
+  void close();
+
   // Bytes of the values of its shards.
   std::vector<std::size_t> shard_bytes(std::int64_t model) const;
 
@@ -44,13 +47,15 @@ class ServedModels {
     std::set<std::string> users = {};
   };
   std::shared_ptr<ShardStore> shards_of(std::int64_t model) const;
-  bool wait(Deadline deadline) const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  void wait(Deadline deadline, const std::string& for_what) const
+      LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   const Served& find(std::int64_t model) const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
 
   const int users_;
   mutable Mutex mutex_;
   mutable CondVar changed_;
   std::map<std::int64_t, Served> models_ LOCKSTEP_GUARDED_BY(mutex_);
+  bool closed_ LOCKSTEP_GUARDED_BY(mutex_) = false;
 };
 
 }  // namespace lockstep::parameter_server

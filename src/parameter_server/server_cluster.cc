@@ -104,6 +104,8 @@ ServerCluster::~ServerCluster() {
     }
   } catch (const Error&) {  // the chief is gone
   }
+  if (models_) models_->close();
+  if (coordinator_) coordinator_->close();
 }
 
 void ServerCluster::wait_for_all(Deadline deadline) {
@@ -154,6 +156,7 @@ FindAddress ServerCluster::address_of(Role role, int index) const {
 
 std::shared_ptr<Client> ServerCluster::make_model(const std::vector<VariableSpec>& variables,
                                                   const Optimizer& optimizer) {
+  require_shardable(optimizer);  // in all processes, not on servers alone
   const auto number = models_made_++;
   const auto places = place_shards(variables, options_.partitioner, roles_.servers);
   const auto description = description_of(variables, places, optimizer, options_.mode);

@@ -35,7 +35,11 @@ Shard::Shard(Memory values, std::size_t count, DType dtype, Optimizer optimizer)
       optimizer_(std::move(optimizer)),
       values_(std::move(values)),
       state_(initial_state(optimizer_, count, dtype)) {
-  const auto& options = optimizer_.options();
+  require_shardable(optimizer_);
+}
+
+void require_shardable(const Optimizer& optimizer) {
+  const auto& options = optimizer.options();
   if (options.clipnorm || options.global_clipnorm || options.loss_scale) {
     throw InvalidArgument(
         "an optimizer on a parameter server has clipnorm, global_clipnorm or a loss scale; a server has a part of a "

@@ -14,11 +14,14 @@
 
 namespace lockstep::parameter_server {
 
+// Throws InvalidArgument for what needs the whole gradient: clipping by a norm, and a loss scale.
+void require_shardable(const Optimizer& optimizer);
+
 // Any thread may call; calls follow one another.
 class Shard {
  public:
-  // `values`: memory for `count` elements of `dtype` (float32 or float64), which are the first values. Throws
-  // InvalidArgument for clipping by a norm and for a loss scale.
+  // `values`: memory for `count` elements of `dtype` (float32 or float64), which are the first values. Throws as
+  // require_shardable.
   Shard(Memory values, std::size_t count, DType dtype, Optimizer optimizer);
 
   std::size_t count() const { return count_; }

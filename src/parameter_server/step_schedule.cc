@@ -50,6 +50,7 @@ std::optional<Task> StepSchedule::next(int worker) {
   const auto task = first_free();
   if (!task) return std::nullopt;
   given_.emplace(worker, *task);
+  end_of_given_ = std::max(end_of_given_, task->step + 1);
   return task;
 }
 
@@ -71,13 +72,13 @@ std::int64_t StepSchedule::end_of_begun() const {
 }
 
 bool StepSchedule::finish(int worker, Task task) {
-  if (task.step < 0 || task.step >= end_of_open_steps() || task.part < 0 || task.part >= mode_.parts) {
+  if (task.step < 0 || task.step >= end_of_given_ || task.part < 0 || task.part >= mode_.parts) {
     throw InvalidArgument(
         text("worker ", worker, " finished part ", task.part, " of step ", task.step, ", which nobody was given"));
   }
   if (const auto given = given_.find(worker); given != given_.end() && given->second == task) given_.erase(given);
   ++steps_by_.try_emplace(worker, slowest(steps_by_)).first->second;
-  if (is_finished(task)) return false;
+  if (is_finished(task) || task.step >= end_of_open_steps()) return false;
   if (mode_.parts == 1) return finished_.add(task.step);
   finished_parts_.insert(task.part);
   if (static_cast<int>(finished_parts_.size()) == mode_.needed) {

@@ -33,8 +33,8 @@ class StepSchedule {
   std::optional<Task> next(int worker);
 
   // The worker's pushes of the task are acknowledged by all servers. Whether it is finished by that: then the worker's
-  // results count, else another's did or the step did not need it. Throws InvalidArgument for a task that was never
-  // scheduled.
+  // results count, else another's did, or the step did not need it, or was taken back. Throws InvalidArgument for a
+  // task that was never scheduled.
   bool finish(int worker, Task task);
 
   // The worker is lost, or could not compute its task: another worker gets it.
@@ -53,6 +53,7 @@ class StepSchedule {
 
   const UpdateMode mode_;
   std::int64_t scheduled_ = 0;
+  std::int64_t end_of_given_ = 0;  // behind the last step that a worker ever had
   AppliedSteps finished_;
   std::set<int> finished_parts_;          // of the step that is computed together
   std::map<int, Task> given_;             // [worker]: no two have the same

@@ -40,6 +40,24 @@ TEST(StepSchedule, ALostWorkersStepIsGivenToTheNext) {
   EXPECT_EQ(schedule.next(2), (Task{2}));
 }
 
+TEST(StepSchedule, StepsThatAreTakenBackMayStillComeAndDoNotCount) {
+  StepSchedule schedule({});
+  schedule.add(10);
+  for (int worker = 0; worker < 3; ++worker) schedule.next(worker);
+  EXPECT_EQ(schedule.end_of_begun(), 3);
+  EXPECT_TRUE(schedule.finish(1, {1}));
+  schedule.lose(0);
+  schedule.lose(2);  // which had step 2, and is only slow
+  expect_says(message_of<InvalidArgument>([&] { schedule.end_before(1); }), "later ones are finished already");
+  schedule.end_before(2);
+  EXPECT_EQ(schedule.scheduled(), 2);
+  EXPECT_FALSE(schedule.finish(2, {2}));
+  EXPECT_TRUE(schedule.finish(0, {0}));
+  EXPECT_TRUE(schedule.all_finished());
+  schedule.add(1);
+  EXPECT_EQ(schedule.next(0), (Task{2}));
+}
+
 TEST(StepSchedule, PartsOfAStepAreComputedBeforeTheNextStep) {
   StepSchedule schedule({.parts = 3, .needed = 2});
   schedule.add(2);
