@@ -2,6 +2,7 @@
 //   train_step --model seed_cnn --replicas 2 --threads 1 --steps 200 [--fit]
 // Bare steps train on one batch in memory. --fit measures whole epochs of Fashion-MNIST (seed_cnn) or of random data
 // through fit, with shuffling, a metric, TensorBoard and checkpoints.
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <lockstep/lockstep.h>
 #include <unistd.h>
@@ -107,6 +108,7 @@ Measured measure_assigned(Model& model, const Tensor& x, const Options& options)
 }
 
 Measured measure(Options& options) {
+  at::manual_seed(1);  // so that all processes of a job make the same data
   std::vector<std::string> devices;
   for (int i = 0; i < options.replicas; ++i) devices.push_back(options.device + ":" + std::to_string(i));
   CommunicationOptions communication;

@@ -11,6 +11,7 @@
 #include "grpc_service/frames.h"
 #include "grpc_service/messages.pb.h"
 #include "grpc_service/proof.h"
+#include "grpc_service/receive_buffers.h"
 #include "grpc_service/status.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/served_models.h"
@@ -28,10 +29,10 @@ constexpr std::chrono::seconds kToEndCalls(1);
 
 // Memory of several parts, one after the other.
 struct Parts {
-  explicit Parts(const std::vector<std::size_t>& sizes) {
+  Parts(const std::vector<std::size_t>& sizes, ReceiveBuffers& buffers) {
     std::size_t total = 0;
     for (const auto size : sizes) total += size;
-    memory = std::shared_ptr<std::byte[]>(new std::byte[total]);
+    memory = buffers.take(total);
     auto* at = memory.get();
     for (const auto size : sizes) {
       parts.emplace_back(at, size);
@@ -42,12 +43,18 @@ struct Parts {
   std::vector<std::span<std::byte>> parts;
 };
 
+// What calls share.
+struct State {
+  Blocks blocks;
+  ReceiveBuffers buffers;
+};
+
 // One call. Throws what the services throw.
 class Answer {
  public:
-  Answer(const Services& services, Blocks& blocks, Stream& stream, const Request& request)
+  Answer(const Services& services, State& state, Stream& stream, const Request& request)
       : services_(services),
-        blocks_(blocks),
+        state_(state),
         stream_(stream),
         request_(request),
         deadline_(Deadline::after(std::chrono::duration<double>(std::clamp(request.seconds(), 0.0, kLongestWait)))) {}
@@ -84,7 +91,7 @@ class Answer {
   void reply(const Reply& reply = {}) const { stream_.Write(frame_of(reply)); }
 
   Parts read_parts(const std::vector<std::size_t>& sizes) const {
-    Parts received(sizes);
+    Parts received(sizes, state_.buffers);
     read_bulk(received.parts, [this](grpc::ByteBuffer& frame) { return read(frame); });
     return received;
   }
@@ -123,7 +130,7 @@ class Answer {
       models().pull(pull.model(), in_block.at, deadline_);
       return reply();
     }
-    const Parts values(models().shard_bytes(pull.model()));
+    const Parts values(models().shard_bytes(pull.model()), state_.buffers);
     std::vector<std::byte*> shards;
     Bulk bulk{.parts = {}, .owner = values.memory};
     for (const auto& part : values.parts) {
@@ -190,7 +197,7 @@ class Answer {
   InBlock shared(bool has, const Shards& named, const std::vector<std::size_t>& shards) const {
     InBlock result{.block = nullptr, .at = std::vector<std::byte*>(shards.size())};
     if (!has) return result;
-    result.block = blocks_.find(named.block());
+    result.block = state_.blocks.find(named.block());
     if (result.block == nullptr) throw UnknownBlock("this server has no such shared block");
     if (static_cast<std::size_t>(named.offsets_size()) != shards.size()) {
       throw InvalidArgument(text(named.offsets_size(), " shards are shared; this server has ", shards.size()));
@@ -210,12 +217,12 @@ class Answer {
     const auto block = parameter_server::SharedBlock::open(
         {.process = share.process(), .descriptor = share.file(), .bytes = share.bytes(), .nonce = share.nonce()});
     if (block == nullptr) return reply();
-    const auto number = blocks_.add(block);
+    const auto number = state_.blocks.add(block);
     Reply answer;
     answer.set_block(number);
     reply(answer);
     wait_for_end();
-    blocks_.remove(number);
+    state_.blocks.remove(number);
   }
 
   void wait_for_end() const {
@@ -234,7 +241,7 @@ class Answer {
   }
 
   const Services& services_;
-  Blocks& blocks_;
+  State& state_;
   Stream& stream_;
   const Request& request_;
   const Deadline deadline_;
@@ -259,7 +266,7 @@ class Service : public grpc::Service {
       if (!is_proof(access_, request.nonce(), request.proof())) {
         throw ClusterError("the caller does not have the token of this job");
       }
-      Answer(services_, blocks_, stream, request).give();
+      Answer(services_, state_, stream, request).give();
       return grpc::Status::OK;
     } catch (...) {
       return status_of_exception();
@@ -268,7 +275,7 @@ class Service : public grpc::Service {
 
   const Access access_;
   const Services services_;
-  Blocks blocks_;
+  State state_;
 };
 
 class GrpcEndpoint final : public parameter_server::Endpoint {
