@@ -69,13 +69,17 @@ def images():
 
 @tf.function
 def step(iterator):
-    x, y = next(iterator)
-    with tf.GradientTape() as tape:
-        outputs = model(x, training=True) if keras else forward(x)
-        value = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, outputs))
-    if keras:
+    def replica(x, y):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x, training=True)))
         optimizer.apply_gradients(zip(tape.gradient(value, model.trainable_variables), model.trainable_variables))
         return value
+
+    x, y = next(iterator)
+    if keras:
+        return strategy.run(replica, args=(x, y))
+    with tf.GradientTape() as tape:
+        value = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, forward(x)))
     for variable, m, v, gradient in zip(flat, first, second, tape.gradient(value, flat)):
         tf.raw_ops.ResourceApplyAdam(var=variable.handle, m=m.handle, v=v.handle, beta1_power=powers[0], beta2_power=powers[1], lr=1e-3,
                                      beta1=0.9, beta2=0.999, epsilon=1e-7, grad=gradient)
