@@ -1,7 +1,6 @@
 // What ParameterServerStrategy promises, with the processes of the job as threads that call each other over loopback.
 #include <ATen/ATen.h>
-
-#include <atomic>
+#include <torch/nn/modules/batchnorm.h>
 
 #include "base/expect_says_testing.h"
 #include "base/text.h"
@@ -92,6 +91,7 @@ TEST(ParameterServers, SynchronousFitGivesTheWeightsOfMirrored) {
   compare(adam, at::kDouble, 50, 1e-9, {.workers = 3});
   compare(adam, at::kDouble, 50, 1e-9, {.options = {.devices = {"cpu:0", "cpu:1"}}});
   compare(adam, at::kFloat, 20, 1e-5, {});
+  compare(adam, at::kFloat, 20, 1e-5, {.servers = 2, .options = {.variable_partitioner = FixedShardsPartitioner(2)}});
 }
 
 // Steps are numbered, so the sum of what they add is known whatever their order.
@@ -121,7 +121,8 @@ TEST(ParameterServers, AsynchronousFitAppliesEachStepOnce) {
 TEST(ParameterServers, OneWorkerTrainsAndEvaluatesAsOneDevice) {
   const auto path = testing::TempDir() + "/parameter_servers_normalized";
   const auto make = [] {
-    Sequential model({Dense(9), BatchNormalization(), Dense(3)});
+    const auto torchs = ModuleLayer([] { return torch::nn::BatchNorm1d(9); });
+    Sequential model({Dense(9), BatchNormalization(), Dense(9), torchs, Dense(3)});
     model.compile({.optimizer = Adam({.learning_rate = 0.01, .epsilon = 1e-2}),
                    .loss = SparseCategoricalCrossentropy({.from_logits = true}),
                    .metrics = {"accuracy"}});
@@ -191,6 +192,41 @@ TEST(ParameterServers, CallbacksStopTheTrainingAndSetTheRate) {
     }});
     const auto stopped = model.fit(data.repeat(100), {.epochs = 2, .verbose = 0, .callbacks = {stop}});
     EXPECT_EQ(stopped.epoch.size(), 1U);
+  }));
+}
+
+TEST(ParameterServers, BestWeightsAreRestoredOnTheServersToo) {
+  const auto data = make_data(at::kDouble).batch(7);
+  expect_no_error(run_job({.workers = 1}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, SGD({.learning_rate = 0.01}));
+    std::vector<Tensor> first;
+    const auto worse = LearningRateScheduler([](int epoch, double) { return epoch == 0 ? 0.01 : 100.0; });
+    const auto keep = LambdaCallback({.on_epoch_end = [&](int epoch, const Logs&) {
+      if (epoch == 0) first = weights_of(model);
+    }});
+    const EarlyStopping stop({.monitor = "val_loss", .patience = 2, .restore_best_weights = true});
+    model.fit(data, {.epochs = 5, .verbose = 0, .callbacks = {worse, keep, stop}, .validation_data = data});
+    if (strategy.is_chief()) {
+      EXPECT_EQ(largest_difference(weights_of(model), first), 0);
+    }
+  }));
+}
+
+TEST(ParameterServers, AFitAfterOneThatFailedMakesItsOwnSteps) {
+  const auto data = make_data(at::kDouble).batch(7);
+  expect_no_error(run_job({}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, SGD({.learning_rate = 0.1}));
+    const auto fails = LambdaCallback({.on_train_batch_end = [](std::int64_t batch, const Logs&) {
+      if (batch == 5) throw Error("the disk is full");
+    }});
+    EXPECT_THROW(model.fit(data.repeat(20), {.verbose = 0, .callbacks = {fails}}), Error);
+    std::int64_t steps = 0;
+    const auto count = LambdaCallback({.on_train_batch_end = [&](std::int64_t, const Logs&) { ++steps; }});
+    const auto history = model.fit(data, {.epochs = 10, .verbose = 0, .callbacks = {count}});
+    EXPECT_EQ(steps, strategy.is_chief() ? 40 : 0);
+    EXPECT_LT(history["loss"].back(), history["loss"].front());
   }));
 }
 

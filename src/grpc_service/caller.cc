@@ -25,11 +25,12 @@ std::chrono::system_clock::time_point system_time(Deadline deadline) {
 
 }  // namespace
 
-Caller::Caller(std::string name, parameter_server::FindAddress address, Access access)
+Caller::Caller(std::string name, parameter_server::FindAddress address, const Access& access, double reconnect_seconds)
     : name_(std::move(name)),
       find_address_(std::move(address)),
       nonce_(fresh_nonce()),
-      proof_(proof_of(access, nonce_)) {}
+      proof_(proof_of(access, nonce_)),
+      reconnect_seconds_(reconnect_seconds) {}
 
 // The channel to where the process answers now.
 std::shared_ptr<grpc::Channel> Caller::channel(Deadline deadline) {
@@ -104,12 +105,15 @@ std::optional<std::string> Caller::call_for_text(Request request, Deadline deadl
 Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, const PartsFor& parts) {
   request.set_nonce(nonce_);
   request.set_proof(proof_);
+  std::optional<Deadline> reconnected_by;
   while (true) {
     request.set_seconds(left(deadline).count());
     Reply reply;
     const auto status = attempt(request, deadline, bulk, parts, reply);
     if (status.ok()) return reply;
-    if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED || (may_come_back(status) && deadline.passed())) {
+    if (!reconnected_by) reconnected_by = Deadline::after(std::chrono::duration<double>(reconnect_seconds_));
+    const bool too_late = deadline.passed() || reconnected_by->passed();
+    if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED || (may_come_back(status) && too_late)) {
       throw DeadlineExceeded("calling " + name_, deadline.waited(), {}, text(" (", status.error_message(), ")"));
     }
     if (!may_come_back(status)) throw_status(status, name_);

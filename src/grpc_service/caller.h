@@ -5,6 +5,7 @@
 #include <grpcpp/support/sync_stream.h>
 
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,11 +23,14 @@ using ClientStream = grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer
 // Any thread.
 class Caller {
  public:
-  // `name`: of the other process, in errors.
-  Caller(std::string name, parameter_server::FindAddress address, Access access);
+  // `name`: of the other process, in errors. `reconnect_seconds`: how long it is called again while it cannot be
+  // reached.
+  Caller(std::string name, parameter_server::FindAddress address, const Access& access,
+         double reconnect_seconds = std::numeric_limits<double>::infinity());
 
   // Sends request and bulk, and returns the reply, after whose head `parts` are filled. Calls again where the process
-  // cannot be reached, until the deadline. Throws what the process answers, and DeadlineExceeded.
+  // cannot be reached, for reconnect_seconds and at most until the deadline. Throws what the process answers, and
+  // DeadlineExceeded.
   Reply call(Request request, Deadline deadline, const Bulk& bulk = {},
              std::span<const std::span<std::byte>> parts = {});
 
@@ -48,6 +52,7 @@ class Caller {
   const std::string name_;
   const parameter_server::FindAddress find_address_;
   const std::string nonce_, proof_;
+  const double reconnect_seconds_;
   Mutex mutex_;
   std::string address_ LOCKSTEP_GUARDED_BY(mutex_);
   std::shared_ptr<grpc::Channel> channel_ LOCKSTEP_GUARDED_BY(mutex_);  // to address_

@@ -23,7 +23,7 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
       : model_(of.model),
         user_(of.user),
         shard_bytes_(of.shard_bytes),
-        caller_(of.server, std::move(address), access) {}
+        caller_(of.server, std::move(address), access, of.reconnect_seconds) {}
 
   void open(const std::string& description, Deadline deadline) override {
     Request request;

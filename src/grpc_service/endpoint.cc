@@ -189,6 +189,8 @@ class Answer {
                [this](const grpc::ByteBuffer& frame) { return stream_.Write(frame); });
   }
 
+  std::int64_t named_model() const { return request_.has_push() ? request_.push().model() : request_.pull().model(); }
+
   // Shards in a block of the caller's.
   struct InBlock {
     std::shared_ptr<parameter_server::SharedBlock> block;  // null: there is none
@@ -202,11 +204,12 @@ class Answer {
     if (static_cast<std::size_t>(named.offsets_size()) != shards.size()) {
       throw InvalidArgument(text(named.offsets_size(), " shards are shared; this server has ", shards.size()));
     }
+    const auto sizes = models().element_sizes(named_model());
     for (std::size_t i = 0; i < shards.size(); ++i) {
       const auto offset = named.offsets(static_cast<int>(i));
       if (offset < 0 && request_.has_push()) continue;
       result.at[i] = result.block->at(offset, shards[i]);
-      if (result.at[i] == nullptr || offset % static_cast<std::int64_t>(sizeof(double)) != 0) {
+      if (result.at[i] == nullptr || offset % static_cast<std::int64_t>(sizes[i]) != 0) {
         throw InvalidArgument(text("a shard of ", shards[i], " bytes is not at ", offset, " of its shared block"));
       }
     }

@@ -32,6 +32,7 @@ void Coordinator::begin(std::int64_t call, std::int64_t model, const UpdateMode&
   call_ = call;
   over_ = false;
   training_ = &trainings_.try_emplace(model, mode).first->second;
+  training_->schedule.abandon();  // what a fit left that ended by an exception
   parts_.clear();
   finished_.clear();
   failure_.clear();
@@ -61,9 +62,19 @@ void Coordinator::set_learning_rate(std::optional<double> rate) {
 
 void Coordinator::stop() {
   MutexLock lock(mutex_);
-  auto& schedule = training_->schedule;
-  schedule.end_before(schedule.end_of_begun());
+  training_->schedule.end_before(training_->schedule.end_of_begun());
   changed_.notify_all();
+}
+
+bool Coordinator::step_is_ready(Deadline look, Deadline deadline) {
+  MutexLock lock(mutex_);
+  while (true) {
+    const bool lost = !has_workers() && reconnected_by_.passed();
+    if (!finished_.empty() || !failure_.empty() || training_->schedule.all_finished() || lost || deadline.passed()) {
+      return true;
+    }
+    if (!wait(look)) return false;
+  }
 }
 
 std::optional<std::vector<double>> Coordinator::wait_for_step(Deadline deadline) {
@@ -102,6 +113,11 @@ void Coordinator::end(std::int64_t call, std::string outcome) {
 std::map<int, std::map<int, std::string>> Coordinator::buffers() {
   MutexLock lock(mutex_);
   return buffers_;
+}
+
+void Coordinator::forget_buffers() {
+  MutexLock lock(mutex_);
+  buffers_.clear();
 }
 
 void Coordinator::require_worker(int worker) const {
@@ -156,7 +172,8 @@ void Coordinator::take(int worker, const Report& report) {
       if (failure_.empty()) failure_ = text("worker ", worker, ": ", report.error);
       break;
     case Report::Kind::no_batch:
-      if (report.task.step < training_->schedule.scheduled()) training_->schedule.end_before(report.task.step);
+      // Where another worker has said so of an earlier step, this one's was taken back.
+      if (training_->schedule.has(worker, report.task)) training_->schedule.end_before(report.task.step);
       break;
     case Report::Kind::finished: collect(worker, report); break;
   }
@@ -196,7 +213,7 @@ void Coordinator::leave(const Process& process) {
   MutexLock lock(mutex_);
   if (const auto found = present_.find(process.name); found != present_.end()) present_.erase(found);
   if (!has_workers()) reconnected_by_ = until_reconnected();
-  if (process.worker >= 0 && training_ != nullptr) training_->schedule.lose(process.worker);
+  for (auto& [model, training] : trainings_) training.schedule.lose(process.worker);
   changed_.notify_all();
 }
 

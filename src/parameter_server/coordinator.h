@@ -37,6 +37,9 @@ class Coordinator final : public ChiefService {
   // Gives out no more steps than those that workers have begun.
   void stop();
 
+  // Whether wait_for_step returns, or throws, at once; waits for that until `look`. `deadline`: wait_for_step's.
+  bool step_is_ready(Deadline look, Deadline deadline);
+
   // The results of the next step that has finished; nothing once all have. A step's parts are added in their order.
   // Throws InvalidArgument with a worker's text where its step failed, ClusterError where all workers have gone, and
   // DeadlineExceeded.
@@ -45,6 +48,9 @@ class Coordinator final : public ChiefService {
   // What workers have reported in the fit that runs of their buffers' values: by worker, then by buffer. Empty where no
   // fit runs.
   std::map<int, std::map<int, std::string>> buffers();
+
+  // What they have reported so far counts no more: the chief has other values.
+  void forget_buffers();
 
   // Ends the call: workers that ask for work are told, and `outcome` is what others get as its result.
   void end(std::int64_t call, std::string outcome);

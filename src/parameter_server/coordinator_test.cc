@@ -65,6 +65,22 @@ TEST(Coordinator, DataOfUnknownLengthEndWhereAWorkerFindsNoBatch) {
   EXPECT_EQ(chief.next(0, 0, {}, now()), given(2, 1, 0));  // the numbers are used again
 }
 
+TEST(Coordinator, ALateEndOfDataEndsNotTheNextEpoch) {
+  Coordinator chief(2, 60);
+  const auto no_batch = [](std::int64_t step) { return Report{.kind = Report::Kind::no_batch, .task = {step}}; };
+  chief.begin(0, 0, {});
+  chief.open(0, 0, -1);
+  chief.next(0, 0, {}, now());
+  chief.next(0, 1, {}, now());
+  chief.next(0, 0, finished(0), now());  // gets step 2
+  EXPECT_EQ(chief.next(0, 1, no_batch(1), now()).kind, Kind::wait);
+  EXPECT_TRUE(chief.wait_for_step(now()));
+  EXPECT_EQ(chief.wait_for_step(now()), std::nullopt);
+  chief.open(1, 0, -1);
+  EXPECT_EQ(chief.next(0, 1, {}, now()), given(1, 1, 0));
+  EXPECT_EQ(chief.next(0, 0, no_batch(2), now()), given(2, 1, 1));  // of the epoch before
+}
+
 TEST(Coordinator, StopLetsBegunStepsFinish) {
   Coordinator chief(3, 60);
   chief.begin(0, 0, {});

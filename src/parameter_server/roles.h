@@ -23,7 +23,7 @@ struct Roles {
 // `cluster` as a World of all processes, whose store is the chief's or the launcher's: ranks are the chief, the
 // workers, the servers, and the evaluator. Where the launcher gives processes no types, `servers` are the last ranks,
 // and `evaluator` the very last. Throws ClusterError without a chief, a worker or a server, and InvalidArgument where
-// `servers` or `evaluator` contradict the launcher.
+// `servers` contradicts the launcher.
 Cluster with_roles(Cluster cluster, std::optional<int> servers, bool evaluator);
 
 // Of a cluster that with_roles returned.

@@ -89,4 +89,11 @@ std::vector<std::size_t> ServedModels::shard_bytes(std::int64_t model) const {
   return bytes;
 }
 
+std::vector<std::size_t> ServedModels::element_sizes(std::int64_t model) const {
+  const auto store = shards_of(model);
+  std::vector<std::size_t> sizes;
+  for (std::size_t i = 0; i < store->size(); ++i) sizes.push_back(size_of(store->shard(i).dtype()));
+  return sizes;
+}
+
 }  // namespace lockstep::parameter_server

@@ -34,8 +34,9 @@ class ServedModels {
   // Ends all waits, now and later, with Aborted: the process is ending.
   void close();
 
-  // Bytes of the values of its shards.
+  // Bytes of the values of its shards, and of one element of each.
   std::vector<std::size_t> shard_bytes(std::int64_t model) const;
+  std::vector<std::size_t> element_sizes(std::int64_t model) const;
 
  private:
   struct Served {

@@ -1,6 +1,7 @@
 #include "parameter_server/server_cluster.h"
 
 #include <algorithm>
+#include <map>
 #include <sstream>
 
 #include "base/log.h"
@@ -15,8 +16,15 @@
 namespace lockstep::parameter_server {
 namespace {
 
-constexpr const char* kPrefix = "parameter servers/";
 constexpr std::chrono::seconds kToEnd(5);
+
+// Of the keys of this process's next cluster: all processes make theirs in the same order.
+std::string prefix(const Cluster& cluster) {
+  static Mutex mutex;
+  static std::map<std::string, int> made;  // [store and rank]; guarded by mutex
+  MutexLock lock(mutex);
+  return text("parameter servers ", made[text(cluster.store, " ", cluster.world.rank)]++, "/");
+}
 
 std::string key_of(Role role, int index) { return text(name_of(role), " ", index); }
 
@@ -66,7 +74,7 @@ ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions option
       engine_(engine),
       store_([&] {
         check(options_.mode);
-        return find(cluster, options_.start_timeout_seconds).store.prefixed(kPrefix);
+        return find(cluster, options_.start_timeout_seconds).store.prefixed(prefix(cluster));
       }()),
       access_(store_.access()) {
   const auto deadline = Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds));
@@ -171,7 +179,8 @@ std::shared_ptr<Client> ServerCluster::make_model(const std::vector<VariableSpec
     ServiceEngine::ModelOnServer model{.server = key_of(Role::ps, server),
                                        .user = key_of(roles_.mine, roles_.index),
                                        .model = number,
-                                       .shard_bytes = {}};
+                                       .shard_bytes = {},
+                                       .reconnect_seconds = options_.reconnect_timeout_seconds};
     for (const auto& place : places) {
       if (place.server != server) continue;
       model.shard_bytes.push_back(static_cast<std::size_t>(place.count) * size_of(variables[place.variable].dtype));

@@ -123,10 +123,12 @@ class ServiceEngine {
                                           const Services& services) const = 0;
 
   // `shard_bytes`: of the model's shards on the server. `server`, `user`: names of the server and of this process.
+  // `reconnect_seconds`: how long a server that cannot be reached is called again, within a call's deadline.
   struct ModelOnServer {
     std::string server, user;
     std::int64_t model = 0;
     std::vector<std::size_t> shard_bytes;
+    double reconnect_seconds = 60;
   };
   virtual std::shared_ptr<ServerConnection> connect_server(const ModelOnServer& of, FindAddress address,
                                                            const Access& access) const = 0;

@@ -61,14 +61,20 @@ void StepSchedule::end_before(std::int64_t step) {
     throw InvalidArgument(text("the steps are to end before step ", step, ", and later ones are finished already"));
   }
   scheduled_ = std::min(scheduled_, step);
+  end_of_given_ = std::min(end_of_given_, step);
   std::erase_if(given_, [&](const auto& given) { return given.second.step >= scheduled_; });
 }
 
-std::int64_t StepSchedule::end_of_begun() const {
-  auto end = finished_.complete() + (finished_parts_.empty() ? 0 : 1);
-  for (const auto& [worker, task] : given_) end = std::max(end, task.step + 1);
-  const auto finished = finished_.numbers();
-  return finished.size() > 1 ? std::max(end, finished.back() + 1) : end;
+bool StepSchedule::has(int worker, Task task) const {
+  const auto given = given_.find(worker);
+  return given != given_.end() && given->second == task;
+}
+
+void StepSchedule::abandon() {
+  for (auto step = finished_.complete(); step < end_of_given_; ++step) finished_.add(step);
+  given_.clear();
+  finished_parts_.clear();
+  scheduled_ = finished_.complete();
 }
 
 bool StepSchedule::finish(int worker, Task task) {

@@ -21,12 +21,19 @@ class StepSchedule {
   // Adds steps. Their numbers continue those before, from 0 on.
   void add(std::int64_t steps) { scheduled_ += steps; }
 
-  // Takes back the steps from `step` on that no worker has finished; their numbers are given out again. Throws
+  // Takes back the steps from `step` on, of which no worker computes one; their numbers are given out again. Throws
   // InvalidArgument where one was finished.
   void end_before(std::int64_t step);
 
-  // Behind the last step that a worker has or has finished.
-  std::int64_t end_of_begun() const;
+  // Behind the last step that a worker ever had, but for those that were taken back.
+  std::int64_t end_of_begun() const { return end_of_given_; }
+
+  // Whether the worker has the task.
+  bool has(int worker, Task task) const;
+
+  // Gives up all steps that have not finished. No number that a worker ever had is given out again: a server may have
+  // applied it.
+  void abandon();
 
   // What the worker computes next: what it has already, or the first task that nobody has; nothing where there is none,
   // or it must wait for others.

@@ -11,6 +11,8 @@
 namespace lockstep::train {
 namespace {
 
+constexpr std::chrono::milliseconds kBetweenLooks(200);
+
 class AssignedSteps final : public StepSource {
  public:
   AssignedSteps(ModelImpl& impl, const Dataset& data, const FitOptions& options)
@@ -37,8 +39,12 @@ class AssignedSteps final : public StepSource {
     coordinator_.open(progress.position.epoch, progress.position.index, steps < 0 ? -1 : steps - progress.batch);
   }
 
-  bool next() override {
-    sums_ = coordinator_.wait_for_step(unwrap(impl_.strategy).deadline());
+  bool next(const std::function<bool()>& interrupted) override {
+    const auto deadline = unwrap(impl_.strategy).deadline();
+    while (!coordinator_.step_is_ready(Deadline::after(kBetweenLooks), deadline)) {
+      if (interrupted()) return false;
+    }
+    sums_ = coordinator_.wait_for_step(deadline);
     return sums_.has_value();
   }
 

@@ -70,14 +70,6 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
   return done;
 }
 
-void build_if_needed(ModelImpl& impl, const Dataset& data) {
-  if (impl.parameters != nullptr) return;
-  const auto first = strategy::first_element(data, unwrap(impl.strategy).local_replicas());
-  if (!first.x.defined()) throw InvalidArgument("the data set is empty");
-  strategy::check_batch(first);
-  impl.build(first);
-}
-
 // The workers' outputs for a batch, in order. The chief has some of every batch; others may have none.
 Tensor rows_of_all(const Communicator& workers, const std::vector<Tensor>& here) {
   if (workers.size() == 1) return at::cat(here);
@@ -122,13 +114,14 @@ Logs evaluate_here(const Model& model, const Dataset& data, const EvaluateOption
 
 Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
   impl_->require_compiled("evaluate");
-  build_if_needed(*impl_, data);
-  return impl_->on_chief<Logs>([&] { return evaluate_here(*this, data, options); }, [](std::int64_t) {});
+  impl_->build_for(data, "evaluate");
+  return impl_->on_chief<Logs>([&] { return evaluate_here(*this, data, options); },
+                               [&](std::int64_t call) { return impl_->servers()->outcome(call); });
 }
 
 Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
   auto& impl = *impl_;
-  build_if_needed(impl, data);
+  impl.build_for(data, "predict");
   impl.fetch();
   const EvaluationMode evaluating(*this);
   const at::NoGradGuard no_grad;

@@ -136,12 +136,7 @@ class Fit {
   }
 
   void build_for_first_batch() {
-    if (impl_.parameters == nullptr) {
-      const auto first = strategy::first_element(data_, unwrap(impl_.strategy).local_replicas());
-      if (!first.x.defined()) throw InvalidArgument("fit: the data set is empty");
-      strategy::check_batch(first);
-      impl_.build(first);
-    }
+    impl_.build_for(data_, "fit");
     impl_.require_trainable();
     impl_.tracker->reset();
     warn_of_copies();
@@ -182,7 +177,8 @@ class Fit {
     each([&](Callback& callback) { callback.on_epoch_begin(epoch); });
     steps_->begin_epoch();
     if (stopping()) steps_->stop();
-    while (steps_->next()) run_batch();
+    while (steps_->next([this] { return signals_.received() != 0; })) run_batch();
+    if (impl_.servers() != nullptr) throw_if_interrupted();
     if (progress().batch < options_.steps_per_epoch && !stopping()) stop_for_lack_of_data();
     if (progress().batch == 0 && !stopping()) throw InvalidArgument("fit: the data set yielded no batch");
     if (progress().batch == 0) return;  // stopped before its first step
@@ -279,7 +275,7 @@ History Model::fit(const Dataset& data, const FitOptions& options) {
   if (impl_->fitting) throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
   train::check_fit_options(data, options);
   return impl_->on_chief<History>([&] { return Fit(*this, data, options).run(); },
-                                  [&](std::int64_t call) { train::follow_chief(*this, data, options, call); });
+                                  [&](std::int64_t call) { return train::follow_chief(*this, data, options, call); });
 }
 
 }  // namespace lockstep

@@ -53,14 +53,14 @@ class Worker {
     model_.module().train();
     ChangedBuffers buffers(*impl_.parameters);
     std::optional<Report> report;
-    while (signals.received() == 0) {
+    while (true) {
       const auto next = servers_.chief().next(call_, servers_.roles().index, report, servers_.reconnect_deadline());
       report.reset();
       if (next.kind == Assignment::Kind::over) return;
+      if (signals.received() != 0) throw Interrupted(signals.received());  // another worker gets the task
       if (next.kind == Assignment::Kind::task) report = compute(next);
       if (report) report->buffers = buffers.take();
     }
-    throw Interrupted(signals.received());
   }
 
  private:
@@ -96,16 +96,6 @@ class Worker {
   const std::int64_t call_;
 };
 
-void build_for_first_batch(ModelImpl& impl, const Dataset& data) {
-  if (impl.parameters == nullptr) {
-    const auto first = strategy::first_element(data, unwrap(impl.strategy).local_replicas());
-    if (!first.x.defined()) throw InvalidArgument("fit: the data set is empty");
-    strategy::check_batch(first);
-    impl.build(first);
-  }
-  impl.require_trainable();
-}
-
 // The chief's fit fails with what the worker throws.
 void tell_chief(parameter_server::ServerCluster& servers, std::int64_t call, const std::string& what) {
   const Report report{.kind = Report::Kind::failed, .task = {}, .error = what};
@@ -121,19 +111,26 @@ void tell_chief(parameter_server::ServerCluster& servers, std::int64_t call, con
 
 }  // namespace
 
-void follow_chief(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call) {
+std::string follow_chief(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call) {
   auto& impl = unwrap(model);
   auto& servers = *impl.servers();
   const bool works = servers.roles().mine == parameter_server::Role::worker;
   const SignalGuard signals(options.handle_signals);
   try {
-    build_for_first_batch(impl, data);
+    impl.build_for(data, "fit");
+    impl.require_trainable();
     if (works) Worker(model, weighed(data, options), options, call).run(signals);
   } catch (const Interrupted&) {
     throw;
   } catch (const std::exception& error) {
     if (works) tell_chief(servers, call, error.what());
     throw;
+  }
+  try {
+    return servers.outcome(call);
+  } catch (const Error&) {
+    if (signals.received() == 0) throw;
+    throw Interrupted(signals.received());
   }
 }
 

@@ -8,6 +8,7 @@
 #include "base/text.h"
 #include "checkpoint/safetensors.h"
 #include "data/stored_tensor.h"
+#include "gradient/tensor_hash.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::train {
@@ -53,15 +54,15 @@ void load_local_state(ModelImpl& impl, const std::string& printed) {
 
 ChangedBuffers::ChangedBuffers(const ReplicatedParameters& parameters) : parameters_(parameters) {
   for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
-    versions_.push_back(parameters.buffer(0, i)._version());
+    hashes_.push_back(gradient::hash_of(parameters.buffer(0, i)));
   }
 }
 
 std::map<int, std::string> ChangedBuffers::take() {
   std::map<int, std::string> changed;
-  for (std::size_t i = 0; i < versions_.size(); ++i) {
-    const auto version = parameters_.buffer(0, i)._version();
-    if (std::exchange(versions_[i], version) == version) continue;
+  for (std::size_t i = 0; i < hashes_.size(); ++i) {
+    const auto hash = gradient::hash_of(parameters_.buffer(0, i));
+    if (std::exchange(hashes_[i], hash) == hash) continue;
     const auto mean = parameters_.average_buffer(i).cpu().contiguous();
     changed[static_cast<int>(i)] = {static_cast<const char*>(mean.const_data_ptr()), mean.nbytes()};
   }

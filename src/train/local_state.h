@@ -24,7 +24,7 @@ class ChangedBuffers {
 
  private:
   const ReplicatedParameters& parameters_;
-  std::vector<std::uint32_t> versions_;  // [buffer]
+  std::vector<std::uint64_t> hashes_;  // [buffer]: LibTorch's batch_norm does not count what it writes as a new version
 };
 
 // Gives the chief's buffers the mean over the workers of what they reported; the first worker's where the dtype is not

@@ -37,7 +37,7 @@ class LocalSteps final : public StepSource {
     examples_before_ = progress().examples;
   }
 
-  bool next() override {
+  bool next(const std::function<bool()>& /*interrupted*/) override {
     if (stopped_ || (options_.steps_per_epoch > 0 && progress().batch >= options_.steps_per_epoch)) return false;
     const auto before = std::chrono::steady_clock::now();
     batch_ = iterator_->next_parts();

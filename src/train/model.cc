@@ -28,6 +28,14 @@ void ModelImpl::build(const Example& sample) {
   make_gradient_path();
 }
 
+void ModelImpl::build_for(const Dataset& data, const char* caller) {
+  if (parameters != nullptr) return;
+  const auto first = strategy::first_element(data, unwrap(strategy).local_replicas());
+  if (!first.x.defined()) throw InvalidArgument(text(caller, ": the data set is empty"));
+  strategy::check_batch(first);
+  build(first);
+}
+
 void ModelImpl::make_gradient_path() {
   if (parameters == nullptr || !compiled) return;
   fetch();  // what the servers of an earlier path have

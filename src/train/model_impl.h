@@ -49,6 +49,9 @@ class ModelImpl {
 
   // Makes the replicas for batches like `sample`, unless they are there. Applies weights that were loaded before.
   void build(const Example& sample);
+
+  // The same for the batches of a data set; `caller` begins the error where it is empty.
+  void build_for(const Dataset& data, const char* caller);
   void make_gradient_path();
   void require_built(const char* caller) const;
   void require_compiled(const char* caller) const;
@@ -92,9 +95,9 @@ class ModelImpl {
   void fetch() const;
 
   // What act() returns; with parameter servers, on the chief, and then in all processes. There the others call
-  // follow(number of the call) meanwhile. Within fit, where the chief is alone, act().
+  // follow(number of the call), which waits for the outcome. Within fit, where the chief is alone, act().
   template <class Result>
-  Result on_chief(const std::function<Result()>& act, const std::function<void(std::int64_t)>& follow);
+  Result on_chief(const std::function<Result()>& act, const std::function<std::string(std::int64_t)>& follow);
 
   // Collective over the workers. The chief reads the file for all workers, and writes what save_state returns.
   Archive read_for_all(const std::string& path) const;
@@ -138,13 +141,10 @@ class ModelImpl {
 };
 
 template <class Result>
-Result ModelImpl::on_chief(const std::function<Result()>& act, const std::function<void(std::int64_t)>& follow) {
+Result ModelImpl::on_chief(const std::function<Result()>& act, const std::function<std::string(std::int64_t)>& follow) {
   if (servers() == nullptr || fitting) return act();
   const auto number = servers()->next_call();
-  if (!servers()->is_chief()) {
-    follow(number);
-    return train::parse<Result>(servers()->outcome(number));
-  }
+  if (!servers()->is_chief()) return train::parse<Result>(follow(number));
   call = number;
   try {
     const auto result = act();

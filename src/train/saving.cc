@@ -132,6 +132,7 @@ void ModelImpl::load_weights(Archive archive) {
   train::check_weights(archive, *parameters);
   ReplicatedModule(parameters).trackable().load(archive, "")();
   if (gradients) gradients->sync().store(unwrap(strategy).deadline());
+  if (servers() != nullptr && servers()->is_chief()) servers()->coordinator().forget_buffers();
 }
 
 void ModelImpl::require_own_state(const char* caller) const {

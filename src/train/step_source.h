@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 
@@ -20,8 +21,9 @@ class StepSource {
   // From where `progress` is.
   virtual void begin_epoch() = 0;
 
-  // Reads the next step's batch, or waits until others have made a step; false at the end of the epoch's steps.
-  virtual bool next() = 0;
+  // Reads the next step's batch, or waits until others have made a step; false at the end of the epoch's steps, and
+  // where the wait was `interrupted`.
+  virtual bool next(const std::function<bool()>& interrupted) = 0;
 
   // Makes the step of which `next` read the batch.
   virtual void train() {}
