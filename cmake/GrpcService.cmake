@@ -18,7 +18,6 @@ if(LOCKSTEP_WITH_TORCH)
   set_target_properties(lockstep_grpc PROPERTIES PREFIX lib BUILD_RPATH ${PROJECT_BINARY_DIR} INSTALL_RPATH $ORIGIN)
   add_dependencies(lockstep_grpc lockstep)
   target_link_libraries(lockstep_grpc PRIVATE $<TARGET_LINKER_FILE:lockstep> ${GRPC_LIBRARIES} ${SODIUM_LIBRARY})
-  install(TARGETS lockstep_grpc LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
 endif()
 
 if(NOT LOCKSTEP_SANITIZE STREQUAL "thread")  # which does not see how gRPC and Abseil synchronize, and stands still in them

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "lockstep/base/error.h"
 #include "ops/dtypes.h"
 #include "optimizer/flat_update.h"
 
@@ -48,6 +49,7 @@ at::Tensor ParameterServerSync::memory_for(int replica, std::size_t slot) const 
 }
 
 void ParameterServerSync::on_ready(int replica, std::size_t slot, const at::Tensor& gradient) {
+  if (memory_ == nullptr) throw InvalidArgument(parameter_server::kOutsideOfStep);
   const auto shared = gradient_memory(static_cast<std::size_t>(replica), parameters_.slots()[slot]);
   if (gradient.const_data_ptr() != shared.const_data_ptr()) {
     const at::NoGradGuard no_grad;

@@ -103,6 +103,7 @@ std::shared_ptr<ReplicatedParameters> synchronous(int workers, int replicas, int
     threads.emplace_back([&, worker] {
       const auto client = std::make_shared<Client>(servers.variables, servers.places, servers.connections);
       GradientPath path(all[static_cast<std::size_t>(worker)], optimizer, {.servers = client});
+      path.prepare();
       const auto groups = make_thread_groups(replicas);
       for (std::size_t i = 0; i < data.size(); ++i) {
         client->begin({static_cast<std::int64_t>(i), worker});

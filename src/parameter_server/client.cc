@@ -58,11 +58,7 @@ void Client::begin(Task task, std::optional<double> learning_rate) {
 }
 
 void Client::push(Push push, std::span<const std::byte* const> gradients, Deadline deadline) {
-  if (!task_) {
-    throw InvalidArgument(
-        "an update with parameter servers outside of a step that the chief gave out: train by fit, or by steps that a "
-        "ClusterCoordinator schedules");
-  }
+  if (!task_) throw InvalidArgument(kOutsideOfStep);
   push.task = *std::exchange(task_, std::nullopt);
   push.learning_rate = learning_rate_;
   on_servers(gradients, [&](ServerConnection& server, const std::vector<const std::byte*>& shards) {

@@ -14,6 +14,9 @@
 
 namespace lockstep::parameter_server {
 
+inline constexpr const char* kOutsideOfStep =
+    "an update with parameter servers outside of a step that the chief gave out: train by fit";
+
 // One thread at a time. Throws what the connections throw.
 class Client {
  public:
