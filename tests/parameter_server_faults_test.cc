@@ -5,6 +5,7 @@
 #include <random>
 #include <thread>
 
+#include "base/fresh_folder_testing.h"
 #include "base/text.h"
 #include "tests/processes/processes.h"
 
@@ -57,21 +58,88 @@ TEST(ParameterServerFaults, AStoppedWorkersStepsAreMadeByTheOthers) {
   expect_all_steps(job, 120);
 }
 
-// Workers are killed at any moment: also between the pushes of one step to two servers.
+// The process id of "worker 1", which rank `rank` has printed.
+int process_of(Process& job, int rank, const std::string& name) {
+  const auto line = text("[", rank, "] ", name, " at ");
+  const auto& printed = job.wait_for_line(line, 30);
+  const auto at = printed.rfind("\n" + line) == std::string::npos ? printed.rfind(line) : printed.rfind("\n" + line) + 1;
+  return std::stoi(printed.substr(at + line.size()));
+}
+
+void wait_to_choose_a_moment(std::mt19937& random) {
+  std::this_thread::sleep_for(std::chrono::microseconds(random() % 700'000));
+}
+
+// A job with a chief, three workers and two servers, which saves every 20 steps.
+Process run_with_backups(const std::string& name) {
+  const auto folder = fresh_folder("parameter_server_faults", name);
+  return run({"--workers", "3", "--ps", "2", "--restarts", "5", "-x", "BACKUP=" + folder.string()},
+             {std::to_string(kEpochs), "5"});
+}
+
+// Updates since the last checkpoint may be lost, and nothing else: the bias counts the updates of its shard.
+void expect_few_lost_updates(Process& job) {
+  const auto& output = job.wait_for_end(60);
+  EXPECT_TRUE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0) << output;
+  const auto steps = text("[0] steps ", kSteps, ",");
+  EXPECT_NE(output.find(steps), std::string::npos) << output;
+  const std::string bias = ", bias ";
+  const auto at = output.rfind(bias);
+  ASSERT_NE(at, std::string::npos) << output;
+  const int updates = std::stoi(output.substr(at + bias.size()));
+  EXPECT_LE(updates, kSteps) << output;
+  EXPECT_GE(updates, kSteps - 60) << output;  // one checkpoint may be on its way when the server is killed
+}
+
+TEST(ParameterServerFaults, WithoutAnyAllStepsAreCountedWhileCheckpointsAreWritten) {
+  auto job = run_with_backups("none");
+  expect_all_steps(job);
+}
+
+TEST(ParameterServerFaults, AKilledServerComesBackWithTheLastCheckpoint) {
+  auto job = run_with_backups("server");
+  const int server = process_of(job, 5, "ps 1");
+  std::mt19937 random(1);
+  wait_to_choose_a_moment(random);
+  kill(server, SIGKILL);
+  expect_few_lost_updates(job);
+  EXPECT_NE(job.text().find("ps 1 was started again: its shards of model number 0 are those of the checkpoint"),
+            std::string::npos)
+      << job.text();
+}
+
+TEST(ParameterServerFaults, AKilledChiefGoesOnFromTheLastCheckpoint) {
+  auto job = run_with_backups("chief");
+  const int chief = process_of(job, 0, "chief 0");
+  std::mt19937 random(2);
+  wait_to_choose_a_moment(random);
+  kill(chief, SIGKILL);
+  expect_all_steps(job);
+}
+
+TEST(ParameterServerFaults, AServerWithoutACheckpointEndsTheJob) {
+  auto job = run({"--workers", "1", "--ps", "1", "--restarts", "1"}, {std::to_string(kEpochs), "5"});
+  kill(process_of(job, 2, "ps 0"), SIGKILL);
+  const auto& output = job.wait_for_end(60);
+  EXPECT_NE(output.find("there is no checkpoint from which to restore its shards"), std::string::npos) << output;
+  EXPECT_FALSE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0);
+}
+
+// Any process is killed at any moment: also between the pushes of one step to two servers, and between the files of a
+// checkpoint.
 TEST(ParameterServerFaults, RandomKillsInSeededRounds) {
   const char* const asked = std::getenv("LOCKSTEP_FAULT_ROUNDS");
-  const int rounds = asked == nullptr ? 3 : std::atoi(asked);
+  const int rounds = asked == nullptr ? 4 : std::atoi(asked);
   for (int seed = 0; seed < rounds; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937 random(static_cast<unsigned>(seed));
-    auto job = run({"--workers", "3", "--ps", "2", "--restarts", "5"}, {std::to_string(kEpochs), "5"});
-    const auto worker = random() % 3;
-    const auto line = text("[", worker + 1, "] worker ", worker, " at ");
-    const auto printed = job.wait_for_line(line, 30);
-    const auto pid = std::stoi(printed.substr(printed.find(line) + line.size()));
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % 700'000));  // not to pass: to choose the moment
-    kill(pid, SIGKILL);
-    expect_all_steps(job);
+    auto job = run_with_backups(text("round ", seed));
+    const int rank = static_cast<int>(random() % 6);
+    const auto name = rank == 0 ? "chief 0" : rank < 4 ? text("worker ", rank - 1) : text("ps ", rank - 4);
+    const int process = process_of(job, rank, name);
+    wait_to_choose_a_moment(random);
+    kill(process, SIGKILL);
+    rank < 4 ? expect_all_steps(job) : expect_few_lost_updates(job);
   }
 }
 

@@ -11,6 +11,7 @@
 #include "checkpoint/files.h"
 #include "checkpoint/folder_lock.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/sharded_archive.h"
 
 namespace lockstep {
 namespace {
@@ -128,8 +129,9 @@ void record_checkpoint(const std::string& path, std::vector<std::string>& kept, 
   index.all.push_back(index.latest);
   write_index(folder, index);
   for (const auto& old : dropped) {
-    std::error_code ignored;  // another process may have removed the file first
+    std::error_code ignored;  // another process may have removed the files first
     fs::remove(checkpoint_file(old), ignored);
+    fs::remove_all(checkpoint::rows_folder(old), ignored);
   }
 }
 

@@ -3,10 +3,12 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 
 #include "base/mutex.h"
 #include "checkpoint/files.h"
+#include "checkpoint/sharded_archive.h"
 
 namespace lockstep::checkpoint {
 namespace {
@@ -38,7 +40,11 @@ class Files {
   void remove_all() {
     MutexLock lock(mutex_);
     if (::getpid() != process_) return;  // a child that was forked
-    for (const auto& [file, lock_of_folder] : files_) ::unlink(file.c_str());
+    for (const auto& [file, lock_of_folder] : files_) {
+      std::error_code ignored;
+      std::filesystem::remove(file, ignored);
+      std::filesystem::remove_all(rows_folder(file), ignored);
+    }
     files_.clear();
   }
 

@@ -9,6 +9,7 @@
 #include "gradient/gradient_path.h"
 #include "gradient/net_testing.h"
 #include "gradient/optimizers_testing.h"
+#include "parameter_server/server_checkpoint.h"
 #include "parameter_server/shard_store.h"
 
 namespace lockstep::gradient {
@@ -27,6 +28,12 @@ class InThisProcess final : public ServerConnection {
   void push(Push push, Deadline) override { store_->push(std::move(push)); }
   void pull(std::span<std::byte* const> shards, Deadline) override {
     for (std::size_t i = 0; i < store_->size(); ++i) store_->shard(i).read(shards[i]);
+  }
+  void cut(std::int64_t end, Deadline) override { store_->cut(end); }
+  bool save(std::int64_t end, const std::string& file, Deadline) override { return store_->save(end, file); }
+  void restore(const std::string& path, bool change, Deadline) override {
+    checkpoint::ShardedArchive archive(path);
+    store_->restore(archive, steps_of(archive.main()).end, change);
   }
 
  private:

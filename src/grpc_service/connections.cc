@@ -70,6 +70,29 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     caller_.call(std::move(request), deadline, bulk);
   }
 
+  void cut(std::int64_t end, Deadline deadline) override {
+    Request request;
+    request.mutable_cut()->set_model(model_);
+    request.mutable_cut()->set_end(end);
+    caller_.call(std::move(request), deadline);
+  }
+
+  bool save(std::int64_t end, const std::string& file, Deadline deadline) override {
+    Request request;
+    request.mutable_save()->set_model(model_);
+    request.mutable_save()->set_end(end);
+    request.mutable_save()->set_file(file);
+    return caller_.call(std::move(request), deadline).saved();
+  }
+
+  void restore(const std::string& checkpoint, bool change, Deadline deadline) override {
+    Request request;
+    request.mutable_restore()->set_model(model_);
+    request.mutable_restore()->set_checkpoint(checkpoint);
+    request.mutable_restore()->set_change(change);
+    caller_.call(std::move(request), deadline);
+  }
+
  private:
   void send(const parameter_server::Push& push, Deadline deadline) {
     Request request;
@@ -212,6 +235,7 @@ class GrpcChiefConnection final : public parameter_server::ChiefConnection {
       said.set_kind(static_cast<int>(report->kind));
       said.mutable_task()->set_step(report->task.step);
       said.mutable_task()->set_part(report->task.part);
+      said.set_leaves(report->leaves);
       said.mutable_results()->Add(report->results.begin(), report->results.end());
       said.set_error(report->error);
       for (const auto& [number, values] : report->buffers) {

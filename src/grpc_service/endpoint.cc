@@ -70,6 +70,9 @@ class Answer {
       case Request::kStay: return stay(request_.stay());
       case Request::kStart: return start(request_.start());
       case Request::kShare: return share(request_.share());
+      case Request::kCut: return cut(request_.cut());
+      case Request::kSave: return save(request_.save());
+      case Request::kRestore: return restore(request_.restore());
       default: throw InvalidArgument("a request of a kind that this version does not know");
     }
   }
@@ -78,6 +81,11 @@ class Answer {
   parameter_server::ServedModels& models() const {
     if (services_.models) return *services_.models;
     throw InvalidArgument("this process is no parameter server");
+  }
+  // Waits for a model that this server has not made yet.
+  parameter_server::ServedModels& models_with(std::int64_t model) const {
+    models().wait_for(model, deadline_);
+    return models();
   }
   parameter_server::ChiefService& chief() const {
     if (services_.chief) return *services_.chief;
@@ -102,7 +110,7 @@ class Answer {
   }
 
   void push(const Push& push) const {
-    const auto shards = models().shard_bytes(push.model());
+    const auto shards = models_with(push.model()).shard_bytes(push.model());
     auto sizes = shards;  // of what is sent
     if (push.present().size() != sizes.size()) {
       throw InvalidArgument(text("the push of step ", push.task().step(), " has gradients of ", push.present().size(),
@@ -125,6 +133,7 @@ class Answer {
   }
 
   void pull(const Pull& pull) const {
+    models().wait_for(pull.model(), deadline_);
     if (pull.has_shared()) {
       const auto in_block = shared(true, pull.shared(), models().shard_bytes(pull.model()));
       models().pull(pull.model(), in_block.at, deadline_);
@@ -143,10 +152,26 @@ class Answer {
   }
 
   void write(const Write& write) const {
-    const auto received = read_parts(models().shard_bytes(write.model()));
+    const auto received = read_parts(models_with(write.model()).shard_bytes(write.model()));
     std::vector<const std::byte*> shards;
     for (const auto& part : received.parts) shards.push_back(part.data());
     models().write(write.model(), shards);
+    reply();
+  }
+
+  void cut(const Cut& cut) const {
+    models_with(cut.model()).cut(cut.model(), cut.end());
+    reply();
+  }
+
+  void save(const Save& save) const {
+    Reply answer;
+    answer.set_saved(models_with(save.model()).save(save.model(), save.end(), save.file()));
+    reply(answer);
+  }
+
+  void restore(const Restore& restore) const {
+    models_with(restore.model()).restore(restore.model(), restore.checkpoint(), restore.change());
     reply();
   }
 
@@ -158,7 +183,8 @@ class Answer {
       report = parameter_server::Report{.kind = static_cast<parameter_server::Report::Kind>(said.kind()),
                                         .task = {said.task().step(), said.task().part()},
                                         .results = {said.results().begin(), said.results().end()},
-                                        .error = said.error()};
+                                        .error = said.error(),
+                                        .leaves = said.leaves()};
       for (const auto& buffer : said.buffers()) report->buffers[buffer.number()] = buffer.values();
     }
     const auto given = chief().next(next.call(), next.worker(), report, poll());

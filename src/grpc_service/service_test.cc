@@ -138,7 +138,7 @@ TEST_F(GrpcService, BytesThatAreNoCallAreRefused) {
   expect({"\xff\xff\xff"}, "does not begin with a request");
   expect({""}, "token");
   expect({request([](Request&) {})}, "a kind that this version does not know");
-  expect({request([](Request& request) { request.mutable_pull()->set_model(7); })}, "no model number 7");
+  expect({request([](Request& request) { request.mutable_pull()->set_model(7); })}, "waiting until the server makes model number 7");
   expect({request([](Request& request) { request.mutable_next()->set_worker(9); })}, "worker 9");
   const auto push = request([](Request& request) {
     request.mutable_push()->set_present(std::string("\0\1", 2));

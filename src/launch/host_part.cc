@@ -14,11 +14,9 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(HostPart, size, first, count, host, store, ro
 
 namespace {
 
-// "worker" or "evaluator", by the rank's place in `roles`; empty for others.
-std::string replaceable_role(const HostPart& part, int rank) {
-  if (part.roles.empty()) return "";
-  const auto role = cluster::role_of(rank, cluster::parse_roles(part.roles, part.size)).first;
-  return role == "worker" || role == "evaluator" ? role : "";
+// By the rank's place in `roles`; empty where there are none.
+std::string role_of(const HostPart& part, int rank) {
+  return part.roles.empty() ? "" : cluster::role_of(rank, cluster::parse_roles(part.roles, part.size)).first;
 }
 
 }  // namespace
@@ -39,14 +37,16 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
     environment.insert_or_assign(kTokenFileVariable, token_file);
     environment.insert_or_assign(kTrustedNetworkVariable, part.trusted_network ? "1" : "0");
     environment.insert_or_assign("LOCKSTEP_TIMELINE", part.timeline ? "1" : "0");
+    const auto role = role_of(part, rank);
     ranks.push_back({.name = text("rank ", rank, part.count == part.size ? "" : " on " + part.host),
                      .rank = rank,
                      .prefix = text("[", rank, "] "),
                      .command = part.command,
                      .environment = std::move(environment),
                      .log_file = part.log_dir.empty() ? "" : text(part.log_dir, "/rank-", rank, ".log"),
-                     .replaceable_role = replaceable_role(part, rank),
-                     .ends_job = !part.roles.empty() && rank == 0});
+                     .role = role,
+                     .dispensable = role == "worker" || role == "evaluator",
+                     .ends_job = role == "chief"});
   }
   return ranks;
 }

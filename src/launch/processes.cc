@@ -177,12 +177,13 @@ void JobProcesses::notice_ends() {
 // Whether the job goes on without the process, or with another one in its place.
 bool JobProcesses::replace(std::size_t index) {
   auto& command = members_[index];
-  const auto& role = command.replaceable_role;
-  if (role.empty()) return false;
+  const auto& role = command.role;
+  if (role.empty() || (restarts_ == 0 && !command.dispensable)) return false;
   for (int i = 0; i < kMostLastWords && read(*children_[index]); ++i) {
   }
   const auto what = kNotice + end_of(*children_[index]);
   int& restarted = restarted_[role];
+  if (restarted == restarts_ && !command.dispensable) return false;
   if (restarted == restarts_) {
     context_.err << what << "; the job goes on without this " << role << std::endl;
     return true;

@@ -32,7 +32,7 @@ class JobProcesses {
   };
 
   // Starts them. Throws ClusterError and IoError; then none is left.
-  // `restarts`: how often processes of each replaceable role are started again.
+  // `restarts`: how often processes of each role are started again.
   JobProcesses(std::vector<ChildCommand> members, double grace_seconds, int restarts, const Context& context);
 
   // Ends those that still run.

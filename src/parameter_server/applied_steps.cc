@@ -18,6 +18,10 @@ bool AppliedSteps::add(std::int64_t step) {
   return true;
 }
 
+void AppliedSteps::add_below(std::int64_t end) {
+  for (auto step = complete_; step < end; ++step) add(step);
+}
+
 std::vector<std::int64_t> AppliedSteps::numbers() const {
   std::vector<std::int64_t> numbers{complete_};
   numbers.insert(numbers.end(), later_.begin(), later_.end());

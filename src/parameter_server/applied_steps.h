@@ -23,6 +23,9 @@ class AppliedSteps {
   bool contains(std::int64_t step) const { return step < complete_ || later_.contains(step); }
   std::int64_t count() const { return complete_ + static_cast<std::int64_t>(later_.size()); }
 
+  // Adds all steps below `end`.
+  void add_below(std::int64_t end);
+
   // All steps below this one are there, and this one is not.
   std::int64_t complete() const { return complete_; }
 

@@ -1,19 +1,35 @@
 #include "parameter_server/client.h"
 
+#include <atomic>
 #include <future>
 #include <utility>
 
+#include "base/text.h"
+#include "checkpoint/files.h"
+#include "checkpoint/sharded_archive.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/shared_block.h"
 
 namespace lockstep::parameter_server {
 
 Client::Client(std::vector<VariableSpec> variables, std::vector<ShardPlace> places,
-               std::vector<std::shared_ptr<ServerConnection>> connections, std::int64_t model)
+               std::vector<std::shared_ptr<ServerConnection>> connections, std::int64_t model,
+               std::vector<std::string> states)
     : variables_(std::move(variables)),
       places_(std::move(places)),
       connections_(std::move(connections)),
-      model_(model) {}
+      model_(model),
+      states_(std::move(states)) {}
+
+template <class Act>
+void Client::on_all(const Act& act) const {
+  std::vector<std::future<void>> others;
+  for (std::size_t server = 1; server < connections_.size(); ++server) {
+    others.push_back(std::async(std::launch::async, [&, server] { act(*connections_[server], server); }));
+  }
+  act(*connections_[0], std::size_t{0});
+  for (auto& other : others) other.get();
+}
 
 template <class Byte, class Act>
 void Client::on_servers(std::span<Byte* const> variables, const Act& act) const {
@@ -23,12 +39,7 @@ void Client::on_servers(std::span<Byte* const> variables, const Act& act) const 
     const auto offset = static_cast<std::size_t>(place.begin) * size_of(variables_[place.variable].dtype);
     shards[static_cast<std::size_t>(place.server)].push_back(variable == nullptr ? nullptr : variable + offset);
   }
-  std::vector<std::future<void>> others;
-  for (std::size_t server = 1; server < connections_.size(); ++server) {
-    others.push_back(std::async(std::launch::async, [&, server] { act(*connections_[server], shards[server]); }));
-  }
-  act(*connections_[0], shards[0]);
-  for (auto& other : others) other.get();
+  on_all([&](ServerConnection& connection, std::size_t server) { act(connection, shards[server]); });
 }
 
 void Client::pull(std::span<std::byte* const> values, Deadline deadline) const {
@@ -50,6 +61,41 @@ void Client::write(std::span<const std::byte* const> values, Deadline deadline) 
   on_servers(values, [&](ServerConnection& server, const std::vector<const std::byte*>& shards) {
     server.write(shards, deadline);
   });
+}
+
+void Client::cut(std::int64_t end, Deadline deadline) const {
+  on_all([&](ServerConnection& server, std::size_t) { server.cut(end, deadline); });
+}
+
+bool Client::save(std::int64_t end, const std::filesystem::path& folder, Archive& main, Deadline deadline) const {
+  const auto file_of = [&](std::size_t server) {
+    return folder / text("ps-", server, "-of-", connections_.size(), ".safetensors");
+  };
+  std::atomic<bool> saved = true;
+  on_all([&](ServerConnection& connection, std::size_t server) {
+    if (!connection.save(end, file_of(server), deadline)) saved = false;
+  });
+  if (!saved) return false;
+  for (std::size_t server = 0; server < connections_.size(); ++server) {
+    if (!checkpoint::file_exists(file_of(server))) {
+      throw IoError(text("ps ", server, " wrote ", file_of(server).string(), ", which the chief does not see: with ",
+                         "parameter servers, checkpoints need a folder that all hosts share"));
+    }
+    std::vector<std::string> names;
+    for (const auto& place : places_) {
+      if (static_cast<std::size_t>(place.server) != server) continue;
+      const auto own = rows_of(variables_, place).names(states_);
+      names.insert(names.end(), own.begin(), own.end());
+    }
+    checkpoint::list_rows(main, folder.filename() / file_of(server).filename(), names);
+  }
+  return true;
+}
+
+void Client::restore(const std::string& checkpoint, Deadline deadline) const {
+  for (const bool change : {false, true}) {
+    on_all([&](ServerConnection& server, std::size_t) { server.restore(checkpoint, change, deadline); });
+  }
 }
 
 void Client::begin(Task task, std::optional<double> learning_rate) {

@@ -1,6 +1,7 @@
 // The variables of a model on its servers, as another process reads and updates them.
 #pragma once
 
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <span>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "lockstep/base/deadline.h"
+#include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/collective/group.h"
 #include "parameter_server/service.h"
 #include "parameter_server/shard_places.h"
@@ -21,8 +23,10 @@ inline constexpr const char* kOutsideOfStep =
 class Client {
  public:
   // `connections[s]`: to server s. `model`: the model's number among those of the job.
+  // `states`: the names of the optimizer's.
   Client(std::vector<VariableSpec> variables, std::vector<ShardPlace> places,
-         std::vector<std::shared_ptr<ServerConnection>> connections, std::int64_t model = 0);
+         std::vector<std::shared_ptr<ServerConnection>> connections, std::int64_t model = 0,
+         std::vector<std::string> states = {});
 
   std::int64_t model() const { return model_; }
 
@@ -36,6 +40,14 @@ class Client {
   void pull(std::span<std::byte* const> values, Deadline deadline) const;
   void write(std::span<const std::byte* const> values, Deadline deadline) const;
 
+  // For checkpoints, on all servers, as ServerConnection's. `save` writes a file a server into `folder`, which all
+  // processes must see, and lists them in the main file; false where a server has no cut. Throws IoError.
+  void cut(std::int64_t end, Deadline deadline) const;
+  bool save(std::int64_t end, const std::filesystem::path& folder, Archive& main, Deadline deadline) const;
+
+  // All or nothing, where the files are whole.
+  void restore(const std::string& checkpoint, Deadline deadline) const;
+
   // The task whose gradients are pushed next, and the learning rate in place of the optimizer's own.
   void begin(Task task, std::optional<double> learning_rate = {});
 
@@ -48,10 +60,15 @@ class Client {
   template <class Byte, class Act>
   void on_servers(std::span<Byte* const> variables, const Act& act) const;
 
+  // Calls act(connection, its number) for all servers at once.
+  template <class Act>
+  void on_all(const Act& act) const;
+
   const std::vector<VariableSpec> variables_;
   const std::vector<ShardPlace> places_;
   const std::vector<std::shared_ptr<ServerConnection>> connections_;
   const std::int64_t model_;
+  const std::vector<std::string> states_;
   std::optional<Task> task_;
   std::optional<double> learning_rate_;
 };

@@ -25,7 +25,7 @@ bool Coordinator::wait(Deadline deadline) {
 }
 
 void Coordinator::begin(std::int64_t call, std::int64_t model, const UpdateMode& mode, std::string plan,
-                        std::string state) {
+                        std::string state, const std::vector<std::vector<double>>& uncounted) {
   MutexLock lock(mutex_);
   plan_ = std::move(plan);
   state_ = std::move(state);
@@ -35,6 +35,7 @@ void Coordinator::begin(std::int64_t call, std::int64_t model, const UpdateMode&
   training_->schedule.abandon();  // what a fit left that ended by an exception
   parts_.clear();
   finished_.clear();
+  for (const auto& results : uncounted) finished_.push_back({0, results});
   failure_.clear();
   reconnected_by_ = until_reconnected();
   changed_.notify_all();
@@ -80,23 +81,74 @@ bool Coordinator::step_is_ready(Deadline look, Deadline deadline) {
 std::optional<std::vector<double>> Coordinator::wait_for_step(Deadline deadline) {
   MutexLock lock(mutex_);
   while (finished_.empty()) {
-    if (!failure_.empty()) throw InvalidArgument(failure_);
-    if (training_->schedule.all_finished()) return std::nullopt;
-    if (!has_workers() && reconnected_by_.passed()) {
-      throw ClusterError(text("all workers are lost: none has connected again for ", reconnect_seconds_, " s"));
-    }
-    if (wait(has_workers() || deadline.time() < reconnected_by_.time() ? deadline : reconnected_by_)) continue;
-    if (!deadline.passed()) continue;
-    std::vector<int> missing;
-    for (int worker = 0; worker < workers_; ++worker) {
-      if (!present_.contains(text("worker ", worker))) missing.push_back(worker);
-    }
-    throw DeadlineExceeded("waiting for a worker to finish a step", deadline.waited(), {},
-                           missing.empty() ? "" : text(" (workers ", lockstep::join(missing), " do not answer)"));
+    if (failure_.empty() && training_->schedule.all_finished()) return std::nullopt;
+    wait_for_workers(deadline, "waiting for a worker to finish a step");
   }
-  auto results = std::move(finished_.front());
+  auto results = std::move(finished_.front().results);
   finished_.pop_front();
   return results;
+}
+
+// Waits once.
+void Coordinator::wait_for_workers(Deadline deadline, const char* for_what) {
+  if (!failure_.empty()) throw InvalidArgument(failure_);
+  if (!has_workers() && reconnected_by_.passed()) {
+    throw ClusterError(text("all workers are lost: none has connected again for ", reconnect_seconds_, " s"));
+  }
+  if (wait(has_workers() || deadline.time() < reconnected_by_.time() ? deadline : reconnected_by_)) return;
+  if (!deadline.passed()) return;
+  std::vector<int> missing;
+  for (int worker = 0; worker < workers_; ++worker) {
+    if (!present_.contains(text("worker ", worker))) missing.push_back(worker);
+  }
+  throw DeadlineExceeded(for_what, deadline.waited(), {},
+                         missing.empty() ? "" : text(" (workers ", lockstep::join(missing), " do not answer)"));
+}
+
+std::int64_t Coordinator::hold(std::int64_t model) {
+  MutexLock lock(mutex_);
+  held_ = true;
+  const auto training = trainings_.find(model);
+  return training == trainings_.end() ? 0 : training->second.schedule.end_of_begun();
+}
+
+void Coordinator::release() {
+  MutexLock lock(mutex_);
+  held_ = false;
+  changed_.notify_all();
+}
+
+Coordinator::Finished Coordinator::wait_for_begun(std::int64_t model, std::int64_t end, Deadline deadline) {
+  MutexLock lock(mutex_);
+  const auto training = trainings_.find(model);
+  if (training == trainings_.end()) return {};
+  const auto& schedule = training->second.schedule;
+  const auto begun = [&] { return std::min(end, schedule.end_of_begun()); };
+  while (schedule.finished().complete() < begun()) {
+    wait_for_workers(deadline, "waiting for the steps before a checkpoint");
+  }
+  Finished steps{.end = begun()};
+  for (const auto& [step, results] : finished_) {
+    if (step < steps.end && &training->second == training_) steps.uncounted.push_back(results);
+  }
+  return steps;
+}
+
+void Coordinator::resume(std::int64_t model, const UpdateMode& mode, std::int64_t step) {
+  MutexLock lock(mutex_);
+  auto& training = trainings_.try_emplace(model, mode).first->second;
+  training.schedule = StepSchedule(mode, step);
+  training.opened.clear();
+}
+
+bool Coordinator::knows(std::int64_t model) {
+  MutexLock lock(mutex_);
+  return trainings_.contains(model);
+}
+
+std::int64_t Coordinator::uncounted() {
+  MutexLock lock(mutex_);
+  return static_cast<std::int64_t>(finished_.size());
 }
 
 void Coordinator::end(std::int64_t call, std::string outcome) {
@@ -148,7 +200,7 @@ Assignment Coordinator::next(std::int64_t call, int worker, const std::optional<
     if (outcomes_.contains(call)) return {.kind = Assignment::Kind::over};
     if (call == call_ && !over_) {
       if (!std::exchange(taken, true)) take(worker, *report);
-      if (report && report->kind == Report::Kind::failed) return {.kind = Assignment::Kind::over};
+      if (report && (report->leaves || report->kind == Report::Kind::failed)) return {.kind = Assignment::Kind::over};
       if (auto assignment = assign(worker)) return *assignment;
     }
     if (!wait(deadline)) return {.kind = Assignment::Kind::wait};
@@ -156,6 +208,7 @@ Assignment Coordinator::next(std::int64_t call, int worker, const std::optional<
 }
 
 std::optional<Assignment> Coordinator::assign(int worker) {
+  if (held_) return std::nullopt;
   const auto task = training_->schedule.next(worker);
   if (!task) return std::nullopt;
   const auto& [first, batch] = *std::prev(training_->opened.upper_bound(task->step));
@@ -183,6 +236,7 @@ void Coordinator::take(int worker, const Report& report) {
 void Coordinator::collect(int worker, const Report& report) {
   const auto step = report.task.step;
   for (const auto& [number, values] : report.buffers) buffers_[worker][number] = values;
+  if (step >= training_->schedule.end_of_begun()) return;  // of a chief before this one
   if (!training_->schedule.finish(worker, report.task)) return;
   parts_[report.task] = report.results;
   if (!training_->schedule.finished().contains(step)) return;
@@ -193,7 +247,7 @@ void Coordinator::collect(int worker, const Report& report) {
     for (std::size_t i = 0; i < part->second.size(); ++i) sums[i] += part->second[i];
   }
   parts_.erase(first, end);
-  finished_.push_back(std::move(sums));
+  finished_.push_back({step, std::move(sums)});
 }
 
 std::optional<std::string> Coordinator::outcome(std::int64_t call, Deadline deadline) {

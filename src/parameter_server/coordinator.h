@@ -23,9 +23,10 @@ class Coordinator final : public ChiefService {
 
   // --- the chief's thread
 
-  // Begins the fit that is call number `call`, of a model. `plan`, `state`: as ChiefConnection::start's.
+  // Begins the fit that is call number `call`, of a model. `plan`, `state`: as ChiefConnection::start's. `uncounted`:
+  // the results of steps before it, which wait_for_step returns first.
   void begin(std::int64_t call, std::int64_t model, const UpdateMode& mode, std::string plan = "",
-             std::string state = "");
+             std::string state = "", const std::vector<std::vector<double>>& uncounted = {});
 
   // Gives out `steps` more, or, where that is not known (below 0), as many as the workers have batches for. The first
   // one's batch is number `index` of the data's epoch.
@@ -51,6 +52,29 @@ class Coordinator final : public ChiefService {
 
   // What they have reported so far counts no more: the chief has other values.
   void forget_buffers();
+
+  // Steps that have finished.
+  struct Finished {
+    std::int64_t end = 0;                             // all steps below this one
+    std::vector<std::vector<double>> uncounted = {};  // of which nobody has waited for these
+  };
+
+  // For a checkpoint of a model: until `release`, workers begin no step. Returns the end of those that they have begun.
+  std::int64_t hold(std::int64_t model);
+  void release();
+
+  // Waits until all steps below `end` have finished, or, where the data ended before, those that there are. Throws as
+  // wait_for_step.
+  Finished wait_for_begun(std::int64_t model, std::int64_t end, Deadline deadline);
+
+  // The model's next step is number `step`. Not while a fit runs that has begun.
+  void resume(std::int64_t model, const UpdateMode& mode, std::int64_t step);
+
+  // Whether the model has had a fit, or was resumed.
+  bool knows(std::int64_t model);
+
+  // Steps that have finished and that nobody has waited for.
+  std::int64_t uncounted();
 
   // Ends the call: workers that ask for work are told, and `outcome` is what others get as its result.
   void end(std::int64_t call, std::string outcome);
@@ -84,6 +108,8 @@ class Coordinator final : public ChiefService {
   std::optional<Assignment> assign(int worker) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   bool has_workers() const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   Deadline until_reconnected() const;
+  void wait_for_workers(Deadline deadline, const char* for_what)
+      LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   bool wait(Deadline deadline) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
 
   const int workers_;
@@ -98,7 +124,12 @@ class Coordinator final : public ChiefService {
   std::optional<double> learning_rate_ LOCKSTEP_GUARDED_BY(mutex_);
   std::map<Task, std::vector<double>> parts_ LOCKSTEP_GUARDED_BY(mutex_);    // of steps that have not finished
   Deadline reconnected_by_ LOCKSTEP_GUARDED_BY(mutex_) = Deadline::never();  // while no worker is connected
-  std::deque<std::vector<double>> finished_ LOCKSTEP_GUARDED_BY(mutex_);     // and of those that nobody has waited for
+  struct Uncounted {
+    std::int64_t step = 0;
+    std::vector<double> results;
+  };
+  std::deque<Uncounted> finished_ LOCKSTEP_GUARDED_BY(mutex_);  // that nobody has waited for
+  bool held_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   std::string failure_ LOCKSTEP_GUARDED_BY(mutex_);
   std::string plan_ LOCKSTEP_GUARDED_BY(mutex_), state_ LOCKSTEP_GUARDED_BY(mutex_);
   std::map<int, std::map<int, std::string>> buffers_ LOCKSTEP_GUARDED_BY(mutex_);

@@ -170,5 +170,60 @@ TEST(Coordinator, KnowsWhoHasLeft) {
   EXPECT_FALSE(chief.wait_for_leaving("", now()));
 }
 
+TEST(Coordinator, ACheckpointHasTheStepsThatWorkersHadBegun) {
+  Coordinator chief(2, 60);
+  chief.begin(0, 0, {});
+  chief.open(0, 0, 9);
+  EXPECT_EQ(chief.next(0, 0, {}, now()), given(0, 0, 0));
+  EXPECT_EQ(chief.next(0, 1, {}, now()), given(1, 0, 1));
+  EXPECT_EQ(chief.hold(0), 2);
+  EXPECT_EQ(chief.next(0, 1, finished(1, {5}), now()).kind, Kind::wait);
+  EXPECT_EQ(chief.hold(1), 0);  // a model without a fit
+  chief.release();
+  EXPECT_EQ(chief.next(0, 1, {}, now()), given(2, 0, 2));
+  EXPECT_EQ(chief.next(0, 1, finished(2, {6}), now()), given(3, 0, 3));
+  EXPECT_THROW(chief.wait_for_begun(0, 2, now()), DeadlineExceeded);
+  EXPECT_EQ(chief.wait_for_step(now()), std::vector<double>{5});  // counted before the checkpoint
+  chief.next(0, 0, finished(0, {4}), now());
+  const auto steps = chief.wait_for_begun(0, 2, now());
+  EXPECT_EQ(steps.end, 2);
+  EXPECT_EQ(steps.uncounted, (std::vector<std::vector<double>>{{4}}));  // not step 2
+
+  // Another chief goes on from there.
+  Coordinator next(2, 60);
+  EXPECT_FALSE(next.knows(0));
+  next.resume(0, {}, steps.end);
+  EXPECT_TRUE(next.knows(0));
+  next.begin(0, 0, {}, "", "", steps.uncounted);
+  EXPECT_EQ(next.next(0, 1, finished(3), now()).kind, Kind::wait);  // of the chief before: it is made again
+  next.open(0, 2, 7);
+  EXPECT_EQ(next.wait_for_step(now()), std::vector<double>{4});
+  EXPECT_EQ(next.next(0, 0, {}, now()), given(2, 0, 2));
+}
+
+TEST(Coordinator, ACheckpointWaitsForNoBatchThatTheDataDoNotHave) {
+  Coordinator chief(1, 60);
+  chief.begin(0, 0, {});
+  chief.open(0, 0, -1);
+  chief.next(0, 0, {}, now());
+  chief.next(0, 0, finished(0), now());
+  EXPECT_EQ(chief.hold(0), 2);
+  chief.release();
+  chief.next(0, 0, Report{.kind = Report::Kind::no_batch, .task = {1}}, now());
+  EXPECT_EQ(chief.wait_for_begun(0, 2, now()).end, 1);
+}
+
+TEST(Coordinator, AWorkerThatLeavesGetsNoTask) {
+  Coordinator chief(1, 60);
+  chief.begin(0, 0, {});
+  chief.open(0, 0, 9);
+  chief.next(0, 0, {}, now());
+  auto last = finished(0);
+  last.leaves = true;
+  EXPECT_EQ(chief.next(0, 0, last, now()).kind, Kind::over);
+  EXPECT_EQ(chief.hold(0), 1);
+  EXPECT_EQ(chief.wait_for_begun(0, 1, now()).end, 1);
+}
+
 }  // namespace
 }  // namespace lockstep::parameter_server

@@ -4,6 +4,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "parameter_server/server_checkpoint.h"
 
 namespace lockstep::parameter_server {
 
@@ -14,7 +15,16 @@ void ServedModels::add(std::int64_t model, std::string description, std::shared_
     if (served.dropped) added.dropped_before.push_back(number);
   }
   models_[model] = std::move(added);
+  last_added_ = model;
   changed_.notify_all();
+}
+
+void ServedModels::add_restored(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards,
+                                const std::string& checkpoint) {
+  checkpoint::ShardedArchive archive(checkpoint);
+  shards->restore(archive, steps_of(archive.main()).end);
+  add(model, std::move(description), std::move(shards));
+  set_written(model);
 }
 
 void ServedModels::drop(std::int64_t model) {
@@ -76,10 +86,31 @@ void ServedModels::pull(std::int64_t model, std::span<std::byte* const> shards, 
 void ServedModels::write(std::int64_t model, std::span<const std::byte* const> shards) {
   const auto store = shards_of(model);
   for (std::size_t i = 0; i < store->size(); ++i) store->shard(i).write(shards[i]);
+  set_written(model);
+}
+
+void ServedModels::set_written(std::int64_t model) {
   MutexLock lock(mutex_);
   find(model);
   models_[model].written = true;
   changed_.notify_all();
+}
+
+void ServedModels::wait_for(std::int64_t model, Deadline deadline) const {
+  MutexLock lock(mutex_);
+  while (model > last_added_) wait(deadline, text("the server makes model number ", model));
+}
+
+void ServedModels::cut(std::int64_t model, std::int64_t end) const { shards_of(model)->cut(end); }
+
+bool ServedModels::save(std::int64_t model, std::int64_t end, const std::string& file) const {
+  return shards_of(model)->save(end, file);
+}
+
+void ServedModels::restore(std::int64_t model, const std::string& checkpoint, bool change) {
+  checkpoint::ShardedArchive archive(checkpoint);
+  shards_of(model)->restore(archive, steps_of(archive.main()).end, change);
+  if (change) set_written(model);
 }
 
 std::vector<std::size_t> ServedModels::shard_bytes(std::int64_t model) const {

@@ -25,14 +25,25 @@ class ServedModels {
   void add(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards);
   void drop(std::int64_t model);
 
+  // The same for a model that this server had before it was started again, as a checkpoint has it. Throws as
+  // ShardStore::restore.
+  void add_restored(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards,
+                    const std::string& checkpoint);
+
   // As ServerConnection's; by the process `user`.
   void open(std::int64_t model, const std::string& user, const std::string& description, Deadline deadline);
   void push(std::int64_t model, Push push) const;
+  void cut(std::int64_t model, std::int64_t end) const;
+  bool save(std::int64_t model, std::int64_t end, const std::string& file) const;
+  void restore(std::int64_t model, const std::string& checkpoint, bool change);
   void pull(std::int64_t model, std::span<std::byte* const> shards, Deadline deadline) const;
   void write(std::int64_t model, std::span<const std::byte* const> shards);
 
   // Ends all waits, now and later, with Aborted: the process is ending.
   void close();
+
+  // Waits until this server has made the model: it may have been started again.
+  void wait_for(std::int64_t model, Deadline deadline) const;
 
   // Bytes of the values of its shards, and of one element of each.
   std::vector<std::size_t> shard_bytes(std::int64_t model) const;
@@ -48,6 +59,7 @@ class ServedModels {
     std::set<std::string> users = {};
   };
   std::shared_ptr<ShardStore> shards_of(std::int64_t model) const;
+  void set_written(std::int64_t model);
   void wait(Deadline deadline, const std::string& for_what) const
       LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   const Served& find(std::int64_t model) const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
@@ -56,6 +68,7 @@ class ServedModels {
   mutable Mutex mutex_;
   mutable CondVar changed_;
   std::map<std::int64_t, Served> models_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::int64_t last_added_ LOCKSTEP_GUARDED_BY(mutex_) = -1;
   bool closed_ LOCKSTEP_GUARDED_BY(mutex_) = false;
 };
 

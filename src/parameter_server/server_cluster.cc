@@ -18,6 +18,14 @@ namespace {
 
 constexpr std::chrono::seconds kToEnd(5);
 
+// In the store, what is known of a model: nothing, one of these, or the path of its last checkpoint.
+constexpr const char* kHasValues = "has values";
+constexpr const char* kDropped = "dropped";
+std::string key_of_model(std::int64_t number) { return text("model ", number); }
+std::string key_of_outcome(std::int64_t call) { return text("outcome ", call); }
+
+constexpr std::size_t kLongestStored = 1 << 20;  // bytes of the store's values
+
 // Of the keys of this process's next cluster: all processes make theirs in the same order.
 std::string prefix(const Cluster& cluster) {
   static Mutex mutex;
@@ -65,6 +73,15 @@ std::string description_of(const std::vector<VariableSpec>& variables, const std
 
 }  // namespace
 
+namespace {
+
+std::string result_of(const std::string& outcome) {
+  if (outcome.starts_with("1")) return outcome.substr(1);
+  throw Error(text("the chief: ", outcome.substr(1)));
+}
+
+}  // namespace
+
 std::string outcome_of(const std::string& result) { return "1" + result; }
 std::string outcome_of_failure(const std::string& why) { return "0" + why; }
 
@@ -88,6 +105,7 @@ ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions option
     endpoint_ = engine_.serve(transport::with_port(address, 0), access_, {models_, coordinator_});
     entry.address = endpoint_->address();
   }
+  if (is_chief()) restarted_ = store_.add("chiefs", 1, deadline) > 1;
   store_.set(key_of(roles_.mine, roles_.index), print(entry), deadline);
   wait_for_all(deadline);
   if (!is_chief()) {
@@ -168,11 +186,12 @@ std::shared_ptr<Client> ServerCluster::make_model(const std::vector<VariableSpec
   const auto number = models_made_++;
   const auto places = place_shards(variables, options_.partitioner, roles_.servers);
   const auto description = description_of(variables, places, optimizer, options_.mode);
-  std::shared_ptr<void> served;
+  std::shared_ptr<void> kept;
+  if (is_chief()) kept = keep_for_restarts(number);
   if (models_) {
-    models_->add(number, description,
-                 std::make_shared<ShardStore>(variables, places, roles_.index, optimizer, options_.mode));
-    served = std::shared_ptr<void>(nullptr, [models = models_, number](void*) { models->drop(number); });
+    kept = serve_model(number, description, [&] {
+      return std::make_shared<ShardStore>(variables, places, roles_.index, optimizer, options_.mode);
+    });
   }
   std::vector<std::shared_ptr<ServerConnection>> connections;
   for (int server = 0; server < roles_.servers; ++server) {
@@ -187,19 +206,85 @@ std::shared_ptr<Client> ServerCluster::make_model(const std::vector<VariableSpec
     }
     connections.push_back(engine_.connect_server(model, address_of(Role::ps, server), access_));
   }
-  const std::shared_ptr<Client> client(new Client(variables, places, std::move(connections), number),
-                                       [served](Client* mine) { delete mine; });
-  if (!models_)
+  const std::shared_ptr<Client> client(
+      new Client(variables, places, std::move(connections), number, names_of_states(optimizer)),
+      [kept](Client* mine) { delete mine; });
+  if (!models_ && find_in_store(key_of_model(number)) != kDropped) {
     client->open(description, Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds)));
+  }
   return client;
+}
+
+// Empty: it is not there.
+std::string ServerCluster::find_in_store(const std::string& key) const {
+  return store_.compare_set(key, "", "", reconnect_deadline());
+}
+
+std::shared_ptr<void> ServerCluster::serve_model(std::int64_t number, const std::string& description,
+                                                 const std::function<std::shared_ptr<ShardStore>()>& make) {
+  const auto known = find_in_store(key_of_model(number));
+  if (known == kDropped) return nullptr;  // the program has gone past it
+  if (known == kHasValues) {
+    throw ClusterError(text("ps ", roles_.index, " was started again, and there is no checkpoint from which to restore ",
+                            "its shards of model number ", number,
+                            ": give fit the callback BackupAndRestore, or ModelCheckpoint without save_weights_only"));
+  }
+  if (known.empty()) {
+    models_->add(number, description, make());
+  } else {
+    models_->add_restored(number, description, make(), known);
+    log_warning(text("ps ", roles_.index, " was started again: its shards of model number ", number, " are those of ",
+                     "the checkpoint ", known));
+  }
+  return {nullptr, [models = models_, number](void*) { models->drop(number); }};
+}
+
+// Until the chief has no use for the model any more.
+std::shared_ptr<void> ServerCluster::keep_for_restarts(std::int64_t number) const {
+  return {nullptr, [store = store_, number](void*) {
+            try {
+              store.set(key_of_model(number), kDropped, Deadline::after(kToEnd));
+            } catch (const Error&) {  // the job is ending
+            }
+          }};
+}
+
+void ServerCluster::tell_values(const Client& model) {
+  store_.compare_set(key_of_model(model.model()), "", kHasValues, reconnect_deadline());
+}
+
+void ServerCluster::tell_checkpoint(const Client& model, const std::string& path) {
+  store_.set(key_of_model(model.model()), path, reconnect_deadline());
+}
+
+bool ServerCluster::has_values(const Client& model) const {
+  return restarted_ && !find_in_store(key_of_model(model.model())).empty();
+}
+
+void ServerCluster::end(std::int64_t call, const std::string& outcome) {
+  coordinator_->end(call, outcome);
+  if (outcome.size() <= kLongestStored) store_.set(key_of_outcome(call), outcome, reconnect_deadline());
+}
+
+std::optional<std::string> ServerCluster::outcome_before_restart(std::int64_t call) {
+  if (!restarted_) return std::nullopt;
+  const auto outcome = find_in_store(key_of_outcome(call));
+  if (outcome.empty()) return std::nullopt;
+  coordinator_->end(call, outcome);
+  return result_of(outcome);
+}
+
+void ServerCluster::once(const std::function<void()>& act) {
+  const auto key = text("act ", acts_++);
+  if (restarted_ && !find_in_store(key).empty()) return;
+  act();
+  store_.set(key, "done", reconnect_deadline());
 }
 
 std::string ServerCluster::outcome(std::int64_t call) {
   while (true) {
     const auto outcome = chief_->outcome(call, reconnect_deadline());
-    if (!outcome) continue;
-    if (outcome->starts_with("1")) return outcome->substr(1);
-    throw Error(text("the chief: ", outcome->substr(1)));
+    if (outcome) return result_of(*outcome);
   }
 }
 

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -47,8 +49,26 @@ class ServerCluster {
   // models in the same order. The chief's returns when all servers have the model.
   std::shared_ptr<Client> make_model(const std::vector<VariableSpec>& variables, const Optimizer& optimizer);
 
+  // The chief's, once the model has its first values, and when a checkpoint of it has been written. A server that is
+  // started again restores its shards from the last one.
+  void tell_values(const Client& model);
+  void tell_checkpoint(const Client& model, const std::string& path);
+
+  // Whether this is a chief that was started again; and whether the servers had values of the model before it.
+  bool restarted() const { return restarted_; }
+  bool has_values(const Client& model) const;
+
   // The number of the next call (fit, evaluate) that all processes make.
   std::int64_t next_call() { return calls_++; }
+
+  // The chief's: ends the call with an outcome, also for a chief that is started again.
+  void end(std::int64_t call, const std::string& outcome);
+
+  // What the call returned on a chief before this one. Throws as `outcome`.
+  std::optional<std::string> outcome_before_restart(std::int64_t call);
+
+  // act(), unless a chief before this one did it at the same place in the program.
+  void once(const std::function<void()>& act);
 
   Coordinator& coordinator() { return *coordinator_; }  // of the chief
   ChiefConnection& chief() { return *chief_; }          // of all others
@@ -63,6 +83,10 @@ class ServerCluster {
 
  private:
   FindAddress address_of(Role role, int index) const;
+  std::string find_in_store(const std::string& key) const;
+  std::shared_ptr<void> serve_model(std::int64_t number, const std::string& description,
+                                    const std::function<std::shared_ptr<ShardStore>()>& make);
+  std::shared_ptr<void> keep_for_restarts(std::int64_t number) const;
   void wait_for_all(Deadline deadline);
 
   const Roles roles_;
@@ -75,7 +99,8 @@ class ServerCluster {
   std::unique_ptr<Endpoint> endpoint_;        // of both
   std::shared_ptr<ChiefConnection> chief_;
   Place place_;
-  std::int64_t models_made_ = 0, calls_ = 0;
+  std::int64_t models_made_ = 0, calls_ = 0, acts_ = 0;
+  bool restarted_ = false;  // a chief that is not the first of the job
 };
 
 // How the outcome of a call is told: what it returned, or why it failed.

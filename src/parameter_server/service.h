@@ -42,6 +42,12 @@ class ServerConnection {
 
   // Replaces the values. Optimizer state stays.
   virtual void write(std::span<const std::byte* const> shards, Deadline deadline) = 0;
+
+  // As ShardStore's, for checkpoints in files that the server reads and writes itself. `save` is false also where the
+  // server was started again after the cut.
+  virtual void cut(std::int64_t end, Deadline deadline) = 0;
+  virtual bool save(std::int64_t end, const std::string& file, Deadline deadline) = 0;
+  virtual void restore(const std::string& checkpoint, bool change, Deadline deadline) = 0;
 };
 
 // What the chief answers a worker that asks for work.
@@ -61,6 +67,7 @@ struct Report {
   std::vector<double> results = {};         // to be summed over the parts of a step
   std::map<int, std::string> buffers = {};  // the worker's own values of the model's buffers that changed, by number
   std::string error = {};                   // failed: why
+  bool leaves = false;                      // the worker is ending, and takes no other task
 };
 
 // Any thread. The calls of one program (fit, evaluate) are numbered from 0 on, equally in all processes.

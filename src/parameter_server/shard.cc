@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "base/text.h"
 #include "collective/backend.h"
@@ -33,8 +34,7 @@ Shard::Shard(Memory values, std::size_t count, DType dtype, Optimizer optimizer)
     : count_(count),
       dtype_(dtype),
       optimizer_(std::move(optimizer)),
-      values_(std::move(values)),
-      state_(initial_state(optimizer_, count, dtype)) {
+      data_{.values = std::move(values), .state = initial_state(optimizer_, count, dtype), .applied = {}} {
   require_shardable(optimizer_);
 }
 
@@ -50,64 +50,97 @@ void require_shardable(const Optimizer& optimizer) {
 bool Shard::apply(std::int64_t step, std::span<const std::byte* const> gradients, double divide_by,
                   std::optional<double> learning_rate) {
   MutexLock lock(mutex_);
-  if (applied_.contains(step)) return false;
-  const auto updates = applied_.count();
+  if (data_.applied.contains(step)) return false;
+  apply(data_, step, gradients, divide_by, learning_rate);
+  if (cut_ && step < cut_->end) apply(cut_->data, step, gradients, divide_by, learning_rate);
+  return true;
+}
+
+void Shard::apply(Data& data, std::int64_t step, std::span<const std::byte* const> gradients, double divide_by,
+                  std::optional<double> learning_rate) const {
+  const auto updates = data.applied.count();
   const double rate = learning_rate ? *learning_rate : optimizer_.options().learning_rate.at(updates);
   const UpdateStep update_step{updates + 1, LearningRate(rate).at(0)};  // checked
-  if (!gradients.empty() && dtype_ == DType::float64) update<double>(gradients, divide_by, update_step);
-  if (!gradients.empty() && dtype_ == DType::float32) update<float>(gradients, divide_by, update_step);
-  return applied_.add(step);
+  if (!gradients.empty() && dtype_ == DType::float64) update<double>(data, gradients, divide_by, update_step);
+  if (!gradients.empty() && dtype_ == DType::float32) update<float>(data, gradients, divide_by, update_step);
+  data.applied.add(step);
 }
 
 template <class T>
-void Shard::update(std::span<const std::byte* const> gradients, double divide_by, const UpdateStep& step) {
+void Shard::update(const Data& data, std::span<const std::byte* const> gradients, double divide_by,
+                   const UpdateStep& step) const {
   std::vector<const T*> sources;
   for (const auto* const gradient : gradients) sources.push_back(reinterpret_cast<const T*>(gradient));
   std::vector<T*> state;
-  for (const auto& memory : state_) state.push_back(reinterpret_cast<T*>(memory.get()));
-  T* const values = reinterpret_cast<T*>(values_.get());
+  for (const auto& memory : data.state) state.push_back(reinterpret_cast<T*>(memory.get()));
+  T* const values = reinterpret_cast<T*>(data.values.get());
   optimizer::reduce_and_update<T>(optimizer_, step, {divide_by, optimizer_.options().clipvalue},
                                   {sources, std::span(&values, 1), state, count_});
 }
 
 std::int64_t Shard::read(std::byte* values) const {
   MutexLock lock(mutex_);
-  std::memcpy(values, values_.get(), bytes());
-  return applied_.count();
+  std::memcpy(values, data_.values.get(), bytes());
+  return data_.applied.count();
 }
 
 void Shard::write(const std::byte* values) {
   MutexLock lock(mutex_);
-  std::memcpy(values_.get(), values, bytes());
+  std::memcpy(data_.values.get(), values, bytes());
 }
 
 std::int64_t Shard::version() const {
   MutexLock lock(mutex_);
-  return applied_.count();
+  return data_.applied.count();
 }
 
-Shard::State Shard::state() const {
-  const auto copy = [this](const Memory& memory) { return std::vector(memory.get(), memory.get() + bytes()); };
+void Shard::cut(std::int64_t end) {
+  const auto copy = [this](const Memory& memory) {
+    auto copied = collective::private_memory(bytes());
+    std::memcpy(copied.get(), memory.get(), bytes());
+    return copied;
+  };
   MutexLock lock(mutex_);
-  State state{.values = copy(values_), .applied = applied_.numbers()};
-  for (const auto& memory : state_) state.optimizer.push_back(copy(memory));
+  cut_.reset();  // before there is another copy
+  cut_.emplace(end, Data{.values = copy(data_.values), .state = {}, .applied = data_.applied});
+  for (const auto& memory : data_.state) cut_->data.state.push_back(copy(memory));
+}
+
+std::optional<Shard::State> Shard::take_cut(std::int64_t end) {
+  std::optional<Cut> cut;
+  {
+    MutexLock lock(mutex_);
+    cut = std::exchange(cut_, std::nullopt);
+    if (cut) data_.applied.add_below(end);
+  }
+  if (!cut) return std::nullopt;
+  const auto bytes_of = [this](const Memory& memory) { return std::vector(memory.get(), memory.get() + bytes()); };
+  State state{.values = bytes_of(cut->data.values)};
+  for (const auto& memory : cut->data.state) state.optimizer.push_back(bytes_of(memory));
   return state;
 }
 
-void Shard::restore(const State& state) {
+void Shard::check(const State& state) const {
   const auto fits = [this](const std::vector<std::byte>& data) { return data.size() == bytes(); };
-  if (!fits(state.values) || state.optimizer.size() != state_.size() ||
-      !std::all_of(state.optimizer.begin(), state.optimizer.end(), fits)) {
-    throw InvalidArgument(text("a shard of ", count_, " x ", name_of(dtype_), " with ", state_.size(),
-                               " arrays of state cannot be restored from ", state.values.size(), " bytes with ",
-                               state.optimizer.size()));
+  const auto states = optimizer_.rule().states().size();
+  if (fits(state.values) && state.optimizer.size() == states &&
+      std::all_of(state.optimizer.begin(), state.optimizer.end(), fits)) {
+    return;
   }
+  throw InvalidArgument(text("a shard of ", count_, " x ", name_of(dtype_), " with ", states,
+                             " arrays of state cannot be restored from ", state.values.size(), " bytes with ",
+                             state.optimizer.size()));
+}
+
+void Shard::restore(const State& state, std::int64_t end) {
+  check(state);
   MutexLock lock(mutex_);
-  std::copy(state.values.begin(), state.values.end(), values_.get());
-  for (std::size_t i = 0; i < state_.size(); ++i) {
-    std::copy(state.optimizer[i].begin(), state.optimizer[i].end(), state_[i].get());
+  cut_.reset();
+  std::copy(state.values.begin(), state.values.end(), data_.values.get());
+  for (std::size_t i = 0; i < state.optimizer.size(); ++i) {
+    std::copy(state.optimizer[i].begin(), state.optimizer[i].end(), data_.state[i].get());
   }
-  applied_ = AppliedSteps(state.applied);
+  data_.applied = AppliedSteps(std::span(&end, 1));
 }
 
 }  // namespace lockstep::parameter_server

@@ -44,28 +44,49 @@ class Shard {
   // How many steps were applied.
   std::int64_t version() const;
 
-  // What a checkpoint keeps of it; of one moment.
+  // What a checkpoint keeps of it.
   struct State {
     std::vector<std::byte> values;
     std::vector<std::vector<std::byte>> optimizer = {};  // by the rule's states()
-    std::vector<std::int64_t> applied;                   // AppliedSteps::numbers
   };
-  State state() const;
-  void restore(const State& state);
+
+  // Copies the shard. Until `take_cut`, steps below `end` update the copy too, and later ones do not. Another cut takes
+  // the place of this one.
+  void cut(std::int64_t end);
+
+  // The copy, when all steps below `end` have been applied: no other one of them is applied from now on. `end` may be
+  // below that of the cut. Nothing where there was no cut.
+  std::optional<State> take_cut(std::int64_t end);
+
+  // Throws InvalidArgument where the sizes are others.
+  void check(const State& state) const;
+
+  // Replaces everything: the steps below `end` have been applied, and no others.
+  void restore(const State& state, std::int64_t end);
 
  private:
+  struct Data {
+    Memory values;
+    std::vector<Memory> state;  // by the rule's states()
+    AppliedSteps applied;
+  };
+  struct Cut {
+    std::int64_t end = 0;
+    Data data;
+  };
+  void apply(Data& data, std::int64_t step, std::span<const std::byte* const> gradients, double divide_by,
+             std::optional<double> learning_rate) const;
   template <class T>
-  void update(std::span<const std::byte* const> gradients, double divide_by, const UpdateStep& step)
-      LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  void update(const Data& data, std::span<const std::byte* const> gradients, double divide_by,
+              const UpdateStep& step) const;
 
   const std::size_t count_;
   const DType dtype_;
   const Optimizer optimizer_;
 
   mutable Mutex mutex_;
-  const Memory values_;              // what it points at is guarded by mutex_, and so is
-  const std::vector<Memory> state_;  // what these point at: by the rule's states()
-  AppliedSteps applied_ LOCKSTEP_GUARDED_BY(mutex_);
+  Data data_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::optional<Cut> cut_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
 }  // namespace lockstep::parameter_server

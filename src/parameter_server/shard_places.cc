@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "base/text.h"
+#include "checkpoint/sharded_archive.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::parameter_server {
@@ -52,6 +53,35 @@ std::vector<ShardPlace> place_shards(const std::vector<VariableSpec>& variables,
     *least += bytes_of(*place);
   }
   return places;
+}
+
+ShardRows rows_of(const std::vector<VariableSpec>& variables, const ShardPlace& place) {
+  const auto& variable = variables[place.variable];
+  ShardRows rows{.variable = variable.name, .end = 1, .shape = variable.shape};
+  if (variable.shape.empty()) return rows;
+  const auto row = std::accumulate(variable.shape.begin() + 1, variable.shape.end(), std::int64_t{1}, std::multiplies<>());
+  rows.begin = place.begin / row;
+  rows.end = rows.begin + place.count / row;
+  rows.shape[0] = rows.end - rows.begin;
+  return rows;
+}
+
+std::vector<std::string> names_of_states(const Optimizer& optimizer) {
+  std::vector<std::string> names;
+  for (const auto& spec : optimizer.rule().states()) names.push_back(spec.name);
+  return names;
+}
+
+std::vector<std::string> ShardRows::tensors(const std::vector<std::string>& states) const {
+  std::vector<std::string> names{variable};
+  for (const auto& state : states) names.push_back(text("optimizer/", state, "/", variable));
+  return names;
+}
+
+std::vector<std::string> ShardRows::names(const std::vector<std::string>& states) const {
+  auto names = tensors(states);
+  for (auto& name : names) name = checkpoint::name_of_rows(name, begin, end);
+  return names;
 }
 
 }  // namespace lockstep::parameter_server

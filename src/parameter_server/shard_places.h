@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/optimizer/optimizer.h"
 #include "lockstep/parameter_server/partitioner.h"
 
 namespace lockstep::parameter_server {
@@ -22,6 +23,21 @@ struct ShardPlace {
   std::int64_t begin = 0, count = 0;
   int server = 0;
 };
+
+// The same in rows, as checkpoints name them. A scalar has one row.
+struct ShardRows {
+  std::string variable;
+  std::int64_t begin = 0, end = 0;
+  std::vector<std::int64_t> shape;
+
+  // The names of the tensors that a checkpoint has of the variable: its values, and its optimizer's states.
+  std::vector<std::string> tensors(const std::vector<std::string>& states) const;
+
+  // The names of their rows, in a file that has these alone.
+  std::vector<std::string> names(const std::vector<std::string>& states) const;
+};
+ShardRows rows_of(const std::vector<VariableSpec>& variables, const ShardPlace& place);
+std::vector<std::string> names_of_states(const Optimizer& optimizer);
 
 // Cuts the variables by `partitioner` (null: one shard each) and gives the largest shards first, each to the server
 // with the fewest bytes, of those to the first. The result is in the order of variables and rows, and depends on the

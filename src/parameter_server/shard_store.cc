@@ -10,12 +10,13 @@ namespace lockstep::parameter_server {
 
 ShardStore::ShardStore(const std::vector<VariableSpec>& variables, const std::vector<ShardPlace>& places, int server,
                        const Optimizer& optimizer, const UpdateMode& mode)
-    : mode_(mode), parts_(mode.needed) {
+    : mode_(mode), states_(names_of_states(optimizer)), parts_(mode.needed) {
   parameter_server::check(mode);
   for (const auto& place : places) {
     if (place.server != server) continue;
     const auto count = static_cast<std::size_t>(place.count);
     const auto dtype = variables[place.variable].dtype;
+    rows_.push_back(rows_of(variables, place));
     shards_.push_back(
         std::make_unique<Shard>(collective::private_memory(count * size_of(dtype)), count, dtype, optimizer));
   }
@@ -68,6 +69,52 @@ void ShardStore::apply(std::span<const Push> parts) {
     }
     shards_[i]->apply(parts[0].task.step, gradients, weight, parts[0].learning_rate);
   }
+}
+
+void ShardStore::cut(std::int64_t end) {
+  for (const auto& shard : shards_) shard->cut(end);
+}
+
+bool ShardStore::save(std::int64_t end, const std::string& file) {
+  {
+    MutexLock lock(mutex_);
+    parts_.complete_below(end);
+  }
+  Archive archive;
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    auto state = shards_[i]->take_cut(end);
+    if (!state) return false;
+    const auto names = rows_[i].names(states_);
+    archive.tensors[names[0]] = {shards_[i]->dtype(), rows_[i].shape, std::move(state->values)};
+    for (std::size_t k = 0; k < states_.size(); ++k) {
+      archive.tensors[names[1 + k]] = {shards_[i]->dtype(), rows_[i].shape, std::move(state->optimizer[k])};
+    }
+  }
+  write_archive(file, archive);
+  return true;
+}
+
+void ShardStore::restore(checkpoint::ShardedArchive& archive, std::int64_t end, bool change) {
+  std::vector<Shard::State> states;
+  for (std::size_t i = 0; i < shards_.size(); ++i) {
+    const auto& rows = rows_[i];
+    const auto read = [&](const std::string& tensor) {
+      auto stored = archive.rows(tensor, rows.begin, rows.end);
+      if (stored.dtype == shards_[i]->dtype() && stored.shape == rows.shape) return std::move(stored.bytes);
+      throw InvalidArgument(text("the checkpoint's rows ", rows.begin, " to ", rows.end - 1, " of ", tensor, " are ",
+                                 name_of(stored.dtype), " [", join(stored.shape), "]; the model's are ",
+                                 name_of(shards_[i]->dtype()), " [", join(rows.shape), "]"));
+    };
+    const auto names = rows.tensors(states_);
+    auto& state = states.emplace_back(Shard::State{.values = read(names[0])});
+    for (std::size_t k = 0; k < states_.size(); ++k) state.optimizer.push_back(read(names[1 + k]));
+    shards_[i]->check(state);
+  }
+  if (!change) return;
+  for (std::size_t i = 0; i < shards_.size(); ++i) shards_[i]->restore(states[i], end);
+  MutexLock lock(mutex_);
+  parts_ = StepParts(mode_.needed);
+  parts_.complete_below(end);
 }
 
 }  // namespace lockstep::parameter_server

@@ -3,9 +3,11 @@
 
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/mutex.h"
+#include "checkpoint/sharded_archive.h"
 #include "parameter_server/push.h"
 #include "parameter_server/shard.h"
 #include "parameter_server/shard_places.h"
@@ -30,12 +32,26 @@ class ShardStore {
   // A push may be repeated. Throws InvalidArgument for one that does not fit.
   void push(Push push);
 
+  // A moment that a checkpoint keeps: the steps below `end`, of which some may still be pushed, and no others.
+  void cut(std::int64_t end);
+
+  // Writes that moment to a file, when those steps have been pushed, or never will be. `end` may be below the cut's.
+  // False, and no file is written, where there was no cut. Throws IoError.
+  bool save(std::int64_t end, const std::string& file);
+
+  // Replaces everything by what a checkpoint has after the steps below `end`. Without `change`, only checks that this
+  // is possible. Throws as ShardedArchive::rows, and InvalidArgument where something has another dtype or size; then
+  // nothing has changed.
+  void restore(checkpoint::ShardedArchive& archive, std::int64_t end, bool change = true);
+
  private:
   void check(const Push& push) const;
   void keep_gradients(Push& push) const;
   void apply(std::span<const Push> parts);
 
   const UpdateMode mode_;
+  const std::vector<std::string> states_;  // names of the optimizer's
+  std::vector<ShardRows> rows_;            // [shard]
   std::vector<std::unique_ptr<Shard>> shards_;
   Mutex mutex_;
   StepParts parts_ LOCKSTEP_GUARDED_BY(mutex_);

@@ -4,9 +4,12 @@
 
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <thread>
 
 #include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
+#include "base/text.h"
 
 namespace lockstep::parameter_server {
 namespace {
@@ -19,8 +22,9 @@ constexpr std::size_t kElements = 14;
 // Servers that have the variables in three shards, and what a worker does with them.
 class Servers {
  public:
-  Servers(int servers, const Optimizer& optimizer, const UpdateMode& mode)
-      : places_(place_shards(kVariables, MaxSizePartitioner({.max_shard_bytes = 50}), servers)) {
+  Servers(int servers, const Optimizer& optimizer, const UpdateMode& mode, std::int64_t shard_bytes = 50)
+      : places_(place_shards(kVariables, MaxSizePartitioner({.max_shard_bytes = shard_bytes}), servers)),
+        states_(names_of_states(optimizer)) {
     for (int server = 0; server < servers; ++server) {
       stores_.push_back(std::make_unique<ShardStore>(kVariables, places_, server, optimizer, mode));
     }
@@ -46,6 +50,17 @@ class Servers {
     return pointers;
   }
 
+  void save(int server, std::int64_t end, const std::string& path, Archive& main) {
+    const auto name = text("1/", server, ".safetensors");
+    ASSERT_TRUE(store(server).save(end, checkpoint::rows_folder(path) / name));
+    std::vector<std::string> names;
+    for (const auto& place : places_) {
+      if (place.server != server) continue;
+      for (const auto& own : rows_of(kVariables, place).names(states_)) names.push_back(own);
+    }
+    checkpoint::list_rows(main, name, names);
+  }
+
   Values values() {
     Values values(kElements);
     std::vector<std::size_t> next(stores_.size());
@@ -62,6 +77,7 @@ class Servers {
   }
 
   const std::vector<ShardPlace> places_;
+  const std::vector<std::string> states_;
   std::vector<std::unique_ptr<ShardStore>> stores_;
 };
 
@@ -158,6 +174,83 @@ TEST(ShardStore, PushesThatDoNotFitAreNamed) {
   expect_says(message({.task = {0}, .weight = -1, .gradients = three}), "has the weight -1; it must be 0 or more");
   expect_says(message({.task = {0}}), "has gradients of 0 shards; this server has 3");
   EXPECT_EQ(servers.values(), Values(kElements));
+}
+
+// Saved by two servers, restored by one, which cuts the variables otherwise.
+TEST(ShardStore, ACheckpointIsRestoredByOtherServersBitForBit) {
+  const Adam adam({.learning_rate = 0.1});
+  Servers saved(2, adam, {}), restored(1, adam, {}, 30);
+  const auto folder = fresh_folder("shard_store", "restored").string();
+  const auto gradient = [](int step) {
+    Values values(kElements);
+    for (std::size_t i = 0; i < kElements; ++i) values[i] = 0.1 * static_cast<double>(i) - 0.3 * step;
+    return values;
+  };
+  for (int step = 0; step < 3; ++step) saved.push({.task = {step}, .weight = 1}, gradient(step));
+  Archive main;
+  main.entries["servers/steps"] = "3";
+  for (int server = 0; server < 2; ++server) {
+    EXPECT_FALSE(saved.store(server).save(3, folder + "/none"));
+    saved.store(server).cut(3);
+  }
+  for (int server = 0; server < 2; ++server) saved.save(server, 3, folder + "/ckpt", main);
+  write_archive(folder + "/ckpt", main);
+  checkpoint::ShardedArchive archive(folder + "/ckpt");
+  restored.store(0).restore(archive, 3, false);
+  EXPECT_EQ(restored.values(), Values(kElements));
+  restored.store(0).restore(archive, 3);
+  for (auto* const servers : {&saved, &restored}) {
+    servers->push({.task = {2}, .weight = 1}, gradient(2));  // they have it
+    servers->push({.task = {3}, .weight = 1}, gradient(3));
+  }
+  EXPECT_EQ(restored.values(), saved.values());
+
+  // A checkpoint in one file is restored likewise.
+  write_archive(folder + "/whole", archive.whole());
+  checkpoint::ShardedArchive whole(folder + "/whole");
+  EXPECT_EQ(whole.main().tensor("kernel").shape, (std::vector<std::int64_t>{4, 3}));
+  Servers third(2, adam, {});
+  for (int server = 0; server < 2; ++server) third.store(server).restore(whole, 3);
+  third.push({.task = {3}, .weight = 1}, gradient(3));
+  EXPECT_EQ(third.values(), saved.values());
+
+  checkpoint::remove_checkpoint(folder + "/ckpt");
+  EXPECT_FALSE(std::filesystem::exists(checkpoint::rows_folder(folder + "/ckpt")));
+}
+
+TEST(ShardStore, ACheckpointOfAnotherModelChangesNothing) {
+  const SGD sgd({.momentum = 0.9});
+  Servers servers(1, sgd, {});
+  const auto folder = fresh_folder("shard_store", "other").string();
+  const auto says = [&](const Archive& archive, const std::string& part) {
+    write_archive(folder + "/ckpt", archive);
+    expect_says(message_of<Error>([&] {
+                  checkpoint::ShardedArchive read(folder + "/ckpt");
+                  servers.store(0).restore(read, 3);
+                }),
+                part);
+    EXPECT_EQ(servers.values(), Values(kElements));
+  };
+  const auto tensor = [](std::vector<std::int64_t> shape, DType dtype = DType::float64) {
+    std::size_t bytes = size_of(dtype);
+    for (const auto size : shape) bytes *= static_cast<std::size_t>(size);
+    return StoredTensor{dtype, std::move(shape), std::vector<std::byte>(bytes)};
+  };
+  Archive archive;
+  says(archive, "has no row 0 of kernel");
+  archive.tensors["kernel"] = tensor({1, 3});
+  says(archive, "has no row 1 of kernel");
+  archive.tensors["kernel"] = tensor({4, 2});
+  says(archive, "of kernel are float64 [");
+  archive.tensors["kernel"] = tensor({4, 3}, DType::float32);
+  says(archive, "of kernel are float32 [");
+  archive.tensors["kernel"] = tensor({4, 3});
+  says(archive, "optimizer/momentum/kernel");
+  archive.entries["rows/../../elsewhere"] = "kernel[0:4]";
+  says(archive, "among its files of rows");
+  archive.entries.clear();
+  archive.entries["rows/a/b"] = "kernel[4:0]";
+  says(archive, "lists \"kernel[4:0]\"");
 }
 
 }  // namespace

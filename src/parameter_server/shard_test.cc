@@ -115,18 +115,48 @@ TEST(Shard, ThreadsThatPushTheSameStepsApplyEachOnce) {
   EXPECT_EQ(values_of(shard), Values(100, kSteps));
 }
 
+// A checkpoint of a moment, which steps that had begun reach later than steps that had not.
+TEST(Shard, ACutHasTheStepsBeforeItAndNoOthers) {
+  const SGD sgd({.learning_rate = 1});
+  auto shard = shard_of({0}, sgd), restored = shard_of({0}, sgd);
+  EXPECT_FALSE(shard.take_cut(4));
+  apply(shard, 0, {{-1}});
+  apply(shard, 2, {{-4}});
+  shard.cut(4);
+  apply(shard, 5, {{-32}});
+  apply(shard, 1, {{-2}});
+  apply(shard, 1, {{-2}});
+  apply(shard, 4, {{-16}});
+  apply(shard, 3, {{-8}});
+  const auto state = shard.take_cut(4);
+  EXPECT_EQ(values_of(shard), Values{63});
+  ASSERT_TRUE(state);
+  restored.restore(*state, 4);
+  EXPECT_EQ(values_of(restored), Values{15});
+  EXPECT_FALSE(apply(restored, 3, {{-8}}));
+  EXPECT_TRUE(apply(restored, 4, {{-16}}));
+  EXPECT_FALSE(shard.take_cut(4));  // it was taken
+
+  // Of steps that nobody computes: they come no more.
+  shard.cut(9);
+  EXPECT_TRUE(shard.take_cut(8));
+  EXPECT_FALSE(apply(shard, 7, {{-128}}));
+  EXPECT_TRUE(apply(shard, 8, {{-256}}));
+}
+
 TEST(Shard, GoesOnFromASavedStateBitForBit) {
   const Adam adam({.learning_rate = 0.01});
   auto first = shard_of({1, 2}, adam), second = shard_of({0, 0}, adam);
   for (int step = 0; step < 3; ++step) apply(first, step, {{0.5, -1.0 / (step + 1)}});
-  second.restore(first.state());
+  first.cut(3);
+  second.restore(*first.take_cut(3), 3);
   for (auto* const shard : {&first, &second}) {
     EXPECT_FALSE(apply(*shard, 2, {{1, 1}}));
     EXPECT_TRUE(apply(*shard, 3, {{0.1, 0.2}}));
   }
   EXPECT_EQ(values_of(first), values_of(second));
   EXPECT_EQ(first.version(), second.version());
-  expect_says(message_of<InvalidArgument>([&] { second.restore({}); }), "2 x float64 with 2 arrays of state");
+  expect_says(message_of<InvalidArgument>([&] { second.restore({}, 0); }), "2 x float64 with 2 arrays of state");
 }
 
 }  // namespace

@@ -18,8 +18,11 @@ class StepParts {
   const std::vector<Push>* add(Push push);
   void complete(std::int64_t step);
 
+  // All steps below `end` are complete, whatever parts of them have come.
+  void complete_below(std::int64_t end);
+
  private:
-  const int needed_;
+  int needed_;
   std::map<std::int64_t, std::vector<Push>> incomplete_;  // [step], ascending by part
   AppliedSteps complete_;
 };

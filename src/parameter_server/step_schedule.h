@@ -16,7 +16,11 @@ namespace lockstep::parameter_server {
 // first was thought lost; it is finished once.
 class StepSchedule {
  public:
-  explicit StepSchedule(const UpdateMode& mode) : mode_(mode) { check(mode); }
+  // The first `finished` steps are finished.
+  explicit StepSchedule(const UpdateMode& mode, std::int64_t finished = 0)
+      : mode_(mode), scheduled_(finished), end_of_given_(finished), finished_(std::span(&finished, 1)) {
+    check(mode);
+  }
 
   // Adds steps. Their numbers continue those before, from 0 on.
   void add(std::int64_t steps) { scheduled_ += steps; }
@@ -58,7 +62,7 @@ class StepSchedule {
   std::int64_t end_of_open_steps() const;  // behind the last one that may be computed now
   std::optional<Task> first_free() const;
 
-  const UpdateMode mode_;
+  UpdateMode mode_;
   std::int64_t scheduled_ = 0;
   std::int64_t end_of_given_ = 0;  // behind the last step that a worker ever had
   AppliedSteps finished_;

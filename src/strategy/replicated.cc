@@ -155,7 +155,7 @@ Trackable ReplicatedOptimizer::trackable() const {
     const auto specs = gradients->updater().optimizer().rule().states();
     for (std::size_t i = 0; i < gradients->parameters().slots().size(); ++i) {
       const auto& slot = gradients->parameters().slots()[i];
-      if (!slot.trainable) continue;
+      if (!slot.trainable || gradients->servers() != nullptr) continue;  // servers have theirs
       for (std::size_t k = 0; k < specs.size(); ++k) visit(joined(prefix, specs[k].name + "/" + slot.name), i, k);
     }
   };

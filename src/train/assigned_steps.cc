@@ -1,6 +1,8 @@
 // Steps that workers make as the chief assigns them; parameter servers have the variables.
 #include <algorithm>
+#include <utility>
 
+#include "base/text.h"
 #include "lockstep/base/error.h"
 #include "strategy/split.h"
 #include "train/fit_options.h"
@@ -23,8 +25,6 @@ class AssignedSteps final : public StepSource {
           "fit: with parameter servers the chief gives workers batches by their places in the data set, so its "
           "auto_shard_policy must be AutoShardPolicy::automatic or data");
     }
-    coordinator_.begin(impl.call, impl.gradients->servers()->model(), impl.servers()->mode(),
-                       describe_fit(data, options, impl.replicas()), print_local_state(impl));
   }
 
   std::int64_t steps_of_an_epoch() override {
@@ -33,10 +33,13 @@ class AssignedSteps final : public StepSource {
   }
 
   void begin_epoch() override {
+    if (!std::exchange(begun_, true)) begin();  // callbacks may have restored a checkpoint
     set_learning_rate();
     const auto steps = steps_of_an_epoch();
     const auto& progress = impl_.progress;
-    coordinator_.open(progress.position.epoch, progress.position.index, steps < 0 ? -1 : steps - progress.batch);
+    const auto done = static_cast<std::int64_t>(std::exchange(impl_.progress.uncounted, {}).size());
+    coordinator_.open(progress.position.epoch, progress.position.index + done,
+                      steps < 0 ? -1 : steps - progress.batch - done);
   }
 
   bool next(const std::function<bool()>& interrupted) override {
@@ -53,13 +56,43 @@ class AssignedSteps final : public StepSource {
     impl_.gradients->updater().count_step();
     ++impl_.steps;
     ++impl_.progress.batch;
-    ++impl_.progress.position.index;
+    auto& now = impl_.progress;
+    now.examples = ++now.position.index * batch_size_;
+    now.batch_size = batch_size_;
     set_learning_rate();
   }
 
   void stop() override { coordinator_.stop(); }
 
  private:
+  void begin() {
+    const auto& client = *impl_.gradients->servers();
+    if (impl_.servers()->has_values(client) && !coordinator_.knows(client.model())) {
+      throw ClusterError(
+          "fit: the chief was started again, and there is no checkpoint from which this fit goes on: give it the "
+          "callback BackupAndRestore");
+    }
+    batch_size_ = strategy::first_element(data_, impl_.replicas(), impl_.progress.position.epoch).size();
+    find_position();
+    coordinator_.begin(impl_.call, client.model(), impl_.servers()->mode(),
+                       describe_fit(data_, options_, impl_.replicas()), print_local_state(impl_),
+                       impl_.progress.uncounted);
+  }
+
+  // In a checkpoint that was made with batches of another size.
+  void find_position() {
+    auto& now = impl_.progress;
+    if (now.position.index == 0 || now.batch_size == batch_size_) return;
+    if (now.batch_size == 0 || now.examples % batch_size_ != 0 || !now.uncounted.empty()) {
+      throw InvalidArgument(text("fit: the checkpoint was made after ", now.position.index, " batches of ",
+                                 now.batch_size, " examples, and with batches of ", batch_size_,
+                                 " parameter servers cannot go on there: take the same batch size, or a checkpoint of ",
+                                 "the end of an epoch"));
+    }
+    now.position.index = now.examples / batch_size_;
+    if (options_.steps_per_epoch == 0) now.batch = now.position.index;
+  }
+
   // What a callback has set holds for the steps that begin from now on.
   void set_learning_rate() { coordinator_.set_learning_rate(impl_.gradients->updater().learning_rate_override()); }
 
@@ -68,6 +101,8 @@ class AssignedSteps final : public StepSource {
   const FitOptions& options_;
   parameter_server::Coordinator& coordinator_;
   std::optional<std::vector<double>> sums_;  // of the step that finished
+  bool begun_ = false;
+  std::int64_t batch_size_ = 0;  // examples
 };
 
 }  // namespace

@@ -54,10 +54,13 @@ class Worker {
     ChangedBuffers buffers(*impl_.parameters);
     std::optional<Report> report;
     while (true) {
+      const int signal = signals.received();
+      if (signal != 0 && report) report->leaves = true;
+      if (signal != 0 && !report) throw Interrupted(signal);
       const auto next = servers_.chief().next(call_, servers_.roles().index, report, servers_.reconnect_deadline());
+      if (signal != 0) throw Interrupted(signal);
       report.reset();
       if (next.kind == Assignment::Kind::over) return;
-      if (signals.received() != 0) throw Interrupted(signals.received());  // another worker gets the task
       if (next.kind == Assignment::Kind::task) report = compute(next);
       if (report) report->buffers = buffers.take();
     }

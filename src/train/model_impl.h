@@ -34,6 +34,9 @@ struct FitProgress {
   std::int64_t batch_size = 0;
   int readers = 1;
   History history;
+
+  // With parameter servers: the results of steps that workers have made and that do not count in `batch` yet.
+  std::vector<std::vector<double>> uncounted;
 };
 
 }  // namespace lockstep::train
@@ -56,7 +59,6 @@ class ModelImpl {
   void require_built(const char* caller) const;
   void require_compiled(const char* caller) const;
   void require_trainable() const;
-  void require_own_state(const char* caller) const;
 
   // A replica's forward. Throws InvalidArgument naming the batch where LibTorch refuses it.
   Tensor outputs_of(ReplicaContext& replica, const Example& part) const;
@@ -95,7 +97,8 @@ class ModelImpl {
   void fetch() const;
 
   // What act() returns; with parameter servers, on the chief, and then in all processes. There the others call
-  // follow(number of the call), which waits for the outcome. Within fit, where the chief is alone, act().
+  // follow(number of the call), which waits for the outcome. Within fit, where the chief is alone, act(). A chief that
+  // was started again does not act where the one before it had an outcome.
   template <class Result>
   Result on_chief(const std::function<Result()>& act, const std::function<std::string(std::int64_t)>& follow);
 
@@ -103,12 +106,17 @@ class ModelImpl {
   Archive read_for_all(const std::string& path) const;
   void load_weights(Archive archive);
   Archive save_state();
-  void load_state(const Archive& archive);
+  void load_state(const Archive& archive, const std::function<void()>& load_others = {});
+
+  // The same, where parameter servers have the state, on the chief.
+  void save_with_servers(const std::string& path);
+  void load_with_servers(const std::string& path);
 
   // The same without the callbacks' state. load_training changes nothing until the function that it returns is called,
   // which cannot fail.
   Archive save_training();
   std::function<void()> load_training(const Archive& archive);
+  void count_uncounted();
 
   // Constant after construction.
   const Strategy strategy = Strategy::current();
@@ -145,14 +153,15 @@ Result ModelImpl::on_chief(const std::function<Result()>& act, const std::functi
   if (servers() == nullptr || fitting) return act();
   const auto number = servers()->next_call();
   if (!servers()->is_chief()) return train::parse<Result>(follow(number));
+  if (const auto told = servers()->outcome_before_restart(number)) return train::parse<Result>(*told);
   call = number;
   try {
     const auto result = act();
     fetch();
-    servers()->coordinator().end(number, parameter_server::outcome_of(train::print(result)));
+    servers()->end(number, parameter_server::outcome_of(train::print(result)));
     return result;
   } catch (const std::exception& error) {
-    servers()->coordinator().end(number, parameter_server::outcome_of_failure(error.what()));
+    servers()->end(number, parameter_server::outcome_of_failure(error.what()));
     throw;
   }
 }

@@ -7,12 +7,18 @@
 #include <memory>
 #include <set>
 #include <typeinfo>
+#include <utility>
 
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/atomic_file.h"
+#include "checkpoint/files.h"
 #include "checkpoint/safetensors.h"
+#include "checkpoint/sharded_archive.h"
+#include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
+#include "parameter_server/server_checkpoint.h"
+#include "train/local_state.h"
 #include "train/model_impl.h"
 
 namespace lockstep {
@@ -120,8 +126,9 @@ void Model::save_weights(const std::string& path) const {
 
 // With parameter servers the chief reads the file, and the servers get its values.
 void Model::load_weights(const std::string& path) {
-  if (impl_->servers() != nullptr && !strategy().is_chief()) return;
-  impl_->load_weights(impl_->read_for_all(path));
+  if (impl_->servers() == nullptr || impl_->fitting) return impl_->load_weights(impl_->read_for_all(path));
+  if (!strategy().is_chief()) return;
+  impl_->servers()->once([&] { impl_->load_weights(impl_->read_for_all(path)); });
 }
 
 void ModelImpl::load_weights(Archive archive) {
@@ -135,16 +142,13 @@ void ModelImpl::load_weights(Archive archive) {
   if (servers() != nullptr && servers()->is_chief()) servers()->coordinator().forget_buffers();
 }
 
-void ModelImpl::require_own_state(const char* caller) const {
-  if (servers() == nullptr) return;
-  throw InvalidArgument(text(caller, ": with parameter servers, which have the optimizer's state, a checkpoint can ",
-                             "have weights alone (save_weights, ModelCheckpoint with save_weights_only)"));
-}
-
 void Model::save_checkpoint(const std::string& path) const {
   impl_->require_built("save_checkpoint");
   impl_->require_compiled("save_checkpoint");
-  impl_->require_own_state("save_checkpoint");
+  if (impl_->servers() != nullptr) {
+    if (strategy().is_chief()) impl_->save_with_servers(path);
+    return;
+  }
   const auto archive = impl_->save_state();
   impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
 }
@@ -152,8 +156,39 @@ void Model::save_checkpoint(const std::string& path) const {
 void Model::load_checkpoint(const std::string& path) {
   impl_->require_built("load_checkpoint");
   impl_->require_compiled("load_checkpoint");
-  impl_->require_own_state("load_checkpoint");
-  impl_->load_state(impl_->read_for_all(path));
+  if (impl_->servers() == nullptr) return impl_->load_state(impl_->read_for_all(path));
+  if (impl_->fitting) return impl_->load_with_servers(path);
+  if (strategy().is_chief()) impl_->servers()->once([&] { impl_->load_with_servers(path); });
+}
+
+// The servers write the values that they have.
+void ModelImpl::save_with_servers(const std::string& path) {
+  const auto own_state = [&] {
+    train::load_reported_buffers(*parameters, servers()->coordinator().buffers());
+    auto archive = save_state();
+    for (const auto& slot : parameters->slots()) {
+      if (slot.trainable) archive.tensors.erase(slot.name);
+    }
+    return archive;
+  };
+  const auto& client = *gradients->servers();
+  parameter_server::write_checkpoint(servers()->coordinator(), client, path, own_state, unwrap(strategy).deadline());
+  servers()->tell_checkpoint(client, checkpoint::absolute_path(checkpoint_file(path)).string());
+}
+
+void ModelImpl::load_with_servers(const std::string& path) {
+  const auto file = checkpoint::absolute_path(checkpoint_file(path)).string();
+  auto archive = read_archive(file);
+  for (std::size_t i = 0; i < parameters->slots().size(); ++i) {  // what servers read, stays as it is here
+    const auto& slot = parameters->slots()[i];
+    if (slot.trainable) archive.tensors.try_emplace(slot.name, data::to_stored(parameters->parameter(0, i)));
+  }
+  const auto& client = *gradients->servers();
+  load_state(archive, [&] { client.restore(file, unwrap(strategy).deadline()); });
+  servers()->coordinator().resume(client.model(), servers()->mode(), parameter_server::steps_of(archive).end);
+  servers()->coordinator().forget_buffers();
+  servers()->tell_checkpoint(client, file);
+  fetch();
 }
 
 // Other workers may not see the chief's disk.
@@ -167,6 +202,9 @@ Archive ModelImpl::read_for_all(const std::string& path) const {
     }
     const auto read = checkpoint::read_file(file);
     bytes.assign(reinterpret_cast<const char*>(read.data()), read.size());
+    if (checkpoint::file_exists(checkpoint::rows_folder(file))) {
+      bytes = checkpoint::print_archive(checkpoint::ShardedArchive(file).whole());
+    }
   });
   bytes = workers().broadcast(bytes);
   return checkpoint::parse_archive(file, std::as_bytes(std::span(bytes)));
@@ -214,7 +252,8 @@ std::function<void()> ModelImpl::load_training(const Archive& archive) {
                                   .examples = number("fit/position/examples"),
                                   .batch_size = number("fit/position/batch_size"),
                                   .readers = static_cast<int>(number("fit/position/readers")),
-                                  .history = load_history(archive)};
+                                  .history = load_history(archive),
+                                  .uncounted = parameter_server::steps_of(archive).uncounted};
   const auto loaded_seed = static_cast<std::uint64_t>(number("seed"));
   const auto loaded_steps = number("steps");
   if (archive.entries.contains("replicas") && number("replicas") != strategy.num_replicas_in_sync()) {
@@ -233,16 +272,30 @@ std::function<void()> ModelImpl::load_training(const Archive& archive) {
     steps = loaded_steps;
     progress = loaded;
     data_epochs = progress.position.epoch;
+    if (servers() == nullptr) count_uncounted();
   };
 }
 
-void ModelImpl::load_state(const Archive& archive) {
+// Of a checkpoint that was made with parameter servers, and is loaded without: all its steps count now.
+void ModelImpl::count_uncounted() {
+  for (const auto& results : std::exchange(progress.uncounted, {})) {
+    tracker->add_sums(results);
+    gradients->updater().count_step();
+    ++steps;
+    ++progress.batch;
+    ++progress.position.index;
+    progress.examples += progress.batch_size;
+  }
+}
+
+void ModelImpl::load_state(const Archive& archive, const std::function<void()>& load_others) {
   std::vector<std::function<void()>> changes{load_training(archive)};
   const auto prefixes = callback_prefixes(callbacks);
   for (std::size_t i = 0; i < callbacks.size(); ++i) {
     const bool mine = workers().rank() == 0 || !callbacks[i]->only_on_chief();
     if (mine && has_any(archive, prefixes[i])) changes.push_back(callbacks[i]->load(archive, prefixes[i]));
   }
+  if (load_others) load_others();
   for (const auto& change : changes) change();
 }
 

@@ -12,6 +12,7 @@
 #include "checkpoint/files.h"
 #include "checkpoint/folder_lock.h"
 #include "checkpoint/remove_at_success.h"
+#include "checkpoint/sharded_archive.h"
 #include "lockstep/base/error.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/model.h"
@@ -170,10 +171,13 @@ void BackupAndRestore::on_train_begin() {
   impl.workers().run_on_rank_0([&] {
     const bool done_here = checkpoint::keep_at_success(file_);
     lock_ = std::make_shared<FolderLock>(folder_, "backup.lock", Deadline::after(kForOneThatEnds));
-    if (done_here) checkpoint::remove_file(file_);  // left by an earlier fit of this program
+    if (done_here) checkpoint::remove_checkpoint(file_);  // left by an earlier fit of this program
     there = checkpoint::file_exists(file_);
   });
-  if (impl.workers().broadcast(there ? "there" : "") != "there") return;
+  if (impl.workers().broadcast(there ? "there" : "") != "there") {
+    if (impl.servers() != nullptr) model().save_checkpoint(file_);  // for servers that are started again
+    return;
+  }
   model().load_checkpoint(file_);
   const bool at_end = impl.stopping || impl.progress.epoch >= plan().epochs;
   if (!at_end || !model().strategy().is_chief()) return;

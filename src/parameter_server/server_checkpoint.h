@@ -1,0 +1,23 @@
+// Checkpoints of a model on servers, as the chief makes and restores them: the servers write their shards without
+// stopping the workers, and the chief's file, which lists theirs, is written last.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "lockstep/checkpoint/checkpoint.h"
+#include "parameter_server/client.h"
+#include "parameter_server/coordinator.h"
+
+namespace lockstep::parameter_server {
+
+// Writes the checkpoint of the moment between two steps that comes next: workers go on meanwhile. `own_state()`: what
+// the chief has beside the shards. Replaces the checkpoint at `path` whole or not at all. Throws as wait_for_step, what
+// calls to servers throw, and IoError.
+void write_checkpoint(Coordinator& coordinator, const Client& client, const std::string& path,
+                      const std::function<Archive()>& own_state, Deadline deadline);
+
+// Where the steps of a checkpoint end; also of one that was made without servers.
+Coordinator::Finished steps_of(const Archive& main);
+
+}  // namespace lockstep::parameter_server
