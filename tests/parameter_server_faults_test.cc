@@ -119,7 +119,9 @@ TEST(ParameterServerFaults, AKilledChiefGoesOnFromTheLastCheckpoint) {
 
 TEST(ParameterServerFaults, AServerWithoutACheckpointEndsTheJob) {
   auto job = run({"--workers", "1", "--ps", "1", "--restarts", "1"}, {std::to_string(kEpochs), "5"});
-  kill(process_of(job, 2, "ps 0"), SIGKILL);
+  const int server = process_of(job, 2, "ps 0");
+  job.wait_for_line("[0] trains", 30);
+  kill(server, SIGKILL);
   const auto& output = job.wait_for_end(60);
   EXPECT_NE(output.find("there is no checkpoint from which to restore its shards"), std::string::npos) << output;
   EXPECT_FALSE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0);

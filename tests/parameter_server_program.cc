@@ -42,7 +42,9 @@ int main(int argc, char** argv) {
     const auto scope = strategy.scope();
     lockstep::Sequential model({lockstep::Dense(1, {.kernel_initializer = "zeros"})});
     model.compile({.optimizer = lockstep::SGD({.learning_rate = 1}), .loss = lockstep::Loss("minus", loss)});
-    std::vector<lockstep::AnyCallback> callbacks;
+    std::vector<lockstep::AnyCallback> callbacks{lockstep::LambdaCallback({.on_train_batch_end = [&](std::int64_t batch, const lockstep::Logs&) {
+      if (batch == 0) std::cout << "trains" << std::endl;
+    }})};
     if (const char* const folder = std::getenv("BACKUP")) {
       callbacks.emplace_back(lockstep::BackupAndRestore(folder, {.save_freq = 20}));
     }

@@ -24,10 +24,10 @@ struct ChildCommand {
   std::map<std::string, std::string> environment;  // added to this process's
   std::string log_file;                            // empty: none
 
-  // Not empty: when this process fails it is started again, as often as the processes of this role may be in all, with
-  // LOCKSTEP_RESTART one higher.
+  // Not empty: when a signal ends this process it is started again, as often as the processes of this role may be in
+  // all, with LOCKSTEP_RESTART one higher.
   std::string role = {};
-  bool dispensable = false;  // when it may not be started again, the job goes on without it
+  bool dispensable = false;  // the same when it fails; when it may not be started again, the job goes on without it
 
   // When it ends with status 0 the job is over: the others end soon, or are ended.
   bool ends_job = false;

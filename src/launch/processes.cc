@@ -178,7 +178,7 @@ void JobProcesses::notice_ends() {
 bool JobProcesses::replace(std::size_t index) {
   auto& command = members_[index];
   const auto& role = command.role;
-  if (role.empty() || (restarts_ == 0 && !command.dispensable)) return false;
+  if (role.empty() || (!command.dispensable && (restarts_ == 0 || children_[index]->signal() == 0))) return false;
   for (int i = 0; i < kMostLastWords && read(*children_[index]); ++i) {
   }
   const auto what = kNotice + end_of(*children_[index]);

@@ -19,7 +19,8 @@ namespace {
 constexpr std::chrono::seconds kToEnd(5);
 
 // In the store, what is known of a model: nothing, one of these, or the path of its last checkpoint.
-constexpr const char* kHasValues = "has values";
+constexpr const char* kWritten = "has first values";
+constexpr const char* kTrained = "is trained";
 constexpr const char* kDropped = "dropped";
 std::string key_of_model(std::int64_t number) { return text("model ", number); }
 std::string key_of_outcome(std::int64_t call) { return text("outcome ", call); }
@@ -125,7 +126,8 @@ ServerCluster::~ServerCluster() {
       coordinator_->end(ChiefConnection::kProgram, "");
       coordinator_->wait_for_leaving("", Deadline::after(kToEnd));
     }
-    while (roles_.mine == Role::ps && !deadline.passed()) {
+    const bool failed = std::uncaught_exceptions() > exceptions_;
+    while (roles_.mine == Role::ps && !failed && !deadline.passed()) {
       if (chief_->outcome(ChiefConnection::kProgram, Deadline::after(kToEnd))) break;
     }
   } catch (const Error&) {  // the chief is gone
@@ -224,7 +226,7 @@ std::shared_ptr<void> ServerCluster::serve_model(std::int64_t number, const std:
                                                  const std::function<std::shared_ptr<ShardStore>()>& make) {
   const auto known = find_in_store(key_of_model(number));
   if (known == kDropped) return nullptr;  // the program has gone past it
-  if (known == kHasValues) {
+  if (known == kTrained || known == kWritten) {
     throw ClusterError(text("ps ", roles_.index, " was started again, and there is no checkpoint from which to restore ",
                             "its shards of model number ", number,
                             ": give fit the callback BackupAndRestore, or ModelCheckpoint without save_weights_only"));
@@ -249,16 +251,29 @@ std::shared_ptr<void> ServerCluster::keep_for_restarts(std::int64_t number) cons
           }};
 }
 
-void ServerCluster::tell_values(const Client& model) {
-  store_.compare_set(key_of_model(model.model()), "", kHasValues, reconnect_deadline());
+void ServerCluster::tell_training(const Client& model) {
+  store_.compare_set(key_of_model(model.model()), kWritten, kTrained, reconnect_deadline());
+}
+
+bool ServerCluster::claims_first_values(const Client& model) {
+  return store_.compare_set(key_of_model(model.model()), "", kWritten, reconnect_deadline()) == kWritten;
 }
 
 void ServerCluster::tell_checkpoint(const Client& model, const std::string& path) {
   store_.set(key_of_model(model.model()), path, reconnect_deadline());
 }
 
-bool ServerCluster::has_values(const Client& model) const {
-  return restarted_ && !find_in_store(key_of_model(model.model())).empty();
+void ServerCluster::require_known(const Client& model) const {
+  if (!was_trained(model)) return;
+  throw ClusterError(
+      "the chief was started again in a training, and there is no checkpoint from which that goes on: give fit the "
+      "callback BackupAndRestore");
+}
+
+bool ServerCluster::was_trained(const Client& model) const {
+  if (!restarted_ || coordinator_->knows(model.model())) return false;
+  const auto known = find_in_store(key_of_model(model.model()));
+  return !known.empty() && known != kWritten;
 }
 
 void ServerCluster::end(std::int64_t call, const std::string& outcome) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -49,14 +50,21 @@ class ServerCluster {
   // models in the same order. The chief's returns when all servers have the model.
   std::shared_ptr<Client> make_model(const std::vector<VariableSpec>& variables, const Optimizer& optimizer);
 
-  // The chief's, once the model has its first values, and when a checkpoint of it has been written. A server that is
-  // started again restores its shards from the last one.
-  void tell_values(const Client& model);
+  // The chief's, before the first fit of a model: true where it has to write the values, since a server that was started
+  // again before does not have them. From then on such a server restores its shards from the last checkpoint.
+  bool claims_first_values(const Client& model);
+
+  // When workers begin to train it, and when a checkpoint of it has been written.
+  void tell_training(const Client& model);
   void tell_checkpoint(const Client& model, const std::string& path);
 
-  // Whether this is a chief that was started again; and whether the servers had values of the model before it.
+  // Whether this is a chief that was started again; and whether the one before it had trained the model, whose steps
+  // this one does not know before it has loaded a checkpoint.
   bool restarted() const { return restarted_; }
-  bool has_values(const Client& model) const;
+  bool was_trained(const Client& model) const;
+
+  // Throws ClusterError where it was.
+  void require_known(const Client& model) const;
 
   // The number of the next call (fit, evaluate) that all processes make.
   std::int64_t next_call() { return calls_++; }
@@ -101,6 +109,7 @@ class ServerCluster {
   Place place_;
   std::int64_t models_made_ = 0, calls_ = 0, acts_ = 0;
   bool restarted_ = false;  // a chief that is not the first of the job
+  const int exceptions_ = std::uncaught_exceptions();
 };
 
 // How the outcome of a call is told: what it returned, or why it failed.

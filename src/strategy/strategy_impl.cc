@@ -81,9 +81,7 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
   parameters->update_trainable();
   options.servers = servers()->make_model(gradient::variables_of(*parameters), optimizer);
   auto path = std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
-  if (!servers()->is_chief()) return path;
-  if (!servers()->has_values(*path->servers())) path->sync().store(deadline());
-  servers()->tell_values(*path->servers());
+  if (servers()->is_chief() && !servers()->was_trained(*path->servers())) path->sync().store(deadline());
   return path;
 }
 

@@ -25,6 +25,10 @@ class AssignedSteps final : public StepSource {
           "fit: with parameter servers the chief gives workers batches by their places in the data set, so its "
           "auto_shard_policy must be AutoShardPolicy::automatic or data");
     }
+    const auto& client = *impl.gradients->servers();
+    if (!impl.servers()->claims_first_values(client)) return;
+    impl.gradients->sync().store(unwrap(impl.strategy).deadline());
+    if (!coordinator_.knows(client.model())) coordinator_.resume(client.model(), impl.servers()->mode(), 0);
   }
 
   std::int64_t steps_of_an_epoch() override {
@@ -67,11 +71,8 @@ class AssignedSteps final : public StepSource {
  private:
   void begin() {
     const auto& client = *impl_.gradients->servers();
-    if (impl_.servers()->has_values(client) && !coordinator_.knows(client.model())) {
-      throw ClusterError(
-          "fit: the chief was started again, and there is no checkpoint from which this fit goes on: give it the "
-          "callback BackupAndRestore");
-    }
+    impl_.servers()->require_known(client);
+    impl_.servers()->tell_training(client);
     batch_size_ = strategy::first_element(data_, impl_.replicas(), impl_.progress.position.epoch).size();
     find_position();
     coordinator_.begin(impl_.call, client.model(), impl_.servers()->mode(),

@@ -172,6 +172,7 @@ void ModelImpl::save_with_servers(const std::string& path) {
     return archive;
   };
   const auto& client = *gradients->servers();
+  servers()->require_known(client);
   parameter_server::write_checkpoint(servers()->coordinator(), client, path, own_state, unwrap(strategy).deadline());
   servers()->tell_checkpoint(client, checkpoint::absolute_path(checkpoint_file(path)).string());
 }
