@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 
@@ -139,6 +140,12 @@ void Coordinator::resume(std::int64_t model, const UpdateMode& mode, std::int64_
   auto& training = trainings_.try_emplace(model, mode).first->second;
   training.schedule = StepSchedule(mode, step);
   training.opened.clear();
+  training.saved = step;
+}
+
+void Coordinator::tell_saved(std::int64_t model, std::int64_t end) {
+  MutexLock lock(mutex_);
+  if (const auto training = trainings_.find(model); training != trainings_.end()) training->second.saved = end;
 }
 
 bool Coordinator::knows(std::int64_t model) {
@@ -261,6 +268,11 @@ std::optional<std::string> Coordinator::outcome(std::int64_t call, Deadline dead
 void Coordinator::join(const Process& process) {
   MutexLock lock(mutex_);
   present_.insert(process.name);
+  if (!process.name.starts_with("ps") || servers_.insert(process.name).second) return;
+  for (const auto& [model, training] : trainings_) {
+    log_warning(text(process.name, " is back: its shards of model number ", model, " may lack the updates of ",
+                     training.schedule.finished().count() - training.saved, " steps since the last checkpoint"));
+  }
 }
 
 void Coordinator::leave(const Process& process) {

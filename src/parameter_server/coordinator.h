@@ -67,6 +67,9 @@ class Coordinator final : public ChiefService {
   // wait_for_step.
   Finished wait_for_begun(std::int64_t model, std::int64_t end, Deadline deadline);
 
+  // A checkpoint of the model has the steps below `end`: a server that is started again has these.
+  void tell_saved(std::int64_t model, std::int64_t end);
+
   // The model's next step is number `step`. Not while a fit runs that has begun.
   void resume(std::int64_t model, const UpdateMode& mode, std::int64_t step);
 
@@ -101,6 +104,7 @@ class Coordinator final : public ChiefService {
     };
     StepSchedule schedule;
     std::map<std::int64_t, Batch> opened;  // [the first step of each `open`]
+    std::int64_t saved = 0;                // steps that the last checkpoint has
   };
   void take(int worker, const Report& report) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   void require_worker(int worker) const;
@@ -134,6 +138,7 @@ class Coordinator final : public ChiefService {
   std::string plan_ LOCKSTEP_GUARDED_BY(mutex_), state_ LOCKSTEP_GUARDED_BY(mutex_);
   std::map<int, std::map<int, std::string>> buffers_ LOCKSTEP_GUARDED_BY(mutex_);
   std::multiset<std::string> present_ LOCKSTEP_GUARDED_BY(mutex_);            // names of processes
+  std::set<std::string> servers_ LOCKSTEP_GUARDED_BY(mutex_);                 // that were ever present
   std::map<std::int64_t, std::string> outcomes_ LOCKSTEP_GUARDED_BY(mutex_);  // [call]
 };
 

@@ -44,6 +44,7 @@ void write_checkpoint(Coordinator& coordinator, const Client& client, const std:
     if (client.save(steps.end, checkpoint::rows_folder(file) / name, archive, deadline)) {
       write_archive(file, archive);
       checkpoint::remove_rows_but(file, name);
+      coordinator.tell_saved(client.model(), steps.end);
       return;
     }
     if (deadline.passed()) throw DeadlineExceeded("writing the checkpoint " + file, deadline.waited());
