@@ -18,6 +18,7 @@
 #include "lockstep/ops/tensor.h"
 #include "lockstep/optimizer/optimizer.h"
 #include "lockstep/optimizer/schedule.h"
+#include "lockstep/strategy/cluster_coordinator.h"
 #include "lockstep/strategy/distributed_dataset.h"
 #include "lockstep/strategy/multi_worker_mirrored_strategy.h"
 #include "lockstep/strategy/parameter_server_strategy.h"

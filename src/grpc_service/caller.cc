@@ -94,12 +94,16 @@ Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, std::sp
 
 std::optional<std::string> Caller::call_for_text(Request request, Deadline deadline) {
   std::string words;
+  const auto reply = call(std::move(request), deadline, {}, words);
+  return reply.has_text_bytes() ? std::optional(std::move(words)) : std::nullopt;
+}
+
+Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, std::string& words) {
   const PartsFor sized = [&](const Reply& reply) -> std::vector<std::span<std::byte>> {
     words.resize(reply.text_bytes());
     return {std::as_writable_bytes(std::span(words))};
   };
-  const auto reply = call(std::move(request), deadline, {}, sized);
-  return reply.has_text_bytes() ? std::optional(std::move(words)) : std::nullopt;
+  return call(std::move(request), deadline, bulk, sized);
 }
 
 Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, const PartsFor& parts) {

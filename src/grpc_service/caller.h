@@ -37,6 +37,9 @@ class Caller {
   // The same for a reply of a text; nothing where the reply has none.
   std::optional<std::string> call_for_text(Request request, Deadline deadline);
 
+  // A reply with a text, which may be empty.
+  Reply call(Request request, Deadline deadline, const Bulk& bulk, std::string& words);
+
   // Opens a stream that the caller keeps, and returns it after the reply; null where the process cannot be reached.
   std::unique_ptr<ClientStream> open(Request request, grpc::ClientContext& context, Reply& reply, Deadline deadline);
 

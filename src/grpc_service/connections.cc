@@ -244,14 +244,23 @@ class GrpcChiefConnection final : public parameter_server::ChiefConnection {
         buffer.set_values(values);
       }
     }
-    const auto reply = caller_.call(std::move(request), deadline);
+    Bulk bulk;
+    if (report && !report->output.empty()) {
+      const auto output = std::make_shared<const std::string>(report->output);
+      head.mutable_report()->set_output_bytes(output->size());
+      bulk = {.parts = {std::as_bytes(std::span(*output))}, .owner = output};
+    }
+    std::string arguments;
+    const auto reply = caller_.call(std::move(request), deadline, bulk, arguments);
     const auto& given = reply.assignment();
     if (!reply.has_assignment() || given.kind() < 0 || given.kind() > 2)
       throw Error("the chief: an answer without a task");
     Assignment assignment{.kind = static_cast<Assignment::Kind>(given.kind()),
                           .task = {given.task().step(), given.task().part()},
                           .epoch = given.epoch(),
-                          .index = given.index()};
+                          .index = given.index(),
+                          .function = given.function(),
+                          .arguments = std::move(arguments)};
     if (given.has_learning_rate()) assignment.learning_rate = given.learning_rate();
     return assignment;
   }

@@ -25,6 +25,7 @@ using Stream = grpc::ServerReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
 
 constexpr double kLongestWait = 600;  // seconds that a caller may ask for
 constexpr int kMostThreads = 512;     // of calls at once
+constexpr std::size_t kLongestOutput = std::size_t{256} << 20;  // bytes that a scheduled step may return
 constexpr std::chrono::seconds kToEndCalls(1);
 
 // Memory of several parts, one after the other.
@@ -186,6 +187,12 @@ class Answer {
                                         .error = said.error(),
                                         .leaves = said.leaves()};
       for (const auto& buffer : said.buffers()) report->buffers[buffer.number()] = buffer.values();
+      if (said.output_bytes() > kLongestOutput) {
+        throw InvalidArgument(text("a step returned ", said.output_bytes(), " bytes; the most is ", kLongestOutput));
+      }
+      report->output.resize(said.output_bytes());
+      const auto output = std::as_writable_bytes(std::span(report->output));
+      read_bulk({&output, 1}, [this](grpc::ByteBuffer& frame) { return read(frame); });
     }
     const auto given = chief().next(next.call(), next.worker(), report, poll());
     Reply answer;
@@ -196,7 +203,8 @@ class Answer {
     assignment.set_epoch(given.epoch);
     assignment.set_index(given.index);
     if (given.learning_rate) assignment.set_learning_rate(*given.learning_rate);
-    reply(answer);
+    assignment.set_function(given.function);
+    reply_text(std::move(answer), given.arguments);
   }
 
   void outcome(const Outcome& outcome) const { reply_text(chief().outcome(outcome.call(), poll())); }
@@ -207,10 +215,14 @@ class Answer {
 
   void reply_text(const std::optional<std::string>& words) const {
     if (!words) return reply();
-    Reply answer;
-    answer.set_text_bytes(words->size());
+    reply_text({}, *words);
+  }
+
+  void reply_text(Reply answer, const std::string& words) const {
+    answer.set_text_bytes(words.size());
     reply(answer);
-    const auto kept = std::make_shared<const std::string>(*words);
+    if (words.empty()) return;
+    const auto kept = std::make_shared<const std::string>(words);
     write_bulk({.parts = {std::as_bytes(std::span(*kept))}, .owner = kept},
                [this](const grpc::ByteBuffer& frame) { return stream_.Write(frame); });
   }

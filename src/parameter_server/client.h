@@ -50,6 +50,7 @@ class Client {
 
   // The task whose gradients are pushed next, and the learning rate in place of the optimizer's own.
   void begin(Task task, std::optional<double> learning_rate = {});
+  void end() { task_.reset(); }
 
   // Gradients of whole variables, by their numbers; null where a variable took no part. `push` has its weight and
   // memory. Once for each `begin`; throws InvalidArgument without.

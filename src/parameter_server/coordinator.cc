@@ -158,8 +158,19 @@ std::int64_t Coordinator::uncounted() {
   return static_cast<std::int64_t>(finished_.size());
 }
 
+void Coordinator::begin_steps(std::int64_t call) {
+  MutexLock lock(mutex_);
+  steps_.open();
+  steps_call_ = call;
+  changed_.notify_all();
+}
+
 void Coordinator::end(std::int64_t call, std::string outcome) {
   MutexLock lock(mutex_);
+  if (steps_call_ == call) {
+    steps_call_.reset();
+    steps_.close();
+  }
   outcomes_[call] = std::move(outcome);
   if (call == call_) {
     over_ = true;
@@ -201,10 +212,12 @@ std::optional<std::string> Coordinator::start(std::int64_t call, int worker, con
 
 Assignment Coordinator::next(std::int64_t call, int worker, const std::optional<Report>& report, Deadline deadline) {
   require_worker(worker);
+  if (has_steps(call)) return steps_.next(worker, report, deadline);
   MutexLock lock(mutex_);
   bool taken = !report;
   while (true) {
     if (outcomes_.contains(call)) return {.kind = Assignment::Kind::over};
+    if (steps_call_ == call) return {.kind = Assignment::Kind::wait};
     if (call == call_ && !over_) {
       if (!std::exchange(taken, true)) take(worker, *report);
       if (report && (report->leaves || report->kind == Report::Kind::failed)) return {.kind = Assignment::Kind::over};
@@ -212,6 +225,11 @@ Assignment Coordinator::next(std::int64_t call, int worker, const std::optional<
     }
     if (!wait(deadline)) return {.kind = Assignment::Kind::wait};
   }
+}
+
+bool Coordinator::has_steps(std::int64_t call) {
+  MutexLock lock(mutex_);
+  return steps_call_ == call;
 }
 
 std::optional<Assignment> Coordinator::assign(int worker) {
@@ -268,7 +286,9 @@ std::optional<std::string> Coordinator::outcome(std::int64_t call, Deadline dead
 void Coordinator::join(const Process& process) {
   MutexLock lock(mutex_);
   present_.insert(process.name);
-  if (!process.name.starts_with("ps") || servers_.insert(process.name).second) return;
+  const bool is_new = joined_.insert(process.name).second;
+  changed_.notify_all();
+  if (is_new || !process.name.starts_with("ps")) return;
   for (const auto& [model, training] : trainings_) {
     log_warning(text(process.name, " is back: its shards of model number ", model, " may lack the updates of ",
                      training.schedule.finished().count() - training.saved, " steps since the last checkpoint"));
@@ -280,7 +300,16 @@ void Coordinator::leave(const Process& process) {
   if (const auto found = present_.find(process.name); found != present_.end()) present_.erase(found);
   if (!has_workers()) reconnected_by_ = until_reconnected();
   for (auto& [model, training] : trainings_) training.schedule.lose(process.worker);
+  if (process.worker >= 0) steps_.lose(process.worker);
   changed_.notify_all();
+}
+
+bool Coordinator::wait_for_joining(int processes, Deadline deadline) {
+  MutexLock lock(mutex_);
+  while (static_cast<int>(joined_.size()) < processes) {
+    if (!wait(deadline)) return false;
+  }
+  return true;
 }
 
 bool Coordinator::wait_for_leaving(const std::string& but, Deadline deadline) {

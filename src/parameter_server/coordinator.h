@@ -11,6 +11,7 @@
 
 #include "base/mutex.h"
 #include "parameter_server/service.h"
+#include "parameter_server/step_queue.h"
 #include "parameter_server/step_schedule.h"
 
 namespace lockstep::parameter_server {
@@ -19,7 +20,8 @@ namespace lockstep::parameter_server {
 class Coordinator final : public ChiefService {
  public:
   // `reconnect_seconds`: how long a step may wait while no worker is connected.
-  Coordinator(int workers, double reconnect_seconds) : workers_(workers), reconnect_seconds_(reconnect_seconds) {}
+  Coordinator(int workers, double reconnect_seconds)
+      : workers_(workers), reconnect_seconds_(reconnect_seconds), steps_(workers, reconnect_seconds) {}
 
   // --- the chief's thread
 
@@ -79,8 +81,15 @@ class Coordinator final : public ChiefService {
   // Steps that have finished and that nobody has waited for.
   std::int64_t uncounted();
 
+  // Begins call number `call`, in which workers compute what is scheduled in `steps`.
+  void begin_steps(std::int64_t call);
+  StepQueue& steps() { return steps_; }
+
   // Ends the call: workers that ask for work are told, and `outcome` is what others get as its result.
   void end(std::int64_t call, std::string outcome);
+
+  // Waits until so many processes have joined; false at the deadline.
+  bool wait_for_joining(int processes, Deadline deadline);
 
   // Waits until all processes whose names do not begin with `but` have left; false at the deadline.
   bool wait_for_leaving(const std::string& but, Deadline deadline);
@@ -110,6 +119,7 @@ class Coordinator final : public ChiefService {
   void require_worker(int worker) const;
   void collect(int worker, const Report& report) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   std::optional<Assignment> assign(int worker) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  bool has_steps(std::int64_t call);
   bool has_workers() const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   Deadline until_reconnected() const;
   void wait_for_workers(Deadline deadline, const char* for_what)
@@ -118,10 +128,12 @@ class Coordinator final : public ChiefService {
 
   const int workers_;
   const double reconnect_seconds_;
+  StepQueue steps_;
   Mutex mutex_;
   CondVar changed_;
   std::int64_t call_ LOCKSTEP_GUARDED_BY(mutex_) = -1;  // the fit that runs, or ran last
   bool over_ LOCKSTEP_GUARDED_BY(mutex_) = true;
+  std::optional<std::int64_t> steps_call_ LOCKSTEP_GUARDED_BY(mutex_);  // that `steps_` is open for
   bool closed_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   std::map<std::int64_t, Training> trainings_ LOCKSTEP_GUARDED_BY(mutex_);  // [model]
   Training* training_ LOCKSTEP_GUARDED_BY(mutex_) = nullptr;                // of the fit; null before the first
@@ -138,7 +150,7 @@ class Coordinator final : public ChiefService {
   std::string plan_ LOCKSTEP_GUARDED_BY(mutex_), state_ LOCKSTEP_GUARDED_BY(mutex_);
   std::map<int, std::map<int, std::string>> buffers_ LOCKSTEP_GUARDED_BY(mutex_);
   std::multiset<std::string> present_ LOCKSTEP_GUARDED_BY(mutex_);            // names of processes
-  std::set<std::string> servers_ LOCKSTEP_GUARDED_BY(mutex_);                 // that were ever present
+  std::set<std::string> joined_ LOCKSTEP_GUARDED_BY(mutex_);                  // that were ever present
   std::map<std::int64_t, std::string> outcomes_ LOCKSTEP_GUARDED_BY(mutex_);  // [call]
 };
 

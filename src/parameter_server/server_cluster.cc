@@ -35,6 +35,9 @@ std::string prefix(const Cluster& cluster) {
   return text("parameter servers ", made[text(cluster.store, " ", cluster.world.rank)]++, "/");
 }
 
+// All processes but the chief.
+int others_of(const Roles& roles) { return roles.workers + roles.servers + (roles.evaluator ? 1 : 0); }
+
 std::string key_of(Role role, int index) { return text(name_of(role), " ", index); }
 
 cluster::Rendezvous find(const Cluster& cluster, double timeout_seconds) {
@@ -76,8 +79,10 @@ std::string description_of(const std::vector<VariableSpec>& variables, const std
 
 namespace {
 
+bool is_failure(const std::string& outcome) { return !outcome.starts_with("1"); }
+
 std::string result_of(const std::string& outcome) {
-  if (outcome.starts_with("1")) return outcome.substr(1);
+  if (!is_failure(outcome)) return outcome.substr(1);
   throw Error(text("the chief: ", outcome.substr(1)));
 }
 
@@ -97,7 +102,7 @@ ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions option
       access_(store_.access()) {
   const auto deadline = Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds));
   if (roles_.mine == Role::ps)
-    models_ = std::make_shared<ServedModels>(1 + roles_.workers + (roles_.evaluator ? 1 : 0));
+    models_ = std::make_shared<ServedModels>(1 + others_of(roles_) - roles_.servers);
   if (is_chief()) coordinator_ = std::make_shared<Coordinator>(roles_.workers, options_.reconnect_timeout_seconds);
   Entry entry{.host = cluster.world.host};
   if (models_ || coordinator_) {
@@ -120,13 +125,14 @@ ServerCluster::~ServerCluster() {
   try {
     const auto deadline = reconnect_deadline();
     if (is_chief()) {
+      coordinator_->wait_for_joining(others_of(roles_), Deadline::after(kToEnd));  // a program may end very soon
       if (!coordinator_->wait_for_leaving(name_of(Role::ps), deadline)) {
         log_warning("some workers have not ended yet; the servers end all the same");
       }
       coordinator_->end(ChiefConnection::kProgram, "");
       coordinator_->wait_for_leaving("", Deadline::after(kToEnd));
     }
-    const bool failed = std::uncaught_exceptions() > exceptions_;
+    const bool failed = !chief_failed_ && std::uncaught_exceptions() > exceptions_;
     while (roles_.mine == Role::ps && !failed && !deadline.passed()) {
       if (chief_->outcome(ChiefConnection::kProgram, Deadline::after(kToEnd))) break;
     }
@@ -299,7 +305,9 @@ void ServerCluster::once(const std::function<void()>& act) {
 std::string ServerCluster::outcome(std::int64_t call) {
   while (true) {
     const auto outcome = chief_->outcome(call, reconnect_deadline());
-    if (outcome) return result_of(*outcome);
+    if (!outcome) continue;
+    chief_failed_ = is_failure(*outcome);
+    return result_of(*outcome);
   }
 }
 

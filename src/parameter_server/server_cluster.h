@@ -108,7 +108,8 @@ class ServerCluster {
   std::shared_ptr<ChiefConnection> chief_;
   Place place_;
   std::int64_t models_made_ = 0, calls_ = 0, acts_ = 0;
-  bool restarted_ = false;  // a chief that is not the first of the job
+  bool restarted_ = false;     // a chief that is not the first of the job
+  bool chief_failed_ = false;  // in the last call
   const int exceptions_ = std::uncaught_exceptions();
 };
 

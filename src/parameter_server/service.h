@@ -57,6 +57,9 @@ struct Assignment {
   std::int64_t epoch = 0, index = 0;  // where the task's batch lies in the data
   std::optional<double> learning_rate = {};
 
+  // Of a step that a program has scheduled (ClusterCoordinator): its name, and an archive (checkpoint/safetensors.h).
+  std::string function = {}, arguments = {};
+
   bool operator==(const Assignment&) const = default;
 };
 
@@ -66,6 +69,7 @@ struct Report {
   Task task;
   std::vector<double> results = {};         // to be summed over the parts of a step
   std::map<int, std::string> buffers = {};  // the worker's own values of the model's buffers that changed, by number
+  std::string output = {};                  // of a scheduled step: an archive
   std::string error = {};                   // failed: why
   bool leaves = false;                      // the worker is ending, and takes no other task
 };

@@ -119,6 +119,7 @@ DistributedDataset Strategy::distribute_from_function(
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {
   auto gradients = impl_->make_gradient_path(optimizer, internal::Unwrap::pointer(module));
   gradients->prepare();
+  if (impl_->servers() != nullptr) impl_->remember_path_of_loop(gradients);
   return ReplicatedOptimizer(std::move(gradients));
 }
 

@@ -85,6 +85,13 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
   return path;
 }
 
+std::vector<std::shared_ptr<GradientPath>> StrategyImpl::paths_of_loops() {
+  std::vector<std::shared_ptr<GradientPath>> paths;
+  std::erase_if(paths_of_loops_, [](const auto& path) { return path.expired(); });
+  for (const auto& path : paths_of_loops_) paths.push_back(path.lock());
+  return paths;
+}
+
 internal::LocalReplicas StrategyImpl::local_replicas() const { return {torch_devices_, workers_, workers_}; }
 
 const Group& StrategyImpl::group(int replica) const {

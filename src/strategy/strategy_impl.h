@@ -67,6 +67,11 @@ class StrategyImpl {
 
   std::shared_ptr<GradientPath> make_gradient_path(const Optimizer& optimizer,
                                                    std::shared_ptr<ReplicatedParameters> parameters) const;
+
+  // With parameter servers: those that Strategy::optimizer has made and that are still used, in their order.
+  std::vector<std::shared_ptr<GradientPath>> paths_of_loops();
+  void remember_path_of_loop(const std::shared_ptr<GradientPath>& path) { paths_of_loops_.push_back(path); }
+
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(settings_.timeout_seconds)); }
 
   // Calls function(replica) on every replica's thread. When one throws, the Group is aborted so that the others leave
@@ -103,6 +108,7 @@ class StrategyImpl {
   mutable std::vector<std::optional<Group>> all_groups_;  // [replica], of all workers' replicas; that replica's own
   std::uint64_t seed_ = next_random_seed();
   std::uint64_t runs_ = 0;
+  std::vector<std::weak_ptr<GradientPath>> paths_of_loops_;
   strategy::ReplicaThreads threads_;
 };
 

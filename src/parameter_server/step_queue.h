@@ -1,0 +1,74 @@
+// Steps that a program schedules by name, and workers compute: what is behind a ClusterCoordinator, on the chief.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+
+#include "base/mutex.h"
+#include "parameter_server/service.h"
+#include "parameter_server/step_schedule.h"
+
+namespace lockstep::parameter_server {
+
+// What became of a step. Guarded by the mutex of its queue.
+struct StepResult {
+  enum class State { pending, done, failed, cancelled } state = State::pending;
+  std::string text;  // done: what the step returned; failed: why
+};
+
+// Any thread. Calls that wait throw DeadlineExceeded, and ClusterError where no worker has been there for
+// `reconnect_seconds`.
+class StepQueue {
+ public:
+  StepQueue(int workers, double reconnect_seconds) : workers_(workers), reconnect_seconds_(reconnect_seconds) {}
+
+  // --- the chief's program
+
+  // Between the two, workers get steps. `close` cancels the steps that have not finished.
+  void open();
+  void close();
+
+  // Waits while kMostPending steps a worker have not finished. Throws as `join` where a step has failed.
+  std::shared_ptr<StepResult> schedule(std::string name, std::string arguments, Deadline deadline);
+  static constexpr std::size_t kMostPending = 256;
+
+  // Waits until all have finished. Where one failed since the last time that this threw: the steps that no worker had
+  // begun are cancelled, and it throws Error with the first failure.
+  void join(Deadline deadline);
+  bool done();
+
+  // What the step returned: waits for it. Throws Error with the step's own, and Aborted where it was cancelled.
+  std::string fetch(const StepResult& result, Deadline deadline);
+
+  // --- for workers, as ChiefService's
+
+  Assignment next(int worker, const std::optional<Report>& report, Deadline deadline);
+  void lose(int worker);
+
+ private:
+  struct Pending {
+    std::string name, arguments;
+    std::shared_ptr<StepResult> result;
+  };
+  void take(int worker, const Report& report) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  void cancel_from(std::int64_t step) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  void throw_failure() LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  void wait(Deadline deadline, const char* for_what) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+
+  const int workers_;
+  const double reconnect_seconds_;
+  Mutex mutex_;
+  CondVar changed_;
+  bool open_ LOCKSTEP_GUARDED_BY(mutex_) = false;
+  StepSchedule schedule_ LOCKSTEP_GUARDED_BY(mutex_) = StepSchedule({});
+  std::map<std::int64_t, Pending> pending_ LOCKSTEP_GUARDED_BY(mutex_);  // [step]
+  std::optional<std::string> failure_ LOCKSTEP_GUARDED_BY(mutex_);       // the first that nobody was told of
+  std::set<int> present_ LOCKSTEP_GUARDED_BY(mutex_);                    // workers
+  Deadline reconnected_by_ LOCKSTEP_GUARDED_BY(mutex_) = Deadline::never();
+};
+
+}  // namespace lockstep::parameter_server

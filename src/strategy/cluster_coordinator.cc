@@ -1,0 +1,169 @@
+#include "lockstep/strategy/cluster_coordinator.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <map>
+#include <utility>
+
+#include "base/text.h"
+#include "checkpoint/safetensors.h"
+#include "data/stored_tensor.h"
+#include "lockstep/base/error.h"
+#include "parameter_server/server_cluster.h"
+#include "strategy/strategy_impl.h"
+#include "strategy/unwrap.h"
+
+namespace lockstep {
+namespace {
+
+using parameter_server::Assignment;
+using parameter_server::Report;
+using parameter_server::Role;
+
+// Tensors in their order, as the bytes of an archive.
+std::string print(const std::vector<Tensor>& tensors) {
+  Archive archive;
+  archive.entries["tensors"] = std::to_string(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].defined()) throw InvalidArgument(text("tensor ", i, " of a scheduled step is undefined"));
+    archive.tensors[std::to_string(i)] = data::to_stored(tensors[i].detach());
+  }
+  return checkpoint::print_archive(archive);
+}
+
+std::vector<Tensor> parse(const char* what, const std::string& printed) {
+  const auto archive = checkpoint::parse_archive(what, std::as_bytes(std::span(printed)));
+  std::vector<Tensor> tensors;
+  for (std::int64_t i = 0; i < archive.integer("tensors"); ++i) {
+    tensors.push_back(data::from_stored(archive.tensor(std::to_string(i))));
+  }
+  return tensors;
+}
+
+}  // namespace
+
+struct ClusterCoordinator::State {
+  const std::shared_ptr<StrategyImpl> strategy;
+  std::map<std::string, Step> steps = {};
+  bool running = false;
+
+  parameter_server::ServerCluster& servers() const { return *strategy->servers(); }
+
+  // The chief's.
+  void begin(std::int64_t call) const {
+    for (const auto& path : strategy->paths_of_loops()) {
+      const auto& client = *path->servers();
+      servers().require_known(client);
+      if (servers().claims_first_values(client)) path->sync().store(strategy->deadline());
+      servers().tell_training(client);
+    }
+    servers().coordinator().begin_steps(call);
+  }
+
+  void work(std::int64_t call) const {
+    std::optional<Report> report;
+    while (true) {
+      const auto next = servers().chief().next(call, servers().roles().index, report, servers().reconnect_deadline());
+      report.reset();
+      if (next.kind == Assignment::Kind::over) return;
+      if (next.kind == Assignment::Kind::task) report = compute(next);
+    }
+  }
+
+  Report compute(const Assignment& next) const {
+    Report report{.kind = Report::Kind::finished, .task = next.task};
+    const auto paths = strategy->paths_of_loops();
+    try {
+      const auto step = steps.find(next.function);
+      if (step == steps.end()) throw InvalidArgument(text("no step \"", next.function, "\" is defined here"));
+      for (const auto& path : paths) {
+        path->sync().fetch(strategy->deadline());
+        path->servers()->begin(next.task);
+      }
+      report.output = print(step->second(parse("a step's arguments", next.arguments)));
+    } catch (const std::exception& error) {
+      report.kind = Report::Kind::failed;
+      report.error = error.what();
+    }
+    for (const auto& path : paths) path->servers()->end();
+    return report;
+  }
+};
+
+std::vector<Tensor> RemoteValue::fetch() const {
+  auto& steps = strategy_->servers()->coordinator().steps();
+  return parse("a step's result", steps.fetch(*result_, strategy_->deadline()));
+}
+
+ClusterCoordinator::ClusterCoordinator(const ParameterServerStrategy& strategy)
+    : state_(std::make_shared<State>(internal::Unwrap::pointer(strategy))) {
+  const auto& mode = state_->servers().mode();
+  if (mode.parts == 1 && mode.most_ahead < 0) return;
+  throw InvalidArgument(
+      "ClusterCoordinator: its steps are asynchronous, so the strategy can be neither synchronous nor have a "
+      "staleness_bound");
+}
+
+void ClusterCoordinator::define(const std::string& name, Step step) {
+  if (state_->steps.emplace(name, std::move(step)).second) return;
+  throw InvalidArgument(text("ClusterCoordinator: a step \"", name, "\" is defined already"));
+}
+
+void ClusterCoordinator::run(const std::function<void()>& program) {
+  auto& servers = state_->servers();
+  if (std::exchange(state_->running, true)) throw InvalidArgument("ClusterCoordinator::run: it runs already");
+  const std::shared_ptr<void> ended(nullptr, [state = state_](void*) { state->running = false; });
+  const auto call = servers.next_call();
+  if (!servers.is_chief()) {
+    if (servers.roles().mine == Role::worker) state_->work(call);
+    servers.outcome(call);
+    return;
+  }
+  if (servers.outcome_before_restart(call)) return;
+  try {
+    state_->begin(call);
+    program();
+    servers.end(call, parameter_server::outcome_of(""));
+  } catch (const std::exception& error) {
+    servers.end(call, parameter_server::outcome_of_failure(error.what()));
+    throw;
+  }
+}
+
+RemoteValue ClusterCoordinator::schedule(const std::string& name, const std::vector<Tensor>& arguments) {
+  if (!state_->steps.contains(name)) {
+    std::vector<std::string> names;
+    for (const auto& [defined, step] : state_->steps) names.push_back(text("\"", defined, "\""));
+    throw InvalidArgument(text("ClusterCoordinator: no step \"", name, "\" is defined; there ",
+                               names.empty() ? "is none" : "are " + lockstep::join(names)));
+  }
+  if (!state_->servers().is_chief()) throw InvalidArgument("ClusterCoordinator: only the chief schedules steps");
+  auto& steps = state_->servers().coordinator().steps();
+  return {state_->strategy, steps.schedule(name, print(arguments), state_->strategy->deadline())};
+}
+
+void ClusterCoordinator::join() {
+  if (!state_->servers().is_chief()) throw InvalidArgument("ClusterCoordinator: only the chief waits for steps");
+  state_->servers().coordinator().steps().join(state_->strategy->deadline());
+}
+
+bool ClusterCoordinator::done() const {
+  return !state_->servers().is_chief() || state_->servers().coordinator().steps().done();
+}
+
+void ClusterCoordinator::pull_variables() {
+  for (const auto& path : state_->strategy->paths_of_loops()) path->sync().fetch(state_->strategy->deadline());
+}
+
+PerWorkerValues<DistributedIterator> ClusterCoordinator::create_per_worker_dataset(
+    const std::function<Dataset(const InputContext&)>& make) const {
+  return PerWorkerValues<DistributedIterator>([state = state_, make] {
+    const auto& roles = state->servers().roles();
+    const InputContext context{.num_input_pipelines = roles.workers,
+                               .input_pipeline_id = roles.mine == Role::worker ? roles.index : 0,
+                               .num_replicas_in_sync = state->strategy->all_replicas()};
+    return DistributedDataset(make(context), Distribution::one_each, state->strategy->local_replicas()).iterate();
+  });
+}
+
+}  // namespace lockstep
