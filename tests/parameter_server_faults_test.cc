@@ -62,7 +62,8 @@ TEST(ParameterServerFaults, AStoppedWorkersStepsAreMadeByTheOthers) {
 int process_of(Process& job, int rank, const std::string& name) {
   const auto line = text("[", rank, "] ", name, " at ");
   const auto& printed = job.wait_for_line(line, 30);
-  const auto at = printed.rfind("\n" + line) == std::string::npos ? printed.rfind(line) : printed.rfind("\n" + line) + 1;
+  const auto at =
+      printed.rfind("\n" + line) == std::string::npos ? printed.rfind(line) : printed.rfind("\n" + line) + 1;
   return std::stoi(printed.substr(at + line.size()));
 }
 
@@ -125,6 +126,17 @@ TEST(ParameterServerFaults, AServerWithoutACheckpointEndsTheJob) {
   const auto& output = job.wait_for_end(60);
   EXPECT_NE(output.find("there is no checkpoint from which to restore its shards"), std::string::npos) << output;
   EXPECT_FALSE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0);
+}
+
+TEST(ParameterServerFaults, AKilledWorkersScheduledStepsAreComputedOnce) {
+  auto job =
+      run({"--workers", "3", "--ps", "2", "--restarts", "1", "-x", "COORDINATOR=1"}, {std::to_string(kEpochs), "5"});
+  const int worker = process_of(job, 2, "worker 1");
+  std::mt19937 random(3);
+  wait_to_choose_a_moment(random);
+  kill(worker, SIGKILL);
+  const auto& output = job.wait_for_end(60);
+  EXPECT_NE(output.find("[0] returned 20100, added 20100\n"), std::string::npos) << output;
 }
 
 // Any process is killed at any moment: also between the pushes of one step to two servers, and between the files of a

@@ -1,6 +1,7 @@
 // For parameter_server_faults_test: a training whose weights tell which steps were applied, and how often.
 #include <lockstep/lockstep.h>
 #include <signal.h>
+#include <torch/nn/modules/linear.h>
 #include <unistd.h>
 
 #include <ATen/ATen.h>
@@ -16,10 +17,43 @@ int number(const char* name) {
   return value == nullptr ? 0 : std::atoi(value);
 }
 
+// Steps that the chief schedules: each adds its number.
+void run_steps(const lockstep::ParameterServerStrategy& strategy, int steps, int work) {
+  auto net = strategy.replicate([] {
+    const torch::nn::Linear made(torch::nn::LinearOptions(1, 1).bias(false));
+    const at::NoGradGuard no_grad;
+    made->to(torch::kDouble);
+    made->weight.zero_();
+    return made;
+  });
+  const auto optimizer = strategy.optimizer(lockstep::SGD({.learning_rate = 1}), net);
+  lockstep::ClusterCoordinator coordinator(strategy);
+  coordinator.define("add", [&](const std::vector<at::Tensor>& arguments) {
+    strategy.run(
+        [&](lockstep::ReplicaContext& replica, torch::nn::Linear& own) {
+          usleep(static_cast<unsigned>(work) * 1000);
+          optimizer.minimize(replica, -(own->weight * arguments.at(0)).sum(), 1);
+          return 0;
+        },
+        net);
+    return arguments;
+  });
+  coordinator.run([&] {
+    std::vector<lockstep::RemoteValue> values;
+    for (int i = 1; i <= steps; ++i) values.push_back(coordinator.schedule("add", {at::scalar_tensor(i, at::kDouble)}));
+    coordinator.join();
+    double returned = 0;
+    for (const auto& value : values) returned += value.fetch()[0].item<double>();
+    coordinator.pull_variables();
+    std::cout << "returned " << returned << ", added " << net[0]->weight.item<double>() << std::endl;
+  });
+}
+
 }  // namespace
 
 // Arguments: epochs, milliseconds of work in a step, and a worker and the step of its own in which it gets a signal,
 // unless it was started again. The environment's BACKUP: a folder for checkpoints, one every 20 steps.
+// COORDINATOR: the steps are scheduled by a ClusterCoordinator instead.
 int main(int argc, char** argv) {
   const int epochs = std::atoi(argv[1]), work = std::atoi(argv[2]);
   const int victim = argc > 3 ? std::atoi(argv[3]) : -1, at = argc > 4 ? std::atoi(argv[4]) : 0;
@@ -28,6 +62,10 @@ int main(int argc, char** argv) {
     const lockstep::ParameterServerStrategy strategy(
         {.threads_per_replica = 1, .variable_partitioner = lockstep::FixedShardsPartitioner(2)});
     std::cout << strategy.task_type() << " " << strategy.task_index() << " at " << getpid() << std::endl;
+    if (number("COORDINATOR") != 0) {
+      run_steps(strategy, 50 * epochs, work);
+      return 0;
+    }
     const bool is_victim =
         strategy.task_type() == "worker" && strategy.task_index() == victim && number("LOCKSTEP_RESTART") == 0;
     int steps = 0;
@@ -42,9 +80,10 @@ int main(int argc, char** argv) {
     const auto scope = strategy.scope();
     lockstep::Sequential model({lockstep::Dense(1, {.kernel_initializer = "zeros"})});
     model.compile({.optimizer = lockstep::SGD({.learning_rate = 1}), .loss = lockstep::Loss("minus", loss)});
-    std::vector<lockstep::AnyCallback> callbacks{lockstep::LambdaCallback({.on_train_batch_end = [&](std::int64_t batch, const lockstep::Logs&) {
-      if (batch == 0) std::cout << "trains" << std::endl;
-    }})};
+    std::vector<lockstep::AnyCallback> callbacks{
+        lockstep::LambdaCallback({.on_train_batch_end = [&](std::int64_t batch, const lockstep::Logs&) {
+          if (batch == 0) std::cout << "trains" << std::endl;
+        }})};
     if (const char* const folder = std::getenv("BACKUP")) {
       callbacks.emplace_back(lockstep::BackupAndRestore(folder, {.save_freq = 20}));
     }
@@ -52,8 +91,8 @@ int main(int argc, char** argv) {
     if (!strategy.is_chief()) return 0;
     const auto weights = model.predict(lockstep::Dataset::from_tensor_slices(at::eye(2, at::kDouble)).batch(2));
     const auto bias = model.predict(lockstep::Dataset::from_tensor_slices(at::zeros({1, 2}, at::kDouble)).batch(1));
-    std::cout << "steps " << model.iterations() << ", sums " << weights[0].item<double>() << " " << weights[1].item<double>()
-              << ", bias " << bias.item<double>() << std::endl;
+    std::cout << "steps " << model.iterations() << ", sums " << weights[0].item<double>() << " "
+              << weights[1].item<double>() << ", bias " << bias.item<double>() << std::endl;
     return 0;
   } catch (const std::exception& error) {
     std::cerr << "failed: " << error.what() << std::endl;

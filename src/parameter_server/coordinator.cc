@@ -36,7 +36,7 @@ void Coordinator::begin(std::int64_t call, std::int64_t model, const UpdateMode&
   training_->schedule.abandon();  // what a fit left that ended by an exception
   parts_.clear();
   finished_.clear();
-  for (const auto& results : uncounted) finished_.push_back({0, results});
+  for (const auto& results : uncounted) finished_.push_back({0, {results}});
   failure_.clear();
   reconnected_by_ = until_reconnected();
   changed_.notify_all();
@@ -79,15 +79,15 @@ bool Coordinator::step_is_ready(Deadline look, Deadline deadline) {
   }
 }
 
-std::optional<std::vector<double>> Coordinator::wait_for_step(Deadline deadline) {
+std::optional<Coordinator::FinishedStep> Coordinator::wait_for_step(Deadline deadline) {
   MutexLock lock(mutex_);
   while (finished_.empty()) {
     if (failure_.empty() && training_->schedule.all_finished()) return std::nullopt;
     wait_for_workers(deadline, "waiting for a worker to finish a step");
   }
-  auto results = std::move(finished_.front().results);
+  auto step = std::move(finished_.front().finished);
   finished_.pop_front();
-  return results;
+  return step;
 }
 
 // Waits once.
@@ -129,8 +129,8 @@ Coordinator::Finished Coordinator::wait_for_begun(std::int64_t model, std::int64
     wait_for_workers(deadline, "waiting for the steps before a checkpoint");
   }
   Finished steps{.end = begun()};
-  for (const auto& [step, results] : finished_) {
-    if (step < steps.end && &training->second == training_) steps.uncounted.push_back(results);
+  for (const auto& [step, finished] : finished_) {
+    if (step < steps.end && &training->second == training_) steps.uncounted.push_back(finished.results);
   }
   return steps;
 }
@@ -236,6 +236,7 @@ std::optional<Assignment> Coordinator::assign(int worker) {
   if (held_) return std::nullopt;
   const auto task = training_->schedule.next(worker);
   if (!task) return std::nullopt;
+  finished_before_.insert_or_assign(worker, training_->schedule.finished().count());
   const auto& [first, batch] = *std::prev(training_->opened.upper_bound(task->step));
   return Assignment{.kind = Assignment::Kind::task,
                     .task = *task,
@@ -262,17 +263,22 @@ void Coordinator::collect(int worker, const Report& report) {
   const auto step = report.task.step;
   for (const auto& [number, values] : report.buffers) buffers_[worker][number] = values;
   if (step >= training_->schedule.end_of_begun()) return;  // of a chief before this one
+  const auto finished = training_->schedule.finished().count();
   if (!training_->schedule.finish(worker, report.task)) return;
-  parts_[report.task] = report.results;
+  const auto before = finished_before_.find(worker);
+  parts_[report.task] = {report.results, before == finished_before_.end() ? 0 : finished - before->second};
   if (!training_->schedule.finished().contains(step)) return;
-  std::vector<double> sums;
+  FinishedStep whole;
+  auto& sums = whole.results;
   const auto first = parts_.lower_bound({step, 0}), end = parts_.lower_bound({step + 1, 0});
   for (auto part = first; part != end; ++part) {
-    sums.resize(std::max(sums.size(), part->second.size()));
-    for (std::size_t i = 0; i < part->second.size(); ++i) sums[i] += part->second[i];
+    const auto& results = part->second.results;
+    sums.resize(std::max(sums.size(), results.size()));
+    for (std::size_t i = 0; i < results.size(); ++i) sums[i] += results[i];
+    whole.staleness = std::max(whole.staleness, part->second.staleness);
   }
   parts_.erase(first, end);
-  finished_.push_back({step, std::move(sums)});
+  finished_.push_back({step, std::move(whole)});
 }
 
 std::optional<std::string> Coordinator::outcome(std::int64_t call, Deadline deadline) {

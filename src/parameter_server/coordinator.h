@@ -43,10 +43,18 @@ class Coordinator final : public ChiefService {
   // Whether wait_for_step returns, or throws, at once; waits for that until `look`. `deadline`: wait_for_step's.
   bool step_is_ready(Deadline look, Deadline deadline);
 
-  // The results of the next step that has finished; nothing once all have. A step's parts are added in their order.
-  // Throws InvalidArgument with a worker's text where its step failed, ClusterError where all workers have gone, and
-  // DeadlineExceeded.
-  std::optional<std::vector<double>> wait_for_step(Deadline deadline);
+  struct FinishedStep {
+    std::vector<double> results;  // of its parts, added in their order
+
+    // Steps of other workers that finished between the time when a worker got this one and the time when it had
+    // finished it: so many updates may lie between the values that it read and those that it updated. Of several parts
+    // the largest.
+    std::int64_t staleness = 0;
+  };
+
+  // The next step that has finished; nothing once all have. Throws InvalidArgument with a worker's text where its step
+  // failed, ClusterError where all workers have gone, and DeadlineExceeded.
+  std::optional<FinishedStep> wait_for_step(Deadline deadline);
 
   // What workers have reported in the fit that runs of their buffers' values: by worker, then by buffer. Empty where no
   // fit runs.
@@ -138,11 +146,12 @@ class Coordinator final : public ChiefService {
   std::map<std::int64_t, Training> trainings_ LOCKSTEP_GUARDED_BY(mutex_);  // [model]
   Training* training_ LOCKSTEP_GUARDED_BY(mutex_) = nullptr;                // of the fit; null before the first
   std::optional<double> learning_rate_ LOCKSTEP_GUARDED_BY(mutex_);
-  std::map<Task, std::vector<double>> parts_ LOCKSTEP_GUARDED_BY(mutex_);    // of steps that have not finished
+  std::map<Task, FinishedStep> parts_ LOCKSTEP_GUARDED_BY(mutex_);           // of steps that have not finished
+  std::map<int, std::int64_t> finished_before_ LOCKSTEP_GUARDED_BY(mutex_);  // [worker] when it got its task
   Deadline reconnected_by_ LOCKSTEP_GUARDED_BY(mutex_) = Deadline::never();  // while no worker is connected
   struct Uncounted {
     std::int64_t step = 0;
-    std::vector<double> results;
+    FinishedStep finished;
   };
   std::deque<Uncounted> finished_ LOCKSTEP_GUARDED_BY(mutex_);  // that nobody has waited for
   bool held_ LOCKSTEP_GUARDED_BY(mutex_) = false;

@@ -14,6 +14,8 @@ using Kind = Assignment::Kind;
 
 Deadline now() { return Deadline::after(std::chrono::seconds(0)); }
 
+std::vector<double> results_of(Coordinator& chief) { return chief.wait_for_step(now())->results; }
+
 Report finished(std::int64_t step, std::vector<double> results = {1}, int part = 0) {
   return {.kind = Report::Kind::finished, .task = {step, part}, .results = std::move(results)};
 }
@@ -31,11 +33,11 @@ TEST(Coordinator, WorkersGetStepsWithThePlacesOfTheirBatches) {
   EXPECT_EQ(chief.next(0, 1, {}, now()), given(1, 0, 1));
   EXPECT_EQ(chief.next(1, 1, {}, now()).kind, Kind::wait);  // a later call
   EXPECT_EQ(chief.next(0, 1, finished(1, {5, 7}), now()).kind, Kind::wait);
-  EXPECT_EQ(chief.wait_for_step(now()), (std::vector<double>{5, 7}));
+  EXPECT_EQ(results_of(chief), (std::vector<double>{5, 7}));
   EXPECT_THROW(chief.wait_for_step(now()), DeadlineExceeded);
   EXPECT_EQ(chief.next(0, 0, finished(0), now()).kind, Kind::wait);
-  EXPECT_EQ(chief.wait_for_step(now()), std::vector<double>{1});
-  EXPECT_EQ(chief.wait_for_step(now()), std::nullopt);
+  EXPECT_EQ(results_of(chief), std::vector<double>{1});
+  EXPECT_FALSE(chief.wait_for_step(now()));
   chief.set_learning_rate(0.5);
   chief.open(1, 0, 1);  // the next epoch
   auto expected = given(2, 1, 0);
@@ -60,7 +62,7 @@ TEST(Coordinator, DataOfUnknownLengthEndWhereAWorkerFindsNoBatch) {
   EXPECT_EQ(chief.next(0, 0, no_batch(2), now()).kind, Kind::wait);
   EXPECT_TRUE(chief.wait_for_step(now()));
   EXPECT_TRUE(chief.wait_for_step(now()));
-  EXPECT_EQ(chief.wait_for_step(now()), std::nullopt);
+  EXPECT_FALSE(chief.wait_for_step(now()));
   chief.open(1, 0, -1);
   EXPECT_EQ(chief.next(0, 0, {}, now()), given(2, 1, 0));  // the numbers are used again
 }
@@ -75,7 +77,7 @@ TEST(Coordinator, ALateEndOfDataEndsNotTheNextEpoch) {
   chief.next(0, 0, finished(0), now());  // gets step 2
   EXPECT_EQ(chief.next(0, 1, no_batch(1), now()).kind, Kind::wait);
   EXPECT_TRUE(chief.wait_for_step(now()));
-  EXPECT_EQ(chief.wait_for_step(now()), std::nullopt);
+  EXPECT_FALSE(chief.wait_for_step(now()));
   chief.open(1, 0, -1);
   EXPECT_EQ(chief.next(0, 1, {}, now()), given(1, 1, 0));
   EXPECT_EQ(chief.next(0, 0, no_batch(2), now()), given(2, 1, 1));  // of the epoch before
@@ -92,7 +94,7 @@ TEST(Coordinator, StopLetsBegunStepsFinish) {
   EXPECT_EQ(chief.next(0, 2, finished(2), now()).kind, Kind::wait);
   EXPECT_EQ(chief.next(0, 0, finished(1), now()).kind, Kind::wait);
   for (int step = 0; step < 3; ++step) EXPECT_TRUE(chief.wait_for_step(now()));
-  EXPECT_EQ(chief.wait_for_step(now()), std::nullopt);
+  EXPECT_FALSE(chief.wait_for_step(now()));
 }
 
 TEST(Coordinator, PartsOfAStepAreAddedInTheirOrder) {
@@ -104,7 +106,7 @@ TEST(Coordinator, PartsOfAStepAreAddedInTheirOrder) {
   chief.next(0, 0, finished(0, {1e-20, 3}, 1), now());
   EXPECT_THROW(chief.wait_for_step(now()), DeadlineExceeded);
   chief.next(0, 1, finished(0, {1, 2}, 0), now());
-  EXPECT_EQ(chief.wait_for_step(now()), (std::vector<double>{1 + 1e-20, 5}));
+  EXPECT_EQ(results_of(chief), (std::vector<double>{1 + 1e-20, 5}));
 }
 
 TEST(Coordinator, AFailedStepFailsTheFitWithItsText) {
@@ -183,7 +185,7 @@ TEST(Coordinator, ACheckpointHasTheStepsThatWorkersHadBegun) {
   EXPECT_EQ(chief.next(0, 1, {}, now()), given(2, 0, 2));
   EXPECT_EQ(chief.next(0, 1, finished(2, {6}), now()), given(3, 0, 3));
   EXPECT_THROW(chief.wait_for_begun(0, 2, now()), DeadlineExceeded);
-  EXPECT_EQ(chief.wait_for_step(now()), std::vector<double>{5});  // counted before the checkpoint
+  EXPECT_EQ(results_of(chief), std::vector<double>{5});  // counted before the checkpoint
   chief.next(0, 0, finished(0, {4}), now());
   const auto steps = chief.wait_for_begun(0, 2, now());
   EXPECT_EQ(steps.end, 2);
@@ -197,7 +199,7 @@ TEST(Coordinator, ACheckpointHasTheStepsThatWorkersHadBegun) {
   next.begin(0, 0, {}, "", "", steps.uncounted);
   EXPECT_EQ(next.next(0, 1, finished(3), now()).kind, Kind::wait);  // of the chief before: it is made again
   next.open(0, 2, 7);
-  EXPECT_EQ(next.wait_for_step(now()), std::vector<double>{4});
+  EXPECT_EQ(results_of(next), std::vector<double>{4});
   EXPECT_EQ(next.next(0, 0, {}, now()), given(2, 0, 2));
 }
 
@@ -223,6 +225,17 @@ TEST(Coordinator, AWorkerThatLeavesGetsNoTask) {
   EXPECT_EQ(chief.next(0, 0, last, now()).kind, Kind::over);
   EXPECT_EQ(chief.hold(0), 1);
   EXPECT_EQ(chief.wait_for_begun(0, 1, now()).end, 1);
+}
+
+TEST(Coordinator, StalenessCountsTheStepsThatOthersFinishedMeanwhile) {
+  Coordinator chief(2, 60);
+  chief.begin(0, 0, {});
+  chief.open(0, 0, 9);
+  chief.next(0, 0, {}, now());
+  chief.next(0, 1, {}, now());
+  for (const std::int64_t step : {1, 2}) chief.next(0, 1, finished(step), now());
+  chief.next(0, 0, finished(0), now());
+  for (const std::int64_t staleness : {0, 0, 2}) EXPECT_EQ(chief.wait_for_step(now())->staleness, staleness);
 }
 
 }  // namespace

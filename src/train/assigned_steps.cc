@@ -38,6 +38,7 @@ class AssignedSteps final : public StepSource {
 
   void begin_epoch() override {
     if (!std::exchange(begun_, true)) begin();  // callbacks may have restored a checkpoint
+    staleness_ = steps_ = 0;
     set_learning_rate();
     const auto steps = steps_of_an_epoch();
     const auto& progress = impl_.progress;
@@ -51,12 +52,14 @@ class AssignedSteps final : public StepSource {
     while (!coordinator_.step_is_ready(Deadline::after(kBetweenLooks), deadline)) {
       if (interrupted()) return false;
     }
-    sums_ = coordinator_.wait_for_step(deadline);
-    return sums_.has_value();
+    step_ = coordinator_.wait_for_step(deadline);
+    return step_.has_value();
   }
 
   void count(std::span<double>) override {
-    impl_.tracker->add_sums(*sums_);
+    impl_.tracker->add_sums(step_->results);
+    staleness_ += static_cast<double>(step_->staleness);
+    ++steps_;
     impl_.gradients->updater().count_step();
     ++impl_.steps;
     ++impl_.progress.batch;
@@ -67,6 +70,11 @@ class AssignedSteps final : public StepSource {
   }
 
   void stop() override { coordinator_.stop(); }
+
+  // Where workers do not wait for each other.
+  void add_to(Logs& logs) const override {
+    if (impl_.servers()->mode().parts == 1 && steps_ > 0) logs.set("staleness", staleness_ / steps_);
+  }
 
  private:
   void begin() {
@@ -101,7 +109,8 @@ class AssignedSteps final : public StepSource {
   const Dataset& data_;
   const FitOptions& options_;
   parameter_server::Coordinator& coordinator_;
-  std::optional<std::vector<double>> sums_;  // of the step that finished
+  std::optional<parameter_server::Coordinator::FinishedStep> step_;  // that finished
+  double staleness_ = 0, steps_ = 0;                                 // of this epoch, in this process
   bool begun_ = false;
   std::int64_t batch_size_ = 0;  // examples
 };

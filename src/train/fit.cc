@@ -193,7 +193,8 @@ class Fit {
     agreed_ = mine();
     steps_->count(agreed_.all());
     finish_agreement();
-    const auto logs = impl_.tracker->logs();
+    auto logs = impl_.tracker->logs();
+    steps_->add_to(logs);
     each([&](Callback& callback) { callback.on_train_batch_end(index, logs); });
     throw_if_interrupted();
     if (stopping()) steps_->stop();
@@ -225,6 +226,7 @@ class Fit {
 
   void finish_epoch(int epoch) {
     auto logs = impl_.tracker->logs();
+    steps_->add_to(logs);
     if (options_.validation_data && (epoch + 1) % options_.validation_freq == 0) {
       const auto result = validate();
       for (const auto& [name, value] : result) logs.set("val_" + name, value);

@@ -31,6 +31,9 @@ class StepSource {
   // Counts it. Each element of `news` becomes its sum over the processes that make the same steps.
   virtual void count(std::span<double> news) = 0;
 
+  // Adds what it has to tell beside the model's metrics, of the epoch so far.
+  virtual void add_to(Logs& /*logs*/) const {}
+
   // A callback has asked for the end: no step begins any more. Those that others have begun come out of `next`.
   virtual void stop() = 0;
 };

@@ -47,10 +47,11 @@ struct ParameterServerOptions {
 //   workers    compute the steps: each of its own batch of the data set, which every worker reads;
 //   servers    (ps) own the variables, in shards, and update them by the model's optimizer;
 //   evaluator  waits.
-// fit and evaluate return the chief's result in all of them. Other programs than fit's train by a ClusterCoordinator.
+// fit and evaluate return the chief's result in all of them; loops of your own train by a ClusterCoordinator.
 // Follows tf.distribute.ParameterServerStrategy.
 //
-// A worker that is lost costs its step, which another one computes again.
+// A worker that is lost costs its step, which another one computes again. Servers and the chief that `lockstep run
+// --restarts` starts again go on from the last full checkpoint: give fit the callback BackupAndRestore.
 class ParameterServerStrategy : public Strategy {
  public:
   // Waits for all processes. Throws ClusterError without a chief, a worker and a server, and DeadlineExceeded naming
