@@ -20,7 +20,7 @@ int number(const char* name) {
 // Steps that the chief schedules: each adds its number.
 void run_steps(const lockstep::ParameterServerStrategy& strategy, int steps, int work) {
   auto net = strategy.replicate([] {
-    const torch::nn::Linear made(torch::nn::LinearOptions(1, 1).bias(false));
+    torch::nn::Linear made(torch::nn::LinearOptions(1, 1).bias(false));
     const at::NoGradGuard no_grad;
     made->to(torch::kDouble);
     made->weight.zero_();
