@@ -1,4 +1,4 @@
-"""Training over hosts that are network namespaces, started over ssh: hosts_test.py MNIST LOCKSTEP RESUME_PROGRAM SOURCE_DIR."""
+"""Training over hosts that are network namespaces, started over ssh: hosts_test.py MNIST LOCKSTEP RESUME_PROGRAM SOURCE_DIR SERVERS (empty: built without gRPC)."""
 import json
 import os
 import pathlib
@@ -11,7 +11,7 @@ import tempfile
 import time
 import unittest
 
-MNIST, LOCKSTEP, RESUME, SOURCE = sys.argv[1:5]
+MNIST, LOCKSTEP, RESUME, SOURCE, SERVERS = sys.argv[1:6]
 sys.path.insert(0, str(pathlib.Path(SOURCE) / "tools"))
 from hosts import Hosts  # noqa: E402
 
@@ -202,6 +202,29 @@ class OverHosts(unittest.TestCase):
         self.lose_worker_1("ip link set eth0 down", deadline_s=2, status=1,
                            message=r"^lockstep run: rank 0 on 10\.77\.0\.1 ended with status 1: .*gave up after 2.*rank 1 has not come", restored=mend)
 
+    @unittest.skipUnless(SERVERS, "built without gRPC")
+    def test_parameter_servers_go_on_after_their_link_was_cut_for_ten_seconds(self):
+        hosts = self.hosts(2)
+        program = [SERVERS, "20", "20"]  # 1000 steps of 20 ms: a chief and a worker on host 0, a worker and a server on host 1
+        command = hosts.run(*program, per_host=2, options=["--workers", "2", "--ps", "1", "--trusted-network"])
+        job = subprocess.Popen(command, cwd=self.work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            output = ""
+            while "[0] trains" not in output:
+                line = job.stdout.readline()
+                self.assertNotEqual(line, "", output)
+                output += line
+            hosts.cut_off(1)
+            time.sleep(10)  # how long the cut lasts
+            hosts.join(1)
+            output += job.communicate(timeout=120)[0]
+        finally:
+            job.kill()
+        self.assertEqual(job.returncode, 0, output)
+        # Each step's numbers were added once: the sums of the odd and of the even ones up to 100, and the steps, in each of 20 epochs.
+        self.assertIn("[0] steps 1000, sums 51000 52000, bias 1000\n", output)
+        self.expect_nothing_left(SERVERS)
+
     def test_what_ssh_cannot_reach_is_named(self):
         hosts = self.hosts(1)
         status, output = self.end(hosts.command(0, LOCKSTEP, "run", "-H", "10.77.0.1,10.77.0.9", "--ssh", " ".join(hosts.ssh()) + " -o ConnectTimeout=1", *TRAIN))
@@ -211,4 +234,4 @@ class OverHosts(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    unittest.main(argv=[sys.argv[0], *sys.argv[5:]], verbosity=2)
+    unittest.main(argv=[sys.argv[0], *sys.argv[6:]], verbosity=2)

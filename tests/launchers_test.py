@@ -1,4 +1,4 @@
-"""The seed program on two workers, and Horovod's tutorial on four ranks, started by each launcher that a site may have: launchers_test.py MNIST HOROVOD LOCKSTEP RESUME DDP."""
+"""The seed program on two workers, and Horovod's tutorial on four ranks, started by each launcher that a site may have: launchers_test.py MNIST HOROVOD LOCKSTEP RESUME DDP SERVERS (empty: built without gRPC)."""
 import contextlib
 import json
 import os
@@ -11,7 +11,7 @@ import tempfile
 import time
 import unittest
 
-MNIST, HOROVOD, LOCKSTEP, RESUME, DDP = sys.argv[1:6]
+MNIST, HOROVOD, LOCKSTEP, RESUME, DDP, SERVERS = sys.argv[1:7]
 SCRIPT = pathlib.Path(__file__).parents[1] / "deploy/train.slurm"
 TRAIN = [MNIST, "--strategy", "multi_worker", "--replicas", "1", "--epochs", "5"]
 LIMIT_S = 300
@@ -142,10 +142,10 @@ class Launchers(unittest.TestCase):
     def test_mpich(self):
         self.train(["mpirun.mpich", "-np", "2", *TRAIN])
 
-    def torchrun(self):
+    def torchrun(self, processes=2):
         # Debian's (1.13) knows of the streams' numbers with Python 3.11 only that of stdout.
         streams = ["--redirects", "1", "--tee", "1", "--log_dir", str(self.folder / "logs")]
-        return ["/usr/bin/torchrun", "--no_python", "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0]), *streams]
+        return ["/usr/bin/torchrun", "--no_python", "--nproc_per_node", str(processes), "--master_port", str(free_ports(1)[0]), *streams]
 
     def test_torchrun(self):
         self.train([*self.torchrun(), *TRAIN])
@@ -160,6 +160,22 @@ class Launchers(unittest.TestCase):
                     accuracies = re.findall(r"test accuracy: ([0-9.]+)", output)
                     self.assertEqual(len(accuracies), 1, output)  # rank 0's: the processes are one job
                     self.assertGreaterEqual(float(accuracies[0]), 0.80)
+
+    @unittest.skipUnless(SERVERS, "built without gRPC")
+    def test_parameter_servers_by_each(self):
+        trained = "steps 100, sums 5100 5200, bias 100\n"  # each step's numbers once, in each of 2 epochs
+        with Slurm(self.folder) as slurm:
+            launchers = (["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "4"], ["mpirun.mpich", "-np", "4"], self.torchrun(4),
+                         ["srun", "-n", "4", "--overcommit"])
+            for launcher in launchers:
+                with self.subTest(launcher=launcher[:1]):
+                    output = self.run_all([*launcher, SERVERS, "2", "0"], environments=[{**slurm.environment, "NUM_PS": "1"}])
+                    self.assertEqual(output.count(trained), 1, output)
+        ports = [f"localhost:{port}" for port in free_ports(4)]
+        cluster = {"chief": ports[:1], "worker": ports[1:3], "ps": ports[3:]}
+        tasks = [{"type": type, "index": i} for type in cluster for i in range(len(cluster[type]))]
+        output = self.run_all(*[[SERVERS, "2", "0"]] * 4, environments=[{"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})} for task in tasks])
+        self.assertEqual(output.count(trained), 1, output)
 
     def test_slurm(self):
         with Slurm(self.folder) as slurm:
@@ -192,4 +208,4 @@ class Launchers(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    unittest.main(argv=[sys.argv[0], *sys.argv[6:]], verbosity=2)
+    unittest.main(argv=[sys.argv[0], *sys.argv[7:]], verbosity=2)

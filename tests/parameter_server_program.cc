@@ -53,14 +53,16 @@ void run_steps(const lockstep::ParameterServerStrategy& strategy, int steps, int
 
 // Arguments: epochs, milliseconds of work in a step, and a worker and the step of its own in which it gets a signal,
 // unless it was started again. The environment's BACKUP: a folder for checkpoints, one every 20 steps.
-// COORDINATOR: the steps are scheduled by a ClusterCoordinator instead.
+// NUM_PS: servers, where the launcher does not tell. COORDINATOR: the steps are scheduled by a ClusterCoordinator instead.
 int main(int argc, char** argv) {
   const int epochs = std::atoi(argv[1]), work = std::atoi(argv[2]);
   const int victim = argc > 3 ? std::atoi(argv[3]) : -1, at = argc > 4 ? std::atoi(argv[4]) : 0;
   const int signal = argc > 5 ? std::atoi(argv[5]) : SIGKILL;
   try {
     const lockstep::ParameterServerStrategy strategy(
-        {.threads_per_replica = 1, .variable_partitioner = lockstep::FixedShardsPartitioner(2)});
+        {.threads_per_replica = 1,
+         .variable_partitioner = lockstep::FixedShardsPartitioner(2),
+         .num_ps = std::getenv("NUM_PS") == nullptr ? std::optional<int>() : number("NUM_PS")});
     std::cout << strategy.task_type() << " " << strategy.task_index() << " at " << getpid() << std::endl;
     if (number("COORDINATOR") != 0) {
       run_steps(strategy, 50 * epochs, work);

@@ -27,6 +27,13 @@ class Hosts:
         """What the host has sent over its link."""
         return int(self._do(f"ip netns exec {self.namespace(host)} cat /sys/class/net/eth0/statistics/tx_bytes"))
 
+    def cut_off(self, host):
+        """What the host and the others send each other is lost, until `join` is called."""
+        self._do(f"ip -n {self.prefix}s link set port{host} nomaster")
+
+    def join(self, host):
+        self._do(f"ip -n {self.prefix}s link set port{host} master bridge")
+
     def _shape(self, namespace, device):
         if self.rate is None:
             return
