@@ -42,10 +42,12 @@ void remove_rows_but(const std::string& path, const std::string& kept) {
   const auto folder = rows_folder(path);
   std::error_code failed;
   if (!file_exists(folder)) return;
-  for (const auto& entry : fs::directory_iterator(folder, failed)) {
-    if (entry.path().filename() == kept) continue;
-    fs::remove_all(entry.path(), failed);
-    if (failed) break;
+  std::vector<fs::path> old;
+  for (fs::directory_iterator entry(folder, failed), end; !failed && entry != end; entry.increment(failed)) {
+    if (entry->path().filename() != kept) old.push_back(entry->path());
+  }
+  for (const auto& rows : old) {
+    if (!failed) fs::remove_all(rows, failed);
   }
   if (failed) throw IoError(text("cannot remove what is in ", folder.string(), ": ", failed.message()));
 }

@@ -83,8 +83,9 @@ struct RunArguments : PlaceArguments {
     app.add_option("--log-dir", options.log_dir, "each rank's output goes to rank-<n>.log there too");
     app.add_option("--timeline", options.timeline,
                    "what all ranks' operations took, for ui.perfetto.dev, in this file");
-    app.add_option("--restarts", options.restarts,
-                   "how often the job starts again after a failure, or with parameter servers a worker of it (0)");
+    app.add_option(
+        "--restarts", options.restarts,
+        "how often the job starts again after a failure; with parameter servers, its workers, servers and chief (0)");
     app.add_option("--grace", options.grace_seconds, "seconds from SIGTERM to SIGKILL (10)");
     app.add_flag("--part", part, "be the part of a job on this host, for a launcher on another")->group("");
     app.prefix_command();

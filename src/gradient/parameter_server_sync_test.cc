@@ -29,11 +29,15 @@ class InThisProcess final : public ServerConnection {
   void pull(std::span<std::byte* const> shards, Deadline) override {
     for (std::size_t i = 0; i < store_->size(); ++i) store_->shard(i).read(shards[i]);
   }
-  void cut(std::int64_t end, Deadline) override { store_->cut(end); }
+  bool cut(std::int64_t end, Deadline) override {
+    store_->cut(end);
+    return true;
+  }
   bool save(std::int64_t end, const std::string& file, Deadline) override { return store_->save(end, file); }
-  void restore(const std::string& path, bool change, Deadline) override {
+  void restore(const std::string& path, bool change, std::int64_t chief, Deadline) override {
     checkpoint::ShardedArchive archive(path);
     store_->restore(archive, steps_of(archive.main()).end, change);
+    store_->set_chief(chief);
   }
 
  private:
@@ -113,7 +117,7 @@ std::shared_ptr<ReplicatedParameters> synchronous(int workers, int replicas, int
       path.prepare();
       const auto groups = make_thread_groups(replicas);
       for (std::size_t i = 0; i < data.size(); ++i) {
-        client->begin({static_cast<std::int64_t>(i), worker});
+        client->begin({.task = {static_cast<std::int64_t>(i), worker}});
         path.sync().fetch(soon());
         step(path, groups, data[i], worker * replicas, workers * replicas);
         steps.arrive_and_wait();

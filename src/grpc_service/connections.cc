@@ -70,11 +70,11 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     caller_.call(std::move(request), deadline, bulk);
   }
 
-  void cut(std::int64_t end, Deadline deadline) override {
+  bool cut(std::int64_t end, Deadline deadline) override {
     Request request;
     request.mutable_cut()->set_model(model_);
     request.mutable_cut()->set_end(end);
-    caller_.call(std::move(request), deadline);
+    return caller_.call(std::move(request), deadline).done();
   }
 
   bool save(std::int64_t end, const std::string& file, Deadline deadline) override {
@@ -82,14 +82,15 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     request.mutable_save()->set_model(model_);
     request.mutable_save()->set_end(end);
     request.mutable_save()->set_file(file);
-    return caller_.call(std::move(request), deadline).saved();
+    return caller_.call(std::move(request), deadline).done();
   }
 
-  void restore(const std::string& checkpoint, bool change, Deadline deadline) override {
+  void restore(const std::string& checkpoint, bool change, std::int64_t chief, Deadline deadline) override {
     Request request;
     request.mutable_restore()->set_model(model_);
     request.mutable_restore()->set_checkpoint(checkpoint);
     request.mutable_restore()->set_change(change);
+    request.mutable_restore()->set_chief(chief);
     caller_.call(std::move(request), deadline);
   }
 
@@ -102,6 +103,8 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     head.mutable_task()->set_part(push.task.part);
     head.set_weight(push.weight);
     if (push.learning_rate) head.set_learning_rate(*push.learning_rate);
+    head.set_chief(push.chief);
+    head.set_finished(push.finished);
     Bulk bulk{.parts = {}, .owner = block_};  // lives longer than what gRPC holds of a call that failed
     if (push.memory != nullptr) bulk.owner = push.memory;
     const auto offsets = offsets_of(push.gradients);
@@ -236,6 +239,7 @@ class GrpcChiefConnection final : public parameter_server::ChiefConnection {
       said.mutable_task()->set_step(report->task.step);
       said.mutable_task()->set_part(report->task.part);
       said.set_leaves(report->leaves);
+      said.set_chief(report->chief);
       said.mutable_results()->Add(report->results.begin(), report->results.end());
       said.set_error(report->error);
       for (const auto& [number, values] : report->buffers) {
@@ -259,6 +263,8 @@ class GrpcChiefConnection final : public parameter_server::ChiefConnection {
                           .task = {given.task().step(), given.task().part()},
                           .epoch = given.epoch(),
                           .index = given.index(),
+                          .chief = given.chief(),
+                          .finished = given.finished(),
                           .function = given.function(),
                           .arguments = std::move(arguments)};
     if (given.has_learning_rate()) assignment.learning_rate = given.learning_rate();

@@ -25,7 +25,6 @@ using Stream = grpc::ServerReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
 
 constexpr double kLongestWait = 600;  // seconds that a caller may ask for
 constexpr int kMostThreads = 512;     // of calls at once
-constexpr std::size_t kLongestOutput = std::size_t{256} << 20;  // bytes that a scheduled step may return
 constexpr std::chrono::seconds kToEndCalls(1);
 
 // Memory of several parts, one after the other.
@@ -129,6 +128,8 @@ class Answer {
     }
     if (in_block.block == nullptr) given.memory = received.memory;  // else the caller's, which must be copied to keep
     if (push.has_learning_rate()) given.learning_rate = push.learning_rate();
+    given.chief = push.chief();
+    given.finished = push.finished();
     models().push(push.model(), std::move(given));
     reply();
   }
@@ -161,18 +162,19 @@ class Answer {
   }
 
   void cut(const Cut& cut) const {
-    models_with(cut.model()).cut(cut.model(), cut.end());
-    reply();
+    Reply answer;
+    answer.set_done(models_with(cut.model()).cut(cut.model(), cut.end()));
+    reply(answer);
   }
 
   void save(const Save& save) const {
     Reply answer;
-    answer.set_saved(models_with(save.model()).save(save.model(), save.end(), save.file()));
+    answer.set_done(models_with(save.model()).save(save.model(), save.end(), save.file()));
     reply(answer);
   }
 
   void restore(const Restore& restore) const {
-    models_with(restore.model()).restore(restore.model(), restore.checkpoint(), restore.change());
+    models_with(restore.model()).restore(restore.model(), restore.checkpoint(), restore.change(), restore.chief());
     reply();
   }
 
@@ -183,12 +185,14 @@ class Answer {
       if (said.kind() < 0 || said.kind() > 2) throw InvalidArgument(text("a report of kind ", said.kind()));
       report = parameter_server::Report{.kind = static_cast<parameter_server::Report::Kind>(said.kind()),
                                         .task = {said.task().step(), said.task().part()},
+                                        .chief = said.chief(),
                                         .results = {said.results().begin(), said.results().end()},
                                         .error = said.error(),
                                         .leaves = said.leaves()};
       for (const auto& buffer : said.buffers()) report->buffers[buffer.number()] = buffer.values();
-      if (said.output_bytes() > kLongestOutput) {
-        throw InvalidArgument(text("a step returned ", said.output_bytes(), " bytes; the most is ", kLongestOutput));
+      if (said.output_bytes() > parameter_server::kLongestOutput) {
+        throw InvalidArgument(
+            text("a step returned ", said.output_bytes(), " bytes; the most is ", parameter_server::kLongestOutput));
       }
       report->output.resize(said.output_bytes());
       const auto output = std::as_writable_bytes(std::span(report->output));
@@ -203,6 +207,8 @@ class Answer {
     assignment.set_epoch(given.epoch);
     assignment.set_index(given.index);
     if (given.learning_rate) assignment.set_learning_rate(*given.learning_rate);
+    assignment.set_chief(given.chief);
+    assignment.set_finished(given.finished);
     assignment.set_function(given.function);
     reply_text(std::move(answer), given.arguments);
   }

@@ -138,7 +138,8 @@ TEST_F(GrpcService, BytesThatAreNoCallAreRefused) {
   expect({"\xff\xff\xff"}, "does not begin with a request");
   expect({""}, "token");
   expect({request([](Request&) {})}, "a kind that this version does not know");
-  expect({request([](Request& request) { request.mutable_pull()->set_model(7); })}, "waiting until the server makes model number 7");
+  expect({request([](Request& request) { request.mutable_pull()->set_model(7); })},
+         "waiting until the server makes model number 7");
   expect({request([](Request& request) { request.mutable_next()->set_worker(9); })}, "worker 9");
   const auto push = request([](Request& request) {
     request.mutable_push()->set_present(std::string("\0\1", 2));
@@ -163,9 +164,9 @@ TEST_F(GrpcService, TheChiefNoticesWhoHasGone) {
   while (assignment.kind == parameter_server::Assignment::Kind::wait) assignment = other->next(0, 0, {}, soon());
   EXPECT_EQ(assignment, given);
   const parameter_server::Report report{
-      .kind = parameter_server::Report::Kind::finished, .task = given.task, .results = {1, 2.5}};
+      .kind = parameter_server::Report::Kind::finished, .task = given.task, .chief = given.chief, .results = {1, 2.5}};
   std::jthread waits([&] {
-    EXPECT_EQ(chief_->wait_for_step(soon()), report.results);
+    EXPECT_EQ(chief_->wait_for_step(soon())->results, report.results);
     chief_->end(0, "outcome");
   });
   while (other->next(0, 0, report, soon()).kind != parameter_server::Assignment::Kind::over) {

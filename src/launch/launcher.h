@@ -24,7 +24,9 @@ struct LaunchOptions {
   std::vector<std::string> command;
   std::map<std::string, std::string> environment;  // for ranks on other hosts, beside LOCKSTEP_...
   std::string log_dir;  // each rank's output goes to rank-<n>.log there too, on its host; made where missing
-  int restarts = 0;  // how often the job is started again after a failure; with parameter servers, a worker of it alone
+  // How often the job is started again after a failure; with parameter servers, how often processes of each role are on
+  // each host: workers that failed, servers and the chief where a signal ended them.
+  int restarts = 0;
   double grace_seconds = 10;     // from SIGTERM to SIGKILL
   bool trusted_network = false;  // as in Access
   std::string timeline;          // the file for the timelines of all ranks' groups, of the last run; empty: none

@@ -22,6 +22,9 @@ constexpr std::chrono::milliseconds kBetweenSignsOfLife(1000), kLongestWait(1000
 constexpr std::chrono::seconds kToReport(2), kAfterTheChief(20);
 constexpr int kMostLastWords = 1000;  // reads of the output that an ended rank left
 
+// By a signal, which an exception that nobody caught sends as well.
+bool was_killed(const Child& child) { return child.signal() != 0 && child.signal() != SIGABRT; }
+
 }  // namespace
 
 JobProcesses::JobProcesses(std::vector<ChildCommand> members, double grace_seconds, int restarts,
@@ -178,7 +181,7 @@ void JobProcesses::notice_ends() {
 bool JobProcesses::replace(std::size_t index) {
   auto& command = members_[index];
   const auto& role = command.role;
-  if (role.empty() || (!command.dispensable && (restarts_ == 0 || children_[index]->signal() == 0))) return false;
+  if (role.empty() || (!command.dispensable && (restarts_ == 0 || !was_killed(*children_[index])))) return false;
   for (int i = 0; i < kMostLastWords && read(*children_[index]); ++i) {
   }
   const auto what = kNotice + end_of(*children_[index]);

@@ -1,5 +1,7 @@
 #include "parameter_server/applied_steps.h"
 
+#include <iterator>
+
 namespace lockstep::parameter_server {
 
 AppliedSteps::AppliedSteps(std::span<const std::int64_t> numbers) {
@@ -18,8 +20,16 @@ bool AppliedSteps::add(std::int64_t step) {
   return true;
 }
 
-void AppliedSteps::add_below(std::int64_t end) {
-  for (auto step = complete_; step < end; ++step) add(step);
+void AppliedSteps::close_below(std::int64_t end) {
+  if (end <= complete_) return;
+  const auto there = std::distance(later_.begin(), later_.lower_bound(end));
+  missing_ += end - complete_ - there;
+  complete_ = end;
+  later_.erase(later_.begin(), later_.lower_bound(end));
+  while (!later_.empty() && *later_.begin() == complete_) {
+    later_.erase(later_.begin());
+    ++complete_;
+  }
 }
 
 std::vector<std::int64_t> AppliedSteps::numbers() const {

@@ -21,10 +21,10 @@ class AppliedSteps {
   bool add(std::int64_t step);
 
   bool contains(std::int64_t step) const { return step < complete_ || later_.contains(step); }
-  std::int64_t count() const { return complete_ + static_cast<std::int64_t>(later_.size()); }
+  std::int64_t count() const { return complete_ + static_cast<std::int64_t>(later_.size()) - missing_; }
 
-  // Adds all steps below `end`.
-  void add_below(std::int64_t end);
+  // No step below `end` comes any more: those that are not there are taken for done, and do not count.
+  void close_below(std::int64_t end);
 
   // All steps below this one are there, and this one is not.
   std::int64_t complete() const { return complete_; }
@@ -34,6 +34,7 @@ class AppliedSteps {
 
  private:
   std::int64_t complete_ = 0;
+  std::int64_t missing_ = 0;  // of those below complete_
   std::set<std::int64_t> later_;
 };
 

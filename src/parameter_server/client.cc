@@ -63,8 +63,12 @@ void Client::write(std::span<const std::byte* const> values, Deadline deadline) 
   });
 }
 
-void Client::cut(std::int64_t end, Deadline deadline) const {
-  on_all([&](ServerConnection& server, std::size_t) { server.cut(end, deadline); });
+bool Client::cut(std::int64_t end, Deadline deadline) const {
+  std::atomic<bool> all = true;
+  on_all([&](ServerConnection& server, std::size_t) {
+    if (!server.cut(end, deadline)) all = false;
+  });
+  return all;
 }
 
 bool Client::save(std::int64_t end, const std::filesystem::path& folder, Archive& main, Deadline deadline) const {
@@ -92,21 +96,19 @@ bool Client::save(std::int64_t end, const std::filesystem::path& folder, Archive
   return true;
 }
 
-void Client::restore(const std::string& checkpoint, Deadline deadline) const {
+void Client::restore(const std::string& checkpoint, std::int64_t chief, Deadline deadline) const {
   for (const bool change : {false, true}) {
-    on_all([&](ServerConnection& server, std::size_t) { server.restore(checkpoint, change, deadline); });
+    on_all([&](ServerConnection& server, std::size_t) { server.restore(checkpoint, change, chief, deadline); });
   }
 }
 
-void Client::begin(Task task, std::optional<double> learning_rate) {
-  task_ = task;
-  learning_rate_ = learning_rate;
-}
-
 void Client::push(Push push, std::span<const std::byte* const> gradients, Deadline deadline) {
-  if (!task_) throw InvalidArgument(kOutsideOfStep);
-  push.task = *std::exchange(task_, std::nullopt);
-  push.learning_rate = learning_rate_;
+  if (!assignment_) throw InvalidArgument(kOutsideOfStep);
+  const auto assignment = *std::exchange(assignment_, std::nullopt);
+  push.task = assignment.task;
+  push.learning_rate = assignment.learning_rate;
+  push.chief = assignment.chief;
+  push.finished = assignment.finished;
   on_servers(gradients, [&](ServerConnection& server, const std::vector<const std::byte*>& shards) {
     auto to_server = push;
     to_server.gradients = shards;

@@ -42,15 +42,15 @@ class Client {
 
   // For checkpoints, on all servers, as ServerConnection's. `save` writes a file a server into `folder`, which all
   // processes must see, and lists them in the main file; false where a server has no cut. Throws IoError.
-  void cut(std::int64_t end, Deadline deadline) const;
+  bool cut(std::int64_t end, Deadline deadline) const;
   bool save(std::int64_t end, const std::filesystem::path& folder, Archive& main, Deadline deadline) const;
 
   // All or nothing, where the files are whole.
-  void restore(const std::string& checkpoint, Deadline deadline) const;
+  void restore(const std::string& checkpoint, std::int64_t chief, Deadline deadline) const;
 
-  // The task whose gradients are pushed next, and the learning rate in place of the optimizer's own.
-  void begin(Task task, std::optional<double> learning_rate = {});
-  void end() { task_.reset(); }
+  // The task whose gradients are pushed next. After `end` none are.
+  void begin(const Assignment& assignment) { assignment_ = assignment; }
+  void end() { assignment_.reset(); }
 
   // Gradients of whole variables, by their numbers; null where a variable took no part. `push` has its weight and
   // memory. Once for each `begin`; throws InvalidArgument without.
@@ -70,8 +70,7 @@ class Client {
   const std::vector<std::shared_ptr<ServerConnection>> connections_;
   const std::int64_t model_;
   const std::vector<std::string> states_;
-  std::optional<Task> task_;
-  std::optional<double> learning_rate_;
+  std::optional<Assignment> assignment_;
 };
 
 }  // namespace lockstep::parameter_server

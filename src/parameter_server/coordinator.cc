@@ -33,7 +33,6 @@ void Coordinator::begin(std::int64_t call, std::int64_t model, const UpdateMode&
   call_ = call;
   over_ = false;
   training_ = &trainings_.try_emplace(model, mode).first->second;
-  training_->schedule.abandon();  // what a fit left that ended by an exception
   parts_.clear();
   finished_.clear();
   for (const auto& results : uncounted) finished_.push_back({0, {results}});
@@ -138,6 +137,9 @@ Coordinator::Finished Coordinator::wait_for_begun(std::int64_t model, std::int64
 void Coordinator::resume(std::int64_t model, const UpdateMode& mode, std::int64_t step) {
   MutexLock lock(mutex_);
   auto& training = trainings_.try_emplace(model, mode).first->second;
+  if (training.schedule.finished().complete() < training.schedule.end_of_begun()) {
+    throw InvalidArgument("a checkpoint cannot be loaded while workers compute the steps of an epoch");
+  }
   training.schedule = StepSchedule(mode, step);
   training.opened.clear();
   training.saved = step;
@@ -153,14 +155,9 @@ bool Coordinator::knows(std::int64_t model) {
   return trainings_.contains(model);
 }
 
-std::int64_t Coordinator::uncounted() {
-  MutexLock lock(mutex_);
-  return static_cast<std::int64_t>(finished_.size());
-}
-
 void Coordinator::begin_steps(std::int64_t call) {
   MutexLock lock(mutex_);
-  steps_.open();
+  steps_->open();
   steps_call_ = call;
   changed_.notify_all();
 }
@@ -169,11 +166,14 @@ void Coordinator::end(std::int64_t call, std::string outcome) {
   MutexLock lock(mutex_);
   if (steps_call_ == call) {
     steps_call_.reset();
-    steps_.close();
+    steps_->close();
   }
   outcomes_[call] = std::move(outcome);
-  if (call == call_) {
+  if (call == call_ && training_ != nullptr) {
     over_ = true;
+    training_->schedule.abandon();  // what a fit leaves that has failed
+    parts_.clear();
+    failure_.clear();
     buffers_.clear();
     state_.clear();
   }
@@ -212,7 +212,7 @@ std::optional<std::string> Coordinator::start(std::int64_t call, int worker, con
 
 Assignment Coordinator::next(std::int64_t call, int worker, const std::optional<Report>& report, Deadline deadline) {
   require_worker(worker);
-  if (has_steps(call)) return steps_.next(worker, report, deadline);
+  if (has_steps(call)) return steps_->next(worker, report, deadline);
   MutexLock lock(mutex_);
   bool taken = !report;
   while (true) {
@@ -233,8 +233,10 @@ bool Coordinator::has_steps(std::int64_t call) {
 }
 
 std::optional<Assignment> Coordinator::assign(int worker) {
-  if (held_) return std::nullopt;
-  const auto task = training_->schedule.next(worker);
+  if (held_ || absent_.contains(worker)) return std::nullopt;
+  // A step that workers compute together needs them all.
+  const bool may_begin = leaving_.empty() || training_->schedule.mode().parts == 1;
+  const auto task = training_->schedule.next(worker, may_begin);
   if (!task) return std::nullopt;
   finished_before_.insert_or_assign(worker, training_->schedule.finished().count());
   const auto& [first, batch] = *std::prev(training_->opened.upper_bound(task->step));
@@ -242,10 +244,13 @@ std::optional<Assignment> Coordinator::assign(int worker) {
                     .task = *task,
                     .epoch = batch.epoch,
                     .index = batch.index + task->step - first,
-                    .learning_rate = learning_rate_};
+                    .learning_rate = learning_rate_,
+                    .chief = chief_};
 }
 
 void Coordinator::take(int worker, const Report& report) {
+  if (report.leaves) leaving_.insert(worker);
+  if (report.chief != chief_ && report.kind != Report::Kind::failed) return;
   switch (report.kind) {
     case Report::Kind::failed:
       if (failure_.empty()) failure_ = text("worker ", worker, ": ", report.error);
@@ -262,7 +267,6 @@ void Coordinator::take(int worker, const Report& report) {
 void Coordinator::collect(int worker, const Report& report) {
   const auto step = report.task.step;
   for (const auto& [number, values] : report.buffers) buffers_[worker][number] = values;
-  if (step >= training_->schedule.end_of_begun()) return;  // of a chief before this one
   const auto finished = training_->schedule.finished().count();
   if (!training_->schedule.finish(worker, report.task)) return;
   const auto before = finished_before_.find(worker);
@@ -293,6 +297,8 @@ void Coordinator::join(const Process& process) {
   MutexLock lock(mutex_);
   present_.insert(process.name);
   const bool is_new = joined_.insert(process.name).second;
+  absent_.erase(process.worker);
+  if (process.worker >= 0) steps_->set_present(process.worker);
   changed_.notify_all();
   if (is_new || !process.name.starts_with("ps")) return;
   for (const auto& [model, training] : trainings_) {
@@ -305,8 +311,12 @@ void Coordinator::leave(const Process& process) {
   MutexLock lock(mutex_);
   if (const auto found = present_.find(process.name); found != present_.end()) present_.erase(found);
   if (!has_workers()) reconnected_by_ = until_reconnected();
-  for (auto& [model, training] : trainings_) training.schedule.lose(process.worker);
-  if (process.worker >= 0) steps_.lose(process.worker);
+  if (process.worker >= 0 && !present_.contains(process.name)) {
+    absent_.insert(process.worker);
+    leaving_.erase(process.worker);
+    for (auto& [model, training] : trainings_) training.schedule.lose(process.worker);
+    steps_->lose(process.worker);
+  }
   changed_.notify_all();
 }
 

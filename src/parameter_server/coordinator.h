@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -19,9 +20,15 @@ namespace lockstep::parameter_server {
 // Any thread calls what ChiefService has; the chief's own thread the rest.
 class Coordinator final : public ChiefService {
  public:
-  // `reconnect_seconds`: how long a step may wait while no worker is connected.
-  Coordinator(int workers, double reconnect_seconds)
-      : workers_(workers), reconnect_seconds_(reconnect_seconds), steps_(workers, reconnect_seconds) {}
+  // `reconnect_seconds`: how long a step may wait while no worker is connected. `chief`: the number of this chief among
+  // those of the job, of which each was started when the one before was lost.
+  Coordinator(int workers, double reconnect_seconds, std::int64_t chief = 1)
+      : workers_(workers),
+        reconnect_seconds_(reconnect_seconds),
+        chief_(chief),
+        steps_(std::make_shared<StepQueue>(workers, reconnect_seconds, chief)) {}
+
+  std::int64_t chief() const { return chief_; }
 
   // --- the chief's thread
 
@@ -80,18 +87,15 @@ class Coordinator final : public ChiefService {
   // A checkpoint of the model has the steps below `end`: a server that is started again has these.
   void tell_saved(std::int64_t model, std::int64_t end);
 
-  // The model's next step is number `step`. Not while a fit runs that has begun.
+  // The model's next step is number `step`. Throws InvalidArgument while workers compute its steps.
   void resume(std::int64_t model, const UpdateMode& mode, std::int64_t step);
 
   // Whether the model has had a fit, or was resumed.
   bool knows(std::int64_t model);
 
-  // Steps that have finished and that nobody has waited for.
-  std::int64_t uncounted();
-
   // Begins call number `call`, in which workers compute what is scheduled in `steps`.
   void begin_steps(std::int64_t call);
-  StepQueue& steps() { return steps_; }
+  const std::shared_ptr<StepQueue>& steps() const { return steps_; }
 
   // Ends the call: workers that ask for work are told, and `outcome` is what others get as its result.
   void end(std::int64_t call, std::string outcome);
@@ -136,7 +140,8 @@ class Coordinator final : public ChiefService {
 
   const int workers_;
   const double reconnect_seconds_;
-  StepQueue steps_;
+  const std::int64_t chief_;
+  const std::shared_ptr<StepQueue> steps_;
   Mutex mutex_;
   CondVar changed_;
   std::int64_t call_ LOCKSTEP_GUARDED_BY(mutex_) = -1;  // the fit that runs, or ran last
@@ -159,6 +164,8 @@ class Coordinator final : public ChiefService {
   std::string plan_ LOCKSTEP_GUARDED_BY(mutex_), state_ LOCKSTEP_GUARDED_BY(mutex_);
   std::map<int, std::map<int, std::string>> buffers_ LOCKSTEP_GUARDED_BY(mutex_);
   std::multiset<std::string> present_ LOCKSTEP_GUARDED_BY(mutex_);            // names of processes
+  std::set<int> absent_ LOCKSTEP_GUARDED_BY(mutex_);                          // workers that have gone
+  std::set<int> leaving_ LOCKSTEP_GUARDED_BY(mutex_);                         // and that are about to
   std::set<std::string> joined_ LOCKSTEP_GUARDED_BY(mutex_);                  // that were ever present
   std::map<std::int64_t, std::string> outcomes_ LOCKSTEP_GUARDED_BY(mutex_);  // [call]
 };

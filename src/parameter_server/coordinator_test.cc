@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/expect_says_testing.h"
+#include "base/text.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::parameter_server {
@@ -17,11 +18,11 @@ Deadline now() { return Deadline::after(std::chrono::seconds(0)); }
 std::vector<double> results_of(Coordinator& chief) { return chief.wait_for_step(now())->results; }
 
 Report finished(std::int64_t step, std::vector<double> results = {1}, int part = 0) {
-  return {.kind = Report::Kind::finished, .task = {step, part}, .results = std::move(results)};
+  return {.kind = Report::Kind::finished, .task = {step, part}, .chief = 1, .results = std::move(results)};
 }
 
 Assignment given(std::int64_t step, std::int64_t epoch, std::int64_t index, int part = 0) {
-  return {.kind = Kind::task, .task = {step, part}, .epoch = epoch, .index = index};
+  return {.kind = Kind::task, .task = {step, part}, .epoch = epoch, .index = index, .chief = 1};
 }
 
 TEST(Coordinator, WorkersGetStepsWithThePlacesOfTheirBatches) {
@@ -57,7 +58,9 @@ TEST(Coordinator, DataOfUnknownLengthEndWhereAWorkerFindsNoBatch) {
   chief.next(0, 1, {}, now());
   EXPECT_EQ(chief.next(0, 0, finished(0), now()), given(2, 0, 2));
   EXPECT_EQ(chief.next(0, 1, finished(1), now()), given(3, 0, 3));
-  const auto no_batch = [](std::int64_t step) { return Report{.kind = Report::Kind::no_batch, .task = {step}}; };
+  const auto no_batch = [](std::int64_t step) {
+    return Report{.kind = Report::Kind::no_batch, .task = {step}, .chief = 1};
+  };
   EXPECT_EQ(chief.next(0, 1, no_batch(3), now()).kind, Kind::wait);
   EXPECT_EQ(chief.next(0, 0, no_batch(2), now()).kind, Kind::wait);
   EXPECT_TRUE(chief.wait_for_step(now()));
@@ -69,7 +72,9 @@ TEST(Coordinator, DataOfUnknownLengthEndWhereAWorkerFindsNoBatch) {
 
 TEST(Coordinator, ALateEndOfDataEndsNotTheNextEpoch) {
   Coordinator chief(2, 60);
-  const auto no_batch = [](std::int64_t step) { return Report{.kind = Report::Kind::no_batch, .task = {step}}; };
+  const auto no_batch = [](std::int64_t step) {
+    return Report{.kind = Report::Kind::no_batch, .task = {step}, .chief = 1};
+  };
   chief.begin(0, 0, {});
   chief.open(0, 0, -1);
   chief.next(0, 0, {}, now());
@@ -192,7 +197,7 @@ TEST(Coordinator, ACheckpointHasTheStepsThatWorkersHadBegun) {
   EXPECT_EQ(steps.uncounted, (std::vector<std::vector<double>>{{4}}));  // not step 2
 
   // Another chief goes on from there.
-  Coordinator next(2, 60);
+  Coordinator next(2, 60, 2);
   EXPECT_FALSE(next.knows(0));
   next.resume(0, {}, steps.end);
   EXPECT_TRUE(next.knows(0));
@@ -200,7 +205,12 @@ TEST(Coordinator, ACheckpointHasTheStepsThatWorkersHadBegun) {
   EXPECT_EQ(next.next(0, 1, finished(3), now()).kind, Kind::wait);  // of the chief before: it is made again
   next.open(0, 2, 7);
   EXPECT_EQ(results_of(next), std::vector<double>{4});
-  EXPECT_EQ(next.next(0, 0, {}, now()), given(2, 0, 2));
+  auto expected = given(2, 0, 2);
+  expected.chief = 2;
+  EXPECT_EQ(next.next(0, 0, {}, now()), expected);
+  next.next(0, 1, finished(2), now());  // again of the chief before
+  EXPECT_THROW(next.wait_for_step(now()), DeadlineExceeded);
+  EXPECT_THROW(next.resume(0, {}, 1), InvalidArgument);  // a step is being computed
 }
 
 TEST(Coordinator, ACheckpointWaitsForNoBatchThatTheDataDoNotHave) {
@@ -211,7 +221,7 @@ TEST(Coordinator, ACheckpointWaitsForNoBatchThatTheDataDoNotHave) {
   chief.next(0, 0, finished(0), now());
   EXPECT_EQ(chief.hold(0), 2);
   chief.release();
-  chief.next(0, 0, Report{.kind = Report::Kind::no_batch, .task = {1}}, now());
+  chief.next(0, 0, Report{.kind = Report::Kind::no_batch, .task = {1}, .chief = 1}, now());
   EXPECT_EQ(chief.wait_for_begun(0, 2, now()).end, 1);
 }
 
@@ -225,6 +235,41 @@ TEST(Coordinator, AWorkerThatLeavesGetsNoTask) {
   EXPECT_EQ(chief.next(0, 0, last, now()).kind, Kind::over);
   EXPECT_EQ(chief.hold(0), 1);
   EXPECT_EQ(chief.wait_for_begun(0, 1, now()).end, 1);
+}
+
+// It had asked for work when it was killed.
+TEST(Coordinator, AWorkerThatHasGoneGetsNoStep) {
+  Coordinator chief(2, 60);
+  for (const int worker : {0, 1}) chief.join({text("worker ", worker), worker});
+  chief.begin(0, 0, {.parts = 2, .needed = 2});
+  chief.open(0, 0, 1);
+  chief.leave({"worker 0", 0});
+  EXPECT_EQ(chief.next(0, 0, {}, now()).kind, Kind::wait);
+  for (const int part : {0, 1}) {
+    EXPECT_EQ(chief.next(0, 1, {}, now()), given(0, 0, 0, part));
+    chief.next(0, 1, finished(0, {1}, part), now());
+  }
+  EXPECT_TRUE(chief.wait_for_step(now()));
+}
+
+// All get a signal to end; what one has begun, the others complete, and nobody begins another step.
+TEST(Coordinator, WorkersThatLeaveBeginNoStepTogether) {
+  Coordinator chief(2, 60);
+  for (const int worker : {0, 1}) chief.join({text("worker ", worker), worker});
+  chief.begin(0, 0, {.parts = 2, .needed = 2});
+  chief.open(0, 0, 9);
+  chief.next(0, 0, {}, now());
+  chief.next(0, 1, {}, now());
+  EXPECT_EQ(chief.next(0, 1, finished(0, {1}, 1), now()).kind, Kind::wait);
+  auto last = finished(0, {1}, 0);
+  last.leaves = true;
+  EXPECT_EQ(chief.next(0, 0, last, now()).kind, Kind::over);
+  EXPECT_EQ(chief.next(0, 1, {}, now()).kind, Kind::wait);
+  EXPECT_EQ(chief.hold(0), 1);
+  EXPECT_EQ(chief.wait_for_begun(0, 1, now()).end, 1);
+  chief.release();
+  chief.leave({"worker 0", 0});  // the others go on
+  EXPECT_EQ(chief.next(0, 1, {}, now()), given(1, 0, 1, 0));
 }
 
 TEST(Coordinator, StalenessCountsTheStepsThatOthersFinishedMeanwhile) {

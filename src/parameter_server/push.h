@@ -29,6 +29,11 @@ struct Push {
   std::shared_ptr<const void> memory = {};
 
   std::optional<double> learning_rate = {};  // instead of the optimizer's own
+
+  // By which chief the task was given out: chiefs of a job are numbered from 1 on.
+  std::int64_t chief = 0;
+
+  std::int64_t finished = 0;  // no other push of a step below this one is on its way
 };
 
 }  // namespace lockstep::parameter_server

@@ -22,6 +22,12 @@ void ServedModels::add(std::int64_t model, std::string description, std::shared_
 void ServedModels::add_restored(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards,
                                 const std::string& checkpoint) {
   checkpoint::ShardedArchive archive(checkpoint);
+  const auto of = model_of(archive.main());
+  if (of && *of != model) {
+    throw InvalidArgument(text("the checkpoint ", checkpoint, " is of model number ", *of,
+                               " of the program, and not of ", "number ", model,
+                               ": each model needs a path of its own"));
+  }
   shards->restore(archive, steps_of(archive.main()).end);
   add(model, std::move(description), std::move(shards));
   set_written(model);
@@ -101,16 +107,25 @@ void ServedModels::wait_for(std::int64_t model, Deadline deadline) const {
   while (model > last_added_) wait(deadline, text("the server makes model number ", model));
 }
 
-void ServedModels::cut(std::int64_t model, std::int64_t end) const { shards_of(model)->cut(end); }
+bool ServedModels::cut(std::int64_t model, std::int64_t end) const {
+  {
+    MutexLock lock(mutex_);
+    if (!find(model).written) return false;
+  }
+  shards_of(model)->cut(end);
+  return true;
+}
 
 bool ServedModels::save(std::int64_t model, std::int64_t end, const std::string& file) const {
   return shards_of(model)->save(end, file);
 }
 
-void ServedModels::restore(std::int64_t model, const std::string& checkpoint, bool change) {
+void ServedModels::restore(std::int64_t model, const std::string& checkpoint, bool change, std::int64_t chief) {
   checkpoint::ShardedArchive archive(checkpoint);
   shards_of(model)->restore(archive, steps_of(archive.main()).end, change);
-  if (change) set_written(model);
+  if (!change) return;
+  shards_of(model)->set_chief(chief);
+  set_written(model);
 }
 
 std::vector<std::size_t> ServedModels::shard_bytes(std::int64_t model) const {

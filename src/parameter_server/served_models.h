@@ -26,16 +26,16 @@ class ServedModels {
   void drop(std::int64_t model);
 
   // The same for a model that this server had before it was started again, as a checkpoint has it. Throws as
-  // ShardStore::restore.
+  // ShardStore::restore, and InvalidArgument where the checkpoint is of another model of the program.
   void add_restored(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards,
                     const std::string& checkpoint);
 
   // As ServerConnection's; by the process `user`.
   void open(std::int64_t model, const std::string& user, const std::string& description, Deadline deadline);
   void push(std::int64_t model, Push push) const;
-  void cut(std::int64_t model, std::int64_t end) const;
+  bool cut(std::int64_t model, std::int64_t end) const;
   bool save(std::int64_t model, std::int64_t end, const std::string& file) const;
-  void restore(std::int64_t model, const std::string& checkpoint, bool change);
+  void restore(std::int64_t model, const std::string& checkpoint, bool change, std::int64_t chief);
   void pull(std::int64_t model, std::span<std::byte* const> shards, Deadline deadline) const;
   void write(std::int64_t model, std::span<const std::byte* const> shards);
 

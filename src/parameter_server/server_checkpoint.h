@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 
 #include "lockstep/checkpoint/checkpoint.h"
@@ -12,12 +13,17 @@
 namespace lockstep::parameter_server {
 
 // Writes the checkpoint of the moment between two steps that comes next: workers go on meanwhile. `own_state()`: what
-// the chief has beside the shards. Replaces the checkpoint at `path` whole or not at all. Throws as wait_for_step, what
+// the chief has beside the shards. `write_values()` writes those of a model that has not been trained, where a server
+// has lost them. Replaces the checkpoint at `path` whole or not at all. Throws as wait_for_step, what
 // calls to servers throw, and IoError.
 void write_checkpoint(Coordinator& coordinator, const Client& client, const std::string& path,
-                      const std::function<Archive()>& own_state, Deadline deadline);
+                      const std::function<Archive()>& own_state, const std::function<void()>& write_values,
+                      Deadline deadline);
 
 // Where the steps of a checkpoint end; also of one that was made without servers.
 Coordinator::Finished steps_of(const Archive& main);
+
+// Its number among the models of the program; nothing where it was made without servers.
+std::optional<std::int64_t> model_of(const Archive& main);
 
 }  // namespace lockstep::parameter_server

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <sstream>
+#include <thread>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -16,7 +17,8 @@
 namespace lockstep::parameter_server {
 namespace {
 
-constexpr std::chrono::seconds kToEnd(5);
+constexpr std::chrono::seconds kToEnd(5), kToRead(5);
+constexpr std::chrono::milliseconds kBetweenReads(100);
 
 // In the store, what is known of a model: nothing, one of these, or the path of its last checkpoint.
 constexpr const char* kWritten = "has first values";
@@ -75,10 +77,6 @@ std::string description_of(const std::vector<VariableSpec>& variables, const std
   return out.str();
 }
 
-}  // namespace
-
-namespace {
-
 bool is_failure(const std::string& outcome) { return !outcome.starts_with("1"); }
 
 std::string result_of(const std::string& outcome) {
@@ -101,9 +99,11 @@ ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions option
       }()),
       access_(store_.access()) {
   const auto deadline = Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds));
-  if (roles_.mine == Role::ps)
-    models_ = std::make_shared<ServedModels>(1 + others_of(roles_) - roles_.servers);
-  if (is_chief()) coordinator_ = std::make_shared<Coordinator>(roles_.workers, options_.reconnect_timeout_seconds);
+  if (roles_.mine == Role::ps) models_ = std::make_shared<ServedModels>(1 + others_of(roles_) - roles_.servers);
+  if (is_chief()) {
+    const auto number = store_.add("chiefs", 1, deadline);
+    coordinator_ = std::make_shared<Coordinator>(roles_.workers, options_.reconnect_timeout_seconds, number);
+  }
   Entry entry{.host = cluster.world.host};
   if (models_ || coordinator_) {
     const auto host = cluster::host_of(store_.address(), "the store's address");
@@ -111,7 +111,6 @@ ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions option
     endpoint_ = engine_.serve(transport::with_port(address, 0), access_, {models_, coordinator_});
     entry.address = endpoint_->address();
   }
-  if (is_chief()) restarted_ = store_.add("chiefs", 1, deadline) > 1;
   store_.set(key_of(roles_.mine, roles_.index), print(entry), deadline);
   wait_for_all(deadline);
   if (!is_chief()) {
@@ -232,19 +231,34 @@ std::shared_ptr<void> ServerCluster::serve_model(std::int64_t number, const std:
                                                  const std::function<std::shared_ptr<ShardStore>()>& make) {
   const auto known = find_in_store(key_of_model(number));
   if (known == kDropped) return nullptr;  // the program has gone past it
-  if (known == kTrained || known == kWritten) {
-    throw ClusterError(text("ps ", roles_.index, " was started again, and there is no checkpoint from which to restore ",
+  if (known == kTrained) {
+    throw ClusterError(text("ps ", roles_.index,
+                            " was started again, and there is no checkpoint from which to restore ",
                             "its shards of model number ", number,
                             ": give fit the callback BackupAndRestore, or ModelCheckpoint without save_weights_only"));
   }
-  if (known.empty()) {
+  if (known.empty() || known == kWritten) {  // the chief will write its values (again)
     models_->add(number, description, make());
   } else {
-    models_->add_restored(number, description, make(), known);
+    restore_model(number, description, make);
     log_warning(text("ps ", roles_.index, " was started again: its shards of model number ", number, " are those of ",
                      "the checkpoint ", known));
   }
   return {nullptr, [models = models_, number](void*) { models->drop(number); }};
+}
+
+// The chief may be replacing the checkpoint.
+void ServerCluster::restore_model(std::int64_t number, const std::string& description,
+                                  const std::function<std::shared_ptr<ShardStore>()>& make) {
+  const auto deadline = Deadline::after(kToRead);
+  while (true) {
+    try {
+      return models_->add_restored(number, description, make(), find_in_store(key_of_model(number)));
+    } catch (const IoError&) {
+      if (deadline.passed()) throw;
+    }
+    std::this_thread::sleep_for(kBetweenReads);
+  }
 }
 
 // Until the chief has no use for the model any more.
@@ -257,12 +271,21 @@ std::shared_ptr<void> ServerCluster::keep_for_restarts(std::int64_t number) cons
           }};
 }
 
-void ServerCluster::tell_training(const Client& model) {
-  store_.compare_set(key_of_model(model.model()), kWritten, kTrained, reconnect_deadline());
+bool ServerCluster::tell_training(const Client& model) {
+  return store_.compare_set(key_of_model(model.model()), kWritten, kTrained, reconnect_deadline()) == kTrained;
+}
+
+std::optional<std::string> ServerCluster::last_checkpoint(const Client& model) const {
+  auto known = find_in_store(key_of_model(model.model()));
+  if (known.empty() || known == kWritten || known == kTrained || known == kDropped) return std::nullopt;
+  return known;
 }
 
 bool ServerCluster::claims_first_values(const Client& model) {
-  return store_.compare_set(key_of_model(model.model()), "", kWritten, reconnect_deadline()) == kWritten;
+  const auto known = store_.compare_set(key_of_model(model.model()), "", kWritten, reconnect_deadline());
+  if (known != kWritten) return false;
+  if (!coordinator_->knows(model.model())) coordinator_->resume(model.model(), mode(), 0);
+  return true;
 }
 
 void ServerCluster::tell_checkpoint(const Client& model, const std::string& path) {
@@ -277,18 +300,18 @@ void ServerCluster::require_known(const Client& model) const {
 }
 
 bool ServerCluster::was_trained(const Client& model) const {
-  if (!restarted_ || coordinator_->knows(model.model())) return false;
+  if (!restarted() || coordinator_->knows(model.model())) return false;
   const auto known = find_in_store(key_of_model(model.model()));
   return !known.empty() && known != kWritten;
 }
 
 void ServerCluster::end(std::int64_t call, const std::string& outcome) {
-  coordinator_->end(call, outcome);
   if (outcome.size() <= kLongestStored) store_.set(key_of_outcome(call), outcome, reconnect_deadline());
+  coordinator_->end(call, outcome);
 }
 
 std::optional<std::string> ServerCluster::outcome_before_restart(std::int64_t call) {
-  if (!restarted_) return std::nullopt;
+  if (!restarted()) return std::nullopt;
   const auto outcome = find_in_store(key_of_outcome(call));
   if (outcome.empty()) return std::nullopt;
   coordinator_->end(call, outcome);
@@ -296,8 +319,9 @@ std::optional<std::string> ServerCluster::outcome_before_restart(std::int64_t ca
 }
 
 void ServerCluster::once(const std::function<void()>& act) {
+  if (!is_chief()) return;
   const auto key = text("act ", acts_++);
-  if (restarted_ && !find_in_store(key).empty()) return;
+  if (restarted() && !find_in_store(key).empty()) return;
   act();
   store_.set(key, "done", reconnect_deadline());
 }

@@ -50,17 +50,21 @@ class ServerCluster {
   // models in the same order. The chief's returns when all servers have the model.
   std::shared_ptr<Client> make_model(const std::vector<VariableSpec>& variables, const Optimizer& optimizer);
 
-  // The chief's, before the first fit of a model: true where it has to write the values, since a server that was started
-  // again before does not have them. From then on such a server restores its shards from the last checkpoint.
+  // The chief's, before the first fit of a model: true where it has to write the values, since a server that was
+  // started again before does not have them. From then on such a server restores its shards from the last checkpoint.
   bool claims_first_values(const Client& model);
 
-  // When workers begin to train it, and when a checkpoint of it has been written.
-  void tell_training(const Client& model);
+  // When workers begin to train it: true the first time, unless there is a checkpoint of it. And when a checkpoint of
+  // it has been written.
+  bool tell_training(const Client& model);
   void tell_checkpoint(const Client& model, const std::string& path);
+  std::optional<std::string> last_checkpoint(const Client& model) const;
 
-  // Whether this is a chief that was started again; and whether the one before it had trained the model, whose steps
-  // this one does not know before it has loaded a checkpoint.
-  bool restarted() const { return restarted_; }
+  // Whether this is a chief that was started again.
+  bool restarted() const { return is_chief() && coordinator_->chief() > 1; }
+
+  // Whether a chief before this one has trained the model, and this one has not loaded a checkpoint of it yet: it does
+  // not know the model's steps.
   bool was_trained(const Client& model) const;
 
   // Throws ClusterError where it was.
@@ -75,7 +79,7 @@ class ServerCluster {
   // What the call returned on a chief before this one. Throws as `outcome`.
   std::optional<std::string> outcome_before_restart(std::int64_t call);
 
-  // act(), unless a chief before this one did it at the same place in the program.
+  // The chief's act(), unless a chief before this one did it at the same place in the program.
   void once(const std::function<void()>& act);
 
   Coordinator& coordinator() { return *coordinator_; }  // of the chief
@@ -94,6 +98,8 @@ class ServerCluster {
   std::string find_in_store(const std::string& key) const;
   std::shared_ptr<void> serve_model(std::int64_t number, const std::string& description,
                                     const std::function<std::shared_ptr<ShardStore>()>& make);
+  void restore_model(std::int64_t number, const std::string& description,
+                     const std::function<std::shared_ptr<ShardStore>()>& make);
   std::shared_ptr<void> keep_for_restarts(std::int64_t number) const;
   void wait_for_all(Deadline deadline);
 
@@ -108,7 +114,6 @@ class ServerCluster {
   std::shared_ptr<ChiefConnection> chief_;
   Place place_;
   std::int64_t models_made_ = 0, calls_ = 0, acts_ = 0;
-  bool restarted_ = false;     // a chief that is not the first of the job
   bool chief_failed_ = false;  // in the last call
   const int exceptions_ = std::uncaught_exceptions();
 };

@@ -43,12 +43,15 @@ class ServerConnection {
   // Replaces the values. Optimizer state stays.
   virtual void write(std::span<const std::byte* const> shards, Deadline deadline) = 0;
 
-  // As ShardStore's, for checkpoints in files that the server reads and writes itself. `save` is false also where the
-  // server was started again after the cut.
-  virtual void cut(std::int64_t end, Deadline deadline) = 0;
+  // As ShardStore's, for checkpoints in files that the server reads and writes itself. `cut` is false where the server
+  // was started again and has no values yet; `save` also where it was started again after the cut. From `restore` on,
+  // pushes of chiefs before number `chief` are ignored.
+  virtual bool cut(std::int64_t end, Deadline deadline) = 0;
   virtual bool save(std::int64_t end, const std::string& file, Deadline deadline) = 0;
-  virtual void restore(const std::string& checkpoint, bool change, Deadline deadline) = 0;
+  virtual void restore(const std::string& checkpoint, bool change, std::int64_t chief, Deadline deadline) = 0;
 };
+
+inline constexpr std::size_t kLongestOutput = std::size_t{256} << 20;  // bytes that a scheduled step may return
 
 // What the chief answers a worker that asks for work.
 struct Assignment {
@@ -56,6 +59,7 @@ struct Assignment {
   Task task;
   std::int64_t epoch = 0, index = 0;  // where the task's batch lies in the data
   std::optional<double> learning_rate = {};
+  std::int64_t chief = 0, finished = 0;  // Push's
 
   // Of a step that a program has scheduled (ClusterCoordinator): its name, and an archive (checkpoint/safetensors.h).
   std::string function = {}, arguments = {};
@@ -67,6 +71,7 @@ struct Assignment {
 struct Report {
   enum class Kind { finished, no_batch, failed } kind = Kind::finished;  // no_batch: the epoch's data end before it
   Task task;
+  std::int64_t chief = 0;                   // that gave it out
   std::vector<double> results = {};         // to be summed over the parts of a step
   std::map<int, std::string> buffers = {};  // the worker's own values of the model's buffers that changed, by number
   std::string output = {};                  // of a scheduled step: an archive

@@ -78,6 +78,11 @@ void Shard::update(const Data& data, std::span<const std::byte* const> gradients
                                   {sources, std::span(&values, 1), state, count_});
 }
 
+void Shard::close_below(std::int64_t end) {
+  MutexLock lock(mutex_);
+  data_.applied.close_below(end);
+}
+
 std::int64_t Shard::read(std::byte* values) const {
   MutexLock lock(mutex_);
   std::memcpy(values, data_.values.get(), bytes());
@@ -102,7 +107,7 @@ void Shard::cut(std::int64_t end) {
   };
   MutexLock lock(mutex_);
   cut_.reset();  // before there is another copy
-  cut_.emplace(end, Data{.values = copy(data_.values), .state = {}, .applied = data_.applied});
+  cut_ = Cut{end, Data{.values = copy(data_.values), .state = {}, .applied = data_.applied}};
   for (const auto& memory : data_.state) cut_->data.state.push_back(copy(memory));
 }
 
@@ -111,7 +116,7 @@ std::optional<Shard::State> Shard::take_cut(std::int64_t end) {
   {
     MutexLock lock(mutex_);
     cut = std::exchange(cut_, std::nullopt);
-    if (cut) data_.applied.add_below(end);
+    if (cut) data_.applied.close_below(end);
   }
   if (!cut) return std::nullopt;
   const auto bytes_of = [this](const Memory& memory) { return std::vector(memory.get(), memory.get() + bytes()); };

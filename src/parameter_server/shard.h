@@ -35,6 +35,9 @@ class Shard {
   bool apply(std::int64_t step, std::span<const std::byte* const> gradients, double divide_by,
              std::optional<double> learning_rate = {});
 
+  // No step below `end` comes any more, but those that have been applied.
+  void close_below(std::int64_t end);
+
   // Copies the values, as some number of whole updates left them, and returns that number.
   std::int64_t read(std::byte* values) const;
 

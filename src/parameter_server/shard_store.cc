@@ -38,6 +38,10 @@ void ShardStore::check(const Push& push) const {
 
 void ShardStore::push(Push push) {
   check(push);
+  if (push.chief < chief_) return;
+  if (push.finished > 0) {
+    for (const auto& shard : shards_) shard->close_below(push.finished);
+  }
   if (mode_.parts == 1) return apply({&push, 1});
   if (push.memory == nullptr) keep_gradients(push);
   MutexLock lock(mutex_);  // also while it is applied: who gets an answer may read the values of this step
@@ -70,6 +74,8 @@ void ShardStore::apply(std::span<const Push> parts) {
     shards_[i]->apply(parts[0].task.step, gradients, weight, parts[0].learning_rate);
   }
 }
+
+void ShardStore::set_chief(std::int64_t chief) { chief_ = chief; }
 
 void ShardStore::cut(std::int64_t end) {
   for (const auto& shard : shards_) shard->cut(end);

@@ -1,6 +1,7 @@
 // All shards of one model on one server.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <span>
 #include <string>
@@ -29,7 +30,8 @@ class ShardStore {
 
   // Updates each shard that the step has not updated yet by the push's gradients, divided by its weight. With several
   // parts: once enough have come, by those of all, added in the order of parts and divided by the sum of their weights.
-  // A push may be repeated. Throws InvalidArgument for one that does not fit.
+  // A push may be repeated; one that a chief before the present one asked for is ignored. Throws InvalidArgument for
+  // one that does not fit.
   void push(Push push);
 
   // A moment that a checkpoint keeps: the steps below `end`, of which some may still be pushed, and no others.
@@ -44,6 +46,9 @@ class ShardStore {
   // nothing has changed.
   void restore(checkpoint::ShardedArchive& archive, std::int64_t end, bool change = true);
 
+  // From now on pushes of chiefs before this one are ignored.
+  void set_chief(std::int64_t chief);
+
  private:
   void check(const Push& push) const;
   void keep_gradients(Push& push) const;
@@ -55,6 +60,7 @@ class ShardStore {
   std::vector<std::unique_ptr<Shard>> shards_;
   Mutex mutex_;
   StepParts parts_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::atomic<std::int64_t> chief_ = 0;
 };
 
 }  // namespace lockstep::parameter_server

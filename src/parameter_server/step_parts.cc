@@ -21,7 +21,7 @@ void StepParts::complete(std::int64_t step) {
 
 void StepParts::complete_below(std::int64_t end) {
   incomplete_.erase(incomplete_.begin(), incomplete_.lower_bound(end));
-  complete_.add_below(end);
+  complete_.close_below(end);
 }
 
 }  // namespace lockstep::parameter_server

@@ -31,28 +31,32 @@ void StepQueue::cancel_from(std::int64_t step) {
   changed_.notify_all();
 }
 
-// Waits once.
-void StepQueue::wait(Deadline deadline, const char* for_what) {
+StepQueue::Waiting StepQueue::begin_wait(double timeout) const {
+  return {timeout, schedule_.finished().count(), Deadline::after(std::chrono::duration<double>(timeout))};
+}
+
+void StepQueue::wait_once(Waiting& waiting, const char* for_what) {
   if (present_.empty() && reconnected_by_.passed()) {
-    throw ClusterError(text("all workers are lost: none has connected for ", reconnect_seconds_, " s"));
+    throw ClusterError(text("all workers are lost: none has been connected for ", reconnect_seconds_, " s"));
   }
-  const auto until = present_.empty() && reconnected_by_.time() < deadline.time() ? reconnected_by_ : deadline;
-  changed_.wait_until(mutex_, until.time());
-  if (deadline.passed()) throw DeadlineExceeded(for_what, deadline.waited());
+  if (waiting.finished != schedule_.finished().count()) waiting = begin_wait(waiting.timeout);
+  if (waiting.deadline.passed()) throw DeadlineExceeded(for_what, waiting.deadline.waited());
+  const bool reconnecting = present_.empty() && reconnected_by_.time() < waiting.deadline.time();
+  changed_.wait_until(mutex_, (reconnecting ? reconnected_by_ : waiting.deadline).time());
 }
 
 void StepQueue::throw_failure() {
   if (const auto failure = std::exchange(failure_, std::nullopt)) throw Error(*failure);
 }
 
-std::shared_ptr<StepResult> StepQueue::schedule(std::string name, std::string arguments, Deadline deadline) {
+std::shared_ptr<StepResult> StepQueue::schedule(std::string name, std::string arguments, double timeout) {
   MutexLock lock(mutex_);
   if (!open_) throw InvalidArgument("schedule: steps can be scheduled on the chief, in ClusterCoordinator::run, alone");
   throw_failure();
-  while (pending_.size() >= kMostPending * static_cast<std::size_t>(workers_)) {
-    wait(deadline, "waiting for workers, which have many scheduled steps before them");
-    throw_failure();
-  }
+  const auto most = kMostPending * static_cast<std::size_t>(workers_);
+  auto waiting = begin_wait(timeout);
+  while (pending_.size() >= most && !failure_) wait_once(waiting, "waiting for workers, which have many steps to do");
+  throw_failure();
   const auto result = std::make_shared<StepResult>();
   pending_[schedule_.scheduled()] = {std::move(name), std::move(arguments), result};
   schedule_.add(1);
@@ -60,9 +64,10 @@ std::shared_ptr<StepResult> StepQueue::schedule(std::string name, std::string ar
   return result;
 }
 
-void StepQueue::join(Deadline deadline) {
+void StepQueue::join(double timeout) {
   MutexLock lock(mutex_);
-  while (!pending_.empty()) wait(deadline, "waiting for the scheduled steps");
+  auto waiting = begin_wait(timeout);
+  while (!pending_.empty()) wait_once(waiting, "waiting for a scheduled step to finish");
   throw_failure();
 }
 
@@ -71,9 +76,10 @@ bool StepQueue::done() {
   return pending_.empty();
 }
 
-std::string StepQueue::fetch(const StepResult& result, Deadline deadline) {
+std::string StepQueue::fetch(const StepResult& result, double timeout) {
   MutexLock lock(mutex_);
-  while (result.state == StepResult::State::pending) wait(deadline, "waiting for a scheduled step");
+  auto waiting = begin_wait(timeout);
+  while (result.state == StepResult::State::pending) wait_once(waiting, "waiting for a scheduled step to finish");
   if (result.state == StepResult::State::done) return result.text;
   if (result.state == StepResult::State::failed) throw Error(result.text);
   throw Aborted("the step was cancelled, since another one failed or the program ended before it");
@@ -81,12 +87,16 @@ std::string StepQueue::fetch(const StepResult& result, Deadline deadline) {
 
 Assignment StepQueue::next(int worker, const std::optional<Report>& report, Deadline deadline) {
   MutexLock lock(mutex_);
-  present_.insert(worker);
-  if (report) take(worker, *report);
-  while (open_ && !(report && report->leaves)) {
-    if (const auto task = schedule_.next(worker)) {
+  if (report && report->chief == chief_) take(worker, *report);
+  while (open_) {
+    if (const auto task = present_.contains(worker) ? schedule_.next(worker) : std::nullopt) {
       const auto& step = pending_.at(task->step);
-      return {.kind = Assignment::Kind::task, .task = *task, .function = step.name, .arguments = step.arguments};
+      return {.kind = Assignment::Kind::task,
+              .task = *task,
+              .chief = chief_,
+              .finished = schedule_.finished().complete(),
+              .function = step.name,
+              .arguments = step.arguments};
     }
     if (changed_.wait_until(mutex_, deadline.time()) == std::cv_status::timeout) {
       return {.kind = Assignment::Kind::wait};
@@ -95,21 +105,28 @@ Assignment StepQueue::next(int worker, const std::optional<Report>& report, Dead
   return {.kind = Assignment::Kind::over};
 }
 
-// Another worker may have finished the step, and a chief before this one may have given it out.
+// Another worker may have finished the step.
 void StepQueue::take(int worker, const Report& report) {
-  if (report.task.step >= schedule_.end_of_begun() || !schedule_.finish(worker, report.task)) return;
+  if (!schedule_.finish(worker, report.task)) return;
   const auto pending = pending_.find(report.task.step);
   auto& result = *pending->second.result;
   if (report.kind == Report::Kind::finished) {
     result = {StepResult::State::done, report.output};
   } else {
-    result = {StepResult::State::failed, text("worker ", worker, " in the step \"", pending->second.name, "\": ", report.error)};
+    result = {StepResult::State::failed,
+              text("worker ", worker, " in the step \"", pending->second.name, "\": ", report.error)};
     if (!failure_) failure_ = result.text;
     const auto begun = schedule_.end_of_begun();
     schedule_.end_before(begun);
     cancel_from(begun);
   }
   pending_.erase(report.task.step);
+  changed_.notify_all();
+}
+
+void StepQueue::set_present(int worker) {
+  MutexLock lock(mutex_);
+  present_.insert(worker);
   changed_.notify_all();
 }
 

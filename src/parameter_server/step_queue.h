@@ -20,11 +20,13 @@ struct StepResult {
   std::string text;  // done: what the step returned; failed: why
 };
 
-// Any thread. Calls that wait throw DeadlineExceeded, and ClusterError where no worker has been there for
-// `reconnect_seconds`.
+// Any thread. Calls that wait throw DeadlineExceeded where no step has finished for `timeout` seconds, and ClusterError
+// where no worker has been connected for `reconnect_seconds`.
 class StepQueue {
  public:
-  StepQueue(int workers, double reconnect_seconds) : workers_(workers), reconnect_seconds_(reconnect_seconds) {}
+  // `chief`: as Coordinator's.
+  StepQueue(int workers, double reconnect_seconds, std::int64_t chief = 1)
+      : workers_(workers), reconnect_seconds_(reconnect_seconds), chief_(chief) {}
 
   // --- the chief's program
 
@@ -33,20 +35,21 @@ class StepQueue {
   void close();
 
   // Waits while kMostPending steps a worker have not finished. Throws as `join` where a step has failed.
-  std::shared_ptr<StepResult> schedule(std::string name, std::string arguments, Deadline deadline);
+  std::shared_ptr<StepResult> schedule(std::string name, std::string arguments, double timeout);
   static constexpr std::size_t kMostPending = 256;
 
   // Waits until all have finished. Where one failed since the last time that this threw: the steps that no worker had
   // begun are cancelled, and it throws Error with the first failure.
-  void join(Deadline deadline);
+  void join(double timeout);
   bool done();
 
   // What the step returned: waits for it. Throws Error with the step's own, and Aborted where it was cancelled.
-  std::string fetch(const StepResult& result, Deadline deadline);
+  std::string fetch(const StepResult& result, double timeout);
 
   // --- for workers, as ChiefService's
 
   Assignment next(int worker, const std::optional<Report>& report, Deadline deadline);
+  void set_present(int worker);
   void lose(int worker);
 
  private:
@@ -57,17 +60,25 @@ class StepQueue {
   void take(int worker, const Report& report) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   void cancel_from(std::int64_t step) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   void throw_failure() LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
-  void wait(Deadline deadline, const char* for_what) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  // A wait that may last as long as steps finish.
+  struct Waiting {
+    double timeout = 0;
+    std::int64_t finished = 0;
+    Deadline deadline;
+  };
+  Waiting begin_wait(double timeout) const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  void wait_once(Waiting& waiting, const char* for_what) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
 
   const int workers_;
   const double reconnect_seconds_;
+  const std::int64_t chief_;
   Mutex mutex_;
   CondVar changed_;
   bool open_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   StepSchedule schedule_ LOCKSTEP_GUARDED_BY(mutex_) = StepSchedule({});
   std::map<std::int64_t, Pending> pending_ LOCKSTEP_GUARDED_BY(mutex_);  // [step]
   std::optional<std::string> failure_ LOCKSTEP_GUARDED_BY(mutex_);       // the first that nobody was told of
-  std::set<int> present_ LOCKSTEP_GUARDED_BY(mutex_);                    // workers
+  std::set<int> present_ LOCKSTEP_GUARDED_BY(mutex_);                    // workers that are connected
   Deadline reconnected_by_ LOCKSTEP_GUARDED_BY(mutex_) = Deadline::never();
 };
 

@@ -14,99 +14,118 @@ using Kind = Assignment::Kind;
 
 Deadline now() { return Deadline::after(std::chrono::seconds(0)); }
 Deadline soon() { return Deadline::after(std::chrono::seconds(30)); }
+constexpr double kNow = 0, kSoon = 30;
 
 Report finished(std::int64_t step, const std::string& output = "") {
-  return {.kind = Report::Kind::finished, .task = {step}, .output = output};
+  return {.kind = Report::Kind::finished, .task = {step}, .chief = 1, .output = output};
 }
-Report failed(std::int64_t step) { return {.kind = Report::Kind::failed, .task = {step}, .error = "why"}; }
+Report failed(std::int64_t step) { return {.kind = Report::Kind::failed, .task = {step}, .chief = 1, .error = "why"}; }
 
 TEST(StepQueue, GivesOutWhatIsScheduledAndKeepsItsResults) {
   StepQueue queue(2, 60);
+  for (const int worker : {0, 1}) queue.set_present(worker);
   EXPECT_EQ(queue.next(0, {}, now()).kind, Kind::over);
-  EXPECT_THROW(queue.schedule("a", "", now()), InvalidArgument);
+  EXPECT_THROW(queue.schedule("a", "", kNow), InvalidArgument);
   queue.open();
   EXPECT_EQ(queue.next(0, {}, now()).kind, Kind::wait);
-  const auto first = queue.schedule("a", "1", now()), second = queue.schedule("b", "2", now());
-  EXPECT_EQ(queue.next(0, {}, now()), (Assignment{.kind = Kind::task, .task = {0}, .function = "a", .arguments = "1"}));
-  EXPECT_EQ(queue.next(1, {}, now()), (Assignment{.kind = Kind::task, .task = {1}, .function = "b", .arguments = "2"}));
+  const auto first = queue.schedule("a", "1", kNow), second = queue.schedule("b", "2", kNow);
+  EXPECT_EQ(queue.next(0, {}, now()),
+            (Assignment{.kind = Kind::task, .task = {0}, .chief = 1, .function = "a", .arguments = "1"}));
+  EXPECT_EQ(queue.next(1, {}, now()),
+            (Assignment{.kind = Kind::task, .task = {1}, .chief = 1, .function = "b", .arguments = "2"}));
   EXPECT_FALSE(queue.done());
-  EXPECT_THROW(queue.join(now()), DeadlineExceeded);
+  EXPECT_THROW(queue.join(kNow), DeadlineExceeded);
   queue.next(1, finished(1, "result"), now());
   queue.next(1, finished(1, "again"), now());
-  EXPECT_EQ(queue.fetch(*second, now()), "result");
-  EXPECT_THROW(queue.fetch(*first, now()), DeadlineExceeded);
+  EXPECT_EQ(queue.fetch(*second, kNow), "result");
+  EXPECT_THROW(queue.fetch(*first, kNow), DeadlineExceeded);
   queue.next(0, finished(0), now());
   EXPECT_TRUE(queue.done());
-  queue.join(now());
+  queue.join(kNow);
   queue.close();
   EXPECT_EQ(queue.next(0, {}, now()).kind, Kind::over);
 }
 
 TEST(StepQueue, ALostWorkersStepIsGivenToAnother) {
   StepQueue queue(2, 60);
+  for (const int worker : {0, 1}) queue.set_present(worker);
   queue.open();
-  const auto result = queue.schedule("a", "", now());
+  const auto result = queue.schedule("a", "", kNow);
   queue.next(0, {}, now());
   EXPECT_EQ(queue.next(1, {}, now()).kind, Kind::wait);
   queue.lose(0);
+  EXPECT_EQ(queue.next(0, {}, now()).kind, Kind::wait);  // of a call that the lost worker had made
   EXPECT_EQ(queue.next(1, {}, now()).task.step, 0);
   queue.next(0, finished(0, "of the lost one"), now());  // it was slow
   queue.next(1, finished(0, "of the other"), now());
-  EXPECT_EQ(queue.fetch(*result, now()), "of the lost one");
+  EXPECT_EQ(queue.fetch(*result, kNow), "of the lost one");
 }
 
 TEST(StepQueue, AFailureCancelsWhatNobodyHasBegunAndIsToldOnce) {
   StepQueue queue(2, 60);
+  for (const int worker : {0, 1}) queue.set_present(worker);
   queue.open();
-  const auto first = queue.schedule("a", "", now()), second = queue.schedule("a", "", now());
-  const auto third = queue.schedule("a", "", now());
+  const auto first = queue.schedule("a", "", kNow), second = queue.schedule("a", "", kNow);
+  const auto third = queue.schedule("a", "", kNow);
   queue.next(0, {}, now());
   queue.next(1, {}, now());
   EXPECT_EQ(queue.next(0, failed(0), now()).kind, Kind::wait);
-  EXPECT_THROW(queue.fetch(*third, now()), Aborted);
-  EXPECT_THROW(queue.join(now()), DeadlineExceeded);  // the second one is being computed
+  EXPECT_THROW(queue.fetch(*third, kNow), Aborted);
+  EXPECT_THROW(queue.join(kNow), DeadlineExceeded);  // the second one is being computed
   queue.next(1, finished(1, "x"), now());
-  expect_says(message_of<Error>([&] { queue.join(now()); }), "worker 0 in the step \"a\": why");
-  queue.join(now());
-  EXPECT_EQ(queue.fetch(*second, now()), "x");
-  expect_says(message_of<Error>([&] { queue.fetch(*first, now()); }), "why");
-  const auto next = queue.schedule("b", "", now());  // no number comes twice
+  expect_says(message_of<Error>([&] { queue.join(kNow); }), "worker 0 in the step \"a\": why");
+  queue.join(kNow);
+  EXPECT_EQ(queue.fetch(*second, kNow), "x");
+  expect_says(message_of<Error>([&] { queue.fetch(*first, kNow); }), "why");
+  const auto next = queue.schedule("b", "", kNow);  // no number comes twice
   EXPECT_EQ(queue.next(0, {}, now()).task.step, 2);
   queue.next(0, failed(2), now());
-  expect_says(message_of<Error>([&] { queue.schedule("b", "", now()); }), "in the step \"b\"");
+  expect_says(message_of<Error>([&] { queue.schedule("b", "", kNow); }), "in the step \"b\"");
 }
 
 TEST(StepQueue, NumbersOfStepsGoOnAfterAnEnd) {
   StepQueue queue(1, 60);
+  queue.set_present(0);
   queue.open();
-  const auto begun = queue.schedule("a", "", now()), waiting = queue.schedule("a", "", now());
+  const auto begun = queue.schedule("a", "", kNow), waiting = queue.schedule("a", "", kNow);
   queue.next(0, {}, now());
   queue.close();
-  EXPECT_THROW(queue.fetch(*begun, now()), Aborted);
-  EXPECT_THROW(queue.fetch(*waiting, now()), Aborted);
+  EXPECT_THROW(queue.fetch(*begun, kNow), Aborted);
+  EXPECT_THROW(queue.fetch(*waiting, kNow), Aborted);
   queue.open();
-  queue.schedule("b", "", now());
+  queue.schedule("b", "", kNow);
   EXPECT_EQ(queue.next(0, finished(0), now()).task.step, 1);
+}
+
+TEST(StepQueue, AReportOfAnotherChiefsStepIsIgnored) {
+  StepQueue queue(1, 60, 2);
+  queue.set_present(0);
+  queue.open();
+  const auto result = queue.schedule("a", "", kNow);
+  EXPECT_EQ(queue.next(0, {}, now()).chief, 2);
+  EXPECT_EQ(queue.next(0, finished(0, "of the first chief"), now()).task.step, 0);
+  EXPECT_THROW(queue.fetch(*result, kNow), DeadlineExceeded);
 }
 
 TEST(StepQueue, SchedulingWaitsForWorkersThatHaveMuchToDo) {
   StepQueue queue(1, 60);
+  queue.set_present(0);
   queue.open();
-  for (std::size_t i = 0; i < StepQueue::kMostPending; ++i) queue.schedule("a", "", now());
-  EXPECT_THROW(queue.schedule("a", "", now()), DeadlineExceeded);
+  for (std::size_t i = 0; i < StepQueue::kMostPending; ++i) queue.schedule("a", "", kNow);
+  EXPECT_THROW(queue.schedule("a", "", kNow), DeadlineExceeded);
   std::jthread worker([&] {
     queue.next(0, {}, soon());
     queue.next(0, finished(0), soon());
   });
-  queue.schedule("a", "", soon());
+  queue.schedule("a", "", kSoon);
 }
 
 TEST(StepQueue, WithoutAWorkerNothingWaitsForever) {
   StepQueue queue(1, 0);
   queue.open();
-  const auto result = queue.schedule("a", "", now());
-  expect_says(message_of<ClusterError>([&] { queue.join(soon()); }), "all workers are lost");
-  expect_says(message_of<ClusterError>([&] { queue.fetch(*result, soon()); }), "all workers are lost");
+  const auto result = queue.schedule("a", "", kNow);
+  expect_says(message_of<ClusterError>([&] { queue.join(kSoon); }), "all workers are lost");
+  expect_says(message_of<ClusterError>([&] { queue.fetch(*result, kSoon); }), "all workers are lost");
 }
 
 }  // namespace

@@ -43,12 +43,12 @@ std::optional<Task> StepSchedule::first_free() const {
   return std::nullopt;
 }
 
-std::optional<Task> StepSchedule::next(int worker) {
+std::optional<Task> StepSchedule::next(int worker, bool may_begin) {
   if (const auto given = given_.find(worker); given != given_.end()) return given->second;
   steps_by_.try_emplace(worker, slowest(steps_by_));
   if (must_wait(worker)) return std::nullopt;
   const auto task = first_free();
-  if (!task) return std::nullopt;
+  if (!task || (!may_begin && task->step >= end_of_given_)) return std::nullopt;
   given_.emplace(worker, *task);
   end_of_given_ = std::max(end_of_given_, task->step + 1);
   return task;

@@ -40,8 +40,8 @@ class StepSchedule {
   void abandon();
 
   // What the worker computes next: what it has already, or the first task that nobody has; nothing where there is none,
-  // or it must wait for others.
-  std::optional<Task> next(int worker);
+  // or it must wait for others. Without `may_begin` only tasks of steps of which a worker has had one.
+  std::optional<Task> next(int worker, bool may_begin = true);
 
   // The worker's pushes of the task are acknowledged by all servers. Whether it is finished by that: then the worker's
   // results count, else another's did, or the step did not need it, or was taken back. Throws InvalidArgument for a
@@ -51,6 +51,7 @@ class StepSchedule {
   // The worker is lost, or could not compute its task: another worker gets it.
   void lose(int worker);
 
+  const UpdateMode& mode() const { return mode_; }
   std::int64_t scheduled() const { return scheduled_; }
   const AppliedSteps& finished() const { return finished_; }
   bool all_finished() const { return finished_.count() == scheduled_; }

@@ -43,19 +43,22 @@ std::vector<Tensor> parse(const char* what, const std::string& printed) {
 }  // namespace
 
 struct ClusterCoordinator::State {
+  explicit State(std::shared_ptr<StrategyImpl> of) : strategy(std::move(of)) {}
+
   const std::shared_ptr<StrategyImpl> strategy;
   std::map<std::string, Step> steps = {};
   bool running = false;
 
   parameter_server::ServerCluster& servers() const { return *strategy->servers(); }
+  double timeout_seconds() const { return strategy->settings().timeout_seconds; }
 
   // The chief's.
   void begin(std::int64_t call) const {
     for (const auto& path : strategy->paths_of_loops()) {
       const auto& client = *path->servers();
       servers().require_known(client);
-      if (servers().claims_first_values(client)) path->sync().store(strategy->deadline());
-      servers().tell_training(client);
+      servers().claims_first_values(client);
+      if (servers().tell_training(client)) path->sync().store(strategy->deadline());
     }
     servers().coordinator().begin_steps(call);
   }
@@ -71,16 +74,20 @@ struct ClusterCoordinator::State {
   }
 
   Report compute(const Assignment& next) const {
-    Report report{.kind = Report::Kind::finished, .task = next.task};
+    Report report{.kind = Report::Kind::finished, .task = next.task, .chief = next.chief};
     const auto paths = strategy->paths_of_loops();
     try {
       const auto step = steps.find(next.function);
       if (step == steps.end()) throw InvalidArgument(text("no step \"", next.function, "\" is defined here"));
       for (const auto& path : paths) {
         path->sync().fetch(strategy->deadline());
-        path->servers()->begin(next.task);
+        path->servers()->begin(next);
       }
       report.output = print(step->second(parse("a step's arguments", next.arguments)));
+      if (report.output.size() > parameter_server::kLongestOutput) {
+        throw InvalidArgument(text("it returns ", std::exchange(report.output, "").size(), " bytes; the most is ",
+                                   parameter_server::kLongestOutput));
+      }
     } catch (const std::exception& error) {
       report.kind = Report::Kind::failed;
       report.error = error.what();
@@ -91,8 +98,7 @@ struct ClusterCoordinator::State {
 };
 
 std::vector<Tensor> RemoteValue::fetch() const {
-  auto& steps = strategy_->servers()->coordinator().steps();
-  return parse("a step's result", steps.fetch(*result_, strategy_->deadline()));
+  return parse("a step's result", queue_->fetch(*result_, timeout_seconds_));
 }
 
 ClusterCoordinator::ClusterCoordinator(const ParameterServerStrategy& strategy)
@@ -138,17 +144,18 @@ RemoteValue ClusterCoordinator::schedule(const std::string& name, const std::vec
                                names.empty() ? "is none" : "are " + lockstep::join(names)));
   }
   if (!state_->servers().is_chief()) throw InvalidArgument("ClusterCoordinator: only the chief schedules steps");
-  auto& steps = state_->servers().coordinator().steps();
-  return {state_->strategy, steps.schedule(name, print(arguments), state_->strategy->deadline())};
+  const auto& queue = state_->servers().coordinator().steps();
+  const double timeout = state_->timeout_seconds();
+  return {queue, queue->schedule(name, print(arguments), timeout), timeout};
 }
 
 void ClusterCoordinator::join() {
   if (!state_->servers().is_chief()) throw InvalidArgument("ClusterCoordinator: only the chief waits for steps");
-  state_->servers().coordinator().steps().join(state_->strategy->deadline());
+  state_->servers().coordinator().steps()->join(state_->timeout_seconds());
 }
 
 bool ClusterCoordinator::done() const {
-  return !state_->servers().is_chief() || state_->servers().coordinator().steps().done();
+  return !state_->servers().is_chief() || state_->servers().coordinator().steps()->done();
 }
 
 void ClusterCoordinator::pull_variables() {
@@ -157,12 +164,12 @@ void ClusterCoordinator::pull_variables() {
 
 PerWorkerValues<DistributedIterator> ClusterCoordinator::create_per_worker_dataset(
     const std::function<Dataset(const InputContext&)>& make) const {
-  return PerWorkerValues<DistributedIterator>([state = state_, make] {
-    const auto& roles = state->servers().roles();
+  return PerWorkerValues<DistributedIterator>([strategy = state_->strategy, make] {
+    const auto& roles = strategy->servers()->roles();
     const InputContext context{.num_input_pipelines = roles.workers,
                                .input_pipeline_id = roles.mine == Role::worker ? roles.index : 0,
-                               .num_replicas_in_sync = state->strategy->all_replicas()};
-    return DistributedDataset(make(context), Distribution::one_each, state->strategy->local_replicas()).iterate();
+                               .num_replicas_in_sync = strategy->all_replicas()};
+    return DistributedDataset(make(context), Distribution::one_each, strategy->local_replicas()).iterate();
   });
 }
 

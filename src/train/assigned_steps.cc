@@ -26,9 +26,7 @@ class AssignedSteps final : public StepSource {
           "auto_shard_policy must be AutoShardPolicy::automatic or data");
     }
     const auto& client = *impl.gradients->servers();
-    if (!impl.servers()->claims_first_values(client)) return;
-    impl.gradients->sync().store(unwrap(impl.strategy).deadline());
-    if (!coordinator_.knows(client.model())) coordinator_.resume(client.model(), impl.servers()->mode(), 0);
+    if (impl.servers()->claims_first_values(client)) store();
   }
 
   std::int64_t steps_of_an_epoch() override {
@@ -77,12 +75,15 @@ class AssignedSteps final : public StepSource {
   }
 
  private:
+  void store() { impl_.gradients->sync().store(unwrap(impl_.strategy).deadline()); }
+
   void begin() {
     const auto& client = *impl_.gradients->servers();
     impl_.servers()->require_known(client);
-    impl_.servers()->tell_training(client);
+    if (impl_.servers()->tell_training(client)) store();  // a server may have been started again before
     batch_size_ = strategy::first_element(data_, impl_.replicas(), impl_.progress.position.epoch).size();
     find_position();
+    impl_.progress.batch_size = batch_size_;
     coordinator_.begin(impl_.call, client.model(), impl_.servers()->mode(),
                        describe_fit(data_, options_, impl_.replicas()), print_local_state(impl_),
                        impl_.progress.uncounted);
@@ -91,7 +92,8 @@ class AssignedSteps final : public StepSource {
   // In a checkpoint that was made with batches of another size.
   void find_position() {
     auto& now = impl_.progress;
-    if (now.position.index == 0 || now.batch_size == batch_size_) return;
+    const bool at_begin = now.position.index == 0 && now.uncounted.empty();
+    if (at_begin || now.batch_size == batch_size_) return;
     if (now.batch_size == 0 || now.examples % batch_size_ != 0 || !now.uncounted.empty()) {
       throw InvalidArgument(text("fit: the checkpoint was made after ", now.position.index, " batches of ",
                                  now.batch_size, " examples, and with batches of ", batch_size_,

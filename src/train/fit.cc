@@ -276,7 +276,11 @@ History Model::fit(const Dataset& data, const FitOptions& options) {
   impl_->require_compiled("fit");
   if (impl_->fitting) throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
   train::check_fit_options(data, options);
-  if (impl_->servers() != nullptr && impl_->servers()->restarted()) impl_->build_for(data, "fit");
+  const bool restarted = impl_->servers() != nullptr && impl_->servers()->restarted();
+  if (restarted && !impl_->fitting) {
+    impl_->build_for(data, "fit");
+    impl_->load_past_fit();
+  }
   return impl_->on_chief<History>([&] { return Fit(*this, data, options).run(); },
                                   [&](std::int64_t call) { return train::follow_chief(*this, data, options, call); });
 }

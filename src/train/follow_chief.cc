@@ -62,7 +62,9 @@ class Worker {
       report.reset();
       if (next.kind == Assignment::Kind::over) return;
       if (next.kind == Assignment::Kind::task) report = compute(next);
-      if (report) report->buffers = buffers.take();
+      if (!report) continue;
+      report->chief = next.chief;
+      report->buffers = buffers.take();
     }
   }
 
@@ -84,7 +86,7 @@ class Worker {
     impl_.steps = next.task.step;
     impl_.part_of_step = next.task.part;
     impl_.fetch();
-    impl_.gradients->servers()->begin(next.task, next.learning_rate);
+    impl_.gradients->servers()->begin(next);
     impl_.tracker->reset();
     const auto results = impl_.train_batch(*batch, *impl_.tracker);
     return {.kind = Report::Kind::finished, .task = next.task, .results = impl_.tracker->sums_of(results)};

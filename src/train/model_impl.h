@@ -108,6 +108,11 @@ class ModelImpl {
   Archive save_state();
   void load_state(const Archive& archive, const std::function<void()>& load_others = {});
 
+  // act(); with parameter servers on the chief alone, and, outside of fit, once however often that is started again.
+  void once(const std::function<void()>& act) const;
+  void load_past_fit();
+  Archive with_own_variables(Archive archive) const;
+
   // The same, where parameter servers have the state, on the chief.
   void save_with_servers(const std::string& path);
   void load_with_servers(const std::string& path);

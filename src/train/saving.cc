@@ -117,18 +117,16 @@ void train::check_weights(const Archive& archive, const ReplicatedParameters& pa
 
 void Model::save_weights(const std::string& path) const {
   impl_->require_built("save_weights");
-  impl_->fetch();
-  if (!impl_->strategy.is_chief() && impl_->servers() != nullptr) return;
-  Archive archive;
-  module().trackable().save(archive, "");
-  impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
+  impl_->once([&] {
+    Archive archive;
+    module().trackable().save(archive, "");
+    impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
+  });
 }
 
 // With parameter servers the chief reads the file, and the servers get its values.
 void Model::load_weights(const std::string& path) {
-  if (impl_->servers() == nullptr || impl_->fitting) return impl_->load_weights(impl_->read_for_all(path));
-  if (!strategy().is_chief()) return;
-  impl_->servers()->once([&] { impl_->load_weights(impl_->read_for_all(path)); });
+  impl_->once([&] { impl_->load_weights(impl_->read_for_all(path)); });
 }
 
 void ModelImpl::load_weights(Archive archive) {
@@ -145,20 +143,44 @@ void ModelImpl::load_weights(Archive archive) {
 void Model::save_checkpoint(const std::string& path) const {
   impl_->require_built("save_checkpoint");
   impl_->require_compiled("save_checkpoint");
-  if (impl_->servers() != nullptr) {
-    if (strategy().is_chief()) impl_->save_with_servers(path);
-    return;
-  }
+  if (impl_->servers() != nullptr) return impl_->once([&] { impl_->save_with_servers(path); });
   const auto archive = impl_->save_state();
-  impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
+  impl_->workers().run_on_rank_0([&] {
+    write_archive(path, archive);
+    checkpoint::remove_rows_but(path, "");  // of a checkpoint that was made with parameter servers
+  });
 }
 
 void Model::load_checkpoint(const std::string& path) {
   impl_->require_built("load_checkpoint");
   impl_->require_compiled("load_checkpoint");
-  if (impl_->servers() == nullptr) return impl_->load_state(impl_->read_for_all(path));
-  if (impl_->fitting) return impl_->load_with_servers(path);
-  if (strategy().is_chief()) impl_->servers()->once([&] { impl_->load_with_servers(path); });
+  if (impl_->servers() != nullptr) return impl_->once([&] { impl_->load_with_servers(path); });
+  impl_->load_state(impl_->read_for_all(path));
+}
+
+// With parameter servers what the chief does between fits is not done again by one that is started again.
+void ModelImpl::once(const std::function<void()>& act) const {
+  if (servers() == nullptr || fitting) return act();
+  servers()->once(act);
+}
+
+// After a fit that a chief before this one has ended: what the servers do not have.
+void ModelImpl::load_past_fit() {
+  const auto path = servers()->last_checkpoint(*gradients->servers());
+  if (!path) return;
+  const auto archive = with_own_variables(read_archive(*path));
+  train::check_weights(archive, *parameters);
+  ReplicatedModule(parameters).trackable().load(archive, "")();
+  fetch();
+}
+
+// With this process's values of the variables that servers have.
+Archive ModelImpl::with_own_variables(Archive archive) const {
+  for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
+    const auto& slot = parameters->slots()[i];
+    if (slot.trainable) archive.tensors.try_emplace(slot.name, data::to_stored(parameters->parameter(0, i)));
+  }
+  return archive;
 }
 
 // The servers write the values that they have.
@@ -173,19 +195,17 @@ void ModelImpl::save_with_servers(const std::string& path) {
   };
   const auto& client = *gradients->servers();
   servers()->require_known(client);
-  parameter_server::write_checkpoint(servers()->coordinator(), client, path, own_state, unwrap(strategy).deadline());
+  parameter_server::write_checkpoint(
+      servers()->coordinator(), client, path, own_state, [&] { gradients->sync().store(unwrap(strategy).deadline()); },
+      unwrap(strategy).deadline());
   servers()->tell_checkpoint(client, checkpoint::absolute_path(checkpoint_file(path)).string());
 }
 
 void ModelImpl::load_with_servers(const std::string& path) {
   const auto file = checkpoint::absolute_path(checkpoint_file(path)).string();
-  auto archive = read_archive(file);
-  for (std::size_t i = 0; i < parameters->slots().size(); ++i) {  // what servers read, stays as it is here
-    const auto& slot = parameters->slots()[i];
-    if (slot.trainable) archive.tensors.try_emplace(slot.name, data::to_stored(parameters->parameter(0, i)));
-  }
+  const auto archive = with_own_variables(read_archive(file));
   const auto& client = *gradients->servers();
-  load_state(archive, [&] { client.restore(file, unwrap(strategy).deadline()); });
+  load_state(archive, [&] { client.restore(file, servers()->coordinator().chief(), unwrap(strategy).deadline()); });
   servers()->coordinator().resume(client.model(), servers()->mode(), parameter_server::steps_of(archive).end);
   servers()->coordinator().forget_buffers();
   servers()->tell_checkpoint(client, file);

@@ -1,5 +1,5 @@
-// ClusterCoordinator: a training loop of your own with parameter servers. The chief schedules steps by name, and workers
-// compute them. Follows tf.distribute.coordinator.ClusterCoordinator.
+// ClusterCoordinator: a training loop of your own with parameter servers. The chief schedules steps by name, and
+// workers compute them. Follows tf.distribute.coordinator.ClusterCoordinator.
 //
 //   const ParameterServerStrategy strategy;
 //   auto net = strategy.replicate([] { return Net(); });
@@ -29,8 +29,9 @@
 namespace lockstep {
 
 namespace parameter_server {
+class StepQueue;
 struct StepResult;
-}
+}  // namespace parameter_server
 
 // What a scheduled step returns. A shared handle; any thread.
 class RemoteValue {
@@ -40,10 +41,12 @@ class RemoteValue {
 
  private:
   friend class ClusterCoordinator;
-  RemoteValue(std::shared_ptr<StrategyImpl> strategy, std::shared_ptr<parameter_server::StepResult> result)
-      : strategy_(std::move(strategy)), result_(std::move(result)) {}
-  std::shared_ptr<StrategyImpl> strategy_;
+  RemoteValue(std::shared_ptr<parameter_server::StepQueue> queue, std::shared_ptr<parameter_server::StepResult> result,
+              double timeout_seconds)
+      : queue_(std::move(queue)), result_(std::move(result)), timeout_seconds_(timeout_seconds) {}
+  std::shared_ptr<parameter_server::StepQueue> queue_;
   std::shared_ptr<parameter_server::StepResult> result_;
+  double timeout_seconds_ = 0;
 };
 
 // A value of each worker's own. A shared handle; one thread.
@@ -91,23 +94,25 @@ class ClusterCoordinator {
   RemoteValue schedule(const std::string& name, const std::vector<Tensor>& arguments = {});
 
   // Waits until all scheduled steps have ended. Throws Error with what the first step threw that failed since the last
-  // time; the steps that no worker had begun then are cancelled. Throws ClusterError when all workers are lost.
+  // time; the steps that no worker had begun then are cancelled. Throws ClusterError when all workers are lost, and
+  // DeadlineExceeded when no step has ended for the strategy's timeout_seconds.
   void join();
 
   // Whether all have ended.
   bool done() const;
 
-  // What the step returned, as CPU tensors: waits for it. Throws Error with what it threw, and Aborted where it was
-  // cancelled.
+  // What the step returned, as CPU tensors, of 256 MiB at most: waits for it. Throws Error with what it threw, Aborted
+  // where it was cancelled, and what `join` throws.
   std::vector<Tensor> fetch(const RemoteValue& value) const { return value.fetch(); }
 
-  // Brings the servers' values to the modules of this process: for evaluation, and before their trackable is saved.
+  // Brings the servers' values to the modules of this process: for evaluation, and before their trackable is saved. One
+  // thread, while no step runs here.
   void pull_variables();
 
   // --- for steps
 
-  // `make(context)` makes a data set of batches of the size of one replica; `context` has the worker's number among all.
-  // Each worker walks its own.
+  // `make(context)` makes a data set of batches of the size of one replica; `context` has the worker's number among
+  // all. Each worker walks its own.
   PerWorkerValues<DistributedIterator> create_per_worker_dataset(
       const std::function<Dataset(const InputContext&)>& make) const;
 
