@@ -53,7 +53,8 @@ void run_steps(const lockstep::ParameterServerStrategy& strategy, int steps, int
 
 // Arguments: epochs, milliseconds of work in a step, and a worker and the step of its own in which it gets a signal,
 // unless it was started again. The environment's BACKUP: a folder for checkpoints, one every 20 steps.
-// NUM_PS: servers, where the launcher does not tell. COORDINATOR: the steps are scheduled by a ClusterCoordinator instead.
+// NUM_PS: servers, where the launcher does not tell. COORDINATOR: the steps are scheduled by a ClusterCoordinator
+// instead.
 int main(int argc, char** argv) {
   const int epochs = std::atoi(argv[1]), work = std::atoi(argv[2]);
   const int victim = argc > 3 ? std::atoi(argv[3]) : -1, at = argc > 4 ? std::atoi(argv[4]) : 0;

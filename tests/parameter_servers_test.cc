@@ -225,9 +225,10 @@ TEST(ParameterServers, WhatAWorkerOrTheChiefThrowsComesOutOfFitEverywhere) {
 AnyCallback fails_at(std::int64_t batch, int epoch) {
   const auto now = std::make_shared<int>(0);
   return LambdaCallback({.on_epoch_begin = [=](int begun) { *now = begun; },
-                         .on_train_batch_end = [=](std::int64_t done, const Logs&) {
-                           if (*now == epoch && done == batch) throw Error("the power went");
-                         }});
+                         .on_train_batch_end =
+                             [=](std::int64_t done, const Logs&) {
+                               if (*now == epoch && done == batch) throw Error("the power went");
+                             }});
 }
 
 // Each training is begun with one kind of strategy, fails, and goes on with another one: in all, as if nothing was.
@@ -244,7 +245,8 @@ TEST(ParameterServers, ATrainingGoesOnFromAFullCheckpointOfAnyStrategy) {
   };
   const auto [expected, expected_history] = train(MirroredStrategy(2), {});
   const ServerJob one{.options = {.synchronous = true}};
-  const ServerJob two{.servers = 2, .options = {.variable_partitioner = FixedShardsPartitioner(2), .synchronous = true}};
+  const ServerJob two{.servers = 2,
+                      .options = {.variable_partitioner = FixedShardsPartitioner(2), .synchronous = true}};
   const auto begin_with = [&](const ServerJob* job, const std::vector<AnyCallback>& callbacks) {
     if (job == nullptr) {
       EXPECT_THROW(train(MirroredStrategy(2), callbacks), Error);

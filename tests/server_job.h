@@ -1,4 +1,5 @@
-// For tests: the processes of a job with parameter servers, as threads of one process that call each other over loopback.
+// For tests: the processes of a job with parameter servers, as threads of one process that call each other over
+// loopback.
 #pragma once
 
 #include "base/text.h"
@@ -13,7 +14,7 @@ struct ServerJob {
 
 // Runs body(strategy) in each process at once; an element is "ps 0: what it threw".
 inline std::vector<std::string> run_job(const ServerJob& job,
-                                 const std::function<void(const ParameterServerStrategy&)>& body) {
+                                        const std::function<void(const ParameterServerStrategy&)>& body) {
   const auto store = Store::hold("127.0.0.1:0");
   std::mutex mutex;
   std::vector<std::string> errors;

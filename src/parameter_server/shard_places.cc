@@ -59,7 +59,8 @@ ShardRows rows_of(const std::vector<VariableSpec>& variables, const ShardPlace& 
   const auto& variable = variables[place.variable];
   ShardRows rows{.variable = variable.name, .end = 1, .shape = variable.shape};
   if (variable.shape.empty()) return rows;
-  const auto row = std::accumulate(variable.shape.begin() + 1, variable.shape.end(), std::int64_t{1}, std::multiplies<>());
+  const auto row =
+      std::accumulate(variable.shape.begin() + 1, variable.shape.end(), std::int64_t{1}, std::multiplies<>());
   rows.begin = place.begin / row;
   rows.end = rows.begin + place.count / row;
   rows.shape[0] = rows.end - rows.begin;
