@@ -233,7 +233,8 @@ bool Coordinator::has_steps(std::int64_t call) {
 }
 
 std::optional<Assignment> Coordinator::assign(int worker) {
-  if (held_ || absent_.contains(worker)) return std::nullopt;
+  // One that has gone may have a call waiting here, and one that is not known yet could not be missed.
+  if (held_ || !present_.contains(text("worker ", worker))) return std::nullopt;
   // A step that workers compute together needs them all.
   const bool may_begin = leaving_.empty() || training_->schedule.mode().parts == 1;
   const auto task = training_->schedule.next(worker, may_begin);
@@ -297,7 +298,6 @@ void Coordinator::join(const Process& process) {
   MutexLock lock(mutex_);
   present_.insert(process.name);
   const bool is_new = joined_.insert(process.name).second;
-  absent_.erase(process.worker);
   if (process.worker >= 0) steps_->set_present(process.worker);
   changed_.notify_all();
   if (is_new || !process.name.starts_with("ps")) return;
@@ -312,7 +312,6 @@ void Coordinator::leave(const Process& process) {
   if (const auto found = present_.find(process.name); found != present_.end()) present_.erase(found);
   if (!has_workers()) reconnected_by_ = until_reconnected();
   if (process.worker >= 0 && !present_.contains(process.name)) {
-    absent_.insert(process.worker);
     leaving_.erase(process.worker);
     for (auto& [model, training] : trainings_) training.schedule.lose(process.worker);
     steps_->lose(process.worker);

@@ -164,8 +164,7 @@ class Coordinator final : public ChiefService {
   std::string plan_ LOCKSTEP_GUARDED_BY(mutex_), state_ LOCKSTEP_GUARDED_BY(mutex_);
   std::map<int, std::map<int, std::string>> buffers_ LOCKSTEP_GUARDED_BY(mutex_);
   std::multiset<std::string> present_ LOCKSTEP_GUARDED_BY(mutex_);            // names of processes
-  std::set<int> absent_ LOCKSTEP_GUARDED_BY(mutex_);                          // workers that have gone
-  std::set<int> leaving_ LOCKSTEP_GUARDED_BY(mutex_);                         // and that are about to
+  std::set<int> leaving_ LOCKSTEP_GUARDED_BY(mutex_);                         // workers that are about to go
   std::set<std::string> joined_ LOCKSTEP_GUARDED_BY(mutex_);                  // that were ever present
   std::map<std::int64_t, std::string> outcomes_ LOCKSTEP_GUARDED_BY(mutex_);  // [call]
 };

@@ -15,6 +15,11 @@ using Kind = Assignment::Kind;
 
 Deadline now() { return Deadline::after(std::chrono::seconds(0)); }
 
+// The workers connect.
+void join_workers(Coordinator& chief, int workers) {
+  for (int worker = 0; worker < workers; ++worker) chief.join({text("worker ", worker), worker});
+}
+
 std::vector<double> results_of(Coordinator& chief) { return chief.wait_for_step(now())->results; }
 
 Report finished(std::int64_t step, std::vector<double> results = {1}, int part = 0) {
@@ -27,6 +32,7 @@ Assignment given(std::int64_t step, std::int64_t epoch, std::int64_t index, int 
 
 TEST(Coordinator, WorkersGetStepsWithThePlacesOfTheirBatches) {
   Coordinator chief(2, 60);
+  join_workers(chief, 2);
   EXPECT_EQ(chief.next(0, 0, {}, now()).kind, Kind::wait);  // no fit yet
   chief.begin(0, 0, {});
   chief.open(0, 0, 2);
@@ -52,6 +58,7 @@ TEST(Coordinator, WorkersGetStepsWithThePlacesOfTheirBatches) {
 
 TEST(Coordinator, DataOfUnknownLengthEndWhereAWorkerFindsNoBatch) {
   Coordinator chief(2, 60);
+  join_workers(chief, 2);
   chief.begin(0, 0, {});
   chief.open(0, 0, -1);
   chief.next(0, 0, {}, now());
@@ -72,6 +79,7 @@ TEST(Coordinator, DataOfUnknownLengthEndWhereAWorkerFindsNoBatch) {
 
 TEST(Coordinator, ALateEndOfDataEndsNotTheNextEpoch) {
   Coordinator chief(2, 60);
+  join_workers(chief, 2);
   const auto no_batch = [](std::int64_t step) {
     return Report{.kind = Report::Kind::no_batch, .task = {step}, .chief = 1};
   };
@@ -90,6 +98,7 @@ TEST(Coordinator, ALateEndOfDataEndsNotTheNextEpoch) {
 
 TEST(Coordinator, StopLetsBegunStepsFinish) {
   Coordinator chief(3, 60);
+  join_workers(chief, 3);
   chief.begin(0, 0, {});
   chief.open(0, 0, 100);
   for (int worker = 0; worker < 3; ++worker) chief.next(0, worker, {}, now());
@@ -104,6 +113,7 @@ TEST(Coordinator, StopLetsBegunStepsFinish) {
 
 TEST(Coordinator, PartsOfAStepAreAddedInTheirOrder) {
   Coordinator chief(2, 60);
+  join_workers(chief, 2);
   chief.begin(0, 0, {.parts = 2, .needed = 2});
   chief.open(0, 0, 1);
   EXPECT_EQ(chief.next(0, 1, {}, now()), given(0, 0, 0, 0));
@@ -116,6 +126,7 @@ TEST(Coordinator, PartsOfAStepAreAddedInTheirOrder) {
 
 TEST(Coordinator, AFailedStepFailsTheFitWithItsText) {
   Coordinator chief(2, 60);
+  join_workers(chief, 2);
   chief.begin(0, 0, {});
   chief.open(0, 0, 5);
   chief.next(0, 1, {}, now());
@@ -125,6 +136,7 @@ TEST(Coordinator, AFailedStepFailsTheFitWithItsText) {
 
 TEST(Coordinator, ModelsHaveStepsOfTheirOwn) {
   Coordinator chief(1, 60);
+  join_workers(chief, 1);
   for (const std::int64_t model : {0, 1}) {
     chief.begin(model, model, {});
     chief.open(0, 0, 2);
@@ -140,6 +152,7 @@ TEST(Coordinator, ModelsHaveStepsOfTheirOwn) {
 
 TEST(Coordinator, WhoAsksMustBeAWorker) {
   Coordinator chief(2, 60);
+  join_workers(chief, 2);
   expect_says(message_of<InvalidArgument>([&] { chief.next(0, 2, {}, now()); }), "worker 2");
 }
 
@@ -157,6 +170,7 @@ TEST(Coordinator, AFitWithoutWorkersEnds) {
 
 TEST(Coordinator, AFailureBeforeTheFitFailsIt) {
   Coordinator chief(1, 60);
+  join_workers(chief, 1);
   std::jthread worker([&] {
     const Report report{.kind = Report::Kind::failed, .error = "no such file"};
     EXPECT_EQ(chief.next(0, 0, report, Deadline::after(std::chrono::seconds(10))).kind, Kind::over);
@@ -169,7 +183,7 @@ TEST(Coordinator, AFailureBeforeTheFitFailsIt) {
 
 TEST(Coordinator, KnowsWhoHasLeft) {
   Coordinator chief(1, 60);
-  chief.join({"worker 0", 0});
+  join_workers(chief, 1);
   chief.join({"ps 0"});
   EXPECT_FALSE(chief.wait_for_leaving("ps", now()));
   chief.leave({"worker 0", 0});
@@ -179,6 +193,7 @@ TEST(Coordinator, KnowsWhoHasLeft) {
 
 TEST(Coordinator, ACheckpointHasTheStepsThatWorkersHadBegun) {
   Coordinator chief(2, 60);
+  join_workers(chief, 2);
   chief.begin(0, 0, {});
   chief.open(0, 0, 9);
   EXPECT_EQ(chief.next(0, 0, {}, now()), given(0, 0, 0));
@@ -198,6 +213,7 @@ TEST(Coordinator, ACheckpointHasTheStepsThatWorkersHadBegun) {
 
   // Another chief goes on from there.
   Coordinator next(2, 60, 2);
+  join_workers(next, 2);
   EXPECT_FALSE(next.knows(0));
   next.resume(0, {}, steps.end);
   EXPECT_TRUE(next.knows(0));
@@ -215,6 +231,7 @@ TEST(Coordinator, ACheckpointHasTheStepsThatWorkersHadBegun) {
 
 TEST(Coordinator, ACheckpointWaitsForNoBatchThatTheDataDoNotHave) {
   Coordinator chief(1, 60);
+  join_workers(chief, 1);
   chief.begin(0, 0, {});
   chief.open(0, 0, -1);
   chief.next(0, 0, {}, now());
@@ -227,6 +244,7 @@ TEST(Coordinator, ACheckpointWaitsForNoBatchThatTheDataDoNotHave) {
 
 TEST(Coordinator, AWorkerThatLeavesGetsNoTask) {
   Coordinator chief(1, 60);
+  join_workers(chief, 1);
   chief.begin(0, 0, {});
   chief.open(0, 0, 9);
   chief.next(0, 0, {}, now());
@@ -240,7 +258,7 @@ TEST(Coordinator, AWorkerThatLeavesGetsNoTask) {
 // It had asked for work when it was killed.
 TEST(Coordinator, AWorkerThatHasGoneGetsNoStep) {
   Coordinator chief(2, 60);
-  for (const int worker : {0, 1}) chief.join({text("worker ", worker), worker});
+  join_workers(chief, 2);
   chief.begin(0, 0, {.parts = 2, .needed = 2});
   chief.open(0, 0, 1);
   chief.leave({"worker 0", 0});
@@ -255,7 +273,7 @@ TEST(Coordinator, AWorkerThatHasGoneGetsNoStep) {
 // All get a signal to end; what one has begun, the others complete, and nobody begins another step.
 TEST(Coordinator, WorkersThatLeaveBeginNoStepTogether) {
   Coordinator chief(2, 60);
-  for (const int worker : {0, 1}) chief.join({text("worker ", worker), worker});
+  join_workers(chief, 2);
   chief.begin(0, 0, {.parts = 2, .needed = 2});
   chief.open(0, 0, 9);
   chief.next(0, 0, {}, now());
@@ -274,6 +292,7 @@ TEST(Coordinator, WorkersThatLeaveBeginNoStepTogether) {
 
 TEST(Coordinator, StalenessCountsTheStepsThatOthersFinishedMeanwhile) {
   Coordinator chief(2, 60);
+  join_workers(chief, 2);
   chief.begin(0, 0, {});
   chief.open(0, 0, 9);
   chief.next(0, 0, {}, now());
