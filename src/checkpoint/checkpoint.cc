@@ -130,8 +130,7 @@ void record_checkpoint(const std::string& path, std::vector<std::string>& kept, 
   write_index(folder, index);
   for (const auto& old : dropped) {
     std::error_code ignored;  // another process may have removed the files first
-    fs::remove(checkpoint_file(old), ignored);
-    fs::remove_all(checkpoint::rows_folder(old), ignored);
+    checkpoint::remove_checkpoint(old, ignored);
   }
 }
 

@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <cstdlib>
-#include <filesystem>
 #include <map>
 
 #include "base/mutex.h"
@@ -42,8 +41,7 @@ class Files {
     if (::getpid() != process_) return;  // a child that was forked
     for (const auto& [file, lock_of_folder] : files_) {
       std::error_code ignored;
-      std::filesystem::remove(file, ignored);
-      std::filesystem::remove_all(rows_folder(file), ignored);
+      remove_checkpoint(file, ignored);
     }
     files_.clear();
   }

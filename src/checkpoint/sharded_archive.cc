@@ -52,10 +52,15 @@ void remove_rows_but(const std::string& path, const std::string& kept) {
   if (failed) throw IoError(text("cannot remove what is in ", folder.string(), ": ", failed.message()));
 }
 
+void remove_checkpoint(const std::string& path, std::error_code& failed) {
+  fs::remove(checkpoint_file(path), failed);
+  if (!failed) fs::remove_all(rows_folder(path), failed);
+}
+
 void remove_checkpoint(const std::string& path) {
-  remove_file(checkpoint_file(path));
-  remove_rows_but(path, "");
-  remove_file(rows_folder(path));
+  std::error_code failed;
+  remove_checkpoint(path, failed);
+  if (failed) throw IoError(text("cannot remove ", checkpoint_file(path), ": ", failed.message()));
 }
 
 ShardedArchive::ShardedArchive(const std::string& path) : path_(path), main_(read_archive(path)) {

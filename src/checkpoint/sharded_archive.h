@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <map>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "lockstep/checkpoint/checkpoint.h"
@@ -24,7 +25,8 @@ void list_rows(Archive& main, const std::string& file, const std::vector<std::st
 // Removes what rows_folder has, but for the folder `kept` in it. Throws IoError.
 void remove_rows_but(const std::string& path, const std::string& kept);
 
-// The main file and the files with rows; does nothing where there are none. Throws IoError.
+// The main file and the files with rows; does nothing where there are none. The second throws IoError.
+void remove_checkpoint(const std::string& path, std::error_code& failed);
 void remove_checkpoint(const std::string& path);
 
 // What lies in the files of a checkpoint, one or several.

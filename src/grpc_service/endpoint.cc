@@ -135,20 +135,20 @@ class Answer {
   }
 
   void pull(const Pull& pull) const {
-    models().wait_for(pull.model(), deadline_);
+    const auto& served = models_with(pull.model());
     if (pull.has_shared()) {
-      const auto in_block = shared(true, pull.shared(), models().shard_bytes(pull.model()));
-      models().pull(pull.model(), in_block.at, deadline_);
+      const auto in_block = shared(true, pull.shared(), served.shard_bytes(pull.model()));
+      served.pull(pull.model(), in_block.at, deadline_);
       return reply();
     }
-    const Parts values(models().shard_bytes(pull.model()), state_.buffers);
+    const Parts values(served.shard_bytes(pull.model()), state_.buffers);
     std::vector<std::byte*> shards;
     Bulk bulk{.parts = {}, .owner = values.memory};
     for (const auto& part : values.parts) {
       shards.push_back(part.data());
       bulk.parts.emplace_back(part);
     }
-    models().pull(pull.model(), shards, deadline_);
+    served.pull(pull.model(), shards, deadline_);
     reply();
     write_bulk(bulk, [this](const grpc::ByteBuffer& frame) { return stream_.Write(frame); });
   }
@@ -161,16 +161,16 @@ class Answer {
     reply();
   }
 
-  void cut(const Cut& cut) const {
+  void reply_done(bool done) const {
     Reply answer;
-    answer.set_done(models_with(cut.model()).cut(cut.model(), cut.end()));
+    answer.set_done(done);
     reply(answer);
   }
 
+  void cut(const Cut& cut) const { reply_done(models_with(cut.model()).cut(cut.model(), cut.end())); }
+
   void save(const Save& save) const {
-    Reply answer;
-    answer.set_done(models_with(save.model()).save(save.model(), save.end(), save.file()));
-    reply(answer);
+    reply_done(models_with(save.model()).save(save.model(), save.end(), save.file()));
   }
 
   void restore(const Restore& restore) const {

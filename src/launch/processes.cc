@@ -181,13 +181,14 @@ void JobProcesses::notice_ends() {
 bool JobProcesses::replace(std::size_t index) {
   auto& command = members_[index];
   const auto& role = command.role;
-  if (role.empty() || (!command.dispensable && (restarts_ == 0 || !was_killed(*children_[index])))) return false;
+  if (role.empty()) return false;
+  int& restarted = restarted_[role];
+  const bool starts_again = restarted < restarts_ && (command.dispensable || was_killed(*children_[index]));
+  if (!starts_again && !command.dispensable) return false;
   for (int i = 0; i < kMostLastWords && read(*children_[index]); ++i) {
   }
   const auto what = kNotice + end_of(*children_[index]);
-  int& restarted = restarted_[role];
-  if (restarted == restarts_ && !command.dispensable) return false;
-  if (restarted == restarts_) {
+  if (!starts_again) {
     context_.err << what << "; the job goes on without this " << role << std::endl;
     return true;
   }

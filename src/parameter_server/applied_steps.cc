@@ -13,23 +13,24 @@ AppliedSteps::AppliedSteps(std::span<const std::int64_t> numbers) {
 bool AppliedSteps::add(std::int64_t step) {
   if (contains(step)) return false;
   later_.insert(step);
+  advance();
+  return true;
+}
+
+void AppliedSteps::advance() {
   while (!later_.empty() && *later_.begin() == complete_) {
     later_.erase(later_.begin());
     ++complete_;
   }
-  return true;
 }
 
 void AppliedSteps::close_below(std::int64_t end) {
   if (end <= complete_) return;
-  const auto there = std::distance(later_.begin(), later_.lower_bound(end));
-  missing_ += end - complete_ - there;
+  const auto behind = later_.lower_bound(end);
+  missing_ += end - complete_ - std::distance(later_.begin(), behind);
   complete_ = end;
-  later_.erase(later_.begin(), later_.lower_bound(end));
-  while (!later_.empty() && *later_.begin() == complete_) {
-    later_.erase(later_.begin());
-    ++complete_;
-  }
+  later_.erase(later_.begin(), behind);
+  advance();
 }
 
 std::vector<std::int64_t> AppliedSteps::numbers() const {

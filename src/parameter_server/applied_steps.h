@@ -29,10 +29,12 @@ class AppliedSteps {
   // All steps below this one are there, and this one is not.
   std::int64_t complete() const { return complete_; }
 
-  // For checkpoints: complete(), and the steps after it, ascending.
+  // complete(), and the steps after it, ascending.
   std::vector<std::int64_t> numbers() const;
 
  private:
+  void advance();
+
   std::int64_t complete_ = 0;
   std::int64_t missing_ = 0;  // of those below complete_
   std::set<std::int64_t> later_;

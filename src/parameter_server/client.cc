@@ -102,13 +102,20 @@ void Client::restore(const std::string& checkpoint, std::int64_t chief, Deadline
   }
 }
 
+void Client::begin(const Assignment& assignment) {
+  next_ = Push{.task = assignment.task,
+               .learning_rate = assignment.learning_rate,
+               .chief = assignment.chief,
+               .finished = assignment.finished};
+}
+
 void Client::push(Push push, std::span<const std::byte* const> gradients, Deadline deadline) {
-  if (!assignment_) throw InvalidArgument(kOutsideOfStep);
-  const auto assignment = *std::exchange(assignment_, std::nullopt);
-  push.task = assignment.task;
-  push.learning_rate = assignment.learning_rate;
-  push.chief = assignment.chief;
-  push.finished = assignment.finished;
+  if (!next_) throw InvalidArgument(kOutsideOfStep);
+  const auto next = *std::exchange(next_, std::nullopt);
+  push.task = next.task;
+  push.learning_rate = next.learning_rate;
+  push.chief = next.chief;
+  push.finished = next.finished;
   on_servers(gradients, [&](ServerConnection& server, const std::vector<const std::byte*>& shards) {
     auto to_server = push;
     to_server.gradients = shards;

@@ -17,13 +17,14 @@
 namespace lockstep::parameter_server {
 
 inline constexpr const char* kOutsideOfStep =
-    "an update with parameter servers outside of a step that the chief gave out: train by fit";
+    "an update with parameter servers outside of a step that the chief gave out: train by fit, or in a step of a "
+    "ClusterCoordinator";
 
 // One thread at a time. Throws what the connections throw.
 class Client {
  public:
-  // `connections[s]`: to server s. `model`: the model's number among those of the job.
-  // `states`: the names of the optimizer's.
+  // `connections[s]`: to server s. `model`: the model's number among those of the job. `states`: the names of the
+  // optimizer's.
   Client(std::vector<VariableSpec> variables, std::vector<ShardPlace> places,
          std::vector<std::shared_ptr<ServerConnection>> connections, std::int64_t model = 0,
          std::vector<std::string> states = {});
@@ -49,8 +50,8 @@ class Client {
   void restore(const std::string& checkpoint, std::int64_t chief, Deadline deadline) const;
 
   // The task whose gradients are pushed next. After `end` none are.
-  void begin(const Assignment& assignment) { assignment_ = assignment; }
-  void end() { assignment_.reset(); }
+  void begin(const Assignment& assignment);
+  void end() { next_.reset(); }
 
   // Gradients of whole variables, by their numbers; null where a variable took no part. `push` has its weight and
   // memory. Once for each `begin`; throws InvalidArgument without.
@@ -70,7 +71,7 @@ class Client {
   const std::vector<std::shared_ptr<ServerConnection>> connections_;
   const std::int64_t model_;
   const std::vector<std::string> states_;
-  std::optional<Assignment> assignment_;
+  std::optional<Push> next_;  // without gradients
 };
 
 }  // namespace lockstep::parameter_server

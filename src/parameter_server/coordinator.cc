@@ -134,12 +134,19 @@ Coordinator::Finished Coordinator::wait_for_begun(std::int64_t model, std::int64
   return steps;
 }
 
+void Coordinator::require_idle(std::int64_t model) {
+  MutexLock lock(mutex_);
+  const auto training = trainings_.find(model);
+  if (training == trainings_.end()) return;
+  const auto& schedule = training->second.schedule;
+  if (schedule.finished().complete() >= schedule.end_of_begun()) return;
+  throw InvalidArgument("a checkpoint cannot be loaded while workers compute the steps of an epoch");
+}
+
 void Coordinator::resume(std::int64_t model, const UpdateMode& mode, std::int64_t step) {
+  require_idle(model);
   MutexLock lock(mutex_);
   auto& training = trainings_.try_emplace(model, mode).first->second;
-  if (training.schedule.finished().complete() < training.schedule.end_of_begun()) {
-    throw InvalidArgument("a checkpoint cannot be loaded while workers compute the steps of an epoch");
-  }
   training.schedule = StepSchedule(mode, step);
   training.opened.clear();
   training.saved = step;

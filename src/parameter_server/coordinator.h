@@ -87,7 +87,10 @@ class Coordinator final : public ChiefService {
   // A checkpoint of the model has the steps below `end`: a server that is started again has these.
   void tell_saved(std::int64_t model, std::int64_t end);
 
-  // The model's next step is number `step`. Throws InvalidArgument while workers compute its steps.
+  // Throws InvalidArgument while workers compute steps of the model.
+  void require_idle(std::int64_t model);
+
+  // The model's next step is number `step`. Throws as require_idle.
   void resume(std::int64_t model, const UpdateMode& mode, std::int64_t step);
 
   // Whether the model has had a fit, or was resumed.

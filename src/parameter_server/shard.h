@@ -61,13 +61,13 @@ class Shard {
   // below that of the cut. Nothing where there was no cut.
   std::optional<State> take_cut(std::int64_t end);
 
-  // Throws InvalidArgument where the sizes are others.
-  void check(const State& state) const;
-
-  // Replaces everything: the steps below `end` have been applied, and no others.
+  // Replaces everything: the steps below `end` have been applied, and no others. Throws InvalidArgument where the sizes
+  // are others; then nothing has changed.
   void restore(const State& state, std::int64_t end);
 
  private:
+  void check(const State& state) const;
+
   struct Data {
     Memory values;
     std::vector<Memory> state;  // by the rule's states()

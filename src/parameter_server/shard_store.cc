@@ -114,7 +114,6 @@ void ShardStore::restore(checkpoint::ShardedArchive& archive, std::int64_t end, 
     const auto names = rows.tensors(states_);
     auto& state = states.emplace_back(Shard::State{.values = read(names[0])});
     for (std::size_t k = 0; k < states_.size(); ++k) state.optimizer.push_back(read(names[1 + k]));
-    shards_[i]->check(state);
   }
   if (!change) return;
   for (std::size_t i = 0; i < shards_.size(); ++i) shards_[i]->restore(states[i], end);

@@ -1,7 +1,5 @@
 #include "lockstep/strategy/cluster_coordinator.h"
 
-#include <ATen/core/grad_mode.h>
-
 #include <map>
 #include <utility>
 
@@ -52,7 +50,11 @@ struct ClusterCoordinator::State {
   parameter_server::ServerCluster& servers() const { return *strategy->servers(); }
   double timeout_seconds() const { return strategy->settings().timeout_seconds; }
 
-  // The chief's.
+  // The chief's. Throws InvalidArgument elsewhere.
+  const std::shared_ptr<parameter_server::StepQueue>& queue() const {
+    if (servers().is_chief()) return servers().coordinator().steps();
+    throw InvalidArgument("ClusterCoordinator: only the chief schedules steps and waits for them");
+  }
   void begin(std::int64_t call) const {
     for (const auto& path : strategy->paths_of_loops()) {
       const auto& client = *path->servers();
@@ -143,20 +145,14 @@ RemoteValue ClusterCoordinator::schedule(const std::string& name, const std::vec
     throw InvalidArgument(text("ClusterCoordinator: no step \"", name, "\" is defined; there ",
                                names.empty() ? "is none" : "are " + lockstep::join(names)));
   }
-  if (!state_->servers().is_chief()) throw InvalidArgument("ClusterCoordinator: only the chief schedules steps");
-  const auto& queue = state_->servers().coordinator().steps();
+  const auto& queue = state_->queue();
   const double timeout = state_->timeout_seconds();
   return {queue, queue->schedule(name, print(arguments), timeout), timeout};
 }
 
-void ClusterCoordinator::join() {
-  if (!state_->servers().is_chief()) throw InvalidArgument("ClusterCoordinator: only the chief waits for steps");
-  state_->servers().coordinator().steps()->join(state_->timeout_seconds());
-}
+void ClusterCoordinator::join() { state_->queue()->join(state_->timeout_seconds()); }
 
-bool ClusterCoordinator::done() const {
-  return !state_->servers().is_chief() || state_->servers().coordinator().steps()->done();
-}
+bool ClusterCoordinator::done() const { return !state_->servers().is_chief() || state_->queue()->done(); }
 
 void ClusterCoordinator::pull_variables() {
   for (const auto& path : state_->strategy->paths_of_loops()) path->sync().fetch(state_->strategy->deadline());

@@ -276,8 +276,7 @@ History Model::fit(const Dataset& data, const FitOptions& options) {
   impl_->require_compiled("fit");
   if (impl_->fitting) throw InvalidArgument("fit: this model is in a fit already; a callback of it cannot call fit");
   train::check_fit_options(data, options);
-  const bool restarted = impl_->servers() != nullptr && impl_->servers()->restarted();
-  if (restarted && !impl_->fitting) {
+  if (impl_->servers() != nullptr && impl_->servers()->restarted()) {
     impl_->build_for(data, "fit");
     impl_->load_past_fit();
   }

@@ -55,8 +55,10 @@ class Worker {
     std::optional<Report> report;
     while (true) {
       const int signal = signals.received();
-      if (signal != 0 && report) report->leaves = true;
-      if (signal != 0 && !report) throw Interrupted(signal);
+      if (signal != 0) {
+        if (!report) throw Interrupted(signal);
+        report->leaves = true;
+      }
       const auto next = servers_.chief().next(call_, servers_.roles().index, report, servers_.reconnect_deadline());
       if (signal != 0) throw Interrupted(signal);
       report.reset();

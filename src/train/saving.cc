@@ -205,6 +205,7 @@ void ModelImpl::load_with_servers(const std::string& path) {
   const auto file = checkpoint::absolute_path(checkpoint_file(path)).string();
   const auto archive = with_own_variables(read_archive(file));
   const auto& client = *gradients->servers();
+  servers()->coordinator().require_idle(client.model());
   load_state(archive, [&] { client.restore(file, servers()->coordinator().chief(), unwrap(strategy).deadline()); });
   servers()->coordinator().resume(client.model(), servers()->mode(), parameter_server::steps_of(archive).end);
   servers()->coordinator().forget_buffers();
