@@ -47,6 +47,11 @@ void require_shardable(const Optimizer& optimizer) {
   }
 }
 
+UpdateStep next_update(const Optimizer& optimizer, std::int64_t updates_before, std::optional<double> learning_rate) {
+  const double rate = learning_rate ? *learning_rate : optimizer.options().learning_rate.at(updates_before);
+  return {updates_before + 1, LearningRate(rate).at(0)};  // checked
+}
+
 bool Shard::apply(std::int64_t step, std::span<const std::byte* const> gradients, double divide_by,
                   std::optional<double> learning_rate) {
   MutexLock lock(mutex_);
@@ -58,9 +63,7 @@ bool Shard::apply(std::int64_t step, std::span<const std::byte* const> gradients
 
 void Shard::apply(Data& data, std::int64_t step, std::span<const std::byte* const> gradients, double divide_by,
                   std::optional<double> learning_rate) const {
-  const auto updates = data.applied.count();
-  const double rate = learning_rate ? *learning_rate : optimizer_.options().learning_rate.at(updates);
-  const UpdateStep update_step{updates + 1, LearningRate(rate).at(0)};  // checked
+  const auto update_step = next_update(optimizer_, data.applied.count(), learning_rate);
   if (!gradients.empty() && dtype_ == DType::float64) update<double>(data, gradients, divide_by, update_step);
   if (!gradients.empty() && dtype_ == DType::float32) update<float>(data, gradients, divide_by, update_step);
   data.applied.add(step);

@@ -17,6 +17,10 @@ namespace lockstep::parameter_server {
 // Throws InvalidArgument for what needs the whole gradient: clipping by a norm, and a loss scale.
 void require_shardable(const Optimizer& optimizer);
 
+// The update after `updates_before` others; `learning_rate`: instead of the optimizer's own. Throws InvalidArgument for
+// a rate that is none.
+UpdateStep next_update(const Optimizer& optimizer, std::int64_t updates_before, std::optional<double> learning_rate);
+
 // Any thread may call; calls follow one another.
 class Shard {
  public:

@@ -1,0 +1,123 @@
+#include "parameter_server/table.h"
+
+#include <cmath>
+#include <cstring>
+#include <numbers>
+
+#include "base/hash.h"
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "parameter_server/id_map.h"
+
+namespace lockstep {
+
+RowInitializer::RowInitializer(const char* name) {
+  const std::string given = name;
+  if (given == "uniform") return;
+  if (given == "normal") {
+    kind = Kind::normal;
+  } else if (given == "zeros" || given == "ones") {
+    kind = Kind::constant;
+    scale = given == "ones" ? 1 : 0;
+  } else {
+    throw InvalidArgument(text("the initializer of rows is \"", given,
+                               "\"; by name there are \"uniform\", \"normal\", \"zeros\" and \"ones\""));
+  }
+}
+
+RowInitializer::RowInitializer(Kind of, double given) : kind(of), scale(given) {
+  if (std::isfinite(scale) && (scale > 0 || kind == Kind::constant)) return;
+  throw InvalidArgument(text("the initializer of rows has the scale ", scale, "; it must be finite and above 0"));
+}
+
+namespace parameter_server {
+namespace {
+
+// Different numbers of one row.
+class RowRandom {
+ public:
+  RowRandom(std::uint64_t seed, std::int64_t id) : state_(mix(seed, id)) {}
+
+  // In [0, 1), with the 53 bits of a double.
+  double uniform() { return static_cast<double>(mix(state_++) >> 11) * 0x1p-53; }
+
+  // By Box and Muller (1958).
+  double normal() {
+    const double radius = std::sqrt(-2 * std::log(1 - uniform()));
+    return radius * std::cos(2 * std::numbers::pi * uniform());
+  }
+
+ private:
+  std::uint64_t state_;
+};
+
+template <class T>
+void fill_row(const TableSpec& table, std::int64_t id, T* values) {
+  RowRandom random(table.seed, id);
+  const double scale = table.initializer.scale;
+  for (std::int64_t i = 0; i < table.width; ++i) {
+    switch (table.initializer.kind) {
+      case RowInitializer::Kind::uniform: values[i] = static_cast<T>((2 * random.uniform() - 1) * scale); break;
+      case RowInitializer::Kind::normal: values[i] = static_cast<T>(random.normal() * scale); break;
+      case RowInitializer::Kind::constant: values[i] = static_cast<T>(scale); break;
+    }
+  }
+}
+
+template <class T>
+void add_row(const std::byte* from, std::int64_t width, std::byte* to) {
+  const auto* const source = reinterpret_cast<const T*>(from);
+  auto* const target = reinterpret_cast<T*>(to);
+  for (std::int64_t i = 0; i < width; ++i) target[i] += source[i];
+}
+
+}  // namespace
+
+void check(const TableSpec& table) {
+  const auto fail = [&](const char* what, std::int64_t value, const char* allowed) {
+    throw InvalidArgument(text("the table \"", table.name, "\" has ", what, " ", value, "; it must be ", allowed));
+  };
+  if (table.rows < 1) fail("a number of rows of", table.rows, "1 or more");
+  if (table.width < 1 || table.width > 65'536) fail("rows of a width of", table.width, "from 1 to 65536");
+  if (table.admit_after < 0) fail("admit_after", table.admit_after, "0 or more");
+  if (table.evict_after < 0) fail("evict_after", table.evict_after, "0 or more");
+}
+
+void check_ids(const TableSpec& table, std::span<const std::int64_t> ids) {
+  for (const auto id : ids) {
+    if (id >= 0 && id < table.rows) continue;
+    throw InvalidArgument(text("the id ", id, " is none of the table \"", table.name, "\": it has ", table.rows,
+                               " rows, so ids are from 0 to ", table.rows - 1));
+  }
+}
+
+int server_of_row(std::int64_t id, int servers) {
+  return static_cast<int>(mix(static_cast<std::uint64_t>(id)) % static_cast<std::uint64_t>(servers));
+}
+
+void write_initial_values(const TableSpec& table, std::int64_t id, std::byte* values) {
+  if (table.dtype == DType::float64) return fill_row(table, id, reinterpret_cast<double*>(values));
+  fill_row(table, id, reinterpret_cast<float*>(values));
+}
+
+SumOfRows::SumOfRows(const TableSpec& table, std::span<const Rows> parts) {
+  const auto row = table.row_bytes();
+  IdMap places;
+  for (const auto& part : parts) {
+    for (std::size_t i = 0; i < part.ids.size(); ++i) {
+      const auto* const from = part.values + i * row;
+      const auto place = places.insert(part.ids[i], static_cast<std::uint32_t>(ids_.size()));
+      if (place == ids_.size()) {
+        ids_.push_back(part.ids[i]);
+        values_.insert(values_.end(), from, from + row);
+      } else if (table.dtype == DType::float64) {
+        add_row<double>(from, table.width, values_.data() + place * row);
+      } else {
+        add_row<float>(from, table.width, values_.data() + place * row);
+      }
+    }
+  }
+}
+
+}  // namespace parameter_server
+}  // namespace lockstep

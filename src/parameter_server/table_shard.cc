@@ -1,0 +1,290 @@
+#include "parameter_server/table_shard.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "optimizer/flat_update.h"
+#include "parameter_server/shard.h"
+
+namespace lockstep::parameter_server {
+namespace {
+
+constexpr std::size_t kBlock = 256;          // rows that are looked up together
+constexpr std::size_t kSlotsPerLock = 4096;  // of which a checkpoint reads the rows while others wait
+
+std::vector<double> initial_values_of(const Optimizer& optimizer) {
+  std::vector<double> values;
+  for (const auto& spec : optimizer.rule().states()) values.push_back(spec.initial_value);
+  return values;
+}
+
+// The arrays of several rows, one after the other as the update's kernels take them: values, then each state.
+template <class T>
+class Packed {
+ public:
+  Packed(std::size_t rows, std::size_t width, std::size_t states)
+      : row_(width), array_(rows * width), data_((1 + states) * array_) {}
+
+  void load(const std::byte* record) {
+    for (std::size_t at = rows_ * row_; at < data_.size(); at += array_, record += row_ * sizeof(T)) {
+      std::memcpy(data_.data() + at, record, row_ * sizeof(T));
+    }
+    ++rows_;
+  }
+  void store(std::size_t row, std::byte* record) const {
+    for (std::size_t at = row * row_; at < data_.size(); at += array_, record += row_ * sizeof(T)) {
+      std::memcpy(record, data_.data() + at, row_ * sizeof(T));
+    }
+  }
+
+  std::size_t count() const { return rows_ * row_; }  // elements of an array that are used
+  T* array(std::size_t index) { return data_.data() + index * array_; }
+
+ private:
+  const std::size_t row_, array_;
+  std::size_t rows_ = 0;
+  std::vector<T> data_;
+};
+
+}  // namespace
+
+TableShard::TableShard(TableSpec table, Optimizer optimizer)
+    : table_(std::move(table)),
+      optimizer_(std::move(optimizer)),
+      initial_state_(initial_values_of(optimizer_)),
+      live_(empty()) {
+  parameter_server::check(table_);
+  require_shardable(optimizer_);
+}
+
+void TableShard::read(std::span<const std::int64_t> ids, std::byte* values) const {
+  check_ids(table_, ids);
+  const auto row = table_.row_bytes();
+  std::vector<Record> found;
+  for (std::size_t begin = 0; begin < ids.size(); begin += kBlock) {
+    const auto block = ids.subspan(begin, std::min(kBlock, ids.size() - begin));
+    MutexLock lock(mutex_);
+    live_.records.find(block, found);
+    for (std::size_t i = 0; i < block.size(); ++i, values += row) {
+      if (found[i]) {
+        std::memcpy(values, found[i].data(), row);
+      } else {
+        write_initial_values(table_, block[i], values);
+      }
+    }
+  }
+}
+
+bool TableShard::apply(std::int64_t step, const Rows& gradients, double divide_by,
+                       std::optional<double> learning_rate) {
+  check_ids(table_, gradients.ids);
+  MutexLock lock(mutex_);
+  if (live_.applied.contains(step)) return false;
+  update_live(gradients, next_update(optimizer_, live_.applied.count(), learning_rate), divide_by);
+  live_.applied.add(step);
+  if (cut_ && step < cut_->end) {
+    auto& applied = cut_->changed.applied;
+    update_cut(gradients, next_update(optimizer_, applied.count(), learning_rate), divide_by);
+    applied.add(step);
+  }
+  evict();
+  return true;
+}
+
+template <class Act>
+void TableShard::by_blocks(const RowRecords& records, const Rows& gradients, const Act& act) const {
+  std::vector<Record> found;
+  for (std::size_t begin = 0; begin < gradients.ids.size(); begin += kBlock) {
+    const auto ids = gradients.ids.subspan(begin, std::min(kBlock, gradients.ids.size() - begin));
+    records.find(ids, found);
+    act(ids, found, gradients.values + begin * table_.row_bytes());
+  }
+}
+
+void TableShard::update_live(const Rows& gradients, const UpdateStep& step, double divide_by) {
+  by_blocks(live_.records, gradients, [&](auto ids, std::vector<Record>& found, const std::byte* block) {
+    if (cut_) keep_for_cut(ids, found);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      if (found[i] || !admits(ids[i])) continue;
+      found[i] = live_.records.make(ids[i]);
+      initialize(ids[i], found[i]);
+    }
+    update(found, block, step, divide_by);
+  });
+}
+
+// After update_live: all rows are in `changed`.
+void TableShard::update_cut(const Rows& gradients, const UpdateStep& step, double divide_by) {
+  by_blocks(cut_->changed.records, gradients, [&](auto ids, std::vector<Record>& found, const std::byte* block) {
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      if (found[i].last_update() != kAbsent) continue;
+      if (live_.records.find(ids[i])) {
+        initialize(ids[i], found[i]);
+      } else {
+        found[i] = {};  // not admitted
+      }
+    }
+    update(found, block, step, divide_by);
+  });
+}
+
+void TableShard::update(std::span<const Record> records, const std::byte* gradients, const UpdateStep& step,
+                        double divide_by) const {
+  const auto width = static_cast<std::size_t>(table_.width);
+  const auto update_rows = [&]<class T>(T) {
+    Packed<T> rows(records.size(), width, initial_state_.size());
+    std::vector<T> sums;
+    for (std::size_t i = 0; i < records.size(); ++i) {
+      if (!records[i]) continue;
+      rows.load(records[i].data());
+      const auto* const gradient = reinterpret_cast<const T*>(gradients) + i * width;
+      sums.insert(sums.end(), gradient, gradient + width);
+    }
+    T* const values = rows.array(0);
+    std::vector<T*> state;
+    for (std::size_t k = 0; k < initial_state_.size(); ++k) state.push_back(rows.array(1 + k));
+    const T* const sources = sums.data();
+    optimizer::reduce_and_update<T>(optimizer_, step, {divide_by, optimizer_.options().clipvalue},
+                                    {{&sources, 1}, {&values, 1}, state, rows.count()});
+    std::size_t row = 0;
+    for (const auto& record : records) {
+      if (!record) continue;
+      rows.store(row++, record.data());
+      record.last_update() = step.iteration;
+    }
+  };
+  if (table_.dtype == DType::float64) return update_rows(double());
+  update_rows(float());
+}
+
+// The values, and the state, of a row that was never updated.
+void TableShard::initialize(std::int64_t id, Record record) const {
+  write_initial_values(table_, id, record.data());
+  const auto fill = [&]<class T>(T) {
+    auto* at = reinterpret_cast<T*>(record.data() + table_.row_bytes());
+    for (const double value : initial_state_) at = std::fill_n(at, table_.width, static_cast<T>(value));
+  };
+  if (table_.dtype == DType::float64) {
+    fill(double());
+  } else {
+    fill(float());
+  }
+  record.last_update() = 0;
+}
+
+// Counts updates of rows that have not been admitted. Those that come too rarely are forgotten with the old counts.
+bool TableShard::admits(std::int64_t id) {
+  if (table_.admit_after <= 1) return true;
+  const auto* const old = old_counts_.find(id);
+  const auto count = ++counts_.insert(id, 0) + (old == nullptr ? 0 : *old);
+  if (static_cast<std::int64_t>(count) < table_.admit_after) return false;
+  counts_.erase(id);
+  old_counts_.erase(id);
+  return true;
+}
+
+// Four times while a row grows old; not while a checkpoint reads the rows.
+void TableShard::evict() {
+  if (table_.evict_after == 0 || cut_) return;
+  const auto now = live_.applied.count();
+  if (now % std::max<std::int64_t>(1, table_.evict_after / 4) != 0) return;
+  for (std::size_t slot = 0; slot < live_.records.slots(); ++slot) {
+    const auto id = live_.records.id_in(slot);
+    if (id >= 0 && live_.records.at(slot).last_update() + table_.evict_after <= now) live_.records.erase(id);
+  }
+  if (now % table_.evict_after == 0) old_counts_ = std::exchange(counts_, {});
+}
+
+void TableShard::close_below(std::int64_t end) {
+  MutexLock lock(mutex_);
+  live_.applied.close_below(end);
+}
+
+std::size_t TableShard::size() const {
+  MutexLock lock(mutex_);
+  return live_.records.size();
+}
+
+std::int64_t TableShard::version() const {
+  MutexLock lock(mutex_);
+  return live_.applied.count();
+}
+
+void TableShard::cut(std::int64_t end) {
+  MutexLock lock(mutex_);
+  cut_.reset();
+  cut_ = Cut{end, empty()};
+  cut_->changed.applied = live_.applied;
+}
+
+void TableShard::keep_for_cut(std::span<const std::int64_t> ids, std::span<const Record> found) {
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    auto& changed = cut_->changed.records;
+    if (changed.find(ids[i])) continue;
+    const auto kept = changed.make(ids[i]);
+    if (found[i]) {
+      kept.copy_of(found[i], changed.record_bytes());
+    } else {
+      kept.last_update() = kAbsent;
+    }
+  }
+}
+
+std::optional<std::size_t> TableShard::close_cut(std::int64_t end) {
+  MutexLock lock(mutex_);
+  if (!cut_) return std::nullopt;
+  live_.applied.close_below(end);
+  cut_->end = 0;  // for no step any more
+  auto rows = live_.records.size();
+  const auto& changed = cut_->changed.records;
+  for (std::size_t slot = 0; slot < changed.slots(); ++slot) {
+    const bool in_cut = changed.at(slot).last_update() != kAbsent;
+    if (!in_cut && live_.records.find(changed.id_in(slot))) --rows;
+  }
+  return rows;
+}
+
+void TableShard::for_each_in_cut(const std::function<void(const StoredRow& row)>& act) const {
+  for (std::size_t begin = 0, end = 1; begin < end; begin += kSlotsPerLock) {
+    MutexLock lock(mutex_);
+    if (!cut_) return;
+    end = live_.records.slots();
+    for (std::size_t slot = begin; slot < std::min(end, begin + kSlotsPerLock); ++slot) {
+      const auto id = live_.records.id_in(slot);
+      if (id < 0) continue;
+      const auto changed = cut_->changed.records.find(id);
+      const auto record = changed ? changed : live_.records.at(slot);
+      if (record.last_update() != kAbsent) act({id, record.last_update(), record.data()});
+    }
+  }
+}
+
+void TableShard::end_cut() {
+  MutexLock lock(mutex_);
+  cut_.reset();
+}
+
+void TableShard::clear() {
+  MutexLock lock(mutex_);
+  cut_.reset();
+  live_ = empty();
+  counts_ = old_counts_ = {};
+}
+
+void TableShard::add_row(const StoredRow& row) {
+  MutexLock lock(mutex_);
+  auto record = live_.records.find(row.id);
+  if (!record) record = live_.records.make(row.id);
+  record.last_update() = row.last_update;
+  std::memcpy(record.data(), row.data, table_.row_bytes() * (1 + initial_state_.size()));
+}
+
+void TableShard::begin_at(std::int64_t end) {
+  MutexLock lock(mutex_);
+  live_.applied = AppliedSteps(std::span(&end, 1));
+}
+
+}  // namespace lockstep::parameter_server

@@ -1,0 +1,110 @@
+// A server's rows of one table, with the optimizer's state of each.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/mutex.h"
+#include "lockstep/optimizer/optimizer.h"
+#include "parameter_server/applied_steps.h"
+#include "parameter_server/row_records.h"
+#include "parameter_server/table.h"
+
+namespace lockstep::parameter_server {
+
+// Rows are made by their first update, so that memory is needed for those alone that have been trained; any other row
+// reads as its initial values. A step moves the rows for which it has gradients, and their state; all other rows stay
+// as they are, state included (as LazyAdam of TensorFlow Addons), but for what the optimizer computes of the number of
+// steps, which is the table's. Row admission and eviction follow Monolith (Liu et al. 2022). Any thread may call.
+class TableShard {
+ public:
+  // Throws InvalidArgument as check(table) and require_shardable.
+  TableShard(TableSpec table, Optimizer optimizer);
+
+  const TableSpec& table() const { return table_; }
+
+  // Copies rows to `values`: [ids, width]. Throws InvalidArgument for an id that is out of range.
+  void read(std::span<const std::int64_t> ids, std::byte* values) const;
+
+  // Updates the rows by their gradients, divided by `divide_by`, unless the step was applied before: then false. Throws
+  // InvalidArgument for an id that is out of range; then nothing has changed. `learning_rate`: as Push's.
+  bool apply(std::int64_t step, const Rows& gradients, double divide_by, std::optional<double> learning_rate);
+
+  // As AppliedSteps'.
+  void close_below(std::int64_t end);
+
+  std::size_t size() const;      // rows that it has
+  std::int64_t version() const;  // steps that were applied
+
+  // What a checkpoint has of a row: the number of its last update, and its values and states, in this order.
+  struct StoredRow {
+    std::int64_t id = 0;
+    std::int64_t last_update = 0;
+    const std::byte* data = nullptr;
+  };
+
+  // As Shard's, for a checkpoint that is written while rows are updated: what later steps change is kept apart.
+  void cut(std::int64_t end);
+
+  // No other step below `end` is applied from now on, so that the cut's rows are final: as Shard::take_cut. How many it
+  // has; nothing where there was no cut.
+  std::optional<std::size_t> close_cut(std::int64_t end);
+
+  // Calls act for each row of the closed cut, in the same order at each call. Rows may be updated between two calls of
+  // act, which are not many: the lock is held for some hundred rows at a time.
+  void for_each_in_cut(const std::function<void(const StoredRow& row)>& act) const;
+  void end_cut();
+
+  // Replaces everything: clear(), then add_row for each, in any order, then begin_at(end).
+  void clear();
+  void add_row(const StoredRow& row);
+  void begin_at(std::int64_t end);
+
+ private:
+  using Record = RowRecords::Record;
+
+  struct Data {
+    RowRecords records;
+    AppliedSteps applied;
+  };
+  struct Cut {
+    std::int64_t end = 0;
+    Data changed;  // rows that were updated since, as the checkpoint has them
+  };
+  static constexpr std::int64_t kAbsent = -1;  // last_update of a row in Cut::changed that the checkpoint does not have
+
+  Data empty() const { return {RowRecords(table_.row_bytes(), initial_state_.size()), {}}; }
+  void initialize(std::int64_t id, Record record) const;
+
+  // Calls act(ids, records found, gradients) for one block of rows after the other.
+  template <class Act>
+  void by_blocks(const RowRecords& records, const Rows& gradients, const Act& act) const;
+
+  // Moves the rows that have a record.
+  void update(std::span<const Record> records, const std::byte* gradients, const UpdateStep& step,
+              double divide_by) const;
+
+  void update_live(const Rows& gradients, const UpdateStep& step, double divide_by)
+      LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  void update_cut(const Rows& gradients, const UpdateStep& step, double divide_by)
+      LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  void keep_for_cut(std::span<const std::int64_t> ids, std::span<const Record> found)
+      LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  bool admits(std::int64_t id) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  void evict() LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+
+  const TableSpec table_;
+  const Optimizer optimizer_;
+  const std::vector<double> initial_state_;  // by the rule's states()
+
+  mutable Mutex mutex_;
+  Data live_ LOCKSTEP_GUARDED_BY(mutex_);
+  IdMap counts_ LOCKSTEP_GUARDED_BY(mutex_), old_counts_ LOCKSTEP_GUARDED_BY(mutex_);  // updates of rows not admitted
+  std::optional<Cut> cut_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+}  // namespace lockstep::parameter_server
