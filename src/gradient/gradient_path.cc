@@ -48,7 +48,9 @@ std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameter
     if (options.shard_state) return sharded(parameters, ranks, options.buckets);
     return std::make_unique<gradient::Bucketed>(parameters, ranks, options.buckets, /*sum=*/false);
   }
-  if (options.servers) return std::make_unique<gradient::ParameterServerSync>(parameters, options.servers);
+  if (options.servers) {
+    return std::make_unique<gradient::ParameterServerSync>(parameters, options.servers, options.timeout_seconds);
+  }
   if (options.exchange == gradient::Exchange::hierarchical_copy && parameters.replicas() > 1)
     return std::make_unique<gradient::Tree>(parameters);
   if (options.exchange == gradient::Exchange::reduction_to_one_device)
@@ -65,6 +67,11 @@ std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& paramete
                                                   const Communicator& ranks,
                                                   const gradient::GradientPathOptions& options) {
   parameters.update_trainable();
+  if (!options.servers && !gradient::embeddings_of(parameters, 0).empty()) {
+    throw InvalidArgument(
+        "a ShardedEmbedding needs ParameterServerStrategy, whose servers have its rows; with other strategies use "
+        "Embedding");
+  }
   auto sync = sync_for(parameters, optimizer, ranks, options);
   if (parameters.workers().size() > 1) prepare_sync(*sync, optimizer, ranks);
   return sync;

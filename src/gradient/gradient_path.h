@@ -24,6 +24,7 @@ struct GradientPathOptions {
   BucketOptions buckets;                                   // between processes
   bool shard_state = false;                                // each process has state for its own shards alone
   std::shared_ptr<parameter_server::Client> servers = {};  // which update; null: this process updates itself
+  double timeout_seconds = 600;                            // of a call to them that reads rows of a table
   std::int64_t compare_copies_every = 100;                 // steps, with several processes; 0: never
 };
 

@@ -24,11 +24,29 @@ std::vector<parameter_server::VariableSpec> variables_of(const ReplicatedParamet
 }
 
 ParameterServerSync::ParameterServerSync(ReplicatedParameters& parameters,
-                                         std::shared_ptr<parameter_server::Client> client)
+                                         std::shared_ptr<parameter_server::Client> client, double timeout_seconds)
     : OnePass(parameters),
       client_(std::move(client)),
       writable_(parameters),
-      shares_(ShardMap::even(parameters.trainable(), parameters.replicas())) {}
+      shares_(ShardMap::even(parameters.trainable(), parameters.replicas())) {
+  for (int replica = 0; replica < parameters.replicas(); ++replica) {
+    embeddings_.push_back(embeddings_of(parameters, replica));
+    for (std::size_t table = 0; table < embeddings_.back().size(); ++table) {
+      embeddings_.back()[table]->bind(client_, table, timeout_seconds);
+    }
+  }
+}
+
+ParameterServerSync::~ParameterServerSync() {
+  for (const auto& of_replica : embeddings_) {
+    for (const auto& embedding : of_replica) embedding->unbind(*client_);
+  }
+}
+
+void ParameterServerSync::forget(int replica) {
+  OnePass::forget(replica);
+  for (const auto& embedding : embeddings_[static_cast<std::size_t>(replica)]) embedding->clear();
+}
 
 void ParameterServerSync::prepare() {
   const auto replicas = static_cast<std::size_t>(parameters_.replicas());
@@ -122,7 +140,25 @@ void ParameterServerSync::push(Deadline deadline) {
     gradients.push_back(own.empty() ? nullptr
                                     : static_cast<const std::byte*>(gradient_memory(sums, slot).const_data_ptr()));
   }
-  client_->push({.weight = totals().weight}, gradients, deadline);
+  parameter_server::Push push{.weight = totals().weight};
+  std::vector<parameter_server::SumOfRows> rows;
+  for (std::size_t table = 0; table < client_->tables().size(); ++table) rows.push_back(rows_of_table(table));
+  for (const auto& sum : rows) push.rows.push_back(sum.rows());
+  client_->push(std::move(push), gradients, deadline);
+}
+
+// Of all replicas.
+parameter_server::SumOfRows ParameterServerSync::rows_of_table(std::size_t table) const {
+  std::vector<parameter_server::Rows> parts;
+  std::vector<at::Tensor> kept;
+  for (const auto& of_replica : embeddings_) {
+    for (const auto& used : of_replica[table]->used()) {
+      if (!used.rows.grad().defined()) continue;
+      const auto& gradient = kept.emplace_back(used.rows.grad().contiguous());
+      parts.push_back({used.ids, static_cast<const std::byte*>(gradient.const_data_ptr())});
+    }
+  }
+  return {client_->tables()[table], parts};
 }
 
 }  // namespace lockstep::gradient

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "gradient/embedding_module.h"
 #include "gradient/one_pass.h"
 #include "parameter_server/client.h"
 
@@ -12,11 +13,15 @@ namespace lockstep::gradient {
 // Trainable parameters, as variables of servers, in the order of their slots.
 std::vector<parameter_server::VariableSpec> variables_of(const ReplicatedParameters& parameters);
 
-// The replicas of this process add up their gradients, each a share of the elements, and replica 0 pushes them.
+// The replicas of this process add up their gradients, each a share of the elements, and replica 0 pushes them. Rows of
+// tables are read by the modules of ShardedEmbedding; their gradients are pushed with the others.
 class ParameterServerSync final : public OnePass {
  public:
-  // `client`'s variables are variables_of(parameters).
-  ParameterServerSync(ReplicatedParameters& parameters, std::shared_ptr<parameter_server::Client> client);
+  // `client`'s variables are variables_of(parameters), its tables tables_of(parameters). `timeout_seconds`: of a call
+  // that reads rows. Throws as EmbeddingModule::bind.
+  ParameterServerSync(ReplicatedParameters& parameters, std::shared_ptr<parameter_server::Client> client,
+                      double timeout_seconds);
+  ~ParameterServerSync() override;
 
   // Puts copy 0 of the values, and the gradients, into memory that servers on this host access where it lies.
   void prepare() override;
@@ -28,16 +33,19 @@ class ParameterServerSync final : public OnePass {
   void fetch(Deadline deadline) override;
   void store(Deadline deadline) override;
   void wait(const Group& replicas, Deadline deadline) override;
+  void forget(int replica) override;
 
  private:
   void add_up(int replica);
   void push(Deadline deadline);
+  parameter_server::SumOfRows rows_of_table(std::size_t table) const;
 
   std::vector<std::byte*> variables() const;
   at::Tensor gradient_memory(std::size_t index, const ParameterSlot& slot) const;
 
   const std::shared_ptr<parameter_server::Client> client_;
   ReplicatedParameters& writable_;
+  std::vector<std::vector<std::shared_ptr<EmbeddingModule>>> embeddings_;  // [replica][table]
   const ShardMap shares_;  // of all variables, `owned()`, what each replica adds up
 
   // Values; the gradients of each replica; and, of several, their sums: flat_bytes() each. Null before `prepare`.

@@ -26,6 +26,9 @@ class InThisProcess final : public ServerConnection {
     for (std::size_t i = 0; i < store_->size(); ++i) store_->shard(i).write(shards[i]);
   }
   void push(Push push, Deadline) override { store_->push(std::move(push)); }
+  void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values, Deadline) override {
+    store_->table(table).read(ids, values.data());
+  }
   void pull(std::span<std::byte* const> shards, Deadline) override {
     for (std::size_t i = 0; i < store_->size(); ++i) store_->shard(i).read(shards[i]);
   }
@@ -45,7 +48,7 @@ class InThisProcess final : public ServerConnection {
 };
 
 struct Servers {
-  std::vector<VariableSpec> variables;
+  ModelSpec model;
   std::vector<ShardPlace> places;
   std::vector<std::shared_ptr<ServerConnection>> connections;
 };
@@ -53,18 +56,18 @@ struct Servers {
 // Servers whose first values are those of the parameters.
 Servers make_servers(int count, const ReplicatedParameters& parameters, const Optimizer& optimizer,
                      const UpdateMode& mode) {
-  Servers servers{.variables = variables_of(parameters)};
-  servers.places = place_shards(servers.variables, FixedShardsPartitioner(3), count);
+  Servers servers{.model = {variables_of(parameters), tables_of(parameters)}};
+  servers.places = place_shards(servers.model.variables, FixedShardsPartitioner(3), count);
   std::vector<const std::byte*> values;
   for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
     if (!parameters.slots()[i].trainable) continue;
     values.push_back(static_cast<const std::byte*>(parameters.parameter(0, i).const_data_ptr()));
   }
   for (int server = 0; server < count; ++server) {
-    const auto store = std::make_shared<ShardStore>(servers.variables, servers.places, server, optimizer, mode);
+    const auto store = std::make_shared<ShardStore>(servers.model, servers.places, server, optimizer, mode);
     servers.connections.push_back(std::make_shared<InThisProcess>(store));
   }
-  Client(servers.variables, servers.places, servers.connections).write(values, soon());
+  Client(servers.model, servers.places, servers.connections).write(values, soon());
   return servers;
 }
 
@@ -112,7 +115,7 @@ std::shared_ptr<ReplicatedParameters> synchronous(int workers, int replicas, int
   while (static_cast<int>(all.size()) < workers) all.push_back(make_parameters(replicas, dtype));
   for (int worker = 0; worker < workers; ++worker) {
     threads.emplace_back([&, worker] {
-      const auto client = std::make_shared<Client>(servers.variables, servers.places, servers.connections);
+      const auto client = std::make_shared<Client>(servers.model, servers.places, servers.connections);
       GradientPath path(all[static_cast<std::size_t>(worker)], optimizer, {.servers = client});
       path.prepare();
       const auto groups = make_thread_groups(replicas);

@@ -1,6 +1,7 @@
 #include "grpc_service/connections.h"
 
 #include <algorithm>
+#include <list>
 #include <thread>
 
 #include "base/text.h"
@@ -17,12 +18,30 @@ using parameter_server::FindAddress;
 using parameter_server::Process;
 using parameter_server::ServiceEngine;
 
+// Rows that are sent, in memory that gRPC may hold.
+class OwnRows {
+ public:
+  explicit OwnRows(std::shared_ptr<const void> other) : other_(std::move(other)) {}
+  void add(const parameter_server::Rows& rows, std::size_t row_bytes, Bulk& bulk) {
+    const auto& ids = ids_.emplace_back(rows.ids.begin(), rows.ids.end());
+    const auto& values = values_.emplace_back(rows.values, rows.values + ids.size() * row_bytes);
+    bulk.parts.push_back(std::as_bytes(std::span(ids)));
+    bulk.parts.emplace_back(values);
+  }
+
+ private:
+  const std::shared_ptr<const void> other_;  // what is sent beside them
+  std::list<std::vector<std::int64_t>> ids_;
+  std::list<std::vector<std::byte>> values_;
+};
+
 class GrpcServerConnection final : public parameter_server::ServerConnection {
  public:
   GrpcServerConnection(const ServiceEngine::ModelOnServer& of, FindAddress address, const Access& access)
       : model_(of.model),
         user_(of.user),
         shard_bytes_(of.shard_bytes),
+        row_bytes_(of.row_bytes),
         caller_(of.server, std::move(address), access, of.reconnect_seconds) {}
 
   void open(const std::string& description, Deadline deadline) override {
@@ -55,6 +74,18 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
       share(block_, deadline);
       fetch(shards, deadline);
     }
+  }
+
+  void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values,
+                 Deadline deadline) override {
+    if (ids.empty()) return;
+    Request request;
+    request.mutable_pull_rows()->set_model(model_);
+    request.mutable_pull_rows()->set_table(table);
+    request.mutable_pull_rows()->set_rows(ids.size());
+    const auto copy = std::make_shared<const std::vector<std::int64_t>>(ids.begin(), ids.end());
+    caller_.call(std::move(request), deadline, {.parts = {std::as_bytes(std::span(*copy))}, .owner = copy},
+                 {&values, 1});
   }
 
   // From a copy: gRPC may still hold the memory of a call that has failed.
@@ -114,6 +145,12 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
       head.mutable_present()->push_back(push.gradients[i] == nullptr ? '\0' : '\1');
       if (push.gradients[i] != nullptr && offsets[i] < 0) bulk.parts.emplace_back(push.gradients[i], shard_bytes_[i]);
     }
+    const auto rows = std::make_shared<OwnRows>(bulk.owner);
+    for (std::size_t i = 0; i < push.rows.size(); ++i) {
+      head.add_rows(push.rows[i].ids.size());
+      rows->add(push.rows[i], row_bytes_[i], bulk);
+    }
+    if (!push.rows.empty()) bulk.owner = rows;
     caller_.call(std::move(request), deadline, bulk);
   }
 
@@ -149,7 +186,7 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
 
   const std::int64_t model_;
   const std::string user_;
-  const std::vector<std::size_t> shard_bytes_;
+  const std::vector<std::size_t> shard_bytes_, row_bytes_;
   Caller caller_;
   std::shared_ptr<parameter_server::SharedBlock> block_;
   std::unique_ptr<SharedWith> shared_;  // the block; null where the server cannot access it

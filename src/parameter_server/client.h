@@ -11,8 +11,8 @@
 #include "lockstep/base/deadline.h"
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/collective/group.h"
+#include "parameter_server/model_spec.h"
 #include "parameter_server/service.h"
-#include "parameter_server/shard_places.h"
 
 namespace lockstep::parameter_server {
 
@@ -23,13 +23,13 @@ inline constexpr const char* kOutsideOfStep =
 // One thread at a time. Throws what the connections throw.
 class Client {
  public:
-  // `connections[s]`: to server s. `model`: the model's number among those of the job. `states`: the names of the
+  // `connections[s]`: to server s. `number`: the model's among those of the job. `states`: the names of the
   // optimizer's.
-  Client(std::vector<VariableSpec> variables, std::vector<ShardPlace> places,
-         std::vector<std::shared_ptr<ServerConnection>> connections, std::int64_t model = 0,
-         std::vector<std::string> states = {});
+  Client(ModelSpec model, std::vector<ShardPlace> places, std::vector<std::shared_ptr<ServerConnection>> connections,
+         std::int64_t number = 0, std::vector<std::string> states = {});
 
-  std::int64_t model() const { return model_; }
+  std::int64_t model() const { return number_; }
+  const std::vector<TableSpec>& tables() const { return model_.tables; }
 
   // As ServerConnection's.
   void open(const std::string& description, Deadline deadline) const;
@@ -40,6 +40,9 @@ class Client {
   // Values of whole variables, by their numbers: from the servers, and to them.
   void pull(std::span<std::byte* const> values, Deadline deadline) const;
   void write(std::span<const std::byte* const> values, Deadline deadline) const;
+
+  // Rows of a table, by their ids: [ids, width]. Any thread. Throws InvalidArgument for an id that is out of range.
+  void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::byte* values, Deadline deadline) const;
 
   // For checkpoints, on all servers, as ServerConnection's. `save` writes a file a server into `folder`, which all
   // processes must see, and lists them in the main file; false where a server has no cut. Throws IoError.
@@ -54,22 +57,22 @@ class Client {
   void end() { next_.reset(); }
 
   // Gradients of whole variables, by their numbers; null where a variable took no part. `push` has its weight and
-  // memory. Once for each `begin`; throws InvalidArgument without.
+  // memory, and rows of all tables from any server. Once for each `begin`; throws InvalidArgument without.
   void push(Push push, std::span<const std::byte* const> gradients, Deadline deadline);
 
  private:
-  // Calls act(connection, begins) for all servers at once: where each of the server's shards begins in `variables`.
-  template <class Byte, class Act>
-  void on_servers(std::span<Byte* const> variables, const Act& act) const;
+  // [server]: where each of the server's shards begins in `variables`.
+  template <class Byte>
+  std::vector<std::vector<Byte*>> by_servers(std::span<Byte* const> variables) const;
 
   // Calls act(connection, its number) for all servers at once.
   template <class Act>
   void on_all(const Act& act) const;
 
-  const std::vector<VariableSpec> variables_;
+  const ModelSpec model_;
   const std::vector<ShardPlace> places_;
   const std::vector<std::shared_ptr<ServerConnection>> connections_;
-  const std::int64_t model_;
+  const std::int64_t number_;
   const std::vector<std::string> states_;
   std::optional<Push> next_;  // without gradients
 };

@@ -7,6 +7,8 @@
 #include <optional>
 #include <vector>
 
+#include "parameter_server/table.h"
+
 namespace lockstep::parameter_server {
 
 // What one worker computes at a time: one part of one step. One step is one update of each shard, whoever computes it.
@@ -24,7 +26,10 @@ struct Push {
   // By the server's shards: count() elements of the shard's dtype, or null where a parameter took no part.
   std::vector<const std::byte*> gradients = {};
 
-  // Keeps what they point at: a server may read it until the step is applied. Null: what they point at is valid, and
+  // Of each table, of the server's rows: gradients of those for which the part has some, none of them twice.
+  std::vector<Rows> rows = {};
+
+  // Keeps what these point at: a server may read it until the step is applied. Null: what they point at is valid, and
   // stays as it is, while the push is called, and no longer.
   std::shared_ptr<const void> memory = {};
 

@@ -79,13 +79,19 @@ void ServedModels::open(std::int64_t model, const std::string& user, const std::
 
 void ServedModels::push(std::int64_t model, Push push) const { shards_of(model)->push(std::move(push)); }
 
+std::shared_ptr<ShardStore> ServedModels::written_shards_of(std::int64_t model, Deadline deadline) const {
+  MutexLock lock(mutex_);
+  while (!find(model).written) wait(deadline, "the chief has written the first values");
+  return find(model).shards;
+}
+
+void ServedModels::pull_rows(std::int64_t model, std::size_t table, std::span<const std::int64_t> ids,
+                             std::byte* values, Deadline deadline) const {
+  written_shards_of(model, deadline)->table(table).read(ids, values);
+}
+
 void ServedModels::pull(std::int64_t model, std::span<std::byte* const> shards, Deadline deadline) const {
-  std::shared_ptr<ShardStore> store;
-  {
-    MutexLock lock(mutex_);
-    while (!find(model).written) wait(deadline, "the chief has written the first values");
-    store = find(model).shards;
-  }
+  const auto store = written_shards_of(model, deadline);
   for (std::size_t i = 0; i < store->size(); ++i) store->shard(i).read(shards[i]);
 }
 
@@ -132,6 +138,13 @@ std::vector<std::size_t> ServedModels::shard_bytes(std::int64_t model) const {
   const auto store = shards_of(model);
   std::vector<std::size_t> bytes;
   for (std::size_t i = 0; i < store->size(); ++i) bytes.push_back(store->shard(i).bytes());
+  return bytes;
+}
+
+std::vector<std::size_t> ServedModels::row_bytes(std::int64_t model) const {
+  const auto store = shards_of(model);
+  std::vector<std::size_t> bytes;
+  for (std::size_t i = 0; i < store->tables(); ++i) bytes.push_back(store->table(i).table().row_bytes());
   return bytes;
 }
 

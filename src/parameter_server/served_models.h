@@ -38,6 +38,8 @@ class ServedModels {
   void restore(std::int64_t model, const std::string& checkpoint, bool change, std::int64_t chief);
   void pull(std::int64_t model, std::span<std::byte* const> shards, Deadline deadline) const;
   void write(std::int64_t model, std::span<const std::byte* const> shards);
+  void pull_rows(std::int64_t model, std::size_t table, std::span<const std::int64_t> ids, std::byte* values,
+                 Deadline deadline) const;
 
   // Ends all waits, now and later, with Aborted: the process is ending.
   void close();
@@ -49,6 +51,9 @@ class ServedModels {
   std::vector<std::size_t> shard_bytes(std::int64_t model) const;
   std::vector<std::size_t> element_sizes(std::int64_t model) const;
 
+  // Bytes of the values of a row of each table.
+  std::vector<std::size_t> row_bytes(std::int64_t model) const;
+
  private:
   struct Served {
     std::string description;
@@ -59,6 +64,7 @@ class ServedModels {
     std::set<std::string> users = {};
   };
   std::shared_ptr<ShardStore> shards_of(std::int64_t model) const;
+  std::shared_ptr<ShardStore> written_shards_of(std::int64_t model, Deadline deadline) const;
   void set_written(std::int64_t model);
   void wait(Deadline deadline, const std::string& for_what) const
       LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));

@@ -60,19 +60,25 @@ Entry parse(const std::string& printed) {
   return {printed.substr(0, end), printed.substr(end + 1)};
 }
 
-std::string description_of(const std::vector<VariableSpec>& variables, const std::vector<ShardPlace>& places,
-                           const Optimizer& optimizer, const UpdateMode& mode) {
+std::string description_of(const ModelSpec& model, const std::vector<ShardPlace>& places, const Optimizer& optimizer,
+                           const UpdateMode& mode) {
   std::ostringstream out;
   out << "Lockstep " << version() << "\n"
       << optimizer::describe(optimizer) << "\n"
       << "a step of " << mode.parts << " parts, of which " << mode.needed << " are needed\n";
-  for (const auto& variable : variables) {
+  for (const auto& variable : model.variables) {
     out << "variable " << variable.name << " " << lockstep::name_of(variable.dtype) << " [" << join(variable.shape)
         << "]\n";
   }
   for (const auto& place : places) {
     out << "variable " << place.variable << " from " << place.begin << " on, " << place.count << " elements, on server "
         << place.server << "\n";
+  }
+  for (const auto& table : model.tables) {
+    out << "table " << table.name << " " << lockstep::name_of(table.dtype) << " [" << table.rows << ", " << table.width
+        << "], seed " << table.seed << ", initializer " << static_cast<int>(table.initializer.kind) << " "
+        << table.initializer.scale << ", rows admitted after " << table.admit_after << " updates, removed after "
+        << table.evict_after << " steps\n";
   }
   return out.str();
 }
@@ -187,34 +193,36 @@ FindAddress ServerCluster::address_of(Role role, int index) const {
   };
 }
 
-std::shared_ptr<Client> ServerCluster::make_model(const std::vector<VariableSpec>& variables,
-                                                  const Optimizer& optimizer) {
+std::shared_ptr<Client> ServerCluster::make_model(const ModelSpec& model, const Optimizer& optimizer) {
+  const auto& variables = model.variables;
+  for (const auto& table : model.tables) check(table);
   require_shardable(optimizer);  // in all processes, not on servers alone
   const auto number = models_made_++;
   const auto places = place_shards(variables, options_.partitioner, roles_.servers);
-  const auto description = description_of(variables, places, optimizer, options_.mode);
+  const auto description = description_of(model, places, optimizer, options_.mode);
   std::shared_ptr<void> kept;
   if (is_chief()) kept = keep_for_restarts(number);
   if (models_) {
     kept = serve_model(number, description, [&] {
-      return std::make_shared<ShardStore>(variables, places, roles_.index, optimizer, options_.mode);
+      return std::make_shared<ShardStore>(model, places, roles_.index, optimizer, options_.mode);
     });
   }
   std::vector<std::shared_ptr<ServerConnection>> connections;
   for (int server = 0; server < roles_.servers; ++server) {
-    ServiceEngine::ModelOnServer model{.server = key_of(Role::ps, server),
-                                       .user = key_of(roles_.mine, roles_.index),
-                                       .model = number,
-                                       .shard_bytes = {},
-                                       .reconnect_seconds = options_.reconnect_timeout_seconds};
+    ServiceEngine::ModelOnServer on_server{.server = key_of(Role::ps, server),
+                                           .user = key_of(roles_.mine, roles_.index),
+                                           .model = number,
+                                           .shard_bytes = {},
+                                           .reconnect_seconds = options_.reconnect_timeout_seconds};
     for (const auto& place : places) {
       if (place.server != server) continue;
-      model.shard_bytes.push_back(static_cast<std::size_t>(place.count) * size_of(variables[place.variable].dtype));
+      on_server.shard_bytes.push_back(static_cast<std::size_t>(place.count) * size_of(variables[place.variable].dtype));
     }
-    connections.push_back(engine_.connect_server(model, address_of(Role::ps, server), access_));
+    for (const auto& table : model.tables) on_server.row_bytes.push_back(table.row_bytes());
+    connections.push_back(engine_.connect_server(on_server, address_of(Role::ps, server), access_));
   }
   const std::shared_ptr<Client> client(
-      new Client(variables, places, std::move(connections), number, names_of_states(optimizer)),
+      new Client(model, places, std::move(connections), number, names_of_states(optimizer)),
       [kept](Client* mine) { delete mine; });
   if (!models_ && find_in_store(key_of_model(number)) != kDropped) {
     client->open(description, Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds)));

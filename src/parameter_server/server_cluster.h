@@ -46,9 +46,9 @@ class ServerCluster {
   // How many replicas each worker has, of which a worker passes its own. Throws ClusterError where workers differ.
   int agree_on_replicas(int mine) const;
 
-  // A model's variables on the servers, with this process's part of them where it is a server. All processes make their
+  // What a model has on the servers, with this process's part of it where it is a server. All processes make their
   // models in the same order. The chief's returns when all servers have the model.
-  std::shared_ptr<Client> make_model(const std::vector<VariableSpec>& variables, const Optimizer& optimizer);
+  std::shared_ptr<Client> make_model(const ModelSpec& model, const Optimizer& optimizer);
 
   // The chief's, before the first fit of a model: true where it has to write the values, since a server that was
   // started again before does not have them. From then on such a server restores its shards from the last checkpoint.

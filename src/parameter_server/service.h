@@ -40,6 +40,11 @@ class ServerConnection {
   // they have been written.
   virtual void pull(std::span<std::byte* const> shards, Deadline deadline) = 0;
 
+  // Copies rows of a table's shard on the server to `values`: one row an id. Waits likewise. Throws InvalidArgument for
+  // an id that is out of range.
+  virtual void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values,
+                         Deadline deadline) = 0;
+
   // Replaces the values. Optimizer state stays.
   virtual void write(std::span<const std::byte* const> shards, Deadline deadline) = 0;
 
@@ -138,12 +143,14 @@ class ServiceEngine {
   virtual std::unique_ptr<Endpoint> serve(const std::string& address, const Access& access,
                                           const Services& services) const = 0;
 
-  // `shard_bytes`: of the model's shards on the server. `server`, `user`: names of the server and of this process.
-  // `reconnect_seconds`: how long a server that cannot be reached is called again, within a call's deadline.
+  // `shard_bytes`: of the model's shards on the server. `row_bytes`: of a row of each of its tables. `server`, `user`:
+  // names of the server and of this process. `reconnect_seconds`: how long a server that cannot be reached is called
+  // again, within a call's deadline.
   struct ModelOnServer {
     std::string server, user;
     std::int64_t model = 0;
     std::vector<std::size_t> shard_bytes;
+    std::vector<std::size_t> row_bytes = {};
     double reconnect_seconds = 60;
   };
   virtual std::shared_ptr<ServerConnection> connect_server(const ModelOnServer& of, FindAddress address,

@@ -8,18 +8,24 @@
 
 namespace lockstep::parameter_server {
 
-ShardStore::ShardStore(const std::vector<VariableSpec>& variables, const std::vector<ShardPlace>& places, int server,
+ShardStore::ShardStore(const ModelSpec& model, const std::vector<ShardPlace>& places, int server,
                        const Optimizer& optimizer, const UpdateMode& mode)
     : mode_(mode), states_(names_of_states(optimizer)), parts_(mode.needed) {
   parameter_server::check(mode);
   for (const auto& place : places) {
     if (place.server != server) continue;
     const auto count = static_cast<std::size_t>(place.count);
-    const auto dtype = variables[place.variable].dtype;
-    rows_.push_back(rows_of(variables, place));
+    const auto dtype = model.variables[place.variable].dtype;
+    rows_.push_back(rows_of(model.variables, place));
     shards_.push_back(
         std::make_unique<Shard>(collective::private_memory(count * size_of(dtype)), count, dtype, optimizer));
   }
+  for (const auto& table : model.tables) tables_.push_back(std::make_unique<TableShard>(table, optimizer));
+}
+
+const TableShard& ShardStore::table(std::size_t number) const {
+  if (number < tables_.size()) return *tables_[number];
+  throw InvalidArgument(text("this server has no table number ", number, "; it has ", tables_.size()));
 }
 
 void ShardStore::check(const Push& push) const {
@@ -34,6 +40,10 @@ void ShardStore::check(const Push& push) const {
   if (push.gradients.size() != shards_.size()) {
     fail("gradients of ", push.gradients.size(), " shards; this server has ", shards_.size());
   }
+  if (push.rows.size() != tables_.size()) {
+    fail("rows of ", push.rows.size(), " tables; this server has ", tables_.size());
+  }
+  for (std::size_t i = 0; i < tables_.size(); ++i) check_ids(tables_[i]->table(), push.rows[i].ids);
 }
 
 void ShardStore::push(Push push) {
@@ -41,6 +51,7 @@ void ShardStore::push(Push push) {
   if (push.chief < chief_) return;
   if (push.finished > 0) {
     for (const auto& shard : shards_) shard->close_below(push.finished);
+    for (const auto& table : tables_) table->close_below(push.finished);
   }
   if (mode_.parts == 1) return apply({&push, 1});
   if (push.memory == nullptr) keep_gradients(push);
@@ -54,13 +65,27 @@ void ShardStore::push(Push push) {
 
 // Copies them, for a step that other parts complete later.
 void ShardStore::keep_gradients(Push& push) const {
-  const auto copies = std::make_shared<std::vector<std::vector<std::byte>>>();
+  struct Copies {
+    std::vector<std::vector<std::byte>> values;
+    std::vector<std::vector<std::int64_t>> ids;
+  };
+  const auto memory = std::make_shared<Copies>();
+  auto* const copies = &memory->values;
+  auto* const ids = &memory->ids;
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     if (push.gradients[i] == nullptr) continue;
     copies->emplace_back(push.gradients[i], push.gradients[i] + shards_[i]->bytes());
     push.gradients[i] = copies->back().data();
   }
-  push.memory = copies;
+  for (std::size_t i = 0; i < tables_.size(); ++i) {
+    auto& rows = push.rows[i];
+    const auto row = tables_[i]->table().row_bytes();
+    copies->emplace_back(rows.values, rows.values + rows.ids.size() * row);
+    rows.values = copies->back().data();
+    ids->emplace_back(rows.ids.begin(), rows.ids.end());
+    rows.ids = ids->back();
+  }
+  push.memory = memory;
 }
 
 void ShardStore::apply(std::span<const Push> parts) {
@@ -72,6 +97,22 @@ void ShardStore::apply(std::span<const Push> parts) {
       if (part.weight > 0 && part.gradients[i] != nullptr) gradients.push_back(part.gradients[i]);
     }
     shards_[i]->apply(parts[0].task.step, gradients, weight, parts[0].learning_rate);
+  }
+  for (std::size_t i = 0; i < tables_.size(); ++i) apply_to_table(i, parts, weight);
+}
+
+void ShardStore::apply_to_table(std::size_t number, std::span<const Push> parts, double weight) {
+  std::vector<Rows> rows;
+  for (const auto& part : parts) {
+    if (part.weight > 0 && !part.rows[number].ids.empty()) rows.push_back(part.rows[number]);
+  }
+  auto& table = *tables_[number];
+  const auto& first = parts[0];
+  if (rows.size() <= 1) {
+    table.apply(first.task.step, rows.empty() ? Rows() : rows[0], weight, first.learning_rate);
+  } else {
+    const SumOfRows sum(table.table(), rows);
+    table.apply(first.task.step, sum.rows(), weight, first.learning_rate);
   }
 }
 

@@ -1,4 +1,4 @@
-// All shards of one model on one server.
+// All shards of one model on one server, and its rows of the model's tables.
 #pragma once
 
 #include <atomic>
@@ -9,10 +9,11 @@
 
 #include "base/mutex.h"
 #include "checkpoint/sharded_archive.h"
+#include "parameter_server/model_spec.h"
 #include "parameter_server/push.h"
 #include "parameter_server/shard.h"
-#include "parameter_server/shard_places.h"
 #include "parameter_server/step_parts.h"
+#include "parameter_server/table_shard.h"
 #include "parameter_server/update_mode.h"
 
 namespace lockstep::parameter_server {
@@ -21,17 +22,21 @@ namespace lockstep::parameter_server {
 class ShardStore {
  public:
   // The shards of `server`, in the order of `places`. Their values are 0 until they are written.
-  ShardStore(const std::vector<VariableSpec>& variables, const std::vector<ShardPlace>& places, int server,
-             const Optimizer& optimizer, const UpdateMode& mode);
+  ShardStore(const ModelSpec& model, const std::vector<ShardPlace>& places, int server, const Optimizer& optimizer,
+             const UpdateMode& mode);
 
   std::size_t size() const { return shards_.size(); }
   Shard& shard(std::size_t index) { return *shards_[index]; }
   const Shard& shard(std::size_t index) const { return *shards_[index]; }
 
-  // Updates each shard that the step has not updated yet by the push's gradients, divided by its weight. With several
-  // parts: once enough have come, by those of all, added in the order of parts and divided by the sum of their weights.
-  // A push may be repeated; one that a chief before the present one asked for is ignored. Throws InvalidArgument for
-  // one that does not fit.
+  // Throws InvalidArgument for a number that is not below tables().
+  std::size_t tables() const { return tables_.size(); }
+  const TableShard& table(std::size_t number) const;
+
+  // Updates each shard and each table that the step has not updated yet by the push's gradients, divided by its weight.
+  // With several parts: once enough have come, by those of all, added in the order of parts and divided by the sum of
+  // their weights. A push may be repeated; one that a chief before the present one asked for is ignored. Throws
+  // InvalidArgument for one that does not fit.
   void push(Push push);
 
   // A moment that a checkpoint keeps: the steps below `end`, of which some may still be pushed, and no others.
@@ -53,11 +58,13 @@ class ShardStore {
   void check(const Push& push) const;
   void keep_gradients(Push& push) const;
   void apply(std::span<const Push> parts);
+  void apply_to_table(std::size_t number, std::span<const Push> parts, double weight);
 
   const UpdateMode mode_;
   const std::vector<std::string> states_;  // names of the optimizer's
   std::vector<ShardRows> rows_;            // [shard]
   std::vector<std::unique_ptr<Shard>> shards_;
+  std::vector<std::unique_ptr<TableShard>> tables_;
   Mutex mutex_;
   StepParts parts_ LOCKSTEP_GUARDED_BY(mutex_);
   std::atomic<std::int64_t> chief_ = 0;

@@ -79,7 +79,9 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
   }
   if (servers() == nullptr) return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
   parameters->update_trainable();
-  options.servers = servers()->make_model(gradient::variables_of(*parameters), optimizer);
+  options.timeout_seconds = settings_.timeout_seconds;
+  options.servers = servers()->make_model(
+      {.variables = gradient::variables_of(*parameters), .tables = gradient::tables_of(*parameters)}, optimizer);
   auto path = std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
   if (servers()->is_chief() && !servers()->was_trained(*path->servers())) path->sync().store(deadline());
   return path;

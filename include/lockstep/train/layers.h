@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/gradient/sharded_embedding.h"
 #include "lockstep/ops/tensor.h"
 #include "lockstep/strategy/module_factory.h"
 
@@ -71,6 +72,7 @@ class Layer {
  public:
   explicit Layer(std::shared_ptr<const LayerSpec> spec) : spec_(std::move(spec)) {}
   explicit Layer(const Sequential& nested);
+  Layer(const ShardedEmbedding& embedding);  // NOLINT: a layer like the others. Integers [batch, ...]
   const LayerSpec& spec() const { return *spec_; }
 
  private:

@@ -1,0 +1,56 @@
+// The module behind a ShardedEmbedding, and those that a model has.
+#pragma once
+
+#include <torch/nn/module.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gradient/replicated_parameters.h"
+#include "lockstep/gradient/sharded_embedding.h"
+#include "parameter_server/client.h"
+
+namespace lockstep::gradient {
+
+// Used by its replica's thread, but between steps.
+class EmbeddingModule : public torch::nn::Module {
+ public:
+  EmbeddingModule(std::int64_t rows, std::int64_t width, const ShardedEmbeddingOptions& options);
+
+  // Without name, and with the seed 0 where the options have none.
+  const parameter_server::TableSpec& table() const { return table_; }
+  const ShardedEmbeddingOptions& options() const { return options_; }
+
+  Tensor forward(const Tensor& ids);
+
+  // Where the rows are: table `number` of the client's. A null client: nowhere any more. `seconds`: how long a call to
+  // the servers may take. Throws InvalidArgument where the module has another client.
+  void bind(std::shared_ptr<parameter_server::Client> client, std::size_t number, double seconds);
+  void unbind(const parameter_server::Client& client);
+
+  // Rows that forward read since the last `clear`, of which those have gradients that took part in a backward.
+  struct Used {
+    std::vector<std::int64_t> ids;
+    Tensor rows;
+  };
+  const std::vector<Used>& used() const { return used_; }
+  void clear() { used_.clear(); }
+
+ private:
+  parameter_server::TableSpec table_;
+  const ShardedEmbeddingOptions options_;
+  std::shared_ptr<parameter_server::Client> client_;
+  std::size_t number_ = 0;
+  double seconds_ = 0;
+  std::vector<Used> used_;
+};
+
+// A replica's embeddings, each once, in the module's order.
+std::vector<std::shared_ptr<EmbeddingModule>> embeddings_of(const ReplicatedParameters& parameters, int replica);
+
+// Their tables, under the modules' names. Draws a seed of the program's sequence where one has none of its own.
+std::vector<parameter_server::TableSpec> tables_of(const ReplicatedParameters& parameters);
+
+}  // namespace lockstep::gradient
