@@ -10,6 +10,7 @@
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/random.h"
+#include "ops/dtypes.h"
 #include "parameter_server/id_map.h"
 
 namespace lockstep {
@@ -67,7 +68,7 @@ Tensor EmbeddingModule::forward(const Tensor& ids) {
   if (!at::isIntegralType(ids.scalar_type(), /*includeBool=*/false)) {
     throw InvalidArgument(text("ShardedEmbedding: the ids are ", ids.scalar_type(), "; they must be integers"));
   }
-  const auto dtype = table_.dtype == DType::float64 ? at::kDouble : at::kFloat;
+  const auto dtype = ops::scalar_type_of(table_.dtype);
   auto sizes = ids.sizes().vec();
   sizes.push_back(table_.width);
   const bool trains = is_training() && at::GradMode::is_enabled();

@@ -62,6 +62,7 @@ void ModelImpl::require_trainable() const {
   for (const auto& slot : parameters->slots()) {
     if (slot.trainable) return;
   }
+  if (!gradient::embeddings_of(*parameters, 0).empty()) return;
   throw InvalidArgument(
       "the model has no trainable parameter: are all frozen, or was a submodule not registered (register_module)?");
 }
