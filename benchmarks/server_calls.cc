@@ -42,8 +42,8 @@ void serve(std::size_t bytes, int address, int ended) {
   const std::vector<VariableSpec> variables{{"w", DType::float32, {count}}};
   const auto models = std::make_shared<ServedModels>(1);
   models->add(0, kModel,
-              std::make_shared<ShardStore>(ModelSpec{variables}, place_shards(variables, {}, 1), 0, SGD({.learning_rate = 1e-3}),
-                                           UpdateMode()));
+              std::make_shared<ShardStore>(ModelSpec{variables}, place_shards(variables, {}, 1), ServerNumber(),
+                                           SGD({.learning_rate = 1e-3}), UpdateMode()));
   const auto endpoint = service_engine().serve("127.0.0.1:0", kAccess, {models, nullptr});
   const auto text = endpoint->address() + "\n";
   char byte = 0;

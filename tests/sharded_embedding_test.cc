@@ -2,6 +2,7 @@
 #include <torch/nn/modules/embedding.h>
 
 #include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 #include "base/text.h"
 #include "parameter_server/table.h"
 #include "tests/server_job.h"
@@ -47,10 +48,12 @@ struct DenseScore : torch::nn::Module {
 
 // 23 examples with 4 ids each, in batches of 6: the last has 5, so that some id comes twice in most.
 Dataset make_ids() {
-  torch::manual_seed(5);
-  return Dataset::from_tensor_slices(torch::randint(kRows, {23, 4}, torch::kLong),
-                                     torch::randn({23, 1}, torch::kDouble))
-      .batch(6);
+  static const auto data = [] {
+    torch::manual_seed(5);
+    return Dataset::from_tensor_slices(torch::randint(kRows, {23, 4}, torch::kLong),
+                                       torch::randn({23, 1}, torch::kDouble));
+  }();
+  return data.batch(6);
 }
 Dataset all_ids() {
   return Dataset::from_tensor_slices(torch::arange(kRows, torch::kLong).view({kRows / 4, 4})).batch(3);
@@ -128,6 +131,41 @@ TEST(ShardedEmbedding, RowsOutsideOfABatchStayAsTheyAre) {
   }));
 }
 
+// Adam's state of a row must come back too, and its last update, by which it is evicted.
+TEST(ShardedEmbedding, ATrainingGoesOnFromAFullCheckpointWithAnyServers) {
+  const auto train_on = [](const auto& strategy, const std::vector<AnyCallback>& callbacks) {
+    const auto scope = strategy.scope();
+    const ShardedEmbedding table(
+        kRows, kWidth, {.embeddings_initializer = "normal", .dtype = DType::float64, .evict_after = 12, .seed = 7});
+    Sequential model({table, Flatten(), Dense(1, {.kernel_initializer = "ones"})});
+    model.compile({.optimizer = Adam({.learning_rate = 0.05}), .loss = "mse"});
+    model.fit(make_ids().take(3).repeat(), {.epochs = 3, .verbose = 0, .callbacks = callbacks, .steps_per_epoch = 10});
+    return model.predict(all_ids());
+  };
+  const auto job_of = [](int workers, int servers) {
+    return ServerJob{.workers = workers, .servers = servers, .options = {.synchronous = true}};
+  };
+  Tensor expected;
+  expect_no_error(run_job(job_of(2, 1), [&](const auto& strategy) {
+    const auto out = train_on(strategy, {});
+    if (strategy.is_chief()) expected = out;
+  }));
+  for (const auto& [first, second] : {std::pair(2, 2), std::pair(1, 3), std::pair(3, 1)}) {
+    const auto folder = fresh_folder("sharded_embedding", text(first, " to ", second)).string();
+    const BackupAndRestore backup(folder, {.save_freq = 4});
+    const auto fails = LambdaCallback({.on_train_batch_end = [epoch = 0](std::int64_t batch, const Logs&) mutable {
+      epoch += batch == 9 ? 1 : 0;
+      if (epoch == 1 && batch == 6) throw Error("the power went");
+    }});
+    run_job(job_of(2, first), [&](const auto& strategy) { EXPECT_THROW(train_on(strategy, {backup, fails}), Error); });
+    expect_no_error(run_job(job_of(2, second), [&](const auto& strategy) {
+      const auto out = train_on(strategy, {backup});
+      if (!strategy.is_chief()) return;
+      EXPECT_LE((out - expected).abs().max().template item<double>(), 1e-9) << first << " to " << second;
+    }));
+  }
+}
+
 TEST(ShardedEmbedding, WhatCannotBeIsNamed) {
   expect_says(message_of<InvalidArgument>([] { ShardedEmbedding(0, 3); }), "a number of rows of 0");
   expect_says(message_of<InvalidArgument>([] { ShardedEmbedding(3, 3, {.evict_after = -1}); }), "evict_after -1");
@@ -148,6 +186,7 @@ TEST(ShardedEmbedding, WhatCannotBeIsNamed) {
     Sequential model({sharded(), Flatten(), Dense(1)});
     compile(model, 4);
     expect_says(message_of<InvalidArgument>([&] { compile(model); }), "compiled again");
+    expect_says(message_of<InvalidArgument>([&] { model.save_weights("nowhere"); }), "save_checkpoint");
     const auto data =
         Dataset::from_tensor_slices(torch::full({6, 4}, kRows, torch::kLong), torch::ones({6, 1})).batch(2);
     model.fit(data, {.verbose = 0});

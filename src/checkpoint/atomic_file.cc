@@ -39,18 +39,6 @@ class File {
       bytes = bytes.subspan(static_cast<std::size_t>(written));
     }
   }
-  std::size_t read(std::span<std::byte> bytes) {
-    for (;;) {
-      const auto got = ::read(descriptor(), bytes.data(), bytes.size());
-      if (got >= 0) return static_cast<std::size_t>(got);
-      if (errno != EINTR) throw_errno("read", path_);
-    }
-  }
-  std::size_t size() const {
-    struct stat info {};
-    if (::fstat(descriptor(), &info) != 0) throw_errno("read", path_);
-    return static_cast<std::size_t>(info.st_size);
-  }
   void flush() {
     if (::fsync(descriptor()) != 0) throw_errno("flush", path_);
   }
@@ -114,17 +102,58 @@ void remove_stale(const std::filesystem::path& path) {
 
 }  // namespace
 
-void write_file_atomically(const std::string& path, std::span<const std::span<const std::byte>> parts) {
-  const auto whole_path = absolute_path(path);
-  make_folders(whole_path.parent_path());
-  {
-    TemporaryFile beside(path);
-    for (const auto& part : parts) beside.file().write(part);
-    beside.file().flush();
-    beside.rename_to(path);
-  }
+struct AtomicFile::Beside {
+  explicit Beside(const std::string& path) : temporary(path) {}
+  TemporaryFile temporary;
+};
+
+AtomicFile::AtomicFile(std::string path) : path_(std::move(path)) {
+  make_folders(absolute_path(path_).parent_path());
+  beside_ = std::make_unique<Beside>(path_);
+}
+
+AtomicFile::~AtomicFile() = default;
+
+void AtomicFile::append(std::span<const std::byte> bytes) { beside_->temporary.file().write(bytes); }
+
+void AtomicFile::overwrite_beginning(std::span<const std::byte> bytes) {
+  auto& file = beside_->temporary.file();
+  if (::lseek(file.descriptor(), 0, SEEK_SET) != 0) throw_errno("write", path_);
+  file.write(bytes);
+}
+
+void AtomicFile::commit() {
+  beside_->temporary.file().flush();
+  beside_->temporary.rename_to(path_);
+  beside_.reset();
+  const auto whole_path = absolute_path(path_);
   flush_folder(whole_path.parent_path());
   remove_stale(whole_path);
+}
+
+void write_file_atomically(const std::string& path, std::span<const std::span<const std::byte>> parts) {
+  AtomicFile file(path);
+  for (const auto& part : parts) file.append(part);
+  file.commit();
+}
+
+ReadableFile::ReadableFile(std::string path)
+    : path_(std::move(path)), descriptor_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
+  struct stat info {};
+  if (!descriptor_.open()) throw_errno("open", path_);
+  if (::fstat(descriptor_.get(), &info) != 0) throw_errno("read", path_);
+  size_ = static_cast<std::size_t>(info.st_size);
+}
+
+void ReadableFile::read(std::size_t offset, std::span<std::byte> bytes) const {
+  while (!bytes.empty()) {
+    const auto got = ::pread(descriptor_.get(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw_errno("read", path_);
+    if (got == 0) throw IoError(text("cannot read ", path_, ": it ends at byte ", offset));
+    offset += static_cast<std::size_t>(got);
+    bytes = bytes.subspan(static_cast<std::size_t>(got));
+  }
 }
 
 void require_writable_folder(const std::string& folder) {
@@ -133,15 +162,9 @@ void require_writable_folder(const std::string& folder) {
 }
 
 std::vector<std::byte> read_file(const std::string& path) {
-  File file(path, O_RDONLY);
+  const ReadableFile file(path);
   std::vector<std::byte> bytes(file.size());
-  std::size_t at = 0;
-  while (at < bytes.size()) {
-    const std::size_t got = file.read(std::span(bytes).subspan(at));
-    if (got == 0) break;
-    at += got;
-  }
-  bytes.resize(at);
+  file.read(0, bytes);
   return bytes;
 }
 

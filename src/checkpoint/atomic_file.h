@@ -2,11 +2,46 @@
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "base/file_descriptor.h"
+
 namespace lockstep::checkpoint {
+
+// A file that is written beside `path` and appears there with `commit`; nothing is left without. Makes missing folders.
+// All throw IoError naming the file and the reason.
+class AtomicFile {
+ public:
+  explicit AtomicFile(std::string path);
+  ~AtomicFile();
+  void append(std::span<const std::byte> bytes);
+  void overwrite_beginning(std::span<const std::byte> bytes);
+  void commit();
+
+ private:
+  struct Beside;
+  const std::string path_;
+  std::unique_ptr<Beside> beside_;
+};
+
+// A file that is read in any order. Throws IoError likewise.
+class ReadableFile {
+ public:
+  explicit ReadableFile(std::string path);
+  const std::string& path() const { return path_; }
+  std::size_t size() const { return size_; }
+
+  // Fills `bytes`; throws IoError where the file ends before.
+  void read(std::size_t offset, std::span<std::byte> bytes) const;
+
+ private:
+  const std::string path_;
+  const FileDescriptor descriptor_;
+  std::size_t size_ = 0;
+};
 
 // Writes the parts one after the other to a file beside `path`, flushes it to the disk, and renames it over `path`;
 // then flushes the folder, so that the name outlives a power cut too. Makes missing folders. Throws IoError naming the

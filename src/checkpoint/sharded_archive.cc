@@ -32,6 +32,10 @@ std::string name_of_rows(const std::string& tensor, std::int64_t begin, std::int
   return text(tensor, "[", begin, ":", end, "]");
 }
 
+std::string name_of_part(const std::string& process, int index, int count) {
+  return text(process, "-", index, "-of-", count, ".safetensors");
+}
+
 fs::path rows_folder(const std::string& path) { return fs::path(checkpoint_file(path)).replace_extension(".rows"); }
 
 void list_rows(Archive& main, const std::string& file, const std::vector<std::string>& names) {

@@ -16,6 +16,9 @@ namespace lockstep::checkpoint {
 // Under which name a file has the rows [begin, end) of a tensor: "dense/kernel[0:250]".
 std::string name_of_rows(const std::string& tensor, std::int64_t begin, std::int64_t end);
 
+// The file of process `index` of `count`: "ps-0-of-2.safetensors".
+std::string name_of_part(const std::string& process, int index, int count);
+
 // Where the files with rows lie that belong to the main file at `path`: each save into a folder of its own in it.
 std::filesystem::path rows_folder(const std::string& path);
 
@@ -35,6 +38,7 @@ class ShardedArchive {
   // Reads the main file. Throws as read_archive.
   explicit ShardedArchive(const std::string& path);
 
+  const std::string& path() const { return path_; }
   const Archive& main() const { return main_; }
 
   // A tensor's rows [begin, end), from the files that have them; a scalar has one row. Throws as read_archive, and

@@ -46,9 +46,9 @@ class GrpcService : public testing::Test {
   GrpcService() {
     const std::vector<VariableSpec> variables{{"large", DType::float32, {kLarge}}, {"small", DType::float32, {kSmall}}};
     const auto places = place_shards(variables, {}, 1);
-    models_->add(
-        0, "a model",
-        std::make_shared<ShardStore>(ModelSpec{variables}, places, 0, SGD({.learning_rate = 1}), UpdateMode()));
+    models_->add(0, "a model",
+                 std::make_shared<ShardStore>(ModelSpec{variables}, places, ServerNumber(), SGD({.learning_rate = 1}),
+                                              UpdateMode()));
   }
 
   std::shared_ptr<ServerConnection> connect(const Access& access = kAccess,

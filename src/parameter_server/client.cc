@@ -11,6 +11,7 @@
 #include "checkpoint/sharded_archive.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/shared_block.h"
+#include "parameter_server/table_files.h"
 
 namespace lockstep::parameter_server {
 namespace {
@@ -124,7 +125,7 @@ bool Client::cut(std::int64_t end, Deadline deadline) const {
 
 bool Client::save(std::int64_t end, const std::filesystem::path& folder, Archive& main, Deadline deadline) const {
   const auto file_of = [&](std::size_t server) {
-    return folder / text("ps-", server, "-of-", connections_.size(), ".safetensors");
+    return folder / checkpoint::name_of_part("ps", static_cast<int>(server), static_cast<int>(connections_.size()));
   };
   std::atomic<bool> saved = true;
   on_all([&](ServerConnection& connection, std::size_t server) {
@@ -144,6 +145,7 @@ bool Client::save(std::int64_t end, const std::filesystem::path& folder, Archive
     }
     checkpoint::list_rows(main, folder.filename() / file_of(server).filename(), names);
   }
+  if (!tables().empty()) list_tables(main, folder.filename(), static_cast<int>(connections_.size()));
   return true;
 }
 

@@ -204,7 +204,8 @@ std::shared_ptr<Client> ServerCluster::make_model(const ModelSpec& model, const 
   if (is_chief()) kept = keep_for_restarts(number);
   if (models_) {
     kept = serve_model(number, description, [&] {
-      return std::make_shared<ShardStore>(model, places, roles_.index, optimizer, options_.mode);
+      return std::make_shared<ShardStore>(model, places, ServerNumber{roles_.index, roles_.servers}, optimizer,
+                                          options_.mode);
     });
   }
   std::vector<std::shared_ptr<ServerConnection>> connections;

@@ -8,12 +8,12 @@
 
 namespace lockstep::parameter_server {
 
-ShardStore::ShardStore(const ModelSpec& model, const std::vector<ShardPlace>& places, int server,
+ShardStore::ShardStore(const ModelSpec& model, const std::vector<ShardPlace>& places, ServerNumber server,
                        const Optimizer& optimizer, const UpdateMode& mode)
-    : mode_(mode), states_(names_of_states(optimizer)), parts_(mode.needed) {
+    : server_(server), mode_(mode), states_(names_of_states(optimizer)), parts_(mode.needed) {
   parameter_server::check(mode);
   for (const auto& place : places) {
-    if (place.server != server) continue;
+    if (place.server != server.index) continue;
     const auto count = static_cast<std::size_t>(place.count);
     const auto dtype = model.variables[place.variable].dtype;
     rows_.push_back(rows_of(model.variables, place));
@@ -120,6 +120,7 @@ void ShardStore::set_chief(std::int64_t chief) { chief_ = chief; }
 
 void ShardStore::cut(std::int64_t end) {
   for (const auto& shard : shards_) shard->cut(end);
+  for (const auto& table : tables_) table->cut(end);
 }
 
 bool ShardStore::save(std::int64_t end, const std::string& file) {
@@ -137,6 +138,7 @@ bool ShardStore::save(std::int64_t end, const std::string& file) {
       archive.tensors[names[1 + k]] = {shards_[i]->dtype(), rows_[i].shape, std::move(state->optimizer[k])};
     }
   }
+  if (!tables_.empty() && !save_tables(tables_, states_, end, tables_file(file))) return false;
   write_archive(file, archive);
   return true;
 }
@@ -156,6 +158,7 @@ void ShardStore::restore(checkpoint::ShardedArchive& archive, std::int64_t end, 
     auto& state = states.emplace_back(Shard::State{.values = read(names[0])});
     for (std::size_t k = 0; k < states_.size(); ++k) state.optimizer.push_back(read(names[1 + k]));
   }
+  restore_tables(tables_, states_, server_, archive, end, change);
   if (!change) return;
   for (std::size_t i = 0; i < shards_.size(); ++i) shards_[i]->restore(states[i], end);
   MutexLock lock(mutex_);

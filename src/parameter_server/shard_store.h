@@ -13,7 +13,7 @@
 #include "parameter_server/push.h"
 #include "parameter_server/shard.h"
 #include "parameter_server/step_parts.h"
-#include "parameter_server/table_shard.h"
+#include "parameter_server/table_files.h"
 #include "parameter_server/update_mode.h"
 
 namespace lockstep::parameter_server {
@@ -22,8 +22,8 @@ namespace lockstep::parameter_server {
 class ShardStore {
  public:
   // The shards of `server`, in the order of `places`. Their values are 0 until they are written.
-  ShardStore(const ModelSpec& model, const std::vector<ShardPlace>& places, int server, const Optimizer& optimizer,
-             const UpdateMode& mode);
+  ShardStore(const ModelSpec& model, const std::vector<ShardPlace>& places, ServerNumber server,
+             const Optimizer& optimizer, const UpdateMode& mode);
 
   std::size_t size() const { return shards_.size(); }
   Shard& shard(std::size_t index) { return *shards_[index]; }
@@ -60,6 +60,7 @@ class ShardStore {
   void apply(std::span<const Push> parts);
   void apply_to_table(std::size_t number, std::span<const Push> parts, double weight);
 
+  const ServerNumber server_;
   const UpdateMode mode_;
   const std::vector<std::string> states_;  // names of the optimizer's
   std::vector<ShardRows> rows_;            // [shard]

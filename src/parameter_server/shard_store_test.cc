@@ -26,7 +26,8 @@ class Servers {
       : places_(place_shards(kVariables, MaxSizePartitioner({.max_shard_bytes = shard_bytes}), servers)),
         states_(names_of_states(optimizer)) {
     for (int server = 0; server < servers; ++server) {
-      stores_.push_back(std::make_unique<ShardStore>(ModelSpec{kVariables}, places_, server, optimizer, mode));
+      stores_.push_back(
+          std::make_unique<ShardStore>(ModelSpec{kVariables}, places_, ServerNumber{server}, optimizer, mode));
     }
   }
 

@@ -113,8 +113,8 @@ class Simulation {
     const std::vector<VariableSpec> variables{{"a", DType::float64, {kSteps}}, {"b", DType::float64, {kSteps}}};
     const auto places = place_shards(variables, {}, 2);
     for (int server = 0; server < 2; ++server) {
-      stores_.push_back(
-          std::make_unique<ShardStore>(ModelSpec{variables}, places, server, SGD({.learning_rate = 1}), mode));
+      stores_.push_back(std::make_unique<ShardStore>(ModelSpec{variables}, places, ServerNumber{server},
+                                                     SGD({.learning_rate = 1}), mode));
     }
     schedule_.add(kSteps);
   }

@@ -117,6 +117,12 @@ void train::check_weights(const Archive& archive, const ReplicatedParameters& pa
 
 void Model::save_weights(const std::string& path) const {
   impl_->require_built("save_weights");
+  if (!gradient::embeddings_of(*impl_->parameters, 0).empty()) {
+    throw InvalidArgument(
+        "save_weights: the rows of a ShardedEmbedding are on servers; save_checkpoint, and the callbacks that write "
+        "full "
+        "checkpoints, save them");
+  }
   impl_->once([&] {
     Archive archive;
     module().trackable().save(archive, "");

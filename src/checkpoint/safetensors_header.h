@@ -1,0 +1,66 @@
+// What stands before the tensors' bytes in a safetensors file.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/buffer.h"
+
+namespace lockstep::checkpoint {
+
+inline constexpr std::size_t kLengthBytes = 8;  // of the header's length, which stands first
+
+struct TensorInfo {
+  DType dtype = DType::float32;
+  std::vector<std::int64_t> shape;
+  std::size_t bytes() const;
+};
+
+// The CRC-32 of what came before and of `bytes`.
+std::uint32_t extend_crc(std::uint32_t crc, std::span<const std::byte> bytes);
+
+// Length and header, for tensors that lie in the order of their names. Throws InvalidArgument where a name or a text is
+// no UTF-8. `set_checksum` puts in
+// the checksum of this text, as it is before, and all that follows.
+std::string print_header(const std::map<std::string, std::string>& entries,
+                         const std::map<std::string, TensorInfo>& tensors);
+void set_checksum(std::string& header, std::uint32_t crc);
+
+// How long the header is of a file that begins with `length` and has `file_bytes`; `file` is for messages. Throws
+// DataError where the file cannot have it.
+std::size_t header_bytes(const std::string& file, std::span<const std::byte> length, std::size_t file_bytes);
+
+// Compares a file with the checksum in its header, where that has one.
+class FileChecksum {
+ public:
+  FileChecksum(std::string file, std::span<const std::byte> length, const std::string& header);
+  void extend(std::span<const std::byte> bytes) { crc_ = extend_crc(crc_, bytes); }  // by what follows
+
+  // Once the whole file was given. Throws DataError where it was altered.
+  void check() const;
+
+ private:
+  const std::string file_;
+  std::string expected_;  // empty: the file has none
+  std::size_t position_ = 0;
+  std::uint32_t crc_ = 0;
+};
+
+struct Header {
+  struct Tensor {
+    std::string name;
+    TensorInfo info;
+    std::size_t begin = 0, end = 0;  // behind the header
+  };
+  std::vector<Tensor> tensors;  // as they lie
+  std::map<std::string, std::string> entries;
+};
+
+// Throws DataError, with the offset, for what is no header of `data_bytes` of tensors.
+Header parse_header(const std::string& file, const std::string& header, std::size_t data_bytes);
+
+}  // namespace lockstep::checkpoint

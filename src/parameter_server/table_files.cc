@@ -1,0 +1,180 @@
+#include "parameter_server/table_files.h"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <map>
+
+#include "base/text.h"
+#include "checkpoint/files.h"
+#include "checkpoint/streamed_archive.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::parameter_server {
+namespace {
+
+using checkpoint::ArchiveReader;
+using checkpoint::ArchiveWriter;
+using checkpoint::TensorInfo;
+
+constexpr const char* kFolder = "servers/tables/folder";
+constexpr const char* kServers = "servers/tables/servers";
+constexpr std::size_t kRowsAtATime = 4096;
+
+std::string ids_of(const TableSpec& table) { return table.name + "/ids"; }
+std::string last_updates_of(const TableSpec& table) { return table.name + "/last_update"; }
+
+// The tensors of a row's values and states, as they lie one after the other.
+std::vector<std::string> arrays_of(const TableSpec& table, const std::vector<std::string>& states) {
+  std::vector<std::string> names{table.name};
+  for (const auto& state : states) names.push_back(text("optimizer/", state, "/", table.name));
+  return names;
+}
+
+// A tensor of the file, and how its bytes are written.
+struct Tensor {
+  TensorInfo info;
+  std::function<void(ArchiveWriter& file)> write;
+};
+
+void add_tensors(const TableShard& shard, const std::vector<std::string>& states, std::size_t count,
+                 std::map<std::string, Tensor>& tensors) {
+  const auto& table = shard.table();
+  const auto rows = static_cast<std::int64_t>(count);
+  const auto add_numbers = [&](const std::string& name, std::int64_t TableShard::StoredRow::*number) {
+    tensors[name] = {{DType::int64, {rows}}, [&shard, number](ArchiveWriter& file) {
+                       shard.for_each_in_cut([&](const auto& row) {
+                         const auto value = row.*number;
+                         file.append(std::as_bytes(std::span(&value, 1)));
+                       });
+                     }};
+  };
+  add_numbers(ids_of(table), &TableShard::StoredRow::id);
+  add_numbers(last_updates_of(table), &TableShard::StoredRow::last_update);
+  std::size_t offset = 0;
+  for (const auto& name : arrays_of(table, states)) {
+    tensors[name] = {
+        {table.dtype, {rows, table.width}}, [&shard, offset](ArchiveWriter& file) {
+          shard.for_each_in_cut([&](const auto& row) { file.append({row.data + offset, shard.table().row_bytes()}); });
+        }};
+    offset += table.row_bytes();
+  }
+}
+
+// One file of a checkpoint, as a table is read from it.
+class TableReader {
+ public:
+  TableReader(const ArchiveReader& file, const TableSpec& table, const std::vector<std::string>& states)
+      : file_(file), table_(table), arrays_(arrays_of(table, states)) {
+    const auto& ids = file.info(ids_of(table));
+    rows_ = ids.shape.size() == 1 ? static_cast<std::size_t>(ids.shape[0]) : 0;
+    const auto count = static_cast<std::int64_t>(rows_);
+    expect(ids_of(table), {DType::int64, {count}});
+    expect(last_updates_of(table), {DType::int64, {count}});
+    for (const auto& name : arrays_) expect(name, {table.dtype, {count, table.width}});
+  }
+
+  // Gives the rows that are the server's.
+  void give(ServerNumber server, TableShard& to) const {
+    std::vector<std::int64_t> ids(kRowsAtATime), last_updates(kRowsAtATime);
+    std::vector<std::vector<std::byte>> arrays(arrays_.size());
+    const auto row = table_.row_bytes();
+    std::vector<std::byte> data(arrays_.size() * row);
+    for (std::size_t begin = 0; begin < rows_; begin += kRowsAtATime) {
+      const auto count = std::min(kRowsAtATime, rows_ - begin);
+      ids.resize(count);
+      last_updates.resize(count);
+      file_.read(ids_of(table_), begin * sizeof(std::int64_t), std::as_writable_bytes(std::span(ids)));
+      file_.read(last_updates_of(table_), begin * sizeof(std::int64_t),
+                 std::as_writable_bytes(std::span(last_updates)));
+      check_ids(table_, ids);
+      for (std::size_t k = 0; k < arrays.size(); ++k) {
+        arrays[k].resize(count * row);
+        file_.read(arrays_[k], begin * row, arrays[k]);
+      }
+      for (std::size_t i = 0; i < count; ++i) {
+        if (server_of_row(ids[i], server.count) != server.index) continue;
+        for (std::size_t k = 0; k < arrays.size(); ++k) std::memcpy(&data[k * row], &arrays[k][i * row], row);
+        to.add_row({ids[i], last_updates[i], data.data()});
+      }
+    }
+  }
+
+ private:
+  void expect(const std::string& name, const TensorInfo& wanted) const {
+    const auto& found = file_.info(name);
+    if (found.dtype == wanted.dtype && found.shape == wanted.shape) return;
+    throw InvalidArgument(text("the checkpoint's ", name, " is ", name_of(found.dtype), " [", join(found.shape),
+                               "]; the model's table \"", table_.name, "\" needs ", name_of(wanted.dtype), " [",
+                               join(wanted.shape), "]"));
+  }
+
+  const ArchiveReader& file_;
+  const TableSpec& table_;
+  const std::vector<std::string> arrays_;
+  std::size_t rows_ = 0;
+};
+
+// Those that have rows of the server: with as many servers as wrote them its own, else all.
+std::vector<std::filesystem::path> files_for(ServerNumber server, const checkpoint::ShardedArchive& archive) {
+  const auto servers = archive.main().integer(kServers);
+  const auto folder = checkpoint::path_inside(checkpoint::rows_folder(archive.path()), archive.main().entry(kFolder));
+  if (folder.empty() || servers < 1) {
+    throw DataError(text("the checkpoint ", archive.path(), " does not say where the rows of its tables are"));
+  }
+  std::vector<std::filesystem::path> files;
+  for (std::int64_t i = 0; i < servers; ++i) {
+    if (servers != server.count || i == server.index) {
+      files.push_back(
+          tables_file(folder / checkpoint::name_of_part("ps", static_cast<int>(i), static_cast<int>(servers))));
+    }
+  }
+  return files;
+}
+
+}  // namespace
+
+std::filesystem::path tables_file(std::filesystem::path shards_file) {
+  return shards_file.replace_filename("tables-" + shards_file.filename().string());
+}
+
+bool save_tables(TableShards tables, const std::vector<std::string>& states, std::int64_t end,
+                 const std::filesystem::path& file) {
+  const std::shared_ptr<void> ends(nullptr, [&](void*) {
+    for (const auto& table : tables) table->end_cut();
+  });
+  std::map<std::string, Tensor> tensors;
+  for (const auto& table : tables) {
+    const auto rows = table->close_cut(end);
+    if (!rows) return false;
+    add_tensors(*table, states, *rows, tensors);
+  }
+  std::map<std::string, TensorInfo> infos;
+  for (const auto& [name, tensor] : tensors) infos[name] = tensor.info;
+  ArchiveWriter writer(file, {}, infos);
+  for (const auto& [name, tensor] : tensors) tensor.write(writer);
+  writer.finish();
+  return true;
+}
+
+void list_tables(Archive& main, const std::string& folder, int servers) {
+  main.entries[kFolder] = folder;
+  main.entries[kServers] = std::to_string(servers);
+}
+
+void restore_tables(TableShards tables, const std::vector<std::string>& states, ServerNumber server,
+                    const checkpoint::ShardedArchive& archive, std::int64_t end, bool change) {
+  if (tables.empty()) return;
+  std::vector<std::unique_ptr<ArchiveReader>> files;
+  for (const auto& file : files_for(server, archive)) files.push_back(std::make_unique<ArchiveReader>(file));
+  for (const auto& table : tables) {
+    std::vector<TableReader> readers;
+    for (const auto& file : files) readers.emplace_back(*file, table->table(), states);
+    if (!change) continue;
+    table->clear();
+    for (const auto& reader : readers) reader.give(server, *table);
+    table->begin_at(end);
+  }
+}
+
+}  // namespace lockstep::parameter_server
