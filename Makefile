@@ -59,7 +59,7 @@ bench-workers: build/release/build.ninja bench-peers
 
 # Training with parameter servers, ours and TensorFlow's, in turns, and what calls to a server carry.
 bench-ps: build/release/build.ninja bench-peers
-	$(BUILD) release --target lockstep_grpc train_step server_calls
+	$(BUILD) release --target lockstep_grpc train_step click_step server_calls
 	python3 benchmarks/bench_ps.py
 
 .peers/mpi/all_reduce: benchmarks/peers/mpi_all_reduce.cc

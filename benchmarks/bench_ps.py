@@ -9,8 +9,13 @@ import rounds
 from programs import ROOT, Program, run
 
 BUILD = ROOT / "build/release/benchmarks"
-TENSORFLOW = (str(ROOT / ".peers/tensorflow/bin/python"), str(ROOT / "benchmarks/peers/tensorflow_ps.py"))
 WORKERS = 2
+ROWS = 1_000_000  # of the click model's table
+SIZES = (100_000, 1_000_000, 10_000_000, 100_000_000)
+
+
+def tensorflow(script, *options, port):
+    return cluster((str(ROOT / ".peers/tensorflow/bin/python"), str(ROOT / "benchmarks/peers" / script), *options), port)
 
 
 def cluster(command, port):
@@ -23,8 +28,12 @@ def cluster(command, port):
                          for job, index in places))
 
 
-def ours(*options):
-    return cluster((str(BUILD / "train_step"), "--parameter-servers", *options), 26511)
+def ours():
+    return cluster((str(BUILD / "train_step"), "--parameter-servers"), 26511)
+
+
+def clicks(rows):
+    return cluster((str(BUILD / "click_step"), "--rows", str(rows)), 26531)
 
 
 def calls(size):
@@ -35,6 +44,10 @@ def samples(result):
     return result["samples_per_s"]
 
 
+def steps_a_byte(result):
+    return 1 / result["loopback_bytes_per_step"]
+
+
 def carried(what):
     return lambda result: result[f"{what}_bytes_per_s"]
 
@@ -42,7 +55,15 @@ def carried(what):
 def rows():
     for optimizer in ("adam", "keras-adam"):
         yield rounds.Row("seed CNN, asynchronous, 2 workers, 1 server", f"TensorFlow, {optimizer}", ours(),
-                         cluster((*TENSORFLOW, "--optimizer", optimizer), 26521), 3, samples, samples)
+                         tensorflow("tensorflow_ps.py", "--optimizer", optimizer, port=26521), 3, samples, samples)
+    for optimizer, target in (("adagrad", 1.5), ("keras-adagrad", 10)):
+        yield rounds.Row(f"click model, table of {ROWS:,} x 32, asynchronous", f"TensorFlow, {optimizer}", clicks(ROWS),
+                         tensorflow("tensorflow_click.py", "--optimizer", optimizer, "--rows", str(ROWS), port=26541), target, samples, samples)
+    for size in SIZES[1:]:  # the same number of rows is used, so nearly all of the speed and traffic should be left
+        work = f"click model, table of {size:,} x 32"
+        against = f"one of {SIZES[0]:,} x 32"
+        yield rounds.Row(work, against, clicks(size), clicks(SIZES[0]), 0.5, samples, samples)
+        yield rounds.Row(f"{work}, steps a byte sent", against, clicks(size), clicks(SIZES[0]), 0.8, steps_a_byte, steps_a_byte)
     for mib in (64, 1.33):
         program = calls(int(mib * (1 << 20)))
         yield rounds.Row(f"push and pull of {mib} MiB, sent", "a raw socket", program, program, 0.5, carried("sent"), carried("raw"))

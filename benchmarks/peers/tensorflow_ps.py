@@ -1,39 +1,15 @@
-"""What a training step of the seed CNN takes with TensorFlow's ParameterServerStrategy, asynchronous; one process a task, by TF_CONFIG.
+"""What a training step of the seed CNN takes with TensorFlow's ParameterServerStrategy, asynchronous.
 adam: plain variables and the raw operator, where the variables live. keras-adam: what Keras 3's layers and optimizer make of the same."""
 import argparse
-import json
-import os
-import time
+
+import numpy as np
+from tensorflow_tasks import measure, strategy_of_chief, tf
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--optimizer", choices=["adam", "keras-adam"], default="adam")
 options = parser.parse_args()
-os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-
-IMAGES, STEPS = 64, 400
-tf.config.threading.set_intra_op_parallelism_threads(1)
-resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-if resolver.task_type != "chief":
-    server = tf.distribute.Server(resolver.cluster_spec(), job_name=resolver.task_type, task_index=resolver.task_id, protocol="grpc", start=True)
-    chief = resolver.cluster_spec().as_dict()["chief"][0].rsplit(":", 1)
-    import socket  # noqa: E402
-
-    def chief_answers():
-        try:
-            socket.create_connection((chief[0], int(chief[1])), timeout=1).close()
-            return True
-        except OSError:
-            return False
-
-    while not chief_answers():
-        time.sleep(0.1)
-    while chief_answers():  # Server.join never returns
-        time.sleep(0.5)
-    os._exit(0)
-
-strategy = tf.distribute.ParameterServerStrategy(resolver)
+IMAGES = 64
+strategy = strategy_of_chief()
 keras = options.optimizer == "keras-adam"
 
 
@@ -86,15 +62,4 @@ def step(iterator):
     return value
 
 
-coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-batches = iter(coordinator.create_per_worker_dataset(images))
-for _ in range(STEPS // 5):
-    coordinator.schedule(step, args=(batches,))
-coordinator.join()
-start = time.perf_counter()
-for _ in range(STEPS):
-    coordinator.schedule(step, args=(batches,))
-coordinator.join()
-seconds = (time.perf_counter() - start) / STEPS
-print(json.dumps({"ms_per_step": 1e3 * seconds, "samples_per_s": IMAGES / seconds}), flush=True)
-os._exit(0)
+measure(strategy, step, images, 400, IMAGES)
