@@ -14,10 +14,11 @@ namespace {
 
 constexpr int kEpochs = 4, kSteps = 50 * kEpochs;
 
-Process run(const std::vector<std::string>& options, const std::vector<std::string>& arguments) {
+Process run(const std::vector<std::string>& options, const std::vector<std::string>& arguments,
+            const char* program = PARAMETER_SERVER_PROGRAM) {
   std::vector<std::string> command{"/bin/sh", "-c", "exec \"$@\" 2>&1", "sh", LOCKSTEP_CLI, "run"};
   command.insert(command.end(), options.begin(), options.end());
-  command.push_back(PARAMETER_SERVER_PROGRAM);
+  command.emplace_back(program);
   command.insert(command.end(), arguments.begin(), arguments.end());
   return Process(command);
 }
@@ -155,6 +156,32 @@ TEST(ParameterServerFaults, RandomKillsInSeededRounds) {
     kill(process, SIGKILL);
     rank < 4 ? expect_all_steps(job) : expect_few_lost_updates(job);
   }
+}
+
+// 2,048 MiB of values, where each process may have 1,024 MiB of memory of its own; with checkpoints on the way.
+TEST(LargeTable, TwiceAsLargeAsTheMemoryOfAProcessTrainsOnThreeServers) {
+  const auto folder = fresh_folder("parameter_server_faults", "large");
+  auto job = run({"--workers", "2", "--ps", "3", "-x", "BACKUP=" + folder.string()}, {"4194304", "65536", "1", "1024"},
+                 LARGE_TABLE_PROGRAM);
+  const auto& output = job.wait_for_end(300);
+  EXPECT_NE(output.find("steps 64, rows from 1 to 1\n"), std::string::npos) << output;
+}
+
+// Of a server that is started again rows have at most the updates since the last checkpoint less, and none more.
+TEST(LargeTable, AKilledServersRowsComeBackWithTheLastCheckpoint) {
+  const auto folder = fresh_folder("parameter_server_faults", "table");
+  auto job = run({"--workers", "2", "--ps", "2", "--restarts", "1", "-x", "BACKUP=" + folder.string()},
+                 {"200000", "2000", "8", "0"}, LARGE_TABLE_PROGRAM);
+  const int server = process_of(job, 4, "ps 1");
+  std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // somewhere in the training
+  kill(server, SIGKILL);
+  const auto& output = job.wait_for_end(120);
+  EXPECT_NE(output.find("ps 1 was started again: its shards of model number 0 are those of the checkpoint"),
+            std::string::npos);
+  const auto at = output.find("steps 800, rows from ");
+  ASSERT_NE(at, std::string::npos) << output;
+  const auto rows = output.substr(at + std::string("steps 800, rows from ").size());
+  EXPECT_TRUE(rows.starts_with("7 to 8\n") || rows.starts_with("8 to 8\n")) << output;
 }
 
 }  // namespace

@@ -75,4 +75,4 @@ def step(iterator):
     return value
 
 
-measure(strategy, step, clicks, 100 if keras else 200, BATCH)
+measure(strategy, step, clicks, 25 if keras else 200, BATCH)

@@ -1,9 +1,13 @@
 #include "gradient/embedding_module.h"
 
-#include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/index_select.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/custom_class.h>
 
+#include <algorithm>
 #include <set>
 
 #include "base/hash.h"
@@ -17,20 +21,89 @@ namespace lockstep {
 namespace gradient {
 namespace {
 
-// The different ids of a tensor, in the order in which they first appear, and which of them each element is.
+using Used = EmbeddingModule::Used;
+
+// The different ids of a tensor, ordered by their servers, and which of them each element is.
 struct DifferentIds {
-  explicit DifferentIds(const Tensor& given) : places(at::empty(given.sizes(), given.options())) {
+  DifferentIds(const Tensor& given, int servers) : places(at::empty({given.numel()}, given.options())) {
     const std::span all(given.const_data_ptr<std::int64_t>(), static_cast<std::size_t>(given.numel()));
-    auto* place = places.mutable_data_ptr<std::int64_t>();
-    parameter_server::IdMap map;
-    for (const auto id : all) {
-      *place = map.insert(id, static_cast<std::uint32_t>(ids.size()));
-      if (*place++ == static_cast<std::int64_t>(ids.size())) ids.push_back(id);
+    const std::span place(places.mutable_data_ptr<std::int64_t>(), all.size());
+    parameter_server::IdMap map(all.size());
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      place[i] = map.insert(all[i], static_cast<std::uint32_t>(ids.size()));
+      if (place[i] == static_cast<std::int64_t>(ids.size())) ids.push_back(all[i]);
     }
+    if (servers > 1) order(servers, place);
   }
+
   std::vector<std::int64_t> ids;
   Tensor places;
+
+ private:
+  void order(int servers, std::span<std::int64_t> place) {
+    std::vector<std::vector<std::size_t>> of_server(static_cast<std::size_t>(servers));
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      of_server[static_cast<std::size_t>(parameter_server::server_of_row(ids[i], servers))].push_back(i);
+    }
+    std::vector<std::int64_t> ordered, moved_to(ids.size());
+    for (const auto& own : of_server) {
+      for (const auto i : own) {
+        moved_to[i] = static_cast<std::int64_t>(ordered.size());
+        ordered.push_back(ids[i]);
+      }
+    }
+    ids.swap(ordered);
+    for (auto& at : place) at = moved_to[static_cast<std::size_t>(at)];
+  }
 };
+
+template <class T>
+void add_gradients(const Tensor& of_places, const Tensor& places, Used& used) {
+  const auto* const row_of = places.const_data_ptr<std::int64_t>();
+  const auto* from = of_places.const_data_ptr<T>();
+  const auto width = of_places.size(1);
+  for (std::int64_t i = 0; i < of_places.size(0); ++i, from += width) {
+    const auto row = static_cast<std::size_t>(row_of[i]);
+    T* const to = reinterpret_cast<T*>(used.gradients) + row_of[i] * width;
+    if (used.has_gradient[row]) {
+      for (std::int64_t k = 0; k < width; ++k) to[k] += from[k];
+    } else {
+      std::copy_n(from, width, to);
+      used.has_gradient[row] = true;
+    }
+  }
+}
+
+struct UsedHolder : torch::CustomClassHolder {
+  explicit UsedHolder(std::shared_ptr<Used> given) : used(std::move(given)) {}
+  std::shared_ptr<Used> used;
+};
+
+// Copies rows to their places. Backward adds up the gradients of a row's places in `used`, and gives `rows` none.
+struct TakeRows : torch::autograd::Function<TakeRows> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& rows, const Tensor& places,
+                        const c10::intrusive_ptr<UsedHolder>& used) {
+    context->saved_data["used"] = c10::IValue::make_capsule(used);
+    context->saved_data["places"] = places;
+    return at::index_select(rows, 0, places);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto holder = c10::static_intrusive_pointer_cast<UsedHolder>(context->saved_data["used"].toCapsule());
+    const auto places = context->saved_data["places"].toTensor();
+    const auto gradient = gradients[0].to(at::kCPU).contiguous();
+    if (gradient.scalar_type() == at::kDouble) {
+      add_gradients<double>(gradient, places, *holder->used);
+    } else {
+      add_gradients<float>(gradient, places, *holder->used);
+    }
+    holder->used->took_part = true;
+    return {Tensor(), Tensor(), Tensor()};
+  }
+};
+
+constexpr std::size_t aligned(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 }  // namespace
 
@@ -78,15 +151,27 @@ Tensor EmbeddingModule::forward(const Tensor& ids) {
         "a ShardedEmbedding trains without servers: its module must be registered in the model's (register_module), "
         "and the model compiled with ParameterServerStrategy");
   }
-  DifferentIds different(ids.to(at::kCPU, at::kLong).contiguous());
-  const auto rows = at::empty({static_cast<std::int64_t>(different.ids.size()), table_.width}, dtype);
-  client_->pull_rows(number_, different.ids, static_cast<std::byte*>(rows.mutable_data_ptr()),
-                     Deadline::after(std::chrono::duration<double>(seconds_)));
-  if (trains) {
-    rows.requires_grad_(true);
-    used_.push_back({std::move(different.ids), rows});
-  }
-  return at::embedding(rows.to(ids.device()), different.places.to(ids.device()));
+  const auto deadline = Deadline::after(std::chrono::duration<double>(seconds_));
+  const DifferentIds different(ids.to(at::kCPU, at::kLong).contiguous(), client_->servers());
+  const auto used = std::make_shared<Used>(*client_, number_, different.ids, deadline);
+  client_->pull_rows(number_, used->ids, used->values, deadline);
+  auto rows = at::from_blob(
+      used->values, {static_cast<std::int64_t>(different.ids.size()), table_.width}, [used](void*) {}, dtype);
+  if (!trains) return at::index_select(rows, 0, different.places).view(sizes).to(ids.device());
+  used_.push_back(used);
+  rows.requires_grad_(true);
+  return TakeRows::apply(rows, different.places, c10::make_intrusive<UsedHolder>(used)).view(sizes).to(ids.device());
+}
+
+EmbeddingModule::Used::Used(const parameter_server::Client& client, std::size_t table,
+                            std::span<const std::int64_t> given, Deadline deadline)
+    : has_gradient(given.size()) {
+  const auto bytes = given.size() * client.tables()[table].row_bytes();
+  memory = client.share_rows(aligned(given.size_bytes()) + 2 * aligned(bytes), deadline);
+  ids = {reinterpret_cast<std::int64_t*>(memory.get()), given.size()};
+  std::copy(given.begin(), given.end(), ids.begin());
+  values = memory.get() + aligned(given.size_bytes());
+  gradients = values + aligned(bytes);
 }
 
 std::vector<std::shared_ptr<EmbeddingModule>> embeddings_of(const ReplicatedParameters& parameters, int replica) {

@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,12 +31,21 @@ class EmbeddingModule : public torch::nn::Module {
   void bind(std::shared_ptr<parameter_server::Client> client, std::size_t number, double seconds);
   void unbind(const parameter_server::Client& client);
 
-  // Rows that forward read since the last `clear`, of which those have gradients that took part in a backward.
+  // Rows that forward has read, and the sums of their gradients, in memory that servers on this host access.
   struct Used {
-    std::vector<std::int64_t> ids;
-    Tensor rows;
+    Used(const parameter_server::Client& client, std::size_t table, std::span<const std::int64_t> given,
+         Deadline deadline);
+
+    Memory memory;
+    std::span<std::int64_t> ids;  // ordered by server_of_row
+    std::byte *values = nullptr, *gradients = nullptr;
+    std::vector<bool> has_gradient;  // of each row: else its gradient is 0, and what is there has no meaning
+    bool took_part = false;          // in a backward
+
+    parameter_server::Rows gradient_rows() const { return {ids, gradients}; }
   };
-  const std::vector<Used>& used() const { return used_; }
+  // Since the last `clear`.
+  const std::vector<std::shared_ptr<Used>>& used() const { return used_; }
   void clear() { used_.clear(); }
 
  private:
@@ -44,7 +54,7 @@ class EmbeddingModule : public torch::nn::Module {
   std::shared_ptr<parameter_server::Client> client_;
   std::size_t number_ = 0;
   double seconds_ = 0;
-  std::vector<Used> used_;
+  std::vector<std::shared_ptr<Used>> used_;
 };
 
 // A replica's embeddings, each once, in the module's order.

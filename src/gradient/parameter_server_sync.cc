@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <deque>
 
 #include "lockstep/base/error.h"
 #include "ops/dtypes.h"
@@ -141,24 +142,24 @@ void ParameterServerSync::push(Deadline deadline) {
                                     : static_cast<const std::byte*>(gradient_memory(sums, slot).const_data_ptr()));
   }
   parameter_server::Push push{.weight = totals().weight};
-  std::vector<parameter_server::SumOfRows> rows;
-  for (std::size_t table = 0; table < client_->tables().size(); ++table) rows.push_back(rows_of_table(table));
-  for (const auto& sum : rows) push.rows.push_back(sum.rows());
+  std::deque<parameter_server::SumOfRows> sums;
+  for (std::size_t table = 0; table < client_->tables().size(); ++table) {
+    const auto parts = rows_of_table(table);
+    if (parts.size() > 1) sums.emplace_back(client_->tables()[table], parts, client_->servers());
+    push.rows.push_back(parts.empty() ? parameter_server::Rows() : parts.size() > 1 ? sums.back().rows() : parts[0]);
+  }
   client_->push(std::move(push), gradients, deadline);
 }
 
 // Of all replicas.
-parameter_server::SumOfRows ParameterServerSync::rows_of_table(std::size_t table) const {
+std::vector<parameter_server::Rows> ParameterServerSync::rows_of_table(std::size_t table) const {
   std::vector<parameter_server::Rows> parts;
-  std::vector<at::Tensor> kept;
   for (const auto& of_replica : embeddings_) {
     for (const auto& used : of_replica[table]->used()) {
-      if (!used.rows.grad().defined()) continue;
-      const auto& gradient = kept.emplace_back(used.rows.grad().contiguous());
-      parts.push_back({used.ids, static_cast<const std::byte*>(gradient.const_data_ptr())});
+      if (used->took_part) parts.push_back(used->gradient_rows());
     }
   }
-  return {client_->tables()[table], parts};
+  return parts;
 }
 
 }  // namespace lockstep::gradient

@@ -38,7 +38,7 @@ class ParameterServerSync final : public OnePass {
  private:
   void add_up(int replica);
   void push(Deadline deadline);
-  parameter_server::SumOfRows rows_of_table(std::size_t table) const;
+  std::vector<parameter_server::Rows> rows_of_table(std::size_t table) const;
 
   std::vector<std::byte*> variables() const;
   at::Tensor gradient_memory(std::size_t index, const ParameterSlot& slot) const;

@@ -64,7 +64,8 @@ Servers make_servers(int count, const ReplicatedParameters& parameters, const Op
     values.push_back(static_cast<const std::byte*>(parameters.parameter(0, i).const_data_ptr()));
   }
   for (int server = 0; server < count; ++server) {
-    const auto store = std::make_shared<ShardStore>(servers.model, servers.places, ServerNumber{server, count}, optimizer, mode);
+    const auto store =
+        std::make_shared<ShardStore>(servers.model, servers.places, ServerNumber{server, count}, optimizer, mode);
     servers.connections.push_back(std::make_shared<InThisProcess>(store));
   }
   Client(servers.model, servers.places, servers.connections).write(values, soon());

@@ -110,10 +110,12 @@ class Answer {
       throw InvalidArgument(text("the push of step ", push.task().step(), " has rows of ", push.rows_size(),
                                  " tables; this server has ", row_bytes.size()));
     }
+    std::vector<RowsInBlock> rows;
     for (std::size_t i = 0; i < row_bytes.size(); ++i) {
-      const auto rows = checked_rows(push.rows(static_cast<int>(i)), row_bytes[i]);
-      sizes.push_back(rows * sizeof(std::int64_t));
-      sizes.push_back(rows * row_bytes[i]);
+      rows.push_back(find_rows(push.rows(static_cast<int>(i)), row_bytes[i]));
+      const bool sent = rows.back().block == nullptr;
+      sizes.push_back(sent ? rows.back().count * sizeof(std::int64_t) : 0);
+      sizes.push_back(sent ? rows.back().count * row_bytes[i] : 0);
     }
     const auto received = read_parts(sizes);
     parameter_server::Push given{.task = {push.task().step(), push.task().part()}, .weight = push.weight()};
@@ -121,10 +123,14 @@ class Answer {
       const std::byte* const gradient = in_block.at[i] != nullptr ? in_block.at[i] : received.parts[i].data();
       given.gradients.push_back(push.present()[i] == 0 ? nullptr : gradient);
     }
-    for (auto i = shards.size(); i < sizes.size(); i += 2) {
-      given.rows.push_back({ids_in(received.parts[i]), received.parts[i + 1].data()});
+    bool in_blocks = in_block.block != nullptr;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      const auto* const sent = &received.parts[shards.size() + 2 * i];
+      const bool is_sent = rows[i].block == nullptr;
+      given.rows.push_back(is_sent ? parameter_server::Rows{ids_in(sent[0]), sent[1].data()} : rows[i].rows());
+      in_blocks = in_blocks || !is_sent;
     }
-    if (in_block.block == nullptr) given.memory = received.memory;  // else the caller's, which must be copied to keep
+    if (!in_blocks) given.memory = received.memory;  // else the caller's, which must be copied to keep
     if (push.has_learning_rate()) given.learning_rate = push.learning_rate();
     given.chief = push.chief();
     given.finished = push.finished();
@@ -157,20 +163,46 @@ class Answer {
     if (pull.table() >= row_bytes.size()) {
       throw InvalidArgument(text("this server has no table number ", pull.table(), "; it has ", row_bytes.size()));
     }
-    const auto rows = checked_rows(pull.rows(), row_bytes[pull.table()]);
-    const auto ids = read_parts({rows * sizeof(std::int64_t)});
-    const Parts values({rows * row_bytes[pull.table()]}, state_.buffers);
+    const auto rows = find_rows(pull.rows(), row_bytes[pull.table()]);
+    if (rows.block != nullptr) {
+      served.pull_rows(pull.model(), pull.table(), rows.rows().ids, rows.elements, deadline_);
+      return reply();
+    }
+    const auto ids = read_parts({rows.count * sizeof(std::int64_t)});
+    const Parts values({rows.count * row_bytes[pull.table()]}, state_.buffers);
     served.pull_rows(pull.model(), pull.table(), ids_in(ids.parts[0]), values.memory.get(), deadline_);
     reply();
     write_bulk({.parts = {values.parts[0]}, .owner = values.memory},
                [this](const grpc::ByteBuffer& frame) { return stream_.write(frame); });
   }
 
-  // How many rows a caller says that it sends or wants, where that is not too many.
-  static std::size_t checked_rows(std::uint64_t rows, std::size_t row_bytes) {
-    if (rows <= kMostRowBytes / row_bytes) return rows;
-    throw InvalidArgument(text("a call has ", rows, " rows of ", row_bytes, " bytes each; the most is ",
-                               kMostRowBytes / row_bytes, ": use smaller batches"));
+  // Rows that a caller has in a shared block, or sends or wants as bulk: then there is no block.
+  struct RowsInBlock {
+    std::size_t count = 0;
+    std::shared_ptr<parameter_server::SharedBlock> block;
+    const std::byte* ids = nullptr;
+    std::byte* elements = nullptr;
+
+    parameter_server::Rows rows() const { return {ids_in({ids, count * sizeof(std::int64_t)}), elements}; }
+  };
+  RowsInBlock find_rows(const Rows& named, std::size_t row_bytes) const {
+    if (named.count() > kMostRowBytes / row_bytes) {
+      throw InvalidArgument(text("a call has ", named.count(), " rows of ", row_bytes, " bytes each; the most is ",
+                                 kMostRowBytes / row_bytes, ": use smaller batches"));
+    }
+    RowsInBlock rows{.count = named.count()};
+    if (named.block() < 0) return rows;
+    rows.block = state_.blocks.find(named.block());
+    if (rows.block == nullptr) throw UnknownBlock("this server has no such shared block");
+    rows.ids = rows.block->at(named.ids(), rows.count * sizeof(std::int64_t));
+    rows.elements = rows.block->at(named.elements(), rows.count * row_bytes);
+    constexpr auto kAligned = static_cast<std::int64_t>(sizeof(double));
+    if (rows.ids != nullptr && rows.elements != nullptr && named.ids() % kAligned == 0 &&
+        named.elements() % kAligned == 0) {
+      return rows;
+    }
+    throw InvalidArgument(
+        text(rows.count, " rows are not at ", named.ids(), " and ", named.elements(), " of their shared block"));
   }
 
   static std::span<const std::int64_t> ids_in(std::span<const std::byte> bytes) {

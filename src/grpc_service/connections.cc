@@ -6,8 +6,7 @@
 
 #include "base/text.h"
 #include "grpc_service/caller.h"
-#include "grpc_service/shared_with.h"
-#include "grpc_service/status.h"
+#include "grpc_service/shared_blocks.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::grpc_service {
@@ -18,21 +17,17 @@ using parameter_server::FindAddress;
 using parameter_server::Process;
 using parameter_server::ServiceEngine;
 
-// Rows that are sent, in memory that gRPC may hold.
-class OwnRows {
+// What is sent as bulk, in memory that gRPC may hold longer than its call lasts.
+class SentRows {
  public:
-  explicit OwnRows(std::shared_ptr<const void> other) : other_(std::move(other)) {}
-  void add(const parameter_server::Rows& rows, std::size_t row_bytes, Bulk& bulk) {
-    const auto& ids = ids_.emplace_back(rows.ids.begin(), rows.ids.end());
-    const auto& values = values_.emplace_back(rows.values, rows.values + ids.size() * row_bytes);
-    bulk.parts.push_back(std::as_bytes(std::span(ids)));
-    bulk.parts.emplace_back(values);
+  explicit SentRows(std::shared_ptr<const void> beside) : beside_(std::move(beside)) {}
+  void add(std::span<const std::byte> bytes, Bulk& bulk) {
+    bulk.parts.emplace_back(copies_.emplace_back(bytes.begin(), bytes.end()));
   }
 
  private:
-  const std::shared_ptr<const void> other_;  // what is sent beside them
-  std::list<std::vector<std::int64_t>> ids_;
-  std::list<std::vector<std::byte>> values_;
+  const std::shared_ptr<const void> beside_;  // keeps what else the bulk has
+  std::list<std::vector<std::byte>> copies_;
 };
 
 class GrpcServerConnection final : public parameter_server::ServerConnection {
@@ -53,39 +48,20 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
   }
 
   bool share(std::shared_ptr<parameter_server::SharedBlock> block, Deadline deadline) override {
-    block_ = block;
-    shared_ = SharedWith::make(caller_, std::move(block), deadline);
-    return shared_ != nullptr;
+    return blocks_.add(std::move(block), deadline);
   }
 
   void push(parameter_server::Push push, Deadline deadline) override {
-    try {
-      send(push, deadline);
-    } catch (const UnknownBlock&) {  // the server was started again
-      share(block_, deadline);
-      send(push, deadline);
-    }
+    blocks_.call(deadline, [&] { send(push, deadline); });
   }
 
   void pull(std::span<std::byte* const> shards, Deadline deadline) override {
-    try {
-      fetch(shards, deadline);
-    } catch (const UnknownBlock&) {
-      share(block_, deadline);
-      fetch(shards, deadline);
-    }
+    blocks_.call(deadline, [&] { fetch(shards, deadline); });
   }
 
   void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values,
                  Deadline deadline) override {
-    if (ids.empty()) return;
-    Request request;
-    request.mutable_pull_rows()->set_model(model_);
-    request.mutable_pull_rows()->set_table(table);
-    request.mutable_pull_rows()->set_rows(ids.size());
-    const auto copy = std::make_shared<const std::vector<std::int64_t>>(ids.begin(), ids.end());
-    caller_.call(std::move(request), deadline, {.parts = {std::as_bytes(std::span(*copy))}, .owner = copy},
-                 {&values, 1});
+    if (!ids.empty()) blocks_.call(deadline, [&] { fetch_rows(table, ids, values, deadline); });
   }
 
   // From a copy: gRPC may still hold the memory of a call that has failed.
@@ -136,21 +112,25 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     if (push.learning_rate) head.set_learning_rate(*push.learning_rate);
     head.set_chief(push.chief);
     head.set_finished(push.finished);
-    Bulk bulk{.parts = {}, .owner = block_};  // lives longer than what gRPC holds of a call that failed
+    Bulk bulk{.parts = {}, .owner = blocks_.owner()};  // lives longer than what gRPC holds of a call that failed
     if (push.memory != nullptr) bulk.owner = push.memory;
-    const auto offsets = offsets_of(push.gradients);
-    const bool any_shared = std::any_of(offsets.begin(), offsets.end(), [](auto offset) { return offset >= 0; });
-    if (any_shared) name(offsets, *head.mutable_shared());
+    const auto shared = shared_shards(push.gradients);
+    if (shared.block() >= 0) *head.mutable_shared() = shared;
     for (std::size_t i = 0; i < push.gradients.size(); ++i) {
       head.mutable_present()->push_back(push.gradients[i] == nullptr ? '\0' : '\1');
-      if (push.gradients[i] != nullptr && offsets[i] < 0) bulk.parts.emplace_back(push.gradients[i], shard_bytes_[i]);
+      const bool sent = push.gradients[i] != nullptr && shared.offsets(static_cast<int>(i)) < 0;
+      if (sent) bulk.parts.emplace_back(push.gradients[i], shard_bytes_[i]);
     }
-    const auto rows = std::make_shared<OwnRows>(bulk.owner);
+    const auto sent_rows = std::make_shared<SentRows>(bulk.owner);
     for (std::size_t i = 0; i < push.rows.size(); ++i) {
-      head.add_rows(push.rows[i].ids.size());
-      rows->add(push.rows[i], row_bytes_[i], bulk);
+      const auto& [ids, values] = push.rows[i];
+      auto& rows = *head.add_rows();
+      rows = shared_rows(ids, {values, ids.size() * row_bytes_[i]});
+      if (rows.block() >= 0) continue;
+      sent_rows->add(std::as_bytes(ids), bulk);
+      sent_rows->add({values, ids.size() * row_bytes_[i]}, bulk);
     }
-    if (!push.rows.empty()) bulk.owner = rows;
+    if (!push.rows.empty()) bulk.owner = sent_rows;
     caller_.call(std::move(request), deadline, bulk);
   }
 
@@ -158,9 +138,10 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     Request request;
     auto& head = *request.mutable_pull();
     head.set_model(model_);
-    const auto offsets = offsets_of(shards);
-    if (shared_ != nullptr && std::all_of(offsets.begin(), offsets.end(), [](auto offset) { return offset >= 0; })) {
-      name(offsets, *head.mutable_shared());
+    const auto shared = shared_shards(shards);
+    const auto& offsets = shared.offsets();
+    if (shared.block() >= 0 && std::all_of(offsets.begin(), offsets.end(), [](auto offset) { return offset >= 0; })) {
+      *head.mutable_shared() = shared;
       caller_.call(std::move(request), deadline);
       return;
     }
@@ -169,27 +150,55 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     caller_.call(std::move(request), deadline, {}, parts);
   }
 
-  // Where the shards lie in the shared block; -1 where they do not.
-  template <class Pointers>
-  std::vector<std::int64_t> offsets_of(const Pointers& shards) const {
-    std::vector<std::int64_t> offsets;
-    for (std::size_t i = 0; i < shards.size(); ++i) {
-      offsets.push_back(shared_ == nullptr ? -1 : shared_->block()->offset_of(shards[i], shard_bytes_[i]));
+  void fetch_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values,
+                  Deadline deadline) {
+    Request request;
+    auto& head = *request.mutable_pull_rows();
+    head.set_model(model_);
+    head.set_table(table);
+    *head.mutable_rows() = shared_rows(ids, values);
+    if (head.rows().block() >= 0) {
+      caller_.call(std::move(request), deadline);
+      return;
     }
-    return offsets;
+    const auto sent = std::make_shared<SentRows>(nullptr);
+    Bulk bulk{.parts = {}, .owner = sent};
+    sent->add(std::as_bytes(ids), bulk);
+    caller_.call(std::move(request), deadline, bulk, {&values, 1});
   }
 
-  void name(const std::vector<std::int64_t>& offsets, Shards& shards) const {
-    shards.set_block(shared_ == nullptr ? -1 : shared_->number());
-    shards.mutable_offsets()->Add(offsets.begin(), offsets.end());
+  // Where the shards lie in the shared block that has the first of them; its number is -1 where none has.
+  template <class Pointers>
+  Shards shared_shards(const Pointers& shards) const {
+    Shards shared;
+    shared.set_block(-1);
+    for (std::size_t i = 0; i < shards.size(); ++i) {
+      const auto place = shards[i] == nullptr ? SharedBlocks::Place() : blocks_.find(shards[i], shard_bytes_[i]);
+      if (shared.block() < 0) shared.set_block(place.block);
+      shared.add_offsets(place.block == shared.block() ? place.offset : -1);
+    }
+    return shared;
+  }
+
+  Rows shared_rows(std::span<const std::int64_t> ids, std::span<const std::byte> values) const {
+    Rows rows;
+    rows.set_count(ids.size());
+    rows.set_block(-1);
+    if (ids.empty()) return rows;
+    const auto of_ids = blocks_.find(ids.data(), ids.size_bytes());
+    const auto of_values = blocks_.find(values.data(), values.size());
+    if (of_ids.block != of_values.block) return rows;
+    rows.set_block(of_ids.block);
+    rows.set_ids(of_ids.offset);
+    rows.set_elements(of_values.offset);
+    return rows;
   }
 
   const std::int64_t model_;
   const std::string user_;
   const std::vector<std::size_t> shard_bytes_, row_bytes_;
   Caller caller_;
-  std::shared_ptr<parameter_server::SharedBlock> block_;
-  std::unique_ptr<SharedWith> shared_;  // the block; null where the server cannot access it
+  SharedBlocks blocks_{caller_};
 };
 
 // Keeps a stream to the chief, by whose end the chief learns that this process has gone.

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <future>
 #include <span>
 #include <utility>
 
+#include "base/mutex.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "checkpoint/sharded_archive.h"
@@ -14,43 +16,26 @@
 #include "parameter_server/table_files.h"
 
 namespace lockstep::parameter_server {
-namespace {
+// Blocks that are not in use.
+struct Client::RowMemory {
+  Mutex mutex;
+  std::vector<std::shared_ptr<SharedBlock>> free LOCKSTEP_GUARDED_BY(mutex);
 
-// Which server has which of the rows.
-class RowsByServer {
- public:
-  RowsByServer(std::span<const std::int64_t> ids, std::size_t servers) : all_(ids), places_(servers), ids_(servers) {
-    if (servers == 1) return;
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-      const auto server = static_cast<std::size_t>(server_of_row(ids[i], static_cast<int>(servers)));
-      places_[server].push_back(i);
-      ids_[server].push_back(ids[i]);
-    }
+  std::shared_ptr<SharedBlock> take(std::size_t bytes) {
+    MutexLock lock(mutex);
+    const auto fits = [&](const auto& block) { return block->bytes() >= bytes; };
+    const auto found = std::find_if(free.begin(), free.end(), fits);
+    if (found == free.end()) return nullptr;
+    auto block = *found;
+    free.erase(found);
+    return block;
   }
-
-  std::span<const std::int64_t> ids(std::size_t server) const { return ids_.size() == 1 ? all_ : ids_[server]; }
-
-  // The server's of all rows, and the reverse; a row has `bytes`.
-  std::vector<std::byte> gather(std::size_t server, const std::byte* all, std::size_t bytes) const {
-    std::vector<std::byte> rows(places_[server].size() * bytes);
-    auto* to = rows.data();
-    for (const auto place : places_[server]) to = std::copy_n(all + place * bytes, bytes, to);
-    return rows;
+  void give_back(std::shared_ptr<SharedBlock> block) {
+    MutexLock lock(mutex);
+    const auto larger = [&](const auto& other) { return other->bytes() > block->bytes(); };
+    free.insert(std::find_if(free.begin(), free.end(), larger), std::move(block));  // the smallest that fits is taken
   }
-  void scatter(std::size_t server, const std::byte* rows, std::byte* all, std::size_t bytes) const {
-    for (const auto place : places_[server]) {
-      std::copy_n(rows, bytes, all + place * bytes);
-      rows += bytes;
-    }
-  }
-
- private:
-  const std::span<const std::int64_t> all_;
-  std::vector<std::vector<std::size_t>> places_;  // [server], in `all_`
-  std::vector<std::vector<std::int64_t>> ids_;    // [server]
 };
-
-}  // namespace
 
 Client::Client(ModelSpec model, std::vector<ShardPlace> places,
                std::vector<std::shared_ptr<ServerConnection>> connections, std::int64_t number,
@@ -59,7 +44,8 @@ Client::Client(ModelSpec model, std::vector<ShardPlace> places,
       places_(std::move(places)),
       connections_(std::move(connections)),
       number_(number),
-      states_(std::move(states)) {}
+      states_(std::move(states)),
+      row_memory_(std::make_shared<RowMemory>()) {}
 
 template <class Act>
 void Client::on_all(const Act& act) const {
@@ -86,12 +72,11 @@ void Client::pull_rows(std::size_t table, std::span<const std::int64_t> ids, std
                        Deadline deadline) const {
   check_ids(tables().at(table), ids);
   const auto row = tables()[table].row_bytes();
-  if (connections_.size() == 1) return connections_[0]->pull_rows(table, ids, {values, ids.size() * row}, deadline);
-  const RowsByServer split(ids, connections_.size());
+  const auto ends = ends_of_servers(ids, servers());
   on_all([&](ServerConnection& connection, std::size_t server) {
-    std::vector<std::byte> rows(split.ids(server).size() * row);
-    connection.pull_rows(table, split.ids(server), rows, deadline);
-    split.scatter(server, rows.data(), values, row);
+    const auto begin = server == 0 ? 0 : ends[server - 1];
+    const auto count = ends[server] - begin;
+    connection.pull_rows(table, ids.subspan(begin, count), {values + begin * row, count * row}, deadline);
   });
 }
 
@@ -108,6 +93,15 @@ Memory Client::share(std::size_t bytes, Deadline deadline) const {
   const auto block = SharedBlock::make(bytes);
   for (const auto& connection : connections_) connection->share(block, deadline);
   return {block->begin(), [block](std::byte*) {}};
+}
+
+Memory Client::share_rows(std::size_t bytes, Deadline deadline) const {
+  auto block = row_memory_->take(bytes);
+  if (block == nullptr) {
+    block = SharedBlock::make(std::bit_ceil(std::max<std::size_t>(bytes, std::size_t{1} << 16)));
+    for (const auto& connection : connections_) connection->share(block, deadline);
+  }
+  return {block->begin(), [memory = row_memory_, block](std::byte*) { memory->give_back(block); }};
 }
 
 void Client::write(std::span<const std::byte* const> values, Deadline deadline) const {
@@ -169,16 +163,17 @@ void Client::push(Push push, std::span<const std::byte* const> gradients, Deadli
   push.learning_rate = next.learning_rate;
   push.chief = next.chief;
   push.finished = next.finished;
-  std::vector<RowsByServer> split;  // [table]
-  for (const auto& rows : push.rows) split.emplace_back(rows.ids, connections_.size());
+  std::vector<std::vector<std::size_t>> ends;  // [table][server]
+  for (const auto& rows : push.rows) ends.push_back(ends_of_servers(rows.ids, servers()));
   const auto shards = by_servers(gradients);
   on_all([&](ServerConnection& connection, std::size_t server) {
     auto to_server = push;
     to_server.gradients = shards[server];
-    std::vector<std::vector<std::byte>> own;
-    for (std::size_t table = 0; connections_.size() > 1 && table < split.size(); ++table) {
-      own.push_back(split[table].gather(server, push.rows[table].values, tables()[table].row_bytes()));
-      to_server.rows[table] = {split[table].ids(server), own.back().data()};
+    for (std::size_t table = 0; table < ends.size(); ++table) {
+      const auto begin = server == 0 ? 0 : ends[table][server - 1];
+      const auto& [ids, values] = push.rows[table];
+      to_server.rows[table] = {ids.subspan(begin, ends[table][server] - begin),
+                               values + begin * tables()[table].row_bytes()};
     }
     connection.push(std::move(to_server), deadline);
   });

@@ -30,6 +30,7 @@ class Client {
 
   std::int64_t model() const { return number_; }
   const std::vector<TableSpec>& tables() const { return model_.tables; }
+  int servers() const { return static_cast<int>(connections_.size()); }
 
   // As ServerConnection's.
   void open(const std::string& description, Deadline deadline) const;
@@ -37,11 +38,15 @@ class Client {
   // Zeroed memory for what is pulled and pushed, which servers on this host access where it lies.
   Memory share(std::size_t bytes, Deadline deadline) const;
 
+  // The same for rows of tables, not zeroed, and used again when the last copy has gone. Any thread.
+  Memory share_rows(std::size_t bytes, Deadline deadline) const;
+
   // Values of whole variables, by their numbers: from the servers, and to them.
   void pull(std::span<std::byte* const> values, Deadline deadline) const;
   void write(std::span<const std::byte* const> values, Deadline deadline) const;
 
-  // Rows of a table, by their ids: [ids, width]. Any thread. Throws InvalidArgument for an id that is out of range.
+  // Rows of a table, by their ids, which are ordered by server_of_row: [ids, width]. Any thread. Throws InvalidArgument
+  // for an id that is out of range.
   void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::byte* values, Deadline deadline) const;
 
   // For checkpoints, on all servers, as ServerConnection's. `save` writes a file a server into `folder`, which all
@@ -57,7 +62,8 @@ class Client {
   void end() { next_.reset(); }
 
   // Gradients of whole variables, by their numbers; null where a variable took no part. `push` has its weight and
-  // memory, and rows of all tables from any server. Once for each `begin`; throws InvalidArgument without.
+  // memory, and the rows of all tables, each table's ordered by server_of_row. Once for each `begin`; throws
+  // InvalidArgument without.
   void push(Push push, std::span<const std::byte* const> gradients, Deadline deadline);
 
  private:
@@ -75,6 +81,9 @@ class Client {
   const std::int64_t number_;
   const std::vector<std::string> states_;
   std::optional<Push> next_;  // without gradients
+
+  struct RowMemory;
+  const std::shared_ptr<RowMemory> row_memory_;
 };
 
 }  // namespace lockstep::parameter_server

@@ -326,6 +326,11 @@ void Coordinator::leave(const Process& process) {
   changed_.notify_all();
 }
 
+bool Coordinator::is_present(const std::string& process) const {
+  MutexLock lock(mutex_);
+  return present_.contains(process);
+}
+
 bool Coordinator::wait_for_joining(int processes, Deadline deadline) {
   MutexLock lock(mutex_);
   while (static_cast<int>(joined_.size()) < processes) {

@@ -103,6 +103,9 @@ class Coordinator final : public ChiefService {
   // Ends the call: workers that ask for work are told, and `outcome` is what others get as its result.
   void end(std::int64_t call, std::string outcome);
 
+  // Whether the process has joined, and has not left.
+  bool is_present(const std::string& process) const;
+
   // Waits until so many processes have joined; false at the deadline.
   bool wait_for_joining(int processes, Deadline deadline);
 
@@ -145,7 +148,7 @@ class Coordinator final : public ChiefService {
   const double reconnect_seconds_;
   const std::int64_t chief_;
   const std::shared_ptr<StepQueue> steps_;
-  Mutex mutex_;
+  mutable Mutex mutex_;
   CondVar changed_;
   std::int64_t call_ LOCKSTEP_GUARDED_BY(mutex_) = -1;  // the fit that runs, or ran last
   bool over_ LOCKSTEP_GUARDED_BY(mutex_) = true;

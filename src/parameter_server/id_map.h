@@ -15,6 +15,11 @@ namespace lockstep::parameter_server {
 // miss, and a batch has thousands.
 class IdMap {
  public:
+  IdMap() = default;
+  explicit IdMap(std::size_t expected) {
+    while (3 * expected > 2 * entries_.size()) grow();
+  }
+
   std::size_t size() const { return size_; }
   void prefetch(std::int64_t id) const { __builtin_prefetch(&entries_[place_of(id)]); }
 

@@ -18,12 +18,14 @@ namespace lockstep::parameter_server {
 namespace {
 
 constexpr std::chrono::seconds kToEnd(5), kToRead(5);
+constexpr std::chrono::milliseconds kBetweenLooks(200);
 constexpr std::chrono::milliseconds kBetweenReads(100);
 
 // In the store, what is known of a model: nothing, one of these, or the path of its last checkpoint.
 constexpr const char* kWritten = "has first values";
 constexpr const char* kTrained = "is trained";
 constexpr const char* kDropped = "dropped";
+std::string key_of_end(int server) { return text("end of ps ", server); }
 std::string key_of_model(std::int64_t number) { return text("model ", number); }
 std::string key_of_outcome(std::int64_t call) { return text("outcome ", call); }
 
@@ -134,10 +136,12 @@ ServerCluster::~ServerCluster() {
       if (!coordinator_->wait_for_leaving(name_of(Role::ps), deadline)) {
         log_warning("some workers have not ended yet; the servers end all the same");
       }
+      wait_for_servers(deadline);
       coordinator_->end(ChiefConnection::kProgram, "");
       coordinator_->wait_for_leaving("", Deadline::after(kToEnd));
     }
     const bool failed = !chief_failed_ && std::uncaught_exceptions() > exceptions_;
+    if (roles_.mine == Role::ps && !failed) store_.set(key_of_end(roles_.index), "reached", deadline);
     while (roles_.mine == Role::ps && !failed && !deadline.passed()) {
       if (chief_->outcome(ChiefConnection::kProgram, Deadline::after(kToEnd))) break;
     }
@@ -145,6 +149,19 @@ ServerCluster::~ServerCluster() {
   }
   if (models_) models_->close();
   if (coordinator_) coordinator_->close();
+}
+
+// Until all have reached the end of their programs, or have gone: what one computes may need the others.
+void ServerCluster::wait_for_servers(Deadline deadline) const {
+  for (int server = 0; server < roles_.servers; ++server) {
+    while (coordinator_->is_present(key_of(Role::ps, server)) && !deadline.passed()) {
+      try {
+        store_.get(key_of_end(server), Deadline::after(kBetweenLooks));
+        break;
+      } catch (const DeadlineExceeded&) {  // not yet
+      }
+    }
+  }
 }
 
 void ServerCluster::wait_for_all(Deadline deadline) {

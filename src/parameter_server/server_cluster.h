@@ -102,6 +102,7 @@ class ServerCluster {
                      const std::function<std::shared_ptr<ShardStore>()>& make);
   std::shared_ptr<void> keep_for_restarts(std::int64_t number) const;
   void wait_for_all(Deadline deadline);
+  void wait_for_servers(Deadline deadline) const;
 
   const Roles roles_;
   const ServerClusterOptions options_;

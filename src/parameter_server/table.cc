@@ -7,7 +7,6 @@
 #include "base/hash.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "parameter_server/id_map.h"
 
 namespace lockstep {
 
@@ -100,21 +99,40 @@ void write_initial_values(const TableSpec& table, std::int64_t id, std::byte* va
   fill_row(table, id, reinterpret_cast<float*>(values));
 }
 
-SumOfRows::SumOfRows(const TableSpec& table, std::span<const Rows> parts) {
+std::vector<std::size_t> ends_of_servers(std::span<const std::int64_t> ids, int servers) {
+  std::vector<std::size_t> ends(static_cast<std::size_t>(servers));
+  std::size_t last = 0;
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    const auto server = servers == 1 ? 0 : static_cast<std::size_t>(server_of_row(ids[i], servers));
+    if (server < last) throw Error("rows of a table are not in the order of the servers");
+    for (; last < server; ++last) ends[last] = i;
+  }
+  for (; last < ends.size(); ++last) ends[last] = ids.size();
+  return ends;
+}
+
+SumOfRows::SumOfRows(const TableSpec& table, std::span<const Rows> parts, int servers) {
+  std::vector<std::vector<std::size_t>> ends;
+  for (const auto& part : parts) ends.push_back(ends_of_servers(part.ids, servers));
+  for (std::size_t server = 0; server < static_cast<std::size_t>(servers); ++server) {
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      add(table, parts[i], server == 0 ? 0 : ends[i][server - 1], ends[i][server]);
+    }
+  }
+}
+
+void SumOfRows::add(const TableSpec& table, const Rows& part, std::size_t begin, std::size_t end) {
   const auto row = table.row_bytes();
-  IdMap places;
-  for (const auto& part : parts) {
-    for (std::size_t i = 0; i < part.ids.size(); ++i) {
-      const auto* const from = part.values + i * row;
-      const auto place = places.insert(part.ids[i], static_cast<std::uint32_t>(ids_.size()));
-      if (place == ids_.size()) {
-        ids_.push_back(part.ids[i]);
-        values_.insert(values_.end(), from, from + row);
-      } else if (table.dtype == DType::float64) {
-        add_row<double>(from, table.width, values_.data() + place * row);
-      } else {
-        add_row<float>(from, table.width, values_.data() + place * row);
-      }
+  for (std::size_t i = begin; i < end; ++i) {
+    const auto* const from = part.values + i * row;
+    const auto place = places_.insert(part.ids[i], static_cast<std::uint32_t>(ids_.size()));
+    if (place == ids_.size()) {
+      ids_.push_back(part.ids[i]);
+      values_.insert(values_.end(), from, from + row);
+    } else if (table.dtype == DType::float64) {
+      add_row<double>(from, table.width, values_.data() + place * row);
+    } else {
+      add_row<float>(from, table.width, values_.data() + place * row);
     }
   }
 }

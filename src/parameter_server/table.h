@@ -9,6 +9,7 @@
 
 #include "lockstep/collective/group.h"
 #include "lockstep/parameter_server/row_initializer.h"
+#include "parameter_server/id_map.h"
 
 namespace lockstep::parameter_server {
 
@@ -35,6 +36,9 @@ void check_ids(const TableSpec& table, std::span<const std::int64_t> ids);
 // Which of the servers has the row: a hash of its id, so that frequent ids are spread whatever their pattern.
 int server_of_row(std::int64_t id, int servers);
 
+// Where the rows of each server end, in ids that are ordered by server_of_row. Throws Error where they are not.
+std::vector<std::size_t> ends_of_servers(std::span<const std::int64_t> ids, int servers);
+
 // Writes `table.width` elements.
 void write_initial_values(const TableSpec& table, std::int64_t id, std::byte* values);
 
@@ -44,13 +48,17 @@ struct Rows {
   const std::byte* values = nullptr;
 };
 
-// The sums of rows with the same id, in the order in which ids first appear; each is added up in the order of `parts`.
+// The sums of rows with the same id. The parts' ids, and so the result's, are ordered by server_of_row, and further as
+// they first appear; each sum is added up in the order of `parts`.
 class SumOfRows {
  public:
-  SumOfRows(const TableSpec& table, std::span<const Rows> parts);
+  SumOfRows(const TableSpec& table, std::span<const Rows> parts, int servers = 1);
   Rows rows() const { return {ids_, values_.data()}; }
 
  private:
+  void add(const TableSpec& table, const Rows& part, std::size_t begin, std::size_t end);
+
+  IdMap places_;
   std::vector<std::int64_t> ids_;
   std::vector<std::byte> values_;
 };

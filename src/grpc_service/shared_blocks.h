@@ -1,0 +1,57 @@
+// The blocks of this process's memory that it shares with one server.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/mutex.h"
+#include "grpc_service/shared_with.h"
+#include "grpc_service/status.h"
+
+namespace lockstep::grpc_service {
+
+// Any thread.
+class SharedBlocks {
+ public:
+  explicit SharedBlocks(Caller& server) : server_(server) {}
+
+  // False where the server cannot access the block.
+  bool add(std::shared_ptr<parameter_server::SharedBlock> block, Deadline deadline);
+
+  // Where bytes are as the server knows it; -1 where it cannot access them.
+  struct Place {
+    std::int64_t block = -1, offset = -1;
+  };
+  Place find(const void* data, std::size_t bytes) const;
+
+  // Calls act() until the server knows the blocks that it names: it may have been started again.
+  template <class Act>
+  void call(Deadline deadline, const Act& act) {
+    while (true) {
+      try {
+        return act();
+      } catch (const UnknownBlock&) {
+        if (deadline.passed()) throw;
+      }
+      share_again(deadline);
+    }
+  }
+
+  // Keeps all blocks.
+  std::shared_ptr<const void> owner() const;
+
+ private:
+  struct Block {
+    std::shared_ptr<parameter_server::SharedBlock> block;
+    std::unique_ptr<SharedWith> shared;  // null where the server cannot access it
+  };
+  void share_again(Deadline deadline);
+
+  Caller& server_;
+  mutable Mutex mutex_;
+  std::vector<Block> blocks_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+}  // namespace lockstep::grpc_service
