@@ -22,7 +22,8 @@ at::Tensor hidden_weights(const at::Tensor& ids) {
 
 ls::Dataset make_log(std::int64_t examples, std::uint64_t seed) {
   at::manual_seed(seed);  // all processes have the same
-  const auto rank = at::pow(static_cast<double>(kIdsOfField), at::rand({examples, kFields}, at::kDouble)).to(at::kLong);
+  const auto rank =
+      at::pow(static_cast<double>(kIdsOfField), at::rand({examples, kFields}, at::kDouble).square()).to(at::kLong);
   const auto ids = rank - 1 + at::arange(kFields) * kIdsOfField;
   const auto chance = at::sigmoid(hidden_weights(ids).sum(1, /*keepdim=*/true));
   return ls::Dataset::from_tensor_slices(ids, at::bernoulli(chance).to(at::kFloat));
@@ -37,7 +38,7 @@ int train(std::int64_t examples, int epochs, bool synchronous, const std::string
   const auto scope = strategy.scope();
   ls::Sequential model({ls::ShardedEmbedding(kIds, kWidth), ls::Flatten(), ls::Dense(64, {.activation = "relu"}),
                         ls::Dense(32, {.activation = "relu"}), ls::Dense(1)});
-  model.compile({.optimizer = ls::Adagrad({.learning_rate = 0.05}),
+  model.compile({.optimizer = ls::Adam({.learning_rate = 0.002}),
                  .loss = ls::BinaryCrossentropy({.from_logits = true}),
                  .metrics = {ls::BinaryAccuracy({.threshold = 0})}});
   std::vector<ls::AnyCallback> callbacks;

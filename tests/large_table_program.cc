@@ -9,10 +9,10 @@
 #include <cstdlib>
 #include <iostream>
 
-// Arguments: rows, ids in a step, epochs, and how many MiB of memory each process may have, 0: any. The environment's
-// BACKUP: a folder for checkpoints, one every 20 steps.
+// Arguments: rows, ids in a step, epochs, how many MiB of memory each process may have (0: any), a folder for
+// checkpoints, and how many steps are between two of them.
 int main(int argc, char** argv) {
-  if (argc != 5) return 2;
+  if (argc != 7) return 2;
   const std::int64_t rows = std::atoll(argv[1]), ids = std::atoll(argv[2]), width = 128;
   const int epochs = std::atoi(argv[3]);
   try {
@@ -38,11 +38,8 @@ int main(int argc, char** argv) {
     const auto scope = strategy.scope();
     lockstep::Sequential model({lockstep::ShardedEmbedding(rows, width, {.embeddings_initializer = "zeros"})});
     model.compile({.optimizer = lockstep::SGD({.learning_rate = 1}), .loss = lockstep::Loss("minus", loss)});
-    std::vector<lockstep::AnyCallback> callbacks;
-    if (const char* const folder = std::getenv("BACKUP")) {
-      callbacks.emplace_back(lockstep::BackupAndRestore(folder, {.save_freq = 20}));
-    }
-    model.fit(batches.batch(1), {.epochs = epochs, .verbose = 0, .callbacks = callbacks});
+    const lockstep::BackupAndRestore backup(argv[5], {.save_freq = std::atoi(argv[6])});
+    model.fit(batches.batch(1), {.epochs = epochs, .verbose = 0, .callbacks = {backup}});
     if (!strategy.is_chief()) return 0;
     double least = 1e9, most = 0;
     const std::int64_t samples = 1000;

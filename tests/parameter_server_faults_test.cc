@@ -158,20 +158,20 @@ TEST(ParameterServerFaults, RandomKillsInSeededRounds) {
   }
 }
 
-// 2,048 MiB of values, where each process may have 1,024 MiB of memory of its own; with checkpoints on the way.
+// 3,072 MiB of values, where each process may have 1,536 MiB of memory of its own; with a checkpoint on the way.
 TEST(LargeTable, TwiceAsLargeAsTheMemoryOfAProcessTrainsOnThreeServers) {
   const auto folder = fresh_folder("parameter_server_faults", "large");
-  auto job = run({"--workers", "2", "--ps", "3", "-x", "BACKUP=" + folder.string()}, {"4194304", "65536", "1", "1024"},
+  auto job = run({"--workers", "2", "--ps", "3"}, {"6291456", "65536", "1", "1536", folder.string(), "50"},
                  LARGE_TABLE_PROGRAM);
   const auto& output = job.wait_for_end(300);
-  EXPECT_NE(output.find("steps 64, rows from 1 to 1\n"), std::string::npos) << output;
+  EXPECT_NE(output.find("steps 96, rows from 1 to 1\n"), std::string::npos) << output;
 }
 
 // Of a server that is started again rows have at most the updates since the last checkpoint less, and none more.
 TEST(LargeTable, AKilledServersRowsComeBackWithTheLastCheckpoint) {
   const auto folder = fresh_folder("parameter_server_faults", "table");
-  auto job = run({"--workers", "2", "--ps", "2", "--restarts", "1", "-x", "BACKUP=" + folder.string()},
-                 {"200000", "2000", "8", "0"}, LARGE_TABLE_PROGRAM);
+  auto job = run({"--workers", "2", "--ps", "2", "--restarts", "1"},
+                 {"200000", "2000", "8", "0", folder.string(), "20"}, LARGE_TABLE_PROGRAM);
   const int server = process_of(job, 4, "ps 1");
   std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // somewhere in the training
   kill(server, SIGKILL);

@@ -3,7 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstdlib>
+#include <cstdint>
 #include <limits>
 #include <new>
 
@@ -15,13 +15,19 @@ namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
-// In huge pages where the system has them: rows are read in no order.
+// On the boundary of a huge page, and in huge pages where the system has them: rows are read in no order. (malloc would
+// keep the pages before the boundary.)
 Memory chunk_of(std::size_t bytes) {
   const auto whole = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-  auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kHugePage, whole));
-  if (memory == nullptr) throw std::bad_alloc();
+  void* const mapped = ::mmap(nullptr, whole + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) throw std::bad_alloc();
+  auto* const first = static_cast<std::byte*>(mapped);
+  const auto before = (kHugePage - reinterpret_cast<std::uintptr_t>(first) % kHugePage) % kHugePage;
+  auto* const memory = first + before;
+  if (before > 0) ::munmap(first, before);
+  if (before < kHugePage) ::munmap(memory + whole, kHugePage - before);
   ::madvise(memory, whole, MADV_HUGEPAGE);  // advice: it may fail
-  return {memory, [](std::byte* data) { std::free(data); }};
+  return {memory, [whole](std::byte* data) { ::munmap(data, whole); }};
 }
 
 }  // namespace

@@ -116,16 +116,14 @@ void TableShard::update_live(const Rows& gradients, const UpdateStep& step, doub
   });
 }
 
-// After update_live: all rows are in `changed`.
+// After update_live, by which all rows are in `changed` or absent.
 void TableShard::update_cut(const Rows& gradients, const UpdateStep& step, double divide_by) {
   by_blocks(cut_->changed.records, gradients, [&](auto ids, std::vector<Record>& found, const std::byte* block) {
     for (std::size_t i = 0; i < ids.size(); ++i) {
-      if (found[i].last_update() != kAbsent) continue;
-      if (live_.records.find(ids[i])) {
-        initialize(ids[i], found[i]);
-      } else {
-        found[i] = {};  // not admitted
-      }
+      if (found[i] || !live_.records.find(ids[i])) continue;  // the second: it was not admitted
+      found[i] = cut_->changed.records.make(ids[i]);
+      initialize(ids[i], found[i]);
+      cut_->absent.erase(ids[i]);
     }
     update(found, block, step, divide_by);
   });
@@ -216,19 +214,18 @@ std::int64_t TableShard::version() const {
 void TableShard::cut(std::int64_t end) {
   MutexLock lock(mutex_);
   cut_.reset();
-  cut_ = Cut{end, empty()};
+  cut_ = Cut{end, empty(), {}};
   cut_->changed.applied = live_.applied;
 }
 
 void TableShard::keep_for_cut(std::span<const std::int64_t> ids, std::span<const Record> found) {
   for (std::size_t i = 0; i < ids.size(); ++i) {
     auto& changed = cut_->changed.records;
-    if (changed.find(ids[i])) continue;
-    const auto kept = changed.make(ids[i]);
+    if (changed.find(ids[i]) || cut_->absent.find(ids[i]) != nullptr) continue;
     if (found[i]) {
-      kept.copy_of(found[i], changed.record_bytes());
+      changed.make(ids[i]).copy_of(found[i], changed.record_bytes());
     } else {
-      kept.last_update() = kAbsent;
+      cut_->absent.insert(ids[i], 0);
     }
   }
 }
@@ -238,14 +235,13 @@ std::optional<std::size_t> TableShard::close_cut(std::int64_t end) {
   if (!cut_) return std::nullopt;
   live_.applied.close_below(end);
   cut_->end = 0;  // for no step any more
-  auto rows = live_.records.size();
-  const auto& changed = cut_->changed.records;
-  for (std::size_t slot = 0; slot < changed.slots(); ++slot) {
-    const bool in_cut = changed.at(slot).last_update() != kAbsent;
-    if (!in_cut && live_.records.find(changed.id_in(slot))) --rows;
-  }
+  std::size_t rows = 0;
+  for (std::size_t slot = 0; slot < live_.records.slots(); ++slot) rows += is_in_cut(live_.records.id_in(slot)) ? 1 : 0;
   return rows;
 }
+
+// Of a row that is there; -1 is none.
+bool TableShard::is_in_cut(std::int64_t id) const { return id >= 0 && cut_->absent.find(id) == nullptr; }
 
 void TableShard::for_each_in_cut(const std::function<void(const StoredRow& row)>& act) const {
   for (std::size_t begin = 0, end = 1; begin < end; begin += kSlotsPerLock) {
@@ -254,10 +250,10 @@ void TableShard::for_each_in_cut(const std::function<void(const StoredRow& row)>
     end = live_.records.slots();
     for (std::size_t slot = begin; slot < std::min(end, begin + kSlotsPerLock); ++slot) {
       const auto id = live_.records.id_in(slot);
-      if (id < 0) continue;
+      if (!is_in_cut(id)) continue;
       const auto changed = cut_->changed.records.find(id);
       const auto record = changed ? changed : live_.records.at(slot);
-      if (record.last_update() != kAbsent) act({id, record.last_update(), record.data()});
+      act({id, record.last_update(), record.data()});
     }
   }
 }

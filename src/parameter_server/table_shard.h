@@ -74,8 +74,8 @@ class TableShard {
   struct Cut {
     std::int64_t end = 0;
     Data changed;  // rows that were updated since, as the checkpoint has them
+    IdMap absent;  // rows that were made since, which it does not have
   };
-  static constexpr std::int64_t kAbsent = -1;  // last_update of a row in Cut::changed that the checkpoint does not have
 
   Data empty() const { return {RowRecords(table_.row_bytes(), initial_state_.size()), {}}; }
   void initialize(std::int64_t id, Record record) const;
@@ -94,6 +94,7 @@ class TableShard {
       LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   void keep_for_cut(std::span<const std::int64_t> ids, std::span<const Record> found)
       LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  bool is_in_cut(std::int64_t id) const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   bool admits(std::int64_t id) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   void evict() LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
 
