@@ -94,39 +94,43 @@ bool TableShard::apply(std::int64_t step, const Rows& gradients, double divide_b
   return true;
 }
 
-template <class Act>
-void TableShard::by_blocks(const RowRecords& records, const Rows& gradients, const Act& act) const {
-  std::vector<Record> found;
-  for (std::size_t begin = 0; begin < gradients.ids.size(); begin += kBlock) {
-    const auto ids = gradients.ids.subspan(begin, std::min(kBlock, gradients.ids.size() - begin));
-    records.find(ids, found);
-    act(ids, found, gradients.values + begin * table_.row_bytes());
+std::vector<Rows> TableShard::blocks_of(const Rows& rows) const {
+  std::vector<Rows> blocks;
+  for (std::size_t begin = 0; begin < rows.ids.size(); begin += kBlock) {
+    blocks.push_back(
+        {rows.ids.subspan(begin, std::min(kBlock, rows.ids.size() - begin)), rows.values + begin * table_.row_bytes()});
   }
+  return blocks;
 }
 
 void TableShard::update_live(const Rows& gradients, const UpdateStep& step, double divide_by) {
-  by_blocks(live_.records, gradients, [&](auto ids, std::vector<Record>& found, const std::byte* block) {
-    if (cut_) keep_for_cut(ids, found);
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-      if (found[i] || !admits(ids[i])) continue;
-      found[i] = live_.records.make(ids[i]);
-      initialize(ids[i], found[i]);
+  std::vector<Record> found;
+  for (const auto& block : blocks_of(gradients)) {
+    live_.records.find(block.ids, found);
+    if (cut_) keep_for_cut(block.ids, found);
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      if (found[i] || !admits(block.ids[i])) continue;
+      found[i] = live_.records.make(block.ids[i]);
+      initialize(block.ids[i], found[i]);
     }
-    update(found, block, step, divide_by);
-  });
+    update(found, block.values, step, divide_by);
+  }
 }
 
 // After update_live, by which all rows are in `changed` or absent.
 void TableShard::update_cut(const Rows& gradients, const UpdateStep& step, double divide_by) {
-  by_blocks(cut_->changed.records, gradients, [&](auto ids, std::vector<Record>& found, const std::byte* block) {
-    for (std::size_t i = 0; i < ids.size(); ++i) {
-      if (found[i] || !live_.records.find(ids[i])) continue;  // the second: it was not admitted
-      found[i] = cut_->changed.records.make(ids[i]);
-      initialize(ids[i], found[i]);
-      cut_->absent.erase(ids[i]);
+  std::vector<Record> found;
+  for (const auto& block : blocks_of(gradients)) {
+    cut_->changed.records.find(block.ids, found);
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      const auto id = block.ids[i];
+      if (found[i] || !live_.records.find(id)) continue;  // the second: it was not admitted
+      found[i] = cut_->changed.records.make(id);
+      initialize(id, found[i]);
+      cut_->absent.erase(id);
     }
-    update(found, block, step, divide_by);
-  });
+    update(found, block.values, step, divide_by);
+  }
 }
 
 void TableShard::update(std::span<const Record> records, const std::byte* gradients, const UpdateStep& step,

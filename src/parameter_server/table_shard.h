@@ -80,9 +80,8 @@ class TableShard {
   Data empty() const { return {RowRecords(table_.row_bytes(), initial_state_.size()), {}}; }
   void initialize(std::int64_t id, Record record) const;
 
-  // Calls act(ids, records found, gradients) for one block of rows after the other.
-  template <class Act>
-  void by_blocks(const RowRecords& records, const Rows& gradients, const Act& act) const;
+  // The rows, some that are looked up together at a time.
+  std::vector<Rows> blocks_of(const Rows& rows) const;
 
   // Moves the rows that have a record.
   void update(std::span<const Record> records, const std::byte* gradients, const UpdateStep& step,
