@@ -3,6 +3,7 @@
 //   lockstep run --workers 2 --ps 1 build/release/benchmarks/click_step --rows 1000000
 #include <ATen/Functions.h>
 #include <lockstep/lockstep.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <chrono>
@@ -21,6 +22,7 @@ struct Options {
   std::int64_t batch = 512;
   std::int64_t steps = 200;
   bool synchronous = false;
+  std::string backup;
 };
 
 // What has been sent over this host's loopback so far.
@@ -46,11 +48,13 @@ int main(int argc, char** argv) {
   app.add_option("--batch", options.batch, "examples a step")->capture_default_str();
   app.add_option("--steps", options.steps, "steps a run; the best of three runs counts")->capture_default_str();
   app.add_flag("--synchronous", options.synchronous, "workers compute each step together");
+  app.add_option("--backup", options.backup, "folder of checkpoints, one every 100 steps");
   CLI11_PARSE(app, argc, argv);
 
   set_random_seed(1);
   at::manual_seed(1);  // so that all processes have the same data
   const ParameterServerStrategy strategy({.threads_per_replica = 1, .synchronous = options.synchronous});
+  std::cout << strategy.task_type() << " " << strategy.task_index() << " at " << getpid() << std::endl;
   const auto scope = strategy.scope();
   Sequential model({ShardedEmbedding(options.rows, kWidth), Flatten(), Dense(64, {.activation = "relu"}),
                     Dense(32, {.activation = "relu"}), Dense(1)});
@@ -59,7 +63,17 @@ int main(int argc, char** argv) {
   const auto ids = at::randint(options.rows, {options.batch * kBatches, kFields}, at::kLong);
   const auto clicks = at::randint(2, {options.batch * kBatches, 1}, at::kFloat);
   const auto data = Dataset::from_tensor_slices(ids, clicks).batch(options.batch).repeat();
-  const auto fit = [&](std::int64_t steps) { model.fit(data, {.verbose = 0, .steps_per_epoch = steps}); };
+  double longest_pause = 0;
+  const auto fit = [&](std::int64_t steps) {
+    auto last = std::chrono::steady_clock::now();
+    std::vector<AnyCallback> callbacks{LambdaCallback({.on_train_batch_end = [&](std::int64_t, const Logs&) {
+      const auto now = std::chrono::steady_clock::now();
+      longest_pause = std::max(longest_pause, std::chrono::duration<double>(now - last).count());
+      last = now;
+    }})};
+    if (!options.backup.empty()) callbacks.emplace_back(BackupAndRestore(options.backup, {.save_freq = 100}));
+    model.fit(data, {.verbose = 0, .callbacks = callbacks, .steps_per_epoch = steps});
+  };
   fit(40);
   double best = 0, sent = 0;
   for (int run = 0; run < 3; ++run) {
@@ -77,7 +91,8 @@ int main(int argc, char** argv) {
                                       {"batch", options.batch},
                                       {"ms_per_step", 1e3 * best},
                                       {"samples_per_s", static_cast<double>(options.batch) / best},
-                                      {"loopback_bytes_per_step", sent}}
+                                      {"loopback_bytes_per_step", sent},
+                                      {"longest_pause_s", longest_pause}}
                    .dump()
             << "\n";
 }

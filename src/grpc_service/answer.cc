@@ -13,7 +13,7 @@ namespace {
 
 using parameter_server::Services;
 
-constexpr double kLongestWait = 600;                         // seconds that a caller may ask for
+constexpr double kLongestWait = 600;                           // seconds that a caller may ask for
 constexpr std::size_t kMostRowBytes = std::size_t{512} << 20;  // of a table's rows in one call
 
 // Memory of several parts, each aligned for any element.
