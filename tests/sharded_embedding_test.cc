@@ -112,6 +112,31 @@ TEST(ShardedEmbedding, AsynchronousFitAppliesEachStepOnce) {
   }));
 }
 
+// Width 3 in float32: the rows of the second server do not begin at a multiple of eight bytes. An embedding in eval
+// mode trains too, as LibTorch's.
+TEST(ShardedEmbedding, RowsOfAnyWidthAndServer) {
+  struct Counts : torch::nn::Module {
+    Counts() { register_module("rows", embedding.ptr()); }
+    Tensor forward(const Tensor& ids) {
+      embedding.ptr()->eval();
+      return embedding(ids);
+    }
+    ShardedEmbedding embedding{kRows, kWidth, {.embeddings_initializer = "zeros", .seed = 7}};
+  };
+  const auto ids = torch::arange(kRows, torch::kLong).view({kRows / 5, 5});
+  const auto data = Dataset::from_tensor_slices(ids, torch::zeros({kRows / 5, 1})).batch(1);
+  expect_no_error(run_job({.workers = 2, .servers = 3}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    Sequential model({ModuleLayer([] { return std::make_shared<Counts>(); })});
+    const auto loss = [](const Tensor&, const Tensor& out) { return -out.flatten(1).sum(1); };
+    model.compile({.optimizer = SGD({.learning_rate = 1}), .loss = Loss("minus", loss)});
+    model.fit(data, {.epochs = 2, .verbose = 0});
+    const auto rows = model.predict(all_ids());
+    if (!strategy.is_chief()) return;
+    EXPECT_TRUE(torch::equal(rows, torch::full_like(rows, 2))) << rows;
+  }));
+}
+
 // Momentum moves a row only in steps that have it.
 TEST(ShardedEmbedding, RowsOutsideOfABatchStayAsTheyAre) {
   const auto only = [](std::int64_t id) {
@@ -191,6 +216,18 @@ TEST(ShardedEmbedding, WhatCannotBeIsNamed) {
         Dataset::from_tensor_slices(torch::full({6, 4}, kRows, torch::kLong), torch::ones({6, 1})).batch(2);
     model.fit(data, {.verbose = 0});
   });
+  const auto shared = run_job({.workers = 1, .options = {.devices = {"cpu:0", "cpu:1"}}}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    struct Net : torch::nn::Module {
+      explicit Net(const ShardedEmbedding& given) : embedding(given) { register_module("rows", embedding.ptr()); }
+      Tensor forward(const Tensor& ids) { return embedding(ids); }
+      ShardedEmbedding embedding;
+    };
+    Sequential model({ModuleLayer([one = sharded()] { return std::make_shared<Net>(one); })});
+    compile(model, 4);
+  });
+  EXPECT_EQ(shared.size(), 2U);  // a server has one replica
+  for (const auto& error : shared) expect_says(error, "replicas share a ShardedEmbedding");
   EXPECT_EQ(errors.size(), 3U);
   for (const auto& error : errors) {
     expect_says(error, "the id 40 is none of the table \"sharded_embedding\": it has 40 rows, so ids are from 0 to 39");

@@ -24,8 +24,7 @@ struct TensorInfo {
 std::uint32_t extend_crc(std::uint32_t crc, std::span<const std::byte> bytes);
 
 // Length and header, for tensors that lie in the order of their names. Throws InvalidArgument where a name or a text is
-// no UTF-8. `set_checksum` puts in
-// the checksum of this text, as it is before, and all that follows.
+// no UTF-8. set_checksum is then called with the CRC-32 of this text, as it is, and of all that follows it.
 std::string print_header(const std::map<std::string, std::string>& entries,
                          const std::map<std::string, TensorInfo>& tensors);
 void set_checksum(std::string& header, std::uint32_t crc);

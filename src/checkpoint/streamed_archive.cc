@@ -66,6 +66,12 @@ const Header::Tensor& ArchiveReader::find(const std::string& tensor) const {
   return *found;
 }
 
+const std::string& ArchiveReader::entry(const std::string& name) const {
+  const auto found = header_.entries.find(name);
+  if (found != header_.entries.end()) return found->second;
+  throw InvalidArgument(text("the checkpoint ", file_.path(), " has no entry \"", name, "\""));
+}
+
 const TensorInfo& ArchiveReader::info(const std::string& tensor) const { return find(tensor).info; }
 
 void ArchiveReader::read(const std::string& tensor, std::size_t offset, std::span<std::byte> bytes) const {

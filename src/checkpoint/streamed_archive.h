@@ -37,9 +37,8 @@ class ArchiveReader {
   // Reads the whole file once, to compare it with its checksum. Throws as read_archive.
   explicit ArchiveReader(const std::string& path);
 
-  const std::map<std::string, std::string>& entries() const { return header_.entries; }
-
-  // Throws InvalidArgument naming a tensor that is missing.
+  // Throw InvalidArgument naming what is missing.
+  const std::string& entry(const std::string& name) const;
   const TensorInfo& info(const std::string& tensor) const;
 
   // The tensor's bytes from `offset` on. Throws IoError.

@@ -75,8 +75,10 @@ void add_gradients(const Tensor& of_places, const Tensor& places, Used& used) {
 }
 
 struct UsedHolder : torch::CustomClassHolder {
-  explicit UsedHolder(std::shared_ptr<Used> given) : used(std::move(given)) {}
-  std::shared_ptr<Used> used;
+  UsedHolder(std::shared_ptr<Used> given, std::shared_ptr<EmbeddingModule::AllUsed> that_took_part)
+      : used(std::move(given)), took_part(std::move(that_took_part)) {}
+  const std::shared_ptr<Used> used;
+  const std::shared_ptr<EmbeddingModule::AllUsed> took_part;
 };
 
 // Copies rows to their places. Backward adds up the gradients of a row's places in `used`, and gives `rows` none.
@@ -98,7 +100,8 @@ struct TakeRows : torch::autograd::Function<TakeRows> {
     } else {
       add_gradients<float>(gradient, places, *holder->used);
     }
-    holder->used->took_part = true;
+    auto& all = *holder->took_part;
+    if (std::find(all.begin(), all.end(), holder->used) == all.end()) all.push_back(holder->used);
     return {Tensor(), Tensor(), Tensor()};
   }
 };
@@ -124,8 +127,8 @@ EmbeddingModule::EmbeddingModule(std::int64_t rows, std::int64_t width, const Sh
 void EmbeddingModule::bind(std::shared_ptr<parameter_server::Client> client, std::size_t number, double seconds) {
   if (client_ != nullptr && client != client_) {
     throw InvalidArgument(
-        "a model with a ShardedEmbedding is compiled again, or by several optimizers: its rows, which are on servers, "
-        "would be lost");
+        "a ShardedEmbedding is in two models, or its model is compiled again or has several optimizers: the rows on "
+        "servers are those of one model and optimizer");
   }
   client_ = std::move(client);
   number_ = number;
@@ -144,7 +147,7 @@ Tensor EmbeddingModule::forward(const Tensor& ids) {
   const auto dtype = ops::scalar_type_of(table_.dtype);
   auto sizes = ids.sizes().vec();
   sizes.push_back(table_.width);
-  const bool trains = is_training() && at::GradMode::is_enabled();
+  const bool trains = at::GradMode::is_enabled();
   if (client_ == nullptr) {
     if (!trains) return at::zeros(sizes, ids.options().dtype(dtype));
     throw InvalidArgument(
@@ -154,13 +157,19 @@ Tensor EmbeddingModule::forward(const Tensor& ids) {
   const auto deadline = Deadline::after(std::chrono::duration<double>(seconds_));
   const DifferentIds different(ids.to(at::kCPU, at::kLong).contiguous(), client_->servers());
   const auto used = std::make_shared<Used>(*client_, number_, different.ids, deadline);
-  client_->pull_rows(number_, used->ids, used->values, deadline);
+  try {
+    client_->pull_rows(number_, used->ids, used->values, deadline);
+  } catch (...) {
+    abandoned_.push_back(used);
+    throw;
+  }
   auto rows = at::from_blob(
       used->values, {static_cast<std::int64_t>(different.ids.size()), table_.width}, [used](void*) {}, dtype);
   if (!trains) return at::index_select(rows, 0, different.places).view(sizes).to(ids.device());
-  used_.push_back(used);
   rows.requires_grad_(true);
-  return TakeRows::apply(rows, different.places, c10::make_intrusive<UsedHolder>(used)).view(sizes).to(ids.device());
+  return TakeRows::apply(rows, different.places, c10::make_intrusive<UsedHolder>(used, used_))
+      .view(sizes)
+      .to(ids.device());
 }
 
 EmbeddingModule::Used::Used(const parameter_server::Client& client, std::size_t table,

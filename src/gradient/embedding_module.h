@@ -39,14 +39,14 @@ class EmbeddingModule : public torch::nn::Module {
     Memory memory;
     std::span<std::int64_t> ids;  // ordered by server_of_row
     std::byte *values = nullptr, *gradients = nullptr;
-    std::vector<bool> has_gradient;  // of each row: else its gradient is 0, and what is there has no meaning
-    bool took_part = false;          // in a backward
+    std::vector<bool> has_gradient;  // of each row: false until backward has first written it
 
     parameter_server::Rows gradient_rows() const { return {ids, gradients}; }
   };
-  // Since the last `clear`.
-  const std::vector<std::shared_ptr<Used>>& used() const { return used_; }
-  void clear() { used_.clear(); }
+  // Those that took part in a backward since the last `clear`.
+  using AllUsed = std::vector<std::shared_ptr<Used>>;
+  const AllUsed& used() const { return *used_; }
+  void clear() { used_->clear(); }
 
  private:
   parameter_server::TableSpec table_;
@@ -54,7 +54,8 @@ class EmbeddingModule : public torch::nn::Module {
   std::shared_ptr<parameter_server::Client> client_;
   std::size_t number_ = 0;
   double seconds_ = 0;
-  std::vector<std::shared_ptr<Used>> used_;
+  const std::shared_ptr<AllUsed> used_ = std::make_shared<AllUsed>();
+  AllUsed abandoned_;  // of calls that failed: a server may still write there
 };
 
 // A replica's embeddings, each once, in the module's order.

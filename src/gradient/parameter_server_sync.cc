@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <deque>
+#include <set>
 
+#include "base/text.h"
 #include "lockstep/base/error.h"
 #include "ops/dtypes.h"
 #include "optimizer/flat_update.h"
@@ -30,10 +32,22 @@ ParameterServerSync::ParameterServerSync(ReplicatedParameters& parameters,
       client_(std::move(client)),
       writable_(parameters),
       shares_(ShardMap::even(parameters.trainable(), parameters.replicas())) {
+  std::set<const EmbeddingModule*> seen;
   for (int replica = 0; replica < parameters.replicas(); ++replica) {
     embeddings_.push_back(embeddings_of(parameters, replica));
-    for (std::size_t table = 0; table < embeddings_.back().size(); ++table) {
-      embeddings_.back()[table]->bind(client_, table, timeout_seconds);
+    if (embeddings_.back().size() != client_->tables().size()) {
+      throw InvalidArgument(text("replica ", replica, " has ", embeddings_.back().size(),
+                                 " ShardedEmbeddings, and replica 0 has ", client_->tables().size()));
+    }
+    for (const auto& embedding : embeddings_.back()) {
+      if (seen.insert(embedding.get()).second) continue;
+      throw InvalidArgument(
+          "replicas share a ShardedEmbedding: the function that makes a replica's module must make its own");
+    }
+  }
+  for (const auto& of_replica : embeddings_) {
+    for (std::size_t table = 0; table < of_replica.size(); ++table) {
+      of_replica[table]->bind(client_, table, timeout_seconds);
     }
   }
 }
@@ -155,9 +169,7 @@ void ParameterServerSync::push(Deadline deadline) {
 std::vector<parameter_server::Rows> ParameterServerSync::rows_of_table(std::size_t table) const {
   std::vector<parameter_server::Rows> parts;
   for (const auto& of_replica : embeddings_) {
-    for (const auto& used : of_replica[table]->used()) {
-      if (used->took_part) parts.push_back(used->gradient_rows());
-    }
+    for (const auto& used : of_replica[table]->used()) parts.push_back(used->gradient_rows());
   }
   return parts;
 }

@@ -89,6 +89,11 @@ class Answer {
     return received;
   }
 
+  // What lies in a shared block is the caller's to change once it has given up.
+  void require_caller() const {
+    if (stream_.cancelled()) throw Aborted("the caller has given up");
+  }
+
   void open(const Open& open) const {
     models().open(open.model(), open.user(), open.description(), deadline_);
     reply();
@@ -96,7 +101,7 @@ class Answer {
 
   void push(const Push& push) const {
     const auto shards = models_with(push.model()).shard_bytes(push.model());
-    const auto row_bytes = models().row_bytes(push.model());
+    const auto tables = models().tables(push.model());
     auto sizes = shards;  // of what is sent
     if (push.present().size() != sizes.size()) {
       throw InvalidArgument(text("the push of step ", push.task().step(), " has gradients of ", push.present().size(),
@@ -106,16 +111,16 @@ class Answer {
     for (std::size_t i = 0; i < shards.size(); ++i) {
       if (push.present()[i] == 0 || in_block.at[i] != nullptr) sizes[i] = 0;
     }
-    if (static_cast<std::size_t>(push.rows_size()) != row_bytes.size()) {
+    if (static_cast<std::size_t>(push.rows_size()) != tables.size()) {
       throw InvalidArgument(text("the push of step ", push.task().step(), " has rows of ", push.rows_size(),
-                                 " tables; this server has ", row_bytes.size()));
+                                 " tables; this server has ", tables.size()));
     }
     std::vector<RowsInBlock> rows;
-    for (std::size_t i = 0; i < row_bytes.size(); ++i) {
-      rows.push_back(find_rows(push.rows(static_cast<int>(i)), row_bytes[i]));
+    for (std::size_t i = 0; i < tables.size(); ++i) {
+      rows.push_back(find_rows(push.rows(static_cast<int>(i)), tables[i]));
       const bool sent = rows.back().block == nullptr;
       sizes.push_back(sent ? rows.back().count * sizeof(std::int64_t) : 0);
-      sizes.push_back(sent ? rows.back().count * row_bytes[i] : 0);
+      sizes.push_back(sent ? rows.back().count * tables[i].row_bytes() : 0);
     }
     const auto received = read_parts(sizes);
     parameter_server::Push given{.task = {push.task().step(), push.task().part()}, .weight = push.weight()};
@@ -134,6 +139,7 @@ class Answer {
     if (push.has_learning_rate()) given.learning_rate = push.learning_rate();
     given.chief = push.chief();
     given.finished = push.finished();
+    if (in_blocks) require_caller();
     models().push(push.model(), std::move(given));
     reply();
   }
@@ -159,17 +165,18 @@ class Answer {
 
   void pull_rows(const PullRows& pull) const {
     const auto& served = models_with(pull.model());
-    const auto row_bytes = served.row_bytes(pull.model());
-    if (pull.table() >= row_bytes.size()) {
-      throw InvalidArgument(text("this server has no table number ", pull.table(), "; it has ", row_bytes.size()));
+    const auto tables = served.tables(pull.model());
+    if (pull.table() >= tables.size()) {
+      throw InvalidArgument(text("this server has no table number ", pull.table(), "; it has ", tables.size()));
     }
-    const auto rows = find_rows(pull.rows(), row_bytes[pull.table()]);
+    const auto rows = find_rows(pull.rows(), tables[pull.table()]);
     if (rows.block != nullptr) {
+      require_caller();
       served.pull_rows(pull.model(), pull.table(), rows.rows().ids, rows.elements, deadline_);
       return reply();
     }
     const auto ids = read_parts({rows.count * sizeof(std::int64_t)});
-    const Parts values({rows.count * row_bytes[pull.table()]}, state_.buffers);
+    const Parts values({rows.count * tables[pull.table()].row_bytes()}, state_.buffers);
     served.pull_rows(pull.model(), pull.table(), ids_in(ids.parts[0]), values.memory.get(), deadline_);
     reply();
     write_bulk({.parts = {values.parts[0]}, .owner = values.memory},
@@ -185,7 +192,8 @@ class Answer {
 
     parameter_server::Rows rows() const { return {ids_in({ids, count * sizeof(std::int64_t)}), elements}; }
   };
-  RowsInBlock find_rows(const Rows& named, std::size_t row_bytes) const {
+  RowsInBlock find_rows(const Rows& named, const parameter_server::TableSpec& table) const {
+    const auto row_bytes = table.row_bytes();
     if (named.count() > kMostRowBytes / row_bytes) {
       throw InvalidArgument(text("a call has ", named.count(), " rows of ", row_bytes, " bytes each; the most is ",
                                  kMostRowBytes / row_bytes, ": use smaller batches"));
@@ -196,11 +204,9 @@ class Answer {
     if (rows.block == nullptr) throw UnknownBlock("this server has no such shared block");
     rows.ids = rows.block->at(named.ids(), rows.count * sizeof(std::int64_t));
     rows.elements = rows.block->at(named.elements(), rows.count * row_bytes);
-    constexpr auto kAligned = static_cast<std::int64_t>(sizeof(double));
-    if (rows.ids != nullptr && rows.elements != nullptr && named.ids() % kAligned == 0 &&
-        named.elements() % kAligned == 0) {
-      return rows;
-    }
+    const bool aligned = named.ids() % static_cast<std::int64_t>(sizeof(std::int64_t)) == 0 &&
+                         named.elements() % static_cast<std::int64_t>(size_of(table.dtype)) == 0;
+    if (rows.ids != nullptr && rows.elements != nullptr && aligned) return rows;
     throw InvalidArgument(
         text(rows.count, " rows are not at ", named.ids(), " and ", named.elements(), " of their shared block"));
   }

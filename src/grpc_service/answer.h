@@ -16,6 +16,7 @@ class CallStream {
   virtual ~CallStream() = default;
   virtual bool read(grpc::ByteBuffer& frame) = 0;
   virtual bool write(const grpc::ByteBuffer& frame) = 0;
+  virtual bool cancelled() const = 0;  // the other end waits for no answer any more
 };
 
 // What the calls that a process answers share. Any thread.

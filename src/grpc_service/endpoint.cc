@@ -23,11 +23,13 @@ constexpr std::chrono::seconds kToEndCalls(1);
 
 class GrpcStream final : public CallStream {
  public:
-  explicit GrpcStream(Stream& stream) : stream_(stream) {}
+  GrpcStream(const grpc::ServerContext& context, Stream& stream) : context_(context), stream_(stream) {}
   bool read(grpc::ByteBuffer& frame) override { return stream_.Read(&frame); }
   bool write(const grpc::ByteBuffer& frame) override { return stream_.Write(frame); }
+  bool cancelled() const override { return context_.IsCancelled(); }
 
  private:
+  const grpc::ServerContext& context_;
   Stream& stream_;
 };
 
@@ -35,13 +37,15 @@ class Service : public grpc::Service {
  public:
   Service(Access access, Services services) : access_(std::move(access)), services_(std::move(services)) {
     using Handler = grpc::internal::BidiStreamingHandler<Service, grpc::ByteBuffer, grpc::ByteBuffer>;
-    const auto answer = [](Service* self, grpc::ServerContext*, Stream* stream) { return self->answer(*stream); };
+    const auto answer = [](Service* self, grpc::ServerContext* context, Stream* stream) {
+      return self->answer(*context, *stream);
+    };
     AddMethod(new grpc::internal::RpcServiceMethod(kMethod, grpc::internal::RpcMethod::BIDI_STREAMING,
                                                    new Handler(answer, this)));
   }
 
  private:
-  grpc::Status answer(Stream& stream) {
+  grpc::Status answer(const grpc::ServerContext& context, Stream& stream) {
     try {
       Request request;
       grpc::ByteBuffer frame;
@@ -50,7 +54,7 @@ class Service : public grpc::Service {
       if (!is_proof(access_, request.nonce(), request.proof())) {
         throw ClusterError("the caller does not have the token of this job");
       }
-      GrpcStream rest(stream);
+      GrpcStream rest(context, stream);
       grpc_service::answer(services_, state_, rest, request);
       return grpc::Status::OK;
     } catch (...) {

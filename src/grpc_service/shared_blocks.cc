@@ -22,8 +22,15 @@ SharedBlocks::Place SharedBlocks::find(const void* data, std::size_t bytes) cons
   return {};
 }
 
-void SharedBlocks::share_again(Deadline deadline) {
+std::int64_t SharedBlocks::generation() const {
   MutexLock lock(mutex_);
+  return generation_;
+}
+
+void SharedBlocks::share_again(std::int64_t known, Deadline deadline) {
+  MutexLock lock(mutex_);
+  if (generation_ != known) return;
+  ++generation_;
   for (auto& block : blocks_) block.shared = SharedWith::make(server_, block.block, deadline);
 }
 

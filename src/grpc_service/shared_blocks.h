@@ -30,12 +30,13 @@ class SharedBlocks {
   template <class Act>
   void call(Deadline deadline, const Act& act) {
     while (true) {
+      const auto known = generation();
       try {
         return act();
       } catch (const UnknownBlock&) {
         if (deadline.passed()) throw;
       }
-      share_again(deadline);
+      share_again(known, deadline);
     }
   }
 
@@ -47,11 +48,15 @@ class SharedBlocks {
     std::shared_ptr<parameter_server::SharedBlock> block;
     std::unique_ptr<SharedWith> shared;  // null where the server cannot access it
   };
-  void share_again(Deadline deadline);
+  std::int64_t generation() const;
+
+  // Unless another thread has done so since the generation was `known`.
+  void share_again(std::int64_t known, Deadline deadline);
 
   Caller& server_;
   mutable Mutex mutex_;
   std::vector<Block> blocks_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::int64_t generation_ LOCKSTEP_GUARDED_BY(mutex_) = 0;  // how often blocks were shared again
 };
 
 }  // namespace lockstep::grpc_service

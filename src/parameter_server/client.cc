@@ -16,24 +16,43 @@
 #include "parameter_server/table_files.h"
 
 namespace lockstep::parameter_server {
-// Blocks that are not in use.
+// Blocks of which pieces are given out one after the other. A block is used from its beginning again when it has none.
 struct Client::RowMemory {
+  struct Arena {
+    std::shared_ptr<SharedBlock> block;
+    std::size_t used = 0, pieces = 0;
+  };
   Mutex mutex;
-  std::vector<std::shared_ptr<SharedBlock>> free LOCKSTEP_GUARDED_BY(mutex);
+  std::vector<std::shared_ptr<Arena>> arenas LOCKSTEP_GUARDED_BY(mutex);
 
-  std::shared_ptr<SharedBlock> take(std::size_t bytes) {
+  // Null where none has room. `begin`: of the piece.
+  std::shared_ptr<Arena> take(std::size_t bytes, std::byte*& begin) {
     MutexLock lock(mutex);
-    const auto fits = [&](const auto& block) { return block->bytes() >= bytes; };
-    const auto found = std::find_if(free.begin(), free.end(), fits);
-    if (found == free.end()) return nullptr;
-    auto block = *found;
-    free.erase(found);
-    return block;
+    for (const auto& arena : arenas) {
+      if (arena->pieces == 0) arena->used = 0;
+      if (arena->block->bytes() - arena->used < bytes) continue;
+      begin = arena->block->begin() + arena->used;
+      arena->used += bytes;
+      ++arena->pieces;
+      return arena;
+    }
+    return nullptr;
   }
-  void give_back(std::shared_ptr<SharedBlock> block) {
+  void give_back(Arena& arena) {
     MutexLock lock(mutex);
-    const auto larger = [&](const auto& other) { return other->bytes() > block->bytes(); };
-    free.insert(std::find_if(free.begin(), free.end(), larger), std::move(block));  // the smallest that fits is taken
+    --arena.pieces;
+  }
+
+  // Each has twice the room of the one before, so that there are few.
+  std::size_t bytes_of_next(std::size_t wanted) {
+    MutexLock lock(mutex);
+    const auto last = arenas.empty() ? 0 : arenas.back()->block->bytes();
+    return std::max({std::size_t{1} << 20, std::bit_ceil(wanted), 2 * last});
+  }
+  void add(std::shared_ptr<SharedBlock> block) {
+    MutexLock lock(mutex);
+    arenas.push_back(std::make_shared<Arena>());
+    arenas.back()->block = std::move(block);
   }
 };
 
@@ -96,12 +115,16 @@ Memory Client::share(std::size_t bytes, Deadline deadline) const {
 }
 
 Memory Client::share_rows(std::size_t bytes, Deadline deadline) const {
-  auto block = row_memory_->take(bytes);
-  if (block == nullptr) {
-    block = SharedBlock::make(std::bit_ceil(std::max<std::size_t>(bytes, std::size_t{1} << 16)));
+  const auto whole = std::max<std::size_t>(64, (bytes + 63) / 64 * 64);
+  std::byte* begin = nullptr;
+  auto arena = row_memory_->take(whole, begin);
+  while (arena == nullptr) {
+    const auto block = SharedBlock::make(row_memory_->bytes_of_next(whole));
     for (const auto& connection : connections_) connection->share(block, deadline);
+    row_memory_->add(block);
+    arena = row_memory_->take(whole, begin);
   }
-  return {block->begin(), [memory = row_memory_, block](std::byte*) { memory->give_back(block); }};
+  return {begin, [memory = row_memory_, arena](std::byte*) { memory->give_back(*arena); }};
 }
 
 void Client::write(std::span<const std::byte* const> values, Deadline deadline) const {

@@ -141,11 +141,11 @@ std::vector<std::size_t> ServedModels::shard_bytes(std::int64_t model) const {
   return bytes;
 }
 
-std::vector<std::size_t> ServedModels::row_bytes(std::int64_t model) const {
+std::vector<TableSpec> ServedModels::tables(std::int64_t model) const {
   const auto store = shards_of(model);
-  std::vector<std::size_t> bytes;
-  for (std::size_t i = 0; i < store->tables(); ++i) bytes.push_back(store->table(i).table().row_bytes());
-  return bytes;
+  std::vector<TableSpec> tables;
+  for (std::size_t i = 0; i < store->tables(); ++i) tables.push_back(store->table(i).table());
+  return tables;
 }
 
 std::vector<std::size_t> ServedModels::element_sizes(std::int64_t model) const {

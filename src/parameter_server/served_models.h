@@ -51,8 +51,7 @@ class ServedModels {
   std::vector<std::size_t> shard_bytes(std::int64_t model) const;
   std::vector<std::size_t> element_sizes(std::int64_t model) const;
 
-  // Bytes of the values of a row of each table.
-  std::vector<std::size_t> row_bytes(std::int64_t model) const;
+  std::vector<TableSpec> tables(std::int64_t model) const;
 
  private:
   struct Served {

@@ -127,7 +127,8 @@ ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions option
   }
 }
 
-// A server answers until nobody needs it, and the chief until all others have ended: each for a bounded time.
+// A server answers until the chief has ended its program, or does not answer; the chief until all others have ended,
+// for a bounded time.
 ServerCluster::~ServerCluster() {
   try {
     const auto deadline = reconnect_deadline();
@@ -142,8 +143,8 @@ ServerCluster::~ServerCluster() {
     }
     const bool failed = !chief_failed_ && std::uncaught_exceptions() > exceptions_;
     if (roles_.mine == Role::ps && !failed) store_.set(key_of_end(roles_.index), "reached", deadline);
-    while (roles_.mine == Role::ps && !failed && !deadline.passed()) {
-      if (chief_->outcome(ChiefConnection::kProgram, Deadline::after(kToEnd))) break;
+    while (roles_.mine == Role::ps && !failed) {
+      if (chief_->outcome(ChiefConnection::kProgram, reconnect_deadline())) break;
     }
   } catch (const Error&) {  // the chief is gone
   }

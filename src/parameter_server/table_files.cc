@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "checkpoint/streamed_archive.h"
@@ -24,6 +25,15 @@ constexpr std::size_t kRowsAtATime = 4096;
 std::string ids_of(const TableSpec& table) { return table.name + "/ids"; }
 std::string last_updates_of(const TableSpec& table) { return table.name + "/last_update"; }
 
+// Texts of the file.
+std::string rows_of(const TableSpec& table) { return table.name + "/rows"; }
+std::string initial_values_of(const TableSpec& table) { return table.name + "/initial_values"; }
+
+std::string describe_initial_values(const TableSpec& table) {
+  return text("seed ", table.seed, ", kind ", static_cast<int>(table.initializer.kind), ", scale ",
+              table.initializer.scale);
+}
+
 // The tensors of a row's values and states, as they lie one after the other.
 std::vector<std::string> arrays_of(const TableSpec& table, const std::vector<std::string>& states) {
   std::vector<std::string> names{table.name};
@@ -37,26 +47,26 @@ struct Tensor {
   std::function<void(ArchiveWriter& file)> write;
 };
 
-void add_tensors(const TableShard& shard, const std::vector<std::string>& states, std::size_t count,
+void add_tensors(const TableShard& shard, const TableShard::ClosedCut& cut, const std::vector<std::string>& states,
                  std::map<std::string, Tensor>& tensors) {
   const auto& table = shard.table();
-  const auto rows = static_cast<std::int64_t>(count);
-  const auto add_numbers = [&](const std::string& name, std::int64_t TableShard::StoredRow::*number) {
-    tensors[name] = {{DType::int64, {rows}}, [&shard, number](ArchiveWriter& file) {
-                       shard.for_each_in_cut([&](const auto& row) {
-                         const auto value = row.*number;
-                         file.append(std::as_bytes(std::span(&value, 1)));
-                       });
-                     }};
+  const auto rows = static_cast<std::int64_t>(cut.rows);
+  const auto add = [&](const std::string& name, DType dtype, const std::vector<std::int64_t>& shape,
+                       const std::function<std::span<const std::byte>(const TableShard::StoredRow& row)>& bytes_of) {
+    auto& tensor = tensors[name];
+    tensor.info.dtype = dtype;
+    tensor.info.shape = shape;
+    tensor.write = [&shard, cut, bytes_of](ArchiveWriter& file) {
+      shard.for_each(cut, [&](const auto& row) { file.append(bytes_of(row)); });
+    };
   };
-  add_numbers(ids_of(table), &TableShard::StoredRow::id);
-  add_numbers(last_updates_of(table), &TableShard::StoredRow::last_update);
+  const auto bytes_of = [](const std::int64_t& number) { return std::as_bytes(std::span(&number, 1)); };
+  add(ids_of(table), DType::int64, {rows}, [=](const auto& row) { return bytes_of(row.id); });
+  add(last_updates_of(table), DType::int64, {rows}, [=](const auto& row) { return bytes_of(row.last_update); });
   std::size_t offset = 0;
   for (const auto& name : arrays_of(table, states)) {
-    tensors[name] = {
-        {table.dtype, {rows, table.width}}, [&shard, offset](ArchiveWriter& file) {
-          shard.for_each_in_cut([&](const auto& row) { file.append({row.data + offset, shard.table().row_bytes()}); });
-        }};
+    add(name, table.dtype, {rows, table.width},
+        [offset, bytes = table.row_bytes()](const auto& row) { return std::span(row.data + offset, bytes); });
     offset += table.row_bytes();
   }
 }
@@ -67,6 +77,7 @@ class TableReader {
   TableReader(const ArchiveReader& file, const TableSpec& table, const std::vector<std::string>& states)
       : file_(file), table_(table), arrays_(arrays_of(table, states)) {
     const auto& ids = file.info(ids_of(table));
+    check_description();
     rows_ = ids.shape.size() == 1 ? static_cast<std::size_t>(ids.shape[0]) : 0;
     const auto count = static_cast<std::int64_t>(rows_);
     expect(ids_of(table), {DType::int64, {count}});
@@ -101,6 +112,19 @@ class TableReader {
   }
 
  private:
+  // A table may have grown.
+  void check_description() const {
+    const auto rows = file_.entry(rows_of(table_));
+    if (const auto stored = whole_number(rows); !stored || *stored > table_.rows) {
+      throw InvalidArgument(
+          text("the checkpoint's table \"", table_.name, "\" has ", rows, " rows; the model's has ", table_.rows));
+    }
+    if (const auto initial = file_.entry(initial_values_of(table_)); initial != describe_initial_values(table_)) {
+      log_warning(text("rows of the table \"", table_.name, "\" that no step has updated have other initial values (",
+                       describe_initial_values(table_), ") than when the checkpoint was written (", initial, ")"));
+    }
+  }
+
   void expect(const std::string& name, const TensorInfo& wanted) const {
     const auto& found = file_.info(name);
     if (found.dtype == wanted.dtype && found.shape == wanted.shape) return;
@@ -140,18 +164,23 @@ std::filesystem::path tables_file(std::filesystem::path shards_file) {
 
 bool save_tables(TableShards tables, const std::vector<std::string>& states, std::int64_t end,
                  const std::filesystem::path& file) {
+  std::vector<TableShard::ClosedCut> cuts;
   const std::shared_ptr<void> ends(nullptr, [&](void*) {
-    for (const auto& table : tables) table->end_cut();
+    for (std::size_t i = 0; i < cuts.size(); ++i) tables[i]->end_cut(cuts[i]);
   });
   std::map<std::string, Tensor> tensors;
+  std::map<std::string, std::string> entries;
   for (const auto& table : tables) {
-    const auto rows = table->close_cut(end);
-    if (!rows) return false;
-    add_tensors(*table, states, *rows, tensors);
+    const auto cut = table->close_cut(end);
+    if (!cut) return false;
+    cuts.push_back(*cut);
+    add_tensors(*table, *cut, states, tensors);
+    entries[rows_of(table->table())] = std::to_string(table->table().rows);
+    entries[initial_values_of(table->table())] = describe_initial_values(table->table());
   }
   std::map<std::string, TensorInfo> infos;
   for (const auto& [name, tensor] : tensors) infos[name] = tensor.info;
-  ArchiveWriter writer(file, {}, infos);
+  ArchiveWriter writer(file, entries, infos);
   for (const auto& [name, tensor] : tensors) tensor.write(writer);
   writer.finish();
   return true;

@@ -12,8 +12,8 @@
 namespace lockstep::parameter_server {
 namespace {
 
-constexpr std::size_t kBlock = 256;          // rows that are looked up together
-constexpr std::size_t kSlotsPerLock = 4096;  // of which a checkpoint reads the rows while others wait
+constexpr std::size_t kBlock = 256;                          // rows that are looked up together
+constexpr std::size_t kBytesPerLock = std::size_t{1} << 20;  // of rows that a checkpoint reads while others wait
 
 std::vector<double> initial_values_of(const Optimizer& optimizer) {
   std::vector<double> values;
@@ -128,6 +128,7 @@ void TableShard::update_cut(const Rows& gradients, const UpdateStep& step, doubl
       found[i] = cut_->changed.records.make(id);
       initialize(id, found[i]);
       cut_->absent.erase(id);
+      ++cut_->rows;
     }
     update(found, block.values, step, divide_by);
   }
@@ -188,16 +189,23 @@ bool TableShard::admits(std::int64_t id) {
   return true;
 }
 
-// Four times while a row grows old; not while a checkpoint reads the rows.
+// Looks at a part of the rows in each step, so that each is looked at four times while it grows old. Not while a
+// checkpoint has them.
 void TableShard::evict() {
-  if (table_.evict_after == 0 || cut_) return;
+  if (table_.evict_after == 0) return;
   const auto now = live_.applied.count();
-  if (now % std::max<std::int64_t>(1, table_.evict_after / 4) != 0) return;
-  for (std::size_t slot = 0; slot < live_.records.slots(); ++slot) {
-    const auto id = live_.records.id_in(slot);
-    if (id >= 0 && live_.records.at(slot).last_update() + table_.evict_after <= now) live_.records.erase(id);
+  if (now >= next_forgetting_) {
+    old_counts_ = std::exchange(counts_, {});
+    next_forgetting_ = now + table_.evict_after;
   }
-  if (now % table_.evict_after == 0) old_counts_ = std::exchange(counts_, {});
+  const auto slots = live_.records.slots();
+  if (cut_ || slots == 0) return;
+  const auto steps = static_cast<std::size_t>(std::max<std::int64_t>(1, table_.evict_after / 4));
+  for (std::size_t left = slots / steps + 1; left > 0; --left) {
+    next_slot_ = (next_slot_ + 1) % slots;
+    const auto id = live_.records.id_in(next_slot_);
+    if (id >= 0 && live_.records.at(next_slot_).last_update() + table_.evict_after <= now) live_.records.erase(id);
+  }
 }
 
 void TableShard::close_below(std::int64_t end) {
@@ -218,7 +226,7 @@ std::int64_t TableShard::version() const {
 void TableShard::cut(std::int64_t end) {
   MutexLock lock(mutex_);
   cut_.reset();
-  cut_ = Cut{end, empty(), {}};
+  cut_ = Cut{++cuts_, end, live_.records.size(), empty(), {}};
   cut_->changed.applied = live_.applied;
 }
 
@@ -234,37 +242,34 @@ void TableShard::keep_for_cut(std::span<const std::int64_t> ids, std::span<const
   }
 }
 
-std::optional<std::size_t> TableShard::close_cut(std::int64_t end) {
+std::optional<TableShard::ClosedCut> TableShard::close_cut(std::int64_t end) {
   MutexLock lock(mutex_);
   if (!cut_) return std::nullopt;
   live_.applied.close_below(end);
   cut_->end = 0;  // for no step any more
-  std::size_t rows = 0;
-  for (std::size_t slot = 0; slot < live_.records.slots(); ++slot) rows += is_in_cut(live_.records.id_in(slot)) ? 1 : 0;
-  return rows;
+  return ClosedCut{cut_->number, cut_->rows};
 }
 
-// Of a row that is there; -1 is none.
-bool TableShard::is_in_cut(std::int64_t id) const { return id >= 0 && cut_->absent.find(id) == nullptr; }
-
-void TableShard::for_each_in_cut(const std::function<void(const StoredRow& row)>& act) const {
-  for (std::size_t begin = 0, end = 1; begin < end; begin += kSlotsPerLock) {
+void TableShard::for_each(const ClosedCut& cut, const std::function<void(const StoredRow& row)>& act) const {
+  std::size_t begin = 0, end = 1;
+  while (begin < end) {
     MutexLock lock(mutex_);
-    if (!cut_) return;
+    if (!cut_ || cut_->number != cut.number) throw Error("a checkpoint of a table was begun anew while it was written");
     end = live_.records.slots();
-    for (std::size_t slot = begin; slot < std::min(end, begin + kSlotsPerLock); ++slot) {
-      const auto id = live_.records.id_in(slot);
-      if (!is_in_cut(id)) continue;
+    const auto part = std::max<std::size_t>(1, kBytesPerLock / live_.records.record_bytes());
+    for (const auto until = std::min(end, begin + part); begin < until; ++begin) {
+      const auto id = live_.records.id_in(begin);
+      if (id < 0 || cut_->absent.find(id) != nullptr) continue;
       const auto changed = cut_->changed.records.find(id);
-      const auto record = changed ? changed : live_.records.at(slot);
+      const auto record = changed ? changed : live_.records.at(begin);
       act({id, record.last_update(), record.data()});
     }
   }
 }
 
-void TableShard::end_cut() {
+void TableShard::end_cut(const ClosedCut& cut) {
   MutexLock lock(mutex_);
-  cut_.reset();
+  if (cut_ && cut_->number == cut.number) cut_.reset();
 }
 
 void TableShard::clear() {

@@ -50,14 +50,18 @@ class TableShard {
   // As Shard's, for a checkpoint that is written while rows are updated: what later steps change is kept apart.
   void cut(std::int64_t end);
 
-  // No other step below `end` is applied from now on, so that the cut's rows are final: as Shard::take_cut. How many it
-  // has; nothing where there was no cut.
-  std::optional<std::size_t> close_cut(std::int64_t end);
+  // A cut whose rows are final.
+  struct ClosedCut {
+    std::int64_t number = 0;
+    std::size_t rows = 0;
+  };
+  // No other step below `end` is applied from now on: as Shard::take_cut. Nothing where there was no cut.
+  std::optional<ClosedCut> close_cut(std::int64_t end);
 
-  // Calls act for each row of the closed cut, in the same order at each call. Rows may be updated between two calls of
-  // act, which are not many: the lock is held for some hundred rows at a time.
-  void for_each_in_cut(const std::function<void(const StoredRow& row)>& act) const;
-  void end_cut();
+  // Calls act for each row of the cut, in the same order at each call. The lock is held for about a megabyte of rows at
+  // a time; between these, rows are updated. Throws Error where another cut has come since.
+  void for_each(const ClosedCut& cut, const std::function<void(const StoredRow& row)>& act) const;
+  void end_cut(const ClosedCut& cut);
 
   // Replaces everything: clear(), then add_row for each, in any order, then begin_at(end).
   void clear();
@@ -72,7 +76,8 @@ class TableShard {
     AppliedSteps applied;
   };
   struct Cut {
-    std::int64_t end = 0;
+    std::int64_t number = 0, end = 0;
+    std::size_t rows = 0;
     Data changed;  // rows that were updated since, as the checkpoint has them
     IdMap absent;  // rows that were made since, which it does not have
   };
@@ -93,7 +98,6 @@ class TableShard {
       LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   void keep_for_cut(std::span<const std::int64_t> ids, std::span<const Record> found)
       LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
-  bool is_in_cut(std::int64_t id) const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   bool admits(std::int64_t id) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   void evict() LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
 
@@ -104,6 +108,9 @@ class TableShard {
   mutable Mutex mutex_;
   Data live_ LOCKSTEP_GUARDED_BY(mutex_);
   IdMap counts_ LOCKSTEP_GUARDED_BY(mutex_), old_counts_ LOCKSTEP_GUARDED_BY(mutex_);  // updates of rows not admitted
+  std::int64_t next_forgetting_ LOCKSTEP_GUARDED_BY(mutex_) = 0;                       // of old counts
+  std::size_t next_slot_ LOCKSTEP_GUARDED_BY(mutex_) = 0;                              // that may be evicted
+  std::int64_t cuts_ LOCKSTEP_GUARDED_BY(mutex_) = 0;
   std::optional<Cut> cut_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 

@@ -47,9 +47,9 @@ struct Batch {
   Values gradients;
 };
 
-std::map<std::int64_t, Values> rows_in_cut(const TableShard& shard) {
+std::map<std::int64_t, Values> rows_in(const TableShard& shard, const TableShard::ClosedCut& cut) {
   std::map<std::int64_t, Values> rows;
-  shard.for_each_in_cut([&](const TableShard::StoredRow& row) {
+  shard.for_each(cut, [&](const TableShard::StoredRow& row) {
     Values data(static_cast<std::size_t>(2 * shard.table().width));  // values, and one state
     std::memcpy(data.data(), row.data, data.size() * sizeof(double));
     rows[row.id] = data;
@@ -187,6 +187,17 @@ TEST(TableShard, AdmitsARowByTheNumberOfItsUpdates) {
   EXPECT_EQ(shard.size(), 1);
 }
 
+TEST(TableShard, ForgetsUpdatesOfRowsThatAreRare) {
+  auto table = table_of(100'000, 1);
+  table.admit_after = 2;
+  table.evict_after = 9;
+  TableShard shard(table, SGD());
+  for (std::int64_t step = 0; step < 200; ++step) apply(shard, step, {step % 50}, {1});  // each every 50 steps
+  EXPECT_EQ(shard.size(), 0);
+  for (std::int64_t step = 200; step < 240; ++step) apply(shard, step, {step % 4}, {1});
+  EXPECT_EQ(shard.size(), 4);
+}
+
 TEST(TableShard, EvictsRowsThatWereNotUpdatedForLong) {
   auto table = table_of(100'000, 1);
   table.evict_after = 40;
@@ -221,22 +232,25 @@ TEST(TableShard, ACutHasTheStepsBelowItsEndWhateverComesLater) {
   cut.cut(12);
   for (const std::int64_t step : {14, 3, 11, 12, 10}) give(cut, step);
   for (const std::int64_t step : {0, 1, 2, 4, 5, 6, 7, 9, 3, 11, 10}) give(plain, step);
-  const auto rows = cut.close_cut(12);
+  const auto closed = *cut.close_cut(12);
   plain.cut(12);
-  EXPECT_EQ(*rows, *plain.close_cut(12));
+  const auto expected = rows_in(plain, *plain.close_cut(12));
   for (const std::int64_t step : {13, 15, 16, 20}) give(cut, step);
-  EXPECT_EQ(rows_in_cut(cut).size(), *rows);
-  EXPECT_EQ(rows_in_cut(cut), rows_in_cut(plain));
-  EXPECT_EQ(rows_in_cut(cut), rows_in_cut(plain));  // again
+  EXPECT_EQ(closed.rows, expected.size());
+  EXPECT_EQ(rows_in(cut, closed), expected);
+  EXPECT_EQ(rows_in(cut, closed), expected);  // again
 
   // Another shard goes on from it.
   TableShard restored(table, optimizer);
   give(restored, 30);
   restored.clear();
-  cut.for_each_in_cut([&](const auto& row) { restored.add_row(row); });
+  cut.for_each(closed, [&](const auto& row) { restored.add_row(row); });
   restored.begin_at(12);
-  cut.end_cut();
-  EXPECT_EQ(restored.size(), *rows);
+  cut.cut(12);
+  cut.end_cut(closed);  // not the new one
+  EXPECT_TRUE(cut.close_cut(12));
+  expect_says(message_of<Error>([&] { rows_in(cut, closed); }), "begun anew");
+  EXPECT_EQ(restored.size(), closed.rows);
   EXPECT_EQ(restored.version(), 12);
   for (const std::int64_t step : {11, 12, 13}) {
     give(restored, step);

@@ -119,9 +119,8 @@ void Model::save_weights(const std::string& path) const {
   impl_->require_built("save_weights");
   if (!gradient::embeddings_of(*impl_->parameters, 0).empty()) {
     throw InvalidArgument(
-        "save_weights: the rows of a ShardedEmbedding are on servers; save_checkpoint, and the callbacks that write "
-        "full "
-        "checkpoints, save them");
+        "save_weights: the rows of a ShardedEmbedding are on servers; save_checkpoint saves them, and so do the "
+        "callbacks that write full checkpoints");
   }
   impl_->once([&] {
     Archive archive;

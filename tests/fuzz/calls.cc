@@ -35,6 +35,8 @@ parameter_server::Services make_services() {
   models->add(0, "a model",
               std::make_shared<ShardStore>(model, place_shards(model.variables, {}, 1), ServerNumber(), Adagrad(),
                                            UpdateMode{.parts = 2, .needed = 2}));
+  const std::vector<std::byte> first_values(64);
+  models->write(0, std::vector{first_values.data(), first_values.data()});
   return {models, std::make_shared<ImpatientChief>()};
 }
 
@@ -48,6 +50,7 @@ class GivenFrames final : public CallStream {
     return true;
   }
   bool write(const grpc::ByteBuffer&) override { return true; }
+  bool cancelled() const override { return false; }
 
  private:
   FuzzedDataProvider& data_;
@@ -57,14 +60,18 @@ std::int64_t number(FuzzedDataProvider& data) {
   return data.ConsumeBool() ? data.ConsumeIntegralInRange<std::int64_t>(-2, 20) : data.ConsumeIntegral<std::int64_t>();
 }
 
+std::int64_t shared_block = 0;  // the number of one that the server has
+
+std::int64_t block(FuzzedDataProvider& data) { return data.ConsumeBool() ? shared_block : number(data); }
+
 void fill(FuzzedDataProvider& data, Shards& shards) {
-  shards.set_block(number(data));
+  shards.set_block(block(data));
   while (data.ConsumeBool()) shards.add_offsets(number(data));
 }
 
 void fill(FuzzedDataProvider& data, Rows& rows) {
   rows.set_count(static_cast<std::uint64_t>(number(data)));
-  rows.set_block(data.ConsumeBool() ? -1 : number(data));
+  rows.set_block(data.ConsumeBool() ? -1 : block(data));
   rows.set_ids(number(data));
   rows.set_elements(number(data));
 }
@@ -103,6 +110,8 @@ void fuzz(const std::string& bytes) {
   FuzzedDataProvider data(reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size());
   const auto services = make_services();
   AnswerState state;
+  static const auto memory = parameter_server::SharedBlock::make(4096);
+  shared_block = state.blocks.add(memory);
   for (int calls = 0; calls < 4 && data.remaining_bytes() > 0; ++calls) {
     auto request = structured_request(data);
     request.set_seconds(0);
