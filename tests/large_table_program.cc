@@ -9,14 +9,14 @@
 #include <cstdlib>
 #include <iostream>
 
-// Arguments: rows, ids in a step, epochs, how many MiB of memory each process may have (0: any), a folder for
-// checkpoints, and how many steps are between two of them.
+// Arguments: rows, elements of a row, ids in a step, epochs, how many MiB of memory each process may have (0: any), a
+// folder for checkpoints, and how many steps are between two of them.
 int main(int argc, char** argv) {
-  if (argc != 7) return 2;
-  const std::int64_t rows = std::atoll(argv[1]), ids = std::atoll(argv[2]), width = 128;
-  const int epochs = std::atoi(argv[3]);
+  if (argc != 8) return 2;
+  const std::int64_t rows = std::atoll(argv[1]), width = std::atoll(argv[2]), ids = std::atoll(argv[3]);
+  const int epochs = std::atoi(argv[4]);
   try {
-    const auto limit = static_cast<rlim_t>(std::atoll(argv[4])) << 20;
+    const auto limit = static_cast<rlim_t>(std::atoll(argv[5])) << 20;
     const rlimit memory{.rlim_cur = limit, .rlim_max = limit};
     if (limit > 0 && setrlimit(RLIMIT_DATA, &memory) != 0) throw lockstep::Error("setrlimit failed");
     const lockstep::ParameterServerStrategy strategy({.threads_per_replica = 1});
@@ -38,7 +38,7 @@ int main(int argc, char** argv) {
     const auto scope = strategy.scope();
     lockstep::Sequential model({lockstep::ShardedEmbedding(rows, width, {.embeddings_initializer = "zeros"})});
     model.compile({.optimizer = lockstep::SGD({.learning_rate = 1}), .loss = lockstep::Loss("minus", loss)});
-    const lockstep::BackupAndRestore backup(argv[5], {.save_freq = std::atoi(argv[6])});
+    const lockstep::BackupAndRestore backup(argv[6], {.save_freq = std::atoi(argv[7])});
     model.fit(batches.batch(1), {.epochs = epochs, .verbose = 0, .callbacks = {backup}});
     if (!strategy.is_chief()) return 0;
     double least = 1e9, most = 0;

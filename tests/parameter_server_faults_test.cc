@@ -162,7 +162,7 @@ TEST(ParameterServerFaults, RandomKillsInSeededRounds) {
 // 3,072 MiB of values, where each process may have 1,536 MiB of memory of its own; with a checkpoint on the way.
 TEST(LargeTable, TwiceAsLargeAsTheMemoryOfAProcessTrainsOnThreeServers) {
   const auto folder = fresh_folder("parameter_server_faults", "large");
-  auto job = run({"--workers", "2", "--ps", "3"}, {"6291456", "65536", "1", "1536", folder.string(), "50"},
+  auto job = run({"--workers", "2", "--ps", "3"}, {"786432", "1024", "8192", "1", "1536", folder.string(), "50"},
                  LARGE_TABLE_PROGRAM);
   const auto& output = job.wait_for_end(300);
   EXPECT_NE(output.find("steps 96, rows from 1 to 1\n"), std::string::npos) << output;
@@ -171,7 +171,7 @@ TEST(LargeTable, TwiceAsLargeAsTheMemoryOfAProcessTrainsOnThreeServers) {
 // A job with a large table, once it trains and has saved a checkpoint.
 Process begin_with_table(const std::vector<std::string>& options, const std::string& name) {
   const auto folder = fresh_folder("parameter_server_faults", name);
-  auto job = run(options, {"200000", "2000", "8", "0", folder.string(), "20"}, LARGE_TABLE_PROGRAM);
+  auto job = run(options, {"200000", "128", "2000", "8", "0", folder.string(), "20"}, LARGE_TABLE_PROGRAM);
   for (int i = 0; i < 3000 && !std::filesystem::exists(folder / "backup.safetensors"); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
