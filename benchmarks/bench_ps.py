@@ -67,7 +67,7 @@ def rows():
     for size in SIZES[1:]:  # the same number of rows is used, so nearly all of the speed and traffic should be left
         work = f"click model, table of {size:,} x 32"
         against = f"one of {SIZES[0]:,} x 32"
-        yield rounds.Row(work, against, clicks(size), clicks(SIZES[0]), 0.5, samples, samples)
+        yield rounds.Row(work, against, clicks(size), clicks(SIZES[0]), 0.8, samples, samples)
         yield rounds.Row(f"{work}, steps a byte, sent", against, clicks(size, APART), clicks(SIZES[0], APART), 0.8, steps_a_byte, steps_a_byte)
     for mib in (64, 1.33):
         program = calls(int(mib * (1 << 20)))

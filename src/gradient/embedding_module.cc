@@ -10,7 +10,6 @@
 #include <algorithm>
 #include <set>
 
-#include "base/hash.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/random.h"

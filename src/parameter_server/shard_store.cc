@@ -66,26 +66,22 @@ void ShardStore::push(Push push) {
 // Copies them, for a step that other parts complete later.
 void ShardStore::keep_gradients(Push& push) const {
   struct Copies {
-    std::vector<std::vector<std::byte>> values;
+    std::vector<std::vector<std::byte>> elements;
     std::vector<std::vector<std::int64_t>> ids;
   };
-  const auto memory = std::make_shared<Copies>();
-  auto* const copies = &memory->values;
-  auto* const ids = &memory->ids;
+  const auto copies = std::make_shared<Copies>();
+  const auto copy = [&](const std::byte* from, std::size_t bytes) {
+    return copies->elements.emplace_back(from, from + bytes).data();
+  };
   for (std::size_t i = 0; i < shards_.size(); ++i) {
-    if (push.gradients[i] == nullptr) continue;
-    copies->emplace_back(push.gradients[i], push.gradients[i] + shards_[i]->bytes());
-    push.gradients[i] = copies->back().data();
+    if (push.gradients[i] != nullptr) push.gradients[i] = copy(push.gradients[i], shards_[i]->bytes());
   }
   for (std::size_t i = 0; i < tables_.size(); ++i) {
-    auto& rows = push.rows[i];
-    const auto row = tables_[i]->table().row_bytes();
-    copies->emplace_back(rows.values, rows.values + rows.ids.size() * row);
-    rows.values = copies->back().data();
-    ids->emplace_back(rows.ids.begin(), rows.ids.end());
-    rows.ids = ids->back();
+    const auto [ids, values] = push.rows[i];
+    push.rows[i].ids = copies->ids.emplace_back(ids.begin(), ids.end());
+    push.rows[i].values = copy(values, ids.size() * tables_[i]->table().row_bytes());
   }
-  push.memory = memory;
+  push.memory = copies;
 }
 
 void ShardStore::apply(std::span<const Push> parts) {
