@@ -4,6 +4,8 @@ closing line of JSON.
     make bench-ps        or: benchmarks/bench_ps.py [--rounds 3] [--only TEXT]
 """
 import json
+import subprocess
+import tempfile
 
 import rounds
 from programs import ROOT, Program, run
@@ -41,8 +43,8 @@ def clicks(rows, worker_by=()):
     return cluster((str(BUILD / "click_step"), "--rows", str(rows)), 26531, worker_by)
 
 
-def calls(size):
-    return Program(((str(BUILD / "server_calls"), "--bytes", str(size)),))
+def calls(size, certificates):
+    return Program(((str(BUILD / "server_calls"), "--bytes", str(size), "--certs", certificates),))
 
 
 def samples(result):
@@ -57,7 +59,7 @@ def carried(what):
     return lambda result: result[f"{what}_bytes_per_s"]
 
 
-def rows():
+def rows(certificates):
     for optimizer in ("adam", "keras-adam"):
         yield rounds.Row("seed CNN, asynchronous, 2 workers, 1 server", f"TensorFlow, {optimizer}", ours(),
                          tensorflow("tensorflow_ps.py", "--optimizer", optimizer, port=26521), 3, samples, samples)
@@ -70,10 +72,13 @@ def rows():
         yield rounds.Row(work, against, clicks(size), clicks(SIZES[0]), 0.8, samples, samples)
         yield rounds.Row(f"{work}, steps a byte, sent", against, clicks(size, APART), clicks(SIZES[0], APART), 0.8, steps_a_byte, steps_a_byte)
     for mib in (64, 1.33):
-        program = calls(int(mib * (1 << 20)))
+        program = calls(int(mib * (1 << 20)), certificates)
         yield rounds.Row(f"push and pull of {mib} MiB, sent", "a raw socket", program, program, 0.5, carried("sent"), carried("raw"))
+        yield rounds.Row(f"push and pull of {mib} MiB, sent with TLS", "a raw socket", program, program, 0, carried("tls"), carried("raw"))
         yield rounds.Row(f"push and pull of {mib} MiB, in shared memory", "a raw socket", program, program, 0.5, carried("shared"), carried("raw"))
 
 
 if __name__ == "__main__":
-    rounds.main(__doc__, list(rows()), run)
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([str(ROOT / "build/release/lockstep"), "certs", folder], check=True)
+        rounds.main(__doc__, list(rows(folder)), run)

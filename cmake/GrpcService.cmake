@@ -25,5 +25,6 @@ if(NOT LOCKSTEP_SANITIZE STREQUAL "thread")  # which does not see how gRPC and A
   lockstep_test(grpc_service_test lockstep_core ${tests} $<TARGET_OBJECTS:lockstep_grpc_objects>)
   target_include_directories(grpc_service_test PRIVATE ${generated})
   target_link_libraries(grpc_service_test PRIVATE ${GRPC_LIBRARIES})
-  add_dependencies(grpc_service_test lockstep_grpc_objects)
+  target_compile_definitions(grpc_service_test PRIVATE LOCKSTEP_CLI="$<TARGET_FILE:lockstep_cli>")
+  add_dependencies(grpc_service_test lockstep_grpc_objects lockstep_cli)
 endif()

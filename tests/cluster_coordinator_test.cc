@@ -8,6 +8,7 @@
 #include <set>
 
 #include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 #include "tests/server_job.h"
 
 namespace lockstep {
@@ -71,6 +72,30 @@ TEST(ClusterCoordinator, StepsAreComputedOnceAndTheirResultsFetched) {
       }
     }));
   }
+}
+
+// Only what has changed on the servers is fetched; what a step changes by itself is not kept.
+TEST(ClusterCoordinator, AStepBeginsWithTheServersValues) {
+  expect_no_error(run_job({.workers = 1}, [&](const auto& strategy) {
+    Counter counter(strategy);
+    ClusterCoordinator coordinator(strategy);
+    coordinator.define("add", [&](const Tensors& arguments) { return counter.add(arguments); });
+    coordinator.define("read", [&](const Tensors&) { return Tensors{number(counter.value())}; });
+    coordinator.define("spoil", [&](const Tensors&) {
+      const at::NoGradGuard no_grad;
+      counter.net[0]->weight.fill_(99);
+      return Tensors();
+    });
+    coordinator.run([&] {
+      const auto read = [&] { return coordinator.schedule("read").fetch()[0].template item<double>(); };
+      EXPECT_EQ(read(), 0);
+      coordinator.schedule("spoil").fetch();
+      EXPECT_EQ(read(), 0);
+      coordinator.schedule("add", {number(3)}).fetch();
+      EXPECT_EQ(read(), 3);
+      EXPECT_EQ(read(), 3);
+    });
+  }));
 }
 
 TEST(ClusterCoordinator, AStepsErrorComesOutOfJoinAndFetchAndCancelsThoseThatWait) {
@@ -144,6 +169,157 @@ TEST(ClusterCoordinator, EachWorkerWalksItsOwnData) {
       EXPECT_EQ(seen.size(), 4U);  // whichever worker computed what
     });
   }));
+}
+
+// A linear model of the rows of a table, whose rate falls with each update.
+struct Rows : torch::nn::Module {
+  Rows() {
+    register_module("rows", rows.ptr());
+    register_module("linear", linear);
+    linear->to(torch::kDouble);
+    const at::NoGradGuard no_grad;
+    linear->weight.fill_(0.5);
+  }
+  ShardedEmbedding rows{100, 3, {.dtype = DType::float64, .seed = 7}};
+  torch::nn::Linear linear{torch::nn::LinearOptions(3, 1).bias(false)};
+};
+
+// Trains steps begin to end of a loop that also schedules steps without an update; `body` runs before and after.
+struct RowsLoop {
+  explicit RowsLoop(const ParameterServerStrategy& of)
+      : strategy(of), net(of.replicate([] { return std::make_shared<Rows>(); })), coordinator(of) {
+    coordinator.define("train", [this](const Tensors& arguments) {
+      strategy.run(
+          [&](ReplicaContext& replica, const std::shared_ptr<Rows>& own) {
+            const auto out = own->linear(own->rows(arguments.at(0)));
+            optimizer.minimize(replica, (out - 1).square().sum(), 4);
+            return 0;
+          },
+          net);
+      return Tensors();
+    });
+    coordinator.define("nothing", [](const Tensors&) { return Tensors(); });
+  }
+
+  void train(std::int64_t end) {
+    for (; step < end; ++step) {
+      coordinator.schedule("train", {at::arange(step % 7, step % 7 + 4)});
+      coordinator.schedule("nothing");
+    }
+    coordinator.join();
+  }
+
+  // The kernel, and all rows.
+  Tensor values() {
+    coordinator.pull_variables();
+    const at::NoGradGuard no_grad;
+    return at::cat({net[0]->linear->weight, net[0]->rows(at::arange(100))});
+  }
+
+  ParameterServerStrategy strategy;
+  Mirrored<std::shared_ptr<Rows>> net;
+  ReplicatedOptimizer optimizer =
+      strategy.optimizer(Adam({.learning_rate = ExponentialDecay(0.1, {.decay_steps = 3, .decay_rate = 0.9})}), net);
+  ClusterCoordinator coordinator;
+  std::int64_t step = 0;
+  Checkpoint checkpoint{{{"net", net.trackable()}, {"optimizer", optimizer.trackable()}, {"step", track(step)}}};
+};
+
+TEST(ClusterCoordinator, ALoopGoesOnFromItsCheckpointWithOtherServers) {
+  const auto path = (fresh_folder("cluster_coordinator", "loop") / "ckpt").string();
+  Tensor expected;
+  const auto run = [&](const ServerJob& job, const std::function<void(RowsLoop&)>& program) {
+    expect_no_error(run_job(job, [&](const auto& strategy) {
+      RowsLoop loop(strategy);
+      loop.coordinator.run([&] { program(loop); });
+    }));
+  };
+  run({.workers = 1, .servers = 2}, [&](RowsLoop& loop) {
+    loop.train(10);
+    loop.checkpoint.write(path);
+    EXPECT_EQ(loop.optimizer.iterations(), 10);
+    loop.train(20);
+    expected = loop.values();
+    loop.checkpoint.restore(path);  // back in the same job
+    EXPECT_EQ(loop.step, 10);
+    loop.train(20);
+    EXPECT_TRUE(at::equal(loop.values(), expected));
+  });
+  for (const int copies : {1, 2}) {
+    run({.workers = 1, .servers = 3, .options = {.replicas_of_shards = copies}}, [&](RowsLoop& loop) {
+      loop.checkpoint.restore(path);
+      EXPECT_EQ(loop.step, 10);
+      loop.train(20);
+      EXPECT_TRUE(at::equal(loop.values(), expected)) << loop.values() << expected;
+      loop.coordinator.schedule("nothing");
+      const auto message = message_of<InvalidArgument>([&] {
+        for (int i = 0; i < 100; ++i) loop.coordinator.schedule("nothing");
+        loop.checkpoint.write(path);
+      });
+      expect_says(message, "scheduled steps have not finished; call ClusterCoordinator::join");
+    });
+  }
+}
+
+// Saved with servers, restored by one device; the other way round is refused.
+TEST(ClusterCoordinator, ACheckpointOfALoopIsRestoredWithoutServers) {
+  const auto folder = fresh_folder("cluster_coordinator", "without servers");
+  const auto optimizer_of = [](const Strategy& strategy, auto& net) {
+    return strategy.optimizer(SGD({.learning_rate = 0.1, .momentum = 0.9}), net);
+  };
+  const auto make_net = [](const Strategy& strategy) {
+    return strategy.replicate([] {
+      torch::nn::Linear made(torch::nn::LinearOptions(2, 1));
+      made->to(torch::kDouble);
+      const at::NoGradGuard no_grad;
+      made->weight.fill_(0.5);
+      made->bias.zero_();
+      return made;
+    });
+  };
+  const auto step = [](const Strategy& strategy, auto& net, const ReplicatedOptimizer& optimizer, double x) {
+    strategy.run(
+        [&](ReplicaContext& replica, torch::nn::Linear& own) {
+          optimizer.minimize(replica, (own(number(x).expand({1, 2})) - 1).square().sum(), 1);
+          return 0;
+        },
+        net);
+  };
+  const auto train_alone = [&](bool restored) {
+    const OneDeviceStrategy strategy("cpu:0");
+    auto net = make_net(strategy);
+    const auto optimizer = optimizer_of(strategy, net);
+    Checkpoint checkpoint({{"net", net.trackable()}, {"optimizer", optimizer.trackable()}});
+    if (restored) {
+      checkpoint.restore((folder / "servers").string());
+      EXPECT_EQ(optimizer.iterations(), 5);
+    }
+    for (int i = restored ? 5 : 0; i < 10; ++i) step(strategy, net, optimizer, i);
+    checkpoint.write((folder / "alone").string());
+    return at::cat({net[0]->weight.flatten(), net[0]->bias});
+  };
+  const auto expected = train_alone(false);
+  expect_no_error(run_job({.workers = 1, .servers = 2}, [&](const auto& strategy) {
+    auto net = make_net(strategy);
+    const auto optimizer = optimizer_of(strategy, net);
+    Checkpoint checkpoint({{"net", net.trackable()}, {"optimizer", optimizer.trackable()}});
+    if (!strategy.is_chief()) {
+      expect_says(message_of<InvalidArgument>([&] { checkpoint.write((folder / "servers").string()); }),
+                  "the chief alone saves");
+    }
+    ClusterCoordinator coordinator(strategy);
+    coordinator.define("train", [&](const Tensors& arguments) {
+      step(strategy, net, optimizer, arguments.at(0).item<double>());
+      return Tensors();
+    });
+    coordinator.run([&] {
+      expect_says(message_of<InvalidArgument>([&] { checkpoint.restore((folder / "alone").string()); }),
+                  "was saved without parameter servers, so they cannot restore \"optimizer\"");
+      for (int i = 0; i < 5; ++i) coordinator.schedule("train", {number(i)}).fetch();
+      checkpoint.write((folder / "servers").string());
+    });
+  }));
+  EXPECT_LE((train_alone(true) - expected).abs().max().item<double>(), 1e-12);
 }
 
 TEST(ClusterCoordinator, AnUpdateOutsideOfAStepAndASynchronousStrategyAreNamed) {

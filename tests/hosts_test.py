@@ -206,7 +206,9 @@ class OverHosts(unittest.TestCase):
     def test_parameter_servers_go_on_after_their_link_was_cut_for_ten_seconds(self):
         hosts = self.hosts(2)
         program = [SERVERS, "20", "20"]  # 1000 steps of 20 ms: a chief and a worker on host 0, a worker and a server on host 1
-        command = hosts.run(*program, per_host=2, options=["--workers", "2", "--ps", "1", "--trusted-network"])
+        certs = self.folder / "certs"
+        subprocess.run([LOCKSTEP, "certs", certs], check=True)
+        command = hosts.run(*program, per_host=2, options=["--workers", "2", "--ps", "1", "--certs", str(certs)])
         job = subprocess.Popen(command, cwd=self.work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
             output = ""

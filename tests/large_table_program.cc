@@ -10,7 +10,7 @@
 #include <iostream>
 
 // Arguments: rows, elements of a row, ids in a step, epochs, how many MiB of memory each process may have (0: any), a
-// folder for checkpoints, and how many steps are between two of them.
+// folder for checkpoints, and how many steps are between two of them. The environment's COPIES: of each row.
 int main(int argc, char** argv) {
   if (argc != 8) return 2;
   const std::int64_t rows = std::atoll(argv[1]), width = std::atoll(argv[2]), ids = std::atoll(argv[3]);
@@ -19,7 +19,9 @@ int main(int argc, char** argv) {
     const auto limit = static_cast<rlim_t>(std::atoll(argv[5])) << 20;
     const rlimit memory{.rlim_cur = limit, .rlim_max = limit};
     if (limit > 0 && setrlimit(RLIMIT_DATA, &memory) != 0) throw lockstep::Error("setrlimit failed");
-    const lockstep::ParameterServerStrategy strategy({.threads_per_replica = 1});
+    const char* const copies = std::getenv("COPIES");
+    const lockstep::ParameterServerStrategy strategy(
+        {.threads_per_replica = 1, .replicas_of_shards = copies == nullptr ? 1 : std::atoi(copies)});
     std::cout << strategy.task_type() << " " << strategy.task_index() << " at " << getpid() << std::endl;
 
     // Every id once an epoch. The gradient of a row's elements is -1, so SGD counts; the data are made as they are

@@ -74,10 +74,11 @@ void wait_to_choose_a_moment(std::mt19937& random) {
 }
 
 // A job with a chief, three workers and two servers, which saves every 20 steps.
-Process run_with_backups(const std::string& name) {
+Process run_with_backups(const std::string& name, const std::vector<std::string>& variables = {}) {
   const auto folder = fresh_folder("parameter_server_faults", name);
-  return run({"--workers", "3", "--ps", "2", "--restarts", "5", "-x", "BACKUP=" + folder.string()},
-             {std::to_string(kEpochs), "5"});
+  std::vector<std::string> options{"--workers", "3", "--ps", "2", "--restarts", "5", "-x", "BACKUP=" + folder.string()};
+  for (const auto& variable : variables) options.insert(options.end(), {"-x", variable});
+  return run(options, {std::to_string(kEpochs), "5"});
 }
 
 // Updates since the last checkpoint may be lost, and nothing else: the bias counts the updates of its shard.
@@ -141,6 +142,73 @@ TEST(ParameterServerFaults, AKilledWorkersScheduledStepsAreComputedOnce) {
   EXPECT_NE(output.find("[0] returned 20100, added 20100\n"), std::string::npos) << output;
 }
 
+// A loop with a ClusterCoordinator that saves after every 20 of its 200 steps, once it has saved.
+Process run_loop_with_backups(const std::string& name, const std::vector<std::string>& variables = {}) {
+  auto all = variables;
+  all.emplace_back("COORDINATOR=1");
+  auto job = run_with_backups(name, all);
+  job.wait_for_line("[0] saved", 30);
+  return job;
+}
+
+TEST(ParameterServerFaults, AKilledChiefsLoopGoesOnFromItsLastCheckpoint) {
+  auto job = run_loop_with_backups("loop's chief");
+  std::mt19937 random(4);
+  wait_to_choose_a_moment(random);
+  kill(process_of(job, 0, "chief 0"), SIGKILL);
+  const auto& output = job.wait_for_end(60);
+  EXPECT_NE(output.find(", added 20100\n"), std::string::npos) << output;
+  EXPECT_NE(output.find("rank 0 was ended by signal 9"), std::string::npos) << output;
+}
+
+TEST(ParameterServerFaults, AKilledServersLoopGoesOnFromItsLastCheckpoint) {
+  for (const char* const copies : {"1", "2"}) {
+    auto job = run_loop_with_backups(text("loop's server ", copies), {text("COPIES=", copies)});
+    std::mt19937 random(5);
+    wait_to_choose_a_moment(random);
+    const int server = process_of(job, 4, "ps 0");
+    kill(server, SIGKILL);
+    const auto& output = job.wait_for_end(60);
+    const std::string added = "returned 20100, added ";
+    const auto at = output.rfind(added);
+    ASSERT_NE(at, std::string::npos) << output;
+    const int sum = std::stoi(output.substr(at + added.size()));
+    EXPECT_LE(sum, 20100);
+    EXPECT_GE(sum, std::string(copies) == "2" ? 20100 : 20100 - 20 * 200) << output;
+    EXPECT_NE(output.find("ps 0 was started again: its shards of model number 0"), std::string::npos) << output;
+  }
+}
+
+TEST(ParameterServerFaults, AKilledServerWithSecondCopiesLosesNothing) {
+  for (const char* const synchronous : {"0", "1"}) {
+    auto job = run(
+        {"--workers", "3", "--ps", "3", "--restarts", "2", "-x", "COPIES=2", "-x", text("SYNCHRONOUS=", synchronous)},
+        {std::to_string(kEpochs), "5"});
+    const int server = process_of(job, 5, "ps 1");
+    job.wait_for_line("[0] trains", 30);
+    kill(server, SIGKILL);
+    expect_all_steps(job);
+    EXPECT_NE(job.text().find("ps 1 was started again: its shards of model number 0 are those of ps 2"),
+              std::string::npos)
+        << job.text();
+    EXPECT_NE(job.text().find("its second copies of ps 0's shards of model number 0 are those of ps 0"),
+              std::string::npos)
+        << job.text();
+  }
+}
+
+// Both copies are lost: the last checkpoint has them.
+TEST(ParameterServerFaults, BothCopiesThatAreKilledComeBackWithTheLastCheckpoint) {
+  auto job = run_with_backups("both copies", {"COPIES=2"});
+  const int first = process_of(job, 4, "ps 0"), second = process_of(job, 5, "ps 1");
+  job.wait_for_line("[0] trains", 30);
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  kill(first, SIGKILL);
+  kill(second, SIGKILL);
+  expect_few_lost_updates(job);
+  EXPECT_NE(job.text().find("of model number 0 are those of the checkpoint"), std::string::npos) << job.text();
+}
+
 // Any process is killed at any moment: also between the pushes of one step to two servers, and between the files of a
 // checkpoint.
 TEST(ParameterServerFaults, RandomKillsInSeededRounds) {
@@ -149,13 +217,14 @@ TEST(ParameterServerFaults, RandomKillsInSeededRounds) {
   for (int seed = 0; seed < rounds; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937 random(static_cast<unsigned>(seed));
-    auto job = run_with_backups(text("round ", seed));
+    const bool copies = seed % 2 == 1;
+    auto job = run_with_backups(text("round ", seed), {text("COPIES=", copies ? 2 : 1)});
     const int rank = static_cast<int>(random() % 6);
     const auto name = rank == 0 ? "chief 0" : rank < 4 ? text("worker ", rank - 1) : text("ps ", rank - 4);
     const int process = process_of(job, rank, name);
     wait_to_choose_a_moment(random);
     kill(process, SIGKILL);
-    rank < 4 ? expect_all_steps(job) : expect_few_lost_updates(job);
+    rank < 4 || copies ? expect_all_steps(job) : expect_few_lost_updates(job);
   }
 }
 
@@ -185,6 +254,15 @@ TEST(LargeTable, AKilledWorkersStepsUpdateRowsOnce) {
   const auto& output = job.wait_for_end(120);
   EXPECT_NE(output.find("steps 800, rows from 8 to 8\n"), std::string::npos) << output;
   EXPECT_NE(output.find("rank 2 was ended by signal 9"), std::string::npos) << output;
+}
+
+TEST(LargeTable, AKilledServerWithSecondCopiesLosesNoUpdate) {
+  auto job = begin_with_table({"--workers", "2", "--ps", "2", "--restarts", "1", "-x", "COPIES=2"}, "copies");
+  kill(process_of(job, 4, "ps 1"), SIGKILL);
+  const auto& output = job.wait_for_end(120);
+  EXPECT_NE(output.find("ps 1 was started again: its shards of model number 0 are those of ps 0"), std::string::npos)
+      << output;
+  EXPECT_NE(output.find("steps 800, rows from 8 to 8\n"), std::string::npos) << output;
 }
 
 // Its rows lack at most the updates since the last checkpoint.

@@ -6,6 +6,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <iostream>
 #include <string>
@@ -17,7 +18,7 @@ int number(const char* name) {
   return value == nullptr ? 0 : std::atoi(value);
 }
 
-// Steps that the chief schedules: each adds its number.
+// Steps that the chief schedules: each adds its number. With BACKUP the loop saves a checkpoint after every 20.
 void run_steps(const lockstep::ParameterServerStrategy& strategy, int steps, int work) {
   auto net = strategy.replicate([] {
     torch::nn::Linear made(torch::nn::LinearOptions(1, 1).bias(false));
@@ -39,8 +40,20 @@ void run_steps(const lockstep::ParameterServerStrategy& strategy, int steps, int
     return arguments;
   });
   coordinator.run([&] {
+    std::int64_t done = 0;
+    const char* const folder = std::getenv("BACKUP");
+    lockstep::Checkpoint checkpoint(
+        {{"net", net.trackable()}, {"optimizer", optimizer.trackable()}, {"done", lockstep::track(done)}});
+    lockstep::CheckpointManager manager(checkpoint, folder == nullptr ? "" : folder);
+    if (folder != nullptr) manager.restore_or_initialize();
     std::vector<lockstep::RemoteValue> values;
-    for (int i = 1; i <= steps; ++i) values.push_back(coordinator.schedule("add", {at::scalar_tensor(i, at::kDouble)}));
+    while (done < steps) {
+      values.push_back(coordinator.schedule("add", {at::scalar_tensor(++done, at::kDouble)}));
+      if (folder == nullptr || done % 20 != 0) continue;
+      coordinator.join();
+      manager.save();
+      if (done == 20) std::cout << "saved" << std::endl;
+    }
     coordinator.join();
     double returned = 0;
     for (const auto& value : values) returned += value.fetch()[0].item<double>();
@@ -53,8 +66,9 @@ void run_steps(const lockstep::ParameterServerStrategy& strategy, int steps, int
 
 // Arguments: epochs, milliseconds of work in a step, and a worker and the step of its own in which it gets a signal,
 // unless it was started again. The environment's BACKUP: a folder for checkpoints, one every 20 steps.
-// NUM_PS: servers, where the launcher does not tell. COORDINATOR: the steps are scheduled by a ClusterCoordinator
-// instead.
+// NUM_PS: servers, where the launcher does not tell. COPIES: of each shard. SYNCHRONOUS: workers
+// compute steps together. COORDINATOR: the steps are scheduled by a
+// ClusterCoordinator instead.
 int main(int argc, char** argv) {
   const int epochs = std::atoi(argv[1]), work = std::atoi(argv[2]);
   const int victim = argc > 3 ? std::atoi(argv[3]) : -1, at = argc > 4 ? std::atoi(argv[4]) : 0;
@@ -63,6 +77,8 @@ int main(int argc, char** argv) {
     const lockstep::ParameterServerStrategy strategy(
         {.threads_per_replica = 1,
          .variable_partitioner = lockstep::FixedShardsPartitioner(2),
+         .replicas_of_shards = std::max(1, number("COPIES")),
+         .synchronous = number("SYNCHRONOUS") != 0,
          .num_ps = std::getenv("NUM_PS") == nullptr ? std::optional<int>() : number("NUM_PS")});
     std::cout << strategy.task_type() << " " << strategy.task_index() << " at " << getpid() << std::endl;
     if (number("COORDINATOR") != 0) {

@@ -45,6 +45,7 @@ TEST(ParameterServers, SynchronousFitGivesTheWeightsOfMirrored) {
   compare(momentum, at::kDouble, 50, 1e-9, {});
   compare(adam, at::kDouble, 50, 1e-9, {.servers = 2, .options = {.variable_partitioner = FixedShardsPartitioner(2)}});
   compare(adam, at::kDouble, 50, 1e-9, {.workers = 3});
+  compare(adam, at::kDouble, 50, 1e-9, {.servers = 3, .options = {.replicas_of_shards = 2}});
   compare(adam, at::kDouble, 50, 1e-9, {.options = {.devices = {"cpu:0", "cpu:1"}}});
   compare(adam, at::kFloat, 20, 1e-5, {});
   compare(adam, at::kFloat, 20, 1e-5, {.servers = 2, .options = {.variable_partitioner = FixedShardsPartitioner(2)}});
@@ -245,8 +246,9 @@ TEST(ParameterServers, ATrainingGoesOnFromAFullCheckpointOfAnyStrategy) {
   };
   const auto [expected, expected_history] = train(MirroredStrategy(2), {});
   const ServerJob one{.options = {.synchronous = true}};
-  const ServerJob two{.servers = 2,
-                      .options = {.variable_partitioner = FixedShardsPartitioner(2), .synchronous = true}};
+  const ServerJob two{
+      .servers = 2,
+      .options = {.variable_partitioner = FixedShardsPartitioner(2), .replicas_of_shards = 2, .synchronous = true}};
   const auto begin_with = [&](const ServerJob* job, const std::vector<AnyCallback>& callbacks) {
     if (job == nullptr) {
       EXPECT_THROW(train(MirroredStrategy(2), callbacks), Error);
@@ -307,6 +309,47 @@ TEST(ParameterServers, ACheckpointInAsynchronousStepsHasEachOnce) {
   }
 }
 
+// What the evaluator gets for the last checkpoint is what the chief gets for the values in it.
+TEST(ParameterServers, AnEvaluatorFollowsCheckpoints) {
+  struct Results : Callback {
+    void on_test_begin() override { ++begun; }
+    void on_test_end(const Logs& logs) override {
+      seen.emplace_back(model().iterations(), logs);
+      EXPECT_EQ(begun, seen.size());
+    }
+    std::size_t begun = 0;
+    std::vector<std::pair<std::int64_t, Logs>> seen;
+  };
+  const auto folder = fresh_folder("parameter_servers", "evaluator");
+  std::vector<std::pair<std::int64_t, Logs>> followed;
+  History history;
+  expect_no_error(run_job({.servers = 2, .evaluator = true}, [&](const auto& strategy) {
+    const auto scope = strategy.scope();
+    auto model = make_model(at::kDouble, Adam({.learning_rate = 0.01}));
+    const auto results = std::make_shared<Results>();
+    const auto returned =
+        model.fit(make_data(at::kDouble, true).batch(7),
+                  {.epochs = 20,
+                   .verbose = 0,
+                   .callbacks = {ModelCheckpoint((folder / "ckpt-{epoch}").string(), {.max_to_keep = 2}), results},
+                   .validation_data = make_data(at::kDouble, true).batch(7)});
+    if (strategy.is_chief()) history = returned;
+    if (strategy.task_type() == "evaluator") {
+      followed = results->seen;
+    } else if (!strategy.is_chief()) {
+      EXPECT_TRUE(results->seen.empty());
+    }
+  }));
+  ASSERT_FALSE(followed.empty());
+  EXPECT_EQ(followed.back().first, 80);
+  for (const auto& [step, logs] : followed) {
+    ASSERT_EQ(step % 4, 0);
+    for (const auto& [name, value] : logs) {
+      EXPECT_NEAR(value, history["val_" + name].at(static_cast<std::size_t>(step / 4 - 1)), 1e-9) << name << step;
+    }
+  }
+}
+
 TEST(ParameterServers, WhatCannotBeIsNamed) {
   const auto says = [](const ParameterServerOptions& options, const std::string& part) {
     expect_says(message_of<Error>([&] { ParameterServerStrategy strategy(options); }), part);
@@ -318,6 +361,11 @@ TEST(ParameterServers, WhatCannotBeIsNamed) {
   says({.synchronous = true, .spare_workers = 2, .num_ps = 1, .cluster = four},
        "it must be from 0 to 1 with 2 workers");
   says({.synchronous = true, .staleness_bound = 2, .num_ps = 1, .cluster = four}, "staleness_bound is 2");
+  says({.replicas_of_shards = 3, .num_ps = 1, .cluster = four}, "replicas_of_shards is 3; it must be 1 or 2");
+  says({.replicas_of_shards = 2, .num_ps = 1, .cluster = four},
+       "replicas_of_shards is 2; it must be 1 with one server");
+  says({.gradient_dtype = DType::float16, .num_ps = 1, .cluster = four},
+       "gradient_dtype is float16; it must be bfloat16");
   says({.staleness_bound = -2, .num_ps = 1, .cluster = four}, "staleness_bound is -2");
   const auto clipped = run_job({.workers = 1}, [&](const auto& strategy) {
     const auto scope = strategy.scope();

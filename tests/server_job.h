@@ -9,6 +9,7 @@ namespace lockstep {
 
 struct ServerJob {
   int workers = 2, servers = 1;
+  bool evaluator = false;
   ParameterServerOptions options = {};
 };
 
@@ -19,9 +20,10 @@ inline std::vector<std::string> run_job(const ServerJob& job,
   std::mutex mutex;
   std::vector<std::string> errors;
   std::vector<std::jthread> threads;
-  const std::map<std::string, int> tasks{{"chief", 1}, {"worker", job.workers}, {"ps", job.servers}};
+  const std::map<std::string, int> tasks{
+      {"chief", 1}, {"worker", job.workers}, {"ps", job.servers}, {"evaluator", job.evaluator ? 1 : 0}};
   int rank = 0;
-  for (const char* const type : {"chief", "worker", "ps"}) {
+  for (const char* const type : {"chief", "worker", "ps", "evaluator"}) {
     for (int index = 0; index < tasks.at(type); ++index, ++rank) {
       threads.emplace_back([&, type, index, rank] {
         auto options = job.options;
@@ -30,7 +32,7 @@ inline std::vector<std::string> run_job(const ServerJob& job,
         options.timeout_seconds = 60;
         options.start_timeout_seconds = 30;
         options.cluster = Cluster{.world = {.rank = rank,
-                                            .size = 1 + job.workers + job.servers,
+                                            .size = 1 + job.workers + job.servers + tasks.at("evaluator"),
                                             .host = text("host ", rank)},  // so that none is pinned
                                   .store = store.address(),
                                   .source = "a test",

@@ -89,7 +89,7 @@ TEST(ShardedEmbedding, SynchronousFitGivesTheModelOfADenseTable) {
   const auto sgd = SGD({.learning_rate = 0.02});
   const auto adagrad = Adagrad({.learning_rate = 0.05});
   compare(sgd, {});
-  compare(adagrad, {.servers = 2});
+  compare(adagrad, {.servers = 2, .options = {.replicas_of_shards = 2}});
   compare(adagrad, {.workers = 3, .servers = 3});
   compare(adagrad, {.options = {.devices = {"cpu:0", "cpu:1"}}});
 }

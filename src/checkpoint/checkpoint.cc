@@ -142,6 +142,26 @@ Trackable track(std::int64_t& counter) {
       }};
 }
 
+namespace {
+
+std::string entry_of_files(const std::string& object) { return object + "/files"; }
+
+// Where the files of an object lie.
+std::string place_of_files(const std::string& path, const Archive& archive, const std::string& object) {
+  const auto listed = archive.entries.find(entry_of_files(object));
+  if (listed == archive.entries.end()) {
+    throw InvalidArgument(text("the checkpoint ", path,
+                               " was saved without parameter servers, so they cannot restore \"", object,
+                               "\" from it; a Checkpoint without it restores the rest"));
+  }
+  const auto place =
+      checkpoint::path_inside(checkpoint::rows_folder(checkpoint::absolute_path(path).string()), listed->second);
+  if (!place.empty()) return place.string();
+  throw DataError(text("the checkpoint ", path, " lists \"", listed->second, "\", which is no file of its own"));
+}
+
+}  // namespace
+
 Checkpoint::Checkpoint(std::map<std::string, Trackable> objects) : objects_(std::move(objects)) {
   for (const auto& [name, object] : objects_) {
     if (object.ranks.size() > 1) ranks_ = object.ranks;
@@ -150,9 +170,19 @@ Checkpoint::Checkpoint(std::map<std::string, Trackable> objects) : objects_(std:
 
 void Checkpoint::write(const std::string& path) const {
   Archive archive;
+  const auto folder = checkpoint::fresh_name();
+  for (const auto& [name, object] : objects_) {
+    if (!object.files.save) continue;
+    const auto file = text(folder, "/", archive.entries.size());
+    object.files.save(checkpoint::rows_folder(checkpoint::absolute_path(path).string()) / file);
+    archive.entries[entry_of_files(name)] = file;
+  }
   for (const auto& [name, object] : objects_) object.save(archive, name);
   archive.entries["save_counter"] = std::to_string(save_counter_);
-  ranks_.run_on_rank_0([&] { write_archive(path, archive); });
+  ranks_.run_on_rank_0([&] {
+    write_archive(path, archive);
+    checkpoint::remove_rows_but(path, folder);
+  });
 }
 
 // The number advances only when the checkpoint was written.
@@ -177,18 +207,35 @@ std::string Checkpoint::save(const std::string& prefix) {
 }
 
 void Checkpoint::restore(const std::string& path) {
-  std::string bytes;
-  ranks_.run_on_rank_0([&] {
-    const auto read = checkpoint::read_file(checkpoint_file(path));
-    bytes.assign(reinterpret_cast<const char*>(read.data()), read.size());
-  });
-  bytes = ranks_.broadcast(bytes);
-  const auto archive = checkpoint::parse_archive(checkpoint_file(path), std::as_bytes(std::span(bytes)));
+  Archive archive;
+  ranks_.run_on_rank_0([&] { archive = read(path); });
+  if (ranks_.size() > 1) {
+    const auto bytes = ranks_.broadcast(ranks_.rank() == 0 ? checkpoint::print_archive(archive) : "");
+    archive = checkpoint::parse_archive(checkpoint_file(path), std::as_bytes(std::span(bytes)));
+  }
   const auto counter = archive.integer("save_counter");
   std::vector<std::function<void()>> changes;
   for (const auto& [name, object] : objects_) changes.push_back(object.load(archive, name));
+  for (const bool change : {false, true}) {
+    for (const auto& [name, object] : objects_) {
+      if (object.files.load) object.files.load(place_of_files(path, archive, name), change);
+    }
+  }
   for (const auto& change : changes) change();
   save_counter_ = counter;
+}
+
+// With the optimizer state that parameter servers have written, where this program's are its own.
+Archive Checkpoint::read(const std::string& path) const {
+  auto archive = read_archive(path);
+  for (const auto& [name, object] : objects_) {
+    if (object.files.load || !archive.entries.contains(entry_of_files(name))) continue;
+    const std::string begin = "optimizer/";
+    for (auto& [tensor, stored] : checkpoint::ShardedArchive(place_of_files(path, archive, name)).whole().tensors) {
+      if (tensor.starts_with(begin)) archive.tensors[name + "/" + tensor.substr(begin.size())] = std::move(stored);
+    }
+  }
+  return archive;
 }
 
 CheckpointManager::CheckpointManager(Checkpoint& checkpoint, std::string directory, CheckpointManagerOptions options)

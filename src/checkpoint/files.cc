@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <random>
 #include <system_error>
 #include <vector>
 
@@ -59,6 +60,11 @@ void flush_folder(const fs::path& folder) {
   const bool flushed = opened.open() && ::fsync(opened.get()) == 0;
   if (flushed || (opened.open() && (errno == EINVAL || errno == ENOTSUP))) return;
   throw IoError(text("cannot flush the folder ", folder.string(), ": ", std::strerror(errno)));
+}
+
+std::string fresh_name() {
+  std::random_device random;
+  return text(std::hex, random(), random());
 }
 
 fs::path path_inside(const fs::path& folder, const std::string& name) {

@@ -18,6 +18,9 @@ void make_folders(const std::filesystem::path& folder);
 // folder is left as it is.
 void flush_folder(const std::filesystem::path& folder);
 
+// A random name, for what is written beside something of the same kind.
+std::string fresh_name();
+
 // `folder`/`name` if each part of `name` is a plain name, so that it lies in the folder; else an empty path. Names that
 // come from a file go through this.
 std::filesystem::path path_inside(const std::filesystem::path& folder, const std::string& name);

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "cli/bench_collectives.h"
+#include "cli/certs.h"
 #include "cli/commands.h"
 #include "cli/doctor.h"
 #include "launch/launcher.h"
@@ -80,6 +81,9 @@ struct RunArguments : PlaceArguments {
     app.add_flag("--trusted-network", options.trusted_network,
                  "allow links without proof of belonging to the job, which UCX needs: whoever reaches the network is "
                  "trusted");
+    app.add_option("--certs", options.certificates,
+                   "a folder that `lockstep certs` made, at the same path on all hosts: calls between the processes "
+                   "of a job with parameter servers use TLS");
     app.add_option("--log-dir", options.log_dir, "each rank's output goes to rank-<n>.log there too");
     app.add_option("--timeline", options.timeline,
                    "what all ranks' operations took, for ui.perfetto.dev, in this file");
@@ -153,6 +157,11 @@ int main(int argc, char** argv) {
   BenchArguments bench_arguments(*collectives);
   auto* run = app.add_subcommand("run", "starts a program as the processes of one job, and ends them together");
   RunArguments run_arguments(*run);
+  auto* certs = app.add_subcommand("certs", "certificates for the processes of one job with parameter servers");
+  std::string certificates;
+  int days = 365;
+  certs->add_option("folder", certificates, "where ca.pem, cert.pem and key.pem are written")->required();
+  certs->add_option("--days", days, "for how long they are valid (365)");
   auto* doctor = app.add_subcommand("doctor", "whether a job can run here, or on the hosts that are named");
   DoctorArguments doctor_arguments(*doctor);
   auto arguments = as_run_takes_it(argc, argv);
@@ -166,6 +175,7 @@ int main(int argc, char** argv) {
   try {
     if (*devices) lockstep::cli::print_devices(std::cout);
     if (*inspect) lockstep::cli::print_checkpoint(path, std::cout);
+    if (*certs) lockstep::cli::make_certificates(certificates, days);
     if (*run) return run_arguments.act(run->remaining());
     if (*doctor) return doctor_arguments.act();
     if (*collectives) return lockstep::cli::bench_collectives(bench_arguments.finished({argv, argv + argc}), std::cout);

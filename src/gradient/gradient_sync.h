@@ -25,6 +25,9 @@ class GradientSync {
   // Before a step: brings values that others have updated to all copies. Not while replicas run.
   virtual void fetch(Deadline /*deadline*/) {}
 
+  // The same, but that only what others have changed since the last time moves.
+  virtual void fetch_changed(Deadline /*deadline*/) {}
+
   // After values were set from outside: brings them to whoever updates them. Likewise.
   virtual void store(Deadline /*deadline*/) {}
 

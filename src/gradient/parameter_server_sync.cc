@@ -108,12 +108,30 @@ void ParameterServerSync::store(Deadline deadline) {
 }
 
 void ParameterServerSync::fetch(Deadline deadline) {
-  client_->pull(variables(), deadline);
+  fetched_.clear();
+  fetch_changed(deadline);
+}
+
+// How often LibTorch has changed the values in place.
+std::int64_t ParameterServerSync::changes_here() const {
+  std::int64_t changes = 0;
+  for (int replica = 0; replica < parameters_.replicas(); ++replica) {
+    for (std::size_t slot = 0; slot < parameters_.slots().size(); ++slot) {
+      changes += static_cast<std::int64_t>(parameters_.parameter(replica, slot)._version());
+    }
+  }
+  return changes;
+}
+
+void ParameterServerSync::fetch_changed(Deadline deadline) {
+  if (changes_here() != changes_when_fetched_) fetched_.clear();
+  if (!client_->pull(variables(), fetched_, deadline)) return;
   const at::NoGradGuard no_grad;
   for (const auto dtype : {at::kFloat, at::kDouble}) {
     for (const auto& copy : parameters_.flats(dtype).subspan(1)) copy.copy_(parameters_.flat(0, dtype));
   }
   for (int replica = 0; replica < parameters_.replicas(); ++replica) writable_.refresh(replica);
+  changes_when_fetched_ = changes_here();
 }
 
 void ParameterServerSync::wait(const Group& replicas, Deadline deadline) {

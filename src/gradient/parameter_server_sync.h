@@ -31,6 +31,7 @@ class ParameterServerSync final : public OnePass {
   at::Tensor memory_for(int replica, std::size_t slot) const override;
   void on_ready(int replica, std::size_t slot, const at::Tensor& gradient) override;
   void fetch(Deadline deadline) override;
+  void fetch_changed(Deadline deadline) override;
   void store(Deadline deadline) override;
   void wait(const Group& replicas, Deadline deadline) override;
   void forget(int replica) override;
@@ -41,12 +42,16 @@ class ParameterServerSync final : public OnePass {
   std::vector<parameter_server::Rows> rows_of_table(std::size_t table) const;
 
   std::vector<std::byte*> variables() const;
+  std::int64_t changes_here() const;
   at::Tensor gradient_memory(std::size_t index, const ParameterSlot& slot) const;
 
   const std::shared_ptr<parameter_server::Client> client_;
   ReplicatedParameters& writable_;
   std::vector<std::vector<std::shared_ptr<EmbeddingModule>>> embeddings_;  // [replica][table]
   const ShardMap shares_;  // of all variables, `owned()`, what each replica adds up
+
+  parameter_server::Client::Versions fetched_;  // of the values; empty: none
+  std::int64_t changes_when_fetched_ = 0;
 
   // Values; the gradients of each replica; and, of several, their sums: flat_bytes() each. Null before `prepare`.
   Memory memory_;

@@ -25,23 +25,27 @@ class InThisProcess final : public ServerConnection {
   void write(std::span<const std::byte* const> shards, Deadline) override {
     for (std::size_t i = 0; i < store_->size(); ++i) store_->shard(i).write(shards[i]);
   }
-  void push(Push push, Deadline) override { store_->push(std::move(push)); }
+  std::int64_t push(Push push, Deadline) override { return store_->push(std::move(push)); }
   void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values, Deadline) override {
     store_->table(table).read(ids, values.data());
   }
-  void pull(std::span<std::byte* const> shards, Deadline) override {
-    for (std::size_t i = 0; i < store_->size(); ++i) store_->shard(i).read(shards[i]);
+  void pull(std::span<std::byte* const> shards, std::vector<std::int64_t>& versions, Deadline) override {
+    versions.resize(store_->size());
+    for (std::size_t i = 0; i < store_->size(); ++i) versions[i] = store_->shard(i).read(shards[i], versions[i]);
   }
   bool cut(std::int64_t end, Deadline) override {
     store_->cut(end);
     return true;
   }
-  bool save(std::int64_t end, const std::string& file, Deadline) override { return store_->save(end, file); }
-  void restore(const std::string& path, bool change, std::int64_t chief, Deadline) override {
-    checkpoint::ShardedArchive archive(path);
-    store_->restore(archive, steps_of(archive.main()).end, change);
-    store_->set_chief(chief);
+  std::optional<std::int64_t> save(std::int64_t end, const std::string& file, Deadline) override {
+    return store_->save(end, file);
   }
+  std::int64_t restore(const std::string& path, bool change, std::int64_t chief, Deadline) override {
+    checkpoint::ShardedArchive archive(path);
+    store_->set_chief(chief);
+    return store_->restore(archive, saved_steps_of(archive.main()), change);
+  }
+  bool transfer(std::int64_t, ShardStore&, Deadline) override { return false; }
 
  private:
   const std::shared_ptr<ShardStore> store_;
@@ -122,7 +126,7 @@ std::shared_ptr<ReplicatedParameters> synchronous(int workers, int replicas, int
       const auto groups = make_thread_groups(replicas);
       for (std::size_t i = 0; i < data.size(); ++i) {
         client->begin({.task = {static_cast<std::int64_t>(i), worker}});
-        path.sync().fetch(soon());
+        path.sync().fetch_changed(soon());
         step(path, groups, data[i], worker * replicas, workers * replicas);
         steps.arrive_and_wait();
       }

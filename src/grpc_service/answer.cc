@@ -4,6 +4,7 @@
 
 #include "base/text.h"
 #include "grpc_service/frames.h"
+#include "grpc_service/parts.h"
 #include "grpc_service/status.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/served_models.h"
@@ -15,23 +16,6 @@ using parameter_server::Services;
 
 constexpr double kLongestWait = 600;                           // seconds that a caller may ask for
 constexpr std::size_t kMostRowBytes = std::size_t{512} << 20;  // of a table's rows in one call
-
-// Memory of several parts, each aligned for any element.
-struct Parts {
-  Parts(const std::vector<std::size_t>& sizes, ReceiveBuffers& buffers) {
-    const auto room_for = [](std::size_t size) { return (size + 63) / 64 * 64; };
-    std::size_t total = 0;
-    for (const auto size : sizes) total += room_for(size);
-    memory = buffers.take(total);
-    auto* at = memory.get();
-    for (const auto size : sizes) {
-      parts.emplace_back(at, size);
-      at += room_for(size);
-    }
-  }
-  std::shared_ptr<std::byte[]> memory;
-  std::vector<std::span<std::byte>> parts;
-};
 
 // One call. Throws what the services throw.
 class Answer {
@@ -58,14 +42,17 @@ class Answer {
       case Request::kCut: return cut(request_.cut());
       case Request::kSave: return save(request_.save());
       case Request::kRestore: return restore(request_.restore());
+      case Request::kTransfer: return transfer(request_.transfer());
       default: throw InvalidArgument("a request of a kind that this version does not know");
     }
   }
 
  private:
   parameter_server::ServedModels& models() const {
-    if (services_.models) return *services_.models;
-    throw InvalidArgument("this process is no parameter server");
+    const auto& models = request_.second_copies() ? services_.second_copies : services_.models;
+    if (models) return *models;
+    throw InvalidArgument(request_.second_copies() ? "this process has no second copies of shards"
+                                                   : "this process is no parameter server");
   }
   // Waits for a model that this server has not made yet.
   parameter_server::ServedModels& models_with(std::int64_t model) const {
@@ -83,10 +70,9 @@ class Answer {
   bool read(grpc::ByteBuffer& frame) const { return stream_.read(frame); }
   void reply(const Reply& reply = {}) const { stream_.write(frame_of(reply)); }
 
-  Parts read_parts(const std::vector<std::size_t>& sizes) const {
-    Parts received(sizes, state_.buffers);
-    read_bulk(received.parts, [this](grpc::ByteBuffer& frame) { return read(frame); });
-    return received;
+  Parts read_parts(const std::vector<std::size_t>& sizes, const std::vector<bool>& rounded = {}) const {
+    return grpc_service::read_parts(sizes, rounded, state_.buffers,
+                                    [this](grpc::ByteBuffer& frame) { return read(frame); });
   }
 
   // What lies in a shared block is the caller's to change once it has given up.
@@ -108,6 +94,10 @@ class Answer {
                                  " shards; this server has ", sizes.size()));
     }
     const auto in_block = shared(push.has_shared(), push.shared(), shards);
+    std::vector<bool> rounded;
+    for (const auto size : models().element_sizes(push.model())) {
+      rounded.push_back(push.bfloat16() && size == sizeof(float));
+    }
     for (std::size_t i = 0; i < shards.size(); ++i) {
       if (push.present()[i] == 0 || in_block.at[i] != nullptr) sizes[i] = 0;
     }
@@ -121,8 +111,10 @@ class Answer {
       const bool sent = rows.back().block == nullptr;
       sizes.push_back(sent ? rows.back().count * sizeof(std::int64_t) : 0);
       sizes.push_back(sent ? rows.back().count * tables[i].row_bytes() : 0);
+      rounded.push_back(false);
+      rounded.push_back(push.bfloat16() && tables[i].dtype == DType::float32);
     }
-    const auto received = read_parts(sizes);
+    const auto received = read_parts(sizes, rounded);
     parameter_server::Push given{.task = {push.task().step(), push.task().part()}, .weight = push.weight()};
     for (std::size_t i = 0; i < shards.size(); ++i) {
       const std::byte* const gradient = in_block.at[i] != nullptr ? in_block.at[i] : received.parts[i].data();
@@ -140,26 +132,34 @@ class Answer {
     given.chief = push.chief();
     given.finished = push.finished();
     if (in_blocks) require_caller();
-    models().push(push.model(), std::move(given));
-    reply();
+    reply_transfer(models().push(push.model(), std::move(given)));
   }
 
   void pull(const Pull& pull) const {
     const auto& served = models_with(pull.model());
+    const auto sizes = served.shard_bytes(pull.model());
+    const std::vector<std::int64_t> known(pull.known().begin(), pull.known().end());
+    if (!known.empty() && known.size() != sizes.size()) {
+      throw InvalidArgument(text("versions of ", known.size(), " shards are known; this server has ", sizes.size()));
+    }
+    auto versions = known;
+    Bulk bulk;
     if (pull.has_shared()) {
-      const auto in_block = shared(true, pull.shared(), served.shard_bytes(pull.model()));
-      served.pull(pull.model(), in_block.at, deadline_);
-      return reply();
+      const auto in_block = shared(true, pull.shared(), sizes);
+      served.pull(pull.model(), in_block.at, versions, deadline_);
+    } else {
+      const Parts values(sizes, state_.buffers);
+      std::vector<std::byte*> shards;
+      for (const auto& part : values.parts) shards.push_back(part.data());
+      served.pull(pull.model(), shards, versions, deadline_);
+      bulk.owner = values.memory;
+      for (std::size_t i = 0; i < sizes.size(); ++i) {
+        if (known.empty() || known[i] != versions[i]) bulk.parts.emplace_back(values.parts[i]);
+      }
     }
-    const Parts values(served.shard_bytes(pull.model()), state_.buffers);
-    std::vector<std::byte*> shards;
-    Bulk bulk{.parts = {}, .owner = values.memory};
-    for (const auto& part : values.parts) {
-      shards.push_back(part.data());
-      bulk.parts.emplace_back(part);
-    }
-    served.pull(pull.model(), shards, deadline_);
-    reply();
+    Reply answer;
+    answer.mutable_versions()->Add(versions.begin(), versions.end());
+    reply(answer);
     write_bulk(bulk, [this](const grpc::ByteBuffer& frame) { return stream_.write(frame); });
   }
 
@@ -232,12 +232,32 @@ class Answer {
   void cut(const Cut& cut) const { reply_done(models_with(cut.model()).cut(cut.model(), cut.end())); }
 
   void save(const Save& save) const {
-    reply_done(models_with(save.model()).save(save.model(), save.end(), save.file()));
+    const auto updates = models_with(save.model()).save(save.model(), save.end(), save.file());
+    Reply answer;
+    answer.set_done(updates.has_value());
+    answer.set_updates(updates.value_or(0));
+    reply(answer);
   }
 
   void restore(const Restore& restore) const {
-    models_with(restore.model()).restore(restore.model(), restore.checkpoint(), restore.change(), restore.chief());
-    reply();
+    reply_transfer(
+        models_with(restore.model()).restore(restore.model(), restore.checkpoint(), restore.change(), restore.chief()));
+  }
+
+  void reply_transfer(std::int64_t last) const {
+    Reply answer;
+    answer.set_last_transfer(last);
+    reply(answer);
+  }
+
+  void transfer(const Transfer& transfer) const {
+    const auto shards = models().find_written(transfer.model());
+    reply_done(shards != nullptr);
+    if (shards == nullptr) return;
+    BulkWriter bulk([this](const grpc::ByteBuffer& frame) { return stream_.write(frame); });
+    parameter_server::StateWriter state([&](std::span<const std::byte> data) { bulk.add(data); });
+    shards->send(transfer.number(), state);
+    bulk.finish();
   }
 
   void next(const Next& next) const {

@@ -3,9 +3,11 @@
 #include <thread>
 
 #include "base/text.h"
+#include "grpc_service/credentials.h"
 #include "grpc_service/proof.h"
 #include "grpc_service/status.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/version.h"
 
 namespace lockstep::grpc_service {
 namespace {
@@ -28,6 +30,7 @@ std::chrono::system_clock::time_point system_time(Deadline deadline) {
 Caller::Caller(std::string name, parameter_server::FindAddress address, const Access& access, double reconnect_seconds)
     : name_(std::move(name)),
       find_address_(std::move(address)),
+      access_(access),
       nonce_(fresh_nonce()),
       proof_(proof_of(access, nonce_)),
       reconnect_seconds_(reconnect_seconds) {}
@@ -38,7 +41,7 @@ std::shared_ptr<grpc::Channel> Caller::channel(Deadline deadline) {
     MutexLock lock(mutex_);
     if (channel_ && channel_->GetState(false) != GRPC_CHANNEL_TRANSIENT_FAILURE) return channel_;
   }
-  const auto address = find_address_(deadline);
+  const auto address = called_address(find_address_(deadline), access_, name_);
   MutexLock lock(mutex_);
   if (channel_ && address == address_) return channel_;
   grpc::ChannelArguments arguments;
@@ -52,8 +55,9 @@ std::shared_ptr<grpc::Channel> Caller::channel(Deadline deadline) {
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
+  if (!access_.certificates.empty()) arguments.SetSslTargetNameOverride(kTlsName);
   address_ = address;
-  channel_ = grpc::CreateCustomChannel(address, grpc::InsecureChannelCredentials(), arguments);
+  channel_ = grpc::CreateCustomChannel(address, channel_credentials(access_), arguments);
   return channel_;
 }
 
@@ -64,7 +68,7 @@ std::unique_ptr<ClientStream> Caller::stream(const std::shared_ptr<grpc::Channel
   return std::unique_ptr<ClientStream>(Factory::Create(channel.get(), method, &context));
 }
 
-grpc::Status Caller::attempt(const Request& request, Deadline deadline, const Bulk& bulk, const PartsFor& parts,
+grpc::Status Caller::attempt(const Request& request, Deadline deadline, const Bulk& bulk, const ReadBulk& read_bulk,
                              Reply& reply) {
   grpc::ClientContext context;
   context.set_deadline(system_time(deadline));
@@ -74,22 +78,20 @@ grpc::Status Caller::attempt(const Request& request, Deadline deadline, const Bu
   grpc::ByteBuffer frame;
   if (call->Read(&frame)) {
     if (!parse(frame, reply)) return {grpc::StatusCode::INTERNAL, "the answer cannot be read (another version?)"};
+    bool more = true;
     try {
-      read_bulk(parts(reply), [&](grpc::ByteBuffer& into) { return call->Read(&into); });
+      read_bulk(reply, [&](grpc::ByteBuffer& into) { return more = call->Read(&into); });
     } catch (const InvalidArgument& error) {
-      context.TryCancel();
+      if (more) context.TryCancel();
       const auto status = call->Finish();
-      return status.ok() || status.error_code() == grpc::StatusCode::CANCELLED
-                 ? grpc::Status(grpc::StatusCode::INTERNAL, error.what())
-                 : status;
+      return status.ok() || more ? grpc::Status(grpc::StatusCode::INTERNAL, error.what()) : status;
     }
   }
   return call->Finish();
 }
 
 Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, std::span<const std::span<std::byte>> parts) {
-  const PartsFor given = [&](const Reply&) { return std::vector(parts.begin(), parts.end()); };
-  return call(std::move(request), deadline, bulk, given);
+  return call(std::move(request), deadline, bulk, [&](const Reply&, const ReadFrame& read) { read_bulk(parts, read); });
 }
 
 std::optional<std::string> Caller::call_for_text(Request request, Deadline deadline) {
@@ -99,22 +101,27 @@ std::optional<std::string> Caller::call_for_text(Request request, Deadline deadl
 }
 
 Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, std::string& words) {
-  const PartsFor sized = [&](const Reply& reply) -> std::vector<std::span<std::byte>> {
+  return call(std::move(request), deadline, bulk, [&](const Reply& reply, const ReadFrame& read) {
     words.resize(reply.text_bytes());
-    return {std::as_writable_bytes(std::span(words))};
-  };
-  return call(std::move(request), deadline, bulk, sized);
+    const auto whole = std::as_writable_bytes(std::span(words));
+    read_bulk({&whole, 1}, read);
+  });
 }
 
-Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, const PartsFor& parts) {
+Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, const ReadBulk& read_bulk) {
   request.set_nonce(nonce_);
   request.set_proof(proof_);
+  request.set_version(version());
   std::optional<Deadline> reconnected_by;
   while (true) {
     request.set_seconds(left(deadline).count());
     Reply reply;
-    const auto status = attempt(request, deadline, bulk, parts, reply);
+    const auto status = attempt(request, deadline, bulk, read_bulk, reply);
     if (status.ok()) return reply;
+    if (is_refused_certificate(status.error_message())) {
+      throw ClusterError(text(name_, " has no certificate of this job: ", kCertificatesVariable, " (here ",
+                              access_.certificates, ") must name the same files in all processes"));
+    }
     if (!reconnected_by) reconnected_by = Deadline::after(std::chrono::duration<double>(reconnect_seconds_));
     const bool too_late = deadline.passed() || reconnected_by->passed();
     if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED || (may_come_back(status) && too_late)) {
@@ -129,6 +136,7 @@ std::unique_ptr<ClientStream> Caller::open(Request request, grpc::ClientContext&
                                            Deadline deadline) {
   request.set_nonce(nonce_);
   request.set_proof(proof_);
+  request.set_version(version());
   auto call = stream(channel(deadline), context);
   grpc::ByteBuffer frame;
   if (call->Write(frame_of(request)) && call->Read(&frame) && parse(frame, reply)) return call;

@@ -40,20 +40,24 @@ class Caller {
   // A reply with a text, which may be empty.
   Reply call(Request request, Deadline deadline, const Bulk& bulk, std::string& words);
 
+  // Reads the bulk data of a reply by read_bulk(reply, read): read(frame) yields them until it returns false. It is
+  // called again, from the beginning, where the other process could not be reached any more.
+  using ReadFrame = std::function<bool(grpc::ByteBuffer&)>;
+  using ReadBulk = std::function<void(const Reply& reply, const ReadFrame& read)>;
+  Reply call(Request request, Deadline deadline, const Bulk& bulk, const ReadBulk& read_bulk);
+
   // Opens a stream that the caller keeps, and returns it after the reply; null where the process cannot be reached.
   std::unique_ptr<ClientStream> open(Request request, grpc::ClientContext& context, Reply& reply, Deadline deadline);
 
  private:
   std::shared_ptr<grpc::Channel> channel(Deadline deadline);
   std::unique_ptr<ClientStream> stream(const std::shared_ptr<grpc::Channel>& channel, grpc::ClientContext& context);
-  // Where the bulk data of a reply go.
-  using PartsFor = std::function<std::vector<std::span<std::byte>>(const Reply& reply)>;
-  Reply call(Request request, Deadline deadline, const Bulk& bulk, const PartsFor& parts);
-  grpc::Status attempt(const Request& request, Deadline deadline, const Bulk& bulk, const PartsFor& parts,
+  grpc::Status attempt(const Request& request, Deadline deadline, const Bulk& bulk, const ReadBulk& read_bulk,
                        Reply& reply);
 
   const std::string name_;
   const parameter_server::FindAddress find_address_;
+  const Access access_;
   const std::string nonce_, proof_;
   const double reconnect_seconds_;
   Mutex mutex_;

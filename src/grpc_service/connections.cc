@@ -5,9 +5,11 @@
 #include <thread>
 
 #include "base/text.h"
+#include "grpc_service/bfloat16.h"
 #include "grpc_service/caller.h"
 #include "grpc_service/shared_blocks.h"
 #include "lockstep/base/error.h"
+#include "parameter_server/shard_store.h"
 
 namespace lockstep::grpc_service {
 namespace {
@@ -17,18 +19,26 @@ using parameter_server::FindAddress;
 using parameter_server::Process;
 using parameter_server::ServiceEngine;
 
-// What is sent as bulk, in memory that gRPC may hold longer than its call lasts.
-class SentRows {
+// Copies that are sent as bulk, in memory that gRPC may hold longer than its call lasts.
+class SentCopies {
  public:
-  explicit SentRows(std::shared_ptr<const void> beside) : beside_(std::move(beside)) {}
+  explicit SentCopies(std::shared_ptr<const void> beside) : beside_(std::move(beside)) {}
   void add(std::span<const std::byte> bytes, Bulk& bulk) {
     bulk.parts.emplace_back(copies_.emplace_back(bytes.begin(), bytes.end()));
+  }
+
+  // Of floats.
+  void add_as_bfloat16(std::span<const std::byte> bytes, Bulk& bulk) {
+    bulk.parts.emplace_back(copies_.emplace_back(bytes.size() / 2));
+    to_bfloat16(bytes, copies_.back());
   }
 
  private:
   const std::shared_ptr<const void> beside_;  // keeps what else the bulk has
   std::list<std::vector<std::byte>> copies_;
 };
+
+bool is_in(const std::vector<bool>& set, std::size_t index) { return index < set.size() && set[index]; }
 
 class GrpcServerConnection final : public parameter_server::ServerConnection {
  public:
@@ -37,10 +47,13 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
         user_(of.user),
         shard_bytes_(of.shard_bytes),
         row_bytes_(of.row_bytes),
+        second_copies_(of.second_copies),
+        bfloat16_shards_(of.bfloat16.shards),
+        bfloat16_tables_(of.bfloat16.tables),
         caller_(of.server, std::move(address), access, of.reconnect_seconds) {}
 
   void open(const std::string& description, Deadline deadline) override {
-    Request request;
+    auto request = request_to_server();
     request.mutable_open()->set_model(model_);
     request.mutable_open()->set_user(user_);
     request.mutable_open()->set_description(description);
@@ -51,12 +64,12 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     return blocks_.add(std::move(block), deadline);
   }
 
-  void push(parameter_server::Push push, Deadline deadline) override {
-    blocks_.call(deadline, [&] { send(push, deadline); });
+  std::int64_t push(parameter_server::Push push, Deadline deadline) override {
+    return blocks_.call(deadline, [&] { return send(push, deadline); });
   }
 
-  void pull(std::span<std::byte* const> shards, Deadline deadline) override {
-    blocks_.call(deadline, [&] { fetch(shards, deadline); });
+  void pull(std::span<std::byte* const> shards, std::vector<std::int64_t>& versions, Deadline deadline) override {
+    blocks_.call(deadline, [&] { fetch(shards, versions, deadline); });
   }
 
   void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values,
@@ -66,7 +79,7 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
 
   // From a copy: gRPC may still hold the memory of a call that has failed.
   void write(std::span<const std::byte* const> shards, Deadline deadline) override {
-    Request request;
+    auto request = request_to_server();
     request.mutable_write()->set_model(model_);
     const auto copy = std::make_shared<std::vector<std::vector<std::byte>>>();
     Bulk bulk{.parts = {}, .owner = copy};
@@ -78,32 +91,52 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
   }
 
   bool cut(std::int64_t end, Deadline deadline) override {
-    Request request;
+    auto request = request_to_server();
     request.mutable_cut()->set_model(model_);
     request.mutable_cut()->set_end(end);
     return caller_.call(std::move(request), deadline).done();
   }
 
-  bool save(std::int64_t end, const std::string& file, Deadline deadline) override {
-    Request request;
+  std::optional<std::int64_t> save(std::int64_t end, const std::string& file, Deadline deadline) override {
+    auto request = request_to_server();
     request.mutable_save()->set_model(model_);
     request.mutable_save()->set_end(end);
     request.mutable_save()->set_file(file);
-    return caller_.call(std::move(request), deadline).done();
+    const auto reply = caller_.call(std::move(request), deadline);
+    return reply.done() ? std::optional(reply.updates()) : std::nullopt;
   }
 
-  void restore(const std::string& checkpoint, bool change, std::int64_t chief, Deadline deadline) override {
-    Request request;
+  std::int64_t restore(const std::string& checkpoint, bool change, std::int64_t chief, Deadline deadline) override {
+    auto request = request_to_server();
     request.mutable_restore()->set_model(model_);
     request.mutable_restore()->set_checkpoint(checkpoint);
     request.mutable_restore()->set_change(change);
     request.mutable_restore()->set_chief(chief);
-    caller_.call(std::move(request), deadline);
+    return caller_.call(std::move(request), deadline).last_transfer();
+  }
+
+  bool transfer(std::int64_t number, parameter_server::ShardStore& to, Deadline deadline) override {
+    auto request = request_to_server();
+    request.mutable_transfer()->set_model(model_);
+    request.mutable_transfer()->set_number(number);
+    const auto receive = [&](const Reply& reply, const Caller::ReadFrame& read) {
+      if (!reply.done()) return;
+      BulkReader bulk(read);
+      parameter_server::StateReader state([&](std::span<std::byte> data) { bulk.fill(data); });
+      to.receive(state);
+    };
+    return caller_.call(std::move(request), deadline, {}, receive).done();
   }
 
  private:
-  void send(const parameter_server::Push& push, Deadline deadline) {
+  Request request_to_server() const {
     Request request;
+    request.set_second_copies(second_copies_);
+    return request;
+  }
+
+  std::int64_t send(const parameter_server::Push& push, Deadline deadline) {
+    auto request = request_to_server();
     auto& head = *request.mutable_push();
     head.set_model(model_);
     head.mutable_task()->set_step(push.task.step);
@@ -114,45 +147,59 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     head.set_finished(push.finished);
     Bulk bulk{.parts = {}, .owner = blocks_.owner()};  // lives longer than what gRPC holds of a call that failed
     if (push.memory != nullptr) bulk.owner = push.memory;
+    const auto copies = std::make_shared<SentCopies>(bulk.owner);
+    head.set_bfloat16(!bfloat16_shards_.empty() || !bfloat16_tables_.empty());
     const auto shared = shared_shards(push.gradients);
     if (shared.block() >= 0) *head.mutable_shared() = shared;
     for (std::size_t i = 0; i < push.gradients.size(); ++i) {
       head.mutable_present()->push_back(push.gradients[i] == nullptr ? '\0' : '\1');
       const bool sent = push.gradients[i] != nullptr && shared.offsets(static_cast<int>(i)) < 0;
-      if (sent) bulk.parts.emplace_back(push.gradients[i], shard_bytes_[i]);
+      if (!sent) continue;
+      const std::span gradient(push.gradients[i], shard_bytes_[i]);
+      is_in(bfloat16_shards_, i) ? copies->add_as_bfloat16(gradient, bulk) : bulk.parts.push_back(gradient);
     }
-    const auto sent_rows = std::make_shared<SentRows>(bulk.owner);
     for (std::size_t i = 0; i < push.rows.size(); ++i) {
       const auto& [ids, values] = push.rows[i];
       auto& rows = *head.add_rows();
-      rows = shared_rows(ids, {values, ids.size() * row_bytes_[i]});
+      const std::span gradients(values, ids.size() * row_bytes_[i]);
+      rows = shared_rows(ids, gradients);
       if (rows.block() >= 0) continue;
-      sent_rows->add(std::as_bytes(ids), bulk);
-      sent_rows->add({values, ids.size() * row_bytes_[i]}, bulk);
+      copies->add(std::as_bytes(ids), bulk);
+      is_in(bfloat16_tables_, i) ? copies->add_as_bfloat16(gradients, bulk) : copies->add(gradients, bulk);
     }
-    if (!push.rows.empty()) bulk.owner = sent_rows;
-    caller_.call(std::move(request), deadline, bulk);
+    bulk.owner = copies;
+    return caller_.call(std::move(request), deadline, bulk).last_transfer();
   }
 
-  void fetch(std::span<std::byte* const> shards, Deadline deadline) {
-    Request request;
+  void fetch(std::span<std::byte* const> shards, std::vector<std::int64_t>& versions, Deadline deadline) {
+    auto request = request_to_server();
     auto& head = *request.mutable_pull();
     head.set_model(model_);
+    head.mutable_known()->Add(versions.begin(), versions.end());
     const auto shared = shared_shards(shards);
     const auto& offsets = shared.offsets();
     if (shared.block() >= 0 && std::all_of(offsets.begin(), offsets.end(), [](auto offset) { return offset >= 0; })) {
       *head.mutable_shared() = shared;
-      caller_.call(std::move(request), deadline);
-      return;
     }
-    std::vector<std::span<std::byte>> parts;
-    for (std::size_t i = 0; i < shards.size(); ++i) parts.emplace_back(shards[i], shard_bytes_[i]);
-    caller_.call(std::move(request), deadline, {}, parts);
+    const auto receive = [&](const Reply& reply, const Caller::ReadFrame& read) {
+      if (static_cast<std::size_t>(reply.versions_size()) != shards.size()) {
+        throw InvalidArgument(
+            text("versions of ", reply.versions_size(), " shards were sent; there are ", shards.size()));
+      }
+      std::vector<std::span<std::byte>> parts;
+      for (std::size_t i = 0; i < shards.size(); ++i) {
+        const bool known = i < versions.size() && reply.versions(static_cast<int>(i)) == versions[i];
+        if (!head.has_shared() && !known) parts.emplace_back(shards[i], shard_bytes_[i]);
+      }
+      read_bulk(parts, read);
+    };
+    const auto reply = caller_.call(request, deadline, {}, receive);
+    versions.assign(reply.versions().begin(), reply.versions().end());
   }
 
   void fetch_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values,
                   Deadline deadline) {
-    Request request;
+    auto request = request_to_server();
     auto& head = *request.mutable_pull_rows();
     head.set_model(model_);
     head.set_table(table);
@@ -161,7 +208,7 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
       caller_.call(std::move(request), deadline);
       return;
     }
-    const auto sent = std::make_shared<SentRows>(nullptr);
+    const auto sent = std::make_shared<SentCopies>(nullptr);
     Bulk bulk{.parts = {}, .owner = sent};
     sent->add(std::as_bytes(ids), bulk);
     caller_.call(std::move(request), deadline, bulk, {&values, 1});
@@ -197,6 +244,8 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
   const std::int64_t model_;
   const std::string user_;
   const std::vector<std::size_t> shard_bytes_, row_bytes_;
+  const bool second_copies_;
+  const std::vector<bool> bfloat16_shards_, bfloat16_tables_;
   Caller caller_;
   SharedBlocks blocks_{caller_};
 };

@@ -6,10 +6,12 @@
 
 #include "base/text.h"
 #include "grpc_service/answer.h"
+#include "grpc_service/credentials.h"
 #include "grpc_service/frames.h"
 #include "grpc_service/proof.h"
 #include "grpc_service/status.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/version.h"
 #include "transport/socket.h"
 
 namespace lockstep::grpc_service {
@@ -54,6 +56,10 @@ class Service : public grpc::Service {
       if (!is_proof(access_, request.nonce(), request.proof())) {
         throw ClusterError("the caller does not have the token of this job");
       }
+      if (request.version() != version()) {
+        throw ClusterError(text("the caller is of Lockstep \"", request.version(), "\" and this process of ", version(),
+                                ": all processes of a job need the same version"));
+      }
       GrpcStream rest(context, stream);
       grpc_service::answer(services_, state_, rest, request);
       return grpc::Status::OK;
@@ -83,11 +89,11 @@ class GrpcEndpoint final : public parameter_server::Endpoint {
     builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
     builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
     builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
-    builder.AddListeningPort(address, grpc::InsecureServerCredentials(), &port);
+    builder.AddListeningPort(address, server_credentials(access), &port);
     builder.RegisterService(&service_);
     server_ = builder.BuildAndStart();
     if (!server_ || port == 0) throw ClusterError(text("cannot answer calls at ", address, ": is the port in use?"));
-    address_ = transport::with_port(address.substr(0, address.rfind(':')), port);
+    address_ = told_address(transport::with_port(address.substr(0, address.rfind(':')), port), access);
   }
 
   ~GrpcEndpoint() override {
@@ -108,9 +114,10 @@ class GrpcEndpoint final : public parameter_server::Endpoint {
 std::unique_ptr<parameter_server::Endpoint> serve(const std::string& address, const Access& access,
                                                   const Services& services) {
   const auto host = address.substr(0, address.rfind(':'));
-  if (!transport::is_loopback(host) && !access.trusted_network) {
-    throw ClusterError(text("parameter servers would answer at ", address, " without encryption: ",
-                            "other hosts can be reached in a trusted network alone (--trusted-network, or ",
+  if (!transport::is_loopback(host) && access.certificates.empty() && !access.trusted_network) {
+    throw ClusterError(text("parameter servers would answer at ", address, " without encryption: make certificates ",
+                            "for the job (lockstep certs) and name their folder (lockstep run --certs, or ",
+                            kCertificatesVariable, "), or say that the network is trusted (--trusted-network, or ",
                             kTrustedNetworkVariable, "=1)"));
   }
   return std::make_unique<GrpcEndpoint>(address, access, services);

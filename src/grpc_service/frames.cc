@@ -83,4 +83,38 @@ void read_bulk(std::span<const std::span<std::byte>> parts, const std::function<
   }
 }
 
+void BulkWriter::add(std::span<const std::byte> data) {
+  while (!data.empty()) {
+    const auto count = std::min(data.size(), kLargePiece - piece_.size());
+    piece_.insert(piece_.end(), data.begin(), data.begin() + static_cast<std::ptrdiff_t>(count));
+    data = data.subspan(count);
+    if (piece_.size() == kLargePiece) finish();
+  }
+}
+
+void BulkWriter::finish() {
+  if (piece_.empty()) return;
+  const grpc::Slice slice(piece_.data(), piece_.size());
+  piece_.clear();
+  if (!write_({&slice, 1})) throw Aborted("the other end has closed the call");
+}
+
+void BulkReader::fill(std::span<std::byte> data) {
+  while (!data.empty()) {
+    if (slice_ == slices_.size()) {
+      grpc::ByteBuffer frame;
+      slices_.clear();
+      slice_ = 0;
+      if (!read_(frame) || !frame.Dump(&slices_).ok()) throw InvalidArgument("fewer bytes were sent than announced");
+      continue;
+    }
+    const auto& slice = slices_[slice_];
+    const auto count = std::min(data.size(), slice.size() - offset_);
+    if (count > 0) std::memcpy(data.data(), slice.begin() + offset_, count);
+    data = data.subspan(count);
+    offset_ += count;
+    if (offset_ == slice.size()) ++slice_, offset_ = 0;
+  }
+}
+
 }  // namespace lockstep::grpc_service

@@ -30,6 +30,31 @@ bool write_bulk(const Bulk& bulk, const std::function<bool(const grpc::ByteBuffe
 // False where it is none.
 bool parse(const grpc::ByteBuffer& frame, google::protobuf::MessageLite& message);
 
+// Bulk data whose length the receiver does not know beforehand, written and read in any pieces.
+class BulkWriter {
+ public:
+  // Both throw Aborted where write(frame) returns false.
+  explicit BulkWriter(std::function<bool(const grpc::ByteBuffer&)> write) : write_(std::move(write)) {}
+  void add(std::span<const std::byte> data);
+  void finish();  // after the last
+
+ private:
+  const std::function<bool(const grpc::ByteBuffer&)> write_;
+  std::vector<std::byte> piece_;
+};
+class BulkReader {
+ public:
+  explicit BulkReader(std::function<bool(grpc::ByteBuffer&)> read) : read_(std::move(read)) {}
+
+  // Fills `data`. Throws InvalidArgument where there is less.
+  void fill(std::span<std::byte> data);
+
+ private:
+  const std::function<bool(grpc::ByteBuffer&)> read_;
+  std::vector<grpc::Slice> slices_;  // of the last frame
+  std::size_t slice_ = 0, offset_ = 0;
+};
+
 // Copies what read(frame) yields until it returns false. Throws InvalidArgument where it is not as long as `parts`.
 void read_bulk(std::span<const std::span<std::byte>> parts, const std::function<bool(grpc::ByteBuffer&)>& read);
 

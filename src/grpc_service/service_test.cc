@@ -12,6 +12,7 @@
 #include "grpc_service/frames.h"
 #include "grpc_service/messages.pb.h"
 #include "grpc_service/proof.h"
+#include "lockstep/base/version.h"
 #include "parameter_server/coordinator.h"
 #include "parameter_server/served_models.h"
 
@@ -83,6 +84,7 @@ class GrpcService : public testing::Test {
     request.set_nonce(nonce);
     request.set_proof(proof_of(kAccess, nonce));
     request.set_seconds(1);
+    request.set_version(version());
     fill(request);
     return request.SerializeAsString();
   }
@@ -98,7 +100,8 @@ TEST_F(GrpcService, ValuesAndGradientsArriveAsTheyWere) {
   const auto large = counting(kLarge, 1), small = counting(kSmall, 100);
   server->write(std::vector{bytes_of(large), bytes_of(small)}, soon());
   std::vector<float> got_large(kLarge), got_small(kSmall);
-  const auto pull = [&] { server->pull(std::vector{bytes_of(got_large), bytes_of(got_small)}, soon()); };
+  std::vector<std::int64_t> versions;
+  const auto pull = [&] { server->pull(std::vector{bytes_of(got_large), bytes_of(got_small)}, versions, soon()); };
   pull();
   EXPECT_EQ(got_large, large);
   EXPECT_EQ(got_small, small);
@@ -108,6 +111,17 @@ TEST_F(GrpcService, ValuesAndGradientsArriveAsTheyWere) {
   pull();
   EXPECT_EQ(got_large, std::vector<float>(kLarge, 0));
   EXPECT_EQ(got_small, (std::vector<float>{75, 75.75, 76.5}));
+
+  // Only the shard that has changed since is sent.
+  std::fill(got_large.begin(), got_large.end(), 7.F);
+  server->push({.task = {2}, .weight = 1, .gradients = {nullptr, bytes_of(small)}, .learning_rate = 0.25}, soon());
+  pull();
+  EXPECT_EQ(got_large, std::vector<float>(kLarge, 7));
+  EXPECT_EQ(got_small, (std::vector<float>{50, 50.5, 51}));
+  pull();
+  versions.clear();
+  pull();
+  EXPECT_EQ(got_large, std::vector<float>(kLarge, 0));
 }
 
 TEST_F(GrpcService, WhatTheServerRefusesIsTheCallersError) {
@@ -137,6 +151,11 @@ TEST_F(GrpcService, BytesThatAreNoCallAreRefused) {
   };
   expect({}, "does not begin with a request");
   expect({"\xff\xff\xff"}, "does not begin with a request");
+  expect({request([](Request& request) {
+           request.set_version("9.9.9");
+           request.mutable_open()->set_description("a model");
+         })},
+         "the caller is of Lockstep \"9.9.9\" and this process of ");
   expect({""}, "token");
   expect({request([](Request&) {})}, "a kind that this version does not know");
   expect({request([](Request& request) { request.mutable_pull()->set_model(7); })},
@@ -173,6 +192,83 @@ TEST_F(GrpcService, TheChiefNoticesWhoHasGone) {
   while (other->next(0, 0, report, soon()).kind != parameter_server::Assignment::Kind::over) {
   }
   EXPECT_EQ(other->outcome(0, soon()), "outcome");
+}
+
+TEST_F(GrpcService, AServersStateIsTransferred) {
+  const auto server = connect();
+  const std::vector<VariableSpec> variables{{"large", DType::float32, {kLarge}}, {"small", DType::float32, {kSmall}}};
+  ShardStore received(ModelSpec{variables}, place_shards(variables, {}, 1), ServerNumber(), SGD(), UpdateMode());
+  EXPECT_FALSE(server->transfer(1, received, soon()));  // it has no values yet
+  const auto large = counting(kLarge, 1), small = counting(kSmall, 100);
+  server->write(std::vector{bytes_of(large), bytes_of(small)}, soon());
+  const parameter_server::Push push{.task = {0}, .weight = 1, .gradients = {bytes_of(large), bytes_of(small)}};
+  EXPECT_EQ(server->push(push, soon()), 0);
+  EXPECT_TRUE(server->transfer(2, received, soon()));
+  EXPECT_EQ(server->push(push, soon()), 2);
+  std::vector<float> values(kLarge, 1);
+  received.shard(0).read(bytes_of(values));
+  EXPECT_EQ(values, std::vector<float>(kLarge, 0));
+  EXPECT_EQ(received.push(push), 2);
+  EXPECT_EQ(received.shard(1).steps(), 1);
+  expect_says(message_of<InvalidArgument>([&] { server->transfer(1, received, soon()); }), "comes after transfer 2");
+}
+
+TEST_F(GrpcService, SecondCopiesAreShardsOfTheirOwn) {
+  const ServiceEngine::ModelOnServer second{
+      .server = "ps 0", .user = "worker 0", .shard_bytes = {12}, .second_copies = true};
+  const auto connect_second = [&] { return connect_server(second, at(*endpoint_), kAccess); };
+  expect_says(message_of<InvalidArgument>([&] { connect_second()->open("other shards", soon()); }),
+              "this process has no second copies of shards");
+  const auto copies = std::make_shared<ServedModels>(1);
+  const std::vector<VariableSpec> variables{{"small", DType::float32, {3}}};
+  copies->add(0, "other shards",
+              std::make_shared<ShardStore>(ModelSpec{variables}, place_shards(variables, {}, 1), ServerNumber(), SGD(),
+                                           UpdateMode()));
+  endpoint_ = serve("127.0.0.1:0", kAccess, {models_, chief_, copies});
+  const auto values = counting(3, 1);
+  connect_second()->open("other shards", soon());
+  connect_second()->write(std::vector{bytes_of(values)}, soon());
+  std::vector<float> got(3);
+  std::vector<std::int64_t> versions;
+  connect_second()->pull(std::vector{bytes_of(got)}, versions, soon());
+  EXPECT_EQ(got, values);
+  connect()->open("a model", soon());
+}
+
+// 1.0625 has seven bits behind the point, 1.00390625 has eight; float64 is sent as it is.
+TEST_F(GrpcService, GradientsAreSentAsBFloat16WhereThatIsAsked) {
+  const ModelSpec model{.variables = {{"a", DType::float32, {3}}, {"b", DType::float64, {1}}},
+                        .tables = {{.name = "t", .rows = 9, .width = 2, .initializer = "zeros"}}};
+  models_->add(1, "sixteen bits",
+               std::make_shared<ShardStore>(model, place_shards(model.variables, {}, 1), ServerNumber(),
+                                            SGD({.learning_rate = 1}), UpdateMode()));
+  const auto server = connect_server({.server = "ps 0",
+                                      .user = "worker 0",
+                                      .model = 1,
+                                      .shard_bytes = {12, 8},
+                                      .row_bytes = {8},
+                                      .bfloat16 = {.shards = {true, false}, .tables = {true}}},
+                                     at(*endpoint_), kAccess);
+  std::vector<float> a(3), rows(2);
+  double b = 0;
+  auto* const bytes_of_b = reinterpret_cast<std::byte*>(&b);
+  server->write(std::vector<const std::byte*>{bytes_of(a), bytes_of_b}, soon());
+  const std::vector<float> gradient{-1.0625F, -1.00390625F, -3e38F}, of_row{-1.0625F, -1.00390625F};
+  const double of_b = -1.00390625;
+  const std::vector<std::int64_t> ids{4};
+  server->push({.task = {0},
+                .weight = 1,
+                .gradients = {bytes_of(gradient), reinterpret_cast<const std::byte*>(&of_b)},
+                .rows = {{ids, bytes_of(of_row)}}},
+               soon());
+  std::vector<std::int64_t> versions;
+  server->pull(std::vector{bytes_of(a), bytes_of_b}, versions, soon());
+  server->pull_rows(0, ids, std::as_writable_bytes(std::span(rows)), soon());
+  EXPECT_EQ(a[0], 1.0625F);
+  EXPECT_EQ(a[1], 1.0F);  // to even
+  EXPECT_NEAR(a[2], 3e38F, 3e38F / 256);
+  EXPECT_EQ(b, 1.00390625);
+  EXPECT_EQ(rows, (std::vector<float>{1.0625F, 1.0F}));
 }
 
 // The server was started again at another address.

@@ -28,7 +28,7 @@ class SharedBlocks {
 
   // Calls act() until the server knows the blocks that it names: it may have been started again.
   template <class Act>
-  void call(Deadline deadline, const Act& act) {
+  auto call(Deadline deadline, const Act& act) {
     while (true) {
       const auto known = generation();
       try {

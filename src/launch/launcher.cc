@@ -140,6 +140,9 @@ class Attempt {
                   .trusted_network = options.trusted_network,
                   .timeline = !options.timeline.empty(),
                   .token = token_.digits()};
+    if (!options.certificates.empty()) {
+      part.environment[kCertificatesVariable] = std::filesystem::absolute(options.certificates).string();
+    }
     if (hosts_.empty()) {
       part.size = part.count = processes(options).value_or(1);
       return ranks_of(part, token_.path());

@@ -29,6 +29,7 @@ struct LaunchOptions {
   int restarts = 0;
   double grace_seconds = 10;     // from SIGTERM to SIGKILL
   bool trusted_network = false;  // as in Access
+  std::string certificates;      // likewise: a folder, at the same path on all hosts; empty: none
   std::string timeline;          // the file for the timelines of all ranks' groups, of the last run; empty: none
 };
 

@@ -10,6 +10,13 @@ AppliedSteps::AppliedSteps(std::span<const std::int64_t> numbers) {
   for (const auto step : numbers.subspan(1)) add(step);
 }
 
+AppliedSteps AppliedSteps::saved(const SavedSteps& saved) {
+  AppliedSteps steps;
+  steps.complete_ = saved.end;
+  steps.missing_ = saved.end - saved.updates;
+  return steps;
+}
+
 bool AppliedSteps::add(std::int64_t step) {
   if (contains(step)) return false;
   later_.insert(step);
@@ -37,6 +44,17 @@ std::vector<std::int64_t> AppliedSteps::numbers() const {
   std::vector<std::int64_t> numbers{complete_};
   numbers.insert(numbers.end(), later_.begin(), later_.end());
   return numbers;
+}
+
+void AppliedSteps::send(StateWriter& to) const {
+  to.numbers(numbers());
+  to.number(missing_);
+}
+
+AppliedSteps AppliedSteps::received(StateReader& from) {
+  AppliedSteps steps(from.numbers());
+  steps.missing_ = from.number<std::int64_t>();
+  return steps;
 }
 
 }  // namespace lockstep::parameter_server

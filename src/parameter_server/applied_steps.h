@@ -6,7 +6,14 @@
 #include <span>
 #include <vector>
 
+#include "parameter_server/state_stream.h"
+
 namespace lockstep::parameter_server {
+
+// What a checkpoint says of the steps that it has: those below `end`, of which `updates` were applied.
+struct SavedSteps {
+  std::int64_t end = 0, updates = 0;
+};
 
 // A set of step numbers from 0 on. Steps are applied nearly in order, so memory is needed for those alone that came
 // before one that is still missing.
@@ -16,6 +23,8 @@ class AppliedSteps {
 
   // As `numbers` gave them.
   explicit AppliedSteps(std::span<const std::int64_t> numbers);
+
+  static AppliedSteps saved(const SavedSteps& steps);
 
   // False where it is there already.
   bool add(std::int64_t step);
@@ -31,6 +40,9 @@ class AppliedSteps {
 
   // complete(), and the steps after it, ascending.
   std::vector<std::int64_t> numbers() const;
+
+  void send(StateWriter& to) const;
+  static AppliedSteps received(StateReader& from);
 
  private:
   void advance();

@@ -99,9 +99,14 @@ void Client::pull_rows(std::size_t table, std::span<const std::int64_t> ids, std
   });
 }
 
-void Client::pull(std::span<std::byte* const> values, Deadline deadline) const {
+bool Client::pull(std::span<std::byte* const> values, Versions& versions, Deadline deadline) const {
   const auto shards = by_servers(values);
-  on_all([&](ServerConnection& connection, std::size_t server) { connection.pull(shards[server], deadline); });
+  auto now = versions;
+  now.resize(connections_.size());
+  on_all([&](ServerConnection& connection, std::size_t server) {
+    connection.pull(shards[server], now[server], deadline);
+  });
+  return std::exchange(versions, now) != now;
 }
 
 void Client::open(const std::string& description, Deadline deadline) const {
@@ -140,15 +145,16 @@ bool Client::cut(std::int64_t end, Deadline deadline) const {
   return all;
 }
 
-bool Client::save(std::int64_t end, const std::filesystem::path& folder, Archive& main, Deadline deadline) const {
+std::optional<std::int64_t> Client::save(std::int64_t end, const std::filesystem::path& folder, Archive& main,
+                                         Deadline deadline) const {
   const auto file_of = [&](std::size_t server) {
     return folder / checkpoint::name_of_part("ps", static_cast<int>(server), static_cast<int>(connections_.size()));
   };
-  std::atomic<bool> saved = true;
+  std::vector<std::optional<std::int64_t>> updates(connections_.size());
   on_all([&](ServerConnection& connection, std::size_t server) {
-    if (!connection.save(end, file_of(server), deadline)) saved = false;
+    updates[server] = connection.save(end, file_of(server), deadline);
   });
-  if (!saved) return false;
+  if (std::find(updates.begin(), updates.end(), std::nullopt) != updates.end()) return std::nullopt;
   for (std::size_t server = 0; server < connections_.size(); ++server) {
     if (!checkpoint::file_exists(file_of(server))) {
       throw IoError(text("ps ", server, " wrote ", file_of(server).string(), ", which the chief does not see: with ",
@@ -163,13 +169,11 @@ bool Client::save(std::int64_t end, const std::filesystem::path& folder, Archive
     checkpoint::list_rows(main, folder.filename() / file_of(server).filename(), names);
   }
   if (!tables().empty()) list_tables(main, folder.filename(), static_cast<int>(connections_.size()));
-  return true;
+  return *std::max_element(updates.begin(), updates.end());  // a server that was started again may lack some
 }
 
-void Client::restore(const std::string& checkpoint, std::int64_t chief, Deadline deadline) const {
-  for (const bool change : {false, true}) {
-    on_all([&](ServerConnection& server, std::size_t) { server.restore(checkpoint, change, chief, deadline); });
-  }
+void Client::restore(const std::string& checkpoint, bool change, std::int64_t chief, Deadline deadline) const {
+  on_all([&](ServerConnection& server, std::size_t) { server.restore(checkpoint, change, chief, deadline); });
 }
 
 void Client::begin(const Assignment& assignment) {

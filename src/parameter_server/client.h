@@ -41,8 +41,10 @@ class Client {
   // The same for rows of tables, not zeroed, and used again when the last copy has gone. Any thread.
   Memory share_rows(std::size_t bytes, Deadline deadline) const;
 
-  // Values of whole variables, by their numbers: from the servers, and to them.
-  void pull(std::span<std::byte* const> values, Deadline deadline) const;
+  // Values of whole variables, by their numbers: from the servers, and to them. `versions`: what `values` have by an
+  // earlier pull, as ServerConnection's, of each server; empty: nothing. Returns whether any has changed.
+  using Versions = std::vector<std::vector<std::int64_t>>;
+  bool pull(std::span<std::byte* const> values, Versions& versions, Deadline deadline) const;
   void write(std::span<const std::byte* const> values, Deadline deadline) const;
 
   // Rows of a table, by their ids, which are ordered by server_of_row: [ids, width]. Any thread. Throws InvalidArgument
@@ -50,12 +52,13 @@ class Client {
   void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::byte* values, Deadline deadline) const;
 
   // For checkpoints, on all servers, as ServerConnection's. `save` writes a file a server into `folder`, which all
-  // processes must see, and lists them in the main file; false where a server has no cut. Throws IoError.
+  // processes must see, and lists them in the main file. Throws IoError.
   bool cut(std::int64_t end, Deadline deadline) const;
-  bool save(std::int64_t end, const std::filesystem::path& folder, Archive& main, Deadline deadline) const;
+  std::optional<std::int64_t> save(std::int64_t end, const std::filesystem::path& folder, Archive& main,
+                                   Deadline deadline) const;
 
-  // All or nothing, where the files are whole.
-  void restore(const std::string& checkpoint, std::int64_t chief, Deadline deadline) const;
+  // Without `change` only checks that all files are whole, and of this model.
+  void restore(const std::string& checkpoint, bool change, std::int64_t chief, Deadline deadline) const;
 
   // The task whose gradients are pushed next. After `end` none are.
   void begin(const Assignment& assignment);

@@ -159,7 +159,12 @@ void Coordinator::tell_saved(std::int64_t model, std::int64_t end) {
 
 bool Coordinator::knows(std::int64_t model) {
   MutexLock lock(mutex_);
-  return trainings_.contains(model);
+  return trainings_.contains(model) || trained_by_program_.contains(model);
+}
+
+void Coordinator::set_trained_by_program(std::int64_t model) {
+  MutexLock lock(mutex_);
+  trained_by_program_.insert(model);
 }
 
 void Coordinator::begin_steps(std::int64_t call) {
@@ -307,8 +312,13 @@ void Coordinator::join(const Process& process) {
   const bool is_new = joined_.insert(process.name).second;
   if (process.worker >= 0) steps_->set_present(process.worker);
   changed_.notify_all();
-  if (is_new || !process.name.starts_with("ps")) return;
+  if (is_new || replicas_of_shards_ > 1 || !process.name.starts_with("ps")) return;
+  for (const auto model : trained_by_program_) {
+    log_warning(text(process.name, " is back: its shards of model number ", model,
+                     " may lack the updates since the last checkpoint"));
+  }
   for (const auto& [model, training] : trainings_) {
+    if (trained_by_program_.contains(model)) continue;
     log_warning(text(process.name, " is back: its shards of model number ", model, " may lack the updates of ",
                      training.schedule.finished().count() - training.saved, " steps since the last checkpoint"));
   }

@@ -21,11 +21,13 @@ namespace lockstep::parameter_server {
 class Coordinator final : public ChiefService {
  public:
   // `reconnect_seconds`: how long a step may wait while no worker is connected. `chief`: the number of this chief among
-  // those of the job, of which each was started when the one before was lost.
-  Coordinator(int workers, double reconnect_seconds, std::int64_t chief = 1)
+  // those of the job, of which each was started when the one before was lost. `replicas_of_shards`: above 1, a server
+  // that is started again lacks no updates.
+  Coordinator(int workers, double reconnect_seconds, std::int64_t chief = 1, int replicas_of_shards = 1)
       : workers_(workers),
         reconnect_seconds_(reconnect_seconds),
         chief_(chief),
+        replicas_of_shards_(replicas_of_shards),
         steps_(std::make_shared<StepQueue>(workers, reconnect_seconds, chief)) {}
 
   std::int64_t chief() const { return chief_; }
@@ -93,8 +95,9 @@ class Coordinator final : public ChiefService {
   // The model's next step is number `step`. Throws as require_idle.
   void resume(std::int64_t model, const UpdateMode& mode, std::int64_t step);
 
-  // Whether the model has had a fit, or was resumed.
+  // Whether the model has had a fit, was resumed, or is trained by a program's steps.
   bool knows(std::int64_t model);
+  void set_trained_by_program(std::int64_t model);
 
   // Begins call number `call`, in which workers compute what is scheduled in `steps`.
   void begin_steps(std::int64_t call);
@@ -147,6 +150,7 @@ class Coordinator final : public ChiefService {
   const int workers_;
   const double reconnect_seconds_;
   const std::int64_t chief_;
+  const int replicas_of_shards_;
   const std::shared_ptr<StepQueue> steps_;
   mutable Mutex mutex_;
   CondVar changed_;
@@ -156,6 +160,7 @@ class Coordinator final : public ChiefService {
   bool closed_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   std::map<std::int64_t, Training> trainings_ LOCKSTEP_GUARDED_BY(mutex_);  // [model]
   Training* training_ LOCKSTEP_GUARDED_BY(mutex_) = nullptr;                // of the fit; null before the first
+  std::set<std::int64_t> trained_by_program_ LOCKSTEP_GUARDED_BY(mutex_);   // models
   std::optional<double> learning_rate_ LOCKSTEP_GUARDED_BY(mutex_);
   std::map<Task, FinishedStep> parts_ LOCKSTEP_GUARDED_BY(mutex_);           // of steps that have not finished
   std::map<int, std::int64_t> finished_before_ LOCKSTEP_GUARDED_BY(mutex_);  // [worker] when it got its task

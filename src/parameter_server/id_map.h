@@ -42,6 +42,14 @@ class IdMap {
 
   void erase(std::int64_t id);
 
+  // Calls act(id, number) for each.
+  template <class Act>
+  void for_each(const Act& act) const {
+    for (const auto& entry : entries_) {
+      if (entry.used) act(entry.id, entry.number);
+    }
+  }
+
  private:
   struct Entry {
     std::int64_t id = 0;

@@ -29,4 +29,8 @@ Cluster with_roles(Cluster cluster, std::optional<int> servers, bool evaluator);
 // Of a cluster that with_roles returned.
 Roles roles_of(const Cluster& cluster);
 
+// All processes but the chief; and those that use the servers' models.
+inline int others_of(const Roles& roles) { return roles.workers + roles.servers + (roles.evaluator ? 1 : 0); }
+inline int users_of_models(const Roles& roles) { return 1 + others_of(roles) - roles.servers; }
+
 }  // namespace lockstep::parameter_server

@@ -26,7 +26,7 @@ class RowRecords {
     explicit operator bool() const { return at_ != nullptr; }
     std::int64_t& last_update() const { return *reinterpret_cast<std::int64_t*>(at_); }
     std::byte* data() const { return at_ + sizeof(std::int64_t); }  // the values, then the states
-    const std::byte* begin() const { return at_; }
+    std::byte* begin() const { return at_; }
     void copy_of(Record other, std::size_t bytes) const { std::copy_n(other.at_, bytes, at_); }
 
    private:

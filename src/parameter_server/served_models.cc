@@ -28,7 +28,11 @@ void ServedModels::add_restored(std::int64_t model, std::string description, std
                                " of the program, and not of ", "number ", model,
                                ": each model needs a path of its own"));
   }
-  shards->restore(archive, steps_of(archive.main()).end);
+  shards->restore(archive, saved_steps_of(archive.main()));
+  add_written(model, std::move(description), std::move(shards));
+}
+
+void ServedModels::add_written(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards) {
   add(model, std::move(description), std::move(shards));
   set_written(model);
 }
@@ -77,7 +81,13 @@ void ServedModels::open(std::int64_t model, const std::string& user, const std::
   throw InvalidArgument(text("the processes' models differ: the server has ", ours, ", and it is asked for ", theirs));
 }
 
-void ServedModels::push(std::int64_t model, Push push) const { shards_of(model)->push(std::move(push)); }
+std::int64_t ServedModels::push(std::int64_t model, Push push) const { return shards_of(model)->push(std::move(push)); }
+
+std::shared_ptr<ShardStore> ServedModels::find_written(std::int64_t model) const {
+  MutexLock lock(mutex_);
+  const auto found = models_.find(model);
+  return found != models_.end() && found->second.written ? found->second.shards : nullptr;
+}
 
 std::shared_ptr<ShardStore> ServedModels::written_shards_of(std::int64_t model, Deadline deadline) const {
   MutexLock lock(mutex_);
@@ -90,9 +100,11 @@ void ServedModels::pull_rows(std::int64_t model, std::size_t table, std::span<co
   written_shards_of(model, deadline)->table(table).read(ids, values);
 }
 
-void ServedModels::pull(std::int64_t model, std::span<std::byte* const> shards, Deadline deadline) const {
+void ServedModels::pull(std::int64_t model, std::span<std::byte* const> shards, std::vector<std::int64_t>& versions,
+                        Deadline deadline) const {
   const auto store = written_shards_of(model, deadline);
-  for (std::size_t i = 0; i < store->size(); ++i) store->shard(i).read(shards[i]);
+  versions.resize(store->size(), Shard::kNoVersion);
+  for (std::size_t i = 0; i < store->size(); ++i) versions[i] = store->shard(i).read(shards[i], versions[i]);
 }
 
 void ServedModels::write(std::int64_t model, std::span<const std::byte* const> shards) {
@@ -114,24 +126,22 @@ void ServedModels::wait_for(std::int64_t model, Deadline deadline) const {
 }
 
 bool ServedModels::cut(std::int64_t model, std::int64_t end) const {
-  {
-    MutexLock lock(mutex_);
-    if (!find(model).written) return false;
-  }
-  shards_of(model)->cut(end);
-  return true;
+  const auto shards = find_written(model);
+  if (shards != nullptr) shards->cut(end);
+  return shards != nullptr;
 }
 
-bool ServedModels::save(std::int64_t model, std::int64_t end, const std::string& file) const {
+std::optional<std::int64_t> ServedModels::save(std::int64_t model, std::int64_t end, const std::string& file) const {
   return shards_of(model)->save(end, file);
 }
 
-void ServedModels::restore(std::int64_t model, const std::string& checkpoint, bool change, std::int64_t chief) {
+std::int64_t ServedModels::restore(std::int64_t model, const std::string& checkpoint, bool change, std::int64_t chief) {
   checkpoint::ShardedArchive archive(checkpoint);
-  shards_of(model)->restore(archive, steps_of(archive.main()).end, change);
-  if (!change) return;
+  const auto transfer = shards_of(model)->restore(archive, saved_steps_of(archive.main()), change);
+  if (!change) return transfer;
   shards_of(model)->set_chief(chief);
   set_written(model);
+  return transfer;
 }
 
 std::vector<std::size_t> ServedModels::shard_bytes(std::int64_t model) const {

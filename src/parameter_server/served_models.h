@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -25,21 +26,27 @@ class ServedModels {
   void add(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards);
   void drop(std::int64_t model);
 
-  // The same for a model that this server had before it was started again, as a checkpoint has it. Throws as
-  // ShardStore::restore, and InvalidArgument where the checkpoint is of another model of the program.
+  // The same for a model that this server had before it was started again: with the values that the shards have, or,
+  // by the second, with those of a checkpoint. That throws as ShardStore::restore, and InvalidArgument where the
+  // checkpoint is of another model of the program.
+  void add_written(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards);
   void add_restored(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards,
                     const std::string& checkpoint);
 
   // As ServerConnection's; by the process `user`.
   void open(std::int64_t model, const std::string& user, const std::string& description, Deadline deadline);
-  void push(std::int64_t model, Push push) const;
+  std::int64_t push(std::int64_t model, Push push) const;
   bool cut(std::int64_t model, std::int64_t end) const;
-  bool save(std::int64_t model, std::int64_t end, const std::string& file) const;
-  void restore(std::int64_t model, const std::string& checkpoint, bool change, std::int64_t chief);
-  void pull(std::int64_t model, std::span<std::byte* const> shards, Deadline deadline) const;
+  std::optional<std::int64_t> save(std::int64_t model, std::int64_t end, const std::string& file) const;
+  std::int64_t restore(std::int64_t model, const std::string& checkpoint, bool change, std::int64_t chief);
+  void pull(std::int64_t model, std::span<std::byte* const> shards, std::vector<std::int64_t>& versions,
+            Deadline deadline) const;
   void write(std::int64_t model, std::span<const std::byte* const> shards);
   void pull_rows(std::int64_t model, std::size_t table, std::span<const std::int64_t> ids, std::byte* values,
                  Deadline deadline) const;
+
+  // What a transfer begins with; null where there is no such model, or it has no values.
+  std::shared_ptr<ShardStore> find_written(std::int64_t model) const;
 
   // Ends all waits, now and later, with Aborted: the process is ending.
   void close();

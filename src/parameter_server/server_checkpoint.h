@@ -20,8 +20,13 @@ void write_checkpoint(Coordinator& coordinator, const Client& client, const std:
                       const std::function<Archive()>& own_state, const std::function<void()>& write_values,
                       Deadline deadline);
 
-// Where the steps of a checkpoint end; also of one that was made without servers.
+// The same for a model whose steps a program schedules. Throws as StepQueue::end_of_finished.
+SavedSteps write_loop_checkpoint(StepQueue& steps, const Client& client, const std::string& path,
+                                 const std::function<void()>& write_values, Deadline deadline);
+
+// Where the steps of a checkpoint end, and how many updates they made; also of one that was made without servers.
 Coordinator::Finished steps_of(const Archive& main);
+SavedSteps saved_steps_of(const Archive& main);
 
 // Its number among the models of the program; nothing where it was made without servers.
 std::optional<std::int64_t> model_of(const Archive& main);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <map>
 #include <sstream>
-#include <thread>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -12,21 +11,17 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/version.h"
 #include "optimizer/describe.h"
+#include "parameter_server/model_status.h"
+#include "parameter_server/two_copies.h"
 #include "transport/socket.h"
 
 namespace lockstep::parameter_server {
 namespace {
 
-constexpr std::chrono::seconds kToEnd(5), kToRead(5);
+constexpr std::chrono::seconds kToEnd(5);
 constexpr std::chrono::milliseconds kBetweenLooks(200);
-constexpr std::chrono::milliseconds kBetweenReads(100);
 
-// In the store, what is known of a model: nothing, one of these, or the path of its last checkpoint.
-constexpr const char* kWritten = "has first values";
-constexpr const char* kTrained = "is trained";
-constexpr const char* kDropped = "dropped";
 std::string key_of_end(int server) { return text("end of ps ", server); }
-std::string key_of_model(std::int64_t number) { return text("model ", number); }
 std::string key_of_outcome(std::int64_t call) { return text("outcome ", call); }
 
 constexpr std::size_t kLongestStored = 1 << 20;  // bytes of the store's values
@@ -38,9 +33,6 @@ std::string prefix(const Cluster& cluster) {
   MutexLock lock(mutex);
   return text("parameter servers ", made[text(cluster.store, " ", cluster.world.rank)]++, "/");
 }
-
-// All processes but the chief.
-int others_of(const Roles& roles) { return roles.workers + roles.servers + (roles.evaluator ? 1 : 0); }
 
 std::string key_of(Role role, int index) { return text(name_of(role), " ", index); }
 
@@ -63,11 +55,13 @@ Entry parse(const std::string& printed) {
 }
 
 std::string description_of(const ModelSpec& model, const std::vector<ShardPlace>& places, const Optimizer& optimizer,
-                           const UpdateMode& mode) {
+                           const ServerClusterOptions& options) {
   std::ostringstream out;
+  const auto& mode = options.mode;
   out << "Lockstep " << version() << "\n"
       << optimizer::describe(optimizer) << "\n"
-      << "a step of " << mode.parts << " parts, of which " << mode.needed << " are needed\n";
+      << "a step of " << mode.parts << " parts, of which " << mode.needed << " are needed\n"
+      << "replicas of shards " << options.replicas_of_shards << "\n";
   for (const auto& variable : model.variables) {
     out << "variable " << variable.name << " " << lockstep::name_of(variable.dtype) << " [" << join(variable.shape)
         << "]\n";
@@ -107,16 +101,21 @@ ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions option
       }()),
       access_(store_.access()) {
   const auto deadline = Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds));
-  if (roles_.mine == Role::ps) models_ = std::make_shared<ServedModels>(1 + others_of(roles_) - roles_.servers);
+  if (roles_.mine == Role::ps) {
+    server_.emplace(roles_, options_.replicas_of_shards, store_, options_.reconnect_timeout_seconds);
+  }
   if (is_chief()) {
     const auto number = store_.add("chiefs", 1, deadline);
-    coordinator_ = std::make_shared<Coordinator>(roles_.workers, options_.reconnect_timeout_seconds, number);
+    coordinator_ = std::make_shared<Coordinator>(roles_.workers, options_.reconnect_timeout_seconds, number,
+                                                 options_.replicas_of_shards);
   }
   Entry entry{.host = cluster.world.host};
-  if (models_ || coordinator_) {
+  if (server_ || coordinator_) {
     const auto host = cluster::host_of(store_.address(), "the store's address");
     const auto address = transport::address_towards(host, deadline);
-    endpoint_ = engine_.serve(transport::with_port(address, 0), access_, {models_, coordinator_});
+    Services services{.chief = coordinator_};
+    if (server_) services.models = server_->models(), services.second_copies = server_->second_copies();
+    endpoint_ = engine_.serve(transport::with_port(address, 0), access_, services);
     entry.address = endpoint_->address();
   }
   store_.set(key_of(roles_.mine, roles_.index), print(entry), deadline);
@@ -148,7 +147,7 @@ ServerCluster::~ServerCluster() {
     }
   } catch (const Error&) {  // the chief is gone
   }
-  if (models_) models_->close();
+  if (server_) server_->close();
   if (coordinator_) coordinator_->close();
 }
 
@@ -212,80 +211,63 @@ FindAddress ServerCluster::address_of(Role role, int index) const {
 }
 
 std::shared_ptr<Client> ServerCluster::make_model(const ModelSpec& model, const Optimizer& optimizer) {
-  const auto& variables = model.variables;
   for (const auto& table : model.tables) check(table);
   require_shardable(optimizer);  // in all processes, not on servers alone
   const auto number = models_made_++;
-  const auto places = place_shards(variables, options_.partitioner, roles_.servers);
-  const auto description = description_of(model, places, optimizer, options_.mode);
+  const auto places = place_shards(model.variables, options_.partitioner, roles_.servers);
+  const auto description = description_of(model, places, optimizer, options_);
+  const auto connect = [&](int server, bool second_copies) {
+    return connect_server(number, model, places, server, second_copies);
+  };
+  const auto make = [&](int server) {
+    return std::make_shared<ShardStore>(model, places, ServerNumber{server, roles_.servers}, optimizer, options_.mode);
+  };
   std::shared_ptr<void> kept;
   if (is_chief()) kept = keep_for_restarts(number);
-  if (models_) {
-    kept = serve_model(number, description, [&] {
-      return std::make_shared<ShardStore>(model, places, ServerNumber{roles_.index, roles_.servers}, optimizer,
-                                          options_.mode);
-    });
-  }
+  if (server_) kept = server_->serve({number, description, make, connect});
   std::vector<std::shared_ptr<ServerConnection>> connections;
   for (int server = 0; server < roles_.servers; ++server) {
-    ServiceEngine::ModelOnServer on_server{.server = key_of(Role::ps, server),
-                                           .user = key_of(roles_.mine, roles_.index),
-                                           .model = number,
-                                           .shard_bytes = {},
-                                           .reconnect_seconds = options_.reconnect_timeout_seconds};
-    for (const auto& place : places) {
-      if (place.server != server) continue;
-      on_server.shard_bytes.push_back(static_cast<std::size_t>(place.count) * size_of(variables[place.variable].dtype));
-    }
-    for (const auto& table : model.tables) on_server.row_bytes.push_back(table.row_bytes());
-    connections.push_back(engine_.connect_server(on_server, address_of(Role::ps, server), access_));
+    connections.push_back(connect(server, false));
+    if (options_.replicas_of_shards == 1) continue;
+    connections.back() = connect_two_copies(connections.back(), connect(server, true));
   }
   const std::shared_ptr<Client> client(
       new Client(model, places, std::move(connections), number, names_of_states(optimizer)),
       [kept](Client* mine) { delete mine; });
-  if (!models_ && find_in_store(key_of_model(number)) != kDropped) {
+  if (!server_ && find_in_store(key_of_model(number)) != kDropped) {
     client->open(description, Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds)));
   }
   return client;
 }
 
+// To `server`'s shards of a model, or to their second copies.
+std::shared_ptr<ServerConnection> ServerCluster::connect_server(std::int64_t number, const ModelSpec& model,
+                                                                const std::vector<ShardPlace>& places, int server,
+                                                                bool second_copies) const {
+  const int at = second_copies ? second_of(server, roles_.servers) : server;
+  ServiceEngine::ModelOnServer on_server{.server = key_of(Role::ps, at),
+                                         .user = key_of(roles_.mine, roles_.index),
+                                         .model = number,
+                                         .shard_bytes = {},
+                                         .reconnect_seconds = options_.reconnect_timeout_seconds,
+                                         .second_copies = second_copies,
+                                         .bfloat16 = {}};
+  for (const auto& place : places) {
+    if (place.server != server) continue;
+    const auto dtype = model.variables[place.variable].dtype;
+    on_server.shard_bytes.push_back(static_cast<std::size_t>(place.count) * size_of(dtype));
+    if (options_.bfloat16_gradients) on_server.bfloat16.shards.push_back(dtype == DType::float32);
+  }
+  for (const auto& table : model.tables) {
+    on_server.row_bytes.push_back(table.row_bytes());
+    if (options_.bfloat16_gradients) on_server.bfloat16.tables.push_back(table.dtype == DType::float32);
+  }
+  return engine_.connect_server(on_server, address_of(Role::ps, at), access_);
+}
+
 // Empty: it is not there.
 std::string ServerCluster::find_in_store(const std::string& key) const {
   return store_.compare_set(key, "", "", reconnect_deadline());
-}
-
-std::shared_ptr<void> ServerCluster::serve_model(std::int64_t number, const std::string& description,
-                                                 const std::function<std::shared_ptr<ShardStore>()>& make) {
-  const auto known = find_in_store(key_of_model(number));
-  if (known == kDropped) return nullptr;  // the program has gone past it
-  if (known == kTrained) {
-    throw ClusterError(text("ps ", roles_.index,
-                            " was started again, and there is no checkpoint from which to restore ",
-                            "its shards of model number ", number,
-                            ": give fit the callback BackupAndRestore, or ModelCheckpoint without save_weights_only"));
-  }
-  if (known.empty() || known == kWritten) {  // the chief will write its values (again)
-    models_->add(number, description, make());
-  } else {
-    restore_model(number, description, make);
-    log_warning(text("ps ", roles_.index, " was started again: its shards of model number ", number, " are those of ",
-                     "the checkpoint ", known));
-  }
-  return {nullptr, [models = models_, number](void*) { models->drop(number); }};
-}
-
-// The chief may be replacing the checkpoint.
-void ServerCluster::restore_model(std::int64_t number, const std::string& description,
-                                  const std::function<std::shared_ptr<ShardStore>()>& make) {
-  const auto deadline = Deadline::after(kToRead);
-  while (true) {
-    try {
-      return models_->add_restored(number, description, make(), find_in_store(key_of_model(number)));
-    } catch (const IoError&) {
-      if (deadline.passed()) throw;
-    }
-    std::this_thread::sleep_for(kBetweenReads);
-  }
 }
 
 // Until the chief has no use for the model any more.
@@ -303,9 +285,8 @@ bool ServerCluster::tell_training(const Client& model) {
 }
 
 std::optional<std::string> ServerCluster::last_checkpoint(const Client& model) const {
-  auto known = find_in_store(key_of_model(model.model()));
-  if (known.empty() || known == kWritten || known == kTrained || known == kDropped) return std::nullopt;
-  return known;
+  const auto path = find_in_store(key_of_last_checkpoint(model.model()));
+  return path.empty() ? std::nullopt : std::optional(path);
 }
 
 bool ServerCluster::claims_first_values(const Client& model) {
@@ -316,14 +297,15 @@ bool ServerCluster::claims_first_values(const Client& model) {
 }
 
 void ServerCluster::tell_checkpoint(const Client& model, const std::string& path) {
+  store_.set(key_of_last_checkpoint(model.model()), path, reconnect_deadline());
   store_.set(key_of_model(model.model()), path, reconnect_deadline());
 }
 
 void ServerCluster::require_known(const Client& model) const {
   if (!was_trained(model)) return;
   throw ClusterError(
-      "the chief was started again in a training, and there is no checkpoint from which that goes on: give fit the "
-      "callback BackupAndRestore");
+      "the chief was started again in a training, and has restored no checkpoint from which that goes on: give fit the "
+      "callback BackupAndRestore; in a loop with a ClusterCoordinator restore a Checkpoint before steps are scheduled");
 }
 
 bool ServerCluster::was_trained(const Client& model) const {

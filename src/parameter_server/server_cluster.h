@@ -13,14 +13,16 @@
 #include "lockstep/optimizer/optimizer.h"
 #include "parameter_server/client.h"
 #include "parameter_server/coordinator.h"
+#include "parameter_server/model_server.h"
 #include "parameter_server/roles.h"
-#include "parameter_server/served_models.h"
 
 namespace lockstep::parameter_server {
 
 struct ServerClusterOptions {
   Partitioner partitioner = {};
   UpdateMode mode = {};
+  int replicas_of_shards = 1;             // 2: each shard is on two servers
+  bool bfloat16_gradients = false;        // float32 gradients are sent rounded, but in shared memory
   double start_timeout_seconds = 300;     // until all processes have come
   double reconnect_timeout_seconds = 60;  // how long a process that does not answer is called again
 };
@@ -96,10 +98,9 @@ class ServerCluster {
  private:
   FindAddress address_of(Role role, int index) const;
   std::string find_in_store(const std::string& key) const;
-  std::shared_ptr<void> serve_model(std::int64_t number, const std::string& description,
-                                    const std::function<std::shared_ptr<ShardStore>()>& make);
-  void restore_model(std::int64_t number, const std::string& description,
-                     const std::function<std::shared_ptr<ShardStore>()>& make);
+  std::shared_ptr<ServerConnection> connect_server(std::int64_t number, const ModelSpec& model,
+                                                   const std::vector<ShardPlace>& places, int server,
+                                                   bool second_copies) const;
   std::shared_ptr<void> keep_for_restarts(std::int64_t number) const;
   void wait_for_all(Deadline deadline);
   void wait_for_servers(Deadline deadline) const;
@@ -109,7 +110,7 @@ class ServerCluster {
   const ServiceEngine& engine_;
   Store store_;
   Access access_;
-  std::shared_ptr<ServedModels> models_;      // of a server
+  std::optional<ModelServer> server_;         // of a server
   std::shared_ptr<Coordinator> coordinator_;  // of the chief
   std::unique_ptr<Endpoint> endpoint_;        // of both
   std::shared_ptr<ChiefConnection> chief_;

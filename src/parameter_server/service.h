@@ -19,6 +19,7 @@ namespace lockstep::parameter_server {
 
 class ServedModels;
 class SharedBlock;
+class ShardStore;
 
 // A model's shards on one server, as another process reads and updates them. Any thread. Calls are repeated until the
 // deadline where the server cannot be reached; then they throw DeadlineExceeded, which names it.
@@ -33,12 +34,14 @@ class ServerConnection {
   // as on another host. The block must not change while a call runs.
   virtual bool share(std::shared_ptr<SharedBlock> block, Deadline deadline) = 0;
 
-  // Returns when the server has the push. May be repeated. Throws InvalidArgument for one that does not fit.
-  virtual void push(Push push, Deadline deadline) = 0;
+  // Returns when the server has the push: the number of the last transfer of its state before that, 0 for none. May be
+  // repeated. Throws InvalidArgument for one that does not fit.
+  virtual std::int64_t push(Push push, Deadline deadline) = 0;
 
   // Copies the values of the server's shards, in their order, each as a number of whole updates left it. Waits until
-  // they have been written.
-  virtual void pull(std::span<std::byte* const> shards, Deadline deadline) = 0;
+  // they have been written. `versions`: those that `shards` have already, by an earlier call; empty: none. Shards that
+  // have the same on the server are not copied. The call sets them.
+  virtual void pull(std::span<std::byte* const> shards, std::vector<std::int64_t>& versions, Deadline deadline) = 0;
 
   // Copies rows of a table's shard on the server to `values`: one row an id. Waits likewise. Throws InvalidArgument for
   // an id that is out of range.
@@ -49,11 +52,15 @@ class ServerConnection {
   virtual void write(std::span<const std::byte* const> shards, Deadline deadline) = 0;
 
   // As ShardStore's, for checkpoints in files that the server reads and writes itself. `cut` is false where the server
-  // was started again and has no values yet; `save` also where it was started again after the cut. From `restore` on,
-  // pushes of chiefs before number `chief` are ignored.
+  // was started again and has no values yet; `save` is nothing also where it was started again after the cut. From
+  // `restore` on, pushes of chiefs before number `chief` are ignored. It returns what `push` does.
   virtual bool cut(std::int64_t end, Deadline deadline) = 0;
-  virtual bool save(std::int64_t end, const std::string& file, Deadline deadline) = 0;
-  virtual void restore(const std::string& checkpoint, bool change, std::int64_t chief, Deadline deadline) = 0;
+  virtual std::optional<std::int64_t> save(std::int64_t end, const std::string& file, Deadline deadline) = 0;
+  virtual std::int64_t restore(const std::string& checkpoint, bool change, std::int64_t chief, Deadline deadline) = 0;
+
+  // Copies the state of the server's shards to the process's own, while pushes to the server wait. False, and nothing
+  // is copied, where the server has no values. Numbers of transfers ascend.
+  virtual bool transfer(std::int64_t number, ShardStore& to, Deadline deadline) = 0;
 };
 
 inline constexpr std::size_t kLongestOutput = std::size_t{256} << 20;  // bytes that a scheduled step may return
@@ -118,10 +125,12 @@ class ChiefService : public ChiefConnection {
   virtual void leave(const Process& process) = 0;
 };
 
-// What a process answers: a server its models, the chief its schedule.
+// What a process answers: a server its models, and the second copies that it has of another server's; the chief its
+// schedule.
 struct Services {
   std::shared_ptr<ServedModels> models = {};
   std::shared_ptr<ChiefService> chief = {};
+  std::shared_ptr<ServedModels> second_copies = {};
 };
 
 // While it lives, the process answers.
@@ -145,13 +154,18 @@ class ServiceEngine {
 
   // `shard_bytes`: of the model's shards on the server. `row_bytes`: of a row of each of its tables. `server`, `user`:
   // names of the server and of this process. `reconnect_seconds`: how long a server that cannot be reached is called
-  // again, within a call's deadline.
+  // again, within a call's deadline. `second_copies`: of the server's Services. `bfloat16`: gradients of float32 shards
+  // and tables are sent rounded to bfloat16, where they are not in shared memory; which these are.
   struct ModelOnServer {
     std::string server, user;
     std::int64_t model = 0;
     std::vector<std::size_t> shard_bytes;
     std::vector<std::size_t> row_bytes = {};
     double reconnect_seconds = 60;
+    bool second_copies = false;
+    struct {
+      std::vector<bool> shards = {}, tables = {};
+    } bfloat16 = {};
   };
   virtual std::shared_ptr<ServerConnection> connect_server(const ModelOnServer& of, FindAddress address,
                                                            const Access& access) const = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <random>
 #include <utility>
 
 #include "base/text.h"
@@ -28,13 +29,24 @@ std::vector<Memory> initial_state(const Optimizer& optimizer, std::size_t count,
   return state;
 }
 
+// Far from that of any other shard.
+std::int64_t first_version() {
+  static std::random_device random;
+  static Mutex mutex;
+  MutexLock lock(mutex);
+  return 1 + static_cast<std::int64_t>((std::uint64_t{random()} << 32 | random()) >> 2);
+}
+
 }  // namespace
 
 Shard::Shard(Memory values, std::size_t count, DType dtype, Optimizer optimizer)
     : count_(count),
       dtype_(dtype),
       optimizer_(std::move(optimizer)),
-      data_{.values = std::move(values), .state = initial_state(optimizer_, count, dtype), .applied = {}} {
+      data_{.values = std::move(values),
+            .state = initial_state(optimizer_, count, dtype),
+            .applied = {},
+            .version = first_version()} {
   require_shardable(optimizer_);
 }
 
@@ -66,6 +78,7 @@ void Shard::apply(Data& data, std::int64_t step, std::span<const std::byte* cons
   const auto update_step = next_update(optimizer_, data.applied.count(), learning_rate);
   if (!gradients.empty() && dtype_ == DType::float64) update<double>(data, gradients, divide_by, update_step);
   if (!gradients.empty() && dtype_ == DType::float32) update<float>(data, gradients, divide_by, update_step);
+  if (!gradients.empty()) ++data.version;
   data.applied.add(step);
 }
 
@@ -86,18 +99,19 @@ void Shard::close_below(std::int64_t end) {
   data_.applied.close_below(end);
 }
 
-std::int64_t Shard::read(std::byte* values) const {
+std::int64_t Shard::read(std::byte* values, std::int64_t known) const {
   MutexLock lock(mutex_);
-  std::memcpy(values, data_.values.get(), bytes());
-  return data_.applied.count();
+  if (known != data_.version) std::memcpy(values, data_.values.get(), bytes());
+  return data_.version;
 }
 
 void Shard::write(const std::byte* values) {
   MutexLock lock(mutex_);
   std::memcpy(data_.values.get(), values, bytes());
+  ++data_.version;
 }
 
-std::int64_t Shard::version() const {
+std::int64_t Shard::steps() const {
   MutexLock lock(mutex_);
   return data_.applied.count();
 }
@@ -110,7 +124,7 @@ void Shard::cut(std::int64_t end) {
   };
   MutexLock lock(mutex_);
   cut_.reset();  // before there is another copy
-  cut_ = Cut{end, Data{.values = copy(data_.values), .state = {}, .applied = data_.applied}};
+  cut_ = Cut{end, Data{.values = copy(data_.values), .state = {}, .applied = data_.applied, .version = data_.version}};
   for (const auto& memory : data_.state) cut_->data.state.push_back(copy(memory));
 }
 
@@ -123,7 +137,7 @@ std::optional<Shard::State> Shard::take_cut(std::int64_t end) {
   }
   if (!cut) return std::nullopt;
   const auto bytes_of = [this](const Memory& memory) { return std::vector(memory.get(), memory.get() + bytes()); };
-  State state{.values = bytes_of(cut->data.values)};
+  State state{.values = bytes_of(cut->data.values), .updates = cut->data.applied.count()};
   for (const auto& memory : cut->data.state) state.optimizer.push_back(bytes_of(memory));
   return state;
 }
@@ -148,7 +162,26 @@ void Shard::restore(const State& state, std::int64_t end) {
   for (std::size_t i = 0; i < state.optimizer.size(); ++i) {
     std::copy(state.optimizer[i].begin(), state.optimizer[i].end(), data_.state[i].get());
   }
-  data_.applied = AppliedSteps(std::span(&end, 1));
+  data_.applied = AppliedSteps::saved({end, state.updates});
+  ++data_.version;
+}
+
+void Shard::send(StateWriter& to) const {
+  MutexLock lock(mutex_);
+  to.number(static_cast<std::int64_t>(bytes()));
+  to.bytes({data_.values.get(), bytes()});
+  for (const auto& memory : data_.state) to.bytes({memory.get(), bytes()});
+  data_.applied.send(to);
+}
+
+void Shard::receive(StateReader& from) {
+  MutexLock lock(mutex_);
+  cut_.reset();
+  from.expect(static_cast<std::int64_t>(bytes()));
+  from.bytes({data_.values.get(), bytes()});
+  for (const auto& memory : data_.state) from.bytes({memory.get(), bytes()});
+  data_.applied = AppliedSteps::received(from);
+  ++data_.version;
 }
 
 }  // namespace lockstep::parameter_server

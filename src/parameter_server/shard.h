@@ -42,19 +42,23 @@ class Shard {
   // No step below `end` comes any more, but those that have been applied.
   void close_below(std::int64_t end);
 
-  // Copies the values, as some number of whole updates left them, and returns that number.
-  std::int64_t read(std::byte* values) const;
+  // Copies the values, as some number of whole updates left them, unless their version is `known`. Returns their
+  // version, which is new with each change; no other shard has the same, also of a server that is started again. Never
+  // kNoVersion.
+  static constexpr std::int64_t kNoVersion = 0;
+  std::int64_t read(std::byte* values, std::int64_t known = kNoVersion) const;
 
   // Replaces the values. Optimizer state and the steps that were applied stay.
   void write(const std::byte* values);
 
   // How many steps were applied.
-  std::int64_t version() const;
+  std::int64_t steps() const;
 
   // What a checkpoint keeps of it.
   struct State {
     std::vector<std::byte> values;
     std::vector<std::vector<std::byte>> optimizer = {};  // by the rule's states()
+    std::int64_t updates = 0;                            // steps that were applied
   };
 
   // Copies the shard. Until `take_cut`, steps below `end` update the copy too, and later ones do not. Another cut takes
@@ -65,9 +69,14 @@ class Shard {
   // below that of the cut. Nothing where there was no cut.
   std::optional<State> take_cut(std::int64_t end);
 
-  // Replaces everything: the steps below `end` have been applied, and no others. Throws InvalidArgument where the sizes
+  // Replaces everything: no step below `end` comes any more. Throws InvalidArgument where the sizes
   // are others; then nothing has changed.
   void restore(const State& state, std::int64_t end);
+
+  // Everything but a cut, for a shard of the same kind on another server. What `receive` has begun to replace is not
+  // whole if it throws.
+  void send(StateWriter& to) const;
+  void receive(StateReader& from);
 
  private:
   void check(const State& state) const;
@@ -76,6 +85,7 @@ class Shard {
     Memory values;
     std::vector<Memory> state;  // by the rule's states()
     AppliedSteps applied;
+    std::int64_t version = kNoVersion;  // of the values
   };
   struct Cut {
     std::int64_t end = 0;

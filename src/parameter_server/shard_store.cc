@@ -46,15 +46,20 @@ void ShardStore::check(const Push& push) const {
   for (std::size_t i = 0; i < tables_.size(); ++i) check_ids(tables_[i]->table(), push.rows[i].ids);
 }
 
-void ShardStore::push(Push push) {
+std::int64_t ShardStore::push(Push push) {
   check(push);
-  if (push.chief < chief_) return;
+  const std::shared_lock shared(changes_);
+  if (push.chief >= chief_) update(std::move(push));
+  return last_transfer_;
+}
+
+void ShardStore::update(Push push) {
   if (push.finished > 0) {
     for (const auto& shard : shards_) shard->close_below(push.finished);
     for (const auto& table : tables_) table->close_below(push.finished);
   }
   if (mode_.parts == 1) return apply({&push, 1});
-  if (push.memory == nullptr) keep_gradients(push);
+  if (push.memory == nullptr) keep(push, sizes());
   MutexLock lock(mutex_);  // also while it is applied: who gets an answer may read the values of this step
   const auto step = push.task.step;
   const auto* const parts = parts_.add(std::move(push));
@@ -63,25 +68,35 @@ void ShardStore::push(Push push) {
   parts_.complete(step);
 }
 
-// Copies them, for a step that other parts complete later.
-void ShardStore::keep_gradients(Push& push) const {
-  struct Copies {
-    std::vector<std::vector<std::byte>> elements;
-    std::vector<std::vector<std::int64_t>> ids;
-  };
-  const auto copies = std::make_shared<Copies>();
-  const auto copy = [&](const std::byte* from, std::size_t bytes) {
-    return copies->elements.emplace_back(from, from + bytes).data();
-  };
-  for (std::size_t i = 0; i < shards_.size(); ++i) {
-    if (push.gradients[i] != nullptr) push.gradients[i] = copy(push.gradients[i], shards_[i]->bytes());
+PushSizes ShardStore::sizes() const {
+  PushSizes sizes;
+  for (const auto& shard : shards_) sizes.shards.push_back(shard->bytes());
+  for (const auto& table : tables_) sizes.rows.push_back(table->table().row_bytes());
+  return sizes;
+}
+
+void ShardStore::send(std::int64_t transfer, StateWriter& to) {
+  const std::unique_lock alone(changes_);
+  if (transfer < last_transfer_) {
+    throw InvalidArgument(text("transfer ", transfer, " of a server's state comes after transfer ", last_transfer_));
   }
-  for (std::size_t i = 0; i < tables_.size(); ++i) {
-    const auto [ids, values] = push.rows[i];
-    push.rows[i].ids = copies->ids.emplace_back(ids.begin(), ids.end());
-    push.rows[i].values = copy(values, ids.size() * tables_[i]->table().row_bytes());
-  }
-  push.memory = copies;
+  last_transfer_ = transfer;
+  to.number(transfer);
+  to.number(chief_.load());
+  for (const auto& shard : shards_) shard->send(to);
+  for (const auto& table : tables_) table->send(to);
+  MutexLock lock(mutex_);
+  parts_.send(sizes(), to);
+}
+
+void ShardStore::receive(StateReader& from) {
+  const std::unique_lock alone(changes_);
+  last_transfer_ = from.number<std::int64_t>();
+  chief_ = from.number<std::int64_t>();
+  for (const auto& shard : shards_) shard->receive(from);
+  for (const auto& table : tables_) table->receive(from);
+  MutexLock lock(mutex_);
+  parts_.receive(sizes(), from);
 }
 
 void ShardStore::apply(std::span<const Push> parts) {
@@ -119,27 +134,34 @@ void ShardStore::cut(std::int64_t end) {
   for (const auto& table : tables_) table->cut(end);
 }
 
-bool ShardStore::save(std::int64_t end, const std::string& file) {
+std::optional<std::int64_t> ShardStore::save(std::int64_t end, const std::string& file) {
   {
     MutexLock lock(mutex_);
     parts_.complete_below(end);
   }
+  std::int64_t updates = 0;
   Archive archive;
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     auto state = shards_[i]->take_cut(end);
-    if (!state) return false;
+    if (!state) return std::nullopt;
+    updates = std::max(updates, state->updates);
     const auto names = rows_[i].names(states_);
     archive.tensors[names[0]] = {shards_[i]->dtype(), rows_[i].shape, std::move(state->values)};
     for (std::size_t k = 0; k < states_.size(); ++k) {
       archive.tensors[names[1 + k]] = {shards_[i]->dtype(), rows_[i].shape, std::move(state->optimizer[k])};
     }
   }
-  if (!tables_.empty() && !save_tables(tables_, states_, end, tables_file(file))) return false;
+  if (!tables_.empty()) {
+    const auto of_tables = save_tables(tables_, states_, end, tables_file(file));
+    if (!of_tables) return std::nullopt;
+    updates = std::max(updates, *of_tables);
+  }
   write_archive(file, archive);
-  return true;
+  return updates;
 }
 
-void ShardStore::restore(checkpoint::ShardedArchive& archive, std::int64_t end, bool change) {
+std::int64_t ShardStore::restore(checkpoint::ShardedArchive& archive, const SavedSteps& steps, bool change) {
+  const std::unique_lock alone(changes_);
   std::vector<Shard::State> states;
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     const auto& rows = rows_[i];
@@ -151,15 +173,16 @@ void ShardStore::restore(checkpoint::ShardedArchive& archive, std::int64_t end, 
                                  name_of(shards_[i]->dtype()), " [", join(rows.shape), "]"));
     };
     const auto names = rows.tensors(states_);
-    auto& state = states.emplace_back(Shard::State{.values = read(names[0])});
+    auto& state = states.emplace_back(Shard::State{.values = read(names[0]), .updates = steps.updates});
     for (std::size_t k = 0; k < states_.size(); ++k) state.optimizer.push_back(read(names[1 + k]));
   }
-  restore_tables(tables_, states_, server_, archive, end, change);
-  if (!change) return;
-  for (std::size_t i = 0; i < shards_.size(); ++i) shards_[i]->restore(states[i], end);
+  restore_tables(tables_, states_, server_, archive, steps, change);
+  if (!change) return last_transfer_;
+  for (std::size_t i = 0; i < shards_.size(); ++i) shards_[i]->restore(states[i], steps.end);
   MutexLock lock(mutex_);
   parts_ = StepParts(mode_.needed);
-  parts_.complete_below(end);
+  parts_.complete_below(steps.end);
+  return last_transfer_;
 }
 
 }  // namespace lockstep::parameter_server

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <shared_mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -35,28 +36,35 @@ class ShardStore {
 
   // Updates each shard and each table that the step has not updated yet by the push's gradients, divided by its weight.
   // With several parts: once enough have come, by those of all, added in the order of parts and divided by the sum of
-  // their weights. A push may be repeated; one that a chief before the present one asked for is ignored. Throws
-  // InvalidArgument for one that does not fit.
-  void push(Push push);
+  // their weights. A push may be repeated; one that a chief before the present one asked for is ignored. Returns the
+  // number of the last transfer before it. Throws InvalidArgument for one that does not fit.
+  std::int64_t push(Push push);
+
+  // Gives another server its state, while pushes wait: everything but a cut. Transfers of the two copies of shards have
+  // ascending numbers: throws InvalidArgument for one below the last. What `receive` has begun to replace is not whole
+  // if it throws.
+  void send(std::int64_t transfer, StateWriter& to);
+  void receive(StateReader& from);
 
   // A moment that a checkpoint keeps: the steps below `end`, of which some may still be pushed, and no others.
   void cut(std::int64_t end);
 
   // Writes that moment to a file, when those steps have been pushed, or never will be. `end` may be below the cut's.
-  // False, and no file is written, where there was no cut. Throws IoError.
-  bool save(std::int64_t end, const std::string& file);
+  // Returns how many of them were applied; nothing, and no file is written, where there was no cut. Throws IoError.
+  std::optional<std::int64_t> save(std::int64_t end, const std::string& file);
 
-  // Replaces everything by what a checkpoint has after the steps below `end`. Without `change`, only checks that this
+  // Replaces everything by what a checkpoint has after `steps`. Without `change`, only checks that this
   // is possible. Throws as ShardedArchive::rows, and InvalidArgument where something has another dtype or size; then
-  // nothing has changed.
-  void restore(checkpoint::ShardedArchive& archive, std::int64_t end, bool change = true);
+  // nothing has changed. Returns the number of the last transfer before it.
+  std::int64_t restore(checkpoint::ShardedArchive& archive, const SavedSteps& steps, bool change = true);
 
   // From now on pushes of chiefs before this one are ignored.
   void set_chief(std::int64_t chief);
 
  private:
   void check(const Push& push) const;
-  void keep_gradients(Push& push) const;
+  PushSizes sizes() const;
+  void update(Push push);
   void apply(std::span<const Push> parts);
   void apply_to_table(std::size_t number, std::span<const Push> parts, double weight);
 
@@ -66,6 +74,11 @@ class ShardStore {
   std::vector<ShardRows> rows_;            // [shard]
   std::vector<std::unique_ptr<Shard>> shards_;
   std::vector<std::unique_ptr<TableShard>> tables_;
+
+  // Shared by pushes, and held alone by what replaces or copies everything.
+  std::shared_mutex changes_;
+  std::int64_t last_transfer_ = 0;  // guarded by changes_
+
   Mutex mutex_;
   StepParts parts_ LOCKSTEP_GUARDED_BY(mutex_);
   std::atomic<std::int64_t> chief_ = 0;

@@ -111,7 +111,7 @@ TEST(ShardStore, AStepThatReachedSomeServersIsCompletedByAnotherWorker) {
   for (const double value : servers.values()) EXPECT_TRUE(value == -1 || value == -3) << value;
   for (int server = 0; server < 2; ++server) {
     for (std::size_t i = 0; i < servers.store(server).size(); ++i) {
-      EXPECT_EQ(servers.store(server).shard(i).version(), 1);
+      EXPECT_EQ(servers.store(server).shard(i).steps(), 1);
     }
   }
 }
@@ -177,6 +177,69 @@ TEST(ShardStore, PushesThatDoNotFitAreNamed) {
   EXPECT_EQ(servers.values(), Values(kElements));
 }
 
+// The bytes of what `store` sends.
+std::vector<std::byte> sent_by(ShardStore& store, std::int64_t transfer) {
+  std::vector<std::byte> bytes;
+  StateWriter writer([&](std::span<const std::byte> data) { bytes.insert(bytes.end(), data.begin(), data.end()); });
+  store.send(transfer, writer);
+  return bytes;
+}
+
+void receive(ShardStore& store, std::span<const std::byte> bytes) {
+  StateReader reader([&](std::span<std::byte> data) {
+    if (bytes.size() < data.size()) throw DataError("too short");
+    std::copy_n(bytes.begin(), data.size(), data.begin());
+    bytes = bytes.subspan(data.size());
+  });
+  store.receive(reader);
+  EXPECT_TRUE(bytes.empty());
+}
+
+// In the middle of a step of two parts, after a step that was given up and one that another chief gave out.
+TEST(ShardStore, AServerThatReceivesAnothersStateGoesOnAsThatOne) {
+  const UpdateMode mode{.parts = 2, .needed = 2};
+  const Adam adam({.learning_rate = 0.1, .amsgrad = true});
+  const std::vector<TableSpec> tables{
+      {.name = "table", .dtype = DType::float64, .rows = 200, .width = 2, .admit_after = 2}};
+  const auto places = place_shards(kVariables, {}, 1);
+  ShardStore first({kVariables, tables}, places, {}, adam, mode), second({kVariables, tables}, places, {}, adam, mode);
+  const auto push = [&](ShardStore& store, std::int64_t step, int part) {
+    const auto gradient = gradient_of(step, part);
+    const std::vector<std::int64_t> ids{step % 4, 10 + step % 3, 50 + step};
+    const auto* const bytes = reinterpret_cast<const std::byte*>(gradient.data());
+    return store.push({.task = {step, part},
+                       .weight = 1,
+                       .gradients = {bytes, part == 0 ? nullptr : bytes + 12 * sizeof(double)},
+                       .rows = {{ids, bytes}},
+                       .learning_rate = 0.2,
+                       .chief = 2,
+                       .finished = step > 3 ? 3 : 0});
+  };
+  first.set_chief(2);
+  for (const std::int64_t step : {0, 1, 3, 4, 5}) push(first, step, 0), push(first, step, 1);  // 2 never comes
+  EXPECT_EQ(push(first, 6, 0), 0);
+  receive(second, sent_by(first, 7));
+  for (auto* const store : {&first, &second}) {
+    EXPECT_EQ(push(*store, 6, 1), 7);
+    EXPECT_EQ(push(*store, 6, 1), 7);  // again
+    const Values none(kElements, 1e9);
+    const auto* const bytes = reinterpret_cast<const std::byte*>(none.data());
+    for (int part = 0; part < 2; ++part) {  // of a chief that was lost
+      store->push({.task = {7, part}, .weight = 1, .gradients = {bytes, bytes}, .rows = {Rows()}, .chief = 1});
+    }
+    for (std::int64_t step = 8; step < 60; ++step) push(*store, step, 0), push(*store, step, 1);
+  }
+  EXPECT_TRUE(sent_by(first, 8) == sent_by(second, 8));
+  EXPECT_EQ(first.shard(0).steps(), 58);
+  expect_says(message_of<InvalidArgument>([&] { sent_by(first, 7); }), "transfer 7 of a server's state comes after");
+}
+
+TEST(ShardStore, TheStateOfOtherShardsIsRefused) {
+  const SGD sgd;
+  Servers one(1, sgd, {}), two(2, sgd, {});
+  expect_says(message_of<DataError>([&] { receive(two.store(0), sent_by(one.store(0), 1)); }), "is expected");
+}
+
 // Saved by two servers, restored by one, which cuts the variables otherwise.
 TEST(ShardStore, ACheckpointIsRestoredByOtherServersBitForBit) {
   const Adam adam({.learning_rate = 0.1});
@@ -197,9 +260,9 @@ TEST(ShardStore, ACheckpointIsRestoredByOtherServersBitForBit) {
   for (int server = 0; server < 2; ++server) saved.save(server, 3, folder + "/ckpt", main);
   write_archive(folder + "/ckpt", main);
   checkpoint::ShardedArchive archive(folder + "/ckpt");
-  restored.store(0).restore(archive, 3, false);
+  restored.store(0).restore(archive, {3, 3}, false);
   EXPECT_EQ(restored.values(), Values(kElements));
-  restored.store(0).restore(archive, 3);
+  restored.store(0).restore(archive, {3, 3});
   for (auto* const servers : {&saved, &restored}) {
     servers->push({.task = {2}, .weight = 1}, gradient(2));  // they have it
     servers->push({.task = {3}, .weight = 1}, gradient(3));
@@ -211,7 +274,7 @@ TEST(ShardStore, ACheckpointIsRestoredByOtherServersBitForBit) {
   checkpoint::ShardedArchive whole(folder + "/whole");
   EXPECT_EQ(whole.main().tensor("kernel").shape, (std::vector<std::int64_t>{4, 3}));
   Servers third(2, adam, {});
-  for (int server = 0; server < 2; ++server) third.store(server).restore(whole, 3);
+  for (int server = 0; server < 2; ++server) third.store(server).restore(whole, {3, 3});
   third.push({.task = {3}, .weight = 1}, gradient(3));
   EXPECT_EQ(third.values(), saved.values());
 
@@ -227,7 +290,7 @@ TEST(ShardStore, ACheckpointOfAnotherModelChangesNothing) {
     write_archive(folder + "/ckpt", archive);
     expect_says(message_of<Error>([&] {
                   checkpoint::ShardedArchive read(folder + "/ckpt");
-                  servers.store(0).restore(read, 3);
+                  servers.store(0).restore(read, {3, 3});
                 }),
                 part);
     EXPECT_EQ(servers.values(), Values(kElements));

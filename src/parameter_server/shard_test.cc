@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 #include <random>
+#include <set>
 #include <thread>
 
 #include "base/expect_says_testing.h"
@@ -71,7 +72,7 @@ TEST(Shard, MovesAsAPlainLoopWould) {
       EXPECT_NEAR(values_of(shard)[i], expected[i], 1e-14);
     }
   }
-  EXPECT_EQ(shard.version(), 5);
+  EXPECT_EQ(shard.steps(), 5);
 }
 
 TEST(Shard, AStepIsAppliedOnce) {
@@ -81,7 +82,7 @@ TEST(Shard, AStepIsAppliedOnce) {
   EXPECT_TRUE(apply(shard, 3, {}));  // without gradients
   EXPECT_FALSE(apply(shard, 3, {{0.25}}));
   EXPECT_EQ(values_of(shard), Values{0.75});
-  EXPECT_EQ(shard.version(), 2);
+  EXPECT_EQ(shard.steps(), 2);
 }
 
 TEST(Shard, AStepThatThrowsIsNotApplied) {
@@ -113,6 +114,31 @@ TEST(Shard, ThreadsThatPushTheSameStepsApplyEachOnce) {
   }
   EXPECT_EQ(applied, kSteps);
   EXPECT_EQ(values_of(shard), Values(100, kSteps));
+}
+
+TEST(Shard, ValuesThatAReaderHasAreNotCopied) {
+  const SGD sgd({.learning_rate = 1});
+  auto shard = shard_of({0}, sgd);
+  double value = 0;
+  const auto read = [&](std::int64_t known) { return shard.read(reinterpret_cast<std::byte*>(&value), known); };
+  const auto first = read(Shard::kNoVersion);
+  EXPECT_NE(first, Shard::kNoVersion);
+  value = 7;
+  EXPECT_EQ(read(first), first);
+  EXPECT_EQ(value, 7);
+  apply(shard, 0, {});  // moves nothing
+  EXPECT_EQ(read(first), first);
+  apply(shard, 1, {{-2}});
+  const auto second = read(first);
+  EXPECT_NE(second, first);
+  EXPECT_EQ(value, 2);
+  shard.write(reinterpret_cast<const std::byte*>(&value));
+  const auto third = read(second);
+  shard.cut(2);
+  shard.restore(*shard.take_cut(2), 2);
+  const auto fourth = read(third);
+  EXPECT_EQ((std::set{first, second, third, fourth}).size(), 4U);
+  EXPECT_NE(shard_of({0}, sgd).read(reinterpret_cast<std::byte*>(&value)), first);  // as of one that is started again
 }
 
 // A checkpoint of a moment, which steps that had begun reach later than steps that had not.
@@ -155,7 +181,7 @@ TEST(Shard, GoesOnFromASavedStateBitForBit) {
     EXPECT_TRUE(apply(*shard, 3, {{0.1, 0.2}}));
   }
   EXPECT_EQ(values_of(first), values_of(second));
-  EXPECT_EQ(first.version(), second.version());
+  EXPECT_EQ(first.steps(), second.steps());
   expect_says(message_of<InvalidArgument>([&] { second.restore({}, 0); }), "2 x float64 with 2 arrays of state");
 }
 

@@ -24,4 +24,24 @@ void StepParts::complete_below(std::int64_t end) {
   complete_.close_below(end);
 }
 
+void StepParts::send(const PushSizes& sizes, StateWriter& to) const {
+  to.number(incomplete_.size());
+  for (const auto& [step, parts] : incomplete_) {
+    to.number(parts.size());
+    for (const auto& part : parts) parameter_server::send(part, sizes, to);
+  }
+  complete_.send(to);
+}
+
+void StepParts::receive(const PushSizes& sizes, StateReader& from) {
+  incomplete_.clear();
+  for (auto steps = from.number<std::size_t>(); steps > 0; --steps) {
+    for (auto left = from.number<std::size_t>(); left > 0; --left) {
+      auto push = receive_push(sizes, from);
+      incomplete_[push.task.step].push_back(std::move(push));
+    }
+  }
+  complete_ = AppliedSteps::received(from);
+}
+
 }  // namespace lockstep::parameter_server

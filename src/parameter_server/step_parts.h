@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "parameter_server/applied_steps.h"
-#include "parameter_server/push.h"
+#include "parameter_server/kept_push.h"
 
 namespace lockstep::parameter_server {
 
@@ -20,6 +20,10 @@ class StepParts {
 
   // All steps below `end` are complete, whatever parts of them have come.
   void complete_below(std::int64_t end);
+
+  // For a server with the same shards.
+  void send(const PushSizes& sizes, StateWriter& to) const;
+  void receive(const PushSizes& sizes, StateReader& from);
 
  private:
   int needed_;

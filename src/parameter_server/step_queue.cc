@@ -76,6 +76,25 @@ bool StepQueue::done() {
   return pending_.empty();
 }
 
+std::int64_t StepQueue::end_of_finished() {
+  MutexLock lock(mutex_);
+  require_finished();
+  return schedule_.scheduled();
+}
+
+void StepQueue::skip_to(std::int64_t step) {
+  MutexLock lock(mutex_);
+  require_finished();
+  if (step > schedule_.scheduled()) schedule_ = StepSchedule({}, step);
+}
+
+void StepQueue::require_finished() const {
+  if (!pending_.empty()) {
+    throw InvalidArgument(text("a checkpoint of a loop with parameter servers: ", pending_.size(),
+                               " scheduled steps have not finished; call ClusterCoordinator::join before"));
+  }
+}
+
 std::string StepQueue::fetch(const StepResult& result, double timeout) {
   MutexLock lock(mutex_);
   auto waiting = begin_wait(timeout);

@@ -162,8 +162,9 @@ std::filesystem::path tables_file(std::filesystem::path shards_file) {
   return shards_file.replace_filename("tables-" + shards_file.filename().string());
 }
 
-bool save_tables(TableShards tables, const std::vector<std::string>& states, std::int64_t end,
-                 const std::filesystem::path& file) {
+std::optional<std::int64_t> save_tables(TableShards tables, const std::vector<std::string>& states, std::int64_t end,
+                                        const std::filesystem::path& file) {
+  std::int64_t updates = 0;
   std::vector<TableShard::ClosedCut> cuts;
   const std::shared_ptr<void> ends(nullptr, [&](void*) {
     for (std::size_t i = 0; i < cuts.size(); ++i) tables[i]->end_cut(cuts[i]);
@@ -172,8 +173,9 @@ bool save_tables(TableShards tables, const std::vector<std::string>& states, std
   std::map<std::string, std::string> entries;
   for (const auto& table : tables) {
     const auto cut = table->close_cut(end);
-    if (!cut) return false;
+    if (!cut) return std::nullopt;
     cuts.push_back(*cut);
+    updates = std::max(updates, cut->updates);
     add_tensors(*table, *cut, states, tensors);
     entries[rows_of(table->table())] = std::to_string(table->table().rows);
     entries[initial_values_of(table->table())] = describe_initial_values(table->table());
@@ -183,7 +185,7 @@ bool save_tables(TableShards tables, const std::vector<std::string>& states, std
   ArchiveWriter writer(file, entries, infos);
   for (const auto& [name, tensor] : tensors) tensor.write(writer);
   writer.finish();
-  return true;
+  return updates;
 }
 
 void list_tables(Archive& main, const std::string& folder, int servers) {
@@ -192,7 +194,7 @@ void list_tables(Archive& main, const std::string& folder, int servers) {
 }
 
 void restore_tables(TableShards tables, const std::vector<std::string>& states, ServerNumber server,
-                    const checkpoint::ShardedArchive& archive, std::int64_t end, bool change) {
+                    const checkpoint::ShardedArchive& archive, const SavedSteps& steps, bool change) {
   if (tables.empty()) return;
   std::vector<std::unique_ptr<ArchiveReader>> files;
   for (const auto& file : files_for(server, archive)) files.push_back(std::make_unique<ArchiveReader>(file));
@@ -202,7 +204,7 @@ void restore_tables(TableShards tables, const std::vector<std::string>& states, 
     if (!change) continue;
     table->clear();
     for (const auto& reader : readers) reader.give(server, *table);
-    table->begin_at(end);
+    table->begin_at(steps);
   }
 }
 

@@ -25,10 +25,10 @@ using TableShards = std::span<const std::unique_ptr<TableShard>>;
 // The file with a server's rows, beside the file with its shards.
 std::filesystem::path tables_file(std::filesystem::path shards_file);
 
-// Writes what the cuts of the tables have, and ends them. `states`: the names of the optimizer's. False where there was
-// no cut. Throws IoError.
-bool save_tables(TableShards tables, const std::vector<std::string>& states, std::int64_t end,
-                 const std::filesystem::path& file);
+// Writes what the cuts of the tables have, and ends them. `states`: the names of the optimizer's. Returns how many
+// steps were applied; nothing where there was no cut. Throws IoError.
+std::optional<std::int64_t> save_tables(TableShards tables, const std::vector<std::string>& states, std::int64_t end,
+                                        const std::filesystem::path& file);
 
 // Says in a checkpoint's main file where `servers` servers have written theirs: in a folder of rows_folder.
 void list_tables(Archive& main, const std::string& folder, int servers);
@@ -37,6 +37,6 @@ void list_tables(Archive& main, const std::string& folder, int servers);
 // Without `change` it only checks. Throws as ArchiveReader, and InvalidArgument where a table is missing or another
 // one.
 void restore_tables(TableShards tables, const std::vector<std::string>& states, ServerNumber server,
-                    const checkpoint::ShardedArchive& archive, std::int64_t end, bool change);
+                    const checkpoint::ShardedArchive& archive, const SavedSteps& steps, bool change);
 
 }  // namespace lockstep::parameter_server

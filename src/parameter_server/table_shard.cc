@@ -247,7 +247,7 @@ std::optional<TableShard::ClosedCut> TableShard::close_cut(std::int64_t end) {
   if (!cut_) return std::nullopt;
   live_.applied.close_below(end);
   cut_->end = 0;  // for no step any more
-  return ClosedCut{cut_->number, cut_->rows};
+  return ClosedCut{cut_->number, cut_->rows, cut_->changed.applied.count()};
 }
 
 void TableShard::for_each(const ClosedCut& cut, const std::function<void(const StoredRow& row)>& act) const {
@@ -287,9 +287,49 @@ void TableShard::add_row(const StoredRow& row) {
   std::memcpy(record.data(), row.data, table_.row_bytes() * (1 + initial_state_.size()));
 }
 
-void TableShard::begin_at(std::int64_t end) {
+void TableShard::begin_at(const SavedSteps& steps) {
   MutexLock lock(mutex_);
-  live_.applied = AppliedSteps(std::span(&end, 1));
+  live_.applied = AppliedSteps::saved(steps);
+}
+
+void TableShard::send(StateWriter& to) const {
+  MutexLock lock(mutex_);
+  const auto& records = live_.records;
+  to.number(static_cast<std::int64_t>(records.record_bytes()));
+  to.number(records.size());
+  for (std::size_t slot = 0; slot < records.slots(); ++slot) {
+    if (records.id_in(slot) < 0) continue;
+    to.number(records.id_in(slot));
+    to.bytes({records.at(slot).begin(), records.record_bytes()});
+  }
+  live_.applied.send(to);
+  for (const auto* const counts : {&counts_, &old_counts_}) {
+    to.number(counts->size());
+    counts->for_each([&](std::int64_t id, std::uint32_t count) {
+      to.number(id);
+      to.number(count);
+    });
+  }
+  to.number(next_forgetting_);
+}
+
+void TableShard::receive(StateReader& from) {
+  clear();
+  MutexLock lock(mutex_);
+  auto& records = live_.records;
+  from.expect(static_cast<std::int64_t>(records.record_bytes()));
+  for (auto left = from.number<std::size_t>(); left > 0; --left) {
+    const auto record = records.make(from.number<std::int64_t>());
+    from.bytes({record.begin(), records.record_bytes()});
+  }
+  live_.applied = AppliedSteps::received(from);
+  for (auto* const counts : {&counts_, &old_counts_}) {
+    for (auto left = from.number<std::size_t>(); left > 0; --left) {
+      const auto id = from.number<std::int64_t>();
+      counts->insert(id, from.number<std::uint32_t>());
+    }
+  }
+  next_forgetting_ = from.number<std::int64_t>();
 }
 
 }  // namespace lockstep::parameter_server

@@ -54,6 +54,7 @@ class TableShard {
   struct ClosedCut {
     std::int64_t number = 0;
     std::size_t rows = 0;
+    std::int64_t updates = 0;  // steps that were applied
   };
   // No other step below `end` is applied from now on: as Shard::take_cut. Nothing where there was no cut.
   std::optional<ClosedCut> close_cut(std::int64_t end);
@@ -63,10 +64,14 @@ class TableShard {
   void for_each(const ClosedCut& cut, const std::function<void(const StoredRow& row)>& act) const;
   void end_cut(const ClosedCut& cut);
 
-  // Replaces everything: clear(), then add_row for each, in any order, then begin_at(end).
+  // Replaces everything: clear(), then add_row for each, in any order, then begin_at(steps).
   void clear();
   void add_row(const StoredRow& row);
-  void begin_at(std::int64_t end);
+  void begin_at(const SavedSteps& steps);
+
+  // As Shard's.
+  void send(StateWriter& to) const;
+  void receive(StateReader& from);
 
  private:
   using Record = RowRecords::Record;

@@ -245,7 +245,7 @@ TEST(TableShard, ACutHasTheStepsBelowItsEndWhateverComesLater) {
   give(restored, 30);
   restored.clear();
   cut.for_each(closed, [&](const auto& row) { restored.add_row(row); });
-  restored.begin_at(12);
+  restored.begin_at({12, 12});
   cut.cut(12);
   cut.end_cut(closed);  // not the new one
   EXPECT_TRUE(cut.close_cut(12));

@@ -58,11 +58,16 @@ struct ClusterCoordinator::State {
   void begin(std::int64_t call) const {
     for (const auto& path : strategy->paths_of_loops()) {
       const auto& client = *path->servers();
-      servers().require_known(client);
+      if (servers().was_trained(client)) continue;  // the program has to restore a checkpoint
       servers().claims_first_values(client);
       if (servers().tell_training(client)) path->sync().store(strategy->deadline());
+      servers().coordinator().set_trained_by_program(client.model());
     }
     servers().coordinator().begin_steps(call);
+  }
+
+  void require_known() const {
+    for (const auto& path : strategy->paths_of_loops()) servers().require_known(*path->servers());
   }
 
   void work(std::int64_t call) const {
@@ -82,7 +87,7 @@ struct ClusterCoordinator::State {
       const auto step = steps.find(next.function);
       if (step == steps.end()) throw InvalidArgument(text("no step \"", next.function, "\" is defined here"));
       for (const auto& path : paths) {
-        path->sync().fetch(strategy->deadline());
+        path->sync().fetch_changed(strategy->deadline());
         path->servers()->begin(next);
       }
       report.output = print(step->second(parse("a step's arguments", next.arguments)));
@@ -146,6 +151,7 @@ RemoteValue ClusterCoordinator::schedule(const std::string& name, const std::vec
                                names.empty() ? "is none" : "are " + lockstep::join(names)));
   }
   const auto& queue = state_->queue();
+  state_->require_known();
   const double timeout = state_->timeout_seconds();
   return {queue, queue->schedule(name, print(arguments), timeout), timeout};
 }

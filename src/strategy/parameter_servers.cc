@@ -11,10 +11,25 @@ namespace {
 using parameter_server::Role;
 using parameter_server::ServerCluster;
 
+template <class... Allowed>
+[[noreturn]] void fail(const char* name, int value, const Allowed&... allowed) {
+  throw InvalidArgument(text("ParameterServerStrategy: ", name, " is ", value, "; it must be ", allowed...));
+}
+
+int replicas_of_shards(const ParameterServerOptions& options, int servers) {
+  const int replicas = options.replicas_of_shards;
+  if (replicas < 1 || replicas > 2) fail("replicas_of_shards", replicas, "1 or 2");
+  if (replicas > servers) fail("replicas_of_shards", replicas, "1 with one server");
+  return replicas;
+}
+
+bool bfloat16_gradients(const ParameterServerOptions& options) {
+  if (!options.gradient_dtype || *options.gradient_dtype == DType::bfloat16) return options.gradient_dtype.has_value();
+  throw InvalidArgument(text("ParameterServerStrategy: gradient_dtype is ", name_of(*options.gradient_dtype),
+                             "; it must be bfloat16, or not set"));
+}
+
 parameter_server::UpdateMode mode_of(const ParameterServerOptions& options, int workers) {
-  const auto fail = [](const char* name, int value, const auto&... allowed) {
-    throw InvalidArgument(text("ParameterServerStrategy: ", name, " is ", value, "; it must be ", allowed...));
-  };
   if (options.staleness_bound < -1) fail("staleness_bound", options.staleness_bound, "-1 (none) or more");
   if (!options.synchronous) {
     if (options.spare_workers != 0) fail("spare_workers", options.spare_workers, "0 unless synchronous is set");
@@ -44,6 +59,8 @@ strategy::StrategySettings settings_of(ParameterServerOptions options) {
   auto servers = std::make_shared<ServerCluster>(
       cluster, parameter_server::ServerClusterOptions{.partitioner = options.variable_partitioner,
                                                       .mode = mode,
+                                                      .replicas_of_shards = replicas_of_shards(options, roles.servers),
+                                                      .bfloat16_gradients = bfloat16_gradients(options),
                                                       .start_timeout_seconds = options.start_timeout_seconds,
                                                       .reconnect_timeout_seconds = options.reconnect_timeout_seconds});
   const auto place = servers->among_local_workers();

@@ -221,7 +221,7 @@ Trackable ReplicatedOptimizer::trackable() const {
       gradients->updater().restore_learning_rate(set_rate);
     };
   };
-  return {save, load, impl_->parameters().workers()};
+  return {save, load, impl_->parameters().workers(), files_};
 }
 
 }  // namespace lockstep

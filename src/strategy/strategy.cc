@@ -10,6 +10,7 @@
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "strategy/devices.h"
+#include "strategy/loop_checkpoint.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 
@@ -119,8 +120,9 @@ DistributedDataset Strategy::distribute_from_function(
 ReplicatedOptimizer Strategy::optimizer(const Optimizer& optimizer, const ReplicatedModule& module) const {
   auto gradients = impl_->make_gradient_path(optimizer, internal::Unwrap::pointer(module));
   gradients->prepare();
-  if (impl_->servers() != nullptr) impl_->remember_path_of_loop(gradients);
-  return ReplicatedOptimizer(std::move(gradients));
+  if (impl_->servers() == nullptr) return ReplicatedOptimizer(std::move(gradients));
+  impl_->remember_path_of_loop(gradients);
+  return ReplicatedOptimizer(gradients, strategy::files_of_loop(impl_, gradients));
 }
 
 void internal::check_elements(int elements, int replicas) {

@@ -9,6 +9,7 @@
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
+#include "train/evaluate.h"
 #include "train/model_impl.h"
 
 namespace lockstep {
@@ -86,13 +87,13 @@ Tensor rows_of_all(const Communicator& workers, const std::vector<Tensor>& here)
   return all_gather(workers.group(), mine, workers.deadline());
 }
 
-Logs evaluate_here(const Model& model, const Dataset& data, const EvaluateOptions& options) {
+// How many batches, and the logs.
+std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset& data, std::int64_t steps) {
   auto& impl = unwrap(model);
-  impl.fetch();
   const EvaluationMode evaluating(model);
   const at::NoGradGuard no_grad;
   train::Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.workers());
-  const auto batches = for_each_batch(impl.strategy, data, options.steps, [&](PerReplica<internal::Part>& batch) {
+  const auto batches = for_each_batch(impl.strategy, data, steps, [&](PerReplica<internal::Part>& batch) {
     const auto results = impl.strategy.run(
         [&](ReplicaContext& replica, const internal::Part& unread) -> train::StepResult {
           const auto part = unread.read();
@@ -105,12 +106,22 @@ Logs evaluate_here(const Model& model, const Dataset& data, const EvaluateOption
         batch);
     tracker.add_batch(results);
   });
-  const auto logs = tracker.logs();
+  return {batches, tracker.logs()};
+}
+
+Logs evaluate_here(const Model& model, const Dataset& data, const EvaluateOptions& options) {
+  const auto& impl = unwrap(model);
+  impl.fetch();
+  const auto [batches, logs] = evaluate_batches(model, data, options.steps);
   if (options.verbose > 0 && impl.strategy.is_chief()) train::print_line(text(batches, "/", batches), logs);
   return logs;
 }
 
 }  // namespace
+
+Logs train::evaluate_values(const Model& model, const Dataset& data, std::int64_t steps) {
+  return evaluate_batches(model, data, steps).second;
+}
 
 Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
   impl_->require_compiled("evaluate");

@@ -5,6 +5,7 @@
 #include "lockstep/base/error.h"
 #include "strategy/split.h"
 #include "train/fit_options.h"
+#include "train/follow_checkpoints.h"
 #include "train/local_state.h"
 #include "train/model_impl.h"
 #include "train/signal_guard.h"
@@ -87,7 +88,7 @@ class Worker {
     if (!batch) return {.kind = Report::Kind::no_batch, .task = next.task};
     impl_.steps = next.task.step;
     impl_.part_of_step = next.task.part;
-    impl_.fetch();
+    impl_.gradients->sync().fetch_changed(unwrap(impl_.strategy).deadline());
     impl_.gradients->servers()->begin(next);
     impl_.tracker->reset();
     const auto results = impl_.train_batch(*batch, *impl_.tracker);
@@ -127,6 +128,7 @@ std::string follow_chief(Model& model, const Dataset& data, const FitOptions& op
     impl.build_for(data, "fit");
     impl.require_trainable();
     if (works) Worker(model, weighed(data, options), options, call).run(signals);
+    if (servers.roles().mine == parameter_server::Role::evaluator) follow_checkpoints(model, options, call, signals);
   } catch (const Interrupted&) {
     throw;
   } catch (const std::exception& error) {

@@ -211,7 +211,11 @@ void ModelImpl::load_with_servers(const std::string& path) {
   const auto archive = with_own_variables(read_archive(file));
   const auto& client = *gradients->servers();
   servers()->coordinator().require_idle(client.model());
-  load_state(archive, [&] { client.restore(file, servers()->coordinator().chief(), unwrap(strategy).deadline()); });
+  load_state(archive, [&] {
+    for (const bool change : {false, true}) {
+      client.restore(file, change, servers()->coordinator().chief(), unwrap(strategy).deadline());
+    }
+  });
   servers()->coordinator().resume(client.model(), servers()->mode(), parameter_server::steps_of(archive).end);
   servers()->coordinator().forget_buffers();
   servers()->tell_checkpoint(client, file);

@@ -21,7 +21,10 @@ bool read_trust(const Environment& environment) {
 
 Access access_of(const Environment& environment) {
   const char* const path = environment(kTokenFileVariable);
-  return {path == nullptr ? "" : transport::read_token(kTokenFileVariable, path), read_trust(environment)};
+  const char* const certificates = environment(kCertificatesVariable);
+  return {.token = path == nullptr ? "" : transport::read_token(kTokenFileVariable, path),
+          .trusted_network = read_trust(environment),
+          .certificates = certificates == nullptr ? "" : certificates};
 }
 
 Access access_of_environment() {

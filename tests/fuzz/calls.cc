@@ -78,7 +78,8 @@ void fill(FuzzedDataProvider& data, Rows& rows) {
 
 Request structured_request(FuzzedDataProvider& data) {
   Request request;
-  switch (data.ConsumeIntegralInRange(0, 6)) {
+  request.set_second_copies(data.ConsumeIntegralInRange(0, 7) == 0);
+  switch (data.ConsumeIntegralInRange(0, 7)) {
     case 0: {
       auto& push = *request.mutable_push();
       push.mutable_task()->set_step(number(data));
@@ -88,10 +89,14 @@ Request structured_request(FuzzedDataProvider& data) {
       if (data.ConsumeBool()) fill(data, *push.mutable_shared());
       if (data.ConsumeBool()) push.set_learning_rate(data.ConsumeFloatingPoint<double>());
       push.set_finished(number(data));
+      push.set_bfloat16(data.ConsumeBool());
       while (push.rows_size() < 2 || data.ConsumeBool()) fill(data, *push.add_rows());
       break;
     }
-    case 1: fill(data, *request.mutable_pull()->mutable_shared()); break;
+    case 1:
+      if (data.ConsumeBool()) fill(data, *request.mutable_pull()->mutable_shared());
+      while (data.ConsumeBool()) request.mutable_pull()->add_known(number(data));
+      break;
     case 2:
       request.mutable_pull_rows()->set_table(static_cast<std::uint64_t>(number(data)));
       fill(data, *request.mutable_pull_rows()->mutable_rows());
@@ -99,6 +104,7 @@ Request structured_request(FuzzedDataProvider& data) {
     case 3: request.mutable_write()->set_model(0); break;
     case 4: request.mutable_cut()->set_end(number(data)); break;
     case 5: request.mutable_next()->mutable_report()->set_output_bytes(static_cast<std::uint64_t>(number(data))); break;
+    case 6: request.mutable_transfer()->set_number(number(data)); break;
     default: request.ParseFromString(data.ConsumeRandomLengthString(256));
   }
   return request;

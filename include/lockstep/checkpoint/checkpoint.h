@@ -76,6 +76,14 @@ struct Trackable {
   std::function<void(Archive& archive, const std::string& prefix)> save;
   std::function<std::function<void()>(const Archive& archive, const std::string& prefix)> load;
   Communicator ranks = {};  // the processes that have it together
+
+  // What other processes have of it (parameter servers), in files of their own: null where they have nothing. They are
+  // written before `save` is called, and read after `load`.
+  struct Files {
+    std::function<void(const std::string& path)> save;
+    std::function<void(const std::string& path, bool change)> load;  // without `change` it only checks
+  };
+  Files files = {};
 };
 
 // A counter of the loop's own. It must outlive the Checkpoint.
@@ -94,12 +102,13 @@ class Checkpoint {
   void write(const std::string& path) const;
 
   // Throws as read_archive, and InvalidArgument naming what the file lacks or holds in another shape; then nothing
-  // changed.
+  // changed. A checkpoint of a loop with parameter servers can be restored without any, but for rows of tables.
   void restore(const std::string& path);
 
  private:
   friend class CheckpointManager;
   std::string write_next(const std::string& prefix);
+  Archive read(const std::string& path) const;
 
   std::map<std::string, Trackable> objects_;
   Communicator ranks_;

@@ -19,6 +19,10 @@ struct ParameterServerOptions {
 
   Partitioner variable_partitioner = {};  // how variables are cut into shards; empty: each is one
 
+  // 2: each shard, and each row of a table, is on two servers, which make the same updates. A server that is lost and
+  // started again gets everything from the others, so no update is lost. Costs twice the memory and twice the pushes.
+  int replicas_of_shards = 1;
+
   // false: asynchronous. A step is the work of one worker on one batch; its gradients update the variables as they
   // come. true: all workers compute each step together, each on a part of the batch, and the next step begins with its
   // update.
@@ -29,6 +33,10 @@ struct ParameterServerOptions {
   // Asynchronous: how many steps a worker may have finished more than another before it waits; -1: any number (Ho et
   // al., "More effective distributed ML via a stale synchronous parallel parameter server", NIPS 2013).
   int staleness_bound = -1;
+
+  // DType::bfloat16: what float32 gradients are sent as, but to servers on a worker's own host, which read them in
+  // shared memory. Updates are made in float32.
+  std::optional<DType> gradient_dtype = {};
 
   // Where the launcher gives processes no types (mpirun, srun, torchrun): the first rank is the chief, the last
   // `num_ps` serve, or, with an evaluator, the last but one.
@@ -46,16 +54,18 @@ struct ParameterServerOptions {
 //   chief      gives out steps, runs the callbacks, validates, and writes logs and checkpoints;
 //   workers    compute the steps: each of its own batch of the data set, which every worker reads;
 //   servers    (ps) own the variables, in shards, and update them by the model's optimizer;
-//   evaluator  waits.
+//   evaluator  evaluates validation_data with each full checkpoint that the chief writes, and gives the results to the
+//              callbacks' on_test_end.
 // fit and evaluate return the chief's result in all of them; loops of your own train by a ClusterCoordinator.
 // Follows tf.distribute.ParameterServerStrategy.
 //
 // A worker that is lost costs its step, which another one computes again. Servers and the chief that `lockstep run
-// --restarts` starts again go on from the last full checkpoint: give fit the callback BackupAndRestore.
+// --restarts` starts again go on from the last full checkpoint: give fit the callback BackupAndRestore. With
+// `replicas_of_shards = 2` a server needs none.
 class ParameterServerStrategy : public Strategy {
  public:
-  // Waits for all processes. Throws ClusterError without a chief, a worker and a server, and DeadlineExceeded naming
-  // those that have not come.
+  // Waits for all processes. Throws InvalidArgument for an option that is out of range, ClusterError without a chief, a
+  // worker and a server, and DeadlineExceeded naming those that have not come.
   explicit ParameterServerStrategy(ParameterServerOptions options = {});
 
   std::string task_type() const;  // "chief", "worker", "ps" or "evaluator"

@@ -66,7 +66,8 @@ class Mirrored : public ReplicatedModule {
 // thread that calls Strategy::run, between runs.
 class ReplicatedOptimizer {
  public:
-  explicit ReplicatedOptimizer(std::shared_ptr<GradientPath> impl) : impl_(std::move(impl)) {}
+  explicit ReplicatedOptimizer(std::shared_ptr<GradientPath> impl, Trackable::Files files = {})
+      : impl_(std::move(impl)), files_(std::move(files)) {}
 
   // Collective. Backward from `loss`, a scalar: the sum over this replica's examples, scaled where the optimizer is a
   // LossScaleOptimizer. Then apply_gradients. Throws InvalidArgument for a loss that is no scalar with a gradient.
@@ -88,11 +89,14 @@ class ReplicatedOptimizer {
   double loss_scale() const;                  // likewise; 1 without a LossScaleOptimizer
   void set_learning_rate(double rate) const;  // from now on, in place of the optimizer's own
 
+  // The optimizer's state. With parameter servers also their variables, and rows of tables, in files of their own: the
+  // chief saves and restores these, while no step is scheduled.
   Trackable trackable() const;
 
  private:
   friend struct internal::Unwrap;
   std::shared_ptr<GradientPath> impl_;
+  Trackable::Files files_;
 };
 
 }  // namespace lockstep

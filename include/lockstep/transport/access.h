@@ -13,7 +13,8 @@ using Environment = std::function<const char*(const char* name)>;
 //
 // The two ends of each connection prove to each other that they have the token before anything else is said: each sends
 // random numbers, and the HMAC-SHA-256 of both ends' numbers, ranks, group and generation (ISO/IEC 9798-4, mutual).
-// What is sent later is neither encrypted nor signed.
+// What is sent later is neither encrypted nor signed, but between the processes of ParameterServerStrategy with
+// `certificates`.
 struct Access {
   // 32 random bytes that all processes of a job have and nobody else. Empty: none.
   std::string token;
@@ -25,14 +26,19 @@ struct Access {
   // All processes of this user have the token: it keeps other users out on loopback, and does not allow listening at
   // other addresses.
   bool of_this_user = false;
+
+  // A folder that `lockstep certs` has made, and the calls between the processes of ParameterServerStrategy then use
+  // mutual TLS. Empty: none.
+  std::string certificates = {};
 };
 
 inline constexpr const char* kTokenFileVariable = "LOCKSTEP_TOKEN_FILE";
 inline constexpr const char* kTrustedNetworkVariable = "LOCKSTEP_TRUSTED_NETWORK";
+inline constexpr const char* kCertificatesVariable = "LOCKSTEP_CERTS";
 
 // What the environment says: LOCKSTEP_TOKEN_FILE is a file with 64 hexadecimal digits that its owner alone may read
-// (openssl rand -hex 32), LOCKSTEP_TRUSTED_NETWORK is 0 or 1. `lockstep run` sets both. Throws ClusterError naming
-// the variable and the file.
+// (openssl rand -hex 32), LOCKSTEP_TRUSTED_NETWORK is 0 or 1, LOCKSTEP_CERTS is a folder. `lockstep run` sets them.
+// Throws ClusterError naming the variable and the file.
 Access access_of(const Environment& environment);
 
 // The same for this process. Where both are unset, it uses the token in ~/.lockstep/token, which only this user may

@@ -41,10 +41,13 @@ void TensorBoard::on_train_batch_end(std::int64_t, const Logs& logs) {
   for (const auto& [name, value] : logs) writers_->train().scalar("batch_" + name, step, value);
 }
 
+// Also without on_train_begin, in an evaluator.
 void TensorBoard::on_test_end(const Logs& logs) {
+  if (!writers_) writers_ = std::make_shared<Writers>(log_dir_);
   for (const auto& [name, value] : logs) {
     writers_->validation().scalar("evaluation_" + name + "_vs_iterations", model().iterations(), value);
   }
+  writers_->validation().flush();
 }
 
 void TensorBoard::on_epoch_end(int epoch, const Logs& logs) {

@@ -1,0 +1,77 @@
+#include "grpc_service/credentials.h"
+
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::grpc_service {
+namespace {
+
+constexpr const char* kScheme = "tls://";
+
+struct Certificates {
+  std::string authority, certificate, key;  // PEM
+};
+
+std::string read(const std::filesystem::path& file) {
+  std::ifstream in(file);
+  std::ostringstream contents;
+  contents << in.rdbuf();
+  if (in && !contents.str().empty()) return contents.str();
+  throw ClusterError(text(kCertificatesVariable, ": cannot read ", file.string(), " (", std::strerror(errno),
+                          "); `lockstep certs` makes the folder"));
+}
+
+Certificates read_certificates(const std::filesystem::path& folder) {
+  const auto key = folder / "key.pem";
+  struct stat about = {};
+  if (stat(key.c_str(), &about) == 0 && (about.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
+    throw ClusterError(text(kCertificatesVariable, ": others may read ", key.string(), "; chmod 600 it"));
+  }
+  return {read(folder / "ca.pem"), read(folder / "cert.pem"), read(key)};
+}
+
+}  // namespace
+
+std::shared_ptr<grpc::ServerCredentials> server_credentials(const Access& access) {
+  if (access.certificates.empty()) return grpc::InsecureServerCredentials();
+  const auto [authority, certificate, key] = read_certificates(access.certificates);
+  grpc::SslServerCredentialsOptions options(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+  options.pem_root_certs = authority;
+  options.pem_key_cert_pairs.push_back({key, certificate});
+  return grpc::SslServerCredentials(options);
+}
+
+std::shared_ptr<grpc::ChannelCredentials> channel_credentials(const Access& access) {
+  if (access.certificates.empty()) return grpc::InsecureChannelCredentials();
+  const auto [authority, certificate, key] = read_certificates(access.certificates);
+  return grpc::SslCredentials({.pem_root_certs = authority, .pem_private_key = key, .pem_cert_chain = certificate});
+}
+
+std::string told_address(const std::string& address, const Access& access) {
+  return access.certificates.empty() ? address : kScheme + address;
+}
+
+std::string called_address(const std::string& told, const Access& access, const std::string& server) {
+  const bool uses_tls = told.starts_with(kScheme);
+  if (uses_tls == access.certificates.empty()) {
+    throw ClusterError(
+        text(server, uses_tls ? " uses TLS and this process does not" : " does not use TLS, and this process does",
+             ": ", kCertificatesVariable, " must name the job's certificates in all processes or in none"));
+  }
+  return uses_tls ? told.substr(std::strlen(kScheme)) : told;
+}
+
+bool is_refused_certificate(const std::string& message) {
+  return message.find("CERTIFICATE_VERIFY_FAILED") != std::string::npos ||
+         message.find("certificate verify failed") != std::string::npos;
+}
+
+}  // namespace lockstep::grpc_service

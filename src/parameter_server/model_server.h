@@ -1,0 +1,57 @@
+// A server's part of the job's models.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "lockstep/cluster/store.h"
+#include "parameter_server/roles.h"
+#include "parameter_server/served_models.h"
+#include "parameter_server/service.h"
+
+namespace lockstep::parameter_server {
+
+// Which server has the second copies of a server's shards, and whose second copies a server has.
+inline int second_of(int server, int servers) { return (server + 1) % servers; }
+inline int first_of_second(int server, int servers) { return (server + servers - 1) % servers; }
+
+// One thread.
+class ModelServer {
+ public:
+  // `copies`: of each shard, 1 or 2. `timeout_seconds`: of what the store is asked.
+  ModelServer(const Roles& roles, int copies, Store store, double timeout_seconds);
+
+  const std::shared_ptr<ServedModels>& models() const { return models_; }
+  const std::shared_ptr<ServedModels>& second_copies() const { return second_copies_; }  // null with one copy
+
+  struct Model {
+    std::int64_t number = 0;
+    std::string description;
+    std::function<std::shared_ptr<ShardStore>(int server)> make;                               // that server's shards
+    std::function<std::shared_ptr<ServerConnection>(int server, bool second_copies)> connect;  // to a server's copy
+  };
+
+  // Until the result ends, the server has its shards of the model, and the second copies of another server's. If the
+  // server was started again, they are those of the other copy or else of the last checkpoint; throws ClusterError
+  // where there is neither, what a transfer throws, and what a restored checkpoint throws.
+  std::shared_ptr<void> serve(const Model& model);
+
+  // As ServedModels'.
+  void close();
+
+ private:
+  void add(const Model& model, const std::string& status, bool second_copies);
+  bool transfer(const Model& model, ShardStore& to, bool second_copies);
+  void restore(const Model& model, const std::shared_ptr<ShardStore>& shards, ServedModels& models) const;
+  std::string status_of(const Model& model) const;
+  Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(timeout_seconds_)); }
+
+  const Roles roles_;
+  Store store_;
+  const double timeout_seconds_;
+  const std::shared_ptr<ServedModels> models_, second_copies_;
+};
+
+}  // namespace lockstep::parameter_server

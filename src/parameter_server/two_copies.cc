@@ -1,0 +1,80 @@
+#include "parameter_server/two_copies.h"
+
+#include <future>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep::parameter_server {
+namespace {
+
+class TwoCopies final : public ServerConnection {
+ public:
+  TwoCopies(std::shared_ptr<ServerConnection> first, std::shared_ptr<ServerConnection> second)
+      : first_(std::move(first)), second_(std::move(second)) {}
+
+  void open(const std::string& description, Deadline deadline) override {
+    first_->open(description, deadline);
+    second_->open(description, deadline);
+  }
+
+  bool share(std::shared_ptr<SharedBlock> block, Deadline deadline) override {
+    const bool with_first = first_->share(block, deadline);
+    return second_->share(block, deadline) && with_first;
+  }
+
+  std::int64_t push(Push push, Deadline deadline) override {
+    return change([&](ServerConnection& copy) { return copy.push(push, deadline); }, deadline);
+  }
+
+  void pull(std::span<std::byte* const> shards, std::vector<std::int64_t>& versions, Deadline deadline) override {
+    first_->pull(shards, versions, deadline);
+  }
+
+  void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values,
+                 Deadline deadline) override {
+    first_->pull_rows(table, ids, values, deadline);
+  }
+
+  void write(std::span<const std::byte* const> shards, Deadline deadline) override {
+    first_->write(shards, deadline);
+    second_->write(shards, deadline);
+  }
+
+  bool cut(std::int64_t end, Deadline deadline) override { return first_->cut(end, deadline); }
+
+  std::optional<std::int64_t> save(std::int64_t end, const std::string& file, Deadline deadline) override {
+    return first_->save(end, file, deadline);
+  }
+
+  std::int64_t restore(const std::string& checkpoint, bool modify, std::int64_t chief, Deadline deadline) override {
+    return change([&](ServerConnection& copy) { return copy.restore(checkpoint, modify, chief, deadline); }, deadline);
+  }
+
+  bool transfer(std::int64_t number, ShardStore& to, Deadline deadline) override {
+    return first_->transfer(number, to, deadline);
+  }
+
+ private:
+  // Calls act(copy) for both until the last transfer before it was the same one. Then each server that gets its state
+  // from the other later gets the change with it.
+  template <class Act>
+  std::int64_t change(const Act& act, Deadline deadline) const {
+    while (true) {
+      auto second = std::async(std::launch::async, [&] { return act(*second_); });
+      const auto first = act(*first_);
+      if (second.get() == first) return first;
+      if (deadline.passed()) throw DeadlineExceeded("updating both copies of shards", deadline.waited());
+    }
+  }
+
+  const std::shared_ptr<ServerConnection> first_, second_;
+};
+
+}  // namespace
+
+std::shared_ptr<ServerConnection> connect_two_copies(std::shared_ptr<ServerConnection> first,
+                                                     std::shared_ptr<ServerConnection> second) {
+  return std::make_shared<TwoCopies>(std::move(first), std::move(second));
+}
+
+}  // namespace lockstep::parameter_server

@@ -1,0 +1,136 @@
+#include "parameter_server/two_copies.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <thread>
+
+#include "base/expect_says_testing.h"
+#include "lockstep/base/error.h"
+#include "parameter_server/shard_store.h"
+
+namespace lockstep::parameter_server {
+namespace {
+
+const std::vector<VariableSpec> kVariables{{"v", DType::float64, {1}}};
+
+std::unique_ptr<ShardStore> make_store() {
+  return std::make_unique<ShardStore>(ModelSpec{kVariables}, place_shards(kVariables, {}, 1), ServerNumber(),
+                                      SGD({.learning_rate = 1}), UpdateMode());
+}
+
+// A server in this process, to which something may happen before or after it takes a push.
+class Server final : public ServerConnection {
+ public:
+  std::unique_ptr<ShardStore> store = make_store();
+  std::function<void()> before, after;
+  int pushes = 0;
+
+  double value() const {
+    double value = 0;
+    store->shard(0).read(reinterpret_cast<std::byte*>(&value));
+    return value;
+  }
+
+  // It is started again, and gets its state from the other server.
+  void restart(Server& other, std::int64_t transfer) {
+    std::vector<std::byte> bytes;
+    StateWriter writer([&](std::span<const std::byte> data) { bytes.insert(bytes.end(), data.begin(), data.end()); });
+    other.store->send(transfer, writer);
+    store = make_store();
+    std::size_t at = 0;
+    StateReader reader([&](std::span<std::byte> data) {
+      std::copy_n(bytes.begin() + static_cast<std::ptrdiff_t>(at), data.size(), data.begin());
+      at += data.size();
+    });
+    store->receive(reader);
+  }
+
+  std::int64_t push(Push push, Deadline) override {
+    ++pushes;
+    if (auto act = std::exchange(before, {})) act();
+    const auto transfer = store->push(push);
+    if (auto act = std::exchange(after, {})) act();
+    return transfer;
+  }
+  void open(const std::string&, Deadline) override {}
+  bool share(std::shared_ptr<SharedBlock>, Deadline) override { return true; }
+  void pull(std::span<std::byte* const> shards, std::vector<std::int64_t>&, Deadline) override {
+    store->shard(0).read(shards[0]);
+  }
+  void pull_rows(std::size_t, std::span<const std::int64_t>, std::span<std::byte>, Deadline) override {}
+  void write(std::span<const std::byte* const> shards, Deadline) override { store->shard(0).write(shards[0]); }
+  bool cut(std::int64_t, Deadline) override { return true; }
+  std::optional<std::int64_t> save(std::int64_t, const std::string&, Deadline) override { return 0; }
+  std::int64_t restore(const std::string&, bool, std::int64_t, Deadline) override { return 0; }
+  bool transfer(std::int64_t, ShardStore&, Deadline) override { return false; }
+};
+
+class TwoCopies : public testing::Test {
+ protected:
+  void push(std::int64_t step) {
+    const double gradient = -1;
+    copies_->push(
+        {.task = {step}, .weight = 1, .gradients = {reinterpret_cast<const std::byte*>(&gradient)}, .rows = {}},
+        Deadline::after(std::chrono::seconds(10)));
+  }
+  void expect(double value) const {
+    EXPECT_EQ(first_->value(), value);
+    EXPECT_EQ(second_->value(), value);
+  }
+
+  const std::shared_ptr<Server> first_ = std::make_shared<Server>(), second_ = std::make_shared<Server>();
+  const std::shared_ptr<ServerConnection> copies_ = connect_two_copies(first_, second_);
+};
+
+TEST_F(TwoCopies, BothMakeEachUpdateOnce) {
+  for (int step = 0; step < 3; ++step) push(step), push(step);
+  expect(3);
+  EXPECT_EQ(first_->pushes, 6);
+}
+
+// One acknowledges a push, is lost, and gets its state from the other before that one has the push.
+TEST_F(TwoCopies, AnUpdateThatTheLostServerAloneHadIsRepeated) {
+  for (auto [lost, other] : {std::pair(first_, second_), std::pair(second_, first_)}) {
+    const auto before = lost->value();
+    std::atomic<bool> acknowledged = false;
+    lost->after = [&] { acknowledged = true; };
+    const auto number = static_cast<std::int64_t>(before) + 1;
+    other->before = [&, lost = lost, other = other] {
+      while (!acknowledged) std::this_thread::yield();
+      lost->restart(*other, number);
+      EXPECT_EQ(lost->value(), before);
+    };
+    push(number);
+    expect(before + 1);
+    push(number + 10);
+    push(number + 20);
+    expect(before + 3);
+    EXPECT_EQ(first_->pushes, second_->pushes);
+  }
+}
+
+// The transfer has the update.
+TEST_F(TwoCopies, AnUpdateThatBothHadIsNotMadeTwice) {
+  push(0);
+  second_->restart(*first_, 1);
+  expect(1);
+  push(0);
+  push(1);
+  expect(2);
+}
+
+TEST_F(TwoCopies, CopiesThatNeverAgreeEndAtTheDeadline) {
+  second_->restart(*first_, 1);
+  first_->store = make_store();
+  const double gradient = -1;
+  expect_says(message_of<DeadlineExceeded>([&] {
+                copies_->push({.task = {0}, .weight = 1, .gradients = {reinterpret_cast<const std::byte*>(&gradient)}},
+                              Deadline::after(std::chrono::milliseconds(50)));
+              }),
+              "updating both copies of shards");
+}
+
+}  // namespace
+}  // namespace lockstep::parameter_server

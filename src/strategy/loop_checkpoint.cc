@@ -1,0 +1,58 @@
+#include "strategy/loop_checkpoint.h"
+
+#include "checkpoint/files.h"
+#include "checkpoint/sharded_archive.h"
+#include "lockstep/base/error.h"
+#include "parameter_server/server_checkpoint.h"
+#include "parameter_server/server_cluster.h"
+
+namespace lockstep::strategy {
+namespace {
+
+parameter_server::ServerCluster& servers_of_chief(const StrategyImpl& strategy) {
+  if (strategy.is_chief()) return *strategy.servers();
+  throw InvalidArgument(
+      "with parameter servers the chief alone saves and restores a Checkpoint: call it in ClusterCoordinator::run, or "
+      "where the strategy's is_chief() is true");
+}
+
+// So that the module's trackable has them too.
+void pull(const StrategyImpl& strategy, GradientPath& gradients, const parameter_server::SavedSteps& steps) {
+  gradients.sync().fetch(strategy.deadline());
+  gradients.updater().set_iterations(steps.updates);
+}
+
+void save(const StrategyImpl& strategy, GradientPath& gradients, const std::string& path) {
+  auto& servers = servers_of_chief(strategy);
+  const auto& model = *gradients.servers();
+  servers.require_known(model);
+  const auto steps = parameter_server::write_loop_checkpoint(
+      *servers.coordinator().steps(), model, path, [&] { gradients.sync().store(strategy.deadline()); },
+      strategy.deadline());
+  servers.tell_checkpoint(model, checkpoint::absolute_path(checkpoint_file(path)).string());
+  pull(strategy, gradients, steps);
+}
+
+void load(const StrategyImpl& strategy, GradientPath& gradients, const std::string& path, bool change) {
+  auto& servers = servers_of_chief(strategy);
+  auto& coordinator = servers.coordinator();
+  const auto& model = *gradients.servers();
+  const auto file = checkpoint::absolute_path(checkpoint_file(path)).string();
+  const auto steps = parameter_server::saved_steps_of(read_archive(file));
+  coordinator.steps()->end_of_finished();  // checks
+  model.restore(file, change, coordinator.chief(), strategy.deadline());
+  if (!change) return;
+  coordinator.steps()->skip_to(steps.end);
+  coordinator.set_trained_by_program(model.model());
+  servers.tell_checkpoint(model, file);
+  pull(strategy, gradients, steps);
+}
+
+}  // namespace
+
+Trackable::Files files_of_loop(std::shared_ptr<StrategyImpl> strategy, std::shared_ptr<GradientPath> gradients) {
+  return {[=](const std::string& path) { save(*strategy, *gradients, path); },
+          [=](const std::string& path, bool change) { load(*strategy, *gradients, path, change); }};
+}
+
+}  // namespace lockstep::strategy
