@@ -25,8 +25,8 @@ const ServiceEngine* load() {
   using Function = const ServiceEngine* (*)();
   const auto function = handle == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(handle, kFunction));
   if (function != nullptr) return function();
-  throw ClusterError(text("parameter servers need ", kLibrary, ", which is built where gRPC is installed (",
-                          "libgrpc++-dev, protobuf-compiler-grpc): ", dlerror()));
+  throw ClusterError(
+      text("parameter servers need ", kLibrary, ", which a build with -DLOCKSTEP_GRPC=ON has: ", dlerror()));
 }
 
 }  // namespace
