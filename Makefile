@@ -1,5 +1,5 @@
 # The two commands of the README, and what continuous integration adds. Everything else is CMake: see CMakePresets.json.
-.PHONY: train test lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers bench-ps clean
+.PHONY: train test lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers bench-ps faults clean
 
 BUILD = cmake --build --preset
 
@@ -32,6 +32,13 @@ fuzz:
 	tools/bootstrap --lint
 	cmake --preset fuzz && $(BUILD) fuzz && ctest --preset fuzz
 
+# A hundred seeded rounds of random faults each, of collectives and of parameter servers: about half an hour.
+faults: build/release/build.ninja
+	tools/bootstrap --test
+	$(BUILD) release
+	LOCKSTEP_FAULT_ROUNDS=100 build/release/tests/processes/faults_test --gtest_filter='RandomFaults.*'
+	LOCKSTEP_FAULT_ROUNDS=100 build/release/tests/parameter_server_faults_test --gtest_filter='*RandomFaults*'
+
 # The libraries that benchmarks compare with, each in an environment of its own under .peers/.
 bench-peers: .peers/tensorflow/done .peers/pytorch/done
 
@@ -57,10 +64,11 @@ bench-workers: build/release/build.ninja bench-peers
 	$(BUILD) release --target lockstep_cli train_step
 	python3 benchmarks/bench_workers.py
 
-# Training with parameter servers, ours and TensorFlow's, in turns, and what calls to a server carry.
+# Training with parameter servers, ours and TensorFlow's, in turns, what calls to a server carry, and how soon a killed server is back.
 bench-ps: build/release/build.ninja bench-peers
-	$(BUILD) release --target lockstep_grpc train_step click_step server_calls
+	$(BUILD) release --target lockstep_grpc lockstep_cli train_step click_step server_calls
 	python3 benchmarks/bench_ps.py
+	python3 benchmarks/server_return.py
 
 .peers/mpi/all_reduce: benchmarks/peers/mpi_all_reduce.cc
 	tools/bootstrap --bench

@@ -39,8 +39,12 @@ def ours():
     return cluster((str(BUILD / "train_step"), "--parameter-servers"), 26511)
 
 
-def clicks(rows, worker_by=()):
-    return cluster((str(BUILD / "click_step"), "--rows", str(rows)), 26531, worker_by)
+def clicks(rows, worker_by=(), batch=512):
+    return cluster((str(BUILD / "click_step"), "--rows", str(rows), "--batch", str(batch)), 26531, worker_by)
+
+
+def mirrored():
+    return Program(((str(BUILD / "train_step"), "--replicas", str(WORKERS)),))
 
 
 def calls(size, certificates):
@@ -55,6 +59,10 @@ def steps_a_byte(result):
     return 1 / result["loopback_bytes_per_step"]
 
 
+def bytes_a_step(result):
+    return result["loopback_bytes_per_step"]
+
+
 def carried(what):
     return lambda result: result[f"{what}_bytes_per_s"]
 
@@ -63,6 +71,7 @@ def rows(certificates):
     for optimizer in ("adam", "keras-adam"):
         yield rounds.Row("seed CNN, asynchronous, 2 workers, 1 server", f"TensorFlow, {optimizer}", ours(),
                          tensorflow("tensorflow_ps.py", "--optimizer", optimizer, port=26521), 3, samples, samples)
+    yield rounds.Row("seed CNN, asynchronous, 2 workers, 1 server", "Mirrored, 2 replicas", ours(), mirrored(), 0, samples, samples)
     for optimizer, target in (("adagrad", 1.5), ("keras-adagrad", 10)):
         yield rounds.Row(f"click model, table of {ROWS:,} x 32, asynchronous", f"TensorFlow, {optimizer}", clicks(ROWS),
                          tensorflow("tensorflow_click.py", "--optimizer", optimizer, "--rows", str(ROWS), port=26541), target, samples, samples)
@@ -71,6 +80,8 @@ def rows(certificates):
         against = f"one of {SIZES[0]:,} x 32"
         yield rounds.Row(work, against, clicks(size), clicks(SIZES[0]), 0.8, samples, samples)
         yield rounds.Row(f"{work}, steps a byte, sent", against, clicks(size, APART), clicks(SIZES[0], APART), 0.8, steps_a_byte, steps_a_byte)
+    yield rounds.Row("click model, 4 times the examples a step: bytes, sent", "one batch of 512", clicks(ROWS, APART, 2048), clicks(ROWS, APART), 0,
+                     bytes_a_step, bytes_a_step)
     for mib in (64, 1.33):
         program = calls(int(mib * (1 << 20)), certificates)
         yield rounds.Row(f"push and pull of {mib} MiB, sent", "a raw socket", program, program, 0.5, carried("sent"), carried("raw"))

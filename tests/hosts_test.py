@@ -223,8 +223,8 @@ class OverHosts(unittest.TestCase):
         finally:
             job.kill()
         self.assertEqual(job.returncode, 0, output)
-        # Each step's numbers were added once: the sums of the odd and of the even ones up to 100, and the steps, in each of 20 epochs.
-        self.assertIn("[0] steps 1000, sums 51000 52000, bias 1000\n", output)
+        # On each shard, each of the 50 batches has made one update in each of 20 epochs.
+        self.assertIn("[0] steps 1000, updates by a batch 20 to 20, of a shard 1000 1000\n", output)
         self.expect_nothing_left(SERVERS)
 
     def test_what_ssh_cannot_reach_is_named(self):

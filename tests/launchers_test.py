@@ -163,7 +163,7 @@ class Launchers(unittest.TestCase):
 
     @unittest.skipUnless(SERVERS, "built without gRPC")
     def test_parameter_servers_by_each(self):
-        trained = "steps 100, sums 5100 5200, bias 100\n"  # each step's numbers once, in each of 2 epochs
+        trained = "steps 100, updates by a batch 2 to 2, of a shard 100 100\n"
         with Slurm(self.folder) as slurm:
             launchers = (["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "4"], ["mpirun.mpich", "-np", "4"], self.torchrun(4),
                          ["srun", "-n", "4", "--overcommit"])

@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
+#include <memory>
 #include <string>
+#include <thread>
 
 namespace {
 
@@ -17,6 +19,18 @@ int number(const char* name) {
   const char* const value = std::getenv(name);
   return value == nullptr ? 0 : std::atoi(value);
 }
+
+// SGD whose updates of a shard take UPDATE_MS.
+struct SlowSGD final : lockstep::SpanRule<SlowSGD> {
+  std::string name() const override { return "slow_sgd"; }
+  std::vector<lockstep::StateSpec> states() const override { return {}; }
+  template <class T>
+  void apply(const lockstep::UpdateStep& step, std::span<T> value, std::span<const T> gradient,
+             std::span<T* const>) const {
+    usleep(static_cast<unsigned>(number("UPDATE_MS")) * 1000);
+    for (std::size_t i = 0; i < value.size(); ++i) value[i] -= T(step.learning_rate) * gradient[i];
+  }
+};
 
 // Steps that the chief schedules: each adds its number. With BACKUP the loop saves a checkpoint after every 20.
 void run_steps(const lockstep::ParameterServerStrategy& strategy, int steps, int work) {
@@ -65,10 +79,10 @@ void run_steps(const lockstep::ParameterServerStrategy& strategy, int steps, int
 }  // namespace
 
 // Arguments: epochs, milliseconds of work in a step, and a worker and the step of its own in which it gets a signal,
-// unless it was started again. The environment's BACKUP: a folder for checkpoints, one every 20 steps.
-// NUM_PS: servers, where the launcher does not tell. COPIES: of each shard. SYNCHRONOUS: workers
-// compute steps together. COORDINATOR: the steps are scheduled by a
-// ClusterCoordinator instead.
+// unless it was started again. The environment's BACKUP: a folder for checkpoints, one every 20 steps. COPIES: of each
+// shard. SYNCHRONOUS: workers compute steps together. COORDINATOR: the steps are scheduled by a ClusterCoordinator
+// instead. NUM_PS: servers, where the launcher does not tell. UPDATE_MS: how long the update of a shard takes.
+// SIGNAL_AFTER_MS: the signal comes so long after the forward pass.
 int main(int argc, char** argv) {
   const int epochs = std::atoi(argv[1]), work = std::atoi(argv[2]);
   const int victim = argc > 3 ? std::atoi(argv[3]) : -1, at = argc > 4 ? std::atoi(argv[4]) : 0;
@@ -88,17 +102,26 @@ int main(int argc, char** argv) {
     const bool is_victim =
         strategy.task_type() == "worker" && strategy.task_index() == victim && number("LOCKSTEP_RESTART") == 0;
     int steps = 0;
-    // SGD adds up the rates times the x: the gradient of -w x is -x.
+    std::jthread signaller;
+    // Batch i is the unit vector e_i, and the gradient of -(W e_i + b) is -1 at column i of W and in b: so each row of
+    // W, which is a shard, counts how often it was updated by each batch, and b how often in all.
     const auto loss = [&](const at::Tensor&, const at::Tensor& out) {
       usleep(static_cast<unsigned>(work) * 1000);
-      if (++steps == at && is_victim) raise(signal);
-      return -out;
+      if (++steps == at && is_victim) {
+        signaller = std::jthread([signal] {
+          usleep(static_cast<unsigned>(number("SIGNAL_AFTER_MS")) * 1000);
+          raise(signal);
+        });
+        if (number("SIGNAL_AFTER_MS") == 0) signaller.join();
+      }
+      return -out.sum(1);
     };
-    const auto x = at::arange(1, 101, at::kDouble).view({50, 2});
-    const auto data = lockstep::Dataset::from_tensor_slices(x, at::zeros({50, 1}, at::kDouble)).batch(1);
+    const auto data =
+        lockstep::Dataset::from_tensor_slices(at::eye(50, at::kDouble), at::zeros({50, 1}, at::kDouble)).batch(1);
     const auto scope = strategy.scope();
-    lockstep::Sequential model({lockstep::Dense(1, {.kernel_initializer = "zeros"})});
-    model.compile({.optimizer = lockstep::SGD({.learning_rate = 1}), .loss = lockstep::Loss("minus", loss)});
+    lockstep::Sequential model({lockstep::Dense(2, {.kernel_initializer = "zeros"})});
+    const lockstep::Optimizer optimizer(std::make_shared<SlowSGD>(), {.learning_rate = 1});
+    model.compile({.optimizer = optimizer, .loss = lockstep::Loss("minus", loss)});
     std::vector<lockstep::AnyCallback> callbacks{
         lockstep::LambdaCallback({.on_train_batch_end = [&](std::int64_t batch, const lockstep::Logs&) {
           if (batch == 0) std::cout << "trains" << std::endl;
@@ -108,10 +131,14 @@ int main(int argc, char** argv) {
     }
     model.fit(data, {.epochs = epochs, .verbose = 0, .callbacks = callbacks});
     if (!strategy.is_chief()) return 0;
-    const auto weights = model.predict(lockstep::Dataset::from_tensor_slices(at::eye(2, at::kDouble)).batch(2));
-    const auto bias = model.predict(lockstep::Dataset::from_tensor_slices(at::zeros({1, 2}, at::kDouble)).batch(1));
-    std::cout << "steps " << model.iterations() << ", sums " << weights[0].item<double>() << " "
-              << weights[1].item<double>() << ", bias " << bias.item<double>() << std::endl;
+    const auto outputs = [&](const at::Tensor& x) {
+      return model.predict(lockstep::Dataset::from_tensor_slices(x).batch(1));
+    };
+    const auto bias = outputs(at::zeros({1, 50}, at::kDouble));
+    const auto counts = outputs(at::eye(50, at::kDouble)) - bias;
+    std::cout << "steps " << model.iterations() << ", updates by a batch " << counts.min().item<double>() << " to "
+              << counts.max().item<double>() << ", of a shard " << bias[0][0].item<double>() << " "
+              << bias[0][1].item<double>() << std::endl;
     return 0;
   } catch (const std::exception& error) {
     std::cerr << "failed: " << error.what() << std::endl;

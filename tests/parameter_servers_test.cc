@@ -55,9 +55,12 @@ TEST(ParameterServers, SynchronousFitGivesTheWeightsOfMirrored) {
 TEST(ParameterServers, AsynchronousFitAppliesEachStepOnce) {
   // The gradient of each batch's loss with respect to the bias is -x, so SGD adds up the rates times the x.
   const auto x = torch::arange(1, 41, torch::kDouble).view({40, 1});
-  const auto data = Dataset::from_tensor_slices(x, torch::zeros({40, 1}, torch::kDouble)).batch(1);
-  for (const int workers : {1, 3}) {
-    expect_no_error(run_job({.workers = workers}, [&](const auto& strategy) {
+  const auto data =
+      Dataset::from_tensor_slices(x, torch::zeros({40, 1}, torch::kDouble)).batch(1);  // also for two replicas
+  for (const auto& [workers, replicas] : {std::pair(1, 1), std::pair(3, 1), std::pair(2, 2)}) {
+    ServerJob job{.workers = workers};
+    job.options.devices.assign(static_cast<std::size_t>(replicas), "cpu:0");
+    expect_no_error(run_job(job, [&](const auto& strategy) {
       const auto scope = strategy.scope();
       Sequential model({Dense(1, {.kernel_initializer = "zeros"})});
       const auto loss = [](const Tensor&, const Tensor& out) { return -out; };
@@ -117,6 +120,9 @@ TEST(ParameterServers, AsynchronousLearnsWithSeveralWorkersAndServers) {
       auto model = make_model(at::kFloat, Adam({.learning_rate = 0.05}));
       const auto history = model.fit(data, {.epochs = 40, .verbose = 0});
       EXPECT_LT(history["loss"].back(), 0.3 * history["loss"].front()) << strategy.task_type() << " " << bound;
+      const auto& staleness = history["staleness"];  // of three workers
+      EXPECT_EQ(staleness.size(), 40U);
+      EXPECT_GT(*std::max_element(staleness.begin(), staleness.end()), 0);
     }));
   }
 }

@@ -9,47 +9,12 @@
 #include "gradient/gradient_path.h"
 #include "gradient/net_testing.h"
 #include "gradient/optimizers_testing.h"
-#include "parameter_server/server_checkpoint.h"
-#include "parameter_server/shard_store.h"
+#include "parameter_server/connection_in_process_testing.h"
 
 namespace lockstep::gradient {
 namespace {
 
 using namespace parameter_server;
-
-class InThisProcess final : public ServerConnection {
- public:
-  explicit InThisProcess(std::shared_ptr<ShardStore> store) : store_(std::move(store)) {}
-  void open(const std::string&, Deadline) override {}
-  bool share(std::shared_ptr<SharedBlock>, Deadline) override { return true; }
-  void write(std::span<const std::byte* const> shards, Deadline) override {
-    for (std::size_t i = 0; i < store_->size(); ++i) store_->shard(i).write(shards[i]);
-  }
-  std::int64_t push(Push push, Deadline) override { return store_->push(std::move(push)); }
-  void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values, Deadline) override {
-    store_->table(table).read(ids, values.data());
-  }
-  void pull(std::span<std::byte* const> shards, std::vector<std::int64_t>& versions, Deadline) override {
-    versions.resize(store_->size());
-    for (std::size_t i = 0; i < store_->size(); ++i) versions[i] = store_->shard(i).read(shards[i], versions[i]);
-  }
-  bool cut(std::int64_t end, Deadline) override {
-    store_->cut(end);
-    return true;
-  }
-  std::optional<std::int64_t> save(std::int64_t end, const std::string& file, Deadline) override {
-    return store_->save(end, file);
-  }
-  std::int64_t restore(const std::string& path, bool change, std::int64_t chief, Deadline) override {
-    checkpoint::ShardedArchive archive(path);
-    store_->set_chief(chief);
-    return store_->restore(archive, saved_steps_of(archive.main()), change);
-  }
-  bool transfer(std::int64_t, ShardStore&, Deadline) override { return false; }
-
- private:
-  const std::shared_ptr<ShardStore> store_;
-};
 
 struct Servers {
   ModelSpec model;
@@ -70,7 +35,7 @@ Servers make_servers(int count, const ReplicatedParameters& parameters, const Op
   for (int server = 0; server < count; ++server) {
     const auto store =
         std::make_shared<ShardStore>(servers.model, servers.places, ServerNumber{server, count}, optimizer, mode);
-    servers.connections.push_back(std::make_shared<InThisProcess>(store));
+    servers.connections.push_back(std::make_shared<ConnectionInProcess>(store));
   }
   Client(servers.model, servers.places, servers.connections).write(values, soon());
   return servers;

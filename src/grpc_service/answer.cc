@@ -264,7 +264,7 @@ class Answer {
     std::optional<parameter_server::Report> report;
     if (next.has_report()) {
       const auto& said = next.report();
-      if (said.kind() < 0 || said.kind() > 2) throw InvalidArgument(text("a report of kind ", said.kind()));
+      if (said.kind() < 0 || said.kind() > 3) throw InvalidArgument(text("a report of kind ", said.kind()));
       report = parameter_server::Report{.kind = static_cast<parameter_server::Report::Kind>(said.kind()),
                                         .task = {said.task().step(), said.task().part()},
                                         .chief = said.chief(),

@@ -1,13 +1,13 @@
 #include "grpc_service/caller.h"
 
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 
 #include "base/text.h"
 #include "grpc_service/credentials.h"
-#include "grpc_service/proof.h"
 #include "grpc_service/status.h"
 #include "lockstep/base/error.h"
-#include "lockstep/base/version.h"
 
 namespace lockstep::grpc_service {
 namespace {
@@ -25,14 +25,30 @@ std::chrono::system_clock::time_point system_time(Deadline deadline) {
   return std::chrono::system_clock::now() + std::chrono::duration_cast<std::chrono::milliseconds>(wait);
 }
 
+// Cancels a call whose answer has not come in time. For streams that live longer than that, for which gRPC's own
+// deadline would not do.
+class CancelAt {
+ public:
+  CancelAt(grpc::ClientContext& context, Deadline deadline)
+      : thread_([&context, deadline](const std::stop_token& stop) {
+          std::mutex mutex;
+          std::condition_variable_any stopped;
+          std::unique_lock lock(mutex);
+          stopped.wait_until(lock, stop, deadline.time(), [] { return false; });
+          if (!stop.stop_requested()) context.TryCancel();
+        }) {}
+
+ private:
+  std::jthread thread_;
+};
+
 }  // namespace
 
 Caller::Caller(std::string name, parameter_server::FindAddress address, const Access& access, double reconnect_seconds)
     : name_(std::move(name)),
       find_address_(std::move(address)),
       access_(access),
-      nonce_(fresh_nonce()),
-      proof_(proof_of(access, nonce_)),
+      identity_(access),
       reconnect_seconds_(reconnect_seconds) {}
 
 // The channel to where the process answers now.
@@ -64,6 +80,7 @@ std::shared_ptr<grpc::Channel> Caller::channel(Deadline deadline) {
 std::unique_ptr<ClientStream> Caller::stream(const std::shared_ptr<grpc::Channel>& channel,
                                              grpc::ClientContext& context) {
   const grpc::internal::RpcMethod method(kMethod, grpc::internal::RpcMethod::BIDI_STREAMING, channel);
+  identity_.add_to(context);
   using Factory = grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer, grpc::ByteBuffer>;
   return std::unique_ptr<ClientStream>(Factory::Create(channel.get(), method, &context));
 }
@@ -102,6 +119,9 @@ std::optional<std::string> Caller::call_for_text(Request request, Deadline deadl
 
 Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, std::string& words) {
   return call(std::move(request), deadline, bulk, [&](const Reply& reply, const ReadFrame& read) {
+    if (reply.text_bytes() > parameter_server::kLongestOutput) {
+      throw InvalidArgument(text("an answer of ", reply.text_bytes(), " bytes"));
+    }
     words.resize(reply.text_bytes());
     const auto whole = std::as_writable_bytes(std::span(words));
     read_bulk({&whole, 1}, read);
@@ -109,9 +129,6 @@ Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, std::st
 }
 
 Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, const ReadBulk& read_bulk) {
-  request.set_nonce(nonce_);
-  request.set_proof(proof_);
-  request.set_version(version());
   std::optional<Deadline> reconnected_by;
   while (true) {
     request.set_seconds(left(deadline).count());
@@ -132,11 +149,9 @@ Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, const R
   }
 }
 
-std::unique_ptr<ClientStream> Caller::open(Request request, grpc::ClientContext& context, Reply& reply,
+std::unique_ptr<ClientStream> Caller::open(const Request& request, grpc::ClientContext& context, Reply& reply,
                                            Deadline deadline) {
-  request.set_nonce(nonce_);
-  request.set_proof(proof_);
-  request.set_version(version());
+  const CancelAt timer(context, deadline);
   auto call = stream(channel(deadline), context);
   grpc::ByteBuffer frame;
   if (call->Write(frame_of(request)) && call->Read(&frame) && parse(frame, reply)) return call;

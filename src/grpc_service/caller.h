@@ -13,6 +13,7 @@
 
 #include "base/mutex.h"
 #include "grpc_service/frames.h"
+#include "grpc_service/identity.h"
 #include "grpc_service/messages.pb.h"
 #include "parameter_server/service.h"
 
@@ -46,8 +47,9 @@ class Caller {
   using ReadBulk = std::function<void(const Reply& reply, const ReadFrame& read)>;
   Reply call(Request request, Deadline deadline, const Bulk& bulk, const ReadBulk& read_bulk);
 
-  // Opens a stream that the caller keeps, and returns it after the reply; null where the process cannot be reached.
-  std::unique_ptr<ClientStream> open(Request request, grpc::ClientContext& context, Reply& reply, Deadline deadline);
+  // Opens a stream that the caller keeps, and returns it after the reply; null where there is none by the deadline.
+  std::unique_ptr<ClientStream> open(const Request& request, grpc::ClientContext& context, Reply& reply,
+                                     Deadline deadline);
 
  private:
   std::shared_ptr<grpc::Channel> channel(Deadline deadline);
@@ -58,7 +60,7 @@ class Caller {
   const std::string name_;
   const parameter_server::FindAddress find_address_;
   const Access access_;
-  const std::string nonce_, proof_;
+  const Identity identity_;
   const double reconnect_seconds_;
   Mutex mutex_;
   std::string address_ LOCKSTEP_GUARDED_BY(mutex_);

@@ -280,7 +280,7 @@ class Presence {
         request.mutable_stay()->set_process(self_.name);
         request.mutable_stay()->set_worker(self_.worker);
         Reply reply;
-        if (const auto stream = caller_.open(std::move(request), context, reply, Deadline::after(kToConnect))) {
+        if (const auto stream = caller_.open(request, context, reply, Deadline::after(kToConnect))) {
           grpc::ByteBuffer frame;
           while (stream->Read(&frame)) {
           }

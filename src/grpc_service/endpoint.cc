@@ -8,10 +8,9 @@
 #include "grpc_service/answer.h"
 #include "grpc_service/credentials.h"
 #include "grpc_service/frames.h"
-#include "grpc_service/proof.h"
+#include "grpc_service/identity.h"
 #include "grpc_service/status.h"
 #include "lockstep/base/error.h"
-#include "lockstep/base/version.h"
 #include "transport/socket.h"
 
 namespace lockstep::grpc_service {
@@ -49,17 +48,11 @@ class Service : public grpc::Service {
  private:
   grpc::Status answer(const grpc::ServerContext& context, Stream& stream) {
     try {
+      check_identity(context, access_);
       Request request;
       grpc::ByteBuffer frame;
       if (!stream.Read(&frame) || !parse(frame, request))
         throw InvalidArgument("the call does not begin with a request");
-      if (!is_proof(access_, request.nonce(), request.proof())) {
-        throw ClusterError("the caller does not have the token of this job");
-      }
-      if (request.version() != version()) {
-        throw ClusterError(text("the caller is of Lockstep \"", request.version(), "\" and this process of ", version(),
-                                ": all processes of a job need the same version"));
-      }
       GrpcStream rest(context, stream);
       grpc_service::answer(services_, state_, rest, request);
       return grpc::Status::OK;

@@ -10,9 +10,8 @@
 #include "grpc_service/connections.h"
 #include "grpc_service/endpoint.h"
 #include "grpc_service/frames.h"
+#include "grpc_service/identity.h"
 #include "grpc_service/messages.pb.h"
-#include "grpc_service/proof.h"
-#include "lockstep/base/version.h"
 #include "parameter_server/coordinator.h"
 #include "parameter_server/served_models.h"
 
@@ -60,10 +59,13 @@ class GrpcService : public testing::Test {
   }
 
   // What the server answers to bytes that no client of ours sends.
-  grpc::Status answer_to(const std::vector<std::string>& messages) {
+  grpc::Status answer_to(
+      const std::vector<std::string>& messages, const std::function<void(grpc::ClientContext&)>& identify =
+                                                    [](auto& context) { Identity(kAccess).add_to(context); }) {
     const auto channel = grpc::CreateChannel(endpoint_->address(), grpc::InsecureChannelCredentials());
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(10));
+    identify(context);
     const grpc::internal::RpcMethod method(kMethod, grpc::internal::RpcMethod::BIDI_STREAMING, channel);
     using Factory = grpc::internal::ClientReaderWriterFactory<grpc::ByteBuffer, grpc::ByteBuffer>;
     const std::unique_ptr<grpc::ClientReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>> stream(
@@ -79,12 +81,9 @@ class GrpcService : public testing::Test {
     return stream->Finish();
   }
 
-  static std::string request(const std::function<void(Request&)>& fill, const std::string& nonce = fresh_nonce()) {
+  static std::string request(const std::function<void(Request&)>& fill) {
     Request request;
-    request.set_nonce(nonce);
-    request.set_proof(proof_of(kAccess, nonce));
     request.set_seconds(1);
-    request.set_version(version());
     fill(request);
     return request.SerializeAsString();
   }
@@ -151,12 +150,6 @@ TEST_F(GrpcService, BytesThatAreNoCallAreRefused) {
   };
   expect({}, "does not begin with a request");
   expect({"\xff\xff\xff"}, "does not begin with a request");
-  expect({request([](Request& request) {
-           request.set_version("9.9.9");
-           request.mutable_open()->set_description("a model");
-         })},
-         "the caller is of Lockstep \"9.9.9\" and this process of ");
-  expect({""}, "token");
   expect({request([](Request&) {})}, "a kind that this version does not know");
   expect({request([](Request& request) { request.mutable_pull()->set_model(7); })},
          "waiting until the server makes model number 7");
@@ -168,6 +161,20 @@ TEST_F(GrpcService, BytesThatAreNoCallAreRefused) {
   expect({push, std::string(11, 'x')}, "11 bytes were sent, and its shards have 12");
   expect({push, std::string(13, 'x')}, "more than the 12 bytes");
   expect({std::string(kLongestMessage + 1, 'x')}, "larger than max");
+  connect()->open("a model", soon());  // it goes on
+}
+
+// Before anything is read.
+TEST_F(GrpcService, WhoDoesNotBelongToTheJobIsRefused) {
+  const auto expect = [&](const std::function<void(grpc::ClientContext&)>& identify, const std::string& part) {
+    const auto status = answer_to({}, identify);
+    EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAUTHENTICATED);
+    expect_says(status.error_message(), part);
+  };
+  expect([](auto&) {}, "the caller does not have the token of this job");
+  expect([](auto& context) { Identity({.token = std::string(32, 'u')}).add_to(context); }, "token");
+  expect([](auto& context) { Identity(kAccess, "9.9.9").add_to(context); },
+         "the caller is of Lockstep \"9.9.9\" and this process of ");
 }
 
 TEST_F(GrpcService, TheChiefNoticesWhoHasGone) {

@@ -13,7 +13,7 @@ std::unique_ptr<SharedWith> SharedWith::make(Caller& server, std::shared_ptr<par
   head.set_nonce(handle.nonce);
   std::unique_ptr<SharedWith> shared(new SharedWith);
   Reply reply;
-  shared->stream_ = server.open(std::move(request), shared->context_, reply, deadline);
+  shared->stream_ = server.open(request, shared->context_, reply, deadline);
   if (shared->stream_ == nullptr || !reply.has_block()) return nullptr;
   shared->block_ = std::move(block);
   shared->number_ = reply.block();

@@ -129,21 +129,22 @@ Child::Child(const ChildCommand& command)
   }
   fcntl(out.out.get(), F_SETFL, O_NONBLOCK);
   fcntl(error.out.get(), F_SETFL, O_NONBLOCK);
-  streams_[0].socket = std::move(out.out);
+  streams_[0] = {std::move(out.out), Lines({.redraws = command.redraws})};
   streams_[1].socket = std::move(error.out);
 }
 
 bool Child::read(Stream stream, const Lines::Take& print) {
   auto& channel = streams_[static_cast<int>(stream)];
   auto& last = stream == Stream::error ? last_error_ : last_line_;
-  const auto take = [&](const std::string& line) {
+  const auto take = [&](const std::string& line, bool is_replaced) {
+    if (is_replaced) return print(line, true);
     const auto whole = line + "\n";
     if (log_.open() && write(log_.get(), whole.data(), whole.size()) != static_cast<ssize_t>(whole.size())) {
       log_problem_ = text("cannot write ", log_file_, ": ", std::strerror(errno));
       log_ = FileDescriptor();
     }
     if (!line.empty()) last = line;
-    print(line);
+    print(line, false);
   };
   char bytes[16384];
   if (!channel.socket.open()) return false;

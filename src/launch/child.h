@@ -23,6 +23,7 @@ struct ChildCommand {
   std::vector<std::string> command;
   std::map<std::string, std::string> environment;  // added to this process's
   std::string log_file;                            // empty: none
+  bool redraws = false;                            // its output ends on a terminal, where it may redraw a line
 
   // Not empty: when a signal ends this process it is started again, as often as the processes of this role may be in
   // all, with LOCKSTEP_RESTART one higher.
@@ -54,7 +55,7 @@ class Child {
   // What to poll for reading; -1 once the stream has ended.
   int descriptor(Stream stream) const { return streams_[static_cast<int>(stream)].socket.get(); }
 
-  // Reads some of what is there: into the log file, and whole lines to `print`. False where there was nothing.
+  // Reads some of what is there: lines into the log file and to `print`. False where there was nothing.
   bool read(Stream stream, const Lines::Take& print);
 
   // After its end: the last line that it wrote to stderr, else the last one to stdout; empty where it wrote nothing.

@@ -69,7 +69,8 @@ void ControlProtocol::read_some() {
   const auto count = read(STDIN_FILENO, bytes, sizeof bytes);
   if (count > 0) {
     silence_ = Deadline::after(kLongSilence);
-    lines_.add(bytes, static_cast<std::size_t>(count), [this](const std::string& line) { waiting_.push_back(line); });
+    lines_.add(bytes, static_cast<std::size_t>(count),
+               [this](const std::string& line, bool) { waiting_.push_back(line); });
   }
   ended_ = count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR);
 }

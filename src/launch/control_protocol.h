@@ -37,7 +37,7 @@ class ControlProtocol {
  private:
   void read_some();
 
-  Lines lines_{kLongestMessage};
+  Lines lines_{{.longest = kLongestMessage}};
   std::deque<std::string> waiting_;
   bool ended_ = false;
   Deadline silence_;

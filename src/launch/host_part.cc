@@ -10,7 +10,8 @@
 namespace lockstep::launch {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(HostPart, size, first, count, host, store, roles, restart, command, environment,
-                                   folder, log_dir, grace_seconds, restarts, trusted_network, timeline, token)
+                                   folder, log_dir, grace_seconds, restarts, trusted_network, on_terminal, timeline,
+                                   token)
 
 namespace {
 
@@ -36,6 +37,7 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
     environment.insert_or_assign("LOCKSTEP_RESTART", std::to_string(part.restart));
     environment.insert_or_assign(kTokenFileVariable, token_file);
     environment.insert_or_assign(kTrustedNetworkVariable, part.trusted_network ? "1" : "0");
+    environment.insert_or_assign("LOCKSTEP_TERMINAL", part.on_terminal ? "1" : "0");
     environment.insert_or_assign("LOCKSTEP_TIMELINE", part.timeline ? "1" : "0");
     const auto role = role_of(part, rank);
     ranks.push_back({.name = text("rank ", rank, part.count == part.size ? "" : " on " + part.host),
@@ -44,6 +46,7 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
                      .command = part.command,
                      .environment = std::move(environment),
                      .log_file = part.log_dir.empty() ? "" : text(part.log_dir, "/rank-", rank, ".log"),
+                     .redraws = part.on_terminal,
                      .role = role,
                      .dispensable = role == "worker" || role == "evaluator",
                      .ends_job = role == "chief"});

@@ -24,8 +24,9 @@ struct HostPart {
   double grace_seconds = 0;
   int restarts = 0;  // of the workers of this part, and of its evaluator
   bool trusted_network = false;
-  bool timeline = false;  // ranks put their timelines into the store
-  std::string token;      // in hexadecimal digits
+  bool on_terminal = false;  // what ranks print ends on a terminal
+  bool timeline = false;     // ranks put their timelines into the store
+  std::string token;         // in hexadecimal digits
 };
 
 // The commands that start its ranks; `token_file` holds the job's token.

@@ -1,5 +1,7 @@
 #include "launch/launcher.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <filesystem>
@@ -66,6 +68,7 @@ ChildCommand launcher_of(const HostPart& part, const std::string& ssh) {
   const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
   ChildCommand command{.name = "host " + part.host,
                        .command = {program, "run", "--part"},
+                       .redraws = part.on_terminal,
                        .ends_job = !part.roles.empty() && part.first == 0,
                        .input = line_of(part)};
   if (is_this_host(part.host)) return command;
@@ -138,6 +141,7 @@ class Attempt {
                   .grace_seconds = options.grace_seconds,
                   .restarts = options.restarts,
                   .trusted_network = options.trusted_network,
+                  .on_terminal = isatty(STDOUT_FILENO) == 1,
                   .timeline = !options.timeline.empty(),
                   .token = token_.digits()};
     if (!options.certificates.empty()) {

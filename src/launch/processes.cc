@@ -18,6 +18,7 @@ namespace {
 
 constexpr const char* kReport = "lockstep run: ";
 constexpr const char* kNotice = "lockstep: ";  // of what does not fail the job
+constexpr const char* kClearLine = "\x1b[K";   // from the cursor on
 constexpr std::chrono::milliseconds kBetweenSignsOfLife(1000), kLongestWait(1000);
 constexpr std::chrono::seconds kToReport(2), kAfterTheChief(20);
 constexpr int kMostLastWords = 1000;  // reads of the output that an ended rank left
@@ -123,10 +124,12 @@ bool JobProcesses::read_all() {
 }
 
 bool JobProcesses::read(Child& child) {
-  bool any = child.read(Child::Stream::out, [&](const std::string& line) { print(child, context_.out, line); });
-  any |= child.read(Child::Stream::error, [&](const std::string& line) {
+  bool any = child.read(Child::Stream::out, [&](const std::string& line, bool is_replaced) {
+    print(child, context_.out, line, is_replaced);
+  });
+  any |= child.read(Child::Stream::error, [&](const std::string& line, bool is_replaced) {
     const bool report = child.is_controlled() && line.starts_with(kReport);
-    if (!report) return print(child, context_.err, line);
+    if (!report) return print(child, context_.err, line, is_replaced);
     if (first_ != nullptr || ending_) return;
     report_ = line;
     fails_first(child);
@@ -145,8 +148,9 @@ bool JobProcesses::reap(Child& child) {
   return child.reap([this](pid_t group) { context_.reaper.forget(group); });
 }
 
-void JobProcesses::print(Child& child, std::ostream& to, const std::string& line) {
-  to << child.prefix() << line << std::endl;
+void JobProcesses::print(const Child& child, std::ostream& to, const std::string& line, bool is_replaced) {
+  const bool replaces = std::exchange(shows_replaced_, is_replaced);
+  to << (replaces ? kClearLine : "") << child.prefix() << line << (is_replaced ? '\r' : '\n') << std::flush;
   if (to.good() || std::exchange(nobody_reads_, true)) return;
   context_.err << kReport << "nobody reads the output any more; the job goes on" << std::endl;
 }

@@ -53,7 +53,7 @@ class JobProcesses {
   bool read(Child& child);
   bool reap(Child& child);
   void tell_of_log(const Child& child);
-  void print(Child& child, std::ostream& to, const std::string& line);
+  void print(const Child& child, std::ostream& to, const std::string& line, bool is_replaced);
   void notice_ends();
   bool replace(std::size_t index);
   void fails_first(Child& child);
@@ -75,6 +75,7 @@ class JobProcesses {
   std::string report_;                            // its failure, as another host's launcher reported it
   std::set<const Child*> without_log_;
   bool nobody_reads_ = false;
+  bool shows_replaced_ = false;     // the cursor is at the beginning of a line that the next one replaces
   int asked_ = 0;                   // the signal that asked the job to end
   bool ending_ = false;             // members are being ended: how they end is no failure of theirs
   bool told_to_kill_ = false;       // those that read the control protocol

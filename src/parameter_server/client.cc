@@ -193,7 +193,8 @@ void Client::push(Push push, std::span<const std::byte* const> gradients, Deadli
   std::vector<std::vector<std::size_t>> ends;  // [table][server]
   for (const auto& rows : push.rows) ends.push_back(ends_of_servers(rows.ids, servers()));
   const auto shards = by_servers(gradients);
-  on_all([&](ServerConnection& connection, std::size_t server) {
+  std::atomic<int> updated = 0;
+  const auto push_to = [&](ServerConnection& connection, std::size_t server) {
     auto to_server = push;
     to_server.gradients = shards[server];
     for (std::size_t table = 0; table < ends.size(); ++table) {
@@ -203,7 +204,15 @@ void Client::push(Push push, std::span<const std::byte* const> gradients, Deadli
                                values + begin * tables()[table].row_bytes()};
     }
     connection.push(std::move(to_server), deadline);
-  });
+    ++updated;
+  };
+  try {
+    on_all(push_to);
+  } catch (const std::exception& error) {  // when all have ended
+    if (updated == 0) throw;
+    throw IncompletePush(text("step ", push.task.step, " has updated the variables on ", updated.load(), " of ",
+                              servers(), " servers: ", error.what()));
+  }
 }
 
 }  // namespace lockstep::parameter_server

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/collective/group.h"
 #include "parameter_server/model_spec.h"
@@ -20,7 +21,13 @@ inline constexpr const char* kOutsideOfStep =
     "an update with parameter servers outside of a step that the chief gave out: train by fit, or in a step of a "
     "ClusterCoordinator";
 
-// One thread at a time. Throws what the connections throw.
+// An update reached some servers and not all. When it is pushed again, those that have it do not take it twice.
+class IncompletePush : public ClusterError {
+ public:
+  using ClusterError::ClusterError;
+};
+
+// One thread at a time. Throws what the connections throw; `push`: IncompletePush.
 class Client {
  public:
   // `connections[s]`: to server s. `number`: the model's among those of the job. `states`: the names of the

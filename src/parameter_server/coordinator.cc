@@ -265,6 +265,9 @@ void Coordinator::take(int worker, const Report& report) {
   if (report.leaves) leaving_.insert(worker);
   if (report.chief != chief_ && report.kind != Report::Kind::failed) return;
   switch (report.kind) {
+    case Report::Kind::incomplete:
+      if (training_->schedule.give_again(worker, report.task)) break;
+      [[fallthrough]];
     case Report::Kind::failed:
       if (failure_.empty()) failure_ = text("worker ", worker, ": ", report.error);
       break;

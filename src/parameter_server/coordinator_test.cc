@@ -134,6 +134,18 @@ TEST(Coordinator, AFailedStepFailsTheFitWithItsText) {
   expect_says(message_of<InvalidArgument>([&] { chief.wait_for_step(now()); }), "worker 1: no such image");
 }
 
+TEST(Coordinator, AStepThatReachedSomeServersIsGivenAgain) {
+  Coordinator chief(1, 60);
+  join_workers(chief, 1);
+  chief.begin(0, 0, {});
+  chief.open(0, 0, 2);
+  const Report incomplete{.kind = Report::Kind::incomplete, .task = {0}, .chief = 1, .error = "ps 1 does not answer"};
+  EXPECT_EQ(chief.next(0, 0, {}, now()), given(0, 0, 0));
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(chief.next(0, 0, incomplete, now()), given(0, 0, 0));
+  chief.next(0, 0, incomplete, now());
+  expect_says(message_of<InvalidArgument>([&] { chief.wait_for_step(now()); }), "worker 0: ps 1 does not answer");
+}
+
 TEST(Coordinator, ModelsHaveStepsOfTheirOwn) {
   Coordinator chief(1, 60);
   join_workers(chief, 1);

@@ -81,13 +81,14 @@ struct Assignment {
 
 // What a worker says of a task that it was given.
 struct Report {
-  enum class Kind { finished, no_batch, failed } kind = Kind::finished;  // no_batch: the epoch's data end before it
+  // no_batch: the epoch's data end before it. incomplete: its update reached some servers and not all.
+  enum class Kind { finished, no_batch, failed, incomplete } kind = Kind::finished;
   Task task;
   std::int64_t chief = 0;                   // that gave it out
   std::vector<double> results = {};         // to be summed over the parts of a step
   std::map<int, std::string> buffers = {};  // the worker's own values of the model's buffers that changed, by number
   std::string output = {};                  // of a scheduled step: an archive
-  std::string error = {};                   // failed: why
+  std::string error = {};                   // failed, incomplete: why
   bool leaves = false;                      // the worker is ending, and takes no other task
 };
 

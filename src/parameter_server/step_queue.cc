@@ -126,6 +126,9 @@ Assignment StepQueue::next(int worker, const std::optional<Report>& report, Dead
 
 // Another worker may have finished the step.
 void StepQueue::take(int worker, const Report& report) {
+  if (report.kind == Report::Kind::incomplete && schedule_.give_again(worker, report.task)) {
+    return changed_.notify_all();
+  }
   if (!schedule_.finish(worker, report.task)) return;
   const auto pending = pending_.find(report.task.step);
   auto& result = *pending->second.result;

@@ -83,6 +83,24 @@ TEST(StepQueue, AFailureCancelsWhatNobodyHasBegunAndIsToldOnce) {
   expect_says(message_of<Error>([&] { queue.schedule("b", "", kNow); }), "in the step \"b\"");
 }
 
+// Another try completes the update; three are made.
+TEST(StepQueue, AStepThatReachedSomeServersIsGivenAgain) {
+  StepQueue queue(2, 60);
+  for (const int worker : {0, 1}) queue.set_present(worker);
+  queue.open();
+  const auto completed = queue.schedule("a", "", kNow), lost = queue.schedule("b", "", kNow);
+  const auto incomplete = [](std::int64_t step) {
+    return Report{.kind = Report::Kind::incomplete, .task = {step}, .chief = 1, .error = "ps 1 does not answer"};
+  };
+  queue.next(0, {}, now());
+  EXPECT_EQ(queue.next(0, incomplete(0), now()).task.step, 0);
+  EXPECT_EQ(queue.next(0, finished(0), now()).task.step, 1);
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(queue.next(0, incomplete(1), now()).task.step, 1);
+  EXPECT_EQ(queue.next(0, incomplete(1), now()).kind, Kind::wait);
+  queue.fetch(*completed, kNow);
+  expect_says(message_of<Error>([&] { queue.fetch(*lost, kNow); }), "in the step \"b\": ps 1 does not answer");
+}
+
 TEST(StepQueue, NumbersOfStepsGoOnAfterAnEnd) {
   StepQueue queue(1, 60);
   queue.set_present(0);

@@ -73,6 +73,7 @@ bool StepSchedule::has(int worker, Task task) const {
 void StepSchedule::abandon() {
   for (auto step = finished_.complete(); step < end_of_given_; ++step) finished_.add(step);
   given_.clear();
+  tries_.clear();
   finished_parts_.clear();
   scheduled_ = finished_.complete();
 }
@@ -83,6 +84,7 @@ bool StepSchedule::finish(int worker, Task task) {
         text("worker ", worker, " finished part ", task.part, " of step ", task.step, ", which nobody was given"));
   }
   if (const auto given = given_.find(worker); given != given_.end() && given->second == task) given_.erase(given);
+  tries_.erase(task.step);
   ++steps_by_.try_emplace(worker, slowest(steps_by_)).first->second;
   if (is_finished(task) || task.step >= end_of_open_steps()) return false;
   if (mode_.parts == 1) return finished_.add(task.step);
@@ -91,6 +93,13 @@ bool StepSchedule::finish(int worker, Task task) {
     finished_.add(task.step);
     finished_parts_.clear();
   }
+  return true;
+}
+
+bool StepSchedule::give_again(int worker, Task task) {
+  if (!has(worker, task)) return true;  // another worker has it
+  if (++tries_[task.step] >= kMostTries) return false;
+  given_.erase(worker);
   return true;
 }
 

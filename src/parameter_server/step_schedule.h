@@ -48,8 +48,13 @@ class StepSchedule {
   // task that was never scheduled.
   bool finish(int worker, Task task);
 
-  // The worker is lost, or could not compute its task: another worker gets it.
+  // The worker is lost: another one gets its task.
   void lose(int worker);
+
+  // The worker's update of the task reached some servers and not all: the task is given out again, for the others to
+  // get it too. False, and nothing changes, for the kMostTries-th time.
+  bool give_again(int worker, Task task);
+  static constexpr int kMostTries = 3;
 
   const UpdateMode& mode() const { return mode_; }
   std::int64_t scheduled() const { return scheduled_; }
@@ -69,6 +74,7 @@ class StepSchedule {
   AppliedSteps finished_;
   std::set<int> finished_parts_;          // of the step that is computed together
   std::map<int, Task> given_;             // [worker]: no two have the same
+  std::map<std::int64_t, int> tries_;     // [step]: that reached some servers only
   std::map<int, std::int64_t> steps_by_;  // [worker]: finished, counted from the slowest's number when it joined
 };
 

@@ -8,22 +8,22 @@
 
 #include "base/expect_says_testing.h"
 #include "lockstep/base/error.h"
-#include "parameter_server/shard_store.h"
+#include "parameter_server/connection_in_process_testing.h"
 
 namespace lockstep::parameter_server {
 namespace {
 
 const std::vector<VariableSpec> kVariables{{"v", DType::float64, {1}}};
 
-std::unique_ptr<ShardStore> make_store() {
-  return std::make_unique<ShardStore>(ModelSpec{kVariables}, place_shards(kVariables, {}, 1), ServerNumber(),
+std::shared_ptr<ShardStore> make_store() {
+  return std::make_shared<ShardStore>(ModelSpec{kVariables}, place_shards(kVariables, {}, 1), ServerNumber(),
                                       SGD({.learning_rate = 1}), UpdateMode());
 }
 
 // A server in this process, to which something may happen before or after it takes a push.
-class Server final : public ServerConnection {
+class Server final : public ConnectionInProcess {
  public:
-  std::unique_ptr<ShardStore> store = make_store();
+  Server() : ConnectionInProcess(make_store()) {}
   std::function<void()> before, after;
   int pushes = 0;
 
@@ -54,17 +54,6 @@ class Server final : public ServerConnection {
     if (auto act = std::exchange(after, {})) act();
     return transfer;
   }
-  void open(const std::string&, Deadline) override {}
-  bool share(std::shared_ptr<SharedBlock>, Deadline) override { return true; }
-  void pull(std::span<std::byte* const> shards, std::vector<std::int64_t>&, Deadline) override {
-    store->shard(0).read(shards[0]);
-  }
-  void pull_rows(std::size_t, std::span<const std::int64_t>, std::span<std::byte>, Deadline) override {}
-  void write(std::span<const std::byte* const> shards, Deadline) override { store->shard(0).write(shards[0]); }
-  bool cut(std::int64_t, Deadline) override { return true; }
-  std::optional<std::int64_t> save(std::int64_t, const std::string&, Deadline) override { return 0; }
-  std::int64_t restore(const std::string&, bool, std::int64_t, Deadline) override { return 0; }
-  bool transfer(std::int64_t, ShardStore&, Deadline) override { return false; }
 };
 
 class TwoCopies : public testing::Test {

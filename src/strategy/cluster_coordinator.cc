@@ -96,7 +96,8 @@ struct ClusterCoordinator::State {
                                    parameter_server::kLongestOutput));
       }
     } catch (const std::exception& error) {
-      report.kind = Report::Kind::failed;
+      const bool is_incomplete = dynamic_cast<const parameter_server::IncompletePush*>(&error) != nullptr;
+      report.kind = is_incomplete ? Report::Kind::incomplete : Report::Kind::failed;
       report.error = error.what();
     }
     for (const auto& path : paths) path->servers()->end();

@@ -91,8 +91,12 @@ class Worker {
     impl_.gradients->sync().fetch_changed(unwrap(impl_.strategy).deadline());
     impl_.gradients->servers()->begin(next);
     impl_.tracker->reset();
-    const auto results = impl_.train_batch(*batch, *impl_.tracker);
-    return {.kind = Report::Kind::finished, .task = next.task, .results = impl_.tracker->sums_of(results)};
+    try {
+      const auto results = impl_.train_batch(*batch, *impl_.tracker);
+      return {.kind = Report::Kind::finished, .task = next.task, .results = impl_.tracker->sums_of(results)};
+    } catch (const parameter_server::IncompletePush& error) {
+      return {.kind = Report::Kind::incomplete, .task = next.task, .error = error.what()};
+    }
   }
 
   Model& model_;

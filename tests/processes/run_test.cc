@@ -305,6 +305,15 @@ TEST(Launch, AFullDiskUnderTheLogsIsSaid) {
   EXPECT_EQ(contents(folder + "/rank-0.log"), "a line\nanother\n");
 }
 
+// As fit's progress bar does it.
+TEST(Launch, ALineIsRedrawnOnATerminalAlone) {
+  const std::string script = "printf \"$LOCKSTEP_TERMINAL half\\r\"; printf 'whole\\n'";
+  EXPECT_EQ(run({"-n", "1"}, script).wait_for_end(kSoon), "[0] 0 half\rwhole\n");
+  const auto command = text(LOCKSTEP_CLI, " run -n 1 bash -c '", "printf \"$LOCKSTEP_TERMINAL half\\r\"; echo whole'");
+  Process on_terminal({"/usr/bin/script", "-qec", command, "/dev/null"});
+  EXPECT_EQ(on_terminal.wait_for_end(kSoon), "[0] 1 half\r\x1b[K[0] whole\r\n");
+}
+
 TEST(Launch, LongCommandsReachOtherHostsWhole) {
   const std::string word(100'000, 'w');
   auto job = run({"-H", "localhost:1"}, "echo " + word + " | wc -c");

@@ -14,6 +14,7 @@ namespace lockstep::train {
 namespace {
 
 constexpr int kBarWidth = 20;
+constexpr const char* kClearLine = "\x1b[K";  // the cursor is at its beginning
 constexpr auto kBetweenLines = std::chrono::milliseconds(50);
 
 // As Keras: four decimals, or an exponent for values too small for them.
@@ -52,9 +53,10 @@ std::string bar(std::int64_t done, std::int64_t of) {
 
 }  // namespace
 
-// A line that is redrawn is for a person's terminal. mpirun gives its ranks pseudo-terminals, whose other end is a pipe
-// in which all ranks' lines are mixed.
+// A line that is redrawn is for a person's terminal. `lockstep run` says whether it has one. mpirun gives its ranks
+// pseudo-terminals, whose other end is a pipe in which all ranks' lines are mixed.
 bool is_terminal() {
+  if (const char* const launchers = std::getenv("LOCKSTEP_TERMINAL")) return launchers == std::string("1");
   const auto started_by = [](const char* variable) { return std::getenv(variable) != nullptr; };
   return ::isatty(STDOUT_FILENO) == 1 && !started_by("OMPI_COMM_WORLD_RANK") && !started_by("PMI_RANK");
 }
@@ -83,8 +85,8 @@ void ProgressBar::on_train_batch_end(std::int64_t batch, const Logs& logs) {
   last_shown_ = now;
   const double step = seconds() / static_cast<double>(done_ - first_batch_);
   const std::string left = plan().steps > 0 ? duration(step * static_cast<double>(plan().steps - done_)) : "?";
-  std::cout << "\r\x1b[K" << counter() << " " << bar(done_, plan().steps) << " " << left << " " << per_step(step)
-            << values_of(logs) << std::flush;
+  std::cout << kClearLine << counter() << " " << bar(done_, plan().steps) << " " << left << " " << per_step(step)
+            << values_of(logs) << '\r' << std::flush;
 }
 
 void ProgressBar::on_epoch_end(int, const Logs& logs) {
@@ -92,7 +94,7 @@ void ProgressBar::on_epoch_end(int, const Logs& logs) {
       seconds() / static_cast<double>(std::max<std::int64_t>(1, done_ - std::max<std::int64_t>(0, first_batch_)));
   if (plan().verbose == 1) {
     print_line(
-        text(redraws_ ? "\r\x1b[K" : "", counter(), " ", bar(1, 1), " ", duration(seconds()), " ", per_step(step)),
+        text(redraws_ ? kClearLine : "", counter(), " ", bar(1, 1), " ", duration(seconds()), " ", per_step(step)),
         logs);
   } else {
     print_line(text(counter(), " - ", duration(seconds()), " - ", per_step(step)), logs);
