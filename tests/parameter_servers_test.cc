@@ -55,11 +55,10 @@ TEST(ParameterServers, SynchronousFitGivesTheWeightsOfMirrored) {
 TEST(ParameterServers, AsynchronousFitAppliesEachStepOnce) {
   // The gradient of each batch's loss with respect to the bias is -x, so SGD adds up the rates times the x.
   const auto x = torch::arange(1, 41, torch::kDouble).view({40, 1});
-  const auto data =
-      Dataset::from_tensor_slices(x, torch::zeros({40, 1}, torch::kDouble)).batch(1);  // also for two replicas
+  const auto data = Dataset::from_tensor_slices(x, torch::zeros({40, 1}, torch::kDouble)).batch(1);
   for (const auto& [workers, replicas] : {std::pair(1, 1), std::pair(3, 1), std::pair(2, 2)}) {
     ServerJob job{.workers = workers};
-    job.options.devices.assign(static_cast<std::size_t>(replicas), "cpu:0");
+    for (int replica = 0; replica < replicas; ++replica) job.options.devices.push_back(text("cpu:", replica));
     expect_no_error(run_job(job, [&](const auto& strategy) {
       const auto scope = strategy.scope();
       Sequential model({Dense(1, {.kernel_initializer = "zeros"})});
