@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <sstream>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "lockstep/base/error.h"
@@ -53,7 +54,7 @@ void remove_rows_but(const std::string& path, const std::string& kept) {
   for (const auto& rows : old) {
     if (!failed) fs::remove_all(rows, failed);
   }
-  if (failed) throw IoError(text("cannot remove what is in ", folder.string(), ": ", failed.message()));
+  if (failed) log_warning(text("cannot remove what is in ", folder.string(), ": ", failed.message()));
 }
 
 void remove_checkpoint(const std::string& path, std::error_code& failed) {

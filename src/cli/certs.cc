@@ -11,6 +11,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "base/file_descriptor.h"
 #include "base/text.h"
@@ -103,12 +104,23 @@ std::string printed(const Write& write) {
   return {data, static_cast<std::size_t>(size)};
 }
 
-void write_new(const std::filesystem::path& path, const std::string& contents, mode_t mode) {
-  const FileDescriptor file(open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode));
-  if (file.open() && write(file.get(), contents.data(), contents.size()) == static_cast<ssize_t>(contents.size())) {
-    return;
+// All files or none. Throws IoError where one is there already.
+struct NewFile {
+  std::filesystem::path path;
+  std::string contents;
+  mode_t mode = 0;
+};
+void write_new(const std::vector<NewFile>& files) {
+  for (auto file = files.begin(); file != files.end(); ++file) {
+    errno = 0;
+    const FileDescriptor to(open(file->path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, file->mode));
+    const auto size = static_cast<ssize_t>(file->contents.size());
+    if (to.open() && write(to.get(), file->contents.data(), file->contents.size()) == size) continue;
+    const int why = errno == 0 ? ENOSPC : errno;
+    for (auto made = files.begin(); made != file; ++made) unlink(made->path.c_str());
+    if (to.open()) unlink(file->path.c_str());
+    throw IoError(text("cannot write ", file->path.string(), ": ", std::strerror(why)));
   }
-  throw IoError(text("cannot write ", path.string(), ": ", std::strerror(errno)));
 }
 
 }  // namespace
@@ -122,12 +134,14 @@ void make_certificates(const std::filesystem::path& folder, int days) {
   const auto authority = certify(*authority_key, text("lockstep job ", random_digits()), nullptr, *authority_key, days);
   const auto certificate = certify(*key, kName, authority.get(), *authority_key, days);
   checkpoint::make_folders(checkpoint::absolute_path(folder));
-  write_new(folder / "key.pem", printed([&](BIO* to) {
-              return PEM_write_bio_PrivateKey(to, key.get(), nullptr, nullptr, 0, nullptr, nullptr);
-            }),
-            S_IRUSR | S_IWUSR);
-  write_new(folder / "cert.pem", printed([&](BIO* to) { return PEM_write_bio_X509(to, certificate.get()); }), 0644);
-  write_new(folder / "ca.pem", printed([&](BIO* to) { return PEM_write_bio_X509(to, authority.get()); }), 0644);
+  const auto printed_key =
+      printed([&](BIO* to) { return PEM_write_bio_PrivateKey(to, key.get(), nullptr, nullptr, 0, nullptr, nullptr); });
+  const auto print = [](const Certificate& of) {
+    return printed([&](BIO* to) { return PEM_write_bio_X509(to, of.get()); });
+  };
+  write_new({{folder / "key.pem", printed_key, S_IRUSR | S_IWUSR},
+             {folder / "cert.pem", print(certificate), 0644},
+             {folder / "ca.pem", print(authority), 0644}});
 }
 
 }  // namespace lockstep::cli

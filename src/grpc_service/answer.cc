@@ -219,8 +219,7 @@ class Answer {
     const auto received = read_parts(models_with(write.model()).shard_bytes(write.model()));
     std::vector<const std::byte*> shards;
     for (const auto& part : received.parts) shards.push_back(part.data());
-    models().write(write.model(), shards);
-    reply();
+    reply_transfer(models().write(write.model(), shards));
   }
 
   void reply_done(bool done) const {
@@ -240,8 +239,8 @@ class Answer {
   }
 
   void restore(const Restore& restore) const {
-    reply_transfer(
-        models_with(restore.model()).restore(restore.model(), restore.checkpoint(), restore.change(), restore.chief()));
+    const auto chief = restore.has_chief() ? std::optional(restore.chief()) : std::nullopt;
+    reply_transfer(models_with(restore.model()).restore(restore.model(), restore.checkpoint(), chief));
   }
 
   void reply_transfer(std::int64_t last) const {

@@ -137,7 +137,8 @@ Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, const R
     if (status.ok()) return reply;
     if (is_refused_certificate(status.error_message())) {
       throw ClusterError(text(name_, " has no certificate of this job: ", kCertificatesVariable, " (here ",
-                              access_.certificates, ") must name the same files in all processes"));
+                              access_.certificates, ") must name the same files in all processes, and they must not ",
+                              "have expired (", status.error_message(), ")"));
     }
     if (!reconnected_by) reconnected_by = Deadline::after(std::chrono::duration<double>(reconnect_seconds_));
     const bool too_late = deadline.passed() || reconnected_by->passed();

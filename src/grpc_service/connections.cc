@@ -78,7 +78,7 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
   }
 
   // From a copy: gRPC may still hold the memory of a call that has failed.
-  void write(std::span<const std::byte* const> shards, Deadline deadline) override {
+  std::int64_t write(std::span<const std::byte* const> shards, Deadline deadline) override {
     auto request = request_to_server();
     request.mutable_write()->set_model(model_);
     const auto copy = std::make_shared<std::vector<std::vector<std::byte>>>();
@@ -87,7 +87,7 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
       copy->emplace_back(shards[i], shards[i] + shard_bytes_[i]);
       bulk.parts.emplace_back(copy->back());
     }
-    caller_.call(std::move(request), deadline, bulk);
+    return caller_.call(std::move(request), deadline, bulk).last_transfer();
   }
 
   bool cut(std::int64_t end, Deadline deadline) override {
@@ -106,26 +106,12 @@ class GrpcServerConnection final : public parameter_server::ServerConnection {
     return reply.done() ? std::optional(reply.updates()) : std::nullopt;
   }
 
-  std::int64_t restore(const std::string& checkpoint, bool change, std::int64_t chief, Deadline deadline) override {
+  std::int64_t restore(const std::string& checkpoint, std::optional<std::int64_t> chief, Deadline deadline) override {
     auto request = request_to_server();
     request.mutable_restore()->set_model(model_);
     request.mutable_restore()->set_checkpoint(checkpoint);
-    request.mutable_restore()->set_change(change);
-    request.mutable_restore()->set_chief(chief);
+    if (chief) request.mutable_restore()->set_chief(*chief);
     return caller_.call(std::move(request), deadline).last_transfer();
-  }
-
-  bool transfer(std::int64_t number, parameter_server::ShardStore& to, Deadline deadline) override {
-    auto request = request_to_server();
-    request.mutable_transfer()->set_model(model_);
-    request.mutable_transfer()->set_number(number);
-    const auto receive = [&](const Reply& reply, const Caller::ReadFrame& read) {
-      if (!reply.done()) return;
-      BulkReader bulk(read);
-      parameter_server::StateReader state([&](std::span<std::byte> data) { bulk.fill(data); });
-      to.receive(state);
-    };
-    return caller_.call(std::move(request), deadline, {}, receive).done();
   }
 
  private:
@@ -382,6 +368,22 @@ class GrpcChiefConnection final : public parameter_server::ChiefConnection {
 std::shared_ptr<parameter_server::ServerConnection> connect_server(const ServiceEngine::ModelOnServer& of,
                                                                    FindAddress address, const Access& access) {
   return std::make_shared<GrpcServerConnection>(of, std::move(address), access);
+}
+
+bool transfer(const ServiceEngine::ModelOnServer& of, FindAddress address, const Access& access, std::int64_t number,
+              parameter_server::ShardStore& to, Deadline deadline) {
+  Request request;
+  request.set_second_copies(of.second_copies);
+  request.mutable_transfer()->set_model(of.model);
+  request.mutable_transfer()->set_number(number);
+  const auto receive = [&](const Reply& reply, const Caller::ReadFrame& read) {
+    if (!reply.done()) return;
+    BulkReader bulk(read);
+    parameter_server::StateReader state([&](std::span<std::byte> data) { bulk.fill(data); });
+    to.receive(state);
+  };
+  Caller caller(of.server, std::move(address), access, of.reconnect_seconds);
+  return caller.call(std::move(request), deadline, {}, receive).done();
 }
 
 std::shared_ptr<parameter_server::ChiefConnection> connect_chief(const Process& self, FindAddress address,

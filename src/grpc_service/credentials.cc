@@ -21,12 +21,13 @@ struct Certificates {
 };
 
 std::string read(const std::filesystem::path& file) {
+  errno = 0;
   std::ifstream in(file);
   std::ostringstream contents;
   contents << in.rdbuf();
   if (in && !contents.str().empty()) return contents.str();
-  throw ClusterError(text(kCertificatesVariable, ": cannot read ", file.string(), " (", std::strerror(errno),
-                          "); `lockstep certs` makes the folder"));
+  throw ClusterError(text(kCertificatesVariable, ": cannot read ", file.string(), " (",
+                          errno == 0 ? "it is empty" : std::strerror(errno), "); `lockstep certs` makes the folder"));
 }
 
 Certificates read_certificates(const std::filesystem::path& folder) {

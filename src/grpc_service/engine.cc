@@ -16,6 +16,10 @@ class GrpcEngine final : public ServiceEngine {
                                                    const Access& access) const override {
     return grpc_service::connect_server(of, std::move(address), access);
   }
+  bool transfer(const ModelOnServer& of, FindAddress address, const Access& access, std::int64_t number, ShardStore& to,
+                Deadline deadline) const override {
+    return grpc_service::transfer(of, std::move(address), access, number, to, deadline);
+  }
   std::shared_ptr<ChiefConnection> connect_chief(const Process& self, FindAddress address,
                                                  const Access& access) const override {
     return grpc_service::connect_chief(self, std::move(address), access);

@@ -205,19 +205,23 @@ TEST_F(GrpcService, AServersStateIsTransferred) {
   const auto server = connect();
   const std::vector<VariableSpec> variables{{"large", DType::float32, {kLarge}}, {"small", DType::float32, {kSmall}}};
   ShardStore received(ModelSpec{variables}, place_shards(variables, {}, 1), ServerNumber(), SGD(), UpdateMode());
-  EXPECT_FALSE(server->transfer(1, received, soon()));  // it has no values yet
+  const auto fetch = [&](std::int64_t number) {
+    return transfer({.server = "ps 0", .user = "ps 1", .shard_bytes = {}}, at(*endpoint_), kAccess, number, received,
+                    soon());
+  };
+  EXPECT_FALSE(fetch(1));  // it has no values yet
   const auto large = counting(kLarge, 1), small = counting(kSmall, 100);
   server->write(std::vector{bytes_of(large), bytes_of(small)}, soon());
   const parameter_server::Push push{.task = {0}, .weight = 1, .gradients = {bytes_of(large), bytes_of(small)}};
   EXPECT_EQ(server->push(push, soon()), 0);
-  EXPECT_TRUE(server->transfer(2, received, soon()));
+  EXPECT_TRUE(fetch(2));
   EXPECT_EQ(server->push(push, soon()), 2);
   std::vector<float> values(kLarge, 1);
   received.shard(0).read(bytes_of(values));
   EXPECT_EQ(values, std::vector<float>(kLarge, 0));
   EXPECT_EQ(received.push(push), 2);
   EXPECT_EQ(received.shard(1).steps(), 1);
-  expect_says(message_of<InvalidArgument>([&] { server->transfer(1, received, soon()); }), "comes after transfer 2");
+  expect_says(message_of<InvalidArgument>([&] { fetch(1); }), "comes after transfer 2");
 }
 
 TEST_F(GrpcService, SecondCopiesAreShardsOfTheirOwn) {

@@ -172,8 +172,12 @@ std::optional<std::int64_t> Client::save(std::int64_t end, const std::filesystem
   return *std::max_element(updates.begin(), updates.end());  // a server that was started again may lack some
 }
 
-void Client::restore(const std::string& checkpoint, bool change, std::int64_t chief, Deadline deadline) const {
-  on_all([&](ServerConnection& server, std::size_t) { server.restore(checkpoint, change, chief, deadline); });
+void Client::check_restore(const std::string& checkpoint, Deadline deadline) const {
+  on_all([&](ServerConnection& server, std::size_t) { server.restore(checkpoint, std::nullopt, deadline); });
+}
+
+void Client::restore(const std::string& checkpoint, std::int64_t chief, Deadline deadline) const {
+  on_all([&](ServerConnection& server, std::size_t) { server.restore(checkpoint, chief, deadline); });
 }
 
 void Client::begin(const Assignment& assignment) {
@@ -209,9 +213,9 @@ void Client::push(Push push, std::span<const std::byte* const> gradients, Deadli
   try {
     on_all(push_to);
   } catch (const std::exception& error) {  // when all have ended
-    if (updated == 0) throw;
-    throw IncompletePush(text("step ", push.task.step, " has updated the variables on ", updated.load(), " of ",
-                              servers(), " servers: ", error.what()));
+    if (updated == 0) throw;               // where it has two copies: IncompleteUpdate
+    throw IncompleteUpdate(text("step ", push.task.step, " has updated the variables on ", updated.load(), " of ",
+                                servers(), " servers: ", error.what()));
   }
 }
 

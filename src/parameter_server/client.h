@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "lockstep/base/deadline.h"
-#include "lockstep/base/error.h"
 #include "lockstep/checkpoint/checkpoint.h"
 #include "lockstep/collective/group.h"
 #include "parameter_server/model_spec.h"
@@ -21,13 +20,7 @@ inline constexpr const char* kOutsideOfStep =
     "an update with parameter servers outside of a step that the chief gave out: train by fit, or in a step of a "
     "ClusterCoordinator";
 
-// An update reached some servers and not all. When it is pushed again, those that have it do not take it twice.
-class IncompletePush : public ClusterError {
- public:
-  using ClusterError::ClusterError;
-};
-
-// One thread at a time. Throws what the connections throw; `push`: IncompletePush.
+// One thread at a time. Throws what the connections throw; `push`: IncompleteUpdate.
 class Client {
  public:
   // `connections[s]`: to server s. `number`: the model's among those of the job. `states`: the names of the
@@ -64,8 +57,9 @@ class Client {
   std::optional<std::int64_t> save(std::int64_t end, const std::filesystem::path& folder, Archive& main,
                                    Deadline deadline) const;
 
-  // Without `change` only checks that all files are whole, and of this model.
-  void restore(const std::string& checkpoint, bool change, std::int64_t chief, Deadline deadline) const;
+  // The first changes nothing, and throws where the second would.
+  void check_restore(const std::string& checkpoint, Deadline deadline) const;
+  void restore(const std::string& checkpoint, std::int64_t chief, Deadline deadline) const;
 
   // The task whose gradients are pushed next. After `end` none are.
   void begin(const Assignment& assignment);

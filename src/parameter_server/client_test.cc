@@ -46,7 +46,7 @@ TEST(Client, APushThatReachedSomeServersCanBeCompleted) {
 
   servers[0]->pushes_lost = 0;
   servers[1]->pushes_lost = 1;
-  expect_says(message_of<IncompletePush>(push), "step 7 has updated the variables on 1 of 2 servers: calling ps 1");
+  expect_says(message_of<IncompleteUpdate>(push), "step 7 has updated the variables on 1 of 2 servers: calling ps 1");
   EXPECT_EQ(steps(), std::pair(1L, 0L));
   push();
   EXPECT_EQ(steps(), std::pair(1L, 1L));

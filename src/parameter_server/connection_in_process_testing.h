@@ -20,9 +20,7 @@ class ConnectionInProcess : public ServerConnection {
 
   void open(const std::string&, Deadline) override {}
   bool share(std::shared_ptr<SharedBlock>, Deadline) override { return true; }
-  void write(std::span<const std::byte* const> shards, Deadline) override {
-    for (std::size_t i = 0; i < store->size(); ++i) store->shard(i).write(shards[i]);
-  }
+  std::int64_t write(std::span<const std::byte* const> shards, Deadline) override { return store->write(shards); }
   std::int64_t push(Push push, Deadline) override { return store->push(std::move(push)); }
   void pull_rows(std::size_t table, std::span<const std::int64_t> ids, std::span<std::byte> values, Deadline) override {
     store->table(table).read(ids, values.data());
@@ -38,12 +36,10 @@ class ConnectionInProcess : public ServerConnection {
   std::optional<std::int64_t> save(std::int64_t end, const std::string& file, Deadline) override {
     return store->save(end, file);
   }
-  std::int64_t restore(const std::string& path, bool change, std::int64_t chief, Deadline) override {
+  std::int64_t restore(const std::string& path, std::optional<std::int64_t> chief, Deadline) override {
     checkpoint::ShardedArchive archive(path);
-    store->set_chief(chief);
-    return store->restore(archive, saved_steps_of(archive.main()), change);
+    return store->restore(archive, saved_steps_of(archive.main()), chief);
   }
-  bool transfer(std::int64_t, ShardStore&, Deadline) override { return false; }
 };
 
 }  // namespace lockstep::parameter_server

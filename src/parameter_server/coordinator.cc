@@ -14,6 +14,12 @@ constexpr std::int64_t kUnknownNumber = std::int64_t{1} << 50;
 
 }  // namespace
 
+void Coordinator::set_chief(std::int64_t chief) {
+  MutexLock lock(mutex_);
+  chief_ = chief;
+  steps_->set_chief(chief);
+}
+
 void Coordinator::close() {
   MutexLock lock(mutex_);
   closed_ = true;
@@ -258,7 +264,8 @@ std::optional<Assignment> Coordinator::assign(int worker) {
                     .epoch = batch.epoch,
                     .index = batch.index + task->step - first,
                     .learning_rate = learning_rate_,
-                    .chief = chief_};
+                    .chief = chief_,
+                    .finished = training_->schedule.finished().complete()};
 }
 
 void Coordinator::take(int worker, const Report& report) {

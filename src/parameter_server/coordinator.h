@@ -26,11 +26,12 @@ class Coordinator final : public ChiefService {
   Coordinator(int workers, double reconnect_seconds, std::int64_t chief = 1, int replicas_of_shards = 1)
       : workers_(workers),
         reconnect_seconds_(reconnect_seconds),
-        chief_(chief),
         replicas_of_shards_(replicas_of_shards),
-        steps_(std::make_shared<StepQueue>(workers, reconnect_seconds, chief)) {}
+        steps_(std::make_shared<StepQueue>(workers, reconnect_seconds, chief)),
+        chief_(chief) {}
 
-  std::int64_t chief() const { return chief_; }
+  // A chief that restores a checkpoint takes a new number too: what was computed before it is ignored.
+  void set_chief(std::int64_t chief);
 
   // --- the chief's thread
 
@@ -149,11 +150,11 @@ class Coordinator final : public ChiefService {
 
   const int workers_;
   const double reconnect_seconds_;
-  const std::int64_t chief_;
   const int replicas_of_shards_;
   const std::shared_ptr<StepQueue> steps_;
   mutable Mutex mutex_;
   CondVar changed_;
+  std::int64_t chief_ LOCKSTEP_GUARDED_BY(mutex_);
   std::int64_t call_ LOCKSTEP_GUARDED_BY(mutex_) = -1;  // the fit that runs, or ran last
   bool over_ LOCKSTEP_GUARDED_BY(mutex_) = true;
   std::optional<std::int64_t> steps_call_ LOCKSTEP_GUARDED_BY(mutex_);  // that `steps_` is open for

@@ -30,14 +30,20 @@ Assignment given(std::int64_t step, std::int64_t epoch, std::int64_t index, int 
   return {.kind = Kind::task, .task = {step, part}, .epoch = epoch, .index = index, .chief = 1};
 }
 
+// Without what else it says.
+Assignment place_of(Assignment assignment) {
+  assignment.finished = 0;
+  return assignment;
+}
+
 TEST(Coordinator, WorkersGetStepsWithThePlacesOfTheirBatches) {
   Coordinator chief(2, 60);
   join_workers(chief, 2);
   EXPECT_EQ(chief.next(0, 0, {}, now()).kind, Kind::wait);  // no fit yet
   chief.begin(0, 0, {});
   chief.open(0, 0, 2);
-  EXPECT_EQ(chief.next(0, 0, {}, now()), given(0, 0, 0));
-  EXPECT_EQ(chief.next(0, 1, {}, now()), given(1, 0, 1));
+  EXPECT_EQ(place_of(chief.next(0, 0, {}, now())), given(0, 0, 0));
+  EXPECT_EQ(place_of(chief.next(0, 1, {}, now())), given(1, 0, 1));
   EXPECT_EQ(chief.next(1, 1, {}, now()).kind, Kind::wait);  // a later call
   EXPECT_EQ(chief.next(0, 1, finished(1, {5, 7}), now()).kind, Kind::wait);
   EXPECT_EQ(results_of(chief), (std::vector<double>{5, 7}));
@@ -49,7 +55,7 @@ TEST(Coordinator, WorkersGetStepsWithThePlacesOfTheirBatches) {
   chief.open(1, 0, 1);  // the next epoch
   auto expected = given(2, 1, 0);
   expected.learning_rate = 0.5;
-  EXPECT_EQ(chief.next(0, 0, {}, now()), expected);
+  EXPECT_EQ(place_of(chief.next(0, 0, {}, now())), expected);
   EXPECT_EQ(chief.outcome(0, now()), std::nullopt);
   chief.end(0, "result");
   EXPECT_EQ(chief.next(0, 0, finished(2), now()).kind, Kind::over);
@@ -63,8 +69,8 @@ TEST(Coordinator, DataOfUnknownLengthEndWhereAWorkerFindsNoBatch) {
   chief.open(0, 0, -1);
   chief.next(0, 0, {}, now());
   chief.next(0, 1, {}, now());
-  EXPECT_EQ(chief.next(0, 0, finished(0), now()), given(2, 0, 2));
-  EXPECT_EQ(chief.next(0, 1, finished(1), now()), given(3, 0, 3));
+  EXPECT_EQ(place_of(chief.next(0, 0, finished(0), now())), given(2, 0, 2));
+  EXPECT_EQ(place_of(chief.next(0, 1, finished(1), now())), given(3, 0, 3));
   const auto no_batch = [](std::int64_t step) {
     return Report{.kind = Report::Kind::no_batch, .task = {step}, .chief = 1};
   };
@@ -74,7 +80,7 @@ TEST(Coordinator, DataOfUnknownLengthEndWhereAWorkerFindsNoBatch) {
   EXPECT_TRUE(chief.wait_for_step(now()));
   EXPECT_FALSE(chief.wait_for_step(now()));
   chief.open(1, 0, -1);
-  EXPECT_EQ(chief.next(0, 0, {}, now()), given(2, 1, 0));  // the numbers are used again
+  EXPECT_EQ(place_of(chief.next(0, 0, {}, now())), given(2, 1, 0));  // the numbers are used again
 }
 
 TEST(Coordinator, ALateEndOfDataEndsNotTheNextEpoch) {
@@ -92,8 +98,8 @@ TEST(Coordinator, ALateEndOfDataEndsNotTheNextEpoch) {
   EXPECT_TRUE(chief.wait_for_step(now()));
   EXPECT_FALSE(chief.wait_for_step(now()));
   chief.open(1, 0, -1);
-  EXPECT_EQ(chief.next(0, 1, {}, now()), given(1, 1, 0));
-  EXPECT_EQ(chief.next(0, 0, no_batch(2), now()), given(2, 1, 1));  // of the epoch before
+  EXPECT_EQ(place_of(chief.next(0, 1, {}, now())), given(1, 1, 0));
+  EXPECT_EQ(place_of(chief.next(0, 0, no_batch(2), now())), given(2, 1, 1));  // of the epoch before
 }
 
 TEST(Coordinator, StopLetsBegunStepsFinish) {
@@ -104,7 +110,7 @@ TEST(Coordinator, StopLetsBegunStepsFinish) {
   for (int worker = 0; worker < 3; ++worker) chief.next(0, worker, {}, now());
   chief.leave({"worker 1", 1});  // its step is nobody's now, and lies before one that is somebody's
   chief.stop();
-  EXPECT_EQ(chief.next(0, 0, finished(0), now()), given(1, 0, 1));
+  EXPECT_EQ(place_of(chief.next(0, 0, finished(0), now())), given(1, 0, 1));
   EXPECT_EQ(chief.next(0, 2, finished(2), now()).kind, Kind::wait);
   EXPECT_EQ(chief.next(0, 0, finished(1), now()).kind, Kind::wait);
   for (int step = 0; step < 3; ++step) EXPECT_TRUE(chief.wait_for_step(now()));
@@ -116,8 +122,8 @@ TEST(Coordinator, PartsOfAStepAreAddedInTheirOrder) {
   join_workers(chief, 2);
   chief.begin(0, 0, {.parts = 2, .needed = 2});
   chief.open(0, 0, 1);
-  EXPECT_EQ(chief.next(0, 1, {}, now()), given(0, 0, 0, 0));
-  EXPECT_EQ(chief.next(0, 0, {}, now()), given(0, 0, 0, 1));
+  EXPECT_EQ(place_of(chief.next(0, 1, {}, now())), given(0, 0, 0, 0));
+  EXPECT_EQ(place_of(chief.next(0, 0, {}, now())), given(0, 0, 0, 1));
   chief.next(0, 0, finished(0, {1e-20, 3}, 1), now());
   EXPECT_THROW(chief.wait_for_step(now()), DeadlineExceeded);
   chief.next(0, 1, finished(0, {1, 2}, 0), now());
@@ -140,10 +146,37 @@ TEST(Coordinator, AStepThatReachedSomeServersIsGivenAgain) {
   chief.begin(0, 0, {});
   chief.open(0, 0, 2);
   const Report incomplete{.kind = Report::Kind::incomplete, .task = {0}, .chief = 1, .error = "ps 1 does not answer"};
-  EXPECT_EQ(chief.next(0, 0, {}, now()), given(0, 0, 0));
-  for (int i = 0; i < 2; ++i) EXPECT_EQ(chief.next(0, 0, incomplete, now()), given(0, 0, 0));
+  EXPECT_EQ(place_of(chief.next(0, 0, {}, now())), given(0, 0, 0));
+  for (int i = 0; i < 2; ++i) EXPECT_EQ(place_of(chief.next(0, 0, incomplete, now())), given(0, 0, 0));
   chief.next(0, 0, incomplete, now());
   expect_says(message_of<InvalidArgument>([&] { chief.wait_for_step(now()); }), "worker 0: ps 1 does not answer");
+}
+
+// Servers may then forget which of them they have.
+TEST(Coordinator, SaysWhichStepsHaveAllFinished) {
+  Coordinator chief(2, 60);
+  join_workers(chief, 2);
+  chief.begin(0, 0, {});
+  chief.open(0, 0, 9);
+  for (const int worker : {0, 1}) EXPECT_EQ(chief.next(0, worker, {}, now()).finished, 0);
+  EXPECT_EQ(chief.next(0, 1, finished(1), now()).finished, 0);
+  EXPECT_EQ(chief.next(0, 0, finished(0), now()).finished, 2);
+}
+
+// Of steps that were given out before it restored a checkpoint.
+TEST(Coordinator, AReportOfTheTimeBeforeARestoreIsIgnored) {
+  Coordinator chief(1, 60);
+  join_workers(chief, 1);
+  chief.begin(0, 0, {});
+  chief.open(0, 0, 2);
+  chief.next(0, 0, {}, now());
+  chief.set_chief(2);
+  auto late = finished(0);
+  EXPECT_EQ(chief.next(0, 0, late, now()).chief, 2);
+  EXPECT_THROW(chief.wait_for_step(now()), DeadlineExceeded);
+  late.chief = 2;
+  chief.next(0, 0, late, now());
+  EXPECT_TRUE(chief.wait_for_step(now()));
 }
 
 TEST(Coordinator, ModelsHaveStepsOfTheirOwn) {
@@ -152,14 +185,14 @@ TEST(Coordinator, ModelsHaveStepsOfTheirOwn) {
   for (const std::int64_t model : {0, 1}) {
     chief.begin(model, model, {});
     chief.open(0, 0, 2);
-    EXPECT_EQ(chief.next(model, 0, {}, now()), given(0, 0, 0));
-    EXPECT_EQ(chief.next(model, 0, finished(0), now()), given(1, 0, 1));
+    EXPECT_EQ(place_of(chief.next(model, 0, {}, now())), given(0, 0, 0));
+    EXPECT_EQ(place_of(chief.next(model, 0, finished(0), now())), given(1, 0, 1));
     chief.next(model, 0, finished(1), now());
     chief.end(model, "");
   }
   chief.begin(2, 0, {});
   chief.open(7, 3, 1);
-  EXPECT_EQ(chief.next(2, 0, {}, now()), given(2, 7, 3));
+  EXPECT_EQ(place_of(chief.next(2, 0, {}, now())), given(2, 7, 3));
 }
 
 TEST(Coordinator, WhoAsksMustBeAWorker) {
@@ -208,14 +241,14 @@ TEST(Coordinator, ACheckpointHasTheStepsThatWorkersHadBegun) {
   join_workers(chief, 2);
   chief.begin(0, 0, {});
   chief.open(0, 0, 9);
-  EXPECT_EQ(chief.next(0, 0, {}, now()), given(0, 0, 0));
-  EXPECT_EQ(chief.next(0, 1, {}, now()), given(1, 0, 1));
+  EXPECT_EQ(place_of(chief.next(0, 0, {}, now())), given(0, 0, 0));
+  EXPECT_EQ(place_of(chief.next(0, 1, {}, now())), given(1, 0, 1));
   EXPECT_EQ(chief.hold(0), 2);
   EXPECT_EQ(chief.next(0, 1, finished(1, {5}), now()).kind, Kind::wait);
   EXPECT_EQ(chief.hold(1), 0);  // a model without a fit
   chief.release();
-  EXPECT_EQ(chief.next(0, 1, {}, now()), given(2, 0, 2));
-  EXPECT_EQ(chief.next(0, 1, finished(2, {6}), now()), given(3, 0, 3));
+  EXPECT_EQ(place_of(chief.next(0, 1, {}, now())), given(2, 0, 2));
+  EXPECT_EQ(place_of(chief.next(0, 1, finished(2, {6}), now())), given(3, 0, 3));
   EXPECT_THROW(chief.wait_for_begun(0, 2, now()), DeadlineExceeded);
   EXPECT_EQ(results_of(chief), std::vector<double>{5});  // counted before the checkpoint
   chief.next(0, 0, finished(0, {4}), now());
@@ -235,7 +268,7 @@ TEST(Coordinator, ACheckpointHasTheStepsThatWorkersHadBegun) {
   EXPECT_EQ(results_of(next), std::vector<double>{4});
   auto expected = given(2, 0, 2);
   expected.chief = 2;
-  EXPECT_EQ(next.next(0, 0, {}, now()), expected);
+  EXPECT_EQ(place_of(next.next(0, 0, {}, now())), expected);
   next.next(0, 1, finished(2), now());  // again of the chief before
   EXPECT_THROW(next.wait_for_step(now()), DeadlineExceeded);
   EXPECT_THROW(next.resume(0, {}, 1), InvalidArgument);  // a step is being computed
@@ -276,7 +309,7 @@ TEST(Coordinator, AWorkerThatHasGoneGetsNoStep) {
   chief.leave({"worker 0", 0});
   EXPECT_EQ(chief.next(0, 0, {}, now()).kind, Kind::wait);
   for (const int part : {0, 1}) {
-    EXPECT_EQ(chief.next(0, 1, {}, now()), given(0, 0, 0, part));
+    EXPECT_EQ(place_of(chief.next(0, 1, {}, now())), given(0, 0, 0, part));
     chief.next(0, 1, finished(0, {1}, part), now());
   }
   EXPECT_TRUE(chief.wait_for_step(now()));
@@ -299,7 +332,7 @@ TEST(Coordinator, WorkersThatLeaveBeginNoStepTogether) {
   EXPECT_EQ(chief.wait_for_begun(0, 1, now()).end, 1);
   chief.release();
   chief.leave({"worker 0", 0});  // the others go on
-  EXPECT_EQ(chief.next(0, 1, {}, now()), given(1, 0, 1, 0));
+  EXPECT_EQ(place_of(chief.next(0, 1, {}, now())), given(1, 0, 1, 0));
 }
 
 TEST(Coordinator, StalenessCountsTheStepsThatOthersFinishedMeanwhile) {

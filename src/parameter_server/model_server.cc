@@ -10,8 +10,9 @@
 namespace lockstep::parameter_server {
 namespace {
 
-constexpr std::chrono::seconds kToRead(5), kToTransfer(600);
+constexpr std::chrono::seconds kToRead(5);
 constexpr std::chrono::milliseconds kBetweenReads(100);
+constexpr std::chrono::hours kToTransfer(24);  // of any size; the other server is lost when it does not answer pings
 
 }  // namespace
 
@@ -35,54 +36,76 @@ std::string ModelServer::status_of(const Model& model) const {
 std::shared_ptr<void> ModelServer::serve(const Model& model) {
   const auto status = status_of(model);
   if (status == kDropped) return nullptr;  // the program has gone past it
-  add(model, status, false);
-  if (second_copies_) add(model, status, true);
+  add_first(model, status);
+  if (second_copies_) add_second(model, status);
   return {nullptr, [models = models_, second_copies = second_copies_, number = model.number](void*) {
             models->drop(number);
             if (second_copies) second_copies->drop(number);
           }};
 }
 
-void ModelServer::add(const Model& model, const std::string& status, bool second_copies) {
-  const int server = second_copies ? first_of_second(roles_.index, roles_.servers) : roles_.index;
-  auto& models = second_copies ? *second_copies_ : *models_;
-  const auto shards = model.make(server);
-  if (status.empty() || status == kWritten) {  // the chief will write its values (again)
-    return models.add(model.number, model.description, shards);
+void ModelServer::add_first(const Model& model, const std::string& status) {
+  const int mine = roles_.index;
+  auto shards = second_copies_ && !status.empty() ? transferred(model, mine, true) : nullptr;
+  const auto warn = [&](const auto&... what) {
+    log_warning(
+        text("ps ", mine, " was started again: its shards of model number ", model.number, " are those of ", what...));
+  };
+  if (shards) {
+    models_->add_written(model.number, model.description, shards);
+    return warn("ps ", second_of(mine, roles_.servers));
   }
-  const auto which =
-      text(second_copies ? text("its second copies of ps ", server, "'s shards") : std::string("its shards"),
-           " of model number ", model.number);
-  if (second_copies_ && transfer(model, *shards, second_copies)) {
-    models.add_written(model.number, model.description, shards);
-    const int from = second_copies ? server : second_of(server, roles_.servers);
-    return log_warning(text("ps ", roles_.index, " was started again: ", which, " are those of ps ", from));
+  shards = model.make(mine);
+  if (status.empty() || status == kWritten) {  // the chief will write its values (again)
+    return models_->add(model.number, model.description, shards);
   }
   if (status == kTrained) {
-    throw ClusterError(
-        text("ps ", roles_.index, " was started again, and there is no checkpoint from which to restore ", which,
-             ": give fit the callback BackupAndRestore, or ModelCheckpoint without ", "save_weights_only"));
+    throw ClusterError(text("ps ", mine, " was started again, and there is no checkpoint from which to restore its ",
+                            "shards of model number ", model.number,
+                            ": give fit the callback BackupAndRestore, or ModelCheckpoint without ",
+                            "save_weights_only"));
   }
-  shards->set_chief(store_.add("chiefs", 0, deadline()));
-  restore(model, shards, models);
-  log_warning(text("ps ", roles_.index, " was started again: ", which, " are those of the checkpoint ", status));
+  restore(model, shards);
+  warn("the checkpoint ", parse_checkpoint(status).path);
 }
 
-// From the other copy, which may have been lost too: then false.
-bool ModelServer::transfer(const Model& model, ShardStore& to, bool second_copies) {
-  const int server = second_copies ? first_of_second(roles_.index, roles_.servers) : roles_.index;
+// Where the first copy was lost too, it comes back before: the server that has it waits for nobody. A second copy never
+// takes a checkpoint by itself, or the two could take different ones.
+void ModelServer::add_second(const Model& model, const std::string& status) {
+  const int server = first_of_second(roles_.index, roles_.servers);
+  const auto until = deadline();
+  while (!status.empty()) {
+    if (const auto shards = transferred(model, server, false)) {
+      second_copies_->add_written(model.number, model.description, shards);
+      return log_warning(text("ps ", roles_.index, " was started again: its second copies of ps ", server,
+                              "'s shards of model number ", model.number, " are those of ps ", server));
+    }
+    if (status == kWritten) break;
+    if (until.passed()) {
+      throw DeadlineExceeded(text("waiting for ps ", server, "'s shards of model number ", model.number),
+                             until.waited());
+    }
+    std::this_thread::sleep_for(kBetweenReads);
+  }
+  second_copies_->add(model.number, model.description, model.make(server));
+}
+
+// The state of `server`'s shards, from one of their copies; null where that has no values.
+std::shared_ptr<ShardStore> ModelServer::transferred(const Model& model, int server, bool from_second) {
   const auto number = store_.add(text("transfers of model ", model.number, ", ps ", server), 1, deadline());
-  return model.connect(server, !second_copies)->transfer(number, to, Deadline::after(kToTransfer));
+  auto shards = model.make(server);
+  return model.transfer(server, from_second, number, *shards, Deadline::after(kToTransfer)) ? shards : nullptr;
 }
 
 // The chief may be replacing the checkpoint.
-void ModelServer::restore(const Model& model, const std::shared_ptr<ShardStore>& shards, ServedModels& models) const {
-  const auto deadline = Deadline::after(kToRead);
+void ModelServer::restore(const Model& model, const std::shared_ptr<ShardStore>& shards) const {
+  const auto until = Deadline::after(kToRead);
   while (true) {
     try {
-      return models.add_restored(model.number, model.description, shards, status_of(model));
+      const auto chief = store_.add("chiefs", 0, deadline());
+      return models_->add_restored(model.number, model.description, shards, parse_checkpoint(status_of(model)), chief);
     } catch (const IoError&) {
-      if (deadline.passed()) throw;
+      if (until.passed()) throw;
     }
     std::this_thread::sleep_for(kBetweenReads);
   }

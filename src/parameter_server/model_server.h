@@ -29,22 +29,28 @@ class ModelServer {
   struct Model {
     std::int64_t number = 0;
     std::string description;
-    std::function<std::shared_ptr<ShardStore>(int server)> make;                               // that server's shards
-    std::function<std::shared_ptr<ServerConnection>(int server, bool second_copies)> connect;  // to a server's copy
+    std::function<std::shared_ptr<ShardStore>(int server)> make;  // that server's shards
+
+    // As ServiceEngine's, of a server's shards or of their second copies.
+    std::function<bool(int server, bool second_copies, std::int64_t number, ShardStore& to, Deadline deadline)>
+        transfer;
   };
 
   // Until the result ends, the server has its shards of the model, and the second copies of another server's. If the
-  // server was started again, they are those of the other copy or else of the last checkpoint; throws ClusterError
-  // where there is neither, what a transfer throws, and what a restored checkpoint throws.
+  // server was started again, they are those of the other copy; where that was lost too, the first copy is that of the
+  // last checkpoint, and the second one waits for it. Throws ClusterError where there is no checkpoint,
+  // DeadlineExceeded where the first copy does not come back, what a transfer throws, and what a restored checkpoint
+  // throws.
   std::shared_ptr<void> serve(const Model& model);
 
   // As ServedModels'.
   void close();
 
  private:
-  void add(const Model& model, const std::string& status, bool second_copies);
-  bool transfer(const Model& model, ShardStore& to, bool second_copies);
-  void restore(const Model& model, const std::shared_ptr<ShardStore>& shards, ServedModels& models) const;
+  void add_first(const Model& model, const std::string& status);
+  void add_second(const Model& model, const std::string& status);
+  std::shared_ptr<ShardStore> transferred(const Model& model, int server, bool from_second);
+  void restore(const Model& model, const std::shared_ptr<ShardStore>& shards) const;
   std::string status_of(const Model& model) const;
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(timeout_seconds_)); }
 

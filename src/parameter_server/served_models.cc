@@ -20,15 +20,14 @@ void ServedModels::add(std::int64_t model, std::string description, std::shared_
 }
 
 void ServedModels::add_restored(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards,
-                                const std::string& checkpoint) {
-  checkpoint::ShardedArchive archive(checkpoint);
-  const auto of = model_of(archive.main());
-  if (of && *of != model) {
-    throw InvalidArgument(text("the checkpoint ", checkpoint, " is of model number ", *of,
-                               " of the program, and not of ", "number ", model,
+                                const SavedModel& saved, std::int64_t chief) {
+  checkpoint::ShardedArchive archive(saved.path);
+  if (const auto number = model_of(archive.main()); number != saved.number) {
+    throw InvalidArgument(text("the checkpoint ", saved.path, " is of another model now",
+                               number ? text(" (number ", *number, " of the program)") : std::string(),
                                ": each model needs a path of its own"));
   }
-  shards->restore(archive, saved_steps_of(archive.main()));
+  shards->restore(archive, saved_steps_of(archive.main()), chief);
   add_written(model, std::move(description), std::move(shards));
 }
 
@@ -107,10 +106,10 @@ void ServedModels::pull(std::int64_t model, std::span<std::byte* const> shards, 
   for (std::size_t i = 0; i < store->size(); ++i) versions[i] = store->shard(i).read(shards[i], versions[i]);
 }
 
-void ServedModels::write(std::int64_t model, std::span<const std::byte* const> shards) {
-  const auto store = shards_of(model);
-  for (std::size_t i = 0; i < store->size(); ++i) store->shard(i).write(shards[i]);
+std::int64_t ServedModels::write(std::int64_t model, std::span<const std::byte* const> shards) {
+  const auto transfer = shards_of(model)->write(shards);
   set_written(model);
+  return transfer;
 }
 
 void ServedModels::set_written(std::int64_t model) {
@@ -135,12 +134,11 @@ std::optional<std::int64_t> ServedModels::save(std::int64_t model, std::int64_t 
   return shards_of(model)->save(end, file);
 }
 
-std::int64_t ServedModels::restore(std::int64_t model, const std::string& checkpoint, bool change, std::int64_t chief) {
+std::int64_t ServedModels::restore(std::int64_t model, const std::string& checkpoint,
+                                   std::optional<std::int64_t> chief) {
   checkpoint::ShardedArchive archive(checkpoint);
-  const auto transfer = shards_of(model)->restore(archive, saved_steps_of(archive.main()), change);
-  if (!change) return transfer;
-  shards_of(model)->set_chief(chief);
-  set_written(model);
+  const auto transfer = shards_of(model)->restore(archive, saved_steps_of(archive.main()), chief);
+  if (chief) set_written(model);
   return transfer;
 }
 

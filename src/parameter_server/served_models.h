@@ -11,6 +11,7 @@
 
 #include "base/mutex.h"
 #include "lockstep/base/deadline.h"
+#include "parameter_server/model_status.h"
 #include "parameter_server/shard_store.h"
 
 namespace lockstep::parameter_server {
@@ -27,21 +28,21 @@ class ServedModels {
   void drop(std::int64_t model);
 
   // The same for a model that this server had before it was started again: with the values that the shards have, or,
-  // by the second, with those of a checkpoint. That throws as ShardStore::restore, and InvalidArgument where the
-  // checkpoint is of another model of the program.
+  // by the second, with those of a checkpoint. That throws as ShardStore::restore, and InvalidArgument where another
+  // model has replaced the checkpoint.
   void add_written(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards);
   void add_restored(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards,
-                    const std::string& checkpoint);
+                    const SavedModel& saved, std::int64_t chief);
 
   // As ServerConnection's; by the process `user`.
   void open(std::int64_t model, const std::string& user, const std::string& description, Deadline deadline);
   std::int64_t push(std::int64_t model, Push push) const;
   bool cut(std::int64_t model, std::int64_t end) const;
   std::optional<std::int64_t> save(std::int64_t model, std::int64_t end, const std::string& file) const;
-  std::int64_t restore(std::int64_t model, const std::string& checkpoint, bool change, std::int64_t chief);
+  std::int64_t restore(std::int64_t model, const std::string& checkpoint, std::optional<std::int64_t> chief);
   void pull(std::int64_t model, std::span<std::byte* const> shards, std::vector<std::int64_t>& versions,
             Deadline deadline) const;
-  void write(std::int64_t model, std::span<const std::byte* const> shards);
+  std::int64_t write(std::int64_t model, std::span<const std::byte* const> shards);
   void pull_rows(std::int64_t model, std::size_t table, std::span<const std::int64_t> ids, std::byte* values,
                  Deadline deadline) const;
 

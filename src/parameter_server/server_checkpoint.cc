@@ -23,15 +23,6 @@ std::int64_t cut(Coordinator& coordinator, const Client& client, const std::func
   return end;
 }
 
-// The checkpoint is whole without that.
-void remove_old_rows(const std::string& file, const std::string& kept) {
-  try {
-    checkpoint::remove_rows_but(file, kept);
-  } catch (const IoError& error) {
-    log_warning(error.what());
-  }
-}
-
 // The servers' files, then the main file. Returns how many steps were applied; nothing where a server has no cut.
 std::optional<std::int64_t> try_to_write(const Client& client, const std::string& file,
                                          const Coordinator::Finished& steps, Archive archive, Deadline deadline) {
@@ -45,7 +36,7 @@ std::optional<std::int64_t> try_to_write(const Client& client, const std::string
     archive.set_numbers(text(kUncounted, i), steps.uncounted[i]);
   }
   write_archive(file, archive);
-  remove_old_rows(file, name);
+  checkpoint::remove_rows_but(file, name);
   return updates;
 }
 

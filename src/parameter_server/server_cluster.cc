@@ -106,6 +106,7 @@ ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions option
   }
   if (is_chief()) {
     const auto number = store_.add("chiefs", 1, deadline);
+    restarted_ = number > 1;
     coordinator_ = std::make_shared<Coordinator>(roles_.workers, options_.reconnect_timeout_seconds, number,
                                                  options_.replicas_of_shards);
   }
@@ -217,14 +218,19 @@ std::shared_ptr<Client> ServerCluster::make_model(const ModelSpec& model, const 
   const auto places = place_shards(model.variables, options_.partitioner, roles_.servers);
   const auto description = description_of(model, places, optimizer, options_);
   const auto connect = [&](int server, bool second_copies) {
-    return connect_server(number, model, places, server, second_copies);
+    return engine_.connect_server(on_server(number, model, places, server, second_copies),
+                                  address_of(Role::ps, holder_of(server, second_copies)), access_);
+  };
+  const auto transfer = [&](int server, bool second_copies, std::int64_t count, ShardStore& to, Deadline deadline) {
+    return engine_.transfer(on_server(number, model, places, server, second_copies),
+                            address_of(Role::ps, holder_of(server, second_copies)), access_, count, to, deadline);
   };
   const auto make = [&](int server) {
     return std::make_shared<ShardStore>(model, places, ServerNumber{server, roles_.servers}, optimizer, options_.mode);
   };
   std::shared_ptr<void> kept;
   if (is_chief()) kept = keep_for_restarts(number);
-  if (server_) kept = server_->serve({number, description, make, connect});
+  if (server_) kept = server_->serve({number, description, make, transfer});
   std::vector<std::shared_ptr<ServerConnection>> connections;
   for (int server = 0; server < roles_.servers; ++server) {
     connections.push_back(connect(server, false));
@@ -240,12 +246,11 @@ std::shared_ptr<Client> ServerCluster::make_model(const ModelSpec& model, const 
   return client;
 }
 
-// To `server`'s shards of a model, or to their second copies.
-std::shared_ptr<ServerConnection> ServerCluster::connect_server(std::int64_t number, const ModelSpec& model,
-                                                                const std::vector<ShardPlace>& places, int server,
-                                                                bool second_copies) const {
-  const int at = second_copies ? second_of(server, roles_.servers) : server;
-  ServiceEngine::ModelOnServer on_server{.server = key_of(Role::ps, at),
+// `server`'s shards of a model, or their second copies.
+ServiceEngine::ModelOnServer ServerCluster::on_server(std::int64_t number, const ModelSpec& model,
+                                                      const std::vector<ShardPlace>& places, int server,
+                                                      bool second_copies) const {
+  ServiceEngine::ModelOnServer on_server{.server = key_of(Role::ps, holder_of(server, second_copies)),
                                          .user = key_of(roles_.mine, roles_.index),
                                          .model = number,
                                          .shard_bytes = {},
@@ -262,7 +267,12 @@ std::shared_ptr<ServerConnection> ServerCluster::connect_server(std::int64_t num
     on_server.row_bytes.push_back(table.row_bytes());
     if (options_.bfloat16_gradients) on_server.bfloat16.tables.push_back(table.dtype == DType::float32);
   }
-  return engine_.connect_server(on_server, address_of(Role::ps, at), access_);
+  return on_server;
+}
+
+// Which server has `server`'s shards, or their second copies.
+int ServerCluster::holder_of(int server, bool second_copies) const {
+  return second_copies ? second_of(server, roles_.servers) : server;
 }
 
 // Empty: it is not there.
@@ -281,12 +291,14 @@ std::shared_ptr<void> ServerCluster::keep_for_restarts(std::int64_t number) cons
 }
 
 bool ServerCluster::tell_training(const Client& model) {
-  return store_.compare_set(key_of_model(model.model()), kWritten, kTrained, reconnect_deadline()) == kTrained;
+  if (find_in_store(key_of_model(model.model())) != kWritten) return false;
+  store_.set(key_of_model(model.model()), kTrained, reconnect_deadline());
+  return true;
 }
 
 std::optional<std::string> ServerCluster::last_checkpoint(const Client& model) const {
-  const auto path = find_in_store(key_of_last_checkpoint(model.model()));
-  return path.empty() ? std::nullopt : std::optional(path);
+  const auto saved = find_in_store(key_of_last_checkpoint(model.model()));
+  return saved.empty() ? std::nullopt : std::optional(parse_checkpoint(saved).path);
 }
 
 bool ServerCluster::claims_first_values(const Client& model) {
@@ -297,8 +309,20 @@ bool ServerCluster::claims_first_values(const Client& model) {
 }
 
 void ServerCluster::tell_checkpoint(const Client& model, const std::string& path) {
-  store_.set(key_of_last_checkpoint(model.model()), path, reconnect_deadline());
-  store_.set(key_of_model(model.model()), path, reconnect_deadline());
+  tell(model, {path, model.model()});
+}
+
+void ServerCluster::tell(const Client& model, const SavedModel& saved) {
+  store_.set(key_of_last_checkpoint(model.model()), print(saved), reconnect_deadline());
+  store_.set(key_of_model(model.model()), print(saved), reconnect_deadline());
+}
+
+void ServerCluster::restore(const Client& model, const std::string& path, std::optional<std::int64_t> number,
+                            Deadline deadline) {
+  const auto chief = store_.add("chiefs", 1, reconnect_deadline());
+  coordinator_->set_chief(chief);
+  model.restore(path, chief, deadline);
+  tell(model, {path, number});
 }
 
 void ServerCluster::require_known(const Client& model) const {

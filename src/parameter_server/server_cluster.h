@@ -56,14 +56,19 @@ class ServerCluster {
   // started again before does not have them. From then on such a server restores its shards from the last checkpoint.
   bool claims_first_values(const Client& model);
 
-  // When workers begin to train it: true the first time, unless there is a checkpoint of it. And when a checkpoint of
-  // it has been written.
+  // When workers begin to train it: true the first time, unless there is a checkpoint of it.
   bool tell_training(const Client& model);
+
+  // When a checkpoint of it has been written.
   void tell_checkpoint(const Client& model, const std::string& path);
   std::optional<std::string> last_checkpoint(const Client& model) const;
 
+  // The chief's: restores the model on all servers. Steps that were given out before are ignored from now on, whoever
+  // still computes them. `number`: the model's in the program that wrote the checkpoint.
+  void restore(const Client& model, const std::string& path, std::optional<std::int64_t> number, Deadline deadline);
+
   // Whether this is a chief that was started again.
-  bool restarted() const { return is_chief() && coordinator_->chief() > 1; }
+  bool restarted() const { return restarted_; }
 
   // Whether a chief before this one has trained the model, and this one has not loaded a checkpoint of it yet: it does
   // not know the model's steps.
@@ -98,9 +103,10 @@ class ServerCluster {
  private:
   FindAddress address_of(Role role, int index) const;
   std::string find_in_store(const std::string& key) const;
-  std::shared_ptr<ServerConnection> connect_server(std::int64_t number, const ModelSpec& model,
-                                                   const std::vector<ShardPlace>& places, int server,
-                                                   bool second_copies) const;
+  ServiceEngine::ModelOnServer on_server(std::int64_t number, const ModelSpec& model,
+                                         const std::vector<ShardPlace>& places, int server, bool second_copies) const;
+  void tell(const Client& model, const SavedModel& saved);
+  int holder_of(int server, bool second_copies) const;
   std::shared_ptr<void> keep_for_restarts(std::int64_t number) const;
   void wait_for_all(Deadline deadline);
   void wait_for_servers(Deadline deadline) const;
@@ -117,6 +123,7 @@ class ServerCluster {
   Place place_;
   std::int64_t models_made_ = 0, calls_ = 0, acts_ = 0;
   bool chief_failed_ = false;  // in the last call
+  bool restarted_ = false;
   const int exceptions_ = std::uncaught_exceptions();
 };
 

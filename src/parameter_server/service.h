@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
 #include "lockstep/transport/access.h"
 #include "parameter_server/push.h"
 
@@ -20,6 +21,12 @@ namespace lockstep::parameter_server {
 class ServedModels;
 class SharedBlock;
 class ShardStore;
+
+// An update reached some servers and not all. When it is pushed again, those that have it do not take it twice.
+class IncompleteUpdate : public ClusterError {
+ public:
+  using ClusterError::ClusterError;
+};
 
 // A model's shards on one server, as another process reads and updates them. Any thread. Calls are repeated until the
 // deadline where the server cannot be reached; then they throw DeadlineExceeded, which names it.
@@ -49,18 +56,14 @@ class ServerConnection {
                          Deadline deadline) = 0;
 
   // Replaces the values. Optimizer state stays.
-  virtual void write(std::span<const std::byte* const> shards, Deadline deadline) = 0;
+  virtual std::int64_t write(std::span<const std::byte* const> shards, Deadline deadline) = 0;
 
   // As ShardStore's, for checkpoints in files that the server reads and writes itself. `cut` is false where the server
-  // was started again and has no values yet; `save` is nothing also where it was started again after the cut. From
-  // `restore` on, pushes of chiefs before number `chief` are ignored. It returns what `push` does.
+  // was started again and has no values yet; `save` is nothing also where it was started again after the cut. `restore`
+  // without a chief only checks. It returns what `push` does.
   virtual bool cut(std::int64_t end, Deadline deadline) = 0;
   virtual std::optional<std::int64_t> save(std::int64_t end, const std::string& file, Deadline deadline) = 0;
-  virtual std::int64_t restore(const std::string& checkpoint, bool change, std::int64_t chief, Deadline deadline) = 0;
-
-  // Copies the state of the server's shards to the process's own, while pushes to the server wait. False, and nothing
-  // is copied, where the server has no values. Numbers of transfers ascend.
-  virtual bool transfer(std::int64_t number, ShardStore& to, Deadline deadline) = 0;
+  virtual std::int64_t restore(const std::string& checkpoint, std::optional<std::int64_t> chief, Deadline deadline) = 0;
 };
 
 inline constexpr std::size_t kLongestOutput = std::size_t{256} << 20;  // bytes that a scheduled step may return
@@ -170,6 +173,11 @@ class ServiceEngine {
   };
   virtual std::shared_ptr<ServerConnection> connect_server(const ModelOnServer& of, FindAddress address,
                                                            const Access& access) const = 0;
+
+  // Copies the state of a server's shards to this process's own, while pushes to the server wait. False, and nothing is
+  // copied, where the server has no values. Numbers of transfers ascend.
+  virtual bool transfer(const ModelOnServer& of, FindAddress address, const Access& access, std::int64_t number,
+                        ShardStore& to, Deadline deadline) const = 0;
 
   // The chief notices when the result, or the process, has ended.
   virtual std::shared_ptr<ChiefConnection> connect_chief(const Process& self, FindAddress address,

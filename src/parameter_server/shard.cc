@@ -167,11 +167,18 @@ void Shard::restore(const State& state, std::int64_t end) {
 }
 
 void Shard::send(StateWriter& to) const {
-  MutexLock lock(mutex_);
+  std::vector<std::vector<std::byte>> arrays;
+  AppliedSteps applied;
+  {
+    MutexLock lock(mutex_);
+    const auto copy = [&](const Memory& memory) { arrays.emplace_back(memory.get(), memory.get() + bytes()); };
+    copy(data_.values);
+    for (const auto& memory : data_.state) copy(memory);
+    applied = data_.applied;
+  }
   to.number(static_cast<std::int64_t>(bytes()));
-  to.bytes({data_.values.get(), bytes()});
-  for (const auto& memory : data_.state) to.bytes({memory.get(), bytes()});
-  data_.applied.send(to);
+  for (const auto& array : arrays) to.bytes(array);
+  applied.send(to);
 }
 
 void Shard::receive(StateReader& from) {

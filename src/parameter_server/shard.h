@@ -73,8 +73,8 @@ class Shard {
   // are others; then nothing has changed.
   void restore(const State& state, std::int64_t end);
 
-  // Everything but a cut, for a shard of the same kind on another server. What `receive` has begun to replace is not
-  // whole if it throws.
+  // Everything but a cut, for a shard of the same kind on another server: of a copy, so that it may be read meanwhile.
+  // What `receive` has begun to replace is not whole if it throws.
   void send(StateWriter& to) const;
   void receive(StateReader& from);
 

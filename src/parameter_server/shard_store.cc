@@ -49,7 +49,10 @@ void ShardStore::check(const Push& push) const {
 std::int64_t ShardStore::push(Push push) {
   check(push);
   const std::shared_lock shared(changes_);
-  if (push.chief >= chief_) update(std::move(push));
+  auto latest = chief_.load();
+  while (push.chief > latest && !chief_.compare_exchange_weak(latest, push.chief)) {
+  }
+  if (push.chief >= latest) update(std::move(push));
   return last_transfer_;
 }
 
@@ -73,6 +76,15 @@ PushSizes ShardStore::sizes() const {
   for (const auto& shard : shards_) sizes.shards.push_back(shard->bytes());
   for (const auto& table : tables_) sizes.rows.push_back(table->table().row_bytes());
   return sizes;
+}
+
+std::int64_t ShardStore::write(std::span<const std::byte* const> values) {
+  const std::shared_lock shared(changes_);
+  if (values.size() != shards_.size()) {
+    throw InvalidArgument(text("values of ", values.size(), " shards; this server has ", shards_.size()));
+  }
+  for (std::size_t i = 0; i < shards_.size(); ++i) shards_[i]->write(values[i]);
+  return last_transfer_;
 }
 
 void ShardStore::send(std::int64_t transfer, StateWriter& to) {
@@ -127,8 +139,6 @@ void ShardStore::apply_to_table(std::size_t number, std::span<const Push> parts,
   }
 }
 
-void ShardStore::set_chief(std::int64_t chief) { chief_ = chief; }
-
 void ShardStore::cut(std::int64_t end) {
   for (const auto& shard : shards_) shard->cut(end);
   for (const auto& table : tables_) table->cut(end);
@@ -160,7 +170,8 @@ std::optional<std::int64_t> ShardStore::save(std::int64_t end, const std::string
   return updates;
 }
 
-std::int64_t ShardStore::restore(checkpoint::ShardedArchive& archive, const SavedSteps& steps, bool change) {
+std::int64_t ShardStore::restore(checkpoint::ShardedArchive& archive, const SavedSteps& steps,
+                                 std::optional<std::int64_t> chief) {
   const std::unique_lock alone(changes_);
   std::vector<Shard::State> states;
   for (std::size_t i = 0; i < shards_.size(); ++i) {
@@ -176,8 +187,9 @@ std::int64_t ShardStore::restore(checkpoint::ShardedArchive& archive, const Save
     auto& state = states.emplace_back(Shard::State{.values = read(names[0]), .updates = steps.updates});
     for (std::size_t k = 0; k < states_.size(); ++k) state.optimizer.push_back(read(names[1 + k]));
   }
-  restore_tables(tables_, states_, server_, archive, steps, change);
-  if (!change) return last_transfer_;
+  restore_tables(tables_, states_, server_, archive, steps, chief.has_value());
+  if (!chief) return last_transfer_;
+  chief_ = *chief;
   for (std::size_t i = 0; i < shards_.size(); ++i) shards_[i]->restore(states[i], steps.end);
   MutexLock lock(mutex_);
   parts_ = StepParts(mode_.needed);

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <shared_mutex>
 #include <span>
 #include <string>
@@ -36,13 +37,16 @@ class ShardStore {
 
   // Updates each shard and each table that the step has not updated yet by the push's gradients, divided by its weight.
   // With several parts: once enough have come, by those of all, added in the order of parts and divided by the sum of
-  // their weights. A push may be repeated; one that a chief before the present one asked for is ignored. Returns the
+  // their weights. A push may be repeated; one of an earlier chief than another push or restore is ignored. Returns the
   // number of the last transfer before it. Throws InvalidArgument for one that does not fit.
   std::int64_t push(Push push);
 
-  // Gives another server its state, while pushes wait: everything but a cut. Transfers of the two copies of shards have
-  // ascending numbers: throws InvalidArgument for one below the last. What `receive` has begun to replace is not whole
-  // if it throws.
+  // Replaces the values of all shards. Returns as `push`.
+  std::int64_t write(std::span<const std::byte* const> values);
+
+  // Gives another server its state, while pushes and writes wait: everything but a cut. Transfers of the two copies of
+  // shards have ascending numbers: throws InvalidArgument for one below the last. What `receive` has begun to replace
+  // is not whole if it throws.
   void send(std::int64_t transfer, StateWriter& to);
   void receive(StateReader& from);
 
@@ -53,13 +57,10 @@ class ShardStore {
   // Returns how many of them were applied; nothing, and no file is written, where there was no cut. Throws IoError.
   std::optional<std::int64_t> save(std::int64_t end, const std::string& file);
 
-  // Replaces everything by what a checkpoint has after `steps`. Without `change`, only checks that this
-  // is possible. Throws as ShardedArchive::rows, and InvalidArgument where something has another dtype or size; then
-  // nothing has changed. Returns the number of the last transfer before it.
-  std::int64_t restore(checkpoint::ShardedArchive& archive, const SavedSteps& steps, bool change = true);
-
-  // From now on pushes of chiefs before this one are ignored.
-  void set_chief(std::int64_t chief);
+  // Replaces everything by what a checkpoint has after `steps`; from then on pushes of chiefs before number `chief` are
+  // ignored. Without a chief, only checks that this is possible. Throws as ShardedArchive::rows, and InvalidArgument
+  // where something has another dtype or size; then nothing has changed. Returns as `push`.
+  std::int64_t restore(checkpoint::ShardedArchive& archive, const SavedSteps& steps, std::optional<std::int64_t> chief);
 
  private:
   void check(const Push& push) const;

@@ -215,7 +215,6 @@ TEST(ShardStore, AServerThatReceivesAnothersStateGoesOnAsThatOne) {
                        .chief = 2,
                        .finished = step > 3 ? 3 : 0});
   };
-  first.set_chief(2);
   for (const std::int64_t step : {0, 1, 3, 4, 5}) push(first, step, 0), push(first, step, 1);  // 2 never comes
   EXPECT_EQ(push(first, 6, 0), 0);
   receive(second, sent_by(first, 7));
@@ -260,9 +259,9 @@ TEST(ShardStore, ACheckpointIsRestoredByOtherServersBitForBit) {
   for (int server = 0; server < 2; ++server) saved.save(server, 3, folder + "/ckpt", main);
   write_archive(folder + "/ckpt", main);
   checkpoint::ShardedArchive archive(folder + "/ckpt");
-  restored.store(0).restore(archive, {3, 3}, false);
+  restored.store(0).restore(archive, {3, 3}, std::nullopt);
   EXPECT_EQ(restored.values(), Values(kElements));
-  restored.store(0).restore(archive, {3, 3});
+  restored.store(0).restore(archive, {3, 3}, 0);
   for (auto* const servers : {&saved, &restored}) {
     servers->push({.task = {2}, .weight = 1}, gradient(2));  // they have it
     servers->push({.task = {3}, .weight = 1}, gradient(3));
@@ -274,7 +273,7 @@ TEST(ShardStore, ACheckpointIsRestoredByOtherServersBitForBit) {
   checkpoint::ShardedArchive whole(folder + "/whole");
   EXPECT_EQ(whole.main().tensor("kernel").shape, (std::vector<std::int64_t>{4, 3}));
   Servers third(2, adam, {});
-  for (int server = 0; server < 2; ++server) third.store(server).restore(whole, {3, 3});
+  for (int server = 0; server < 2; ++server) third.store(server).restore(whole, {3, 3}, 0);
   third.push({.task = {3}, .weight = 1}, gradient(3));
   EXPECT_EQ(third.values(), saved.values());
 
@@ -290,7 +289,7 @@ TEST(ShardStore, ACheckpointOfAnotherModelChangesNothing) {
     write_archive(folder + "/ckpt", archive);
     expect_says(message_of<Error>([&] {
                   checkpoint::ShardedArchive read(folder + "/ckpt");
-                  servers.store(0).restore(read, {3, 3});
+                  servers.store(0).restore(read, {3, 3}, 0);
                 }),
                 part);
     EXPECT_EQ(servers.values(), Values(kElements));

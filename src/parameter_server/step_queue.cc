@@ -7,6 +7,11 @@
 
 namespace lockstep::parameter_server {
 
+void StepQueue::set_chief(std::int64_t chief) {
+  MutexLock lock(mutex_);
+  chief_ = chief;
+}
+
 void StepQueue::open() {
   MutexLock lock(mutex_);
   open_ = true;

@@ -27,6 +27,7 @@ class StepQueue {
   // `chief`: as Coordinator's.
   StepQueue(int workers, double reconnect_seconds, std::int64_t chief = 1)
       : workers_(workers), reconnect_seconds_(reconnect_seconds), chief_(chief) {}
+  void set_chief(std::int64_t chief);
 
   // --- the chief's program
 
@@ -78,9 +79,9 @@ class StepQueue {
 
   const int workers_;
   const double reconnect_seconds_;
-  const std::int64_t chief_;
   Mutex mutex_;
   CondVar changed_;
+  std::int64_t chief_ LOCKSTEP_GUARDED_BY(mutex_);
   bool open_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   StepSchedule schedule_ LOCKSTEP_GUARDED_BY(mutex_) = StepSchedule({});
   std::map<std::int64_t, Pending> pending_ LOCKSTEP_GUARDED_BY(mutex_);  // [step]

@@ -292,25 +292,41 @@ void TableShard::begin_at(const SavedSteps& steps) {
   live_.applied = AppliedSteps::saved(steps);
 }
 
+// Rows in pieces, between which the table may be read.
 void TableShard::send(StateWriter& to) const {
-  MutexLock lock(mutex_);
+  std::vector<std::byte> piece;
+  StateWriter buffered(
+      [&](std::span<const std::byte> bytes) { piece.insert(piece.end(), bytes.begin(), bytes.end()); });
+  const auto flush = [&] { to.bytes(std::exchange(piece, {})); };
   const auto& records = live_.records;
-  to.number(static_cast<std::int64_t>(records.record_bytes()));
-  to.number(records.size());
-  for (std::size_t slot = 0; slot < records.slots(); ++slot) {
-    if (records.id_in(slot) < 0) continue;
-    to.number(records.id_in(slot));
-    to.bytes({records.at(slot).begin(), records.record_bytes()});
+  {
+    MutexLock lock(mutex_);
+    buffered.number(static_cast<std::int64_t>(records.record_bytes()));
+    buffered.number(records.size());
   }
-  live_.applied.send(to);
-  for (const auto* const counts : {&counts_, &old_counts_}) {
-    to.number(counts->size());
-    counts->for_each([&](std::int64_t id, std::uint32_t count) {
-      to.number(id);
-      to.number(count);
-    });
+  flush();
+  for (std::size_t slot = 0, end = 1; slot < end; flush()) {
+    MutexLock lock(mutex_);
+    end = records.slots();
+    for (; slot < end && piece.size() < kBytesPerLock; ++slot) {
+      if (records.id_in(slot) < 0) continue;
+      buffered.number(records.id_in(slot));
+      buffered.bytes({records.at(slot).begin(), records.record_bytes()});
+    }
   }
-  to.number(next_forgetting_);
+  {
+    MutexLock lock(mutex_);
+    live_.applied.send(buffered);
+    for (const auto* const counts : {&counts_, &old_counts_}) {
+      buffered.number(counts->size());
+      counts->for_each([&](std::int64_t id, std::uint32_t count) {
+        buffered.number(id);
+        buffered.number(count);
+      });
+    }
+    buffered.number(next_forgetting_);
+  }
+  flush();
 }
 
 void TableShard::receive(StateReader& from) {

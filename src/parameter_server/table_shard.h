@@ -69,7 +69,7 @@ class TableShard {
   void add_row(const StoredRow& row);
   void begin_at(const SavedSteps& steps);
 
-  // As Shard's.
+  // As Shard's. Nothing else may change the table while it is sent.
   void send(StateWriter& to) const;
   void receive(StateReader& from);
 

@@ -1,7 +1,9 @@
 #include "parameter_server/two_copies.h"
 
+#include <exception>
 #include <future>
 
+#include "base/text.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::parameter_server {
@@ -35,9 +37,8 @@ class TwoCopies final : public ServerConnection {
     first_->pull_rows(table, ids, values, deadline);
   }
 
-  void write(std::span<const std::byte* const> shards, Deadline deadline) override {
-    first_->write(shards, deadline);
-    second_->write(shards, deadline);
+  std::int64_t write(std::span<const std::byte* const> shards, Deadline deadline) override {
+    return change([&](ServerConnection& copy) { return copy.write(shards, deadline); }, deadline);
   }
 
   bool cut(std::int64_t end, Deadline deadline) override { return first_->cut(end, deadline); }
@@ -46,23 +47,33 @@ class TwoCopies final : public ServerConnection {
     return first_->save(end, file, deadline);
   }
 
-  std::int64_t restore(const std::string& checkpoint, bool modify, std::int64_t chief, Deadline deadline) override {
-    return change([&](ServerConnection& copy) { return copy.restore(checkpoint, modify, chief, deadline); }, deadline);
-  }
-
-  bool transfer(std::int64_t number, ShardStore& to, Deadline deadline) override {
-    return first_->transfer(number, to, deadline);
+  std::int64_t restore(const std::string& checkpoint, std::optional<std::int64_t> chief, Deadline deadline) override {
+    return change([&](ServerConnection& copy) { return copy.restore(checkpoint, chief, deadline); }, deadline);
   }
 
  private:
   // Calls act(copy) for both until the last transfer before it was the same one. Then each server that gets its state
-  // from the other later gets the change with it.
+  // from the other later gets the change with it. Throws IncompleteUpdate where one of them has the change.
   template <class Act>
   std::int64_t change(const Act& act, Deadline deadline) const {
     while (true) {
-      auto second = std::async(std::launch::async, [&] { return act(*second_); });
-      const auto first = act(*first_);
-      if (second.get() == first) return first;
+      std::exception_ptr failure;
+      std::string why;
+      const auto result_of = [&](const auto& call) -> std::optional<std::int64_t> {
+        try {
+          return call();
+        } catch (const std::exception& error) {
+          failure = std::current_exception();
+          why = error.what();
+          return std::nullopt;
+        }
+      };
+      auto running = std::async(std::launch::async, [&] { return act(*second_); });
+      const auto first = result_of([&] { return act(*first_); });
+      const auto second = result_of([&] { return running.get(); });
+      if (!first && !second) std::rethrow_exception(failure);
+      if (failure) throw IncompleteUpdate(text("one of two copies has the change: ", why));
+      if (first == second) return *first;
       if (deadline.passed()) throw DeadlineExceeded("updating both copies of shards", deadline.waited());
     }
   }

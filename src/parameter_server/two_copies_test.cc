@@ -49,9 +49,18 @@ class Server final : public ConnectionInProcess {
 
   std::int64_t push(Push push, Deadline) override {
     ++pushes;
-    if (auto act = std::exchange(before, {})) act();
-    const auto transfer = store->push(push);
-    if (auto act = std::exchange(after, {})) act();
+    return change([&] { return store->push(push); });
+  }
+  std::int64_t write(std::span<const std::byte* const> values, Deadline) override {
+    return change([&] { return store->write(values); });
+  }
+
+ private:
+  template <class Act>
+  std::int64_t change(const Act& act) {
+    if (auto happens = std::exchange(before, {})) happens();
+    const auto transfer = act();
+    if (auto happens = std::exchange(after, {})) happens();
     return transfer;
   }
 };
@@ -70,6 +79,7 @@ class TwoCopies : public testing::Test {
   }
 
   const std::shared_ptr<Server> first_ = std::make_shared<Server>(), second_ = std::make_shared<Server>();
+  std::int64_t transfers_ = 0;
   const std::shared_ptr<ServerConnection> copies_ = connect_two_copies(first_, second_);
 };
 
@@ -108,6 +118,30 @@ TEST_F(TwoCopies, AnUpdateThatBothHadIsNotMadeTwice) {
   push(0);
   push(1);
   expect(2);
+}
+
+// As with a push: the state that the lost server gets does not have the values yet.
+TEST_F(TwoCopies, ValuesThatTheLostServerAloneHadAreWrittenAgain) {
+  for (auto [lost, other] : {std::pair(first_, second_), std::pair(second_, first_)}) {
+    std::atomic<bool> acknowledged = false;
+    lost->after = [&] { acknowledged = true; };
+    other->before = [&, lost = lost, other = other] {
+      while (!acknowledged) std::this_thread::yield();
+      lost->restart(*other, ++transfers_);
+    };
+    const double value = 5 + static_cast<double>(transfers_);
+    copies_->write(std::vector{reinterpret_cast<const std::byte*>(&value)}, Deadline::after(std::chrono::seconds(10)));
+    expect(value);
+  }
+}
+
+TEST_F(TwoCopies, AChangeThatOneCopyLacksIsSaid) {
+  second_->before = [] { throw DeadlineExceeded("calling ps 1", std::chrono::seconds(1)); };
+  expect_says(message_of<IncompleteUpdate>([&] { push(0); }), "one of two copies has the change: calling ps 1");
+  push(0);
+  expect(1);
+  first_->before = second_->before = [] { throw DeadlineExceeded("calling ps 1", std::chrono::seconds(1)); };
+  EXPECT_THROW(push(1), DeadlineExceeded);
 }
 
 TEST_F(TwoCopies, CopiesThatNeverAgreeEndAtTheDeadline) {

@@ -96,7 +96,7 @@ struct ClusterCoordinator::State {
                                    parameter_server::kLongestOutput));
       }
     } catch (const std::exception& error) {
-      const bool is_incomplete = dynamic_cast<const parameter_server::IncompletePush*>(&error) != nullptr;
+      const bool is_incomplete = dynamic_cast<const parameter_server::IncompleteUpdate*>(&error) != nullptr;
       report.kind = is_incomplete ? Report::Kind::incomplete : Report::Kind::failed;
       report.error = error.what();
     }

@@ -38,13 +38,13 @@ void load(const StrategyImpl& strategy, GradientPath& gradients, const std::stri
   auto& coordinator = servers.coordinator();
   const auto& model = *gradients.servers();
   const auto file = checkpoint::absolute_path(checkpoint_file(path)).string();
-  const auto steps = parameter_server::saved_steps_of(read_archive(file));
+  const auto main = read_archive(file);
+  const auto steps = parameter_server::saved_steps_of(main);
   coordinator.steps()->end_of_finished();  // checks
-  model.restore(file, change, coordinator.chief(), strategy.deadline());
-  if (!change) return;
+  if (!change) return model.check_restore(file, strategy.deadline());
+  servers.restore(model, file, parameter_server::model_of(main), strategy.deadline());
   coordinator.steps()->skip_to(steps.end);
   coordinator.set_trained_by_program(model.model());
-  servers.tell_checkpoint(model, file);
   pull(strategy, gradients, steps);
 }
 

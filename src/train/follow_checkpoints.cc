@@ -12,7 +12,7 @@
 namespace lockstep::train {
 namespace {
 
-constexpr std::chrono::seconds kBetweenCheckpoints(1);
+constexpr std::chrono::seconds kBetweenCheckpoints(1), kToReplace(5);
 
 class Evaluator {
  public:
@@ -29,16 +29,24 @@ class Evaluator {
     try {
       checkpoint::ShardedArchive checkpoint(*path);
       const auto step = parameter_server::steps_of(checkpoint.main()).end;
-      if (step == evaluated_) return;
+      readable_by_.reset();
+      if (step == impl_.evaluated_step) return;
       load(checkpoint.whole());
-      evaluated_ = step;
-    } catch (const IoError&) {  // it is being replaced
-      return;
+      impl_.evaluated_step = step;
+    } catch (const IoError& error) {
+      return warn_if_it_stays(error.what());
     }
     evaluate();
   }
 
  private:
+  // It may be one that is being replaced.
+  void warn_if_it_stays(const char* why) {
+    if (!readable_by_) readable_by_ = Deadline::after(kToReplace);
+    if (!readable_by_->passed() || std::exchange(warned_, true)) return;
+    log_warning(text("the evaluator cannot read the last checkpoint (does its host see the folder?): ", why));
+  }
+
   void load(const Archive& archive) {
     check_weights(archive, *impl_.parameters);
     ReplicatedModule(impl_.parameters).trackable().load(archive, "")();
@@ -48,14 +56,15 @@ class Evaluator {
   void evaluate() {
     for (const auto& callback : options_.callbacks) callback->on_test_begin();
     const auto logs = evaluate_values(model_, *options_.validation_data, options_.validation_steps);
-    if (options_.verbose != 0) print_line(text("checkpoint of step ", evaluated_), logs);
+    if (options_.verbose != 0) print_line(text("checkpoint of step ", impl_.evaluated_step), logs);
     for (const auto& callback : options_.callbacks) callback->on_test_end(logs);
   }
 
   Model& model_;
   ModelImpl& impl_;
   const FitOptions& options_;
-  std::int64_t evaluated_ = -1;  // the step of the last checkpoint that was
+  std::optional<Deadline> readable_by_;  // while the last checkpoint cannot be read
+  bool warned_ = false;
 };
 
 }  // namespace

@@ -94,7 +94,7 @@ class Worker {
     try {
       const auto results = impl_.train_batch(*batch, *impl_.tracker);
       return {.kind = Report::Kind::finished, .task = next.task, .results = impl_.tracker->sums_of(results)};
-    } catch (const parameter_server::IncompletePush& error) {
+    } catch (const parameter_server::IncompleteUpdate& error) {
       return {.kind = Report::Kind::incomplete, .task = next.task, .error = error.what()};
     }
   }

@@ -144,10 +144,11 @@ class ModelImpl {
   std::int64_t data_epochs = 0;        // epochs of data that fits have begun: the next one shuffles anew
   std::vector<AnyCallback> callbacks;  // of the fit that runs, as its options list them; empty between fits
   bool fitting = false;
-  std::int64_t call = 0;        // with parameter servers: the number of the one that the chief makes
-  bool stopping = false;        // this worker asked for the end of the fit
-  bool out_of_data = false;     // stopping because the data ended: a longer data set would go on
-  bool agreed_to_stop = false;  // one of the workers had asked when the last step or epoch ended
+  std::int64_t evaluated_step = -1;  // of an evaluator: that of the last checkpoint which it has evaluated
+  std::int64_t call = 0;             // with parameter servers: the number of the one that the chief makes
+  bool stopping = false;             // this worker asked for the end of the fit
+  bool out_of_data = false;          // stopping because the data ended: a longer data set would go on
+  bool agreed_to_stop = false;       // one of the workers had asked when the last step or epoch ended
 
   // Whether the fit ends after the step that was made.
   bool stops() const { return peers().size() == 1 ? stopping : agreed_to_stop; }

@@ -212,13 +212,11 @@ void ModelImpl::load_with_servers(const std::string& path) {
   const auto& client = *gradients->servers();
   servers()->coordinator().require_idle(client.model());
   load_state(archive, [&] {
-    for (const bool change : {false, true}) {
-      client.restore(file, change, servers()->coordinator().chief(), unwrap(strategy).deadline());
-    }
+    client.check_restore(file, unwrap(strategy).deadline());
+    servers()->restore(client, file, parameter_server::model_of(archive), unwrap(strategy).deadline());
   });
   servers()->coordinator().resume(client.model(), servers()->mode(), parameter_server::steps_of(archive).end);
   servers()->coordinator().forget_buffers();
-  servers()->tell_checkpoint(client, file);
   fetch();
 }
 
