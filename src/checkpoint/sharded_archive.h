@@ -25,7 +25,7 @@ std::filesystem::path rows_folder(const std::string& path);
 // Lists a file with rows in the main file: its name in rows_folder, and the names of its tensors.
 void list_rows(Archive& main, const std::string& file, const std::vector<std::string>& names);
 
-// Removes what rows_folder has, but for the folder `kept` in it. Warns where it cannot: the checkpoint is whole without.
+// Removes what rows_folder has, but for the folder `kept` in it. Warns where it cannot, since nothing is lost by that.
 void remove_rows_but(const std::string& path, const std::string& kept);
 
 // The main file and the files with rows; does nothing where there are none. The second throws IoError.
