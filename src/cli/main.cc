@@ -78,6 +78,9 @@ struct RunArguments : PlaceArguments {
     app.add_option("--workers", options.workers, "workers of a job with parameter servers, in place of -n (0)");
     app.add_option("--ps", options.servers, "its parameter servers (0); it also has a chief");
     app.add_flag("--evaluator", options.evaluator, "and a process that evaluates checkpoints");
+    app.add_option("--min-n", options.min_processes,
+                   "the job goes on without processes that fail while so many are left; for programs that regroup "
+                   "(0: it ends with the first)");
     app.add_flag("--trusted-network", options.trusted_network,
                  "allow links without proof of belonging to the job, which UCX needs: whoever reaches the network is "
                  "trusted");

@@ -43,6 +43,11 @@ void Bucketed::prepare() {
   buckets_ = std::make_unique<Buckets>(std::move(slots), ranks_, options_);
 }
 
+void Bucketed::regroup() {
+  buckets_->rebuild_after_regroup();
+  start_step();
+}
+
 void Bucketed::start_step() {
   scale_known_ = !scales_ || (buckets_ && buckets_->weights().scale() > 0);
   scale_ = scales_ && scale_known_ ? buckets_->weights().scale() : 1;

@@ -20,6 +20,7 @@ class Bucketed : public GradientSync {
 
   // Throws InvalidArgument on all processes where models, or the numbers of replicas, differ.
   void prepare() override;
+  void regroup() override;
   ShardMap shards() const override { return ShardMap::even(parameters_.trainable(), parameters_.replicas()); }
   bool during_backward() const override { return true; }
   at::Tensor memory_for(int replica, std::size_t slot) const override;

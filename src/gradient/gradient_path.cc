@@ -134,11 +134,11 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   }
   replicas.barrier(deadline);  // every copy is written, and no other replica reads this one's gradients any more
   parameters_->refresh(replica);
-  sync_->end_step(replica);
-  if (replica == 0 && updates) {
+  if (replica == 0 && updates) {  // before anything else that may throw
     updater_.count_step();
     if (compares()) updater_.remember_state();
   }
+  sync_->end_step(replica);
   if (sync_->during_backward()) replicas.barrier(deadline);  // replica 0's end_step may still use the processes' Group
 }
 

@@ -31,6 +31,10 @@ class GradientSync {
   // After values were set from outside: brings them to whoever updates them. Likewise.
   virtual void store(Deadline /*deadline*/) {}
 
+  // After the processes' Communicator has another Group, and a step that failed: the next one is made with that.
+  // Collective. Only for syncs whose processes each have all state.
+  virtual void regroup() {}
+
   // Which elements this process updates, and by which replicas. After `prepare`.
   virtual ShardMap shards() const = 0;
 

@@ -40,6 +40,14 @@ void check(const LaunchOptions& options) {
     throw InvalidArgument(
         "lockstep run: -n and --workers are both given; with --workers and --ps the number of processes is known");
   }
+  const int processes = options.processes.value_or(1);
+  if (options.min_processes < 0 || options.min_processes > processes) {
+    throw InvalidArgument(
+        text("lockstep run: --min-n is ", options.min_processes, "; it must be from 1 to -n (", processes, ")"));
+  }
+  if (options.min_processes > 0 && !options.hosts.empty()) {
+    throw InvalidArgument("lockstep run: --min-n is for the processes of this host, and -H or --hostfile names hosts");
+  }
   if (options.command.empty()) throw InvalidArgument("lockstep run: there is no program to run");
 }
 
@@ -98,7 +106,9 @@ class Attempt {
   Attempt(const LaunchOptions& options, int restart, const JobProcesses::Context& context)
       : hosts_(fill(options.hosts, processes(options))),
         store_(Store::hold(transport::with_port(address_for(hosts_), 0), access(options))),
-        job_(members(options, restart), options.grace_seconds, options.restarts, with_ended_well(context)) {}
+        job_(members(options, restart),
+             {.grace_seconds = options.grace_seconds, .restarts = options.restarts, .fewest = options.min_processes},
+             with_ended_well(context)) {}
 
   JobProcesses& job() { return job_; }
   const Store& store() const { return store_; }
@@ -215,7 +225,7 @@ int launch_part(std::ostream& out, std::ostream& err) {
     return Store::connect(part.store, Deadline::after(kForLastWords), {token.access().token, part.trusted_network});
   };
   const auto tell = [&](int rank) { tell_that_it_ended(connect, rank); };
-  return JobProcesses(ranks_of(part, token.path()), part.grace_seconds, part.restarts,
+  return JobProcesses(ranks_of(part, token.path()), {.grace_seconds = part.grace_seconds, .restarts = part.restarts},
                       {signals, reaper, out, err, &control, tell})
       .run();
 }

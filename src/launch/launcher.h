@@ -15,6 +15,10 @@ struct LaunchOptions {
   std::optional<int> processes;  // else one, or one a slot where there are hosts
   std::vector<HostSlots> hosts;  // empty: this one
 
+  // The job goes on without processes that fail, while so many are left: for programs whose processes regroup (Job::
+  // regroup). 0: it ends with the first. On this host only.
+  int min_processes = 0;
+
   // Processes with parameter servers, and a chief: both above 0, or both 0. `processes` is then the sum, or unset.
   int workers = 0, servers = 0;
   bool evaluator = false;

@@ -28,9 +28,8 @@ bool was_killed(const Child& child) { return child.signal() != 0 && child.signal
 
 }  // namespace
 
-JobProcesses::JobProcesses(std::vector<ChildCommand> members, double grace_seconds, int restarts,
-                           const Context& context)
-    : members_(std::move(members)), grace_seconds_(grace_seconds), restarts_(restarts), context_(context) {
+JobProcesses::JobProcesses(std::vector<ChildCommand> members, const Limits& limits, const Context& context)
+    : members_(std::move(members)), limits_(limits), context_(context) {
   for (const auto& command : members_) {
     if (const int signal = context_.signals.next()) {  // there may be very many
       pass_on(signal);
@@ -185,9 +184,9 @@ void JobProcesses::notice_ends() {
 bool JobProcesses::replace(std::size_t index) {
   auto& command = members_[index];
   const auto& role = command.role;
-  if (role.empty()) return false;
+  if (role.empty()) return goes_on_without(*children_[index]);
   int& restarted = restarted_[role];
-  const bool starts_again = restarted < restarts_ && (command.dispensable || was_killed(*children_[index]));
+  const bool starts_again = restarted < limits_.restarts && (command.dispensable || was_killed(*children_[index]));
   if (!starts_again && !command.dispensable) return false;
   for (int i = 0; i < kMostLastWords && read(*children_[index]); ++i) {
   }
@@ -197,13 +196,25 @@ bool JobProcesses::replace(std::size_t index) {
     return true;
   }
   ++restarted;
-  context_.err << what << "; it is started again (restart " << restarted << " of " << restarts_ << " of a " << role
-               << ")" << std::endl;
+  context_.err << what << "; it is started again (restart " << restarted << " of " << limits_.restarts << " of a "
+               << role << ")" << std::endl;
   auto& number = command.environment["LOCKSTEP_RESTART"];
   number = std::to_string(whole_number(number).value_or(0) + 1);
   replaced_.push_back(std::move(children_[index]));
   children_[index] = std::make_unique<Child>(command);
   context_.reaper.watch(children_[index]->pid());
+  return true;
+}
+
+// Whether enough processes are left.
+bool JobProcesses::goes_on_without(Child& child) {
+  const auto left = std::count_if(children_.begin(), children_.end(),
+                                  [](const auto& other) { return !other->ended() || other->status() == 0; });
+  if (limits_.fewest == 0 || left < limits_.fewest) return false;
+  for (int i = 0; i < kMostLastWords && read(child); ++i) {
+  }
+  context_.err << kNotice << end_of(child) << "; the job goes on with the other " << left << " (--min-n "
+               << limits_.fewest << ")" << std::endl;
   return true;
 }
 
@@ -235,7 +246,7 @@ void JobProcesses::set_out_to_kill() {
   if (kill_at_) return;
   const bool over_hosts =
       std::any_of(children_.begin(), children_.end(), [](const auto& child) { return child->is_controlled(); });
-  kill_at_ = Deadline::after(std::chrono::duration<double>(grace_seconds_) +
+  kill_at_ = Deadline::after(std::chrono::duration<double>(limits_.grace_seconds) +
                              (over_hosts ? kToReport : std::chrono::seconds(0)));
 }
 

@@ -31,9 +31,14 @@ class JobProcesses {
     std::function<void(int rank)> ended_well = {};  // a rank has ended with status 0
   };
 
+  struct Limits {
+    double grace_seconds = 0;  // from SIGTERM to SIGKILL
+    int restarts = 0;          // how often processes of each role are started again
+    int fewest = 0;  // the job goes on without processes that have no role while so many are left; 0: all must be
+  };
+
   // Starts them. Throws ClusterError and IoError; then none is left.
-  // `restarts`: how often processes of each role are started again.
-  JobProcesses(std::vector<ChildCommand> members, double grace_seconds, int restarts, const Context& context);
+  JobProcesses(std::vector<ChildCommand> members, const Limits& limits, const Context& context);
 
   // Ends those that still run.
   ~JobProcesses();
@@ -56,6 +61,7 @@ class JobProcesses {
   void print(const Child& child, std::ostream& to, const std::string& line, bool is_replaced);
   void notice_ends();
   bool replace(std::size_t index);
+  bool goes_on_without(Child& child);
   void fails_first(Child& child);
   void end_others();
   void pass_on(int signal);
@@ -65,8 +71,7 @@ class JobProcesses {
   std::string end_of(const Child& child) const;
 
   std::vector<ChildCommand> members_;  // of children_, by index
-  const double grace_seconds_;
-  const int restarts_;
+  const Limits limits_;
   const Context context_;
   std::vector<std::unique_ptr<Child>> children_;
   std::vector<std::unique_ptr<Child>> replaced_;  // whose places others have

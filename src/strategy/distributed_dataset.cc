@@ -134,6 +134,8 @@ std::optional<PerReplica<Part>> DistributedIterator::next_parts() {
   return parts;
 }
 
+PerReplica<Part> DistributedIterator::parts_again() const { return split(*current_, share_of(replicas_)); }
+
 std::optional<PerReplica<Part>> DistributedIterator::next_parts_of(int part, int parts) {
   if (!skip()) return std::nullopt;
   return split(*current_, {replicas_.devices, part, parts});

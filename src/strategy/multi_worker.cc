@@ -22,6 +22,18 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
     throw InvalidArgument(text("MultiWorkerMirroredStrategy: compare_copies_every is ", options.compare_copies_every,
                                "; it must be 0 (never) or more steps"));
   }
+  if (const auto& elastic = options.elastic) {
+    if (elastic->min_workers < 1) {
+      throw InvalidArgument(
+          text("MultiWorkerMirroredStrategy: elastic.min_workers is ", elastic->min_workers, "; it must be 1 or more"));
+    }
+    require_above_zero("elastic.regroup_seconds", elastic->regroup_seconds);
+    if (options.shard_optimizer_state) {
+      throw InvalidArgument(
+          "MultiWorkerMirroredStrategy: elastic and shard_optimizer_state cannot both be set: the state of a lost "
+          "worker would be lost with it");
+    }
+  }
   const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
   if (cluster.task_type == "ps") {
     throw InvalidArgument("MultiWorkerMirroredStrategy: this task is a parameter server, which has no part in it");
@@ -48,6 +60,7 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                                            .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
                                            .gradient_dtype = communication.gradient_dtype},
                                .shard_optimizer_state = options.shard_optimizer_state,
+                               .elastic = options.elastic,
                                .compare_copies_every = options.compare_copies_every});
   return settings;
 }

@@ -56,16 +56,18 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   make_groups();
   all_groups_.resize(settings_.devices.size());
   if (!settings_.workers) return;
-  const auto& [job, options, buckets, shard_state, compare_copies_every] = *settings_.workers;
+  const auto& [job, options, buckets, shard_state, elastic, compare_copies_every] = *settings_.workers;
+  job_ = job;
   workers_ = Communicator(job.group(options), settings_.timeout_seconds, "worker");
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
   workers_.check_all_agree("versions", text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION));
   workers_.check_all_agree("numbers of replicas", std::to_string(replicas()));
-  workers_.check_all_agree("options",
-                           text("gradient_dtype ", buckets.gradient_dtype ? name_of(*buckets.gradient_dtype) : "none",
-                                "\nbucket_cap in bytes ", buckets.bucket_bytes, "\nfirst_bucket in bytes ",
-                                buckets.first_bucket_bytes, "\nshard_optimizer_state ", shard_state ? "true" : "false",
-                                "\ncompare_copies_every ", compare_copies_every));
+  workers_.check_all_agree(
+      "options",
+      text("gradient_dtype ", buckets.gradient_dtype ? name_of(*buckets.gradient_dtype) : "none",
+           "\nbucket_cap in bytes ", buckets.bucket_bytes, "\nfirst_bucket in bytes ", buckets.first_bucket_bytes,
+           "\nshard_optimizer_state ", shard_state ? "true" : "false", "\ncompare_copies_every ", compare_copies_every,
+           "\nelastic.min_workers ", elastic ? std::to_string(elastic->min_workers) : "none"));
   seed_ = std::stoull(workers_.broadcast(std::to_string(seed_)));
 }
 
@@ -100,7 +102,7 @@ const Group& StrategyImpl::group(int replica) const {
   if (workers_.size() == 1) return local_group(replica);
   if (replicas() == 1) return workers_.group();
   auto& group = all_groups_[static_cast<std::size_t>(replica)];
-  if (!group) group = settings_.workers->job.replica_group(replicas(), replica, settings_.workers->group);
+  if (!group) group = job_->replica_group(replicas(), replica, settings_.workers->group);
   return *group;
 }
 
@@ -138,20 +140,50 @@ void StrategyImpl::on_replicas(const std::function<void(int)>& function) {
   std::rethrow_exception(first);
 }
 
-// Aborts the Groups of this process and of the workers with the reason, so that nobody waits for this replica.
+void StrategyImpl::regroup(std::vector<int> lost) {
+  const auto& elastic = *settings_.workers->elastic;
+  auto options = settings_.workers->group;
+  options.timeout_seconds = elastic.regroup_seconds;
+  while (true) {
+    const auto deadline = Deadline::after(std::chrono::duration<double>(elastic.regroup_seconds));
+    job_ = job_->regroup(lost, deadline);
+    if (job_->size() < elastic.min_workers) {
+      throw ClusterError(
+          text("workers were lost, and ", job_->size(), " remain; elastic.min_workers is ", elastic.min_workers));
+    }
+    try {
+      workers_.regroup(job_->group(options));
+      break;
+    } catch (const PeerLost& error) {  // meanwhile
+      lost = {error.rank()};
+    } catch (const DeadlineExceeded& error) {
+      lost = error.ranks();
+      if (lost.empty()) throw;
+    }
+  }
+  for (auto& group : all_groups_) group.reset();
+}
+
+// Aborts the Groups of this process and of the workers with the reason, so that nobody waits for this replica. Other
+// workers find by themselves that one is lost.
 void StrategyImpl::fail(int replica) const {
   std::string why = text("replica ", first_replica() + replica, " failed");
+  bool all_know = false;
   try {
     throw;
+  } catch (const PeerLost& error) {
+    all_know = is_elastic();
+    why = error.what();
   } catch (const std::exception& error) {
-    if (workers_.size() > 1) why += text(" on ", settings_.workers->job.world().host, ": ", error.what());
+    if (workers_.size() > 1) why += text(" on ", job_->world().host, ": ", error.what());
   } catch (...) {
   }
   local_group(replica).abort(why);
+  if (all_know) return;
   if (workers_.size() > 1) workers_.group().abort(why);
   const auto& all = all_groups_[static_cast<std::size_t>(replica)];
   if (all) return all->abort(why);
-  if (workers_.size() > 1) settings_.workers->job.fail_waiters(why);  // other replicas may be making that Group
+  if (workers_.size() > 1) job_->fail_waiters(why);  // other replicas may be making that Group
 }
 
 void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {

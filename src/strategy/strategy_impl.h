@@ -8,6 +8,7 @@
 #include "gradient/gradient_path.h"
 #include "lockstep/base/random.h"
 #include "lockstep/collective/job.h"
+#include "lockstep/strategy/multi_worker_mirrored_strategy.h"
 #include "lockstep/strategy/strategy.h"
 #include "ops/replica_random.h"
 #include "parameter_server/server_cluster.h"
@@ -23,6 +24,7 @@ struct WorkerSettings {
   GroupOptions group;
   gradient::BucketOptions buckets;
   bool shard_optimizer_state = false;
+  std::optional<ElasticOptions> elastic = {};
   std::int64_t compare_copies_every = 100;
 };
 
@@ -58,6 +60,13 @@ class StrategyImpl {
   }
   int first_replica() const { return replicas() * workers_.rank(); }  // of this process, among all
   const Communicator& workers() const { return workers_; }
+
+  // Whether training may go on without workers that are lost.
+  bool is_elastic() const { return settings_.workers && settings_.workers->elastic; }
+
+  // Goes on with the workers that remain: replaces the Group of `workers()`. Collective over them, between runs. Throws
+  // ClusterError where fewer than min_workers remain, and what Job::regroup throws.
+  void regroup(std::vector<int> lost);
 
   // Where the variables are on parameter servers: this process among the others; else null.
   parameter_server::ServerCluster* servers() const { return settings_.servers.get(); }
@@ -101,6 +110,7 @@ class StrategyImpl {
   void fail(int replica) const;  // of the exception that is handled
 
   const strategy::StrategySettings settings_;
+  std::optional<Job> job_;                                   // with workers: of this generation
   std::vector<c10::Device> torch_devices_;                   // [replica]
   std::vector<std::unique_ptr<ops::ReplicaRandom>> random_;  // [replica], that replica's own while it runs
   std::vector<Group> groups_;                                // [replica]

@@ -54,7 +54,9 @@ class AssignedSteps final : public StepSource {
     return step_.has_value();
   }
 
-  void count(std::span<double>) override {
+  std::vector<double> sum(std::span<const double> news) override { return {news.begin(), news.end()}; }
+
+  void count(std::span<const double>) override {
     impl_.tracker->add_sums(step_->results);
     staleness_ += static_cast<double>(step_->staleness);
     ++steps_;

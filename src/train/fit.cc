@@ -15,6 +15,7 @@
 #include "train/fit_options.h"
 #include "train/follow_chief.h"
 #include "train/model_impl.h"
+#include "train/recovery.h"
 #include "train/signal_guard.h"
 #include "train/step_source.h"
 
@@ -26,9 +27,11 @@ namespace {
 struct Agreed {
   static constexpr double kMark = 0x5eed'1d'ea;
   double stopping = 0, interrupted = 0, terminated = 0, mark = kMark;
-  std::span<double> all() { return {&stopping, 4}; }
+  static constexpr std::size_t kSize = 4;
+  std::span<double> all() { return {&stopping, kSize}; }
+  std::span<const double> all() const { return {&stopping, kSize}; }
 };
-static_assert(sizeof(Agreed) == 4 * sizeof(double));
+static_assert(sizeof(Agreed) == Agreed::kSize * sizeof(double));
 
 class Fit {
  public:
@@ -37,12 +40,13 @@ class Fit {
         impl_(unwrap(model)),
         options_(options),
         data_(train::weighed(data, options)),
-        signals_(options.handle_signals) {
+        signals_(options.handle_signals),
+        recovery_(impl_, [this] { become_chief(); }) {
     impl_.fitting = true;
   }
 
   ~Fit() {
-    each([](Callback& callback) { callback.detach(); });
+    for (const auto& callback : callbacks_) callback->detach();
     impl_.callbacks.clear();
     impl_.fitting = false;
   }
@@ -87,13 +91,18 @@ class Fit {
     return {impl_.stopping ? 1.0 : 0.0, signal == SIGINT ? 1.0 : 0.0, signal == SIGTERM ? 1.0 : 0.0};
   }
   void agree() {
-    agreed_ = mine();
-    peers().sum(agreed_.all());
-    finish_agreement();
+    const auto sum = [this] {
+      const auto mine = this->mine();
+      std::vector<double> sums(mine.all().begin(), mine.all().end());
+      peers().sum(sums);
+      return sums;
+    };
+    recovery_.run(sum, [this](const auto& sums) { finish_agreement(sums); });
   }
 
   // Throws where another process was in a sum of something else.
-  void finish_agreement() {
+  void finish_agreement(std::span<const double> sums) {
+    std::copy_n(sums.begin(), Agreed::kSize, agreed_.all().begin());
     if (agreed_.mark != Agreed::kMark * peers().size()) {
       throw InvalidArgument(
           "fit: the workers do not make the same calls; does a callback that only the chief calls (only_on_chief) "
@@ -163,8 +172,6 @@ class Fit {
     if (plan.verbose > 0) callbacks_.push_back(train::ProgressBar());
     callbacks_.insert(callbacks_.end(), options_.callbacks.begin(), options_.callbacks.end());
     compare_callbacks();
-    if (workers().rank() != 0)
-      std::erase_if(callbacks_, [](const AnyCallback& callback) { return callback->only_on_chief(); });
     std::stable_sort(callbacks_.begin(), callbacks_.end(),
                      [](const AnyCallback& a, const AnyCallback& b) { return a->order() < b->order(); });
     for (const auto& callback : callbacks_) callback->attach(model_, plan);
@@ -189,15 +196,34 @@ class Fit {
   void run_batch() {
     const auto index = progress().batch;
     each([&](Callback& callback) { callback.on_train_batch_begin(index); });
-    steps_->train();
-    agreed_ = mine();
-    steps_->count(agreed_.all());
-    finish_agreement();
+    make_step();
     auto logs = impl_.tracker->logs();
     steps_->add_to(logs);
     each([&](Callback& callback) { callback.on_train_batch_end(index, logs); });
     throw_if_interrupted();
     if (stopping()) steps_->stop();
+  }
+
+  void make_step() {
+    const auto train = [this] {
+      if (!recovery_.updated) steps_->train();
+      recovery_.updated = true;
+      return steps_->sum(std::as_const(*this).mine().all());
+    };
+    recovery_.run(train, [this](const auto& sums) {
+      steps_->count(sums);
+      finish_agreement(std::span(sums).last(Agreed::kSize));
+    });
+  }
+
+  // The worker that was it is lost.
+  void become_chief() {
+    for (const auto& callback : callbacks_) {
+      if (callback->only_on_chief()) callback->on_become_chief();
+    }
+    for (const auto& callback : callbacks_) {
+      if (callback->only_on_chief()) callback->on_epoch_begin(progress().epoch);
+    }
   }
 
   // After a whole step or epoch. Every callback may save, also when another one fails to.
@@ -250,14 +276,32 @@ class Fit {
 
   Logs validate() {
     each([](Callback& callback) { callback.on_test_begin(); });
-    const auto logs = model_.evaluate(*options_.validation_data, {.steps = options_.validation_steps});
+    Logs logs;
+    const auto evaluate = [&] {
+      logs = model_.evaluate(*options_.validation_data, {.steps = options_.validation_steps});
+      std::vector<double> values;
+      for (const auto& [name, value] : logs) values.push_back(value);
+      return values;
+    };
+    recovery_.run(evaluate, [&](const auto& values) {
+      if (logs.empty()) logs = impl_.tracker->logs();  // for the names: another worker has completed the evaluation
+      std::size_t i = 0;
+      for (const auto& [name, value] : Logs(logs)) logs.set(name, values.at(i++));
+    });
     each([&](Callback& callback) { callback.on_test_end(logs); });
     return logs;
   }
 
   template <class Call>
   void each(const Call& call) {
-    for (const auto& callback : callbacks_) call(*callback.operator->());
+    for (const auto& callback : callbacks_) {
+      if (callback->only_on_chief() && workers().rank() != 0) continue;
+      try {
+        call(*callback.operator->());
+      } catch (const std::exception& error) {
+        if (!recovery_.goes_on_behind(error, train::name_of_type(*callback.operator->()))) throw;
+      }
+    }
   }
 
   Model& model_;
@@ -266,6 +310,7 @@ class Fit {
   const Dataset data_;
   train::SignalGuard signals_;
   Agreed agreed_;
+  train::Recovery recovery_;
   std::vector<AnyCallback> callbacks_;  // in the order of their calls
   std::unique_ptr<train::StepSource> steps_;
 };

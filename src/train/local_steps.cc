@@ -41,20 +41,30 @@ class LocalSteps final : public StepSource {
     if (stopped_ || (options_.steps_per_epoch > 0 && progress().batch >= options_.steps_per_epoch)) return false;
     const auto before = std::chrono::steady_clock::now();
     batch_ = iterator_->next_parts();
+    results_.reset();
+    regroups_ = peers().regroups();
     impl_.times.input += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
     return batch_.has_value();
   }
 
-  void train() override { results_ = impl_.train_batch(*batch_, *impl_.tracker); }
+  void train() override {
+    if (std::exchange(regroups_, peers().regroups()) != peers().regroups()) batch_ = iterator_->parts_again();
+    results_ = impl_.train_batch(*batch_, *impl_.tracker);
+  }
 
-  void count(std::span<double> news) override {
-    impl_.tracker->add_batch(*results_, news);
-    if (impl_.has_other_fits()) peers().sum(news);
+  std::vector<double> sum(std::span<const double> news) override {
+    auto sums = impl_.tracker->sum_batch(results_ ? &*results_ : nullptr, news);
+    if (impl_.has_other_fits()) peers().sum(std::span(sums).last(news.size()));
+    compare_batches(progress().batch + 1);
+    return sums;
+  }
+
+  void count(std::span<const double> sums) override {
+    impl_.tracker->count_batch(sums);
     ++progress().batch;
     if (progress().position.index == 0) progress().batch_size = largest_of_readers(iterator_->element_size());
     progress().position = iterator_->position();
     progress().examples = examples_before_ + iterator_->examples();
-    compare_batches();
   }
 
   void stop() override { stopped_ = true; }
@@ -74,12 +84,12 @@ class LocalSteps final : public StepSource {
 
   // Where all workers must read the same batches, checks that they do: in the first step of each epoch, and as often as
   // their copies are compared.
-  void compare_batches() const {
+  void compare_batches(std::int64_t batch) const {
     const auto every = impl_.gradients->compare_copies_every();
     if (peers().size() == 1 || iterator_->is_sharded() || every == 0) return;
-    if (progress().batch != 1 && impl_.steps % every != 0) return;
-    peers().check_all_agree("data", text("a batch with the hash ", iterator_->element_hash(), " at step ",
-                                         progress().batch, " of epoch ", progress().epoch + 1));
+    if (batch != 1 && impl_.steps % every != 0) return;
+    peers().check_all_agree("data", text("a batch with the hash ", iterator_->element_hash(), " at step ", batch,
+                                         " of epoch ", progress().epoch + 1));
   }
 
   // Whether the restored position counts batches of another size, so that it must be found by examples. Throws where it
@@ -126,11 +136,12 @@ class LocalSteps final : public StepSource {
   }
 
   ModelImpl& impl_;
-  const Dataset& data_;
+  const Dataset data_;
   const FitOptions& options_;
   std::optional<DistributedIterator> iterator_;
   std::optional<PerReplica<internal::Part>> batch_;
   std::optional<PerReplica<StepResult>> results_;
+  std::int64_t regroups_ = 0;         // when the batch was divided
   std::int64_t examples_before_ = 0;  // of the epoch's data, before iterator_ began
   bool stopped_ = false;
 };
@@ -138,6 +149,15 @@ class LocalSteps final : public StepSource {
 }  // namespace
 
 std::unique_ptr<StepSource> local_steps(ModelImpl& impl, const Dataset& data, const FitOptions& options) {
+  if (unwrap(impl.strategy).is_elastic()) {  // however many workers there are, the steps have the same batches
+    const auto policy = data.options().auto_shard_policy;
+    if (policy != AutoShardPolicy::automatic && policy != AutoShardPolicy::data) {
+      throw InvalidArgument(
+          "fit: an elastic strategy needs a data set that all workers read: its auto_shard_policy must be "
+          "AutoShardPolicy::automatic or data");
+    }
+    return std::make_unique<LocalSteps>(impl, data.with_options({.auto_shard_policy = AutoShardPolicy::data}), options);
+  }
   return std::make_unique<LocalSteps>(impl, data, options);
 }
 

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "lockstep/train/model.h"
 
@@ -28,8 +29,12 @@ class StepSource {
   // Makes the step of which `next` read the batch.
   virtual void train() {}
 
-  // Counts it. Each element of `news` becomes its sum over the processes that make the same steps.
-  virtual void count(std::span<double> news) = 0;
+  // What the processes that make the same steps have computed in it together, with the sums of `news` at the end.
+  // Collective.
+  virtual std::vector<double> sum(std::span<const double> news) = 0;
+
+  // Counts the step, with these sums.
+  virtual void count(std::span<const double> sums) = 0;
 
   // Adds what it has to tell beside the model's metrics, of the epoch so far.
   virtual void add_to(Logs& /*logs*/) const {}

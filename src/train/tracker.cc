@@ -23,7 +23,7 @@ Tracker::Tracker(const CompileOptions& compiled, int replicas, Communicator work
   for (auto& states : states_) {
     for (const auto& metric : metrics_) states.emplace_back(metric);
   }
-  sums_ = local_sums();
+  sums_ = counted_ = local_sums();
 }
 
 void Tracker::update(int replica, const Example& part, const Tensor& outputs) {
@@ -34,14 +34,38 @@ void Tracker::update(int replica, const Example& part, const Tensor& outputs) {
 }
 
 void Tracker::add_batch(const PerReplica<StepResult>& results, std::span<double> news) {
-  auto all = sums_of(results);
-  if (workers_.size() > 1) {
-    all.insert(all.end(), news.begin(), news.end());
-    workers_.sum(all);
-    std::copy(all.end() - static_cast<std::ptrdiff_t>(news.size()), all.end(), news.begin());
+  const auto sums = sum_batch(&results, news);
+  if (workers_.size() > 1)
+    std::copy_n(sums.end() - static_cast<std::ptrdiff_t>(news.size()), news.size(), news.begin());
+  count_batch(sums);
+}
+
+std::vector<double> Tracker::sum_batch(const PerReplica<StepResult>* results, std::span<const double> news) const {
+  auto sums = sums_of(results == nullptr ? PerReplica<StepResult>(std::vector<StepResult>()) : *results);
+  sums.insert(sums.end(), news.begin(), news.end());
+  workers_.sum(sums);
+  return sums;
+}
+
+void Tracker::count_batch(std::span<const double> sums) {
+  std::copy_n(sums.begin() + kLossSums, sums_.size(), sums_.begin());
+  counted_ = local_sums();
+  add_loss(sums[0], sums[1], sums[2]);
+}
+
+void Tracker::take_over(int rank, bool counts) {
+  auto mine = local_sums();
+  for (std::size_t i = 0; i < mine.size(); ++i) {
+    mine[i] = (rank == 0 ? sums_[i] : 0) + (counts ? mine[i] - counted_[i] : 0);
   }
-  std::copy_n(all.begin() + kLossSums, sums_.size(), sums_.begin());
-  add_loss(all[0], all[1], all[2]);
+  for (auto& states : states_) {
+    for (auto& state : states) state.reset();
+  }
+  auto at = mine.begin();
+  for (auto& state : states_[0]) {
+    for (double& sum : state.sums()) sum = *at++;
+  }
+  counted_ = local_sums();
 }
 
 std::vector<double> Tracker::sums_of(const PerReplica<StepResult>& results) const {
@@ -78,6 +102,7 @@ void Tracker::reset() {
     for (auto& state : states) state.reset();
   }
   std::fill(sums_.begin(), sums_.end(), 0.0);
+  counted_ = local_sums();
 }
 
 Logs Tracker::logs() const {
@@ -145,6 +170,7 @@ std::function<void()> Tracker::load(const Archive& archive, const std::string& p
         for (double& sum : state.sums()) sum = *at++;
       }
     }
+    counted_ = local_sums();
   };
 }
 

@@ -33,7 +33,16 @@ class Tracker {
   // losses, weighted by batch size. Collective over the workers; each element of `news` becomes its sum over them.
   void add_batch(const PerReplica<StepResult>& results, std::span<double> news = {});
 
-  // The same in two halves, for a batch whose sums others compute: what one process computed since `reset`, and adding
+  // The same in two halves: the sums of all workers, with those of `news` behind them, and what is done with them.
+  // `results`: null where this worker has none of the batch.
+  std::vector<double> sum_batch(const PerReplica<StepResult>* results, std::span<const double> news) const;
+  void count_batch(std::span<const double> sums);
+
+  // After workers were lost, with what they have summed in the epoch: worker `rank` 0 has that from now on. `counts`:
+  // whether this worker's `update`s of the batch that has not been counted stay.
+  void take_over(int rank, bool counts);
+
+  // In two halves, for a batch whose sums others compute: what one process computed since `reset`, and adding
   // the sum of what all did.
   std::vector<double> sums_of(const PerReplica<StepResult>& results) const;
   void add_sums(std::span<const double> sums);
@@ -57,6 +66,7 @@ class Tracker {
   std::size_t first_weighted_;                    // metrics_ from here on use sample weights
   std::vector<std::vector<MetricState>> states_;  // [replica][metric]
   std::vector<double> sums_;                      // of all metrics, of all workers, after the last batch
+  std::vector<double> counted_;                   // local_sums() then
   double loss_sum_ = 0;
   double examples_ = 0;
   double batch_loss_ = 0;

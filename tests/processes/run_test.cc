@@ -151,6 +151,17 @@ TEST(Launch, ARankThatEndsLeavesNothingBehind) {
   EXPECT_TRUE(gone(processes));
 }
 
+TEST(Launch, GoesOnWhileEnoughProcessesAreLeft) {
+  const auto script = "[ $LOCKSTEP_RANK = 1 ] && kill -KILL $$; exec sleep 0.5";
+  auto enough = run({"-n", "3", "--min-n", "2"}, script);
+  expect_has(enough.wait_for_end(kSoon),
+             "rank 1 was ended by signal 9 (Killed); the job goes on with the other 2 (--min-n 2)");
+  EXPECT_EQ(exit_status(enough), 0) << enough.text();
+  auto too_few = run({"-n", "3", "--min-n", "3"}, script);
+  expect_has(too_few.wait_for_end(kSoon), "lockstep run: rank 1 was ended by signal 9 (Killed)");
+  EXPECT_EQ(exit_status(too_few), 137) << too_few.text();
+}
+
 TEST(Launch, RestartsAsOftenAsItMay) {
   const auto folder = fresh_folder("restarts");
   const std::string script =
@@ -279,6 +290,8 @@ TEST(Launch, BadInputIsNamed) {
     return process.wait_for_end(kSoon);
   };
   expect_has(output({"-n", "0", "true"}), "-n is 0; it must be at least 1");
+  expect_has(output({"-n", "2", "--min-n", "3", "true"}), "--min-n is 3; it must be from 1 to -n (2)");
+  expect_has(output({"-H", "a:2", "-n", "2", "--min-n", "1", "true"}), "--min-n is for the processes of this host");
   expect_has(output({"-n", "2"}), "there is no program to run");
   expect_has(output({"/nowhere/program"}), "cannot run /nowhere/program: No such file or directory");
   expect_has(output({"--restarts", "-1", "true"}), "--restarts is -1");

@@ -62,7 +62,7 @@ class Job {
   //     ranks.regroup(job.group());  // the Communicator that DistributedDataParallel was made with
   //   }
   //
-  // For processes that outlive each other: launchers (lockstep run, mpirun, torchrun) end all when one is lost.
+  // For processes that outlive each other: `lockstep run --min-n`. Other launchers end all when one is lost.
   Job regroup(const std::vector<int>& lost, Deadline deadline) const;
 
  private:

@@ -48,6 +48,10 @@ class DistributedIterator {
   // The same, for replicas to read their parts in their own threads.
   std::optional<PerReplica<internal::Part>> next_parts();
 
+  // The parts of the element that `next_parts` returned last, divided among the workers as they are now. For elements
+  // that all workers read.
+  PerReplica<internal::Part> parts_again() const;
+
   // The same of part `part` of `parts`, however many workers there are; each worker reads all elements. And the next
   // element without its parts: false at the end.
   std::optional<PerReplica<internal::Part>> next_parts_of(int part, int parts);

@@ -23,6 +23,13 @@ struct CommunicationOptions {
   double timeout_seconds = kDefaultTimeoutSeconds;
 };
 
+// fit goes on with the workers that remain when others are lost. After PyTorch's TorchElastic and Horovod Elastic,
+// whose processes restart or roll back.
+struct ElasticOptions {
+  int min_workers = 1;          // with fewer, fit throws
+  double regroup_seconds = 10;  // how long those that remain wait for each other
+};
+
 struct MultiWorkerMirroredOptions {
   std::vector<std::string> devices = {};  // of this process, as MirroredOptions; each worker has as many
   int threads_per_replica = 0;            // as MirroredOptions
@@ -36,6 +43,10 @@ struct MultiWorkerMirroredOptions {
   // again from a checkpoint. ZeRO stage 1 (Rajbhandari et al. 2020), PyTorch's ZeroRedundancyOptimizer.
   bool shard_optimizer_state = false;
 
+  // Empty: a worker that is lost ends the training. Not with shard_optimizer_state, and only where all workers read the
+  // same data (AutoShardPolicy::data, the default unless there is a file for each worker).
+  std::optional<ElasticOptions> elastic = {};
+
   std::int64_t compare_copies_every = 100;  // steps between comparing a hash of each variable on all workers; 0: never
   double start_timeout_seconds = 300;       // until all workers have come
 };
@@ -47,7 +58,10 @@ struct MultiWorkerMirroredOptions {
 // Copies that are found to differ end the training on all workers with InvalidArgument, which names a worker and a
 // variable.
 //
-// A worker that is lost ends the training on all others with PeerLost, which names it.
+// A worker that is lost ends the training on all others with PeerLost, which names it. With `elastic`, `fit` goes on:
+// the others keep their memory, agree on the last step that one of them has applied, and divide the batches anew from
+// the next one on. The global batch stays, so the result is that of a run without the loss, but for rounding. Needs a
+// launcher that leaves them running: `lockstep run --min-n`.
 class MultiWorkerMirroredStrategy : public Strategy {
  public:
   // Waits for all workers. Throws ClusterError, and DeadlineExceeded naming those that have not come.

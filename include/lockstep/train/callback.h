@@ -60,6 +60,9 @@ class Callback {
   // alone. It must not save or evaluate the model, which all workers do together.
   virtual bool only_on_chief() const { return false; }
 
+  // Of those that are only_on_chief: the worker that was the chief is lost, and this process is the chief from now on.
+  virtual void on_become_chief() { on_train_begin(); }
+
   // Called once, before on_train_begin.
   void attach(Model& model, const FitPlan& plan) {
     model_ = &model;

@@ -165,6 +165,7 @@ class CSVLogger : public Callback {
  public:
   explicit CSVLogger(std::string filename, CSVLoggerOptions options = {});
   void on_train_begin() override;
+  void on_become_chief() override;
   void on_epoch_end(int epoch, const Logs& logs) override;
   void save(Archive& archive, const std::string& prefix) const override;
   std::function<void()> load(const Archive& archive, const std::string& prefix) override;

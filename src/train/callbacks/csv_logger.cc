@@ -31,6 +31,9 @@ void CSVLogger::on_train_begin() {
   if (options_.append) read_header();
 }
 
+// Goes on in the file.
+void CSVLogger::on_become_chief() { read_header(); }
+
 void CSVLogger::on_epoch_end(int epoch, const Logs& logs) {
   if (columns_.empty()) write_header(logs);
   std::string line = std::to_string(epoch);

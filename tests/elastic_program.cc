@@ -1,0 +1,99 @@
+// For elastic_test: a training some of whose workers are lost.
+#include <lockstep/lockstep.h>
+#include <signal.h>
+#include <torch/nn/module.h>
+#include <unistd.h>
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <iomanip>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <thread>
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+int number(const char* name, int otherwise) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? otherwise : std::atoi(value);
+}
+
+double seconds(Clock::time_point since) { return std::chrono::duration<double>(Clock::now() - since).count(); }
+
+}  // namespace
+
+// The environment: EPOCHS of 20 steps of the same batches; STEP_MS of work in each; FOLDER for a log and checkpoints,
+// MIN_WORKERS. VICTIM is killed in the step numbered STEP, from 0 on, at PLACE: "forward", "batch end" (a callback), or
+// so many microseconds after its forward pass.
+int main() {
+  try {
+    const lockstep::MultiWorkerMirroredStrategy strategy(
+        {.threads_per_replica = 1, .elastic = lockstep::ElasticOptions{.min_workers = number("MIN_WORKERS", 1)}});
+    const bool is_victim = strategy.worker_rank() == number("VICTIM", -1);
+    const int at = number("STEP", -1);
+    const char* const given = std::getenv("PLACE");
+    const std::string place = given == nullptr ? "" : given;
+    std::cout << "worker at " << getpid() << std::endl;
+    int steps = 0;  // forwards of this worker
+    std::jthread killer;
+    const auto loss = [&](const at::Tensor& y, const at::Tensor& out) {
+      usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000);
+      if (steps++ == at && is_victim) {
+        if (place == "forward") raise(SIGKILL);
+        if (place != "batch end") {
+          killer = std::jthread([&] {
+            usleep(static_cast<unsigned>(std::stoi(place)));
+            raise(SIGKILL);
+          });
+        }
+      }
+      return (out - y).square().mean(1);
+    };
+    const auto x = at::sin(at::arange(240 * 6, at::kDouble)).view({240, 6});
+    const auto y = x.cumsum(1).slice(1, 2, 5);
+    const auto data = lockstep::Dataset::from_tensor_slices(x, y).shuffle(240, {.seed = 3}).batch(12);
+    const auto scope = strategy.scope();
+    lockstep::Sequential model({lockstep::Dense(8, {.activation = "tanh", .kernel_initializer = "ones"}),
+                                lockstep::Dense(3, {.kernel_initializer = "ones"})});
+    model.compile({.optimizer = lockstep::Adam({.learning_rate = 0.01}),
+                   .loss = lockstep::Loss("squares", loss),
+                   .metrics = {"mean_absolute_error"}});
+    auto last = Clock::now();
+    double longest = 0;
+    std::int64_t ended = 0;
+    const auto on_batch = [&](std::int64_t, const lockstep::Logs&) {
+      longest = std::max(longest, seconds(last));
+      last = Clock::now();
+      if (ended++ == at && is_victim && place == "batch end") raise(SIGKILL);
+    };
+    std::vector<lockstep::AnyCallback> callbacks{lockstep::LambdaCallback(
+        {.on_train_batch_begin = [&](std::int64_t) { last = Clock::now(); }, .on_train_batch_end = on_batch})};
+    if (const char* const folder = std::getenv("FOLDER")) {
+      callbacks.emplace_back(lockstep::CSVLogger(std::string(folder) + "/log.csv"));
+      callbacks.emplace_back(lockstep::ModelCheckpoint(std::string(folder) + "/ckpt-{epoch}"));
+    }
+    const auto history =
+        model.fit(data, {.epochs = number("EPOCHS", 3), .verbose = 0, .callbacks = callbacks, .validation_data = data});
+    const auto net = model.module<torch::nn::Module>();
+    std::ostringstream out;
+    out << std::setprecision(15);
+    for (const auto& parameter : net->parameters())
+      out << " " << parameter.sum().item<double>() << " " << parameter.square().sum().item<double>();
+    std::cout << "steps " << model.iterations() << ", weights" << out.str() << std::endl;
+    std::cout << std::setprecision(15) << "history";
+    for (const auto& [name, values] : history.history) {
+      for (const double value : values) std::cout << " " << value;
+    }
+    std::cout << std::endl << "longest " << longest << ", chief " << (strategy.is_chief() ? 1 : 0) << std::endl;
+    return 0;
+  } catch (const std::exception& error) {
+    std::cerr << "failed: " << error.what() << std::endl;
+    return 1;
+  }
+}
