@@ -12,7 +12,7 @@
 namespace lockstep::train {
 namespace {
 
-constexpr std::chrono::seconds kBetweenCheckpoints(1), kToReplace(5);
+constexpr std::chrono::seconds kToReplace(5);
 
 class Evaluator {
  public:
@@ -75,9 +75,9 @@ void follow_checkpoints(Model& model, const FitOptions& options, std::int64_t ca
     return;
   }
   Evaluator evaluator(model, options);
-  auto& chief = unwrap(model).servers()->chief();
-  const auto goes_on = [&] {
-    return signals.received() == 0 && !chief.outcome(call, Deadline::after(kBetweenCheckpoints));
+  auto& servers = *unwrap(model).servers();
+  const auto goes_on = [&] {  // the chief answers in a few seconds, also while its fit goes on
+    return signals.received() == 0 && !servers.chief().outcome(call, servers.reconnect_deadline());
   };
   while (goes_on()) evaluator.evaluate_last();
   if (signals.received() == 0) evaluator.evaluate_last();
