@@ -207,14 +207,19 @@ void Client::push(Push push, std::span<const std::byte* const> gradients, Deadli
       to_server.rows[table] = {ids.subspan(begin, ends[table][server] - begin),
                                values + begin * tables()[table].row_bytes()};
     }
-    connection.push(std::move(to_server), deadline);
+    try {
+      connection.push(std::move(to_server), deadline);
+    } catch (const IncompleteUpdate&) {  // one of two copies
+      ++updated;
+      throw;
+    }
     ++updated;
   };
   try {
     on_all(push_to);
   } catch (const std::exception& error) {  // when all have ended
-    if (updated == 0) throw;               // where it has two copies: IncompleteUpdate
-    throw IncompleteUpdate(text("step ", push.task.step, " has updated the variables on ", updated.load(), " of ",
+    if (updated == 0) throw;
+    throw IncompleteUpdate(text("step ", push.task.step, " has updated variables on ", updated.load(), " of ",
                                 servers(), " servers: ", error.what()));
   }
 }

@@ -15,9 +15,11 @@ class Unreachable final : public ConnectionInProcess {
  public:
   using ConnectionInProcess::ConnectionInProcess;
   int pushes_lost = 0;
+  bool has_other_copy = false;  // that can be reached
 
   std::int64_t push(Push push, Deadline deadline) override {
-    if (pushes_lost-- > 0) throw DeadlineExceeded("calling ps 1", std::chrono::seconds(1));
+    if (pushes_lost-- > 0 && has_other_copy) throw IncompleteUpdate("one of two copies has the change");
+    if (pushes_lost >= 0) throw DeadlineExceeded("calling ps 1", std::chrono::seconds(1));
     return ConnectionInProcess::push(std::move(push), deadline);
   }
 };
@@ -46,10 +48,15 @@ TEST(Client, APushThatReachedSomeServersCanBeCompleted) {
 
   servers[0]->pushes_lost = 0;
   servers[1]->pushes_lost = 1;
-  expect_says(message_of<IncompleteUpdate>(push), "step 7 has updated the variables on 1 of 2 servers: calling ps 1");
+  expect_says(message_of<IncompleteUpdate>(push), "step 7 has updated variables on 1 of 2 servers: calling ps 1");
   EXPECT_EQ(steps(), std::pair(1L, 0L));
   push();
   EXPECT_EQ(steps(), std::pair(1L, 1L));
+
+  // The first server's error is not that of the one of which a copy has the update.
+  servers[0]->pushes_lost = servers[1]->pushes_lost = 1;
+  servers[1]->has_other_copy = true;
+  EXPECT_THROW(push(), IncompleteUpdate);
 }
 
 }  // namespace

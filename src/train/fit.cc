@@ -29,7 +29,6 @@ struct Agreed {
   double stopping = 0, interrupted = 0, terminated = 0, mark = kMark;
   static constexpr std::size_t kSize = 4;
   std::span<double> all() { return {&stopping, kSize}; }
-  std::span<const double> all() const { return {&stopping, kSize}; }
 };
 static_assert(sizeof(Agreed) == Agreed::kSize * sizeof(double));
 
@@ -92,8 +91,8 @@ class Fit {
   }
   void agree() {
     const auto sum = [this] {
-      const auto mine = this->mine();
-      std::vector<double> sums(mine.all().begin(), mine.all().end());
+      auto here = mine();
+      std::vector<double> sums(here.all().begin(), here.all().end());
       peers().sum(sums);
       return sums;
     };
@@ -208,7 +207,7 @@ class Fit {
     const auto train = [this] {
       if (!recovery_.updated) steps_->train();
       recovery_.updated = true;
-      return steps_->sum(std::as_const(*this).mine().all());
+      return steps_->sum(mine().all());
     };
     recovery_.run(train, [this](const auto& sums) {
       steps_->count(sums);

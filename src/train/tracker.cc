@@ -33,13 +33,6 @@ void Tracker::update(int replica, const Example& part, const Tensor& outputs) {
   }
 }
 
-void Tracker::add_batch(const PerReplica<StepResult>& results, std::span<double> news) {
-  const auto sums = sum_batch(&results, news);
-  if (workers_.size() > 1)
-    std::copy_n(sums.end() - static_cast<std::ptrdiff_t>(news.size()), news.size(), news.begin());
-  count_batch(sums);
-}
-
 std::vector<double> Tracker::sum_batch(const PerReplica<StepResult>* results, std::span<const double> news) const {
   auto sums = sums_of(results == nullptr ? PerReplica<StepResult>(std::vector<StepResult>()) : *results);
   sums.insert(sums.end(), news.begin(), news.end());

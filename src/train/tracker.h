@@ -30,11 +30,11 @@ class Tracker {
   void update(int replica, const Example& part, const Tensor& outputs);
 
   // Adds the replicas' results of a batch, after each replica's `update`. The epoch's loss is the mean of the batches'
-  // losses, weighted by batch size. Collective over the workers; each element of `news` becomes its sum over them.
-  void add_batch(const PerReplica<StepResult>& results, std::span<double> news = {});
+  // losses, weighted by batch size. Collective over the workers.
+  void add_batch(const PerReplica<StepResult>& results) { count_batch(sum_batch(&results, {})); }
 
-  // The same in two halves: the sums of all workers, with those of `news` behind them, and what is done with them.
-  // `results`: null where this worker has none of the batch.
+  // The same in two halves: the sums of all workers, with those of `news` behind them, which is collective; and what is
+  // done with them. `results`: null where this worker has none of the batch.
   std::vector<double> sum_batch(const PerReplica<StepResult>* results, std::span<const double> news) const;
   void count_batch(std::span<const double> sums);
 
