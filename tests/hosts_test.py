@@ -212,7 +212,7 @@ class OverHosts(unittest.TestCase):
         job = subprocess.Popen(command, cwd=self.work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
             output = ""
-            while "[0] trains" not in output:
+            while "[chief] trains" not in output:
                 line = job.stdout.readline()
                 self.assertNotEqual(line, "", output)
                 output += line
@@ -224,7 +224,7 @@ class OverHosts(unittest.TestCase):
             job.kill()
         self.assertEqual(job.returncode, 0, output)
         # On each shard, each of the 50 batches has made one update in each of 20 epochs.
-        self.assertIn("[0] steps 1000, updates by a batch 20 to 20, of a shard 1000 1000\n", output)
+        self.assertIn("[chief] steps 1000, updates by a batch 20 to 20, of a shard 1000 1000\n", output)
         self.expect_nothing_left(SERVERS)
 
     def test_what_ssh_cannot_reach_is_named(self):

@@ -27,7 +27,7 @@ Process run(const std::vector<std::string>& options, const std::vector<std::stri
 
 // Each shard keeps a count for each batch: of the updates that the batch has made there.
 std::string expected() {
-  return text("[0] steps ", kSteps, ", updates by a batch ", kEpochs, " to ", kEpochs, ", of a shard ", kSteps, " ",
+  return text("[chief] steps ", kSteps, ", updates by a batch ", kEpochs, " to ", kEpochs, ", of a shard ", kSteps, " ",
               kSteps, "\n");
 }
 
@@ -45,8 +45,7 @@ TEST(ParameterServerFaults, WithoutAnyAllStepsAreCounted) {
 TEST(ParameterServerFaults, AKilledWorkersStepsAreMadeByTheOthers) {
   auto job = run({"--workers", "2", "--ps", "2"}, {std::to_string(kEpochs), "2", "1", "20"});
   expect_all_steps(job);
-  EXPECT_NE(job.text().find("rank 2 was ended by signal 9 (Killed); the job goes on without this worker"),
-            std::string::npos)
+  EXPECT_NE(job.text().find("worker 1 was ended by signal 9 (Killed); the job goes on without it"), std::string::npos)
       << job.text();
 }
 
@@ -67,13 +66,14 @@ TEST(ParameterServerFaults, WorkersThatAreKilledOrStoppedInMidPush) {
     auto job = run({"--workers", "2", "--ps", "2", "--grace", "1", "-x", "UPDATE_MS=40", "-x", "SIGNAL_AFTER_MS=20"},
                    {"1", "2", "1", "5", std::to_string(signal)});
     const auto& output = job.wait_for_end(120);
-    EXPECT_NE(output.find("[0] steps 50, updates by a batch 1 to 1, of a shard 50 50\n"), std::string::npos) << output;
+    EXPECT_NE(output.find("[chief] steps 50, updates by a batch 1 to 1, of a shard 50 50\n"), std::string::npos)
+        << output;
   }
 }
 
-// The process id of "worker 1", which rank `rank` has printed.
-int process_of(Process& job, int rank, const std::string& name) {
-  const auto line = text("[", rank, "] ", name, " at ");
+// The process id of "worker 1", which it has printed.
+int process_of(Process& job, const std::string& name) {
+  const auto line = text("[", name == "chief 0" ? "chief" : name, "] ", name, " at ");
   const auto& printed = job.wait_for_line(line, 30);
   const auto at =
       printed.rfind("\n" + line) == std::string::npos ? printed.rfind(line) : printed.rfind("\n" + line) + 1;
@@ -96,10 +96,10 @@ Process run_with_backups(const std::string& name, const std::vector<std::string>
 void expect_few_lost_updates(Process& job) {
   const auto& output = job.wait_for_end(60);
   EXPECT_TRUE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0) << output;
-  const auto at = output.find("[0] steps ");
+  const auto at = output.find("[chief] steps ");
   ASSERT_NE(at, std::string::npos) << output;
   int steps = 0, fewest = 0, most = 0, of_shard[2] = {};
-  ASSERT_EQ(std::sscanf(output.c_str() + at, "[0] steps %d, updates by a batch %d to %d, of a shard %d %d", &steps,
+  ASSERT_EQ(std::sscanf(output.c_str() + at, "[chief] steps %d, updates by a batch %d to %d, of a shard %d %d", &steps,
                         &fewest, &most, &of_shard[0], &of_shard[1]),
             5)
       << output;
@@ -118,7 +118,7 @@ TEST(ParameterServerFaults, WithoutAnyAllStepsAreCountedWhileCheckpointsAreWritt
 
 TEST(ParameterServerFaults, AKilledServerComesBackWithTheLastCheckpoint) {
   auto job = run_with_backups("server");
-  const int server = process_of(job, 5, "ps 1");
+  const int server = process_of(job, "ps 1");
   std::mt19937 random(1);
   wait_to_choose_a_moment(random);
   kill(server, SIGKILL);
@@ -130,7 +130,7 @@ TEST(ParameterServerFaults, AKilledServerComesBackWithTheLastCheckpoint) {
 
 TEST(ParameterServerFaults, AKilledChiefGoesOnFromTheLastCheckpoint) {
   auto job = run_with_backups("chief");
-  const int chief = process_of(job, 0, "chief 0");
+  const int chief = process_of(job, "chief 0");
   std::mt19937 random(2);
   wait_to_choose_a_moment(random);
   kill(chief, SIGKILL);
@@ -139,8 +139,8 @@ TEST(ParameterServerFaults, AKilledChiefGoesOnFromTheLastCheckpoint) {
 
 TEST(ParameterServerFaults, AServerWithoutACheckpointEndsTheJob) {
   auto job = run({"--workers", "1", "--ps", "1", "--restarts", "1"}, {std::to_string(kEpochs), "5"});
-  const int server = process_of(job, 2, "ps 0");
-  job.wait_for_line("[0] trains", 30);
+  const int server = process_of(job, "ps 0");
+  job.wait_for_line("[chief] trains", 30);
   kill(server, SIGKILL);
   const auto& output = job.wait_for_end(60);
   EXPECT_NE(output.find("there is no checkpoint from which to restore its shards"), std::string::npos) << output;
@@ -150,12 +150,12 @@ TEST(ParameterServerFaults, AServerWithoutACheckpointEndsTheJob) {
 TEST(ParameterServerFaults, AKilledWorkersScheduledStepsAreComputedOnce) {
   auto job =
       run({"--workers", "3", "--ps", "2", "--restarts", "1", "-x", "COORDINATOR=1"}, {std::to_string(kEpochs), "5"});
-  const int worker = process_of(job, 2, "worker 1");
+  const int worker = process_of(job, "worker 1");
   std::mt19937 random(3);
   wait_to_choose_a_moment(random);
   kill(worker, SIGKILL);
   const auto& output = job.wait_for_end(60);
-  EXPECT_NE(output.find("[0] returned 20100, added 20100\n"), std::string::npos) << output;
+  EXPECT_NE(output.find("[chief] returned 20100, added 20100\n"), std::string::npos) << output;
 }
 
 // A loop with a ClusterCoordinator that saves after every 20 of its 200 steps, once it has saved.
@@ -163,7 +163,7 @@ Process run_loop_with_backups(const std::string& name, const std::vector<std::st
   auto all = variables;
   all.emplace_back("COORDINATOR=1");
   auto job = run_with_backups(name, all);
-  job.wait_for_line("[0] saved", 30);
+  job.wait_for_line("[chief] saved", 30);
   return job;
 }
 
@@ -182,9 +182,9 @@ TEST(ParameterServerFaults, AKilledChiefsLoopGoesOnFromItsLastCheckpoint) {
   auto job = run_loop_with_backups("loop's chief");
   std::mt19937 random(4);
   wait_to_choose_a_moment(random);
-  kill(process_of(job, 0, "chief 0"), SIGKILL);
+  kill(process_of(job, "chief 0"), SIGKILL);
   expect_sum(job, false);
-  EXPECT_NE(job.text().find("rank 0 was ended by signal 9"), std::string::npos) << job.text();
+  EXPECT_NE(job.text().find("chief was ended by signal 9"), std::string::npos) << job.text();
 }
 
 TEST(ParameterServerFaults, AKilledServersLoopGoesOnFromItsLastCheckpoint) {
@@ -192,7 +192,7 @@ TEST(ParameterServerFaults, AKilledServersLoopGoesOnFromItsLastCheckpoint) {
     auto job = run_loop_with_backups(text("loop's server ", copies), {text("COPIES=", copies)});
     std::mt19937 random(5);
     wait_to_choose_a_moment(random);
-    kill(process_of(job, 4, "ps 0"), SIGKILL);
+    kill(process_of(job, "ps 0"), SIGKILL);
     expect_sum(job, copies == 1);
     EXPECT_NE(job.text().find("ps 0 was started again: its shards of model number 0"), std::string::npos) << job.text();
   }
@@ -203,8 +203,8 @@ TEST(ParameterServerFaults, AKilledServerWithSecondCopiesLosesNothing) {
     auto job = run(
         {"--workers", "3", "--ps", "3", "--restarts", "2", "-x", "COPIES=2", "-x", text("SYNCHRONOUS=", synchronous)},
         {std::to_string(kEpochs), "5"});
-    const int server = process_of(job, 5, "ps 1");
-    job.wait_for_line("[0] trains", 30);
+    const int server = process_of(job, "ps 1");
+    job.wait_for_line("[chief] trains", 30);
     kill(server, SIGKILL);
     expect_all_steps(job);
     EXPECT_NE(job.text().find("ps 1 was started again: its shards of model number 0 are those of ps 2"),
@@ -219,8 +219,8 @@ TEST(ParameterServerFaults, AKilledServerWithSecondCopiesLosesNothing) {
 // Both copies are lost: the last checkpoint has them.
 TEST(ParameterServerFaults, BothCopiesThatAreKilledComeBackWithTheLastCheckpoint) {
   auto job = run_with_backups("both copies", {"COPIES=2"});
-  const int first = process_of(job, 4, "ps 0"), second = process_of(job, 5, "ps 1");
-  job.wait_for_line("[0] trains", 30);
+  const int first = process_of(job, "ps 0"), second = process_of(job, "ps 1");
+  job.wait_for_line("[chief] trains", 30);
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   kill(first, SIGKILL);
   kill(second, SIGKILL);
@@ -247,7 +247,7 @@ TEST(ParameterServerFaults, RandomFaultsInSeededRounds) {
     const auto begin = loop ? run_loop_with_backups : run_with_backups;
     auto job =
         begin(text("round ", seed), {text("COPIES=", copies ? 2 : 1), text("SYNCHRONOUS=", synchronous ? 1 : 0)});
-    const int process = process_of(job, rank, name);
+    const int process = process_of(job, name);
     wait_to_choose_a_moment(random);
     kill(process, stop ? SIGSTOP : SIGKILL);
     if (stop) {
@@ -285,15 +285,15 @@ Process begin_with_table(const std::vector<std::string>& options, const std::str
 
 TEST(LargeTable, AKilledWorkersStepsUpdateRowsOnce) {
   auto job = begin_with_table({"--workers", "2", "--ps", "2"}, "worker");
-  kill(process_of(job, 2, "worker 1"), SIGKILL);
+  kill(process_of(job, "worker 1"), SIGKILL);
   const auto& output = job.wait_for_end(120);
   EXPECT_NE(output.find("steps 800, rows from 8 to 8\n"), std::string::npos) << output;
-  EXPECT_NE(output.find("rank 2 was ended by signal 9"), std::string::npos) << output;
+  EXPECT_NE(output.find("worker 1 was ended by signal 9"), std::string::npos) << output;
 }
 
 TEST(LargeTable, AKilledServerWithSecondCopiesLosesNoUpdate) {
   auto job = begin_with_table({"--workers", "2", "--ps", "2", "--restarts", "1", "-x", "COPIES=2"}, "copies");
-  kill(process_of(job, 4, "ps 1"), SIGKILL);
+  kill(process_of(job, "ps 1"), SIGKILL);
   const auto& output = job.wait_for_end(120);
   EXPECT_NE(output.find("ps 1 was started again: its shards of model number 0 are those of ps 0"), std::string::npos)
       << output;
@@ -303,7 +303,7 @@ TEST(LargeTable, AKilledServerWithSecondCopiesLosesNoUpdate) {
 // Its rows lack at most the updates since the last checkpoint.
 TEST(LargeTable, AKilledServersRowsComeBackWithTheLastCheckpoint) {
   auto job = begin_with_table({"--workers", "2", "--ps", "2", "--restarts", "1"}, "server");
-  kill(process_of(job, 4, "ps 1"), SIGKILL);
+  kill(process_of(job, "ps 1"), SIGKILL);
   const auto& output = job.wait_for_end(120);
   EXPECT_NE(output.find("ps 1 was started again: its shards of model number 0 are those of the checkpoint"),
             std::string::npos)

@@ -227,6 +227,44 @@ TEST(ParameterServers, WhatAWorkerOrTheChiefThrowsComesOutOfFitEverywhere) {
   expect_says(join(models, "\n"), "the processes' models differ");
 }
 
+TEST(ParameterServers, ProcessesThatMakeDifferentCallsAreTold) {
+  const auto data = make_data(at::kFloat).batch(7);
+  using Act = std::function<void(const ParameterServerStrategy&, Sequential&)>;
+  const auto run = [&](const Act& act) {
+    return run_job({.options = {.reconnect_timeout_seconds = 300}}, [&](const auto& strategy) {
+      const auto scope = strategy.scope();
+      auto model = make_model(at::kFloat, SGD());
+      act(strategy, model);
+    });
+  };
+  const Act fit = [&](const auto&, auto& model) { model.fit(data, {.verbose = 0}); };
+  const Act evaluate = [&](const auto&, auto& model) { model.evaluate(data, {.verbose = 0}); };
+  const Act loop = [&](const auto& strategy, auto&) {
+    ClusterCoordinator coordinator(strategy);
+    coordinator.define("step", [](const auto&) { return std::vector<Tensor>(); });
+    coordinator.run([&] {
+      coordinator.schedule("step");
+      coordinator.join();
+    });
+  };
+  const auto expect_told = [&](const Act& chiefs, const Act& others, const std::string& what) {
+    const auto errors = run([&](const auto& strategy, auto& model) {
+      if (strategy.is_chief()) chiefs(strategy, model);
+      others(strategy, model);
+    });
+    EXPECT_EQ(errors.size(), 4U) << join(errors, "\n");
+    for (const auto& error : errors) expect_says(error, what);
+  };
+  expect_told(fit, evaluate, "number 0 is fit on the chief, and evaluate on another process");
+  expect_told(loop, fit, "number 0 is ClusterCoordinator::run on the chief, and fit on another process");
+  const auto ended = run([&](const auto& strategy, auto& model) {
+    fit(strategy, model);
+    if (!strategy.is_chief()) evaluate(strategy, model);
+  });
+  EXPECT_EQ(ended.size(), 3U) << join(ended, "\n");
+  for (const auto& error : ended) expect_says(error, "its program has ended without the call of evaluate");
+}
+
 // A callback that ends the training as a failure would, in the middle of an epoch.
 AnyCallback fails_at(std::int64_t batch, int epoch) {
   const auto now = std::make_shared<int>(0);

@@ -119,7 +119,9 @@ void write_new(const std::vector<NewFile>& files) {
     const int why = errno == 0 ? ENOSPC : errno;
     for (auto made = files.begin(); made != file; ++made) unlink(made->path.c_str());
     if (to.open()) unlink(file->path.c_str());
-    throw IoError(text("cannot write ", file->path.string(), ": ", std::strerror(why)));
+    throw IoError(
+        text("cannot write ", file->path.string(), ": ", std::strerror(why),
+             why == EEXIST ? "; name a new folder: those that use the old certificates could not call others" : ""));
   }
 }
 

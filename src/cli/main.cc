@@ -178,7 +178,12 @@ int main(int argc, char** argv) {
   try {
     if (*devices) lockstep::cli::print_devices(std::cout);
     if (*inspect) lockstep::cli::print_checkpoint(path, std::cout);
-    if (*certs) lockstep::cli::make_certificates(certificates, days);
+    if (*certs) {
+      lockstep::cli::make_certificates(certificates, days);
+      std::cout << certificates << ": ca.pem, cert.pem and key.pem, valid for " << days
+                << " days; copy the folder to all hosts of the job, and start it with lockstep run --certs "
+                << certificates << "\n";
+    }
     if (*run) return run_arguments.act(run->remaining());
     if (*doctor) return doctor_arguments.act();
     if (*collectives) return lockstep::cli::bench_collectives(bench_arguments.finished({argv, argv + argc}), std::cout);

@@ -35,6 +35,7 @@ class Answer {
       case Request::kPullRows: return pull_rows(request_.pull_rows());
       case Request::kWrite: return write(request_.write());
       case Request::kNext: return next(request_.next());
+      case Request::kHasBegun: return has_begun(request_.has_begun());
       case Request::kOutcome: return outcome(request_.outcome());
       case Request::kStay: return stay(request_.stay());
       case Request::kStart: return start(request_.start());
@@ -65,7 +66,7 @@ class Answer {
   }
 
   // How long a caller is kept waiting before it is told to ask again.
-  static Deadline poll() { return Deadline::after(std::chrono::seconds(2)); }
+  static Deadline poll() { return Deadline::after(std::chrono::seconds(1)); }
 
   bool read(grpc::ByteBuffer& frame) const { return stream_.read(frame); }
   void reply(const Reply& reply = {}) const { stream_.write(frame_of(reply)); }
@@ -292,6 +293,12 @@ class Answer {
     assignment.set_finished(given.finished);
     assignment.set_function(given.function);
     reply_text(std::move(answer), given.arguments);
+  }
+
+  void has_begun(const HasBegun& call) const {
+    Reply answer;
+    answer.set_done(chief().has_begun(call.call(), call.name(), poll()));
+    reply(answer);
   }
 
   void outcome(const Outcome& outcome) const { reply_text(chief().outcome(outcome.call(), poll())); }

@@ -1,11 +1,14 @@
 #include "grpc_service/credentials.h"
 
+#include <openssl/pem.h>
+#include <openssl/x509.h>
 #include <sys/stat.h>
 
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <sstream>
 
 #include "base/text.h"
@@ -30,13 +33,37 @@ std::string read(const std::filesystem::path& file) {
                           errno == 0 ? "it is empty" : std::strerror(errno), "); `lockstep certs` makes the folder"));
 }
 
+// gRPC does not say what is wrong with them.
+void check_key(const std::filesystem::path& folder, const Certificates& certificates) {
+  const auto open = [](const std::string& pem) {
+    return std::unique_ptr<BIO, decltype(&BIO_free)>(BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size())),
+                                                     BIO_free);
+  };
+  const auto unreadable = [&](const char* file) {
+    return ClusterError(text(kCertificatesVariable, ": ", (folder / file).string(), " is not a PEM file of that kind; ",
+                             "`lockstep certs` makes the folder"));
+  };
+  const std::unique_ptr<X509, decltype(&X509_free)> certificate(
+      PEM_read_bio_X509(open(certificates.certificate).get(), nullptr, nullptr, nullptr), X509_free);
+  if (!certificate) throw unreadable("cert.pem");
+  const std::unique_ptr<EVP_PKEY, decltype(&EVP_PKEY_free)> key(
+      PEM_read_bio_PrivateKey(open(certificates.key).get(), nullptr, nullptr, nullptr), EVP_PKEY_free);
+  if (!key) throw unreadable("key.pem");
+  if (X509_check_private_key(certificate.get(), key.get()) == 1) return;
+  throw ClusterError(text(kCertificatesVariable, ": key.pem in ", folder.string(),
+                          " does not belong to cert.pem beside ",
+                          "it; all three files must come from one `lockstep certs`"));
+}
+
 Certificates read_certificates(const std::filesystem::path& folder) {
   const auto key = folder / "key.pem";
   struct stat about = {};
   if (stat(key.c_str(), &about) == 0 && (about.st_mode & (S_IRWXG | S_IRWXO)) != 0) {
     throw ClusterError(text(kCertificatesVariable, ": others may read ", key.string(), "; chmod 600 it"));
   }
-  return {read(folder / "ca.pem"), read(folder / "cert.pem"), read(key)};
+  Certificates certificates{read(folder / "ca.pem"), read(folder / "cert.pem"), read(key)};
+  check_key(folder, certificates);
+  return certificates;
 }
 
 }  // namespace

@@ -128,6 +128,11 @@ TEST_F(Tls, FilesThatCannotBeUsedAreNamed) {
   std::filesystem::permissions(ours.certificates + "/key.pem", std::filesystem::perms(0644));
   says("others may read");
   std::filesystem::permissions(ours.certificates + "/key.pem", std::filesystem::perms(0600));
+  std::filesystem::copy_file(certified("others").certificates + "/cert.pem", ours.certificates + "/cert.pem",
+                             std::filesystem::copy_options::overwrite_existing);
+  says("does not belong to cert.pem");
+  std::ofstream(ours.certificates + "/cert.pem") << "no certificate";
+  says("cert.pem is not a PEM file of that kind");
   std::filesystem::remove(ours.certificates + "/ca.pem");
   says("ca.pem (No such file or directory); `lockstep certs` makes the folder");
 }

@@ -15,9 +15,15 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(HostPart, size, first, count, host, store, ro
 
 namespace {
 
-// By the rank's place in `roles`; empty where there are none.
-std::string role_of(const HostPart& part, int rank) {
-  return part.roles.empty() ? "" : cluster::role_of(rank, cluster::parse_roles(part.roles, part.size)).first;
+// A rank's place in `roles`, and how messages name it: "ps 0", or "rank 3" where there are no roles.
+struct Member {
+  std::string role, name;
+};
+Member member_of(const HostPart& part, int rank) {
+  if (part.roles.empty()) return {"", text("rank ", rank)};
+  const auto [role, index] = cluster::role_of(rank, cluster::parse_roles(part.roles, part.size));
+  const bool several = role == "worker" || role == "ps";
+  return {role, several ? text(role, " ", index) : role};
 }
 
 }  // namespace
@@ -39,10 +45,10 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
     environment.insert_or_assign(kTrustedNetworkVariable, part.trusted_network ? "1" : "0");
     environment.insert_or_assign("LOCKSTEP_TERMINAL", part.on_terminal ? "1" : "0");
     environment.insert_or_assign("LOCKSTEP_TIMELINE", part.timeline ? "1" : "0");
-    const auto role = role_of(part, rank);
-    ranks.push_back({.name = text("rank ", rank, part.count == part.size ? "" : " on " + part.host),
+    const auto [role, name] = member_of(part, rank);
+    ranks.push_back({.name = name + (part.count == part.size ? "" : " on " + part.host),
                      .rank = rank,
-                     .prefix = text("[", rank, "] "),
+                     .prefix = text("[", role.empty() ? std::to_string(rank) : name, "] "),
                      .command = part.command,
                      .environment = std::move(environment),
                      .log_file = part.log_dir.empty() ? "" : text(part.log_dir, "/rank-", rank, ".log"),

@@ -192,11 +192,11 @@ bool JobProcesses::replace(std::size_t index) {
   }
   const auto what = kNotice + end_of(*children_[index]);
   if (!starts_again) {
-    context_.err << what << "; the job goes on without this " << role << std::endl;
+    context_.err << what << "; the job goes on without it" << std::endl;
     return true;
   }
   ++restarted;
-  context_.err << what << "; it is started again (restart " << restarted << " of " << limits_.restarts << " of a "
+  context_.err << what << "; it is started again (restart " << restarted << " of " << limits_.restarts << ", role "
                << role << ")" << std::endl;
   auto& number = command.environment["LOCKSTEP_RESTART"];
   number = std::to_string(whole_number(number).value_or(0) + 1);

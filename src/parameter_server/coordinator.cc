@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 
@@ -26,6 +25,19 @@ void Coordinator::close() {
   changed_.notify_all();
 }
 
+void Coordinator::begin_call(std::int64_t call, const std::string& name) {
+  MutexLock lock(mutex_);
+  calls_[call] = name;
+  different_calls_.clear();
+  changed_.notify_all();
+}
+
+void Coordinator::end_program() {
+  MutexLock lock(mutex_);
+  program_ended_ = true;
+  changed_.notify_all();
+}
+
 bool Coordinator::wait(Deadline deadline) {
   if (closed_) throw Aborted("the chief is ending");
   return changed_.wait_until(mutex_, deadline.time()) == std::cv_status::no_timeout;
@@ -42,7 +54,7 @@ void Coordinator::begin(std::int64_t call, std::int64_t model, const UpdateMode&
   parts_.clear();
   finished_.clear();
   for (const auto& results : uncounted) finished_.push_back({0, {results}});
-  failure_.clear();
+  failure_ = different_calls_;
   reconnected_by_ = until_reconnected();
   changed_.notify_all();
 }
@@ -161,6 +173,7 @@ void Coordinator::resume(std::int64_t model, const UpdateMode& mode, std::int64_
 void Coordinator::tell_saved(std::int64_t model, std::int64_t end) {
   MutexLock lock(mutex_);
   if (const auto training = trainings_.find(model); training != trainings_.end()) training->second.saved = end;
+  if (const auto loop = trained_by_program_.find(model); loop != trained_by_program_.end()) loop->second = end;
 }
 
 bool Coordinator::knows(std::int64_t model) {
@@ -170,12 +183,13 @@ bool Coordinator::knows(std::int64_t model) {
 
 void Coordinator::set_trained_by_program(std::int64_t model) {
   MutexLock lock(mutex_);
-  trained_by_program_.insert(model);
+  trained_by_program_.try_emplace(model);
 }
 
 void Coordinator::begin_steps(std::int64_t call) {
   MutexLock lock(mutex_);
   steps_->open();
+  if (!different_calls_.empty()) steps_->fail(different_calls_);
   steps_call_ = call;
   changed_.notify_all();
 }
@@ -206,144 +220,6 @@ std::map<int, std::map<int, std::string>> Coordinator::buffers() {
 void Coordinator::forget_buffers() {
   MutexLock lock(mutex_);
   buffers_.clear();
-}
-
-void Coordinator::require_worker(int worker) const {
-  if (worker >= 0 && worker < workers_) return;
-  throw InvalidArgument(text("worker ", worker, " asks for work; there are ", workers_, " workers"));
-}
-
-std::optional<std::string> Coordinator::start(std::int64_t call, int worker, const std::string& plan,
-                                              Deadline deadline) {
-  require_worker(worker);
-  MutexLock lock(mutex_);
-  while (call != call_ || over_) {
-    if (outcomes_.contains(call)) return "";
-    if (!wait(deadline)) return std::nullopt;
-  }
-  if (plan == plan_) return state_;
-  const auto [ours, theirs] = first_difference(plan_, plan);
-  failure_ = text("the processes' fits differ: the chief has ", ours, ", and worker ", worker, " has ", theirs);
-  changed_.notify_all();
-  throw InvalidArgument(failure_);
-}
-
-Assignment Coordinator::next(std::int64_t call, int worker, const std::optional<Report>& report, Deadline deadline) {
-  require_worker(worker);
-  if (has_steps(call)) return steps_->next(worker, report, deadline);
-  MutexLock lock(mutex_);
-  bool taken = !report;
-  while (true) {
-    if (outcomes_.contains(call)) return {.kind = Assignment::Kind::over};
-    if (steps_call_ == call) return {.kind = Assignment::Kind::wait};
-    if (call == call_ && !over_) {
-      if (!std::exchange(taken, true)) take(worker, *report);
-      if (report && (report->leaves || report->kind == Report::Kind::failed)) return {.kind = Assignment::Kind::over};
-      if (auto assignment = assign(worker)) return *assignment;
-    }
-    if (!wait(deadline)) return {.kind = Assignment::Kind::wait};
-  }
-}
-
-bool Coordinator::has_steps(std::int64_t call) {
-  MutexLock lock(mutex_);
-  return steps_call_ == call;
-}
-
-std::optional<Assignment> Coordinator::assign(int worker) {
-  // One that has gone may have a call waiting here, and one that is not known yet could not be missed.
-  if (held_ || !present_.contains(text("worker ", worker))) return std::nullopt;
-  // A step that workers compute together needs them all.
-  const bool may_begin = leaving_.empty() || training_->schedule.mode().parts == 1;
-  const auto task = training_->schedule.next(worker, may_begin);
-  if (!task) return std::nullopt;
-  finished_before_.insert_or_assign(worker, training_->schedule.finished().count());
-  const auto& [first, batch] = *std::prev(training_->opened.upper_bound(task->step));
-  return Assignment{.kind = Assignment::Kind::task,
-                    .task = *task,
-                    .epoch = batch.epoch,
-                    .index = batch.index + task->step - first,
-                    .learning_rate = learning_rate_,
-                    .chief = chief_,
-                    .finished = training_->schedule.finished().complete()};
-}
-
-void Coordinator::take(int worker, const Report& report) {
-  if (report.leaves) leaving_.insert(worker);
-  if (report.chief != chief_ && report.kind != Report::Kind::failed) return;
-  switch (report.kind) {
-    case Report::Kind::incomplete:
-      if (training_->schedule.give_again(worker, report.task)) break;
-      [[fallthrough]];
-    case Report::Kind::failed:
-      if (failure_.empty()) failure_ = text("worker ", worker, ": ", report.error);
-      break;
-    case Report::Kind::no_batch:
-      // Where another worker has said so of an earlier step, this one's was taken back.
-      if (training_->schedule.has(worker, report.task)) training_->schedule.end_before(report.task.step);
-      break;
-    case Report::Kind::finished: collect(worker, report); break;
-  }
-  changed_.notify_all();
-}
-
-void Coordinator::collect(int worker, const Report& report) {
-  const auto step = report.task.step;
-  for (const auto& [number, values] : report.buffers) buffers_[worker][number] = values;
-  const auto finished = training_->schedule.finished().count();
-  if (!training_->schedule.finish(worker, report.task)) return;
-  const auto before = finished_before_.find(worker);
-  parts_[report.task] = {report.results, before == finished_before_.end() ? 0 : finished - before->second};
-  if (!training_->schedule.finished().contains(step)) return;
-  FinishedStep whole;
-  auto& sums = whole.results;
-  const auto first = parts_.lower_bound({step, 0}), end = parts_.lower_bound({step + 1, 0});
-  for (auto part = first; part != end; ++part) {
-    const auto& results = part->second.results;
-    sums.resize(std::max(sums.size(), results.size()));
-    for (std::size_t i = 0; i < results.size(); ++i) sums[i] += results[i];
-    whole.staleness = std::max(whole.staleness, part->second.staleness);
-  }
-  parts_.erase(first, end);
-  finished_.push_back({step, std::move(whole)});
-}
-
-std::optional<std::string> Coordinator::outcome(std::int64_t call, Deadline deadline) {
-  MutexLock lock(mutex_);
-  while (!outcomes_.contains(call)) {
-    if (!wait(deadline)) return std::nullopt;
-  }
-  return outcomes_.at(call);
-}
-
-void Coordinator::join(const Process& process) {
-  MutexLock lock(mutex_);
-  present_.insert(process.name);
-  const bool is_new = joined_.insert(process.name).second;
-  if (process.worker >= 0) steps_->set_present(process.worker);
-  changed_.notify_all();
-  if (is_new || replicas_of_shards_ > 1 || !process.name.starts_with("ps")) return;
-  for (const auto model : trained_by_program_) {
-    log_warning(text(process.name, " is back: its shards of model number ", model,
-                     " may lack the updates since the last checkpoint"));
-  }
-  for (const auto& [model, training] : trainings_) {
-    if (trained_by_program_.contains(model)) continue;
-    log_warning(text(process.name, " is back: its shards of model number ", model, " may lack the updates of ",
-                     training.schedule.finished().count() - training.saved, " steps since the last checkpoint"));
-  }
-}
-
-void Coordinator::leave(const Process& process) {
-  MutexLock lock(mutex_);
-  if (const auto found = present_.find(process.name); found != present_.end()) present_.erase(found);
-  if (!has_workers()) reconnected_by_ = until_reconnected();
-  if (process.worker >= 0 && !present_.contains(process.name)) {
-    leaving_.erase(process.worker);
-    for (auto& [model, training] : trainings_) training.schedule.lose(process.worker);
-    steps_->lose(process.worker);
-  }
-  changed_.notify_all();
 }
 
 bool Coordinator::is_present(const std::string& process) const {

@@ -35,6 +35,10 @@ class Coordinator final : public ChiefService {
 
   // --- the chief's thread
 
+  // The chief's program makes call number `call`, and, after end_program, no more.
+  void begin_call(std::int64_t call, const std::string& name);
+  void end_program();
+
   // Begins the fit that is call number `call`, of a model. `plan`, `state`: as ChiefConnection::start's. `uncounted`:
   // the results of steps before it, which wait_for_step returns first.
   void begin(std::int64_t call, std::int64_t model, const UpdateMode& mode, std::string plan = "",
@@ -120,6 +124,7 @@ class Coordinator final : public ChiefService {
   void close();
 
   // --- ChiefService
+  bool has_begun(std::int64_t call, const std::string& name, Deadline deadline) override;
   std::optional<std::string> start(std::int64_t call, int worker, const std::string& plan, Deadline deadline) override;
   Assignment next(std::int64_t call, int worker, const std::optional<Report>& report, Deadline deadline) override;
   std::optional<std::string> outcome(std::int64_t call, Deadline deadline) override;
@@ -135,7 +140,7 @@ class Coordinator final : public ChiefService {
     };
     StepSchedule schedule;
     std::map<std::int64_t, Batch> opened;  // [the first step of each `open`]
-    std::int64_t saved = 0;                // steps that the last checkpoint has
+    std::optional<std::int64_t> saved;     // steps that the last checkpoint has
   };
   void take(int worker, const Report& report) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   void require_worker(int worker) const;
@@ -161,7 +166,8 @@ class Coordinator final : public ChiefService {
   bool closed_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   std::map<std::int64_t, Training> trainings_ LOCKSTEP_GUARDED_BY(mutex_);  // [model]
   Training* training_ LOCKSTEP_GUARDED_BY(mutex_) = nullptr;                // of the fit; null before the first
-  std::set<std::int64_t> trained_by_program_ LOCKSTEP_GUARDED_BY(mutex_);   // models
+  std::map<std::int64_t, std::optional<std::int64_t>> trained_by_program_
+      LOCKSTEP_GUARDED_BY(mutex_);  // [model] `saved`
   std::optional<double> learning_rate_ LOCKSTEP_GUARDED_BY(mutex_);
   std::map<Task, FinishedStep> parts_ LOCKSTEP_GUARDED_BY(mutex_);           // of steps that have not finished
   std::map<int, std::int64_t> finished_before_ LOCKSTEP_GUARDED_BY(mutex_);  // [worker] when it got its task
@@ -175,9 +181,13 @@ class Coordinator final : public ChiefService {
   std::string failure_ LOCKSTEP_GUARDED_BY(mutex_);
   std::string plan_ LOCKSTEP_GUARDED_BY(mutex_), state_ LOCKSTEP_GUARDED_BY(mutex_);
   std::map<int, std::map<int, std::string>> buffers_ LOCKSTEP_GUARDED_BY(mutex_);
-  std::multiset<std::string> present_ LOCKSTEP_GUARDED_BY(mutex_);            // names of processes
-  std::set<int> leaving_ LOCKSTEP_GUARDED_BY(mutex_);                         // workers that are about to go
-  std::set<std::string> joined_ LOCKSTEP_GUARDED_BY(mutex_);                  // that were ever present
+  std::multiset<std::string> present_ LOCKSTEP_GUARDED_BY(mutex_);         // names of processes
+  std::set<int> leaving_ LOCKSTEP_GUARDED_BY(mutex_);                      // workers that are about to go
+  std::set<std::string> joined_ LOCKSTEP_GUARDED_BY(mutex_);               // that were ever present
+  std::map<std::int64_t, std::string> calls_ LOCKSTEP_GUARDED_BY(mutex_);  // names of those that the chief has begun
+  std::string different_calls_
+      LOCKSTEP_GUARDED_BY(mutex_);  // how another process's call differs from the last of these
+  bool program_ended_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   std::map<std::int64_t, std::string> outcomes_ LOCKSTEP_GUARDED_BY(mutex_);  // [call]
 };
 

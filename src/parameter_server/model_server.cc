@@ -62,11 +62,12 @@ void ModelServer::add_first(const Model& model, const std::string& status) {
   if (status == kTrained) {
     throw ClusterError(text("ps ", mine, " was started again, and there is no checkpoint from which to restore its ",
                             "shards of model number ", model.number,
-                            ": give fit the callback BackupAndRestore, or ModelCheckpoint without ",
-                            "save_weights_only"));
+                            ": give fit the callback BackupAndRestore, save a Checkpoint in a loop of a ",
+                            "ClusterCoordinator, or set replicas_of_shards = 2, with which one server may be lost"));
   }
-  restore(model, shards);
-  warn("the checkpoint ", parse_checkpoint(status).path);
+  const auto steps = restore(model, shards);
+  warn("the checkpoint ", parse_checkpoint(status).path, ", of step ", steps,
+       ": updates that they got after it are lost");
 }
 
 // Where the first copy was lost too, it comes back before: the server that has it waits for nobody. A second copy never
@@ -98,7 +99,7 @@ std::shared_ptr<ShardStore> ModelServer::transferred(const Model& model, int ser
 }
 
 // The chief may be replacing the checkpoint.
-void ModelServer::restore(const Model& model, const std::shared_ptr<ShardStore>& shards) const {
+std::int64_t ModelServer::restore(const Model& model, const std::shared_ptr<ShardStore>& shards) const {
   const auto until = Deadline::after(kToRead);
   while (true) {
     try {

@@ -50,7 +50,7 @@ class ModelServer {
   void add_first(const Model& model, const std::string& status);
   void add_second(const Model& model, const std::string& status);
   std::shared_ptr<ShardStore> transferred(const Model& model, int server, bool from_second);
-  void restore(const Model& model, const std::shared_ptr<ShardStore>& shards) const;
+  std::int64_t restore(const Model& model, const std::shared_ptr<ShardStore>& shards) const;
   std::string status_of(const Model& model) const;
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(timeout_seconds_)); }
 

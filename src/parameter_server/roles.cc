@@ -67,6 +67,11 @@ Cluster with_roles(Cluster cluster, std::optional<int> servers, bool evaluator) 
     if (ps < 0) throw InvalidArgument(text("ParameterServerStrategy: num_ps is ", ps, "; it must be 1 or more"));
     cluster.tasks = {{"chief", 1}, {"ps", ps}, {"evaluator", evaluator ? 1 : 0}};
     cluster.tasks["worker"] = std::max(0, cluster.world.size - others);
+    if (cluster.tasks["worker"] == 0 && ps > 0) {
+      throw ClusterError(text("ParameterServerStrategy: ", cluster.source, " has ", cluster.world.size,
+                              " processes; num_ps = ", ps, evaluator ? ", an evaluator," : "",
+                              " and the chief leave none for workers: start at least ", others + 1));
+    }
   }
   check(cluster);
   std::tie(cluster.task_type, cluster.task_index) = cluster::role_of(cluster.world.rank, cluster.tasks);

@@ -19,16 +19,18 @@ void ServedModels::add(std::int64_t model, std::string description, std::shared_
   changed_.notify_all();
 }
 
-void ServedModels::add_restored(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards,
-                                const SavedModel& saved, std::int64_t chief) {
+std::int64_t ServedModels::add_restored(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards,
+                                        const SavedModel& saved, std::int64_t chief) {
   checkpoint::ShardedArchive archive(saved.path);
   if (const auto number = model_of(archive.main()); number != saved.number) {
     throw InvalidArgument(text("the checkpoint ", saved.path, " is of another model now",
                                number ? text(" (number ", *number, " of the program)") : std::string(),
                                ": each model needs a path of its own"));
   }
-  shards->restore(archive, saved_steps_of(archive.main()), chief);
+  const auto steps = saved_steps_of(archive.main());
+  shards->restore(archive, steps, chief);
   add_written(model, std::move(description), std::move(shards));
+  return steps.end;
 }
 
 void ServedModels::add_written(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards) {

@@ -28,11 +28,11 @@ class ServedModels {
   void drop(std::int64_t model);
 
   // The same for a model that this server had before it was started again: with the values that the shards have, or,
-  // by the second, with those of a checkpoint. That throws as ShardStore::restore, and InvalidArgument where another
-  // model has replaced the checkpoint.
+  // by the second, with those of a checkpoint, whose number of steps is returned. That throws as ShardStore::restore,
+  // and InvalidArgument where another model has replaced the checkpoint.
   void add_written(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards);
-  void add_restored(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards,
-                    const SavedModel& saved, std::int64_t chief);
+  std::int64_t add_restored(std::int64_t model, std::string description, std::shared_ptr<ShardStore> shards,
+                            const SavedModel& saved, std::int64_t chief);
 
   // As ServerConnection's; by the process `user`.
   void open(std::int64_t model, const std::string& user, const std::string& description, Deadline deadline);

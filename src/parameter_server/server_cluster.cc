@@ -133,6 +133,7 @@ ServerCluster::~ServerCluster() {
   try {
     const auto deadline = reconnect_deadline();
     if (is_chief()) {
+      coordinator_->end_program();
       coordinator_->wait_for_joining(others_of(roles_), Deadline::after(kToEnd));  // a program may end very soon
       if (!coordinator_->wait_for_leaving(name_of(Role::ps), deadline)) {
         log_warning("some workers have not ended yet; the servers end all the same");
@@ -359,9 +360,27 @@ void ServerCluster::once(const std::function<void()>& act) {
   store_.set(key, "done", reconnect_deadline());
 }
 
-std::string ServerCluster::outcome(std::int64_t call) {
+std::int64_t ServerCluster::next_call(const std::string& name) {
+  const auto call = calls_++;
+  if (is_chief()) {
+    coordinator_->begin_call(call, name);
+    return call;
+  }
+  const auto ask = [&](ChiefConnection& chief, Deadline deadline) { return chief.has_begun(call, name, deadline); };
+  try {
+    while (!ask_chief(ask)) {
+    }
+  } catch (const InvalidArgument&) {
+    chief_failed_ = true;
+    throw;
+  }
+  return call;
+}
+
+std::string ServerCluster::outcome(std::int64_t call, const std::function<bool()>& gives_up) {
+  const auto ask = [&](ChiefConnection& chief, Deadline deadline) { return chief.outcome(call, deadline); };
   while (true) {
-    const auto outcome = chief_->outcome(call, reconnect_deadline());
+    const auto outcome = ask_chief(ask, gives_up);
     if (!outcome) continue;
     chief_failed_ = is_failure(*outcome);
     return result_of(*outcome);

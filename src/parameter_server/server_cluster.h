@@ -77,8 +77,9 @@ class ServerCluster {
   // Throws ClusterError where it was.
   void require_known(const Client& model) const;
 
-  // The number of the next call (fit, evaluate) that all processes make.
-  std::int64_t next_call() { return calls_++; }
+  // The number of the next call that all processes make, `name` (fit, evaluate). Waits until the chief makes it. Throws
+  // as ChiefConnection::has_begun.
+  std::int64_t next_call(const std::string& name);
 
   // The chief's: ends the call with an outcome, also for a chief that is started again.
   void end(std::int64_t call, const std::string& outcome);
@@ -89,11 +90,26 @@ class ServerCluster {
   // The chief's act(), unless a chief before this one did it at the same place in the program.
   void once(const std::function<void()>& act);
 
-  Coordinator& coordinator() { return *coordinator_; }  // of the chief
-  ChiefConnection& chief() { return *chief_; }          // of all others
+  Coordinator& coordinator() { return *coordinator_; }  // the chief's
+
+  // What ask(the chief, deadline of the call) returns. A chief that does not answer is asked again for
+  // reconnect_timeout_seconds, and no more once `gives_up`; then it throws DeadlineExceeded.
+  template <class Ask>
+  auto ask_chief(const Ask& ask, const std::function<bool()>& gives_up = {}) {
+    const auto last = reconnect_deadline();
+    while (true) {
+      const auto soon = Deadline::after(kToAnswer);
+      try {
+        return ask(*chief_, soon.time() < last.time() ? soon : last);
+      } catch (const DeadlineExceeded& error) {
+        if (last.passed()) throw DeadlineExceeded("calling the chief", last.waited());
+        if (gives_up && gives_up()) throw;
+      }
+    }
+  }
 
   // What the call returned on the chief: waits for it. Throws Error with the chief's text where it failed there.
-  std::string outcome(std::int64_t call);
+  std::string outcome(std::int64_t call, const std::function<bool()>& gives_up = {});
 
   // The deadline of a call that begins now.
   Deadline reconnect_deadline() const {
@@ -101,6 +117,8 @@ class ServerCluster {
   }
 
  private:
+  static constexpr std::chrono::seconds kToAnswer{3};  // longer than a chief that has no answer yet takes to say so
+
   FindAddress address_of(Role role, int index) const;
   std::string find_in_store(const std::string& key) const;
   ServiceEngine::ModelOnServer on_server(std::int64_t number, const ModelSpec& model,
@@ -122,7 +140,7 @@ class ServerCluster {
   std::shared_ptr<ChiefConnection> chief_;
   Place place_;
   std::int64_t models_made_ = 0, calls_ = 0, acts_ = 0;
-  bool chief_failed_ = false;  // in the last call
+  bool chief_failed_ = false;  // too, in the last call
   bool restarted_ = false;
   const int exceptions_ = std::uncaught_exceptions();
 };

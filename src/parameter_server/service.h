@@ -95,10 +95,16 @@ struct Report {
   bool leaves = false;                      // the worker is ending, and takes no other task
 };
 
-// Any thread. The calls of one program (fit, evaluate) are numbered from 0 on, equally in all processes.
+// Any thread. The calls of one program in which all processes take part (fit, evaluate, ClusterCoordinator::run) are
+// numbered from 0 on, equally in all processes.
 class ChiefConnection {
  public:
   virtual ~ChiefConnection() = default;
+
+  // Whether the chief has begun call number `call`, `name`; where it has not for some time: false, at the deadline or
+  // earlier. Throws InvalidArgument, also in the chief's call that runs, where the chief's call of this number has
+  // another name, and ClusterError where the chief's program has ended without it.
+  virtual bool has_begun(std::int64_t call, const std::string& name, Deadline deadline) = 0;
 
   // Before a worker's first task in the fit that is call number `call`: what the chief's model has beside the servers'
   // variables. Throws InvalidArgument, also in the chief's fit, where `plan` differs from the chief's in a line. Where

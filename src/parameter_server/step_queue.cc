@@ -50,6 +50,19 @@ void StepQueue::wait_once(Waiting& waiting, const char* for_what) {
   changed_.wait_until(mutex_, (reconnecting ? reconnected_by_ : waiting.deadline).time());
 }
 
+void StepQueue::fail(const std::string& why) {
+  MutexLock lock(mutex_);
+  if (open_) note_failure(why);
+}
+
+// Of the steps that have not finished those remain that a worker has begun.
+void StepQueue::note_failure(const std::string& why) {
+  if (!failure_) failure_ = why;
+  const auto begun = schedule_.end_of_begun();
+  schedule_.end_before(begun);
+  cancel_from(begun);
+}
+
 void StepQueue::throw_failure() {
   if (const auto failure = std::exchange(failure_, std::nullopt)) throw Error(*failure);
 }
@@ -79,6 +92,11 @@ void StepQueue::join(double timeout) {
 bool StepQueue::done() {
   MutexLock lock(mutex_);
   return pending_.empty();
+}
+
+std::int64_t StepQueue::finished() {
+  MutexLock lock(mutex_);
+  return schedule_.finished().count();
 }
 
 std::int64_t StepQueue::end_of_finished() {
@@ -142,10 +160,7 @@ void StepQueue::take(int worker, const Report& report) {
   } else {
     result = {StepResult::State::failed,
               text("worker ", worker, " in the step \"", pending->second.name, "\": ", report.error)};
-    if (!failure_) failure_ = result.text;
-    const auto begun = schedule_.end_of_begun();
-    schedule_.end_before(begun);
-    cancel_from(begun);
+    note_failure(result.text);
   }
   pending_.erase(report.task.step);
   changed_.notify_all();

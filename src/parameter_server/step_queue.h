@@ -43,12 +43,16 @@ class StepQueue {
   // begun are cancelled, and it throws Error with the first failure.
   void join(double timeout);
   bool done();
+  std::int64_t finished();  // steps
 
   // For checkpoints: the number behind the last step. Throws InvalidArgument where one has not finished.
   std::int64_t end_of_finished();
 
   // Steps are numbered from `step` on, if that is not below end_of_finished(), which throws.
   void skip_to(std::int64_t step);
+
+  // `join` and `schedule` throw Error with `why`, while the queue is open.
+  void fail(const std::string& why);
 
   // What the step returned: waits for it. Throws Error with the step's own, and Aborted where it was cancelled.
   std::string fetch(const StepResult& result, double timeout);
@@ -66,6 +70,7 @@ class StepQueue {
   };
   void take(int worker, const Report& report) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   void cancel_from(std::int64_t step) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
+  void note_failure(const std::string& why) LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   void require_finished() const LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   void throw_failure() LOCKSTEP_THREAD_ANNOTATION(requires_capability(mutex_));
   // A wait that may last as long as steps finish.

@@ -85,7 +85,7 @@ void check(const TableSpec& table) {
 void check_ids(const TableSpec& table, std::span<const std::int64_t> ids) {
   for (const auto id : ids) {
     if (id >= 0 && id < table.rows) continue;
-    throw InvalidArgument(text("the id ", id, " is none of the table \"", table.name, "\": it has ", table.rows,
+    throw InvalidArgument(text("id ", id, " is out of range for the table \"", table.name, "\": it has ", table.rows,
                                " rows, so ids are from 0 to ", table.rows - 1));
   }
 }

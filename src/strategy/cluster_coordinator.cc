@@ -73,7 +73,8 @@ struct ClusterCoordinator::State {
   void work(std::int64_t call) const {
     std::optional<Report> report;
     while (true) {
-      const auto next = servers().chief().next(call, servers().roles().index, report, servers().reconnect_deadline());
+      const auto next = servers().ask_chief(
+          [&](auto& chief, Deadline deadline) { return chief.next(call, servers().roles().index, report, deadline); });
       report.reset();
       if (next.kind == Assignment::Kind::over) return;
       if (next.kind == Assignment::Kind::task) report = compute(next);
@@ -127,7 +128,7 @@ void ClusterCoordinator::run(const std::function<void()>& program) {
   auto& servers = state_->servers();
   if (std::exchange(state_->running, true)) throw InvalidArgument("ClusterCoordinator::run: it runs already");
   const std::shared_ptr<void> ended(nullptr, [state = state_](void*) { state->running = false; });
-  const auto call = servers.next_call();
+  const auto call = servers.next_call("ClusterCoordinator::run");
   if (!servers.is_chief()) {
     if (servers.roles().mine == Role::worker) state_->work(call);
     servers.outcome(call);

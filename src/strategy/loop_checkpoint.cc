@@ -30,6 +30,7 @@ void save(const StrategyImpl& strategy, GradientPath& gradients, const std::stri
       *servers.coordinator().steps(), model, path, [&] { gradients.sync().store(strategy.deadline()); },
       strategy.deadline());
   servers.tell_checkpoint(model, checkpoint::absolute_path(checkpoint_file(path)).string());
+  servers.coordinator().tell_saved(model.model(), steps.end);
   pull(strategy, gradients, steps);
 }
 
@@ -45,6 +46,7 @@ void load(const StrategyImpl& strategy, GradientPath& gradients, const std::stri
   servers.restore(model, file, parameter_server::model_of(main), strategy.deadline());
   coordinator.steps()->skip_to(steps.end);
   coordinator.set_trained_by_program(model.model());
+  coordinator.tell_saved(model.model(), steps.end);
   pull(strategy, gradients, steps);
 }
 

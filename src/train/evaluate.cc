@@ -126,8 +126,9 @@ Logs train::evaluate_values(const Model& model, const Dataset& data, std::int64_
 Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
   impl_->require_compiled("evaluate");
   impl_->build_for(data, "evaluate");
-  return impl_->on_chief<Logs>([&] { return evaluate_here(*this, data, options); },
-                               [&](std::int64_t call) { return impl_->servers()->outcome(call); });
+  return impl_->on_chief<Logs>(
+      "evaluate", [&] { return evaluate_here(*this, data, options); },
+      [&](std::int64_t call) { return impl_->servers()->outcome(call); });
 }
 
 Tensor Model::predict(const Dataset& data, const PredictOptions& options) {

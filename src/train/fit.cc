@@ -324,8 +324,9 @@ History Model::fit(const Dataset& data, const FitOptions& options) {
     impl_->build_for(data, "fit");
     impl_->load_past_fit();
   }
-  return impl_->on_chief<History>([&] { return Fit(*this, data, options).run(); },
-                                  [&](std::int64_t call) { return train::follow_chief(*this, data, options, call); });
+  return impl_->on_chief<History>(
+      "fit", [&] { return Fit(*this, data, options).run(); },
+      [&](std::int64_t call) { return train::follow_chief(*this, data, options, call); });
 }
 
 }  // namespace lockstep

@@ -61,7 +61,8 @@ std::string describe_fit(const Dataset& data, const FitOptions& options, const i
   return text("epochs ", options.epochs, "\ninitial_epoch ", options.initial_epoch, "\nsteps_per_epoch ",
               options.steps_per_epoch, "\nauto_shard_policy ", static_cast<int>(data.options().auto_shard_policy),
               "\nbatches in the data set ", own ? 0 : data.cardinality(), "\nfirst batch x ", shape(first.x),
-              "\nfirst batch y ", shape(first.y), "\nfirst batch's contents (hash) ",
+              "\nfirst batch y ", shape(first.y),
+              "\nfirst batch's contents (hash; set_random_seed makes shuffles equal) ",
               first.x.defined() && !own ? gradient::hash_of(first.x) : 0);
 }
 

@@ -76,9 +76,9 @@ void follow_checkpoints(Model& model, const FitOptions& options, std::int64_t ca
   }
   Evaluator evaluator(model, options);
   auto& servers = *unwrap(model).servers();
-  const auto goes_on = [&] {  // the chief answers in a few seconds, also while its fit goes on
-    return signals.received() == 0 && !servers.chief().outcome(call, servers.reconnect_deadline());
-  };
+  const auto interrupted = [&] { return signals.received() != 0; };
+  const auto outcome = [&](auto& chief, Deadline deadline) { return chief.outcome(call, deadline); };
+  const auto goes_on = [&] { return !interrupted() && !servers.ask_chief(outcome, interrupted); };
   while (goes_on()) evaluator.evaluate_last();
   if (signals.received() == 0) evaluator.evaluate_last();
 }

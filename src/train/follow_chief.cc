@@ -39,28 +39,35 @@ class Batches {
 
 class Worker {
  public:
-  Worker(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call)
+  Worker(Model& model, const Dataset& data, const FitOptions& options, std::int64_t call, const SignalGuard& signals)
       : model_(model),
         impl_(unwrap(model)),
         data_(data),
         options_(options),
         servers_(*impl_.servers()),
         batches_(strategy::distribute_ahead(data, unwrap(impl_.strategy).local_replicas())),
-        call_(call) {}
+        call_(call),
+        signals_(signals) {}
 
-  void run(const SignalGuard& signals) {
+  template <class Ask>
+  auto ask(const Ask& of_chief) {
+    return servers_.ask_chief(of_chief, [this] { return signals_.received() != 0; });
+  }
+
+  void run() {
     impl_.gradients->prepare();
-    start(signals);
+    start();
     model_.module().train();
     ChangedBuffers buffers(*impl_.parameters);
     std::optional<Report> report;
     while (true) {
-      const int signal = signals.received();
+      const int signal = signals_.received();
       if (signal != 0) {
         if (!report) throw Interrupted(signal);
         report->leaves = true;
       }
-      const auto next = servers_.chief().next(call_, servers_.roles().index, report, servers_.reconnect_deadline());
+      const auto next = ask(
+          [&](auto& chief, Deadline deadline) { return chief.next(call_, servers_.roles().index, report, deadline); });
       if (signal != 0) throw Interrupted(signal);
       report.reset();
       if (next.kind == Assignment::Kind::over) return;
@@ -72,10 +79,11 @@ class Worker {
   }
 
  private:
-  void start(const SignalGuard& signals) {
+  void start() {
     const auto plan = describe_fit(data_, options_, unwrap(impl_.strategy).local_replicas());
-    while (signals.received() == 0) {
-      const auto state = servers_.chief().start(call_, servers_.roles().index, plan, servers_.reconnect_deadline());
+    while (signals_.received() == 0) {
+      const auto state = ask(
+          [&](auto& chief, Deadline deadline) { return chief.start(call_, servers_.roles().index, plan, deadline); });
       if (!state) continue;
       if (!state->empty()) load_local_state(impl_, *state);
       return;
@@ -106,16 +114,17 @@ class Worker {
   parameter_server::ServerCluster& servers_;
   Batches batches_;
   const std::int64_t call_;
+  const SignalGuard& signals_;
 };
 
 // The chief's fit fails with what the worker throws.
 void tell_chief(parameter_server::ServerCluster& servers, std::int64_t call, const std::string& what) {
   const Report report{.kind = Report::Kind::failed, .task = {}, .error = what};
   const auto deadline = Deadline::after(std::chrono::seconds(10));
+  const auto late = [&] { return deadline.passed(); };
+  const auto tell = [&](auto& chief, Deadline by) { return chief.next(call, servers.roles().index, report, by); };
   try {
-    while (!deadline.passed()) {
-      const auto answer = servers.chief().next(call, servers.roles().index, report, deadline);
-      if (answer.kind == Assignment::Kind::over) return;
+    while (!late() && servers.ask_chief(tell, late).kind != Assignment::Kind::over) {
     }
   } catch (const Error&) {  // the chief is gone
   }
@@ -128,21 +137,24 @@ std::string follow_chief(Model& model, const Dataset& data, const FitOptions& op
   auto& servers = *impl.servers();
   const bool works = servers.roles().mine == parameter_server::Role::worker;
   const SignalGuard signals(options.handle_signals);
+  const auto interrupted = [&] { return signals.received() != 0; };
   try {
     impl.build_for(data, "fit");
     impl.require_trainable();
-    if (works) Worker(model, weighed(data, options), options, call).run(signals);
+    if (works) Worker(model, weighed(data, options), options, call, signals).run();
     if (servers.roles().mine == parameter_server::Role::evaluator) follow_checkpoints(model, options, call, signals);
   } catch (const Interrupted&) {
     throw;
   } catch (const std::exception& error) {
+    const bool chief_is_gone = dynamic_cast<const DeadlineExceeded*>(&error) != nullptr;
+    if (interrupted() && chief_is_gone) throw Interrupted(signals.received());
     if (works) tell_chief(servers, call, error.what());
     throw;
   }
   try {
-    return servers.outcome(call);
+    return servers.outcome(call, interrupted);
   } catch (const Error&) {
-    if (signals.received() == 0) throw;
+    if (!interrupted()) throw;
     throw Interrupted(signals.received());
   }
 }

@@ -96,11 +96,12 @@ class ModelImpl {
   // Brings the servers' values here, and, on the chief during a fit, what the workers have reported of their buffers.
   void fetch() const;
 
-  // What act() returns; with parameter servers, on the chief, and then in all processes. There the others call
-  // follow(number of the call), which waits for the outcome. Within fit, where the chief is alone, act(). A chief that
-  // was started again does not act where the one before it had an outcome.
+  // What act() returns; with parameter servers, on the chief, and then in all processes, which all make this call of
+  // `name`. There the others call follow(number of the call), which waits for the outcome. Within fit, where the chief
+  // is alone, act(). A chief that was started again does not act where the one before it had an outcome.
   template <class Result>
-  Result on_chief(const std::function<Result()>& act, const std::function<std::string(std::int64_t)>& follow);
+  Result on_chief(const std::string& name, const std::function<Result()>& act,
+                  const std::function<std::string(std::int64_t)>& follow);
 
   // Collective over the workers. The chief reads the file for all workers, and writes what save_state returns.
   Archive read_for_all(const std::string& path) const;
@@ -155,9 +156,10 @@ class ModelImpl {
 };
 
 template <class Result>
-Result ModelImpl::on_chief(const std::function<Result()>& act, const std::function<std::string(std::int64_t)>& follow) {
+Result ModelImpl::on_chief(const std::string& name, const std::function<Result()>& act,
+                           const std::function<std::string(std::int64_t)>& follow) {
   if (servers() == nullptr || fitting) return act();
-  const auto number = servers()->next_call();
+  const auto number = servers()->next_call(name);
   if (!servers()->is_chief()) return train::parse<Result>(follow(number));
   if (const auto told = servers()->outcome_before_restart(number)) return train::parse<Result>(*told);
   call = number;

@@ -20,6 +20,7 @@ class ImpatientChief final : public parameter_server::ChiefService {
                                     Deadline) override {
     return {.index = worker, .arguments = report ? report->output : ""};
   }
+  bool has_begun(std::int64_t, const std::string&, Deadline) override { return true; }
   std::optional<std::string> outcome(std::int64_t, Deadline) override { return std::nullopt; }
   void join(const parameter_server::Process&) override {}
   void leave(const parameter_server::Process&) override {}

@@ -9,7 +9,9 @@ TEST(Launch, WithParameterServersRanksHaveRoles) {
   auto job = run({"--workers", "2", "--ps=1", "--evaluator"}, "echo of $LOCKSTEP_SIZE: $LOCKSTEP_ROLES");
   const auto& output = job.wait_for_end(kSoon);
   EXPECT_EQ(exit_status(job), 0) << output;
-  for (int rank = 0; rank < 5; ++rank) expect_has(output, text("[", rank, "] of 5: worker:2,ps:1,evaluator:1"));
+  for (const std::string process : {"chief", "worker 0", "worker 1", "ps 0", "evaluator"}) {
+    expect_has(output, text("[", process, "] of 5: worker:2,ps:1,evaluator:1"));
+  }
 }
 
 TEST(Launch, AWorkerThatFailsIsStartedAgainAloneAndThenDoneWithout) {
@@ -17,16 +19,16 @@ TEST(Launch, AWorkerThatFailsIsStartedAgainAloneAndThenDoneWithout) {
   auto job = run({"--workers", "2", "--ps", "1", "--restarts", "2"}, script);
   const auto& output = job.wait_for_end(kSoon);
   EXPECT_EQ(exit_status(job), 0) << output;
-  for (const int restart : {0, 1, 2}) expect_has(output, text("[1] start ", restart));
-  expect_has(output, "rank 1 ended with status 3: start 0; it is started again (restart 1 of 2 of a worker)");
-  expect_has(output, "rank 1 ended with status 3: start 2; the job goes on without this worker");
-  EXPECT_EQ(output.find("[0] start 1"), std::string::npos) << output;
+  for (const int restart : {0, 1, 2}) expect_has(output, text("[worker 0] start ", restart));
+  expect_has(output, "worker 0 ended with status 3: start 0; it is started again (restart 1 of 2, role worker)");
+  expect_has(output, "worker 0 ended with status 3: start 2; the job goes on without it");
+  EXPECT_EQ(output.find("[chief] start 1"), std::string::npos) << output;
 }
 
 TEST(Launch, AParameterServerThatFailsEndsTheJob) {
   auto job =
       run({"--workers", "2", "--ps", "1", "--restarts", "2"}, "[ $LOCKSTEP_RANK = 3 ] && exit 5; exec sleep 1000");
-  expect_has(job.wait_for_end(kSoon), "rank 3 ended with status 5");
+  expect_has(job.wait_for_end(kSoon), "ps 0 ended with status 5");
   EXPECT_EQ(exit_status(job), 5);
 }
 

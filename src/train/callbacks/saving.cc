@@ -179,8 +179,12 @@ void BackupAndRestore::on_train_begin() {
     return;
   }
   model().load_checkpoint(file_);
+  if (!model().strategy().is_chief()) return;
   const bool at_end = impl.stopping || impl.progress.epoch >= plan().epochs;
-  if (!at_end || !model().strategy().is_chief()) return;
+  if (!at_end) {
+    return log_info(text("BackupAndRestore: fit goes on from ", file_, ", at epoch ", impl.progress.epoch + 1,
+                         ", step ", impl.progress.batch));
+  }
   log_warning(text("BackupAndRestore: ", file_, " was trained to the end (", impl.progress.epoch, " of ", plan().epochs,
                    " epochs", impl.stopping ? ", when a callback stopped it" : "",
                    "): fit only restores it. To train anew, remove that file"));
