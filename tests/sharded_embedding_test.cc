@@ -230,7 +230,8 @@ TEST(ShardedEmbedding, WhatCannotBeIsNamed) {
   for (const auto& error : shared) expect_says(error, "replicas share a ShardedEmbedding");
   EXPECT_EQ(errors.size(), 3U);
   for (const auto& error : errors) {
-    expect_says(error, "the id 40 is none of the table \"sharded_embedding\": it has 40 rows, so ids are from 0 to 39");
+    expect_says(error,
+                "id 40 is out of range for the table \"sharded_embedding\": it has 40 rows, so ids are from 0 to 39");
   }
 }
 

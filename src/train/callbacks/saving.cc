@@ -182,8 +182,8 @@ void BackupAndRestore::on_train_begin() {
   if (!model().strategy().is_chief()) return;
   const bool at_end = impl.stopping || impl.progress.epoch >= plan().epochs;
   if (!at_end) {
-    return log_info(text("BackupAndRestore: fit goes on from ", file_, ", at epoch ", impl.progress.epoch + 1,
-                         ", step ", impl.progress.batch));
+    return log_info(text("BackupAndRestore: fit goes on from ", file_, ", in epoch ", impl.progress.epoch + 1,
+                         " after ", impl.progress.batch, " steps"));
   }
   log_warning(text("BackupAndRestore: ", file_, " was trained to the end (", impl.progress.epoch, " of ", plan().epochs,
                    " epochs", impl.stopping ? ", when a callback stopped it" : "",
