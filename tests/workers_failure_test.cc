@@ -38,7 +38,7 @@ TEST(WorkersDiffer, InTheirDataAndBatchSizes) {
   expect_all_say(fit([&](int worker) { return all.batch(7).take(worker == 1 ? 2 : 3); }),
                  "batches in the data set 3, worker 1 has batches in the data set 2");
   expect_all_say(fit([&](int worker) { return all.shuffle(26, {.seed = worker == 1 ? 1U : 2U}).batch(7); }),
-                 "first batch's contents (hash)");
+                 "first batch's contents (hash; set_random_seed makes shuffles equal)");
 }
 
 // One sum, so that evaluating adds up as many numbers as the workers' agreement on whether to go on.

@@ -92,7 +92,8 @@ struct RunArguments : PlaceArguments {
                    "what all ranks' operations took, for ui.perfetto.dev, in this file");
     app.add_option(
         "--restarts", options.restarts,
-        "how often the job starts again after a failure; with parameter servers, its workers, servers and chief (0)");
+        "how often the job starts again after a failure; with parameter servers, its workers, servers and chief; with "
+        "--min-n, processes that join the others (0)");
     app.add_option("--grace", options.grace_seconds, "seconds from SIGTERM to SIGKILL (10)");
     app.add_flag("--part", part, "be the part of a job on this host, for a launcher on another")->group("");
     app.prefix_command();

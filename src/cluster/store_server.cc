@@ -115,6 +115,7 @@ void StoreServer::carry_out(Client& client, std::uint32_t code, const std::vecto
   }
   if (code == StoreFrame::compare_set && items.size() == 3) {
     const auto found = values_.find(items[0]);
+    if (found == values_.end() && items[2].empty()) return answer(client, StoreFrame::done, {""});
     const auto& value = found == values_.end() ? std::string() : found->second;
     return answer(client, StoreFrame::done, {value == items[1] ? values_[items[0]] = items[2] : value});
   }

@@ -1,12 +1,14 @@
 #include "lockstep/collective/job.h"
 
+#include <atomic>
 #include <optional>
 
 #include "base/mutex.h"
 #include "base/text.h"
-#include "cluster/next_generation.h"
+#include "cluster/cpu_partition.h"
 #include "cluster/rendezvous.h"
 #include "collective/wrappers/published_timeline.h"
+#include "elastic/next_generation.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep {
@@ -16,7 +18,10 @@ namespace {
 constexpr const char* kProcesses = "processes/";
 constexpr const char* kReplicas = "replicas/";
 constexpr const char* kUsers = "user/";
+constexpr const char* kMembers = "members/";
 constexpr std::chrono::seconds kToReport(1);
+
+std::string prefix_of(std::int64_t job) { return text("job ", job, "/"); }
 
 Deadline start_deadline(double timeout_seconds) {
   if (timeout_seconds > 0) return Deadline::after(std::chrono::duration<double>(timeout_seconds));
@@ -26,8 +31,8 @@ Deadline start_deadline(double timeout_seconds) {
 }  // namespace
 
 struct Job::State {
-  State(World of, std::optional<Store> found, bool has_own_cores)
-      : world(std::move(of)), own_cores(has_own_cores), store(std::move(found)) {}
+  State(World of, std::optional<Store> found, bool has_own_cores, bool has_come_later = false)
+      : world(std::move(of)), own_cores(has_own_cores), is_newcomer(has_come_later), store(std::move(found)) {}
 
   // The store with this Job's prefix. A process that is alone makes one on first use.
   Store keys() {
@@ -37,7 +42,7 @@ struct Job::State {
   }
 
   const World world;
-  const bool own_cores;
+  const bool own_cores, is_newcomer;
   Mutex mutex;
   std::optional<Store> store LOCKSTEP_GUARDED_BY(mutex);
 };
@@ -50,9 +55,31 @@ Job::Job(const Cluster& cluster, double timeout_seconds) {
     state_ = std::make_shared<State>(cluster.world, std::nullopt, false);
     return;
   }
+  if (cluster.joins) {
+    join(cluster, deadline);
+    return;
+  }
   const auto found = cluster::rendezvous(cluster, deadline);
   const auto number = found.store.add(text("jobs of rank ", found.world.rank), 1, deadline);
-  state_ = std::make_shared<State>(found.world, found.store.prefixed(text("job ", number, "/")), found.own_cores);
+  state_ = std::make_shared<State>(found.world, found.store.prefixed(prefix_of(number)), found.own_cores);
+}
+
+// As the processes of the job number their Jobs.
+void Job::join(const Cluster& cluster, Deadline deadline) {
+  static std::atomic<std::int64_t> made = 0;
+  const auto found = cluster::find_store(cluster, deadline);
+  cluster::keep_to_partition({found.world.local_rank, found.world.local_size, false});
+  auto alone = found.world;
+  alone.rank = alone.local_rank = 0;
+  alone.size = alone.local_size = 1;
+  state_ = std::make_shared<State>(alone, found.store.prefixed(prefix_of(++made)), false, true);
+}
+
+bool Job::is_newcomer() const { return state_->is_newcomer; }
+Store Job::membership() const { return state_->keys().prefixed(kMembers); }
+
+Job Job::joined(const World& place) const {
+  return Job(std::make_shared<State>(place, state_->keys(), has_own_cores()));
 }
 
 const World& Job::world() const { return state_->world; }
@@ -83,8 +110,12 @@ void Job::fail_waiters(const std::string& reason) const {
 }
 
 Job Job::regroup(const std::vector<int>& lost, Deadline deadline) const {
-  const auto keys = state_->keys();
-  return Job(std::make_shared<State>(cluster::next_generation(world(), keys, lost, deadline), keys, has_own_cores()));
+  return regroup(elastic::Change{.lost = lost}, deadline);
+}
+
+Job Job::regroup(const elastic::Change& change, Deadline deadline) const {
+  elastic::StoreRegistry members(membership());
+  return joined(elastic::next_generation(world(), members, change, deadline));
 }
 
 }  // namespace lockstep

@@ -40,7 +40,7 @@ std::unique_ptr<gradient::GradientSync> sharded(ReplicatedParameters& parameters
 std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
                                                  const Communicator& ranks,
                                                  const gradient::GradientPathOptions& options) {
-  if (ranks.size() > 1) {
+  if (ranks.size() > 1 || options.elastic) {
     if (const auto& own = optimizer.options().gradient_ranks) {
       return std::make_unique<gradient::Bucketed>(
           parameters, ranks, gradient::BucketOptions{.gradient_dtype = own->gradient_dtype}, own->sum);
@@ -83,7 +83,7 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
                            const gradient::GradientPathOptions& options)
     : parameters_(std::move(parameters)),
       ranks_(ranks_of(*parameters_, optimizer, options.shard_state)),
-      compare_copies_every_(ranks_.size() > 1 ? options.compare_copies_every : 0),
+      compare_copies_every_(ranks_.size() > 1 || options.elastic ? options.compare_copies_every : 0),
       servers_(options.servers),
       sync_(make_sync(*parameters_, optimizer, ranks_, options)),
       updater_(parameters_, optimizer, sync_->shards()),

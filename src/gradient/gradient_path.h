@@ -26,6 +26,7 @@ struct GradientPathOptions {
   std::shared_ptr<parameter_server::Client> servers = {};  // which update; null: this process updates itself
   double timeout_seconds = 600;                            // of a call to them that reads rows of a table
   std::int64_t compare_copies_every = 100;                 // steps, with several processes; 0: never
+  bool elastic = false;                                    // there may be other processes later
 };
 
 }  // namespace lockstep::gradient

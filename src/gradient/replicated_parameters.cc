@@ -66,7 +66,10 @@ ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn
 }
 
 void ReplicatedParameters::compare_models(const Communicator& workers) const {
-  if (workers.size() == 1) return;
+  if (workers.size() > 1) workers.check_all_agree("models", describe());
+}
+
+std::string ReplicatedParameters::describe() const {
   std::string tensors;
   for (const auto& slot : slots_) {
     tensors +=
@@ -75,7 +78,7 @@ void ReplicatedParameters::compare_models(const Communicator& workers) const {
   for (std::size_t i = 0; i < buffer_names_.size(); ++i) {
     tensors += text("buffer ", buffer_names_[i], " ", buffer(0, i).scalar_type(), " ", buffer(0, i).sizes(), "\n");
   }
-  workers.check_all_agree("models", tensors);
+  return tensors;
 }
 
 void ReplicatedParameters::find_slots() {

@@ -105,6 +105,7 @@ class ReplicatedParameters {
   // copies are not equal bit for bit, which is a fault of a processor or a program. Collective over the workers; not
   // while replicas run.
   void compare_models(const Communicator& workers) const;
+  std::string describe() const;  // what is compared: a line a tensor
   void compare_copies(const Communicator& workers) const;
 
   // Updates which parameters require gradients, for a new optimizer. Throws InvalidArgument when replicas differ.

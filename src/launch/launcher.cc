@@ -201,7 +201,8 @@ int launch(const LaunchOptions& options, std::ostream& out, std::ostream& err) {
   if (!options.timeline.empty()) require_writable(options.timeline);
   const Reaper reaper;
   const Signals signals;
-  const int restarts_of_job = options.workers > 0 ? 0 : options.restarts;  // else those of its workers
+  const bool of_processes = options.workers > 0 || options.min_processes > 0;
+  const int restarts_of_job = of_processes ? 0 : options.restarts;
   for (int restart = 0;; ++restart) {
     Attempt attempt(options, restart, {signals, reaper, out, err});
     const int status = attempt.job().run();

@@ -184,10 +184,12 @@ void JobProcesses::notice_ends() {
 bool JobProcesses::replace(std::size_t index) {
   auto& command = members_[index];
   const auto& role = command.role;
-  if (role.empty()) return goes_on_without(*children_[index]);
+  const bool is_elastic = role.empty() && enough_are_left();
+  const bool dispensable = command.dispensable || is_elastic;
+  if (role.empty() && !is_elastic) return false;
   int& restarted = restarted_[role];
-  const bool starts_again = restarted < limits_.restarts && (command.dispensable || was_killed(*children_[index]));
-  if (!starts_again && !command.dispensable) return false;
+  const bool starts_again = restarted < limits_.restarts && (dispensable || was_killed(*children_[index]));
+  if (!starts_again && !dispensable) return false;
   for (int i = 0; i < kMostLastWords && read(*children_[index]); ++i) {
   }
   const auto what = kNotice + end_of(*children_[index]);
@@ -196,26 +198,22 @@ bool JobProcesses::replace(std::size_t index) {
     return true;
   }
   ++restarted;
-  context_.err << what << "; it is started again (restart " << restarted << " of " << limits_.restarts << ", role "
-               << role << ")" << std::endl;
+  context_.err << what << "; it is started again (restart " << restarted << " of " << limits_.restarts
+               << (role.empty() ? "" : ", role " + role) << ")" << std::endl;
   auto& number = command.environment["LOCKSTEP_RESTART"];
   number = std::to_string(whole_number(number).value_or(0) + 1);
+  if (is_elastic) command.environment["LOCKSTEP_JOIN"] = "1";
   replaced_.push_back(std::move(children_[index]));
   children_[index] = std::make_unique<Child>(command);
   context_.reaper.watch(children_[index]->pid());
   return true;
 }
 
-// Whether enough processes are left.
-bool JobProcesses::goes_on_without(Child& child) {
+// With which the others go on.
+bool JobProcesses::enough_are_left() const {
   const auto left = std::count_if(children_.begin(), children_.end(),
-                                  [](const auto& other) { return !other->ended() || other->status() == 0; });
-  if (limits_.fewest == 0 || left < limits_.fewest) return false;
-  for (int i = 0; i < kMostLastWords && read(child); ++i) {
-  }
-  context_.err << kNotice << end_of(child) << "; the job goes on with the other " << left << " (--min-n "
-               << limits_.fewest << ")" << std::endl;
-  return true;
+                                  [](const auto& child) { return !child->ended() || child->status() == 0; });
+  return limits_.fewest > 0 && left >= limits_.fewest;
 }
 
 void JobProcesses::fails_first(Child& child) {

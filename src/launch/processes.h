@@ -33,8 +33,8 @@ class JobProcesses {
 
   struct Limits {
     double grace_seconds = 0;  // from SIGTERM to SIGKILL
-    int restarts = 0;          // how often processes of each role are started again
-    int fewest = 0;  // the job goes on without processes that have no role while so many are left; 0: all must be
+    int restarts = 0;          // how often processes of each role, or of an elastic job, are started again
+    int fewest = 0;            // of an elastic job: it goes on while so many are left; 0: it is none
   };
 
   // Starts them. Throws ClusterError and IoError; then none is left.
@@ -61,7 +61,7 @@ class JobProcesses {
   void print(const Child& child, std::ostream& to, const std::string& line, bool is_replaced);
   void notice_ends();
   bool replace(std::size_t index);
-  bool goes_on_without(Child& child);
+  bool enough_are_left() const;
   void fails_first(Child& child);
   void end_others();
   void pass_on(int signal);

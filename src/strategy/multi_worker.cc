@@ -42,7 +42,14 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
   if (world.local_size < 1 || world.local_rank < 0 || world.local_rank >= world.local_size) {
     throw InvalidArgument(text("World: local rank ", world.local_rank, " of ", world.local_size));
   }
-  const auto job = world.size == 1 ? std::nullopt : std::optional(Job(cluster, options.start_timeout_seconds));
+  if (cluster.joins && !options.elastic) {
+    throw InvalidArgument(
+        "MultiWorkerMirroredStrategy: this process comes to a job that runs (LOCKSTEP_JOIN), which takes it in only "
+        "where the strategies have `elastic`");
+  }
+  const bool may_grow = options.elastic && !cluster.store.empty();
+  const auto job =
+      world.size == 1 && !may_grow ? std::nullopt : std::optional(Job(cluster, options.start_timeout_seconds));
   const cluster::CpuPartition partition{world.local_rank, world.local_size, job && job->has_own_cores()};
   strategy::StrategySettings settings{
       .devices = options.devices.empty() ? strategy::default_devices(partition) : std::move(options.devices),

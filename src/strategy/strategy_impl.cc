@@ -9,6 +9,7 @@
 #include "base/hash.h"
 #include "base/resources.h"
 #include "base/text.h"
+#include "elastic/next_generation.h"
 #include "lockstep/base/version.h"
 
 namespace lockstep {
@@ -78,6 +79,7 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
     options.buckets = settings_.workers->buckets;
     options.shard_state = settings_.workers->shard_optimizer_state;
     options.compare_copies_every = settings_.workers->compare_copies_every;
+    options.elastic = is_elastic();
   }
   if (servers() == nullptr) return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
   parameters->update_trainable();
@@ -140,27 +142,26 @@ void StrategyImpl::on_replicas(const std::function<void(int)>& function) {
   std::rethrow_exception(first);
 }
 
-void StrategyImpl::regroup(std::vector<int> lost) {
+void StrategyImpl::regroup(const elastic::Change& change) {
   const auto& elastic = *settings_.workers->elastic;
-  auto options = settings_.workers->group;
-  options.timeout_seconds = elastic.regroup_seconds;
-  while (true) {
-    const auto deadline = Deadline::after(std::chrono::duration<double>(elastic.regroup_seconds));
-    job_ = job_->regroup(lost, deadline);
-    if (job_->size() < elastic.min_workers) {
-      throw ClusterError(
-          text("workers were lost, and ", job_->size(), " remain; elastic.min_workers is ", elastic.min_workers));
-    }
-    try {
-      workers_.regroup(job_->group(options));
-      break;
-    } catch (const PeerLost& error) {  // meanwhile
-      lost = {error.rank()};
-    } catch (const DeadlineExceeded& error) {
-      lost = error.ranks();
-      if (lost.empty()) throw;
-    }
+  job_ = job_->regroup(change, Deadline::after(std::chrono::duration<double>(elastic.regroup_seconds)));
+  if (change.leaves) return;
+  if (job_->size() < elastic.min_workers) {
+    throw ClusterError(
+        text("workers were lost, and ", job_->size(), " remain; elastic.min_workers is ", elastic.min_workers));
   }
+  take_group();
+}
+
+void StrategyImpl::join(const World& place) {
+  job_ = job_->joined(place);
+  take_group();
+}
+
+void StrategyImpl::take_group() {
+  auto options = settings_.workers->group;
+  options.timeout_seconds = settings_.workers->elastic->regroup_seconds;
+  workers_.regroup(job_->group(options));
   for (auto& group : all_groups_) group.reset();
 }
 

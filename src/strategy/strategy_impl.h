@@ -64,15 +64,29 @@ class StrategyImpl {
   // Whether training may go on without workers that are lost.
   bool is_elastic() const { return settings_.workers && settings_.workers->elastic; }
 
-  // Goes on with the workers that remain: replaces the Group of `workers()`. Collective over them, between runs. Throws
-  // ClusterError where fewer than min_workers remain, and what Job::regroup throws.
-  void regroup(std::vector<int> lost);
+  // Goes on with the workers that remain and those that come: replaces the Group of `workers()`. Collective over them,
+  // between runs. Throws ClusterError where fewer than min_workers remain, and what Job::regroup and Job::group throw;
+  // after those of the latter the job is of the next generation.
+  void regroup(const elastic::Change& change);
+
+  // Of a newcomer: takes the place that the workers have given it. Collective over them, which regroup.
+  void join(const World& place);
+
+  // Whether this process came to a job that runs, and has not joined its workers yet.
+  bool is_newcomer() const { return job_ && job_->is_newcomer(); }
+
+  const Job& job() const { return *job_; }  // with workers
+
+  // Trainings that workers make are numbered, equally in all.
+  std::int64_t next_training() { return trainings_++; }
 
   // Where the variables are on parameter servers: this process among the others; else null.
   parameter_server::ServerCluster* servers() const { return settings_.servers.get(); }
 
   // Whether this process decides: it alone writes logs and checkpoints.
-  bool is_chief() const { return servers() != nullptr ? servers()->is_chief() : workers_.rank() == 0; }
+  bool is_chief() const {
+    return servers() != nullptr ? servers()->is_chief() : workers_.rank() == 0 && !is_newcomer();
+  }
 
   std::shared_ptr<GradientPath> make_gradient_path(const Optimizer& optimizer,
                                                    std::shared_ptr<ReplicatedParameters> parameters) const;
@@ -105,6 +119,7 @@ class StrategyImpl {
   const Group& group(int replica) const;
 
  private:
+  void take_group();
   int spin_rounds() const;
   void make_groups();
   void fail(int replica) const;  // of the exception that is handled
@@ -118,6 +133,7 @@ class StrategyImpl {
   mutable std::vector<std::optional<Group>> all_groups_;  // [replica], of all workers' replicas; that replica's own
   std::uint64_t seed_ = next_random_seed();
   std::uint64_t runs_ = 0;
+  std::int64_t trainings_ = 0;
   std::vector<std::weak_ptr<GradientPath>> paths_of_loops_;
   strategy::ReplicaThreads threads_;
 };

@@ -8,7 +8,9 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/version.h"
 #include "lockstep/cluster/cluster.h"
+#include "optimizer/describe.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
@@ -22,12 +24,12 @@
 namespace lockstep {
 namespace {
 
-// How many processes ask to stop, have got SIGINT, and have got SIGTERM; and a number that no other sum is likely to
-// have in its place.
+// How many processes ask to stop, have got SIGINT, have got SIGTERM, and see newcomers; and a number that no other sum
+// is likely to have in its place.
 struct Agreed {
   static constexpr double kMark = 0x5eed'1d'ea;
-  double stopping = 0, interrupted = 0, terminated = 0, mark = kMark;
-  static constexpr std::size_t kSize = 4;
+  double stopping = 0, interrupted = 0, terminated = 0, newcomers = 0, mark = kMark;
+  static constexpr std::size_t kSize = 5;
   std::span<double> all() { return {&stopping, kSize}; }
 };
 static_assert(sizeof(Agreed) == Agreed::kSize * sizeof(double));
@@ -64,6 +66,7 @@ class Fit {
       steps_ = impl_.servers() == nullptr ? train::local_steps(impl_, data_, options_)
                                           : train::assigned_steps(impl_, data_, options_);
       attach_callbacks();
+      unwrap(impl_.strategy).is_newcomer() ? join() : begin();
       train();
     });
     if (options_.steps_per_epoch > 0) ++impl_.data_epochs;  // all epochs of this fit came from one epoch of data
@@ -71,10 +74,26 @@ class Fit {
   }
 
  private:
-  void train() {
+  void begin() {
+    take_part();
     each([](Callback& callback) { callback.on_train_begin(); });  // BackupAndRestore changes the progress here
     agree();
     compare_states();
+  }
+
+  // In place of it, in a fit that runs.
+  void join() {
+    each([](Callback& callback) { callback.on_join(); });
+    take_part();
+  }
+
+  void take_part() {
+    recovery_.take_part(describe(), [this] {
+      if (signals_.received() != 0) throw Interrupted(signals_.received());
+    });
+  }
+
+  void train() {
     // A training that was interrupted after a callback asked it to stop in the middle of an epoch still finishes that
     // epoch.
     while (progress().epoch < options_.epochs && (!stopping() || progress().batch > 0)) run_epoch();
@@ -85,9 +104,11 @@ class Fit {
 
   // All agree on stopping after each step and epoch: if one worker stopped alone, the others would wait for it.
   bool stopping() const { return impl_.stops(); }
-  Agreed mine() const {
+  Agreed mine() {
     const int signal = signals_.received();
-    return {impl_.stopping ? 1.0 : 0.0, signal == SIGINT ? 1.0 : 0.0, signal == SIGTERM ? 1.0 : 0.0};
+    told_to_leave_ = signal == SIGTERM;
+    return {impl_.stopping ? 1.0 : 0.0, signal == SIGINT ? 1.0 : 0.0, signal == SIGTERM ? 1.0 : 0.0,
+            recovery_.newcomers_wait() ? 1.0 : 0.0};
   }
   void agree() {
     const auto sum = [this] {
@@ -116,6 +137,14 @@ class Fit {
   void compare_workers() const {
     if (own_data() || peers().size() == 1) return;
     peers().check_all_agree("fits", train::describe_fit(data_, options_, impl_.replicas()));
+  }
+
+  // All that a newcomer must have too.
+  std::string describe() const {
+    if (!unwrap(impl_.strategy).is_elastic()) return {};
+    return text("Lockstep ", version(), "\n", impl_.parameters->describe(), "optimizer ",
+                optimizer::describe(impl_.gradients->updater().optimizer()), "\nreplicas of a worker ",
+                impl_.strategy.num_local_replicas(), "\n", train::describe_fit(data_, options_, impl_.replicas()));
   }
 
   void compare_options() const {
@@ -152,7 +181,7 @@ class Fit {
 
   // Warns where a launcher started several processes that each train alone.
   void warn_of_copies() const {
-    if (peers().size() > 1 || impl_.servers() != nullptr) return;
+    if (peers().size() > 1 || impl_.servers() != nullptr || unwrap(impl_.strategy).is_elastic()) return;
     try {
       const auto cluster = resolve_cluster();
       if (cluster.world.size == 1) return;
@@ -205,14 +234,32 @@ class Fit {
 
   void make_step() {
     const auto train = [this] {
-      if (!recovery_.updated) steps_->train();
-      recovery_.updated = true;
+      if (!recovery_.updated()) steps_->train();
+      recovery_.set_updated();
       return steps_->sum(mine().all());
     };
     recovery_.run(train, [this](const auto& sums) {
       steps_->count(sums);
       finish_agreement(std::span(sums).last(Agreed::kSize));
     });
+    change_workers();
+  }
+
+  // Workers that were told to end leave while enough others remain; newcomers are taken in.
+  void change_workers() {
+    const auto& elastic = unwrap(impl_.strategy).settings().workers;
+    if (!elastic || !elastic->elastic || agreed_.interrupted > 0 || agreed_.stopping > 0) return;
+    const bool some_leave = agreed_.terminated > 0 && !all_end();
+    if (agreed_.newcomers == 0 && !some_leave) return;
+    const bool leaves = some_leave && told_to_leave_;
+    recovery_.change(leaves);
+    if (leaves) throw Interrupted(SIGTERM);
+    agreed_.terminated = 0;
+  }
+
+  // Whether so many were told to end that too few would remain.
+  bool all_end() const {
+    return peers().size() - agreed_.terminated < unwrap(impl_.strategy).settings().workers->elastic->min_workers;
   }
 
   // The worker that was it is lost.
@@ -294,7 +341,7 @@ class Fit {
   template <class Call>
   void each(const Call& call) {
     for (const auto& callback : callbacks_) {
-      if (callback->only_on_chief() && workers().rank() != 0) continue;
+      if (callback->only_on_chief() && !impl_.strategy.is_chief()) continue;
       try {
         call(*callback.operator->());
       } catch (const std::exception& error) {
@@ -309,6 +356,7 @@ class Fit {
   const Dataset data_;
   train::SignalGuard signals_;
   Agreed agreed_;
+  bool told_to_leave_ = false;  // when this worker last said what it has in it
   train::Recovery recovery_;
   std::vector<AnyCallback> callbacks_;  // in the order of their calls
   std::unique_ptr<train::StepSource> steps_;

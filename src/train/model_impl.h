@@ -109,6 +109,9 @@ class ModelImpl {
   Archive save_state();
   void load_state(const Archive& archive, const std::function<void()>& load_others = {});
 
+  // What load_state takes in a worker that comes to a fit that runs. Not collective.
+  Archive save_for_newcomer();
+
   // act(); with parameter servers on the chief alone, and, outside of fit, once however often that is started again.
   void once(const std::function<void()>& act) const;
   void load_past_fit();
@@ -121,6 +124,8 @@ class ModelImpl {
   // The same without the callbacks' state. load_training changes nothing until the function that it returns is called,
   // which cannot fail.
   Archive save_training();
+  Archive save_common();
+  void save_callbacks(Archive& archive) const;
   std::function<void()> load_training(const Archive& archive);
   void count_uncounted();
 

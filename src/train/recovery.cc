@@ -1,8 +1,6 @@
 #include "train/recovery.h"
 
-#include <algorithm>
 #include <chrono>
-#include <sstream>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -12,138 +10,128 @@
 
 namespace lockstep::train {
 
-struct Recovery::Report {
-  std::int64_t completed = 0, iterations = 0, steps = 0;
-  bool updated = false;
+// What fit trains, as a member of the job.
+class Recovery::Worker final : public elastic::Member {
+ public:
+  Worker(ModelImpl& impl, std::function<void()> on_become_chief)
+      : impl_(impl), on_become_chief_(std::move(on_become_chief)) {}
 
-  std::string print() const { return text(completed, " ", iterations, " ", steps, " ", updated ? 1 : 0); }
-  static Report parse(const std::string& printed) {
-    Report report;
-    std::istringstream(printed) >> report.completed >> report.iterations >> report.steps >> report.updated;
-    return report;
+  int rank() const override { return impl_.workers().rank(); }
+  int size() const override { return impl_.workers().size(); }
+  std::int64_t generation() const override { return strategy().job().world().generation; }
+  std::vector<std::string> all_gather(const std::string& mine) override { return impl_.workers().all_gather(mine); }
+  std::string broadcast(const std::string& bytes, int root) override { return impl_.workers().broadcast(bytes, root); }
+
+  void regroup(const elastic::Change& change) override {
+    began_ = std::chrono::steady_clock::now();
+    was_chief_ = strategy().is_chief();
+    strategy().regroup(change);
+    if (!change.leaves) impl_.gradients->sync().regroup();
   }
+
+  void join(const World& place) {
+    began_ = std::chrono::steady_clock::now();
+    strategy().join(place);
+    impl_.gradients->sync().regroup();
+  }
+
+  std::int64_t steps() const override { return impl_.steps; }
+  void set_steps(std::int64_t steps) override { impl_.steps = steps; }
+  std::int64_t updates() const override { return impl_.gradients->updater().iterations(); }
+
+  std::string print_update() override {
+    Archive archive;
+    model().save(archive, "model");
+    optimizer().save(archive, "optimizer");
+    return checkpoint::print_archive(archive);
+  }
+  void take_update(const std::string& printed) override {
+    const auto received = parse(printed);
+    const auto change_model = model().load(received, "model"),
+               change_optimizer = optimizer().load(received, "optimizer");
+    change_model();
+    change_optimizer();
+  }
+
+  std::string print_all() override { return checkpoint::print_archive(impl_.save_for_newcomer()); }
+  void take_all(const std::string& printed) override { impl_.load_state(parse(printed)); }
+
+  void on_regrouped(int size_before, bool updated) override {
+    impl_.tracker->take_over(rank(), updated);
+    if (rank() != 0) return;
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began_;
+    log_warning(text("fit goes on with ", size(), " workers (", size_before, " before) after ", took.count(),
+                     " s, at step ", impl_.steps));
+    if (!was_chief_) on_become_chief_();
+  }
+
+ private:
+  StrategyImpl& strategy() const { return unwrap(impl_.strategy); }
+  Trackable model() const { return ReplicatedModule(impl_.parameters).trackable(); }
+  Trackable optimizer() const { return ReplicatedOptimizer(impl_.gradients).trackable(); }
+  static Archive parse(const std::string& printed) {
+    return checkpoint::parse_archive("another worker's state", std::as_bytes(std::span(printed)));
+  }
+
+  ModelImpl& impl_;
+  const std::function<void()> on_become_chief_;
+  std::chrono::steady_clock::time_point began_;
+  bool was_chief_ = false;
 };
 
-void Recovery::run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish) {
-  begin();
-  while (true) {
-    std::vector<int> lost;
-    try {
-      auto numbers = act();
-      finish(numbers);
-      last_ = std::move(numbers);
-      break;
-    } catch (const std::exception& error) {
-      if (!is_loss(error, lost)) throw;
-    }
-    if (recover(std::move(lost), finish)) break;
+Recovery::Recovery(ModelImpl& impl, std::function<void()> on_become_chief)
+    : impl_(impl), worker_(std::make_unique<Worker>(impl, std::move(on_become_chief))), sections_(*worker_) {}
+
+Recovery::~Recovery() {
+  watch_.reset();
+  if (training_ >= 0 && impl_.strategy.is_chief()) {
+    elastic::Watch::tell_end(unwrap(impl_.strategy).job().membership(), training_);
   }
-  ++completed_;
 }
 
-void Recovery::begin() {
-  updated = false;
-  steps_before_ = impl_.steps;
-  iterations_before_ = impl_.gradients->updater().iterations();
+void Recovery::run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish) {
+  if (unwrap(impl_.strategy).is_elastic()) return sections_.run(act, finish);
+  sections_.updated = false;
+  finish(act());
 }
 
 bool Recovery::goes_on_behind(const std::exception& error, const std::string& what) {
-  std::vector<int> lost;
-  if (!is_loss(error, lost)) return false;
-  log_warning(text(what, " broke off: ", error.what()));
-  begin();
-  recover(std::move(lost), {});
+  const std::string why = error.what();
+  if (!unwrap(impl_.strategy).is_elastic() || !sections_.goes_on_behind(error)) return false;
+  log_warning(text(what, " broke off: ", why));
   return true;
 }
 
-// `lost`: the workers that are known to be; others may know more.
-bool Recovery::is_loss(const std::exception& error, std::vector<int>& lost) const {
-  if (!unwrap(impl_.strategy).is_elastic()) return false;
-  if (const auto* const peer = dynamic_cast<const PeerLost*>(&error)) {
-    lost = {peer->rank()};
-    return true;
-  }
-  if (const auto* const late = dynamic_cast<const DeadlineExceeded*>(&error)) {
-    lost = late->ranks();
-    return !lost.empty();
-  }
-  return dynamic_cast<const Aborted*>(&error) != nullptr;
+void Recovery::take_part(const std::string& description, const std::function<void()>& look) {
+  auto& strategy = unwrap(impl_.strategy);
+  if (!strategy.is_elastic()) return;
+  training_ = strategy.next_training();
+  description_ = description;
+  if (!strategy.is_newcomer()) return;
+  const auto& job = strategy.job();
+  const auto deadline =
+      Deadline::after(std::chrono::duration<double>(strategy.settings().workers->group.timeout_seconds));
+  elastic::Candidate candidate(job.membership(), job.world(), training_, description);
+  const auto place = candidate.wait(deadline, look);
+  sections_.join([&] { worker_->join(place); });
 }
 
-// Until the agreement of those that remain is not disturbed by another loss.
-bool Recovery::recover(std::vector<int> lost, const std::function<void(const Numbers&)>& finish) {
-  while (true) {
-    try {
-      return regroup(std::move(lost), finish);
-    } catch (const std::exception& error) {
-      if (!is_loss(error, lost)) throw;
-    }
-  }
+bool Recovery::newcomers_wait() const {
+  if (training_ < 0 || !impl_.strategy.is_chief()) return false;
+  if (!watch_) watch_.emplace(unwrap(impl_.strategy).job().membership(), training_, description_);
+  return watch_->any();
 }
 
-// Whether the section is completed by that.
-bool Recovery::regroup(std::vector<int> lost, const std::function<void(const Numbers&)>& finish) {
-  const auto begin = std::chrono::steady_clock::now();
-  const auto& workers = impl_.workers();
-  const int size_before = workers.size(), rank_before = workers.rank();
-  unwrap(impl_.strategy).regroup(std::move(lost));
-  impl_.gradients->sync().regroup();
-  const auto iterations = impl_.gradients->updater().iterations();
-  std::vector<Report> reports;
-  const Report mine{completed_, iterations, impl_.steps, updated || iterations > iterations_before_};
-  for (const auto& printed : workers.all_gather(mine.print())) reports.push_back(Report::parse(printed));
-  share_state(reports);
-  const auto first = std::max_element(reports.begin(), reports.end(),
-                                      [](const auto& a, const auto& b) { return a.completed < b.completed; });
-  const auto lacks = [&](const Report& report) { return report.completed < first->completed; };
-  const bool is_behind = lacks(mine);
-  auto numbers = last_;
-  if (std::any_of(reports.begin(), reports.end(), lacks))
-    numbers = share(last_, static_cast<int>(first - reports.begin()));
-  updated = !is_behind && std::any_of(reports.begin(), reports.end(),
-                                      [&](const auto& report) { return !lacks(report) && report.updated; });
-  impl_.steps = is_behind ? first->steps : steps_before_ + (updated ? 1 : 0);
-  if (is_behind) {
-    finish(numbers);
-    last_ = numbers;
+void Recovery::change(bool leaves) {
+  elastic::Change change{.leaves = leaves};
+  if (watch_ && impl_.strategy.is_chief()) change.newcomers = watch_->waiting();
+  sections_.change(change);
+  if (leaves) {
+    watch_.reset();
+    training_ = -1;  // it goes on without this worker
+  } else if (watch_) {
+    watch_->waiting();  // forgets those that were taken in
   }
-  impl_.tracker->take_over(workers.rank(), updated);
-  if (workers.rank() == 0) {
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
-    log_warning(text("fit goes on with ", workers.size(), " of ", size_before, " workers after ", took.count(),
-                     " s, at step ", impl_.steps));
-    if (rank_before != 0) on_chief_lost_();
-  }
-  return is_behind;
-}
-
-// Worker `from`'s.
-Recovery::Numbers Recovery::share(const Numbers& numbers, int from) const {
-  const std::string mine(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(double));
-  const auto bytes = impl_.workers().broadcast(mine, from);
-  Numbers shared(bytes.size() / sizeof(double));
-  std::copy_n(bytes.data(), bytes.size(), reinterpret_cast<char*>(shared.data()));
-  return shared;
-}
-
-// Those that lack an update get the model's values and the optimizer's state from one that has it.
-void Recovery::share_state(const std::vector<Report>& reports) {
-  const auto with = std::max_element(reports.begin(), reports.end(),
-                                     [](const auto& a, const auto& b) { return a.iterations < b.iterations; });
-  const auto lacks = [&](const Report& report) { return report.iterations < with->iterations; };
-  if (std::none_of(reports.begin(), reports.end(), lacks)) return;
-  const auto model = ReplicatedModule(impl_.parameters).trackable();
-  const auto optimizer = ReplicatedOptimizer(impl_.gradients).trackable();
-  Archive archive;
-  model.save(archive, "model");
-  optimizer.save(archive, "optimizer");
-  const auto bytes =
-      impl_.workers().broadcast(checkpoint::print_archive(archive), static_cast<int>(with - reports.begin()));
-  if (!lacks(reports[static_cast<std::size_t>(impl_.workers().rank())])) return;
-  const auto received = checkpoint::parse_archive("another worker's state", std::as_bytes(std::span(bytes)));
-  const auto change_model = model.load(received, "model"), change_optimizer = optimizer.load(received, "optimizer");
-  change_model();
-  change_optimizer();
 }
 
 }  // namespace lockstep::train

@@ -27,6 +27,7 @@ namespace {
 constexpr const char* kOptimizer = "optimizer";
 constexpr const char* kCallback = "callback";
 constexpr const char* kReplica = "replica";
+constexpr const char* kTracker = "fit/tracker";
 constexpr std::size_t kMostProblems = 10;  // that a message lists
 
 std::string shape_text(const std::vector<std::int64_t>& shape) { return text("[", join(shape), "]"); }
@@ -241,15 +242,34 @@ Archive ModelImpl::read_for_all(const std::string& path) const {
 
 Archive ModelImpl::save_state() {
   auto archive = save_training();
-  const auto prefixes = callback_prefixes(callbacks);
-  for (std::size_t i = 0; i < callbacks.size(); ++i) callbacks[i]->save(archive, prefixes[i]);
+  save_callbacks(archive);
   return archive;
 }
 
+void ModelImpl::save_callbacks(Archive& archive) const {
+  const auto prefixes = callback_prefixes(callbacks);
+  for (std::size_t i = 0; i < callbacks.size(); ++i) callbacks[i]->save(archive, prefixes[i]);
+}
+
 Archive ModelImpl::save_training() {
+  auto archive = save_common();
+  ReplicatedModule(parameters).replica_buffers().save(archive, kReplica);
+  tracker->save_replicas(archive, kTracker);
+  return archive;
+}
+
+// Running statistics are then this worker's.
+Archive ModelImpl::save_for_newcomer() {
+  auto archive = save_common();
+  archive.entries[text(kReplica, "/replicas")] = "none";
+  save_callbacks(archive);
+  return archive;
+}
+
+// What all workers have alike.
+Archive ModelImpl::save_common() {
   Archive archive;
   ReplicatedModule(parameters).trackable().save(archive, "");
-  ReplicatedModule(parameters).replica_buffers().save(archive, kReplica);
   ReplicatedOptimizer(gradients).trackable().save(archive, kOptimizer);
   archive.entries["seed"] = std::to_string(static_cast<std::int64_t>(seed));
   archive.entries["steps"] = std::to_string(steps);
@@ -262,7 +282,7 @@ Archive ModelImpl::save_training() {
   archive.entries["fit/position/batch_size"] = std::to_string(progress.batch_size);
   archive.entries["fit/position/readers"] = std::to_string(progress.readers);
   save_history(progress.history, archive);
-  tracker->save(archive, "fit/tracker");
+  tracker->save(archive, kTracker);
   return archive;
 }
 
@@ -291,7 +311,7 @@ std::function<void()> ModelImpl::load_training(const Archive& archive) {
                      " now: each has its own random numbers and running statistics, so "
                      "the training goes on, but not with the same bits"));
   }
-  const auto change_tracker = tracker->load(archive, "fit/tracker");
+  const auto change_tracker = tracker->load(archive, kTracker);
   return [this, change_weights, change_buffers, change_optimizer, change_tracker, loaded_seed, loaded_steps, loaded] {
     change_tracker();
     change_weights();

@@ -120,10 +120,12 @@ std::vector<double> Tracker::local_sums() const {
   return all;
 }
 
-// Saves each replica's sums separately, so that a resumed training adds them up in the same order.
 void Tracker::save(Archive& archive, const std::string& prefix) const {
   archive.set_numbers(prefix + "/loss", {loss_sum_, examples_});
   archive.set_numbers(prefix + "/metrics", sums_);
+}
+
+void Tracker::save_replicas(Archive& archive, const std::string& prefix) const {
   Archive mine;
   for (std::size_t replica = 0; replica < states_.size(); ++replica) {
     std::vector<double> sums;
@@ -145,7 +147,7 @@ std::function<void()> Tracker::load(const Archive& archive, const std::string& p
   const auto name = [&](std::size_t replica) { return text(prefix, "/metrics/replica ", replica); };
   while (archive.entries.contains(name(saved.size()))) saved.push_back(archive.numbers(name(saved.size())));
   const bool fits = std::all_of(saved.begin(), saved.end(), [&](const auto& s) { return s.size() == sums_.size(); });
-  if (loss.size() != 2 || all.size() != sums_.size() || saved.empty() || !fits) {
+  if (loss.size() != 2 || all.size() != sums_.size() || !fits) {
     throw InvalidArgument("the checkpoint was made with other metrics; compile the model with the same ones");
   }
   const auto first = states_.size() * static_cast<std::size_t>(workers_.rank());

@@ -52,8 +52,11 @@ class Tracker {
   void reset();
   Logs logs() const;
 
-  // Collective over the workers. `load` changes nothing until what it returns is called.
+  // The sums of all workers; and, collective over them, each replica's, so that a training that goes on adds them up in
+  // the same order. `load` changes nothing until what it returns is called, and takes an archive with or without the
+  // latter.
   void save(Archive& archive, const std::string& prefix) const;
+  void save_replicas(Archive& archive, const std::string& prefix) const;
   std::function<void()> load(const Archive& archive, const std::string& prefix);
 
  private:

@@ -49,7 +49,7 @@ class Store {
   std::int64_t add(const std::string& key, std::int64_t difference, Deadline deadline) const;
 
   // Where the value of `key` is `expected` (or there is none and `expected` is empty) it becomes `desired`. Returns
-  // what the value is then.
+  // what the value is then. With both empty it only reads, and those that wait for the key go on waiting.
   std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired,
                           Deadline deadline) const;
 

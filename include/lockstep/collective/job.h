@@ -10,6 +10,10 @@
 
 namespace lockstep {
 
+namespace elastic {
+struct Change;
+}
+
 // Until all processes of a job have come.
 inline constexpr double kStartTimeoutSeconds = 300;
 
@@ -25,6 +29,8 @@ class Job {
  public:
   // Reads the variables of the process's launcher (resolve_cluster); without any this process is alone. Waits until all
   // processes have joined.
+  //
+  // A process that comes to a job that runs waits for nobody.
   //
   // Throws ClusterError, on all processes, where two have one rank or disagree about their number, and where a variable
   // is invalid; and DeadlineExceeded naming the ranks that have not joined after `timeout_seconds`.
@@ -65,8 +71,22 @@ class Job {
   // For processes that outlive each other: `lockstep run --min-n`. Other launchers end all when one is lost.
   Job regroup(const std::vector<int>& lost, Deadline deadline) const;
 
+  // --- For elastic strategies (src/elastic).
+
+  // Whether this process came to a job that runs (Cluster::joins). It is alone until it takes the place that the
+  // members have given it.
+  bool is_newcomer() const;
+  Job joined(const World& place) const;
+
+  // The same as the other `regroup`, with any change of the members.
+  Job regroup(const elastic::Change& change, Deadline deadline) const;
+
+  // Where the members write who is one.
+  Store membership() const;
+
  private:
   struct State;
+  void join(const Cluster& cluster, Deadline deadline);
   explicit Job(std::shared_ptr<State> state) : state_(std::move(state)) {}
   std::shared_ptr<State> state_;
 };

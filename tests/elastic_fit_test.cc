@@ -15,15 +15,16 @@ namespace lockstep {
 namespace {
 
 // With these variables of the environment.
-Process run(const std::vector<std::string>& variables, int workers, int fewest) {
+Process run(const std::vector<std::string>& variables, int workers, int fewest, int restarts = 0) {
   std::vector<std::string> command{"/usr/bin/env"};
   command.insert(command.end(), variables.begin(), variables.end());
   for (const auto& word :
        {std::string("/bin/sh"), std::string("-c"), std::string("exec \"$@\" 2>&1"), std::string("sh")})
     command.push_back(word);
   if (workers > 0) {
-    for (const auto& word : {std::string(LOCKSTEP_CLI), std::string("run"), std::string("-n"), std::to_string(workers),
-                             std::string("--min-n"), std::to_string(fewest)})
+    for (const auto& word :
+         {std::string(LOCKSTEP_CLI), std::string("run"), std::string("-n"), std::to_string(workers),
+          std::string("--min-n"), std::to_string(fewest), std::string("--restarts"), std::to_string(restarts)})
       command.push_back(word);
   }
   command.emplace_back(ELASTIC_PROGRAM);
@@ -88,7 +89,7 @@ TEST_F(Elastic, AStepWithoutALostWorkerIsMadeByTheOthers) {
     SCOPED_TRACE(testing::Message() << "worker " << victim);
     auto job = run({text("VICTIM=", victim), "STEP=25", "PLACE=forward"}, 3, 2);
     expect_trained(job, 2);
-    EXPECT_NE(job.text().find("fit goes on with 2 of 3 workers"), std::string::npos) << job.text();
+    EXPECT_NE(job.text().find("fit goes on with 2 workers (3 before)"), std::string::npos) << job.text();
     // Also the losses and metrics of each epoch: nothing that the lost worker had computed is lost.
     const auto histories = numbers_after(job.text(), "history"), expected = numbers_after(alone(), "history");
     for (const auto& history : histories) EXPECT_LE(difference(history, expected.at(0)), 1e-9) << job.text();
@@ -120,6 +121,24 @@ TEST_F(Elastic, AWorkerMayBeLostAtAnyMoment) {
                                     << " us after the forward pass of step " << step);
     auto job = run({text("VICTIM=", victim), text("STEP=", step), text("PLACE=", microseconds)}, 3, 2);
     expect_trained(job, numbers_after(job.wait_for_end(60), "ended by signal").empty() ? 3 : 2);
+  }
+}
+
+TEST_F(Elastic, AWorkerThatIsStartedAgainJoinsTheOthersInMidEpoch) {
+  for (const int victim : {0, 2}) {
+    SCOPED_TRACE(testing::Message() << "worker " << victim);
+    const auto folder = fresh_folder("elastic", text("joins_", victim));
+    auto job = run({text("VICTIM=", victim), "STEP=5", "PLACE=forward", "STEP_MS=50", text("FOLDER=", folder.string())},
+                   3, 2, 1);
+    expect_trained(job, 3);
+    EXPECT_NE(job.text().find("fit goes on with 3 workers (2 before)"), std::string::npos) << job.text();
+    const auto joined = numbers_after(job.text(), "joined at step ");
+    ASSERT_EQ(joined.size(), 1U) << job.text();
+    EXPECT_GT(joined[0][0], 6) << job.text();
+    EXPECT_LT(joined[0][0], kSteps) << job.text();
+    const auto histories = numbers_after(job.text(), "history"), expected = numbers_after(alone(), "history");
+    EXPECT_EQ(histories.size(), 3U) << job.text();
+    for (const auto& history : histories) EXPECT_LE(difference(history, expected.at(0)), 1e-9) << job.text();
   }
 }
 

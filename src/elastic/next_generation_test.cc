@@ -1,16 +1,17 @@
-#include "cluster/next_generation.h"
+#include "elastic/next_generation.h"
 
 #include <gtest/gtest.h>
 
 #include <map>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "base/expect_says_testing.h"
 #include "base/mutex.h"
 #include "lockstep/base/error.h"
 
-namespace lockstep::cluster {
+namespace lockstep::elastic {
 namespace {
 
 Deadline in(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
@@ -18,6 +19,11 @@ Deadline in(double seconds) { return Deadline::after(std::chrono::duration<doubl
 // Four ranks on two hosts: 0 and 1 on "a", 2 and 3 on "b".
 World world_of(int rank) {
   return {.rank = rank, .size = 4, .local_rank = rank % 2, .local_size = 2, .host = rank < 2 ? "a" : "b"};
+}
+
+World regroup(const World& world, const Store& store, const Change& change) {
+  StoreRegistry registry(store);
+  return next_generation(world, registry, change, in(5));
 }
 
 // What each of `ranks` finds that is not left out; each knows of the losses that `lost` has for it.
@@ -29,7 +35,8 @@ std::map<int, World> found_by(const Store& store, const std::vector<int>& ranks,
   for (const int rank : ranks) {
     threads.emplace_back([&, rank, known = lost[rank]] {
       try {
-        const auto next = next_generation(world_of(rank), store, known, in(seconds));
+        StoreRegistry registry(store);
+        const auto next = next_generation(world_of(rank), registry, {.lost = known}, in(seconds));
         MutexLock lock(mutex);
         found[rank] = next;
       } catch (const ClusterError&) {
@@ -59,8 +66,7 @@ TEST(NextGeneration, WhoDoesNotComeByTheDeadlineIsLeftOutAndTold) {
   const auto found = found_by(store, {0, 1, 3}, {}, 0.2);
   ASSERT_EQ(found.size(), 3U);
   for (const auto& [rank, world] : found) EXPECT_EQ(world.size, 3);
-  expect_says(message_of<ClusterError>([&] { next_generation(world_of(2), store, {}, in(5)); }),
-              "the others took rank 2 for lost");
+  expect_says(message_of<ClusterError>([&] { regroup(world_of(2), store, {}); }), "the others took rank 2 for lost");
 }
 
 // A link broke, and each of its ends takes the other for lost: one at least goes on, whoever comes first.
@@ -75,15 +81,39 @@ TEST(NextGeneration, TwoThatBlameEachOtherAreNotBothLeftOut) {
 TEST(NextGeneration, RanksThatThereAreNotAreNamed) {
   const auto store = Store::hold("127.0.0.1:0");
   for (const int rank : {-1, 4}) {
-    expect_says(message_of<InvalidArgument>([&] { next_generation(world_of(1), store, {rank}, in(5)); }),
+    expect_says(message_of<InvalidArgument>([&] { regroup(world_of(1), store, {.lost = {rank}}); }),
                 "is said to be lost; ranks are 0 to 3");
   }
 }
 
 // Of those that a DeadlineExceeded lists this rank may be one.
 TEST(NextGeneration, ARankThatComesIsNotLostByItsOwnWord) {
-  EXPECT_EQ(next_generation(world_of(1), Store::hold("127.0.0.1:0"), {0, 1, 2, 3}, in(5)).size, 1);
+  EXPECT_EQ(regroup(world_of(1), Store::hold("127.0.0.1:0"), {.lost = {0, 1, 2, 3}}).size, 1);
+}
+
+TEST(NextGeneration, NewcomersComeBehindTheOthersAndAreToldTheirPlaces) {
+  const auto store = Store::hold("127.0.0.1:0");
+  std::vector<std::jthread> threads;
+  for (const int rank : {0, 1, 2}) {  // rank 3 leaves, and rank 2 does not know of the newcomers
+    threads.emplace_back([&, rank] {
+      Change change;
+      if (rank != 2) change.newcomers = {{7, "b"}, {9, "c"}};
+      const auto world = regroup(world_of(rank), store, change);
+      EXPECT_EQ(world.size, 5);
+      EXPECT_EQ(world.rank, rank);
+      EXPECT_EQ(world.local_size, 2);
+    });
+  }
+  regroup(world_of(3), store, {.leaves = true});
+  threads.clear();
+  StoreRegistry registry(store);
+  const auto first = invitation({.host = "b"}, registry, 7, in(5)),
+             second = invitation({.host = "c"}, registry, 9, in(5));
+  EXPECT_EQ(std::tuple(first.generation, first.rank, first.local_rank, first.local_size), std::tuple(1, 3, 1, 2));
+  EXPECT_EQ(std::tuple(second.generation, second.rank, second.local_rank, second.local_size), std::tuple(1, 4, 0, 1));
+  refuse(registry, 8, "another model", in(5));
+  expect_says(message_of<ClusterError>([&] { invitation({}, registry, 8, in(5)); }), "another model");
 }
 
 }  // namespace
-}  // namespace lockstep::cluster
+}  // namespace lockstep::elastic

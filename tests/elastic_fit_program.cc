@@ -1,4 +1,4 @@
-// For elastic_test: a training some of whose workers are lost.
+// For elastic_fit_test: a training some of whose workers are lost.
 #include <lockstep/lockstep.h>
 #include <signal.h>
 #include <torch/nn/module.h>
@@ -30,12 +30,13 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 
 // The environment: EPOCHS of 20 steps of the same batches; STEP_MS of work in each; FOLDER for a log and checkpoints,
 // MIN_WORKERS. VICTIM is killed in the step numbered STEP, from 0 on, at PLACE: "forward", "batch end" (a callback), or
-// so many microseconds after its forward pass.
+// so many microseconds after its forward pass. Who joins prints when.
 int main() {
   try {
     const lockstep::MultiWorkerMirroredStrategy strategy(
         {.threads_per_replica = 1, .elastic = lockstep::ElasticOptions{.min_workers = number("MIN_WORKERS", 1)}});
-    const bool is_victim = strategy.worker_rank() == number("VICTIM", -1);
+    const bool joins = number("LOCKSTEP_JOIN", 0) == 1;
+    const bool is_victim = !joins && strategy.worker_rank() == number("VICTIM", -1);
     const int at = number("STEP", -1);
     const char* const given = std::getenv("PLACE");
     const std::string place = given == nullptr ? "" : given;
@@ -70,6 +71,7 @@ int main() {
     const auto on_batch = [&](std::int64_t, const lockstep::Logs&) {
       longest = std::max(longest, seconds(last));
       last = Clock::now();
+      if (joins && ended == 0) std::cout << "joined at step " << model.iterations() << std::endl;
       if (ended++ == at && is_victim && place == "batch end") raise(SIGKILL);
     };
     std::vector<lockstep::AnyCallback> callbacks{lockstep::LambdaCallback(

@@ -1,0 +1,199 @@
+#include "elastic/sections.h"
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+#include <utility>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::elastic {
+namespace {
+
+// Whether a member was lost; `lost`: those that are known to be, others may know more.
+bool is_loss(const std::exception& error, std::vector<int>& lost) {
+  if (const auto* const peer = dynamic_cast<const PeerLost*>(&error)) {
+    lost = {peer->rank()};
+    return true;
+  }
+  if (const auto* const late = dynamic_cast<const DeadlineExceeded*>(&error)) {
+    lost = late->ranks();
+    return !lost.empty();
+  }
+  lost.clear();
+  return dynamic_cast<const Aborted*>(&error) != nullptr;
+}
+
+std::string bytes_of(const Sections::Numbers& numbers) {
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(double)};
+}
+
+Sections::Numbers numbers_in(const std::string& bytes) {
+  Sections::Numbers numbers(bytes.size() / sizeof(double));
+  std::memcpy(numbers.data(), bytes.data(), numbers.size() * sizeof(double));
+  return numbers;
+}
+
+}  // namespace
+
+struct Sections::Report {
+  std::int64_t completed = 0, generation = 0, updates = 0, steps = 0;
+  bool updated = false, is_newcomer = false;
+
+  std::string print() const {
+    return text(completed, " ", generation, " ", updates, " ", steps, " ", updated ? 1 : 0, " ", is_newcomer ? 1 : 0);
+  }
+  static Report parse(const std::string& printed) {
+    Report report;
+    std::istringstream(printed) >> report.completed >> report.generation >> report.updates >> report.steps >>
+        report.updated >> report.is_newcomer;
+    return report;
+  }
+};
+
+void Sections::run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish) {
+  begin();
+  has_joined_ = false;
+  while (true) {
+    Change change;
+    try {
+      auto numbers = act();
+      const auto generation = member_.generation();
+      finish(numbers);
+      last_ = std::move(numbers);
+      generation_ = generation;
+      break;
+    } catch (const std::exception& error) {
+      if (!is_loss(error, change.lost)) throw;
+    }
+    if (recover(std::move(change), finish)) return;
+  }
+  ++completed_;
+}
+
+void Sections::begin() {
+  if (!has_joined_) updated = false;
+  steps_before_ = member_.steps() - (updated ? 1 : 0);
+  updates_before_ = member_.updates() - (updated ? 1 : 0);
+}
+
+bool Sections::change(const Change& change) {
+  if (generation_ != member_.generation()) return false;
+  begin();
+  recover(change, {});
+  return true;
+}
+
+void Sections::join(const std::function<void()>& enter) {
+  is_newcomer_ = true;
+  Change change;
+  try {
+    enter();
+    catch_up(0, {});
+    return;
+  } catch (const std::exception& error) {
+    if (!is_loss(error, change.lost)) throw;
+  }
+  recover(std::move(change), {});
+}
+
+bool Sections::goes_on_behind(const std::exception& error) {
+  Change change;
+  if (!is_loss(error, change.lost)) return false;
+  begin();
+  recover(std::move(change), {});
+  return true;
+}
+
+// Whether the section is completed by that. Again until no other loss disturbs it.
+bool Sections::recover(Change change, const std::function<void(const Numbers&)>& finish) {
+  const int size_before = member_.size();
+  const auto completed = completed_;
+  while (true) {
+    try {
+      member_.regroup(change);
+      if (!change.leaves) catch_up(size_before, finish);
+      return completed_ > completed;
+    } catch (const std::exception& error) {
+      std::vector<int> lost;
+      if (!is_loss(error, lost)) throw;
+      change = {.lost = std::move(lost), .leaves = change.leaves};
+    }
+  }
+}
+
+// In the new generation: brings all to the same section.
+void Sections::catch_up(int size_before, const std::function<void(const Numbers&)>& finish) {
+  const auto updates = member_.updates();
+  const Report mine{.completed = completed_,
+                    .generation = generation_,
+                    .updates = updates,
+                    .steps = member_.steps(),
+                    .updated = updated || updates > updates_before_,
+                    .is_newcomer = is_newcomer_};
+  std::vector<Report> reports;
+  for (const auto& printed : member_.all_gather(mine.print())) reports.push_back(Report::parse(printed));
+  share_update(reports);
+  // Newcomers report that they have completed nothing.
+  const auto first = std::max_element(reports.begin(), reports.end(),
+                                      [](const auto& a, const auto& b) { return a.completed < b.completed; });
+  const auto lacks = [&](const Report& report) { return !report.is_newcomer && report.completed < first->completed; };
+  const bool is_behind = lacks(mine);
+  if (std::any_of(reports.begin(), reports.end(), lacks)) {
+    const auto numbers = numbers_in(member_.broadcast(bytes_of(last_), static_cast<int>(first - reports.begin())));
+    if (is_behind) {
+      member_.set_steps(first->steps);
+      finish(numbers);
+      last_ = numbers;
+      generation_ = first->generation;
+      ++completed_;  // before another loss, after which it would be finished twice
+      begin();
+    }
+  }
+  if (!is_newcomer_) {
+    updated = !is_behind && std::any_of(reports.begin(), reports.end(),
+                                        [&](const auto& report) { return !lacks(report) && report.updated; });
+    if (!is_behind) member_.set_steps(steps_before_ + (updated ? 1 : 0));
+  }
+  share_all(reports);
+  member_.on_regrouped(size_before, updated);
+}
+
+// Those that lack an update get it from one that has it.
+void Sections::share_update(const std::vector<Report>& reports) {
+  const auto with = std::max_element(reports.begin(), reports.end(),
+                                     [](const auto& a, const auto& b) { return a.updates < b.updates; });
+  const auto lacks = [&](const Report& report) { return !report.is_newcomer && report.updates < with->updates; };
+  if (std::none_of(reports.begin(), reports.end(), lacks)) return;
+  const int root = static_cast<int>(with - reports.begin());
+  const auto printed = member_.broadcast(root == member_.rank() ? member_.print_update() : "", root);
+  if (lacks(reports[static_cast<std::size_t>(member_.rank())])) member_.take_update(printed);
+}
+
+// Newcomers get all from the first member that is none.
+void Sections::share_all(const std::vector<Report>& reports) {
+  const auto is_newcomer = [](const Report& report) { return report.is_newcomer; };
+  if (std::none_of(reports.begin(), reports.end(), is_newcomer)) return;
+  const auto with = std::find_if_not(reports.begin(), reports.end(), is_newcomer);
+  if (with == reports.end()) {
+    throw ClusterError("all workers that had the state of the training were lost before this one got it");
+  }
+  const int root = static_cast<int>(with - reports.begin());
+  const bool sends = root == member_.rank();
+  const auto completed = std::max_element(reports.begin(), reports.end(), [](const auto& a, const auto& b) {
+                           return a.completed < b.completed;
+                         })->completed;
+  const auto mine = [&] { return text(updated ? 1 : 0, " ", generation_, "\n", member_.print_all()); };
+  const auto state = member_.broadcast(sends ? mine() : "", root);
+  if (!is_newcomer_) return;
+  const auto end = state.find('\n');
+  std::istringstream(state.substr(0, end)) >> updated >> generation_;
+  member_.take_all(state.substr(end + 1));
+  completed_ = completed;
+  is_newcomer_ = false;
+  has_joined_ = true;
+  begin();
+}
+
+}  // namespace lockstep::elastic

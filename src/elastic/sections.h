@@ -1,0 +1,97 @@
+// How the loops of a job's members stay in step although members are lost, leave and join.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "elastic/next_generation.h"
+
+namespace lockstep::elastic {
+
+// A member of the job, and what it trains. Collective calls throw PeerLost, DeadlineExceeded with ranks, or Aborted
+// where another member is lost.
+class Member {
+ public:
+  virtual ~Member() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual std::int64_t generation() const = 0;  // of which it is a member
+  virtual std::vector<std::string> all_gather(const std::string& mine) = 0;
+  virtual std::string broadcast(const std::string& bytes, int root) = 0;
+
+  // Makes the next generation. Throws as next_generation, and as a collective call where another member is lost
+  // meanwhile; then this one may be of the next generation already.
+  virtual void regroup(const Change& change) = 0;
+
+  virtual std::int64_t steps() const = 0;    // begun
+  virtual std::int64_t updates() const = 0;  // applied
+  virtual void set_steps(std::int64_t steps) = 0;
+
+  // What an update changes, and taking it from a member that has one more.
+  virtual std::string print_update() = 0;
+  virtual void take_update(const std::string& printed) = 0;
+
+  // All that a newcomer needs to go on as this member, between sections.
+  virtual std::string print_all() = 0;
+  virtual void take_all(const std::string& printed) = 0;
+
+  // All have regrouped, and are at the same section. `updated`: that is not completed, but has its update.
+  virtual void on_regrouped(int size_before, bool updated) = 0;
+};
+
+// A training is a sequence of sections that all members complete together: a step, an evaluation, an agreement. When
+// one is lost, some of the others may have completed the section in which that happened, and some not; and of those in
+// a step, some may have made its update. After they have regrouped, what one of them has completed the others take from
+// it, and what none has is done again. Since gradients are applied only when all sums are there, no step has to be
+// taken back. A newcomer gets the state of one that is at the same section.
+//
+// One thread.
+class Sections {
+ public:
+  using Numbers = std::vector<double>;
+
+  explicit Sections(Member& member) : member_(member) {}
+
+  // A section: act() is collective and returns numbers that are equal on all members; finish(numbers) is not
+  // collective, and completes the section. Where act() fails since a member was lost, it is called again on those that
+  // remain; or only `finish`, with the numbers of one that has completed the section.
+  void run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish);
+
+  // Whether the section's update of the model has been made, here or on another member, from which this one has got the
+  // state then. Set by act(); false when a section begins, but for a newcomer's first one, which others may have begun.
+  bool updated = false;
+
+  // Changes the membership behind a section, in which all members agreed on it; a member that leaves has left then.
+  // False, and nothing is done, where they have regrouped since that agreement: they will agree on it again.
+  bool change(const Change& change);
+
+  // A newcomer's first call: gets the state from the others, with which enter() makes a group.
+  void join(const std::function<void()>& enter);
+
+  // After an exception outside of a section, in what is not done again: where it is the loss of a member, goes on
+  // behind it. Else false.
+  bool goes_on_behind(const std::exception& error);
+
+ private:
+  struct Report;  // of a member, on where it is
+  void begin();
+  bool recover(Change change, const std::function<void(const Numbers&)>& finish);
+  void catch_up(int size_before, const std::function<void(const Numbers&)>& finish);
+  void share_update(const std::vector<Report>& reports);
+  void share_all(const std::vector<Report>& reports);
+
+  Member& member_;
+  bool is_newcomer_ = false;       // without the state
+  bool has_joined_ = false;        // and has begun no section
+  std::int64_t completed_ = 0;     // sections
+  Numbers last_;                   // of the last one
+  std::int64_t generation_ = 0;    // in which these were agreed on
+  std::int64_t steps_before_ = 0;  // the section
+  std::int64_t updates_before_ = 0;
+};
+
+}  // namespace lockstep::elastic

@@ -1,0 +1,196 @@
+// For tests: processes that are fibers of one thread, with a virtual clock. A seed decides what happens when, so that
+// a run can be made again.
+#pragma once
+
+#include <cxxabi.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <exception>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <random>
+#include <utility>
+#include <vector>
+
+namespace lockstep::elastic {
+
+class Simulation {
+ public:
+  // Thrown in a process that has been killed, where it waits.
+  struct Killed {};
+
+  explicit Simulation(unsigned seed) : random_(seed) {}
+
+  // Those that have not ended are killed.
+  ~Simulation() {
+    for (auto& process : processes_) {
+      process->died_at = std::min(process->died_at, now_);
+      if (!process->ended) resume(*process);
+    }
+  }
+  Simulation(const Simulation&) = delete;
+  Simulation& operator=(const Simulation&) = delete;
+
+  // A process that begins at that time. Its number.
+  int start(double time, std::function<void()> body) {
+    auto process = std::make_unique<Process>();
+    process->body = std::move(body);
+    process->simulation = this;
+    processes_.push_back(std::move(process));
+    const int number = static_cast<int>(processes_.size()) - 1;
+    wake(number, time);
+    return number;
+  }
+
+  void kill_at(double time, int process) { processes_[at(process)]->died_at = time; }
+
+  // It does not run from that time on, for `seconds`.
+  void stop_at(double time, double seconds, int process) { processes_[at(process)]->stops.push_back({time, seconds}); }
+
+  // Until all processes have ended. False where some wait when nothing happens any more, or longer than `longest`.
+  bool run(double longest) {
+    while (!events_.empty() && now_ < longest) {
+      std::pop_heap(events_.begin(), events_.end(), std::greater<>());
+      const auto event = events_.back();
+      events_.pop_back();
+      auto& process = *processes_[at(event.process)];
+      if (process.ended || event.turn != process.turns) continue;
+      if (const double until = stopped_until(process, event.time); until > event.time) {
+        wake(event.process, until);
+        continue;
+      }
+      now_ = std::max(now_, event.time);
+      running_number_ = event.process;
+      resume(process);
+    }
+    return std::all_of(processes_.begin(), processes_.end(), [](const auto& process) { return process->ended; });
+  }
+
+  // --- of the process that runs
+
+  double now() const { return now_; }
+  int self() const { return running_number_; }
+
+  void sleep(double seconds) {
+    wake(self(), now_ + seconds);
+    yield();
+  }
+  void pass_some_time() { sleep(random(0.0001, 0.002)); }
+
+  // Waits until holds(), which is looked at some time after each `notify`; false where it does not at the time `until`.
+  template <class Holds>
+  bool wait(const Holds& holds, double until) {
+    while (!holds()) {
+      if (now_ >= until) return false;
+      processes_[at(self())]->waits = true;
+      wake(self(), until);
+      yield();
+    }
+    return true;
+  }
+  void notify() {
+    for (std::size_t i = 0; i < processes_.size(); ++i) {
+      if (processes_[i]->waits) wake(static_cast<int>(i), now_ + random(0.00005, 0.001));
+    }
+  }
+
+  bool is_alive(int process) const { return died_at(process) > now_ && !processes_[at(process)]->ended; }
+  double died_at(int process) const { return processes_[at(process)]->died_at; }
+
+  double random(double from, double to) {
+    return from + (to - from) * (static_cast<double>(random_()) / (static_cast<double>(std::mt19937::max()) + 1));
+  }
+  int random_below(int end) { return static_cast<int>(random(0, end)); }
+  bool chance(double probability) { return random(0, 1) < probability; }
+
+ private:
+  static constexpr std::size_t kStack = 128 * 1024;
+
+  struct Process {
+    std::function<void()> body;
+    Simulation* simulation = nullptr;
+    std::unique_ptr<std::byte[]> stack{new std::byte[kStack]};
+    ucontext_t context = {}, caller = {};
+    std::array<std::byte, 16> exceptions = {};  // those that it is handling, as the runtime library keeps them
+    bool begun = false, ended = false, waits = false;
+    double died_at = std::numeric_limits<double>::infinity();
+    std::vector<std::pair<double, double>> stops;  // from a time on, seconds
+    long turns = 0;                                // how often it ran
+  };
+
+  struct Event {
+    double time = 0;
+    long order = 0;
+    int process = 0;
+    long turn = 0;  // of the process: where that has run since, the event is void
+    bool operator>(const Event& other) const { return std::pair(time, order) > std::pair(other.time, other.order); }
+  };
+
+  static std::size_t at(int process) { return static_cast<std::size_t>(process); }
+
+  static double stopped_until(const Process& process, double time) {
+    for (const auto& [begin, seconds] : process.stops) {
+      if (time >= begin && time < begin + seconds) return begin + seconds;
+    }
+    return time;
+  }
+
+  void wake(int process, double time) {
+    events_.push_back({time, events_made_++, process, processes_[at(process)]->turns});
+    std::push_heap(events_.begin(), events_.end(), std::greater<>());
+  }
+
+  void resume(Process& process) {
+    ++process.turns;
+    process.waits = false;
+    auto* const outer = std::exchange(running_, &process);
+    if (!std::exchange(process.begun, true)) {
+      getcontext(&process.context);
+      process.context.uc_stack.ss_sp = process.stack.get();
+      process.context.uc_stack.ss_size = kStack;
+      process.context.uc_link = &process.caller;
+      const auto pointer = reinterpret_cast<std::uintptr_t>(&process);
+      makecontext(&process.context, reinterpret_cast<void (*)()>(&enter), 2, static_cast<unsigned>(pointer >> 32),
+                  static_cast<unsigned>(pointer));
+    }
+    exchange_exceptions(process);
+    swapcontext(&process.caller, &process.context);
+    exchange_exceptions(process);
+    running_ = outer;
+  }
+
+  void yield() {
+    auto& process = *running_;
+    swapcontext(&process.context, &process.caller);
+    if (process.died_at <= now_) throw Killed();
+  }
+
+  static void exchange_exceptions(Process& process) {
+    auto* const current = reinterpret_cast<std::byte*>(abi::__cxa_get_globals());
+    std::swap_ranges(process.exceptions.begin(), process.exceptions.end(), current);
+  }
+
+  static void enter(unsigned high, unsigned low) {
+    auto& process = *reinterpret_cast<Process*>((static_cast<std::uintptr_t>(high) << 32) | low);
+    try {
+      if (process.died_at > process.simulation->now_) process.body();
+    } catch (const Killed&) {
+    }
+    process.ended = true;
+    process.simulation->notify();
+  }
+
+  std::mt19937 random_;
+  double now_ = 0;
+  long events_made_ = 0;
+  std::vector<Event> events_;  // a heap, the next one first
+  std::vector<std::unique_ptr<Process>> processes_;
+  Process* running_ = nullptr;
+  int running_number_ = -1;
+};
+
+}  // namespace lockstep::elastic
