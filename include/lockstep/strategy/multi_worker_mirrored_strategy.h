@@ -23,8 +23,8 @@ struct CommunicationOptions {
   double timeout_seconds = kDefaultTimeoutSeconds;
 };
 
-// fit goes on with the workers that remain when others are lost. After PyTorch's TorchElastic and Horovod Elastic,
-// whose processes restart or roll back.
+// fit goes on with the workers that remain when others are lost or get SIGTERM, and takes in those that come. After
+// PyTorch's TorchElastic and Horovod Elastic, whose processes restart or roll back.
 struct ElasticOptions {
   int min_workers = 1;          // with fewer, fit throws
   double regroup_seconds = 10;  // how long those that remain wait for each other
