@@ -30,11 +30,14 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 
 // The environment: EPOCHS of 20 steps of the same batches; STEP_MS of work in each; FOLDER for a log and checkpoints,
 // MIN_WORKERS. VICTIM is killed in the step numbered STEP, from 0 on, at PLACE: "forward", "batch end" (a callback), or
-// so many microseconds after its forward pass. Who joins prints when.
+// so many microseconds after its forward pass; or, where PLACE is "print", it prints that it is in that step. Who joins
+// prints when. TIMEOUT: of a collective operation, in seconds. UNITS_OF_JOINING: of the first layer of those that join.
 int main() {
   try {
     const lockstep::MultiWorkerMirroredStrategy strategy(
-        {.threads_per_replica = 1, .elastic = lockstep::ElasticOptions{.min_workers = number("MIN_WORKERS", 1)}});
+        {.threads_per_replica = 1,
+         .communication = {.timeout_seconds = number("TIMEOUT", 600) * 1.0},
+         .elastic = lockstep::ElasticOptions{.min_workers = number("MIN_WORKERS", 1)}});
     const bool joins = number("LOCKSTEP_JOIN", 0) == 1;
     const bool is_victim = !joins && strategy.worker_rank() == number("VICTIM", -1);
     const int at = number("STEP", -1);
@@ -47,7 +50,8 @@ int main() {
       usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000);
       if (steps++ == at && is_victim) {
         if (place == "forward") raise(SIGKILL);
-        if (place != "batch end") {
+        if (place == "print") std::cout << "step " << at << std::endl;
+        if (place != "batch end" && place != "print") {
           killer = std::jthread([&] {
             usleep(static_cast<unsigned>(std::stoi(place)));
             raise(SIGKILL);
@@ -60,7 +64,8 @@ int main() {
     const auto y = x.cumsum(1).slice(1, 2, 5);
     const auto data = lockstep::Dataset::from_tensor_slices(x, y).shuffle(240, {.seed = 3}).batch(12);
     const auto scope = strategy.scope();
-    lockstep::Sequential model({lockstep::Dense(8, {.activation = "tanh", .kernel_initializer = "ones"}),
+    lockstep::Sequential model({lockstep::Dense(joins ? number("UNITS_OF_JOINING", 8) : 8,
+                                                {.activation = "tanh", .kernel_initializer = "ones"}),
                                 lockstep::Dense(3, {.kernel_initializer = "ones"})});
     model.compile({.optimizer = lockstep::Adam({.learning_rate = 0.01}),
                    .loss = lockstep::Loss("squares", loss),
@@ -93,6 +98,9 @@ int main() {
       for (const double value : values) std::cout << " " << value;
     }
     std::cout << std::endl << "longest " << longest << ", chief " << (strategy.is_chief() ? 1 : 0) << std::endl;
+    return 0;
+  } catch (const lockstep::Interrupted&) {
+    std::cout << "left" << std::endl;
     return 0;
   } catch (const std::exception& error) {
     std::cerr << "failed: " << error.what() << std::endl;

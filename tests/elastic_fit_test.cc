@@ -52,6 +52,13 @@ double difference(const std::vector<double>& a, const std::vector<double>& b) {
   return largest;
 }
 
+// The process of worker `rank`, which it has printed.
+int process_of(Process& job, int rank) {
+  const auto line = text("[", rank, "] worker at ");
+  const auto& printed = job.wait_for_line(line, 30);
+  return std::stoi(printed.substr(printed.find(line) + line.size()));
+}
+
 constexpr int kEpochs = 3, kSteps = 20 * kEpochs;
 
 class Elastic : public testing::Test {
@@ -142,10 +149,55 @@ TEST_F(Elastic, AWorkerThatIsStartedAgainJoinsTheOthersInMidEpoch) {
   }
 }
 
+TEST_F(Elastic, AWorkerThatIsToldToEndLeavesBehindItsStep) {
+  for (const int leaver : {0, 1}) {
+    SCOPED_TRACE(testing::Message() << "worker " << leaver);
+    auto job = run({"STEP_MS=20", "VICTIM=2", "STEP=10", "PLACE=print"}, 3, 2, 1);
+    const int process = process_of(job, leaver);
+    job.wait_for_line("[2] step 10", 30);
+    kill(process, SIGTERM);
+    expect_trained(job, 2);
+    EXPECT_NE(job.text().find(text("[", leaver, "] left\n")), std::string::npos) << job.text();
+    EXPECT_EQ(job.text().find("it is started again"), std::string::npos) << job.text();
+  }
+}
+
+TEST_F(Elastic, WhereTooFewWouldRemainAllEnd) {
+  auto job = run({"STEP_MS=20", "VICTIM=2", "STEP=10", "PLACE=print", "MIN_WORKERS=3"}, 3, 2);
+  const int process = process_of(job, 1);
+  job.wait_for_line("[2] step 10", 30);
+  kill(process, SIGTERM);
+  const auto& output = job.wait_for_end(60);
+  EXPECT_TRUE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0) << output;
+  for (const int rank : {0, 1, 2}) EXPECT_NE(output.find(text("[", rank, "] left\n")), std::string::npos) << output;
+}
+
+TEST_F(Elastic, AWorkerThatDoesNotAnswerIsLeftOutAndEndsWhenItGoesOn) {
+  for (const int stopped : {0, 2}) {
+    SCOPED_TRACE(testing::Message() << "worker " << stopped);
+    auto job = run({"STEP_MS=20", "VICTIM=1", "STEP=10", "PLACE=print", "TIMEOUT=1"}, 3, 2);
+    const int process = process_of(job, stopped);
+    job.wait_for_line("[1] step 10", 30);
+    kill(process, SIGSTOP);
+    const auto& output = job.wait_for_line(stopped == 0 ? "[1] [" : "[0] [", 30);  // the chief's warning
+    kill(process, SIGCONT);
+    expect_trained(job, 2);
+    EXPECT_NE(output.find(text("the others took rank ", stopped, " for lost")), std::string::npos) << output;
+  }
+}
+
+TEST_F(Elastic, ANewcomerThatTrainsSomethingElseIsRefused) {
+  auto job = run({"VICTIM=2", "STEP=5", "PLACE=forward", "STEP_MS=50", "UNITS_OF_JOINING=9"}, 3, 2, 1);
+  expect_trained(job, 2);
+  EXPECT_NE(job.text().find("this process cannot join the job, which has dense.weight Double [8, 6]; it has "
+                            "dense.weight Double [9, 6]"),
+            std::string::npos)
+      << job.text();
+}
+
 TEST_F(Elastic, OneOfThreeMayRemain) {
   auto job = run({"VICTIM=1", "STEP=10", "PLACE=forward", "STEP_MS=20"}, 3, 1);
-  const auto& begun = job.wait_for_line("[2] worker at ", 30);
-  const int other = std::stoi(begun.substr(begun.find("[2] worker at ") + 14));
+  const int other = process_of(job, 2);
   job.wait_for_line("lockstep: rank 1 was ended by signal 9", 30);
   kill(other, SIGKILL);
   expect_trained(job, 1);

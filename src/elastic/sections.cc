@@ -66,6 +66,7 @@ void Sections::run(const std::function<Numbers()>& act, const std::function<void
       break;
     } catch (const std::exception& error) {
       if (!is_loss(error, change.lost)) throw;
+      member_.on_loss(error);
     }
     if (recover(std::move(change), finish)) return;
   }
@@ -94,6 +95,7 @@ void Sections::join(const std::function<void()>& enter) {
     return;
   } catch (const std::exception& error) {
     if (!is_loss(error, change.lost)) throw;
+    member_.on_loss(error);
   }
   recover(std::move(change), {});
 }
@@ -101,6 +103,7 @@ void Sections::join(const std::function<void()>& enter) {
 bool Sections::goes_on_behind(const std::exception& error) {
   Change change;
   if (!is_loss(error, change.lost)) return false;
+  member_.on_loss(error);
   begin();
   recover(std::move(change), {});
   return true;
@@ -118,6 +121,7 @@ bool Sections::recover(Change change, const std::function<void(const Numbers&)>&
     } catch (const std::exception& error) {
       std::vector<int> lost;
       if (!is_loss(error, lost)) throw;
+      member_.on_loss(error);
       change = {.lost = std::move(lost), .leaves = change.leaves};
     }
   }

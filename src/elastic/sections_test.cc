@@ -146,6 +146,7 @@ class Worker final : public Member {
     std::istringstream(printed) >> steps_ >> epoch >> step;
     history = lines(printed.substr(printed.find('\n') + 1));
   }
+  void on_loss(const std::exception&) override {}
   void on_regrouped(int, bool) override {}
 
   // A training, as fit's.

@@ -56,12 +56,18 @@ class Recovery::Worker final : public elastic::Member {
   std::string print_all() override { return checkpoint::print_archive(impl_.save_for_newcomer()); }
   void take_all(const std::string& printed) override { impl_.load_state(parse(printed)); }
 
+  // What the first one says is the cause of the others.
+  void on_loss(const std::exception& error) override {
+    if (loss_.empty()) loss_ = error.what();
+  }
+
   void on_regrouped(int size_before, bool updated) override {
     impl_.tracker->take_over(rank(), updated);
+    const auto loss = std::exchange(loss_, "");
     if (rank() != 0) return;
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began_;
     log_warning(text("fit goes on with ", size(), " workers (", size_before, " before) after ", took.count(),
-                     " s, at step ", impl_.steps));
+                     " s, at step ", impl_.steps, loss.empty() ? "" : ": " + loss));
     if (!was_chief_) on_become_chief_();
   }
 
@@ -77,6 +83,7 @@ class Recovery::Worker final : public elastic::Member {
   const std::function<void()> on_become_chief_;
   std::chrono::steady_clock::time_point began_;
   bool was_chief_ = false;
+  std::string loss_;
 };
 
 Recovery::Recovery(ModelImpl& impl, std::function<void()> on_become_chief)
