@@ -94,6 +94,15 @@ std::string Store::compare_set(const std::string& key, const std::string& expect
   return state_->ask(cluster::StoreFrame::compare_set, {prefix_ + key, expected, desired}, deadline, 1)[0];
 }
 
+// On a connection of its own, which lasts as long as what is returned.
+std::shared_ptr<void> Store::set_at_end(const std::string& key, const std::string& value, Deadline deadline) const {
+  auto state = std::make_shared<State>();
+  state->access = access();
+  state->address = address();
+  state->ask(cluster::StoreFrame::set_at_end, {prefix_ + key, value}, deadline);
+  return state;
+}
+
 void Store::fail_waiters(const std::string& prefix, const std::string& reason, Deadline deadline,
                          const std::string& suffix) const {
   state_->ask(cluster::StoreFrame::fail_waiters, {prefix_ + prefix, suffix, reason}, deadline);

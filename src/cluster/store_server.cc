@@ -52,11 +52,24 @@ void StoreServer::serve() {
     }
     answer_waiting();
     for (auto& client : clients_) flush(*client);
-    std::erase_if(clients_, [](const auto& client) { return client->closed; });
+    remove_closed();
     for (auto& accepted : acceptor.advance(std::span(polls).subspan(members))) {
       clients_.push_back(std::make_unique<Client>(Client{std::move(accepted.socket)}));
     }
   }
+}
+
+// And sets what they have left, for which others may wait.
+void StoreServer::remove_closed() {
+  bool sets = false;
+  for (const auto& client : clients_) {
+    if (!client->closed) continue;
+    for (const auto& [key, value] : client->last) sets |= values_.try_emplace(key, value).second;
+  }
+  std::erase_if(clients_, [](const auto& client) { return client->closed; });
+  if (!sets) return;
+  answer_waiting();
+  for (auto& client : clients_) flush(*client);
 }
 
 void StoreServer::read(Client& client) {
@@ -121,6 +134,10 @@ void StoreServer::carry_out(Client& client, std::uint32_t code, const std::vecto
   }
   if (code == StoreFrame::fail_waiters && items.size() == 3) {
     failures_.push_back({items[0], items[1], items[2]});
+    return answer(client, StoreFrame::done, {});
+  }
+  if (code == StoreFrame::set_at_end && items.size() == 2) {
+    client.last.emplace_back(items[0], items[1]);
     return answer(client, StoreFrame::done, {});
   }
   if (code == StoreFrame::get && !items.empty()) {

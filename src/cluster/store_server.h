@@ -19,7 +19,7 @@ transport::Greeting store_greeting();
 // What goes over a connection then, both ways; `length` bytes follow, a packed list of strings.
 struct StoreFrame {
   static constexpr std::uint32_t kLongest = 4 << 20;
-  enum Code : std::uint32_t { set, get, missing, add, compare_set, fail_waiters, done, refused, failed };
+  enum Code : std::uint32_t { set, get, missing, add, compare_set, fail_waiters, set_at_end, done, refused, failed };
 
   std::uint32_t code = done;
   std::uint32_t length = 0;
@@ -42,6 +42,7 @@ class StoreServer {
     std::string in;                    // bytes of an incomplete request
     std::string out;                   // bytes that are not sent yet
     std::vector<std::string> awaited;  // keys that it waits for
+    std::vector<std::pair<std::string, std::string>> last;  // keys and values to be set when it has gone
     bool leaving = false;              // to be closed once `out` is sent
     bool closed = false;
   };
@@ -58,6 +59,7 @@ class StoreServer {
   void carry_out(Client& client, std::uint32_t code, const std::vector<std::string>& items);
   void answer_waiting();
   void flush(Client& client);
+  void remove_closed();
   bool has_all(const std::vector<std::string>& keys) const;
   const std::string* reason_not_to_wait_for(const std::vector<std::string>& keys) const;
   std::vector<std::string> values_of(const std::vector<std::string>& keys) const;

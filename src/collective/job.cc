@@ -31,8 +31,8 @@ Deadline start_deadline(double timeout_seconds) {
 }  // namespace
 
 struct Job::State {
-  State(World of, std::optional<Store> found, bool has_own_cores, bool has_come_later = false)
-      : world(std::move(of)), own_cores(has_own_cores), is_newcomer(has_come_later), store(std::move(found)) {}
+  State(elastic::Members of, std::optional<Store> found, bool has_own_cores, bool has_come_later = false)
+      : members(std::move(of)), own_cores(has_own_cores), is_newcomer(has_come_later), store(std::move(found)) {}
 
   // The store with this Job's prefix. A process that is alone makes one on first use.
   Store keys() {
@@ -41,7 +41,7 @@ struct Job::State {
     return *store;
   }
 
-  const World world;
+  const elastic::Members members;
   const bool own_cores, is_newcomer;
   Mutex mutex;
   std::optional<Store> store LOCKSTEP_GUARDED_BY(mutex);
@@ -52,7 +52,7 @@ Job Job::from_environment(double timeout_seconds) { return Job(resolve_cluster()
 Job::Job(const Cluster& cluster, double timeout_seconds) {
   const auto deadline = start_deadline(timeout_seconds);
   if (cluster.world.size == 1 && cluster.store.empty() && cluster.source.empty()) {
-    state_ = std::make_shared<State>(cluster.world, std::nullopt, false);
+    state_ = std::make_shared<State>(elastic::first_members(cluster.world), std::nullopt, false);
     return;
   }
   if (cluster.joins) {
@@ -61,7 +61,8 @@ Job::Job(const Cluster& cluster, double timeout_seconds) {
   }
   const auto found = cluster::rendezvous(cluster, deadline);
   const auto number = found.store.add(text("jobs of rank ", found.world.rank), 1, deadline);
-  state_ = std::make_shared<State>(found.world, found.store.prefixed(prefix_of(number)), found.own_cores);
+  state_ = std::make_shared<State>(elastic::first_members(found.world), found.store.prefixed(prefix_of(number)),
+                                   found.own_cores);
 }
 
 // As the processes of the job number their Jobs.
@@ -72,17 +73,18 @@ void Job::join(const Cluster& cluster, Deadline deadline) {
   auto alone = found.world;
   alone.rank = alone.local_rank = 0;
   alone.size = alone.local_size = 1;
-  state_ = std::make_shared<State>(alone, found.store.prefixed(prefix_of(++made)), false, true);
+  state_ = std::make_shared<State>(elastic::first_members(alone), found.store.prefixed(prefix_of(++made)), false, true);
 }
 
 bool Job::is_newcomer() const { return state_->is_newcomer; }
 Store Job::membership() const { return state_->keys().prefixed(kMembers); }
 
-Job Job::joined(const World& place) const {
-  return Job(std::make_shared<State>(place, state_->keys(), has_own_cores()));
+Job Job::joined(const elastic::Members& members) const {
+  return Job(std::make_shared<State>(members, state_->keys(), has_own_cores()));
 }
 
-const World& Job::world() const { return state_->world; }
+const World& Job::world() const { return state_->members.world; }
+const elastic::Members& Job::members() const { return state_->members; }
 bool Job::has_own_cores() const { return state_->own_cores; }
 Store Job::store() const { return state_->keys().prefixed(kUsers); }
 
@@ -114,8 +116,8 @@ Job Job::regroup(const std::vector<int>& lost, Deadline deadline) const {
 }
 
 Job Job::regroup(const elastic::Change& change, Deadline deadline) const {
-  elastic::StoreRegistry members(membership());
-  return joined(elastic::next_generation(world(), members, change, deadline));
+  elastic::StoreRegistry registry(membership());
+  return joined(elastic::next_generation(members(), registry, change, deadline));
 }
 
 }  // namespace lockstep

@@ -1,9 +1,6 @@
 #include "elastic/newcomers.h"
 
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
-#include <utility>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -12,12 +9,11 @@
 namespace lockstep::elastic {
 namespace {
 
-constexpr std::chrono::seconds kForAnswer(5), kBetweenLooks(1), kWithoutSign(1);
-constexpr std::chrono::milliseconds kBetweenSigns(200);
+constexpr std::chrono::seconds kForAnswer(5), kBetweenSlowLooks(1);
+constexpr std::chrono::milliseconds kBetweenFastLooks(200);
 
 constexpr const char* kCount = "newcomers";
 std::string key_of(std::int64_t number) { return text("newcomer ", number); }
-std::string key_of_signs(std::int64_t number) { return text("signs of newcomer ", number); }
 std::string key_of_end(std::int64_t training) { return text("end of training ", training); }
 
 // What must be the same for all members.
@@ -30,30 +26,19 @@ Deadline soon() { return Deadline::after(kForAnswer); }
 }  // namespace
 
 Candidate::Candidate(const Store& store, const World& self, std::int64_t training, const std::string& description)
-    : store_(store), self_(self), training_(training), number_(store_.add(kCount, 1, soon())) {
+    : store_(store),
+      self_(self),
+      training_(training),
+      number_(store_.add(kCount, 1, soon())),
+      presence_(show_presence(store_, Newcomer{number_, self.host}.name())) {
   store_.set(key_of(number_), text(self_.host, "\n", lines(training, description)), soon());
-  shows_ = std::jthread([this](const std::stop_token& stop) { show(stop); });
 }
 
-Candidate::~Candidate() = default;
-
-void Candidate::show(const std::stop_token& stop) const {
-  std::mutex mutex;
-  std::condition_variable_any stopped;
-  std::unique_lock lock(mutex);
-  try {
-    while (!stopped.wait_for(lock, stop, kBetweenSigns, [&] { return stop.stop_requested(); })) {
-      store_.add(key_of_signs(number_), 1, soon());
-    }
-  } catch (const Error&) {  // the store is gone: `wait` says so
-  }
-}
-
-World Candidate::wait(Deadline deadline, const std::function<void()>& look) {
+Members Candidate::wait(Deadline deadline, const std::function<void()>& look) {
   StoreRegistry registry(store_);
   while (true) {
     try {
-      const auto next = Deadline::after(kBetweenLooks);
+      const auto next = Deadline::after(kBetweenSlowLooks);
       return invitation(self_, registry, number_, next.time() < deadline.time() ? next : deadline);
     } catch (const DeadlineExceeded&) {
       if (deadline.passed()) throw DeadlineExceeded("waiting to be taken into the job", deadline.waited());
@@ -74,7 +59,7 @@ void Watch::watch(const std::stop_token& stop) {
   try {
     for (std::int64_t next = 1; !stop.stop_requested();) {
       try {
-        add(next, store_.get(key_of(next), Deadline::after(kBetweenSigns)));
+        add(next, store_.get(key_of(next), Deadline::after(kBetweenFastLooks)));
         ++next;
       } catch (const DeadlineExceeded&) {  // none has come
       }
@@ -96,33 +81,18 @@ void Watch::add(std::int64_t number, const std::string& entry) {
     return log_warning(text("a newcomer was refused: ", why));
   }
   MutexLock lock(mutex_);
-  const Newcomer newcomer{number, entry.substr(0, end)};
-  seen_.insert_or_assign(number, Seen{.newcomer = newcomer, .lost_at = Deadline::after(kWithoutSign)});
+  seen_.push_back({number, entry.substr(0, end)});
   any_ = true;
 }
 
 std::vector<Newcomer> Watch::waiting() {
-  std::vector<Newcomer> all;
-  {
-    MutexLock lock(mutex_);
-    for (const auto& [number, seen] : seen_) all.push_back(seen.newcomer);
-  }
   StoreRegistry registry(store_);
-  std::erase_if(all, [&](const Newcomer& newcomer) {
-    const bool invited = was_invited(registry, newcomer.number, soon());
-    const auto signs = store_.add(key_of_signs(newcomer.number), 0, soon());
-    MutexLock lock(mutex_);
-    const auto found = seen_.find(newcomer.number);
-    if (found == seen_.end()) return true;
-    auto& seen = found->second;
-    if (std::exchange(seen.signs, signs) != signs) seen.lost_at = Deadline::after(kWithoutSign);
-    if (!invited && !seen.lost_at.passed()) return false;
-    seen_.erase(found);
-    return true;
-  });
   MutexLock lock(mutex_);
+  std::erase_if(seen_, [&](const Newcomer& newcomer) {
+    return was_invited(registry, newcomer.number, soon()) || has_gone(newcomer.name(), registry, soon());
+  });
   any_ = !seen_.empty();
-  return all;
+  return seen_;
 }
 
 void Watch::tell_end(const Store& store, std::int64_t training) {

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
-#include <map>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -16,26 +16,24 @@
 
 namespace lockstep::elastic {
 
-// A process that waits to be taken into training number `training` of a job. While it lives, it shows that it is there.
+// A process that waits to be taken into training number `training` of a job.
 class Candidate {
  public:
   // `description`: lines that must be the same for all members.
   Candidate(const Store& store, const World& self, std::int64_t training, const std::string& description);
-  ~Candidate();
-  Candidate(const Candidate&) = delete;
-  Candidate& operator=(const Candidate&) = delete;
 
-  // Waits until members take it in: its World. Throws ClusterError where they refuse it or the training has ended,
-  // DeadlineExceeded, and what `look` throws, which is called every second.
-  World wait(Deadline deadline, const std::function<void()>& look);
+  // While it lives, the others see that this process does.
+  const std::shared_ptr<void>& presence() const { return presence_; }
+
+  // Waits until members take it in: its place among them. Throws ClusterError where they refuse it or the training has
+  // ended, DeadlineExceeded, and what `look` throws, which is called every second.
+  Members wait(Deadline deadline, const std::function<void()>& look);
 
  private:
-  void show(const std::stop_token& stop) const;
-
   const Store store_;
   const World self_;
   const std::int64_t training_, number_;
-  std::jthread shows_;
+  const std::shared_ptr<void> presence_;
 };
 
 // A member's view of the newcomers to a training. Those that do not fit are refused.
@@ -46,25 +44,20 @@ class Watch {
   // Whether some may wait. Any thread.
   bool any() const { return any_.load(std::memory_order_relaxed); }
 
-  // Those that wait, show that they are there, and have not been invited. Any thread.
+  // Those that wait, have not gone, and have not been invited. Any thread.
   std::vector<Newcomer> waiting();
 
   // Tells newcomers, now and later, that the training has ended. Does not throw.
   static void tell_end(const Store& store, std::int64_t training);
 
  private:
-  struct Seen {
-    Newcomer newcomer;
-    std::int64_t signs = 0;  // of life
-    Deadline lost_at;
-  };
   void watch(const std::stop_token& stop);
   void add(std::int64_t number, const std::string& entry);
 
   const Store store_;
   const std::string entry_;  // of a newcomer that fits, behind its host
   Mutex mutex_;
-  std::map<std::int64_t, Seen> seen_ LOCKSTEP_GUARDED_BY(mutex_);  // [number]
+  std::vector<Newcomer> seen_ LOCKSTEP_GUARDED_BY(mutex_);
   std::atomic<bool> any_ = false;
   std::jthread thread_;
 };

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +17,7 @@ struct Newcomer {
   std::int64_t number = 0;  // unique in the job
   std::string host;
 
+  std::string name() const;
   bool operator==(const Newcomer&) const = default;
 };
 
@@ -25,18 +28,34 @@ struct Change {
   bool leaves = false;  // this member does
 };
 
-// The World of this member in the next generation. Collective over the others; those that do not call it by the
-// deadline are left out. Ranks keep their order, and newcomers come after them; these are told their Worlds, which
-// `invitation` returns there. Newcomers are taken in where the first member that has found all entries, or one before
-// it, wants them. What a member that leaves gets is the World of the others, and its rank there means nothing.
+// The members of a generation, as one of them sees them.
+struct Members {
+  World world;                     // of this one
+  std::vector<std::string> names;  // [rank], each unique in the job
+};
+
+// Of a job's first generation.
+Members first_members(const World& world);
+
+// This member's view of the next generation. Collective over the others. Those that have gone, and those that do not
+// call it by the deadline, are left out. Ranks keep their order, and newcomers come after them; `invitation` returns
+// there what they are told. Newcomers are taken in where the first member that has found all entries, or one before it,
+// wants them. What a member that leaves gets is the view of the others, and its rank there means nothing.
 //
 // Throws ClusterError on a member that the others left out, and InvalidArgument for ranks that do not exist.
-World next_generation(const World& world, Registry& registry, const Change& change, Deadline deadline);
+Members next_generation(const Members& now, Registry& registry, const Change& change, Deadline deadline);
 
-// Waits for the World of the newcomer, whose host and address are `self`'s. Throws ClusterError where it is refused,
-// and DeadlineExceeded.
-World invitation(const World& self, Registry& registry, std::int64_t newcomer, Deadline deadline);
+// While what it returns lives, the others see that this process does.
+std::shared_ptr<void> show_presence(const Store& store, const std::string& name);
+std::string key_of_end(const std::string& name);  // the entry that it leaves behind
 
+// Whether a process has gone; and the first rank, but this one's, whose process has.
+bool has_gone(const std::string& name, Registry& registry, Deadline deadline);
+std::optional<int> first_gone(const Members& members, Registry& registry, Deadline deadline);
+
+// Waits for the place that the newcomer gets among the members. Its host and address are `self`'s. Throws ClusterError
+// where it is refused, and DeadlineExceeded.
+Members invitation(const World& self, Registry& registry, std::int64_t newcomer, Deadline deadline);
 bool was_invited(Registry& registry, std::int64_t newcomer, Deadline deadline);
 
 // A newcomer that cannot be taken in gets a ClusterError with `reason`.

@@ -23,7 +23,7 @@ World world_of(int rank) {
 
 World regroup(const World& world, const Store& store, const Change& change) {
   StoreRegistry registry(store);
-  return next_generation(world, registry, change, in(5));
+  return next_generation(first_members(world), registry, change, in(5)).world;
 }
 
 // What each of `ranks` finds that is not left out; each knows of the losses that `lost` has for it.
@@ -36,7 +36,7 @@ std::map<int, World> found_by(const Store& store, const std::vector<int>& ranks,
     threads.emplace_back([&, rank, known = lost[rank]] {
       try {
         StoreRegistry registry(store);
-        const auto next = next_generation(world_of(rank), registry, {.lost = known}, in(seconds));
+        const auto next = next_generation(first_members(world_of(rank)), registry, {.lost = known}, in(seconds)).world;
         MutexLock lock(mutex);
         found[rank] = next;
       } catch (const ClusterError&) {
@@ -67,6 +67,16 @@ TEST(NextGeneration, WhoDoesNotComeByTheDeadlineIsLeftOutAndTold) {
   ASSERT_EQ(found.size(), 3U);
   for (const auto& [rank, world] : found) EXPECT_EQ(world.size, 3);
   expect_says(message_of<ClusterError>([&] { regroup(world_of(2), store, {}); }), "the others took rank 2 for lost");
+}
+
+TEST(NextGeneration, NobodyWaitsForAProcessThatHasGone) {
+  const auto begin = in(0);
+  const auto store = Store::hold("127.0.0.1:0");
+  show_presence(store, first_members(world_of(1)).names[1]);  // for no longer than this line
+  const auto found = found_by(store, {0, 2, 3}, {}, 30);
+  EXPECT_LT(begin.waited().count(), 20);
+  ASSERT_EQ(found.size(), 3U);
+  for (const auto& [rank, world] : found) EXPECT_EQ(world.size, 3);
 }
 
 // A link broke, and each of its ends takes the other for lost: one at least goes on, whoever comes first.
@@ -107,8 +117,8 @@ TEST(NextGeneration, NewcomersComeBehindTheOthersAndAreToldTheirPlaces) {
   regroup(world_of(3), store, {.leaves = true});
   threads.clear();
   StoreRegistry registry(store);
-  const auto first = invitation({.host = "b"}, registry, 7, in(5)),
-             second = invitation({.host = "c"}, registry, 9, in(5));
+  const auto first = invitation({.host = "b"}, registry, 7, in(5)).world,
+             second = invitation({.host = "c"}, registry, 9, in(5)).world;
   EXPECT_EQ(std::tuple(first.generation, first.rank, first.local_rank, first.local_size), std::tuple(1, 3, 1, 2));
   EXPECT_EQ(std::tuple(second.generation, second.rank, second.local_rank, second.local_size), std::tuple(1, 4, 0, 1));
   refuse(registry, 8, "another model", in(5));

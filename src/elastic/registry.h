@@ -18,6 +18,9 @@ class Registry {
 
   // Waits until all are there. DeadlineExceeded lists, by their places in `keys`, those that are not.
   virtual std::vector<std::string> get(const std::vector<std::string>& keys, Deadline deadline) = 0;
+
+  // Whether the deadline has passed on the clock by which `get` waits.
+  virtual bool passed(Deadline deadline) const { return deadline.passed(); }
 };
 
 class StoreRegistry final : public Registry {

@@ -20,7 +20,7 @@ namespace lockstep::elastic {
 namespace {
 
 constexpr int kEpochs = 2, kSteps = 4, kBuckets = 2, kExamples = 24;
-constexpr double kToRegroup = 10, kToComplete = 8;  // seconds of virtual time
+constexpr double kToRegroup = 10, kToComplete = 8, kBetweenLooks = 0.1;  // seconds of virtual time
 
 // The entries of a store that answers after some time, and its collective operations.
 struct Job {
@@ -33,6 +33,7 @@ struct Job {
 
   Simulation time;
   std::map<std::string, std::string> entries;
+  std::map<int, std::string> name_of;                            // [process]
   std::map<std::pair<std::int64_t, int>, int> process_of;        // [generation, rank]
   std::map<int, std::int64_t> generation_of;                     // [process] whose group it has
   std::map<std::pair<std::int64_t, int>, Operation> operations;  // [generation, number]
@@ -47,8 +48,17 @@ struct Job {
 
   std::vector<Newcomer> waiting() const {
     auto all = newcomers;
-    std::erase_if(all, [&](const auto& one) { return entries.contains(text("invitation of newcomer ", one.number)); });
+    std::erase_if(all, [&](const auto& one) {
+      return entries.contains(text("invitation of newcomer ", one.number)) || entries.contains(key_of_end(one.name()));
+    });
     return all;
+  }
+
+  // What a process leaves behind in the store when it has ended.
+  void tell_ends() {
+    for (const auto& [process, name] : name_of) {
+      if (!time.is_alive(process)) entries.try_emplace(key_of_end(name), "reached");
+    }
   }
 
   void expect(bool holds, const std::string& otherwise) {
@@ -61,6 +71,7 @@ class SimulatedRegistry final : public Registry {
   explicit SimulatedRegistry(Job& job) : job_(job) {}
   std::string enter(const std::string& key, const std::string& value, Deadline) override {
     job_.time.pass_some_time();
+    job_.tell_ends();
     const auto found = job_.entries.find(key);
     const auto kept = found != job_.entries.end() ? found->second : value;
     if (!value.empty()) job_.entries.try_emplace(key, value);
@@ -71,16 +82,19 @@ class SimulatedRegistry final : public Registry {
   std::vector<std::string> get(const std::vector<std::string>& keys, Deadline) override {
     const auto holds = [&](const std::string& key) { return job_.entries.contains(key); };
     const bool all =
-        job_.time.wait([&] { return std::all_of(keys.begin(), keys.end(), holds); }, job_.time.now() + kToRegroup);
+        job_.time.wait([&] { return std::all_of(keys.begin(), keys.end(), holds); }, job_.time.now() + kBetweenLooks);
     std::vector<int> missing;
     std::vector<std::string> values;
     for (std::size_t i = 0; i < keys.size(); ++i) {
       if (!holds(keys[i])) missing.push_back(static_cast<int>(i));
       if (holds(keys[i])) values.push_back(job_.entries.at(keys[i]));
     }
-    if (!all) throw DeadlineExceeded("get", std::chrono::seconds(10), missing);
+    if (!all) throw DeadlineExceeded("get", std::chrono::duration<double>(kBetweenLooks), missing);
     return values;
   }
+  bool passed(Deadline) const override { return job_.time.now() >= until; }
+
+  double until = 0;  // of the call that runs
 
  private:
   Job& job_;
@@ -89,11 +103,16 @@ class SimulatedRegistry final : public Registry {
 // What a worker trains: which examples each step has used.
 class Worker final : public Member {
  public:
-  Worker(Job& job, World world) : job_(job), registry_(job), world_(std::move(world)) {}
+  Worker(Job& job, const World& world) : job_(job), registry_(job), members_(first_members(world)) {
+    job_.name_of[job_.time.self()] = members_.names[static_cast<std::size_t>(world.rank)];
+  }
+  Worker(Job& job, const Newcomer& newcomer) : Worker(job, World()) {
+    job_.name_of[job_.time.self()] = newcomer.name();
+  }
 
-  int rank() const override { return world_.rank; }
-  int size() const override { return world_.size; }
-  std::int64_t generation() const override { return world_.generation; }
+  int rank() const override { return members_.world.rank; }
+  int size() const override { return members_.world.size; }
+  std::int64_t generation() const override { return members_.world.generation; }
 
   std::vector<std::string> all_gather(const std::string& mine) override {
     std::vector<std::string> all;
@@ -115,7 +134,8 @@ class Worker final : public Member {
   }
 
   void regroup(const Change& change) override {
-    world_ = next_generation(world_, registry_, change, Deadline::never());
+    registry_.until = job_.time.now() + kToRegroup;
+    members_ = next_generation(members_, registry_, change, Deadline::never());
     if (!change.leaves) make_group();
   }
 
@@ -127,13 +147,16 @@ class Worker final : public Member {
     job_.time.notify();
   }
 
-  bool was_invited(std::int64_t newcomer) {
-    try {
-      world_ = invitation(world_, registry_, newcomer, Deadline::never());
-    } catch (const DeadlineExceeded&) {  // the training ended before
-      return false;
+  // Waits for that; false where the training ended before.
+  bool is_invited(std::int64_t newcomer) {
+    for (const double until = job_.time.now() + kToRegroup; job_.time.now() < until;) {
+      try {
+        members_ = invitation({}, registry_, newcomer, Deadline::never());
+        return true;
+      } catch (const DeadlineExceeded&) {  // of this look
+      }
     }
-    return true;
+    return false;
   }
 
   std::int64_t steps() const override { return steps_; }
@@ -225,6 +248,7 @@ class Worker final : public Member {
     const auto complete = [&] { return static_cast<int>(operation.arrived.size()) == size(); };
     const double until = time.now() + longest;
     while (!complete()) {
+      if (kind == "group") throw_if_gone();
       if (const auto lost = lost_rank(group)) throw PeerLost(*lost, group, "its process ended");
       if (time.now() >= until) throw DeadlineExceeded(kind, std::chrono::duration<double>(longest), missing(operation));
       time.wait([&] { return complete() || lost_rank(group); }, std::min(until, time.now() + 0.05));
@@ -235,11 +259,18 @@ class Worker final : public Member {
     return operation;
   }
 
+  // While a group is made, the others are known by their names alone.
+  void throw_if_gone() {
+    if (const auto rank = first_gone(members_, registry_, Deadline::never())) {
+      throw PeerLost(*rank, generation(), "its process ended");
+    }
+  }
+
   // One of the group whose end is noticed: it has ended, or has a group of a later generation.
   std::optional<int> lost_rank(std::int64_t group) const {
     for (int rank = 0; rank < size(); ++rank) {
       const auto found = job_.process_of.find({group, rank});
-      if (rank == world_.rank || found == job_.process_of.end()) continue;
+      if (rank == members_.world.rank || found == job_.process_of.end()) continue;
       const auto has = job_.generation_of.find(found->second);
       const bool went_on = has != job_.generation_of.end() && has->second > group;
       if (!job_.time.is_alive(found->second) || went_on) return rank;
@@ -269,7 +300,7 @@ class Worker final : public Member {
 
   Job& job_;
   SimulatedRegistry registry_;
-  World world_;
+  Members members_;
   std::int64_t steps_ = 0;
   int operations_ = 0;  // of this generation
 };
@@ -304,11 +335,12 @@ std::string simulate(unsigned seed) {
   for (int i = 0; i < newcomers; ++i) {
     time.start(time.random(0, duration), [&, i] {
       process([&] {
-        job.newcomers.push_back({i, "localhost"});
-        Worker worker(job, {});
+        const Newcomer self{i, "localhost"};
+        Worker worker(job, self);
+        job.newcomers.push_back(self);
         Sections sections(worker);
         const double came = time.now();
-        if (!worker.was_invited(i))
+        if (!worker.is_invited(i))
           return job.expect(came > job.near_end || job.has_long_waits, "a newcomer was not taken in");
         sections.join([&] { worker.make_group(); });
         worker.train(sections, [] { return false; });
@@ -322,7 +354,6 @@ std::string simulate(unsigned seed) {
     const double moment = time.random(0.03, duration);  // not before all have come
     if (victim == safe) continue;
     if (time.chance(0.7)) {
-      job.has_long_waits = true;  // for one that is killed while others wait for it to regroup
       time.kill_at(moment, victim);
     } else {
       const bool is_long = time.chance(0.5);

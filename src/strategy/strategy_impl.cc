@@ -4,7 +4,10 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
+#include <condition_variable>
+#include <mutex>
 #include <set>
+#include <thread>
 
 #include "base/hash.h"
 #include "base/resources.h"
@@ -17,6 +20,8 @@ namespace {
 
 // In rounds of about 20 ns: long enough where replicas end their backward at nearly the same time.
 constexpr int kSpinRounds = 2000;
+constexpr std::chrono::seconds kForAnswer(5);            // of the store
+constexpr std::chrono::milliseconds kBetweenLooks(100);  // for workers that have gone
 
 strategy::StrategySettings checked(strategy::StrategySettings settings) {
   std::set<std::string> seen;
@@ -59,6 +64,9 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   if (!settings_.workers) return;
   const auto& [job, options, buckets, shard_state, elastic, compare_copies_every] = *settings_.workers;
   job_ = job;
+  if (is_elastic() && !job.is_newcomer()) {
+    presence_ = elastic::show_presence(job.membership(), job.members().names[static_cast<std::size_t>(job.rank())]);
+  }
   workers_ = Communicator(job.group(options), settings_.timeout_seconds, "worker");
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
   workers_.check_all_agree("versions", text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION));
@@ -153,15 +161,36 @@ void StrategyImpl::regroup(const elastic::Change& change) {
   take_group();
 }
 
-void StrategyImpl::join(const World& place) {
-  job_ = job_->joined(place);
+void StrategyImpl::join(const elastic::Members& members, std::shared_ptr<void> presence) {
+  presence_ = std::move(presence);
+  job_ = job_->joined(members);
   take_group();
 }
 
+// Where one of the others goes meanwhile, nobody waits for it until the deadline.
 void StrategyImpl::take_group() {
   auto options = settings_.workers->group;
   options.timeout_seconds = settings_.workers->elastic->regroup_seconds;
-  workers_.regroup(job_->group(options));
+  elastic::StoreRegistry registry(job_->membership());
+  const auto lost = [&] { return elastic::first_gone(job_->members(), registry, Deadline::after(kForAnswer)); };
+  const std::jthread watch([&](const std::stop_token& stop) {
+    std::mutex mutex;
+    std::condition_variable_any stopped;
+    std::unique_lock lock(mutex);
+    try {
+      while (!stopped.wait_for(lock, stop, kBetweenLooks, [&] { return stop.stop_requested(); })) {
+        if (const auto rank = lost()) return job_->fail_waiters(text("worker ", *rank, " is lost"));
+      }
+    } catch (const Error&) {  // the store is gone: job_->group says so
+    }
+  });
+  try {
+    workers_.regroup(job_->group(options));
+  } catch (const ClusterError&) {
+    const auto rank = lost();
+    if (!rank) throw;
+    throw PeerLost(*rank, job_->world().generation, "its process ended");
+  }
   for (auto& group : all_groups_) group.reset();
 }
 

@@ -70,7 +70,7 @@ class StrategyImpl {
   void regroup(const elastic::Change& change);
 
   // Of a newcomer: takes the place that the workers have given it. Collective over them, which regroup.
-  void join(const World& place);
+  void join(const elastic::Members& members, std::shared_ptr<void> presence);
 
   // Whether this process came to a job that runs, and has not joined its workers yet.
   bool is_newcomer() const { return job_ && job_->is_newcomer(); }
@@ -125,8 +125,9 @@ class StrategyImpl {
   void fail(int replica) const;  // of the exception that is handled
 
   const strategy::StrategySettings settings_;
-  std::optional<Job> job_;                                   // with workers: of this generation
-  std::vector<c10::Device> torch_devices_;                   // [replica]
+  std::optional<Job> job_;                  // with workers: of this generation
+  std::shared_ptr<void> presence_;          // of an elastic strategy: others see that this process lives
+  std::vector<c10::Device> torch_devices_;  // [replica]
   std::vector<std::unique_ptr<ops::ReplicaRandom>> random_;  // [replica], that replica's own while it runs
   std::vector<Group> groups_;                                // [replica]
   Communicator workers_;

@@ -29,9 +29,9 @@ class Recovery::Worker final : public elastic::Member {
     if (!change.leaves) impl_.gradients->sync().regroup();
   }
 
-  void join(const World& place) {
+  void join(const elastic::Members& members, const std::shared_ptr<void>& presence) {
     began_ = std::chrono::steady_clock::now();
-    strategy().join(place);
+    strategy().join(members, presence);
     impl_.gradients->sync().regroup();
   }
 
@@ -119,8 +119,8 @@ void Recovery::take_part(const std::string& description, const std::function<voi
   const auto deadline =
       Deadline::after(std::chrono::duration<double>(strategy.settings().workers->group.timeout_seconds));
   elastic::Candidate candidate(job.membership(), job.world(), training_, description);
-  const auto place = candidate.wait(deadline, look);
-  sections_.join([&] { worker_->join(place); });
+  const auto members = candidate.wait(deadline, look);
+  sections_.join([&] { worker_->join(members, candidate.presence()); });
 }
 
 bool Recovery::newcomers_wait() const {

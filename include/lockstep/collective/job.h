@@ -12,7 +12,8 @@ namespace lockstep {
 
 namespace elastic {
 struct Change;
-}
+struct Members;
+}  // namespace elastic
 
 // Until all processes of a job have come.
 inline constexpr double kStartTimeoutSeconds = 300;
@@ -76,13 +77,14 @@ class Job {
   // Whether this process came to a job that runs (Cluster::joins). It is alone until it takes the place that the
   // members have given it.
   bool is_newcomer() const;
-  Job joined(const World& place) const;
+  Job joined(const elastic::Members& members) const;
 
   // The same as the other `regroup`, with any change of the members.
   Job regroup(const elastic::Change& change, Deadline deadline) const;
 
   // Where the members write who is one.
   Store membership() const;
+  const elastic::Members& members() const;
 
  private:
   struct State;
