@@ -248,7 +248,7 @@ TEST(ShardedStateOptions, AreTheSameOnAllWorkers) {
                          .cluster = Cluster{.world = {.rank = rank, .size = 2}, .store = store.address()},
                          .shard_optimizer_state = rank == 1});
                   }),
-                  "the workers' options differ: worker 0 has shard_optimizer_state false, worker 1 has "
+                  "the workers' strategies differ: worker 0 has shard_optimizer_state false, worker 1 has "
                   "shard_optimizer_state true");
     });
   }

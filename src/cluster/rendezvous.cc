@@ -176,6 +176,7 @@ Rendezvous find_store(const Cluster& resolved, Deadline deadline) {
 Rendezvous rendezvous(const Cluster& cluster, Deadline deadline) {
   auto found = find_store(cluster, deadline);
   take_place(found, deadline);
+  if (found.world.rank == 0) found.store.set(kJobHasBegun, "yes", deadline);
   return found;
 }
 

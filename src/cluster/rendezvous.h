@@ -6,6 +6,9 @@
 
 namespace lockstep::cluster {
 
+// The entry that the store has once all processes have come.
+inline constexpr const char* kJobHasBegun = "the job has begun";
+
 struct Rendezvous {
   World world;  // its address is the one from which this machine reaches the store
   Store store;

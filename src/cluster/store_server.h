@@ -39,11 +39,11 @@ class StoreServer {
  private:
   struct Client {
     FileDescriptor socket;
-    std::string in;                    // bytes of an incomplete request
-    std::string out;                   // bytes that are not sent yet
-    std::vector<std::string> awaited;  // keys that it waits for
+    std::string in;                                         // bytes of an incomplete request
+    std::string out;                                        // bytes that are not sent yet
+    std::vector<std::string> awaited;                       // keys that it waits for
     std::vector<std::pair<std::string, std::string>> last;  // keys and values to be set when it has gone
-    bool leaving = false;              // to be closed once `out` is sent
+    bool leaving = false;                                   // to be closed once `out` is sent
     bool closed = false;
   };
 

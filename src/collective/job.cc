@@ -56,8 +56,9 @@ Job::Job(const Cluster& cluster, double timeout_seconds) {
     return;
   }
   if (cluster.joins) {
-    join(cluster, deadline);
-    return;
+    throw ClusterError(
+        "this process was started to join a job that runs (LOCKSTEP_JOIN), and only programs with an elastic strategy "
+        "can: leave out --restarts, or --min-n");
   }
   const auto found = cluster::rendezvous(cluster, deadline);
   const auto number = found.store.add(text("jobs of rank ", found.world.rank), 1, deadline);
@@ -65,15 +66,16 @@ Job::Job(const Cluster& cluster, double timeout_seconds) {
                                    found.own_cores);
 }
 
-// As the processes of the job number their Jobs.
-void Job::join(const Cluster& cluster, Deadline deadline) {
+// It numbers its Jobs as the processes of the job number theirs.
+Job Job::newcomer(const Cluster& cluster, double timeout_seconds) {
   static std::atomic<std::int64_t> made = 0;
-  const auto found = cluster::find_store(cluster, deadline);
+  const auto found = cluster::find_store(cluster, start_deadline(timeout_seconds));
   cluster::keep_to_partition({found.world.local_rank, found.world.local_size, false});
   auto alone = found.world;
   alone.rank = alone.local_rank = 0;
   alone.size = alone.local_size = 1;
-  state_ = std::make_shared<State>(elastic::first_members(alone), found.store.prefixed(prefix_of(++made)), false, true);
+  return Job(
+      std::make_shared<State>(elastic::first_members(alone), found.store.prefixed(prefix_of(++made)), false, true));
 }
 
 bool Job::is_newcomer() const { return state_->is_newcomer; }

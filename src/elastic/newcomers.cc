@@ -1,6 +1,7 @@
 #include "elastic/newcomers.h"
 
 #include <chrono>
+#include <random>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -12,9 +13,23 @@ namespace {
 constexpr std::chrono::seconds kForAnswer(5), kBetweenSlowLooks(1);
 constexpr std::chrono::milliseconds kBetweenFastLooks(200);
 
-constexpr const char* kCount = "newcomers";
-std::string key_of(std::int64_t number) { return text("newcomer ", number); }
-std::string key_of_end(std::int64_t training) { return text("end of training ", training); }
+std::string key_of(std::int64_t place) { return text("newcomer ", place); }
+
+std::string new_name() {
+  std::random_device random;
+  return text("newcomer-", std::hex, random(), random());
+}
+
+struct Entry {
+  Newcomer newcomer;
+  std::string lines;
+};
+Entry entry_in(const std::string& printed) {
+  const auto name = printed.find('\n'), host = printed.find('\n', name + 1);
+  if (host == std::string::npos) throw InvalidArgument("an entry of a newcomer that cannot be read (another version?)");
+  return {{printed.substr(0, name), printed.substr(name + 1, host - name - 1)}, printed.substr(host + 1)};
+}
+std::string key_of_end_of(std::int64_t training) { return text("end of training ", training); }
 
 // What must be the same for all members.
 std::string lines(std::int64_t training, const std::string& description) {
@@ -25,13 +40,16 @@ Deadline soon() { return Deadline::after(kForAnswer); }
 
 }  // namespace
 
-Candidate::Candidate(const Store& store, const World& self, std::int64_t training, const std::string& description)
+Candidate::Candidate(const Store& store, const World& self, int first_size, std::int64_t training,
+                     const std::string& description)
     : store_(store),
       self_(self),
+      first_size_(first_size),
       training_(training),
-      number_(store_.add(kCount, 1, soon())),
-      presence_(show_presence(store_, Newcomer{number_, self.host}.name())) {
-  store_.set(key_of(number_), text(self_.host, "\n", lines(training, description)), soon());
+      name_(new_name()),
+      presence_(show_presence(store_, name_)) {
+  const auto entry = text(name_, "\n", self_.host, "\n", lines(training, description));
+  for (std::int64_t place = 0; store_.compare_set(key_of(place), "", entry, soon()) != entry;) ++place;
 }
 
 Members Candidate::wait(Deadline deadline, const std::function<void()>& look) {
@@ -39,14 +57,29 @@ Members Candidate::wait(Deadline deadline, const std::function<void()>& look) {
   while (true) {
     try {
       const auto next = Deadline::after(kBetweenSlowLooks);
-      return invitation(self_, registry, number_, next.time() < deadline.time() ? next : deadline);
+      return invitation(self_, registry, name_, next.time() < deadline.time() ? next : deadline);
     } catch (const DeadlineExceeded&) {
       if (deadline.passed()) throw DeadlineExceeded("waiting to be taken into the job", deadline.waited());
     }
     look();
-    if (!store_.compare_set(key_of_end(training_), "", "", soon()).empty()) {
+    require_members();
+    if (!store_.compare_set(key_of_end_of(training_), "", "", soon()).empty()) {
       throw ClusterError("the training ended before this process could join it");
     }
+  }
+}
+
+// A process that is left alone would wait for nobody.
+void Candidate::require_members() const {
+  StoreRegistry registry(store_);
+  for (int rank = 0; rank < first_size_; ++rank) {
+    if (!has_gone(name_of_process(rank), registry, soon())) return;
+  }
+  for (std::int64_t place = 0;; ++place) {
+    const auto entry = store_.compare_set(key_of(place), "", "", soon());
+    if (entry.empty()) throw ClusterError("all workers of the job that this process was to join have ended");
+    const auto name = entry_in(entry).newcomer.name;
+    if (was_invited(registry, name, soon()) && !has_gone(name, registry, soon())) return;
   }
 }
 
@@ -56,32 +89,34 @@ Watch::Watch(const Store& store, std::int64_t training, const std::string& descr
       thread_([this](const std::stop_token& stop) { watch(stop); }) {}
 
 void Watch::watch(const std::stop_token& stop) {
-  try {
-    for (std::int64_t next = 1; !stop.stop_requested();) {
-      try {
-        add(next, store_.get(key_of(next), Deadline::after(kBetweenFastLooks)));
-        ++next;
-      } catch (const DeadlineExceeded&) {  // none has come
-      }
-      if (any()) waiting();
+  for (std::int64_t next = 0; !stop.stop_requested();) {
+    try {
+      add(store_.get(key_of(next), Deadline::after(kBetweenFastLooks)));
+      ++next;
+    } catch (const DeadlineExceeded&) {  // none has come, or the store is slow
+    } catch (const InvalidArgument& error) {
+      log_warning(error.what());
+      ++next;
+    } catch (const Error&) {  // the store is gone
+      return;
     }
-  } catch (const Error&) {  // the store is gone
+    if (any()) forget_invited();
   }
 }
 
-void Watch::add(std::int64_t number, const std::string& entry) {
+// Again after an exception.
+void Watch::add(const std::string& printed) {
+  const auto [newcomer, theirs] = entry_in(printed);
   StoreRegistry registry(store_);
-  if (was_invited(registry, number, soon())) return;
-  const auto end = entry.find('\n');
-  const auto theirs = end == std::string::npos ? entry : entry.substr(end + 1);
+  if (was_invited(registry, newcomer.name, soon())) return;
   if (theirs != entry_) {
     const auto [ours, other] = first_difference(entry_, theirs);
     const auto why = text("this process cannot join the job, which has ", ours, "; it has ", other);
-    refuse(registry, number, why, soon());
+    refuse(registry, newcomer.name, why, soon());
     return log_warning(text("a newcomer was refused: ", why));
   }
   MutexLock lock(mutex_);
-  seen_.push_back({number, entry.substr(0, end)});
+  seen_.push_back(newcomer);
   any_ = true;
 }
 
@@ -89,15 +124,22 @@ std::vector<Newcomer> Watch::waiting() {
   StoreRegistry registry(store_);
   MutexLock lock(mutex_);
   std::erase_if(seen_, [&](const Newcomer& newcomer) {
-    return was_invited(registry, newcomer.number, soon()) || has_gone(newcomer.name(), registry, soon());
+    return was_invited(registry, newcomer.name, soon()) || has_gone(newcomer.name, registry, soon());
   });
   any_ = !seen_.empty();
   return seen_;
 }
 
+void Watch::forget_invited() {
+  try {
+    waiting();
+  } catch (const Error&) {  // later then
+  }
+}
+
 void Watch::tell_end(const Store& store, std::int64_t training) {
   try {
-    store.set(key_of_end(training), "reached", soon());
+    store.set(key_of_end_of(training), "reached", soon());
   } catch (const Error&) {  // the store is gone: newcomers find that out
   }
 }

@@ -19,20 +19,25 @@ namespace lockstep::elastic {
 // A process that waits to be taken into training number `training` of a job.
 class Candidate {
  public:
-  // `description`: lines that must be the same for all members.
-  Candidate(const Store& store, const World& self, std::int64_t training, const std::string& description);
+  // `description`: lines that must be the same for all members. `first_size`: of the job's first generation.
+  Candidate(const Store& store, const World& self, int first_size, std::int64_t training,
+            const std::string& description);
 
   // While it lives, the others see that this process does.
   const std::shared_ptr<void>& presence() const { return presence_; }
 
-  // Waits until members take it in: its place among them. Throws ClusterError where they refuse it or the training has
-  // ended, DeadlineExceeded, and what `look` throws, which is called every second.
+  // Waits until members take it in: its place among them. Throws ClusterError where they refuse it, the training has
+  // ended, or all members have, DeadlineExceeded, and what `look` throws, which is called every second.
   Members wait(Deadline deadline, const std::function<void()>& look);
 
  private:
+  void require_members() const;
+
   const Store store_;
   const World self_;
-  const std::int64_t training_, number_;
+  const int first_size_;
+  const std::int64_t training_;
+  const std::string name_;
   const std::shared_ptr<void> presence_;
 };
 
@@ -47,15 +52,18 @@ class Watch {
   // Those that wait, have not gone, and have not been invited. Any thread.
   std::vector<Newcomer> waiting();
 
+  // After some were: they wait no more. Does not throw.
+  void forget_invited();
+
   // Tells newcomers, now and later, that the training has ended. Does not throw.
   static void tell_end(const Store& store, std::int64_t training);
 
  private:
   void watch(const std::stop_token& stop);
-  void add(std::int64_t number, const std::string& entry);
+  void add(const std::string& entry);
 
   const Store store_;
-  const std::string entry_;  // of a newcomer that fits, behind its host
+  const std::string entry_;  // of a newcomer that fits, behind its name and host
   Mutex mutex_;
   std::vector<Newcomer> seen_ LOCKSTEP_GUARDED_BY(mutex_);
   std::atomic<bool> any_ = false;

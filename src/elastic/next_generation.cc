@@ -14,19 +14,19 @@ constexpr std::chrono::seconds kToRead(5);
 constexpr std::chrono::milliseconds kBetweenLooks(100);  // for those that have gone
 const std::string kLost = "lost", kLeft = "left", kOn = "on ", kNone = "none", kRefused = "refused: ";
 
-std::string key_of_invitation(std::int64_t newcomer) { return text("invitation of newcomer ", newcomer); }
+std::string key_of_invitation(const std::string& newcomer) { return "invitation of " + newcomer; }
 
-// One a line: the number, and the host.
+// One a line: the name, and the host.
 std::string print(const std::vector<Newcomer>& newcomers) {
   std::string lines;
-  for (const auto& newcomer : newcomers) lines += text(newcomer.number, " ", newcomer.host, "\n");
+  for (const auto& newcomer : newcomers) lines += text(newcomer.name, " ", newcomer.host, "\n");
   return lines.empty() ? kNone : lines;
 }
 
 std::vector<Newcomer> parse(const std::string& printed) {
   std::vector<Newcomer> newcomers;
   std::istringstream lines(printed == kNone ? "" : printed);
-  for (Newcomer next; lines >> next.number && std::getline(lines >> std::ws, next.host);) newcomers.push_back(next);
+  for (Newcomer next; lines >> next.name && std::getline(lines >> std::ws, next.host);) newcomers.push_back(next);
   return newcomers;
 }
 
@@ -83,8 +83,6 @@ std::string print(const Members& members) {
 
 }  // namespace
 
-std::string Newcomer::name() const { return text("newcomer ", number); }
-
 std::string key_of_end(const std::string& name) { return "end of " + name; }
 
 std::shared_ptr<void> show_presence(const Store& store, const std::string& name) {
@@ -95,9 +93,11 @@ bool has_gone(const std::string& name, Registry& registry, Deadline deadline) {
   return !registry.enter(key_of_end(name), "", deadline).empty();
 }
 
+std::string name_of_process(int rank) { return text("process ", rank); }
+
 Members first_members(const World& world) {
   Members members{.world = world, .names = {}};
-  for (int r = 0; r < world.size; ++r) members.names.push_back(text("process ", r));
+  for (int r = 0; r < world.size; ++r) members.names.push_back(name_of_process(r));
   return members;
 }
 
@@ -141,7 +141,7 @@ Members next_generation(const Members& now, Registry& registry, const Change& ch
   const auto first_newcomer = hosts.size();
   for (const auto& newcomer : newcomers) {
     hosts.push_back(newcomer.host);
-    next.names.push_back(newcomer.name());
+    next.names.push_back(newcomer.name);
   }
   next.world.generation = world.generation + 1;
   next.world.size = static_cast<int>(hosts.size());
@@ -154,12 +154,12 @@ Members next_generation(const Members& now, Registry& registry, const Change& ch
     return place;
   };
   for (std::size_t i = 0; i < newcomers.size(); ++i) {
-    registry.enter(key_of_invitation(newcomers[i].number), print(placed(first_newcomer + i)), Deadline::after(kToRead));
+    registry.enter(key_of_invitation(newcomers[i].name), print(placed(first_newcomer + i)), Deadline::after(kToRead));
   }
   return change.leaves ? next : placed(static_cast<std::size_t>(next.world.rank));
 }
 
-Members invitation(const World& self, Registry& registry, std::int64_t newcomer, Deadline deadline) {
+Members invitation(const World& self, Registry& registry, const std::string& newcomer, Deadline deadline) {
   const auto told = registry.get({key_of_invitation(newcomer)}, deadline)[0];
   if (told.starts_with(kRefused)) throw ClusterError(told.substr(kRefused.size()));
   Members members{.world = self, .names = {}};
@@ -170,11 +170,11 @@ Members invitation(const World& self, Registry& registry, std::int64_t newcomer,
   return members;
 }
 
-bool was_invited(Registry& registry, std::int64_t newcomer, Deadline deadline) {
+bool was_invited(Registry& registry, const std::string& newcomer, Deadline deadline) {
   return !registry.enter(key_of_invitation(newcomer), "", deadline).empty();
 }
 
-void refuse(Registry& registry, std::int64_t newcomer, const std::string& reason, Deadline deadline) {
+void refuse(Registry& registry, const std::string& newcomer, const std::string& reason, Deadline deadline) {
   registry.enter(key_of_invitation(newcomer), kRefused + reason, deadline);
 }
 

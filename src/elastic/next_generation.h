@@ -14,10 +14,9 @@ namespace lockstep::elastic {
 
 // A process that waits to be taken in.
 struct Newcomer {
-  std::int64_t number = 0;  // unique in the job
+  std::string name;  // one word, unique in the job
   std::string host;
 
-  std::string name() const;
   bool operator==(const Newcomer&) const = default;
 };
 
@@ -34,13 +33,14 @@ struct Members {
   std::vector<std::string> names;  // [rank], each unique in the job
 };
 
-// Of a job's first generation.
+// Of a job's first generation, and the names in it.
+std::string name_of_process(int rank);
 Members first_members(const World& world);
 
 // This member's view of the next generation. Collective over the others. Those that have gone, and those that do not
 // call it by the deadline, are left out. Ranks keep their order, and newcomers come after them; `invitation` returns
-// there what they are told. Newcomers are taken in where the first member that has found all entries, or one before it,
-// wants them. What a member that leaves gets is the view of the others, and its rank there means nothing.
+// there what they are told. The first list of newcomers that a member enters counts, and the first member that finds
+// all entries closes it. What a member that leaves gets is the view of the others, and its rank there means nothing.
 //
 // Throws ClusterError on a member that the others left out, and InvalidArgument for ranks that do not exist.
 Members next_generation(const Members& now, Registry& registry, const Change& change, Deadline deadline);
@@ -55,10 +55,10 @@ std::optional<int> first_gone(const Members& members, Registry& registry, Deadli
 
 // Waits for the place that the newcomer gets among the members. Its host and address are `self`'s. Throws ClusterError
 // where it is refused, and DeadlineExceeded.
-Members invitation(const World& self, Registry& registry, std::int64_t newcomer, Deadline deadline);
-bool was_invited(Registry& registry, std::int64_t newcomer, Deadline deadline);
+Members invitation(const World& self, Registry& registry, const std::string& newcomer, Deadline deadline);
+bool was_invited(Registry& registry, const std::string& newcomer, Deadline deadline);
 
 // A newcomer that cannot be taken in gets a ClusterError with `reason`.
-void refuse(Registry& registry, std::int64_t newcomer, const std::string& reason, Deadline deadline);
+void refuse(Registry& registry, const std::string& newcomer, const std::string& reason, Deadline deadline);
 
 }  // namespace lockstep::elastic

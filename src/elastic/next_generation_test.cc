@@ -107,7 +107,7 @@ TEST(NextGeneration, NewcomersComeBehindTheOthersAndAreToldTheirPlaces) {
   for (const int rank : {0, 1, 2}) {  // rank 3 leaves, and rank 2 does not know of the newcomers
     threads.emplace_back([&, rank] {
       Change change;
-      if (rank != 2) change.newcomers = {{7, "b"}, {9, "c"}};
+      if (rank != 2) change.newcomers = {{"x", "b"}, {"y", "c"}};
       const auto world = regroup(world_of(rank), store, change);
       EXPECT_EQ(world.size, 5);
       EXPECT_EQ(world.rank, rank);
@@ -117,12 +117,12 @@ TEST(NextGeneration, NewcomersComeBehindTheOthersAndAreToldTheirPlaces) {
   regroup(world_of(3), store, {.leaves = true});
   threads.clear();
   StoreRegistry registry(store);
-  const auto first = invitation({.host = "b"}, registry, 7, in(5)).world,
-             second = invitation({.host = "c"}, registry, 9, in(5)).world;
+  const auto first = invitation({.host = "b"}, registry, "x", in(5)).world,
+             second = invitation({.host = "c"}, registry, "y", in(5)).world;
   EXPECT_EQ(std::tuple(first.generation, first.rank, first.local_rank, first.local_size), std::tuple(1, 3, 1, 2));
   EXPECT_EQ(std::tuple(second.generation, second.rank, second.local_rank, second.local_size), std::tuple(1, 4, 0, 1));
-  refuse(registry, 8, "another model", in(5));
-  expect_says(message_of<ClusterError>([&] { invitation({}, registry, 8, in(5)); }), "another model");
+  refuse(registry, "z", "another model", in(5));
+  expect_says(message_of<ClusterError>([&] { invitation({}, registry, "z", in(5)); }), "another model");
 }
 
 }  // namespace

@@ -175,19 +175,19 @@ void Sections::share_update(const std::vector<Report>& reports) {
   if (lacks(reports[static_cast<std::size_t>(member_.rank())])) member_.take_update(printed);
 }
 
-// Newcomers get all from the first member that is none.
+// Newcomers get all from a member that had completed most: it is past everything that it does behind that section.
 void Sections::share_all(const std::vector<Report>& reports) {
   const auto is_newcomer = [](const Report& report) { return report.is_newcomer; };
   if (std::none_of(reports.begin(), reports.end(), is_newcomer)) return;
-  const auto with = std::find_if_not(reports.begin(), reports.end(), is_newcomer);
-  if (with == reports.end()) {
+  if (std::all_of(reports.begin(), reports.end(), is_newcomer)) {
     throw ClusterError("all workers that had the state of the training were lost before this one got it");
   }
+  const auto with = std::max_element(reports.begin(), reports.end(), [](const auto& a, const auto& b) {
+    return std::pair(!a.is_newcomer, a.completed) < std::pair(!b.is_newcomer, b.completed);
+  });
   const int root = static_cast<int>(with - reports.begin());
   const bool sends = root == member_.rank();
-  const auto completed = std::max_element(reports.begin(), reports.end(), [](const auto& a, const auto& b) {
-                           return a.completed < b.completed;
-                         })->completed;
+  const auto completed = with->completed;
   const auto mine = [&] { return text(updated ? 1 : 0, " ", generation_, "\n", member_.print_all()); };
   const auto state = member_.broadcast(sends ? mine() : "", root);
   if (!is_newcomer_) return;

@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "base/text.h"
+#include "cluster/rendezvous.h"
 #include "launch/host_part.h"
 #include "launch/processes.h"
 #include "launch/timeline_file.h"
@@ -100,6 +101,15 @@ void tell_that_it_ended(const std::function<Store()>& store, int rank) {
   }
 }
 
+// Whether all processes have found each other.
+bool has_begun(const Store& store) {
+  try {
+    return !store.compare_set(cluster::kJobHasBegun, "", "", Deadline::after(kForLastWords)).empty();
+  } catch (const Error&) {
+    return false;
+  }
+}
+
 // One run of a job between restarts, with a token and a store of its own.
 class Attempt {
  public:
@@ -108,14 +118,15 @@ class Attempt {
         store_(Store::hold(transport::with_port(address_for(hosts_), 0), access(options))),
         job_(members(options, restart),
              {.grace_seconds = options.grace_seconds, .restarts = options.restarts, .fewest = options.min_processes},
-             with_ended_well(context)) {}
+             with_store(context)) {}
 
   JobProcesses& job() { return job_; }
   const Store& store() const { return store_; }
 
  private:
-  JobProcesses::Context with_ended_well(JobProcesses::Context context) const {
+  JobProcesses::Context with_store(JobProcesses::Context context) const {
     context.ended_well = [this](int rank) { tell_that_it_ended([this] { return store_; }, rank); };
+    context.has_begun = [this] { return has_begun(store_); };
     return context;
   }
 

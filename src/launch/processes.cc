@@ -184,11 +184,11 @@ void JobProcesses::notice_ends() {
 bool JobProcesses::replace(std::size_t index) {
   auto& command = members_[index];
   const auto& role = command.role;
-  const bool is_elastic = role.empty() && enough_are_left();
-  const bool dispensable = command.dispensable || is_elastic;
-  if (role.empty() && !is_elastic) return false;
+  const bool goes_on_elastically = role.empty() && enough_are_left() && context_.has_begun && context_.has_begun();
+  const bool dispensable = command.dispensable || goes_on_elastically;
+  if (role.empty() && !goes_on_elastically) return false;
   int& restarted = restarted_[role];
-  const bool starts_again = restarted < limits_.restarts && (dispensable || was_killed(*children_[index]));
+  const bool starts_again = restarted < limits_.restarts && running() && (dispensable || was_killed(*children_[index]));
   if (!starts_again && !dispensable) return false;
   for (int i = 0; i < kMostLastWords && read(*children_[index]); ++i) {
   }
@@ -202,14 +202,14 @@ bool JobProcesses::replace(std::size_t index) {
                << (role.empty() ? "" : ", role " + role) << ")" << std::endl;
   auto& number = command.environment["LOCKSTEP_RESTART"];
   number = std::to_string(whole_number(number).value_or(0) + 1);
-  if (is_elastic) command.environment["LOCKSTEP_JOIN"] = "1";
+  if (goes_on_elastically) command.environment["LOCKSTEP_JOIN"] = "1";
   replaced_.push_back(std::move(children_[index]));
   children_[index] = std::make_unique<Child>(command);
   context_.reaper.watch(children_[index]->pid());
   return true;
 }
 
-// With which the others go on.
+// As many as an elastic job needs.
 bool JobProcesses::enough_are_left() const {
   const auto left = std::count_if(children_.begin(), children_.end(),
                                   [](const auto& child) { return !child->ended() || child->status() == 0; });

@@ -29,6 +29,7 @@ class JobProcesses {
     std::ostream& err;
     ControlProtocol* control = nullptr;             // where another launcher started this one
     std::function<void(int rank)> ended_well = {};  // a rank has ended with status 0
+    std::function<bool()> has_begun = {};           // the job has: an elastic one can go on without a process
   };
 
   struct Limits {

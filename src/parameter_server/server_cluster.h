@@ -93,12 +93,13 @@ class ServerCluster {
   Coordinator& coordinator() { return *coordinator_; }  // the chief's
 
   // What ask(the chief, deadline of the call) returns. A chief that does not answer is asked again for
-  // reconnect_timeout_seconds, and no more once `gives_up`; then it throws DeadlineExceeded.
+  // reconnect_timeout_seconds, and no more once `gives_up`; then it throws DeadlineExceeded. `is_short`: nothing large
+  // is sent either way, so that it can give up soon.
   template <class Ask>
-  auto ask_chief(const Ask& ask, const std::function<bool()>& gives_up = {}) {
+  auto ask_chief(const Ask& ask, const std::function<bool()>& gives_up = {}, bool is_short = true) {
     const auto last = reconnect_deadline();
     while (true) {
-      const auto soon = Deadline::after(kToAnswer);
+      const auto soon = is_short ? Deadline::after(kToAnswer) : last;
       try {
         return ask(*chief_, soon.time() < last.time() ? soon : last);
       } catch (const DeadlineExceeded& error) {
@@ -140,7 +141,7 @@ class ServerCluster {
   std::shared_ptr<ChiefConnection> chief_;
   Place place_;
   std::int64_t models_made_ = 0, calls_ = 0, acts_ = 0;
-  bool chief_failed_ = false;  // too, in the last call
+  bool chief_failed_ = false;  // the last call failed on the chief too
   bool restarted_ = false;
   const int exceptions_ = std::uncaught_exceptions();
 };

@@ -48,8 +48,11 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
         "where the strategies have `elastic`");
   }
   const bool may_grow = options.elastic && !cluster.store.empty();
-  const auto job =
-      world.size == 1 && !may_grow ? std::nullopt : std::optional(Job(cluster, options.start_timeout_seconds));
+  std::optional<Job> job;
+  if (cluster.joins)
+    job = Job::newcomer(cluster, options.start_timeout_seconds);
+  else if (world.size > 1 || may_grow)
+    job.emplace(cluster, options.start_timeout_seconds);
   const cluster::CpuPartition partition{world.local_rank, world.local_size, job && job->has_own_cores()};
   strategy::StrategySettings settings{
       .devices = options.devices.empty() ? strategy::default_devices(partition) : std::move(options.devices),
@@ -68,6 +71,7 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                                            .gradient_dtype = communication.gradient_dtype},
                                .shard_optimizer_state = options.shard_optimizer_state,
                                .elastic = options.elastic,
+                               .first_size = world.size,
                                .compare_copies_every = options.compare_copies_every});
   return settings;
 }

@@ -62,22 +62,24 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   make_groups();
   all_groups_.resize(settings_.devices.size());
   if (!settings_.workers) return;
-  const auto& [job, options, buckets, shard_state, elastic, compare_copies_every] = *settings_.workers;
+  const auto& job = settings_.workers->job;
   job_ = job;
   if (is_elastic() && !job.is_newcomer()) {
     presence_ = elastic::show_presence(job.membership(), job.members().names[static_cast<std::size_t>(job.rank())]);
   }
-  workers_ = Communicator(job.group(options), settings_.timeout_seconds, "worker");
+  workers_ = Communicator(job.group(settings_.workers->group), settings_.timeout_seconds, "worker");
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
-  workers_.check_all_agree("versions", text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION));
-  workers_.check_all_agree("numbers of replicas", std::to_string(replicas()));
-  workers_.check_all_agree(
-      "options",
-      text("gradient_dtype ", buckets.gradient_dtype ? name_of(*buckets.gradient_dtype) : "none",
-           "\nbucket_cap in bytes ", buckets.bucket_bytes, "\nfirst_bucket in bytes ", buckets.first_bucket_bytes,
-           "\nshard_optimizer_state ", shard_state ? "true" : "false", "\ncompare_copies_every ", compare_copies_every,
-           "\nelastic.min_workers ", elastic ? std::to_string(elastic->min_workers) : "none"));
+  workers_.check_all_agree("strategies", describe());
   seed_ = std::stoull(workers_.broadcast(std::to_string(seed_)));
+}
+
+std::string StrategyImpl::describe() const {
+  const auto& [job, group, buckets, shard_state, elastic, first_size, compare_copies_every] = *settings_.workers;
+  return text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION, "\nnumber of replicas ", replicas(),
+              "\ngradient_dtype ", buckets.gradient_dtype ? name_of(*buckets.gradient_dtype) : "none",
+              "\nbucket_cap in bytes ", buckets.bucket_bytes, "\nfirst_bucket in bytes ", buckets.first_bucket_bytes,
+              "\nshard_optimizer_state ", shard_state ? "true" : "false", "\ncompare_copies_every ",
+              compare_copies_every, "\nelastic.min_workers ", elastic ? std::to_string(elastic->min_workers) : "none");
 }
 
 std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& optimizer,

@@ -25,6 +25,7 @@ struct WorkerSettings {
   gradient::BucketOptions buckets;
   bool shard_optimizer_state = false;
   std::optional<ElasticOptions> elastic = {};
+  int first_size = 1;  // of the job's first generation
   std::int64_t compare_copies_every = 100;
 };
 
@@ -76,6 +77,9 @@ class StrategyImpl {
   bool is_newcomer() const { return job_ && job_->is_newcomer(); }
 
   const Job& job() const { return *job_; }  // with workers
+
+  // What must be the same for all workers, in lines.
+  std::string describe() const;
 
   // Trainings that workers make are numbered, equally in all.
   std::int64_t next_training() { return trainings_++; }

@@ -8,7 +8,6 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "lockstep/base/version.h"
 #include "lockstep/cluster/cluster.h"
 #include "optimizer/describe.h"
 #include "strategy/split.h"
@@ -31,6 +30,9 @@ struct Agreed {
   double stopping = 0, interrupted = 0, terminated = 0, newcomers = 0, mark = kMark;
   static constexpr std::size_t kSize = 5;
   std::span<double> all() { return {&stopping, kSize}; }
+
+  // How many made the agreement; some may be lost since. No whole number where it is a sum of something else.
+  double workers() const { return mark / kMark; }
 };
 static_assert(sizeof(Agreed) == Agreed::kSize * sizeof(double));
 
@@ -98,6 +100,7 @@ class Fit {
     // epoch.
     while (progress().epoch < options_.epochs && (!stopping() || progress().batch > 0)) run_epoch();
     each([](Callback& callback) { callback.on_train_end(); });
+    recovery_.end();
   }
 
   train::FitProgress& progress() const { return impl_.progress; }
@@ -123,7 +126,7 @@ class Fit {
   // Throws where another process was in a sum of something else.
   void finish_agreement(std::span<const double> sums) {
     std::copy_n(sums.begin(), Agreed::kSize, agreed_.all().begin());
-    if (agreed_.mark != Agreed::kMark * peers().size()) {
+    if (agreed_.workers() < 1 || agreed_.workers() != std::round(agreed_.workers())) {
       throw InvalidArgument(
           "fit: the workers do not make the same calls; does a callback that only the chief calls (only_on_chief) "
           "save, evaluate or train a model?");
@@ -142,9 +145,9 @@ class Fit {
   // All that a newcomer must have too.
   std::string describe() const {
     if (!unwrap(impl_.strategy).is_elastic()) return {};
-    return text("Lockstep ", version(), "\n", impl_.parameters->describe(), "optimizer ",
-                optimizer::describe(impl_.gradients->updater().optimizer()), "\nreplicas of a worker ",
-                impl_.strategy.num_local_replicas(), "\n", train::describe_fit(data_, options_, impl_.replicas()));
+    return text(unwrap(impl_.strategy).describe(), "\n", impl_.parameters->describe(), "optimizer ",
+                optimizer::describe(impl_.gradients->updater().optimizer()), "\n",
+                train::describe_fit(data_, options_, impl_.replicas()), "\n", shared_callbacks());
   }
 
   void compare_options() const {
@@ -155,12 +158,15 @@ class Fit {
 
   // Compares the callbacks that all workers call, because these may save or evaluate the model together.
   void compare_callbacks() const {
-    if (workers().size() == 1) return;
+    if (workers().size() > 1) workers().check_all_agree("callbacks", shared_callbacks());
+  }
+
+  std::string shared_callbacks() const {
     std::string types;
     for (const auto& callback : options_.callbacks) {
       if (!callback->only_on_chief()) types += train::name_of_type(*callback.operator->()) + "\n";
     }
-    workers().check_all_agree("callbacks", types);
+    return types;
   }
 
   // Throws where ranks begin at different steps, as when one restored a checkpoint alone.
@@ -228,6 +234,7 @@ class Fit {
     auto logs = impl_.tracker->logs();
     steps_->add_to(logs);
     each([&](Callback& callback) { callback.on_train_batch_end(index, logs); });
+    change_workers();
     throw_if_interrupted();
     if (stopping()) steps_->stop();
   }
@@ -242,24 +249,20 @@ class Fit {
       steps_->count(sums);
       finish_agreement(std::span(sums).last(Agreed::kSize));
     });
-    change_workers();
   }
 
-  // Workers that were told to end leave while enough others remain; newcomers are taken in.
+  // After an agreement: workers that were told to end leave while enough others remain, and newcomers are taken in.
   void change_workers() {
-    const auto& elastic = unwrap(impl_.strategy).settings().workers;
-    if (!elastic || !elastic->elastic || agreed_.interrupted > 0 || agreed_.stopping > 0) return;
-    const bool some_leave = agreed_.terminated > 0 && !all_end();
+    if (!unwrap(impl_.strategy).is_elastic() || agreed_.interrupted > 0 || agreed_.stopping > 0) return;
+    const bool some_leave = agreed_.terminated > 0 && enough_remain();
     if (agreed_.newcomers == 0 && !some_leave) return;
     const bool leaves = some_leave && told_to_leave_;
-    recovery_.change(leaves);
-    if (leaves) throw Interrupted(SIGTERM);
-    agreed_.terminated = 0;
+    if (recovery_.change(leaves) && leaves) throw Interrupted(SIGTERM);
+    if (some_leave) agreed_.terminated = 0;
   }
 
-  // Whether so many were told to end that too few would remain.
-  bool all_end() const {
-    return peers().size() - agreed_.terminated < unwrap(impl_.strategy).settings().workers->elastic->min_workers;
+  bool enough_remain() const {
+    return agreed_.workers() - agreed_.terminated >= unwrap(impl_.strategy).settings().workers->elastic->min_workers;
   }
 
   // The worker that was it is lost.
@@ -279,6 +282,7 @@ class Fit {
                        : agreed_.interrupted > 0 ? SIGINT
                                                  : 0;
     if (signal == 0) return;
+    recovery_.end();
     each([](Callback& callback) {
       try {
         callback.on_interrupt();
@@ -318,6 +322,7 @@ class Fit {
     }
     each([&](Callback& callback) { callback.on_epoch_end(epoch, logs); });
     agree();
+    change_workers();
   }
 
   Logs validate() {

@@ -50,8 +50,9 @@ class Worker {
         signals_(signals) {}
 
   template <class Ask>
-  auto ask(const Ask& of_chief) {
-    return servers_.ask_chief(of_chief, [this] { return signals_.received() != 0; });
+  auto ask(const Ask& of_chief, bool is_short = true) {
+    return servers_.ask_chief(
+        of_chief, [this] { return signals_.received() != 0; }, is_short);
   }
 
   void run() {
@@ -83,7 +84,8 @@ class Worker {
     const auto plan = describe_fit(data_, options_, unwrap(impl_.strategy).local_replicas());
     while (signals_.received() == 0) {
       const auto state = ask(
-          [&](auto& chief, Deadline deadline) { return chief.start(call_, servers_.roles().index, plan, deadline); });
+          [&](auto& chief, Deadline deadline) { return chief.start(call_, servers_.roles().index, plan, deadline); },
+          /*is_short=*/false);
       if (!state) continue;
       if (!state->empty()) load_local_state(impl_, *state);
       return;

@@ -89,11 +89,12 @@ class Recovery::Worker final : public elastic::Member {
 Recovery::Recovery(ModelImpl& impl, std::function<void()> on_become_chief)
     : impl_(impl), worker_(std::make_unique<Worker>(impl, std::move(on_become_chief))), sections_(*worker_) {}
 
-Recovery::~Recovery() {
+Recovery::~Recovery() = default;
+
+void Recovery::end() {
+  if (training_ < 0 || !impl_.strategy.is_chief()) return;
   watch_.reset();
-  if (training_ >= 0 && impl_.strategy.is_chief()) {
-    elastic::Watch::tell_end(unwrap(impl_.strategy).job().membership(), training_);
-  }
+  elastic::Watch::tell_end(unwrap(impl_.strategy).job().membership(), training_);
 }
 
 void Recovery::run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish) {
@@ -118,7 +119,8 @@ void Recovery::take_part(const std::string& description, const std::function<voi
   const auto& job = strategy.job();
   const auto deadline =
       Deadline::after(std::chrono::duration<double>(strategy.settings().workers->group.timeout_seconds));
-  elastic::Candidate candidate(job.membership(), job.world(), training_, description);
+  elastic::Candidate candidate(job.membership(), job.world(), strategy.settings().workers->first_size, training_,
+                               description);
   const auto members = candidate.wait(deadline, look);
   sections_.join([&] { worker_->join(members, candidate.presence()); });
 }
@@ -129,16 +131,15 @@ bool Recovery::newcomers_wait() const {
   return watch_->any();
 }
 
-void Recovery::change(bool leaves) {
+bool Recovery::change(bool leaves) {
   elastic::Change change{.leaves = leaves};
-  if (watch_ && impl_.strategy.is_chief()) change.newcomers = watch_->waiting();
-  sections_.change(change);
-  if (leaves) {
-    watch_.reset();
-    training_ = -1;  // it goes on without this worker
-  } else if (watch_) {
-    watch_->waiting();  // forgets those that were taken in
+  try {
+    if (watch_ && impl_.strategy.is_chief()) change.newcomers = watch_->waiting();
+  } catch (const DeadlineExceeded&) {  // the store is slow: they are taken in later
   }
+  const bool changed = sections_.change(change);
+  if (watch_ && !leaves) watch_->forget_invited();
+  return changed;
 }
 
 }  // namespace lockstep::train

@@ -21,6 +21,9 @@ class Recovery {
   Recovery(ModelImpl& impl, std::function<void()> on_become_chief);
   ~Recovery();
 
+  // The training has ended on all workers: nobody can join it any more.
+  void end();
+
   // As Sections'.
   using Numbers = elastic::Sections::Numbers;
   void run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish);
@@ -38,8 +41,9 @@ class Recovery {
   // Whether newcomers wait: on the chief; false elsewhere.
   bool newcomers_wait() const;
 
-  // Behind a section in which all agreed on it: takes in newcomers, and, where it `leaves`, lets this worker go.
-  void change(bool leaves);
+  // Behind a section in which all agreed on it: takes in newcomers, and, where it `leaves`, lets this worker go. As
+  // Sections' returns false where they have to agree again.
+  bool change(bool leaves);
 
  private:
   class Worker;

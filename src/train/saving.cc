@@ -28,6 +28,9 @@ constexpr const char* kOptimizer = "optimizer";
 constexpr const char* kCallback = "callback";
 constexpr const char* kReplica = "replica";
 constexpr const char* kTracker = "fit/tracker";
+
+// It is alone, and the workers that it will join have saved, or will.
+bool is_newcomer(const ModelImpl& impl) { return unwrap(impl.strategy).is_newcomer(); }
 constexpr std::size_t kMostProblems = 10;  // that a message lists
 
 std::string shape_text(const std::vector<std::int64_t>& shape) { return text("[", join(shape), "]"); }
@@ -126,6 +129,7 @@ void Model::save_weights(const std::string& path) const {
   impl_->once([&] {
     Archive archive;
     module().trackable().save(archive, "");
+    if (is_newcomer(*impl_)) return;
     impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
   });
 }
@@ -149,6 +153,7 @@ void ModelImpl::load_weights(Archive archive) {
 void Model::save_checkpoint(const std::string& path) const {
   impl_->require_built("save_checkpoint");
   impl_->require_compiled("save_checkpoint");
+  if (is_newcomer(*impl_)) return;
   if (impl_->servers() != nullptr) return impl_->once([&] { impl_->save_with_servers(path); });
   const auto archive = impl_->save_state();
   impl_->workers().run_on_rank_0([&] {

@@ -53,8 +53,8 @@ class Store {
   std::string compare_set(const std::string& key, const std::string& expected, const std::string& desired,
                           Deadline deadline) const;
 
-  // When what it returns is destroyed, or this process ends or is cut off, `key` becomes `value` where there is none. So
-  // others learn of it at once, unless its host goes down. After MQTT's last will.
+  // When what it returns is destroyed, or this process ends or is cut off, `key` becomes `value` where there is none.
+  // So others learn of it at once, unless its host goes down. After MQTT's last will.
   std::shared_ptr<void> set_at_end(const std::string& key, const std::string& value, Deadline deadline) const;
 
   // From now on, waiting for a key that begins with `prefix`, ends with `suffix` and is not there throws ClusterError

@@ -31,10 +31,9 @@ class Job {
   // Reads the variables of the process's launcher (resolve_cluster); without any this process is alone. Waits until all
   // processes have joined.
   //
-  // A process that comes to a job that runs waits for nobody.
-  //
   // Throws ClusterError, on all processes, where two have one rank or disagree about their number, and where a variable
-  // is invalid; and DeadlineExceeded naming the ranks that have not joined after `timeout_seconds`.
+  // is invalid, or says that the process comes to a job that runs, which only elastic strategies can join; and
+  // DeadlineExceeded naming the ranks that have not joined after `timeout_seconds`.
   static Job from_environment(double timeout_seconds = kStartTimeoutSeconds);
   explicit Job(const Cluster& cluster, double timeout_seconds = kStartTimeoutSeconds);
 
@@ -74,8 +73,9 @@ class Job {
 
   // --- For elastic strategies (src/elastic).
 
-  // Whether this process came to a job that runs (Cluster::joins). It is alone until it takes the place that the
-  // members have given it.
+  // Of a process that comes to a job that runs (Cluster::joins): it is alone until it takes the place that the members
+  // have given it.
+  static Job newcomer(const Cluster& cluster, double timeout_seconds);
   bool is_newcomer() const;
   Job joined(const elastic::Members& members) const;
 
@@ -88,7 +88,6 @@ class Job {
 
  private:
   struct State;
-  void join(const Cluster& cluster, Deadline deadline);
   explicit Job(std::shared_ptr<State> state) : state_(std::move(state)) {}
   std::shared_ptr<State> state_;
 };

@@ -63,8 +63,9 @@ class Callback {
   // Of those that are only_on_chief: the worker that was the chief is lost, and this process is the chief from now on.
   virtual void on_become_chief() { on_train_begin(); }
 
-  // In place of on_train_begin in a worker that comes to a fit that runs (elastic strategies), before `load`. Nothing
-  // in it may be collective: the other workers go on.
+  // In place of on_train_begin in a worker that comes to a fit that runs (elastic strategies), before `load`. The other
+  // workers go on meanwhile, so nothing in it may be collective. on_epoch_begin of the epoch that runs comes next,
+  // where the others had it long before.
   virtual void on_join() { on_train_begin(); }
 
   // Called once, before on_train_begin.
