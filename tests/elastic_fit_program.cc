@@ -29,15 +29,17 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 }  // namespace
 
 // The environment: EPOCHS of 20 steps of the same batches; STEP_MS of work in each; FOLDER for a log and checkpoints,
-// MIN_WORKERS. VICTIM is killed in the step numbered STEP, from 0 on, at PLACE: "forward", "batch end" (a callback), or
-// so many microseconds after its forward pass; or, where PLACE is "print", it prints that it is in that step. Who joins
-// prints when. TIMEOUT: of a collective operation, in seconds. UNITS_OF_JOINING: of the first layer of those that join.
+// MIN_WORKERS, JOIN_SECONDS. VICTIM is killed in the step numbered STEP, from 0 on, at PLACE: "forward", "batch end" (a
+// callback), or so many microseconds after its forward pass; or, where PLACE is "print", it prints that it is in that
+// step. Who joins prints when. TIMEOUT: of a collective operation, in seconds. UNITS_OF_JOINING: of the first layer of
+// those that join.
 int main() {
   try {
     const lockstep::MultiWorkerMirroredStrategy strategy(
         {.threads_per_replica = 1,
          .communication = {.timeout_seconds = number("TIMEOUT", 600) * 1.0},
-         .elastic = lockstep::ElasticOptions{.min_workers = number("MIN_WORKERS", 1)}});
+         .elastic = lockstep::ElasticOptions{.min_workers = number("MIN_WORKERS", 1),
+                                             .join_seconds = number("JOIN_SECONDS", 30) * 1.0}});
     const bool joins = number("LOCKSTEP_JOIN", 0) == 1;
     const bool is_victim = !joins && strategy.worker_rank() == number("VICTIM", -1);
     const int at = number("STEP", -1);
@@ -82,6 +84,7 @@ int main() {
     std::vector<lockstep::AnyCallback> callbacks{lockstep::LambdaCallback(
         {.on_train_batch_begin = [&](std::int64_t) { last = Clock::now(); }, .on_train_batch_end = on_batch})};
     if (const char* const folder = std::getenv("FOLDER")) {
+      callbacks.emplace_back(lockstep::BackupAndRestore(std::string(folder) + "/backup", {.save_freq = 2}));
       callbacks.emplace_back(lockstep::CSVLogger(std::string(folder) + "/log.csv"));
       callbacks.emplace_back(lockstep::ModelCheckpoint(std::string(folder) + "/ckpt-{epoch}"));
     }

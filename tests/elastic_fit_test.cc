@@ -150,11 +150,12 @@ TEST_F(Elastic, AWorkerThatIsStartedAgainJoinsTheOthersInMidEpoch) {
 }
 
 TEST_F(Elastic, AWorkerThatIsToldToEndLeavesBehindItsStep) {
-  for (const int leaver : {0, 1}) {
+  // The second in the evaluation behind an epoch.
+  for (const auto& [leaver, step] : {std::pair(0, 10), std::pair(1, 20)}) {
     SCOPED_TRACE(testing::Message() << "worker " << leaver);
-    auto job = run({"STEP_MS=20", "VICTIM=2", "STEP=10", "PLACE=print"}, 3, 2, 1);
+    auto job = run({"STEP_MS=20", "VICTIM=2", text("STEP=", step), "PLACE=print"}, 3, 2, 1);
     const int process = process_of(job, leaver);
-    job.wait_for_line("[2] step 10", 30);
+    job.wait_for_line(text("[2] step ", step), 30);
     kill(process, SIGTERM);
     expect_trained(job, 2);
     EXPECT_NE(job.text().find(text("[", leaver, "] left\n")), std::string::npos) << job.text();
@@ -203,9 +204,23 @@ TEST_F(Elastic, OneOfThreeMayRemain) {
   expect_trained(job, 1);
 }
 
+// Both are started again, and join when they have come.
+TEST_F(Elastic, TooFewWorkersWaitForNewcomers) {
+  auto job = run({"VICTIM=1", "STEP=10", "PLACE=print", "STEP_MS=20", "MIN_WORKERS=2"}, 3, 1, 2);
+  const int one = process_of(job, 1), other = process_of(job, 2);
+  job.wait_for_line("[1] step 10", 30);
+  kill(one, SIGKILL);
+  kill(other, SIGKILL);
+  expect_trained(job, 3);
+}
+
 TEST_F(Elastic, WithFewerThanTheLeastItEndsAndSaysSo) {
-  auto job = run({"VICTIM=1", "STEP=10", "PLACE=forward", "MIN_WORKERS=3"}, 3, 1);
+  const auto folder = fresh_folder("elastic", "too_few");
+  auto job =
+      run({"VICTIM=1", "STEP=10", "PLACE=forward", "MIN_WORKERS=3", "JOIN_SECONDS=1", text("FOLDER=", folder.string())},
+          3, 1);
   const auto& output = job.wait_for_end(60);
+  EXPECT_TRUE(std::filesystem::exists(folder / "backup" / "backup.safetensors"));
   EXPECT_NE(output.find("workers were lost, and 2 remain; elastic.min_workers is 3"), std::string::npos) << output;
   EXPECT_FALSE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0);
 }

@@ -33,7 +33,7 @@ std::string key_of_end_of(std::int64_t training) { return text("end of training 
 
 // What must be the same for all members.
 std::string lines(std::int64_t training, const std::string& description) {
-  return text("training number ", training, "\n", description);
+  return text("fit number ", training, " of its program (from 0 on)\n", description);
 }
 
 Deadline soon() { return Deadline::after(kForAnswer); }

@@ -170,6 +170,9 @@ void JobProcesses::notice_ends() {
       continue;
     }
     if (!ending_ && replace(i)) continue;
+    // Others may have ended because of the chief's failure, and before it.
+    const bool is_cause = members_[i].ends_job && ending_ && first_ != nullptr && asked_ == 0 && !was_killed(*child);
+    if (is_cause && report_.empty()) first_ = child;
     if (failed == nullptr || (failed->signal() == 0 && child->signal() != 0)) failed = child;
   }
   if (failed == nullptr || ending_) return;
@@ -189,7 +192,7 @@ bool JobProcesses::replace(std::size_t index) {
   if (role.empty() && !goes_on_elastically) return false;
   int& restarted = restarted_[role];
   const bool starts_again = restarted < limits_.restarts && running() && (dispensable || was_killed(*children_[index]));
-  if (!starts_again && !dispensable) return false;
+  if (!starts_again && (!dispensable || is_last_worker(index))) return false;
   for (int i = 0; i < kMostLastWords && read(*children_[index]); ++i) {
   }
   const auto what = kNotice + end_of(*children_[index]);
@@ -206,6 +209,15 @@ bool JobProcesses::replace(std::size_t index) {
   replaced_.push_back(std::move(children_[index]));
   children_[index] = std::make_unique<Child>(command);
   context_.reaper.watch(children_[index]->pid());
+  return true;
+}
+
+// Of a job with parameter servers: no other worker computes.
+bool JobProcesses::is_last_worker(std::size_t index) const {
+  if (members_[index].role != "worker") return false;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    if (members_[i].role == "worker" && !children_[i]->ended()) return false;
+  }
   return true;
 }
 

@@ -62,6 +62,7 @@ class JobProcesses {
   void print(const Child& child, std::ostream& to, const std::string& line, bool is_replaced);
   void notice_ends();
   bool replace(std::size_t index);
+  bool is_last_worker(std::size_t index) const;
   bool enough_are_left() const;
   void fails_first(Child& child);
   void end_others();

@@ -32,9 +32,10 @@ void Coordinator::begin_call(std::int64_t call, const std::string& name) {
   changed_.notify_all();
 }
 
-void Coordinator::end_program() {
+void Coordinator::end_program(bool failed) {
   MutexLock lock(mutex_);
   program_ended_ = true;
+  program_failed_ = failed;
   changed_.notify_all();
 }
 
@@ -167,7 +168,7 @@ void Coordinator::resume(std::int64_t model, const UpdateMode& mode, std::int64_
   auto& training = trainings_.try_emplace(model, mode).first->second;
   training.schedule = StepSchedule(mode, step);
   training.opened.clear();
-  training.saved = step;
+  if (step > 0) training.saved = step;
 }
 
 void Coordinator::tell_saved(std::int64_t model, std::int64_t end) {

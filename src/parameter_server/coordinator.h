@@ -37,7 +37,7 @@ class Coordinator final : public ChiefService {
 
   // The chief's program makes call number `call`, and, after end_program, no more.
   void begin_call(std::int64_t call, const std::string& name);
-  void end_program();
+  void end_program(bool failed);
 
   // Begins the fit that is call number `call`, of a model. `plan`, `state`: as ChiefConnection::start's. `uncounted`:
   // the results of steps before it, which wait_for_step returns first.
@@ -187,7 +187,7 @@ class Coordinator final : public ChiefService {
   std::map<std::int64_t, std::string> calls_ LOCKSTEP_GUARDED_BY(mutex_);  // names of those that the chief has begun
   std::string different_calls_
       LOCKSTEP_GUARDED_BY(mutex_);  // how another process's call differs from the last of these
-  bool program_ended_ LOCKSTEP_GUARDED_BY(mutex_) = false;
+  bool program_ended_ LOCKSTEP_GUARDED_BY(mutex_) = false, program_failed_ LOCKSTEP_GUARDED_BY(mutex_) = false;
   std::map<std::int64_t, std::string> outcomes_ LOCKSTEP_GUARDED_BY(mutex_);  // [call]
 };
 

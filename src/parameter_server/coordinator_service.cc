@@ -18,6 +18,7 @@ constexpr const char* kAll =
 bool Coordinator::has_begun(std::int64_t call, const std::string& name, Deadline deadline) {
   MutexLock lock(mutex_);
   while (!calls_.contains(call)) {
+    if (program_failed_) throw ClusterError("its program has failed");
     if (program_ended_) {
       throw ClusterError(
           text("its program has ended without the call of ", name, " that another process makes; ", kAll));
@@ -164,6 +165,11 @@ void Coordinator::leave(const Process& process) {
   MutexLock lock(mutex_);
   if (const auto found = present_.find(process.name); found != present_.end()) present_.erase(found);
   if (!has_workers()) reconnected_by_ = until_reconnected();
+  const bool matters = (!over_ || steps_call_) && !program_ended_ && !present_.contains(process.name);
+  if (matters && !leaving_.contains(process.worker)) {
+    log_warning(
+        text(process.name, " has ended or does not answer", process.worker >= 0 ? ": others compute its steps" : ""));
+  }
   if (process.worker >= 0 && !present_.contains(process.name)) {
     leaving_.erase(process.worker);
     for (auto& [model, training] : trainings_) training.schedule.lose(process.worker);

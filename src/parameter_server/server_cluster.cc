@@ -133,7 +133,7 @@ ServerCluster::~ServerCluster() {
   try {
     const auto deadline = reconnect_deadline();
     if (is_chief()) {
-      coordinator_->end_program();
+      coordinator_->end_program(std::uncaught_exceptions() > exceptions_);
       coordinator_->wait_for_joining(others_of(roles_), Deadline::after(kToEnd));  // a program may end very soon
       if (!coordinator_->wait_for_leaving(name_of(Role::ps), deadline)) {
         log_warning("some workers have not ended yet; the servers end all the same");

@@ -28,6 +28,10 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
           text("MultiWorkerMirroredStrategy: elastic.min_workers is ", elastic->min_workers, "; it must be 1 or more"));
     }
     require_above_zero("elastic.regroup_seconds", elastic->regroup_seconds);
+    if (!(elastic->join_seconds >= 0)) {
+      throw InvalidArgument(text("MultiWorkerMirroredStrategy: elastic.join_seconds is ", elastic->join_seconds,
+                                 "; it must be 0 or more"));
+    }
     if (options.shard_optimizer_state) {
       throw InvalidArgument(
           "MultiWorkerMirroredStrategy: elastic and shard_optimizer_state cannot both be set: the state of a lost "

@@ -155,12 +155,7 @@ void StrategyImpl::on_replicas(const std::function<void(int)>& function) {
 void StrategyImpl::regroup(const elastic::Change& change) {
   const auto& elastic = *settings_.workers->elastic;
   job_ = job_->regroup(change, Deadline::after(std::chrono::duration<double>(elastic.regroup_seconds)));
-  if (change.leaves) return;
-  if (job_->size() < elastic.min_workers) {
-    throw ClusterError(
-        text("workers were lost, and ", job_->size(), " remain; elastic.min_workers is ", elastic.min_workers));
-  }
-  take_group();
+  if (!change.leaves) take_group();
 }
 
 void StrategyImpl::join(const elastic::Members& members, std::shared_ptr<void> presence) {

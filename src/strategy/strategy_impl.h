@@ -66,8 +66,8 @@ class StrategyImpl {
   bool is_elastic() const { return settings_.workers && settings_.workers->elastic; }
 
   // Goes on with the workers that remain and those that come: replaces the Group of `workers()`. Collective over them,
-  // between runs. Throws ClusterError where fewer than min_workers remain, and what Job::regroup and Job::group throw;
-  // after those of the latter the job is of the next generation.
+  // between runs. Throws what Job::regroup and Job::group throw; after those of the latter the job is of the next
+  // generation.
   void regroup(const elastic::Change& change);
 
   // Of a newcomer: takes the place that the workers have given it. Collective over them, which regroup.

@@ -4,15 +4,14 @@
 #include <algorithm>
 #include <cmath>
 #include <csignal>
+#include <thread>
 
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "lockstep/cluster/cluster.h"
-#include "optimizer/describe.h"
-#include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
+#include "train/compare_fits.h"
 #include "train/fit_options.h"
 #include "train/follow_chief.h"
 #include "train/model_impl.h"
@@ -22,6 +21,8 @@
 
 namespace lockstep {
 namespace {
+
+constexpr std::chrono::milliseconds kBetweenLooks(50);  // for newcomers, while there are too few workers
 
 // How many processes ask to stop, have got SIGINT, have got SIGTERM, and see newcomers; and a number that no other sum
 // is likely to have in its place.
@@ -63,8 +64,7 @@ class Fit {
     workers().abort_on_error([this] { build_for_first_batch(); });
     peers().abort_on_error([this] {
       impl_.gradients->prepare();
-      compare_workers();
-      compare_options();
+      train::compare_fits(impl_, data_, options_);
       steps_ = impl_.servers() == nullptr ? train::local_steps(impl_, data_, options_)
                                           : train::assigned_steps(impl_, data_, options_);
       attach_callbacks();
@@ -80,7 +80,7 @@ class Fit {
     take_part();
     each([](Callback& callback) { callback.on_train_begin(); });  // BackupAndRestore changes the progress here
     agree();
-    compare_states();
+    train::compare_states(model_);
   }
 
   // In place of it, in a fit that runs.
@@ -90,7 +90,7 @@ class Fit {
   }
 
   void take_part() {
-    recovery_.take_part(describe(), [this] {
+    recovery_.take_part(train::describe_member(impl_, data_, options_), [this] {
       if (signals_.received() != 0) throw Interrupted(signals_.received());
     });
   }
@@ -135,68 +135,12 @@ class Fit {
   }
   const Communicator& workers() const { return impl_.workers(); }
   const Communicator& peers() const { return impl_.peers(); }
-  bool own_data() const { return impl_.gradients->own_data(); }
-
-  void compare_workers() const {
-    if (own_data() || peers().size() == 1) return;
-    peers().check_all_agree("fits", train::describe_fit(data_, options_, impl_.replicas()));
-  }
-
-  // All that a newcomer must have too.
-  std::string describe() const {
-    if (!unwrap(impl_.strategy).is_elastic()) return {};
-    return text(unwrap(impl_.strategy).describe(), "\n", impl_.parameters->describe(), "optimizer ",
-                optimizer::describe(impl_.gradients->updater().optimizer()), "\n",
-                train::describe_fit(data_, options_, impl_.replicas()), "\n", shared_callbacks());
-  }
-
-  void compare_options() const {
-    if (!own_data()) return;
-    peers().check_all_agree("fits", text("epochs ", options_.epochs, "\ninitial_epoch ", options_.initial_epoch,
-                                         "\nsteps_per_epoch ", options_.steps_per_epoch));
-  }
-
-  // Compares the callbacks that all workers call, because these may save or evaluate the model together.
-  void compare_callbacks() const {
-    if (workers().size() > 1) workers().check_all_agree("callbacks", shared_callbacks());
-  }
-
-  std::string shared_callbacks() const {
-    std::string types;
-    for (const auto& callback : options_.callbacks) {
-      if (!callback->only_on_chief()) types += train::name_of_type(*callback.operator->()) + "\n";
-    }
-    return types;
-  }
-
-  // Throws where ranks begin at different steps, as when one restored a checkpoint alone.
-  void compare_states() const {
-    if (!impl_.has_other_fits()) return;
-    if (!own_data()) impl_.parameters->compare_copies(peers());
-    peers().check_all_agree(
-        "starting points (broadcast what one restored at the beginning of the training)",
-        text("step ", model_.iterations(), "\nepoch ", impl_.progress.epoch, "\nbatch ", impl_.progress.batch));
-  }
 
   void build_for_first_batch() {
     impl_.build_for(data_, "fit");
     impl_.require_trainable();
     impl_.tracker->reset();
-    warn_of_copies();
-  }
-
-  // Warns where a launcher started several processes that each train alone.
-  void warn_of_copies() const {
-    if (peers().size() > 1 || impl_.servers() != nullptr || unwrap(impl_.strategy).is_elastic()) return;
-    try {
-      const auto cluster = resolve_cluster();
-      if (cluster.world.size == 1) return;
-      log_warning(text("fit: ", cluster.source, " started ", cluster.world.size, " processes, and this one (rank ",
-                       cluster.world.rank, ") trains a model of its own: MultiWorkerMirroredStrategy, or an ",
-                       "optimizer that takes the other processes' gradients too, trains one together"));
-    } catch (const ClusterError&) {
-      // Wrong variables of a launcher do not matter to a process that trains alone.
-    }
+    train::warn_of_copies(impl_);
   }
 
   void attach_callbacks() {
@@ -205,7 +149,7 @@ class Fit {
     plan.validates = options_.validation_data.has_value();
     if (plan.verbose > 0) callbacks_.push_back(train::ProgressBar());
     callbacks_.insert(callbacks_.end(), options_.callbacks.begin(), options_.callbacks.end());
-    compare_callbacks();
+    train::compare_callbacks(impl_, options_);
     std::stable_sort(callbacks_.begin(), callbacks_.end(),
                      [](const AnyCallback& a, const AnyCallback& b) { return a->order() < b->order(); });
     for (const auto& callback : callbacks_) callback->attach(model_, plan);
@@ -254,6 +198,7 @@ class Fit {
   // After an agreement: workers that were told to end leave while enough others remain, and newcomers are taken in.
   void change_workers() {
     if (!unwrap(impl_.strategy).is_elastic() || agreed_.interrupted > 0 || agreed_.stopping > 0) return;
+    if (peers().size() < elastic().min_workers) wait_for_newcomers();
     const bool some_leave = agreed_.terminated > 0 && enough_remain();
     if (agreed_.newcomers == 0 && !some_leave) return;
     const bool leaves = some_leave && told_to_leave_;
@@ -261,8 +206,35 @@ class Fit {
     if (some_leave) agreed_.terminated = 0;
   }
 
-  bool enough_remain() const {
-    return agreed_.workers() - agreed_.terminated >= unwrap(impl_.strategy).settings().workers->elastic->min_workers;
+  bool enough_remain() const { return agreed_.workers() - agreed_.terminated >= elastic().min_workers; }
+  const ElasticOptions& elastic() const { return *unwrap(impl_.strategy).settings().workers->elastic; }
+
+  // Those that remain wait together, for a bounded time.
+  void wait_for_newcomers() {
+    const auto deadline = Deadline::after(std::chrono::duration<double>(elastic().join_seconds));
+    while (peers().size() < elastic().min_workers) {
+      bool too_late = false;
+      const auto look = [&] {
+        std::this_thread::sleep_for(kBetweenLooks);
+        auto here = mine();
+        std::vector<double> sums(here.all().begin(), here.all().end());
+        sums.insert(sums.begin(), workers().rank() == 0 && deadline.passed() ? 1 : 0);
+        peers().sum(sums);
+        return sums;
+      };
+      recovery_.run(look, [&](const auto& sums) {
+        too_late = sums[0] > 0;
+        finish_agreement(std::span(sums).last(Agreed::kSize));
+      });
+      if (agreed_.newcomers > 0) {
+        recovery_.change(false);
+      } else if (too_late || agreed_.terminated + agreed_.interrupted > 0) {
+        save_at_interrupt();
+        throw ClusterError(text("workers were lost, and ", peers().size(), " remain; elastic.min_workers is ",
+                                elastic().min_workers, ", and nobody has joined them for ", deadline.waited().count(),
+                                " s"));
+      }
+    }
   }
 
   // The worker that was it is lost.
@@ -275,7 +247,7 @@ class Fit {
     }
   }
 
-  // After a whole step or epoch. Every callback may save, also when another one fails to.
+  // After a whole step or epoch.
   void throw_if_interrupted() {
     const int signal = peers().size() == 1       ? signals_.received()
                        : agreed_.terminated > 0  ? SIGTERM
@@ -283,6 +255,12 @@ class Fit {
                                                  : 0;
     if (signal == 0) return;
     recovery_.end();
+    save_at_interrupt();
+    throw Interrupted(signal);
+  }
+
+  // Every callback may save, also when another one fails to.
+  void save_at_interrupt() {
     each([](Callback& callback) {
       try {
         callback.on_interrupt();
@@ -290,7 +268,6 @@ class Fit {
         log_warning(text("a callback could not save at the interruption: ", error.what()));
       }
     });
-    throw Interrupted(signal);
   }
 
   void stop_for_lack_of_data() {

@@ -26,7 +26,10 @@ struct CommunicationOptions {
 // fit goes on with the workers that remain when others are lost or get SIGTERM, and takes in those that come. After
 // PyTorch's TorchElastic and Horovod Elastic, whose processes restart or roll back.
 struct ElasticOptions {
-  int min_workers = 1;          // with fewer, fit throws
+  // With fewer, they wait for newcomers for `join_seconds`; then callbacks save (on_interrupt) and fit throws
+  // ClusterError.
+  int min_workers = 1;
+  double join_seconds = 30;
   double regroup_seconds = 10;  // how long those that remain wait for each other
 };
 

@@ -1,0 +1,67 @@
+#include "train/compare_fits.h"
+
+#include "base/log.h"
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "lockstep/cluster/cluster.h"
+#include "optimizer/describe.h"
+#include "strategy/strategy_impl.h"
+#include "train/fit_options.h"
+
+namespace lockstep::train {
+namespace {
+
+std::string shared_callbacks(const FitOptions& options) {
+  std::string types;
+  for (const auto& callback : options.callbacks) {
+    if (!callback->only_on_chief()) types += text("callback ", name_of_type(*callback.operator->()), "\n");
+  }
+  return types;
+}
+
+}  // namespace
+
+void compare_fits(const ModelImpl& impl, const Dataset& data, const FitOptions& options) {
+  if (impl.gradients->own_data()) {
+    impl.peers().check_all_agree("fits", text("epochs ", options.epochs, "\ninitial_epoch ", options.initial_epoch,
+                                              "\nsteps_per_epoch ", options.steps_per_epoch));
+  } else if (impl.peers().size() > 1) {
+    impl.peers().check_all_agree("fits", describe_fit(data, options, impl.replicas()));
+  }
+}
+
+void compare_callbacks(const ModelImpl& impl, const FitOptions& options) {
+  if (impl.workers().size() > 1) impl.workers().check_all_agree("callbacks", shared_callbacks(options));
+}
+
+void compare_states(const Model& model) {
+  const auto& impl = unwrap(model);
+  if (!impl.has_other_fits()) return;
+  if (!impl.gradients->own_data()) impl.parameters->compare_copies(impl.peers());
+  impl.peers().check_all_agree(
+      "starting points (broadcast what one restored at the beginning of the training)",
+      text("step ", model.iterations(), "\nepoch ", impl.progress.epoch, "\nbatch ", impl.progress.batch));
+}
+
+std::string describe_member(const ModelImpl& impl, const Dataset& data, const FitOptions& options) {
+  const auto& strategy = unwrap(impl.strategy);
+  if (!strategy.is_elastic()) return {};
+  return text(strategy.describe(), "\n", impl.parameters->describe(), "optimizer ",
+              optimizer::describe(impl.gradients->updater().optimizer()), "\n",
+              describe_fit(data, options, impl.replicas()), "\n", shared_callbacks(options));
+}
+
+void warn_of_copies(const ModelImpl& impl) {
+  if (impl.peers().size() > 1 || impl.servers() != nullptr || unwrap(impl.strategy).is_elastic()) return;
+  try {
+    const auto cluster = resolve_cluster();
+    if (cluster.world.size == 1) return;
+    log_warning(text("fit: ", cluster.source, " started ", cluster.world.size, " processes, and this one (rank ",
+                     cluster.world.rank, ") trains a model of its own: MultiWorkerMirroredStrategy, or an ",
+                     "optimizer that takes the other processes' gradients too, trains one together"));
+  } catch (const ClusterError&) {
+    // Wrong variables of a launcher do not matter to a process that trains alone.
+  }
+}
+
+}  // namespace lockstep::train
