@@ -16,6 +16,13 @@
 #include <utility>
 #include <vector>
 
+// Sanitizers must know of stacks that take turns.
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#elif defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#endif
+
 namespace lockstep::elastic {
 
 class Simulation {
@@ -120,6 +127,9 @@ class Simulation {
     double died_at = std::numeric_limits<double>::infinity();
     std::vector<std::pair<double, double>> stops;  // from a time on, seconds
     long turns = 0;                                // how often it ran
+    void *sanitizers = nullptr, *outer = nullptr;  // theirs, of this process and of what resumed it
+    const void* outer_stack = nullptr;
+    std::size_t outer_size = 0;
   };
 
   struct Event {
@@ -158,16 +168,55 @@ class Simulation {
                   static_cast<unsigned>(pointer));
     }
     exchange_exceptions(process);
-    swapcontext(&process.caller, &process.context);
+    switch_in(process);
     exchange_exceptions(process);
     running_ = outer;
   }
 
   void yield() {
     auto& process = *running_;
-    swapcontext(&process.context, &process.caller);
+    switch_out(process);
     if (process.died_at <= now_) throw Killed();
   }
+
+#if defined(__SANITIZE_ADDRESS__)
+  static void switch_in(Process& process) {
+    void* fake = nullptr;
+    __sanitizer_start_switch_fiber(&fake, process.stack.get(), kStack);
+    swapcontext(&process.caller, &process.context);
+    __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
+  }
+  static void switch_out(Process& process) {
+    __sanitizer_start_switch_fiber(&process.sanitizers, process.outer_stack, process.outer_size);
+    swapcontext(&process.context, &process.caller);
+    arrive(process);
+  }
+  static void arrive(Process& process) {
+    __sanitizer_finish_switch_fiber(process.sanitizers, &process.outer_stack, &process.outer_size);
+  }
+  static void leave(Process& process) {
+    __sanitizer_start_switch_fiber(nullptr, process.outer_stack, process.outer_size);
+  }
+#elif defined(__SANITIZE_THREAD__)
+  static void switch_in(Process& process) {
+    if (process.sanitizers == nullptr) process.sanitizers = __tsan_create_fiber(0);
+    process.outer = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(process.sanitizers, 0);
+    swapcontext(&process.caller, &process.context);
+    if (process.ended) __tsan_destroy_fiber(process.sanitizers);
+  }
+  static void switch_out(Process& process) {
+    __tsan_switch_to_fiber(process.outer, 0);
+    swapcontext(&process.context, &process.caller);
+  }
+  static void arrive(Process&) {}
+  static void leave(Process& process) { __tsan_switch_to_fiber(process.outer, 0); }
+#else
+  static void switch_in(Process& process) { swapcontext(&process.caller, &process.context); }
+  static void switch_out(Process& process) { swapcontext(&process.context, &process.caller); }
+  static void arrive(Process&) {}
+  static void leave(Process&) {}
+#endif
 
   static void exchange_exceptions(Process& process) {
     auto* const current = reinterpret_cast<std::byte*>(abi::__cxa_get_globals());
@@ -176,12 +225,14 @@ class Simulation {
 
   static void enter(unsigned high, unsigned low) {
     auto& process = *reinterpret_cast<Process*>((static_cast<std::uintptr_t>(high) << 32) | low);
+    arrive(process);
     try {
       if (process.died_at > process.simulation->now_) process.body();
     } catch (const Killed&) {
     }
     process.ended = true;
     process.simulation->notify();
+    leave(process);
   }
 
   std::mt19937 random_;

@@ -91,11 +91,11 @@ ChildCommand launcher_of(const HostPart& part, const std::string& ssh) {
 
 constexpr std::chrono::seconds kForNames(10), kForLastWords(2);
 
-// A rank that has ended with status 0 will not come to the job's rendezvous any more: ranks that wait for it there get
+// A rank that has ended will not come to the job's rendezvous any more: ranks that wait for it there get
 // an error now. Where the store cannot be told, their deadlines apply.
 void tell_that_it_ended(const std::function<Store()>& store, int rank) {
   try {
-    store().fail_waiters("generation 0/", text("rank ", rank, " ended with status 0, and others wait for it"),
+    store().fail_waiters("generation 0/", text("rank ", rank, " has ended, and others wait for it"),
                          Deadline::after(kForLastWords), text("/rank ", rank));
   } catch (const Error&) {
   }
@@ -125,7 +125,7 @@ class Attempt {
 
  private:
   JobProcesses::Context with_store(JobProcesses::Context context) const {
-    context.ended_well = [this](int rank) { tell_that_it_ended([this] { return store_; }, rank); };
+    context.ended = [this](int rank) { tell_that_it_ended([this] { return store_; }, rank); };
     context.has_begun = [this] { return has_begun(store_); };
     return context;
   }

@@ -161,7 +161,7 @@ void JobProcesses::notice_ends() {
     auto* const child = children_[i].get();
     if (!reap(*child)) continue;
     if (child->status() == 0) {
-      if (!ending_ && child->rank() >= 0 && context_.ended_well) context_.ended_well(child->rank());
+      if (!ending_ && child->rank() >= 0 && context_.ended) context_.ended(child->rank());
       if (members_[i].ends_job) end_at_ = Deadline::after(kAfterTheChief);
       continue;
     }
@@ -187,7 +187,7 @@ void JobProcesses::notice_ends() {
 bool JobProcesses::replace(std::size_t index) {
   auto& command = members_[index];
   const auto& role = command.role;
-  const bool goes_on_elastically = role.empty() && enough_are_left() && context_.has_begun && context_.has_begun();
+  const bool goes_on_elastically = role.empty() && enough_are_left();
   const bool dispensable = command.dispensable || goes_on_elastically;
   if (role.empty() && !goes_on_elastically) return false;
   int& restarted = restarted_[role];

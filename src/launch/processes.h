@@ -27,9 +27,9 @@ class JobProcesses {
     const Reaper& reaper;
     std::ostream& out;
     std::ostream& err;
-    ControlProtocol* control = nullptr;             // where another launcher started this one
-    std::function<void(int rank)> ended_well = {};  // a rank has ended with status 0
-    std::function<bool()> has_begun = {};           // the job has: an elastic one can go on without a process
+    ControlProtocol* control = nullptr;        // where another launcher started this one
+    std::function<void(int rank)> ended = {};  // a rank has, with status 0 or before the job had begun
+    std::function<bool()> has_begun = {};      // whether all ranks have found each other
   };
 
   struct Limits {
