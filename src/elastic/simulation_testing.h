@@ -16,11 +16,8 @@
 #include <utility>
 #include <vector>
 
-// Sanitizers must know of stacks that take turns.
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__)  // which must know of stacks that take turns
 #include <sanitizer/common_interface_defs.h>
-#elif defined(__SANITIZE_THREAD__)
-#include <sanitizer/tsan_interface.h>
 #endif
 
 namespace lockstep::elastic {
@@ -127,7 +124,7 @@ class Simulation {
     double died_at = std::numeric_limits<double>::infinity();
     std::vector<std::pair<double, double>> stops;  // from a time on, seconds
     long turns = 0;                                // how often it ran
-    void *sanitizers = nullptr, *outer = nullptr;  // theirs, of this process and of what resumed it
+    void* sanitizers = nullptr;                    // what AddressSanitizer keeps of it, and of what resumed it
     const void* outer_stack = nullptr;
     std::size_t outer_size = 0;
   };
@@ -197,20 +194,6 @@ class Simulation {
   static void leave(Process& process) {
     __sanitizer_start_switch_fiber(nullptr, process.outer_stack, process.outer_size);
   }
-#elif defined(__SANITIZE_THREAD__)
-  static void switch_in(Process& process) {
-    if (process.sanitizers == nullptr) process.sanitizers = __tsan_create_fiber(0);
-    process.outer = __tsan_get_current_fiber();
-    __tsan_switch_to_fiber(process.sanitizers, 0);
-    swapcontext(&process.caller, &process.context);
-    if (process.ended) __tsan_destroy_fiber(process.sanitizers);
-  }
-  static void switch_out(Process& process) {
-    __tsan_switch_to_fiber(process.outer, 0);
-    swapcontext(&process.context, &process.caller);
-  }
-  static void arrive(Process&) {}
-  static void leave(Process& process) { __tsan_switch_to_fiber(process.outer, 0); }
 #else
   static void switch_in(Process& process) { swapcontext(&process.caller, &process.context); }
   static void switch_out(Process& process) { swapcontext(&process.context, &process.caller); }
