@@ -61,8 +61,9 @@ bench-collectives: build/release/build.ninja bench-peers .peers/mpi/all_reduce
 
 # Training over workers, ours and the peers', in turns, on this machine and over hosts that are network namespaces.
 bench-workers: build/release/build.ninja bench-peers
-	$(BUILD) release --target lockstep_cli train_step
+	$(BUILD) release --target lockstep_cli train_step elastic_fit_program
 	python3 benchmarks/bench_workers.py
+	python3 benchmarks/worker_loss.py
 
 # Training with parameter servers, ours and TensorFlow's, in turns, what calls to a server carry, and how soon a killed server is back.
 bench-ps: build/release/build.ninja bench-peers

@@ -35,6 +35,7 @@ struct Options {
   bool parameter_servers = false;
   std::string gradient_dtype;  // that workers send
   bool shard_optimizer_state = false;
+  bool elastic = false;
   bool reports = true;
 };
 
@@ -115,12 +116,13 @@ Measured measure(Options& options) {
   if (!options.gradient_dtype.empty()) communication.gradient_dtype = DType::bfloat16;
   const auto strategy =
       options.parameter_servers ? Strategy(ParameterServerStrategy({.threads_per_replica = options.threads}))
-      : options.multi_worker
-          ? Strategy(MultiWorkerMirroredStrategy({.devices = devices,
-                                                  .threads_per_replica = options.threads,
-                                                  .communication = communication,
-                                                  .shard_optimizer_state = options.shard_optimizer_state}))
-          : Strategy(MirroredStrategy({.devices = devices, .threads_per_replica = options.threads}));
+      : options.multi_worker    ? Strategy(MultiWorkerMirroredStrategy(
+                                      {.devices = devices,
+                                       .threads_per_replica = options.threads,
+                                       .communication = communication,
+                                       .shard_optimizer_state = options.shard_optimizer_state,
+                                       .elastic = options.elastic ? std::optional(ElasticOptions()) : std::nullopt}))
+                             : Strategy(MirroredStrategy({.devices = devices, .threads_per_replica = options.threads}));
   options.replicas = strategy.num_replicas_in_sync();
   options.reports = strategy.is_chief();
   const auto scope = strategy.scope();
@@ -216,6 +218,7 @@ int main(int argc, char** argv) {
   app.add_option("--gradient-dtype", options.gradient_dtype, "what workers send float gradients as")
       ->check(CLI::IsMember({"bfloat16"}));
   app.add_flag("--shard-optimizer-state", options.shard_optimizer_state, "each worker has its share of it alone");
+  app.add_flag("--elastic", options.elastic, "they go on when one is lost");
   app.add_flag("--fit", options.fit, "measure through fit");
   CLI11_PARSE(app, argc, argv);
   try {

@@ -82,7 +82,7 @@ int main() {
       if (ended++ == at && is_victim && place == "batch end") raise(SIGKILL);
     };
     std::vector<lockstep::AnyCallback> callbacks{lockstep::LambdaCallback(
-        {.on_train_batch_begin = [&](std::int64_t) { last = Clock::now(); }, .on_train_batch_end = on_batch})};
+        {.on_epoch_begin = [&](int) { last = Clock::now(); }, .on_train_batch_end = on_batch})};
     if (const char* const folder = std::getenv("FOLDER")) {
       callbacks.emplace_back(lockstep::BackupAndRestore(std::string(folder) + "/backup", {.save_freq = 2}));
       callbacks.emplace_back(lockstep::CSVLogger(std::string(folder) + "/log.csv"));
