@@ -63,7 +63,8 @@ class Recovery::Worker final : public elastic::Member {
 
   void on_regrouped(int size_before, bool updated) override {
     impl_.tracker->take_over(rank(), updated);
-    const auto loss = std::exchange(loss_, "");
+    auto loss = std::exchange(loss_, "");
+    if (loss.empty() && size() < size_before) loss = "others were told to end, and have left";
     if (rank() != 0) return;
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began_;
     log_warning(text("fit goes on with ", size(), " workers (", size_before, " before) after ", took.count(),

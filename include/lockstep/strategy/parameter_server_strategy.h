@@ -39,7 +39,7 @@ struct ParameterServerOptions {
   std::optional<DType> gradient_dtype = {};
 
   // Where the launcher gives processes no types (mpirun, srun, torchrun): the first rank is the chief, the last
-  // `num_ps` serve, or, with an evaluator, the last but one.
+  // `num_ps` serve; an evaluator comes behind them.
   std::optional<int> num_ps = {};
   bool evaluator = false;
 
