@@ -157,7 +157,8 @@ TEST(WorkersDiffer, InTheirNumbersOfReplicas) {
     });
   }
   threads.clear();
-  expect_all_say(errors, "the workers' strategies differ: worker 0 has number of replicas 1, worker 1 has number of replicas 2");
+  expect_all_say(
+      errors, "the workers' strategies differ: worker 0 has number of replicas 1, worker 1 has number of replicas 2");
 }
 
 TEST(WorkersDiffer, InTheirOptimizers) {
