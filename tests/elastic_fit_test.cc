@@ -22,9 +22,9 @@ Process run(const std::vector<std::string>& variables, int workers, int fewest, 
        {std::string("/bin/sh"), std::string("-c"), std::string("exec \"$@\" 2>&1"), std::string("sh")})
     command.push_back(word);
   if (workers > 0) {
-    for (const auto& word :
-         {std::string(LOCKSTEP_CLI), std::string("run"), std::string("-n"), std::to_string(workers),
-          std::string("--min-n"), std::to_string(fewest), std::string("--restarts"), std::to_string(restarts)})
+    for (const auto& word : {std::string(LOCKSTEP_CLI), std::string("run"), std::string("-n"), std::to_string(workers),
+                             std::string("--min-n"), std::to_string(fewest), std::string("--restarts"),
+                             std::to_string(restarts), std::string("--grace"), std::string("1")})
       command.push_back(word);
   }
   command.emplace_back(ELASTIC_PROGRAM);
@@ -185,6 +185,16 @@ TEST_F(Elastic, AWorkerThatDoesNotAnswerIsLeftOutAndEndsWhenItGoesOn) {
     expect_trained(job, 2);
     EXPECT_NE(output.find(text("the others took rank ", stopped, " for lost")), std::string::npos) << output;
   }
+}
+
+// The job ends, though not soon.
+TEST_F(Elastic, AWorkerThatNeverAnswersAgainIsEnded) {
+  auto job = run({"STEP_MS=20", "VICTIM=1", "STEP=50", "PLACE=print", "TIMEOUT=1"}, 3, 2);
+  const int process = process_of(job, 2);
+  job.wait_for_line("[1] step 50", 30);
+  kill(process, SIGSTOP);
+  const auto& output = job.wait_for_end(90);
+  EXPECT_NE(output.find("rank 2 was left out by the others, which have ended"), std::string::npos) << output;
 }
 
 TEST_F(Elastic, ANewcomerThatTrainsSomethingElseIsRefused) {

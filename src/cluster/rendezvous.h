@@ -9,6 +9,9 @@ namespace lockstep::cluster {
 // The entry that the store has once all processes have come.
 inline constexpr const char* kJobHasBegun = "the job has begun";
 
+// The entry that an elastic training leaves: the names of its members at its end, one a line.
+inline constexpr const char* kMembersAtEnd = "members at the end";
+
 struct Rendezvous {
   World world;  // its address is the one from which this machine reaches the store
   Store store;

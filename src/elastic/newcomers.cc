@@ -5,6 +5,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "cluster/rendezvous.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::elastic {
@@ -137,8 +138,9 @@ void Watch::forget_invited() {
   }
 }
 
-void Watch::tell_end(const Store& store, std::int64_t training) {
+void Watch::tell_end(const Store& store, std::int64_t training, const Members& members) {
   try {
+    store.without_prefix().set(cluster::kMembersAtEnd, join(members.names, "\n") + "\n", soon());
     store.set(key_of_end_of(training), "reached", soon());
   } catch (const Error&) {  // the store is gone: newcomers find that out
   }

@@ -55,8 +55,9 @@ class Watch {
   // After some were: they wait no more. Does not throw.
   void forget_invited();
 
-  // Tells newcomers, now and later, that the training has ended. Does not throw.
-  static void tell_end(const Store& store, std::int64_t training);
+  // Tells newcomers, now and later, that the training has ended, and the launcher which members it had then. Does not
+  // throw.
+  static void tell_end(const Store& store, std::int64_t training, const Members& members);
 
  private:
   void watch(const std::stop_token& stop);

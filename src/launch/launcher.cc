@@ -101,12 +101,12 @@ void tell_that_it_ended(const std::function<Store()>& store, int rank) {
   }
 }
 
-// Whether all processes have found each other.
-bool has_begun(const Store& store) {
+// Empty where there is none.
+std::string entry(const Store& store, const char* key) {
   try {
-    return !store.compare_set(cluster::kJobHasBegun, "", "", Deadline::after(kForLastWords)).empty();
+    return store.compare_set(key, "", "", Deadline::after(kForLastWords));
   } catch (const Error&) {
-    return false;
+    return {};
   }
 }
 
@@ -126,7 +126,11 @@ class Attempt {
  private:
   JobProcesses::Context with_store(JobProcesses::Context context) const {
     context.ended = [this](int rank) { tell_that_it_ended([this] { return store_; }, rank); };
-    context.has_begun = [this] { return has_begun(store_); };
+    context.has_begun = [this] { return !entry(store_, cluster::kJobHasBegun).empty(); };
+    context.was_left_out = [this](int rank) {
+      const auto members = entry(store_, cluster::kMembersAtEnd);
+      return !members.empty() && ("\n" + members).find(text("\nprocess ", rank, "\n")) == std::string::npos;
+    };
     return context;
   }
 

@@ -20,7 +20,7 @@ constexpr const char* kReport = "lockstep run: ";
 constexpr const char* kNotice = "lockstep: ";  // of what does not fail the job
 constexpr const char* kClearLine = "\x1b[K";   // from the cursor on
 constexpr std::chrono::milliseconds kBetweenSignsOfLife(1000), kLongestWait(1000);
-constexpr std::chrono::seconds kToReport(2), kAfterTheChief(20);
+constexpr std::chrono::seconds kToReport(2), kAfterTheChief(20), kAfterTheOthers(5);
 constexpr int kMostLastWords = 1000;  // reads of the output that an ended rank left
 
 // By a signal, which an exception that nobody caught sends as well.
@@ -66,6 +66,7 @@ int JobProcesses::run() {
     obey_launcher();
     read_all();
     notice_ends();
+    notice_those_left_out();
     if (end_at_ && end_at_->passed()) {
       end_at_.reset();
       end_others();
@@ -210,6 +211,27 @@ bool JobProcesses::replace(std::size_t index) {
   children_[index] = std::make_unique<Child>(command);
   context_.reaper.watch(children_[index]->pid());
   return true;
+}
+
+// One that does not answer would never end.
+void JobProcesses::notice_those_left_out() {
+  if (limits_.fewest == 0 || ending_ || ends_left_out_ || !context_.was_left_out) return;
+  std::vector<const Child*> left;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    if (!children_[i]->ended() && members_[i].environment.contains("LOCKSTEP_JOIN")) return;
+    if (!children_[i]->ended()) left.push_back(children_[i].get());
+  }
+  const bool some_ended = left.size() < children_.size();
+  if (left.empty() || !some_ended) return;
+  for (const auto* child : left) {
+    if (!context_.was_left_out(child->rank())) return;
+  }
+  ends_left_out_ = true;
+  end_at_ = Deadline::after(kAfterTheOthers);
+  for (const auto* child : left) {
+    context_.err << kNotice << child->name() << " was left out by the others, which have ended; it is ended in "
+                 << kAfterTheOthers.count() << " s" << std::endl;
+  }
 }
 
 // Of a job with parameter servers: no other worker computes.

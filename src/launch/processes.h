@@ -30,6 +30,9 @@ class JobProcesses {
     ControlProtocol* control = nullptr;        // where another launcher started this one
     std::function<void(int rank)> ended = {};  // a rank has, with status 0 or before the job had begun
     std::function<bool()> has_begun = {};      // whether all ranks have found each other
+
+    // Whether an elastic training has ended without the process that began as `rank`.
+    std::function<bool(int rank)> was_left_out = {};
   };
 
   struct Limits {
@@ -64,6 +67,7 @@ class JobProcesses {
   bool replace(std::size_t index);
   bool is_last_worker(std::size_t index) const;
   bool enough_are_left() const;
+  void notice_those_left_out();
   void fails_first(Child& child);
   void end_others();
   void pass_on(int signal);
@@ -82,6 +86,7 @@ class JobProcesses {
   std::string report_;                            // its failure, as another host's launcher reported it
   std::set<const Child*> without_log_;
   bool nobody_reads_ = false;
+  bool ends_left_out_ = false;      // what still runs was left out by those that have ended
   bool shows_replaced_ = false;     // the cursor is at the beginning of a line that the next one replaces
   int asked_ = 0;                   // the signal that asked the job to end
   bool ending_ = false;             // members are being ended: how they end is no failure of theirs

@@ -95,7 +95,8 @@ Recovery::~Recovery() = default;
 void Recovery::end() {
   if (training_ < 0 || !impl_.strategy.is_chief()) return;
   watch_.reset();
-  elastic::Watch::tell_end(unwrap(impl_.strategy).job().membership(), training_);
+  const auto& job = unwrap(impl_.strategy).job();
+  elastic::Watch::tell_end(job.membership(), training_, job.members());
 }
 
 void Recovery::run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish) {
