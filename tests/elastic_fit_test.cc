@@ -216,7 +216,7 @@ TEST_F(Elastic, OneOfThreeMayRemain) {
 
 // Both are started again, and join when they have come.
 TEST_F(Elastic, TooFewWorkersWaitForNewcomers) {
-  auto job = run({"VICTIM=1", "STEP=10", "PLACE=print", "STEP_MS=20", "MIN_WORKERS=2"}, 3, 1, 2);
+  auto job = run({"VICTIM=1", "STEP=10", "PLACE=print", "STEP_MS=20", "MIN_WORKERS=3"}, 3, 1, 2);
   const int one = process_of(job, 1), other = process_of(job, 2);
   job.wait_for_line("[1] step 10", 30);
   kill(one, SIGKILL);

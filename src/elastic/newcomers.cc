@@ -11,8 +11,8 @@
 namespace lockstep::elastic {
 namespace {
 
-constexpr std::chrono::seconds kForAnswer(5), kBetweenSlowLooks(1);
-constexpr std::chrono::milliseconds kBetweenFastLooks(200);
+constexpr std::chrono::seconds kForAnswer(5), kBetweenSlowPolls(1);
+constexpr std::chrono::milliseconds kBetweenFastPolls(200);
 
 std::string key_of(std::int64_t place) { return text("newcomer ", place); }
 
@@ -53,16 +53,16 @@ Candidate::Candidate(const Store& store, const World& self, int first_size, std:
   for (std::int64_t place = 0; store_.compare_set(key_of(place), "", entry, soon()) != entry;) ++place;
 }
 
-Members Candidate::wait(Deadline deadline, const std::function<void()>& look) {
+Members Candidate::wait(Deadline deadline, const std::function<void()>& poll) {
   StoreRegistry registry(store_);
   while (true) {
     try {
-      const auto next = Deadline::after(kBetweenSlowLooks);
+      const auto next = Deadline::after(kBetweenSlowPolls);
       return invitation(self_, registry, name_, next.time() < deadline.time() ? next : deadline);
     } catch (const DeadlineExceeded&) {
       if (deadline.passed()) throw DeadlineExceeded("waiting to be taken into the job", deadline.waited());
     }
-    look();
+    poll();
     require_members();
     if (!store_.compare_set(key_of_end_of(training_), "", "", soon()).empty()) {
       throw ClusterError("the training ended before this process could join it");
@@ -92,7 +92,7 @@ Watch::Watch(const Store& store, std::int64_t training, const std::string& descr
 void Watch::watch(const std::stop_token& stop) {
   for (std::int64_t next = 0; !stop.stop_requested();) {
     try {
-      add(store_.get(key_of(next), Deadline::after(kBetweenFastLooks)));
+      add(store_.get(key_of(next), Deadline::after(kBetweenFastPolls)));
       ++next;
     } catch (const DeadlineExceeded&) {  // none has come, or the store is slow
     } catch (const InvalidArgument& error) {

@@ -27,8 +27,8 @@ class Candidate {
   const std::shared_ptr<void>& presence() const { return presence_; }
 
   // Waits until members take it in: its place among them. Throws ClusterError where they refuse it, the training has
-  // ended, or all members have, DeadlineExceeded, and what `look` throws, which is called every second.
-  Members wait(Deadline deadline, const std::function<void()>& look);
+  // ended, or all members have, DeadlineExceeded, and what `poll` throws, which is called every second.
+  Members wait(Deadline deadline, const std::function<void()>& poll);
 
  private:
   void require_members() const;

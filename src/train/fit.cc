@@ -22,7 +22,7 @@
 namespace lockstep {
 namespace {
 
-constexpr std::chrono::milliseconds kBetweenLooks(50);  // for newcomers, while there are too few workers
+constexpr std::chrono::milliseconds kBetweenQuestions(50);  // whether newcomers have come
 
 // How many processes ask to stop, have got SIGINT, have got SIGTERM, and see newcomers; and a number that no other sum
 // is likely to have in its place.
@@ -87,6 +87,7 @@ class Fit {
   void join() {
     each([](Callback& callback) { callback.on_join(); });
     take_part();
+    if (impl_.waits_for_workers) wait_for_newcomers();
   }
 
   void take_part() {
@@ -198,7 +199,7 @@ class Fit {
   // After an agreement: workers that were told to end leave while enough others remain, and newcomers are taken in.
   void change_workers() {
     if (!unwrap(impl_.strategy).is_elastic() || agreed_.interrupted > 0 || agreed_.stopping > 0) return;
-    if (peers().size() < elastic().min_workers) wait_for_newcomers();
+    if (too_few()) wait_for_newcomers();
     const bool some_leave = agreed_.terminated > 0 && enough_remain();
     if (agreed_.newcomers == 0 && !some_leave) return;
     const bool leaves = some_leave && told_to_leave_;
@@ -209,33 +210,39 @@ class Fit {
   bool enough_remain() const { return agreed_.workers() - agreed_.terminated >= elastic().min_workers; }
   const ElasticOptions& elastic() const { return *unwrap(impl_.strategy).settings().workers->elastic; }
 
-  // Those that remain wait together, for a bounded time.
+  // Those that remain wait together, for a bounded time. Newcomers that come meanwhile do too, until there are enough.
   void wait_for_newcomers() {
     const auto deadline = Deadline::after(std::chrono::duration<double>(elastic().join_seconds));
-    while (peers().size() < elastic().min_workers) {
+    impl_.waits_for_workers = true;
+    do {
       bool too_late = false;
-      const auto look = [&] {
-        std::this_thread::sleep_for(kBetweenLooks);
+      const auto ask = [&] {
+        std::this_thread::sleep_for(kBetweenQuestions);
         auto here = mine();
         std::vector<double> sums(here.all().begin(), here.all().end());
         sums.insert(sums.begin(), workers().rank() == 0 && deadline.passed() ? 1 : 0);
         peers().sum(sums);
         return sums;
       };
-      recovery_.run(look, [&](const auto& sums) {
+      recovery_.run(ask, [&](const auto& sums) {
         too_late = sums[0] > 0;
         finish_agreement(std::span(sums).last(Agreed::kSize));
       });
+      if (agreed_.terminated + agreed_.interrupted > 0) break;
       if (agreed_.newcomers > 0) {
         recovery_.change(false);
-      } else if (too_late || agreed_.terminated + agreed_.interrupted > 0) {
+      } else if (too_late && too_few()) {
         save_at_interrupt();
-        throw ClusterError(text("workers were lost, and ", peers().size(), " remain; elastic.min_workers is ",
-                                elastic().min_workers, ", and nobody has joined them for ", deadline.waited().count(),
+        throw ClusterError(text("workers were lost, and ", agreed_.workers(), " remain; elastic.min_workers is ",
+                                elastic().min_workers, ", and nobody has joined them for ", elastic().join_seconds,
                                 " s"));
       }
-    }
+    } while (too_few());
+    impl_.waits_for_workers = false;
   }
+
+  // By the last agreement, which is the same for all.
+  bool too_few() const { return agreed_.workers() < elastic().min_workers; }
 
   // The worker that was it is lost.
   void become_chief() {

@@ -54,7 +54,7 @@ class Recovery::Worker final : public elastic::Member {
   }
 
   std::string print_all() override { return checkpoint::print_archive(impl_.save_for_newcomer()); }
-  void take_all(const std::string& printed) override { impl_.load_state(parse(printed)); }
+  void take_all(const std::string& printed) override { impl_.load_as_newcomer(parse(printed)); }
 
   // What the first one says is the cause of the others.
   void on_loss(const std::exception& error) override {
@@ -112,7 +112,7 @@ bool Recovery::goes_on_behind(const std::exception& error, const std::string& wh
   return true;
 }
 
-void Recovery::take_part(const std::string& description, const std::function<void()>& look) {
+void Recovery::take_part(const std::string& description, const std::function<void()>& poll) {
   auto& strategy = unwrap(impl_.strategy);
   if (!strategy.is_elastic()) return;
   training_ = strategy.next_training();
@@ -123,7 +123,7 @@ void Recovery::take_part(const std::string& description, const std::function<voi
       Deadline::after(std::chrono::duration<double>(strategy.settings().workers->group.timeout_seconds));
   elastic::Candidate candidate(job.membership(), job.world(), strategy.settings().workers->first_size, training_,
                                description);
-  const auto members = candidate.wait(deadline, look);
+  const auto members = candidate.wait(deadline, poll);
   sections_.join([&] { worker_->join(members, candidate.presence()); });
 }
 

@@ -35,8 +35,8 @@ class Recovery {
   bool goes_on_behind(const std::exception& error, const std::string& what);
 
   // Takes part in the training that the strategy's workers begin now: `description` has what must be the same for all
-  // of them, in lines. A newcomer waits until they take it in, and gets their state; look() is called meanwhile.
-  void take_part(const std::string& description, const std::function<void()>& look);
+  // of them, in lines. A newcomer waits until they take it in, and gets their state; poll() is called meanwhile.
+  void take_part(const std::string& description, const std::function<void()>& poll);
 
   // Whether newcomers wait: on the chief; false elsewhere.
   bool newcomers_wait() const;
