@@ -234,11 +234,12 @@ void JobProcesses::notice_those_left_out() {
   }
 }
 
-// Of a job with parameter servers: no other worker computes.
+// Of a job with parameter servers: no other worker computes, or has ended well.
 bool JobProcesses::is_last_worker(std::size_t index) const {
   if (members_[index].role != "worker") return false;
   for (std::size_t i = 0; i < members_.size(); ++i) {
-    if (members_[i].role == "worker" && !children_[i]->ended()) return false;
+    if (members_[i].role != "worker" || i == index) continue;
+    if (!children_[i]->ended() || children_[i]->status() == 0) return false;
   }
   return true;
 }
