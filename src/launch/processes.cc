@@ -188,15 +188,20 @@ void JobProcesses::notice_ends() {
 bool JobProcesses::replace(std::size_t index) {
   auto& command = members_[index];
   const auto& role = command.role;
+  auto& child = *children_[index];
   const bool goes_on_elastically = role.empty() && enough_are_left();
-  const bool dispensable = command.dispensable || goes_on_elastically;
   if (role.empty() && !goes_on_elastically) return false;
+  const bool can_join = goes_on_elastically && context_.has_begun && context_.has_begun();
+  if (goes_on_elastically && !can_join && context_.ended) context_.ended(child.rank());
+  const bool was_refused = command.environment.contains("LOCKSTEP_JOIN") && !was_killed(child);
   int& restarted = restarted_[role];
-  const bool starts_again = restarted < limits_.restarts && running() && (dispensable || was_killed(*children_[index]));
-  if (!starts_again && (!dispensable || is_last_worker(index))) return false;
-  for (int i = 0; i < kMostLastWords && read(*children_[index]); ++i) {
+  const bool may_start =
+      role.empty() ? can_join && running() && !was_refused : command.dispensable || was_killed(child);
+  const bool starts_again = may_start && restarted < limits_.restarts;
+  if (!starts_again && !goes_on_elastically && (!command.dispensable || is_last_worker(index))) return false;
+  for (int i = 0; i < kMostLastWords && read(child); ++i) {
   }
-  const auto what = kNotice + end_of(*children_[index]);
+  const auto what = kNotice + end_of(child);
   if (!starts_again) {
     context_.err << what << "; the job goes on without it" << std::endl;
     return true;

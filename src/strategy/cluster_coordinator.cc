@@ -73,8 +73,10 @@ struct ClusterCoordinator::State {
   void work(std::int64_t call) const {
     std::optional<Report> report;
     while (true) {
-      const auto next = servers().ask_chief(
-          [&](auto& chief, Deadline deadline) { return chief.next(call, servers().roles().index, report, deadline); });
+      const auto ask = [&](auto& chief, Deadline deadline) {
+        return chief.next(call, servers().roles().index, report, deadline);
+      };
+      const auto next = servers().ask_chief(ask, {}, /*is_short=*/false);
       report.reset();
       if (next.kind == Assignment::Kind::over) return;
       if (next.kind == Assignment::Kind::task) report = compute(next);
