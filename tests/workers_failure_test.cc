@@ -41,10 +41,10 @@ TEST(WorkersDiffer, InTheirDataAndBatchSizes) {
                  "first batch's contents (hash; set_random_seed makes shuffles equal)");
 }
 
-// One sum, so that evaluating adds up as many numbers as the workers' agreement on whether to go on.
+// Two sums, so that evaluating adds up as many numbers as the workers' agreement on whether to go on.
 struct ExamplesSeen final : MetricFunction {
   std::string name() const override { return "seen"; }
-  std::size_t state_size() const override { return 1; }
+  std::size_t state_size() const override { return 2; }
   void update(std::span<double> state, const Tensor& y_true, const Tensor&, const Tensor&) const override {
     state[0] += static_cast<double>(y_true.size(0));
   }
@@ -123,7 +123,7 @@ TEST(WorkersDiffer, InTheirCallbacks) {
                                if (strategy.worker_rank() == 0) callbacks.push_back(EarlyStopping({.monitor = "loss"}));
                                model.fit(data, {.verbose = 0, .callbacks = callbacks});
                              }),
-                 "the workers' callbacks differ: worker 0 has lockstep::EarlyStopping, worker 1 has nothing");
+                 "the workers' callbacks differ: worker 0 has callback lockstep::EarlyStopping, worker 1 has nothing");
 }
 
 TEST(WorkersAgree, ThatALossOfOneThatIsNoNumberEndsAll) {

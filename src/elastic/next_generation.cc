@@ -12,6 +12,7 @@ namespace {
 
 constexpr std::chrono::seconds kToRead(5);
 constexpr std::chrono::milliseconds kBetweenLooks(100);  // for those that have gone
+constexpr int kMostUnanswered = 50;
 const std::string kLost = "lost", kLeft = "left", kOn = "on ", kNone = "none", kRefused = "refused: ";
 
 std::string key_of_invitation(const std::string& newcomer) { return "invitation of " + newcomer; }
@@ -51,13 +52,14 @@ class Entries {
 
   // Every rank's. Ranks without one that have gone, or that have none at the deadline, are entered as lost.
   std::vector<std::string> complete() {
-    while (true) {
+    for (int unanswered = 0;;) {
       std::vector<int> missing;
       try {
         return registry_.get(keys_, Deadline::after(kBetweenLooks));
       } catch (const DeadlineExceeded& late) {
         missing = late.ranks();
-        if (missing.empty() && registry_.passed(deadline_)) throw;  // the store does not answer
+        // None: they have just come, or the store does not answer.
+        if (missing.empty() && registry_.passed(deadline_) && ++unanswered > kMostUnanswered) throw;
       }
       for (const int rank : missing) {
         const auto& name = now_.names[static_cast<std::size_t>(rank)];

@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cmath>
 #include <csignal>
 #include <thread>
 
@@ -32,7 +31,7 @@ struct Agreed {
   static constexpr std::size_t kSize = 5;
   std::span<double> all() { return {&stopping, kSize}; }
 
-  // How many made the agreement; some may be lost since. No whole number where it is a sum of something else.
+  // How many made the agreement; some may be lost since.
   double workers() const { return mark / kMark; }
 };
 static_assert(sizeof(Agreed) == Agreed::kSize * sizeof(double));
@@ -119,19 +118,22 @@ class Fit {
       auto here = mine();
       std::vector<double> sums(here.all().begin(), here.all().end());
       peers().sum(sums);
-      return sums;
+      return checked(std::move(sums));
     };
     recovery_.run(sum, [this](const auto& sums) { finish_agreement(sums); });
   }
 
   // Throws where another process was in a sum of something else.
+  std::vector<double> checked(std::vector<double> sums) const {
+    if (sums.back() == Agreed::kMark * peers().size()) return sums;
+    throw InvalidArgument(
+        "fit: the workers do not make the same calls; does a callback that only the chief calls (only_on_chief) "
+        "save, evaluate or train a model?");
+  }
+
+  // Its values come last.
   void finish_agreement(std::span<const double> sums) {
-    std::copy_n(sums.begin(), Agreed::kSize, agreed_.all().begin());
-    if (agreed_.workers() < 1 || agreed_.workers() != std::round(agreed_.workers())) {
-      throw InvalidArgument(
-          "fit: the workers do not make the same calls; does a callback that only the chief calls (only_on_chief) "
-          "save, evaluate or train a model?");
-    }
+    std::copy_n(sums.end() - Agreed::kSize, Agreed::kSize, agreed_.all().begin());
     impl_.agreed_to_stop = agreed_.stopping > 0;
   }
   const Communicator& workers() const { return impl_.workers(); }
@@ -188,11 +190,11 @@ class Fit {
     const auto train = [this] {
       if (!recovery_.updated()) steps_->train();
       recovery_.set_updated();
-      return steps_->sum(mine().all());
+      return checked(steps_->sum(mine().all()));
     };
     recovery_.run(train, [this](const auto& sums) {
       steps_->count(sums);
-      finish_agreement(std::span(sums).last(Agreed::kSize));
+      finish_agreement(sums);
     });
   }
 
@@ -222,11 +224,11 @@ class Fit {
         std::vector<double> sums(here.all().begin(), here.all().end());
         sums.insert(sums.begin(), workers().rank() == 0 && deadline.passed() ? 1 : 0);
         peers().sum(sums);
-        return sums;
+        return checked(std::move(sums));
       };
       recovery_.run(ask, [&](const auto& sums) {
         too_late = sums[0] > 0;
-        finish_agreement(std::span(sums).last(Agreed::kSize));
+        finish_agreement(sums);
       });
       if (agreed_.terminated + agreed_.interrupted > 0) break;
       if (agreed_.newcomers > 0) {
