@@ -1,6 +1,8 @@
 #include "elastic/newcomers.h"
 
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <random>
 
 #include "base/log.h"
@@ -89,12 +91,17 @@ Watch::Watch(const Store& store, std::int64_t training, const std::string& descr
       entry_(lines(training, description)),
       thread_([this](const std::stop_token& stop) { watch(stop); }) {}
 
+// It asks now and then: a call that waits at the store made the steps of two workers on two cores 7% slower.
 void Watch::watch(const std::stop_token& stop) {
-  for (std::int64_t next = 0; !stop.stop_requested();) {
+  std::mutex mutex;
+  std::condition_variable_any stopped;
+  std::unique_lock lock(mutex);
+  for (std::int64_t next = 0;
+       !stopped.wait_for(lock, stop, kBetweenFastPolls, [&] { return stop.stop_requested(); });) {
     try {
-      add(store_.get(key_of(next), Deadline::after(kBetweenFastPolls)));
-      ++next;
-    } catch (const DeadlineExceeded&) {  // none has come, or the store is slow
+      const auto entry = store_.compare_set(key_of(next), "", "", soon());
+      if (!entry.empty()) add(entry), ++next;
+    } catch (const DeadlineExceeded&) {  // the store is slow
     } catch (const InvalidArgument& error) {
       log_warning(error.what());
       ++next;
