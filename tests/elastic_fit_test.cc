@@ -83,12 +83,6 @@ class Elastic : public testing::Test {
     for (const auto& weights : got) EXPECT_LE(difference(weights, expected[0]), 1e-9) << output;
     for (const auto& weights : got) EXPECT_EQ(weights, got[0]) << output;
   }
-
-  static double longest_pause(const Process& job) {
-    double longest = 0;
-    for (const auto& numbers : numbers_after(job.text(), "longest ")) longest = std::max(longest, numbers.at(0));
-    return longest;
-  }
 };
 
 TEST_F(Elastic, AStepWithoutALostWorkerIsMadeByTheOthers) {

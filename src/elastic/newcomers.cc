@@ -100,7 +100,10 @@ void Watch::watch(const std::stop_token& stop) {
        !stopped.wait_for(lock, stop, kBetweenFastPolls, [&] { return stop.stop_requested(); });) {
     try {
       const auto entry = store_.compare_set(key_of(next), "", "", soon());
-      if (!entry.empty()) add(entry), ++next;
+      if (!entry.empty()) {
+        add(entry);
+        ++next;
+      }
     } catch (const DeadlineExceeded&) {  // the store is slow
     } catch (const InvalidArgument& error) {
       log_warning(error.what());

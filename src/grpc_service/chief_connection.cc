@@ -1,3 +1,4 @@
+// The connection of another process to the chief.
 #include <memory>
 #include <thread>
 

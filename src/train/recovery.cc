@@ -127,7 +127,7 @@ void Recovery::take_part(const std::string& description, const std::function<voi
   sections_.join([&] { worker_->join(members, candidate.presence()); });
 }
 
-bool Recovery::newcomers_wait() const {
+bool Recovery::newcomers_wait() {
   if (training_ < 0 || !impl_.strategy.is_chief()) return false;
   if (!watch_) watch_.emplace(unwrap(impl_.strategy).job().membership(), training_, description_);
   return watch_->any();

@@ -39,7 +39,7 @@ class Recovery {
   void take_part(const std::string& description, const std::function<void()>& poll);
 
   // Whether newcomers wait: on the chief; false elsewhere.
-  bool newcomers_wait() const;
+  bool newcomers_wait();
 
   // Behind a section in which all agreed on it: takes in newcomers, and, where it `leaves`, lets this worker go. As
   // Sections' returns false where they have to agree again.
@@ -52,7 +52,7 @@ class Recovery {
   elastic::Sections sections_;
   std::int64_t training_ = -1;
   std::string description_;
-  mutable std::optional<elastic::Watch> watch_;  // of the chief
+  std::optional<elastic::Watch> watch_;  // of the chief
 };
 
 }  // namespace lockstep::train

@@ -1,0 +1,72 @@
+#include "elastic/newcomers.h"
+
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <thread>
+
+#include "base/expect_says_testing.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::elastic {
+namespace {
+
+Deadline in(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
+
+// A job of one process, which lives.
+class Newcomers : public testing::Test {
+ protected:
+  // What the chief sees once its watch says that some wait.
+  std::vector<Newcomer> wait_for_some(Watch& watch) {
+    const auto until = in(30);
+    while (!watch.any() && !until.passed()) std::this_thread::yield();
+    return watch.waiting();
+  }
+  static Members wait(Candidate& candidate) {
+    return candidate.wait(in(30), [] {});
+  }
+
+  const Store store_ = Store::hold("127.0.0.1:0");
+  std::shared_ptr<void> member_ = show_presence(store_, name_of_process(0));
+};
+
+TEST_F(Newcomers, AreSeenTakenInAndForgotten) {
+  Candidate candidate(store_, {.host = "b"}, 1, 0, "model 1");
+  Watch watch(store_, 0, "model 1");
+  const auto waiting = wait_for_some(watch);
+  ASSERT_EQ(waiting.size(), 1U);
+  EXPECT_EQ(waiting[0].host, "b");
+  StoreRegistry registry(store_);
+  next_generation(first_members({.host = "a"}), registry, {.newcomers = waiting}, in(30));
+  const auto place = wait(candidate);
+  EXPECT_EQ(place.world.rank, 1);
+  EXPECT_EQ(place.world.size, 2);
+  EXPECT_EQ(place.world.host, "b");
+  watch.forget_invited();
+  EXPECT_FALSE(watch.any());
+}
+
+TEST_F(Newcomers, ThatDoNotFitAreRefusedAndThoseThatHaveGoneAreForgotten) {
+  std::optional<Candidate> gone(std::in_place, store_, World(), 1, 0, "model 1");
+  Candidate other(store_, {}, 1, 0, "model 2"), later(store_, {}, 1, 1, "model 1");
+  Watch watch(store_, 0, "model 1");
+  expect_says(message_of<ClusterError>([&] { wait(other); }), "which has model 1; it has model 2");
+  expect_says(message_of<ClusterError>([&] { wait(later); }), "which has fit number 0");
+  EXPECT_TRUE(watch.any());  // it has seen all three
+  gone.reset();
+  const auto until = in(30);
+  while (watch.any() && !until.passed()) std::this_thread::yield();
+  EXPECT_TRUE(watch.waiting().empty());
+}
+
+TEST_F(Newcomers, DoNotWaitForATrainingOrAJobThatHasEnded) {
+  Watch::tell_end(store_, 0, first_members({}));
+  Candidate late(store_, {}, 1, 0, "model 1");
+  expect_says(message_of<ClusterError>([&] { wait(late); }), "the training ended before this process could join it");
+  member_.reset();
+  Candidate left_alone(store_, {}, 1, 1, "model 1");
+  expect_says(message_of<ClusterError>([&] { wait(left_alone); }), "all workers of the job");
+}
+
+}  // namespace
+}  // namespace lockstep::elastic
