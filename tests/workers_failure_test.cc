@@ -41,10 +41,10 @@ TEST(WorkersDiffer, InTheirDataAndBatchSizes) {
                  "first batch's contents (hash; set_random_seed makes shuffles equal)");
 }
 
-// Two sums, so that evaluating adds up as many numbers as the workers' agreement on whether to go on.
+// Three sums, so that evaluating adds up as many numbers as the workers' agreement on whether to go on.
 struct ExamplesSeen final : MetricFunction {
   std::string name() const override { return "seen"; }
-  std::size_t state_size() const override { return 2; }
+  std::size_t state_size() const override { return 3; }
   void update(std::span<double> state, const Tensor& y_true, const Tensor&, const Tensor&) const override {
     state[0] += static_cast<double>(y_true.size(0));
   }

@@ -23,12 +23,12 @@ namespace {
 
 constexpr std::chrono::milliseconds kBetweenQuestions(50);  // whether newcomers have come
 
-// How many processes ask to stop, have got SIGINT, have got SIGTERM, and see newcomers; and a number that no other sum
-// is likely to have in its place.
+// How many processes ask to stop, have got SIGINT, have got SIGTERM, see newcomers, and have waited for some long
+// enough; and a number that no other sum is likely to have in its place.
 struct Agreed {
   static constexpr double kMark = 0x5eed'1d'ea;
-  double stopping = 0, interrupted = 0, terminated = 0, newcomers = 0, mark = kMark;
-  static constexpr std::size_t kSize = 5;
+  double stopping = 0, interrupted = 0, terminated = 0, newcomers = 0, waited = 0, mark = kMark;
+  static constexpr std::size_t kSize = 6;
   std::span<double> all() { return {&stopping, kSize}; }
 
   // How many made the agreement; some may be lost since.
@@ -111,7 +111,7 @@ class Fit {
     const int signal = signals_.received();
     told_to_leave_ = signal == SIGTERM;
     return {impl_.stopping ? 1.0 : 0.0, signal == SIGINT ? 1.0 : 0.0, signal == SIGTERM ? 1.0 : 0.0,
-            recovery_.newcomers_wait() ? 1.0 : 0.0};
+            recovery_.newcomers_wait() ? 1.0 : 0.0, has_waited_ ? 1.0 : 0.0};
   }
   void agree() {
     const auto sum = [this] {
@@ -217,30 +217,20 @@ class Fit {
     const auto deadline = Deadline::after(std::chrono::duration<double>(elastic().join_seconds));
     impl_.waits_for_workers = true;
     do {
-      bool too_late = false;
-      const auto ask = [&] {
-        std::this_thread::sleep_for(kBetweenQuestions);
-        auto here = mine();
-        std::vector<double> sums(here.all().begin(), here.all().end());
-        sums.insert(sums.begin(), workers().rank() == 0 && deadline.passed() ? 1 : 0);
-        peers().sum(sums);
-        return checked(std::move(sums));
-      };
-      recovery_.run(ask, [&](const auto& sums) {
-        too_late = sums[0] > 0;
-        finish_agreement(sums);
-      });
+      std::this_thread::sleep_for(kBetweenQuestions);
+      has_waited_ = impl_.strategy.is_chief() && deadline.passed();
+      agree();
       if (agreed_.terminated + agreed_.interrupted > 0) break;
       if (agreed_.newcomers > 0) {
         recovery_.change(false);
-      } else if (too_late && too_few()) {
+      } else if (agreed_.waited > 0 && too_few()) {
         save_at_interrupt();
         throw ClusterError(text("workers were lost, and ", agreed_.workers(), " remain; elastic.min_workers is ",
                                 elastic().min_workers, ", and nobody has joined them for ", elastic().join_seconds,
                                 " s"));
       }
     } while (too_few());
-    impl_.waits_for_workers = false;
+    impl_.waits_for_workers = has_waited_ = false;
   }
 
   // By the last agreement, which is the same for all.
@@ -347,6 +337,7 @@ class Fit {
   const Dataset data_;
   train::SignalGuard signals_;
   Agreed agreed_;
+  bool has_waited_ = false;     // the chief, for newcomers, as long as it may
   bool told_to_leave_ = false;  // when this worker last said what it has in it
   train::Recovery recovery_;
   std::vector<AnyCallback> callbacks_;  // in the order of their calls
