@@ -161,6 +161,8 @@ void JobProcesses::notice_ends() {
   for (std::size_t i = 0; i < children_.size(); ++i) {
     auto* const child = children_[i].get();
     if (!reap(*child)) continue;
+    for (int read_now = 0; read_now < kMostLastWords && read(*child); ++read_now) {  // its last lines may say why
+    }
     if (child->status() == 0) {
       if (!ending_ && child->rank() >= 0 && context_.ended) context_.ended(child->rank());
       if (members_[i].ends_job) end_at_ = Deadline::after(kAfterTheChief);
@@ -177,10 +179,7 @@ void JobProcesses::notice_ends() {
     if (failed == nullptr || (failed->signal() == 0 && child->signal() != 0)) failed = child;
   }
   if (failed == nullptr || ending_) return;
-  if (context_.control == nullptr) return fails_first(*failed);
-  for (int i = 0; i < kMostLastWords && read(*failed); ++i) {
-  }
-  context_.err << explanation(*failed) << std::endl;
+  if (context_.control != nullptr) context_.err << explanation(*failed) << std::endl;
   fails_first(*failed);
 }
 
@@ -199,8 +198,6 @@ bool JobProcesses::replace(std::size_t index) {
       role.empty() ? can_join && running() && !was_refused : command.dispensable || was_killed(child);
   const bool starts_again = may_start && restarted < limits_.restarts;
   if (!starts_again && !goes_on_elastically && (!command.dispensable || is_last_worker(index))) return false;
-  for (int i = 0; i < kMostLastWords && read(child); ++i) {
-  }
   const auto what = kNotice + end_of(child);
   if (!starts_again) {
     context_.err << what << "; the job goes on without it" << std::endl;
