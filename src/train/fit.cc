@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 #include <csignal>
 #include <thread>
 
@@ -17,6 +18,7 @@
 #include "train/recovery.h"
 #include "train/signal_guard.h"
 #include "train/step_source.h"
+#include "train/stragglers.h"
 
 namespace lockstep {
 namespace {
@@ -36,6 +38,10 @@ struct Agreed {
 };
 static_assert(sizeof(Agreed) == Agreed::kSize * sizeof(double));
 
+bool on_cpu(const std::vector<c10::Device>& devices) {
+  return std::all_of(devices.begin(), devices.end(), [](const auto& device) { return device.is_cpu(); });
+}
+
 class Fit {
  public:
   Fit(Model& model, const Dataset& data, const FitOptions& options)
@@ -44,7 +50,8 @@ class Fit {
         options_(options),
         data_(train::weighed(data, options)),
         signals_(options.handle_signals),
-        recovery_(impl_, [this] { become_chief(); }) {
+        recovery_(impl_, [this] { become_chief(); }),
+        computes_on_cpu_(on_cpu(unwrap(impl_.strategy).torch_devices())) {
     impl_.fitting = true;
   }
 
@@ -190,12 +197,33 @@ class Fit {
     const auto train = [this] {
       if (!recovery_.updated()) steps_->train();
       recovery_.set_updated();
-      return checked(steps_->sum(mine().all()));
+      auto news = seconds_of_workers();
+      auto here = mine();
+      news.insert(news.end(), here.all().begin(), here.all().end());
+      return checked(steps_->sum(news));
     };
     recovery_.run(train, [this](const auto& sums) {
       steps_->count(sums);
       finish_agreement(sums);
+      look_for_stragglers(sums);
     });
+  }
+
+  // What this worker has computed since its last step, among zeros: [rank].
+  std::vector<double> seconds_of_workers() {
+    std::vector<double> seconds(static_cast<std::size_t>(peers().size()));
+    const auto& times = impl_.times;
+    const double computed = times.input + times.forward + times.backward;
+    seconds[static_cast<std::size_t>(peers().rank())] = computed - std::exchange(computed_, computed);
+    return seconds;
+  }
+
+  // In these sums, the numbers above stand before the agreement's.
+  void look_for_stragglers(std::span<const double> sums) {
+    if (!impl_.strategy.is_chief() || !computes_on_cpu_) return;
+    const auto workers = static_cast<std::size_t>(std::lround(agreed_.workers()));
+    const auto said = stragglers_.count(sums.last(Agreed::kSize + workers).first(workers));
+    if (!said.empty()) log_warning("fit: " + said);
   }
 
   // After an agreement: workers that were told to end leave while enough others remain, and newcomers are taken in.
@@ -340,6 +368,9 @@ class Fit {
   bool has_waited_ = false;     // the chief, for newcomers, as long as it may
   bool told_to_leave_ = false;  // when this worker last said what it has in it
   train::Recovery recovery_;
+  train::Stragglers stragglers_;
+  double computed_ = 0;  // seconds, until the last step
+  const bool computes_on_cpu_;
   std::vector<AnyCallback> callbacks_;  // in the order of their calls
   std::unique_ptr<train::StepSource> steps_;
 };

@@ -1,0 +1,49 @@
+#include "train/stragglers.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/text.h"
+
+namespace lockstep::train {
+namespace {
+
+constexpr std::size_t kWindow = 10;  // steps
+constexpr double kSlow = 1.5;        // times as long as the others
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+}  // namespace
+
+std::string Stragglers::count(std::span<const double> seconds) {
+  if (!steps_.empty() && steps_[0].size() != seconds.size()) {  // workers were lost, or have come
+    steps_.clear();
+    suspect_ = named_ = -1;
+  }
+  steps_.emplace_back(seconds.begin(), seconds.end());
+  if (seconds.size() < 2 || steps_.size() < kWindow) return {};
+  std::vector<double> usual;  // [rank]
+  for (std::size_t rank = 0; rank < seconds.size(); ++rank) {
+    std::vector<double> of_steps;
+    for (const auto& step : steps_) of_steps.push_back(step[rank]);
+    usual.push_back(median(std::move(of_steps)));
+  }
+  steps_.clear();
+  const auto slowest = std::max_element(usual.begin(), usual.end());
+  const double longest = *slowest, others = median(usual);
+  const int before = suspect_;
+  suspect_ = longest >= kSlow * others ? static_cast<int>(slowest - usual.begin()) : -1;
+  if (suspect_ < 0) named_ = -1;
+  if (suspect_ < 0 || suspect_ != before || suspect_ == named_) return {};
+  named_ = suspect_;
+  const auto milliseconds = [](double time) { return std::round(1e4 * time) / 10; };
+  return text("worker ", named_, " is a straggler: it computes for ", milliseconds(longest),
+              " ms a step and the others for ", milliseconds(others), " ms, so that they wait for it ",
+              std::round(100 * (1 - others / longest)), "% of the time");
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,25 @@
+// Which worker the others wait for.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+namespace lockstep::train {
+
+// Finds a worker that computes for clearly longer than the others, step after step. Not for GPUs, whose work goes on
+// when its calls have returned.
+class Stragglers {
+ public:
+  // Counts a step: `seconds`[rank] is what that worker's batch, forward and backward pass took, without waiting for
+  // others. Returns a sentence where there is a straggler that was not named before; empty else. The first 20 steps in
+  // which it is slow are enough.
+  std::string count(std::span<const double> seconds);
+
+ private:
+  std::vector<std::vector<double>> steps_;  // [step][rank], of this window
+  int suspect_ = -1;                        // the straggler of the window before; -1: there was none
+  int named_ = -1;
+};
+
+}  // namespace lockstep::train
