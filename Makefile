@@ -38,6 +38,9 @@ faults: build/release/build.ninja
 	$(BUILD) release
 	LOCKSTEP_FAULT_ROUNDS=100 build/release/tests/processes/faults_test --gtest_filter='RandomFaults.*'
 	LOCKSTEP_FAULT_ROUNDS=100 build/release/tests/parameter_server_faults_test --gtest_filter='*RandomFaults*'
+	LOCKSTEP_FAULT_ROUNDS=100 build/release/tests/elastic_fit_test --gtest_filter='*AtAnyMoment'
+	LOCKSTEP_SEEDS=100000 build/release/elastic_test --gtest_filter='Sections.*'
+	python3 tests/elastic_hosts_test.py $(CURDIR)/build/release/tests/elastic_fit_program $(CURDIR)/build/release/lockstep $(CURDIR) MoreFaults
 
 # The libraries that benchmarks compare with, each in an environment of its own under .peers/.
 bench-peers: .peers/tensorflow/done .peers/pytorch/done

@@ -31,8 +31,8 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // The environment: EPOCHS of 20 steps of the same batches; STEP_MS of work in each; FOLDER for a log and checkpoints,
 // MIN_WORKERS, JOIN_SECONDS. VICTIM is killed in the step numbered STEP, from 0 on, at PLACE: "forward", "batch end" (a
 // callback), or so many microseconds after its forward pass; or, where PLACE is "print", it prints that it is in that
-// step. Who joins prints when. TIMEOUT: of a collective operation, in seconds. UNITS_OF_JOINING: of the first layer of
-// those that join.
+// step; or, where PLACE is "slow", all its steps take three times as long. Who joins prints when. TIMEOUT: of a
+// collective operation, in seconds. UNITS_OF_JOINING: of the first layer of those that join.
 int main() {
   try {
     const lockstep::MultiWorkerMirroredStrategy strategy(
@@ -49,11 +49,12 @@ int main() {
     int steps = 0;  // forwards of this worker
     std::jthread killer;
     const auto loss = [&](const at::Tensor& y, const at::Tensor& out) {
-      usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000);
+      const unsigned times = is_victim && place == "slow" ? 3 : 1;
+      usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000 * times);
       if (steps++ == at && is_victim) {
         if (place == "forward") raise(SIGKILL);
         if (place == "print") std::cout << "step " << at << std::endl;
-        if (place != "batch end" && place != "print") {
+        if (place != "batch end" && place != "print" && place != "slow") {
           killer = std::jthread([&] {
             usleep(static_cast<unsigned>(std::stoi(place)));
             raise(SIGKILL);

@@ -191,6 +191,13 @@ TEST_F(Elastic, AWorkerThatNeverAnswersAgainIsEnded) {
   EXPECT_NE(output.find("rank 2 was left out by the others, which have ended"), std::string::npos) << output;
 }
 
+TEST_F(Elastic, AStragglerIsNamedWithinTwentySteps) {
+  auto slow = run({"STEP_MS=20", "VICTIM=1", "PLACE=slow", "EPOCHS=1"}, 3, 2);
+  EXPECT_NE(slow.wait_for_end(60).find("worker 1 is a straggler: "), std::string::npos) << slow.text();
+  auto equal = run({"STEP_MS=20"}, 3, 2);
+  EXPECT_EQ(equal.wait_for_end(60).find("straggler"), std::string::npos) << equal.text();
+}
+
 TEST_F(Elastic, ANewcomerThatTrainsSomethingElseIsRefused) {
   auto job = run({"VICTIM=2", "STEP=5", "PLACE=forward", "STEP_MS=50", "UNITS_OF_JOINING=9"}, 3, 2, 1);
   expect_trained(job, 2);

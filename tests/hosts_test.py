@@ -12,72 +12,13 @@ import time
 import unittest
 
 MNIST, LOCKSTEP, RESUME, SOURCE, SERVERS = sys.argv[1:6]
-sys.path.insert(0, str(pathlib.Path(SOURCE) / "tools"))
-from hosts import Hosts  # noqa: E402
+sys.path.insert(0, str(pathlib.Path(SOURCE) / "tests"))
+from ssh_hosts import SshHosts  # noqa: E402
 
 TRAIN = [MNIST, "--strategy", "multi_worker", "--replicas", "1"]
 LIMIT_S = 300
 LIMIT_OF_END_S = 15  # a start over ssh, 8 steps, a deadline of 2 s and a grace of 1 s; far below what a hang takes
 GRADIENTS = 4 * 347_146  # bytes a step
-
-
-class SshHosts(Hosts):
-    """Hosts with a server of ssh each, and keys for this test alone."""
-
-    def __init__(self, count, folder):
-        super().__init__(count, rate=None)
-        self.folder, self.servers = folder, []
-
-    def __enter__(self):
-        super().__enter__()
-        for name in ("user", "host"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name], check=True)
-        shutil.copy(self.folder / "user.pub", self.folder / "authorized_keys")
-        host_key = (self.folder / "host.pub").read_text()
-        (self.folder / "known_hosts").write_text("".join(f"[{self.address(h)}]:2222 {host_key}" for h in range(self.count)))
-        (self.folder / "sshd.conf").write_text(f"""
-HostKey {self.folder}/host
-AuthorizedKeysFile {self.folder}/authorized_keys
-PermitRootLogin yes
-StrictModes no
-UsePAM no
-PidFile none
-""")
-        (self.folder / "ssh.conf").write_text(f"""
-Host *
-    Port 2222
-    IdentityFile {self.folder}/user
-    UserKnownHostsFile {self.folder}/known_hosts
-    StrictHostKeyChecking yes
-    BatchMode yes
-""")
-        pathlib.Path("/run/sshd").mkdir(exist_ok=True)
-        for host in range(self.count):
-            server = ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.folder / "sshd.conf"), "-p", "2222", "-o", f"ListenAddress={self.address(host)}"]
-            self.servers.append(subprocess.Popen(self.command(host, *server), stderr=subprocess.DEVNULL))
-            self.wait_for_server(host)
-        return self
-
-    def wait_for_server(self, host):
-        end = time.monotonic() + 20
-        while subprocess.run(self.command(host, *self.ssh(), self.address(host), "true"), capture_output=True).returncode != 0:
-            if time.monotonic() > end:
-                raise RuntimeError(f"host {host} does not answer by ssh")
-            time.sleep(0.05)
-
-    def ssh(self):
-        return "ssh", "-F", str(self.folder / "ssh.conf")
-
-    def run(self, *command, per_host=1, options=()):
-        """`lockstep run` on host 0 over all hosts."""
-        names = ",".join(f"{self.address(h)}:{per_host}" for h in range(self.count))
-        return self.command(0, LOCKSTEP, "run", "-H", names, "--ssh", " ".join(self.ssh()), *options, *command)
-
-    def __exit__(self, *_):
-        for server in self.servers:
-            server.kill()
-            server.wait()
-        super().__exit__()
 
 
 class OverHosts(unittest.TestCase):
@@ -87,7 +28,7 @@ class OverHosts(unittest.TestCase):
         self.work.mkdir()
 
     def hosts(self, count):
-        return self.enterContext(SshHosts(count, self.folder))
+        return self.enterContext(SshHosts(count, self.folder, LOCKSTEP))
 
     def end(self, *commands, environments=None):
         """The exit statuses, and what was printed."""

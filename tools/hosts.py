@@ -34,6 +34,20 @@ class Hosts:
     def join(self, host):
         self._do(f"ip -n {self.prefix}s link set port{host} master bridge")
 
+    def divide(self, hosts):
+        """These hosts reach each other, and not the others any more."""
+        self._do(f"ip -n {self.prefix}s link add island type bridge")
+        self._do(f"ip -n {self.prefix}s link set island up")
+        for host in hosts:
+            self._do(f"ip -n {self.prefix}s link set port{host} master island")
+
+    def lose_what_it_sends(self, host):
+        """What the host receives still arrives."""
+        self._do(f"ip netns exec {self.namespace(host)} tc qdisc add dev eth0 root tbf rate 8bit burst 1b limit 1b")
+
+    def processes(self, host):
+        return [int(word) for word in self._do(f"ip netns pids {self.namespace(host)}").split()]
+
     def _shape(self, namespace, device):
         if self.rate is None:
             return

@@ -57,7 +57,7 @@ struct PlaceArguments {
     app.add_option("-n", options.processes, "processes (1; with hosts: one a slot)");
     auto* const list = app.add_option("-H", hosts, "host1:4,host2:4: hosts, and how many processes each may run");
     app.add_option("--hostfile", hostfile, "a file with a host a line: host slots=4")->excludes(list);
-    app.add_option("--ssh", options.ssh, "how other hosts are reached (ssh -o BatchMode=yes -o ConnectTimeout=20)");
+    app.add_option("--ssh", options.ssh, "how other hosts are reached (ssh, without a terminal, with timeouts)");
   }
 
   lockstep::launch::LaunchOptions finished(std::vector<std::string> command) {
@@ -81,6 +81,11 @@ struct RunArguments : PlaceArguments {
     app.add_option("--min-n", options.min_processes,
                    "the job goes on without processes that fail while so many are left; for programs that regroup "
                    "(0: it ends with the first)");
+    app.add_option("--host-discovery", options.host_discovery,
+                   "a program that prints the hosts that there are, one a line: they may come and go; with --min-n");
+    app.add_option("--max-n", options.max_processes, "likewise: the most processes at a time (0: no bound)");
+    app.add_option("--blacklist-cooldown", options.blacklist_seconds,
+                   "likewise: seconds for which a host that failed is left out, twice as long each further time (10)");
     app.add_flag("--trusted-network", options.trusted_network,
                  "allow links without proof of belonging to the job, which UCX needs: whoever reaches the network is "
                  "trusted");

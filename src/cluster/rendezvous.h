@@ -9,6 +9,11 @@ namespace lockstep::cluster {
 // The entry that the store has once all processes have come.
 inline constexpr const char* kJobHasBegun = "the job has begun";
 
+// Of an elastic job. The entry of a host's store that names, one a line, those of the hosts that the job had when this
+// one came; and the entries of the launcher's store that name each host's.
+inline constexpr const char* kKnownStores = "known stores";
+inline constexpr const char* kStoreOfHost = "store of host ";
+
 // The entry that an elastic training leaves: the names of its members at its end, one a line.
 inline constexpr const char* kMembersAtEnd = "members at the end";
 

@@ -88,6 +88,10 @@ std::optional<Cluster> from_lockstep_run(const Environment& environment) {
   cluster.world.host = text_of(environment, "LOCKSTEP_HOST");
   cluster.store = text_of(environment, "LOCKSTEP_STORE");
   cluster.joins = environment("LOCKSTEP_JOIN") != nullptr && number_of(environment, "LOCKSTEP_JOIN", 0, 1) == 1;
+  if (environment("LOCKSTEP_HOST_STORE") != nullptr) {
+    cluster.host_store = text_of(environment, "LOCKSTEP_HOST_STORE");
+    if (cluster.joins) cluster.store = cluster.host_store;  // the other may be lost
+  }
   if (environment("LOCKSTEP_ROLES") != nullptr) {
     cluster.tasks = parse_roles(text_of(environment, "LOCKSTEP_ROLES"), cluster.world.size);
     std::tie(cluster.task_type, cluster.task_index) = role_of(cluster.world.rank, cluster.tasks);

@@ -8,6 +8,7 @@
 #include "cluster/cpu_partition.h"
 #include "cluster/rendezvous.h"
 #include "collective/wrappers/published_timeline.h"
+#include "elastic/newcomers.h"
 #include "elastic/next_generation.h"
 #include "lockstep/base/error.h"
 
@@ -31,28 +32,66 @@ Deadline start_deadline(double timeout_seconds) {
 }  // namespace
 
 struct Job::State {
-  State(elastic::Members of, std::optional<Store> found, bool has_own_cores, bool has_come_later = false)
-      : members(std::move(of)), own_cores(has_own_cores), is_newcomer(has_come_later), store(std::move(found)) {}
+  // Of a job's first generation, or a process that comes later. `found`: the store at which its processes meet; none
+  // where this one is alone. `here`: its host's.
+  State(elastic::Members of, std::optional<Store> found, const std::optional<Store>& here, bool has_own_cores,
+        bool has_come_later = false)
+      : members(std::move(of)), own_cores(has_own_cores), is_newcomer(has_come_later), store(std::move(found)) {
+    if (here) stores = std::make_shared<elastic::ConnectedStores>(here->prefixed(kMembers));
+  }
+  // Of a later generation of `before`.
+  State(elastic::Members of, const State& before)
+      : members(std::move(of)), own_cores(before.own_cores), is_newcomer(false), stores(before.stores) {}
 
-  // The store with this Job's prefix. A process that is alone makes one on first use.
+  // The store with this Job's prefix. A process that is alone makes one on first use; those of a later generation meet
+  // at that of rank 0's host.
   Store keys() {
     MutexLock lock(mutex);
-    if (!store) store = Store::hold("127.0.0.1:0");
-    return *store;
+    if (store) return *store;
+    if (!stores) return store.emplace(Store::hold("127.0.0.1:0"));
+    const auto& address = members.processes[0].store;
+    try {
+      const auto there = stores->at(address);
+      const auto prefix = there.prefix().substr(0, there.prefix().size() - std::string(kMembers).size());
+      return store.emplace(there.without_prefix().prefixed(prefix));
+    } catch (const Error& error) {
+      if (members.world.rank == 0) throw;
+      throw PeerLost(0, members.world.generation, text("the store of its host does not answer (", error.what(), ")"));
+    }
   }
 
   const elastic::Members members;
   const bool own_cores, is_newcomer;
+  std::shared_ptr<elastic::ConnectedStores> stores;  // null where this process is alone
   Mutex mutex;
   std::optional<Store> store LOCKSTEP_GUARDED_BY(mutex);
 };
+
+namespace {
+
+// Who takes part: all processes tell each other where they are.
+elastic::Members gather_members(const World& world, const Store& store, const std::string& host_store,
+                                Deadline deadline) {
+  const auto place = store.prefixed("places/");
+  place.set(text("rank ", world.rank), text(host_store, " ", world.host), deadline);
+  std::vector<std::string> keys, hosts, stores;
+  for (int r = 0; r < world.size; ++r) keys.push_back(text("rank ", r));
+  for (const auto& printed : place.get(keys, deadline)) {
+    const auto space = printed.find(' ');
+    stores.push_back(printed.substr(0, space));
+    hosts.push_back(printed.substr(space + 1));
+  }
+  return elastic::first_members(world, hosts, stores);
+}
+
+}  // namespace
 
 Job Job::from_environment(double timeout_seconds) { return Job(resolve_cluster(), timeout_seconds); }
 
 Job::Job(const Cluster& cluster, double timeout_seconds) {
   const auto deadline = start_deadline(timeout_seconds);
   if (cluster.world.size == 1 && cluster.store.empty() && cluster.source.empty()) {
-    state_ = std::make_shared<State>(elastic::first_members(cluster.world), std::nullopt, false);
+    state_ = std::make_shared<State>(elastic::first_members(cluster.world), std::nullopt, std::nullopt, false);
     return;
   }
   if (cluster.joins) {
@@ -61,9 +100,15 @@ Job::Job(const Cluster& cluster, double timeout_seconds) {
         "can: leave out --restarts, or --min-n");
   }
   const auto found = cluster::rendezvous(cluster, deadline);
-  const auto number = found.store.add(text("jobs of rank ", found.world.rank), 1, deadline);
-  state_ = std::make_shared<State>(elastic::first_members(found.world), found.store.prefixed(prefix_of(number)),
-                                   found.own_cores);
+  const auto prefix = prefix_of(found.store.add(text("jobs of rank ", found.world.rank), 1, deadline));
+  const bool has_own = !cluster.host_store.empty() && cluster.host_store != found.store.address();
+  const auto here = has_own ? Store::connect(cluster.host_store, deadline, found.store.access()) : found.store;
+  const auto keys = found.store.prefixed(prefix);
+  auto members = gather_members(found.world, keys, here.address(), deadline);
+  state_ = std::make_shared<State>(std::move(members), keys, here.prefixed(prefix), found.own_cores);
+  if (cluster.host_store.empty()) return;
+  here.set(cluster::kJobHasBegun, "yes", deadline);
+  elastic::publish(state_->members, *state_->stores);
 }
 
 // It numbers its Jobs as the processes of the job number theirs.
@@ -74,19 +119,23 @@ Job Job::newcomer(const Cluster& cluster, double timeout_seconds) {
   auto alone = found.world;
   alone.rank = alone.local_rank = 0;
   alone.size = alone.local_size = 1;
-  return Job(
-      std::make_shared<State>(elastic::first_members(alone), found.store.prefixed(prefix_of(++made)), false, true));
+  const auto keys = found.store.prefixed(prefix_of(++made));
+  return Job(std::make_shared<State>(elastic::first_members(alone, keys.address()), keys, keys, false, true));
 }
 
 bool Job::is_newcomer() const { return state_->is_newcomer; }
-Store Job::membership() const { return state_->keys().prefixed(kMembers); }
 
 Job Job::joined(const elastic::Members& members) const {
-  return Job(std::make_shared<State>(members, state_->keys(), has_own_cores()));
+  if (state_->stores) elastic::publish(members, *state_->stores);
+  return Job(std::make_shared<State>(members, *state_));
 }
 
 const World& Job::world() const { return state_->members.world; }
 const elastic::Members& Job::members() const { return state_->members; }
+std::shared_ptr<elastic::ConnectedStores> Job::stores() const { return state_->stores; }
+std::shared_ptr<elastic::Registry> Job::registry() const {
+  return std::make_shared<elastic::Registry>(state_->stores, members());
+}
 bool Job::has_own_cores() const { return state_->own_cores; }
 Store Job::store() const { return state_->keys().prefixed(kUsers); }
 
@@ -118,8 +167,7 @@ Job Job::regroup(const std::vector<int>& lost, Deadline deadline) const {
 }
 
 Job Job::regroup(const elastic::Change& change, Deadline deadline) const {
-  elastic::StoreRegistry registry(membership());
-  return joined(elastic::next_generation(members(), registry, change, deadline));
+  return joined(elastic::next_generation(members(), *registry(), change, deadline));
 }
 
 }  // namespace lockstep

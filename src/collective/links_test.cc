@@ -27,6 +27,8 @@ TEST(Links, ThatSayNothingAreAskedAfter) {
       EXPECT_LE(
           option(IPPROTO_TCP, TCP_KEEPIDLE) + option(IPPROTO_TCP, TCP_KEEPINTVL) * option(IPPROTO_TCP, TCP_KEEPCNT),
           60);
+      EXPECT_LE(option(IPPROTO_TCP, TCP_USER_TIMEOUT), 60'000);
+      EXPECT_GT(option(IPPROTO_TCP, TCP_USER_TIMEOUT), 0);
       ++asked;
     }
     group.barrier(soon());

@@ -1,9 +1,11 @@
 #include "elastic/newcomers.h"
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <random>
+#include <sstream>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -13,8 +15,9 @@
 namespace lockstep::elastic {
 namespace {
 
-constexpr std::chrono::seconds kForAnswer(5), kBetweenSlowPolls(1);
+constexpr std::chrono::seconds kForAnswer(1), kBetweenSlowPolls(1);
 constexpr std::chrono::milliseconds kBetweenFastPolls(200);
+const std::string kMembers = "members";
 
 std::string key_of(std::int64_t place) { return text("newcomer ", place); }
 
@@ -24,13 +27,13 @@ std::string new_name() {
 }
 
 struct Entry {
-  Newcomer newcomer;
+  Process newcomer;
   std::string lines;
 };
 Entry entry_in(const std::string& printed) {
-  const auto name = printed.find('\n'), host = printed.find('\n', name + 1);
-  if (host == std::string::npos) throw InvalidArgument("an entry of a newcomer that cannot be read (another version?)");
-  return {{printed.substr(0, name), printed.substr(name + 1, host - name - 1)}, printed.substr(host + 1)};
+  const auto end = printed.find('\n');
+  if (end == std::string::npos) throw InvalidArgument("an entry of a newcomer that cannot be read (another version?)");
+  return {parse_process(printed.substr(0, end)), printed.substr(end + 1)};
 }
 std::string key_of_end_of(std::int64_t training) { return text("end of training ", training); }
 
@@ -39,55 +42,108 @@ std::string lines(std::int64_t training, const std::string& description) {
   return text("fit number ", training, " of its program (from 0 on)\n", description);
 }
 
-Deadline soon() { return Deadline::after(kForAnswer); }
+Deadline here_deadline() { return Deadline::after(std::chrono::seconds(5)); }
+
+std::int64_t generation_in(const std::string& printed_members) {
+  return parse_members(printed_members, {}).world.generation;
+}
 
 }  // namespace
 
-Candidate::Candidate(const Store& store, const World& self, int first_size, std::int64_t training,
+void publish(const Members& members, Stores& stores) {
+  const auto printed = print(members);
+  for (const auto& store : members.stores) {
+    const auto is_there = [&](const Process& process) { return process.store == store; };
+    const bool has_members = std::any_of(members.processes.begin(), members.processes.end(), is_there);
+    if (has_members ? store != members.self().store : members.world.rank != 0) continue;
+    try {
+      auto before = stores.compare_set(store, kMembers, "", printed);
+      while (before != printed && generation_in(before) <= members.world.generation) {
+        before = stores.compare_set(store, kMembers, before, printed);
+      }
+    } catch (const Error&) {  // that host is lost
+    }
+  }
+}
+
+Candidate::Candidate(std::shared_ptr<ConnectedStores> stores, const World& self, std::int64_t training,
                      const std::string& description)
-    : store_(store),
+    : stores_(std::move(stores)),
       self_(self),
-      first_size_(first_size),
       training_(training),
-      name_(new_name()),
-      presence_(show_presence(store_, name_)) {
-  const auto entry = text(name_, "\n", self_.host, "\n", lines(training, description));
-  for (std::int64_t place = 0; store_.compare_set(key_of(place), "", entry, soon()) != entry;) ++place;
+      process_{.name = new_name(), .host = self.host, .store = stores_->here().address()},
+      presence_(show_presence(stores_->here(), process_.name)) {
+  const auto entry = print(process_) + "\n" + lines(training, description);
+  const auto found = members();
+  if (!found) throw ClusterError("the host of this process does not know of a job that it could join");
+  for (const auto& store : found->stores) {
+    try {
+      enter(store, entry);
+    } catch (const Error&) {  // that host is lost
+    }
+  }
+}
+
+void Candidate::enter(const std::string& store, const std::string& entry) const {
+  for (std::int64_t place = 0; stores_->compare_set(store, key_of(place), "", entry) != entry;) ++place;
+}
+
+// The latest that a host of the job has.
+std::optional<Members> Candidate::members() const {
+  const auto read = [&](const std::string& store) -> std::optional<Members> {
+    try {
+      const auto printed = stores_->compare_set(store, kMembers, "", "");
+      if (!printed.empty()) return parse_members(printed, self_);
+    } catch (const Error&) {
+    }
+    return std::nullopt;
+  };
+  auto latest = read(process_.store);
+  std::vector<std::string> stores;
+  if (latest) {
+    stores = latest->stores;
+  } else {  // its host has just come to the job
+    const auto& here = stores_->here();
+    std::istringstream lines(here.without_prefix().compare_set(cluster::kKnownStores, "", "", here_deadline()));
+    for (std::string line; std::getline(lines, line);) stores.push_back(line);
+  }
+  for (const auto& store : stores) {
+    auto other = read(store);
+    if (other && (!latest || other->world.generation > latest->world.generation)) latest = std::move(other);
+  }
+  return latest;
 }
 
 Members Candidate::wait(Deadline deadline, const std::function<void()>& poll) {
-  StoreRegistry registry(store_);
+  const auto key = key_of_invitation(process_.name);
   while (true) {
-    try {
-      const auto next = Deadline::after(kBetweenSlowPolls);
-      return invitation(self_, registry, name_, next.time() < deadline.time() ? next : deadline);
-    } catch (const DeadlineExceeded&) {
-      if (deadline.passed()) throw DeadlineExceeded("waiting to be taken into the job", deadline.waited());
-    }
+    const auto next = Deadline::after(kBetweenSlowPolls);
+    const auto invitation = stores_->get(process_.store, {key}, next.time() < deadline.time() ? next : deadline)[0];
+    if (invitation) return place_in(*invitation, self_);
+    if (deadline.passed()) throw DeadlineExceeded("waiting to be taken into the job", deadline.waited());
     poll();
-    require_members();
-    if (!store_.compare_set(key_of_end_of(training_), "", "", soon()).empty()) {
+    if (!stores_->compare_set(process_.store, key_of_end_of(training_), "", "").empty()) {
       throw ClusterError("the training ended before this process could join it");
     }
+    require_members();
   }
 }
 
 // A process that is left alone would wait for nobody.
 void Candidate::require_members() const {
-  StoreRegistry registry(store_);
-  for (int rank = 0; rank < first_size_; ++rank) {
-    if (!has_gone(name_of_process(rank), registry, soon())) return;
+  const auto latest = members();
+  if (!latest) return;
+  for (const auto& process : latest->processes) {
+    try {
+      if (stores_->compare_set(process.store, key_of_end(process.name), "", "").empty()) return;
+    } catch (const Error&) {  // that host is lost
+    }
   }
-  for (std::int64_t place = 0;; ++place) {
-    const auto entry = store_.compare_set(key_of(place), "", "", soon());
-    if (entry.empty()) throw ClusterError("all workers of the job that this process was to join have ended");
-    const auto name = entry_in(entry).newcomer.name;
-    if (was_invited(registry, name, soon()) && !has_gone(name, registry, soon())) return;
-  }
+  throw ClusterError("all workers of the job that this process was to join have ended");
 }
 
-Watch::Watch(const Store& store, std::int64_t training, const std::string& description)
-    : store_(store),
+Watch::Watch(std::shared_ptr<Registry> registry, std::int64_t training, const std::string& description)
+    : registry_(std::move(registry)),
       entry_(lines(training, description)),
       thread_([this](const std::stop_token& stop) { watch(stop); }) {}
 
@@ -99,7 +155,7 @@ void Watch::watch(const std::stop_token& stop) {
   for (std::int64_t next = 0;
        !stopped.wait_for(lock, stop, kBetweenFastPolls, [&] { return stop.stop_requested(); });) {
     try {
-      const auto entry = store_.compare_set(key_of(next), "", "", soon());
+      const auto entry = registry_->read_here(key_of(next));
       if (!entry.empty()) {
         add(entry);
         ++next;
@@ -118,12 +174,11 @@ void Watch::watch(const std::stop_token& stop) {
 // Again after an exception.
 void Watch::add(const std::string& printed) {
   const auto [newcomer, theirs] = entry_in(printed);
-  StoreRegistry registry(store_);
-  if (was_invited(registry, newcomer.name, soon())) return;
+  if (was_answered(newcomer)) return;
   if (theirs != entry_) {
     const auto [ours, other] = first_difference(entry_, theirs);
     const auto why = text("this process cannot join the job, which has ", ours, "; it has ", other);
-    refuse(registry, newcomer.name, why, soon());
+    refuse(*registry_, newcomer, why);
     return log_warning(text("a newcomer was refused: ", why));
   }
   MutexLock lock(mutex_);
@@ -131,12 +186,13 @@ void Watch::add(const std::string& printed) {
   any_ = true;
 }
 
-std::vector<Newcomer> Watch::waiting() {
-  StoreRegistry registry(store_);
+bool Watch::was_answered(const Process& newcomer) const {
+  return !registry_->read_here(key_of_invitation(newcomer.name)).empty();
+}
+
+std::vector<Process> Watch::waiting() {
   MutexLock lock(mutex_);
-  std::erase_if(seen_, [&](const Newcomer& newcomer) {
-    return was_invited(registry, newcomer.name, soon()) || has_gone(newcomer.name, registry, soon());
-  });
+  std::erase_if(seen_, [&](const Process& one) { return was_answered(one) || registry_->has_gone(one); });
   any_ = !seen_.empty();
   return seen_;
 }
@@ -148,11 +204,16 @@ void Watch::forget_invited() {
   }
 }
 
-void Watch::tell_end(const Store& store, std::int64_t training, const Members& members) {
-  try {
-    store.without_prefix().set(cluster::kMembersAtEnd, join(members.names, "\n") + "\n", soon());
-    store.set(key_of_end_of(training), "reached", soon());
-  } catch (const Error&) {  // the store is gone: newcomers find that out
+void Watch::tell_end(ConnectedStores& stores, std::int64_t training, const Members& members) {
+  std::string names;
+  for (const auto& process : members.processes) names += process.name + "\n";
+  for (const auto& address : members.stores) {
+    try {
+      const auto store = stores.at(address);
+      store.without_prefix().set(cluster::kMembersAtEnd, names, Deadline::after(kForAnswer));
+      store.set(key_of_end_of(training), "reached", Deadline::after(kForAnswer));
+    } catch (const Error&) {  // that host is lost
+    }
   }
 }
 

@@ -5,22 +5,21 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/mutex.h"
 #include "elastic/next_generation.h"
-#include "lockstep/cluster/store.h"
-#include "lockstep/cluster/world.h"
 
 namespace lockstep::elastic {
 
 // A process that waits to be taken into training number `training` of a job.
 class Candidate {
  public:
-  // `description`: lines that must be the same for all members. `first_size`: of the job's first generation.
-  Candidate(const Store& store, const World& self, int first_size, std::int64_t training,
+  // `description`: lines that must be the same for all members. Throws ClusterError where no host of the job answers.
+  Candidate(std::shared_ptr<ConnectedStores> stores, const World& self, std::int64_t training,
             const std::string& description);
 
   // While it lives, the others see that this process does.
@@ -31,42 +30,48 @@ class Candidate {
   Members wait(Deadline deadline, const std::function<void()>& poll);
 
  private:
+  std::optional<Members> members() const;
+  void enter(const std::string& store, const std::string& entry) const;
   void require_members() const;
 
-  const Store store_;
+  const std::shared_ptr<ConnectedStores> stores_;
   const World self_;
-  const int first_size_;
   const std::int64_t training_;
-  const std::string name_;
+  const Process process_;
   const std::shared_ptr<void> presence_;
 };
 
-// A member's view of the newcomers to a training. Those that do not fit are refused.
+// Tells those that come who is a member now: in the store of this member's host, and from rank 0 in those of hosts
+// without members. Does not throw.
+void publish(const Members& members, Stores& stores);
+
+// A member's view of the newcomers to a training, as its host's store has them. Those that do not fit are refused.
 class Watch {
  public:
-  Watch(const Store& store, std::int64_t training, const std::string& description);
+  Watch(std::shared_ptr<Registry> registry, std::int64_t training, const std::string& description);
 
   // Whether some may wait. Any thread.
   bool any() const { return any_.load(std::memory_order_relaxed); }
 
   // Those that wait, have not gone, and have not been invited. Any thread.
-  std::vector<Newcomer> waiting();
+  std::vector<Process> waiting();
 
   // After some were: they wait no more. Does not throw.
   void forget_invited();
 
-  // Tells newcomers, now and later, that the training has ended, and the launcher which members it had then. Does not
+  // Tells newcomers, now and later, that the training has ended, and the launchers which members it had then. Does not
   // throw.
-  static void tell_end(const Store& store, std::int64_t training, const Members& members);
+  static void tell_end(ConnectedStores& stores, std::int64_t training, const Members& members);
 
  private:
   void watch(const std::stop_token& stop);
   void add(const std::string& entry);
+  bool was_answered(const Process& newcomer) const;
 
-  const Store store_;
+  const std::shared_ptr<Registry> registry_;
   const std::string entry_;  // of a newcomer that fits, behind its name and host
   Mutex mutex_;
-  std::vector<Newcomer> seen_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::vector<Process> seen_ LOCKSTEP_GUARDED_BY(mutex_);
   std::atomic<bool> any_ = false;
   std::jthread thread_;
 };

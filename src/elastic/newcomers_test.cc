@@ -17,7 +17,7 @@ Deadline in(double seconds) { return Deadline::after(std::chrono::duration<doubl
 class Newcomers : public testing::Test {
  protected:
   // What the chief sees once its watch says that some wait.
-  std::vector<Newcomer> wait_for_some(Watch& watch) {
+  std::vector<Process> wait_for_some(Watch& watch) {
     const auto until = in(30);
     while (!watch.any() && !until.passed()) std::this_thread::yield();
     return watch.waiting();
@@ -26,18 +26,22 @@ class Newcomers : public testing::Test {
     return candidate.wait(in(30), [] {});
   }
 
+  Newcomers() { publish(members_, *stores_); }
+
   const Store store_ = Store::hold("127.0.0.1:0");
+  const std::shared_ptr<ConnectedStores> stores_ = std::make_shared<ConnectedStores>(store_);
+  const Members members_ = first_members({.host = "a"}, store_.address());
+  const std::shared_ptr<Registry> registry_ = std::make_shared<Registry>(stores_, members_);
   std::shared_ptr<void> member_ = show_presence(store_, name_of_process(0));
 };
 
 TEST_F(Newcomers, AreSeenTakenInAndForgotten) {
-  Candidate candidate(store_, {.host = "b"}, 1, 0, "model 1");
-  Watch watch(store_, 0, "model 1");
+  Candidate candidate(stores_, {.host = "b"}, 0, "model 1");
+  Watch watch(registry_, 0, "model 1");
   const auto waiting = wait_for_some(watch);
   ASSERT_EQ(waiting.size(), 1U);
   EXPECT_EQ(waiting[0].host, "b");
-  StoreRegistry registry(store_);
-  next_generation(first_members({.host = "a"}), registry, {.newcomers = waiting}, in(30));
+  next_generation(members_, *registry_, {.newcomers = waiting}, in(30));
   const auto place = wait(candidate);
   EXPECT_EQ(place.world.rank, 1);
   EXPECT_EQ(place.world.size, 2);
@@ -47,9 +51,9 @@ TEST_F(Newcomers, AreSeenTakenInAndForgotten) {
 }
 
 TEST_F(Newcomers, ThatDoNotFitAreRefusedAndThoseThatHaveGoneAreForgotten) {
-  std::optional<Candidate> gone(std::in_place, store_, World(), 1, 0, "model 1");
-  Candidate other(store_, {}, 1, 0, "model 2"), later(store_, {}, 1, 1, "model 1");
-  Watch watch(store_, 0, "model 1");
+  std::optional<Candidate> gone(std::in_place, stores_, World(), 0, "model 1");
+  Candidate other(stores_, {}, 0, "model 2"), later(stores_, {}, 1, "model 1");
+  Watch watch(registry_, 0, "model 1");
   expect_says(message_of<ClusterError>([&] { wait(other); }), "which has model 1; it has model 2");
   expect_says(message_of<ClusterError>([&] { wait(later); }), "which has fit number 0");
   EXPECT_TRUE(watch.any());  // it has seen all three
@@ -60,11 +64,11 @@ TEST_F(Newcomers, ThatDoNotFitAreRefusedAndThoseThatHaveGoneAreForgotten) {
 }
 
 TEST_F(Newcomers, DoNotWaitForATrainingOrAJobThatHasEnded) {
-  Watch::tell_end(store_, 0, first_members({}));
-  Candidate late(store_, {}, 1, 0, "model 1");
+  Watch::tell_end(*stores_, 0, members_);
+  Candidate late(stores_, {}, 0, "model 1");
   expect_says(message_of<ClusterError>([&] { wait(late); }), "the training ended before this process could join it");
   member_.reset();
-  Candidate left_alone(store_, {}, 1, 1, "model 1");
+  Candidate left_alone(stores_, {}, 1, "model 1");
   expect_says(message_of<ClusterError>([&] { wait(left_alone); }), "all workers of the job");
 }
 

@@ -10,28 +10,26 @@
 namespace lockstep::elastic {
 namespace {
 
-constexpr std::chrono::seconds kToRead(5);
+constexpr std::chrono::seconds kToEnter(10);
 constexpr std::chrono::milliseconds kBetweenLooks(100);  // for those that have gone
 constexpr int kMostUnanswered = 50;
-const std::string kLost = "lost", kLeft = "left", kOn = "on ", kNone = "none", kRefused = "refused: ";
+const std::string kLost = "lost", kLeft = "left", kOn = "on", kNone = "none", kRefused = "refused: ";
 
-std::string key_of_invitation(const std::string& newcomer) { return "invitation of " + newcomer; }
-
-// One a line: the name, and the host.
-std::string print(const std::vector<Newcomer>& newcomers) {
+// One a line.
+std::string print(const std::vector<Process>& newcomers) {
   std::string lines;
-  for (const auto& newcomer : newcomers) lines += text(newcomer.name, " ", newcomer.host, "\n");
+  for (const auto& newcomer : newcomers) lines += print(newcomer) + "\n";
   return lines.empty() ? kNone : lines;
 }
 
-std::vector<Newcomer> parse(const std::string& printed) {
-  std::vector<Newcomer> newcomers;
+std::vector<Process> parse(const std::string& printed) {
+  std::vector<Process> newcomers;
   std::istringstream lines(printed == kNone ? "" : printed);
-  for (Newcomer next; lines >> next.name && std::getline(lines >> std::ws, next.host);) newcomers.push_back(next);
+  for (std::string line; std::getline(lines, line);) newcomers.push_back(parse_process(line));
   return newcomers;
 }
 
-// The entries of a generation: of each rank of the one before its host, or that it is lost or has left; and newcomers.
+// The entries of a generation: of each rank of the one before whether it is on, lost or has left; and newcomers.
 class Entries {
  public:
   Entries(const Members& now, Registry& registry, Deadline deadline)
@@ -44,10 +42,10 @@ class Entries {
 
   // Where there is none; returns the one that is kept.
   std::string enter(int rank, const std::string& value) {
-    return registry_.enter(keys_[static_cast<std::size_t>(rank)], value, Deadline::after(kToRead));
+    return registry_.enter(keys_[static_cast<std::size_t>(rank)], value, Deadline::after(kToEnter));
   }
-  std::vector<Newcomer> enter_newcomers(const std::vector<Newcomer>& newcomers) {
-    return parse(registry_.enter(prefix_ + "newcomers", print(newcomers), Deadline::after(kToRead)));
+  std::vector<Process> enter_newcomers(const std::vector<Process>& newcomers) {
+    return parse(registry_.enter(prefix_ + "newcomers", print(newcomers), Deadline::after(kToEnter)));
   }
 
   // Every rank's. Ranks without one that have gone, or that have none at the deadline, are entered as lost.
@@ -62,9 +60,8 @@ class Entries {
         if (missing.empty() && registry_.passed(deadline_) && ++unanswered > kMostUnanswered) throw;
       }
       for (const int rank : missing) {
-        const auto& name = now_.names[static_cast<std::size_t>(rank)];
-        const bool is_lost = registry_.passed(deadline_) || has_gone(name, registry_, Deadline::after(kToRead));
-        if (is_lost) enter(rank, kLost);
+        const auto& process = now_.processes[static_cast<std::size_t>(rank)];
+        if (registry_.passed(deadline_) || registry_.has_gone(process)) enter(rank, kLost);
       }
     }
   }
@@ -77,37 +74,13 @@ class Entries {
   std::vector<std::string> keys_;
 };
 
-// The world, and names one a line.
-std::string print(const Members& members) {
-  const auto& world = members.world;
-  return text(world.generation, " ", world.size, " ", world.rank, " ", world.local_size, " ", world.local_rank, "\n",
-              join(members.names, "\n"), "\n");
-}
-
 }  // namespace
 
-std::string key_of_end(const std::string& name) { return "end of " + name; }
+std::string key_of_invitation(const std::string& newcomer) { return "invitation of " + newcomer; }
 
-std::shared_ptr<void> show_presence(const Store& store, const std::string& name) {
-  return store.set_at_end(key_of_end(name), "reached", Deadline::after(kToRead));
-}
-
-bool has_gone(const std::string& name, Registry& registry, Deadline deadline) {
-  return !registry.enter(key_of_end(name), "", deadline).empty();
-}
-
-std::string name_of_process(int rank) { return text("process ", rank); }
-
-Members first_members(const World& world) {
-  Members members{.world = world, .names = {}};
-  for (int r = 0; r < world.size; ++r) members.names.push_back(name_of_process(r));
-  return members;
-}
-
-std::optional<int> first_gone(const Members& members, Registry& registry, Deadline deadline) {
+std::optional<int> first_gone(const Members& members, Registry& registry) {
   for (int r = 0; r < members.world.size; ++r) {
-    const auto& name = members.names[static_cast<std::size_t>(r)];
-    if (r != members.world.rank && has_gone(name, registry, deadline)) return r;
+    if (r != members.world.rank && registry.has_gone(members.processes[static_cast<std::size_t>(r)])) return r;
   }
   return std::nullopt;
 }
@@ -122,63 +95,60 @@ Members next_generation(const Members& now, Registry& registry, const Change& ch
   Entries entries(now, registry, deadline);
   // Before this rank's own entry: whoever finds that has these too.
   if (!change.newcomers.empty()) entries.enter_newcomers(change.newcomers);
+  const auto enter_lost = [&](bool higher_alone) {
+    for (const int rank : change.lost) {
+      if (rank > world.rank || (!higher_alone && rank != world.rank)) entries.enter(rank, kLost);
+    }
+  };
   // This rank enters itself before those that it takes for lost: where a link broke, each end takes the other for lost
-  // although both are alive.
-  if (entries.enter(world.rank, change.leaves ? kLeft : kOn + world.host) == kLost) {
+  // although both are alive. If it stays broken, the lower rank goes on.
+  if (change.insists) enter_lost(true);
+  if (entries.enter(world.rank, change.leaves ? kLeft : kOn) == kLost) {
     throw ClusterError(text("regroup: the others took rank ", world.rank, " for lost, and go on without it"));
   }
-  for (const int rank : change.lost) {
-    if (rank != world.rank) entries.enter(rank, kLost);  // a deadline's error may list this rank too
-  }
-  Members next;
-  next.world = world;
-  std::vector<std::string> hosts;  // [rank]
+  enter_lost(false);  // a deadline's error may list this rank too
+  Members next{.world = world, .processes = {}, .stores = now.stores};
   const auto members = entries.complete();
   for (std::size_t r = 0; r < members.size(); ++r) {
-    if (static_cast<int>(r) == world.rank) next.world.rank = static_cast<int>(hosts.size());
-    if (members[r] == kLost || members[r] == kLeft) continue;
-    hosts.push_back(members[r].substr(kOn.size()));
-    next.names.push_back(now.names[r]);
+    if (static_cast<int>(r) == world.rank) next.world.rank = static_cast<int>(next.processes.size());
+    if (members[r] == kOn) next.processes.push_back(now.processes[r]);
   }
   const auto newcomers = entries.enter_newcomers({});
-  const auto first_newcomer = hosts.size();
+  const auto first_newcomer = next.processes.size();
   for (const auto& newcomer : newcomers) {
-    hosts.push_back(newcomer.host);
-    next.names.push_back(newcomer.name);
+    next.processes.push_back(newcomer);
+    auto& stores = next.stores;
+    if (std::find(stores.begin(), stores.end(), newcomer.store) == stores.end()) stores.push_back(newcomer.store);
   }
   next.world.generation = world.generation + 1;
-  next.world.size = static_cast<int>(hosts.size());
+  next.world.size = static_cast<int>(next.processes.size());
   const auto placed = [&](std::size_t rank) {
     auto place = next;
     place.world.rank = static_cast<int>(rank);
-    place.world.host = hosts[rank];
-    place.world.local_rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + place.world.rank, hosts[rank]));
-    place.world.local_size = static_cast<int>(std::count(hosts.begin(), hosts.end(), hosts[rank]));
+    place.world.host = next.processes[rank].host;
+    const auto is_here = [&](const Process& process) { return process.host == place.world.host; };
+    const auto begin = next.processes.begin();
+    place.world.local_rank = static_cast<int>(std::count_if(begin, begin + place.world.rank, is_here));
+    place.world.local_size = static_cast<int>(std::count_if(begin, next.processes.end(), is_here));
     return place;
   };
   for (std::size_t i = 0; i < newcomers.size(); ++i) {
-    registry.enter(key_of_invitation(newcomers[i].name), print(placed(first_newcomer + i)), Deadline::after(kToRead));
+    const auto key = key_of_invitation(newcomers[i].name);
+    const auto place = registry.enter(key, print(placed(first_newcomer + i)), Deadline::after(kToEnter));
+    registry.tell(newcomers[i].store, key, place);
   }
   return change.leaves ? next : placed(static_cast<std::size_t>(next.world.rank));
 }
 
-Members invitation(const World& self, Registry& registry, const std::string& newcomer, Deadline deadline) {
-  const auto told = registry.get({key_of_invitation(newcomer)}, deadline)[0];
-  if (told.starts_with(kRefused)) throw ClusterError(told.substr(kRefused.size()));
-  Members members{.world = self, .names = {}};
-  auto& world = members.world;
-  std::istringstream lines(told);
-  lines >> world.generation >> world.size >> world.rank >> world.local_size >> world.local_rank >> std::ws;
-  for (std::string name; std::getline(lines, name);) members.names.push_back(name);
-  return members;
+Members place_in(const std::string& invitation, const World& self) {
+  if (invitation.starts_with(kRefused)) throw ClusterError(invitation.substr(kRefused.size()));
+  return parse_members(invitation, self);
 }
 
-bool was_invited(Registry& registry, const std::string& newcomer, Deadline deadline) {
-  return !registry.enter(key_of_invitation(newcomer), "", deadline).empty();
-}
-
-void refuse(Registry& registry, const std::string& newcomer, const std::string& reason, Deadline deadline) {
-  registry.enter(key_of_invitation(newcomer), kRefused + reason, deadline);
+void refuse(Registry& registry, const Process& newcomer, const std::string& reason) {
+  const auto key = key_of_invitation(newcomer.name);
+  registry.tell(newcomer.store, key, kRefused + reason);
+  registry.tell(registry.here(), key, kRefused + reason);
 }
 
 }  // namespace lockstep::elastic

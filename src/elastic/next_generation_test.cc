@@ -21,9 +21,17 @@ World world_of(int rank) {
   return {.rank = rank, .size = 4, .local_rank = rank % 2, .local_size = 2, .host = rank < 2 ? "a" : "b"};
 }
 
-World regroup(const World& world, const Store& store, const Change& change) {
-  StoreRegistry registry(store);
-  return next_generation(first_members(world), registry, change, in(5)).world;
+// The four, with one store for all.
+Members members_of(int rank, const Store& store) {
+  return first_members(world_of(rank), {"a", "a", "b", "b"}, std::vector<std::string>(4, store.address()));
+}
+Registry registry_of(int rank, const Store& store) {
+  return Registry(std::make_shared<ConnectedStores>(store), members_of(rank, store));
+}
+
+World regroup(int rank, const Store& store, const Change& change, double seconds = 5) {
+  auto registry = registry_of(rank, store);
+  return next_generation(members_of(rank, store), registry, change, in(seconds)).world;
 }
 
 // What each of `ranks` finds that is not left out; each knows of the losses that `lost` has for it.
@@ -35,8 +43,7 @@ std::map<int, World> found_by(const Store& store, const std::vector<int>& ranks,
   for (const int rank : ranks) {
     threads.emplace_back([&, rank, known = lost[rank]] {
       try {
-        StoreRegistry registry(store);
-        const auto next = next_generation(first_members(world_of(rank)), registry, {.lost = known}, in(seconds)).world;
+        const auto next = regroup(rank, store, {.lost = known}, seconds);
         MutexLock lock(mutex);
         found[rank] = next;
       } catch (const ClusterError&) {
@@ -66,13 +73,13 @@ TEST(NextGeneration, WhoDoesNotComeByTheDeadlineIsLeftOutAndTold) {
   const auto found = found_by(store, {0, 1, 3}, {}, 0.2);
   ASSERT_EQ(found.size(), 3U);
   for (const auto& [rank, world] : found) EXPECT_EQ(world.size, 3);
-  expect_says(message_of<ClusterError>([&] { regroup(world_of(2), store, {}); }), "the others took rank 2 for lost");
+  expect_says(message_of<ClusterError>([&] { regroup(2, store, {}); }), "the others took rank 2 for lost");
 }
 
 TEST(NextGeneration, NobodyWaitsForAProcessThatHasGone) {
   const auto begin = in(0);
   const auto store = Store::hold("127.0.0.1:0");
-  show_presence(store, first_members(world_of(1)).names[1]);  // for no longer than this line
+  show_presence(store, name_of_process(1));  // for no longer than this line
   const auto found = found_by(store, {0, 2, 3}, {}, 30);
   EXPECT_LT(begin.waited().count(), 20);
   ASSERT_EQ(found.size(), 3U);
@@ -91,14 +98,14 @@ TEST(NextGeneration, TwoThatBlameEachOtherAreNotBothLeftOut) {
 TEST(NextGeneration, RanksThatThereAreNotAreNamed) {
   const auto store = Store::hold("127.0.0.1:0");
   for (const int rank : {-1, 4}) {
-    expect_says(message_of<InvalidArgument>([&] { regroup(world_of(1), store, {.lost = {rank}}); }),
+    expect_says(message_of<InvalidArgument>([&] { regroup(1, store, {.lost = {rank}}); }),
                 "is said to be lost; ranks are 0 to 3");
   }
 }
 
 // Of those that a DeadlineExceeded lists this rank may be one.
 TEST(NextGeneration, ARankThatComesIsNotLostByItsOwnWord) {
-  EXPECT_EQ(regroup(world_of(1), Store::hold("127.0.0.1:0"), {.lost = {0, 1, 2, 3}}).size, 1);
+  EXPECT_EQ(regroup(1, Store::hold("127.0.0.1:0"), {.lost = {0, 1, 2, 3}}).size, 1);
 }
 
 TEST(NextGeneration, NewcomersComeBehindTheOthersAndAreToldTheirPlaces) {
@@ -107,22 +114,24 @@ TEST(NextGeneration, NewcomersComeBehindTheOthersAndAreToldTheirPlaces) {
   for (const int rank : {0, 1, 2}) {  // rank 3 leaves, and rank 2 does not know of the newcomers
     threads.emplace_back([&, rank] {
       Change change;
-      if (rank != 2) change.newcomers = {{"x", "b"}, {"y", "c"}};
-      const auto world = regroup(world_of(rank), store, change);
+      if (rank != 2) change.newcomers = {{"x", "b", store.address()}, {"y", "c", store.address()}};
+      const auto world = regroup(rank, store, change);
       EXPECT_EQ(world.size, 5);
       EXPECT_EQ(world.rank, rank);
       EXPECT_EQ(world.local_size, 2);
     });
   }
-  regroup(world_of(3), store, {.leaves = true});
+  regroup(3, store, {.leaves = true});
   threads.clear();
-  StoreRegistry registry(store);
-  const auto first = invitation({.host = "b"}, registry, "x", in(5)).world,
-             second = invitation({.host = "c"}, registry, "y", in(5)).world;
+  auto registry = registry_of(0, store);
+  const auto told = [&](const std::string& newcomer) {
+    return place_in(registry.read_here(key_of_invitation(newcomer)), {}).world;
+  };
+  const auto first = told("x"), second = told("y");
   EXPECT_EQ(std::tuple(first.generation, first.rank, first.local_rank, first.local_size), std::tuple(1, 3, 1, 2));
   EXPECT_EQ(std::tuple(second.generation, second.rank, second.local_rank, second.local_size), std::tuple(1, 4, 0, 1));
-  refuse(registry, "z", "another model", in(5));
-  expect_says(message_of<ClusterError>([&] { invitation({}, registry, "z", in(5)); }), "another model");
+  refuse(registry, {"z", "c", store.address()}, "another model");
+  expect_says(message_of<ClusterError>([&] { told("z"); }), "another model");
 }
 
 }  // namespace

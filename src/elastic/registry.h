@@ -1,40 +1,70 @@
-// Entries that the members of a job write for each other. The first value of an entry stays, so that all find the same,
-// whenever they read.
+// Entries that the members of a job write for each other, in the stores of their hosts.
 #pragma once
 
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include "lockstep/cluster/store.h"
+#include "base/mutex.h"
+#include "elastic/members.h"
+#include "elastic/stores.h"
 
 namespace lockstep::elastic {
 
+// Of the members of one generation. The first value of an entry stays, so that all find the same, whenever they read.
+// Hosts may be lost, and links between them break: an entry is what a majority of the members' hosts has accepted, so
+// that at most one part of a job that was divided can go on. Where they are even, the half with rank 0's host decides.
+//
+// Each entry is decided by Paxos (Lamport, "Paxos Made Simple", 2001). The stores are the acceptors; the members, which
+// are the proposers, change an acceptor's state by compare_set. One store needs no such thing.
+//
+// Any thread, but `enter` and `get` one at a time.
 class Registry {
  public:
-  virtual ~Registry() = default;
+  Registry(std::shared_ptr<Stores> stores, const Members& members);
 
-  // Sets the entry where there is none; returns the value that it keeps. An empty `value` is not set.
-  virtual std::string enter(const std::string& key, const std::string& value, Deadline deadline) = 0;
+  // Sets the entry where there is none; returns the value that it keeps. Throws ClusterError where no majority answers
+  // before the deadline.
+  std::string enter(const std::string& key, const std::string& value, Deadline deadline);
 
   // Waits until all are there. DeadlineExceeded lists, by their places in `keys`, those that are not.
-  virtual std::vector<std::string> get(const std::vector<std::string>& keys, Deadline deadline) = 0;
+  std::vector<std::string> get(const std::vector<std::string>& keys, Deadline deadline);
 
-  // Whether the deadline has passed on the clock by which `get` waits.
-  virtual bool passed(Deadline deadline) const { return deadline.passed(); }
-};
+  // --- What one store has, which others may not have.
 
-class StoreRegistry final : public Registry {
- public:
-  explicit StoreRegistry(Store store) : store_(std::move(store)) {}
-  std::string enter(const std::string& key, const std::string& value, Deadline deadline) override {
-    return store_.compare_set(key, "", value, deadline);
-  }
-  std::vector<std::string> get(const std::vector<std::string>& keys, Deadline deadline) override {
-    return store_.get(keys, deadline);
-  }
+  // Of this process's host, whose address `here` is; empty where there is none.
+  const std::string& here() const { return here_; }
+  std::string read_here(const std::string& key);
+  std::string read_at(const std::string& store, const std::string& key);  // empty also where it does not answer
+
+  // Where there is none. Does nothing where that store does not answer.
+  void tell(const std::string& store, const std::string& key, const std::string& value);
+
+  // Whether a process has ended, or its host does not answer for some time.
+  bool has_gone(const Process& process);
+
+  bool passed(Deadline deadline) const { return stores_->passed(deadline); }
 
  private:
-  const Store store_;
+  struct Ballot;
+  struct Accepted;
+  struct Vote;
+
+  bool decides(const std::vector<bool>& votes) const;
+  Vote change(const std::string& store, const std::string& key, const Ballot& ballot, const std::string* value);
+  std::string propose(const std::string& key, const std::string& value, int& seen, std::string& silent);
+
+  const std::shared_ptr<Stores> stores_;
+  const std::string name_;                    // of this process
+  const std::string here_;                    // its host's store
+  const std::vector<std::string> acceptors_;  // rank 0's host's first
+  Mutex mutex_;
+  std::map<std::string, double> silent_since_ LOCKSTEP_GUARDED_BY(mutex_);  // [store]
 };
+
+// The entry that a process leaves behind when it ends; and what makes it do so while that lives.
+std::string key_of_end(const std::string& name);
+std::shared_ptr<void> show_presence(const Store& store, const std::string& name);
 
 }  // namespace lockstep::elastic

@@ -122,7 +122,7 @@ bool Sections::recover(Change change, const std::function<void(const Numbers&)>&
       std::vector<int> lost;
       if (!is_loss(error, lost)) throw;
       member_.on_loss(error);
-      change = {.lost = std::move(lost), .leaves = change.leaves};
+      change = {.lost = std::move(lost), .leaves = change.leaves, .insists = true};
     }
   }
 }

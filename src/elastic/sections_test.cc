@@ -1,5 +1,5 @@
-// The members of a job, in a simulation: whoever is killed, stopped or comes, and whenever, the members have one
-// history of steps, in which every example is used once.
+// The members of a job, in a simulation: whoever is killed, stopped or comes, whatever hosts are lost or cut off from
+// each other, and whenever, the members have one history of steps, in which every example is used once.
 #include "elastic/sections.h"
 
 #include <gtest/gtest.h>
@@ -13,100 +13,24 @@
 #include <sstream>
 
 #include "base/text.h"
-#include "elastic/simulation_testing.h"
+#include "elastic/simulated_job_testing.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::elastic {
 namespace {
 
+using simulated::Job, simulated::SimulatedStores;
+
 constexpr int kEpochs = 2, kSteps = 4, kBuckets = 2, kExamples = 24;
-constexpr double kToRegroup = 10, kToComplete = 8, kBetweenLooks = 0.1;  // seconds of virtual time
-
-// The entries of a store that answers after some time, and its collective operations.
-struct Job {
-  explicit Job(unsigned seed) : time(seed) {}
-
-  struct Operation {
-    std::string kind;
-    std::map<int, std::string> arrived;  // [rank]
-  };
-
-  Simulation time;
-  std::map<std::string, std::string> entries;
-  std::map<int, std::string> name_of;                            // [process]
-  std::map<std::pair<std::int64_t, int>, int> process_of;        // [generation, rank]
-  std::map<int, std::int64_t> generation_of;                     // [process] whose group it has
-  std::map<std::pair<std::int64_t, int>, Operation> operations;  // [generation, number]
-  std::vector<Newcomer> newcomers;                               // that have come
-  double near_end = INFINITY;                                    // when the first member began the last epoch
-  double broken_links = 0;                                       // the probability in an operation
-  std::string problem;                                           // the first that was found
-  std::vector<std::vector<std::string>> histories;               // of those that trained to the end
-  std::set<int> trained;                                         // processes that did
-  double ended = 0;
-  bool has_long_waits = false;  // that are to be expected
-
-  std::vector<Newcomer> waiting() const {
-    auto all = newcomers;
-    std::erase_if(all, [&](const auto& one) {
-      return entries.contains("invitation of " + one.name) || entries.contains(key_of_end(one.name));
-    });
-    return all;
-  }
-
-  // What a process leaves behind in the store when it has ended.
-  void tell_ends() {
-    for (const auto& [process, name] : name_of) {
-      if (!time.is_alive(process)) entries.try_emplace(key_of_end(name), "reached");
-    }
-  }
-
-  void expect(bool holds, const std::string& otherwise) {
-    if (!holds && problem.empty()) problem = otherwise;
-  }
-};
-
-class SimulatedRegistry final : public Registry {
- public:
-  explicit SimulatedRegistry(Job& job) : job_(job) {}
-  std::string enter(const std::string& key, const std::string& value, Deadline) override {
-    job_.time.pass_some_time();
-    job_.tell_ends();
-    const auto found = job_.entries.find(key);
-    const auto kept = found != job_.entries.end() ? found->second : value;
-    if (!value.empty()) job_.entries.try_emplace(key, value);
-    job_.time.notify();
-    job_.time.pass_some_time();
-    return kept;
-  }
-  std::vector<std::string> get(const std::vector<std::string>& keys, Deadline) override {
-    const auto holds = [&](const std::string& key) { return job_.entries.contains(key); };
-    const bool all =
-        job_.time.wait([&] { return std::all_of(keys.begin(), keys.end(), holds); }, job_.time.now() + kBetweenLooks);
-    std::vector<int> missing;
-    std::vector<std::string> values;
-    for (std::size_t i = 0; i < keys.size(); ++i) {
-      if (!holds(keys[i])) missing.push_back(static_cast<int>(i));
-      if (holds(keys[i])) values.push_back(job_.entries.at(keys[i]));
-    }
-    if (!all) throw DeadlineExceeded("get", std::chrono::duration<double>(kBetweenLooks), missing);
-    return values;
-  }
-  bool passed(Deadline) const override { return job_.time.now() >= until; }
-
-  double until = 0;  // of the call that runs
-
- private:
-  Job& job_;
-};
+constexpr double kToRegroup = 10, kToComplete = 8, kToMissAHost = 3;  // seconds of virtual time
 
 // What a worker trains: which examples each step has used.
 class Worker final : public Member {
  public:
-  Worker(Job& job, const World& world) : job_(job), registry_(job), members_(first_members(world)) {
-    job_.name_of[job_.time.self()] = members_.names[static_cast<std::size_t>(world.rank)];
+  Worker(Job& job, const Members& members)
+      : job_(job), stores_(std::make_shared<SimulatedStores>(job)), members_(members) {
+    job_.name_of[job_.time.self()] = members_.self().name;
   }
-  Worker(Job& job, const Newcomer& newcomer) : Worker(job, World()) { job_.name_of[job_.time.self()] = newcomer.name; }
 
   int rank() const override { return members_.world.rank; }
   int size() const override { return members_.world.size; }
@@ -132,8 +56,9 @@ class Worker final : public Member {
   }
 
   void regroup(const Change& change) override {
-    registry_.until = job_.time.now() + kToRegroup;
-    members_ = next_generation(members_, registry_, change, Deadline::never());
+    stores_->until = job_.time.now() + kToRegroup;
+    Registry registry(stores_, members_);
+    members_ = next_generation(members_, registry, change, Deadline::never());
     if (!change.leaves) make_group();
   }
 
@@ -146,13 +71,11 @@ class Worker final : public Member {
   }
 
   // Waits for that; false where the training ended before.
-  bool is_invited(const std::string& newcomer) {
+  bool is_invited(const Process& newcomer) {
     for (const double until = job_.time.now() + kToRegroup; job_.time.now() < until;) {
-      try {
-        members_ = invitation({}, registry_, newcomer, Deadline::never());
-        return true;
-      } catch (const DeadlineExceeded&) {  // of this look
-      }
+      const auto found = stores_->get(newcomer.store, {key_of_invitation(newcomer.name)}, Deadline::never())[0];
+      if (found) members_ = place_in(*found, {.host = newcomer.host});
+      if (found) return true;
     }
     return false;
   }
@@ -223,7 +146,9 @@ class Worker final : public Member {
       all[bucket] = unite(text("bucket ", bucket), mine);
     }
     for (const auto set : all) job_.expect(set == (std::uint32_t{1} << kExamples) - 1, "a step lacks examples");
-    history.push_back(text("epoch ", epoch, " step ", step));
+    std::string names;
+    for (const auto& process : members_.processes) names += " " + process.name;
+    history.push_back(text("epoch ", epoch, " step ", step, " by", names));
     ++steps_;
   }
 
@@ -243,12 +168,14 @@ class Worker final : public Member {
     if (number > 0 && size() > 1 && time.chance(job_.broken_links)) {
       throw PeerLost((rank() + 1 + time.random_below(size() - 1)) % size(), group, "a link broke");
     }
-    const auto complete = [&] { return static_cast<int>(operation.arrived.size()) == size(); };
+    const auto complete = [&] { return missing(operation, group).empty(); };
     const double until = time.now() + longest;
     while (!complete()) {
       if (kind == "group") throw_if_gone();
       if (const auto lost = lost_rank(group)) throw PeerLost(*lost, group, "its process ended");
-      if (time.now() >= until) throw DeadlineExceeded(kind, std::chrono::duration<double>(longest), missing(operation));
+      const auto late = missing(operation, group);
+      if (late.empty()) break;  // they came while this one looked whether somebody has gone
+      if (time.now() >= until) throw DeadlineExceeded(kind, std::chrono::duration<double>(longest), late);
       time.wait([&] { return complete() || lost_rank(group); }, std::min(until, time.now() + 0.05));
     }
     time.pass_some_time();
@@ -259,16 +186,20 @@ class Worker final : public Member {
 
   // While a group is made, the others are known by their names alone.
   void throw_if_gone() {
-    if (const auto rank = first_gone(members_, registry_, Deadline::never())) {
+    Registry registry(stores_, members_);
+    if (const auto rank = first_gone(members_, registry)) {
       throw PeerLost(*rank, generation(), "its process ended");
     }
   }
 
-  // One of the group whose end is noticed: it has ended, or has a group of a later generation.
+  // One of the group whose end is noticed: it has ended, or has a group of a later generation, or its host is cut off.
   std::optional<int> lost_rank(std::int64_t group) const {
     for (int rank = 0; rank < size(); ++rank) {
       const auto found = job_.process_of.find({group, rank});
       if (rank == members_.world.rank || found == job_.process_of.end()) continue;
+      const double cut = job_.cut_since(job_.host(), job_.host_of[static_cast<std::size_t>(found->second)]);
+      if (cut >= kToMissAHost) return rank;
+      if (cut >= 0) continue;
       const auto has = job_.generation_of.find(found->second);
       const bool went_on = has != job_.generation_of.end() && has->second > group;
       if (!job_.time.is_alive(found->second) || went_on) return rank;
@@ -280,10 +211,15 @@ class Worker final : public Member {
     return job_.trained.contains(job_.process_of.at({group, rank}));
   }
 
-  std::vector<int> missing(const Job::Operation& operation) const {
+  std::vector<int> missing(const Job::Operation& operation, std::int64_t group) const {
     std::vector<int> ranks;
     for (int rank = 0; rank < size(); ++rank) {
-      if (!operation.arrived.contains(rank)) ranks.push_back(rank);
+      const bool is_there = operation.arrived.contains(rank);
+      const auto cut = [&] {
+        const auto process = static_cast<std::size_t>(job_.process_of.at({group, rank}));
+        return job_.cut_since(job_.host(), job_.host_of[process]) >= 0;
+      };
+      if (!is_there || cut()) ranks.push_back(rank);
     }
     return ranks;
   }
@@ -297,7 +233,7 @@ class Worker final : public Member {
   }
 
   Job& job_;
-  SimulatedRegistry registry_;
+  const std::shared_ptr<SimulatedStores> stores_;
   Members members_;
   std::int64_t steps_ = 0;
   int operations_ = 0;  // of this generation
@@ -308,10 +244,26 @@ class Worker final : public Member {
   Job job(seed);
   auto& time = job.time;
   const int members = 2 + time.random_below(4), newcomers = time.random_below(3);
+  const int hosts = time.chance(0.4) ? 1 : 2 + time.random_below(4);
+  job.entries.resize(static_cast<std::size_t>(hosts));
+  std::vector<std::string> stores;  // [rank]
+  for (int i = 0; i < members + newcomers; ++i) {
+    job.host_of.push_back(i < members ? i * hosts / members : time.random_below(hosts));
+    if (i < members) stores.push_back(Job::store_of(job.host_of.back()));
+  }
   const double duration = 0.25;
   const int safe = time.random_below(members);  // this process stays undisturbed
+  const int safe_host = job.host_of[static_cast<std::size_t>(safe)];
   job.broken_links = time.chance(0.2) ? 0.01 : 0;
-  job.has_long_waits = job.broken_links > 0;
+  const bool is_divided = hosts > 1 && time.chance(0.5);
+  if (is_divided) {
+    for (int host = 0; host < hosts; ++host) {
+      if (host != safe_host && time.chance(0.5)) job.cut_off.insert(host);
+    }
+    job.cut_from = time.random(0.03, duration);
+    job.cut_until = time.chance(0.3) ? INFINITY : job.cut_from + time.random(0, 20);
+  }
+  job.has_long_waits = job.broken_links > 0 || is_divided;
   const auto process = [&](const std::function<void()>& body) {
     try {
       body();
@@ -324,7 +276,7 @@ class Worker final : public Member {
     const double leaves = rank != safe && time.chance(0.1) ? time.random(0, duration) : INFINITY;
     time.start(time.random(0, 0.01), [&, rank, leaves] {
       process([&] {
-        Worker worker(job, {.rank = rank, .size = members});
+        Worker worker(job, first_members({.rank = rank, .size = members}, stores, stores));
         Sections sections(worker);
         worker.make_group();
         worker.train(sections, [&, leaves] { return time.now() > leaves; });
@@ -334,12 +286,12 @@ class Worker final : public Member {
   for (int i = 0; i < newcomers; ++i) {
     time.start(time.random(0, duration), [&, i] {
       process([&] {
-        const Newcomer self{text("newcomer-", i), "localhost"};
-        Worker worker(job, self);
+        const auto self = Job::process_at(text("newcomer-", i), job.host());
+        Worker worker(job, {.world = {}, .processes = {self}, .stores = {}});
         job.newcomers.push_back(self);
         Sections sections(worker);
         const double came = time.now();
-        if (!worker.is_invited(self.name))
+        if (!worker.is_invited(self))
           return job.expect(came > job.near_end || job.has_long_waits, "a newcomer was not taken in");
         sections.join([&] { worker.make_group(); });
         worker.train(sections, [] { return false; });
@@ -360,14 +312,17 @@ class Worker final : public Member {
     }
   }
   if (!time.run(1000)) job.expect(false, "somebody waits for ever");
-  job.expect(job.trained.contains(safe) || job.broken_links > 0, "who was not disturbed has not trained to the end");
+  const bool may_lose_most = hosts > 1 && (is_divided || kills > 0);
+  job.expect(job.trained.contains(safe) || job.broken_links > 0 || may_lose_most,
+             "who was not disturbed has not trained to the end");
   job.expect(job.has_long_waits || job.ended < 3, text("the training took ", job.ended, " s"));
-  std::vector<std::string> expected;
-  for (int epoch = 0; epoch < kEpochs; ++epoch) {
-    for (int step = 0; step < kSteps; ++step) expected.push_back(text("epoch ", epoch, " step ", step));
-  }
   for (const auto& history : job.histories) {
-    job.expect(history == expected, text("a history of ", join(history)));
+    job.expect(history == job.histories[0], text("two histories: ", join(history), "; ", join(job.histories[0])));
+    bool is_whole = history.size() == kEpochs * kSteps;
+    for (std::size_t i = 0; i < history.size() && is_whole; ++i) {
+      is_whole = history[i].starts_with(text("epoch ", i / kSteps, " step ", i % kSteps, " by"));
+    }
+    job.expect(is_whole, text("a history of ", join(history)));
   }
   return job.problem;
 }

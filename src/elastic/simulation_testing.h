@@ -69,6 +69,7 @@ class Simulation {
       }
       now_ = std::max(now_, event.time);
       running_number_ = event.process;
+      if (process.waits && now_ < process.until && process.died_at > now_ && !process.holds()) continue;
       resume(process);
     }
     return std::all_of(processes_.begin(), processes_.end(), [](const auto& process) { return process->ended; });
@@ -88,9 +89,12 @@ class Simulation {
   // Waits until holds(), which is looked at some time after each `notify`; false where it does not at the time `until`.
   template <class Holds>
   bool wait(const Holds& holds, double until) {
+    auto& process = *processes_[at(self())];
     while (!holds()) {
       if (now_ >= until) return false;
-      processes_[at(self())]->waits = true;
+      process.waits = true;
+      process.until = until;
+      process.holds = std::cref(holds);
       wake(self(), until);
       yield();
     }
@@ -114,13 +118,36 @@ class Simulation {
  private:
   static constexpr std::size_t kStack = 128 * 1024;
 
+  // Kept for the next simulation: the system takes longer to give a new one.
+  class Stack {
+   public:
+    Stack() {
+      if (spare().empty()) spare().emplace_back(new std::byte[kStack]);
+      bytes_ = std::move(spare().back());
+      spare().pop_back();
+    }
+    ~Stack() { spare().push_back(std::move(bytes_)); }
+    Stack(const Stack&) = delete;
+    Stack& operator=(const Stack&) = delete;
+    std::byte* get() const { return bytes_.get(); }
+
+   private:
+    static std::vector<std::unique_ptr<std::byte[]>>& spare() {
+      static std::vector<std::unique_ptr<std::byte[]>> all;
+      return all;
+    }
+    std::unique_ptr<std::byte[]> bytes_;
+  };
+
   struct Process {
     std::function<void()> body;
     Simulation* simulation = nullptr;
-    std::unique_ptr<std::byte[]> stack{new std::byte[kStack]};
+    Stack stack;
     ucontext_t context = {}, caller = {};
     std::array<std::byte, 16> exceptions = {};  // those that it is handling, as the runtime library keeps them
     bool begun = false, ended = false, waits = false;
+    std::function<bool()> holds;  // what it waits for
+    double until = 0;             // and how long
     double died_at = std::numeric_limits<double>::infinity();
     std::vector<std::pair<double, double>> stops;  // from a time on, seconds
     long turns = 0;                                // how often it ran

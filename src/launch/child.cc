@@ -184,7 +184,9 @@ void Child::end() {
 void Child::kill() {
   {
     MutexLock lock(mutex_);
-    input_ = FileDescriptor();  // launchers on other hosts see the end of their input, and end
+    if (input_.open())
+      Input::say(input_, signal_message(SIGKILL));  // the end alone may be that of this launcher's host
+    input_ = FileDescriptor();                      // launchers on other hosts see the end of their input, and end
   }
   if (!ended_) ::kill(-pid_, SIGKILL);
 }

@@ -30,6 +30,8 @@ struct ChildCommand {
   std::string role = {};
   bool dispensable = false;  // the same when it fails; when it may not be started again, the job goes on without it
 
+  int ranks = 1;  // of the job that it runs
+
   // When it ends with status 0 the job is over: the others end soon, or are ended.
   bool ends_job = false;
 

@@ -61,7 +61,7 @@ ControlProtocol::Message ControlProtocol::next() {
   if (!ended_ && !silence_.passed()) return {};
   if (!ended_) log_warning(text("the launcher of this job has been silent for ", kLongSilence.count(), " s"));
   ended_ = true;
-  return {Message::Kind::signal, SIGKILL};
+  return {Message::Kind::launcher_lost};
 }
 
 void ControlProtocol::read_some() {

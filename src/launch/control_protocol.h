@@ -27,11 +27,11 @@ class ControlProtocol {
   int descriptor() const { return ended_ ? -1 : 0; }
 
   struct Message {
-    enum class Kind { none, end, signal } kind = Kind::none;
+    enum class Kind { none, end, signal, launcher_lost } kind = Kind::none;
     int signal = 0;
   };
 
-  // The next message. SIGKILL, once, when the other launcher is gone or has long been silent.
+  // The next message. `launcher_lost`, once, when the other launcher is gone or has long been silent.
   Message next();
 
  private:

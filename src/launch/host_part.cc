@@ -13,7 +13,7 @@ namespace lockstep::launch {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(HostPart, size, first, count, host, store, roles, restart, command, environment,
                                    folder, log_dir, grace_seconds, restarts, trusted_network, on_terminal, timeline,
-                                   token)
+                                   elastic, known_stores, token)
 
 namespace {
 
@@ -51,6 +51,8 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
     environment.insert_or_assign("LOCKSTEP_LOCAL_SIZE", std::to_string(part.count));
     environment.insert_or_assign("LOCKSTEP_HOST", part.host);
     environment.insert_or_assign("LOCKSTEP_STORE", part.store);
+    if (!part.host_store.empty()) environment.insert_or_assign("LOCKSTEP_HOST_STORE", part.host_store);
+    if (!part.known_stores.empty()) environment.insert_or_assign("LOCKSTEP_JOIN", "1");
     if (!part.roles.empty()) environment.insert_or_assign("LOCKSTEP_ROLES", part.roles);
     environment.insert_or_assign("LOCKSTEP_RESTART", std::to_string(part.restart));
     environment.insert_or_assign(kTokenFileVariable, token_file);

@@ -14,9 +14,10 @@ struct HostPart {
   int first = 0;  // the first rank here
   int count = 1;  // ranks here
   std::string host = "localhost";
-  std::string store;  // "host:port"
-  std::string roles;  // LOCKSTEP_ROLES; empty: all ranks do the same
-  int restart = 0;    // how often the job has started before
+  std::string store;       // "host:port"
+  std::string host_store;  // likewise, on this host; empty: the job is not elastic
+  std::string roles;       // LOCKSTEP_ROLES; empty: all ranks do the same
+  int restart = 0;         // how often the job has started before
   std::vector<std::string> command;
   std::map<std::string, std::string> environment;  // beside what the host's own has
   std::string folder;                              // the command's working directory
@@ -26,7 +27,9 @@ struct HostPart {
   bool trusted_network = false;
   bool on_terminal = false;  // what ranks print ends on a terminal
   bool timeline = false;     // ranks put their timelines into the store
-  std::string token;         // in hexadecimal digits
+  bool elastic = false;
+  std::vector<std::string> known_stores;  // not empty: its ranks come to a job that runs, whose hosts' stores these are
+  std::string token;                      // in hexadecimal digits
 };
 
 // The commands that start its ranks; `token_file` holds the job's token.

@@ -7,11 +7,18 @@
 #include <filesystem>
 #include <functional>
 #include <iterator>
+#include <limits>
 #include <ostream>
+#include <set>
 #include <sstream>
+#include <thread>
+#include <utility>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "cluster/rendezvous.h"
+#include "cluster/resolvers.h"
+#include "launch/host_discovery.h"
 #include "launch/host_part.h"
 #include "launch/processes.h"
 #include "launch/timeline_file.h"
@@ -23,7 +30,12 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr std::chrono::seconds kToHearWhatToRun(60);
+constexpr std::chrono::seconds kToHearWhatToRun(60), kForHosts(600);
+
+// With which a job of discovered hosts begins.
+int processes_at_least(const LaunchOptions& options) {
+  return std::max(options.min_processes, options.processes.value_or(1));
+}
 
 void check(const LaunchOptions& options) {
   const auto require = [](bool holds, const char* name, auto value, const char* allowed) {
@@ -41,13 +53,24 @@ void check(const LaunchOptions& options) {
     throw InvalidArgument(
         "lockstep run: -n and --workers are both given; with --workers and --ps the number of processes is known");
   }
-  const int processes = options.processes.value_or(1);
-  if (options.min_processes < 0 || options.min_processes > processes) {
-    throw InvalidArgument(
-        text("lockstep run: --min-n is ", options.min_processes, "; it must be from 1 to -n (", processes, ")"));
+  int processes = options.processes.value_or(1);
+  if (!options.hosts.empty()) {
+    processes = 0;
+    for (const auto& host : fill(options.hosts, options.processes)) processes += host.slots;
   }
-  if (options.min_processes > 0 && !options.hosts.empty()) {
-    throw InvalidArgument("lockstep run: --min-n is for the processes of this host, and -H or --hostfile names hosts");
+  if (!options.host_discovery.empty()) processes = std::max(processes, options.min_processes);
+  if (options.min_processes < 0 || options.min_processes > processes) {
+    throw InvalidArgument(text("lockstep run: --min-n is ", options.min_processes,
+                               "; it must be from 1 to the number of processes (", processes, ")"));
+  }
+  require(options.max_processes >= 0, "--max-n", options.max_processes, "0 or more");
+  require(options.blacklist_seconds > 0, "--blacklist-cooldown", options.blacklist_seconds, "above 0 seconds");
+  if (options.max_processes > 0 && options.max_processes < processes_at_least(options)) {
+    throw InvalidArgument(text("lockstep run: --max-n is ", options.max_processes, ", and ",
+                               processes_at_least(options), " processes are to begin"));
+  }
+  if (options.host_discovery.empty() ? options.max_processes > 0 : options.min_processes == 0) {
+    throw InvalidArgument("lockstep run: --host-discovery needs --min-n, and --max-n needs --host-discovery");
   }
   if (options.command.empty()) throw InvalidArgument("lockstep run: there is no program to run");
 }
@@ -72,12 +95,15 @@ std::string quoted(const std::string& word) {
   return quoted + "'";
 }
 
+std::string name_of(const std::string& host) { return "host " + host; }
+
 // How the launcher of the part's host is started.
 ChildCommand launcher_of(const HostPart& part, const std::string& ssh) {
   const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
-  ChildCommand command{.name = "host " + part.host,
+  ChildCommand command{.name = name_of(part.host),
                        .command = {program, "run", "--part"},
                        .redraws = part.on_terminal,
+                       .ranks = part.count,
                        .ends_job = !part.roles.empty() && part.first == 0,
                        .input = line_of(part)};
   if (is_this_host(part.host)) return command;
@@ -110,28 +136,76 @@ std::string entry(const Store& store, const char* key) {
   }
 }
 
+// What an elastic job's launchers learn of their ranks from the store of their host.
+void use_store(JobProcesses::Context& context, const Store& store) {
+  context.has_begun = [store] { return !entry(store, cluster::kJobHasBegun).empty(); };
+  context.was_left_out = [store](int rank) {
+    const auto members = entry(store, cluster::kMembersAtEnd);
+    return !members.empty() && ("\n" + members).find(text("\nprocess-", rank, "\n")) == std::string::npos;
+  };
+}
+
 // One run of a job between restarts, with a token and a store of its own.
 class Attempt {
  public:
-  Attempt(const LaunchOptions& options, int restart, const JobProcesses::Context& context)
-      : hosts_(fill(options.hosts, processes(options))),
+  Attempt(const LaunchOptions& options, int restart, const JobProcesses::Context& context,
+          HostDiscovery* discovery = nullptr)
+      : options_(options),
+        discovery_(discovery),
+        blacklist_(options.blacklist_seconds),
+        hosts_(fill(options.hosts, processes(options))),
         store_(Store::hold(transport::with_port(address_for(hosts_), 0), access(options))),
         job_(members(options, restart),
-             {.grace_seconds = options.grace_seconds, .restarts = options.restarts, .fewest = options.min_processes},
-             with_store(context)) {}
+             {.grace_seconds = options.grace_seconds,
+              .restarts = options.restarts,
+              .elastic = options.min_processes > 0,
+              .fewest = options.min_processes},
+             watched(context)) {}
 
   JobProcesses& job() { return job_; }
   const Store& store() const { return store_; }
 
  private:
-  JobProcesses::Context with_store(JobProcesses::Context context) const {
+  JobProcesses::Context watched(JobProcesses::Context context) {
     context.ended = [this](int rank) { tell_that_it_ended([this] { return store_; }, rank); };
-    context.has_begun = [this] { return !entry(store_, cluster::kJobHasBegun).empty(); };
-    context.was_left_out = [this](int rank) {
-      const auto members = entry(store_, cluster::kMembersAtEnd);
-      return !members.empty() && ("\n" + members).find(text("\nprocess ", rank, "\n")) == std::string::npos;
+    use_store(context, store_);
+    if (discovery_ == nullptr) return context;
+    context.more = [this](const JobProcesses& job) { return hosts_that_came(job); };
+    context.is_to_leave = [this](const std::string& name) { return !is_named(name); };
+    context.lost = [this](const std::string& name) {
+      log_warning(text(name, " is left out for ", blacklist_.add(name), " s"));
     };
     return context;
+  }
+
+  // Launchers for hosts that are named and have no ranks.
+  std::vector<ChildCommand> hosts_that_came(const JobProcesses& job) {
+    std::vector<ChildCommand> came;
+    int room = options_.max_processes > 0 ? options_.max_processes - job.ranks() : std::numeric_limits<int>::max();
+    for (const auto& host : discovery_->hosts()) {
+      const auto name = name_of(host.name);
+      if (room <= 0 || job.runs(name) || blacklist_.has(name)) continue;
+      auto part = part_of_job(options_, 0);
+      part.folder = this_folder();
+      part.host = host.name;
+      part.count = std::min(host.slots, room);
+      part.first = ranks_;
+      ranks_ += part.count;
+      part.size = ranks_;
+      for (const auto& known : known_) {
+        auto store = entry(store_, (cluster::kStoreOfHost + known).c_str());
+        if (!store.empty()) part.known_stores.push_back(std::move(store));
+      }
+      known_.insert(host.name);
+      room -= part.count;
+      came.push_back(launcher_of(part, options_.ssh));
+    }
+    return came;
+  }
+
+  bool is_named(const std::string& name) {
+    const auto hosts = discovery_->hosts();
+    return std::any_of(hosts.begin(), hosts.end(), [&](const auto& host) { return name_of(host.name) == name; });
   }
 
   static std::optional<int> processes(const LaunchOptions& options) {
@@ -155,7 +229,7 @@ class Attempt {
 
   Access access(const LaunchOptions& options) const { return {token_.access().token, options.trusted_network}; }
 
-  std::vector<ChildCommand> members(const LaunchOptions& options, int restart) const {
+  HostPart part_of_job(const LaunchOptions& options, int restart) const {
     HostPart part{.size = 0,
                   .store = store_.address(),
                   .roles = roles(options),
@@ -168,11 +242,18 @@ class Attempt {
                   .trusted_network = options.trusted_network,
                   .on_terminal = isatty(STDOUT_FILENO) == 1,
                   .timeline = !options.timeline.empty(),
+                  .elastic = options.min_processes > 0,
                   .token = token_.digits()};
     if (!options.certificates.empty()) {
       part.environment[kCertificatesVariable] = std::filesystem::absolute(options.certificates).string();
     }
+    return part;
+  }
+
+  std::vector<ChildCommand> members(const LaunchOptions& options, int restart) {
+    auto part = part_of_job(options, restart);
     if (hosts_.empty()) {
+      if (part.elastic) part.host_store = part.store;
       part.size = part.count = processes(options).value_or(1);
       return ranks_of(part, token_.path());
     }
@@ -184,10 +265,17 @@ class Attempt {
       part.count = host.slots;
       members.push_back(launcher_of(part, options.ssh));
       part.first += host.slots;
+      known_.insert(host.name);
     }
+    ranks_ = part.size;
     return members;
   }
 
+  const LaunchOptions& options_;
+  HostDiscovery* const discovery_;  // null: the hosts are those that the user named
+  Blacklist blacklist_;
+  std::set<std::string> known_;  // hosts
+  int ranks_ = 0;                // numbered so far
   const TokenFile token_;
   const std::vector<HostSlots> hosts_;
   const Store store_;
@@ -210,16 +298,48 @@ std::map<std::string, std::string> exported_variables(const std::vector<std::str
   return variables;
 }
 
-int launch(const LaunchOptions& options, std::ostream& out, std::ostream& err) {
-  check(options);
+namespace {
+
+// Waits until the hosts have room for the processes with which the job begins.
+std::vector<HostSlots> first_hosts(HostDiscovery& discovery, const LaunchOptions& options, const Signals& signals,
+                                   std::ostream& err) {
+  const auto deadline = Deadline::after(kForHosts);
+  for (int told = -1;;) {
+    auto hosts = discovery.hosts();
+    int slots = 0;
+    for (const auto& host : hosts) slots += host.slots;
+    const int needed = processes_at_least(options);
+    if (slots >= needed) {
+      const int most = options.max_processes > 0 ? std::min(slots, options.max_processes) : slots;
+      return fill(std::move(hosts), most);
+    }
+    const auto what = text("the hosts of --host-discovery have ", slots, " slot(s), and ", needed, " are needed");
+    if (deadline.passed()) throw ClusterError(text("lockstep run: ", what, "; waited for ", kForHosts.count(), " s"));
+    if (std::exchange(told, slots) != slots) err << "lockstep: " << what << ": waiting for more" << std::endl;
+    if (signals.next() != 0) throw ClusterError("lockstep run: ended by a signal before the job began");
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  }
+}
+
+}  // namespace
+
+int launch(const LaunchOptions& given, std::ostream& out, std::ostream& err) {
+  check(given);
+  auto options = given;
   if (options.hosts.empty()) make_folder(options.log_dir);
   if (!options.timeline.empty()) require_writable(options.timeline);
   const Reaper reaper;
   const Signals signals;
+  std::optional<HostDiscovery> discovery;
+  if (!options.host_discovery.empty()) {
+    discovery.emplace(options.host_discovery);
+    options.hosts = first_hosts(*discovery, options, signals, err);
+    options.processes.reset();
+  }
   const bool of_processes = options.workers > 0 || options.min_processes > 0;
   const int restarts_of_job = of_processes ? 0 : options.restarts;
   for (int restart = 0;; ++restart) {
-    Attempt attempt(options, restart, {signals, reaper, out, err});
+    Attempt attempt(options, restart, {signals, reaper, out, err}, discovery ? &*discovery : nullptr);
     const int status = attempt.job().run();
     if (!options.timeline.empty()) write_timelines(options.timeline, attempt.store(), err);
     if (!attempt.job().failed() || attempt.job().was_asked_to_end() || restart == restarts_of_job) return status;
@@ -231,7 +351,7 @@ int launch_part(std::ostream& out, std::ostream& err) {
   const Reaper reaper;
   const Signals signals;
   ControlProtocol control;
-  const auto part = part_in(control.first(Deadline::after(kToHearWhatToRun)));
+  auto part = part_in(control.first(Deadline::after(kToHearWhatToRun)));
   std::error_code failed;
   std::filesystem::current_path(part.folder, failed);
   if (failed) throw IoError(text("host ", part.host, " has no folder ", part.folder, ": ", failed.message()));
@@ -241,9 +361,23 @@ int launch_part(std::ostream& out, std::ostream& err) {
     return Store::connect(part.store, Deadline::after(kForLastWords), {token.access().token, part.trusted_network});
   };
   const auto tell = [&](int rank) { tell_that_it_ended(connect, rank); };
-  return JobProcesses(ranks_of(part, token.path()), {.grace_seconds = part.grace_seconds, .restarts = part.restarts},
-                      {signals, reaper, out, err, &control, tell})
-      .run();
+  JobProcesses::Context context{signals, reaper, out, err, &control, tell};
+  std::optional<Store> store;  // of this host
+  if (part.elastic) {
+    const auto address =
+        transport::address_towards(cluster::host_of(part.store, "the store's address"), Deadline::after(kForNames));
+    store = Store::hold(transport::with_port(address, 0), {token.access().token, part.trusted_network});
+    part.host_store = store->address();
+    connect().set(cluster::kStoreOfHost + part.host, part.host_store, Deadline::after(kForLastWords));
+    if (!part.known_stores.empty()) {
+      store->set(cluster::kKnownStores, join(part.known_stores, "\n"), Deadline::after(kForLastWords));
+      store->set(cluster::kJobHasBegun, "yes", Deadline::after(kForLastWords));
+    }
+    use_store(context, *store);
+  }
+  const JobProcesses::Limits limits{
+      .grace_seconds = part.grace_seconds, .restarts = part.restarts, .elastic = part.elastic};
+  return JobProcesses(ranks_of(part, token.path()), limits, context).run();
 }
 
 }  // namespace lockstep::launch

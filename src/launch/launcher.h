@@ -16,15 +16,22 @@ struct LaunchOptions {
   std::vector<HostSlots> hosts;  // empty: this one
 
   // The job goes on without processes that fail, while so many are left: for programs whose processes regroup (Job::
-  // regroup). 0: it ends with the first. On this host only.
+  // regroup). On hosts it goes on without hosts that are lost too, also this one. 0: it ends with the first.
   int min_processes = 0;
+
+  // Likewise: a program for the shell that prints the hosts that there are (HostDiscovery), in place of `hosts`, and
+  // the most processes at a time; 0: no bound. A host that failed is not taken again for `blacklist_seconds`, and twice
+  // as long each further time.
+  std::string host_discovery;
+  int max_processes = 0;
+  double blacklist_seconds = 10;
 
   // Processes with parameter servers, and a chief: both above 0, or both 0. `processes` is then the sum, or unset.
   int workers = 0, servers = 0;
   bool evaluator = false;
   // The command that reaches another host, split into words; the host's name and a command are appended. It has no
   // terminal, so it must not prompt.
-  std::string ssh = "ssh -o BatchMode=yes -o ConnectTimeout=20";
+  std::string ssh = "ssh -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=10 -o ServerAliveCountMax=3";
   std::vector<std::string> command;
   std::map<std::string, std::string> environment;  // for ranks on other hosts, beside LOCKSTEP_...
   std::string log_dir;  // each rank's output goes to rank-<n>.log there too, on its host; made where missing

@@ -1,5 +1,6 @@
 #include "launch/processes.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <unistd.h>
@@ -12,6 +13,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "lockstep/base/error.h"
 
 namespace lockstep::launch {
 namespace {
@@ -20,7 +22,7 @@ constexpr const char* kReport = "lockstep run: ";
 constexpr const char* kNotice = "lockstep: ";  // of what does not fail the job
 constexpr const char* kClearLine = "\x1b[K";   // from the cursor on
 constexpr std::chrono::milliseconds kBetweenSignsOfLife(1000), kLongestWait(1000);
-constexpr std::chrono::seconds kToReport(2), kAfterTheChief(20), kAfterTheOthers(5);
+constexpr std::chrono::seconds kBetweenLooks(1), kToReport(2), kAfterTheChief(20), kAfterTheOthers(5);
 constexpr int kMostLastWords = 1000;  // reads of the output that an ended rank left
 
 // By a signal, which an exception that nobody caught sends as well.
@@ -29,7 +31,7 @@ bool was_killed(const Child& child) { return child.signal() != 0 && child.signal
 }  // namespace
 
 JobProcesses::JobProcesses(std::vector<ChildCommand> members, const Limits& limits, const Context& context)
-    : members_(std::move(members)), limits_(limits), context_(context) {
+    : members_(std::move(members)), limits_(limits), context_(context), is_part_(context.control != nullptr) {
   for (const auto& command : members_) {
     if (const int signal = context_.signals.next()) {  // there may be very many
       pass_on(signal);
@@ -46,6 +48,7 @@ JobProcesses::JobProcesses(std::vector<ChildCommand> members, const Limits& limi
     std::condition_variable_any stopped;
     std::unique_lock lock(mutex);
     while (!stopped.wait_for(lock, stop, kBetweenSignsOfLife, [&] { return stop.stop_requested(); })) {
+      const std::lock_guard none_comes(adding_);
       for (const auto& child : children_) child->reassure();
     }
   });
@@ -67,6 +70,7 @@ int JobProcesses::run() {
     read_all();
     notice_ends();
     notice_those_left_out();
+    take_more();
     if (end_at_ && end_at_->passed()) {
       end_at_.reset();
       end_others();
@@ -76,13 +80,17 @@ int JobProcesses::run() {
   while (read_all()) {  // their remaining output
   }
   // Another launcher has been told at once.
-  if (first_ != nullptr && context_.control == nullptr) {
+  if (first_ != nullptr && !is_part_) {
     context_.err << (report_.empty() ? explanation(*first_) : report_) << std::endl;
   }
   if (first_ != nullptr) return first_->status();
   if (asked_ != 0) {
     context_.err << kReport << "ended by signal " << asked_ << " (" << strsignal(asked_) << ")" << std::endl;
     return 128 + asked_;
+  }
+  const auto ended_well = [](const auto& child) { return child->status() == 0; };
+  if (last_lost_ != nullptr && std::none_of(children_.begin(), children_.end(), ended_well)) {
+    return last_lost_->status();
   }
   return without_log_.empty() ? 0 : kLogsIncomplete;
 }
@@ -93,7 +101,18 @@ void JobProcesses::obey_launcher() {
   for (auto message = context_.control->next(); message.kind != Kind::none; message = context_.control->next()) {
     if (message.kind == Kind::end) end_others();
     if (message.kind == Kind::signal) pass_on(message.signal);
+    if (message.kind != Kind::launcher_lost) continue;
+    return limits_.elastic ? go_on_without_launcher() : pass_on(SIGKILL);
   }
+}
+
+// Its host may be lost: the members decide whether they go on. Nobody reads the output any more.
+void JobProcesses::go_on_without_launcher() {
+  context_.err << kNotice << "the launcher of this job is lost; this host's processes go on" << std::endl;
+  context_.control = nullptr;
+  const FileDescriptor nowhere(open("/dev/null", O_WRONLY | O_CLOEXEC));
+  dup2(nowhere.get(), STDOUT_FILENO);
+  dup2(nowhere.get(), STDERR_FILENO);
 }
 
 bool JobProcesses::running() const {
@@ -128,8 +147,8 @@ bool JobProcesses::read(Child& child) {
     print(child, context_.out, line, is_replaced);
   });
   any |= child.read(Child::Stream::error, [&](const std::string& line, bool is_replaced) {
-    const bool report = child.is_controlled() && line.starts_with(kReport);
-    if (!report) return print(child, context_.err, line, is_replaced);
+    const bool ends_job = child.is_controlled() && !limits_.elastic && line.starts_with(kReport);
+    if (!ends_job) return print(child, context_.err, line, is_replaced);
     if (first_ != nullptr || ending_) return;
     report_ = line;
     fails_first(child);
@@ -165,11 +184,16 @@ void JobProcesses::notice_ends() {
     }
     if (child->status() == 0) {
       if (!ending_ && child->rank() >= 0 && context_.ended) context_.ended(child->rank());
+      if (child->is_controlled()) takes_more_ = Deadline::after(kAfterTheOthers);  // the training may be over
       if (members_[i].ends_job) end_at_ = Deadline::after(kAfterTheChief);
       continue;
     }
     if (child->is_controlled() && child->status() == kLogsIncomplete) {  // its ranks ended well
       without_log_.insert(child);
+      continue;
+    }
+    if (told_to_leave_.contains(child->name())) {
+      context_.err << kNotice << child->name() << " has left" << std::endl;
       continue;
     }
     if (!ending_ && replace(i)) continue;
@@ -190,16 +214,20 @@ bool JobProcesses::replace(std::size_t index) {
   auto& child = *children_[index];
   const bool goes_on_elastically = role.empty() && enough_are_left();
   if (role.empty() && !goes_on_elastically) return false;
-  const bool can_join = goes_on_elastically && context_.has_begun && context_.has_begun();
-  if (goes_on_elastically && !can_join && context_.ended) context_.ended(child.rank());
+  const bool has_begun = goes_on_elastically && context_.has_begun && context_.has_begun();
+  if (child.is_controlled() && !has_begun) return false;
+  const bool can_join = has_begun && !child.is_controlled();
+  if (goes_on_elastically && !has_begun && context_.ended) context_.ended(child.rank());
   const bool was_refused = command.environment.contains("LOCKSTEP_JOIN") && !was_killed(child);
   int& restarted = restarted_[role];
   const bool may_start =
-      role.empty() ? can_join && running() && !was_refused : command.dispensable || was_killed(child);
+      role.empty() ? can_join && (running() || is_part_) && !was_refused : command.dispensable || was_killed(child);
   const bool starts_again = may_start && restarted < limits_.restarts;
   if (!starts_again && !goes_on_elastically && (!command.dispensable || is_last_worker(index))) return false;
   const auto what = kNotice + end_of(child);
   if (!starts_again) {
+    last_lost_ = &child;
+    if (context_.lost) context_.lost(child.name());
     context_.err << what << "; the job goes on without it" << std::endl;
     return true;
   }
@@ -217,14 +245,15 @@ bool JobProcesses::replace(std::size_t index) {
 
 // One that does not answer would never end.
 void JobProcesses::notice_those_left_out() {
-  if (limits_.fewest == 0 || ending_ || ends_left_out_ || !context_.was_left_out) return;
+  if (!limits_.elastic || ending_ || ends_left_out_ || !context_.was_left_out || !looks_again_.passed()) return;
+  looks_again_ = Deadline::after(kBetweenLooks);
   std::vector<const Child*> left;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     if (!children_[i]->ended() && members_[i].environment.contains("LOCKSTEP_JOIN")) return;
     if (!children_[i]->ended()) left.push_back(children_[i].get());
   }
   const bool some_ended = left.size() < children_.size();
-  if (left.empty() || !some_ended) return;
+  if (left.empty() || (!some_ended && !is_part_)) return;
   for (const auto* child : left) {
     if (!context_.was_left_out(child->rank())) return;
   }
@@ -234,6 +263,43 @@ void JobProcesses::notice_those_left_out() {
     context_.err << kNotice << child->name() << " was left out by the others, which have ended; it is ended in "
                  << kAfterTheOthers.count() << " s" << std::endl;
   }
+}
+
+// Hosts that have come, and those that are to leave: their ranks get SIGTERM.
+void JobProcesses::take_more() {
+  if (!context_.more || ending_ || !takes_more_.passed() || !context_.has_begun()) return;
+  takes_more_ = Deadline::after(kBetweenLooks);
+  for (auto& command : context_.more(*this)) {
+    context_.err << kNotice << command.name << " joins with " << command.ranks << " rank(s)" << std::endl;
+    told_to_leave_.erase(command.name);
+    try {
+      auto child = std::make_unique<Child>(command);
+      context_.reaper.watch(child->pid());
+      members_.push_back(std::move(command));
+      const std::lock_guard adding(adding_);
+      children_.push_back(std::move(child));
+    } catch (const Error& error) {
+      context_.err << kNotice << command.name << " cannot be started: " << error.what() << std::endl;
+      context_.lost(command.name);
+    }
+  }
+  for (const auto& child : children_) {
+    if (child->ended() || !context_.is_to_leave(child->name()) || !told_to_leave_.insert(child->name()).second)
+      continue;
+    context_.err << kNotice << child->name() << " is not named any more: its ranks leave" << std::endl;
+    child->send(SIGTERM);
+  }
+}
+
+bool JobProcesses::runs(const std::string& name) const {
+  return std::any_of(children_.begin(), children_.end(),
+                     [&](const auto& child) { return child->name() == name && !child->ended(); });
+}
+
+int JobProcesses::ranks() const {
+  int ranks = 0;
+  for (std::size_t i = 0; i < children_.size(); ++i) ranks += children_[i]->ended() ? 0 : members_[i].ranks;
+  return ranks;
 }
 
 // Of a job with parameter servers: no other worker computes, or has ended well.
@@ -248,9 +314,11 @@ bool JobProcesses::is_last_worker(std::size_t index) const {
 
 // As many as an elastic job needs.
 bool JobProcesses::enough_are_left() const {
-  const auto left = std::count_if(children_.begin(), children_.end(),
-                                  [](const auto& child) { return !child->ended() || child->status() == 0; });
-  return limits_.fewest > 0 && left >= limits_.fewest;
+  int left = 0;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    if (!children_[i]->ended() || children_[i]->status() == 0) left += members_[i].ranks;
+  }
+  return limits_.elastic && left >= limits_.fewest;
 }
 
 void JobProcesses::fails_first(Child& child) {

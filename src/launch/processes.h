@@ -5,6 +5,7 @@
 #include <iosfwd>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
@@ -31,6 +32,12 @@ class JobProcesses {
     std::function<void(int rank)> ended = {};  // a rank has, with status 0 or before the job had begun
     std::function<bool()> has_begun = {};      // whether all ranks have found each other
 
+    // Hosts that come while an elastic job runs: their launchers, and those that are to leave. Asked about once a
+    // second.
+    std::function<std::vector<ChildCommand>(const JobProcesses&)> more = {};
+    std::function<bool(const std::string& name)> is_to_leave = {};
+    std::function<void(const std::string& name)> lost = {};  // the job goes on without it
+
     // Whether an elastic training has ended without the process that began as `rank`.
     std::function<bool(int rank)> was_left_out = {};
   };
@@ -38,7 +45,8 @@ class JobProcesses {
   struct Limits {
     double grace_seconds = 0;  // from SIGTERM to SIGKILL
     int restarts = 0;          // how often processes of each role, or of an elastic job, are started again
-    int fewest = 0;            // of an elastic job: it goes on while so many are left; 0: it is none
+    bool elastic = false;      // the job goes on without processes that fail once it has begun
+    int fewest = 0;            // likewise: while so many ranks are left here
   };
 
   // Starts them. Throws ClusterError and IoError; then none is left.
@@ -50,6 +58,9 @@ class JobProcesses {
   // Waits until all have ended and returns the exit status. kLogsIncomplete: all ended well, but a log was not written.
   static constexpr int kLogsIncomplete = 74;  // EX_IOERR of sysexits.h
   int run();
+
+  bool runs(const std::string& name) const;  // whether a member of that name does
+  int ranks() const;                         // of the members that run
 
   bool failed() const { return first_ != nullptr; }
   bool was_asked_to_end() const { return asked_ != 0; }
@@ -67,7 +78,9 @@ class JobProcesses {
   bool replace(std::size_t index);
   bool is_last_worker(std::size_t index) const;
   bool enough_are_left() const;
+  void go_on_without_launcher();
   void notice_those_left_out();
+  void take_more();
   void fails_first(Child& child);
   void end_others();
   void pass_on(int signal);
@@ -78,21 +91,27 @@ class JobProcesses {
 
   std::vector<ChildCommand> members_;  // of children_, by index
   const Limits limits_;
-  const Context context_;
+  Context context_;
+  const bool is_part_;  // of a job, of which another launcher has started this one
   std::vector<std::unique_ptr<Child>> children_;
   std::vector<std::unique_ptr<Child>> replaced_;  // whose places others have
   std::map<std::string, int> restarted_;          // [role]
+  const Child* last_lost_ = nullptr;              // without which an elastic job went on
   const Child* first_ = nullptr;                  // that failed
   std::string report_;                            // its failure, as another host's launcher reported it
   std::set<const Child*> without_log_;
   bool nobody_reads_ = false;
-  bool ends_left_out_ = false;      // what still runs was left out by those that have ended
+  bool ends_left_out_ = false;  // what still runs was left out by those that have ended
+  Deadline looks_again_ = Deadline::after(std::chrono::seconds(0));  // for that
   bool shows_replaced_ = false;     // the cursor is at the beginning of a line that the next one replaces
   int asked_ = 0;                   // the signal that asked the job to end
   bool ending_ = false;             // members are being ended: how they end is no failure of theirs
   bool told_to_kill_ = false;       // those that read the control protocol
   std::optional<Deadline> end_at_;  // after a member that ends the job has ended
   std::optional<Deadline> kill_at_;
+  std::set<std::string> told_to_leave_;
+  Deadline takes_more_ = Deadline::after(std::chrono::seconds(0));
+  std::mutex adding_;           // to children_, which signs_of_life_ reads
   std::jthread signs_of_life_;  // last: it ends before the members do
 };
 

@@ -28,6 +28,10 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
           text("MultiWorkerMirroredStrategy: elastic.min_workers is ", elastic->min_workers, "; it must be 1 or more"));
     }
     require_above_zero("elastic.regroup_seconds", elastic->regroup_seconds);
+    if (!(elastic->lost_host_seconds >= 3)) {
+      throw InvalidArgument(text("MultiWorkerMirroredStrategy: elastic.lost_host_seconds is ",
+                                 elastic->lost_host_seconds, "; it must be 3 or more"));
+    }
     if (!(elastic->join_seconds >= 0)) {
       throw InvalidArgument(text("MultiWorkerMirroredStrategy: elastic.join_seconds is ", elastic->join_seconds,
                                  "; it must be 0 or more"));
@@ -69,13 +73,14 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                                .group = {.backend = communication.backend,
                                          .network = communication.network,
                                          .implementation = communication.implementation,
+                                         .lost_host_seconds = options.elastic ? options.elastic->lost_host_seconds
+                                                                              : GroupOptions().lost_host_seconds,
                                          .timeout_seconds = options.start_timeout_seconds},
                                .buckets = {.bucket_bytes = bytes_of(communication.bucket_cap_mb.value_or(0)),
                                            .first_bucket_bytes = bytes_of(communication.first_bucket_mb),
                                            .gradient_dtype = communication.gradient_dtype},
                                .shard_optimizer_state = options.shard_optimizer_state,
                                .elastic = options.elastic,
-                               .first_size = world.size,
                                .compare_copies_every = options.compare_copies_every});
   return settings;
 }

@@ -20,8 +20,8 @@ namespace {
 
 // In rounds of about 20 ns: long enough where replicas end their backward at nearly the same time.
 constexpr int kSpinRounds = 2000;
-constexpr std::chrono::seconds kForAnswer(5);            // of the store
 constexpr std::chrono::milliseconds kBetweenLooks(100);  // for workers that have gone
+constexpr std::chrono::seconds kToFindOut(4);            // that one has
 
 strategy::StrategySettings checked(strategy::StrategySettings settings) {
   std::set<std::string> seen;
@@ -65,7 +65,7 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   const auto& job = settings_.workers->job;
   job_ = job;
   if (is_elastic() && !job.is_newcomer()) {
-    presence_ = elastic::show_presence(job.membership(), job.members().names[static_cast<std::size_t>(job.rank())]);
+    presence_ = elastic::show_presence(job.stores()->here(), job.members().self().name);
   }
   workers_ = Communicator(job.group(settings_.workers->group), settings_.timeout_seconds, "worker");
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
@@ -74,7 +74,7 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
 }
 
 std::string StrategyImpl::describe() const {
-  const auto& [job, group, buckets, shard_state, elastic, first_size, compare_copies_every] = *settings_.workers;
+  const auto& [job, group, buckets, shard_state, elastic, compare_copies_every] = *settings_.workers;
   return text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION, "\nnumber of replicas ", replicas(),
               "\ngradient_dtype ", buckets.gradient_dtype ? name_of(*buckets.gradient_dtype) : "none",
               "\nbucket_cap in bytes ", buckets.bucket_bytes, "\nfirst_bucket in bytes ", buckets.first_bucket_bytes,
@@ -168,8 +168,8 @@ void StrategyImpl::join(const elastic::Members& members, std::shared_ptr<void> p
 void StrategyImpl::take_group() {
   auto options = settings_.workers->group;
   options.timeout_seconds = settings_.workers->elastic->regroup_seconds;
-  elastic::StoreRegistry registry(job_->membership());
-  const auto lost = [&] { return elastic::first_gone(job_->members(), registry, Deadline::after(kForAnswer)); };
+  const auto registry = job_->registry();
+  const auto lost = [&] { return elastic::first_gone(job_->members(), *registry); };
   const std::jthread watch([&](const std::stop_token& stop) {
     std::mutex mutex;
     std::condition_variable_any stopped;
@@ -181,12 +181,22 @@ void StrategyImpl::take_group() {
     } catch (const Error&) {  // the store is gone: job_->group says so
     }
   });
+  // A host that was just lost, with the store at which the members meet, counts as gone a little later.
+  const auto require_loss = [&] {
+    for (const auto until = Deadline::after(kToFindOut); !until.passed(); std::this_thread::sleep_for(kBetweenLooks)) {
+      if (const auto rank = lost()) throw PeerLost(*rank, job_->world().generation, "its process or its host is gone");
+    }
+  };
   try {
     workers_.regroup(job_->group(options));
+  } catch (const PeerLost&) {
+    throw;
+  } catch (const DeadlineExceeded& late) {
+    if (late.ranks().empty()) require_loss();
+    throw;
   } catch (const ClusterError&) {
-    const auto rank = lost();
-    if (!rank) throw;
-    throw PeerLost(*rank, job_->world().generation, "its process ended");
+    require_loss();
+    throw;
   }
   for (auto& group : all_groups_) group.reset();
 }

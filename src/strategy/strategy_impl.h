@@ -25,7 +25,6 @@ struct WorkerSettings {
   gradient::BucketOptions buckets;
   bool shard_optimizer_state = false;
   std::optional<ElasticOptions> elastic = {};
-  int first_size = 1;  // of the job's first generation
   std::int64_t compare_copies_every = 100;
 };
 
@@ -99,7 +98,13 @@ class StrategyImpl {
   std::vector<std::shared_ptr<GradientPath>> paths_of_loops();
   void remember_path_of_loop(const std::shared_ptr<GradientPath>& path) { paths_of_loops_.push_back(path); }
 
-  Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(settings_.timeout_seconds)); }
+  // Of what replicas wait for. Later than that of workers for each other: a replica that waits for one that waits for
+  // other workers hears from it which of them is late.
+  Deadline deadline() const {
+    constexpr double kForOtherWorkers = 2;
+    const double seconds = settings_.timeout_seconds + (workers_.size() > 1 ? kForOtherWorkers : 0);
+    return Deadline::after(std::chrono::duration<double>(seconds));
+  }
 
   // Calls function(replica) on every replica's thread. When one throws, the Group is aborted so that the others leave
   // their collective operations, the first exception is rethrown, and a new Group takes the place of the old.

@@ -96,7 +96,7 @@ void Recovery::end() {
   if (training_ < 0 || !impl_.strategy.is_chief()) return;
   watch_.reset();
   const auto& job = unwrap(impl_.strategy).job();
-  elastic::Watch::tell_end(job.membership(), training_, job.members());
+  elastic::Watch::tell_end(*job.stores(), training_, job.members());
 }
 
 void Recovery::run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish) {
@@ -121,22 +121,22 @@ void Recovery::take_part(const std::string& description, const std::function<voi
   const auto& job = strategy.job();
   const auto deadline =
       Deadline::after(std::chrono::duration<double>(strategy.settings().workers->group.timeout_seconds));
-  elastic::Candidate candidate(job.membership(), job.world(), strategy.settings().workers->first_size, training_,
-                               description);
+  elastic::Candidate candidate(job.stores(), job.world(), training_, description);
   const auto members = candidate.wait(deadline, poll);
   sections_.join([&] { worker_->join(members, candidate.presence()); });
 }
 
 bool Recovery::newcomers_wait() {
-  if (training_ < 0 || !impl_.strategy.is_chief()) return false;
-  if (!watch_) watch_.emplace(unwrap(impl_.strategy).job().membership(), training_, description_);
+  const auto& strategy = unwrap(impl_.strategy);
+  if (training_ < 0 || strategy.job().world().local_rank != 0) return false;
+  if (!watch_) watch_.emplace(strategy.job().registry(), training_, description_);
   return watch_->any();
 }
 
 bool Recovery::change(bool leaves) {
   elastic::Change change{.leaves = leaves};
   try {
-    if (watch_ && impl_.strategy.is_chief()) change.newcomers = watch_->waiting();
+    if (watch_) change.newcomers = watch_->waiting();
   } catch (const DeadlineExceeded&) {  // the store is slow: they are taken in later
   }
   const bool changed = sections_.change(change);

@@ -38,7 +38,7 @@ class Recovery {
   // of them, in lines. A newcomer waits until they take it in, and gets their state; poll() is called meanwhile.
   void take_part(const std::string& description, const std::function<void()>& poll);
 
-  // Whether newcomers wait: on the chief; false elsewhere.
+  // Whether newcomers wait, as the first worker of each host sees; false elsewhere.
   bool newcomers_wait();
 
   // Behind a section in which all agreed on it: takes in newcomers, and, where it `leaves`, lets this worker go. As
@@ -52,7 +52,7 @@ class Recovery {
   elastic::Sections sections_;
   std::int64_t training_ = -1;
   std::string description_;
-  std::optional<elastic::Watch> watch_;  // of the chief
+  std::optional<elastic::Watch> watch_;  // of the first worker of a host
 };
 
 }  // namespace lockstep::train

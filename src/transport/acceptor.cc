@@ -58,7 +58,7 @@ std::vector<Acceptor::Accepted> Acceptor::advance(std::span<const pollfd> polled
         throw ClusterError("it did not prove in time that it belongs to this job");
       }
     } catch (const Error& error) {
-      warn(error.what());
+      if (end->has_sent()) warn(error.what());  // else somebody only asked whether anybody answers here
       end.reset();
     }
   }

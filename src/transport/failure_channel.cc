@@ -31,10 +31,11 @@ int milliseconds_to(Deadline deadline) {
 
 }  // namespace
 
-FailureChannel::FailureChannel(int rank, std::int64_t generation, std::vector<FileDescriptor> links)
+FailureChannel::FailureChannel(int rank, std::int64_t generation, double lost_host_seconds,
+                               std::vector<FileDescriptor> links)
     : rank_(rank), generation_(generation), wake_up_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   for (auto& socket : links) {
-    if (socket.open()) keep_alive(socket);
+    if (socket.open()) keep_alive(socket, lost_host_seconds);
     links_.push_back({std::move(socket), {}, false, false, {}});
   }
 }

@@ -21,8 +21,9 @@ namespace lockstep::transport {
 // a rank does not blame a neighbour that itself waits.
 class FailureChannel {
  public:
-  // `links[r]`: a connected socket to rank r; closed where r is `rank`.
-  FailureChannel(int rank, std::int64_t generation, std::vector<FileDescriptor> links);
+  // `links[r]`: a connected socket to rank r; closed where r is `rank`. A host that does not answer for
+  // `lost_host_seconds` is lost, though not one whose processes do not.
+  FailureChannel(int rank, std::int64_t generation, double lost_host_seconds, std::vector<FileDescriptor> links);
   // Leaves. Does not wait.
   ~FailureChannel();
   FailureChannel(const FailureChannel&) = delete;

@@ -69,6 +69,7 @@ class AcceptingEnd {
   bool advance(const Access& access, const Greeting& who, const Refuse& refuse);
 
   bool has_greeted() const { return has_greeted_; }
+  bool has_sent() const { return has_greeted_ || !received_.empty(); }  // anything
   std::chrono::duration<double> age() const { return since_.waited(); }
   const Greeting& theirs() const { return theirs_; }
   const FileDescriptor& socket() const { return socket_; }

@@ -243,12 +243,16 @@ void read_all(const FileDescriptor& socket, std::span<std::byte> bytes, Deadline
   }
 }
 
-void keep_alive(const FileDescriptor& socket) {
-  constexpr int kOn = 1, kIdleSeconds = 20, kBetweenProbes = 10, kProbes = 4;
-  setsockopt(socket.get(), SOL_SOCKET, SO_KEEPALIVE, &kOn, sizeof kOn);
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPIDLE, &kIdleSeconds, sizeof kIdleSeconds);
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPINTVL, &kBetweenProbes, sizeof kBetweenProbes);
-  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPCNT, &kProbes, sizeof kProbes);
+void keep_alive(const FileDescriptor& socket, double seconds) {
+  const int on = 1, idle = std::max(1, static_cast<int>(seconds / 3)), between = std::max(1, idle / 2);
+  const int probes = std::max(1, (static_cast<int>(seconds) - idle) / between);
+  setsockopt(socket.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof idle);
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPINTVL, &between, sizeof between);
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof probes);
+  // While bytes that were sent have not arrived, nothing is probed, and they are sent again for a quarter of an hour.
+  const auto milliseconds = static_cast<unsigned>(1000 * seconds);
+  setsockopt(socket.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, &milliseconds, sizeof milliseconds);
 }
 
 bool wait_for_events(int fd, short events, Deadline deadline) {

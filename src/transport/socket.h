@@ -62,8 +62,8 @@ T read_value(const FileDescriptor& socket, Deadline deadline) {
 // is asked for again until the deadline. Throws ClusterError naming it.
 std::string address_towards(const std::string& host, Deadline deadline);
 
-// Lets a silent connection break within a minute when the other side's host is gone.
-void keep_alive(const FileDescriptor& socket);
+// Lets a silent connection break within about so many seconds when the other side's host does not answer any more.
+void keep_alive(const FileDescriptor& socket, double seconds);
 
 // Waits for `events` of poll(2); false at the deadline.
 bool wait_for_events(int fd, short events, Deadline deadline);

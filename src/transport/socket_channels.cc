@@ -53,7 +53,7 @@ struct SocketChannels::Receiving {
 SocketChannels::SocketChannels(const ChannelOptions& options, Sockets channels, Sockets alarms)
     : spin_(options.spin),
       channels_(std::move(channels)),
-      failure_channel_(options.rank, options.generation, std::move(alarms)),
+      failure_channel_(options.rank, options.generation, options.lost_host_seconds, std::move(alarms)),
       scratch_(std::make_unique<Scratch>()) {}
 
 SocketChannels::~SocketChannels() = default;

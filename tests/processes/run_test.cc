@@ -289,8 +289,18 @@ TEST(Launch, BadInputIsNamed) {
     return process.wait_for_end(kSoon);
   };
   expect_has(output({"-n", "0", "true"}), "-n is 0; it must be at least 1");
-  expect_has(output({"-n", "2", "--min-n", "3", "true"}), "--min-n is 3; it must be from 1 to -n (2)");
-  expect_has(output({"-H", "a:2", "-n", "2", "--min-n", "1", "true"}), "--min-n is for the processes of this host");
+  expect_has(output({"-n", "2", "--min-n", "3", "true"}),
+             "--min-n is 3; it must be from 1 to the number of processes (2)");
+  expect_has(output({"--max-n", "2", "true"}), "--max-n needs --host-discovery");
+  expect_has(output({"--host-discovery", "true", "true"}), "--host-discovery needs --min-n");
+  expect_has(output({"--host-discovery", "true", "--min-n", "3", "--max-n", "2", "true"}),
+             "--max-n is 2, and 3 processes are to begin");
+  expect_has(output({"--host-discovery", "exit 3", "--min-n", "1", "true"}),
+             "--host-discovery exit 3: ended with status 3");
+  expect_has(output({"--host-discovery", "true", "--min-n", "1", "true"}), "--host-discovery true names no host");
+  expect_has(output({"--host-discovery", "echo host:many", "--min-n", "1", "true"}),
+             "--host-discovery echo host:many, line 1: \"host:many\" has \"many\" slots");
+  expect_has(output({"-H", "a:2", "--min-n", "3", "true"}), "it must be from 1 to the number of processes (2)");
   expect_has(output({"-n", "2"}), "there is no program to run");
   expect_has(output({"/nowhere/program"}), "cannot run /nowhere/program: No such file or directory");
   expect_has(output({"--restarts", "-1", "true"}), "--restarts is -1");

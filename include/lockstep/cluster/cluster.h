@@ -13,11 +13,12 @@ namespace lockstep {
 // Where the processes of a job are, and which of them this is.
 struct Cluster {
   World world;
-  std::string store = {};    // "host:port" of the rendezvous store; empty for a process that is alone
-  bool holds_store = false;  // this process answers there; else another does, or the launcher
-  std::string job = {};      // with a `store` that is a host alone: the name by which its port is found
-  bool joins = false;        // this process comes to a job that runs: `world` is its place on its host
-  std::string source = {};   // by whose variables: "TF_CONFIG", "torchrun", ...; empty for a process that is alone
+  std::string store = {};       // "host:port" of the rendezvous store; empty for a process that is alone
+  bool holds_store = false;     // this process answers there; else another does, or the launcher
+  std::string job = {};         // with a `store` that is a host alone: the name by which its port is found
+  bool joins = false;           // this process comes to a job that runs: `world` is its place on its host
+  std::string host_store = {};  // "host:port" of a store on its host, where each host of an elastic job has one
+  std::string source = {};      // by whose variables: "TF_CONFIG", "torchrun", ...; empty for a process that is alone
 
   // Where the launcher gives processes types, as TF_CONFIG and `lockstep run --ps` do: this one's type ("chief",
   // "worker", "ps" or "evaluator") and its number among those of its type, and how many there are of each. With
@@ -30,8 +31,8 @@ struct Cluster {
 
 // Understands, where they are set, the variables of
 // - lockstep run: LOCKSTEP_RANK, LOCKSTEP_SIZE, LOCKSTEP_LOCAL_RANK, LOCKSTEP_LOCAL_SIZE, LOCKSTEP_HOST and
-//   LOCKSTEP_STORE, and with parameter servers LOCKSTEP_ROLES ("worker:4,ps:2,evaluator:1"), and LOCKSTEP_JOIN=1 where
-//   the process comes to a job that runs;
+//   LOCKSTEP_STORE, and with parameter servers LOCKSTEP_ROLES ("worker:4,ps:2,evaluator:1"), and of an elastic job
+//   LOCKSTEP_HOST_STORE, and LOCKSTEP_JOIN=1 where the process comes to it while it runs;
 // - TensorFlow and Kubeflow's TFJob: TF_CONFIG;
 // - torchrun and Kubeflow's PyTorchJob: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
 //   MASTER_PORT;

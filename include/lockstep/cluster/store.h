@@ -35,6 +35,7 @@ class Store {
   // The same store with `prefix` before every key. Follows torch.distributed.PrefixStore.
   Store prefixed(const std::string& prefix) const;
   Store without_prefix() const;
+  const std::string& prefix() const { return prefix_; }
 
   void set(const std::string& key, const std::string& value, Deadline deadline) const;
 

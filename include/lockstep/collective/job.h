@@ -11,6 +11,8 @@
 namespace lockstep {
 
 namespace elastic {
+class ConnectedStores;
+class Registry;
 struct Change;
 struct Members;
 }  // namespace elastic
@@ -44,7 +46,7 @@ class Job {
   // Whether whoever started the processes gave this one cores that no other of its host may use, as mpirun does.
   bool has_own_cores() const;
 
-  // A store for the processes' own messages; its keys are of this Job alone.
+  // A store for the processes' own messages; its keys are of this Job alone. After a regroup it may be another host's.
   Store store() const;
 
   // The Group of all processes. Throws as make_group.
@@ -60,8 +62,8 @@ class Job {
   // The next generation of the job, without the processes `lost` (their ranks in this Job, which are those of its
   // `group`). Collective over the others. Those that do not call it by the deadline are left out as well. Ranks keep
   // their order, and processes their cores. Throws ClusterError on a process that the others left out, and where the
-  // process that holds the store is lost; InvalidArgument for ranks that do not exist. Where another process is lost
-  // before the next Job's `group` is made, `group` throws; then regroup that Job.
+  // process that holds the store is lost, or most hosts are; InvalidArgument for ranks that do not exist. Where another
+  // process is lost before the next Job's `group` is made, `group` throws; then regroup that Job.
   //
   //   } catch (const lockstep::PeerLost& lost) {  // or DeadlineExceeded, with its ranks()
   //     job = job.regroup({lost.rank()}, lockstep::Deadline::after(std::chrono::seconds(10)));
@@ -83,8 +85,9 @@ class Job {
   Job regroup(const elastic::Change& change, Deadline deadline) const;
 
   // Where the members write who is one.
-  Store membership() const;
   const elastic::Members& members() const;
+  std::shared_ptr<elastic::Registry> registry() const;
+  std::shared_ptr<elastic::ConnectedStores> stores() const;
 
  private:
   struct State;

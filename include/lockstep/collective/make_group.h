@@ -46,6 +46,9 @@ struct GroupOptions {
   // them (with_checks in group_wrappers.h); negative: all calls. Where memory is shared every call is compared anyway.
   std::int64_t checked_calls = 16;
 
+  // A host that does not answer for so long (its system, not its processes) is lost: from 3 seconds on.
+  double lost_host_seconds = 60;
+
   // The timeout of making the group; the error names the ranks that have not come.
   double timeout_seconds = 300;
 

@@ -13,7 +13,9 @@ std::shared_ptr<GroupBackend> make_network_backend(const std::string& network, c
   const MessageGroup::MakeChannels make_channels = [=](cluster::Bootstrap& who, Deadline until) {
     const auto make = sockets ? transport::make_socket_channels : transport::make_ucx_channels;
     const transport::AllGather all_gather = [&](const std::string& mine) { return who.all_gather(mine, until); };
-    return make({who.rank(), who.size(), who.generation(), place.address, place.access, spin}, all_gather, until);
+    return make(
+        {who.rank(), who.size(), who.generation(), place.address, place.access, spin, options.lost_host_seconds},
+        all_gather, until);
   };
   return std::make_shared<MessageGroup>(sockets ? "tcp" : "ucx", make_channels(members, deadline), members.generation(),
                                         options.implementation, make_channels);

@@ -59,7 +59,7 @@ class UcxChannels final : public Channels {
   UcxChannels(const ChannelOptions& options, const AllGather& all_gather, Deadline deadline)
       : spin_(options.spin),
         worker_(std::make_unique<ucx::Worker>(options.rank, options.size, options.address)),
-        failure_channel_(options.rank, options.generation,
+        failure_channel_(options.rank, options.generation, options.lost_host_seconds,
                          std::move(connect_all(options, 1, all_gather, deadline)[0])) {
     const auto addresses = all_gather(worker_->address());
     for (int r = 0; r < size(); ++r) {

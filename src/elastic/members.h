@@ -1,0 +1,41 @@
+// Who takes part in a generation of a job.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/cluster/world.h"
+
+namespace lockstep::elastic {
+
+struct Process {
+  std::string name;  // one word, unique in the job
+  std::string host;
+  std::string store = {};  // the address of its host's store
+
+  bool operator==(const Process&) const = default;
+};
+
+// The members of a generation, as one of them sees them.
+struct Members {
+  World world;                      // of this one
+  std::vector<Process> processes;   // [rank]
+  std::vector<std::string> stores;  // of all hosts that the job has had so far
+
+  const Process& self() const { return processes[static_cast<std::size_t>(world.rank)]; }
+};
+
+// Of a job's first generation, whose processes are on hosts with these names and stores: [rank].
+std::string name_of_process(int rank);
+Members first_members(const World& world, const std::vector<std::string>& hosts,
+                      const std::vector<std::string>& stores);
+// The same where all are on one host.
+Members first_members(const World& world, const std::string& store = "");
+
+// As text, and back.
+std::string print(const Members& members);
+Members parse_members(const std::string& printed, const World& self);  // `self`: whose host and address are kept
+std::string print(const Process& process);                             // in one line
+Process parse_process(const std::string& printed);
+
+}  // namespace lockstep::elastic

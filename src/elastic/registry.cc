@@ -1,0 +1,171 @@
+#include "elastic/registry.h"
+
+#include <algorithm>
+#include <sstream>
+#include <tuple>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::elastic {
+namespace {
+
+constexpr double kToFallSilent = 2;  // seconds in which a host does not answer, until it counts as gone
+constexpr std::chrono::seconds kToRead(5);
+
+std::string key_of_votes(const std::string& key) { return "votes on " + key; }
+
+std::vector<std::string> stores_of(const Members& members) {
+  std::vector<std::string> stores;
+  for (const auto& process : members.processes) {
+    if (std::find(stores.begin(), stores.end(), process.store) == stores.end()) stores.push_back(process.store);
+  }
+  return stores;
+}
+
+}  // namespace
+
+struct Registry::Ballot {
+  int round = 0;  // 0: none
+  std::string proposer = "nobody";
+  auto operator<=>(const Ballot&) const = default;
+};
+
+// An acceptor's state, but for the ballot that it has promised.
+struct Registry::Accepted {
+  Ballot ballot;
+  std::string value;
+};
+
+struct Registry::Vote {
+  bool given = false;
+  int round = 0;  // of the highest ballot that it knows
+  Accepted accepted;
+};
+
+Registry::Registry(std::shared_ptr<Stores> stores, const Members& members)
+    : stores_(std::move(stores)),
+      name_(members.self().name),
+      here_(members.self().store),
+      acceptors_(stores_of(members)) {}
+
+// All votes weigh the same, but the first decides where the others are even.
+bool Registry::decides(const std::vector<bool>& votes) const {
+  const auto weight = 2 * std::count(votes.begin(), votes.end(), true) + (votes[0] ? 1 : 0);
+  return 2 * weight > 2 * static_cast<std::ptrdiff_t>(votes.size()) + 1;
+}
+
+// Promises that no lower ballot will be accepted; with a value, accepts that.
+Registry::Vote Registry::change(const std::string& store, const std::string& key, const Ballot& ballot,
+                                const std::string* value) {
+  for (std::string seen;;) {
+    Ballot promised;
+    Accepted accepted;
+    std::istringstream in(seen);
+    in >> promised.round >> promised.proposer >> accepted.ballot.round >> accepted.ballot.proposer;
+    if (const auto end = seen.find('\n'); end != std::string::npos) accepted.value = seen.substr(end + 1);
+    if (promised > ballot) return {.given = false, .round = promised.round, .accepted = accepted};
+    const auto next = value != nullptr ? Accepted{ballot, *value} : accepted;
+    const auto state =
+        text(ballot.round, " ", ballot.proposer, " ", next.ballot.round, " ", next.ballot.proposer, "\n", next.value);
+    const auto kept = stores_->compare_set(store, key_of_votes(key), seen, state);
+    if (kept == state) return {.given = true, .round = ballot.round, .accepted = accepted};
+    seen = kept;
+  }
+}
+
+// One ballot, as this process has made none before. The value that was decided; empty where none was. `seen`: the
+// highest round of a ballot. `silent`: the stores that did not answer.
+std::string Registry::propose(const std::string& key, const std::string& value, int& seen, std::string& silent) {
+  const Ballot ballot{stores_->next_round(seen), name_};
+  silent.clear();
+  Accepted last;
+  last.value = value;
+  const auto ask_all = [&](const std::string* accept) {
+    std::vector<bool> given(acceptors_.size());
+    for (std::size_t i = 0; i < acceptors_.size(); ++i) {
+      try {
+        const auto vote = change(acceptors_[i], key, ballot, accept);
+        given[i] = vote.given;
+        seen = std::max(seen, vote.round);
+        if (accept == nullptr && vote.accepted.ballot > last.ballot) last = vote.accepted;
+      } catch (const Error&) {
+        silent += text(silent.empty() ? "" : ", ", acceptors_[i]);
+      }
+    }
+    return decides(given);
+  };
+  if (!ask_all(nullptr)) return "";
+  silent.clear();
+  if (!ask_all(&last.value)) return "";
+  for (const auto& store : acceptors_) tell(store, key, last.value);
+  return last.value;
+}
+
+std::string Registry::enter(const std::string& key, const std::string& value, Deadline deadline) {
+  if (acceptors_.size() == 1) return stores_->compare_set(acceptors_[0], key, "", value);
+  if (auto told = read_here(key); !told.empty()) return told;
+  std::string silent;
+  for (int seen = 0;;) {
+    if (auto decided = propose(key, value, seen, silent); !decided.empty()) return decided;
+    if (passed(deadline)) {
+      throw ClusterError(text("this process cannot reach most of the job's ", acceptors_.size(),
+                              " hosts, so that it must not go on: no answer from the store(s) at ", silent));
+    }
+    stores_->pause();
+  }
+}
+
+std::vector<std::string> Registry::get(const std::vector<std::string>& keys, Deadline deadline) {
+  auto found = stores_->get(here_, keys, deadline);
+  std::vector<int> missing;
+  std::vector<std::string> values;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    for (std::size_t other = 0; other < acceptors_.size() && !found[i]; ++other) {
+      if (acceptors_[other] == here_) continue;
+      if (auto value = read_at(acceptors_[other], keys[i]); !value.empty()) found[i] = std::move(value);
+    }
+    if (!found[i]) missing.push_back(static_cast<int>(i));
+    values.push_back(found[i].value_or(""));
+  }
+  if (!missing.empty()) throw DeadlineExceeded("reading who is a member", deadline.waited(), missing);
+  return values;
+}
+
+std::string Registry::read_here(const std::string& key) { return stores_->compare_set(here_, key, "", ""); }
+
+std::string Registry::read_at(const std::string& store, const std::string& key) {
+  try {
+    return stores_->compare_set(store, key, "", "");
+  } catch (const Error&) {
+    return {};
+  }
+}
+
+void Registry::tell(const std::string& store, const std::string& key, const std::string& value) {
+  try {
+    stores_->compare_set(store, key, "", value);
+  } catch (const Error&) {
+  }
+}
+
+bool Registry::has_gone(const Process& process) {
+  try {
+    const auto end = stores_->compare_set(process.store, key_of_end(process.name), "", "");
+    MutexLock lock(mutex_);
+    silent_since_.erase(process.store);
+    return !end.empty();
+  } catch (const Error&) {
+    MutexLock lock(mutex_);
+    const auto since = silent_since_.try_emplace(process.store, stores_->now()).first->second;
+    return stores_->now() - since >= kToFallSilent;
+  }
+}
+
+std::string key_of_end(const std::string& name) { return "end of " + name; }
+
+std::shared_ptr<void> show_presence(const Store& store, const std::string& name) {
+  return store.set_at_end(key_of_end(name), "reached", Deadline::after(kToRead));
+}
+
+}  // namespace lockstep::elastic

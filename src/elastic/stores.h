@@ -1,0 +1,76 @@
+// The stores of a job's hosts, by their addresses. Each host's launcher holds one.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "lockstep/cluster/store.h"
+
+namespace lockstep::elastic {
+
+class Stores {
+ public:
+  virtual ~Stores() = default;
+
+  // As Store::compare_set. Throws Error where that store does not answer soon.
+  virtual std::string compare_set(const std::string& store, const std::string& key, const std::string& expected,
+                                  const std::string& desired) = 0;
+
+  // What is there of the keys, once all are or the deadline has passed. Throws Error where that store does not answer.
+  virtual std::vector<std::optional<std::string>> get(const std::string& store, const std::vector<std::string>& keys,
+                                                      Deadline deadline) = 0;
+
+  // The clock by which `get` waits, in seconds from some time on; whether a deadline has passed on it; and a short
+  // random time.
+  virtual double now() const = 0;
+  virtual bool passed(Deadline deadline) const = 0;
+  virtual void pause() = 0;
+
+  // A number that this process has not got before, above `seen`.
+  int next_round(int seen) {
+    MutexLock lock(rounds_mutex_);
+    return rounds_ = std::max(rounds_, seen) + 1;
+  }
+
+ private:
+  Mutex rounds_mutex_;
+  int rounds_ LOCKSTEP_GUARDED_BY(rounds_mutex_) = 0;
+};
+
+// Over TCP. Any thread.
+class ConnectedStores final : public Stores {
+ public:
+  // Of this process's host.
+  explicit ConnectedStores(Store here);
+
+  std::string compare_set(const std::string& store, const std::string& key, const std::string& expected,
+                          const std::string& desired) override;
+  std::vector<std::optional<std::string>> get(const std::string& store, const std::vector<std::string>& keys,
+                                              Deadline deadline) override;
+  double now() const override;
+  bool passed(Deadline deadline) const override { return deadline.passed(); }
+  void pause() override;
+
+  const Store& here() const { return here_; }
+
+  // Throws Error where it does not answer soon.
+  Store at(const std::string& address);
+
+ private:
+  void forget(const std::string& address);
+
+  struct Place {
+    std::optional<Store> store;
+    std::chrono::steady_clock::time_point silent_until;  // it is not asked again before
+  };
+  const Store here_;
+  Mutex mutex_;
+  std::map<std::string, Place> places_ LOCKSTEP_GUARDED_BY(mutex_);  // [address]
+};
+
+}  // namespace lockstep::elastic

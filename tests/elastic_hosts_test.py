@@ -1,0 +1,250 @@
+"""Trainings over hosts that are network namespaces, which go on when hosts are lost or cut off from each other: elastic_hosts_test.py PROGRAM LOCKSTEP SOURCE_DIR [what unittest takes]."""
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+PROGRAM, LOCKSTEP, SOURCE = sys.argv[1:4]
+sys.path.insert(0, str(pathlib.Path(SOURCE) / "tests"))
+from ssh_hosts import SshHosts  # noqa: E402
+
+LIMIT_S = 120
+STEPS_OF_AN_EPOCH = 20
+
+
+class Trainings(unittest.TestCase):
+    def setUp(self):
+        self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.logs = self.folder / "logs"
+
+    def begin_anew(self):
+        self.doCleanups()
+        self.setUp()
+
+    def name_hosts(self, hosts):
+        new = self.folder / "hosts.new"
+        new.write_text("".join(f"{self.hosts.address(host)}:1\n" for host in hosts))
+        new.rename(self.folder / "hosts")
+
+    def start(self, count, options=(), discovered=None, **variables):
+        """A training on so many hosts, or on those of them that a script names, one worker each, whose steps take 50 ms."""
+        self.hosts = self.enterContext(SshHosts(count, self.folder, LOCKSTEP))
+        self.variables = {"STEP_MS": 50, "EPOCHS": 3, "VICTIM": 1, "STEP": 10, "PLACE": "print", **variables}
+        words = [word for name, value in self.variables.items() for word in ("-x", f"{name}={value}")]
+        options = ("--min-n", "1", "--grace", "1", "--log-dir", str(self.logs), *words, *options)
+        if discovered is None:
+            command = self.hosts.run(PROGRAM, options=options)
+        else:
+            self.name_hosts(discovered)
+            discovery = ("--host-discovery", f"cat {self.folder}/hosts", "--ssh", " ".join(self.hosts.ssh()))
+            command = self.hosts.command(0, LOCKSTEP, "run", *discovery, *options, PROGRAM)
+        self.job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder)
+        self.addCleanup(self.end_all)
+
+    def end_all(self):
+        self.job.kill()
+        self.job.stdout.close()
+        self.job.wait()
+        for host in range(self.hosts.count):
+            for process in self.hosts.processes(host):
+                if process not in [server.pid for server in self.hosts.servers]:
+                    self.kill(process)
+
+    @staticmethod
+    def kill(process):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+    def log(self, rank):
+        path = self.logs / f"rank-{rank}.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, rank, text, limit_s=LIMIT_S):
+        end = time.monotonic() + limit_s
+        while text not in self.log(rank):
+            self.assertLess(time.monotonic(), end, f"{text} in {self.log(rank)}")
+            time.sleep(0.01)
+
+    def begin(self, count, **variables):
+        self.start(count, **variables)
+        self.wait_for(self.variables["VICTIM"], f"step {self.variables['STEP']}")
+
+    def lose(self, host, at_once):
+        """Its power: nobody hears of it. Or its processes alone, whose ends the others hear."""
+        if at_once:
+            self.hosts.cut_off(host)
+        for process in self.hosts.processes(host):
+            self.kill(process)
+
+    @staticmethod
+    def alone(epochs):
+        output = subprocess.run([PROGRAM], env={**os.environ, "EPOCHS": str(epochs)}, capture_output=True, text=True, check=True).stdout
+        return [float(word) for word in re.search(r"weights (.*)", output)[1].split()]
+
+    def expect_trained(self, ranks, longest_s):
+        """By these workers as by one process, without a pause that is longer."""
+        epochs = self.variables["EPOCHS"]
+        steps = epochs * STEPS_OF_AN_EPOCH
+        expected = self.alone(epochs)
+        for rank in ranks:
+            self.wait_for(rank, "longest")
+            got = [float(word) for word in re.search(rf"steps {steps}, weights (.*)", self.log(rank))[1].split()]
+            for one, other in zip(expected, got, strict=True):
+                self.assertLessEqual(abs(one - other), 1e-9)
+            longest = float(re.search(r"longest ([0-9.]+)", self.log(rank))[1])
+            print(f"{self.id()}: rank {rank} paused for {longest:.2f} s", file=sys.stderr)
+            self.assertLess(longest, longest_s + 0.05)
+
+    def expect_end(self, status):
+        output = self.job.communicate(timeout=LIMIT_S)[0]
+        self.assertEqual(self.job.returncode, status, output)
+        return output
+
+    def expect_one_view(self):
+        """All end; those that trained to the end have trained the same, and the others say why they did not."""
+        everybody = range(self.hosts.count)
+        for rank in everybody:
+            end = time.monotonic() + LIMIT_S
+            while "longest" not in self.log(rank) and "failed: " not in self.log(rank):
+                self.assertLess(time.monotonic(), end, self.log(rank))
+                time.sleep(0.01)
+        self.expect_trained([rank for rank in everybody if "longest" in self.log(rank)], LIMIT_S)
+        for rank in everybody:
+            if "longest" not in self.log(rank):
+                self.assertRegex(self.log(rank), "the others took rank|cannot reach most", self.log(rank))
+        return [rank for rank in everybody if "longest" in self.log(rank)]
+
+
+class ElasticHosts(Trainings):
+    def test_a_worker_is_lost(self):
+        self.start(3, PLACE="forward")
+        self.expect_trained([0, 2], 2)
+        self.assertIn("the job goes on without it", self.expect_end(0))
+
+    def test_the_host_of_rank_0_and_of_the_launcher_is_lost(self):
+        for at_once in (False, True):
+            with self.subTest(at_once=at_once):
+                self.begin_anew()
+                self.begin(3)
+                self.lose(0, at_once)
+                self.expect_trained([1, 2], 5)
+
+    def test_a_divided_job_goes_on_in_one_part(self):
+        self.begin(5)
+        self.hosts.divide([0, 1])  # also the launcher
+        self.expect_trained([2, 3, 4], 8)
+        for rank in (0, 1):
+            self.wait_for(rank, "this process cannot reach most of the job's 5 hosts")
+            self.assertNotIn("weights", self.log(rank))
+
+    def test_a_worker_that_is_started_again_joins(self):
+        for victim in (0, 1):
+            with self.subTest(victim=victim):
+                self.begin_anew()
+                self.start(3, options=("--restarts", "1"), VICTIM=victim, PLACE="forward")
+                self.expect_trained([0, 1, 2], 2)
+                self.assertIn("joined at step", self.log(victim))
+                self.expect_end(0)
+
+    def test_hosts_come_and_leave(self):
+        self.start(3, discovered=[0, 1], options=("--max-n", "3"), EPOCHS=12)
+        self.wait_for(1, "step 10")
+        self.name_hosts([0, 1, 2])
+        self.wait_for(2, "joined at step")
+        self.name_hosts([1, 2])
+        self.wait_for(0, "left")
+        self.expect_trained([1, 2], 1)
+        output = self.expect_end(0)
+        self.assertIn(f"host {self.hosts.address(2)} joins with 1 rank(s)", output)
+        self.assertIn(f"host {self.hosts.address(0)} is not named any more: its ranks leave", output)
+        self.assertIn(f"host {self.hosts.address(0)} has left", output)
+        self.assertNotIn("is left out", output)
+
+
+class MoreFaults(Trainings):
+    """`make faults` runs these too."""
+
+    def test_a_discovery_script_that_hangs_or_fails(self):
+        def end(script):
+            command = [LOCKSTEP, "run", "--host-discovery", script, "--min-n", "1", "true"]
+            return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S).stderr
+
+        self.assertIn("did not end within 10 s", end("exec sleep 1000"))
+        self.start(3, discovered=[0, 1])
+        self.wait_for(1, "step 10")
+        (self.folder / "hosts").unlink()
+        self.expect_trained([0, 1], 1)
+        self.assertIn("ended with status 1; the hosts stay as they are", self.expect_end(0))
+
+    def test_hosts_are_lost_one_right_after_the_other(self):
+        """While the others make a group at the second one's store."""
+        for pause in (0, 0.01, 0.03, 0.1, 0.3):
+            with self.subTest(pause=pause):
+                self.begin_anew()
+                self.begin(5)
+                self.lose(0, False)
+                time.sleep(pause)
+                self.lose(1, pause > 0.02)
+                self.expect_trained([2, 3, 4], 15)  # where they wait at its store, for each other, until regroup_seconds
+
+    def test_two_of_five_are_lost_at_once(self):
+        self.begin(5)
+        self.hosts.cut_off(3)
+        self.hosts.cut_off(4)
+        self.expect_trained([0, 1, 2], 8)
+
+    def test_a_link_is_down_for_ten_seconds(self):
+        self.begin(3, EPOCHS=12)
+        self.hosts.cut_off(2)
+        time.sleep(10)
+        self.hosts.join(2)
+        self.assertEqual(self.expect_one_view(), [0, 1])
+        self.expect_end(0)
+
+    def test_a_link_that_comes_and_goes(self):
+        self.begin(3, EPOCHS=12)
+        for pause in (0.2, 0.5, 1, 2, 4):
+            self.hosts.cut_off(2)
+            time.sleep(pause)
+            self.hosts.join(2)
+            time.sleep(pause)
+        self.assertEqual(self.expect_one_view()[:2], [0, 1])
+        self.expect_end(0)
+
+    def test_what_a_host_sends_is_lost(self):
+        self.begin(3, EPOCHS=12)
+        self.hosts.lose_what_it_sends(2)
+        self.assertEqual(self.expect_one_view(), [0, 1])
+
+    def test_a_worker_is_stopped(self):
+        self.begin(3, EPOCHS=10, VICTIM=2, TIMEOUT=3)
+        stopped = int(re.search(r"worker at (\d+)", self.log(2))[1])
+        os.kill(stopped, signal.SIGSTOP)
+        self.expect_trained([0, 1], 3 + 5)
+        os.kill(stopped, signal.SIGCONT)
+        self.wait_for(2, "the others took rank 2 for lost, and go on without it")
+        self.assertIn("rank 2 has not come", self.expect_end(0))
+
+    def test_a_host_that_fails_again_and_again_is_left_out_for_longer_each_time(self):
+        self.start(3, discovered=[0, 1, 2], options=("--blacklist-cooldown", "0.5"), EPOCHS=20, VICTIM=0)
+        ended = []
+        for life in range(4):  # ranks are numbered on
+            rank = 2 + life
+            self.wait_for(rank, "joined at step" if life > 0 else "worker at")
+            self.wait_for(0, "step 10")
+            os.kill(int(re.search(r"worker at (\d+)", self.log(rank))[1]), signal.SIGKILL)
+            ended.append(time.monotonic())
+            self.wait_for(rank + 1, "worker at")
+            self.assertGreater(time.monotonic() - ended[-1], 0.5 * 2**life)
+        self.wait_for(6, "joined at step")
+        self.expect_trained([0, 1, 6], 2)
+        self.assertIn("is left out for 4 s", self.expect_end(0))
+
+
+unittest.main(argv=sys.argv[:1] + sys.argv[4:], verbosity=2)
