@@ -167,7 +167,9 @@ Job Job::regroup(const std::vector<int>& lost, Deadline deadline) const {
 }
 
 Job Job::regroup(const elastic::Change& change, Deadline deadline) const {
-  return joined(elastic::next_generation(members(), *registry(), change, deadline));
+  auto next = elastic::next_generation(members(), *registry(), change, deadline);
+  if (change.leaves) return Job(std::make_shared<State>(std::move(next), *state_));  // it is none of the members
+  return joined(next);
 }
 
 }  // namespace lockstep

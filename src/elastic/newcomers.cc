@@ -17,6 +17,7 @@ namespace {
 
 constexpr std::chrono::seconds kForAnswer(1), kBetweenSlowPolls(1);
 constexpr std::chrono::milliseconds kBetweenFastPolls(200);
+constexpr int kMostUnansweredPolls = 5;
 const std::string kMembers = "members";
 
 std::string key_of(std::int64_t place) { return text("newcomer ", place); }
@@ -122,17 +123,27 @@ Members Candidate::wait(Deadline deadline, const std::function<void()>& poll) {
     if (invitation) return place_in(*invitation, self_);
     if (deadline.passed()) throw DeadlineExceeded("waiting to be taken into the job", deadline.waited());
     poll();
-    if (!stores_->compare_set(process_.store, key_of_end_of(training_), "", "").empty()) {
-      throw ClusterError("the training ended before this process could join it");
-    }
-    require_members();
+    require_training();
   }
 }
 
 // A process that is left alone would wait for nobody.
-void Candidate::require_members() const {
+void Candidate::require_training() {
   const auto latest = members();
+  unanswered_ = latest ? 0 : unanswered_ + 1;
+  if (unanswered_ > kMostUnansweredPolls)
+    throw ClusterError("no host of the job that this process was to join answers");
   if (!latest) return;
+  auto stores = latest->stores;
+  stores.push_back(process_.store);
+  for (const auto& store : stores) {
+    try {
+      if (stores_->compare_set(store, key_of_end_of(training_), "", "").empty()) continue;
+    } catch (const Error&) {  // that host is lost
+      continue;
+    }
+    throw ClusterError("the training ended before this process could join it");
+  }
   for (const auto& process : latest->processes) {
     try {
       if (stores_->compare_set(process.store, key_of_end(process.name), "", "").empty()) return;

@@ -32,13 +32,14 @@ class Candidate {
  private:
   std::optional<Members> members() const;
   void enter(const std::string& store, const std::string& entry) const;
-  void require_members() const;
+  void require_training();
 
   const std::shared_ptr<ConnectedStores> stores_;
   const World self_;
   const std::int64_t training_;
   const Process process_;
   const std::shared_ptr<void> presence_;
+  int unanswered_ = 0;  // polls in a row in which no host did
 };
 
 // Tells those that come who is a member now: in the store of this member's host, and from rank 0 in those of hosts
