@@ -135,6 +135,23 @@ class ElasticHosts(Trainings):
                 self.lose(0, at_once)
                 self.expect_trained([1, 2], 5)
 
+    def test_without_lockstep_run(self):
+        """Rank 0 holds the store, and knows it by another address than the others."""
+        self.hosts = self.enterContext(SshHosts(3, self.folder, LOCKSTEP))
+        self.variables = {"STEP_MS": 50, "EPOCHS": 3, "VICTIM": 1, "STEP": 10, "PLACE": "forward"}
+        token = self.folder / "token"
+        token.touch(0o600)
+        token.write_text("ab" * 32)
+        self.logs.mkdir()
+        common = {"WORLD_SIZE": 3, "MASTER_ADDR": self.hosts.address(0), "MASTER_PORT": 29500, "LOCKSTEP_TOKEN_FILE": token, **self.variables}
+        for rank in range(3):
+            environment = {**os.environ, "RANK": str(rank), **{name: str(value) for name, value in common.items()}}
+            with (self.logs / f"rank-{rank}.log").open("w") as log:
+                process = subprocess.Popen(self.hosts.command(rank, PROGRAM), env=environment, stdout=log, stderr=subprocess.STDOUT)
+            self.addCleanup(process.wait)
+            self.addCleanup(process.kill)
+        self.expect_trained([0, 2], 2)
+
     def test_a_divided_job_goes_on_in_one_part(self):
         self.begin(5)
         self.hosts.divide([0, 1])  # also the launcher

@@ -105,6 +105,10 @@ Job::Job(const Cluster& cluster, double timeout_seconds) {
   const auto here = has_own ? Store::connect(cluster.host_store, deadline, found.store.access()) : found.store;
   const auto keys = found.store.prefixed(prefix);
   auto members = gather_members(found.world, keys, here.address(), deadline);
+  if (cluster.host_store.empty()) {  // all have this one, which each may know by another address
+    for (auto& process : members.processes) process.store = here.address();
+    members.stores = {here.address()};
+  }
   state_ = std::make_shared<State>(std::move(members), keys, here.prefixed(prefix), found.own_cores);
   if (cluster.host_store.empty()) return;
   here.set(cluster::kJobHasBegun, "yes", deadline);
@@ -167,6 +171,12 @@ Job Job::regroup(const std::vector<int>& lost, Deadline deadline) const {
 }
 
 Job Job::regroup(const elastic::Change& change, Deadline deadline) const {
+  if (!state_->stores) {  // this process is alone
+    const auto stores = std::make_shared<elastic::ConnectedStores>(state_->keys().prefixed(kMembers));
+    const auto alone = elastic::first_members(world(), stores->here().address());
+    elastic::Registry registry(stores, alone);
+    return Job(std::make_shared<State>(elastic::next_generation(alone, registry, change, deadline), *state_));
+  }
   auto next = elastic::next_generation(members(), *registry(), change, deadline);
   if (change.leaves) return Job(std::make_shared<State>(std::move(next), *state_));  // it is none of the members
   return joined(next);
