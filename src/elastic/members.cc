@@ -6,13 +6,10 @@
 #include "base/text.h"
 
 namespace lockstep::elastic {
-namespace {
 
-void add_new(std::vector<std::string>& stores, const std::string& store) {
+void add_store(std::vector<std::string>& stores, const std::string& store) {
   if (std::find(stores.begin(), stores.end(), store) == stores.end()) stores.push_back(store);
 }
-
-}  // namespace
 
 std::string name_of_process(int rank) { return text("process-", rank); }
 
@@ -21,7 +18,7 @@ Members first_members(const World& world, const std::vector<std::string>& hosts,
   Members members{.world = world, .processes = {}, .stores = {}};
   for (std::size_t r = 0; r < hosts.size(); ++r) {
     members.processes.push_back({name_of_process(static_cast<int>(r)), hosts[r], stores[r]});
-    add_new(members.stores, stores[r]);
+    add_store(members.stores, stores[r]);
   }
   return members;
 }

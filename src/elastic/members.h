@@ -12,8 +12,6 @@ struct Process {
   std::string name;  // one word, unique in the job
   std::string host;
   std::string store = {};  // the address of its host's store
-
-  bool operator==(const Process&) const = default;
 };
 
 // The members of a generation, as one of them sees them.
@@ -31,6 +29,9 @@ Members first_members(const World& world, const std::vector<std::string>& hosts,
                       const std::vector<std::string>& stores);
 // The same where all are on one host.
 Members first_members(const World& world, const std::string& store = "");
+
+// Adds a store that is not there yet.
+void add_store(std::vector<std::string>& stores, const std::string& store);
 
 // As text, and back.
 std::string print(const Members& members);

@@ -117,8 +117,7 @@ Members next_generation(const Members& now, Registry& registry, const Change& ch
   const auto first_newcomer = next.processes.size();
   for (const auto& newcomer : newcomers) {
     next.processes.push_back(newcomer);
-    auto& stores = next.stores;
-    if (std::find(stores.begin(), stores.end(), newcomer.store) == stores.end()) stores.push_back(newcomer.store);
+    add_store(next.stores, newcomer.store);
   }
   next.world.generation = world.generation + 1;
   next.world.size = static_cast<int>(next.processes.size());

@@ -12,14 +12,14 @@ namespace {
 
 constexpr double kToFallSilent = 2;  // seconds in which a host does not answer, until it counts as gone
 constexpr std::chrono::seconds kToRead(5);
+constexpr int kMostBallots = 500, kMostDoublings = 5;
+constexpr double kShortestPause = 0.01;  // seconds, at the most
 
 std::string key_of_votes(const std::string& key) { return "votes on " + key; }
 
 std::vector<std::string> stores_of(const Members& members) {
   std::vector<std::string> stores;
-  for (const auto& process : members.processes) {
-    if (std::find(stores.begin(), stores.end(), process.store) == stores.end()) stores.push_back(process.store);
-  }
+  for (const auto& process : members.processes) add_store(stores, process.store);
   return stores;
 }
 
@@ -74,46 +74,58 @@ Registry::Vote Registry::change(const std::string& store, const std::string& key
   }
 }
 
-// One ballot, as this process has made none before. The value that was decided; empty where none was. `seen`: the
-// highest round of a ballot. `silent`: the stores that did not answer.
-std::string Registry::propose(const std::string& key, const std::string& value, int& seen, std::string& silent) {
+struct Registry::Outcome {
+  std::string decided;       // empty: nothing was
+  int seen = 0;              // the highest round of a ballot
+  bool most_answer = false;  // so many that they could have decided
+  std::string silent;        // the stores that did not answer
+};
+
+// One ballot, as this process has made none before.
+Registry::Outcome Registry::propose(const std::string& key, const std::string& value, int seen) {
   const Ballot ballot{stores_->next_round(seen), name_};
-  silent.clear();
+  Outcome outcome{.decided = {}, .seen = seen, .most_answer = false, .silent = {}};
   Accepted last;
   last.value = value;
   const auto ask_all = [&](const std::string* accept) {
-    std::vector<bool> given(acceptors_.size());
+    std::vector<bool> answered(acceptors_.size()), given(acceptors_.size());
+    outcome.silent.clear();
     for (std::size_t i = 0; i < acceptors_.size(); ++i) {
       try {
         const auto vote = change(acceptors_[i], key, ballot, accept);
+        answered[i] = true;
         given[i] = vote.given;
-        seen = std::max(seen, vote.round);
+        outcome.seen = std::max(outcome.seen, vote.round);
         if (accept == nullptr && vote.accepted.ballot > last.ballot) last = vote.accepted;
       } catch (const Error&) {
-        silent += text(silent.empty() ? "" : ", ", acceptors_[i]);
+        outcome.silent += text(outcome.silent.empty() ? "" : ", ", acceptors_[i]);
       }
     }
+    outcome.most_answer = decides(answered);
     return decides(given);
   };
-  if (!ask_all(nullptr)) return "";
-  silent.clear();
-  if (!ask_all(&last.value)) return "";
+  if (!ask_all(nullptr) || !ask_all(&last.value)) return outcome;
   for (const auto& store : acceptors_) tell(store, key, last.value);
-  return last.value;
+  outcome.decided = last.value;
+  return outcome;
 }
 
+// Members that propose at the same time may keep each other from a decision, the less often the longer they pause.
 std::string Registry::enter(const std::string& key, const std::string& value, Deadline deadline) {
   if (acceptors_.size() == 1) return stores_->compare_set(acceptors_[0], key, "", value);
-  if (auto told = read_here(key); !told.empty()) return told;
-  std::string silent;
-  for (int seen = 0;;) {
-    if (auto decided = propose(key, value, seen, silent); !decided.empty()) return decided;
-    if (passed(deadline)) {
+  int seen = 0;
+  for (int ballots = 0; ballots < kMostBallots; ++ballots) {
+    if (auto told = read_here(key); !told.empty()) return told;
+    const auto outcome = propose(key, value, seen);
+    if (!outcome.decided.empty()) return outcome.decided;
+    if (!outcome.most_answer && passed(deadline)) {
       throw ClusterError(text("this process cannot reach most of the job's ", acceptors_.size(),
-                              " hosts, so that it must not go on: no answer from the store(s) at ", silent));
+                              " hosts, so that it must not go on: no answer from the store(s) at ", outcome.silent));
     }
-    stores_->pause();
+    seen = outcome.seen;
+    stores_->pause(kShortestPause * (1 << std::min(ballots, kMostDoublings)));
   }
+  throw ClusterError(text("the members of this job cannot agree: ", kMostBallots, " ballots of this one failed"));
 }
 
 std::vector<std::string> Registry::get(const std::vector<std::string>& keys, Deadline deadline) {

@@ -25,7 +25,7 @@ class Registry {
   Registry(std::shared_ptr<Stores> stores, const Members& members);
 
   // Sets the entry where there is none; returns the value that it keeps. Throws ClusterError where no majority answers
-  // before the deadline.
+  // before the deadline, and where the members cannot agree in some hundred ballots; with one store, as that does.
   std::string enter(const std::string& key, const std::string& value, Deadline deadline);
 
   // Waits until all are there. DeadlineExceeded lists, by their places in `keys`, those that are not.
@@ -50,10 +50,11 @@ class Registry {
   struct Ballot;
   struct Accepted;
   struct Vote;
+  struct Outcome;
 
   bool decides(const std::vector<bool>& votes) const;
   Vote change(const std::string& store, const std::string& key, const Ballot& ballot, const std::string* value);
-  std::string propose(const std::string& key, const std::string& value, int& seen, std::string& silent);
+  Outcome propose(const std::string& key, const std::string& value, int seen);
 
   const std::shared_ptr<Stores> stores_;
   const std::string name_;                    // of this process

@@ -110,7 +110,7 @@ class SimulatedStores final : public Stores {
 
   double now() const override { return job_.time.now(); }
   bool passed(Deadline) const override { return job_.time.now() >= until; }
-  void pause() override { job_.time.sleep(job_.time.random(0.005, 0.025)); }
+  void pause(double longest_seconds) override { job_.time.sleep(job_.time.random(0, longest_seconds)); }
 
   double until = 0;  // of the call that runs
 

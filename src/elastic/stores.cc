@@ -84,9 +84,10 @@ double ConnectedStores::now() const {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-void ConnectedStores::pause() {
+void ConnectedStores::pause(double longest_seconds) {
   thread_local std::minstd_rand random{std::random_device()()};
-  std::this_thread::sleep_for(std::chrono::milliseconds(5 + random() % 20));
+  std::this_thread::sleep_for(
+      std::chrono::duration<double>(std::uniform_real_distribution<>(0, longest_seconds)(random)));
 }
 
 }  // namespace lockstep::elastic

@@ -25,11 +25,12 @@ class Stores {
   virtual std::vector<std::optional<std::string>> get(const std::string& store, const std::vector<std::string>& keys,
                                                       Deadline deadline) = 0;
 
-  // The clock by which `get` waits, in seconds from some time on; whether a deadline has passed on it; and a short
-  // random time.
+  // The clock by which `get` waits, in seconds from some time on; and whether a deadline has passed on it.
   virtual double now() const = 0;
   virtual bool passed(Deadline deadline) const = 0;
-  virtual void pause() = 0;
+
+  // Waits for a random time.
+  virtual void pause(double longest_seconds) = 0;
 
   // A number that this process has not got before, above `seen`.
   int next_round(int seen) {
@@ -54,7 +55,7 @@ class ConnectedStores final : public Stores {
                                               Deadline deadline) override;
   double now() const override;
   bool passed(Deadline deadline) const override { return deadline.passed(); }
-  void pause() override;
+  void pause(double longest_seconds) override;
 
   const Store& here() const { return here_; }
 
