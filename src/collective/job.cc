@@ -32,16 +32,25 @@ Deadline start_deadline(double timeout_seconds) {
 }  // namespace
 
 struct Job::State {
-  // Of a job's first generation, or a process that comes later. `found`: the store at which its processes meet; none
-  // where this one is alone. `here`: its host's.
-  State(elastic::Members of, std::optional<Store> found, const std::optional<Store>& here, bool has_own_cores,
+  // Of a process that is alone.
+  explicit State(elastic::Members of) : members(std::move(of)), own_cores(false), is_newcomer(false) {}
+  // Of a job's first generation, or a process that comes later. `found`: the store at which its processes meet;
+  // `here`: its host's.
+  State(elastic::Members of, const Store& found, const Store& here, std::int64_t number, bool has_own_cores,
         bool has_come_later = false)
-      : members(std::move(of)), own_cores(has_own_cores), is_newcomer(has_come_later), store(std::move(found)) {
-    if (here) stores = std::make_shared<elastic::ConnectedStores>(here->prefixed(kMembers));
-  }
+      : members(std::move(of)),
+        prefix(prefix_of(number)),
+        own_cores(has_own_cores),
+        is_newcomer(has_come_later),
+        stores(std::make_shared<elastic::ConnectedStores>(here.prefixed(prefix + kMembers))),
+        store(found.prefixed(prefix)) {}
   // Of a later generation of `before`.
   State(elastic::Members of, const State& before)
-      : members(std::move(of)), own_cores(before.own_cores), is_newcomer(false), stores(before.stores) {}
+      : members(std::move(of)),
+        prefix(before.prefix),
+        own_cores(before.own_cores),
+        is_newcomer(false),
+        stores(before.stores) {}
 
   // The store with this Job's prefix. A process that is alone makes one on first use; those of a later generation meet
   // at that of rank 0's host.
@@ -49,11 +58,8 @@ struct Job::State {
     MutexLock lock(mutex);
     if (store) return *store;
     if (!stores) return store.emplace(Store::hold("127.0.0.1:0"));
-    const auto& address = members.processes[0].store;
     try {
-      const auto there = stores->at(address);
-      const auto prefix = there.prefix().substr(0, there.prefix().size() - std::string(kMembers).size());
-      return store.emplace(there.without_prefix().prefixed(prefix));
+      return store.emplace(stores->at(members.processes[0].store).without_prefix().prefixed(prefix));
     } catch (const Error& error) {
       if (members.world.rank == 0) throw;
       throw PeerLost(0, members.world.generation, text("the store of its host does not answer (", error.what(), ")"));
@@ -61,15 +67,17 @@ struct Job::State {
   }
 
   const elastic::Members members;
+  const std::string prefix;  // of this Job's keys
   const bool own_cores, is_newcomer;
-  std::shared_ptr<elastic::ConnectedStores> stores;  // null where this process is alone
+  const std::shared_ptr<elastic::ConnectedStores> stores;  // null where this process is alone
   Mutex mutex;
   std::optional<Store> store LOCKSTEP_GUARDED_BY(mutex);
 };
 
 namespace {
 
-// Who takes part: all processes tell each other where they are.
+// Who takes part: all processes tell each other where they are. Hosts without a store of their own have this one, which
+// each process may know by another address.
 elastic::Members gather_members(const World& world, const Store& store, const std::string& host_store,
                                 Deadline deadline) {
   const auto place = store.prefixed("places/");
@@ -78,7 +86,7 @@ elastic::Members gather_members(const World& world, const Store& store, const st
   for (int r = 0; r < world.size; ++r) keys.push_back(text("rank ", r));
   for (const auto& printed : place.get(keys, deadline)) {
     const auto space = printed.find(' ');
-    stores.push_back(printed.substr(0, space));
+    stores.push_back(space > 0 ? printed.substr(0, space) : store.address());
     hosts.push_back(printed.substr(space + 1));
   }
   return elastic::first_members(world, hosts, stores);
@@ -91,7 +99,7 @@ Job Job::from_environment(double timeout_seconds) { return Job(resolve_cluster()
 Job::Job(const Cluster& cluster, double timeout_seconds) {
   const auto deadline = start_deadline(timeout_seconds);
   if (cluster.world.size == 1 && cluster.store.empty() && cluster.source.empty()) {
-    state_ = std::make_shared<State>(elastic::first_members(cluster.world), std::nullopt, std::nullopt, false);
+    state_ = std::make_shared<State>(elastic::first_members(cluster.world));
     return;
   }
   if (cluster.joins) {
@@ -100,16 +108,11 @@ Job::Job(const Cluster& cluster, double timeout_seconds) {
         "can: leave out --restarts, or --min-n");
   }
   const auto found = cluster::rendezvous(cluster, deadline);
-  const auto prefix = prefix_of(found.store.add(text("jobs of rank ", found.world.rank), 1, deadline));
+  const auto number = found.store.add(text("jobs of rank ", found.world.rank), 1, deadline);
   const bool has_own = !cluster.host_store.empty() && cluster.host_store != found.store.address();
   const auto here = has_own ? Store::connect(cluster.host_store, deadline, found.store.access()) : found.store;
-  const auto keys = found.store.prefixed(prefix);
-  auto members = gather_members(found.world, keys, here.address(), deadline);
-  if (cluster.host_store.empty()) {  // all have this one, which each may know by another address
-    for (auto& process : members.processes) process.store = here.address();
-    members.stores = {here.address()};
-  }
-  state_ = std::make_shared<State>(std::move(members), keys, here.prefixed(prefix), found.own_cores);
+  auto members = gather_members(found.world, found.store.prefixed(prefix_of(number)), cluster.host_store, deadline);
+  state_ = std::make_shared<State>(std::move(members), found.store, here, number, found.own_cores);
   if (cluster.host_store.empty()) return;
   here.set(cluster::kJobHasBegun, "yes", deadline);
   elastic::publish(state_->members, *state_->stores);
@@ -123,14 +126,14 @@ Job Job::newcomer(const Cluster& cluster, double timeout_seconds) {
   auto alone = found.world;
   alone.rank = alone.local_rank = 0;
   alone.size = alone.local_size = 1;
-  const auto keys = found.store.prefixed(prefix_of(++made));
-  return Job(std::make_shared<State>(elastic::first_members(alone, keys.address()), keys, keys, false, true));
+  auto members = elastic::first_members(alone, found.store.address());
+  return Job(std::make_shared<State>(std::move(members), found.store, found.store, ++made, false, true));
 }
 
 bool Job::is_newcomer() const { return state_->is_newcomer; }
 
 Job Job::joined(const elastic::Members& members) const {
-  if (state_->stores) elastic::publish(members, *state_->stores);
+  elastic::publish(members, *state_->stores);
   return Job(std::make_shared<State>(members, *state_));
 }
 

@@ -184,9 +184,10 @@ void Child::end() {
 void Child::kill() {
   {
     MutexLock lock(mutex_);
-    if (input_.open())
-      Input::say(input_, signal_message(SIGKILL));  // the end alone may be that of this launcher's host
-    input_ = FileDescriptor();                      // launchers on other hosts see the end of their input, and end
+    // Launchers on other hosts see the end of their input too. Of an elastic job they go on then: it may be that of
+    // this host.
+    if (input_.open()) Input::say(input_, signal_message(SIGKILL));
+    input_ = FileDescriptor();
   }
   if (!ended_) ::kill(-pid_, SIGKILL);
 }

@@ -53,7 +53,8 @@ std::map<std::string, std::string> exported_variables(const std::vector<std::str
 // else that of the rank that failed first (128 plus the signal's number where a signal ended it); `err` gets that rank
 // and the last line that it printed. Where a signal asked this process to end, it returns 128 plus its number. When a
 // rank fails the others get SIGTERM, and SIGKILL after the grace time; SIGINT and SIGTERM are passed on, and a second
-// one kills. When this returns, or is killed, no process of the job is left.
+// one kills. When this returns, or is killed, no process of the job is left, but those of an elastic job on other hosts
+// where this is killed, or they can no longer be reached.
 //
 // On each other host it starts this program over ssh, by the same path and in the same folder. The command and the
 // job's token go through standard input, so that no process list shows them.
