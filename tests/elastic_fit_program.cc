@@ -32,7 +32,8 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // MIN_WORKERS, JOIN_SECONDS. VICTIM is killed in the step numbered STEP, from 0 on, at PLACE: "forward", "batch end" (a
 // callback), or so many microseconds after its forward pass; or, where PLACE is "print", it prints that it is in that
 // step; or, where PLACE is "slow", all its steps take three times as long. Who joins prints when. TIMEOUT: of a
-// collective operation, in seconds. UNITS_OF_JOINING: of the first layer of those that join.
+// collective operation, in seconds. UNITS_OF_JOINING: of the first layer of those that join. KILOBYTES: to be printed in
+// each step.
 int main() {
   try {
     const lockstep::MultiWorkerMirroredStrategy strategy(
@@ -76,7 +77,9 @@ int main() {
     auto last = Clock::now();
     double longest = 0;
     std::int64_t ended = 0;
+    const std::string line(1023, '.');
     const auto on_batch = [&](std::int64_t, const lockstep::Logs&) {
+      for (int n = number("KILOBYTES", 0); n > 0; --n) std::cout << line << "\n";
       longest = std::max(longest, seconds(last));
       last = Clock::now();
       if (joins && ended == 0) std::cout << "joined at step " << model.iterations() << std::endl;

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 
@@ -32,12 +33,12 @@ class Trainings(unittest.TestCase):
         new.write_text("".join(f"{self.hosts.address(host)}:1\n" for host in hosts))
         new.rename(self.folder / "hosts")
 
-    def start(self, count, options=(), discovered=None, **variables):
+    def start(self, count, options=(), discovered=None, min_n=1, **variables):
         """A training on so many hosts, or on those of them that a script names, one worker each, whose steps take 50 ms."""
         self.hosts = self.enterContext(SshHosts(count, self.folder, LOCKSTEP))
         self.variables = {"STEP_MS": 50, "EPOCHS": 3, "VICTIM": 1, "STEP": 10, "PLACE": "print", **variables}
         words = [word for name, value in self.variables.items() for word in ("-x", f"{name}={value}")]
-        options = ("--min-n", "1", "--grace", "1", "--log-dir", str(self.logs), *words, *options)
+        options = ("--min-n", str(min_n), "--grace", "1", "--log-dir", str(self.logs), *words, *options)
         if discovered is None:
             command = self.hosts.run(PROGRAM, options=options)
         else:
@@ -68,7 +69,7 @@ class Trainings(unittest.TestCase):
     def wait_for(self, rank, text, limit_s=LIMIT_S):
         end = time.monotonic() + limit_s
         while text not in self.log(rank):
-            self.assertLess(time.monotonic(), end, f"{text} in {self.log(rank)}")
+            self.assertLess(time.monotonic(), end, f"{text} in {self.log(rank)[-3000:]}")
             time.sleep(0.01)
 
     def begin(self, count, **variables):
@@ -152,6 +153,15 @@ class ElasticHosts(Trainings):
             self.addCleanup(process.kill)
         self.expect_trained([0, 2], 2)
 
+    def test_one_of_two_workers_is_lost(self):
+        """Its host's vote is needed to agree on that."""
+        for victim in (0, 1):
+            with self.subTest(victim=victim):
+                self.begin_anew()
+                self.start(2, VICTIM=victim, PLACE="forward")
+                self.expect_trained([1 - victim], 2)
+                self.expect_end(0)
+
     def test_a_divided_job_goes_on_in_one_part(self):
         self.begin(5)
         self.hosts.divide([0, 1])  # also the launcher
@@ -186,6 +196,50 @@ class ElasticHosts(Trainings):
 
 class MoreFaults(Trainings):
     """`make faults` runs these too."""
+
+    def test_all_hosts_are_exchanged(self):
+        self.start(4, discovered=[0, 1], min_n=2, options=("--max-n", "2"), EPOCHS=12)
+        self.wait_for(1, "step 10")
+        self.name_hosts([2, 3])
+        for rank in (0, 1):
+            self.wait_for(rank, "left")
+        self.expect_trained([2, 3], 1)
+        self.expect_end(0)
+
+    def test_the_connection_to_a_host_breaks(self):
+        """Its worker leaves: the launcher would not reach it any more."""
+        self.begin(3, EPOCHS=6)
+        client = b"ssh\0", b"\0" + self.hosts.address(2).encode() + b"\0"
+        [client] = [p for p in self.hosts.processes(0) if self.command_line(p).startswith(client[0]) and client[1] in self.command_line(p)]
+        self.kill(client)
+        self.wait_for(2, "left")
+        self.expect_trained([0, 1], 1)
+        self.expect_end(0)
+
+    @staticmethod
+    def command_line(process):
+        with contextlib.suppress(OSError):
+            return pathlib.Path(f"/proc/{process}/cmdline").read_bytes()
+        return b""
+
+    def test_a_launcher_ends_before_the_job_has_begun(self):
+        self.start(3)
+        self.job.send_signal(signal.SIGKILL)
+        self.job.wait()
+        end = time.monotonic() + 30
+        while any(b"elastic_fit_program" in self.command_line(process) for host in range(3) for process in self.hosts.processes(host)):
+            self.assertLess(time.monotonic(), end)
+            time.sleep(0.05)
+
+    def test_the_launchers_host_is_lost_while_workers_print_much(self):
+        """Nobody reads that any more."""
+        self.start(3, EPOCHS=6, KILOBYTES=500)
+        reader = threading.Thread(target=self.job.stdout.read)
+        reader.start()
+        self.addCleanup(reader.join)
+        self.wait_for(1, "step 10")
+        self.lose(0, at_once=True)
+        self.expect_trained([1, 2], 6)
 
     def test_a_discovery_script_that_hangs_or_fails(self):
         def end(script):

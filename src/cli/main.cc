@@ -106,7 +106,7 @@ struct RunArguments : PlaceArguments {
   }
 
   int act(std::vector<std::string> command) {
-    if (part) return lockstep::launch::launch_part(std::cout, std::cerr);
+    if (part) return lockstep::launch::launch_part();
     options.environment = lockstep::launch::exported_variables(exported);
     return lockstep::launch::launch(finished(std::move(command)), std::cout, std::cerr);
   }

@@ -20,7 +20,8 @@ constexpr const char* kProcesses = "processes/";
 constexpr const char* kReplicas = "replicas/";
 constexpr const char* kUsers = "user/";
 constexpr const char* kMembers = "members/";
-constexpr std::chrono::seconds kToReport(1);
+constexpr std::chrono::seconds kToReport(1), kToFindStore(10);
+constexpr double kLongestPauseSeconds = 0.2;
 
 std::string prefix_of(std::int64_t job) { return text("job ", job, "/"); }
 
@@ -58,11 +59,19 @@ struct Job::State {
     MutexLock lock(mutex);
     if (store) return *store;
     if (!stores) return store.emplace(Store::hold("127.0.0.1:0"));
-    try {
-      return store.emplace(stores->at(members.processes[0].store).without_prefix().prefixed(prefix));
-    } catch (const Error& error) {
-      if (members.world.rank == 0) throw;
-      throw PeerLost(0, members.world.generation, text("the store of its host does not answer (", error.what(), ")"));
+    const auto& first = members.processes[0];
+    const auto deadline = Deadline::after(kToFindStore);
+    elastic::Registry registry(stores, members);
+    while (true) {
+      try {
+        return store.emplace(stores->at(first.store).without_prefix().prefixed(prefix));
+      } catch (const Error& error) {
+        if (members.world.rank == 0) throw;
+        if (registry.has_gone(first) || deadline.passed()) {
+          throw PeerLost(0, members.world.generation, text("its host's store does not answer (", error.what(), ")"));
+        }
+      }
+      stores->pause(kLongestPauseSeconds);
     }
   }
 
@@ -112,8 +121,9 @@ Job::Job(const Cluster& cluster, double timeout_seconds) {
   const bool has_own = !cluster.host_store.empty() && cluster.host_store != found.store.address();
   const auto here = has_own ? Store::connect(cluster.host_store, deadline, found.store.access()) : found.store;
   auto members = gather_members(found.world, found.store.prefixed(prefix_of(number)), cluster.host_store, deadline);
+  if (!cluster.host_store.empty()) elastic::add_store(members.stores, found.store.address());
   state_ = std::make_shared<State>(std::move(members), found.store, here, number, found.own_cores);
-  if (cluster.host_store.empty()) return;
+  if (cluster.host_store.empty()) return;  // its launcher ends all processes when one is lost
   here.set(cluster::kJobHasBegun, "yes", deadline);
   elastic::publish(state_->members, *state_->stores);
 }

@@ -18,7 +18,7 @@ namespace {
 constexpr std::chrono::seconds kForAnswer(1), kBetweenSlowPolls(1);
 constexpr std::chrono::milliseconds kBetweenFastPolls(200);
 constexpr int kMostUnansweredPolls = 5;
-const std::string kMembers = "members";
+constexpr const char* kMembers = "members";
 
 std::string key_of(std::int64_t place) { return text("newcomer ", place); }
 
@@ -45,26 +45,41 @@ std::string lines(std::int64_t training, const std::string& description) {
 
 Deadline here_deadline() { return Deadline::after(std::chrono::seconds(5)); }
 
-std::int64_t generation_in(const std::string& printed_members) {
-  return parse_members(printed_members, {}).world.generation;
+// What the launchers read.
+std::string print_stores(const Members& members) {
+  std::string lines = text(members.world.generation, "\n");
+  for (const auto& process : members.processes) lines += process.store + "\n";
+  return lines;
+}
+
+// Entries of later generations replace those of earlier ones. `read` returns the generation of one.
+void replace_earlier(const Store& store, const char* key, const std::string& printed, std::int64_t generation,
+                     const std::function<std::int64_t(const std::string&)>& read) {
+  auto before = store.compare_set(key, "", printed, Deadline::after(kForAnswer));
+  while (before != printed && read(before) <= generation) {
+    before = store.compare_set(key, before, printed, Deadline::after(kForAnswer));
+  }
 }
 
 }  // namespace
 
-void publish(const Members& members, Stores& stores) {
-  const auto printed = print(members);
-  for (const auto& store : members.stores) {
-    const auto is_there = [&](const Process& process) { return process.store == store; };
+void publish(const Members& members, ConnectedStores& stores) {
+  const auto printed = print(members), printed_stores = print_stores(members);
+  const auto generation = members.world.generation;
+  stores.for_each(members.stores.size(), [&](std::size_t i) {
+    const auto& address = members.stores[i];
+    const auto is_there = [&](const Process& process) { return process.store == address; };
     const bool has_members = std::any_of(members.processes.begin(), members.processes.end(), is_there);
-    if (has_members ? store != members.self().store : members.world.rank != 0) continue;
+    if (has_members ? address != members.self().store : members.world.rank != 0) return;
     try {
-      auto before = stores.compare_set(store, kMembers, "", printed);
-      while (before != printed && generation_in(before) <= members.world.generation) {
-        before = stores.compare_set(store, kMembers, before, printed);
-      }
+      const auto store = stores.at(address);
+      replace_earlier(store, kMembers, printed, generation,
+                      [](const auto& entry) { return parse_members(entry, {}).world.generation; });
+      replace_earlier(store.without_prefix(), cluster::kStoresOfMembers, printed_stores, generation,
+                      [](const auto& entry) { return std::stoll(entry); });
     } catch (const Error&) {  // that host is lost
     }
-  }
+  });
 }
 
 Candidate::Candidate(std::shared_ptr<ConnectedStores> stores, const World& self, std::int64_t training,
@@ -73,20 +88,23 @@ Candidate::Candidate(std::shared_ptr<ConnectedStores> stores, const World& self,
       self_(self),
       training_(training),
       process_{.name = new_name(), .host = self.host, .store = stores_->here().address()},
+      entry_(print(process_) + "\n" + lines(training, description)),
       presence_(show_presence(stores_->here(), process_.name)) {
-  const auto entry = print(process_) + "\n" + lines(training, description);
   const auto found = members();
   if (!found) throw ClusterError("the host of this process does not know of a job that it could join");
-  for (const auto& store : found->stores) {
+  enter(found->stores);
+}
+
+// Where it has not done so: hosts come, and answer again.
+void Candidate::enter(const std::vector<std::string>& stores) {
+  for (const auto& store : stores) {
+    if (entered_.contains(store)) continue;
     try {
-      enter(store, entry);
+      for (std::int64_t place = 0; stores_->compare_set(store, key_of(place), "", entry_) != entry_;) ++place;
+      entered_.insert(store);
     } catch (const Error&) {  // that host is lost
     }
   }
-}
-
-void Candidate::enter(const std::string& store, const std::string& entry) const {
-  for (std::int64_t place = 0; stores_->compare_set(store, key_of(place), "", entry) != entry;) ++place;
 }
 
 // The latest that a host of the job has.
@@ -134,6 +152,7 @@ void Candidate::require_training() {
   if (unanswered_ > kMostUnansweredPolls)
     throw ClusterError("no host of the job that this process was to join answers");
   if (!latest) return;
+  enter(latest->stores);
   auto stores = latest->stores;
   stores.push_back(process_.store);
   for (const auto& store : stores) {

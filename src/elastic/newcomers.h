@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -31,20 +32,22 @@ class Candidate {
 
  private:
   std::optional<Members> members() const;
-  void enter(const std::string& store, const std::string& entry) const;
+  void enter(const std::vector<std::string>& stores);
   void require_training();
 
   const std::shared_ptr<ConnectedStores> stores_;
   const World self_;
   const std::int64_t training_;
   const Process process_;
+  const std::string entry_;
   const std::shared_ptr<void> presence_;
+  std::set<std::string> entered_;  // the stores that have the entry
   int unanswered_ = 0;  // polls in a row in which no host did
 };
 
-// Tells those that come who is a member now: in the store of this member's host, and from rank 0 in those of hosts
-// without members. Does not throw.
-void publish(const Members& members, Stores& stores);
+// Tells those that come, and the launchers, who is a member now: in the store of this member's host, and from rank 0 in
+// those of hosts without members. Does not throw.
+void publish(const Members& members, ConnectedStores& stores);
 
 // A member's view of the newcomers to a training, as its host's store has them. Those that do not fit are refused.
 class Watch {

@@ -59,9 +59,11 @@ class Entries {
         // None: they have just come, or the store does not answer.
         if (missing.empty() && registry_.passed(deadline_) && ++unanswered > kMostUnanswered) throw;
       }
-      for (const int rank : missing) {
-        const auto& process = now_.processes[static_cast<std::size_t>(rank)];
-        if (registry_.passed(deadline_) || registry_.has_gone(process)) enter(rank, kLost);
+      std::vector<Process> processes;
+      for (const int rank : missing) processes.push_back(now_.processes[static_cast<std::size_t>(rank)]);
+      const auto gone = registry_.have_gone(processes);
+      for (std::size_t i = 0; i < missing.size(); ++i) {
+        if (gone[i] != 0 || registry_.passed(deadline_)) enter(missing[i], kLost);
       }
     }
   }
@@ -79,10 +81,10 @@ class Entries {
 std::string key_of_invitation(const std::string& newcomer) { return "invitation of " + newcomer; }
 
 std::optional<int> first_gone(const Members& members, Registry& registry) {
-  for (int r = 0; r < members.world.size; ++r) {
-    if (r != members.world.rank && registry.has_gone(members.processes[static_cast<std::size_t>(r)])) return r;
-  }
-  return std::nullopt;
+  auto gone = registry.have_gone(members.processes);
+  gone[static_cast<std::size_t>(members.world.rank)] = 0;
+  const auto first = std::find(gone.begin(), gone.end(), 1);
+  return first == gone.end() ? std::nullopt : std::optional(static_cast<int>(first - gone.begin()));
 }
 
 Members next_generation(const Members& now, Registry& registry, const Change& change, Deadline deadline) {
@@ -113,7 +115,11 @@ Members next_generation(const Members& now, Registry& registry, const Change& ch
     if (static_cast<int>(r) == world.rank) next.world.rank = static_cast<int>(next.processes.size());
     if (members[r] == kOn) next.processes.push_back(now.processes[r]);
   }
-  const auto newcomers = entries.enter_newcomers({});
+  auto newcomers = entries.enter_newcomers({});
+  std::erase_if(newcomers, [&](const Process& one) {  // the others of its host have not heard yet that it was taken in
+    return std::any_of(now.processes.begin(), now.processes.end(),
+                       [&](const Process& process) { return process.name == one.name; });
+  });
   const auto first_newcomer = next.processes.size();
   for (const auto& newcomer : newcomers) {
     next.processes.push_back(newcomer);

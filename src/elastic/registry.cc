@@ -1,6 +1,7 @@
 #include "elastic/registry.h"
 
 #include <algorithm>
+#include <optional>
 #include <sstream>
 #include <tuple>
 
@@ -10,7 +11,9 @@
 namespace lockstep::elastic {
 namespace {
 
-constexpr double kToFallSilent = 2;  // seconds in which a host does not answer, until it counts as gone
+// A host counts as gone when it has not answered for so many seconds, at so many looks in a row.
+constexpr double kToFallSilent = 2;
+constexpr int kFewestLooks = 3;
 constexpr std::chrono::seconds kToRead(5);
 constexpr int kMostBallots = 500, kMostDoublings = 5;
 constexpr double kShortestPause = 0.01;  // seconds, at the most
@@ -88,24 +91,30 @@ Registry::Outcome Registry::propose(const std::string& key, const std::string& v
   Accepted last;
   last.value = value;
   const auto ask_all = [&](const std::string* accept) {
+    std::vector<std::optional<Vote>> votes(acceptors_.size());
+    stores_->for_each(acceptors_.size(), [&](std::size_t i) {
+      try {
+        votes[i] = change(acceptors_[i], key, ballot, accept);
+      } catch (const Error&) {
+      }
+    });
     std::vector<bool> answered(acceptors_.size()), given(acceptors_.size());
     outcome.silent.clear();
     for (std::size_t i = 0; i < acceptors_.size(); ++i) {
-      try {
-        const auto vote = change(acceptors_[i], key, ballot, accept);
-        answered[i] = true;
-        given[i] = vote.given;
-        outcome.seen = std::max(outcome.seen, vote.round);
-        if (accept == nullptr && vote.accepted.ballot > last.ballot) last = vote.accepted;
-      } catch (const Error&) {
+      answered[i] = votes[i].has_value();
+      given[i] = answered[i] && votes[i]->given;
+      if (!answered[i]) {
         outcome.silent += text(outcome.silent.empty() ? "" : ", ", acceptors_[i]);
+        continue;
       }
+      outcome.seen = std::max(outcome.seen, votes[i]->round);
+      if (accept == nullptr && votes[i]->accepted.ballot > last.ballot) last = votes[i]->accepted;
     }
     outcome.most_answer = decides(answered);
     return decides(given);
   };
   if (!ask_all(nullptr) || !ask_all(&last.value)) return outcome;
-  for (const auto& store : acceptors_) tell(store, key, last.value);
+  stores_->for_each(acceptors_.size(), [&](std::size_t i) { tell(acceptors_[i], key, last.value); });
   outcome.decided = last.value;
   return outcome;
 }
@@ -132,11 +141,17 @@ std::vector<std::string> Registry::get(const std::vector<std::string>& keys, Dea
   auto found = stores_->get(here_, keys, deadline);
   std::vector<int> missing;
   std::vector<std::string> values;
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    for (std::size_t other = 0; other < acceptors_.size() && !found[i]; ++other) {
-      if (acceptors_[other] == here_) continue;
-      if (auto value = read_at(acceptors_[other], keys[i]); !value.empty()) found[i] = std::move(value);
+  const auto seen_here = found;
+  Mutex mutex;
+  stores_->for_each(acceptors_.size(), [&](std::size_t other) {
+    if (acceptors_[other] == here_) return;
+    for (std::size_t i = 0; i < keys.size(); ++i) {
+      auto value = seen_here[i] ? std::string() : read_at(acceptors_[other], keys[i]);
+      MutexLock lock(mutex);
+      if (!value.empty()) found[i] = std::move(value);
     }
+  });
+  for (std::size_t i = 0; i < keys.size(); ++i) {
     if (!found[i]) missing.push_back(static_cast<int>(i));
     values.push_back(found[i].value_or(""));
   }
@@ -161,16 +176,22 @@ void Registry::tell(const std::string& store, const std::string& key, const std:
   }
 }
 
-bool Registry::has_gone(const Process& process) {
+std::vector<char> Registry::have_gone(const std::vector<Process>& processes) {
+  std::vector<char> gone(processes.size());
+  stores_->for_each(processes.size(), [&](std::size_t i) { gone[i] = has_ended_or_is_silent(processes[i]); });
+  return gone;
+}
+
+bool Registry::has_ended_or_is_silent(const Process& process) {
   try {
     const auto end = stores_->compare_set(process.store, key_of_end(process.name), "", "");
     MutexLock lock(mutex_);
-    silent_since_.erase(process.store);
+    silences_.erase(process.store);
     return !end.empty();
   } catch (const Error&) {
     MutexLock lock(mutex_);
-    const auto since = silent_since_.try_emplace(process.store, stores_->now()).first->second;
-    return stores_->now() - since >= kToFallSilent;
+    auto& silence = silences_.try_emplace(process.store, Silence{stores_->now()}).first->second;
+    return ++silence.looks >= kFewestLooks && stores_->now() - silence.since >= kToFallSilent;
   }
 }
 

@@ -19,7 +19,8 @@ namespace lockstep::elastic {
 // Each entry is decided by Paxos (Lamport, "Paxos Made Simple", 2001). The stores are the acceptors; the members, which
 // are the proposers, change an acceptor's state by compare_set. One store needs no such thing.
 //
-// Any thread, but `enter` and `get` one at a time.
+// Any thread, but `enter` and `get` one at a time. Throws DeadlineExceeded and ClusterError where the store of this
+// process's host does not answer.
 class Registry {
  public:
   Registry(std::shared_ptr<Stores> stores, const Members& members);
@@ -41,8 +42,9 @@ class Registry {
   // Where there is none. Does nothing where that store does not answer.
   void tell(const std::string& store, const std::string& key, const std::string& value);
 
-  // Whether a process has ended, or its host does not answer for some time.
-  bool has_gone(const Process& process);
+  // Whether each of the processes has ended, or its host does not answer for some time. Any thread.
+  std::vector<char> have_gone(const std::vector<Process>& processes);
+  bool has_gone(const Process& process) { return have_gone({process})[0] != 0; }
 
   bool passed(Deadline deadline) const { return stores_->passed(deadline); }
 
@@ -55,13 +57,19 @@ class Registry {
   bool decides(const std::vector<bool>& votes) const;
   Vote change(const std::string& store, const std::string& key, const Ballot& ballot, const std::string* value);
   Outcome propose(const std::string& key, const std::string& value, int seen);
+  bool has_ended_or_is_silent(const Process& process);
+
+  struct Silence {
+    double since = 0;
+    int looks = 0;
+  };
 
   const std::shared_ptr<Stores> stores_;
   const std::string name_;                    // of this process
   const std::string here_;                    // its host's store
   const std::vector<std::string> acceptors_;  // rank 0's host's first
   Mutex mutex_;
-  std::map<std::string, double> silent_since_ LOCKSTEP_GUARDED_BY(mutex_);  // [store]
+  std::map<std::string, Silence> silences_ LOCKSTEP_GUARDED_BY(mutex_);  // [store]
 };
 
 // The entry that a process leaves behind when it ends; and what makes it do so while that lives.

@@ -84,6 +84,12 @@ double ConnectedStores::now() const {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+void ConnectedStores::for_each(std::size_t count, const std::function<void(std::size_t)>& ask) {
+  std::vector<std::jthread> threads;
+  for (std::size_t i = 1; i < count; ++i) threads.emplace_back(ask, i);
+  if (count > 0) ask(0);
+}
+
 void ConnectedStores::pause(double longest_seconds) {
   thread_local std::minstd_rand random{std::random_device()()};
   std::this_thread::sleep_for(

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -28,6 +30,11 @@ class Stores {
   // The clock by which `get` waits, in seconds from some time on; and whether a deadline has passed on it.
   virtual double now() const = 0;
   virtual bool passed(Deadline deadline) const = 0;
+
+  // Calls ask(i) for each i below `count`, at once where it can: a host that is lost answers late. ask() must not throw.
+  virtual void for_each(std::size_t count, const std::function<void(std::size_t)>& ask) {
+    for (std::size_t i = 0; i < count; ++i) ask(i);
+  }
 
   // Waits for a random time.
   virtual void pause(double longest_seconds) = 0;
@@ -56,6 +63,7 @@ class ConnectedStores final : public Stores {
   double now() const override;
   bool passed(Deadline deadline) const override { return deadline.passed(); }
   void pause(double longest_seconds) override;
+  void for_each(std::size_t count, const std::function<void(std::size_t)>& ask) override;
 
   const Store& here() const { return here_; }
 

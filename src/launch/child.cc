@@ -9,6 +9,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "base/text.h"
 #include "launch/control_protocol.h"
@@ -159,13 +160,19 @@ bool Child::read(Stream stream, const Lines::Take& print) {
 }
 
 bool Child::reap(const std::function<void(pid_t)>& before_its_number_is_free) {
+  const bool had_ended = ended_;
+  if (reported_status_ && !ended_) {
+    ended_ = true;
+    status_ = *reported_status_;
+  }
   siginfo_t info{};
-  if (ended_ || waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0)
-    return false;
-  ended_ = true;
+  if (is_gone_ || waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) != 0 || info.si_pid == 0)
+    return ended_ && !had_ended;
+  is_gone_ = true;
   ::kill(-pid_, SIGKILL);  // what it started and left behind, while its process id is still reserved
   before_its_number_is_free(pid_);
   waitpid(pid_, nullptr, 0);
+  if (std::exchange(ended_, true)) return !had_ended;
   signal_ = info.si_code == CLD_EXITED ? 0 : info.si_status;
   status_ = info.si_code == CLD_EXITED ? info.si_status : 128 + info.si_status;
   return true;
@@ -173,7 +180,7 @@ bool Child::reap(const std::function<void(pid_t)>& before_its_number_is_free) {
 
 void Child::send(int signal) {
   if (is_controlled_) return send_message(signal_message(signal));
-  if (!ended_) ::kill(-pid_, signal);
+  if (!is_gone_) ::kill(-pid_, signal);
 }
 
 void Child::end() {
@@ -181,15 +188,15 @@ void Child::end() {
   send(SIGTERM);
 }
 
-void Child::kill() {
+bool Child::kill() {
   {
     MutexLock lock(mutex_);
-    // Launchers on other hosts see the end of their input too. Of an elastic job they go on then: it may be that of
-    // this host.
-    if (input_.open()) Input::say(input_, signal_message(SIGKILL));
-    input_ = FileDescriptor();
+    const bool tells = input_.open() && Input::say(input_, signal_message(SIGKILL));
+    input_ = FileDescriptor();  // ssh passes on what it has got, and its end
+    if (tells) return is_gone_;
   }
-  if (!ended_) ::kill(-pid_, SIGKILL);
+  if (!is_gone_) ::kill(-pid_, SIGKILL);
+  return true;
 }
 
 // A message that the child does not read is dropped.

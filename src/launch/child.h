@@ -1,6 +1,7 @@
 // A process that takes part in a job, and what it prints: a rank, or the launcher of another host.
 #pragma once
 
+#include <signal.h>
 #include <sys/types.h>
 
 #include <functional>
@@ -63,15 +64,23 @@ class Child {
   // After its end: the last line that it wrote to stderr, else the last one to stdout; empty where it wrote nothing.
   const std::string& last_line_written() const { return last_error_.empty() ? last_line_ : last_error_; }
 
+  // Of another host's launcher: its ranks. It may live on for a while, since others need its host's store.
   bool ended() const { return ended_; }
+  bool is_gone() const { return is_gone_; }
   int status() const { return status_; }  // the exit status, or 128 and the signal's number
   int signal() const { return signal_; }  // that ended it, or 0
+
+  // By a signal, which an exception that nobody caught sends as well.
+  bool was_killed() const { return signal_ != 0 && signal_ != SIGABRT; }
 
   // Why its log file is not whole; empty where it is.
   const std::string& log_problem() const { return log_problem_; }
 
-  // Whether it has just ended; the rest of its process group is then killed. Another process may get its process id as
-  // soon as `before_its_number_is_free` has returned.
+  // Another host's launcher has said that its ranks have ended.
+  void report_end(int status) { reported_status_ = status; }
+
+  // Whether it has just ended. Where it is gone, the rest of its process group is killed; another process may get its
+  // process id as soon as `before_its_number_is_free` has returned.
   bool reap(const std::function<void(pid_t)>& before_its_number_is_free);
 
   // Signals its process group. A child that reads the control protocol gets a message instead and signals its own
@@ -81,8 +90,12 @@ class Child {
   // Ends it because another child has failed. As send(SIGTERM), but not as a request that the whole job should end.
   void end();
 
-  // Kills it at once, without reading its remaining output.
-  void kill();
+  // The ranks of another host's launcher leave an elastic job.
+  void leave() { send_message(kLeave); }
+
+  // Kills it at once. False for another host's launcher, which needs a moment to kill its ranks and to end; the next
+  // call does not wait for it.
+  bool kill();
 
   // Tells one that reads the control protocol that the launcher lives. Any thread.
   void reassure() { send_message(kAlive); }
@@ -104,7 +117,8 @@ class Child {
   Channel streams_[2];
   FileDescriptor log_;
   std::string last_line_, last_error_;
-  bool ended_ = false;
+  std::optional<int> reported_status_;
+  bool ended_ = false, is_gone_ = false;
   int status_ = 0, signal_ = 0;
 };
 

@@ -7,8 +7,10 @@
 
 #include <cerrno>
 #include <charconv>
+#include <chrono>
+#include <string_view>
+#include <utility>
 
-#include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "transport/socket.h"
@@ -16,23 +18,28 @@
 namespace lockstep::launch {
 namespace {
 
-// The other launcher sends a sign of life every second. The limit is long because it may be stopped for a while; the
-// end of its connection is noticed without it.
-constexpr std::chrono::seconds kLongSilence(300);
-constexpr std::string_view kSignal = "signal ";
+constexpr std::string_view kSignal = "signal ", kRanksEnded = "lockstep part: ended ";
+
+std::optional<int> number_behind(std::string_view begin, const std::string& line) {
+  if (!line.starts_with(begin)) return std::nullopt;
+  int number = 0;
+  const auto* const end = line.data() + line.size();
+  const auto [stopped, error] = std::from_chars(line.data() + begin.size(), end, number);
+  return error == std::errc() && stopped == end ? std::optional(number) : std::nullopt;
+}
 
 int signal_in(const std::string& line) {
-  int signal = 0;
-  if (!line.starts_with(kSignal)) return 0;
-  std::from_chars(line.data() + kSignal.size(), line.data() + line.size(), signal);
+  const int signal = number_behind(kSignal, line).value_or(0);
   return signal > 0 && signal < NSIG ? signal : 0;
 }
 
 }  // namespace
 
 std::string signal_message(int signal) { return text(kSignal, signal, "\n"); }
+std::string ranks_ended_message(int status) { return text(kRanksEnded, status, "\n"); }
+std::optional<int> status_in(const std::string& line) { return number_behind(kRanksEnded, line); }
 
-ControlProtocol::ControlProtocol() : silence_(Deadline::after(kLongSilence)) {
+ControlProtocol::ControlProtocol() : heard_(Deadline::Clock::now()) {
   fcntl(STDIN_FILENO, F_SETFL, O_NONBLOCK);
 }
 
@@ -49,26 +56,29 @@ std::string ControlProtocol::first(Deadline deadline) {
 }
 
 ControlProtocol::Message ControlProtocol::next() {
-  if (ended_) return {};
-  read_some();
+  using Kind = Message::Kind;
+  if (!ended_) read_some();
   while (!waiting_.empty()) {
     const auto line = waiting_.front() + "\n";
     waiting_.pop_front();
-    if (line == kEnd) return {Message::Kind::end};
+    if (line == kEnd) return {Kind::end};
+    if (line == kLeave) return {Kind::leave};
     const int signal = signal_in(line);
-    if (signal != 0) return {Message::Kind::signal, signal};
+    if (signal != 0) return {Kind::signal, signal};
   }
-  if (!ended_ && !silence_.passed()) return {};
-  if (!ended_) log_warning(text("the launcher of this job has been silent for ", kLongSilence.count(), " s"));
-  ended_ = true;
-  return {Message::Kind::launcher_lost};
+  return {ended_ && !std::exchange(told_end_, true) ? Kind::launcher_lost : Kind::none};
+}
+
+bool ControlProtocol::silent_for(double seconds) {
+  if (!ended_) read_some();
+  return ended_ || std::chrono::duration<double>(Deadline::Clock::now() - heard_).count() >= seconds;
 }
 
 void ControlProtocol::read_some() {
   char bytes[16384];
   const auto count = read(STDIN_FILENO, bytes, sizeof bytes);
   if (count > 0) {
-    silence_ = Deadline::after(kLongSilence);
+    heard_ = Deadline::Clock::now();
     lines_.add(bytes, static_cast<std::size_t>(count),
                [this](const std::string& line, bool) { waiting_.push_back(line); });
   }

@@ -1,7 +1,9 @@
-// What a launcher writes to the launchers that it started on other hosts, after their HostPart: one message a line.
+// What a launcher writes to the launchers that it started on other hosts, after their HostPart, and what these write to
+// their standard error for it: one message a line.
 #pragma once
 
 #include <deque>
+#include <optional>
 #include <string>
 
 #include "launch/lines.h"
@@ -10,8 +12,18 @@
 namespace lockstep::launch {
 
 inline constexpr const char* kAlive = "alive\n";
-inline constexpr const char* kEnd = "end\n";  // another host's rank has failed
+inline constexpr const char* kEnd = "end\n";      // another host's rank has failed
+inline constexpr const char* kLeave = "leave\n";  // the ranks of this host are to leave an elastic job
 std::string signal_message(int signal);
+
+// To the other launcher, from that of an elastic job's host: its ranks have ended, and how. It holds its store until it
+// is told SIGKILL, or nobody needs that any more.
+std::string ranks_ended_message(int status);
+std::optional<int> status_in(const std::string& line);  // of such a message, without the line's end
+
+// After which the other launcher counts as lost. Long, because it may be stopped for a while; its end, and that of the
+// connection, are noticed without it. An elastic job does without its launcher, and waits for nothing.
+inline constexpr double kLongSilenceSeconds = 300;
 
 // A command and its environment may be long.
 inline constexpr std::size_t kLongestMessage = std::size_t{16} << 20;
@@ -27,20 +39,23 @@ class ControlProtocol {
   int descriptor() const { return ended_ ? -1 : 0; }
 
   struct Message {
-    enum class Kind { none, end, signal, launcher_lost } kind = Kind::none;
+    enum class Kind { none, end, leave, signal, launcher_lost } kind = Kind::none;
     int signal = 0;
   };
 
-  // The next message. `launcher_lost`, once, when the other launcher is gone or has long been silent.
+  // The next message. `launcher_lost`, once: the other launcher is gone, or the connection to it.
   Message next();
+
+  // Whether nothing has come for so long, or the input has ended. The other launcher sends a sign of life every second.
+  bool silent_for(double seconds);
 
  private:
   void read_some();
 
   Lines lines_{{.longest = kLongestMessage}};
   std::deque<std::string> waiting_;
-  bool ended_ = false;
-  Deadline silence_;
+  bool ended_ = false, told_end_ = false;
+  Deadline::Clock::time_point heard_;
 };
 
 }  // namespace lockstep::launch

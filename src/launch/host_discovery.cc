@@ -25,6 +25,7 @@ namespace lockstep::launch {
 namespace {
 
 constexpr std::chrono::seconds kToAnswer(10), kBetweenRuns(1);
+constexpr std::chrono::milliseconds kBetweenChecks(50);
 constexpr std::size_t kMostOutput = 1 << 20;
 constexpr int kMostDoublings = 10;
 
@@ -51,8 +52,8 @@ pid_t start(const std::string& command, const FileDescriptor& out) {
   return process;
 }
 
-// What it prints until it ends. Throws ClusterError.
-std::string output_of(const std::string& command) {
+// What it prints until it ends. Throws ClusterError, also where this is to stop.
+std::string output_of(const std::string& command, const std::stop_token& stop) {
   int ends[2];
   if (pipe2(ends, O_CLOEXEC) != 0) throw ClusterError(text("cannot make a pipe: ", std::strerror(errno)));
   const FileDescriptor out(ends[0]);
@@ -62,10 +63,11 @@ std::string output_of(const std::string& command) {
   std::string printed, problem;
   const auto deadline = Deadline::after(kToAnswer);
   for (char bytes[4096];;) {
-    if (!transport::wait_for_events(out.get(), POLLIN, deadline)) {
+    if (stop.stop_requested() || deadline.passed()) {
       problem = text("did not end within ", kToAnswer.count(), " s");
       break;
     }
+    if (!transport::wait_for_events(out.get(), POLLIN, Deadline::after(kBetweenChecks))) continue;
     const auto count = read(out.get(), bytes, sizeof bytes);
     if (count < 0 && errno == EINTR) continue;
     if (count <= 0) break;
@@ -75,12 +77,15 @@ std::string output_of(const std::string& command) {
       break;
     }
   }
-  int status = 0;
-  while (waitpid(process, &status, WNOHANG) == 0) {  // it has closed its output, and ends
+  siginfo_t ended{};
+  while (waitid(P_PID, static_cast<id_t>(process), &ended, WEXITED | WNOHANG | WNOWAIT) == 0 && ended.si_pid == 0) {
     if (problem.empty() && deadline.passed()) problem = text("did not end within ", kToAnswer.count(), " s");
     if (!problem.empty()) kill(-process, SIGKILL);
     usleep(1000);
   }
+  kill(-process, SIGKILL);  // what it started and left behind, while its process id is still reserved
+  int status = 0;
+  waitpid(process, &status, 0);
   if (problem.empty() && WIFEXITED(status) && WEXITSTATUS(status) != 0)
     problem = text("ended with status ", WEXITSTATUS(status));
   if (!problem.empty()) throw ClusterError(problem);
@@ -90,11 +95,11 @@ std::string output_of(const std::string& command) {
 }  // namespace
 
 HostDiscovery::HostDiscovery(std::string command)
-    : command_(std::move(command)), hosts_(ask()), thread_([this](const std::stop_token& stop) {
+    : command_(std::move(command)), hosts_(ask({})), thread_([this](const std::stop_token& stop) {
         std::mutex mutex;
         std::condition_variable_any stopped;
         std::unique_lock lock(mutex);
-        while (!stopped.wait_for(lock, stop, kBetweenRuns, [&] { return stop.stop_requested(); })) ask_again();
+        while (!stopped.wait_for(lock, stop, kBetweenRuns, [&] { return stop.stop_requested(); })) ask_again(stop);
       }) {}
 
 std::vector<HostSlots> HostDiscovery::hosts() {
@@ -102,26 +107,27 @@ std::vector<HostSlots> HostDiscovery::hosts() {
   return hosts_;
 }
 
-std::vector<HostSlots> HostDiscovery::ask() const {
+std::vector<HostSlots> HostDiscovery::ask(const std::stop_token& stop) const {
   const auto name = text("--host-discovery ", command_);
   std::string printed;
   try {
-    printed = output_of(command_);
+    printed = output_of(command_, stop);
   } catch (const ClusterError& error) {
     throw ClusterError(text("lockstep run: ", name, ": ", error.what()));
   }
   return parse_hostfile(printed, name);
 }
 
-void HostDiscovery::ask_again() {
+void HostDiscovery::ask_again(const std::stop_token& stop) {
   std::string problem;
   try {
-    auto hosts = ask();
+    auto hosts = ask(stop);
     MutexLock lock(mutex_);
     hosts_ = std::move(hosts);
   } catch (const Error& error) {
     problem = error.what();
   }
+  if (stop.stop_requested()) return;
   if (!problem.empty() && problem != problem_) log_warning(problem + "; the hosts stay as they are");
   problem_ = problem;
 }

@@ -23,8 +23,8 @@ class HostDiscovery {
   std::vector<HostSlots> hosts();
 
  private:
-  std::vector<HostSlots> ask() const;
-  void ask_again();
+  std::vector<HostSlots> ask(const std::stop_token& stop) const;
+  void ask_again(const std::stop_token& stop);
 
   const std::string command_;
   Mutex mutex_;

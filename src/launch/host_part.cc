@@ -1,6 +1,7 @@
 #include "launch/host_part.h"
 
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 
@@ -73,6 +74,12 @@ std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& toke
                      .ends_job = role == "chief"});
   }
   return ranks;
+}
+
+void make_folder(const std::string& path) {
+  std::error_code failed;
+  if (!path.empty()) std::filesystem::create_directories(path, failed);
+  if (failed) throw IoError(text("cannot make ", path, ": ", failed.message()));
 }
 
 std::string line_of(const HostPart& part) {

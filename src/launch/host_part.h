@@ -35,6 +35,9 @@ struct HostPart {
 // The commands that start its ranks; `token_file` holds the job's token.
 std::vector<ChildCommand> ranks_of(const HostPart& part, const std::string& token_file);
 
+// Throws IoError. Does nothing for an empty path.
+void make_folder(const std::string& path);
+
 // One line of JSON, for the launcher of the part's host. Throws InvalidArgument for what is none.
 std::string line_of(const HostPart& part);
 HostPart part_in(const std::string& line);

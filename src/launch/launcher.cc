@@ -20,6 +20,7 @@
 #include "cluster/resolvers.h"
 #include "launch/host_discovery.h"
 #include "launch/host_part.h"
+#include "launch/job_store.h"
 #include "launch/processes.h"
 #include "launch/timeline_file.h"
 #include "launch/token_file.h"
@@ -30,7 +31,7 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr std::chrono::seconds kToHearWhatToRun(60), kForHosts(600);
+constexpr std::chrono::seconds kForHosts(600), kForNames(10);
 
 // With which a job of discovered hosts begins.
 int processes_at_least(const LaunchOptions& options) {
@@ -75,12 +76,6 @@ void check(const LaunchOptions& options) {
   if (options.command.empty()) throw InvalidArgument("lockstep run: there is no program to run");
 }
 
-void make_folder(const std::string& path) {
-  std::error_code failed;
-  if (!path.empty()) std::filesystem::create_directories(path, failed);
-  if (failed) throw IoError(text("cannot make ", path, ": ", failed.message()));
-}
-
 std::string this_folder() {
   std::error_code failed;
   const auto folder = std::filesystem::current_path(failed);
@@ -115,36 +110,6 @@ ChildCommand launcher_of(const HostPart& part, const std::string& ssh) {
   return command;
 }
 
-constexpr std::chrono::seconds kForNames(10), kForLastWords(2);
-
-// A rank that has ended will not come to the job's rendezvous any more: ranks that wait for it there get
-// an error now. Where the store cannot be told, their deadlines apply.
-void tell_that_it_ended(const std::function<Store()>& store, int rank) {
-  try {
-    store().fail_waiters("generation 0/", text("rank ", rank, " has ended, and others wait for it"),
-                         Deadline::after(kForLastWords), text("/rank ", rank));
-  } catch (const Error&) {
-  }
-}
-
-// Empty where there is none.
-std::string entry(const Store& store, const char* key) {
-  try {
-    return store.compare_set(key, "", "", Deadline::after(kForLastWords));
-  } catch (const Error&) {
-    return {};
-  }
-}
-
-// What an elastic job's launchers learn of their ranks from the store of their host.
-void use_store(JobProcesses::Context& context, const Store& store) {
-  context.has_begun = [store] { return !entry(store, cluster::kJobHasBegun).empty(); };
-  context.was_left_out = [store](int rank) {
-    const auto members = entry(store, cluster::kMembersAtEnd);
-    return !members.empty() && ("\n" + members).find(text("\nprocess-", rank, "\n")) == std::string::npos;
-  };
-}
-
 // One run of a job between restarts, with a token and a store of its own.
 class Attempt {
  public:
@@ -171,17 +136,20 @@ class Attempt {
     use_store(context, store_);
     if (discovery_ == nullptr) return context;
     context.more = [this](const JobProcesses& job) { return hosts_that_came(job); };
-    context.is_to_leave = [this](const std::string& name) { return !is_named(name); };
+    context.is_to_leave = [this](const std::string& name) { return !is_named(name) && enough_are_named(); };
     context.lost = [this](const std::string& name) {
       log_warning(text(name, " is left out for ", blacklist_.add(name), " s"));
     };
     return context;
   }
 
-  // Launchers for hosts that are named and have no ranks.
+  // Launchers for hosts that are named and have no ranks. Those that are to leave do not count for --max-n any more.
   std::vector<ChildCommand> hosts_that_came(const JobProcesses& job) {
     std::vector<ChildCommand> came;
-    int room = options_.max_processes > 0 ? options_.max_processes - job.ranks() : std::numeric_limits<int>::max();
+    int room = std::numeric_limits<int>::max();
+    if (options_.max_processes > 0) {
+      room = options_.max_processes - job.ranks([this](const std::string& name) { return is_named(name); });
+    }
     for (const auto& host : discovery_->hosts()) {
       const auto name = name_of(host.name);
       if (room <= 0 || job.runs(name) || blacklist_.has(name)) continue;
@@ -193,7 +161,7 @@ class Attempt {
       ranks_ += part.count;
       part.size = ranks_;
       for (const auto& known : known_) {
-        auto store = entry(store_, (cluster::kStoreOfHost + known).c_str());
+        auto store = entry(store_, cluster::kStoreOfHost + known);
         if (!store.empty()) part.known_stores.push_back(std::move(store));
       }
       known_.insert(host.name);
@@ -206,6 +174,15 @@ class Attempt {
   bool is_named(const std::string& name) {
     const auto hosts = discovery_->hosts();
     return std::any_of(hosts.begin(), hosts.end(), [&](const auto& host) { return name_of(host.name) == name; });
+  }
+
+  // Whether those on hosts that are named suffice, so that the others may leave.
+  bool enough_are_named() {
+    std::set<std::string> named;
+    for (const auto& host : discovery_->hosts()) named.insert(entry(store_, cluster::kStoreOfHost + host.name));
+    const auto members = stores_of_members(store_);
+    return std::count_if(members.begin(), members.end(), [&](const auto& store) { return named.contains(store); }) >=
+           options_.min_processes;
   }
 
   static std::optional<int> processes(const LaunchOptions& options) {
@@ -300,9 +277,10 @@ std::map<std::string, std::string> exported_variables(const std::vector<std::str
 
 namespace {
 
-// Waits until the hosts have room for the processes with which the job begins.
+// Waits until the hosts have room for the processes with which the job begins. Empty where a signal ended that, which
+// is then `asked`.
 std::vector<HostSlots> first_hosts(HostDiscovery& discovery, const LaunchOptions& options, const Signals& signals,
-                                   std::ostream& err) {
+                                   std::ostream& err, int& asked) {
   const auto deadline = Deadline::after(kForHosts);
   for (int told = -1;;) {
     auto hosts = discovery.hosts();
@@ -316,7 +294,7 @@ std::vector<HostSlots> first_hosts(HostDiscovery& discovery, const LaunchOptions
     const auto what = text("the hosts of --host-discovery have ", slots, " slot(s), and ", needed, " are needed");
     if (deadline.passed()) throw ClusterError(text("lockstep run: ", what, "; waited for ", kForHosts.count(), " s"));
     if (std::exchange(told, slots) != slots) err << "lockstep: " << what << ": waiting for more" << std::endl;
-    if (signals.next() != 0) throw ClusterError("lockstep run: ended by a signal before the job began");
+    if ((asked = signals.next()) != 0) return {};
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
   }
 }
@@ -333,7 +311,9 @@ int launch(const LaunchOptions& given, std::ostream& out, std::ostream& err) {
   std::optional<HostDiscovery> discovery;
   if (!options.host_discovery.empty()) {
     discovery.emplace(options.host_discovery);
-    options.hosts = first_hosts(*discovery, options, signals, err);
+    int asked = 0;
+    options.hosts = first_hosts(*discovery, options, signals, err, asked);
+    if (asked != 0) return JobProcesses::report_signal(asked, err);
     options.processes.reset();
   }
   const bool of_processes = options.workers > 0 || options.min_processes > 0;
@@ -345,39 +325,6 @@ int launch(const LaunchOptions& given, std::ostream& out, std::ostream& err) {
     if (!attempt.job().failed() || attempt.job().was_asked_to_end() || restart == restarts_of_job) return status;
     err << "lockstep run: restart " << restart + 1 << " of " << options.restarts << std::endl;
   }
-}
-
-int launch_part(std::ostream& out, std::ostream& err) {
-  const Reaper reaper;
-  const Signals signals;
-  ControlProtocol control;
-  auto part = part_in(control.first(Deadline::after(kToHearWhatToRun)));
-  std::error_code failed;
-  std::filesystem::current_path(part.folder, failed);
-  if (failed) throw IoError(text("host ", part.host, " has no folder ", part.folder, ": ", failed.message()));
-  make_folder(part.log_dir);
-  const TokenFile token(part.token);
-  const auto connect = [&] {
-    return Store::connect(part.store, Deadline::after(kForLastWords), {token.access().token, part.trusted_network});
-  };
-  const auto tell = [&](int rank) { tell_that_it_ended(connect, rank); };
-  JobProcesses::Context context{signals, reaper, out, err, &control, tell};
-  std::optional<Store> store;  // of this host
-  if (part.elastic) {
-    const auto address =
-        transport::address_towards(cluster::host_of(part.store, "the store's address"), Deadline::after(kForNames));
-    store = Store::hold(transport::with_port(address, 0), {token.access().token, part.trusted_network});
-    part.host_store = store->address();
-    connect().set(cluster::kStoreOfHost + part.host, part.host_store, Deadline::after(kForLastWords));
-    if (!part.known_stores.empty()) {
-      store->set(cluster::kKnownStores, join(part.known_stores, "\n"), Deadline::after(kForLastWords));
-      store->set(cluster::kJobHasBegun, "yes", Deadline::after(kForLastWords));
-    }
-    use_store(context, *store);
-  }
-  const JobProcesses::Limits limits{
-      .grace_seconds = part.grace_seconds, .restarts = part.restarts, .elastic = part.elastic};
-  return JobProcesses(ranks_of(part, token.path()), limits, context).run();
 }
 
 }  // namespace lockstep::launch

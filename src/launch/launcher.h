@@ -62,7 +62,8 @@ std::map<std::string, std::string> exported_variables(const std::vector<std::str
 // Must be called by the main thread of a process without others. Throws InvalidArgument, ClusterError and IoError.
 int launch(const LaunchOptions& options, std::ostream& out, std::ostream& err);
 
-// What it starts on another host: reads a part of a job from standard input, and runs it. Returns and throws the same.
-int launch_part(std::ostream& out, std::ostream& err);
+// What it starts on another host: reads a part of a job from standard input, and runs it. Returns and throws the same,
+// and prints to standard output and standard error.
+int launch_part();
 
 }  // namespace lockstep::launch

@@ -18,15 +18,10 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr const char* kReport = "lockstep run: ";
-constexpr const char* kNotice = "lockstep: ";  // of what does not fail the job
 constexpr const char* kClearLine = "\x1b[K";   // from the cursor on
 constexpr std::chrono::milliseconds kBetweenSignsOfLife(1000), kLongestWait(1000);
-constexpr std::chrono::seconds kBetweenLooks(1), kToReport(2), kAfterTheChief(20), kAfterTheOthers(5);
+constexpr std::chrono::seconds kToReport(2), kAfterTheChief(20);
 constexpr int kMostLastWords = 1000;  // reads of the output that an ended rank left
-
-// By a signal, which an exception that nobody caught sends as well.
-bool was_killed(const Child& child) { return child.signal() != 0 && child.signal() != SIGABRT; }
 
 }  // namespace
 
@@ -56,9 +51,13 @@ JobProcesses::JobProcesses(std::vector<ChildCommand> members, const Limits& limi
 
 JobProcesses::~JobProcesses() {
   signs_of_life_ = std::jthread();
+  for (const auto& child : children_) child->kill();
+  const auto limit = Deadline::after(kToReport);
   for (const auto& child : children_) {
-    child->kill();
-    while (!child->ended() && !reap(*child)) usleep(1000);
+    for (; !child->is_gone(); reap(*child)) {
+      if (limit.passed()) child->kill();
+      usleep(1000);
+    }
   }
 }
 
@@ -77,6 +76,7 @@ int JobProcesses::run() {
     }
     if (kill_at_ && kill_at_->passed()) kill_what_is_left();
   }
+  release_launchers();
   while (read_all()) {  // their remaining output
   }
   // Another launcher has been told at once.
@@ -84,10 +84,8 @@ int JobProcesses::run() {
     context_.err << (report_.empty() ? explanation(*first_) : report_) << std::endl;
   }
   if (first_ != nullptr) return first_->status();
-  if (asked_ != 0) {
-    context_.err << kReport << "ended by signal " << asked_ << " (" << strsignal(asked_) << ")" << std::endl;
-    return 128 + asked_;
-  }
+  if (asked_ != 0) return report_signal(asked_, context_.err);
+  if (is_part_ && !told_to_leave_.empty()) return 128 + SIGTERM;  // the job is not done for that
   const auto ended_well = [](const auto& child) { return child->status() == 0; };
   if (last_lost_ != nullptr && std::none_of(children_.begin(), children_.end(), ended_well)) {
     return last_lost_->status();
@@ -95,24 +93,26 @@ int JobProcesses::run() {
   return without_log_.empty() ? 0 : kLogsIncomplete;
 }
 
+int JobProcesses::report_signal(int signal, std::ostream& err) {
+  err << kReport << "ended by signal " << signal << " (" << strsignal(signal) << ")" << std::endl;
+  return 128 + signal;
+}
+
 void JobProcesses::obey_launcher() {
   using Kind = ControlProtocol::Message::Kind;
   if (context_.control == nullptr) return;
   for (auto message = context_.control->next(); message.kind != Kind::none; message = context_.control->next()) {
+    told_to_end_ |= message.kind == Kind::end || message.kind == Kind::signal;
     if (message.kind == Kind::end) end_others();
     if (message.kind == Kind::signal) pass_on(message.signal);
-    if (message.kind != Kind::launcher_lost) continue;
-    return limits_.elastic ? go_on_without_launcher() : pass_on(SIGKILL);
+    if (message.kind == Kind::leave) leave();
+    if (message.kind == Kind::launcher_lost) lose_launcher();
   }
-}
-
-// Its host may be lost: the members decide whether they go on. Nobody reads the output any more.
-void JobProcesses::go_on_without_launcher() {
-  context_.err << kNotice << "the launcher of this job is lost; this host's processes go on" << std::endl;
-  context_.control = nullptr;
-  const FileDescriptor nowhere(open("/dev/null", O_WRONLY | O_CLOEXEC));
-  dup2(nowhere.get(), STDOUT_FILENO);
-  dup2(nowhere.get(), STDERR_FILENO);
+  if (limits_.elastic || !context_.control->silent_for(kLongSilenceSeconds) || told_to_end_) return;
+  told_to_end_ = true;
+  context_.err << kNotice << "the launcher of this job has been silent for " << kLongSilenceSeconds << " s"
+               << std::endl;
+  pass_on(SIGKILL);
 }
 
 bool JobProcesses::running() const {
@@ -148,6 +148,7 @@ bool JobProcesses::read(Child& child) {
   });
   any |= child.read(Child::Stream::error, [&](const std::string& line, bool is_replaced) {
     const bool ends_job = child.is_controlled() && !limits_.elastic && line.starts_with(kReport);
+    if (const auto status = child.is_controlled() ? status_in(line) : std::nullopt) return child.report_end(*status);
     if (!ends_job) return print(child, context_.err, line, is_replaced);
     if (first_ != nullptr || ending_) return;
     report_ = line;
@@ -192,134 +193,20 @@ void JobProcesses::notice_ends() {
       without_log_.insert(child);
       continue;
     }
-    if (told_to_leave_.contains(child->name())) {
+    if (is_leaving(*child)) {
       last_lost_ = child;  // where all have, the job has not been done
       context_.err << kNotice << child->name() << " has left" << std::endl;
       continue;
     }
     if (!ending_ && replace(i)) continue;
     // Others may have ended because of the chief's failure, and before it.
-    const bool is_cause = members_[i].ends_job && ending_ && first_ != nullptr && asked_ == 0 && !was_killed(*child);
+    const bool is_cause = members_[i].ends_job && ending_ && first_ != nullptr && asked_ == 0 && !child->was_killed();
     if (is_cause && report_.empty()) first_ = child;
     if (failed == nullptr || (failed->signal() == 0 && child->signal() != 0)) failed = child;
   }
   if (failed == nullptr || ending_) return;
   if (context_.control != nullptr) context_.err << explanation(*failed) << std::endl;
   fails_first(*failed);
-}
-
-// Whether the job goes on without the process, or with another one in its place.
-bool JobProcesses::replace(std::size_t index) {
-  auto& command = members_[index];
-  const auto& role = command.role;
-  auto& child = *children_[index];
-  const bool goes_on_elastically = role.empty() && enough_are_left();
-  if (role.empty() && !goes_on_elastically) return false;
-  const bool has_begun = goes_on_elastically && context_.has_begun && context_.has_begun();
-  if (child.is_controlled() && !has_begun) return false;
-  const bool can_join = has_begun && !child.is_controlled();
-  if (goes_on_elastically && !has_begun && context_.ended) context_.ended(child.rank());
-  const bool was_refused = command.environment.contains("LOCKSTEP_JOIN") && !was_killed(child);
-  int& restarted = restarted_[role];
-  const bool may_start =
-      role.empty() ? can_join && (running() || is_part_) && !was_refused : command.dispensable || was_killed(child);
-  const bool starts_again = may_start && restarted < limits_.restarts;
-  if (!starts_again && !goes_on_elastically && (!command.dispensable || is_last_worker(index))) return false;
-  const auto what = kNotice + end_of(child);
-  if (!starts_again) {
-    last_lost_ = &child;
-    if (context_.lost) context_.lost(child.name());
-    context_.err << what << "; the job goes on without it" << std::endl;
-    return true;
-  }
-  ++restarted;
-  context_.err << what << "; it is started again (restart " << restarted << " of " << limits_.restarts
-               << (role.empty() ? "" : ", role " + role) << ")" << std::endl;
-  auto& number = command.environment["LOCKSTEP_RESTART"];
-  number = std::to_string(whole_number(number).value_or(0) + 1);
-  if (goes_on_elastically) command.environment["LOCKSTEP_JOIN"] = "1";
-  replaced_.push_back(std::move(children_[index]));
-  children_[index] = std::make_unique<Child>(command);
-  context_.reaper.watch(children_[index]->pid());
-  return true;
-}
-
-// One that does not answer would never end.
-void JobProcesses::notice_those_left_out() {
-  if (!limits_.elastic || ending_ || ends_left_out_ || !context_.was_left_out || !looks_again_.passed()) return;
-  looks_again_ = Deadline::after(kBetweenLooks);
-  std::vector<const Child*> left;
-  for (std::size_t i = 0; i < children_.size(); ++i) {
-    if (!children_[i]->ended() && members_[i].environment.contains("LOCKSTEP_JOIN")) return;
-    if (!children_[i]->ended()) left.push_back(children_[i].get());
-  }
-  const bool some_ended = left.size() < children_.size();
-  if (left.empty() || (!some_ended && !is_part_)) return;
-  for (const auto* child : left) {
-    if (!context_.was_left_out(child->rank())) return;
-  }
-  ends_left_out_ = true;
-  end_at_ = Deadline::after(kAfterTheOthers);
-  for (const auto* child : left) {
-    context_.err << kNotice << child->name() << " was left out by the others, which have ended; it is ended in "
-                 << kAfterTheOthers.count() << " s" << std::endl;
-  }
-}
-
-// Hosts that have come, and those that are to leave: their ranks get SIGTERM.
-void JobProcesses::take_more() {
-  if (!context_.more || ending_ || !takes_more_.passed() || !context_.has_begun()) return;
-  takes_more_ = Deadline::after(kBetweenLooks);
-  for (auto& command : context_.more(*this)) {
-    context_.err << kNotice << command.name << " joins with " << command.ranks << " rank(s)" << std::endl;
-    told_to_leave_.erase(command.name);
-    try {
-      auto child = std::make_unique<Child>(command);
-      context_.reaper.watch(child->pid());
-      members_.push_back(std::move(command));
-      const std::lock_guard adding(adding_);
-      children_.push_back(std::move(child));
-    } catch (const Error& error) {
-      context_.err << kNotice << command.name << " cannot be started: " << error.what() << std::endl;
-      context_.lost(command.name);
-    }
-  }
-  for (const auto& child : children_) {
-    if (child->ended() || !context_.is_to_leave(child->name()) || !told_to_leave_.insert(child->name()).second)
-      continue;
-    context_.err << kNotice << child->name() << " is not named any more: its ranks leave" << std::endl;
-    child->send(SIGTERM);
-  }
-}
-
-bool JobProcesses::runs(const std::string& name) const {
-  return std::any_of(children_.begin(), children_.end(),
-                     [&](const auto& child) { return child->name() == name && !child->ended(); });
-}
-
-int JobProcesses::ranks() const {
-  int ranks = 0;
-  for (std::size_t i = 0; i < children_.size(); ++i) ranks += children_[i]->ended() ? 0 : members_[i].ranks;
-  return ranks;
-}
-
-// Of a job with parameter servers: no other worker computes, or has ended well.
-bool JobProcesses::is_last_worker(std::size_t index) const {
-  if (members_[index].role != "worker") return false;
-  for (std::size_t i = 0; i < members_.size(); ++i) {
-    if (members_[i].role != "worker" || i == index) continue;
-    if (!children_[i]->ended() || children_[i]->status() == 0) return false;
-  }
-  return true;
-}
-
-// As many as an elastic job needs.
-bool JobProcesses::enough_are_left() const {
-  int left = 0;
-  for (std::size_t i = 0; i < children_.size(); ++i) {
-    if (!children_[i]->ended() || children_[i]->status() == 0) left += members_[i].ranks;
-  }
-  return limits_.elastic && left >= limits_.fewest;
 }
 
 void JobProcesses::fails_first(Child& child) {
@@ -354,17 +241,25 @@ void JobProcesses::set_out_to_kill() {
                              (over_hosts ? kToReport : std::chrono::seconds(0)));
 }
 
-// Children that read the control protocol are told to kill their ranks, and are killed themselves at the next call.
 void JobProcesses::kill_what_is_left() {
-  const bool told = std::exchange(told_to_kill_, true);
   kill_at_.reset();
   for (const auto& child : children_) {
-    if (!child->is_controlled() || told) {
-      child->kill();
-    } else {
-      child->send(SIGKILL);
-      kill_at_ = Deadline::after(kToReport);
-    }
+    if (!child->kill()) kill_at_ = Deadline::after(kToReport);
+  }
+}
+
+// Those of an elastic job's hosts have held their stores until now. What their ranks printed last may come until they
+// are gone.
+void JobProcesses::release_launchers() {
+  const auto is_gone = [](const auto& child) { return child->is_gone(); };
+  const auto limit = Deadline::after(kToReport);
+  if (std::all_of(children_.begin(), children_.end(), is_gone)) return;
+  kill_what_is_left();
+  while (!std::all_of(children_.begin(), children_.end(), is_gone) && !limit.passed()) {
+    wait();
+    context_.signals.next();
+    read_all();
+    for (const auto& child : children_) reap(*child);
   }
 }
 

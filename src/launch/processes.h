@@ -1,6 +1,7 @@
 // One attempt of a job: its processes are started together, watched, and ended together.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <iosfwd>
 #include <map>
@@ -38,6 +39,9 @@ class JobProcesses {
     std::function<bool(const std::string& name)> is_to_leave = {};
     std::function<void(const std::string& name)> lost = {};  // the job goes on without it
 
+    // Whether the other launcher still holds the job's store, although its connection to this one broke.
+    std::function<bool()> launcher_lives = {};
+
     // Whether an elastic training has ended without the process that began as `rank`.
     std::function<bool(int rank)> was_left_out = {};
   };
@@ -59,13 +63,19 @@ class JobProcesses {
   static constexpr int kLogsIncomplete = 74;  // EX_IOERR of sysexits.h
   int run();
 
+  // For a job that a signal asked to end: tells that, and returns the exit status.
+  static int report_signal(int signal, std::ostream& err);
+
   bool runs(const std::string& name) const;  // whether a member of that name does
-  int ranks() const;                         // of the members that run
+  int ranks(const std::function<bool(const std::string& name)>& counts) const;  // of those members that run
 
   bool failed() const { return first_ != nullptr; }
   bool was_asked_to_end() const { return asked_ != 0; }
 
  private:
+  static constexpr const char *kReport = "lockstep run: ", *kNotice = "lockstep: ";  // kNotice: the job has not failed
+  static constexpr std::chrono::seconds kAfterTheOthers{5};
+
   bool running() const;
   void wait();
   void obey_launcher();
@@ -78,7 +88,9 @@ class JobProcesses {
   bool replace(std::size_t index);
   bool is_last_worker(std::size_t index) const;
   bool enough_are_left() const;
-  void go_on_without_launcher();
+  void lose_launcher();
+  void leave();
+  bool is_leaving(const Child& child) const;
   void notice_those_left_out();
   void take_more();
   void fails_first(Child& child);
@@ -86,6 +98,7 @@ class JobProcesses {
   void pass_on(int signal);
   void set_out_to_kill();
   void kill_what_is_left();
+  void release_launchers();
   std::string explanation(const Child& child) const;
   std::string end_of(const Child& child) const;
 
@@ -106,10 +119,10 @@ class JobProcesses {
   bool shows_replaced_ = false;     // the cursor is at the beginning of a line that the next one replaces
   int asked_ = 0;                   // the signal that asked the job to end
   bool ending_ = false;             // members are being ended: how they end is no failure of theirs
-  bool told_to_kill_ = false;       // those that read the control protocol
   std::optional<Deadline> end_at_;  // after a member that ends the job has ended
   std::optional<Deadline> kill_at_;
   std::set<std::string> told_to_leave_;
+  bool told_to_end_ = false;  // by the other launcher
   Deadline takes_more_ = Deadline::after(std::chrono::seconds(0));
   std::mutex adding_;           // to children_, which signs_of_life_ reads
   std::jthread signs_of_life_;  // last: it ends before the members do

@@ -28,9 +28,9 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
           text("MultiWorkerMirroredStrategy: elastic.min_workers is ", elastic->min_workers, "; it must be 1 or more"));
     }
     require_above_zero("elastic.regroup_seconds", elastic->regroup_seconds);
-    if (!(elastic->lost_host_seconds >= 3)) {
+    if (!(elastic->lost_host_seconds >= 3 && elastic->lost_host_seconds <= kLongestLostHostSeconds)) {
       throw InvalidArgument(text("MultiWorkerMirroredStrategy: elastic.lost_host_seconds is ",
-                                 elastic->lost_host_seconds, "; it must be 3 or more"));
+                                 elastic->lost_host_seconds, "; it must be from 3 to ", kLongestLostHostSeconds));
     }
     if (!(elastic->join_seconds >= 0)) {
       throw InvalidArgument(text("MultiWorkerMirroredStrategy: elastic.join_seconds is ", elastic->join_seconds,

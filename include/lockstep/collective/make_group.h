@@ -25,6 +25,8 @@ enum class Implementation : std::uint8_t {
 const char* name_of(Implementation implementation);            // "auto", "ring", ...
 Implementation implementation_named(const std::string& name);  // throws InvalidArgument
 
+inline constexpr double kLongestLostHostSeconds = 86400;  // of GroupOptions::lost_host_seconds
+
 // Follows tf.distribute.experimental.CommunicationOptions, and the backends of torch.distributed.
 struct GroupOptions {
   // "shm": all ranks share a host; "tcp" and "ucx": any hosts; "hierarchical": shared memory inside hosts and `network`
@@ -46,7 +48,7 @@ struct GroupOptions {
   // them (with_checks in group_wrappers.h); negative: all calls. Where memory is shared every call is compared anyway.
   std::int64_t checked_calls = 16;
 
-  // A host that does not answer for so long (its system, not its processes) is lost: from 3 seconds on.
+  // A host that does not answer for so long (its system, not its processes) is lost: from 3 seconds to a day.
   double lost_host_seconds = 60;
 
   // The timeout of making the group; the error names the ranks that have not come.

@@ -31,7 +31,7 @@ struct ElasticOptions {
   int min_workers = 1;
   double join_seconds = 30;
   double regroup_seconds = 10;   // how long those that remain wait for each other
-  double lost_host_seconds = 3;  // a host that does not answer for so long is lost: 3 or more
+  double lost_host_seconds = 3;  // a host that does not answer for so long is lost; from 3 to a day
 };
 
 struct MultiWorkerMirroredOptions {

@@ -1,0 +1,154 @@
+// How a job goes on without processes, with others in their place, and with more.
+#include <signal.h>
+
+#include <algorithm>
+#include <mutex>
+#include <ostream>
+#include <utility>
+
+#include "base/text.h"
+#include "launch/processes.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr std::chrono::seconds kBetweenLooks(1);
+
+}  // namespace
+
+// Whether the job goes on without the process, or with another one in its place.
+bool JobProcesses::replace(std::size_t index) {
+  auto& command = members_[index];
+  const auto& role = command.role;
+  auto& child = *children_[index];
+  const bool goes_on_elastically = role.empty() && enough_are_left();
+  if (role.empty() && !goes_on_elastically) return false;
+  const bool has_begun = goes_on_elastically && context_.has_begun && context_.has_begun();
+  if (child.is_controlled() && !has_begun) return false;
+  const bool can_join = has_begun && !child.is_controlled();
+  if (goes_on_elastically && !has_begun && context_.ended) context_.ended(child.rank());
+  const bool was_refused = command.environment.contains("LOCKSTEP_JOIN") && !child.was_killed();
+  int& restarted = restarted_[role];
+  const bool may_start =
+      role.empty() ? can_join && (running() || is_part_) && !was_refused : command.dispensable || child.was_killed();
+  const bool starts_again = may_start && restarted < limits_.restarts;
+  if (!starts_again && !goes_on_elastically && (!command.dispensable || is_last_worker(index))) return false;
+  const auto what = kNotice + end_of(child);
+  if (!starts_again) {
+    last_lost_ = &child;
+    if (context_.lost) context_.lost(child.name());
+    context_.err << what << "; the job goes on without it" << std::endl;
+    return true;
+  }
+  ++restarted;
+  context_.err << what << "; it is started again (restart " << restarted << " of " << limits_.restarts
+               << (role.empty() ? "" : ", role " + role) << ")" << std::endl;
+  auto& number = command.environment["LOCKSTEP_RESTART"];
+  number = std::to_string(whole_number(number).value_or(0) + 1);
+  if (goes_on_elastically) command.environment["LOCKSTEP_JOIN"] = "1";
+  replaced_.push_back(std::move(children_[index]));
+  children_[index] = std::make_unique<Child>(command);
+  context_.reaper.watch(children_[index]->pid());
+  return true;
+}
+
+// Its host may be lost: then the members decide whether they go on, and nobody reads their output. Where that launcher
+// lives, it takes this host for lost and may find another one in its place.
+void JobProcesses::lose_launcher() {
+  if (!limits_.elastic || told_to_end_ || !context_.has_begun()) return pass_on(SIGKILL);
+  if (context_.launcher_lives()) return leave();
+  context_.err << kNotice << "the launcher of this job is lost; this host's processes go on" << std::endl;
+}
+
+// The ranks of this host leave the job behind a step, however long that takes.
+void JobProcesses::leave() {
+  for (const auto& child : children_) {
+    told_to_leave_.insert(child->name());
+    child->send(SIGTERM);
+  }
+}
+
+bool JobProcesses::is_leaving(const Child& child) const { return told_to_leave_.contains(child.name()); }
+
+// One that does not answer would never end.
+void JobProcesses::notice_those_left_out() {
+  if (!limits_.elastic || ending_ || ends_left_out_ || !context_.was_left_out || !looks_again_.passed()) return;
+  looks_again_ = Deadline::after(kBetweenLooks);
+  std::vector<const Child*> left;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    if (!children_[i]->ended() && members_[i].environment.contains("LOCKSTEP_JOIN")) return;
+    if (!children_[i]->ended()) left.push_back(children_[i].get());
+  }
+  const bool some_ended = left.size() < children_.size();
+  if (left.empty() || (!some_ended && !is_part_)) return;
+  for (const auto* child : left) {
+    if (!context_.was_left_out(child->rank())) return;
+  }
+  ends_left_out_ = true;
+  end_at_ = Deadline::after(kAfterTheOthers);
+  for (const auto* child : left) {
+    context_.err << kNotice << child->name() << " was left out by the others, which have ended; it is ended in "
+                 << kAfterTheOthers.count() << " s" << std::endl;
+  }
+}
+
+// Hosts that have come, and those that are to leave: their ranks get SIGTERM.
+void JobProcesses::take_more() {
+  if (!context_.more || ending_ || !takes_more_.passed() || !context_.has_begun()) return;
+  takes_more_ = Deadline::after(kBetweenLooks);
+  for (auto& command : context_.more(*this)) {
+    context_.err << kNotice << command.name << " joins with " << command.ranks << " rank(s)" << std::endl;
+    told_to_leave_.erase(command.name);
+    try {
+      auto child = std::make_unique<Child>(command);
+      context_.reaper.watch(child->pid());
+      members_.push_back(std::move(command));
+      const std::lock_guard adding(adding_);
+      children_.push_back(std::move(child));
+    } catch (const Error& error) {
+      context_.err << kNotice << command.name << " cannot be started: " << error.what() << std::endl;
+      context_.lost(command.name);
+    }
+  }
+  for (const auto& child : children_) {
+    if (child->ended() || !context_.is_to_leave(child->name()) || !told_to_leave_.insert(child->name()).second)
+      continue;
+    context_.err << kNotice << child->name() << " is not named any more: its ranks leave" << std::endl;
+    child->leave();
+  }
+}
+
+bool JobProcesses::runs(const std::string& name) const {
+  return std::any_of(children_.begin(), children_.end(),
+                     [&](const auto& child) { return child->name() == name && !child->ended(); });
+}
+
+int JobProcesses::ranks(const std::function<bool(const std::string& name)>& counts) const {
+  int ranks = 0;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    if (!children_[i]->ended() && counts(children_[i]->name())) ranks += members_[i].ranks;
+  }
+  return ranks;
+}
+
+// Of a job with parameter servers: no other worker computes, or has ended well.
+bool JobProcesses::is_last_worker(std::size_t index) const {
+  if (members_[index].role != "worker") return false;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    if (members_[i].role != "worker" || i == index) continue;
+    if (!children_[i]->ended() || children_[i]->status() == 0) return false;
+  }
+  return true;
+}
+
+// As many as an elastic job needs.
+bool JobProcesses::enough_are_left() const {
+  int left = 0;
+  for (std::size_t i = 0; i < children_.size(); ++i) {
+    if (!children_[i]->ended() || children_[i]->status() == 0) left += members_[i].ranks;
+  }
+  return limits_.elastic && left >= limits_.fewest;
+}
+
+}  // namespace lockstep::launch

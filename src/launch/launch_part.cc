@@ -1,0 +1,80 @@
+// The launcher of another host: what it does there.
+#include <unistd.h>
+
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <ostream>
+#include <system_error>
+
+#include "base/text.h"
+#include "cluster/rendezvous.h"
+#include "launch/host_part.h"
+#include "launch/job_store.h"
+#include "launch/launcher.h"
+#include "launch/part_output.h"
+#include "launch/reaper.h"
+#include "launch/signals.h"
+#include "launch/token_file.h"
+#include "lockstep/base/error.h"
+#include "transport/socket.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr std::chrono::seconds kToHearWhatToRun(60), kForAddress(10);
+constexpr double kShortSilenceSeconds = 5;  // enough to drop output
+
+bool answers(const std::function<Store()>& connect) {
+  try {
+    connect();
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+int launch_part() {
+  const Reaper reaper;
+  const Signals signals;
+  ControlProtocol control;
+  auto part = part_in(control.first(Deadline::after(kToHearWhatToRun)));
+  std::error_code failed;
+  std::filesystem::current_path(part.folder, failed);
+  if (failed) throw IoError(text("host ", part.host, " has no folder ", part.folder, ": ", failed.message()));
+  make_folder(part.log_dir);
+  const TokenFile token(part.token);
+  const auto connect = [&] {
+    return Store::connect(part.store, Deadline::after(kForStore), {token.access().token, part.trusted_network});
+  };
+  const auto tell = [&](int rank) { tell_that_it_ended(connect, rank); };
+  const double silent_seconds = part.elastic ? kShortSilenceSeconds : kLongSilenceSeconds;
+  PartOutput output(STDOUT_FILENO, control, silent_seconds), errors(STDERR_FILENO, control, silent_seconds);
+  std::ostream out(&output), err(&errors);
+  JobProcesses::Context context{signals, reaper, out, err, &control, tell};
+  context.launcher_lives = [&] { return answers(connect); };
+  std::optional<Store> store;  // of this host
+  if (part.elastic) {
+    const auto address =
+        transport::address_towards(cluster::host_of(part.store, "the store's address"), Deadline::after(kForAddress));
+    store = Store::hold(transport::with_port(address, 0), {token.access().token, part.trusted_network});
+    part.host_store = store->address();
+    connect().set(cluster::kStoreOfHost + part.host, part.host_store, Deadline::after(kForStore));
+    if (!part.known_stores.empty()) {
+      store->set(cluster::kKnownStores, join(part.known_stores, "\n"), Deadline::after(kForStore));
+      store->set(cluster::kJobHasBegun, "yes", Deadline::after(kForStore));
+    }
+    use_store(context, *store);
+  }
+  const JobProcesses::Limits limits{
+      .grace_seconds = part.grace_seconds, .restarts = part.restarts, .elastic = part.elastic};
+  const int status = JobProcesses(ranks_of(part, token.path()), limits, context).run();
+  if (!store) return status;
+  err << ranks_ended_message(status) << std::flush;
+  hold_store(*store, control, signals);
+  return status;
+}
+
+}  // namespace lockstep::launch
