@@ -33,7 +33,8 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // callback), or so many microseconds after its forward pass; or, where PLACE is "print", it prints that it is in that
 // step; or, where PLACE is "slow", all its steps take three times as long. Who joins prints when. TIMEOUT: of a
 // collective operation, in seconds. UNITS_OF_JOINING: of the first layer of those that join. KILOBYTES: to be printed in
-// each step.
+// each step. FITS: how many trainings one after the other, with an evaluation and a prediction behind each; in that
+// behind the first one VICTIM is killed where PLACE is "predict".
 int main() {
   try {
     const lockstep::MultiWorkerMirroredStrategy strategy(
@@ -55,7 +56,7 @@ int main() {
       if (steps++ == at && is_victim) {
         if (place == "forward") raise(SIGKILL);
         if (place == "print") std::cout << "step " << at << std::endl;
-        if (place != "batch end" && place != "print" && place != "slow") {
+        if (place.find_first_not_of("0123456789") == std::string::npos) {
           killer = std::jthread([&] {
             usleep(static_cast<unsigned>(std::stoi(place)));
             raise(SIGKILL);
@@ -92,8 +93,21 @@ int main() {
       callbacks.emplace_back(lockstep::CSVLogger(std::string(folder) + "/log.csv"));
       callbacks.emplace_back(lockstep::ModelCheckpoint(std::string(folder) + "/ckpt-{epoch}"));
     }
-    const auto history =
-        model.fit(data, {.epochs = number("EPOCHS", 3), .verbose = 0, .callbacks = callbacks, .validation_data = data});
+    lockstep::History history;
+    int predicted = 0;
+    const auto read = [&](lockstep::Example example) {
+      if (is_victim && place == "predict" && ++predicted == 5) raise(SIGKILL);
+      return example;
+    };
+    for (int fit = 0; fit < number("FITS", 1); ++fit) {
+      if (fit > 0) {
+        const double loss_now = model.evaluate(data)["loss"];
+        const double mean = model.predict(data.map(read)).mean().item<double>();
+        std::cout << std::setprecision(15) << "between fits " << loss_now << " " << mean << std::endl;
+      }
+      history = model.fit(
+          data, {.epochs = number("EPOCHS", 3), .verbose = 0, .callbacks = callbacks, .validation_data = data});
+    }
     const auto net = model.module<torch::nn::Module>();
     std::ostringstream out;
     out << std::setprecision(15);

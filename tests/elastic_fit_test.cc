@@ -5,58 +5,17 @@
 #include <cmath>
 #include <fstream>
 #include <random>
-#include <sstream>
+#include <string>
 
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
-#include "tests/processes/processes.h"
+#include "tests/elastic_job.h"
 
 namespace lockstep {
 namespace {
 
-// With these variables of the environment.
 Process run(const std::vector<std::string>& variables, int workers, int fewest, int restarts = 0) {
-  std::vector<std::string> command{"/usr/bin/env"};
-  command.insert(command.end(), variables.begin(), variables.end());
-  for (const auto& word :
-       {std::string("/bin/sh"), std::string("-c"), std::string("exec \"$@\" 2>&1"), std::string("sh")})
-    command.push_back(word);
-  if (workers > 0) {
-    for (const auto& word : {std::string(LOCKSTEP_CLI), std::string("run"), std::string("-n"), std::to_string(workers),
-                             std::string("--min-n"), std::to_string(fewest), std::string("--restarts"),
-                             std::to_string(restarts), std::string("--grace"), std::string("1")})
-      command.push_back(word);
-  }
-  command.emplace_back(ELASTIC_PROGRAM);
-  return Process(command);
-}
-
-// The numbers of the lines that have `word`, in their order: of each worker that has ended well.
-std::vector<std::vector<double>> numbers_after(const std::string& output, const std::string& word) {
-  std::vector<std::vector<double>> found;
-  std::istringstream lines(output);
-  for (std::string line; std::getline(lines, line);) {
-    const auto at = line.find(word);
-    if (at == std::string::npos) continue;
-    std::istringstream numbers(line.substr(at + word.size()));
-    auto& values = found.emplace_back();
-    for (double value = 0; numbers >> value;) values.push_back(value);
-  }
-  return found;
-}
-
-double difference(const std::vector<double>& a, const std::vector<double>& b) {
-  if (a.size() != b.size() || a.empty()) return INFINITY;
-  double largest = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) largest = std::max(largest, std::abs(a[i] - b[i]));
-  return largest;
-}
-
-// The process of worker `rank`, which it has printed.
-int process_of(Process& job, int rank) {
-  const auto line = text("[", rank, "] worker at ");
-  const auto& printed = job.wait_for_line(line, 30);
-  return std::stoi(printed.substr(printed.find(line) + line.size()));
+  return elastic_job(ELASTIC_PROGRAM, variables, workers, fewest, restarts);
 }
 
 constexpr int kEpochs = 3, kSteps = 20 * kEpochs;
@@ -205,6 +164,33 @@ TEST_F(Elastic, ANewcomerThatTrainsSomethingElseIsRefused) {
                             "dense.weight Double [9, 6]"),
             std::string::npos)
       << job.text();
+}
+
+// Forwards 120 to 139 of a worker are those of the evaluation between two fits, and the next ones of the second fit.
+TEST_F(Elastic, AWorkerIsLostBetweenTwoFitsOrInTheSecond) {
+  auto whole = run({"FITS=2"}, 0, 0);
+  const auto output = whole.wait_for_end(60);
+  const auto weights = numbers_after(output, "steps 120, weights"), between = numbers_after(output, "between fits");
+  ASSERT_EQ(weights.size(), 1U) << output;
+  for (const auto& [step, place] : {std::pair(130, "forward"), std::pair(-1, "predict"), std::pair(150, "forward")}) {
+    SCOPED_TRACE(testing::Message() << place << " " << step);
+    auto job = run({"FITS=2", "VICTIM=1", text("STEP=", step), text("PLACE=", place)}, 3, 2);
+    const auto got = numbers_after(job.wait_for_end(60), "steps 120, weights");
+    EXPECT_EQ(got.size(), 2U) << job.text();
+    for (const auto& one : got) EXPECT_LE(difference(one, weights[0]), 1e-9) << job.text();
+    for (const auto& one : numbers_after(job.text(), "between fits"))
+      EXPECT_LE(difference(one, between.at(0)), 1e-9) << job.text();
+  }
+}
+
+TEST_F(Elastic, ANewcomerComesToTheSecondFit) {
+  auto job = run({"FITS=2", "VICTIM=1", "STEP=138", "PLACE=forward", "STEP_MS=30"}, 3, 2, 1);
+  EXPECT_EQ(numbers_after(job.wait_for_end(60), "steps 120, weights").size(), 3U) << job.text();
+  EXPECT_NE(job.text().find("fit number 1 of this program has ended before this process came"), std::string::npos)
+      << job.text();
+  EXPECT_NE(job.text().find("joined at step"), std::string::npos) << job.text();
+  const auto got = numbers_after(job.text(), "steps 120, weights");
+  for (const auto& one : got) EXPECT_EQ(one, got[0]) << job.text();
 }
 
 TEST_F(Elastic, OneOfThreeMayRemain) {

@@ -31,6 +31,7 @@
 #include "lockstep/strategy/variable.h"
 #include "lockstep/train/callback.h"
 #include "lockstep/train/callbacks.h"
+#include "lockstep/train/elastic_loop.h"
 #include "lockstep/train/layers.h"
 #include "lockstep/train/logs.h"
 #include "lockstep/train/loss.h"

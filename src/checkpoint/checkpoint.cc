@@ -142,6 +142,13 @@ Trackable track(std::int64_t& counter) {
       }};
 }
 
+Trackable track(double& value) {
+  return {[&value](Archive& archive, const std::string& prefix) { archive.set_numbers(prefix, {value}); },
+          [&value](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+            return [&value, loaded = archive.number(prefix)] { value = loaded; };
+          }};
+}
+
 namespace {
 
 std::string entry_of_files(const std::string& object) { return object + "/files"; }

@@ -27,21 +27,24 @@ std::string new_name() {
   return text("newcomer-", std::hex, random(), random());
 }
 
+// Of a newcomer: one line each, but for the last.
 struct Entry {
   Process newcomer;
-  std::string lines;
+  std::int64_t training = 0;
+  std::string description;
+
+  std::string print() const { return text(elastic::print(newcomer), "\n", training, "\n", description); }
 };
 Entry entry_in(const std::string& printed) {
-  const auto end = printed.find('\n');
-  if (end == std::string::npos) throw InvalidArgument("an entry of a newcomer that cannot be read (another version?)");
-  return {parse_process(printed.substr(0, end)), printed.substr(end + 1)};
+  std::istringstream in(printed);
+  std::string process, training;
+  std::getline(in, process);
+  std::getline(in, training);
+  const auto number = whole_number(training);
+  if (!number) throw InvalidArgument("an entry of a newcomer that cannot be read (another version?)");
+  return {parse_process(process), *number, printed.substr(process.size() + training.size() + 2)};
 }
 std::string key_of_end_of(std::int64_t training) { return text("end of training ", training); }
-
-// What must be the same for all members.
-std::string lines(std::int64_t training, const std::string& description) {
-  return text("fit number ", training, " of its program (from 0 on)\n", description);
-}
 
 Deadline here_deadline() { return Deadline::after(std::chrono::seconds(5)); }
 
@@ -88,7 +91,7 @@ Candidate::Candidate(std::shared_ptr<ConnectedStores> stores, const World& self,
       self_(self),
       training_(training),
       process_{.name = new_name(), .host = self.host, .store = stores_->here().address()},
-      entry_(print(process_) + "\n" + lines(training, description)),
+      entry_(Entry{process_, training, description}.print()),
       presence_(show_presence(stores_->here(), process_.name)) {
   const auto found = members();
   if (!found) throw ClusterError("the host of this process does not know of a job that it could join");
@@ -133,7 +136,7 @@ std::optional<Members> Candidate::members() const {
   return latest;
 }
 
-Members Candidate::wait(Deadline deadline, const std::function<void()>& poll) {
+std::optional<Members> Candidate::wait(Deadline deadline, const std::function<void()>& poll) {
   const auto key = key_of_invitation(process_.name);
   while (true) {
     const auto next = Deadline::after(kBetweenSlowPolls);
@@ -141,17 +144,17 @@ Members Candidate::wait(Deadline deadline, const std::function<void()>& poll) {
     if (invitation) return place_in(*invitation, self_);
     if (deadline.passed()) throw DeadlineExceeded("waiting to be taken into the job", deadline.waited());
     poll();
-    require_training();
+    if (training_has_ended()) return std::nullopt;
   }
 }
 
-// A process that is left alone would wait for nobody.
-void Candidate::require_training() {
+// Throws where nobody is left: a process that is alone would wait for nobody.
+bool Candidate::training_has_ended() {
   const auto latest = members();
   unanswered_ = latest ? 0 : unanswered_ + 1;
   if (unanswered_ > kMostUnansweredPolls)
     throw ClusterError("no host of the job that this process was to join answers");
-  if (!latest) return;
+  if (!latest) return false;
   enter(latest->stores);
   auto stores = latest->stores;
   stores.push_back(process_.store);
@@ -161,11 +164,11 @@ void Candidate::require_training() {
     } catch (const Error&) {  // that host is lost
       continue;
     }
-    throw ClusterError("the training ended before this process could join it");
+    return true;
   }
   for (const auto& process : latest->processes) {
     try {
-      if (stores_->compare_set(process.store, key_of_end(process.name), "", "").empty()) return;
+      if (stores_->compare_set(process.store, key_of_end(process.name), "", "").empty()) return false;
     } catch (const Error&) {  // that host is lost
     }
   }
@@ -174,7 +177,8 @@ void Candidate::require_training() {
 
 Watch::Watch(std::shared_ptr<Registry> registry, std::int64_t training, const std::string& description)
     : registry_(std::move(registry)),
-      entry_(lines(training, description)),
+      training_(training),
+      description_(description),
       thread_([this](const std::stop_token& stop) { watch(stop); }) {}
 
 // It asks now and then: a call that waits at the store made the steps of two workers on two cores 7% slower.
@@ -203,11 +207,13 @@ void Watch::watch(const std::stop_token& stop) {
 
 // Again after an exception.
 void Watch::add(const std::string& printed) {
-  const auto [newcomer, theirs] = entry_in(printed);
-  if (was_answered(newcomer)) return;
-  if (theirs != entry_) {
-    const auto [ours, other] = first_difference(entry_, theirs);
-    const auto why = text("this process cannot join the job, which has ", ours, "; it has ", other);
+  const auto [newcomer, training, description] = entry_in(printed);
+  if (training < training_ || was_answered(newcomer)) return;  // it will find that its training has ended
+  if (training > training_ || description != description_) {
+    const auto [ours, theirs] = training > training_
+                                    ? std::pair(text("begun ", training_ + 1, " trainings"), text(training + 1))
+                                    : first_difference(description_, description);
+    const auto why = text("this process cannot join the job, which has ", ours, "; it has ", theirs);
     refuse(*registry_, newcomer, why);
     return log_warning(text("a newcomer was refused: ", why));
   }

@@ -26,14 +26,15 @@ class Candidate {
   // While it lives, the others see that this process does.
   const std::shared_ptr<void>& presence() const { return presence_; }
 
-  // Waits until members take it in: its place among them. Throws ClusterError where they refuse it, the training has
-  // ended, or all members have, DeadlineExceeded, and what `poll` throws, which is called every second.
-  Members wait(Deadline deadline, const std::function<void()>& poll);
+  // Waits until members take it in: its place among them; none where the training has ended, which another one may
+  // follow. Throws ClusterError where they refuse it, or all have ended, DeadlineExceeded, and what `poll` throws, which
+  // is called every second.
+  std::optional<Members> wait(Deadline deadline, const std::function<void()>& poll);
 
  private:
   std::optional<Members> members() const;
   void enter(const std::vector<std::string>& stores);
-  void require_training();
+  bool training_has_ended();
 
   const std::shared_ptr<ConnectedStores> stores_;
   const World self_;
@@ -73,7 +74,8 @@ class Watch {
   bool was_answered(const Process& newcomer) const;
 
   const std::shared_ptr<Registry> registry_;
-  const std::string entry_;  // of a newcomer that fits, behind its name and host
+  const std::int64_t training_;
+  const std::string description_;
   Mutex mutex_;
   std::vector<Process> seen_ LOCKSTEP_GUARDED_BY(mutex_);
   std::atomic<bool> any_ = false;

@@ -38,16 +38,16 @@ Sections::Numbers numbers_in(const std::string& bytes) {
 }  // namespace
 
 struct Sections::Report {
-  std::int64_t completed = 0, generation = 0, updates = 0, steps = 0;
+  std::int64_t completed = 0, generation = 0, updates = 0;
   bool updated = false, is_newcomer = false;
 
   std::string print() const {
-    return text(completed, " ", generation, " ", updates, " ", steps, " ", updated ? 1 : 0, " ", is_newcomer ? 1 : 0);
+    return text(completed, " ", generation, " ", updates, " ", updated ? 1 : 0, " ", is_newcomer ? 1 : 0);
   }
   static Report parse(const std::string& printed) {
     Report report;
-    std::istringstream(printed) >> report.completed >> report.generation >> report.updates >> report.steps >>
-        report.updated >> report.is_newcomer;
+    std::istringstream(printed) >> report.completed >> report.generation >> report.updates >> report.updated >>
+        report.is_newcomer;
     return report;
   }
 };
@@ -61,8 +61,8 @@ void Sections::run(const std::function<Numbers()>& act, const std::function<void
       auto numbers = act();
       const auto generation = member_.generation();
       finish(numbers);
-      last_ = std::move(numbers);
-      generation_ = generation;
+      completed_.last = std::move(numbers);
+      completed_.generation = generation;
       break;
     } catch (const std::exception& error) {
       if (!is_loss(error, change.lost)) throw;
@@ -70,7 +70,7 @@ void Sections::run(const std::function<Numbers()>& act, const std::function<void
     }
     if (recover(std::move(change), finish)) return;
   }
-  ++completed_;
+  ++completed_.count;
 }
 
 void Sections::begin() {
@@ -80,7 +80,7 @@ void Sections::begin() {
 }
 
 bool Sections::change(const Change& change) {
-  if (generation_ != member_.generation()) return false;
+  if (completed_.generation != member_.generation()) return false;
   begin();
   recover(change, {});
   return true;
@@ -112,12 +112,12 @@ bool Sections::goes_on_behind(const std::exception& error) {
 // Whether the section is completed by that. Again until no other loss disturbs it.
 bool Sections::recover(Change change, const std::function<void(const Numbers&)>& finish) {
   const int size_before = member_.size();
-  const auto completed = completed_;
+  const auto completed = completed_.count;
   while (true) {
     try {
       member_.regroup(change);
       if (!change.leaves) catch_up(size_before, finish);
-      return completed_ > completed;
+      return completed_.count > completed;
     } catch (const std::exception& error) {
       std::vector<int> lost;
       if (!is_loss(error, lost)) throw;
@@ -130,28 +130,26 @@ bool Sections::recover(Change change, const std::function<void(const Numbers&)>&
 // In the new generation: brings all to the same section.
 void Sections::catch_up(int size_before, const std::function<void(const Numbers&)>& finish) {
   const auto updates = member_.updates();
-  const Report mine{.completed = completed_,
-                    .generation = generation_,
+  const Report mine{.completed = completed_.count,
+                    .generation = completed_.generation,
                     .updates = updates,
-                    .steps = member_.steps(),
                     .updated = updated || updates > updates_before_,
                     .is_newcomer = is_newcomer_};
   std::vector<Report> reports;
   for (const auto& printed : member_.all_gather(mine.print())) reports.push_back(Report::parse(printed));
-  share_update(reports);
   // Newcomers report that they have completed nothing.
   const auto first = std::max_element(reports.begin(), reports.end(),
                                       [](const auto& a, const auto& b) { return a.completed < b.completed; });
   const auto lacks = [&](const Report& report) { return !report.is_newcomer && report.completed < first->completed; };
   const bool is_behind = lacks(mine);
+  share_update(reports, first->completed);
   if (std::any_of(reports.begin(), reports.end(), lacks)) {
-    const auto numbers = numbers_in(member_.broadcast(bytes_of(last_), static_cast<int>(first - reports.begin())));
+    const auto numbers = numbers_in(member_.broadcast(bytes_of(completed_.last), static_cast<int>(first - reports.begin())));
     if (is_behind) {
-      member_.set_steps(first->steps);
       finish(numbers);
-      last_ = numbers;
-      generation_ = first->generation;
-      ++completed_;  // before another loss, after which it would be finished twice
+      completed_.last = numbers;
+      completed_.generation = first->generation;
+      ++completed_.count;  // before another loss, after which it would be finished twice
       begin();
     }
   }
@@ -164,11 +162,14 @@ void Sections::catch_up(int size_before, const std::function<void(const Numbers&
   member_.on_regrouped(size_before, updated);
 }
 
-// Those that lack an update get it from one that has it.
-void Sections::share_update(const std::vector<Report>& reports) {
-  const auto with = std::max_element(reports.begin(), reports.end(),
-                                     [](const auto& a, const auto& b) { return a.updates < b.updates; });
-  const auto lacks = [&](const Report& report) { return !report.is_newcomer && report.updates < with->updates; };
+// Those in this section that lack its update get it from one that has it. Those behind have all updates of theirs: the
+// others could complete it.
+void Sections::share_update(const std::vector<Report>& reports, std::int64_t section) {
+  const auto is_there = [&](const Report& report) { return !report.is_newcomer && report.completed == section; };
+  const auto with = std::max_element(reports.begin(), reports.end(), [&](const auto& a, const auto& b) {
+    return std::pair(is_there(a), a.updates) < std::pair(is_there(b), b.updates);
+  });
+  const auto lacks = [&](const Report& report) { return is_there(report) && report.updates < with->updates; };
   if (std::none_of(reports.begin(), reports.end(), lacks)) return;
   const int root = static_cast<int>(with - reports.begin());
   const auto printed = member_.broadcast(root == member_.rank() ? member_.print_update() : "", root);
@@ -188,13 +189,13 @@ void Sections::share_all(const std::vector<Report>& reports) {
   const int root = static_cast<int>(with - reports.begin());
   const bool sends = root == member_.rank();
   const auto completed = with->completed;
-  const auto mine = [&] { return text(updated ? 1 : 0, " ", generation_, "\n", member_.print_all()); };
+  const auto mine = [&] { return text(updated ? 1 : 0, " ", completed_.generation, "\n", member_.print_all()); };
   const auto state = member_.broadcast(sends ? mine() : "", root);
   if (!is_newcomer_) return;
   const auto end = state.find('\n');
-  std::istringstream(state.substr(0, end)) >> updated >> generation_;
+  std::istringstream(state.substr(0, end)) >> updated >> completed_.generation;
   member_.take_all(state.substr(end + 1));
-  completed_ = completed;
+  completed_.count = completed;
   is_newcomer_ = false;
   has_joined_ = true;
   begin();

@@ -27,6 +27,7 @@ class Member {
   // meanwhile; then this one may be of the next generation already.
   virtual void regroup(const Change& change) = 0;
 
+  // Of the training that it is in.
   virtual std::int64_t steps() const = 0;    // begun
   virtual std::int64_t updates() const = 0;  // applied
   virtual void set_steps(std::int64_t steps) = 0;
@@ -57,7 +58,15 @@ class Sections {
  public:
   using Numbers = std::vector<double>;
 
-  explicit Sections(Member& member) : member_(member) {}
+  // Those that a process has completed, of all its trainings: one member may be in the last section of a training when
+  // another one is in the first of the next.
+  struct Completed {
+    std::int64_t count = 0;
+    Numbers last;                 // of the last one
+    std::int64_t generation = 0;  // in which these were agreed on
+  };
+
+  Sections(Member& member, Completed& completed) : member_(member), completed_(completed) {}
 
   // A section: act() is collective and returns numbers that are equal on all members; finish(numbers) is not
   // collective, and completes the section. Where act() fails since a member was lost, it is called again on those that
@@ -84,15 +93,13 @@ class Sections {
   void begin();
   bool recover(Change change, const std::function<void(const Numbers&)>& finish);
   void catch_up(int size_before, const std::function<void(const Numbers&)>& finish);
-  void share_update(const std::vector<Report>& reports);
+  void share_update(const std::vector<Report>& reports, std::int64_t section);
   void share_all(const std::vector<Report>& reports);
 
   Member& member_;
+  Completed& completed_;
   bool is_newcomer_ = false;       // without the state
   bool has_joined_ = false;        // and has begun no section
-  std::int64_t completed_ = 0;     // sections
-  Numbers last_;                   // of the last one
-  std::int64_t generation_ = 0;    // in which these were agreed on
   std::int64_t steps_before_ = 0;  // the section
   std::int64_t updates_before_ = 0;
 };

@@ -21,7 +21,7 @@ namespace {
 
 using simulated::Job, simulated::SimulatedStores;
 
-constexpr int kEpochs = 2, kSteps = 4, kBuckets = 2, kExamples = 24;
+constexpr int kTrainings = 2, kEpochs = 2, kSteps = 2, kBuckets = 2, kExamples = 24;
 constexpr double kToRegroup = 10, kToComplete = 8, kToMissAHost = 3;  // seconds of virtual time
 
 // What a worker trains: which examples each step has used.
@@ -81,22 +81,43 @@ class Worker final : public Member {
   }
 
   std::int64_t steps() const override { return steps_; }
-  std::int64_t updates() const override { return static_cast<std::int64_t>(history.size()); }
+  std::int64_t updates() const override { return static_cast<std::int64_t>(history.size()) - before_; }
   void set_steps(std::int64_t steps) override { steps_ = steps; }
   std::string print_update() override { return join_lines(history); }
   void take_update(const std::string& printed) override { history = lines(printed); }
-  std::string print_all() override { return text(steps_, " ", epoch, " ", step, "\n", join_lines(history)); }
+  std::string print_all() override {
+    return text(steps_, " ", before_, " ", training, " ", epoch, " ", step, "\n", join_lines(history));
+  }
   void take_all(const std::string& printed) override {
-    std::istringstream(printed) >> steps_ >> epoch >> step;
+    std::istringstream(printed) >> steps_ >> before_ >> training >> epoch >> step;
     history = lines(printed.substr(printed.find('\n') + 1));
   }
   void on_loss(const std::exception&) override {}
   void on_regrouped(int, bool) override {}
 
-  // A training, as fit's.
-  void train(Sections& sections, const std::function<bool()>& leaves) {
+  // Trainings one after the other, each with another model.
+  void train_all(Sections& first, const std::function<bool()>& leaves) {
+    if (!train(first, leaves)) return;
+    while (++training < kTrainings) {
+      Sections sections(*this, completed);
+      before_ = static_cast<std::int64_t>(history.size());
+      steps_ = epoch = 0;
+      if (!train(sections, leaves)) return;
+    }
+    job_.histories.push_back(history);
+    job_.trained.insert(job_.time.self());
+    job_.ended = job_.time.now();
+  }
+
+  std::vector<std::string> history;
+  int training = 0, epoch = 0, step = 0;
+  Sections::Completed completed;
+
+ private:
+  // As fit's. False where this worker has left.
+  bool train(Sections& sections, const std::function<bool()>& leaves) {
     for (; epoch < kEpochs; ++epoch, step = 0) {
-      if (epoch == kEpochs - 1) job_.near_end = std::min(job_.near_end, job_.time.now());
+      if (training == kTrainings - 1 && epoch == kEpochs - 1) job_.near_end = std::min(job_.near_end, job_.time.now());
       while (step < kSteps) {
         bool leaving = false, changes = false;
         const auto act = [&]() -> Sections::Numbers {
@@ -122,21 +143,15 @@ class Worker final : public Member {
         });
         Change change{.leaves = leaving};
         if (changes && rank() == 0) change.newcomers = job_.waiting();
-        if (changes && sections.change(change) && leaving) return;
+        if (changes && sections.change(change) && leaving) return false;
         job_.time.pass_some_time();
       }
       sections.run([&]() -> Sections::Numbers { return {static_cast<double>(all_gather("evaluation").size())}; },
                    [](const auto&) {});
     }
-    job_.histories.push_back(history);
-    job_.trained.insert(job_.time.self());
-    job_.ended = job_.time.now();
+    return true;
   }
 
-  std::vector<std::string> history;
-  int epoch = 0, step = 0;
-
- private:
   void update() {
     std::uint32_t all[kBuckets] = {};
     for (int bucket = 0; bucket < kBuckets; ++bucket) {
@@ -148,8 +163,9 @@ class Worker final : public Member {
     for (const auto set : all) job_.expect(set == (std::uint32_t{1} << kExamples) - 1, "a step lacks examples");
     std::string names;
     for (const auto& process : members_.processes) names += " " + process.name;
-    history.push_back(text("epoch ", epoch, " step ", step, " by", names));
+    history.push_back(text("training ", training, " epoch ", epoch, " step ", step, " by", names));
     ++steps_;
+    job_.expect(steps_ == updates(), "a step is counted twice or not at all");
   }
 
   // Each rank contributes; when all have, each gets the result, unless a rank is lost meanwhile: then some get it, and
@@ -235,7 +251,7 @@ class Worker final : public Member {
   Job& job_;
   const std::shared_ptr<SimulatedStores> stores_;
   Members members_;
-  std::int64_t steps_ = 0;
+  std::int64_t steps_ = 0, before_ = 0;  // of this training; updates of those before it
   int operations_ = 0;  // of this generation
 };
 
@@ -291,9 +307,9 @@ class Worker final : public Member {
     time.start(time.random(0, 0.01), [&, rank, leaves] {
       process([&] {
         Worker worker(job, first_members({.rank = rank, .size = members}, stores, stores));
-        Sections sections(worker);
+        Sections sections(worker, worker.completed);
         worker.make_group();
-        worker.train(sections, [&, leaves] { return time.now() > leaves; });
+        worker.train_all(sections, [&, leaves] { return time.now() > leaves; });
       });
     });
   }
@@ -303,12 +319,12 @@ class Worker final : public Member {
         const auto self = Job::process_at(text("newcomer-", i), job.host());
         Worker worker(job, {.world = {}, .processes = {self}, .stores = {}});
         job.newcomers.push_back(self);
-        Sections sections(worker);
+        Sections sections(worker, worker.completed);
         const double came = time.now();
         if (!worker.is_invited(self))
           return job.expect(came > job.near_end || job.has_long_waits, "a newcomer was not taken in");
         sections.join([&] { worker.make_group(); });
-        worker.train(sections, [] { return false; });
+        worker.train_all(sections, [] { return false; });
       });
     });
   }
@@ -333,9 +349,11 @@ class Worker final : public Member {
   job.expect(job.has_long_waits || job.ended < 3, text("the training took ", job.ended, " s"));
   for (const auto& history : job.histories) {
     job.expect(history == job.histories[0], text("two histories: ", join(history), "; ", join(job.histories[0])));
-    bool is_whole = history.size() == kEpochs * kSteps;
+    bool is_whole = history.size() == kTrainings * kEpochs * kSteps;
     for (std::size_t i = 0; i < history.size() && is_whole; ++i) {
-      is_whole = history[i].starts_with(text("epoch ", i / kSteps, " step ", i % kSteps, " by"));
+      const auto epoch = i / kSteps;
+      is_whole = history[i].starts_with(
+          text("training ", epoch / kEpochs, " epoch ", epoch % kEpochs, " step ", i % kSteps, " by"));
     }
     job.expect(is_whole, text("a history of ", join(history)));
   }

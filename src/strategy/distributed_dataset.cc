@@ -68,6 +68,12 @@ Share share_of(const LocalReplicas& replicas) {
   return {replicas.devices, replicas.workers.rank(), replicas.workers.size()};
 }
 
+PerReplica<Example> read_all(const PerReplica<Part>& parts) {
+  std::vector<Example> examples;
+  for (const auto& part : parts) examples.push_back(part.read());
+  return PerReplica<Example>(std::move(examples));
+}
+
 // How many elements `steps` steps have used up.
 std::int64_t elements_in(std::int64_t steps, Distribution kind, const LocalReplicas& replicas) {
   switch (kind) {
@@ -210,11 +216,10 @@ Row DistributedIterator::without_examples() const {
 
 std::optional<PerReplica<Example>> DistributedIterator::next() {
   const auto parts = next_parts();
-  if (!parts) return std::nullopt;
-  std::vector<Example> examples;
-  for (const auto& part : *parts) examples.push_back(part.read());
-  return PerReplica<Example>(std::move(examples));
+  return parts ? std::optional(read_all(*parts)) : std::nullopt;
 }
+
+PerReplica<Example> DistributedIterator::again() const { return read_all(parts_again()); }
 
 std::int64_t DistributedDataset::cardinality() const {
   const auto batches = dataset_.cardinality();

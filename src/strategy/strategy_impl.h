@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "elastic/sections.h"
 #include "gradient/gradient_path.h"
 #include "lockstep/base/random.h"
 #include "lockstep/collective/job.h"
@@ -80,6 +81,17 @@ class StrategyImpl {
   // What must be the same for all workers, in lines.
   std::string describe() const;
 
+  // Of the replicas' random numbers. After set_runs, those of the next run, and of some more, are those of `seed` and
+  // `number`, whatever ran before.
+  std::uint64_t seed() const { return seed_; }
+  void set_runs(std::uint64_t seed, std::uint64_t number) {
+    seed_ = seed;
+    runs_ = number << 20;
+  }
+
+  // Of all trainings of this strategy.
+  elastic::Sections::Completed& completed_sections() { return completed_sections_; }
+
   // Trainings that workers make are numbered, equally in all.
   std::int64_t next_training() { return trainings_++; }
 
@@ -144,6 +156,7 @@ class StrategyImpl {
   std::uint64_t seed_ = next_random_seed();
   std::uint64_t runs_ = 0;
   std::int64_t trainings_ = 0;
+  elastic::Sections::Completed completed_sections_;
   std::vector<std::weak_ptr<GradientPath>> paths_of_loops_;
   strategy::ReplicaThreads threads_;
 };

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 
 #include <sstream>
+#include <tuple>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -10,6 +11,7 @@
 #include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/evaluate.h"
+#include "train/fit_worker.h"
 #include "train/model_impl.h"
 
 namespace lockstep {
@@ -109,10 +111,36 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
   return {batches, tracker.logs()};
 }
 
+// One tensor a batch.
+std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std::int64_t steps) {
+  auto& impl = unwrap(model);
+  const EvaluationMode evaluating(model);
+  const at::NoGradGuard no_grad;
+  std::vector<Tensor> outputs;
+  const auto in_order = data.with_options({.auto_shard_policy = AutoShardPolicy::data});
+  for_each_batch(impl.strategy, in_order, steps, [&](PerReplica<internal::Part>& batch) {
+    const auto parts = impl.strategy.run(
+        [&](ReplicaContext& replica, const internal::Part& unread) {
+          const auto part = unread.read();
+          return part.size() == 0 ? Tensor() : impl.outputs_of(replica, part);
+        },
+        batch);
+    std::vector<Tensor> here;
+    for (const auto& part : parts) {
+      if (part.defined()) here.push_back(part.cpu());
+    }
+    outputs.push_back(rows_of_all(impl.workers(), here));
+  });
+  return outputs;
+}
+
 Logs evaluate_here(const Model& model, const Dataset& data, const EvaluateOptions& options) {
-  const auto& impl = unwrap(model);
+  auto& impl = unwrap(model);
   impl.fetch();
-  const auto [batches, logs] = evaluate_batches(model, data, options.steps);
+  std::int64_t batches = 0;
+  Logs logs;
+  train::go_on_in(impl, "evaluate",
+                  [&] { std::tie(batches, logs) = evaluate_batches(model, data, options.steps); });
   if (options.verbose > 0 && impl.strategy.is_chief()) train::print_line(text(batches, "/", batches), logs);
   return logs;
 }
@@ -135,23 +163,8 @@ Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
   auto& impl = *impl_;
   impl.build_for(data, "predict");
   impl.fetch();
-  const EvaluationMode evaluating(*this);
-  const at::NoGradGuard no_grad;
   std::vector<Tensor> outputs;
-  const auto in_order = data.with_options({.auto_shard_policy = AutoShardPolicy::data});
-  for_each_batch(impl.strategy, in_order, options.steps, [&](PerReplica<internal::Part>& batch) {
-    const auto parts = impl.strategy.run(
-        [&](ReplicaContext& replica, const internal::Part& unread) {
-          const auto part = unread.read();
-          return part.size() == 0 ? Tensor() : impl.outputs_of(replica, part);
-        },
-        batch);
-    std::vector<Tensor> here;
-    for (const auto& part : parts) {
-      if (part.defined()) here.push_back(part.cpu());
-    }
-    outputs.push_back(rows_of_all(impl.workers(), here));
-  });
+  train::go_on_in(impl, "predict", [&] { outputs = predict_batches(*this, data, options.steps); });
   return at::cat(outputs).contiguous();  // convolutions on CPUs leave channels last
 }
 

@@ -3,40 +3,24 @@
 
 #include <algorithm>
 #include <cmath>
-#include <csignal>
-#include <thread>
 
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
+#include "train/agreement.h"
 #include "train/compare_fits.h"
 #include "train/fit_options.h"
+#include "train/fit_worker.h"
 #include "train/follow_chief.h"
 #include "train/model_impl.h"
-#include "train/recovery.h"
 #include "train/signal_guard.h"
 #include "train/step_source.h"
 #include "train/stragglers.h"
 
 namespace lockstep {
 namespace {
-
-constexpr std::chrono::milliseconds kBetweenQuestions(50);  // whether newcomers have come
-
-// How many processes ask to stop, have got SIGINT, have got SIGTERM, see newcomers, and have waited for some long
-// enough; and a number that no other sum is likely to have in its place.
-struct Agreed {
-  static constexpr double kMark = 0x5eed'1d'ea;
-  double stopping = 0, interrupted = 0, terminated = 0, newcomers = 0, waited = 0, mark = kMark;
-  static constexpr std::size_t kSize = 6;
-  std::span<double> all() { return {&stopping, kSize}; }
-
-  // How many made the agreement; some may be lost since.
-  double workers() const { return mark / kMark; }
-};
-static_assert(sizeof(Agreed) == Agreed::kSize * sizeof(double));
 
 bool on_cpu(const std::vector<c10::Device>& devices) {
   return std::all_of(devices.begin(), devices.end(), [](const auto& device) { return device.is_cpu(); });
@@ -50,7 +34,9 @@ class Fit {
         options_(options),
         data_(train::weighed(data, options)),
         signals_(options.handle_signals),
-        recovery_(impl_, [this] { become_chief(); }),
+        worker_(impl_, "fit", [this] { become_chief(); }),
+        recovery_(worker_),
+        agreement_(worker_, recovery_, signals_, [this]() -> const Communicator& { return peers(); }),
         computes_on_cpu_(on_cpu(unwrap(impl_.strategy).torch_devices())) {
     impl_.fitting = true;
   }
@@ -70,34 +56,35 @@ class Fit {
     workers().abort_on_error([this] { build_for_first_batch(); });
     peers().abort_on_error([this] {
       impl_.gradients->prepare();
-      train::compare_fits(impl_, data_, options_);
+      compare();
       steps_ = impl_.servers() == nullptr ? train::local_steps(impl_, data_, options_)
                                           : train::assigned_steps(impl_, data_, options_);
       attach_callbacks();
-      unwrap(impl_.strategy).is_newcomer() ? join() : begin();
-      train();
+      if (unwrap(impl_.strategy).is_newcomer() ? join() : begin()) train();
     });
     if (options_.steps_per_epoch > 0) ++impl_.data_epochs;  // all epochs of this fit came from one epoch of data
     return progress().history;
   }
 
  private:
-  void begin() {
+  bool begin() {
     take_part();
     each([](Callback& callback) { callback.on_train_begin(); });  // BackupAndRestore changes the progress here
     agree();
     train::compare_states(model_);
+    return true;
   }
 
-  // In place of it, in a fit that runs.
-  void join() {
+  // In place of it, in a fit that runs. False where it has ended.
+  bool join() {
     each([](Callback& callback) { callback.on_join(); });
-    take_part();
-    if (impl_.waits_for_workers) wait_for_newcomers();
+    if (!take_part()) return false;
+    if (worker_.waits) agreement_.wait_for_newcomers([this] { save_at_interrupt(); });
+    return true;
   }
 
-  void take_part() {
-    recovery_.take_part(train::describe_member(impl_, data_, options_), [this] {
+  bool take_part() {
+    return recovery_.take_part(train::describe_member(impl_, data_, options_), [this] {
       if (signals_.received() != 0) throw Interrupted(signals_.received());
     });
   }
@@ -112,36 +99,10 @@ class Fit {
 
   train::FitProgress& progress() const { return impl_.progress; }
 
-  // All agree on stopping after each step and epoch: if one worker stopped alone, the others would wait for it.
   bool stopping() const { return impl_.stops(); }
-  Agreed mine() {
-    const int signal = signals_.received();
-    told_to_leave_ = signal == SIGTERM;
-    return {impl_.stopping ? 1.0 : 0.0, signal == SIGINT ? 1.0 : 0.0, signal == SIGTERM ? 1.0 : 0.0,
-            recovery_.newcomers_wait() ? 1.0 : 0.0, has_waited_ ? 1.0 : 0.0};
-  }
   void agree() {
-    const auto sum = [this] {
-      auto here = mine();
-      std::vector<double> sums(here.all().begin(), here.all().end());
-      peers().sum(sums);
-      return checked(std::move(sums));
-    };
-    recovery_.run(sum, [this](const auto& sums) { finish_agreement(sums); });
-  }
-
-  // Throws where another process was in a sum of something else.
-  std::vector<double> checked(std::vector<double> sums) const {
-    if (sums.back() == Agreed::kMark * peers().size()) return sums;
-    throw InvalidArgument(
-        "fit: the workers do not make the same calls; does a callback that only the chief calls (only_on_chief) "
-        "save, evaluate or train a model?");
-  }
-
-  // Its values come last.
-  void finish_agreement(std::span<const double> sums) {
-    std::copy_n(sums.end() - Agreed::kSize, Agreed::kSize, agreed_.all().begin());
-    impl_.agreed_to_stop = agreed_.stopping > 0;
+    agreement_.agree(impl_.stopping);
+    impl_.agreed_to_stop = agreement_.stopping();
   }
   const Communicator& workers() const { return impl_.workers(); }
   const Communicator& peers() const { return impl_.peers(); }
@@ -153,13 +114,21 @@ class Fit {
     train::warn_of_copies(impl_);
   }
 
+  void compare() {
+    const auto all = [this] {
+      train::compare_fits(impl_, data_, options_);
+      train::compare_callbacks(impl_, options_);
+      return train::Recovery::Numbers();
+    };
+    recovery_.run(all, [](const auto&) {});
+  }
+
   void attach_callbacks() {
     FitPlan plan{.epochs = options_.epochs, .steps = steps_->steps_of_an_epoch(), .verbose = options_.verbose};
     if (plan.verbose < 0) plan.verbose = train::is_terminal() ? 1 : 2;
     plan.validates = options_.validation_data.has_value();
     if (plan.verbose > 0) callbacks_.push_back(train::ProgressBar());
     callbacks_.insert(callbacks_.end(), options_.callbacks.begin(), options_.callbacks.end());
-    train::compare_callbacks(impl_, options_);
     std::stable_sort(callbacks_.begin(), callbacks_.end(),
                      [](const AnyCallback& a, const AnyCallback& b) { return a->order() < b->order(); });
     for (const auto& callback : callbacks_) callback->attach(model_, plan);
@@ -188,7 +157,7 @@ class Fit {
     auto logs = impl_.tracker->logs();
     steps_->add_to(logs);
     each([&](Callback& callback) { callback.on_train_batch_end(index, logs); });
-    change_workers();
+    agreement_.change_workers([this] { save_at_interrupt(); });
     throw_if_interrupted();
     if (stopping()) steps_->stop();
   }
@@ -198,13 +167,14 @@ class Fit {
       if (!recovery_.updated()) steps_->train();
       recovery_.set_updated();
       auto news = seconds_of_workers();
-      auto here = mine();
-      news.insert(news.end(), here.all().begin(), here.all().end());
-      return checked(steps_->sum(news));
+      const auto here = agreement_.mine(impl_.stopping);
+      news.insert(news.end(), here.begin(), here.end());
+      return agreement_.checked(steps_->sum(news));
     };
     recovery_.run(train, [this](const auto& sums) {
       steps_->count(sums);
-      finish_agreement(sums);
+      agreement_.finish(sums);
+      impl_.agreed_to_stop = agreement_.stopping();
       look_for_stragglers(sums);
     });
   }
@@ -221,48 +191,10 @@ class Fit {
   // In these sums, the numbers above stand before the agreement's.
   void look_for_stragglers(std::span<const double> sums) {
     if (!impl_.strategy.is_chief() || !computes_on_cpu_) return;
-    const auto workers = static_cast<std::size_t>(std::lround(agreed_.workers()));
-    const auto said = stragglers_.count(sums.last(Agreed::kSize + workers).first(workers));
+    const auto workers = static_cast<std::size_t>(std::lround(agreement_.workers()));
+    const auto said = stragglers_.count(sums.last(train::Agreement::kSize + workers).first(workers));
     if (!said.empty()) log_warning("fit: " + said);
   }
-
-  // After an agreement: workers that were told to end leave while enough others remain, and newcomers are taken in.
-  void change_workers() {
-    if (!unwrap(impl_.strategy).is_elastic() || agreed_.interrupted > 0 || agreed_.stopping > 0) return;
-    if (too_few()) wait_for_newcomers();
-    const bool some_leave = agreed_.terminated > 0 && enough_remain();
-    if (agreed_.newcomers == 0 && !some_leave) return;
-    const bool leaves = some_leave && told_to_leave_;
-    if (recovery_.change(leaves) && leaves) throw Interrupted(SIGTERM);
-    if (some_leave) agreed_.terminated = 0;
-  }
-
-  bool enough_remain() const { return agreed_.workers() - agreed_.terminated >= elastic().min_workers; }
-  const ElasticOptions& elastic() const { return *unwrap(impl_.strategy).settings().workers->elastic; }
-
-  // Those that remain wait together, for a bounded time. Newcomers that come meanwhile do too, until there are enough.
-  void wait_for_newcomers() {
-    const auto deadline = Deadline::after(std::chrono::duration<double>(elastic().join_seconds));
-    impl_.waits_for_workers = true;
-    do {
-      std::this_thread::sleep_for(kBetweenQuestions);
-      has_waited_ = impl_.strategy.is_chief() && deadline.passed();
-      agree();
-      if (agreed_.terminated + agreed_.interrupted > 0) break;
-      if (agreed_.newcomers > 0) {
-        recovery_.change(false);
-      } else if (agreed_.waited > 0 && too_few()) {
-        save_at_interrupt();
-        throw ClusterError(text("workers were lost, and ", agreed_.workers(), " remain; elastic.min_workers is ",
-                                elastic().min_workers, ", and nobody has joined them for ", elastic().join_seconds,
-                                " s"));
-      }
-    } while (too_few());
-    impl_.waits_for_workers = has_waited_ = false;
-  }
-
-  // By the last agreement, which is the same for all.
-  bool too_few() const { return agreed_.workers() < elastic().min_workers; }
 
   // The worker that was it is lost.
   void become_chief() {
@@ -276,10 +208,7 @@ class Fit {
 
   // After a whole step or epoch.
   void throw_if_interrupted() {
-    const int signal = peers().size() == 1       ? signals_.received()
-                       : agreed_.terminated > 0  ? SIGTERM
-                       : agreed_.interrupted > 0 ? SIGINT
-                                                 : 0;
+    const int signal = agreement_.signal();
     if (signal == 0) return;
     recovery_.end();
     save_at_interrupt();
@@ -326,7 +255,7 @@ class Fit {
     }
     each([&](Callback& callback) { callback.on_epoch_end(epoch, logs); });
     agree();
-    change_workers();
+    agreement_.change_workers([this] { save_at_interrupt(); });
   }
 
   Logs validate() {
@@ -364,10 +293,9 @@ class Fit {
   const FitOptions& options_;
   const Dataset data_;
   train::SignalGuard signals_;
-  Agreed agreed_;
-  bool has_waited_ = false;     // the chief, for newcomers, as long as it may
-  bool told_to_leave_ = false;  // when this worker last said what it has in it
+  train::FitWorker worker_;
   train::Recovery recovery_;
+  train::Agreement agreement_;
   train::Stragglers stragglers_;
   double computed_ = 0;  // seconds, until the last step
   const bool computes_on_cpu_;

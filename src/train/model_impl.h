@@ -109,9 +109,8 @@ class ModelImpl {
   Archive save_state();
   void load_state(const Archive& archive, const std::function<void()>& load_others = {});
 
-  // For a worker that comes to a fit that runs. Not collective.
+  // For a worker that comes to a fit that runs, which loads it by load_state. Not collective.
   Archive save_for_newcomer();
-  void load_as_newcomer(const Archive& archive);
 
   // act(); with parameter servers on the chief alone, and, outside of fit, once however often that is started again.
   void once(const std::function<void()>& act) const;
@@ -155,7 +154,6 @@ class ModelImpl {
   std::int64_t call = 0;             // with parameter servers: the number of the one that the chief makes
   bool stopping = false;             // this worker asked for the end of the fit
   bool out_of_data = false;          // stopping because the data ended: a longer data set would go on
-  bool waits_for_workers = false;    // of an elastic strategy: too few are left
   bool agreed_to_stop = false;       // one of the workers had asked when the last step or epoch ended
 
   // Whether the fit ends after the step that was made.

@@ -1,25 +1,72 @@
-// How fit goes on when workers are lost, leave and join.
+// How a training goes on when workers are lost, leave and join.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "elastic/newcomers.h"
 #include "elastic/sections.h"
-#include "train/model_impl.h"
+#include "strategy/strategy_impl.h"
 
 namespace lockstep::train {
 
-// The sections of a fit (elastic/sections.h). Where the strategy is not elastic each is called once, and nothing else
-// here does anything.
+// What a worker of a strategy trains, as a member of the job.
+class TrainingWorker : public elastic::Member {
+ public:
+  // `what`: "fit", for messages.
+  TrainingWorker(StrategyImpl& strategy, std::string what) : strategy_(strategy), what_(std::move(what)) {}
+
+  int rank() const final { return strategy_.workers().rank(); }
+  int size() const final { return strategy_.workers().size(); }
+  std::int64_t generation() const final { return strategy_.job().world().generation; }
+  std::vector<std::string> all_gather(const std::string& mine) final { return strategy_.workers().all_gather(mine); }
+  std::string broadcast(const std::string& bytes, int root) final { return strategy_.workers().broadcast(bytes, root); }
+  void regroup(const elastic::Change& change) final;
+  void on_loss(const std::exception& error) final;
+  void on_regrouped(int size_before, bool updated) final;
+  std::string print_all() final;
+  void take_all(const std::string& printed) final;
+
+  // Takes the place that the other workers have given this one.
+  void join(const elastic::Members& members, const std::shared_ptr<void>& presence);
+
+  StrategyImpl& strategy() const { return strategy_; }
+  const std::string& what() const { return what_; }
+
+  // Whether all wait for newcomers, who then wait too.
+  bool waits = false;
+
+ protected:
+  // The workers' Group is another one. Collective.
+  virtual void use_new_group() = 0;
+
+  // All that a newcomer needs, as bytes.
+  virtual std::string print_state() = 0;
+  virtual void take_state(std::string_view printed) = 0;
+
+  // All have regrouped, and are at the same section, or this one has become the chief.
+  virtual void on_same_section(bool /*updated*/) {}
+  virtual void on_become_chief() {}
+
+ private:
+  StrategyImpl& strategy_;
+  const std::string what_;
+  std::chrono::steady_clock::time_point began_;
+  bool was_chief_ = false;
+  std::string loss_;
+};
+
+// The sections of a training (elastic/sections.h). Where the strategy is not elastic each is called once, and nothing
+// else here does anything.
 //
 // One thread, while no replica runs.
 class Recovery {
  public:
-  // `on_become_chief`: called where this worker has become the chief.
-  Recovery(ModelImpl& impl, std::function<void()> on_become_chief);
-  ~Recovery();
+  explicit Recovery(TrainingWorker& worker) : worker_(worker), sections_(worker, worker.strategy().completed_sections()) {}
 
   // The training has ended on all workers: nobody can join it any more.
   void end();
@@ -30,13 +77,14 @@ class Recovery {
   bool updated() const { return sections_.updated; }
   void set_updated() { sections_.updated = true; }
 
-  // After an exception in what is not done again: where it is the loss of a worker with which fit can go on, goes on
-  // behind it, with a warning that names `what`. Else false.
+  // After an exception in what is not done again: where it is the loss of a worker with which the training can go on,
+  // goes on behind it, with a warning that names `what`. Else false.
   bool goes_on_behind(const std::exception& error, const std::string& what);
 
   // Takes part in the training that the strategy's workers begin now: `description` has what must be the same for all
-  // of them, in lines. A newcomer waits until they take it in, and gets their state; poll() is called meanwhile.
-  void take_part(const std::string& description, const std::function<void()>& poll);
+  // of them, in lines. A newcomer waits until they take it in, and gets their state; poll() is called meanwhile. False
+  // where it comes too late for this training, which another one of the program may follow.
+  bool take_part(const std::string& description, const std::function<void()>& poll);
 
   // Whether newcomers wait, as the first worker of each host sees; false elsewhere.
   bool newcomers_wait();
@@ -46,9 +94,9 @@ class Recovery {
   bool change(bool leaves);
 
  private:
-  class Worker;
-  const ModelImpl& impl_;
-  const std::unique_ptr<Worker> worker_;
+  StrategyImpl& strategy() const { return worker_.strategy(); }
+
+  TrainingWorker& worker_;
   elastic::Sections sections_;
   std::int64_t training_ = -1;
   std::string description_;

@@ -28,7 +28,6 @@ constexpr const char* kOptimizer = "optimizer";
 constexpr const char* kCallback = "callback";
 constexpr const char* kReplica = "replica";
 constexpr const char* kTracker = "fit/tracker";
-constexpr const char* kWaits = "fit/waits for workers";
 
 // It is alone, and the workers that it will join have saved, or will.
 bool is_newcomer(const ModelImpl& impl) { return unwrap(impl.strategy).is_newcomer(); }
@@ -252,11 +251,6 @@ Archive ModelImpl::save_state() {
   return archive;
 }
 
-void ModelImpl::load_as_newcomer(const Archive& archive) {
-  load_state(archive);
-  waits_for_workers = archive.integer(kWaits) != 0;
-}
-
 void ModelImpl::save_callbacks(Archive& archive) const {
   const auto prefixes = callback_prefixes(callbacks);
   for (std::size_t i = 0; i < callbacks.size(); ++i) callbacks[i]->save(archive, prefixes[i]);
@@ -273,7 +267,6 @@ Archive ModelImpl::save_training() {
 Archive ModelImpl::save_for_newcomer() {
   auto archive = save_common();
   archive.entries[text(kReplica, "/replicas")] = "none";
-  archive.entries[kWaits] = waits_for_workers ? "1" : "0";
   save_callbacks(archive);
   return archive;
 }

@@ -86,8 +86,9 @@ struct Trackable {
   Files files = {};
 };
 
-// A counter of the loop's own. It must outlive the Checkpoint.
+// A number of the loop's own. It must outlive the Checkpoint.
 Trackable track(std::int64_t& counter);
+Trackable track(double& value);
 
 // Follows tf.train.Checkpoint: objects under names. Not thread safe. Where several processes have an object together,
 // all make the same calls; rank 0's disk is written and read.

@@ -45,11 +45,11 @@ class DistributedIterator {
   // nothing at the end.
   std::optional<PerReplica<Example>> next();
 
-  // The same, for replicas to read their parts in their own threads.
-  std::optional<PerReplica<internal::Part>> next_parts();
+  // What `next` returned last, divided among the workers as they are now. For elements that all workers read.
+  PerReplica<Example> again() const;
 
-  // The parts of the element that `next_parts` returned last, divided among the workers as they are now. For elements
-  // that all workers read.
+  // The same as both, for replicas to read their parts in their own threads.
+  std::optional<PerReplica<internal::Part>> next_parts();
   PerReplica<internal::Part> parts_again() const;
 
   // The same of part `part` of `parts`, however many workers there are; each worker reads all elements. And the next

@@ -1,0 +1,90 @@
+#include "train/agreement.h"
+
+#include <algorithm>
+#include <chrono>
+#include <csignal>
+#include <thread>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::train {
+namespace {
+
+constexpr std::chrono::milliseconds kBetweenQuestions(50);  // whether newcomers have come
+
+}  // namespace
+
+std::array<double, Agreement::kSize> Agreement::mine(bool stops) {
+  const int signal = signals_.received();
+  const auto one_if = [](bool holds) { return holds ? 1.0 : 0.0; };
+  told_to_leave_ = signal == SIGTERM;
+  return {one_if(stops),
+          one_if(signal == SIGINT),
+          one_if(signal == SIGTERM),
+          one_if(recovery_.newcomers_wait()),
+          one_if(has_waited_),
+          kMark};
+}
+
+void Agreement::finish(std::span<const double> sums) { std::copy_n(sums.end() - kSize, kSize, agreed_.begin()); }
+
+std::vector<double> Agreement::checked(std::vector<double> sums) const {
+  if (sums.back() == kMark * peers_().size()) return sums;
+  throw InvalidArgument(
+      text(worker_.what(), ": the workers do not make the same calls; does code that only the chief runs ",
+           "(only_on_chief) save, evaluate or train a model?"));
+}
+
+void Agreement::agree(bool stops) {
+  const auto sum = [&] {
+    const auto here = mine(stops);
+    std::vector<double> sums(here.begin(), here.end());
+    peers_().sum(sums);
+    return checked(std::move(sums));
+  };
+  recovery_.run(sum, [this](const auto& sums) { finish(sums); });
+}
+
+int Agreement::signal() const {
+  if (peers_().size() == 1) return signals_.received();
+  return agreed_[terminated] > 0 ? SIGTERM : agreed_[interrupted] > 0 ? SIGINT : 0;
+}
+
+void Agreement::change_workers(const std::function<void()>& save) {
+  if (!worker_.strategy().is_elastic() || agreed_[interrupted] > 0 || stopping()) return;
+  if (too_few()) wait_for_newcomers(save);
+  const bool some_leave = agreed_[terminated] > 0 && enough_remain();
+  if (agreed_[newcomers] == 0 && !some_leave) return;
+  const bool leaves = some_leave && told_to_leave_;
+  if (recovery_.change(leaves) && leaves) throw Interrupted(SIGTERM);
+  if (some_leave) agreed_[terminated] = 0;
+}
+
+// Those that remain wait together, for a bounded time. Newcomers that come meanwhile do too, until there are enough.
+void Agreement::wait_for_newcomers(const std::function<void()>& save) {
+  const auto deadline = Deadline::after(std::chrono::duration<double>(elastic().join_seconds));
+  worker_.waits = true;
+  do {
+    std::this_thread::sleep_for(kBetweenQuestions);
+    has_waited_ = worker_.strategy().is_chief() && deadline.passed();
+    agree(false);
+    if (agreed_[terminated] + agreed_[interrupted] > 0) break;
+    if (agreed_[newcomers] > 0) {
+      recovery_.change(false);
+    } else if (agreed_[waited] > 0 && too_few()) {
+      save();
+      throw ClusterError(text("workers were lost, and ", workers(), " remain; elastic.min_workers is ",
+                              elastic().min_workers, ", and nobody has joined them for ", elastic().join_seconds,
+                              " s"));
+    }
+  } while (too_few());
+  worker_.waits = has_waited_ = false;
+}
+
+bool Agreement::enough_remain() const { return workers() - agreed_[terminated] >= elastic().min_workers; }
+
+// By the last agreement, which is the same for all.
+bool Agreement::too_few() const { return workers() < elastic().min_workers; }
+
+}  // namespace lockstep::train

@@ -1,0 +1,217 @@
+#include "lockstep/train/elastic_loop.h"
+
+#include <exception>
+#include <optional>
+#include <utility>
+
+#include "base/text.h"
+#include "checkpoint/safetensors.h"
+#include "lockstep/base/error.h"
+#include "optimizer/describe.h"
+#include "strategy/strategy_impl.h"
+#include "train/agreement.h"
+#include "train/recovery.h"
+#include "train/signal_guard.h"
+#include "train/update_state.h"
+
+namespace lockstep {
+namespace {
+
+constexpr const char *kLoop = "loop", *kEpoch = "epoch", *kIndex = "index", *kSteps = "steps", *kSections = "sections",
+                     *kSeed = "seed";
+
+std::string joined(const std::string& prefix, const char* name) { return prefix.empty() ? name : prefix + "/" + name; }
+
+// Where a loop is.
+struct Place {
+  Position position;          // of the next batch
+  std::int64_t steps = 0;     // made
+  std::int64_t sections = 0;  // completed: steps, and other calls
+  std::uint64_t seed = 0;     // of the replicas' random numbers, with `sections`
+
+  void save(Archive& archive, const std::string& prefix) const {
+    const auto set = [&](const char* name, auto value) { archive.entries[joined(prefix, name)] = text(value); };
+    set(kEpoch, position.epoch);
+    set(kIndex, position.index);
+    set(kSteps, steps);
+    set(kSections, sections);
+    set(kSeed, static_cast<std::int64_t>(seed));
+  }
+  static Place load(const Archive& archive, const std::string& prefix) {
+    const auto get = [&](const char* name) { return archive.integer(joined(prefix, name)); };
+    return {.position = {.epoch = get(kEpoch), .index = get(kIndex)},
+            .steps = get(kSteps),
+            .sections = get(kSections),
+            .seed = static_cast<std::uint64_t>(get(kSeed))};
+  }
+};
+
+}  // namespace
+
+class ElasticLoop::Impl final : public train::TrainingWorker {
+ public:
+  Impl(const Strategy& strategy, ReplicatedModule module, ReplicatedOptimizer optimizer,
+       std::map<std::string, Trackable> objects)
+      : TrainingWorker(unwrap(strategy), "the loop"),
+        module_(std::move(module)),
+        optimizer_(std::move(optimizer)),
+        objects_(std::move(objects)) {
+    place.seed = this->strategy().seed();
+  }
+
+  Numbers run(const std::function<Numbers()>& act) {
+    Numbers result;
+    section(act, [&](const Numbers& numbers) { result = numbers; });
+    return result;
+  }
+
+  void walk(const DistributedDataset& data, std::size_t count, const std::function<Numbers(Batch&)>& step,
+            const std::function<void(const Numbers&)>& done) {
+    if (strategy().is_elastic() && data.is_sharded()) {
+      throw InvalidArgument(
+          "for_each: an elastic strategy needs a data set that all workers read: its auto_shard_policy must be "
+          "AutoShardPolicy::data, and it must not come from distribute_from_function");
+    }
+    if (!take_part()) return;
+    if (waits) agreement_.wait_for_newcomers([] {});
+    auto batches = data.iterate(place.position);
+    while (auto batch = batches.next()) {
+      make_step(batches, *batch, count, step, done);
+      agreement_.change_workers([] {});
+      const int signal = agreement_.signal();
+      if (signal == 0) continue;
+      end();
+      throw Interrupted(signal);
+    }
+    place.position = {.epoch = place.position.epoch + 1};
+  }
+
+  bool take_part() {
+    if (takes_part_) return *takes_part_;
+    unwrap(optimizer_).prepare();
+    takes_part_ = recovery_.take_part(describe(), [this] {
+      if (signals_.received() != 0) throw Interrupted(signals_.received());
+    });
+    return *takes_part_;
+  }
+
+  void end() { recovery_.end(); }
+
+  std::int64_t steps() const override { return place.steps; }
+  void set_steps(std::int64_t steps) override { place.steps = steps; }
+  std::int64_t updates() const override { return optimizer_.iterations(); }
+  std::string print_update() override { return train::print_update(module_, optimizer_); }
+  void take_update(const std::string& printed) override { train::take_update(module_, optimizer_, printed); }
+
+  Place place;
+
+ private:
+  void make_step(const DistributedIterator& batches, Batch& batch, std::size_t count,
+                 const std::function<Numbers(Batch&)>& step, const std::function<void(const Numbers&)>& done) {
+    auto regroups = workers().regroups();
+    Numbers found(count);  // zeros where the update was taken from another worker
+    const auto act = [&] {
+      if (!recovery_.updated()) {
+        if (std::exchange(regroups, workers().regroups()) != workers().regroups()) batch = batches.again();
+        found.assign(count, 0);
+        found = step(batch);
+        ++place.steps;
+        recovery_.set_updated();
+      }
+      auto sums = found;
+      const auto mine = agreement_.mine(false);
+      sums.insert(sums.end(), mine.begin(), mine.end());
+      workers().sum(sums);
+      return agreement_.checked(std::move(sums));
+    };
+    section(act, [&](const Numbers& sums) {
+      agreement_.finish(sums);
+      place.position = batches.position();
+      done({sums.begin(), sums.begin() + static_cast<std::ptrdiff_t>(count)});
+    });
+  }
+
+  // With random numbers of its own, however often it is called.
+  void section(const std::function<Numbers()>& act, const std::function<void(const Numbers&)>& finish) {
+    const auto seeded = [&] {
+      strategy().set_runs(place.seed, static_cast<std::uint64_t>(place.sections));
+      return act();
+    };
+    recovery_.run(seeded, [&](const Numbers& numbers) {
+      ++place.sections;
+      finish(numbers);
+    });
+  }
+
+  const Communicator& workers() const { return strategy().workers(); }
+
+  std::string describe() const {
+    std::string names;
+    for (const auto& [name, object] : objects_) names += text("object ", name, "\n");
+    const auto& gradients = unwrap(optimizer_);
+    return text(strategy().describe(), "\n", unwrap(module_).describe(), "optimizer ",
+                optimizer::describe(gradients.updater().optimizer()), "\n", names);
+  }
+
+  std::string print_state() override {
+    Archive archive;
+    module_.trackable().save(archive, "model");
+    optimizer_.trackable().save(archive, "optimizer");
+    for (const auto& [name, object] : objects_) object.save(archive, "objects/" + name);
+    place.save(archive, kLoop);
+    return checkpoint::print_archive(archive);
+  }
+
+  void take_state(std::string_view printed) override {
+    const auto archive = train::parse_state(printed);
+    std::vector<std::function<void()>> changes{module_.trackable().load(archive, "model"),
+                                               optimizer_.trackable().load(archive, "optimizer")};
+    for (const auto& [name, object] : objects_) changes.push_back(object.load(archive, "objects/" + name));
+    place = Place::load(archive, kLoop);
+    for (const auto& change : changes) change();
+  }
+
+  void use_new_group() override { unwrap(optimizer_).sync().regroup(); }
+
+  const ReplicatedModule module_;
+  const ReplicatedOptimizer optimizer_;
+  const std::map<std::string, Trackable> objects_;
+  train::SignalGuard signals_{true};
+  train::Recovery recovery_{*this};
+  train::Agreement agreement_{*this, recovery_, signals_, [this]() -> const Communicator& { return workers(); }};
+  std::optional<bool> takes_part_;  // false: a newcomer that has come too late
+};
+
+ElasticLoop::ElasticLoop(const Strategy& strategy, const ReplicatedModule& module, const ReplicatedOptimizer& optimizer,
+                         std::map<std::string, Trackable> objects)
+    : impl_(std::make_unique<Impl>(strategy, module, optimizer, std::move(objects))) {}
+
+ElasticLoop::~ElasticLoop() {
+  if (std::uncaught_exceptions() == 0) impl_->end();
+}
+
+void ElasticLoop::walk(const DistributedDataset& data, std::size_t count, const std::function<Numbers(Batch&)>& step,
+                       const std::function<void(const Numbers&)>& done) {
+  const auto& workers = impl_->strategy().workers();
+  workers.abort_on_error([&] { impl_->walk(data, count, step, done); });
+}
+
+ElasticLoop::Numbers ElasticLoop::run_section(const std::function<Numbers()>& act) {
+  Numbers result;
+  impl_->strategy().workers().abort_on_error([&] { result = impl_->run(act); });
+  return result;
+}
+
+Trackable ElasticLoop::trackable() {
+  auto& place = impl_->place;
+  const auto save = [&place](Archive& archive, const std::string& prefix) { place.save(archive, prefix); };
+  const auto load = [&place](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+    return [&place, loaded = Place::load(archive, prefix)] { place = loaded; };
+  };
+  return {save, load, impl_->strategy().workers()};
+}
+
+std::int64_t ElasticLoop::steps() const { return impl_->steps(); }
+Position ElasticLoop::position() const { return impl_->place.position; }
+
+}  // namespace lockstep

@@ -1,0 +1,38 @@
+// A model's part in its strategy's job.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "train/model_impl.h"
+#include "train/recovery.h"
+
+namespace lockstep::train {
+
+class FitWorker final : public TrainingWorker {
+ public:
+  // `what`: "fit". `become_chief`: called where this worker has become the chief.
+  FitWorker(ModelImpl& impl, const std::string& what, std::function<void()> become_chief)
+      : TrainingWorker(unwrap(impl.strategy), what), impl_(impl), become_chief_(std::move(become_chief)) {}
+
+  std::int64_t steps() const override { return impl_.steps; }
+  void set_steps(std::int64_t steps) override { impl_.steps = steps; }
+  std::int64_t updates() const override { return impl_.gradients->updater().iterations(); }
+  std::string print_update() override;
+  void take_update(const std::string& printed) override;
+
+ private:
+  std::string print_state() override;
+  void take_state(std::string_view printed) override;
+  void use_new_group() override { impl_.gradients->sync().regroup(); }
+  void on_same_section(bool updated) override { impl_.tracker->take_over(rank(), updated); }
+  void on_become_chief() override { become_chief_(); }
+
+  ModelImpl& impl_;
+  const std::function<void()> become_chief_;
+};
+
+// Outside of a fit: calls act(), which is collective over the workers; again where one is lost meanwhile.
+void go_on_in(ModelImpl& impl, const std::string& what, const std::function<void()>& act);
+
+}  // namespace lockstep::train

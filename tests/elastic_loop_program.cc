@@ -1,0 +1,128 @@
+// For elastic_loop_test: a loop of its own some of whose workers are lost.
+#include <lockstep/lockstep.h>
+#include <signal.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+#include <unistd.h>
+
+#include <ATen/ATen.h>
+
+#include <cstdlib>
+#include <iomanip>
+#include <iostream>
+#include <string>
+#include <thread>
+
+namespace ls = lockstep;
+
+namespace {
+
+int number(const char* name, int otherwise) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? otherwise : std::atoi(value);
+}
+
+// The same in all processes.
+torch::nn::Sequential net_of(int units) {
+  torch::nn::Sequential net(torch::nn::Linear(6, units), torch::nn::Tanh(), torch::nn::Linear(units, 3));
+  net->to(at::kDouble);
+  const at::NoGradGuard no_grad;
+  double phase = 0;
+  for (auto& parameter : net->parameters()) {
+    parameter.copy_(at::sin(at::arange(parameter.numel(), at::kDouble) + phase++).view(parameter.sizes()) / 3);
+  }
+  return net;
+}
+
+}  // namespace
+
+// The environment: EPOCHS of 20 steps of the same batches; STEP_MS of work in each. VICTIM is killed in the step
+// numbered STEP, from 0 on, at PLACE: "forward", so many microseconds after its forward pass, "evaluation" (the one
+// behind that step), or "print" (it prints that it is in that step). Who joins prints when.
+int main() {
+  try {
+    const ls::MultiWorkerMirroredStrategy strategy(
+        {.threads_per_replica = 1, .elastic = ls::ElasticOptions{.min_workers = number("MIN_WORKERS", 1)}});
+    const bool joins = number("LOCKSTEP_JOIN", 0) == 1;
+    const bool is_victim = !joins && strategy.worker_rank() == number("VICTIM", -1);
+    const char* const given = std::getenv("PLACE");
+    const std::string place = given == nullptr ? "" : given;
+    std::cout << "worker at " << getpid() << std::endl;
+    auto net = strategy.replicate([] { return net_of(8); });
+    const auto optimizer = strategy.optimizer(ls::Adam({.learning_rate = 0.01}), net);
+    const auto x = at::sin(at::arange(240 * 6, at::kDouble)).view({240, 6});
+    const auto y = x.cumsum(1).slice(1, 2, 5);
+    const auto all = ls::Dataset::from_tensor_slices(x, y).with_options(
+        {.auto_shard_policy = ls::AutoShardPolicy::data});
+    const auto data = strategy.distribute(all.shuffle(240, {.seed = 3}).batch(12));
+    const auto tests = strategy.distribute(all.batch(50));
+
+    int forwards = 0;
+    std::jthread killer;
+    const auto step = [&](ls::ReplicaContext& replica, torch::nn::Sequential& own, const ls::Example& part) {
+      usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000);
+      const auto loss = (own->forward(part.x) - part.y).square().sum();
+      if (forwards++ == number("STEP", -1) && is_victim) {
+        if (place == "forward") raise(SIGKILL);
+        if (place == "print") std::cout << "step " << number("STEP", -1) << std::endl;
+        if (place.find_first_not_of("0123456789") == std::string::npos) {
+          killer = std::jthread([&] {
+            usleep(static_cast<unsigned>(std::stoi(place)));
+            raise(SIGKILL);
+          });
+        }
+      }
+      optimizer.minimize(replica, loss, static_cast<double>(part.size()));
+      return std::array<double, 2>{loss.item<double>(), static_cast<double>(part.size())};
+    };
+    const auto evaluate = [&] {
+      double sum = 0;
+      for (auto& batch : tests) {
+        if (is_victim && place == "evaluation" && forwards > number("STEP", -1)) raise(SIGKILL);
+        const auto losses = strategy.run(
+            [](ls::ReplicaContext&, torch::nn::Sequential& own, const ls::Example& part) {
+              const at::NoGradGuard no_grad;
+              return (own->forward(part.x) - part.y).square().sum().item<double>();
+            },
+            net, batch);
+        sum += strategy.reduce(ls::ReduceOp::sum, losses);
+      }
+      return sum;
+    };
+
+    double loss = 0, examples = 0, evaluated = 0;
+    std::int64_t epoch = 0;
+    {
+      ls::ElasticLoop loop(strategy, net, optimizer,
+                           {{"loss", ls::track(loss)},
+                            {"examples", ls::track(examples)},
+                            {"evaluated", ls::track(evaluated)},
+                            {"epoch", ls::track(epoch)}});
+      bool has_joined = !joins;
+      for (; epoch < number("EPOCHS", 3); ++epoch) {
+        loop.for_each(
+            data, [&](auto& batch) { return strategy.run(step, net, batch); },
+            [&](const std::array<double, 2>& sums) {
+              if (!std::exchange(has_joined, true)) std::cout << "joined at step " << loop.steps() << std::endl;
+              loss += sums[0];
+              examples += sums[1];
+            });
+        evaluated += loop.run(evaluate);
+      }
+    }
+    std::cout << std::setprecision(15) << "trained on " << examples << " examples, loss and evaluations and weights "
+              << loss << " " << evaluated;
+    for (const auto& parameter : net[0]->parameters()) {
+      std::cout << " " << parameter.sum().item<double>() << " " << parameter.square().sum().item<double>();
+    }
+    std::cout << std::endl;
+    return 0;
+  } catch (const ls::Interrupted&) {
+    std::cout << "left" << std::endl;
+    return 0;
+  } catch (const std::exception& error) {
+    std::cerr << "failed: " << error.what() << std::endl;
+    return 1;
+  }
+}
