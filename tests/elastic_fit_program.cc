@@ -32,8 +32,8 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // MIN_WORKERS, JOIN_SECONDS. VICTIM is killed in the step numbered STEP, from 0 on, at PLACE: "forward", "batch end" (a
 // callback), or so many microseconds after its forward pass; or, where PLACE is "print", it prints that it is in that
 // step; or, where PLACE is "slow", all its steps take three times as long. Who joins prints when. TIMEOUT: of a
-// collective operation, in seconds. UNITS_OF_JOINING: of the first layer of those that join. KILOBYTES: to be printed in
-// each step. FITS: how many trainings one after the other, with an evaluation and a prediction behind each; in that
+// collective operation, in seconds. UNITS_OF_JOINING: of the first layer of those that join. KILOBYTES: to be printed
+// in each step. FITS: how many trainings one after the other, with an evaluation and a prediction behind each; in that
 // behind the first one VICTIM is killed where PLACE is "predict".
 int main() {
   try {

@@ -14,7 +14,8 @@ namespace lockstep {
 
 // `lockstep run` of the program with these variables of the environment; without workers the program alone. Its
 // standard error goes to its standard output.
-inline Process elastic_job(const std::string& program, const std::vector<std::string>& variables, int workers, int fewest, int restarts = 0) {
+inline Process elastic_job(const std::string& program, const std::vector<std::string>& variables, int workers,
+                           int fewest, int restarts = 0) {
   std::vector<std::string> command{"/usr/bin/env"};
   command.insert(command.end(), variables.begin(), variables.end());
   for (const auto& word :
@@ -52,8 +53,8 @@ inline double difference(const std::vector<double>& a, const std::vector<double>
 }
 
 // The process of worker `rank`, which it has printed.
-inline int process_of(Process& job, int rank) {
-  const auto line = text("[", rank, "] worker at ");
+inline int process_of(Process& job, int rank, const char* member = "worker") {
+  const auto line = text("[", rank, "] ", member, " at ");
   const auto& printed = job.wait_for_line(line, 30);
   return std::stoi(printed.substr(printed.find(line) + line.size()));
 }

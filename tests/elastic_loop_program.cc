@@ -53,8 +53,8 @@ int main() {
     const auto optimizer = strategy.optimizer(ls::Adam({.learning_rate = 0.01}), net);
     const auto x = at::sin(at::arange(240 * 6, at::kDouble)).view({240, 6});
     const auto y = x.cumsum(1).slice(1, 2, 5);
-    const auto all = ls::Dataset::from_tensor_slices(x, y).with_options(
-        {.auto_shard_policy = ls::AutoShardPolicy::data});
+    const auto all =
+        ls::Dataset::from_tensor_slices(x, y).with_options({.auto_shard_policy = ls::AutoShardPolicy::data});
     const auto data = strategy.distribute(all.shuffle(240, {.seed = 3}).batch(12));
     const auto tests = strategy.distribute(all.batch(50));
 

@@ -178,4 +178,5 @@ std::vector<c10::IValue> allgather_object(const c10::IValue& object, const std::
 }  // namespace lockstep::horovod
 
 #include "lockstep/horovod/callbacks.h"
+#include "lockstep/horovod/elastic.h"
 #include "lockstep/horovod/optimizer.h"

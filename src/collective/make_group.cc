@@ -62,9 +62,8 @@ void require_good(const World& world, const Access& access, const GroupOptions& 
     throw InvalidArgument(text("make_group: timeout_seconds is ", options.timeout_seconds, "; it must be above 0"));
   }
   if (!(options.lost_host_seconds >= 3 && options.lost_host_seconds <= kLongestLostHostSeconds)) {
-    throw InvalidArgument(
-        text("make_group: lost_host_seconds is ", options.lost_host_seconds, "; it must be from 3 to ",
-             kLongestLostHostSeconds));
+    throw InvalidArgument(text("make_group: lost_host_seconds is ", options.lost_host_seconds,
+                               "; it must be from 3 to ", kLongestLostHostSeconds));
   }
   if (options.network != "tcp" && options.network != "ucx") {
     throw InvalidArgument(text("make_group: there is no network \"", options.network, "\"; there are tcp and ucx"));

@@ -27,8 +27,8 @@ class Candidate {
   const std::shared_ptr<void>& presence() const { return presence_; }
 
   // Waits until members take it in: its place among them; none where the training has ended, which another one may
-  // follow. Throws ClusterError where they refuse it, or all have ended, DeadlineExceeded, and what `poll` throws, which
-  // is called every second.
+  // follow. Throws ClusterError where they refuse it, or all have ended, DeadlineExceeded, and what `poll` throws,
+  // which is called every second.
   std::optional<Members> wait(Deadline deadline, const std::function<void()>& poll);
 
  private:
@@ -43,7 +43,7 @@ class Candidate {
   const std::string entry_;
   const std::shared_ptr<void> presence_;
   std::set<std::string> entered_;  // the stores that have the entry
-  int unanswered_ = 0;  // polls in a row in which no host did
+  int unanswered_ = 0;             // polls in a row in which no host did
 };
 
 // Tells those that come, and the launchers, who is a member now: in the store of this member's host, and from rank 0 in

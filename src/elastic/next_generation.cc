@@ -80,6 +80,15 @@ class Entries {
 
 std::string key_of_invitation(const std::string& newcomer) { return "invitation of " + newcomer; }
 
+std::optional<std::vector<int>> lost_in(const std::exception& error) {
+  using Ranks = std::vector<int>;
+  if (const auto* const peer = dynamic_cast<const PeerLost*>(&error)) return Ranks{peer->rank()};
+  if (const auto* const late = dynamic_cast<const DeadlineExceeded*>(&error)) {
+    return late->ranks().empty() ? std::nullopt : std::optional(late->ranks());
+  }
+  return dynamic_cast<const Aborted*>(&error) != nullptr ? std::optional(Ranks()) : std::nullopt;
+}
+
 std::optional<int> first_gone(const Members& members, Registry& registry) {
   auto gone = registry.have_gone(members.processes);
   gone[static_cast<std::size_t>(members.world.rank)] = 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <string>
@@ -28,6 +29,10 @@ struct Change {
 // Throws ClusterError on a member that the others left out, and where it cannot reach most of the members' hosts; and
 // InvalidArgument for ranks that do not exist.
 Members next_generation(const Members& now, Registry& registry, const Change& change, Deadline deadline);
+
+// Where the exception says that a member is lost (PeerLost, DeadlineExceeded with ranks, Aborted): the ranks that are
+// known to be; others may know more.
+std::optional<std::vector<int>> lost_in(const std::exception& error);
 
 // The first rank, but this one's, whose process has gone.
 std::optional<int> first_gone(const Members& members, Registry& registry);

@@ -11,20 +11,6 @@
 namespace lockstep::elastic {
 namespace {
 
-// Whether a member was lost; `lost`: those that are known to be, others may know more.
-bool is_loss(const std::exception& error, std::vector<int>& lost) {
-  if (const auto* const peer = dynamic_cast<const PeerLost*>(&error)) {
-    lost = {peer->rank()};
-    return true;
-  }
-  if (const auto* const late = dynamic_cast<const DeadlineExceeded*>(&error)) {
-    lost = late->ranks();
-    return !lost.empty();
-  }
-  lost.clear();
-  return dynamic_cast<const Aborted*>(&error) != nullptr;
-}
-
 std::string bytes_of(const Sections::Numbers& numbers) {
   return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(double)};
 }
@@ -65,8 +51,7 @@ void Sections::run(const std::function<Numbers()>& act, const std::function<void
       completed_.generation = generation;
       break;
     } catch (const std::exception& error) {
-      if (!is_loss(error, change.lost)) throw;
-      member_.on_loss(error);
+      change.lost = lost_or_rethrow(error);
     }
     if (recover(std::move(change), finish)) return;
   }
@@ -94,19 +79,26 @@ void Sections::join(const std::function<void()>& enter) {
     catch_up(0, {});
     return;
   } catch (const std::exception& error) {
-    if (!is_loss(error, change.lost)) throw;
-    member_.on_loss(error);
+    change.lost = lost_or_rethrow(error);
   }
   recover(std::move(change), {});
 }
 
 bool Sections::goes_on_behind(const std::exception& error) {
-  Change change;
-  if (!is_loss(error, change.lost)) return false;
+  auto lost = lost_in(error);
+  if (!lost) return false;
   member_.on_loss(error);
   begin();
-  recover(std::move(change), {});
+  recover({.lost = std::move(*lost)}, {});
   return true;
+}
+
+// Where the exception that is handled is a member's loss: who is known to be lost.
+std::vector<int> Sections::lost_or_rethrow(const std::exception& error) {
+  auto lost = lost_in(error);
+  if (!lost) throw;
+  member_.on_loss(error);
+  return *lost;
 }
 
 // Whether the section is completed by that. Again until no other loss disturbs it.
@@ -119,10 +111,7 @@ bool Sections::recover(Change change, const std::function<void(const Numbers&)>&
       if (!change.leaves) catch_up(size_before, finish);
       return completed_.count > completed;
     } catch (const std::exception& error) {
-      std::vector<int> lost;
-      if (!is_loss(error, lost)) throw;
-      member_.on_loss(error);
-      change = {.lost = std::move(lost), .leaves = change.leaves, .insists = true};
+      change = {.lost = lost_or_rethrow(error), .leaves = change.leaves, .insists = true};
     }
   }
 }
@@ -144,7 +133,8 @@ void Sections::catch_up(int size_before, const std::function<void(const Numbers&
   const bool is_behind = lacks(mine);
   share_update(reports, first->completed);
   if (std::any_of(reports.begin(), reports.end(), lacks)) {
-    const auto numbers = numbers_in(member_.broadcast(bytes_of(completed_.last), static_cast<int>(first - reports.begin())));
+    const auto numbers =
+        numbers_in(member_.broadcast(bytes_of(completed_.last), static_cast<int>(first - reports.begin())));
     if (is_behind) {
       finish(numbers);
       completed_.last = numbers;

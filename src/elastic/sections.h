@@ -91,6 +91,7 @@ class Sections {
  private:
   struct Report;  // of a member, on where it is
   void begin();
+  std::vector<int> lost_or_rethrow(const std::exception& error);
   bool recover(Change change, const std::function<void(const Numbers&)>& finish);
   void catch_up(int size_before, const std::function<void(const Numbers&)>& finish);
   void share_update(const std::vector<Report>& reports, std::int64_t section);

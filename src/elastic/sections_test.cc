@@ -252,7 +252,7 @@ class Worker final : public Member {
   const std::shared_ptr<SimulatedStores> stores_;
   Members members_;
   std::int64_t steps_ = 0, before_ = 0;  // of this training; updates of those before it
-  int operations_ = 0;  // of this generation
+  int operations_ = 0;                   // of this generation
 };
 
 // Whether the hosts that are not cut off are most of those with members: rank 0's counts for a little more than one.

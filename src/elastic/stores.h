@@ -31,7 +31,8 @@ class Stores {
   virtual double now() const = 0;
   virtual bool passed(Deadline deadline) const = 0;
 
-  // Calls ask(i) for each i below `count`, at once where it can: a host that is lost answers late. ask() must not throw.
+  // Calls ask(i) for each i below `count`, at once where it can: a host that is lost answers late. ask() must not
+  // throw.
   virtual void for_each(std::size_t count, const std::function<void(std::size_t)>& ask) {
     for (std::size_t i = 0; i < count; ++i) ask(i);
   }

@@ -5,6 +5,7 @@
 
 #include "base/text.h"
 #include "cluster/cpu_partition.h"
+#include "horovod/membership.h"
 #include "horovod/session.h"
 #include "lockstep/base/error.h"
 #include "lockstep/collective/job.h"
@@ -33,21 +34,37 @@ Session::Position position_of(const World& world, const Group& group) {
   return position;
 }
 
+// Of LibTorch's threads.
+void use_cores(bool beside_others) {
+  if (beside_others && std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(cluster::kept_cpu_count());
+}
+
 }  // namespace
+
+std::shared_ptr<Session> session_of(const World& world, const Group& group, double timeout_seconds) {
+  return std::make_shared<Session>(position_of(world, group), Communicator(group, timeout_seconds));
+}
 
 void init(const InitOptions& options) {
   if (Session::exists()) return;
   if (!(options.timeout_seconds > 0)) {
     throw InvalidArgument(text("horovod::init: timeout_seconds is ", options.timeout_seconds, "; it must be above 0"));
   }
-  const Job job(options.cluster ? *options.cluster : resolve_cluster(), options.group.timeout_seconds);
-  if (job.size() > 1 && std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(cluster::kept_cpu_count());
-  const auto group = job.group(options.group);
-  Session::set(
-      std::make_shared<Session>(position_of(job.world(), group), Communicator(group, options.timeout_seconds)));
+  const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
+  if (!cluster.host_store.empty()) {
+    Membership::set(std::make_shared<Membership>(cluster, options));
+    use_cores(cluster.world.local_size > 1);
+    return Session::set(Membership::current()->make_session());
+  }
+  const Job job(cluster, options.group.timeout_seconds);
+  use_cores(job.size() > 1);
+  Session::set(session_of(job.world(), job.group(options.group), options.timeout_seconds));
 }
 
-void shutdown() { Session::set(nullptr); }
+void shutdown() {
+  Session::set(nullptr);
+  Membership::set(nullptr);
+}
 bool is_initialized() { return Session::exists(); }
 
 int rank() { return Session::current()->rank(); }

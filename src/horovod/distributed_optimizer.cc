@@ -4,6 +4,7 @@
 #include "base/text.h"
 #include "gradient/gradient_reducer.h"
 #include "horovod/compression.h"
+#include "horovod/membership.h"
 #include "horovod/session.h"
 #include "lockstep/base/error.h"
 #include "lockstep/collective/communicator.h"
@@ -50,6 +51,7 @@ std::string text_of(const Parameters& parameters, const DistributedOptimizerOpti
   return all;
 }
 
+constexpr const char* kName = "DistributedOptimizer";
 constexpr std::size_t kBucketBytes = 25 << 20;
 
 DistributedOptimizerOptions checked(const DistributedOptimizerOptions& options) {
@@ -65,21 +67,41 @@ DistributedOptimizerOptions checked(const DistributedOptimizerOptions& options) 
 
 struct DistributedOptimizer<torch::optim::Optimizer>::State {
   State(torch::optim::Optimizer& wrapped, Parameters parameters, const DistributedOptimizerOptions& asked)
-      : optimizer(wrapped), options(checked(asked)), session(Session::current()) {
-    const auto ranks = session->split("DistributedOptimizer");
-    ranks.check_all_agree("DistributedOptimizers", text_of(parameters, options));
+      : optimizer(wrapped),
+        options(checked(asked)),
+        description(text_of(parameters, options)),
+        session(Session::current()),
+        joins(Membership::current() && Membership::current()->joined()),
+        ranks(joins ? session->alone() : session->split(kName)) {
+    if (!joins) ranks.check_all_agree(kName, description);
     reducer.emplace(parameters.names, std::move(parameters.tensors), ranks,
                     gradient::GradientReducerOptions{.buckets = {.bucket_bytes = kBucketBytes,
                                                                  .gradient_dtype = sent_dtype(options.compression),
-                                                                 .idle_cores = ranks.size() < usable_cpu_count()},
+                                                                 .idle_cores = session->size() < usable_cpu_count()},
                                                      .sum = options.op == Sum,
                                                      .zeros_for_unused = true});
     reducer->set_before_pass([this] { return begin_backward(); });
+    joins ? use_new_session() : add_to_session();
+    if (const auto membership = Membership::current()) regroups = membership->on_regroup([this] { use_new_session(); });
+  }
+  ~State() { session->remove_optimizer(number); }
+
+  void add_to_session() {
     number = session->add_optimizer([this] {
       return shadow.add([this]() -> std::function<void()> { return [this] { reducer->shadow_pass(); }; });
     });
   }
-  ~State() { session->remove_optimizer(number); }
+
+  // Of other ranks, after a step that may have failed.
+  void use_new_session() {
+    session = Session::current();
+    ranks.regroup(session->split(kName).group());
+    ranks.check_all_agree(kName, description);
+    reducer->prepare();
+    passes = 0;
+    met = false;
+    add_to_session();
+  }
 
   bool begin_backward() {
     if (++passes < options.backward_passes_per_step) return false;
@@ -98,11 +120,15 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
 
   torch::optim::Optimizer& optimizer;
   const DistributedOptimizerOptions options;
-  const std::shared_ptr<Session> session;
+  const std::string description;  // equal on all ranks
+  std::shared_ptr<Session> session;
+  const bool joins;  // the other ranks have been training
+  const Communicator ranks;
   std::optional<gradient::GradientReducer> reducer;
   std::int64_t number = 0;
   int passes = 0;                     // backwards since gradients were last reduced
   bool met = false;                   // whether gradients were reduced since the last step
+  std::shared_ptr<void> regroups;     // while it lives, of an elastic job, there may be another session
   collective::ProgressThread shadow;  // takes part in the others' passes once this rank has joined
 };
 

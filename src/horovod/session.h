@@ -80,6 +80,9 @@ class Session {
   // A Communicator of all ranks with a separate Group for `what`. Collective. Not in tasks.
   Communicator split(const std::string& what);
 
+  // Of this rank alone, with the same timeout.
+  Communicator alone() const { return ranks_.with_group(make_thread_groups(1)[0]); }
+
   // See horovod::join.
   int join();
 

@@ -39,9 +39,7 @@ std::string signal_message(int signal) { return text(kSignal, signal, "\n"); }
 std::string ranks_ended_message(int status) { return text(kRanksEnded, status, "\n"); }
 std::optional<int> status_in(const std::string& line) { return number_behind(kRanksEnded, line); }
 
-ControlProtocol::ControlProtocol() : heard_(Deadline::Clock::now()) {
-  fcntl(STDIN_FILENO, F_SETFL, O_NONBLOCK);
-}
+ControlProtocol::ControlProtocol() : heard_(Deadline::Clock::now()) { fcntl(STDIN_FILENO, F_SETFL, O_NONBLOCK); }
 
 std::string ControlProtocol::first(Deadline deadline) {
   while (waiting_.empty()) {

@@ -52,7 +52,8 @@ int PartOutput::sync() {
     pollfd poll_for{descriptor_, POLLOUT, 0};
     if (writable) poll(&poll_for, 1, kBetweenTriesMs);
   }
-  dropped_ += static_cast<int>(std::count(pending_.begin() + static_cast<std::ptrdiff_t>(written), pending_.end(), '\n'));
+  dropped_ +=
+      static_cast<int>(std::count(pending_.begin() + static_cast<std::ptrdiff_t>(written), pending_.end(), '\n'));
   pending_.clear();
   return 0;
 }

@@ -18,7 +18,7 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr const char* kClearLine = "\x1b[K";   // from the cursor on
+constexpr const char* kClearLine = "\x1b[K";  // from the cursor on
 constexpr std::chrono::milliseconds kBetweenSignsOfLife(1000), kLongestWait(1000);
 constexpr std::chrono::seconds kToReport(2), kAfterTheChief(20);
 constexpr int kMostLastWords = 1000;  // reads of the output that an ended rank left

@@ -66,7 +66,7 @@ class JobProcesses {
   // For a job that a signal asked to end: tells that, and returns the exit status.
   static int report_signal(int signal, std::ostream& err);
 
-  bool runs(const std::string& name) const;  // whether a member of that name does
+  bool runs(const std::string& name) const;                                     // whether a member of that name does
   int ranks(const std::function<bool(const std::string& name)>& counts) const;  // of those members that run
 
   bool failed() const { return first_ != nullptr; }

@@ -4,14 +4,12 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
-#include <condition_variable>
-#include <mutex>
 #include <set>
-#include <thread>
 
 #include "base/hash.h"
 #include "base/resources.h"
 #include "base/text.h"
+#include "collective/group_of_generation.h"
 #include "elastic/next_generation.h"
 #include "lockstep/base/version.h"
 
@@ -20,8 +18,6 @@ namespace {
 
 // In rounds of about 20 ns: long enough where replicas end their backward at nearly the same time.
 constexpr int kSpinRounds = 2000;
-constexpr std::chrono::milliseconds kBetweenLooks(100);  // for workers that have gone
-constexpr std::chrono::seconds kToFindOut(4);            // that one has
 
 strategy::StrategySettings checked(strategy::StrategySettings settings) {
   std::set<std::string> seen;
@@ -164,40 +160,10 @@ void StrategyImpl::join(const elastic::Members& members, std::shared_ptr<void> p
   take_group();
 }
 
-// Where one of the others goes meanwhile, nobody waits for it until the deadline.
 void StrategyImpl::take_group() {
   auto options = settings_.workers->group;
   options.timeout_seconds = settings_.workers->elastic->regroup_seconds;
-  const auto registry = job_->registry();
-  const auto lost = [&] { return elastic::first_gone(job_->members(), *registry); };
-  const std::jthread watch([&](const std::stop_token& stop) {
-    std::mutex mutex;
-    std::condition_variable_any stopped;
-    std::unique_lock lock(mutex);
-    try {
-      while (!stopped.wait_for(lock, stop, kBetweenLooks, [&] { return stop.stop_requested(); })) {
-        if (const auto rank = lost()) return job_->fail_waiters(text("worker ", *rank, " is lost"));
-      }
-    } catch (const Error&) {  // the store is gone: job_->group says so
-    }
-  });
-  // A host that was just lost, with the store at which the members meet, counts as gone a little later.
-  const auto require_loss = [&] {
-    for (const auto until = Deadline::after(kToFindOut); !until.passed(); std::this_thread::sleep_for(kBetweenLooks)) {
-      if (const auto rank = lost()) throw PeerLost(*rank, job_->world().generation, "its process or its host is gone");
-    }
-  };
-  try {
-    workers_.regroup(job_->group(options));
-  } catch (const PeerLost&) {
-    throw;
-  } catch (const DeadlineExceeded& late) {
-    if (late.ranks().empty()) require_loss();
-    throw;
-  } catch (const ClusterError&) {
-    require_loss();
-    throw;
-  }
+  workers_.regroup(collective::group_of_generation(*job_, options));
   for (auto& group : all_groups_) group.reset();
 }
 

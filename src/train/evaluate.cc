@@ -139,8 +139,7 @@ Logs evaluate_here(const Model& model, const Dataset& data, const EvaluateOption
   impl.fetch();
   std::int64_t batches = 0;
   Logs logs;
-  train::go_on_in(impl, "evaluate",
-                  [&] { std::tie(batches, logs) = evaluate_batches(model, data, options.steps); });
+  train::go_on_in(impl, "evaluate", [&] { std::tie(batches, logs) = evaluate_batches(model, data, options.steps); });
   if (options.verbose > 0 && impl.strategy.is_chief()) train::print_line(text(batches, "/", batches), logs);
   return logs;
 }

@@ -66,7 +66,8 @@ class TrainingWorker : public elastic::Member {
 // One thread, while no replica runs.
 class Recovery {
  public:
-  explicit Recovery(TrainingWorker& worker) : worker_(worker), sections_(worker, worker.strategy().completed_sections()) {}
+  explicit Recovery(TrainingWorker& worker)
+      : worker_(worker), sections_(worker, worker.strategy().completed_sections()) {}
 
   // The training has ended on all workers: nobody can join it any more.
   void end();

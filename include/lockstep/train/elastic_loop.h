@@ -33,11 +33,11 @@ namespace lockstep {
 // When a worker is lost in a call of this object, the others regroup, take what one of them has updated and they have
 // not, divide the batch anew where nobody has, and go on. When one is lost elsewhere, the next call notices. A newcomer
 // runs the program from its beginning to its first for_each, where it gets the others' state and position, and goes on
-// with them: so what comes before for_each in the loop's body is also done once by a newcomer, alone. A worker that gets
-// SIGTERM leaves behind its step; when all get SIGINT or SIGTERM, all stop behind the same one.
+// with them: so what comes before for_each in the loop's body is also done once by a newcomer, alone. A worker that
+// gets SIGTERM leaves behind its step; when all get SIGINT or SIGTERM, all stop behind the same one.
 //
-// One thread, outside of Strategy::run. While it lives it handles SIGINT and SIGTERM. When it is destroyed other than by
-// an exception, the training has ended, and no newcomer is taken in any more.
+// One thread, outside of Strategy::run. While it lives it handles SIGINT and SIGTERM. When it is destroyed other than
+// by an exception, the training has ended, and no newcomer is taken in any more.
 class ElasticLoop {
  public:
   // Each step makes one update, of `optimizer`. `objects`: all else that the loop changes, for newcomers; they must
@@ -48,9 +48,9 @@ class ElasticLoop {
   ElasticLoop(const ElasticLoop&) = delete;
   ElasticLoop& operator=(const ElasticLoop&) = delete;
 
-  // Walks the batches of the data set's next epoch; always the same data set. `step(batch)` makes a step on the replicas
-  // and returns what they found: a PerReplica of double or of std::array<double, N>. `done(sums)` gets the sums over
-  // the replicas of all workers, once for each step, and must not communicate.
+  // Walks the batches of the data set's next epoch; always the same data set. `step(batch)` makes a step on the
+  // replicas and returns what they found: a PerReplica of double or of std::array<double, N>. `done(sums)` gets the
+  // sums over the replicas of all workers, once for each step, and must not communicate.
   //
   // Where a worker is lost between an update and these sums, its part of them may be missing, but not of the update.
   //

@@ -1,0 +1,52 @@
+#include "collective/group_of_generation.h"
+
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "base/text.h"
+#include "elastic/next_generation.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::collective {
+namespace {
+
+constexpr std::chrono::milliseconds kBetweenLooks(100);  // for members that have gone
+constexpr std::chrono::seconds kToFindOut(4);            // that one has
+
+}  // namespace
+
+Group group_of_generation(const Job& job, const GroupOptions& options) {
+  const auto registry = job.registry();
+  const auto lost = [&] { return elastic::first_gone(job.members(), *registry); };
+  const std::jthread watch([&](const std::stop_token& stop) {
+    std::mutex mutex;
+    std::condition_variable_any stopped;
+    std::unique_lock lock(mutex);
+    try {
+      while (!stopped.wait_for(lock, stop, kBetweenLooks, [&] { return stop.stop_requested(); })) {
+        if (const auto rank = lost()) return job.fail_waiters(text("worker ", *rank, " is lost"));
+      }
+    } catch (const Error&) {  // the store is gone: job.group says so
+    }
+  });
+  // A host that was just lost, with the store at which the members meet, counts as gone a little later.
+  const auto require_loss = [&] {
+    for (const auto until = Deadline::after(kToFindOut); !until.passed(); std::this_thread::sleep_for(kBetweenLooks)) {
+      if (const auto rank = lost()) throw PeerLost(*rank, job.world().generation, "its process or its host is gone");
+    }
+  };
+  try {
+    return job.group(options);
+  } catch (const PeerLost&) {
+    throw;
+  } catch (const DeadlineExceeded& late) {
+    if (late.ranks().empty()) require_loss();
+    throw;
+  } catch (const ClusterError&) {
+    require_loss();
+    throw;
+  }
+}
+
+}  // namespace lockstep::collective

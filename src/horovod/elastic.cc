@@ -1,0 +1,175 @@
+// Horovod Elastic: states, and the loop around a training.
+#include "lockstep/horovod/elastic.h"
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+#include <torch/serialize.h>
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "checkpoint/safetensors.h"
+#include "elastic/next_generation.h"
+#include "horovod/broadcast_bytes.h"
+#include "horovod/membership.h"
+#include "horovod/session.h"
+
+namespace lockstep::horovod::elastic {
+namespace {
+
+void run_from_commits(State& state, const std::function<void(State&)>& train) {
+  const auto membership = Membership::current();
+  if (!membership) {
+    state.sync();
+    return train(state);
+  }
+  membership->begin_training();
+  while (true) {
+    std::vector<int> lost;
+    try {
+      state.sync();
+      train(state);
+      return membership->end_training();
+    } catch (const HostsUpdatedInterrupt&) {
+    } catch (const std::exception& error) {
+      const auto ranks = ::lockstep::elastic::lost_in(error);
+      if (!ranks) throw;
+      log_warning(text("training goes on from its last commit: ", error.what()));
+      state.restore();
+      lost = *ranks;
+    }
+    membership->regroup(std::move(lost));
+    state.on_reset();
+  }
+}
+
+}  // namespace
+
+void State::register_reset_callbacks(std::vector<std::function<void()>> callbacks) {
+  for (auto& callback : callbacks) callbacks_.push_back(std::move(callback));
+}
+
+void State::on_reset() {
+  reset();
+  for (const auto& callback : callbacks_) callback();
+}
+
+void State::commit() {
+  save();
+  ++commits_;
+  check_host_updates();
+}
+
+void State::check_host_updates() {
+  const auto membership = Membership::current();
+  if (!membership) return;
+  const auto session = Session::current();
+  auto sums = membership->says();
+  session->run([&] {
+    session->negotiate(Announcement::of("check_host_updates"));
+    session->group().all_reduce({sums.data(), sums.size(), DType::float64}, ReduceOp::sum, session->deadline());
+  });
+  if (membership->changes(sums)) throw HostsUpdatedInterrupt("ranks come or leave");
+}
+
+int State::newest_rank() {
+  const auto session = Session::current();
+  std::vector<std::int64_t> commits(static_cast<std::size_t>(session->size()));
+  session->run([&] {
+    session->negotiate(Announcement::of("sync of an elastic state"));
+    session->group().all_gather({&commits_, 1, DType::int64}, {commits.data(), commits.size(), DType::int64},
+                                session->deadline());
+  });
+  const auto newest = std::max_element(commits.begin(), commits.end());
+  commits_ = *newest;
+  return static_cast<int>(newest - commits.begin());
+}
+
+ObjectState::ObjectState(std::map<std::string, Trackable> objects) : objects_(std::move(objects)), saved_(print()) {}
+
+void ObjectState::save() { saved_ = print(); }
+void ObjectState::restore() { take(saved_); }
+void ObjectState::sync() { sync_from(newest_rank()); }
+
+void ObjectState::sync_from(int root) {
+  saved_ = broadcast_bytes(
+      "sync of an elastic state's objects", [this] { return print(); }, root);
+  take(saved_);
+}
+
+std::string ObjectState::print() const {
+  Archive archive;
+  for (const auto& [name, object] : objects_) object.save(archive, name);
+  return checkpoint::print_archive(archive);
+}
+
+void ObjectState::take(const std::string& printed) const {
+  const auto archive = checkpoint::parse_archive("an elastic state", std::as_bytes(std::span(printed)));
+  std::vector<std::function<void()>> changes;
+  for (const auto& [name, object] : objects_) changes.push_back(object.load(archive, name));
+  for (const auto& change : changes) change();
+}
+
+struct TorchState::Copy {
+  std::vector<Tensor> values;  // parameters and buffers, in the module's order
+  std::string optimizer;
+};
+
+namespace {
+
+std::vector<Tensor> values_of(const torch::nn::Module& module) {
+  auto values = module.parameters();
+  for (const auto& buffer : module.buffers()) values.push_back(buffer);
+  return values;
+}
+
+}  // namespace
+
+TorchState::TorchState(torch::nn::Module& module, torch::optim::Optimizer& optimizer,
+                       std::map<std::string, Trackable> objects)
+    : ObjectState(std::move(objects)), module_(module), optimizer_(optimizer), copy_(std::make_unique<Copy>()) {
+  TorchState::save();
+}
+
+TorchState::~TorchState() = default;
+
+void TorchState::save() {
+  const at::NoGradGuard no_grad;
+  const auto values = values_of(module_);
+  copy_->values.resize(values.size());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    auto& copy = copy_->values[i];
+    copy.defined() ? copy.copy_(values[i]) : copy = values[i].detach().clone();
+  }
+  std::ostringstream out;
+  torch::save(optimizer_, out);
+  copy_->optimizer = out.str();
+  ObjectState::save();
+}
+
+void TorchState::restore() {
+  const at::NoGradGuard no_grad;
+  auto values = values_of(module_);
+  for (std::size_t i = 0; i < values.size(); ++i) values[i].copy_(copy_->values[i]);
+  optimizer_.state().clear();  // load would keep entries that the copy lacks
+  std::istringstream in(copy_->optimizer);
+  torch::load(optimizer_, in);
+  ObjectState::restore();
+}
+
+void TorchState::sync() {
+  const int root = newest_rank();
+  broadcast_parameters(module_, root);
+  broadcast_optimizer_state(optimizer_, root);
+  sync_from(root);
+  save();
+}
+
+std::function<void(State& state)> run(std::function<void(State& state)> train) {
+  return [train = std::move(train)](State& state) { run_from_commits(state, train); };
+}
+
+}  // namespace lockstep::horovod::elastic

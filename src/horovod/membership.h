@@ -1,0 +1,67 @@
+// This process among the members of an elastic job.
+#pragma once
+
+#include <array>
+#include <functional>
+#include <list>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "elastic/newcomers.h"
+#include "horovod/session.h"
+#include "lockstep/collective/job.h"
+#include "lockstep/horovod.h"
+#include "train/signal_guard.h"
+
+namespace lockstep::horovod {
+
+// One thread.
+class Membership {
+ public:
+  // A process that comes later waits here until the others take it in. Throws as Job and elastic::Candidate do, and
+  // ClusterError where the training has ended.
+  Membership(const Cluster& cluster, const InitOptions& options);
+
+  // Null where the job is not elastic.
+  static std::shared_ptr<Membership> current();
+  static void set(std::shared_ptr<Membership> membership);
+
+  // Whether the others were training when this process came, and it has not begun to.
+  bool joined() const { return joined_; }
+
+  // The Session of the ranks that there are. Collective.
+  std::shared_ptr<Session> make_session();
+
+  // Calls it when there is another session, in the order of these calls, until the returned handle is destroyed.
+  std::shared_ptr<void> on_regroup(std::function<void()> call);
+
+  // From here on, and until the training ends, newcomers are seen, and signals make this rank leave.
+  void begin_training();
+  void end_training();
+
+  // What this rank says in a check, to be summed over all; what is to be done then. Throws Interrupted where all end.
+  std::array<double, 3> says();
+  bool changes(const std::array<double, 3>& sums);
+
+  // The next generation of the ranks, without the lost ones: the process's session is theirs then. Again where others
+  // are lost meanwhile. Throws Interrupted on a rank that leaves. Collective.
+  void regroup(std::vector<int> lost);
+
+ private:
+  void watch();
+
+  Job job_;
+  const InitOptions options_;
+  std::shared_ptr<void> presence_;
+  bool joined_ = false;
+  std::list<std::function<void()>> users_;
+  std::optional<train::SignalGuard> signals_;
+  std::optional<::lockstep::elastic::Watch> watch_;  // of the first rank of a host
+  int signal_ = 0;                                   // that it said last that it has got
+};
+
+// The session of a Job's ranks in this Group.
+std::shared_ptr<Session> session_of(const World& world, const Group& group, double timeout_seconds);
+
+}  // namespace lockstep::horovod
