@@ -39,6 +39,8 @@ faults: build/release/build.ninja
 	LOCKSTEP_FAULT_ROUNDS=100 build/release/tests/processes/faults_test --gtest_filter='RandomFaults.*'
 	LOCKSTEP_FAULT_ROUNDS=100 build/release/tests/parameter_server_faults_test --gtest_filter='*RandomFaults*'
 	LOCKSTEP_FAULT_ROUNDS=100 build/release/tests/elastic_fit_test --gtest_filter='*AtAnyMoment'
+	LOCKSTEP_FAULT_ROUNDS=100 build/release/tests/elastic_loop_test --gtest_filter='*AtAnyMoment'
+	python3 benchmarks/worker_loss.py --kills 50 --minutes 10
 	LOCKSTEP_SEEDS=100000 build/release/elastic_test --gtest_filter='Sections.*'
 	python3 tests/elastic_hosts_test.py $(CURDIR)/build/release/tests/elastic_fit_program $(CURDIR)/build/release/lockstep $(CURDIR) MoreFaults
 
@@ -50,7 +52,7 @@ bench-peers: .peers/tensorflow/done .peers/pytorch/done
 	python3 -m venv .peers/tensorflow && .peers/tensorflow/bin/pip install --quiet tensorflow-cpu==2.20.0 && touch $@
 .peers/pytorch/done:
 	tools/bootstrap
-	python3 -m venv .peers/pytorch && .peers/pytorch/bin/pip install --quiet torch==2.11.0 numpy && touch $@
+	python3 -m venv .peers/pytorch && .peers/pytorch/bin/pip install --quiet torch==2.11.0 numpy torchft==0.2.0 && touch $@
 
 # Training steps, ours and the peers', in turns: a table, a line of JSON, and README's plot.
 bench-step: build/release/build.ninja bench-peers

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <iomanip>
 #include <iostream>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <thread>
@@ -34,7 +35,7 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // step; or, where PLACE is "slow", all its steps take three times as long. Who joins prints when. TIMEOUT: of a
 // collective operation, in seconds. UNITS_OF_JOINING: of the first layer of those that join. KILOBYTES: to be printed
 // in each step. FITS: how many trainings one after the other, with an evaluation and a prediction behind each; in that
-// behind the first one VICTIM is killed where PLACE is "predict".
+// behind the first one VICTIM is killed where PLACE is "predict". VALIDATE=0: without validation.
 int main() {
   try {
     const lockstep::MultiWorkerMirroredStrategy strategy(
@@ -105,8 +106,10 @@ int main() {
         const double mean = model.predict(data.map(read)).mean().item<double>();
         std::cout << std::setprecision(15) << "between fits " << loss_now << " " << mean << std::endl;
       }
-      history = model.fit(
-          data, {.epochs = number("EPOCHS", 3), .verbose = 0, .callbacks = callbacks, .validation_data = data});
+      history = model.fit(data, {.epochs = number("EPOCHS", 3),
+                                 .verbose = 0,
+                                 .callbacks = callbacks,
+                                 .validation_data = number("VALIDATE", 1) == 1 ? std::optional(data) : std::nullopt});
     }
     const auto net = model.module<torch::nn::Module>();
     std::ostringstream out;

@@ -42,6 +42,8 @@ TEST(WorkersRestore, OnOtherNumbersOfWorkersAndReplicas) {
   for (const auto& [before, after] : std::vector<std::pair<Size, Size>>{{{2, 1}, {3, 1}},
                                                                         {{3, 2}, {1, 1}},
                                                                         {{1, 2}, {2, 2}},
+                                                                        {{4, 1}, {3, 1}},
+                                                                        {{4, 1}, {5, 1}},
                                                                         {{2, 2}, {2, 1}},
                                                                         {{2, 1, true}, {3, 1, true}},
                                                                         {{4, 2, true}, {1, 1}},

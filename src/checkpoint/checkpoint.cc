@@ -72,6 +72,18 @@ void write_index(const fs::path& directory, const CheckpointIndex& index) {
   checkpoint::write_file_atomically(index_file(directory).string(), std::span(&part, 1));
 }
 
+// Why it cannot be restored; empty where it is whole.
+std::string problem_of(const std::string& path) {
+  const auto file = checkpoint_file(path);
+  if (!checkpoint::file_exists(file)) return "it is not there";
+  try {
+    read_archive(path);
+    return {};
+  } catch (const DataError& error) {
+    return error.what();
+  }
+}
+
 fs::path folder_of(const std::string& path) {
   const auto folder = fs::path(path).parent_path();
   return folder.empty() ? fs::path(".") : folder;
@@ -81,17 +93,21 @@ fs::path folder_of(const std::string& path) {
 
 std::string latest_checkpoint(const std::string& directory) {
   const auto index = read_index(directory);
-  const auto path_of = [&](const std::string& name) { return (fs::path(directory) / name).string(); };
-  const auto is_there = [&](const std::string& name) {
-    return checkpoint::file_exists(checkpoint_file(path_of(name)));
-  };
-  if (index.latest.empty()) return {};
-  if (is_there(index.latest)) return path_of(index.latest);
-  const auto older = std::find_if(index.all.rbegin(), index.all.rend(), is_there);
-  if (older == index.all.rend()) return {};
-  log_warning(text("the latest checkpoint in ", directory, " is said to be ", index.latest,
-                   ", which is not there; taking ", *older));
-  return path_of(*older);
+  std::vector<std::string> names(index.all.rbegin(), index.all.rend());
+  std::erase(names, index.latest);
+  if (!index.latest.empty()) names.insert(names.begin(), index.latest);
+  std::string problem;  // of the latest
+  for (const auto& name : names) {
+    const auto path = (fs::path(directory) / name).string();
+    const auto why = problem_of(path);
+    if (why.empty() && !problem.empty()) {
+      log_warning(text("the latest checkpoint in ", directory, ", ", index.latest, ", cannot be restored (", problem,
+                       "); taking ", name));
+    }
+    if (why.empty()) return path;
+    if (problem.empty()) problem = why;
+  }
+  return {};
 }
 
 void save_kept(const std::vector<std::string>& kept, const std::string& folder, Archive& archive,

@@ -44,6 +44,16 @@ void remove_file(const fs::path& path) {
   require(failed, "remove", path);
 }
 
+void keep_as(const fs::path& from, const fs::path& to) {
+  const auto beside = fs::path(to.string() + "." + fresh_name());
+  std::error_code failed;
+  fs::create_hard_link(from, beside, failed);
+  if (failed) fs::copy_file(from, beside, failed);
+  require(failed, "copy", from);
+  fs::rename(beside, to, failed);
+  require(failed, "write", to);
+}
+
 void make_folders(const fs::path& folder) {
   std::vector<fs::path> missing;
   for (auto at = absolute_path(folder); !file_exists(at) && at != at.root_path(); at = at.parent_path()) {

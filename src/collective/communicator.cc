@@ -124,6 +124,10 @@ void Communicator::abort(const std::string& reason) const {
   if (size() > 1) group().abort(text(state_->member, " ", rank(), ": ", reason));
 }
 
-void Communicator::throw_of_rank_0(const std::string& what) const { throw Error(text(state_->member, " 0: ", what)); }
+void Communicator::throw_of_rank_0(const std::string& what, bool is_io_error) const {
+  const auto whole = text(state_->member, " 0: ", what);
+  if (is_io_error) throw IoError(whole);
+  throw Error(whole);
+}
 
 }  // namespace lockstep

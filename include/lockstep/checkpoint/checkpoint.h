@@ -55,8 +55,8 @@ void write_archive(const std::string& path, const Archive& archive);
 Archive read_archive(const std::string& path);
 
 // The path of the last checkpoint that was saved in `directory`, as load_weights and Checkpoint::restore take it. Where
-// its file is missing: the last one whose file exists, with a warning; empty when there is none. Follows
-// tf.train.latest_checkpoint.
+// its file is missing, cut short or altered: the last one whose file is whole, with a warning that says why; empty when
+// there is none. Reads the whole file. Follows tf.train.latest_checkpoint.
 std::string latest_checkpoint(const std::string& directory);
 
 // Appends `path` to the index of its folder as the latest and to `kept`; when `kept` then has more than `max_to_keep`

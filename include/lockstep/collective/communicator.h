@@ -73,7 +73,8 @@ class Communicator {
   // differ: worker 0 has ..., worker 2 has ...".
   void check_all_agree(const std::string& what, const std::string& mine) const;
 
-  // Calls `act` on rank 0 while the others wait. An exception there is an Error with the same text on the others.
+  // Calls `act` on rank 0 while the others wait. An exception there is an Error with the same text on the others; an
+  // IoError is one there too.
   template <class Act>
   void run_on_rank_0(const Act& act) const;
 
@@ -87,7 +88,7 @@ class Communicator {
 
  private:
   std::vector<std::string> gather_at(const std::string& mine, std::optional<int> root) const;
-  [[noreturn]] void throw_of_rank_0(const std::string& what) const;
+  [[noreturn]] void throw_of_rank_0(const std::string& what, bool is_io_error) const;
 
   struct State;
   std::shared_ptr<State> state_;
@@ -96,17 +97,18 @@ class Communicator {
 
 template <class Act>
 void Communicator::run_on_rank_0(const Act& act) const {
+  constexpr char kIoError = 'i', kOther = 'o';
   std::exception_ptr mine;
-  std::string failed;
+  std::string failed;  // its kind, and what it says
   try {
     if (rank() == 0) act();
   } catch (const std::exception& error) {
     mine = std::current_exception();
-    failed = error.what();
+    failed = (dynamic_cast<const IoError*>(&error) != nullptr ? kIoError : kOther) + std::string(error.what());
   }
   failed = broadcast(failed);
   if (mine) std::rethrow_exception(mine);
-  if (!failed.empty()) throw_of_rank_0(failed);
+  if (!failed.empty()) throw_of_rank_0(failed.substr(1), failed[0] == kIoError);
 }
 
 template <class Act>

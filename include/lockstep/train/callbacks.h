@@ -53,7 +53,8 @@ struct ModelCheckpointOptions {
 // Saves to `filepath`, in which {epoch} (from 1), {batch} and the logs' names are replaced, also with a format as in
 // {epoch:02d} or {val_loss:.2f}; where an epoch was not validated, or was interrupted before, a value is nan. Records
 // each in the folder's `checkpoint` index, which latest_checkpoint reads. Throws when training begins: InvalidArgument
-// for a name in `filepath` that no log will have, IoError where the folder cannot be written.
+// for a name in `filepath` that no log will have, IoError where the folder cannot be written. Where one cannot be saved
+// later (the disk is full) the training goes on with a warning, and throws IoError at its end if that was the last one.
 class ModelCheckpoint : public Callback {
  public:
   explicit ModelCheckpoint(std::string filepath, ModelCheckpointOptions options = {});
@@ -62,6 +63,7 @@ class ModelCheckpoint : public Callback {
   void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
   void on_epoch_end(int epoch, const Logs& logs) override;
   void on_interrupt() override;
+  void on_train_end() override;
   void save(Archive& archive, const std::string& prefix) const override;
   std::function<void()> load(const Archive& archive, const std::string& prefix) override;
   Order order() const override { return options_.save_weights_only ? Order::normal : Order::saves_state; }
@@ -78,6 +80,7 @@ class ModelCheckpoint : public Callback {
   Logs logs_;
   std::optional<double> best_;
   std::vector<std::string> kept_;  // the checkpoints that this callback saved and keeps
+  std::string problem_;            // of the last one
 };
 
 struct BackupAndRestoreOptions {
@@ -89,6 +92,10 @@ struct BackupAndRestoreOptions {
 // a run that was killed and started again ends with the same bits as one that never was. A program that fails after fit
 // has ended, and is started again, finds the training at its end and does not train anew. Each job needs a folder of
 // its own: where another one uses it, fit throws IoError when training begins.
+//
+// The backup before the last one is kept too, but for jobs with parameter servers: where the last one is cut short or
+// altered, fit goes on from that, with a warning. Where a backup cannot be written (the disk is full) the training goes
+// on with a warning; the one at its end throws IoError.
 class BackupAndRestore : public Callback {
  public:
   explicit BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options = {});
@@ -104,8 +111,11 @@ class BackupAndRestore : public Callback {
   Order order() const override { return Order::restores_state; }
 
  private:
+  void back_up();
+  void restore();
+
   std::string folder_;
-  std::string file_;
+  std::string file_, previous_;
   BackupAndRestoreOptions options_;
   std::shared_ptr<FolderLock> lock_;  // the chief's, while fit runs
 };

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <regex>
+#include <utility>
 
 #include "base/log.h"
 #include "base/text.h"
@@ -74,6 +75,18 @@ std::string fixed_folder_of(const std::string& filepath) {
   return folder.empty() ? "." : folder.string();
 }
 
+// Where the disk is full, or is gone, training goes on without this checkpoint. Returns why; empty where it was saved.
+std::string save_or_warn(const Model& model, const char* callback, const std::function<void()>& save) {
+  try {
+    save();
+    return {};
+  } catch (const IoError& error) {  // on all workers
+    const auto why = text(callback, ": ", error.what());
+    if (model.strategy().is_chief()) log_warning(why + "; training goes on without this checkpoint");
+    return why;
+  }
+}
+
 }  // namespace
 
 ModelCheckpoint::ModelCheckpoint(std::string filepath, ModelCheckpointOptions options)
@@ -133,12 +146,14 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
     if (name == "batch") return static_cast<double>(batch + 1);
     return logs.contains(name) ? logs[name] : std::nan("");  // an epoch without validation, or interrupted before
   });
-  if (options_.save_weights_only) {
-    model().save_weights(path);
-  } else {
-    model().save_checkpoint(path);
-  }
-  unwrap(model()).workers().run_on_rank_0([&] { record_checkpoint(path, kept_, options_.max_to_keep); });
+  problem_ = save_or_warn(model(), "ModelCheckpoint", [&] {
+    options_.save_weights_only ? model().save_weights(path) : model().save_checkpoint(path);
+    unwrap(model()).workers().run_on_rank_0([&] { record_checkpoint(path, kept_, options_.max_to_keep); });
+  });
+}
+
+void ModelCheckpoint::on_train_end() {
+  if (!problem_.empty()) throw IoError(std::exchange(problem_, ""));
 }
 
 void ModelCheckpoint::save(Archive& archive, const std::string& prefix) const {
@@ -161,6 +176,7 @@ std::function<void()> ModelCheckpoint::load(const Archive& archive, const std::s
 BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options)
     : folder_(std::move(backup_dir)),
       file_(checkpoint_file((std::filesystem::path(folder_) / "backup").string())),
+      previous_(checkpoint_file((std::filesystem::path(folder_) / "backup-previous").string())),
       options_(options) {
   require_not_negative("BackupAndRestore: save_freq", options_.save_freq);
 }
@@ -170,15 +186,19 @@ void BackupAndRestore::on_train_begin() {
   bool there = false;
   impl.workers().run_on_rank_0([&] {
     const bool done_here = checkpoint::keep_at_success(file_);
+    checkpoint::keep_at_success(previous_);
     lock_ = std::make_shared<FolderLock>(folder_, "backup.lock", Deadline::after(kForOneThatEnds));
-    if (done_here) checkpoint::remove_checkpoint(file_);  // left by an earlier fit of this program
+    if (done_here) {  // left by an earlier fit of this program
+      checkpoint::remove_checkpoint(file_);
+      checkpoint::remove_checkpoint(previous_);
+    }
     there = checkpoint::file_exists(file_);
   });
   if (impl.workers().broadcast(there ? "there" : "") != "there") {
     if (impl.servers() != nullptr) model().save_checkpoint(file_);  // for servers that are started again
     return;
   }
-  model().load_checkpoint(file_);
+  restore();
   if (!model().strategy().is_chief()) return;
   const bool at_end = impl.stopping || impl.progress.epoch >= plan().epochs;
   if (!at_end) {
@@ -188,6 +208,35 @@ void BackupAndRestore::on_train_begin() {
   log_warning(text("BackupAndRestore: ", file_, " was trained to the end (", impl.progress.epoch, " of ", plan().epochs,
                    " epochs", impl.stopping ? ", when a callback stopped it" : "",
                    "): fit only restores it. To train anew, remove that file"));
+}
+
+// The last one, else the one before it, which is the last one then.
+void BackupAndRestore::restore() {
+  std::string problem;
+  try {
+    return model().load_checkpoint(file_);
+  } catch (const DataError& error) {  // the same on all workers
+    problem = error.what();
+  }
+  const auto& workers = unwrap(model()).workers();
+  workers.run_on_rank_0([&] {
+    if (!checkpoint::file_exists(previous_)) throw DataError(problem);
+    const auto damaged = checkpoint_file((std::filesystem::path(folder_) / "backup-damaged").string());
+    log_warning(text("BackupAndRestore: ", problem, "; fit takes the backup before it. The damaged one is ", damaged));
+    checkpoint::keep_as(file_, damaged);
+    checkpoint::keep_as(previous_, file_);
+  });
+  model().load_checkpoint(file_);
+}
+
+void BackupAndRestore::back_up() {
+  const auto& impl = unwrap(model());
+  if (impl.servers() == nullptr) {
+    impl.workers().run_on_rank_0([&] {
+      if (checkpoint::file_exists(file_)) checkpoint::keep_as(file_, previous_);
+    });
+  }
+  model().save_checkpoint(file_);
 }
 
 void BackupAndRestore::save(Archive& archive, const std::string& prefix) const {
@@ -201,15 +250,21 @@ std::function<void()> BackupAndRestore::load(const Archive& archive, const std::
 }
 
 void BackupAndRestore::on_train_batch_end(std::int64_t batch, const Logs&) {
-  if (options_.save_freq > 0 && (batch + 1) % options_.save_freq == 0) model().save_checkpoint(file_);
+  if (options_.save_freq == 0 || (batch + 1) % options_.save_freq != 0) return;
+  save_or_warn(model(), "BackupAndRestore", [this] { back_up(); });
 }
 
-void BackupAndRestore::on_epoch_end(int, const Logs&) { model().save_checkpoint(file_); }
-void BackupAndRestore::on_interrupt() { model().save_checkpoint(file_); }
+void BackupAndRestore::on_epoch_end(int, const Logs&) {
+  save_or_warn(model(), "BackupAndRestore", [this] { back_up(); });
+}
+
+void BackupAndRestore::on_interrupt() { back_up(); }
 
 void BackupAndRestore::on_train_end() {
-  model().save_checkpoint(file_);  // with what other callbacks changed at the end
-  if (options_.delete_checkpoint && model().strategy().is_chief()) checkpoint::remove_at_success(file_, lock_);
+  back_up();  // with what other callbacks changed at the end
+  if (!options_.delete_checkpoint || !model().strategy().is_chief()) return;
+  checkpoint::remove_at_success(file_, lock_);
+  checkpoint::remove_at_success(previous_, lock_);
 }
 
 }  // namespace lockstep
