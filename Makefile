@@ -66,9 +66,10 @@ bench-collectives: build/release/build.ninja bench-peers .peers/mpi/all_reduce
 
 # Training over workers, ours and the peers', in turns, on this machine and over hosts that are network namespaces.
 bench-workers: build/release/build.ninja bench-peers
-	$(BUILD) release --target lockstep_cli train_step elastic_fit_program
+	$(BUILD) release --target lockstep_cli train_step elastic_fit_program checkpoint_pause
 	python3 benchmarks/bench_workers.py
 	python3 benchmarks/worker_loss.py
+	build/release/benchmarks/checkpoint_pause build/checkpoint_pause
 
 # Training with parameter servers, ours and TensorFlow's, in turns, what calls to a server carry, and how soon a killed server is back.
 bench-ps: build/release/build.ninja bench-peers

@@ -66,21 +66,54 @@ void alter(const fs::path& file) {
   ASSERT_TRUE(stream.good());
 }
 
-TEST(CheckpointFaults, TrainingGoesOnWhileTheDiskIsFull) {
-  const auto folder = fresh_folder("checkpoint_faults", "full");
+// Whether the callbacks write in the background.
+class FullDisk : public testing::TestWithParam<bool> {};
+
+TEST_P(FullDisk, DoesNotEndTheTraining) {
+  const auto folder = fresh_folder("checkpoint_faults", GetParam() ? "full_in_background" : "full");
   const SmallDisk disk(folder);
   auto model = model_of_noise();
   const auto fills = LambdaCallback({.on_epoch_begin = [&](int epoch) {
     if (epoch == 1) disk.fill();
-    if (epoch == 2) disk.make_room();
+    if (epoch == 3) disk.make_room();
   }});
-  model.fit(noise(), {.epochs = kEpochs,
-                      .verbose = 0,
-                      .callbacks = {fills, ModelCheckpoint((folder / "{epoch}").string(), {.max_to_keep = 1}),
-                                    BackupAndRestore((folder / "backup").string(), {.delete_checkpoint = false})}});
+  const auto backup = (folder / "backup").string();
+  model.fit(noise(),
+            {.epochs = kEpochs,
+             .verbose = 0,
+             .callbacks = {fills,
+                           ModelCheckpoint((folder / "{epoch}").string(), {.max_to_keep = 1, .background = GetParam()}),
+                           BackupAndRestore(backup, {.delete_checkpoint = false, .background = GetParam()})}});
   EXPECT_EQ(latest_checkpoint(folder.string()), (folder / "4").string());
-  EXPECT_FALSE(fs::exists(folder / "2.safetensors"));
+  EXPECT_FALSE(fs::exists(folder / "3.safetensors"));
   EXPECT_NO_THROW(read_archive((folder / "backup" / "backup").string()));
+}
+
+INSTANTIATE_TEST_SUITE_P(CheckpointFaults, FullDisk, testing::Bool());
+
+TEST(CheckpointFaults, WhatIsWrittenInTheBackgroundIsTheSame) {
+  const auto folder = fresh_folder("checkpoint_faults", "background");
+  const auto train = [&](bool background) {
+    const auto own = folder / (background ? "background" : "waiting");
+    auto model = model_of_noise();
+    model.fit(noise(),
+              {.epochs = kEpochs,
+               .verbose = 0,
+               .callbacks = {ModelCheckpoint((own / "{epoch}").string(),
+                                             {.save_weights_only = true, .max_to_keep = 2, .background = background}),
+                             BackupAndRestore((own / "backup").string(),
+                                              {.delete_checkpoint = false, .background = background})}});
+    return own;
+  };
+  const auto background = train(true), waiting = train(false);
+  for (const auto* const name : {"3", "4", "backup/backup", "backup/backup-previous"}) {
+    SCOPED_TRACE(name);
+    const auto one = read_archive((background / name).string()), other = read_archive((waiting / name).string());
+    ASSERT_EQ(one.tensors.size(), other.tensors.size());
+    for (const auto& [key, tensor] : one.tensors) EXPECT_EQ(tensor.bytes, other.tensors.at(key).bytes) << key;
+  }
+  EXPECT_FALSE(fs::exists(background / "2.safetensors"));
+  EXPECT_EQ(latest_checkpoint(background.string()), (background / "4").string());
 }
 
 TEST(CheckpointFaults, TheLastCheckpointMustBeSaved) {

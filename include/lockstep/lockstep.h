@@ -38,3 +38,4 @@
 #include "lockstep/train/metric.h"
 #include "lockstep/train/mixed_precision.h"
 #include "lockstep/train/model.h"
+#include "lockstep/train/saving_callbacks.h"

@@ -127,7 +127,7 @@ std::vector<std::string> load_kept(const Archive& archive, const std::string& pr
   }
 }
 
-void record_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep) {
+std::vector<std::string> keep_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep) {
   std::vector<std::string> dropped;
   std::erase(kept, path);
   kept.push_back(path);
@@ -135,6 +135,11 @@ void record_checkpoint(const std::string& path, std::vector<std::string>& kept, 
     dropped.assign(kept.begin(), kept.end() - max_to_keep);
     kept.erase(kept.begin(), kept.end() - max_to_keep);
   }
+  return dropped;
+}
+
+void record_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep) {
+  const auto dropped = keep_checkpoint(path, kept, max_to_keep);
   const auto folder = folder_of(path);
   const auto name_of = [](const std::string& saved) { return fs::path(saved).filename().string(); };
   const FolderLock lock(folder.string(), "checkpoint.lock", Deadline::after(kForIndex));

@@ -105,6 +105,7 @@ class ModelImpl {
 
   // Collective over the workers. The chief reads the file for all workers, and writes what save_state returns.
   Archive read_for_all(const std::string& path) const;
+  Archive save_weights() const;
   void load_weights(Archive archive);
   Archive save_state();
   void load_state(const Archive& archive, const std::function<void()>& load_others = {});

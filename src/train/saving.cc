@@ -127,8 +127,7 @@ void Model::save_weights(const std::string& path) const {
         "callbacks that write full checkpoints");
   }
   impl_->once([&] {
-    Archive archive;
-    module().trackable().save(archive, "");
+    const auto archive = impl_->save_weights();
     if (is_newcomer(*impl_)) return;
     impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
   });
@@ -137,6 +136,12 @@ void Model::save_weights(const std::string& path) const {
 // With parameter servers the chief reads the file, and the servers get its values.
 void Model::load_weights(const std::string& path) {
   impl_->once([&] { impl_->load_weights(impl_->read_for_all(path)); });
+}
+
+Archive ModelImpl::save_weights() const {
+  Archive archive;
+  ReplicatedModule(parameters).trackable().save(archive, "");
+  return archive;
 }
 
 void ModelImpl::load_weights(Archive archive) {

@@ -64,6 +64,9 @@ std::string latest_checkpoint(const std::string& directory);
 // stay; other processes may record theirs at the same time.
 void record_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep = 0);
 
+// What it does to `kept`; returns those that are dropped.
+std::vector<std::string> keep_checkpoint(const std::string& path, std::vector<std::string>& kept, int max_to_keep);
+
 // Stores `kept` in a checkpoint under `prefix`, as paths relative to `folder`; load_kept reads it back. So a copied
 // folder does not refer to the original's files, and an altered checkpoint cannot name a file outside of the folder.
 void save_kept(const std::vector<std::string>& kept, const std::string& folder, Archive& archive,

@@ -10,10 +10,9 @@
 #include <vector>
 
 #include "lockstep/train/callback.h"
+#include "lockstep/train/saving_callbacks.h"
 
 namespace lockstep {
-
-class FolderLock;
 
 // Event files for TensorBoard: `log_dir`/train with epoch_loss, epoch_accuracy, ... and epoch_learning_rate,
 // `log_dir`/validation likewise.
@@ -35,89 +34,6 @@ class TensorBoard : public Callback {
   std::string log_dir_;
   TensorBoardOptions options_;
   std::shared_ptr<Writers> writers_;
-};
-
-// Which way a monitored value gets better; automatic: up for names with "acc", "auc", "precision" or "recall", else
-// down.
-enum class Mode { automatic, min, max };
-
-struct ModelCheckpointOptions {
-  std::string monitor = "val_loss";
-  bool save_best_only = false;
-  bool save_weights_only = false;  // else the full state: optimizer, step, data position, random state too
-  Mode mode = Mode::automatic;
-  std::int64_t save_freq = 0;  // batches between saves; 0: each epoch
-  int max_to_keep = 0;         // 0: all
-};
-
-// Saves to `filepath`, in which {epoch} (from 1), {batch} and the logs' names are replaced, also with a format as in
-// {epoch:02d} or {val_loss:.2f}; where an epoch was not validated, or was interrupted before, a value is nan. Records
-// each in the folder's `checkpoint` index, which latest_checkpoint reads. Throws when training begins: InvalidArgument
-// for a name in `filepath` that no log will have, IoError where the folder cannot be written. Where one cannot be saved
-// later (the disk is full) the training goes on with a warning, and throws IoError at its end if that was the last one.
-class ModelCheckpoint : public Callback {
- public:
-  explicit ModelCheckpoint(std::string filepath, ModelCheckpointOptions options = {});
-  void on_train_begin() override;
-  void on_epoch_begin(int epoch) override { epoch_ = epoch; }
-  void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
-  void on_epoch_end(int epoch, const Logs& logs) override;
-  void on_interrupt() override;
-  void on_train_end() override;
-  void save(Archive& archive, const std::string& prefix) const override;
-  std::function<void()> load(const Archive& archive, const std::string& prefix) override;
-  Order order() const override { return options_.save_weights_only ? Order::normal : Order::saves_state; }
-
- private:
-  void save_model(std::int64_t batch, const Logs& logs);
-  bool improves(const Logs& logs);
-
-  std::string filepath_;
-  ModelCheckpointOptions options_;
-  int epoch_ = 0;
-  std::int64_t since_save_ = 0;
-  std::int64_t batch_ = 0;
-  Logs logs_;
-  std::optional<double> best_;
-  std::vector<std::string> kept_;  // the checkpoints that this callback saved and keeps
-  std::string problem_;            // of the last one
-};
-
-struct BackupAndRestoreOptions {
-  std::int64_t save_freq = 0;     // batches between backups; they are made at the end of each epoch too
-  bool delete_checkpoint = true;  // when the program ends with status 0 after fit ended well
-};
-
-// Keeps the full state of training in `backup_dir` and goes on from it when fit begins, in the middle of an epoch too:
-// a run that was killed and started again ends with the same bits as one that never was. A program that fails after fit
-// has ended, and is started again, finds the training at its end and does not train anew. Each job needs a folder of
-// its own: where another one uses it, fit throws IoError when training begins.
-//
-// The backup before the last one is kept too, but for jobs with parameter servers: where the last one is cut short or
-// altered, fit goes on from that, with a warning. Where a backup cannot be written (the disk is full) the training goes
-// on with a warning; the one at its end throws IoError.
-class BackupAndRestore : public Callback {
- public:
-  explicit BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options = {});
-  void on_train_begin() override;
-  void on_join() override {}
-  void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
-  void on_epoch_end(int epoch, const Logs& logs) override;
-  void on_train_end() override;
-  void on_interrupt() override;
-  void save(Archive& archive, const std::string& prefix) const override;
-  std::function<void()> load(const Archive& archive, const std::string& prefix) override;
-  void detach() noexcept override { lock_.reset(); }
-  Order order() const override { return Order::restores_state; }
-
- private:
-  void back_up();
-  void restore();
-
-  std::string folder_;
-  std::string file_, previous_;
-  BackupAndRestoreOptions options_;
-  std::shared_ptr<FolderLock> lock_;  // the chief's, while fit runs
 };
 
 // Sets the learning rate of each epoch to schedule(epoch, rate so far).

@@ -33,4 +33,8 @@ struct History {
   const std::vector<double>& operator[](const std::string& name) const;
 };
 
+// Which way a monitored value gets better; automatic: up for names with "acc", "auc", "precision" or "recall", else
+// down.
+enum class Mode { automatic, min, max };
+
 }  // namespace lockstep

@@ -10,13 +10,14 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/atomic_file.h"
+#include "checkpoint/background_writer.h"
 #include "checkpoint/files.h"
 #include "checkpoint/folder_lock.h"
 #include "checkpoint/remove_at_success.h"
 #include "checkpoint/sharded_archive.h"
 #include "lockstep/base/error.h"
-#include "lockstep/train/callbacks.h"
 #include "lockstep/train/model.h"
+#include "lockstep/train/saving_callbacks.h"
 #include "train/callbacks/monitor.h"
 #include "train/model_impl.h"
 
@@ -75,6 +76,16 @@ std::string fixed_folder_of(const std::string& filepath) {
   return folder.empty() ? "." : folder.string();
 }
 
+// For functions that are copied.
+std::shared_ptr<const Archive> shared(Archive archive) { return std::make_shared<Archive>(std::move(archive)); }
+
+void require_no_servers(const char* callback, bool background, const Model& model) {
+  if (!background || unwrap(model).servers() == nullptr) return;
+  throw InvalidArgument(text(callback,
+                             ": background is not for strategies with parameter servers, which write a "
+                             "checkpoint without stopping the steps anyway"));
+}
+
 // Where the disk is full, or is gone, training goes on without this checkpoint. Returns why; empty where it was saved.
 std::string save_or_warn(const Model& model, const char* callback, const std::function<void()>& save) {
   try {
@@ -90,7 +101,9 @@ std::string save_or_warn(const Model& model, const char* callback, const std::fu
 }  // namespace
 
 ModelCheckpoint::ModelCheckpoint(std::string filepath, ModelCheckpointOptions options)
-    : filepath_(std::move(filepath)), options_(std::move(options)) {
+    : filepath_(std::move(filepath)),
+      options_(std::move(options)),
+      writer_(std::make_shared<checkpoint::BackgroundWriter>()) {
   require_not_negative("ModelCheckpoint: save_freq", options_.save_freq);
   require_not_negative("ModelCheckpoint: max_to_keep", options_.max_to_keep);
 }
@@ -113,6 +126,7 @@ void ModelCheckpoint::on_train_begin() {
     throw InvalidArgument(
         text("ModelCheckpoint: no log is called {", name, "} as in ", filepath_, why, "; there are ", join(names)));
   });
+  require_no_servers("ModelCheckpoint", options_.background, model());
   impl.workers().run_on_rank_0([&] { checkpoint::require_writable_folder(fixed_folder_of(filepath_)); });
 }
 
@@ -131,6 +145,7 @@ void ModelCheckpoint::on_epoch_end(int, const Logs& logs) {
 
 void ModelCheckpoint::on_interrupt() {
   if (!options_.save_best_only) save_model(batch_, logs_);
+  if (options_.background) finish_writing();
 }
 
 bool ModelCheckpoint::improves(const Logs& logs) {
@@ -146,13 +161,31 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
     if (name == "batch") return static_cast<double>(batch + 1);
     return logs.contains(name) ? logs[name] : std::nan("");  // an epoch without validation, or interrupted before
   });
+  auto& impl = unwrap(model());
+  if (options_.background) {
+    finish_writing();
+    const auto archive = shared(options_.save_weights_only ? impl.save_weights() : impl.save_state());
+    const auto write = [archive, path, kept = kept_, max = options_.max_to_keep]() mutable {
+      write_archive(path, *archive);
+      record_checkpoint(path, kept, max);
+    };
+    keep_checkpoint(path, kept_, options_.max_to_keep);
+    if (impl.workers().rank() == 0) writer_->start(write);
+    return;
+  }
   problem_ = save_or_warn(model(), "ModelCheckpoint", [&] {
     options_.save_weights_only ? model().save_weights(path) : model().save_checkpoint(path);
-    unwrap(model()).workers().run_on_rank_0([&] { record_checkpoint(path, kept_, options_.max_to_keep); });
+    impl.workers().run_on_rank_0([&] { record_checkpoint(path, kept_, options_.max_to_keep); });
   });
 }
 
+void ModelCheckpoint::finish_writing() {
+  problem_ = save_or_warn(model(), "ModelCheckpoint",
+                          [&] { unwrap(model()).workers().run_on_rank_0([&] { writer_->wait(); }); });
+}
+
 void ModelCheckpoint::on_train_end() {
+  if (options_.background) finish_writing();
   if (!problem_.empty()) throw IoError(std::exchange(problem_, ""));
 }
 
@@ -177,12 +210,14 @@ BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptio
     : folder_(std::move(backup_dir)),
       file_(checkpoint_file((std::filesystem::path(folder_) / "backup").string())),
       previous_(checkpoint_file((std::filesystem::path(folder_) / "backup-previous").string())),
-      options_(options) {
+      options_(options),
+      writer_(std::make_shared<checkpoint::BackgroundWriter>()) {
   require_not_negative("BackupAndRestore: save_freq", options_.save_freq);
 }
 
 void BackupAndRestore::on_train_begin() {
   auto& impl = unwrap(model());
+  require_no_servers("BackupAndRestore", options_.background, model());
   bool there = false;
   impl.workers().run_on_rank_0([&] {
     const bool done_here = checkpoint::keep_at_success(file_);
@@ -229,14 +264,18 @@ void BackupAndRestore::restore() {
   model().load_checkpoint(file_);
 }
 
-void BackupAndRestore::back_up() {
-  const auto& impl = unwrap(model());
-  if (impl.servers() == nullptr) {
-    impl.workers().run_on_rank_0([&] {
-      if (checkpoint::file_exists(file_)) checkpoint::keep_as(file_, previous_);
-    });
-  }
-  model().save_checkpoint(file_);
+void BackupAndRestore::back_up(bool in_background) {
+  auto& impl = unwrap(model());
+  if (impl.servers() != nullptr) return model().save_checkpoint(file_);
+  const auto is_first = impl.workers().rank() == 0;
+  const auto write = [file = file_, previous = previous_, archive = shared(impl.save_state())] {
+    if (checkpoint::file_exists(file)) checkpoint::keep_as(file, previous);
+    write_archive(file, *archive);
+    checkpoint::remove_rows_but(file, "");  // of a checkpoint that was made with parameter servers
+  };
+  save_or_warn(model(), "BackupAndRestore", [&] { impl.workers().run_on_rank_0([&] { writer_->wait(); }); });
+  if (!in_background) return impl.workers().run_on_rank_0(write);
+  if (is_first) writer_->start(write);
 }
 
 void BackupAndRestore::save(Archive& archive, const std::string& prefix) const {
@@ -251,14 +290,23 @@ std::function<void()> BackupAndRestore::load(const Archive& archive, const std::
 
 void BackupAndRestore::on_train_batch_end(std::int64_t batch, const Logs&) {
   if (options_.save_freq == 0 || (batch + 1) % options_.save_freq != 0) return;
-  save_or_warn(model(), "BackupAndRestore", [this] { back_up(); });
+  save_or_warn(model(), "BackupAndRestore", [this] { back_up(options_.background); });
 }
 
 void BackupAndRestore::on_epoch_end(int, const Logs&) {
-  save_or_warn(model(), "BackupAndRestore", [this] { back_up(); });
+  save_or_warn(model(), "BackupAndRestore", [this] { back_up(options_.background); });
 }
 
 void BackupAndRestore::on_interrupt() { back_up(); }
+
+void BackupAndRestore::detach() noexcept {
+  try {
+    writer_->wait();
+  } catch (const std::exception& error) {  // fit has thrown something else
+    log_warning(text("BackupAndRestore: ", error.what()));
+  }
+  lock_.reset();
+}
 
 void BackupAndRestore::on_train_end() {
   back_up();  // with what other callbacks changed at the end
