@@ -31,11 +31,12 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 
 // The environment: EPOCHS of 20 steps of the same batches; STEP_MS of work in each; FOLDER for a log and checkpoints,
 // MIN_WORKERS, JOIN_SECONDS. VICTIM is killed in the step numbered STEP, from 0 on, at PLACE: "forward", "batch end" (a
-// callback), or so many microseconds after its forward pass; or, where PLACE is "print", it prints that it is in that
-// step; or, where PLACE is "slow", all its steps take three times as long. Who joins prints when. TIMEOUT: of a
-// collective operation, in seconds. UNITS_OF_JOINING: of the first layer of those that join. KILOBYTES: to be printed
-// in each step. FITS: how many trainings one after the other, with an evaluation and a prediction behind each; in that
-// behind the first one VICTIM is killed where PLACE is "predict". VALIDATE=0: without validation.
+// callback), or so many microseconds after its forward pass; or hangs there, where PLACE is "hang"; or, where PLACE is
+// "print", it prints that it is in that step; or, where PLACE is "slow", all its steps take three times as long. Who
+// joins prints when. TIMEOUT: of a collective operation, in seconds. UNITS_OF_JOINING: of the first layer of those that
+// join. KILOBYTES: to be printed in each step. FITS: how many trainings one after the other, with an evaluation and a
+// prediction behind each; in that behind the first one VICTIM is killed where PLACE is "predict". VALIDATE=0: without
+// validation.
 int main() {
   try {
     const lockstep::MultiWorkerMirroredStrategy strategy(
@@ -56,6 +57,7 @@ int main() {
       usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000 * times);
       if (steps++ == at && is_victim) {
         if (place == "forward") raise(SIGKILL);
+        while (place == "hang") pause();
         if (place == "print") std::cout << "step " << at << std::endl;
         if (place.find_first_not_of("0123456789") == std::string::npos) {
           killer = std::jthread([&] {

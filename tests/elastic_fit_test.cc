@@ -150,6 +150,15 @@ TEST_F(Elastic, AWorkerThatNeverAnswersAgainIsEnded) {
   EXPECT_NE(output.find("rank 2 was left out by the others, which have ended"), std::string::npos) << output;
 }
 
+TEST_F(Elastic, AWorkerThatHangsLogsTheStacksOfItsThreads) {
+  auto job = run({"STEP_MS=20", "VICTIM=1", "STEP=10", "PLACE=hang", "TIMEOUT=2", "EPOCHS=1", "VALIDATE=0"}, 3, 2);
+  const auto& output = job.wait_for_end(60);
+  const auto begin = output.find("fit: no batch of this worker has ended for ");
+  ASSERT_NE(begin, std::string::npos) << output;
+  EXPECT_NE(output.find("[1]   pause (libc.so.6+0x"), std::string::npos) << output;
+  EXPECT_NE(output.find("all_reduce", begin), std::string::npos) << output;  // in which the others wait
+}
+
 TEST_F(Elastic, AStragglerIsNamedWithinTwentySteps) {
   auto slow = run({"STEP_MS=20", "VICTIM=1", "PLACE=slow", "EPOCHS=1"}, 3, 2);
   EXPECT_NE(slow.wait_for_end(60).find("worker 1 is a straggler: "), std::string::npos) << slow.text();

@@ -197,6 +197,7 @@ void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {
     const ops::ReplicaRandom::Use use(random(replica));
     function(context);
   });
+  ended_runs_.fetch_add(1, std::memory_order_relaxed);
 }
 
 }  // namespace lockstep

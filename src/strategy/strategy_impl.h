@@ -1,6 +1,7 @@
 // What is behind a Strategy: devices, threads and the Group of the replicas, and how variables are placed and updated.
 #pragma once
 
+#include <atomic>
 #include <optional>
 #include <string>
 #include <vector>
@@ -125,6 +126,9 @@ class StrategyImpl {
   // The same for a step, with each replica's own random numbers.
   void run(const std::function<void(ReplicaContext&)>& function);
 
+  // How many `run`s have ended. Any thread.
+  std::uint64_t ended_runs() const { return ended_runs_.load(std::memory_order_relaxed); }
+
   c10::Device torch_device(int replica) const { return torch_devices_[static_cast<std::size_t>(replica)]; }
   const std::vector<c10::Device>& torch_devices() const { return torch_devices_; }
   internal::LocalReplicas local_replicas() const;
@@ -155,6 +159,7 @@ class StrategyImpl {
   mutable std::vector<std::optional<Group>> all_groups_;  // [replica], of all workers' replicas; that replica's own
   std::uint64_t seed_ = next_random_seed();
   std::uint64_t runs_ = 0;
+  std::atomic<std::uint64_t> ended_runs_ = 0;
   std::int64_t trainings_ = 0;
   elastic::Sections::Completed completed_sections_;
   std::vector<std::weak_ptr<GradientPath>> paths_of_loops_;

@@ -11,6 +11,7 @@
 #include "elastic/newcomers.h"
 #include "elastic/sections.h"
 #include "strategy/strategy_impl.h"
+#include "train/hang_watch.h"
 
 namespace lockstep::train {
 
@@ -18,7 +19,8 @@ namespace lockstep::train {
 class TrainingWorker : public elastic::Member {
  public:
   // `what`: "fit", for messages.
-  TrainingWorker(StrategyImpl& strategy, std::string what) : strategy_(strategy), what_(std::move(what)) {}
+  TrainingWorker(StrategyImpl& strategy, std::string what)
+      : strategy_(strategy), what_(std::move(what)), hang_watch_(strategy, what_) {}
 
   int rank() const final { return strategy_.workers().rank(); }
   int size() const final { return strategy_.workers().size(); }
@@ -58,6 +60,7 @@ class TrainingWorker : public elastic::Member {
   std::chrono::steady_clock::time_point began_;
   bool was_chief_ = false;
   std::string loss_;
+  const HangWatch hang_watch_;
 };
 
 // The sections of a training (elastic/sections.h). Where the strategy is not elastic each is called once, and nothing

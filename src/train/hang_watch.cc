@@ -1,0 +1,49 @@
+#include "train/hang_watch.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "base/thread_stacks.h"
+
+namespace lockstep::train {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+void watch(const std::stop_token& stop, const StrategyImpl& strategy, const std::string& what, double limit_seconds) {
+  std::mutex mutex;
+  std::condition_variable_any stopped;
+  std::unique_lock lock(mutex);
+  const std::chrono::duration<double> between(std::min(1.0, limit_seconds / 4));
+  auto since = Clock::now();
+  std::uint64_t last = strategy.ended_runs();
+  bool logged = false;
+  while (!stopped.wait_for(lock, stop, between, [&] { return stop.stop_requested(); })) {
+    const auto now = Clock::now();
+    if (const auto ended = strategy.ended_runs(); ended != last) {
+      last = ended;
+      since = now;
+      logged = false;
+    }
+    const double seconds = std::chrono::duration<double>(now - since).count();
+    if (logged || seconds < limit_seconds) continue;
+    logged = true;
+    log_warning(text(what, ": no batch of this worker has ended for ", seconds, " s; its threads are\n",
+                     stacks_of_all_threads()));
+  }
+}
+
+}  // namespace
+
+HangWatch::HangWatch(const StrategyImpl& strategy, const std::string& what) {
+  if (!strategy.settings().workers || strategy.settings().workers->job.size() == 1) return;
+  const double limit_seconds = strategy.settings().timeout_seconds / 2;
+  thread_ = std::jthread(
+      [&strategy, what, limit_seconds](const std::stop_token& stop) { watch(stop, strategy, what, limit_seconds); });
+}
+
+}  // namespace lockstep::train
