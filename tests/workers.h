@@ -24,6 +24,7 @@ struct WorkerOptions {
   CommunicationOptions communication = {};
   bool hosts_differ = false;
   bool shard_optimizer_state = false;
+  bool replace_differing_copies = false;
 };
 
 // Runs body(strategy) on each worker at once; element r is what worker r threw, or empty.
@@ -48,6 +49,7 @@ inline std::vector<std::string> run_workers(const WorkerOptions& options,
                                           .cluster = cluster,
                                           .shard_optimizer_state = options.shard_optimizer_state,
                                           .compare_copies_every = compare_copies_every,
+                                          .replace_differing_copies = options.replace_differing_copies,
                                           .start_timeout_seconds = 30}));
       } catch (const std::exception& error) {
         errors[static_cast<std::size_t>(rank)] = error.what();

@@ -6,6 +6,7 @@
 #include "strategy/unwrap.h"
 #include "tests/fails_after.h"
 #include "tests/workers.h"
+#include "train/model_impl.h"
 
 namespace lockstep {
 namespace {
@@ -117,6 +118,48 @@ TEST(WorkersCompare, TheirCopiesEverySoManyStepsOrNever) {
     const auto last = every == 0 ? kSteps : kDifferAfter / every * every + every - 1;
     for (const auto& [rank, count] : steps.values()) EXPECT_EQ(count, last) << rank << ", every " << every;
   }
+}
+
+// As if the memory of worker `victim` had been altered between two steps, or that of worker 0's optimizer.
+TEST(WorkersCompare, ThoseThatDifferGetWhatMostHave) {
+  constexpr std::int64_t kDifferAfter = 11, kSteps = 40;
+  const auto data = make_data(at::kDouble).batch(7).repeat();
+  const auto initial = (fresh_folder("workers_restoring", "differ") / "initial").string();
+  make_model(at::kDouble, Adam()).save_checkpoint(initial);
+  const auto train = [&](int victim, bool in_optimizer, int workers) {
+    Collected<std::vector<Tensor>> weights;
+    const auto body = [&](const MultiWorkerMirroredStrategy& strategy) {
+      const auto scope = strategy.scope();
+      auto model = make_model(at::kDouble, Adam());
+      model.load_checkpoint(initial);
+      const auto alter = [&](std::int64_t batch, const Logs&) {
+        if (batch + 1 != kDifferAfter || strategy.worker_rank() != victim) return;
+        const at::NoGradGuard no_grad;
+        in_optimizer ? unwrap(model).gradients->updater().state(2, 0).add_(1e-9)
+                     : unwrap(model.module()).parameter(0, 2).add_(1e-9);
+      };
+      model.fit(
+          data,
+          {.verbose = 0, .callbacks = {LambdaCallback({.on_train_batch_end = alter})}, .steps_per_epoch = kSteps});
+      weights.add(strategy, {unwrap(model.module()).parameter(0, 2).clone(),
+                             unwrap(model).gradients->updater().state(2, 0).clone()});
+    };
+    const auto errors = run_workers({.workers = workers, .replace_differing_copies = true}, body, 1);
+    return std::pair(errors, weights.values());
+  };
+  const auto undisturbed = train(-1, false, 3).second.at(0);
+  for (const auto& [victim, in_optimizer] : {std::pair(0, false), std::pair(2, false), std::pair(0, true)}) {
+    SCOPED_TRACE(testing::Message() << victim << in_optimizer);
+    const auto [errors, all] = train(victim, in_optimizer, 3);
+    expect_no_errors(errors);
+    for (const auto& [rank, theirs] : all) {
+      for (std::size_t i = 0; i < theirs.size(); ++i) {
+        EXPECT_TRUE(at::equal(theirs[i], all.at(0)[i])) << rank;
+        EXPECT_LE((theirs[i] - undisturbed[i]).abs().max().item<double>(), 1e-9) << rank;
+      }
+    }
+  }
+  for (const auto& error : train(0, false, 2).first) expect_says(error, "the workers' copies differ");  // no majority
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "gradient/gradient_path.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "base/log.h"
@@ -9,6 +10,7 @@
 #include "gradient/sharded_one_pass.h"
 #include "gradient/tree.h"
 #include "lockstep/base/error.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "optimizer/describe.h"
 
 namespace lockstep {
@@ -77,6 +79,11 @@ std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& paramete
   return sync;
 }
 
+std::string state_of(const gradient::Updater& updater) {
+  return updater.state_is_as_remembered() ? "an optimizer state as its last step left it"
+                                          : "an optimizer state that changed since its last step";
+}
+
 }  // namespace
 
 GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, const Optimizer& optimizer,
@@ -84,6 +91,7 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
     : parameters_(std::move(parameters)),
       ranks_(ranks_of(*parameters_, optimizer, options.shard_state)),
       compare_copies_every_(ranks_.size() > 1 || options.elastic ? options.compare_copies_every : 0),
+      replaces_differing_copies_(options.replace_differing_copies),
       servers_(options.servers),
       sync_(make_sync(*parameters_, optimizer, ranks_, options)),
       updater_(parameters_, optimizer, sync_->shards()),
@@ -149,11 +157,37 @@ bool GradientPath::compares() const {
 
 // Compares values with those of the other processes. Optimizer state may exist in this process alone, so it is compared
 // with its hash after the last step, which finds changes between these two steps.
-void GradientPath::compare() const {
+void GradientPath::compare() {
+  if (replaces_differing_copies_) replace_differing_copies();
   parameters_->compare_copies(ranks_);
-  ranks_.check_all_agree("optimizer states", updater_.state_is_as_remembered()
-                                                 ? "a state as its last step left it"
-                                                 : "a state that changed since its last step");
+  ranks_.check_all_agree("optimizer states", state_of(updater_));
+}
+
+// Where more than half of the processes have the same: the others take their values and optimizer states.
+void GradientPath::replace_differing_copies() {
+  const auto all = ranks_.all_gather(parameters_->hashes() + state_of(updater_));
+  const auto times = [&](const std::string& one) { return std::count(all.begin(), all.end(), one); };
+  const auto root = std::find_if(all.begin(), all.end(), [&](const auto& one) {
+    return 2 * times(one) > static_cast<std::ptrdiff_t>(all.size());
+  });
+  if (root == all.end() || times(*root) == static_cast<std::ptrdiff_t>(all.size())) return;
+  const auto rank = static_cast<int>(root - all.begin());
+  for (std::size_t other = 0; ranks_.rank() == rank && other < all.size(); ++other) {
+    if (all[other] == *root) continue;
+    const auto [mine, theirs] = first_difference(*root, all[other]);
+    log_warning(text("worker ", other, " had ", theirs, ", and most workers ", mine, ": it gets worker ", rank,
+                     "'s values and optimizer state"));
+  }
+  std::vector<at::Tensor> values;
+  const auto& slots = parameters_->slots();
+  const auto states = updater_.optimizer().rule().states().size();
+  for (std::size_t i = 0; i < slots.size(); ++i) {
+    values.push_back(parameters_->parameter(0, i));
+    for (std::size_t k = 0; slots[i].trainable && k < states; ++k) values.push_back(updater_.state(i, k));
+  }
+  broadcast(ranks_, values, rank);
+  for (std::size_t i = 0; i < slots.size(); ++i) parameters_->assign(i, parameters_->parameter(0, i));
+  updater_.remember_state();
 }
 
 bool GradientPath::can_be_recorded() const {

@@ -26,6 +26,7 @@ struct GradientPathOptions {
   std::shared_ptr<parameter_server::Client> servers = {};  // which update; null: this process updates itself
   double timeout_seconds = 600;                            // of a call to them that reads rows of a table
   std::int64_t compare_copies_every = 100;                 // steps, with several processes; 0: never
+  bool replace_differing_copies = false;                   // by those that most processes have
   bool elastic = false;                                    // there may be other processes later
 };
 
@@ -88,11 +89,13 @@ class GradientPath {
 
  private:
   bool compares() const;
-  void compare() const;
+  void compare();
+  void replace_differing_copies();
 
   const std::shared_ptr<ReplicatedParameters> parameters_;
   const Communicator ranks_;
   const std::int64_t compare_copies_every_;
+  const bool replaces_differing_copies_;
   const std::shared_ptr<parameter_server::Client> servers_;
   const std::unique_ptr<gradient::GradientSync> sync_;
   gradient::Updater updater_;

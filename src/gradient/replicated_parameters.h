@@ -106,7 +106,8 @@ class ReplicatedParameters {
   // while replicas run.
   void compare_models(const Communicator& workers) const;
   std::string describe() const;  // what is compared: a line a tensor
-  void compare_copies(const Communicator& workers) const;
+  void compare_copies(const Communicator& workers) const { workers.check_all_agree("copies", hashes()); }
+  std::string hashes() const;  // of all copies: a line a tensor
 
   // Updates which parameters require gradients, for a new optimizer. Throws InvalidArgument when replicas differ.
   void update_trainable();

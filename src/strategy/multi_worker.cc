@@ -22,6 +22,11 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
     throw InvalidArgument(text("MultiWorkerMirroredStrategy: compare_copies_every is ", options.compare_copies_every,
                                "; it must be 0 (never) or more steps"));
   }
+  if (options.replace_differing_copies && options.shard_optimizer_state) {
+    throw InvalidArgument(
+        "MultiWorkerMirroredStrategy: replace_differing_copies is not for shard_optimizer_state, where no other worker "
+        "has the state of one that differs");
+  }
   if (const auto& elastic = options.elastic) {
     if (elastic->min_workers < 1) {
       throw InvalidArgument(
@@ -81,7 +86,8 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
                                            .gradient_dtype = communication.gradient_dtype},
                                .shard_optimizer_state = options.shard_optimizer_state,
                                .elastic = options.elastic,
-                               .compare_copies_every = options.compare_copies_every});
+                               .compare_copies_every = options.compare_copies_every,
+                               .replace_differing_copies = options.replace_differing_copies});
   return settings;
 }
 

@@ -70,12 +70,13 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
 }
 
 std::string StrategyImpl::describe() const {
-  const auto& [job, group, buckets, shard_state, elastic, compare_copies_every] = *settings_.workers;
+  const auto& [job, group, buckets, shard_state, elastic, compare_copies_every, replace_differing] = *settings_.workers;
   return text("Lockstep ", version(), "\nLibTorch ", TORCH_VERSION, "\nnumber of replicas ", replicas(),
               "\ngradient_dtype ", buckets.gradient_dtype ? name_of(*buckets.gradient_dtype) : "none",
               "\nbucket_cap in bytes ", buckets.bucket_bytes, "\nfirst_bucket in bytes ", buckets.first_bucket_bytes,
               "\nshard_optimizer_state ", shard_state ? "true" : "false", "\ncompare_copies_every ",
-              compare_copies_every, "\nelastic.min_workers ", elastic ? std::to_string(elastic->min_workers) : "none");
+              compare_copies_every, "\nreplace_differing_copies ", replace_differing ? "true" : "false",
+              "\nelastic.min_workers ", elastic ? std::to_string(elastic->min_workers) : "none");
 }
 
 std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& optimizer,
@@ -85,6 +86,7 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
     options.buckets = settings_.workers->buckets;
     options.shard_state = settings_.workers->shard_optimizer_state;
     options.compare_copies_every = settings_.workers->compare_copies_every;
+    options.replace_differing_copies = settings_.workers->replace_differing_copies;
     options.elastic = is_elastic();
   }
   if (servers() == nullptr) return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);

@@ -28,6 +28,7 @@ struct WorkerSettings {
   bool shard_optimizer_state = false;
   std::optional<ElasticOptions> elastic = {};
   std::int64_t compare_copies_every = 100;
+  bool replace_differing_copies = false;
 };
 
 // The three things that a strategy decides, and the devices it decides them for.

@@ -52,6 +52,12 @@ struct MultiWorkerMirroredOptions {
   std::optional<ElasticOptions> elastic = {};
 
   std::int64_t compare_copies_every = 100;  // steps between comparing a hash of each variable on all workers; 0: never
+
+  // Where more than half of the workers are found to have the same copies, the others get theirs, with the optimizer's
+  // state and a warning that names them. The gradients that they computed since they differ have been used. Not with
+  // shard_optimizer_state.
+  bool replace_differing_copies = false;
+
   double start_timeout_seconds = 300;       // until all workers have come
 };
 
@@ -60,7 +66,7 @@ struct MultiWorkerMirroredOptions {
 // alone writes logs and checkpoints.
 //
 // Copies that are found to differ end the training on all workers with InvalidArgument, which names a worker and a
-// variable.
+// variable, unless replace_differing_copies is set.
 //
 // A worker that is lost ends the training on all others with PeerLost, which names it. With `elastic`, `fit` goes on:
 // the others keep their memory, agree on the last step that one of them has applied, and divide the batches anew from
