@@ -59,9 +59,8 @@ std::shared_ptr<Session> Membership::make_session() {
 }
 
 std::shared_ptr<void> Membership::on_regroup(std::function<void()> call) {
-  users_.push_back(std::move(call));
-  const auto place = std::prev(users_.end());
-  return {nullptr, [this, place](void*) { users_.erase(place); }};
+  on_regroup_->push_back(std::move(call));
+  return {nullptr, [calls = on_regroup_, place = std::prev(on_regroup_->end())](void*) { calls->erase(place); }};
 }
 
 void Membership::begin_training() {
@@ -96,14 +95,17 @@ bool Membership::changes(const std::array<double, 3>& sums) {
 
 void Membership::regroup(std::vector<int> lost) {
   ::lockstep::elastic::Change change{.lost = std::move(lost), .leaves = signal_ == SIGTERM};
-  if (watch_ && change.lost.empty()) change.newcomers = watch_->waiting();
+  try {
+    if (watch_ && change.lost.empty()) change.newcomers = watch_->waiting();
+  } catch (const DeadlineExceeded&) {  // the store is slow: they are taken in later
+  }
   Session::set(nullptr);
   while (true) {
     try {
       job_ = job_.regroup(change, Deadline::after(std::chrono::duration<double>(kRegroupSeconds)));
       if (change.leaves) throw Interrupted(SIGTERM);
       Session::set(make_session());
-      for (const auto& call : users_) call();
+      for (const auto& call : *on_regroup_) call();
       break;
     } catch (const std::exception& error) {
       const auto others = ::lockstep::elastic::lost_in(error);

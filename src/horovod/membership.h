@@ -55,7 +55,8 @@ class Membership {
   const InitOptions options_;
   std::shared_ptr<void> presence_;
   bool joined_ = false;
-  std::list<std::function<void()>> users_;
+  using Calls = std::list<std::function<void()>>;
+  const std::shared_ptr<Calls> on_regroup_ = std::make_shared<Calls>();  // handles may live longer than this
   std::optional<train::SignalGuard> signals_;
   std::optional<::lockstep::elastic::Watch> watch_;  // of the first rank of a host
   int signal_ = 0;                                   // that it said last that it has got

@@ -58,7 +58,7 @@ struct MultiWorkerMirroredOptions {
   // shard_optimizer_state.
   bool replace_differing_copies = false;
 
-  double start_timeout_seconds = 300;       // until all workers have come
+  double start_timeout_seconds = 300;  // until all workers have come
 };
 
 // A copy of every variable on each device of every worker, kept equal bit for bit. All workers run the same program:
