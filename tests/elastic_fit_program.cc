@@ -37,6 +37,8 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // join. KILOBYTES: to be printed in each step. FITS: how many trainings one after the other, with an evaluation and a
 // prediction behind each; in that behind the first one VICTIM is killed where PLACE is "predict". VALIDATE=0: without
 // validation.
+//
+// MODELS=2: a second model, made before the first fit, is trained too. MORE_S: seconds of work behind the last fit.
 int main() {
   try {
     const lockstep::MultiWorkerMirroredStrategy strategy(
@@ -78,6 +80,10 @@ int main() {
     model.compile({.optimizer = lockstep::Adam({.learning_rate = 0.01}),
                    .loss = lockstep::Loss("squares", loss),
                    .metrics = {"mean_absolute_error"}});
+    lockstep::Sequential second(
+        {lockstep::Dense(4, {.kernel_initializer = "ones"}), lockstep::Dense(3, {.kernel_initializer = "ones"})});
+    second.compile({.optimizer = lockstep::SGD({.learning_rate = 0.01}), .loss = "mse"});
+    if (number("MODELS", 1) == 2) second.build({6}, at::kDouble);
     auto last = Clock::now();
     double longest = 0;
     std::int64_t ended = 0;
@@ -113,6 +119,12 @@ int main() {
                                  .callbacks = callbacks,
                                  .validation_data = number("VALIDATE", 1) == 1 ? std::optional(data) : std::nullopt});
     }
+    if (number("MODELS", 1) == 2) {
+      second.fit(data, {.epochs = 2, .verbose = 0});
+      second.fit(data, {.epochs = 1, .verbose = 0});
+      std::cout << std::setprecision(15) << "second " << second.evaluate(data)["loss"] << std::endl;
+    }
+    sleep(static_cast<unsigned>(number("MORE_S", 0)));
     const auto net = model.module<torch::nn::Module>();
     std::ostringstream out;
     out << std::setprecision(15);

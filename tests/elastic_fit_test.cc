@@ -192,6 +192,21 @@ TEST_F(Elastic, AWorkerIsLostBetweenTwoFitsOrInTheSecond) {
   }
 }
 
+// Also a newcomer, which made its second model before it joined.
+TEST_F(Elastic, AnotherModelIsTrainedAfterALossInTheFirst) {
+  auto whole = run({"MODELS=2"}, 0, 0);
+  const auto expected = numbers_after(whole.wait_for_end(60), "second");
+  ASSERT_EQ(expected.size(), 1U) << whole.text();
+  for (const int restarts : {0, 1}) {
+    SCOPED_TRACE(testing::Message() << restarts << " restarts");
+    auto job =
+        run({"MODELS=2", "VICTIM=1", "STEP=15", "PLACE=forward", text("STEP_MS=", 30 * restarts)}, 3, 2, restarts);
+    const auto got = numbers_after(job.wait_for_end(60), "second");
+    EXPECT_EQ(static_cast<int>(got.size()), 2 + restarts) << job.text();
+    for (const auto& one : got) EXPECT_LE(difference(one, expected[0]), 1e-9) << job.text();
+  }
+}
+
 TEST_F(Elastic, ANewcomerComesToTheSecondFit) {
   auto job = run({"FITS=2", "VICTIM=1", "STEP=138", "PLACE=forward", "STEP_MS=30"}, 3, 2, 1);
   EXPECT_EQ(numbers_after(job.wait_for_end(60), "steps 120, weights").size(), 3U) << job.text();

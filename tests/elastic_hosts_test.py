@@ -162,6 +162,14 @@ class ElasticHosts(Trainings):
                 self.expect_trained([1 - victim], 2)
                 self.expect_end(0)
 
+    def test_a_worker_is_lost_in_the_second_fit(self):
+        """What the first one's end has told the launchers is about the first."""
+        self.start(3, FITS=2, VICTIM=2, STEP=150, PLACE="forward", MORE_S=8)
+        for rank in (0, 1):
+            self.wait_for(rank, "longest")
+            self.assertIn(f"steps {2 * STEPS_OF_AN_EPOCH * self.variables['EPOCHS']}, weights", self.log(rank))
+        self.expect_end(0)
+
     def test_a_divided_job_goes_on_in_one_part(self):
         self.begin(5)
         self.hosts.divide([0, 1])  # also the launcher

@@ -54,6 +54,7 @@ namespace lockstep::horovod {
 struct InitOptions {
   GroupOptions group = {};              // its timeout_seconds: for the others to come
   double timeout_seconds = 1800;        // of each operation
+  double regroup_seconds = 60;          // of elastic jobs: how long ranks that remain wait for each other
   std::optional<Cluster> cluster = {};  // instead of what the launcher left in the environment
 };
 

@@ -44,14 +44,18 @@ void remove_file(const fs::path& path) {
   require(failed, "remove", path);
 }
 
-void keep_as(const fs::path& from, const fs::path& to) {
-  const auto beside = fs::path(to.string() + "." + fresh_name());
+void link_or_copy(const fs::path& from, const fs::path& to) {
   std::error_code failed;
-  fs::create_hard_link(from, beside, failed);
-  if (failed) fs::copy_file(from, beside, failed);
+  fs::create_hard_link(from, to, failed);
+  if (failed) fs::copy_file(from, to, failed);
   require(failed, "copy", from);
-  fs::rename(beside, to, failed);
-  require(failed, "write", to);
+}
+
+void rename_file(const fs::path& from, const fs::path& to) {
+  std::error_code failed;
+  fs::rename(from, to, failed);
+  require(failed, "rename", from);
+  fs::remove(from, failed);  // where both were the same file, rename has done nothing
 }
 
 void make_folders(const fs::path& folder) {

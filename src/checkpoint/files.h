@@ -11,8 +11,9 @@ bool file_exists(const std::filesystem::path& path);
 std::filesystem::path absolute_path(const std::filesystem::path& path);
 void remove_file(const std::filesystem::path& path);  // does nothing where it does not exist
 
-// `to` is then the same file as `from` is now, or a copy where the file system has no hard links; `to` appears whole.
-void keep_as(const std::filesystem::path& from, const std::filesystem::path& to);
+// `to`, which is not there, is then the same file as `from` is now, or a copy where the file system has no hard links.
+void link_or_copy(const std::filesystem::path& from, const std::filesystem::path& to);
+void rename_file(const std::filesystem::path& from, const std::filesystem::path& to);
 
 // Creates the missing folders of the path `folder`, and flushes the folders in which one was created.
 void make_folders(const std::filesystem::path& folder);

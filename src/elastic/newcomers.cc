@@ -208,11 +208,10 @@ void Watch::watch(const std::stop_token& stop) {
 // Again after an exception.
 void Watch::add(const std::string& printed) {
   const auto [newcomer, training, description] = entry_in(printed);
-  if (training < training_ || was_answered(newcomer)) return;  // it will find that its training has ended
-  if (training > training_ || description != description_) {
-    const auto [ours, theirs] = training > training_
-                                    ? std::pair(text("begun ", training_ + 1, " trainings"), text(training + 1))
-                                    : first_difference(description_, description);
+  // It will find that its training has ended; or it has, and this one's end is near.
+  if (training != training_ || was_answered(newcomer)) return;
+  if (description != description_) {
+    const auto [ours, theirs] = first_difference(description_, description);
     const auto why = text("this process cannot join the job, which has ", ours, "; it has ", theirs);
     refuse(*registry_, newcomer, why);
     return log_warning(text("a newcomer was refused: ", why));

@@ -80,9 +80,11 @@ class Entries {
 
 std::string key_of_invitation(const std::string& newcomer) { return "invitation of " + newcomer; }
 
-std::optional<std::vector<int>> lost_in(const std::exception& error) {
+std::optional<std::vector<int>> lost_in(const std::exception& error, std::int64_t generation) {
   using Ranks = std::vector<int>;
-  if (const auto* const peer = dynamic_cast<const PeerLost*>(&error)) return Ranks{peer->rank()};
+  if (const auto* const peer = dynamic_cast<const PeerLost*>(&error)) {
+    return peer->generation() == generation ? Ranks{peer->rank()} : Ranks();
+  }
   if (const auto* const late = dynamic_cast<const DeadlineExceeded*>(&error)) {
     return late->ranks().empty() ? std::nullopt : std::optional(late->ranks());
   }

@@ -30,9 +30,9 @@ struct Change {
 // InvalidArgument for ranks that do not exist.
 Members next_generation(const Members& now, Registry& registry, const Change& change, Deadline deadline);
 
-// Where the exception says that a member is lost (PeerLost, DeadlineExceeded with ranks, Aborted): the ranks that are
-// known to be; others may know more.
-std::optional<std::vector<int>> lost_in(const std::exception& error);
+// Where the exception says that a member is lost (PeerLost, DeadlineExceeded with ranks, Aborted): the ranks of this
+// generation that are known to be; others may know more.
+std::optional<std::vector<int>> lost_in(const std::exception& error, std::int64_t generation);
 
 // The first rank, but this one's, whose process has gone.
 std::optional<int> first_gone(const Members& members, Registry& registry);

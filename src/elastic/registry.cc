@@ -178,7 +178,13 @@ void Registry::tell(const std::string& store, const std::string& key, const std:
 
 std::vector<char> Registry::have_gone(const std::vector<Process>& processes) {
   std::vector<char> gone(processes.size());
-  stores_->for_each(processes.size(), [&](std::size_t i) { gone[i] = has_ended_or_is_silent(processes[i]); });
+  std::vector<std::string> stores;
+  for (const auto& process : processes) add_store(stores, process.store);
+  stores_->for_each(stores.size(), [&](std::size_t store) {
+    for (std::size_t i = 0; i < processes.size(); ++i) {
+      if (processes[i].store == stores[store]) gone[i] = has_ended_or_is_silent(processes[i]) ? 1 : 0;
+    }
+  });
   return gone;
 }
 

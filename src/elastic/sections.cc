@@ -44,7 +44,7 @@ void Sections::run(const std::function<Numbers()>& act, const std::function<void
   while (true) {
     Change change;
     try {
-      auto numbers = act();
+      auto numbers = call(act);
       const auto generation = member_.generation();
       finish(numbers);
       completed_.last = std::move(numbers);
@@ -56,6 +56,15 @@ void Sections::run(const std::function<Numbers()>& act, const std::function<void
     if (recover(std::move(change), finish)) return;
   }
   ++completed_.count;
+}
+
+Sections::Numbers Sections::call(const std::function<Numbers()>& act) {
+  struct Within {
+    explicit Within(bool& is_in_one) : flag(is_in_one) { flag = true; }
+    ~Within() { flag = false; }
+    bool& flag;
+  } const within(completed_.is_in_one);
+  return act();
 }
 
 void Sections::begin() {
@@ -85,7 +94,7 @@ void Sections::join(const std::function<void()>& enter) {
 }
 
 bool Sections::goes_on_behind(const std::exception& error) {
-  auto lost = lost_in(error);
+  auto lost = lost_in(error, member_.generation());
   if (!lost) return false;
   member_.on_loss(error);
   begin();
@@ -95,7 +104,7 @@ bool Sections::goes_on_behind(const std::exception& error) {
 
 // Where the exception that is handled is a member's loss: who is known to be lost.
 std::vector<int> Sections::lost_or_rethrow(const std::exception& error) {
-  auto lost = lost_in(error);
+  auto lost = lost_in(error, member_.generation());
   if (!lost) throw;
   member_.on_loss(error);
   return *lost;
@@ -119,7 +128,7 @@ bool Sections::recover(Change change, const std::function<void(const Numbers&)>&
 // In the new generation: brings all to the same section.
 void Sections::catch_up(int size_before, const std::function<void(const Numbers&)>& finish) {
   const auto updates = member_.updates();
-  const Report mine{.completed = completed_.count,
+  const Report mine{.completed = is_newcomer_ ? 0 : completed_.count,
                     .generation = completed_.generation,
                     .updates = updates,
                     .updated = updated || updates > updates_before_,

@@ -64,6 +64,7 @@ class Sections {
     std::int64_t count = 0;
     Numbers last;                 // of the last one
     std::int64_t generation = 0;  // in which these were agreed on
+    bool is_in_one = false;       // its act() runs
   };
 
   Sections(Member& member, Completed& completed) : member_(member), completed_(completed) {}
@@ -90,6 +91,7 @@ class Sections {
 
  private:
   struct Report;  // of a member, on where it is
+  Numbers call(const std::function<Numbers()>& act);
   void begin();
   std::vector<int> lost_or_rethrow(const std::exception& error);
   bool recover(Change change, const std::function<void(const Numbers&)>& finish);

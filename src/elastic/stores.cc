@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <random>
+#include <system_error>
 #include <thread>
 
 #include "base/text.h"
@@ -86,7 +87,13 @@ double ConnectedStores::now() const {
 
 void ConnectedStores::for_each(std::size_t count, const std::function<void(std::size_t)>& ask) {
   std::vector<std::jthread> threads;
-  for (std::size_t i = 1; i < count; ++i) threads.emplace_back(ask, i);
+  for (std::size_t i = 1; i < count; ++i) {
+    try {
+      threads.emplace_back(ask, i);
+    } catch (const std::system_error&) {  // there are too many
+      ask(i);
+    }
+  }
   if (count > 0) ask(0);
 }
 

@@ -44,8 +44,7 @@ void Bucketed::prepare() {
 }
 
 void Bucketed::regroup() {
-  buckets_->rebuild_after_regroup();
-  start_step();
+  if (buckets_->rebuild_after_regroup()) start_step();
 }
 
 void Bucketed::start_step() {

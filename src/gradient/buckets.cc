@@ -304,7 +304,7 @@ void Buckets::restore_order(const std::vector<std::int64_t>& order) {
   knows_order_ = true;
   if (order == order_) return;
   order_ = order;
-  make();
+  if (regroups_ == ranks_.regroups()) make();
 }
 
 }  // namespace lockstep::gradient

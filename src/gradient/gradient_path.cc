@@ -96,7 +96,11 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
       sync_(make_sync(*parameters_, optimizer, ranks_, options)),
       updater_(parameters_, optimizer, sync_->shards()),
       hooks_(*parameters_, *sync_) {
-  if (parameters_->workers().size() == 1) return;
+  const bool is_alone = parameters_->workers().size() == 1;
+  if (is_alone) {
+    if (options.elastic && ranks_.size() == 1) prepare();  // others that come have done so
+    return;
+  }
   hooks_.install();
   prepared_ = true;
 }

@@ -31,8 +31,9 @@ class GradientSync {
   // After values were set from outside: brings them to whoever updates them. Likewise.
   virtual void store(Deadline /*deadline*/) {}
 
-  // After the processes' Communicator has another Group, and a step that failed: the next one is made with that.
-  // Collective. Only for syncs whose processes each have all state.
+  // After the processes' Communicator has got another Group, and a step that may have failed: the next one is made with
+  // that. Collective, between steps; does nothing where it has been called since. Only for syncs whose processes each
+  // have all state.
   virtual void regroup() {}
 
   // Which elements this process updates, and by which replicas. After `prepare`.

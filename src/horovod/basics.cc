@@ -50,11 +50,14 @@ void init(const InitOptions& options) {
   if (!(options.timeout_seconds > 0)) {
     throw InvalidArgument(text("horovod::init: timeout_seconds is ", options.timeout_seconds, "; it must be above 0"));
   }
+  if (!(options.regroup_seconds > 0)) {
+    throw InvalidArgument(text("horovod::init: regroup_seconds is ", options.regroup_seconds, "; it must be above 0"));
+  }
   const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
   if (!cluster.host_store.empty()) {
     Membership::set(std::make_shared<Membership>(cluster, options));
     use_cores(cluster.world.local_size > 1);
-    return Session::set(Membership::current()->make_session());
+    return Membership::current()->begin();
   }
   const Job job(cluster, options.group.timeout_seconds);
   use_cores(job.size() > 1);

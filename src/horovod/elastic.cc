@@ -12,41 +12,48 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/safetensors.h"
-#include "elastic/next_generation.h"
 #include "horovod/broadcast_bytes.h"
 #include "horovod/membership.h"
 #include "horovod/session.h"
 
 namespace lockstep::horovod::elastic {
-namespace {
+class Trainer {
+ public:
+  Trainer(State& state, const std::function<void(State&)>& train) : state_(state), train_(train) {}
 
-void run_from_commits(State& state, const std::function<void(State&)>& train) {
-  const auto membership = Membership::current();
-  if (!membership) {
-    state.sync();
-    return train(state);
-  }
-  membership->begin_training();
-  while (true) {
-    std::vector<int> lost;
-    try {
-      state.sync();
-      train(state);
-      return membership->end_training();
-    } catch (const HostsUpdatedInterrupt&) {
-    } catch (const std::exception& error) {
-      const auto ranks = ::lockstep::elastic::lost_in(error);
-      if (!ranks) throw;
-      log_warning(text("training goes on from its last commit: ", error.what()));
-      state.restore();
-      lost = *ranks;
+  void run() {
+    const auto membership = Membership::current();
+    if (!membership) return sync_and_train();
+    membership->begin_training();
+    while (true) {
+      std::vector<int> lost;
+      try {
+        sync_and_train();
+        return membership->end_training();
+      } catch (const HostsUpdatedInterrupt&) {
+      } catch (const std::exception& error) {
+        const auto ranks = membership->lost_in(error);
+        if (!ranks) throw;
+        log_warning(text("training goes on from its last commit: ", error.what()));
+        state_.restore();
+        lost = *ranks;
+      }
+      membership->regroup(std::move(lost));
+      state_.on_reset();
     }
-    membership->regroup(std::move(lost));
-    state.on_reset();
   }
-}
 
-}  // namespace
+ private:
+  void sync_and_train() {
+    state_.sync();
+    state_.commits_ = state_.newest_;
+    if (const auto membership = Membership::current()) membership->has_state();
+    train_(state_);
+  }
+
+  State& state_;
+  const std::function<void(State&)>& train_;
+};
 
 void State::register_reset_callbacks(std::vector<std::function<void()>> callbacks) {
   for (auto& callback : callbacks) callbacks_.push_back(std::move(callback));
@@ -77,14 +84,17 @@ void State::check_host_updates() {
 
 int State::newest_rank() {
   const auto session = Session::current();
+  const auto membership = Membership::current();
+  const std::int64_t mine = membership && membership->lacks_state() ? -1 : commits_;
   std::vector<std::int64_t> commits(static_cast<std::size_t>(session->size()));
   session->run([&] {
     session->negotiate(Announcement::of("sync of an elastic state"));
-    session->group().all_gather({&commits_, 1, DType::int64}, {commits.data(), commits.size(), DType::int64},
+    session->group().all_gather({&mine, 1, DType::int64}, {commits.data(), commits.size(), DType::int64},
                                 session->deadline());
   });
   const auto newest = std::max_element(commits.begin(), commits.end());
-  commits_ = *newest;
+  if (*newest < 0) throw ClusterError("all ranks that had the state of the training were lost before this one got it");
+  newest_ = *newest;
   return static_cast<int>(newest - commits.begin());
 }
 
@@ -169,7 +179,7 @@ void TorchState::sync() {
 }
 
 std::function<void(State& state)> run(std::function<void(State& state)> train) {
-  return [train = std::move(train)](State& state) { run_from_commits(state, train); };
+  return [train = std::move(train)](State& state) { Trainer(state, train).run(); };
 }
 
 }  // namespace lockstep::horovod::elastic

@@ -12,7 +12,7 @@
 namespace lockstep::horovod {
 namespace {
 
-constexpr double kRegroupSeconds = 10, kLostHostSeconds = 3;
+constexpr double kLostHostSeconds = 3;
 constexpr std::int64_t kTraining = 0;  // a program has one
 
 std::shared_ptr<Membership>& current_membership() {
@@ -21,12 +21,6 @@ std::shared_ptr<Membership>& current_membership() {
 }
 
 std::string description() { return text("Lockstep ", version(), "\nhvd::elastic"); }
-
-GroupOptions for_later_generations(GroupOptions options) {
-  options.timeout_seconds = kRegroupSeconds;
-  options.lost_host_seconds = kLostHostSeconds;
-  return options;
-}
 
 }  // namespace
 
@@ -44,7 +38,7 @@ Membership::Membership(const Cluster& cluster, const InitOptions& options)
   if (!members) throw ClusterError("the training that this process was to join has ended");
   presence_ = candidate.presence();
   job_ = job_.joined(*members);
-  joined_ = true;
+  joined_ = lacks_state_ = true;
 }
 
 std::shared_ptr<Membership> Membership::current() { return current_membership(); }
@@ -52,10 +46,28 @@ void Membership::set(std::shared_ptr<Membership> membership) { current_membershi
 
 std::shared_ptr<Session> Membership::make_session() {
   const bool is_first = job_.world().generation == 0;
-  auto options = for_later_generations(options_.group);
-  if (is_first) options.timeout_seconds = options_.group.timeout_seconds;
+  auto options = options_.group;
+  options.lost_host_seconds = kLostHostSeconds;
+  if (!is_first) options.timeout_seconds = options_.regroup_seconds;
   const auto group = is_first ? job_.group(options) : collective::group_of_generation(job_, options);
   return session_of(job_.world(), group, options_.timeout_seconds);
+}
+
+// Of those that a process which comes later finds, one may be lost meanwhile.
+void Membership::begin() {
+  std::vector<int> lost;
+  try {
+    return Session::set(make_session());
+  } catch (const std::exception& error) {
+    const auto ranks = lost_in(error);
+    if (!ranks || !joined_) throw;
+    lost = *ranks;
+  }
+  regroup(std::move(lost));
+}
+
+std::optional<std::vector<int>> Membership::lost_in(const std::exception& error) const {
+  return ::lockstep::elastic::lost_in(error, job_.world().generation);
 }
 
 std::shared_ptr<void> Membership::on_regroup(std::function<void()> call) {
@@ -102,19 +114,19 @@ void Membership::regroup(std::vector<int> lost) {
   Session::set(nullptr);
   while (true) {
     try {
-      job_ = job_.regroup(change, Deadline::after(std::chrono::duration<double>(kRegroupSeconds)));
+      job_ = job_.regroup(change, Deadline::after(std::chrono::duration<double>(options_.regroup_seconds)));
       if (change.leaves) throw Interrupted(SIGTERM);
       Session::set(make_session());
       for (const auto& call : *on_regroup_) call();
       break;
     } catch (const std::exception& error) {
-      const auto others = ::lockstep::elastic::lost_in(error);
+      const auto others = lost_in(error);
       if (!others) throw;
       change = {.lost = *others, .newcomers = {}, .leaves = change.leaves, .insists = true};
     }
   }
   if (watch_) watch_->forget_invited();
-  watch();
+  if (signals_) watch();
 }
 
 }  // namespace lockstep::horovod

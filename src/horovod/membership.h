@@ -30,8 +30,15 @@ class Membership {
   // Whether the others were training when this process came, and it has not begun to.
   bool joined() const { return joined_; }
 
-  // The Session of the ranks that there are. Collective.
-  std::shared_ptr<Session> make_session();
+  // Whether this process came later, and has not got the others' state yet.
+  bool lacks_state() const { return lacks_state_; }
+  void has_state() { lacks_state_ = false; }
+
+  // Makes the process's session: of the ranks that there are. Collective.
+  void begin();
+
+  // As elastic::lost_in, of this generation.
+  std::optional<std::vector<int>> lost_in(const std::exception& error) const;
 
   // Calls it when there is another session, in the order of these calls, until the returned handle is destroyed.
   std::shared_ptr<void> on_regroup(std::function<void()> call);
@@ -50,11 +57,12 @@ class Membership {
 
  private:
   void watch();
+  std::shared_ptr<Session> make_session();
 
   Job job_;
   const InitOptions options_;
   std::shared_ptr<void> presence_;
-  bool joined_ = false;
+  bool joined_ = false, lacks_state_ = false;
   using Calls = std::list<std::function<void()>>;
   const std::shared_ptr<Calls> on_regroup_ = std::make_shared<Calls>();  // handles may live longer than this
   std::optional<train::SignalGuard> signals_;

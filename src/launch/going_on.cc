@@ -77,7 +77,9 @@ void JobProcesses::notice_those_left_out() {
   looks_again_ = Deadline::after(kBetweenLooks);
   std::vector<const Child*> left;
   for (std::size_t i = 0; i < children_.size(); ++i) {
-    if (!children_[i]->ended() && members_[i].environment.contains("LOCKSTEP_JOIN")) return;
+    // A host's launcher looks after its own ranks.
+    const bool joins = members_[i].environment.contains("LOCKSTEP_JOIN");
+    if (!children_[i]->ended() && (joins || children_[i]->is_controlled())) return;
     if (!children_[i]->ended()) left.push_back(children_[i].get());
   }
   const bool some_ended = left.size() < children_.size();

@@ -3,6 +3,7 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <optional>
 #include <sstream>
 
 #include "base/text.h"
@@ -12,7 +13,8 @@
 namespace lockstep::launch {
 namespace {
 
-constexpr std::chrono::seconds kToHold(30);  // the members regroup within less
+constexpr std::chrono::seconds kToHold(30);  // where no other launcher says that the job has ended
+constexpr double kSilentSeconds = 5;
 constexpr int kBetweenLooksMs = 100;
 
 }  // namespace
@@ -52,8 +54,13 @@ std::vector<std::string> stores_of_members(const Store& store) {
 
 void hold_store(const Store& store, ControlProtocol& control, const Signals& signals) {
   using Kind = ControlProtocol::Message::Kind;
-  const auto limit = Deadline::after(kToHold);
-  while (!limit.passed() && signals.next() == 0) {
+  std::optional<Deadline> limit;
+  while (!(limit && limit->passed()) && signals.next() == 0) {
+    if (!control.silent_for(kSilentSeconds)) {
+      limit.reset();
+    } else if (!limit) {
+      limit = Deadline::after(kToHold);
+    }
     const auto needed = stores_of_members(store);
     if (std::find(needed.begin(), needed.end(), store.address()) == needed.end()) return;
     for (auto message = control.next(); message.kind != Kind::none; message = control.next()) {

@@ -25,8 +25,8 @@ void use_store(JobProcesses::Context& context, const Store& store);
 // The stores of an elastic job's members, one for each member, as `store` knows them; empty where it knows none.
 std::vector<std::string> stores_of_members(const Store& store);
 
-// After the ranks of a host have ended: keeps its store while the members need it to agree on who goes on, some seconds
-// at the most, or until the other launcher or a signal ends this.
+// After the ranks of a host have ended: keeps its store while the members need it to agree on who goes on, until the
+// other launcher or a signal ends this; where that launcher is silent, half a minute.
 void hold_store(const Store& store, ControlProtocol& control, const Signals& signals);
 
 }  // namespace lockstep::launch

@@ -9,6 +9,7 @@
 
 #include "base/text.h"
 #include "cluster/rendezvous.h"
+#include "cluster/resolvers.h"
 #include "launch/host_part.h"
 #include "launch/job_store.h"
 #include "launch/launcher.h"

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/hash.h"
 #include "elastic/sections.h"
 #include "gradient/gradient_path.h"
 #include "lockstep/base/random.h"
@@ -83,9 +84,9 @@ class StrategyImpl {
   // What must be the same for all workers, in lines.
   std::string describe() const;
 
-  // Of the replicas' random numbers. After set_runs, those of the next run, and of some more, are those of `seed` and
-  // `number`, whatever ran before.
-  std::uint64_t seed() const { return seed_; }
+  // Of the replicas' random numbers, for a loop that numbers its runs. After set_runs, those of the next run, and of
+  // some more, are those of `seed` and `number`, whatever ran before.
+  std::uint64_t next_loop_seed() { return mix(seed_, ++loops_); }
   void set_runs(std::uint64_t seed, std::uint64_t number) {
     seed_ = seed;
     runs_ = number << 20;
@@ -159,7 +160,7 @@ class StrategyImpl {
   Communicator workers_;
   mutable std::vector<std::optional<Group>> all_groups_;  // [replica], of all workers' replicas; that replica's own
   std::uint64_t seed_ = next_random_seed();
-  std::uint64_t runs_ = 0;
+  std::uint64_t runs_ = 0, loops_ = 0;
   std::atomic<std::uint64_t> ended_runs_ = 0;
   std::int64_t trainings_ = 0;
   elastic::Sections::Completed completed_sections_;

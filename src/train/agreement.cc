@@ -32,7 +32,7 @@ void Agreement::finish(std::span<const double> sums) { std::copy_n(sums.end() - 
 std::vector<double> Agreement::checked(std::vector<double> sums) const {
   if (sums.back() == kMark * peers_().size()) return sums;
   throw InvalidArgument(text(worker_.what(),
-                             ": the workers do not make the same calls; does code that only the chief runs ",
+                             ": the workers do not make the same calls; does a callback that only the chief calls ",
                              "(only_on_chief) save, evaluate or train a model?"));
 }
 

@@ -56,7 +56,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
         module_(std::move(module)),
         optimizer_(std::move(optimizer)),
         objects_(std::move(objects)) {
-    place.seed = this->strategy().seed();
+    place.seed = this->strategy().next_loop_seed();
   }
 
   Numbers run(const std::function<Numbers()>& act) {
@@ -65,14 +65,14 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
     return result;
   }
 
-  void walk(const DistributedDataset& data, std::size_t count, const std::function<Numbers(Batch&)>& step,
+  bool walk(const DistributedDataset& data, std::size_t count, const std::function<Numbers(Batch&)>& step,
             const std::function<void(const Numbers&)>& done) {
     if (strategy().is_elastic() && data.is_sharded()) {
       throw InvalidArgument(
           "for_each: an elastic strategy needs a data set that all workers read: its auto_shard_policy must be "
           "AutoShardPolicy::data, and it must not come from distribute_from_function");
     }
-    if (!take_part()) return;
+    if (!take_part()) return false;
     if (waits) agreement_.wait_for_newcomers([] {});
     auto batches = data.iterate(place.position);
     while (auto batch = batches.next()) {
@@ -84,6 +84,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
       throw Interrupted(signal);
     }
     place.position = {.epoch = place.position.epoch + 1};
+    return true;
   }
 
   bool take_part() {
@@ -102,6 +103,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   std::int64_t updates() const override { return optimizer_.iterations(); }
   std::string print_update() override { return train::print_update(module_, optimizer_); }
   void take_update(const std::string& printed) override { train::take_update(module_, optimizer_, printed); }
+  void use_new_group() override { unwrap(optimizer_).sync().regroup(); }
 
   Place place;
 
@@ -171,8 +173,6 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
     for (const auto& change : changes) change();
   }
 
-  void use_new_group() override { unwrap(optimizer_).sync().regroup(); }
-
   const ReplicatedModule module_;
   const ReplicatedOptimizer optimizer_;
   const std::map<std::string, Trackable> objects_;
@@ -184,16 +184,18 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
 
 ElasticLoop::ElasticLoop(const Strategy& strategy, const ReplicatedModule& module, const ReplicatedOptimizer& optimizer,
                          std::map<std::string, Trackable> objects)
-    : impl_(std::make_unique<Impl>(strategy, module, optimizer, std::move(objects))) {}
+    : impl_(std::make_unique<Impl>(strategy, module, optimizer, std::move(objects))),
+      exceptions_before_(std::uncaught_exceptions()) {}
 
 ElasticLoop::~ElasticLoop() {
-  if (std::uncaught_exceptions() == 0) impl_->end();
+  if (std::uncaught_exceptions() == exceptions_before_) impl_->end();
 }
 
-void ElasticLoop::walk(const DistributedDataset& data, std::size_t count, const std::function<Numbers(Batch&)>& step,
+bool ElasticLoop::walk(const DistributedDataset& data, std::size_t count, const std::function<Numbers(Batch&)>& step,
                        const std::function<void(const Numbers&)>& done) {
-  const auto& workers = impl_->strategy().workers();
-  workers.abort_on_error([&] { impl_->walk(data, count, step, done); });
+  bool walked = false;
+  impl_->strategy().workers().abort_on_error([&] { walked = impl_->walk(data, count, step, done); });
+  return walked;
 }
 
 ElasticLoop::Numbers ElasticLoop::run_section(const std::function<Numbers()>& act) {

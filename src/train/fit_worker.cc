@@ -15,7 +15,9 @@ void FitWorker::take_update(const std::string& printed) {
 
 std::string FitWorker::print_state() { return checkpoint::print_archive(impl_.save_for_newcomer()); }
 void go_on_in(ModelImpl& impl, const std::string& what, const std::function<void()>& act) {
-  if (impl.fitting || impl.gradients == nullptr || !unwrap(impl.strategy).is_elastic()) return act();
+  auto& strategy = unwrap(impl.strategy);
+  const bool is_in_section = impl.fitting || strategy.completed_sections().is_in_one;
+  if (is_in_section || impl.gradients == nullptr || !strategy.is_elastic()) return act();
   FitWorker worker(impl, what, [] {});
   Recovery recovery(worker);
   const auto all = [&] {

@@ -20,11 +20,11 @@ class FitWorker final : public TrainingWorker {
   std::int64_t updates() const override { return impl_.gradients->updater().iterations(); }
   std::string print_update() override;
   void take_update(const std::string& printed) override;
+  void use_new_group() override { impl_.gradients->sync().regroup(); }
 
  private:
   std::string print_state() override;
   void take_state(std::string_view printed) override;
-  void use_new_group() override { impl_.gradients->sync().regroup(); }
   void on_same_section(bool updated) override { impl_.tracker->take_over(rank(), updated); }
   void on_become_chief() override { become_chief_(); }
 

@@ -12,13 +12,11 @@ void TrainingWorker::regroup(const elastic::Change& change) {
   began_ = std::chrono::steady_clock::now();
   was_chief_ = strategy_.is_chief();
   strategy_.regroup(change);
-  if (!change.leaves) use_new_group();
 }
 
 void TrainingWorker::join(const elastic::Members& members, const std::shared_ptr<void>& presence) {
   began_ = std::chrono::steady_clock::now();
   strategy_.join(members, presence);
-  use_new_group();
 }
 
 // What the first one says is the cause of the others.
@@ -45,14 +43,19 @@ void TrainingWorker::take_all(const std::string& printed) {
 }
 
 void Recovery::end() {
-  if (training_ < 0 || !strategy().is_chief()) return;
   watch_.reset();
+  if (training_ < 0 || !strategy().is_chief()) return;
   const auto& job = strategy().job();
   elastic::Watch::tell_end(*job.stores(), training_, job.members());
 }
 
 void Recovery::run(const std::function<Numbers()>& act, const std::function<void(const Numbers& numbers)>& finish) {
-  if (strategy().is_elastic()) return sections_.run(act, finish);
+  // Others may be in another training when the Group is replaced, but not in another section.
+  const auto act_in_group = [&] {
+    worker_.use_new_group();
+    return act();
+  };
+  if (strategy().is_elastic()) return sections_.run(act_in_group, finish);
   sections_.updated = false;
   finish(act());
 }
@@ -97,7 +100,11 @@ bool Recovery::change(bool leaves) {
   } catch (const DeadlineExceeded&) {  // the store is slow: they are taken in later
   }
   const bool changed = sections_.change(change);
-  if (watch_ && !leaves) watch_->forget_invited();
+  if (changed && leaves) {
+    watch_.reset();
+    training_ = -1;  // it goes on without this worker
+  }
+  if (watch_) watch_->forget_invited();
   return changed;
 }
 

@@ -36,6 +36,9 @@ class TrainingWorker : public elastic::Member {
   // Takes the place that the other workers have given this one.
   void join(const elastic::Members& members, const std::shared_ptr<void>& presence);
 
+  // Where the workers' Group is another one since: what uses it uses the new one from here on. Collective.
+  virtual void use_new_group() = 0;
+
   StrategyImpl& strategy() const { return strategy_; }
   const std::string& what() const { return what_; }
 
@@ -43,9 +46,6 @@ class TrainingWorker : public elastic::Member {
   bool waits = false;
 
  protected:
-  // The workers' Group is another one. Collective.
-  virtual void use_new_group() = 0;
-
   // All that a newcomer needs, as bytes.
   virtual std::string print_state() = 0;
   virtual void take_state(std::string_view printed) = 0;

@@ -22,7 +22,8 @@
 // For jobs of `lockstep run --min-n`; elsewhere a rank that is lost ends the others, as without it. A rank that comes
 // to a job that runs waits in hvd::init until the others take it in, at their next commit. Between init and train it
 // must make no collective calls but those of DistributedOptimizer's constructor. A DistributedOptimizer stays, whatever
-// ranks come and go. Of fit, MultiWorkerMirroredStrategy with ElasticOptions is the elastic one.
+// ranks come and go. After a loss, a rank that makes no collective call for InitOptions::regroup_seconds is left out.
+// `fit` is elastic only with MultiWorkerMirroredStrategy.
 #pragma once
 
 #include <cstdint>
@@ -68,12 +69,14 @@ class State {
   void on_reset();
 
  protected:
-  // Collective: the lowest rank that has committed most often. All count from its commits on.
+  // Collective: the lowest rank that has committed most often. After `sync` all count from its commits on. Throws
+  // ClusterError where all ranks that had the state were lost.
   int newest_rank();
 
  private:
+  friend class Trainer;
   std::vector<std::function<void()>> callbacks_;
-  std::int64_t commits_ = 0;
+  std::int64_t commits_ = 0, newest_ = 0;
 };
 
 // Numbers of the loop (lockstep::track), samplers and other objects. They must outlive it.
@@ -146,7 +149,7 @@ class ElasticSampler {
 };
 
 // A function that calls `train`, again from the last commit where ranks are lost, and from where it was where they
-// come or leave. A rank that leaves throws Interrupted.
+// come or leave. A rank that leaves throws Interrupted. A program calls one such function, once.
 std::function<void(State& state)> run(std::function<void(State& state)> train);
 
 }  // namespace lockstep::horovod::elastic

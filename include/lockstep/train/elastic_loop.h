@@ -54,11 +54,13 @@ class ElasticLoop {
   //
   // Where a worker is lost between an update and these sums, its part of them may be missing, but not of the update.
   //
-  // Throws what `step` throws, for all workers; InvalidArgument where an elastic strategy's workers do not all read the
-  // same data (AutoShardPolicy::data); ClusterError where fewer than min_workers are left and none come; and
-  // Interrupted.
+  // False, and nothing is done, on a newcomer that has come after the training ended.
+  //
+  // Throws what `step` throws; this worker then counts as lost for the others of an elastic strategy, and those of
+  // other strategies throw too. Also InvalidArgument where an elastic strategy's workers do not all read the same data
+  // (AutoShardPolicy::data); ClusterError where fewer than min_workers are left and none come; and Interrupted.
   template <class Step, class Done>
-  void for_each(const DistributedDataset& data, const Step& step, const Done& done);
+  bool for_each(const DistributedDataset& data, const Step& step, const Done& done);
 
   // Anything else in which the workers communicate, such as an evaluation. act() returns a double or a vector of them,
   // equal on all workers, as Strategy::reduce does. It is called again where a worker is lost meanwhile, so it must
@@ -86,16 +88,17 @@ class ElasticLoop {
     for (std::size_t i = 0; i < N; ++i) sums[i] += values[i];
   }
 
-  void walk(const DistributedDataset& data, std::size_t count, const std::function<Numbers(Batch&)>& step,
+  bool walk(const DistributedDataset& data, std::size_t count, const std::function<Numbers(Batch&)>& step,
             const std::function<void(const Numbers&)>& done);
   Numbers run_section(const std::function<Numbers()>& act);
 
   class Impl;
   std::unique_ptr<Impl> impl_;
+  const int exceptions_before_;
 };
 
 template <class Step, class Done>
-void ElasticLoop::for_each(const DistributedDataset& data, const Step& step, const Done& done) {
+bool ElasticLoop::for_each(const DistributedDataset& data, const Step& step, const Done& done) {
   using Found = std::remove_cvref_t<decltype(step(std::declval<Batch&>())[0])>;
   constexpr auto count = count_of(Found{});
   const auto sum_here = [&](Batch& batch) {
@@ -103,7 +106,7 @@ void ElasticLoop::for_each(const DistributedDataset& data, const Step& step, con
     for (const auto& found : step(batch)) add(found, sums);
     return sums;
   };
-  walk(data, count, sum_here, [&](const Numbers& sums) {
+  return walk(data, count, sum_here, [&](const Numbers& sums) {
     if constexpr (std::is_same_v<Found, double>) {
       done(sums[0]);
     } else {

@@ -258,8 +258,11 @@ void BackupAndRestore::restore() {
     if (!checkpoint::file_exists(previous_)) throw DataError(problem);
     const auto damaged = checkpoint_file((std::filesystem::path(folder_) / "backup-damaged").string());
     log_warning(text("BackupAndRestore: ", problem, "; fit takes the backup before it. The damaged one is ", damaged));
-    checkpoint::keep_as(file_, damaged);
-    checkpoint::keep_as(previous_, file_);
+    const auto part = file_ + ".part";
+    for (const auto& old : {damaged, part}) checkpoint::remove_file(old);
+    checkpoint::link_or_copy(file_, damaged);
+    checkpoint::link_or_copy(previous_, part);
+    checkpoint::rename_file(part, file_);
   });
   model().load_checkpoint(file_);
 }
@@ -269,8 +272,16 @@ void BackupAndRestore::back_up(bool in_background) {
   if (impl.servers() != nullptr) return model().save_checkpoint(file_);
   const auto is_first = impl.workers().rank() == 0;
   const auto write = [file = file_, previous = previous_, archive = shared(impl.save_state())] {
-    if (checkpoint::file_exists(file)) checkpoint::keep_as(file, previous);
-    write_archive(file, *archive);
+    const auto kept = previous + ".part";
+    checkpoint::remove_file(kept);  // of a process that was killed
+    if (checkpoint::file_exists(file)) checkpoint::link_or_copy(file, kept);
+    try {
+      write_archive(file, *archive);
+    } catch (...) {
+      checkpoint::remove_file(kept);
+      throw;
+    }
+    if (checkpoint::file_exists(kept)) checkpoint::rename_file(kept, previous);
     checkpoint::remove_rows_but(file, "");  // of a checkpoint that was made with parameter servers
   };
   save_or_warn(model(), "BackupAndRestore", [&] { impl.workers().run_on_rank_0([&] { writer_->wait(); }); });
