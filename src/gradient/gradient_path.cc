@@ -80,8 +80,8 @@ std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& paramete
 }
 
 std::string state_of(const gradient::Updater& updater) {
-  return updater.state_is_as_remembered() ? "an optimizer state as its last step left it"
-                                          : "an optimizer state that changed since its last step";
+  return updater.state_is_as_remembered() ? "a state as its last step left it"
+                                          : "a state that changed since its last step";
 }
 
 }  // namespace
