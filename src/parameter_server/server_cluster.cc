@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "checkpoint/files.h"
 #include "cluster/rendezvous.h"
 #include "cluster/resolvers.h"
 #include "lockstep/base/error.h"
@@ -26,22 +27,26 @@ std::string key_of_outcome(std::int64_t call) { return text("outcome ", call); }
 
 constexpr std::size_t kLongestStored = 1 << 20;  // bytes of the store's values
 
-// Of the keys of this process's next cluster: all processes make theirs in the same order.
-std::string prefix(const Cluster& cluster) {
+// Of the keys of this process's next cluster in the store: all processes make theirs in the same order. The store is
+// known by an entry: another one may have its address later.
+std::string prefix(const Store& store, int rank, Deadline deadline) {
   static Mutex mutex;
   static std::map<std::string, int> made;  // [store and rank]; guarded by mutex
+  const auto name = store.compare_set("name of this store", "", checkpoint::fresh_name(), deadline);
   MutexLock lock(mutex);
-  return text("parameter servers ", made[text(cluster.store, " ", cluster.world.rank)]++, "/");
+  return text("parameter servers ", made[text(name, " ", rank)]++, "/");
 }
 
 std::string key_of(Role role, int index) { return text(name_of(role), " ", index); }
 
-cluster::Rendezvous find(const Cluster& cluster, double timeout_seconds) {
+Store find(const Cluster& cluster, double timeout_seconds) {
   if (!(timeout_seconds > 0)) {
     throw InvalidArgument(
         text("ParameterServerStrategy: start_timeout_seconds is ", timeout_seconds, "; it must be above 0"));
   }
-  return cluster::find_store(cluster, Deadline::after(std::chrono::duration<double>(timeout_seconds)));
+  const auto deadline = Deadline::after(std::chrono::duration<double>(timeout_seconds));
+  const auto store = cluster::find_store(cluster, deadline).store;
+  return store.prefixed(prefix(store, cluster.world.rank, deadline));
 }
 
 // A process in the store: its host, and where it answers, if it does.
@@ -97,7 +102,7 @@ ServerCluster::ServerCluster(const Cluster& cluster, ServerClusterOptions option
       engine_(engine),
       store_([&] {
         check(options_.mode);
-        return find(cluster, options_.start_timeout_seconds).store.prefixed(prefix(cluster));
+        return find(cluster, options_.start_timeout_seconds);
       }()),
       access_(store_.access()) {
   const auto deadline = Deadline::after(std::chrono::duration<double>(options_.start_timeout_seconds));
