@@ -26,7 +26,7 @@ namespace {
 constexpr int kMostFrames = 48, kOwnFrames = 2;  // the handler, and what the system calls it from
 constexpr int kToAnswerSeconds = 1;
 
-// What the handler of the asked thread writes to. Others that are late must not: each question has a number.
+// What the handler of the asked thread writes to. One that is late finds that another thread is asked, or none.
 struct Answer {
   std::atomic<int> asked{0};  // the thread
   std::array<void*, kMostFrames> frames{};
@@ -89,11 +89,10 @@ std::string stacks_of_all_threads() {
   backtrace(&first, 1);  // the first call allocates memory, which a handler must not
   sem_init(&answer().given, 0, 0);
   const int signal = SIGRTMIN + 7;
-  struct sigaction action {
-  }, before{};
+  struct sigaction action {};
   action.sa_handler = &give_frames;
   action.sa_flags = SA_RESTART;
-  sigaction(signal, &action, &before);
+  sigaction(signal, &action, nullptr);
   std::string all;
   std::error_code failed;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/task", failed)) {

@@ -79,7 +79,11 @@ void publish(const Members& members, ConnectedStores& stores) {
       replace_earlier(store, kMembers, printed, generation,
                       [](const auto& entry) { return parse_members(entry, {}).world.generation; });
       replace_earlier(store.without_prefix(), cluster::kStoresOfMembers, printed_stores, generation,
-                      [](const auto& entry) { return std::stoll(entry); });
+                      [](const auto& entry) {
+                        std::int64_t first_line = 0;
+                        std::istringstream(entry) >> first_line;
+                        return first_line;
+                      });
     } catch (const Error&) {  // that host is lost
     }
   });

@@ -71,7 +71,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
         options(checked(asked)),
         description(text_of(parameters, options)),
         session(Session::current()),
-        joins(Membership::current() && Membership::current()->joined()),
+        joins(Membership::current() && Membership::current()->lacks_state()),
         ranks(joins ? session->alone() : session->split(kName)) {
     if (!joins) ranks.check_all_agree(kName, description);
     reducer.emplace(parameters.names, std::move(parameters.tensors), ranks,

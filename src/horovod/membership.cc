@@ -38,7 +38,7 @@ Membership::Membership(const Cluster& cluster, const InitOptions& options)
   if (!members) throw ClusterError("the training that this process was to join has ended");
   presence_ = candidate.presence();
   job_ = job_.joined(*members);
-  joined_ = lacks_state_ = true;
+  lacks_state_ = true;
 }
 
 std::shared_ptr<Membership> Membership::current() { return current_membership(); }
@@ -60,7 +60,7 @@ void Membership::begin() {
     return Session::set(make_session());
   } catch (const std::exception& error) {
     const auto ranks = lost_in(error);
-    if (!ranks || !joined_) throw;
+    if (!ranks || !lacks_state_) throw;
     lost = *ranks;
   }
   regroup(std::move(lost));
@@ -76,7 +76,6 @@ std::shared_ptr<void> Membership::on_regroup(std::function<void()> call) {
 }
 
 void Membership::begin_training() {
-  joined_ = false;
   signals_.emplace(true);
   watch();
 }

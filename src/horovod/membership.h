@@ -27,9 +27,6 @@ class Membership {
   static std::shared_ptr<Membership> current();
   static void set(std::shared_ptr<Membership> membership);
 
-  // Whether the others were training when this process came, and it has not begun to.
-  bool joined() const { return joined_; }
-
   // Whether this process came later, and has not got the others' state yet.
   bool lacks_state() const { return lacks_state_; }
   void has_state() { lacks_state_ = false; }
@@ -62,7 +59,7 @@ class Membership {
   Job job_;
   const InitOptions options_;
   std::shared_ptr<void> presence_;
-  bool joined_ = false, lacks_state_ = false;
+  bool lacks_state_ = false;
   using Calls = std::list<std::function<void()>>;
   const std::shared_ptr<Calls> on_regroup_ = std::make_shared<Calls>();  // handles may live longer than this
   std::optional<train::SignalGuard> signals_;

@@ -24,6 +24,7 @@ std::optional<int> status_in(const std::string& line);  // of such a message, wi
 // After which the other launcher counts as lost. Long, because it may be stopped for a while; its end, and that of the
 // connection, are noticed without it. An elastic job does without its launcher, and waits for nothing.
 inline constexpr double kLongSilenceSeconds = 300;
+inline constexpr double kShortSilenceSeconds = 5;
 
 // A command and its environment may be long.
 inline constexpr std::size_t kLongestMessage = std::size_t{16} << 20;

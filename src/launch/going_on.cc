@@ -69,8 +69,6 @@ void JobProcesses::leave() {
   }
 }
 
-bool JobProcesses::is_leaving(const Child& child) const { return told_to_leave_.contains(child.name()); }
-
 // One that does not answer would never end.
 void JobProcesses::notice_those_left_out() {
   if (!limits_.elastic || ending_ || ends_left_out_ || !context_.was_left_out || !looks_again_.passed()) return;

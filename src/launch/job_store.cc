@@ -14,7 +14,6 @@ namespace lockstep::launch {
 namespace {
 
 constexpr std::chrono::seconds kToHold(30);  // where no other launcher says that the job has ended
-constexpr double kSilentSeconds = 5;
 constexpr int kBetweenLooksMs = 100;
 
 }  // namespace
@@ -56,7 +55,7 @@ void hold_store(const Store& store, ControlProtocol& control, const Signals& sig
   using Kind = ControlProtocol::Message::Kind;
   std::optional<Deadline> limit;
   while (!(limit && limit->passed()) && signals.next() == 0) {
-    if (!control.silent_for(kSilentSeconds)) {
+    if (!control.silent_for(kShortSilenceSeconds)) {
       limit.reset();
     } else if (!limit) {
       limit = Deadline::after(kToHold);

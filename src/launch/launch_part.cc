@@ -24,7 +24,6 @@ namespace lockstep::launch {
 namespace {
 
 constexpr std::chrono::seconds kToHearWhatToRun(60), kForAddress(10);
-constexpr double kShortSilenceSeconds = 5;  // enough to drop output
 
 bool answers(const std::function<Store()>& connect) {
   try {

@@ -193,7 +193,7 @@ void JobProcesses::notice_ends() {
       without_log_.insert(child);
       continue;
     }
-    if (is_leaving(*child)) {
+    if (told_to_leave_.contains(child->name())) {
       last_lost_ = child;  // where all have, the job has not been done
       context_.err << kNotice << child->name() << " has left" << std::endl;
       continue;

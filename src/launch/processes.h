@@ -90,7 +90,6 @@ class JobProcesses {
   bool enough_are_left() const;
   void lose_launcher();
   void leave();
-  bool is_leaving(const Child& child) const;
   void notice_those_left_out();
   void take_more();
   void fails_first(Child& child);

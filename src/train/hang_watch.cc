@@ -40,7 +40,8 @@ void watch(const std::stop_token& stop, const StrategyImpl& strategy, const std:
 }  // namespace
 
 HangWatch::HangWatch(const StrategyImpl& strategy, const std::string& what) {
-  if (!strategy.settings().workers || strategy.settings().workers->job.size() == 1) return;
+  const auto& workers = strategy.settings().workers;
+  if (!workers || (workers->job.size() == 1 && !workers->elastic)) return;
   const double limit_seconds = strategy.settings().timeout_seconds / 2;
   thread_ = std::jthread(
       [&strategy, what, limit_seconds](const std::stop_token& stop) { watch(stop, strategy, what, limit_seconds); });
