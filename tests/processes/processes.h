@@ -47,14 +47,14 @@ class Process {
 
   void send(int signal) const { kill(pid_, signal); }
 
-  // Everything that it has printed, up to the first line that begins with `start`. Throws when that does not come in
-  // time.
+  // Everything that it has printed, as soon as `part` is in it. Throws when that does not come in time.
+  const std::string& wait_for(const std::string& part, double seconds) {
+    return wait_until([&] { return text_.find(part) != std::string::npos; }, part, seconds);
+  }
+
+  // The same for a line that begins with `start`.
   const std::string& wait_for_line(const std::string& start, double seconds) {
-    const auto deadline = Deadline::after(std::chrono::duration<double>(seconds));
-    while (("\n" + text_).find("\n" + start) == std::string::npos) {
-      if (!read_some(deadline)) throw std::runtime_error("no line \"" + start + "\" in: " + text_);
-    }
-    return text_;
+    return wait_until([&] { return ("\n" + text_).find("\n" + start) != std::string::npos; }, start, seconds);
   }
 
   // Everything that it printed, when it has ended.
@@ -72,6 +72,15 @@ class Process {
   pid_t pid() const { return pid_; }
 
  private:
+  template <class Condition>
+  const std::string& wait_until(const Condition& holds, const std::string& expected, double seconds) {
+    const auto deadline = Deadline::after(std::chrono::duration<double>(seconds));
+    while (!holds()) {
+      if (!read_some(deadline)) throw std::runtime_error("no \"" + expected + "\" in: " + text_);
+    }
+    return text_;
+  }
+
   bool read_some(Deadline deadline) {
     if (!transport::wait_for_events(out_.get(), POLLIN, deadline)) return false;
     char bytes[4096];
