@@ -31,14 +31,15 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 
 // The environment: EPOCHS of 20 steps of the same batches; STEP_MS of work in each; FOLDER for a log and checkpoints,
 // MIN_WORKERS, JOIN_SECONDS. VICTIM is killed in the step numbered STEP, from 0 on, at PLACE: "forward", "batch end" (a
-// callback), or so many microseconds after its forward pass; or hangs there, where PLACE is "hang"; or, where PLACE is
-// "print", it prints that it is in that step; or, where PLACE is "slow", all its steps take three times as long. Who
-// joins prints when. TIMEOUT: of a collective operation, in seconds. UNITS_OF_JOINING: of the first layer of those that
-// join. KILOBYTES: to be printed in each step. FITS: how many trainings one after the other, with an evaluation and a
-// prediction behind each; in that behind the first one VICTIM is killed where PLACE is "predict". VALIDATE=0: without
-// validation.
+// callback), or so many microseconds after its forward pass; or hangs there, where PLACE is "hang"; or throws, where
+// PLACE is "throw"; or, where PLACE is "print", it prints that it is in that step; or, where PLACE is "slow", all its
+// steps take three times as long. Who joins prints when. TIMEOUT: of a collective operation, in seconds.
+// UNITS_OF_JOINING: of the first layer of those that join. KILOBYTES: to be printed in each step. FITS: how many
+// trainings one after the other, with an evaluation and a prediction behind each; in that behind the first one VICTIM
+// is killed where PLACE is "predict". VALIDATE=0: without validation.
 //
 // MODELS=2: a second model, made before the first fit, is trained too. MORE_S: seconds of work behind the last fit.
+// RECORD: the number of an example with which every worker throws.
 int main() {
   try {
     const lockstep::MultiWorkerMirroredStrategy strategy(
@@ -52,14 +53,19 @@ int main() {
     const char* const given = std::getenv("PLACE");
     const std::string place = given == nullptr ? "" : given;
     std::cout << "worker at " << getpid() << std::endl;
+    const auto x = at::sin(at::arange(240 * 6, at::kDouble)).view({240, 6});
+    const auto all_y = x.cumsum(1).slice(1, 2, 5);
+    const int record = number("RECORD", -1);
     int steps = 0;  // forwards of this worker
     std::jthread killer;
     const auto loss = [&](const at::Tensor& y, const at::Tensor& out) {
       const unsigned times = is_victim && place == "slow" ? 3 : 1;
       usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000 * times);
+      if (record >= 0 && (y == all_y[record]).all(1).any().item<bool>()) throw std::runtime_error("a bad record");
       if (steps++ == at && is_victim) {
         if (place == "forward") raise(SIGKILL);
         while (place == "hang") pause();
+        if (place == "throw") throw std::runtime_error("this machine is broken");
         if (place == "print") std::cout << "step " << at << std::endl;
         if (place.find_first_not_of("0123456789") == std::string::npos) {
           killer = std::jthread([&] {
@@ -70,9 +76,7 @@ int main() {
       }
       return (out - y).square().mean(1);
     };
-    const auto x = at::sin(at::arange(240 * 6, at::kDouble)).view({240, 6});
-    const auto y = x.cumsum(1).slice(1, 2, 5);
-    const auto data = lockstep::Dataset::from_tensor_slices(x, y).shuffle(240, {.seed = 3}).batch(12);
+    const auto data = lockstep::Dataset::from_tensor_slices(x, all_y).shuffle(240, {.seed = 3}).batch(12);
     const auto scope = strategy.scope();
     lockstep::Sequential model({lockstep::Dense(joins ? number("UNITS_OF_JOINING", 8) : 8,
                                                 {.activation = "tanh", .kernel_initializer = "ones"}),

@@ -56,6 +56,23 @@ TEST_F(Elastic, AStepWithoutALostWorkerIsMadeByTheOthers) {
   }
 }
 
+TEST_F(Elastic, AWorkerThatThrowsIsLostForTheOthers) {
+  auto job = run({"VICTIM=1", "STEP=25", "PLACE=throw"}, 3, 2);
+  expect_trained(job, 2);
+  EXPECT_NE(job.text().find("[1] failed: this machine is broken"), std::string::npos) << job.text();
+}
+
+// It would fail on one worker after the other.
+TEST_F(Elastic, WhereAStepThrowsOnTwoWorkersAllEnd) {
+  auto job = run({"RECORD=100"}, 4, 1);
+  const auto& output = job.wait_for_end(60);
+  EXPECT_FALSE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0) << output;
+  EXPECT_NE(output.find("the program failed on 2 workers in the same step, so that the others end too: worker "),
+            std::string::npos)
+      << output;
+  EXPECT_EQ(numbers_after(output, "] failed: a bad record").size(), 2U) << output;
+}
+
 TEST_F(Elastic, LogsAndCheckpointsGoOnWithTheNextChief) {
   const auto folder = fresh_folder("elastic", "chief");
   auto job = run({"VICTIM=0", "STEP=25", "PLACE=batch end", text("FOLDER=", folder.string())}, 3, 2);

@@ -40,7 +40,7 @@ class Member {
   virtual std::string print_all() = 0;
   virtual void take_all(const std::string& printed) = 0;
 
-  // Another member is lost; the error says which, and how.
+  // Another member is lost; the error says which, and how. What this throws ends the call.
   virtual void on_loss(const std::exception& error) = 0;
 
   // All have regrouped, and are at the same section. `updated`: that is not completed, but has its update.

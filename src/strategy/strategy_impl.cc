@@ -10,6 +10,7 @@
 #include "base/resources.h"
 #include "base/text.h"
 #include "collective/group_of_generation.h"
+#include "elastic/failures.h"
 #include "elastic/next_generation.h"
 #include "lockstep/base/version.h"
 
@@ -180,6 +181,7 @@ void StrategyImpl::fail(int replica) const {
     all_know = is_elastic();
     why = error.what();
   } catch (const std::exception& error) {
+    tell_failure(error);
     if (workers_.size() > 1) why += text(" on ", job_->world().host, ": ", error.what());
   } catch (...) {
   }
@@ -189,6 +191,12 @@ void StrategyImpl::fail(int replica) const {
   const auto& all = all_groups_[static_cast<std::size_t>(replica)];
   if (all) return all->abort(why);
   if (workers_.size() > 1) job_->fail_waiters(why);  // other replicas may be making that Group
+}
+
+// Before the Groups are aborted: whoever notices that finds the reason.
+void StrategyImpl::tell_failure(const std::exception& error) const {
+  if (!is_elastic() || !elastic::is_of_program(error)) return;
+  elastic::tell_failure(*job_->stores(), job_->members(), completed_sections_.count, error);
 }
 
 void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {

@@ -68,6 +68,15 @@ class StrategyImpl {
   // Whether training may go on without workers that are lost.
   bool is_elastic() const { return settings_.workers && settings_.workers->elastic; }
 
+  // Calls act(). Where it throws, the calls of the other `ranks` are aborted with the reason. Workers of an elastic
+  // strategy go on without this one, but where two fail in one section (elastic/failures.h).
+  template <class Act>
+  void abort_on_error(const Communicator& ranks, const Act& act) const;
+  template <class Act>
+  void abort_on_error(const Act& act) const {
+    abort_on_error(workers(), act);
+  }
+
   // Goes on with the workers that remain and those that come: replaces the Group of `workers()`. Collective over them,
   // between runs. Throws what Job::regroup and Job::group throw; after those of the latter the job is of the next
   // generation.
@@ -150,6 +159,7 @@ class StrategyImpl {
   int spin_rounds() const;
   void make_groups();
   void fail(int replica) const;  // of the exception that is handled
+  void tell_failure(const std::exception& error) const;
 
   const strategy::StrategySettings settings_;
   std::optional<Job> job_;                  // with workers: of this generation
@@ -167,5 +177,17 @@ class StrategyImpl {
   std::vector<std::weak_ptr<GradientPath>> paths_of_loops_;
   strategy::ReplicaThreads threads_;
 };
+
+template <class Act>
+void StrategyImpl::abort_on_error(const Communicator& ranks, const Act& act) const {
+  ranks.abort_on_error([&] {
+    try {
+      act();
+    } catch (const std::exception& error) {
+      tell_failure(error);
+      throw;
+    }
+  });
+}
 
 }  // namespace lockstep

@@ -194,13 +194,13 @@ ElasticLoop::~ElasticLoop() {
 bool ElasticLoop::walk(const DistributedDataset& data, std::size_t count, const std::function<Numbers(Batch&)>& step,
                        const std::function<void(const Numbers&)>& done) {
   bool walked = false;
-  impl_->strategy().workers().abort_on_error([&] { walked = impl_->walk(data, count, step, done); });
+  impl_->strategy().abort_on_error([&] { walked = impl_->walk(data, count, step, done); });
   return walked;
 }
 
 ElasticLoop::Numbers ElasticLoop::run_section(const std::function<Numbers()>& act) {
   Numbers result;
-  impl_->strategy().workers().abort_on_error([&] { result = impl_->run(act); });
+  impl_->strategy().abort_on_error([&] { result = impl_->run(act); });
   return result;
 }
 

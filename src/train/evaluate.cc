@@ -60,7 +60,7 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
     throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
   }
   std::int64_t done = 0;
-  unwrap(strategy).workers().abort_on_error([&] {
+  unwrap(strategy).abort_on_error([&] {
     auto iterator = strategy::distribute_ahead(data, unwrap(strategy).local_replicas()).iterate();
     while (steps == 0 || done < steps) {
       auto batch = iterator.next_parts();

@@ -53,14 +53,15 @@ class Fit {
     impl_.data_epochs = std::max<std::int64_t>(impl_.data_epochs, options_.initial_epoch);
     impl_.progress = {.epoch = options_.initial_epoch, .position = {.epoch = impl_.data_epochs}};
     impl_.stopping = impl_.agreed_to_stop = impl_.out_of_data = false;
-    workers().abort_on_error([this] { build_for_first_batch(); });
-    peers().abort_on_error([this] {
+    const auto& strategy = unwrap(impl_.strategy);
+    strategy.abort_on_error([this] { build_for_first_batch(); });
+    strategy.abort_on_error(peers(), [this, &strategy] {
       impl_.gradients->prepare();
       compare();
       steps_ = impl_.servers() == nullptr ? train::local_steps(impl_, data_, options_)
                                           : train::assigned_steps(impl_, data_, options_);
       attach_callbacks();
-      if (unwrap(impl_.strategy).is_newcomer() ? join() : begin()) train();
+      if (strategy.is_newcomer() ? join() : begin()) train();
     });
     if (options_.steps_per_epoch > 0) ++impl_.data_epochs;  // all epochs of this fit came from one epoch of data
     return progress().history;

@@ -4,6 +4,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "elastic/failures.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::train {
@@ -21,6 +22,7 @@ void TrainingWorker::join(const elastic::Members& members, const std::shared_ptr
 
 // What the first one says is the cause of the others.
 void TrainingWorker::on_loss(const std::exception& error) {
+  elastic::require_fewer_than_two_failures(*strategy_.job().registry(), strategy_.completed_sections().count);
   if (loss_.empty()) loss_ = error.what();
 }
 

@@ -56,9 +56,10 @@ class ElasticLoop {
   //
   // False, and nothing is done, on a newcomer that has come after the training ended.
   //
-  // Throws what `step` throws; this worker then counts as lost for the others of an elastic strategy, and those of
-  // other strategies throw too. Also InvalidArgument where an elastic strategy's workers do not all read the same data
-  // (AutoShardPolicy::data); ClusterError where fewer than min_workers are left and none come; and Interrupted.
+  // Throws what `step` throws. The others of an elastic strategy then go on without this worker, whose machine may be
+  // at fault; where a second one throws in the same step, all do, as those of other strategies. Also InvalidArgument
+  // where an elastic strategy's workers do not all read the same data (AutoShardPolicy::data); ClusterError where fewer
+  // than min_workers are left and none come; and Interrupted.
   template <class Step, class Done>
   bool for_each(const DistributedDataset& data, const Step& step, const Done& done);
 
