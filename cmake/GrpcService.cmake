@@ -1,15 +1,19 @@
-# The module grpc_service: messages.proto is compiled by protoc; the rest is linked with the library that loads it.
+# What needs gRPC, in a library of its own: the modules grpc_service and etcd. Their messages.proto are compiled by protoc.
 lockstep_modules(PLUGIN_MODULES plugin)
 lockstep_sources(PLUGIN_SOURCES ${PLUGIN_MODULES})
 set(generated ${PROJECT_BINARY_DIR}/generated)
-set(messages ${generated}/grpc_service/messages.pb)
-add_custom_command(OUTPUT ${messages}.cc ${messages}.h
-  COMMAND ${CMAKE_COMMAND} -E make_directory ${generated}
-  COMMAND ${PROTOC} -I${PROJECT_SOURCE_DIR}/src --cpp_out=${generated} ${PROJECT_SOURCE_DIR}/src/grpc_service/messages.proto
-  DEPENDS ${PROJECT_SOURCE_DIR}/src/grpc_service/messages.proto VERBATIM)
-set_source_files_properties(${messages}.cc PROPERTIES COMPILE_OPTIONS -w SKIP_UNITY_BUILD_INCLUSION ON)
+foreach(module ${PLUGIN_MODULES})
+  set(messages ${generated}/${module}/messages.pb)
+  set(proto ${PROJECT_SOURCE_DIR}/src/${module}/messages.proto)
+  add_custom_command(OUTPUT ${messages}.cc ${messages}.h
+    COMMAND ${CMAKE_COMMAND} -E make_directory ${generated}
+    COMMAND ${PROTOC} -I${PROJECT_SOURCE_DIR}/src --cpp_out=${generated} ${proto}
+    DEPENDS ${proto} VERBATIM)
+  set_source_files_properties(${messages}.cc PROPERTIES COMPILE_OPTIONS -w SKIP_UNITY_BUILD_INCLUSION ON)
+  list(APPEND PLUGIN_SOURCES ${messages}.cc)
+endforeach()
 
-add_library(lockstep_grpc_objects OBJECT ${PLUGIN_SOURCES} ${messages}.cc)
+add_library(lockstep_grpc_objects OBJECT ${PLUGIN_SOURCES})
 lockstep_settings(lockstep_grpc_objects)
 target_include_directories(lockstep_grpc_objects PRIVATE ${generated})
 
@@ -21,10 +25,13 @@ if(LOCKSTEP_WITH_TORCH)
 endif()
 
 if(NOT LOCKSTEP_SANITIZE STREQUAL "thread")  # which does not see how gRPC and Abseil synchronize, and stands still in them
-  file(GLOB tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/grpc_service/*_test.cc)
-  lockstep_test(grpc_service_test lockstep_core ${tests} $<TARGET_OBJECTS:lockstep_grpc_objects>)
-  target_include_directories(grpc_service_test PRIVATE ${generated})
-  target_link_libraries(grpc_service_test PRIVATE ${GRPC_LIBRARIES} OpenSSL::Crypto)
+  foreach(module ${PLUGIN_MODULES})
+    file(GLOB tests CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/*_test.cc)
+    lockstep_test(${module}_test lockstep_core ${tests} $<TARGET_OBJECTS:lockstep_grpc_objects>)
+    target_include_directories(${module}_test PRIVATE ${generated})
+    target_link_libraries(${module}_test PRIVATE ${GRPC_LIBRARIES} OpenSSL::Crypto)
+    add_dependencies(${module}_test lockstep_grpc_objects)
+  endforeach()
   target_compile_definitions(grpc_service_test PRIVATE LOCKSTEP_CLI="$<TARGET_FILE:lockstep_cli>")
-  add_dependencies(grpc_service_test lockstep_grpc_objects lockstep_cli)
+  add_dependencies(grpc_service_test lockstep_cli)
 endif()

@@ -11,6 +11,10 @@
 
 namespace lockstep {
 
+namespace cluster {
+class StoreBackend;
+}
+
 // A shared handle; any thread. Keys and values have at most 1 MiB, all values of one call 4 MiB.
 //
 //   auto store = rank == 0 ? Store::hold("127.0.0.1:29511") : Store::connect("127.0.0.1:29511", deadline);
@@ -22,20 +26,28 @@ namespace lockstep {
 // disconnected. So they learn why something failed, and not only that the store is gone.
 class Store {
  public:
+  explicit Store(std::shared_ptr<cluster::StoreBackend> backend, std::string prefix = "")
+      : backend_(std::move(backend)), prefix_(std::move(prefix)) {}
+
   // Holds the store in this process, until the last handle of this process ends. Port 0: one of the system's choosing.
   // The host is an address of this machine. Throws ClusterError when it cannot be had, or `access` does not allow it.
   static Store hold(const std::string& address, const Access& access = access_of_environment());
 
   // Retries until a store answers there: its holder may start later. Throws ClusterError where it has another token.
+  //
+  // "etcd://host:2379,host:2379,host:2379/job": keys of that job in an etcd cluster (version 3), whichever of its
+  // members answer. They are removed ten minutes after the last process has ended. Throws InvalidArgument for another
+  // form. What is there is as safe as the cluster: the token is only compared, and connections are not encrypted.
   static Store connect(const std::string& address, Deadline deadline, const Access& access = access_of_environment());
 
-  std::string address() const;  // "host:port"
+  std::string address() const;  // "host:port", or etcd's
   const Access& access() const;
 
   // The same store with `prefix` before every key. Follows torch.distributed.PrefixStore.
   Store prefixed(const std::string& prefix) const;
   Store without_prefix() const;
   const std::string& prefix() const { return prefix_; }
+  cluster::StoreBackend& backend() const { return *backend_; }
 
   void set(const std::string& key, const std::string& value, Deadline deadline) const;
 
@@ -55,7 +67,8 @@ class Store {
                           Deadline deadline) const;
 
   // When what it returns is destroyed, or this process ends or is cut off, `key` becomes `value` where there is none.
-  // So others learn of it at once, unless its host goes down. After MQTT's last will.
+  // So others learn of it at once, unless its host goes down; with etcd by a lease of six seconds. After MQTT's last
+  // will.
   std::shared_ptr<void> set_at_end(const std::string& key, const std::string& value, Deadline deadline) const;
 
   // From now on, waiting for a key that begins with `prefix`, ends with `suffix` and is not there throws ClusterError
@@ -64,10 +77,9 @@ class Store {
                     const std::string& suffix = "") const;
 
  private:
-  struct State;
-  explicit Store(std::shared_ptr<State> state, std::string prefix = "")
-      : state_(std::move(state)), prefix_(std::move(prefix)) {}
-  std::shared_ptr<State> state_;
+  std::string whole(const std::string& key) const;
+
+  std::shared_ptr<cluster::StoreBackend> backend_;
   std::string prefix_;
 };
 

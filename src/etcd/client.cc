@@ -1,0 +1,166 @@
+#include "etcd/client.h"
+
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/impl/client_unary_call.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
+#include <grpcpp/support/sync_stream.h>
+
+#include <algorithm>
+#include <limits>
+#include <thread>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::etcd {
+namespace {
+
+// Of one member of the cluster: then another one is asked.
+constexpr std::chrono::seconds kForAnswer(2);
+constexpr std::chrono::milliseconds kBetweenAttempts(20);
+
+bool another_may_answer(const grpc::Status& status) {
+  const auto code = status.error_code();
+  return code == grpc::StatusCode::UNAVAILABLE || code == grpc::StatusCode::DEADLINE_EXCEEDED ||
+         code == grpc::StatusCode::CANCELLED;
+}
+
+std::chrono::system_clock::time_point end_of_attempt(Deadline deadline) {
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+      std::min<std::chrono::duration<double>>(deadline.time() - Deadline::Clock::now(), kForAnswer));
+  return std::chrono::system_clock::now() + std::max(left, std::chrono::milliseconds(1));
+}
+
+template <class Request, class Response>
+std::unique_ptr<grpc::ClientReaderWriter<Request, Response>> open(const char* method,
+                                                                  const std::shared_ptr<grpc::Channel>& channel,
+                                                                  grpc::ClientContext& context) {
+  using Factory = grpc::internal::ClientReaderWriterFactory<Request, Response>;
+  const grpc::internal::RpcMethod of(method, grpc::internal::RpcMethod::BIDI_STREAMING, channel);
+  return std::unique_ptr<grpc::ClientReaderWriter<Request, Response>>(Factory::Create(channel.get(), of, &context));
+}
+
+}  // namespace
+
+Range prefix_range(const std::string& prefix) {
+  auto end = prefix;
+  ++end.back();  // prefixes of ours end with a printable character
+  return {prefix, end};
+}
+
+Client::Client(const std::vector<std::string>& endpoints) {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(-1);
+  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
+  for (const auto& endpoint : endpoints) {
+    channels_.emplace_back(endpoint,
+                           grpc::CreateCustomChannel(endpoint, grpc::InsecureChannelCredentials(), arguments));
+  }
+}
+
+Client::Place Client::place() {
+  MutexLock lock(mutex_);
+  const auto& [endpoint, channel] = channels_[current_];
+  return {endpoint, channel, current_};
+}
+
+void Client::leave(const Place& place) {
+  MutexLock lock(mutex_);
+  if (current_ == place.index) current_ = (current_ + 1) % channels_.size();
+}
+
+std::string Client::endpoint() { return place().endpoint; }
+
+// attempt(channel, context) returns a status.
+template <class Attempt>
+void Client::call(Deadline deadline, const Attempt& attempt) {
+  while (true) {
+    const auto at = place();
+    grpc::ClientContext context;
+    context.set_deadline(end_of_attempt(deadline));
+    const grpc::Status status = attempt(at.channel, context);
+    if (status.ok()) return;
+    const auto what = text("etcd at ", at.endpoint, ": ", status.error_message());
+    if (!another_may_answer(status)) throw ClusterError(what);
+    leave(at);
+    if (deadline.passed()) throw DeadlineExceeded("asking etcd", deadline.waited(), {}, text(" (", what, ")"));
+    std::this_thread::sleep_for(kBetweenAttempts);
+  }
+}
+
+template <class Request, class Response>
+Response Client::unary(const char* method, const Request& request, Deadline deadline) {
+  Response response;
+  call(deadline, [&](const auto& channel, auto& context) {
+    const grpc::internal::RpcMethod of(method, grpc::internal::RpcMethod::NORMAL_RPC, channel);
+    using google::protobuf::MessageLite;
+    return grpc::internal::BlockingUnaryCall<Request, Response, MessageLite, MessageLite>(channel.get(), of, &context,
+                                                                                          request, &response);
+  });
+  return response;
+}
+
+TxnResponse Client::txn(const TxnRequest& request, Deadline deadline) {
+  return unary<TxnRequest, TxnResponse>("/etcdserverpb.KV/Txn", request, deadline);
+}
+
+std::int64_t Client::grant(std::int64_t seconds, Deadline deadline) {
+  LeaseGrantRequest request;
+  request.set_ttl(seconds);
+  return unary<LeaseGrantRequest, LeaseGrantResponse>("/etcdserverpb.Lease/LeaseGrant", request, deadline).id();
+}
+
+void Client::revoke(std::int64_t lease, Deadline deadline) {
+  LeaseRevokeRequest request;
+  request.set_id(lease);
+  try {
+    unary<LeaseRevokeRequest, LeaseRevokeResponse>("/etcdserverpb.Lease/LeaseRevoke", request, deadline);
+  } catch (const ClusterError&) {  // there is none any more
+  }
+}
+
+bool Client::keep_alive(std::int64_t lease, Deadline deadline) {
+  LeaseKeepAliveRequest request;
+  request.set_id(lease);
+  LeaseKeepAliveResponse response;
+  call(deadline, [&](const auto& channel, auto& context) {
+    const auto stream =
+        open<LeaseKeepAliveRequest, LeaseKeepAliveResponse>("/etcdserverpb.Lease/LeaseKeepAlive", channel, context);
+    if (stream->Write(request) && stream->WritesDone() && stream->Read(&response)) {
+      context.TryCancel();
+      stream->Finish();
+      return grpc::Status::OK;
+    }
+    return stream->Finish();
+  });
+  return response.ttl() > 0;
+}
+
+void Client::wait_for_change(const std::vector<Range>& ranges, std::int64_t since, Deadline deadline) {
+  const auto at = place();
+  grpc::ClientContext context;
+  context.set_deadline(end_of_attempt(deadline));
+  const auto stream = open<WatchRequest, WatchResponse>("/etcdserverpb.Watch/Watch", at.channel, context);
+  bool goes_on = true;
+  for (const auto& [key, end] : ranges) {
+    WatchRequest request;
+    auto& create = *request.mutable_create_request();
+    create.set_key(key);
+    create.set_range_end(end);
+    create.set_start_revision(since + 1);
+    goes_on = goes_on && stream->Write(request);
+  }
+  for (WatchResponse response; goes_on && stream->Read(&response);) {
+    if (response.events_size() > 0 || response.canceled()) goes_on = false;
+  }
+  context.TryCancel();
+  if (stream->Finish().error_code() == grpc::StatusCode::UNAVAILABLE) {
+    leave(at);
+    std::this_thread::sleep_for(kBetweenAttempts);
+  }
+}
+
+}  // namespace lockstep::etcd

@@ -1,0 +1,52 @@
+#include "etcd/leases.h"
+
+#include <condition_variable>
+#include <mutex>
+
+#include "base/log.h"
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::etcd {
+namespace {
+
+constexpr std::chrono::milliseconds kBetweenRenewals(kLeaseSeconds * 1000 / 4);
+
+}  // namespace
+
+Leases::Leases(Client& client) : client_(client), thread_([this](const std::stop_token& stop) { renew(stop); }) {}
+
+void Leases::add(std::int64_t lease) {
+  MutexLock lock(mutex_);
+  leases_.insert(lease);
+}
+
+void Leases::remove(std::int64_t lease) {
+  MutexLock lock(mutex_);
+  leases_.erase(lease);
+}
+
+void Leases::renew(const std::stop_token& stop) {
+  std::mutex mutex;
+  std::condition_variable_any stopped;
+  std::unique_lock waiting(mutex);
+  while (!stopped.wait_for(waiting, stop, kBetweenRenewals, [&] { return stop.stop_requested(); })) {
+    std::set<std::int64_t> leases;
+    {
+      MutexLock lock(mutex_);
+      leases = leases_;
+    }
+    for (const auto lease : leases) {
+      try {
+        if (!client_.keep_alive(lease, Deadline::after(kBetweenRenewals))) {
+          log_warning(text("etcd did not hear from this process for ", kLeaseSeconds,
+                           " s: the others of its job may take it for lost"));
+          remove(lease);
+        }
+      } catch (const Error&) {  // the cluster does not answer: again next time
+      }
+    }
+  }
+}
+
+}  // namespace lockstep::etcd
