@@ -86,6 +86,9 @@ struct RunArguments : PlaceArguments {
     app.add_option("--max-n", options.max_processes, "likewise: the most processes at a time (0: no bound)");
     app.add_option("--blacklist-cooldown", options.blacklist_seconds,
                    "likewise: seconds for which a host that failed is left out, twice as long each further time (10)");
+    app.add_option("--store", options.store,
+                   "etcd://host:port,host:port,host:port: an elastic job's processes meet there, so that any of its "
+                   "hosts may be lost");
     app.add_flag("--trusted-network", options.trusted_network,
                  "allow links without proof of belonging to the job, which UCX needs: whoever reaches the network is "
                  "trusted");

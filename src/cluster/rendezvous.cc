@@ -10,6 +10,7 @@
 #include "cluster/pmi.h"
 #include "cluster/rendezvous.h"
 #include "cluster/resolvers.h"
+#include "cluster/store_backend.h"
 #include "cluster/store_bootstrap.h"
 #include "cluster/watch_launcher.h"
 #include "lockstep/base/error.h"
@@ -166,9 +167,10 @@ Rendezvous find_store(const Cluster& resolved, Deadline deadline) {
   }
   Rendezvous found{cluster.world, holds ? held(cluster, deadline) : connect(place, deadline)};
   const bool has_port = cluster.job.empty() && !cluster.store.empty();
-  const auto named = through_pmi(cluster) ? "" : has_port ? host_of(cluster.store, kStore) : cluster.store;
+  const bool is_named = !through_pmi(cluster) && !is_etcd(cluster.store);
+  const auto named = !is_named ? "" : has_port ? host_of(cluster.store, kStore) : cluster.store;
   found.world.address =
-      transport::address_towards(named.empty() ? host_of(found.store.address(), kStore) : named, deadline);
+      named.empty() ? found.store.backend().local_address(deadline) : transport::address_towards(named, deadline);
   require_reachable(found.world, named);
   return found;
 }

@@ -14,9 +14,9 @@ inline constexpr const char* kJobHasBegun = "the job has begun";
 inline constexpr const char* kKnownStores = "known stores";
 inline constexpr const char* kStoreOfHost = "store of host ";
 
-// The entry of each of its stores, the launcher's also: the number of the generation, and for each of its members the
-// address of its host's store, one a line.
-inline constexpr const char* kStoresOfMembers = "stores of members";
+// The entry of each of its stores, the launcher's also: the number of the generation, and for each of its members its
+// name, the address of its host's store and its host, one a line.
+inline constexpr const char* kMembersNow = "members now";
 
 // The entry that an elastic training leaves: the names of its members at its end, one a line.
 inline constexpr const char* kMembersAtEnd = "members at the end";

@@ -49,9 +49,9 @@ std::string key_of_end_of(std::int64_t training) { return text("end of training 
 Deadline here_deadline() { return Deadline::after(std::chrono::seconds(5)); }
 
 // What the launchers read.
-std::string print_stores(const Members& members) {
+std::string print_places(const Members& members) {
   std::string lines = text(members.world.generation, "\n");
-  for (const auto& process : members.processes) lines += process.store + "\n";
+  for (const auto& process : members.processes) lines += print(process) + "\n";
   return lines;
 }
 
@@ -67,7 +67,7 @@ void replace_earlier(const Store& store, const char* key, const std::string& pri
 }  // namespace
 
 void publish(const Members& members, ConnectedStores& stores) {
-  const auto printed = print(members), printed_stores = print_stores(members);
+  const auto printed = print(members), printed_places = print_places(members);
   const auto generation = members.world.generation;
   stores.for_each(members.stores.size(), [&](std::size_t i) {
     const auto& address = members.stores[i];
@@ -78,12 +78,11 @@ void publish(const Members& members, ConnectedStores& stores) {
       const auto store = stores.at(address);
       replace_earlier(store, kMembers, printed, generation,
                       [](const auto& entry) { return parse_members(entry, {}).world.generation; });
-      replace_earlier(store.without_prefix(), cluster::kStoresOfMembers, printed_stores, generation,
-                      [](const auto& entry) {
-                        std::int64_t first_line = 0;
-                        std::istringstream(entry) >> first_line;
-                        return first_line;
-                      });
+      replace_earlier(store.without_prefix(), cluster::kMembersNow, printed_places, generation, [](const auto& entry) {
+        std::int64_t first_line = 0;
+        std::istringstream(entry) >> first_line;
+        return first_line;
+      });
     } catch (const Error&) {  // that host is lost
     }
   });

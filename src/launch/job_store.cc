@@ -8,6 +8,7 @@
 
 #include "base/text.h"
 #include "cluster/rendezvous.h"
+#include "cluster/store_backend.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::launch {
@@ -35,6 +36,12 @@ void tell_that_it_ended(const std::function<Store()>& store, int rank) {
 }
 
 void use_store(JobProcesses::Context& context, const Store& store) {
+  context.process_ended = [store](int process) {
+    try {
+      store.backend().notice_end(process, Deadline::after(kForStore));
+    } catch (const Error&) {  // the others learn it from the store, later
+    }
+  };
   context.has_begun = [store] { return !entry(store, cluster::kJobHasBegun).empty(); };
   context.was_left_out = [store](int rank) {
     const auto members = entry(store, cluster::kMembersAtEnd);
@@ -42,26 +49,29 @@ void use_store(JobProcesses::Context& context, const Store& store) {
   };
 }
 
-std::vector<std::string> stores_of_members(const Store& store) {
-  std::istringstream lines(entry(store, cluster::kStoresOfMembers));
-  std::vector<std::string> stores;
-  std::string line;
+std::vector<MemberPlace> places_of_members(const Store& store) {
+  std::istringstream lines(entry(store, cluster::kMembersNow));
+  std::vector<MemberPlace> places;
+  std::string line, name;
   std::getline(lines, line);  // the generation
-  while (std::getline(lines, line)) stores.push_back(line);
-  return stores;
+  while (std::getline(lines, line)) {
+    std::istringstream words(line);
+    MemberPlace place;
+    words >> name >> place.store >> std::ws;
+    std::getline(words, place.host);
+    places.push_back(std::move(place));
+  }
+  return places;
 }
 
 void hold_store(const Store& store, ControlProtocol& control, const Signals& signals) {
   using Kind = ControlProtocol::Message::Kind;
-  std::optional<Deadline> limit;
-  while (!(limit && limit->passed()) && signals.next() == 0) {
-    if (!control.silent_for(kShortSilenceSeconds)) {
-      limit.reset();
-    } else if (!limit) {
-      limit = Deadline::after(kToHold);
-    }
-    const auto needed = stores_of_members(store);
-    if (std::find(needed.begin(), needed.end(), store.address()) == needed.end()) return;
+  auto limit = Deadline::after(kToHold);
+  while (!limit.passed() && signals.next() == 0) {
+    if (!control.silent_for(kShortSilenceSeconds)) limit = Deadline::after(kToHold);
+    const auto members = places_of_members(store);
+    const auto is_here = [&](const auto& place) { return place.store == store.address(); };
+    if (std::none_of(members.begin(), members.end(), is_here)) return;
     for (auto message = control.next(); message.kind != Kind::none; message = control.next()) {
       if (message.kind == Kind::end || message.kind == Kind::signal) return;
     }

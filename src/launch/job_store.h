@@ -12,6 +12,9 @@ namespace lockstep::launch {
 
 inline constexpr std::chrono::seconds kForStore(2);
 
+// Of a store in etcd: the launcher that started the job has ended.
+inline constexpr const char* kEndOfLauncher = "end of the launcher";
+
 // Empty where there is none, and where the store does not answer.
 std::string entry(const Store& store, const std::string& key);
 
@@ -22,8 +25,11 @@ void tell_that_it_ended(const std::function<Store()>& store, int rank);
 // What an elastic job's launchers learn of their ranks from the store of their host.
 void use_store(JobProcesses::Context& context, const Store& store);
 
-// The stores of an elastic job's members, one for each member, as `store` knows them; empty where it knows none.
-std::vector<std::string> stores_of_members(const Store& store);
+// Where an elastic job's members are, as `store` knows them; empty where it knows none.
+struct MemberPlace {
+  std::string store, host;
+};
+std::vector<MemberPlace> places_of_members(const Store& store);
 
 // After the ranks of a host have ended: keeps its store while the members need it to agree on who goes on, until the
 // other launcher or a signal ends this; where that launcher is silent, half a minute.

@@ -10,6 +10,7 @@
 #include "base/text.h"
 #include "cluster/rendezvous.h"
 #include "cluster/resolvers.h"
+#include "cluster/store_backend.h"
 #include "launch/host_part.h"
 #include "launch/job_store.h"
 #include "launch/launcher.h"
@@ -24,6 +25,7 @@ namespace lockstep::launch {
 namespace {
 
 constexpr std::chrono::seconds kToHearWhatToRun(60), kForAddress(10);
+constexpr double kUntilEtcdKnows = 9;  // that a process has ended: seconds, more than its lease
 
 bool answers(const std::function<Store()>& connect) {
   try {
@@ -46,6 +48,7 @@ int launch_part() {
   if (failed) throw IoError(text("host ", part.host, " has no folder ", part.folder, ": ", failed.message()));
   make_folder(part.log_dir);
   const TokenFile token(part.token);
+  const bool in_etcd = cluster::is_etcd(part.store);
   const auto connect = [&] {
     return Store::connect(part.store, Deadline::after(kForStore), {token.access().token, part.trusted_network});
   };
@@ -54,12 +57,15 @@ int launch_part() {
   PartOutput output(STDOUT_FILENO, control, silent_seconds), errors(STDERR_FILENO, control, silent_seconds);
   std::ostream out(&output), err(&errors);
   JobProcesses::Context context{signals, reaper, out, err, &control, tell};
-  context.launcher_lives = [&] { return answers(connect); };
+  context.launcher_lives = [&] { return in_etcd ? entry(connect(), kEndOfLauncher).empty() : answers(connect); };
   std::optional<Store> store;  // of this host
-  if (part.elastic) {
+  if (part.elastic && in_etcd) store = connect();
+  if (part.elastic && !in_etcd) {
     const auto address =
         transport::address_towards(cluster::host_of(part.store, "the store's address"), Deadline::after(kForAddress));
     store = Store::hold(transport::with_port(address, 0), {token.access().token, part.trusted_network});
+  }
+  if (store) {
     part.host_store = store->address();
     connect().set(cluster::kStoreOfHost + part.host, part.host_store, Deadline::after(kForStore));
     if (!part.known_stores.empty()) {
@@ -68,12 +74,14 @@ int launch_part() {
     }
     use_store(context, *store);
   }
-  const JobProcesses::Limits limits{
-      .grace_seconds = part.grace_seconds, .restarts = part.restarts, .elastic = part.elastic};
+  const JobProcesses::Limits limits{.grace_seconds = part.grace_seconds,
+                                    .restarts = part.restarts,
+                                    .elastic = part.elastic,
+                                    .until_launcher_is_lost = in_etcd ? kUntilEtcdKnows : 0};
   const int status = JobProcesses(ranks_of(part, token.path()), limits, context).run();
   if (!store) return status;
   err << ranks_ended_message(status) << std::flush;
-  hold_store(*store, control, signals);
+  if (!in_etcd) hold_store(*store, control, signals);
   return status;
 }
 

@@ -18,6 +18,7 @@
 #include "base/text.h"
 #include "cluster/rendezvous.h"
 #include "cluster/resolvers.h"
+#include "cluster/store_backend.h"
 #include "launch/host_discovery.h"
 #include "launch/host_part.h"
 #include "launch/job_store.h"
@@ -26,12 +27,13 @@
 #include "launch/token_file.h"
 #include "lockstep/base/error.h"
 #include "lockstep/cluster/store.h"
+#include "transport/all_gather.h"
 #include "transport/socket.h"
 
 namespace lockstep::launch {
 namespace {
 
-constexpr std::chrono::seconds kForHosts(600), kForNames(10);
+constexpr std::chrono::seconds kForHosts(600), kForNames(10), kForEtcd(10);
 
 // With which a job of discovered hosts begins.
 int processes_at_least(const LaunchOptions& options) {
@@ -73,6 +75,13 @@ void check(const LaunchOptions& options) {
   if (options.host_discovery.empty() ? options.max_processes > 0 : options.min_processes == 0) {
     throw InvalidArgument("lockstep run: --host-discovery needs --min-n, and --max-n needs --host-discovery");
   }
+  if (!options.store.empty() && !cluster::is_etcd(options.store)) {
+    throw InvalidArgument(text("lockstep run: --store is \"", options.store,
+                               "\"; without --nnodes it must be as etcd://host:2379,host:2379,host:2379"));
+  }
+  if (!options.store.empty() && options.min_processes == 0) {
+    throw InvalidArgument("lockstep run: --store needs --min-n or --nnodes: only an elastic job can use another store");
+  }
   if (options.command.empty()) throw InvalidArgument("lockstep run: there is no program to run");
 }
 
@@ -81,6 +90,12 @@ std::string this_folder() {
   const auto folder = std::filesystem::current_path(failed);
   if (failed) throw IoError(text("lockstep run: the folder that this runs in is gone: ", failed.message()));
   return folder.string();
+}
+
+// Of etcd, with a name for the job where the user gave none.
+std::string with_job(const std::string& store) {
+  const auto slash = store.find('/', std::string(cluster::kEtcdScheme).size());
+  return store.empty() || slash != std::string::npos ? store : text(store, "/", transport::random_name());
 }
 
 // A word for the shell at the other end of ssh.
@@ -119,7 +134,7 @@ class Attempt {
         discovery_(discovery),
         blacklist_(options.blacklist_seconds),
         hosts_(fill(options.hosts, processes(options))),
-        store_(Store::hold(transport::with_port(address_for(hosts_), 0), access(options))),
+        store_(store_for(options)),
         job_(members(options, restart),
              {.grace_seconds = options.grace_seconds,
               .restarts = options.restarts,
@@ -178,11 +193,9 @@ class Attempt {
 
   // Whether those on hosts that are named suffice, so that the others may leave.
   bool enough_are_named() {
-    std::set<std::string> named;
-    for (const auto& host : discovery_->hosts()) named.insert(entry(store_, cluster::kStoreOfHost + host.name));
-    const auto members = stores_of_members(store_);
-    return std::count_if(members.begin(), members.end(), [&](const auto& store) { return named.contains(store); }) >=
-           options_.min_processes;
+    const auto members = places_of_members(store_);
+    return std::count_if(members.begin(), members.end(),
+                         [&](const auto& place) { return is_named(name_of(place.host)); }) >= options_.min_processes;
   }
 
   static std::optional<int> processes(const LaunchOptions& options) {
@@ -202,6 +215,14 @@ class Attempt {
     return other == hosts.end()
                ? "127.0.0.1"
                : transport::address_towards(other->name.substr(other->name.find('@') + 1), Deadline::after(kForNames));
+  }
+
+  // With etcd others learn by its entry that this launcher has ended.
+  Store store_for(const LaunchOptions& options) {
+    if (options.store.empty()) return Store::hold(transport::with_port(address_for(hosts_), 0), access(options));
+    auto store = Store::connect(options.store, Deadline::after(kForEtcd), access(options));
+    presence_ = store.set_at_end(kEndOfLauncher, "reached", Deadline::after(kForStore));
+    return store;
   }
 
   Access access(const LaunchOptions& options) const { return {token_.access().token, options.trusted_network}; }
@@ -255,6 +276,7 @@ class Attempt {
   int ranks_ = 0;                // numbered so far
   const TokenFile token_;
   const std::vector<HostSlots> hosts_;
+  std::shared_ptr<void> presence_;  // in etcd
   const Store store_;
   JobProcesses job_;
 };
@@ -304,6 +326,7 @@ std::vector<HostSlots> first_hosts(HostDiscovery& discovery, const LaunchOptions
 int launch(const LaunchOptions& given, std::ostream& out, std::ostream& err) {
   check(given);
   auto options = given;
+  options.store = with_job(options.store);
   if (options.hosts.empty()) make_folder(options.log_dir);
   if (!options.timeline.empty()) require_writable(options.timeline);
   const Reaper reaper;

@@ -26,6 +26,10 @@ struct LaunchOptions {
   int max_processes = 0;
   double blacklist_seconds = 10;
 
+  // Of an elastic job: "etcd://host:port,host:port/job" (Store::connect), where its processes meet in place of stores
+  // of their own, so that any of its hosts may be lost. Without a job's name it gets a random one.
+  std::string store;
+
   // Processes with parameter servers, and a chief: both above 0, or both 0. `processes` is then the sum, or unset.
   int workers = 0, servers = 0;
   bool evaluator = false;

@@ -106,7 +106,13 @@ void JobProcesses::obey_launcher() {
     if (message.kind == Kind::end) end_others();
     if (message.kind == Kind::signal) pass_on(message.signal);
     if (message.kind == Kind::leave) leave();
-    if (message.kind == Kind::launcher_lost) lose_launcher();
+    if (message.kind == Kind::launcher_lost) {
+      launcher_is_lost_at_ = Deadline::after(std::chrono::duration<double>(limits_.until_launcher_is_lost));
+    }
+  }
+  if (launcher_is_lost_at_ && launcher_is_lost_at_->passed()) {
+    launcher_is_lost_at_.reset();
+    lose_launcher();
   }
   if (limits_.elastic || !context_.control->silent_for(kLongSilenceSeconds) || told_to_end_) return;
   told_to_end_ = true;
@@ -180,7 +186,9 @@ void JobProcesses::notice_ends() {
   Child* failed = nullptr;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     auto* const child = children_[i].get();
+    const int process = child->pid();
     if (!reap(*child)) continue;
+    if (context_.process_ended && !child->is_controlled()) context_.process_ended(process);
     for (int read_now = 0; read_now < kMostLastWords && read(*child); ++read_now) {  // its last lines may say why
     }
     if (child->status() == 0) {

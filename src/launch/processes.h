@@ -29,9 +29,10 @@ class JobProcesses {
     const Reaper& reaper;
     std::ostream& out;
     std::ostream& err;
-    ControlProtocol* control = nullptr;        // where another launcher started this one
-    std::function<void(int rank)> ended = {};  // a rank has, with status 0 or before the job had begun
-    std::function<bool()> has_begun = {};      // whether all ranks have found each other
+    ControlProtocol* control = nullptr;                   // where another launcher started this one
+    std::function<void(int rank)> ended = {};             // a rank has, with status 0 or before the job had begun
+    std::function<void(int process)> process_ended = {};  // one of this host's, however
+    std::function<bool()> has_begun = {};                 // whether all ranks have found each other
 
     // Hosts that come while an elastic job runs: their launchers, and those that are to leave. Asked about once a
     // second.
@@ -47,10 +48,11 @@ class JobProcesses {
   };
 
   struct Limits {
-    double grace_seconds = 0;  // from SIGTERM to SIGKILL
-    int restarts = 0;          // how often processes of each role, or of an elastic job, are started again
-    bool elastic = false;      // the job goes on without processes that fail once it has begun
-    int fewest = 0;            // likewise: while so many ranks are left here
+    double grace_seconds = 0;           // from SIGTERM to SIGKILL
+    int restarts = 0;                   // how often processes of each role, or of an elastic job, are started again
+    bool elastic = false;               // the job goes on without processes that fail once it has begun
+    int fewest = 0;                     // likewise: while so many ranks are left here
+    double until_launcher_is_lost = 0;  // seconds from when its connection broke to when that can be known
   };
 
   // Starts them. Throws ClusterError and IoError; then none is left.
@@ -122,6 +124,7 @@ class JobProcesses {
   std::optional<Deadline> kill_at_;
   std::set<std::string> told_to_leave_;
   bool told_to_end_ = false;  // by the other launcher
+  std::optional<Deadline> launcher_is_lost_at_;
   Deadline takes_more_ = Deadline::after(std::chrono::seconds(0));
   std::mutex adding_;           // to children_, which signs_of_life_ reads
   std::jthread signs_of_life_;  // last: it ends before the members do
