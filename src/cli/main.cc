@@ -86,9 +86,15 @@ struct RunArguments : PlaceArguments {
     app.add_option("--max-n", options.max_processes, "likewise: the most processes at a time (0: no bound)");
     app.add_option("--blacklist-cooldown", options.blacklist_seconds,
                    "likewise: seconds for which a host that failed is left out, twice as long each further time (10)");
-    app.add_option("--store", options.store,
-                   "etcd://host:port,host:port,host:port: an elastic job's processes meet there, so that any of its "
-                   "hosts may be lost");
+    app.add_option("--nnodes", nodes,
+                   "4, or 1:4: this is started on each of so many hosts, with -n processes on each; hosts may be lost, "
+                   "and others join later; with --store, and LOCKSTEP_TOKEN_FILE");
+    app.add_option("--last-call", last_call_seconds,
+                   "likewise: how many seconds the fewest nodes wait for more before the job begins (30)");
+    app.add_option(
+        "--store", options.store,
+        "host:port, or etcd://host:port,host:port,host:port/job: where nodes find each other; of etcd also for "
+        "jobs with --min-n, any of whose hosts may then be lost");
     app.add_flag("--trusted-network", options.trusted_network,
                  "allow links without proof of belonging to the job, which UCX needs: whoever reaches the network is "
                  "trusted");
@@ -111,10 +117,16 @@ struct RunArguments : PlaceArguments {
   int act(std::vector<std::string> command) {
     if (part) return lockstep::launch::launch_part();
     options.environment = lockstep::launch::exported_variables(exported);
+    if (!nodes.empty()) {
+      const auto [fewest, most] = lockstep::launch::parse_nodes(nodes);
+      options.nodes = {.fewest = fewest, .most = most, .last_call_seconds = last_call_seconds};
+    }
     return lockstep::launch::launch(finished(std::move(command)), std::cout, std::cerr);
   }
 
   std::vector<std::string> exported;
+  std::string nodes;
+  double last_call_seconds = lockstep::launch::NodeLimits().last_call_seconds;
   bool part = false;
 };
 

@@ -127,6 +127,15 @@ std::vector<HostSlots> fill(std::vector<HostSlots> hosts, std::optional<int> pro
   return hosts;
 }
 
+std::pair<int, int> parse_nodes(const std::string& range) {
+  const auto colon = range.find(':');
+  const auto fewest = whole_number<int>(range.substr(0, colon));
+  const auto most = colon == std::string::npos ? fewest : whole_number<int>(range.substr(colon + 1));
+  if (fewest && most && *fewest >= 1 && *most >= *fewest) return {*fewest, *most};
+  throw InvalidArgument(text("lockstep run: --nnodes is \"", range,
+                             "\"; it must be a number of nodes, as 4, or the fewest and the most, as 1:4"));
+}
+
 bool is_this_host(const std::string& name) {
   std::string mine(kLongestName + 1, '\0');
   gethostname(mine.data(), mine.size() - 1);

@@ -3,6 +3,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace lockstep::launch {
@@ -25,6 +26,9 @@ std::vector<HostSlots> read_hostfile(const std::string& path);
 // The hosts in their order, with as many slots as run there: `processes` in all, or all that there are. Throws
 // InvalidArgument where there are too few.
 std::vector<HostSlots> fill(std::vector<HostSlots> hosts, std::optional<int> processes);
+
+// "4", or "1:4": from the fewest to the most. Throws InvalidArgument.
+std::pair<int, int> parse_nodes(const std::string& range);
 
 // Whether the name is this machine's, where processes are started without ssh.
 bool is_this_host(const std::string& name);

@@ -40,6 +40,25 @@ int processes_at_least(const LaunchOptions& options) {
   return std::max(options.min_processes, options.processes.value_or(1));
 }
 
+// Nodes start by themselves: what one launcher decides for all hosts has no place there.
+void check_node(const LaunchOptions& options) {
+  const auto refuse = [](bool is_given, const char* name) {
+    if (is_given) throw InvalidArgument(text("lockstep run: ", name, " does not go with --nnodes"));
+  };
+  refuse(!options.hosts.empty(), "-H or --hostfile");
+  refuse(!options.host_discovery.empty(), "--host-discovery");
+  refuse(options.min_processes > 0, "--min-n (the program's min_workers says it)");
+  refuse(options.workers > 0, "--workers and --ps");
+  refuse(!options.timeline.empty(), "--timeline");
+  refuse(!options.environment.empty(), "-x (each node has its own environment)");
+  if (options.store.empty()) {
+    throw InvalidArgument(
+        "lockstep run: --nnodes needs --store, where the nodes find each other: host:port, with a host on which one of "
+        "them is started, or etcd://host:2379,host:2379,host:2379/name-of-the-job");
+  }
+  if (cluster::is_etcd(options.store)) cluster::parse_etcd(options.store);
+}
+
 void check(const LaunchOptions& options) {
   const auto require = [](bool holds, const char* name, auto value, const char* allowed) {
     if (!holds) throw InvalidArgument(text("lockstep run: ", name, " is ", value, "; it must be ", allowed));
@@ -75,11 +94,12 @@ void check(const LaunchOptions& options) {
   if (options.host_discovery.empty() ? options.max_processes > 0 : options.min_processes == 0) {
     throw InvalidArgument("lockstep run: --host-discovery needs --min-n, and --max-n needs --host-discovery");
   }
-  if (!options.store.empty() && !cluster::is_etcd(options.store)) {
+  if (options.nodes) check_node(options);
+  if (!options.nodes && !options.store.empty() && !cluster::is_etcd(options.store)) {
     throw InvalidArgument(text("lockstep run: --store is \"", options.store,
                                "\"; without --nnodes it must be as etcd://host:2379,host:2379,host:2379"));
   }
-  if (!options.store.empty() && options.min_processes == 0) {
+  if (!options.nodes && !options.store.empty() && options.min_processes == 0) {
     throw InvalidArgument("lockstep run: --store needs --min-n or --nnodes: only an elastic job can use another store");
   }
   if (options.command.empty()) throw InvalidArgument("lockstep run: there is no program to run");
@@ -325,6 +345,7 @@ std::vector<HostSlots> first_hosts(HostDiscovery& discovery, const LaunchOptions
 
 int launch(const LaunchOptions& given, std::ostream& out, std::ostream& err) {
   check(given);
+  if (given.nodes) return launch_node(given, out, err);
   auto options = given;
   options.store = with_job(options.store);
   if (options.hosts.empty()) make_folder(options.log_dir);

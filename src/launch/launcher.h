@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "launch/hosts.h"
+#include "launch/nodes.h"
 
 namespace lockstep::launch {
 
@@ -25,6 +26,12 @@ struct LaunchOptions {
   std::string host_discovery;
   int max_processes = 0;
   double blacklist_seconds = 10;
+
+  // Not empty: the hosts are those on which the user, or a scheduler, starts `lockstep run`, `processes` on each. They
+  // find each other at `store`, which may also be "host:port": the launcher on that host holds it. The job goes on
+  // without hosts that are lost, and others may join it later. `store` may then be that of any host that takes part.
+  // Follows torchrun.
+  std::optional<NodeLimits> nodes;
 
   // Of an elastic job: "etcd://host:port,host:port/job" (Store::connect), where its processes meet in place of stores
   // of their own, so that any of its hosts may be lost. Without a job's name it gets a random one.
@@ -65,6 +72,9 @@ std::map<std::string, std::string> exported_variables(const std::vector<std::str
 //
 // Must be called by the main thread of a process without others. Throws InvalidArgument, ClusterError and IoError.
 int launch(const LaunchOptions& options, std::ostream& out, std::ostream& err);
+
+// With LaunchOptions::nodes: one of these launchers. Returns and throws the same, for this host's ranks.
+int launch_node(const LaunchOptions& options, std::ostream& out, std::ostream& err);
 
 // What it starts on another host: reads a part of a job from standard input, and runs it. Returns and throws the same,
 // and prints to standard output and standard error.

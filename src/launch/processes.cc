@@ -26,7 +26,10 @@ constexpr int kMostLastWords = 1000;  // reads of the output that an ended rank 
 }  // namespace
 
 JobProcesses::JobProcesses(std::vector<ChildCommand> members, const Limits& limits, const Context& context)
-    : members_(std::move(members)), limits_(limits), context_(context), is_part_(context.control != nullptr) {
+    : members_(std::move(members)),
+      limits_(limits),
+      context_(context),
+      is_part_(context.control != nullptr || limits.others_run_elsewhere) {
   for (const auto& command : members_) {
     if (const int signal = context_.signals.next()) {  // there may be very many
       pass_on(signal);
@@ -79,8 +82,8 @@ int JobProcesses::run() {
   release_launchers();
   while (read_all()) {  // their remaining output
   }
-  // Another launcher has been told at once.
-  if (first_ != nullptr && !is_part_) {
+  // The launcher that started this one has been told at once.
+  if (first_ != nullptr && context_.control == nullptr) {
     context_.err << (report_.empty() ? explanation(*first_) : report_) << std::endl;
   }
   if (first_ != nullptr) return first_->status();

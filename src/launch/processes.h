@@ -52,6 +52,7 @@ class JobProcesses {
     int restarts = 0;                   // how often processes of each role, or of an elastic job, are started again
     bool elastic = false;               // the job goes on without processes that fail once it has begun
     int fewest = 0;                     // likewise: while so many ranks are left here
+    bool others_run_elsewhere = false;  // processes of the job, which other launchers have started
     double until_launcher_is_lost = 0;  // seconds from when its connection broke to when that can be known
   };
 
@@ -106,7 +107,7 @@ class JobProcesses {
   std::vector<ChildCommand> members_;  // of children_, by index
   const Limits limits_;
   Context context_;
-  const bool is_part_;  // of a job, of which another launcher has started this one
+  const bool is_part_;  // of a job, of which other launchers run the rest
   std::vector<std::unique_ptr<Child>> children_;
   std::vector<std::unique_ptr<Child>> replaced_;  // whose places others have
   std::map<std::string, int> restarted_;          // [role]

@@ -1,0 +1,153 @@
+// The launcher of one of several hosts on which the user, or a scheduler, starts one each.
+#include <unistd.h>
+
+#include <algorithm>
+#include <functional>
+#include <iomanip>
+#include <optional>
+#include <ostream>
+#include <set>
+#include <sstream>
+#include <thread>
+#include <utility>
+
+#include "base/text.h"
+#include "cluster/rendezvous.h"
+#include "cluster/store_backend.h"
+#include "launch/host_part.h"
+#include "launch/job_store.h"
+#include "launch/launcher.h"
+#include "launch/nodes.h"
+#include "launch/reaper.h"
+#include "launch/signals.h"
+#include "launch/token_file.h"
+#include "lockstep/base/error.h"
+#include "transport/socket.h"
+
+namespace lockstep::launch {
+namespace {
+
+constexpr std::chrono::minutes kForStoreToCome(10);
+constexpr std::chrono::seconds kToReachStore(1), kForLocalAddress(10);
+constexpr std::chrono::milliseconds kForAnswer(500), kBetweenPolls(500);
+constexpr const char* kRanksHaveEnded = "the ranks of this host have ended";
+
+std::string digits_of(const std::string& token) {
+  std::ostringstream digits;
+  for (const char c : token) digits << std::hex << std::setw(2) << std::setfill('0') << (c & 0xff);
+  return digits.str();
+}
+
+bool is_here(const std::string& host) {
+  return is_this_host(host) || transport::address_towards(host, Deadline::after(kForLocalAddress)) == host;
+}
+
+// The launcher on the host that the address names holds it, if nobody does. Nothing where stop() says so.
+struct JobStore {
+  Store store;
+  bool is_held_here = false;
+};
+std::optional<JobStore> find_or_hold(const std::string& address, const Access& access,
+                                     const std::function<bool()>& stop, std::ostream& err) {
+  const auto answers = [&] { return transport::answers_at(address, Deadline::after(kForAnswer)); };
+  const bool in_etcd = cluster::is_etcd(address);
+  if (!in_etcd && !answers() && is_here(cluster::host_of(address, "--store"))) {
+    try {
+      return JobStore{Store::hold(address, access), true};
+    } catch (const ClusterError&) {
+      if (!answers()) throw;  // else another launcher of this host was first
+    }
+  }
+  const auto deadline = Deadline::after(kForStoreToCome);
+  for (bool told = false; !stop();) {
+    try {
+      return JobStore{Store::connect(address, Deadline::after(kToReachStore), access), false};
+    } catch (const DeadlineExceeded& late) {
+      if (deadline.passed()) throw;
+      if (!std::exchange(told, true)) err << "lockstep: waiting for the store: " << late.what() << std::endl;
+    }
+  }
+  return std::nullopt;
+}
+
+// Keeps this host's store while other members may need it to agree on who goes on.
+void hold_for_others(const Store& store, const Signals& signals) {
+  store.set(kRanksHaveEnded, "yes", Deadline::after(kForStore));
+  const auto runs_at = [&](const std::string& address) {
+    try {
+      if (!transport::answers_at(address, Deadline::after(kForAnswer))) return false;
+      return entry(Store::connect(address, Deadline::after(kForStore), store.access()), kRanksHaveEnded).empty();
+    } catch (const Error&) {
+      return false;
+    }
+  };
+  for (bool others_run = true; others_run && signals.next() == 0; std::this_thread::sleep_for(kBetweenPolls)) {
+    std::set<std::string> others;
+    bool is_member = false;
+    for (const auto& place : places_of_members(store)) {
+      is_member |= place.store == store.address();
+      if (place.store != store.address()) others.insert(place.store);
+    }
+    others_run = is_member && std::any_of(others.begin(), others.end(), runs_at);
+  }
+}
+
+}  // namespace
+
+int launch_node(const LaunchOptions& options, std::ostream& out, std::ostream& err) {
+  make_folder(options.log_dir);
+  const Reaper reaper;
+  const Signals signals;
+  auto access = access_of_environment();
+  access.trusted_network |= options.trusted_network;
+  if (access.token.empty()) {
+    throw ClusterError(
+        text("lockstep run: --nnodes needs a token that all nodes have: set LOCKSTEP_TOKEN_FILE to a file with 64 "
+             "hexadecimal digits, which `openssl rand -hex 32` prints"));
+  }
+  const TokenFile token(digits_of(access.token));
+  int asked = 0;
+  const auto stop = [&] { return (asked = signals.next()) != 0; };
+  const auto found = find_or_hold(options.store, access, stop, err);
+  if (!found) return JobProcesses::report_signal(asked, err);
+  const auto& job = found->store;
+  const bool in_etcd = cluster::is_etcd(options.store);
+  const auto here =
+      in_etcd || found->is_held_here
+          ? job
+          : Store::hold(transport::with_port(job.backend().local_address(Deadline::after(kForLocalAddress)), 0), access);
+  Node node(job, options.processes.value_or(1));
+  const auto place = node.wait(*options.nodes, stop, err);
+  if (!place) return JobProcesses::report_signal(asked, err);
+  err << "lockstep: this is node " << place->host << (place->joins ? ", which joins the job" : "");
+  if (!in_etcd) err << "; others may join the job with --store " << here.address();
+  err << std::endl;
+  HostPart part{.size = place->size,
+                .first = place->first,
+                .count = options.processes.value_or(1),
+                .host = place->host,
+                .store = job.address(),
+                .host_store = here.address(),
+                .command = options.command,
+                .log_dir = options.log_dir,
+                .trusted_network = access.trusted_network,
+                .on_terminal = isatty(STDOUT_FILENO) == 1,
+                .elastic = true};
+  if (place->joins) {
+    part.known_stores.push_back(job.address());
+    here.compare_set(cluster::kKnownStores, "", job.address(), Deadline::after(kForStore));
+    here.set(cluster::kJobHasBegun, "yes", Deadline::after(kForStore));
+  }
+  JobProcesses::Context context{signals, reaper, out, err};
+  context.ended = [&](int rank) { tell_that_it_ended([&] { return job; }, rank); };
+  use_store(context, here);
+  const JobProcesses::Limits limits{.grace_seconds = options.grace_seconds,
+                                    .restarts = options.restarts,
+                                    .elastic = true,
+                                    .others_run_elsewhere = true};
+  const int status = JobProcesses(ranks_of(part, token.path()), limits, context).run();
+  if (!in_etcd) hold_for_others(here, signals);
+  return status;
+}
+
+}  // namespace lockstep::launch

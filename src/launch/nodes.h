@@ -1,0 +1,56 @@
+// How launchers that were started on their hosts one by one find each other.
+#pragma once
+
+#include <functional>
+#include <iosfwd>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/base/deadline.h"
+#include "lockstep/cluster/store.h"
+
+namespace lockstep::launch {
+
+struct NodeLimits {
+  int fewest = 1, most = 1;       // hosts
+  double last_call_seconds = 30;  // how long `fewest` wait for another one
+};
+
+// Where a node is among those with which the job begins, or which it joins.
+struct NodePlace {
+  std::string host;    // a name that no other node of the job has, or had
+  int first = 0;       // its first rank
+  int size = 0;        // ranks of all
+  bool joins = false;  // a job that runs
+};
+
+// A launcher's host in the job's store. While this lives, the others see that the launcher does. Follows the rendezvous
+// of torchrun. Its calls throw as Store's.
+class Node {
+ public:
+  Node(Store store, int processes);
+
+  // Waits until `fewest` nodes have come, and as many as there may be or no other one for last_call_seconds. One that
+  // comes later waits until the members of the job are on fewer than `most` hosts. Nothing where stop() says so, which
+  // is asked ten times a second. Throws DeadlineExceeded after ten minutes. `err` gets what it waits for.
+  std::optional<NodePlace> wait(const NodeLimits& limits, const std::function<bool()>& stop, std::ostream& err);
+
+  const std::string& host() const { return host_; }
+
+ private:
+  struct Entry;
+  std::optional<NodePlace> come(const NodeLimits& limits, std::string& waits_for);
+  std::optional<NodePlace> join(const NodeLimits& limits, std::string& waits_for);
+  bool has_ended(const std::string& host) const;
+
+  const Store store_;
+  const int processes_;
+  std::string host_;
+  std::shared_ptr<void> presence_;
+  std::string seen_;  // the entry of nodes, when it had changed
+  Deadline last_call_ = Deadline::never();
+};
+
+}  // namespace lockstep::launch
