@@ -39,14 +39,18 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // is killed where PLACE is "predict". VALIDATE=0: without validation.
 //
 // MODELS=2: a second model, made before the first fit, is trained too. MORE_S: seconds of work behind the last fit.
-// RECORD: the number of an example with which every worker throws.
+// RECORD: the number of an example with which every worker throws. SECOND: a worker that is killed in the same step,
+// SECOND_US microseconds after its forward pass. PLACE "corrupt": VICTIM's weights change by a fault behind that step.
+// COMPARE: steps between comparing copies; REPLACE=1: copies that differ are replaced.
 int main() {
   try {
     const lockstep::MultiWorkerMirroredStrategy strategy(
         {.threads_per_replica = 1,
          .communication = {.timeout_seconds = number("TIMEOUT", 600) * 1.0},
          .elastic = lockstep::ElasticOptions{.min_workers = number("MIN_WORKERS", 1),
-                                             .join_seconds = number("JOIN_SECONDS", 30) * 1.0}});
+                                             .join_seconds = number("JOIN_SECONDS", 30) * 1.0},
+         .compare_copies_every = number("COMPARE", 100),
+         .replace_differing_copies = number("REPLACE", 0) == 1});
     const bool joins = number("LOCKSTEP_JOIN", 0) == 1;
     const bool is_victim = !joins && strategy.worker_rank() == number("VICTIM", -1);
     const int at = number("STEP", -1);
@@ -56,23 +60,27 @@ int main() {
     const auto x = at::sin(at::arange(240 * 6, at::kDouble)).view({240, 6});
     const auto all_y = x.cumsum(1).slice(1, 2, 5);
     const int record = number("RECORD", -1);
+    const bool is_second = !joins && strategy.worker_rank() == number("SECOND", -1);
     int steps = 0;  // forwards of this worker
     std::jthread killer;
     const auto loss = [&](const at::Tensor& y, const at::Tensor& out) {
       const unsigned times = is_victim && place == "slow" ? 3 : 1;
       usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000 * times);
       if (record >= 0 && (y == all_y[record]).all(1).any().item<bool>()) throw std::runtime_error("a bad record");
+      const auto die_after = [&](unsigned microseconds) {
+        killer = std::jthread([microseconds] {
+          usleep(microseconds);
+          raise(SIGKILL);
+        });
+      };
+      if (steps == at && is_second) die_after(static_cast<unsigned>(number("SECOND_US", 0)));
       if (steps++ == at && is_victim) {
         if (place == "forward") raise(SIGKILL);
         while (place == "hang") pause();
         if (place == "throw") throw std::runtime_error("this machine is broken");
         if (place == "print") std::cout << "step " << at << std::endl;
-        if (place.find_first_not_of("0123456789") == std::string::npos) {
-          killer = std::jthread([&] {
-            usleep(static_cast<unsigned>(std::stoi(place)));
-            raise(SIGKILL);
-          });
-        }
+        if (place.find_first_not_of("0123456789") == std::string::npos)
+          die_after(static_cast<unsigned>(std::stoi(place)));
       }
       return (out - y).square().mean(1);
     };
@@ -97,7 +105,12 @@ int main() {
       longest = std::max(longest, seconds(last));
       last = Clock::now();
       if (joins && ended == 0) std::cout << "joined at step " << model.iterations() << std::endl;
-      if (ended++ == at && is_victim && place == "batch end") raise(SIGKILL);
+      const bool is_there = ended++ == at && is_victim;
+      if (is_there && place == "batch end") raise(SIGKILL);
+      if (is_there && place == "corrupt") {
+        const at::NoGradGuard no_grad;
+        model.module<torch::nn::Module>()->parameters()[0].add_(1e-3);
+      }
     };
     std::vector<lockstep::AnyCallback> callbacks{lockstep::LambdaCallback(
         {.on_epoch_begin = [&](int) { last = Clock::now(); }, .on_train_batch_end = on_batch})};
