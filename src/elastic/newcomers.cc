@@ -204,7 +204,7 @@ void Watch::watch(const std::stop_token& stop) {
     } catch (const Error&) {  // the store is gone
       return;
     }
-    if (any()) forget_invited();
+    forget_invited();
   }
 }
 
@@ -230,9 +230,14 @@ bool Watch::was_answered(const Process& newcomer) const {
 
 std::vector<Process> Watch::waiting() {
   MutexLock lock(mutex_);
-  std::erase_if(seen_, [&](const Process& one) { return was_answered(one) || registry_->has_gone(one); });
-  any_ = !seen_.empty();
-  return seen_;
+  const auto has_ended = [&](const Process& one) {
+    return !registry_->read_at(one.store, key_of_end(one.name)).empty();
+  };
+  std::erase_if(seen_, [&](const Process& one) { return was_answered(one) || has_ended(one); });
+  auto there = seen_;  // but for those whose host is silent, perhaps for a while
+  std::erase_if(there, [&](const Process& one) { return registry_->has_gone(one); });
+  any_ = !there.empty();
+  return there;
 }
 
 void Watch::forget_invited() {

@@ -103,6 +103,7 @@ class StrategyImpl {
 
   // Of all trainings of this strategy.
   elastic::Sections::Completed& completed_sections() { return completed_sections_; }
+  const elastic::Sections::Completed& completed_sections() const { return completed_sections_; }
 
   // Trainings that workers make are numbered, equally in all.
   std::int64_t next_training() { return trainings_++; }

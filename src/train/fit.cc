@@ -39,11 +39,20 @@ class Fit {
         agreement_(worker_, recovery_, signals_, [this]() -> const Communicator& { return peers(); }),
         computes_on_cpu_(on_cpu(unwrap(impl_.strategy).torch_devices())) {
     impl_.fitting = true;
+    impl_.section_of_fit = [this](const std::function<void()>& act) {
+      recovery_.run(
+          [&] {
+            act();
+            return train::Recovery::Numbers();
+          },
+          [](const auto&) {});
+    };
   }
 
   ~Fit() {
     for (const auto& callback : callbacks_) callback->detach();
     impl_.callbacks.clear();
+    impl_.section_of_fit = nullptr;
     impl_.fitting = false;
   }
   Fit(const Fit&) = delete;
@@ -197,10 +206,13 @@ class Fit {
     if (!said.empty()) log_warning("fit: " + said);
   }
 
-  // The worker that was it is lost.
+  // The worker that was it is lost; at the end of an epoch perhaps before its callbacks were called.
   void become_chief() {
     for (const auto& callback : callbacks_) {
       if (callback->only_on_chief()) callback->on_become_chief();
+    }
+    for (std::size_t i = 0; ended_epoch_ && i < called_; ++i) {
+      if (callbacks_[i]->only_on_chief()) callbacks_[i]->on_epoch_end(ended_epoch_->first, ended_epoch_->second);
     }
     for (const auto& callback : callbacks_) {
       if (callback->only_on_chief()) callback->on_epoch_begin(progress().epoch);
@@ -254,8 +266,10 @@ class Fit {
       progress().position = {.epoch = ++impl_.data_epochs};
       progress().examples = 0;
     }
+    ended_epoch_ = {epoch, logs};
     each([&](Callback& callback) { callback.on_epoch_end(epoch, logs); });
     agree();
+    ended_epoch_.reset();
     agreement_.change_workers([this] { save_at_interrupt(); });
   }
 
@@ -279,7 +293,8 @@ class Fit {
 
   template <class Call>
   void each(const Call& call) {
-    for (const auto& callback : callbacks_) {
+    for (called_ = 0; called_ < callbacks_.size(); ++called_) {
+      const auto& callback = callbacks_[called_];
       if (callback->only_on_chief() && !impl_.strategy.is_chief()) continue;
       try {
         call(*callback.operator->());
@@ -301,6 +316,8 @@ class Fit {
   double computed_ = 0;  // seconds, until the last step
   const bool computes_on_cpu_;
   std::vector<AnyCallback> callbacks_;  // in the order of their calls
+  std::size_t called_ = 0;              // of them, in the calls of all that are being made, or were made last
+  std::optional<std::pair<int, Logs>> ended_epoch_;  // whose on_epoch_end calls not all workers have made yet
   std::unique_ptr<train::StepSource> steps_;
 };
 

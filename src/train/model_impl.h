@@ -78,6 +78,14 @@ class ModelImpl {
 
   const Communicator& workers() const { return unwrap(strategy).workers(); }
 
+  // Calls act(), which is collective over the workers; in a fit of an elastic strategy again where one of them is lost
+  // meanwhile.
+  void do_again_after_losses(const std::function<void()>& act) const {
+    const bool may = section_of_fit && !unwrap(strategy).completed_sections().is_in_one;
+    may ? section_of_fit(act) : act();
+  }
+  std::function<void(const std::function<void()>& act)> section_of_fit;  // of a fit that runs
+
   // The processes that make the same steps: the strategy's workers, or the optimizer's GradientRanks. Requires build
   // and compile.
   const Communicator& peers() const { return gradients->ranks(); }

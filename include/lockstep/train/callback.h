@@ -61,6 +61,7 @@ class Callback {
   virtual bool only_on_chief() const { return false; }
 
   // Of those that are only_on_chief: the worker that was the chief is lost, and this process is the chief from now on.
+  // Where it was lost at the end of an epoch, that epoch's on_epoch_end comes next, which it may have been called with.
   virtual void on_become_chief() { on_train_begin(); }
 
   // In place of on_train_begin in a worker that comes to a fit that runs (elastic strategies), before `load`. The other

@@ -105,7 +105,8 @@ class CSVLogger : public Callback {
 
   std::string filename_;
   CSVLoggerOptions options_;
-  std::vector<std::string> columns_;  // empty before the first line
+  std::vector<std::string> columns_;   // empty before the first line
+  std::optional<int> written_before_;  // the last epoch that another chief has written
 };
 
 // Stops when the loss is NaN or infinite.

@@ -1,9 +1,11 @@
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iomanip>
 #include <span>
 #include <sstream>
+#include <utility>
 #include <vector>
 
 #include "base/log.h"
@@ -31,10 +33,28 @@ void CSVLogger::on_train_begin() {
   if (options_.append) read_header();
 }
 
-// Goes on in the file.
-void CSVLogger::on_become_chief() { read_header(); }
+// Goes on in the file, behind its last whole line.
+void CSVLogger::on_become_chief() {
+  columns_.clear();
+  read_header();
+  std::string lines;
+  {
+    std::ostringstream all;
+    all << std::ifstream(filename_).rdbuf();
+    lines = all.str();
+  }
+  const auto end = lines.rfind('\n');
+  if (end == std::string::npos) return;
+  std::error_code ignored;  // then there is a line that was cut short
+  if (end + 1 < lines.size()) std::filesystem::resize_file(filename_, end + 1, ignored);
+  const auto begin = end == 0 ? std::string::npos : lines.rfind('\n', end - 1);
+  if (begin == std::string::npos) return;
+  const auto last = lines.substr(begin + 1, end - begin - 1);
+  written_before_ = whole_number<int>(last.substr(0, last.find(options_.separator)));
+}
 
 void CSVLogger::on_epoch_end(int epoch, const Logs& logs) {
+  if (std::exchange(written_before_, std::nullopt) == epoch) return;
   if (columns_.empty()) write_header(logs);
   std::string line = std::to_string(epoch);
   for (const auto& column : columns_) {

@@ -86,16 +86,26 @@ void require_no_servers(const char* callback, bool background, const Model& mode
                              "checkpoint without stopping the steps anyway"));
 }
 
-// Where the disk is full, or is gone, training goes on without this checkpoint. Returns why; empty where it was saved.
+// Saves, also where the chief is lost meanwhile: then the next one does. Returns why that cannot be done; else empty.
+std::string saved_or_why(const Model& model, const char* callback, const std::function<void()>& save) {
+  std::string problem;
+  unwrap(model).do_again_after_losses([&] {
+    problem.clear();
+    try {
+      save();
+    } catch (const IoError& error) {  // on all workers
+      problem = text(callback, ": ", error.what());
+    }
+  });
+  return problem;
+}
+
+// Where the disk is full, or is gone, training goes on without this checkpoint.
 std::string save_or_warn(const Model& model, const char* callback, const std::function<void()>& save) {
-  try {
-    save();
-    return {};
-  } catch (const IoError& error) {  // on all workers
-    const auto why = text(callback, ": ", error.what());
-    if (model.strategy().is_chief()) log_warning(why + "; training goes on without this checkpoint");
-    return why;
-  }
+  const auto problem = saved_or_why(model, callback, save);
+  if (!problem.empty() && model.strategy().is_chief())
+    log_warning(problem + "; training goes on without this checkpoint");
+  return problem;
 }
 
 }  // namespace
@@ -175,8 +185,10 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
   }
   problem_ = save_or_warn(model(), "ModelCheckpoint", [&] {
     options_.save_weights_only ? model().save_weights(path) : model().save_checkpoint(path);
-    impl.workers().run_on_rank_0([&] { record_checkpoint(path, kept_, options_.max_to_keep); });
+    auto kept = kept_;
+    impl.workers().run_on_rank_0([&] { record_checkpoint(path, kept, options_.max_to_keep); });
   });
+  if (problem_.empty()) keep_checkpoint(path, kept_, options_.max_to_keep);
 }
 
 void ModelCheckpoint::finish_writing() {
@@ -320,7 +332,9 @@ void BackupAndRestore::detach() noexcept {
 }
 
 void BackupAndRestore::on_train_end() {
-  back_up();  // with what other callbacks changed at the end
+  // With what other callbacks changed at the end.
+  const auto problem = saved_or_why(model(), "BackupAndRestore", [this] { back_up(); });
+  if (!problem.empty()) throw IoError(problem);
   if (!options_.delete_checkpoint || !model().strategy().is_chief()) return;
   checkpoint::remove_at_success(file_, lock_);
   checkpoint::remove_at_success(previous_, lock_);
