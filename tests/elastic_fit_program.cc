@@ -25,6 +25,12 @@ int number(const char* name, int otherwise) {
   return value == nullptr ? otherwise : std::atoi(value);
 }
 
+double scaled(double ratio) {
+  const char* const rule = std::getenv("SCALING");
+  return rule != nullptr && std::string(rule) == "sqrt" ? lockstep::square_root_scaling(ratio)
+                                                        : lockstep::linear_scaling(ratio);
+}
+
 double seconds(Clock::time_point since) { return std::chrono::duration<double>(Clock::now() - since).count(); }
 
 }  // namespace
@@ -41,14 +47,19 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // MODELS=2: a second model, made before the first fit, is trained too. MORE_S: seconds of work behind the last fit.
 // RECORD: the number of an example with which every worker throws. SECOND: a worker that is killed in the same step,
 // SECOND_US microseconds after its forward pass. PLACE "corrupt": VICTIM's weights change by a fault behind that step.
-// COMPARE: steps between comparing copies; REPLACE=1: copies that differ are replaced.
+// WORKER_BATCH: the batches are a worker's, and the rate is for so many workers, by the rule SCALING ("linear", or
+// "sqrt"); with SGD. COMPARE: steps between comparing copies; REPLACE=1: copies that differ are replaced.
 int main() {
   try {
+    lockstep::ElasticOptions elastic{.min_workers = number("MIN_WORKERS", 1),
+                                     .join_seconds = number("JOIN_SECONDS", 30) * 1.0};
+    if (const int workers = number("WORKER_BATCH", 0)) {
+      elastic.worker_batch = lockstep::WorkerBatch{.learning_rate_workers = workers, .scaling = scaled};
+    }
     const lockstep::MultiWorkerMirroredStrategy strategy(
         {.threads_per_replica = 1,
          .communication = {.timeout_seconds = number("TIMEOUT", 600) * 1.0},
-         .elastic = lockstep::ElasticOptions{.min_workers = number("MIN_WORKERS", 1),
-                                             .join_seconds = number("JOIN_SECONDS", 30) * 1.0},
+         .elastic = elastic,
          .compare_copies_every = number("COMPARE", 100),
          .replace_differing_copies = number("REPLACE", 0) == 1});
     const bool joins = number("LOCKSTEP_JOIN", 0) == 1;
@@ -89,7 +100,8 @@ int main() {
     lockstep::Sequential model({lockstep::Dense(joins ? number("UNITS_OF_JOINING", 8) : 8,
                                                 {.activation = "tanh", .kernel_initializer = "ones"}),
                                 lockstep::Dense(3, {.kernel_initializer = "ones"})});
-    model.compile({.optimizer = lockstep::Adam({.learning_rate = 0.01}),
+    const lockstep::Optimizer adam = lockstep::Adam({.learning_rate = 0.01});
+    model.compile({.optimizer = elastic.worker_batch ? lockstep::SGD({.learning_rate = 0.01}) : adam,
                    .loss = lockstep::Loss("squares", loss),
                    .metrics = {"mean_absolute_error"}});
     lockstep::Sequential second(

@@ -55,7 +55,7 @@ std::int64_t Updater::place_of(const Shard& shard) const {
 }
 
 void Updater::begin_step() {
-  step_ = {iterations_ + 1, learning_rate()};
+  step_ = {iterations_ + 1, learning_rate() * rate_factor_};
   for (auto& update : device_updates_) update.begin(step_);
 }
 

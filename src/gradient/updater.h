@@ -47,6 +47,7 @@ class Updater {
   // The rate of the next update. A rate that was set holds until another is set.
   double learning_rate() const;
   void set_learning_rate(double rate);
+  void set_learning_rate_factor(double factor) { rate_factor_ = factor; }  // of all that follows
   std::optional<double> learning_rate_override() const { return rate_override_; }
   void restore_learning_rate(std::optional<double> override_rate) { rate_override_ = override_rate; }
 
@@ -99,6 +100,7 @@ class Updater {
   std::int64_t iterations_ = 0;
   LossScale loss_scale_;
   std::optional<double> rate_override_;
+  double rate_factor_ = 1;
   UpdateStep step_;  // of the current update
 };
 

@@ -74,10 +74,19 @@ PerReplica<Example> read_all(const PerReplica<Part>& parts) {
   return PerReplica<Example>(std::move(examples));
 }
 
-// How many elements `steps` steps have used up.
+std::uint64_t hash_of(const Row& element) {
+  if (!element.batch) return static_cast<std::uint64_t>(gradient::hash_of(element.materialize().x));
+  std::uint64_t hash = 0;
+  for (const auto index : *element.batch) hash = mix(hash, static_cast<std::uint64_t>(index));
+  if (element.batch->empty()) return hash;
+  return mix(hash, static_cast<std::uint64_t>(gradient::hash_of(element.table->x[element.batch->front()])));
+}
+
+// How many elements an index of positions stands for.
 std::int64_t elements_in(std::int64_t steps, Distribution kind, const LocalReplicas& replicas) {
   switch (kind) {
-    case Distribution::split: return steps;
+    case Distribution::split:
+    case Distribution::one_a_worker: return steps;
     case Distribution::sharded: return steps / replicas.workers.size();
     case Distribution::one_each: return steps * replicas.count();
   }
@@ -128,19 +137,22 @@ DistributedIterator::DistributedIterator(Dataset dataset, Distribution kind, Loc
 
 std::optional<PerReplica<Part>> DistributedIterator::next_parts() {
   auto parts = own_parts();
-  if (kind_ != Distribution::split && replicas_.peers.size() > 1) {
+  const bool reads_the_same = kind_ == Distribution::split || kind_ == Distribution::one_a_worker;
+  if (!reads_the_same && replicas_.peers.size() > 1) {
     if (!replicas_.peers.any(parts.has_value())) return std::nullopt;
-    if (!parts) {
-      std::vector<Part> none;
-      for (const auto device : replicas_.devices) none.push_back({without_examples(), device});
-      parts.emplace(std::move(none));
-    }
+    if (!parts) parts.emplace(parts_without_examples());
   }
-  if (parts) ++position_.index;
+  if (parts) position_.index += kind_ == Distribution::one_a_worker ? static_cast<std::int64_t>(step_.size()) : 1;
   return parts;
 }
 
-PerReplica<Part> DistributedIterator::parts_again() const { return split(*current_, share_of(replicas_)); }
+PerReplica<Part> DistributedIterator::parts_again() {
+  if (kind_ != Distribution::one_a_worker) return split(*current_, share_of(replicas_));
+  for (const auto& element : step_) examples_ -= element->examples();
+  position_.index -= static_cast<std::int64_t>(step_.size());
+  again_.insert(again_.begin(), step_.begin(), step_.end());
+  return next_parts().value();
+}
 
 std::optional<PerReplica<Part>> DistributedIterator::next_parts_of(int part, int parts) {
   if (!skip()) return std::nullopt;
@@ -159,10 +171,21 @@ std::optional<PerReplica<Part>> DistributedIterator::own_parts() {
       if (!read()) return std::nullopt;
       examples_ += current_->examples();
       return split(*current_, share_of(replicas_));
+    case Distribution::one_a_worker: return one_a_worker();
     case Distribution::sharded: return share_of_element();
     case Distribution::one_each: return one_each();
   }
   return std::nullopt;
+}
+
+std::optional<PerReplica<Part>> DistributedIterator::one_a_worker() {
+  const auto workers = static_cast<std::size_t>(replicas_.workers.size());
+  const auto rank = static_cast<std::size_t>(replicas_.workers.rank());
+  step_.clear();
+  while (step_.size() < workers && read()) step_.push_back(current_);
+  if (step_.empty()) return std::nullopt;
+  for (const auto& element : step_) examples_ += element->examples();
+  return rank < step_.size() ? split(*step_[rank], {replicas_.devices, 0, 1}) : parts_without_examples();
 }
 
 // The element is a global batch of which this worker uses all parts itself, one in each step.
@@ -189,21 +212,33 @@ std::optional<PerReplica<Part>> DistributedIterator::one_each() {
 }
 
 bool DistributedIterator::read() {
+  if (!again_.empty()) {
+    current_ = std::move(again_.front());
+    again_.pop_front();
+    return true;
+  }
   Row row;
   ended_ = ended_ || !input_.next(row);
   if (!ended_) current_ = std::make_shared<Row>(std::move(row));
   return !ended_;
 }
 
-std::int64_t DistributedIterator::element_size() const { return current_ ? current_->examples() : 0; }
+std::int64_t DistributedIterator::element_size() const {
+  const auto& element = step_.empty() ? current_ : step_.front();
+  return element ? element->examples() : 0;
+}
 
 std::uint64_t DistributedIterator::element_hash() const {
-  if (!current_) return 0;
-  if (!current_->batch) return static_cast<std::uint64_t>(gradient::hash_of(current_->materialize().x));
+  if (step_.empty()) return current_ ? hash_of(*current_) : 0;
   std::uint64_t hash = 0;
-  for (const auto index : *current_->batch) hash = mix(hash, static_cast<std::uint64_t>(index));
-  if (current_->batch->empty()) return hash;
-  return mix(hash, static_cast<std::uint64_t>(gradient::hash_of(current_->table->x[current_->batch->front()])));
+  for (const auto& element : step_) hash = mix(hash, hash_of(*element));
+  return hash;
+}
+
+PerReplica<Part> DistributedIterator::parts_without_examples() const {
+  std::vector<Part> none;
+  for (const auto device : replicas_.devices) none.push_back({without_examples(), device});
+  return PerReplica<Part>(std::move(none));
 }
 
 // An element of the same shape and dtypes with no examples.
@@ -219,13 +254,15 @@ std::optional<PerReplica<Example>> DistributedIterator::next() {
   return parts ? std::optional(read_all(*parts)) : std::nullopt;
 }
 
-PerReplica<Example> DistributedIterator::again() const { return read_all(parts_again()); }
+PerReplica<Example> DistributedIterator::again() { return read_all(parts_again()); }
 
 std::int64_t DistributedDataset::cardinality() const {
   const auto batches = dataset_.cardinality();
   const auto replicas = static_cast<std::int64_t>(replicas_.count());
   if (kind_ == Distribution::split || batches < 0) return batches;
-  return kind_ == Distribution::sharded ? batches * replicas_.workers.size() : (batches + replicas - 1) / replicas;
+  if (kind_ == Distribution::sharded) return batches * replicas_.workers.size();
+  const auto of_a_step = kind_ == Distribution::one_a_worker ? replicas_.workers.size() : replicas;
+  return (batches + of_a_step - 1) / of_a_step;
 }
 
 namespace {
@@ -260,10 +297,11 @@ Example strategy::first_element(const Dataset& data, const LocalReplicas& replic
   return first.value_or(Example());
 }
 
-DistributedDataset strategy::distribute_ahead(const Dataset& data, const LocalReplicas& replicas) {
+DistributedDataset strategy::distribute_ahead(const Dataset& data, const LocalReplicas& replicas,
+                                              std::optional<Distribution> given) {
   const bool on_cpus =
       std::all_of(replicas.devices.begin(), replicas.devices.end(), [](auto device) { return device.is_cpu(); });
-  const auto [mine, kind] = part_of_worker(data, replicas);
+  const auto [mine, kind] = given ? std::pair(data, *given) : part_of_worker(data, replicas);
   const bool left = on_cpus && mine.lies_in_memory();
   return {left ? mine : mine.prefetch(kBatchesAhead), kind, replicas};
 }

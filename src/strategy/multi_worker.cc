@@ -1,5 +1,7 @@
 #include "lockstep/strategy/multi_worker_mirrored_strategy.h"
 
+#include <cmath>
+
 #include "base/text.h"
 #include "strategy/devices.h"
 #include "strategy/strategy_impl.h"
@@ -41,6 +43,13 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
       throw InvalidArgument(text("MultiWorkerMirroredStrategy: elastic.join_seconds is ", elastic->join_seconds,
                                  "; it must be 0 or more"));
     }
+    if (elastic->worker_batch && elastic->worker_batch->learning_rate_workers < 1) {
+      throw InvalidArgument(text("MultiWorkerMirroredStrategy: elastic.worker_batch.learning_rate_workers is ",
+                                 elastic->worker_batch->learning_rate_workers, "; it must be 1 or more"));
+    }
+    if (elastic->worker_batch && !elastic->worker_batch->scaling) {
+      throw InvalidArgument("MultiWorkerMirroredStrategy: elastic.worker_batch.scaling is null");
+    }
     if (options.shard_optimizer_state) {
       throw InvalidArgument(
           "MultiWorkerMirroredStrategy: elastic and shard_optimizer_state cannot both be set: the state of a lost "
@@ -71,7 +80,8 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
       .devices = options.devices.empty() ? strategy::default_devices(partition) : std::move(options.devices),
       .threads_per_replica = options.threads_per_replica,
       .partition = partition,
-      .timeout_seconds = communication.timeout_seconds};
+      .timeout_seconds = communication.timeout_seconds,
+      .worker_batch = options.elastic ? options.elastic->worker_batch : std::nullopt};
   if (!job) return settings;
   settings.workers.emplace(
       strategy::WorkerSettings{.job = *job,
@@ -92,6 +102,9 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
 }
 
 }  // namespace
+
+double linear_scaling(double ratio) { return ratio; }
+double square_root_scaling(double ratio) { return std::sqrt(ratio); }
 
 MultiWorkerMirroredStrategy::MultiWorkerMirroredStrategy(MultiWorkerMirroredOptions options)
     : Strategy(std::make_shared<StrategyImpl>(settings_of(std::move(options)))) {}

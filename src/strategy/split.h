@@ -3,6 +3,7 @@
 
 #include <c10/core/Device.h>
 
+#include <optional>
 #include <vector>
 
 #include "data/stage.h"
@@ -43,7 +44,9 @@ bool reads_its_own(const Dataset& data, const LocalReplicas& replicas);
 Example first_element(const Dataset& data, const LocalReplicas& replicas, std::int64_t epoch = 0);
 
 // As distribute, for fit and evaluate. Elements that must be computed are prefetched in a separate thread. Data that
-// lie in memory stay there where all replicas are on CPUs: each gathers its part in its own thread.
-DistributedDataset distribute_ahead(const Dataset& data, const LocalReplicas& replicas);
+// lie in memory stay there where all replicas are on CPUs: each gathers its part in its own thread. `given`: instead of
+// what the AutoShardPolicy says.
+DistributedDataset distribute_ahead(const Dataset& data, const LocalReplicas& replicas,
+                                    std::optional<Distribution> given = {});
 
 }  // namespace lockstep::strategy

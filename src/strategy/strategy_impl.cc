@@ -4,6 +4,7 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include "base/hash.h"
@@ -77,7 +78,18 @@ std::string StrategyImpl::describe() const {
               "\nbucket_cap in bytes ", buckets.bucket_bytes, "\nfirst_bucket in bytes ", buckets.first_bucket_bytes,
               "\nshard_optimizer_state ", shard_state ? "true" : "false", "\ncompare_copies_every ",
               compare_copies_every, "\nreplace_differing_copies ", replace_differing ? "true" : "false",
-              "\nelastic.min_workers ", elastic ? std::to_string(elastic->min_workers) : "none");
+              "\nelastic.min_workers ", elastic ? std::to_string(elastic->min_workers) : "none",
+              "\nelastic.worker_batch.learning_rate_workers ",
+              settings_.worker_batch ? std::to_string(settings_.worker_batch->learning_rate_workers) : "none");
+}
+
+double StrategyImpl::learning_rate_factor() const {
+  const auto& batch = settings_.worker_batch;
+  if (!batch) return 1;
+  const double ratio = static_cast<double>(workers_.size()) / batch->learning_rate_workers;
+  const double factor = batch->scaling(ratio);
+  if (factor > 0 && std::isfinite(factor)) return factor;
+  throw InvalidArgument(text("elastic.worker_batch.scaling(", ratio, ") is ", factor, "; it must be above 0"));
 }
 
 std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& optimizer,

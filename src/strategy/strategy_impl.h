@@ -41,6 +41,7 @@ struct StrategySettings {
   gradient::Exchange exchange = gradient::Exchange::one_pass;
   int root = 0;  // the replica that updates for all, with Exchange::reduction_to_one_device
   double timeout_seconds = kDefaultTimeoutSeconds;
+  std::optional<WorkerBatch> worker_batch = {};
   std::optional<WorkerSettings> workers = {};                     // none: this process is alone
   std::shared_ptr<parameter_server::ServerCluster> servers = {};  // that have the variables; null: there are none
   int replicas_in_sync = 0;  // that compute a step together; 0: those of all workers
@@ -84,6 +85,10 @@ class StrategyImpl {
 
   // Of a newcomer: takes the place that the workers have given it. Collective over them, which regroup.
   void join(const elastic::Members& members, std::shared_ptr<void> presence);
+
+  // Of an elastic strategy's rates, for as many workers as there are. Throws InvalidArgument where the user's rule
+  // returns no positive number.
+  double learning_rate_factor() const;
 
   // Whether this process came to a job that runs, and has not joined its workers yet.
   bool is_newcomer() const { return job_ && job_->is_newcomer(); }

@@ -67,6 +67,9 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
 
   bool walk(const DistributedDataset& data, std::size_t count, const std::function<Numbers(Batch&)>& step,
             const std::function<void(const Numbers&)>& done) {
+    if (strategy().settings().worker_batch) {
+      throw InvalidArgument("for_each: elastic.worker_batch is for fit; here the data set's batches are global");
+    }
     if (strategy().is_elastic() && data.is_sharded()) {
       throw InvalidArgument(
           "for_each: an elastic strategy needs a data set that all workers read: its auto_shard_policy must be "
@@ -108,7 +111,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   Place place;
 
  private:
-  void make_step(const DistributedIterator& batches, Batch& batch, std::size_t count,
+  void make_step(DistributedIterator& batches, Batch& batch, std::size_t count,
                  const std::function<Numbers(Batch&)>& step, const std::function<void(const Numbers&)>& done) {
     auto regroups = workers().regroups();
     Numbers found(count);  // zeros where the update was taken from another worker

@@ -19,7 +19,7 @@ class LocalSteps final : public StepSource {
   std::int64_t steps_of_an_epoch() override {
     if (options_.steps_per_epoch == FitOptions::kEndless) return -1;
     if (options_.steps_per_epoch > 0) return options_.steps_per_epoch;
-    const auto mine = std::max<std::int64_t>(-1, strategy::distribute(data_, impl_.replicas()).cardinality());
+    const auto mine = std::max<std::int64_t>(-1, distributed().cardinality());
     return impl_.gradients->own_data() ? longest(mine) : mine;
   }
 
@@ -27,7 +27,7 @@ class LocalSteps final : public StepSource {
   void begin_epoch() override {
     stopped_ = false;
     if (iterator_ && options_.steps_per_epoch > 0) return;
-    const auto data = strategy::distribute_ahead(data_, impl_.replicas());
+    const auto data = distributed();
     if (restored_with_other_batch_size(data)) {
       iterator_.emplace(data.iterate_from({progress().position.epoch, progress().examples}));
       progress().batch_size = 0;
@@ -49,6 +49,7 @@ class LocalSteps final : public StepSource {
 
   void train() override {
     if (std::exchange(regroups_, peers().regroups()) != peers().regroups()) batch_ = iterator_->parts_again();
+    impl_.gradients->updater().set_learning_rate_factor(unwrap(impl_.strategy).learning_rate_factor());
     results_ = impl_.train_batch(*batch_, *impl_.tracker);
   }
 
@@ -72,6 +73,12 @@ class LocalSteps final : public StepSource {
  private:
   FitProgress& progress() const { return impl_.progress; }
   const Communicator& peers() const { return impl_.peers(); }
+
+  DistributedDataset distributed() const {
+    const bool of_workers = unwrap(impl_.strategy).settings().worker_batch.has_value();
+    return strategy::distribute_ahead(data_, impl_.replicas(),
+                                      of_workers ? std::optional(Distribution::one_a_worker) : std::nullopt);
+  }
 
   // The steps of the longest of the ranks' epochs; -1 where a rank does not know its own.
   std::int64_t longest(std::int64_t steps) const {

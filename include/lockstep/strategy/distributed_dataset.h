@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <iterator>
 #include <memory>
 #include <optional>
@@ -29,9 +30,10 @@ struct LocalReplicas {
 
 // How elements of the data set reach the replicas.
 enum class Distribution {
-  split,     // all workers read the same elements: each is a global batch, of which a replica takes its part
-  sharded,   // each worker reads its own: each lasts as many steps as there are workers
-  one_each,  // each replica takes one
+  split,         // all workers read the same elements: each is a global batch, of which a replica takes its part
+  one_a_worker,  // all workers read the same elements: in each step a worker takes one, and its replicas their parts
+  sharded,       // each worker reads its own: each lasts as many steps as there are workers
+  one_each,      // each replica takes one
 };
 
 // Belongs to one thread at a time. Where workers read elements of their own, `next` is collective: a worker that has no
@@ -45,19 +47,21 @@ class DistributedIterator {
   // nothing at the end.
   std::optional<PerReplica<Example>> next();
 
-  // What `next` returned last, divided among the workers as they are now. For elements that all workers read.
-  PerReplica<Example> again() const;
+  // The last step once more, for the workers as they are now: with one_a_worker, what is not used then comes in the
+  // next step. For elements that all workers read.
+  PerReplica<Example> again();
 
   // The same as both, for replicas to read their parts in their own threads.
   std::optional<PerReplica<internal::Part>> next_parts();
-  PerReplica<internal::Part> parts_again() const;
+  PerReplica<internal::Part> parts_again();
 
   // The same of part `part` of `parts`, however many workers there are; each worker reads all elements. And the next
   // element without its parts: false at the end.
   std::optional<PerReplica<internal::Part>> next_parts_of(int part, int parts);
   bool skip();
 
-  Position position() const { return position_; }  // its index counts what `next` has returned
+  // Its index counts the steps that `next` has returned; with one_a_worker the elements in them.
+  Position position() const { return position_; }
 
   // Examples in the elements that this worker has read since the iterator began, except an element of which a part is
   // still to be returned.
@@ -73,17 +77,21 @@ class DistributedIterator {
 
  private:
   std::optional<PerReplica<internal::Part>> own_parts();
+  std::optional<PerReplica<internal::Part>> one_a_worker();
   std::optional<PerReplica<internal::Part>> share_of_element();
   std::optional<PerReplica<internal::Part>> one_each();
   bool read();  // the next element; false at the end
   internal::Row without_examples() const;
+  PerReplica<internal::Part> parts_without_examples() const;
 
   Dataset dataset_;
   Distribution kind_;
   internal::LocalReplicas replicas_;
   Position position_;
   DatasetIterator input_;
-  std::shared_ptr<internal::Row> current_;  // the element that was read last
+  std::shared_ptr<internal::Row> current_;            // the element that was read last
+  std::vector<std::shared_ptr<internal::Row>> step_;  // one_a_worker: those of the last step
+  std::deque<std::shared_ptr<internal::Row>> again_;  // likewise: to be read once more
   std::int64_t examples_ = 0;
   bool ended_ = false;
 };

@@ -23,6 +23,20 @@ struct CommunicationOptions {
   double timeout_seconds = kDefaultTimeoutSeconds;
 };
 
+// Factors of the learning rate for `ratio` times as many examples in a step: linear (Goyal et al. 2017), and by the
+// square root (Krizhevsky 2014).
+double linear_scaling(double ratio);
+double square_root_scaling(double ratio);
+
+// Each step of fit uses a batch of the data set for each worker, so that there are fewer steps in an epoch, with more
+// examples each, when more workers come. Follows Horovod, whose batches are those of a process.
+struct WorkerBatch {
+  // The optimizer's rates, and those that callbacks set, are meant for so many workers. With `n` workers each is
+  // multiplied by scaling(n / learning_rate_workers).
+  int learning_rate_workers = 1;
+  double (*scaling)(double ratio) = linear_scaling;  // linear_scaling, square_root_scaling, or a function of yours
+};
+
 // fit goes on with the workers that remain when others are lost or get SIGTERM, and takes in those that come. After
 // PyTorch's TorchElastic and Horovod Elastic, whose processes restart or roll back.
 struct ElasticOptions {
@@ -32,6 +46,10 @@ struct ElasticOptions {
   double join_seconds = 30;
   double regroup_seconds = 10;   // how long those that remain wait for each other
   double lost_host_seconds = 3;  // a host that does not answer for so long is lost; from 3 to a day
+
+  // Empty: the data set's batches are global, and the weights those of a run with a constant number of workers. Else
+  // they are a worker's, for fit alone: ElasticLoop throws InvalidArgument.
+  std::optional<WorkerBatch> worker_batch = {};
 };
 
 struct MultiWorkerMirroredOptions {
