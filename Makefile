@@ -24,7 +24,7 @@ lint:
 sanitize: PRESETS = asan tsan
 sanitize-torch: PRESETS = asan-torch tsan-torch
 sanitize sanitize-torch:
-	tools/bootstrap
+	tools/bootstrap --test
 	for preset in $(PRESETS); do cmake --preset $$preset && $(BUILD) $$preset && ctest --preset $$preset || exit 1; done
 
 # What comes from outside (TF_CONFIG, node lists, hostfiles, bytes on a port, checkpoints), by libFuzzer under sanitizers, for some seconds each.

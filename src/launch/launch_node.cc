@@ -13,6 +13,7 @@
 
 #include "base/text.h"
 #include "cluster/rendezvous.h"
+#include "cluster/resolvers.h"
 #include "cluster/store_backend.h"
 #include "launch/host_part.h"
 #include "launch/job_store.h"
@@ -115,7 +116,8 @@ int launch_node(const LaunchOptions& options, std::ostream& out, std::ostream& e
   const auto here =
       in_etcd || found->is_held_here
           ? job
-          : Store::hold(transport::with_port(job.backend().local_address(Deadline::after(kForLocalAddress)), 0), access);
+          : Store::hold(transport::with_port(job.backend().local_address(Deadline::after(kForLocalAddress)), 0),
+                        access);
   Node node(job, options.processes.value_or(1));
   const auto place = node.wait(*options.nodes, stop, err);
   if (!place) return JobProcesses::report_signal(asked, err);
