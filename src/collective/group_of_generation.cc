@@ -12,7 +12,7 @@ namespace lockstep::collective {
 namespace {
 
 constexpr std::chrono::milliseconds kBetweenLooks(100);  // for members that have gone
-constexpr std::chrono::seconds kToFindOut(4);            // that one has
+constexpr std::chrono::seconds kToFindOut(15);           // that one has: with etcd when its lease ends
 
 }  // namespace
 

@@ -53,7 +53,11 @@ void tell_failure(Stores& stores, const Members& members, std::int64_t section, 
 }
 
 void require_fewer_than_two_failures(Registry& registry, std::int64_t section) {
-  const auto failures = failures_in(registry.read_here(key_of_failures(section)));
+  std::vector<std::string> failures;
+  try {
+    failures = failures_in(registry.read_here(key_of_failures(section)));
+  } catch (const Error&) {  // the store does not answer: then it is a loss
+  }
   std::vector<std::string> reasons;
   for (std::size_t i = 1; i < failures.size(); i += 2) reasons.push_back(failures[i]);
   if (reasons.size() < 2) return;

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "base/text.h"
+#include "cluster/store_backend.h"
 #include "lockstep/base/error.h"
 #include "transport/socket.h"
 
@@ -13,7 +14,8 @@ namespace lockstep::elastic {
 namespace {
 
 constexpr std::chrono::milliseconds kToConnect(500), kToAnswer(1000), kToAskAgain(1000);
-constexpr std::chrono::seconds kToAnswerHere(5);  // no link can be broken
+constexpr std::chrono::seconds kToAnswerHere(5);      // no link can be broken
+constexpr std::chrono::seconds kForEtcdToAnswer(30);  // where it has to elect a leader
 
 }  // namespace
 
@@ -51,7 +53,10 @@ void ConnectedStores::forget(const std::string& address) {
 
 std::string ConnectedStores::compare_set(const std::string& store, const std::string& key, const std::string& expected,
                                          const std::string& desired) {
-  if (store == here_.address()) return here_.compare_set(key, expected, desired, Deadline::after(kToAnswerHere));
+  if (store == here_.address()) {
+    const auto longest = cluster::is_etcd(store) ? kForEtcdToAnswer : kToAnswerHere;
+    return here_.compare_set(key, expected, desired, Deadline::after(longest));
+  }
   const auto there = at(store);
   try {
     return there.compare_set(key, expected, desired, Deadline::after(kToAnswer));

@@ -51,7 +51,7 @@ class Stores {
   int rounds_ LOCKSTEP_GUARDED_BY(rounds_mutex_) = 0;
 };
 
-// Over TCP. Any thread.
+// Over TCP, or one in etcd, which is that of each host. Any thread.
 class ConnectedStores final : public Stores {
  public:
   // Of this process's host.

@@ -6,7 +6,7 @@
 #include <grpcpp/support/sync_stream.h>
 
 #include <algorithm>
-#include <limits>
+#include <random>
 #include <thread>
 
 #include "base/text.h"
@@ -16,19 +16,21 @@ namespace lockstep::etcd {
 namespace {
 
 // Of one member of the cluster: then another one is asked.
-constexpr std::chrono::seconds kForAnswer(2);
+constexpr double kForAnswerSeconds = 2;
 constexpr std::chrono::milliseconds kBetweenAttempts(20);
 
 bool another_may_answer(const grpc::Status& status) {
   const auto code = status.error_code();
   return code == grpc::StatusCode::UNAVAILABLE || code == grpc::StatusCode::DEADLINE_EXCEEDED ||
-         code == grpc::StatusCode::CANCELLED;
+         code == grpc::StatusCode::CANCELLED || code == grpc::StatusCode::UNKNOWN ||  // a proposal was dropped
+         code == grpc::StatusCode::RESOURCE_EXHAUSTED;
 }
 
-std::chrono::system_clock::time_point end_of_attempt(Deadline deadline) {
-  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-      std::min<std::chrono::duration<double>>(deadline.time() - Deadline::Clock::now(), kForAnswer));
-  return std::chrono::system_clock::now() + std::max(left, std::chrono::milliseconds(1));
+// So that there is time for an attempt with each of the `members`.
+std::chrono::system_clock::time_point end_of_attempt(Deadline deadline, std::size_t members) {
+  const std::chrono::duration<double> left = deadline.time() - Deadline::Clock::now();
+  const double seconds = std::clamp(left.count() / static_cast<double>(members), 0.001, kForAnswerSeconds);
+  return std::chrono::system_clock::now() + std::chrono::microseconds(static_cast<std::int64_t>(seconds * 1e6));
 }
 
 template <class Request, class Response>
@@ -59,6 +61,8 @@ Client::Client(const std::vector<std::string>& endpoints) {
     channels_.emplace_back(endpoint,
                            grpc::CreateCustomChannel(endpoint, grpc::InsecureChannelCredentials(), arguments));
   }
+  MutexLock lock(mutex_);
+  current_ = std::random_device()() % channels_.size();
 }
 
 Client::Place Client::place() {
@@ -80,7 +84,7 @@ void Client::call(Deadline deadline, const Attempt& attempt) {
   while (true) {
     const auto at = place();
     grpc::ClientContext context;
-    context.set_deadline(end_of_attempt(deadline));
+    context.set_deadline(end_of_attempt(deadline, channels_.size()));
     const grpc::Status status = attempt(at.channel, context);
     if (status.ok()) return;
     const auto what = text("etcd at ", at.endpoint, ": ", status.error_message());
@@ -142,7 +146,7 @@ bool Client::keep_alive(std::int64_t lease, Deadline deadline) {
 void Client::wait_for_change(const std::vector<Range>& ranges, std::int64_t since, Deadline deadline) {
   const auto at = place();
   grpc::ClientContext context;
-  context.set_deadline(end_of_attempt(deadline));
+  context.set_deadline(end_of_attempt(deadline, 1));
   const auto stream = open<WatchRequest, WatchResponse>("/etcdserverpb.Watch/Watch", at.channel, context);
   bool goes_on = true;
   for (const auto& [key, end] : ranges) {

@@ -1,7 +1,7 @@
 // A key K of a Store is, in the cluster, "/lockstep/JOB/value/K". Others of a job: what set_at_end is to set is
 // "last/K", while "life/K" is there, which has the lease of the process; whoever looks for K and finds the first
 // without the second sets K. "failed/" and a packed prefix and suffix: why nobody waits for such keys.
-// "process/HOST/NUMBER/LEASE": the leases of a process. "added/": the outcome of a call of add, which may be made
+// "process/SPACE/NUMBER/LEASE": the leases of a process. "added/": the outcome of a call of add, which may be made
 // twice. "token": a digest of the job's.
 #include "etcd/store.h"
 
@@ -9,6 +9,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
 #include <iomanip>
 #include <limits>
 #include <sstream>
@@ -53,6 +55,14 @@ void require_none(TxnRequest& request, const std::string& key) {
 std::optional<std::string> value_in(const TxnResponse& response, int operation) {
   const auto& found = response.responses(operation).response_range();
   return found.kvs_size() == 0 ? std::nullopt : std::optional(found.kvs(0).value());
+}
+
+// In which processes have numbers of their own: containers of one machine may have the same name.
+std::string space_of_processes() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  std::error_code none;
+  return text(boot, " ", std::filesystem::read_symlink("/proc/self/ns/pid", none).string());
 }
 
 std::string digest_of(const std::string& token, const std::string& job) {
@@ -128,7 +138,9 @@ void EtcdStore::begin(Deadline deadline) {
     std::istringstream(value_in(response, 0).value_or("")) >> found >> first;
     if (first != lease) client_.revoke(lease, deadline);
     if (found != digest) {
-      throw ClusterError(text("the store at ", address_, " is that of a job with another token"));
+      throw ClusterError(text("the store at ", address_,
+                              " is that of a job with another token: one of this name runs, or ",
+                              "ended less than ten minutes ago; give another name, or that job's token"));
     }
     lease_ = first;
   }
@@ -150,9 +162,7 @@ std::string EtcdStore::local_address(Deadline deadline) {
 }
 
 std::string EtcdStore::process(int number) const {
-  char host[256] = {};
-  gethostname(host, sizeof host - 1);
-  return text(root_, "process/", host, "/", number, "/");
+  return text(root_, "process/", space_of_processes(), "/", number, "/");
 }
 
 EtcdStore::Entries EtcdStore::read(const std::vector<std::string>& whole, Deadline deadline) {
@@ -221,10 +231,8 @@ std::vector<std::string> EtcdStore::get(const std::vector<std::string>& keys, De
     require_no_failure(missing, deadline);
     if (deadline.passed()) throw DeadlineExceeded(text("the store at ", address_), deadline.waited());
     std::vector<Range> ranges{prefix_range(failures())};
-    for (const auto& key : missing) {
-      ranges.push_back({value_of(key), ""});
-      ranges.push_back({life_of(key), ""});
-    }
+    ranges.push_back({value_of(missing[0]), ""});  // the others are looked for when that is there
+    ranges.push_back({life_of(missing[0]), ""});
     client_.wait_for_change(ranges, entries.revision, deadline);
   }
 }

@@ -42,7 +42,15 @@ void use_store(JobProcesses::Context& context, const Store& store) {
     } catch (const Error&) {  // the others learn it from the store, later
     }
   };
-  context.has_begun = [store] { return !entry(store, cluster::kJobHasBegun).empty(); };
+  const bool in_etcd = cluster::is_etcd(store.address());
+  context.has_begun = [store, in_etcd, has_begun = false]() mutable {
+    try {
+      has_begun = has_begun || !store.compare_set(cluster::kJobHasBegun, "", "", Deadline::after(kForStore)).empty();
+    } catch (const Error&) {
+      if (in_etcd) return true;  // it elects a leader, or cannot be reached: a job that runs must not end for that
+    }
+    return has_begun;
+  };
   context.was_left_out = [store](int rank) {
     const auto members = entry(store, cluster::kMembersAtEnd);
     return !members.empty() && ("\n" + members).find(text("\nprocess-", rank, "\n")) == std::string::npos;
@@ -50,7 +58,11 @@ void use_store(JobProcesses::Context& context, const Store& store) {
 }
 
 std::vector<MemberPlace> places_of_members(const Store& store) {
-  std::istringstream lines(entry(store, cluster::kMembersNow));
+  return parse_places(entry(store, cluster::kMembersNow));
+}
+
+std::vector<MemberPlace> parse_places(const std::string& printed) {
+  std::istringstream lines(printed);
   std::vector<MemberPlace> places;
   std::string line, name;
   std::getline(lines, line);  // the generation

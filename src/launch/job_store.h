@@ -30,6 +30,7 @@ struct MemberPlace {
   std::string store, host;
 };
 std::vector<MemberPlace> places_of_members(const Store& store);
+std::vector<MemberPlace> parse_places(const std::string& printed);  // of the entry cluster::kMembersNow
 
 // After the ranks of a host have ended: keeps its store while the members need it to agree on who goes on, until the
 // other launcher or a signal ends this; where that launcher is silent, half a minute.

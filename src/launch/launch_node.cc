@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <functional>
 #include <iomanip>
+#include <map>
 #include <optional>
 #include <ostream>
 #include <set>
@@ -29,7 +30,7 @@ namespace lockstep::launch {
 namespace {
 
 constexpr std::chrono::minutes kForStoreToCome(10);
-constexpr std::chrono::seconds kToReachStore(1), kForLocalAddress(10);
+constexpr std::chrono::seconds kToReachStore(5), kForLocalAddress(10), kLongestSilence(30);
 constexpr std::chrono::milliseconds kForAnswer(500), kBetweenPolls(500);
 constexpr const char* kRanksHaveEnded = "the ranks of this host have ended";
 
@@ -39,22 +40,37 @@ std::string digits_of(const std::string& token) {
   return digits.str();
 }
 
-bool is_here(const std::string& host) {
-  return is_this_host(host) || transport::address_towards(host, Deadline::after(kForLocalAddress)) == host;
+// Whether the name, or address, is one of this machine's.
+bool is_own(const std::string& host) {
+  try {
+    transport::listen_at(transport::with_port(host, 0), {.trusted_network = true});  // closed at once
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+// On all addresses of this machine: its own name may be a loopback address here.
+Store hold(const std::string& address, const Access& access) {
+  const auto host = cluster::host_of(address, "--store");
+  if (transport::is_loopback(host)) return Store::hold(address, access);
+  const auto everywhere = transport::has_ipv6() ? "::" : "0.0.0.0";
+  return Store::hold(transport::with_port(everywhere, cluster::port_of(address, "--store")), access);
 }
 
 // The launcher on the host that the address names holds it, if nobody does. Nothing where stop() says so.
 struct JobStore {
   Store store;
-  bool is_held_here = false;
+  std::optional<Store> held;  // the same, by the address at which it listens
 };
 std::optional<JobStore> find_or_hold(const std::string& address, const Access& access,
                                      const std::function<bool()>& stop, std::ostream& err) {
   const auto answers = [&] { return transport::answers_at(address, Deadline::after(kForAnswer)); };
-  const bool in_etcd = cluster::is_etcd(address);
-  if (!in_etcd && !answers() && is_here(cluster::host_of(address, "--store"))) {
+  std::optional<Store> held;
+  if (!cluster::is_etcd(address) && !answers() && is_own(cluster::host_of(address, "--store"))) {
     try {
-      return JobStore{Store::hold(address, access), true};
+      held = hold(address, access);
+      err << "lockstep: this node holds the store at " << address << ": a new job begins here" << std::endl;
     } catch (const ClusterError&) {
       if (!answers()) throw;  // else another launcher of this host was first
     }
@@ -62,7 +78,7 @@ std::optional<JobStore> find_or_hold(const std::string& address, const Access& a
   const auto deadline = Deadline::after(kForStoreToCome);
   for (bool told = false; !stop();) {
     try {
-      return JobStore{Store::connect(address, Deadline::after(kToReachStore), access), false};
+      return JobStore{Store::connect(address, Deadline::after(kToReachStore), access), held};
     } catch (const DeadlineExceeded& late) {
       if (deadline.passed()) throw;
       if (!std::exchange(told, true)) err << "lockstep: waiting for the store: " << late.what() << std::endl;
@@ -71,25 +87,38 @@ std::optional<JobStore> find_or_hold(const std::string& address, const Access& a
   return std::nullopt;
 }
 
-// Keeps this host's store while other members may need it to agree on who goes on.
+// Nodes may name the members of an etcd cluster in any order; processes know a store by one address.
+Store by_its_first_address(const Store& store) {
+  const auto first = store.compare_set("address of the store", "", store.address(), Deadline::after(kToReachStore));
+  return first == store.address() ? store : Store::connect(first, Deadline::after(kToReachStore), store.access());
+}
+
+// Keeps this host's store while other members may need it to agree on who goes on. One that does not answer is lost
+// when the training has ended, or when it has been silent for some time.
 void hold_for_others(const Store& store, const Signals& signals) {
   store.set(kRanksHaveEnded, "yes", Deadline::after(kForStore));
-  const auto runs_at = [&](const std::string& address) {
+  std::map<std::string, Deadline> lost_at;
+  const auto needs_this = [&](const std::string& address) {
+    const auto give_up = lost_at.try_emplace(address, Deadline::after(kLongestSilence)).first;
     try {
-      if (!transport::answers_at(address, Deadline::after(kForAnswer))) return false;
-      return entry(Store::connect(address, Deadline::after(kForStore), store.access()), kRanksHaveEnded).empty();
-    } catch (const Error&) {
-      return false;
+      if (transport::answers_at(address, Deadline::after(kForAnswer))) {
+        const auto other = Store::connect(address, Deadline::after(kForStore), store.access());
+        const bool runs = other.compare_set(kRanksHaveEnded, "", "", Deadline::after(kForStore)).empty();
+        give_up->second = Deadline::after(kLongestSilence);
+        return runs;
+      }
+    } catch (const Error&) {  // it does not answer
     }
+    return entry(store, cluster::kMembersAtEnd).empty() && !give_up->second.passed();
   };
-  for (bool others_run = true; others_run && signals.next() == 0; std::this_thread::sleep_for(kBetweenPolls)) {
+  for (bool is_needed = true; is_needed && signals.next() == 0; std::this_thread::sleep_for(kBetweenPolls)) {
     std::set<std::string> others;
     bool is_member = false;
     for (const auto& place : places_of_members(store)) {
       is_member |= place.store == store.address();
       if (place.store != store.address()) others.insert(place.store);
     }
-    others_run = is_member && std::any_of(others.begin(), others.end(), runs_at);
+    is_needed = is_member && std::any_of(others.begin(), others.end(), needs_this);
   }
 }
 
@@ -111,13 +140,14 @@ int launch_node(const LaunchOptions& options, std::ostream& out, std::ostream& e
   const auto stop = [&] { return (asked = signals.next()) != 0; };
   const auto found = find_or_hold(options.store, access, stop, err);
   if (!found) return JobProcesses::report_signal(asked, err);
-  const auto& job = found->store;
   const bool in_etcd = cluster::is_etcd(options.store);
-  const auto here =
-      in_etcd || found->is_held_here
-          ? job
-          : Store::hold(transport::with_port(job.backend().local_address(Deadline::after(kForLocalAddress)), 0),
-                        access);
+  const auto job = in_etcd ? by_its_first_address(found->store) : found->store;
+  auto here = job;
+  if (!in_etcd && !found->held) {
+    const auto address = job.backend().local_address(Deadline::after(kForLocalAddress));
+    here = Store::hold(transport::with_port(address, 0), access);
+    close_nodes(here, Deadline::after(kForStore));  // who comes to this store joins the job
+  }
   Node node(job, options.processes.value_or(1));
   const auto place = node.wait(*options.nodes, stop, err);
   if (!place) return JobProcesses::report_signal(asked, err);

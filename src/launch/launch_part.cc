@@ -25,7 +25,7 @@ namespace lockstep::launch {
 namespace {
 
 constexpr std::chrono::seconds kToHearWhatToRun(60), kForAddress(10);
-constexpr double kUntilEtcdKnows = 9;  // that a process has ended: seconds, more than its lease
+constexpr double kUntilEtcdKnows = 30;  // seconds: by then its lease has ended, also where etcd had to elect a leader
 
 bool answers(const std::function<Store()>& connect) {
   try {
@@ -57,8 +57,8 @@ int launch_part() {
   PartOutput output(STDOUT_FILENO, control, silent_seconds), errors(STDERR_FILENO, control, silent_seconds);
   std::ostream out(&output), err(&errors);
   JobProcesses::Context context{signals, reaper, out, err, &control, tell};
-  context.launcher_lives = [&] { return in_etcd ? entry(connect(), kEndOfLauncher).empty() : answers(connect); };
   std::optional<Store> store;  // of this host
+  context.launcher_lives = [&] { return in_etcd ? entry(*store, kEndOfLauncher).empty() : answers(connect); };
   if (part.elastic && in_etcd) store = connect();
   if (part.elastic && !in_etcd) {
     const auto address =

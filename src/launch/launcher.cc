@@ -49,6 +49,7 @@ void check_node(const LaunchOptions& options) {
   refuse(!options.host_discovery.empty(), "--host-discovery");
   refuse(options.min_processes > 0, "--min-n (the program's min_workers says it)");
   refuse(options.workers > 0, "--workers and --ps");
+  refuse(!options.certificates.empty(), "--certs");
   refuse(!options.timeline.empty(), "--timeline");
   refuse(!options.environment.empty(), "-x (each node has its own environment)");
   if (options.store.empty()) {

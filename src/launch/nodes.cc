@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "base/text.h"
+#include "cluster/rendezvous.h"
 #include "launch/job_store.h"
 #include "lockstep/base/error.h"
 #include "transport/all_gather.h"
@@ -62,7 +63,10 @@ struct Node::Entry {
   }
 };
 
-Node::Node(Store store, int processes) : store_(std::move(store)), processes_(processes) {
+Node::Node(Store store, int processes) : store_(std::move(store)), processes_(processes) { take_name(); }
+
+void Node::take_name() {
+  host_.clear();
   const auto mine = transport::random_name();
   for (int i = 1; host_.empty(); ++i) {
     const auto name = i == 1 ? own_name() : text(own_name(), "-", i);
@@ -86,14 +90,19 @@ std::optional<NodePlace> Node::wait(const NodeLimits& limits, const std::functio
 
 bool Node::has_ended(const std::string& host) const { return !entry(store_, key_of_end(host)).empty(); }
 
+std::vector<MemberPlace> Node::members() const {
+  return parse_places(store_.compare_set(cluster::kMembersNow, "", "", soon()));
+}
+
 // One look, and what follows from it: another node may change the entry meanwhile, and this one looks again.
 std::optional<NodePlace> Node::come(const NodeLimits& limits, std::string& waits_for) {
   const auto before = store_.compare_set(kNodes, "", "", soon());
   auto found = Entry::parse(before);
+  if (has_ended(host_)) take_name();  // it was stopped for some time, and the others do without it
   const auto change = [&] { store_.compare_set(kNodes, before, found.print(), soon()); };
   const auto self = found.find(host_);
   if (self == found.nodes.end()) {
-    if (found.is_closed || !places_of_members(store_).empty()) return join(limits, waits_for);
+    if (found.is_closed || !members().empty()) return join(limits, waits_for);
     found.nodes.push_back({host_, processes_});
     change();
     return std::nullopt;
@@ -128,11 +137,14 @@ std::optional<NodePlace> Node::come(const NodeLimits& limits, std::string& waits
 
 std::optional<NodePlace> Node::join(const NodeLimits& limits, std::string& waits_for) {
   std::set<std::string> hosts;
-  const auto members = places_of_members(store_);
-  for (const auto& member : members) hosts.insert(member.host);
+  const auto now = members();
+  for (const auto& member : now) hosts.insert(member.host);
   if (hosts.empty()) {  // it is about to begin
     waits_for = "waiting for the job to begin, to join it";
     return std::nullopt;
+  }
+  if (std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return has_ended(host); })) {
+    throw ClusterError(text("the job at ", store_.address(), " has ended: a new one needs another store, or name"));
   }
   if (static_cast<int>(hosts.size()) >= limits.most) {
     waits_for =
@@ -141,8 +153,10 @@ std::optional<NodePlace> Node::join(const NodeLimits& limits, std::string& waits
   }
   const auto came = static_cast<int>(store_.add(kRanksThatCame, processes_, soon()));
   const auto found = Entry::parse(entry(store_, kNodes));
-  const int before = found.nodes.empty() ? static_cast<int>(members.size()) : found.ranks_before(found.nodes.end());
+  const int before = found.nodes.empty() ? static_cast<int>(now.size()) : found.ranks_before(found.nodes.end());
   return NodePlace{.host = host_, .first = before + came - processes_, .size = before + came, .joins = true};
 }
+
+void close_nodes(const Store& store, Deadline deadline) { store.set(kNodes, "1\n", deadline); }
 
 }  // namespace lockstep::launch

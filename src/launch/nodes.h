@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "launch/job_store.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/cluster/store.h"
 
@@ -43,7 +44,10 @@ class Node {
   struct Entry;
   std::optional<NodePlace> come(const NodeLimits& limits, std::string& waits_for);
   std::optional<NodePlace> join(const NodeLimits& limits, std::string& waits_for);
+  void take_name();
   bool has_ended(const std::string& host) const;
+
+  std::vector<MemberPlace> members() const;
 
   const Store store_;
   const int processes_;
@@ -52,5 +56,8 @@ class Node {
   std::string seen_;  // the entry of nodes, when it had changed
   Deadline last_call_ = Deadline::never();
 };
+
+// No other node may come to this store to begin a job there.
+void close_nodes(const Store& store, Deadline deadline);
 
 }  // namespace lockstep::launch
