@@ -161,10 +161,10 @@ void Client::wait_for_change(const std::vector<Range>& ranges, std::int64_t sinc
     if (response.events_size() > 0 || response.canceled()) goes_on = false;
   }
   context.TryCancel();
-  if (stream->Finish().error_code() == grpc::StatusCode::UNAVAILABLE) {
-    leave(at);
-    std::this_thread::sleep_for(kBetweenAttempts);
-  }
+  const auto code = stream->Finish().error_code();
+  if (code == grpc::StatusCode::CANCELLED || code == grpc::StatusCode::DEADLINE_EXCEEDED) return;
+  leave(at);
+  std::this_thread::sleep_for(kBetweenAttempts);
 }
 
 }  // namespace lockstep::etcd

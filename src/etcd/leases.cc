@@ -38,11 +38,10 @@ void Leases::renew(const std::stop_token& stop) {
     }
     for (const auto lease : leases) {
       try {
-        if (!client_.keep_alive(lease, Deadline::after(kBetweenRenewals))) {
-          log_warning(text("etcd did not hear from this process for ", kLeaseSeconds,
-                           " s: the others of its job may take it for lost"));
-          remove(lease);
-        }
+        if (client_.keep_alive(lease, Deadline::after(kBetweenRenewals))) continue;
+        MutexLock lock(mutex_);
+        if (leases_.erase(lease) == 0) continue;  // it was given up meanwhile
+        log_warning("etcd did not hear from this process in time: the others of its job may take it for lost");
       } catch (const Error&) {  // the cluster does not answer: again next time
       }
     }

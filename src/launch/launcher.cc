@@ -58,6 +58,10 @@ void check_node(const LaunchOptions& options) {
         "them is started, or etcd://host:2379,host:2379,host:2379/name-of-the-job");
   }
   if (cluster::is_etcd(options.store)) cluster::parse_etcd(options.store);
+  if (!(options.nodes->last_call_seconds >= 0)) {
+    throw InvalidArgument(
+        text("lockstep run: --last-call is ", options.nodes->last_call_seconds, "; it must be 0 or more seconds"));
+  }
 }
 
 void check(const LaunchOptions& options) {

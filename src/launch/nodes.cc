@@ -8,6 +8,7 @@
 #include <set>
 #include <sstream>
 #include <thread>
+#include <utility>
 
 #include "base/text.h"
 #include "cluster/rendezvous.h"
@@ -76,12 +77,12 @@ void Node::take_name() {
 }
 
 std::optional<NodePlace> Node::wait(const NodeLimits& limits, const std::function<bool()>& stop, std::ostream& err) {
-  const auto deadline = Deadline::after(kForNodes);
+  auto deadline = Deadline::after(kForNodes);  // anew whenever a node comes or goes
   for (std::string told; !stop();) {
     std::string waits_for;
     if (auto place = come(limits, waits_for)) return place;
     if (!waits_for.empty() && waits_for != told) err << "lockstep: " << waits_for << std::endl;
-    if (!waits_for.empty()) told = waits_for;
+    if (!waits_for.empty() && std::exchange(told, waits_for) != waits_for) deadline = Deadline::after(kForNodes);
     if (deadline.passed()) throw DeadlineExceeded("waiting for other nodes", deadline.waited(), {}, ": " + told);
     std::this_thread::sleep_for(kBetweenNodesLooks);
   }
@@ -139,7 +140,12 @@ std::optional<NodePlace> Node::join(const NodeLimits& limits, std::string& waits
   std::set<std::string> hosts;
   const auto now = members();
   for (const auto& member : now) hosts.insert(member.host);
-  if (hosts.empty()) {  // it is about to begin
+  if (hosts.empty()) {  // it is about to begin, or never will
+    const auto first = Entry::parse(entry(store_, kNodes)).nodes;
+    if (!first.empty() &&
+        std::all_of(first.begin(), first.end(), [&](const auto& node) { return has_ended(node.host); }))
+      throw ClusterError(
+          text("the job at ", store_.address(), " ended before it began: a new one needs another store, or name"));
     waits_for = "waiting for the job to begin, to join it";
     return std::nullopt;
   }

@@ -93,6 +93,7 @@ class CSVLogger : public Callback {
   explicit CSVLogger(std::string filename, CSVLoggerOptions options = {});
   void on_train_begin() override;
   void on_become_chief() override;
+  void on_epoch_begin(int /*epoch*/) override { written_before_.reset(); }
   void on_epoch_end(int epoch, const Logs& logs) override;
   void save(Archive& archive, const std::string& prefix) const override;
   std::function<void()> load(const Archive& archive, const std::string& prefix) override;

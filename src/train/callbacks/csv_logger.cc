@@ -36,17 +36,15 @@ void CSVLogger::on_train_begin() {
 // Goes on in the file, behind its last whole line.
 void CSVLogger::on_become_chief() {
   columns_.clear();
-  read_header();
-  std::string lines;
-  {
-    std::ostringstream all;
-    all << std::ifstream(filename_).rdbuf();
-    lines = all.str();
-  }
+  std::ostringstream all;
+  all << std::ifstream(filename_).rdbuf();
+  const auto lines = all.str();
   const auto end = lines.rfind('\n');
-  if (end == std::string::npos) return;
+  const auto whole = end == std::string::npos ? 0 : end + 1;
   std::error_code ignored;  // then there is a line that was cut short
-  if (end + 1 < lines.size()) std::filesystem::resize_file(filename_, end + 1, ignored);
+  if (whole < lines.size()) std::filesystem::resize_file(filename_, whole, ignored);
+  read_header();
+  if (whole == 0) return;
   const auto begin = end == 0 ? std::string::npos : lines.rfind('\n', end - 1);
   if (begin == std::string::npos) return;
   const auto last = lines.substr(begin + 1, end - begin - 1);
