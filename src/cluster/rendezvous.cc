@@ -37,21 +37,6 @@ std::string candidate(const Cluster& cluster, int index) {
   return transport::with_port(cluster.store, candidate_port(cluster, index));
 }
 
-// Listens on all addresses of this machine, as TensorFlow does: its own name may not resolve to it yet, or resolve
-// elsewhere. A loopback address is listened on alone.
-Store hold_at(const std::string& host, int port) {
-  if (transport::is_loopback(host)) return Store::hold(transport::with_port(host, port));
-  const auto everywhere = transport::with_port(transport::has_ipv6() ? "::" : "0.0.0.0", port);
-  try {
-    return Store::hold(everywhere);
-  } catch (const ClusterError& error) {  // rethrown with the address as the launcher names it
-    std::string what = error.what();
-    const auto at = what.find(everywhere);
-    if (at != std::string::npos) what.replace(at, everywhere.size(), transport::with_port(host, port));
-    throw ClusterError(what);
-  }
-}
-
 Store hold_somewhere(const Cluster& cluster, Deadline deadline) {
   std::string problem;
   for (int i = 0; i < kCandidates; ++i) {
@@ -155,6 +140,19 @@ void take_place(Rendezvous& found, Deadline deadline) {
 }
 
 }  // namespace
+
+Store hold_at(const std::string& host, int port, const Access& access) {
+  if (transport::is_loopback(host)) return Store::hold(transport::with_port(host, port), access);
+  const auto everywhere = transport::with_port(transport::has_ipv6() ? "::" : "0.0.0.0", port);
+  try {
+    return Store::hold(everywhere, access);
+  } catch (const ClusterError& error) {  // rethrown with the address as the launcher names it
+    std::string what = error.what();
+    const auto at = what.find(everywhere);
+    if (at != std::string::npos) what.replace(at, everywhere.size(), transport::with_port(host, port));
+    throw ClusterError(what);
+  }
+}
 
 Rendezvous find_store(const Cluster& resolved, Deadline deadline) {
   const auto cluster = on_loopback(resolved);

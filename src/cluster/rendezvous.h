@@ -40,4 +40,8 @@ Rendezvous rendezvous(const Cluster& cluster, Deadline deadline);
 // started again finds it too. Not collective. Throws as Store does.
 Rendezvous find_store(const Cluster& cluster, Deadline deadline);
 
+// Holds a store on all addresses of this machine, as TensorFlow does: its own name may not resolve to it yet, or
+// resolve elsewhere. A loopback address is listened on alone. Throws as Store::hold.
+Store hold_at(const std::string& host, int port, const Access& access = access_of_environment());
+
 }  // namespace lockstep::cluster

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <iomanip>
 #include <limits>
 #include <sstream>
 #include <utility>
@@ -71,9 +70,7 @@ std::string digest_of(const std::string& token, const std::string& job) {
   const auto bytes = [](const std::string& of) { return reinterpret_cast<const unsigned char*>(of.data()); };
   crypto_generichash(reinterpret_cast<unsigned char*>(digest.data()), digest.size(), bytes(job), job.size(),
                      bytes(token), token.size());
-  std::ostringstream digits;
-  for (const char c : digest) digits << std::hex << std::setw(2) << std::setfill('0') << (c & 0xff);
-  return digits.str();
+  return transport::hexadecimal(digest);
 }
 
 }  // namespace
@@ -89,7 +86,7 @@ class EtcdStore::Presence {
     add_put(puts, store_->last_of(key_), value_, store_->lease_);
     add_put(puts, store_->life_of(key_), "", lease_);
     add_put(puts, text(store_->process(getpid()), lease_), "", lease_);
-    store_->txn(std::move(request), deadline);
+    store_->txn(request, deadline);
     store_->leases_.add(lease_);
   }
   ~Presence() {
@@ -130,7 +127,7 @@ void EtcdStore::begin(Deadline deadline) {
   require_none(request, key);
   add_put(*request.mutable_success(), key, text(digest, " ", lease), lease);
   add_range(*request.mutable_failure(), {key, ""});
-  const auto response = txn(std::move(request), deadline);
+  const auto response = txn(request, deadline);
   lease_ = lease;
   if (!response.succeeded()) {
     std::string found;
@@ -147,7 +144,7 @@ void EtcdStore::begin(Deadline deadline) {
   leases_.add(lease_);
 }
 
-TxnResponse EtcdStore::txn(TxnRequest request, Deadline deadline) {
+TxnResponse EtcdStore::txn(const TxnRequest& request, Deadline deadline) {
   try {
     return client_.txn(request, deadline);
   } catch (const DeadlineExceeded& late) {
@@ -171,7 +168,7 @@ EtcdStore::Entries EtcdStore::read(const std::vector<std::string>& whole, Deadli
     TxnRequest request;
     const auto end = std::min(first + kMostOperations, whole.size());
     for (auto i = first; i < end; ++i) add_range(*request.mutable_success(), {whole[i], ""});
-    const auto response = txn(std::move(request), deadline);
+    const auto response = txn(request, deadline);
     entries.revision = std::min(entries.revision, response.header().revision());
     for (int i = 0; i < response.responses_size(); ++i) entries.values.push_back(value_in(response, i));
   }
@@ -200,7 +197,7 @@ EtcdStore::Entries EtcdStore::find(const std::vector<std::string>& keys, Deadlin
     require_none(request, key);
     add_put(*request.mutable_success(), key, *last, lease_);
     add_range(*request.mutable_failure(), {key, ""});
-    const auto response = txn(std::move(request), deadline);
+    const auto response = txn(request, deadline);
     entries.values[missing[i]] = response.succeeded() ? last : value_in(response, 0);
   }
   return entries;
@@ -209,7 +206,7 @@ EtcdStore::Entries EtcdStore::find(const std::vector<std::string>& keys, Deadlin
 void EtcdStore::set(const std::string& key, const std::string& value, Deadline deadline) {
   TxnRequest request;
   add_put(*request.mutable_success(), value_of(key), value, lease_);
-  txn(std::move(request), deadline);
+  txn(request, deadline);
 }
 
 std::vector<std::string> EtcdStore::get(const std::vector<std::string>& keys, Deadline deadline) {
@@ -240,7 +237,7 @@ std::vector<std::string> EtcdStore::get(const std::vector<std::string>& keys, De
 void EtcdStore::require_no_failure(const std::vector<std::string>& missing, Deadline deadline) {
   TxnRequest request;
   add_range(*request.mutable_success(), prefix_range(failures()));
-  const auto response = txn(std::move(request), deadline);
+  const auto response = txn(request, deadline);
   for (const auto& failure : response.responses(0).response_range().kvs()) {
     const auto packed = cluster::unpack(failure.key().substr(failures().size()));
     if (!packed || packed->size() != 2) continue;
@@ -265,7 +262,7 @@ std::int64_t EtcdStore::add(const std::string& key, std::int64_t difference, Dea
   while (true) {
     TxnRequest ask;
     add_range(*ask.mutable_success(), {value, ""});
-    const auto found = txn(std::move(ask), deadline);
+    const auto found = txn(ask, deadline);
     const auto& kvs = found.responses(0).response_range().kvs();
     const auto before = kvs.empty() ? 0 : whole_number(kvs[0].value());
     std::int64_t sum = 0;
@@ -282,7 +279,7 @@ std::int64_t EtcdStore::add(const std::string& key, std::int64_t difference, Dea
     add_put(*change.mutable_success(), value, std::to_string(sum), lease_);
     add_put(*change.mutable_success(), call, std::to_string(sum), lease_);
     add_range(*change.mutable_failure(), {call, ""});
-    const auto response = txn(std::move(change), deadline);
+    const auto response = txn(change, deadline);
     if (response.succeeded()) return sum;
     // An attempt whose answer was lost has done it.
     if (const auto done = value_in(response, 0)) return whole_number(*done).value_or(0);
@@ -307,7 +304,7 @@ std::string EtcdStore::compare_set(const std::string& key, const std::string& ex
     }
     add_put(*request.mutable_success(), value, desired, lease_);
     add_range(*request.mutable_failure(), {value, ""});
-    const auto response = txn(std::move(request), deadline);
+    const auto response = txn(request, deadline);
     if (response.succeeded()) return desired;
     const auto now = value_in(response, 0);
     if (!expected.empty() || (now && !now->empty())) return now.value_or("");
@@ -324,7 +321,7 @@ void EtcdStore::fail_waiters(const std::string& prefix, const std::string& suffi
   const auto key = failures() + cluster::pack({prefix, suffix});
   require_none(request, key);
   add_put(*request.mutable_success(), key, reason, lease_);
-  txn(std::move(request), deadline);
+  txn(request, deadline);
 }
 
 // Its leases end now, and not in some seconds.
@@ -332,7 +329,7 @@ void EtcdStore::notice_end(int number, Deadline deadline) {
   TxnRequest request;
   const auto prefix = process(number);
   add_range(*request.mutable_success(), prefix_range(prefix));
-  const auto response = txn(std::move(request), deadline);
+  const auto response = txn(request, deadline);
   for (const auto& entry : response.responses(0).response_range().kvs()) {
     if (const auto lease = whole_number(entry.key().substr(prefix.size()))) client_.revoke(*lease, deadline);
   }

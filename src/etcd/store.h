@@ -41,7 +41,7 @@ class EtcdStore final : public cluster::StoreBackend, public std::enable_shared_
   };
 
   void begin(Deadline deadline);
-  TxnResponse txn(TxnRequest request, Deadline deadline);
+  TxnResponse txn(const TxnRequest& request, Deadline deadline);
   Entries read(const std::vector<std::string>& whole, Deadline deadline);
   Entries find(const std::vector<std::string>& keys, Deadline deadline);
   void require_no_failure(const std::vector<std::string>& missing, Deadline deadline);

@@ -136,10 +136,12 @@ std::pair<int, int> parse_nodes(const std::string& range) {
                              "\"; it must be a number of nodes, as 4, or the fewest and the most, as 1:4"));
 }
 
-bool is_this_host(const std::string& name) {
+std::string name_of_this_host() {
   std::string mine(kLongestName + 1, '\0');
   gethostname(mine.data(), mine.size() - 1);
-  return transport::is_loopback(name) || name == mine.c_str();
+  return mine.c_str();
 }
+
+bool is_this_host(const std::string& name) { return transport::is_loopback(name) || name == name_of_this_host(); }
 
 }  // namespace lockstep::launch

@@ -3,12 +3,10 @@
 
 #include <algorithm>
 #include <functional>
-#include <iomanip>
 #include <map>
 #include <optional>
 #include <ostream>
 #include <set>
-#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -24,6 +22,7 @@
 #include "launch/signals.h"
 #include "launch/token_file.h"
 #include "lockstep/base/error.h"
+#include "transport/all_gather.h"
 #include "transport/socket.h"
 
 namespace lockstep::launch {
@@ -34,12 +33,6 @@ constexpr std::chrono::seconds kToReachStore(5), kForLocalAddress(10), kLongestS
 constexpr std::chrono::milliseconds kForAnswer(500), kBetweenPolls(500);
 constexpr const char* kRanksHaveEnded = "the ranks of this host have ended";
 
-std::string digits_of(const std::string& token) {
-  std::ostringstream digits;
-  for (const char c : token) digits << std::hex << std::setw(2) << std::setfill('0') << (c & 0xff);
-  return digits.str();
-}
-
 // Whether the name, or address, is one of this machine's.
 bool is_own(const std::string& host) {
   try {
@@ -48,14 +41,6 @@ bool is_own(const std::string& host) {
   } catch (const Error&) {
     return false;
   }
-}
-
-// On all addresses of this machine: its own name may be a loopback address here.
-Store hold(const std::string& address, const Access& access) {
-  const auto host = cluster::host_of(address, "--store");
-  if (transport::is_loopback(host)) return Store::hold(address, access);
-  const auto everywhere = transport::has_ipv6() ? "::" : "0.0.0.0";
-  return Store::hold(transport::with_port(everywhere, cluster::port_of(address, "--store")), access);
 }
 
 // The launcher on the host that the address names holds it, if nobody does. Nothing where stop() says so.
@@ -69,7 +54,7 @@ std::optional<JobStore> find_or_hold(const std::string& address, const Access& a
   std::optional<Store> held;
   if (!cluster::is_etcd(address) && !answers() && is_own(cluster::host_of(address, "--store"))) {
     try {
-      held = hold(address, access);
+      held = cluster::hold_at(cluster::host_of(address, "--store"), cluster::port_of(address, "--store"), access);
       err << "lockstep: this node holds the store at " << address << ": a new job begins here" << std::endl;
     } catch (const ClusterError&) {
       if (!answers()) throw;  // else another launcher of this host was first
@@ -135,7 +120,7 @@ int launch_node(const LaunchOptions& options, std::ostream& out, std::ostream& e
         text("lockstep run: --nnodes needs a token that all nodes have: set LOCKSTEP_TOKEN_FILE to a file with 64 "
              "hexadecimal digits, which `openssl rand -hex 32` prints"));
   }
-  const TokenFile token(digits_of(access.token));
+  const TokenFile token(transport::hexadecimal(access.token));
   int asked = 0;
   const auto stop = [&] { return (asked = signals.next()) != 0; };
   const auto found = find_or_hold(options.store, access, stop, err);

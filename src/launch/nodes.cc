@@ -1,17 +1,15 @@
 #include "launch/nodes.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <numeric>
 #include <ostream>
 #include <set>
 #include <sstream>
 #include <thread>
-#include <utility>
 
 #include "base/text.h"
 #include "cluster/rendezvous.h"
+#include "launch/hosts.h"
 #include "launch/job_store.h"
 #include "lockstep/base/error.h"
 #include "transport/all_gather.h"
@@ -26,12 +24,6 @@ constexpr const char *kNodes = "nodes", *kRanksThatCame = "ranks of nodes that c
 std::string key_of_end(const std::string& host) { return "end of node " + host; }
 
 Deadline soon() { return Deadline::after(std::chrono::seconds(10)); }
-
-std::string own_name() {
-  char name[256] = {};
-  gethostname(name, sizeof name - 1);
-  return name;
-}
 
 }  // namespace
 
@@ -70,7 +62,7 @@ void Node::take_name() {
   host_.clear();
   const auto mine = transport::random_name();
   for (int i = 1; host_.empty(); ++i) {
-    const auto name = i == 1 ? own_name() : text(own_name(), "-", i);
+    const auto name = i == 1 ? name_of_this_host() : text(name_of_this_host(), "-", i);
     if (store_.compare_set("name of node " + name, "", mine, soon()) == mine) host_ = name;
   }
   presence_ = store_.set_at_end(key_of_end(host_), "reached", soon());
@@ -81,8 +73,11 @@ std::optional<NodePlace> Node::wait(const NodeLimits& limits, const std::functio
   for (std::string told; !stop();) {
     std::string waits_for;
     if (auto place = come(limits, waits_for)) return place;
-    if (!waits_for.empty() && waits_for != told) err << "lockstep: " << waits_for << std::endl;
-    if (!waits_for.empty() && std::exchange(told, waits_for) != waits_for) deadline = Deadline::after(kForNodes);
+    if (!waits_for.empty() && waits_for != told) {
+      told = waits_for;
+      err << "lockstep: " << told << std::endl;
+      deadline = Deadline::after(kForNodes);
+    }
     if (deadline.passed()) throw DeadlineExceeded("waiting for other nodes", deadline.waited(), {}, ": " + told);
     std::this_thread::sleep_for(kBetweenNodesLooks);
   }

@@ -46,7 +46,6 @@ class Node {
   std::optional<NodePlace> join(const NodeLimits& limits, std::string& waits_for);
   void take_name();
   bool has_ended(const std::string& host) const;
-
   std::vector<MemberPlace> members() const;
 
   const Store store_;
