@@ -43,8 +43,10 @@ void Bucketed::prepare() {
   buckets_ = std::make_unique<Buckets>(std::move(slots), ranks_, options_);
 }
 
-void Bucketed::regroup() {
-  if (buckets_->rebuild_after_regroup()) start_step();
+bool Bucketed::regroup() {
+  if (!buckets_->rebuild_after_regroup()) return false;
+  start_step();
+  return true;
 }
 
 void Bucketed::start_step() {

@@ -20,8 +20,11 @@ class Bucketed : public GradientSync {
 
   // Throws InvalidArgument on all processes where models, or the numbers of replicas, differ.
   void prepare() override;
-  void regroup() override;
+  bool regroup() override;
   ShardMap shards() const override { return ShardMap::even(parameters_.trainable(), parameters_.replicas()); }
+  std::vector<std::vector<Shard>> held() const override {
+    return std::vector(static_cast<std::size_t>(ranks_.size()), parameters_.trainable());
+  }
   bool during_backward() const override { return true; }
   at::Tensor memory_for(int replica, std::size_t slot) const override;
   bool takes(std::size_t slot) const override { return place_[slot] >= 0; }
@@ -43,6 +46,7 @@ class Bucketed : public GradientSync {
   const Communicator& ranks() const { return ranks_; }
   const Buckets& buckets() const { return *buckets_; }
   std::size_t slot_of(std::size_t place) const { return trainable_[place]; }
+  virtual void reduce();
 
  private:
   struct Slot {
@@ -55,7 +59,6 @@ class Bucketed : public GradientSync {
   void start_step();
   void arrive(std::size_t slot);
   void add_up(std::size_t slot);
-  void reduce();
 
   // Constant after `prepare`.
   const ReplicatedParameters& parameters_;

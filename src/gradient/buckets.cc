@@ -184,7 +184,7 @@ Counts Buckets::counts_of(const Bucket& bucket) const {
 std::vector<ScatteredBucket> Buckets::scattered() const {
   std::vector<ScatteredBucket> scattered;
   for (auto bucket = buckets_.rbegin(); bucket != buckets_.rend(); ++bucket) {
-    auto& made = scattered.emplace_back(ScatteredBucket{bucket->slots.front(), counts_of(*bucket), {}});
+    auto& made = scattered.emplace_back(ScatteredBucket{bucket->slots.front(), counts_of(*bucket), {}, bucket->mean});
     for (int rank = 0; rank < group_.size(); ++rank) {
       const auto range = range_of(*bucket, rank);
       auto& shards = made.shards.emplace_back();

@@ -43,6 +43,7 @@ struct ScatteredBucket {
   std::size_t first_slot;
   Counts counts;                           // [rank]: elements, including those between slots
   std::vector<std::vector<Shard>> shards;  // [rank], by ascending slot
+  at::Tensor mean;                         // of which this rank gets its range
 };
 
 // In each pass, on each rank, every slot is filled and marked ready once; then one thread calls `finish`. Means may be
@@ -93,7 +94,7 @@ class Buckets {
   const std::vector<std::int64_t>& order() const { return order_; }
   void restore_order(const std::vector<std::int64_t>& order);  // ignored unless it is a permutation of these slots
 
-  // With `scatter`: which rank gets which means, by ascending slot. Constant, as the order is then.
+  // With `scatter`: which rank gets which means, by ascending slot. Constant between regroups, as the order is then.
   std::vector<ScatteredBucket> scattered() const;
 
   // Changes with each new layout, which invalidates views of inputs and means.

@@ -30,13 +30,15 @@ const Communicator& ranks_of(const ReplicatedParameters& parameters, const Optim
            parameters.workers().size(), " workers; take one or the other"));
 }
 
-// Where all processes share memory nothing is sent, so buckets do not help; unless gradients are to have 16 bits.
+// Where all processes share memory nothing is sent, so buckets do not help; unless gradients are to have 16 bits, or
+// processes may be lost.
 std::unique_ptr<gradient::GradientSync> sharded(ReplicatedParameters& parameters, const Communicator& ranks,
-                                                const gradient::BucketOptions& options) {
-  if (!options.gradient_dtype) {
+                                                const gradient::GradientPathOptions& options) {
+  if (!options.buckets.gradient_dtype && !options.elastic) {
     if (auto one_pass = gradient::ShardedOnePass::make(parameters, ranks)) return one_pass;
   }
-  return std::make_unique<gradient::Sharded>(parameters, ranks, options);
+  return std::make_unique<gradient::Sharded>(parameters, ranks, options.buckets,
+                                             options.elastic ? options.elastic->hosts : gradient::Sharded::Hosts());
 }
 
 std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
@@ -47,7 +49,7 @@ std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameter
       return std::make_unique<gradient::Bucketed>(
           parameters, ranks, gradient::BucketOptions{.gradient_dtype = own->gradient_dtype}, own->sum);
     }
-    if (options.shard_state) return sharded(parameters, ranks, options.buckets);
+    if (options.shard_state) return sharded(parameters, ranks, options);
     return std::make_unique<gradient::Bucketed>(parameters, ranks, options.buckets, /*sum=*/false);
   }
   if (options.servers) {
@@ -65,6 +67,12 @@ void prepare_sync(gradient::GradientSync& sync, const Optimizer& optimizer, cons
   sync.prepare();
 }
 
+// With the strategy's workers: those that come later do the same when they are alone.
+bool is_prepared_at_once(const ReplicatedParameters& parameters, const Communicator& ranks,
+                         const gradient::GradientPathOptions& options) {
+  return parameters.workers().size() > 1 || (options.elastic && ranks.size() == 1);
+}
+
 std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& parameters, const Optimizer& optimizer,
                                                   const Communicator& ranks,
                                                   const gradient::GradientPathOptions& options) {
@@ -75,7 +83,7 @@ std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& paramete
         "Embedding");
   }
   auto sync = sync_for(parameters, optimizer, ranks, options);
-  if (parameters.workers().size() > 1) prepare_sync(*sync, optimizer, ranks);
+  if (is_prepared_at_once(parameters, ranks, options)) prepare_sync(*sync, optimizer, ranks);
   return sync;
 }
 
@@ -94,13 +102,10 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
       replaces_differing_copies_(options.replace_differing_copies),
       servers_(options.servers),
       sync_(make_sync(*parameters_, optimizer, ranks_, options)),
-      updater_(parameters_, optimizer, sync_->shards()),
+      updater_(parameters_, optimizer, *sync_),
       hooks_(*parameters_, *sync_) {
-  const bool is_alone = parameters_->workers().size() == 1;
-  if (is_alone) {
-    if (options.elastic && ranks_.size() == 1) prepare();  // others that come have done so
-    return;
-  }
+  if (options.elastic) moving_state_.emplace(parameters_, ranks_, *sync_, !options.elastic->is_newcomer);
+  if (!is_prepared_at_once(*parameters_, ranks_, options)) return;
   hooks_.install();
   prepared_ = true;
 }
@@ -137,21 +142,38 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
     if (replica == 0) compare();
     replicas.barrier(deadline);
   }
+  bool is_counted = false;
   if (updates) {
     updater_.update(*sync_, totals.weight * loss_scale / totals.divided_by, replicas, deadline);
+    if (sync_->commits()) {  // others may complete the update from here on, though `publish` may fail
+      replicas.barrier(deadline);
+      is_counted = true;
+      if (replica == 0) count_update(totals.finite);
+    }
     sync_->publish(replicas, deadline);
-  }
-  if (replica == 0 && totals.weight > 0 && !updater_.loss_scale().move(totals.finite)) {
-    log_warning("gradients are not finite even with the smallest loss scale: this step changes nothing");
   }
   replicas.barrier(deadline);  // every copy is written, and no other replica reads this one's gradients any more
   parameters_->refresh(replica);
-  if (replica == 0 && updates) {  // before anything else that may throw
-    updater_.count_step();
-    if (compares()) updater_.remember_state();
-  }
+  if (replica == 0 && totals.weight > 0 && !is_counted) count_update(totals.finite);  // before what may throw
   sync_->end_step(replica);
   if (sync_->during_backward()) replicas.barrier(deadline);  // replica 0's end_step may still use the processes' Group
+}
+
+void GradientPath::count_update(bool finite) {
+  if (finite) updater_.count_step();
+  if (!updater_.loss_scale().move(finite)) {
+    log_warning("gradients are not finite even with the smallest loss scale: this step changes nothing");
+  }
+  if (finite && compares()) updater_.remember_state();
+}
+
+void GradientPath::regroup() {
+  if (sync_->regroup()) moving_state_->move(*sync_, updater_);
+}
+
+void GradientPath::complete_update() {
+  updater_.complete(*sync_);
+  count_update(true);
 }
 
 // Whether copies are compared before the next update.

@@ -2,10 +2,15 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "gradient/bucketed.h"
 #include "gradient/gradient_hooks.h"
+#include "gradient/moving_state.h"
 #include "gradient/parameter_server_sync.h"
 #include "gradient/updater.h"
 
@@ -18,6 +23,12 @@ enum class Exchange {
   hierarchical_copy,        // sums pairwise up a tree, updates at its root, copies down the same tree
 };
 
+// Of a job in which processes are lost, leave and come.
+struct ElasticRanks {
+  bool is_newcomer = false;                         // this process comes to one that runs, and has no state yet
+  std::function<std::vector<std::string>()> hosts;  // of the processes, now: [rank]
+};
+
 struct GradientPathOptions {
   Exchange exchange = Exchange::one_pass;
   int root = 0;                                            // the replica that updates for all (reduction_to_one_device)
@@ -27,7 +38,7 @@ struct GradientPathOptions {
   double timeout_seconds = 600;                            // of a call to them that reads rows of a table
   std::int64_t compare_copies_every = 100;                 // steps, with several processes; 0: never
   bool replace_differing_copies = false;                   // by those that most processes have
-  bool elastic = false;                                    // there may be other processes later
+  std::optional<ElasticRanks> elastic = {};
 };
 
 }  // namespace lockstep::gradient
@@ -61,6 +72,16 @@ class GradientPath {
   // as they were, when a gradient cannot be used here or on another replica, or when another replica failed (Aborted).
   void apply(const Group& replicas, double weight, Deadline deadline);
 
+  // In an elastic job, after the processes' Communicator has got another Group: the next step is made with that, and
+  // each process has the state that it needs for it. Collective, between steps; does nothing where it has been called
+  // since. Throws as MovingState::move.
+  void regroup();
+
+  // Where the update of a step that failed here was made on others, who say so: makes it here too, but for the values
+  // of other processes' shards, which regroup brings. For shards that have copies.
+  void complete_update();
+  bool completes_updates() const { return sync_->commits(); }
+
   // For steps that are recorded and replayed (Placement::device, no scaled loss). update_recorded enqueues what `apply`
   // does on the device, for one replica; Updater::begin_step copies the learning rate to the device before each replay,
   // and Updater::count_step counts the update.
@@ -88,6 +109,7 @@ class GradientPath {
   }
 
  private:
+  void count_update(bool finite);
   bool compares() const;
   void compare();
   void replace_differing_copies();
@@ -100,6 +122,7 @@ class GradientPath {
   const std::unique_ptr<gradient::GradientSync> sync_;
   gradient::Updater updater_;
   gradient::GradientHooks hooks_;
+  std::optional<gradient::MovingState> moving_state_;  // in an elastic job
   bool prepared_ = false;
 };
 

@@ -32,12 +32,18 @@ class GradientSync {
   virtual void store(Deadline /*deadline*/) {}
 
   // After the processes' Communicator has got another Group, and a step that may have failed: the next one is made with
-  // that. Collective, between steps; does nothing where it has been called since. Only for syncs whose processes each
-  // have all state.
-  virtual void regroup() {}
+  // that, with other shards. Collective, between steps. Returns false, and does nothing, where it has been called
+  // since.
+  virtual bool regroup() { return false; }
 
-  // Which elements this process updates, and by which replicas. After `prepare`.
+  // Which elements this process updates, and by which replicas. Constant between regroups, after `prepare`.
   virtual ShardMap shards() const = 0;
+
+  // Which shards of another process this one updates as well, by the same sums.
+  virtual ShardMap copies() const { return {}; }
+
+  // Which elements' state each process has, its own and copies: [rank]. Where the sync can regroup.
+  virtual std::vector<std::vector<Shard>> held() const { return {}; }
 
   // Whether gradients must be handed over during backward, in host memory. Constant after `prepare`.
   virtual bool during_backward() const { return false; }
@@ -77,10 +83,19 @@ class GradientSync {
     replicas.all_reduce(buffer_of(values), ReduceOp::sum, deadline);
   }
 
+  // Called by all replicas between the sums and the update. Where a process may be lost in the middle of it: returns
+  // once all processes have all that their updates need, so that each can complete its own when others have begun
+  // theirs.
+  virtual void commit(const Group& /*replicas*/, Deadline /*deadline*/) const {}
+  virtual bool commits() const { return false; }
+
   // The flat buffers to which the updater writes new values: first one of this process, whose old values it reads.
   // `publish` brings them to the other copies. After publish and a barrier all copies are equal.
   virtual std::span<const at::Tensor> written(at::ScalarType dtype) const = 0;
   virtual void publish(const Group& /*replicas*/, Deadline /*deadline*/) {}
+
+  // The same between steps, by one thread.
+  virtual void publish_between_steps() {}
 
   // Called in each replica's thread once all replicas have read the sums, which may then be discarded. Where
   // `during_backward`, a barrier of the replicas follows before the next step.

@@ -9,11 +9,28 @@
 namespace lockstep::gradient {
 
 ProcessShards::ProcessShards(const ReplicatedParameters& parameters, Communicator ranks,
-                             std::vector<std::vector<Shard>> shards)
-    : parameters_(parameters), ranks_(std::move(ranks)), shards_(std::move(shards)) {}
+                             std::vector<std::vector<Shard>> shards, int distance)
+    : parameters_(parameters), ranks_(std::move(ranks)), shards_(std::move(shards)), distance_(distance) {}
 
-ShardMap ProcessShards::of_this_process() const {
-  return ShardMap::even(shards_[static_cast<std::size_t>(ranks_.rank())], parameters_.replicas());
+ShardMap ProcessShards::map_of(std::vector<Shard> shards) const {
+  return ShardMap::even(std::move(shards), parameters_.replicas());
+}
+
+ShardMap ProcessShards::of_this_process() const { return map_of(shards_[static_cast<std::size_t>(ranks_.rank())]); }
+
+ShardMap ProcessShards::copies() const {
+  if (distance_ == 0) return map_of({});
+  return map_of(shards_[static_cast<std::size_t>(copied_by(ranks_.rank()))]);
+}
+
+std::vector<std::vector<Shard>> ProcessShards::held() const {
+  auto held = shards_;
+  for (int rank = 0; distance_ != 0 && rank < size(); ++rank) {
+    const auto& copied = shards_[static_cast<std::size_t>(copied_by(rank))];
+    auto& of_rank = held[static_cast<std::size_t>(rank)];
+    of_rank.insert(of_rank.end(), copied.begin(), copied.end());
+  }
+  return held;
 }
 
 void ProcessShards::sum_over_owners(std::span<double> values, const Group& replicas, Deadline deadline) const {

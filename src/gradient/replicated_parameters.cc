@@ -219,9 +219,12 @@ at::Tensor ReplicatedParameters::flat_in(const Memory& memory, std::size_t index
 }
 
 bool ReplicatedParameters::move_first_copy(const Communicator& ranks) {
-  if (std::exchange(first_copy_moved_, true)) return !shared_float_.empty();
+  if (moved_to_ == ranks.regroups()) return !shared_float_.empty();
   const auto bytes = std::max<std::size_t>(1, flat_bytes());
   auto parts = ranks.group().allocate_shared(bytes, ranks.deadline());
+  moved_to_ = ranks.regroups();
+  shared_float_.clear();
+  shared_double_.clear();
   std::rotate(parts.begin(), parts.empty() ? parts.end() : parts.begin() + ranks.rank(), parts.end());
   for (const auto& part : parts) {
     shared_float_.push_back(flat_in(part, 0, at::kFloat));
@@ -329,10 +332,23 @@ at::Tensor ReplicatedParameters::average_buffer(std::size_t index) const {
   const auto& first = buffer(0, index);
   const int all = replicas() * workers_.size();
   if (all == 1 || !first.is_floating_point()) return first.clone();
-  auto sum = first.to(at::kCPU).to(at::kDouble).contiguous().clone();
-  for (int replica = 1; replica < replicas(); ++replica) sum += buffer(replica, index).to(at::kCPU);
+  const auto sum = sum_of_own_buffers(index);
   workers_.sum({sum.mutable_data_ptr<double>(), static_cast<std::size_t>(sum.numel())});
   return (sum / all).to(first.options());
+}
+
+at::Tensor ReplicatedParameters::average_own_buffer(std::size_t index) const {
+  const at::NoGradGuard no_grad;
+  const auto& first = buffer(0, index);
+  if (replicas() == 1 || !first.is_floating_point()) return first.clone();
+  return (sum_of_own_buffers(index) / replicas()).to(first.options());
+}
+
+// In float64, in host memory.
+at::Tensor ReplicatedParameters::sum_of_own_buffers(std::size_t index) const {
+  auto sum = buffer(0, index).to(at::kCPU).to(at::kDouble).contiguous().clone();
+  for (int replica = 1; replica < replicas(); ++replica) sum += buffer(replica, index).to(at::kCPU);
+  return sum;
 }
 
 void ReplicatedParameters::assign(std::size_t slot, const at::Tensor& value) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -82,8 +83,8 @@ class ReplicatedParameters {
   at::Tensor flat_in(const Memory& memory, std::size_t index, at::ScalarType dtype) const;
 
   // Puts copy 0's flat buffers, and the parameters that are bound to them, into memory that `ranks` access fast:
-  // shared_values() where they share memory, else the Group's. Once; later calls do nothing. Collective, while no
-  // replica runs. Returns whether they share memory.
+  // shared_values() where they share memory, else the Group's. Does nothing where they lie in this Group's already.
+  // Collective, while no replica runs. Returns whether they share memory.
   bool move_first_copy(const Communicator& ranks);
 
   // The same into given memory of flat_bytes().
@@ -125,6 +126,9 @@ class ReplicatedParameters {
   // Collective over the workers.
   at::Tensor average_buffer(std::size_t index) const;
 
+  // The same of this process's replicas alone; not collective.
+  at::Tensor average_own_buffer(std::size_t index) const;
+
   // Overwrites a parameter, or a buffer, on all replicas, or a buffer on one. The caller checks shapes. Not while
   // replicas run.
   void assign(std::size_t slot, const at::Tensor& value);
@@ -139,14 +143,15 @@ class ReplicatedParameters {
   at::Tensor place(int replica, const gradient::ParameterSlot& slot) const;
   void bind_first_copy(const at::Tensor& memory);
   void share_values();
+  at::Tensor sum_of_own_buffers(std::size_t index) const;
 
   Communicator workers_;
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   gradient::Placement placement_;
   std::vector<gradient::ParameterSlot> slots_;
-  std::vector<std::vector<at::Tensor>> parameters_;   // [replica][slot]
-  std::vector<at::Tensor> flat_float_, flat_double_;  // [copy]
-  bool first_copy_moved_ = false;
+  std::vector<std::vector<at::Tensor>> parameters_;       // [replica][slot]
+  std::vector<at::Tensor> flat_float_, flat_double_;      // [copy]
+  std::optional<std::int64_t> moved_to_;                  // the number of regroups of ranks whose memory has copy 0
   std::vector<at::Tensor> shared_float_, shared_double_;  // as shared_values
   std::vector<at::Tensor> device_float_, device_double_;  // [replica], staged only
   std::vector<std::string> buffer_names_;

@@ -18,6 +18,9 @@ struct Shard {
 // The shards that this process owns, by the replica that updates them. Constant.
 class ShardMap {
  public:
+  // Of no shard.
+  ShardMap() = default;
+
   // Equal shares of the elements, cut at whole cache lines.
   static ShardMap even(std::vector<Shard> owned, int replicas);
 
@@ -27,7 +30,9 @@ class ShardMap {
   // Ascending, at most one of a slot.
   const std::vector<Shard>& owned() const { return owned_; }
 
-  const std::vector<Shard>& of(int replica) const { return shares_[static_cast<std::size_t>(replica)]; }
+  const std::vector<Shard>& of(int replica) const {
+    return shares_.empty() ? owned_ : shares_[static_cast<std::size_t>(replica)];
+  }
 
  private:
   ShardMap(std::vector<Shard> owned, int replicas)

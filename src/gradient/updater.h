@@ -5,13 +5,14 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "gradient/device_update.h"
 #include "gradient/gradient_sync.h"
 #include "gradient/loss_scale.h"
 #include "gradient/replicated_parameters.h"
-#include "gradient/shard_map.h"
+#include "gradient/shard_state.h"
 #include "lockstep/optimizer/optimizer.h"
 #include "optimizer/flat_update.h"
 
@@ -21,7 +22,8 @@ namespace lockstep::gradient {
 // unless its comment says otherwise.
 class Updater {
  public:
-  Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, ShardMap shards);
+  // The state of `gradients.shards()`, and of `gradients.copies()`.
+  Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, const GradientSync& gradients);
 
   const Optimizer& optimizer() const { return optimizer_; }
 
@@ -29,8 +31,12 @@ class Updater {
   void begin_step();
 
   // Divides the sums of `gradients` by `divide_by`, clips them, and updates this replica's shards in all written
-  // copies. Throws what the Groups throw.
+  // copies, once `gradients` can be committed. Throws what the Groups throw.
   void update(const GradientSync& gradients, double divide_by, const Group& replicas, Deadline deadline);
+
+  // After an `update` that threw since it could not be committed here, though it was on others: makes it, for all
+  // replicas. Throws Error where there is none.
+  void complete(const GradientSync& gradients);
 
   // The number of updates so far. Written by one replica between two barriers.
   std::int64_t iterations() const { return iterations_; }
@@ -38,7 +44,10 @@ class Updater {
     iterations_ = iterations;
     remembered_.reset();
   }
-  void count_step() { ++iterations_; }
+  void count_step() {
+    ++iterations_;
+    phase_ = Phase::none;
+  }
 
   // Losses are multiplied by it before backward. Written like iterations(); constant while replicas run backward.
   LossScale& loss_scale() { return loss_scale_; }
@@ -55,53 +64,64 @@ class Updater {
   // the parameter's shape where all of it is owned, else flat.
   at::Tensor state(std::size_t slot, std::size_t index) const;
 
-  // This process's shard of `whole`: in the parameter's shape where the shard is all of it, else flat.
-  at::Tensor owned_part(std::size_t slot, const at::Tensor& whole) const;
+  // Copying each pair, the second to the first, gives this process its part of `whole`, which is state `index` of the
+  // slot.
+  std::vector<std::pair<at::Tensor, at::Tensor>> parts_of(std::size_t slot, std::size_t index,
+                                                          const at::Tensor& whole) const;
 
-  std::int64_t state_bytes() const;
+  std::int64_t state_bytes() const { return states_.own.bytes() + states_.copies.bytes(); }
+
+  // The state of the shards that this process owns, and of those of another process that it updates as well, so that
+  // they are not lost with that.
+  struct States {
+    ShardState own, copies;
+  };
+  States initial_states(const GradientSync& gradients) const;
+  const States& states() const { return states_; }
+  States exchange_states(States states);
 
   // Compares hashes. True before the first remember_state, and after set_iterations.
-  void remember_state() { remembered_ = hash_of_state(); }
-  bool state_is_as_remembered() const { return !remembered_ || *remembered_ == hash_of_state(); }
+  void remember_state() { remembered_ = states_.own.hash(); }
+  bool state_is_as_remembered() const { return !remembered_ || *remembered_ == states_.own.hash(); }
 
  private:
+  // What an update needs beside the sums.
+  struct Prepared {
+    double divide_by = 1;
+    std::vector<double> squares;  // [slot]: of the sums' norms, where the optimizer clips by them
+  };
+
   void update_on_device(const GradientSync& gradients, double divide_by);
-  void update_clipped_by_norm(const GradientSync& gradients, double divide_by, const Group& replicas,
-                              Deadline deadline);
+  std::vector<double> sum_and_square(const GradientSync& gradients, double divide_by, const Group& replicas,
+                                     Deadline deadline);
+  void update_shards(int replica, const GradientSync& gradients, const Prepared& prepared);
   double norm_factor(const std::vector<double>& squares, std::size_t slot) const;
 
-  // Calls act(T(), shard, sources) for each of the replica's shards that anybody has a gradient for.
+  // Calls act(T(), shard, sources) for each of the replica's shards in `states` that anybody has a gradient for.
   template <class Act>
-  void for_each_shard(int replica, const GradientSync& gradients, const Act& act) const;
+  void for_each_shard(const ShardState& states, int replica, const GradientSync& gradients, const Act& act) const;
   template <class T>
-  void update_shard(const Shard& shard, const std::vector<const T*>& gradients, const optimizer::GradientScale& scale,
-                    const GradientSync& sync);
-  template <class T>
-  T* summed(const Shard& shard) const;
-  std::uint64_t hash_of_state() const;
-  void place_state();
-  std::int64_t place_of(const Shard& shard) const;
+  void update_shard(const ShardState& states, const Shard& shard, const std::vector<const T*>& gradients,
+                    const optimizer::GradientScale& scale, const GradientSync& sync);
 
   // Constant after construction.
   const std::shared_ptr<ReplicatedParameters> parameters_;
   const Optimizer optimizer_;
-  const ShardMap shards_;
 
-  // The owned shard of a slot, and where its state lies in the flat buffers.
-  struct Owned {
-    std::int64_t begin = 0, count = 0, place = 0;
-  };
-  std::vector<Owned> owned_;                            // [slot]
-  std::vector<at::Tensor> state_float_, state_double_;  // [state], flat
-  at::Tensor summed_float_, summed_double_;             // flat; for clipping by norm
-  std::vector<DeviceUpdate> device_updates_;            // float's and double's; Placement::device only
+  States states_;
+  std::vector<DeviceUpdate> device_updates_;  // float's and double's; Placement::device only
 
   std::optional<std::uint64_t> remembered_;
   std::int64_t iterations_ = 0;
   LossScale loss_scale_;
   std::optional<double> rate_override_;
   double rate_factor_ = 1;
-  UpdateStep step_;  // of the current update
+
+  // Of the current update; written by replica 0.
+  enum class Phase { none, prepared, committed };
+  Phase phase_ = Phase::none;
+  Prepared prepared_;
+  UpdateStep step_;
 };
 
 }  // namespace lockstep::gradient

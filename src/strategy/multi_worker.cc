@@ -50,11 +50,6 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
     if (elastic->worker_batch && !elastic->worker_batch->scaling) {
       throw InvalidArgument("MultiWorkerMirroredStrategy: elastic.worker_batch.scaling is null");
     }
-    if (options.shard_optimizer_state) {
-      throw InvalidArgument(
-          "MultiWorkerMirroredStrategy: elastic and shard_optimizer_state cannot both be set: the state of a lost "
-          "worker would be lost with it");
-    }
   }
   const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
   if (cluster.task_type == "ps") {

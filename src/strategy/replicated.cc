@@ -13,6 +13,7 @@
 #include "gradient/gradient_path.h"
 #include "lockstep/base/error.h"
 #include "lockstep/strategy/strategy.h"
+#include "strategy/replicated_state.h"
 
 namespace lockstep {
 namespace {
@@ -69,6 +70,39 @@ Trackable ReplicatedModule::trackable() const {
     };
   };
   return {save, load, impl_->workers()};
+}
+
+Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Which which) {
+  const auto each = [parameters, which](const auto& visit) {
+    for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
+      const auto& slot = parameters->slots()[i];
+      if (which == Which::all || !slot.trainable) visit(i, slot.name);
+    }
+  };
+  const auto save = [parameters, each](Archive& archive, const std::string& prefix) {
+    each([&](std::size_t slot, const std::string& name) {
+      archive.tensors[joined(prefix, name)] = data::to_stored(parameters->parameter(0, slot));
+    });
+    for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
+      archive.tensors[joined(prefix, parameters->buffer_names()[i])] =
+          data::to_stored(parameters->average_own_buffer(i));
+    }
+  };
+  const auto load = [parameters, each](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+    std::vector<std::pair<std::size_t, Tensor>> values, buffers;
+    each([&](std::size_t slot, const std::string& name) {
+      values.emplace_back(slot, load_like(archive, joined(prefix, name), parameters->parameter(0, slot)));
+    });
+    for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
+      const auto name = joined(prefix, parameters->buffer_names()[i]);
+      buffers.emplace_back(i, load_like(archive, name, parameters->buffer(0, i)));
+    }
+    return [parameters, values, buffers] {
+      for (const auto& [slot, value] : values) parameters->assign(slot, value);
+      for (const auto& [index, value] : buffers) parameters->assign_buffer(index, value);
+    };
+  };
+  return {save, load, parameters->workers()};
 }
 
 Trackable ReplicatedModule::replica_buffers() const {
@@ -149,6 +183,78 @@ std::int64_t ReplicatedOptimizer::state_bytes() const { return impl_->updater().
 double ReplicatedOptimizer::learning_rate() const { return impl_->updater().learning_rate(); }
 void ReplicatedOptimizer::set_learning_rate(double rate) const { impl_->updater().set_learning_rate(rate); }
 
+namespace {
+
+// What is read back before anything changes.
+struct LoadedCounters {
+  std::int64_t iterations = 0;
+  std::optional<double> rate;
+  std::optional<std::pair<double, std::int64_t>> loss_scale;  // and its steps
+  gradient::GradientSync::State sync;
+};
+
+LoadedCounters load_counters(const Archive& archive, const std::string& prefix, const std::string& expected_rule) {
+  const auto& rule = archive.entry(joined(prefix, "rule"));
+  if (rule != expected_rule) {
+    throw InvalidArgument(text("the checkpoint's optimizer is ", rule, "; this one is ", expected_rule));
+  }
+  LoadedCounters loaded{.iterations = archive.integer(joined(prefix, "iterations"))};
+  const auto rate = joined(prefix, "learning_rate");
+  if (archive.entries.contains(rate)) loaded.rate = LearningRate(archive.number(rate)).at(0);  // checked
+  const auto listed = archive.entries.find(joined(prefix, "gradient_order"));
+  if (listed != archive.entries.end()) {
+    std::istringstream numbers(listed->second);
+    for (std::int64_t slot = 0; numbers >> slot;) loaded.sync.order.push_back(slot);
+  }
+  for (const auto* const name : {"weight_scale", "usual_weight"}) {  // the second in files of earlier versions
+    if (archive.entries.contains(joined(prefix, name))) {
+      loaded.sync.weight_scale = archive.number(joined(prefix, name));
+    }
+  }
+  const auto scale = joined(prefix, "loss_scale");
+  if (!archive.entries.contains(scale)) return loaded;
+  loaded.loss_scale.emplace(archive.number(scale), archive.integer(joined(prefix, "loss_scale_steps")));
+  const auto& [value, steps] = *loaded.loss_scale;
+  if (!(value > 0) || std::isinf(value) || steps < 0) {
+    throw InvalidArgument(text("the checkpoint's loss scale is ", value, " after ", steps,
+                               " steps; it must be above 0, after 0 steps or more"));
+  }
+  return loaded;
+}
+
+}  // namespace
+
+Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) {
+  const auto save = [gradients](Archive& archive, const std::string& prefix) {
+    const auto& updater = gradients->updater();
+    archive.entries[joined(prefix, "rule")] = updater.optimizer().rule().name();
+    archive.entries[joined(prefix, "iterations")] = std::to_string(updater.iterations());
+    if (const auto rate = updater.learning_rate_override()) {
+      archive.set_numbers(joined(prefix, "learning_rate"), {*rate});
+    }
+    const auto state = gradients->sync().state();
+    if (!state.order.empty()) archive.entries[joined(prefix, "gradient_order")] = join(state.order, " ");
+    if (state.weight_scale > 0) archive.set_numbers(joined(prefix, "weight_scale"), {state.weight_scale});
+    if (!updater.loss_scale().used()) return;
+    archive.set_numbers(joined(prefix, "loss_scale"), {updater.loss_scale().value()});
+    archive.entries[joined(prefix, "loss_scale_steps")] = std::to_string(updater.loss_scale().steps());
+  };
+  const auto load = [gradients](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+    const auto loaded = load_counters(archive, prefix, gradients->updater().optimizer().rule().name());
+    return [gradients, loaded] {
+      gradients->sync().restore(loaded.sync);
+      auto& updater = gradients->updater();
+      auto& scale = updater.loss_scale();
+      if (scale.used()) {
+        loaded.loss_scale ? scale.restore(loaded.loss_scale->first, loaded.loss_scale->second) : scale.restart();
+      }
+      updater.set_iterations(loaded.iterations);
+      updater.restore_learning_rate(loaded.rate);
+    };
+  };
+  return {save, load, gradients->parameters().workers()};
+}
+
 Trackable ReplicatedOptimizer::trackable() const {
   // Calls visit(name, slot, index) for each state of each parameter.
   const auto each_state = [gradients = impl_](const std::string& prefix, const auto& visit) {
@@ -159,66 +265,25 @@ Trackable ReplicatedOptimizer::trackable() const {
       for (std::size_t k = 0; k < specs.size(); ++k) visit(joined(prefix, specs[k].name + "/" + slot.name), i, k);
     }
   };
-  const auto save = [gradients = impl_, each_state](Archive& archive, const std::string& prefix) {
-    archive.entries[joined(prefix, "rule")] = gradients->updater().optimizer().rule().name();
-    archive.entries[joined(prefix, "iterations")] = std::to_string(gradients->updater().iterations());
-    if (const auto rate = gradients->updater().learning_rate_override()) {
-      archive.set_numbers(joined(prefix, "learning_rate"), {*rate});
-    }
-    const auto state = gradients->sync().state();
-    if (!state.order.empty()) archive.entries[joined(prefix, "gradient_order")] = join(state.order, " ");
-    if (state.weight_scale > 0) archive.set_numbers(joined(prefix, "weight_scale"), {state.weight_scale});
-    const auto& scale = gradients->updater().loss_scale();
-    if (scale.used()) {
-      archive.set_numbers(joined(prefix, "loss_scale"), {scale.value()});
-      archive.entries[joined(prefix, "loss_scale_steps")] = std::to_string(scale.steps());
-    }
+  const auto counters = strategy::counters_of(impl_);
+  const auto save = [gradients = impl_, counters, each_state](Archive& archive, const std::string& prefix) {
+    counters.save(archive, prefix);
     each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
       const auto all = gradients->sync().gather_from_owners(slot, gradients->updater().state(slot, index));
       if (all.defined()) archive.tensors[name] = data::to_stored(all);
     });
   };
-  const auto load = [gradients = impl_, each_state](const Archive& archive,
-                                                    const std::string& prefix) -> std::function<void()> {
-    const auto& rule = archive.entry(joined(prefix, "rule"));
-    if (rule != gradients->updater().optimizer().rule().name()) {
-      throw InvalidArgument(text("the checkpoint's optimizer is ", rule, "; this one is ",
-                                 gradients->updater().optimizer().rule().name()));
-    }
+  const auto load = [gradients = impl_, counters, each_state](const Archive& archive,
+                                                              const std::string& prefix) -> std::function<void()> {
+    const auto change_counters = counters.load(archive, prefix);
     std::vector<std::pair<Tensor, Tensor>> copies;  // to, from
     each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
       const auto all = load_like(archive, name, gradients->parameters().parameter(0, slot));
-      copies.emplace_back(gradients->updater().state(slot, index), gradients->updater().owned_part(slot, all));
+      for (const auto& copy : gradients->updater().parts_of(slot, index, all)) copies.push_back(copy);
     });
-    const auto iterations = archive.integer(joined(prefix, "iterations"));
-    const auto rate = joined(prefix, "learning_rate");
-    std::optional<double> set_rate;
-    if (archive.entries.contains(rate)) set_rate = LearningRate(archive.number(rate)).at(0);  // checked
-    gradient::GradientSync::State state;
-    const auto listed = archive.entries.find(joined(prefix, "gradient_order"));
-    if (listed != archive.entries.end()) {
-      std::istringstream numbers(listed->second);
-      for (std::int64_t slot = 0; numbers >> slot;) state.order.push_back(slot);
-    }
-    for (const auto* const name : {"weight_scale", "usual_weight"}) {  // the second in files of earlier versions
-      if (archive.entries.contains(joined(prefix, name))) state.weight_scale = archive.number(joined(prefix, name));
-    }
-    const auto scale = joined(prefix, "loss_scale");
-    std::optional<std::pair<double, std::int64_t>> scaled;
-    if (archive.entries.contains(scale)) {
-      scaled.emplace(archive.number(scale), archive.integer(joined(prefix, "loss_scale_steps")));
-      if (!(scaled->first > 0) || std::isinf(scaled->first) || scaled->second < 0) {
-        throw InvalidArgument(text("the checkpoint's loss scale is ", scaled->first, " after ", scaled->second,
-                                   " steps; it must be above 0, after 0 steps or more"));
-      }
-    }
-    return [gradients, copies, iterations, set_rate, scaled, state] {
-      gradients->sync().restore(state);
-      auto& loss_scale = gradients->updater().loss_scale();
-      if (loss_scale.used()) scaled ? loss_scale.restore(scaled->first, scaled->second) : loss_scale.restart();
+    return [change_counters, copies] {
+      change_counters();
       for (const auto& [to, from] : copies) to.copy_(from);
-      gradients->updater().set_iterations(iterations);
-      gradients->updater().restore_learning_rate(set_rate);
     };
   };
   return {save, load, impl_->parameters().workers(), files_};

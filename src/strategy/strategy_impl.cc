@@ -100,7 +100,10 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
     options.shard_state = settings_.workers->shard_optimizer_state;
     options.compare_copies_every = settings_.workers->compare_copies_every;
     options.replace_differing_copies = settings_.workers->replace_differing_copies;
-    options.elastic = is_elastic();
+    if (is_elastic()) {
+      options.elastic.emplace(
+          gradient::ElasticRanks{.is_newcomer = is_newcomer(), .hosts = [this] { return hosts(); }});
+    }
   }
   if (servers() == nullptr) return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
   parameters->update_trainable();
@@ -110,6 +113,12 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
   auto path = std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
   if (servers()->is_chief() && !servers()->was_trained(*path->servers())) path->sync().store(deadline());
   return path;
+}
+
+std::vector<std::string> StrategyImpl::hosts() const {
+  std::vector<std::string> hosts;
+  for (const auto& process : job_->members().processes) hosts.push_back(process.host);
+  return hosts;
 }
 
 std::vector<std::shared_ptr<GradientPath>> StrategyImpl::paths_of_loops() {

@@ -162,6 +162,7 @@ class StrategyImpl {
 
  private:
   void take_group();
+  std::vector<std::string> hosts() const;  // of the workers: [rank]
   int spin_rounds() const;
   void make_groups();
   void fail(int replica) const;  // of the exception that is handled

@@ -106,7 +106,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   std::int64_t updates() const override { return optimizer_.iterations(); }
   std::string print_update() override { return train::print_update(module_, optimizer_); }
   void take_update(const std::string& printed) override { train::take_update(module_, optimizer_, printed); }
-  void use_new_group() override { unwrap(optimizer_).sync().regroup(); }
+  void use_new_group() override { unwrap(optimizer_).regroup(); }
 
   Place place;
 
@@ -160,8 +160,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
 
   std::string print_state() override {
     Archive archive;
-    module_.trackable().save(archive, "model");
-    optimizer_.trackable().save(archive, "optimizer");
+    train::save_for_newcomer(module_, optimizer_, archive);
     for (const auto& [name, object] : objects_) object.save(archive, "objects/" + name);
     place.save(archive, kLoop);
     return checkpoint::print_archive(archive);
@@ -169,8 +168,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
 
   void take_state(std::string_view printed) override {
     const auto archive = train::parse_state(printed);
-    std::vector<std::function<void()>> changes{module_.trackable().load(archive, "model"),
-                                               optimizer_.trackable().load(archive, "optimizer")};
+    std::vector<std::function<void()>> changes{train::load_of_newcomer(module_, optimizer_, archive)};
     for (const auto& [name, object] : objects_) changes.push_back(object.load(archive, "objects/" + name));
     place = Place::load(archive, kLoop);
     for (const auto& change : changes) change();

@@ -14,6 +14,9 @@ void FitWorker::take_update(const std::string& printed) {
 }
 
 std::string FitWorker::print_state() { return checkpoint::print_archive(impl_.save_for_newcomer()); }
+
+void FitWorker::take_state(std::string_view printed) { impl_.load_as_newcomer(parse_state(printed)); }
+
 void go_on_in(ModelImpl& impl, const std::string& what, const std::function<void()>& act) {
   auto& strategy = unwrap(impl.strategy);
   const bool is_in_section = impl.fitting || strategy.completed_sections().is_in_one;
@@ -27,7 +30,5 @@ void go_on_in(ModelImpl& impl, const std::string& what, const std::function<void
   };
   recovery.run(all, [](const auto&) {});
 }
-
-void FitWorker::take_state(std::string_view printed) { impl_.load_state(parse_state(printed)); }
 
 }  // namespace lockstep::train

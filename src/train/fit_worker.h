@@ -20,7 +20,7 @@ class FitWorker final : public TrainingWorker {
   std::int64_t updates() const override { return impl_.gradients->updater().iterations(); }
   std::string print_update() override;
   void take_update(const std::string& printed) override;
-  void use_new_group() override { impl_.gradients->sync().regroup(); }
+  void use_new_group() override { impl_.gradients->regroup(); }
 
  private:
   std::string print_state() override;

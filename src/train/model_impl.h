@@ -118,8 +118,9 @@ class ModelImpl {
   Archive save_state();
   void load_state(const Archive& archive, const std::function<void()>& load_others = {});
 
-  // For a worker that comes to a fit that runs, which loads it by load_state. Not collective.
+  // For a worker that comes to a fit that runs, and what that does with it. Not collective.
   Archive save_for_newcomer();
+  void load_as_newcomer(const Archive& archive);
 
   // act(); with parameter servers on the chief alone, and, outside of fit, once however often that is started again.
   void once(const std::function<void()>& act) const;
@@ -134,8 +135,11 @@ class ModelImpl {
   // which cannot fail.
   Archive save_training();
   Archive save_common();
+  void save_progress(Archive& archive) const;
   void save_callbacks(Archive& archive) const;
   std::function<void()> load_training(const Archive& archive);
+  std::function<void()> load_progress(const Archive& archive);
+  void load_callbacks(const Archive& archive, std::vector<std::function<void()>>& changes) const;
   void count_uncounted();
 
   // Constant after construction.

@@ -20,6 +20,7 @@
 #include "parameter_server/server_checkpoint.h"
 #include "train/local_state.h"
 #include "train/model_impl.h"
+#include "train/update_state.h"
 
 namespace lockstep {
 namespace {
@@ -270,10 +271,19 @@ Archive ModelImpl::save_training() {
 
 // Running statistics are then this worker's.
 Archive ModelImpl::save_for_newcomer() {
-  auto archive = save_common();
-  archive.entries[text(kReplica, "/replicas")] = "none";
+  Archive archive;
+  train::save_for_newcomer(ReplicatedModule(parameters), ReplicatedOptimizer(gradients), archive);
+  save_progress(archive);
   save_callbacks(archive);
   return archive;
+}
+
+void ModelImpl::load_as_newcomer(const Archive& archive) {
+  std::vector<std::function<void()>> changes{
+      train::load_of_newcomer(ReplicatedModule(parameters), ReplicatedOptimizer(gradients), archive),
+      load_progress(archive)};
+  load_callbacks(archive, changes);
+  for (const auto& change : changes) change();
 }
 
 // What all workers have alike.
@@ -281,6 +291,11 @@ Archive ModelImpl::save_common() {
   Archive archive;
   ReplicatedModule(parameters).trackable().save(archive, "");
   ReplicatedOptimizer(gradients).trackable().save(archive, kOptimizer);
+  save_progress(archive);
+  return archive;
+}
+
+void ModelImpl::save_progress(Archive& archive) const {
   archive.entries["seed"] = std::to_string(static_cast<std::int64_t>(seed));
   archive.entries["steps"] = std::to_string(steps);
   archive.entries["replicas"] = std::to_string(strategy.num_replicas_in_sync());
@@ -293,7 +308,6 @@ Archive ModelImpl::save_common() {
   archive.entries["fit/position/readers"] = std::to_string(progress.readers);
   save_history(progress.history, archive);
   tracker->save(archive, kTracker);
-  return archive;
 }
 
 std::function<void()> ModelImpl::load_training(const Archive& archive) {
@@ -304,6 +318,22 @@ std::function<void()> ModelImpl::load_training(const Archive& archive) {
   const auto change_weights = ReplicatedModule(parameters).trackable().load(archive, "");
   const auto change_buffers = ReplicatedModule(parameters).replica_buffers().load(archive, kReplica);
   const auto change_optimizer = ReplicatedOptimizer(gradients).trackable().load(archive, kOptimizer);
+  const auto change_progress = load_progress(archive);
+  if (archive.entries.contains("replicas") && archive.integer("replicas") != strategy.num_replicas_in_sync()) {
+    log_warning(text("the checkpoint is of ", archive.entry("replicas"), " replicas and there are ",
+                     strategy.num_replicas_in_sync(),
+                     " now: each has its own random numbers and running statistics, so "
+                     "the training goes on, but not with the same bits"));
+  }
+  return [change_weights, change_buffers, change_optimizer, change_progress] {
+    change_weights();
+    change_buffers();
+    change_optimizer();
+    change_progress();
+  };
+}
+
+std::function<void()> ModelImpl::load_progress(const Archive& archive) {
   const auto number = [&](const char* name) { return archive.integer(name); };
   const train::FitProgress loaded{.epoch = static_cast<int>(number("fit/epoch")),
                                   .batch = number("fit/batch"),
@@ -315,18 +345,9 @@ std::function<void()> ModelImpl::load_training(const Archive& archive) {
                                   .uncounted = parameter_server::steps_of(archive).uncounted};
   const auto loaded_seed = static_cast<std::uint64_t>(number("seed"));
   const auto loaded_steps = number("steps");
-  if (archive.entries.contains("replicas") && number("replicas") != strategy.num_replicas_in_sync()) {
-    log_warning(text("the checkpoint is of ", archive.entry("replicas"), " replicas and there are ",
-                     strategy.num_replicas_in_sync(),
-                     " now: each has its own random numbers and running statistics, so "
-                     "the training goes on, but not with the same bits"));
-  }
   const auto change_tracker = tracker->load(archive, kTracker);
-  return [this, change_weights, change_buffers, change_optimizer, change_tracker, loaded_seed, loaded_steps, loaded] {
+  return [this, change_tracker, loaded_seed, loaded_steps, loaded] {
     change_tracker();
-    change_weights();
-    change_buffers();
-    change_optimizer();
     seed = loaded_seed;
     steps = loaded_steps;
     progress = loaded;
@@ -349,13 +370,17 @@ void ModelImpl::count_uncounted() {
 
 void ModelImpl::load_state(const Archive& archive, const std::function<void()>& load_others) {
   std::vector<std::function<void()>> changes{load_training(archive)};
+  load_callbacks(archive, changes);
+  if (load_others) load_others();
+  for (const auto& change : changes) change();
+}
+
+void ModelImpl::load_callbacks(const Archive& archive, std::vector<std::function<void()>>& changes) const {
   const auto prefixes = callback_prefixes(callbacks);
   for (std::size_t i = 0; i < callbacks.size(); ++i) {
     const bool mine = workers().rank() == 0 || !callbacks[i]->only_on_chief();
     if (mine && has_any(archive, prefixes[i])) changes.push_back(callbacks[i]->load(archive, prefixes[i]));
   }
-  if (load_others) load_others();
-  for (const auto& change : changes) change();
 }
 
 }  // namespace lockstep

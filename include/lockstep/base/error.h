@@ -39,6 +39,12 @@ class ClusterError : public Error {
   using Error::Error;
 };
 
+// Workers were lost together that alone had a part of the training's state: it can go on only from a checkpoint.
+class StateLost : public ClusterError {
+ public:
+  using ClusterError::ClusterError;
+};
+
 // A wait ended at its deadline, here or on another rank of the Group.
 class DeadlineExceeded : public Error {
  public:

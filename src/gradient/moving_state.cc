@@ -1,0 +1,215 @@
+#include "gradient/moving_state.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <set>
+#include <sstream>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "ops/dtypes.h"
+
+namespace lockstep::gradient {
+namespace {
+
+constexpr std::size_t kNamed = 3;  // parameters in a message
+
+// The newest that all have which have any.
+std::optional<std::int64_t> newest_of_all(const std::vector<std::map<std::int64_t, int>>& all) {
+  std::optional<std::set<std::int64_t>> common;
+  for (const auto& versions : all) {
+    if (versions.empty()) continue;
+    std::set<std::int64_t> both;
+    for (const auto& [version, rank] : versions) {
+      if (!common || common->contains(version)) both.insert(version);
+    }
+    common = both;
+  }
+  if (!common || common->empty()) return std::nullopt;
+  return *common->rbegin();
+}
+
+std::string print(const std::vector<std::vector<Shard>>& shards) {
+  std::ostringstream out;
+  out << shards.size();
+  for (const auto& of_rank : shards) {
+    out << " " << of_rank.size();
+    for (const auto& shard : of_rank) out << " " << shard.slot << " " << shard.begin << " " << shard.count;
+  }
+  return out.str();
+}
+
+std::vector<std::vector<Shard>> parse(const std::string& printed) {
+  std::istringstream in(printed);
+  std::size_t ranks = 0;
+  in >> ranks;
+  std::vector<std::vector<Shard>> shards(ranks);
+  for (auto& of_rank : shards) {
+    std::size_t count = 0;
+    in >> count;
+    of_rank.resize(count);
+    for (auto& shard : of_rank) in >> shard.slot >> shard.begin >> shard.count;
+  }
+  return shards;
+}
+
+// Elements of the state, in the one of the two that has them.
+at::Tensor state_in(const Updater::States& states, const Shard& part, std::size_t index) {
+  for (const auto* const one : {&states.own, &states.copies}) {
+    const auto owned = one->owned(part.slot);
+    if (part.begin < owned.begin || part.begin + part.count > owned.begin + owned.count) continue;
+    return one->state(part.slot, index).narrow(0, part.begin - owned.begin, part.count);
+  }
+  throw Error("elements of the optimizer's state that this process does not have");
+}
+
+// The others move in the host's memory.
+class Messages {
+ public:
+  void send(const at::Tensor& elements, int to) { calls_.push_back(Call::send(buffer_of(elements.cpu()), to)); }
+  void receive(const at::Tensor& elements, int from) {
+    const auto received = elements.is_cpu() ? elements : at::empty_like(elements, at::kCPU);
+    if (!elements.is_cpu()) copies_.emplace_back(elements, received);
+    calls_.push_back(Call::recv(buffer_of(received), from));
+  }
+  void exchange(const Communicator& ranks) {
+    if (!calls_.empty()) ranks.group().run(calls_, ranks.deadline());
+    for (const auto& [to, from] : copies_) to.copy_(from);
+  }
+
+ private:
+  Buffer buffer_of(const at::Tensor& tensor) {
+    kept_.push_back(tensor);
+    return {tensor.data_ptr(), static_cast<std::size_t>(tensor.numel()), ops::dtype_of(tensor.scalar_type())};
+  }
+
+  std::vector<Call> calls_;
+  std::vector<at::Tensor> kept_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // to, from
+};
+
+}  // namespace
+
+MovingState::MovingState(std::shared_ptr<ReplicatedParameters> parameters, Communicator ranks, const GradientSync& sync,
+                         bool has_state)
+    : parameters_(std::move(parameters)), ranks_(std::move(ranks)) {
+  if (has_state) place_ = Place{.version = 0, .rank = ranks_.rank(), .held = sync.held()};
+}
+
+void MovingState::move(GradientSync& sync, Updater& updater) {
+  const at::NoGradGuard no_grad;
+  const auto all = gather_versions();
+  const auto version = newest_of_all(all);
+  if (!version) throw ClusterError("all workers that had the state of the training were lost before this one got it");
+  go_back_to(*version, updater);
+  const auto had = held_now(*version, all);
+  const bool divided = sync.commits();  // else those that have the state have all of it, and keep it
+  auto needed = sync.held();
+  for (std::size_t rank = 0; !divided && rank < all.size(); ++rank) {
+    if (!all[rank].empty()) needed[rank].clear();
+  }
+  auto [moves, lost] = moves_between(had, needed);
+  Place next{.version = *version + (divided ? 1 : 0), .rank = ranks_.rank(), .held = sync.held()};
+  if (!lost.empty()) {
+    updater.exchange_states(updater.initial_states(sync));
+    place_ = std::move(next);
+    std::set<std::string> names;
+    for (const auto& part : lost) names.insert(parameters_->slots()[part.slot].name);
+    std::vector<std::string> first(names.begin(), names.end());
+    if (first.size() > kNamed) {
+      first.resize(kNamed);
+      first.push_back(text(names.size() - kNamed, " more"));
+    }
+    throw StateLost(text("workers were lost together that had both copies of a part of the optimizer's state (of ",
+                         join(first), ")"));
+  }
+  if (!divided) {
+    transfer(moves, updater.states(), updater.states());
+    if (!place_) copy_values_to_other_replicas();
+    place_ = std::move(next);
+    return;
+  }
+  auto states = updater.initial_states(sync);
+  transfer(moves, updater.states(), states);
+  sync.publish_between_steps();
+  auto states_before = updater.exchange_states(std::move(states));
+  if (place_) before_.emplace(std::move(*place_), std::move(states_before));
+  place_ = std::move(next);
+  ranks_.group().barrier(ranks_.deadline());
+  before_.reset();
+}
+
+std::vector<MovingState::Versions> MovingState::gather_versions() const {
+  std::ostringstream mine;
+  if (place_) mine << place_->version << " " << place_->rank << " ";
+  if (before_) mine << before_->first.version << " " << before_->first.rank;
+  std::vector<Versions> all;
+  for (const auto& printed : ranks_.all_gather(mine.str())) {
+    std::istringstream in(printed);
+    auto& versions = all.emplace_back();
+    std::int64_t version = 0;
+    for (int rank = 0; in >> version >> rank;) versions[version] = rank;
+  }
+  return all;
+}
+
+void MovingState::go_back_to(std::int64_t version, Updater& updater) {
+  if (before_ && before_->first.version == version) {
+    updater.exchange_states(std::move(before_->second));
+    place_ = std::move(before_->first);
+  }
+  before_.reset();
+}
+
+// [rank]: what is there of the version.
+std::vector<std::vector<Shard>> MovingState::held_now(std::int64_t version, const std::vector<Versions>& all) const {
+  auto held = place_ ? place_->held : std::vector<std::vector<Shard>>();
+  const auto has_none = [](const Versions& versions) { return versions.empty(); };
+  if (std::any_of(all.begin(), all.end(), has_none)) {
+    const auto root = std::find_if_not(all.begin(), all.end(), has_none) - all.begin();
+    held = parse(ranks_.broadcast(print(held), static_cast<int>(root)));
+  }
+  std::vector<std::vector<Shard>> now;
+  for (const auto& versions : all) {
+    const auto found = versions.find(version);
+    now.push_back(found == versions.end() ? std::vector<Shard>() : held.at(static_cast<std::size_t>(found->second)));
+  }
+  return now;
+}
+
+void MovingState::transfer(const std::vector<ShardMove>& moves, const Updater::States& from,
+                           const Updater::States& to) const {
+  const auto values_of = [this](const Shard& part) {
+    const auto& slot = parameters_->slots()[part.slot];
+    return parameters_->flat(0, slot.dtype).narrow(0, slot.offset + part.begin, part.count);
+  };
+  const auto me = ranks_.rank();
+  Messages messages;
+  for (const auto& move : moves) {
+    if (move.from != me && move.to != me) continue;
+    for (std::size_t i = 0; i < from.own.states(); ++i) {
+      if (move.from == move.to) {
+        state_in(to, move.part, i).copy_(state_in(from, move.part, i));
+      } else if (move.from == me) {
+        messages.send(state_in(from, move.part, i), move.to);
+      } else {
+        messages.receive(state_in(to, move.part, i), move.from);
+      }
+    }
+    if (move.from == move.to) continue;
+    move.from == me ? messages.send(values_of(move.part), move.to) : messages.receive(values_of(move.part), move.from);
+  }
+  messages.exchange(ranks_);
+}
+
+void MovingState::copy_values_to_other_replicas() const {
+  for (int copy = 1; copy < parameters_->copies(); ++copy) {
+    for (const auto dtype : {at::kFloat, at::kDouble}) {
+      parameters_->flat(copy, dtype).copy_(parameters_->flat(0, dtype));
+    }
+  }
+  for (int replica = 0; replica < parameters_->replicas(); ++replica) parameters_->refresh(replica);
+}
+
+}  // namespace lockstep::gradient

@@ -1,0 +1,57 @@
+// The optimizer's state, and the values, of an elastic job, in which processes are lost, leave and come.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "gradient/gradient_sync.h"
+#include "gradient/replicated_parameters.h"
+#include "gradient/shard_moves.h"
+#include "gradient/updater.h"
+#include "lockstep/collective/communicator.h"
+
+namespace lockstep::gradient {
+
+// Each membership divides the state in its own way: a version of it. A process gives a version up when all have the
+// next one. Where one is lost before that, some may have both, and all go on from the newest that each of them has.
+//
+// One thread, between steps.
+class MovingState {
+ public:
+  // `sync`: prepared. `has_state`: false in a newcomer, which gets it from the others.
+  MovingState(std::shared_ptr<ReplicatedParameters> parameters, Communicator ranks, const GradientSync& sync,
+              bool has_state);
+
+  // After each regroup of `sync`, behind which all processes that have the state have made the same updates: brings
+  // each process the state and the values that it needs now, from all that have them in parallel. Collective.
+  //
+  // Throws, on all, StateLost where some elements' state was in lost processes alone; all have the rule's initial state
+  // then. And ClusterError where all that had the state are lost, and what the Group throws, after which it is called
+  // for the next one.
+  void move(GradientSync& sync, Updater& updater);
+
+ private:
+  struct Place {
+    std::int64_t version;
+    int rank;                              // of this process in that membership
+    std::vector<std::vector<Shard>> held;  // [rank]
+  };
+  using Versions = std::map<std::int64_t, int>;  // of one process: its rank in each
+
+  std::vector<Versions> gather_versions() const;
+  void go_back_to(std::int64_t version, Updater& updater);
+  std::vector<std::vector<Shard>> held_now(std::int64_t version, const std::vector<Versions>& all) const;
+  void transfer(const std::vector<ShardMove>& moves, const Updater::States& from, const Updater::States& to) const;
+  void copy_values_to_other_replicas() const;
+
+  const std::shared_ptr<ReplicatedParameters> parameters_;
+  const Communicator ranks_;
+  std::optional<Place> place_;                               // of the updater's states; none: it has nothing
+  std::optional<std::pair<Place, Updater::States>> before_;  // which not all are known to have given up
+};
+
+}  // namespace lockstep::gradient
