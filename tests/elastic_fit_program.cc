@@ -47,6 +47,8 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // MODELS=2: a second model, made before the first fit, is trained too. MORE_S: seconds of work behind the last fit.
 // RECORD: the number of an example with which every worker throws. SECOND: a worker that is killed in the same step,
 // SECOND_US microseconds after its forward pass. PLACE "corrupt": VICTIM's weights change by a fault behind that step.
+// SHARD=1: the optimizer's state is sharded. CLIP=1: gradients are clipped by their norm. REPLICAS: of each worker.
+// KILL_ALSO: other workers, as digits, that are killed at the same place. NORM=1: with batch normalization.
 // WORKER_BATCH: the batches are a worker's, and the rate is for so many workers, by the rule SCALING ("linear", or
 // "sqrt"); with SGD. COMPARE: steps between comparing copies; REPLACE=1: copies that differ are replaced.
 int main() {
@@ -56,14 +58,22 @@ int main() {
     if (const int workers = number("WORKER_BATCH", 0)) {
       elastic.worker_batch = lockstep::WorkerBatch{.learning_rate_workers = workers, .scaling = scaled};
     }
+    std::vector<std::string> devices;
+    for (int i = 0; i < number("REPLICAS", 1); ++i) devices.push_back("cpu:" + std::to_string(i));
     const lockstep::MultiWorkerMirroredStrategy strategy(
-        {.threads_per_replica = 1,
+        {.devices = devices,
+         .threads_per_replica = 1,
          .communication = {.timeout_seconds = number("TIMEOUT", 600) * 1.0},
+         .shard_optimizer_state = number("SHARD", 0) == 1,
          .elastic = elastic,
          .compare_copies_every = number("COMPARE", 100),
          .replace_differing_copies = number("REPLACE", 0) == 1});
     const bool joins = number("LOCKSTEP_JOIN", 0) == 1;
-    const bool is_victim = !joins && strategy.worker_rank() == number("VICTIM", -1);
+    const char* const also = std::getenv("KILL_ALSO");
+    const auto also_killed = std::string(also == nullptr ? "" : also);
+    const auto rank = std::to_string(strategy.worker_rank());
+    const bool is_victim =
+        !joins && (strategy.worker_rank() == number("VICTIM", -1) || also_killed.find(rank) != std::string::npos);
     const int at = number("STEP", -1);
     const char* const given = std::getenv("PLACE");
     const std::string place = given == nullptr ? "" : given;
@@ -97,10 +107,14 @@ int main() {
     };
     const auto data = lockstep::Dataset::from_tensor_slices(x, all_y).shuffle(240, {.seed = 3}).batch(12);
     const auto scope = strategy.scope();
-    lockstep::Sequential model({lockstep::Dense(joins ? number("UNITS_OF_JOINING", 8) : 8,
-                                                {.activation = "tanh", .kernel_initializer = "ones"}),
-                                lockstep::Dense(3, {.kernel_initializer = "ones"})});
-    const lockstep::Optimizer adam = lockstep::Adam({.learning_rate = 0.01});
+    std::vector<lockstep::Layer> layers{lockstep::Dense(joins ? number("UNITS_OF_JOINING", 8) : 8,
+                                                        {.activation = "tanh", .kernel_initializer = "ones"}),
+                                        lockstep::Dense(3, {.kernel_initializer = "ones"})};
+    if (number("NORM", 0) == 1) layers.insert(layers.begin() + 1, lockstep::BatchNormalization());
+    lockstep::Sequential model(layers);
+    lockstep::AdamOptions adam_options{.learning_rate = 0.01};
+    if (number("CLIP", 0) == 1) adam_options.global_clipnorm = 1.5;
+    const lockstep::Optimizer adam = lockstep::Adam(adam_options);
     model.compile({.optimizer = elastic.worker_batch ? lockstep::SGD({.learning_rate = 0.01}) : adam,
                    .loss = lockstep::Loss("squares", loss),
                    .metrics = {"mean_absolute_error"}});

@@ -80,6 +80,9 @@ class GradientPath {
   // Where the update of a step that failed here was made on others, who say so: makes it here too, but for the values
   // of other processes' shards, which regroup brings. For shards that have copies.
   void complete_update();
+
+  // Updates, and steps that made none since their gradients were not finite.
+  std::int64_t decided_steps() const { return updater_.iterations() + updater_.loss_scale().skipped(); }
   bool completes_updates() const { return sync_->commits(); }
 
   // For steps that are recorded and replayed (Placement::device, no scaled loss). update_recorded enqueues what `apply`

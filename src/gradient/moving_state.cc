@@ -30,6 +30,16 @@ std::optional<std::int64_t> newest_of_all(const std::vector<std::map<std::int64_
   return *common->rbegin();
 }
 
+// Throws ClusterError where nobody has any.
+std::int64_t newest_of_any(const std::vector<std::map<std::int64_t, int>>& all) {
+  std::optional<std::int64_t> newest;
+  for (const auto& versions : all) {
+    if (!versions.empty()) newest = std::max(newest.value_or(0), versions.rbegin()->first);
+  }
+  if (newest) return *newest;
+  throw ClusterError("all workers that had the state of the training were lost before this one got it");
+}
+
 std::string print(const std::vector<std::vector<Shard>>& shards) {
   std::ostringstream out;
   out << shards.size();
@@ -101,7 +111,7 @@ void MovingState::move(GradientSync& sync, Updater& updater) {
   const at::NoGradGuard no_grad;
   const auto all = gather_versions();
   const auto version = newest_of_all(all);
-  if (!version) throw ClusterError("all workers that had the state of the training were lost before this one got it");
+  if (!version) lose_state(sync, updater, newest_of_any(all) + 1, "the rest of the optimizer's state");
   go_back_to(*version, updater);
   const auto had = held_now(*version, all);
   const bool divided = sync.commits();  // else those that have the state have all of it, and keep it
@@ -111,19 +121,7 @@ void MovingState::move(GradientSync& sync, Updater& updater) {
   }
   auto [moves, lost] = moves_between(had, needed);
   Place next{.version = *version + (divided ? 1 : 0), .rank = ranks_.rank(), .held = sync.held()};
-  if (!lost.empty()) {
-    updater.exchange_states(updater.initial_states(sync));
-    place_ = std::move(next);
-    std::set<std::string> names;
-    for (const auto& part : lost) names.insert(parameters_->slots()[part.slot].name);
-    std::vector<std::string> first(names.begin(), names.end());
-    if (first.size() > kNamed) {
-      first.resize(kNamed);
-      first.push_back(text(names.size() - kNamed, " more"));
-    }
-    throw StateLost(text("workers were lost together that had both copies of a part of the optimizer's state (of ",
-                         join(first), ")"));
-  }
+  if (!lost.empty()) lose_state(sync, updater, next.version, names_of(lost));
   if (!divided) {
     transfer(moves, updater.states(), updater.states());
     if (!place_) copy_values_to_other_replicas();
@@ -138,6 +136,24 @@ void MovingState::move(GradientSync& sync, Updater& updater) {
   place_ = std::move(next);
   ranks_.group().barrier(ranks_.deadline());
   before_.reset();
+}
+
+void MovingState::lose_state(const GradientSync& sync, Updater& updater, std::int64_t next, const std::string& what) {
+  updater.exchange_states(updater.initial_states(sync));
+  place_ = Place{.version = next, .rank = ranks_.rank(), .held = sync.held()};
+  before_.reset();
+  throw StateLost(text("workers were lost together that alone had ", what));
+}
+
+std::string MovingState::names_of(const std::vector<Shard>& lost) const {
+  std::set<std::string> names;
+  for (const auto& part : lost) names.insert(parameters_->slots()[part.slot].name);
+  std::vector<std::string> first(names.begin(), names.end());
+  if (first.size() > kNamed) {
+    first.resize(kNamed);
+    first.push_back(text(names.size() - kNamed, " more"));
+  }
+  return text("a part of the optimizer's state, of ", join(first));
 }
 
 std::vector<MovingState::Versions> MovingState::gather_versions() const {

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -42,6 +43,8 @@ class MovingState {
   };
   using Versions = std::map<std::int64_t, int>;  // of one process: its rank in each
 
+  [[noreturn]] void lose_state(const GradientSync& sync, Updater& updater, std::int64_t next, const std::string& what);
+  std::string names_of(const std::vector<Shard>& lost) const;
   std::vector<Versions> gather_versions() const;
   void go_back_to(std::int64_t version, Updater& updater);
   std::vector<std::vector<Shard>> held_now(std::int64_t version, const std::vector<Versions>& all) const;

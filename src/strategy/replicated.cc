@@ -189,7 +189,11 @@ namespace {
 struct LoadedCounters {
   std::int64_t iterations = 0;
   std::optional<double> rate;
-  std::optional<std::pair<double, std::int64_t>> loss_scale;  // and its steps
+  struct Scale {
+    double value = 1;
+    std::int64_t steps = 0, skipped = 0;
+  };
+  std::optional<Scale> loss_scale;
   gradient::GradientSync::State sync;
 };
 
@@ -213,12 +217,15 @@ LoadedCounters load_counters(const Archive& archive, const std::string& prefix, 
   }
   const auto scale = joined(prefix, "loss_scale");
   if (!archive.entries.contains(scale)) return loaded;
-  loaded.loss_scale.emplace(archive.number(scale), archive.integer(joined(prefix, "loss_scale_steps")));
-  const auto& [value, steps] = *loaded.loss_scale;
-  if (!(value > 0) || std::isinf(value) || steps < 0) {
-    throw InvalidArgument(text("the checkpoint's loss scale is ", value, " after ", steps,
-                               " steps; it must be above 0, after 0 steps or more"));
+  const auto skipped = joined(prefix, "skipped_steps");  // not in files of earlier versions
+  const LoadedCounters::Scale read{.value = archive.number(scale),
+                                   .steps = archive.integer(joined(prefix, "loss_scale_steps")),
+                                   .skipped = archive.entries.contains(skipped) ? archive.integer(skipped) : 0};
+  if (!(read.value > 0) || std::isinf(read.value) || read.steps < 0 || read.skipped < 0) {
+    throw InvalidArgument(text("the checkpoint's loss scale is ", read.value, " after ", read.steps, " steps and ",
+                               read.skipped, " that were skipped; it must be above 0, after 0 steps or more"));
   }
+  loaded.loss_scale = read;
   return loaded;
 }
 
@@ -238,6 +245,7 @@ Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) 
     if (!updater.loss_scale().used()) return;
     archive.set_numbers(joined(prefix, "loss_scale"), {updater.loss_scale().value()});
     archive.entries[joined(prefix, "loss_scale_steps")] = std::to_string(updater.loss_scale().steps());
+    archive.entries[joined(prefix, "skipped_steps")] = std::to_string(updater.loss_scale().skipped());
   };
   const auto load = [gradients](const Archive& archive, const std::string& prefix) -> std::function<void()> {
     const auto loaded = load_counters(archive, prefix, gradients->updater().optimizer().rule().name());
@@ -246,7 +254,8 @@ Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) 
       auto& updater = gradients->updater();
       auto& scale = updater.loss_scale();
       if (scale.used()) {
-        loaded.loss_scale ? scale.restore(loaded.loss_scale->first, loaded.loss_scale->second) : scale.restart();
+        const auto& read = loaded.loss_scale;
+        read ? scale.restore(read->value, read->steps, read->skipped) : scale.restart();
       }
       updater.set_iterations(loaded.iterations);
       updater.restore_learning_rate(loaded.rate);

@@ -103,7 +103,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
 
   std::int64_t steps() const override { return place.steps; }
   void set_steps(std::int64_t steps) override { place.steps = steps; }
-  std::int64_t updates() const override { return optimizer_.iterations(); }
+  std::int64_t updates() const override { return unwrap(optimizer_).decided_steps(); }
   std::string print_update() override { return train::print_update(module_, optimizer_); }
   void take_update(const std::string& printed) override { train::take_update(module_, optimizer_, printed); }
   void use_new_group() override { unwrap(optimizer_).regroup(); }

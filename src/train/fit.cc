@@ -100,11 +100,45 @@ class Fit {
   }
 
   void train() {
-    // A training that was interrupted after a callback asked it to stop in the middle of an epoch still finishes that
-    // epoch.
-    while (progress().epoch < options_.epochs && (!stopping() || progress().batch > 0)) run_epoch();
-    each([](Callback& callback) { callback.on_train_end(); });
+    for (bool ended = false; !ended;) {
+      try {
+        // A training that was interrupted after a callback asked it to stop in the middle of an epoch still finishes
+        // that epoch.
+        while (progress().epoch < options_.epochs && (!stopping() || progress().batch > 0)) run_epoch();
+        each([](Callback& callback) { callback.on_train_end(); });
+        ended = true;
+      } catch (const StateLost& error) {
+        restore_after(error.what());
+      }
+    }
     recovery_.end();
+  }
+
+  // Goes back to the last checkpoint of a callback.
+  void restore_after(const std::string& loss) {
+    std::function<void()> change;
+    for (bool found = false; !found;) {
+      const auto read = [&] {
+        change = nullptr;
+        for (std::size_t i = 0; i < callbacks_.size() && !change; ++i) change = callbacks_[i]->on_state_lost();
+        workers().any(false);  // where it returns on one, all have read it
+        return train::Recovery::Numbers();
+      };
+      try {
+        recovery_.run(read, [&](const auto&) {
+          if (change) change();
+        });
+        found = true;
+      } catch (const StateLost&) {  // once more
+      }
+    }
+    if (!change) throw StateLost(loss + ". BackupAndRestore makes checkpoints to which fit can go back");
+    impl_.agreed_to_stop = false;
+    ended_epoch_.reset();
+    agree();
+    if (!impl_.strategy.is_chief()) return;
+    log_warning(text("fit: ", loss, "; it goes on from the last checkpoint, in epoch ", progress().epoch + 1, " after ",
+                     progress().batch, " steps"));
   }
 
   train::FitProgress& progress() const { return impl_.progress; }

@@ -17,7 +17,7 @@ class FitWorker final : public TrainingWorker {
 
   std::int64_t steps() const override { return impl_.steps; }
   void set_steps(std::int64_t steps) override { impl_.steps = steps; }
-  std::int64_t updates() const override { return impl_.gradients->updater().iterations(); }
+  std::int64_t updates() const override { return impl_.gradients->decided_steps(); }
   std::string print_update() override;
   void take_update(const std::string& printed) override;
   void use_new_group() override { impl_.gradients->regroup(); }

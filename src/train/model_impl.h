@@ -118,6 +118,9 @@ class ModelImpl {
   Archive save_state();
   void load_state(const Archive& archive, const std::function<void()>& load_others = {});
 
+  // Checks all, changes nothing, and returns what changes the state to the archive's, which cannot fail.
+  std::function<void()> change_to(const Archive& archive);
+
   // For a worker that comes to a fit that runs, and what that does with it. Not collective.
   Archive save_for_newcomer();
   void load_as_newcomer(const Archive& archive);

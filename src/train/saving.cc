@@ -369,10 +369,17 @@ void ModelImpl::count_uncounted() {
 }
 
 void ModelImpl::load_state(const Archive& archive, const std::function<void()>& load_others) {
+  const auto change = change_to(archive);
+  if (load_others) load_others();
+  change();
+}
+
+std::function<void()> ModelImpl::change_to(const Archive& archive) {
   std::vector<std::function<void()>> changes{load_training(archive)};
   load_callbacks(archive, changes);
-  if (load_others) load_others();
-  for (const auto& change : changes) change();
+  return [changes] {
+    for (const auto& change : changes) change();
+  };
 }
 
 void ModelImpl::load_callbacks(const Archive& archive, std::vector<std::function<void()>>& changes) const {

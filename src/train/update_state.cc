@@ -30,7 +30,9 @@ void take_update(const ReplicatedModule& module, const ReplicatedOptimizer& opti
   const auto received = parse_state(printed);
   if (unwrap(optimizer).completes_updates()) {
     const auto change = strategy::counters_of(shared(optimizer)).load(received, kOptimizer);
-    unwrap(optimizer).complete_update();
+    if (received.integer(std::string(kOptimizer) + "/iterations") > optimizer.iterations()) {
+      unwrap(optimizer).complete_update();
+    }
     return change();
   }
   const auto change_module = strategy::values_of(shared(module), strategy::Which::all).load(received, kModel),

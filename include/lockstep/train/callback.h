@@ -69,6 +69,11 @@ class Callback {
   // where the others had it long before.
   virtual void on_join() { on_train_begin(); }
 
+  // Where workers of an elastic strategy were lost together that alone had a part of the training's state (StateLost):
+  // reads a state from which it can go on, changes nothing, and returns what puts that in place and cannot fail; null
+  // where there is none. All workers call it together, and again where another one is lost meanwhile.
+  virtual std::function<void()> on_state_lost() { return nullptr; }
+
   // Called once, before on_train_begin.
   void attach(Model& model, const FitPlan& plan) {
     model_ = &model;

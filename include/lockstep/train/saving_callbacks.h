@@ -85,6 +85,7 @@ class BackupAndRestore : public Callback {
   void on_epoch_end(int epoch, const Logs& logs) override;
   void on_train_end() override;
   void on_interrupt() override;
+  std::function<void()> on_state_lost() override;
   void save(Archive& archive, const std::string& prefix) const override;
   std::function<void()> load(const Archive& archive, const std::string& prefix) override;
   void detach() noexcept override;
@@ -92,7 +93,7 @@ class BackupAndRestore : public Callback {
 
  private:
   void back_up(bool in_background = false);
-  void restore();
+  void take_one_before(const std::string& problem);
 
   std::string folder_;
   std::string file_, previous_;

@@ -245,7 +245,12 @@ void BackupAndRestore::on_train_begin() {
     if (impl.servers() != nullptr) model().save_checkpoint(file_);  // for servers that are started again
     return;
   }
-  restore();
+  try {
+    model().load_checkpoint(file_);
+  } catch (const DataError& error) {  // the same on all workers
+    take_one_before(error.what());
+    model().load_checkpoint(file_);
+  }
   if (!model().strategy().is_chief()) return;
   const bool at_end = impl.stopping || impl.progress.epoch >= plan().epochs;
   if (!at_end) {
@@ -257,16 +262,26 @@ void BackupAndRestore::on_train_begin() {
                    "): fit only restores it. To train anew, remove that file"));
 }
 
-// The last one, else the one before it, which is the last one then.
-void BackupAndRestore::restore() {
-  std::string problem;
+std::function<void()> BackupAndRestore::on_state_lost() {
+  auto& impl = unwrap(model());
+  bool there = false;
+  impl.workers().run_on_rank_0([&] {
+    writer_->wait();
+    there = checkpoint::file_exists(file_);
+  });
+  if (impl.workers().broadcast(there ? "there" : "") != "there") return nullptr;
+  const auto read = [&] { return impl.change_to(impl.read_for_all(file_)); };
   try {
-    return model().load_checkpoint(file_);
+    return read();
   } catch (const DataError& error) {  // the same on all workers
-    problem = error.what();
+    take_one_before(error.what());
+    return read();
   }
-  const auto& workers = unwrap(model()).workers();
-  workers.run_on_rank_0([&] {
+}
+
+// Where the last one is damaged: the one before it is the last one then.
+void BackupAndRestore::take_one_before(const std::string& problem) {
+  unwrap(model()).workers().run_on_rank_0([&] {
     if (!checkpoint::file_exists(previous_)) throw DataError(problem);
     const auto damaged = checkpoint_file((std::filesystem::path(folder_) / "backup-damaged").string());
     log_warning(text("BackupAndRestore: ", problem, "; fit takes the backup before it. The damaged one is ", damaged));
@@ -276,7 +291,6 @@ void BackupAndRestore::restore() {
     checkpoint::link_or_copy(previous_, part);
     checkpoint::rename_file(part, file_);
   });
-  model().load_checkpoint(file_);
 }
 
 void BackupAndRestore::back_up(bool in_background) {
