@@ -113,6 +113,25 @@ TEST_F(ShardedState, EveryRuleGivesTheWeightsOfTrainingWithoutIt) {
   }
 }
 
+// A worker has its share, and a copy of another one's.
+TEST_F(ShardedState, ElasticWorkersHaveTwoShares) {
+  for (const auto& [name, optimizer] : gradient::optimizers()) {
+    SCOPED_TRACE(name);
+    const auto whole = train_on({.workers = 2}, optimizer, at::kDouble);
+    for (const int replicas : {1, 2}) {
+      const auto sharded = train_on(
+          {.workers = 4, .replicas = replicas, .shard_optimizer_state = true, .elastic = true}, optimizer, at::kDouble);
+      EXPECT_LE(largest_difference(sharded.weights, whole.weights), 1e-9);
+      EXPECT_LE(static_cast<double>(sharded.state_bytes), static_cast<double>(whole.state_bytes) / 2 * 1.05);
+    }
+  }
+  const auto sgd = SGD({.learning_rate = 0.05, .momentum = 0.9});
+  const auto floats = train_on({.workers = 2}, sgd, at::kFloat);
+  WorkerOptions options{.workers = 3, .hosts_differ = true, .shard_optimizer_state = true, .elastic = true};
+  options.communication.gradient_dtype = DType::bfloat16;
+  EXPECT_LE(largest_difference(train_on(options, sgd, at::kFloat).weights, floats.weights), 1e-2);
+}
+
 TEST_F(ShardedState, SmallBucketsOverANetworkAndGradientsOf16Bits) {
   const auto adam = Adam({.learning_rate = 0.01, .epsilon = 1e-2, .global_clipnorm = 0.5});
   WorkerOptions options{.workers = 3, .replicas = 2, .hosts_differ = true, .shard_optimizer_state = true};

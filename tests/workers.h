@@ -24,6 +24,7 @@ struct WorkerOptions {
   CommunicationOptions communication = {};
   bool hosts_differ = false;
   bool shard_optimizer_state = false;
+  bool elastic = false;
   bool replace_differing_copies = false;
 };
 
@@ -48,6 +49,7 @@ inline std::vector<std::string> run_workers(const WorkerOptions& options,
                                           .communication = communication,
                                           .cluster = cluster,
                                           .shard_optimizer_state = options.shard_optimizer_state,
+                                          .elastic = options.elastic ? std::optional(ElasticOptions()) : std::nullopt,
                                           .compare_copies_every = compare_copies_every,
                                           .replace_differing_copies = options.replace_differing_copies,
                                           .start_timeout_seconds = 30}));
