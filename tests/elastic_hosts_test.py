@@ -95,17 +95,29 @@ class ElasticHosts(Trainings):
         self.assertNotIn("is left out", output)
 
 
+    def test_shards_of_a_lost_host_are_on_another(self):
+        for at_once in (False, True):
+            with self.subTest(at_once=at_once):
+                self.begin_anew()
+                self.begin(3, SHARD=1)
+                self.lose(0, at_once)
+                self.expect_trained([1, 2], 5)
+
+
 class MoreFaults(Trainings):
     """`make faults` runs these too."""
 
     def test_all_hosts_are_exchanged(self):
-        self.start(4, discovered=[0, 1], min_n=2, options=("--max-n", "2"), EPOCHS=12)
-        self.wait_for(1, "step 10")
-        self.name_hosts([2, 3])
-        for rank in (0, 1):
-            self.wait_for(rank, "left")
-        self.expect_trained([2, 3], 1)
-        self.expect_end(0)
+        for sharded in (0, 1):
+            with self.subTest(sharded=sharded):
+                self.begin_anew()
+                self.start(4, discovered=[0, 1], min_n=2, options=("--max-n", "2"), EPOCHS=12, SHARD=sharded)
+                self.wait_for(1, "step 10")
+                self.name_hosts([2, 3])
+                for rank in (0, 1):
+                    self.wait_for(rank, "left")
+                self.expect_trained([2, 3], 1)
+                self.expect_end(0)
 
     def test_the_connection_to_a_host_breaks(self):
         """Its worker leaves: the launcher would not reach it any more."""

@@ -56,9 +56,26 @@ void Agreement::change_workers(const std::function<void()>& save) {
   if (too_few()) wait_for_newcomers(save);
   const bool some_leave = agreed_[terminated] > 0 && enough_remain();
   if (agreed_[newcomers] == 0 && !some_leave) return;
-  const bool leaves = some_leave && told_to_leave_;
+  const bool in_turn = some_leave && agreed_[terminated] > 1 && worker_.leaves_in_turn();
+  const bool may_leave = !in_turn || is_first_to_leave();
+  const bool leaves = some_leave && told_to_leave_ && may_leave;
   if (recovery_.change(leaves) && leaves) throw Interrupted(SIGTERM);
   if (some_leave) agreed_[terminated] = 0;
+}
+
+// Of several; the others leave behind the next steps. Collective.
+bool Agreement::is_first_to_leave() {
+  int first = -1;
+  const auto gather = [this] {
+    std::vector<double> told(static_cast<std::size_t>(peers_().size()));
+    told[static_cast<std::size_t>(peers_().rank())] = told_to_leave_ ? 1 : 0;
+    peers_().sum(told);
+    return told;
+  };
+  recovery_.run(gather, [&](const auto& told) {
+    first = static_cast<int>(std::find_if(told.begin(), told.end(), [](double one) { return one > 0; }) - told.begin());
+  });
+  return first == peers_().rank();
 }
 
 // Those that remain wait together, for a bounded time. Newcomers that come meanwhile do too, until there are enough.

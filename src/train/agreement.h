@@ -54,6 +54,7 @@ class Agreement {
   enum Place { stops_, interrupted, terminated, newcomers, waited, mark };
   static constexpr double kMark = 0x5eed'1d'ea;  // that no other sum is likely to have in its place
 
+  bool is_first_to_leave();
   bool enough_remain() const;
   bool too_few() const;
   const ElasticOptions& elastic() const { return *worker_.strategy().settings().workers->elastic; }

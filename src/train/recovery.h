@@ -39,6 +39,10 @@ class TrainingWorker : public elastic::Member {
   // Where the workers' Group is another one since: what uses it uses the new one from here on. Collective.
   virtual void use_new_group() = 0;
 
+  // Whether workers that were told to leave at once do so one behind each step: where each may have the only copy of
+  // another one's state.
+  virtual bool leaves_in_turn() const = 0;
+
   StrategyImpl& strategy() const { return strategy_; }
   const std::string& what() const { return what_; }
 
