@@ -77,6 +77,8 @@ def rows():
     yield rounds.Row("the same, optimizer state sharded", "Mirrored, 2 replicas", workers("--shard-optimizer-state"), mirrored(), 0.97, samples,
                      samples)
     yield rounds.Row("fit, seed CNN, 2 workers, elastic", "not elastic", workers("--fit", "--elastic"), workers("--fit"), 0.98, samples, samples)
+    yield rounds.Row("fit, seed CNN, 2 workers, state sharded, elastic", "not elastic", workers("--fit", "--shard-optimizer-state", "--elastic"),
+                     workers("--fit", "--shard-optimizer-state"), 0.85, samples, samples)
     yield rounds.Row("seed CNN, 2 workers of 1 replica", "TensorFlow, MultiWorkerMirroredStrategy", workers(), tensorflow, 3.5, samples, samples)
     yield rounds.Row("from lockstep run to the first step, sooner by", f"{SOON_S} s", start, start, 1, lambda result: SOON_S / result["seconds"],
                      lambda _: 1)

@@ -63,10 +63,14 @@ struct MultiWorkerMirroredOptions {
   // for state. Checkpoints are whole, and may be restored by any number of workers. With GPUs the update is made in
   // host memory. After a worker is lost in the middle of an update, the others' variables are partly updated: begin
   // again from a checkpoint. ZeRO stage 1 (Rajbhandari et al. 2020), PyTorch's ZeroRedundancyOptimizer.
+  //
+  // With `elastic` a worker also has the state of a neighbour's share, on another host where there are several: 2/N of
+  // the memory, and the others go on when one is lost. Where both are lost at once, fit goes back to the last backup of
+  // BackupAndRestore; without one, and in ElasticLoop, StateLost is thrown on all. After Gemini (Wang et al., SOSP 2023).
   bool shard_optimizer_state = false;
 
-  // Empty: a worker that is lost ends the training. Not with shard_optimizer_state, and only where all workers read the
-  // same data (AutoShardPolicy::data, the default unless there is a file for each worker).
+  // Empty: a worker that is lost ends the training. Only where all workers read the same data (AutoShardPolicy::data,
+  // the default unless there is a file for each worker).
   std::optional<ElasticOptions> elastic = {};
 
   std::int64_t compare_copies_every = 100;  // steps between comparing a hash of each variable on all workers; 0: never
