@@ -48,6 +48,7 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // RECORD: the number of an example with which every worker throws. SECOND: a worker that is killed in the same step,
 // SECOND_US microseconds after its forward pass. PLACE "corrupt": VICTIM's weights change by a fault behind that step.
 // SHARD=1: the optimizer's state is sharded. CLIP=1: gradients are clipped by their norm. REPLICAS: of each worker.
+// BACKGROUND=1: checkpoints are written in the background.
 // KILL_ALSO: other workers, as digits, that are killed at the same place. NORM=1: with batch normalization.
 // WORKER_BATCH: the batches are a worker's, and the rate is for so many workers, by the rule SCALING ("linear", or
 // "sqrt"); with SGD. COMPARE: steps between comparing copies; REPLACE=1: copies that differ are replaced.
@@ -141,9 +142,12 @@ int main() {
     std::vector<lockstep::AnyCallback> callbacks{lockstep::LambdaCallback(
         {.on_epoch_begin = [&](int) { last = Clock::now(); }, .on_train_batch_end = on_batch})};
     if (const char* const folder = std::getenv("FOLDER")) {
-      callbacks.emplace_back(lockstep::BackupAndRestore(std::string(folder) + "/backup", {.save_freq = 2}));
+      const bool background = number("BACKGROUND", 0) == 1;
+      callbacks.emplace_back(
+          lockstep::BackupAndRestore(std::string(folder) + "/backup", {.save_freq = 2, .background = background}));
       callbacks.emplace_back(lockstep::CSVLogger(std::string(folder) + "/log.csv"));
-      callbacks.emplace_back(lockstep::ModelCheckpoint(std::string(folder) + "/ckpt-{epoch}"));
+      callbacks.emplace_back(
+          lockstep::ModelCheckpoint(std::string(folder) + "/ckpt-{epoch}", {.background = background}));
     }
     lockstep::History history;
     int predicted = 0;

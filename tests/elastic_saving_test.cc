@@ -43,9 +43,12 @@ class ElasticSaving : public testing::Test {
   }
 
   // A training of four workers that all were told to end behind a step in the second epoch, and have saved.
-  static std::filesystem::path stopped(const std::string& name) {
+  static std::filesystem::path stopped(const std::string& name, bool sharded_in_background = false) {
     const auto folder = fresh_folder("elastic_saving", name);
-    auto job = run({"STEP_MS=20", "VICTIM=1", "STEP=27", "PLACE=print", text("FOLDER=", folder.string())}, 4);
+    const auto one_if = text(sharded_in_background ? 1 : 0);
+    auto job = run({"STEP_MS=20", "VICTIM=1", "STEP=27", "PLACE=print", text("FOLDER=", folder.string()),
+                    "BACKGROUND=" + one_if, "SHARD=" + one_if},
+                   4);
     job.wait_for("step 27", 30);
     job.send(SIGTERM);
     EXPECT_EQ(numbers_after(job.wait_for_end(60), "] left").size(), 4U) << job.text();
@@ -60,13 +63,14 @@ TEST_F(ElasticSaving, AnotherWorkerIsLostWhileTheOthersRegroupOrSave) {
   for (int seed = 0; seed < rounds; ++seed) {
     std::mt19937 random(static_cast<unsigned>(seed));
     const auto below = [&](int end) { return static_cast<int>(random() % static_cast<unsigned>(end)); };
-    const int step = below(kSteps), first = below(3000), second = first + below(15000);
+    const int step = 4 + below(kSteps - 4), first = below(3000), second = first + below(15000);
     const int victim = below(4), other = (victim + 1 + below(3)) % 4;
     SCOPED_TRACE(testing::Message() << "seed " << seed << ": workers " << victim << " and " << other << ", " << first
                                     << " and " << second << " us after the forward pass of step " << step);
     const auto folder = fresh_folder("elastic_saving", text("seed_", seed));
     auto job = run({text("VICTIM=", victim), text("STEP=", step), text("PLACE=", first), text("SECOND=", other),
-                    text("SECOND_US=", second), text("FOLDER=", folder.string())},
+                    text("SECOND_US=", second), text("FOLDER=", folder.string()), text("BACKGROUND=", seed % 2),
+                    text("SHARD=", seed % 4 == 3 ? 1 : 0)},
                    4);
     expect_trained(job, 4 - numbers_after(job.wait_for_end(60), "ended by signal").size());
     std::ifstream log(folder / "log.csv");
@@ -81,8 +85,8 @@ TEST_F(ElasticSaving, AnotherWorkerIsLostWhileTheOthersRegroupOrSave) {
 TEST_F(ElasticSaving, FourWorkersStopAndThreeOrFiveGoOn) {
   for (const int workers : {3, 5}) {
     SCOPED_TRACE(workers);
-    const auto folder = stopped(text("on_", workers));
-    auto job = run({text("FOLDER=", folder.string())}, workers);
+    const auto folder = stopped(text("on_", workers), /*sharded_in_background=*/workers == 3);
+    auto job = run({text("FOLDER=", folder.string()), text("SHARD=", workers == 5 ? 1 : 0)}, workers);
     expect_trained(job, static_cast<std::size_t>(workers));
     EXPECT_EQ(numbers_after(job.text(), "history").size(), static_cast<std::size_t>(workers));
   }

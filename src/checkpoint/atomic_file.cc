@@ -31,11 +31,12 @@ class File {
 
   int descriptor() const { return descriptor_.get(); }
 
-  void write(std::span<const std::byte> bytes) {
+  void write_at(std::size_t offset, std::span<const std::byte> bytes) {
     while (!bytes.empty()) {
-      const auto written = ::write(descriptor(), bytes.data(), bytes.size());
+      const auto written = ::pwrite(descriptor(), bytes.data(), bytes.size(), static_cast<off_t>(offset));
       if (written < 0 && errno == EINTR) continue;
       if (written < 0) throw_errno("write", path_);
+      offset += static_cast<std::size_t>(written);
       bytes = bytes.subspan(static_cast<std::size_t>(written));
     }
   }
@@ -68,6 +69,7 @@ class TemporaryFile {
   TemporaryFile(const TemporaryFile&) = delete;
   TemporaryFile& operator=(const TemporaryFile&) = delete;
 
+  const std::string& name() const { return name_; }
   File& file() { return *file_; }
   void rename_to(const std::string& path) {
     if (::rename(name_.c_str(), path.c_str()) != 0) throw_errno("rename a file to", path);
@@ -105,6 +107,7 @@ void remove_stale(const std::filesystem::path& path) {
 struct AtomicFile::Beside {
   explicit Beside(const std::string& path) : temporary(path) {}
   TemporaryFile temporary;
+  std::size_t end = 0;  // of what was appended
 };
 
 AtomicFile::AtomicFile(std::string path) : path_(std::move(path)) {
@@ -114,13 +117,16 @@ AtomicFile::AtomicFile(std::string path) : path_(std::move(path)) {
 
 AtomicFile::~AtomicFile() = default;
 
-void AtomicFile::append(std::span<const std::byte> bytes) { beside_->temporary.file().write(bytes); }
-
-void AtomicFile::overwrite_beginning(std::span<const std::byte> bytes) {
-  auto& file = beside_->temporary.file();
-  if (::lseek(file.descriptor(), 0, SEEK_SET) != 0) throw_errno("write", path_);
-  file.write(bytes);
+void AtomicFile::append(std::span<const std::byte> bytes) {
+  write_at(beside_->end, bytes);
+  beside_->end += bytes.size();
 }
+
+void AtomicFile::write_at(std::size_t offset, std::span<const std::byte> bytes) {
+  beside_->temporary.file().write_at(offset, bytes);
+}
+
+const std::string& AtomicFile::temporary() const { return beside_->temporary.name(); }
 
 void AtomicFile::commit() {
   beside_->temporary.file().flush();
@@ -159,6 +165,12 @@ void ReadableFile::read(std::size_t offset, std::span<std::byte> bytes) const {
 void require_writable_folder(const std::string& folder) {
   make_folders(folder);
   const TemporaryFile probe((std::filesystem::path(folder) / "writable").string());
+}
+
+void write_to_file(const std::string& path, std::size_t offset, std::span<const std::byte> bytes) {
+  File file(path, O_WRONLY);
+  file.write_at(offset, bytes);
+  file.flush();
 }
 
 std::vector<std::byte> read_file(const std::string& path) {

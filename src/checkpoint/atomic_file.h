@@ -18,8 +18,11 @@ class AtomicFile {
   explicit AtomicFile(std::string path);
   ~AtomicFile();
   void append(std::span<const std::byte> bytes);
-  void overwrite_beginning(std::span<const std::byte> bytes);
+  void write_at(std::size_t offset, std::span<const std::byte> bytes);
   void commit();
+
+  // The name under which it lies beside `path` until then, for other processes that write to it too.
+  const std::string& temporary() const;
 
  private:
   struct Beside;
@@ -50,6 +53,9 @@ void write_file_atomically(const std::string& path, std::span<const std::span<co
 
 // Makes `folder` if need be, and throws IoError, naming it and the reason, where no file can be written in it.
 void require_writable_folder(const std::string& folder);
+
+// Writes to a file that is there, and flushes it to the disk. Throws IoError naming it and the reason.
+void write_to_file(const std::string& path, std::size_t offset, std::span<const std::byte> bytes);
 
 // The whole file. Throws IoError naming it and the reason.
 std::vector<std::byte> read_file(const std::string& path);

@@ -10,9 +10,11 @@ void BackgroundWriter::wait() {
 }
 
 void BackgroundWriter::start(std::function<void()> write) {
+  ended_ = false;
   thread_ = std::jthread([this, write = std::move(write)] {
     try {
       write();
+      ended_ = true;
     } catch (...) {
       failed_ = std::current_exception();
     }

@@ -1,6 +1,7 @@
 // Writes in a thread of its own, one thing at a time.
 #pragma once
 
+#include <atomic>
 #include <exception>
 #include <functional>
 #include <thread>
@@ -13,11 +14,15 @@ class BackgroundWriter {
   // Until what was started is written. Throws what that threw, once.
   void wait();
 
+  // Whether there is nothing to wait for, and what was started last was written.
+  bool ended() const { return ended_; }
+
   // Calls write() in a thread. What was started before must have been waited for.
   void start(std::function<void()> write);
 
  private:
   std::exception_ptr failed_;  // of thread_, once that has ended
+  std::atomic<bool> ended_ = true;
   std::jthread thread_;
 };
 

@@ -19,8 +19,8 @@ using namespace checkpoint;
 
 // The bytes before the tensors' bytes: the header's length, and the header with the checksum of the whole file.
 std::string head_of(const Archive& archive) {
-  std::map<std::string, TensorInfo> infos;
-  for (const auto& [name, tensor] : archive.tensors) infos[name] = {tensor.dtype, tensor.shape};
+  NamedTensors infos;
+  for (const auto& [name, tensor] : archive.tensors) infos.emplace_back(name, TensorInfo{tensor.dtype, tensor.shape});
   auto header = print_header(archive.entries, infos);
   auto crc = extend_crc(0, std::as_bytes(std::span(header)));
   for (const auto& [name, tensor] : archive.tensors) crc = extend_crc(crc, tensor.bytes);

@@ -165,8 +165,12 @@ std::uint32_t extend_crc(std::uint32_t crc, Bytes bytes) {
   return static_cast<std::uint32_t>(::crc32_z(crc, reinterpret_cast<const Bytef*>(bytes.data()), bytes.size()));
 }
 
-std::string print_header(const std::map<std::string, std::string>& entries,
-                         const std::map<std::string, TensorInfo>& tensors) {
+std::uint32_t join_crcs(std::uint32_t first, std::uint32_t second, std::size_t bytes) {
+  return static_cast<std::uint32_t>(::crc32_combine(first, second, static_cast<z_off_t>(bytes)));
+}
+
+std::string print_header(const std::map<std::string, std::string>& entries, const NamedTensors& tensors,
+                         std::size_t page, std::size_t before) {
   Json header = Json::object();
   auto& metadata = header["__metadata__"];
   metadata = entries;
@@ -186,7 +190,7 @@ std::string print_header(const std::map<std::string, std::string>& entries,
   } catch (const Json::exception& error) {  // dump throws only for text that is not UTF-8
     throw InvalidArgument(text("the names and texts of a checkpoint must be UTF-8: ", error.what()));
   }
-  characters.append((8 - characters.size() % 8) % 8, ' ');
+  characters.append((page - (kLengthBytes + characters.size() + before) % page) % page, ' ');
   std::string length(kLengthBytes, '\0');
   for (std::size_t i = 0; i < kLengthBytes; ++i) length[i] = static_cast<char>(characters.size() >> (8 * i));
   return length + characters;

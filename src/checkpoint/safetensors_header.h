@@ -6,6 +6,7 @@
 #include <map>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/base/buffer.h"
@@ -20,13 +21,16 @@ struct TensorInfo {
   std::size_t bytes() const;
 };
 
-// The CRC-32 of what came before and of `bytes`.
+// The CRC-32 of what came before and of `bytes`; and that of two pieces, of which the second has `bytes`.
 std::uint32_t extend_crc(std::uint32_t crc, std::span<const std::byte> bytes);
+std::uint32_t join_crcs(std::uint32_t first, std::uint32_t second, std::size_t bytes);
 
-// Length and header, for tensors that lie in the order of their names. Throws InvalidArgument where a name or a text is
-// no UTF-8. set_checksum is then called with the CRC-32 of this text, as it is, and of all that follows it.
-std::string print_header(const std::map<std::string, std::string>& entries,
-                         const std::map<std::string, TensorInfo>& tensors);
+// Length and header, for tensors that lie in this order. The header is padded so that the byte that follows `before`
+// bytes of tensors is at a multiple of `page` in the file. Throws InvalidArgument where a name or a text is no UTF-8.
+// set_checksum is then called with the CRC-32 of this text, as it is, and of all that follows it.
+using NamedTensors = std::vector<std::pair<std::string, TensorInfo>>;
+std::string print_header(const std::map<std::string, std::string>& entries, const NamedTensors& tensors,
+                         std::size_t page = 8, std::size_t before = 0);
 void set_checksum(std::string& header, std::uint32_t crc);
 
 // How long the header is of a file that begins with `length` and has `file_bytes`; `file` is for messages. Throws

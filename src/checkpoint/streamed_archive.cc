@@ -15,7 +15,7 @@ constexpr std::size_t kPiece = std::size_t{1} << 20;  // bytes that are written 
 
 ArchiveWriter::ArchiveWriter(const std::string& path, const std::map<std::string, std::string>& entries,
                              const std::map<std::string, TensorInfo>& tensors)
-    : file_(checkpoint_file(path)), header_(print_header(entries, tensors)) {
+    : file_(checkpoint_file(path)), header_(print_header(entries, {tensors.begin(), tensors.end()})) {
   for (const auto& [name, tensor] : tensors) left_ += tensor.bytes();
   const auto header = std::as_bytes(std::span(header_));
   crc_ = extend_crc(0, header);
@@ -35,7 +35,7 @@ void ArchiveWriter::append(std::span<const std::byte> bytes) {
 void ArchiveWriter::finish() {
   if (left_ > 0) throw Error(text("an archive is finished ", left_, " bytes too early"));
   set_checksum(header_, crc_);
-  file_.overwrite_beginning(std::as_bytes(std::span(header_)));
+  file_.write_at(0, std::as_bytes(std::span(header_)));
   file_.commit();
 }
 

@@ -42,7 +42,7 @@ class GradientSync {
   // Which shards of another process this one updates as well, by the same sums.
   virtual ShardMap copies() const { return {}; }
 
-  // Which elements' state each process has, its own and copies: [rank]. Where the sync can regroup.
+  // Which elements' state each process has, its own and copies: [rank]. Empty for a process alone.
   virtual std::vector<std::vector<Shard>> held() const { return {}; }
 
   // Whether gradients must be handed over during backward, in host memory. Constant after `prepare`.

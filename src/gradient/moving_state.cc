@@ -7,8 +7,8 @@
 #include <sstream>
 
 #include "base/text.h"
+#include "gradient/state_messages.h"
 #include "lockstep/base/error.h"
-#include "ops/dtypes.h"
 
 namespace lockstep::gradient {
 namespace {
@@ -63,41 +63,6 @@ std::vector<std::vector<Shard>> parse(const std::string& printed) {
   }
   return shards;
 }
-
-// Elements of the state, in the one of the two that has them.
-at::Tensor state_in(const Updater::States& states, const Shard& part, std::size_t index) {
-  for (const auto* const one : {&states.own, &states.copies}) {
-    const auto owned = one->owned(part.slot);
-    if (part.begin < owned.begin || part.begin + part.count > owned.begin + owned.count) continue;
-    return one->state(part.slot, index).narrow(0, part.begin - owned.begin, part.count);
-  }
-  throw Error("elements of the optimizer's state that this process does not have");
-}
-
-// The others move in the host's memory.
-class Messages {
- public:
-  void send(const at::Tensor& elements, int to) { calls_.push_back(Call::send(buffer_of(elements.cpu()), to)); }
-  void receive(const at::Tensor& elements, int from) {
-    const auto received = elements.is_cpu() ? elements : at::empty_like(elements, at::kCPU);
-    if (!elements.is_cpu()) copies_.emplace_back(elements, received);
-    calls_.push_back(Call::recv(buffer_of(received), from));
-  }
-  void exchange(const Communicator& ranks) {
-    if (!calls_.empty()) ranks.group().run(calls_, ranks.deadline());
-    for (const auto& [to, from] : copies_) to.copy_(from);
-  }
-
- private:
-  Buffer buffer_of(const at::Tensor& tensor) {
-    kept_.push_back(tensor);
-    return {tensor.data_ptr(), static_cast<std::size_t>(tensor.numel()), ops::dtype_of(tensor.scalar_type())};
-  }
-
-  std::vector<Call> calls_;
-  std::vector<at::Tensor> kept_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // to, from
-};
 
 }  // namespace
 

@@ -47,6 +47,8 @@ class ShardState {
     return flat.template mutable_data_ptr<T>() + place_of(part);
   }
 
+  at::ScalarType dtype(std::size_t slot) const { return owned_[slot].dtype; }
+
   // The shard of a slot; 0 elements where there is none.
   Shard owned(std::size_t slot) const { return {slot, owned_[slot].begin, owned_[slot].count}; }
 

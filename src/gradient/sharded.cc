@@ -99,7 +99,7 @@ at::Tensor Sharded::first_copy(const Range& range) const {
 
 void Sharded::publish(const Group& replicas, Deadline deadline) {
   const int replica = replicas.rank();
-  replicas.barrier(deadline);  // all shards of this process are updated
+  replicas.barrier(deadline);                          // all shards of this process are updated
   const bool has_all = hosts_ && ranks().size() <= 2;  // its own and the copies
   if (replica == 0 && !has_all) gather();
   replicas.barrier(deadline);

@@ -23,6 +23,7 @@ class ShardedOnePass final : public OnePass {
   static std::unique_ptr<ShardedOnePass> make(ReplicatedParameters& parameters, const Communicator& ranks);
 
   ShardMap shards() const override { return shards_.of_this_process(); }
+  std::vector<std::vector<Shard>> held() const override { return shards_.held(); }
   bool during_backward() const override { return true; }
   at::Tensor memory_for(int replica, std::size_t slot) const override;
   void on_ready(int replica, std::size_t slot, const at::Tensor& gradient) override;

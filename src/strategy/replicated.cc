@@ -46,60 +46,43 @@ void ReplicatedModule::train(bool on) const {
 }
 
 Trackable ReplicatedModule::trackable() const {
-  const auto save = [parameters = impl_](Archive& archive, const std::string& prefix) {
+  auto all = strategy::values_of(impl_, strategy::Values::all, strategy::Buffers::of_all_workers);
+  all.save = [parameters = impl_, save = all.save](Archive& archive, const std::string& prefix) {
     const auto difference = parameters->difference_between_copies();
     if (!difference.empty()) log_warning(difference + "; replica 0's are saved");
-    for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
-      archive.tensors[joined(prefix, parameters->slots()[i].name)] = data::to_stored(parameters->parameter(0, i));
-    }
-    for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
-      archive.tensors[joined(prefix, parameters->buffer_names()[i])] = data::to_stored(parameters->average_buffer(i));
-    }
+    save(archive, prefix);
   };
-  const auto load = [parameters = impl_](const Archive& archive, const std::string& prefix) -> std::function<void()> {
-    std::vector<Tensor> values, buffers;
-    for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
-      values.push_back(load_like(archive, joined(prefix, parameters->slots()[i].name), parameters->parameter(0, i)));
-    }
-    for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
-      buffers.push_back(load_like(archive, joined(prefix, parameters->buffer_names()[i]), parameters->buffer(0, i)));
-    }
-    return [parameters, values, buffers] {
-      for (std::size_t i = 0; i < values.size(); ++i) parameters->assign(i, values[i]);
-      for (std::size_t i = 0; i < buffers.size(); ++i) parameters->assign_buffer(i, buffers[i]);
-    };
-  };
-  return {save, load, impl_->workers()};
+  return all;
 }
 
-Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Which which) {
-  const auto each = [parameters, which](const auto& visit) {
+Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Buffers buffers) {
+  const auto each = [parameters, values](const auto& visit) {
     for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
       const auto& slot = parameters->slots()[i];
-      if (which == Which::all || !slot.trainable) visit(i, slot.name);
+      if (values == Values::all || !slot.trainable) visit(i, slot.name);
     }
   };
-  const auto save = [parameters, each](Archive& archive, const std::string& prefix) {
+  const auto save = [parameters, each, buffers](Archive& archive, const std::string& prefix) {
     each([&](std::size_t slot, const std::string& name) {
       archive.tensors[joined(prefix, name)] = data::to_stored(parameters->parameter(0, slot));
     });
     for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
-      archive.tensors[joined(prefix, parameters->buffer_names()[i])] =
-          data::to_stored(parameters->average_own_buffer(i));
+      archive.tensors[joined(prefix, parameters->buffer_names()[i])] = data::to_stored(
+          buffers == Buffers::of_all_workers ? parameters->average_buffer(i) : parameters->average_own_buffer(i));
     }
   };
   const auto load = [parameters, each](const Archive& archive, const std::string& prefix) -> std::function<void()> {
-    std::vector<std::pair<std::size_t, Tensor>> values, buffers;
+    std::vector<std::pair<std::size_t, Tensor>> loaded, loaded_buffers;
     each([&](std::size_t slot, const std::string& name) {
-      values.emplace_back(slot, load_like(archive, joined(prefix, name), parameters->parameter(0, slot)));
+      loaded.emplace_back(slot, load_like(archive, joined(prefix, name), parameters->parameter(0, slot)));
     });
     for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
       const auto name = joined(prefix, parameters->buffer_names()[i]);
-      buffers.emplace_back(i, load_like(archive, name, parameters->buffer(0, i)));
+      loaded_buffers.emplace_back(i, load_like(archive, name, parameters->buffer(0, i)));
     }
-    return [parameters, values, buffers] {
-      for (const auto& [slot, value] : values) parameters->assign(slot, value);
-      for (const auto& [index, value] : buffers) parameters->assign_buffer(index, value);
+    return [parameters, loaded, loaded_buffers] {
+      for (const auto& [slot, value] : loaded) parameters->assign(slot, value);
+      for (const auto& [index, value] : loaded_buffers) parameters->assign_buffer(index, value);
     };
   };
   return {save, load, parameters->workers()};

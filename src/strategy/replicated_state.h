@@ -1,4 +1,4 @@
-// What ReplicatedModule and ReplicatedOptimizer save, as one worker has it, for others.
+// Parts of what ReplicatedModule and ReplicatedOptimizer save.
 #pragma once
 
 #include <memory>
@@ -8,10 +8,11 @@
 
 namespace lockstep::strategy {
 
-// Not collective. Of a module: all parameters, or those that are not trained, and the buffers' mean over this process's
-// replicas.
-enum class Which { all, untrained };
-Trackable values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Which which);
+// Of a module: all parameters, or those that are not trained; and the buffers' mean over the replicas of all workers,
+// for which saving is collective, or over this worker's.
+enum class Values { all, untrained };
+enum class Buffers { of_all_workers, of_this_worker };
+Trackable values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Buffers buffers);
 
 // Not collective. Of an optimizer: all but the state of its rule.
 Trackable counters_of(const std::shared_ptr<GradientPath>& gradients);

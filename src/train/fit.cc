@@ -39,13 +39,10 @@ class Fit {
         agreement_(worker_, recovery_, signals_, [this]() -> const Communicator& { return peers(); }),
         computes_on_cpu_(on_cpu(unwrap(impl_.strategy).torch_devices())) {
     impl_.fitting = true;
-    impl_.section_of_fit = [this](const std::function<void()>& act) {
-      recovery_.run(
-          [&] {
-            act();
-            return train::Recovery::Numbers();
-          },
-          [](const auto&) {});
+    impl_.section_of_fit = [this](const std::function<ModelImpl::Numbers()>& act) {
+      ModelImpl::Numbers completed;
+      recovery_.run(act, [&](const auto& numbers) { completed = numbers; });
+      return completed;
     };
   }
 

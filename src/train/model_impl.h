@@ -80,11 +80,14 @@ class ModelImpl {
 
   // Calls act(), which is collective over the workers; in a fit of an elastic strategy again where one of them is lost
   // meanwhile.
-  void do_again_after_losses(const std::function<void()>& act) const {
-    const bool may = section_of_fit && !unwrap(strategy).completed_sections().is_in_one;
-    may ? section_of_fit(act) : act();
-  }
-  std::function<void(const std::function<void()>& act)> section_of_fit;  // of a fit that runs
+  void do_again_after_losses(const std::function<void()>& act) const;
+
+  // What says() returns on the chief, on all. Likewise.
+  bool chief_says(const std::function<bool()>& says) const;
+
+  // Of a fit that runs: calls act(), as a section (elastic/sections.h), and returns its numbers.
+  using Numbers = std::vector<double>;
+  std::function<Numbers(const std::function<Numbers()>& act)> section_of_fit;
 
   // The processes that make the same steps: the strategy's workers, or the optimizer's GradientRanks. Requires build
   // and compile.
@@ -121,6 +124,9 @@ class ModelImpl {
   // Checks all, changes nothing, and returns what changes the state to the archive's, which cannot fail.
   std::function<void()> change_to(const Archive& archive);
 
+  // The full state, or the weights, without what is trained and the optimizer's state of that.
+  Archive save_small(bool weights_only) const;
+
   // For a worker that comes to a fit that runs, and what that does with it. Not collective.
   Archive save_for_newcomer();
   void load_as_newcomer(const Archive& archive);
@@ -137,8 +143,8 @@ class ModelImpl {
   // The same without the callbacks' state. load_training changes nothing until the function that it returns is called,
   // which cannot fail.
   Archive save_training();
-  Archive save_common();
   void save_progress(Archive& archive) const;
+  void save_replicas(Archive& archive) const;
   void save_callbacks(Archive& archive) const;
   std::function<void()> load_training(const Archive& archive);
   std::function<void()> load_progress(const Archive& archive);

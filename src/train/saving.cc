@@ -18,6 +18,7 @@
 #include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/server_checkpoint.h"
+#include "strategy/replicated_state.h"
 #include "train/local_state.h"
 #include "train/model_impl.h"
 #include "train/update_state.h"
@@ -263,9 +264,27 @@ void ModelImpl::save_callbacks(Archive& archive) const {
 }
 
 Archive ModelImpl::save_training() {
-  auto archive = save_common();
+  Archive archive;
+  ReplicatedModule(parameters).trackable().save(archive, "");
+  ReplicatedOptimizer(gradients).trackable().save(archive, kOptimizer);
+  save_progress(archive);
+  save_replicas(archive);
+  return archive;
+}
+
+void ModelImpl::save_replicas(Archive& archive) const {
   ReplicatedModule(parameters).replica_buffers().save(archive, kReplica);
   tracker->save_replicas(archive, kTracker);
+}
+
+Archive ModelImpl::save_small(bool weights_only) const {
+  Archive archive;
+  strategy::values_of(parameters, strategy::Values::untrained, strategy::Buffers::of_all_workers).save(archive, "");
+  if (weights_only) return archive;
+  strategy::counters_of(gradients).save(archive, kOptimizer);
+  save_progress(archive);
+  save_replicas(archive);
+  save_callbacks(archive);
   return archive;
 }
 
@@ -284,15 +303,6 @@ void ModelImpl::load_as_newcomer(const Archive& archive) {
       load_progress(archive)};
   load_callbacks(archive, changes);
   for (const auto& change : changes) change();
-}
-
-// What all workers have alike.
-Archive ModelImpl::save_common() {
-  Archive archive;
-  ReplicatedModule(parameters).trackable().save(archive, "");
-  ReplicatedOptimizer(gradients).trackable().save(archive, kOptimizer);
-  save_progress(archive);
-  return archive;
 }
 
 void ModelImpl::save_progress(Archive& archive) const {

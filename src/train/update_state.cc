@@ -16,12 +16,16 @@ const auto& shared(const Handle& handle) {
   return internal::Unwrap::pointer(handle);
 }
 
+Trackable values(const ReplicatedModule& module, strategy::Values which) {
+  return strategy::values_of(shared(module), which, strategy::Buffers::of_this_worker);
+}
+
 }  // namespace
 
 std::string print_update(const ReplicatedModule& module, const ReplicatedOptimizer& optimizer) {
   Archive archive;
   const bool divided = unwrap(optimizer).completes_updates();
-  if (!divided) strategy::values_of(shared(module), strategy::Which::all).save(archive, kModel);
+  if (!divided) values(module, strategy::Values::all).save(archive, kModel);
   (divided ? strategy::counters_of(shared(optimizer)) : optimizer.trackable()).save(archive, kOptimizer);
   return checkpoint::print_archive(archive);
 }
@@ -35,20 +39,20 @@ void take_update(const ReplicatedModule& module, const ReplicatedOptimizer& opti
     }
     return change();
   }
-  const auto change_module = strategy::values_of(shared(module), strategy::Which::all).load(received, kModel),
+  const auto change_module = values(module, strategy::Values::all).load(received, kModel),
              change_optimizer = optimizer.trackable().load(received, kOptimizer);
   change_module();
   change_optimizer();
 }
 
 void save_for_newcomer(const ReplicatedModule& module, const ReplicatedOptimizer& optimizer, Archive& archive) {
-  strategy::values_of(shared(module), strategy::Which::untrained).save(archive, kModel);
+  values(module, strategy::Values::untrained).save(archive, kModel);
   strategy::counters_of(shared(optimizer)).save(archive, kOptimizer);
 }
 
 std::function<void()> load_of_newcomer(const ReplicatedModule& module, const ReplicatedOptimizer& optimizer,
                                        const Archive& archive) {
-  const auto change_module = strategy::values_of(shared(module), strategy::Which::untrained).load(archive, kModel),
+  const auto change_module = values(module, strategy::Values::untrained).load(archive, kModel),
              change_optimizer = strategy::counters_of(shared(optimizer)).load(archive, kOptimizer);
   return [change_module, change_optimizer] {
     change_module();

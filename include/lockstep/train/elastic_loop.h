@@ -59,8 +59,8 @@ class ElasticLoop {
   // Throws what `step` throws. The others of an elastic strategy then go on without this worker, whose machine may be
   // at fault; where a second one throws in the same step, all do, as those of other strategies. Also InvalidArgument
   // where an elastic strategy's workers do not all read the same data (AutoShardPolicy::data); ClusterError where fewer
-  // than min_workers are left and none come; StateLost, on all, where workers were lost together that alone had a part of
-  // a sharded optimizer's state: load a checkpoint of everything, the loop too, then call it again; and Interrupted.
+  // than min_workers are left and none come; StateLost, on all, where workers were lost together that alone had a part
+  // of a sharded optimizer's state: load a checkpoint of everything, the loop too, then call it again; and Interrupted.
   template <class Step, class Done>
   bool for_each(const DistributedDataset& data, const Step& step, const Done& done);
 

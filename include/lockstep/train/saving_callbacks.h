@@ -12,10 +12,8 @@
 
 namespace lockstep {
 
+class BackgroundSave;
 class FolderLock;
-namespace checkpoint {
-class BackgroundWriter;
-}
 
 struct ModelCheckpointOptions {
   std::string monitor = "val_loss";
@@ -24,7 +22,10 @@ struct ModelCheckpointOptions {
   Mode mode = Mode::automatic;
   std::int64_t save_freq = 0;  // batches between saves; 0: each epoch
   int max_to_keep = 0;         // 0: all
-  bool background = false;     // the next step waits for a copy in memory, and not for the disk
+
+  // The next step waits for a copy in memory, and not for the disk. All workers that see the folder copy and write,
+  // each its part. One that was being written when workers were lost is made again, of the step that comes then.
+  bool background = false;
 };
 
 // Saves to `filepath`, in which {epoch} (from 1), {batch} and the logs' names are replaced, also with a format as in
@@ -43,10 +44,13 @@ class ModelCheckpoint : public Callback {
   void on_train_end() override;
   void save(Archive& archive, const std::string& prefix) const override;
   std::function<void()> load(const Archive& archive, const std::string& prefix) override;
+  void detach() noexcept override;
   Order order() const override { return options_.save_weights_only ? Order::normal : Order::saves_state; }
 
  private:
   void save_model(std::int64_t batch, const Logs& logs);
+  void begin_to_write(const std::string& path);
+  void make_again();
   void finish_writing();
   bool improves(const Logs& logs);
 
@@ -57,9 +61,10 @@ class ModelCheckpoint : public Callback {
   std::int64_t batch_ = 0;
   Logs logs_;
   std::optional<double> best_;
+  std::string written_;            // the path of the last one in the background
   std::vector<std::string> kept_;  // the checkpoints that this callback saved and keeps
   std::string problem_;            // of the last one
-  std::shared_ptr<checkpoint::BackgroundWriter> writer_;
+  std::shared_ptr<BackgroundSave> background_;
 };
 
 struct BackupAndRestoreOptions {
@@ -80,7 +85,7 @@ class BackupAndRestore : public Callback {
  public:
   explicit BackupAndRestore(std::string backup_dir, BackupAndRestoreOptions options = {});
   void on_train_begin() override;
-  void on_join() override {}
+  void on_join() override;
   void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
   void on_epoch_end(int epoch, const Logs& logs) override;
   void on_train_end() override;
@@ -99,7 +104,7 @@ class BackupAndRestore : public Callback {
   std::string file_, previous_;
   BackupAndRestoreOptions options_;
   std::shared_ptr<FolderLock> lock_;  // the chief's, while fit runs
-  std::shared_ptr<checkpoint::BackgroundWriter> writer_;
+  std::shared_ptr<BackgroundSave> background_;
 };
 
 }  // namespace lockstep

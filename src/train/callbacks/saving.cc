@@ -10,7 +10,6 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/atomic_file.h"
-#include "checkpoint/background_writer.h"
 #include "checkpoint/files.h"
 #include "checkpoint/folder_lock.h"
 #include "checkpoint/remove_at_success.h"
@@ -18,6 +17,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/train/model.h"
 #include "lockstep/train/saving_callbacks.h"
+#include "train/callbacks/background_save.h"
 #include "train/callbacks/monitor.h"
 #include "train/model_impl.h"
 
@@ -26,6 +26,9 @@ namespace {
 
 // After a restart, processes of the job that was killed may still hold the lock.
 constexpr std::chrono::seconds kForOneThatEnds(2);
+
+// Where a fit throws while all write a checkpoint: for the others' parts.
+constexpr std::chrono::seconds kForOtherWorkers(10);
 
 void require_not_negative(const char* what, std::int64_t value) {
   if (value < 0) throw InvalidArgument(text(what, " is ", value, "; it must be 0 or more"));
@@ -76,9 +79,6 @@ std::string fixed_folder_of(const std::string& filepath) {
   return folder.empty() ? "." : folder.string();
 }
 
-// For functions that are copied.
-std::shared_ptr<const Archive> shared(Archive archive) { return std::make_shared<Archive>(std::move(archive)); }
-
 void require_no_servers(const char* callback, bool background, const Model& model) {
   if (!background || unwrap(model).servers() == nullptr) return;
   throw InvalidArgument(text(callback,
@@ -100,6 +100,11 @@ std::string saved_or_why(const Model& model, const char* callback, const std::fu
   return problem;
 }
 
+void warn_of_lost(const Model& model, const char* callback, const std::string& path) {
+  if (!model.strategy().is_chief()) return;
+  log_warning(text(callback, ": ", path, " was not whole when the workers changed: it is made again, of this step"));
+}
+
 // Where the disk is full, or is gone, training goes on without this checkpoint.
 std::string save_or_warn(const Model& model, const char* callback, const std::function<void()>& save) {
   const auto problem = saved_or_why(model, callback, save);
@@ -111,9 +116,7 @@ std::string save_or_warn(const Model& model, const char* callback, const std::fu
 }  // namespace
 
 ModelCheckpoint::ModelCheckpoint(std::string filepath, ModelCheckpointOptions options)
-    : filepath_(std::move(filepath)),
-      options_(std::move(options)),
-      writer_(std::make_shared<checkpoint::BackgroundWriter>()) {
+    : filepath_(std::move(filepath)), options_(std::move(options)), background_(std::make_shared<BackgroundSave>()) {
   require_not_negative("ModelCheckpoint: save_freq", options_.save_freq);
   require_not_negative("ModelCheckpoint: max_to_keep", options_.max_to_keep);
 }
@@ -137,12 +140,14 @@ void ModelCheckpoint::on_train_begin() {
         text("ModelCheckpoint: no log is called {", name, "} as in ", filepath_, why, "; there are ", join(names)));
   });
   require_no_servers("ModelCheckpoint", options_.background, model());
+  background_->is_lost(impl);
   impl.workers().run_on_rank_0([&] { checkpoint::require_writable_folder(fixed_folder_of(filepath_)); });
 }
 
 void ModelCheckpoint::on_train_batch_end(std::int64_t batch, const Logs& logs) {
   batch_ = batch;
   logs_ = logs;
+  if (background_->is_lost(unwrap(model()))) make_again();
   if (options_.save_freq == 0 || ++since_save_ < options_.save_freq) return;
   since_save_ = 0;
   if (!options_.save_best_only || improves(logs)) save_model(batch, logs);
@@ -174,13 +179,7 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
   auto& impl = unwrap(model());
   if (options_.background) {
     finish_writing();
-    const auto archive = shared(options_.save_weights_only ? impl.save_weights() : impl.save_state());
-    const auto write = [archive, path, kept = kept_, max = options_.max_to_keep]() mutable {
-      write_archive(path, *archive);
-      record_checkpoint(path, kept, max);
-    };
-    keep_checkpoint(path, kept_, options_.max_to_keep);
-    if (impl.workers().rank() == 0) writer_->start(write);
+    begin_to_write(path);
     return;
   }
   problem_ = save_or_warn(model(), "ModelCheckpoint", [&] {
@@ -191,10 +190,36 @@ void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
   if (problem_.empty()) keep_checkpoint(path, kept_, options_.max_to_keep);
 }
 
-void ModelCheckpoint::finish_writing() {
-  problem_ = save_or_warn(model(), "ModelCheckpoint",
-                          [&] { unwrap(model()).workers().run_on_rank_0([&] { writer_->wait(); }); });
+void ModelCheckpoint::begin_to_write(const std::string& path) {
+  std::erase(kept_, path);  // where it is made again
+  const auto record = [path, kept = kept_, max = options_.max_to_keep](const std::function<void()>& write) mutable {
+    write();
+    record_checkpoint(path, kept, max);
+  };
+  written_ = path;
+  problem_ = save_or_warn(model(), "ModelCheckpoint", [&] {
+    background_->begin(unwrap(model()), {.path = path, .weights_only = options_.save_weights_only, .around = record});
+  });
+  keep_checkpoint(path, kept_, options_.max_to_keep);
 }
+
+void ModelCheckpoint::finish_writing() {
+  const auto& impl = unwrap(model());
+  for (bool lost = true; lost;) {
+    const bool pending = background_->is_pending();  // else problem_ is of one that could not be begun
+    const auto problem = save_or_warn(model(), "ModelCheckpoint", [&] { background_->finish(impl); });
+    if (pending) problem_ = problem;
+    lost = impl.chief_says([this] { return background_->was_lost(); });
+    if (lost) make_again();
+  }
+}
+
+void ModelCheckpoint::make_again() {
+  warn_of_lost(model(), "ModelCheckpoint", written_);
+  begin_to_write(written_);
+}
+
+void ModelCheckpoint::detach() noexcept { background_->give_up(kForOtherWorkers); }
 
 void ModelCheckpoint::on_train_end() {
   if (options_.background) finish_writing();
@@ -223,13 +248,14 @@ BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptio
       file_(checkpoint_file((std::filesystem::path(folder_) / "backup").string())),
       previous_(checkpoint_file((std::filesystem::path(folder_) / "backup-previous").string())),
       options_(options),
-      writer_(std::make_shared<checkpoint::BackgroundWriter>()) {
+      background_(std::make_shared<BackgroundSave>()) {
   require_not_negative("BackupAndRestore: save_freq", options_.save_freq);
 }
 
 void BackupAndRestore::on_train_begin() {
   auto& impl = unwrap(model());
   require_no_servers("BackupAndRestore", options_.background, model());
+  background_->is_lost(impl);
   bool there = false;
   impl.workers().run_on_rank_0([&] {
     const bool done_here = checkpoint::keep_at_success(file_);
@@ -265,10 +291,8 @@ void BackupAndRestore::on_train_begin() {
 std::function<void()> BackupAndRestore::on_state_lost() {
   auto& impl = unwrap(model());
   bool there = false;
-  impl.workers().run_on_rank_0([&] {
-    writer_->wait();
-    there = checkpoint::file_exists(file_);
-  });
+  background_->give_up(std::chrono::seconds(0));
+  impl.workers().run_on_rank_0([&] { there = checkpoint::file_exists(file_); });
   if (impl.workers().broadcast(there ? "there" : "") != "there") return nullptr;
   const auto read = [&] { return impl.change_to(impl.read_for_all(file_)); };
   try {
@@ -296,13 +320,12 @@ void BackupAndRestore::take_one_before(const std::string& problem) {
 void BackupAndRestore::back_up(bool in_background) {
   auto& impl = unwrap(model());
   if (impl.servers() != nullptr) return model().save_checkpoint(file_);
-  const auto is_first = impl.workers().rank() == 0;
-  const auto write = [file = file_, previous = previous_, archive = shared(impl.save_state())] {
+  const auto keep_previous = [file = file_, previous = previous_](const std::function<void()>& write) {
     const auto kept = previous + ".part";
     checkpoint::remove_file(kept);  // of a process that was killed
     if (checkpoint::file_exists(file)) checkpoint::link_or_copy(file, kept);
     try {
-      write_archive(file, *archive);
+      write();
     } catch (...) {
       checkpoint::remove_file(kept);
       throw;
@@ -310,9 +333,10 @@ void BackupAndRestore::back_up(bool in_background) {
     if (checkpoint::file_exists(kept)) checkpoint::rename_file(kept, previous);
     checkpoint::remove_rows_but(file, "");  // of a checkpoint that was made with parameter servers
   };
-  save_or_warn(model(), "BackupAndRestore", [&] { impl.workers().run_on_rank_0([&] { writer_->wait(); }); });
-  if (!in_background) return impl.workers().run_on_rank_0(write);
-  if (is_first) writer_->start(write);
+  save_or_warn(model(), "BackupAndRestore", [&] { background_->finish(impl); });
+  if (in_background) return background_->begin(impl, {.path = file_, .around = keep_previous});
+  const auto archive = impl.save_state();
+  impl.workers().run_on_rank_0([&] { keep_previous([&] { write_archive(file_, archive); }); });
 }
 
 void BackupAndRestore::save(Archive& archive, const std::string& prefix) const {
@@ -325,7 +349,13 @@ std::function<void()> BackupAndRestore::load(const Archive& archive, const std::
   return [this, stopping = archive.integer(prefix + "/stopping") != 0] { unwrap(model()).stopping = stopping; };
 }
 
+void BackupAndRestore::on_join() { background_->is_lost(unwrap(model())); }
+
 void BackupAndRestore::on_train_batch_end(std::int64_t batch, const Logs&) {
+  if (background_->is_lost(unwrap(model()))) {
+    warn_of_lost(model(), "BackupAndRestore", file_);
+    save_or_warn(model(), "BackupAndRestore", [this] { back_up(/*in_background=*/true); });
+  }
   if (options_.save_freq == 0 || (batch + 1) % options_.save_freq != 0) return;
   save_or_warn(model(), "BackupAndRestore", [this] { back_up(options_.background); });
 }
@@ -337,11 +367,7 @@ void BackupAndRestore::on_epoch_end(int, const Logs&) {
 void BackupAndRestore::on_interrupt() { back_up(); }
 
 void BackupAndRestore::detach() noexcept {
-  try {
-    writer_->wait();
-  } catch (const std::exception& error) {  // fit has thrown something else
-    log_warning(text("BackupAndRestore: ", error.what()));
-  }
+  background_->give_up(kForOtherWorkers);
   lock_.reset();
 }
 

@@ -1,0 +1,112 @@
+#include "checkpoint/shared_archive.h"
+
+#include <algorithm>
+#include <chrono>
+#include <filesystem>
+#include <thread>
+
+#include "base/text.h"
+#include "checkpoint/files.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::checkpoint {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::chrono::milliseconds kBetweenLooks(10);  // for another writer's word that it has finished
+
+std::size_t bytes_of(const NamedTensors& tensors) {
+  std::size_t bytes = 0;
+  for (const auto& [name, info] : tensors) bytes += info.bytes();
+  return bytes;
+}
+
+// Where a writer says that its part is written, and its checksum.
+std::string word_of(const std::string& temporary, int writer) { return text(temporary, "-", writer); }
+
+}  // namespace
+
+ByteRange part_of_writer(const NamedTensors& large, int writer, int writers) {
+  const auto all = bytes_of(large);
+  const auto cut = [&](int before) {
+    const auto even = all / static_cast<std::size_t>(writers) * static_cast<std::size_t>(before);
+    return before == writers ? all : std::min(all, (even + kPage - 1) / kPage * kPage);
+  };
+  return {cut(writer), cut(writer + 1)};
+}
+
+SharedArchive::SharedArchive(const std::string& path, Archive small, NamedTensors large)
+    : path_(checkpoint_file(path)),
+      small_(std::move(small)),
+      large_(std::move(large)),
+      file_(path_),
+      temporary_(file_.temporary()) {
+  NamedTensors all;
+  std::size_t small_bytes = 0;
+  for (const auto& [name, tensor] : small_.tensors) {
+    all.emplace_back(name, TensorInfo{tensor.dtype, tensor.shape});
+    small_bytes += tensor.bytes.size();
+  }
+  all.insert(all.end(), large_.begin(), large_.end());
+  header_ = print_header(small_.entries, all, kPage, small_bytes);
+  large_begin_ = header_.size() + small_bytes;
+}
+
+SharedArchive::~SharedArchive() {
+  std::error_code ignored;
+  for (int writer = 1; writer < writers_; ++writer) std::filesystem::remove(word_of(temporary_, writer), ignored);
+}
+
+void SharedArchive::finish(std::span<const std::byte> part, int writers, Deadline deadline) {
+  writers_ = writers;
+  auto crc = extend_crc(0, std::as_bytes(std::span(header_)));
+  auto at = header_.size();
+  for (const auto& [name, tensor] : small_.tensors) {
+    file_.write_at(at, tensor.bytes);
+    at += tensor.bytes.size();
+    crc = extend_crc(crc, tensor.bytes);
+  }
+  file_.write_at(at, part);
+  crc = extend_crc(crc, part);
+  for (int writer = 1; writer < writers; ++writer) {
+    const auto written = wait_for(writer, deadline);
+    crc = join_crcs(crc, written.crc, written.bytes);
+  }
+  set_checksum(header_, crc);
+  file_.write_at(0, std::as_bytes(std::span(header_)));
+  file_.commit();
+}
+
+SharedArchive::Written SharedArchive::wait_for(int writer, Deadline deadline) const {
+  const auto word = word_of(temporary_, writer);
+  while (!file_exists(word)) {
+    if (Deadline::Clock::now() >= abandoned_at_.load())
+      throw IoError(text("cannot write ", path_, ": another worker did not write its part"));
+    if (deadline.passed()) {
+      throw IoError(text("cannot write ", path_, ": another worker did not write its part within ",
+                         deadline.waited().count(), " s"));
+    }
+    std::this_thread::sleep_for(kBetweenLooks);
+  }
+  const auto bytes = read_file(word);
+  const std::string said(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  const auto space = said.find(' ');
+  const auto crc = whole_number(said.substr(0, space)),
+             count = whole_number(said.substr(std::min(space, said.size() - 1) + 1));
+  const auto part = part_of_writer(large_, writer, writers_);
+  if (!crc || !count || static_cast<std::size_t>(*count) != part.size()) {
+    throw IoError(text("cannot write ", path_, ": writer ", writer, " says \"", said, "\" of its part of ", part.size(),
+                       " bytes"));
+  }
+  return {static_cast<std::uint32_t>(*crc), part.size()};
+}
+
+void write_part(const std::string& temporary, std::size_t large_begin, std::size_t begin,
+                std::span<const std::byte> part, int writer) {
+  write_to_file(temporary, large_begin + begin, part);
+  const auto word = text(extend_crc(0, part), " ", part.size());
+  const auto bytes = std::as_bytes(std::span(word));
+  write_file_atomically(word_of(temporary, writer), std::span(&bytes, 1));
+}
+
+}  // namespace lockstep::checkpoint

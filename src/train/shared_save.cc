@@ -1,0 +1,165 @@
+#include "train/shared_save.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <utility>
+#include <vector>
+
+#include "base/text.h"
+#include "cluster/strings.h"
+#include "gradient/state_messages.h"
+#include "ops/dtypes.h"
+
+namespace lockstep::train {
+namespace {
+
+using checkpoint::ByteRange;
+using gradient::Shard;
+
+// A parameter's values, or one state of the optimizer for it.
+struct LargeTensor {
+  std::string name;
+  std::size_t slot = 0;
+  int state = -1;  // -1: the values
+  checkpoint::TensorInfo info;
+};
+
+// All that is trained, in the order of the file: elements of 8 bytes before those of 4, so that none lies on two pages.
+std::vector<LargeTensor> large_tensors(const ModelImpl& impl, bool weights_only) {
+  std::vector<LargeTensor> all;
+  const auto& slots = impl.parameters->slots();
+  const auto states =
+      weights_only ? std::vector<StateSpec>() : impl.gradients->updater().optimizer().rule().states();
+  for (const auto dtype : {at::kDouble, at::kFloat}) {
+    for (int state = -1; state < static_cast<int>(states.size()); ++state) {
+      for (std::size_t slot = 0; slot < slots.size(); ++slot) {
+        if (!slots[slot].trainable || slots[slot].dtype != dtype) continue;
+        const auto name = state < 0
+                              ? slots[slot].name
+                              : text("optimizer/", states[static_cast<std::size_t>(state)].name, "/", slots[slot].name);
+        all.push_back({name, slot, state, {ops::dtype_of(dtype), slots[slot].sizes}});
+      }
+    }
+  }
+  return all;
+}
+
+checkpoint::NamedTensors names_of(const std::vector<LargeTensor>& tensors) {
+  checkpoint::NamedTensors named;
+  for (const auto& tensor : tensors) named.emplace_back(tensor.name, tensor.info);
+  return named;
+}
+
+// The elements of values (-1), or of a state, that lie in the range.
+std::vector<Shard> elements_in(const ByteRange& range, int state, const std::vector<LargeTensor>& tensors) {
+  std::vector<Shard> elements;
+  std::size_t at = 0;
+  for (const auto& tensor : tensors) {
+    const auto size = size_of(tensor.info.dtype), bytes = tensor.info.bytes();
+    const auto begin = std::clamp(range.begin, at, at + bytes) - at, end = std::clamp(range.end, at, at + bytes) - at;
+    at += bytes;
+    if (tensor.state != state || begin == end) continue;
+    elements.push_back(
+        {tensor.slot, static_cast<std::int64_t>(begin / size), static_cast<std::int64_t>((end - begin) / size)});
+  }
+  return elements;
+}
+
+at::Tensor values_in(const ReplicatedParameters& parameters, const Shard& part) {
+  const auto& slot = parameters.slots()[part.slot];
+  return parameters.flat(0, slot.dtype).narrow(0, slot.offset + part.begin, part.count).cpu();
+}
+
+// This worker's part of the file. `ranges[rank]`: what each writes, in the order of the file.
+std::vector<std::byte> copy_part(const ModelImpl& impl, const std::vector<LargeTensor>& tensors,
+                                 const std::vector<ByteRange>& ranges) {
+  const auto& mine = ranges[static_cast<std::size_t>(impl.workers().rank())];
+  std::vector<std::byte> bytes;
+  bytes.reserve(mine.size());
+  const auto append = [&](const at::Tensor& part) {
+    const auto* const data = static_cast<const std::byte*>(part.const_data_ptr());
+    bytes.insert(bytes.end(), data, data + part.nbytes());
+  };
+  const auto largest =
+      std::max_element(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) { return a.state < b.state; });
+  std::vector<std::vector<at::Tensor>> states;
+  for (int state = 0; !tensors.empty() && state <= largest->state; ++state) {
+    std::vector<std::vector<Shard>> needed;
+    for (const auto& range : ranges) needed.push_back(elements_in(range, state, tensors));
+    states.push_back(gradient::copies_of_state(impl.workers(), impl.gradients->sync(), impl.gradients->updater(),
+                                               static_cast<std::size_t>(state), needed));
+  }
+  std::vector<std::size_t> next(states.size());
+  std::size_t at = 0;
+  for (const auto& tensor : tensors) {
+    const std::vector<LargeTensor> one{tensor};
+    const auto begin = std::max(mine.begin, at), end = std::min(mine.end, at + tensor.info.bytes());
+    if (begin < end && tensor.state < 0) {
+      append(values_in(*impl.parameters, elements_in({begin - at, end - at}, -1, one).front()));
+    } else if (begin < end) {
+      const auto state = static_cast<std::size_t>(tensor.state);
+      append(states[state][next[state]++]);
+    }
+    at += tensor.info.bytes();
+  }
+  return bytes;
+}
+
+// What the others need to write to the chief's file.
+struct Place {
+  std::string file;
+  std::int64_t begin = 0;
+
+  std::string print() const { return cluster::pack({file, text(begin)}); }
+  static Place parse(const std::string& printed) {
+    const auto words = cluster::unpack(printed).value();
+    return {words.at(0), whole_number(words.at(1)).value()};
+  }
+};
+
+}  // namespace
+
+SharedSave SharedSave::begin(ModelImpl& impl, const std::string& path, bool weights_only) {
+  const at::NoGradGuard no_grad;
+  const auto& workers = impl.workers();
+  const int rank = workers.rank();
+  const auto tensors = large_tensors(impl, weights_only);
+  auto small = impl.save_small(weights_only);
+  SharedSave save;
+  Place place;
+  workers.run_on_rank_0([&] {
+    save.archive = std::make_shared<checkpoint::SharedArchive>(path, std::move(small), names_of(tensors));
+    place = {std::filesystem::absolute(save.archive->temporary()).string(),
+             static_cast<std::int64_t>(save.archive->large_begin())};
+  });
+  place = Place::parse(workers.broadcast(place.print()));
+
+  // Each worker that sees the file is a writer.
+  const bool sees = rank == 0 || std::filesystem::exists(place.file);
+  std::vector<int> writers;  // [rank]: its number among them, or -1
+  int count = 0;
+  for (const auto& said : workers.all_gather(sees ? "sees" : "")) writers.push_back(said.empty() ? -1 : count++);
+  std::vector<ByteRange> ranges;
+  for (const int writer : writers) {
+    ranges.push_back(writer < 0 ? ByteRange() : checkpoint::part_of_writer(names_of(tensors), writer, count));
+  }
+  const auto part = std::make_shared<std::vector<std::byte>>(copy_part(impl, tensors, ranges));
+  const auto begin = ranges[static_cast<std::size_t>(rank)].begin;
+  const int writer = writers[static_cast<std::size_t>(rank)];
+  if (rank == 0) {
+    const auto deadline = workers.deadline();
+    save.write = [archive = save.archive, part, count, deadline] { archive->finish(*part, count, deadline); };
+  } else if (writer > 0) {
+    save.write = [place, part, begin, writer] {
+      checkpoint::write_part(place.file, static_cast<std::size_t>(place.begin), begin, *part, writer);
+    };
+  } else {
+    save.write = [] {};
+  }
+  return save;
+}
+
+}  // namespace lockstep::train
