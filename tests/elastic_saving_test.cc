@@ -82,6 +82,19 @@ TEST_F(ElasticSaving, AnotherWorkerIsLostWhileTheOthersRegroupOrSave) {
   }
 }
 
+// And writes its part of the checkpoints that come then.
+TEST_F(ElasticSaving, ANewcomerJoinsWhileTheOthersWriteInTheBackground) {
+  const auto folder = fresh_folder("elastic_saving", "newcomer");
+  auto job = elastic_job(ELASTIC_PROGRAM,
+                         {"VICTIM=1", "STEP=5", "PLACE=forward", "STEP_MS=50", "BACKGROUND=1", "SHARD=1",
+                          text("FOLDER=", folder.string())},
+                         3, 2, 1);
+  expect_trained(job, 3);
+  EXPECT_NE(job.text().find("fit goes on with 3 workers (2 before)"), std::string::npos) << job.text();
+  for (int epoch = 1; epoch <= kEpochs; ++epoch)
+    EXPECT_TRUE(std::filesystem::exists(folder / text("ckpt-", epoch, ".safetensors"))) << job.text();
+}
+
 TEST_F(ElasticSaving, FourWorkersStopAndThreeOrFiveGoOn) {
   for (const int workers : {3, 5}) {
     SCOPED_TRACE(workers);

@@ -167,9 +167,12 @@ void require_writable_folder(const std::string& folder) {
   const TemporaryFile probe((std::filesystem::path(folder) / "writable").string());
 }
 
-void write_to_file(const std::string& path, std::size_t offset, std::span<const std::byte> bytes) {
+void write_to_file(const std::string& path, std::size_t offset, std::span<const std::span<const std::byte>> parts) {
   File file(path, O_WRONLY);
-  file.write_at(offset, bytes);
+  for (const auto& part : parts) {
+    file.write_at(offset, part);
+    offset += part.size();
+  }
   file.flush();
 }
 

@@ -54,8 +54,9 @@ void write_file_atomically(const std::string& path, std::span<const std::span<co
 // Makes `folder` if need be, and throws IoError, naming it and the reason, where no file can be written in it.
 void require_writable_folder(const std::string& folder);
 
-// Writes to a file that is there, and flushes it to the disk. Throws IoError naming it and the reason.
-void write_to_file(const std::string& path, std::size_t offset, std::span<const std::byte> bytes);
+// Writes the parts one after the other to a file that is there, and flushes it to the disk. Throws IoError naming it
+// and the reason.
+void write_to_file(const std::string& path, std::size_t offset, std::span<const std::span<const std::byte>> parts);
 
 // The whole file. Throws IoError naming it and the reason.
 std::vector<std::byte> read_file(const std::string& path);

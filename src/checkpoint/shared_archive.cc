@@ -57,17 +57,18 @@ SharedArchive::~SharedArchive() {
   for (int writer = 1; writer < writers_; ++writer) std::filesystem::remove(word_of(temporary_, writer), ignored);
 }
 
-void SharedArchive::finish(std::span<const std::byte> part, int writers, Deadline deadline) {
+void SharedArchive::finish(const Pieces& part, int writers, Deadline deadline) {
   writers_ = writers;
   auto crc = extend_crc(0, std::as_bytes(std::span(header_)));
   auto at = header_.size();
-  for (const auto& [name, tensor] : small_.tensors) {
-    file_.write_at(at, tensor.bytes);
-    at += tensor.bytes.size();
-    crc = extend_crc(crc, tensor.bytes);
+  Pieces mine;
+  for (const auto& [name, tensor] : small_.tensors) mine.emplace_back(tensor.bytes);
+  mine.insert(mine.end(), part.begin(), part.end());
+  for (const auto& piece : mine) {
+    file_.write_at(at, piece);
+    at += piece.size();
+    crc = extend_crc(crc, piece);
   }
-  file_.write_at(at, part);
-  crc = extend_crc(crc, part);
   for (int writer = 1; writer < writers; ++writer) {
     const auto written = wait_for(writer, deadline);
     crc = join_crcs(crc, written.crc, written.bytes);
@@ -101,12 +102,17 @@ SharedArchive::Written SharedArchive::wait_for(int writer, Deadline deadline) co
   return {static_cast<std::uint32_t>(*crc), part.size()};
 }
 
-void write_part(const std::string& temporary, std::size_t large_begin, std::size_t begin,
-                std::span<const std::byte> part, int writer) {
+void write_part(const std::string& temporary, std::size_t large_begin, std::size_t begin, const Pieces& part,
+                int writer) {
+  std::uint32_t crc = 0;
+  std::size_t bytes = 0;
+  for (const auto& piece : part) {
+    crc = extend_crc(crc, piece);
+    bytes += piece.size();
+  }
   write_to_file(temporary, large_begin + begin, part);
-  const auto word = text(extend_crc(0, part), " ", part.size());
-  const auto bytes = std::as_bytes(std::span(word));
-  write_file_atomically(word_of(temporary, writer), std::span(&bytes, 1));
+  const auto word = text(crc, " ", bytes);
+  write_file_atomically(word_of(temporary, writer), Pieces{std::as_bytes(std::span(word))});
 }
 
 }  // namespace lockstep::checkpoint

@@ -29,6 +29,9 @@ struct ByteRange {
   std::size_t size() const { return end - begin; }
 };
 
+// Bytes that follow each other in the file, and lie in several places of the memory.
+using Pieces = std::vector<std::span<const std::byte>>;
+
 // What writer `writer` of `writers` writes of them. The ranges follow each other and may be empty.
 ByteRange part_of_writer(const NamedTensors& large, int writer, int writers);
 
@@ -47,7 +50,7 @@ class SharedArchive {
 
   // Writes the rest and `part`, this writer's; waits for the others of `writers`; then the file appears at its path.
   // Throws IoError, also at the deadline and once `abandon` was called; then nothing is left.
-  void finish(std::span<const std::byte> part, int writers, Deadline deadline);
+  void finish(const Pieces& part, int writers, Deadline deadline);
 
   // From then on, does not wait for another writer that has not finished. Any thread.
   void abandon(std::chrono::seconds after = {}) { abandoned_at_ = Deadline::Clock::now() + after; }
@@ -71,7 +74,7 @@ class SharedArchive {
 };
 
 // In another writer: writes its part, and says so to writer 0. Throws IoError.
-void write_part(const std::string& temporary, std::size_t large_begin, std::size_t begin,
-                std::span<const std::byte> part, int writer);
+void write_part(const std::string& temporary, std::size_t large_begin, std::size_t begin, const Pieces& part,
+                int writer);
 
 }  // namespace lockstep::checkpoint

@@ -66,7 +66,8 @@ TEST_F(SharedArchives, SeveralWritersMakeTheFileOfOne) {
       EXPECT_EQ(archive.large_begin() % 4096, 0U);
       const auto part = [&](int writer) {
         const auto range = part_of_writer(made.large, writer, writers);
-        return std::span(made.bytes).subspan(range.begin, range.size());
+        const auto bytes = std::span(made.bytes).subspan(range.begin, range.size());
+        return Pieces{bytes.first(bytes.size() / 3), bytes.subspan(bytes.size() / 3)};
       };
       std::vector<std::jthread> others;
       for (int writer = 1; writer < writers; ++writer) {
@@ -91,7 +92,7 @@ TEST_F(SharedArchives, WithoutAPartTheFileBeforeStays) {
     SharedArchive archive(path, made.small, made.large);
     if (abandons) archive.abandon();
     const auto seconds = std::chrono::milliseconds(abandons ? 60'000 : 50);
-    archive.finish(std::span(made.bytes).first(part_of_writer(made.large, 0, 2).size()), 2, Deadline::after(seconds));
+    archive.finish({std::span(made.bytes).first(part_of_writer(made.large, 0, 2).size())}, 2, Deadline::after(seconds));
   };
   expect_says(message_of<IoError>([&] { finish(true); }), "another worker did not write its part");
   expect_says(message_of<IoError>([&] { finish(false); }), "another worker did not write its part within 0.05");

@@ -13,9 +13,22 @@ void FitWorker::take_update(const std::string& printed) {
   train::take_update(ReplicatedModule(impl_.parameters), ReplicatedOptimizer(impl_.gradients), printed);
 }
 
-std::string FitWorker::print_state() { return checkpoint::print_archive(impl_.save_for_newcomer()); }
+std::string FitWorker::print_state() {
+  Archive archive;
+  save_for_newcomer(ReplicatedModule(impl_.parameters), ReplicatedOptimizer(impl_.gradients), archive);
+  impl_.save_progress(archive);
+  impl_.save_callbacks(archive);
+  return checkpoint::print_archive(archive);
+}
 
-void FitWorker::take_state(std::string_view printed) { impl_.load_as_newcomer(parse_state(printed)); }
+void FitWorker::take_state(std::string_view printed) {
+  const auto archive = parse_state(printed);
+  std::vector<std::function<void()>> changes{
+      load_of_newcomer(ReplicatedModule(impl_.parameters), ReplicatedOptimizer(impl_.gradients), archive),
+      impl_.load_progress(archive)};
+  impl_.load_callbacks(archive, changes);
+  for (const auto& change : changes) change();
+}
 
 void go_on_in(ModelImpl& impl, const std::string& what, const std::function<void()>& act) {
   auto& strategy = unwrap(impl.strategy);

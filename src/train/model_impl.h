@@ -127,10 +127,6 @@ class ModelImpl {
   // The full state, or the weights, without what is trained and the optimizer's state of that.
   Archive save_small(bool weights_only) const;
 
-  // For a worker that comes to a fit that runs, and what that does with it. Not collective.
-  Archive save_for_newcomer();
-  void load_as_newcomer(const Archive& archive);
-
   // act(); with parameter servers on the chief alone, and, outside of fit, once however often that is started again.
   void once(const std::function<void()>& act) const;
   void load_past_fit();

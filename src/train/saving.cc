@@ -21,7 +21,6 @@
 #include "strategy/replicated_state.h"
 #include "train/local_state.h"
 #include "train/model_impl.h"
-#include "train/update_state.h"
 
 namespace lockstep {
 namespace {
@@ -286,23 +285,6 @@ Archive ModelImpl::save_small(bool weights_only) const {
   save_replicas(archive);
   save_callbacks(archive);
   return archive;
-}
-
-// Running statistics are then this worker's.
-Archive ModelImpl::save_for_newcomer() {
-  Archive archive;
-  train::save_for_newcomer(ReplicatedModule(parameters), ReplicatedOptimizer(gradients), archive);
-  save_progress(archive);
-  save_callbacks(archive);
-  return archive;
-}
-
-void ModelImpl::load_as_newcomer(const Archive& archive) {
-  std::vector<std::function<void()>> changes{
-      train::load_of_newcomer(ReplicatedModule(parameters), ReplicatedOptimizer(gradients), archive),
-      load_progress(archive)};
-  load_callbacks(archive, changes);
-  for (const auto& change : changes) change();
 }
 
 void ModelImpl::save_progress(Archive& archive) const {

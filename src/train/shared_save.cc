@@ -3,7 +3,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
-#include <cstring>
 #include <filesystem>
 #include <utility>
 #include <vector>
@@ -31,8 +30,7 @@ struct LargeTensor {
 std::vector<LargeTensor> large_tensors(const ModelImpl& impl, bool weights_only) {
   std::vector<LargeTensor> all;
   const auto& slots = impl.parameters->slots();
-  const auto states =
-      weights_only ? std::vector<StateSpec>() : impl.gradients->updater().optimizer().rule().states();
+  const auto states = weights_only ? std::vector<StateSpec>() : impl.gradients->updater().optimizer().rule().states();
   for (const auto dtype : {at::kDouble, at::kFloat}) {
     for (int state = -1; state < static_cast<int>(states.size()); ++state) {
       for (std::size_t slot = 0; slot < slots.size(); ++slot) {
@@ -68,44 +66,45 @@ std::vector<Shard> elements_in(const ByteRange& range, int state, const std::vec
   return elements;
 }
 
-at::Tensor values_in(const ReplicatedParameters& parameters, const Shard& part) {
+at::Tensor copy_of_values(const ReplicatedParameters& parameters, const Shard& part) {
   const auto& slot = parameters.slots()[part.slot];
-  return parameters.flat(0, slot.dtype).narrow(0, slot.offset + part.begin, part.count).cpu();
+  const auto values = parameters.flat(0, slot.dtype).narrow(0, slot.offset + part.begin, part.count);
+  return values.is_cpu() ? values.clone() : values.cpu();
 }
 
-// This worker's part of the file. `ranges[rank]`: what each writes, in the order of the file.
-std::vector<std::byte> copy_part(const ModelImpl& impl, const std::vector<LargeTensor>& tensors,
-                                 const std::vector<ByteRange>& ranges) {
-  const auto& mine = ranges[static_cast<std::size_t>(impl.workers().rank())];
-  std::vector<std::byte> bytes;
-  bytes.reserve(mine.size());
-  const auto append = [&](const at::Tensor& part) {
-    const auto* const data = static_cast<const std::byte*>(part.const_data_ptr());
-    bytes.insert(bytes.end(), data, data + part.nbytes());
-  };
-  const auto largest =
-      std::max_element(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) { return a.state < b.state; });
-  std::vector<std::vector<at::Tensor>> states;
-  for (int state = 0; !tensors.empty() && state <= largest->state; ++state) {
+// This worker's part of the file, in its order. `ranges[rank]`: what each writes.
+std::vector<at::Tensor> copy_part(const ModelImpl& impl, const std::vector<LargeTensor>& tensors,
+                                  const std::vector<ByteRange>& ranges) {
+  const auto mine = ranges[static_cast<std::size_t>(impl.workers().rank())];
+  int states = 0;
+  for (const auto& tensor : tensors) states = std::max(states, tensor.state + 1);
+  std::vector<std::vector<at::Tensor>> copies;  // [1 + state], of its elements in the order of the file
+  auto& values = copies.emplace_back();
+  for (const auto& part : elements_in(mine, -1, tensors)) values.push_back(copy_of_values(*impl.parameters, part));
+  for (int state = 0; state < states; ++state) {
     std::vector<std::vector<Shard>> needed;
     for (const auto& range : ranges) needed.push_back(elements_in(range, state, tensors));
-    states.push_back(gradient::copies_of_state(impl.workers(), impl.gradients->sync(), impl.gradients->updater(),
+    copies.push_back(gradient::copies_of_state(impl.workers(), impl.gradients->sync(), impl.gradients->updater(),
                                                static_cast<std::size_t>(state), needed));
   }
-  std::vector<std::size_t> next(states.size());
+  std::vector<at::Tensor> part;
+  std::vector<std::size_t> next(copies.size());
   std::size_t at = 0;
   for (const auto& tensor : tensors) {
-    const std::vector<LargeTensor> one{tensor};
-    const auto begin = std::max(mine.begin, at), end = std::min(mine.end, at + tensor.info.bytes());
-    if (begin < end && tensor.state < 0) {
-      append(values_in(*impl.parameters, elements_in({begin - at, end - at}, -1, one).front()));
-    } else if (begin < end) {
-      const auto state = static_cast<std::size_t>(tensor.state);
-      append(states[state][next[state]++]);
-    }
-    at += tensor.info.bytes();
+    const auto end = at + tensor.info.bytes();
+    const auto of = static_cast<std::size_t>(1 + tensor.state);
+    if (std::max(mine.begin, at) < std::min(mine.end, end)) part.push_back(copies[of][next[of]++]);
+    at = end;
   }
-  return bytes;
+  return part;
+}
+
+checkpoint::Pieces bytes_of(const std::vector<at::Tensor>& tensors) {
+  checkpoint::Pieces pieces;
+  for (const auto& tensor : tensors) {
+    pieces.emplace_back(static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes());
+  }
+  return pieces;
 }
 
 // What the others need to write to the chief's file.
@@ -146,15 +145,15 @@ SharedSave SharedSave::begin(ModelImpl& impl, const std::string& path, bool weig
   for (const int writer : writers) {
     ranges.push_back(writer < 0 ? ByteRange() : checkpoint::part_of_writer(names_of(tensors), writer, count));
   }
-  const auto part = std::make_shared<std::vector<std::byte>>(copy_part(impl, tensors, ranges));
+  const auto part = copy_part(impl, tensors, ranges);
   const auto begin = ranges[static_cast<std::size_t>(rank)].begin;
   const int writer = writers[static_cast<std::size_t>(rank)];
   if (rank == 0) {
     const auto deadline = workers.deadline();
-    save.write = [archive = save.archive, part, count, deadline] { archive->finish(*part, count, deadline); };
+    save.write = [archive = save.archive, part, count, deadline] { archive->finish(bytes_of(part), count, deadline); };
   } else if (writer > 0) {
     save.write = [place, part, begin, writer] {
-      checkpoint::write_part(place.file, static_cast<std::size_t>(place.begin), begin, *part, writer);
+      checkpoint::write_part(place.file, static_cast<std::size_t>(place.begin), begin, bytes_of(part), writer);
     };
   } else {
     save.write = [] {};
