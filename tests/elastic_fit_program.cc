@@ -48,12 +48,13 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // RECORD: the number of an example with which every worker throws. SECOND: a worker that is killed in the same step,
 // SECOND_US microseconds after its forward pass. PLACE "corrupt": VICTIM's weights change by a fault behind that step.
 // SHARD=1: the optimizer's state is sharded. CLIP=1: gradients are clipped by their norm. REPLICAS: of each worker.
-// BACKGROUND=1: checkpoints are written in the background.
+// START_S: seconds until it begins. BACKGROUND=1: checkpoints are written in the background.
 // KILL_ALSO: other workers, as digits, that are killed at the same place. NORM=1: with batch normalization.
 // WORKER_BATCH: the batches are a worker's, and the rate is for so many workers, by the rule SCALING ("linear", or
 // "sqrt"); with SGD. COMPARE: steps between comparing copies; REPLACE=1: copies that differ are replaced.
 int main() {
   try {
+    sleep(static_cast<unsigned>(number("START_S", 0)));
     lockstep::ElasticOptions elastic{.min_workers = number("MIN_WORKERS", 1),
                                      .join_seconds = number("JOIN_SECONDS", 30) * 1.0};
     if (const int workers = number("WORKER_BATCH", 0)) {

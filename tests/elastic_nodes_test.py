@@ -68,6 +68,18 @@ class Nodes(Trainings):
         self.assertEqual(node.wait(LIMIT_S), status, log.read_text())
         return log.read_text()
 
+    def test_a_node_is_lost_before_the_job_has_begun(self):
+        """The others do not wait for its ranks."""
+        self.make_hosts(3)
+        store = f"{self.hosts.address(0)}:{PORT}"
+        for host in (0, 1):
+            self.start_node(host, store, "3", awaited="waiting for more")
+        self.start_node(2, store, "3", awaited="lockstep: this is node", START_S=1)
+        for process in self.hosts.processes(2):
+            self.kill(process)
+        for host in (0, 1):
+            self.assertIn("rank 2 has ended, and others wait for it", self.expect_node_ends(host, 1))
+
     def test_all_hosts_but_one_are_lost_with_a_member_of_etcd(self):
         """Its cluster is on hosts 0, 3 and 4; the job on 0, 1 and 2, of which the last one has no majority of anything."""
         self.make_hosts(5)

@@ -7,6 +7,7 @@
 #include <optional>
 #include <ostream>
 #include <set>
+#include <stop_token>
 #include <thread>
 #include <utility>
 
@@ -76,6 +77,15 @@ std::optional<JobStore> find_or_hold(const std::string& address, const Access& a
 Store by_its_first_address(const Store& store) {
   const auto first = store.compare_set("address of the store", "", store.address(), Deadline::after(kToReachStore));
   return first == store.address() ? store : Store::connect(first, Deadline::after(kToReachStore), store.access());
+}
+
+// Until the job has begun: where a node with which it was to begin has ended, the others do not wait for its ranks.
+void watch_beginning(const std::stop_token& stop, const Node& node, const Store& job) {
+  for (; !stop.stop_requested(); std::this_thread::sleep_for(kBetweenPolls)) {
+    const auto missing = node.ranks_that_will_not_come();
+    if (!missing) return;
+    for (const int rank : *missing) tell_that_it_ended([&] { return job; }, rank);
+  }
 }
 
 // Keeps this host's store while other members may need it to agree on who goes on. One that does not answer is lost
@@ -162,7 +172,10 @@ int launch_node(const LaunchOptions& options, std::ostream& out, std::ostream& e
                                     .restarts = options.restarts,
                                     .elastic = true,
                                     .others_run_elsewhere = true};
+  std::jthread beginning;
+  if (!place->joins) beginning = std::jthread([&](const std::stop_token& ends) { watch_beginning(ends, node, job); });
   const int status = JobProcesses(ranks_of(part, token.path()), limits, context).run();
+  beginning = {};  // it has ended, or never began
   if (!in_etcd) hold_for_others(here, signals);
   return status;
 }

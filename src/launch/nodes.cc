@@ -158,6 +158,17 @@ std::optional<NodePlace> Node::join(const NodeLimits& limits, std::string& waits
   return NodePlace{.host = host_, .first = before + came - processes_, .size = before + came, .joins = true};
 }
 
+std::optional<std::vector<int>> Node::ranks_that_will_not_come() const {
+  if (!entry(store_, cluster::kJobHasBegun).empty()) return std::nullopt;
+  const auto first = Entry::parse(entry(store_, kNodes));
+  std::vector<int> ranks;
+  for (auto node = first.nodes.begin(); node != first.nodes.end(); ++node) {
+    if (!has_ended(node->host)) continue;
+    for (int i = 0; i < node->processes; ++i) ranks.push_back(first.ranks_before(node) + i);
+  }
+  return ranks;
+}
+
 void close_nodes(const Store& store, Deadline deadline) { store.set(kNodes, "1\n", deadline); }
 
 }  // namespace lockstep::launch

@@ -40,6 +40,10 @@ class Node {
 
   const std::string& host() const { return host_; }
 
+  // After `wait`: until the job has begun, the ranks of nodes that were to begin it and have ended since, whose
+  // launchers are lost. Nothing once it has begun. Any thread.
+  std::optional<std::vector<int>> ranks_that_will_not_come() const;
+
  private:
   struct Entry;
   std::optional<NodePlace> come(const NodeLimits& limits, std::string& waits_for);
