@@ -8,16 +8,18 @@ namespace lockstep {
 
 namespace {
 
-std::string waited_for_whom(const std::vector<int>& ranks) {
-  if (ranks.empty()) return "another rank has not come";
-  return text(ranks.size() == 1 ? "rank " : "ranks ", join(ranks), ranks.size() == 1 ? " has" : " have", " not come");
+// Where `detail` says it, nothing.
+std::string waited_for_whom(const std::vector<int>& ranks, const std::string& detail) {
+  if (ranks.empty()) return detail.empty() ? ": another rank has not come" : "";
+  return text(ranks.size() == 1 ? ": rank " : ": ranks ", join(ranks), ranks.size() == 1 ? " has" : " have",
+              " not come");
 }
 
 }  // namespace
 
 DeadlineExceeded::DeadlineExceeded(const std::string& operation, std::chrono::duration<double> waited_for,
                                    std::vector<int> ranks, const std::string& detail)
-    : Error(text(operation, ": gave up after ", waited_for.count(), " s: ", waited_for_whom(ranks), detail)),
+    : Error(text(operation, ": gave up after ", waited_for.count(), " s", waited_for_whom(ranks, detail), detail)),
       operation_(operation),
       waited_for_(waited_for),
       ranks_(std::move(ranks)) {}

@@ -64,6 +64,24 @@ void check_node(const LaunchOptions& options) {
   }
 }
 
+// Of etcd, with a name for the job where the user gave none.
+std::string with_job(const std::string& store) {
+  const auto slash = store.find('/', std::string(cluster::kEtcdScheme).size());
+  return store.empty() || slash != std::string::npos ? store : text(store, "/", transport::random_name());
+}
+
+// Each host would look for the cluster at itself.
+void require_reachable_etcd(const LaunchOptions& options) {
+  const auto is_elsewhere = [](const HostSlots& host) { return !is_this_host(host.name); };
+  const bool others = std::any_of(options.hosts.begin(), options.hosts.end(), is_elsewhere);
+  if (!cluster::is_etcd(options.store) || (!others && options.host_discovery.empty())) return;
+  for (const auto& endpoint : cluster::parse_etcd(with_job(options.store)).endpoints) {
+    if (!transport::is_loopback(cluster::host_of(endpoint, "--store"))) continue;
+    throw InvalidArgument(text("lockstep run: --store names etcd at ", endpoint,
+                               ", which other hosts do not reach: give the address by which they do"));
+  }
+}
+
 void check(const LaunchOptions& options) {
   const auto require = [](bool holds, const char* name, auto value, const char* allowed) {
     if (!holds) throw InvalidArgument(text("lockstep run: ", name, " is ", value, "; it must be ", allowed));
@@ -104,6 +122,7 @@ void check(const LaunchOptions& options) {
     throw InvalidArgument(text("lockstep run: --store is \"", options.store,
                                "\"; without --nnodes it must be as etcd://host:2379,host:2379,host:2379"));
   }
+  require_reachable_etcd(options);
   if (!options.nodes && !options.store.empty() && options.min_processes == 0) {
     throw InvalidArgument("lockstep run: --store needs --min-n or --nnodes: only an elastic job can use another store");
   }
@@ -115,12 +134,6 @@ std::string this_folder() {
   const auto folder = std::filesystem::current_path(failed);
   if (failed) throw IoError(text("lockstep run: the folder that this runs in is gone: ", failed.message()));
   return folder.string();
-}
-
-// Of etcd, with a name for the job where the user gave none.
-std::string with_job(const std::string& store) {
-  const auto slash = store.find('/', std::string(cluster::kEtcdScheme).size());
-  return store.empty() || slash != std::string::npos ? store : text(store, "/", transport::random_name());
 }
 
 // A word for the shell at the other end of ssh.

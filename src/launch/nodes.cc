@@ -19,7 +19,8 @@ namespace {
 
 constexpr std::chrono::minutes kForNodes(10);
 constexpr std::chrono::milliseconds kBetweenNodesLooks(100);
-constexpr const char *kNodes = "nodes", *kRanksThatCame = "ranks of nodes that came later";
+constexpr const char *kNodes = "nodes", *kRanksThatCame = "ranks of nodes that came later",
+                     *kNodesThatJoin = "nodes that join";
 
 std::string key_of_end(const std::string& host) { return "end of node " + host; }
 
@@ -147,11 +148,21 @@ std::optional<NodePlace> Node::join(const NodeLimits& limits, std::string& waits
   if (std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return has_ended(host); })) {
     throw ClusterError(text("the job at ", store_.address(), " has ended: a new one needs another store, or name"));
   }
-  if (static_cast<int>(hosts.size()) >= limits.most) {
-    waits_for =
-        text("the job runs on ", hosts.size(), " nodes, which may be ", limits.most, ": waiting for one to leave");
+  // Those that have been let in and are no members yet count too.
+  const auto before_joining = store_.compare_set(kNodesThatJoin, "", "", soon());
+  std::vector<std::string> joining;
+  std::istringstream listed(before_joining);
+  for (std::string host; listed >> host;) {
+    if (!hosts.contains(host) && !has_ended(host)) joining.push_back(host);
+  }
+  if (static_cast<int>(hosts.size() + joining.size()) >= limits.most) {
+    waits_for = text("the job runs on ", hosts.size() + joining.size(), " nodes, which may be ", limits.most,
+                     ": waiting for one to leave");
     return std::nullopt;
   }
+  joining.push_back(host_);
+  const auto joined = lockstep::join(joining, "\n");
+  if (store_.compare_set(kNodesThatJoin, before_joining, joined, soon()) != joined) return std::nullopt;
   const auto came = static_cast<int>(store_.add(kRanksThatCame, processes_, soon()));
   const auto found = Entry::parse(entry(store_, kNodes));
   const int before = found.nodes.empty() ? static_cast<int>(now.size()) : found.ranks_before(found.nodes.end());

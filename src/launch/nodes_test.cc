@@ -99,6 +99,25 @@ TEST(Nodes, OneThatComesLaterJoinsWhereThereIsRoom) {
   EXPECT_NE(late->said.str().find("the job runs on 2 nodes, which may be 2"), std::string::npos) << late->said.str();
 }
 
+TEST(Nodes, OfSeveralThatComeTogetherNoneIsTooMany) {
+  const auto store = Store::hold("127.0.0.1:0");
+  auto first = arrive(store, 1, {.fewest = 1, .most = 1});
+  EXPECT_FALSE(first->place.get()->joins);
+  store.set(cluster::kMembersNow, "0\nprocess-0 a:1 one\n", soon());
+  std::vector<std::unique_ptr<Arrival>> late;
+  for (int i = 0; i < 4; ++i) late.push_back(arrive(store, 1, {.fewest = 1, .most = 3}));
+  const auto joined = [&] {
+    int count = 0;
+    for (const auto& one : late)
+      count += one->place.wait_for(std::chrono::milliseconds(200)) == std::future_status::ready ? 1 : 0;
+    return count;
+  };
+  const auto deadline = soon();
+  while (joined() < 2) ASSERT_FALSE(deadline.passed());
+  EXPECT_EQ(joined(), 2);
+  for (auto& one : late) one->stops = true;
+}
+
 TEST(Nodes, TheirNumberIsChecked) {
   EXPECT_EQ(parse_nodes("4"), std::pair(4, 4));
   EXPECT_EQ(parse_nodes("1:4"), std::pair(1, 4));
