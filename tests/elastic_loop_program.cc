@@ -39,13 +39,18 @@ torch::nn::Sequential net_of(int units) {
 
 // The environment: EPOCHS of 20 steps of the same batches; STEP_MS of work in each. VICTIM is killed in the step
 // numbered STEP, from 0 on, at PLACE: "forward", so many microseconds after its forward pass, "evaluation" (the one
-// behind that step), or "print" (it prints that it is in that step). Who joins prints when.
+// behind that step; also ALSO), or "print" (it prints that it is in that step). Who joins prints when. SHARD=1: the
+// optimizer's state is sharded. FOLDER: for a checkpoint behind each epoch, to which it goes back where a part of the
+// state is lost.
 int main() {
   try {
     const ls::MultiWorkerMirroredStrategy strategy(
-        {.threads_per_replica = 1, .elastic = ls::ElasticOptions{.min_workers = number("MIN_WORKERS", 1)}});
+        {.threads_per_replica = 1,
+         .shard_optimizer_state = number("SHARD", 0) == 1,
+         .elastic = ls::ElasticOptions{.min_workers = number("MIN_WORKERS", 1)}});
     const bool joins = number("LOCKSTEP_JOIN", 0) == 1;
-    const bool is_victim = !joins && strategy.worker_rank() == number("VICTIM", -1);
+    const int rank = strategy.worker_rank();
+    const bool is_victim = !joins && (rank == number("VICTIM", -1) || rank == number("ALSO", -1));
     const char* const given = std::getenv("PLACE");
     const std::string place = given == nullptr ? "" : given;
     std::cout << "worker at " << getpid() << std::endl;
@@ -100,15 +105,31 @@ int main() {
                             {"evaluated", ls::track(evaluated)},
                             {"epoch", ls::track(epoch)}});
       bool has_joined = !joins;
-      for (; epoch < number("EPOCHS", 3); ++epoch) {
-        loop.for_each(
-            data, [&](auto& batch) { return strategy.run(step, net, batch); },
-            [&](const std::array<double, 2>& sums) {
-              if (!std::exchange(has_joined, true)) std::cout << "joined at step " << loop.steps() << std::endl;
-              loss += sums[0];
-              examples += sums[1];
-            });
-        evaluated += loop.run(evaluate);
+      const char* const folder = std::getenv("FOLDER");
+      ls::Checkpoint checkpoint({{"net", net.trackable()},
+                                 {"optimizer", optimizer.trackable()},
+                                 {"loop", loop.trackable()},
+                                 {"loss", ls::track(loss)},
+                                 {"examples", ls::track(examples)},
+                                 {"evaluated", ls::track(evaluated)},
+                                 {"epoch", ls::track(epoch)}});
+      while (epoch < number("EPOCHS", 3)) {
+        try {
+          loop.for_each(
+              data, [&](auto& batch) { return strategy.run(step, net, batch); },
+              [&](const std::array<double, 2>& sums) {
+                if (!std::exchange(has_joined, true)) std::cout << "joined at step " << loop.steps() << std::endl;
+                loss += sums[0];
+                examples += sums[1];
+              });
+          evaluated += loop.run(evaluate);
+          ++epoch;
+          if (folder != nullptr) checkpoint.save(std::string(folder) + "/loop");
+        } catch (const ls::StateLost& lost) {
+          if (folder == nullptr) throw;
+          std::cout << "restores: " << lost.what() << std::endl;
+          checkpoint.restore(ls::latest_checkpoint(folder));
+        }
       }
     }
     std::cout << std::setprecision(15) << "trained on " << examples << " examples, loss and evaluations and weights "

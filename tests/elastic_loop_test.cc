@@ -6,6 +6,8 @@
 #include <random>
 #include <string>
 
+#include "base/fresh_folder_testing.h"
+#include "base/text.h"
 #include "tests/elastic_job.h"
 
 namespace lockstep {
@@ -69,7 +71,8 @@ TEST_F(ElasticLoops, AWorkerMayBeLostAtAnyMoment) {
               microseconds = static_cast<int>(random() % 2000);
     SCOPED_TRACE(testing::Message() << "seed " << seed << ": worker " << victim << ", " << microseconds
                                     << " us after the forward pass of step " << step);
-    auto job = run({text("VICTIM=", victim), text("STEP=", step), text("PLACE=", microseconds)}, 3);
+    auto job =
+        run({text("VICTIM=", victim), text("STEP=", step), text("PLACE=", microseconds), text("SHARD=", seed % 2)}, 3);
     const bool was_lost = job.wait_for_end(60).find("ended by signal") != std::string::npos;
     expect_trained(job, was_lost ? 2 : 3, false);
   }
@@ -84,6 +87,16 @@ TEST_F(ElasticLoops, ANewcomerGetsTheStateAndTheLoopsNumbers) {
     ASSERT_EQ(joined.size(), 1U) << job.text();
     EXPECT_GT(joined[0][0], 6) << job.text();
   }
+}
+
+// In the second epoch.
+TEST_F(ElasticLoops, WhereBothCopiesOfShardsAreLostItGoesBackToItsCheckpoint) {
+  const auto folder = fresh_folder("elastic_loop", "both_copies");
+  auto job = run({"SHARD=1", "VICTIM=0", "ALSO=1", "STEP=25", "PLACE=forward", text("FOLDER=", folder.string())}, 4);
+  expect_trained(job, 2);
+  EXPECT_NE(job.text().find("restores: workers were lost together that alone had a part of the optimizer's state"),
+            std::string::npos)
+      << job.text();
 }
 
 TEST_F(ElasticLoops, AWorkerThatIsToldToEndLeaves) {

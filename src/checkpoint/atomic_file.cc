@@ -49,8 +49,6 @@ class File {
   FileDescriptor descriptor_;
 };
 
-constexpr const char* kTemporary = ".tmp.";
-
 // A new file "PATH.tmp.RANDOM", locked while it is written: so no other writer takes its name or removes it, be it a
 // thread of this process or a process of another container, which may have the same number.
 class TemporaryFile {

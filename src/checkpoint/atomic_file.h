@@ -11,6 +11,9 @@
 
 namespace lockstep::checkpoint {
 
+// A file is written beside its path under its name, this, and a random number.
+inline constexpr const char* kTemporary = ".tmp.";
+
 // A file that is written beside `path` and appears there with `commit`; nothing is left without. Makes missing folders.
 // All throw IoError naming the file and the reason.
 class AtomicFile {

@@ -1,15 +1,20 @@
 #include "checkpoint/shared_archive.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
 #include <thread>
 
+#include "base/file_descriptor.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::checkpoint {
+namespace fs = std::filesystem;
+
 namespace {
 
 constexpr std::size_t kPage = 4096;
@@ -21,8 +26,33 @@ std::size_t bytes_of(const NamedTensors& tensors) {
   return bytes;
 }
 
-// Where a writer says that its part is written, and its checksum.
-std::string word_of(const std::string& temporary, int writer) { return text(temporary, "-", writer); }
+constexpr const char* kWord = ".part.";
+
+// Where a writer says that its part is written, and its checksum: "FILE.part.RANDOM-WRITER" for "FILE.tmp.RANDOM".
+std::string word_of(const std::string& temporary, int writer) {
+  const auto dot = temporary.rfind('.'), before = temporary.rfind('.', dot - 1);
+  return text(temporary.substr(0, before), kWord, temporary.substr(dot + 1), "-", writer);
+}
+
+// Removes the words about files of `path` that are not there any more: their first writers were killed.
+void remove_stale_words(const std::string& path) {
+  const auto whole = absolute_path(path);
+  const auto prefix = whole.filename().string() + kWord;
+  std::error_code ended;
+  for (fs::directory_iterator entry(whole.parent_path(), ended), end; !ended && entry != end; entry.increment(ended)) {
+    const auto name = entry->path().filename().string();
+    if (!name.starts_with(prefix)) continue;
+    const auto random = name.substr(prefix.size(), name.rfind('-') - prefix.size());
+    std::error_code ignored;
+    if (!fs::exists(text(whole.string(), kTemporary, random), ignored)) fs::remove(entry->path(), ignored);
+  }
+}
+
+// Opens the folder, since file systems between hosts may otherwise take for missing what was there no moment ago.
+bool has_come(const std::string& word) {
+  const FileDescriptor folder(::open(fs::path(word).parent_path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  return file_exists(word);
+}
 
 }  // namespace
 
@@ -40,7 +70,7 @@ SharedArchive::SharedArchive(const std::string& path, Archive small, NamedTensor
       small_(std::move(small)),
       large_(std::move(large)),
       file_(path_),
-      temporary_(file_.temporary()) {
+      temporary_(absolute_path(file_.temporary()).string()) {
   NamedTensors all;
   std::size_t small_bytes = 0;
   for (const auto& [name, tensor] : small_.tensors) {
@@ -54,7 +84,7 @@ SharedArchive::SharedArchive(const std::string& path, Archive small, NamedTensor
 
 SharedArchive::~SharedArchive() {
   std::error_code ignored;
-  for (int writer = 1; writer < writers_; ++writer) std::filesystem::remove(word_of(temporary_, writer), ignored);
+  for (int writer = 1; writer < writers_; ++writer) fs::remove(word_of(temporary_, writer), ignored);
 }
 
 void SharedArchive::finish(const Pieces& part, int writers, Deadline deadline) {
@@ -76,11 +106,12 @@ void SharedArchive::finish(const Pieces& part, int writers, Deadline deadline) {
   set_checksum(header_, crc);
   file_.write_at(0, std::as_bytes(std::span(header_)));
   file_.commit();
+  remove_stale_words(path_);
 }
 
 SharedArchive::Written SharedArchive::wait_for(int writer, Deadline deadline) const {
   const auto word = word_of(temporary_, writer);
-  while (!file_exists(word)) {
+  while (!has_come(word)) {
     if (Deadline::Clock::now() >= abandoned_at_.load())
       throw IoError(text("cannot write ", path_, ": another worker did not write its part"));
     if (deadline.passed()) {

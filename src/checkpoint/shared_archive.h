@@ -45,7 +45,7 @@ class SharedArchive {
   SharedArchive& operator=(const SharedArchive&) = delete;
 
   // For write_part in the other writers.
-  const std::string& temporary() const { return file_.temporary(); }
+  const std::string& temporary() const { return temporary_; }
   std::size_t large_begin() const { return large_begin_; }  // in the file
 
   // Writes the rest and `part`, this writer's; waits for the others of `writers`; then the file appears at its path.

@@ -148,23 +148,29 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
     if (sync_->commits()) {  // others may complete the update from here on, though `publish` may fail
       replicas.barrier(deadline);
       is_counted = true;
-      if (replica == 0) count_update(totals.finite);
+      if (replica == 0) {
+        move_loss_scale(totals.finite);
+        count_update();
+      }
     }
     sync_->publish(replicas, deadline);
   }
+  if (replica == 0 && totals.weight > 0 && !is_counted) move_loss_scale(totals.finite);
   replicas.barrier(deadline);  // every copy is written, and no other replica reads this one's gradients any more
   parameters_->refresh(replica);
-  if (replica == 0 && totals.weight > 0 && !is_counted) count_update(totals.finite);  // before what may throw
+  if (replica == 0 && updates && !is_counted) count_update();  // before anything else that may throw
   sync_->end_step(replica);
   if (sync_->during_backward()) replicas.barrier(deadline);  // replica 0's end_step may still use the processes' Group
 }
 
-void GradientPath::count_update(bool finite) {
-  if (finite) updater_.count_step();
-  if (!updater_.loss_scale().move(finite)) {
-    log_warning("gradients are not finite even with the smallest loss scale: this step changes nothing");
-  }
-  if (finite && compares()) updater_.remember_state();
+void GradientPath::count_update() {
+  updater_.count_step();
+  if (compares()) updater_.remember_state();
+}
+
+void GradientPath::move_loss_scale(bool finite) {
+  if (updater_.loss_scale().move(finite)) return;
+  log_warning("gradients are not finite even with the smallest loss scale: this step changes nothing");
 }
 
 void GradientPath::regroup() {
@@ -173,7 +179,7 @@ void GradientPath::regroup() {
 
 void GradientPath::complete_update() {
   updater_.complete(*sync_);
-  count_update(true);
+  count_update();
 }
 
 // Whether copies are compared before the next update.

@@ -81,6 +81,11 @@ class GradientPath {
   // of other processes' shards, which regroup brings. For shards that have copies.
   void complete_update();
 
+  // After StateLost: a whole state was loaded.
+  void tell_restored() {
+    if (moving_state_) moving_state_->tell_restored();
+  }
+
   // Updates, and steps that made none since their gradients were not finite.
   std::int64_t decided_steps() const { return updater_.iterations() + updater_.loss_scale().skipped(); }
   bool completes_updates() const { return sync_->commits(); }
@@ -112,7 +117,8 @@ class GradientPath {
   }
 
  private:
-  void count_update(bool finite);
+  void count_update();
+  void move_loss_scale(bool finite);
   bool compares() const;
   void compare();
   void replace_differing_copies();

@@ -9,11 +9,14 @@
 #include "base/text.h"
 #include "gradient/state_messages.h"
 #include "lockstep/base/error.h"
+#include "lockstep/gradient/tensor_collectives.h"
 
 namespace lockstep::gradient {
 namespace {
 
 constexpr std::size_t kNamed = 3;  // parameters in a message
+constexpr const char* kSomePart = "a part of the optimizer's state";
+constexpr std::int64_t kLost = -1;  // among a process's versions: what it had is lost, and it has loaded nothing since
 
 // The newest that all have which have any.
 std::optional<std::int64_t> newest_of_all(const std::vector<std::map<std::int64_t, int>>& all) {
@@ -75,39 +78,50 @@ MovingState::MovingState(std::shared_ptr<ReplicatedParameters> parameters, Commu
 void MovingState::move(GradientSync& sync, Updater& updater) {
   const at::NoGradGuard no_grad;
   const auto all = gather_versions();
+  if (std::any_of(all.begin(), all.end(), [](const Versions& one) { return one.contains(kLost); })) {
+    return lose_state(sync, updater, all, kSomePart);  // some do not know it yet
+  }
+  if (sync.commits()) return divide_anew(sync, updater, all);
+  // Those that have the state have all of it, and keep it.
+  auto had = sync.held(), needed = had;
+  for (std::size_t rank = 0; rank < all.size(); ++rank) (all[rank].empty() ? had : needed)[rank].clear();
+  newest_of_any(all);  // throws where nobody has it
+  transfer(moves_between(had, needed).moves, updater.states(), updater.states());
+  if (!place_) copy_values_to_other_replicas();
+  place_ = Place{.rank = ranks_.rank(), .held = sync.held()};
+}
+
+void MovingState::divide_anew(GradientSync& sync, Updater& updater, const std::vector<Versions>& all) {
+  const auto next_version = newest_of_any(all) + 1;
   const auto version = newest_of_all(all);
-  if (!version) lose_state(sync, updater, newest_of_any(all) + 1, "the rest of the optimizer's state");
+  if (!version) return lose_state(sync, updater, all, kSomePart);
   go_back_to(*version, updater);
-  const auto had = held_now(*version, all);
-  const bool divided = sync.commits();  // else those that have the state have all of it, and keep it
-  auto needed = sync.held();
-  for (std::size_t rank = 0; !divided && rank < all.size(); ++rank) {
-    if (!all[rank].empty()) needed[rank].clear();
-  }
-  auto [moves, lost] = moves_between(had, needed);
-  Place next{.version = *version + (divided ? 1 : 0), .rank = ranks_.rank(), .held = sync.held()};
-  if (!lost.empty()) lose_state(sync, updater, next.version, names_of(lost));
-  if (!divided) {
-    transfer(moves, updater.states(), updater.states());
-    if (!place_) copy_values_to_other_replicas();
-    place_ = std::move(next);
-    return;
-  }
+  const auto [moves, lost] = moves_between(held_now(*version, all), sync.held());
+  if (!lost.empty()) return lose_state(sync, updater, all, names_of(lost));
   auto states = updater.initial_states(sync);
   transfer(moves, updater.states(), states);
   sync.publish_between_steps();
   auto states_before = updater.exchange_states(std::move(states));
   if (place_) before_.emplace(std::move(*place_), std::move(states_before));
-  place_ = std::move(next);
+  place_ = Place{.version = next_version, .rank = ranks_.rank(), .held = sync.held()};
   ranks_.group().barrier(ranks_.deadline());
   before_.reset();
 }
 
-void MovingState::lose_state(const GradientSync& sync, Updater& updater, std::int64_t next, const std::string& what) {
+void MovingState::lose_state(const GradientSync& sync, Updater& updater, const std::vector<Versions>& all,
+                             const std::string& what) {
+  const bool is_initial = updater.iterations() == 0;  // the same on all
+  if (is_initial) {                                   // the state too
+    const auto root = std::find_if_not(all.begin(), all.end(), [](const auto& one) { return one.empty(); });
+    broadcast(ranks_, {parameters_->flat(0, at::kFloat), parameters_->flat(0, at::kDouble)},
+              static_cast<int>(root - all.begin()));
+    copy_values_to_other_replicas();
+  }
   updater.exchange_states(updater.initial_states(sync));
-  place_ = Place{.version = next, .rank = ranks_.rank(), .held = sync.held()};
+  place_ = Place{.version = newest_of_any(all) + 1, .rank = ranks_.rank(), .held = sync.held()};
   before_.reset();
-  throw StateLost(text("workers were lost together that alone had ", what));
+  is_lost_ = !is_initial;
+  if (is_lost_) throw StateLost(text("workers were lost together that alone had ", what));
 }
 
 std::string MovingState::names_of(const std::vector<Shard>& lost) const {
@@ -118,13 +132,14 @@ std::string MovingState::names_of(const std::vector<Shard>& lost) const {
     first.resize(kNamed);
     first.push_back(text(names.size() - kNamed, " more"));
   }
-  return text("a part of the optimizer's state, of ", join(first));
+  return text(kSomePart, ", of ", join(first));
 }
 
 std::vector<MovingState::Versions> MovingState::gather_versions() const {
   std::ostringstream mine;
   if (place_) mine << place_->version << " " << place_->rank << " ";
-  if (before_) mine << before_->first.version << " " << before_->first.rank;
+  if (before_) mine << before_->first.version << " " << before_->first.rank << " ";
+  if (is_lost_) mine << kLost << " " << 0;
   std::vector<Versions> all;
   for (const auto& printed : ranks_.all_gather(mine.str())) {
     std::istringstream in(printed);

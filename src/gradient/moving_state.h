@@ -30,20 +30,25 @@ class MovingState {
   // After each regroup of `sync`, behind which all processes that have the state have made the same updates: brings
   // each process the state and the values that it needs now, from all that have them in parallel. Collective.
   //
-  // Throws, on all, StateLost where some elements' state was in lost processes alone; all have the rule's initial state
-  // then. And ClusterError where all that had the state are lost, and what the Group throws, after which it is called
-  // for the next one.
+  // Throws, on all, StateLost where some elements' state was in lost processes alone, and again until a whole one is
+  // loaded; all have the rule's initial state then, which is right where there was no update yet. And ClusterError
+  // where all that had the state are lost, and what the Group throws, after which it is called for the next one.
   void move(GradientSync& sync, Updater& updater);
+
+  // A whole state was loaded, on all.
+  void tell_restored() { is_lost_ = false; }
 
  private:
   struct Place {
-    std::int64_t version;
-    int rank;                              // of this process in that membership
+    std::int64_t version = 0;
+    int rank = 0;                          // of this process in that membership
     std::vector<std::vector<Shard>> held;  // [rank]
   };
   using Versions = std::map<std::int64_t, int>;  // of one process: its rank in each
 
-  [[noreturn]] void lose_state(const GradientSync& sync, Updater& updater, std::int64_t next, const std::string& what);
+  void divide_anew(GradientSync& sync, Updater& updater, const std::vector<Versions>& all);
+  void lose_state(const GradientSync& sync, Updater& updater, const std::vector<Versions>& all,
+                  const std::string& what);
   std::string names_of(const std::vector<Shard>& lost) const;
   std::vector<Versions> gather_versions() const;
   void go_back_to(std::int64_t version, Updater& updater);
@@ -53,6 +58,7 @@ class MovingState {
 
   const std::shared_ptr<ReplicatedParameters> parameters_;
   const Communicator ranks_;
+  bool is_lost_ = false;                                     // what it had; it has loaded nothing since
   std::optional<Place> place_;                               // of the updater's states; none: it has nothing
   std::optional<std::pair<Place, Updater::States>> before_;  // which not all are known to have given up
 };

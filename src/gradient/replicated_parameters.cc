@@ -9,6 +9,7 @@
 #include <map>
 #include <utility>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "gradient/tensor_hash.h"
 #include "lockstep/base/error.h"
@@ -283,6 +284,11 @@ std::string ReplicatedParameters::difference_between_copies() const {
     }
   }
   return "";
+}
+
+void ReplicatedParameters::warn_of_difference() const {
+  const auto difference = difference_between_copies();
+  if (!difference.empty()) log_warning(difference + "; replica 0's are saved");
 }
 
 std::string ReplicatedParameters::hashes() const {

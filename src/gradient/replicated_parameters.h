@@ -101,6 +101,7 @@ class ReplicatedParameters {
   // Names a parameter whose copies on this process's replicas differ in their bits; empty where all are equal. Not
   // while replicas run.
   std::string difference_between_copies() const;
+  void warn_of_difference() const;  // before replica 0's are saved
 
   // Throw InvalidArgument on all workers, naming a worker and a parameter, where models differ in their tensors, or
   // copies are not equal bit for bit, which is a fault of a processor or a program. Collective over the workers; not

@@ -7,7 +7,7 @@
 //   gradients of rank 1   | b0 b1 |  -- reduce_scatter -> | v1 | -- gather --> | v0 v1 |   values, on both
 //
 // In an elastic job the state of a lost process must not be lost with it. So each process also updates the shards of a
-// neighbour, on another host where there are several, which sends it the sums:
+// neighbour, on another host where that is possible, which sends it the sums:
 //
 //   sums   | v0 |      | v1 |      | v2 |        each sends its own to the next
 //   state  | s0 s2 |   | s1 s0 |   | s2 s1 |

@@ -7,7 +7,6 @@
 #include <cstring>
 #include <sstream>
 
-#include "base/log.h"
 #include "base/text.h"
 #include "data/stored_tensor.h"
 #include "gradient/gradient_path.h"
@@ -48,8 +47,7 @@ void ReplicatedModule::train(bool on) const {
 Trackable ReplicatedModule::trackable() const {
   auto all = strategy::values_of(impl_, strategy::Values::all, strategy::Buffers::of_all_workers);
   all.save = [parameters = impl_, save = all.save](Archive& archive, const std::string& prefix) {
-    const auto difference = parameters->difference_between_copies();
-    if (!difference.empty()) log_warning(difference + "; replica 0's are saved");
+    parameters->warn_of_difference();
     save(archive, prefix);
   };
   return all;
@@ -273,9 +271,10 @@ Trackable ReplicatedOptimizer::trackable() const {
       const auto all = load_like(archive, name, gradients->parameters().parameter(0, slot));
       for (const auto& copy : gradients->updater().parts_of(slot, index, all)) copies.push_back(copy);
     });
-    return [change_counters, copies] {
+    return [gradients, change_counters, copies] {
       change_counters();
       for (const auto& [to, from] : copies) to.copy_(from);
+      gradients->tell_restored();
     };
   };
   return {save, load, impl_->parameters().workers(), files_};

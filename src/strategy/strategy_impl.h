@@ -187,14 +187,18 @@ class StrategyImpl {
 
 template <class Act>
 void StrategyImpl::abort_on_error(const Communicator& ranks, const Act& act) const {
+  std::exception_ptr lost;
   ranks.abort_on_error([&] {
     try {
       act();
+    } catch (const StateLost&) {  // thrown on all, whose Group is whole
+      lost = std::current_exception();
     } catch (const std::exception& error) {
       tell_failure(error);
       throw;
     }
   });
+  if (lost) std::rethrow_exception(lost);
 }
 
 }  // namespace lockstep

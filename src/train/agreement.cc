@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <csignal>
+#include <memory>
 #include <thread>
 
 #include "base/text.h"
@@ -56,10 +57,15 @@ void Agreement::change_workers(const std::function<void()>& save) {
   if (too_few()) wait_for_newcomers(save);
   const bool some_leave = agreed_[terminated] > 0 && enough_remain();
   if (agreed_[newcomers] == 0 && !some_leave) return;
-  const bool in_turn = some_leave && agreed_[terminated] > 1 && worker_.leaves_in_turn();
-  const bool may_leave = !in_turn || is_first_to_leave();
-  const bool leaves = some_leave && told_to_leave_ && may_leave;
-  if (recovery_.change(leaves) && leaves) throw Interrupted(SIGTERM);
+  bool leaves = some_leave && told_to_leave_;
+  bool agreed = true;
+  if (some_leave && agreed_[terminated] > 1 && worker_.leaves_in_turn()) {
+    const auto& completed = worker_.strategy().completed_sections();
+    const auto agreed_in = completed.generation;
+    leaves = is_first_to_leave() && leaves;
+    agreed = completed.generation == agreed_in;  // else others are left than had agreed
+  }
+  if (agreed && recovery_.change(leaves) && leaves) throw Interrupted(SIGTERM);
   if (some_leave) agreed_[terminated] = 0;
 }
 
@@ -82,6 +88,7 @@ bool Agreement::is_first_to_leave() {
 void Agreement::wait_for_newcomers(const std::function<void()>& save) {
   const auto deadline = Deadline::after(std::chrono::duration<double>(elastic().join_seconds));
   worker_.waits = true;
+  const std::shared_ptr<void> ends(nullptr, [this](void*) { worker_.waits = has_waited_ = false; });
   do {
     std::this_thread::sleep_for(kBetweenQuestions);
     has_waited_ = worker_.strategy().is_chief() && deadline.passed();
@@ -96,7 +103,6 @@ void Agreement::wait_for_newcomers(const std::function<void()>& save) {
                               " s"));
     }
   } while (too_few());
-  worker_.waits = has_waited_ = false;
 }
 
 bool Agreement::enough_remain() const { return workers() - agreed_[terminated] >= elastic().min_workers; }

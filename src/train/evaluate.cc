@@ -11,7 +11,6 @@
 #include "strategy/strategy_impl.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/evaluate.h"
-#include "train/fit_worker.h"
 #include "train/model_impl.h"
 
 namespace lockstep {
@@ -139,7 +138,7 @@ Logs evaluate_here(const Model& model, const Dataset& data, const EvaluateOption
   impl.fetch();
   std::int64_t batches = 0;
   Logs logs;
-  train::go_on_in(impl, "evaluate", [&] { std::tie(batches, logs) = evaluate_batches(model, data, options.steps); });
+  impl.on_all_in_section("evaluate", [&] { std::tie(batches, logs) = evaluate_batches(model, data, options.steps); });
   if (options.verbose > 0 && impl.strategy.is_chief()) train::print_line(text(batches, "/", batches), logs);
   return logs;
 }
@@ -163,7 +162,7 @@ Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
   impl.build_for(data, "predict");
   impl.fetch();
   std::vector<Tensor> outputs;
-  train::go_on_in(impl, "predict", [&] { outputs = predict_batches(*this, data, options.steps); });
+  impl.on_all_in_section("predict", [&] { outputs = predict_batches(*this, data, options.steps); });
   return at::cat(outputs).contiguous();  // convolutions on CPUs leave channels last
 }
 

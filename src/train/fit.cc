@@ -67,7 +67,7 @@ class Fit {
       steps_ = impl_.servers() == nullptr ? train::local_steps(impl_, data_, options_)
                                           : train::assigned_steps(impl_, data_, options_);
       attach_callbacks();
-      if (strategy.is_newcomer() ? join() : begin()) train();
+      train();
     });
     if (options_.steps_per_epoch > 0) ++impl_.data_epochs;  // all epochs of this fit came from one epoch of data
     return progress().history;
@@ -97,8 +97,9 @@ class Fit {
   }
 
   void train() {
-    for (bool ended = false; !ended;) {
+    for (bool begun = false, ended = false; !ended;) {
       try {
+        if (!std::exchange(begun, true) && !(unwrap(impl_.strategy).is_newcomer() ? join() : begin())) return;
         // A training that was interrupted after a callback asked it to stop in the middle of an epoch still finishes
         // that epoch.
         while (progress().epoch < options_.epochs && (!stopping() || progress().batch > 0)) run_epoch();
@@ -264,6 +265,8 @@ class Fit {
     each([](Callback& callback) {
       try {
         callback.on_interrupt();
+      } catch (const StateLost&) {  // the next callback must not save what is left
+        throw;
       } catch (const std::exception& error) {
         log_warning(text("a callback could not save at the interruption: ", error.what()));
       }

@@ -30,18 +30,27 @@ void FitWorker::take_state(std::string_view printed) {
   for (const auto& change : changes) change();
 }
 
-void go_on_in(ModelImpl& impl, const std::string& what, const std::function<void()>& act) {
-  auto& strategy = unwrap(impl.strategy);
-  const bool is_in_section = impl.fitting || strategy.completed_sections().is_in_one;
-  if (is_in_section || impl.gradients == nullptr || !strategy.is_elastic()) return act();
-  FitWorker worker(impl, what, [] {});
-  Recovery recovery(worker);
-  const auto all = [&] {
-    act();
-    impl.workers().any(false);  // where it returns on one, all have the outcome
-    return Recovery::Numbers();
-  };
-  recovery.run(all, [](const auto&) {});
+}  // namespace lockstep::train
+
+namespace lockstep {
+
+ModelImpl::Numbers ModelImpl::in_section(const std::string& what, const std::function<Numbers()>& act) {
+  auto& all = unwrap(strategy);
+  if (!all.is_elastic() || all.completed_sections().is_in_one || gradients == nullptr) return act();
+  if (section_of_fit) return section_of_fit(act);
+  train::FitWorker worker(*this, what, [] {});
+  train::Recovery recovery(worker);
+  Numbers completed;
+  recovery.run(act, [&](const auto& numbers) { completed = numbers; });
+  return completed;
 }
 
-}  // namespace lockstep::train
+void ModelImpl::on_all_in_section(const std::string& what, const std::function<void()>& act) {
+  in_section(what, [&] {
+    act();
+    if (unwrap(strategy).is_elastic()) workers().any(false);
+    return Numbers();
+  });
+}
+
+}  // namespace lockstep

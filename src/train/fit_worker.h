@@ -33,7 +33,4 @@ class FitWorker final : public TrainingWorker {
   const std::function<void()> become_chief_;
 };
 
-// Outside of a fit: calls act(), which is collective over the workers; again where one is lost meanwhile.
-void go_on_in(ModelImpl& impl, const std::string& what, const std::function<void()>& act);
-
 }  // namespace lockstep::train

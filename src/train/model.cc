@@ -67,24 +67,6 @@ void ModelImpl::require_trainable() const {
       "the model has no trainable parameter: are all frozen, or was a submodule not registered (register_module)?");
 }
 
-void ModelImpl::do_again_after_losses(const std::function<void()>& act) const {
-  if (!section_of_fit || unwrap(strategy).completed_sections().is_in_one) return act();
-  section_of_fit([&] {
-    act();
-    return Numbers();
-  });
-}
-
-bool ModelImpl::chief_says(const std::function<bool()>& says) const {
-  const auto ask = [&] {
-    Numbers said{workers().rank() == 0 && says() ? 1.0 : 0.0};
-    workers().sum(said);
-    return said;
-  };
-  const bool is_free = section_of_fit && !unwrap(strategy).completed_sections().is_in_one;
-  return (is_free ? section_of_fit(ask) : ask()).front() > 0;
-}
-
 void ModelImpl::require_compiled(const char* caller) const {
   if (!compiled)
     throw InvalidArgument(

@@ -78,16 +78,15 @@ class ModelImpl {
 
   const Communicator& workers() const { return unwrap(strategy).workers(); }
 
-  // Calls act(), which is collective over the workers; in a fit of an elastic strategy again where one of them is lost
-  // meanwhile.
-  void do_again_after_losses(const std::function<void()>& act) const;
-
-  // What says() returns on the chief, on all. Likewise.
-  bool chief_says(const std::function<bool()>& says) const;
-
-  // Of a fit that runs: calls act(), as a section (elastic/sections.h), and returns its numbers.
+  // Calls act(), which is collective over the workers; with an elastic strategy as a section (elastic/sections.h), so
+  // that it is called again where one of them is lost meanwhile. Returns its numbers, which are equal on all. `what`:
+  // for messages, where no fit runs.
   using Numbers = std::vector<double>;
-  std::function<Numbers(const std::function<Numbers()>& act)> section_of_fit;
+  Numbers in_section(const std::string& what, const std::function<Numbers()>& act);
+  std::function<Numbers(const std::function<Numbers()>& act)> section_of_fit;  // of a fit that runs
+
+  // The same for what each worker does for itself: where it returns on one, all have completed it.
+  void on_all_in_section(const std::string& what, const std::function<void()>& act);
 
   // The processes that make the same steps: the strategy's workers, or the optimizer's GradientRanks. Requires build
   // and compile.

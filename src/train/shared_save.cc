@@ -1,9 +1,9 @@
 #include "train/shared_save.h"
 
 #include <ATen/core/grad_mode.h>
+#include <unistd.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <utility>
 #include <vector>
 
@@ -131,13 +131,12 @@ SharedSave SharedSave::begin(ModelImpl& impl, const std::string& path, bool weig
   Place place;
   workers.run_on_rank_0([&] {
     save.archive = std::make_shared<checkpoint::SharedArchive>(path, std::move(small), names_of(tensors));
-    place = {std::filesystem::absolute(save.archive->temporary()).string(),
-             static_cast<std::int64_t>(save.archive->large_begin())};
+    place = {save.archive->temporary(), static_cast<std::int64_t>(save.archive->large_begin())};
   });
   place = Place::parse(workers.broadcast(place.print()));
 
-  // Each worker that sees the file is a writer.
-  const bool sees = rank == 0 || std::filesystem::exists(place.file);
+  // Each worker that may write to the file does.
+  const bool sees = rank == 0 || ::access(place.file.c_str(), W_OK) == 0;
   std::vector<int> writers;  // [rank]: its number among them, or -1
   int count = 0;
   for (const auto& said : workers.all_gather(sees ? "sees" : "")) writers.push_back(said.empty() ? -1 : count++);

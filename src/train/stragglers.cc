@@ -10,6 +10,7 @@ namespace {
 
 constexpr std::size_t kWindow = 10;  // steps
 constexpr double kSlow = 1.5;        // times as long as the others
+constexpr double kNoticed = 1e-3;    // seconds by which it must be longer: less is the system's scheduling
 
 double median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>((values.size() - 1) / 2);
@@ -36,7 +37,7 @@ std::string Stragglers::count(std::span<const double> seconds) {
   const auto slowest = std::max_element(usual.begin(), usual.end());
   const double longest = *slowest, others = median(usual);
   const int before = suspect_;
-  suspect_ = longest >= kSlow * others ? static_cast<int>(slowest - usual.begin()) : -1;
+  suspect_ = longest >= kSlow * others && longest - others >= kNoticed ? static_cast<int>(slowest - usual.begin()) : -1;
   if (suspect_ < 0) named_ = -1;
   if (suspect_ < 0 || suspect_ != before || suspect_ == named_) return {};
   named_ = suspect_;

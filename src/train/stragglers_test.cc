@@ -33,6 +33,7 @@ TEST(Stragglers, AFewSlowStepsAreNone) {
   }
   EXPECT_EQ(first_named(stragglers, 100, {0.02, 0.029}).first, 0);
   EXPECT_EQ(first_named(stragglers, 100, {0.02}).first, 0);
+  EXPECT_EQ(first_named(stragglers, 100, {0.0001, 0.0003}).first, 0);
 }
 
 TEST(Stragglers, AreLookedForAnewWithOtherWorkers) {

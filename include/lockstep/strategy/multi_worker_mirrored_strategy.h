@@ -64,7 +64,7 @@ struct MultiWorkerMirroredOptions {
   // host memory. After a worker is lost in the middle of an update, the others' variables are partly updated: begin
   // again from a checkpoint. ZeRO stage 1 (Rajbhandari et al. 2020), PyTorch's ZeroRedundancyOptimizer.
   //
-  // With `elastic` a worker also has the state of a neighbour's share, on another host where there are several: 2/N of
+  // With `elastic` a worker also has the state of a neighbour's share, on another host where that is possible: 2/N of
   // the memory, and the others go on when one is lost. Where both are lost at once, fit goes back to the last backup of
   // BackupAndRestore; without one, and in ElasticLoop, StateLost is thrown on all. After Gemini (Wang et al., SOSP 2023).
   bool shard_optimizer_state = false;

@@ -5,6 +5,20 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
+namespace {
+
+// What says() returns on the chief, on all.
+bool chief_says(ModelImpl& impl, const std::function<bool()>& says) {
+  const auto ask = [&] {
+    const auto& workers = impl.workers();
+    ModelImpl::Numbers said{workers.rank() == 0 && says() ? 1.0 : 0.0};
+    workers.sum(said);
+    return said;
+  };
+  return impl.in_section("a checkpoint", ask).front() > 0;
+}
+
+}  // namespace
 
 void BackgroundSave::begin(ModelImpl& impl, What what) {
   give_up(std::chrono::seconds(0));
@@ -13,8 +27,12 @@ void BackgroundSave::begin(ModelImpl& impl, What what) {
   archive_ = save.archive;
   path_ = what.path;
   begun_in_ = impl.workers().regroups();
-  if (!archive_) return writer_.start(std::move(save.write));
-  writer_.start([write = std::move(save.write), around = std::move(what.around)] { around(write); });
+  if (archive_) {
+    writer_.start([write = std::move(save.write), around = std::move(what.around)] { around(write); });
+  } else {
+    writer_.start(std::move(save.write));
+  }
+  impl.workers().any(false);  // where it returns on one, all have begun
 }
 
 void BackgroundSave::finish(const ModelImpl& impl) {
@@ -50,14 +68,19 @@ void BackgroundSave::finish(const ModelImpl& impl) {
   path_.reset();
 }
 
-bool BackgroundSave::is_lost(const ModelImpl& impl) {
-  const auto now = impl.workers().regroups();
+bool BackgroundSave::was_lost(ModelImpl& impl) {
+  return chief_says(impl, [this] { return was_lost_; });
+}
+
+bool BackgroundSave::is_lost(ModelImpl& impl) {
+  const auto& completed = unwrap(impl.strategy).completed_sections();
+  const auto now = completed.generation;  // the same on all, unlike the number of a worker's regroups
   if (!seen_ || *seen_ == now) {
     seen_ = now;
     return false;
   }
-  const bool lost = impl.chief_says([this] { return !is_whole(); });
-  seen_ = impl.workers().regroups();
+  const bool lost = chief_says(impl, [this] { return !is_whole(); });
+  seen_ = completed.generation;
   if (lost) give_up(std::chrono::seconds(0));
   return lost;
 }

@@ -26,16 +26,18 @@ class BackgroundSave {
   // IoError on all.
   void begin(ModelImpl& impl, What what);
 
-  // Waits until all workers have written what was begun. Collective; throws IoError on all. Afterwards was_lost says
-  // whether it is not whole since workers were lost; and is_pending, before, whether anything was begun.
+  // Waits until all workers have written what was begun. Collective; throws IoError on all. Afterwards was_lost, which
+  // is collective too, returns whether it is not whole since workers were lost.
   void finish(const ModelImpl& impl);
-  bool was_lost() const { return was_lost_; }
+  bool was_lost(ModelImpl& impl);
+
+  // Whether anything was begun, and not finished.
   bool is_pending() const { return path_.has_value(); }
 
   // With an elastic strategy: whether the workers are others than when this was last called, which is the same for all
   // of them; and whether what was begun, with those before, was given up since it is not whole, on all. Not collective,
   // unless there are others. A first call, as a fit begins or this worker joins one, returns false.
-  bool is_lost(const ModelImpl& impl);
+  bool is_lost(ModelImpl& impl);
 
   // Gives up what was begun, unless it becomes whole in this time; a fit ends. Not collective.
   void give_up(std::chrono::seconds after) noexcept;
@@ -48,7 +50,7 @@ class BackgroundSave {
   std::optional<std::string> path_;                     // of what was begun, until it is known to be whole
   bool was_lost_ = false;
   std::int64_t begun_in_ = 0;         // which Group, by its number of regroups
-  std::optional<std::int64_t> seen_;  // the Group of the last call of is_lost
+  std::optional<std::int64_t> seen_;  // the generation at the last call of is_lost
 };
 
 }  // namespace lockstep

@@ -27,8 +27,11 @@ namespace {
 // After a restart, processes of the job that was killed may still hold the lock.
 constexpr std::chrono::seconds kForOneThatEnds(2);
 
-// Where a fit throws while all write a checkpoint: for the others' parts.
-constexpr std::chrono::seconds kForOtherWorkers(10);
+// How long a fit that throws waits for the others' parts of a checkpoint; not where the others go on, and write
+// another.
+std::chrono::seconds for_other_workers(const Model& model) {
+  return std::chrono::seconds(unwrap(model.strategy()).is_elastic() ? 0 : 10);
+}
 
 void require_not_negative(const char* what, std::int64_t value) {
   if (value < 0) throw InvalidArgument(text(what, " is ", value, "; it must be 0 or more"));
@@ -89,7 +92,7 @@ void require_no_servers(const char* callback, bool background, const Model& mode
 // Saves, also where the chief is lost meanwhile: then the next one does. Returns why that cannot be done; else empty.
 std::string saved_or_why(const Model& model, const char* callback, const std::function<void()>& save) {
   std::string problem;
-  unwrap(model).do_again_after_losses([&] {
+  unwrap(model).on_all_in_section(callback, [&] {
     problem.clear();
     try {
       save();
@@ -204,12 +207,12 @@ void ModelCheckpoint::begin_to_write(const std::string& path) {
 }
 
 void ModelCheckpoint::finish_writing() {
-  const auto& impl = unwrap(model());
+  auto& impl = unwrap(model());
   for (bool lost = true; lost;) {
     const bool pending = background_->is_pending();  // else problem_ is of one that could not be begun
     const auto problem = save_or_warn(model(), "ModelCheckpoint", [&] { background_->finish(impl); });
     if (pending) problem_ = problem;
-    lost = impl.chief_says([this] { return background_->was_lost(); });
+    lost = background_->was_lost(impl);
     if (lost) make_again();
   }
 }
@@ -219,7 +222,7 @@ void ModelCheckpoint::make_again() {
   begin_to_write(written_);
 }
 
-void ModelCheckpoint::detach() noexcept { background_->give_up(kForOtherWorkers); }
+void ModelCheckpoint::detach() noexcept { background_->give_up(for_other_workers(model())); }
 
 void ModelCheckpoint::on_train_end() {
   if (options_.background) finish_writing();
@@ -367,7 +370,7 @@ void BackupAndRestore::on_epoch_end(int, const Logs&) {
 void BackupAndRestore::on_interrupt() { back_up(); }
 
 void BackupAndRestore::detach() noexcept {
-  background_->give_up(kForOtherWorkers);
+  background_->give_up(for_other_workers(model()));
   lock_.reset();
 }
 
