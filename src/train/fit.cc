@@ -61,7 +61,7 @@ class Fit {
     impl_.stopping = impl_.agreed_to_stop = impl_.out_of_data = false;
     const auto& strategy = unwrap(impl_.strategy);
     strategy.abort_on_error([this] { build_for_first_batch(); });
-    strategy.abort_on_error(peers(), [this, &strategy] {
+    strategy.abort_on_error(peers(), [this] {
       impl_.gradients->prepare();
       compare();
       steps_ = impl_.servers() == nullptr ? train::local_steps(impl_, data_, options_)

@@ -66,7 +66,8 @@ struct MultiWorkerMirroredOptions {
   //
   // With `elastic` a worker also has the state of a neighbour's share, on another host where that is possible: 2/N of
   // the memory, and the others go on when one is lost. Where both are lost at once, fit goes back to the last backup of
-  // BackupAndRestore; without one, and in ElasticLoop, StateLost is thrown on all. After Gemini (Wang et al., SOSP 2023).
+  // BackupAndRestore; without one, and in ElasticLoop, StateLost is thrown on all. After Gemini (Wang et al., SOSP
+  // 2023).
   bool shard_optimizer_state = false;
 
   // Empty: a worker that is lost ends the training. Only where all workers read the same data (AutoShardPolicy::data,
