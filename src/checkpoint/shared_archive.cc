@@ -34,6 +34,15 @@ std::string word_of(const std::string& temporary, int writer) {
   return text(temporary.substr(0, before), kWord, temporary.substr(dot + 1), "-", writer);
 }
 
+// The random number in a word's name behind its prefix, "RANDOM-WRITER", also while that is written; else nothing.
+std::string random_in(const std::string& name) {
+  const auto digits = name.find_first_not_of("0123456789abcdef");
+  if (digits == 0 || digits == std::string::npos || name[digits] != '-') return {};
+  const auto end = name.find_first_not_of("0123456789", digits + 1);
+  const bool is_word = end != digits + 1 && (end == std::string::npos || name.substr(end).starts_with(kTemporary));
+  return is_word ? name.substr(0, digits) : "";
+}
+
 // Removes the words about files of `path` that are not there any more: their first writers were killed.
 void remove_stale_words(const std::string& path) {
   const auto whole = absolute_path(path);
@@ -42,9 +51,11 @@ void remove_stale_words(const std::string& path) {
   for (fs::directory_iterator entry(whole.parent_path(), ended), end; !ended && entry != end; entry.increment(ended)) {
     const auto name = entry->path().filename().string();
     if (!name.starts_with(prefix)) continue;
-    const auto random = name.substr(prefix.size(), name.rfind('-') - prefix.size());
+    const auto random = random_in(name.substr(prefix.size()));
     std::error_code ignored;
-    if (!fs::exists(text(whole.string(), kTemporary, random), ignored)) fs::remove(entry->path(), ignored);
+    if (!random.empty() && !fs::exists(text(whole.string(), kTemporary, random), ignored)) {
+      fs::remove(entry->path(), ignored);
+    }
   }
 }
 

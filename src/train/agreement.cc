@@ -45,6 +45,7 @@ void Agreement::agree(bool stops) {
     return checked(std::move(sums));
   };
   recovery_.run(sum, [this](const auto& sums) { finish(sums); });
+  end();
 }
 
 int Agreement::signal() const {
@@ -54,20 +55,24 @@ int Agreement::signal() const {
 
 void Agreement::change_workers(const std::function<void()>& save) {
   if (!worker_.strategy().is_elastic() || agreed_[interrupted] > 0 || stopping()) return;
+  if (!is_of_these_workers()) return agree_again();
   if (too_few()) wait_for_newcomers(save);
   const bool some_leave = agreed_[terminated] > 0 && enough_remain();
   if (agreed_[newcomers] == 0 && !some_leave) return;
   bool leaves = some_leave && told_to_leave_;
-  bool agreed = true;
   if (some_leave && agreed_[terminated] > 1 && worker_.leaves_in_turn()) {
-    const auto& completed = worker_.strategy().completed_sections();
-    const auto agreed_in = completed.generation;
     leaves = is_first_to_leave() && leaves;
-    agreed = completed.generation == agreed_in;  // else others are left than had agreed
+    if (!is_of_these_workers()) return agree_again();
   }
-  if (agreed && recovery_.change(leaves) && leaves) throw Interrupted(SIGTERM);
-  if (some_leave) agreed_[terminated] = 0;
+  if (recovery_.change(leaves) && leaves) throw Interrupted(SIGTERM);
+  if (some_leave) agree_again();
 }
+
+// Whether the sections since, in callbacks, were completed by those that agreed.
+bool Agreement::is_of_these_workers() const { return worker_.strategy().completed_sections().generation == agreed_in_; }
+
+// Who is told to leave says so again behind the next step.
+void Agreement::agree_again() { agreed_[terminated] = 0; }
 
 // Of several; the others leave behind the next steps. Collective.
 bool Agreement::is_first_to_leave() {

@@ -29,6 +29,9 @@ class Agreement {
   std::array<double, kSize> mine(bool stops);
   void finish(std::span<const double> sums);
 
+  // Behind the section in which finish was called.
+  void end() { agreed_in_ = worker_.strategy().completed_sections().generation; }
+
   // The same sums. Throws InvalidArgument where another worker was in a sum of something else.
   std::vector<double> checked(std::vector<double> sums) const;
 
@@ -54,6 +57,8 @@ class Agreement {
   enum Place { stops_, interrupted, terminated, newcomers, waited, mark };
   static constexpr double kMark = 0x5eed'1d'ea;  // that no other sum is likely to have in its place
 
+  bool is_of_these_workers() const;
+  void agree_again();
   bool is_first_to_leave();
   bool enough_remain() const;
   bool too_few() const;
@@ -64,6 +69,7 @@ class Agreement {
   const SignalGuard& signals_;
   const std::function<const Communicator&()> peers_;
   std::array<double, kSize> agreed_{};
+  std::int64_t agreed_in_ = 0;  // the generation
   bool has_waited_ = false;     // the chief, for newcomers, as long as it may
   bool told_to_leave_ = false;  // when this worker last said what it has in it
 };

@@ -135,6 +135,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
       place.position = batches.position();
       done({sums.begin(), sums.begin() + static_cast<std::ptrdiff_t>(count)});
     });
+    agreement_.end();
   }
 
   // With random numbers of its own, however often it is called.

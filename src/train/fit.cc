@@ -127,13 +127,15 @@ class Fit {
           if (change) change();
         });
         found = true;
+        if (!change) break;
+        impl_.agreed_to_stop = false;
+        ended_epoch_.reset();
+        agree();
       } catch (const StateLost&) {  // once more
+        found = false;
       }
     }
     if (!change) throw StateLost(loss + ". BackupAndRestore makes checkpoints to which fit can go back");
-    impl_.agreed_to_stop = false;
-    ended_epoch_.reset();
-    agree();
     if (!impl_.strategy.is_chief()) return;
     log_warning(text("fit: ", loss, "; it goes on from the last checkpoint, in epoch ", progress().epoch + 1, " after ",
                      progress().batch, " steps"));
@@ -219,6 +221,7 @@ class Fit {
       impl_.agreed_to_stop = agreement_.stopping();
       look_for_stragglers(sums);
     });
+    agreement_.end();
   }
 
   // What this worker has computed since its last step, among zeros: [rank].

@@ -114,7 +114,7 @@ class ModelImpl {
                   const std::function<std::string(std::int64_t)>& follow);
 
   // Collective over the workers. The chief reads the file for all workers, and writes what save_state returns.
-  Archive read_for_all(const std::string& path) const;
+  Archive read_for_all(const std::string& path);
   Archive save_weights() const;
   void load_weights(Archive archive);
   Archive save_state();

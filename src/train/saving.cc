@@ -127,10 +127,12 @@ void Model::save_weights(const std::string& path) const {
         "save_weights: the rows of a ShardedEmbedding are on servers; save_checkpoint saves them, and so do the "
         "callbacks that write full checkpoints");
   }
+  if (is_newcomer(*impl_)) return;
   impl_->once([&] {
-    const auto archive = impl_->save_weights();
-    if (is_newcomer(*impl_)) return;
-    impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
+    impl_->on_all_in_section("save_weights", [&] {
+      const auto archive = impl_->save_weights();
+      impl_->workers().run_on_rank_0([&] { write_archive(path, archive); });
+    });
   });
 }
 
@@ -161,10 +163,12 @@ void Model::save_checkpoint(const std::string& path) const {
   impl_->require_compiled("save_checkpoint");
   if (is_newcomer(*impl_)) return;
   if (impl_->servers() != nullptr) return impl_->once([&] { impl_->save_with_servers(path); });
-  const auto archive = impl_->save_state();
-  impl_->workers().run_on_rank_0([&] {
-    write_archive(path, archive);
-    checkpoint::remove_rows_but(path, "");  // of a checkpoint that was made with parameter servers
+  impl_->on_all_in_section("save_checkpoint", [&] {
+    const auto archive = impl_->save_state();
+    impl_->workers().run_on_rank_0([&] {
+      write_archive(path, archive);
+      checkpoint::remove_rows_but(path, "");  // of a checkpoint that was made with parameter servers
+    });
   });
 }
 
@@ -233,10 +237,10 @@ void ModelImpl::load_with_servers(const std::string& path) {
 }
 
 // Other workers may not see the chief's disk.
-Archive ModelImpl::read_for_all(const std::string& path) const {
+Archive ModelImpl::read_for_all(const std::string& path) {
   const auto file = checkpoint_file(path);
   std::string bytes;
-  workers().run_on_rank_0([&] {
+  const auto read_on_chief = [&] {
     if (path.empty()) {
       throw InvalidArgument(
           "the path of the checkpoint is empty: latest_checkpoint returns \"\" where its folder has no checkpoint");
@@ -246,8 +250,11 @@ Archive ModelImpl::read_for_all(const std::string& path) const {
     if (checkpoint::file_exists(checkpoint::rows_folder(file))) {
       bytes = checkpoint::print_archive(checkpoint::ShardedArchive(file).whole());
     }
+  };
+  on_all_in_section("reading a checkpoint", [&] {
+    workers().run_on_rank_0(read_on_chief);
+    bytes = workers().broadcast(bytes);
   });
-  bytes = workers().broadcast(bytes);
   return checkpoint::parse_archive(file, std::as_bytes(std::span(bytes)));
 }
 

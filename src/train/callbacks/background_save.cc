@@ -61,12 +61,14 @@ void BackgroundSave::finish(const ModelImpl& impl) {
       if (problem.empty() && !others_left) throw;
     }
     if (!problem.empty()) throw IoError(problem);
-    lost = !is_whole();
+    lost = was_lost_ || !is_whole();  // was: where this is repeated
   });
   was_lost_ = workers.any(lost);
   archive_.reset();
   path_.reset();
 }
+
+void BackgroundSave::start(const ModelImpl& impl) { seen_ = unwrap(impl.strategy).completed_sections().generation; }
 
 bool BackgroundSave::was_lost(ModelImpl& impl) {
   return chief_says(impl, [this] { return was_lost_; });
@@ -75,10 +77,7 @@ bool BackgroundSave::was_lost(ModelImpl& impl) {
 bool BackgroundSave::is_lost(ModelImpl& impl) {
   const auto& completed = unwrap(impl.strategy).completed_sections();
   const auto now = completed.generation;  // the same on all, unlike the number of a worker's regroups
-  if (!seen_ || *seen_ == now) {
-    seen_ = now;
-    return false;
-  }
+  if (seen_ == now) return false;
   const bool lost = chief_says(impl, [this] { return !is_whole(); });
   seen_ = completed.generation;
   if (lost) give_up(std::chrono::seconds(0));

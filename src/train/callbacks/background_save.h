@@ -34,9 +34,12 @@ class BackgroundSave {
   // Whether anything was begun, and not finished.
   bool is_pending() const { return path_.has_value(); }
 
+  // A fit begins, or this worker comes to one. Not collective.
+  void start(const ModelImpl& impl);
+
   // With an elastic strategy: whether the workers are others than when this was last called, which is the same for all
   // of them; and whether what was begun, with those before, was given up since it is not whole, on all. Not collective,
-  // unless there are others. A first call, as a fit begins or this worker joins one, returns false.
+  // unless there are others.
   bool is_lost(ModelImpl& impl);
 
   // Gives up what was begun, unless it becomes whole in this time; a fit ends. Not collective.
@@ -49,8 +52,8 @@ class BackgroundSave {
   std::shared_ptr<checkpoint::SharedArchive> archive_;  // on the chief
   std::optional<std::string> path_;                     // of what was begun, until it is known to be whole
   bool was_lost_ = false;
-  std::int64_t begun_in_ = 0;         // which Group, by its number of regroups
-  std::optional<std::int64_t> seen_;  // the generation at the last call of is_lost
+  std::int64_t begun_in_ = 0;  // which Group, by its number of regroups
+  std::int64_t seen_ = 0;      // the generation at the last call of is_lost
 };
 
 }  // namespace lockstep

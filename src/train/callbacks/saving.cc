@@ -143,7 +143,7 @@ void ModelCheckpoint::on_train_begin() {
         text("ModelCheckpoint: no log is called {", name, "} as in ", filepath_, why, "; there are ", join(names)));
   });
   require_no_servers("ModelCheckpoint", options_.background, model());
-  background_->is_lost(impl);
+  background_->start(impl);
   impl.workers().run_on_rank_0([&] { checkpoint::require_writable_folder(fixed_folder_of(filepath_)); });
 }
 
@@ -258,7 +258,7 @@ BackupAndRestore::BackupAndRestore(std::string backup_dir, BackupAndRestoreOptio
 void BackupAndRestore::on_train_begin() {
   auto& impl = unwrap(model());
   require_no_servers("BackupAndRestore", options_.background, model());
-  background_->is_lost(impl);
+  background_->start(impl);
   bool there = false;
   impl.workers().run_on_rank_0([&] {
     const bool done_here = checkpoint::keep_at_success(file_);
@@ -352,7 +352,7 @@ std::function<void()> BackupAndRestore::load(const Archive& archive, const std::
   return [this, stopping = archive.integer(prefix + "/stopping") != 0] { unwrap(model()).stopping = stopping; };
 }
 
-void BackupAndRestore::on_join() { background_->is_lost(unwrap(model())); }
+void BackupAndRestore::on_join() { background_->start(unwrap(model())); }
 
 void BackupAndRestore::on_train_batch_end(std::int64_t batch, const Logs&) {
   if (background_->is_lost(unwrap(model()))) {
