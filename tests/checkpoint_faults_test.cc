@@ -1,18 +1,17 @@
 // Checkpoints where the disk is full, or has altered what was written.
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
-#include <sys/mount.h>
 #include <torch/nn/module.h>
 
 #include <ATen/ATen.h>
 
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
 #include "fails_after.h"
+#include "small_disk.h"
 
 namespace lockstep {
 namespace {
@@ -34,26 +33,6 @@ Dataset noise() {
 }
 
 Tensor weights(const Sequential& model) { return model.module<torch::nn::Module>()->parameters()[0].clone(); }
-
-// A file system of one megabyte.
-class SmallDisk {
- public:
-  explicit SmallDisk(fs::path folder) : folder_(std::move(folder)) {
-    if (mount("none", folder_.c_str(), "tmpfs", 0, "size=1m") != 0) {
-      throw std::runtime_error(std::string("cannot mount a file system: ") + std::strerror(errno));
-    }
-  }
-  ~SmallDisk() { umount2(folder_.c_str(), MNT_DETACH); }
-  void fill() const {
-    std::ofstream filler(folder_ / "filler");
-    for (const std::string bytes(1 << 16, 'x'); filler << bytes << std::flush;) {
-    }
-  }
-  void make_room() const { fs::remove(folder_ / "filler"); }
-
- private:
-  const fs::path folder_;
-};
 
 void alter(const fs::path& file) {
   std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);

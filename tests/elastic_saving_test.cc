@@ -11,6 +11,7 @@
 #include "base/fresh_folder_testing.h"
 #include "base/text.h"
 #include "tests/elastic_job.h"
+#include "tests/small_disk.h"
 
 namespace lockstep {
 namespace {
@@ -93,6 +94,23 @@ TEST_F(ElasticSaving, ANewcomerJoinsWhileTheOthersWriteInTheBackground) {
   EXPECT_NE(job.text().find("fit goes on with 3 workers (2 before)"), std::string::npos) << job.text();
   for (int epoch = 1; epoch <= kEpochs; ++epoch)
     EXPECT_TRUE(std::filesystem::exists(folder / text("ckpt-", epoch, ".safetensors"))) << job.text();
+}
+
+// Written by the chief, or in the background by all. There is room again before the last checkpoints.
+TEST_F(ElasticSaving, AFullDiskDoesNotEndTheTraining) {
+  for (const int background : {0, 1}) {
+    SCOPED_TRACE(background);
+    const auto folder = fresh_folder("elastic_saving", text("full_disk_", background));
+    const SmallDisk disk(folder);
+    disk.fill();
+    auto job = run(
+        {text("BACKGROUND=", background), text("SHARD=", background), "STEP_MS=20", text("FOLDER=", folder.string())},
+        3);
+    job.wait_for("training goes on without this checkpoint", 30);
+    disk.make_room();
+    expect_trained(job, 3);
+    EXPECT_TRUE(std::filesystem::exists(folder / text("ckpt-", kEpochs, ".safetensors"))) << job.text();
+  }
 }
 
 TEST_F(ElasticSaving, FourWorkersStopAndThreeOrFiveGoOn) {
