@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
+#include <sstream>
 #include <thread>
 
 #include "base/file_descriptor.h"
@@ -19,14 +20,13 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::chrono::milliseconds kBetweenLooks(10);  // for another writer's word that it has finished
+constexpr const char* kWord = ".part.";
 
 std::size_t bytes_of(const NamedTensors& tensors) {
   std::size_t bytes = 0;
   for (const auto& [name, info] : tensors) bytes += info.bytes();
   return bytes;
 }
-
-constexpr const char* kWord = ".part.";
 
 // Where a writer says that its part is written, and its checksum: "FILE.part.RANDOM-WRITER" for "FILE.tmp.RANDOM".
 std::string word_of(const std::string& temporary, int writer) {
@@ -59,7 +59,7 @@ void remove_stale_words(const std::string& path) {
   }
 }
 
-// Opens the folder, since file systems between hosts may otherwise take for missing what was there no moment ago.
+// Opens the folder first, since a network's file system may otherwise still take for missing what has come.
 bool has_come(const std::string& word) {
   const FileDescriptor folder(::open(fs::path(word).parent_path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   return file_exists(word);
@@ -133,15 +133,12 @@ SharedArchive::Written SharedArchive::wait_for(int writer, Deadline deadline) co
   }
   const auto bytes = read_file(word);
   const std::string said(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-  const auto space = said.find(' ');
-  const auto crc = whole_number(said.substr(0, space)),
-             count = whole_number(said.substr(std::min(space, said.size() - 1) + 1));
+  Written written{};
+  std::istringstream(said) >> written.crc >> written.bytes;
   const auto part = part_of_writer(large_, writer, writers_);
-  if (!crc || !count || static_cast<std::size_t>(*count) != part.size()) {
-    throw IoError(text("cannot write ", path_, ": writer ", writer, " says \"", said, "\" of its part of ", part.size(),
-                       " bytes"));
-  }
-  return {static_cast<std::uint32_t>(*crc), part.size()};
+  if (written.bytes == part.size()) return written;
+  throw IoError(
+      text("cannot write ", path_, ": writer ", writer, " says \"", said, "\" of its part of ", part.size(), " bytes"));
 }
 
 void write_part(const std::string& temporary, std::size_t large_begin, std::size_t begin, const Pieces& part,

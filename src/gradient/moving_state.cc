@@ -87,7 +87,7 @@ void MovingState::move(GradientSync& sync, Updater& updater) {
   for (std::size_t rank = 0; rank < all.size(); ++rank) (all[rank].empty() ? had : needed)[rank].clear();
   newest_of_any(all);  // throws where nobody has it
   transfer(moves_between(had, needed).moves, updater.states(), updater.states());
-  if (!place_) copy_values_to_other_replicas();
+  if (!place_) parameters_->spread_first_copy();
   place_ = Place{.rank = ranks_.rank(), .held = sync.held()};
 }
 
@@ -115,7 +115,7 @@ void MovingState::lose_state(const GradientSync& sync, Updater& updater, const s
     const auto root = std::find_if_not(all.begin(), all.end(), [](const auto& one) { return one.empty(); });
     broadcast(ranks_, {parameters_->flat(0, at::kFloat), parameters_->flat(0, at::kDouble)},
               static_cast<int>(root - all.begin()));
-    copy_values_to_other_replicas();
+    parameters_->spread_first_copy();
   }
   updater.exchange_states(updater.initial_states(sync));
   place_ = Place{.version = newest_of_any(all) + 1, .rank = ranks_.rank(), .held = sync.held()};
@@ -197,15 +197,6 @@ void MovingState::transfer(const std::vector<ShardMove>& moves, const Updater::S
     move.from == me ? messages.send(values_of(move.part), move.to) : messages.receive(values_of(move.part), move.from);
   }
   messages.exchange(ranks_);
-}
-
-void MovingState::copy_values_to_other_replicas() const {
-  for (int copy = 1; copy < parameters_->copies(); ++copy) {
-    for (const auto dtype : {at::kFloat, at::kDouble}) {
-      parameters_->flat(copy, dtype).copy_(parameters_->flat(0, dtype));
-    }
-  }
-  for (int replica = 0; replica < parameters_->replicas(); ++replica) parameters_->refresh(replica);
 }
 
 }  // namespace lockstep::gradient

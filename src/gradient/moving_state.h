@@ -54,7 +54,6 @@ class MovingState {
   void go_back_to(std::int64_t version, Updater& updater);
   std::vector<std::vector<Shard>> held_now(std::int64_t version, const std::vector<Versions>& all) const;
   void transfer(const std::vector<ShardMove>& moves, const Updater::States& from, const Updater::States& to) const;
-  void copy_values_to_other_replicas() const;
 
   const std::shared_ptr<ReplicatedParameters> parameters_;
   const Communicator ranks_;

@@ -256,6 +256,14 @@ void ReplicatedParameters::bind_first_copy(const at::Tensor& memory) {
   }
 }
 
+void ReplicatedParameters::spread_first_copy() {
+  const at::NoGradGuard no_grad;
+  for (int copy = 1; copy < copies(); ++copy) {
+    for (const auto dtype : {at::kFloat, at::kDouble}) flat(copy, dtype).copy_(flat(0, dtype));
+  }
+  for (int replica = 0; replica < replicas(); ++replica) refresh(replica);
+}
+
 std::vector<gradient::Shard> ReplicatedParameters::trainable() const {
   std::vector<gradient::Shard> whole;
   for (std::size_t i = 0; i < slots_.size(); ++i) {

@@ -95,6 +95,9 @@ class ReplicatedParameters {
     return dtype == at::kDouble ? shared_double_ : shared_float_;
   }
 
+  // Gives the other replicas copy 0's values. Not while replicas run.
+  void spread_first_copy();
+
   // Every trainable parameter whole.
   std::vector<gradient::Shard> trainable() const;
 

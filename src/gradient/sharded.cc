@@ -103,27 +103,20 @@ void Sharded::publish(const Group& replicas, Deadline deadline) {
   const bool has_all = hosts_ && ranks().size() <= 2;  // its own and the copies
   if (replica == 0 && !has_all) gather();
   replicas.barrier(deadline);
-  copy_to(replica);
-}
-
-void Sharded::publish_between_steps() {
-  gather();
-  for (int replica = 0; replica < parameters_.replicas(); ++replica) {
-    copy_to(replica);
-    parameters_.refresh(replica);
-  }
-}
-
-void Sharded::gather() {
-  for (const auto& range : ranges_) gather_in_place(ranks(), first_copy(range), range.counts);
-}
-
-void Sharded::copy_to(int replica) {
   if (replica == 0 || replica >= parameters_.copies()) return;
   const at::NoGradGuard no_grad;
   for (const auto& range : ranges_) {
     parameters_.flat(replica, range.dtype).narrow(0, range.begin, range.count).copy_(first_copy(range));
   }
+}
+
+void Sharded::publish_between_steps() {
+  gather();
+  parameters_.spread_first_copy();
+}
+
+void Sharded::gather() {
+  for (const auto& range : ranges_) gather_in_place(ranks(), first_copy(range), range.counts);
 }
 
 }  // namespace lockstep::gradient

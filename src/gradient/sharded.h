@@ -68,7 +68,6 @@ class Sharded final : public Bucketed {
   void lay_out();
   void copy_sums();
   void gather();
-  void copy_to(int replica);
   at::Tensor first_copy(const Range& range) const;
 
   ReplicatedParameters& parameters_;

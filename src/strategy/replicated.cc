@@ -212,6 +212,10 @@ LoadedCounters load_counters(const Archive& archive, const std::string& prefix, 
 
 }  // namespace
 
+std::string strategy::name_of_state(const StateSpec& state, const std::string& parameter) {
+  return state.name + "/" + parameter;
+}
+
 Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) {
   const auto save = [gradients](Archive& archive, const std::string& prefix) {
     const auto& updater = gradients->updater();
@@ -252,7 +256,8 @@ Trackable ReplicatedOptimizer::trackable() const {
     for (std::size_t i = 0; i < gradients->parameters().slots().size(); ++i) {
       const auto& slot = gradients->parameters().slots()[i];
       if (!slot.trainable || gradients->servers() != nullptr) continue;  // servers have theirs
-      for (std::size_t k = 0; k < specs.size(); ++k) visit(joined(prefix, specs[k].name + "/" + slot.name), i, k);
+      for (std::size_t k = 0; k < specs.size(); ++k)
+        visit(joined(prefix, strategy::name_of_state(specs[k], slot.name)), i, k);
     }
   };
   const auto counters = strategy::counters_of(impl_);

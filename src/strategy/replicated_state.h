@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "gradient/gradient_path.h"
 #include "lockstep/checkpoint/checkpoint.h"
@@ -13,6 +14,9 @@ namespace lockstep::strategy {
 enum class Values { all, untrained };
 enum class Buffers { of_all_workers, of_this_worker };
 Trackable values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Buffers buffers);
+
+// Under which name, behind a prefix, an archive has a state of a parameter.
+std::string name_of_state(const StateSpec& state, const std::string& parameter);
 
 // Not collective. Of an optimizer: all but the state of its rule.
 Trackable counters_of(const std::shared_ptr<GradientPath>& gradients);

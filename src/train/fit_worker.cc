@@ -23,11 +23,12 @@ std::string FitWorker::print_state() {
 
 void FitWorker::take_state(std::string_view printed) {
   const auto archive = parse_state(printed);
-  std::vector<std::function<void()>> changes{
-      load_of_newcomer(ReplicatedModule(impl_.parameters), ReplicatedOptimizer(impl_.gradients), archive),
-      impl_.load_progress(archive)};
-  impl_.load_callbacks(archive, changes);
-  for (const auto& change : changes) change();
+  const auto change_values =
+      load_of_newcomer(ReplicatedModule(impl_.parameters), ReplicatedOptimizer(impl_.gradients), archive);
+  const auto change_progress = impl_.load_progress(archive), change_callbacks = impl_.load_callbacks(archive);
+  change_values();
+  change_progress();
+  change_callbacks();
 }
 
 }  // namespace lockstep::train

@@ -45,6 +45,8 @@ namespace lockstep {
 
 class ModelImpl {
  public:
+  static constexpr const char* kOptimizer = "optimizer";  // the prefix of its state in a full checkpoint
+
   using Make = std::function<std::shared_ptr<torch::nn::Module>(const Example& sample)>;
   using Forward = std::function<Tensor(torch::nn::Module&, const Tensor&)>;
 
@@ -143,7 +145,7 @@ class ModelImpl {
   void save_callbacks(Archive& archive) const;
   std::function<void()> load_training(const Archive& archive);
   std::function<void()> load_progress(const Archive& archive);
-  void load_callbacks(const Archive& archive, std::vector<std::function<void()>>& changes) const;
+  std::function<void()> load_callbacks(const Archive& archive) const;
   void count_uncounted();
 
   // Constant after construction.

@@ -25,7 +25,7 @@
 namespace lockstep {
 namespace {
 
-constexpr const char* kOptimizer = "optimizer";
+constexpr const char* kOptimizer = ModelImpl::kOptimizer;
 constexpr const char* kCallback = "callback";
 constexpr const char* kReplica = "replica";
 constexpr const char* kTracker = "fit/tracker";
@@ -375,19 +375,23 @@ void ModelImpl::load_state(const Archive& archive, const std::function<void()>& 
 }
 
 std::function<void()> ModelImpl::change_to(const Archive& archive) {
-  std::vector<std::function<void()>> changes{load_training(archive)};
-  load_callbacks(archive, changes);
-  return [changes] {
-    for (const auto& change : changes) change();
+  const auto change_training = load_training(archive), change_callbacks = load_callbacks(archive);
+  return [change_training, change_callbacks] {
+    change_training();
+    change_callbacks();
   };
 }
 
-void ModelImpl::load_callbacks(const Archive& archive, std::vector<std::function<void()>>& changes) const {
+std::function<void()> ModelImpl::load_callbacks(const Archive& archive) const {
+  std::vector<std::function<void()>> changes;
   const auto prefixes = callback_prefixes(callbacks);
   for (std::size_t i = 0; i < callbacks.size(); ++i) {
     const bool mine = workers().rank() == 0 || !callbacks[i]->only_on_chief();
     if (mine && has_any(archive, prefixes[i])) changes.push_back(callbacks[i]->load(archive, prefixes[i]));
   }
+  return [changes] {
+    for (const auto& change : changes) change();
+  };
 }
 
 }  // namespace lockstep

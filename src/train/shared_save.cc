@@ -11,6 +11,7 @@
 #include "cluster/strings.h"
 #include "gradient/state_messages.h"
 #include "ops/dtypes.h"
+#include "strategy/replicated_state.h"
 
 namespace lockstep::train {
 namespace {
@@ -35,9 +36,11 @@ std::vector<LargeTensor> large_tensors(const ModelImpl& impl, bool weights_only)
     for (int state = -1; state < static_cast<int>(states.size()); ++state) {
       for (std::size_t slot = 0; slot < slots.size(); ++slot) {
         if (!slots[slot].trainable || slots[slot].dtype != dtype) continue;
-        const auto name = state < 0
-                              ? slots[slot].name
-                              : text("optimizer/", states[static_cast<std::size_t>(state)].name, "/", slots[slot].name);
+        auto name = slots[slot].name;
+        if (state >= 0) {
+          name =
+              text(ModelImpl::kOptimizer, "/", strategy::name_of_state(states[static_cast<std::size_t>(state)], name));
+        }
         all.push_back({name, slot, state, {ops::dtype_of(dtype), slots[slot].sizes}});
       }
     }

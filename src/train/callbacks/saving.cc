@@ -274,12 +274,7 @@ void BackupAndRestore::on_train_begin() {
     if (impl.servers() != nullptr) model().save_checkpoint(file_);  // for servers that are started again
     return;
   }
-  try {
-    model().load_checkpoint(file_);
-  } catch (const DataError& error) {  // the same on all workers
-    take_one_before(error.what());
-    model().load_checkpoint(file_);
-  }
+  load_last_whole([this] { model().load_checkpoint(file_); });
   if (!model().strategy().is_chief()) return;
   const bool at_end = impl.stopping || impl.progress.epoch >= plan().epochs;
   if (!at_end) {
@@ -297,16 +292,24 @@ std::function<void()> BackupAndRestore::on_state_lost() {
   background_->give_up(std::chrono::seconds(0));
   impl.workers().run_on_rank_0([&] { there = checkpoint::file_exists(file_); });
   if (impl.workers().broadcast(there ? "there" : "") != "there") return nullptr;
-  const auto read = [&] { return impl.change_to(impl.read_for_all(file_)); };
-  try {
-    return read();
-  } catch (const DataError& error) {  // the same on all workers
-    take_one_before(error.what());
-    return read();
-  }
+  std::function<void()> change;
+  load_last_whole([&] { change = impl.change_to(impl.read_for_all(file_)); });
+  return change;
 }
 
-// Where the last one is damaged: the one before it is the last one then.
+// Again with the one before it, where the last one is damaged.
+void BackupAndRestore::load_last_whole(const std::function<void()>& load) {
+  std::string problem;
+  try {
+    return load();
+  } catch (const DataError& error) {  // the same on all workers
+    problem = error.what();
+  }
+  take_one_before(problem);
+  load();
+}
+
+// It is the last one then.
 void BackupAndRestore::take_one_before(const std::string& problem) {
   unwrap(model()).workers().run_on_rank_0([&] {
     if (!checkpoint::file_exists(previous_)) throw DataError(problem);
