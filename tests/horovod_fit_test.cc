@@ -6,7 +6,7 @@
 
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
-#include "ddp/ranks_testing.h"
+#include "collective/on_ranks_testing.h"
 #include "horovod/ranks_testing.h"
 #include "tests/workers.h"
 #include "train/model_impl.h"
@@ -95,7 +95,7 @@ TEST(RanksOfAnOptimizer, DivideTheSameData) {
   }
   for (const auto& devices : {std::vector<std::string>{"cpu:0"}, {"cpu:0", "cpu:1"}}) {
     for (const int ranks : {2, 3}) {
-      ddp::on_ranks(ranks, [&](const Group& group) {
+      on_ranks(ranks, [&](const Group& group) {
         const auto scope = MirroredStrategy({.devices = devices}).scope();
         EXPECT_LE(largest_difference(train(with_ranks(group)), expected), 1e-9);
       });
@@ -105,7 +105,7 @@ TEST(RanksOfAnOptimizer, DivideTheSameData) {
 
 TEST(RanksOfAnOptimizer, BeginWithTheSameParameters) {
   std::vector<std::string> said(2);
-  ddp::on_ranks(2, [&](const Group& group) {
+  on_ranks(2, [&](const Group& group) {
     const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
     auto model = make_model(at::kDouble, with_ranks(group));
     if (group.rank() == 1) {

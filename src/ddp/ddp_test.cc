@@ -13,7 +13,7 @@
 #include <thread>
 
 #include "base/expect_says_testing.h"
-#include "ddp/ranks_testing.h"
+#include "collective/on_ranks_testing.h"
 #include "lockstep/collective/group_wrappers.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
 #include "lockstep/ddp/sync_batch_norm.h"

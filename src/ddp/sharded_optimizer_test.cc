@@ -10,7 +10,7 @@
 #include <mutex>
 
 #include "base/expect_says_testing.h"
-#include "ddp/ranks_testing.h"
+#include "collective/on_ranks_testing.h"
 
 namespace lockstep::ddp {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <mutex>
 
-#include "ddp/ranks_testing.h"
+#include "collective/on_ranks_testing.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
 
 namespace lockstep::ddp {

@@ -1,0 +1,5 @@
+// Models larger than a device: everything of lockstep/parallel.
+#pragma once
+
+#include "lockstep/parallel/device_mesh.h"
+#include "lockstep/parallel/tensor_parallel.h"

@@ -1,0 +1,62 @@
+// DeviceMesh: the ranks of a job as a grid with named axes, and a Communicator along each axis. Torch-free. Follows
+// torch.distributed.device_mesh.DeviceMesh and keras.distribution.DeviceMesh.
+//
+//   lockstep::DeviceMesh mesh({{"data", 2}, {"pipeline", 2}, {"tensor", 2}});  // of the 8 processes of this job
+//   lockstep::parallelize_module(*net, mesh["tensor"], plan);
+//   lockstep::DistributedDataParallel ddp(net, mesh["data"]);
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/collective/communicator.h"
+#include "lockstep/collective/job.h"
+
+namespace lockstep {
+
+// A shared handle. Ranks are laid out in the order of their hosts, the last axis first, so that ranks that are
+// neighbours on the last axis share a host where its size divides the host's number of ranks. Put the axis that
+// communicates most last: "tensor".
+//
+// Constant after construction; the Communicators are used as any other.
+class DeviceMesh {
+ public:
+  struct Axis {
+    std::string name;
+    int size = 1;  // -1 for one axis: all ranks that the other axes leave
+  };
+
+  // Of the processes that a launcher started, or of this one alone. Collective over them. Throws as Job, and, on all
+  // ranks, InvalidArgument where the product of the sizes is not the number of ranks, for a size that is neither above
+  // 0 nor -1, and for names that are empty or the same.
+  explicit DeviceMesh(std::vector<Axis> axes, double timeout_seconds = kDefaultTimeoutSeconds);
+
+  // Of the ranks of any Communicator: processes, or the replicas' threads of one (ReplicaContext::group). `host`: those
+  // with the same name share a host. Collective over them; throws InvalidArgument likewise.
+  DeviceMesh(std::vector<Axis> axes, const Communicator& ranks, const std::string& host = "");
+
+  // The ranks whose coordinates on all other axes are this rank's, in the order of this axis. Throws InvalidArgument
+  // for an axis that the mesh does not have; for `contains` see below.
+  const Communicator& operator[](const std::string& axis) const;
+  bool contains(const std::string& axis) const;
+
+  // All ranks of the mesh, in its order.
+  const Communicator& ranks() const;
+
+  const std::vector<Axis>& axes() const;
+  int size(const std::string& axis) const { return (*this)[axis].size(); }
+
+  // This rank's coordinate on an axis.
+  int coordinate(const std::string& axis) const { return (*this)[axis].rank(); }
+
+  // "data 1, tensor 0": the coordinates of a rank of `ranks()`.
+  std::string coordinates_of(int rank) const;
+
+ private:
+  struct State;
+  std::shared_ptr<const State> state_;
+};
+
+}  // namespace lockstep

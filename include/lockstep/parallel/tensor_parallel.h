@@ -1,0 +1,106 @@
+// Tensor parallelism: each rank has a part of a layer's weights and makes that part of the layer's work (Shoeybi et al.
+// 2019; with sequence parallelism: Korthikanti et al. 2022). Follows torch.distributed.tensor.parallel.
+//
+//   lockstep::parallelize_module(*net, mesh["tensor"], {
+//       {"token",        lockstep::RowwiseParallel()},                  // an embedding: each rank has some of the ids
+//       {"blocks.*.qkv", lockstep::ColwiseParallel()},                  // each rank has some of the heads
+//       {"blocks.*.out", lockstep::RowwiseParallel()},
+//       {"blocks.*.up",  lockstep::ColwiseParallel()},
+//       {"blocks.*.down", lockstep::RowwiseParallel()},
+//       {"head",         lockstep::ColwiseParallel()},                  // with vocabulary_parallel_cross_entropy
+//   });
+//   torch::optim::AdamW adamw(net->parameters());                       // of this rank's parts
+//
+// The module's code stays as it is. It must take the sizes of what is divided from its tensors: the number of heads,
+// say, as unflatten(-1, {-1, 3, head_size}) does.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "lockstep/collective/communicator.h"
+#include "lockstep/ops/tensor.h"
+#include "lockstep/strategy/module_factory.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep {
+
+// How a tensor lies on the ranks: all have the whole, or each has an equal part along a dimension, where -1 is the
+// last.
+struct Replicate {};
+struct Shard {
+  std::int64_t dim = 0;
+};
+using Layout = std::variant<Replicate, Shard>;
+
+// For linear layers and embeddings: each rank has some of the output's features. Input: whole, or divided along any
+// dimension but the last (the sequence). Output: divided along the last dimension, or whole.
+struct ColwiseParallel {
+  Layout input = Replicate();
+  Layout output = Shard{-1};
+
+  // Of a linear layer whose output is several parts one after the other, such as 3 for [queries, keys, values]: each
+  // rank gets a part of each. 1 where the features are ordered by head.
+  std::int64_t parts = 1;
+};
+
+// For linear layers: each rank has the weights of some of the input's features. Input: divided along the last
+// dimension, or whole. Output: whole (the ranks' results are summed), or divided along any dimension but the last. For
+// embeddings: each rank has the rows of some of the ids; the input is whole.
+struct RowwiseParallel {
+  Layout input = Shard{-1};
+  Layout output = Replicate();
+};
+
+// For layers between them, such as normalization, whose input is divided along `dim`, the sequence: each rank has all
+// weights and uses them for its part. An embedding of positions takes its rank's part of the ids.
+struct SequenceParallel {
+  std::int64_t dim = 1;
+};
+
+// `Shard` as a style is for a parameter itself: each rank has its part along the dimension.
+using ParallelStyle = std::variant<ColwiseParallel, RowwiseParallel, SequenceParallel, Shard>;
+
+// By the names of submodules, and for Shard of parameters. "*" stands for one part of a name, between two dots; the
+// empty name for the module itself.
+using ParallelPlan = std::vector<std::pair<std::string, ParallelStyle>>;
+
+// Gives all ranks rank 0's parameters and buffers, then keeps this rank's part of those that the plan divides, in the
+// module's own tensors. Optimizers made afterwards have state for the parts alone. What torch::Linear, torch::linear
+// and embedding compute with them from then on communicates; parameters that tied layers share are divided once.
+//
+// Collective, and so are forward and backward from then on: each rank computes the same operators in the same order,
+// with the same inputs. Where a rank's activations are not of the shape that a layer needs, its forward throws
+// InvalidArgument, which names the layer.
+//
+// Throws InvalidArgument, on all ranks, where the ranks' modules or plans differ, for a pattern that no name matches,
+// for a layer that a style is not made for, for sizes that cannot be divided by the number of ranks, and for layouts
+// that a style does not have.
+void parallelize_module(torch::nn::Module& module, const Communicator& ranks, const ParallelPlan& plan);
+
+template <class Holder>
+requires internal::ModuleHolder<Holder>
+void parallelize_module(const Holder& module, const Communicator& ranks, const ParallelPlan& plan) {
+  parallelize_module(*internal::module_of(module), ranks, plan);
+}
+
+// The whole of a parameter that parallelize_module divided; another one as it is. Collective over its ranks; a new
+// tensor, outside of autograd. Follows DTensor.full_tensor.
+Tensor full_tensor(const Tensor& parameter);
+
+// The negative logarithm of the softmax at the label, for each example, where each rank has the logits of its part of
+// the classes: [..., classes / ranks]; labels [...] of int64, the same on all ranks. The result [...] is the same on
+// all. Labels that are `ignore_index` give 0. Collective, in backward too. Follows torch.distributed.tensor.parallel's
+// loss_parallel. Throws InvalidArgument for other shapes and dtypes, and for a label that is no class.
+Tensor vocabulary_parallel_cross_entropy(const Tensor& logits, const Tensor& labels, const Communicator& ranks,
+                                         std::int64_t ignore_index = -100);
+
+}  // namespace lockstep

@@ -1,0 +1,145 @@
+// A parameter with hooks has one more dispatch key, for which a boxed kernel stands before all operators. Views take
+// the key over, and share the memory by which the hooks are found.
+#include "ops/parameter_hook.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/library.h>
+
+#include <map>
+#include <unordered_map>
+
+#include "base/mutex.h"
+
+namespace lockstep::ops {
+namespace {
+
+// "Out-of-core key for Deferred Module Initialization in torchdistx" in LibTorch's words, and used by nothing in it. It
+// stands before autocast and autograd.
+constexpr auto kHookKey = c10::DispatchKey::DeferredInit;
+
+thread_local bool forward_in_backward = false;
+
+using Hooks = std::vector<std::shared_ptr<ParameterHook>>;
+
+// By memory and place in it. Memory is held by weak references, so that no other gets the address of a remembered one.
+class HookTable {
+ public:
+  void add(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook) {
+    MutexLock lock(mutex_);
+    std::erase_if(table_, [](const auto& entry) { return entry.second.storage.expired(); });
+    const auto& storage = parameter.storage();
+    auto [entry, is_new] = table_.try_emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+    entry->second.by_offset[parameter.storage_offset()].push_back(std::move(hook));
+  }
+
+  Hooks of(const at::Tensor& tensor) {
+    MutexLock lock(mutex_);
+    const auto entry = table_.find(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    if (entry == table_.end()) return {};
+    const auto& by_offset = entry->second.by_offset;
+    const auto after = by_offset.upper_bound(tensor.storage_offset());
+    return after == by_offset.begin() ? Hooks() : std::prev(after)->second;
+  }
+
+ private:
+  using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+  struct Entry {
+    explicit Entry(WeakStorage of) : storage(std::move(of)) {}
+    WeakStorage storage;
+    std::map<std::int64_t, Hooks> by_offset;
+  };
+
+  Mutex mutex_;
+  std::unordered_map<const c10::StorageImpl*, Entry> table_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+HookTable& table() {
+  static HookTable hooks;
+  return hooks;
+}
+
+bool has_key(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.unsafeGetTensorImpl()->key_set().has(kHookKey);
+}
+
+struct HookedArgument {
+  std::size_t index;
+  Hooks hooks;
+};
+
+std::vector<HookedArgument> find_hooks(const OperatorCall& call) {
+  std::vector<HookedArgument> found;
+  for (std::size_t i = 0; i < call.arguments(); ++i) {
+    const auto& argument = call.argument(i);
+    const auto add = [&](const at::Tensor& tensor) {
+      if (has_key(tensor)) found.push_back({i, table().of(tensor)});
+    };
+    if (argument.isTensor()) {
+      add(argument.toTensor());
+    } else if (argument.isTensorList()) {
+      for (const auto& tensor : argument.toTensorVector()) add(tensor);
+    }
+  }
+  return found;
+}
+
+void run_hooks(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard without_hooks(kHookKey);
+  const OperatorCall call(op, *stack);
+  const auto found = find_hooks(call);
+  for (const auto& argument : found) {
+    for (const auto& hook : argument.hooks) hook->before(call, argument.index);
+  }
+  for (const auto& argument : found) {
+    for (const auto& hook : argument.hooks) {
+      if (hook->run(call, argument.index)) return;
+    }
+  }
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kHookKey), stack);
+}
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_hooks>());
+}
+
+}  // namespace
+
+OperatorCall::OperatorCall(const c10::OperatorHandle& op, torch::jit::Stack& stack)
+    : op_(op), stack_(stack), count_(op.schema().arguments().size()) {}
+
+at::Tensor OperatorCall::tensor(std::size_t i) const {
+  return i < count_ && argument(i).isTensor() ? argument(i).toTensor() : at::Tensor();
+}
+
+bool OperatorCall::writes(std::size_t i) const {
+  const auto* const alias = op_.schema().arguments()[i].alias_info();
+  return alias != nullptr && alias->isWrite();
+}
+
+void OperatorCall::finish(at::Tensor result) const {
+  torch::jit::drop(stack_, count_);
+  torch::jit::push(stack_, std::move(result));
+}
+
+void add_hook(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook) {
+  if (!has_key(parameter)) {
+    auto& from = *parameter.unsafeGetTensorImpl();
+    auto with_key = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(parameter.storage()),
+                                                         from.key_set().add(kHookKey), parameter.dtype());
+    with_key->set_storage_offset(parameter.storage_offset());
+    with_key->set_sizes_and_strides(parameter.sizes(), parameter.strides());
+    parameter.set_data(at::Tensor(std::move(with_key)));
+  }
+  table().add(parameter, std::move(hook));
+}
+
+std::vector<std::shared_ptr<ParameterHook>> hooks_of(const at::Tensor& parameter) {
+  return has_key(parameter) ? table().of(parameter) : Hooks();
+}
+
+bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1 && !forward_in_backward; }
+
+ForwardInBackward::ForwardInBackward() : before_(std::exchange(forward_in_backward, true)) {}
+ForwardInBackward::~ForwardInBackward() { forward_in_backward = before_; }
+
+}  // namespace lockstep::ops

@@ -1,0 +1,73 @@
+// Hooks on the operators that take a parameter: how Lockstep acts inside modules whose code it does not know. C++
+// modules have no forward hooks, and their members cannot be replaced from outside.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <memory>
+
+namespace lockstep::ops {
+
+// An operator of LibTorch and its arguments, which a hook may replace.
+class OperatorCall {
+ public:
+  OperatorCall(const c10::OperatorHandle& op, torch::jit::Stack& stack);
+
+  const std::string& name() const { return op_.schema().name(); }  // such as "aten::linear"
+  std::size_t arguments() const { return count_; }
+  c10::IValue& argument(std::size_t i) const { return stack_[stack_.size() - count_ + i]; }
+
+  // The argument, where it is a tensor; else undefined.
+  at::Tensor tensor(std::size_t i) const;
+
+  // Whether the operator changes the argument in place.
+  bool writes(std::size_t i) const;
+
+  // Leaves `result` in the place of the arguments.
+  void finish(at::Tensor result) const;
+
+ private:
+  const c10::OperatorHandle& op_;
+  torch::jit::Stack& stack_;
+  const std::size_t count_;
+};
+
+// Called in forward and in backward, in the thread that called the operator, to which it throws. Operators that a hook
+// calls do not go through hooks. Parameters and threads may share a hook.
+class ParameterHook {
+ public:
+  virtual ~ParameterHook() = default;
+
+  // Before an operator runs whose argument `i` is the parameter or a view of it; for all parameters with hooks that the
+  // operator takes.
+  virtual void before(const OperatorCall& /*call*/, std::size_t /*i*/) {}
+
+  // Then: carries out the operator in another way, ending with call.finish, and returns true; else does nothing. The
+  // first hook that returns true decides.
+  virtual bool run(const OperatorCall& /*call*/, std::size_t /*i*/) { return false; }
+};
+
+// From now on operators that take `parameter`, or a view of it, go through `hook` as well, as long as the parameter's
+// memory lives. The parameter stays the same tensor for all who have it.
+void add_hook(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook);
+
+// The hooks of a parameter, in the order in which they were added.
+std::vector<std::shared_ptr<ParameterHook>> hooks_of(const at::Tensor& parameter);
+
+// Whether backward is calling the operators of this thread, and not a forward that it computes again.
+bool in_backward();
+
+// While it lives, in_backward() is false in this thread.
+class ForwardInBackward {
+ public:
+  ForwardInBackward();
+  ~ForwardInBackward();
+  ForwardInBackward(const ForwardInBackward&) = delete;
+  ForwardInBackward& operator=(const ForwardInBackward&) = delete;
+
+ private:
+  const bool before_;
+};
+
+}  // namespace lockstep::ops

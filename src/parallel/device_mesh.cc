@@ -1,0 +1,120 @@
+#include "lockstep/parallel/device_mesh.h"
+
+#include <algorithm>
+#include <map>
+#include <numeric>
+
+#include "base/text.h"
+
+namespace lockstep {
+namespace {
+
+std::string list(const std::vector<DeviceMesh::Axis>& axes) {
+  std::vector<std::string> words;
+  for (const auto& axis : axes) words.push_back(text(axis.name, " ", axis.size));
+  return join(words);
+}
+
+// Fills in the size that is -1.
+std::vector<DeviceMesh::Axis> checked(std::vector<DeviceMesh::Axis> axes, int ranks) {
+  const auto fail = [&](const auto&... what) {
+    throw InvalidArgument(text("DeviceMesh(", list(axes), "): ", what...));
+  };
+  DeviceMesh::Axis* open = nullptr;
+  std::int64_t product = 1;
+  for (std::size_t i = 0; i < axes.size(); ++i) {
+    auto& axis = axes[i];
+    if (axis.name.empty()) fail("axis ", i, " has no name");
+    const auto same = [&](const auto& other) { return other.name == axis.name; };
+    if (std::count_if(axes.begin(), axes.end(), same) > 1) fail("two axes are called \"", axis.name, "\"");
+    if (axis.size == -1) {
+      if (open != nullptr) fail("the size of one axis alone may be -1");
+      open = &axis;
+    } else if (axis.size < 1) {
+      fail("axis \"", axis.name, "\" has size ", axis.size, "; it must be above 0, or -1 for all ranks that are left");
+    } else {
+      product *= axis.size;
+    }
+  }
+  if (open != nullptr) {
+    if (ranks % product != 0) fail("the number of ranks, ", ranks, ", is not a multiple of ", product);
+    open->size = ranks / static_cast<int>(product);
+  } else if (product != ranks) {
+    fail("the product of the sizes is ", product, ", but there ",
+         ranks == 1 ? "is 1 rank" : text("are ", ranks, " ranks"),
+         "; start as many processes, for example by `lockstep run -n ", product, "`");
+  }
+  return axes;
+}
+
+// The ranks in the order of the mesh: hosts in the order of their first ranks.
+std::vector<int> order_by_host(const std::vector<std::string>& hosts) {
+  std::map<std::string, int> first;
+  for (std::size_t rank = 0; rank < hosts.size(); ++rank) first.try_emplace(hosts[rank], static_cast<int>(rank));
+  std::vector<int> order(hosts.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
+    return first.at(hosts[static_cast<std::size_t>(a)]) < first.at(hosts[static_cast<std::size_t>(b)]);
+  });
+  return order;
+}
+
+Communicator split(const Communicator& ranks, int color, int key) {
+  return ranks.with_group(*ranks.group().split(color, key, ranks.deadline()));
+}
+
+}  // namespace
+
+struct DeviceMesh::State {
+  State(std::vector<Axis> of, const Communicator& given, const std::string& host)
+      : axes(checked(std::move(of), given.size())) {
+    given.check_all_agree("axes of a DeviceMesh", list(axes));
+    const auto order = order_by_host(given.all_gather(host));
+    const auto place = std::find(order.begin(), order.end(), given.rank()) - order.begin();
+    ranks = split(given, 0, static_cast<int>(place));
+    int stride = given.size();
+    for (const auto& axis : axes) {
+      stride /= axis.size;
+      const int coordinate = ranks.rank() / stride % axis.size;
+      along.push_back(split(ranks, ranks.rank() - coordinate * stride, coordinate));
+    }
+  }
+
+  std::vector<Axis> axes;
+  Communicator ranks;
+  std::vector<Communicator> along;  // [axis]
+};
+
+DeviceMesh::DeviceMesh(std::vector<Axis> axes, const Communicator& ranks, const std::string& host)
+    : state_(std::make_shared<State>(std::move(axes), ranks, host)) {}
+
+DeviceMesh::DeviceMesh(std::vector<Axis> axes, double timeout_seconds) {
+  const auto job = Job::from_environment();
+  state_ = std::make_shared<State>(std::move(axes), Communicator(job.group(), timeout_seconds), job.world().host);
+}
+
+bool DeviceMesh::contains(const std::string& axis) const {
+  return std::any_of(axes().begin(), axes().end(), [&](const auto& each) { return each.name == axis; });
+}
+
+const Communicator& DeviceMesh::operator[](const std::string& axis) const {
+  for (std::size_t i = 0; i < axes().size(); ++i) {
+    if (axes()[i].name == axis) return state_->along[i];
+  }
+  throw InvalidArgument(text("DeviceMesh: there is no axis \"", axis, "\"; the mesh has ", list(axes())));
+}
+
+const Communicator& DeviceMesh::ranks() const { return state_->ranks; }
+const std::vector<DeviceMesh::Axis>& DeviceMesh::axes() const { return state_->axes; }
+
+std::string DeviceMesh::coordinates_of(int rank) const {
+  std::vector<std::string> words;
+  int stride = ranks().size();
+  for (const auto& axis : axes()) {
+    stride /= axis.size;
+    words.push_back(text(axis.name, " ", rank / stride % axis.size));
+  }
+  return join(words);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,166 @@
+#include "parallel/divided_parameter.h"
+
+#include <ATen/ops/embedding.h>
+#include <ATen/ops/linear.h>
+
+#include "base/text.h"
+#include "parallel/exchange.h"
+#include "parallel/linear_call.h"
+
+namespace lockstep::parallel {
+namespace {
+
+bool is_whole(const Layout& layout) { return std::holds_alternative<Replicate>(layout); }
+std::int64_t dim_of(const Layout& layout) { return std::get<Shard>(layout).dim; }
+bool is_last(const Layout& layout) { return !is_whole(layout) && dim_of(layout) == -1; }
+
+[[noreturn]] void fail_features(const std::string& layer, const char* style, const Tensor& x, std::int64_t features,
+                                const std::string& hint) {
+  throw InvalidArgument(
+      text(style, " ", layer, ": the input has shape ", x.sizes(), "; its last dimension must be ", features, hint));
+}
+
+// The input of a column-parallel layer, whole.
+Tensor whole_input(const Tensor& x, const Layout& layout, const Communicator& ranks) {
+  if (is_whole(layout)) return exchange(x, ranks, Exchange::keep, Exchange::sum);
+  return exchange(x, ranks, Exchange::gather, Exchange::sum_and_divide, dim_of(layout));
+}
+
+Tensor colwise_output(const Tensor& y, const Layout& layout, const Communicator& ranks) {
+  return is_whole(layout) ? exchange(y, ranks, Exchange::gather, Exchange::take_part) : y;
+}
+
+Tensor rowwise_output(const Tensor& y, const Layout& layout, const Communicator& ranks) {
+  if (is_whole(layout)) return exchange(y, ranks, Exchange::sum, Exchange::keep);
+  return exchange(y, ranks, Exchange::sum_and_divide, Exchange::gather, dim_of(layout));
+}
+
+void check_layouts(const std::string& layer, const ColwiseParallel& style) {
+  if (is_last(style.input))
+    throw InvalidArgument(
+        text("ColwiseParallel ", layer, ": input may be Replicate, or Shard of the sequence's dimension"));
+  if (!is_whole(style.output) && !is_last(style.output))
+    throw InvalidArgument(text("ColwiseParallel ", layer, ": output may be Shard{-1} or Replicate"));
+  if (style.parts < 1) throw InvalidArgument(text("ColwiseParallel ", layer, ": parts is ", style.parts));
+}
+
+void check_layouts(const std::string& layer, const RowwiseParallel& style) {
+  if (!is_whole(style.input) && !is_last(style.input))
+    throw InvalidArgument(text("RowwiseParallel ", layer, ": input may be Shard{-1} or Replicate"));
+  if (is_last(style.output))
+    throw InvalidArgument(
+        text("RowwiseParallel ", layer, ": output may be Replicate, or Shard of the sequence's dimension"));
+}
+
+Division division_of_linear(const ColwiseParallel& style) { return {.dim = 0, .blocks = style.parts}; }
+Division division_of_linear(const RowwiseParallel&) { return {.dim = 1}; }
+Division division_of_embedding(const ColwiseParallel&) { return {.dim = 1}; }
+Division division_of_embedding(const RowwiseParallel&) { return {.dim = 0}; }
+
+Tensor linear(const std::string& layer, const ColwiseParallel& style, const Communicator& ranks,
+              const LinearCall& call) {
+  if (call.x.size(-1) != call.weight.size(1)) {
+    fail_features(layer, "ColwiseParallel", call.x, call.weight.size(1), ": the whole input's features");
+  }
+  const auto y = at::linear(whole_input(call.x, style.input, ranks), call.weight, call.bias);
+  return colwise_output(y, style.output, ranks);
+}
+
+Tensor linear(const std::string& layer, const RowwiseParallel& style, const Communicator& ranks,
+              const LinearCall& call) {
+  const auto features = call.weight.size(1) * (is_whole(style.input) ? ranks.size() : 1);
+  if (call.x.size(-1) != features) {
+    fail_features(
+        layer, "RowwiseParallel", call.x, features,
+        is_whole(style.input) ? ": the whole input's features" : ": this rank's part of the input's features");
+  }
+  const auto x = is_whole(style.input) ? exchange(call.x, ranks, Exchange::take_part, Exchange::gather) : call.x;
+  const auto y = rowwise_output(at::linear(x, call.weight), style.output, ranks);
+  return call.bias.defined() ? y + call.bias : y;
+}
+
+struct EmbeddingCall {
+  Tensor weight, ids;
+  std::int64_t padding_idx;
+  bool scale_grad_by_freq, sparse;
+};
+
+Tensor embed(const std::string&, const ColwiseParallel& style, const Communicator& ranks, const EmbeddingCall& call) {
+  const auto y = at::embedding(call.weight, call.ids, call.padding_idx, call.scale_grad_by_freq, call.sparse);
+  return colwise_output(y, style.output, ranks);
+}
+
+Tensor embed(const std::string& layer, const RowwiseParallel& style, const Communicator& ranks,
+             const EmbeddingCall& call) {
+  const auto rows = call.weight.size(0), first = rows * ranks.rank();
+  const auto ids = call.ids - first;
+  if (call.ids.is_cpu() && call.ids.numel() > 0 && call.ids.max().item<std::int64_t>() >= rows * ranks.size())
+    throw InvalidArgument(text("RowwiseParallel ", layer, ": the id ", call.ids.max().item<std::int64_t>(),
+                               " is not below the number of ids, ", rows * ranks.size()));
+  const auto elsewhere = (ids < 0).logical_or_(ids >= rows);
+  const auto padding_idx = call.padding_idx >= first && call.padding_idx < first + rows ? call.padding_idx - first : -1;
+  const auto y =
+      at::embedding(call.weight, ids.masked_fill(elsewhere, 0), padding_idx, call.scale_grad_by_freq, call.sparse);
+  return rowwise_output(y.masked_fill(elsewhere.unsqueeze(-1), 0), style.output, ranks);
+}
+
+}  // namespace
+
+Tensor divided(const Tensor& whole, const Division& division, const Communicator& ranks) {
+  const auto dim = division.dim;
+  const auto blocks = whole.detach().unflatten(dim, {division.blocks, whole.size(dim) / division.blocks});
+  return part_of(blocks, dim + 1, ranks.rank(), ranks.size()).flatten(dim, dim + 1).clone(at::MemoryFormat::Contiguous);
+}
+
+Tensor DividedParameter::gather(const Tensor& part) const {
+  const auto dim = division_.dim;
+  const auto blocks = part.detach().unflatten(dim, {division_.blocks, part.size(dim) / division_.blocks});
+  return exchange(blocks, ranks_, Exchange::gather, dim + 1).flatten(dim, dim + 1).contiguous();
+}
+
+template <class Style>
+DividedLinear<Style>::DividedLinear(std::string layer, const Style& style, const Communicator& ranks)
+    : DividedParameter(std::move(layer), division_of_linear(style), ranks), style_(style) {
+  check_layouts(this->layer(), style);
+}
+
+template <class Style>
+bool DividedLinear<Style>::run(const ops::OperatorCall& call, std::size_t i) {
+  if (ops::in_backward()) return false;
+  const auto operands = linear_call(call, i);
+  if (!operands) return false;
+  call.finish(linear(layer(), style_, ranks(), *operands));
+  return true;
+}
+
+template <class Style>
+DividedEmbedding<Style>::DividedEmbedding(std::string layer, const Style& style, const Communicator& ranks)
+    : DividedParameter(std::move(layer), division_of_embedding(style), ranks), style_(style) {
+  check_layouts(this->layer(), style);
+  if (!is_whole(style.input) && !is_last(style.input))
+    throw InvalidArgument(text(this->layer(), ": the ids of an embedding are whole; leave out `input`"));
+}
+
+template <class Style>
+bool DividedEmbedding<Style>::run(const ops::OperatorCall& call, std::size_t i) {
+  if (ops::in_backward() || call.name() != "aten::embedding" || i != 0) return false;
+  call.finish(embed(layer(), style_, ranks(),
+                    {call.tensor(0), call.tensor(1), call.argument(2).toInt(), call.argument(3).toBool(),
+                     call.argument(4).toBool()}));
+  return true;
+}
+
+void SequencePart::before(const ops::OperatorCall& call, std::size_t i) {
+  if (ops::in_backward()) return;
+  if (call.name() == "aten::embedding") call.argument(1) = part_of(call.tensor(1), -1, ranks_.rank(), ranks_.size());
+  if (!at::GradMode::is_enabled() || !call.argument(i).isTensor() || call.writes(i)) return;
+  if (!call.tensor(i).requires_grad()) return;
+  call.argument(i) = exchange(call.tensor(i), ranks_, Exchange::keep, Exchange::sum);
+}
+
+template class DividedLinear<ColwiseParallel>;
+template class DividedLinear<RowwiseParallel>;
+template class DividedEmbedding<ColwiseParallel>;
+template class DividedEmbedding<RowwiseParallel>;
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,75 @@
+// The hooks of parameters of which each rank of tensor parallelism has a part.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/parallel/tensor_parallel.h"
+#include "ops/parameter_hook.h"
+
+namespace lockstep::parallel {
+
+// Where the parts of a parameter lie: along `dim`, once for each of its blocks. Follows DTensor's Shard.
+struct Division {
+  std::int64_t dim = 0;
+  std::int64_t blocks = 1;  // equal ones along `dim`, each of which is divided: 3 for [queries, keys, values]
+};
+
+// This rank's part, in memory of its own.
+Tensor divided(const Tensor& whole, const Division& division, const Communicator& ranks);
+
+class DividedParameter : public ops::ParameterHook {
+ public:
+  DividedParameter(std::string layer, Division division, Communicator ranks)
+      : layer_(std::move(layer)), division_(division), ranks_(std::move(ranks)) {}
+
+  const Division& division() const { return division_; }
+  const Communicator& ranks() const { return ranks_; }
+
+  // The whole of a parameter with this hook. Collective.
+  Tensor gather(const Tensor& part) const;
+
+ protected:
+  const std::string& layer() const { return layer_; }  // its name, for messages
+
+ private:
+  const std::string layer_;
+  const Division division_;
+  const Communicator ranks_;
+};
+
+// Of a linear layer's weight [outputs, inputs]: makes the layer's product with the part, and communicates. `Style`:
+// ColwiseParallel or RowwiseParallel.
+template <class Style>
+class DividedLinear final : public DividedParameter {
+ public:
+  DividedLinear(std::string layer, const Style& style, const Communicator& ranks);
+  bool run(const ops::OperatorCall& call, std::size_t i) override;
+
+ private:
+  const Style style_;
+};
+
+// Of an embedding's weight [ids, features].
+template <class Style>
+class DividedEmbedding final : public DividedParameter {
+ public:
+  DividedEmbedding(std::string layer, const Style& style, const Communicator& ranks);
+  bool run(const ops::OperatorCall& call, std::size_t i) override;
+
+ private:
+  const Style style_;
+};
+
+// Of a parameter that all ranks have, each of which uses it for its part of the sequence: its gradient is their sum.
+class SequencePart final : public ops::ParameterHook {
+ public:
+  explicit SequencePart(Communicator ranks) : ranks_(std::move(ranks)) {}
+  void before(const ops::OperatorCall& call, std::size_t i) override;
+
+ private:
+  const Communicator ranks_;
+};
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,92 @@
+#include "parallel/exchange.h"
+
+#include <ATen/WrapDimUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/stack.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "base/text.h"
+#include "lockstep/gradient/tensor_collectives.h"
+
+namespace lockstep::parallel {
+namespace {
+
+Tensor sum(Tensor x, const Communicator& ranks) {
+  const bool is_ours = x.is_contiguous() && x.use_count() == 1 && x.storage().use_count() == 1;
+  if (!is_ours) x = x.clone(at::MemoryFormat::Contiguous);
+  all_reduce(ranks.group(), x, ReduceOp::sum, ranks.deadline());
+  return x;
+}
+
+Tensor sum_and_divide(const Tensor& x, const Communicator& ranks, std::int64_t dim) {
+  part_of(x, dim, 0, ranks.size());  // throws where it cannot be divided
+  const auto parts = at::stack(x.chunk(ranks.size(), dim));
+  return reduce_scatter(ranks.group(), parts, ReduceOp::sum, ranks.deadline()).squeeze(0);
+}
+
+Tensor gather(const Tensor& x, const Communicator& ranks, std::int64_t dim) {
+  auto sizes = x.sizes().vec();
+  sizes.insert(sizes.begin(), ranks.size());
+  const auto parts = at::empty(sizes, x.options());
+  ranks.group().all_gather(buffer_of(x.contiguous()), buffer_of(parts), ranks.deadline());
+  const auto before = at::maybe_wrap_dim(dim, x.dim());
+  return parts.movedim(0, before).flatten(before, before + 1);
+}
+
+struct Ranks : torch::CustomClassHolder {
+  explicit Ranks(Communicator of) : communicator(std::move(of)) {}
+  Communicator communicator;
+};
+
+struct Exchanged : torch::autograd::Function<Exchanged> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
+                        const c10::intrusive_ptr<Ranks>& ranks, Exchange forward, Exchange backward, std::int64_t dim) {
+    context->saved_data["ranks"] = c10::IValue::make_capsule(ranks);
+    context->saved_data["backward"] = static_cast<std::int64_t>(backward);
+    context->saved_data["dim"] = dim;
+    const at::AutoDispatchBelowADInplaceOrView
+        without_views;  // of which none may be a result that users change in place
+    const auto result = exchange(x, ranks->communicator, forward, dim);
+    return result.is_same(x) ? x.view_as(x) : result;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list& gradients) {
+    const auto ranks = c10::static_intrusive_pointer_cast<Ranks>(context->saved_data["ranks"].toCapsule());
+    return {
+        exchange(std::move(gradients[0]), ranks->communicator,
+                 static_cast<Exchange>(context->saved_data["backward"].toInt()), context->saved_data["dim"].toInt()),
+        Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+}  // namespace
+
+Tensor part_of(const Tensor& x, std::int64_t dim, int rank, int ranks) {
+  if (x.size(dim) % ranks != 0) {
+    throw InvalidArgument(
+        text("dimension ", dim, " of a tensor of shape ", x.sizes(), " cannot be divided among ", ranks, " ranks"));
+  }
+  const auto size = x.size(dim) / ranks;
+  return x.narrow(dim, rank * size, size);
+}
+
+Tensor exchange(Tensor x, const Communicator& ranks, Exchange what, std::int64_t dim) {
+  if (ranks.size() == 1) return x;
+  switch (what) {
+    case Exchange::keep: return x;
+    case Exchange::sum: return sum(std::move(x), ranks);
+    case Exchange::take_part: return part_of(x, dim, ranks.rank(), ranks.size()).contiguous();
+    case Exchange::gather: return gather(x, ranks, dim);
+    case Exchange::sum_and_divide: return sum_and_divide(x, ranks, dim);
+  }
+  return x;
+}
+
+Tensor exchange(const Tensor& x, const Communicator& ranks, Exchange forward, Exchange backward, std::int64_t dim) {
+  if (ranks.size() == 1) return x;
+  return Exchanged::apply(x, c10::make_intrusive<Ranks>(ranks), forward, backward, dim);
+}
+
+}  // namespace lockstep::parallel

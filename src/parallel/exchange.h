@@ -1,0 +1,28 @@
+// What ranks of tensor parallelism exchange in forward, with the matching exchange in backward.
+#pragma once
+
+#include "lockstep/collective/communicator.h"
+#include "lockstep/ops/tensor.h"
+
+namespace lockstep::parallel {
+
+// What is done with a tensor along a dimension.
+enum class Exchange : std::uint8_t {
+  keep,            // nothing
+  sum,             // all get the sum of the ranks' tensors
+  take_part,       // each keeps its part of what all have
+  gather,          // all get the ranks' parts
+  sum_and_divide,  // each gets its part of the sum
+};
+
+// `forward` now, and `backward` with the gradient. In the notation of Megatron-LM f is (keep, sum) and g is (sum,
+// keep). Collective. Parts are equal; throws InvalidArgument where they cannot be.
+Tensor exchange(const Tensor& x, const Communicator& ranks, Exchange forward, Exchange backward, std::int64_t dim = -1);
+
+// The same without autograd. A tensor that nobody else uses may be changed.
+Tensor exchange(Tensor x, const Communicator& ranks, Exchange what, std::int64_t dim);
+
+// A rank's equal part along a dimension: a view.
+Tensor part_of(const Tensor& x, std::int64_t dim, int rank, int ranks);
+
+}  // namespace lockstep::parallel

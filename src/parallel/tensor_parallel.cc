@@ -1,0 +1,203 @@
+#include "lockstep/parallel/tensor_parallel.h"
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/embedding.h>
+
+#include <algorithm>
+
+#include "base/near_names.h"
+#include "base/text.h"
+#include "lockstep/gradient/tensor_collectives.h"
+#include "parallel/divided_parameter.h"
+#include "parallel/name_pattern.h"
+
+namespace lockstep {
+namespace {
+
+using parallel::DividedEmbedding;
+using parallel::DividedLinear;
+using parallel::DividedParameter;
+
+// What a plan does to one parameter.
+struct Change {
+  std::string name;
+  Tensor parameter;
+  std::shared_ptr<ops::ParameterHook> hook;
+
+  const DividedParameter* division() const { return dynamic_cast<const DividedParameter*>(hook.get()); }
+};
+
+class Planner {
+ public:
+  Planner(torch::nn::Module& module, const Communicator& ranks) : module_(module), ranks_(ranks) {
+    for (const auto& each : module.named_modules("", /*include_self=*/false))
+      modules_.emplace_back(each.key(), each.value().get());
+    modules_.emplace_back("", &module);
+  }
+
+  std::vector<Change> changes(const ParallelPlan& plan) {
+    for (const auto& [pattern, style] : plan) std::visit([&, &p = pattern](const auto& s) { add(p, s); }, style);
+    return std::move(changes_);
+  }
+
+ private:
+  struct Found {
+    std::string name;
+    torch::nn::Module* module;
+  };
+
+  template <class Style>
+  void add(const std::string& pattern, const Style& style) {
+    const auto matches = [&](const Found& found) { return parallel::matches(pattern, found.name); };
+    if (std::none_of(modules_.begin(), modules_.end(), matches)) fail_no_match(pattern, "module", names_of_modules());
+    for (const auto& found : modules_) {
+      if (matches(found)) add_module(found, style);
+    }
+  }
+
+  void add(const std::string& pattern, const Shard& style) {
+    bool any = false;
+    for (const auto& each : module_.named_parameters()) {
+      if (!parallel::matches(pattern, each.key())) continue;
+      any = true;
+      check_dim(each.key(), each.value(), style.dim);
+      const parallel::Division division{.dim = style.dim < 0 ? style.dim + each.value().dim() : style.dim};
+      add_change(each.key(), each.value(), std::make_shared<DividedParameter>(each.key(), division, ranks_));
+    }
+    if (!any) fail_no_match(pattern, "parameter", module_.named_parameters().keys());
+  }
+
+  template <class Style>
+  void add_module(const Found& found, const Style& style) {
+    const auto parameters = found.module->named_parameters(/*recurse=*/false);
+    const auto* const weight = parameters.find("weight");
+    if (weight == nullptr || weight->dim() != 2) {
+      throw InvalidArgument(text("parallelize_module: ", found.name, " has no weight of two dimensions: ",
+                                 name_of(style), " is for linear layers and embeddings"));
+    }
+    const auto name = found.name.empty() ? "weight" : found.name + ".weight";
+    if (found.module->as<torch::nn::EmbeddingImpl>() != nullptr) {
+      add_change(name, *weight, std::make_shared<DividedEmbedding<Style>>(found.name, style, ranks_));
+    } else {
+      add_change(name, *weight, std::make_shared<DividedLinear<Style>>(found.name, style, ranks_));
+      if (const auto* const bias = parameters.find("bias")) add_bias(found.name, *bias, style);
+    }
+  }
+
+  void add_module(const Found& found, const SequenceParallel&) {
+    for (const auto& each : found.module->named_parameters()) {
+      add_change(found.name + "." + each.key(), each.value(), std::make_shared<parallel::SequencePart>(ranks_));
+    }
+  }
+
+  void add_bias(const std::string& layer, const Tensor& bias, const ColwiseParallel& style) {
+    const parallel::Division division{.dim = 0, .blocks = style.parts};
+    add_change(layer + ".bias", bias, std::make_shared<DividedParameter>(layer, division, ranks_));
+  }
+
+  void add_bias(const std::string& layer, const Tensor& bias, const RowwiseParallel& style) {
+    if (std::holds_alternative<Replicate>(style.output)) return;
+    add_change(layer + ".bias", bias, std::make_shared<parallel::SequencePart>(ranks_));
+  }
+
+  void add_change(const std::string& name, const Tensor& parameter, std::shared_ptr<ops::ParameterHook> hook) {
+    Change change{name, parameter, std::move(hook)};
+    if (!ops::hooks_of(parameter).empty())
+      throw InvalidArgument(text("parallelize_module: ", name, " was divided before"));
+    if (const auto* const division = change.division()) check_division(change, division->division());
+    changes_.push_back(std::move(change));
+  }
+
+  void check_division(const Change& change, const parallel::Division& division) {
+    const auto size = change.parameter.size(division.dim);
+    if (size % (division.blocks * ranks_.size()) != 0) {
+      const auto blocks = division.blocks == 1 ? "" : text(" in ", division.blocks, " parts");
+      throw InvalidArgument(text("parallelize_module: dimension ", division.dim, " of ", change.name, ", of size ",
+                                 size, ", cannot be divided", blocks, " among ", ranks_.size(), " ranks"));
+    }
+    for (const auto& other : changes_) {
+      if (!other.parameter.is_same(change.parameter) || other.division() == nullptr) continue;
+      const auto& theirs = other.division()->division();
+      if (theirs.dim == division.dim && theirs.blocks == division.blocks) continue;
+      throw InvalidArgument(text("parallelize_module: ", other.name, " and ", change.name,
+                                 " are one parameter, but the plan divides it along dimension ", theirs.dim,
+                                 " for the one and ", division.dim, " for the other"));
+    }
+  }
+
+  static void check_dim(const std::string& name, const Tensor& parameter, std::int64_t dim) {
+    if (dim >= -parameter.dim() && dim < parameter.dim()) return;
+    throw InvalidArgument(
+        text("parallelize_module: Shard{", dim, "} of ", name, ", which has shape ", parameter.sizes()));
+  }
+
+  static const char* name_of(const ColwiseParallel&) { return "ColwiseParallel"; }
+  static const char* name_of(const RowwiseParallel&) { return "RowwiseParallel"; }
+
+  std::vector<std::string> names_of_modules() const {
+    std::vector<std::string> names;
+    for (const auto& found : modules_) {
+      if (!found.name.empty()) names.push_back(found.name);
+    }
+    return names;
+  }
+
+  [[noreturn]] static void fail_no_match(const std::string& pattern, const char* what,
+                                         const std::vector<std::string>& names) {
+    const auto near = near_names(pattern, names);
+    throw InvalidArgument(
+        text("parallelize_module: no ", what, " is called \"", pattern, "\"; ",
+             near.empty() ? "there are " + first_of(names) : "did you mean " + join(near, " or ") + "?"));
+  }
+
+  torch::nn::Module& module_;
+  const Communicator& ranks_;
+  std::vector<Found> modules_;
+  std::vector<Change> changes_;
+};
+
+void apply(const std::vector<Change>& changes, const Communicator& ranks) {
+  std::vector<const at::TensorImpl*> divided;
+  for (const auto& change : changes) {
+    const auto* const division = change.division();
+    const auto is_done =
+        std::find(divided.begin(), divided.end(), change.parameter.unsafeGetTensorImpl()) != divided.end();
+    if (division == nullptr || is_done) continue;
+    divided.push_back(change.parameter.unsafeGetTensorImpl());
+    change.parameter.set_data(parallel::divided(change.parameter, division->division(), ranks));
+    change.parameter.mutable_grad() = Tensor();
+  }
+  for (const auto& change : changes) ops::add_hook(change.parameter, change.hook);
+}
+
+// What ranks must have in common.
+std::string description(torch::nn::Module& module, const ParallelPlan& plan) {
+  std::string lines;
+  for (const auto& each : module.named_parameters()) {
+    lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(), "\n");
+  }
+  for (const auto& [pattern, style] : plan) lines += text("style ", style.index(), " of ", pattern, "\n");
+  return lines;
+}
+
+}  // namespace
+
+void parallelize_module(torch::nn::Module& module, const Communicator& ranks, const ParallelPlan& plan) {
+  ranks.check_all_agree("parameters and plans of parallelize_module", description(module, plan));
+  const auto changes = Planner(module, ranks).changes(plan);
+  auto tensors = module.parameters();
+  const auto buffers = module.buffers();
+  tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+  broadcast(ranks, tensors);
+  apply(changes, ranks);
+}
+
+Tensor full_tensor(const Tensor& parameter) {
+  for (const auto& hook : ops::hooks_of(parameter)) {
+    const auto* const division = dynamic_cast<const DividedParameter*>(hook.get());
+    if (division != nullptr) return division->gather(parameter);
+  }
+  return parameter.detach().clone();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,64 @@
+// Softmax over classes that lie on several ranks (Shoeybi et al. 2019, section 3): the ranks exchange the largest logit
+// of each example, the sum of exponentials and the logit at the label, and not the logits.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "base/text.h"
+#include "lockstep/gradient/tensor_collectives.h"
+#include "lockstep/parallel/tensor_parallel.h"
+
+namespace lockstep {
+namespace {
+
+struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy> {
+  // logits [examples, own classes], labels [examples]: the index among this rank's classes, -1 for another rank's.
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& logits, const Tensor& labels,
+                        const Tensor& ignored, const Communicator* ranks) {
+    auto largest = logits.amax(-1);
+    all_reduce(ranks->group(), largest, ReduceOp::max, ranks->deadline());
+    auto softmax = (logits - largest.unsqueeze(-1)).exp_();
+    const auto elsewhere = labels < 0;
+    const auto at_label = logits.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1).masked_fill_(elsewhere, 0);
+    const auto sums = at::stack({softmax.sum(-1), at_label});
+    all_reduce(ranks->group(), sums, ReduceOp::sum, ranks->deadline());
+    softmax.div_(sums[0].unsqueeze(-1));
+    context->save_for_backward({softmax, labels, ignored});
+    return (sums[0].log() + largest - sums[1]).masked_fill_(ignored, 0);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list& gradients) {
+    const auto saved = context->get_saved_variables();
+    const auto &softmax = saved[0], &labels = saved[1], &ignored = saved[2];
+    const auto gradient = gradients[0].masked_fill(ignored, 0).unsqueeze(-1);
+    auto result = softmax * gradient;
+    const auto at_label = gradient.masked_fill((labels < 0).unsqueeze(-1), 0);
+    result.scatter_add_(-1, labels.clamp_min(0).unsqueeze(-1), -at_label);
+    return {result, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+}  // namespace
+
+Tensor vocabulary_parallel_cross_entropy(const Tensor& logits, const Tensor& labels, const Communicator& ranks,
+                                         std::int64_t ignore_index) {
+  const auto fail = [](const auto&... what) {
+    throw InvalidArgument(text("vocabulary_parallel_cross_entropy: ", what...));
+  };
+  if (!logits.is_floating_point() || logits.dim() == 0) fail("logits must be floating-point [..., classes / ranks]");
+  if (labels.scalar_type() != at::kLong) fail("labels are of ", labels.scalar_type(), "; they must be of int64");
+  if (labels.sizes() != logits.sizes().slice(0, static_cast<std::size_t>(logits.dim() - 1)))
+    fail("logits have shape ", logits.sizes(), ", and labels ", labels.sizes());
+  const auto own = logits.size(-1), first = own * ranks.rank(), classes = own * ranks.size();
+  const auto flat = labels.reshape(-1);
+  const auto ignored = flat == ignore_index;
+  const auto wrong = (flat < 0).logical_or_(flat >= classes).logical_and_(ignored.logical_not());
+  if (wrong.any().item<bool>()) {
+    fail("the label ", flat.masked_select(wrong)[0].item<std::int64_t>(), " is no class; there are ", classes);
+  }
+  const auto here = (flat >= first).logical_and_(flat < first + own).logical_and_(ignored.logical_not());
+  const auto local = (flat - first).masked_fill_(here.logical_not(), -1);
+  return VocabularyCrossEntropy::apply(logits.reshape({-1, own}), local, ignored, &ranks).view(labels.sizes());
+}
+
+}  // namespace lockstep
