@@ -2,4 +2,5 @@
 #pragma once
 
 #include "lockstep/parallel/device_mesh.h"
+#include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/tensor_parallel.h"

@@ -14,6 +14,7 @@
 #include "ops/double_backward.h"
 #include "ops/fast.h"
 #include "ops/gradient_memory.h"
+#include "ops/linear_gradients.h"
 
 namespace lockstep::ops {
 namespace {
@@ -144,6 +145,19 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) { library.impl("linear", TORCH_FN(linear)); }
 
 }  // namespace
+
+Tensor linear_input_gradient(const Tensor& gradient, const Tensor& weight) {
+  if (!fast_operators() || !fast(gradient) || !fast(weight)) return at::matmul(gradient, weight);
+  auto sizes = gradient.sizes().vec();
+  sizes.back() = weight.size(1);
+  return product({as_rows(gradient)}, {weight.contiguous()}, sizes);
+}
+
+Tensor linear_weight_gradient(const Tensor& gradient, const Tensor& x) {
+  const auto rows = as_rows(gradient), inputs = as_rows(x);
+  if (!fast_operators() || !fast(rows) || !fast(inputs)) return at::mm(rows.t(), inputs);
+  return product({rows, true}, {inputs}, {rows.size(1), inputs.size(1)});
+}
 
 Tensor linear_relu(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   const auto optional_bias = bias.defined() ? std::optional<Tensor>(bias) : std::nullopt;

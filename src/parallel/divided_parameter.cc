@@ -1,11 +1,10 @@
 #include "parallel/divided_parameter.h"
 
 #include <ATen/ops/embedding.h>
-#include <ATen/ops/linear.h>
 
 #include "base/text.h"
 #include "parallel/exchange.h"
-#include "parallel/linear_call.h"
+#include "parallel/split_linear.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -62,7 +61,7 @@ Tensor linear(const std::string& layer, const ColwiseParallel& style, const Comm
   if (call.x.size(-1) != call.weight.size(1)) {
     fail_features(layer, "ColwiseParallel", call.x, call.weight.size(1), ": the whole input's features");
   }
-  const auto y = at::linear(whole_input(call.x, style.input, ranks), call.weight, call.bias);
+  const auto y = split_linear(whole_input(call.x, style.input, ranks), call.weight, call.bias);
   return colwise_output(y, style.output, ranks);
 }
 
@@ -75,7 +74,7 @@ Tensor linear(const std::string& layer, const RowwiseParallel& style, const Comm
         is_whole(style.input) ? ": the whole input's features" : ": this rank's part of the input's features");
   }
   const auto x = is_whole(style.input) ? exchange(call.x, ranks, Exchange::take_part, Exchange::gather) : call.x;
-  const auto y = rowwise_output(at::linear(x, call.weight), style.output, ranks);
+  const auto y = rowwise_output(split_linear(x, call.weight, {}), style.output, ranks);
   return call.bias.defined() ? y + call.bias : y;
 }
 
@@ -112,6 +111,12 @@ Tensor divided(const Tensor& whole, const Division& division, const Communicator
   return part_of(blocks, dim + 1, ranks.rank(), ranks.size()).flatten(dim, dim + 1).clone(at::MemoryFormat::Contiguous);
 }
 
+bool is_divided(const Tensor& parameter) {
+  const auto hooks = ops::hooks_of(parameter);
+  return std::any_of(hooks.begin(), hooks.end(),
+                     [](const auto& hook) { return dynamic_cast<const DividedParameter*>(hook.get()) != nullptr; });
+}
+
 Tensor DividedParameter::gather(const Tensor& part) const {
   const auto dim = division_.dim;
   const auto blocks = part.detach().unflatten(dim, {division_.blocks, part.size(dim) / division_.blocks});
@@ -119,15 +124,16 @@ Tensor DividedParameter::gather(const Tensor& part) const {
 }
 
 template <class Style>
-DividedLinear<Style>::DividedLinear(std::string layer, const Style& style, const Communicator& ranks)
-    : DividedParameter(std::move(layer), division_of_linear(style), ranks), style_(style) {
+DividedLinear<Style>::DividedLinear(std::string layer, const Tensor& weight, const Style& style,
+                                    const Communicator& ranks)
+    : DividedParameter(std::move(layer), division_of_linear(style), ranks), weight_(weight), style_(style) {
   check_layouts(this->layer(), style);
 }
 
 template <class Style>
 bool DividedLinear<Style>::run(const ops::OperatorCall& call, std::size_t i) {
   if (ops::in_backward()) return false;
-  const auto operands = linear_call(call, i);
+  const auto operands = linear_call(call, i, weight_);
   if (!operands) return false;
   call.finish(linear(layer(), style_, ranks(), *operands));
   return true;

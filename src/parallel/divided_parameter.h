@@ -7,6 +7,7 @@
 
 #include "lockstep/parallel/tensor_parallel.h"
 #include "ops/parameter_hook.h"
+#include "parallel/linear_call.h"
 
 namespace lockstep::parallel {
 
@@ -39,15 +40,19 @@ class DividedParameter : public ops::ParameterHook {
   const Communicator ranks_;
 };
 
+// Whether a parameter has such a hook.
+bool is_divided(const Tensor& parameter);
+
 // Of a linear layer's weight [outputs, inputs]: makes the layer's product with the part, and communicates. `Style`:
 // ColwiseParallel or RowwiseParallel.
 template <class Style>
 class DividedLinear final : public DividedParameter {
  public:
-  DividedLinear(std::string layer, const Style& style, const Communicator& ranks);
+  DividedLinear(std::string layer, const Tensor& weight, const Style& style, const Communicator& ranks);
   bool run(const ops::OperatorCall& call, std::size_t i) override;
 
  private:
+  const WeakParameter weight_;
   const Style style_;
 };
 

@@ -79,7 +79,7 @@ class Planner {
     if (found.module->as<torch::nn::EmbeddingImpl>() != nullptr) {
       add_change(name, *weight, std::make_shared<DividedEmbedding<Style>>(found.name, style, ranks_));
     } else {
-      add_change(name, *weight, std::make_shared<DividedLinear<Style>>(found.name, style, ranks_));
+      add_change(name, *weight, std::make_shared<DividedLinear<Style>>(found.name, *weight, style, ranks_));
       if (const auto* const bias = parameters.find("bias")) add_bias(found.name, *bias, style);
     }
   }
@@ -102,7 +102,7 @@ class Planner {
 
   void add_change(const std::string& name, const Tensor& parameter, std::shared_ptr<ops::ParameterHook> hook) {
     Change change{name, parameter, std::move(hook)};
-    if (!ops::hooks_of(parameter).empty())
+    if (parallel::is_divided(parameter))
       throw InvalidArgument(text("parallelize_module: ", name, " was divided before"));
     if (const auto* const division = change.division()) check_division(change, division->division());
     changes_.push_back(std::move(change));

@@ -16,22 +16,21 @@ constexpr int kSteps = 50;
 constexpr double kTolerance = 1e-9;
 
 ParallelPlan plain_plan() {
-  return {{"token", RowwiseParallel()},       {"blocks.*.qkv", ColwiseParallel()},  {"blocks.*.out", RowwiseParallel()},
-          {"blocks.*.up", ColwiseParallel()}, {"blocks.*.down", RowwiseParallel()}, {"head", ColwiseParallel()}};
+  return {{"*.token", RowwiseParallel()}, {"*.qkv", ColwiseParallel()},  {"*.out", RowwiseParallel()},
+          {"*.up", ColwiseParallel()},    {"*.down", RowwiseParallel()}, {"*.head", ColwiseParallel()}};
 }
 
 // Between the layers the sequence is divided.
 ParallelPlan sequence_plan() {
   const Layout sequence = Shard{1};
-  return {{"token", RowwiseParallel{.output = sequence}},
-          {"place", SequenceParallel()},
-          {"blocks.*.norm*", SequenceParallel()},
-          {"blocks.*.qkv", ColwiseParallel{.input = sequence}},
-          {"blocks.*.out", RowwiseParallel{.output = sequence}},
-          {"blocks.*.up", ColwiseParallel{.input = sequence}},
-          {"blocks.*.down", RowwiseParallel{.output = sequence}},
-          {"norm", SequenceParallel()},
-          {"head", ColwiseParallel{.input = sequence}}};
+  return {{"*.token", RowwiseParallel{.output = sequence}},
+          {"*.place", SequenceParallel()},
+          {"*.norm*", SequenceParallel()},
+          {"*.qkv", ColwiseParallel{.input = sequence}},
+          {"*.out", RowwiseParallel{.output = sequence}},
+          {"*.up", ColwiseParallel{.input = sequence}},
+          {"*.down", RowwiseParallel{.output = sequence}},
+          {"*.head", ColwiseParallel{.input = sequence}}};
 }
 
 template <class Loss>
@@ -45,10 +44,10 @@ void train(Transformer& net, const Loss& loss) {
   }
 }
 
-std::vector<at::Tensor> train_whole() {
+Parameters train_whole() {
   auto net = make_transformer();
   train(net, cross_entropy);
-  return net->parameters();
+  return parameters_of(*net);
 }
 
 void expect_as_whole(int ranks, const ParallelPlan& plan) {
@@ -60,8 +59,8 @@ void expect_as_whole(int ranks, const ParallelPlan& plan) {
     train(net, [&](const at::Tensor& logits, const at::Tensor& labels) {
       return vocabulary_parallel_cross_entropy(logits, labels, communicator).mean();
     });
-    std::vector<at::Tensor> whole;
-    for (const auto& parameter : net->parameters()) whole.push_back(full_tensor(parameter));
+    auto whole = parameters_of(*net);
+    for (auto& [name, parameter] : whole) parameter = full_tensor(parameter);
     EXPECT_LT(largest_difference(whole, expected), kTolerance);
   });
 }

@@ -3,19 +3,31 @@
 
 #include <ATen/ATen.h>
 #include <torch/nn/functional/loss.h>
-#include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
 #include <torch/utils.h>
 
+#include <map>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace lockstep::parallel {
 
 struct TransformerOptions {
   std::int64_t layers = 2, width = 24, head = 2, sequence = 12, classes = 48;
+};
+
+// Ids [batch, sequence] to [batch, sequence, width].
+struct FrontImpl : torch::nn::Module {
+  explicit FrontImpl(const TransformerOptions& options) {
+    token = register_module("token", torch::nn::Embedding(options.classes, options.width));
+    place = register_module("place", torch::nn::Embedding(options.sequence, options.width));
+  }
+  at::Tensor forward(const at::Tensor& ids) { return token(ids) + place(at::arange(ids.size(1), ids.options())); }
+
+  torch::nn::Embedding token = nullptr, place = nullptr;
 };
 
 // Pre-norm, causal attention, GELU. The rows of qkv are ordered by head.
@@ -41,40 +53,64 @@ struct BlockImpl : torch::nn::Module {
   torch::nn::LayerNorm norm1 = nullptr, norm2 = nullptr;
   torch::nn::Linear qkv = nullptr, out = nullptr, up = nullptr, down = nullptr;
 };
-TORCH_MODULE(Block);
 
-// Ids [batch, sequence] to logits [batch, sequence, classes].
-struct TransformerImpl : torch::nn::Module {
-  explicit TransformerImpl(const TransformerOptions& options) {
-    token = register_module("token", torch::nn::Embedding(options.classes, options.width));
-    place = register_module("place", torch::nn::Embedding(options.sequence, options.width));
-    blocks = register_module("blocks", torch::nn::ModuleList());
-    for (std::int64_t i = 0; i < options.layers; ++i) blocks->push_back(Block(options));
+// To logits [batch, sequence, classes].
+struct BackImpl : torch::nn::Module {
+  explicit BackImpl(const TransformerOptions& options) {
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.width})));
     head = register_module("head", torch::nn::Linear(options.width, options.classes));
   }
+  at::Tensor forward(const at::Tensor& x) { return head(norm(x)); }
 
-  at::Tensor forward(const at::Tensor& ids) {
-    auto x = token(ids) + place(at::arange(ids.size(1), ids.options()));
-    for (const auto& block : *blocks) x = block->as<BlockImpl>()->forward(x);
-    return head(norm(x));
-  }
-
-  torch::nn::Embedding token = nullptr, place = nullptr;
-  torch::nn::ModuleList blocks = nullptr;
   torch::nn::LayerNorm norm = nullptr;
   torch::nn::Linear head = nullptr;
 };
+
+// The layers `begin` to `end` of front, blocks and back, named by their numbers: "0.token.weight".
+struct TransformerImpl : torch::nn::Module {
+  TransformerImpl(const TransformerOptions& options, std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = 0; i < options.layers + 2; ++i) {
+      auto layer = make_layer(options, i);  // those that are not kept draw their initial values as well
+      if (i >= begin && i < end) layers.push_back(register_module(std::to_string(i), layer));
+    }
+  }
+
+  at::Tensor forward(at::Tensor x) {
+    for (const auto& layer : layers) {
+      if (auto* const front = layer->as<FrontImpl>()) x = front->forward(x);
+      if (auto* const block = layer->as<BlockImpl>()) x = block->forward(x);
+      if (auto* const back = layer->as<BackImpl>()) x = back->forward(x);
+    }
+    return x;
+  }
+
+  static std::shared_ptr<torch::nn::Module> make_layer(const TransformerOptions& options, std::int64_t i) {
+    if (i == 0) return std::make_shared<FrontImpl>(options);
+    if (i == options.layers + 1) return std::make_shared<BackImpl>(options);
+    return std::make_shared<BlockImpl>(options);
+  }
+
+  std::vector<std::shared_ptr<torch::nn::Module>> layers;
+};
 TORCH_MODULE(Transformer);
 
-// The same values at each call, in double precision.
-inline Transformer make_transformer(const TransformerOptions& options = {}) {
+// Stage `i` of `stages`, with the same values at each call, in double precision. All threads may call.
+inline Transformer make_transformer(const TransformerOptions& options = {}, int i = 0, int stages = 1) {
   static std::mutex making;  // initial values come from the process's generator
   const std::lock_guard lock(making);
   torch::manual_seed(3);
-  Transformer net(options);
+  const auto layers = options.layers + 2;
+  Transformer net(options, i * layers / stages, (i + 1) * layers / stages);
   net->to(at::kDouble);
   return net;
+}
+
+using Parameters = std::map<std::string, at::Tensor>;
+
+inline Parameters parameters_of(const torch::nn::Module& module) {
+  Parameters all;
+  for (const auto& each : module.named_parameters()) all[each.key()] = each.value();
+  return all;
 }
 
 struct Batch {
@@ -91,11 +127,11 @@ inline at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& labe
   return torch::nn::functional::cross_entropy(logits.flatten(0, 1), labels.flatten());
 }
 
-inline double largest_difference(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+// Of the parameters that `some` has.
+inline double largest_difference(const Parameters& some, const Parameters& all) {
   const at::NoGradGuard no_gradient;
-  TORCH_CHECK(a.size() == b.size());
   double largest = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) largest = std::max(largest, (a[i] - b[i]).abs().max().item<double>());
+  for (const auto& [name, value] : some) largest = std::max(largest, (value - all.at(name)).abs().max().item<double>());
   return largest;
 }
 

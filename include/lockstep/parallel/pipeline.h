@@ -1,0 +1,91 @@
+// Pipeline: a model cut into stages, each on a rank; microbatches of a batch go through them one behind the other.
+// Follows torch.distributed.pipelining.
+//
+//   lockstep::Pipeline pipeline({[] { return Front(); }, [] { return Back(); }}, mesh["pipeline"],
+//                               {.schedule = lockstep::schedules::zero_bubble, .microbatches = 8});
+//   torch::optim::AdamW adamw(pipeline.parameters());  // of this rank's stages
+//
+//   adamw.zero_grad();
+//   const double loss = pipeline.step(x, y, torch::nn::functional::cross_entropy);
+//   adamw.step();
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/collective/communicator.h"
+#include "lockstep/ops/tensor.h"
+#include "lockstep/parallel/pipeline_schedule.h"
+#include "lockstep/strategy/module_factory.h"
+
+namespace lockstep {
+
+// A stage: `factory` returns a module holder or a shared_ptr to a module with `Tensor forward(Tensor)`.
+class PipelineStage {
+ public:
+  template <class Factory>
+  PipelineStage(const Factory& factory)  // NOLINT: a stage is the function that makes it
+      : make_(internal::maker(factory)), forward_(internal::forward_of<Factory>()) {}
+
+  std::shared_ptr<torch::nn::Module> make() const { return make_(); }
+  Tensor forward(torch::nn::Module& module, const Tensor& x) const { return forward_(module, x); }
+
+ private:
+  internal::MakeModule make_;
+  internal::ForwardOfModule forward_;
+};
+
+// A parameter of a stage, by its name in the stage's module.
+struct StageParameter {
+  int stage = 0;
+  std::string name;
+};
+
+struct PipelineOptions {
+  MakePipelineSchedule schedule = schedules::one_forward_one_backward;
+  int microbatches = 4;
+
+  // Parameters that are one in the unsplit model: they begin with the first one's values, and their gradients are
+  // summed.
+  std::vector<std::vector<StageParameter>> tied = {};
+};
+
+// The mean over the examples of a microbatch: a scalar.
+using PipelineLoss = std::function<Tensor(const Tensor& output, const Tensor& target)>;
+
+// One thread a rank. All ranks make the same calls with the same arguments; what throws on one aborts the others. The
+// calls throw what a Group, a stage and the loss throw.
+class Pipeline {
+ public:
+  // Collective. Makes all stages, one after the other, and keeps this rank's, so that initial values are those of the
+  // unsplit model with the same seed. Throws InvalidArgument where the schedule does not fit the numbers of ranks and
+  // stages, for fewer than one microbatch, and for tied parameters that do not exist or have different shapes.
+  Pipeline(std::vector<PipelineStage> stages, const Communicator& ranks, PipelineOptions options = {});
+  ~Pipeline();
+
+  // Forward and backward of a batch: adds the gradient of the mean loss over its examples to the gradients of this
+  // rank's parameters, and returns that loss, on all ranks. x [examples, ...] is read by the first stage's rank and
+  // target [examples, ...] by the last one's; on the others they are only counted. Microbatches differ by one example
+  // at most; there are fewer of them where there are fewer examples.
+  double step(const Tensor& x, const Tensor& target, const PipelineLoss& loss);
+
+  // The last stage's output for a batch, on all ranks, without gradients.
+  Tensor forward(const Tensor& x);
+
+  // Of this rank's stages, in the order of stages.
+  std::vector<Tensor> parameters() const;
+  const std::vector<std::pair<int, std::shared_ptr<torch::nn::Module>>>& modules() const;  // by stage
+
+  const PipelineSchedule& schedule() const;
+
+  // When this rank carried out each action of its schedule in the last step, in seconds since the step began.
+  const std::vector<PipelineTimes::Span>& last_times() const;
+
+ private:
+  struct State;
+  const std::unique_ptr<State> state_;
+};
+
+}  // namespace lockstep

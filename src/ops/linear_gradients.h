@@ -1,0 +1,13 @@
+// The products of a dense layer's backward.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace lockstep::ops {
+
+// Of y = x weight^T, with the gradient of y: [..., outputs], weight [outputs, inputs], x [..., inputs]. On our kernels
+// where they cover it, else LibTorch's. Outside of autograd.
+at::Tensor linear_input_gradient(const at::Tensor& gradient, const at::Tensor& weight);
+at::Tensor linear_weight_gradient(const at::Tensor& gradient, const at::Tensor& x);
+
+}  // namespace lockstep::ops

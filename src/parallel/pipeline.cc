@@ -1,0 +1,144 @@
+#include "lockstep/parallel/pipeline.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+
+#include "base/text.h"
+#include "lockstep/gradient/tensor_collectives.h"
+#include "parallel/pipeline_run.h"
+#include "parallel/tied_parameters.h"
+
+namespace lockstep {
+namespace {
+
+// Ranks that send to each other: where neighbouring stages are on different ranks.
+std::vector<std::pair<int, int>> pairs_of(const PipelineSchedule& schedule) {
+  std::vector<std::pair<int, int>> pairs;
+  for (int stage = 0; stage + 1 < schedule.stages(); ++stage) {
+    const auto a = schedule.rank_of_stage[static_cast<std::size_t>(stage)];
+    const auto b = schedule.rank_of_stage[static_cast<std::size_t>(stage) + 1];
+    if (a == b) continue;
+    for (const auto& pair : {std::pair(a, b), std::pair(b, a)}) {
+      if (std::find(pairs.begin(), pairs.end(), pair) == pairs.end()) pairs.push_back(pair);
+    }
+  }
+  return pairs;
+}
+
+bool splits_backward(const std::vector<PipelineAction>& actions) {
+  return std::any_of(actions.begin(), actions.end(),
+                     [](const auto& action) { return action.kind == PipelineAction::Kind::backward_weight; });
+}
+
+PipelineSchedule checked(PipelineSchedule schedule, int ranks) {
+  if (schedule.ranks() != ranks) {
+    throw InvalidArgument(
+        text("Pipeline: schedule ", schedule.name, " is made for ", schedule.ranks(), " ranks; there are ", ranks));
+  }
+  check_schedule(schedule);
+  return schedule;
+}
+
+}  // namespace
+
+struct Pipeline::State {
+  State(std::vector<PipelineStage> of, const Communicator& given, const PipelineOptions& options)
+      : stages(std::move(of)),
+        ranks(given),
+        schedule(checked(options.schedule(ranks.size(), static_cast<int>(stages.size()), options.microbatches),
+                         ranks.size())),
+        links(ranks, pairs_of(schedule)) {
+    for (int i = 0; i < schedule.stages(); ++i) {
+      const auto& stage = stages[static_cast<std::size_t>(i)];
+      const auto module = stage.make();
+      if (schedule.rank_of_stage[static_cast<std::size_t>(i)] != ranks.rank()) continue;
+      modules.emplace_back(i, module);
+      forwards.emplace(i, [&stage, module](const Tensor& x) { return stage.forward(*module, x); });
+    }
+    for (const auto& copies : options.tied) tied.emplace_back(copies, schedule, modules, ranks);
+    if (splits_backward(schedule.actions[static_cast<std::size_t>(ranks.rank())])) split_weights();
+  }
+
+  void split_weights() const {
+    for (const auto& [stage, module] : modules) {
+      for (const auto& parameter : module->parameters()) {
+        if (parameter.dim() == 2) ops::add_hook(parameter, std::make_shared<parallel::SplitWeight>(parameter));
+      }
+    }
+  }
+
+  template <class Act>
+  void run(const Act& act) {
+    ranks.abort_on_error([&] {
+      try {
+        parallel::PipelineRun run(schedule, links, forwards, ranks.rank());
+        act(run);
+      } catch (const std::exception& error) {
+        links.abort(error.what());
+        throw;
+      }
+    });
+  }
+
+  const std::vector<PipelineStage> stages;
+  const Communicator ranks;
+  const PipelineSchedule schedule;
+  parallel::StageLinks links;
+  parallel::StageModules modules;
+  parallel::StageForwards forwards;
+  std::vector<parallel::TiedParameter> tied;
+  std::vector<PipelineTimes::Span> times;
+};
+
+Pipeline::Pipeline(std::vector<PipelineStage> stages, const Communicator& ranks, PipelineOptions options)
+    : state_(std::make_unique<State>(std::move(stages), ranks, options)) {}
+Pipeline::~Pipeline() = default;
+
+double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& loss) {
+  double result = 0;
+  for (auto& each : state_->tied) each.begin_step();
+  state_->run([&](parallel::PipelineRun& run) { result = run.train(x, target, loss, state_->times); });
+  for (auto& each : state_->tied) each.finish_step();
+  state_->ranks.sum({&result, 1});
+  return result;
+}
+
+Tensor Pipeline::forward(const Tensor& x) {
+  Tensor output;
+  state_->run([&](parallel::PipelineRun& run) { output = run.predict(x); });
+  // The others get to know its shape first.
+  const auto last = state_->schedule.rank_of_stage.back();
+  std::vector<std::int64_t> shape;
+  if (output.defined()) {
+    shape = output.sizes().vec();
+    shape.insert(shape.begin(), static_cast<std::int64_t>(output.scalar_type()));
+  }
+  const std::string bytes =
+      state_->ranks.broadcast({reinterpret_cast<const char*>(shape.data()), shape.size() * sizeof(std::int64_t)}, last);
+  shape.resize(bytes.size() / sizeof(std::int64_t));
+  std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(shape.data()));
+  const at::IntArrayRef sizes(shape.data() + 1, shape.size() - 1);
+  if (!output.defined()) output = at::empty(sizes, static_cast<at::ScalarType>(shape[0]));
+  output = output.contiguous();
+  broadcast(state_->ranks, {output}, last);
+  return output;
+}
+
+std::vector<Tensor> Pipeline::parameters() const {
+  std::vector<Tensor> all;
+  for (const auto& [stage, module] : modules()) {
+    const auto own = module->parameters();
+    all.insert(all.end(), own.begin(), own.end());
+  }
+  return all;
+}
+
+const std::vector<std::pair<int, std::shared_ptr<torch::nn::Module>>>& Pipeline::modules() const {
+  return state_->modules;
+}
+const PipelineSchedule& Pipeline::schedule() const { return state_->schedule; }
+const std::vector<PipelineTimes::Span>& Pipeline::last_times() const { return state_->times; }
+
+}  // namespace lockstep

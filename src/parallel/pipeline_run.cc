@@ -1,0 +1,142 @@
+#include "parallel/pipeline_run.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <chrono>
+
+#include "base/text.h"
+
+namespace lockstep::parallel {
+namespace {
+
+using Kind = PipelineAction::Kind;
+using Message = StageMessage::Kind;
+
+StageMessage message(Message kind, const PipelineAction& action) { return {kind, action.stage, action.microbatch}; }
+
+}  // namespace
+
+PipelineRun::PipelineRun(const PipelineSchedule& schedule, StageLinks& links, const StageForwards& forwards, int rank)
+    : schedule_(schedule), links_(links), forwards_(forwards), rank_(rank) {}
+
+void PipelineRun::split(const Tensor& x) {
+  if (!x.defined() || x.dim() == 0 || x.size(0) == 0)
+    throw InvalidArgument("Pipeline: x has no examples; its first dimension counts them");
+  parts_ = x.tensor_split(schedule_.microbatches);
+  examples_ = static_cast<double>(x.size(0));
+}
+
+// What another stage made: of this rank or another one.
+Tensor PipelineRun::take(const StageMessage& wanted, int from_stage) {
+  const auto from = schedule_.rank_of_stage[static_cast<std::size_t>(from_stage)];
+  if (from != rank_) return links_.receive(from, wanted);
+  return std::move(local_.extract(wanted).mapped());
+}
+
+void PipelineRun::give(const StageMessage& what, int to_stage, const Tensor& tensor) {
+  const auto to = schedule_.rank_of_stage[static_cast<std::size_t>(to_stage)];
+  if (to != rank_) {
+    links_.send(to, what, tensor);
+  } else {
+    local_.emplace(what, tensor);
+  }
+}
+
+Tensor PipelineRun::take_input(const PipelineAction& action) {
+  if (action.stage == 0) return parts_[static_cast<std::size_t>(action.microbatch)];
+  return take({Message::output, action.stage - 1, action.microbatch}, action.stage - 1);
+}
+
+Tensor PipelineRun::weighted_loss(const PipelineAction& action, const Tensor& output) {
+  const auto& target = targets_[static_cast<std::size_t>(action.microbatch)];
+  const auto loss = (*loss_)(output, target);
+  if (loss.numel() != 1)
+    throw InvalidArgument(
+        text("Pipeline::step: the loss has shape ", loss.sizes(), "; it must be the mean over the examples"));
+  const auto weighted = loss * (static_cast<double>(target.size(0)) / examples_);
+  loss_sum_ += weighted.item<double>();
+  return weighted;
+}
+
+void PipelineRun::forward(const PipelineAction& action, const Tensor& x) {
+  const bool has_gradient = action.stage > 0 && x.is_floating_point();
+  const auto input = has_gradient ? x.detach().requires_grad_() : x;
+  auto output = forwards_.at(action.stage)(input);
+  if (is_last(action.stage)) {
+    output = weighted_loss(action, output);
+  } else {
+    give(message(Message::output, action), action.stage + 1, output.detach());
+  }
+  kept_[{action.stage, action.microbatch}] = {input, output, {}};
+}
+
+void PipelineRun::backward(const PipelineAction& action, const Tensor& gradient) {
+  auto kept = kept_.extract({action.stage, action.microbatch});
+  auto& [input, output, weights] = kept.mapped();
+  if (output.requires_grad()) {
+    std::optional<WeightGradients::Collect> collect;
+    if (action.kind == Kind::backward_input) collect.emplace(weights);
+    torch::autograd::backward({output}, {gradient});
+  }
+  if (action.stage > 0 && input.is_floating_point()) {
+    auto of_input = input.grad().defined() ? input.grad() : at::zeros_like(input);
+    give(message(Message::gradient, action), action.stage - 1, of_input);
+  }
+  input = output = Tensor();
+  if (action.kind == Kind::backward_input) kept_.insert(std::move(kept));
+}
+
+double PipelineRun::train(const Tensor& x, const Tensor& target, const PipelineLoss& loss,
+                          std::vector<PipelineTimes::Span>& times) {
+  split(x);
+  if (target.dim() == 0 || target.size(0) != x.size(0)) {
+    throw InvalidArgument(text("Pipeline::step: x has shape ", x.sizes(), " and target ", target.sizes(),
+                               "; their first dimensions count the same examples"));
+  }
+  targets_ = target.tensor_split(schedule_.microbatches);
+  loss_ = &loss;
+  times.clear();
+  const auto start = Deadline::Clock::now();
+  const auto now = [&] { return std::chrono::duration<double>(Deadline::Clock::now() - start).count(); };
+  for (const auto& action : schedule_.actions[static_cast<std::size_t>(rank_)]) {
+    auto begin = now();
+    if (parts_[static_cast<std::size_t>(action.microbatch)].size(0) > 0) {
+      if (action.kind == Kind::forward) {
+        const auto input = take_input(action);
+        begin = now();
+        forward(action, input);
+      } else if (action.kind == Kind::backward_weight) {
+        kept_.extract({action.stage, action.microbatch}).mapped().weights.compute();
+      } else {
+        const auto gradient = is_last(action.stage)
+                                  ? Tensor()
+                                  : take({Message::gradient, action.stage + 1, action.microbatch}, action.stage + 1);
+        begin = now();
+        backward(action, gradient);
+      }
+    }
+    times.push_back({begin, now()});
+  }
+  links_.flush();
+  return loss_sum_;
+}
+
+Tensor PipelineRun::predict(const Tensor& x) {
+  const at::NoGradGuard no_gradient;
+  split(x);
+  std::vector<Tensor> outputs;
+  for (const auto& action : schedule_.actions[static_cast<std::size_t>(rank_)]) {
+    if (action.kind != Kind::forward || parts_[static_cast<std::size_t>(action.microbatch)].size(0) == 0) continue;
+    const auto output = forwards_.at(action.stage)(take_input(action));
+    if (is_last(action.stage)) {
+      outputs.push_back(output);
+    } else {
+      give(message(Message::output, action), action.stage + 1, output);
+    }
+  }
+  links_.flush();
+  return outputs.empty() ? Tensor() : at::cat(outputs);
+}
+
+}  // namespace lockstep::parallel

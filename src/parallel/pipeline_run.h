@@ -1,0 +1,59 @@
+// The interpreter of pipeline schedules: carries out one rank's actions for one batch.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "lockstep/parallel/pipeline.h"
+#include "parallel/split_linear.h"
+#include "parallel/stage_links.h"
+
+namespace lockstep::parallel {
+
+// This rank's stages.
+using StageForwards = std::map<int, std::function<Tensor(const Tensor&)>>;
+
+class PipelineRun {
+ public:
+  PipelineRun(const PipelineSchedule& schedule, StageLinks& links, const StageForwards& forwards, int rank);
+
+  // Forward and backward. Returns the mean loss where this rank has the last stage, else 0. `times`: of each action,
+  // but for its wait for other ranks; an action on a microbatch without examples takes none.
+  double train(const Tensor& x, const Tensor& target, const PipelineLoss& loss,
+               std::vector<PipelineTimes::Span>& times);
+
+  // The forwards alone. Returns the last stage's output where this rank has it, else nothing.
+  Tensor predict(const Tensor& x);
+
+ private:
+  using Key = std::pair<int, int>;  // stage and microbatch
+  struct Kept {
+    Tensor input, output;
+    WeightGradients weights;
+  };
+
+  bool is_last(int stage) const { return stage + 1 == schedule_.stages(); }
+  void split(const Tensor& x);
+  Tensor take(const StageMessage& message, int from_stage);
+  void give(const StageMessage& message, int to_stage, const Tensor& tensor);
+  Tensor take_input(const PipelineAction& action);
+  void forward(const PipelineAction& action, const Tensor& x);
+  void backward(const PipelineAction& action, const Tensor& gradient);
+  Tensor weighted_loss(const PipelineAction& action, const Tensor& output);
+
+  const PipelineSchedule& schedule_;
+  StageLinks& links_;
+  const StageForwards& forwards_;
+  const int rank_;
+
+  std::vector<Tensor> parts_, targets_;  // [microbatch]
+  double examples_ = 0;
+  const PipelineLoss* loss_ = nullptr;
+  double loss_sum_ = 0;
+  std::map<Key, Kept> kept_;
+  std::map<StageMessage, Tensor> local_;  // between two stages of this rank
+};
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,81 @@
+#include "parallel/split_linear.h"
+
+#include <ATen/ops/linear.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include "ops/linear_gradients.h"
+#include "parallel/divided_parameter.h"
+
+namespace lockstep::parallel {
+namespace {
+
+thread_local WeightGradients* collecting = nullptr;
+
+// As backward hands it to a leaf, with the leaf's hooks.
+void accumulate(const Tensor& weight, Tensor gradient) {
+  (*torch::autograd::impl::grad_accumulator(weight))({std::move(gradient)});
+}
+
+// Whose backward may be differentiated.
+Tensor input_gradient(const Tensor& gradient, const Tensor& weight) {
+  if (at::GradMode::is_enabled()) return at::matmul(gradient, weight);
+  return ops::linear_input_gradient(gradient, weight);
+}
+
+Tensor weight_gradient(const Tensor& gradient, const Tensor& x) {
+  const auto same = x.to(gradient.scalar_type());
+  if (!at::GradMode::is_enabled()) return ops::linear_weight_gradient(gradient, same);
+  return at::mm(gradient.reshape({-1, gradient.size(-1)}).t(), same.reshape({-1, x.size(-1)}));
+}
+
+struct SplitLinear : torch::autograd::Function<SplitLinear> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x, const Tensor& weight,
+                        const std::optional<Tensor>& bias) {
+    // What backward does not read may be changed in place.
+    context->save_for_backward({weight.requires_grad() ? x : Tensor(), weight});
+    context->saved_data["needs"] =
+        std::vector<bool>{x.requires_grad(), weight.requires_grad(), bias.has_value() && bias->requires_grad()};
+    return at::linear(x, weight, bias);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto saved = context->get_saved_variables();
+    const auto &x = saved[0], &weight = saved[1];
+    const auto needs = context->saved_data["needs"].toBoolList();
+    const auto gradient = gradients[0].to(weight.scalar_type());
+    Tensor of_x, of_weight, of_bias;
+    if (needs[0]) of_x = input_gradient(gradient, weight);
+    if (needs[2]) of_bias = gradient.reshape({-1, gradient.size(-1)}).sum(0);
+    if (needs[1] && collecting != nullptr && weight.is_leaf()) {
+      collecting->add([=] { accumulate(weight, weight_gradient(gradient, x)); });
+    } else if (needs[1]) {
+      of_weight = weight_gradient(gradient, x);
+    }
+    return {of_x, of_weight, of_bias};
+  }
+};
+
+}  // namespace
+
+void WeightGradients::compute() {
+  const at::NoGradGuard no_gradient;
+  for (const auto& compute_one : std::exchange(left_, {})) compute_one();
+}
+
+WeightGradients::Collect::Collect(WeightGradients& later) : before_(std::exchange(collecting, &later)) {}
+WeightGradients::Collect::~Collect() { collecting = before_; }
+
+Tensor split_linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
+  return SplitLinear::apply(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);
+}
+
+bool SplitWeight::run(const ops::OperatorCall& call, std::size_t i) {
+  if (ops::in_backward() || is_divided(call.tensor(i))) return false;
+  const auto operands = linear_call(call, i, weight_);
+  if (!operands) return false;
+  call.finish(split_linear(operands->x, operands->weight, operands->bias));
+  return true;
+}
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,52 @@
+// A linear layer whose backward can be split into the gradient of its input and, later, that of its weight (Qi et al.
+// 2024).
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "lockstep/ops/tensor.h"
+#include "parallel/linear_call.h"
+
+namespace lockstep::parallel {
+
+// Gradients of weights that backward has left for later.
+class WeightGradients {
+ public:
+  // Computes them and adds them to the weights' gradients, in the order of backward.
+  void compute();
+
+  // While it lives, backwards of this thread leave gradients of weights to `later`.
+  class Collect {
+   public:
+    explicit Collect(WeightGradients& later);
+    ~Collect();
+    Collect(const Collect&) = delete;
+    Collect& operator=(const Collect&) = delete;
+
+   private:
+    WeightGradients* const before_;
+  };
+
+  void add(std::function<void()> compute) { left_.push_back(std::move(compute)); }
+
+ private:
+  std::vector<std::function<void()>> left_;
+};
+
+// torch::linear(x, weight, bias); the bias may be undefined. Only the gradient of a weight that is a leaf of autograd's
+// graph is left for later.
+Tensor split_linear(const Tensor& x, const Tensor& weight, const Tensor& bias);
+
+// Of a weight: its linear layers are split_linear.
+class SplitWeight final : public ops::ParameterHook {
+ public:
+  explicit SplitWeight(const Tensor& weight) : weight_(weight) {}
+  bool run(const ops::OperatorCall& call, std::size_t i) override;
+
+ private:
+  const WeakParameter weight_;
+};
+
+}  // namespace lockstep::parallel

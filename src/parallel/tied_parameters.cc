@@ -1,0 +1,72 @@
+#include "parallel/tied_parameters.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+
+#include "base/near_names.h"
+#include "base/text.h"
+#include "lockstep/gradient/tensor_collectives.h"
+
+namespace lockstep::parallel {
+namespace {
+
+Tensor find(const StageParameter& wanted, const torch::nn::Module& module) {
+  const auto parameters = module.named_parameters();
+  if (const auto* const found = parameters.find(wanted.name)) return *found;
+  const auto near = near_names(wanted.name, parameters.keys());
+  throw InvalidArgument(
+      text("Pipeline: stage ", wanted.stage, " has no parameter \"", wanted.name, "\" to tie; ",
+           near.empty() ? "it has " + first_of(parameters.keys()) : "did you mean " + join(near, " or ") + "?"));
+}
+
+}  // namespace
+
+TiedParameter::TiedParameter(const std::vector<StageParameter>& copies, const PipelineSchedule& schedule,
+                             const StageModules& mine, const Communicator& ranks) {
+  if (copies.empty()) throw InvalidArgument("Pipeline: a tied parameter without copies");
+  for (const auto& copy : copies) {
+    if (copy.stage < 0 || copy.stage >= schedule.stages()) {
+      throw InvalidArgument(text("Pipeline: tied parameter \"", copy.name, "\" of stage ", copy.stage, "; there are ",
+                                 schedule.stages(), " stages"));
+    }
+  }
+  ranks.abort_on_error([&] {
+    for (const auto& copy : copies) {
+      for (const auto& [stage, module] : mine) {
+        if (stage == copy.stage) mine_.push_back(find(copy, *module));
+      }
+    }
+  });
+  const bool has_first = schedule.rank_of_stage[static_cast<std::size_t>(copies[0].stage)] == ranks.rank();
+  const auto group = ranks.group().split(mine_.empty() ? -1 : 0, has_first ? 0 : 1, ranks.deadline());
+  if (mine_.empty()) return;
+  ranks_ = ranks.with_group(*group);
+  for (const auto& copy : mine_) {
+    ranks_.check_all_agree("shapes of tied parameters", text(copy.scalar_type(), " ", copy.sizes()));
+  }
+  const at::NoGradGuard no_gradient;
+  broadcast(ranks_, {mine_[0]});
+  for (const auto& copy : mine_) copy.detach().copy_(mine_[0].detach());
+}
+
+void TiedParameter::begin_step() {
+  earlier_.clear();
+  for (const auto& copy : mine_) earlier_.push_back(std::exchange(copy.mutable_grad(), Tensor()));
+}
+
+void TiedParameter::finish_step() {
+  if (mine_.empty()) return;
+  const at::NoGradGuard no_gradient;
+  const auto sum = at::zeros_like(mine_[0], at::MemoryFormat::Contiguous);
+  for (const auto& copy : mine_) {
+    if (copy.grad().defined()) sum.add_(copy.grad());
+  }
+  all_reduce(ranks_.group(), sum, ReduceOp::sum, ranks_.deadline());
+  for (std::size_t i = 0; i < mine_.size(); ++i) {
+    mine_[i].mutable_grad() = earlier_[i].defined() ? earlier_[i] + sum : sum.clone();
+  }
+}
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,33 @@
+// Parameters of several stages that are one in the unsplit model.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "lockstep/parallel/pipeline.h"
+
+namespace lockstep::parallel {
+
+using StageModules = std::vector<std::pair<int, std::shared_ptr<torch::nn::Module>>>;  // by stage
+
+// One such parameter: this rank's copies of it, and the ranks that have some.
+class TiedParameter {
+ public:
+  // Collective over the pipeline's ranks. All copies get the first one's values. Throws InvalidArgument as Pipeline.
+  TiedParameter(const std::vector<StageParameter>& copies, const PipelineSchedule& schedule, const StageModules& mine,
+                const Communicator& ranks);
+
+  // Before a step: puts aside the gradients of earlier steps.
+  void begin_step();
+
+  // After it: gives each copy the sum of the copies' gradients of this step, added to those of earlier ones. Collective
+  // over the ranks that have copies.
+  void finish_step();
+
+ private:
+  std::vector<Tensor> mine_;
+  std::vector<Tensor> earlier_;  // gradients of mine_
+  Communicator ranks_;
+};
+
+}  // namespace lockstep::parallel
