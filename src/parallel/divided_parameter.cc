@@ -111,10 +111,11 @@ Tensor divided(const Tensor& whole, const Division& division, const Communicator
   return part_of(blocks, dim + 1, ranks.rank(), ranks.size()).flatten(dim, dim + 1).clone(at::MemoryFormat::Contiguous);
 }
 
-bool is_divided(const Tensor& parameter) {
-  const auto hooks = ops::hooks_of(parameter);
-  return std::any_of(hooks.begin(), hooks.end(),
-                     [](const auto& hook) { return dynamic_cast<const DividedParameter*>(hook.get()) != nullptr; });
+std::shared_ptr<const DividedParameter> division_of(const Tensor& parameter) {
+  for (const auto& hook : ops::hooks_of(parameter)) {
+    if (auto division = std::dynamic_pointer_cast<const DividedParameter>(hook)) return division;
+  }
+  return nullptr;
 }
 
 Tensor DividedParameter::gather(const Tensor& part) const {

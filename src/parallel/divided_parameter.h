@@ -40,8 +40,8 @@ class DividedParameter : public ops::ParameterHook {
   const Communicator ranks_;
 };
 
-// Whether a parameter has such a hook.
-bool is_divided(const Tensor& parameter);
+// The hook of a parameter that is divided; null for any other.
+std::shared_ptr<const DividedParameter> division_of(const Tensor& parameter);
 
 // Of a linear layer's weight [outputs, inputs]: makes the layer's product with the part, and communicates. `Style`:
 // ColwiseParallel or RowwiseParallel.

@@ -71,7 +71,7 @@ Tensor split_linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
 }
 
 bool SplitWeight::run(const ops::OperatorCall& call, std::size_t i) {
-  if (ops::in_backward() || is_divided(call.tensor(i))) return false;
+  if (ops::in_backward() || division_of(call.tensor(i)) != nullptr) return false;
   const auto operands = linear_call(call, i, weight_);
   if (!operands) return false;
   call.finish(split_linear(operands->x, operands->weight, operands->bias));

@@ -102,7 +102,7 @@ class Planner {
 
   void add_change(const std::string& name, const Tensor& parameter, std::shared_ptr<ops::ParameterHook> hook) {
     Change change{name, parameter, std::move(hook)};
-    if (parallel::is_divided(parameter))
+    if (parallel::division_of(parameter) != nullptr)
       throw InvalidArgument(text("parallelize_module: ", name, " was divided before"));
     if (const auto* const division = change.division()) check_division(change, division->division());
     changes_.push_back(std::move(change));
@@ -193,11 +193,8 @@ void parallelize_module(torch::nn::Module& module, const Communicator& ranks, co
 }
 
 Tensor full_tensor(const Tensor& parameter) {
-  for (const auto& hook : ops::hooks_of(parameter)) {
-    const auto* const division = dynamic_cast<const DividedParameter*>(hook.get());
-    if (division != nullptr) return division->gather(parameter);
-  }
-  return parameter.detach().clone();
+  const auto division = parallel::division_of(parameter);
+  return division != nullptr ? division->gather(parameter) : parameter.detach().clone();
 }
 
 }  // namespace lockstep

@@ -8,6 +8,7 @@
 #include "base/near_names.h"
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "ops/parameter_hook.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -21,7 +22,16 @@ Tensor find(const StageParameter& wanted, const torch::nn::Module& module) {
            near.empty() ? "it has " + first_of(parameters.keys()) : "did you mean " + join(near, " or ") + "?"));
 }
 
+// Of a copy that is not the first.
+struct TiedCopy final : ops::ParameterHook {};
+
 }  // namespace
+
+bool is_tied_copy(const Tensor& parameter) {
+  const auto hooks = ops::hooks_of(parameter);
+  return std::any_of(hooks.begin(), hooks.end(),
+                     [](const auto& hook) { return dynamic_cast<const TiedCopy*>(hook.get()) != nullptr; });
+}
 
 TiedParameter::TiedParameter(const std::vector<StageParameter>& copies, const PipelineSchedule& schedule,
                              const StageModules& mine, const Communicator& ranks) {
@@ -35,7 +45,9 @@ TiedParameter::TiedParameter(const std::vector<StageParameter>& copies, const Pi
   ranks.abort_on_error([&] {
     for (const auto& copy : copies) {
       for (const auto& [stage, module] : mine) {
-        if (stage == copy.stage) mine_.push_back(find(copy, *module));
+        if (stage != copy.stage) continue;
+        mine_.push_back(find(copy, *module));
+        if (&copy != copies.data()) ops::add_hook(mine_.back(), std::make_shared<TiedCopy>());
       }
     }
   });

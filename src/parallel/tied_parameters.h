@@ -30,4 +30,7 @@ class TiedParameter {
   Communicator ranks_;
 };
 
+// Whether a parameter is one of several copies and not the first.
+bool is_tied_copy(const Tensor& parameter);
+
 }  // namespace lockstep::parallel

@@ -17,6 +17,7 @@ namespace lockstep::parallel {
 
 struct TransformerOptions {
   std::int64_t layers = 2, width = 24, head = 2, sequence = 12, classes = 48;
+  bool tied = false;  // the head's weight is the token embedding's, in stages that have both
 };
 
 // Ids [batch, sequence] to [batch, sequence, width].
@@ -54,16 +55,29 @@ struct BlockImpl : torch::nn::Module {
   torch::nn::Linear qkv = nullptr, out = nullptr, up = nullptr, down = nullptr;
 };
 
+// A linear layer of its own, whose weight may be another layer's.
+struct HeadImpl : torch::nn::Module {
+  HeadImpl(const TransformerOptions& options, const at::Tensor& shared) {
+    const auto own = 0.2 * torch::randn({options.classes, options.width});
+    weight = register_parameter("weight", shared.defined() ? shared : own);
+    bias = register_parameter("bias", torch::zeros({options.classes}));
+  }
+  at::Tensor forward(const at::Tensor& x) { return torch::linear(x, weight, bias); }
+
+  at::Tensor weight, bias;
+};
+TORCH_MODULE(Head);
+
 // To logits [batch, sequence, classes].
 struct BackImpl : torch::nn::Module {
-  explicit BackImpl(const TransformerOptions& options) {
+  BackImpl(const TransformerOptions& options, const at::Tensor& shared) {
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({options.width})));
-    head = register_module("head", torch::nn::Linear(options.width, options.classes));
+    head = register_module("head", Head(options, shared));
   }
   at::Tensor forward(const at::Tensor& x) { return head(norm(x)); }
 
   torch::nn::LayerNorm norm = nullptr;
-  torch::nn::Linear head = nullptr;
+  Head head = nullptr;
 };
 
 // The layers `begin` to `end` of front, blocks and back, named by their numbers: "0.token.weight".
@@ -84,9 +98,13 @@ struct TransformerImpl : torch::nn::Module {
     return x;
   }
 
-  static std::shared_ptr<torch::nn::Module> make_layer(const TransformerOptions& options, std::int64_t i) {
+  std::shared_ptr<torch::nn::Module> make_layer(const TransformerOptions& options, std::int64_t i) const {
     if (i == 0) return std::make_shared<FrontImpl>(options);
-    if (i == options.layers + 1) return std::make_shared<BackImpl>(options);
+    if (i == options.layers + 1) {
+      const auto* const front = layers.empty() ? nullptr : layers.front()->as<FrontImpl>();
+      const bool shares = options.tied && front != nullptr;
+      return std::make_shared<BackImpl>(options, shares ? front->token->weight : at::Tensor());
+    }
     return std::make_shared<BlockImpl>(options);
   }
 
@@ -110,6 +128,16 @@ using Parameters = std::map<std::string, at::Tensor>;
 inline Parameters parameters_of(const torch::nn::Module& module) {
   Parameters all;
   for (const auto& each : module.named_parameters()) all[each.key()] = each.value();
+  return all;
+}
+
+// Tied ones once.
+inline std::vector<at::Tensor> trained_parameters(const torch::nn::Module& module) {
+  std::vector<at::Tensor> all;
+  for (const auto& parameter : module.parameters()) {
+    const auto is_same = [&](const auto& other) { return other.is_same(parameter); };
+    if (parameter.requires_grad() && std::none_of(all.begin(), all.end(), is_same)) all.push_back(parameter);
+  }
   return all;
 }
 

@@ -1,0 +1,22 @@
+// Gradients of a model that is split over a mesh. Collective: all ranks of a mesh make the same calls.
+#pragma once
+
+#include <vector>
+
+#include "lockstep/collective/communicator.h"
+#include "lockstep/ops/tensor.h"
+
+namespace lockstep {
+
+// Gives all ranks, each of which has all parameters (mesh["data"]), the mean of their gradients, weighted by the
+// `examples` of each. Where only some ranks have a gradient, it counts as zero on the others. For gradients that were
+// summed over several backwards, such as a Pipeline's; DistributedDataParallel does so while backward goes on.
+void average_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks, double examples = 1);
+
+// Scales the gradients so that their norm over the whole model is at most `max_norm`, and returns what the norm was.
+// `parameters`: this rank's; of those that parallelize_module divided the other parts count too, and of those that tied
+// stages share one copy. `stages`: the ranks that have the other parameters, mesh["pipeline"]. Follows
+// torch.nn.utils.clip_grad_norm_. Throws InvalidArgument for a norm that is not above 0.
+double clip_grad_norm(const std::vector<Tensor>& parameters, double max_norm, const Communicator& stages = {});
+
+}  // namespace lockstep
