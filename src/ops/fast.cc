@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <string_view>
 
+#include "ops/parameter_hook.h"
+
 namespace lockstep::ops {
 
 bool fast_operators() {
@@ -19,7 +21,7 @@ bool fast_fusion() { return fast_operators() && !at::autocast::is_autocast_enabl
 
 bool fast(const at::Tensor& x) {
   return x.device().is_cpu() && x.layout() == at::kStrided && x.scalar_type() == at::kFloat && x.numel() > 0 &&
-         !x.is_neg() && !x._is_zerotensor() && !x._fw_grad(/*level=*/0).defined();
+         !has_hooks(x) && !x.is_neg() && !x._is_zerotensor() && !x._fw_grad(/*level=*/0).defined();
 }
 
 }  // namespace lockstep::ops

@@ -12,8 +12,8 @@ bool fast_operators();
 // own precision.
 bool fast_fusion();
 
-// A tensor that kernels can read: float32 in a CPU's memory, with elements, no lazy negation, and without forward-mode
-// derivatives.
+// A tensor that kernels can read: float32 in a CPU's memory, with elements, no lazy negation, no hooks
+// (parameter_hook.h), and without forward-mode derivatives.
 bool fast(const at::Tensor& x);
 
 // A gradient without a lazy negation.

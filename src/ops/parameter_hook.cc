@@ -116,6 +116,11 @@ bool OperatorCall::writes(std::size_t i) const {
   return alias != nullptr && alias->isWrite();
 }
 
+bool OperatorCall::reads_nothing(std::size_t i) const {
+  const auto* const alias = op_.schema().arguments()[i].alias_info();
+  return (alias != nullptr && !alias->isWrite()) || name() == "aten::_has_compatible_shallow_copy_type";
+}
+
 void OperatorCall::finish(at::Tensor result) const {
   torch::jit::drop(stack_, count_);
   torch::jit::push(stack_, std::move(result));
@@ -135,6 +140,10 @@ void add_hook(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook) 
 
 std::vector<std::shared_ptr<ParameterHook>> hooks_of(const at::Tensor& parameter) {
   return has_key(parameter) ? table().of(parameter) : Hooks();
+}
+
+bool has_hooks(const at::Tensor& tensor) {
+  return has_key(tensor) && !c10::impl::tls_is_dispatch_key_excluded(kHookKey);
 }
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1 && !forward_in_backward; }

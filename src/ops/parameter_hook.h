@@ -24,6 +24,9 @@ class OperatorCall {
   // Whether the operator changes the argument in place.
   bool writes(std::size_t i) const;
 
+  // Whether the operator reads no values: it only makes a view of the argument, or asks for its type.
+  bool reads_nothing(std::size_t i) const;
+
   // Leaves `result` in the place of the arguments.
   void finish(at::Tensor result) const;
 
@@ -54,6 +57,9 @@ void add_hook(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook);
 
 // The hooks of a parameter, in the order in which they were added.
 std::vector<std::shared_ptr<ParameterHook>> hooks_of(const at::Tensor& parameter);
+
+// Whether operators that this thread calls now with the tensor go through hooks.
+bool has_hooks(const at::Tensor& tensor);
 
 // Whether backward is calling the operators of this thread, and not a forward that it computes again.
 bool in_backward();

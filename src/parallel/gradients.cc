@@ -2,37 +2,11 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
-#include <cmath>
-
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
-#include "parallel/divided_parameter.h"
-#include "parallel/tied_parameters.h"
+#include "parallel/gradient_norm.h"
 
 namespace lockstep {
-namespace {
-
-double sum_of_squares(const Tensor& gradient) {
-  const auto norm = gradient.norm(2, at::kDouble).item<double>();
-  return norm * norm;
-}
-
-// Of parameters whose other parts `ranks` have.
-struct Parts {
-  Communicator ranks;
-  double sum = 0;
-};
-
-Parts& parts_of(const Communicator& ranks, std::vector<Parts>& all) {
-  const auto* const backend = ranks.group().shared_backend().get();
-  const auto found = std::find_if(
-      all.begin(), all.end(), [&](const auto& each) { return each.ranks.group().shared_backend().get() == backend; });
-  return found != all.end() ? *found : all.emplace_back(Parts{ranks});
-}
-
-}  // namespace
-
 void average_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks, double examples) {
   if (ranks.size() == 1) return;
   if (!(examples >= 0)) throw InvalidArgument(text("average_gradients: examples is ", examples));
@@ -59,27 +33,14 @@ void average_gradients(const std::vector<Tensor>& parameters, const Communicator
 }
 
 double clip_grad_norm(const std::vector<Tensor>& parameters, double max_norm, const Communicator& stages) {
-  if (!(max_norm > 0)) throw InvalidArgument(text("clip_grad_norm: max_norm is ", max_norm, "; it must be above 0"));
+  parallel::check_max_norm(max_norm);
   const at::NoGradGuard no_gradient;
-  double sum = 0;
-  std::vector<Parts> of_parts;  // in the order in which all ranks find them
+  parallel::GradientNorm squares;
+  for (const auto& parameter : parameters) squares.add(parameter, parameter.grad());
+  const auto norm = squares.over({}, stages);
+  const auto factor = parallel::clip_factor(norm, max_norm);
   for (const auto& parameter : parameters) {
-    if (!parameter.grad().defined() || parallel::is_tied_copy(parameter)) continue;
-    const auto division = parallel::division_of(parameter);
-    auto& into = division == nullptr ? sum : parts_of(division->ranks(), of_parts).sum;
-    into += sum_of_squares(parameter.grad());
-  }
-  for (auto& parts : of_parts) {
-    parts.ranks.sum({&parts.sum, 1});
-    sum += parts.sum;
-  }
-  stages.sum({&sum, 1});
-  const auto norm = std::sqrt(sum);
-  const auto factor = max_norm / (norm + 1e-6);  // as PyTorch's
-  if (factor < 1) {
-    for (const auto& parameter : parameters) {
-      if (parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
-    }
+    if (factor != 1 && parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
   }
   return norm;
 }

@@ -6,6 +6,7 @@
 
 #include "collective/on_ranks_testing.h"
 #include "lockstep/parallel.h"
+#include "parallel/divided_parameter.h"
 #include "parallel/transformer_testing.h"
 
 namespace lockstep::parallel {
@@ -93,6 +94,55 @@ void train_split(const Sizes& sizes, const Group& group, const Parameters& expec
     auto whole = parameters_of(*module);
     for (auto& [name, parameter] : whole) parameter = full_tensor(parameter);
     EXPECT_LT(largest_difference(whole, expected), kTolerance);
+  }
+}
+
+struct ShardSizes {
+  int replicas, shards, tensor;
+  bool reshard_after_forward = true, prefetch = false;
+};
+
+void train_sharded(const ShardSizes& sizes, const Group& group, const Parameters& expected) {
+  const DeviceMesh mesh({{"data", sizes.replicas}, {"shard", sizes.shards}, {"tensor", sizes.tensor}},
+                        Communicator(group, 30));
+  auto net = make_transformer(kOptions);
+  freeze_some(*net);
+  parallelize_module(net, mesh["tensor"], plan());
+  auto sharded = fully_shard(net, mesh["shard"],
+                             {.units = {"1", "2"},
+                              .reshard_after_forward = sizes.reshard_after_forward,
+                              .replicas = mesh["data"],
+                              .prefetch = sizes.prefetch});
+  torch::optim::AdamW adamw(sharded.parameters(), torch::optim::AdamWOptions(1e-2));
+  const auto parts = sizes.replicas * sizes.shards;
+  const auto part = static_cast<std::size_t>(mesh.coordinate("data") * sizes.shards + mesh.coordinate("shard"));
+  for (int step = 0; step < kSteps; ++step) {
+    const auto batch = batch_of(step);
+    adamw.zero_grad();
+    const auto logits = sharded(batch.ids.tensor_split(parts)[part]);
+    vocabulary_parallel_cross_entropy(logits, batch.labels.tensor_split(parts)[part], mesh["tensor"]).mean().backward();
+    sharded.clip_grad_norm(kMaxNorm);
+    adamw.step();
+  }
+  const auto values = sharded.gather();
+  if (mesh.coordinate("shard") != 0) return;
+  auto whole = parameters_of(*net);
+  for (auto& [name, parameter] : whole) {
+    const auto division = division_of(parameter);
+    const auto& value = values.contains(name) ? values.at(name) : values.at("0.token.weight");
+    parameter = division != nullptr ? division->gather(value) : value;
+  }
+  EXPECT_LT(largest_difference(whole, expected), kTolerance);
+}
+
+TEST(Hybrid, ShardedTrainsAsOneProcess) {
+  const auto expected = train_whole();
+  for (const auto& sizes :
+       {ShardSizes{1, 1, 1}, ShardSizes{1, 2, 1}, ShardSizes{1, 3, 1}, ShardSizes{1, 4, 1, false}, ShardSizes{1, 2, 2},
+        ShardSizes{2, 2, 1}, ShardSizes{1, 4, 1, true, true}, ShardSizes{2, 2, 2}}) {
+    SCOPED_TRACE(testing::Message() << sizes.replicas << " x " << sizes.shards << " x " << sizes.tensor);
+    on_ranks(sizes.replicas * sizes.shards * sizes.tensor,
+             [&](const Group& group) { train_sharded(sizes, group, expected); });
   }
 }
 

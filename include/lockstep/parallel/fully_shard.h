@@ -1,0 +1,129 @@
+// fully_shard: each rank has a part of the parameters, of their gradients and of the optimizer's state (ZeRO stage 3;
+// Rajbhandari et al. 2020, Zhao et al. 2023). Follows torch.distributed.fsdp.fully_shard.
+//
+//   auto sharded = lockstep::fully_shard(net, mesh["data"], {.units = {"blocks.*"}});
+//   torch::optim::AdamW adamw(sharded.parameters());  // of this rank's part
+//
+//   adamw.zero_grad();
+//   torch::cross_entropy_loss(sharded(x), y).backward();
+//   adamw.step();
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/collective/communicator.h"
+#include "lockstep/ops/tensor.h"
+#include "lockstep/strategy/module_factory.h"
+
+namespace lockstep {
+
+struct FullyShardOptions {
+  // Submodules whose parameters are gathered together, when they are needed, by patterns as in parallelize_module. What
+  // is in none of them is gathered for the whole of a step. The more units, the less memory, and the more messages.
+  std::vector<std::string> units = {};
+
+  // Whether a unit's parameters are given up after its forward, and gathered again for its backward (stage 3). Else
+  // they stay until its backward has ended (stage 2).
+  bool reshard_after_forward = true;
+
+  // Ranks that have the same shards: their gradients are averaged too. With fully_shard inside each host and replicas
+  // on all hosts, parameters are gathered inside hosts alone. Follows HSDP.
+  Communicator replicas = {};
+
+  // Gathers the parameters of the next unit while one computes, in the order of the step before. For ranks on several
+  // hosts; needs the memory of one more unit.
+  bool prefetch = false;
+};
+
+// The shards of a module's parameters. A parameter of the module has values only while operators use it: its values are
+// gathered when an operator of forward or backward first reads it, and given up when one reads a parameter of another
+// unit. So all ranks call the same operators, on units in the same order, and the module's code stays as it is.
+// Functions that take the address of a parameter's values without an operator of LibTorch cannot be used in it.
+//
+// One thread a rank. Calls that communicate are marked as collective; they throw what a Group throws.
+class FullyShardedParameters {
+ public:
+  explicit FullyShardedParameters(const Communicator& ranks, FullyShardOptions options = {});
+  ~FullyShardedParameters();
+  FullyShardedParameters(FullyShardedParameters&&) noexcept;
+  FullyShardedParameters& operator=(FullyShardedParameters&&) = delete;
+
+  // Collective. Makes a unit of the module's parameters that are in none yet: gives all ranks rank 0's values, keeps
+  // this rank's part, and frees the rest. To make a model that does not fit whole, add each part as soon as it is made.
+  // `keep`: gathered for the whole of a step. Throws InvalidArgument, on all ranks, where they differ in names, shapes
+  // or dtypes, and for a parameter that is not dense.
+  void add(torch::nn::Module& module, const std::string& name = "", bool keep = false);
+
+  // This rank's part of each parameter that has one, flat: leaves of autograd's graph, whose gradients backward sets
+  // to the mean over all ranks, weighted by their examples. Without gradients where no rank has any.
+  const std::vector<Tensor>& parameters() const;
+
+  // The number of examples for which the next backward counts on this rank; calls since the last backward add up.
+  // Where it is not called, all ranks count the same.
+  void add_examples(double examples);
+
+  // Gives up what is gathered, so that the next forward reads the shards as they are now. FullySharded does so before
+  // each forward.
+  void release();
+
+  // Collective, also over `stages`: scales the gradients of the shards as lockstep::clip_grad_norm, and returns the
+  // norm.
+  double clip_grad_norm(double max_norm, const Communicator& stages = {});
+
+  // Collective. The values of all parameters by name, as the module has them (a part, where parallelize_module divided
+  // it), on rank 0; elsewhere nothing.
+  std::map<std::string, Tensor> gather() const;
+
+  // Collective. Sets the values to those of rank 0, by name; elsewhere `values` is not read. Throws InvalidArgument, on
+  // all ranks, where a name is missing or has another shape.
+  void load(const std::map<std::string, Tensor>& values);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// The module with its shards. The module itself has no values where it is used without this.
+template <class M>
+class FullySharded : public FullyShardedParameters {
+ public:
+  FullySharded(std::shared_ptr<M> module, FullyShardedParameters parameters)
+      : FullyShardedParameters(std::move(parameters)), module_(std::move(module)) {}
+
+  // The module's forward. In training the first dimension of the first tensor counts the examples.
+  template <class Input, class... Inputs>
+  auto operator()(const Input& input, const Inputs&... inputs) {
+    release();
+    if constexpr (std::is_base_of_v<at::Tensor, Input>) {
+      if (module_->is_training() && input.dim() > 0) add_examples(static_cast<double>(input.size(0)));
+    }
+    return module_->forward(input, inputs...);
+  }
+
+  M* operator->() const { return module_.get(); }
+  M& operator*() const { return *module_; }
+
+ private:
+  std::shared_ptr<M> module_;
+};
+
+namespace internal {
+
+FullyShardedParameters fully_shard(torch::nn::Module& module, const Communicator& ranks, FullyShardOptions options);
+
+}  // namespace internal
+
+// Collective. Throws InvalidArgument for a pattern that no submodule matches, and as FullyShardedParameters::add.
+template <class Holder>
+requires internal::ModuleHolder<Holder>
+auto fully_shard(const Holder& module, const Communicator& ranks, FullyShardOptions options = {}) {
+  auto pointer = internal::module_of(module);
+  return FullySharded(pointer, internal::fully_shard(*pointer, ranks, std::move(options)));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,93 @@
+// Parameters of one dtype in one flat buffer, of which each rank keeps an equal part.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/collective/communicator.h"
+#include "lockstep/ops/tensor.h"
+
+namespace lockstep::parallel {
+
+// Memory of a Group that is used again: it comes back when its last owner has ended.
+class BufferPool : public std::enable_shared_from_this<BufferPool> {
+ public:
+  explicit BufferPool(const Communicator& ranks) : ranks_(ranks) {}
+  Memory take(std::size_t bytes);
+
+ private:
+  const Communicator ranks_;
+  std::multimap<std::size_t, Memory> free_;
+};
+
+// The flat buffer is rank 0's part, rank 1's part, ...; parameters lie in it one after the other, each on a 64-byte
+// boundary, and are cut where parts end. While it is not gathered the module's parameters have shapes, but no values.
+class FlatShard {
+ public:
+  // Collective: takes rank 0's values, over replicas too, and frees the parameters' memory. Parameters are of one
+  // dtype.
+  FlatShard(std::vector<std::string> names, std::vector<Tensor> parameters, const Communicator& ranks,
+            const Communicator& replicas, std::shared_ptr<BufferPool> pool);
+
+  const std::vector<std::string>& names() const { return names_; }
+  const std::vector<Tensor>& parameters() const { return parameters_; }  // the module's
+
+  // This rank's part of parameter i, flat: a leaf. Undefined where it has none.
+  const Tensor& shard(std::size_t i) const { return shards_[i]; }
+
+  // Collective. Begins, and ends, to gather the values; `finish` begins too where `start` was not called.
+  void start_gather();
+  void finish_gather();
+  void release();
+  bool is_gathered() const { return is_gathered_; }
+
+  Tensor value(std::size_t i) const;  // of parameter i, while it is gathered: a view
+
+  // Collective: sets all values to rank 0's; elsewhere `values` are not read.
+  void set_values(const std::vector<Tensor>& values);
+
+  // Takes the gradient that backward left on parameter i, times `factor`.
+  void take_gradient(std::size_t i, double factor);
+  bool has_taken(std::size_t i) const { return taken_[i]; }
+
+  // Collective: sums what ranks and replicas took. Where one took nothing it counts as zero.
+  void reduce_gradients();
+
+  // Adds the sums to the gradients of shards, but for parameters that no rank took a gradient of. After
+  // reduce_gradients.
+  void set_gradients(const std::vector<bool>& taken_by_any);
+
+ private:
+  struct Place {
+    std::int64_t offset = 0, numel = 0;
+  };
+
+  void lay_out();
+  void bind();
+  Place own_place(std::size_t i) const;
+  std::size_t bytes_of(std::int64_t elements) const;
+  std::int64_t elements() const { return part_ * ranks_.size(); }
+  Tensor tensor_on(const Memory& memory, std::int64_t offset, at::IntArrayRef sizes) const;
+
+  const std::vector<std::string> names_;
+  const std::vector<Tensor> parameters_;
+  const Communicator ranks_, replicas_;
+  const std::shared_ptr<BufferPool> pool_;
+  const at::ScalarType dtype_;
+  std::vector<Place> places_;  // [parameter]
+  std::int64_t part_ = 0;      // elements of one rank
+  Memory own_;                 // this rank's part
+  std::vector<Tensor> shards_;
+  c10::Storage storage_;  // the parameters', which has memory while it is gathered
+  Memory whole_;
+  std::optional<Work> gathering_;
+  bool is_gathered_ = false;
+  Memory gradients_;  // of all parameters, until they are reduced
+  Memory sums_;       // of this rank's part
+  std::vector<bool> taken_;
+};
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,112 @@
+#include "lockstep/parallel/fully_shard.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include "base/near_names.h"
+#include "base/text.h"
+#include "parallel/gradient_norm.h"
+#include "parallel/name_pattern.h"
+#include "parallel/sharded_units.h"
+
+namespace lockstep {
+
+using parallel::FlatShard;
+
+struct FullyShardedParameters::State {
+  std::shared_ptr<parallel::ShardedUnits> units;
+};
+
+FullyShardedParameters::FullyShardedParameters(const Communicator& ranks, FullyShardOptions options)
+    : state_(std::make_unique<State>(std::make_shared<parallel::ShardedUnits>(ranks, std::move(options)))) {}
+FullyShardedParameters::~FullyShardedParameters() = default;
+FullyShardedParameters::FullyShardedParameters(FullyShardedParameters&&) noexcept = default;
+
+void FullyShardedParameters::add(torch::nn::Module& module, const std::string& name, bool keep) {
+  state_->units->add(module, name, keep);
+}
+const std::vector<Tensor>& FullyShardedParameters::parameters() const { return state_->units->shards(); }
+void FullyShardedParameters::add_examples(double examples) { state_->units->add_examples(examples); }
+void FullyShardedParameters::release() { state_->units->release(); }
+
+double FullyShardedParameters::clip_grad_norm(double max_norm, const Communicator& stages) {
+  parallel::check_max_norm(max_norm);
+  const at::NoGradGuard no_gradient;
+  parallel::GradientNorm squares;
+  state_->units->for_each_flat_shard([&](const FlatShard& flat) {
+    for (std::size_t i = 0; i < flat.parameters().size(); ++i) {
+      const auto& shard = flat.shard(i);
+      squares.add(flat.parameters()[i], shard.defined() ? shard.grad() : Tensor());
+    }
+  });
+  const auto norm = squares.over(state_->units->ranks(), stages);
+  const auto factor = parallel::clip_factor(norm, max_norm);
+  for (const auto& shard : parameters()) {
+    if (factor != 1 && shard.grad().defined()) shard.mutable_grad().mul_(factor);
+  }
+  return norm;
+}
+
+std::map<std::string, Tensor> FullyShardedParameters::gather() const {
+  const at::NoGradGuard no_gradient;
+  std::map<std::string, Tensor> values;
+  state_->units->release();
+  state_->units->for_each_flat_shard([&](FlatShard& flat) {
+    flat.finish_gather();
+    for (std::size_t i = 0; state_->units->ranks().rank() == 0 && i < flat.parameters().size(); ++i) {
+      values[flat.names()[i]] = flat.value(i).clone();
+    }
+    flat.release();
+  });
+  return values;
+}
+
+void FullyShardedParameters::load(const std::map<std::string, Tensor>& values) {
+  const auto& units = *state_->units;
+  const bool has_values = units.ranks().rank() == 0 && units.replicas().rank() == 0;
+  std::string wrong;
+  std::vector<std::vector<Tensor>> of_flat;
+  units.for_each_flat_shard([&](const FlatShard& flat) {
+    of_flat.emplace_back();
+    for (std::size_t i = 0; has_values && i < flat.parameters().size(); ++i) {
+      const auto found = values.find(flat.names()[i]);
+      if (found == values.end()) {
+        wrong = text("FullyShardedParameters::load: there is no \"", flat.names()[i], "\"");
+      } else if (found->second.sizes() != flat.parameters()[i].sizes()) {
+        wrong = text("FullyShardedParameters::load: ", flat.names()[i], " has shape ", found->second.sizes(),
+                     "; the module's has ", flat.parameters()[i].sizes());
+      } else {
+        of_flat.back().push_back(found->second);
+      }
+    }
+  });
+  wrong = units.replicas().broadcast(units.ranks().broadcast(wrong));
+  if (!wrong.empty()) throw InvalidArgument(wrong);
+  state_->units->release();
+  std::size_t next = 0;
+  units.for_each_flat_shard([&](FlatShard& flat) { flat.set_values(of_flat[next++]); });
+}
+
+FullyShardedParameters internal::fully_shard(torch::nn::Module& module, const Communicator& ranks,
+                                             FullyShardOptions options) {
+  const auto patterns = options.units;
+  FullyShardedParameters sharded(ranks, std::move(options));
+  const auto modules = module.named_modules("", /*include_self=*/false);
+  for (const auto& pattern : patterns) {
+    bool any = false;
+    for (const auto& each : modules) {
+      if (!parallel::matches(pattern, each.key())) continue;
+      sharded.add(*each.value(), each.key());
+      any = true;
+    }
+    if (any) continue;
+    const auto near = near_names(pattern, modules.keys());
+    throw InvalidArgument(
+        text("fully_shard: no module is called \"", pattern, "\"; ",
+             near.empty() ? "there are " + first_of(modules.keys()) : "did you mean " + join(near, " or ") + "?"));
+  }
+  sharded.add(module, "", /*keep=*/true);
+  return sharded;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,36 @@
+// The norm of the gradients of a model that is split over ranks.
+#pragma once
+
+#include <vector>
+
+#include "lockstep/collective/communicator.h"
+#include "lockstep/ops/tensor.h"
+
+namespace lockstep::parallel {
+
+class GradientNorm {
+ public:
+  // Adds the gradient, or this rank's part of it, which may be undefined; all ranks that have parts add them in the
+  // same order.
+  void add(const Tensor& parameter, const Tensor& gradient);
+
+  // Collective: over the ranks that have the other parts of shards, of divided parameters, and the other stages.
+  double over(const Communicator& shards, const Communicator& stages) const;
+
+ private:
+  // Of parameters whose other parts `ranks` have.
+  struct Parts {
+    Communicator ranks;
+    double squares = 0;
+  };
+
+  std::vector<Parts> parts_{{}};  // the first of parameters that are not divided
+};
+
+// What gradients are multiplied by.
+double clip_factor(double norm, double max_norm);
+
+// Throws InvalidArgument where it is not above 0.
+void check_max_norm(double max_norm);
+
+}  // namespace lockstep::parallel

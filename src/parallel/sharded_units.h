@@ -1,0 +1,82 @@
+// Which parameters of fully_shard are gathered when, and the gradients of a backward.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gradient/post_accumulate_hook.h"
+#include "lockstep/parallel/fully_shard.h"
+#include "parallel/flat_shard.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep::parallel {
+
+class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
+ public:
+  ShardedUnits(const Communicator& ranks, FullyShardOptions options);
+
+  // As FullyShardedParameters.
+  void add(const torch::nn::Module& module, const std::string& name, bool keep);
+  void add_examples(double examples) { examples_ = examples_.value_or(0) + examples; }
+  void release();
+
+  // Gathers the unit, unless it is gathered, and gives up the one before, unless a later operator of this step needs it
+  // without reading another unit's parameters first.
+  void use(std::size_t unit);
+
+  const std::vector<Tensor>& shards() const { return shards_; }  // this rank's
+  const Communicator& ranks() const { return ranks_; }
+  const Communicator& replicas() const { return options_.replicas; }
+
+  // In the order in which they were added, the same on all ranks.
+  template <class Act>
+  void for_each_flat_shard(const Act& act) const {
+    for (const auto& unit : units_) {
+      for (const auto& flat : unit->flat) act(*flat);
+    }
+  }
+
+ private:
+  using Named = std::vector<std::pair<std::string, Tensor>>;
+
+  // Parameters that are gathered together: a FlatShard for each dtype, and for frozen ones.
+  struct Unit {
+    std::vector<std::unique_ptr<FlatShard>> flat;
+    bool keep = false;          // gathered for the whole of a step
+    std::size_t gradients = 0;  // of a whole backward
+    std::size_t waits_for = 0;  // in this backward
+  };
+
+  Named new_parameters(const torch::nn::Module& module, const std::string& name);
+  void add_flat(Unit& unit, const Named& parameters);
+  void prefetch();
+  void on_gradient(Unit& unit, FlatShard& flat, std::size_t parameter);
+  void begin_backward();
+  void reduce(Unit& unit);
+  void reduce_complete_units();
+  void finish_backward();
+  std::vector<double> summed(std::vector<double> values) const;
+
+  const Communicator ranks_;
+  const FullyShardOptions options_;
+  const std::shared_ptr<BufferPool> pool_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  std::vector<const at::TensorImpl*> known_;  // the units' parameters
+  std::vector<Tensor> shards_;
+  std::vector<gradient::PostAccumulateHook> after_accumulation_;
+
+  std::optional<std::size_t> current_;           // the unit that was used last
+  std::vector<std::size_t> uses_, uses_before_;  // in this step and in the one before
+
+  std::optional<double> examples_;
+  bool in_backward_ = false;
+  double factor_ = 1;               // of this backward's gradients
+  std::vector<Unit*> not_reduced_;  // in this backward, the next last
+};
+
+}  // namespace lockstep::parallel
