@@ -1,0 +1,168 @@
+// How long a step takes of a transformer that is split over processes, and how much memory it needs:
+//   parallel_step --mode one
+//   lockstep run -n 2 parallel_step --mode tensor
+// Rank 0 prints a line of JSON.
+#include <lockstep/parallel.h>
+#include <torch/optim/adamw.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <fstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "gpt_layers.h"
+
+using namespace lockstep;
+using benchmarks::Gpt;
+
+namespace {
+
+struct Options {
+  benchmarks::GptSizes sizes;
+  std::string mode = "one", schedule = "1f1b";
+  int batch = 8, microbatches = 8, steps = 15;
+  bool draw = false;
+};
+
+const std::map<std::string, std::pair<MakePipelineSchedule, int>> kSchedules{
+    {"gpipe", {schedules::gpipe, 1}},
+    {"1f1b", {schedules::one_forward_one_backward, 1}},
+    {"interleaved", {schedules::interleaved, 2}},
+    {"zero_bubble", {schedules::zero_bubble, 1}},
+    {"zero_bubble_v", {schedules::zero_bubble_v, 2}}};
+
+ParallelPlan plan_of(const std::string& mode) {
+  if (mode == "tensor") {
+    return {{"*.qkv", ColwiseParallel()},
+            {"*.out", RowwiseParallel()},
+            {"*.up", ColwiseParallel()},
+            {"*.down", RowwiseParallel()}};
+  }
+  const Layout sequence = Shard{1};
+  return {{"*.token", RowwiseParallel{.output = sequence}},
+          {"*.place", Shard{0}},
+          {"*.norm*", SequenceParallel()},
+          {"*.qkv", ColwiseParallel{.input = sequence}},
+          {"*.out", RowwiseParallel{.output = sequence}},
+          {"*.up", ColwiseParallel{.input = sequence}},
+          {"*.down", RowwiseParallel{.output = sequence}},
+          {"*.head", ColwiseParallel{.input = sequence}}};
+}
+
+at::Tensor cross_entropy(const at::Tensor& logits, const at::Tensor& target) {
+  return at::cross_entropy_loss(logits.flatten(0, 1), target.flatten());
+}
+
+// The peak since `reset`, in MiB.
+double peak_mib() {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.starts_with("VmHWM:")) return std::stod(line.substr(6)) / 1024;
+  }
+  return 0;
+}
+
+struct Step {
+  std::function<void()> run;
+  std::vector<at::Tensor> parameters;
+  std::function<double()> idle = [] { return 0.0; };
+  std::shared_ptr<void> keep;
+};
+
+Step make_step(const Options& options, const Communicator& ranks, const at::Tensor& x, const at::Tensor& y) {
+  const auto layers = options.sizes.layers + 2;
+  if (options.mode == "pipeline") {
+    const auto [make, chunks] = kSchedules.at(options.schedule);
+    const int count = chunks * ranks.size();
+    std::vector<PipelineStage> stages;
+    for (int i = 0; i < count; ++i) {
+      // Blocks are shared out evenly; the first stage has the front and the last one the back as well.
+      const auto cut = [&](std::int64_t at) {
+        return at == 0 ? 0 : at == count ? layers : 1 + options.sizes.layers * at / count;
+      };
+      stages.emplace_back([sizes = options.sizes, begin = cut(i), end = cut(i + 1)] { return Gpt(sizes, begin, end); });
+    }
+    auto pipeline = std::make_shared<Pipeline>(stages, ranks,
+                                               PipelineOptions{.schedule = make, .microbatches = options.microbatches});
+    const auto idle = [pipeline] {
+      double busy = 0;
+      for (const auto& span : pipeline->last_times()) busy += span.end - span.begin;
+      return busy;
+    };
+    return {[=] { pipeline->step(x, y, cross_entropy); }, pipeline->parameters(), idle, pipeline};
+  }
+  Gpt net(options.sizes, 0, layers);
+  if (options.mode == "shard") {
+    std::vector<std::string> units;
+    for (std::int64_t i = 1; i + 1 < layers; ++i) units.push_back(std::to_string(i));
+    auto sharded = std::make_shared<FullySharded<benchmarks::GptImpl>>(fully_shard(net, ranks, {.units = units}));
+    return {[=] { cross_entropy((*sharded)(x), y).backward(); }, sharded->parameters(), [] { return 0.0; }, sharded};
+  }
+  if (options.mode == "one") return {[=]() mutable { cross_entropy(net(x), y).backward(); }, net->parameters()};
+  parallelize_module(net, ranks, plan_of(options.mode));
+  const auto loss = [ranks, whole = options.mode == "tensor"](const at::Tensor& logits, const at::Tensor& target) {
+    return whole ? cross_entropy(logits, target) : vocabulary_parallel_cross_entropy(logits, target, ranks).mean();
+  };
+  return {[=]() mutable { loss(net(x), y).backward(); }, net->parameters()};
+}
+
+void measure(const Options& options) {
+  at::set_num_threads(1);
+  const DeviceMesh mesh({{"ranks", -1}});
+  const auto& ranks = mesh["ranks"];
+  torch::manual_seed(0);
+  const auto ids = at::randint(256, {options.batch, options.sizes.sequence + 1}, at::kLong);
+  const auto x = ids.narrow(1, 0, options.sizes.sequence).contiguous();
+  const auto y = ids.narrow(1, 1, options.sizes.sequence).contiguous();
+  auto step = make_step(options, ranks, x, y);
+  torch::optim::AdamW adamw(step.parameters, torch::optim::AdamWOptions(1e-3));
+  double busy = 0;
+  const auto window = [&] {
+    ranks.group().barrier(ranks.deadline());
+    busy = 0;
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < options.steps; ++i) {
+      adamw.zero_grad();
+      step.run();
+      busy += step.idle();
+      adamw.step();
+    }
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() / options.steps;
+  };
+  window();
+  double best = 1e9;
+  for (int i = 0; i < 4; ++i) best = std::min(best, window());
+  double slowest = best;
+  ranks.group().all_reduce(buffer_of(std::span(&slowest, 1)), ReduceOp::max, ranks.deadline());
+  if (ranks.rank() != 0) return;
+  const int data = options.mode == "shard" ? ranks.size() : 1;
+  std::cout << nlohmann::json{{"ms_per_step", 1e3 * slowest},
+                              {"samples_per_s", data * options.batch / slowest},
+                              {"busy_ms", 1e3 * busy / options.steps},
+                              {"peak_mib", peak_mib()}}
+            << std::endl;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options options;
+  CLI::App app("Time of a step of a model that is split");
+  app.add_option("--mode", options.mode)->check(CLI::IsMember({"one", "tensor", "sequence", "shard", "pipeline"}));
+  app.add_option("--schedule", options.schedule)
+      ->check(CLI::IsMember({"gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"}));
+  app.add_option("--layers", options.sizes.layers);
+  app.add_option("--width", options.sizes.width);
+  app.add_option("--sequence", options.sizes.sequence);
+  app.add_option("--batch", options.batch);
+  app.add_option("--microbatches", options.microbatches);
+  app.add_option("--steps", options.steps);
+  CLI11_PARSE(app, argc, argv);
+  try {
+    measure(options);
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+    return 1;
+  }
+}
