@@ -95,7 +95,7 @@ TEST(RanksOfAnOptimizer, DivideTheSameData) {
   }
   for (const auto& devices : {std::vector<std::string>{"cpu:0"}, {"cpu:0", "cpu:1"}}) {
     for (const int ranks : {2, 3}) {
-      on_ranks(ranks, [&](const Group& group) {
+      collective::on_ranks(ranks, [&](const Group& group) {
         const auto scope = MirroredStrategy({.devices = devices}).scope();
         EXPECT_LE(largest_difference(train(with_ranks(group)), expected), 1e-9);
       });
@@ -105,7 +105,7 @@ TEST(RanksOfAnOptimizer, DivideTheSameData) {
 
 TEST(RanksOfAnOptimizer, BeginWithTheSameParameters) {
   std::vector<std::string> said(2);
-  on_ranks(2, [&](const Group& group) {
+  collective::on_ranks(2, [&](const Group& group) {
     const auto scope = OneDeviceStrategy("cpu:0", 1).scope();
     auto model = make_model(at::kDouble, with_ranks(group));
     if (group.rank() == 1) {

@@ -36,7 +36,8 @@ bool everyone_gets(const Call& call) { return call.kind == Kind::all_reduce; }
 }  // namespace
 
 transport::SpaceLayout DirectGroup::layout(int ranks) {
-  return {.ranks = ranks, .staging_slot_bytes = sizeof(StagingSlot), .mailbox_bytes = sizeof(transport::Mailbox)};
+  return {
+      .ranks = ranks, .staging_slot_bytes = sizeof(StagingSlot), .mailbox_bytes = transport::Mailbox::bytes_for(ranks)};
 }
 
 DirectGroup::DirectGroup(std::shared_ptr<transport::SpaceMember> member)

@@ -9,7 +9,7 @@
 
 #include "lockstep/collective/group.h"
 
-namespace lockstep {
+namespace lockstep::collective {
 
 // Runs body(group) on one thread a rank. An exception on one thread fails the test and aborts the others.
 template <class Body>
@@ -33,4 +33,4 @@ void on_ranks(int size, const Body& body) {
   for (const auto& error : errors) EXPECT_EQ(error, "");
 }
 
-}  // namespace lockstep
+}  // namespace lockstep::collective

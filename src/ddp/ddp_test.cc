@@ -101,7 +101,7 @@ TEST_P(Ranks, FiftyStepsAreThoseOfOneProcessOnTheWholeBatch) {
     loss_of(alone->forward(batch.x), batch.y).backward();
     adam.step();
   }
-  on_ranks(size, [&](const Group& group) {
+  collective::on_ranks(size, [&](const Group& group) {
     // Small buckets, so that there are several and their order is learned.
     DistributedDataParallel ddp(make_net(), group,
                                 {.bucket_cap_mb = 5e-4, .first_bucket_mb = 2e-4, .timeout_seconds = 30});
@@ -128,7 +128,7 @@ TEST_P(Ranks, AccumulationReducesOnce) {
     loss_of(alone->forward(all[i + 1].x), all[i + 1].y).backward();
     sgd.step();
   }
-  on_ranks(size, [&](const Group& group) {
+  collective::on_ranks(size, [&](const Group& group) {
     DistributedDataParallel ddp(make_net(), group, {.timeout_seconds = 30});
     torch::optim::SGD mine(ddp->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
     for (std::size_t i = 0; i < all.size(); i += 3) {
@@ -154,7 +154,7 @@ TEST_P(Ranks, GradientsThatAreKeptAddUpWhetherUsedAgainOrNot) {
   const auto whole = make_net();
   for (const auto& batch : {first, second}) loss_of(whole->forward(batch.x), batch.y).backward();
   ASSERT_TRUE(whole->extra.grad().defined());
-  on_ranks(size, [&](const Group& group) {
+  collective::on_ranks(size, [&](const Group& group) {
     const auto net = make_net();
     DistributedDataParallel ddp(net, group);
     for (const auto& batch : {first, second}) {
@@ -189,7 +189,7 @@ TEST_P(Ranks, UnequalNumbersOfBatchesCountExamples) {
     loss_of(alone->forward(at::cat(x)), at::cat(y)).backward();
     sgd.step();
   }
-  on_ranks(size, [&](const Group& group) {
+  collective::on_ranks(size, [&](const Group& group) {
     DistributedDataParallel ddp(make_net(), group, {.timeout_seconds = 30});
     torch::optim::SGD mine(ddp->parameters(), torch::optim::SGDOptions(0.05));
     ddp.join([&] {
@@ -205,7 +205,7 @@ TEST_P(Ranks, UnequalNumbersOfBatchesCountExamples) {
 }
 
 TEST_P(Ranks, BuffersAreRankZeros) {
-  on_ranks(GetParam(), [&](const Group& group) {
+  collective::on_ranks(GetParam(), [&](const Group& group) {
     DistributedDataParallel ddp(make_net(true), group, {.timeout_seconds = 30});
     for (const auto& batch : batches(2, group.size())) {
       const auto part = part_of(batch, group.rank(), group.size());
@@ -228,7 +228,7 @@ TEST_P(Ranks, SyncBatchNormIsBatchNormOfTheWholeBatch) {
     loss_of(alone->forward(batch.x), batch.y).backward();
     sgd.step();
   }
-  on_ranks(size, [&](const Group& group) {
+  collective::on_ranks(size, [&](const Group& group) {
     const auto net = make_net(true);
     convert_sync_batchnorm(*net, group);
     DistributedDataParallel ddp(net, group, {.timeout_seconds = 30});
@@ -259,7 +259,7 @@ TEST_P(Ranks, SyncBatchNormTakesOneValueAChannelOnARank) {
   const auto all = x.clone().requires_grad_();
   const auto expected = whole(all);
   (expected * weights).sum().backward();
-  on_ranks(size, [&](const Group& group) {
+  collective::on_ranks(size, [&](const Group& group) {
     const auto begin = std::max(0, 2 * group.rank() - 1), end = 2 * group.rank() + 1;  // rank 0 has one
     SyncBatchNorm norm(torch::nn::BatchNormOptions(4).momentum(std::nullopt));
     norm->to(at::kDouble);
@@ -284,7 +284,7 @@ TEST_P(Ranks, SyncBatchNormTakesOneValueAChannelOnARank) {
 INSTANTIATE_TEST_SUITE_P(Ddp, Ranks, testing::Values(1, 2, 3, 5));
 
 TEST(Ddp, RanksStartWithRankZerosValuesAndDifferentModulesAreNamed) {
-  on_ranks(2, [&](const Group& group) {
+  collective::on_ranks(2, [&](const Group& group) {
     auto net = make_net();
     if (group.rank() == 1) {
       const at::NoGradGuard no_gradient;
@@ -304,7 +304,7 @@ TEST(Ddp, RanksStartWithRankZerosValuesAndDifferentModulesAreNamed) {
 }
 
 TEST(Ddp, SixteenBitsOnTheWireAreCloseAndTheSameOnAllRanks) {
-  on_ranks(3, [&](const Group& group) {
+  collective::on_ranks(3, [&](const Group& group) {
     auto net = make_net();
     net->to(at::kFloat);
     DistributedDataParallel ddp(net, group, {.gradient_dtype = DType::bfloat16});
@@ -333,7 +333,7 @@ TEST(Ddp, SixteenBitsOnTheWireAreCloseAndTheSameOnAllRanks) {
 
 TEST(Ddp, TimelinesNameTheParameters) {
   const auto path = testing::TempDir() + "/ddp_timeline.json";
-  on_ranks(2, [&](const Group& group) {
+  collective::on_ranks(2, [&](const Group& group) {
     const auto in_time = [] { return Deadline::after(std::chrono::seconds(30)); };
     Timeline timeline;
     const auto recorded = with_timeline(group, timeline, in_time());
@@ -349,7 +349,7 @@ TEST(Ddp, TimelinesNameTheParameters) {
 }
 
 TEST(Ddp, AHookTakesThePlaceOfTheReduction) {
-  on_ranks(2, [&](const Group& group) {
+  collective::on_ranks(2, [&](const Group& group) {
     int buckets = 0;
     DistributedDataParallelOptions options{.bucket_cap_mb = 5e-4, .first_bucket_mb = 2e-4, .timeout_seconds = 30};
     options.comm_hook = [&](const Group& ranks, const GradientBucket& bucket, Deadline deadline) {

@@ -74,7 +74,7 @@ void expect_as_alone(const Options& options) {
   for (const int size : {1, 2, 3, 4}) {
     SCOPED_TRACE(size);
     const auto expected = train_alone<Optimizer>(size, options);
-    on_ranks(size, [&](const Group& group) {
+    collective::on_ranks(size, [&](const Group& group) {
       auto net = make_net();
       DistributedDataParallel ddp(net, group, {.timeout_seconds = 30});
       ShardedOptimizer<Optimizer> optimizer(ddp, options);
@@ -148,7 +148,7 @@ TEST(ShardedOptimizer, SavesAndRestoresOnAnyNumberOfRanks) {
   for (const auto& [before, after] : std::vector<std::pair<int, int>>{{3, 2}, {2, 4}, {1, 3}, {4, 1}}) {
     SCOPED_TRACE(testing::Message() << before << ", then " << after);
     std::filesystem::remove(path);
-    on_ranks(before, [&](const Group& group) {
+    collective::on_ranks(before, [&](const Group& group) {
       auto own = make_net();
       ShardedOptimizer<torch::optim::Adam> sharded(groups_of(own), group, options);
       torch::optim::StepLR own_schedule(sharded.local(), 5, 0.5);
@@ -161,7 +161,7 @@ TEST(ShardedOptimizer, SavesAndRestoresOnAnyNumberOfRanks) {
       EXPECT_EQ(whole != nullptr, group.rank() == group.size() - 1);
       if (whole) torch::save(*whole, path);
     });
-    on_ranks(after, [&](const Group& group) {
+    collective::on_ranks(after, [&](const Group& group) {
       auto own = make_net();
       {
         const at::NoGradGuard no_gradient;
@@ -195,7 +195,7 @@ TEST(ShardedOptimizer, JoinMakesTheOthersStepsToo) {
     for (int rank = first; rank < kRanks; ++rank) (loss_of(net, step, rank) / (kRanks - first)).backward();
     adam.step();
   }
-  on_ranks(kRanks, [&](const Group& group) {
+  collective::on_ranks(kRanks, [&](const Group& group) {
     auto own = make_net();
     DistributedDataParallel ddp(own, group, {.timeout_seconds = 30});
     ShardedOptimizer<torch::optim::Adam> sharded(ddp, torch::optim::AdamOptions(1e-2));
@@ -225,7 +225,7 @@ TEST(ShardedOptimizer, NamesParametersThatItCannotTake) {
                                                     torch::optim::SGDOptions(1));
               }),
               "parameter 1 is there twice");
-  on_ranks(2, [](const Group& group) {
+  collective::on_ranks(2, [](const Group& group) {
     expect_says(message_of<InvalidArgument>([&] {
                   ShardedOptimizer<torch::optim::SGD>(std::vector<at::Tensor>{torch::ones({2 + group.rank()})}, group,
                                                       torch::optim::SGDOptions(1));
@@ -264,7 +264,7 @@ TORCH_MODULE(Tied);
 
 TEST(ShardedOptimizer, TiedParametersAreOne) {
   const auto x = at::sin(at::arange(80, at::kDouble).view({4, 20}));
-  on_ranks(2, [&](const Group& group) {
+  collective::on_ranks(2, [&](const Group& group) {
     const auto make = [] {
       const std::lock_guard lock(making);
       torch::manual_seed(3);

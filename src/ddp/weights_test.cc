@@ -30,7 +30,7 @@ struct OfValue {
 double gradient_of(const std::vector<std::vector<OfValue>>& ranks) {
   double found = 0;
   std::mutex mutex;
-  on_ranks(static_cast<int>(ranks.size()), [&](const Group& group) {
+  collective::on_ranks(static_cast<int>(ranks.size()), [&](const Group& group) {
     auto net = std::make_shared<Scale>();
     DistributedDataParallel ddp(net, group);
     const auto& mine = ranks[static_cast<std::size_t>(group.rank())];
@@ -58,7 +58,7 @@ TEST(Ddp, EachBackwardCountsWithItsOwnExamples) {
 }
 
 TEST(Ddp, ForwardsThatShareABackwardCountTogetherAndEvaluationsDoNot) {
-  on_ranks(2, [](const Group& group) {
+  collective::on_ranks(2, [](const Group& group) {
     auto net = std::make_shared<Scale>();
     DistributedDataParallel ddp(net, group);
     const std::int64_t other = group.rank() == 0 ? 6 : 1;  // 12 examples on rank 0, 7 on rank 1
@@ -77,7 +77,7 @@ TEST(Ddp, ForwardsThatShareABackwardCountTogetherAndEvaluationsDoNot) {
 
 // Gradients that were dropped do not count.
 TEST(Ddp, WhatZeroGradDropsIsForgotten) {
-  on_ranks(2, [](const Group& group) {
+  collective::on_ranks(2, [](const Group& group) {
     auto net = std::make_shared<Scale>();
     DistributedDataParallel ddp(net, group);
     {
@@ -91,7 +91,7 @@ TEST(Ddp, WhatZeroGradDropsIsForgotten) {
 }
 
 TEST(Ddp, AnOptionSaysWhichDimensionHasTheExamples) {
-  on_ranks(2, [](const Group& group) {
+  collective::on_ranks(2, [](const Group& group) {
     auto net = std::make_shared<Scale>();
     DistributedDataParallel ddp(net, group, {.batch_dim = 1});
     const auto x = at::full({5, group.rank() == 0 ? 3 : 1, 2}, group.rank() + 1.0, at::kDouble);
@@ -124,7 +124,7 @@ TEST(Ddp, UnequalNumbersOfStepsNameJoin) {
 
 // Gradients that somebody asks for are that one's, as they are, and no backward of the step.
 TEST(Ddp, WhatAutogradGradGivesIsNotWeighed) {
-  on_ranks(2, [](const Group& group) {
+  collective::on_ranks(2, [](const Group& group) {
     auto net = std::make_shared<Scale>();
     DistributedDataParallel ddp(net, group);
     const auto batch = [](std::int64_t count, double value) { return at::full({count}, value, at::kDouble); };

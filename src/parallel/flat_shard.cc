@@ -76,8 +76,8 @@ void FlatShard::bind() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
     const auto hooks = ops::hooks_of(parameter);
-    auto view = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(storage_),
-                                                     parameter.key_set(), parameter.dtype());
+    auto view = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(storage_), parameter.key_set(),
+                                                     parameter.dtype());
     view->set_storage_offset(places_[i].offset);
     view->set_sizes_contiguous(parameter.sizes());
     parameter.set_data(at::Tensor(std::move(view)));

@@ -141,8 +141,8 @@ TEST(Hybrid, ShardedTrainsAsOneProcess) {
        {ShardSizes{1, 1, 1}, ShardSizes{1, 2, 1}, ShardSizes{1, 3, 1}, ShardSizes{1, 4, 1, false}, ShardSizes{1, 2, 2},
         ShardSizes{2, 2, 1}, ShardSizes{1, 4, 1, true, true}, ShardSizes{2, 2, 2}}) {
     SCOPED_TRACE(testing::Message() << sizes.replicas << " x " << sizes.shards << " x " << sizes.tensor);
-    on_ranks(sizes.replicas * sizes.shards * sizes.tensor,
-             [&](const Group& group) { train_sharded(sizes, group, expected); });
+    collective::on_ranks(sizes.replicas * sizes.shards * sizes.tensor,
+                         [&](const Group& group) { train_sharded(sizes, group, expected); });
   }
 }
 
@@ -151,8 +151,8 @@ TEST(Hybrid, TrainsAsOneProcess) {
   for (const auto& sizes : {Sizes{2, 1, 1}, Sizes{3, 1, 1}, Sizes{1, 2, 1}, Sizes{2, 1, 2}, Sizes{2, 2, 1},
                             Sizes{1, 2, 2}, Sizes{2, 2, 2}}) {
     SCOPED_TRACE(testing::Message() << sizes.data << " x " << sizes.pipeline << " x " << sizes.tensor);
-    on_ranks(sizes.data * sizes.pipeline * sizes.tensor,
-             [&](const Group& group) { train_split(sizes, group, expected); });
+    collective::on_ranks(sizes.data * sizes.pipeline * sizes.tensor,
+                         [&](const Group& group) { train_split(sizes, group, expected); });
   }
 }
 

@@ -4,6 +4,7 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <map>
 
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -12,6 +13,9 @@
 
 namespace lockstep {
 namespace {
+
+// Steps are slower at first.
+constexpr int kStepsBeforeCosts = 3;
 
 // Ranks that send to each other: where neighbouring stages are on different ranks.
 std::vector<std::pair<int, int>> pairs_of(const PipelineSchedule& schedule) {
@@ -27,9 +31,11 @@ std::vector<std::pair<int, int>> pairs_of(const PipelineSchedule& schedule) {
   return pairs;
 }
 
-bool splits_backward(const std::vector<PipelineAction>& actions) {
-  return std::any_of(actions.begin(), actions.end(),
-                     [](const auto& action) { return action.kind == PipelineAction::Kind::backward_weight; });
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
 }
 
 PipelineSchedule checked(PipelineSchedule schedule, int ranks) {
@@ -44,11 +50,11 @@ PipelineSchedule checked(PipelineSchedule schedule, int ranks) {
 }  // namespace
 
 struct Pipeline::State {
-  State(std::vector<PipelineStage> of, const Communicator& given, const PipelineOptions& options)
+  State(std::vector<PipelineStage> of, const Communicator& given, PipelineOptions with)
       : stages(std::move(of)),
         ranks(given),
-        schedule(checked(options.schedule(ranks.size(), static_cast<int>(stages.size()), options.microbatches),
-                         ranks.size())),
+        options(std::move(with)),
+        schedule(make_schedule({{}})),
         links(ranks, pairs_of(schedule)) {
     for (int i = 0; i < schedule.stages(); ++i) {
       const auto& stage = stages[static_cast<std::size_t>(i)];
@@ -58,7 +64,12 @@ struct Pipeline::State {
       forwards.emplace(i, [&stage, module](const Tensor& x) { return stage.forward(*module, x); });
     }
     for (const auto& copies : options.tied) tied.emplace_back(copies, schedule, modules, ranks);
-    if (splits_backward(schedule.actions[static_cast<std::size_t>(ranks.rank())])) split_weights();
+    split_weights();
+  }
+
+  PipelineSchedule make_schedule(const std::vector<PipelineCosts>& costs) const {
+    auto made = options.schedule(ranks.size(), static_cast<int>(stages.size()), options.microbatches, costs);
+    return checked(std::move(made), ranks.size());
   }
 
   void split_weights() const {
@@ -84,16 +95,18 @@ struct Pipeline::State {
 
   const std::vector<PipelineStage> stages;
   const Communicator ranks;
-  const PipelineSchedule schedule;
+  const PipelineOptions options;
+  PipelineSchedule schedule;
   parallel::StageLinks links;
   parallel::StageModules modules;
   parallel::StageForwards forwards;
   std::vector<parallel::TiedParameter> tied;
   std::vector<PipelineTimes::Span> times;
+  int steps = 0;
 };
 
 Pipeline::Pipeline(std::vector<PipelineStage> stages, const Communicator& ranks, PipelineOptions options)
-    : state_(std::make_unique<State>(std::move(stages), ranks, options)) {}
+    : state_(std::make_unique<State>(std::move(stages), ranks, std::move(options))) {}
 Pipeline::~Pipeline() = default;
 
 double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& loss) {
@@ -102,6 +115,7 @@ double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss&
   state_->run([&](parallel::PipelineRun& run) { result = run.train(x, target, loss, state_->times); });
   for (auto& each : state_->tied) each.finish_step();
   state_->ranks.sum({&result, 1});
+  if (++state_->steps == kStepsBeforeCosts) state_->schedule = state_->make_schedule(measured_costs());
   return result;
 }
 
@@ -138,6 +152,23 @@ std::vector<Tensor> Pipeline::parameters() const {
 const std::vector<std::pair<int, std::shared_ptr<torch::nn::Module>>>& Pipeline::modules() const {
   return state_->modules;
 }
+std::vector<PipelineCosts> Pipeline::measured_costs() const {
+  constexpr std::size_t kKinds = 4;
+  const auto& actions = state_->schedule.actions[static_cast<std::size_t>(state_->ranks.rank())];
+  std::map<std::pair<int, PipelineAction::Kind>, std::vector<double>> seconds;
+  for (std::size_t i = 0; i < state_->times.size(); ++i) {
+    seconds[{actions[i].stage, actions[i].kind}].push_back(state_->times[i].end - state_->times[i].begin);
+  }
+  std::vector<double> all(kKinds * static_cast<std::size_t>(state_->schedule.stages()));
+  for (const auto& [key, values] : seconds) {
+    all[kKinds * static_cast<std::size_t>(key.first) + static_cast<std::size_t>(key.second)] = median(values);
+  }
+  state_->ranks.sum(all);
+  std::vector<PipelineCosts> costs;
+  for (std::size_t i = 0; i < all.size(); i += kKinds) costs.push_back({all[i], all[i + 1] + all[i + 2], all[i + 3]});
+  return costs;
+}
+
 const PipelineSchedule& Pipeline::schedule() const { return state_->schedule; }
 const std::vector<PipelineTimes::Span>& Pipeline::last_times() const { return state_->times; }
 

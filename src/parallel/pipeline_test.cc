@@ -52,8 +52,8 @@ TEST(Pipeline, TrainsAsOneProcess) {
         Case{schedules::interleaved, 2, 4, 4}, Case{schedules::zero_bubble, 4, 4, 8},
         Case{schedules::zero_bubble, 2, 2, 4}, Case{schedules::zero_bubble_v, 2, 4, 4},
         Case{schedules::zero_bubble_v, 4, 8, 12}}) {
-    SCOPED_TRACE(testing::Message() << schedule(ranks, stages, microbatches).name << " " << ranks);
-    on_ranks(ranks, [&, make = schedule, count = stages, parts = microbatches](const Group& group) {
+    SCOPED_TRACE(testing::Message() << schedule(ranks, stages, microbatches, {{}}).name << " " << ranks);
+    collective::on_ranks(ranks, [&, make = schedule, count = stages, parts = microbatches](const Group& group) {
       Pipeline pipeline(stages_of(count), {group, 30}, {.schedule = make, .microbatches = parts});
       torch::optim::AdamW adamw(pipeline.parameters(), torch::optim::AdamWOptions(1e-2));
       for (int step = 0; step < kSteps; ++step) {

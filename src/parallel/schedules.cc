@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <array>
+#include <limits>
 #include <optional>
 
 #include "base/text.h"
@@ -28,78 +30,140 @@ PipelineSchedule begin_one_stage_a_rank(const char* name, int ranks, int stages,
   return begin(name, ranks, stages, microbatches);
 }
 
-// What the ranks of a schedule have done so far, in steps of one unit of time.
+// Makes the order of a schedule's actions by carrying them out: each rank does what it can, by a list of priorities.
 class GreedySchedule {
  public:
-  GreedySchedule(PipelineSchedule schedule, int most_in_flight)
-      : schedule_(std::move(schedule)),
-        most_in_flight_(most_in_flight),
-        progress_(static_cast<std::size_t>(schedule_.stages())) {}
+  using Priorities = std::array<Kind, 3>;
 
-  PipelineSchedule finish() && {
-    const auto actions = static_cast<std::size_t>(3 * schedule_.stages() * schedule_.microbatches);
-    for (std::size_t done = 0; done < actions;) {
-      std::vector<PipelineAction> now;
+  GreedySchedule(PipelineSchedule empty, int most_in_flight, const std::vector<PipelineCosts>& costs,
+                 const Priorities& priorities)
+      : schedule_(std::move(empty)),
+        most_in_flight_(most_in_flight),
+        costs_(costs),
+        priorities_(priorities),
+        stages_(static_cast<std::size_t>(schedule_.stages())),
+        free_at_(static_cast<std::size_t>(schedule_.ranks())) {}
+
+  // Nothing where no rank can go on, since all keep as many microbatches as they may.
+  std::optional<PipelineSchedule> finish() && {
+    auto left = 3 * schedule_.stages() * schedule_.microbatches;
+    while (left > 0) {
+      const auto now = *std::min_element(free_at_.begin(), free_at_.end());
+      const auto before = left;
       for (int rank = 0; rank < schedule_.ranks(); ++rank) {
-        if (const auto action = next(rank)) now.push_back(*action);
+        if (free_at_[static_cast<std::size_t>(rank)] > now) continue;
+        if (const auto action = next(rank)) {
+          carry_out(rank, *action);
+          --left;
+        }
       }
-      if (now.empty()) throw InvalidArgument(text(schedule_.name, ": no rank can go on"));
-      for (const auto& action : now) carry_out(action);
-      done += now.size();
+      if (left == before && !wait(now)) return {};
     }
     return std::move(schedule_);
   }
 
  private:
-  // Microbatches that have passed: they do so in order.
-  struct Progress {
-    int forward = 0, input = 0, weight = 0;
+  // Microbatches pass a stage in order: when each has.
+  struct Stage {
+    std::vector<double> forward, input, weight;
   };
 
-  Progress& at(int stage) { return progress_[static_cast<std::size_t>(stage)]; }
+  Stage& at(int stage) { return stages_[static_cast<std::size_t>(stage)]; }
+  const PipelineCosts& costs_of(int stage) const {
+    return costs_.size() == 1 ? costs_[0] : costs_.at(static_cast<std::size_t>(stage));
+  }
+
+  std::vector<double>& done(Kind kind, int stage) {
+    return kind == Kind::forward          ? at(stage).forward
+           : kind == Kind::backward_input ? at(stage).input
+                                          : at(stage).weight;
+  }
+
+  // Whether what the stage's next action of this kind needs is there.
+  bool is_ready(Kind kind, int stage, double now) {
+    const auto i = done(kind, stage).size();
+    const auto has = [&](const std::vector<double>& passed) { return passed.size() > i && passed[i] <= now; };
+    if (i == static_cast<std::size_t>(schedule_.microbatches)) return false;
+    if (kind == Kind::backward_weight) return has(at(stage).input);
+    if (kind == Kind::forward) return stage == 0 || has(at(stage - 1).forward);
+    return has(at(stage).forward) && (stage + 1 == schedule_.stages() || has(at(stage + 1).input));
+  }
 
   std::optional<PipelineAction> next(int rank) {
-    std::vector<int> stages;  // the last first
+    std::vector<int> mine;  // the last first
     for (int stage = schedule_.stages() - 1; stage >= 0; --stage) {
-      if (schedule_.rank_of_stage[static_cast<std::size_t>(stage)] == rank) stages.push_back(stage);
+      if (schedule_.rank_of_stage[static_cast<std::size_t>(stage)] == rank) mine.push_back(stage);
     }
     int in_flight = 0;
-    for (const int stage : stages) in_flight += at(stage).forward - at(stage).weight;
-    for (const int stage : stages) {
-      const auto limit = stage + 1 == schedule_.stages() ? at(stage).forward : at(stage + 1).input;
-      if (at(stage).input < std::min(limit, at(stage).forward))
-        return PipelineAction{Kind::backward_input, stage, at(stage).input};
-    }
-    for (const int stage : stages) {
-      const auto limit = stage == 0 ? schedule_.microbatches : at(stage - 1).forward;
-      // An earlier stage leaves room for the later ones, or none of its microbatches could come to an end.
-      const auto later = static_cast<int>(std::find(stages.begin(), stages.end(), stage) - stages.begin());
-      if (at(stage).forward < limit && in_flight + later < most_in_flight_)
-        return PipelineAction{Kind::forward, stage, at(stage).forward};
-    }
-    for (const int stage : stages) {
-      if (at(stage).weight < at(stage).input) return PipelineAction{Kind::backward_weight, stage, at(stage).weight};
+    for (const int stage : mine) in_flight += static_cast<int>(at(stage).forward.size() - at(stage).weight.size());
+    for (const auto kind : priorities_) {
+      for (std::size_t later = 0; later < mine.size(); ++later) {
+        // An earlier stage leaves room for the later ones, or none of its microbatches could come to an end.
+        if (kind == Kind::forward && in_flight + static_cast<int>(later) >= most_in_flight_) break;
+        if (is_ready(kind, mine[later], free_at_[static_cast<std::size_t>(rank)])) {
+          return PipelineAction{kind, mine[later], static_cast<int>(done(kind, mine[later]).size())};
+        }
+      }
     }
     return {};
   }
 
-  void carry_out(const PipelineAction& action) {
-    auto& progress = at(action.stage);
-    ++(action.kind == Kind::forward          ? progress.forward
-       : action.kind == Kind::backward_input ? progress.input
-                                             : progress.weight);
-    schedule_.actions[static_cast<std::size_t>(schedule_.rank_of_stage[static_cast<std::size_t>(action.stage)])]
-        .push_back(action);
+  void carry_out(int rank, const PipelineAction& action) {
+    const auto& costs = costs_of(action.stage);
+    auto& now = free_at_[static_cast<std::size_t>(rank)];
+    now += action.kind == Kind::forward          ? costs.forward
+           : action.kind == Kind::backward_input ? costs.backward_input
+                                                 : costs.backward_weight;
+    done(action.kind, action.stage).push_back(now);
+    schedule_.actions[static_cast<std::size_t>(rank)].push_back(action);
+  }
+
+  // Ranks that can do nothing now wait until another one has ended an action; returns whether one will.
+  bool wait(double now) {
+    auto until = std::numeric_limits<double>::infinity();
+    for (const double free : free_at_) {
+      if (free > now) until = std::min(until, free);
+    }
+    for (double& free : free_at_) {
+      if (free <= now) free = until;
+    }
+    return until < std::numeric_limits<double>::infinity();
   }
 
   PipelineSchedule schedule_;
   const int most_in_flight_;
-  std::vector<Progress> progress_;  // [stage]
+  const std::vector<PipelineCosts>& costs_;
+  const Priorities priorities_;
+  std::vector<Stage> stages_;
+  std::vector<double> free_at_;  // [rank]
 };
+
+// The best of some orders. After the automatic scheduling of Qi et al. 2024, section 3.
+PipelineSchedule best_order(const PipelineSchedule& empty, int most_in_flight,
+                            const std::vector<PipelineCosts>& costs) {
+  std::optional<PipelineSchedule> best;
+  double least = 0;
+  for (const auto& priorities :
+       {GreedySchedule::Priorities{Kind::backward_input, Kind::forward, Kind::backward_weight},
+        GreedySchedule::Priorities{Kind::forward, Kind::backward_input, Kind::backward_weight},
+        GreedySchedule::Priorities{Kind::backward_input, Kind::backward_weight, Kind::forward},
+        GreedySchedule::Priorities{Kind::forward, Kind::backward_weight, Kind::backward_input},
+        GreedySchedule::Priorities{Kind::backward_weight, Kind::backward_input, Kind::forward},
+        GreedySchedule::Priorities{Kind::backward_weight, Kind::forward, Kind::backward_input}}) {
+    auto schedule = GreedySchedule(empty, most_in_flight, costs, priorities).finish();
+    if (!schedule) continue;
+    const auto total = predict_times(*schedule, costs).total;
+    if (best && total >= least) continue;
+    least = total;
+    best = std::move(schedule);
+  }
+  if (!best) throw InvalidArgument(text(empty.name, ": no order was found"));
+  return *best;
+}
 
 }  // namespace
 
-PipelineSchedule gpipe(int ranks, int stages, int microbatches) {
+PipelineSchedule gpipe(int ranks, int stages, int microbatches, const std::vector<PipelineCosts>& /*costs*/) {
   auto schedule = begin_one_stage_a_rank("gpipe", ranks, stages, microbatches);
   for (int rank = 0; rank < ranks; ++rank) {
     auto& actions = schedule.actions[static_cast<std::size_t>(rank)];
@@ -109,7 +173,8 @@ PipelineSchedule gpipe(int ranks, int stages, int microbatches) {
   return schedule;
 }
 
-PipelineSchedule one_forward_one_backward(int ranks, int stages, int microbatches) {
+PipelineSchedule one_forward_one_backward(int ranks, int stages, int microbatches,
+                                          const std::vector<PipelineCosts>& /*costs*/) {
   auto schedule = begin_one_stage_a_rank("one_forward_one_backward", ranks, stages, microbatches);
   for (int rank = 0; rank < ranks; ++rank) {
     auto& actions = schedule.actions[static_cast<std::size_t>(rank)];
@@ -124,7 +189,7 @@ PipelineSchedule one_forward_one_backward(int ranks, int stages, int microbatche
   return schedule;
 }
 
-PipelineSchedule interleaved(int ranks, int stages, int microbatches) {
+PipelineSchedule interleaved(int ranks, int stages, int microbatches, const std::vector<PipelineCosts>& /*costs*/) {
   auto schedule = begin("interleaved", ranks, stages, microbatches);
   if (stages % ranks != 0 || microbatches % ranks != 0) {
     throw InvalidArgument(text("interleaved: ", stages, " stages and ", microbatches,
@@ -150,7 +215,7 @@ PipelineSchedule interleaved(int ranks, int stages, int microbatches) {
   return schedule;
 }
 
-PipelineSchedule zero_bubble(int ranks, int stages, int microbatches) {
+PipelineSchedule zero_bubble(int ranks, int stages, int microbatches, const std::vector<PipelineCosts>& costs) {
   auto schedule = begin_one_stage_a_rank("zero_bubble", ranks, stages, microbatches);
   for (int rank = 0; rank < ranks; ++rank) {
     // As one_forward_one_backward, with gradients of weights `rank` microbatches later than those of inputs.
@@ -162,17 +227,18 @@ PipelineSchedule zero_bubble(int ranks, int stages, int microbatches) {
       if (i - rank >= 0) actions.push_back({Kind::backward_weight, rank, i - rank});
     }
   }
-  return schedule;
+  auto other = best_order(begin("zero_bubble", ranks, stages, microbatches), ranks, costs);
+  return predict_times(other, costs).total < predict_times(schedule, costs).total ? other : schedule;
 }
 
-PipelineSchedule zero_bubble_v(int ranks, int stages, int microbatches) {
+PipelineSchedule zero_bubble_v(int ranks, int stages, int microbatches, const std::vector<PipelineCosts>& costs) {
   auto schedule = begin("zero_bubble_v", ranks, stages, microbatches);
   if (stages != 2 * ranks) {
     throw InvalidArgument(text("zero_bubble_v: ", stages, " stages on ", ranks, " ranks; it needs two stages a rank"));
   }
   for (int stage = ranks; stage < stages; ++stage)
     schedule.rank_of_stage[static_cast<std::size_t>(stage)] = stages - 1 - stage;
-  return GreedySchedule(std::move(schedule), 2 * ranks).finish();
+  return best_order(schedule, 2 * ranks, costs);
 }
 
 }  // namespace lockstep::schedules

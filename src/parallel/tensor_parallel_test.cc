@@ -52,7 +52,7 @@ Parameters train_whole() {
 
 void expect_as_whole(int ranks, const ParallelPlan& plan) {
   const auto expected = train_whole();
-  on_ranks(ranks, [&](const Group& group) {
+  collective::on_ranks(ranks, [&](const Group& group) {
     const Communicator communicator(group, 30);
     auto net = make_transformer();
     parallelize_module(net, communicator, plan);

@@ -66,8 +66,8 @@ void MemoryChannels::exchange(std::span<const Outgoing> outgoing, std::span<cons
 bool MemoryChannels::push(const Outgoing& message, std::size_t& done) {
   auto& box = mailbox(rank(), message.to);
   const auto number = box.sent.load(std::memory_order_relaxed);
-  if (number - box.taken.load(std::memory_order_acquire) >= Mailbox::kChunks) return false;
-  auto& chunk = box.chunks[number % Mailbox::kChunks];
+  if (number - box.taken.load(std::memory_order_acquire) >= chunks_) return false;
+  auto& chunk = box.chunk(number, chunks_);
   const auto bytes = std::min(Mailbox::kChunk, message.bytes - done);
   chunk.tag = message.tag;
   chunk.message_bytes = message.bytes;
@@ -82,7 +82,7 @@ bool MemoryChannels::pull(const Incoming& message, std::size_t& done) {
   auto& box = mailbox(message.from, rank());
   const auto number = box.taken.load(std::memory_order_relaxed);
   if (box.sent.load(std::memory_order_acquire) == number) return false;
-  const auto& chunk = box.chunks[number % Mailbox::kChunks];
+  const auto& chunk = box.chunk(number, chunks_);
   if (chunk.tag != message.tag || chunk.message_bytes != message.bytes) {
     throw WrongMessage{message.from, chunk.tag, chunk.message_bytes};
   }

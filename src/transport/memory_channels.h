@@ -1,6 +1,8 @@
-// Channels of mailboxes in shared memory: each ordered pair of ranks has two chunks, filled and emptied in turn.
+// Channels of mailboxes in shared memory: each ordered pair of ranks has some chunks, filled and emptied in turn.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <memory>
 #include <vector>
 
@@ -9,24 +11,37 @@
 
 namespace lockstep::transport {
 
-// A message is cut into chunks of at most kChunk bytes; each carries the message's tag and size.
+// A message is cut into chunks of at most kChunk bytes; each carries the message's tag and size. The chunks lie behind
+// this header.
 struct Mailbox {
   static constexpr std::size_t kChunk = 64 * 1024;
-  static constexpr std::uint32_t kChunks = 2;
   struct Chunk {
     MessageTag tag;
     std::uint64_t message_bytes;
     alignas(64) std::byte data[kChunk];
   };
 
+  // How many chunks each has: so many that a message of up to 2 MiB is sent before its receiver comes, where few ranks
+  // need the memory. Pages that no message has reached take none.
+  static constexpr std::uint32_t chunks_for(int ranks) {
+    constexpr std::size_t kAll = std::size_t{64} << 20;
+    const auto pairs = static_cast<std::size_t>(ranks) * static_cast<std::size_t>(ranks);
+    return std::bit_floor(static_cast<std::uint32_t>(std::clamp<std::size_t>(kAll / (pairs * kChunk), 2, 32)));
+  }
+  static constexpr std::size_t bytes_for(int ranks) { return sizeof(Mailbox) + chunks_for(ranks) * sizeof(Chunk); }
+
+  Chunk& chunk(std::uint32_t number, std::uint32_t chunks) {
+    return reinterpret_cast<Chunk*>(this + 1)[number % chunks];
+  }
+
   alignas(64) std::atomic<std::uint32_t> sent;   // chunks; written by the sender
   alignas(64) std::atomic<std::uint32_t> taken;  // written by the receiver
-  Chunk chunks[kChunks];
 };
 
 class MemoryChannels final : public Channels {
  public:
-  explicit MemoryChannels(std::shared_ptr<SpaceMember> member) : member_(std::move(member)) {}
+  explicit MemoryChannels(std::shared_ptr<SpaceMember> member)
+      : member_(std::move(member)), chunks_(Mailbox::chunks_for(member_->size())) {}
 
   int rank() const override { return member_->rank(); }
   int size() const override { return member_->size(); }
@@ -44,6 +59,7 @@ class MemoryChannels final : public Channels {
   bool pull(const Incoming& message, std::size_t& done);
 
   const std::shared_ptr<SpaceMember> member_;
+  const std::uint32_t chunks_;  // of each mailbox; sent and taken count modulo 2^32, a multiple of it
 };
 
 }  // namespace lockstep::transport

@@ -44,6 +44,8 @@ struct StageParameter {
 };
 
 struct PipelineOptions {
+  // Called again after the third step with the costs that were measured: stages stay where they are, and the result is
+  // the same bit for bit.
   MakePipelineSchedule schedule = schedules::one_forward_one_backward;
   int microbatches = 4;
 
@@ -82,6 +84,10 @@ class Pipeline {
 
   // When this rank carried out each action of its schedule in the last step, in seconds since the step began.
   const std::vector<PipelineTimes::Span>& last_times() const;
+
+  // Collective. What a microbatch cost at each stage in the last step, in seconds: medians. With predict_times it says
+  // what another schedule would take. Where the schedule does not split backward, backward_input is all of it.
+  std::vector<PipelineCosts> measured_costs() const;
 
  private:
   struct State;

@@ -36,44 +36,46 @@ struct PipelineSchedule {
   int ranks() const { return static_cast<int>(actions.size()); }
 };
 
-// Each makes a schedule of `stages` stages on `ranks` ranks. Throw InvalidArgument for numbers below 1, and where the
-// schedule is not made for them.
-namespace schedules {
-
-// All forwards, then all backwards; a rank keeps the activations of all microbatches. As many stages as ranks. Huang et
-// al. 2019.
-PipelineSchedule gpipe(int ranks, int stages, int microbatches);
-
-// One forward, one backward: rank r keeps the activations of at most ranks - r microbatches. As many stages as ranks.
-// Narayanan et al. 2019.
-PipelineSchedule one_forward_one_backward(int ranks, int stages, int microbatches);
-
-// Stages go round: stage i is on rank i % ranks, so that pipelines fill sooner. A multiple of `ranks` stages, and of
-// microbatches. Narayanan et al. 2021.
-PipelineSchedule interleaved(int ranks, int stages, int microbatches);
-
-// Gradients of weights are computed where a rank would wait; a rank keeps the activations of at most `ranks`
-// microbatches. As many stages as ranks. ZB-H1 of Qi et al. 2024.
-PipelineSchedule zero_bubble(int ranks, int stages, int microbatches);
-
-// The same with two stages a rank, forth and back: rank r has the stages r and 2 ranks - 1 - r, so that the last stage
-// is where the first is. ZB-V of Qi et al. 2024.
-PipelineSchedule zero_bubble_v(int ranks, int stages, int microbatches);
-
-}  // namespace schedules
-
-using MakePipelineSchedule = PipelineSchedule (*)(int ranks, int stages, int microbatches);
-
-// Throws InvalidArgument where a forward or a backward of a microbatch is missing, is there twice or is on a rank that
-// does not have the stage, and where ranks would wait for each other for ever, naming who waits for what.
-void check_schedule(const PipelineSchedule& schedule);
-
 // Seconds, or any other unit, of one microbatch at one stage.
 struct PipelineCosts {
   double forward = 1;
   double backward_input = 1, backward_weight = 1;  // together: of a `backward`
   double message = 0;                              // from one rank to another
 };
+
+// Each makes a schedule of `stages` stages on `ranks` ranks. Some choose their order by `costs`, of each stage or one
+// for all. Throw InvalidArgument for numbers below 1, and where the schedule is not made for them.
+namespace schedules {
+
+// All forwards, then all backwards; a rank keeps the activations of all microbatches. As many stages as ranks. Huang et
+// al. 2019.
+PipelineSchedule gpipe(int ranks, int stages, int microbatches, const std::vector<PipelineCosts>& costs = {{}});
+
+// One forward, one backward: rank r keeps the activations of at most ranks - r microbatches. As many stages as ranks.
+// Narayanan et al. 2019.
+PipelineSchedule one_forward_one_backward(int ranks, int stages, int microbatches,
+                                          const std::vector<PipelineCosts>& costs = {{}});
+
+// Stages go round: stage i is on rank i % ranks, so that pipelines fill sooner. A multiple of `ranks` stages, and of
+// microbatches. Narayanan et al. 2021.
+PipelineSchedule interleaved(int ranks, int stages, int microbatches, const std::vector<PipelineCosts>& costs = {{}});
+
+// Gradients of weights are computed where a rank would wait; a rank keeps the activations of at most `ranks`
+// microbatches. As many stages as ranks. ZB-H1 of Qi et al. 2024.
+PipelineSchedule zero_bubble(int ranks, int stages, int microbatches, const std::vector<PipelineCosts>& costs = {{}});
+
+// The same with two stages a rank, forth and back: rank r has the stages r and 2 ranks - 1 - r, so that the last stage
+// is where the first is. ZB-V of Qi et al. 2024.
+PipelineSchedule zero_bubble_v(int ranks, int stages, int microbatches, const std::vector<PipelineCosts>& costs = {{}});
+
+}  // namespace schedules
+
+using MakePipelineSchedule = PipelineSchedule (*)(int ranks, int stages, int microbatches,
+                                                  const std::vector<PipelineCosts>& costs);
+
+// Throws InvalidArgument where a forward or a backward of a microbatch is missing, is there twice or is on a rank that
+// does not have the stage, and where ranks would wait for each other for ever, naming who waits for what.
+void check_schedule(const PipelineSchedule& schedule);
 
 struct PipelineTimes {
   struct Span {
