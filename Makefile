@@ -1,5 +1,5 @@
 # The two commands of the README, and what continuous integration adds. Everything else is CMake: see CMakePresets.json.
-.PHONY: train test lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers bench-ps faults clean
+.PHONY: train test lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers bench-ps bench-parallel faults clean
 
 BUILD = cmake --build --preset
 
@@ -77,6 +77,11 @@ bench-ps: build/release/build.ninja bench-peers
 	$(BUILD) release --target lockstep_grpc lockstep_cli train_step click_step server_calls
 	python3 benchmarks/bench_ps.py
 	python3 benchmarks/server_return.py
+
+# Models that are split over processes, ours and PyTorch's, in turns.
+bench-parallel: build/release/build.ninja bench-peers
+	$(BUILD) release --target lockstep_cli parallel_step
+	python3 benchmarks/bench_parallel.py
 
 .peers/mpi/all_reduce: benchmarks/peers/mpi_all_reduce.cc
 	tools/bootstrap --bench

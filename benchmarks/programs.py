@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -44,5 +45,6 @@ def run_here(program, commands):
         if process.returncode != 0:
             errors.seek(0)
             raise RuntimeError(f"this failed: {' '.join(command)}\n{errors.read()[-4000:]}")
-    lines = (json.loads(line) for output, *_ in outputs for line in output.splitlines() if line.startswith("{"))
+    text = (re.sub(r"^\[0\] ", "", line) for output, *_ in outputs for line in output.splitlines())  # lockstep run's prefix
+    lines = (json.loads(line) for line in text if line.startswith("{"))
     return next(line for line in lines if "event" not in line)

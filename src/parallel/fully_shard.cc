@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
-#include "base/near_names.h"
 #include "base/text.h"
 #include "parallel/gradient_norm.h"
 #include "parallel/name_pattern.h"
@@ -100,10 +99,8 @@ FullyShardedParameters internal::fully_shard(torch::nn::Module& module, const Co
       any = true;
     }
     if (any) continue;
-    const auto near = near_names(pattern, modules.keys());
     throw InvalidArgument(
-        text("fully_shard: no module is called \"", pattern, "\"; ",
-             near.empty() ? "there are " + first_of(modules.keys()) : "did you mean " + join(near, " or ") + "?"));
+        text("fully_shard: no module is called \"", pattern, "\"; ", parallel::suggestion(pattern, modules.keys())));
   }
   sharded.add(module, "", /*keep=*/true);
   return sharded;

@@ -209,7 +209,7 @@ std::string draw_schedule(const PipelineSchedule& schedule, const PipelineCosts&
     }
     lines += text("rank ", rank, "  ", line, "\n");
   }
-  return lines + text(schedule.name, ": ", std::lround(100 * times.idle_share), "% idle\n");
+  return lines;
 }
 
 }  // namespace lockstep

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 
-#include "base/near_names.h"
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/divided_parameter.h"
@@ -144,10 +143,8 @@ class Planner {
 
   [[noreturn]] static void fail_no_match(const std::string& pattern, const char* what,
                                          const std::vector<std::string>& names) {
-    const auto near = near_names(pattern, names);
     throw InvalidArgument(
-        text("parallelize_module: no ", what, " is called \"", pattern, "\"; ",
-             near.empty() ? "there are " + first_of(names) : "did you mean " + join(near, " or ") + "?"));
+        text("parallelize_module: no ", what, " is called \"", pattern, "\"; ", parallel::suggestion(pattern, names)));
   }
 
   torch::nn::Module& module_;

@@ -79,5 +79,77 @@ TEST(TensorParallel, TrainsAsOneProcessWithTheSequenceDivided) {
   }
 }
 
+void expect_refused(const ParallelPlan& plan, const std::string& message, int ranks = 2) {
+  collective::on_ranks(ranks, [&](const Group& group) {
+    auto net = make_transformer();
+    expect_says(message_of<InvalidArgument>([&] { parallelize_module(net, group, plan); }), message);
+  });
+}
+
+TEST(TensorParallel, RefusesPlansThatDoNotFit) {
+  expect_refused({{"*.qvk", ColwiseParallel()}}, "no module is called \"*.qvk\"; did you mean *.qkv?");
+  expect_refused({{"*.norm1", ColwiseParallel()}}, "1.norm1 has no weight of two dimensions");
+  expect_refused({{"*.head", ColwiseParallel()}},
+                 "dimension 0 of 3.head.weight, of size 48, cannot be divided among 5 ranks", 5);
+  expect_refused({{"*.qkv", ColwiseParallel{.input = Shard{-1}}}}, "input may be Replicate");
+  expect_refused({{"*.out", RowwiseParallel{.output = Shard{-1}}}}, "output may be Replicate");
+  expect_refused({{"*.place.weight", Shard{2}}}, "Shard{2} of 0.place.weight, which has shape [12, 24]");
+}
+
+TEST(TensorParallel, RefusesRanksWhosePlansDiffer) {
+  collective::on_ranks(2, [&](const Group& group) {
+    auto net = make_transformer();
+    const ParallelPlan plan{{group.rank() == 0 ? "*.up" : "*.qkv", ColwiseParallel()}};
+    expect_says(message_of<InvalidArgument>([&] { parallelize_module(net, group, plan); }), "differ");
+  });
+}
+
+TEST(TensorParallel, NamesTheLayerWhoseInputDoesNotFit) {
+  collective::on_ranks(2, [&](const Group& group) {
+    auto net = make_transformer();
+    parallelize_module(net, group, {{"*.out", RowwiseParallel()}});
+    expect_says(message_of<InvalidArgument>([&] { net(make_batch(0, 2).ids); }),
+                "RowwiseParallel 1.out: the input has shape [2, 12, 24]; its last dimension must be 12");
+  });
+}
+
+TEST(TensorParallel, DividesAFusedLayerInParts) {
+  // Queries, keys and values one after the other: each rank gets some of each.
+  torch::manual_seed(5);
+  torch::nn::Linear whole(4, 12);
+  const auto x = torch::randn({3, 4});
+  const auto expected = whole(x).chunk(3, -1);
+  collective::on_ranks(2, [&](const Group& group) {
+    torch::nn::Linear layer(4, 12);
+    {
+      const at::NoGradGuard no_gradient;
+      layer->weight.copy_(whole->weight);
+      layer->bias.copy_(whole->bias);
+    }
+    parallelize_module(layer, group, {{"", ColwiseParallel{.parts = 3}}});
+    const auto parts = layer(x).chunk(3, -1);
+    for (std::size_t i = 0; i < 3; ++i) {
+      EXPECT_TRUE(at::allclose(parts[i], expected[i].chunk(2, -1)[static_cast<std::size_t>(group.rank())]));
+    }
+    EXPECT_TRUE(full_tensor(layer->weight).equal(whole->weight));
+    EXPECT_TRUE(full_tensor(layer->bias).equal(whole->bias));
+  });
+}
+
+TEST(TensorParallel, RefusesIdsAndLabelsThatDoNotExist) {
+  collective::on_ranks(2, [&](const Group& group) {
+    auto net = make_transformer();
+    parallelize_module(net, group, plain_plan());
+    expect_says(message_of<InvalidArgument>([&] {
+                  net(at::full({1, 12}, 48, at::kLong));
+                }),
+                "the id 48 is not below the number of ids, 48");
+    expect_says(message_of<InvalidArgument>([&] {
+                  vocabulary_parallel_cross_entropy(torch::randn({2, 24}), at::full({2}, 48, at::kLong), group);
+                }),
+                "the label 48 is no class; there are 48");
+  });
+}
+
 }  // namespace
 }  // namespace lockstep::parallel

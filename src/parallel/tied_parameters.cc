@@ -5,10 +5,10 @@
 
 #include <algorithm>
 
-#include "base/near_names.h"
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/parameter_hook.h"
+#include "parallel/name_pattern.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -16,10 +16,8 @@ namespace {
 Tensor find(const StageParameter& wanted, const torch::nn::Module& module) {
   const auto parameters = module.named_parameters();
   if (const auto* const found = parameters.find(wanted.name)) return *found;
-  const auto near = near_names(wanted.name, parameters.keys());
-  throw InvalidArgument(
-      text("Pipeline: stage ", wanted.stage, " has no parameter \"", wanted.name, "\" to tie; ",
-           near.empty() ? "it has " + first_of(parameters.keys()) : "did you mean " + join(near, " or ") + "?"));
+  throw InvalidArgument(text("Pipeline: stage ", wanted.stage, " has no parameter \"", wanted.name, "\" to tie; ",
+                             suggestion(wanted.name, parameters.keys())));
 }
 
 // Of a copy that is not the first.
