@@ -7,6 +7,7 @@
 #include <torch/nn/modules/normalization.h>
 #include <torch/utils.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -58,9 +59,11 @@ struct BackImpl : torch::nn::Module {
   torch::nn::Linear head;
 };
 
-// Layers `begin` to `end` of: front, blocks, back.
+// Layers `begin` to `end` of: front, blocks, back. `made` is called with each as soon as it is made.
 struct GptImpl : torch::nn::Module {
-  GptImpl(const GptSizes& sizes, std::int64_t begin, std::int64_t end) {
+  GptImpl(
+      const GptSizes& sizes, std::int64_t begin, std::int64_t end,
+      const std::function<void(torch::nn::Module&)>& made = [](torch::nn::Module&) {}) {
     for (auto i = begin; i < end; ++i) {
       const auto name = std::to_string(i);
       if (i == 0) {
@@ -70,6 +73,7 @@ struct GptImpl : torch::nn::Module {
       } else {
         blocks.push_back(register_module(name, std::make_shared<BlockImpl>(sizes)));
       }
+      made(*children().back());
     }
   }
   at::Tensor forward(at::Tensor x) {

@@ -5,9 +5,9 @@
 #include <algorithm>
 
 #include "base/text.h"
+#include "collective/backend.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
-#include "ops/dtypes.h"
 #include "ops/parameter_hook.h"
 
 namespace lockstep::parallel {
@@ -17,36 +17,38 @@ constexpr std::int64_t kAlignment = 64;
 
 std::int64_t rounded_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
 
-}  // namespace
-
-Memory BufferPool::take(std::size_t bytes) {
-  const auto found = free_.find(bytes);
-  auto memory = found == free_.end() ? ranks_.group().allocate(bytes) : std::move(free_.extract(found).mapped());
-  auto* const address = memory.get();
-  return {address, [pool = weak_from_this(), memory = std::move(memory), bytes](std::byte*) mutable {
-            if (const auto alive = pool.lock()) alive->free_.emplace(bytes, std::move(memory));
-          }};
+// Elements of a flat tensor as a tensor of its own: LibTorch refuses to detach views in place, which zero_grad does.
+Tensor piece(const Tensor& flat, std::int64_t offset, at::IntArrayRef sizes) {
+  auto* const address = static_cast<std::byte*>(flat.mutable_data_ptr()) + offset * flat.element_size();
+  return at::from_blob(
+      address, sizes, [flat](void*) {}, flat.options());
 }
 
+// A flat tensor in memory of its own: tensors of LibTorch's allocator have up to a quarter more.
+Tensor exact(std::int64_t elements, at::ScalarType dtype) {
+  const auto memory = collective::private_memory(static_cast<std::size_t>(elements) * at::elementSize(dtype));
+  return at::from_blob(
+      memory.get(), {elements}, [memory](void*) {}, at::TensorOptions(dtype));
+}
+
+}  // namespace
+
 FlatShard::FlatShard(std::vector<std::string> names, std::vector<Tensor> parameters, const Communicator& ranks,
-                     const Communicator& replicas, std::shared_ptr<BufferPool> pool)
+                     const Communicator& replicas)
     : names_(std::move(names)),
       parameters_(std::move(parameters)),
       ranks_(ranks),
       replicas_(replicas),
-      pool_(std::move(pool)),
       dtype_(parameters_.at(0).scalar_type()),
       taken_(parameters_.size()) {
   const at::NoGradGuard no_gradient;
   lay_out();
-  own_ = ranks_.group().allocate(bytes_of(part_));
+  own_ = exact(part_, dtype_);
   set_values(parameters_);
   bind();
 }
 
-std::size_t FlatShard::bytes_of(std::int64_t elements) const {
-  return static_cast<std::size_t>(elements) * at::elementSize(dtype_);
-}
+Tensor FlatShard::whole_flat() const { return at::empty({part_ * ranks_.size()}, own_.options()); }
 
 void FlatShard::lay_out() {
   const auto line = kAlignment / static_cast<std::int64_t>(at::elementSize(dtype_));
@@ -65,14 +67,11 @@ FlatShard::Place FlatShard::own_place(std::size_t i) const {
   return {begin - first, std::max<std::int64_t>(end - begin, 0)};
 }
 
-Tensor FlatShard::tensor_on(const Memory& memory, std::int64_t offset, at::IntArrayRef sizes) const {
-  return at::from_blob(
-      memory.get() + bytes_of(offset), sizes, [memory](void*) {}, at::TensorOptions(dtype_));
-}
-
 // Makes the parameters views of a storage without memory, and the shards views of this rank's part.
 void FlatShard::bind() {
-  storage_ = c10::Storage(c10::Storage::use_byte_size_t(), bytes_of(elements()), c10::DataPtr(nullptr, at::kCPU));
+  storage_ = c10::Storage(c10::Storage::use_byte_size_t(),
+                          static_cast<std::size_t>(part_ * ranks_.size()) * at::elementSize(dtype_),
+                          c10::DataPtr(nullptr, at::kCPU));
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
     const auto hooks = ops::hooks_of(parameter);
@@ -84,35 +83,27 @@ void FlatShard::bind() {
     parameter.mutable_grad() = Tensor();
     for (const auto& hook : hooks) ops::add_hook(parameter, hook);
     const auto own = own_place(i);
-    shards_.push_back(own.numel == 0 ? Tensor() : tensor_on(own_, own.offset, {own.numel}));
+    shards_.push_back(own.numel == 0 ? Tensor() : piece(own_, own.offset, {own.numel}));
     if (own.numel > 0) shards_.back().set_requires_grad(parameter.requires_grad());
   }
 }
 
 void FlatShard::set_values(const std::vector<Tensor>& values) {
-  const auto whole = pool_->take(bytes_of(elements()));
+  const at::NoGradGuard no_gradient;
+  const auto whole = whole_flat();
   if (ranks_.rank() == 0 && replicas_.rank() == 0) {
     for (std::size_t i = 0; i < places_.size(); ++i) {
-      tensor_on(whole, places_[i].offset, values[i].sizes()).copy_(values[i].detach());
+      piece(whole, places_[i].offset, values[i].sizes()).copy_(values[i].detach());
     }
   }
-  const auto dtype = ops::dtype_of(dtype_);
-  const auto count = static_cast<std::size_t>(part_);
-  ranks_.group().run(Call::scatter({whole.get(), count * static_cast<std::size_t>(ranks_.size()), dtype},
-                                   {own_.get(), count, dtype}, 0),
-                     ranks_.deadline());
-  replicas_.group().broadcast({own_.get(), count, dtype}, 0, replicas_.deadline());
+  ranks_.group().run(Call::scatter(buffer_of(whole), buffer_of(own_), 0), ranks_.deadline());
+  replicas_.group().broadcast(buffer_of(own_), 0, replicas_.deadline());
 }
 
 void FlatShard::start_gather() {
   if (is_gathered_ || gathering_) return;
-  whole_ = pool_->take(bytes_of(elements()));
-  const auto dtype = ops::dtype_of(dtype_);
-  const auto count = static_cast<std::size_t>(part_);
-  gathering_ =
-      ranks_.group().start(Call::all_gather({own_.get(), count, dtype},
-                                            {whole_.get(), count * static_cast<std::size_t>(ranks_.size()), dtype}),
-                           ranks_.deadline());
+  whole_ = whole_flat();
+  gathering_ = ranks_.group().start(Call::all_gather(buffer_of(own_), buffer_of(whole_)), ranks_.deadline());
 }
 
 void FlatShard::finish_gather() {
@@ -120,22 +111,20 @@ void FlatShard::finish_gather() {
   if (gathering_) {
     std::exchange(gathering_, std::nullopt)->wait();
   } else {
-    whole_ = pool_->take(bytes_of(elements()));
-    ranks_.group().all_gather({own_.get(), static_cast<std::size_t>(part_), ops::dtype_of(dtype_)},
-                              {whole_.get(), static_cast<std::size_t>(elements()), ops::dtype_of(dtype_)},
-                              ranks_.deadline());
+    whole_ = whole_flat();
+    ranks_.group().all_gather(buffer_of(own_), buffer_of(whole_), ranks_.deadline());
   }
-  storage_.set_data_ptr(c10::DataPtr(whole_.get(), at::kCPU));
+  storage_.set_data_ptr(c10::DataPtr(whole_.mutable_data_ptr(), at::kCPU));
   is_gathered_ = true;
 }
 
-Tensor FlatShard::value(std::size_t i) const { return tensor_on(whole_, places_[i].offset, parameters_[i].sizes()); }
+Tensor FlatShard::value(std::size_t i) const { return piece(whole_, places_[i].offset, parameters_[i].sizes()); }
 
 void FlatShard::release() {
   if (gathering_) finish_gather();
   if (!is_gathered_) return;
   storage_.set_data_ptr(c10::DataPtr(nullptr, at::kCPU));
-  whole_ = nullptr;
+  whole_ = Tensor();
   is_gathered_ = false;
 }
 
@@ -143,8 +132,8 @@ void FlatShard::take_gradient(std::size_t i, double factor) {
   const at::NoGradGuard no_gradient;
   auto& gradient = parameters_[i].mutable_grad();
   if (!gradient.defined()) return;
-  if (gradients_ == nullptr) gradients_ = pool_->take(bytes_of(elements()));
-  auto place = tensor_on(gradients_, places_[i].offset, gradient.sizes());
+  if (!gradients_.defined()) gradients_ = whole_flat();
+  auto place = piece(gradients_, places_[i].offset, gradient.sizes());
   if (taken_[i]) {
     place.add_(gradient, factor);
   } else {
@@ -156,17 +145,18 @@ void FlatShard::take_gradient(std::size_t i, double factor) {
 
 void FlatShard::reduce_gradients() {
   const at::NoGradGuard no_gradient;
-  if (gradients_ == nullptr) gradients_ = pool_->take(bytes_of(elements()));
+  if (!gradients_.defined()) gradients_ = whole_flat();
   for (std::size_t i = 0; i < places_.size(); ++i) {
-    if (!taken_[i]) tensor_on(gradients_, places_[i].offset, {places_[i].numel}).zero_();
+    if (!taken_[i]) piece(gradients_, places_[i].offset, {places_[i].numel}).zero_();
   }
-  sums_ = pool_->take(bytes_of(part_));
-  const auto dtype = ops::dtype_of(dtype_);
-  const Buffer own{sums_.get(), static_cast<std::size_t>(part_), dtype};
-  ranks_.group().reduce_scatter({gradients_.get(), static_cast<std::size_t>(elements()), dtype}, own, ReduceOp::sum,
-                                ranks_.deadline());
-  if (replicas_.size() > 1) replicas_.group().all_reduce(own, ReduceOp::sum, replicas_.deadline());
-  gradients_ = nullptr;
+  // Gradients of an earlier backward lie in the memory for sums.
+  const bool accumulates = std::any_of(shards_.begin(), shards_.end(),
+                                       [](const auto& shard) { return shard.defined() && shard.grad().defined(); });
+  if (!memory_for_sums_.defined()) memory_for_sums_ = exact(part_, dtype_);
+  sums_ = accumulates ? at::empty_like(memory_for_sums_) : memory_for_sums_;
+  ranks_.group().reduce_scatter(buffer_of(gradients_), buffer_of(sums_), ReduceOp::sum, ranks_.deadline());
+  if (replicas_.size() > 1) all_reduce(replicas_.group(), sums_, ReduceOp::sum, replicas_.deadline());
+  gradients_ = Tensor();
 }
 
 void FlatShard::set_gradients(const std::vector<bool>& taken_by_any) {
@@ -174,11 +164,11 @@ void FlatShard::set_gradients(const std::vector<bool>& taken_by_any) {
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     const auto own = own_place(i);
     if (own.numel == 0 || !taken_by_any[i]) continue;
-    const auto sum = tensor_on(sums_, own.offset, {own.numel});
+    const auto sum = piece(sums_, own.offset, {own.numel});
     auto& gradient = shards_[i].mutable_grad();
     gradient = gradient.defined() ? gradient.add_(sum) : sum;
   }
-  sums_ = nullptr;  // which gradients keep
+  sums_ = Tensor();
   taken_.assign(taken_.size(), false);
 }
 

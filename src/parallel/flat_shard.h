@@ -1,8 +1,6 @@
 // Parameters of one dtype in one flat buffer, of which each rank keeps an equal part.
 #pragma once
 
-#include <map>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -12,17 +10,6 @@
 
 namespace lockstep::parallel {
 
-// Memory of a Group that is used again: it comes back when its last owner has ended.
-class BufferPool : public std::enable_shared_from_this<BufferPool> {
- public:
-  explicit BufferPool(const Communicator& ranks) : ranks_(ranks) {}
-  Memory take(std::size_t bytes);
-
- private:
-  const Communicator ranks_;
-  std::multimap<std::size_t, Memory> free_;
-};
-
 // The flat buffer is rank 0's part, rank 1's part, ...; parameters lie in it one after the other, each on a 64-byte
 // boundary, and are cut where parts end. While it is not gathered the module's parameters have shapes, but no values.
 class FlatShard {
@@ -30,7 +17,7 @@ class FlatShard {
   // Collective: takes rank 0's values, over replicas too, and frees the parameters' memory. Parameters are of one
   // dtype.
   FlatShard(std::vector<std::string> names, std::vector<Tensor> parameters, const Communicator& ranks,
-            const Communicator& replicas, std::shared_ptr<BufferPool> pool);
+            const Communicator& replicas);
 
   const std::vector<std::string>& names() const { return names_; }
   const std::vector<Tensor>& parameters() const { return parameters_; }  // the module's
@@ -68,25 +55,22 @@ class FlatShard {
   void lay_out();
   void bind();
   Place own_place(std::size_t i) const;
-  std::size_t bytes_of(std::int64_t elements) const;
-  std::int64_t elements() const { return part_ * ranks_.size(); }
-  Tensor tensor_on(const Memory& memory, std::int64_t offset, at::IntArrayRef sizes) const;
+  Tensor whole_flat() const;
 
   const std::vector<std::string> names_;
   const std::vector<Tensor> parameters_;
   const Communicator ranks_, replicas_;
-  const std::shared_ptr<BufferPool> pool_;
   const at::ScalarType dtype_;
   std::vector<Place> places_;  // [parameter]
   std::int64_t part_ = 0;      // elements of one rank
-  Memory own_;                 // this rank's part
+  Tensor own_;                 // this rank's part
   std::vector<Tensor> shards_;
   c10::Storage storage_;  // the parameters', which has memory while it is gathered
-  Memory whole_;
+  Tensor whole_;
   std::optional<Work> gathering_;
   bool is_gathered_ = false;
-  Memory gradients_;  // of all parameters, until they are reduced
-  Memory sums_;       // of this rank's part
+  Tensor gradients_;               // of all parameters, until they are reduced
+  Tensor memory_for_sums_, sums_;  // of this rank's part
   std::vector<bool> taken_;
 };
 

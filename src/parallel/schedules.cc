@@ -7,7 +7,8 @@
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/pipeline_schedule.h"
 
-namespace lockstep::schedules {
+namespace lockstep {
+namespace schedules {
 namespace {
 
 using Kind = PipelineAction::Kind;
@@ -241,4 +242,5 @@ PipelineSchedule zero_bubble_v(int ranks, int stages, int microbatches, const st
   return best_order(schedule, 2 * ranks, costs);
 }
 
-}  // namespace lockstep::schedules
+}  // namespace schedules
+}  // namespace lockstep

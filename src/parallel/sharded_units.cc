@@ -48,7 +48,7 @@ std::string describe(const std::vector<std::pair<std::string, Tensor>>& paramete
 }  // namespace
 
 ShardedUnits::ShardedUnits(const Communicator& ranks, FullyShardOptions options)
-    : ranks_(ranks), options_(std::move(options)), pool_(std::make_shared<BufferPool>(ranks)) {}
+    : ranks_(ranks), options_(std::move(options)) {}
 
 // The module's parameters that are in no unit yet; tied ones once.
 ShardedUnits::Named ShardedUnits::new_parameters(const torch::nn::Module& module, const std::string& name) {
@@ -82,7 +82,7 @@ void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
     names.push_back(name);
     tensors.push_back(parameter);
   }
-  unit.flat.push_back(std::make_unique<FlatShard>(names, tensors, ranks_, options_.replicas, pool_));
+  unit.flat.push_back(std::make_unique<FlatShard>(names, tensors, ranks_, options_.replicas));
   auto& flat = *unit.flat.back();
   const auto use = std::make_shared<UseUnit>(weak_from_this(), units_.size() - 1);
   for (std::size_t i = 0; i < tensors.size(); ++i) {

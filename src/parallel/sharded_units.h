@@ -64,7 +64,6 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
 
   const Communicator ranks_;
   const FullyShardOptions options_;
-  const std::shared_ptr<BufferPool> pool_;
   std::vector<std::unique_ptr<Unit>> units_;
   std::vector<const at::TensorImpl*> known_;  // the units' parameters
   std::vector<Tensor> shards_;

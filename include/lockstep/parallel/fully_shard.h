@@ -60,7 +60,8 @@ class FullyShardedParameters {
   void add(torch::nn::Module& module, const std::string& name = "", bool keep = false);
 
   // This rank's part of each parameter that has one, flat: leaves of autograd's graph, whose gradients backward sets
-  // to the mean over all ranks, weighted by their examples. Without gradients where no rank has any.
+  // to the mean over all ranks, weighted by their examples; the next backward after zero_grad overwrites their memory.
+  // Without gradients where no rank has any.
   const std::vector<Tensor>& parameters() const;
 
   // The number of examples for which the next backward counts on this rank; calls since the last backward add up.
