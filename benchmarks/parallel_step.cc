@@ -23,7 +23,7 @@ struct Options {
   benchmarks::GptSizes sizes;
   std::string mode = "one", schedule = "1f1b";
   int batch = 8, microbatches = 8, steps = 15;
-  bool draw = false;
+  int draw = 0;
 };
 
 const std::map<std::string, std::pair<MakePipelineSchedule, int>> kSchedules{
@@ -121,6 +121,15 @@ nlohmann::json compare_with_schedule(const Pipeline& pipeline, const Communicato
   return {{"of_schedule", share}, {"schedule_ms", 1e3 * seconds}, {"idle_share", idle}};
 }
 
+// Every schedule for `ranks` ranks.
+void draw(int ranks, int microbatches) {
+  for (const auto& [name, schedule] : kSchedules) {
+    const auto made = schedule.first(ranks, schedule.second * ranks, microbatches, {{}});
+    std::cout << name << ": " << std::lround(100 * predict_times(made).idle_share) << "% idle\n"
+              << draw_schedule(made) << "\n";
+  }
+}
+
 void measure(const Options& options) {
   at::set_num_threads(1);
   const DeviceMesh mesh({{"ranks", -1}});
@@ -172,8 +181,13 @@ int main(int argc, char** argv) {
   app.add_option("--batch", options.batch);
   app.add_option("--microbatches", options.microbatches);
   app.add_option("--steps", options.steps);
+  app.add_option("--draw", options.draw, "draws the schedules for so many ranks, and ends");
   CLI11_PARSE(app, argc, argv);
   try {
+    if (options.draw > 0) {
+      draw(options.draw, options.microbatches);
+      return 0;
+    }
     measure(options);
   } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";

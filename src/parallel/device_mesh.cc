@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "base/text.h"
+#include "parallel/mesh_backend.h"
 
 namespace lockstep {
 namespace {
@@ -47,6 +48,15 @@ std::vector<DeviceMesh::Axis> checked(std::vector<DeviceMesh::Axis> axes, int ra
   return axes;
 }
 
+std::string coordinates(const std::vector<DeviceMesh::Axis>& axes, int ranks, int rank) {
+  std::vector<std::string> words;
+  for (const auto& axis : axes) {
+    ranks /= axis.size;
+    words.push_back(text(axis.name, " ", rank / ranks % axis.size));
+  }
+  return join(words);
+}
+
 // The ranks in the order of the mesh: hosts in the order of their first ranks.
 std::vector<int> order_by_host(const std::vector<std::string>& hosts) {
   std::map<std::string, int> first;
@@ -72,6 +82,12 @@ struct DeviceMesh::State {
     const auto order = order_by_host(given.all_gather(host));
     const auto place = std::find(order.begin(), order.end(), given.rank()) - order.begin();
     ranks = split(given, 0, static_cast<int>(place));
+    std::vector<int> all(static_cast<std::size_t>(given.size()));
+    std::iota(all.begin(), all.end(), 0);
+    const auto groups = std::make_shared<parallel::MeshGroups>(
+        [axes = axes, size = given.size()](int rank) { return coordinates(axes, size, rank); });
+    ranks = ranks.with_group(ranks.group().with_backend(
+        std::make_shared<parallel::MeshBackend>(ranks.group().shared_backend(), groups, std::move(all))));
     int stride = given.size();
     for (const auto& axis : axes) {
       stride /= axis.size;
@@ -107,14 +123,6 @@ const Communicator& DeviceMesh::operator[](const std::string& axis) const {
 const Communicator& DeviceMesh::ranks() const { return state_->ranks; }
 const std::vector<DeviceMesh::Axis>& DeviceMesh::axes() const { return state_->axes; }
 
-std::string DeviceMesh::coordinates_of(int rank) const {
-  std::vector<std::string> words;
-  int stride = ranks().size();
-  for (const auto& axis : axes()) {
-    stride /= axis.size;
-    words.push_back(text(axis.name, " ", rank / stride % axis.size));
-  }
-  return join(words);
-}
+std::string DeviceMesh::coordinates_of(int rank) const { return coordinates(axes(), ranks().size(), rank); }
 
 }  // namespace lockstep

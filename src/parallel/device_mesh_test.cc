@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <thread>
+
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
 
@@ -53,6 +55,40 @@ TEST(DeviceMesh, NamesItsAxesWhereOneIsMissing) {
     expect_says(message_of<InvalidArgument>([&] { mesh["tensor"]; }),
                 "there is no axis \"tensor\"; the mesh has data 2");
   });
+}
+
+// All ranks wait in one axis or another when a rank of the middle leaves.
+TEST(DeviceMesh, AllRanksLearnWhichOneWasLost) {
+  constexpr int kLost = 5;
+  const auto groups = make_thread_groups(8);
+  std::vector<std::string> errors(8);
+  std::vector<int> named(8, -1);
+  {
+    std::vector<std::jthread> threads;
+    for (std::size_t rank = 0; rank < 8; ++rank) {
+      threads.emplace_back([&, rank] {
+        try {
+          const DeviceMesh mesh({{"data", 2}, {"pipeline", 2}, {"tensor", 2}}, {groups[rank], 20});
+          const auto link = mesh["pipeline"].group().split(0, mesh.coordinate("pipeline"), mesh["pipeline"].deadline());
+          if (rank == kLost) throw Error("this rank ends");  // and leaves its Groups
+          for (int i = 0; i < 1000; ++i) {
+            for (const char* axis : {"data", "pipeline", "tensor"}) mesh[axis].group().barrier(mesh[axis].deadline());
+            link->barrier(mesh["pipeline"].deadline());
+          }
+        } catch (const PeerLost& lost) {
+          named[rank] = lost.rank();
+          errors[rank] = lost.what();
+        } catch (const Error& error) {
+          errors[rank] = error.what();
+        }
+      });
+    }
+  }
+  for (std::size_t rank = 0; rank < 8; ++rank) {
+    if (rank == kLost) continue;
+    EXPECT_EQ(named[rank], kLost) << errors[rank];
+    expect_says(errors[rank], "(data 1, pipeline 0, tensor 1)");
+  }
 }
 
 }  // namespace

@@ -20,7 +20,9 @@ namespace lockstep {
 // neighbours on the last axis share a host where its size divides the host's number of ranks. Put the axis that
 // communicates most last: "tensor".
 //
-// Constant after construction; the Communicators are used as any other.
+// Constant after construction; the Communicators are used as any other. An error in one of them, or in a Group that is
+// split from it, ends the calls in all, on all ranks: PeerLost and DeadlineExceeded name ranks of the mesh, and say
+// their coordinates.
 class DeviceMesh {
  public:
   struct Axis {

@@ -1,0 +1,97 @@
+#include "parallel/mesh_backend.h"
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::parallel {
+namespace {
+
+// How the loss of a rank is told to Groups in which it is not: as the reason for which they are aborted.
+constexpr std::string_view kLost = "lost rank of the mesh ";
+
+std::string reason_of_loss(int rank, const std::string& how) { return text(kLost, rank, ": ", how); }
+
+struct Loss {
+  int rank;
+  std::string how;
+};
+
+std::optional<Loss> loss_in(const std::string& message) {
+  const auto begin = message.find(kLost);
+  if (begin == std::string::npos) return {};
+  const auto number = begin + kLost.size(), end = message.find(": ", number);
+  if (end == std::string::npos) return {};
+  const auto rank = whole_number<int>(std::string_view(message).substr(number, end - number));
+  if (!rank) return {};
+  return Loss{*rank, message.substr(end + 2)};
+}
+
+}  // namespace
+
+void MeshGroups::add(const std::shared_ptr<GroupBackend>& backend) {
+  MutexLock lock(mutex_);
+  std::erase_if(backends_, [](const auto& each) { return each.expired(); });
+  backends_.push_back(backend);
+}
+
+void MeshGroups::fail_all(const std::string& reason) {
+  std::vector<std::shared_ptr<GroupBackend>> alive;
+  {
+    MutexLock lock(mutex_);
+    for (const auto& each : backends_) {
+      if (auto backend = each.lock()) alive.push_back(std::move(backend));
+    }
+  }
+  for (const auto& backend : alive) backend->fail(Failure::aborted(backend->rank(), reason));
+}
+
+MeshBackend::MeshBackend(const std::shared_ptr<GroupBackend>& inner, std::shared_ptr<MeshGroups> groups,
+                         std::vector<int> mesh_ranks)
+    : collective::Wrapper(inner), groups_(std::move(groups)), mesh_ranks_(std::move(mesh_ranks)) {
+  groups_->add(inner);
+}
+
+std::shared_ptr<GroupBackend> MeshBackend::make(cluster::Bootstrap& members, Deadline deadline) const {
+  const auto mine = mesh_ranks_.at(static_cast<std::size_t>(rank()));
+  std::vector<int> ranks;
+  for (const auto& each : members.all_gather(std::to_string(mine), deadline)) ranks.push_back(std::stoi(each));
+  return std::make_shared<MeshBackend>(collective::Wrapper::make(members, deadline), groups_, std::move(ranks));
+}
+
+void MeshBackend::raise_lost(int mesh_rank, const std::string& how) {
+  groups_->fail_all(reason_of_loss(mesh_rank, how));
+  throw PeerLost(mesh_rank, generation(), text("(", groups_->coordinates_of(mesh_rank), ") ", how));
+}
+
+template <class Act>
+const char* MeshBackend::translated(const Act& act) {
+  try {
+    return act();
+  } catch (const PeerLost& lost) {
+    raise_lost(mesh_ranks_.at(static_cast<std::size_t>(lost.rank())), lost.how());
+  } catch (const Aborted& aborted) {
+    if (const auto loss = loss_in(aborted.what())) raise_lost(loss->rank, loss->how);
+    groups_->fail_all(aborted.what());
+    throw;
+  } catch (const DeadlineExceeded& late) {
+    std::vector<int> ranks;
+    std::vector<std::string> names;
+    for (const int rank : late.ranks()) {
+      ranks.push_back(mesh_ranks_.at(static_cast<std::size_t>(rank)));
+      names.push_back(text("rank ", ranks.back(), " is (", groups_->coordinates_of(ranks.back()), ")"));
+    }
+    const DeadlineExceeded in_mesh(late.operation(), late.waited_for(), ranks, names.empty() ? "" : "; " + join(names));
+    groups_->fail_all(in_mesh.what());
+    throw in_mesh;
+  }
+}
+
+const char* MeshBackend::run(const Call& call, Deadline deadline) {
+  return translated([&] { return inner().run(call, deadline); });
+}
+
+const char* MeshBackend::exchange(std::span<const Call> calls, Deadline deadline) {
+  return translated([&] { return inner().exchange(calls, deadline); });
+}
+
+}  // namespace lockstep::parallel

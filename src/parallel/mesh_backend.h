@@ -1,0 +1,55 @@
+// Groups of a mesh: what goes wrong in one of them ends the calls in all, and is told in the numbering of the mesh.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+#include "collective/wrappers/wrapper.h"
+
+namespace lockstep::parallel {
+
+// The Groups of a mesh in which one rank is. Any thread.
+class MeshGroups {
+ public:
+  // `coordinates_of` a rank of the mesh, for messages.
+  explicit MeshGroups(std::function<std::string(int)> coordinates_of) : coordinates_of_(std::move(coordinates_of)) {}
+
+  void add(const std::shared_ptr<GroupBackend>& backend);
+
+  // Wakes the ranks that wait in any of them with Aborted(reason).
+  void fail_all(const std::string& reason);
+
+  std::string coordinates_of(int rank) const { return coordinates_of_(rank); }
+
+ private:
+  const std::function<std::string(int)> coordinates_of_;
+  Mutex mutex_;
+  std::vector<std::weak_ptr<GroupBackend>> backends_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+// A rank that sees an error in one Group fails its others, where ranks may wait that do not know of it: so all ranks of
+// a mesh learn of it, from neighbour to neighbour. PeerLost and DeadlineExceeded name ranks of the mesh.
+class MeshBackend final : public collective::Wrapper {
+ public:
+  // `mesh_ranks`: of the Group's ranks.
+  MeshBackend(const std::shared_ptr<GroupBackend>& inner, std::shared_ptr<MeshGroups> groups,
+              std::vector<int> mesh_ranks);
+
+  const char* run(const Call& call, Deadline deadline) override;
+  const char* exchange(std::span<const Call> calls, Deadline deadline) override;
+  std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override;
+
+ private:
+  template <class Act>
+  const char* translated(const Act& act);
+  [[noreturn]] void raise_lost(int mesh_rank, const std::string& how);
+
+  const std::shared_ptr<MeshGroups> groups_;
+  const std::vector<int> mesh_ranks_;
+};
+
+}  // namespace lockstep::parallel
