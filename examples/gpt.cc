@@ -124,6 +124,8 @@ at::Tensor batch_of(const at::Tensor& text, int step, const Options& options) {
 void train(const Options& options) {
   const ls::DeviceMesh mesh(
       {{"data", -1}, {"shard", options.shard}, {"pipeline", options.pipeline}, {"tensor", options.tensor}});
+  if (options.width % (options.head * options.tensor) != 0)
+    throw ls::InvalidArgument("--width must be a multiple of --head times --tensor: each rank has whole heads");
   const auto text = read(options.files);
   if (text.size(0) <= options.sequence) throw ls::InvalidArgument("the files have too few bytes");
 
@@ -186,7 +188,10 @@ int main(int argc, char** argv) {
   CLI11_PARSE(app, argc, argv);
   try {
     train(options);
-  } catch (const ls::Error& error) {
+  } catch (const std::bad_alloc&) {
+    std::cerr << "not enough memory: split the model over more ranks (--shard, --pipeline, --tensor)\n";
+    return 1;
+  } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";
     return 1;
   }
