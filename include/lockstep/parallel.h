@@ -1,6 +1,7 @@
 // Models larger than a device: everything of lockstep/parallel.
 #pragma once
 
+#include "lockstep/parallel/context_parallel.h"
 #include "lockstep/parallel/device_mesh.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/gradients.h"

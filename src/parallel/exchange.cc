@@ -40,28 +40,33 @@ struct Ranks : torch::CustomClassHolder {
 };
 
 struct Exchanged : torch::autograd::Function<Exchanged> {
-  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
-                        const c10::intrusive_ptr<Ranks>& ranks, Exchange forward, Exchange backward, std::int64_t dim) {
-    context->saved_data["ranks"] = c10::IValue::make_capsule(ranks);
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x, const Communicator& ranks,
+                        Exchange forward, Exchange backward, std::int64_t dim) {
+    context->saved_data["ranks"] = capsule(ranks);
     context->saved_data["backward"] = static_cast<std::int64_t>(backward);
     context->saved_data["dim"] = dim;
     const at::AutoDispatchBelowADInplaceOrView
         without_views;  // of which none may be a result that users change in place
-    const auto result = exchange(x, ranks->communicator, forward, dim);
+    const auto result = exchange(x, ranks, forward, dim);
     return result.is_same(x) ? x.view_as(x) : result;
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list& gradients) {
-    const auto ranks = c10::static_intrusive_pointer_cast<Ranks>(context->saved_data["ranks"].toCapsule());
-    return {
-        exchange(std::move(gradients[0]), ranks->communicator,
-                 static_cast<Exchange>(context->saved_data["backward"].toInt()), context->saved_data["dim"].toInt()),
-        Tensor(), Tensor(), Tensor(), Tensor()};
+    const auto ranks = communicator_in(context->saved_data["ranks"]);
+    return {exchange(std::move(gradients[0]), ranks, static_cast<Exchange>(context->saved_data["backward"].toInt()),
+                     context->saved_data["dim"].toInt()),
+            Tensor(), Tensor(), Tensor(), Tensor()};
   }
 };
 
 }  // namespace
+
+c10::IValue capsule(const Communicator& ranks) { return c10::IValue::make_capsule(c10::make_intrusive<Ranks>(ranks)); }
+
+Communicator communicator_in(const c10::IValue& capsule) {
+  return c10::static_intrusive_pointer_cast<Ranks>(capsule.toCapsule())->communicator;
+}
 
 Tensor part_of(const Tensor& x, std::int64_t dim, int rank, int ranks) {
   if (x.size(dim) % ranks != 0) {
@@ -86,7 +91,7 @@ Tensor exchange(Tensor x, const Communicator& ranks, Exchange what, std::int64_t
 
 Tensor exchange(const Tensor& x, const Communicator& ranks, Exchange forward, Exchange backward, std::int64_t dim) {
   if (ranks.size() == 1) return x;
-  return Exchanged::apply(x, c10::make_intrusive<Ranks>(ranks), forward, backward, dim);
+  return Exchanged::apply(x, ranks, forward, backward, dim);
 }
 
 }  // namespace lockstep::parallel

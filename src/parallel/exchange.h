@@ -1,6 +1,8 @@
 // What ranks of tensor parallelism exchange in forward, with the matching exchange in backward.
 #pragma once
 
+#include <ATen/core/ivalue.h>
+
 #include "lockstep/collective/communicator.h"
 #include "lockstep/ops/tensor.h"
 
@@ -24,5 +26,9 @@ Tensor exchange(Tensor x, const Communicator& ranks, Exchange what, std::int64_t
 
 // A rank's equal part along a dimension: a view.
 Tensor part_of(const Tensor& x, std::int64_t dim, int rank, int ranks);
+
+// A Communicator in the saved_data of an autograd function.
+c10::IValue capsule(const Communicator& ranks);
+Communicator communicator_in(const c10::IValue& capsule);
 
 }  // namespace lockstep::parallel

@@ -4,31 +4,51 @@
 
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "parallel/divided_parameter.h"
 #include "parallel/gradient_norm.h"
 
 namespace lockstep {
+namespace {
+
+// Whether the ranks have different parts of the parameter, each with the gradient of all ranks' losses.
+bool is_divided_among(const Tensor& parameter, const Communicator& ranks) {
+  const auto division = parallel::division_of(parameter);
+  return division != nullptr && division->ranks().group().shared_backend() == ranks.group().shared_backend();
+}
+
+void check_equal(double examples_times_ranks, double total) {
+  if (examples_times_ranks == total) return;
+  throw InvalidArgument(
+      "average_gradients: parameters are divided among ranks whose numbers of examples differ: their "
+      "gradients are sums over all ranks already, so scale the losses by the examples instead");
+}
+
+}  // namespace
+
 void average_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks, double examples) {
   if (ranks.size() == 1) return;
   if (!(examples >= 0)) throw InvalidArgument(text("average_gradients: examples is ", examples));
   double total = examples;
   ranks.sum({&total, 1});
   const at::NoGradGuard no_gradient;
-  std::vector<Tensor> sent;
+  std::vector<std::pair<Tensor, Tensor>> sent;  // gradients, and where they lie in host memory
   std::vector<Call> calls;
   for (const auto& parameter : parameters) {
     if (!parameter.requires_grad()) continue;
     auto& gradient = parameter.mutable_grad();
     gradient = gradient.defined() ? gradient.contiguous() : at::zeros_like(parameter, at::MemoryFormat::Contiguous);
+    if (is_divided_among(parameter, ranks)) {
+      check_equal(examples * ranks.size(), total);
+      gradient.mul_(1.0 / ranks.size());
+      continue;
+    }
     gradient.mul_(total > 0 ? examples / total : 0);
-    sent.push_back(gradient.cpu());
-    calls.push_back(Call::all_reduce(buffer_of(sent.back()), ReduceOp::sum));
+    sent.emplace_back(gradient, gradient.cpu());
+    calls.push_back(Call::all_reduce(buffer_of(sent.back().second), ReduceOp::sum));
   }
   ranks.group().run(calls, ranks.deadline());
-  std::size_t i = 0;
-  for (const auto& parameter : parameters) {
-    if (!parameter.requires_grad()) continue;
-    if (!parameter.is_cpu()) parameter.mutable_grad().copy_(sent[i]);
-    ++i;
+  for (const auto& [gradient, host] : sent) {
+    if (!gradient.is_cpu()) gradient.copy_(host);
   }
 }
 

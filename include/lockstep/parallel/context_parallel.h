@@ -1,0 +1,47 @@
+// Context parallelism: each rank has a part of every sequence, for inputs that are too long for one device. Ring
+// attention (Liu et al. 2023) is the only operator for which ranks exchange anything. Follows
+// torch.distributed.tensor.experimental.context_parallel.
+//
+//   lockstep::parallelize_module(net, mesh["context"], {{"place.weight", lockstep::Shard{0}}});  // each its positions
+//   const lockstep::ContextParallel context(mesh["context"]);
+//   loss_function(net(context.part(x, 1)), context.part(y, 1)).backward();
+//   lockstep::average_gradients(net->parameters(), mesh["context"]);
+#pragma once
+
+#include <optional>
+
+#include "lockstep/collective/communicator.h"
+#include "lockstep/ops/tensor.h"
+
+namespace lockstep {
+
+struct RingAttentionOptions {
+  bool is_causal = false;
+  std::optional<double> scale = {};  // empty: 1 / sqrt(features)
+};
+
+// torch::scaled_dot_product_attention over sequences of which each rank has an equal part, in the order of ranks:
+// query, key and value [..., positions / ranks, features], the result likewise. Keys and values go round the ranks, so
+// that a rank has those of two parts at a time. Collective, in backward too. Throws InvalidArgument where their sizes
+// do not fit, on all ranks where the ranks' shapes differ.
+Tensor ring_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Communicator& ranks,
+                      const RingAttentionOptions& options = {});
+
+// While it lives, torch::scaled_dot_product_attention is ring_attention in this thread, for modules that are not
+// written for it. Calls with a mask, dropout or grouped queries throw InvalidArgument. The innermost holds.
+class [[nodiscard]] ContextParallel {
+ public:
+  explicit ContextParallel(Communicator ranks);
+  ~ContextParallel();
+  ContextParallel(const ContextParallel&) = delete;
+  ContextParallel& operator=(const ContextParallel&) = delete;
+
+  // This rank's part of a tensor that all ranks have, along `dim`. Throws InvalidArgument where it cannot be divided.
+  Tensor part(const Tensor& whole, std::int64_t dim) const;
+
+ private:
+  const Communicator ranks_;
+  const Communicator* const before_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,173 @@
+// Attention of this rank's queries to all keys, a part at a time: results of parts are joined by the logarithms of
+// their sums of exponentials, as in FlashAttention (Dao et al. 2022).
+#include <ATen/ATen.h>
+#include <ATen/ops/scaled_dot_product_attention_compositeimplicitautograd_dispatch.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <limits>
+
+#include "base/text.h"
+#include "lockstep/gradient/tensor_collectives.h"
+#include "lockstep/parallel/context_parallel.h"
+#include "parallel/exchange.h"
+
+namespace lockstep {
+namespace {
+
+// Tensors that go from rank to rank: after each turn this rank has those of the rank before.
+class Ring {
+ public:
+  Ring(const Communicator& ranks, std::vector<Tensor> mine) : ranks_(ranks), tensors_(std::move(mine)) {
+    for (auto& tensor : tensors_) tensor = tensor.contiguous();
+  }
+
+  const Tensor& operator[](std::size_t i) const { return tensors_[i]; }
+  int owner() const { return owner_.value_or(ranks_.rank()); }
+
+  void turn() {
+    const int size = ranks_.size(), next = (ranks_.rank() + 1) % size, before = (ranks_.rank() + size - 1) % size;
+    std::vector<Tensor> received;
+    std::vector<Call> calls;
+    for (const auto& tensor : tensors_) {
+      received.push_back(at::empty_like(tensor));
+      calls.push_back(Call::send(buffer_of(tensor), next));
+      calls.push_back(Call::recv(buffer_of(received.back()), before));
+    }
+    ranks_.group().run(calls, ranks_.deadline());
+    tensors_ = std::move(received);
+    owner_ = (owner() + size - 1) % size;
+  }
+
+ private:
+  const Communicator& ranks_;
+  std::vector<Tensor> tensors_;
+  std::optional<int> owner_;
+};
+
+struct Attention {
+  const Communicator* ranks;
+  bool is_causal;
+  double scale;
+
+  // Whether this rank's queries see the keys of a rank.
+  bool sees(int owner) const { return !is_causal || owner <= ranks->rank(); }
+
+  Tensor scores(const Tensor& query, const Tensor& key, int owner) const {
+    auto scores = at::matmul(query, key.transpose(-2, -1)).mul_(scale);
+    if (is_causal && owner == ranks->rank()) {
+      const auto later = at::ones({query.size(-2), key.size(-2)}, query.options().dtype(at::kBool)).triu_(1);
+      scores.masked_fill_(later, -std::numeric_limits<double>::infinity());
+    }
+    return scores;
+  }
+};
+
+struct RingAttention : torch::autograd::Function<RingAttention> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& query, const Tensor& key,
+                        const Tensor& value, const Communicator& ranks, bool is_causal, double scale) {
+    const Attention attention{&ranks, is_causal, scale};
+    Ring ring(ranks, {key, value});
+    Tensor output, sum;  // of the parts so far, and the logarithm of the sum of exponentials
+    for (int i = 0; i < ranks.size(); ++i) {
+      if (i > 0) ring.turn();
+      if (!attention.sees(ring.owner())) continue;
+      const auto scores = attention.scores(query, ring[0], ring.owner());
+      const auto part_sum = scores.logsumexp(-1, /*keepdim=*/true);
+      const auto part = at::matmul((scores - part_sum).exp_(), ring[1]);
+      if (!output.defined()) {
+        output = part;
+        sum = part_sum;
+        continue;
+      }
+      const auto joined = at::logaddexp(sum, part_sum);
+      output = output * (sum - joined).exp_() + part * (part_sum - joined).exp_();
+      sum = joined;
+    }
+    context->save_for_backward({query, key, value, output, sum});
+    context->saved_data["ranks"] = parallel::capsule(ranks);
+    context->saved_data["is_causal"] = is_causal;
+    context->saved_data["scale"] = scale;
+    return output;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list& gradients) {
+    const auto saved = context->get_saved_variables();
+    const auto &query = saved[0], &output = saved[3], &sum = saved[4], &gradient = gradients[0];
+    const auto ranks = parallel::communicator_in(context->saved_data["ranks"]);
+    const Attention attention{&ranks, context->saved_data["is_causal"].toBool(),
+                              context->saved_data["scale"].toDouble()};
+    const auto along_output = (gradient * output).sum(-1, /*keepdim=*/true);
+    auto of_query = at::zeros_like(query);
+    // The gradients of keys and values go round with them, and come home with the last turn.
+    std::vector<Tensor> sums{at::zeros_like(saved[1]), at::zeros_like(saved[2])};
+    Ring ring(ranks, {saved[1], saved[2], sums[0], sums[1]});
+    for (int i = 0; i < ranks.size(); ++i) {
+      if (attention.sees(ring.owner())) {
+        const auto weights = (attention.scores(query, ring[0], ring.owner()) - sum).exp_();
+        const auto of_scores =
+            weights * (at::matmul(gradient, ring[1].transpose(-2, -1)) - along_output) * attention.scale;
+        of_query.add_(at::matmul(of_scores, ring[0]));
+        ring[2].add_(at::matmul(of_scores.transpose(-2, -1), query));
+        ring[3].add_(at::matmul(weights.transpose(-2, -1), gradient));
+      }
+      if (ranks.size() > 1) ring.turn();
+    }
+    return {of_query, ring[2], ring[3], Tensor(), Tensor(), Tensor()};
+  }
+};
+
+thread_local const Communicator* context_ranks = nullptr;
+
+Tensor attention_in_context(const Tensor& query, const Tensor& key, const Tensor& value,
+                            const std::optional<Tensor>& mask, double dropout, bool is_causal,
+                            std::optional<double> scale, bool enable_gqa) {
+  if (context_ranks == nullptr) {
+    return at::compositeimplicitautograd::scaled_dot_product_attention(query, key, value, mask, dropout, is_causal,
+                                                                       scale, enable_gqa);
+  }
+  if ((mask && mask->defined()) || dropout > 0 || enable_gqa)
+    throw InvalidArgument(
+        "scaled_dot_product_attention in ContextParallel: a mask, dropout and grouped queries are not supported");
+  return ring_attention(query, key, value, *context_ranks, {.is_causal = is_causal, .scale = scale});
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) {
+  library.impl("scaled_dot_product_attention", TORCH_FN(attention_in_context));
+}
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) {
+  library.impl("scaled_dot_product_attention", TORCH_FN(attention_in_context));
+}
+
+}  // namespace
+
+Tensor ring_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Communicator& ranks,
+                      const RingAttentionOptions& options) {
+  const auto fits = [&](const Tensor& other) {
+    return other.dim() == query.dim() &&
+           other.sizes().slice(0, query.dim() - 2) == query.sizes().slice(0, query.dim() - 2);
+  };
+  if (query.dim() < 2 || !fits(key) || !fits(value) || key.size(-1) != query.size(-1) ||
+      key.size(-2) != value.size(-2)) {
+    throw InvalidArgument(text("ring_attention: query has shape ", query.sizes(), ", key ", key.sizes(), " and value ",
+                               value.sizes(), "; they must be [..., positions, features]"));
+  }
+  if (options.is_causal && query.size(-2) != key.size(-2)) {
+    throw InvalidArgument(text("ring_attention: with is_causal there must be as many queries as keys; query has shape ",
+                               query.sizes(), " and key ", key.sizes()));
+  }
+  const double scale = options.scale.value_or(1 / std::sqrt(static_cast<double>(query.size(-1))));
+  return RingAttention::apply(query, key, value, ranks, options.is_causal, scale);
+}
+
+ContextParallel::ContextParallel(Communicator ranks)
+    : ranks_(std::move(ranks)), before_(std::exchange(context_ranks, &ranks_)) {}
+ContextParallel::~ContextParallel() { context_ranks = before_; }
+
+Tensor ContextParallel::part(const Tensor& whole, std::int64_t dim) const {
+  return parallel::part_of(whole, dim, ranks_.rank(), ranks_.size()).contiguous();
+}
+
+}  // namespace lockstep
