@@ -5,5 +5,6 @@
 #include "lockstep/parallel/device_mesh.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/gradients.h"
+#include "lockstep/parallel/moe.h"
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/tensor_parallel.h"

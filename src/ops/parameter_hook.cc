@@ -83,6 +83,25 @@ std::vector<HookedArgument> find_hooks(const OperatorCall& call) {
   return found;
 }
 
+// Gives a tensor without hooks the dispatch key.
+void add_key(const at::Tensor& tensor) {
+  auto& from = *tensor.unsafeGetTensorImpl();
+  auto with_key = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(tensor.storage()),
+                                                       from.key_set().add(kHookKey), tensor.dtype());
+  with_key->set_storage_offset(tensor.storage_offset());
+  with_key->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  from.shallow_copy_from(std::move(with_key));
+}
+
+// `set_data`, which Module::to calls, first asks whether the parameter may become what `data` is: then its hooks go
+// over.
+void keep_hooks(const OperatorCall& call) {
+  const auto parameter = call.tensor(0), data = call.tensor(1);
+  if (!has_key(parameter) || !data.defined() || has_key(data)) return;
+  for (const auto& hook : table().of(parameter)) table().add(data, hook);
+  add_key(data);
+}
+
 void run_hooks(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard without_hooks(kHookKey);
   const OperatorCall call(op, *stack);
@@ -95,6 +114,7 @@ void run_hooks(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
       if (hook->run(call, argument.index)) return;
     }
   }
+  if (call.is_set_data()) keep_hooks(call);
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kHookKey), stack);
 }
 
@@ -116,10 +136,12 @@ bool OperatorCall::writes(std::size_t i) const {
   return alias != nullptr && alias->isWrite();
 }
 
-bool OperatorCall::reads_nothing(std::size_t i) const {
+bool OperatorCall::is_view_of(std::size_t i) const {
   const auto* const alias = op_.schema().arguments()[i].alias_info();
-  return (alias != nullptr && !alias->isWrite()) || name() == "aten::_has_compatible_shallow_copy_type";
+  return alias != nullptr && !alias->isWrite();
 }
+
+bool OperatorCall::is_set_data() const { return name() == "aten::_has_compatible_shallow_copy_type"; }
 
 void OperatorCall::finish(at::Tensor result) const {
   torch::jit::drop(stack_, count_);
@@ -127,14 +149,7 @@ void OperatorCall::finish(at::Tensor result) const {
 }
 
 void add_hook(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook) {
-  if (!has_key(parameter)) {
-    auto& from = *parameter.unsafeGetTensorImpl();
-    auto with_key = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(parameter.storage()),
-                                                         from.key_set().add(kHookKey), parameter.dtype());
-    with_key->set_storage_offset(parameter.storage_offset());
-    with_key->set_sizes_and_strides(parameter.sizes(), parameter.strides());
-    parameter.set_data(at::Tensor(std::move(with_key)));
-  }
+  if (!has_key(parameter)) add_key(parameter);
   table().add(parameter, std::move(hook));
 }
 

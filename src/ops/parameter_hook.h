@@ -24,8 +24,11 @@ class OperatorCall {
   // Whether the operator changes the argument in place.
   bool writes(std::size_t i) const;
 
-  // Whether the operator reads no values: it only makes a view of the argument, or asks for its type.
-  bool reads_nothing(std::size_t i) const;
+  // Whether the operator only makes a view of the argument.
+  bool is_view_of(std::size_t i) const;
+
+  // Whether somebody gives the first argument other memory (Tensor::set_data, Module::to). Its hooks stay.
+  bool is_set_data() const;
 
   // Leaves `result` in the place of the arguments.
   void finish(at::Tensor result) const;
@@ -51,8 +54,8 @@ class ParameterHook {
   virtual bool run(const OperatorCall& /*call*/, std::size_t /*i*/) { return false; }
 };
 
-// From now on operators that take `parameter`, or a view of it, go through `hook` as well, as long as the parameter's
-// memory lives. The parameter stays the same tensor for all who have it.
+// From now on operators that take `parameter`, or a view of it, go through `hook` as well. The parameter stays the same
+// tensor for all who have it.
 void add_hook(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook);
 
 // The hooks of a parameter, in the order in which they were added.

@@ -111,17 +111,21 @@ Tensor divided(const Tensor& whole, const Division& division, const Communicator
   return part_of(blocks, dim + 1, ranks.rank(), ranks.size()).flatten(dim, dim + 1).clone(at::MemoryFormat::Contiguous);
 }
 
-std::shared_ptr<const DividedParameter> division_of(const Tensor& parameter) {
+std::shared_ptr<const PartialParameter> partial_of(const Tensor& parameter) {
   for (const auto& hook : ops::hooks_of(parameter)) {
-    if (auto division = std::dynamic_pointer_cast<const DividedParameter>(hook)) return division;
+    if (auto partial = std::dynamic_pointer_cast<const PartialParameter>(hook)) return partial;
   }
   return nullptr;
+}
+
+std::shared_ptr<const DividedParameter> division_of(const Tensor& parameter) {
+  return std::dynamic_pointer_cast<const DividedParameter>(partial_of(parameter));
 }
 
 Tensor DividedParameter::gather(const Tensor& part) const {
   const auto dim = division_.dim;
   const auto blocks = part.detach().unflatten(dim, {division_.blocks, part.size(dim) / division_.blocks});
-  return exchange(blocks, ranks_, Exchange::gather, dim + 1).flatten(dim, dim + 1).contiguous();
+  return exchange(blocks, ranks(), Exchange::gather, dim + 1).flatten(dim, dim + 1).contiguous();
 }
 
 template <class Style>

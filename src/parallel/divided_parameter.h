@@ -20,13 +20,22 @@ struct Division {
 // This rank's part, in memory of its own.
 Tensor divided(const Tensor& whole, const Division& division, const Communicator& ranks);
 
-class DividedParameter : public ops::ParameterHook {
+// Of a parameter of which the ranks have other parts, or of which they have others in its place, such as other experts.
+class PartialParameter : public ops::ParameterHook {
+ public:
+  explicit PartialParameter(Communicator ranks) : ranks_(std::move(ranks)) {}
+  const Communicator& ranks() const { return ranks_; }
+
+ private:
+  const Communicator ranks_;
+};
+
+class DividedParameter : public PartialParameter {
  public:
   DividedParameter(std::string layer, Division division, Communicator ranks)
-      : layer_(std::move(layer)), division_(division), ranks_(std::move(ranks)) {}
+      : PartialParameter(std::move(ranks)), layer_(std::move(layer)), division_(division) {}
 
   const Division& division() const { return division_; }
-  const Communicator& ranks() const { return ranks_; }
 
   // The whole of a parameter with this hook. Collective.
   Tensor gather(const Tensor& part) const;
@@ -37,11 +46,11 @@ class DividedParameter : public ops::ParameterHook {
  private:
   const std::string layer_;
   const Division division_;
-  const Communicator ranks_;
 };
 
-// The hook of a parameter that is divided; null for any other.
+// The hook of a parameter that is divided, or partial; null for any other.
 std::shared_ptr<const DividedParameter> division_of(const Tensor& parameter);
+std::shared_ptr<const PartialParameter> partial_of(const Tensor& parameter);
 
 // Of a linear layer's weight [outputs, inputs]: makes the layer's product with the part, and communicates. `Style`:
 // ColwiseParallel or RowwiseParallel.

@@ -8,7 +8,6 @@
 #include "collective/backend.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
-#include "ops/parameter_hook.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -74,14 +73,12 @@ void FlatShard::bind() {
                           c10::DataPtr(nullptr, at::kCPU));
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
-    const auto hooks = ops::hooks_of(parameter);
-    auto view = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(storage_), parameter.key_set(),
-                                                     parameter.dtype());
+    auto view = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(storage_), own_.key_set(),
+                                                     own_.dtype());
     view->set_storage_offset(places_[i].offset);
     view->set_sizes_contiguous(parameter.sizes());
     parameter.set_data(at::Tensor(std::move(view)));
     parameter.mutable_grad() = Tensor();
-    for (const auto& hook : hooks) ops::add_hook(parameter, hook);
     const auto own = own_place(i);
     shards_.push_back(own.numel == 0 ? Tensor() : piece(own_, own.offset, {own.numel}));
     if (own.numel > 0) shards_.back().set_requires_grad(parameter.requires_grad());

@@ -14,12 +14,12 @@ namespace lockstep::parallel {
 void GradientNorm::add(const Tensor& parameter, const Tensor& gradient) {
   if (is_tied_copy(parameter)) return;
   auto* parts = parts_.data();
-  if (const auto division = division_of(parameter)) {
-    const auto* const backend = division->ranks().group().shared_backend().get();
+  if (const auto partial = partial_of(parameter)) {
+    const auto* const backend = partial->ranks().group().shared_backend().get();
     const auto found = std::find_if(parts_.begin() + 1, parts_.end(), [&](const auto& each) {
       return each.ranks.group().shared_backend().get() == backend;
     });
-    parts = found != parts_.end() ? &*found : &parts_.emplace_back(Parts{division->ranks()});
+    parts = found != parts_.end() ? &*found : &parts_.emplace_back(Parts{partial->ranks()});
   }
   if (!gradient.defined()) return;
   const auto norm = gradient.norm(2, at::kDouble).item<double>();

@@ -12,8 +12,8 @@ namespace {
 
 // Whether the ranks have different parts of the parameter, each with the gradient of all ranks' losses.
 bool is_divided_among(const Tensor& parameter, const Communicator& ranks) {
-  const auto division = parallel::division_of(parameter);
-  return division != nullptr && division->ranks().group().shared_backend() == ranks.group().shared_backend();
+  const auto partial = parallel::partial_of(parameter);
+  return partial != nullptr && partial->ranks().group().shared_backend() == ranks.group().shared_backend();
 }
 
 void check_equal(double examples_times_ranks, double total) {

@@ -136,6 +136,17 @@ TEST(TensorParallel, DividesAFusedLayerInParts) {
   });
 }
 
+TEST(TensorParallel, StaysWhenTheModuleIsMoved) {
+  collective::on_ranks(2, [&](const Group& group) {
+    auto net = make_transformer();
+    const auto expected = net(make_batch(0, 2).ids);
+    parallelize_module(net, group, {{"*.up", ColwiseParallel()}, {"*.down", RowwiseParallel()}});
+    net->to(at::kFloat);
+    net->to(at::kDouble);
+    EXPECT_TRUE(at::allclose(net(make_batch(0, 2).ids), expected, 1e-4, 1e-4));
+  });
+}
+
 TEST(TensorParallel, RefusesIdsAndLabelsThatDoNotExist) {
   collective::on_ranks(2, [&](const Group& group) {
     auto net = make_transformer();

@@ -1,0 +1,178 @@
+#include "lockstep/parallel/moe.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/nn/init.h>
+
+#include <cmath>
+#include <numeric>
+
+#include "base/text.h"
+#include "lockstep/gradient/tensor_collectives.h"
+#include "parallel/divided_parameter.h"
+#include "parallel/exchange.h"
+
+namespace lockstep {
+namespace {
+
+using Numbers = std::vector<std::int64_t>;
+
+Tensor all_to_all_rows(const Tensor& rows, const Numbers& sent, const Numbers& received, const Communicator& ranks) {
+  const auto contiguous = rows.contiguous();
+  const auto width = static_cast<std::size_t>(rows.size(1));
+  Counts input_counts, output_counts;
+  for (const auto count : sent) input_counts.push_back(static_cast<std::size_t>(count) * width);
+  for (const auto count : received) output_counts.push_back(static_cast<std::size_t>(count) * width);
+  auto result =
+      at::empty({std::accumulate(received.begin(), received.end(), std::int64_t{0}), rows.size(1)}, rows.options());
+  ranks.group().run(Call::all_to_all(buffer_of(contiguous), buffer_of(result), input_counts, output_counts),
+                    ranks.deadline());
+  return result;
+}
+
+// Rows for ranks 0, 1, ...; the result has the rows from ranks 0, 1, ... Backward sends the gradients back.
+struct ExchangeRows : torch::autograd::Function<ExchangeRows> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& rows, const Numbers& sent,
+                        const Numbers& received, const Communicator& ranks) {
+    context->saved_data["ranks"] = parallel::capsule(ranks);
+    context->saved_data["sent"] = sent;
+    context->saved_data["received"] = received;
+    return all_to_all_rows(rows, sent, received, ranks);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto& data = context->saved_data;
+    return {all_to_all_rows(gradients[0], data.at("received").toIntVector(), data.at("sent").toIntVector(),
+                            parallel::communicator_in(data.at("ranks"))),
+            Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor exchange_rows(const Tensor& rows, const Numbers& sent, const Numbers& received, const Communicator& ranks) {
+  return ranks.size() == 1 ? rows : ExchangeRows::apply(rows, sent, received, ranks);
+}
+
+// Each rank's numbers: [rank, n].
+Tensor gather_rows(const Tensor& mine, const Communicator& ranks) {
+  return parallel::exchange(mine.unsqueeze(0), ranks, parallel::Exchange::gather, 0);
+}
+
+// Which choices of this rank's tokens are kept, and where the kept rows go.
+struct Routes {
+  Tensor choices;  // [kept]: indices into the flat [top_k, tokens] choices, ordered by expert
+  Tensor counts;   // [ranks, experts]: kept choices of each rank for each expert
+  std::int64_t dropped = 0;
+};
+
+// Choices are counted in the order first choices of ranks 0, 1, ..., then second ones.
+Routes route(const Tensor& experts_of, const MoEOptions& options, const Communicator& ranks) {
+  const auto top_k = experts_of.size(0), experts = options.experts;
+  const auto one_hot = at::one_hot(experts_of, experts);  // [top_k, tokens, experts]
+  const auto all = gather_rows(one_hot.sum(1).flatten(), ranks).view({ranks.size(), top_k, experts});
+  const auto by_choice = all.transpose(0, 1).reshape({-1, experts});  // [top_k * ranks, experts], in the order above
+  const auto before = (by_choice.cumsum(0) - by_choice).view({top_k, ranks.size(), experts}).select(1, ranks.rank());
+  const auto place = ((one_hot.cumsum(1) - 1 + before.unsqueeze(1)) * one_hot).sum(-1);  // [top_k, tokens]
+  const auto total = all.sum();
+  auto capacity = total.item<std::int64_t>();
+  if (options.capacity_factor > 0) {
+    capacity = static_cast<std::int64_t>(
+        std::ceil(options.capacity_factor * static_cast<double>(capacity) / static_cast<double>(experts)));
+  }
+  const auto kept = (place < capacity).flatten().nonzero().squeeze(1);
+  const auto expert_of_kept = experts_of.flatten().index_select(0, kept);
+  const auto order = expert_of_kept.argsort(/*stable=*/true, 0);
+  const auto counts = gather_rows(at::bincount(expert_of_kept, {}, experts), ranks);
+  return {kept.index_select(0, order), counts, (total - counts.sum()).item<std::int64_t>()};
+}
+
+// Where the rows that came from ranks 0, 1, ..., each ordered by expert, lie when they are ordered by expert first:
+// row i of the latter is row result[i] of the former. counts [ranks, own experts].
+Tensor by_expert(const Tensor& counts) {
+  const auto ranks = counts.size(0), experts = counts.size(1);
+  const auto flat = counts.flatten();
+  const auto begins = (flat.cumsum(0) - flat).view({ranks, experts});
+  std::vector<Tensor> rows;
+  for (std::int64_t e = 0; e < experts; ++e) {
+    for (std::int64_t r = 0; r < ranks; ++r) {
+      const auto begin = begins[r][e].item<std::int64_t>();
+      rows.push_back(at::arange(begin, begin + counts[r][e].item<std::int64_t>(), at::kLong));
+    }
+  }
+  return at::cat(rows);
+}
+
+Numbers numbers(const Tensor& tensor) {
+  const auto flat = tensor.contiguous();
+  return {flat.const_data_ptr<std::int64_t>(), flat.const_data_ptr<std::int64_t>() + flat.numel()};
+}
+
+const MoEOptions& checked(const MoEOptions& options, const Communicator& ranks) {
+  if (options.experts < 1 || options.experts % ranks.size() != 0) {
+    throw InvalidArgument(
+        text("MoE: ", options.experts, " experts; it must be a multiple of the number of ranks, ", ranks.size()));
+  }
+  if (options.top_k < 1 || options.top_k > options.experts)
+    throw InvalidArgument(
+        text("MoE: top_k is ", options.top_k, "; it must be from 1 to the number of experts, ", options.experts));
+  if (!(options.capacity_factor >= 0)) throw InvalidArgument(text("MoE: capacity_factor is ", options.capacity_factor));
+  return options;
+}
+
+}  // namespace
+
+MoEImpl::MoEImpl(MoEOptions options, std::int64_t width, const internal::MakeModule& make,
+                 internal::ForwardOfModule forward, Communicator ranks)
+    : options_(checked(options, ranks)), ranks_(std::move(ranks)), expert_forward_(std::move(forward)) {
+  gate_ = register_parameter("gate", at::empty({options_.experts, width}));
+  torch::nn::init::kaiming_uniform_(gate_, std::sqrt(5.0));
+  const auto own = options_.experts / ranks_.size();
+  for (std::int64_t i = 0; i < options_.experts; ++i) {
+    const auto expert = make();
+    if (i / own != ranks_.rank()) continue;
+    experts_.push_back(register_module(text("expert", i), expert));
+    for (const auto& parameter : expert->parameters()) {
+      ops::add_hook(parameter, std::make_shared<parallel::PartialParameter>(ranks_));
+    }
+  }
+}
+
+Tensor MoEImpl::forward(const Tensor& x) {
+  if (x.dim() == 0 || x.size(-1) != gate_.size(1))
+    throw InvalidArgument(text("MoE: x has shape ", x.sizes(), "; its last dimension must be ", gate_.size(1)));
+  const auto tokens = x.reshape({-1, x.size(-1)});
+  const auto probabilities = at::linear(tokens, gate_).softmax(-1);  // [tokens, experts]
+  auto [weights, chosen] = probabilities.topk(options_.top_k, -1);
+  if (options_.top_k > 1) weights = weights / weights.sum(-1, /*keepdim=*/true);
+  const auto experts_of = chosen.t().contiguous();  // [top_k, tokens]
+  const auto routes = route(experts_of, options_, ranks_);
+
+  // To the experts' ranks.
+  const auto own = options_.experts / ranks_.size();
+  const auto sent = numbers(routes.counts.select(0, ranks_.rank()).view({ranks_.size(), own}).sum(1));
+  const auto for_own = routes.counts.narrow(1, ranks_.rank() * own, own);  // [ranks, own experts]
+  const auto received = numbers(for_own.sum(1));
+  const auto token_of = routes.choices.remainder(std::max<std::int64_t>(tokens.size(0), 1));
+  auto rows = exchange_rows(tokens.index_select(0, token_of), sent, received, ranks_);
+
+  // Through the experts.
+  const auto order = by_expert(for_own);
+  const auto parts = rows.index_select(0, order).split_with_sizes(numbers(for_own.sum(0)));
+  std::vector<Tensor> results;
+  for (std::size_t i = 0; i < experts_.size(); ++i) results.push_back(expert_forward_(*experts_[i], parts[i]));
+  rows = at::empty_like(rows).index_copy(0, order, at::cat(results));
+
+  // And back, weighted.
+  rows = exchange_rows(rows, received, sent, ranks_);
+  rows = rows * weights.t().reshape({-1}).index_select(0, routes.choices).unsqueeze(-1);
+  const auto y = at::zeros_like(tokens).index_add(0, token_of, rows);
+
+  const auto first = gather_rows(at::one_hot(experts_of[0], options_.experts).sum(0), ranks_).sum(0);
+  const auto share = first.to(probabilities.scalar_type()) / first.sum();
+  balance_loss_ = static_cast<double>(options_.experts) * (share * probabilities.mean(0)).sum();
+  tokens_of_experts_ = numbers(routes.counts.sum(0));
+  dropped_ = routes.dropped;
+  return y.view(x.sizes());
+}
+
+}  // namespace lockstep
