@@ -7,4 +7,5 @@
 #include "lockstep/parallel/gradients.h"
 #include "lockstep/parallel/moe.h"
 #include "lockstep/parallel/pipeline.h"
+#include "lockstep/parallel/recompute.h"
 #include "lockstep/parallel/tensor_parallel.h"

@@ -82,6 +82,10 @@ ReplicaRandom::Use::Use(ReplicaRandom& random) : before_(current_generator), key
   current_generator = &random.generator_;
 }
 
+at::Generator generator_of_thread() {
+  return current_generator != nullptr ? *current_generator : at::detail::getDefaultCPUGenerator();
+}
+
 ReplicaRandom::Use::~Use() { current_generator = before_; }
 
 }  // namespace lockstep::ops

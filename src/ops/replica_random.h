@@ -38,4 +38,7 @@ class ReplicaRandom {
   at::Generator generator_;
 };
 
+// From which LibTorch's operators on the CPU draw in this thread: a replica's generator, or the default one.
+at::Generator generator_of_thread();
+
 }  // namespace lockstep::ops

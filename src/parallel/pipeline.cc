@@ -61,7 +61,11 @@ struct Pipeline::State {
       const auto module = stage.make();
       if (schedule.rank_of_stage[static_cast<std::size_t>(i)] != ranks.rank()) continue;
       modules.emplace_back(i, module);
-      forwards.emplace(i, [&stage, module](const Tensor& x) { return stage.forward(*module, x); });
+      if (options.recompute) {
+        forwards.emplace(i, [&stage, module](const Tensor& x) { return stage.recompute(module, x); });
+      } else {
+        forwards.emplace(i, [&stage, module](const Tensor& x) { return stage.forward(*module, x); });
+      }
     }
     for (const auto& copies : options.tied) tied.emplace_back(copies, schedule, modules, ranks);
     split_weights();

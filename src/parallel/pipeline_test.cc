@@ -20,6 +20,7 @@ constexpr double kTolerance = 1e-9;
 struct Case {
   MakePipelineSchedule schedule;
   int ranks, stages, microbatches;
+  bool recompute = false;
 };
 
 // 9 and 10 examples, which microbatches do not divide.
@@ -47,15 +48,17 @@ Parameters train_whole() {
 
 TEST(Pipeline, TrainsAsOneProcess) {
   const auto expected = train_whole();
-  for (const auto& [schedule, ranks, stages, microbatches] :
+  for (const auto& [schedule, ranks, stages, microbatches, recomputes] :
        {Case{schedules::gpipe, 2, 2, 4}, Case{schedules::one_forward_one_backward, 3, 3, 5},
         Case{schedules::one_forward_one_backward, 1, 1, 2}, Case{schedules::one_forward_one_backward, 4, 4, 8},
         Case{schedules::interleaved, 2, 4, 4}, Case{schedules::zero_bubble, 4, 4, 8},
         Case{schedules::zero_bubble, 2, 2, 4}, Case{schedules::zero_bubble_v, 2, 4, 4},
+        Case{schedules::zero_bubble, 2, 2, 4, true}, Case{schedules::one_forward_one_backward, 2, 2, 4, true},
         Case{schedules::zero_bubble_v, 4, 8, 12}}) {
     SCOPED_TRACE(testing::Message() << schedule(ranks, stages, microbatches, {{}}).name << " " << ranks);
-    collective::on_ranks(ranks, [&, make = schedule, count = stages, parts = microbatches](const Group& group) {
-      Pipeline pipeline(stages_of(count), {group, 30}, {.schedule = make, .microbatches = parts});
+    collective::on_ranks(ranks, [&, make = schedule, count = stages, parts = microbatches,
+                                 again = recomputes](const Group& group) {
+      Pipeline pipeline(stages_of(count), {group, 30}, {.schedule = make, .microbatches = parts, .recompute = again});
       torch::optim::AdamW adamw(pipeline.parameters(), torch::optim::AdamWOptions(1e-2));
       for (int step = 0; step < kSteps; ++step) {
         const auto batch = batch_of(step);

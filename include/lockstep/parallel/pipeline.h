@@ -18,6 +18,7 @@
 #include "lockstep/collective/communicator.h"
 #include "lockstep/ops/tensor.h"
 #include "lockstep/parallel/pipeline_schedule.h"
+#include "lockstep/parallel/recompute.h"
 #include "lockstep/strategy/module_factory.h"
 
 namespace lockstep {
@@ -31,6 +32,9 @@ class PipelineStage {
 
   std::shared_ptr<torch::nn::Module> make() const { return make_(); }
   Tensor forward(torch::nn::Module& module, const Tensor& x) const { return forward_(module, x); }
+  Tensor recompute(const std::shared_ptr<torch::nn::Module>& module, const Tensor& x) const {
+    return internal::recompute(module, forward_, x);
+  }
 
  private:
   internal::MakeModule make_;
@@ -48,6 +52,9 @@ struct PipelineOptions {
   // the same bit for bit.
   MakePipelineSchedule schedule = schedules::one_forward_one_backward;
   int microbatches = 4;
+
+  // Keeps the inputs of stages for backward, and computes the rest again (recompute.h).
+  bool recompute = false;
 
   // Parameters that are one in the unsplit model: they begin with the first one's values, and their gradients are
   // summed.

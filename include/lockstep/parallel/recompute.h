@@ -1,0 +1,31 @@
+// Recomputation of activations: backward runs a module's forward again, in place of keeping what it computed (Chen et
+// al. 2016). Follows torch.utils.checkpoint.checkpoint.
+//
+//   for (const auto& block : blocks) x = lockstep::recompute(block, x);
+#pragma once
+
+#include "lockstep/ops/tensor.h"
+#include "lockstep/strategy/module_factory.h"
+
+namespace lockstep {
+
+namespace internal {
+
+Tensor recompute(const std::shared_ptr<torch::nn::Module>& module, const ForwardOfModule& forward, const Tensor& x);
+
+}  // namespace internal
+
+// module(x), a module holder or a shared_ptr to a module with `Tensor forward(Tensor)`, of which only x is kept for
+// backward. Its second forward has the random numbers of the first one, so that it computes the same. Modules that
+// change their own state in forward, such as BatchNorm's running statistics, do so twice. Cannot be differentiated
+// twice.
+template <class Holder>
+requires internal::ModuleHolder<Holder> Tensor recompute(const Holder& module, const Tensor& x) {
+  const auto pointer = internal::module_of(module);
+  using Module = std::remove_reference_t<decltype(*pointer)>;
+  return internal::recompute(
+      pointer,
+      [](torch::nn::Module& of, const Tensor& input) -> Tensor { return static_cast<Module&>(of).forward(input); }, x);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,102 @@
+#include "lockstep/parallel/recompute.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/nn/module.h>
+
+#include "lockstep/base/error.h"
+#include "ops/parameter_hook.h"
+#include "ops/replica_random.h"
+
+namespace lockstep {
+namespace {
+
+// What a forward depends on beside its input: random numbers, and the precision of operators.
+class ForwardState {
+ public:
+  explicit ForwardState(c10::DeviceType device)
+      : device_(device),
+        random_(ops::generator_of_thread().get_state()),
+        autocasts_(at::autocast::is_autocast_enabled(device)),
+        dtype_(at::autocast::get_autocast_dtype(device)) {}
+
+  void restore() const {
+    ops::generator_of_thread().set_state(random_);
+    at::autocast::set_autocast_enabled(device_, autocasts_);
+    at::autocast::set_autocast_dtype(device_, dtype_);
+  }
+
+ private:
+  c10::DeviceType device_;
+  Tensor random_;
+  bool autocasts_;
+  at::ScalarType dtype_;
+};
+
+struct Forward : torch::CustomClassHolder {
+  std::shared_ptr<torch::nn::Module> module;
+  internal::ForwardOfModule function;
+  std::optional<ForwardState> state;
+
+  Tensor operator()(const Tensor& x) const { return function(*module, x); }
+};
+
+// The module's parameters are inputs, so that their gradients come where backward expects them.
+struct Recompute : torch::autograd::Function<Recompute> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<Forward>& forward,
+                        const Tensor& x, at::TensorList /*parameters*/) {
+    forward->state.emplace(x.device().type());
+    context->saved_data["forward"] = c10::IValue::make_capsule(forward);
+    context->saved_data["needs_gradient"] = x.requires_grad();
+    context->save_for_backward({x});
+    const auto y = (*forward)(x);
+    return y.is_same(x) ? y.view_as(y) : y;
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    if (at::GradMode::is_enabled()) throw InvalidArgument("recompute cannot be differentiated twice");
+    const auto forward = c10::static_intrusive_pointer_cast<Forward>(context->saved_data["forward"].toCapsule());
+    const bool needs_gradient = context->saved_data["needs_gradient"].toBool();
+    auto x = context->get_saved_variables()[0].detach();
+    if (needs_gradient) x.requires_grad_();
+    Tensor y;
+    {
+      const at::AutoGradMode with_gradient(true);
+      const ops::ForwardInBackward recomputing;
+      const ForwardState now(x.device().type());
+      forward->state->restore();
+      y = (*forward)(x);
+      now.restore();
+    }
+    std::vector<Tensor> inputs;
+    if (needs_gradient) inputs.push_back(x);
+    const auto parameters = forward->module->parameters();
+    for (const auto& parameter : parameters) {
+      if (parameter.requires_grad()) inputs.push_back(parameter);
+    }
+    auto found =
+        torch::autograd::grad({y}, inputs, {gradients[0]}, /*retain_graph=*/std::nullopt, /*create_graph=*/false,
+                              /*allow_unused=*/true);
+    torch::autograd::variable_list result{Tensor()};
+    auto next = found.begin();
+    result.push_back(needs_gradient ? *next++ : Tensor());
+    for (const auto& parameter : parameters) result.push_back(parameter.requires_grad() ? *next++ : Tensor());
+    return result;
+  }
+};
+
+}  // namespace
+
+Tensor internal::recompute(const std::shared_ptr<torch::nn::Module>& module, const ForwardOfModule& forward,
+                           const Tensor& x) {
+  if (!at::GradMode::is_enabled()) return forward(*module, x);
+  auto held = c10::make_intrusive<Forward>();
+  held->module = module;
+  held->function = forward;
+  return Recompute::apply(held, x, at::TensorList(module->parameters()));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,113 @@
+#include "lockstep/parallel/recompute.h"
+
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/modules/dropout.h>
+
+#include <set>
+
+#include "base/expect_says_testing.h"
+#include "collective/on_ranks_testing.h"
+#include "lockstep/parallel/fully_shard.h"
+#include "parallel/transformer_testing.h"
+
+namespace lockstep::parallel {
+namespace {
+
+struct NetImpl : torch::nn::Module {
+  explicit NetImpl(bool again) : again_(again) {
+    for (int i = 0; i < 3; ++i)
+      blocks.push_back(register_module("block" + std::to_string(i), std::make_shared<BlockImpl>(TransformerOptions())));
+    dropout = register_module("dropout", torch::nn::Dropout(0.3));
+    to(at::kDouble);
+  }
+  at::Tensor forward(at::Tensor x) {
+    for (const auto& block : blocks) x = again_ ? recompute(block, x) : block->forward(x);
+    return again_ ? recompute(dropout, x) : dropout(x);
+  }
+  const bool again_;
+  std::vector<std::shared_ptr<BlockImpl>> blocks;
+  torch::nn::Dropout dropout = nullptr;
+};
+TORCH_MODULE(Net);
+
+struct Result {
+  at::Tensor y, of_x;
+  std::vector<at::Tensor> of_parameters;
+};
+
+Result run(bool again, bool x_has_gradient) {
+  torch::manual_seed(4);
+  Net net(again);
+  auto x = torch::randn({2, 12, 24}, at::kDouble).requires_grad_(x_has_gradient);
+  const auto y = net(x);
+  const auto after = torch::rand({3});  // numbers that follow are those that would follow without
+  (y.pow(2).sum() * after.sum()).backward();
+  Result result{y, x.grad(), {}};
+  for (const auto& parameter : net->parameters()) result.of_parameters.push_back(parameter.grad());
+  return result;
+}
+
+TEST(Recompute, HasTheSameBits) {
+  for (const bool x_has_gradient : {false, true}) {
+    const auto kept = run(false, x_has_gradient), again = run(true, x_has_gradient);
+    EXPECT_TRUE(again.y.equal(kept.y));
+    EXPECT_TRUE(!x_has_gradient || again.of_x.equal(kept.of_x));
+    for (std::size_t i = 0; i < kept.of_parameters.size(); ++i)
+      EXPECT_TRUE(again.of_parameters[i].equal(kept.of_parameters[i])) << i;
+  }
+}
+
+// How many nodes of the graph a forward keeps.
+std::size_t kept_nodes(bool again) {
+  Net net(again);
+  auto x = torch::randn({2, 12, 24}, at::kDouble).requires_grad_();
+  const auto y = net(x);
+  std::size_t nodes = 0;
+  std::vector<std::shared_ptr<torch::autograd::Node>> left{y.grad_fn()};
+  std::set<torch::autograd::Node*> seen;
+  while (!left.empty()) {
+    const auto node = left.back();
+    left.pop_back();
+    if (node == nullptr || !seen.insert(node.get()).second) continue;
+    ++nodes;
+    for (const auto& edge : node->next_edges()) left.push_back(edge.function);
+  }
+  return nodes;
+}
+
+TEST(Recompute, KeepsNoGraphOfTheModule) { EXPECT_LT(kept_nodes(true) * 3, kept_nodes(false)); }
+
+TEST(Recompute, GoesWithShardedParameters) {
+  torch::manual_seed(4);
+  auto whole = Net(false);
+  whole->eval();
+  const auto x = torch::randn({2, 12, 24}, at::kDouble);
+  whole(x).pow(2).sum().backward();
+  std::mutex making;
+  collective::on_ranks(2, [&](const Group& group) {
+    auto net = [&] {
+      const std::lock_guard lock(making);
+      torch::manual_seed(4);
+      return Net(true);
+    }();
+    net->eval();
+    auto sharded = fully_shard(net, {group, 30}, {.units = {"block*"}});
+    sharded(x).pow(2).sum().backward();
+    double squares = 0, expected = 0;
+    for (const auto& shard : sharded.parameters()) squares += shard.grad().pow(2).sum().item<double>();
+    for (const auto& parameter : whole->parameters()) expected += parameter.grad().pow(2).sum().item<double>();
+    Communicator(group).sum({&squares, 1});
+    EXPECT_NEAR(squares, expected, 1e-9 * expected);
+  });
+}
+
+TEST(Recompute, CannotBeDifferentiatedTwice) {
+  Net net(true);
+  auto x = torch::randn({1, 12, 24}, at::kDouble).requires_grad_();
+  expect_says(message_of<InvalidArgument>([&] { torch::autograd::grad({net(x).sum()}, {x}, {}, true, true); }),
+              "cannot be differentiated twice");
+}
+
+}  // namespace
+}  // namespace lockstep::parallel
