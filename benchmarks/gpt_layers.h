@@ -61,9 +61,8 @@ struct BackImpl : torch::nn::Module {
 
 // Layers `begin` to `end` of: front, blocks, back. `made` is called with each as soon as it is made.
 struct GptImpl : torch::nn::Module {
-  GptImpl(
-      const GptSizes& sizes, std::int64_t begin, std::int64_t end,
-      const std::function<void(torch::nn::Module&)>& made = [](torch::nn::Module&) {}) {
+  GptImpl(const GptSizes& sizes, std::int64_t begin, std::int64_t end,
+          const std::function<void(const std::string&, torch::nn::Module&)>& made = {}) {
     for (auto i = begin; i < end; ++i) {
       const auto name = std::to_string(i);
       if (i == 0) {
@@ -73,7 +72,7 @@ struct GptImpl : torch::nn::Module {
       } else {
         blocks.push_back(register_module(name, std::make_shared<BlockImpl>(sizes)));
       }
-      made(*children().back());
+      if (made) made(name, *children().back());
     }
   }
   at::Tensor forward(at::Tensor x) {

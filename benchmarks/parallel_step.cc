@@ -89,8 +89,9 @@ Step make_step(const Options& options, const Communicator& ranks, const at::Tens
   }
   if (options.mode == "shard") {
     FullyShardedParameters parameters(ranks);
-    const auto net = std::make_shared<benchmarks::GptImpl>(options.sizes, 0, layers,
-                                                           [&](torch::nn::Module& layer) { parameters.add(layer); });
+    const auto net = std::make_shared<benchmarks::GptImpl>(
+        options.sizes, 0, layers,
+        [&](const std::string& name, torch::nn::Module& layer) { parameters.add(layer, name); });
     auto sharded = std::make_shared<FullySharded<benchmarks::GptImpl>>(net, std::move(parameters));
     return {[=] { cross_entropy((*sharded)(x), y).backward(); }, sharded->parameters()};
   }

@@ -141,7 +141,9 @@ void train(const Options& options) {
   ls::Pipeline pipeline(stages, mesh["pipeline"], {.microbatches = options.microbatches});
   ls::FullyShardedParameters sharded(mesh["shard"]);
   auto& stage = *pipeline.modules().front().second;
-  for (const auto& block : *stage.as<StageImpl>()->blocks) sharded.add(*block);
+  for (const auto& block : stage.as<StageImpl>()->blocks->named_children()) {
+    sharded.add(*block.value(), "blocks." + block.key());
+  }
   sharded.add(stage, "", /*keep=*/true);
   torch::optim::AdamW adamw(sharded.parameters(), torch::optim::AdamWOptions(1e-3));
 

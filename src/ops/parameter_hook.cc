@@ -5,8 +5,11 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/library.h>
 
+#include <ATen/ops/contiguous_ops.h>
+
 #include <map>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "base/mutex.h"
 
@@ -17,7 +20,7 @@ namespace {
 // stands before autocast and autograd.
 constexpr auto kHookKey = c10::DispatchKey::DeferredInit;
 
-thread_local bool forward_in_backward = false;
+thread_local std::uint64_t calls = 0;
 
 using Hooks = std::vector<std::shared_ptr<ParameterHook>>;
 
@@ -54,8 +57,9 @@ class HookTable {
 };
 
 HookTable& table() {
-  static HookTable hooks;
-  return hooks;
+  static auto* const hooks =
+      new HookTable;  // never destroyed: hooks hold Groups, which may be gone when the process ends
+  return *hooks;
 }
 
 bool has_key(const at::Tensor& tensor) {
@@ -115,7 +119,11 @@ void run_hooks(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
     }
   }
   if (call.is_set_data()) keep_hooks(call);
+  const bool gets_storage = call.name() == "aten::set_" && !found.empty() && found[0].index == 0;
+  const auto parameter = gets_storage ? call.tensor(0) : at::Tensor();
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kHookKey), stack);
+  if (!gets_storage || !table().of(parameter).empty()) return;
+  for (const auto& hook : found[0].hooks) table().add(parameter, hook);  // as torch::load does
 }
 
 TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
@@ -125,7 +133,7 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
 }  // namespace
 
 OperatorCall::OperatorCall(const c10::OperatorHandle& op, torch::jit::Stack& stack)
-    : op_(op), stack_(stack), count_(op.schema().arguments().size()) {}
+    : op_(op), stack_(stack), count_(op.schema().arguments().size()), number_(++calls) {}
 
 at::Tensor OperatorCall::tensor(std::size_t i) const {
   return i < count_ && argument(i).isTensor() ? argument(i).toTensor() : at::Tensor();
@@ -136,9 +144,26 @@ bool OperatorCall::writes(std::size_t i) const {
   return alias != nullptr && alias->isWrite();
 }
 
-bool OperatorCall::is_view_of(std::size_t i) const {
-  const auto* const alias = op_.schema().arguments()[i].alias_info();
-  return alias != nullptr && !alias->isWrite();
+bool OperatorCall::reads() const {
+  // Others that may return a view, such as reshape and to, copy where they must.
+  static const std::unordered_set<std::string> views{"aten::alias",
+                                                     "aten::as_strided",
+                                                     "aten::detach",
+                                                     "aten::diagonal",
+                                                     "aten::expand",
+                                                     "aten::permute",
+                                                     "aten::select",
+                                                     "aten::slice",
+                                                     "aten::split",
+                                                     "aten::squeeze",
+                                                     "aten::t",
+                                                     "aten::transpose",
+                                                     "aten::unbind",
+                                                     "aten::unsqueeze",
+                                                     "aten::view",
+                                                     "aten::set_",
+                                                     "aten::_has_compatible_shallow_copy_type"};
+  return !views.contains(name());
 }
 
 bool OperatorCall::is_set_data() const { return name() == "aten::_has_compatible_shallow_copy_type"; }
@@ -161,9 +186,12 @@ bool has_hooks(const at::Tensor& tensor) {
   return has_key(tensor) && !c10::impl::tls_is_dispatch_key_excluded(kHookKey);
 }
 
-bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1 && !forward_in_backward; }
+bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
-ForwardInBackward::ForwardInBackward() : before_(std::exchange(forward_in_backward, true)) {}
-ForwardInBackward::~ForwardInBackward() { forward_in_backward = before_; }
+WithoutHooks::WithoutHooks(const at::Tensor& parameter) : parameter_(parameter) {
+  // An operator that reads it, and copies nothing: Tensor::contiguous itself calls none.
+  if (has_hooks(parameter)) at::_ops::contiguous::call(parameter, at::MemoryFormat::Preserve);
+  guard_.emplace(kHookKey);
+}
 
 }  // namespace lockstep::ops

@@ -5,7 +5,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cstdint>
 #include <memory>
+#include <optional>
+#include <vector>
 
 namespace lockstep::ops {
 
@@ -24,8 +29,11 @@ class OperatorCall {
   // Whether the operator changes the argument in place.
   bool writes(std::size_t i) const;
 
-  // Whether the operator only makes a view of the argument.
-  bool is_view_of(std::size_t i) const;
+  // Whether the operator reads values of its arguments: views alone do not.
+  bool reads() const;
+
+  // Counts the calls with hooks of this thread.
+  std::uint64_t number() const { return number_; }
 
   // Whether somebody gives the first argument other memory (Tensor::set_data, Module::to). Its hooks stay.
   bool is_set_data() const;
@@ -37,6 +45,7 @@ class OperatorCall {
   const c10::OperatorHandle& op_;
   torch::jit::Stack& stack_;
   const std::size_t count_;
+  const std::uint64_t number_;
 };
 
 // Called in forward and in backward, in the thread that called the operator, to which it throws. Operators that a hook
@@ -64,19 +73,18 @@ std::vector<std::shared_ptr<ParameterHook>> hooks_of(const at::Tensor& parameter
 // Whether operators that this thread calls now with the tensor go through hooks.
 bool has_hooks(const at::Tensor& tensor);
 
-// Whether backward is calling the operators of this thread, and not a forward that it computes again.
+// Whether this thread is in a backward.
 bool in_backward();
 
-// While it lives, in_backward() is false in this thread.
-class ForwardInBackward {
+// For code that reads a parameter's memory itself: its values are there, as for an operator that reads it, and while
+// this lives operators of this thread do not go through hooks.
+class WithoutHooks {
  public:
-  ForwardInBackward();
-  ~ForwardInBackward();
-  ForwardInBackward(const ForwardInBackward&) = delete;
-  ForwardInBackward& operator=(const ForwardInBackward&) = delete;
+  explicit WithoutHooks(const at::Tensor& parameter);
 
  private:
-  const bool before_;
+  const at::Tensor parameter_;
+  std::optional<c10::impl::ExcludeDispatchKeyGuard> guard_;
 };
 
 }  // namespace lockstep::ops

@@ -16,6 +16,11 @@ std::string list(const std::vector<DeviceMesh::Axis>& axes) {
   return join(words);
 }
 
+std::vector<DeviceMesh::Axis> agreed(std::vector<DeviceMesh::Axis> axes, const Communicator& ranks) {
+  ranks.check_all_agree("axes of a DeviceMesh", list(axes));
+  return axes;
+}
+
 // Fills in the size that is -1.
 std::vector<DeviceMesh::Axis> checked(std::vector<DeviceMesh::Axis> axes, int ranks) {
   const auto fail = [&](const auto&... what) {
@@ -77,8 +82,7 @@ Communicator split(const Communicator& ranks, int color, int key) {
 
 struct DeviceMesh::State {
   State(std::vector<Axis> of, const Communicator& given, const std::string& host)
-      : axes(checked(std::move(of), given.size())) {
-    given.check_all_agree("axes of a DeviceMesh", list(axes));
+      : axes(checked(agreed(std::move(of), given), given.size())) {
     const auto order = order_by_host(given.all_gather(host));
     const auto place = std::find(order.begin(), order.end(), given.rank()) - order.begin();
     ranks = split(given, 0, static_cast<int>(place));
@@ -86,8 +90,9 @@ struct DeviceMesh::State {
     std::iota(all.begin(), all.end(), 0);
     const auto groups = std::make_shared<parallel::MeshGroups>(
         [axes = axes, size = given.size()](int rank) { return coordinates(axes, size, rank); });
-    ranks = ranks.with_group(ranks.group().with_backend(
-        std::make_shared<parallel::MeshBackend>(ranks.group().shared_backend(), groups, std::move(all))));
+    const auto whole = std::make_shared<parallel::MeshBackend>(ranks.group().shared_backend(), groups, std::move(all));
+    groups->set_whole(whole);
+    ranks = ranks.with_group(ranks.group().with_backend(whole));
     int stride = given.size();
     for (const auto& axis : axes) {
       stride /= axis.size;

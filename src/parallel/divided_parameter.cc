@@ -122,6 +122,14 @@ std::shared_ptr<const DividedParameter> division_of(const Tensor& parameter) {
   return std::dynamic_pointer_cast<const DividedParameter>(partial_of(parameter));
 }
 
+bool has_style(const Tensor& parameter) {
+  const auto hooks = ops::hooks_of(parameter);
+  return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {
+    return dynamic_cast<const PartialParameter*>(hook.get()) != nullptr ||
+           dynamic_cast<const SequencePart*>(hook.get()) != nullptr;
+  });
+}
+
 Tensor DividedParameter::gather(const Tensor& part) const {
   const auto dim = division_.dim;
   const auto blocks = part.detach().unflatten(dim, {division_.blocks, part.size(dim) / division_.blocks});
@@ -137,7 +145,6 @@ DividedLinear<Style>::DividedLinear(std::string layer, const Tensor& weight, con
 
 template <class Style>
 bool DividedLinear<Style>::run(const ops::OperatorCall& call, std::size_t i) {
-  if (ops::in_backward()) return false;
   const auto operands = linear_call(call, i, weight_);
   if (!operands) return false;
   call.finish(linear(layer(), style_, ranks(), *operands));
@@ -154,7 +161,7 @@ DividedEmbedding<Style>::DividedEmbedding(std::string layer, const Style& style,
 
 template <class Style>
 bool DividedEmbedding<Style>::run(const ops::OperatorCall& call, std::size_t i) {
-  if (ops::in_backward() || call.name() != "aten::embedding" || i != 0) return false;
+  if (call.name() != "aten::embedding" || i != 0) return false;
   call.finish(embed(layer(), style_, ranks(),
                     {call.tensor(0), call.tensor(1), call.argument(2).toInt(), call.argument(3).toBool(),
                      call.argument(4).toBool()}));
@@ -162,11 +169,19 @@ bool DividedEmbedding<Style>::run(const ops::OperatorCall& call, std::size_t i) 
 }
 
 void SequencePart::before(const ops::OperatorCall& call, std::size_t i) {
-  if (ops::in_backward()) return;
-  if (call.name() == "aten::embedding") call.argument(1) = part_of(call.tensor(1), -1, ranks_.rank(), ranks_.size());
-  if (!at::GradMode::is_enabled() || !call.argument(i).isTensor() || call.writes(i)) return;
-  if (!call.tensor(i).requires_grad()) return;
-  call.argument(i) = exchange(call.tensor(i), ranks_, Exchange::keep, Exchange::sum);
+  if (call.name() == "aten::embedding") call.argument(1) = part_of(call.tensor(1), -1, ranks().rank(), ranks().size());
+  if (!at::GradMode::is_enabled() || !call.reads() || call.writes(i)) return;  // in backward too
+  if (!call.argument(i).isTensor())
+    throw InvalidArgument(text("SequenceParallel: ", call.name(), " takes a list of parameters; use them one by one"));
+  if (call.tensor(i).requires_grad())
+    call.argument(i) = exchange(call.tensor(i), ranks(), Exchange::keep, Exchange::sum);
+}
+
+void DividedParameter::before(const ops::OperatorCall& call, std::size_t i) {
+  if (call.name() != "aten::set_" || i != 0 || !call.tensor(1).defined()) return;
+  if (call.tensor(0).sizes() == call.tensor(1).sizes()) return;
+  throw InvalidArgument(text(layer_, ": a rank's part has shape ", call.tensor(0).sizes(), ", but values of shape ",
+                             call.tensor(1).sizes(), " are loaded: load the whole before parallelize_module"));
 }
 
 template class DividedLinear<ColwiseParallel>;

@@ -37,6 +37,8 @@ class DividedParameter : public PartialParameter {
 
   const Division& division() const { return division_; }
 
+  void before(const ops::OperatorCall& call, std::size_t i) override;
+
   // The whole of a parameter with this hook. Collective.
   Tensor gather(const Tensor& part) const;
 
@@ -80,10 +82,14 @@ class DividedEmbedding final : public DividedParameter {
 class SequencePart final : public ops::ParameterHook {
  public:
   explicit SequencePart(Communicator ranks) : ranks_(std::move(ranks)) {}
+  const Communicator& ranks() const { return ranks_; }
   void before(const ops::OperatorCall& call, std::size_t i) override;
 
  private:
   const Communicator ranks_;
 };
+
+// Whether parallelize_module, or MoE, has given the parameter a style.
+bool has_style(const Tensor& parameter);
 
 }  // namespace lockstep::parallel

@@ -43,6 +43,7 @@ struct Exchanged : torch::autograd::Function<Exchanged> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x, const Communicator& ranks,
                         Exchange forward, Exchange backward, std::int64_t dim) {
     context->saved_data["ranks"] = capsule(ranks);
+    context->saved_data["forward"] = static_cast<std::int64_t>(forward);
     context->saved_data["backward"] = static_cast<std::int64_t>(backward);
     context->saved_data["dim"] = dim;
     const at::AutoDispatchBelowADInplaceOrView
@@ -54,9 +55,11 @@ struct Exchanged : torch::autograd::Function<Exchanged> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list& gradients) {
     const auto ranks = communicator_in(context->saved_data["ranks"]);
-    return {exchange(std::move(gradients[0]), ranks, static_cast<Exchange>(context->saved_data["backward"].toInt()),
-                     context->saved_data["dim"].toInt()),
-            Tensor(), Tensor(), Tensor(), Tensor()};
+    const auto forward = static_cast<Exchange>(context->saved_data["forward"].toInt());
+    const auto backward = static_cast<Exchange>(context->saved_data["backward"].toInt());
+    const auto dim = context->saved_data["dim"].toInt();
+    if (at::GradMode::is_enabled()) return {exchange(gradients[0], ranks, backward, forward, dim), {}, {}, {}, {}};
+    return {exchange(std::move(gradients[0]), ranks, backward, dim), {}, {}, {}, {}};
   }
 };
 

@@ -47,6 +47,15 @@ FlatShard::FlatShard(std::vector<std::string> names, std::vector<Tensor> paramet
   bind();
 }
 
+// The Group may be writing still, and the module may outlive this.
+FlatShard::~FlatShard() {
+  try {
+    if (gathering_) gathering_->wait();
+  } catch (const std::exception&) {  // which the training has seen, or will
+  }
+  storage_.set_data_ptr(c10::DataPtr(nullptr, at::kCPU));
+}
+
 Tensor FlatShard::whole_flat() const { return at::empty({part_ * ranks_.size()}, own_.options()); }
 
 void FlatShard::lay_out() {
@@ -131,13 +140,20 @@ void FlatShard::take_gradient(std::size_t i, double factor) {
   if (!gradient.defined()) return;
   if (!gradients_.defined()) gradients_ = whole_flat();
   auto place = piece(gradients_, places_[i].offset, gradient.sizes());
-  if (taken_[i]) {
+  if (factor == 0) {  // of no examples, whose mean is no number
+    if (!taken_[i]) place.zero_();
+  } else if (taken_[i]) {
     place.add_(gradient, factor);
   } else {
     at::mul_out(place, gradient, at::scalar_tensor(factor, gradient.options()));
   }
   gradient = Tensor();
   taken_[i] = true;
+}
+
+void FlatShard::forget_gradients() {
+  gradients_ = sums_ = Tensor();
+  taken_.assign(taken_.size(), false);
 }
 
 void FlatShard::reduce_gradients() {

@@ -18,6 +18,9 @@ class FlatShard {
   // dtype.
   FlatShard(std::vector<std::string> names, std::vector<Tensor> parameters, const Communicator& ranks,
             const Communicator& replicas);
+  ~FlatShard();
+  FlatShard(const FlatShard&) = delete;
+  FlatShard& operator=(const FlatShard&) = delete;
 
   const std::vector<std::string>& names() const { return names_; }
   const std::vector<Tensor>& parameters() const { return parameters_; }  // the module's
@@ -39,6 +42,7 @@ class FlatShard {
   // Takes the gradient that backward left on parameter i, times `factor`.
   void take_gradient(std::size_t i, double factor);
   bool has_taken(std::size_t i) const { return taken_[i]; }
+  void forget_gradients();
 
   // Collective: sums what ranks and replicas took. Where one took nothing it counts as zero.
   void reduce_gradients();

@@ -88,20 +88,19 @@ void FullyShardedParameters::load(const std::map<std::string, Tensor>& values) {
 
 FullyShardedParameters internal::fully_shard(torch::nn::Module& module, const Communicator& ranks,
                                              FullyShardOptions options) {
-  const auto patterns = options.units;
-  FullyShardedParameters sharded(ranks, std::move(options));
   const auto modules = module.named_modules("", /*include_self=*/false);
-  for (const auto& pattern : patterns) {
-    bool any = false;
+  std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> units;
+  for (const auto& pattern : options.units) {
+    const auto before = units.size();
     for (const auto& each : modules) {
-      if (!parallel::matches(pattern, each.key())) continue;
-      sharded.add(*each.value(), each.key());
-      any = true;
+      if (parallel::matches(pattern, each.key())) units.emplace_back(each.key(), each.value());
     }
-    if (any) continue;
+    if (units.size() > before) continue;
     throw InvalidArgument(
         text("fully_shard: no module is called \"", pattern, "\"; ", parallel::suggestion(pattern, modules.keys())));
   }
+  FullyShardedParameters sharded(ranks, std::move(options));
+  for (const auto& [name, unit] : units) sharded.add(*unit, name);
   sharded.add(module, "", /*keep=*/true);
   return sharded;
 }

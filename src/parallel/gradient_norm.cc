@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <unordered_set>
 
 #include "base/text.h"
 #include "parallel/divided_parameter.h"
@@ -37,6 +38,15 @@ double GradientNorm::over(const Communicator& shards, const Communicator& stages
   }
   stages.sum({&sum, 1});
   return std::sqrt(sum);
+}
+
+std::vector<Tensor> unique(const std::vector<Tensor>& parameters) {
+  std::vector<Tensor> each;
+  std::unordered_set<const at::TensorImpl*> seen;
+  for (const auto& parameter : parameters) {
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second) each.push_back(parameter);
+  }
+  return each;
 }
 
 double clip_factor(double norm, double max_norm) {

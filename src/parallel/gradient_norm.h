@@ -27,6 +27,9 @@ class GradientNorm {
   std::vector<Parts> parts_{{}};  // the first of parameters that are not divided
 };
 
+// Each once: modules list a parameter under each of its names.
+std::vector<Tensor> unique(const std::vector<Tensor>& parameters);
+
 // What gradients are multiplied by.
 double clip_factor(double norm, double max_norm);
 

@@ -33,7 +33,7 @@ void average_gradients(const std::vector<Tensor>& parameters, const Communicator
   const at::NoGradGuard no_gradient;
   std::vector<std::pair<Tensor, Tensor>> sent;  // gradients, and where they lie in host memory
   std::vector<Call> calls;
-  for (const auto& parameter : parameters) {
+  for (const auto& parameter : parallel::unique(parameters)) {
     if (!parameter.requires_grad()) continue;
     auto& gradient = parameter.mutable_grad();
     gradient = gradient.defined() ? gradient.contiguous() : at::zeros_like(parameter, at::MemoryFormat::Contiguous);
@@ -42,7 +42,11 @@ void average_gradients(const std::vector<Tensor>& parameters, const Communicator
       gradient.mul_(1.0 / ranks.size());
       continue;
     }
-    gradient.mul_(total > 0 ? examples / total : 0);
+    if (examples == 0) {
+      gradient.zero_();  // the mean over no examples is no number
+    } else {
+      gradient.mul_(examples / total);
+    }
     sent.emplace_back(gradient, gradient.cpu());
     calls.push_back(Call::all_reduce(buffer_of(sent.back().second), ReduceOp::sum));
   }
@@ -56,10 +60,11 @@ double clip_grad_norm(const std::vector<Tensor>& parameters, double max_norm, co
   parallel::check_max_norm(max_norm);
   const at::NoGradGuard no_gradient;
   parallel::GradientNorm squares;
-  for (const auto& parameter : parameters) squares.add(parameter, parameter.grad());
+  const auto unique = parallel::unique(parameters);
+  for (const auto& parameter : unique) squares.add(parameter, parameter.grad());
   const auto norm = squares.over({}, stages);
   const auto factor = parallel::clip_factor(norm, max_norm);
-  for (const auto& parameter : parameters) {
+  for (const auto& parameter : unique) {
     if (factor != 1 && parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
   }
   return norm;

@@ -86,6 +86,12 @@ const char* MeshBackend::translated(const Act& act) {
   }
 }
 
+Communicator mesh_of(const Communicator& axis) {
+  const auto backend = std::dynamic_pointer_cast<MeshBackend>(axis.group().shared_backend());
+  const auto whole = backend != nullptr ? backend->groups()->whole() : nullptr;
+  return whole != nullptr ? axis.with_group(axis.group().with_backend(whole)) : axis;
+}
+
 const char* MeshBackend::run(const Call& call, Deadline deadline) {
   return translated([&] { return inner().run(call, deadline); });
 }

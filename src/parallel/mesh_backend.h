@@ -9,6 +9,7 @@
 
 #include "base/mutex.h"
 #include "collective/wrappers/wrapper.h"
+#include "lockstep/collective/communicator.h"
 
 namespace lockstep::parallel {
 
@@ -20,6 +21,10 @@ class MeshGroups {
 
   void add(const std::shared_ptr<GroupBackend>& backend);
 
+  // That of all ranks of the mesh.
+  void set_whole(const std::shared_ptr<GroupBackend>& backend) { whole_ = backend; }
+  std::shared_ptr<GroupBackend> whole() const { return whole_.lock(); }
+
   // Wakes the ranks that wait in any of them with Aborted(reason).
   void fail_all(const std::string& reason);
 
@@ -27,6 +32,7 @@ class MeshGroups {
 
  private:
   const std::function<std::string(int)> coordinates_of_;
+  std::weak_ptr<GroupBackend> whole_;  // constant once the mesh is made
   Mutex mutex_;
   std::vector<std::weak_ptr<GroupBackend>> backends_ LOCKSTEP_GUARDED_BY(mutex_);
 };
@@ -41,6 +47,7 @@ class MeshBackend final : public collective::Wrapper {
 
   const char* run(const Call& call, Deadline deadline) override;
   const char* exchange(std::span<const Call> calls, Deadline deadline) override;
+  const std::shared_ptr<MeshGroups>& groups() const { return groups_; }
   std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override;
 
  private:
@@ -51,5 +58,8 @@ class MeshBackend final : public collective::Wrapper {
   const std::shared_ptr<MeshGroups> groups_;
   const std::vector<int> mesh_ranks_;
 };
+
+// All ranks of the mesh that a Communicator is an axis of, or the Communicator itself. Not collective.
+Communicator mesh_of(const Communicator& axis);
 
 }  // namespace lockstep::parallel

@@ -30,6 +30,8 @@ Tensor all_to_all_rows(const Tensor& rows, const Numbers& sent, const Numbers& r
   return result;
 }
 
+Tensor exchange_rows(const Tensor& rows, const Numbers& sent, const Numbers& received, const Communicator& ranks);
+
 // Rows for ranks 0, 1, ...; the result has the rows from ranks 0, 1, ... Backward sends the gradients back.
 struct ExchangeRows : torch::autograd::Function<ExchangeRows> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& rows, const Numbers& sent,
@@ -43,8 +45,8 @@ struct ExchangeRows : torch::autograd::Function<ExchangeRows> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& gradients) {
     const auto& data = context->saved_data;
-    return {all_to_all_rows(gradients[0], data.at("received").toIntVector(), data.at("sent").toIntVector(),
-                            parallel::communicator_in(data.at("ranks"))),
+    return {exchange_rows(gradients[0], data.at("received").toIntVector(), data.at("sent").toIntVector(),
+                          parallel::communicator_in(data.at("ranks"))),
             Tensor(), Tensor(), Tensor()};
   }
 };

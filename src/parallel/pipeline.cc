@@ -4,11 +4,15 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "parallel/gradient_norm.h"
+#include "parallel/mesh_backend.h"
 #include "parallel/pipeline_run.h"
+#include "parallel/pipeline_timeline.h"
 #include "parallel/tied_parameters.h"
 
 namespace lockstep {
@@ -69,11 +73,21 @@ struct Pipeline::State {
     }
     for (const auto& copies : options.tied) tied.emplace_back(copies, schedule, modules, ranks);
     split_weights();
+    ranks.group().barrier(ranks.deadline());
+    zero = Deadline::Clock::now();
   }
 
   PipelineSchedule make_schedule(const std::vector<PipelineCosts>& costs) const {
     auto made = options.schedule(ranks.size(), static_cast<int>(stages.size()), options.microbatches, costs);
     return checked(std::move(made), ranks.size());
+  }
+
+  void choose_order(const std::vector<PipelineCosts>& costs) {
+    auto chosen = make_schedule(costs);
+    if (chosen.rank_of_stage != schedule.rank_of_stage || chosen.microbatches != schedule.microbatches)
+      throw InvalidArgument(
+          text("Pipeline: schedule ", chosen.name, " has other stages or microbatches for other costs"));
+    schedule = std::move(chosen);
   }
 
   void split_weights() const {
@@ -105,8 +119,10 @@ struct Pipeline::State {
   parallel::StageModules modules;
   parallel::StageForwards forwards;
   std::vector<parallel::TiedParameter> tied;
+  std::vector<PipelineAction> timed_actions;  // this rank's of the last step
   std::vector<PipelineTimes::Span> times;
   int steps = 0;
+  Deadline::Clock::time_point zero, step_began;
 };
 
 Pipeline::Pipeline(std::vector<PipelineStage> stages, const Communicator& ranks, PipelineOptions options)
@@ -116,10 +132,12 @@ Pipeline::~Pipeline() = default;
 double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& loss) {
   double result = 0;
   for (auto& each : state_->tied) each.begin_step();
+  state_->step_began = Deadline::Clock::now();
   state_->run([&](parallel::PipelineRun& run) { result = run.train(x, target, loss, state_->times); });
+  state_->timed_actions = state_->schedule.actions[static_cast<std::size_t>(state_->ranks.rank())];
   for (auto& each : state_->tied) each.finish_step();
   state_->ranks.sum({&result, 1});
-  if (++state_->steps == kStepsBeforeCosts) state_->schedule = state_->make_schedule(measured_costs());
+  if (++state_->steps == kStepsBeforeCosts) state_->choose_order(measured_costs());
   return result;
 }
 
@@ -150,7 +168,7 @@ std::vector<Tensor> Pipeline::parameters() const {
     const auto own = module->parameters();
     all.insert(all.end(), own.begin(), own.end());
   }
-  return all;
+  return parallel::unique(all);
 }
 
 const std::vector<std::pair<int, std::shared_ptr<torch::nn::Module>>>& Pipeline::modules() const {
@@ -158,7 +176,7 @@ const std::vector<std::pair<int, std::shared_ptr<torch::nn::Module>>>& Pipeline:
 }
 std::vector<PipelineCosts> Pipeline::measured_costs() const {
   constexpr std::size_t kKinds = 4;
-  const auto& actions = state_->schedule.actions[static_cast<std::size_t>(state_->ranks.rank())];
+  const auto& actions = state_->timed_actions;
   std::map<std::pair<int, PipelineAction::Kind>, std::vector<double>> seconds;
   for (std::size_t i = 0; i < state_->times.size(); ++i) {
     seconds[{actions[i].stage, actions[i].kind}].push_back(state_->times[i].end - state_->times[i].begin);
@@ -168,9 +186,21 @@ std::vector<PipelineCosts> Pipeline::measured_costs() const {
     all[kKinds * static_cast<std::size_t>(key.first) + static_cast<std::size_t>(key.second)] = median(values);
   }
   state_->ranks.sum(all);
+  // Pipelines of one mesh, which communicate within stages, must choose the same order.
+  const auto mesh = parallel::mesh_of(state_->ranks);
+  mesh.sum(all);
+  for (double& cost : all) cost /= mesh.size();
   std::vector<PipelineCosts> costs;
   for (std::size_t i = 0; i < all.size(); i += kKinds) costs.push_back({all[i], all[i + 1] + all[i + 2], all[i + 3]});
   return costs;
+}
+
+void Pipeline::write_timeline(const std::string& path) const {
+  const std::chrono::duration<double> began = state_->step_began - state_->zero;
+  const auto events =
+      parallel::timeline_events(state_->timed_actions, state_->times, state_->ranks.rank(), began.count());
+  const auto all = state_->ranks.all_gather(events);
+  state_->ranks.run_on_rank_0([&] { parallel::write_timeline(path, all); });
 }
 
 const PipelineSchedule& Pipeline::schedule() const { return state_->schedule; }

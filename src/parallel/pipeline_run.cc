@@ -65,6 +65,9 @@ void PipelineRun::forward(const PipelineAction& action, const Tensor& x) {
   auto output = forwards_.at(action.stage)(input);
   if (is_last(action.stage)) {
     output = weighted_loss(action, output);
+  } else if (!output.is_floating_point()) {
+    throw InvalidArgument(text("Pipeline: the output of stage ", action.stage, " is of ", output.scalar_type(),
+                               "; it must be floating-point, or no gradient could come back"));
   } else {
     give(message(Message::output, action), action.stage + 1, output.detach());
   }

@@ -98,6 +98,9 @@ class Simulation {
   Simulation(const PipelineSchedule& schedule, const std::vector<PipelineCosts>& costs)
       : schedule_(schedule), costs_(costs), places_(places_of(schedule)) {
     check_complete(schedule, places_);
+    if (costs.size() != 1 && costs.size() != schedule.rank_of_stage.size())
+      fail(schedule,
+           text("there are costs of ", costs.size(), " stages; give one, or one for each of ", schedule.stages()));
     times_.of_actions.resize(schedule.actions.size());
   }
 
@@ -191,7 +194,11 @@ PipelineTimes predict_times(const PipelineSchedule& schedule, const std::vector<
 std::string draw_schedule(const PipelineSchedule& schedule, const PipelineCosts& costs) {
   const auto times = predict_times(schedule, {costs});
   // A column stands for the shortest action.
-  const auto unit = std::min({costs.forward, costs.backward_input, costs.backward_weight});
+  double unit = costs.forward;
+  for (const double cost : {costs.backward_input, costs.backward_weight}) {
+    if (cost > 0) unit = std::min(unit, cost);
+  }
+  if (!(unit > 0)) throw InvalidArgument("draw_schedule: the costs must be above 0");
   const auto column = [&](double time) { return static_cast<std::size_t>(std::lround(time / unit)); };
   std::size_t width = 0;
   for (const auto& actions : schedule.actions) {

@@ -4,7 +4,11 @@
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
 
+#include <fstream>
+#include <nlohmann/json.hpp>
+
 #include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 #include "collective/on_ranks_testing.h"
 #include "lockstep/parallel/device_mesh.h"
 #include "lockstep/parallel/tensor_parallel.h"
@@ -113,6 +117,52 @@ TEST(Pipeline, SplitsBackward) {
     EXPECT_FALSE(layer->weight.grad().defined());
     later.compute();
     EXPECT_TRUE(at::allclose(layer->weight.grad(), x.sum(0).expand({48, 64}), 1e-4, 1e-5));
+  });
+}
+
+// By the file, which another tool reads.
+TEST(Pipeline, TimelineAgreesWithTheSchedule) {
+  const auto folder = fresh_folder("parallel", "timeline");
+  collective::on_ranks(3, [&](const Group& group) {
+    Pipeline pipeline(stages_of(3), {group, 30}, {.schedule = schedules::zero_bubble, .microbatches = 6});
+    const auto batch = batch_of(0);
+    pipeline.step(batch.ids, batch.labels, cross_entropy);
+    pipeline.write_timeline(folder / "step.json");
+    if (group.rank() != 0) return;
+    const auto events = nlohmann::json::parse(std::ifstream(folder / "step.json")).at("traceEvents");
+    std::map<int, std::vector<nlohmann::json>> tracks;
+    for (const auto& event : events) {
+      if (event.at("ph") == "X") tracks[static_cast<int>(event.at("tid"))].push_back(event);
+    }
+    ASSERT_EQ(tracks.size(), 3U);
+    for (const auto& [rank, track] : tracks) {
+      const auto& actions = pipeline.schedule().actions[static_cast<std::size_t>(rank)];
+      ASSERT_EQ(track.size(), actions.size());
+      double end = 0;
+      for (std::size_t i = 0; i < actions.size(); ++i) {
+        const char* const names[] = {"forward", "backward", "backward_input", "backward_weight"};
+        EXPECT_EQ(track[i].at("name"), names[static_cast<std::size_t>(actions[i].kind)]);
+        EXPECT_EQ(track[i].at("args").at("stage"), actions[i].stage);
+        EXPECT_EQ(track[i].at("args").at("microbatch"), actions[i].microbatch);
+        EXPECT_GE(static_cast<double>(track[i].at("ts")), end);
+        end = static_cast<double>(track[i].at("ts")) + static_cast<double>(track[i].at("dur"));
+      }
+    }
+    // A stage begins a microbatch when the stage before has ended it.
+    const auto begin_and_end = [&](const char* name, int stage, int microbatch) {
+      for (const auto& event : tracks.at(stage)) {
+        if (event.at("name") == name && event.at("args").at("microbatch") == microbatch)
+          return std::pair(static_cast<double>(event.at("ts")),
+                           static_cast<double>(event.at("ts")) + static_cast<double>(event.at("dur")));
+      }
+      return std::pair(-1.0, -1.0);
+    };
+    for (int stage = 0; stage < 2; ++stage) {
+      for (int i = 0; i < 6; ++i) {
+        EXPECT_GE(begin_and_end("forward", stage + 1, i).first, begin_and_end("forward", stage, i).first);
+        EXPECT_GE(begin_and_end("backward_input", stage, i).first, begin_and_end("backward_input", stage + 1, i).first);
+      }
+    }
   });
 }
 

@@ -7,7 +7,6 @@
 #include <torch/nn/module.h>
 
 #include "lockstep/base/error.h"
-#include "ops/parameter_hook.h"
 #include "ops/replica_random.h"
 
 namespace lockstep {
@@ -65,7 +64,6 @@ struct Recompute : torch::autograd::Function<Recompute> {
     Tensor y;
     {
       const at::AutoGradMode with_gradient(true);
-      const ops::ForwardInBackward recomputing;
       const ForwardState now(x.device().type());
       forward->state->restore();
       y = (*forward)(x);

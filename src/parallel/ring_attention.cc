@@ -94,6 +94,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list& gradients) {
+    if (at::GradMode::is_enabled()) throw InvalidArgument("ring_attention cannot be differentiated twice");
     const auto saved = context->get_saved_variables();
     const auto &query = saved[0], &output = saved[3], &sum = saved[4], &gradient = gradients[0];
     const auto ranks = parallel::communicator_in(context->saved_data["ranks"]);

@@ -8,6 +8,7 @@
 #include <map>
 
 #include "base/text.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/divided_parameter.h"
 #include "parallel/split_linear.h"
 
@@ -20,9 +21,9 @@ class UseUnit final : public ops::ParameterHook {
   UseUnit(std::weak_ptr<ShardedUnits> units, std::size_t unit) : units_(std::move(units)), unit_(unit) {}
 
   void before(const ops::OperatorCall& call, std::size_t i) override {
-    if (call.is_view_of(i)) return;
-    if (call.is_set_data() && i == 0)
-      throw Error("fully_shard: move a module to a device or another dtype before it is divided");
+    if (!call.reads()) return;
+    if (call.is_set_data() || call.name() == "aten::set_")
+      throw Error("fully_shard: load a module, and move it to a device or another dtype, before it is divided");
     const auto units = units_.lock();
     if (units == nullptr) throw Error("the module's parameters have no values: what fully_shard returned is gone");
     if (call.writes(i)) {
@@ -30,7 +31,7 @@ class UseUnit final : public ops::ParameterHook {
                        " would change a parameter that fully_shard divided: call it before, change the "
                        "shards, or use FullyShardedParameters::load"));
     }
-    units->use(unit_);
+    units->use(unit_, call.number());
   }
 
  private:
@@ -53,20 +54,35 @@ ShardedUnits::ShardedUnits(const Communicator& ranks, FullyShardOptions options)
     : ranks_(ranks), options_(std::move(options)) {}
 
 // The module's parameters that are in no unit yet; tied ones once.
-ShardedUnits::Named ShardedUnits::new_parameters(const torch::nn::Module& module, const std::string& name) {
+ShardedUnits::Named ShardedUnits::new_parameters(const torch::nn::Module& module, const std::string& name) const {
   Named found;
+  auto known = known_;
   for (const auto& each : module.named_parameters()) {
-    const auto* const identity = each.value().unsafeGetTensorImpl();
-    if (std::find(known_.begin(), known_.end(), identity) != known_.end()) continue;
-    known_.push_back(identity);
-    found.emplace_back(name.empty() ? each.key() : text(name, ".", each.key()), each.value());
+    const auto& parameter = each.value();
+    if (std::find(known.begin(), known.end(), parameter.unsafeGetTensorImpl()) != known.end()) continue;
+    known.push_back(parameter.unsafeGetTensorImpl());
+    found.emplace_back(name.empty() ? each.key() : text(name, ".", each.key()), parameter);
+    if (!parameter.is_cpu() || parameter.layout() != at::kStrided) {
+      throw InvalidArgument(text("fully_shard: ", found.back().first, " is ", parameter.layout(), " on ",
+                                 parameter.device().str(), "; parameters must be dense, in host memory"));
+    }
   }
   return found;
 }
 
 void ShardedUnits::add(const torch::nn::Module& module, const std::string& name, bool keep) {
-  const auto parameters = new_parameters(module, name);
+  Named parameters;
+  ranks_.abort_on_error([&] { parameters = new_parameters(module, name); });
   ranks_.check_all_agree(text("parameters of fully_shard's unit \"", name, "\""), describe(parameters));
+  for (const auto& [parameter, tensor] : parameters) {
+    for_each_flat_shard([&, &wanted = parameter](const FlatShard& flat) {
+      if (std::find(flat.names().begin(), flat.names().end(), wanted) == flat.names().end()) return;
+      throw InvalidArgument(text("fully_shard: there is a parameter \"", wanted, "\" already; give each part a name"));
+    });
+    known_.push_back(tensor.unsafeGetTensorImpl());
+  }
+  broadcast(ranks_, module.buffers());
+  broadcast(options_.replicas, module.buffers());
   if (parameters.empty()) return;
   std::map<std::pair<bool, at::ScalarType>, Named> groups;
   for (const auto& each : parameters) {
@@ -97,13 +113,18 @@ void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
   }
 }
 
-void ShardedUnits::use(std::size_t index) {
-  if (current_ != index) {
+void ShardedUnits::use(std::size_t index, std::uint64_t call) {
+  if (call != call_) {
     const bool may_release = options_.reshard_after_forward || ops::in_backward();
-    if (current_ && may_release && !units_[*current_]->keep) {
-      for (const auto& flat : units_[*current_]->flat) flat->release();
+    for (const auto before : current_) {
+      if (before == index || units_[before]->keep || !may_release) continue;
+      for (const auto& flat : units_[before]->flat) flat->release();
     }
-    current_ = index;
+    if (current_ != std::vector{index}) uses_.push_back(index);
+    current_ = {index};
+    call_ = call;
+  } else if (std::find(current_.begin(), current_.end(), index) == current_.end()) {
+    current_.push_back(index);
     uses_.push_back(index);
   }
   for (const auto& flat : units_[index]->flat) flat->finish_gather();
@@ -118,21 +139,33 @@ void ShardedUnits::prefetch() {
 }
 
 void ShardedUnits::release() {
+  if (backward_ && !ops::in_backward()) abandon_backward();
   for_each_flat_shard([](FlatShard& flat) { flat.release(); });
-  current_.reset();
-  if (!in_backward_) uses_.clear();
+  current_.clear();
+  if (!backward_) uses_.clear();
 }
 
 void ShardedUnits::on_gradient(Unit& unit, FlatShard& flat, std::size_t parameter) {
-  if (!in_backward_) begin_backward();
+  const auto backward = torch::autograd::get_current_graph_task_id();
+  if (backward == -1) {
+    throw Error(
+        "fully_shard: gradients of weights came after backward; in a Pipeline use a schedule that does not split it, "
+        "such as one_forward_one_backward");
+  }
+  if (!backward_) begin_backward();
+  if (backward_ != backward) {
+    throw Error(
+        "fully_shard: a backward inside another one, or after one that broke off; recompute activations with "
+        "lockstep::recompute, and call release() after an exception in backward");
+  }
   if (!flat.has_taken(parameter)) --unit.waits_for;
   flat.take_gradient(parameter, factor_);
   reduce_complete_units();
 }
 
 void ShardedUnits::begin_backward() {
-  in_backward_ = true;
   torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_backward(); });
+  backward_ = torch::autograd::get_current_graph_task_id();
   const double mine = std::exchange(examples_, std::nullopt).value_or(1);
   const double all = summed({mine})[0];
   factor_ = all > 0 ? mine / all : 0;
@@ -144,6 +177,13 @@ void ShardedUnits::begin_backward() {
       if (unit->keep == keep && unit->gradients > 0) not_reduced_.push_back(unit.get());
     }
   }
+}
+
+// After one that broke off: forgets what it left.
+void ShardedUnits::abandon_backward() {
+  for_each_flat_shard([](FlatShard& flat) { flat.forget_gradients(); });
+  backward_.reset();
+  uses_.clear();
 }
 
 // On all ranks in the same order.
@@ -177,7 +217,7 @@ void ShardedUnits::finish_backward() {
     for (std::size_t i = 0; i < flat.parameters().size(); ++i) by_any.push_back(*next++ > 0);
     if (flat.parameters()[0].requires_grad()) flat.set_gradients(by_any);
   });
-  in_backward_ = false;
+  backward_.reset();
   uses_before_ = std::exchange(uses_, {});
   release();
 }

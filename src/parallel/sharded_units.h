@@ -25,9 +25,9 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void add_examples(double examples) { examples_ = examples_.value_or(0) + examples; }
   void release();
 
-  // Gathers the unit, unless it is gathered, and gives up the one before, unless a later operator of this step needs it
-  // without reading another unit's parameters first.
-  void use(std::size_t unit);
+  // For an operator that reads a parameter of the unit: gathers it, and gives up those of operators before. `call`
+  // numbers operators; one may read several units.
+  void use(std::size_t unit, std::uint64_t call);
 
   const std::vector<Tensor>& shards() const { return shards_; }  // this rank's
   const Communicator& ranks() const { return ranks_; }
@@ -52,7 +52,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
     std::size_t waits_for = 0;  // in this backward
   };
 
-  Named new_parameters(const torch::nn::Module& module, const std::string& name);
+  Named new_parameters(const torch::nn::Module& module, const std::string& name) const;
   void add_flat(Unit& unit, const Named& parameters);
   void prefetch();
   void on_gradient(Unit& unit, FlatShard& flat, std::size_t parameter);
@@ -60,6 +60,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void reduce(Unit& unit);
   void reduce_complete_units();
   void finish_backward();
+  void abandon_backward();
   std::vector<double> summed(std::vector<double> values) const;
 
   const Communicator ranks_;
@@ -69,11 +70,12 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   std::vector<Tensor> shards_;
   std::vector<gradient::PostAccumulateHook> after_accumulation_;
 
-  std::optional<std::size_t> current_;           // the unit that was used last
-  std::vector<std::size_t> uses_, uses_before_;  // in this step and in the one before
+  std::vector<std::size_t> current_;             // units that the last operator read
+  std::uint64_t call_ = 0;                       // its number
+  std::vector<std::size_t> uses_, uses_before_;  // units in this step and in the one before
 
   std::optional<double> examples_;
-  bool in_backward_ = false;
+  std::optional<int> backward_;     // the graph task whose gradients are taken
   double factor_ = 1;               // of this backward's gradients
   std::vector<Unit*> not_reduced_;  // in this backward, the next last
 };

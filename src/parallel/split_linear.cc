@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "ops/linear_gradients.h"
+#include "ops/parameter_hook.h"
 #include "parallel/divided_parameter.h"
 
 namespace lockstep::parallel {
@@ -13,12 +14,15 @@ thread_local WeightGradients* collecting = nullptr;
 
 // As backward hands it to a leaf, with the leaf's hooks.
 void accumulate(const Tensor& weight, Tensor gradient) {
-  (*torch::autograd::impl::grad_accumulator(weight))({std::move(gradient)});
+  torch::autograd::variable_list gradients{std::move(gradient)};
+  for (const auto& hook : torch::autograd::impl::hooks(weight)) gradients = (*hook)(gradients);
+  (*torch::autograd::impl::grad_accumulator(weight))(std::move(gradients));
 }
 
 // Whose backward may be differentiated.
 Tensor input_gradient(const Tensor& gradient, const Tensor& weight) {
   if (at::GradMode::is_enabled()) return at::matmul(gradient, weight);
+  const ops::WithoutHooks reading(weight);
   return ops::linear_input_gradient(gradient, weight);
 }
 
@@ -71,7 +75,7 @@ Tensor split_linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
 }
 
 bool SplitWeight::run(const ops::OperatorCall& call, std::size_t i) {
-  if (ops::in_backward() || division_of(call.tensor(i)) != nullptr) return false;
+  if (division_of(call.tensor(i)) != nullptr) return false;  // whose own hook does it
   const auto operands = linear_call(call, i, weight_);
   if (!operands) return false;
   call.finish(split_linear(operands->x, operands->weight, operands->bias));

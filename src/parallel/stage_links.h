@@ -47,8 +47,8 @@ class StageLinks {
   Tensor receive_next(const Communicator& link, StageMessage& message) const;
 
   const Communicator ranks_;
+  std::deque<Sent> sent_;                  // before the Groups, which end the operations that use its memory
   std::map<int, Communicator> to_, from_;  // by rank
-  std::deque<Sent> sent_;
   std::map<std::pair<int, StageMessage>, Tensor> kept_;  // by sender
 };
 

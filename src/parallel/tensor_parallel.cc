@@ -75,7 +75,8 @@ class Planner {
                                  name_of(style), " is for linear layers and embeddings"));
     }
     const auto name = found.name.empty() ? "weight" : found.name + ".weight";
-    if (found.module->as<torch::nn::EmbeddingImpl>() != nullptr) {
+    if (const auto* const embedding = found.module->as<torch::nn::EmbeddingImpl>()) {
+      check_embedding(found.name, embedding->options);
       add_change(name, *weight, std::make_shared<DividedEmbedding<Style>>(found.name, style, ranks_));
     } else {
       add_change(name, *weight, std::make_shared<DividedLinear<Style>>(found.name, *weight, style, ranks_));
@@ -87,6 +88,13 @@ class Planner {
     for (const auto& each : found.module->named_parameters()) {
       add_change(found.name + "." + each.key(), each.value(), std::make_shared<parallel::SequencePart>(ranks_));
     }
+  }
+
+  static void check_embedding(const std::string& name, const torch::nn::EmbeddingOptions& options) {
+    if (!options.padding_idx() && !options.max_norm() && !options.scale_grad_by_freq()) return;
+    throw InvalidArgument(
+        text("parallelize_module: the embedding ", name,
+             " has padding_idx, max_norm or scale_grad_by_freq, which are for the whole; leave them out"));
   }
 
   void add_bias(const std::string& layer, const Tensor& bias, const ColwiseParallel& style) {
@@ -101,8 +109,16 @@ class Planner {
 
   void add_change(const std::string& name, const Tensor& parameter, std::shared_ptr<ops::ParameterHook> hook) {
     Change change{name, parameter, std::move(hook)};
-    if (parallel::division_of(parameter) != nullptr)
-      throw InvalidArgument(text("parallelize_module: ", name, " was divided before"));
+    if (parallel::has_style(parameter))
+      throw InvalidArgument(text("parallelize_module: ", name, " has a style already"));
+    if (parameter.numel() > 0 && parameter.storage().data() == nullptr)
+      throw InvalidArgument(text("parallelize_module: ", name, " has no values: divide before fully_shard"));
+    for (const auto& other : changes_) {
+      if (!other.parameter.is_same(parameter) ||
+          (other.division() != nullptr && change.division() != nullptr && other.name != name))
+        continue;
+      throw InvalidArgument(text("parallelize_module: two entries of the plan are for ", name));
+    }
     if (const auto* const division = change.division()) check_division(change, division->division());
     changes_.push_back(std::move(change));
   }
@@ -167,13 +183,31 @@ void apply(const std::vector<Change>& changes, const Communicator& ranks) {
   for (const auto& change : changes) ops::add_hook(change.parameter, change.hook);
 }
 
+std::string describe(const Layout& layout) {
+  return std::holds_alternative<Replicate>(layout) ? "Replicate" : text("Shard{", std::get<Shard>(layout).dim, "}");
+}
+std::string describe(const ColwiseParallel& style) {
+  return text("ColwiseParallel{", describe(style.input), ", ", describe(style.output), ", ", style.parts, "}");
+}
+std::string describe(const RowwiseParallel& style) {
+  return text("RowwiseParallel{", describe(style.input), ", ", describe(style.output), "}");
+}
+std::string describe(const SequenceParallel&) { return "SequenceParallel"; }
+std::string describe(const Shard& style) { return describe(Layout(style)); }
+
 // What ranks must have in common.
 std::string description(torch::nn::Module& module, const ParallelPlan& plan) {
   std::string lines;
   for (const auto& each : module.named_parameters()) {
-    lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(), "\n");
+    lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(),
+                  each.value().requires_grad() ? "" : " frozen", "\n");
   }
-  for (const auto& [pattern, style] : plan) lines += text("style ", style.index(), " of ", pattern, "\n");
+  for (const auto& each : module.named_buffers()) {
+    lines += text("buffer ", each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(), "\n");
+  }
+  for (const auto& [pattern, style] : plan) {
+    lines += text("\"", pattern, "\": ", std::visit([](const auto& s) { return describe(s); }, style), "\n");
+  }
   return lines;
 }
 

@@ -75,6 +75,7 @@ void TiedParameter::finish_step() {
   }
   all_reduce(ranks_.group(), sum, ReduceOp::sum, ranks_.deadline());
   for (std::size_t i = 0; i < mine_.size(); ++i) {
+    if (!mine_[i].requires_grad()) continue;
     mine_[i].mutable_grad() = earlier_[i].defined() ? earlier_[i] + sum : sum.clone();
   }
 }

@@ -28,6 +28,8 @@ struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list& gradients) {
+    if (at::GradMode::is_enabled())
+      throw InvalidArgument("vocabulary_parallel_cross_entropy cannot be differentiated twice");
     const auto saved = context->get_saved_variables();
     const auto &softmax = saved[0], &labels = saved[1], &ignored = saved[2];
     const auto gradient = gradients[0].masked_fill(ignored, 0).unsqueeze(-1);

@@ -41,9 +41,12 @@ struct FullyShardOptions {
 };
 
 // The shards of a module's parameters. A parameter of the module has values only while operators use it: its values are
-// gathered when an operator of forward or backward first reads it, and given up when one reads a parameter of another
-// unit. So all ranks call the same operators, on units in the same order, and the module's code stays as it is.
-// Functions that take the address of a parameter's values without an operator of LibTorch cannot be used in it.
+// gathered when an operator of forward or backward first reads it, and given up when one reads parameters of other
+// units alone. So all ranks call the same operators, on units in the same order, and the module's code stays as it is.
+// Functions that take the address of a parameter's values without an operator of LibTorch cannot be used in it, nor can
+// a backward inside backward: recompute activations with lockstep::recompute. Parameters are in host memory.
+//
+// After an exception in backward call release(), or the module's forward, before the next one.
 //
 // One thread a rank. Calls that communicate are marked as collective; they throw what a Group throws.
 class FullyShardedParameters {
@@ -55,8 +58,9 @@ class FullyShardedParameters {
 
   // Collective. Makes a unit of the module's parameters that are in none yet: gives all ranks rank 0's values, keeps
   // this rank's part, and frees the rest. To make a model that does not fit whole, add each part as soon as it is made.
-  // `keep`: gathered for the whole of a step. Throws InvalidArgument, on all ranks, where they differ in names, shapes
-  // or dtypes, and for a parameter that is not dense.
+  // `keep`: gathered for the whole of a step. All get rank 0's buffers too, which stay as they are from then on. Throws
+  // InvalidArgument, on all ranks, where they differ in names, shapes or dtypes, and for a name that is there already;
+  // and for a parameter that is not dense, or not in host memory. Load, move and parallelize_module a module before.
   void add(torch::nn::Module& module, const std::string& name = "", bool keep = false);
 
   // This rank's part of each parameter that has one, flat: leaves of autograd's graph, whose gradients backward sets

@@ -48,8 +48,8 @@ struct StageParameter {
 };
 
 struct PipelineOptions {
-  // Called again after the third step with the costs that were measured: stages stay where they are, and the result is
-  // the same bit for bit.
+  // Called again after the third step with the costs that were measured over the mesh: stages stay where they are, and
+  // the result is the same bit for bit.
   MakePipelineSchedule schedule = schedules::one_forward_one_backward;
   int microbatches = 4;
 
@@ -92,7 +92,12 @@ class Pipeline {
   // When this rank carried out each action of its schedule in the last step, in seconds since the step began.
   const std::vector<PipelineTimes::Span>& last_times() const;
 
-  // Collective. What a microbatch cost at each stage in the last step, in seconds: medians. With predict_times it says
+  // Collective. The last step for ui.perfetto.dev or chrome://tracing: a track for each rank, an event for each action
+  // of its schedule. Ranks' clocks count from one barrier. Throws IoError on all ranks.
+  void write_timeline(const std::string& path) const;
+
+  // Collective, over the whole mesh whose axis the ranks are. What a microbatch cost at each stage in the last step, in
+  // seconds: the mean over the mesh of medians. With predict_times it says
   // what another schedule would take. Where the schedule does not split backward, backward_input is all of it.
   std::vector<PipelineCosts> measured_costs() const;
 

@@ -60,11 +60,9 @@ struct RowwiseParallel {
   Layout output = Replicate();
 };
 
-// For layers between them, such as normalization, whose input is divided along `dim`, the sequence: each rank has all
-// weights and uses them for its part. An embedding of positions takes its rank's part of the ids.
-struct SequenceParallel {
-  std::int64_t dim = 1;
-};
+// For layers between them, such as normalization, whose input is divided along the sequence: each rank has all weights
+// and uses them for its part. An embedding of positions takes its rank's part of the last dimension of ids.
+struct SequenceParallel {};
 
 // `Shard` as a style is for a parameter itself: each rank has its part along the dimension.
 using ParallelStyle = std::variant<ColwiseParallel, RowwiseParallel, SequenceParallel, Shard>;
@@ -98,7 +96,7 @@ Tensor full_tensor(const Tensor& parameter);
 
 // The negative logarithm of the softmax at the label, for each example, where each rank has the logits of its part of
 // the classes: [..., classes / ranks]; labels [...] of int64, the same on all ranks. The result [...] is the same on
-// all. Labels that are `ignore_index` give 0. Collective, in backward too. Follows torch.distributed.tensor.parallel's
+// all. Labels that are `ignore_index` give 0. Collective. Follows torch.distributed.tensor.parallel's
 // loss_parallel. Throws InvalidArgument for other shapes and dtypes, and for a label that is no class.
 Tensor vocabulary_parallel_cross_entropy(const Tensor& logits, const Tensor& labels, const Communicator& ranks,
                                          std::int64_t ignore_index = -100);
