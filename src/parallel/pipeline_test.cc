@@ -166,6 +166,38 @@ TEST(Pipeline, TimelineAgreesWithTheSchedule) {
   });
 }
 
+TEST(Pipeline, CallsHooksOfGradients) {
+  collective::on_ranks(1, [&](const Group& group) {
+    torch::nn::Linear layer(3, 4);
+    layer->weight.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
+    Pipeline pipeline({[&] { return layer; }}, group, {.schedule = schedules::zero_bubble, .microbatches = 2});
+    const auto x = torch::randn({4, 3});
+    pipeline.step(x, x, [](const at::Tensor& y, const at::Tensor&) { return y.sum(1).mean(); });
+    EXPECT_TRUE(at::allclose(layer->weight.grad(), 2 * x.mean(0).expand({4, 3}), 1e-5, 1e-6));
+  });
+}
+
+TEST(Pipeline, LeavesFrozenTiedParametersWithoutGradients) {
+  collective::on_ranks(2, [&](const Group& group) {
+    std::vector<PipelineStage> stages;
+    for (int i = 0; i < 2; ++i) {
+      stages.emplace_back([i] {
+        auto stage = make_transformer(kOptions, i, 2);
+        for (const auto& each : stage->named_parameters()) {
+          if (each.key().find("token") != std::string::npos || each.key().find("head") != std::string::npos)
+            each.value().set_requires_grad(false);
+        }
+        return stage;
+      });
+    }
+    Pipeline pipeline(stages, {group, 30}, {.tied = {{{0, "0.token.weight"}, {1, "7.head.weight"}}}});
+    const auto batch = batch_of(0);
+    pipeline.step(batch.ids, batch.labels, cross_entropy);
+    for (const auto& parameter : pipeline.parameters())
+      EXPECT_EQ(parameter.grad().defined(), parameter.requires_grad());
+  });
+}
+
 TEST(Pipeline, AnErrorInAStageEndsAllRanks) {
   const auto groups = make_thread_groups(2);
   std::vector<std::string> errors(2);

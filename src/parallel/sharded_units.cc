@@ -21,9 +21,9 @@ class UseUnit final : public ops::ParameterHook {
   UseUnit(std::weak_ptr<ShardedUnits> units, std::size_t unit) : units_(std::move(units)), unit_(unit) {}
 
   void before(const ops::OperatorCall& call, std::size_t i) override {
-    if (!call.reads()) return;
     if (call.is_set_data() || call.name() == "aten::set_")
       throw Error("fully_shard: load a module, and move it to a device or another dtype, before it is divided");
+    if (!call.reads()) return;
     const auto units = units_.lock();
     if (units == nullptr) throw Error("the module's parameters have no values: what fully_shard returned is gone");
     if (call.writes(i)) {

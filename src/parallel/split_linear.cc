@@ -12,12 +12,13 @@ namespace {
 
 thread_local WeightGradients* collecting = nullptr;
 
-// As backward hands it to a leaf, with the leaf's hooks.
+// As backward hands it to a leaf.
 void accumulate(const Tensor& weight, Tensor gradient) {
-  torch::autograd::variable_list gradients{std::move(gradient)};
-  for (const auto& hook : torch::autograd::impl::hooks(weight)) gradients = (*hook)(gradients);
-  (*torch::autograd::impl::grad_accumulator(weight))(std::move(gradients));
+  (*torch::autograd::impl::grad_accumulator(weight))({std::move(gradient)});
 }
+
+// Not where the caller has hooks on the gradient, which backward would call without one.
+bool can_wait(const Tensor& weight) { return weight.is_leaf() && torch::autograd::impl::hooks(weight).empty(); }
 
 // Whose backward may be differentiated.
 Tensor input_gradient(const Tensor& gradient, const Tensor& weight) {
@@ -51,7 +52,7 @@ struct SplitLinear : torch::autograd::Function<SplitLinear> {
     Tensor of_x, of_weight, of_bias;
     if (needs[0]) of_x = input_gradient(gradient, weight);
     if (needs[2]) of_bias = gradient.reshape({-1, gradient.size(-1)}).sum(0);
-    if (needs[1] && collecting != nullptr && weight.is_leaf()) {
+    if (needs[1] && collecting != nullptr && can_wait(weight)) {
       collecting->add([=] { accumulate(weight, weight_gradient(gradient, x)); });
     } else if (needs[1]) {
       of_weight = weight_gradient(gradient, x);

@@ -36,7 +36,7 @@ class WeightGradients {
 };
 
 // torch::linear(x, weight, bias); the bias may be undefined. Only the gradient of a weight that is a leaf of autograd's
-// graph is left for later.
+// graph, without hooks of its own (register_hook), is left for later.
 Tensor split_linear(const Tensor& x, const Tensor& weight, const Tensor& bias);
 
 // Of a weight: its linear layers are split_linear.

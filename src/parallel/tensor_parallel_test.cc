@@ -2,7 +2,9 @@
 #include "lockstep/parallel/tensor_parallel.h"
 
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/optim/adamw.h>
+#include <torch/serialize.h>
 
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
@@ -93,6 +95,10 @@ TEST(TensorParallel, RefusesPlansThatDoNotFit) {
                  "dimension 0 of 3.head.weight, of size 48, cannot be divided among 5 ranks", 5);
   expect_refused({{"*.qkv", ColwiseParallel{.input = Shard{-1}}}}, "input may be Replicate");
   expect_refused({{"*.out", RowwiseParallel{.output = Shard{-1}}}}, "output may be Replicate");
+  expect_refused({{"*.norm*", SequenceParallel()}, {"1.norm1", SequenceParallel()}},
+                 "two entries of the plan are for 1.norm1.weight");
+  expect_refused({{"1", SequenceParallel()}, {"*.up", ColwiseParallel()}},
+                 "two entries of the plan are for 1.up.weight");
   expect_refused({{"*.place.weight", Shard{2}}}, "Shard{2} of 0.place.weight, which has shape [12, 24]");
 }
 
@@ -144,6 +150,72 @@ TEST(TensorParallel, StaysWhenTheModuleIsMoved) {
     net->to(at::kFloat);
     net->to(at::kDouble);
     EXPECT_TRUE(at::allclose(net(make_batch(0, 2).ids), expected, 1e-4, 1e-4));
+  });
+}
+
+TEST(TensorParallel, StaysWhenValuesAreLoaded) {
+  collective::on_ranks(2, [&](const Group& group) {
+    const ParallelPlan plan{{"*.up", ColwiseParallel()}, {"*.down", RowwiseParallel()}};
+    auto net = make_transformer(), whole = make_transformer();
+    parallelize_module(net, group, plan);
+    const auto expected = net(make_batch(0, 2).ids);
+    std::stringstream part, all;
+    torch::save(net, part);
+    torch::save(whole, all);
+    {
+      const at::NoGradGuard no_gradient;
+      for (const auto& parameter : net->parameters()) parameter.detach().zero_();
+    }
+    torch::load(net, part);
+    EXPECT_TRUE(at::allclose(net(make_batch(0, 2).ids), expected));
+    expect_says(message_of<InvalidArgument>([&] { torch::load(net, all); }),
+                "load the whole before parallelize_module");
+  });
+}
+
+// A norm of one's own, which takes its weight by a view.
+struct ScaleImpl : torch::nn::Module {
+  ScaleImpl() : weight(register_parameter("weight", torch::full({4}, 2.0, at::kDouble))) {}
+  at::Tensor forward(const at::Tensor& x) { return x * weight.view({1, 1, -1}) + weight.unsqueeze(0); }
+  at::Tensor weight;
+};
+TORCH_MODULE(Scale);
+
+TEST(TensorParallel, SequencePartsAreSummedOnce) {
+  const auto x = at::arange(24, at::kDouble).view({1, 6, 4});
+  Scale whole;
+  whole(x).pow(2).sum().backward();
+  collective::on_ranks(2, [&](const Group& group) {
+    Scale net;
+    parallelize_module(net, group, {{"", SequenceParallel()}});
+    net(x.chunk(2, 1)[static_cast<std::size_t>(group.rank())]).pow(2).sum().backward();
+    EXPECT_TRUE(at::allclose(net->weight.grad(), whole->weight.grad()));
+  });
+}
+
+TEST(TensorParallel, MayBeDifferentiatedTwice) {
+  const auto penalty = [](torch::nn::Linear& layer, const at::Tensor& x) {
+    const auto of_x = torch::autograd::grad({at::tanh(layer(x)).pow(2).sum()}, {x}, {}, /*retain_graph=*/true,
+                                            /*create_graph=*/true)[0];
+    of_x.pow(2).sum().backward();
+  };
+  const auto make = [] {
+    torch::nn::Linear layer(4, 6);
+    const at::NoGradGuard no_gradient;
+    layer->to(at::kDouble);
+    layer->weight.copy_(at::sin(at::arange(24).view({6, 4})));
+    layer->bias.copy_(at::cos(at::arange(6)));
+    return layer;
+  };
+  const auto x = at::cos(at::arange(12, at::kDouble).view({3, 4}));
+  auto whole = make();
+  penalty(whole, x.clone().requires_grad_());
+  collective::on_ranks(2, [&](const Group& group) {
+    auto layer = make();
+    parallelize_module(layer, group, {{"", ColwiseParallel()}});
+    penalty(layer, x.clone().requires_grad_());
+    EXPECT_TRUE(
+        at::allclose(layer->weight.grad(), whole->weight.grad().chunk(2)[static_cast<std::size_t>(group.rank())]));
   });
 }
 

@@ -1,0 +1,206 @@
+// What users' modules do with parameters that fully_shard divided, beside calling layers.
+#include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/optim/sgd.h>
+
+#include <functional>
+
+#include "base/expect_says_testing.h"
+#include "collective/on_ranks_testing.h"
+#include "lockstep/parallel.h"
+
+namespace lockstep::parallel {
+namespace {
+
+struct NetImpl : torch::nn::Module {
+  NetImpl() {
+    for (const char* name : {"first", "second"}) {
+      torch::nn::Linear layer(6, 6);
+      const at::NoGradGuard no_gradient;
+      layer->weight.copy_(at::sin(at::arange(36).view({6, 6})) * 0.4);
+      layer->bias.copy_(at::cos(at::arange(6)) * 0.1);
+      layers.push_back(register_module(name, layer));
+    }
+    to(at::kDouble);
+  }
+  at::Tensor forward(const at::Tensor& x) { return compute(layers, x); }
+
+  std::vector<torch::nn::Linear> layers;
+  std::function<at::Tensor(std::vector<torch::nn::Linear>&, const at::Tensor&)> compute = [](auto& own, const auto& x) {
+    return own[1](at::tanh(own[0](x)));
+  };
+};
+TORCH_MODULE(Net);
+
+at::Tensor examples() { return at::cos(at::arange(24, at::kDouble).view({4, 6})); }
+
+// Two steps of SGD on two ranks, a unit for each layer, against one process.
+void expect_as_whole(const decltype(NetImpl::compute)& compute, double tolerance = 1e-10) {
+  Net whole;
+  whole->compute = compute;
+  torch::optim::SGD sgd(whole->parameters(), torch::optim::SGDOptions(0.1));
+  for (int step = 0; step < 2; ++step) {
+    sgd.zero_grad();
+    whole(examples()).pow(2).mean().backward();
+    sgd.step();
+  }
+  collective::on_ranks(2, [&](const Group& group) {
+    Net net;
+    net->compute = compute;
+    auto sharded = fully_shard(net, {group, 30}, {.units = {"first", "second"}});
+    torch::optim::SGD own_sgd(sharded.parameters(), torch::optim::SGDOptions(0.1));
+    for (int step = 0; step < 2; ++step) {
+      own_sgd.zero_grad();
+      sharded(examples().chunk(2)[static_cast<std::size_t>(group.rank())]).pow(2).mean().backward();
+      own_sgd.step();
+    }
+    for (const auto& [name, value] : sharded.gather()) {
+      EXPECT_TRUE(at::allclose(value, whole->named_parameters()[name], tolerance, tolerance)) << name;
+    }
+  });
+}
+
+TEST(ShardedUnits, AnOperatorMayReadSeveralUnits) {
+  expect_as_whole([](auto& layers, const at::Tensor& x) {
+    const auto weights = at::cat({layers[0]->weight, layers[1]->weight});
+    return torch::linear(x, weights) +
+           at::cat({layers[0]->bias, layers[1]->bias}) * (layers[0]->bias - layers[1]->bias).sum();
+  });
+}
+
+TEST(ShardedUnits, OperatorsThatMayCopyReadValues) {
+  expect_as_whole(
+      [](auto& layers, const at::Tensor& x) {
+        const auto weight =
+            layers[0]->weight.t().contiguous().reshape({36}).to(at::kFloat).to(at::kDouble).view({6, 6});
+        return layers[1](x.matmul(weight)) + layers[0]->bias.clone();
+      },
+      1e-6);
+}
+
+TEST(ShardedUnits, DetachedWeightsGetNoGradient) {
+  expect_as_whole([](auto& layers, const at::Tensor& x) {
+    return torch::linear(layers[0](x), layers[0]->weight.detach()) + layers[1](x).detach();
+  });
+}
+
+TEST(ShardedUnits, UsesInAnyOrder) {
+  expect_as_whole([](auto& layers, const at::Tensor& x) {
+    return layers[0](layers[1](at::tanh(layers[0](at::tanh(layers[1](x))))));
+  });
+}
+
+TEST(ShardedUnits, ARankMayHaveNoExamples) {
+  Net whole;
+  whole(examples()).pow(2).mean().backward();
+  collective::on_ranks(2, [&](const Group& group) {
+    Net net;
+    auto sharded = fully_shard(net, {group, 30}, {.units = {"first"}});
+    sharded(examples().narrow(0, 0, group.rank() == 0 ? 4 : 0)).pow(2).mean().backward();  // NaN on rank 1
+    double squares = 0, expected = 0;
+    for (const auto& shard : sharded.parameters()) squares += shard.grad().pow(2).sum().item<double>();
+    Communicator(group).sum({&squares, 1});
+    for (const auto& parameter : whole->parameters()) expected += parameter.grad().pow(2).sum().item<double>();
+    EXPECT_NEAR(squares, expected, 1e-12);
+  });
+}
+
+TEST(ShardedUnits, TrainsOnAfterAnExceptionInBackward) {
+  Net whole;
+  whole(examples()).pow(2).mean().backward();
+  collective::on_ranks(2, [&](const Group& group) {
+    Net net;
+    auto sharded = fully_shard(net, {group, 30}, {.units = {"first", "second"}});
+    auto x = examples().requires_grad_();
+    x.register_hook([](const at::Tensor&) -> at::Tensor { throw Error("a bad batch"); });
+    expect_says(message_of([&] { sharded(x).sum().backward(); }), "a bad batch");
+    for (const auto& shard : sharded.parameters()) EXPECT_FALSE(shard.grad().defined());
+    sharded(examples()).pow(2).mean().backward();
+    double squares = 0, expected = 0;
+    for (const auto& shard : sharded.parameters()) squares += shard.grad().pow(2).sum().item<double>();
+    Communicator(group).sum({&squares, 1});
+    for (const auto& parameter : whole->parameters()) expected += parameter.grad().pow(2).sum().item<double>();
+    EXPECT_NEAR(squares, expected, 1e-12);
+  });
+}
+
+TEST(ShardedUnits, GradientsOfSeveralBackwardsAddUp) {
+  collective::on_ranks(2, [&](const Group& group) {
+    Net net;
+    auto sharded = fully_shard(net, {group, 30}, {.units = {"first"}});
+    std::vector<at::Tensor> once;
+    for (int i = 0; i < 3; ++i) {
+      sharded(examples()).pow(2).mean().backward();
+      if (i > 0) continue;
+      for (const auto& shard : sharded.parameters()) once.push_back(shard.grad().clone());
+    }
+    for (std::size_t i = 0; i < once.size(); ++i)
+      EXPECT_TRUE(at::allclose(sharded.parameters()[i].grad(), 3 * once[i]));
+  });
+}
+
+TEST(ShardedUnits, ValuesAreSavedAndLoaded) {
+  std::map<std::string, at::Tensor> saved;
+  collective::on_ranks(2, [&](const Group& group) {
+    Net net;
+    auto sharded = fully_shard(net, {group, 30}, {.units = {"first"}});
+    auto values = sharded.gather();
+    EXPECT_EQ(values.size(), group.rank() == 0 ? 4U : 0U);
+    for (auto& [name, value] : values) value.mul_(2);
+    sharded.load(values);
+    if (group.rank() == 0) saved = values;
+    const auto doubled = sharded.gather();
+    for (const auto& [name, value] : doubled) EXPECT_TRUE(value.equal(values.at(name)));
+    values.erase("first.bias");
+    expect_says(message_of<InvalidArgument>([&] { sharded.load(values); }), "there is no \"first.bias\"");
+  });
+  collective::on_ranks(3, [&](const Group& group) {  // another number of ranks
+    Net net;
+    auto sharded = fully_shard(net, {group, 30}, {.units = {"second"}});
+    sharded.load(saved);
+    Net whole;
+    const at::NoGradGuard no_gradient;
+    for (auto& each : whole->named_parameters()) each.value().mul_(2);
+    EXPECT_TRUE(at::allclose(sharded(examples()), whole(examples())));
+  });
+}
+
+TEST(ShardedUnits, RefusesWhatItCannotDo) {
+  collective::on_ranks(2, [&](const Group& group) {
+    Net net;
+    expect_says(message_of<InvalidArgument>([&] {
+                  fully_shard(net, group, {.units = {"first", "secnd"}});
+                }),
+                "no module is called \"secnd\"; did you mean second?");
+    EXPECT_TRUE(net(examples()).defined());  // it was left as it was
+    FullyShardedParameters sharded({group, 30});
+    sharded.add(*net->layers[0]);
+    expect_says(message_of<InvalidArgument>([&] { sharded.add(*net->layers[1]); }),
+                "there is a parameter \"weight\" already");
+    expect_says(message_of<InvalidArgument>([&] {
+                  parallelize_module(net, group, {{"first", ColwiseParallel()}});
+                }),
+                "divide before fully_shard");
+    expect_says(message_of([&] { net->to(at::kFloat); }), "before it is divided");
+    const at::NoGradGuard no_gradient;
+    expect_says(message_of([&] { net->layers[0]->weight.zero_(); }),
+                "would change a parameter that fully_shard divided");
+  });
+}
+
+TEST(ShardedUnits, RefusesSchedulesThatSplitBackward) {
+  collective::on_ranks(1, [&](const Group& group) {
+    Net net;
+    Pipeline pipeline({[&] { return net; }}, group, {.schedule = schedules::zero_bubble, .microbatches = 2});
+    FullyShardedParameters sharded({group, 30});
+    sharded.add(*net);
+    expect_says(message_of([&] {
+                  pipeline.step(examples(), examples(),
+                                [](const auto& y, const auto& target) { return (y - target).pow(2).mean(); });
+                }),
+                "use a schedule that does not split it");
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::parallel
