@@ -189,8 +189,8 @@ bool has_hooks(const at::Tensor& tensor) {
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
 WithoutHooks::WithoutHooks(const at::Tensor& parameter) : parameter_(parameter) {
-  // An operator that reads it, and copies nothing: Tensor::contiguous itself calls none.
-  if (has_hooks(parameter)) at::_ops::contiguous::call(parameter, at::MemoryFormat::Preserve);
+  // An operator that reads it, and mostly copies nothing. Tensor::contiguous itself would call none.
+  if (has_hooks(parameter)) at::_ops::contiguous::call(parameter, at::MemoryFormat::Contiguous);
   guard_.emplace(kHookKey);
 }
 
