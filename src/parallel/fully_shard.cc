@@ -17,7 +17,7 @@ struct FullyShardedParameters::State {
 };
 
 FullyShardedParameters::FullyShardedParameters(const Communicator& ranks, FullyShardOptions options)
-    : state_(std::make_unique<State>(std::make_shared<parallel::ShardedUnits>(ranks, std::move(options)))) {}
+    : state_(std::make_unique<State>(State{std::make_shared<parallel::ShardedUnits>(ranks, std::move(options))})) {}
 FullyShardedParameters::~FullyShardedParameters() = default;
 FullyShardedParameters::FullyShardedParameters(FullyShardedParameters&&) noexcept = default;
 

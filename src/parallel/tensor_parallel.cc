@@ -30,8 +30,8 @@ class Planner {
  public:
   Planner(torch::nn::Module& module, const Communicator& ranks) : module_(module), ranks_(ranks) {
     for (const auto& each : module.named_modules("", /*include_self=*/false))
-      modules_.emplace_back(each.key(), each.value().get());
-    modules_.emplace_back("", &module);
+      modules_.push_back({each.key(), each.value().get()});
+    modules_.push_back({"", &module});
   }
 
   std::vector<Change> changes(const ParallelPlan& plan) {
