@@ -2,6 +2,7 @@
 #pragma once
 
 #include "lockstep/parallel/context_parallel.h"
+#include "lockstep/parallel/cut_stages.h"
 #include "lockstep/parallel/device_mesh.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/gradients.h"

@@ -46,8 +46,8 @@ struct Exchanged : torch::autograd::Function<Exchanged> {
     context->saved_data["forward"] = static_cast<std::int64_t>(forward);
     context->saved_data["backward"] = static_cast<std::int64_t>(backward);
     context->saved_data["dim"] = dim;
-    const at::AutoDispatchBelowADInplaceOrView
-        without_views;  // of which none may be a result that users change in place
+    // A result must not be a view, or users could not change it in place.
+    const at::AutoDispatchBelowADInplaceOrView without_views;
     const auto result = exchange(x, ranks, forward, dim);
     return result.is_same(x) ? x.view_as(x) : result;
   }

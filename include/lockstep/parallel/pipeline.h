@@ -77,7 +77,8 @@ class Pipeline {
   // Forward and backward of a batch: adds the gradient of the mean loss over its examples to the gradients of this
   // rank's parameters, and returns that loss, on all ranks. x [examples, ...] is read by the first stage's rank and
   // target [examples, ...] by the last one's; on the others they are only counted. Microbatches differ by one example
-  // at most; there are fewer of them where there are fewer examples.
+  // at most; there are fewer of them where there are fewer examples. The third step is collective over the whole mesh
+  // whose axis the ranks are.
   double step(const Tensor& x, const Tensor& target, const PipelineLoss& loss);
 
   // The last stage's output for a batch, on all ranks, without gradients.
