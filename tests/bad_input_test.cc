@@ -1,10 +1,13 @@
 // Bad input is a clear error, and nothing is lost.
 #include <gtest/gtest.h>
+#include <lockstep/ddp.h>
 #include <lockstep/lockstep.h>
+#include <lockstep/parallel.h>
 #include <sys/mount.h>
 #include <zlib.h>
 
 #include <ATen/ATen.h>
+#include <torch/nn/modules/linear.h>
 
 #include <filesystem>
 #include <fstream>
@@ -28,6 +31,13 @@ void expect_error(const Call& call, std::initializer_list<std::string> parts) {
   } catch (const std::exception& error) {
     ADD_FAILURE() << "another type was thrown: " << error.what();
   }
+}
+
+TEST(BadInput, DataParallelismOverShardsIsRefused) {
+  torch::nn::Linear layer(4, 4);
+  const auto sharded = fully_shard(layer, Communicator());
+  expect_error<InvalidArgument>([&] { DistributedDataParallel ddp(layer, Communicator()); },
+                                {"weight has no values", "averages its gradients itself"});
 }
 
 std::string big_endian(std::uint32_t value) {

@@ -87,6 +87,10 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
   std::vector<std::string> names, trained_names;
   std::vector<at::Tensor> tensors, trained;
   for (const auto& parameter : state_->module->named_parameters()) {
+    if (parameter.value().numel() > 0 && parameter.value().storage().data() == nullptr) {
+      throw InvalidArgument(text("DistributedDataParallel: ", parameter.key(),
+                                 " has no values: fully_shard divided it, and averages its gradients itself"));
+    }
     names.push_back(parameter.key());
     tensors.push_back(parameter.value());
     if (!parameter.value().requires_grad()) continue;

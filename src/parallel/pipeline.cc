@@ -105,7 +105,8 @@ struct Pipeline::State {
         parallel::PipelineRun run(schedule, links, forwards, ranks.rank());
         act(run);
       } catch (const std::exception& error) {
-        links.abort(error.what());
+        const std::string why = error.what();
+        links.abort(text("rank ", ranks.rank(), ": ", why.substr(0, why.find('\n'))));  // LibTorch's have the stack too
         throw;
       }
     });
@@ -130,6 +131,7 @@ Pipeline::Pipeline(std::vector<PipelineStage> stages, const Communicator& ranks,
 Pipeline::~Pipeline() = default;
 
 double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& loss) {
+  if (!at::GradMode::is_enabled()) throw InvalidArgument("Pipeline::step: gradients are off; use forward");
   double result = 0;
   for (auto& each : state_->tied) each.begin_step();
   state_->step_began = Deadline::Clock::now();
@@ -169,6 +171,10 @@ std::vector<Tensor> Pipeline::parameters() const {
     all.insert(all.end(), own.begin(), own.end());
   }
   return parallel::unique(all);
+}
+
+void Pipeline::train(bool on) const {
+  for (const auto& [stage, module] : modules()) module->train(on);
 }
 
 const std::vector<std::pair<int, std::shared_ptr<torch::nn::Module>>>& Pipeline::modules() const {

@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <map>
+#include <unordered_set>
 
+#include "base/mutex.h"
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/divided_parameter.h"
@@ -39,6 +41,32 @@ class UseUnit final : public ops::ParameterHook {
   const std::size_t unit_;
 };
 
+// All shards of the process.
+class KnownShards {
+ public:
+  void add(const Tensor& shard) {
+    MutexLock lock(mutex_);
+    shards_.insert(shard.unsafeGetTensorImpl());
+  }
+  void remove(const Tensor& shard) {
+    MutexLock lock(mutex_);
+    shards_.erase(shard.unsafeGetTensorImpl());
+  }
+  bool contains(const Tensor& tensor) {
+    MutexLock lock(mutex_);
+    return shards_.contains(tensor.unsafeGetTensorImpl());
+  }
+
+ private:
+  Mutex mutex_;
+  std::unordered_set<const at::TensorImpl*> shards_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+KnownShards& known_shards() {
+  static KnownShards shards;
+  return shards;
+}
+
 std::string describe(const std::vector<std::pair<std::string, Tensor>>& parameters) {
   std::string lines;
   for (const auto& [name, parameter] : parameters) {
@@ -53,6 +81,20 @@ std::string describe(const std::vector<std::pair<std::string, Tensor>>& paramete
 ShardedUnits::ShardedUnits(const Communicator& ranks, FullyShardOptions options)
     : ranks_(ranks), options_(std::move(options)) {}
 
+ShardedUnits::~ShardedUnits() {
+  for (const auto& shard : shards_) known_shards().remove(shard);
+}
+
+void refuse_shards(const std::vector<Tensor>& tensors, const std::string& caller) {
+  for (const auto& tensor : tensors) {
+    if (tensor.defined() && known_shards().contains(tensor)) throw InvalidArgument(caller);
+  }
+}
+
+void ShardedUnits::add_examples(double examples) {
+  if (at::GradMode::is_enabled()) examples_ = examples_.value_or(0) + examples;
+}
+
 // The module's parameters that are in no unit yet; tied ones once.
 ShardedUnits::Named ShardedUnits::new_parameters(const torch::nn::Module& module, const std::string& name) const {
   Named found;
@@ -62,6 +104,8 @@ ShardedUnits::Named ShardedUnits::new_parameters(const torch::nn::Module& module
     if (std::find(known.begin(), known.end(), parameter.unsafeGetTensorImpl()) != known.end()) continue;
     known.push_back(parameter.unsafeGetTensorImpl());
     found.emplace_back(name.empty() ? each.key() : text(name, ".", each.key()), parameter);
+    if (parameter.numel() > 0 && parameter.storage().data() == nullptr)
+      throw InvalidArgument(text("fully_shard: ", found.back().first, " is divided already"));
     if (!parameter.is_cpu() || parameter.layout() != at::kStrided) {
       throw InvalidArgument(text("fully_shard: ", found.back().first, " is ", parameter.layout(), " on ",
                                  parameter.device().str(), "; parameters must be dense, in host memory"));
@@ -72,7 +116,15 @@ ShardedUnits::Named ShardedUnits::new_parameters(const torch::nn::Module& module
 
 void ShardedUnits::add(const torch::nn::Module& module, const std::string& name, bool keep) {
   Named parameters;
-  ranks_.abort_on_error([&] { parameters = new_parameters(module, name); });
+  std::string wrong;
+  try {
+    parameters = new_parameters(module, name);
+  } catch (const InvalidArgument& error) {
+    wrong = error.what();
+  }
+  for (const auto& each : ranks_.all_gather(wrong)) {
+    if (!each.empty()) throw InvalidArgument(each);
+  }
   ranks_.check_all_agree(text("parameters of fully_shard's unit \"", name, "\""), describe(parameters));
   for (const auto& [parameter, tensor] : parameters) {
     for_each_flat_shard([&, &wanted = parameter](const FlatShard& flat) {
@@ -106,7 +158,10 @@ void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     ops::add_hook(tensors[i], use);
     if (tensors[i].dim() == 2) ops::add_hook(tensors[i], std::make_shared<SplitWeight>(tensors[i]));
-    if (flat.shard(i).defined()) shards_.push_back(flat.shard(i));
+    if (flat.shard(i).defined()) {
+      shards_.push_back(flat.shard(i));
+      known_shards().add(flat.shard(i));
+    }
     if (!tensors[i].requires_grad()) continue;
     ++unit.gradients;
     after_accumulation_.emplace_back(tensors[i], [this, &unit, &flat, i] { on_gradient(unit, flat, i); });

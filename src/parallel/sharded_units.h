@@ -19,10 +19,11 @@ namespace lockstep::parallel {
 class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
  public:
   ShardedUnits(const Communicator& ranks, FullyShardOptions options);
+  ~ShardedUnits();
 
   // As FullyShardedParameters.
   void add(const torch::nn::Module& module, const std::string& name, bool keep);
-  void add_examples(double examples) { examples_ = examples_.value_or(0) + examples; }
+  void add_examples(double examples);
   void release();
 
   // For an operator that reads a parameter of the unit: gathers it, and gives up those of operators before. `call`
@@ -79,5 +80,9 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   double factor_ = 1;               // of this backward's gradients
   std::vector<Unit*> not_reduced_;  // in this backward, the next last
 };
+
+// Throws InvalidArgument where one of the tensors is a shard. `caller`: who does not take them, and what to use
+// instead.
+void refuse_shards(const std::vector<Tensor>& tensors, const std::string& caller);
 
 }  // namespace lockstep::parallel

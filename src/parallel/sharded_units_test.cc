@@ -124,6 +124,25 @@ TEST(ShardedUnits, TrainsOnAfterAnExceptionInBackward) {
   });
 }
 
+TEST(ShardedUnits, EvaluationDoesNotCountExamples) {
+  collective::on_ranks(2, [&](const Group& group) {
+    std::vector<std::vector<at::Tensor>> gradients;
+    for (const bool evaluates : {false, true}) {
+      Net net;
+      auto sharded = fully_shard(net, {group, 30}, {.units = {"first"}});
+      const at::Tensor part = examples().chunk(2)[static_cast<std::size_t>(group.rank())];
+      if (evaluates) {
+        const at::NoGradGuard no_gradient;
+        sharded(examples().narrow(0, 0, group.rank() + 1));
+      }
+      sharded(part).pow(2).mean().backward();
+      gradients.emplace_back();
+      for (const auto& shard : sharded.parameters()) gradients.back().push_back(shard.grad().clone());
+    }
+    for (std::size_t i = 0; i < gradients[0].size(); ++i) EXPECT_TRUE(gradients[0][i].equal(gradients[1][i]));
+  });
+}
+
 TEST(ShardedUnits, GradientsOfSeveralBackwardsAddUp) {
   collective::on_ranks(2, [&](const Group& group) {
     Net net;
@@ -181,6 +200,11 @@ TEST(ShardedUnits, RefusesWhatItCannotDo) {
                   parallelize_module(net, group, {{"first", ColwiseParallel()}});
                 }),
                 "divide before fully_shard");
+    expect_says(message_of<InvalidArgument>([&] { fully_shard(net, group); }), "first.weight is divided already");
+    expect_says(message_of<InvalidArgument>([&] { average_gradients(sharded.parameters(), group); }),
+                "means over the ranks already");
+    expect_says(message_of<InvalidArgument>([&] { clip_grad_norm(sharded.parameters(), 1); }),
+                "use FullyShardedParameters::clip_grad_norm");
     expect_says(message_of([&] { net->to(at::kFloat); }), "before it is divided");
     const at::NoGradGuard no_gradient;
     expect_says(message_of([&] { net->layers[0]->weight.zero_(); }),

@@ -83,8 +83,10 @@ void StageLinks::flush() {
 }
 
 void StageLinks::abort(const std::string& reason) const {
-  for (const auto& [rank, link] : to_) link.abort(reason);
-  for (const auto& [rank, link] : from_) link.abort(reason);
+  // Not Communicator::abort, which would name this rank by its number on the link.
+  for (const auto* const links : {&to_, &from_}) {
+    for (const auto& [rank, link] : *links) link.group().abort(reason);
+  }
 }
 
 }  // namespace lockstep::parallel

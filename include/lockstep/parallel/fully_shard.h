@@ -44,7 +44,9 @@ struct FullyShardOptions {
 // gathered when an operator of forward or backward first reads it, and given up when one reads parameters of other
 // units alone. So all ranks call the same operators, on units in the same order, and the module's code stays as it is.
 // Functions that take the address of a parameter's values without an operator of LibTorch cannot be used in it, nor can
-// a backward inside backward: recompute activations with lockstep::recompute. Parameters are in host memory.
+// a backward inside backward: recompute activations with lockstep::recompute. torch::save of the module writes no
+// values: save what `gather` returns. Optimizers get `parameters()`: one of the module's own parameters would change
+// nothing. Parameters are in host memory.
 //
 // After an exception in backward call release(), or the module's forward, before the next one.
 //
@@ -69,7 +71,7 @@ class FullyShardedParameters {
   const std::vector<Tensor>& parameters() const;
 
   // The number of examples for which the next backward counts on this rank; calls since the last backward add up.
-  // Where it is not called, all ranks count the same.
+  // Where it is not called, all ranks count the same. Ignored where gradients are off.
   void add_examples(double examples);
 
   // Gives up what is gathered, so that the next forward reads the shards as they are now. FullySharded does so before

@@ -75,6 +75,8 @@ class MoE : public torch::nn::ModuleHolder<MoEImpl> {
   template <class Factory>
   MoE(MoEOptions options, std::int64_t width, const Factory& make_expert, Communicator ranks = {})
       : torch::nn::ModuleHolder<MoEImpl>(std::make_shared<MoEImpl>(options, width, make_expert, std::move(ranks))) {}
+  MoE(std::shared_ptr<MoEImpl> module)  // NOLINT: as every holder, for register_module
+      : torch::nn::ModuleHolder<MoEImpl>(std::move(module)) {}
   MoE(std::nullptr_t) : torch::nn::ModuleHolder<MoEImpl>(nullptr) {}  // NOLINT: as every holder
 };
 

@@ -78,11 +78,15 @@ class Pipeline {
   // rank's parameters, and returns that loss, on all ranks. x [examples, ...] is read by the first stage's rank and
   // target [examples, ...] by the last one's; on the others they are only counted. Microbatches differ by one example
   // at most; there are fewer of them where there are fewer examples. The third step is collective over the whole mesh
-  // whose axis the ranks are.
+  // whose axis the ranks are. Throws InvalidArgument where gradients are off.
   double step(const Tensor& x, const Tensor& target, const PipelineLoss& loss);
 
-  // The last stage's output for a batch, on all ranks, without gradients.
+  // The last stage's output for a batch, on all ranks, without gradients. Call eval() before it.
   Tensor forward(const Tensor& x);
+
+  // Sets this rank's stages to training, or evaluation, as Module::train.
+  void train(bool on = true) const;
+  void eval() const { train(false); }
 
   // Of this rank's stages, in the order of stages.
   std::vector<Tensor> parameters() const;

@@ -67,8 +67,8 @@ struct SequenceParallel {};
 // `Shard` as a style is for a parameter itself: each rank has its part along the dimension.
 using ParallelStyle = std::variant<ColwiseParallel, RowwiseParallel, SequenceParallel, Shard>;
 
-// By the names of submodules, and for Shard of parameters. "*" stands for one part of a name, between two dots; the
-// empty name for the module itself.
+// By the names of submodules, and for Shard of parameters. "*" stands for any characters but a dot; the empty name for
+// the module itself.
 using ParallelPlan = std::vector<std::pair<std::string, ParallelStyle>>;
 
 // Gives all ranks rank 0's parameters and buffers, then keeps this rank's part of those that the plan divides, in the
