@@ -27,9 +27,9 @@ void check_equal(double examples_times_ranks, double total) {
 }  // namespace
 
 void average_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks, double examples) {
-  parallel::refuse_shards(parameters,
-                          "average_gradients: gradients of fully_shard's parameters are means over the ranks "
-                          "already");
+  if (parallel::any_is_shard_of(parameters, ranks))
+    throw InvalidArgument(
+        "average_gradients: gradients of fully_shard's parameters are means over these ranks already");
   if (ranks.size() == 1) return;
   if (!(examples >= 0)) throw InvalidArgument(text("average_gradients: examples is ", examples));
   double total = examples;
@@ -62,7 +62,8 @@ void average_gradients(const std::vector<Tensor>& parameters, const Communicator
 
 double clip_grad_norm(const std::vector<Tensor>& parameters, double max_norm, const Communicator& stages) {
   parallel::check_max_norm(max_norm);
-  parallel::refuse_shards(parameters, "clip_grad_norm: use FullyShardedParameters::clip_grad_norm for its parameters");
+  if (parallel::any_is_shard(parameters))
+    throw InvalidArgument("clip_grad_norm: use FullyShardedParameters::clip_grad_norm for its parameters");
   const at::NoGradGuard no_gradient;
   parallel::GradientNorm squares;
   const auto unique = parallel::unique(parameters);

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <map>
-#include <unordered_set>
+#include <unordered_map>
 
 #include "base/mutex.h"
 #include "base/text.h"
@@ -41,25 +41,27 @@ class UseUnit final : public ops::ParameterHook {
   const std::size_t unit_;
 };
 
-// All shards of the process.
+// All shards of the process, with the Groups of the ranks that have the other parts.
 class KnownShards {
  public:
-  void add(const Tensor& shard) {
+  void add(const Tensor& shard, const Communicator& ranks) {
     MutexLock lock(mutex_);
-    shards_.insert(shard.unsafeGetTensorImpl());
+    shards_[shard.unsafeGetTensorImpl()] = ranks.group().shared_backend().get();
   }
   void remove(const Tensor& shard) {
     MutexLock lock(mutex_);
     shards_.erase(shard.unsafeGetTensorImpl());
   }
-  bool contains(const Tensor& tensor) {
+  // Null for a tensor that is no shard.
+  const GroupBackend* group_of(const Tensor& tensor) {
     MutexLock lock(mutex_);
-    return shards_.contains(tensor.unsafeGetTensorImpl());
+    const auto found = shards_.find(tensor.unsafeGetTensorImpl());
+    return found == shards_.end() ? nullptr : found->second;
   }
 
  private:
   Mutex mutex_;
-  std::unordered_set<const at::TensorImpl*> shards_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::unordered_map<const at::TensorImpl*, const GroupBackend*> shards_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
 KnownShards& known_shards() {
@@ -85,10 +87,15 @@ ShardedUnits::~ShardedUnits() {
   for (const auto& shard : shards_) known_shards().remove(shard);
 }
 
-void refuse_shards(const std::vector<Tensor>& tensors, const std::string& caller) {
-  for (const auto& tensor : tensors) {
-    if (tensor.defined() && known_shards().contains(tensor)) throw InvalidArgument(caller);
-  }
+bool any_is_shard(const std::vector<Tensor>& tensors) {
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [](const auto& tensor) { return known_shards().group_of(tensor) != nullptr; });
+}
+
+bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ranks) {
+  const auto* const group = ranks.group().shared_backend().get();
+  return std::any_of(tensors.begin(), tensors.end(),
+                     [&](const auto& tensor) { return known_shards().group_of(tensor) == group; });
 }
 
 void ShardedUnits::add_examples(double examples) {
@@ -160,7 +167,7 @@ void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
     if (tensors[i].dim() == 2) ops::add_hook(tensors[i], std::make_shared<SplitWeight>(tensors[i]));
     if (flat.shard(i).defined()) {
       shards_.push_back(flat.shard(i));
-      known_shards().add(flat.shard(i));
+      known_shards().add(flat.shard(i), ranks_);
     }
     if (!tensors[i].requires_grad()) continue;
     ++unit.gradients;

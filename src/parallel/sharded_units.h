@@ -81,8 +81,8 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   std::vector<Unit*> not_reduced_;  // in this backward, the next last
 };
 
-// Throws InvalidArgument where one of the tensors is a shard. `caller`: who does not take them, and what to use
-// instead.
-void refuse_shards(const std::vector<Tensor>& tensors, const std::string& caller);
+// Whether one of the tensors is a shard, or one of which these ranks have the other parts.
+bool any_is_shard(const std::vector<Tensor>& tensors);
+bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ranks);
 
 }  // namespace lockstep::parallel

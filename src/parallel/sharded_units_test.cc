@@ -202,7 +202,7 @@ TEST(ShardedUnits, RefusesWhatItCannotDo) {
                 "divide before fully_shard");
     expect_says(message_of<InvalidArgument>([&] { fully_shard(net, group); }), "first.weight is divided already");
     expect_says(message_of<InvalidArgument>([&] { average_gradients(sharded.parameters(), group); }),
-                "means over the ranks already");
+                "means over these ranks already");
     expect_says(message_of<InvalidArgument>([&] { clip_grad_norm(sharded.parameters(), 1); }),
                 "use FullyShardedParameters::clip_grad_norm");
     expect_says(message_of([&] { net->to(at::kFloat); }), "before it is divided");
