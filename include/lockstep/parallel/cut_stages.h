@@ -17,7 +17,7 @@
 namespace lockstep {
 
 // Of one layer: forward and backward of a microbatch in seconds, and its memory in bytes: of parameters, and of what
-// forward keeps for the backward of one microbatch.
+// forward keeps for the backward of one microbatch (0 where LibTorch's own allocator serves: ops/memory.h).
 struct LayerCost {
   double seconds = 0;
   double parameter_bytes = 0;
