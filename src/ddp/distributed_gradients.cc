@@ -11,6 +11,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "ops/parameter_hook.h"
 
 namespace lockstep {
 namespace {
@@ -87,7 +88,7 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
   std::vector<std::string> names, trained_names;
   std::vector<at::Tensor> tensors, trained;
   for (const auto& parameter : state_->module->named_parameters()) {
-    if (parameter.value().numel() > 0 && parameter.value().storage().data() == nullptr) {
+    if (!ops::has_values(parameter.value())) {
       throw InvalidArgument(text("DistributedDataParallel: ", parameter.key(),
                                  " has no values: fully_shard divided it, and averages its gradients itself"));
     }

@@ -57,8 +57,8 @@ class HookTable {
 };
 
 HookTable& table() {
-  static auto* const hooks =
-      new HookTable;  // never destroyed: hooks hold Groups, which may be gone when the process ends
+  // Never destroyed: hooks hold Groups, which may be gone when the process ends.
+  static auto* const hooks = new HookTable;
   return *hooks;
 }
 
@@ -119,7 +119,7 @@ void run_hooks(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
     }
   }
   if (call.is_set_data()) keep_hooks(call);
-  const bool gets_storage = call.name() == "aten::set_" && !found.empty() && found[0].index == 0;
+  const bool gets_storage = call.is_set_storage() && !found.empty() && found[0].index == 0;
   const auto parameter = gets_storage ? call.tensor(0) : at::Tensor();
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kHookKey), stack);
   if (!gets_storage || !table().of(parameter).empty()) return;
@@ -167,6 +167,7 @@ bool OperatorCall::reads() const {
 }
 
 bool OperatorCall::is_set_data() const { return name() == "aten::_has_compatible_shallow_copy_type"; }
+bool OperatorCall::is_set_storage() const { return name() == "aten::set_"; }
 
 void OperatorCall::finish(at::Tensor result) const {
   torch::jit::drop(stack_, count_);
@@ -186,9 +187,11 @@ bool has_hooks(const at::Tensor& tensor) {
   return has_key(tensor) && !c10::impl::tls_is_dispatch_key_excluded(kHookKey);
 }
 
+bool has_values(const at::Tensor& parameter) { return parameter.numel() == 0 || parameter.storage().data() != nullptr; }
+
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
-WithoutHooks::WithoutHooks(const at::Tensor& parameter) : parameter_(parameter) {
+WithoutHooks::WithoutHooks(const at::Tensor& parameter) {
   // An operator that reads it, and mostly copies nothing. Tensor::contiguous itself would call none.
   if (has_hooks(parameter)) at::_ops::contiguous::call(parameter, at::MemoryFormat::Contiguous);
   guard_.emplace(kHookKey);

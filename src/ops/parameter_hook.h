@@ -35,8 +35,10 @@ class OperatorCall {
   // Counts the calls with hooks of this thread.
   std::uint64_t number() const { return number_; }
 
-  // Whether somebody gives the first argument other memory (Tensor::set_data, Module::to). Its hooks stay.
+  // Whether somebody gives the first argument other memory: by Tensor::set_data, as Module::to does, or by set_, as
+  // torch::load does. Its hooks stay.
   bool is_set_data() const;
+  bool is_set_storage() const;
 
   // Leaves `result` in the place of the arguments.
   void finish(at::Tensor result) const;
@@ -73,6 +75,9 @@ std::vector<std::shared_ptr<ParameterHook>> hooks_of(const at::Tensor& parameter
 // Whether operators that this thread calls now with the tensor go through hooks.
 bool has_hooks(const at::Tensor& tensor);
 
+// Whether its memory is there: not where fully_shard has given it up.
+bool has_values(const at::Tensor& parameter);
+
 // Whether this thread is in a backward.
 bool in_backward();
 
@@ -83,7 +88,6 @@ class WithoutHooks {
   explicit WithoutHooks(const at::Tensor& parameter);
 
  private:
-  const at::Tensor parameter_;
   std::optional<c10::impl::ExcludeDispatchKeyGuard> guard_;
 };
 

@@ -178,7 +178,7 @@ void SequencePart::before(const ops::OperatorCall& call, std::size_t i) {
 }
 
 void DividedParameter::before(const ops::OperatorCall& call, std::size_t i) {
-  if (call.name() != "aten::set_" || i != 0 || !call.tensor(1).defined()) return;
+  if (!call.is_set_storage() || i != 0 || !call.tensor(1).defined()) return;
   if (call.tensor(0).sizes() == call.tensor(1).sizes()) return;
   throw InvalidArgument(text(layer_, ": a rank's part has shape ", call.tensor(0).sizes(), ", but values of shape ",
                              call.tensor(1).sizes(), " are loaded: load the whole before parallelize_module"));

@@ -32,7 +32,6 @@ class FlatShard {
   void start_gather();
   void finish_gather();
   void release();
-  bool is_gathered() const { return is_gathered_; }
 
   Tensor value(std::size_t i) const;  // of parameter i, while it is gathered: a view
 

@@ -180,6 +180,7 @@ void Pipeline::train(bool on) const {
 const std::vector<std::pair<int, std::shared_ptr<torch::nn::Module>>>& Pipeline::modules() const {
   return state_->modules;
 }
+
 std::vector<PipelineCosts> Pipeline::measured_costs() const {
   constexpr std::size_t kKinds = 4;
   const auto& actions = state_->timed_actions;

@@ -8,6 +8,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "parallel/pipeline_costs.h"
 
 namespace lockstep {
 namespace {
@@ -15,9 +16,7 @@ namespace {
 using Kind = PipelineAction::Kind;
 
 std::string say(const PipelineAction& action) {
-  constexpr const char* kNames[] = {"forward", "backward", "backward_input", "backward_weight"};
-  return text(kNames[static_cast<std::size_t>(action.kind)], " of microbatch ", action.microbatch, " at stage ",
-              action.stage);
+  return text(name_of(action.kind), " of microbatch ", action.microbatch, " at stage ", action.stage);
 }
 
 [[noreturn]] void fail(const PipelineSchedule& schedule, const std::string& what) {
@@ -83,16 +82,6 @@ std::vector<PipelineAction> needs(const PipelineSchedule& schedule, const Places
   return needed;
 }
 
-double cost_of(Kind kind, const PipelineCosts& costs) {
-  switch (kind) {
-    case Kind::forward: return costs.forward;
-    case Kind::backward: return costs.backward_input + costs.backward_weight;
-    case Kind::backward_input: return costs.backward_input;
-    case Kind::backward_weight: return costs.backward_weight;
-  }
-  return 0;
-}
-
 class Simulation {
  public:
   Simulation(const PipelineSchedule& schedule, const std::vector<PipelineCosts>& costs)
@@ -130,15 +119,11 @@ class Simulation {
         const auto ready = ready_at(rank, action);
         if (!ready) break;
         const auto begin = std::max(*ready, done.empty() ? 0.0 : done.back().end);
-        done.push_back({begin, begin + cost_of(action.kind, costs_of(action.stage))});
+        done.push_back({begin, begin + parallel::cost_of(action, costs_)});
         any = true;
       }
     }
     return any;
-  }
-
-  const PipelineCosts& costs_of(int stage) const {
-    return costs_.size() == 1 ? costs_[0] : costs_.at(static_cast<std::size_t>(stage));
   }
 
   // When what the action needs is there; nothing while it is not.
@@ -147,7 +132,8 @@ class Simulation {
     for (const auto& need : needs(schedule_, places_, action)) {
       const auto [where, index] = places_.at(key_of(need));
       if (times_.of_actions[where].size() <= index) return {};
-      ready = std::max(ready, times_.of_actions[where][index].end + (where == rank ? 0 : costs_of(need.stage).message));
+      ready = std::max(
+          ready, times_.of_actions[where][index].end + (where == rank ? 0 : parallel::message_cost_of(need, costs_)));
     }
     return ready;
   }
@@ -184,6 +170,11 @@ std::string cell_of(const PipelineSchedule& schedule, const PipelineAction& acti
 }
 
 }  // namespace
+
+const char* name_of(PipelineAction::Kind kind) {
+  constexpr const char* kNames[] = {"forward", "backward", "backward_input", "backward_weight"};
+  return kNames[static_cast<std::size_t>(kind)];
+}
 
 void check_schedule(const PipelineSchedule& schedule) { predict_times(schedule); }
 

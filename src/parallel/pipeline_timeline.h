@@ -8,7 +8,7 @@
 
 namespace lockstep::parallel {
 
-// One rank's events, as JSON objects that are separated by commas. `times` of `actions`, in seconds since `began`.
+// One rank's events: a JSON array. `times` of `actions`, in seconds since `began`.
 std::string timeline_events(const std::vector<PipelineAction>& actions, const std::vector<PipelineTimes::Span>& times,
                             int rank, double began);
 

@@ -5,7 +5,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "lockstep/parallel/pipeline_schedule.h"
+#include "parallel/pipeline_costs.h"
 
 namespace lockstep {
 namespace schedules {
@@ -70,10 +70,6 @@ class GreedySchedule {
   };
 
   Stage& at(int stage) { return stages_[static_cast<std::size_t>(stage)]; }
-  const PipelineCosts& costs_of(int stage) const {
-    return costs_.size() == 1 ? costs_[0] : costs_.at(static_cast<std::size_t>(stage));
-  }
-
   std::vector<double>& done(Kind kind, int stage) {
     return kind == Kind::forward          ? at(stage).forward
            : kind == Kind::backward_input ? at(stage).input
@@ -110,11 +106,8 @@ class GreedySchedule {
   }
 
   void carry_out(int rank, const PipelineAction& action) {
-    const auto& costs = costs_of(action.stage);
     auto& now = free_at_[static_cast<std::size_t>(rank)];
-    now += action.kind == Kind::forward          ? costs.forward
-           : action.kind == Kind::backward_input ? costs.backward_input
-                                                 : costs.backward_weight;
+    now += parallel::cost_of(action, costs_);
     done(action.kind, action.stage).push_back(now);
     schedule_.actions[static_cast<std::size_t>(rank)].push_back(action);
   }

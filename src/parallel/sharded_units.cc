@@ -23,7 +23,7 @@ class UseUnit final : public ops::ParameterHook {
   UseUnit(std::weak_ptr<ShardedUnits> units, std::size_t unit) : units_(std::move(units)), unit_(unit) {}
 
   void before(const ops::OperatorCall& call, std::size_t i) override {
-    if (call.is_set_data() || call.name() == "aten::set_")
+    if (call.is_set_data() || call.is_set_storage())
       throw Error("fully_shard: load a module, and move it to a device or another dtype, before it is divided");
     if (!call.reads()) return;
     const auto units = units_.lock();
@@ -111,7 +111,7 @@ ShardedUnits::Named ShardedUnits::new_parameters(const torch::nn::Module& module
     if (std::find(known.begin(), known.end(), parameter.unsafeGetTensorImpl()) != known.end()) continue;
     known.push_back(parameter.unsafeGetTensorImpl());
     found.emplace_back(name.empty() ? each.key() : text(name, ".", each.key()), parameter);
-    if (parameter.numel() > 0 && parameter.storage().data() == nullptr)
+    if (!ops::has_values(parameter))
       throw InvalidArgument(text("fully_shard: ", found.back().first, " is divided already"));
     if (!parameter.is_cpu() || parameter.layout() != at::kStrided) {
       throw InvalidArgument(text("fully_shard: ", found.back().first, " is ", parameter.layout(), " on ",

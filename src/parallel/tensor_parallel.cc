@@ -74,19 +74,19 @@ class Planner {
       throw InvalidArgument(text("parallelize_module: ", found.name, " has no weight of two dimensions: ",
                                  name_of(style), " is for linear layers and embeddings"));
     }
-    const auto name = found.name.empty() ? "weight" : found.name + ".weight";
+    const auto name = name_in(found, "weight");
     if (const auto* const embedding = found.module->as<torch::nn::EmbeddingImpl>()) {
       check_embedding(found.name, embedding->options);
       add_change(name, *weight, std::make_shared<DividedEmbedding<Style>>(found.name, style, ranks_));
     } else {
       add_change(name, *weight, std::make_shared<DividedLinear<Style>>(found.name, *weight, style, ranks_));
-      if (const auto* const bias = parameters.find("bias")) add_bias(found.name, *bias, style);
+      if (const auto* const bias = parameters.find("bias")) add_bias(found, *bias, style);
     }
   }
 
   void add_module(const Found& found, const SequenceParallel&) {
     for (const auto& each : found.module->named_parameters()) {
-      add_change(found.name + "." + each.key(), each.value(), std::make_shared<parallel::SequencePart>(ranks_));
+      add_change(name_in(found, each.key()), each.value(), std::make_shared<parallel::SequencePart>(ranks_));
     }
   }
 
@@ -97,26 +97,26 @@ class Planner {
              " has padding_idx, max_norm or scale_grad_by_freq, which are for the whole; leave them out"));
   }
 
-  void add_bias(const std::string& layer, const Tensor& bias, const ColwiseParallel& style) {
+  void add_bias(const Found& layer, const Tensor& bias, const ColwiseParallel& style) {
     const parallel::Division division{.dim = 0, .blocks = style.parts};
-    add_change(layer + ".bias", bias, std::make_shared<DividedParameter>(layer, division, ranks_));
+    add_change(name_in(layer, "bias"), bias, std::make_shared<DividedParameter>(layer.name, division, ranks_));
   }
 
-  void add_bias(const std::string& layer, const Tensor& bias, const RowwiseParallel& style) {
+  void add_bias(const Found& layer, const Tensor& bias, const RowwiseParallel& style) {
     if (std::holds_alternative<Replicate>(style.output)) return;
-    add_change(layer + ".bias", bias, std::make_shared<parallel::SequencePart>(ranks_));
+    add_change(name_in(layer, "bias"), bias, std::make_shared<parallel::SequencePart>(ranks_));
   }
 
   void add_change(const std::string& name, const Tensor& parameter, std::shared_ptr<ops::ParameterHook> hook) {
     Change change{name, parameter, std::move(hook)};
     if (parallel::has_style(parameter))
       throw InvalidArgument(text("parallelize_module: ", name, " has a style already"));
-    if (parameter.numel() > 0 && parameter.storage().data() == nullptr)
+    if (!ops::has_values(parameter))
       throw InvalidArgument(text("parallelize_module: ", name, " has no values: divide before fully_shard"));
     for (const auto& other : changes_) {
-      if (!other.parameter.is_same(parameter) ||
-          (other.division() != nullptr && change.division() != nullptr && other.name != name))
-        continue;
+      if (!other.parameter.is_same(parameter)) continue;
+      const bool are_tied = other.name != name && other.division() != nullptr && change.division() != nullptr;
+      if (are_tied) continue;
       throw InvalidArgument(text("parallelize_module: two entries of the plan are for ", name));
     }
     if (const auto* const division = change.division()) check_division(change, division->division());
@@ -144,6 +144,10 @@ class Planner {
     if (dim >= -parameter.dim() && dim < parameter.dim()) return;
     throw InvalidArgument(
         text("parallelize_module: Shard{", dim, "} of ", name, ", which has shape ", parameter.sizes()));
+  }
+
+  static std::string name_in(const Found& module, const std::string& parameter) {
+    return module.name.empty() ? parameter : module.name + "." + parameter;
   }
 
   static const char* name_of(const ColwiseParallel&) { return "ColwiseParallel"; }

@@ -40,7 +40,7 @@ class DeviceMesh {
   DeviceMesh(std::vector<Axis> axes, const Communicator& ranks, const std::string& host = "");
 
   // The ranks whose coordinates on all other axes are this rank's, in the order of this axis. Throws InvalidArgument
-  // for an axis that the mesh does not have; for `contains` see below.
+  // for an axis that the mesh does not have.
   const Communicator& operator[](const std::string& axis) const;
   bool contains(const std::string& axis) const;
 

@@ -26,6 +26,8 @@ struct PipelineAction {
   friend bool operator==(const PipelineAction&, const PipelineAction&) = default;
 };
 
+const char* name_of(PipelineAction::Kind kind);  // "forward", ...
+
 struct PipelineSchedule {
   std::string name;
   int microbatches = 1;
