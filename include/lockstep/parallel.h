@@ -7,6 +7,7 @@
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/gradients.h"
 #include "lockstep/parallel/moe.h"
+#include "lockstep/parallel/model_parallel_strategy.h"
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/recompute.h"
 #include "lockstep/parallel/tensor_parallel.h"

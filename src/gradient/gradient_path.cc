@@ -136,7 +136,8 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   replicas.barrier(deadline);  // every replica's backward has succeeded: from here on only Groups throw
   sync_->wait(replicas, deadline);
 
-  const auto totals = sync_->totals();
+  auto totals = sync_->totals();
+  totals.finite = updater_.all_finite(totals.finite);
   const bool updates = totals.finite && totals.weight > 0;
   if (updates && compares()) {  // before the update, since gathered values are always equal
     if (replica == 0) compare();

@@ -53,7 +53,7 @@ void check_dtype(const gradient::ParameterSlot& slot) {
 ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
                                            gradient::Placement placement, const OnReplicas& on_replicas,
                                            Communicator workers)
-    : workers_(std::move(workers)), modules_(std::move(modules)), placement_(placement) {
+    : workers_(std::move(workers)), all_workers_(workers_), modules_(std::move(modules)), placement_(placement) {
   if (modules_.empty()) throw InvalidArgument("a model needs at least one replica");
   if (placement_ == gradient::Placement::device && replicas() > 1) {
     throw InvalidArgument(text("values that are updated on their device are one replica's; there are ", replicas()));

@@ -57,8 +57,25 @@ class ReplicatedParameters {
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, gradient::Placement placement,
                        const OnReplicas& on_replicas = {}, Communicator workers = {});
 
+  // The same of a model that is split over processes: `workers` have the same parts of it and train on other examples;
+  // `all_workers` are they and those that have other parts. Collective over the latter.
+  ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, gradient::Placement placement,
+                       const OnReplicas& on_replicas, Communicator workers, Communicator all_workers);
+
   int replicas() const { return static_cast<int>(modules_.size()); }  // of this process
   const Communicator& workers() const { return workers_; }
+  const Communicator& all_workers() const { return all_workers_; }
+  bool is_split() const { return is_split_; }
+
+  // Whether this is the first of all workers that have the parameter, or a part of it.
+  bool is_first_holder(std::size_t slot) const { return is_split_ ? first_holder_[slot] : all_workers_.rank() == 0; }
+
+  // The shape of a slot's parameter, whole; and the whole of which `part`, which has the parameter's shape, is this
+  // process's: collective where the parameter is divided. What has the shape of a slot is cut by `part_of`.
+  std::vector<std::int64_t> whole_sizes(std::size_t slot) const;
+  at::Tensor whole(std::size_t slot, const at::Tensor& part) const;
+  at::Tensor part_of(std::size_t slot, const at::Tensor& whole) const;
+
   gradient::Placement placement() const { return placement_; }
   torch::nn::Module& module(int replica) const { return *modules_[static_cast<std::size_t>(replica)]; }
 
@@ -147,9 +164,12 @@ class ReplicatedParameters {
   at::Tensor place(int replica, const gradient::ParameterSlot& slot) const;
   void bind_first_copy(const at::Tensor& memory);
   void share_values();
+  void find_first_holders();
   at::Tensor sum_of_own_buffers(std::size_t index) const;
 
-  Communicator workers_;
+  Communicator workers_, all_workers_;
+  bool is_split_ = false;
+  std::vector<bool> first_holder_;  // [slot], of a model that is split
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   gradient::Placement placement_;
   std::vector<gradient::ParameterSlot> slots_;

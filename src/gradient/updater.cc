@@ -15,6 +15,7 @@ Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer opt
       optimizer_(std::move(optimizer)),
       states_(initial_states(gradients)),
       loss_scale_(optimizer_.options().loss_scale) {
+  if (parameters_->is_split()) part_sums_.emplace(*parameters_);
   if (parameters_->placement() == Placement::device) {
     for (const auto dtype : {at::kFloat, at::kDouble}) {
       device_updates_.emplace_back(optimizer_, parameters_->flat(0, dtype).options());
@@ -42,7 +43,7 @@ void Updater::begin_step() {
 void Updater::update(const GradientSync& gradients, double divide_by, const Group& replicas, Deadline deadline) {
   if (!device_updates_.empty()) return update_on_device(gradients, divide_by);
   Prepared prepared{.divide_by = divide_by};
-  if (clips_by_norm(optimizer_)) prepared.squares = sum_and_square(gradients, divide_by, replicas, deadline);
+  if (clips_by_norm(optimizer_)) sum_and_square(prepared, gradients, replicas, deadline);
   const bool writes = replicas.rank() == 0;
   if (writes) {
     prepared_ = prepared;
@@ -65,7 +66,7 @@ void Updater::update_shards(int replica, const GradientSync& gradients, const Pr
         *states, replica, gradients, [&]<class T>(T, const Shard& shard, const std::vector<const T*>& sources) {
           if (clips_by_norm(optimizer_)) {
             update_shard<T>(*states, shard, {states->summed<T>(shard)},
-                            {.divide_by = 1 / norm_factor(prepared.squares, shard.slot)}, gradients);
+                            {.divide_by = 1 / norm_factor(prepared, shard.slot)}, gradients);
           } else {
             update_shard<T>(*states, shard, sources, {prepared.divide_by, optimizer_.options().clipvalue}, gradients);
           }
@@ -122,28 +123,30 @@ void Updater::update_on_device(const GradientSync& gradients, double divide_by) 
   }
 }
 
-// Keeps the means of this replica's shards, and returns the squares of their norms over all owners.
-std::vector<double> Updater::sum_and_square(const GradientSync& gradients, double divide_by, const Group& replicas,
-                                            Deadline deadline) {
-  std::vector<double> squares(parameters_->slots().size());  // [slot]
+// Keeps the means of this replica's shards, and sums the squares of their norms over all owners.
+void Updater::sum_and_square(Prepared& prepared, const GradientSync& gradients, const Group& replicas,
+                             Deadline deadline) {
+  auto& squares = prepared.squares;
+  squares.resize(parameters_->slots().size());
   for (const auto* const states : {&states_.own, &states_.copies}) {
     for_each_shard(*states, replicas.rank(), gradients,
                    [&]<class T>(T, const Shard& shard, const std::vector<const T*>& sources) {
                      const auto count = static_cast<std::size_t>(shard.count);
                      auto* const summed = states->summed<T>(shard);
-                     optimizer::sum_gradients<T>(sources, {.divide_by = divide_by}, summed, count);
+                     optimizer::sum_gradients<T>(sources, {.divide_by = prepared.divide_by}, summed, count);
                      if (states == &states_.copies) return;  // its owner adds it
                      squares[shard.slot] += kernels::update_kernels<T>().sum_of_squares(summed, count);
                    });
   }
   gradients.sum_over_owners(squares, replicas, deadline);
-  return squares;
+  prepared.all_squares =
+      part_sums_ ? part_sums_->sum_squares(squares) : std::accumulate(squares.begin(), squares.end(), 0.0);
 }
 
 // What clipping multiplies the parameter's gradient by: bound / max(norm, bound).
-double Updater::norm_factor(const std::vector<double>& squares, std::size_t slot) const {
+double Updater::norm_factor(const Prepared& prepared, std::size_t slot) const {
   const auto& options = optimizer_.options();
-  const double sum = options.clipnorm ? squares[slot] : std::accumulate(squares.begin(), squares.end(), 0.0);
+  const double sum = options.clipnorm ? prepared.squares[slot] : prepared.all_squares;
   const double bound = options.clipnorm ? *options.clipnorm : *options.global_clipnorm;
   return bound / std::max(std::sqrt(sum), bound);
 }

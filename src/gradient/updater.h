@@ -11,6 +11,7 @@
 #include "gradient/device_update.h"
 #include "gradient/gradient_sync.h"
 #include "gradient/loss_scale.h"
+#include "gradient/parameter_parts.h"
 #include "gradient/replicated_parameters.h"
 #include "gradient/shard_state.h"
 #include "lockstep/optimizer/optimizer.h"
@@ -48,6 +49,10 @@ class Updater {
     ++iterations_;
     phase_ = Phase::none;
   }
+
+  // Whether gradients are finite on all workers of a model that is split, where they are on this one and on those that
+  // have the same parts. Collective, where losses are scaled.
+  bool all_finite(bool finite) const { return part_sums_ && loss_scale_.used() ? part_sums_->all(finite) : finite; }
 
   // Losses are multiplied by it before backward. Written like iterations(); constant while replicas run backward.
   LossScale& loss_scale() { return loss_scale_; }
@@ -89,13 +94,13 @@ class Updater {
   struct Prepared {
     double divide_by = 1;
     std::vector<double> squares;  // [slot]: of the sums' norms, where the optimizer clips by them
+    double all_squares = 0;       // their sum over the model
   };
 
   void update_on_device(const GradientSync& gradients, double divide_by);
-  std::vector<double> sum_and_square(const GradientSync& gradients, double divide_by, const Group& replicas,
-                                     Deadline deadline);
+  void sum_and_square(Prepared& prepared, const GradientSync& gradients, const Group& replicas, Deadline deadline);
   void update_shards(int replica, const GradientSync& gradients, const Prepared& prepared);
-  double norm_factor(const std::vector<double>& squares, std::size_t slot) const;
+  double norm_factor(const Prepared& prepared, std::size_t slot) const;
 
   // Calls act(T(), shard, sources) for each of the replica's shards in `states` that anybody has a gradient for.
   template <class Act>
@@ -109,6 +114,7 @@ class Updater {
   const Optimizer optimizer_;
 
   States states_;
+  std::optional<PartSums> part_sums_;         // of a model that is split over processes
   std::vector<DeviceUpdate> device_updates_;  // float's and double's; Placement::device only
 
   std::optional<std::uint64_t> remembered_;

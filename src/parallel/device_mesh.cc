@@ -102,6 +102,7 @@ struct DeviceMesh::State {
   }
 
   std::vector<Axis> axes;
+  std::optional<Job> job;
   Communicator ranks;
   std::vector<Communicator> along;  // [axis]
 };
@@ -111,7 +112,10 @@ DeviceMesh::DeviceMesh(std::vector<Axis> axes, const Communicator& ranks, const 
 
 DeviceMesh::DeviceMesh(std::vector<Axis> axes, double timeout_seconds) {
   const auto job = Job::from_environment();
-  state_ = std::make_shared<State>(std::move(axes), Communicator(job.group(), timeout_seconds), job.world().host);
+  const auto state =
+      std::make_shared<State>(std::move(axes), Communicator(job.group(), timeout_seconds), job.world().host);
+  state->job = job;
+  state_ = state;
 }
 
 bool DeviceMesh::contains(const std::string& axis) const {
@@ -125,6 +129,7 @@ const Communicator& DeviceMesh::operator[](const std::string& axis) const {
   throw InvalidArgument(text("DeviceMesh: there is no axis \"", axis, "\"; the mesh has ", list(axes())));
 }
 
+const std::optional<Job>& DeviceMesh::job() const { return state_->job; }
 const Communicator& DeviceMesh::ranks() const { return state_->ranks; }
 const std::vector<DeviceMesh::Axis>& DeviceMesh::axes() const { return state_->axes; }
 

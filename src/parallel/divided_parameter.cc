@@ -41,6 +41,8 @@ void check_layouts(const std::string& layer, const ColwiseParallel& style) {
   if (!is_whole(style.output) && !is_last(style.output))
     throw InvalidArgument(text("ColwiseParallel ", layer, ": output may be Shard{-1} or Replicate"));
   if (style.parts < 1) throw InvalidArgument(text("ColwiseParallel ", layer, ": parts is ", style.parts));
+  if (style.parts > 1 && is_whole(style.output))
+    throw InvalidArgument(text("ColwiseParallel ", layer, ": parts is for outputs that stay divided, Shard{-1}"));
 }
 
 void check_layouts(const std::string& layer, const RowwiseParallel& style) {
@@ -61,8 +63,10 @@ Tensor linear(const std::string& layer, const ColwiseParallel& style, const Comm
   if (call.x.size(-1) != call.weight.size(1)) {
     fail_features(layer, "ColwiseParallel", call.x, call.weight.size(1), ": the whole input's features");
   }
-  const auto y = split_linear(whole_input(call.x, style.input, ranks), call.weight, call.bias);
-  return colwise_output(y, style.output, ranks);
+  const auto x = whole_input(call.x, style.input, ranks);
+  if (!is_whole(style.output)) return split_linear(x, call.weight, call.bias);
+  const auto y = colwise_output(split_linear(x, call.weight, {}), style.output, ranks);
+  return call.bias.defined() ? y + call.bias : y;  // whole: DividedBias
 }
 
 Tensor linear(const std::string& layer, const RowwiseParallel& style, const Communicator& ranks,
@@ -130,10 +134,22 @@ bool has_style(const Tensor& parameter) {
   });
 }
 
-Tensor DividedParameter::gather(const Tensor& part) const {
+std::vector<std::int64_t> DividedParameter::whole_sizes(at::IntArrayRef part) const {
+  auto sizes = part.vec();
+  sizes[static_cast<std::size_t>(division_.dim)] *= ranks().size();
+  return sizes;
+}
+
+Tensor DividedParameter::whole(const Tensor& part) const {
   const auto dim = division_.dim;
   const auto blocks = part.detach().unflatten(dim, {division_.blocks, part.size(dim) / division_.blocks});
   return exchange(blocks, ranks(), Exchange::gather, dim + 1).flatten(dim, dim + 1).contiguous();
+}
+
+Tensor DividedParameter::whole_for_all(const Tensor& part) const {
+  const auto dim = division_.dim;
+  const auto blocks = part.unflatten(dim, {division_.blocks, part.size(dim) / division_.blocks});
+  return exchange(blocks, ranks(), Exchange::gather, Exchange::take_part, dim + 1).flatten(dim, dim + 1);
 }
 
 template <class Style>
@@ -166,6 +182,24 @@ bool DividedEmbedding<Style>::run(const ops::OperatorCall& call, std::size_t i) 
                     {call.tensor(0), call.tensor(1), call.argument(2).toInt(), call.argument(3).toBool(),
                      call.argument(4).toBool()}));
   return true;
+}
+
+DividedBias::DividedBias(std::string layer, const ColwiseParallel& style, const Communicator& ranks)
+    : DividedParameter(std::move(layer), {.dim = 0, .blocks = style.parts}, ranks),
+      output_is_whole_(is_whole(style.output)) {}
+
+void DividedBias::before(const ops::OperatorCall& call, std::size_t i) {
+  DividedParameter::before(call, i);
+  if (output_is_whole_ && is_added_to_whole(call, i)) call.argument(i) = whole_for_all(call.tensor(i));
+}
+
+bool DividedBias::is_added_to_whole(const ops::OperatorCall& call, std::size_t i) const {
+  const auto& name = call.name();
+  if (name == "aten::linear") return i == 2;
+  if (name == "aten::addmm") return i == 0;
+  if ((name != "aten::add" && name != "aten::add_") || i > 1 || call.writes(i)) return false;
+  const auto other = call.tensor(1 - i);
+  return other.defined() && other.dim() > 1 && other.size(-1) == call.tensor(i).numel() * ranks().size();
 }
 
 void SequencePart::before(const ops::OperatorCall& call, std::size_t i) {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "gradient/parameter_parts.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "ops/parameter_hook.h"
 #include "parallel/linear_call.h"
@@ -21,10 +22,16 @@ struct Division {
 Tensor divided(const Tensor& whole, const Division& division, const Communicator& ranks);
 
 // Of a parameter of which the ranks have other parts, or of which they have others in its place, such as other experts.
-class PartialParameter : public ops::ParameterHook {
+class PartialParameter : public ops::ParameterHook, public gradient::ParameterParts {
  public:
   explicit PartialParameter(Communicator ranks) : ranks_(std::move(ranks)) {}
   const Communicator& ranks() const { return ranks_; }
+
+  std::vector<Communicator> holders() const override { return {ranks_}; }
+  bool make_up_a_whole() const override { return false; }
+  std::vector<std::int64_t> whole_sizes(at::IntArrayRef part) const override { return part.vec(); }
+  Tensor whole(const Tensor& part) const override { return part; }
+  Tensor part_of(const Tensor& whole) const override { return whole; }
 
  private:
   const Communicator ranks_;
@@ -39,10 +46,15 @@ class DividedParameter : public PartialParameter {
 
   void before(const ops::OperatorCall& call, std::size_t i) override;
 
-  // The whole of a parameter with this hook. Collective.
-  Tensor gather(const Tensor& part) const;
+  bool make_up_a_whole() const override { return true; }
+  std::vector<std::int64_t> whole_sizes(at::IntArrayRef part) const override;
+  Tensor whole(const Tensor& part) const override;
+  Tensor part_of(const Tensor& whole) const override { return divided(whole, division_, ranks()); }
 
  protected:
+  // The whole, in autograd, for work that all ranks make alike.
+  Tensor whole_for_all(const Tensor& part) const;
+
   const std::string& layer() const { return layer_; }  // its name, for messages
 
  private:
@@ -65,6 +77,18 @@ class DividedLinear final : public DividedParameter {
  private:
   const WeakParameter weight_;
   const Style style_;
+};
+
+// Of a column-parallel layer's bias: the whole, where it is added to whole outputs. torch::nn::Linear adds it by an
+// operator of its own where its input has more than two dimensions.
+class DividedBias final : public DividedParameter {
+ public:
+  DividedBias(std::string layer, const ColwiseParallel& style, const Communicator& ranks);
+  void before(const ops::OperatorCall& call, std::size_t i) override;
+
+ private:
+  bool is_added_to_whole(const ops::OperatorCall& call, std::size_t i) const;
+  const bool output_is_whole_;
 };
 
 // Of an embedding's weight [ids, features].

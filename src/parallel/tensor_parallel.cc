@@ -98,8 +98,7 @@ class Planner {
   }
 
   void add_bias(const Found& layer, const Tensor& bias, const ColwiseParallel& style) {
-    const parallel::Division division{.dim = 0, .blocks = style.parts};
-    add_change(name_in(layer, "bias"), bias, std::make_shared<DividedParameter>(layer.name, division, ranks_));
+    add_change(name_in(layer, "bias"), bias, std::make_shared<parallel::DividedBias>(layer.name, style, ranks_));
   }
 
   void add_bias(const Found& layer, const Tensor& bias, const RowwiseParallel& style) {
@@ -229,7 +228,7 @@ void parallelize_module(torch::nn::Module& module, const Communicator& ranks, co
 
 Tensor full_tensor(const Tensor& parameter) {
   const auto division = parallel::division_of(parameter);
-  return division != nullptr ? division->gather(parameter) : parameter.detach().clone();
+  return division != nullptr ? division->whole(parameter) : parameter.detach().clone();
 }
 
 }  // namespace lockstep

@@ -5,9 +5,12 @@
 
 #include <cmath>
 #include <cstring>
+#include <set>
+#include <span>
 #include <sstream>
 
 #include "base/text.h"
+#include "checkpoint/safetensors.h"
 #include "data/stored_tensor.h"
 #include "gradient/gradient_path.h"
 #include "lockstep/base/error.h"
@@ -21,21 +24,72 @@ std::string joined(const std::string& prefix, const std::string& name) {
   return prefix.empty() ? name : prefix + "/" + name;
 }
 
-// The stored tensor as one of `like`'s shape. Throws InvalidArgument naming what differs.
-Tensor load_like(const Archive& archive, const std::string& name, const Tensor& like) {
+// The stored tensor in this shape. Throws InvalidArgument naming what differs.
+Tensor load_tensor(const Archive& archive, const std::string& name, at::IntArrayRef sizes, at::ScalarType wanted) {
   const auto loaded = data::from_stored(archive.tensor(name));
-  if (loaded.sizes() != like.sizes()) {
+  if (loaded.sizes() != sizes) {
     throw InvalidArgument(
-        text("the checkpoint's \"", name, "\" has shape ", loaded.sizes(), "; the model's has ", like.sizes()));
+        text("the checkpoint's \"", name, "\" has shape ", loaded.sizes(), "; the model's has ", sizes));
   }
-  const auto wanted = like.scalar_type(), found = loaded.scalar_type();
+  const auto found = loaded.scalar_type();
   const bool of_before = (wanted == at::kBool && found == at::kByte) ||  // as earlier versions stored them
                          ((wanted == at::kChar || wanted == at::kShort) && found == at::kInt);
   if (found != wanted && !of_before) {
-    throw InvalidArgument(text("the checkpoint's \"", name, "\" has dtype ", loaded.scalar_type(), "; the model's has ",
-                               like.scalar_type()));
+    throw InvalidArgument(text("the checkpoint's \"", name, "\" has dtype ", found, "; the model's has ", wanted));
   }
   return loaded.to(wanted);
+}
+
+Tensor load_like(const Archive& archive, const std::string& name, const Tensor& like) {
+  return load_tensor(archive, name, like.sizes(), like.scalar_type());
+}
+
+// Of a parameter, or of a state of the optimizer for it: this process's part.
+Tensor load_slot(const Archive& archive, const std::string& name, const ReplicatedParameters& parameters,
+                 std::size_t slot) {
+  const auto dtype = parameters.slots()[slot].dtype;
+  return parameters.part_of(slot, load_tensor(archive, name, parameters.whole_sizes(slot), dtype));
+}
+
+// What processes save of a model that is split over them. Each makes an archive of what it has; the chief gets all.
+Archive gathered_on_chief(const Communicator& workers, Archive mine) {
+  std::vector<std::string> lines;
+  for (const auto& [name, tensor] : mine.tensors) lines.push_back(name);
+  std::set<std::string> elsewhere;  // on a worker before this one
+  int rank = 0;
+  for (const auto& theirs : workers.all_gather(join(lines, "\n"))) {
+    if (rank++ == workers.rank()) break;
+    std::istringstream names(theirs);
+    for (std::string name; std::getline(names, name);) elsewhere.insert(name);
+  }
+  std::erase_if(mine.tensors, [&](const auto& each) { return elsewhere.contains(each.first); });
+  const auto packed = workers.gather(workers.rank() == 0 ? "" : checkpoint::print_archive(mine), 0);
+  if (workers.rank() != 0) return {};
+  for (std::size_t other = 1; other < packed.size(); ++other) {
+    auto theirs = checkpoint::parse_archive("a worker's state", std::as_bytes(std::span(packed[other])));
+    mine.tensors.merge(theirs.tensors);
+    mine.entries.merge(theirs.entries);
+  }
+  return mine;
+}
+
+// Has `save` write into the archive; of a model that is split, into the chief's, what all workers save.
+void save_with_parts(const ReplicatedParameters& parameters, Archive& archive,
+                     const std::function<void(Archive&)>& save) {
+  if (!parameters.is_split()) return save(archive);
+  Archive mine;
+  save(mine);
+  mine = gathered_on_chief(parameters.all_workers(), std::move(mine));
+  archive.tensors.merge(mine.tensors);
+  archive.entries.merge(mine.entries);
+}
+
+// Saves a slot's whole tensor, of which `part` is here; of a model that is split, on one of the workers that have it.
+void save_slot(const ReplicatedParameters& parameters, std::size_t slot, const Tensor& part, Archive& archive,
+               const std::string& name) {
+  if (parameters.is_split() && parameters.workers().rank() != 0) return;
+  const auto whole = parameters.whole(slot, part);
+  if (!parameters.is_split() || parameters.is_first_holder(slot)) archive.tensors[name] = data::to_stored(whole);
 }
 
 }  // namespace
@@ -61,18 +115,20 @@ Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& param
     }
   };
   const auto save = [parameters, each, buffers](Archive& archive, const std::string& prefix) {
-    each([&](std::size_t slot, const std::string& name) {
-      archive.tensors[joined(prefix, name)] = data::to_stored(parameters->parameter(0, slot));
+    save_with_parts(*parameters, archive, [&](Archive& mine) {
+      each([&](std::size_t slot, const std::string& name) {
+        save_slot(*parameters, slot, parameters->parameter(0, slot), mine, joined(prefix, name));
+      });
+      for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
+        mine.tensors[joined(prefix, parameters->buffer_names()[i])] = data::to_stored(
+            buffers == Buffers::of_all_workers ? parameters->average_buffer(i) : parameters->average_own_buffer(i));
+      }
     });
-    for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
-      archive.tensors[joined(prefix, parameters->buffer_names()[i])] = data::to_stored(
-          buffers == Buffers::of_all_workers ? parameters->average_buffer(i) : parameters->average_own_buffer(i));
-    }
   };
   const auto load = [parameters, each](const Archive& archive, const std::string& prefix) -> std::function<void()> {
     std::vector<std::pair<std::size_t, Tensor>> loaded, loaded_buffers;
     each([&](std::size_t slot, const std::string& name) {
-      loaded.emplace_back(slot, load_like(archive, joined(prefix, name), parameters->parameter(0, slot)));
+      loaded.emplace_back(slot, load_slot(archive, joined(prefix, name), *parameters, slot));
     });
     for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
       const auto name = joined(prefix, parameters->buffer_names()[i]);
@@ -83,7 +139,7 @@ Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& param
       for (const auto& [index, value] : loaded_buffers) parameters->assign_buffer(index, value);
     };
   };
-  return {save, load, parameters->workers()};
+  return {save, load, parameters->all_workers()};
 }
 
 Trackable ReplicatedModule::replica_buffers() const {
@@ -91,7 +147,7 @@ Trackable ReplicatedModule::replica_buffers() const {
     return joined(prefix, text(replica, "/", parameters->buffer_names()[index]));
   };
   // Collective over the workers: all replicas' buffers, numbered through.
-  const auto save = [parameters = impl_, name_of](Archive& archive, const std::string& prefix) {
+  const auto save_own = [parameters = impl_, name_of](Archive& archive, const std::string& prefix) {
     const auto& workers = parameters->workers();
     const int replicas = parameters->replicas();
     archive.entries[joined(prefix, "replicas")] = std::to_string(replicas * workers.size());
@@ -109,6 +165,9 @@ Trackable ReplicatedModule::replica_buffers() const {
         archive.tensors[name_of(prefix, replica, i)] = stored;
       }
     }
+  };
+  const auto save = [parameters = impl_, save_own](Archive& archive, const std::string& prefix) {
+    save_with_parts(*parameters, archive, [&](Archive& mine) { save_own(mine, prefix); });
   };
   const auto load = [parameters = impl_, name_of](const Archive& archive,
                                                   const std::string& prefix) -> std::function<void()> {
@@ -129,7 +188,7 @@ Trackable ReplicatedModule::replica_buffers() const {
       }
     };
   };
-  return {save, load, impl_->workers()};
+  return {save, load, impl_->all_workers()};
 }
 
 void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& loss, double weight) const {
@@ -178,7 +237,8 @@ struct LoadedCounters {
   gradient::GradientSync::State sync;
 };
 
-LoadedCounters load_counters(const Archive& archive, const std::string& prefix, const std::string& expected_rule) {
+LoadedCounters load_counters(const Archive& archive, const std::string& prefix, const std::string& expected_rule,
+                             const std::string& order_name) {
   const auto& rule = archive.entry(joined(prefix, "rule"));
   if (rule != expected_rule) {
     throw InvalidArgument(text("the checkpoint's optimizer is ", rule, "; this one is ", expected_rule));
@@ -186,7 +246,7 @@ LoadedCounters load_counters(const Archive& archive, const std::string& prefix, 
   LoadedCounters loaded{.iterations = archive.integer(joined(prefix, "iterations"))};
   const auto rate = joined(prefix, "learning_rate");
   if (archive.entries.contains(rate)) loaded.rate = LearningRate(archive.number(rate)).at(0);  // checked
-  const auto listed = archive.entries.find(joined(prefix, "gradient_order"));
+  const auto listed = archive.entries.find(joined(prefix, order_name));
   if (listed != archive.entries.end()) {
     std::istringstream numbers(listed->second);
     for (std::int64_t slot = 0; numbers >> slot;) loaded.sync.order.push_back(slot);
@@ -212,6 +272,12 @@ LoadedCounters load_counters(const Archive& archive, const std::string& prefix, 
 
 }  // namespace
 
+// Slots are numbered by each worker for itself where a model is split.
+std::string name_of_order(const ReplicatedParameters& parameters) {
+  if (!parameters.is_split() || parameters.slots().empty()) return "gradient_order";
+  return "gradient_order/" + parameters.slots()[0].name;
+}
+
 std::string strategy::name_of_state(const StateSpec& state, const std::string& parameter) {
   return state.name + "/" + parameter;
 }
@@ -225,7 +291,8 @@ Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) 
       archive.set_numbers(joined(prefix, "learning_rate"), {*rate});
     }
     const auto state = gradients->sync().state();
-    if (!state.order.empty()) archive.entries[joined(prefix, "gradient_order")] = join(state.order, " ");
+    if (!state.order.empty())
+      archive.entries[joined(prefix, name_of_order(gradients->parameters()))] = join(state.order, " ");
     if (state.weight_scale > 0) archive.set_numbers(joined(prefix, "weight_scale"), {state.weight_scale});
     if (!updater.loss_scale().used()) return;
     archive.set_numbers(joined(prefix, "loss_scale"), {updater.loss_scale().value()});
@@ -233,7 +300,8 @@ Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) 
     archive.entries[joined(prefix, "skipped_steps")] = std::to_string(updater.loss_scale().skipped());
   };
   const auto load = [gradients](const Archive& archive, const std::string& prefix) -> std::function<void()> {
-    const auto loaded = load_counters(archive, prefix, gradients->updater().optimizer().rule().name());
+    const auto loaded = load_counters(archive, prefix, gradients->updater().optimizer().rule().name(),
+                                      name_of_order(gradients->parameters()));
     return [gradients, loaded] {
       gradients->sync().restore(loaded.sync);
       auto& updater = gradients->updater();
@@ -246,7 +314,7 @@ Trackable strategy::counters_of(const std::shared_ptr<GradientPath>& gradients) 
       updater.restore_learning_rate(loaded.rate);
     };
   };
-  return {save, load, gradients->parameters().workers()};
+  return {save, load, gradients->parameters().all_workers()};
 }
 
 Trackable ReplicatedOptimizer::trackable() const {
@@ -262,10 +330,13 @@ Trackable ReplicatedOptimizer::trackable() const {
   };
   const auto counters = strategy::counters_of(impl_);
   const auto save = [gradients = impl_, counters, each_state](Archive& archive, const std::string& prefix) {
-    counters.save(archive, prefix);
-    each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
-      const auto all = gradients->sync().gather_from_owners(slot, gradients->updater().state(slot, index));
-      if (all.defined()) archive.tensors[name] = data::to_stored(all);
+    const auto& parameters = gradients->parameters();
+    save_with_parts(parameters, archive, [&](Archive& mine) {
+      counters.save(mine, prefix);
+      each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
+        const auto all = gradients->sync().gather_from_owners(slot, gradients->updater().state(slot, index));
+        if (all.defined()) save_slot(parameters, slot, all, mine, name);
+      });
     });
   };
   const auto load = [gradients = impl_, counters, each_state](const Archive& archive,
@@ -273,7 +344,7 @@ Trackable ReplicatedOptimizer::trackable() const {
     const auto change_counters = counters.load(archive, prefix);
     std::vector<std::pair<Tensor, Tensor>> copies;  // to, from
     each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {
-      const auto all = load_like(archive, name, gradients->parameters().parameter(0, slot));
+      const auto all = load_slot(archive, name, gradients->parameters(), slot);
       for (const auto& copy : gradients->updater().parts_of(slot, index, all)) copies.push_back(copy);
     });
     return [gradients, change_counters, copies] {
@@ -282,7 +353,7 @@ Trackable ReplicatedOptimizer::trackable() const {
       gradients->tell_restored();
     };
   };
-  return {save, load, impl_->parameters().workers(), files_};
+  return {save, load, impl_->parameters().all_workers(), files_};
 }
 
 }  // namespace lockstep

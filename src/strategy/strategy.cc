@@ -82,7 +82,7 @@ Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
   const auto here = fold(
       op, PerReplica<Tensor>(std::move(together)), [](const Tensor& a, const Tensor& b) { return at::minimum(a, b); },
       [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); });
-  const auto& workers = impl_->workers();
+  const auto& workers = impl_->data_workers();
   if (workers.size() == 1) return here;
   const auto result = here.detach().clone();
   all_reduce(workers.group(), result, op, workers.deadline());
@@ -92,7 +92,7 @@ Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
 double Strategy::reduce(ReduceOp op, const PerReplica<double>& values) const {
   double result = fold(
       op, values, [](double a, double b) { return std::min(a, b); }, [](double a, double b) { return std::max(a, b); });
-  const auto& workers = impl_->workers();
+  const auto& workers = impl_->data_workers();
   if (workers.size() > 1) workers.group().all_reduce(buffer_of(std::span(&result, 1)), op, workers.deadline());
   return result;
 }
@@ -101,7 +101,7 @@ Tensor Strategy::gather(const PerReplica<Tensor>& values, std::int64_t axis) con
   std::vector<Tensor> parts;
   for (const auto& value : values) parts.push_back(value.to(values[0].device()));
   const auto here = at::cat(parts, axis);
-  const auto& workers = impl_->workers();
+  const auto& workers = impl_->data_workers();
   return workers.size() == 1 ? here : all_gather(workers.group(), here, workers.deadline(), axis);
 }
 
@@ -111,8 +111,8 @@ DistributedDataset Strategy::distribute(const Dataset& dataset) const {
 
 DistributedDataset Strategy::distribute_from_function(
     const std::function<Dataset(const InputContext&)>& function) const {
-  return {function({.num_input_pipelines = impl_->workers().size(),
-                    .input_pipeline_id = impl_->workers().rank(),
+  return {function({.num_input_pipelines = impl_->data_workers().size(),
+                    .input_pipeline_id = impl_->data_workers().rank(),
                     .num_replicas_in_sync = num_replicas_in_sync()}),
           Distribution::one_each, impl_->local_replicas()};
 }
@@ -139,11 +139,17 @@ std::shared_ptr<ReplicatedParameters> internal::replicate_modules(StrategyImpl& 
     random.seed(seed);
     const ops::ReplicaRandom::Use use(random);
     modules.push_back(make());
-    if (modules.back() != nullptr) modules.back()->to(strategy.torch_device(replica));
+    if (modules.back() == nullptr) continue;  // which ReplicatedParameters refuses
+    modules.back()->to(strategy.torch_device(replica));
+    if (strategy.parallelism()) strategy.parallelism()->split(*modules.back());
   }
-  return std::make_shared<ReplicatedParameters>(
-      std::move(modules), strategy.placement(), [&](const auto& function) { strategy.on_replicas(function); },
-      strategy.workers());
+  const auto on_replicas = [&](const auto& function) { strategy.on_replicas(function); };
+  if (strategy.parallelism()) {
+    return std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement(), on_replicas,
+                                                  strategy.data_workers(), strategy.workers());
+  }
+  return std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement(), on_replicas,
+                                                strategy.workers());
 }
 
 std::int64_t InputContext::get_per_replica_batch_size(std::int64_t global_batch_size) const {

@@ -60,12 +60,12 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   make_groups();
   all_groups_.resize(settings_.devices.size());
   if (!settings_.workers) return;
-  const auto& job = settings_.workers->job;
-  job_ = job;
-  if (is_elastic() && !job.is_newcomer()) {
-    presence_ = elastic::show_presence(job.stores()->here(), job.members().self().name);
+  job_ = settings_.workers->job;
+  if (is_elastic() && !job_->is_newcomer()) {
+    presence_ = elastic::show_presence(job_->stores()->here(), job_->members().self().name);
   }
-  workers_ = Communicator(job.group(settings_.workers->group), settings_.timeout_seconds, "worker");
+  workers_ = parallelism() ? parallelism()->workers()
+                           : Communicator(job_->group(settings_.workers->group), settings_.timeout_seconds, "worker");
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
   workers_.check_all_agree("strategies", describe());
   seed_ = std::stoull(workers_.broadcast(std::to_string(seed_)));
@@ -128,11 +128,13 @@ std::vector<std::shared_ptr<GradientPath>> StrategyImpl::paths_of_loops() {
   return paths;
 }
 
-internal::LocalReplicas StrategyImpl::local_replicas() const { return {torch_devices_, workers_, workers_}; }
+internal::LocalReplicas StrategyImpl::local_replicas() const {
+  return {torch_devices_, data_workers(), data_workers()};
+}
 
 const Group& StrategyImpl::group(int replica) const {
-  if (workers_.size() == 1) return local_group(replica);
-  if (replicas() == 1) return workers_.group();
+  if (data_workers().size() == 1) return local_group(replica);
+  if (replicas() == 1) return data_workers().group();
   auto& group = all_groups_[static_cast<std::size_t>(replica)];
   if (!group) group = job_->replica_group(replicas(), replica, settings_.workers->group);
   return *group;
@@ -146,8 +148,8 @@ gradient::Placement StrategyImpl::placement() const {
   const bool on_gpus =
       std::any_of(torch_devices_.begin(), torch_devices_.end(), [](auto device) { return !device.is_cpu(); });
   if (!on_gpus) return settings_.placement;
-  const bool in_host_memory =
-      replicas() > 1 || servers() != nullptr || (settings_.workers && settings_.workers->shard_optimizer_state);
+  const bool in_host_memory = replicas() > 1 || servers() != nullptr || parallelism() != nullptr ||
+                              (settings_.workers && settings_.workers->shard_optimizer_state);
   return in_host_memory ? gradient::Placement::staged : gradient::Placement::device;
 }
 
@@ -203,7 +205,7 @@ void StrategyImpl::fail(int replica) const {
     why = error.what();
   } catch (const std::exception& error) {
     tell_failure(error);
-    if (workers_.size() > 1) why += text(" on ", job_->world().host, ": ", error.what());
+    if (workers_.size() > 1) why += text(here(), ": ", error.what());
   } catch (...) {
   }
   local_group(replica).abort(why);
@@ -211,8 +213,10 @@ void StrategyImpl::fail(int replica) const {
   if (workers_.size() > 1) workers_.group().abort(why);
   const auto& all = all_groups_[static_cast<std::size_t>(replica)];
   if (all) return all->abort(why);
-  if (workers_.size() > 1) job_->fail_waiters(why);  // other replicas may be making that Group
+  if (workers_.size() > 1 && job_) job_->fail_waiters(why);  // other replicas may be making that Group
 }
+
+std::string StrategyImpl::here() const { return job_ ? text(" on ", job_->world().host) : ""; }
 
 // Before the Groups are aborted: whoever notices that finds the reason.
 void StrategyImpl::tell_failure(const std::exception& error) const {

@@ -16,6 +16,7 @@
 #include "ops/replica_random.h"
 #include "parameter_server/server_cluster.h"
 #include "strategy/devices.h"
+#include "strategy/model_parallelism.h"
 #include "strategy/replica_threads.h"
 #include "strategy/unwrap.h"
 
@@ -23,7 +24,7 @@ namespace lockstep::strategy {
 
 // This process among those that train together.
 struct WorkerSettings {
-  Job job;
+  std::optional<Job> job;  // none: see StrategySettings::parallelism
   GroupOptions group;
   gradient::BucketOptions buckets;
   bool shard_optimizer_state = false;
@@ -43,6 +44,7 @@ struct StrategySettings {
   double timeout_seconds = kDefaultTimeoutSeconds;
   std::optional<WorkerBatch> worker_batch = {};
   std::optional<WorkerSettings> workers = {};                     // none: this process is alone
+  std::shared_ptr<const ModelParallelism> parallelism = {};       // null: each worker has whole models
   std::shared_ptr<parameter_server::ServerCluster> servers = {};  // that have the variables; null: there are none
   int replicas_in_sync = 0;  // that compute a step together; 0: those of all workers
 };
@@ -59,12 +61,20 @@ class StrategyImpl {
 
   const strategy::StrategySettings& settings() const { return settings_; }
   int replicas() const { return static_cast<int>(settings_.devices.size()); }  // of this process
-  // Of all workers.
+  // Of all workers, each of which has other examples.
   int all_replicas() const {
-    return settings_.replicas_in_sync > 0 ? settings_.replicas_in_sync : replicas() * workers_.size();
+    return settings_.replicas_in_sync > 0 ? settings_.replicas_in_sync : replicas() * data_workers().size();
   }
-  int first_replica() const { return replicas() * workers_.rank(); }  // of this process, among all
+  int first_replica() const { return replicas() * data_workers().rank(); }  // of this process, among all
+
+  // The processes that train together; and those of them that divide the data of a step: all, unless models are split
+  // over several.
   const Communicator& workers() const { return workers_; }
+  const Communicator& data_workers() const { return parallelism() ? parallelism()->data_workers() : workers_; }
+  const strategy::ModelParallelism* parallelism() const { return settings_.parallelism.get(); }
+
+  // Whether this process's losses and outputs count.
+  bool counts() const { return parallelism() == nullptr || parallelism()->counts(); }
 
   // Whether training may go on without workers that are lost.
   bool is_elastic() const { return settings_.workers && settings_.workers->elastic; }
@@ -93,7 +103,7 @@ class StrategyImpl {
   // Whether this process came to a job that runs, and has not joined its workers yet.
   bool is_newcomer() const { return job_ && job_->is_newcomer(); }
 
-  const Job& job() const { return *job_; }  // with workers
+  const Job& job() const { return *job_; }  // of an elastic strategy
 
   // What must be the same for all workers, in lines.
   std::string describe() const;
@@ -167,6 +177,7 @@ class StrategyImpl {
   void make_groups();
   void fail(int replica) const;  // of the exception that is handled
   void tell_failure(const std::exception& error) const;
+  std::string here() const;  // the host's name, for messages
 
   const strategy::StrategySettings settings_;
   std::optional<Job> job_;                  // with workers: of this generation

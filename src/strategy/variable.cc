@@ -17,10 +17,10 @@ class VariableImpl {
         sizes(initial.sizes().vec()),
         dtype(initial.scalar_type()),
         devices(unwrap(strategy).torch_devices()),
-        workers(unwrap(strategy).workers()),
+        workers(unwrap(strategy).data_workers()),
         copies(devices.size(), initial) {
     const auto shared = initial.detach().clone();
-    broadcast(workers, {shared});
+    broadcast(unwrap(strategy).workers(), {shared});
     set_all(shared);
   }
 

@@ -1,6 +1,7 @@
 // evaluate and predict: forward alone, over the same replicas, each example once.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <sstream>
 #include <tuple>
 
@@ -72,14 +73,14 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
   return done;
 }
 
-// The workers' outputs for a batch, in order. The chief has some of every batch; others may have none.
+// The workers' outputs for a batch, in order. Not all have some.
 Tensor rows_of_all(const Communicator& workers, const std::vector<Tensor>& here) {
   if (workers.size() == 1) return at::cat(here);
-  if (workers.rank() == 0 && here.empty()) throw InvalidArgument("predict: a batch has no examples");
-  const auto kind = workers.broadcast(
-      workers.rank() == 0 ? text(static_cast<int>(here[0].scalar_type()), " ", join(here[0].sizes().slice(1), " "))
-                          : "");
-  std::istringstream words(kind);
+  const auto kinds = workers.all_gather(
+      here.empty() ? "" : text(static_cast<int>(here[0].scalar_type()), " ", join(here[0].sizes().slice(1), " ")));
+  const auto kind = std::find_if(kinds.begin(), kinds.end(), [](const auto& theirs) { return !theirs.empty(); });
+  if (kind == kinds.end()) throw InvalidArgument("predict: a batch has no examples");
+  std::istringstream words(*kind);
   int dtype = 0;
   words >> dtype;
   std::vector<std::int64_t> shape{0};
@@ -100,6 +101,7 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
           const auto part = unread.read();
           if (part.size() == 0) return {};
           const auto outputs = impl.outputs_of(replica, part);
+          if (!impl.counts()) return {};
           const auto loss = impl.compiled->loss.terms(part.y, outputs, part.weight);
           tracker.update(replica.local_replica_id(), part, outputs);
           return {loss.sum.item<double>(), loss.divisor, part.size()};
@@ -121,7 +123,8 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
     const auto parts = impl.strategy.run(
         [&](ReplicaContext& replica, const internal::Part& unread) {
           const auto part = unread.read();
-          return part.size() == 0 ? Tensor() : impl.outputs_of(replica, part);
+          const auto rows = part.size() == 0 ? Tensor() : impl.outputs_of(replica, part);
+          return impl.counts() ? rows : Tensor();
         },
         batch);
     std::vector<Tensor> here;

@@ -37,7 +37,8 @@ class Fit {
         worker_(impl_, "fit", [this] { become_chief(); }),
         recovery_(worker_),
         agreement_(worker_, recovery_, signals_, [this]() -> const Communicator& { return peers(); }),
-        computes_on_cpu_(on_cpu(unwrap(impl_.strategy).torch_devices())) {
+        computes_alone_(on_cpu(unwrap(impl_.strategy).torch_devices()) &&
+                        unwrap(impl_.strategy).parallelism() == nullptr) {
     impl_.fitting = true;
     impl_.section_of_fit = [this](const std::function<ModelImpl::Numbers()>& act) {
       ModelImpl::Numbers completed;
@@ -235,7 +236,7 @@ class Fit {
 
   // In these sums, the numbers above stand before the agreement's.
   void look_for_stragglers(std::span<const double> sums) {
-    if (!impl_.strategy.is_chief() || !computes_on_cpu_) return;
+    if (!impl_.strategy.is_chief() || !computes_alone_) return;
     const auto workers = static_cast<std::size_t>(std::lround(agreement_.workers()));
     const auto said = stragglers_.count(sums.last(train::Agreement::kSize + workers).first(workers));
     if (!said.empty()) log_warning("fit: " + said);
@@ -350,8 +351,8 @@ class Fit {
   train::Recovery recovery_;
   train::Agreement agreement_;
   train::Stragglers stragglers_;
-  double computed_ = 0;  // seconds, until the last step
-  const bool computes_on_cpu_;
+  double computed_ = 0;                 // seconds, until the last step
+  const bool computes_alone_;           // without waiting for a GPU, or for other workers in forward and backward
   std::vector<AnyCallback> callbacks_;  // in the order of their calls
   std::size_t called_ = 0;              // of them, in the calls of all that are being made, or were made last
   std::optional<std::pair<int, Logs>> ended_epoch_;  // whose on_epoch_end calls not all workers have made yet

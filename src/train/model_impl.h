@@ -65,6 +65,9 @@ class ModelImpl {
   // A replica's forward. Throws InvalidArgument naming the batch where LibTorch refuses it.
   Tensor outputs_of(ReplicaContext& replica, const Example& part) const;
 
+  // Whether this process's losses, metrics and outputs count (StrategyImpl::counts).
+  bool counts() const { return unwrap(strategy).counts(); }
+
   // On each replica, with its part of the batch: forward, loss, backward, reduce and update, metrics.
   train::StepResult train_step(ReplicaContext& replica, const Example& part, train::Tracker& tracker);
 
@@ -92,7 +95,7 @@ class ModelImpl {
 
   // The processes that make the same steps: the strategy's workers, or the optimizer's GradientRanks. Requires build
   // and compile.
-  const Communicator& peers() const { return gradients->ranks(); }
+  const Communicator& peers() const { return workers().size() > 1 ? workers() : gradients->ranks(); }
 
   // This process's replicas among those that share the data, and a replica's number among them. After build and
   // compile.

@@ -38,7 +38,9 @@ std::string shape_text(const std::vector<std::int64_t>& shape) { return text("["
 
 std::map<std::string, std::vector<std::int64_t>> expected_shapes(const ReplicatedParameters& parameters) {
   std::map<std::string, std::vector<std::int64_t>> expected;
-  for (const auto& slot : parameters.slots()) expected[slot.name] = slot.sizes;
+  for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
+    expected[parameters.slots()[i].name] = parameters.whole_sizes(i);
+  }
   for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
     expected[parameters.buffer_names()[i]] = parameters.buffer(0, i).sizes().vec();
   }

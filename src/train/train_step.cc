@@ -69,7 +69,8 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
 }
 
 internal::LocalReplicas ModelImpl::replicas() const {
-  return {unwrap(strategy).torch_devices(), gradients->own_data() ? Communicator() : peers(), peers()};
+  return {unwrap(strategy).torch_devices(), gradients->own_data() ? Communicator() : gradients->ranks(),
+          gradients->ranks()};
 }
 
 int ModelImpl::number_of(const ReplicaContext& replica) const {
@@ -98,8 +99,11 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& 
   StepTimes& spent = id == 0 ? times : unused;
   const auto computed = compute_gradients(replica, part, spent);
   Lap lap;
-  into.update(id, part, computed.outputs);  // before anything has changed: a metric may throw
-  const train::StepResult result{computed.loss_sum.item<double>(), computed.divisor, part.size()};
+  train::StepResult result;
+  if (counts()) {
+    into.update(id, part, computed.outputs);  // before anything has changed: a metric may throw
+    result = {computed.loss_sum.item<double>(), computed.divisor, part.size()};
+  }
   lap.add_to(spent.metrics);
   gradients->apply(replica.local_group(), computed.weight, replica.deadline());
   lap.add_to(spent.reduce_and_update);

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,9 @@ class DeviceMesh {
 
   // This rank's coordinate on an axis.
   int coordinate(const std::string& axis) const { return (*this)[axis].rank(); }
+
+  // The processes of which it was made; none where it was made of a Communicator.
+  const std::optional<Job>& job() const;
 
   // "data 1, tensor 0": the coordinates of a rank of `ranks()`.
   std::string coordinates_of(int rank) const;

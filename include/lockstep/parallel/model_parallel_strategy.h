@@ -1,0 +1,75 @@
+// ModelParallelStrategy: fit, and loops of your own, on a DeviceMesh. Follows keras.distribution.ModelParallel and
+// Lightning's ModelParallelStrategy.
+//
+//   lockstep::DeviceMesh mesh({{"data", 2}, {"tensor", 2}});  // of the 4 processes of this job
+//   lockstep::ModelParallelStrategy strategy(mesh, {.plan = {{"up", lockstep::ColwiseParallel()},
+//                                                            {"down", lockstep::RowwiseParallel()}}});
+//   const auto scope = strategy.scope();
+//   lockstep::Model model([] { return Net(); });
+//   model.compile({.optimizer = "adam", .loss = "mse"});
+//   model.fit(data);
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lockstep/parallel/device_mesh.h"
+#include "lockstep/parallel/tensor_parallel.h"
+#include "lockstep/strategy/strategy.h"
+
+namespace lockstep {
+
+// By patterns of parameters' names, as in a ParallelPlan: for each dimension of the parameter the axis of the mesh
+// along which it is divided, or "" for none. For weights [outputs, inputs] of linear layers, whose biases go with them,
+// and of embeddings [ids, features]. Activations are whole between layers, so each divided layer communicates; a plan
+// says where they are not. Follows keras.distribution.LayoutMap.
+using LayoutMap = std::vector<std::pair<std::string, std::vector<std::string>>>;
+
+struct ModelParallelOptions {
+  // The axis along which ranks have the same parts of a model and train on other examples: keras.distribution's
+  // batch_dim_name. A mesh without it has the same examples on all ranks.
+  std::string batch_axis = "data";
+
+  // How models are divided along the axis `tensor_axis`: as parallelize_module.
+  std::string tensor_axis = "tensor";
+  ParallelPlan plan = {};
+  LayoutMap layout_map = {};  // the same in Keras's words; only one of the two
+
+  // Along batch_axis: as MultiWorkerMirroredOptions and CommunicationOptions.
+  bool shard_optimizer_state = false;
+  std::optional<double> bucket_cap_mb = {};
+  std::optional<DType> gradient_dtype = {};
+  std::int64_t compare_copies_every = 100;
+
+  std::string device = {};      // of this process: "cpu:0", "cuda:0"; empty: a GPU where there are any
+  int threads_per_replica = 0;  // as MirroredOptions
+};
+
+// Models that are made in its scope are split over the mesh: each rank has its parts of the parameters, of their
+// gradients and of the optimizer's state. All ranks run the same program, make the same calls in the same order and
+// read the same data. A global batch is divided along batch_axis. The updates are those of one process with whole
+// models and the whole batch, but for rounding; so are losses, metrics, clipping by norms and loss scales. Rank 0 of
+// the mesh is the chief. Checkpoints are whole: saved on one mesh, they can be loaded on any other, and by any other
+// strategy.
+//
+// Every hundredth step it is checked that ranks have equal copies of what they have in common (compare_copies_every):
+// where one differs, InvalidArgument names it. Then a layer's style is missing in the plan, or a processor is broken.
+//
+// A rank that is lost ends the training on all others with PeerLost, which names its coordinates.
+class ModelParallelStrategy : public Strategy {
+ public:
+  // Collective over the mesh. Throws InvalidArgument for an axis of the mesh that is larger than 1 and not named by the
+  // options, where a tensor axis has neither plan nor layout_map or a plan has no such axis, and for an option out of
+  // its range. What does not fit a model is thrown when that is made.
+  explicit ModelParallelStrategy(DeviceMesh mesh, ModelParallelOptions options = {});
+
+  const DeviceMesh& mesh() const { return mesh_; }
+
+ private:
+  DeviceMesh mesh_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,100 @@
+#include "gradient/parameter_parts.h"
+
+#include <algorithm>
+#include <set>
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include "base/text.h"
+#include "gradient/replicated_parameters.h"
+#include "ops/parameter_hook.h"
+
+namespace lockstep::gradient {
+namespace {
+
+bool are_same(const std::vector<Communicator>& a, const std::vector<Communicator>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& one, const auto& other) {
+    return one.group().shared_backend() == other.group().shared_backend();
+  });
+}
+
+}  // namespace
+
+std::shared_ptr<const ParameterParts> parts_of(const at::Tensor& parameter) {
+  for (const auto& hook : ops::hooks_of(parameter)) {
+    if (auto parts = std::dynamic_pointer_cast<const ParameterParts>(hook)) return parts;
+  }
+  return nullptr;
+}
+
+PartSums::PartSums(const ReplicatedParameters& parameters) : parameters_(parameters) {
+  for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
+    const auto parts = parts_of(parameters.parameter(0, i));
+    if (parts == nullptr || !parts->make_up_a_whole()) continue;
+    auto holders = parts->holders();
+    const auto found = std::find_if(divided_.begin(), divided_.end(),
+                                    [&](const auto& other) { return are_same(other.holders, holders); });
+    auto& divided = found != divided_.end() ? *found : divided_.emplace_back(Divided{std::move(holders), {}});
+    divided.slots.push_back(i);
+  }
+}
+
+double PartSums::sum_squares(std::span<double> squares) const {
+  std::vector<double> sums;
+  for (const auto& [holders, slots] : divided_) {
+    sums.clear();
+    for (const auto slot : slots) sums.push_back(squares[slot]);
+    for (const auto& ranks : holders) ranks.sum(sums);
+    for (std::size_t i = 0; i < slots.size(); ++i) squares[slots[i]] = sums[i];
+  }
+  double total = 0;
+  for (std::size_t i = 0; i < squares.size(); ++i) total += parameters_.is_first_holder(i) ? squares[i] : 0;
+  parameters_.all_workers().sum({&total, 1});
+  return total;
+}
+
+bool PartSums::all(bool holds) const { return !parameters_.all_workers().any(!holds); }
+
+}  // namespace lockstep::gradient
+
+namespace lockstep {
+
+ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
+                                           gradient::Placement placement, const OnReplicas& on_replicas,
+                                           Communicator workers, Communicator all_workers)
+    : ReplicatedParameters(std::move(modules), placement, on_replicas, std::move(workers)) {
+  all_workers_ = std::move(all_workers);
+  is_split_ = true;
+  find_first_holders();
+}
+
+void ReplicatedParameters::find_first_holders() {
+  std::vector<std::string> names;
+  for (const auto& slot : slots_) names.push_back(slot.name);
+  std::set<std::string> seen;
+  int rank = 0;
+  for (const auto& theirs : all_workers_.all_gather(join(names, "\n"))) {
+    std::istringstream lines(theirs);
+    std::vector<bool> first;
+    for (std::string name; std::getline(lines, name);) first.push_back(seen.insert(name).second);
+    if (rank++ == all_workers_.rank()) first_holder_ = std::move(first);
+  }
+}
+
+std::vector<std::int64_t> ReplicatedParameters::whole_sizes(std::size_t slot) const {
+  const auto parts = gradient::parts_of(parameter(0, slot));
+  return parts == nullptr ? slots_[slot].sizes : parts->whole_sizes(slots_[slot].sizes);
+}
+
+at::Tensor ReplicatedParameters::whole(std::size_t slot, const at::Tensor& part) const {
+  const auto parts = gradient::parts_of(parameter(0, slot));
+  return parts == nullptr ? part : parts->whole(part);
+}
+
+at::Tensor ReplicatedParameters::part_of(std::size_t slot, const at::Tensor& whole) const {
+  const auto parts = gradient::parts_of(parameter(0, slot));
+  return parts == nullptr ? whole : parts->part_of(whole);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,30 @@
+// How a strategy splits every model over several workers. The module `parallel` has the ways to do it.
+#pragma once
+
+#include <memory>
+
+#include "lockstep/collective/communicator.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace lockstep::strategy {
+
+// Of a strategy whose processes have one replica each.
+class ModelParallelism {
+ public:
+  virtual ~ModelParallelism() = default;
+
+  // All that train a model together; and those of them that have the same parts of it and train on other examples.
+  virtual const Communicator& workers() const = 0;
+  virtual const Communicator& data_workers() const = 0;
+
+  // Whether this worker's losses and outputs count: it is one, the same always, of those with the same examples.
+  virtual bool counts() const = 0;
+
+  // Keeps this worker's part of a module, which all have made. Collective over the workers.
+  virtual void split(torch::nn::Module& module) const = 0;
+};
+
+}  // namespace lockstep::strategy

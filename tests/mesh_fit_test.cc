@@ -1,0 +1,80 @@
+// fit on meshes against fit on one device.
+#include "meshes.h"
+
+#include "base/expect_says_testing.h"
+
+namespace lockstep {
+namespace {
+
+constexpr double kTolerance = 1e-9;
+constexpr int kSteps = 50;
+
+Trained train(Model model, const Dataset& data) {
+  const auto history = model.fit(
+      data.repeat(),
+      {.epochs = 2, .verbose = 0, .validation_data = data, .steps_per_epoch = kSteps / 2, .handle_signals = false});
+  return {whole_weights(model), history.history, model.predict(data)};
+}
+
+void expect_same(const Trained& one, const Trained& other) {
+  ASSERT_EQ(one.weights.size(), other.weights.size());
+  EXPECT_LT(parallel::largest_difference(one.weights, other.weights), kTolerance);
+  ASSERT_EQ(one.history.size(), other.history.size());
+  for (const auto& [name, values] : one.history) {
+    ASSERT_EQ(values.size(), other.history.at(name).size());
+    for (std::size_t i = 0; i < values.size(); ++i)
+      EXPECT_NEAR(values[i], other.history.at(name)[i], kTolerance) << name;
+  }
+  EXPECT_LT((one.predicted - other.predicted).abs().max().item<double>(), kTolerance);
+}
+
+struct Case {
+  std::string name;
+  Axes axes;
+  Optimizer optimizer;
+  ModelParallelOptions options = {};
+};
+
+void PrintTo(const Case& one, std::ostream* out) { *out << one.name; }
+
+class MeshFit : public testing::TestWithParam<Case> {};
+
+TEST_P(MeshFit, IsThatOfOneDevice) {
+  const auto data = make_sequences();
+  const auto expected = [&] {
+    const OneDeviceStrategy strategy("cpu:0", 1);
+    const auto scope = strategy.scope();
+    return train(make_transformer_model(GetParam().optimizer), data);
+  }();
+  EXPECT_LT(expected.history.at("loss").back(), 0.9 * expected.history.at("loss").front());
+  auto options = GetParam().options;
+  if (options.layout_map.empty()) options.plan = transformer_plan();
+  std::mutex one_at_a_time;
+  on_mesh(GetParam().axes, options, [&](const ModelParallelStrategy&) {
+    const auto trained = train(make_transformer_model(GetParam().optimizer), data);
+    const std::lock_guard lock(one_at_a_time);
+    expect_same(trained, expected);
+  });
+}
+
+const Adam kClipsAll({.learning_rate = 1e-2, .global_clipnorm = 0.5});
+const Adam kClipsEach({.learning_rate = 1e-2, .clipnorm = 0.1});
+const SGD kMomentum({.learning_rate = 0.1, .momentum = 0.9});
+
+const LayoutMap kLayouts{{"0.token.weight", {"tensor", ""}}, {"*.qkv.weight", {"tensor", ""}},
+                         {"*.qkv.bias", {"tensor"}},         {"*.down.weight", {"", "tensor"}},
+                         {"3.head.weight", {"tensor", ""}},  {"0.place.weight", {"", "tensor"}}};
+
+INSTANTIATE_TEST_SUITE_P(
+    Meshes, MeshFit,
+    testing::Values(
+        Case{"data2", {{"data", 2}}, kClipsAll}, Case{"tensor2", {{"tensor", 2}}, kClipsAll},
+        Case{"tensor4", {{"tensor", 4}}, kMomentum}, Case{"data2tensor2", {{"data", 2}, {"tensor", 2}}, kClipsAll},
+        Case{"tensor2data2", {{"tensor", 2}, {"data", 2}}, kClipsEach},
+        Case{"data3tensor2", {{"data", 3}, {"tensor", 2}}, kMomentum},
+        Case{"data2tensor2sharded_state", {{"data", 2}, {"tensor", 2}}, kClipsAll, {.shard_optimizer_state = true}},
+        Case{"layout_map", {{"data", 2}, {"tensor", 2}}, kClipsAll, {.layout_map = kLayouts}}),
+    [](const auto& each) { return each.param.name; });
+
+}  // namespace
+}  // namespace lockstep

@@ -1,0 +1,103 @@
+// For tests: fits of a transformer on meshes whose ranks are threads of one process, in double precision.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <lockstep/lockstep.h>
+#include <lockstep/parallel.h>
+
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "collective/on_ranks_testing.h"
+#include "gradient/replicated_parameters.h"
+#include "parallel/transformer_testing.h"
+#include "strategy/unwrap.h"
+
+namespace lockstep {
+
+inline const parallel::TransformerOptions kTransformer{.layers = 2, .tied = true};
+
+// The same in all trainings: a strategy gives the functions that make modules random numbers of its own.
+inline const parallel::Parameters& initial_values() {
+  static const auto net = parallel::make_transformer(kTransformer);
+  static const auto values = parallel::parameters_of(*net);
+  return values;
+}
+
+// Batches of 7 of 26 sequences: the last has 5.
+inline Dataset make_sequences() {
+  initial_values();
+  const auto [ids, labels] = parallel::make_batch(0, 26, kTransformer);
+  return Dataset::from_tensor_slices(ids, labels).batch(7);
+}
+
+inline ParallelPlan transformer_plan() {
+  return {{"0.token", RowwiseParallel()}, {"*.qkv", ColwiseParallel()},
+          {"*.out", RowwiseParallel()},   {"*.up", ColwiseParallel()},
+          {"*.down", RowwiseParallel()},  {"3.head", ColwiseParallel{.output = Replicate()}}};
+}
+
+inline parallel::Transformer make_some_frozen() {
+  auto net = parallel::make_transformer(kTransformer);
+  for (const auto& each : net->named_parameters()) {
+    each.value().set_data(initial_values().at(each.key()).detach().clone());
+    if (each.key() == "1.norm1.weight" || each.key() == "2.up.weight") each.value().set_requires_grad(false);
+  }
+  return net;
+}
+
+// Made for the strategy in scope.
+inline Model make_transformer_model(const Optimizer& optimizer) {
+  Model model(make_some_frozen);
+  model.compile({.optimizer = optimizer,
+                 .loss = SparseCategoricalCrossentropy({.from_logits = true}),
+                 .metrics = {"sparse_categorical_accuracy"}});
+  return model;
+}
+
+// What a training leaves on one rank.
+struct Trained {
+  parallel::Parameters weights;  // whole
+  std::map<std::string, std::vector<double>> history;
+  Tensor predicted;
+};
+
+inline parallel::Parameters whole_weights(const Model& model) {
+  parallel::Parameters weights;
+  for (const auto& each : unwrap(model.module()).module(0).named_parameters())
+    weights[each.key()] = full_tensor(each.value());
+  return weights;
+}
+
+using Axes = std::vector<DeviceMesh::Axis>;
+
+inline std::string name_of(const Axes& axes) {
+  std::string name;
+  for (const auto& axis : axes) name += axis.name + std::to_string(axis.size);
+  return name;
+}
+
+// Runs body(strategy) on each rank of a mesh.
+inline void on_mesh(const Axes& axes, ModelParallelOptions options,
+                    const std::function<void(const ModelParallelStrategy&)>& body) {
+  int ranks = 1;
+  bool divides = false;
+  for (const auto& axis : axes) {
+    ranks *= axis.size;
+    divides |= axis.name == options.tensor_axis;
+  }
+  if (!divides) options.plan.clear();
+  options.device = "cpu:0";
+  options.threads_per_replica = 1;
+  collective::on_ranks(ranks, [&](const Group& group) {
+    const DeviceMesh mesh(axes, Communicator(group, 60));
+    const ModelParallelStrategy strategy(mesh, options);
+    const auto scope = strategy.scope();
+    body(strategy);
+  });
+}
+
+}  // namespace lockstep
