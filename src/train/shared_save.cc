@@ -122,10 +122,24 @@ struct Place {
   }
 };
 
+// Of a model that is split over workers: the chief gets all of it, and writes it.
+SharedSave begin_on_chief(ModelImpl& impl, const std::string& path, bool weights_only) {
+  auto all = weights_only ? impl.save_weights() : impl.save_state();
+  SharedSave save;
+  save.write = [] {};
+  const auto& workers = impl.workers();
+  workers.run_on_rank_0([&] {
+    save.archive = std::make_shared<checkpoint::SharedArchive>(path, std::move(all), checkpoint::NamedTensors());
+    save.write = [archive = save.archive, deadline = workers.deadline()] { archive->finish({}, 1, deadline); };
+  });
+  return save;
+}
+
 }  // namespace
 
 SharedSave SharedSave::begin(ModelImpl& impl, const std::string& path, bool weights_only) {
   const at::NoGradGuard no_grad;
+  if (impl.parameters->is_split()) return begin_on_chief(impl, path, weights_only);
   const auto& workers = impl.workers();
   const int rank = workers.rank();
   const auto tensors = large_tensors(impl, weights_only);
