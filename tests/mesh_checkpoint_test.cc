@@ -1,7 +1,5 @@
 // Checkpoints of models that are split over meshes: whole, exact, and for any other mesh.
 #include <lockstep/lockstep.h>
-#include <torch/nn/modules/linear.h>
-
 #include <filesystem>
 
 #include "base/expect_says_testing.h"
@@ -62,6 +60,10 @@ const Place kOne{"one", {}}, kData2{"data2", {{"data", 2}}}, kTensor2{"tensor2",
     kBoth{"data2tensor2", {{"data", 2}, {"tensor", 2}}}, kTensor4{"tensor4", {{"tensor", 4}}},
     kSharded{"sharded_state", {{"data", 2}, {"tensor", 2}}, {.shard_optimizer_state = true}};
 
+const FullyShardOptions kUnits{.units = {"1", "2"}};
+const Place kShards{"shard2", {{"shard", 2}}, {.fully_shard = kUnits}},
+    kAllShards{"data2shard2tensor2", {{"data", 2}, {"shard", 2}, {"tensor", 2}}, {.fully_shard = kUnits}};
+
 class OtherMesh : public testing::TestWithParam<std::tuple<Place, Place>> {};
 
 // Half of a training here and the other half there, against all of it on one device.
@@ -91,7 +93,8 @@ TEST_P(OtherMesh, GoesOn) {
 INSTANTIATE_TEST_SUITE_P(Pairs, OtherMesh,
                          testing::Values(std::tuple(kOne, kBoth), std::tuple(kBoth, kOne), std::tuple(kTensor4, kData2),
                                          std::tuple(kData2, kTensor2), std::tuple(kSharded, kTensor2),
-                                         std::tuple(kTensor2, kSharded)));
+                                         std::tuple(kTensor2, kSharded), std::tuple(kShards, kTensor2),
+                                         std::tuple(kAllShards, kOne), std::tuple(kBoth, kAllShards)));
 
 class SameMesh : public testing::TestWithParam<Place> {};
 
@@ -140,7 +143,7 @@ TEST_P(SameMesh, FilesAreThoseOfOneDevice) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Meshes, SameMesh, testing::Values(kTensor2, kBoth, kSharded),
+INSTANTIATE_TEST_SUITE_P(Meshes, SameMesh, testing::Values(kTensor2, kBoth, kSharded, kShards, kAllShards),
                          [](const auto& each) { return each.param.name; });
 
 // The callbacks that save, in the background and not, and one that restores.
@@ -184,9 +187,9 @@ TEST(MeshCheckpoints, OfAnotherModelAreRefused) {
   const auto path = file_of("other");
   on(kTensor2, [&](Model& model) {
     model.save_weights(path);
-    Model other([] { return torch::nn::Linear(3, 4); });
+    Model other([] { return parallel::make_transformer({.layers = 2, .width = 12, .tied = true}); });
     const auto message = message_of<InvalidArgument>([&] { other.load_weights(path); });
-    expect_says(message, "weight is missing in the checkpoint");
+    expect_says(message, "0.token.weight is [48, 24] in the checkpoint and [48, 12] in the model");
   });
 }
 

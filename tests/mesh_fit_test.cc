@@ -61,6 +61,8 @@ const Adam kClipsAll({.learning_rate = 1e-2, .global_clipnorm = 0.5});
 const Adam kClipsEach({.learning_rate = 1e-2, .clipnorm = 0.1});
 const SGD kMomentum({.learning_rate = 0.1, .momentum = 0.9});
 
+const FullyShardOptions kUnits{.units = {"1", "2"}};
+
 const LayoutMap kLayouts{{"0.token.weight", {"tensor", ""}}, {"*.qkv.weight", {"tensor", ""}},
                          {"*.qkv.bias", {"tensor"}},         {"*.down.weight", {"", "tensor"}},
                          {"3.head.weight", {"tensor", ""}},  {"0.place.weight", {"", "tensor"}}};
@@ -73,6 +75,15 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"tensor2data2", {{"tensor", 2}, {"data", 2}}, kClipsEach},
         Case{"data3tensor2", {{"data", 3}, {"tensor", 2}}, kMomentum},
         Case{"data2tensor2sharded_state", {{"data", 2}, {"tensor", 2}}, kClipsAll, {.shard_optimizer_state = true}},
+        Case{"shard2", {{"shard", 2}}, kClipsAll, {.fully_shard = kUnits}},
+        Case{"shard4", {{"shard", 4}}, kMomentum, {.fully_shard = kUnits}},
+        Case{"shard3stage2",
+             {{"shard", 3}},
+             kClipsEach,
+             {.fully_shard = {.units = {"1", "2"}, .reshard_after_forward = false}}},
+        Case{"data2shard2", {{"data", 2}, {"shard", 2}}, kClipsAll, {.fully_shard = kUnits}},
+        Case{"shard2tensor2", {{"shard", 2}, {"tensor", 2}}, kClipsAll, {.fully_shard = kUnits}},
+        Case{"data2shard2tensor2", {{"data", 2}, {"shard", 2}, {"tensor", 2}}, kClipsEach, {.fully_shard = kUnits}},
         Case{"layout_map", {{"data", 2}, {"tensor", 2}}, kClipsAll, {.layout_map = kLayouts}}),
     [](const auto& each) { return each.param.name; });
 

@@ -65,10 +65,13 @@ struct Trained {
   Tensor predicted;
 };
 
+// On all ranks. Collective.
 inline parallel::Parameters whole_weights(const Model& model) {
   parallel::Parameters weights;
-  for (const auto& each : unwrap(model.module()).module(0).named_parameters())
-    weights[each.key()] = full_tensor(each.value());
+  const auto& parameters = unwrap(model.module());
+  for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
+    weights[parameters.slots()[i].name] = parameters.whole(i, parameters.parameter(0, i)).detach().clone();
+  }
   return weights;
 }
 

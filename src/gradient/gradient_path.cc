@@ -130,6 +130,7 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   if (!prepared_ && ranks_.size() > 1) {
     throw Error("an update before the other ranks' models and optimizers were compared");
   }
+  if (const auto& split = parameters_->split()) split->summed_over.sum({&weight, 1});
   hooks_.take_all(replica);
   if (replica == 0) updater_.begin_step();
   sync_->finish(replica, weight, updater_.loss_scale().used());

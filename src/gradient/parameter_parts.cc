@@ -30,7 +30,7 @@ std::shared_ptr<const ParameterParts> parts_of(const at::Tensor& parameter) {
 
 PartSums::PartSums(const ReplicatedParameters& parameters) : parameters_(parameters) {
   for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
-    const auto parts = parts_of(parameters.parameter(0, i));
+    const auto& parts = parameters.slots()[i].parts;
     if (parts == nullptr || !parts->make_up_a_whole()) continue;
     auto holders = parts->holders();
     const auto found = std::find_if(divided_.begin(), divided_.end(),
@@ -60,15 +60,6 @@ bool PartSums::all(bool holds) const { return !parameters_.all_workers().any(!ho
 
 namespace lockstep {
 
-ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
-                                           gradient::Placement placement, const OnReplicas& on_replicas,
-                                           Communicator workers, Communicator all_workers)
-    : ReplicatedParameters(std::move(modules), placement, on_replicas, std::move(workers)) {
-  all_workers_ = std::move(all_workers);
-  is_split_ = true;
-  find_first_holders();
-}
-
 void ReplicatedParameters::find_first_holders() {
   std::vector<std::string> names;
   for (const auto& slot : slots_) names.push_back(slot.name);
@@ -83,17 +74,17 @@ void ReplicatedParameters::find_first_holders() {
 }
 
 std::vector<std::int64_t> ReplicatedParameters::whole_sizes(std::size_t slot) const {
-  const auto parts = gradient::parts_of(parameter(0, slot));
+  const auto& parts = slots_[slot].parts;
   return parts == nullptr ? slots_[slot].sizes : parts->whole_sizes(slots_[slot].sizes);
 }
 
 at::Tensor ReplicatedParameters::whole(std::size_t slot, const at::Tensor& part) const {
-  const auto parts = gradient::parts_of(parameter(0, slot));
+  const auto& parts = slots_[slot].parts;
   return parts == nullptr ? part : parts->whole(part);
 }
 
 at::Tensor ReplicatedParameters::part_of(std::size_t slot, const at::Tensor& whole) const {
-  const auto parts = gradient::parts_of(parameter(0, slot));
+  const auto& parts = slots_[slot].parts;
   return parts == nullptr ? whole : parts->part_of(whole);
 }
 

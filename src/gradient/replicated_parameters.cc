@@ -19,25 +19,34 @@
 namespace lockstep {
 namespace {
 
-// A module's parameters by identity, in order of their first names.
+// Parameters by identity, in order of their first names.
 struct FoundParameters {
   std::vector<at::Tensor> tensors;
   std::vector<std::vector<std::string>> names;
+  std::vector<gradient::TrainedTensor> trained;  // under their first names
 };
 
-FoundParameters find_parameters(const torch::nn::Module& module) {
+FoundParameters find_parameters(const std::vector<gradient::TrainedTensor>& trained) {
   FoundParameters found;
   std::map<at::TensorImpl*, std::size_t> seen;
-  for (const auto& item : module.named_parameters(/*recurse=*/true)) {
-    if (!item.value().defined()) continue;
-    const auto [at, fresh] = seen.emplace(item.value().unsafeGetTensorImpl(), found.tensors.size());
+  for (const auto& one : trained) {
+    const auto [at, fresh] = seen.emplace(one.tensor.unsafeGetTensorImpl(), found.tensors.size());
     if (fresh) {
-      found.tensors.push_back(item.value());
+      found.tensors.push_back(one.tensor);
       found.names.emplace_back();
+      found.trained.push_back(one);
     }
-    found.names[at->second].push_back(item.key());
+    found.names[at->second].push_back(one.name);
   }
   return found;
+}
+
+FoundParameters find_parameters(const torch::nn::Module& module) {
+  std::vector<gradient::TrainedTensor> trained;
+  for (const auto& item : module.named_parameters(/*recurse=*/true)) {
+    if (item.value().defined()) trained.push_back({item.key(), item.value()});
+  }
+  return find_parameters(trained);
 }
 
 bool is_flat_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
@@ -53,7 +62,25 @@ void check_dtype(const gradient::ParameterSlot& slot) {
 ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
                                            gradient::Placement placement, const OnReplicas& on_replicas,
                                            Communicator workers)
-    : workers_(std::move(workers)), all_workers_(workers_), modules_(std::move(modules)), placement_(placement) {
+    : ReplicatedParameters(std::move(modules), std::nullopt, placement, on_replicas, workers, workers) {}
+
+ReplicatedParameters::ReplicatedParameters(std::shared_ptr<torch::nn::Module> module, gradient::SplitModule split,
+                                           gradient::Placement placement, Communicator workers,
+                                           Communicator all_workers)
+    : ReplicatedParameters(std::vector{std::move(module)}, std::move(split), placement, {}, std::move(workers),
+                           std::move(all_workers)) {
+  find_first_holders();
+}
+
+ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
+                                           std::optional<gradient::SplitModule> split, gradient::Placement placement,
+                                           const OnReplicas& on_replicas, Communicator workers,
+                                           Communicator all_workers)
+    : workers_(std::move(workers)),
+      all_workers_(std::move(all_workers)),
+      split_(std::move(split)),
+      modules_(std::move(modules)),
+      placement_(placement) {
   if (modules_.empty()) throw InvalidArgument("a model needs at least one replica");
   if (placement_ == gradient::Placement::device && replicas() > 1) {
     throw InvalidArgument(text("values that are updated on their device are one replica's; there are ", replicas()));
@@ -85,7 +112,7 @@ std::string ReplicatedParameters::describe() const {
 void ReplicatedParameters::find_slots() {
   for (const auto& module : modules_) {
     if (module == nullptr) throw InvalidArgument("the model's factory returned no module");
-    parameters_.push_back(find_parameters(*module).tensors);
+    parameters_.push_back((split_ ? find_parameters(split_->trained) : find_parameters(*module)).tensors);
     auto& buffers = buffers_.emplace_back();
     for (const auto& item : module->named_buffers()) {
       if (item.value().defined()) buffers.push_back(item.value());
@@ -95,7 +122,7 @@ void ReplicatedParameters::find_slots() {
     if (item.value().defined()) buffer_names_.push_back(item.key());
   }
 
-  const auto found = find_parameters(*modules_[0]);
+  const auto found = split_ ? find_parameters(split_->trained) : find_parameters(*modules_[0]);
   for (std::size_t i = 0; i < found.tensors.size(); ++i) {
     const auto& tensor = found.tensors[i];
     gradient::ParameterSlot slot{.name = found.names[i][0],
@@ -103,6 +130,8 @@ void ReplicatedParameters::find_slots() {
                                  .sizes = tensor.sizes().vec(),
                                  .dtype = tensor.scalar_type(),
                                  .numel = tensor.numel(),
+                                 .room = std::max(tensor.numel(), found.trained[i].room),
+                                 .parts = found.trained[i].parts,
                                  .trainable = tensor.requires_grad(),
                                  .flat = is_flat_dtype(tensor.scalar_type())};
     check_dtype(slot);
@@ -112,7 +141,7 @@ void ReplicatedParameters::find_slots() {
   for (const bool trainable : {true, false}) {
     for (auto& slot : slots_) {
       if (!slot.flat || slot.trainable != trainable) continue;
-      slot.offset = std::exchange(used[slot.dtype], used[slot.dtype] + gradient::whole_lines(slot.numel, slot.dtype));
+      slot.offset = std::exchange(used[slot.dtype], used[slot.dtype] + gradient::whole_lines(slot.room, slot.dtype));
     }
   }
 }
@@ -322,7 +351,7 @@ void ReplicatedParameters::share_values() {
 std::int64_t ReplicatedParameters::flat_numel(at::ScalarType dtype) const {
   std::int64_t end = 0;
   for (const auto& slot : slots_) {
-    if (slot.flat && slot.dtype == dtype) end += gradient::whole_lines(slot.numel, slot.dtype);
+    if (slot.flat && slot.dtype == dtype) end += gradient::whole_lines(slot.room, slot.dtype);
   }
   return end;
 }
@@ -367,6 +396,7 @@ at::Tensor ReplicatedParameters::sum_of_own_buffers(std::size_t index) const {
 
 void ReplicatedParameters::assign(std::size_t slot, const at::Tensor& value) {
   const at::NoGradGuard no_grad;
+  if (split_ && split_->before_forward) split_->before_forward();
   const bool shared = placement_ == gradient::Placement::central;
   for (int replica = 0; replica < (shared ? 1 : replicas()); ++replica) {
     if (!parameter(replica, slot).is_same(value)) parameter(replica, slot).copy_(value);

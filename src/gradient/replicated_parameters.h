@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "gradient/shard_map.h"
+#include "gradient/split_module.h"
 #include "lockstep/collective/communicator.h"
 
 namespace torch::nn {
@@ -27,6 +28,8 @@ struct ParameterSlot {
   std::vector<std::int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
   std::int64_t numel = 0;
+  std::int64_t room = 0;                             // elements in the flat buffer, if more
+  std::shared_ptr<const ParameterParts> parts = {};  // of a model that is split, if others have other parts
   std::int64_t offset = 0;  // in the flat buffer of its dtype; a multiple of 64 bytes. Trainable ones come first
   bool trainable = true;    // requires_grad
   bool flat = true;         // float or double: lies in a flat buffer; others (frozen only) stay where they are
@@ -57,18 +60,19 @@ class ReplicatedParameters {
   ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, gradient::Placement placement,
                        const OnReplicas& on_replicas = {}, Communicator workers = {});
 
-  // The same of a model that is split over processes: `workers` have the same parts of it and train on other examples;
-  // `all_workers` are they and those that have other parts. Collective over the latter.
-  ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules, gradient::Placement placement,
-                       const OnReplicas& on_replicas, Communicator workers, Communicator all_workers);
+  // The same of one module that is split over processes: `workers` train the same parts of it on other examples,
+  // `all_workers` are they and those that train other parts. Collective over the latter.
+  ReplicatedParameters(std::shared_ptr<torch::nn::Module> module, gradient::SplitModule split,
+                       gradient::Placement placement, Communicator workers, Communicator all_workers);
 
   int replicas() const { return static_cast<int>(modules_.size()); }  // of this process
   const Communicator& workers() const { return workers_; }
   const Communicator& all_workers() const { return all_workers_; }
-  bool is_split() const { return is_split_; }
+  const std::optional<gradient::SplitModule>& split() const { return split_; }
+  bool is_split() const { return split_.has_value(); }
 
   // Whether this is the first of all workers that have the parameter, or a part of it.
-  bool is_first_holder(std::size_t slot) const { return is_split_ ? first_holder_[slot] : all_workers_.rank() == 0; }
+  bool is_first_holder(std::size_t slot) const { return split_ ? first_holder_[slot] : all_workers_.rank() == 0; }
 
   // The shape of a slot's parameter, whole; and the whole of which `part`, which has the parameter's shape, is this
   // process's: collective where the parameter is divided. What has the shape of a slot is cut by `part_of`.
@@ -157,6 +161,9 @@ class ReplicatedParameters {
   void assign_buffer_of(int replica, std::size_t index, const at::Tensor& value);
 
  private:
+  ReplicatedParameters(std::vector<std::shared_ptr<torch::nn::Module>> modules,
+                       std::optional<gradient::SplitModule> split, gradient::Placement placement,
+                       const OnReplicas& on_replicas, Communicator workers, Communicator all_workers);
   void find_slots();
   void check_same_as_first(int replica);
   void take_memory(const OnReplicas& on_replicas);
@@ -168,7 +175,7 @@ class ReplicatedParameters {
   at::Tensor sum_of_own_buffers(std::size_t index) const;
 
   Communicator workers_, all_workers_;
-  bool is_split_ = false;
+  std::optional<gradient::SplitModule> split_;
   std::vector<bool> first_holder_;  // [slot], of a model that is split
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   gradient::Placement placement_;

@@ -75,6 +75,24 @@ FlatShard::Place FlatShard::own_place(std::size_t i) const {
   return {begin - first, std::max<std::int64_t>(end - begin, 0)};
 }
 
+FlatShard::Range FlatShard::own_range(std::size_t i) const {
+  const auto begin = part_ * ranks_.rank() - places_[i].offset;
+  return {std::max<std::int64_t>(begin, 0), own_place(i).numel};
+}
+
+// This rank's part, where its shards lie now: the first that has elements at its beginning.
+const Tensor& FlatShard::own() {
+  auto first = std::find_if(shards_.begin(), shards_.end(), [](const auto& shard) { return shard.numel() > 0; });
+  if (first == shards_.end() && !shards_.empty()) first = shards_.end() - 1;
+  if (first == shards_.end()) return own_;  // which `bind` has not divided yet
+  auto* const memory =
+      static_cast<std::byte*>(first->storage().mutable_data()) + first->storage_offset() * first->element_size();
+  if (memory == own_.mutable_data_ptr()) return own_;
+  own_ = at::from_blob(
+      memory, {part_}, [storage = first->storage()](void*) {}, own_.options());
+  return own_;
+}
+
 // Makes the parameters views of a storage without memory, and the shards views of this rank's part.
 void FlatShard::bind() {
   storage_ = c10::Storage(c10::Storage::use_byte_size_t(),
@@ -89,8 +107,8 @@ void FlatShard::bind() {
     parameter.set_data(at::Tensor(std::move(view)));
     parameter.mutable_grad() = Tensor();
     const auto own = own_place(i);
-    shards_.push_back(own.numel == 0 ? Tensor() : piece(own_, own.offset, {own.numel}));
-    if (own.numel > 0) shards_.back().set_requires_grad(parameter.requires_grad());
+    shards_.push_back(piece(own_, own.numel > 0 ? own.offset : 0, {own.numel}));
+    shards_.back().set_requires_grad(parameter.requires_grad());
   }
 }
 
@@ -102,14 +120,14 @@ void FlatShard::set_values(const std::vector<Tensor>& values) {
       piece(whole, places_[i].offset, values[i].sizes()).copy_(values[i].detach());
     }
   }
-  ranks_.group().run(Call::scatter(buffer_of(whole), buffer_of(own_), 0), ranks_.deadline());
-  replicas_.group().broadcast(buffer_of(own_), 0, replicas_.deadline());
+  ranks_.group().run(Call::scatter(buffer_of(whole), buffer_of(own()), 0), ranks_.deadline());
+  replicas_.group().broadcast(buffer_of(own()), 0, replicas_.deadline());
 }
 
 void FlatShard::start_gather() {
   if (is_gathered_ || gathering_) return;
   whole_ = whole_flat();
-  gathering_ = ranks_.group().start(Call::all_gather(buffer_of(own_), buffer_of(whole_)), ranks_.deadline());
+  gathering_ = ranks_.group().start(Call::all_gather(buffer_of(own()), buffer_of(whole_)), ranks_.deadline());
 }
 
 void FlatShard::finish_gather() {
@@ -118,7 +136,7 @@ void FlatShard::finish_gather() {
     std::exchange(gathering_, std::nullopt)->wait();
   } else {
     whole_ = whole_flat();
-    ranks_.group().all_gather(buffer_of(own_), buffer_of(whole_), ranks_.deadline());
+    ranks_.group().all_gather(buffer_of(own()), buffer_of(whole_), ranks_.deadline());
   }
   storage_.set_data_ptr(c10::DataPtr(whole_.mutable_data_ptr(), at::kCPU));
   is_gathered_ = true;
@@ -163,8 +181,8 @@ void FlatShard::reduce_gradients() {
     if (!taken_[i]) piece(gradients_, places_[i].offset, {places_[i].numel}).zero_();
   }
   // Gradients of an earlier backward lie in the memory for sums.
-  const bool accumulates = std::any_of(shards_.begin(), shards_.end(),
-                                       [](const auto& shard) { return shard.defined() && shard.grad().defined(); });
+  const bool accumulates =
+      std::any_of(shards_.begin(), shards_.end(), [](const auto& shard) { return shard.grad().defined(); });
   if (!memory_for_sums_.defined()) memory_for_sums_ = exact(part_, dtype_);
   sums_ = accumulates ? at::empty_like(memory_for_sums_) : memory_for_sums_;
   ranks_.group().reduce_scatter(buffer_of(gradients_), buffer_of(sums_), ReduceOp::sum, ranks_.deadline());

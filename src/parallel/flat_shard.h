@@ -25,8 +25,16 @@ class FlatShard {
   const std::vector<std::string>& names() const { return names_; }
   const std::vector<Tensor>& parameters() const { return parameters_; }  // the module's
 
-  // This rank's part of parameter i, flat: a leaf. Undefined where it has none.
+  // This rank's part of parameter i, flat: a leaf, perhaps of no elements. They lie in one piece of memory, of
+  // own_elements(), and may be moved together by Tensor::set_data.
   const Tensor& shard(std::size_t i) const { return shards_[i]; }
+  std::int64_t own_elements() const { return part_; }
+
+  // Which elements of parameter i they are.
+  struct Range {
+    std::int64_t begin = 0, count = 0;
+  };
+  Range own_range(std::size_t i) const;
 
   // Collective. Begins, and ends, to gather the values; `finish` begins too where `start` was not called.
   void start_gather();
@@ -59,6 +67,7 @@ class FlatShard {
   void bind();
   Place own_place(std::size_t i) const;
   Tensor whole_flat() const;
+  const Tensor& own();
 
   const std::vector<std::string> names_;
   const std::vector<Tensor> parameters_;

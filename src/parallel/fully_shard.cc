@@ -34,8 +34,7 @@ double FullyShardedParameters::clip_grad_norm(double max_norm, const Communicato
   parallel::GradientNorm squares;
   state_->units->for_each_flat_shard([&](const FlatShard& flat) {
     for (std::size_t i = 0; i < flat.parameters().size(); ++i) {
-      const auto& shard = flat.shard(i);
-      squares.add(flat.parameters()[i], shard.defined() ? shard.grad() : Tensor());
+      squares.add(flat.parameters()[i], flat.shard(i).grad());
     }
   });
   const auto norm = squares.over(state_->units->ranks(), stages);
@@ -88,9 +87,19 @@ void FullyShardedParameters::load(const std::map<std::string, Tensor>& values) {
 
 FullyShardedParameters internal::fully_shard(torch::nn::Module& module, const Communicator& ranks,
                                              FullyShardOptions options) {
+  auto patterns = options.units;
+  FullyShardedParameters sharded(ranks, std::move(options));
+  parallel::add_units(module, patterns, [&](torch::nn::Module& unit, const std::string& name, bool keep) {
+    sharded.add(unit, name, keep);
+  });
+  return sharded;
+}
+
+void parallel::add_units(torch::nn::Module& module, const std::vector<std::string>& patterns,
+                         const std::function<void(torch::nn::Module& unit, const std::string& name, bool keep)>& add) {
   const auto modules = module.named_modules("", /*include_self=*/false);
   std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> units;
-  for (const auto& pattern : options.units) {
+  for (const auto& pattern : patterns) {
     const auto before = units.size();
     for (const auto& each : modules) {
       if (parallel::matches(pattern, each.key())) units.emplace_back(each.key(), each.value());
@@ -99,10 +108,8 @@ FullyShardedParameters internal::fully_shard(torch::nn::Module& module, const Co
     throw InvalidArgument(
         text("fully_shard: no module is called \"", pattern, "\"; ", parallel::suggestion(pattern, modules.keys())));
   }
-  FullyShardedParameters sharded(ranks, std::move(options));
-  for (const auto& [name, unit] : units) sharded.add(*unit, name);
-  sharded.add(module, "", /*keep=*/true);
-  return sharded;
+  for (const auto& [name, unit] : units) add(*unit, name, false);
+  add(module, "", true);
 }
 
 }  // namespace lockstep

@@ -165,7 +165,7 @@ void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     ops::add_hook(tensors[i], use);
     if (tensors[i].dim() == 2) ops::add_hook(tensors[i], std::make_shared<SplitWeight>(tensors[i]));
-    if (flat.shard(i).defined()) {
+    if (flat.shard(i).numel() > 0) {
       shards_.push_back(flat.shard(i));
       known_shards().add(flat.shard(i), ranks_);
     }
@@ -228,9 +228,13 @@ void ShardedUnits::on_gradient(Unit& unit, FlatShard& flat, std::size_t paramete
 void ShardedUnits::begin_backward() {
   torch::autograd::Engine::get_default_engine().queue_callback([this] { finish_backward(); });
   backward_ = torch::autograd::get_current_graph_task_id();
-  const double mine = std::exchange(examples_, std::nullopt).value_or(1);
-  const double all = summed({mine})[0];
-  factor_ = all > 0 ? mine / all : 0;
+  if (given_factor_) {
+    factor_ = *given_factor_;
+  } else {
+    const double mine = std::exchange(examples_, std::nullopt).value_or(1);
+    const double all = summed({mine})[0];
+    factor_ = all > 0 ? mine / all : 0;
+  }
   // The order in which backward completes them, if forward used them in the order in which they were added.
   not_reduced_.clear();
   for (const bool keep : {true, false}) {

@@ -1,6 +1,7 @@
 // Which parameters of fully_shard are gathered when, and the gradients of a backward.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,6 +26,10 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void add(const torch::nn::Module& module, const std::string& name, bool keep);
   void add_examples(double examples);
   void release();
+
+  // In place of add_examples: from now on gradients are sums over ranks and replicas, to which this rank's count times
+  // `factor`.
+  void sum_gradients(double factor) { given_factor_ = factor; }
 
   // For an operator that reads a parameter of the unit: gathers it, and gives up those of operators before. `call`
   // numbers operators; one may read several units.
@@ -75,11 +80,16 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   std::uint64_t call_ = 0;                       // its number
   std::vector<std::size_t> uses_, uses_before_;  // units in this step and in the one before
 
-  std::optional<double> examples_;
+  std::optional<double> examples_, given_factor_;
   std::optional<int> backward_;     // the graph task whose gradients are taken
   double factor_ = 1;               // of this backward's gradients
   std::vector<Unit*> not_reduced_;  // in this backward, the next last
 };
+
+// Calls add(unit, name, keep) for the submodules that match one of the patterns, and then for the module. Throws
+// InvalidArgument for a pattern that none matches.
+void add_units(torch::nn::Module& module, const std::vector<std::string>& patterns,
+               const std::function<void(torch::nn::Module& unit, const std::string& name, bool keep)>& add);
 
 // Whether one of the tensors is a shard, or one of which these ranks have the other parts.
 bool any_is_shard(const std::vector<Tensor>& tensors);

@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "gradient/split_module.h"
 #include "lockstep/collective/communicator.h"
 
 namespace torch::nn {
@@ -16,15 +17,20 @@ class ModelParallelism {
  public:
   virtual ~ModelParallelism() = default;
 
-  // All that train a model together; and those of them that have the same parts of it and train on other examples.
+  // All that train a model together. Those of them that train on other examples, in the order of these; and of the
+  // latter those whose gradients are summed behind backward, which have the same parts of it.
   virtual const Communicator& workers() const = 0;
   virtual const Communicator& data_workers() const = 0;
+  virtual const Communicator& gradient_workers() const = 0;
+
+  // Whether backward sums the gradients of the data workers (SplitModule::summed_over).
+  virtual bool sums_in_backward() const = 0;
 
   // Whether this worker's losses and outputs count: it is one, the same always, of those with the same examples.
   virtual bool counts() const = 0;
 
   // Keeps this worker's part of a module, which all have made. Collective over the workers.
-  virtual void split(torch::nn::Module& module) const = 0;
+  virtual gradient::SplitModule split(torch::nn::Module& module) const = 0;
 };
 
 }  // namespace lockstep::strategy

@@ -141,13 +141,13 @@ std::shared_ptr<ReplicatedParameters> internal::replicate_modules(StrategyImpl& 
     modules.push_back(make());
     if (modules.back() == nullptr) continue;  // which ReplicatedParameters refuses
     modules.back()->to(strategy.torch_device(replica));
-    if (strategy.parallelism()) strategy.parallelism()->split(*modules.back());
+  }
+  if (const auto* const parallelism = strategy.parallelism(); parallelism && modules[0] != nullptr) {
+    auto split = parallelism->split(*modules[0]);
+    return std::make_shared<ReplicatedParameters>(modules[0], std::move(split), strategy.placement(),
+                                                  parallelism->gradient_workers(), strategy.workers());
   }
   const auto on_replicas = [&](const auto& function) { strategy.on_replicas(function); };
-  if (strategy.parallelism()) {
-    return std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement(), on_replicas,
-                                                  strategy.data_workers(), strategy.workers());
-  }
   return std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement(), on_replicas,
                                                 strategy.workers());
 }

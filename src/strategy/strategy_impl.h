@@ -73,6 +73,9 @@ class StrategyImpl {
   const Communicator& data_workers() const { return parallelism() ? parallelism()->data_workers() : workers_; }
   const strategy::ModelParallelism* parallelism() const { return settings_.parallelism.get(); }
 
+  // Whether replicas without examples compute as well (ModelParallelism).
+  bool sums_in_backward() const { return parallelism() != nullptr && parallelism()->sums_in_backward(); }
+
   // Whether this process's losses and outputs count.
   bool counts() const { return parallelism() == nullptr || parallelism()->counts(); }
 

@@ -99,9 +99,8 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
     const auto results = impl.strategy.run(
         [&](ReplicaContext& replica, const internal::Part& unread) -> train::StepResult {
           const auto part = unread.read();
-          if (part.size() == 0) return {};
-          const auto outputs = impl.outputs_of(replica, part);
-          if (!impl.counts()) return {};
+          const auto outputs = impl.outputs_of_any(replica, part);
+          if (!outputs.defined() || !impl.counts()) return {};
           const auto loss = impl.compiled->loss.terms(part.y, outputs, part.weight);
           tracker.update(replica.local_replica_id(), part, outputs);
           return {loss.sum.item<double>(), loss.divisor, part.size()};
@@ -123,7 +122,7 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
     const auto parts = impl.strategy.run(
         [&](ReplicaContext& replica, const internal::Part& unread) {
           const auto part = unread.read();
-          const auto rows = part.size() == 0 ? Tensor() : impl.outputs_of(replica, part);
+          const auto rows = impl.outputs_of_any(replica, part);
           return impl.counts() ? rows : Tensor();
         },
         batch);

@@ -65,6 +65,9 @@ class ModelImpl {
   // A replica's forward. Throws InvalidArgument naming the batch where LibTorch refuses it.
   Tensor outputs_of(ReplicaContext& replica, const Example& part) const;
 
+  // The same, or undefined for a part without examples: there the replica computes only if all must.
+  Tensor outputs_of_any(ReplicaContext& replica, const Example& part) const;
+
   // Whether this process's losses, metrics and outputs count (StrategyImpl::counts).
   bool counts() const { return unwrap(strategy).counts(); }
 
@@ -73,6 +76,9 @@ class ModelImpl {
 
   // Its forward, loss and backward.
   train::ComputedStep compute_gradients(ReplicaContext& replica, const Example& part, StepTimes& spent);
+
+  Example example_of_none(const Example& empty) const;
+  train::ComputedStep compute_no_gradients(ReplicaContext& replica, const Example& empty);
 
   // For jit_compile: enqueues the part of a step that can be recorded, and makes a step by replaying the recording.
   train::ComputedStep enqueue_step(ReplicaContext& replica, const Example& batch);
@@ -163,6 +169,7 @@ class ModelImpl {
   std::optional<train::Tracker> tracker;    // of the epoch that fit is in; likewise
   train::RecordedStep recorded;             // of these gradients
   std::optional<Archive> pending_weights;
+  mutable Example example;  // of zeros, for a step in which this worker has none
 
   std::uint64_t seed = next_random_seed();  // of the replicas' random numbers, with `steps`
   std::int64_t steps = 0;                   // train steps so far

@@ -71,4 +71,14 @@ Tensor weight_like(const Tensor& weight, const Tensor& values) {
   return result;
 }
 
+Example example_like(const Example& batch) {
+  const auto one = [](const Tensor& tensor) {
+    if (!tensor.defined()) return Tensor();
+    auto sizes = tensor.sizes().vec();
+    sizes.at(0) = 1;
+    return at::zeros(sizes, tensor.options());
+  };
+  return {one(batch.x), one(batch.y), one(batch.weight)};
+}
+
 }  // namespace lockstep::train

@@ -7,6 +7,7 @@
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "train/model_impl.h"
+#include "train/shapes.h"
 
 namespace lockstep {
 namespace {
@@ -55,6 +56,7 @@ void backward_from(const Tensor& loss, double gradient, const Example& part) {
 Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const {
   try {
     const train::ComputePolicy::Scope scope(policy, part.x.device().type());
+    if (const auto& split = parameters->split(); split && split->before_forward) split->before_forward();
     return policy.outputs(forward(parameters->module(replica.local_replica_id()), part.x));
   } catch (const c10::Error& error) {
     const std::string what = error.what_without_backtrace();
@@ -68,7 +70,23 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
   }
 }
 
+Tensor ModelImpl::outputs_of_any(ReplicaContext& replica, const Example& part) const {
+  if (part.size() > 0) return outputs_of(replica, part);
+  if (unwrap(strategy).sums_in_backward()) outputs_of(replica, example_of_none(part));
+  return {};
+}
+
+// With the shapes of the examples that this worker has had, where it has none now.
+Example ModelImpl::example_of_none(const Example& empty) const {
+  if (empty.x.defined()) example = train::example_like(empty);
+  if (example.x.defined()) return example;
+  throw InvalidArgument(
+      "a worker has had no example yet, and cannot take part in computing those of others: give each some of the first "
+      "batch");
+}
+
 internal::LocalReplicas ModelImpl::replicas() const {
+  if (unwrap(strategy).parallelism() != nullptr) return unwrap(strategy).local_replicas();
   return {unwrap(strategy).torch_devices(), gradients->own_data() ? Communicator() : gradients->ranks(),
           gradients->ranks()};
 }
@@ -82,7 +100,8 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& 
   const int id = replica.local_replica_id();
   replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(number_of(replica))));
   gradients->drop_gradients(id);  // left by a step that failed
-  if (part.size() == 0) {
+  const bool idle = part.size() == 0;
+  if (idle && !unwrap(strategy).sums_in_backward()) {
     // No examples: takes part in the others' update. Where each rank has data of its own, each has a replica 0, and a
     // rank without examples has weight 0.
     const double weight = gradients->own_data() ? 0 : weight_of(compiled->loss, 0, number_of(replica));
@@ -97,10 +116,11 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& 
   }
   StepTimes unused;
   StepTimes& spent = id == 0 ? times : unused;
-  const auto computed = compute_gradients(replica, part, spent);
+  if (!idle && unwrap(strategy).sums_in_backward() && !example.x.defined()) example = train::example_like(part);
+  const auto computed = idle ? compute_no_gradients(replica, part) : compute_gradients(replica, part, spent);
   Lap lap;
   train::StepResult result;
-  if (counts()) {
+  if (counts() && !idle) {
     into.update(id, part, computed.outputs);  // before anything has changed: a metric may throw
     result = {computed.loss_sum.item<double>(), computed.divisor, part.size()};
   }
@@ -120,9 +140,20 @@ train::ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const 
   const double weight = weight_of(compiled->loss, loss.divisor, number_of(replica));
   const bool divided = replica.num_replicas_in_sync() == 1 && gradients->ranks().size() == 1 && weight > 0;
   gradients->expect_one_backward(replica.local_replica_id());
+  if (const auto& split = parameters->split(); split && split->before_backward) split->before_backward(1);
   backward_from(loss.sum, gradients->updater().loss_scale().value() / (divided ? weight : 1), part);
   lap.add_to(spent.backward);
   return {outputs.detach(), loss.sum.detach(), loss.divisor, divided ? 1 : weight};
+}
+
+// Where backward sums the gradients of all: takes part, with an example of zeros whose gradients count nothing.
+train::ComputedStep ModelImpl::compute_no_gradients(ReplicaContext& replica, const Example& empty) {
+  const auto none = example_of_none(empty);
+  const auto loss = compiled->loss.terms(none.y, outputs_of(replica, none), none.weight);
+  require_gradient(loss.sum);
+  parameters->split()->before_backward(0);
+  backward_from(loss.sum, 0, none);
+  return {{}, {}, 0, weight_of(compiled->loss, 0, number_of(replica))};
 }
 
 train::ComputedStep ModelImpl::enqueue_step(ReplicaContext& replica, const Example& batch) {

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "lockstep/parallel/device_mesh.h"
+#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/strategy/strategy.h"
 
@@ -38,7 +39,12 @@ struct ModelParallelOptions {
   ParallelPlan plan = {};
   LayoutMap layout_map = {};  // the same in Keras's words; only one of the two
 
-  // Along batch_axis: as MultiWorkerMirroredOptions and CommunicationOptions.
+  // An axis along which ranks train on other examples too, and each has a part of all parameters, their gradients and
+  // the optimizer's state: as fully_shard, whose `replicas` are those along batch_axis.
+  std::string shard_axis = "shard";
+  FullyShardOptions fully_shard = {};
+
+  // Along batch_axis, where there is no shard_axis: as MultiWorkerMirroredOptions and CommunicationOptions.
   bool shard_optimizer_state = false;
   std::optional<double> bucket_cap_mb = {};
   std::optional<DType> gradient_dtype = {};

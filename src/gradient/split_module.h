@@ -1,0 +1,36 @@
+// What a process trains of a module that is split over several (module `parallel`).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gradient/parameter_parts.h"
+#include "lockstep/collective/communicator.h"
+
+namespace lockstep::gradient {
+
+struct TrainedTensor {
+  std::string name;
+  at::Tensor tensor;
+  std::shared_ptr<const ParameterParts> parts = {};  // null: this process has the whole parameter
+  std::int64_t room = 0;  // elements that its place in the flat buffers has, if more than it needs
+};
+
+struct SplitModule {
+  std::vector<TrainedTensor> trained;  // in place of the module's own parameters; one under several names is tied
+
+  // The workers over which backward sums gradients itself. They all compute in every step, with examples or without.
+  // Else alone: gradients are those of this worker's examples.
+  Communicator summed_over = {};
+
+  // What is called before a forward, and before a backward with what gradients are multiplied by; or null.
+  std::function<void()> before_forward = {};
+  std::function<void(double factor)> before_backward = {};
+};
+
+}  // namespace lockstep::gradient

@@ -1,0 +1,13 @@
+// fully_shard for strategies.
+#pragma once
+
+#include "gradient/split_module.h"
+#include "parallel/sharded_units.h"
+
+namespace lockstep::parallel {
+
+// What a rank trains of a module whose parameters are in these units: its shards, under the parameters' names. They
+// stay in one piece for each flat buffer of the units.
+gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, const Communicator& data_workers);
+
+}  // namespace lockstep::parallel
