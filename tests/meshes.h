@@ -49,9 +49,30 @@ inline parallel::Transformer make_some_frozen() {
   return net;
 }
 
-// Made for the strategy in scope.
-inline Model make_transformer_model(const Optimizer& optimizer) {
-  Model model(make_some_frozen);
+// The same in double precision, with the values and frozen parameters that the whole transformer has.
+template <class Layer, class... More>
+PipelineStage make_layer(int number, const More&... more) {
+  return [number, more...] {
+    auto layer = std::make_shared<Layer>(kTransformer, more...);
+    layer->to(at::kDouble);
+    const auto whole = make_some_frozen();
+    for (const auto& each : layer->named_parameters()) {
+      const auto name = std::to_string(number) + "." + each.key();
+      each.value().set_data(initial_values().at(name).detach().clone());
+      each.value().set_requires_grad(parallel::parameters_of(*whole).at(name).requires_grad());
+    }
+    return layer;
+  };
+}
+
+inline std::vector<PipelineStage> transformer_layers() {
+  return {make_layer<parallel::FrontImpl>(0), make_layer<parallel::BlockImpl>(1), make_layer<parallel::BlockImpl>(2),
+          make_layer<parallel::BackImpl>(3, at::Tensor())};
+}
+
+// Made for the strategy in scope; of layers, where it is to be cut into stages.
+inline Model make_transformer_model(const Optimizer& optimizer, bool of_layers = false) {
+  auto model = of_layers ? Model(transformer_layers()) : Model(make_some_frozen);
   model.compile({.optimizer = optimizer,
                  .loss = SparseCategoricalCrossentropy({.from_logits = true}),
                  .metrics = {"sparse_categorical_accuracy"}});

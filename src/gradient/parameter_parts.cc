@@ -49,7 +49,9 @@ double PartSums::sum_squares(std::span<double> squares) const {
     for (std::size_t i = 0; i < slots.size(); ++i) squares[slots[i]] = sums[i];
   }
   double total = 0;
-  for (std::size_t i = 0; i < squares.size(); ++i) total += parameters_.is_first_holder(i) ? squares[i] : 0;
+  for (std::size_t i = 0; i < squares.size(); ++i) {
+    if (parameters_.is_first_holder(i) && !parameters_.slots()[i].is_copy) total += squares[i];
+  }
   parameters_.all_workers().sum({&total, 1});
   return total;
 }

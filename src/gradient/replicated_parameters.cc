@@ -131,6 +131,7 @@ void ReplicatedParameters::find_slots() {
                                  .dtype = tensor.scalar_type(),
                                  .numel = tensor.numel(),
                                  .room = std::max(tensor.numel(), found.trained[i].room),
+                                 .is_copy = found.trained[i].is_copy,
                                  .parts = found.trained[i].parts,
                                  .trainable = tensor.requires_grad(),
                                  .flat = is_flat_dtype(tensor.scalar_type())};

@@ -29,6 +29,7 @@ struct ParameterSlot {
   at::ScalarType dtype = at::kFloat;
   std::int64_t numel = 0;
   std::int64_t room = 0;                             // elements in the flat buffer, if more
+  bool is_copy = false;                              // TrainedTensor::is_copy
   std::shared_ptr<const ParameterParts> parts = {};  // of a model that is split, if others have other parts
   std::int64_t offset = 0;  // in the flat buffer of its dtype; a multiple of 64 bytes. Trainable ones come first
   bool trainable = true;    // requires_grad

@@ -18,14 +18,14 @@ struct TrainedTensor {
   std::string name;
   at::Tensor tensor;
   std::shared_ptr<const ParameterParts> parts = {};  // null: this process has the whole parameter
+  bool is_copy = false;   // of a parameter that another worker, or this one under another name, has too
   std::int64_t room = 0;  // elements that its place in the flat buffers has, if more than it needs
 };
 
 struct SplitModule {
   std::vector<TrainedTensor> trained;  // in place of the module's own parameters; one under several names is tied
 
-  // The workers over which backward sums gradients itself. They all compute in every step, with examples or without.
-  // Else alone: gradients are those of this worker's examples.
+  // The workers over which backward sums gradients itself. This one alone: gradients are those of its examples.
   Communicator summed_over = {};
 
   // What is called before a forward, and before a backward with what gradients are multiplied by; or null.

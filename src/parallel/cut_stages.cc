@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "lockstep/ops/memory.h"
 #include "ops/replica_random.h"
+#include "parallel/layers_module.h"
 
 namespace lockstep {
 namespace {
@@ -66,23 +67,6 @@ double cost_of(const std::vector<LayerCost>& layers, std::size_t begin, std::siz
   const bool fits = kCopies * sum.parameter_bytes + microbatches * sum.activation_bytes <= most;
   return fits ? sum.seconds : std::numeric_limits<double>::infinity();
 }
-
-// Layers `first` to `first + count` as one module.
-struct LayersImpl : torch::nn::Module {
-  LayersImpl(const std::vector<PipelineStage>& all, std::size_t first, std::size_t count) {
-    for (std::size_t i = first; i < first + count; ++i) {
-      layers.push_back(all[i]);
-      modules.push_back(register_module(std::to_string(i), all[i].make()));
-    }
-  }
-  Tensor forward(Tensor x) {
-    for (std::size_t i = 0; i < layers.size(); ++i) x = layers[i].forward(*modules[i], x);
-    return x;
-  }
-
-  std::vector<PipelineStage> layers;
-  std::vector<std::shared_ptr<torch::nn::Module>> modules;
-};
 
 }  // namespace
 
@@ -146,7 +130,7 @@ std::vector<PipelineStage> join_layers(const std::vector<PipelineStage>& layers,
   std::size_t first = 0;
   for (const int count : layers_of_stages) {
     stages.emplace_back([layers, first, count] {
-      return std::make_shared<LayersImpl>(layers, first, static_cast<std::size_t>(count));
+      return std::make_shared<parallel::LayersModule>(layers, first, static_cast<std::size_t>(count));
     });
     first += static_cast<std::size_t>(count);
   }

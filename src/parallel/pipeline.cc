@@ -131,16 +131,31 @@ Pipeline::Pipeline(std::vector<PipelineStage> stages, const Communicator& ranks,
 Pipeline::~Pipeline() = default;
 
 double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& loss) {
-  if (!at::GradMode::is_enabled()) throw InvalidArgument("Pipeline::step: gradients are off; use forward");
-  double result = 0;
+  if (x.dim() == 0 || target.dim() == 0 || target.size(0) != x.size(0)) {
+    state_->ranks.abort_on_error([&] {
+      throw InvalidArgument(text("Pipeline::step: x has shape ", x.sizes(), " and target ", target.sizes(),
+                                 "; their first dimensions count the same examples"));
+    });
+  }
+  double mean = 0;
+  forward_backward(x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
+    const auto weighted =
+        loss(output, target.narrow(0, first, count)) * (static_cast<double>(count) / static_cast<double>(x.size(0)));
+    if (weighted.numel() == 1) mean += weighted.item<double>();
+    return weighted;
+  });
+  state_->ranks.sum({&mean, 1});
+  return mean;
+}
+
+void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss) {
+  if (!at::GradMode::is_enabled()) throw InvalidArgument("Pipeline: gradients are off; use forward");
   for (auto& each : state_->tied) each.begin_step();
   state_->step_began = Deadline::Clock::now();
-  state_->run([&](parallel::PipelineRun& run) { result = run.train(x, target, loss, state_->times); });
+  state_->run([&](parallel::PipelineRun& run) { run.train(x, loss, state_->times); });
   state_->timed_actions = state_->schedule.actions[static_cast<std::size_t>(state_->ranks.rank())];
   for (auto& each : state_->tied) each.finish_step();
-  state_->ranks.sum({&result, 1});
   if (++state_->steps == kStepsBeforeCosts) state_->choose_order(measured_costs());
-  return result;
 }
 
 Tensor Pipeline::forward(const Tensor& x) {

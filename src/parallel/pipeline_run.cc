@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <chrono>
+#include <utility>
 
 #include "base/text.h"
 
@@ -24,7 +25,8 @@ void PipelineRun::split(const Tensor& x) {
   if (!x.defined() || x.dim() == 0 || x.size(0) == 0)
     throw InvalidArgument("Pipeline: x has no examples; its first dimension counts them");
   parts_ = x.tensor_split(schedule_.microbatches);
-  examples_ = static_cast<double>(x.size(0));
+  std::int64_t first = 0;
+  for (const auto& part : parts_) first_example_.push_back(std::exchange(first, first + part.size(0)));
 }
 
 // What another stage made: of this rank or another one.
@@ -48,15 +50,11 @@ Tensor PipelineRun::take_input(const PipelineAction& action) {
   return take({Message::output, action.stage - 1, action.microbatch}, action.stage - 1);
 }
 
-Tensor PipelineRun::weighted_loss(const PipelineAction& action, const Tensor& output) {
-  const auto& target = targets_[static_cast<std::size_t>(action.microbatch)];
-  const auto loss = (*loss_)(output, target);
-  if (loss.numel() != 1)
-    throw InvalidArgument(
-        text("Pipeline::step: the loss has shape ", loss.sizes(), "; it must be the mean over the examples"));
-  const auto weighted = loss * (static_cast<double>(target.size(0)) / examples_);
-  loss_sum_ += weighted.item<double>();
-  return weighted;
+Tensor PipelineRun::loss_of(const PipelineAction& action, const Tensor& output) {
+  const auto i = static_cast<std::size_t>(action.microbatch);
+  const auto loss = (*loss_)(output, first_example_[i], parts_[i].size(0));
+  if (loss.numel() == 1) return loss;
+  throw InvalidArgument(text("Pipeline: the loss of a microbatch has shape ", loss.sizes(), "; it must be a scalar"));
 }
 
 void PipelineRun::forward(const PipelineAction& action, const Tensor& x) {
@@ -64,7 +62,7 @@ void PipelineRun::forward(const PipelineAction& action, const Tensor& x) {
   const auto input = has_gradient ? x.detach().requires_grad_() : x;
   auto output = forwards_.at(action.stage)(input);
   if (is_last(action.stage)) {
-    output = weighted_loss(action, output);
+    output = loss_of(action, output);
   } else if (!output.is_floating_point()) {
     throw InvalidArgument(text("Pipeline: the output of stage ", action.stage, " is of ", output.scalar_type(),
                                "; it must be floating-point, or no gradient could come back"));
@@ -90,14 +88,8 @@ void PipelineRun::backward(const PipelineAction& action, const Tensor& gradient)
   if (action.kind == Kind::backward_input) kept_.insert(std::move(kept));
 }
 
-double PipelineRun::train(const Tensor& x, const Tensor& target, const PipelineLoss& loss,
-                          std::vector<PipelineTimes::Span>& times) {
+void PipelineRun::train(const Tensor& x, const MicrobatchLoss& loss, std::vector<PipelineTimes::Span>& times) {
   split(x);
-  if (target.dim() == 0 || target.size(0) != x.size(0)) {
-    throw InvalidArgument(text("Pipeline::step: x has shape ", x.sizes(), " and target ", target.sizes(),
-                               "; their first dimensions count the same examples"));
-  }
-  targets_ = target.tensor_split(schedule_.microbatches);
   loss_ = &loss;
   times.clear();
   const auto start = Deadline::Clock::now();
@@ -122,7 +114,6 @@ double PipelineRun::train(const Tensor& x, const Tensor& target, const PipelineL
     times.push_back({begin, now()});
   }
   links_.flush();
-  return loss_sum_;
 }
 
 Tensor PipelineRun::predict(const Tensor& x) {

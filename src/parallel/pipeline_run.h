@@ -19,10 +19,9 @@ class PipelineRun {
  public:
   PipelineRun(const PipelineSchedule& schedule, StageLinks& links, const StageForwards& forwards, int rank);
 
-  // Forward and backward. Returns the mean loss where this rank has the last stage, else 0. `times`: of each action,
-  // but for its wait for other ranks; an action on a microbatch without examples takes none.
-  double train(const Tensor& x, const Tensor& target, const PipelineLoss& loss,
-               std::vector<PipelineTimes::Span>& times);
+  // Forward and backward. `times`: of each action, but for its wait for other ranks; an action on a microbatch without
+  // examples takes none.
+  void train(const Tensor& x, const MicrobatchLoss& loss, std::vector<PipelineTimes::Span>& times);
 
   // The forwards alone. Returns the last stage's output where this rank has it, else nothing.
   Tensor predict(const Tensor& x);
@@ -41,17 +40,16 @@ class PipelineRun {
   Tensor take_input(const PipelineAction& action);
   void forward(const PipelineAction& action, const Tensor& x);
   void backward(const PipelineAction& action, const Tensor& gradient);
-  Tensor weighted_loss(const PipelineAction& action, const Tensor& output);
+  Tensor loss_of(const PipelineAction& action, const Tensor& output);
 
   const PipelineSchedule& schedule_;
   StageLinks& links_;
   const StageForwards& forwards_;
   const int rank_;
 
-  std::vector<Tensor> parts_, targets_;  // [microbatch]
-  double examples_ = 0;
-  const PipelineLoss* loss_ = nullptr;
-  double loss_sum_ = 0;
+  std::vector<Tensor> parts_;                // [microbatch]
+  std::vector<std::int64_t> first_example_;  // [microbatch]
+  const MicrobatchLoss* loss_ = nullptr;
   std::map<Key, Kept> kept_;
   std::map<StageMessage, Tensor> local_;  // between two stages of this rank
 };

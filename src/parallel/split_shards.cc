@@ -3,6 +3,7 @@
 #include "gradient/parameter_parts.h"
 #include "gradient/shard_map.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "parallel/tied_parameters.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -53,7 +54,11 @@ gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, c
       const auto& shard = flat.shard(i);
       auto parts = std::make_shared<ShardParts>(flat.parameters()[i], flat.own_range(i), units->ranks());
       const bool is_last = i + 1 == flat.parameters().size();
-      split.trained.push_back({flat.names()[i], shard, std::move(parts), is_last ? room : shard.numel()});
+      split.trained.push_back({.name = flat.names()[i],
+                               .tensor = shard,
+                               .parts = std::move(parts),
+                               .is_copy = is_tied_copy(flat.parameters()[i]),
+                               .room = is_last ? room : shard.numel()});
       room -= gradient::whole_lines(shard.numel(), shard.scalar_type());
     }
   });

@@ -23,8 +23,8 @@ class ModelParallelism {
   virtual const Communicator& data_workers() const = 0;
   virtual const Communicator& gradient_workers() const = 0;
 
-  // Whether backward sums the gradients of the data workers (SplitModule::summed_over).
-  virtual bool sums_in_backward() const = 0;
+  // Whether all workers compute in every step, with examples or without.
+  virtual bool all_compute() const = 0;
 
   // Whether this worker's losses and outputs count: it is one, the same always, of those with the same examples.
   virtual bool counts() const = 0;

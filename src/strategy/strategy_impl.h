@@ -74,7 +74,7 @@ class StrategyImpl {
   const strategy::ModelParallelism* parallelism() const { return settings_.parallelism.get(); }
 
   // Whether replicas without examples compute as well (ModelParallelism).
-  bool sums_in_backward() const { return parallelism() != nullptr && parallelism()->sums_in_backward(); }
+  bool all_compute() const { return parallelism() != nullptr && parallelism()->all_compute(); }
 
   // Whether this process's losses and outputs count.
   bool counts() const { return parallelism() == nullptr || parallelism()->counts(); }

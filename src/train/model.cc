@@ -6,6 +6,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "parallel/layers_module.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/layers/stack.h"
@@ -17,7 +18,7 @@ namespace lockstep {
 void ModelImpl::build(const Example& sample) {
   if (parameters != nullptr) return;
   policy.check(unwrap(strategy).torch_devices());
-  auto made = internal::replicate_modules(unwrap(strategy), [&] { return make(sample); });
+  auto made = make_parameters(sample);
   if (pending_weights) {
     train::check_weights(*pending_weights, *made);
     ReplicatedModule(made).trackable().load(*pending_weights, "")();
@@ -26,6 +27,21 @@ void ModelImpl::build(const Example& sample) {
   parameters = std::move(made);
   seed = std::stoull(workers().broadcast(std::to_string(seed)));
   make_gradient_path();
+}
+
+std::shared_ptr<ReplicatedParameters> ModelImpl::make_parameters(const Example& sample) {
+  const auto& all = unwrap(strategy);
+  const auto* const mesh = dynamic_cast<const parallel::MeshParallelism*>(all.parallelism());
+  if (mesh == nullptr || !mesh->has_stages() || !make_layers)
+    return internal::replicate_modules(unwrap(strategy), [&] { return make(sample); });
+  policy.require_float("a model that is cut into stages");
+  ops::ReplicaRandom random;
+  random.seed(std::stoull(workers().broadcast(std::to_string(next_random_seed()))));
+  const ops::ReplicaRandom::Use use(random);
+  stages = std::make_unique<parallel::PipelineModel>(
+      *mesh, [&] { return make_layers(sample); }, sample.x);
+  return std::make_shared<ReplicatedParameters>(stages->module(), stages->split(), all.placement(),
+                                                mesh->gradient_workers(), workers());
 }
 
 void ModelImpl::build_for(const Dataset& data, const char* caller) {
@@ -78,6 +94,16 @@ Model::Model(const internal::MakeModule& make, internal::ForwardOfModule forward
   impl_->build({});
 }
 
+Model::Model(std::vector<PipelineStage> layers)
+    : impl_(std::make_shared<ModelImpl>(
+          [layers](const Example&) { return std::make_shared<parallel::LayersModule>(layers, 0, layers.size()); },
+          [](torch::nn::Module& module, const Tensor& x) {
+            return static_cast<parallel::LayersModule&>(module).forward(x);
+          },
+          [layers](const Example&) { return parallel::Layers{layers}; })) {
+  if (layers.empty()) throw InvalidArgument("Model: there are no layers");
+}
+
 Sequential::Sequential(std::vector<Layer> layers)
     : Model(std::make_shared<ModelImpl>(
           [layers](const Example& sample) {
@@ -85,7 +111,8 @@ Sequential::Sequential(std::vector<Layer> layers)
           },
           [](torch::nn::Module& module, const Tensor& x) {
             return static_cast<train::StackModule&>(module).forward(x);
-          })),
+          },
+          [layers](const Example& sample) { return train::pieces_of(layers, sample); })),
       layers_(std::move(layers)) {
   if (layers_.empty()) throw InvalidArgument("Sequential: there are no layers");
 }

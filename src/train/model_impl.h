@@ -12,6 +12,7 @@
 #include "gradient/gradient_path.h"
 #include "lockstep/base/random.h"
 #include "lockstep/train/model.h"
+#include "parallel/pipeline_model.h"
 #include "parameter_server/server_cluster.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
@@ -50,7 +51,13 @@ class ModelImpl {
   using Make = std::function<std::shared_ptr<torch::nn::Module>(const Example& sample)>;
   using Forward = std::function<Tensor(torch::nn::Module&, const Tensor&)>;
 
-  ModelImpl(Make make_module, Forward forward_of) : make(std::move(make_module)), forward(std::move(forward_of)) {}
+  using MakeLayers = std::function<parallel::Layers(const Example& sample)>;
+
+  // `layers_of`: where the model is made of layers, which can be cut into stages.
+  ModelImpl(Make make_module, Forward forward_of, MakeLayers layers_of = {})
+      : make(std::move(make_module)), forward(std::move(forward_of)), make_layers(std::move(layers_of)) {}
+
+  std::shared_ptr<ReplicatedParameters> make_parameters(const Example& sample);
 
   // Makes the replicas for batches like `sample`, unless they are there. Applies weights that were loaded before.
   void build(const Example& sample);
@@ -78,6 +85,8 @@ class ModelImpl {
   train::ComputedStep compute_gradients(ReplicaContext& replica, const Example& part, StepTimes& spent);
 
   Example example_of_none(const Example& empty) const;
+  train::ComputedStep compute_in_stages(ReplicaContext& replica, const Example& part, train::Tracker& tracker,
+                                        StepTimes& spent);
   train::ComputedStep compute_no_gradients(ReplicaContext& replica, const Example& empty);
 
   // For jit_compile: enqueues the part of a step that can be recorded, and makes a step by replaying the recording.
@@ -162,8 +171,10 @@ class ModelImpl {
   const train::ComputePolicy policy = train::ComputePolicy::current();
   const Make make;
   const Forward forward;
+  const MakeLayers make_layers;
 
   std::shared_ptr<ReplicatedParameters> parameters;  // null before build
+  std::unique_ptr<parallel::PipelineModel> stages;   // of a model that is cut into stages; else null
   std::optional<CompileOptions> compiled;
   std::shared_ptr<GradientPath> gradients;  // null before build or compile
   std::optional<train::Tracker> tracker;    // of the epoch that fit is in; likewise

@@ -1,6 +1,7 @@
 // The step that fit makes, as each replica sees it.
 #include <ATen/ATen.h>
 
+#include <array>
 #include <chrono>
 
 #include "base/hash.h"
@@ -36,6 +37,11 @@ std::string batch_named(const Example& part) {
   return text("a batch of shape ", part.x.sizes(), " and dtype ", part.x.scalar_type());
 }
 
+Example rows_of(const Example& part, std::int64_t first, std::int64_t count) {
+  const auto some = [&](const Tensor& tensor) { return tensor.defined() ? tensor.narrow(0, first, count) : Tensor(); };
+  return {some(part.x), some(part.y), some(part.weight)};
+}
+
 void require_gradient(const Tensor& loss) {
   if (loss.requires_grad()) return;
   throw InvalidArgument(
@@ -57,6 +63,7 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
   try {
     const train::ComputePolicy::Scope scope(policy, part.x.device().type());
     if (const auto& split = parameters->split(); split && split->before_forward) split->before_forward();
+    if (stages != nullptr) return stages->pipeline().forward(part.x);
     return policy.outputs(forward(parameters->module(replica.local_replica_id()), part.x));
   } catch (const c10::Error& error) {
     const std::string what = error.what_without_backtrace();
@@ -72,7 +79,7 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
 
 Tensor ModelImpl::outputs_of_any(ReplicaContext& replica, const Example& part) const {
   if (part.size() > 0) return outputs_of(replica, part);
-  if (unwrap(strategy).sums_in_backward()) outputs_of(replica, example_of_none(part));
+  if (unwrap(strategy).all_compute()) outputs_of(replica, example_of_none(part));
   return {};
 }
 
@@ -101,7 +108,7 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& 
   replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(number_of(replica))));
   gradients->drop_gradients(id);  // left by a step that failed
   const bool idle = part.size() == 0;
-  if (idle && !unwrap(strategy).sums_in_backward()) {
+  if (idle && !unwrap(strategy).all_compute()) {
     // No examples: takes part in the others' update. Where each rank has data of its own, each has a replica 0, and a
     // rank without examples has weight 0.
     const double weight = gradients->own_data() ? 0 : weight_of(compiled->loss, 0, number_of(replica));
@@ -116,12 +123,14 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& 
   }
   StepTimes unused;
   StepTimes& spent = id == 0 ? times : unused;
-  if (!idle && unwrap(strategy).sums_in_backward() && !example.x.defined()) example = train::example_like(part);
-  const auto computed = idle ? compute_no_gradients(replica, part) : compute_gradients(replica, part, spent);
+  if (!idle && unwrap(strategy).all_compute() && !example.x.defined()) example = train::example_like(part);
+  const auto computed = idle                ? compute_no_gradients(replica, part)
+                        : stages != nullptr ? compute_in_stages(replica, part, into, spent)
+                                            : compute_gradients(replica, part, spent);
   Lap lap;
   train::StepResult result;
   if (counts() && !idle) {
-    into.update(id, part, computed.outputs);  // before anything has changed: a metric may throw
+    if (stages == nullptr) into.update(id, part, computed.outputs);  // before anything has changed: a metric may throw
     result = {computed.loss_sum.item<double>(), computed.divisor, part.size()};
   }
   lap.add_to(spent.metrics);
@@ -146,13 +155,47 @@ train::ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const 
   return {outputs.detach(), loss.sum.detach(), loss.divisor, divided ? 1 : weight};
 }
 
-// Where backward sums the gradients of all: takes part, with an example of zeros whose gradients count nothing.
+// The same of a model that is cut into stages; updates the metrics too, as outputs of microbatches come.
+train::ComputedStep ModelImpl::compute_in_stages(ReplicaContext& replica, const Example& part, train::Tracker& into,
+                                                 StepTimes& spent) {
+  Lap lap;
+  const auto& split = *parameters->split();
+  if (split.before_forward) split.before_forward();
+  if (split.before_backward) split.before_backward(1);
+  const double scale = gradients->updater().loss_scale().value();
+  std::array<double, 2> sums{};  // of losses and of what divides them
+  stages->pipeline().forward_backward(part.x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
+    const auto some = rows_of(part, first, count);
+    const auto loss = compiled->loss.terms(some.y, output, some.weight);
+    require_gradient(loss.sum);
+    sums[0] += loss.sum.item<double>();
+    sums[1] += loss.divisor;
+    if (counts()) into.update(replica.local_replica_id(), some, output.detach());
+    return loss.sum * scale;
+  });
+  stages->workers().sum(sums);
+  lap.add_to(spent.backward);
+  return {{}, at::scalar_tensor(sums[0], at::kDouble), sums[1], weight_of(compiled->loss, sums[1], number_of(replica))};
+}
+
+// Where all compute in every step: takes part, with an example of zeros whose gradients count nothing.
 train::ComputedStep ModelImpl::compute_no_gradients(ReplicaContext& replica, const Example& empty) {
   const auto none = example_of_none(empty);
-  const auto loss = compiled->loss.terms(none.y, outputs_of(replica, none), none.weight);
-  require_gradient(loss.sum);
-  parameters->split()->before_backward(0);
-  backward_from(loss.sum, 0, none);
+  const auto& split = *parameters->split();
+  const auto loss_of = [&](const Tensor& output) {
+    const auto loss = compiled->loss.terms(none.y, output, none.weight);
+    require_gradient(loss.sum);
+    return loss.sum;
+  };
+  if (split.before_forward) split.before_forward();
+  if (split.before_backward) split.before_backward(0);
+  if (stages != nullptr) {
+    stages->pipeline().forward_backward(
+        none.x, [&](const Tensor& output, std::int64_t, std::int64_t) { return loss_of(output) * 0; });
+  } else {
+    backward_from(loss_of(outputs_of(replica, none)), 0, none);
+  }
+  if (split.summed_over.size() == 1) gradients->drop_gradients(replica.local_replica_id());
   return {{}, {}, 0, weight_of(compiled->loss, 0, number_of(replica))};
 }
 

@@ -18,6 +18,7 @@
 
 #include "lockstep/parallel/device_mesh.h"
 #include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/strategy/strategy.h"
 
@@ -43,6 +44,19 @@ struct ModelParallelOptions {
   // the optimizer's state: as fully_shard, whose `replicas` are those along batch_axis.
   std::string shard_axis = "shard";
   FullyShardOptions fully_shard = {};
+
+  // An axis along which ranks have other layers: as Pipeline, for a Model that is made of layers, or a Sequential. Each
+  // rank has `stages_per_rank` stages of so many layers each as layers_of_stages says; empty: as cut_stages says after
+  // measure_layers. `tied`: names of parameters that are one in the unsplit model, such as {"0.token.weight",
+  // "5.head.weight"} of the layers 0 and 5; checkpoints have each, and
+  // parameters are not sharded.
+  std::string pipeline_axis = "pipeline";
+  MakePipelineSchedule schedule = schedules::one_forward_one_backward;
+  int microbatches = 4;
+  int stages_per_rank = 1;
+  std::vector<int> layers_of_stages = {};
+  std::vector<std::vector<std::string>> tied = {};
+  bool recompute = false;
 
   // Along batch_axis, where there is no shard_axis: as MultiWorkerMirroredOptions and CommunicationOptions.
   bool shard_optimizer_state = false;

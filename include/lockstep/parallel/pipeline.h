@@ -64,6 +64,10 @@ struct PipelineOptions {
 // The mean over the examples of a microbatch: a scalar.
 using PipelineLoss = std::function<Tensor(const Tensor& output, const Tensor& target)>;
 
+// What is differentiated for a microbatch, a scalar, from the last stage's output for its examples: `count` ones of the
+// batch, from `first` on.
+using MicrobatchLoss = std::function<Tensor(const Tensor& output, std::int64_t first, std::int64_t count)>;
+
 // One thread a rank. All ranks make the same calls with the same arguments; what throws on one aborts the others. The
 // calls throw what a Group, a stage and the loss throw.
 class Pipeline {
@@ -80,6 +84,10 @@ class Pipeline {
   // at most; there are fewer of them where there are fewer examples. The third step is collective over the whole mesh
   // whose axis the ranks are. Throws InvalidArgument where gradients are off.
   double step(const Tensor& x, const Tensor& target, const PipelineLoss& loss);
+
+  // The same with the losses of microbatches as the batch's loss is made of them, such as sums with weights: adds the
+  // gradient of their sum. `loss` is called on the last stage's rank alone, for one microbatch after the other.
+  void forward_backward(const Tensor& x, const MicrobatchLoss& loss);
 
   // The last stage's output for a batch, on all ranks, without gradients. Call eval() before it.
   Tensor forward(const Tensor& x);

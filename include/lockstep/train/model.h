@@ -17,6 +17,7 @@
 
 #include "lockstep/data/dataset.h"
 #include "lockstep/optimizer/optimizer.h"
+#include "lockstep/parallel/pipeline.h"
 #include "lockstep/strategy/module_factory.h"
 #include "lockstep/strategy/replicated.h"
 #include "lockstep/strategy/strategy.h"
@@ -83,6 +84,11 @@ class Model {
   template <class Factory>
   requires(!std::derived_from<Factory, Model>) explicit Model(const Factory& factory)
       : Model(internal::maker(factory), internal::forward_of<Factory>()) {}
+
+  // Layers one after the other, "0", "1", ...: each by the function that makes it. With a ModelParallelStrategy whose
+  // mesh has an axis for pipelines, stretches of them are the stages. It has variables once it is built, by the first
+  // batch of fit or by `build`.
+  explicit Model(std::vector<PipelineStage> layers);
 
   // Sets what fit trains with, and starts its state (momenta, iterations) anew.
   void compile(CompileOptions options);

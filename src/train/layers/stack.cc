@@ -39,14 +39,39 @@ train::StackModule::StackModule(const std::vector<Layer>& layers, Tensor input) 
   }
   for (std::size_t i = 0; i < layers.size();) {
     auto fused = train::fuse(layers, built_layers, i);
-    forwards_.push_back(std::move(fused.forward));
-    i += fused.layers;
+    auto& piece = pieces_.emplace_back(Piece{std::move(fused.forward), {}});
+    for (const auto end = i + fused.layers; i < end; ++i) {
+      if (built_layers[i].module != nullptr) piece.modules.emplace_back(lines_[i].name, built_layers[i].module);
+    }
   }
 }
 
 Tensor train::StackModule::forward(Tensor x) const {
-  for (const auto& layer : forwards_) x = layer(x);
+  for (const auto& piece : pieces_) x = piece.forward(x);
   return x;
+}
+
+namespace {
+
+// One piece, with its modules under their names in the stack.
+struct PieceModule : torch::nn::Module {
+  explicit PieceModule(const train::StackModule::Piece& piece) : forward_of(piece.forward) {
+    for (const auto& [name, module] : piece.modules) register_module(name, module);
+  }
+  Tensor forward(const Tensor& x) { return forward_of(x); }
+
+  std::function<Tensor(const Tensor&)> forward_of;
+};
+
+}  // namespace
+
+parallel::Layers train::pieces_of(const std::vector<Layer>& layers, const Example& sample) {
+  const StackModule stack(layers, at::zeros_like(sample.x.slice(0, 0, 1)));
+  parallel::Layers result{.numbered = false};
+  for (const auto& piece : stack.pieces()) {
+    result.layers.emplace_back([piece] { return std::make_shared<PieceModule>(piece); });
+  }
+  return result;
 }
 
 namespace {

@@ -3,9 +3,14 @@
 
 #include <torch/nn/module.h>
 
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/train/layers.h"
+#include "parallel/pipeline_model.h"
 
 namespace lockstep::train {
 
@@ -17,6 +22,14 @@ class StackModule : public torch::nn::Module {
 
   Tensor forward(Tensor x) const;
 
+  // What `forward` computes one after the other: its pieces, with the submodules that each uses, which are this
+  // module's own.
+  struct Piece {
+    std::function<Tensor(const Tensor&)> forward;
+    std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>> modules;
+  };
+  const std::vector<Piece>& pieces() const { return pieces_; }
+
   // What summary prints: a layer's name, its kind, its output's sizes without the batch, its parameters.
   struct Line {
     std::string name, kind;
@@ -26,8 +39,11 @@ class StackModule : public torch::nn::Module {
   const std::vector<Line>& lines() const { return lines_; }
 
  private:
-  std::vector<std::function<Tensor(const Tensor&)>> forwards_;
+  std::vector<Piece> pieces_;
   std::vector<Line> lines_;
 };
+
+// The pieces of such a module for batches like `sample`, which Pipelines can have as layers.
+parallel::Layers pieces_of(const std::vector<Layer>& layers, const Example& sample);
 
 }  // namespace lockstep::train

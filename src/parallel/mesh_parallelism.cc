@@ -1,0 +1,126 @@
+#include "parallel/mesh_parallelism.h"
+
+#include <torch/nn/module.h>
+
+#include <algorithm>
+
+#include "base/text.h"
+#include "parallel/layout_map.h"
+#include "parallel/name_pattern.h"
+#include "parallel/split_shards.h"
+#include "parallel/tied_parameters.h"
+
+namespace lockstep::parallel {
+namespace {
+
+// This rank alone, along an axis that the mesh does not have.
+Communicator along(const DeviceMesh& mesh, const std::string& axis) {
+  return mesh.contains(axis) ? mesh[axis] : Communicator();
+}
+
+// The ranks along the product of two axes: those that share this rank's coordinates on all others.
+Communicator along_both(const DeviceMesh& mesh, const std::string& first, const std::string& second) {
+  const auto outer = along(mesh, first), inner = along(mesh, second);
+  if (inner.size() == 1) return outer;
+  if (outer.size() == 1) return inner;
+  // The first of them names them all.
+  const int color = std::stoi(outer.broadcast(inner.broadcast(std::to_string(mesh.ranks().rank()))));
+  const auto group =
+      mesh.ranks().group().split(color, outer.rank() * inner.size() + inner.rank(), mesh.ranks().deadline());
+  return mesh.ranks().with_group(*group);
+}
+
+// All names of a module's submodules and parameters.
+std::vector<std::string> names_in(const torch::nn::Module& module) {
+  auto names = module.named_modules("", /*include_self=*/false).keys();
+  const auto parameters = module.named_parameters().keys();
+  names.insert(names.end(), parameters.begin(), parameters.end());
+  return names;
+}
+
+bool matches_any(const std::string& pattern, const std::vector<std::string>& names) {
+  return std::any_of(names.begin(), names.end(), [&](const auto& name) { return matches(pattern, name); });
+}
+
+// Those whose patterns match a name.
+template <class Entries, class PatternOf>
+Entries fitting(const Entries& all, const std::vector<std::string>& names, std::set<std::string>& used,
+                const PatternOf& pattern_of) {
+  Entries some;
+  for (const auto& entry : all) {
+    if (!matches_any(pattern_of(entry), names)) continue;
+    some.push_back(entry);
+    used.insert(pattern_of(entry));
+  }
+  return some;
+}
+
+const auto first_of_pair = [](const auto& entry) -> const std::string& { return entry.first; };
+const auto itself = [](const auto& entry) -> const std::string& { return entry; };
+
+}  // namespace
+
+MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
+    : mesh_(std::move(mesh)),
+      options_(std::move(options)),
+      batch_(along(mesh_, options_.batch_axis)),
+      shard_(along(mesh_, options_.shard_axis)),
+      data_(along_both(mesh_, options_.batch_axis, options_.shard_axis)),
+      tensor_(along(mesh_, options_.tensor_axis)),
+      pipeline_(along(mesh_, options_.pipeline_axis)) {
+  if (!has_stages()) return;
+  const auto stages = pipeline_.size() * options_.stages_per_rank;
+  last_stage_ = options_.schedule(pipeline_.size(), stages, options_.microbatches, {{}}).rank_of_stage.back();
+}
+
+gradient::SplitModule MeshParallelism::split(torch::nn::Module& module) const {
+  if (has_stages()) {
+    throw InvalidArgument(text("ModelParallelStrategy: a model that is one module cannot be cut into stages along \"",
+                               options_.pipeline_axis, "\"; make the Model of a list of layers, or a Sequential"));
+  }
+  const auto all = names_in(module);
+  std::set<std::string> used;
+  divide(module, used);
+  auto split = shard(module, used);
+  check_used(used, {all.begin(), all.end()});
+  return split;
+}
+
+void MeshParallelism::divide(torch::nn::Module& module, std::set<std::string>& used) const {
+  const auto names = names_in(module);
+  auto plan = fitting(options_.plan, names, used, first_of_pair);
+  if (!options_.layout_map.empty())
+    plan = plan_of(fitting(options_.layout_map, names, used, first_of_pair), module, options_.tensor_axis);
+  if (!plan.empty()) parallelize_module(module, tensor_, plan);
+}
+
+gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set<std::string>& used) const {
+  if (has_shards()) {
+    auto options = options_.fully_shard;
+    options.replicas = batch_;
+    const auto units = std::make_shared<ShardedUnits>(shard_, options);
+    add_units(module, fitting(options.units, names_in(module), used, itself),
+              [&](torch::nn::Module& unit, const std::string& name, bool keep) { units->add(unit, name, keep); });
+    return split_shards(units, data_);
+  }
+  gradient::SplitModule split;
+  for (const auto& each : module.named_parameters())
+    split.trained.push_back({.name = each.key(),
+                             .tensor = each.value(),
+                             .parts = gradient::parts_of(each.value()),
+                             .is_copy = is_tied_copy(each.value())});
+  return split;
+}
+
+void MeshParallelism::check_used(const std::set<std::string>& used, const std::set<std::string>& names) const {
+  const auto check = [&](const char* what, const std::string& pattern) {
+    if (used.contains(pattern)) return;
+    throw InvalidArgument(text("ModelParallelStrategy: ", what, " has \"", pattern, "\", which matches nothing; ",
+                               suggestion(pattern, {names.begin(), names.end()})));
+  };
+  for (const auto& [pattern, style] : options_.plan) check("the plan", pattern);
+  for (const auto& [pattern, layout] : options_.layout_map) check("layout_map", pattern);
+  for (const auto& pattern : options_.fully_shard.units) check("fully_shard.units", pattern);
+}
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,110 @@
+#include "parallel/pipeline_model.h"
+
+#include <torch/nn/module.h>
+
+#include <numeric>
+
+#include "base/text.h"
+#include "lockstep/parallel/cut_stages.h"
+#include "ops/replica_random.h"
+#include "parallel/layers_module.h"
+
+namespace lockstep::parallel {
+namespace {
+
+constexpr std::int64_t kMeasuredExamples = 4;
+
+// Registers a stage's layers under their names in the model.
+void add_layers(const LayersModule& stage, bool numbered, torch::nn::Module& to) {
+  for (const auto& layer : stage.named_children()) {
+    if (numbered) to.register_module(layer.key(), layer.value());
+    for (const auto& part : layer.value()->named_children()) {
+      if (!numbered) to.register_module(part.key(), part.value());
+    }
+  }
+}
+
+std::vector<int> measured_cut(const std::function<Layers()>& make, int stages, const Tensor& sample,
+                              const Communicator& ranks) {
+  auto generator = ops::generator_of_thread();
+  const auto random = generator.get_state();
+  const auto layers = make().layers;
+  if (stages == 1) return {static_cast<int>(layers.size())};
+  const auto some = sample.narrow(0, 0, std::min(sample.size(0), kMeasuredExamples));
+  const auto costs = measure_layers(layers, some, ranks);
+  generator.set_state(random);
+  return cut_stages(costs, stages);
+}
+
+std::vector<int> cut(const MeshParallelism& parallelism, const std::function<Layers()>& make, const Tensor& sample) {
+  const auto& options = parallelism.options();
+  const auto stages = parallelism.pipeline_workers().size() * options.stages_per_rank;
+  if (options.layers_of_stages.empty()) return measured_cut(make, stages, sample, parallelism.workers());
+  if (static_cast<int>(options.layers_of_stages.size()) == stages) return options.layers_of_stages;
+  throw InvalidArgument(text("ModelParallelStrategy: layers_of_stages has ", options.layers_of_stages.size(),
+                             " stages; ", parallelism.pipeline_workers().size(), " ranks with ",
+                             options.stages_per_rank, " each have ", stages));
+}
+
+// "3.head.weight" of the layers of one stage.
+StageParameter place_of(const std::string& name, const std::vector<int>& layers_of_stages) {
+  const auto layer = whole_number(name.substr(0, name.find('.')));
+  const auto layers = std::accumulate(layers_of_stages.begin(), layers_of_stages.end(), 0);
+  if (!layer || *layer < 0 || *layer >= layers) {
+    throw InvalidArgument(text("ModelParallelStrategy: the tied parameter \"", name,
+                               "\" does not begin with the number of a layer, from 0 to ", layers - 1));
+  }
+  int stage = 0;
+  for (auto end = layers_of_stages[0]; *layer >= end; end += layers_of_stages[static_cast<std::size_t>(stage)]) ++stage;
+  return {stage, name};
+}
+
+// What the functions that make stages share.
+struct MakingStages {
+  Layers layers;
+  std::set<std::string> names, used;  // of modules and parameters; of patterns
+};
+
+}  // namespace
+
+PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::function<Layers()>& make,
+                             const Tensor& sample)
+    : workers_(parallelism.pipeline_workers()), module_(std::make_shared<torch::nn::Module>()) {
+  const auto& options = parallelism.options();
+  const auto layers_of_stages = cut(parallelism, make, sample);
+  const auto making = std::make_shared<MakingStages>();
+  making->layers = make();
+  const bool numbered = making->layers.numbered;
+  if (!numbered && !options.tied.empty())
+    throw InvalidArgument("ModelParallelStrategy: tied parameters are for a Model of a list of layers");
+  std::vector<PipelineStage> stages;
+  std::size_t first = 0;
+  for (const int count : layers_of_stages) {
+    stages.emplace_back([making, &parallelism, numbered, first, count] {
+      auto stage = std::make_shared<LayersModule>(making->layers.layers, first, static_cast<std::size_t>(count));
+      torch::nn::Module named;
+      add_layers(*stage, numbered, named);
+      for (const auto& each : named.named_modules("", /*include_self=*/false)) making->names.insert(each.key());
+      for (const auto& each : named.named_parameters()) making->names.insert(each.key());
+      parallelism.divide(named, making->used);
+      return stage;
+    });
+    first += static_cast<std::size_t>(count);
+  }
+  PipelineOptions pipeline{
+      .schedule = options.schedule, .microbatches = options.microbatches, .recompute = options.recompute};
+  for (const auto& copies : options.tied) {
+    auto& places = pipeline.tied.emplace_back();
+    for (const auto& name : copies) places.push_back(place_of(name, layers_of_stages));
+  }
+  pipeline_.emplace(stages, parallelism.pipeline_workers(), pipeline);
+  for (const auto& [stage, layers] : pipeline_->modules())
+    add_layers(dynamic_cast<const LayersModule&>(*layers), numbered, *module_);
+  split_ = parallelism.shard(*module_, making->used);
+  for (const auto& pattern : options.fully_shard.units) {
+    if (parallelism.pipeline_workers().any(making->used.contains(pattern))) making->used.insert(pattern);
+  }
+  parallelism.check_used(making->used, making->names);
+}
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,44 @@
+// A model that is cut into stages, for fit.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "gradient/split_module.h"
+#include "parallel/mesh_parallelism.h"
+
+namespace lockstep::parallel {
+
+// Layers one after the other. Their names in the model: "0", "1", ...; or, if they are not `numbered`, those of the
+// submodules of each, which differ.
+struct Layers {
+  std::vector<PipelineStage> layers;
+  bool numbered = true;
+};
+
+class PipelineModel {
+ public:
+  // Collective over the mesh: makes the stages, and before them all layers once, if they are measured, on `sample`
+  // [examples, ...]. Initial values are those that `make` draws in its first call. Throws InvalidArgument as Pipeline,
+  // cut_stages, parallelize_module and fully_shard.
+  PipelineModel(const MeshParallelism& parallelism, const std::function<Layers()>& make, const Tensor& sample);
+
+  // This rank's layers under their names in the model, and what it trains of them.
+  const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
+  const gradient::SplitModule& split() const { return split_; }
+
+  Pipeline& pipeline() { return *pipeline_; }
+  const Communicator& workers() const { return workers_; }  // of the pipeline
+
+ private:
+  const Communicator workers_;
+  std::optional<Pipeline> pipeline_;
+  std::shared_ptr<torch::nn::Module> module_;
+  gradient::SplitModule split_;
+};
+
+}  // namespace lockstep::parallel
