@@ -148,19 +148,19 @@ double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss&
   return mean;
 }
 
-void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss) {
+void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches) {
   if (!at::GradMode::is_enabled()) throw InvalidArgument("Pipeline: gradients are off; use forward");
   for (auto& each : state_->tied) each.begin_step();
   state_->step_began = Deadline::Clock::now();
-  state_->run([&](parallel::PipelineRun& run) { run.train(x, loss, state_->times); });
+  state_->run([&](parallel::PipelineRun& run) { run.train(x, loss, most_microbatches, state_->times); });
   state_->timed_actions = state_->schedule.actions[static_cast<std::size_t>(state_->ranks.rank())];
   for (auto& each : state_->tied) each.finish_step();
   if (++state_->steps == kStepsBeforeCosts) state_->choose_order(measured_costs());
 }
 
-Tensor Pipeline::forward(const Tensor& x) {
+Tensor Pipeline::forward(const Tensor& x, std::int64_t most_microbatches) {
   Tensor output;
-  state_->run([&](parallel::PipelineRun& run) { output = run.predict(x); });
+  state_->run([&](parallel::PipelineRun& run) { output = run.predict(x, most_microbatches); });
   // The others get to know its shape first.
   const auto last = state_->schedule.rank_of_stage.back();
   std::vector<std::int64_t> shape;

@@ -3,6 +3,7 @@
 #include <torch/nn/module.h>
 
 #include <numeric>
+#include <span>
 
 #include "base/text.h"
 #include "lockstep/parallel/cut_stages.h"
@@ -105,6 +106,15 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
     if (parallelism.pipeline_workers().any(making->used.contains(pattern))) making->used.insert(pattern);
   }
   parallelism.check_used(making->used, making->names);
+}
+
+Tensor PipelineModel::forward(const Tensor& x) { return pipeline_->forward(x, most_microbatches(x.size(0))); }
+
+std::int64_t PipelineModel::most_microbatches(std::int64_t examples) const {
+  const auto& sharded_over = split_.summed_over;
+  if (sharded_over.size() > 1)
+    sharded_over.group().all_reduce(buffer_of(std::span(&examples, 1)), ReduceOp::min, sharded_over.deadline());
+  return examples;
 }
 
 }  // namespace lockstep::parallel

@@ -32,6 +32,14 @@ class PipelineModel {
   const gradient::SplitModule& split() const { return split_; }
 
   Pipeline& pipeline() { return *pipeline_; }
+
+  // The last stage's output, on all ranks of the pipeline.
+  Tensor forward(const Tensor& x);
+
+  // The most microbatches that all pipelines have examples for where parameters are sharded over them. Collective over
+  // these.
+  std::int64_t most_microbatches(std::int64_t examples) const;
+
   const Communicator& workers() const { return workers_; }  // of the pipeline
 
  private:

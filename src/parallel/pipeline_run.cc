@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -21,10 +22,11 @@ StageMessage message(Message kind, const PipelineAction& action) { return {kind,
 PipelineRun::PipelineRun(const PipelineSchedule& schedule, StageLinks& links, const StageForwards& forwards, int rank)
     : schedule_(schedule), links_(links), forwards_(forwards), rank_(rank) {}
 
-void PipelineRun::split(const Tensor& x) {
+void PipelineRun::split(const Tensor& x, std::int64_t most_microbatches) {
   if (!x.defined() || x.dim() == 0 || x.size(0) == 0)
     throw InvalidArgument("Pipeline: x has no examples; its first dimension counts them");
-  parts_ = x.tensor_split(schedule_.microbatches);
+  parts_ = x.tensor_split(std::clamp<std::int64_t>(most_microbatches, 1, schedule_.microbatches));
+  parts_.resize(static_cast<std::size_t>(schedule_.microbatches), x.narrow(0, 0, 0));
   std::int64_t first = 0;
   for (const auto& part : parts_) first_example_.push_back(std::exchange(first, first + part.size(0)));
 }
@@ -88,8 +90,9 @@ void PipelineRun::backward(const PipelineAction& action, const Tensor& gradient)
   if (action.kind == Kind::backward_input) kept_.insert(std::move(kept));
 }
 
-void PipelineRun::train(const Tensor& x, const MicrobatchLoss& loss, std::vector<PipelineTimes::Span>& times) {
-  split(x);
+void PipelineRun::train(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches,
+                        std::vector<PipelineTimes::Span>& times) {
+  split(x, most_microbatches);
   loss_ = &loss;
   times.clear();
   const auto start = Deadline::Clock::now();
@@ -116,9 +119,9 @@ void PipelineRun::train(const Tensor& x, const MicrobatchLoss& loss, std::vector
   links_.flush();
 }
 
-Tensor PipelineRun::predict(const Tensor& x) {
+Tensor PipelineRun::predict(const Tensor& x, std::int64_t most_microbatches) {
   const at::NoGradGuard no_gradient;
-  split(x);
+  split(x, most_microbatches);
   std::vector<Tensor> outputs;
   for (const auto& action : schedule_.actions[static_cast<std::size_t>(rank_)]) {
     if (action.kind != Kind::forward || parts_[static_cast<std::size_t>(action.microbatch)].size(0) == 0) continue;

@@ -21,10 +21,11 @@ class PipelineRun {
 
   // Forward and backward. `times`: of each action, but for its wait for other ranks; an action on a microbatch without
   // examples takes none.
-  void train(const Tensor& x, const MicrobatchLoss& loss, std::vector<PipelineTimes::Span>& times);
+  void train(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches,
+             std::vector<PipelineTimes::Span>& times);
 
   // The forwards alone. Returns the last stage's output where this rank has it, else nothing.
-  Tensor predict(const Tensor& x);
+  Tensor predict(const Tensor& x, std::int64_t most_microbatches);
 
  private:
   using Key = std::pair<int, int>;  // stage and microbatch
@@ -34,7 +35,7 @@ class PipelineRun {
   };
 
   bool is_last(int stage) const { return stage + 1 == schedule_.stages(); }
-  void split(const Tensor& x);
+  void split(const Tensor& x, std::int64_t most_microbatches);
   Tensor take(const StageMessage& message, int from_stage);
   void give(const StageMessage& message, int to_stage, const Tensor& tensor);
   Tensor take_input(const PipelineAction& action);

@@ -63,7 +63,7 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
   try {
     const train::ComputePolicy::Scope scope(policy, part.x.device().type());
     if (const auto& split = parameters->split(); split && split->before_forward) split->before_forward();
-    if (stages != nullptr) return stages->pipeline().forward(part.x);
+    if (stages != nullptr) return stages->forward(part.x);
     return policy.outputs(forward(parameters->module(replica.local_replica_id()), part.x));
   } catch (const c10::Error& error) {
     const std::string what = error.what_without_backtrace();
@@ -164,7 +164,7 @@ train::ComputedStep ModelImpl::compute_in_stages(ReplicaContext& replica, const 
   if (split.before_backward) split.before_backward(1);
   const double scale = gradients->updater().loss_scale().value();
   std::array<double, 2> sums{};  // of losses and of what divides them
-  stages->pipeline().forward_backward(part.x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
+  const auto loss_of = [&](const Tensor& output, std::int64_t first, std::int64_t count) {
     const auto some = rows_of(part, first, count);
     const auto loss = compiled->loss.terms(some.y, output, some.weight);
     require_gradient(loss.sum);
@@ -172,7 +172,8 @@ train::ComputedStep ModelImpl::compute_in_stages(ReplicaContext& replica, const 
     sums[1] += loss.divisor;
     if (counts()) into.update(replica.local_replica_id(), some, output.detach());
     return loss.sum * scale;
-  });
+  };
+  stages->pipeline().forward_backward(part.x, loss_of, stages->most_microbatches(part.x.size(0)));
   stages->workers().sum(sums);
   lap.add_to(spent.backward);
   return {{}, at::scalar_tensor(sums[0], at::kDouble), sums[1], weight_of(compiled->loss, sums[1], number_of(replica))};
@@ -191,7 +192,8 @@ train::ComputedStep ModelImpl::compute_no_gradients(ReplicaContext& replica, con
   if (split.before_backward) split.before_backward(0);
   if (stages != nullptr) {
     stages->pipeline().forward_backward(
-        none.x, [&](const Tensor& output, std::int64_t, std::int64_t) { return loss_of(output) * 0; });
+        none.x, [&](const Tensor& output, std::int64_t, std::int64_t) { return loss_of(output) * 0; },
+        stages->most_microbatches(none.x.size(0)));
   } else {
     backward_from(loss_of(outputs_of(replica, none)), 0, none);
   }

@@ -10,7 +10,9 @@
 //   adamw.step();
 #pragma once
 
+#include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
@@ -87,10 +89,13 @@ class Pipeline {
 
   // The same with the losses of microbatches as the batch's loss is made of them, such as sums with weights: adds the
   // gradient of their sum. `loss` is called on the last stage's rank alone, for one microbatch after the other.
-  void forward_backward(const Tensor& x, const MicrobatchLoss& loss);
+  // `most_microbatches`: fewer than options.microbatches, for pipelines that must all have as many since parameters are
+  // sharded over them and their batches differ in size.
+  void forward_backward(const Tensor& x, const MicrobatchLoss& loss,
+                        std::int64_t most_microbatches = std::numeric_limits<std::int64_t>::max());
 
   // The last stage's output for a batch, on all ranks, without gradients. Call eval() before it.
-  Tensor forward(const Tensor& x);
+  Tensor forward(const Tensor& x, std::int64_t most_microbatches = std::numeric_limits<std::int64_t>::max());
 
   // Sets this rank's stages to training, or evaluation, as Module::train.
   void train(bool on = true) const;
