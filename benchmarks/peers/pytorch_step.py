@@ -1,6 +1,6 @@
 """What a training step takes with PyTorch; with --ddp under torchrun, one process a replica. `make bench-step` runs it.
 
-    pytorch_step.py --model seed_cnn [--channels-last] [--batch 64] [--steps 200] [--device cuda [--graph]]
+    pytorch_step.py --model seed_cnn [--channels-last] [--batch 64] [--steps 200] [--device cuda [--graph] [--read-loss]]
     torchrun --nproc-per-node 2 pytorch_step.py --model seed_cnn --ddp
 """
 import argparse
@@ -16,6 +16,7 @@ parser.add_argument("--channels-last", action="store_true")
 parser.add_argument("--ddp", action="store_true")
 parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="batches come from host memory")
 parser.add_argument("--graph", action="store_true", help="the step is captured as a CUDA graph")
+parser.add_argument("--read-loss", action="store_true", help="each step ends by reading its loss, as train_on_batch does")
 parser.add_argument("--batch", type=int, default=64)
 parser.add_argument("--steps", type=int, default=200)
 args = parser.parse_args()
@@ -76,12 +77,16 @@ cross_entropy = nn.CrossEntropyLoss()
 
 def compute(x, y):
     optimizer.zero_grad()
-    cross_entropy(net(x), y).backward()
+    loss = cross_entropy(net(x), y)
+    loss.backward()
     optimizer.step()
+    return loss.detach()
 
 
 def step():
-    compute(x.to(args.device), y.to(args.device))
+    loss = compute(x.to(args.device), y.to(args.device))
+    if args.read_loss:
+        loss.item()
 
 
 def captured():
@@ -94,12 +99,14 @@ def captured():
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        compute(own_x, own_y)
+        loss = compute(own_x, own_y)
 
     def play():
         own_x.copy_(x)
         own_y.copy_(y)
         graph.replay()
+        if args.read_loss:
+            loss.item()
 
     return play
 

@@ -1,5 +1,4 @@
-// CUDA graphs. Captured as by torch.cuda.graph: on a separate stream, which waits for the current one.
-#include <ATen/cuda/CUDAEvent.h>
+// CUDA graphs. Captured as by torch.cuda.graph: on a separate stream, when the device has done all earlier work.
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -18,9 +17,6 @@ class CudaGraph final : public ops::RecordedWork {
     c10::cuda::device_synchronize();
     c10::cuda::CUDACachingAllocator::emptyCache();
     const auto stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device_.index());
-    at::cuda::CUDAEvent earlier_work;
-    earlier_work.record(c10::cuda::getCurrentCUDAStream(device_.index()));
-    earlier_work.block(stream);
     const c10::cuda::CUDAStreamGuard on_stream(stream);
     // Other threads, such as one that makes batches, may go on with work of their own.
     graph_.capture_begin({0, 0}, cudaStreamCaptureModeThreadLocal);
@@ -42,8 +38,8 @@ class CudaGraph final : public ops::RecordedWork {
   class Graph : public at::cuda::CUDAGraph {
    public:
     // Ends a failed capture, so that its stream, allocator and generators can be used again. LibTorch's capture_end
-    // throws half way where CUDA has invalidated the capture; errors here are ignored, since the caller rethrows the
-    // first one.
+    // throws half way where CUDA has invalidated the capture, so the rest of it follows here; errors are ignored, since
+    // the caller rethrows the first one.
     void abandon() {
       const auto attempt = [](const auto& end) {
         try {
@@ -54,7 +50,8 @@ class CudaGraph final : public ops::RecordedWork {
       if (!capture_ended_) attempt([&] { capture_end(); });
       if (capture_ended_) return;
       attempt([&] { c10::cuda::CUDACachingAllocator::endAllocateToPool(capture_dev_, mempool_id_); });
-      for (auto& [generator, increment] : captured_generator_states_) attempt([&] { generator->capture_epilogue(); });
+      attempt([&] { c10::cuda::CUDACachingAllocator::releasePool(capture_dev_, mempool_id_); });
+      for (auto& [generator, increment] : captured_generator_states_) generator->capturing_ = false;
     }
   };
 

@@ -11,7 +11,8 @@ DeviceUpdate::DeviceUpdate(const Optimizer& optimizer, const at::TensorOptions& 
 
 void DeviceUpdate::begin(const UpdateStep& step) {
   rule_->begin(step);
-  keep_.fill_(1 - step.learning_rate * optimizer_.options().weight_decay.value_or(0));
+  const double decay = optimizer_.options().weight_decay.value_or(0);
+  if (decay != 0) keep_.fill_(1 - step.learning_rate * decay);
 }
 
 void DeviceUpdate::apply(const DeviceParameters& parameters, double divide_by) const {

@@ -1,9 +1,11 @@
 #include "gradient/one_pass.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/isfinite.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <cmath>
 
 #include "kernels/update.h"
@@ -16,9 +18,25 @@ bool is_finite(const at::Tensor& gradient) {
     return kernels::update_kernels<T>().sum_of_squares(gradient.const_data_ptr<T>(),
                                                        static_cast<std::size_t>(gradient.numel()));
   };
-  if (!gradient.defined()) return true;
-  if (!gradient.is_cpu()) return at::isfinite(gradient).all().item<bool>();
   return std::isfinite(gradient.scalar_type() == at::kDouble ? squares(double()) : squares(float()));
+}
+
+// Those on a GPU are checked together, for which the host waits once.
+bool are_finite(const std::vector<at::Tensor>& gradients) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> on_gpu;
+  for (const auto& gradient : gradients) {
+    if (!gradient.defined()) continue;
+    if (!gradient.is_cpu()) {
+      on_gpu.push_back(gradient);
+    } else if (!is_finite(gradient)) {
+      return false;
+    }
+  }
+  if (on_gpu.empty()) return true;
+  auto found = at::zeros({1}, on_gpu[0].options().dtype(at::kFloat));
+  at::_amp_foreach_non_finite_check_and_unscale_(on_gpu, found, at::ones_like(found));
+  return found.item<float>() == 0;
 }
 
 }  // namespace
@@ -47,7 +65,7 @@ void OnePass::on_ready(int replica, std::size_t slot, const at::Tensor& gradient
 void OnePass::finish(int replica, double weight, bool check_finite) {
   auto& mine = contributions_[static_cast<std::size_t>(replica)];
   mine.weight = weight;
-  mine.finite = !check_finite || std::all_of(mine.gradients.begin(), mine.gradients.end(), is_finite);
+  mine.finite = !check_finite || are_finite(mine.gradients);
 }
 
 GradientSync::Totals OnePass::totals() const {

@@ -18,7 +18,8 @@ Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer opt
   if (parameters_->is_split()) part_sums_.emplace(*parameters_);
   if (parameters_->placement() == Placement::device) {
     for (const auto dtype : {at::kFloat, at::kDouble}) {
-      device_updates_.emplace_back(optimizer_, parameters_->flat(0, dtype).options());
+      const auto flat = parameters_->flat(0, dtype);
+      if (flat.numel() > 0) device_updates_.emplace(dtype, DeviceUpdate(optimizer_, flat.options()));
     }
   }
 }
@@ -36,7 +37,7 @@ Updater::States Updater::exchange_states(States states) {
 void Updater::begin_step() {
   phase_ = Phase::none;
   step_ = {iterations_ + 1, learning_rate() * rate_factor_};
-  for (auto& update : device_updates_) update.begin(step_);
+  for (auto& [dtype, update] : device_updates_) update.begin(step_);
 }
 
 // A norm needs all gradients before the first update: one pass sums and squares, a second one updates.
@@ -107,8 +108,7 @@ void Updater::update_shard(const ShardState& states, const Shard& shard, const s
 }
 
 void Updater::update_on_device(const GradientSync& gradients, double divide_by) {
-  for (auto& update : device_updates_) {
-    const auto dtype = &update == &device_updates_[0] ? at::kFloat : at::kDouble;
+  for (auto& [dtype, update] : device_updates_) {
     DeviceParameters parameters;
     parameters.states.resize(states_.own.states());
     for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -114,8 +115,8 @@ class Updater {
   const Optimizer optimizer_;
 
   States states_;
-  std::optional<PartSums> part_sums_;         // of a model that is split over processes
-  std::vector<DeviceUpdate> device_updates_;  // float's and double's; Placement::device only
+  std::optional<PartSums> part_sums_;                      // of a model that is split over processes
+  std::map<at::ScalarType, DeviceUpdate> device_updates_;  // of the dtypes that there are; Placement::device only
 
   std::optional<std::uint64_t> remembered_;
   std::int64_t iterations_ = 0;

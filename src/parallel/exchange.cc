@@ -28,10 +28,11 @@ Tensor sum_and_divide(const Tensor& x, const Communicator& ranks, std::int64_t d
 Tensor gather(const Tensor& x, const Communicator& ranks, std::int64_t dim) {
   auto sizes = x.sizes().vec();
   sizes.insert(sizes.begin(), ranks.size());
-  const auto parts = at::empty(sizes, x.options());
-  ranks.group().all_gather(buffer_of(x.contiguous()), buffer_of(parts), ranks.deadline());
+  const auto host = x.cpu().contiguous();
+  const auto parts = at::empty(sizes, host.options());
+  ranks.group().all_gather(buffer_of(host), buffer_of(parts), ranks.deadline());
   const auto before = at::maybe_wrap_dim(dim, x.dim());
-  return parts.movedim(0, before).flatten(before, before + 1);
+  return parts.to(x.device()).movedim(0, before).flatten(before, before + 1);
 }
 
 struct Ranks : torch::CustomClassHolder {

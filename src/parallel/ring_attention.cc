@@ -28,15 +28,16 @@ class Ring {
 
   void turn() {
     const int size = ranks_.size(), next = (ranks_.rank() + 1) % size, before = (ranks_.rank() + size - 1) % size;
-    std::vector<Tensor> received;
+    std::vector<Tensor> sent, received;  // in host memory
     std::vector<Call> calls;
     for (const auto& tensor : tensors_) {
-      received.push_back(at::empty_like(tensor));
-      calls.push_back(Call::send(buffer_of(tensor), next));
+      sent.push_back(tensor.cpu());
+      received.push_back(at::empty_like(sent.back()));
+      calls.push_back(Call::send(buffer_of(sent.back()), next));
       calls.push_back(Call::recv(buffer_of(received.back()), before));
     }
     ranks_.group().run(calls, ranks_.deadline());
-    tensors_ = std::move(received);
+    for (std::size_t i = 0; i < tensors_.size(); ++i) tensors_[i] = received[i].to(tensors_[i].device());
     owner_ = (owner() + size - 1) % size;
   }
 

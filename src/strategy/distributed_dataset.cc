@@ -26,8 +26,6 @@ Example part_of(const Example& batch, std::int64_t begin, std::int64_t count) {
   return {rows(batch.x, begin, count), rows(batch.y, begin, count), rows(batch.weight, begin, count)};
 }
 
-Tensor moved(const Tensor& tensor, c10::Device device) { return tensor.defined() ? tensor.to(device) : tensor; }
-
 // A part of a global batch, which is divided among the devices of `workers` processes.
 struct Share {
   const std::vector<c10::Device>& devices;
@@ -95,11 +93,11 @@ std::int64_t elements_in(std::int64_t steps, Distribution kind, const LocalRepli
 
 }  // namespace
 
-Example Part::read() const {
-  const auto example = row.materialize();
+Example Part::moved(const Example& example) const {
   const bool there = device.is_cpu() && (!example.x.defined() || example.x.device().is_cpu());
   if (there) return example;
-  return {moved(example.x, device), moved(example.y, device), moved(example.weight, device)};
+  const auto to_device = [&](const Tensor& tensor) { return tensor.defined() ? tensor.to(device) : tensor; };
+  return {to_device(example.x), to_device(example.y), to_device(example.weight)};
 }
 
 PerReplica<Part> strategy::split_batch(const Example& batch, const LocalReplicas& replicas) {

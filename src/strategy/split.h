@@ -17,7 +17,10 @@ struct Part {
   Row row;
   c10::Device device = c10::kCPU;
 
-  Example read() const;  // on the device; a view where the batch lies there
+  Example read() const { return moved(row.materialize()); }  // on the device; a view where the batch lies there
+
+  // An example of this part on the device.
+  Example moved(const Example& example) const;
 };
 
 }  // namespace lockstep::internal

@@ -79,7 +79,7 @@ class ModelImpl {
   bool counts() const { return unwrap(strategy).counts(); }
 
   // On each replica, with its part of the batch: forward, loss, backward, reduce and update, metrics.
-  train::StepResult train_step(ReplicaContext& replica, const Example& part, train::Tracker& tracker);
+  train::StepResult train_step(ReplicaContext& replica, const internal::Part& part, train::Tracker& tracker);
 
   // Its forward, loss and backward.
   train::ComputedStep compute_gradients(ReplicaContext& replica, const Example& part, StepTimes& spent);

@@ -21,8 +21,12 @@ std::vector<std::int64_t> shape_of(const Example& part) {
   return shape;
 }
 
-Tensor own_copy(const Tensor& tensor) { return tensor.defined() ? tensor.detach().clone() : tensor; }
+Tensor own_copy(const Tensor& tensor, c10::Device device) {
+  return tensor.defined() ? tensor.detach().to(device, tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/true)
+                          : tensor;
+}
 
+// From a host's memory that is not pinned too: CUDA has read it when the call returns.
 void overwrite(const Tensor& own, const Tensor& value) {
   const at::NoGradGuard no_grad;
   if (own.defined()) own.copy_(value, /*non_blocking=*/true);
@@ -30,7 +34,8 @@ void overwrite(const Tensor& own, const Tensor& value) {
 
 }  // namespace
 
-bool RecordedStep::serves(const Example& part, const std::function<ComputedStep(const Example&)>& compute) {
+bool RecordedStep::serves(const Example& part, c10::Device device,
+                          const std::function<ComputedStep(const Example&)>& compute) {
   if (failed_ || part.weight.defined()) return false;
   auto shape = shape_of(part);
   if (shape != shape_) {
@@ -39,14 +44,15 @@ bool RecordedStep::serves(const Example& part, const std::function<ComputedStep(
     shape_ = std::move(shape);
     seen_ = 0;
   }
-  if (work_ == nullptr && ++seen_ > kStepsBefore) record(part, compute);
+  if (work_ == nullptr && ++seen_ > kStepsBefore) record(part, device, compute);
   return work_ != nullptr;
 }
 
-void RecordedStep::record(const Example& part, const std::function<ComputedStep(const Example&)>& compute) {
-  input_ = {own_copy(part.x), own_copy(part.y)};
+void RecordedStep::record(const Example& part, c10::Device device,
+                          const std::function<ComputedStep(const Example&)>& compute) {
+  input_ = {own_copy(part.x, device), own_copy(part.y, device)};
   try {
-    work_ = ops::work_recorder()(part.x.device(), [&] { result_ = compute(input_); });
+    work_ = ops::work_recorder()(device, [&] { result_ = compute(input_); });
   } catch (const c10::Error& error) {
     give_up(error.what_without_backtrace());
   } catch (const std::exception& error) {

@@ -20,16 +20,18 @@ struct ComputedStep {
 // One thread at a time.
 class RecordedStep {
  public:
-  // Whether a step is recorded for batches like this one. Records it after three batches of the same shapes: `compute`
-  // enqueues the whole step, update included. Where that fails, a warning says why, nothing has changed, and nothing is
-  // recorded from then on.
-  bool serves(const Example& part, const std::function<ComputedStep(const Example&)>& compute);
+  // Whether a step on `device` is recorded for batches like this one, which may lie elsewhere. Records it after three
+  // batches of the same shapes: `compute` enqueues the whole step, update included. Where that fails, a warning says
+  // why, nothing has changed, and nothing is recorded from then on.
+  bool serves(const Example& part, c10::Device device, const std::function<ComputedStep(const Example&)>& compute);
 
   // Replays the recorded step for `part`.
   ComputedStep play(const Example& part);
 
+  const Example& input() const { return input_; }  // of the last play, on the device
+
  private:
-  void record(const Example& part, const std::function<ComputedStep(const Example&)>& compute);
+  void record(const Example& part, c10::Device device, const std::function<ComputedStep(const Example&)>& compute);
   void give_up(const char* reason);
 
   static constexpr int kStepsBefore = 3;  // warm-up: LibTorch chooses algorithms and allocates memory

@@ -103,11 +103,15 @@ int ModelImpl::number_of(const ReplicaContext& replica) const {
   return (all.workers.rank() + part_of_step) * all.count() + replica.local_replica_id();
 }
 
-train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& part, train::Tracker& into) {
+train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal::Part& unread, train::Tracker& into) {
   const int id = replica.local_replica_id();
+  StepTimes unused;
+  StepTimes& spent = id == 0 ? times : unused;
+  Lap lap;
+  const auto there = unread.row.materialize();
   replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(number_of(replica))));
   gradients->drop_gradients(id);  // left by a step that failed
-  const bool idle = part.size() == 0;
+  const bool idle = there.size() == 0;
   if (idle && !unwrap(strategy).all_compute()) {
     // No examples: takes part in the others' update. Where each rank has data of its own, each has a replica 0, and a
     // rank without examples has weight 0.
@@ -118,23 +122,24 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const Example& 
   const at::AutoGradMode with_gradients(true);
   if (compiled->jit_compile && ops::work_recorder() && gradients->can_be_recorded()) {
     const auto compute = [&](const Example& batch) { return enqueue_step(replica, batch); };
-    if (recorded.serves(part, compute)) return play_step(replica, part, into);
+    if (recorded.serves(there, unread.device, compute)) return play_step(replica, there, into);
     gradients->drop_gradients(id);  // left by a recording that failed
   }
-  StepTimes unused;
-  StepTimes& spent = id == 0 ? times : unused;
+  const auto part = unread.moved(there);
+  lap.add_to(spent.input);
   if (!idle && unwrap(strategy).all_compute() && !example.x.defined()) example = train::example_like(part);
   const auto computed = idle                ? compute_no_gradients(replica, part)
                         : stages != nullptr ? compute_in_stages(replica, part, into, spent)
                                             : compute_gradients(replica, part, spent);
-  Lap lap;
-  train::StepResult result;
-  if (counts() && !idle) {
-    if (stages == nullptr) into.update(id, part, computed.outputs);  // before anything has changed: a metric may throw
-    result = {computed.loss_sum.item<double>(), computed.divisor, part.size()};
-  }
+  lap = {};
+  const bool counted = counts() && !idle;
+  // Before anything has changed: a metric may throw.
+  if (counted && stages == nullptr) into.update(id, part, computed.outputs);
   lap.add_to(spent.metrics);
   gradients->apply(replica.local_group(), computed.weight, replica.deadline());
+  // At the end, because reading the loss waits for a GPU, which has the update to compute by now.
+  train::StepResult result;
+  if (counted) result = {computed.loss_sum.item<double>(), computed.divisor, part.size()};
   lap.add_to(spent.reduce_and_update);
   return result;
 }
@@ -212,20 +217,14 @@ train::StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& p
   gradients->updater().begin_step();
   const auto result = recorded.play(part);
   gradients->updater().count_step();
-  into.update(replica.local_replica_id(), part, result.outputs);
+  into.update(replica.local_replica_id(), recorded.input(), result.outputs);
   return {result.loss_sum.item<double>(), result.divisor, part.size()};
 }
 
 PerReplica<train::StepResult> ModelImpl::train_batch(PerReplica<internal::Part>& batch, train::Tracker& into) {
   Lap lap;
   auto results = strategy.run(
-      [&](ReplicaContext& replica, const internal::Part& part) {
-        Lap reading;
-        const auto examples = part.read();
-        if (replica.local_replica_id() == 0) reading.add_to(times.input);
-        return train_step(replica, examples, into);
-      },
-      batch);
+      [&](ReplicaContext& replica, const internal::Part& part) { return train_step(replica, part, into); }, batch);
   ++steps;
   ++times.steps;
   lap.add_to(times.total);
