@@ -8,5 +8,7 @@
 #include "lockstep/parallel/gradients.h"
 #include "lockstep/parallel/moe.h"
 #include "lockstep/parallel/pipeline.h"
+#include "lockstep/parallel/plan.h"
 #include "lockstep/parallel/recompute.h"
+#include "lockstep/parallel/split.h"
 #include "lockstep/parallel/tensor_parallel.h"
