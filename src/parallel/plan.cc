@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <iomanip>
+#include <span>
 
 #include "base/text.h"
 #include "lockstep/parallel/cut_stages.h"
@@ -76,10 +77,11 @@ const PlannedSplit& SplitPlan::best() const {
       text("plan_parallel: no split can be used; nearest is ", least->split.describe(), ": ", least->refused));
 }
 
-std::string SplitPlan::table() const {
+std::string SplitPlan::table(std::size_t most) const {
   std::vector<std::vector<std::string>> rows{
       {"split", "ms a step", "MiB a rank", "parameters", "gradients", "optimizer", "activations", "working"}};
-  for (const auto& each : candidates) {
+  const std::span shown(candidates.data(), std::min(most, candidates.size()));
+  for (const auto& each : shown) {
     const auto& memory = each.memory;
     rows.push_back({each.split.describe()});
     if (memory.total() == 0) continue;
@@ -102,7 +104,8 @@ std::string SplitPlan::table() const {
     if (i > 0 && !candidates[i - 1].refused.empty()) out << "  refused: " << candidates[i - 1].refused;
     out << "\n";
   }
-  if (std::any_of(candidates.begin(), candidates.end(), [](const auto& each) { return each.is_computed; }))
+  if (shown.size() < candidates.size()) out << "and " << candidates.size() - shown.size() << " more\n";
+  if (std::any_of(shown.begin(), shown.end(), [](const auto& each) { return each.is_computed; }))
     out << "* has costs of more ranks than measured: computed from those that were\n";
   return out.str();
 }

@@ -76,8 +76,8 @@ struct SplitPlan {
   // Throws InvalidArgument where none fits, naming the one that needs least.
   const PlannedSplit& best() const;
 
-  // A line a candidate, for people.
-  std::string table() const;
+  // A line for each of the first candidates, for people.
+  std::string table(std::size_t most = 20) const;
 };
 
 // Collective. Candidates are all products of the axes data, with and without sharding, pipeline, with each schedule
