@@ -57,7 +57,11 @@ void add_microbatches(Family& family, const PlanInput& input) {
     const bool is_possible = split.schedule != schedules::interleaved || count % split.pipeline == 0;
     if (mine % count == 0 && is_possible) family.microbatches.push_back(count);
   }
-  if (!family.microbatches.empty()) return;
+  // Ranks of a pipeline with fewer microbatches would compute one after the other.
+  auto& counts = family.microbatches;
+  const auto is_few = [&](int count) { return count < split.pipeline; };
+  if (!std::all_of(counts.begin(), counts.end(), is_few)) std::erase_if(counts, is_few);
+  if (!counts.empty()) return;
   family.refused = text("no number of microbatches that is tried (", join(input.options.microbatches), ") divides ",
                         mine, " examples", split.schedule == schedules::interleaved ? " for this schedule" : "");
 }
@@ -285,12 +289,16 @@ class Candidate {
   int stages_ = 1;
 };
 
+// More microbatches have to be so much faster: less is within what measurements vary by.
+constexpr double kWorthMore = 0.98;
+
 // The fastest that fits; where none does, the one that needs least.
 PlannedSplit best_of(const PlanInput& input, const Profile& profile, const Family& family) {
   std::optional<PlannedSplit> best;
   const auto is_better = [&](const PlannedSplit& other) {
     if (other.refused.empty() != best->refused.empty()) return other.refused.empty();
-    return other.refused.empty() ? other.seconds < best->seconds : other.memory.total() < best->memory.total();
+    return other.refused.empty() ? other.seconds < kWorthMore * best->seconds
+                                 : other.memory.total() < best->memory.total();
   };
   for (const int count : family.microbatches) {
     auto planned = Candidate(input, profile, family, count).evaluate();

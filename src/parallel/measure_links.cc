@@ -26,9 +26,9 @@ Tensor values(double bytes) { return at::ones({static_cast<std::int64_t>(bytes) 
 }  // namespace
 
 double median_of(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
+  std::sort(values.begin(), values.end());
+  const auto half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
 }
 
 Communicator MeasuredLinks::group(int count, int stride) const {

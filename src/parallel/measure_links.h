@@ -38,7 +38,7 @@ class MeasuredLinks {
   std::map<Call::Kind, LinkTimes> collectives_;
 };
 
-// The median; of an even number of values the larger of the two in the middle. Not of none.
+// Not of none.
 double median_of(std::vector<double> values);
 
 }  // namespace lockstep::parallel

@@ -39,7 +39,8 @@ struct PlanOptions {
   // How parallelize_module divides the layers: layer i's modules are called "i.name". Empty: no tensor parallelism.
   ParallelPlan tensor = {};
 
-  // Those that are tried, where they divide the examples of a rank.
+  // Those that are tried, where they divide the examples of a data rank; in a pipeline not fewer than its ranks where
+  // there are more. The first that is the fastest, or within 2% of it.
   std::vector<int> microbatches = {1, 2, 4, 8, 16};
 
   // Whose step is measured. Empty: torch::optim::AdamW.
@@ -62,7 +63,7 @@ struct SplitMemory {
 };
 
 struct PlannedSplit {
-  Split split;         // with the number of microbatches that is the fastest of those that fit
+  Split split;         // with the number of microbatches that is the fastest of those that fit, within 2%
   double seconds = 0;  // of a step: forward, backward, averaging and the optimizer; 0 where that was not measured
   SplitMemory memory;
   bool is_computed = false;  // costs of more ranks than measured are in it
