@@ -17,7 +17,10 @@ namespace {
 std::string identity(const torch::nn::Module& module, const Tensor& x, const ParallelPlan& entries) {
   const auto layer = module.children().front();
   auto lines = text(x.sizes(), " ", x.scalar_type(), "\n");
-  for (const auto& each : layer->named_modules()) lines += text(each.key(), " ", typeid(*each.value()).name(), "\n");
+  for (const auto& each : layer->named_modules()) {
+    const auto& part = *each.value();
+    lines += text(each.key(), " ", typeid(part).name(), "\n");
+  }
   for (const auto& each : layer->named_parameters()) {
     lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(),
                   each.value().requires_grad() ? "" : " frozen", "\n");
