@@ -16,8 +16,8 @@
 namespace lockstep::parallel {
 namespace {
 
-constexpr double kSecondsOfTrial = 0.3;  // about how long each number of examples is measured
-constexpr double kFewestRounds = 2, kMostRounds = 12;
+constexpr double kSecondsOfTrial = 0.15;  // about how long each number of examples is measured
+constexpr double kFewestRounds = 1, kMostRounds = 12;
 constexpr double kRate = 1e-3;                // of an optimizer whose result nobody uses
 constexpr double kMostOtherBytes = 64 << 20;  // more than processors' caches have
 
@@ -139,7 +139,7 @@ class TimedTrial {
 };
 
 // By one rank alone, so that threads can be ranks.
-LayerBytes count_bytes(const MeasureInput& input, const LayerKind& kind, LayerTrial& trial, std::int64_t examples) {
+LayerBytes bytes_of_kind(const MeasureInput& input, const LayerKind& kind, LayerTrial& trial, std::int64_t examples) {
   LayerBytes bytes;
   trial.zero_grad();
   const auto x = kind.input(input, examples);
@@ -160,30 +160,43 @@ LayerBytes count_bytes(const MeasureInput& input, const LayerKind& kind, LayerTr
   return bytes;
 }
 
-}  // namespace
-
-const LayerKinds& LayerMeasurements::kinds(int tensor) {
-  const auto known = kinds_.find(tensor);
-  return known != kinds_.end() ? known->second : kinds_[tensor] = find_kinds(input_, tensor);
+// Of two measurements of the same; all of backward from one.
+LayerTimes least(const LayerTimes& a, const LayerTimes& b) {
+  const auto backward = [](const LayerTimes& times) { return times.backward_input + times.backward_weight; };
+  auto result = backward(b) < backward(a) ? b : a;
+  result.forward = std::min(a.forward, b.forward);
+  result.accumulate = std::min(a.accumulate, b.accumulate);
+  return result;
 }
 
-void LayerMeasurements::measure_bytes(const LayerDivision& division, const LayerKinds& kinds,
-                                      std::vector<LayerProfile>& profiles,
-                                      const std::set<std::int64_t>& examples) const {
-  const auto fields = sizeof(LayerBytes) / sizeof(double);
-  std::vector<double> counted(fields * kinds.kinds.size() * examples.size());
+}  // namespace
+
+void LayerMeasurements::count(const LayerDivision& division, const std::set<std::int64_t>& examples) {
+  if (!kinds_.contains(division.tensor)) kinds_[division.tensor] = find_kinds(input_, division.tensor);
+  const auto& found = kinds_.at(division.tensor);
+  auto& measured = measured_[division];
+  measured.profiles.resize(found.kinds.size());
+  measured.examples = examples;
+  for (std::size_t i = 0; i < found.kinds.size(); ++i)
+    measured.profiles[i].parameter_bytes = found.kinds[i].parameter_bytes;
+  if (found.refused.empty() && division.sharding == Sharding::none) count_bytes(found, division.tensor, measured);
+}
+
+void LayerMeasurements::count_bytes(const LayerKinds& kinds, int tensor, Measured& measured) const {
+  constexpr std::ptrdiff_t kFields = 4;
+  std::vector<double> counted(kFields * kinds.kinds.size() * measured.examples.size());
   links_.all().run_on_rank_0([&] {
     auto next = counted.begin();
     for (const auto& kind : kinds.kinds) {
-      const auto group = TrialGroup::rehearsed(division.tensor);
-      LayerTrial trial(input_.layers[kind.layer], kind.entries, Sharding::none, {group.ranks, {}});
+      const Rehearsal group(tensor);
+      LayerTrial trial(input_.layers[kind.layer], kind.entries, Sharding::none, {group.ranks(), {}});
       const auto copies = (2 + input_.options.optimizer_states) * kind.parameter_bytes;
       double last = 0, of = 1;  // activations of the last count, for so many examples
-      for (const auto count : examples) {
+      for (const auto count : measured.examples) {
         const auto expected = copies + last * static_cast<double>(count) / of;
         LayerBytes bytes;
         if (expected <= input_.options.memory_bytes) {
-          bytes = count_bytes(input_, kind, trial, count);
+          bytes = bytes_of_kind(input_, kind, trial, count);
           last = bytes.activations;
           of = static_cast<double>(count);
         }
@@ -194,60 +207,60 @@ void LayerMeasurements::measure_bytes(const LayerDivision& division, const Layer
   });
   links_.all().sum(counted);  // the other ranks have zeros
   auto next = counted.begin();
-  for (auto& profile : profiles) {
-    for (const auto count : examples) {
+  for (auto& profile : measured.profiles) {
+    for (const auto count : measured.examples) {
       const LayerBytes bytes{next[0], next[1], next[2], next[3]};
-      next += static_cast<std::ptrdiff_t>(fields);
+      next += kFields;
       if (bytes.output > 0) profile.bytes[count] = bytes;
     }
   }
 }
 
-void LayerMeasurements::measure_times(const LayerDivision& division, const LayerKinds& kinds,
-                                      std::vector<LayerProfile>& profiles, const std::set<std::int64_t>& examples,
-                                      bool& is_computed) {
+void LayerMeasurements::time(const LayerDivision& division) {
+  const auto& found = kinds_.at(division.tensor);
+  if (!found.refused.empty()) return;
   const bool has_tensor = links_.has(division.tensor), has_all = links_.has(division.tensor * division.shards);
-  is_computed = !has_tensor || !has_all;
   const auto tensor =
       has_tensor ? TrialGroup::real(links_.group(division.tensor, 1)) : TrialGroup::rehearsed(division.tensor);
   const auto data = has_all ? TrialGroup::real(links_.group(division.shards, links_.all().size() / division.shards))
                             : TrialGroup::rehearsed(division.shards);
-  const auto others =
-      at::zeros({static_cast<std::int64_t>(std::min(kMostOtherBytes, kinds.parameter_bytes()) / 4)}, at::kFloat);
+  auto& measured = measured_.at(division);
+  measured.is_computed = !has_tensor || !has_all;
   const auto communicated = [&] { return tensor.seconds(links_) + data.seconds(links_); };
-  for (std::size_t i = 0; i < kinds.kinds.size(); ++i) {
-    const auto& kind = kinds.kinds[i];
-    LayerTrial trial(input_.layers[kind.layer], kind.entries, division.sharding, {tensor.ranks, data.ranks});
-    TimedTrial timed(input_, kind, trial, links_.all(), others);
-    const auto& measurable = measurable_.at(division.tensor)[i];
-    for (const auto count : examples) {
-      if (measurable.contains(count)) profiles[i].times[count] = timed.measure(count, communicated);
-    }
-    if (profiles[i].times.empty() || trial.parameters().empty()) continue;
-    const auto& make = input_.options.optimizer;
-    const auto parameters = trial.parameters();
-    const auto optimizer =
-        make ? make(parameters) : std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(kRate));
-    profiles[i].update_seconds = timed.measure_update(*optimizer);
-  }
+  for (std::size_t i = 0; i < found.kinds.size(); ++i)
+    time_kind(division, i, measured, communicated, {tensor.ranks, data.ranks});
 }
 
-DividedLayers LayerMeasurements::measure(const LayerDivision& division, const std::set<std::int64_t>& examples) {
-  const auto& found = kinds(division.tensor);
-  DividedLayers divided{.refused = found.refused};
-  if (!divided.refused.empty()) return divided;
-  std::vector<LayerProfile> profiles(found.kinds.size());
-  if (division.sharding == Sharding::none) {
-    measure_bytes(division, found, profiles, examples);
-    auto& measurable = measurable_[division.tensor];
-    for (const auto& profile : profiles) {
-      measurable.emplace_back();
-      for (const auto& each : profile.bytes) measurable.back().insert(each.first);
-    }
+void LayerMeasurements::time_kind(const LayerDivision& division, std::size_t number, Measured& measured,
+                                  const std::function<double()>& communicated, const TrialGroups& groups) const {
+  const auto& found = kinds_.at(division.tensor);
+  const auto& kind = found.kinds[number];
+  auto& profile = measured.profiles[number];
+  const auto other_floats = static_cast<std::int64_t>(std::min(kMostOtherBytes, found.parameter_bytes()) / 4);
+  const auto others = at::zeros({other_floats}, at::kFloat);
+  LayerTrial trial(input_.layers[kind.layer], kind.entries, division.sharding, groups);
+  TimedTrial timed(input_, kind, trial, links_.all(), others);
+  const auto& counted = measured_.at({.tensor = division.tensor}).profiles[number].bytes;
+  for (const auto count : measured.examples) {
+    if (!counted.contains(count)) continue;  // does not fit
+    const auto times = timed.measure(count, communicated);
+    const auto [before, is_first] = profile.times.try_emplace(count, times);
+    if (!is_first) before->second = least(before->second, times);
   }
-  for (std::size_t i = 0; i < profiles.size(); ++i) profiles[i].parameter_bytes = found.kinds[i].parameter_bytes;
-  measure_times(division, found, profiles, examples, divided.is_computed);
-  for (const auto kind : found.of_layers) divided.layers.push_back(profiles[kind]);
+  if (profile.times.empty() || trial.parameters().empty()) return;
+  const auto& make = input_.options.optimizer;
+  const auto parameters = trial.parameters();
+  const auto optimizer =
+      make ? make(parameters) : std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(kRate));
+  const auto update = timed.measure_update(*optimizer);
+  profile.update_seconds = profile.update_seconds > 0 ? std::min(profile.update_seconds, update) : update;
+}
+
+DividedLayers LayerMeasurements::result(const LayerDivision& division) const {
+  const auto& found = kinds_.at(division.tensor);
+  const auto& measured = measured_.at(division);
+  DividedLayers divided{.is_computed = measured.is_computed, .refused = found.refused};
+  for (const auto kind : found.of_layers) divided.layers.push_back(measured.profiles[kind]);
   return divided;
 }
 

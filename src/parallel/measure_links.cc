@@ -31,10 +31,22 @@ double median_of(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
 }
 
-Communicator MeasuredLinks::group(int count, int stride) const {
+Communicator MeasuredLinks::group(int count, int stride) {
   const int rank = all_.rank();
   const int color = rank / (count * stride) * stride + rank % stride;
-  return all_.with_group(*all_.group().split(color, rank, all_.deadline()));
+  groups_.push_back(all_.with_group(*all_.group().split(color, rank, all_.deadline())));
+  return groups_.back();
+}
+
+void MeasuredLinks::abort_on_error(const std::function<void()>& act) const {
+  all_.abort_on_error([&] {
+    try {
+      act();
+    } catch (const std::exception& error) {
+      for (const auto& group : groups_) group.abort(error.what());
+      throw;
+    }
+  });
 }
 
 LinkTimes MeasuredLinks::measure(int ranks, const std::function<void(double)>& act) const {
@@ -57,7 +69,7 @@ LinkTimes MeasuredLinks::measure(int ranks, const std::function<void(double)>& a
   return times;
 }
 
-LinkTimes MeasuredLinks::average(int ranks) const {
+LinkTimes MeasuredLinks::average(int ranks) {
   int count = std::min(ranks, all_.size());
   while (!has(count)) --count;
   if (count == 1) count = all_.size();

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <map>
+#include <vector>
 
 #include "lockstep/collective/communicator.h"
 #include "parallel/split_profile.h"
@@ -20,11 +21,14 @@ class MeasuredLinks {
   bool has(int ranks) const { return all_.size() % ranks == 0; }
 
   // This rank's Group of `count` ranks, `stride` apart.
-  Communicator group(int count, int stride) const;
+  Communicator group(int count, int stride);
+
+  // Calls `act`. If it throws, the others' calls are aborted, in all Groups that `group` made too.
+  void abort_on_error(const std::function<void()>& act) const;
 
   // average_gradients over a data axis of so many ranks, and a message between stages of meshes with such a tensor
   // axis.
-  LinkTimes average(int ranks) const;
+  LinkTimes average(int ranks);
   LinkTimes message(int tensor) const;
 
   // One operation of a Group of all ranks, measured when it is first asked for.
@@ -35,6 +39,7 @@ class MeasuredLinks {
   LinkTimes measure(int ranks, const std::function<void(double bytes)>& act) const;
 
   const Communicator all_;
+  std::vector<Communicator> groups_;
   std::map<Call::Kind, LinkTimes> collectives_;
 };
 

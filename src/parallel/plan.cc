@@ -17,6 +17,8 @@
 namespace lockstep {
 namespace {
 
+constexpr int kSweeps = 2;  // over all divisions, so that what disturbs the machine for a while decides nothing
+
 void check_plan(std::size_t layers, const Tensor& x, const Tensor& target, int present, const PlanOptions& options) {
   const auto fail = [](const auto&... what) { throw InvalidArgument(text("plan_parallel: ", what...)); };
   if (layers == 0) fail("there are no layers");
@@ -28,6 +30,7 @@ void check_plan(std::size_t layers, const Tensor& x, const Tensor& target, int p
   if (!x.defined() || x.dim() == 0 || x.size(0) == 0) fail("x has no examples; its first dimension counts them");
   if (!target.defined() || target.dim() == 0 || target.size(0) != x.size(0))
     fail("x has ", x.size(0), " examples, and target ", target.defined() && target.dim() > 0 ? target.size(0) : 0);
+  if (!x.is_cpu()) fail("x is on ", x.device().str(), "; layers are measured on the CPU");
   if (options.microbatches.empty()) fail("there are no numbers of microbatches to try");
   for (const int count : options.microbatches) {
     if (count < 1) fail("a number of microbatches is ", count, "; it must be above 0");
@@ -45,8 +48,11 @@ parallel::Profile measure_profile(const parallel::MeasureInput& input, const par
                                   parallel::MeasuredLinks& links) {
   parallel::Profile profile;
   parallel::LayerMeasurements layers(input, links);
-  for (const auto& [division, examples] : needs.divisions)
-    profile.divisions[division] = layers.measure(division, examples);
+  for (const auto& [division, examples] : needs.divisions) layers.count(division, examples);
+  for (int sweep = 0; sweep < kSweeps; ++sweep) {
+    for (const auto& [division, examples] : needs.divisions) layers.time(division);
+  }
+  for (const auto& [division, examples] : needs.divisions) profile.divisions[division] = layers.result(division);
   for (const int ranks : needs.data_axes) profile.averages[ranks] = links.average(ranks);
   for (const int ranks : needs.tensor_axes) profile.messages[ranks] = links.message(ranks);
   return profile;
@@ -120,13 +126,13 @@ SplitPlan plan_parallel(const std::vector<PipelineStage>& layers, const Tensor& 
   for (const auto& [division, examples] : needs.divisions) {
     if (!examples.empty()) fewest = std::min(fewest, *examples.begin());
   }
-  // A mesh ends the calls in all its Groups where one rank fails.
+  // Whose Groups all end where a rank of one is lost.
   const DeviceMesh mesh({{"ranks", -1}}, ranks);
   parallel::MeasuredLinks links(mesh.ranks());
   auto generator = ops::generator_of_thread();
   const auto random = generator.get_state();
   parallel::Profile profile;
-  ranks.abort_on_error([&] {
+  links.abort_on_error([&] {
     const auto named = numbered(layers);
     profile = measure_profile({named, x, target, loss, options, fewest}, needs, links);
   });

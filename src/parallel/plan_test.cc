@@ -161,6 +161,36 @@ TEST(Plan, ALayerThatCannotBeDividedRefusesTheAxis) {
   });
 }
 
+struct FailsInTrainingImpl : torch::nn::Module {
+  explicit FailsInTrainingImpl(bool in_training) : fails(in_training) {
+    up = register_module("up", torch::nn::Linear(8, 8));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    if (fails && at::GradMode::is_enabled()) throw std::runtime_error("this rank has failed");
+    return up(x);
+  }
+
+  const bool fails;
+  torch::nn::Linear up = nullptr;
+};
+
+TEST(Plan, AnErrorOnOneRankEndsAll) {
+  const auto x = at::ones({4, 8});
+  const auto loss = [](const at::Tensor& y, const at::Tensor&, const Communicator&) { return y.mean(); };
+  collective::on_ranks(2, [&](const Group& group) {
+    const std::vector<PipelineStage> layers(
+        2, [fails = group.rank() == 1] { return std::make_shared<FailsInTrainingImpl>(fails); });
+    const PlanOptions options{.tensor = {{"*.up", ColwiseParallel{.output = Replicate()}}}};
+    std::string said;
+    try {
+      plan_parallel(layers, x, x, loss, {group, 60}, options);
+    } catch (const std::exception& error) {
+      said = error.what();
+    }
+    expect_says(said, "this rank has failed");
+  });
+}
+
 // What a training really takes, by the allocator.
 TEST(Plan, MemoryIsWhatTheAllocatorCounts) {
   if (memory_stats().reserved_bytes == 0) return;  // LibTorch's own counts nothing

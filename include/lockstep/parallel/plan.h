@@ -91,9 +91,9 @@ struct SplitPlan {
 // given back.
 //
 // Throws InvalidArgument, on all ranks, where there are no layers, for fewer ranks than measure or fewer than 1, for a
-// single rank that is to plan for more, for x and target with no examples or different numbers of them, where no data
-// axis divides them and nothing else is possible, for numbers of microbatches below 1, and for an entry of `tensor`
-// that matches nothing. Also what a layer or the loss throws.
+// single rank that is to plan for more, for x and target with no examples or different numbers of them, for x that is
+// not in host memory, where no data axis divides them and nothing else is possible, for numbers of microbatches below
+// 1, and for an entry of `tensor` that matches nothing. Also what a layer or the loss throws.
 SplitPlan plan_parallel(const std::vector<PipelineStage>& layers, const Tensor& x, const Tensor& target,
                         const SplitLoss& loss, const Communicator& ranks, const PlanOptions& options = {});
 
