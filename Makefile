@@ -1,5 +1,5 @@
 # The two commands of the README, and what continuous integration adds. Everything else is CMake: see CMakePresets.json.
-.PHONY: train test lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers bench-ps bench-parallel faults clean
+.PHONY: train test lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers bench-ps bench-parallel bench-plan faults clean
 
 BUILD = cmake --build --preset
 
@@ -82,6 +82,11 @@ bench-ps: build/release/build.ninja bench-peers
 bench-parallel: build/release/build.ninja bench-peers
 	$(BUILD) release --target lockstep_cli parallel_step
 	python3 benchmarks/bench_parallel.py
+
+# What plan_parallel predicts for each split over two processes, and what it takes.
+bench-plan: build/release/build.ninja
+	$(BUILD) release --target lockstep_cli plan_step
+	python3 benchmarks/bench_plan.py
 
 .peers/mpi/all_reduce: benchmarks/peers/mpi_all_reduce.cc
 	tools/bootstrap --bench

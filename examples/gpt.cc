@@ -2,7 +2,9 @@
 //   build/release/examples/gpt docs/*.md
 //   build/release/lockstep run -n 2 build/release/examples/gpt --tensor 2 docs/*.md
 //   build/release/lockstep run -n 8 build/release/examples/gpt --shard 2 --pipeline 2 --tensor 2 docs/*.md
-// The loss is the same on every mesh. docs/parallelism.md says which one to take.
+//   build/release/lockstep run -n 2 build/release/examples/gpt --plan docs/*.md
+// The loss is the same on every mesh. With --plan it measures which one is the fastest that fits; docs/parallelism.md
+// has more on that.
 #include <lockstep/parallel.h>
 #include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
@@ -15,6 +17,7 @@
 #include <chrono>
 #include <fstream>
 #include <iostream>
+#include <limits>
 
 namespace ls = lockstep;
 
@@ -23,6 +26,9 @@ namespace {
 struct Options {
   std::int64_t layers = 4, width = 128, head = 32, sequence = 64, batch = 16;
   int steps = 100, shard = 1, pipeline = 1, tensor = 1, microbatches = 4;
+  bool plan = false;
+  int plan_ranks = 0;
+  double memory_mib = std::numeric_limits<double>::infinity();
   std::vector<std::string> files;
 };
 
@@ -103,14 +109,20 @@ ls::ParallelPlan plan_of(const StageImpl& stage) {
   return plan;
 }
 
+at::Tensor loss_of(const at::Tensor& logits, const at::Tensor& next, const ls::Communicator& tensor) {
+  return ls::vocabulary_parallel_cross_entropy(logits, next, tensor).mean();
+}
+
 // Bytes [count], one after the other.
-at::Tensor read(const std::vector<std::string>& files) {
+at::Tensor read(const Options& options) {
   std::string all;
-  for (const auto& file : files) {
+  for (const auto& file : options.files) {
     std::ifstream in(file, std::ios::binary);
     if (!in) throw ls::IoError("cannot read " + file);
     all.append(std::istreambuf_iterator<char>(in), {});
   }
+  if (all.size() <= static_cast<std::size_t>(options.sequence))
+    throw ls::InvalidArgument("the files have too few bytes");
   return at::from_blob(all.data(), {static_cast<std::int64_t>(all.size())}, at::kByte).to(at::kLong);
 }
 
@@ -121,13 +133,32 @@ at::Tensor batch_of(const at::Tensor& text, int step, const Options& options) {
   return text.take(begins + at::arange(options.sequence + 1));
 }
 
+// Says on rank 0 how the training goes.
+class Progress {
+ public:
+  Progress(const Options& options, int rank) : options_(options), rank_(rank) {}
+
+  void after(int step, double loss) const {
+    if (rank_ != 0 || (step % 10 != 0 && step != 1)) return;
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start_;
+    std::cout << "step " << step << ": loss " << loss << ", "
+              << static_cast<std::int64_t>(step * options_.batch * options_.sequence / seconds.count()) << " bytes/s\n"
+              << std::flush;
+  }
+
+ private:
+  const Options& options_;
+  const int rank_;
+  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+// On the mesh that the options say.
 void train(const Options& options) {
   const ls::DeviceMesh mesh(
       {{"data", -1}, {"shard", options.shard}, {"pipeline", options.pipeline}, {"tensor", options.tensor}});
   if (options.width % (options.head * options.tensor) != 0)
     throw ls::InvalidArgument("--width must be a multiple of --head times --tensor: each rank has whole heads");
-  const auto text = read(options.files);
-  if (text.size(0) <= options.sequence) throw ls::InvalidArgument("the files have too few bytes");
+  const auto text = read(options);
 
   std::vector<ls::PipelineStage> stages;
   for (int i = 0; i < options.pipeline; ++i) {
@@ -149,25 +180,55 @@ void train(const Options& options) {
 
   const auto copies = mesh.size("data") * mesh.size("shard");
   const auto copy = static_cast<std::size_t>(mesh.coordinate("data") * mesh.size("shard") + mesh.coordinate("shard"));
-  const auto start = std::chrono::steady_clock::now();
+  const Progress progress(options, mesh.ranks().rank());
   for (int step = 1; step <= options.steps; ++step) {
     const auto bytes = batch_of(text, step, options).chunk(copies)[copy];
     adamw.zero_grad();
-    double loss =
-        pipeline.step(bytes.slice(1, 0, -1), bytes.slice(1, 1), [&](const at::Tensor& logits, const at::Tensor& next) {
-          return ls::vocabulary_parallel_cross_entropy(logits, next, mesh["tensor"]).mean();
-        });
+    double loss = pipeline.step(
+        bytes.slice(1, 0, -1), bytes.slice(1, 1),
+        [&](const at::Tensor& logits, const at::Tensor& next) { return loss_of(logits, next, mesh["tensor"]); });
     ls::average_gradients(sharded.parameters(), mesh["data"]);
     adamw.step();
 
     mesh["shard"].sum({&loss, 1});
     mesh["data"].sum({&loss, 1});
-    if (mesh.ranks().rank() == 0 && (step % 10 == 0 || step == 1)) {
-      const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-      std::cout << "step " << step << ": loss " << loss / copies << ", "
-                << static_cast<std::int64_t>(step * options.batch * options.sequence / seconds.count()) << " bytes/s\n"
-                << std::flush;
-    }
+    progress.after(step, loss / copies);
+  }
+}
+
+// On the mesh that is the fastest of those that fit.
+void train_by_plan(const Options& options) {
+  const ls::DeviceMesh job({{"ranks", -1}});
+  const auto text = read(options);
+  std::vector<ls::PipelineStage> layers{[=] { return std::make_shared<EmbedImpl>(options); }};
+  for (std::int64_t i = 0; i < options.layers; ++i)
+    layers.emplace_back([=] { return std::make_shared<BlockImpl>(options); });
+  layers.emplace_back([=] { return std::make_shared<HeadImpl>(options); });
+  const ls::PlanOptions with{.ranks = options.plan_ranks,
+                             .memory_bytes = options.memory_mib * (1 << 20),
+                             .tensor = {{"*.token", ls::RowwiseParallel()},
+                                        {"*.qkv", ls::ColwiseParallel()},
+                                        {"*.out", ls::RowwiseParallel()},
+                                        {"*.up", ls::ColwiseParallel()},
+                                        {"*.down", ls::RowwiseParallel()},
+                                        {"*.logits", ls::ColwiseParallel()}}};
+  const auto sample = batch_of(text, 0, options);
+  const auto plan = ls::plan_parallel(layers, sample.slice(1, 0, -1), sample.slice(1, 1), loss_of, job.ranks(), with);
+  if (job.ranks().rank() == 0) std::cout << plan.table() << std::flush;
+  if (options.plan_ranks > job.ranks().size()) return;  // a plan for a larger job
+
+  const auto& split = plan.best().split;
+  const ls::DeviceMesh mesh(split.axes(), job.ranks());
+  torch::manual_seed(1);
+  ls::SplitModel model(layers, split, mesh, with.tensor);
+  torch::optim::AdamW adamw(model.parameters(), torch::optim::AdamWOptions(1e-3));
+  const Progress progress(options, mesh.ranks().rank());
+  for (int step = 1; step <= options.steps; ++step) {
+    const auto bytes = batch_of(text, step, options);
+    adamw.zero_grad();
+    const double loss = model.step(bytes.slice(1, 0, -1), bytes.slice(1, 1), loss_of);
+    adamw.step();
+    progress.after(step, loss);
   }
 }
 
@@ -186,10 +247,13 @@ int main(int argc, char** argv) {
   app.add_option("--pipeline", options.pipeline, "stages");
   app.add_option("--tensor", options.tensor, "ranks that share each layer");
   app.add_option("--microbatches", options.microbatches);
+  app.add_flag("--plan", options.plan, "measures which split is the fastest that fits, prints that, and trains by it");
+  app.add_option("--plan-ranks", options.plan_ranks, "plans for so many ranks; trains where as many are there");
+  app.add_option("--memory-mib", options.memory_mib, "that a rank may use, for --plan");
   app.add_option("files", options.files)->required();
   CLI11_PARSE(app, argc, argv);
   try {
-    train(options);
+    options.plan ? train_by_plan(options) : train(options);
   } catch (const std::bad_alloc&) {
     std::cerr << "not enough memory: split the model over more ranks (--shard, --pipeline, --tensor)\n";
     return 1;

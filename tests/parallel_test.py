@@ -52,6 +52,32 @@ class Meshes(unittest.TestCase):
         split = run(4, *options, "--shard", "4", data_bytes=limit)
         self.assertEqual(split.returncode, 0, split.stderr[-2000:])
 
+    def test_a_plan_trains_to_the_same_loss(self):
+        for one, planned in zip(losses(1), losses(2, "--plan"), strict=True):
+            self.assertAlmostEqual(one, planned, delta=2e-4)
+
+    def test_a_plan_says_what_it_expects_and_refuses_what_does_not_fit(self):
+        options = ("--plan", "--steps", "0", "--layers", "8", "--width", "256")
+        every = run(2, *options)
+        self.assertEqual(every.returncode, 0, every.stderr[-2000:])
+        needs = {row[0]: int(row[1]) for row in re.findall(r"^(?:\[0\] )?(\S.*?)  +[0-9.]+  +([0-9]+)  ", every.stdout, re.MULTILINE)}
+        self.assertGreaterEqual(len(needs), 9, every.stdout)
+        some = run(2, *options, "--memory-mib", str(min(needs.values()) + 1))
+        self.assertIn("refused: needs", some.stdout)
+        none = run(2, *options, "--memory-mib", "1")
+        self.assertEqual(none.returncode, 1)
+        self.assertIn("plan_parallel: no split can be used", none.stderr)
+
+    def test_plans_of_bad_input_are_one_line(self):
+        for ranks, options, said in ((1, ("--plan-ranks", "4"), "one rank cannot measure what 4 would communicate"),
+                                     (2, ("--plan-ranks", "-1"), "ranks is -1; it must be above 0"),
+                                     (2, ("--batch", "0"), "x has no examples"),
+                                     (2, ("--memory-mib", "-1"), "memory_bytes is -1")):
+            with self.subTest(said):
+                result = run(ranks, "--plan", *options)
+                self.assertEqual(result.returncode, 1)
+                self.assertIn(said, result.stderr)
+
     def test_meshes_that_do_not_fit_are_refused(self):
         result = run(2, "--tensor", "3")
         self.assertEqual(result.returncode, 1)

@@ -9,5 +9,7 @@
 #include "lockstep/parallel/moe.h"
 #include "lockstep/parallel/model_parallel_strategy.h"
 #include "lockstep/parallel/pipeline.h"
+#include "lockstep/parallel/plan.h"
 #include "lockstep/parallel/recompute.h"
+#include "lockstep/parallel/split.h"
 #include "lockstep/parallel/tensor_parallel.h"

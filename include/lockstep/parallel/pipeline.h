@@ -15,6 +15,7 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/collective/communicator.h"
@@ -36,6 +37,17 @@ class PipelineStage {
   Tensor forward(torch::nn::Module& module, const Tensor& x) const { return forward_(module, x); }
   Tensor recompute(const std::shared_ptr<torch::nn::Module>& module, const Tensor& x) const {
     return internal::recompute(module, forward_, x);
+  }
+
+  // The same stage, where `change` gets each module that is made.
+  PipelineStage with(std::function<void(torch::nn::Module&)> change) const {
+    auto stage = *this;
+    stage.make_ = [make = make_, change = std::move(change)] {
+      auto module = make();
+      change(*module);
+      return module;
+    };
+    return stage;
   }
 
  private:

@@ -1,0 +1,100 @@
+// plan_parallel: which split of a model over the ranks of a job is the fastest that fits, from what its layers and the
+// links between the ranks cost here.
+//
+//   const auto plan = lockstep::plan_parallel(layers, x, y, loss, ranks, {.memory_bytes = 8e9, .tensor = patterns});
+//   std::cout << plan.table();
+//   lockstep::DeviceMesh mesh(plan.best().split.axes());
+//
+// As the planners of PipeDream (Narayanan et al. 2019), FlexFlow (Jia et al. 2019) and Alpa (Zheng et al. 2022), it
+// searches by a model of costs whose inputs are measured: here a divided layer is timed as such, with what it
+// communicates, while all ranks compute.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/collective/communicator.h"
+#include "lockstep/ops/tensor.h"
+#include "lockstep/parallel/pipeline.h"
+#include "lockstep/parallel/split.h"
+#include "lockstep/parallel/tensor_parallel.h"
+
+namespace torch::optim {
+class Optimizer;
+}
+
+namespace lockstep {
+
+struct PlanOptions {
+  // To plan for. 0: the ranks that measure. More than these: what none of them could measure is computed from what
+  // they did, and marked in the table.
+  int ranks = 0;
+
+  double memory_bytes = std::numeric_limits<double>::infinity();  // that a rank may use
+
+  // How parallelize_module divides the layers: layer i's modules are called "i.name". Empty: no tensor parallelism.
+  ParallelPlan tensor = {};
+
+  // Those that are tried, where they divide the examples of a data rank; in a pipeline not fewer than its ranks where
+  // there are more. The first that is the fastest, or within 2% of it.
+  std::vector<int> microbatches = {1, 2, 4, 8, 16};
+
+  // Whose step is measured. Empty: torch::optim::AdamW.
+  std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<Tensor> parameters)> optimizer = {};
+
+  // What it keeps for each parameter, in tensors of the parameter's size: 2 for Adam and AdamW, 1 for SGD with
+  // momentum.
+  double optimizer_states = 2;
+};
+
+// Bytes of the rank that needs most.
+struct SplitMemory {
+  double parameters = 0;  // with fully_shard: this rank's part, and what is gathered at once
+  double gradients = 0;
+  double optimizer = 0;
+  double activations = 0;  // of all microbatches that are kept for backward
+  double working = 0;      // most of what an operation of forward or backward needs for itself
+
+  double total() const { return parameters + gradients + optimizer + activations + working; }
+};
+
+struct PlannedSplit {
+  Split split;         // with the number of microbatches that is the fastest of those that fit, within 2%
+  double seconds = 0;  // of a step: forward, backward, averaging and the optimizer; 0 where that was not measured
+  SplitMemory memory;
+  bool is_computed = false;  // costs of more ranks than measured are in it
+  std::string refused = {};  // why it cannot be used; empty where it can
+};
+
+struct SplitPlan {
+  // The fastest first; refused ones at the end.
+  std::vector<PlannedSplit> candidates;
+
+  // Throws InvalidArgument where none fits, naming the one that needs least.
+  const PlannedSplit& best() const;
+
+  // A line for each of the first candidates, for people.
+  std::string table(std::size_t most = 20) const;
+};
+
+// Collective. Candidates are all products of the axes data, with and without sharding, pipeline, with each schedule
+// that the number of layers allows, and tensor. x, target [examples, ...]: a batch of all ranks, with examples along
+// the first dimension, here and in what layers make of it.
+//
+// Layers are made and measured one at a time, equal ones once: those of one type whose submodules, parameters and
+// inputs have the same types and shapes. So a model that fits on no rank can be planned. Memory of activations is
+// counted by Lockstep's allocator (ops/memory.h); 0 where LibTorch's own serves. Random numbers that are drawn are
+// given back.
+//
+// Throws InvalidArgument, on all ranks, where there are no layers, for fewer ranks than measure or fewer than 1, for a
+// single rank that is to plan for more, for x and target with no examples or different numbers of them, for x that is
+// not in host memory, where no data axis divides them and nothing else is possible, for numbers of microbatches below
+// 1, and for an entry of `tensor` that matches nothing. Also what a layer or the loss throws.
+SplitPlan plan_parallel(const std::vector<PipelineStage>& layers, const Tensor& x, const Tensor& target,
+                        const SplitLoss& loss, const Communicator& ranks, const PlanOptions& options = {});
+
+}  // namespace lockstep

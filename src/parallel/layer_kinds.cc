@@ -1,0 +1,113 @@
+#include "parallel/layer_kinds.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+
+#include <map>
+#include <typeinfo>
+
+#include "base/text.h"
+#include "parallel/rehearsal_group.h"
+#include "parallel/tensor_entries.h"
+
+namespace lockstep::parallel {
+namespace {
+
+// Layers with the same one cost the same. `module` has the layer as its only child, called by its number.
+std::string identity(const torch::nn::Module& module, const Tensor& x, const ParallelPlan& entries) {
+  const auto layer = module.children().front();
+  auto lines = text(x.sizes(), " ", x.scalar_type(), "\n");
+  for (const auto& each : layer->named_modules()) {
+    const auto& part = *each.value();
+    lines += text(each.key(), " ", typeid(part).name(), "\n");
+  }
+  for (const auto& each : layer->named_parameters()) {
+    lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(),
+                  each.value().requires_grad() ? "" : " frozen", "\n");
+  }
+  for (const auto& entry : entries) lines += entry.first + "\n";
+  return lines;
+}
+
+class KindFinder {
+ public:
+  KindFinder(const MeasureInput& input, int tensor)
+      : input_(input), tensor_(tensor), used_(input.options.tensor.size(), tensor == 1) {}
+
+  LayerKinds find() && {
+    try {
+      pass_all();
+    } catch (const std::exception& error) {
+      if (tensor_ == 1) throw;
+      return {.refused = first_line(error)};
+    }
+    check_all_used(input_.options.tensor, used_, "plan_parallel");
+    return std::move(found_);
+  }
+
+ private:
+  void pass_all() {
+    const at::NoGradGuard no_gradient;
+    auto x = input_.x.narrow(0, 0, input_.fewest_examples);
+    for (std::size_t i = 0; i < input_.layers.size(); ++i) x = pass(i, x);
+  }
+
+  // Returns the layer's output.
+  Tensor pass(std::size_t i, const Tensor& x) {
+    const auto module = input_.layers[i].make();
+    const auto entries = tensor_ == 1 ? ParallelPlan() : entries_for(*module, input_.options.tensor, used_);
+    // The first layer's input needs no gradient, and the last one has the loss.
+    const auto key = text(i == 0, input_.is_last(i), " ", identity(*module, x, entries));
+    const auto known = numbers_.find(key);
+    if (known != numbers_.end()) {
+      found_.of_layers.push_back(known->second);
+      return outputs_[known->second];
+    }
+    LayerKind kind{.layer = i, .entries = entries, .sample = x};
+    if (tensor_ > 1) parallelize_module(*module, rehearsal_.ranks(), entries);
+    for (const auto& each : module->parameters()) kind.parameter_bytes += static_cast<double>(each.nbytes());
+    const auto output = input_.layers[i].forward(*module, x);
+    if (!output.is_floating_point()) {
+      throw InvalidArgument(text("plan_parallel: the output of layer ", i, " is of ", output.scalar_type(),
+                                 "; it must be floating-point, or no gradient could come back"));
+    }
+    numbers_[key] = found_.kinds.size();
+    found_.of_layers.push_back(found_.kinds.size());
+    found_.kinds.push_back(std::move(kind));
+    outputs_.push_back(output);
+    return output;
+  }
+
+  const MeasureInput& input_;
+  const int tensor_;
+  const Rehearsal rehearsal_{tensor_};
+  std::vector<bool> used_;  // entries of the tensor plan
+  LayerKinds found_;
+  std::map<std::string, std::size_t> numbers_;
+  std::vector<Tensor> outputs_;  // [kind]
+};
+
+}  // namespace
+
+std::string first_line(const std::exception& error) {
+  const std::string all = error.what();
+  return all.substr(0, all.find('\n'));
+}
+
+Tensor LayerKind::input(const MeasureInput& of, std::int64_t examples) const {
+  if (layer == 0) return of.x.narrow(0, 0, examples);
+  const auto rows = sample.size(0) / of.fewest_examples * examples;
+  auto repeats = std::vector<std::int64_t>(static_cast<std::size_t>(sample.dim()), 1);
+  repeats[0] = (rows + sample.size(0) - 1) / sample.size(0);
+  return sample.repeat(repeats).narrow(0, 0, rows).contiguous();
+}
+
+double LayerKinds::parameter_bytes() const {
+  double sum = 0;
+  for (const auto kind : of_layers) sum += kinds[kind].parameter_bytes;
+  return sum;
+}
+
+LayerKinds find_kinds(const MeasureInput& input, int tensor) { return KindFinder(input, tensor).find(); }
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,267 @@
+#include "parallel/measure_layers.h"
+
+#include <ATen/ATen.h>
+#include <torch/nn/module.h>
+#include <torch/optim/adamw.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+
+#include "base/text.h"
+#include "lockstep/ops/memory.h"
+#include "parallel/layer_trial.h"
+#include "parallel/rehearsal_group.h"
+
+namespace lockstep::parallel {
+namespace {
+
+constexpr double kSecondsOfTrial = 0.15;  // about how long each number of examples is measured
+constexpr double kFewestRounds = 1, kMostRounds = 12;
+constexpr double kRate = 1e-3;                // of an optimizer whose result nobody uses
+constexpr double kMostOtherBytes = 64 << 20;  // more than processors' caches have
+
+double bytes_used() {
+  const auto stats = memory_stats();
+  return static_cast<double>(stats.reserved_bytes) - static_cast<double>(stats.cached_bytes);
+}
+
+// A Group of the division: of ranks that are there, or rehearsed.
+struct TrialGroup {
+  Communicator ranks = {};
+  std::unique_ptr<Rehearsal> rehearsal = {};
+
+  static TrialGroup real(Communicator ranks) { return {.ranks = std::move(ranks)}; }
+  static TrialGroup rehearsed(int count) {
+    auto rehearsal = std::make_unique<Rehearsal>(count);
+    auto ranks = rehearsal->ranks();
+    return {std::move(ranks), std::move(rehearsal)};
+  }
+
+  // What was communicated since the last call would have taken; 0 where it was.
+  double seconds(MeasuredLinks& links) const {
+    double sum = 0;
+    if (rehearsal == nullptr) return sum;
+    for (const auto& [kind, bytes] : rehearsal->take()) sum += links.collective(kind).at(bytes, ranks.size());
+    return sum;
+  }
+};
+
+void run_forward(LayerTrial& trial, const MeasureInput& input, const LayerKind& kind, std::int64_t examples,
+                 const Tensor& x) {
+  const auto leaf = kind.layer > 0 && x.is_floating_point() ? x.detach().requires_grad_() : x;
+  if (input.is_last(kind.layer)) {
+    trial.forward(leaf, input.target.narrow(0, 0, examples), input.loss);
+  } else {
+    trial.forward(leaf);
+  }
+}
+
+// The times of one kind of layer.
+class TimedTrial {
+ public:
+  TimedTrial(const MeasureInput& input, const LayerKind& kind, LayerTrial& trial, const Communicator& all,
+             const Tensor& others)
+      : input_(input), kind_(kind), trial_(trial), all_(all), others_(others) {}
+
+  // `communicated`: seconds to add, of what was rehearsed since its last call.
+  LayerTimes measure(std::int64_t examples, const std::function<double()>& communicated) {
+    const auto x = kind_.input(input_, examples);
+    communicated();
+    const auto warm_up = run(examples, x, [&] { forward_link_ = communicated(); });
+    const auto backward_link = communicated();
+    double rounds =
+        std::clamp(kSecondsOfTrial / (2 * (warm_up[0] + warm_up[1] + warm_up[2])), kFewestRounds, kMostRounds);
+    all_.sum({&rounds, 1});
+    std::array<std::array<std::vector<double>, 3>, 2> seconds;  // without gradients, and with
+    for (int round = 0; round < static_cast<int>(rounds / all_.size()); ++round) {
+      trial_.zero_grad();
+      for (auto& pass : seconds) {
+        const auto times = run(examples, x, [] {});
+        for (std::size_t i = 0; i < times.size(); ++i) pass[i].push_back(times[i]);
+      }
+      communicated();
+    }
+    const auto middle = [&](std::size_t pass, std::size_t i) { return median_of(seconds[pass][i]); };
+    std::array<double, 4> mean{(middle(0, 0) + middle(1, 0)) / 2, middle(0, 1), middle(0, 2),
+                               middle(1, 1) + middle(1, 2) - middle(0, 1) - middle(0, 2)};
+    all_.sum(mean);
+    for (double& each : mean) each /= all_.size();
+    return {mean[0] + forward_link_, mean[1] + backward_link, mean[2], std::max(mean[3], 0.0)};
+  }
+
+  // Of the optimizer's step.
+  double measure_update(torch::optim::Optimizer& optimizer) {
+    std::vector<double> seconds;
+    for (int round = 0; round < kUpdateRounds; ++round) {
+      pass_others();
+      seconds.push_back(timed([&] { optimizer.step(); }));
+    }
+    double mean = median_of(std::move(seconds));
+    all_.sum({&mean, 1});
+    return mean / all_.size();
+  }
+
+ private:
+  static constexpr int kUpdateRounds = 5;
+
+  template <class Act>
+  static double timed(const Act& act) {
+    const auto start = Deadline::Clock::now();
+    act();
+    return std::chrono::duration<double>(Deadline::Clock::now() - start).count();
+  }
+
+  // Reads and writes memory, as other layers do between two calls of this one; then all ranks go on at once.
+  void pass_others() const {
+    if (others_.numel() > 0) others_.add_(1);
+    all_.group().barrier(all_.deadline());
+  }
+
+  std::array<double, 3> run(std::int64_t examples, const Tensor& x, const std::function<void()>& between) {
+    std::array<double, 3> seconds{};
+    pass_others();
+    seconds[0] = timed([&] { run_forward(trial_, input_, kind_, examples, x); });
+    between();
+    trial_.reshard();
+    pass_others();
+    seconds[1] = timed([&] { trial_.backward_input(); });
+    seconds[2] = timed([&] { trial_.backward_weight(); });
+    return seconds;
+  }
+
+  const MeasureInput& input_;
+  const LayerKind& kind_;
+  LayerTrial& trial_;
+  const Communicator& all_;
+  const Tensor& others_;
+  double forward_link_ = 0;
+};
+
+// By one rank alone, so that threads can be ranks.
+LayerBytes bytes_of_kind(const MeasureInput& input, const LayerKind& kind, LayerTrial& trial, std::int64_t examples) {
+  LayerBytes bytes;
+  trial.zero_grad();
+  const auto x = kind.input(input, examples);
+  if (kind.layer > 0) bytes.input = static_cast<double>(x.nbytes());
+  release_memory();
+  const auto before = bytes_used();
+  run_forward(trial, input, kind, examples, x);
+  bytes.output = static_cast<double>(trial.output().nbytes());
+  bytes.activations = bytes_used() - before;
+  trial.backward_input();
+  trial.backward_weight();
+  double gradients = 0;
+  for (const auto& each : trial.parameters())
+    gradients += each.grad().defined() ? static_cast<double>(each.nbytes()) : 0;
+  // Nothing was given back since, so that what is reserved is the most that was used.
+  const auto most = static_cast<double>(memory_stats().reserved_bytes) - before;
+  bytes.working = std::max(0.0, most - bytes.activations - gradients);
+  return bytes;
+}
+
+// Of two measurements of the same; all of backward from one.
+LayerTimes least(const LayerTimes& a, const LayerTimes& b) {
+  const auto backward = [](const LayerTimes& times) { return times.backward_input + times.backward_weight; };
+  auto result = backward(b) < backward(a) ? b : a;
+  result.forward = std::min(a.forward, b.forward);
+  result.accumulate = std::min(a.accumulate, b.accumulate);
+  return result;
+}
+
+}  // namespace
+
+void LayerMeasurements::count(const LayerDivision& division, const std::set<std::int64_t>& examples) {
+  if (!kinds_.contains(division.tensor)) kinds_[division.tensor] = find_kinds(input_, division.tensor);
+  const auto& found = kinds_.at(division.tensor);
+  auto& measured = measured_[division];
+  measured.profiles.resize(found.kinds.size());
+  measured.examples = examples;
+  for (std::size_t i = 0; i < found.kinds.size(); ++i)
+    measured.profiles[i].parameter_bytes = found.kinds[i].parameter_bytes;
+  if (found.refused.empty() && division.sharding == Sharding::none) count_bytes(found, division.tensor, measured);
+}
+
+void LayerMeasurements::count_bytes(const LayerKinds& kinds, int tensor, Measured& measured) const {
+  constexpr std::ptrdiff_t kFields = 4;
+  std::vector<double> counted(kFields * kinds.kinds.size() * measured.examples.size());
+  links_.all().run_on_rank_0([&] {
+    auto next = counted.begin();
+    for (const auto& kind : kinds.kinds) {
+      const Rehearsal group(tensor);
+      LayerTrial trial(input_.layers[kind.layer], kind.entries, Sharding::none, {group.ranks(), {}});
+      const auto copies = (2 + input_.options.optimizer_states) * kind.parameter_bytes;
+      double last = 0, of = 1;  // activations of the last count, for so many examples
+      for (const auto count : measured.examples) {
+        const auto expected = copies + last * static_cast<double>(count) / of;
+        LayerBytes bytes;
+        if (expected <= input_.options.memory_bytes) {
+          bytes = bytes_of_kind(input_, kind, trial, count);
+          last = bytes.activations;
+          of = static_cast<double>(count);
+        }
+        for (const double each : {bytes.activations, bytes.working, bytes.input, bytes.output}) *next++ = each;
+      }
+    }
+    release_memory();
+  });
+  links_.all().sum(counted);  // the other ranks have zeros
+  auto next = counted.begin();
+  for (auto& profile : measured.profiles) {
+    for (const auto count : measured.examples) {
+      const LayerBytes bytes{next[0], next[1], next[2], next[3]};
+      next += kFields;
+      if (bytes.output > 0) profile.bytes[count] = bytes;
+    }
+  }
+}
+
+void LayerMeasurements::time(const LayerDivision& division) {
+  const auto& found = kinds_.at(division.tensor);
+  if (!found.refused.empty()) return;
+  const bool has_tensor = links_.has(division.tensor), has_all = links_.has(division.tensor * division.shards);
+  const auto tensor =
+      has_tensor ? TrialGroup::real(links_.group(division.tensor, 1)) : TrialGroup::rehearsed(division.tensor);
+  const auto data = has_all ? TrialGroup::real(links_.group(division.shards, links_.all().size() / division.shards))
+                            : TrialGroup::rehearsed(division.shards);
+  auto& measured = measured_.at(division);
+  measured.is_computed = !has_tensor || !has_all;
+  const auto communicated = [&] { return tensor.seconds(links_) + data.seconds(links_); };
+  for (std::size_t i = 0; i < found.kinds.size(); ++i)
+    time_kind(division, i, measured, communicated, {tensor.ranks, data.ranks});
+}
+
+void LayerMeasurements::time_kind(const LayerDivision& division, std::size_t number, Measured& measured,
+                                  const std::function<double()>& communicated, const TrialGroups& groups) const {
+  const auto& found = kinds_.at(division.tensor);
+  const auto& kind = found.kinds[number];
+  auto& profile = measured.profiles[number];
+  const auto other_floats = static_cast<std::int64_t>(std::min(kMostOtherBytes, found.parameter_bytes()) / 4);
+  const auto others = at::zeros({other_floats}, at::kFloat);
+  LayerTrial trial(input_.layers[kind.layer], kind.entries, division.sharding, groups);
+  TimedTrial timed(input_, kind, trial, links_.all(), others);
+  const auto& counted = measured_.at({.tensor = division.tensor}).profiles[number].bytes;
+  for (const auto count : measured.examples) {
+    if (!counted.contains(count)) continue;  // does not fit
+    const auto times = timed.measure(count, communicated);
+    const auto [before, is_first] = profile.times.try_emplace(count, times);
+    if (!is_first) before->second = least(before->second, times);
+  }
+  if (profile.times.empty() || trial.parameters().empty()) return;
+  const auto& make = input_.options.optimizer;
+  const auto parameters = trial.parameters();
+  const auto optimizer =
+      make ? make(parameters) : std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(kRate));
+  const auto update = timed.measure_update(*optimizer);
+  profile.update_seconds = profile.update_seconds > 0 ? std::min(profile.update_seconds, update) : update;
+}
+
+DividedLayers LayerMeasurements::result(const LayerDivision& division) const {
+  const auto& found = kinds_.at(division.tensor);
+  const auto& measured = measured_.at(division);
+  DividedLayers divided{.is_computed = measured.is_computed, .refused = found.refused};
+  for (const auto kind : found.of_layers) divided.layers.push_back(measured.profiles[kind]);
+  return divided;
+}
+
+}  // namespace lockstep::parallel

@@ -1,0 +1,49 @@
+// How long ranks take to send and to reduce.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <vector>
+
+#include "lockstep/collective/communicator.h"
+#include "parallel/split_profile.h"
+
+namespace lockstep::parallel {
+
+// The ranks that measure. Every call is collective over them.
+class MeasuredLinks {
+ public:
+  explicit MeasuredLinks(Communicator all) : all_(std::move(all)) {}
+
+  const Communicator& all() const { return all_; }
+
+  // Whether there are Groups of so many ranks, next to each other.
+  bool has(int ranks) const { return all_.size() % ranks == 0; }
+
+  // This rank's Group of `count` ranks, `stride` apart.
+  Communicator group(int count, int stride);
+
+  // Calls `act`. If it throws, the others' calls are aborted, in all Groups that `group` made too.
+  void abort_on_error(const std::function<void()>& act) const;
+
+  // average_gradients over a data axis of so many ranks, and a message between stages of meshes with such a tensor
+  // axis.
+  LinkTimes average(int ranks);
+  LinkTimes message(int tensor) const;
+
+  // One operation of a Group of all ranks, measured when it is first asked for.
+  const LinkTimes& collective(Call::Kind kind);
+
+ private:
+  // Seconds of `act` for rising sizes; `act` gets bytes. The median of some runs, the mean over ranks.
+  LinkTimes measure(int ranks, const std::function<void(double bytes)>& act) const;
+
+  const Communicator all_;
+  std::vector<Communicator> groups_;
+  std::map<Call::Kind, LinkTimes> collectives_;
+};
+
+// Not of none.
+double median_of(std::vector<double> values);
+
+}  // namespace lockstep::parallel

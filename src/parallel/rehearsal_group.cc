@@ -1,0 +1,52 @@
+#include "parallel/rehearsal_group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "lockstep/base/error.h"
+
+namespace lockstep::parallel {
+
+class Rehearsal::Backend final : public GroupBackend {
+ public:
+  explicit Backend(int ranks) : ranks_(ranks) {}
+
+  const char* name() const override { return "rehearsal"; }
+  int rank() const override { return 0; }
+  int size() const override { return ranks_; }
+  std::int64_t generation() const override { return 0; }
+
+  const char* run(const Call& call, Deadline /*deadline*/) override {
+    counted_.push_back({call.kind, static_cast<double>(std::max(call.input.bytes(), call.output.bytes()))});
+    const auto* const from = static_cast<const std::byte*>(call.input.data);
+    auto* const to = static_cast<std::byte*>(call.output.data);
+    // Where the output has parts of several ranks, each is the input; where the input has, the output is the first.
+    for (std::size_t at = 0; from != nullptr && at < call.output.bytes(); at += call.input.bytes()) {
+      if (call.input.bytes() == 0) break;
+      if (to + at != from) std::memmove(to + at, from, std::min(call.input.bytes(), call.output.bytes() - at));
+    }
+    return name();
+  }
+
+  const char* exchange(std::span<const Call> /*calls*/, Deadline /*deadline*/) override {
+    throw Error("rehearsal: messages between two ranks are not rehearsed");
+  }
+  std::shared_ptr<GroupBackend> make(cluster::Bootstrap& /*members*/, Deadline /*deadline*/) const override {
+    throw Error("rehearsal: its ranks cannot be split");
+  }
+  Memory allocate(std::size_t bytes) override { return collective::private_memory(bytes); }
+  void fail(const Failure& /*failure*/) override {}
+
+  std::vector<Counted> take() { return std::exchange(counted_, {}); }
+
+ private:
+  const int ranks_;
+  std::vector<Counted> counted_;
+};
+
+Rehearsal::Rehearsal(int ranks) : backend_(std::make_shared<Backend>(ranks)), ranks_(Group(backend_)) {}
+
+std::vector<Rehearsal::Counted> Rehearsal::take() { return backend_->take(); }
+
+}  // namespace lockstep::parallel

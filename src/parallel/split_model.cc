@@ -1,0 +1,124 @@
+#include <torch/nn/module.h>
+
+#include <optional>
+
+#include "base/text.h"
+#include "lockstep/gradient/tensor_collectives.h"
+#include "lockstep/parallel/cut_stages.h"
+#include "lockstep/parallel/fully_shard.h"
+#include "lockstep/parallel/gradients.h"
+#include "lockstep/parallel/split.h"
+#include "parallel/tensor_entries.h"
+
+namespace lockstep {
+namespace {
+
+void check_mesh(const Split& split, const DeviceMesh& mesh) {
+  for (const auto& axis : split.axes()) {
+    const auto size = mesh.contains(axis.name) ? mesh.size(axis.name) : 1;
+    if (size == axis.size) continue;
+    throw InvalidArgument(
+        text("SplitModel: the split has ", axis.name, " ", axis.size, " and the mesh ", axis.name, " ", size));
+  }
+}
+
+Communicator axis_of(const DeviceMesh& mesh, const char* name) {
+  return mesh.contains(name) ? mesh[name] : Communicator();
+}
+
+}  // namespace
+
+std::vector<DeviceMesh::Axis> Split::axes() const {
+  return {{"data", data}, {"pipeline", pipeline}, {"tensor", tensor}};
+}
+
+std::string Split::describe() const {
+  std::vector<std::string> words;
+  for (const auto& axis : axes()) {
+    if (axis.size > 1) words.push_back(text(axis.name, " ", axis.size));
+  }
+  if (words.empty()) words.emplace_back("one rank");
+  if (sharding == Sharding::gradients) words.emplace_back("ZeRO 2");
+  if (sharding == Sharding::parameters) words.emplace_back("ZeRO 3");
+  if (pipeline > 1) words.push_back(schedule_name);
+  if (pipeline > 1 || microbatches > 1)
+    words.push_back(text(microbatches, microbatches == 1 ? " microbatch" : " microbatches"));
+  return join(words);
+}
+
+struct SplitModel::State {
+  State(const std::vector<PipelineStage>& layers, const Split& with, const DeviceMesh& mesh, const ParallelPlan& plan)
+      : split(with), data(axis_of(mesh, "data")), stages(axis_of(mesh, "pipeline")), tensor(axis_of(mesh, "tensor")) {
+    check_mesh(split, mesh);
+    const auto counts =
+        split.layers_of_stages.empty() ? std::vector<int>{static_cast<int>(layers.size())} : split.layers_of_stages;
+    const auto used = std::make_shared<std::vector<bool>>(plan.size(), split.tensor == 1);
+    std::vector<PipelineStage> made;
+    for (const auto& stage : join_layers(layers, counts)) {
+      if (split.tensor == 1) {
+        made.push_back(stage);
+        continue;
+      }
+      made.push_back(stage.with([plan, used, ranks = tensor](torch::nn::Module& module) {
+        parallelize_module(module, ranks, parallel::entries_for(module, plan, *used));
+      }));
+    }
+    pipeline.emplace(std::move(made), stages,
+                     PipelineOptions{.schedule = split.schedule, .microbatches = split.microbatches});
+    parallel::check_all_used(plan, *used, "SplitModel");
+    if (split.sharding == Sharding::none) {
+      parameters = pipeline->parameters();
+      for (const auto& [number, stage] : pipeline->modules()) {
+        broadcast(data, stage->parameters());
+        broadcast(data, stage->buffers());
+      }
+    } else {
+      shard();
+    }
+  }
+
+  void shard() {
+    sharded.emplace(data, FullyShardOptions{.reshard_after_forward = split.sharding == Sharding::parameters});
+    for (const auto& [number, stage] : pipeline->modules()) {
+      for (const auto& layer : stage->named_children()) sharded->add(*layer.value(), layer.key());
+    }
+    parameters = sharded->parameters();
+  }
+
+  const Split split;
+  const Communicator data, stages, tensor;
+  std::optional<Pipeline> pipeline;
+  std::optional<FullyShardedParameters> sharded;
+  std::vector<Tensor> parameters;
+};
+
+SplitModel::SplitModel(const std::vector<PipelineStage>& layers, const Split& split, const DeviceMesh& mesh,
+                       const ParallelPlan& tensor)
+    : state_(std::make_unique<State>(layers, split, mesh, tensor)) {}
+SplitModel::~SplitModel() = default;
+
+double SplitModel::step(const Tensor& x, const Tensor& target, const SplitLoss& loss) {
+  const auto& data = state_->data;
+  for (const auto* const tensor : {&x, &target}) {
+    if (tensor->dim() > 0 && tensor->size(0) % data.size() == 0) continue;
+    throw InvalidArgument(text("SplitModel::step: a batch of shape ", tensor->sizes(), " cannot be divided among ",
+                               data.size(), " ranks of the data axis"));
+  }
+  const auto part = [&](const Tensor& of) { return of.chunk(data.size())[static_cast<std::size_t>(data.rank())]; };
+  double mean = state_->pipeline->step(part(x), part(target), [&](const Tensor& output, const Tensor& wanted) {
+    return loss(output, wanted, state_->tensor);
+  });
+  if (!state_->sharded) average_gradients(state_->parameters, data);
+  data.sum({&mean, 1});
+  return mean / data.size();
+}
+
+double SplitModel::clip_grad_norm(double max_norm) {
+  if (state_->sharded) return state_->sharded->clip_grad_norm(max_norm, state_->stages);
+  return lockstep::clip_grad_norm(state_->parameters, max_norm, state_->stages);
+}
+
+const std::vector<Tensor>& SplitModel::parameters() const { return state_->parameters; }
+Pipeline& SplitModel::pipeline() { return *state_->pipeline; }
+
+}  // namespace lockstep
