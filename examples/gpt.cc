@@ -5,12 +5,11 @@
 //   build/release/lockstep run -n 2 build/release/examples/gpt --plan docs/*.md
 // The loss is the same on every mesh. With --plan it measures which one is the fastest that fits; docs/parallelism.md
 // has more on that.
+#include <lockstep/lockstep.h>
 #include <lockstep/parallel.h>
-#include <torch/nn/modules/container/modulelist.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
-#include <torch/optim/adamw.h>
 #include <torch/utils.h>
 
 #include <CLI/CLI.hpp>
@@ -76,42 +75,22 @@ struct HeadImpl : torch::nn::Module {
   torch::nn::Linear logits;
 };
 
-// One of `stages` equal stretches of the layers.
-struct StageImpl : torch::nn::Module {
-  StageImpl(const Options& options, int stage, int stages) {
-    if (stage == 0) embed = register_module("embed", std::make_shared<EmbedImpl>(options));
-    blocks = register_module("blocks", torch::nn::ModuleList());
-    const auto first = stage * options.layers / stages, last = (stage + 1) * options.layers / stages;
-    for (auto i = first; i < last; ++i) blocks->push_back(std::make_shared<BlockImpl>(options));
-    if (stage == stages - 1) head = register_module("head", std::make_shared<HeadImpl>(options));
-  }
-  at::Tensor forward(at::Tensor x) {
-    if (embed) x = embed->forward(x);
-    for (const auto& block : *blocks) x = block->as<BlockImpl>()->forward(x);
-    return head ? head->forward(x) : x;
-  }
-
-  std::shared_ptr<EmbedImpl> embed;
-  torch::nn::ModuleList blocks = nullptr;
-  std::shared_ptr<HeadImpl> head;
-};
-TORCH_MODULE(Stage);
-
-// --- how it is split
-
-ls::ParallelPlan plan_of(const StageImpl& stage) {
-  ls::ParallelPlan plan{{"blocks.*.qkv", ls::ColwiseParallel()},
-                        {"blocks.*.out", ls::RowwiseParallel()},
-                        {"blocks.*.up", ls::ColwiseParallel()},
-                        {"blocks.*.down", ls::RowwiseParallel()}};
-  if (stage.embed) plan.emplace_back("embed.token", ls::RowwiseParallel());
-  if (stage.head) plan.emplace_back("head.logits", ls::ColwiseParallel());
-  return plan;
+std::vector<ls::PipelineStage> layers_of(const Options& options) {
+  std::vector<ls::PipelineStage> layers{[=] { return std::make_shared<EmbedImpl>(options); }};
+  for (std::int64_t i = 0; i < options.layers; ++i)
+    layers.emplace_back([=] { return std::make_shared<BlockImpl>(options); });
+  layers.emplace_back([=] { return std::make_shared<HeadImpl>(options); });
+  return layers;
 }
 
-at::Tensor loss_of(const at::Tensor& logits, const at::Tensor& next, const ls::Communicator& tensor) {
-  return ls::vocabulary_parallel_cross_entropy(logits, next, tensor).mean();
-}
+// --- how layers are divided over the axis "tensor"; they are called "0", "1", ...
+
+const ls::ParallelPlan kPlan{
+    {"*.token", ls::RowwiseParallel()}, {"*.qkv", ls::ColwiseParallel()},
+    {"*.out", ls::RowwiseParallel()},   {"*.up", ls::ColwiseParallel()},
+    {"*.down", ls::RowwiseParallel()},  {"*.logits", ls::ColwiseParallel{.output = ls::Replicate()}}};
+
+// --- the data
 
 // Bytes [count], one after the other.
 at::Tensor read(const Options& options) {
@@ -126,110 +105,86 @@ at::Tensor read(const Options& options) {
   return at::from_blob(all.data(), {static_cast<std::int64_t>(all.size())}, at::kByte).to(at::kLong);
 }
 
-// Some stretches of the text, the same on all ranks: [batch, sequence + 1].
-at::Tensor batch_of(const at::Tensor& text, int step, const Options& options) {
+// Some stretches of the text, the same on all ranks, and what follows each byte: [batch, sequence].
+ls::Example batch_of(const at::Tensor& text, int step, const Options& options) {
   auto generator = at::make_generator<at::CPUGeneratorImpl>(step);
   const auto begins = at::randint(text.size(0) - options.sequence, {options.batch, 1}, generator);
-  return text.take(begins + at::arange(options.sequence + 1));
+  const auto bytes = text.take(begins + at::arange(options.sequence + 1));
+  return {bytes.slice(1, 0, -1), bytes.slice(1, 1)};
 }
 
-// Says on rank 0 how the training goes.
-class Progress {
- public:
-  Progress(const Options& options, int rank) : options_(options), rank_(rank) {}
+ls::Dataset batches_of(const at::Tensor& text, const Options& options) {
+  return ls::Dataset::from_generator([=]() -> ls::Dataset::Generator {
+    return [=, step = 0]() mutable -> std::optional<ls::Example> { return batch_of(text, ++step, options); };
+  });
+}
 
-  void after(int step, double loss) const {
-    if (rank_ != 0 || (step % 10 != 0 && step != 1)) return;
+// --- the training
+
+// Says on the chief how it goes: the mean loss of the last ten steps.
+class Progress : public ls::Callback {
+ public:
+  explicit Progress(const Options& options) : options_(options) {}
+  bool only_on_chief() const override { return true; }
+
+  void on_train_batch_end(std::int64_t, const ls::Logs& logs) override {
+    if (++step_ % kSteps != 0 && step_ != 1) return;
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start_;
-    std::cout << "step " << step << ": loss " << loss << ", "
-              << static_cast<std::int64_t>(step * options_.batch * options_.sequence / seconds.count()) << " bytes/s\n"
+    std::cout << "step " << step_ << ": loss " << logs.at("loss") << ", "
+              << static_cast<std::int64_t>(static_cast<double>(step_ * options_.batch * options_.sequence) /
+                                           seconds.count())
+              << " bytes/s\n"
               << std::flush;
   }
 
+  static constexpr int kSteps = 10;
+
  private:
-  const Options& options_;
-  const int rank_;
-  const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  const Options options_;
+  std::int64_t step_ = 0;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
+void train(const Options& options, const at::Tensor& text, const ls::DeviceMesh& mesh,
+           const ls::ModelParallelOptions& with) {
+  ls::set_random_seed(1);
+  const ls::ModelParallelStrategy strategy(mesh, with);
+  const auto scope = strategy.scope();
+  ls::Model model(layers_of(options));
+  model.compile({.optimizer = ls::AdamW({.learning_rate = 1e-3, .weight_decay = 1e-2}),
+                 .loss = ls::SparseCategoricalCrossentropy({.from_logits = true})});
+  const auto steps = std::min(options.steps, Progress::kSteps);
+  if (steps == 0) return;
+  model.fit(
+      batches_of(text, options),
+      {.epochs = options.steps / steps, .verbose = 0, .callbacks = {Progress(options)}, .steps_per_epoch = steps});
+}
+
 // On the mesh that the options say.
-void train(const Options& options) {
+void train_on_mesh(const Options& options) {
   const ls::DeviceMesh mesh(
       {{"data", -1}, {"shard", options.shard}, {"pipeline", options.pipeline}, {"tensor", options.tensor}});
   if (options.width % (options.head * options.tensor) != 0)
     throw ls::InvalidArgument("--width must be a multiple of --head times --tensor: each rank has whole heads");
-  const auto text = read(options);
-
-  std::vector<ls::PipelineStage> stages;
-  for (int i = 0; i < options.pipeline; ++i) {
-    stages.emplace_back([&, i] {
-      Stage stage(options, i, options.pipeline);
-      ls::parallelize_module(stage, mesh["tensor"], plan_of(*stage));
-      return stage;
-    });
-  }
-  torch::manual_seed(1);
-  ls::Pipeline pipeline(stages, mesh["pipeline"], {.microbatches = options.microbatches});
-  ls::FullyShardedParameters sharded(mesh["shard"]);
-  auto& stage = *pipeline.modules().front().second;
-  for (const auto& block : stage.as<StageImpl>()->blocks->named_children()) {
-    sharded.add(*block.value(), "blocks." + block.key());
-  }
-  sharded.add(stage, "", /*keep=*/true);
-  torch::optim::AdamW adamw(sharded.parameters(), torch::optim::AdamWOptions(1e-3));
-
-  const auto copies = mesh.size("data") * mesh.size("shard");
-  const auto copy = static_cast<std::size_t>(mesh.coordinate("data") * mesh.size("shard") + mesh.coordinate("shard"));
-  const Progress progress(options, mesh.ranks().rank());
-  for (int step = 1; step <= options.steps; ++step) {
-    const auto bytes = batch_of(text, step, options).chunk(copies)[copy];
-    adamw.zero_grad();
-    double loss = pipeline.step(
-        bytes.slice(1, 0, -1), bytes.slice(1, 1),
-        [&](const at::Tensor& logits, const at::Tensor& next) { return loss_of(logits, next, mesh["tensor"]); });
-    ls::average_gradients(sharded.parameters(), mesh["data"]);
-    adamw.step();
-
-    mesh["shard"].sum({&loss, 1});
-    mesh["data"].sum({&loss, 1});
-    progress.after(step, loss / copies);
-  }
+  train(options, read(options), mesh,
+        {.plan = kPlan, .fully_shard = {.units = {"*"}}, .microbatches = options.microbatches});
 }
 
 // On the mesh that is the fastest of those that fit.
 void train_by_plan(const Options& options) {
   const ls::DeviceMesh job({{"ranks", -1}});
   const auto text = read(options);
-  std::vector<ls::PipelineStage> layers{[=] { return std::make_shared<EmbedImpl>(options); }};
-  for (std::int64_t i = 0; i < options.layers; ++i)
-    layers.emplace_back([=] { return std::make_shared<BlockImpl>(options); });
-  layers.emplace_back([=] { return std::make_shared<HeadImpl>(options); });
-  const ls::PlanOptions with{.ranks = options.plan_ranks,
-                             .memory_bytes = options.memory_mib * (1 << 20),
-                             .tensor = {{"*.token", ls::RowwiseParallel()},
-                                        {"*.qkv", ls::ColwiseParallel()},
-                                        {"*.out", ls::RowwiseParallel()},
-                                        {"*.up", ls::ColwiseParallel()},
-                                        {"*.down", ls::RowwiseParallel()},
-                                        {"*.logits", ls::ColwiseParallel()}}};
   const auto sample = batch_of(text, 0, options);
-  const auto plan = ls::plan_parallel(layers, sample.slice(1, 0, -1), sample.slice(1, 1), loss_of, job.ranks(), with);
+  const auto loss = [](const at::Tensor& logits, const at::Tensor& next, const ls::Communicator&) {
+    return at::cross_entropy_loss(logits.flatten(0, 1), next.flatten());
+  };
+  const auto plan =
+      ls::plan_parallel(layers_of(options), sample.x, sample.y, loss, job.ranks(),
+                        {.ranks = options.plan_ranks, .memory_bytes = options.memory_mib * (1 << 20), .tensor = kPlan});
   if (job.ranks().rank() == 0) std::cout << plan.table() << std::flush;
   if (options.plan_ranks > job.ranks().size()) return;  // a plan for a larger job
-
   const auto& split = plan.best().split;
-  const ls::DeviceMesh mesh(split.axes(), job.ranks());
-  torch::manual_seed(1);
-  ls::SplitModel model(layers, split, mesh, with.tensor);
-  torch::optim::AdamW adamw(model.parameters(), torch::optim::AdamWOptions(1e-3));
-  const Progress progress(options, mesh.ranks().rank());
-  for (int step = 1; step <= options.steps; ++step) {
-    const auto bytes = batch_of(text, step, options);
-    adamw.zero_grad();
-    const double loss = model.step(bytes.slice(1, 0, -1), bytes.slice(1, 1), loss_of);
-    adamw.step();
-    progress.after(step, loss);
-  }
+  train(options, text, ls::DeviceMesh(split.axes(), job.ranks()), ls::options_of(split, kPlan));
 }
 
 }  // namespace
@@ -253,7 +208,7 @@ int main(int argc, char** argv) {
   app.add_option("files", options.files)->required();
   CLI11_PARSE(app, argc, argv);
   try {
-    options.plan ? train_by_plan(options) : train(options);
+    options.plan ? train_by_plan(options) : train_on_mesh(options);
   } catch (const std::bad_alloc&) {
     std::cerr << "not enough memory: split the model over more ranks (--shard, --pipeline, --tensor)\n";
     return 1;

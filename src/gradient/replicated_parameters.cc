@@ -11,6 +11,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "gradient/found_parameters.h"
 #include "gradient/tensor_hash.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -18,36 +19,6 @@
 
 namespace lockstep {
 namespace {
-
-// Parameters by identity, in order of their first names.
-struct FoundParameters {
-  std::vector<at::Tensor> tensors;
-  std::vector<std::vector<std::string>> names;
-  std::vector<gradient::TrainedTensor> trained;  // under their first names
-};
-
-FoundParameters find_parameters(const std::vector<gradient::TrainedTensor>& trained) {
-  FoundParameters found;
-  std::map<at::TensorImpl*, std::size_t> seen;
-  for (const auto& one : trained) {
-    const auto [at, fresh] = seen.emplace(one.tensor.unsafeGetTensorImpl(), found.tensors.size());
-    if (fresh) {
-      found.tensors.push_back(one.tensor);
-      found.names.emplace_back();
-      found.trained.push_back(one);
-    }
-    found.names[at->second].push_back(one.name);
-  }
-  return found;
-}
-
-FoundParameters find_parameters(const torch::nn::Module& module) {
-  std::vector<gradient::TrainedTensor> trained;
-  for (const auto& item : module.named_parameters(/*recurse=*/true)) {
-    if (item.value().defined()) trained.push_back({item.key(), item.value()});
-  }
-  return find_parameters(trained);
-}
 
 bool is_flat_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
 
@@ -112,7 +83,8 @@ std::string ReplicatedParameters::describe() const {
 void ReplicatedParameters::find_slots() {
   for (const auto& module : modules_) {
     if (module == nullptr) throw InvalidArgument("the model's factory returned no module");
-    parameters_.push_back((split_ ? find_parameters(split_->trained) : find_parameters(*module)).tensors);
+    parameters_.push_back(
+        (split_ ? gradient::find_parameters(split_->trained) : gradient::find_parameters(*module)).tensors);
     auto& buffers = buffers_.emplace_back();
     for (const auto& item : module->named_buffers()) {
       if (item.value().defined()) buffers.push_back(item.value());
@@ -122,7 +94,7 @@ void ReplicatedParameters::find_slots() {
     if (item.value().defined()) buffer_names_.push_back(item.key());
   }
 
-  const auto found = split_ ? find_parameters(split_->trained) : find_parameters(*modules_[0]);
+  const auto found = split_ ? gradient::find_parameters(split_->trained) : gradient::find_parameters(*modules_[0]);
   for (std::size_t i = 0; i < found.tensors.size(); ++i) {
     const auto& tensor = found.tensors[i];
     gradient::ParameterSlot slot{.name = found.names[i][0],
@@ -152,7 +124,7 @@ void ReplicatedParameters::check_same_as_first(int replica) {
   if (&module == modules_[0].get()) {
     throw InvalidArgument("the model's factory returned one module twice; each replica needs a module of its own");
   }
-  const auto found = find_parameters(module);
+  const auto found = gradient::find_parameters(module);
   const auto differ = [&](const std::string& name, const std::string& how) {
     throw InvalidArgument(
         text("the model's factory made replicas that differ: parameter \"", name, "\" of replica ", replica, " ", how));

@@ -130,7 +130,7 @@ void train_sharded(const ShardSizes& sizes, const Group& group, const Parameters
   for (auto& [name, parameter] : whole) {
     const auto division = division_of(parameter);
     const auto& value = values.contains(name) ? values.at(name) : values.at("0.token.weight");
-    parameter = division != nullptr ? division->gather(value) : value;
+    parameter = division != nullptr ? division->whole(value) : value;
   }
   EXPECT_LT(largest_difference(whole, expected), kTolerance);
 }

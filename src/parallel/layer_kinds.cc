@@ -31,8 +31,7 @@ std::string identity(const torch::nn::Module& module, const Tensor& x, const Par
 
 class KindFinder {
  public:
-  KindFinder(const MeasureInput& input, int tensor)
-      : input_(input), tensor_(tensor), used_(input.options.tensor.size(), tensor == 1) {}
+  KindFinder(const MeasureInput& input, int tensor) : input_(input), tensor_(tensor) {}
 
   LayerKinds find() && {
     try {
@@ -41,7 +40,7 @@ class KindFinder {
       if (tensor_ == 1) throw;
       return {.refused = first_line(error)};
     }
-    check_all_used(input_.options.tensor, used_, "plan_parallel");
+    if (tensor_ > 1) check_all_used(input_.options.tensor, used_, "plan_parallel");
     return std::move(found_);
   }
 
@@ -81,7 +80,7 @@ class KindFinder {
   const MeasureInput& input_;
   const int tensor_;
   const Rehearsal rehearsal_{tensor_};
-  std::vector<bool> used_;  // entries of the tensor plan
+  std::set<std::string> used_;  // patterns of the tensor plan
   LayerKinds found_;
   std::map<std::string, std::size_t> numbers_;
   std::vector<Tensor> outputs_;  // [kind]

@@ -8,6 +8,7 @@
 #include "parallel/layout_map.h"
 #include "parallel/name_pattern.h"
 #include "parallel/split_shards.h"
+#include "parallel/tensor_entries.h"
 #include "parallel/tied_parameters.h"
 
 namespace lockstep::parallel {
@@ -38,14 +39,12 @@ std::vector<std::string> names_in(const torch::nn::Module& module) {
   return names;
 }
 
-bool matches_any(const std::string& pattern, const std::vector<std::string>& names) {
-  return std::any_of(names.begin(), names.end(), [&](const auto& name) { return matches(pattern, name); });
-}
+const std::string& pattern_of(const std::pair<std::string, std::vector<std::string>>& entry) { return entry.first; }
+const std::string& pattern_of(const std::string& unit) { return unit; }
 
-// Those whose patterns match a name.
-template <class Entries, class PatternOf>
-Entries fitting(const Entries& all, const std::vector<std::string>& names, std::set<std::string>& used,
-                const PatternOf& pattern_of) {
+// The entries of a LayoutMap, or units, whose patterns match a name.
+template <class Entries>
+Entries fitting(const Entries& all, const std::vector<std::string>& names, std::set<std::string>& used) {
   Entries some;
   for (const auto& entry : all) {
     if (!matches_any(pattern_of(entry), names)) continue;
@@ -54,9 +53,6 @@ Entries fitting(const Entries& all, const std::vector<std::string>& names, std::
   }
   return some;
 }
-
-const auto first_of_pair = [](const auto& entry) -> const std::string& { return entry.first; };
-const auto itself = [](const auto& entry) -> const std::string& { return entry; };
 
 }  // namespace
 
@@ -87,11 +83,10 @@ gradient::SplitModule MeshParallelism::split(torch::nn::Module& module) const {
 }
 
 void MeshParallelism::divide(torch::nn::Module& module, std::set<std::string>& used) const {
-  const auto names = names_in(module);
-  auto plan = fitting(options_.plan, names, used, first_of_pair);
+  auto plan = entries_for(module, options_.plan, used);
   if (!options_.layout_map.empty())
-    plan = plan_of(fitting(options_.layout_map, names, used, first_of_pair), module, options_.tensor_axis);
-  if (!plan.empty()) parallelize_module(module, tensor_, plan);
+    plan = plan_of(fitting(options_.layout_map, module.named_parameters().keys(), used), module, options_.tensor_axis);
+  if (!plan.empty() && tensor_.size() > 1) parallelize_module(module, tensor_, plan);
 }
 
 gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set<std::string>& used) const {
@@ -99,7 +94,7 @@ gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set
     auto options = options_.fully_shard;
     options.replicas = batch_;
     const auto units = std::make_shared<ShardedUnits>(shard_, options);
-    add_units(module, fitting(options.units, names_in(module), used, itself),
+    add_units(module, fitting(options.units, module.named_modules("", /*include_self=*/false).keys(), used),
               [&](torch::nn::Module& unit, const std::string& name, bool keep) { units->add(unit, name, keep); });
     return split_shards(units, data_);
   }

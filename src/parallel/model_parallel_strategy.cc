@@ -78,6 +78,20 @@ StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions&
 
 }  // namespace
 
+ModelParallelOptions options_of(const Split& split, const ParallelPlan& tensor) {
+  ModelParallelOptions options{.plan = tensor,
+                               .schedule = split.schedule,
+                               .microbatches = split.microbatches,
+                               .layers_of_stages = split.layers_of_stages};
+  if (!split.layers_of_stages.empty())
+    options.stages_per_rank = static_cast<int>(split.layers_of_stages.size()) / split.pipeline;
+  if (split.sharding == Sharding::none) return options;
+  options.shard_axis = "data";
+  options.batch_axis = "replica";  // which such a mesh does not have
+  options.fully_shard = {.units = {"*"}, .reshard_after_forward = split.sharding == Sharding::parameters};
+  return options;
+}
+
 ModelParallelStrategy::ModelParallelStrategy(DeviceMesh mesh, ModelParallelOptions options)
     : Strategy(std::make_shared<StrategyImpl>(settings_of(mesh, options))), mesh_(std::move(mesh)) {}
 

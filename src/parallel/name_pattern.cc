@@ -36,6 +36,10 @@ bool matches(std::string_view pattern, std::string_view name) {
   }
 }
 
+bool matches_any(std::string_view pattern, const std::vector<std::string>& names) {
+  return std::any_of(names.begin(), names.end(), [&](const auto& name) { return matches(pattern, name); });
+}
+
 std::string suggestion(const std::string& pattern, const std::vector<std::string>& names) {
   std::vector<std::string> candidates;
   for (const auto& name : names) {

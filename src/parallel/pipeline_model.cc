@@ -8,7 +8,6 @@
 #include "base/text.h"
 #include "lockstep/parallel/cut_stages.h"
 #include "ops/replica_random.h"
-#include "parallel/layers_module.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -16,7 +15,7 @@ namespace {
 constexpr std::int64_t kMeasuredExamples = 4;
 
 // Registers a stage's layers under their names in the model.
-void add_layers(const LayersModule& stage, bool numbered, torch::nn::Module& to) {
+void add_layers(const torch::nn::Module& stage, bool numbered, torch::nn::Module& to) {
   for (const auto& layer : stage.named_children()) {
     if (numbered) to.register_module(layer.key(), layer.value());
     for (const auto& part : layer.value()->named_children()) {
@@ -79,18 +78,14 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
   if (!numbered && !options.tied.empty())
     throw InvalidArgument("ModelParallelStrategy: tied parameters are for a Model of a list of layers");
   std::vector<PipelineStage> stages;
-  std::size_t first = 0;
-  for (const int count : layers_of_stages) {
-    stages.emplace_back([making, &parallelism, numbered, first, count] {
-      auto stage = std::make_shared<LayersModule>(making->layers.layers, first, static_cast<std::size_t>(count));
+  for (const auto& stage : join_layers(making->layers.layers, layers_of_stages)) {
+    stages.push_back(stage.with([making, &parallelism](torch::nn::Module& module) {
       torch::nn::Module named;
-      add_layers(*stage, numbered, named);
+      add_layers(module, making->layers.numbered, named);
       for (const auto& each : named.named_modules("", /*include_self=*/false)) making->names.insert(each.key());
       for (const auto& each : named.named_parameters()) making->names.insert(each.key());
       parallelism.divide(named, making->used);
-      return stage;
-    });
-    first += static_cast<std::size_t>(count);
+    }));
   }
   PipelineOptions pipeline{
       .schedule = options.schedule, .microbatches = options.microbatches, .recompute = options.recompute};
@@ -99,8 +94,7 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
     for (const auto& name : copies) places.push_back(place_of(name, layers_of_stages));
   }
   pipeline_.emplace(stages, parallelism.pipeline_workers(), pipeline);
-  for (const auto& [stage, layers] : pipeline_->modules())
-    add_layers(dynamic_cast<const LayersModule&>(*layers), numbered, *module_);
+  for (const auto& [stage, layers] : pipeline_->modules()) add_layers(*layers, numbered, *module_);
   split_ = parallelism.shard(*module_, making->used);
   for (const auto& pattern : options.fully_shard.units) {
     if (parallelism.pipeline_workers().any(making->used.contains(pattern))) making->used.insert(pattern);

@@ -1,6 +1,8 @@
 #include <torch/nn/module.h>
 
 #include <optional>
+#include <set>
+#include <string>
 
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -52,7 +54,7 @@ struct SplitModel::State {
     check_mesh(split, mesh);
     const auto counts =
         split.layers_of_stages.empty() ? std::vector<int>{static_cast<int>(layers.size())} : split.layers_of_stages;
-    const auto used = std::make_shared<std::vector<bool>>(plan.size(), split.tensor == 1);
+    const auto used = std::make_shared<std::set<std::string>>();
     std::vector<PipelineStage> made;
     for (const auto& stage : join_layers(layers, counts)) {
       if (split.tensor == 1) {
@@ -65,7 +67,7 @@ struct SplitModel::State {
     }
     pipeline.emplace(std::move(made), stages,
                      PipelineOptions{.schedule = split.schedule, .microbatches = split.microbatches});
-    parallel::check_all_used(plan, *used, "SplitModel");
+    if (split.tensor > 1) parallel::check_all_used(plan, *used, "SplitModel");
     if (split.sharding == Sharding::none) {
       parameters = pipeline->parameters();
       for (const auto& [number, stage] : pipeline->modules()) {

@@ -10,25 +10,24 @@
 
 namespace lockstep::parallel {
 
-ParallelPlan entries_for(const torch::nn::Module& module, const ParallelPlan& plan, std::vector<bool>& used) {
+ParallelPlan entries_for(const torch::nn::Module& module, const ParallelPlan& plan, std::set<std::string>& used) {
   const auto modules = module.named_modules("", /*include_self=*/false).keys();
   const auto parameters = module.named_parameters().keys();
   ParallelPlan entries;
-  for (std::size_t i = 0; i < plan.size(); ++i) {
-    const auto& names = std::holds_alternative<Shard>(plan[i].second) ? parameters : modules;
-    if (std::none_of(names.begin(), names.end(), [&](const auto& name) { return matches(plan[i].first, name); }))
-      continue;
-    entries.push_back(plan[i]);
-    used[i] = true;
+  for (const auto& entry : plan) {
+    const auto& names = std::holds_alternative<Shard>(entry.second) ? parameters : modules;
+    if (!matches_any(entry.first, names)) continue;
+    entries.push_back(entry);
+    used.insert(entry.first);
   }
   return entries;
 }
 
-void check_all_used(const ParallelPlan& plan, const std::vector<bool>& used, const char* caller) {
-  for (std::size_t i = 0; i < plan.size(); ++i) {
-    if (used[i]) continue;
-    throw InvalidArgument(text(caller, ": \"", plan[i].first,
-                               "\" matches nothing in any layer; layer i's modules are called \"i.name\""));
+void check_all_used(const ParallelPlan& plan, const std::set<std::string>& used, const char* caller) {
+  for (const auto& entry : plan) {
+    if (used.contains(entry.first)) continue;
+    throw InvalidArgument(
+        text(caller, ": \"", entry.first, "\" matches nothing in any layer; layer i's modules are called \"i.name\""));
   }
 }
 

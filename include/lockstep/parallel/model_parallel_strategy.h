@@ -19,6 +19,7 @@
 #include "lockstep/parallel/device_mesh.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/pipeline.h"
+#include "lockstep/parallel/split.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "lockstep/strategy/strategy.h"
 
@@ -91,5 +92,8 @@ class ModelParallelStrategy : public Strategy {
  private:
   DeviceMesh mesh_;
 };
+
+// For a mesh with the axes of a split, such as plan_parallel's best one, and its PlanOptions::tensor.
+ModelParallelOptions options_of(const Split& split, const ParallelPlan& tensor = {});
 
 }  // namespace lockstep
