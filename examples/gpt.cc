@@ -130,7 +130,7 @@ class Progress : public ls::Callback {
   void on_train_batch_end(std::int64_t, const ls::Logs& logs) override {
     if (++step_ % kSteps != 0 && step_ != 1) return;
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start_;
-    std::cout << "step " << step_ << ": loss " << logs.at("loss") << ", "
+    std::cout << "step " << step_ << ": loss " << logs["loss"] << ", "
               << static_cast<std::int64_t>(static_cast<double>(step_ * options_.batch * options_.sequence) /
                                            seconds.count())
               << " bytes/s\n"
