@@ -21,17 +21,17 @@ struct Place {
 
 void PrintTo(const Place& place, std::ostream* out) { *out << place.name; }
 
-void on(const Place& place, const std::function<void(Model&)>& body) {
+void on(const Place& place, const std::function<void(Model&)>& body, bool of_layers = false) {
   if (place.axes.empty()) {
     const OneDeviceStrategy strategy("cpu:0", 1);
     const auto scope = strategy.scope();
-    auto model = make_transformer_model(kAdam);
+    auto model = make_transformer_model(kAdam, of_layers);
     return body(model);
   }
   auto options = place.options;
   options.plan = transformer_plan();
   on_mesh(place.axes, options, [&](const ModelParallelStrategy&) {
-    auto model = make_transformer_model(kAdam);
+    auto model = make_transformer_model(kAdam, of_layers);
     body(model);
   });
 }
@@ -40,17 +40,18 @@ void train(Model& model, const Dataset& data, int epochs, std::vector<AnyCallbac
   model.fit(data, {.epochs = epochs, .verbose = 0, .callbacks = std::move(callbacks), .handle_signals = false});
 }
 
-// What rank 0 has in the end.
+// What all ranks have in the end.
 class Results {
  public:
   void add(const Model& model) {
     const auto weights = whole_weights(model);  // collective
-    if (!model.strategy().is_chief()) return;
-    for (const auto& [name, value] : weights) weights_[name] = value.detach().clone();
+    const std::lock_guard lock(mutex_);
+    weights_.insert(weights.begin(), weights.end());
   }
   const parallel::Parameters& weights() const { return weights_; }
 
  private:
+  std::mutex mutex_;
   parallel::Parameters weights_;
 };
 
@@ -64,29 +65,51 @@ const FullyShardOptions kUnits{.units = {"1", "2"}};
 const Place kShards{"shard2", {{"shard", 2}}, {.fully_shard = kUnits}},
     kAllShards{"data2shard2tensor2", {{"data", 2}, {"shard", 2}, {"tensor", 2}}, {.fully_shard = kUnits}};
 
+const Place kStages{"pipeline2", {{"pipeline", 2}}, {.layers_of_stages = {1, 3}}},
+    kAllStages{"data2pipeline2tensor2", {{"data", 2}, {"pipeline", 2}, {"tensor", 2}}, {.layers_of_stages = {2, 2}}},
+    kShardedStages{"shard2pipeline2",
+                   {{"shard", 2}, {"pipeline", 2}},
+                   {.fully_shard = {.units = {"1", "2"}}, .layers_of_stages = {3, 1}}};
+
 class OtherMesh : public testing::TestWithParam<std::tuple<Place, Place>> {};
+
+// Whether the model must be one of layers, whose head is not tied.
+bool has_stages(const Place& place) {
+  return std::any_of(place.axes.begin(), place.axes.end(), [](const auto& axis) { return axis.name == "pipeline"; });
+}
 
 // Half of a training here and the other half there, against all of it on one device.
 TEST_P(OtherMesh, GoesOn) {
   const auto& [here, there] = GetParam();
   const auto data = make_sequences();
   const auto path = file_of(here.name + "_" + there.name);
+  const bool of_layers = has_stages(here) || has_stages(there);
   Results expected, result;
-  on(kOne, [&](Model& model) {
-    train(model, data, 4);
-    expected.add(model);
-  });
-  on(here, [&](Model& model) {
-    train(model, data, 2);
-    model.save_checkpoint(path);
-  });
-  on(there, [&](Model& model) {
-    model.build({kTransformer.sequence}, at::kLong);
-    model.load_checkpoint(path);
-    EXPECT_EQ(model.iterations(), 8);
-    train(model, data, 2);
-    result.add(model);
-  });
+  on(
+      kOne,
+      [&](Model& model) {
+        train(model, data, 4);
+        expected.add(model);
+      },
+      of_layers);
+  on(
+      here,
+      [&](Model& model) {
+        train(model, data, 2);
+        model.save_checkpoint(path);
+      },
+      of_layers);
+  on(
+      there,
+      [&](Model& model) {
+        model.build({kTransformer.sequence}, at::kLong);
+        model.load_checkpoint(path);
+        EXPECT_EQ(model.iterations(), 8);
+        train(model, data, 2);
+        result.add(model);
+      },
+      of_layers);
+  ASSERT_FALSE(result.weights().empty());
   EXPECT_LT(parallel::largest_difference(result.weights(), expected.weights()), kTolerance);
 }
 
@@ -94,7 +117,9 @@ INSTANTIATE_TEST_SUITE_P(Pairs, OtherMesh,
                          testing::Values(std::tuple(kOne, kBoth), std::tuple(kBoth, kOne), std::tuple(kTensor4, kData2),
                                          std::tuple(kData2, kTensor2), std::tuple(kSharded, kTensor2),
                                          std::tuple(kTensor2, kSharded), std::tuple(kShards, kTensor2),
-                                         std::tuple(kAllShards, kOne), std::tuple(kBoth, kAllShards)));
+                                         std::tuple(kAllShards, kOne), std::tuple(kBoth, kAllShards),
+                                         std::tuple(kStages, kOne), std::tuple(kAllStages, kShards),
+                                         std::tuple(kShardedStages, kAllStages), std::tuple(kTensor2, kShardedStages)));
 
 class SameMesh : public testing::TestWithParam<Place> {};
 
@@ -103,15 +128,16 @@ TEST_P(SameMesh, GoesOnWithTheSameBits) {
   const auto data = make_sequences();
   const auto path = file_of(GetParam().name);
   Results whole, resumed;
-  on(GetParam(), [&](Model& model) {
+  const auto here = [](const auto& body) { on(GetParam(), body, has_stages(GetParam())); };
+  here([&](Model& model) {
     train(model, data, 4);
     whole.add(model);
   });
-  on(GetParam(), [&](Model& model) {
+  here([&](Model& model) {
     train(model, data, 2);
     model.save_checkpoint(path);
   });
-  on(GetParam(), [&](Model& model) {
+  here([&](Model& model) {
     model.build({kTransformer.sequence}, at::kLong);
     model.load_checkpoint(path);
     train(model, data, 2);
@@ -124,11 +150,14 @@ TEST_P(SameMesh, FilesAreThoseOfOneDevice) {
   const auto data = make_sequences();
   const auto save = [&](const Place& place) {
     const auto path = file_of("file_" + place.name);
-    on(place, [&](Model& model) {
-      train(model, data, 1);
-      model.save_checkpoint(path);
-      model.save_weights(path + "_weights");
-    });
+    on(
+        place,
+        [&](Model& model) {
+          train(model, data, 1);
+          model.save_checkpoint(path);
+          model.save_weights(path + "_weights");
+        },
+        has_stages(GetParam()));
     return std::pair(read_archive(path), read_archive(path + "_weights"));
   };
   const auto [ours, our_weights] = save(GetParam());
@@ -143,7 +172,9 @@ TEST_P(SameMesh, FilesAreThoseOfOneDevice) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Meshes, SameMesh, testing::Values(kTensor2, kBoth, kSharded, kShards, kAllShards),
+INSTANTIATE_TEST_SUITE_P(Meshes, SameMesh,
+                         testing::Values(kTensor2, kBoth, kSharded, kShards, kAllShards, kStages, kAllStages,
+                                         kShardedStages),
                          [](const auto& each) { return each.param.name; });
 
 // The callbacks that save, in the background and not, and one that restores.
@@ -151,13 +182,14 @@ TEST(MeshCallbacks, SaveAndRestore) {
   const auto data = make_sequences();
   const auto folder = file_of("backup"), path = file_of("callback");
   std::filesystem::remove_all(folder);
-  Results expected, result;
+  Results expected;
   on(kOne, [&](Model& model) {
     train(model, data, 4);
     expected.add(model);
   });
   for (const bool in_background : {false, true}) {
     std::filesystem::remove_all(folder);
+    Results result;
     const auto callbacks = [&]() -> std::vector<AnyCallback> {
       return {BackupAndRestore(folder, {.background = in_background}),
               ModelCheckpoint(path, {.background = in_background})};

@@ -98,7 +98,8 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
                            const gradient::GradientPathOptions& options)
     : parameters_(std::move(parameters)),
       ranks_(ranks_of(*parameters_, optimizer, options.shard_state)),
-      compare_copies_every_(ranks_.size() > 1 || options.elastic ? options.compare_copies_every : 0),
+      compare_copies_every_(
+          ranks_.size() > 1 || options.elastic || parameters_->is_split() ? options.compare_copies_every : 0),
       replaces_differing_copies_(options.replace_differing_copies),
       servers_(options.servers),
       sync_(make_sync(*parameters_, optimizer, ranks_, options)),
@@ -192,6 +193,7 @@ bool GradientPath::compares() const {
 // Compares values with those of the other processes. Optimizer state may exist in this process alone, so it is compared
 // with its hash after the last step, which finds changes between these two steps.
 void GradientPath::compare() {
+  if (parameters_->is_split()) parameters_->compare_whole_copies();
   if (replaces_differing_copies_) replace_differing_copies();
   parameters_->compare_copies(ranks_);
   ranks_.check_all_agree("optimizer states", state_of(updater_));

@@ -1,6 +1,11 @@
 #include "gradient/parameter_parts.h"
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <map>
 #include <set>
 #include <sstream>
 #include <string>
@@ -8,6 +13,7 @@
 
 #include "base/text.h"
 #include "gradient/replicated_parameters.h"
+#include "lockstep/base/error.h"
 #include "ops/parameter_hook.h"
 
 namespace lockstep::gradient {
@@ -88,6 +94,42 @@ at::Tensor ReplicatedParameters::whole(std::size_t slot, const at::Tensor& part)
 at::Tensor ReplicatedParameters::part_of(std::size_t slot, const at::Tensor& whole) const {
   const auto& parts = slots_[slot].parts;
   return parts == nullptr ? whole : parts->part_of(whole);
+}
+
+// Two numbers of each: its norm, and its sum.
+void ReplicatedParameters::compare_whole_copies() const {
+  const at::NoGradGuard no_gradient;
+  constexpr double kTolerance = 1e-3;  // of the norm
+  std::ostringstream lines;
+  lines << std::hexfloat;
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    const auto& value = parameter(0, i);
+    if (slots_[i].parts != nullptr || slots_[i].numel == 0 || !slots_[i].flat) continue;
+    lines << slots_[i].name << '\t' << value.norm(2, at::kDouble).item<double>() << '\t'
+          << value.sum(at::kDouble).item<double>() << '\n';
+  }
+  struct Seen {
+    int rank;
+    double norm, sum;
+  };
+  std::map<std::string, Seen> first;
+  int rank = 0;
+  for (const auto& theirs : all_workers_.all_gather(lines.str())) {
+    std::istringstream each(theirs);
+    for (std::string name, norm, sum; std::getline(each, name, '\t');) {
+      std::getline(each, norm, '\t');
+      std::getline(each, sum);
+      const Seen seen{rank, std::strtod(norm.c_str(), nullptr), std::strtod(sum.c_str(), nullptr)};
+      const auto& other = first.try_emplace(name, seen).first->second;
+      const double difference = std::max(std::abs(seen.norm - other.norm), std::abs(seen.sum - other.sum));
+      if (difference <= kTolerance * std::max(seen.norm, other.norm)) continue;
+      throw InvalidArgument(
+          text("the copies of \"", name, "\" on rank ", other.rank, " and rank ", rank,
+               " differ: each trains it on a part of the activations. Is a style missing in the plan, ",
+               "such as SequenceParallel for a norm between layers with divided sequences?"));
+    }
+    ++rank;
+  }
 }
 
 }  // namespace lockstep

@@ -136,6 +136,10 @@ class ReplicatedParameters {
   void compare_copies(const Communicator& workers) const { workers.check_all_agree("copies", hashes()); }
   std::string hashes() const;  // of all copies: a line a tensor
 
+  // Of a model that is split: throws InvalidArgument on all workers, naming a parameter, where those that have it whole
+  // have different values, but for rounding: each computes its gradient for itself. Collective over all workers.
+  void compare_whole_copies() const;
+
   // Updates which parameters require gradients, for a new optimizer. Throws InvalidArgument when replicas differ.
   void update_trainable();
 

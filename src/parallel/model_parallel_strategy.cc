@@ -57,8 +57,21 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
     fail("compare_copies_every is ", options.compare_copies_every, "; it must be 0 (never) or more steps");
 }
 
+// What one rank finds wrong all say.
+void check_on_all(const DeviceMesh& mesh, const ModelParallelOptions& options) {
+  std::string wrong;
+  try {
+    check(mesh, options);
+  } catch (const InvalidArgument& error) {
+    wrong = error.what();
+  }
+  for (const auto& theirs : mesh.ranks().all_gather(wrong)) {
+    if (!theirs.empty()) throw InvalidArgument(theirs);
+  }
+}
+
 StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions& options) {
-  mesh.ranks().abort_on_error([&] { check(mesh, options); });
+  check_on_all(mesh, options);
   cluster::CpuPartition partition;
   if (const auto& job = mesh.job())
     partition = {job->world().local_rank, job->world().local_size, job->has_own_cores()};

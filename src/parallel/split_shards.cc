@@ -62,6 +62,7 @@ gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, c
       room -= gradient::whole_lines(shard.numel(), shard.scalar_type());
     }
   });
+  units->sum_gradients(1);  // until before_backward says otherwise
   split.summed_over = data_workers;
   split.before_forward = [units] { units->release(); };
   split.before_backward = [units](double factor) { units->sum_gradients(factor); };

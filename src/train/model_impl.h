@@ -46,7 +46,8 @@ namespace lockstep {
 
 class ModelImpl {
  public:
-  static constexpr const char* kOptimizer = "optimizer";  // the prefix of its state in a full checkpoint
+  // Prefixes in a full checkpoint: of its state, the callbacks', and replicas' buffers.
+  static constexpr const char *kOptimizer = "optimizer", *kCallback = "callback", *kReplica = "replica";
 
   using Make = std::function<std::shared_ptr<torch::nn::Module>(const Example& sample)>;
   using Forward = std::function<Tensor(torch::nn::Module&, const Tensor&)>;

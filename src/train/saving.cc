@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <sstream>
 #include <typeinfo>
 #include <utility>
 
@@ -26,26 +27,12 @@ namespace lockstep {
 namespace {
 
 constexpr const char* kOptimizer = ModelImpl::kOptimizer;
-constexpr const char* kCallback = "callback";
-constexpr const char* kReplica = "replica";
+constexpr const char* kCallback = ModelImpl::kCallback;
+constexpr const char* kReplica = ModelImpl::kReplica;
 constexpr const char* kTracker = "fit/tracker";
 
 // It is alone, and the workers that it will join have saved, or will.
 bool is_newcomer(const ModelImpl& impl) { return unwrap(impl.strategy).is_newcomer(); }
-constexpr std::size_t kMostProblems = 10;  // that a message lists
-
-std::string shape_text(const std::vector<std::int64_t>& shape) { return text("[", join(shape), "]"); }
-
-std::map<std::string, std::vector<std::int64_t>> expected_shapes(const ReplicatedParameters& parameters) {
-  std::map<std::string, std::vector<std::int64_t>> expected;
-  for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
-    expected[parameters.slots()[i].name] = parameters.whole_sizes(i);
-  }
-  for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
-    expected[parameters.buffer_names()[i]] = parameters.buffer(0, i).sizes().vec();
-  }
-  return expected;
-}
 
 void save_history(const History& history, Archive& archive) {
   archive.set_numbers("fit/history/epochs", {history.epoch.begin(), history.epoch.end()});
@@ -82,12 +69,6 @@ bool has_any(const Archive& archive, const std::string& prefix) {
   return begins(archive.entries) || begins(archive.tensors);
 }
 
-// Tensors of a full checkpoint that are no weights.
-bool is_reserved(const std::string& name) {
-  const auto folder = name.substr(0, name.find('/'));
-  return folder != name && (folder == kOptimizer || folder == kCallback || folder == kReplica);
-}
-
 }  // namespace
 
 std::string train::name_of_type(const Callback& callback) {
@@ -96,30 +77,6 @@ std::string train::name_of_type(const Callback& callback) {
   const std::unique_ptr<char, decltype(&std::free)> name(abi::__cxa_demangle(mangled, nullptr, nullptr, &failed),
                                                          &std::free);
   return failed == 0 ? name.get() : mangled;
-}
-
-void train::check_weights(const Archive& archive, const ReplicatedParameters& parameters) {
-  const auto expected = expected_shapes(parameters);
-  std::vector<std::string> problems;
-  for (const auto& [name, shape] : expected) {
-    const auto found = archive.tensors.find(name);
-    if (found == archive.tensors.end()) {
-      problems.push_back(text(name, " is missing in the checkpoint"));
-    } else if (found->second.shape != shape) {
-      problems.push_back(text(name, " is ", shape_text(found->second.shape), " in the checkpoint and ",
-                              shape_text(shape), " in the model"));
-    }
-  }
-  for (const auto& [name, tensor] : archive.tensors) {
-    if (!expected.contains(name) && !is_reserved(name)) problems.push_back(text(name, " is not in the model"));
-  }
-  if (problems.empty()) return;
-  if (problems.size() > kMostProblems) {
-    const auto more = problems.size() - kMostProblems;
-    problems.resize(kMostProblems);
-    problems.push_back(text("and ", more, " more"));
-  }
-  throw InvalidArgument(text("the checkpoint is of another model: ", join(problems, "; ")));
 }
 
 void Model::save_weights(const std::string& path) const {

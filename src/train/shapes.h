@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "lockstep/data/dataset.h"
 #include "lockstep/ops/tensor.h"
 
 namespace lockstep::train {
