@@ -121,27 +121,29 @@ ls::Dataset batches_of(const at::Tensor& text, const Options& options) {
 
 // --- the training
 
-// Says on the chief how it goes: the mean loss of the last ten steps.
+// Says on the chief how it goes: the mean loss since it last said so.
 class Progress : public ls::Callback {
  public:
   explicit Progress(const Options& options) : options_(options) {}
   bool only_on_chief() const override { return true; }
 
   void on_train_batch_end(std::int64_t, const ls::Logs& logs) override {
-    if (++step_ % kSteps != 0 && step_ != 1) return;
+    const double sum = logs["loss"] * static_cast<double>(++step_);  // logs have the mean of all steps
+    if (step_ % 10 != 0 && step_ != 1) return;
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start_;
-    std::cout << "step " << step_ << ": loss " << logs["loss"] << ", "
+    std::cout << "step " << step_ << ": loss " << (sum - sum_) / static_cast<double>(step_ - said_) << ", "
               << static_cast<std::int64_t>(static_cast<double>(step_ * options_.batch * options_.sequence) /
                                            seconds.count())
               << " bytes/s\n"
               << std::flush;
+    sum_ = sum;
+    said_ = step_;
   }
-
-  static constexpr int kSteps = 10;
 
  private:
   const Options options_;
-  std::int64_t step_ = 0;
+  std::int64_t step_ = 0, said_ = 0;
+  double sum_ = 0;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
@@ -153,11 +155,9 @@ void train(const Options& options, const at::Tensor& text, const ls::DeviceMesh&
   ls::Model model(layers_of(options));
   model.compile({.optimizer = ls::AdamW({.learning_rate = 1e-3, .weight_decay = 1e-2}),
                  .loss = ls::SparseCategoricalCrossentropy({.from_logits = true})});
-  const auto steps = std::min(options.steps, Progress::kSteps);
-  if (steps == 0) return;
-  model.fit(
-      batches_of(text, options),
-      {.epochs = options.steps / steps, .verbose = 0, .callbacks = {Progress(options)}, .steps_per_epoch = steps});
+  if (options.steps == 0) return;
+  model.fit(batches_of(text, options),
+            {.verbose = 0, .callbacks = {Progress(options)}, .steps_per_epoch = options.steps});
 }
 
 // On the mesh that the options say.

@@ -102,7 +102,7 @@ void ReplicatedParameters::find_slots() {
                                  .sizes = tensor.sizes().vec(),
                                  .dtype = tensor.scalar_type(),
                                  .numel = tensor.numel(),
-                                 .room = std::max(tensor.numel(), found.trained[i].room),
+                                 .capacity = std::max(tensor.numel(), found.trained[i].capacity),
                                  .is_copy = found.trained[i].is_copy,
                                  .parts = found.trained[i].parts,
                                  .trainable = tensor.requires_grad(),
@@ -114,7 +114,8 @@ void ReplicatedParameters::find_slots() {
   for (const bool trainable : {true, false}) {
     for (auto& slot : slots_) {
       if (!slot.flat || slot.trainable != trainable) continue;
-      slot.offset = std::exchange(used[slot.dtype], used[slot.dtype] + gradient::whole_lines(slot.room, slot.dtype));
+      slot.offset =
+          std::exchange(used[slot.dtype], used[slot.dtype] + gradient::whole_lines(slot.capacity, slot.dtype));
     }
   }
 }
@@ -324,7 +325,7 @@ void ReplicatedParameters::share_values() {
 std::int64_t ReplicatedParameters::flat_numel(at::ScalarType dtype) const {
   std::int64_t end = 0;
   for (const auto& slot : slots_) {
-    if (slot.flat && slot.dtype == dtype) end += gradient::whole_lines(slot.room, slot.dtype);
+    if (slot.flat && slot.dtype == dtype) end += gradient::whole_lines(slot.capacity, slot.dtype);
   }
   return end;
 }
@@ -346,10 +347,10 @@ void ReplicatedParameters::update_trainable() {
 at::Tensor ReplicatedParameters::average_buffer(std::size_t index) const {
   const at::NoGradGuard no_grad;
   const auto& first = buffer(0, index);
-  const int all = replicas() * workers_.size();
+  const int all = replicas() * data_workers().size();
   if (all == 1 || !first.is_floating_point()) return first.clone();
   const auto sum = sum_of_own_buffers(index);
-  workers_.sum({sum.mutable_data_ptr<double>(), static_cast<std::size_t>(sum.numel())});
+  data_workers().sum({sum.mutable_data_ptr<double>(), static_cast<std::size_t>(sum.numel())});
   return (sum / all).to(first.options());
 }
 

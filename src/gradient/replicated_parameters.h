@@ -28,7 +28,7 @@ struct ParameterSlot {
   std::vector<std::int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
   std::int64_t numel = 0;
-  std::int64_t room = 0;                             // elements in the flat buffer, if more
+  std::int64_t capacity = 0;                         // elements in the flat buffer, if more
   bool is_copy = false;                              // TrainedTensor::is_copy
   std::shared_ptr<const ParameterParts> parts = {};  // of a model that is split, if others have other parts
   std::int64_t offset = 0;  // in the flat buffer of its dtype; a multiple of 64 bytes. Trainable ones come first
@@ -69,6 +69,10 @@ class ReplicatedParameters {
   int replicas() const { return static_cast<int>(modules_.size()); }  // of this process
   const Communicator& workers() const { return workers_; }
   const Communicator& all_workers() const { return all_workers_; }
+  // Those that train on other examples: with the same parts, or, where parameters are sharded over them, with others.
+  const Communicator& data_workers() const {
+    return split_ && split_->summed_over.size() > 1 ? split_->summed_over : workers_;
+  }
   const std::optional<gradient::SplitModule>& split() const { return split_; }
   bool is_split() const { return split_.has_value(); }
 
@@ -152,8 +156,8 @@ class ReplicatedParameters {
     return buffers_[static_cast<std::size_t>(replica)][index];
   }
 
-  // The mean of the replicas' buffers; replica 0's where the dtype is not floating-point. Not while replicas run.
-  // Collective over the workers.
+  // The mean of the replicas' buffers, of all workers that train on other examples; replica 0's where the dtype is not
+  // floating-point. Not while replicas run. Collective over these workers.
   at::Tensor average_buffer(std::size_t index) const;
 
   // The same of this process's replicas alone; not collective.

@@ -18,8 +18,8 @@ struct TrainedTensor {
   std::string name;
   at::Tensor tensor;
   std::shared_ptr<const ParameterParts> parts = {};  // null: this process has the whole parameter
-  bool is_copy = false;   // of a parameter that another worker, or this one under another name, has too
-  std::int64_t room = 0;  // elements that its place in the flat buffers has, if more than it needs
+  bool is_copy = false;       // of a parameter that another worker, or this one under another name, has too
+  std::int64_t capacity = 0;  // elements that its place in the flat buffers has, if more than it needs
 };
 
 struct SplitModule {

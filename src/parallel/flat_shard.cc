@@ -80,7 +80,7 @@ FlatShard::Range FlatShard::own_range(std::size_t i) const {
   return {std::max<std::int64_t>(begin, 0), own_place(i).numel};
 }
 
-// This rank's part, where its shards lie now: the first that has elements at its beginning.
+// This rank's part, where its shards lie now. It begins with the first of them that has elements.
 const Tensor& FlatShard::own() {
   auto first = std::find_if(shards_.begin(), shards_.end(), [](const auto& shard) { return shard.numel() > 0; });
   if (first == shards_.end() && !shards_.empty()) first = shards_.end() - 1;

@@ -86,6 +86,11 @@ const char* MeshBackend::translated(const Act& act) {
   }
 }
 
+void MeshBackend::fail(const Failure& failure) {
+  inner().fail(failure);
+  groups_->fail_all(failure.reason.data());
+}
+
 Communicator mesh_of(const Communicator& axis) {
   const auto backend = std::dynamic_pointer_cast<MeshBackend>(axis.group().shared_backend());
   const auto whole = backend != nullptr ? backend->groups()->whole() : nullptr;

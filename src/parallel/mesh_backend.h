@@ -46,6 +46,9 @@ class MeshBackend final : public collective::Wrapper {
 
   const char* run(const Call& call, Deadline deadline) override;
   const char* exchange(std::span<const Call> calls, Deadline deadline) override;
+
+  // Fails the others as well: ranks that wait in them would not learn of it.
+  void fail(const Failure& failure) override;
   const std::shared_ptr<MeshGroups>& groups() const { return groups_; }
   std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override;
 

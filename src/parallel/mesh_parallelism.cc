@@ -26,8 +26,7 @@ Communicator along_both(const DeviceMesh& mesh, const std::string& first, const 
   if (outer.size() == 1) return inner;
   // The first of them names them all.
   const int color = std::stoi(outer.broadcast(inner.broadcast(std::to_string(mesh.ranks().rank()))));
-  const auto group =
-      mesh.ranks().group().split(color, outer.rank() * inner.size() + inner.rank(), mesh.ranks().deadline());
+  const auto group = mesh.ranks().group().split(color, mesh.ranks().rank(), mesh.ranks().deadline());
   return mesh.ranks().with_group(*group);
 }
 
@@ -66,7 +65,14 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
       pipeline_(along(mesh_, options_.pipeline_axis)) {
   if (!has_stages()) return;
   const auto stages = pipeline_.size() * options_.stages_per_rank;
-  last_stage_ = options_.schedule(pipeline_.size(), stages, options_.microbatches, {{}}).rank_of_stage.back();
+  const auto schedule = options_.schedule(pipeline_.size(), stages, options_.microbatches, {{}});
+  last_stage_ = schedule.rank_of_stage.back();
+  const auto splits = [](const auto& action) { return action.kind == PipelineAction::Kind::backward_weight; };
+  if (has_shards() && std::any_of(schedule.actions[0].begin(), schedule.actions[0].end(), splits)) {
+    throw InvalidArgument(text("ModelParallelStrategy: schedule ", schedule.name,
+                               " splits backward, which parameters that are sharded cannot; take ",
+                               "one_forward_one_backward, or a mesh without the axis \"", options_.shard_axis, "\""));
+  }
 }
 
 gradient::SplitModule MeshParallelism::split(torch::nn::Module& module) const {
@@ -96,7 +102,7 @@ gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set
     const auto units = std::make_shared<ShardedUnits>(shard_, options);
     add_units(module, fitting(options.units, module.named_modules("", /*include_self=*/false).keys(), used),
               [&](torch::nn::Module& unit, const std::string& name, bool keep) { units->add(unit, name, keep); });
-    return split_shards(units, data_);
+    return split_shards(units, module, data_);
   }
   gradient::SplitModule split;
   for (const auto& each : module.named_parameters())

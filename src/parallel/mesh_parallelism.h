@@ -17,7 +17,7 @@ class MeshParallelism final : public strategy::ModelParallelism {
   const Communicator& workers() const override { return mesh_.ranks(); }
   const Communicator& data_workers() const override { return data_; }
   const Communicator& gradient_workers() const override { return has_shards() ? alone_ : data_; }
-  bool all_compute() const override { return has_shards() || has_stages(); }
+  bool computes_without_examples() const override { return has_shards() || has_stages(); }
   bool counts() const override { return tensor_.rank() == 0 && pipeline_.rank() == last_stage_; }
 
   // Of a model that is one module. Throws InvalidArgument where models are cut into stages.

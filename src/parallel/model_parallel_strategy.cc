@@ -46,8 +46,8 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
          "\"; one of size 1 lets one program run on all meshes");
   }
   if (!mesh.contains(options.pipeline_axis)) {
-    if (!options.layers_of_stages.empty() || options.stages_per_rank != 1 || !options.tied.empty())
-      fail("there are stages, or tied parameters of stages, but the mesh has no axis \"", options.pipeline_axis, "\"");
+    if (!options.layers_of_stages.empty() || options.stages_per_rank != 1 || !options.tied.empty() || options.recompute)
+      fail("there are options of stages, but the mesh has no axis \"", options.pipeline_axis, "\"");
   } else if (options.stages_per_rank < 1) {
     fail("stages_per_rank is ", options.stages_per_rank, "; it must be 1 or more");
   }
@@ -79,7 +79,8 @@ StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions&
   StrategySettings settings{
       .devices = {options.device.empty() ? strategy::default_devices(partition).at(0) : options.device},
       .threads_per_replica = options.threads_per_replica,
-      .partition = partition};
+      .partition = partition,
+      .timeout_seconds = mesh.ranks().timeout_seconds()};
   settings.workers.emplace(
       strategy::WorkerSettings{.job = mesh.job(),
                                .buckets = {.bucket_bytes = bytes, .gradient_dtype = options.gradient_dtype},

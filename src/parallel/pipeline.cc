@@ -71,6 +71,7 @@ struct Pipeline::State {
         forwards.emplace(i, [&stage, module](const Tensor& x) { return stage.forward(*module, x); });
       }
     }
+    for (auto& stage : stages) stage.forget_make();  // it may hold all layers
     for (const auto& copies : options.tied) tied.emplace_back(copies, schedule, modules, ranks);
     split_weights();
     ranks.group().barrier(ranks.deadline());
@@ -112,7 +113,7 @@ struct Pipeline::State {
     });
   }
 
-  const std::vector<PipelineStage> stages;
+  std::vector<PipelineStage> stages;
   const Communicator ranks;
   const PipelineOptions options;
   PipelineSchedule schedule;

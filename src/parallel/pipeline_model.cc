@@ -29,9 +29,9 @@ std::vector<int> measured_cut(const std::function<Layers()>& make, int stages, c
   auto generator = ops::generator_of_thread();
   const auto random = generator.get_state();
   const auto layers = make().layers;
-  if (stages == 1) return {static_cast<int>(layers.size())};
-  const auto some = sample.narrow(0, 0, std::min(sample.size(0), kMeasuredExamples));
-  const auto costs = measure_layers(layers, some, ranks);
+  std::vector<LayerCost> costs(layers.size());
+  if (stages > 1)
+    costs = measure_layers(layers, sample.narrow(0, 0, std::min(sample.size(0), kMeasuredExamples)), ranks);
   generator.set_state(random);
   return cut_stages(costs, stages);
 }

@@ -1,5 +1,9 @@
 #include "parallel/split_shards.h"
 
+#include <torch/nn/module.h>
+
+#include <map>
+
 #include "gradient/parameter_parts.h"
 #include "gradient/shard_map.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -46,20 +50,23 @@ class ShardParts final : public gradient::ParameterParts {
 
 }  // namespace
 
-gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, const Communicator& data_workers) {
+gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, const torch::nn::Module& module,
+                                   const Communicator& data_workers) {
+  std::map<const at::TensorImpl*, std::string> names;  // the first ones
+  for (const auto& each : module.named_parameters()) names.try_emplace(each.value().unsafeGetTensorImpl(), each.key());
   gradient::SplitModule split;
   units->for_each_flat_shard([&](const FlatShard& flat) {
-    auto room = flat.own_elements();
+    auto capacity = flat.own_elements();
     for (std::size_t i = 0; i < flat.parameters().size(); ++i) {
       const auto& shard = flat.shard(i);
       auto parts = std::make_shared<ShardParts>(flat.parameters()[i], flat.own_range(i), units->ranks());
       const bool is_last = i + 1 == flat.parameters().size();
-      split.trained.push_back({.name = flat.names()[i],
+      split.trained.push_back({.name = names.at(flat.parameters()[i].unsafeGetTensorImpl()),
                                .tensor = shard,
                                .parts = std::move(parts),
                                .is_copy = is_tied_copy(flat.parameters()[i]),
-                               .room = is_last ? room : shard.numel()});
-      room -= gradient::whole_lines(shard.numel(), shard.scalar_type());
+                               .capacity = is_last ? capacity : shard.numel()});
+      capacity -= gradient::whole_lines(shard.numel(), shard.scalar_type());
     }
   });
   units->sum_gradients(1);  // until before_backward says otherwise

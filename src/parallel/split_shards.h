@@ -6,8 +6,9 @@
 
 namespace lockstep::parallel {
 
-// What a rank trains of a module whose parameters are in these units: its shards, under the parameters' names. They
-// stay in one piece for each flat buffer of the units.
-gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, const Communicator& data_workers);
+// What a rank trains of a module whose parameters are in these units: its shards, under the parameters' names in the
+// module. They stay in one piece for each flat buffer of the units.
+gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, const torch::nn::Module& module,
+                                   const Communicator& data_workers);
 
 }  // namespace lockstep::parallel

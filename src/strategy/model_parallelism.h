@@ -24,7 +24,7 @@ class ModelParallelism {
   virtual const Communicator& gradient_workers() const = 0;
 
   // Whether all workers compute in every step, with examples or without.
-  virtual bool all_compute() const = 0;
+  virtual bool computes_without_examples() const = 0;
 
   // Whether this worker's losses and outputs count: it is one, the same always, of those with the same examples.
   virtual bool counts() const = 0;

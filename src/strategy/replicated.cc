@@ -148,7 +148,7 @@ Trackable ReplicatedModule::replica_buffers() const {
   };
   // Collective over the workers: all replicas' buffers, numbered through.
   const auto save_own = [parameters = impl_, name_of](Archive& archive, const std::string& prefix) {
-    const auto& workers = parameters->workers();
+    const auto& workers = parameters->data_workers();
     const int replicas = parameters->replicas();
     archive.entries[joined(prefix, "replicas")] = std::to_string(replicas * workers.size());
     for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
@@ -171,7 +171,7 @@ Trackable ReplicatedModule::replica_buffers() const {
   };
   const auto load = [parameters = impl_, name_of](const Archive& archive,
                                                   const std::string& prefix) -> std::function<void()> {
-    const auto& workers = parameters->workers();
+    const auto& workers = parameters->data_workers();
     const int all = parameters->replicas() * workers.size(), first = parameters->replicas() * workers.rank();
     if (archive.entry(joined(prefix, "replicas")) != std::to_string(all)) return [] {};
     std::vector<std::vector<Tensor>> values(static_cast<std::size_t>(parameters->replicas()));
@@ -225,6 +225,12 @@ void ReplicatedOptimizer::set_learning_rate(double rate) const { impl_->updater(
 
 namespace {
 
+// Slots are numbered by each worker for itself where a model is split.
+std::string name_of_order(const ReplicatedParameters& parameters) {
+  if (!parameters.is_split() || parameters.slots().empty()) return "gradient_order";
+  return "gradient_order/" + parameters.slots()[0].name;
+}
+
 // What is read back before anything changes.
 struct LoadedCounters {
   std::int64_t iterations = 0;
@@ -271,12 +277,6 @@ LoadedCounters load_counters(const Archive& archive, const std::string& prefix, 
 }
 
 }  // namespace
-
-// Slots are numbered by each worker for itself where a model is split.
-std::string name_of_order(const ReplicatedParameters& parameters) {
-  if (!parameters.is_split() || parameters.slots().empty()) return "gradient_order";
-  return "gradient_order/" + parameters.slots()[0].name;
-}
 
 std::string strategy::name_of_state(const StateSpec& state, const std::string& parameter) {
   return state.name + "/" + parameter;

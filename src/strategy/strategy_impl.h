@@ -74,7 +74,9 @@ class StrategyImpl {
   const strategy::ModelParallelism* parallelism() const { return settings_.parallelism.get(); }
 
   // Whether replicas without examples compute as well (ModelParallelism).
-  bool all_compute() const { return parallelism() != nullptr && parallelism()->all_compute(); }
+  bool computes_without_examples() const {
+    return parallelism() != nullptr && parallelism()->computes_without_examples();
+  }
 
   // Whether this process's losses and outputs count.
   bool counts() const { return parallelism() == nullptr || parallelism()->counts(); }

@@ -137,6 +137,9 @@ class ModelImpl {
   // Collective over the workers. The chief reads the file for all workers, and writes what save_state returns.
   Archive read_for_all(const std::string& path);
   Archive save_weights() const;
+
+  // What all save of a model that is split only the chief gets: its archive, on all workers. Else this one's.
+  Archive from_chief(const Archive& archive) const;
   void load_weights(Archive archive);
   Archive save_state();
   void load_state(const Archive& archive, const std::function<void()>& load_others = {});

@@ -106,6 +106,12 @@ Archive ModelImpl::save_weights() const {
   return archive;
 }
 
+Archive ModelImpl::from_chief(const Archive& archive) const {
+  if (!parameters->is_split()) return archive;
+  const auto printed = workers().broadcast(workers().rank() == 0 ? checkpoint::print_archive(archive) : "");
+  return checkpoint::parse_archive("the chief's weights", std::as_bytes(std::span(printed)));
+}
+
 void ModelImpl::load_weights(Archive archive) {
   if (parameters == nullptr) {
     pending_weights = std::move(archive);

@@ -75,7 +75,7 @@ Example example_like(const Example& batch) {
   const auto one = [](const Tensor& tensor) {
     if (!tensor.defined()) return Tensor();
     auto sizes = tensor.sizes().vec();
-    sizes.at(0) = 1;
+    sizes.at(0) = 2;
     return at::zeros(sizes, tensor.options());
   };
   return {one(batch.x), one(batch.y), one(batch.weight)};

@@ -19,7 +19,7 @@ Tensor class_labels(const char* what, const Tensor& y_true, const Tensor& y_pred
 // `weight` with as many dimensions as `values`, to be multiplied with them. Throws InvalidArgument naming both shapes.
 Tensor weight_like(const Tensor& weight, const Tensor& values);
 
-// One example of zeros, as those of a batch that may have none.
+// Two examples of zeros, as those of a batch that may have none: batch normalization takes no single one.
 Example example_like(const Example& batch);
 
 }  // namespace lockstep::train

@@ -39,7 +39,10 @@ std::vector<TableLine> lines_of(const torch::nn::Module& module, const Replicate
       lines.push_back({text(line.name, " (", line.kind, ")"), shape_of(line.output, "None"), line.parameters});
     }
   } else {
-    for (const auto& slot : parameters.slots()) lines.push_back({slot.name, shape_of(slot.sizes, ""), slot.numel});
+    for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
+      const auto sizes = parameters.whole_sizes(i);
+      lines.push_back({parameters.slots()[i].name, shape_of(sizes, ""), c10::multiply_integers(sizes)});
+    }
   }
   return lines;
 }
@@ -67,7 +70,9 @@ std::string Model::summary() const {
   for (const auto& line : lines) print(line.name, line.shape, with_commas(line.parameters));
   out << rule << '\n';
   std::int64_t trainable = 0, frozen = 0;
-  for (const auto& slot : parameters.slots()) (slot.trainable ? trainable : frozen) += slot.numel;
+  for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
+    (parameters.slots()[i].trainable ? trainable : frozen) += c10::multiply_integers(parameters.whole_sizes(i));
+  }
   // As in Keras: what training changes by other means than gradients, such as BatchNorm's running statistics.
   for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
     const auto& buffer = parameters.buffer(0, i);

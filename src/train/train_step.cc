@@ -79,7 +79,7 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
 
 Tensor ModelImpl::outputs_of_any(ReplicaContext& replica, const Example& part) const {
   if (part.size() > 0) return outputs_of(replica, part);
-  if (unwrap(strategy).all_compute()) outputs_of(replica, example_of_none(part));
+  if (unwrap(strategy).computes_without_examples()) outputs_of(replica, example_of_none(part));
   return {};
 }
 
@@ -109,10 +109,11 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
   StepTimes& spent = id == 0 ? times : unused;
   Lap lap;
   const auto there = unread.row.materialize();
+  lap.add_to(spent.input);
   replica.seed_random(mix(seed, static_cast<std::uint64_t>(steps), static_cast<std::uint64_t>(number_of(replica))));
   gradients->drop_gradients(id);  // left by a step that failed
   const bool idle = there.size() == 0;
-  if (idle && !unwrap(strategy).all_compute()) {
+  if (idle && !unwrap(strategy).computes_without_examples()) {
     // No examples: takes part in the others' update. Where each rank has data of its own, each has a replica 0, and a
     // rank without examples has weight 0.
     const double weight = gradients->own_data() ? 0 : weight_of(compiled->loss, 0, number_of(replica));
@@ -127,7 +128,8 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
   }
   const auto part = unread.moved(there);
   lap.add_to(spent.input);
-  if (!idle && unwrap(strategy).all_compute() && !example.x.defined()) example = train::example_like(part);
+  if (!idle && unwrap(strategy).computes_without_examples() && !example.x.defined())
+    example = train::example_like(part);
   const auto computed = idle                ? compute_no_gradients(replica, part)
                         : stages != nullptr ? compute_in_stages(replica, part, into, spent)
                                             : compute_gradients(replica, part, spent);
@@ -184,10 +186,14 @@ train::ComputedStep ModelImpl::compute_in_stages(ReplicaContext& replica, const 
   return {{}, at::scalar_tensor(sums[0], at::kDouble), sums[1], weight_of(compiled->loss, sums[1], number_of(replica))};
 }
 
-// Where all compute in every step: takes part, with an example of zeros whose gradients count nothing.
+// Where all compute in every step: takes part, with examples of zeros whose gradients have weight 0.
 train::ComputedStep ModelImpl::compute_no_gradients(ReplicaContext& replica, const Example& empty) {
   const auto none = example_of_none(empty);
   const auto& split = *parameters->split();
+  const int id = replica.local_replica_id();
+  std::vector<Tensor> buffers;  // which such examples must not change
+  for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i)
+    buffers.push_back(parameters->buffer(id, i).clone());
   const auto loss_of = [&](const Tensor& output) {
     const auto loss = compiled->loss.terms(none.y, output, none.weight);
     require_gradient(loss.sum);
@@ -198,11 +204,13 @@ train::ComputedStep ModelImpl::compute_no_gradients(ReplicaContext& replica, con
   if (stages != nullptr) {
     stages->pipeline().forward_backward(
         none.x, [&](const Tensor& output, std::int64_t, std::int64_t) { return loss_of(output) * 0; },
-        stages->most_microbatches(none.x.size(0)));
+        stages->most_microbatches(1));
   } else {
     backward_from(loss_of(outputs_of(replica, none)), 0, none);
   }
-  if (split.summed_over.size() == 1) gradients->drop_gradients(replica.local_replica_id());
+  for (std::size_t i = 0; i < buffers.size(); ++i) parameters->assign_buffer_of(id, i, buffers[i]);
+  if (split.before_backward) split.before_backward(1);  // of loops of the program's own
+  if (split.summed_over.size() == 1) gradients->drop_gradients(id);
   return {{}, {}, 0, weight_of(compiled->loss, 0, number_of(replica))};
 }
 

@@ -39,6 +39,8 @@ class Communicator {
   // alone.
   std::int64_t regroups() const;
 
+  double timeout_seconds() const { return timeout_seconds_; }
+
   // The deadline of a call that begins now.
   Deadline deadline() const { return Deadline::after(std::chrono::duration<double>(timeout_seconds_)); }
 

@@ -33,7 +33,7 @@ using LayoutMap = std::vector<std::pair<std::string, std::vector<std::string>>>;
 
 struct ModelParallelOptions {
   // The axis along which ranks have the same parts of a model and train on other examples: keras.distribution's
-  // batch_dim_name. A mesh without it has the same examples on all ranks.
+  // batch_dim_name. Where the mesh has neither it nor shard_axis, all ranks have the same examples.
   std::string batch_axis = "data";
 
   // How models are divided along the axis `tensor_axis`: as parallelize_module.
@@ -49,8 +49,8 @@ struct ModelParallelOptions {
   // An axis along which ranks have other layers: as Pipeline, for a Model that is made of layers, or a Sequential. Each
   // rank has `stages_per_rank` stages of so many layers each as layers_of_stages says; empty: as cut_stages says after
   // measure_layers. `tied`: names of parameters that are one in the unsplit model, such as {"0.token.weight",
-  // "5.head.weight"} of the layers 0 and 5; checkpoints have each, and
-  // parameters are not sharded.
+  // "5.head.weight"} of the layers 0 and 5; a checkpoint has each of them. Not together with shard_axis, nor are
+  // schedules that split backward.
   std::string pipeline_axis = "pipeline";
   MakePipelineSchedule schedule = schedules::one_forward_one_backward;
   int microbatches = 4;
@@ -70,14 +70,19 @@ struct ModelParallelOptions {
 };
 
 // Models that are made in its scope are split over the mesh: each rank has its parts of the parameters, of their
-// gradients and of the optimizer's state. All ranks run the same program, make the same calls in the same order and
-// read the same data. A global batch is divided along batch_axis. The updates are those of one process with whole
-// models and the whole batch, but for rounding; so are losses, metrics, clipping by norms and loss scales. Rank 0 of
-// the mesh is the chief. Checkpoints are whole: saved on one mesh, they can be loaded on any other, and by any other
-// strategy.
+// gradients and of the optimizer's state. All ranks run the same program, make the same calls in the same order
+// (evaluate, predict and saving too), and read the same data. A global batch is divided along batch_axis and
+// shard_axis. The updates are those of one process with whole models and the whole batch, but for rounding; so are
+// losses, metrics, clipping by norms and loss scales. Rank 0 of the mesh is the chief.
 //
-// Every hundredth step it is checked that ranks have equal copies of what they have in common (compare_copies_every):
-// where one differs, InvalidArgument names it. Then a layer's style is missing in the plan, or a processor is broken.
+// Checkpoints are whole: saved on one mesh, they can be loaded on any other, and by any other strategy. The chief has
+// all tensors in memory while it saves, and every rank while it loads.
+//
+// With shard_axis or pipeline_axis a rank that has no examples in a step computes with zeros, so each rank needs some
+// of the first batch; in loops of your own call the module on all ranks.
+//
+// Every hundredth step it is checked that what several ranks have is equal (compare_copies_every). Where it is not,
+// InvalidArgument names a parameter: a layer's style is missing in the plan, or a processor is broken.
 //
 // A rank that is lost ends the training on all others with PeerLost, which names its coordinates.
 class ModelParallelStrategy : public Strategy {

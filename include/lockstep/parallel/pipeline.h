@@ -50,6 +50,9 @@ class PipelineStage {
     return stage;
   }
 
+  // Gives up the function that makes modules, and what it holds.
+  void forget_make() { make_ = nullptr; }
+
  private:
   internal::MakeModule make_;
   internal::ForwardOfModule forward_;

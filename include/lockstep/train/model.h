@@ -111,7 +111,8 @@ class Model {
   // The sizes of an input without its batch dimension; fit does this with the first batch.
   void build(const std::vector<std::int64_t>& input_shape, at::ScalarType dtype = at::kFloat);
 
-  // Layers or parameters with shapes and counts. Throws InvalidArgument before the model is built.
+  // Layers or parameters with shapes and counts: those of this process where others have other stages. Throws
+  // InvalidArgument before the model is built.
   std::string summary() const;
 
   // safetensors under the module's parameter and buffer names. `path` as ModelCheckpoint and latest_checkpoint give it;

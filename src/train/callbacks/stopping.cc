@@ -69,7 +69,7 @@ void EarlyStopping::on_epoch_end(int epoch, const Logs& logs) {
 
 void EarlyStopping::on_train_end() {
   if (stopped_epoch_ >= 0) log_info(text("epoch ", stopped_epoch_ + 1, ": early stopping"));
-  if (best_weights_) unwrap(model()).load_weights(*best_weights_);
+  if (best_weights_) unwrap(model()).load_weights(unwrap(model()).from_chief(*best_weights_));
 }
 
 void EarlyStopping::save(Archive& archive, const std::string& prefix) const {

@@ -1,5 +1,6 @@
 // Dense, Embedding, ShardedEmbedding, Dropout.
 #include <ATen/ATen.h>
+#include <torch/nn/modules/embedding.h>
 
 #include "lockstep/ops/ops.h"
 #include "train/layers/parameter_module.h"
@@ -41,8 +42,11 @@ class EmbeddingSpec final : public LayerSpec {
   }
   std::string kind() const override { return "embedding"; }
   BuiltLayer build(const Tensor&) const override {
-    auto module = std::make_shared<train::ParameterModule>();
-    module->weight = module->make("weight", {input_dim_, output_dim_}, options_.embeddings_initializer);
+    // LibTorch's, which parallelize_module knows.
+    auto weight = at::empty({input_dim_, output_dim_});
+    options_.embeddings_initializer.fill(weight);
+    const auto module = std::make_shared<torch::nn::EmbeddingImpl>(
+        torch::nn::EmbeddingOptions(input_dim_, output_dim_)._weight(weight));
     return {module, [module](const Tensor& x) { return at::embedding(module->weight, x.to(at::kLong)); }};
   }
 
