@@ -120,6 +120,7 @@ INSTANTIATE_TEST_SUITE_P(
              {{"shard", 2}, {"pipeline", 2}},
              kClipsAll,
              {.fully_shard = kUnits, .layers_of_stages = {2, 2}}},
+        Case{"shard2data2", {{"shard", 2}, {"data", 2}}, kClipsAll, {.fully_shard = kUnits}},
         Case{"layout_map", {{"data", 2}, {"tensor", 2}}, kClipsAll, {.layout_map = kLayouts}}),
     [](const auto& each) { return each.param.name; });
 
