@@ -158,21 +158,22 @@ class Candidate {
     return {bytes.activations * scale, bytes.working * scale, bytes.input * scale, bytes.output * scale};
   }
 
-  // Where a rank has one stage the bound of memory counts.
+  // Where a rank has one stage the bound of memory counts. A layer's parameter_bytes are all that is kept of their
+  // size.
   std::vector<int> cut(bool was_timed) const {
     std::vector<LayerCost> costs;
     for (std::size_t i = 0; i < input_.layers; ++i) {
       const auto times = times_of(i);
       const auto& layer = layers_.layers[i];
-      const auto bytes = layer.parameter_bytes * (2 + input_.options.optimizer_states) / kCopiesOfCut /
-                         layer_division(planned_.split).shards;
+      const auto bytes =
+          layer.parameter_bytes * (2 + input_.options.optimizer_states) / layer_division(planned_.split).shards;
       costs.push_back({was_timed ? times.forward + times.backward_input + times.backward_weight + accumulate_of(i)
                                  : layer.parameter_bytes + bytes_of(i).activations,
                        bytes, bytes_of(i).activations});
     }
     if (stages_ == planned_.split.pipeline) {
       try {
-        return cut_stages(costs, stages_, {.most_bytes = input_.options.memory_bytes});
+        return cut_stages(costs, stages_, {.most_bytes = input_.options.memory_bytes, .parameter_copies = 1});
       } catch (const InvalidArgument&) {  // none fits: evaluate says what the fastest needs
       }
     }
@@ -277,8 +278,6 @@ class Candidate {
     }
     return most;
   }
-
-  static constexpr double kCopiesOfCut = 4;  // which cut_stages counts
 
   const PlanInput& input_;
   const Profile& profile_;

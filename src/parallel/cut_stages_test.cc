@@ -53,6 +53,9 @@ TEST(CutStages, KeepsTheBoundOfMemory) {
   EXPECT_EQ(cut_stages(costs, 2, {.most_bytes = 30}), (std::vector{1, 3}));
   expect_says(message_of<InvalidArgument>([&] { cut_stages(costs, 2, {.most_bytes = 20}); }),
               "no cut into 2 stages keeps each below");
+  for (auto& cost : costs) cost.parameter_bytes = 10;
+  EXPECT_EQ(cut_stages(costs, 2, {.most_bytes = 120}), (std::vector{2, 2}));
+  EXPECT_EQ(cut_stages(costs, 2, {.most_bytes = 60, .parameter_copies = 1}), (std::vector{2, 2}));
 }
 
 TEST(CutStages, RefusesMoreStagesThanLayers) {

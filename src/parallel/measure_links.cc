@@ -6,6 +6,7 @@
 #include <array>
 #include <chrono>
 
+#include "base/median.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "lockstep/parallel/gradients.h"
 #include "parallel/stage_links.h"
@@ -24,12 +25,6 @@ double seconds_since(Deadline::Clock::time_point start) {
 Tensor values(double bytes) { return at::ones({static_cast<std::int64_t>(bytes) / 4}, at::kFloat); }
 
 }  // namespace
-
-double median_of(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const auto half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
-}
 
 Communicator MeasuredLinks::group(int count, int stride) {
   const int rank = all_.rank();
@@ -61,7 +56,7 @@ LinkTimes MeasuredLinks::measure(int ranks, const std::function<void(double)>& a
       act(bytes);
       runs.push_back(seconds_since(start));
     }
-    double mean = median_of(std::move(runs));
+    double mean = median(std::move(runs));
     all_.sum({&mean, 1});
     times.seconds.emplace_back(bytes, mean / all_.size());
     if (times.seconds.back().second > kLongSeconds) break;

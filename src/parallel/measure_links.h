@@ -43,7 +43,4 @@ class MeasuredLinks {
   std::map<Call::Kind, LinkTimes> collectives_;
 };
 
-// Not of none.
-double median_of(std::vector<double> values);
-
 }  // namespace lockstep::parallel

@@ -1,4 +1,4 @@
-#include "parallel/measure_layers.h"
+#include "parallel/layer_measurements.h"
 
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
@@ -8,8 +8,10 @@
 #include <array>
 #include <chrono>
 
+#include "base/median.h"
 #include "base/text.h"
 #include "lockstep/ops/memory.h"
+#include "parallel/bytes_in_use.h"
 #include "parallel/layer_trial.h"
 #include "parallel/rehearsal_group.h"
 
@@ -20,11 +22,6 @@ constexpr double kSecondsOfTrial = 0.15;  // about how long each number of examp
 constexpr double kFewestRounds = 1, kMostRounds = 12;
 constexpr double kRate = 1e-3;                // of an optimizer whose result nobody uses
 constexpr double kMostOtherBytes = 64 << 20;  // more than processors' caches have
-
-double bytes_used() {
-  const auto stats = memory_stats();
-  return static_cast<double>(stats.reserved_bytes) - static_cast<double>(stats.cached_bytes);
-}
 
 // A Group of the division: of ranks that are there, or rehearsed.
 struct TrialGroup {
@@ -82,7 +79,7 @@ class TimedTrial {
       }
       communicated();
     }
-    const auto middle = [&](std::size_t pass, std::size_t i) { return median_of(seconds[pass][i]); };
+    const auto middle = [&](std::size_t pass, std::size_t i) { return median(seconds[pass][i]); };
     std::array<double, 4> mean{(middle(0, 0) + middle(1, 0)) / 2, middle(0, 1), middle(0, 2),
                                middle(1, 1) + middle(1, 2) - middle(0, 1) - middle(0, 2)};
     all_.sum(mean);
@@ -97,7 +94,7 @@ class TimedTrial {
       pass_others();
       seconds.push_back(timed([&] { optimizer.step(); }));
     }
-    double mean = median_of(std::move(seconds));
+    double mean = median(std::move(seconds));
     all_.sum({&mean, 1});
     return mean / all_.size();
   }
@@ -145,10 +142,10 @@ LayerBytes bytes_of_kind(const MeasureInput& input, const LayerKind& kind, Layer
   const auto x = kind.input(input, examples);
   if (kind.layer > 0) bytes.input = static_cast<double>(x.nbytes());
   release_memory();
-  const auto before = bytes_used();
+  const auto before = bytes_in_use();
   run_forward(trial, input, kind, examples, x);
   bytes.output = static_cast<double>(trial.output().nbytes());
-  bytes.activations = bytes_used() - before;
+  bytes.activations = bytes_in_use() - before;
   trial.backward_input();
   trial.backward_weight();
   double gradients = 0;
