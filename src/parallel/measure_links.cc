@@ -44,16 +44,17 @@ void MeasuredLinks::abort_on_error(const std::function<void()>& act) const {
   });
 }
 
-LinkTimes MeasuredLinks::measure(int ranks, const std::function<void(double)>& act) const {
+LinkTimes MeasuredLinks::measure(int ranks, const Prepare& prepare) const {
   LinkTimes times{.ranks = ranks};
   for (const auto size : kSizes) {
     const auto bytes = static_cast<double>(size);
-    act(bytes);
+    const auto act = prepare(bytes);
+    act();
     std::vector<double> runs;
     for (int i = 0; i < kLinkRuns; ++i) {
       all_.group().barrier(all_.deadline());
       const auto start = Deadline::Clock::now();
-      act(bytes);
+      act();
       runs.push_back(seconds_since(start));
     }
     double mean = median(std::move(runs));
@@ -69,14 +70,14 @@ LinkTimes MeasuredLinks::average(int ranks) {
   while (!has(count)) --count;
   if (count == 1) count = all_.size();
   const auto data = group(count, all_.size() / count);
-  return measure(count, [&](double bytes) {
+  return measure(count, [&](double bytes) -> std::function<void()> {
     std::vector<Tensor> parameters;
     constexpr double kPiece = 1 << 20;
     for (double at = 0; at < bytes; at += kPiece) {
       parameters.push_back(values(std::min(kPiece, bytes - at)).requires_grad_());
       parameters.back().mutable_grad() = values(std::min(kPiece, bytes - at));
     }
-    average_gradients(parameters, data);
+    return [&data, parameters] { average_gradients(parameters, data); };
   });
 }
 
@@ -89,14 +90,15 @@ LinkTimes MeasuredLinks::message(int tensor) const {
   const auto both = split ? all_.with_group(*split) : Communicator();
   StageLinks links(both,
                    is_in_pair ? std::vector<std::pair<int, int>>{{0, 1}, {1, 0}} : std::vector<std::pair<int, int>>{});
-  auto times = measure(2, [&](double bytes) {
-    if (!is_in_pair) return;
-    const auto tensor_sent = values(bytes);
-    const int other = 1 - both.rank();
-    if (both.rank() == 0) links.send(other, {}, tensor_sent);
-    links.receive(other, {});
-    if (both.rank() == 1) links.send(other, {}, tensor_sent);
-    links.flush();
+  auto times = measure(2, [&](double bytes) -> std::function<void()> {
+    if (!is_in_pair) return [] {};
+    return [&, sent = values(bytes)] {
+      const int other = 1 - both.rank();
+      if (both.rank() == 0) links.send(other, {}, sent);
+      links.receive(other, {});
+      if (both.rank() == 1) links.send(other, {}, sent);
+      links.flush();
+    };
   });
   for (auto& each : times.seconds) each.second /= 2;  // there and back
   return times;
@@ -106,19 +108,21 @@ const LinkTimes& MeasuredLinks::collective(Call::Kind kind) {
   const auto found = collectives_.find(kind);
   if (found != collectives_.end()) return found->second;
   const auto size = static_cast<std::size_t>(all_.size());
-  return collectives_[kind] = measure(all_.size(), [&](double bytes) {
-           const auto large = values(std::max(bytes, 4.0 * all_.size()));
-           const auto part = large.narrow(0, 0, large.numel() / all_.size());
-           const Buffer whole{large.mutable_data_ptr(), static_cast<std::size_t>(part.numel()) * size};
-           const auto output = at::empty_like(part);
-           const auto& group = all_.group();
-           switch (kind) {
-             case Call::Kind::all_gather: return group.all_gather(buffer_of(output), whole, all_.deadline());
-             case Call::Kind::reduce_scatter:
-               return group.reduce_scatter(whole, buffer_of(output), ReduceOp::sum, all_.deadline());
-             default: return group.all_reduce(whole, ReduceOp::sum, all_.deadline());
-           }
-         });
+  const auto prepare = [&](double bytes) -> std::function<void()> {
+    const auto large = values(std::max(bytes, 4.0 * all_.size()));
+    const auto part = at::ones({large.numel() / all_.size()}, at::kFloat);
+    return [&, large, part] {
+      const Buffer whole{large.mutable_data_ptr(), static_cast<std::size_t>(part.numel()) * size};
+      const auto& group = all_.group();
+      switch (kind) {
+        case Call::Kind::all_gather: return group.all_gather(buffer_of(part), whole, all_.deadline());
+        case Call::Kind::reduce_scatter:
+          return group.reduce_scatter(whole, buffer_of(part), ReduceOp::sum, all_.deadline());
+        default: return group.all_reduce(whole, ReduceOp::sum, all_.deadline());
+      }
+    };
+  };
+  return collectives_[kind] = measure(all_.size(), prepare);
 }
 
 }  // namespace lockstep::parallel

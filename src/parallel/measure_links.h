@@ -35,8 +35,10 @@ class MeasuredLinks {
   const LinkTimes& collective(Call::Kind kind);
 
  private:
-  // Seconds of `act` for rising sizes; `act` gets bytes. The median of some runs, the mean over ranks.
-  LinkTimes measure(int ranks, const std::function<void(double bytes)>& act) const;
+  // `prepare` makes what is sent, for rising sizes, and returns what is timed. The median of some runs, the mean over
+  // ranks.
+  using Prepare = std::function<std::function<void()>(double bytes)>;
+  LinkTimes measure(int ranks, const Prepare& prepare) const;
 
   const Communicator all_;
   std::vector<Communicator> groups_;
