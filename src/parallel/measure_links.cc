@@ -26,11 +26,14 @@ Tensor values(double bytes) { return at::ones({static_cast<std::int64_t>(bytes) 
 
 }  // namespace
 
-Communicator MeasuredLinks::group(int count, int stride) {
-  const int rank = all_.rank();
-  const int color = rank / (count * stride) * stride + rank % stride;
-  groups_.push_back(all_.with_group(*all_.group().split(color, rank, all_.deadline())));
-  return groups_.back();
+const Communicator& MeasuredLinks::group(int count, int stride) {
+  const auto [found, is_new] = groups_.try_emplace({count, count == 1 ? 1 : stride});
+  if (is_new && count > 1) {
+    const int rank = all_.rank();
+    const int color = rank / (count * stride) * stride + rank % stride;
+    found->second = all_.with_group(*all_.group().split(color, rank, all_.deadline()));
+  }
+  return found->second;
 }
 
 void MeasuredLinks::abort_on_error(const std::function<void()>& act) const {
@@ -38,7 +41,7 @@ void MeasuredLinks::abort_on_error(const std::function<void()>& act) const {
     try {
       act();
     } catch (const std::exception& error) {
-      for (const auto& group : groups_) group.abort(error.what());
+      for (const auto& [key, group] : groups_) group.abort(error.what());
       throw;
     }
   });
@@ -69,7 +72,7 @@ LinkTimes MeasuredLinks::average(int ranks) {
   int count = std::min(ranks, all_.size());
   while (!has(count)) --count;
   if (count == 1) count = all_.size();
-  const auto data = group(count, all_.size() / count);
+  const auto& data = group(count, all_.size() / count);
   return measure(count, [&](double bytes) -> std::function<void()> {
     std::vector<Tensor> parameters;
     constexpr double kPiece = 1 << 20;
@@ -81,13 +84,11 @@ LinkTimes MeasuredLinks::average(int ranks) {
   });
 }
 
-LinkTimes MeasuredLinks::message(int tensor) const {
+LinkTimes MeasuredLinks::message(int tensor) {
   // Pairs of ranks send to each other in turns; one that is left over is idle.
   const int stride = all_.size() % (2 * tensor) == 0 ? tensor : 1;
-  const int rank = all_.rank(), pair = rank / (2 * stride) * 2 * stride + rank % stride;
-  const bool is_in_pair = pair + stride < all_.size();
-  const auto split = all_.group().split(is_in_pair ? pair : -1, rank, all_.deadline());
-  const auto both = split ? all_.with_group(*split) : Communicator();
+  const auto& both = group(2, stride);
+  const bool is_in_pair = both.size() == 2;
   StageLinks links(both,
                    is_in_pair ? std::vector<std::pair<int, int>>{{0, 1}, {1, 0}} : std::vector<std::pair<int, int>>{});
   auto times = measure(2, [&](double bytes) -> std::function<void()> {
