@@ -85,10 +85,11 @@ struct SplitPlan {
 // that the number of layers allows, and tensor. x, target [examples, ...]: a batch of all ranks, with examples along
 // the first dimension, here and in what layers make of it.
 //
-// Layers are made and measured one at a time, equal ones once: those of one type whose submodules, parameters and
-// inputs have the same types and shapes. So a model that fits on no rank can be planned. Memory of activations is
-// counted by Lockstep's allocator (ops/memory.h); 0 where LibTorch's own serves. Random numbers that are drawn are
-// given back.
+// Layers are made and measured one at a time, equal ones once: those of one type whose submodules, parameters,
+// inputs and outputs have the same types and shapes. Options that change neither shapes nor types, such as a stride
+// that leaves the output's shape as it is, are not compared. So a model that fits on no rank can be planned. Memory of
+// activations is counted by Lockstep's allocator (ops/memory.h); 0 where LibTorch's own serves. Random numbers that are
+// drawn are given back.
 //
 // Throws InvalidArgument, on all ranks, where there are no layers, for fewer ranks than measure or fewer than 1, for a
 // single rank that is to plan for more, for x and target with no examples or different numbers of them, for x that is
