@@ -169,7 +169,7 @@ LayerTimes least(const LayerTimes& a, const LayerTimes& b) {
 }  // namespace
 
 void LayerMeasurements::count(const LayerDivision& division, const std::set<std::int64_t>& examples) {
-  if (!kinds_.contains(division.tensor)) kinds_[division.tensor] = find_kinds(input_, division.tensor);
+  if (!kinds_.contains(division.tensor)) kinds_[division.tensor] = find(division.tensor);
   const auto& found = kinds_.at(division.tensor);
   auto& measured = measured_[division];
   measured.profiles.resize(found.kinds.size());
@@ -177,6 +177,15 @@ void LayerMeasurements::count(const LayerDivision& division, const std::set<std:
   for (std::size_t i = 0; i < found.kinds.size(); ++i)
     measured.profiles[i].parameter_bytes = found.kinds[i].parameter_bytes;
   if (found.refused.empty() && division.sharding == Sharding::none) count_bytes(found, division.tensor, measured);
+}
+
+// What one rank refuses, all do: an error may be of this rank alone, as where memory is short.
+LayerKinds LayerMeasurements::find(int tensor) const {
+  auto found = find_kinds(input_, tensor);
+  for (const auto& refused : links_.all().all_gather(found.refused)) {
+    if (!refused.empty()) return {.refused = refused};
+  }
+  return found;
 }
 
 void LayerMeasurements::count_bytes(const LayerKinds& kinds, int tensor, Measured& measured) const {

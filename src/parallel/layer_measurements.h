@@ -35,6 +35,7 @@ class LayerMeasurements {
     bool is_computed = false;
   };
 
+  LayerKinds find(int tensor) const;
   void count_bytes(const LayerKinds& kinds, int tensor, Measured& measured) const;
   void time_kind(const LayerDivision& division, std::size_t kind, Measured& measured,
                  const std::function<double()>& communicated, const TrialGroups& groups) const;

@@ -48,6 +48,10 @@ at::Tensor vocabulary_loss(const at::Tensor& logits, const at::Tensor& labels, c
   return vocabulary_parallel_cross_entropy(logits, labels, tensor).mean();
 }
 
+at::Tensor mean_of(const at::Tensor& y, const at::Tensor& /*target*/, const Communicator& /*tensor*/) {
+  return y.mean();
+}
+
 std::string error_of(const PlanOptions& options, const at::Tensor& x, const at::Tensor& y, std::size_t layers = 3,
                      int ranks = 2) {
   std::string said;
@@ -176,19 +180,45 @@ struct FailsInTrainingImpl : torch::nn::Module {
 
 TEST(Plan, AnErrorOnOneRankEndsAll) {
   const auto x = at::ones({4, 8});
-  const auto loss = [](const at::Tensor& y, const at::Tensor&, const Communicator&) { return y.mean(); };
   collective::on_ranks(2, [&](const Group& group) {
     const std::vector<PipelineStage> layers(
         2, [fails = group.rank() == 1] { return std::make_shared<FailsInTrainingImpl>(fails); });
     const PlanOptions options{.tensor = {{"*.up", ColwiseParallel{.output = Replicate()}}}};
     std::string said;
     try {
-      plan_parallel(layers, x, x, loss, {group, 60}, options);
+      plan_parallel(layers, x, x, mean_of, {group, 60}, options);
     } catch (const std::exception& error) {
       said = error.what();
     }
     expect_says(said, "this rank has failed");
   });
+}
+
+// Divided over ranks it throws, on one of them.
+struct FailsDividedImpl : FailsInTrainingImpl {
+  explicit FailsDividedImpl(bool divided) : FailsInTrainingImpl(false), fails_divided(divided) {}
+  at::Tensor forward(const at::Tensor& x) {
+    if (fails_divided && up->weight.size(0) < 8) throw std::runtime_error("this rank is short of memory");
+    return up(x);
+  }
+
+  const bool fails_divided;
+};
+
+TEST(Plan, WhatOneRankRefusesAllDo) {
+  const auto x = at::ones({4, 8});
+  std::vector<std::string> tables(2);
+  collective::on_ranks(2, [&](const Group& group) {
+    const std::vector<PipelineStage> layers(
+        2, [fails = group.rank() == 1] { return std::make_shared<FailsDividedImpl>(fails); });
+    const PlanOptions options{.tensor = {{"*.up", ColwiseParallel{.output = Replicate()}}}};
+    const auto plan = plan_parallel(layers, x, x, mean_of, {group, 60}, options);
+    EXPECT_EQ(plan.candidates.back().split.tensor, 2);
+    EXPECT_EQ(plan.candidates.back().refused, "this rank is short of memory");
+    EXPECT_TRUE(plan.best().refused.empty());
+    tables[static_cast<std::size_t>(group.rank())] = plan.table();
+  });
+  EXPECT_EQ(tables[0], tables[1]);
 }
 
 // What a training really takes, by the allocator.
