@@ -165,8 +165,8 @@ class Candidate {
     for (std::size_t i = 0; i < input_.layers; ++i) {
       const auto times = times_of(i);
       const auto& layer = layers_.layers[i];
-      const auto bytes =
-          layer.parameter_bytes * (2 + input_.options.optimizer_states) / layer_division(planned_.split).shards;
+      const auto bytes = (layer.parameter_bytes + (1 + input_.options.optimizer_states) * layer.trained_bytes) /
+                         layer_division(planned_.split).shards;
       costs.push_back({was_timed ? times.forward + times.backward_input + times.backward_weight + accumulate_of(i)
                                  : layer.parameter_bytes + bytes_of(i).activations,
                        bytes, bytes_of(i).activations});
@@ -217,7 +217,7 @@ class Candidate {
     for_each_stage([&](std::size_t stage, std::size_t first, std::size_t end) {
       const auto rank = static_cast<std::size_t>(schedule.rank_of_stage[stage]);
       for (auto i = first; i < end; ++i) {
-        bytes[rank] += layers_.layers[i].parameter_bytes;
+        bytes[rank] += layers_.layers[i].trained_bytes;
         update[rank] += layers_.layers[i].update_seconds;
       }
     });
@@ -241,29 +241,31 @@ class Candidate {
 
   SplitMemory memory_of(const PipelineSchedule& schedule, int rank) const {
     const auto& split = planned_.split;
-    double parameters = 0, largest = 0, working = 0;
+    double parameters = 0, trained = 0, largest = 0, largest_trained = 0, working = 0;
     std::vector<double> kept(schedule.rank_of_stage.size());  // of a microbatch, by stage
     for_each_stage([&](std::size_t stage, std::size_t first, std::size_t end) {
       if (schedule.rank_of_stage[stage] != rank) return;
       kept[stage] = first == 0 ? 0 : bytes_of(first).input;
       for (auto i = first; i < end; ++i) {
-        const auto bytes = layers_.layers[i].parameter_bytes;
-        parameters += bytes;
-        largest = std::max(largest, bytes);
+        const auto& layer = layers_.layers[i];
+        parameters += layer.parameter_bytes;
+        trained += layer.trained_bytes;
+        largest = std::max(largest, layer.parameter_bytes);
+        largest_trained = std::max(largest_trained, layer.trained_bytes);
         kept[stage] += bytes_of(i).activations;
         working = std::max(working, bytes_of(i).working);
       }
     });
     const int shards = layer_division(split).shards;
     SplitMemory memory{.parameters = parameters / shards,
-                       .gradients = parameters / shards,
-                       .optimizer = input_.options.optimizer_states * parameters / shards,
+                       .gradients = trained / shards,
+                       .optimizer = input_.options.optimizer_states * trained / shards,
                        .activations = most_kept(schedule, rank, kept),
                        .working = working};
     // What is gathered, and the gradients of a unit: each parameter's own, and in the memory that is reduced.
     if (split.sharding == Sharding::parameters) memory.parameters += largest;
     if (split.sharding == Sharding::gradients) memory.parameters += parameters;
-    if (split.sharding != Sharding::none) memory.gradients += 2 * largest;
+    if (split.sharding != Sharding::none) memory.gradients += 2 * largest_trained;
     return memory;
   }
 

@@ -69,7 +69,11 @@ class KindFinder {
     found_.of_layers.push_back(number->second);
     if (is_new) {
       LayerKind kind{.layer = i, .entries = entries, .sample = x};
-      for (const auto& each : unique(module->parameters())) kind.parameter_bytes += static_cast<double>(each.nbytes());
+      for (const auto& each : unique(module->parameters())) {
+        const auto bytes = static_cast<double>(each.nbytes());
+        kind.parameter_bytes += bytes;
+        if (each.requires_grad()) kind.trained_bytes += bytes;
+      }
       found_.kinds.push_back(std::move(kind));
     }
     return output;

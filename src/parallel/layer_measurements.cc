@@ -174,8 +174,10 @@ void LayerMeasurements::count(const LayerDivision& division, const std::set<std:
   auto& measured = measured_[division];
   measured.profiles.resize(found.kinds.size());
   measured.examples = examples;
-  for (std::size_t i = 0; i < found.kinds.size(); ++i)
+  for (std::size_t i = 0; i < found.kinds.size(); ++i) {
     measured.profiles[i].parameter_bytes = found.kinds[i].parameter_bytes;
+    measured.profiles[i].trained_bytes = found.kinds[i].trained_bytes;
+  }
   if (found.refused.empty() && division.sharding == Sharding::none) count_bytes(found, division.tensor, measured);
 }
 

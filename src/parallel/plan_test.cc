@@ -221,6 +221,27 @@ TEST(Plan, WhatOneRankRefusesAllDo) {
   EXPECT_EQ(tables[0], tables[1]);
 }
 
+TEST(Plan, FrozenParametersAreNotTrained) {
+  const auto x = at::ones({4, 8});
+  collective::on_ranks(2, [&](const Group& group) {
+    const auto layer = [](bool frozen) {
+      return PipelineStage([frozen] {
+        auto module = std::make_shared<FailsInTrainingImpl>(false);
+        for (auto& each : module->parameters()) each.set_requires_grad(!frozen);
+        return module;
+      });
+    };
+    const auto plan = plan_parallel({layer(true), layer(true), layer(false)}, x, x, mean_of, {group, 60});
+    for (const auto& each : plan.candidates) {
+      if (each.split.data == 1 || each.split.sharding != Sharding::none) continue;
+      constexpr double kBytes = 4 * (8 * 8 + 8);
+      EXPECT_EQ(each.memory.parameters, 3 * kBytes);
+      EXPECT_EQ(each.memory.gradients, kBytes);
+      EXPECT_EQ(each.memory.optimizer, 2 * kBytes);
+    }
+  });
+}
+
 // What a training really takes, by the allocator.
 TEST(Plan, MemoryIsWhatTheAllocatorCounts) {
   if (memory_stats().reserved_bytes == 0) return;  // LibTorch's own counts nothing
