@@ -157,6 +157,14 @@ LayerBytes bytes_of_kind(const MeasureInput& input, const LayerKind& kind, Layer
   return bytes;
 }
 
+// Parameters and gradients of a layer that is measured; there is no optimizer yet.
+double bytes_of_trial(const LayerKind& kind, const LayerDivision& division) {
+  const auto own = kind.parameter_bytes + kind.trained_bytes;
+  if (division.sharding == Sharding::none) return own;
+  // What is gathered, and its gradients: each parameter's own, and in the memory that is reduced.
+  return own / division.shards + kind.parameter_bytes + 2 * kind.trained_bytes;
+}
+
 // Of two measurements of the same; all of backward from one.
 LayerTimes least(const LayerTimes& a, const LayerTimes& b) {
   const auto backward = [](const LayerTimes& times) { return times.backward_input + times.backward_weight; };
@@ -198,10 +206,10 @@ void LayerMeasurements::count_bytes(const LayerKinds& kinds, int tensor, Measure
     for (const auto& kind : kinds.kinds) {
       const Rehearsal group(tensor);
       LayerTrial trial(input_.layers[kind.layer], kind.entries, Sharding::none, {group.ranks(), {}});
-      const auto copies = (2 + input_.options.optimizer_states) * kind.parameter_bytes;
+      const auto own = bytes_of_trial(kind, {.tensor = tensor});
       double last = 0, of = 1;  // activations of the last count, for so many examples
       for (const auto count : measured.examples) {
-        const auto expected = copies + last * static_cast<double>(count) / of;
+        const auto expected = own + last * static_cast<double>(count) / of;
         LayerBytes bytes;
         if (expected <= input_.options.memory_bytes) {
           bytes = bytes_of_kind(input_, kind, trial, count);
@@ -250,12 +258,18 @@ void LayerMeasurements::time_kind(const LayerDivision& division, std::size_t num
   TimedTrial timed(input_, kind, trial, links_.all(), others);
   const auto& counted = measured_.at({.tensor = division.tensor}).profiles[number].bytes;
   for (const auto count : measured.examples) {
-    if (!counted.contains(count)) continue;  // does not fit
+    const auto bytes = counted.find(count);
+    if (bytes == counted.end()) continue;  // does not fit
+    if (bytes_of_trial(kind, division) + bytes->second.activations > input_.options.memory_bytes) continue;
     const auto times = timed.measure(count, communicated);
     const auto [before, is_first] = profile.times.try_emplace(count, times);
     if (!is_first) before->second = least(before->second, times);
   }
-  if (profile.times.empty() || trial.parameters().empty()) return;
+  // Where the optimizer's states do not fit, the split is refused for them.
+  const auto states = input_.options.optimizer_states * kind.trained_bytes;
+  const bool fits =
+      (kind.parameter_bytes + kind.trained_bytes + states) / division.shards <= input_.options.memory_bytes;
+  if (!fits || profile.times.empty() || trial.parameters().empty()) return;
   const auto& make = input_.options.optimizer;
   const auto parameters = trial.parameters();
   const auto optimizer =

@@ -242,6 +242,24 @@ TEST(Plan, FrozenParametersAreNotTrained) {
   });
 }
 
+// A layer whose states fit on no rank as a whole can be sharded.
+TEST(Plan, ALayerIsMeasuredWithoutTheOptimizersStates) {
+  const auto x = at::ones({4, 256});
+  constexpr double kBytes = 4 * (256 * 256 + 256);
+  collective::on_ranks(2, [&](const Group& group) {
+    const std::vector<PipelineStage> layers{[] { return torch::nn::Linear(256, 256); }};
+    const PlanOptions options{.memory_bytes = 15 * kBytes, .optimizer_states = 16};
+    const auto plan = plan_parallel(layers, x, x, mean_of, {group, 60}, options);
+    ASSERT_EQ(plan.candidates.size(), 3U);
+    for (const auto& each : plan.candidates) {
+      SCOPED_TRACE(each.split.describe() + ": " + each.refused);
+      EXPECT_EQ(each.refused.empty(), each.split.sharding != Sharding::none);
+      EXPECT_GT(each.memory.total(), 10 * kBytes);
+    }
+    expect_says(plan.candidates.back().refused, "needs ");
+  });
+}
+
 // What a training really takes, by the allocator.
 TEST(Plan, MemoryIsWhatTheAllocatorCounts) {
   if (memory_stats().reserved_bytes == 0) return;  // LibTorch's own counts nothing
