@@ -87,12 +87,14 @@ class TimedTrial {
     return {mean[0] + forward_link_, mean[1] + backward_link, mean[2], std::max(mean[3], 0.0)};
   }
 
-  // Of the optimizer's step.
-  double measure_update(torch::optim::Optimizer& optimizer) {
+  // Of the optimizer's step; null on a rank that has no part of the parameters.
+  double measure_update(torch::optim::Optimizer* optimizer) {
     std::vector<double> seconds;
     for (int round = 0; round < kUpdateRounds; ++round) {
       pass_others();
-      seconds.push_back(timed([&] { optimizer.step(); }));
+      seconds.push_back(timed([&] {
+        if (optimizer != nullptr) optimizer->step();
+      }));
     }
     double mean = median(std::move(seconds));
     all_.sum({&mean, 1});
@@ -269,13 +271,19 @@ void LayerMeasurements::time_kind(const LayerDivision& division, std::size_t num
   const auto states = input_.options.optimizer_states * kind.trained_bytes;
   const bool fits =
       (kind.parameter_bytes + kind.trained_bytes + states) / division.shards <= input_.options.memory_bytes;
-  if (!fits || profile.times.empty() || trial.parameters().empty()) return;
-  const auto& make = input_.options.optimizer;
-  const auto parameters = trial.parameters();
-  const auto optimizer =
-      make ? make(parameters) : std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(kRate));
-  const auto update = timed.measure_update(*optimizer);
+  // The same on all ranks, also on one without a part of the layer.
+  if (!fits || profile.times.empty() || kind.trained_bytes == 0) return;
+  const auto optimizer = make_optimizer(trial.parameters());
+  const auto update = timed.measure_update(optimizer.get());
   profile.update_seconds = profile.update_seconds > 0 ? std::min(profile.update_seconds, update) : update;
+}
+
+// Null where there are no parameters.
+std::unique_ptr<torch::optim::Optimizer> LayerMeasurements::make_optimizer(
+    const std::vector<Tensor>& parameters) const {
+  if (parameters.empty()) return nullptr;
+  if (input_.options.optimizer) return input_.options.optimizer(parameters);
+  return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(kRate));
 }
 
 DividedLayers LayerMeasurements::result(const LayerDivision& division) const {

@@ -2,6 +2,7 @@
 #include "lockstep/parallel/plan.h"
 
 #include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
 #include <mutex>
@@ -257,6 +258,16 @@ TEST(Plan, ALayerIsMeasuredWithoutTheOptimizersStates) {
       EXPECT_GT(each.memory.total(), 10 * kBytes);
     }
     expect_says(plan.candidates.back().refused, "needs ");
+  });
+}
+
+TEST(Plan, ARankWithoutAPartOfASmallLayerTakesPart) {
+  const auto x = at::ones({8, 4});
+  collective::on_ranks(4, [&](const Group& group) {
+    const std::vector<PipelineStage> layers{[] { return torch::nn::Linear(4, 4); },
+                                            [] { return torch::nn::Linear(4, 1); }};
+    const auto plan = plan_parallel(layers, x, x, mean_of, {group, 60});
+    for (const auto& each : plan.candidates) EXPECT_EQ(each.refused, "") << each.split.describe();
   });
 }
 
