@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
-#include <optional>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -291,22 +290,25 @@ class Candidate {
 };
 
 // More microbatches have to be so much faster: less is within what measurements vary by.
-constexpr double kWorthMore = 0.98;
+constexpr double kWorthMore = 1.02;
 
-// The fastest that fits; where none does, the one that needs least.
+// The first number of microbatches that is as fast as the fastest that fits, or nearly; where none fits, the one that
+// needs least.
 PlannedSplit best_of(const PlanInput& input, const Profile& profile, const Family& family) {
-  std::optional<PlannedSplit> best;
-  const auto is_better = [&](const PlannedSplit& other) {
-    if (other.refused.empty() != best->refused.empty()) return other.refused.empty();
-    return other.refused.empty() ? other.seconds < kWorthMore * best->seconds
-                                 : other.memory.total() < best->memory.total();
-  };
+  if (!family.refused.empty()) return {.split = family.split, .refused = family.refused};
+  std::vector<PlannedSplit> fitting, others;
   for (const int count : family.microbatches) {
     auto planned = Candidate(input, profile, family, count).evaluate();
-    if (!best || is_better(planned)) best = std::move(planned);
+    (planned.refused.empty() ? fitting : others).push_back(std::move(planned));
   }
-  if (best) return *best;
-  return {.split = family.split, .refused = family.refused};
+  if (fitting.empty()) {
+    return *std::min_element(others.begin(), others.end(),
+                             [](const auto& a, const auto& b) { return a.memory.total() < b.memory.total(); });
+  }
+  const auto fastest = std::min_element(fitting.begin(), fitting.end(),
+                                        [](const auto& a, const auto& b) { return a.seconds < b.seconds; });
+  return *std::find_if(fitting.begin(), fitting.end(),
+                       [most = kWorthMore * fastest->seconds](const auto& each) { return each.seconds <= most; });
 }
 
 }  // namespace

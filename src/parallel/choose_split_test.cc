@@ -147,6 +147,20 @@ TEST(ChooseSplit, MicrobatchesFillAPipelineAndLessMemory) {
   EXPECT_EQ(plan.best().split.microbatches, 8);  // activations of one example at a time
 }
 
+TEST(ChooseSplit, TheFirstMicrobatchesNearTheFastestAreChosen) {
+  const PlanOptions options{.microbatches = {1, 2, 4}};
+  const PlanInput input{1, 1, 4, options};
+  auto profile = profile_of(input, {});
+  auto& layer = profile.divisions.begin()->second.layers[0];
+  const auto chosen = [&](double one, double two, double four) {
+    layer.times = {{4, {.forward = one}}, {2, {.forward = two / 2}}, {1, {.forward = four / 4}}};
+    return choose_split(input, profile).best().split.microbatches;
+  };
+  EXPECT_EQ(chosen(1, 0.985, 0.979), 2);  // within 2% of the fastest, though not 2% faster than the first
+  EXPECT_EQ(chosen(1, 0.995, 0.99), 1);
+  EXPECT_EQ(chosen(1, 0.9, 0.8), 4);
+}
+
 TEST(ChooseSplit, TheSlowestStageDecidesWhereLayersDiffer) {
   const PlanOptions options{.microbatches = {4}};
   const PlanInput input{2, 4, 8, options};

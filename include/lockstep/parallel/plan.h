@@ -40,7 +40,7 @@ struct PlanOptions {
   ParallelPlan tensor = {};
 
   // Those that are tried, where they divide the examples of a data rank; in a pipeline not fewer than its ranks where
-  // there are more. The first that is the fastest, or within 2% of it.
+  // there are more. The first whose step takes at most 1.02 of the fastest one's is chosen.
   std::vector<int> microbatches = {1, 2, 4, 8, 16};
 
   // Whose step is measured. Empty: torch::optim::AdamW.
@@ -63,7 +63,7 @@ struct SplitMemory {
 };
 
 struct PlannedSplit {
-  Split split;         // with the number of microbatches that is the fastest of those that fit, within 2%
+  Split split;         // with the first number of microbatches within 2% of the fastest of those that fit
   double seconds = 0;  // of a step: forward, backward, averaging and the optimizer; 0 where that was not measured
   SplitMemory memory;
   bool is_computed = false;  // costs of more ranks than measured are in it
