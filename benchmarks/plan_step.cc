@@ -9,6 +9,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "base/median.h"
 #include "gpt_layers.h"
 
 using namespace lockstep;
@@ -67,11 +68,6 @@ class Training {
   SplitModel model_;
   torch::optim::AdamW adamw_;
 };
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 void measure(const Options& options) {
   at::set_num_threads(1);

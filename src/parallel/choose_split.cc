@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
-#include <optional>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -158,13 +157,14 @@ class Candidate {
     return {bytes.activations * scale, bytes.working * scale, bytes.input * scale, bytes.output * scale};
   }
 
-  // Where a rank has one stage the bound of memory counts.
+  // Where a rank has one stage the bound of memory counts. A layer's parameter_bytes are all that is kept of their
+  // size.
   std::vector<int> cut(bool was_timed) const {
     std::vector<LayerCost> costs;
     for (std::size_t i = 0; i < input_.layers; ++i) {
       const auto times = times_of(i);
       const auto& layer = layers_.layers[i];
-      const auto bytes = layer.parameter_bytes * (2 + input_.options.optimizer_states) / kCopiesOfCut /
+      const auto bytes = (layer.parameter_bytes + (1 + input_.options.optimizer_states) * layer.trained_bytes) /
                          layer_division(planned_.split).shards;
       costs.push_back({was_timed ? times.forward + times.backward_input + times.backward_weight + accumulate_of(i)
                                  : layer.parameter_bytes + bytes_of(i).activations,
@@ -172,7 +172,7 @@ class Candidate {
     }
     if (stages_ == planned_.split.pipeline) {
       try {
-        return cut_stages(costs, stages_, {.most_bytes = input_.options.memory_bytes});
+        return cut_stages(costs, stages_, {.most_bytes = input_.options.memory_bytes, .parameter_copies = 1});
       } catch (const InvalidArgument&) {  // none fits: evaluate says what the fastest needs
       }
     }
@@ -216,7 +216,7 @@ class Candidate {
     for_each_stage([&](std::size_t stage, std::size_t first, std::size_t end) {
       const auto rank = static_cast<std::size_t>(schedule.rank_of_stage[stage]);
       for (auto i = first; i < end; ++i) {
-        bytes[rank] += layers_.layers[i].parameter_bytes;
+        bytes[rank] += layers_.layers[i].trained_bytes;
         update[rank] += layers_.layers[i].update_seconds;
       }
     });
@@ -240,29 +240,31 @@ class Candidate {
 
   SplitMemory memory_of(const PipelineSchedule& schedule, int rank) const {
     const auto& split = planned_.split;
-    double parameters = 0, largest = 0, working = 0;
+    double parameters = 0, trained = 0, largest = 0, largest_trained = 0, working = 0;
     std::vector<double> kept(schedule.rank_of_stage.size());  // of a microbatch, by stage
     for_each_stage([&](std::size_t stage, std::size_t first, std::size_t end) {
       if (schedule.rank_of_stage[stage] != rank) return;
       kept[stage] = first == 0 ? 0 : bytes_of(first).input;
       for (auto i = first; i < end; ++i) {
-        const auto bytes = layers_.layers[i].parameter_bytes;
-        parameters += bytes;
-        largest = std::max(largest, bytes);
+        const auto& layer = layers_.layers[i];
+        parameters += layer.parameter_bytes;
+        trained += layer.trained_bytes;
+        largest = std::max(largest, layer.parameter_bytes);
+        largest_trained = std::max(largest_trained, layer.trained_bytes);
         kept[stage] += bytes_of(i).activations;
         working = std::max(working, bytes_of(i).working);
       }
     });
     const int shards = layer_division(split).shards;
     SplitMemory memory{.parameters = parameters / shards,
-                       .gradients = parameters / shards,
-                       .optimizer = input_.options.optimizer_states * parameters / shards,
+                       .gradients = trained / shards,
+                       .optimizer = input_.options.optimizer_states * trained / shards,
                        .activations = most_kept(schedule, rank, kept),
                        .working = working};
     // What is gathered, and the gradients of a unit: each parameter's own, and in the memory that is reduced.
     if (split.sharding == Sharding::parameters) memory.parameters += largest;
     if (split.sharding == Sharding::gradients) memory.parameters += parameters;
-    if (split.sharding != Sharding::none) memory.gradients += 2 * largest;
+    if (split.sharding != Sharding::none) memory.gradients += 2 * largest_trained;
     return memory;
   }
 
@@ -278,8 +280,6 @@ class Candidate {
     return most;
   }
 
-  static constexpr double kCopiesOfCut = 4;  // which cut_stages counts
-
   const PlanInput& input_;
   const Profile& profile_;
   const std::int64_t examples_;  // of a microbatch
@@ -290,22 +290,25 @@ class Candidate {
 };
 
 // More microbatches have to be so much faster: less is within what measurements vary by.
-constexpr double kWorthMore = 0.98;
+constexpr double kWorthMore = 1.02;
 
-// The fastest that fits; where none does, the one that needs least.
+// The first number of microbatches that is as fast as the fastest that fits, or nearly; where none fits, the one that
+// needs least.
 PlannedSplit best_of(const PlanInput& input, const Profile& profile, const Family& family) {
-  std::optional<PlannedSplit> best;
-  const auto is_better = [&](const PlannedSplit& other) {
-    if (other.refused.empty() != best->refused.empty()) return other.refused.empty();
-    return other.refused.empty() ? other.seconds < kWorthMore * best->seconds
-                                 : other.memory.total() < best->memory.total();
-  };
+  if (!family.refused.empty()) return {.split = family.split, .refused = family.refused};
+  std::vector<PlannedSplit> fitting, others;
   for (const int count : family.microbatches) {
     auto planned = Candidate(input, profile, family, count).evaluate();
-    if (!best || is_better(planned)) best = std::move(planned);
+    (planned.refused.empty() ? fitting : others).push_back(std::move(planned));
   }
-  if (best) return *best;
-  return {.split = family.split, .refused = family.refused};
+  if (fitting.empty()) {
+    return *std::min_element(others.begin(), others.end(),
+                             [](const auto& a, const auto& b) { return a.memory.total() < b.memory.total(); });
+  }
+  const auto fastest = std::min_element(fitting.begin(), fitting.end(),
+                                        [](const auto& a, const auto& b) { return a.seconds < b.seconds; });
+  return *std::find_if(fitting.begin(), fitting.end(),
+                       [most = kWorthMore * fastest->seconds](const auto& each) { return each.seconds <= most; });
 }
 
 }  // namespace

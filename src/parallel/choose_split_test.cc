@@ -27,6 +27,7 @@ Profile profile_of(const PlanInput& input, const Synthetic& costs) {
   const auto link = link_of(costs);
   for (const auto& [division, examples] : needs.divisions) {
     LayerProfile layer{.parameter_bytes = costs.parameters / division.tensor,
+                       .trained_bytes = costs.parameters / division.tensor,
                        .update_seconds = 1e-10 * costs.parameters / division.tensor / division.shards};
     for (const auto count : examples) {
       const auto n = static_cast<double>(count);
@@ -116,11 +117,48 @@ TEST(ChooseSplit, MemoryIsOfTheRankThatNeedsMost) {
   expect("pipeline 2, gpipe", 4, 4, 8, 4 * (4 * 2000 + 200));
 }
 
+TEST(ChooseSplit, FrozenParametersHaveNoGradients) {
+  const PlanOptions options{.microbatches = {4}};
+  const PlanInput input{2, 8, 8, options};
+  auto profile = profile_of(input, {.parameters = kMiB});
+  const auto trained = choose_split(input, profile);
+  for (auto& [division, divided] : profile.divisions) {
+    for (std::size_t i = 0; i < 4; ++i) divided.layers[i].trained_bytes = 0;
+  }
+  const auto plan = choose_split(input, profile);
+  const auto expect = [&](const char* name, double parameters, double gradients, double optimizer) {
+    const auto& memory = candidate(plan, name).memory;
+    SCOPED_TRACE(name);
+    EXPECT_DOUBLE_EQ(memory.parameters, parameters * kMiB);
+    EXPECT_DOUBLE_EQ(memory.gradients, gradients * kMiB);
+    EXPECT_DOUBLE_EQ(memory.optimizer, optimizer * kMiB);
+  };
+  expect("data 2, 4", 8, 4, 8);
+  expect("data 2, ZeRO 2", 4 + 8, 2 + 2, 4);
+  expect("data 2, ZeRO 3", 4 + 1, 2 + 2, 4);
+  // Gradients of four layers less are averaged, at 1e9 bytes a second.
+  EXPECT_NEAR(candidate(trained, "data 2, 4").seconds - candidate(plan, "data 2, 4").seconds, 4e-9 * kMiB, 1e-9);
+}
+
 TEST(ChooseSplit, MicrobatchesFillAPipelineAndLessMemory) {
   const PlanOptions options{.memory_bytes = 8 * 4 * kMiB + 12000};
   const auto plan = plan_with({1, 8, 8, options}, {.parameters = kMiB});
   ASSERT_EQ(plan.candidates.size(), 1U);
   EXPECT_EQ(plan.best().split.microbatches, 8);  // activations of one example at a time
+}
+
+TEST(ChooseSplit, TheFirstMicrobatchesNearTheFastestAreChosen) {
+  const PlanOptions options{.microbatches = {1, 2, 4}};
+  const PlanInput input{1, 1, 4, options};
+  auto profile = profile_of(input, {});
+  auto& layer = profile.divisions.begin()->second.layers[0];
+  const auto chosen = [&](double one, double two, double four) {
+    layer.times = {{4, {.forward = one}}, {2, {.forward = two / 2}}, {1, {.forward = four / 4}}};
+    return choose_split(input, profile).best().split.microbatches;
+  };
+  EXPECT_EQ(chosen(1, 0.985, 0.979), 2);  // within 2% of the fastest, though not 2% faster than the first
+  EXPECT_EQ(chosen(1, 0.995, 0.99), 1);
+  EXPECT_EQ(chosen(1, 0.9, 0.8), 4);
 }
 
 TEST(ChooseSplit, TheSlowestStageDecidesWhereLayersDiffer) {

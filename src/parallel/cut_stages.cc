@@ -9,20 +9,14 @@
 #include <numeric>
 
 #include "base/text.h"
-#include "lockstep/ops/memory.h"
 #include "ops/replica_random.h"
+#include "parallel/bytes_in_use.h"
 #include "parallel/layers_module.h"
 
 namespace lockstep {
 namespace {
 
-constexpr int kRuns = 4;       // the first is slower
-constexpr double kCopies = 4;  // of parameters: values, gradients, and two states of an optimizer
-
-double bytes_in_use() {
-  const auto stats = memory_stats();
-  return static_cast<double>(stats.reserved_bytes) - static_cast<double>(stats.cached_bytes);
-}
+constexpr int kRuns = 4;  // the first is slower
 
 struct Measured {
   LayerCost cost;
@@ -38,9 +32,9 @@ Measured measure(const PipelineStage& layer, const Tensor& x) {
   for (int i = 0; i < kRuns; ++i) {
     const auto input = x.is_floating_point() ? x.detach().requires_grad_() : x;
     const auto start = std::chrono::steady_clock::now();
-    const auto before = bytes_in_use();
+    const auto before = parallel::bytes_in_use();
     const auto output = layer.forward(*module, input);
-    result.cost.activation_bytes = std::max(result.cost.activation_bytes, bytes_in_use() - before);
+    result.cost.activation_bytes = std::max(result.cost.activation_bytes, parallel::bytes_in_use() - before);
     if (output.requires_grad()) output.backward(at::ones_like(output));
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
     result.cost.seconds = std::min(result.cost.seconds, seconds.count());
@@ -57,14 +51,15 @@ struct Best {
 
 // A stage's seconds; infinite where it needs more than the bound.
 double cost_of(const std::vector<LayerCost>& layers, std::size_t begin, std::size_t end, int microbatches,
-               double most) {
+               const CutOptions& options) {
   LayerCost sum;
   for (std::size_t i = begin; i < end; ++i) {
     sum.seconds += layers[i].seconds;
     sum.parameter_bytes += layers[i].parameter_bytes;
     sum.activation_bytes += layers[i].activation_bytes;
   }
-  const bool fits = kCopies * sum.parameter_bytes + microbatches * sum.activation_bytes <= most;
+  const bool fits =
+      options.parameter_copies * sum.parameter_bytes + microbatches * sum.activation_bytes <= options.most_bytes;
   return fits ? sum.seconds : std::numeric_limits<double>::infinity();
 }
 
@@ -100,7 +95,7 @@ std::vector<int> cut_stages(const std::vector<LayerCost>& layers, int stages, co
     for (std::size_t end = stage; end <= count; ++end) {
       for (std::size_t begin = stage - 1; begin < end; ++begin) {
         const auto seconds =
-            std::max(best[stage - 1][begin].seconds, cost_of(layers, begin, end, microbatches, options.most_bytes));
+            std::max(best[stage - 1][begin].seconds, cost_of(layers, begin, end, microbatches, options));
         if (seconds < best[stage][end].seconds) best[stage][end] = {seconds, begin};
       }
     }

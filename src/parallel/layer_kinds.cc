@@ -7,6 +7,7 @@
 #include <typeinfo>
 
 #include "base/text.h"
+#include "parallel/gradient_norm.h"
 #include "parallel/rehearsal_group.h"
 #include "parallel/tensor_entries.h"
 
@@ -14,9 +15,10 @@ namespace lockstep::parallel {
 namespace {
 
 // Layers with the same one cost the same. `module` has the layer as its only child, called by its number.
-std::string identity(const torch::nn::Module& module, const Tensor& x, const ParallelPlan& entries) {
+std::string identity(const torch::nn::Module& module, const Tensor& x, const Tensor& output,
+                     const ParallelPlan& entries) {
   const auto layer = module.children().front();
-  auto lines = text(x.sizes(), " ", x.scalar_type(), "\n");
+  auto lines = text(x.sizes(), " ", x.scalar_type(), " to ", output.sizes(), " ", output.scalar_type(), "\n");
   for (const auto& each : layer->named_modules()) {
     const auto& part = *each.value();
     lines += text(each.key(), " ", typeid(part).name(), "\n");
@@ -55,25 +57,25 @@ class KindFinder {
   Tensor pass(std::size_t i, const Tensor& x) {
     const auto module = input_.layers[i].make();
     const auto entries = tensor_ == 1 ? ParallelPlan() : entries_for(*module, input_.options.tensor, used_);
-    // The first layer's input needs no gradient, and the last one has the loss.
-    const auto key = text(i == 0, input_.is_last(i), " ", identity(*module, x, entries));
-    const auto known = numbers_.find(key);
-    if (known != numbers_.end()) {
-      found_.of_layers.push_back(known->second);
-      return outputs_[known->second];
-    }
-    LayerKind kind{.layer = i, .entries = entries, .sample = x};
     if (tensor_ > 1) parallelize_module(*module, rehearsal_.ranks(), entries);
-    for (const auto& each : module->parameters()) kind.parameter_bytes += static_cast<double>(each.nbytes());
     const auto output = input_.layers[i].forward(*module, x);
     if (!output.is_floating_point()) {
       throw InvalidArgument(text("plan_parallel: the output of layer ", i, " is of ", output.scalar_type(),
                                  "; it must be floating-point, or no gradient could come back"));
     }
-    numbers_[key] = found_.kinds.size();
-    found_.of_layers.push_back(found_.kinds.size());
-    found_.kinds.push_back(std::move(kind));
-    outputs_.push_back(output);
+    // The first layer's input needs no gradient, and the last one has the loss.
+    const auto key = text(i == 0, input_.is_last(i), " ", identity(*module, x, output, entries));
+    const auto [number, is_new] = numbers_.try_emplace(key, found_.kinds.size());
+    found_.of_layers.push_back(number->second);
+    if (is_new) {
+      LayerKind kind{.layer = i, .entries = entries, .sample = x};
+      for (const auto& each : unique(module->parameters())) {
+        const auto bytes = static_cast<double>(each.nbytes());
+        kind.parameter_bytes += bytes;
+        if (each.requires_grad()) kind.trained_bytes += bytes;
+      }
+      found_.kinds.push_back(std::move(kind));
+    }
     return output;
   }
 
@@ -83,7 +85,6 @@ class KindFinder {
   std::set<std::string> used_;  // patterns of the tensor plan
   LayerKinds found_;
   std::map<std::string, std::size_t> numbers_;
-  std::vector<Tensor> outputs_;  // [kind]
 };
 
 }  // namespace

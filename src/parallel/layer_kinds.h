@@ -24,6 +24,7 @@ struct LayerKind {
   ParallelPlan entries;   // of the tensor plan
   Tensor sample;          // its input for the fewest examples
   double parameter_bytes = 0;
+  double trained_bytes = 0;  // of those that are not frozen
 
   // Its input for `examples`: of the batch for the first layer, else the sample repeated.
   Tensor input(const MeasureInput& of, std::int64_t examples) const;

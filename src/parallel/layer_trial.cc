@@ -23,7 +23,6 @@ LayerTrial::LayerTrial(const PipelineStage& stage, const ParallelPlan& entries, 
   if (tensor_.size() > 1) parallelize_module(*module_, tensor_, entries);
   parameters_ = unique(module_->parameters());
   for (const auto& parameter : parameters_) {
-    parameter_bytes_ += static_cast<double>(parameter.nbytes());
     if (parameter.dim() == 2) ops::add_hook(parameter, std::make_shared<SplitWeight>(parameter));
   }
   std::erase_if(parameters_, [](const auto& parameter) { return !parameter.requires_grad(); });

@@ -36,7 +36,6 @@ class LayerTrial {
 
   const Tensor& output() const { return output_; }  // of the layer, not of the loss
   const std::vector<Tensor>& parameters() const { return parameters_; }
-  double parameter_bytes() const { return parameter_bytes_; }  // of the module before sharding
 
  private:
   struct Backward;
@@ -47,7 +46,6 @@ class LayerTrial {
   std::shared_ptr<torch::nn::Module> module_;
   std::optional<FullyShardedParameters> sharded_;
   std::vector<Tensor> parameters_;  // as optimizers get them
-  double parameter_bytes_ = 0;
   Tensor output_, last_;
   std::unique_ptr<Backward> backward_;
 };

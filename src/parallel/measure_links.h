@@ -20,8 +20,9 @@ class MeasuredLinks {
   // Whether there are Groups of so many ranks, next to each other.
   bool has(int ranks) const { return all_.size() % ranks == 0; }
 
-  // This rank's Group of `count` ranks, `stride` apart.
-  Communicator group(int count, int stride);
+  // This rank's Group of `count` ranks, `stride` apart; of fewer where ranks are left over. Made when it is first asked
+  // for.
+  const Communicator& group(int count, int stride);
 
   // Calls `act`. If it throws, the others' calls are aborted, in all Groups that `group` made too.
   void abort_on_error(const std::function<void()>& act) const;
@@ -29,21 +30,20 @@ class MeasuredLinks {
   // average_gradients over a data axis of so many ranks, and a message between stages of meshes with such a tensor
   // axis.
   LinkTimes average(int ranks);
-  LinkTimes message(int tensor) const;
+  LinkTimes message(int tensor);
 
   // One operation of a Group of all ranks, measured when it is first asked for.
   const LinkTimes& collective(Call::Kind kind);
 
  private:
-  // Seconds of `act` for rising sizes; `act` gets bytes. The median of some runs, the mean over ranks.
-  LinkTimes measure(int ranks, const std::function<void(double bytes)>& act) const;
+  // `prepare` makes what is sent, for rising sizes, and returns what is timed. The median of some runs, the mean over
+  // ranks.
+  using Prepare = std::function<std::function<void()>(double bytes)>;
+  LinkTimes measure(int ranks, const Prepare& prepare) const;
 
   const Communicator all_;
-  std::vector<Communicator> groups_;
+  std::map<std::pair<int, int>, Communicator> groups_;  // by count and stride
   std::map<Call::Kind, LinkTimes> collectives_;
 };
-
-// Not of none.
-double median_of(std::vector<double> values);
 
 }  // namespace lockstep::parallel

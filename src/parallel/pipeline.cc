@@ -7,6 +7,7 @@
 #include <chrono>
 #include <map>
 
+#include "base/median.h"
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/gradient_norm.h"
@@ -33,13 +34,6 @@ std::vector<std::pair<int, int>> pairs_of(const PipelineSchedule& schedule) {
     }
   }
   return pairs;
-}
-
-double median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
 }
 
 PipelineSchedule checked(PipelineSchedule schedule, int ranks) {

@@ -11,7 +11,7 @@
 #include "lockstep/parallel/cut_stages.h"
 #include "ops/replica_random.h"
 #include "parallel/choose_split.h"
-#include "parallel/measure_layers.h"
+#include "parallel/layer_measurements.h"
 #include "parallel/measure_links.h"
 
 namespace lockstep {

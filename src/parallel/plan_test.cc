@@ -2,6 +2,7 @@
 #include "lockstep/parallel/plan.h"
 
 #include <gtest/gtest.h>
+#include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
 #include <mutex>
@@ -46,6 +47,10 @@ std::vector<PipelineStage> layers_of(const TransformerOptions& options) {
 
 at::Tensor vocabulary_loss(const at::Tensor& logits, const at::Tensor& labels, const Communicator& tensor) {
   return vocabulary_parallel_cross_entropy(logits, labels, tensor).mean();
+}
+
+at::Tensor mean_of(const at::Tensor& y, const at::Tensor& /*target*/, const Communicator& /*tensor*/) {
+  return y.mean();
 }
 
 std::string error_of(const PlanOptions& options, const at::Tensor& x, const at::Tensor& y, std::size_t layers = 3,
@@ -176,18 +181,93 @@ struct FailsInTrainingImpl : torch::nn::Module {
 
 TEST(Plan, AnErrorOnOneRankEndsAll) {
   const auto x = at::ones({4, 8});
-  const auto loss = [](const at::Tensor& y, const at::Tensor&, const Communicator&) { return y.mean(); };
   collective::on_ranks(2, [&](const Group& group) {
     const std::vector<PipelineStage> layers(
         2, [fails = group.rank() == 1] { return std::make_shared<FailsInTrainingImpl>(fails); });
     const PlanOptions options{.tensor = {{"*.up", ColwiseParallel{.output = Replicate()}}}};
     std::string said;
     try {
-      plan_parallel(layers, x, x, loss, {group, 60}, options);
+      plan_parallel(layers, x, x, mean_of, {group, 60}, options);
     } catch (const std::exception& error) {
       said = error.what();
     }
     expect_says(said, "this rank has failed");
+  });
+}
+
+// Divided over ranks it throws, on one of them.
+struct FailsDividedImpl : FailsInTrainingImpl {
+  explicit FailsDividedImpl(bool divided) : FailsInTrainingImpl(false), fails_divided(divided) {}
+  at::Tensor forward(const at::Tensor& x) {
+    if (fails_divided && up->weight.size(0) < 8) throw std::runtime_error("this rank is short of memory");
+    return up(x);
+  }
+
+  const bool fails_divided;
+};
+
+TEST(Plan, WhatOneRankRefusesAllDo) {
+  const auto x = at::ones({4, 8});
+  std::vector<std::string> tables(2);
+  collective::on_ranks(2, [&](const Group& group) {
+    const std::vector<PipelineStage> layers(
+        2, [fails = group.rank() == 1] { return std::make_shared<FailsDividedImpl>(fails); });
+    const PlanOptions options{.tensor = {{"*.up", ColwiseParallel{.output = Replicate()}}}};
+    const auto plan = plan_parallel(layers, x, x, mean_of, {group, 60}, options);
+    EXPECT_EQ(plan.candidates.back().split.tensor, 2);
+    EXPECT_EQ(plan.candidates.back().refused, "this rank is short of memory");
+    EXPECT_TRUE(plan.best().refused.empty());
+    tables[static_cast<std::size_t>(group.rank())] = plan.table();
+  });
+  EXPECT_EQ(tables[0], tables[1]);
+}
+
+TEST(Plan, FrozenParametersAreNotTrained) {
+  const auto x = at::ones({4, 8});
+  collective::on_ranks(2, [&](const Group& group) {
+    const auto layer = [](bool frozen) {
+      return PipelineStage([frozen] {
+        auto module = std::make_shared<FailsInTrainingImpl>(false);
+        for (auto& each : module->parameters()) each.set_requires_grad(!frozen);
+        return module;
+      });
+    };
+    const auto plan = plan_parallel({layer(true), layer(true), layer(false)}, x, x, mean_of, {group, 60});
+    for (const auto& each : plan.candidates) {
+      if (each.split.data == 1 || each.split.sharding != Sharding::none) continue;
+      constexpr double kBytes = 4 * (8 * 8 + 8);
+      EXPECT_EQ(each.memory.parameters, 3 * kBytes);
+      EXPECT_EQ(each.memory.gradients, kBytes);
+      EXPECT_EQ(each.memory.optimizer, 2 * kBytes);
+    }
+  });
+}
+
+// A layer whose states fit on no rank as a whole can be sharded.
+TEST(Plan, ALayerIsMeasuredWithoutTheOptimizersStates) {
+  const auto x = at::ones({4, 256});
+  constexpr double kBytes = 4 * (256 * 256 + 256);
+  collective::on_ranks(2, [&](const Group& group) {
+    const std::vector<PipelineStage> layers{[] { return torch::nn::Linear(256, 256); }};
+    const PlanOptions options{.memory_bytes = 15 * kBytes, .optimizer_states = 16};
+    const auto plan = plan_parallel(layers, x, x, mean_of, {group, 60}, options);
+    ASSERT_EQ(plan.candidates.size(), 3U);
+    for (const auto& each : plan.candidates) {
+      SCOPED_TRACE(each.split.describe() + ": " + each.refused);
+      EXPECT_EQ(each.refused.empty(), each.split.sharding != Sharding::none);
+      EXPECT_GT(each.memory.total(), 10 * kBytes);
+    }
+    expect_says(plan.candidates.back().refused, "needs ");
+  });
+}
+
+TEST(Plan, ARankWithoutAPartOfASmallLayerTakesPart) {
+  const auto x = at::ones({8, 4});
+  collective::on_ranks(4, [&](const Group& group) {
+    const std::vector<PipelineStage> layers{[] { return torch::nn::Linear(4, 4); },
+                                            [] { return torch::nn::Linear(4, 1); }};
+    const auto plan = plan_parallel(layers, x, x, mean_of, {group, 60});
+    for (const auto& each : plan.candidates) EXPECT_EQ(each.refused, "") << each.split.describe();
   });
 }
 

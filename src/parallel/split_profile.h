@@ -38,7 +38,8 @@ struct LayerBytes {
 };
 
 struct LayerProfile {
-  double parameter_bytes = 0;                // of a rank of the tensor axis, undivided by sharding
+  double parameter_bytes = 0;                // of a rank of the tensor axis, before sharding
+  double trained_bytes = 0;                  // of those that are not frozen: they alone have gradients
   double update_seconds = 0;                 // the optimizer's step on what a rank has of it
   std::map<std::int64_t, LayerTimes> times;  // by examples of a microbatch
   std::map<std::int64_t, LayerBytes> bytes;  // likewise; without sharding alone

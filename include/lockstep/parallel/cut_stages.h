@@ -25,16 +25,19 @@ struct LayerCost {
 };
 
 // Collective. Runs each layer on rank 0, `x` [examples, ...] through the first one, its output through the next, and so
-// on: the least of some runs; all ranks get the same. Layers are made one after the other for it, and random numbers
-// that are drawn are given back, so that initial values stay those of the seed. Throws what a layer throws, on all
+// on: the least of some runs; all ranks get the same. Layers are made one after the other for it, and the random
+// generator is left as it was, so that initial values stay those of the seed. Throws what a layer throws, on all
 // ranks.
 std::vector<LayerCost> measure_layers(const std::vector<PipelineStage>& layers, const Tensor& x,
                                       const Communicator& ranks);
 
 struct CutOptions {
-  // Of a rank: parameters, gradients and two states of an optimizer, and the activations of as many microbatches as
+  // Of a rank: what it keeps of the parameters' size, and the activations of as many microbatches as
   // one_forward_one_backward keeps.
   double most_bytes = std::numeric_limits<double>::infinity();
+
+  // What it keeps of the parameters' size: values, gradients, and two states of an optimizer.
+  double parameter_copies = 4;
 };
 
 // The number of layers of each stage: the slowest stage is as fast as it can be. Throws InvalidArgument for fewer

@@ -40,7 +40,7 @@ struct PlanOptions {
   ParallelPlan tensor = {};
 
   // Those that are tried, where they divide the examples of a data rank; in a pipeline not fewer than its ranks where
-  // there are more. The first that is the fastest, or within 2% of it.
+  // there are more. The first whose step takes at most 1.02 of the fastest one's is chosen.
   std::vector<int> microbatches = {1, 2, 4, 8, 16};
 
   // Whose step is measured. Empty: torch::optim::AdamW.
@@ -63,7 +63,7 @@ struct SplitMemory {
 };
 
 struct PlannedSplit {
-  Split split;         // with the number of microbatches that is the fastest of those that fit, within 2%
+  Split split;         // with the first number of microbatches within 2% of the fastest of those that fit
   double seconds = 0;  // of a step: forward, backward, averaging and the optimizer; 0 where that was not measured
   SplitMemory memory;
   bool is_computed = false;  // costs of more ranks than measured are in it
@@ -85,10 +85,11 @@ struct SplitPlan {
 // that the number of layers allows, and tensor. x, target [examples, ...]: a batch of all ranks, with examples along
 // the first dimension, here and in what layers make of it.
 //
-// Layers are made and measured one at a time, equal ones once: those of one type whose submodules, parameters and
-// inputs have the same types and shapes. So a model that fits on no rank can be planned. Memory of activations is
-// counted by Lockstep's allocator (ops/memory.h); 0 where LibTorch's own serves. Random numbers that are drawn are
-// given back.
+// Layers are made and measured one at a time, equal ones once: those of one type whose submodules, parameters,
+// inputs and outputs have the same types and shapes. Options that change neither shapes nor types, such as a stride
+// that leaves the output's shape as it is, are not compared. So a model that fits on no rank can be planned. Memory of
+// activations is counted by Lockstep's allocator (ops/memory.h); 0 where LibTorch's own serves. Random numbers that are
+// drawn are given back.
 //
 // Throws InvalidArgument, on all ranks, where there are no layers, for fewer ranks than measure or fewer than 1, for a
 // single rank that is to plan for more, for x and target with no examples or different numbers of them, for x that is

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <set>
 #include <vector>
 
@@ -35,9 +36,11 @@ class LayerMeasurements {
     bool is_computed = false;
   };
 
+  LayerKinds find(int tensor) const;
   void count_bytes(const LayerKinds& kinds, int tensor, Measured& measured) const;
   void time_kind(const LayerDivision& division, std::size_t kind, Measured& measured,
                  const std::function<double()>& communicated, const TrialGroups& groups) const;
+  std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::vector<Tensor>& parameters) const;
 
   const MeasureInput& input_;
   MeasuredLinks& links_;

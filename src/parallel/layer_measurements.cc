@@ -1,4 +1,4 @@
-#include "parallel/measure_layers.h"
+#include "parallel/layer_measurements.h"
 
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
@@ -8,8 +8,10 @@
 #include <array>
 #include <chrono>
 
+#include "base/median.h"
 #include "base/text.h"
 #include "lockstep/ops/memory.h"
+#include "parallel/bytes_in_use.h"
 #include "parallel/layer_trial.h"
 #include "parallel/rehearsal_group.h"
 
@@ -20,11 +22,6 @@ constexpr double kSecondsOfTrial = 0.15;  // about how long each number of examp
 constexpr double kFewestRounds = 1, kMostRounds = 12;
 constexpr double kRate = 1e-3;                // of an optimizer whose result nobody uses
 constexpr double kMostOtherBytes = 64 << 20;  // more than processors' caches have
-
-double bytes_used() {
-  const auto stats = memory_stats();
-  return static_cast<double>(stats.reserved_bytes) - static_cast<double>(stats.cached_bytes);
-}
 
 // A Group of the division: of ranks that are there, or rehearsed.
 struct TrialGroup {
@@ -82,7 +79,7 @@ class TimedTrial {
       }
       communicated();
     }
-    const auto middle = [&](std::size_t pass, std::size_t i) { return median_of(seconds[pass][i]); };
+    const auto middle = [&](std::size_t pass, std::size_t i) { return median(seconds[pass][i]); };
     std::array<double, 4> mean{(middle(0, 0) + middle(1, 0)) / 2, middle(0, 1), middle(0, 2),
                                middle(1, 1) + middle(1, 2) - middle(0, 1) - middle(0, 2)};
     all_.sum(mean);
@@ -90,14 +87,16 @@ class TimedTrial {
     return {mean[0] + forward_link_, mean[1] + backward_link, mean[2], std::max(mean[3], 0.0)};
   }
 
-  // Of the optimizer's step.
-  double measure_update(torch::optim::Optimizer& optimizer) {
+  // Of the optimizer's step; null on a rank that has no part of the parameters.
+  double measure_update(torch::optim::Optimizer* optimizer) {
     std::vector<double> seconds;
     for (int round = 0; round < kUpdateRounds; ++round) {
       pass_others();
-      seconds.push_back(timed([&] { optimizer.step(); }));
+      seconds.push_back(timed([&] {
+        if (optimizer != nullptr) optimizer->step();
+      }));
     }
-    double mean = median_of(std::move(seconds));
+    double mean = median(std::move(seconds));
     all_.sum({&mean, 1});
     return mean / all_.size();
   }
@@ -145,10 +144,10 @@ LayerBytes bytes_of_kind(const MeasureInput& input, const LayerKind& kind, Layer
   const auto x = kind.input(input, examples);
   if (kind.layer > 0) bytes.input = static_cast<double>(x.nbytes());
   release_memory();
-  const auto before = bytes_used();
+  const auto before = bytes_in_use();
   run_forward(trial, input, kind, examples, x);
   bytes.output = static_cast<double>(trial.output().nbytes());
-  bytes.activations = bytes_used() - before;
+  bytes.activations = bytes_in_use() - before;
   trial.backward_input();
   trial.backward_weight();
   double gradients = 0;
@@ -158,6 +157,14 @@ LayerBytes bytes_of_kind(const MeasureInput& input, const LayerKind& kind, Layer
   const auto most = static_cast<double>(memory_stats().reserved_bytes) - before;
   bytes.working = std::max(0.0, most - bytes.activations - gradients);
   return bytes;
+}
+
+// Parameters and gradients of a layer that is measured; there is no optimizer yet.
+double bytes_of_trial(const LayerKind& kind, const LayerDivision& division) {
+  const auto own = kind.parameter_bytes + kind.trained_bytes;
+  if (division.sharding == Sharding::none) return own;
+  // What is gathered, and its gradients: each parameter's own, and in the memory that is reduced.
+  return own / division.shards + kind.parameter_bytes + 2 * kind.trained_bytes;
 }
 
 // Of two measurements of the same; all of backward from one.
@@ -172,14 +179,25 @@ LayerTimes least(const LayerTimes& a, const LayerTimes& b) {
 }  // namespace
 
 void LayerMeasurements::count(const LayerDivision& division, const std::set<std::int64_t>& examples) {
-  if (!kinds_.contains(division.tensor)) kinds_[division.tensor] = find_kinds(input_, division.tensor);
+  if (!kinds_.contains(division.tensor)) kinds_[division.tensor] = find(division.tensor);
   const auto& found = kinds_.at(division.tensor);
   auto& measured = measured_[division];
   measured.profiles.resize(found.kinds.size());
   measured.examples = examples;
-  for (std::size_t i = 0; i < found.kinds.size(); ++i)
+  for (std::size_t i = 0; i < found.kinds.size(); ++i) {
     measured.profiles[i].parameter_bytes = found.kinds[i].parameter_bytes;
+    measured.profiles[i].trained_bytes = found.kinds[i].trained_bytes;
+  }
   if (found.refused.empty() && division.sharding == Sharding::none) count_bytes(found, division.tensor, measured);
+}
+
+// What one rank refuses, all do: an error may be of this rank alone, as where memory is short.
+LayerKinds LayerMeasurements::find(int tensor) const {
+  auto found = find_kinds(input_, tensor);
+  for (const auto& refused : links_.all().all_gather(found.refused)) {
+    if (!refused.empty()) return {.refused = refused};
+  }
+  return found;
 }
 
 void LayerMeasurements::count_bytes(const LayerKinds& kinds, int tensor, Measured& measured) const {
@@ -190,10 +208,10 @@ void LayerMeasurements::count_bytes(const LayerKinds& kinds, int tensor, Measure
     for (const auto& kind : kinds.kinds) {
       const Rehearsal group(tensor);
       LayerTrial trial(input_.layers[kind.layer], kind.entries, Sharding::none, {group.ranks(), {}});
-      const auto copies = (2 + input_.options.optimizer_states) * kind.parameter_bytes;
+      const auto own = bytes_of_trial(kind, {.tensor = tensor});
       double last = 0, of = 1;  // activations of the last count, for so many examples
       for (const auto count : measured.examples) {
-        const auto expected = copies + last * static_cast<double>(count) / of;
+        const auto expected = own + last * static_cast<double>(count) / of;
         LayerBytes bytes;
         if (expected <= input_.options.memory_bytes) {
           bytes = bytes_of_kind(input_, kind, trial, count);
@@ -242,18 +260,30 @@ void LayerMeasurements::time_kind(const LayerDivision& division, std::size_t num
   TimedTrial timed(input_, kind, trial, links_.all(), others);
   const auto& counted = measured_.at({.tensor = division.tensor}).profiles[number].bytes;
   for (const auto count : measured.examples) {
-    if (!counted.contains(count)) continue;  // does not fit
+    const auto bytes = counted.find(count);
+    if (bytes == counted.end()) continue;  // does not fit
+    if (bytes_of_trial(kind, division) + bytes->second.activations > input_.options.memory_bytes) continue;
     const auto times = timed.measure(count, communicated);
     const auto [before, is_first] = profile.times.try_emplace(count, times);
     if (!is_first) before->second = least(before->second, times);
   }
-  if (profile.times.empty() || trial.parameters().empty()) return;
-  const auto& make = input_.options.optimizer;
-  const auto parameters = trial.parameters();
-  const auto optimizer =
-      make ? make(parameters) : std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(kRate));
-  const auto update = timed.measure_update(*optimizer);
+  // Where the optimizer's states do not fit, the split is refused for them.
+  const auto states = input_.options.optimizer_states * kind.trained_bytes;
+  const bool fits =
+      (kind.parameter_bytes + kind.trained_bytes + states) / division.shards <= input_.options.memory_bytes;
+  // The same on all ranks, also on one without a part of the layer.
+  if (!fits || profile.times.empty() || kind.trained_bytes == 0) return;
+  const auto optimizer = make_optimizer(trial.parameters());
+  const auto update = timed.measure_update(optimizer.get());
   profile.update_seconds = profile.update_seconds > 0 ? std::min(profile.update_seconds, update) : update;
+}
+
+// Null where there are no parameters.
+std::unique_ptr<torch::optim::Optimizer> LayerMeasurements::make_optimizer(
+    const std::vector<Tensor>& parameters) const {
+  if (parameters.empty()) return nullptr;
+  if (input_.options.optimizer) return input_.options.optimizer(parameters);
+  return std::make_unique<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(kRate));
 }
 
 DividedLayers LayerMeasurements::result(const LayerDivision& division) const {
