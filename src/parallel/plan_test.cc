@@ -118,7 +118,7 @@ TEST(Plan, EveryCandidateTrainsAsTheUnsplitModel) {
   }
 }
 
-TEST(Plan, RanksAgreeAndRandomNumbersAreGivenBack) {
+TEST(Plan, RanksAgreeAndTheRandomGeneratorIsLeftAsItWas) {
   const auto batch = make_batch(0, 4, kSmall);
   std::vector<std::string> tables(2);
   collective::on_ranks(2, [&](const Group& group) {

@@ -7,7 +7,6 @@
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "lockstep/parallel/cut_stages.h"
-#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/gradients.h"
 #include "lockstep/parallel/split.h"
 #include "parallel/tensor_entries.h"
@@ -122,5 +121,6 @@ double SplitModel::clip_grad_norm(double max_norm) {
 
 const std::vector<Tensor>& SplitModel::parameters() const { return state_->parameters; }
 Pipeline& SplitModel::pipeline() { return *state_->pipeline; }
+FullyShardedParameters* SplitModel::sharded() { return state_->sharded ? &*state_->sharded : nullptr; }
 
 }  // namespace lockstep

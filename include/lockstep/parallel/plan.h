@@ -88,8 +88,8 @@ struct SplitPlan {
 // Layers are made and measured one at a time, equal ones once: those of one type whose submodules, parameters,
 // inputs and outputs have the same types and shapes. Options that change neither shapes nor types, such as a stride
 // that leaves the output's shape as it is, are not compared. So a model that fits on no rank can be planned. Memory of
-// activations is counted by Lockstep's allocator (ops/memory.h); 0 where LibTorch's own serves. Random numbers that are
-// drawn are given back.
+// activations is counted by Lockstep's allocator (ops/memory.h); 0 where LibTorch's own serves. The random generator is
+// left as it was.
 //
 // Throws InvalidArgument, on all ranks, where there are no layers, for fewer ranks than measure or fewer than 1, for a
 // single rank that is to plan for more, for x and target with no examples or different numbers of them, for x that is

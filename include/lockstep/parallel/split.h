@@ -19,6 +19,7 @@
 
 #include "lockstep/ops/tensor.h"
 #include "lockstep/parallel/device_mesh.h"
+#include "lockstep/parallel/fully_shard.h"
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/tensor_parallel.h"
 
@@ -78,8 +79,13 @@ class SplitModel {
   // This rank's: what optimizers get.
   const std::vector<Tensor>& parameters() const;
 
-  // Its modules, for saving, evaluation and timelines.
+  // Its modules, for evaluation and timelines, and for saving where the split does not shard: else their parameters
+  // have no values of their own.
   Pipeline& pipeline();
+
+  // The shards of this rank's stages, for saving and loading: gather and load are collective over the data axis, and
+  // call parameters as the constructor does. Null where the split does not shard.
+  FullyShardedParameters* sharded();
 
  private:
   struct State;
