@@ -84,8 +84,8 @@ class SplitModel {
   // have no values of their own.
   Pipeline& pipeline();
 
-  // The shards of this rank's stages, for saving and loading: gather and load are collective over the data axis, and
-  // call parameters as the constructor does. Null where the split does not shard.
+  // The shards of this rank's stages, for saving and loading: gather and load are collective over the data axis;
+  // layer i's parameters are called "i.name". Null where the split does not shard.
   FullyShardedParameters* sharded();
 
  private:
