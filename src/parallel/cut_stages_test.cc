@@ -58,33 +58,33 @@ TEST(CutStages, KeepsTheBoundOfMemory) {
   EXPECT_EQ(cut_stages(costs, 2, {.most_bytes = 60, .parameter_copies = 1}), (std::vector{2, 2}));
 }
 
-  TEST(CutStages, RefusesMoreStagesThanLayers) {
-    expect_says(message_of<InvalidArgument>([] { cut_stages(costs_of({1, 1}), 3); }), "2 layers for 3 stages");
-    expect_says(message_of<InvalidArgument>([] { join_layers({}, {1}); }), "stages of 1 layers, of 0 layers");
-  }
+TEST(CutStages, RefusesMoreStagesThanLayers) {
+  expect_says(message_of<InvalidArgument>([] { cut_stages(costs_of({1, 1}), 3); }), "2 layers for 3 stages");
+  expect_says(message_of<InvalidArgument>([] { join_layers({}, {1}); }), "stages of 1 layers, of 0 layers");
+}
 
-  TEST(CutStages, MeasuredLayersMakeAPipelineThatIsTheModel) {
-    const TransformerOptions options{.layers = 3};
-    std::vector<PipelineStage> layers{[=] { return std::make_shared<FrontImpl>(options); }};
-    for (int i = 0; i < 3; ++i) layers.emplace_back([=] { return std::make_shared<BlockImpl>(options); });
-    layers.emplace_back([=] { return std::make_shared<BackImpl>(options, at::Tensor()); });
-    const auto batch = make_batch(0, 4, options);
+TEST(CutStages, MeasuredLayersMakeAPipelineThatIsTheModel) {
+  const TransformerOptions options{.layers = 3};
+  std::vector<PipelineStage> layers{[=] { return std::make_shared<FrontImpl>(options); }};
+  for (int i = 0; i < 3; ++i) layers.emplace_back([=] { return std::make_shared<BlockImpl>(options); });
+  layers.emplace_back([=] { return std::make_shared<BackImpl>(options, at::Tensor()); });
+  const auto batch = make_batch(0, 4, options);
+  torch::manual_seed(6);
+  Transformer whole(options, 0, 5);
+  const auto expected = whole(batch.ids);
+  collective::on_ranks(1, [&](const Group& group) {
     torch::manual_seed(6);
-    Transformer whole(options, 0, 5);
-    const auto expected = whole(batch.ids);
-    collective::on_ranks(1, [&](const Group& group) {
-      torch::manual_seed(6);
-      const auto costs = measure_layers(layers, batch.ids, group);
-      for (std::size_t i = 1; i < 4; ++i) {
-        EXPECT_GT(costs[i].seconds, costs[0].seconds);
-        EXPECT_TRUE(memory_stats().reserved_bytes == 0 || costs[i].activation_bytes > costs[0].activation_bytes);
-        EXPECT_EQ(costs[i].parameter_bytes, costs[1].parameter_bytes);
-      }
-      Pipeline pipeline(join_layers(layers, {5}), group, {});
-      EXPECT_TRUE(pipeline.forward(batch.ids).equal(expected));  // the same initial values
-      EXPECT_EQ(pipeline.modules()[0].second->named_parameters().keys(), whole->named_parameters().keys());
-    });
-  }
+    const auto costs = measure_layers(layers, batch.ids, group);
+    for (std::size_t i = 1; i < 4; ++i) {
+      EXPECT_GT(costs[i].seconds, costs[0].seconds);
+      EXPECT_TRUE(memory_stats().reserved_bytes == 0 || costs[i].activation_bytes > costs[0].activation_bytes);
+      EXPECT_EQ(costs[i].parameter_bytes, costs[1].parameter_bytes);
+    }
+    Pipeline pipeline(join_layers(layers, {5}), group, {});
+    EXPECT_TRUE(pipeline.forward(batch.ids).equal(expected));  // the same initial values
+    EXPECT_EQ(pipeline.modules()[0].second->named_parameters().keys(), whole->named_parameters().keys());
+  });
+}
 
 }  // namespace
 }  // namespace lockstep::parallel

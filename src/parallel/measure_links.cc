@@ -36,17 +36,6 @@ const Communicator& MeasuredLinks::group(int count, int stride) {
   return found->second;
 }
 
-void MeasuredLinks::abort_on_error(const std::function<void()>& act) const {
-  all_.abort_on_error([&] {
-    try {
-      act();
-    } catch (const std::exception& error) {
-      for (const auto& [key, group] : groups_) group.abort(error.what());
-      throw;
-    }
-  });
-}
-
 LinkTimes MeasuredLinks::measure(int ranks, const Prepare& prepare) const {
   LinkTimes times{.ranks = ranks};
   for (const auto size : kSizes) {

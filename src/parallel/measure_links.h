@@ -10,7 +10,8 @@
 
 namespace lockstep::parallel {
 
-// The ranks that measure. Every call is collective over them.
+// The ranks that measure, of a DeviceMesh: an error in one of the Groups ends the calls in all. Every call is
+// collective over them.
 class MeasuredLinks {
  public:
   explicit MeasuredLinks(Communicator all) : all_(std::move(all)) {}
@@ -23,9 +24,6 @@ class MeasuredLinks {
   // This rank's Group of `count` ranks, `stride` apart; of fewer where ranks are left over. Made when it is first asked
   // for.
   const Communicator& group(int count, int stride);
-
-  // Calls `act`. If it throws, the others' calls are aborted, in all Groups that `group` made too.
-  void abort_on_error(const std::function<void()>& act) const;
 
   // average_gradients over a data axis of so many ranks, and a message between stages of meshes with such a tensor
   // axis.

@@ -132,7 +132,7 @@ SplitPlan plan_parallel(const std::vector<PipelineStage>& layers, const Tensor& 
   auto generator = ops::generator_of_thread();
   const auto random = generator.get_state();
   parallel::Profile profile;
-  links.abort_on_error([&] {
+  mesh.ranks().abort_on_error([&] {
     const auto named = numbered(layers);
     profile = measure_profile({named, x, target, loss, options, fewest}, needs, links);
   });

@@ -49,7 +49,11 @@ std::string Split::describe() const {
 
 struct SplitModel::State {
   State(const std::vector<PipelineStage>& layers, const Split& with, const DeviceMesh& mesh, const ParallelPlan& plan)
-      : split(with), data(axis_of(mesh, "data")), stages(axis_of(mesh, "pipeline")), tensor(axis_of(mesh, "tensor")) {
+      : split(with),
+        all(mesh.ranks()),
+        data(axis_of(mesh, "data")),
+        stages(axis_of(mesh, "pipeline")),
+        tensor(axis_of(mesh, "tensor")) {
     check_mesh(split, mesh);
     const auto counts =
         split.layers_of_stages.empty() ? std::vector<int>{static_cast<int>(layers.size())} : split.layers_of_stages;
@@ -86,8 +90,23 @@ struct SplitModel::State {
     parameters = sharded->parameters();
   }
 
+  double step(const Tensor& x, const Tensor& target, const SplitLoss& loss) {
+    for (const auto* const given : {&x, &target}) {
+      if (given->dim() > 0 && given->size(0) % data.size() == 0) continue;
+      throw InvalidArgument(text("SplitModel::step: a batch of shape ", given->sizes(), " cannot be divided among ",
+                                 data.size(), " ranks of the data axis"));
+    }
+    const auto part = [&](const Tensor& of) { return of.chunk(data.size())[static_cast<std::size_t>(data.rank())]; };
+    double mean = pipeline->step(part(x), part(target), [&](const Tensor& output, const Tensor& wanted) {
+      return loss(output, wanted, tensor);
+    });
+    if (!sharded) average_gradients(parameters, data);
+    data.sum({&mean, 1});
+    return mean / data.size();
+  }
+
   const Split split;
-  const Communicator data, stages, tensor;
+  const Communicator all, data, stages, tensor;
   std::optional<Pipeline> pipeline;
   std::optional<FullyShardedParameters> sharded;
   std::vector<Tensor> parameters;
@@ -99,19 +118,9 @@ SplitModel::SplitModel(const std::vector<PipelineStage>& layers, const Split& sp
 SplitModel::~SplitModel() = default;
 
 double SplitModel::step(const Tensor& x, const Tensor& target, const SplitLoss& loss) {
-  const auto& data = state_->data;
-  for (const auto* const tensor : {&x, &target}) {
-    if (tensor->dim() > 0 && tensor->size(0) % data.size() == 0) continue;
-    throw InvalidArgument(text("SplitModel::step: a batch of shape ", tensor->sizes(), " cannot be divided among ",
-                               data.size(), " ranks of the data axis"));
-  }
-  const auto part = [&](const Tensor& of) { return of.chunk(data.size())[static_cast<std::size_t>(data.rank())]; };
-  double mean = state_->pipeline->step(part(x), part(target), [&](const Tensor& output, const Tensor& wanted) {
-    return loss(output, wanted, state_->tensor);
-  });
-  if (!state_->sharded) average_gradients(state_->parameters, data);
-  data.sum({&mean, 1});
-  return mean / data.size();
+  double mean = 0;
+  state_->all.abort_on_error([&] { mean = state_->step(x, target, loss); });
+  return mean;
 }
 
 double SplitModel::clip_grad_norm(double max_norm) {

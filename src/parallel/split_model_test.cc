@@ -1,6 +1,7 @@
 // Models that are trained by a split. Ranks are threads.
 #include <gtest/gtest.h>
 
+#include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
 #include "lockstep/parallel/split.h"
 #include "parallel/transformer_testing.h"
@@ -53,6 +54,32 @@ TEST(SplitModel, ZeroGathersAndLoadsTheValues) {
       const at::AutoGradMode gradient(true);
       EXPECT_EQ(model.step(batch.ids, batch.labels, mean_loss), first);
     });
+  }
+}
+
+TEST(SplitModel, AnErrorOfOneRankEndsTheOthersSteps) {
+  const auto batch = make_batch(0, 4, kOptions);
+  const ParallelPlan patterns{{"*.up", ColwiseParallel()}, {"*.down", RowwiseParallel()}};
+  for (const Split& split :
+       {Split{.data = 2}, Split{.tensor = 2}, Split{.data = 2, .sharding = Sharding::parameters}}) {
+    SCOPED_TRACE(split.describe());
+    const auto start = Deadline::Clock::now();
+    collective::on_ranks(2, [&](const Group& group) {
+      const DeviceMesh mesh(split.axes(), {group, 60});
+      SplitModel model(transformer_layers(), split, mesh, patterns);
+      const auto loss = [&](const at::Tensor& logits, const at::Tensor& labels, const Communicator& tensor) {
+        if (mesh.ranks().rank() == 1) throw std::runtime_error("this rank's loss has failed");
+        return mean_loss(logits, labels, tensor);
+      };
+      std::string said;
+      try {
+        model.step(batch.ids, batch.labels, loss);
+      } catch (const std::exception& error) {
+        said = error.what();
+      }
+      expect_says(said, "this rank's loss has failed");
+    });
+    EXPECT_LT(Deadline::Clock::now() - start, std::chrono::seconds(20));
   }
 }
 

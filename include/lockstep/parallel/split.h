@@ -69,7 +69,8 @@ class SplitModel {
 
   // Forward and backward of a batch that all ranks have: each computes its part of it. Adds the gradient of the mean
   // loss over all examples to this rank's parameters, and returns that loss, on all ranks. x, target: [examples, ...].
-  // Throws InvalidArgument where the data axis does not divide the number of examples.
+  // Throws InvalidArgument where the data axis does not divide the number of examples, and what a layer or the loss
+  // throws: the calls of all ranks of the mesh end then.
   double step(const Tensor& x, const Tensor& target, const SplitLoss& loss);
 
   // Collective. Scales the gradients so that their norm over the whole model is at most `max_norm`, and returns what it
@@ -83,8 +84,8 @@ class SplitModel {
   // have no values of their own.
   Pipeline& pipeline();
 
-  // The shards of this rank's stages, for saving and loading: gather and load are collective over the data axis, and
-  // call parameters as the constructor does. Null where the split does not shard.
+  // The shards of this rank's stages, for saving and loading: gather and load are collective over the data axis;
+  // layer i's parameters are called "i.name". Null where the split does not shard.
   FullyShardedParameters* sharded();
 
  private:
