@@ -56,7 +56,7 @@ Tensor PipelineRun::loss_of(const PipelineAction& action, const Tensor& output) 
   const auto i = static_cast<std::size_t>(action.microbatch);
   const auto loss = (*loss_)(output, first_example_[i], parts_[i].size(0));
   if (loss.numel() == 1) return loss;
-  throw InvalidArgument(text("Pipeline: the loss of a microbatch has shape ", loss.sizes(), "; it must be a scalar"));
+  throw InvalidArgument(text("Pipeline: the loss has shape ", loss.sizes(), "; that of a microbatch must be a scalar"));
 }
 
 void PipelineRun::forward(const PipelineAction& action, const Tensor& x) {
