@@ -40,6 +40,8 @@ TEST(ModelParallelInput, OneClearLine) {
   expect_says(refusal({{"tensor", 2}}, {.plan = plan, .layout_map = {{"1.qkv.weight", {"tensor", ""}}}}),
               "give one of them");
   expect_says(refusal({{"tensor", 2}}, {.plan = {{"1.qvk", ColwiseParallel()}}}), "did you mean 1.qkv");
+  expect_says(refusal({{"tensor", 2}}, {.plan = {{"1.qkv.weight", ColwiseParallel()}}}),
+              "which is the name of a parameter; this style is for its layer");
   expect_says(refusal({{"tensor", 5}}, {.plan = plan}), "cannot be divided among 5 ranks");
   expect_says(refusal({{"shard", 2}}, {.fully_shard = {.units = {"block"}}}),
               "fully_shard.units has \"block\", which matches nothing");

@@ -1,5 +1,5 @@
-// All of Lockstep but the front ends ddp.h, horovod.h and estimator.h. Each header can be included alone; this one is
-// for convenience.
+// All of Lockstep but parallel.h and the front ends ddp.h, horovod.h and estimator.h. Each header can be included
+// alone; this one is for convenience.
 #pragma once
 
 #include "lockstep/base/error.h"

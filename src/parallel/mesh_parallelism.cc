@@ -116,6 +116,10 @@ gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set
 void MeshParallelism::check_used(const std::set<std::string>& used, const std::set<std::string>& names) const {
   const auto check = [&](const char* what, const std::string& pattern) {
     if (used.contains(pattern)) return;
+    if (matches_any(pattern, {names.begin(), names.end()})) {
+      throw InvalidArgument(text("ModelParallelStrategy: ", what, " has \"", pattern,
+                                 "\", which is the name of a parameter; this style is for its layer"));
+    }
     throw InvalidArgument(text("ModelParallelStrategy: ", what, " has \"", pattern, "\", which matches nothing; ",
                                suggestion(pattern, {names.begin(), names.end()})));
   };

@@ -40,7 +40,8 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
   const bool divides = !options.plan.empty() || !options.layout_map.empty();
   const auto tensor = mesh.contains(options.tensor_axis) ? mesh.size(options.tensor_axis) : 1;
   if (tensor > 1 && !divides)
-    fail("the mesh's axis \"", options.tensor_axis, "\" has size ", tensor, ", but there is no plan for it");
+    fail("the mesh's axis \"", options.tensor_axis, "\" has size ", tensor,
+         ", but there is no plan for it; give options.plan or options.layout_map");
   if (divides && !mesh.contains(options.tensor_axis)) {
     fail("there is a plan, but the mesh has no axis \"", options.tensor_axis,
          "\"; one of size 1 lets one program run on all meshes");

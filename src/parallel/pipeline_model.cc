@@ -2,6 +2,7 @@
 
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <numeric>
 #include <span>
 
@@ -34,6 +35,16 @@ std::vector<int> measured_cut(const std::function<Layers()>& make, int stages, c
     costs = measure_layers(layers, sample.narrow(0, 0, std::min(sample.size(0), kMeasuredExamples)), ranks);
   generator.set_state(random);
   return cut_stages(costs, stages);
+}
+
+void check(const std::vector<int>& layers_of_stages, const Layers& layers) {
+  const auto sum = std::accumulate(layers_of_stages.begin(), layers_of_stages.end(), 0);
+  const bool all_have_some =
+      std::all_of(layers_of_stages.begin(), layers_of_stages.end(), [](int count) { return count > 0; });
+  if (all_have_some && sum == static_cast<int>(layers.layers.size())) return;
+  throw InvalidArgument(text("ModelParallelStrategy: layers_of_stages has stages of ", join(layers_of_stages),
+                             " layers, and the model has ", layers.layers.size(),
+                             "; each stage must have one, and together they must have all"));
 }
 
 std::vector<int> cut(const MeshParallelism& parallelism, const std::function<Layers()>& make, const Tensor& sample) {
@@ -74,6 +85,7 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
   const auto layers_of_stages = cut(parallelism, make, sample);
   const auto making = std::make_shared<MakingStages>();
   making->layers = make();
+  check(layers_of_stages, making->layers);
   const bool numbered = making->layers.numbered;
   if (!numbered && !options.tied.empty())
     throw InvalidArgument("ModelParallelStrategy: tied parameters are for a Model of a list of layers");

@@ -26,9 +26,6 @@
 namespace lockstep {
 namespace {
 
-constexpr const char* kOptimizer = ModelImpl::kOptimizer;
-constexpr const char* kCallback = ModelImpl::kCallback;
-constexpr const char* kReplica = ModelImpl::kReplica;
 constexpr const char* kTracker = "fit/tracker";
 
 // It is alone, and the workers that it will join have saved, or will.
@@ -56,7 +53,7 @@ std::vector<std::string> callback_prefixes(const std::vector<AnyCallback>& callb
   std::vector<std::string> prefixes;
   for (const auto& callback : callbacks) {
     const auto type = train::name_of_type(*callback.operator->());
-    prefixes.push_back(text(kCallback, "/", type, "/", seen[type]++));
+    prefixes.push_back(text(ModelImpl::kCallback, "/", type, "/", seen[type]++));
   }
   return prefixes;
 }

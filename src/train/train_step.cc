@@ -69,6 +69,10 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
     const std::string what = error.what_without_backtrace();
     const bool one_value = what.find("Expected more than 1 value per channel") != std::string::npos;
     throw InvalidArgument(text("the model cannot take ", batch_named(part), ": ", what,
+                               parameters->is_split() ? ". Where a plan divides layers, an output that stays divided "
+                                                        "must go to a RowwiseParallel layer, or be whole: "
+                                                        "ColwiseParallel{.output = Replicate()}"
+                                                      : "",
                                one_value
                                    ? ". Batch normalization needs two examples on each replica: the last batch of "
                                      "the data set leaves one; use batch(size, {.drop_remainder = true}), another "
