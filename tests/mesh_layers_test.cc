@@ -145,7 +145,7 @@ TEST(MeshLayers, TheBestWeightsComeBack) {
   }
 }
 
-// A metric is computed on one rank alone: where it throws, the others do not wait for that rank in another Group.
+// A callback throws on one rank alone: the others do not wait for that rank in another Group.
 TEST(MeshLayers, WhatOneRankThrowsEndsAll) {
   const auto data = make_sequences();
   const auto start = std::chrono::steady_clock::now();

@@ -12,8 +12,7 @@
 
 namespace lockstep::gradient {
 
-// How a parameter lies on the processes, and so do the optimizer's states of it. One of the parameter's hooks
-// (ops/parameter_hook.h).
+// How a parameter lies on the processes, and so do the optimizer's states of it.
 class ParameterParts {
  public:
   virtual ~ParameterParts() = default;
@@ -32,7 +31,7 @@ class ParameterParts {
   virtual at::Tensor part_of(const at::Tensor& whole) const = 0;
 };
 
-// Null for a parameter that a process has whole.
+// Of a parameter with a hook that says so (ops/parameter_hook.h), as parallelize_module adds; else null.
 std::shared_ptr<const ParameterParts> parts_of(const at::Tensor& parameter);
 
 }  // namespace lockstep::gradient

@@ -114,6 +114,10 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
   parallelism.check_used(making->used, making->names);
 }
 
+void PipelineModel::forward_backward(const Tensor& x, const MicrobatchLoss& loss) {
+  pipeline_->forward_backward(x, loss, most_microbatches(x.size(0)));
+}
+
 Tensor PipelineModel::forward(const Tensor& x) { return pipeline_->forward(x, most_microbatches(x.size(0))); }
 
 std::int64_t PipelineModel::most_microbatches(std::int64_t examples) const {

@@ -31,18 +31,16 @@ class PipelineModel {
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }
   const gradient::SplitModule& split() const { return split_; }
 
-  Pipeline& pipeline() { return *pipeline_; }
-
-  // The last stage's output, on all ranks of the pipeline.
+  // As Pipeline, with as many microbatches as all pipelines have examples for where parameters are sharded over them:
+  // collective over these.
+  void forward_backward(const Tensor& x, const MicrobatchLoss& loss);
   Tensor forward(const Tensor& x);
-
-  // The most microbatches that all pipelines have examples for where parameters are sharded over them. Collective over
-  // these.
-  std::int64_t most_microbatches(std::int64_t examples) const;
 
   const Communicator& workers() const { return workers_; }  // of the pipeline
 
  private:
+  std::int64_t most_microbatches(std::int64_t examples) const;
+
   const Communicator workers_;
   std::optional<Pipeline> pipeline_;
   std::shared_ptr<torch::nn::Module> module_;

@@ -184,7 +184,7 @@ train::ComputedStep ModelImpl::compute_in_stages(ReplicaContext& replica, const 
     if (counts()) into.update(replica.local_replica_id(), some, output.detach());
     return loss.sum * scale;
   };
-  stages->pipeline().forward_backward(part.x, loss_of, stages->most_microbatches(part.x.size(0)));
+  stages->forward_backward(part.x, loss_of);
   stages->workers().sum(sums);
   lap.add_to(spent.backward);
   return {{}, at::scalar_tensor(sums[0], at::kDouble), sums[1], weight_of(compiled->loss, sums[1], number_of(replica))};
@@ -206,9 +206,8 @@ train::ComputedStep ModelImpl::compute_no_gradients(ReplicaContext& replica, con
   if (split.before_forward) split.before_forward();
   if (split.before_backward) split.before_backward(0);
   if (stages != nullptr) {
-    stages->pipeline().forward_backward(
-        none.x, [&](const Tensor& output, std::int64_t, std::int64_t) { return loss_of(output) * 0; },
-        stages->most_microbatches(1));
+    stages->forward_backward(none.x,
+                             [&](const Tensor& output, std::int64_t, std::int64_t) { return loss_of(output) * 0; });
   } else {
     backward_from(loss_of(outputs_of(replica, none)), 0, none);
   }
