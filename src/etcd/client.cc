@@ -56,6 +56,8 @@ Client::Client(const std::vector<std::string>& endpoints) {
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 100);
+  // How long a connection may take, for example to a member that waits for its disk: 20 s unless it is set.
+  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, static_cast<int>(kForAnswerSeconds * 1e3));
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
   for (const auto& endpoint : endpoints) {
     channels_.emplace_back(endpoint,

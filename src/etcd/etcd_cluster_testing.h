@@ -7,23 +7,26 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "base/child_process_testing.h"
-#include "base/fresh_folder_testing.h"
 #include "base/text.h"
-#include "lockstep/cluster/store.h"
+#include "etcd/store.h"
+#include "lockstep/base/error.h"
 #include "transport/socket.h"
 
 namespace lockstep::etcd {
 
 class EtcdCluster {
  public:
-  explicit EtcdCluster(int size) {
-    const auto folder = fresh_folder("etcd", std::to_string(getpid()));
+  // Waits until it answers. Throws Error with what the members have logged where it does not.
+  explicit EtcdCluster(int size) : folder_(new_folder()) {
+    const auto& folder = folder_.path;
     std::string all;
     std::vector<std::string> peers;
     for (int i = 0; i < size; ++i) {
@@ -60,12 +63,13 @@ class EtcdCluster {
         for (const auto& word : command) words.push_back(const_cast<char*>(word.c_str()));
         words.push_back(nullptr);
         ::execvp(words[0], words.data());
-        ::_exit(127);  // the store says that nobody answers
+        ::_exit(127);
       }));
     }
+    wait_for_answer();
   }
 
-  // Of a job's store, once the cluster answers.
+  // Of a job's store.
   std::string address(const std::string& job) const { return text("etcd://", join(endpoints_, ","), "/", job); }
 
   void kill_member(std::size_t member) { members_[member].reset(); }
@@ -76,8 +80,37 @@ class EtcdCluster {
     return transport::local_address(listener);
   }
 
+  // In memory: members wait for the disk at each write, for seconds where it is busy.
+  struct Folder {
+    explicit Folder(std::filesystem::path of) : path(std::move(of)) {}
+    Folder(const Folder&) = delete;
+    Folder& operator=(const Folder&) = delete;
+    ~Folder() { std::filesystem::remove_all(path); }
+    const std::filesystem::path path;
+  };
+  static std::filesystem::path new_folder() {
+    std::string name = "/dev/shm/lockstep-etcd-XXXXXX";
+    if (::mkdtemp(name.data()) == nullptr) throw Error("no folder in /dev/shm");
+    return name;
+  }
+
+  void wait_for_answer() const {
+    constexpr std::chrono::seconds kToStart(60);
+    try {
+      EtcdStore::connect(address("start"), Deadline::after(kToStart), {.trusted_network = true});
+    } catch (const Error& error) {
+      std::string said = error.what();
+      for (std::size_t i = 0; i < members_.size(); ++i) {
+        std::ifstream log(folder_.path / text("m", i, ".log"));
+        said += text("\nm", i, ": ") + std::string(std::istreambuf_iterator<char>(log), {});
+      }
+      throw Error(said);
+    }
+  }
+
+  const Folder folder_;
   std::vector<std::string> endpoints_;
-  std::vector<std::unique_ptr<ChildProcess>> members_;
+  std::vector<std::unique_ptr<ChildProcess>> members_;  // end before their folder goes
 };
 
 }  // namespace lockstep::etcd

@@ -14,6 +14,7 @@
 #include "base/expect_says_testing.h"
 #include "etcd/etcd_cluster_testing.h"
 #include "lockstep/base/error.h"
+#include "lockstep/cluster/store.h"
 
 namespace lockstep::etcd {
 namespace {
