@@ -1,5 +1,6 @@
 // For elastic_fit_test: a training some of whose workers are lost.
 #include <lockstep/lockstep.h>
+#include <lockstep/parallel.h>
 #include <signal.h>
 #include <torch/nn/module.h>
 #include <unistd.h>
@@ -31,6 +32,43 @@ double scaled(double ratio) {
                                                         : lockstep::linear_scaling(ratio);
 }
 
+struct Worker {
+  lockstep::Strategy strategy;
+  int rank;
+};
+
+Worker worker_on_mesh(const std::string& printed, const lockstep::ElasticOptions& elastic) {
+  std::vector<lockstep::DeviceMesh::Axis> axes;
+  std::istringstream words(printed);
+  for (lockstep::DeviceMesh::Axis axis; words >> axis.name >> axis.size;) axes.push_back(axis);
+  const lockstep::DeviceMesh mesh(axes, number("TIMEOUT", 600), {.lost_host_seconds = 3});
+  lockstep::ModelParallelOptions options{.shard_optimizer_state = number("SHARD", 0) == 1,
+                                         .compare_copies_every = number("COMPARE", 100),
+                                         .elastic = elastic,
+                                         .threads_per_replica = 1};
+  if (mesh.contains("tensor")) {
+    options.layout_map = {
+        {"dense.weight", {"tensor", ""}}, {"dense.bias", {"tensor"}}, {"dense_1.weight", {"", "tensor"}}};
+  }
+  if (mesh.contains("pipeline")) options.layers_of_stages = {1, 1};
+  if (mesh.contains("shard")) options.fully_shard = {.units = {"dense*"}};
+  return {lockstep::ModelParallelStrategy(mesh, options), mesh.ranks().rank()};
+}
+
+Worker worker_with_whole_models(const lockstep::ElasticOptions& elastic) {
+  std::vector<std::string> devices;
+  for (int i = 0; i < number("REPLICAS", 1); ++i) devices.push_back("cpu:" + std::to_string(i));
+  const lockstep::MultiWorkerMirroredStrategy strategy(
+      {.devices = devices,
+       .threads_per_replica = 1,
+       .communication = {.timeout_seconds = number("TIMEOUT", 600) * 1.0},
+       .shard_optimizer_state = number("SHARD", 0) == 1,
+       .elastic = elastic,
+       .compare_copies_every = number("COMPARE", 100),
+       .replace_differing_copies = number("REPLACE", 0) == 1});
+  return {strategy, strategy.worker_rank()};
+}
+
 double seconds(Clock::time_point since) { return std::chrono::duration<double>(Clock::now() - since).count(); }
 
 }  // namespace
@@ -52,6 +90,8 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // KILL_ALSO: other workers, as digits, that are killed at the same place. NORM=1: with batch normalization.
 // WORKER_BATCH: the batches are a worker's, and the rate is for so many workers, by the rule SCALING ("linear", or
 // "sqrt"); with SGD. COMPARE: steps between comparing copies; REPLACE=1: copies that differ are replaced.
+// MESH: "data 2 tensor 2": a ModelParallelStrategy on these axes, and what is said above of a forward pass is of a
+// step's begin. WEIGHTS: a file for its weights.
 int main() {
   try {
     sleep(static_cast<unsigned>(number("START_S", 0)));
@@ -60,22 +100,13 @@ int main() {
     if (const int workers = number("WORKER_BATCH", 0)) {
       elastic.worker_batch = lockstep::WorkerBatch{.learning_rate_workers = workers, .scaling = scaled};
     }
-    std::vector<std::string> devices;
-    for (int i = 0; i < number("REPLICAS", 1); ++i) devices.push_back("cpu:" + std::to_string(i));
-    const lockstep::MultiWorkerMirroredStrategy strategy(
-        {.devices = devices,
-         .threads_per_replica = 1,
-         .communication = {.timeout_seconds = number("TIMEOUT", 600) * 1.0},
-         .shard_optimizer_state = number("SHARD", 0) == 1,
-         .elastic = elastic,
-         .compare_copies_every = number("COMPARE", 100),
-         .replace_differing_copies = number("REPLACE", 0) == 1});
+    const char* const mesh = std::getenv("MESH");
+    auto [strategy, rank] = mesh != nullptr ? worker_on_mesh(mesh, elastic) : worker_with_whole_models(elastic);
     const bool joins = number("LOCKSTEP_JOIN", 0) == 1;
     const char* const also = std::getenv("KILL_ALSO");
     const auto also_killed = std::string(also == nullptr ? "" : also);
-    const auto rank = std::to_string(strategy.worker_rank());
-    const bool is_victim =
-        !joins && (strategy.worker_rank() == number("VICTIM", -1) || also_killed.find(rank) != std::string::npos);
+    const bool is_victim = !joins && (rank == number("VICTIM", -1) ||
+                                      also_killed.find(std::to_string(rank)) != std::string::npos);
     const int at = number("STEP", -1);
     const char* const given = std::getenv("PLACE");
     const std::string place = given == nullptr ? "" : given;
@@ -83,13 +114,10 @@ int main() {
     const auto x = at::sin(at::arange(240 * 6, at::kDouble)).view({240, 6});
     const auto all_y = x.cumsum(1).slice(1, 2, 5);
     const int record = number("RECORD", -1);
-    const bool is_second = !joins && strategy.worker_rank() == number("SECOND", -1);
+    const bool is_second = !joins && rank == number("SECOND", -1);
     int steps = 0;  // forwards of this worker
     std::jthread killer;
-    const auto loss = [&](const at::Tensor& y, const at::Tensor& out) {
-      const unsigned times = is_victim && place == "slow" ? 3 : 1;
-      usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000 * times);
-      if (record >= 0 && (y == all_y[record]).all(1).any().item<bool>()) throw std::runtime_error("a bad record");
+    const auto in_step = [&] {
       const auto die_after = [&](unsigned microseconds) {
         killer = std::jthread([microseconds] {
           usleep(microseconds);
@@ -105,6 +133,12 @@ int main() {
         if (place.find_first_not_of("0123456789") == std::string::npos)
           die_after(static_cast<unsigned>(std::stoi(place)));
       }
+    };
+    const auto loss = [&](const at::Tensor& y, const at::Tensor& out) {
+      const unsigned times = is_victim && place == "slow" ? 3 : 1;
+      usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000 * times);
+      if (record >= 0 && (y == all_y[record]).all(1).any().item<bool>()) throw std::runtime_error("a bad record");
+      if (mesh == nullptr) in_step();
       return (out - y).square().mean(1);
     };
     const auto data = lockstep::Dataset::from_tensor_slices(x, all_y).shuffle(240, {.seed = 3}).batch(12);
@@ -141,7 +175,9 @@ int main() {
       }
     };
     std::vector<lockstep::AnyCallback> callbacks{lockstep::LambdaCallback(
-        {.on_epoch_begin = [&](int) { last = Clock::now(); }, .on_train_batch_end = on_batch})};
+        {.on_epoch_begin = [&](int) { last = Clock::now(); },
+         .on_train_batch_begin = [&](std::int64_t) { if (mesh != nullptr) in_step(); },
+         .on_train_batch_end = on_batch})};
     if (const char* const folder = std::getenv("FOLDER")) {
       const bool background = number("BACKGROUND", 0) == 1;
       callbacks.emplace_back(
@@ -173,11 +209,19 @@ int main() {
       std::cout << std::setprecision(15) << "second " << second.evaluate(data)["loss"] << std::endl;
     }
     sleep(static_cast<unsigned>(number("MORE_S", 0)));
-    const auto net = model.module<torch::nn::Module>();
     std::ostringstream out;
     out << std::setprecision(15);
-    for (const auto& parameter : net->parameters())
+    const auto add = [&](const at::Tensor& parameter) {
       out << " " << parameter.sum().item<double>() << " " << parameter.square().sum().item<double>();
+    };
+    if (const char* const path = std::getenv("WEIGHTS")) {  // of a mesh, whose ranks have parts
+      model.save_weights(path);
+      auto saved = lockstep::read_archive(path);
+      for (auto& [name, weights] : saved.tensors)
+        add(at::from_blob(weights.bytes.data(), weights.shape, at::kDouble));
+    } else {
+      for (const auto& parameter : model.module<torch::nn::Module>()->parameters()) add(parameter);
+    }
     std::cout << "steps " << model.iterations() << ", weights" << out.str() << std::endl;
     std::cout << std::setprecision(15) << "history";
     for (const auto& [name, values] : history.history) {

@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "base/text.h"
+#include "elastic/rows.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::elastic {
@@ -76,6 +77,21 @@ class Entries {
   std::vector<std::string> keys_;
 };
 
+// Throws on a member that is in no whole row.
+std::vector<int> remaining_ranks(const World& world, int row_size, const std::vector<std::string>& entries) {
+  std::vector<int> on;
+  for (std::size_t r = 0; r < entries.size(); ++r) {
+    if (entries[r] == kOn) on.push_back(static_cast<int>(r));
+  }
+  auto ranks = whole_rows(on, row_size);
+  const bool is_on = std::find(on.begin(), on.end(), world.rank) != on.end();
+  if (!is_on || std::find(ranks.begin(), ranks.end(), world.rank) != ranks.end()) return ranks;
+  if (ranks.empty())
+    throw ClusterError(text("regroup: of every copy of the model some rank is lost, each of which has ", row_size));
+  throw ClusterError(text("regroup: rank ", world.rank, " leaves, since of the ", row_size,
+                          " ranks with its copy of the model others are lost; the other copies go on"));
+}
+
 }  // namespace
 
 std::string key_of_invitation(const std::string& newcomer) { return "invitation of " + newcomer; }
@@ -121,10 +137,9 @@ Members next_generation(const Members& now, Registry& registry, const Change& ch
   }
   enter_lost(false);  // a deadline's error may list this rank too
   Members next{.world = world, .processes = {}, .stores = now.stores};
-  const auto members = entries.complete();
-  for (std::size_t r = 0; r < members.size(); ++r) {
-    if (static_cast<int>(r) == world.rank) next.world.rank = static_cast<int>(next.processes.size());
-    if (members[r] == kOn) next.processes.push_back(now.processes[r]);
+  for (const int rank : remaining_ranks(world, change.row_size, entries.complete())) {
+    if (rank == world.rank) next.world.rank = static_cast<int>(next.processes.size());
+    next.processes.push_back(now.processes[static_cast<std::size_t>(rank)]);
   }
   auto newcomers = entries.enter_newcomers({});
   std::erase_if(newcomers, [&](const Process& one) {  // the others of its host have not heard yet that it was taken in

@@ -19,14 +19,16 @@ struct Change {
   std::vector<Process> newcomers = {};
   bool leaves = false;   // this member does
   bool insists = false;  // the members that it takes for lost were taken in again, and did not come to their group
+  int row_size = 1;      // the same for all: ranks that have one copy of a model together (elastic/rows.h)
 };
 
 // This member's view of the next generation. Collective over the others. Those that have gone, and those that do not
-// call it by the deadline, are left out. Ranks keep their order, and newcomers come after them; `invitation` returns
+// call it by the deadline, are left out; so are those that are in no whole row (elastic/rows.h). Ranks keep their order,
+// but for rows that are put together anew, and newcomers come after them; `invitation` returns
 // there what they are told. The first list of newcomers that a member enters counts, and the first member that finds
 // all entries closes it. What a member that leaves gets is the view of the others, and its rank there means nothing.
 //
-// Throws ClusterError on a member that the others left out, and where it cannot reach most of the members' hosts; and
+// Throws ClusterError on a member that is left out, and where it cannot reach most of the members' hosts; and
 // InvalidArgument for ranks that do not exist.
 Members next_generation(const Members& now, Registry& registry, const Change& change, Deadline deadline);
 

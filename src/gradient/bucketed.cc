@@ -43,10 +43,8 @@ void Bucketed::prepare() {
   buckets_ = std::make_unique<Buckets>(std::move(slots), ranks_, options_);
 }
 
-bool Bucketed::regroup() {
-  if (!buckets_->rebuild_after_regroup()) return false;
-  start_step();
-  return true;
+void Bucketed::regroup() {
+  if (buckets_->rebuild_after_regroup()) start_step();
 }
 
 void Bucketed::start_step() {

@@ -20,7 +20,7 @@ class Bucketed : public GradientSync {
 
   // Throws InvalidArgument on all processes where models, or the numbers of replicas, differ.
   void prepare() override;
-  bool regroup() override;
+  void regroup() override;
   ShardMap shards() const override { return ShardMap::even(parameters_.trainable(), parameters_.replicas()); }
   std::vector<std::vector<Shard>> held() const override {
     return std::vector(static_cast<std::size_t>(ranks_.size()), parameters_.trainable());

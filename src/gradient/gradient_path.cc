@@ -44,7 +44,8 @@ std::unique_ptr<gradient::GradientSync> sharded(ReplicatedParameters& parameters
 std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
                                                  const Communicator& ranks,
                                                  const gradient::GradientPathOptions& options) {
-  if (ranks.size() > 1 || options.elastic) {
+  const bool are_summed = parameters.is_split() && parameters.split()->summed_over;
+  if (ranks.size() > 1 || (options.elastic && !are_summed)) {
     if (const auto& own = optimizer.options().gradient_ranks) {
       return std::make_unique<gradient::Bucketed>(
           parameters, ranks, gradient::BucketOptions{.gradient_dtype = own->gradient_dtype}, own->sum);
@@ -87,6 +88,14 @@ std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& paramete
   return sync;
 }
 
+// In an elastic job some may have made an update when another process is lost, and others not. Those take values and
+// state from the first, but where each has its own part of them.
+std::optional<Communicator> ranks_that_commit(const ReplicatedParameters& parameters,
+                                              const gradient::GradientPathOptions& options) {
+  if (!options.elastic || !(options.shard_state || parameters.is_split())) return std::nullopt;
+  return parameters.all_workers();
+}
+
 std::string state_of(const gradient::Updater& updater) {
   return updater.state_is_as_remembered() ? "a state as its last step left it"
                                           : "a state that changed since its last step";
@@ -103,9 +112,13 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
       replaces_differing_copies_(options.replace_differing_copies),
       servers_(options.servers),
       sync_(make_sync(*parameters_, optimizer, ranks_, options)),
-      updater_(parameters_, optimizer, *sync_),
-      hooks_(*parameters_, *sync_) {
-  if (options.elastic) moving_state_.emplace(parameters_, ranks_, *sync_, !options.elastic->is_newcomer);
+      updater_(parameters_, optimizer, *sync_, ranks_that_commit(*parameters_, options)),
+      hooks_(*parameters_, *sync_),
+      regroups_(parameters_->all_workers().regroups()) {
+  if (options.elastic) {
+    const auto& same_parts = parameters_->is_split() ? parameters_->split()->same_parts : ranks_;
+    moving_state_.emplace(parameters_, same_parts, *sync_, !options.elastic->is_newcomer);
+  }
   if (!is_prepared_at_once(*parameters_, ranks_, options)) return;
   hooks_.install();
   prepared_ = true;
@@ -131,7 +144,7 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   if (!prepared_ && ranks_.size() > 1) {
     throw Error("an update before the other ranks' models and optimizers were compared");
   }
-  if (const auto& split = parameters_->split()) split->summed_over.sum({&weight, 1});
+  if (const auto& split = parameters_->split(); split && split->summed_over) split->summed_over->sum({&weight, 1});
   hooks_.take_all(replica);
   if (replica == 0) updater_.begin_step();
   sync_->finish(replica, weight, updater_.loss_scale().used());
@@ -148,7 +161,7 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   bool is_counted = false;
   if (updates) {
     updater_.update(*sync_, totals.weight * loss_scale / totals.divided_by, replicas, deadline);
-    if (sync_->commits()) {  // others may complete the update from here on, though `publish` may fail
+    if (updater_.commits()) {  // others may complete the update from here on, though `publish` may fail
       replicas.barrier(deadline);
       is_counted = true;
       if (replica == 0) {
@@ -177,7 +190,11 @@ void GradientPath::move_loss_scale(bool finite) {
 }
 
 void GradientPath::regroup() {
-  if (sync_->regroup()) moving_state_->move(*sync_, updater_);
+  const auto regroups = parameters_->all_workers().regroups();
+  if (std::exchange(regroups_, regroups) == regroups) return;
+  parameters_->regroup();
+  sync_->regroup();
+  moving_state_->move(*sync_, updater_);
 }
 
 void GradientPath::complete_update() {

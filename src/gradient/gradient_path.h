@@ -78,7 +78,7 @@ class GradientPath {
   void regroup();
 
   // Where the update of a step that failed here was made on others, who say so: makes it here too, but for the values
-  // of other processes' shards, which regroup brings. For shards that have copies.
+  // of other processes' shards, which regroup brings. Where completes_updates().
   void complete_update();
 
   // After StateLost: a whole state was loaded.
@@ -88,7 +88,11 @@ class GradientPath {
 
   // Updates, and steps that made none since their gradients were not finite.
   std::int64_t decided_steps() const { return updater_.iterations() + updater_.loss_scale().skipped(); }
-  bool completes_updates() const { return sync_->commits(); }
+  bool completes_updates() const { return updater_.commits(); }
+
+  // Whether processes have other parts of the optimizer's state, so that it may be lost with some of them.
+  bool divides_state() const { return sync_->divides_state(); }
+
 
   // For steps that are recorded and replayed (Placement::device, no scaled loss). update_recorded enqueues what `apply`
   // does on the device, for one replica; Updater::begin_step copies the learning rate to the device before each replay,
@@ -131,6 +135,7 @@ class GradientPath {
   const std::unique_ptr<gradient::GradientSync> sync_;
   gradient::Updater updater_;
   gradient::GradientHooks hooks_;
+  std::int64_t regroups_;                              // of all workers, with whose Groups the next step is made
   std::optional<gradient::MovingState> moving_state_;  // in an elastic job
   bool prepared_ = false;
 };

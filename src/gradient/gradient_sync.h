@@ -32,15 +32,17 @@ class GradientSync {
   virtual void store(Deadline /*deadline*/) {}
 
   // After the processes' Communicator has got another Group, and a step that may have failed: the next one is made with
-  // that, with other shards. Collective, between steps. Returns false, and does nothing, where it has been called
-  // since.
-  virtual bool regroup() { return false; }
+  // that, with other shards. Collective, between steps.
+  virtual void regroup() {}
 
   // Which elements this process updates, and by which replicas. Constant between regroups, after `prepare`.
   virtual ShardMap shards() const = 0;
 
   // Which shards of another process this one updates as well, by the same sums.
   virtual ShardMap copies() const { return {}; }
+
+  // Whether processes have other shards of the optimizer's state, which are divided anew after each regroup.
+  virtual bool divides_state() const { return false; }
 
   // Which elements' state each process has, its own and copies: [rank]. Empty for a process alone.
   virtual std::vector<std::vector<Shard>> held() const { return {}; }
@@ -82,12 +84,6 @@ class GradientSync {
   virtual void sum_over_owners(std::span<double> values, const Group& replicas, Deadline deadline) const {
     replicas.all_reduce(buffer_of(values), ReduceOp::sum, deadline);
   }
-
-  // Called by all replicas between the sums and the update. Where a process may be lost in the middle of it: returns
-  // once all processes have all that their updates need, so that each can complete its own when others have begun
-  // theirs.
-  virtual void commit(const Group& /*replicas*/, Deadline /*deadline*/) const {}
-  virtual bool commits() const { return false; }
 
   // The flat buffers to which the updater writes new values: first one of this process, whose old values it reads.
   // `publish` brings them to the other copies. After publish and a barrier all copies are equal.

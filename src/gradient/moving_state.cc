@@ -81,14 +81,14 @@ void MovingState::move(GradientSync& sync, Updater& updater) {
   if (std::any_of(all.begin(), all.end(), [](const Versions& one) { return one.contains(kLost); })) {
     return lose_state(sync, updater, all, kSomePart);  // some do not know it yet
   }
-  if (sync.commits()) return divide_anew(sync, updater, all);
+  if (sync.divides_state()) return divide_anew(sync, updater, all);
   // Those that have the state have all of it, and keep it.
-  auto had = sync.held(), needed = had;
+  std::vector<std::vector<Shard>> had(all.size(), parameters_->trainable()), needed = had;
   for (std::size_t rank = 0; rank < all.size(); ++rank) (all[rank].empty() ? had : needed)[rank].clear();
   newest_of_any(all);  // throws where nobody has it
   transfer(moves_between(had, needed).moves, updater.states(), updater.states());
   if (!place_) parameters_->spread_first_copy();
-  place_ = Place{.rank = ranks_.rank(), .held = sync.held()};
+  place_ = Place{.rank = ranks_.rank(), .held = {}};
 }
 
 void MovingState::divide_anew(GradientSync& sync, Updater& updater, const std::vector<Versions>& all) {

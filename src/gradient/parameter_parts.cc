@@ -81,6 +81,13 @@ void ReplicatedParameters::find_first_holders() {
   }
 }
 
+void ReplicatedParameters::regroup() {
+  if (!split_) return;
+  if (split_->after_regroup) split_->after_regroup();
+  first_holder_.clear();
+  find_first_holders();
+}
+
 std::vector<std::int64_t> ReplicatedParameters::whole_sizes(std::size_t slot) const {
   const auto& parts = slots_[slot].parts;
   return parts == nullptr ? slots_[slot].sizes : parts->whole_sizes(slots_[slot].sizes);

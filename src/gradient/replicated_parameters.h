@@ -71,7 +71,7 @@ class ReplicatedParameters {
   const Communicator& all_workers() const { return all_workers_; }
   // Those that train on other examples: with the same parts, or, where parameters are sharded over them, with others.
   const Communicator& data_workers() const {
-    return split_ && split_->summed_over.size() > 1 ? split_->summed_over : workers_;
+    return split_ && split_->summed_over ? *split_->summed_over : workers_;
   }
   const std::optional<gradient::SplitModule>& split() const { return split_; }
   bool is_split() const { return split_.has_value(); }
@@ -139,6 +139,9 @@ class ReplicatedParameters {
   std::string describe() const;  // what is compared: a line a tensor
   void compare_copies(const Communicator& workers) const { workers.check_all_agree("copies", hashes()); }
   std::string hashes() const;  // of all copies: a line a tensor
+
+  // In an elastic job, after the Groups of all workers were replaced. Collective over them, between steps.
+  void regroup();
 
   // Of a model that is split: throws InvalidArgument on all workers, naming a parameter, where those that have it whole
   // have different values, but for rounding: each computes its gradient for itself. Collective over all workers.

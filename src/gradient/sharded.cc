@@ -41,10 +41,9 @@ void Sharded::prepare() {
   lay_out();
 }
 
-bool Sharded::regroup() {
-  if (!Bucketed::regroup()) return false;
+void Sharded::regroup() {
+  Bucketed::regroup();
   lay_out();
-  return true;
 }
 
 void Sharded::lay_out() {
@@ -85,12 +84,6 @@ void Sharded::copy_sums() {
     if (theirs.count > 0) calls.push_back(Call::recv(theirs, from));
   }
   ranks().group().run(calls, ranks().deadline());
-}
-
-void Sharded::commit(const Group& replicas, Deadline deadline) const {
-  if (!hosts_) return;
-  if (replicas.rank() == 0) ranks().group().barrier(ranks().deadline());
-  replicas.barrier(deadline);
 }
 
 at::Tensor Sharded::first_copy(const Range& range) const {

@@ -13,7 +13,7 @@
 //   state  | s0 s2 |   | s1 s0 |   | s2 s1 |
 //
 // as Wang et al., "GEMINI: fast failure recovery in distributed training with in-memory checkpoints", SOSP 2023, place
-// copies, but that state is not sent: it is computed twice. A barrier precedes the update (`commit`). So where some
+// copies, but that state is not sent: it is computed twice. A barrier precedes the update (Updater). So where some
 // processes have made an update and others have not when one is lost, those can complete it by themselves, and the
 // values of shards are gathered again, from either of the two that have them (moving_state.h). Without copies, a
 // process that is lost between update and gather leaves the others' values partly of this step, and training begins
@@ -38,7 +38,7 @@ class Sharded final : public Bucketed {
 
   // Puts the first copy of the values into memory of the Group.
   void prepare() override;
-  bool regroup() override;
+  void regroup() override;
 
   ShardMap shards() const override { return shards_->of_this_process(); }
   ShardMap copies() const override { return shards_->copies(); }
@@ -46,8 +46,7 @@ class Sharded final : public Bucketed {
   void sum_over_owners(std::span<double> values, const Group& replicas, Deadline deadline) const override {
     shards_->sum_over_owners(values, replicas, deadline);
   }
-  void commit(const Group& replicas, Deadline deadline) const override;
-  bool commits() const override { return hosts_ != nullptr; }
+  bool divides_state() const override { return true; }
   std::span<const at::Tensor> written(at::ScalarType dtype) const override { return parameters_.flats(dtype).first(1); }
   void publish(const Group& replicas, Deadline deadline) override;
   void publish_between_steps() override;

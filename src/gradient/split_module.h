@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,12 +26,19 @@ struct TrainedTensor {
 struct SplitModule {
   std::vector<TrainedTensor> trained;  // in place of the module's own parameters; one under several names is tied
 
-  // The workers over which backward sums gradients itself. This one alone: gradients are those of its examples.
-  Communicator summed_over = {};
+  // The workers that have the same parts of the model.
+  Communicator same_parts = {};
+
+  // The workers over which backward sums gradients itself; none: it leaves those of this worker's examples.
+  std::optional<Communicator> summed_over = {};
 
   // What is called before a forward, and before a backward with what gradients are multiplied by; or null.
   std::function<void()> before_forward = {};
   std::function<void(double factor)> before_backward = {};
+
+  // What is called in an elastic job after the workers' Groups were replaced, and a step that may have broken off; or
+  // null. Collective.
+  std::function<void()> after_regroup = {};
 };
 
 }  // namespace lockstep::gradient

@@ -10,9 +10,11 @@
 
 namespace lockstep::gradient {
 
-Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, const GradientSync& gradients)
+Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, const GradientSync& gradients,
+                 std::optional<Communicator> commits)
     : parameters_(std::move(parameters)),
       optimizer_(std::move(optimizer)),
+      commits_(std::move(commits)),
       states_(initial_states(gradients)),
       loss_scale_(optimizer_.options().loss_scale) {
   if (parameters_->is_split()) part_sums_.emplace(*parameters_);
@@ -50,7 +52,10 @@ void Updater::update(const GradientSync& gradients, double divide_by, const Grou
     prepared_ = prepared;
     phase_ = Phase::prepared;
   }
-  gradients.commit(replicas, deadline);
+  if (commits_) {
+    if (writes) commits_->group().barrier(commits_->deadline());
+    replicas.barrier(deadline);
+  }
   if (writes) phase_ = Phase::committed;
   update_shards(replicas.rank(), gradients, prepared);
 }

@@ -24,8 +24,13 @@ namespace lockstep::gradient {
 // unless its comment says otherwise.
 class Updater {
  public:
-  // The state of `gradients.shards()`, and of `gradients.copies()`.
-  Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, const GradientSync& gradients);
+  // The state of `gradients.shards()`, and of `gradients.copies()`. `commits`: processes of an elastic job that wait for
+  // each other before each update: when one goes on, all have all that their updates need, so that each can complete its
+  // own where others have begun theirs.
+  Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, const GradientSync& gradients,
+          std::optional<Communicator> commits = {});
+
+  bool commits() const { return commits_.has_value(); }
 
   const Optimizer& optimizer() const { return optimizer_; }
 
@@ -33,10 +38,10 @@ class Updater {
   void begin_step();
 
   // Divides the sums of `gradients` by `divide_by`, clips them, and updates this replica's shards in all written
-  // copies, once `gradients` can be committed. Throws what the Groups throw.
+  // copies, after a barrier of those that commit. Throws what the Groups throw.
   void update(const GradientSync& gradients, double divide_by, const Group& replicas, Deadline deadline);
 
-  // After an `update` that threw since it could not be committed here, though it was on others: makes it, for all
+  // After an `update` that threw in that barrier, though others have passed it: makes it, for all
   // replicas. Throws Error where there is none.
   void complete(const GradientSync& gradients);
 
@@ -113,6 +118,7 @@ class Updater {
   // Constant after construction.
   const std::shared_ptr<ReplicatedParameters> parameters_;
   const Optimizer optimizer_;
+  const std::optional<Communicator> commits_;
 
   States states_;
   std::optional<PartSums> part_sums_;                      // of a model that is split over processes

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "base/text.h"
+#include "collective/group_of_generation.h"
 #include "parallel/mesh_backend.h"
 
 namespace lockstep {
@@ -74,10 +75,6 @@ std::vector<int> order_by_host(const std::vector<std::string>& hosts) {
   return order;
 }
 
-Communicator split(const Communicator& ranks, int color, int key) {
-  return ranks.with_group(*ranks.group().split(color, key, ranks.deadline()));
-}
-
 }  // namespace
 
 struct DeviceMesh::State {
@@ -85,24 +82,32 @@ struct DeviceMesh::State {
       : axes(checked(agreed(std::move(of), given), given.size())) {
     const auto order = order_by_host(given.all_gather(host));
     const auto place = std::find(order.begin(), order.end(), given.rank()) - order.begin();
-    ranks = split(given, 0, static_cast<int>(place));
-    std::vector<int> all(static_cast<std::size_t>(given.size()));
-    std::iota(all.begin(), all.end(), 0);
+    const auto all = *given.group().split(0, static_cast<int>(place), given.deadline());
+    ranks = given.with_group(all);
+    for (std::size_t i = 0; i < axes.size(); ++i) along.push_back(given.with_group(all));
+    take(all);
+  }
+
+  // `all`: the Group of all ranks, in the order of the mesh.
+  void take(const Group& all) {
+    std::vector<int> numbers(static_cast<std::size_t>(all.size()));
+    std::iota(numbers.begin(), numbers.end(), 0);
     const auto groups = std::make_shared<parallel::MeshGroups>(
-        [axes = axes, size = given.size()](int rank) { return coordinates(axes, size, rank); });
-    const auto whole = std::make_shared<parallel::MeshBackend>(ranks.group().shared_backend(), groups, std::move(all));
+        [axes = axes, size = all.size()](int rank) { return coordinates(axes, size, rank); });
+    const auto whole = std::make_shared<parallel::MeshBackend>(all.shared_backend(), groups, std::move(numbers));
     groups->set_whole(whole);
-    ranks = ranks.with_group(ranks.group().with_backend(whole));
-    int stride = given.size();
-    for (const auto& axis : axes) {
-      stride /= axis.size;
-      const int coordinate = ranks.rank() / stride % axis.size;
-      along.push_back(split(ranks, ranks.rank() - coordinate * stride, coordinate));
+    ranks.regroup(all.with_backend(whole));
+    int stride = all.size();
+    for (std::size_t i = 0; i < axes.size(); ++i) {
+      stride /= axes[i].size;
+      const int coordinate = ranks.rank() / stride % axes[i].size;
+      along[i].regroup(*ranks.group().split(ranks.rank() - coordinate * stride, coordinate, ranks.deadline()));
     }
   }
 
   std::vector<Axis> axes;
   std::optional<Job> job;
+  GroupOptions group;  // of the job's processes
   Communicator ranks;
   std::vector<Communicator> along;  // [axis]
 };
@@ -110,12 +115,11 @@ struct DeviceMesh::State {
 DeviceMesh::DeviceMesh(std::vector<Axis> axes, const Communicator& ranks, const std::string& host)
     : state_(std::make_shared<State>(std::move(axes), ranks, host)) {}
 
-DeviceMesh::DeviceMesh(std::vector<Axis> axes, double timeout_seconds) {
+DeviceMesh::DeviceMesh(std::vector<Axis> axes, double timeout_seconds, GroupOptions group) {
   const auto job = Job::from_environment();
-  const auto state =
-      std::make_shared<State>(std::move(axes), Communicator(job.group(), timeout_seconds), job.world().host);
-  state->job = job;
-  state_ = state;
+  state_ = std::make_shared<State>(std::move(axes), Communicator(job.group(group), timeout_seconds), job.world().host);
+  state_->job = job;
+  state_->group = std::move(group);
 }
 
 bool DeviceMesh::contains(const std::string& axis) const {
@@ -127,6 +131,17 @@ const Communicator& DeviceMesh::operator[](const std::string& axis) const {
     if (axes()[i].name == axis) return state_->along[i];
   }
   throw InvalidArgument(text("DeviceMesh: there is no axis \"", axis, "\"; the mesh has ", list(axes())));
+}
+
+void DeviceMesh::regroup(const Job& job, double timeout_seconds) const {
+  auto options = state_->group;
+  options.timeout_seconds = timeout_seconds;
+  const auto all = collective::group_of_generation(job, options);
+  auto& axes = state_->axes;
+  const auto row_size = std::accumulate(axes.begin() + 1, axes.end(), 1, [](int product, const Axis& axis) { return product * axis.size; });
+  axes[0].size = all.size() / row_size;
+  state_->job = job;
+  state_->take(all);
 }
 
 const std::optional<Job>& DeviceMesh::job() const { return state_->job; }

@@ -49,10 +49,7 @@ FlatShard::FlatShard(std::vector<std::string> names, std::vector<Tensor> paramet
 
 // The Group may be writing still, and the module may outlive this.
 FlatShard::~FlatShard() {
-  try {
-    if (gathering_) gathering_->wait();
-  } catch (const std::exception&) {  // which the training has seen, or will
-  }
+  abandon_gather();
   storage_.set_data_ptr(c10::DataPtr(nullptr, at::kCPU));
 }
 
@@ -150,6 +147,15 @@ void FlatShard::release() {
   storage_.set_data_ptr(c10::DataPtr(nullptr, at::kCPU));
   whole_ = Tensor();
   is_gathered_ = false;
+}
+
+void FlatShard::abandon_gather() {
+  try {
+    if (gathering_) gathering_->wait();
+  } catch (const std::exception&) {  // which the training has seen, or will
+  }
+  gathering_.reset();
+  if (!is_gathered_) whole_ = Tensor();
 }
 
 void FlatShard::take_gradient(std::size_t i, double factor) {

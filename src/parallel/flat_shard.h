@@ -40,6 +40,7 @@ class FlatShard {
   void start_gather();
   void finish_gather();
   void release();
+  void abandon_gather();  // after a rank was lost: also one that failed
 
   Tensor value(std::size_t i) const;  // of parameter i, while it is gathered: a view
 

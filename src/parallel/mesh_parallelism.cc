@@ -20,14 +20,15 @@ Communicator along(const DeviceMesh& mesh, const std::string& axis) {
 }
 
 // The ranks along the product of two axes: those that share this rank's coordinates on all others.
-Communicator along_both(const DeviceMesh& mesh, const std::string& first, const std::string& second) {
-  const auto outer = along(mesh, first), inner = along(mesh, second);
-  if (inner.size() == 1) return outer;
-  if (outer.size() == 1) return inner;
+Group group_along_both(const DeviceMesh& mesh, const std::string& outer, const std::string& inner) {
   // The first of them names them all.
-  const int color = std::stoi(outer.broadcast(inner.broadcast(std::to_string(mesh.ranks().rank()))));
-  const auto group = mesh.ranks().group().split(color, mesh.ranks().rank(), mesh.ranks().deadline());
-  return mesh.ranks().with_group(*group);
+  const int color = std::stoi(mesh[outer].broadcast(mesh[inner].broadcast(std::to_string(mesh.ranks().rank()))));
+  return *mesh.ranks().group().split(color, mesh.ranks().rank(), mesh.ranks().deadline());
+}
+
+Communicator along_both(const DeviceMesh& mesh, const std::string& outer, const std::string& inner) {
+  if (!mesh.contains(outer) || !mesh.contains(inner)) return along(mesh, mesh.contains(outer) ? outer : inner);
+  return mesh.ranks().with_group(group_along_both(mesh, outer, inner));
 }
 
 // All names of a module's submodules and parameters.
@@ -62,7 +63,8 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
       shard_(along(mesh_, options_.shard_axis)),
       data_(along_both(mesh_, options_.batch_axis, options_.shard_axis)),
       tensor_(along(mesh_, options_.tensor_axis)),
-      pipeline_(along(mesh_, options_.pipeline_axis)) {
+      pipeline_(along(mesh_, options_.pipeline_axis)),
+      row_size_(mesh_.ranks().size() / batch_.size()) {
   if (!has_stages()) return;
   const auto stages = pipeline_.size() * options_.stages_per_rank;
   const auto schedule = options_.schedule(pipeline_.size(), stages, options_.microbatches, {{}});
@@ -73,6 +75,12 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
                                " splits backward, which parameters that are sharded cannot; take ",
                                "one_forward_one_backward, or a mesh without the axis \"", options_.shard_axis, "\""));
   }
+}
+
+void MeshParallelism::regroup(const Job& job, double timeout_seconds) const {
+  mesh_.regroup(job, timeout_seconds);
+  if (mesh_.contains(options_.batch_axis) && has_shards())
+    data_.regroup(group_along_both(mesh_, options_.batch_axis, options_.shard_axis));
 }
 
 gradient::SplitModule MeshParallelism::split(torch::nn::Module& module) const {
@@ -104,7 +112,7 @@ gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set
               [&](torch::nn::Module& unit, const std::string& name, bool keep) { units->add(unit, name, keep); });
     return split_shards(units, module, data_);
   }
-  gradient::SplitModule split;
+  gradient::SplitModule split{.same_parts = data_};
   for (const auto& each : module.named_parameters())
     split.trained.push_back({.name = each.key(),
                              .tensor = each.value(),

@@ -17,6 +17,8 @@ class MeshParallelism final : public strategy::ModelParallelism {
   const Communicator& workers() const override { return mesh_.ranks(); }
   const Communicator& data_workers() const override { return data_; }
   const Communicator& gradient_workers() const override { return has_shards() ? alone_ : data_; }
+  int row_size() const override { return row_size_; }
+  void regroup(const Job& job, double timeout_seconds) const override;
   bool computes_without_examples() const override { return has_shards() || has_stages(); }
   bool counts() const override { return tensor_.rank() == 0 && pipeline_.rank() == last_stage_; }
 
@@ -42,6 +44,7 @@ class MeshParallelism final : public strategy::ModelParallelism {
   const DeviceMesh mesh_;
   const ModelParallelOptions options_;
   const Communicator alone_, batch_, shard_, data_, tensor_, pipeline_;
+  const int row_size_;
   int last_stage_ = 0;  // the rank of the pipeline that has it
 };
 

@@ -6,6 +6,7 @@
 
 #include "base/text.h"
 #include "parallel/mesh_parallelism.h"
+#include "strategy/check_elastic.h"
 #include "strategy/devices.h"
 #include "strategy/strategy_impl.h"
 
@@ -54,6 +55,21 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
   }
   if (!(options.bucket_cap_mb.value_or(1) > 0))
     fail("bucket_cap_mb is ", *options.bucket_cap_mb, "; it must be above 0");
+  if (options.elastic) {
+    strategy::check("ModelParallelStrategy", *options.elastic);
+    if (options.elastic->worker_batch)
+      fail("elastic.worker_batch is for MultiWorkerMirroredStrategy; batches are global here");
+    if (mesh.axes()[0].name != options.batch_axis) {
+      fail("elastic: the mesh's first axis is \"", mesh.axes()[0].name, "\"; it must be batch_axis, \"",
+           options.batch_axis, "\", along which ranks may be lost");
+    }
+    const auto& job = mesh.job();
+    if (!job) fail("elastic: the mesh must be made of the processes of a job, not of a Communicator");
+    if (job->world().rank != mesh.ranks().rank()) {
+      fail("elastic: the launcher's ranks must be in the order of the hosts; rank ", job->world().rank,
+           " is number ", mesh.ranks().rank(), " of the mesh");
+    }
+  }
   if (options.compare_copies_every < 0)
     fail("compare_copies_every is ", options.compare_copies_every, "; it must be 0 (never) or more steps");
 }
@@ -86,6 +102,7 @@ StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions&
       strategy::WorkerSettings{.job = mesh.job(),
                                .buckets = {.bucket_bytes = bytes, .gradient_dtype = options.gradient_dtype},
                                .shard_optimizer_state = options.shard_optimizer_state,
+                               .elastic = options.elastic,
                                .compare_copies_every = options.compare_copies_every});
   settings.parallelism = std::make_shared<parallel::MeshParallelism>(mesh, options);
   return settings;

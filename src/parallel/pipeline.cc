@@ -52,8 +52,8 @@ struct Pipeline::State {
       : stages(std::move(of)),
         ranks(given),
         options(std::move(with)),
-        schedule(make_schedule({{}})),
-        links(ranks, pairs_of(schedule)) {
+        schedule(make_schedule({{}})) {
+    links.emplace(ranks, pairs_of(schedule));
     for (int i = 0; i < schedule.stages(); ++i) {
       const auto& stage = stages[static_cast<std::size_t>(i)];
       const auto module = stage.make();
@@ -97,11 +97,11 @@ struct Pipeline::State {
   void run(const Act& act) {
     ranks.abort_on_error([&] {
       try {
-        parallel::PipelineRun run(schedule, links, forwards, ranks.rank());
+        parallel::PipelineRun run(schedule, *links, forwards, ranks.rank());
         act(run);
       } catch (const std::exception& error) {
         const std::string why = error.what();
-        links.abort(text("rank ", ranks.rank(), ": ", why.substr(0, why.find('\n'))));  // LibTorch's have the stack too
+        links->abort(text("rank ", ranks.rank(), ": ", why.substr(0, why.find('\n'))));  // LibTorch's have the stack too
         throw;
       }
     });
@@ -111,7 +111,7 @@ struct Pipeline::State {
   const Communicator ranks;
   const PipelineOptions options;
   PipelineSchedule schedule;
-  parallel::StageLinks links;
+  std::optional<parallel::StageLinks> links;
   parallel::StageModules modules;
   parallel::StageForwards forwards;
   std::vector<parallel::TiedParameter> tied;
@@ -151,6 +151,14 @@ void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std
   state_->timed_actions = state_->schedule.actions[static_cast<std::size_t>(state_->ranks.rank())];
   for (auto& each : state_->tied) each.finish_step();
   if (++state_->steps == kStepsBeforeCosts) state_->choose_order(measured_costs());
+}
+
+// Some may have chosen another order of actions already, and others not.
+void Pipeline::regroup() {
+  state_->schedule = state_->make_schedule({{}});
+  state_->steps = 0;
+  state_->links.emplace(state_->ranks, pairs_of(state_->schedule));
+  for (auto& each : state_->tied) each.regroup(state_->ranks);
 }
 
 Tensor Pipeline::forward(const Tensor& x, std::int64_t most_microbatches) {

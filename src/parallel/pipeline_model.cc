@@ -105,9 +105,13 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
     auto& places = pipeline.tied.emplace_back();
     for (const auto& name : copies) places.push_back(place_of(name, layers_of_stages));
   }
-  pipeline_.emplace(stages, parallelism.pipeline_workers(), pipeline);
+  pipeline_ = std::make_shared<Pipeline>(stages, parallelism.pipeline_workers(), pipeline);
   for (const auto& [stage, layers] : pipeline_->modules()) add_layers(*layers, numbered, *module_);
   split_ = parallelism.shard(*module_, making->used);
+  split_.after_regroup = [all = pipeline_, of_shards = split_.after_regroup] {
+    if (of_shards) of_shards();
+    all->regroup();
+  };
   for (const auto& pattern : options.fully_shard.units) {
     if (parallelism.pipeline_workers().any(making->used.contains(pattern))) making->used.insert(pattern);
   }
@@ -122,8 +126,8 @@ Tensor PipelineModel::forward(const Tensor& x) { return pipeline_->forward(x, mo
 
 std::int64_t PipelineModel::most_microbatches(std::int64_t examples) const {
   const auto& sharded_over = split_.summed_over;
-  if (sharded_over.size() > 1)
-    sharded_over.group().all_reduce(buffer_of(std::span(&examples, 1)), ReduceOp::min, sharded_over.deadline());
+  if (sharded_over)
+    sharded_over->group().all_reduce(buffer_of(std::span(&examples, 1)), ReduceOp::min, sharded_over->deadline());
   return examples;
 }
 

@@ -3,7 +3,6 @@
 
 #include <functional>
 #include <memory>
-#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -42,7 +41,7 @@ class PipelineModel {
   std::int64_t most_microbatches(std::int64_t examples) const;
 
   const Communicator workers_;
-  std::optional<Pipeline> pipeline_;
+  std::shared_ptr<Pipeline> pipeline_;
   std::shared_ptr<torch::nn::Module> module_;
   gradient::SplitModule split_;
 };

@@ -41,12 +41,12 @@ class UseUnit final : public ops::ParameterHook {
   const std::size_t unit_;
 };
 
-// All shards of the process, with the Groups of the ranks that have the other parts.
+// All shards of the process, with the ranks that have the other parts.
 class KnownShards {
  public:
   void add(const Tensor& shard, const Communicator& ranks) {
     MutexLock lock(mutex_);
-    shards_[shard.unsafeGetTensorImpl()] = ranks.group().shared_backend().get();
+    shards_.insert_or_assign(shard.unsafeGetTensorImpl(), ranks);
   }
   void remove(const Tensor& shard) {
     MutexLock lock(mutex_);
@@ -56,12 +56,12 @@ class KnownShards {
   const GroupBackend* group_of(const Tensor& tensor) {
     MutexLock lock(mutex_);
     const auto found = shards_.find(tensor.unsafeGetTensorImpl());
-    return found == shards_.end() ? nullptr : found->second;
+    return found == shards_.end() ? nullptr : found->second.group().shared_backend().get();
   }
 
  private:
   Mutex mutex_;
-  std::unordered_map<const at::TensorImpl*, const GroupBackend*> shards_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::unordered_map<const at::TensorImpl*, Communicator> shards_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
 KnownShards& known_shards() {
@@ -201,10 +201,16 @@ void ShardedUnits::prefetch() {
 }
 
 void ShardedUnits::release() {
-  if (backward_ && !ops::in_backward()) abandon_backward();
+  if (backward_ && !ops::in_backward()) forget_backward();
   for_each_flat_shard([](FlatShard& flat) { flat.release(); });
   current_.clear();
   if (!backward_) uses_.clear();
+}
+
+void ShardedUnits::abandon() {
+  for_each_flat_shard([](FlatShard& flat) { flat.abandon_gather(); });
+  forget_backward();
+  release();
 }
 
 void ShardedUnits::on_gradient(Unit& unit, FlatShard& flat, std::size_t parameter) {
@@ -246,7 +252,7 @@ void ShardedUnits::begin_backward() {
 }
 
 // After one that broke off: forgets what it left.
-void ShardedUnits::abandon_backward() {
+void ShardedUnits::forget_backward() {
   for_each_flat_shard([](FlatShard& flat) { flat.forget_gradients(); });
   backward_.reset();
   uses_.clear();

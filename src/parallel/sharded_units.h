@@ -27,6 +27,9 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void add_examples(double examples);
   void release();
 
+  // Forgets a step that broke off, since another rank was lost.
+  void abandon();
+
   // In place of add_examples: from now on gradients are sums over ranks and replicas, to which this rank's count times
   // `factor`.
   void sum_gradients(double factor) { given_factor_ = factor; }
@@ -66,7 +69,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void reduce(Unit& unit);
   void reduce_complete_units();
   void finish_backward();
-  void abandon_backward();
+  void forget_backward();
   std::vector<double> summed(std::vector<double> values) const;
 
   const Communicator ranks_;

@@ -70,7 +70,9 @@ gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, c
     }
   });
   units->sum_gradients(1);  // until before_backward says otherwise
+  split.same_parts = units->replicas();
   split.summed_over = data_workers;
+  split.after_regroup = [units] { units->abandon(); };
   split.before_forward = [units] { units->release(); };
   split.before_backward = [units](double factor) { units->sum_gradients(factor); };
   return split;

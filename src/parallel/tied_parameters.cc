@@ -49,16 +49,20 @@ TiedParameter::TiedParameter(const std::vector<StageParameter>& copies, const Pi
       }
     }
   });
-  const bool has_first = schedule.rank_of_stage[static_cast<std::size_t>(copies[0].stage)] == ranks.rank();
-  const auto group = ranks.group().split(mine_.empty() ? -1 : 0, has_first ? 0 : 1, ranks.deadline());
+  has_first_ = schedule.rank_of_stage[static_cast<std::size_t>(copies[0].stage)] == ranks.rank();
+  regroup(ranks);
   if (mine_.empty()) return;
-  ranks_ = ranks.with_group(*group);
   for (const auto& copy : mine_) {
     ranks_.check_all_agree("shapes of tied parameters", text(copy.scalar_type(), " ", copy.sizes()));
   }
   const at::NoGradGuard no_gradient;
   broadcast(ranks_, {mine_[0]});
   for (const auto& copy : mine_) copy.detach().copy_(mine_[0].detach());
+}
+
+void TiedParameter::regroup(const Communicator& ranks) {
+  const auto group = ranks.group().split(mine_.empty() ? -1 : 0, has_first_ ? 0 : 1, ranks.deadline());
+  if (group != nullptr) ranks_ = ranks.with_group(*group);
 }
 
 void TiedParameter::begin_step() {

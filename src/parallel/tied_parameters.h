@@ -17,6 +17,9 @@ class TiedParameter {
   TiedParameter(const std::vector<StageParameter>& copies, const PipelineSchedule& schedule, const StageModules& mine,
                 const Communicator& ranks);
 
+  // After a regroup of the pipeline's ranks. Collective over them.
+  void regroup(const Communicator& ranks);
+
   // Before a step: puts aside the gradients of earlier steps.
   void begin_step();
 
@@ -27,7 +30,8 @@ class TiedParameter {
  private:
   std::vector<Tensor> mine_;
   std::vector<Tensor> earlier_;  // gradients of mine_
-  Communicator ranks_;
+  bool has_first_ = false;       // of the copies
+  Communicator ranks_;           // those that have copies
 };
 
 // Whether a parameter is one of several copies and not the first.

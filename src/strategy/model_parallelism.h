@@ -5,6 +5,7 @@
 
 #include "gradient/split_module.h"
 #include "lockstep/collective/communicator.h"
+#include "lockstep/collective/job.h"
 
 namespace torch::nn {
 class Module;
@@ -22,6 +23,13 @@ class ModelParallelism {
   virtual const Communicator& workers() const = 0;
   virtual const Communicator& data_workers() const = 0;
   virtual const Communicator& gradient_workers() const = 0;
+
+  // How many workers have one copy of a model together.
+  virtual int row_size() const = 0;
+
+  // After workers were lost, of an elastic strategy: replaces the Groups of all these. Collective over those of `job`,
+  // the next generation; throws what collective::group_of_generation throws.
+  virtual void regroup(const Job& job, double timeout_seconds) const = 0;
 
   // Whether all workers compute in every step, with examples or without.
   virtual bool computes_without_examples() const = 0;

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "base/text.h"
+#include "strategy/check_elastic.h"
 #include "strategy/devices.h"
 #include "strategy/strategy_impl.h"
 
@@ -29,28 +30,7 @@ strategy::StrategySettings settings_of(MultiWorkerMirroredOptions options) {
         "MultiWorkerMirroredStrategy: replace_differing_copies is not for shard_optimizer_state, where no other worker "
         "has the state of one that differs");
   }
-  if (const auto& elastic = options.elastic) {
-    if (elastic->min_workers < 1) {
-      throw InvalidArgument(
-          text("MultiWorkerMirroredStrategy: elastic.min_workers is ", elastic->min_workers, "; it must be 1 or more"));
-    }
-    require_above_zero("elastic.regroup_seconds", elastic->regroup_seconds);
-    if (!(elastic->lost_host_seconds >= 3 && elastic->lost_host_seconds <= kLongestLostHostSeconds)) {
-      throw InvalidArgument(text("MultiWorkerMirroredStrategy: elastic.lost_host_seconds is ",
-                                 elastic->lost_host_seconds, "; it must be from 3 to ", kLongestLostHostSeconds));
-    }
-    if (!(elastic->join_seconds >= 0)) {
-      throw InvalidArgument(text("MultiWorkerMirroredStrategy: elastic.join_seconds is ", elastic->join_seconds,
-                                 "; it must be 0 or more"));
-    }
-    if (elastic->worker_batch && elastic->worker_batch->learning_rate_workers < 1) {
-      throw InvalidArgument(text("MultiWorkerMirroredStrategy: elastic.worker_batch.learning_rate_workers is ",
-                                 elastic->worker_batch->learning_rate_workers, "; it must be 1 or more"));
-    }
-    if (elastic->worker_batch && !elastic->worker_batch->scaling) {
-      throw InvalidArgument("MultiWorkerMirroredStrategy: elastic.worker_batch.scaling is null");
-    }
-  }
+  if (options.elastic) strategy::check("MultiWorkerMirroredStrategy", *options.elastic);
   const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
   if (cluster.task_type == "ps") {
     throw InvalidArgument("MultiWorkerMirroredStrategy: this task is a parameter server, which has no part in it");

@@ -176,7 +176,9 @@ void StrategyImpl::on_replicas(const std::function<void(int)>& function) {
 
 void StrategyImpl::regroup(const elastic::Change& change) {
   const auto& elastic = *settings_.workers->elastic;
-  job_ = job_->regroup(change, Deadline::after(std::chrono::duration<double>(elastic.regroup_seconds)));
+  auto in_rows = change;
+  in_rows.row_size = row_size();
+  job_ = job_->regroup(in_rows, Deadline::after(std::chrono::duration<double>(elastic.regroup_seconds)));
   if (!change.leaves) take_group();
 }
 
@@ -189,7 +191,10 @@ void StrategyImpl::join(const elastic::Members& members, std::shared_ptr<void> p
 void StrategyImpl::take_group() {
   auto options = settings_.workers->group;
   options.timeout_seconds = settings_.workers->elastic->regroup_seconds;
-  workers_.regroup(collective::group_of_generation(*job_, options));
+  if (parallelism() != nullptr)
+    parallelism()->regroup(*job_, options.timeout_seconds);
+  else
+    workers_.regroup(collective::group_of_generation(*job_, options));
   for (auto& group : all_groups_) group.reset();
 }
 

@@ -73,6 +73,9 @@ class StrategyImpl {
   const Communicator& data_workers() const { return parallelism() ? parallelism()->data_workers() : workers_; }
   const strategy::ModelParallelism* parallelism() const { return settings_.parallelism.get(); }
 
+  // How many workers have one copy of a model together.
+  int row_size() const { return parallelism() ? parallelism()->row_size() : 1; }
+
   // Whether replicas without examples compute as well (ModelParallelism).
   bool computes_without_examples() const {
     return parallelism() != nullptr && parallelism()->computes_without_examples();

@@ -57,15 +57,18 @@ void Agreement::change_workers(const std::function<void()>& save) {
   if (!worker_.strategy().is_elastic() || agreed_[interrupted] > 0 || stopping()) return;
   if (!is_of_these_workers()) return agree_again();
   if (too_few()) wait_for_newcomers(save);
-  const bool some_leave = agreed_[terminated] > 0 && enough_remain();
-  if (agreed_[newcomers] == 0 && !some_leave) return;
-  bool leaves = some_leave && told_to_leave_;
-  if (some_leave && agreed_[terminated] > 1 && worker_.leaves_in_turn()) {
-    leaves = is_first_to_leave() && leaves;
+  std::vector<int> leaving;
+  if (agreed_[terminated] > 0) {
+    leaving = rows_that_leave();
     if (!is_of_these_workers()) return agree_again();
+    if (rows() - static_cast<int>(leaving.size()) < elastic().min_workers) leaving.clear();
+    if (worker_.leaves_in_turn() && !leaving.empty()) leaving.resize(1);  // the others behind the next steps
   }
+  if (agreed_[newcomers] == 0 && leaving.empty()) return;
+  const int row = worker_.rank() / worker_.strategy().row_size();
+  const bool leaves = std::find(leaving.begin(), leaving.end(), row) != leaving.end();
   if (recovery_.change(leaves) && leaves) throw Interrupted(SIGTERM);
-  if (some_leave) agree_again();
+  if (!leaving.empty()) agree_again();
 }
 
 // Whether the sections since, in callbacks, were completed by those that agreed.
@@ -74,9 +77,9 @@ bool Agreement::is_of_these_workers() const { return worker_.strategy().complete
 // Who is told to leave says so again behind the next step.
 void Agreement::agree_again() { agreed_[terminated] = 0; }
 
-// Of several; the others leave behind the next steps. Collective.
-bool Agreement::is_first_to_leave() {
-  int first = -1;
+// Those with a worker that was told to end. Collective.
+std::vector<int> Agreement::rows_that_leave() {
+  std::vector<int> leaving;
   const auto gather = [this] {
     std::vector<double> told(static_cast<std::size_t>(peers_().size()));
     told[static_cast<std::size_t>(peers_().rank())] = told_to_leave_ ? 1 : 0;
@@ -84,9 +87,12 @@ bool Agreement::is_first_to_leave() {
     return told;
   };
   recovery_.run(gather, [&](const auto& told) {
-    first = static_cast<int>(std::find_if(told.begin(), told.end(), [](double one) { return one > 0; }) - told.begin());
+    for (std::size_t rank = 0; rank < told.size(); ++rank) {
+      const int row = static_cast<int>(rank) / worker_.strategy().row_size();
+      if (told[rank] > 0 && (leaving.empty() || leaving.back() != row)) leaving.push_back(row);
+    }
   });
-  return first == peers_().rank();
+  return leaving;
 }
 
 // Those that remain wait together, for a bounded time. Newcomers that come meanwhile do too, until there are enough.
@@ -103,16 +109,15 @@ void Agreement::wait_for_newcomers(const std::function<void()>& save) {
       recovery_.change(false);
     } else if (agreed_[waited] > 0 && too_few()) {
       save();
-      throw ClusterError(text("workers were lost, and ", workers(), " remain; elastic.min_workers is ",
+      throw ClusterError(text("workers were lost, and ", rows(), worker_.strategy().row_size() > 1 ? " rows of the mesh" : "", " remain; elastic.min_workers is ",
                               elastic().min_workers, ", and nobody has joined them for ", elastic().join_seconds,
                               " s"));
     }
   } while (too_few());
 }
 
-bool Agreement::enough_remain() const { return workers() - agreed_[terminated] >= elastic().min_workers; }
-
 // By the last agreement, which is the same for all.
-bool Agreement::too_few() const { return workers() < elastic().min_workers; }
+int Agreement::rows() const { return static_cast<int>(workers()) / worker_.strategy().row_size(); }
+bool Agreement::too_few() const { return rows() < elastic().min_workers; }
 
 }  // namespace lockstep::train

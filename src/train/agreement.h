@@ -59,8 +59,8 @@ class Agreement {
 
   bool is_of_these_workers() const;
   void agree_again();
-  bool is_first_to_leave();
-  bool enough_remain() const;
+  std::vector<int> rows_that_leave();
+  int rows() const;  // of workers that have one copy of the model together
   bool too_few() const;
   const ElasticOptions& elastic() const { return *worker_.strategy().settings().workers->elastic; }
 

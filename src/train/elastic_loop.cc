@@ -106,7 +106,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
   std::int64_t updates() const override { return unwrap(optimizer_).decided_steps(); }
   std::string print_update() override { return train::print_update(module_, optimizer_); }
   void take_update(const std::string& printed) override { train::take_update(module_, optimizer_, printed); }
-  bool leaves_in_turn() const override { return unwrap(optimizer_).completes_updates(); }
+  bool leaves_in_turn() const override { return unwrap(optimizer_).divides_state(); }
   void use_new_group() override { unwrap(optimizer_).regroup(); }
 
   Place place;

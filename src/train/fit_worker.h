@@ -20,7 +20,7 @@ class FitWorker final : public TrainingWorker {
   std::int64_t updates() const override { return impl_.gradients->decided_steps(); }
   std::string print_update() override;
   void take_update(const std::string& printed) override;
-  bool leaves_in_turn() const override { return impl_.gradients->completes_updates(); }
+  bool leaves_in_turn() const override { return impl_.gradients->divides_state(); }
   void use_new_group() override { impl_.gradients->regroup(); }
 
  private:

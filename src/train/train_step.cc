@@ -213,7 +213,7 @@ train::ComputedStep ModelImpl::compute_no_gradients(ReplicaContext& replica, con
   }
   for (std::size_t i = 0; i < buffers.size(); ++i) parameters->assign_buffer_of(id, i, buffers[i]);
   if (split.before_backward) split.before_backward(1);  // of loops of the program's own
-  if (split.summed_over.size() == 1) gradients->drop_gradients(id);
+  if (!split.summed_over) gradients->drop_gradients(id);
   return {{}, {}, 0, weight_of(compiled->loss, 0, number_of(replica))};
 }
 

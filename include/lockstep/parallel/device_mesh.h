@@ -14,14 +14,19 @@
 
 #include "lockstep/collective/communicator.h"
 #include "lockstep/collective/job.h"
+#include "lockstep/collective/make_group.h"
 
 namespace lockstep {
+namespace parallel {
+class MeshParallelism;
+}
 
 // A shared handle. Ranks are laid out in the order of their hosts, the last axis first, so that ranks that are
 // neighbours on the last axis share a host where its size divides the host's number of ranks. Put the axis that
 // communicates most last: "tensor".
 //
-// Constant after construction; the Communicators are used as any other. An error in one of them, or in a Group that is
+// Constant after construction, but where an elastic ModelParallelStrategy goes on without lost ranks: then the first
+// axis gets shorter, and ranks may get other numbers. The Communicators are used as any other. An error in one of them, or in a Group that is
 // split from it, ends the calls in all, on all ranks: PeerLost and DeadlineExceeded name ranks of the mesh, and say
 // their coordinates.
 class DeviceMesh {
@@ -33,8 +38,8 @@ class DeviceMesh {
 
   // Of the processes that a launcher started, or of this one alone. Collective over them. Throws as Job, and, on all
   // ranks, InvalidArgument where the product of the sizes is not the number of ranks, for a size that is neither above
-  // 0 nor -1, and for names that are empty or the same.
-  explicit DeviceMesh(std::vector<Axis> axes, double timeout_seconds = kDefaultTimeoutSeconds);
+  // 0 nor -1, and for names that are empty or the same. `group`: how the processes communicate.
+  explicit DeviceMesh(std::vector<Axis> axes, double timeout_seconds = kDefaultTimeoutSeconds, GroupOptions group = {});
 
   // Of the ranks of any Communicator: processes, or the replicas' threads of one (ReplicaContext::group). `host`: those
   // with the same name share a host. Collective over them; throws InvalidArgument likewise.
@@ -61,8 +66,14 @@ class DeviceMesh {
   std::string coordinates_of(int rank) const;
 
  private:
+  friend class parallel::MeshParallelism;
+
+  // Goes on with the job's next generation: the first axis gets as long as that needs. Collective over its ranks,
+  // between steps. `timeout_seconds`: until they have come.
+  void regroup(const Job& job, double timeout_seconds) const;
+
   struct State;
-  std::shared_ptr<const State> state_;
+  std::shared_ptr<State> state_;
 };
 
 }  // namespace lockstep

@@ -21,6 +21,7 @@
 #include "lockstep/parallel/pipeline.h"
 #include "lockstep/parallel/split.h"
 #include "lockstep/parallel/tensor_parallel.h"
+#include "lockstep/strategy/multi_worker_mirrored_strategy.h"
 #include "lockstep/strategy/strategy.h"
 
 namespace lockstep {
@@ -65,6 +66,12 @@ struct ModelParallelOptions {
   std::optional<DType> gradient_dtype = {};
   std::int64_t compare_copies_every = 100;
 
+  // fit, and ElasticLoop, go on with the rows of the mesh that remain when ranks are lost or get SIGTERM: a row is the
+  // ranks with one coordinate on batch_axis, which have one copy of the model together, and which leave together.
+  // batch_axis must be the mesh's first. elastic.min_workers counts rows. worker_batch must be empty, and
+  // lost_host_seconds is that of the mesh's GroupOptions.
+  std::optional<ElasticOptions> elastic = {};
+
   std::string device = {};      // of this process: "cpu:0", "cuda:0"; empty: a GPU where there are any
   int threads_per_replica = 0;  // as MirroredOptions
 };
@@ -84,7 +91,10 @@ struct ModelParallelOptions {
 // Every hundredth step it is checked that what several ranks have is equal (compare_copies_every). Where it is not,
 // InvalidArgument names a parameter: a layer's style is missing in the plan, or a processor is broken.
 //
-// A rank that is lost ends the training on all others with PeerLost, which names its coordinates.
+// A rank that is lost ends the training on all others with PeerLost, which names its coordinates, unless the options
+// have `elastic`. Then only the ranks of its row end, with ClusterError. The other rows have the same values and state,
+// or, with shard_optimizer_state, a copy of what the lost ranks had alone, and divide the batches anew from the next
+// step on, as those of an elastic MultiWorkerMirroredStrategy; rows that have lost different parts are put together.
 class ModelParallelStrategy : public Strategy {
  public:
   // Collective over the mesh. Throws InvalidArgument for an axis of the mesh that is larger than 1 and not named by the

@@ -112,6 +112,10 @@ class Pipeline {
   // The last stage's output for a batch, on all ranks, without gradients. Call eval() before it.
   Tensor forward(const Tensor& x, std::int64_t most_microbatches = std::numeric_limits<std::int64_t>::max());
 
+  // After Communicator::regroup of the ranks, of which there must be as many as before, and a step that may have broken
+  // off: goes on with them. Collective over them.
+  void regroup();
+
   // Sets this rank's stages to training, or evaluation, as Module::train.
   void train(bool on = true) const;
   void eval() const { train(false); }

@@ -1,0 +1,13 @@
+// Rows of a mesh: the ranks that have one copy of a model together, each a part of it.
+#pragma once
+
+#include <vector>
+
+namespace lockstep::elastic {
+
+// Rank r has part r % row_size of row r / row_size, and ranks with the same part have the same state. Of those ranks
+// that remain, in ascending order: the ones that make up whole rows, in the order of their next ranks. Whole rows come
+// first, in their order; then rows of ranks whose own have lost others.
+std::vector<int> whole_rows(const std::vector<int>& remaining, int row_size);
+
+}  // namespace lockstep::elastic
