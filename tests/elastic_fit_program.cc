@@ -41,7 +41,8 @@ Worker worker_on_mesh(const std::string& printed, const lockstep::ElasticOptions
   std::vector<lockstep::DeviceMesh::Axis> axes;
   std::istringstream words(printed);
   for (lockstep::DeviceMesh::Axis axis; words >> axis.name >> axis.size;) axes.push_back(axis);
-  const lockstep::DeviceMesh mesh(axes, number("TIMEOUT", 600), {.lost_host_seconds = 3});
+  const lockstep::DeviceMesh mesh(
+      axes, {.timeout_seconds = number("TIMEOUT", 600) * 1.0, .group = {.lost_host_seconds = 3}, .elastic = true});
   lockstep::ModelParallelOptions options{.shard_optimizer_state = number("SHARD", 0) == 1,
                                          .compare_copies_every = number("COMPARE", 100),
                                          .elastic = elastic,

@@ -50,11 +50,11 @@ class ElasticMesh : public testing::TestWithParam<Mesh> {
     return text("WEIGHTS=", (fresh_folder("elastic_mesh", name) / "weights").string());
   }
 
-  static Process run(std::vector<std::string> variables, const std::string& test) {
+  static Process run(std::vector<std::string> variables, const std::string& test, int restarts = 0) {
     const auto& mesh = GetParam();
     variables.insert(variables.end(), {text("MESH=", mesh.axes), text("SHARD=", mesh.shards_state ? 1 : 0),
                                        weights_of(text(mesh.name, "_", test))});
-    return elastic_job(ELASTIC_PROGRAM, variables, mesh.ranks, 1);
+    return elastic_job(ELASTIC_PROGRAM, variables, mesh.ranks, 1, restarts);
   }
 
   static void expect_trained(Process& job, int survivors, bool clips, bool compares_history = true) {
@@ -76,12 +76,79 @@ TEST_P(ElasticMesh, TheOtherRowsGoOn) {
   }
 }
 
+// One in a step or between two, and sometimes another one while the others regroup.
+TEST_P(ElasticMesh, RanksMayBeLostAtAnyMoment) {
+  const auto& mesh = GetParam();
+  const char* const asked = std::getenv("LOCKSTEP_FAULT_ROUNDS");
+  const int rounds = asked == nullptr ? 4 : std::atoi(asked);
+  for (int seed = 0; seed < rounds; ++seed) {
+    std::mt19937 random(static_cast<unsigned>(seed));
+    const auto below = [&](int end) { return static_cast<int>(random() % static_cast<unsigned>(end)); };
+    const int victim = below(mesh.ranks), microseconds = below(4000);
+    const bool clips = seed % 2 == 1, second = seed % 4 == 3 && mesh.ranks / mesh.row > 2;
+    const auto name = text("moment_", seed);
+    std::vector<std::string> variables{text("VICTIM=", victim), text("STEP=", 4 + below(kSteps - 4)),
+                                       text("PLACE=", microseconds), text("CLIP=", clips ? 1 : 0),
+                                       text("FOLDER=", fresh_folder("elastic_mesh_backup", mesh.name + name).string())};
+    if (second) {
+      variables.push_back(text("SECOND=", (victim + 1 + below(mesh.ranks - 1)) % mesh.ranks));
+      variables.push_back(text("SECOND_US=", microseconds + below(8000)));
+    }
+    SCOPED_TRACE(testing::Message() << "seed " << seed << ": " << join(variables, " "));
+    auto job = run(variables, name);
+    const auto lost = numbers_after(job.wait_for_end(60), "ended by signal").size();
+    const auto left = numbers_after(job.text(), "] failed: regroup: rank").size();
+    EXPECT_EQ((lost + left) % static_cast<std::size_t>(mesh.row), 0U) << job.text();
+    expect_trained(job, mesh.ranks - static_cast<int>(lost + left), clips, /*compares_history=*/false);
+  }
+}
+
+TEST_P(ElasticMesh, ARowThatIsToldToEndLeaves) {
+  const auto& mesh = GetParam();
+  auto job = run({"STEP_MS=20", text("VICTIM=", mesh.ranks - 1), "STEP=10", "PLACE=print"}, "told");
+  const int told = process_of(job, mesh.row > 1 ? 1 : 0);
+  job.wait_for("step 10", 30);
+  kill(told, SIGTERM);
+  expect_trained(job, mesh.ranks - mesh.row, false);
+  for (int rank = 0; rank < mesh.row; ++rank)
+    EXPECT_NE(job.text().find(text("[", rank, "] left\n")), std::string::npos) << job.text();
+}
+
 INSTANTIATE_TEST_SUITE_P(Meshes, ElasticMesh,
                          testing::Values(Mesh{"data3", "data 3", 3, 1}, Mesh{"data3_sharded", "data 3", 3, 1, true},
                                          Mesh{"data2_tensor2", "data 2 tensor 2", 4, 2},
+                                         Mesh{"data2_tensor2_sharded", "data 2 tensor 2", 4, 2, true},
                                          Mesh{"data3_tensor2_sharded", "data 3 tensor 2", 6, 2, true},
                                          Mesh{"data2_shard2", "data 2 shard 2", 4, 2},
                                          Mesh{"data2_pipeline2", "data 2 pipeline 2", 4, 2}),
+                         [](const auto& each) { return each.param.name; });
+
+// All of the row are started again.
+TEST_P(ElasticMesh, ANewRowIsTakenIn) {
+  const auto& mesh = GetParam();
+  auto job = run({text("VICTIM=", mesh.ranks - 1), "STEP=5", "PLACE=forward", "STEP_MS=50"}, "new", mesh.row);
+  expect_trained(job, mesh.ranks, false);
+  EXPECT_NE(job.text().find(text("fit goes on with ", mesh.ranks, " workers (", mesh.ranks - mesh.row, " before)")),
+            std::string::npos)
+      << job.text();
+}
+
+class ElasticMeshes : public ElasticMesh {};
+
+// The rank with part 0 of one row and that with part 1 of the other.
+TEST_P(ElasticMeshes, RowsThatHaveLostDifferentPartsArePutTogether) {
+  auto job = run({"VICTIM=0", "KILL_ALSO=3", "STEP=25", "PLACE=forward"}, "together");
+  expect_trained(job, 2, false);
+}
+
+TEST_P(ElasticMeshes, WhereNoRowIsLeftItSaysSo) {
+  auto job = run({"VICTIM=0", "KILL_ALSO=2", "STEP=25", "PLACE=forward"}, "none");
+  const auto& output = job.wait_for_end(60);
+  EXPECT_FALSE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0) << output;
+  EXPECT_NE(output.find("of every copy of the model some rank is lost"), std::string::npos) << output;
+}
+
+INSTANTIATE_TEST_SUITE_P(Meshes, ElasticMeshes, testing::Values(Mesh{"data2_tensor2", "data 2 tensor 2", 4, 2}),
                          [](const auto& each) { return each.param.name; });
 
 }  // namespace

@@ -80,7 +80,8 @@ std::string Communicator::broadcast(const std::string& bytes, int root) const {
   if (size() == 1) return bytes;
   std::int64_t length = static_cast<std::int64_t>(bytes.size());
   group().broadcast(buffer_of(std::span(&length, 1)), root, deadline());
-  std::string result = rank() == root ? bytes : std::string(static_cast<std::size_t>(length), '\0');
+  auto result = bytes;
+  result.resize(static_cast<std::size_t>(length));
   group().broadcast(bytes_of(result), root, deadline());
   return result;
 }

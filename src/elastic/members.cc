@@ -29,12 +29,14 @@ Members first_members(const World& world, const std::string& store) {
 }
 
 // The host's name comes last: it may have spaces.
-std::string print(const Process& process) { return text(process.name, " ", process.store, " ", process.host); }
+std::string print(const Process& process) {
+  return text(process.name, " ", process.store, " ", process.part, " ", process.host);
+}
 
 Process parse_process(const std::string& printed) {
   Process process;
   std::istringstream words(printed);
-  words >> process.name >> process.store >> std::ws;
+  words >> process.name >> process.store >> process.part >> std::ws;
   std::getline(words, process.host);
   return process;
 }

@@ -12,6 +12,7 @@ struct Process {
   std::string name;  // one word, unique in the job
   std::string host;
   std::string store = {};  // the address of its host's store
+  int part = 0;            // of a newcomer: which part of a copy of the model it is to have (rows.h)
 };
 
 // The members of a generation, as one of them sees them.

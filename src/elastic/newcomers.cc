@@ -10,6 +10,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "cluster/rendezvous.h"
+#include "elastic/rows.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::elastic {
@@ -19,6 +20,7 @@ constexpr std::chrono::seconds kForAnswer(1), kBetweenSlowPolls(1);
 constexpr std::chrono::milliseconds kBetweenFastPolls(200);
 constexpr int kMostUnansweredPolls = 5;
 constexpr const char* kMembers = "members";
+constexpr const char* kNoJob = "the host of this process does not know of a job that it could join";
 
 std::string key_of(std::int64_t place) { return text("newcomer ", place); }
 
@@ -64,7 +66,85 @@ void replace_earlier(const Store& store, const char* key, const std::string& pri
   }
 }
 
+// The latest that a host of the job has.
+std::optional<Members> latest_members(ConnectedStores& job, const World& self) {
+  const auto read = [&](const std::string& store) -> std::optional<Members> {
+    try {
+      const auto printed = job.compare_set(store, kMembers, "", "");
+      if (!printed.empty()) return parse_members(printed, self);
+    } catch (const Error&) {
+    }
+    return std::nullopt;
+  };
+  auto latest = read(job.here().address());
+  std::vector<std::string> stores;
+  if (latest) {
+    stores = latest->stores;
+  } else {  // its host has just come to the job
+    const auto& here = job.here();
+    std::istringstream lines(here.without_prefix().compare_set(cluster::kKnownStores, "", "", here_deadline()));
+    for (std::string line; std::getline(lines, line);) stores.push_back(line);
+  }
+  for (const auto& store : stores) {
+    auto other = read(store);
+    if (other && (!latest || other->world.generation > latest->world.generation)) latest = std::move(other);
+  }
+  return latest;
+}
+
+constexpr const char* kClaims = "parts of newcomers";
+
+struct Claim {
+  std::string name, store;
+  int part;
+};
+
+// One a line.
+std::vector<Claim> claims_in(const std::string& entry) {
+  std::vector<Claim> claims;
+  std::istringstream words(entry);
+  for (Claim claim; words >> claim.name >> claim.store >> claim.part;) claims.push_back(claim);
+  return claims;
+}
+
+std::string print(const std::vector<Claim>& claims) {
+  std::string lines;
+  for (const auto& [name, store, part] : claims) lines += text(name, " ", store, " ", part, "\n");
+  return lines;
+}
+
+int part_of_fewest(const std::vector<Claim>& claims, int row_size) {
+  std::vector<int> counts(static_cast<std::size_t>(row_size));
+  for (const auto& claim : claims) {
+    if (claim.part < row_size) ++counts[static_cast<std::size_t>(claim.part)];
+  }
+  return static_cast<int>(std::min_element(counts.begin(), counts.end()) - counts.begin());
+}
+
 }  // namespace
+
+ClaimedPart::ClaimedPart(ConnectedStores& stores, const World& self, int row_size)
+    : name_(new_name()), presence_(show_presence(stores.here(), name_)) {
+  const auto members = latest_members(stores, self);
+  if (!members) throw ClusterError(kNoJob);
+  const auto& store = members->processes[0].store;
+  const auto has_ended = [&](const Claim& claim) {
+    try {
+      return !stores.compare_set(claim.store, key_of_end(claim.name), "", "").empty();
+    } catch (const Error&) {  // that host is lost
+      return true;
+    }
+  };
+  for (auto before = stores.compare_set(store, kClaims, "", "");;) {
+    auto claims = claims_in(before);
+    std::erase_if(claims, has_ended);
+    part_ = part_of_fewest(claims, row_size);
+    claims.push_back({name_, stores.here().address(), part_});
+    const auto after = print(claims), kept = stores.compare_set(store, kClaims, before, after);
+    if (kept == after) return;
+    before = kept;
+  }
+}
 
 void publish(const Members& members, ConnectedStores& stores) {
   const auto printed = print(members), printed_places = print_places(members);
@@ -89,15 +169,15 @@ void publish(const Members& members, ConnectedStores& stores) {
 }
 
 Candidate::Candidate(std::shared_ptr<ConnectedStores> stores, const World& self, std::int64_t training,
-                     const std::string& description)
+                     const std::string& description, int part)
     : stores_(std::move(stores)),
       self_(self),
       training_(training),
-      process_{.name = new_name(), .host = self.host, .store = stores_->here().address()},
+      process_{.name = new_name(), .host = self.host, .store = stores_->here().address(), .part = part},
       entry_(Entry{process_, training, description}.print()),
       presence_(show_presence(stores_->here(), process_.name)) {
-  const auto found = members();
-  if (!found) throw ClusterError("the host of this process does not know of a job that it could join");
+  const auto found = latest_members(*stores_, self_);
+  if (!found) throw ClusterError(kNoJob);
   enter(found->stores);
 }
 
@@ -113,30 +193,14 @@ void Candidate::enter(const std::vector<std::string>& stores) {
   }
 }
 
-// The latest that a host of the job has.
-std::optional<Members> Candidate::members() const {
-  const auto read = [&](const std::string& store) -> std::optional<Members> {
-    try {
-      const auto printed = stores_->compare_set(store, kMembers, "", "");
-      if (!printed.empty()) return parse_members(printed, self_);
-    } catch (const Error&) {
-    }
-    return std::nullopt;
-  };
-  auto latest = read(process_.store);
-  std::vector<std::string> stores;
-  if (latest) {
-    stores = latest->stores;
-  } else {  // its host has just come to the job
-    const auto& here = stores_->here();
-    std::istringstream lines(here.without_prefix().compare_set(cluster::kKnownStores, "", "", here_deadline()));
-    for (std::string line; std::getline(lines, line);) stores.push_back(line);
+// Tells the launcher where it was refused, so that it is not started again.
+Members Candidate::take(const std::string& invitation) const {
+  try {
+    return place_in(invitation, self_);
+  } catch (const ClusterError&) {
+    stores_->here().without_prefix().set(cluster::kNewcomerRefused, "yes", here_deadline());
+    throw;
   }
-  for (const auto& store : stores) {
-    auto other = read(store);
-    if (other && (!latest || other->world.generation > latest->world.generation)) latest = std::move(other);
-  }
-  return latest;
 }
 
 std::optional<Members> Candidate::wait(Deadline deadline, const std::function<void()>& poll) {
@@ -144,7 +208,7 @@ std::optional<Members> Candidate::wait(Deadline deadline, const std::function<vo
   while (true) {
     const auto next = Deadline::after(kBetweenSlowPolls);
     const auto invitation = stores_->get(process_.store, {key}, next.time() < deadline.time() ? next : deadline)[0];
-    if (invitation) return place_in(*invitation, self_);
+    if (invitation) return take(*invitation);
     if (deadline.passed()) throw DeadlineExceeded("waiting to be taken into the job", deadline.waited());
     poll();
     if (training_has_ended()) return std::nullopt;
@@ -153,7 +217,7 @@ std::optional<Members> Candidate::wait(Deadline deadline, const std::function<vo
 
 // Throws where nobody is left: a process that is alone would wait for nobody.
 bool Candidate::training_has_ended() {
-  const auto latest = members();
+  const auto latest = latest_members(*stores_, self_);
   unanswered_ = latest ? 0 : unanswered_ + 1;
   if (unanswered_ > kMostUnansweredPolls)
     throw ClusterError("no host of the job that this process was to join answers");
@@ -178,10 +242,11 @@ bool Candidate::training_has_ended() {
   throw ClusterError("all workers of the job that this process was to join have ended");
 }
 
-Watch::Watch(std::shared_ptr<Registry> registry, std::int64_t training, const std::string& description)
+Watch::Watch(std::shared_ptr<Registry> registry, std::int64_t training, const std::string& description, int row_size)
     : registry_(std::move(registry)),
       training_(training),
       description_(description),
+      row_size_(row_size),
       thread_([this](const std::stop_token& stop) { watch(stop); }) {}
 
 // It asks now and then: a call that waits at the store made the steps of two workers on two cores 7% slower.
@@ -221,7 +286,6 @@ void Watch::add(const std::string& printed) {
   }
   MutexLock lock(mutex_);
   seen_.push_back(newcomer);
-  any_ = true;
 }
 
 bool Watch::was_answered(const Process& newcomer) const {
@@ -236,6 +300,7 @@ std::vector<Process> Watch::waiting() {
   std::erase_if(seen_, [&](const Process& one) { return was_answered(one) || has_ended(one); });
   auto there = seen_;  // but for those whose host is silent, perhaps for a while
   std::erase_if(there, [&](const Process& one) { return registry_->has_gone(one); });
+  there = whole_rows(there, row_size_);
   any_ = !there.empty();
   return there;
 }

@@ -16,12 +16,27 @@
 
 namespace lockstep::elastic {
 
+// Which part of a model a newcomer is to have, where `row_size` ranks have a copy of it together: the one that the
+// fewest of those newcomers have that are not taken in yet.
+class ClaimedPart {
+ public:
+  // Of a process on `self`'s host. Throws ClusterError where no host of the job answers.
+  ClaimedPart(ConnectedStores& stores, const World& self, int row_size);
+
+  int part() const { return part_; }
+
+ private:
+  const std::string name_;
+  const std::shared_ptr<void> presence_;  // the claim counts while this lives
+  int part_ = 0;
+};
+
 // A process that waits to be taken into training number `training` of a job.
 class Candidate {
  public:
   // `description`: lines that must be the same for all members. Throws ClusterError where no host of the job answers.
   Candidate(std::shared_ptr<ConnectedStores> stores, const World& self, std::int64_t training,
-            const std::string& description);
+            const std::string& description, int part = 0);
 
   // While it lives, the others see that this process does.
   const std::shared_ptr<void>& presence() const { return presence_; }
@@ -32,8 +47,8 @@ class Candidate {
   std::optional<Members> wait(Deadline deadline, const std::function<void()>& poll);
 
  private:
-  std::optional<Members> members() const;
   void enter(const std::vector<std::string>& stores);
+  Members take(const std::string& invitation) const;
   bool training_has_ended();
 
   const std::shared_ptr<ConnectedStores> stores_;
@@ -53,12 +68,12 @@ void publish(const Members& members, ConnectedStores& stores);
 // A member's view of the newcomers to a training, as its host's store has them. Those that do not fit are refused.
 class Watch {
  public:
-  Watch(std::shared_ptr<Registry> registry, std::int64_t training, const std::string& description);
+  Watch(std::shared_ptr<Registry> registry, std::int64_t training, const std::string& description, int row_size = 1);
 
   // Whether some may wait. Any thread.
   bool any() const { return any_.load(std::memory_order_relaxed); }
 
-  // Those that wait, have not gone, and have not been invited. Any thread.
+  // Those that wait, have not gone, and have not been invited, in whole rows. Any thread.
   std::vector<Process> waiting();
 
   // After some were: they wait no more. Does not throw.
@@ -76,6 +91,7 @@ class Watch {
   const std::shared_ptr<Registry> registry_;
   const std::int64_t training_;
   const std::string description_;
+  const int row_size_;
   Mutex mutex_;
   std::vector<Process> seen_ LOCKSTEP_GUARDED_BY(mutex_);
   std::atomic<bool> any_ = false;

@@ -185,11 +185,11 @@ void Sections::share_all(const std::vector<Report>& reports) {
   const auto with = std::max_element(reports.begin(), reports.end(), [](const auto& a, const auto& b) {
     return std::pair(!a.is_newcomer, a.completed) < std::pair(!b.is_newcomer, b.completed);
   });
-  const int root = static_cast<int>(with - reports.begin());
-  const bool sends = root == member_.rank();
+  const int row = static_cast<int>(with - reports.begin()) / member_.row_size();
+  const bool sends = row == member_.rank() / member_.row_size();
   const auto completed = with->completed;
   const auto mine = [&] { return text(updated ? 1 : 0, " ", completed_.generation, "\n", member_.print_all()); };
-  const auto state = member_.broadcast(sends ? mine() : "", root);
+  const auto state = member_.broadcast_part(sends ? mine() : "", row);
   if (!is_newcomer_) return;
   const auto end = state.find('\n');
   std::istringstream(state.substr(0, end)) >> updated >> completed_.generation;

@@ -23,6 +23,11 @@ class Member {
   virtual std::vector<std::string> all_gather(const std::string& mine) = 0;
   virtual std::string broadcast(const std::string& bytes, int root) = 0;
 
+  // Where several members have a copy of the model together (rows.h): how many, and what the members of row `row` give
+  // to those that have the same part.
+  virtual int row_size() const { return 1; }
+  virtual std::string broadcast_part(const std::string& bytes, int row) { return broadcast(bytes, row); }
+
   // Makes the next generation. Throws as next_generation, and as a collective call where another member is lost
   // meanwhile; then this one may be of the next generation already.
   virtual void regroup(const Change& change) = 0;

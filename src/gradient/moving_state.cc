@@ -16,7 +16,6 @@ namespace {
 
 constexpr std::size_t kNamed = 3;  // parameters in a message
 constexpr const char* kSomePart = "a part of the optimizer's state";
-constexpr std::int64_t kLost = -1;  // among a process's versions: what it had is lost, and it has loaded nothing since
 
 // The newest that all have which have any.
 std::optional<std::int64_t> newest_of_all(const std::vector<std::map<std::int64_t, int>>& all) {
@@ -78,9 +77,7 @@ MovingState::MovingState(std::shared_ptr<ReplicatedParameters> parameters, Commu
 void MovingState::move(GradientSync& sync, Updater& updater) {
   const at::NoGradGuard no_grad;
   const auto all = gather_versions();
-  if (std::any_of(all.begin(), all.end(), [](const Versions& one) { return one.contains(kLost); })) {
-    return lose_state(sync, updater, all, kSomePart);  // some do not know it yet
-  }
+  if (parameters_->all_workers().any(is_lost_)) return lose_state(sync, updater, all, kSomePart);  // some do not know
   if (sync.divides_state()) return divide_anew(sync, updater, all);
   // Those that have the state have all of it, and keep it.
   std::vector<std::vector<Shard>> had(all.size(), parameters_->trainable()), needed = had;
@@ -94,12 +91,18 @@ void MovingState::move(GradientSync& sync, Updater& updater) {
 void MovingState::divide_anew(GradientSync& sync, Updater& updater, const std::vector<Versions>& all) {
   const auto next_version = newest_of_any(all) + 1;
   const auto version = newest_of_all(all);
-  if (!version) return lose_state(sync, updater, all, kSomePart);
-  go_back_to(*version, updater);
-  const auto [moves, lost] = moves_between(held_now(*version, all), sync.held());
-  if (!lost.empty()) return lose_state(sync, updater, all, names_of(lost));
+  std::string lost = version ? "" : kSomePart;
+  ShardMoves moves;
+  if (version) {
+    go_back_to(*version, updater);
+    moves = moves_between(held_now(*version, all), sync.held());
+    if (!moves.lost.empty()) lost = names_of(moves.lost);
+  }
+  // Of a model that is split, others may have lost their part.
+  if (parameters_->all_workers().any(!lost.empty()))
+    return lose_state(sync, updater, all, lost.empty() ? kSomePart : lost);
   auto states = updater.initial_states(sync);
-  transfer(moves, updater.states(), states);
+  transfer(moves.moves, updater.states(), states);
   sync.publish_between_steps();
   auto states_before = updater.exchange_states(std::move(states));
   if (place_) before_.emplace(std::move(*place_), std::move(states_before));
@@ -139,7 +142,6 @@ std::vector<MovingState::Versions> MovingState::gather_versions() const {
   std::ostringstream mine;
   if (place_) mine << place_->version << " " << place_->rank << " ";
   if (before_) mine << before_->first.version << " " << before_->first.rank << " ";
-  if (is_lost_) mine << kLost << " " << 0;
   std::vector<Versions> all;
   for (const auto& printed : ranks_.all_gather(mine.str())) {
     std::istringstream in(printed);

@@ -137,6 +137,9 @@ class ReplicatedParameters {
   // while replicas run.
   void compare_models(const Communicator& workers) const;
   std::string describe() const;  // what is compared: a line a tensor
+
+  // The same of the whole model, where it is split.
+  std::string describe_whole() const { return split_ ? split_->description : describe(); }
   void compare_copies(const Communicator& workers) const { workers.check_all_agree("copies", hashes()); }
   std::string hashes() const;  // of all copies: a line a tensor
 

@@ -26,6 +26,9 @@ struct TrainedTensor {
 struct SplitModule {
   std::vector<TrainedTensor> trained;  // in place of the module's own parameters; one under several names is tied
 
+  // All parameters of the whole model, a line each: the same on all workers.
+  std::string description = {};
+
   // The workers that have the same parts of the model.
   Communicator same_parts = {};
 

@@ -28,7 +28,8 @@ bool JobProcesses::replace(std::size_t index) {
   if (child.is_controlled() && !has_begun) return false;
   const bool can_join = has_begun && !child.is_controlled();
   if (goes_on_elastically && !has_begun && context_.ended) context_.ended(child.rank());
-  const bool was_refused = command.environment.contains("LOCKSTEP_JOIN") && !child.was_killed();
+  const bool was_refused = command.environment.contains("LOCKSTEP_JOIN") && !child.was_killed() &&
+                           context_.was_refused && context_.was_refused();
   int& restarted = restarted_[role];
   const bool may_start =
       role.empty() ? can_join && (running() || is_part_) && !was_refused : command.dispensable || child.was_killed();

@@ -51,6 +51,7 @@ void use_store(JobProcesses::Context& context, const Store& store) {
     }
     return has_begun;
   };
+  context.was_refused = [store] { return !entry(store, cluster::kNewcomerRefused).empty(); };
   context.was_left_out = [store](int rank) {
     const auto members = entry(store, cluster::kMembersAtEnd);
     return !members.empty() && ("\n" + members).find(text("\nprocess-", rank, "\n")) == std::string::npos;
@@ -69,7 +70,8 @@ std::vector<MemberPlace> parse_places(const std::string& printed) {
   while (std::getline(lines, line)) {
     std::istringstream words(line);
     MemberPlace place;
-    words >> name >> place.store >> std::ws;
+    int part = 0;
+    words >> name >> place.store >> part >> std::ws;
     std::getline(words, place.host);
     places.push_back(std::move(place));
   }

@@ -89,10 +89,10 @@ TEST(Nodes, OneThatComesLaterJoinsWhereThereIsRoom) {
   auto first = arrive(store, 2, {.fewest = 1, .most = 1});
   EXPECT_FALSE(first->place.get()->joins);
   const auto members = [&](const std::string& hosts) { store.set(cluster::kMembersNow, "0\n" + hosts, soon()); };
-  members("process-0 a:1 one\nprocess-1 b:1 two\n");
+  members("process-0 a:1 0 one\nprocess-1 b:1 0 two\n");
   auto late = arrive(store, 1, {.fewest = 1, .most = 2});
   EXPECT_EQ(late->place.wait_for(std::chrono::milliseconds(300)), std::future_status::timeout);
-  members("process-0 a:1 one\nprocess-1 a:1 one\n");
+  members("process-0 a:1 0 one\nprocess-1 a:1 0 one\n");
   const auto place = late->place.get().value();
   EXPECT_TRUE(place.joins);
   EXPECT_EQ(place.first, 2);
@@ -103,7 +103,7 @@ TEST(Nodes, OfSeveralThatComeTogetherNoneIsTooMany) {
   const auto store = Store::hold("127.0.0.1:0");
   auto first = arrive(store, 1, {.fewest = 1, .most = 1});
   EXPECT_FALSE(first->place.get()->joins);
-  store.set(cluster::kMembersNow, "0\nprocess-0 a:1 one\n", soon());
+  store.set(cluster::kMembersNow, "0\nprocess-0 a:1 0 one\n", soon());
   std::vector<std::unique_ptr<Arrival>> late;
   for (int i = 0; i < 4; ++i) late.push_back(arrive(store, 1, {.fewest = 1, .most = 3}));
   const auto joined = [&] {

@@ -43,6 +43,9 @@ class JobProcesses {
     // Whether the other launcher still holds the job's store, although its connection to this one broke.
     std::function<bool()> launcher_lives = {};
 
+    // Whether a process that came to an elastic job was refused, since it does not fit.
+    std::function<bool()> was_refused = {};
+
     // Whether an elastic training has ended without the process that began as `rank`.
     std::function<bool(int rank)> was_left_out = {};
   };

@@ -6,7 +6,10 @@
 
 #include "base/text.h"
 #include "collective/group_of_generation.h"
+#include "elastic/newcomers.h"
+#include "lockstep/cluster/cluster.h"
 #include "parallel/mesh_backend.h"
+#include "parallel/rehearsal_group.h"
 
 namespace lockstep {
 namespace {
@@ -75,6 +78,24 @@ std::vector<int> order_by_host(const std::vector<std::string>& hosts) {
   return order;
 }
 
+int number_of_ranks(const std::vector<DeviceMesh::Axis>& axes) {
+  return std::accumulate(axes.begin(), axes.end(), 1, [](int product, const auto& axis) { return product * axis.size; });
+}
+
+std::vector<DeviceMesh::Axis> in_one_row(std::vector<DeviceMesh::Axis> axes) {
+  axes.at(0).size = 1;
+  return axes;
+}
+
+void check_elastic(const std::vector<DeviceMesh::Axis>& axes) {
+  if (axes.empty()) throw InvalidArgument("DeviceMesh: elastic is for a mesh with an axis");
+  for (const auto& axis : in_one_row(axes)) {
+    if (axis.size > 0) continue;
+    throw InvalidArgument(text("DeviceMesh(", list(axes), "): elastic: the size of axis \"", axis.name, "\" is ",
+                               axis.size, "; it must be above 0, for all axes but the first"));
+  }
+}
+
 }  // namespace
 
 struct DeviceMesh::State {
@@ -105,9 +126,25 @@ struct DeviceMesh::State {
     }
   }
 
+  // Of a process that comes to a job that runs.
+  State(std::vector<Axis> of, const Cluster& cluster, const DeviceMeshOptions& with)
+      : axes(in_one_row(std::move(of))), job(Job::newcomer(cluster, with.group.timeout_seconds)), options(with) {
+    int stride = number_of_ranks(axes);
+    claim.emplace(*job->stores(), job->world(), stride);
+    const auto alone = [&](int size, int rank) {
+      return Communicator(parallel::Rehearsal(size, rank).ranks().group(), with.timeout_seconds);
+    };
+    ranks = alone(stride, claim->part());
+    for (const auto& axis : axes) {
+      stride /= axis.size;
+      along.push_back(alone(axis.size, claim->part() / stride % axis.size));
+    }
+  }
+
   std::vector<Axis> axes;
   std::optional<Job> job;
-  GroupOptions group;  // of the job's processes
+  DeviceMeshOptions options;
+  std::optional<elastic::ClaimedPart> claim;  // of a newcomer
   Communicator ranks;
   std::vector<Communicator> along;  // [axis]
 };
@@ -115,11 +152,18 @@ struct DeviceMesh::State {
 DeviceMesh::DeviceMesh(std::vector<Axis> axes, const Communicator& ranks, const std::string& host)
     : state_(std::make_shared<State>(std::move(axes), ranks, host)) {}
 
-DeviceMesh::DeviceMesh(std::vector<Axis> axes, double timeout_seconds, GroupOptions group) {
-  const auto job = Job::from_environment();
-  state_ = std::make_shared<State>(std::move(axes), Communicator(job.group(group), timeout_seconds), job.world().host);
+DeviceMesh::DeviceMesh(std::vector<Axis> axes, DeviceMeshOptions options) {
+  const auto cluster = resolve_cluster();
+  if (options.elastic) check_elastic(axes);
+  if (options.elastic && cluster.joins) {
+    state_ = std::make_shared<State>(std::move(axes), cluster, options);
+    return;
+  }
+  const Job job(cluster);
+  const Communicator ranks(job.group(options.group), options.timeout_seconds);
+  state_ = std::make_shared<State>(std::move(axes), ranks, options.elastic ? "" : job.world().host);
   state_->job = job;
-  state_->group = std::move(group);
+  state_->options = std::move(options);
 }
 
 bool DeviceMesh::contains(const std::string& axis) const {
@@ -134,16 +178,17 @@ const Communicator& DeviceMesh::operator[](const std::string& axis) const {
 }
 
 void DeviceMesh::regroup(const Job& job, double timeout_seconds) const {
-  auto options = state_->group;
+  auto options = state_->options.group;
   options.timeout_seconds = timeout_seconds;
   const auto all = collective::group_of_generation(job, options);
   auto& axes = state_->axes;
-  const auto row_size = std::accumulate(axes.begin() + 1, axes.end(), 1, [](int product, const Axis& axis) { return product * axis.size; });
-  axes[0].size = all.size() / row_size;
+  axes[0].size = all.size() / number_of_ranks(in_one_row(axes));
   state_->job = job;
+  state_->claim.reset();
   state_->take(all);
 }
 
+const DeviceMeshOptions& DeviceMesh::options() const { return state_->options; }
 const std::optional<Job>& DeviceMesh::job() const { return state_->job; }
 const Communicator& DeviceMesh::ranks() const { return state_->ranks; }
 const std::vector<DeviceMesh::Axis>& DeviceMesh::axes() const { return state_->axes; }

@@ -56,6 +56,15 @@ Entries fitting(const Entries& all, const std::vector<std::string>& names, std::
 
 }  // namespace
 
+std::string describe(const torch::nn::Module& module) {
+  std::string lines;
+  for (const auto& each : module.named_parameters()) {
+    lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(),
+                  each.value().requires_grad() ? "" : " frozen", "\n");
+  }
+  return lines;
+}
+
 MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
     : mesh_(std::move(mesh)),
       options_(std::move(options)),
@@ -89,9 +98,11 @@ gradient::SplitModule MeshParallelism::split(torch::nn::Module& module) const {
                                options_.pipeline_axis, "\"; make the Model of a list of layers, or a Sequential"));
   }
   const auto all = names_in(module);
+  auto description = describe(module);
   std::set<std::string> used;
   divide(module, used);
   auto split = shard(module, used);
+  split.description = std::move(description);
   check_used(used, {all.begin(), all.end()});
   return split;
 }

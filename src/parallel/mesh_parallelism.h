@@ -9,6 +9,9 @@
 
 namespace lockstep::parallel {
 
+// The parameters of a module that is not divided yet, a line each.
+std::string describe(const torch::nn::Module& module);
+
 class MeshParallelism final : public strategy::ModelParallelism {
  public:
   // Collective over the mesh. Throws InvalidArgument as ModelParallelStrategy.
@@ -17,6 +20,7 @@ class MeshParallelism final : public strategy::ModelParallelism {
   const Communicator& workers() const override { return mesh_.ranks(); }
   const Communicator& data_workers() const override { return data_; }
   const Communicator& gradient_workers() const override { return has_shards() ? alone_ : data_; }
+  const Communicator& same_part_workers() const override { return batch_; }
   int row_size() const override { return row_size_; }
   void regroup(const Job& job, double timeout_seconds) const override;
   bool computes_without_examples() const override { return has_shards() || has_stages(); }

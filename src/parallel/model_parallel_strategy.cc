@@ -63,12 +63,11 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
       fail("elastic: the mesh's first axis is \"", mesh.axes()[0].name, "\"; it must be batch_axis, \"",
            options.batch_axis, "\", along which ranks may be lost");
     }
-    const auto& job = mesh.job();
-    if (!job) fail("elastic: the mesh must be made of the processes of a job, not of a Communicator");
-    if (job->world().rank != mesh.ranks().rank()) {
-      fail("elastic: the launcher's ranks must be in the order of the hosts; rank ", job->world().rank,
-           " is number ", mesh.ranks().rank(), " of the mesh");
-    }
+    if (!mesh.options().elastic) fail("elastic is for a mesh that was made with {.elastic = true}");
+    if (mesh.contains(options.pipeline_axis) && mesh.size(options.pipeline_axis) > 1 && options.layers_of_stages.empty())
+      fail("elastic: give layers_of_stages, so that processes that come later have the same stages");
+  } else if (mesh.job() && mesh.job()->is_newcomer()) {
+    fail("this process comes to a job that runs (LOCKSTEP_JOIN), which takes it in only where the options have elastic");
   }
   if (options.compare_copies_every < 0)
     fail("compare_copies_every is ", options.compare_copies_every, "; it must be 0 (never) or more steps");
@@ -87,11 +86,16 @@ void check_on_all(const DeviceMesh& mesh, const ModelParallelOptions& options) {
   }
 }
 
+// A process without a launcher, to which none can come.
+bool is_alone(const DeviceMesh& mesh) { return !mesh.job() || mesh.job()->stores() == nullptr; }
+
 StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions& options) {
   check_on_all(mesh, options);
   cluster::CpuPartition partition;
-  if (const auto& job = mesh.job())
-    partition = {job->world().local_rank, job->world().local_size, job->has_own_cores()};
+  if (const auto& job = mesh.job()) {
+    const auto world = job->is_newcomer() ? resolve_cluster().world : job->world();
+    partition = {world.local_rank, world.local_size, job->has_own_cores()};
+  }
   const auto bytes = static_cast<std::size_t>(options.bucket_cap_mb.value_or(0) * 1024 * 1024);
   StrategySettings settings{
       .devices = {options.device.empty() ? strategy::default_devices(partition).at(0) : options.device},
@@ -102,7 +106,7 @@ StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions&
       strategy::WorkerSettings{.job = mesh.job(),
                                .buckets = {.bucket_bytes = bytes, .gradient_dtype = options.gradient_dtype},
                                .shard_optimizer_state = options.shard_optimizer_state,
-                               .elastic = options.elastic,
+                               .elastic = is_alone(mesh) ? std::nullopt : options.elastic,
                                .compare_copies_every = options.compare_copies_every});
   settings.parallelism = std::make_shared<parallel::MeshParallelism>(mesh, options);
   return settings;

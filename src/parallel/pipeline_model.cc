@@ -74,6 +74,7 @@ StageParameter place_of(const std::string& name, const std::vector<int>& layers_
 struct MakingStages {
   Layers layers;
   std::set<std::string> names, used;  // of modules and parameters; of patterns
+  std::string description;
 };
 
 }  // namespace
@@ -96,6 +97,7 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
       add_layers(module, making->layers.numbered, named);
       for (const auto& each : named.named_modules("", /*include_self=*/false)) making->names.insert(each.key());
       for (const auto& each : named.named_parameters()) making->names.insert(each.key());
+      making->description += describe(named);
       parallelism.divide(named, making->used);
     }));
   }
@@ -108,6 +110,7 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
   pipeline_ = std::make_shared<Pipeline>(stages, parallelism.pipeline_workers(), pipeline);
   for (const auto& [stage, layers] : pipeline_->modules()) add_layers(*layers, numbered, *module_);
   split_ = parallelism.shard(*module_, making->used);
+  split_.description = making->description;
   split_.after_regroup = [all = pipeline_, of_shards = split_.after_regroup] {
     if (of_shards) of_shards();
     all->regroup();

@@ -10,10 +10,10 @@ namespace lockstep::parallel {
 
 class Rehearsal::Backend final : public GroupBackend {
  public:
-  explicit Backend(int ranks) : ranks_(ranks) {}
+  Backend(int ranks, int rank) : ranks_(ranks), rank_(rank) {}
 
   const char* name() const override { return "rehearsal"; }
-  int rank() const override { return 0; }
+  int rank() const override { return rank_; }
   int size() const override { return ranks_; }
   std::int64_t generation() const override { return 0; }
 
@@ -32,8 +32,8 @@ class Rehearsal::Backend final : public GroupBackend {
   const char* exchange(std::span<const Call> /*calls*/, Deadline /*deadline*/) override {
     throw Error("rehearsal: messages between two ranks are not rehearsed");
   }
-  std::shared_ptr<GroupBackend> make(cluster::Bootstrap& /*members*/, Deadline /*deadline*/) const override {
-    throw Error("rehearsal: its ranks cannot be split");
+  std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline /*deadline*/) const override {
+    return std::make_shared<Backend>(members.size(), members.rank());
   }
   Memory allocate(std::size_t bytes) override { return collective::private_memory(bytes); }
   void fail(const Failure& /*failure*/) override {}
@@ -41,11 +41,11 @@ class Rehearsal::Backend final : public GroupBackend {
   std::vector<Counted> take() { return std::exchange(counted_, {}); }
 
  private:
-  const int ranks_;
+  const int ranks_, rank_;
   std::vector<Counted> counted_;
 };
 
-Rehearsal::Rehearsal(int ranks) : backend_(std::make_shared<Backend>(ranks)), ranks_(Group(backend_)) {}
+Rehearsal::Rehearsal(int ranks, int rank) : backend_(std::make_shared<Backend>(ranks, rank)), ranks_(Group(backend_)) {}
 
 std::vector<Rehearsal::Counted> Rehearsal::take() { return backend_->take(); }
 

@@ -9,7 +9,7 @@
 
 namespace lockstep::parallel {
 
-// Rank 0's handle. The other ranks give what this one does, but for sums, which are its own alone: values differ from
+// One rank's handle. The other ranks give what this one does, but for sums, which are its own alone: values differ from
 // those of a real Group, shapes do not. Nothing waits. One thread.
 class Rehearsal {
  public:
@@ -18,7 +18,7 @@ class Rehearsal {
     double bytes;  // of the larger of input and output
   };
 
-  explicit Rehearsal(int ranks);
+  explicit Rehearsal(int ranks, int rank = 0);
 
   const Communicator& ranks() const { return ranks_; }
 

@@ -24,6 +24,9 @@ class ModelParallelism {
   virtual const Communicator& data_workers() const = 0;
   virtual const Communicator& gradient_workers() const = 0;
 
+  // Those that have the same parts, one of each copy of a model.
+  virtual const Communicator& same_part_workers() const = 0;
+
   // How many workers have one copy of a model together.
   virtual int row_size() const = 0;
 

@@ -99,7 +99,7 @@ void ReplicatedModule::train(bool on) const {
 }
 
 Trackable ReplicatedModule::trackable() const {
-  auto all = strategy::values_of(impl_, strategy::Values::all, strategy::Buffers::of_all_workers);
+  auto all = strategy::values_of(impl_, strategy::Values::all, strategy::Whose::of_all_workers);
   all.save = [parameters = impl_, save = all.save](Archive& archive, const std::string& prefix) {
     parameters->warn_of_difference();
     save(archive, prefix);
@@ -107,28 +107,37 @@ Trackable ReplicatedModule::trackable() const {
   return all;
 }
 
-Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Buffers buffers) {
+Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Whose whose) {
   const auto each = [parameters, values](const auto& visit) {
     for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
       const auto& slot = parameters->slots()[i];
       if (values == Values::all || !slot.trainable) visit(i, slot.name);
     }
   };
-  const auto save = [parameters, each, buffers](Archive& archive, const std::string& prefix) {
-    save_with_parts(*parameters, archive, [&](Archive& mine) {
+  const bool of_all = whose == Whose::of_all_workers;
+  const auto save = [parameters, each, of_all](Archive& archive, const std::string& prefix) {
+    const auto save_own = [&](Archive& mine) {
       each([&](std::size_t slot, const std::string& name) {
-        save_slot(*parameters, slot, parameters->parameter(0, slot), mine, joined(prefix, name));
+        const auto& value = parameters->parameter(0, slot);
+        if (of_all)
+          save_slot(*parameters, slot, value, mine, joined(prefix, name));
+        else
+          mine.tensors[joined(prefix, name)] = data::to_stored(value);
       });
       for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
-        mine.tensors[joined(prefix, parameters->buffer_names()[i])] = data::to_stored(
-            buffers == Buffers::of_all_workers ? parameters->average_buffer(i) : parameters->average_own_buffer(i));
+        mine.tensors[joined(prefix, parameters->buffer_names()[i])] =
+            data::to_stored(of_all ? parameters->average_buffer(i) : parameters->average_own_buffer(i));
       }
-    });
+    };
+    of_all ? save_with_parts(*parameters, archive, save_own) : save_own(archive);
   };
-  const auto load = [parameters, each](const Archive& archive, const std::string& prefix) -> std::function<void()> {
+  const auto load = [parameters, each, of_all](const Archive& archive,
+                                               const std::string& prefix) -> std::function<void()> {
     std::vector<std::pair<std::size_t, Tensor>> loaded, loaded_buffers;
     each([&](std::size_t slot, const std::string& name) {
-      loaded.emplace_back(slot, load_slot(archive, joined(prefix, name), *parameters, slot));
+      const auto stored = joined(prefix, name);
+      loaded.emplace_back(slot, of_all ? load_slot(archive, stored, *parameters, slot)
+                                       : load_like(archive, stored, parameters->parameter(0, slot)));
     });
     for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
       const auto name = joined(prefix, parameters->buffer_names()[i]);

@@ -9,11 +9,12 @@
 
 namespace lockstep::strategy {
 
-// Of a module: all parameters, or those that are not trained; and the buffers' mean over the replicas of all workers,
-// for which saving is collective, or over this worker's.
+// Of a module: all parameters, or those that are not trained, with the buffers. `of_all_workers`: whole, and the
+// buffers' mean over all replicas; saving and loading are collective. `of_this_worker`: the parts of the parameters that
+// it has, and the mean over its own replicas.
 enum class Values { all, untrained };
-enum class Buffers { of_all_workers, of_this_worker };
-Trackable values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Buffers buffers);
+enum class Whose { of_all_workers, of_this_worker };
+Trackable values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Whose whose);
 
 // Under which name, behind a prefix, an archive has a state of a parameter.
 std::string name_of_state(const StateSpec& state, const std::string& parameter);

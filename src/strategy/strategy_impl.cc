@@ -116,8 +116,11 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
 }
 
 std::vector<std::string> StrategyImpl::hosts() const {
+  const auto& processes = job_->members().processes;
+  const auto row = static_cast<std::size_t>(row_size());
   std::vector<std::string> hosts;
-  for (const auto& process : job_->members().processes) hosts.push_back(process.host);
+  for (auto rank = static_cast<std::size_t>(workers().rank()) % row; rank < processes.size(); rank += row)
+    hosts.push_back(processes[rank].host);
   return hosts;
 }
 

@@ -73,6 +73,9 @@ class StrategyImpl {
   const Communicator& data_workers() const { return parallelism() ? parallelism()->data_workers() : workers_; }
   const strategy::ModelParallelism* parallelism() const { return settings_.parallelism.get(); }
 
+  // Those that have the same part of models, or the same models.
+  const Communicator& same_part_workers() const { return parallelism() ? parallelism()->same_part_workers() : workers_; }
+
   // How many workers have one copy of a model together.
   int row_size() const { return parallelism() ? parallelism()->row_size() : 1; }
 
@@ -180,7 +183,7 @@ class StrategyImpl {
 
  private:
   void take_group();
-  std::vector<std::string> hosts() const;  // of the workers: [rank]
+  std::vector<std::string> hosts() const;  // of same_part_workers(): [rank]
   int spin_rounds() const;
   void make_groups();
   void fail(int replica) const;  // of the exception that is handled

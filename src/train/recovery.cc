@@ -9,6 +9,10 @@
 
 namespace lockstep::train {
 
+std::string TrainingWorker::broadcast_part(const std::string& bytes, int row) {
+  return strategy_.same_part_workers().broadcast(bytes, row);
+}
+
 void TrainingWorker::regroup(const elastic::Change& change) {
   began_ = std::chrono::steady_clock::now();
   was_chief_ = strategy_.is_chief();
@@ -77,7 +81,8 @@ bool Recovery::take_part(const std::string& description, const std::function<voi
   const auto& job = strategy().job();
   const auto deadline =
       Deadline::after(std::chrono::duration<double>(strategy().settings().workers->group.timeout_seconds));
-  elastic::Candidate candidate(job.stores(), job.world(), training_, description);
+  const int part = worker_.rank() % worker_.row_size();
+  elastic::Candidate candidate(job.stores(), job.world(), training_, description, part);
   const auto members = candidate.wait(deadline, poll);
   if (!members) {
     log_warning(text(worker_.what(), " number ", training_ + 1, " of this program has ended before this process came; ",
@@ -91,7 +96,7 @@ bool Recovery::take_part(const std::string& description, const std::function<voi
 
 bool Recovery::newcomers_wait() {
   if (training_ < 0 || strategy().job().world().local_rank != 0) return false;
-  if (!watch_) watch_.emplace(strategy().job().registry(), training_, description_);
+  if (!watch_) watch_.emplace(strategy().job().registry(), training_, description_, worker_.row_size());
   return watch_->any();
 }
 

@@ -27,6 +27,8 @@ class TrainingWorker : public elastic::Member {
   std::int64_t generation() const final { return strategy_.job().world().generation; }
   std::vector<std::string> all_gather(const std::string& mine) final { return strategy_.workers().all_gather(mine); }
   std::string broadcast(const std::string& bytes, int root) final { return strategy_.workers().broadcast(bytes, root); }
+  int row_size() const final { return strategy_.row_size(); }
+  std::string broadcast_part(const std::string& bytes, int row) final;
   void regroup(const elastic::Change& change) final;
   void on_loss(const std::exception& error) final;
   void on_regrouped(int size_before, bool updated) final;

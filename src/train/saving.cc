@@ -248,7 +248,7 @@ void ModelImpl::save_replicas(Archive& archive) const {
 Archive ModelImpl::save_small(bool weights_only) const {
   Archive archive;
   parameters->warn_of_difference();
-  strategy::values_of(parameters, strategy::Values::untrained, strategy::Buffers::of_all_workers).save(archive, "");
+  strategy::values_of(parameters, strategy::Values::untrained, strategy::Whose::of_all_workers).save(archive, "");
   if (weights_only) return archive;
   strategy::counters_of(gradients).save(archive, kOptimizer);
   save_progress(archive);

@@ -17,7 +17,7 @@ const auto& shared(const Handle& handle) {
 }
 
 Trackable values(const ReplicatedModule& module, strategy::Values which) {
-  return strategy::values_of(shared(module), which, strategy::Buffers::of_this_worker);
+  return strategy::values_of(shared(module), which, strategy::Whose::of_this_worker);
 }
 
 }  // namespace

@@ -21,12 +21,22 @@ namespace parallel {
 class MeshParallelism;
 }
 
+struct DeviceMeshOptions {
+  double timeout_seconds = kDefaultTimeoutSeconds;  // of each call of its Communicators
+  GroupOptions group = {};                          // how the processes communicate
+
+  // For a ModelParallelStrategy with `elastic`: ranks stay in the order of the launcher, and the first axis is the one
+  // that gets shorter and longer, so that no other may be -1. A process that comes to a job that runs gets a part of a
+  // model, and computes alone until the others take it in.
+  bool elastic = false;
+};
+
 // A shared handle. Ranks are laid out in the order of their hosts, the last axis first, so that ranks that are
 // neighbours on the last axis share a host where its size divides the host's number of ranks. Put the axis that
 // communicates most last: "tensor".
 //
-// Constant after construction, but where an elastic ModelParallelStrategy goes on without lost ranks: then the first
-// axis gets shorter, and ranks may get other numbers. The Communicators are used as any other. An error in one of them, or in a Group that is
+// Constant after construction, but where an elastic ModelParallelStrategy goes on without lost ranks, or with new ones:
+// then the first axis gets shorter or longer, and ranks may get other numbers. The Communicators are used as any other. An error in one of them, or in a Group that is
 // split from it, ends the calls in all, on all ranks: PeerLost and DeadlineExceeded name ranks of the mesh, and say
 // their coordinates.
 class DeviceMesh {
@@ -38,8 +48,8 @@ class DeviceMesh {
 
   // Of the processes that a launcher started, or of this one alone. Collective over them. Throws as Job, and, on all
   // ranks, InvalidArgument where the product of the sizes is not the number of ranks, for a size that is neither above
-  // 0 nor -1, and for names that are empty or the same. `group`: how the processes communicate.
-  explicit DeviceMesh(std::vector<Axis> axes, double timeout_seconds = kDefaultTimeoutSeconds, GroupOptions group = {});
+  // 0 nor -1, and for names that are empty or the same.
+  explicit DeviceMesh(std::vector<Axis> axes, DeviceMeshOptions options = {});
 
   // Of the ranks of any Communicator: processes, or the replicas' threads of one (ReplicaContext::group). `host`: those
   // with the same name share a host. Collective over them; throws InvalidArgument likewise.
@@ -61,6 +71,7 @@ class DeviceMesh {
 
   // The processes of which it was made; none where it was made of a Communicator.
   const std::optional<Job>& job() const;
+  const DeviceMeshOptions& options() const;
 
   // "data 1, tensor 0": the coordinates of a rank of `ranks()`.
   std::string coordinates_of(int rank) const;

@@ -66,10 +66,11 @@ struct ModelParallelOptions {
   std::optional<DType> gradient_dtype = {};
   std::int64_t compare_copies_every = 100;
 
-  // fit, and ElasticLoop, go on with the rows of the mesh that remain when ranks are lost or get SIGTERM: a row is the
-  // ranks with one coordinate on batch_axis, which have one copy of the model together, and which leave together.
-  // batch_axis must be the mesh's first. elastic.min_workers counts rows. worker_batch must be empty, and
-  // lost_host_seconds is that of the mesh's GroupOptions.
+  // fit, and ElasticLoop, go on with the rows of the mesh that remain when ranks are lost or get SIGTERM, and take in
+  // those that come: a row is the ranks with one coordinate on batch_axis, which have one copy of the model together,
+  // and which leave and come together. For a mesh that was made with {.elastic = true}, whose first axis is batch_axis.
+  // elastic.min_workers counts rows; worker_batch must be empty, and lost_host_seconds is that of the mesh's
+  // GroupOptions. Give layers_of_stages where there are stages.
   std::optional<ElasticOptions> elastic = {};
 
   std::string device = {};      // of this process: "cpu:0", "cuda:0"; empty: a GPU where there are any
