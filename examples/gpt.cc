@@ -3,8 +3,9 @@
 //   build/release/lockstep run -n 2 build/release/examples/gpt --tensor 2 docs/*.md
 //   build/release/lockstep run -n 8 build/release/examples/gpt --shard 2 --pipeline 2 --tensor 2 docs/*.md
 //   build/release/lockstep run -n 2 build/release/examples/gpt --plan docs/*.md
-// The loss is the same on every mesh. With --plan it measures which one is the fastest that fits; docs/parallelism.md
-// has more on that.
+//   build/release/lockstep run -n 4 --min-n 2 --restarts 4 build/release/examples/gpt --tensor 2 --elastic docs/*.md
+// The loss is the same on every mesh. With --plan it measures which one is the fastest that fits. With --elastic it
+// goes on without ranks that are lost, and with new ones. docs/parallelism.md has more on both.
 #include <lockstep/lockstep.h>
 #include <lockstep/parallel.h>
 #include <torch/nn/modules/embedding.h>
@@ -25,7 +26,7 @@ namespace {
 struct Options {
   std::int64_t layers = 4, width = 128, head = 32, sequence = 64, batch = 16;
   int steps = 100, shard = 1, pipeline = 1, tensor = 1, microbatches = 4;
-  bool plan = false;
+  bool plan = false, elastic = false;
   int plan_ranks = 0;
   double memory_mib = std::numeric_limits<double>::infinity();
   std::vector<std::string> files;
@@ -160,14 +161,27 @@ void train(const Options& options, const at::Tensor& text, const ls::DeviceMesh&
             {.verbose = 0, .callbacks = {Progress(options)}, .steps_per_epoch = options.steps});
 }
 
+// As many layers in each stage, or one more.
+std::vector<int> even_stages(int layers, int stages) {
+  std::vector<int> counts;
+  for (int stage = 0; stage < stages; ++stage) counts.push_back((layers + stage) / stages);
+  return counts;
+}
+
 // On the mesh that the options say.
 void train_on_mesh(const Options& options) {
   const ls::DeviceMesh mesh(
-      {{"data", -1}, {"shard", options.shard}, {"pipeline", options.pipeline}, {"tensor", options.tensor}});
+      {{"data", -1}, {"shard", options.shard}, {"pipeline", options.pipeline}, {"tensor", options.tensor}},
+      {.elastic = options.elastic});
   if (options.width % (options.head * options.tensor) != 0)
     throw ls::InvalidArgument("--width must be a multiple of --head times --tensor: each rank has whole heads");
-  train(options, read(options), mesh,
-        {.plan = kPlan, .fully_shard = {.units = {"*"}}, .microbatches = options.microbatches});
+  ls::ModelParallelOptions with{
+      .plan = kPlan, .fully_shard = {.units = {"*"}}, .microbatches = options.microbatches};
+  if (options.elastic) {
+    with.elastic = ls::ElasticOptions();
+    with.layers_of_stages = even_stages(static_cast<int>(options.layers) + 2, options.pipeline);  // not by measured times
+  }
+  train(options, read(options), mesh, with);
 }
 
 // On the mesh that is the fastest of those that fit.
@@ -202,6 +216,7 @@ int main(int argc, char** argv) {
   app.add_option("--pipeline", options.pipeline, "stages");
   app.add_option("--tensor", options.tensor, "ranks that share each layer");
   app.add_option("--microbatches", options.microbatches);
+  app.add_flag("--elastic", options.elastic, "goes on without ranks that are lost, and with new ones");
   app.add_flag("--plan", options.plan, "measures which split is the fastest that fits, prints that, and trains by it");
   app.add_option("--plan-ranks", options.plan_ranks, "plans for so many ranks; trains where as many are there");
   app.add_option("--memory-mib", options.memory_mib, "that a rank may use, for --plan");

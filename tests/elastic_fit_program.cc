@@ -51,7 +51,7 @@ Worker worker_on_mesh(const std::string& printed, const lockstep::ElasticOptions
     options.layout_map = {
         {"dense.weight", {"tensor", ""}}, {"dense.bias", {"tensor"}}, {"dense_1.weight", {"", "tensor"}}};
   }
-  if (mesh.contains("pipeline")) options.layers_of_stages = {1, 1};
+  if (mesh.contains("pipeline")) options.layers_of_stages = {1 + number("NORM", 0), 1};
   if (mesh.contains("shard")) options.fully_shard = {.units = {"dense*"}};
   return {lockstep::ModelParallelStrategy(mesh, options), mesh.ranks().rank()};
 }
@@ -118,6 +118,10 @@ int main() {
     const bool is_second = !joins && rank == number("SECOND", -1);
     int steps = 0;  // forwards of this worker
     std::jthread killer;
+    const auto work = [&] {
+      const unsigned times = is_victim && place == "slow" ? 3 : 1;
+      usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000 * times);
+    };
     const auto in_step = [&] {
       const auto die_after = [&](unsigned microseconds) {
         killer = std::jthread([microseconds] {
@@ -136,8 +140,7 @@ int main() {
       }
     };
     const auto loss = [&](const at::Tensor& y, const at::Tensor& out) {
-      const unsigned times = is_victim && place == "slow" ? 3 : 1;
-      usleep(static_cast<unsigned>(number("STEP_MS", 0)) * 1000 * times);
+      if (mesh == nullptr) work();
       if (record >= 0 && (y == all_y[record]).all(1).any().item<bool>()) throw std::runtime_error("a bad record");
       if (mesh == nullptr) in_step();
       return (out - y).square().mean(1);
@@ -177,7 +180,11 @@ int main() {
     };
     std::vector<lockstep::AnyCallback> callbacks{lockstep::LambdaCallback(
         {.on_epoch_begin = [&](int) { last = Clock::now(); },
-         .on_train_batch_begin = [&](std::int64_t) { if (mesh != nullptr) in_step(); },
+         .on_train_batch_begin = [&](std::int64_t) { 
+           if (mesh == nullptr) return;
+           work();
+           in_step();
+         },
          .on_train_batch_end = on_batch})};
     if (const char* const folder = std::getenv("FOLDER")) {
       const bool background = number("BACKGROUND", 0) == 1;

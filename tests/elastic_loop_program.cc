@@ -1,5 +1,6 @@
 // For elastic_loop_test: a loop of its own some of whose workers are lost.
 #include <lockstep/lockstep.h>
+#include <lockstep/parallel.h>
 #include <signal.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -35,21 +36,41 @@ torch::nn::Sequential net_of(int units) {
   return net;
 }
 
+struct Worker {
+  ls::Strategy strategy;
+  int rank;
+};
+
+Worker worker_of(const char* mesh) {
+  const ls::ElasticOptions elastic{.min_workers = number("MIN_WORKERS", 1)};
+  const bool shards = number("SHARD", 0) == 1;
+  if (mesh == nullptr) {
+    const ls::MultiWorkerMirroredStrategy strategy(
+        {.threads_per_replica = 1, .shard_optimizer_state = shards, .elastic = elastic});
+    return {strategy, strategy.worker_rank()};
+  }
+  const ls::DeviceMesh ranks({{"data", -1}, {"tensor", std::atoi(mesh)}}, {.elastic = true});
+  return {ls::ModelParallelStrategy(ranks, {.plan = {{"0", ls::ColwiseParallel()}, {"2", ls::RowwiseParallel()}},
+                                            .shard_optimizer_state = shards,
+                                            .elastic = elastic,
+                                            .threads_per_replica = 1}),
+          ranks.ranks().rank()};
+}
+
 }  // namespace
 
 // The environment: EPOCHS of 20 steps of the same batches; STEP_MS of work in each. VICTIM is killed in the step
 // numbered STEP, from 0 on, at PLACE: "forward", so many microseconds after its forward pass, "evaluation" (the one
 // behind that step; also ALSO), or "print" (it prints that it is in that step). Who joins prints when. SHARD=1: the
 // optimizer's state is sharded. FOLDER: for a checkpoint behind each epoch, to which it goes back where a part of the
-// state is lost.
+// state is lost. MESH: on a mesh of data and of so many ranks for tensors; then it does not say its weights.
 int main() {
   try {
-    const ls::MultiWorkerMirroredStrategy strategy(
-        {.threads_per_replica = 1,
-         .shard_optimizer_state = number("SHARD", 0) == 1,
-         .elastic = ls::ElasticOptions{.min_workers = number("MIN_WORKERS", 1)}});
+    const char* const mesh = std::getenv("MESH");
+    const auto worker = worker_of(mesh);
+    const auto& strategy = worker.strategy;
+    const int rank = worker.rank;
     const bool joins = number("LOCKSTEP_JOIN", 0) == 1;
-    const int rank = strategy.worker_rank();
     const bool is_victim = !joins && (rank == number("VICTIM", -1) || rank == number("ALSO", -1));
     const char* const given = std::getenv("PLACE");
     const std::string place = given == nullptr ? "" : given;
@@ -134,7 +155,7 @@ int main() {
     }
     std::cout << std::setprecision(15) << "trained on " << examples << " examples, loss and evaluations and weights "
               << loss << " " << evaluated;
-    for (const auto& parameter : net[0]->parameters()) {
+    for (const auto& parameter : mesh == nullptr ? net[0]->parameters() : std::vector<at::Tensor>()) {
       std::cout << " " << parameter.sum().item<double>() << " " << parameter.square().sum().item<double>();
     }
     std::cout << std::endl;

@@ -120,7 +120,8 @@ INSTANTIATE_TEST_SUITE_P(Meshes, ElasticMesh,
                                          Mesh{"data2_tensor2_sharded", "data 2 tensor 2", 4, 2, true},
                                          Mesh{"data3_tensor2_sharded", "data 3 tensor 2", 6, 2, true},
                                          Mesh{"data2_shard2", "data 2 shard 2", 4, 2},
-                                         Mesh{"data2_pipeline2", "data 2 pipeline 2", 4, 2}),
+                                         Mesh{"data2_pipeline2", "data 2 pipeline 2", 4, 2},
+                                         Mesh{"data2_shard2_tensor2", "data 2 shard 2 tensor 2", 8, 4}),
                          [](const auto& each) { return each.param.name; });
 
 // All of the row are started again.
@@ -133,22 +134,34 @@ TEST_P(ElasticMesh, ANewRowIsTakenIn) {
       << job.text();
 }
 
-class ElasticMeshes : public ElasticMesh {};
+class MeshesOfTwoRows : public ElasticMesh {};
+
+// Of their own part.
+TEST_P(MeshesOfTwoRows, NewcomersGetBuffersToo) {
+  const auto& mesh = GetParam();
+  auto job = run({"NORM=1", text("VICTIM=", mesh.ranks - 1), "STEP=5", "PLACE=forward", "STEP_MS=30"}, "buffers",
+                 mesh.row);
+  const auto found = outcome_of(job.wait_for_end(60));
+  EXPECT_EQ(static_cast<int>(found.history.size()), mesh.ranks) << job.text();
+  for (const auto& one : found.weights) EXPECT_EQ(one, found.weights[0]) << job.text();
+}
 
 // The rank with part 0 of one row and that with part 1 of the other.
-TEST_P(ElasticMeshes, RowsThatHaveLostDifferentPartsArePutTogether) {
+TEST_P(MeshesOfTwoRows, RowsThatHaveLostDifferentPartsArePutTogether) {
   auto job = run({"VICTIM=0", "KILL_ALSO=3", "STEP=25", "PLACE=forward"}, "together");
   expect_trained(job, 2, false);
 }
 
-TEST_P(ElasticMeshes, WhereNoRowIsLeftItSaysSo) {
+TEST_P(MeshesOfTwoRows, WhereNoRowIsLeftItSaysSo) {
   auto job = run({"VICTIM=0", "KILL_ALSO=2", "STEP=25", "PLACE=forward"}, "none");
   const auto& output = job.wait_for_end(60);
   EXPECT_FALSE(WIFEXITED(job.status()) && WEXITSTATUS(job.status()) == 0) << output;
   EXPECT_NE(output.find("of every copy of the model some rank is lost"), std::string::npos) << output;
 }
 
-INSTANTIATE_TEST_SUITE_P(Meshes, ElasticMeshes, testing::Values(Mesh{"data2_tensor2", "data 2 tensor 2", 4, 2}),
+INSTANTIATE_TEST_SUITE_P(Meshes, MeshesOfTwoRows,
+                         testing::Values(Mesh{"data2_tensor2", "data 2 tensor 2", 4, 2},
+                                         Mesh{"data2_pipeline2", "data 2 pipeline 2", 4, 2}),
                          [](const auto& each) { return each.param.name; });
 
 }  // namespace

@@ -112,6 +112,26 @@ class Faults(unittest.TestCase):
             with self.subTest(coordinates):
                 self.kill_one(2, 1, coordinates, *options)
 
+    def test_an_elastic_mesh_goes_on_without_a_row_and_takes_in_another(self):
+        for options in (("--tensor", "2"), ("--shard", "2"), ("--pipeline", "2")):
+            with self.subTest(options[0]):
+                options = (*options, "--steps", "60", "--layers", "4", "--width", "64", "--batch", "64")
+                expected = re.findall(r"step ([0-9]+): loss ([0-9.]+)", run(1, *options[2:]).stdout)
+                with subprocess.Popen(command(4, *options, "--elastic", launcher=("--min-n", "2", "--restarts", "2")),
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT) as job:
+                    lines = []
+                    while not any("step 10:" in line for line in lines):
+                        lines.append(job.stdout.readline())
+                        self.assertTrue(lines[-1], "".join(lines))
+                    os.kill({rank: pid for pid, rank in ranks_of(job.pid).items()}[3], signal.SIGKILL)
+                    output = "".join(lines) + job.communicate(timeout=LIMIT_S)[0]
+                self.assertEqual(job.returncode, 0, output)
+                self.assertIn("fit goes on with 2 workers (4 before)", output)
+                self.assertIn("fit goes on with 4 workers (2 before)", output)
+                for (step, loss), (its_step, its_loss) in zip(expected, re.findall(r"step ([0-9]+): loss ([0-9.]+)", output), strict=True):
+                    self.assertEqual(step, its_step)
+                    self.assertAlmostEqual(float(loss), float(its_loss), delta=2e-3)
+
     def test_a_lost_rank_of_three_axes_is_named_on_all(self):
         self.kill_one(8, 6, "data 0, shard 1, pipeline 1, tensor 0", "--shard", "2", "--pipeline", "2", "--tensor", "2", "--layers", "2", "--width", "64")
 

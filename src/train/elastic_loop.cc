@@ -121,6 +121,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
         if (std::exchange(regroups, workers().regroups()) != workers().regroups()) batch = batches.again();
         found.assign(count, 0);
         found = step(batch);
+        if (!strategy().counts()) found.assign(count, 0);  // another worker computed the same
         ++place.steps;
         recovery_.set_updated();
       }
@@ -156,7 +157,7 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
     std::string names;
     for (const auto& [name, object] : objects_) names += text("object ", name, "\n");
     const auto& gradients = unwrap(optimizer_);
-    return text(strategy().describe(), "\n", unwrap(module_).describe(), "optimizer ",
+    return text(strategy().describe(), "\n", unwrap(module_).describe_whole(), "optimizer ",
                 optimizer::describe(gradients.updater().optimizer()), "\n", names);
   }
 
