@@ -76,6 +76,8 @@ const LayoutMap kLayouts{{"0.token.weight", {"tensor", ""}}, {"*.qkv.weight", {"
                          {"*.qkv.bias", {"tensor"}},         {"*.down.weight", {"", "tensor"}},
                          {"3.head.weight", {"tensor", ""}},  {"0.place.weight", {"", "tensor"}}};
 
+const ParallelPlan kPlaces{{"0.place.weight", Shard{0}}};
+
 INSTANTIATE_TEST_SUITE_P(
     Meshes, MeshFit,
     testing::Values(
@@ -121,6 +123,18 @@ INSTANTIATE_TEST_SUITE_P(
              kClipsAll,
              {.fully_shard = kUnits, .layers_of_stages = {2, 2}}},
         Case{"shard2data2", {{"shard", 2}, {"data", 2}}, kClipsAll, {.fully_shard = kUnits}},
+        Case{"context2", {{"context", 2}}, kClipsAll, {.context_plan = kPlaces}},
+        Case{"context3", {{"context", 3}}, kMomentum, {.context_plan = kPlaces}},
+        Case{"data2context2", {{"data", 2}, {"context", 2}}, kClipsEach, {.context_plan = kPlaces}},
+        Case{"context2tensor2", {{"context", 2}, {"tensor", 2}}, kClipsAll, {.context_plan = kPlaces}},
+        Case{"data2context2sharded_state",
+             {{"data", 2}, {"context", 2}},
+             kClipsAll,
+             {.context_plan = kPlaces, .shard_optimizer_state = true}},
+        Case{"pipeline2context2",
+             {{"pipeline", 2}, {"context", 2}},
+             kMomentum,
+             {.layers_of_stages = {2, 2}, .tied = kTied, .context_plan = kPlaces}},
         Case{"layout_map", {{"data", 2}, {"tensor", 2}}, kClipsAll, {.layout_map = kLayouts}}),
     [](const auto& each) { return each.param.name; });
 

@@ -29,6 +29,7 @@
 #include "lockstep/strategy/replicated.h"
 #include "lockstep/strategy/strategy.h"
 #include "lockstep/strategy/variable.h"
+#include "lockstep/train/add_loss.h"
 #include "lockstep/train/callback.h"
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/elastic_loop.h"

@@ -44,8 +44,8 @@ std::unique_ptr<gradient::GradientSync> sharded(ReplicatedParameters& parameters
 std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
                                                  const Communicator& ranks,
                                                  const gradient::GradientPathOptions& options) {
-  const bool are_summed = parameters.is_split() && parameters.split()->summed_over;
-  if (ranks.size() > 1 || (options.elastic && !are_summed)) {
+  const bool has_shards = parameters.is_split() && parameters.split()->before_backward;  // which backward has summed
+  if (ranks.size() > 1 || (options.elastic && !has_shards)) {
     if (const auto& own = optimizer.options().gradient_ranks) {
       return std::make_unique<gradient::Bucketed>(
           parameters, ranks, gradient::BucketOptions{.gradient_dtype = own->gradient_dtype}, own->sum);
@@ -131,6 +131,12 @@ void GradientPath::prepare() {
   prepared_ = true;
 }
 
+// Where gradients change behind backward, they are not sent before.
+void GradientPath::expect_one_backward(int replica) {
+  if (const auto& split = parameters_->split(); split && split->after_backward) return;
+  hooks_.expect_one_backward(replica);
+}
+
 void GradientPath::apply(const Group& replicas, double weight, Deadline deadline) {
   const int replica = replicas.rank();
   if (replicas.size() != parameters_->replicas()) {
@@ -144,7 +150,10 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   if (!prepared_ && ranks_.size() > 1) {
     throw Error("an update before the other ranks' models and optimizers were compared");
   }
-  if (const auto& split = parameters_->split(); split && split->summed_over) split->summed_over->sum({&weight, 1});
+  if (const auto& split = parameters_->split()) {
+    if (split->after_backward) split->after_backward();
+    if (split->summed_over) split->summed_over->sum({&weight, 1});
+  }
   hooks_.take_all(replica);
   if (replica == 0) updater_.begin_step();
   sync_->finish(replica, weight, updater_.loss_scale().used());

@@ -61,7 +61,7 @@ class GradientPath {
   void prepare();
 
   // As GradientHooks; by the replica's thread.
-  void expect_one_backward(int replica) { hooks_.expect_one_backward(replica); }
+  void expect_one_backward(int replica);
   void drop_gradients(int replica) { hooks_.drop(replica); }
 
   // Takes the gradients that backward left on this replica's parameters and updates all copies with

@@ -70,9 +70,7 @@ class ReplicatedParameters {
   const Communicator& workers() const { return workers_; }
   const Communicator& all_workers() const { return all_workers_; }
   // Those that train on other examples: with the same parts, or, where parameters are sharded over them, with others.
-  const Communicator& data_workers() const {
-    return split_ && split_->summed_over ? *split_->summed_over : workers_;
-  }
+  const Communicator& data_workers() const { return split_ ? split_->data_workers : workers_; }
   const std::optional<gradient::SplitModule>& split() const { return split_; }
   bool is_split() const { return split_.has_value(); }
 

@@ -29,15 +29,19 @@ struct SplitModule {
   // All parameters of the whole model, a line each: the same on all workers.
   std::string description = {};
 
-  // The workers that have the same parts of the model.
-  Communicator same_parts = {};
+  // The workers that have the same parts of the model; and those that train on other examples, or on other parts of
+  // examples.
+  Communicator same_parts = {}, data_workers = {};
 
-  // The workers over which backward sums gradients itself; none: it leaves those of this worker's examples.
+  // The workers over which backward, or after_backward, sums gradients; none: they leave those of this worker's
+  // examples.
   std::optional<Communicator> summed_over = {};
 
-  // What is called before a forward, and before a backward with what gradients are multiplied by; or null.
+  // What is called before a forward, before a backward with what gradients are multiplied by, and behind it, before its
+  // gradients are used; or null.
   std::function<void()> before_forward = {};
   std::function<void(double factor)> before_backward = {};
+  std::function<void()> after_backward = {};
 
   // What is called in an elastic job after the workers' Groups were replaced, and a step that may have broken off; or
   // null. Collective.

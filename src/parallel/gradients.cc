@@ -4,18 +4,12 @@
 
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
-#include "parallel/divided_parameter.h"
 #include "parallel/gradient_norm.h"
 #include "parallel/sharded_units.h"
+#include "parallel/sum_gradients.h"
 
 namespace lockstep {
 namespace {
-
-// Whether the ranks have different parts of the parameter, each with the gradient of all ranks' losses.
-bool is_divided_among(const Tensor& parameter, const Communicator& ranks) {
-  const auto partial = parallel::partial_of(parameter);
-  return partial != nullptr && partial->ranks().group().shared_backend() == ranks.group().shared_backend();
-}
 
 void check_equal(double examples_times_ranks, double total) {
   if (examples_times_ranks == total) return;
@@ -41,7 +35,7 @@ void average_gradients(const std::vector<Tensor>& parameters, const Communicator
     if (!parameter.requires_grad()) continue;
     auto& gradient = parameter.mutable_grad();
     gradient = gradient.defined() ? gradient.contiguous() : at::zeros_like(parameter, at::MemoryFormat::Contiguous);
-    if (is_divided_among(parameter, ranks)) {
+    if (parallel::is_divided_among(parameter, ranks)) {
       check_equal(examples * ranks.size(), total);
       gradient.mul_(1.0 / ranks.size());
       continue;

@@ -5,30 +5,42 @@
 #include <algorithm>
 
 #include "base/text.h"
+#include "lockstep/gradient/tensor_collectives.h"
+#include "parallel/exchange.h"
 #include "parallel/layout_map.h"
 #include "parallel/name_pattern.h"
 #include "parallel/split_shards.h"
+#include "parallel/sum_gradients.h"
 #include "parallel/tensor_entries.h"
 #include "parallel/tied_parameters.h"
 
 namespace lockstep::parallel {
 namespace {
 
-// This rank alone, along an axis that the mesh does not have.
-Communicator along(const DeviceMesh& mesh, const std::string& axis) {
-  return mesh.contains(axis) ? mesh[axis] : Communicator();
-}
-
-// The ranks along the product of two axes: those that share this rank's coordinates on all others.
-Group group_along_both(const DeviceMesh& mesh, const std::string& outer, const std::string& inner) {
-  // The first of them names them all.
-  const int color = std::stoi(mesh[outer].broadcast(mesh[inner].broadcast(std::to_string(mesh.ranks().rank()))));
+// The ranks along the product of some axes: those that share this rank's coordinates on all others.
+Group group_along(const DeviceMesh& mesh, const std::vector<std::string>& axes) {
+  int color = mesh.ranks().rank(), stride = mesh.ranks().size();
+  for (const auto& axis : mesh.axes()) {
+    stride /= axis.size;
+    if (std::find(axes.begin(), axes.end(), axis.name) != axes.end()) color -= mesh.coordinate(axis.name) * stride;
+  }
   return *mesh.ranks().group().split(color, mesh.ranks().rank(), mesh.ranks().deadline());
 }
 
-Communicator along_both(const DeviceMesh& mesh, const std::string& outer, const std::string& inner) {
-  if (!mesh.contains(outer) || !mesh.contains(inner)) return along(mesh, mesh.contains(outer) ? outer : inner);
-  return mesh.ranks().with_group(group_along_both(mesh, outer, inner));
+std::vector<std::string> existing(const DeviceMesh& mesh, std::vector<std::string> axes) {
+  std::erase_if(axes, [&](const auto& axis) { return !mesh.contains(axis); });
+  return axes;
+}
+
+Communicator along(const DeviceMesh& mesh, const std::vector<std::string>& some) {
+  const auto axes = existing(mesh, some);
+  if (axes.size() < 2) return axes.empty() ? Communicator() : mesh[axes[0]];
+  return mesh.ranks().with_group(group_along(mesh, axes));
+}
+
+void regroup(const Communicator& product, const DeviceMesh& mesh, const std::vector<std::string>& some) {
+  const auto axes = existing(mesh, some);
+  if (axes.size() > 1) product.regroup(group_along(mesh, axes));
 }
 
 // All names of a module's submodules and parameters.
@@ -59,6 +71,8 @@ Entries fitting(const Entries& all, const std::vector<std::string>& names, std::
 std::string describe(const torch::nn::Module& module) {
   std::string lines;
   for (const auto& each : module.named_parameters()) {
+    const auto parts = gradient::parts_of(each.value());
+    if (parts != nullptr && !parts->make_up_a_whole()) continue;  // of this rank alone, as its experts are
     lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(),
                   each.value().requires_grad() ? "" : " frozen", "\n");
   }
@@ -68,11 +82,16 @@ std::string describe(const torch::nn::Module& module) {
 MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
     : mesh_(std::move(mesh)),
       options_(std::move(options)),
-      batch_(along(mesh_, options_.batch_axis)),
-      shard_(along(mesh_, options_.shard_axis)),
-      data_(along_both(mesh_, options_.batch_axis, options_.shard_axis)),
-      tensor_(along(mesh_, options_.tensor_axis)),
-      pipeline_(along(mesh_, options_.pipeline_axis)),
+      batch_(along(mesh_, {options_.batch_axis})),
+      shard_(along(mesh_, {options_.shard_axis})),
+      expert_(along(mesh_, {options_.expert_axis})),
+      context_(along(mesh_, {options_.context_axis})),
+      tensor_(along(mesh_, {options_.tensor_axis})),
+      pipeline_(along(mesh_, {options_.pipeline_axis})),
+      data_(along(mesh_, axes_with_other_examples())),
+      tokens_(along(mesh_, axes_with_other_tokens())),
+      copies_(along(mesh_, {options_.batch_axis, options_.context_axis})),
+      summed_(along(mesh_, {options_.expert_axis, options_.context_axis})),
       row_size_(mesh_.ranks().size() / batch_.size()) {
   if (!has_stages()) return;
   const auto stages = pipeline_.size() * options_.stages_per_rank;
@@ -88,8 +107,51 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
 
 void MeshParallelism::regroup(const Job& job, double timeout_seconds) const {
   mesh_.regroup(job, timeout_seconds);
-  if (mesh_.contains(options_.batch_axis) && has_shards())
-    data_.regroup(group_along_both(mesh_, options_.batch_axis, options_.shard_axis));
+  parallel::regroup(data_, mesh_, axes_with_other_examples());
+  parallel::regroup(tokens_, mesh_, axes_with_other_tokens());
+  parallel::regroup(copies_, mesh_, {options_.batch_axis, options_.context_axis});
+  parallel::regroup(summed_, mesh_, {options_.expert_axis, options_.context_axis});
+}
+
+std::vector<std::string> MeshParallelism::axes_with_other_examples() const {
+  return {options_.batch_axis, options_.shard_axis, options_.expert_axis};
+}
+
+std::vector<std::string> MeshParallelism::axes_with_other_tokens() const {
+  auto axes = axes_with_other_examples();
+  axes.push_back(options_.context_axis);
+  return axes;
+}
+
+Example MeshParallelism::own_positions(const Example& whole) const {
+  if (context_.size() == 1) return whole;
+  const auto dim = options_.context_dim;
+  const auto part = [&](const char* name, const Tensor& tensor) {
+    if (tensor.dim() <= dim || tensor.size(dim) != whole.x.size(dim) || tensor.size(dim) % context_.size() != 0) {
+      throw InvalidArgument(text("ModelParallelStrategy: ", name, " has shape ", tensor.sizes(), ", and x ",
+                                 whole.x.sizes(), "; dimension ", dim, ", context_dim, must be the same positions, a ",
+                                 "multiple of the ", context_.size(), " ranks along \"", options_.context_axis, "\""));
+    }
+    return part_of(tensor, dim, context_.rank(), context_.size()).contiguous();
+  };
+  if (whole.x.dim() <= dim) part("x", whole.x);
+  const bool has_weights = whole.weight.defined() && whole.weight.dim() > dim;
+  return {part("x", whole.x), whole.y.defined() ? part("y", whole.y) : whole.y,
+          has_weights ? part("the sample weights", whole.weight) : whole.weight};
+}
+
+std::unique_ptr<ContextParallel> MeshParallelism::use_context() const {
+  return context_.size() > 1 ? std::make_unique<ContextParallel>(context_) : nullptr;
+}
+
+Tensor MeshParallelism::whole_positions(const Tensor& part) const {
+  if (context_.size() == 1 || !part.defined()) return part;
+  const auto dim = options_.context_dim;
+  if (part.dim() <= dim) {
+    throw InvalidArgument(text("predict: the model's output has shape ", part.sizes(), "; dimension ", dim,
+                               ", context_dim, must be positions"));
+  }
+  return all_gather(context_.group(), part.contiguous(), context_.deadline(), dim);
 }
 
 gradient::SplitModule MeshParallelism::split(torch::nn::Module& module) const {
@@ -112,18 +174,29 @@ void MeshParallelism::divide(torch::nn::Module& module, std::set<std::string>& u
   if (!options_.layout_map.empty())
     plan = plan_of(fitting(options_.layout_map, module.named_parameters().keys(), used), module, options_.tensor_axis);
   if (!plan.empty() && tensor_.size() > 1) parallelize_module(module, tensor_, plan);
+  const auto of_positions = entries_for(module, options_.context_plan, used);
+  if (!of_positions.empty() && context_.size() > 1) parallelize_module(module, context_, of_positions);
 }
 
 gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set<std::string>& used) const {
   if (has_shards()) {
     auto options = options_.fully_shard;
-    options.replicas = batch_;
+    options.replicas = copies_;
     const auto units = std::make_shared<ShardedUnits>(shard_, options);
     add_units(module, fitting(options.units, module.named_modules("", /*include_self=*/false).keys(), used),
               [&](torch::nn::Module& unit, const std::string& name, bool keep) { units->add(unit, name, keep); });
-    return split_shards(units, module, data_);
+    auto split = split_shards(units, module);
+    split.same_parts = batch_;
+    split.data_workers = split.summed_over.emplace(tokens_);
+    return split;
   }
-  gradient::SplitModule split{.same_parts = data_};
+  gradient::SplitModule split{.same_parts = batch_, .data_workers = tokens_};
+  if (expert_.size() > 1 || context_.size() > 1) {
+    split.summed_over = summed_;
+    split.after_backward = [parameters = module.parameters(), expert = expert_, context = context_] {
+      for (const auto& ranks : {expert, context}) sum_gradients(parameters, ranks);
+    };
+  }
   for (const auto& each : module.named_parameters())
     split.trained.push_back({.name = each.key(),
                              .tensor = each.value(),
@@ -143,6 +216,7 @@ void MeshParallelism::check_used(const std::set<std::string>& used, const std::s
                                suggestion(pattern, {names.begin(), names.end()})));
   };
   for (const auto& [pattern, style] : options_.plan) check("the plan", pattern);
+  for (const auto& [pattern, style] : options_.context_plan) check("context_plan", pattern);
   for (const auto& [pattern, layout] : options_.layout_map) check("layout_map", pattern);
   for (const auto& pattern : options_.fully_shard.units) check("fully_shard.units", pattern);
 }

@@ -1,9 +1,13 @@
 // How ModelParallelStrategy splits models over its mesh.
 #pragma once
 
+#include <memory>
 #include <set>
 #include <string>
+#include <vector>
 
+#include "lockstep/data/dataset.h"
+#include "lockstep/parallel/context_parallel.h"
 #include "lockstep/parallel/model_parallel_strategy.h"
 #include "strategy/model_parallelism.h"
 
@@ -19,11 +23,11 @@ class MeshParallelism final : public strategy::ModelParallelism {
 
   const Communicator& workers() const override { return mesh_.ranks(); }
   const Communicator& data_workers() const override { return data_; }
-  const Communicator& gradient_workers() const override { return has_shards() ? alone_ : data_; }
+  const Communicator& gradient_workers() const override { return has_shards() ? alone_ : batch_; }
   const Communicator& same_part_workers() const override { return batch_; }
   int row_size() const override { return row_size_; }
   void regroup(const Job& job, double timeout_seconds) const override;
-  bool computes_without_examples() const override { return has_shards() || has_stages(); }
+  bool computes_without_examples() const override { return has_shards() || has_stages() || has_experts(); }
   bool counts() const override { return tensor_.rank() == 0 && pipeline_.rank() == last_stage_; }
 
   // Of a model that is one module. Throws InvalidArgument where models are cut into stages.
@@ -33,6 +37,17 @@ class MeshParallelism final : public strategy::ModelParallelism {
   bool has_stages() const { return mesh_.contains(options_.pipeline_axis); }
   const Communicator& pipeline_workers() const { return pipeline_; }
   const ModelParallelOptions& options() const { return options_; }
+
+  // Whether layers have experts on other ranks: then one without examples computes with none, which are no tokens.
+  bool has_experts() const { return expert_.size() > 1; }
+
+  // The ranks with the same examples and other positions of their sequences; this rank's positions, and what must live
+  // while it computes with them; the whole of an output. Nothing changes without such an axis; else `whole_positions` is
+  // collective over these ranks. own_positions throws InvalidArgument for a tensor that cannot be divided.
+  const Communicator& context_workers() const { return context_; }
+  Example own_positions(const Example& whole) const;
+  std::unique_ptr<ContextParallel> use_context() const;
+  Tensor whole_positions(const Tensor& part) const;
 
   // Of a stage, or of a whole model: divides layers over the ranks for tensors; then shards what this rank keeps, and
   // says what it trains. Patterns that match nothing in the module are left out; those that match are added to `used`.
@@ -44,10 +59,15 @@ class MeshParallelism final : public strategy::ModelParallelism {
 
  private:
   bool has_shards() const { return mesh_.contains(options_.shard_axis); }
+  std::vector<std::string> axes_with_other_examples() const;
+  std::vector<std::string> axes_with_other_tokens() const;
 
   const DeviceMesh mesh_;
   const ModelParallelOptions options_;
-  const Communicator alone_, batch_, shard_, data_, tensor_, pipeline_;
+  const Communicator alone_, batch_, shard_, expert_, context_, tensor_, pipeline_;
+  // Products of axes: those with other examples; with other tokens; with the same shard; and those over which gradients
+  // are summed behind backward, by split modules themselves.
+  const Communicator data_, tokens_, copies_, summed_;
   const int row_size_;
   int last_stage_ = 0;  // the rank of the pipeline that has it
 };

@@ -17,14 +17,15 @@ using strategy::StrategySettings;
 
 void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
   const auto fail = [](const auto&... what) { throw InvalidArgument(text("ModelParallelStrategy: ", what...)); };
-  const std::vector<std::string> used{options.batch_axis, options.shard_axis, options.pipeline_axis,
-                                      options.tensor_axis};
+  const std::vector<std::string> used{options.batch_axis,  options.shard_axis,  options.pipeline_axis,
+                                      options.tensor_axis, options.context_axis, options.expert_axis};
   if (std::set<std::string>(used.begin(), used.end()).size() < used.size())
-    fail("two of batch_axis, shard_axis, pipeline_axis and tensor_axis are one: ", join(used));
+    fail("two of batch_axis, shard_axis, pipeline_axis, tensor_axis, context_axis and expert_axis are one: ", join(used));
   for (const auto& axis : mesh.axes()) {
     if (axis.size == 1 || std::find(used.begin(), used.end(), axis.name) != used.end()) continue;
     fail("the mesh has an axis \"", axis.name,
-         "\", which is none of batch_axis, shard_axis, pipeline_axis and tensor_axis: ", join(used));
+         "\", which is none of batch_axis, shard_axis, pipeline_axis, tensor_axis, context_axis and expert_axis: ",
+         join(used));
   }
   if (mesh.contains(options.shard_axis)) {
     if (options.shard_optimizer_state)
@@ -33,6 +34,9 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
     if (options.bucket_cap_mb || options.gradient_dtype)
       fail("bucket_cap_mb and gradient_dtype are for a mesh without the axis \"", options.shard_axis, "\"");
     if (!options.tied.empty()) fail("tied parameters are for a mesh without the axis \"", options.shard_axis, "\"");
+    if (mesh.contains(options.expert_axis) && mesh.size(options.expert_axis) > 1)
+      fail("experts are for a mesh without the axis \"", options.shard_axis, "\"");
+    if (!options.context_plan.empty()) fail("context_plan is for a mesh without the axis \"", options.shard_axis, "\"");
     if (options.fully_shard.replicas.size() > 1) fail("fully_shard.replicas are the ranks along batch_axis");
   } else if (!options.fully_shard.units.empty()) {
     fail("there are units of fully_shard, but the mesh has no axis \"", options.shard_axis, "\"");
@@ -47,6 +51,9 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
     fail("there is a plan, but the mesh has no axis \"", options.tensor_axis,
          "\"; one of size 1 lets one program run on all meshes");
   }
+  if (options.context_dim < 1) fail("context_dim is ", options.context_dim, "; it must be 1 or more");
+  if (!options.context_plan.empty() && !mesh.contains(options.context_axis))
+    fail("there is a context_plan, but the mesh has no axis \"", options.context_axis, "\"");
   if (!mesh.contains(options.pipeline_axis)) {
     if (!options.layers_of_stages.empty() || options.stages_per_rank != 1 || !options.tied.empty() || options.recompute)
       fail("there are options of stages, but the mesh has no axis \"", options.pipeline_axis, "\"");

@@ -50,8 +50,7 @@ class ShardParts final : public gradient::ParameterParts {
 
 }  // namespace
 
-gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, const torch::nn::Module& module,
-                                   const Communicator& data_workers) {
+gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, const torch::nn::Module& module) {
   std::map<const at::TensorImpl*, std::string> names;  // the first ones
   for (const auto& each : module.named_parameters()) names.try_emplace(each.value().unsafeGetTensorImpl(), each.key());
   gradient::SplitModule split;
@@ -70,8 +69,6 @@ gradient::SplitModule split_shards(const std::shared_ptr<ShardedUnits>& units, c
     }
   });
   units->sum_gradients(1);  // until before_backward says otherwise
-  split.same_parts = units->replicas();
-  split.summed_over = data_workers;
   split.after_regroup = [units] { units->abandon(); };
   split.before_forward = [units] { units->release(); };
   split.before_backward = [units](double factor) { units->sum_gradients(factor); };

@@ -10,6 +10,7 @@
 #include "lockstep/gradient/tensor_collectives.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
+#include "train/added_losses.h"
 #include "train/callbacks/progress_bar.h"
 #include "train/evaluate.h"
 #include "train/model_impl.h"
@@ -98,12 +99,17 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
   const auto batches = for_each_batch(impl.strategy, data, steps, [&](PerReplica<internal::Part>& batch) {
     const auto results = impl.strategy.run(
         [&](ReplicaContext& replica, const internal::Part& unread) -> train::StepResult {
-          const auto part = unread.read();
+          const auto part = impl.own_positions(unread.read());
+          const auto in_context = impl.mesh() != nullptr ? impl.mesh()->use_context() : nullptr;
+          const train::AddedLosses added(impl.stages != nullptr ? train::AddedLosses::Use::refused
+                                                                : train::AddedLosses::Use::values_alone);
           const auto outputs = impl.outputs_of_any(replica, part);
           if (!outputs.defined() || !impl.counts()) return {};
-          const auto loss = impl.compiled->loss.terms(part.y, outputs, part.weight);
+          const auto& compiled = impl.compiled->loss;
+          const auto loss = added.add_to(compiled.terms(part.y, outputs, part.weight), compiled, replica.num_replicas_in_sync());
           tracker.update(replica.local_replica_id(), part, outputs);
-          return {loss.sum.item<double>(), loss.divisor, part.size()};
+          const bool is_first = impl.mesh() == nullptr || impl.mesh()->context_workers().rank() == 0;
+          return {loss.sum.item<double>(), loss.divisor, is_first ? part.size() : 0};
         },
         batch);
     tracker.add_batch(results);
@@ -121,9 +127,13 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
   for_each_batch(impl.strategy, in_order, steps, [&](PerReplica<internal::Part>& batch) {
     const auto parts = impl.strategy.run(
         [&](ReplicaContext& replica, const internal::Part& unread) {
-          const auto part = unread.read();
+          const auto part = impl.own_positions(unread.read());
+          const auto* const mesh = impl.mesh();
+          const auto in_context = mesh != nullptr ? mesh->use_context() : nullptr;
           const auto rows = impl.outputs_of_any(replica, part);
-          return impl.counts() ? rows : Tensor();
+          if (mesh == nullptr || part.size() == 0) return rows;
+          const auto whole = mesh->whole_positions(rows);
+          return impl.counts() && mesh->context_workers().rank() == 0 ? whole : Tensor();
         },
         batch);
     std::vector<Tensor> here;

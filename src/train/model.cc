@@ -31,17 +31,24 @@ void ModelImpl::build(const Example& sample) {
 
 std::shared_ptr<ReplicatedParameters> ModelImpl::make_parameters(const Example& sample) {
   const auto& all = unwrap(strategy);
-  const auto* const mesh = dynamic_cast<const parallel::MeshParallelism*>(all.parallelism());
-  if (mesh == nullptr || !mesh->has_stages() || !make_layers)
+  if (mesh() == nullptr || !mesh()->has_stages() || !make_layers)
     return internal::replicate_modules(unwrap(strategy), [&] { return make(sample); });
   policy.require_float("a model that is cut into stages");
   ops::ReplicaRandom random;
   random.seed(std::stoull(workers().broadcast(std::to_string(next_random_seed()))));
   const ops::ReplicaRandom::Use use(random);
   stages = std::make_unique<parallel::PipelineModel>(
-      *mesh, [&] { return make_layers(sample); }, sample.x);
+      *mesh(), [&] { return make_layers(sample); }, sample.x);
   return std::make_shared<ReplicatedParameters>(stages->module(), stages->split(), all.placement(),
-                                                mesh->gradient_workers(), workers());
+                                                mesh()->gradient_workers(), workers());
+}
+
+const parallel::MeshParallelism* ModelImpl::mesh() const {
+  return dynamic_cast<const parallel::MeshParallelism*>(unwrap(strategy).parallelism());
+}
+
+Example ModelImpl::own_positions(const Example& part) const {
+  return mesh() != nullptr && part.x.defined() ? mesh()->own_positions(part) : part;
 }
 
 void ModelImpl::build_for(const Dataset& data, const char* caller) {

@@ -76,6 +76,12 @@ class ModelImpl {
   // The same, or undefined for a part without examples: there the replica computes only if all must.
   Tensor outputs_of_any(ReplicaContext& replica, const Example& part) const;
 
+  // The mesh over which the strategy splits models; null: none.
+  const parallel::MeshParallelism* mesh() const;
+
+  // This worker's positions of the sequences of examples that others have too.
+  Example own_positions(const Example& part) const;
+
   // Whether this process's losses, metrics and outputs count (StrategyImpl::counts).
   bool counts() const { return unwrap(strategy).counts(); }
 

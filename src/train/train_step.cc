@@ -7,6 +7,7 @@
 #include "base/hash.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "train/added_losses.h"
 #include "train/model_impl.h"
 #include "train/shapes.h"
 
@@ -90,7 +91,7 @@ Tensor ModelImpl::outputs_of_any(ReplicaContext& replica, const Example& part) c
 // With the shapes of the examples that this worker has had, where it has none now.
 Example ModelImpl::example_of_none(const Example& empty) const {
   if (empty.x.defined()) example = train::example_like(empty);
-  if (example.x.defined()) return example;
+  if (example.x.defined()) return mesh() != nullptr && mesh()->has_experts() ? rows_of(example, 0, 0) : example;
   throw InvalidArgument(
       "a worker has had no example yet, and cannot take part in computing those of others: give each some of the first "
       "batch");
@@ -104,7 +105,10 @@ internal::LocalReplicas ModelImpl::replicas() const {
 
 int ModelImpl::number_of(const ReplicaContext& replica) const {
   const auto all = replicas();
-  return (all.workers.rank() + part_of_step) * all.count() + replica.local_replica_id();
+  const int number = (all.workers.rank() + part_of_step) * all.count() + replica.local_replica_id();
+  if (mesh() == nullptr) return number;
+  const auto& context = mesh()->context_workers();  // which have other tokens
+  return number * context.size() + context.rank();
 }
 
 train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal::Part& unread, train::Tracker& into) {
@@ -130,7 +134,8 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
     if (recorded.serves(there, unread.device, compute)) return play_step(replica, there, into);
     gradients->drop_gradients(id);  // left by a recording that failed
   }
-  const auto part = unread.moved(there);
+  const auto part = own_positions(unread.moved(there));
+  const auto in_context = mesh() != nullptr ? mesh()->use_context() : nullptr;
   lap.add_to(spent.input);
   if (!idle && unwrap(strategy).computes_without_examples() && !example.x.defined())
     example = train::example_like(part);
@@ -145,22 +150,28 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
   gradients->apply(replica.local_group(), computed.weight, replica.deadline());
   // At the end, because reading the loss waits for a GPU, which has the update to compute by now.
   train::StepResult result;
-  if (counted) result = {computed.loss_sum.item<double>(), computed.divisor, part.size()};
+  const bool is_first = mesh() == nullptr || mesh()->context_workers().rank() == 0;  // of those with the same examples
+  if (counted) result = {computed.loss_sum.item<double>(), computed.divisor, is_first ? part.size() : 0};
   lap.add_to(spent.reduce_and_update);
   return result;
 }
 
 train::ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const Example& part, StepTimes& spent) {
   Lap lap;
+  const train::AddedLosses added(train::AddedLosses::Use::with_gradients);
   const auto outputs = outputs_of(replica, part);
-  const auto loss = compiled->loss.terms(part.y, outputs, part.weight);
+  const auto loss = added.add_to(compiled->loss.terms(part.y, outputs, part.weight), compiled->loss,
+                                 replica.num_replicas_in_sync());
   lap.add_to(spent.forward);
   require_gradient(loss.sum);
   // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.
   const double weight = weight_of(compiled->loss, loss.divisor, number_of(replica));
-  const bool divided = replica.num_replicas_in_sync() == 1 && gradients->ranks().size() == 1 && weight > 0;
+  const auto& split = parameters->split();
+  const bool is_summed = split && split->summed_over && split->summed_over->size() > 1;
+  const bool divided =
+      replica.num_replicas_in_sync() == 1 && gradients->ranks().size() == 1 && !is_summed && weight > 0;
   gradients->expect_one_backward(replica.local_replica_id());
-  if (const auto& split = parameters->split(); split && split->before_backward) split->before_backward(1);
+  if (split && split->before_backward) split->before_backward(1);
   backward_from(loss.sum, gradients->updater().loss_scale().value() / (divided ? weight : 1), part);
   lap.add_to(spent.backward);
   return {outputs.detach(), loss.sum.detach(), loss.divisor, divided ? 1 : weight};
@@ -174,6 +185,7 @@ train::ComputedStep ModelImpl::compute_in_stages(ReplicaContext& replica, const 
   if (split.before_forward) split.before_forward();
   if (split.before_backward) split.before_backward(1);
   const double scale = gradients->updater().loss_scale().value();
+  const train::AddedLosses none(train::AddedLosses::Use::refused);
   std::array<double, 2> sums{};  // of losses and of what divides them
   const auto loss_of = [&](const Tensor& output, std::int64_t first, std::int64_t count) {
     const auto some = rows_of(part, first, count);

@@ -60,6 +60,18 @@ struct ModelParallelOptions {
   std::vector<std::vector<std::string>> tied = {};
   bool recompute = false;
 
+  // An axis along which ranks have the same examples, and each a part of every sequence: as ContextParallel. Dimension
+  // `context_dim` of x and y (and of sample weights that have it), counted with the examples as 0, are positions, which
+  // must divide evenly; predict returns all of them. Losses and metrics are those of all positions, so they must be sums
+  // or means over them. `context_plan`: parameters that belong to positions, such as {{"*.place.weight", Shard{0}}}.
+  std::string context_axis = "context";
+  int context_dim = 1;
+  ParallelPlan context_plan = {};
+
+  // An axis along which ranks train on other examples, and have other experts of the MoE layers, which are made with
+  // mesh[expert_axis]. Not together with shard_axis, nor is context_plan.
+  std::string expert_axis = "expert";
+
   // Along batch_axis, where there is no shard_axis: as MultiWorkerMirroredOptions and CommunicationOptions.
   bool shard_optimizer_state = false;
   std::optional<double> bucket_cap_mb = {};
@@ -86,8 +98,8 @@ struct ModelParallelOptions {
 // Checkpoints are whole: saved on one mesh, they can be loaded on any other, and by any other strategy. The chief has
 // all tensors in memory while it saves, and every rank while it loads.
 //
-// With shard_axis or pipeline_axis a rank that has no examples in a step computes with zeros, so each rank needs some
-// of the first batch; in loops of your own call the module on all ranks.
+// With shard_axis or pipeline_axis a rank that has no examples in a step computes with zeros, and with expert_axis with
+// none, so each rank needs some of the first batch; in loops of your own call the module on all ranks.
 //
 // Every hundredth step it is checked that what several ranks have is equal (compare_copies_every). Where it is not,
 // InvalidArgument names a parameter: a layer's style is missing in the plan, or a processor is broken.

@@ -1,0 +1,44 @@
+#include "parallel/sum_gradients.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+#include "lockstep/gradient/tensor_collectives.h"
+#include "parallel/divided_parameter.h"
+#include "parallel/gradient_norm.h"
+
+namespace lockstep::parallel {
+
+bool is_divided_among(const Tensor& parameter, const Communicator& ranks) {
+  const auto partial = partial_of(parameter);
+  return partial != nullptr && partial->ranks().group().shared_backend() == ranks.group().shared_backend();
+}
+
+void sum_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks) {
+  if (ranks.size() == 1) return;
+  const at::NoGradGuard no_gradient;
+  std::vector<Tensor> shared;
+  std::vector<double> there;
+  for (const auto& parameter : unique(parameters)) {
+    if (!parameter.requires_grad() || is_divided_among(parameter, ranks)) continue;
+    shared.push_back(parameter);
+    there.push_back(parameter.grad().defined() ? 1 : 0);
+  }
+  ranks.sum(there);
+  std::vector<std::pair<Tensor, Tensor>> sent;  // gradients, and where they lie in host memory
+  std::vector<Call> calls;
+  for (std::size_t i = 0; i < shared.size(); ++i) {
+    if (there[i] == 0) continue;
+    auto& gradient = shared[i].mutable_grad();
+    gradient = gradient.defined() ? gradient.contiguous() : at::zeros_like(shared[i], at::MemoryFormat::Contiguous);
+    sent.emplace_back(gradient, gradient.cpu());
+    calls.push_back(Call::all_reduce(buffer_of(sent.back().second), ReduceOp::sum));
+  }
+  ranks.group().run(calls, ranks.deadline());
+  for (const auto& [gradient, host] : sent) {
+    if (!gradient.is_cpu()) gradient.copy_(host);
+  }
+}
+
+}  // namespace lockstep::parallel
