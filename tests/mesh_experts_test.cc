@@ -153,9 +153,13 @@ TEST(MeshExperts, AddedLossesThatHaveNoGradientAreRefused) {
   expect_says(message_of<InvalidArgument>([] { add_loss(at::zeros({2})); }), "add_loss: the loss has shape [2]");
   add_loss(at::zeros({}));  // outside of fit it does nothing
   on_mesh({{"pipeline", 2}}, {}, [](const ModelParallelStrategy&) {
-    Model model({[] { return Net(kTwoOfEight, Communicator(), 0.1); }, [] { return torch::nn::Linear(kWidth, 1); }});
+    Model model({[] { return Net(kTwoOfEight, Communicator(), 0.1); }, [] {
+                   torch::nn::Linear last(kWidth, 1);
+                   last->to(at::kDouble);
+                   return last;
+                 }});
     model.compile({.optimizer = "sgd", .loss = "mse"});
-    const auto x = at::ones({4, 5, kWidth});
+    const auto x = at::ones({4, 5, kWidth}, at::kDouble);
     expect_says(message_of<Error>([&] {
                   model.fit(Dataset::from_tensor_slices(x, x.slice(2, 0, 1)).batch(4),
                             {.verbose = 0, .handle_signals = false});

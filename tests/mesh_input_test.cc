@@ -36,7 +36,7 @@ TEST(ModelParallelInput, OneClearLine) {
   const ParallelPlan plan{{"1.qkv", ColwiseParallel()}};
   expect_says(refusal({{"data", 2}}, {.plan = plan}), "there is a plan, but the mesh has no axis \"tensor\"");
   expect_says(refusal({{"tensor", 2}}, {}), "axis \"tensor\" has size 2, but there is no plan for it");
-  expect_says(refusal({{"context", 2}}, {}), "the mesh has an axis \"context\", which is none of");
+  expect_says(refusal({{"sequence", 2}}, {}), "the mesh has an axis \"sequence\", which is none of");
   expect_says(refusal({{"tensor", 2}}, {.plan = plan, .layout_map = {{"1.qkv.weight", {"tensor", ""}}}}),
               "give one of them");
   expect_says(refusal({{"tensor", 2}}, {.plan = {{"1.qvk", ColwiseParallel()}}}), "did you mean 1.qkv");
@@ -68,6 +68,18 @@ TEST(ModelParallelInput, OfStages) {
   expect_says(refusal({{"data", 2}}, {.layers_of_stages = {4}}, true), "the mesh has no axis \"pipeline\"");
   expect_says(refusal({{"shard", 2}, {"pipeline", 2}}, {.tied = {{"0.token.weight", "3.head.weight"}}}, true),
               "tied parameters are for a mesh without");
+}
+
+TEST(ModelParallelInput, OfContextsAndExperts) {
+  initial_values();
+  expect_says(refusal({{"context", 5}}, {}), "must be the same positions, a multiple of the 5 ranks along \"context\"");
+  expect_says(refusal({{"context", 2}}, {.context_dim = 2}), "x has shape [7, 12], and x [7, 12]; dimension 2");
+  expect_says(refusal({{"context", 2}}, {.context_dim = 0}), "context_dim is 0; it must be 1 or more");
+  expect_says(refusal({{"context", 2}}, {.context_plan = {{"0.plaice", Shard{0}}}}), "did you mean \"0.place\"?");
+  expect_says(refusal({{"data", 2}}, {.context_plan = {{"0.place.weight", Shard{0}}}}), "no axis \"context\"");
+  expect_says(refusal({{"shard", 2}, {"context", 2}}, {.context_plan = {{"0.place.weight", Shard{0}}}}),
+              "context_plan is for a mesh without the axis \"shard\"");
+  expect_says(refusal({{"shard", 2}, {"expert", 2}}, {}), "experts are for a mesh without the axis \"shard\"");
 }
 
 TEST(ModelParallelInput, OfLayoutMaps) {

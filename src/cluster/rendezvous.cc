@@ -17,6 +17,11 @@
 #include "transport/socket.h"
 
 namespace lockstep::cluster {
+
+std::string key_of_refusal(const std::string& rank, const std::string& restart) {
+  return text("refusal of rank ", rank, ", restart ", restart);
+}
+
 namespace {
 
 // Where nobody names a port, all ranks try the same ones, in the same order, below those that the system gives out.

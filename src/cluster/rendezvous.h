@@ -17,7 +17,9 @@ inline constexpr const char* kStoreOfHost = "store of host ";
 // The entry of each of its stores, the launcher's also: the number of the generation, and for each of its members its
 // name, the address of its host's store and its host, one a line.
 inline constexpr const char* kMembersNow = "members now";
-inline constexpr const char* kNewcomerRefused = "a newcomer was refused";  // since it does not fit; others would not
+// Of a process that came to a job and was refused, since it does not fit: `rank` and `restart` are LOCKSTEP_RANK and
+// LOCKSTEP_RESTART of its environment, by which its launcher knows it.
+std::string key_of_refusal(const std::string& rank, const std::string& restart);
 
 // The entry that an elastic training leaves: the names of its members at its end, one a line.
 inline constexpr const char* kMembersAtEnd = "members at the end";

@@ -80,8 +80,7 @@ std::string Communicator::broadcast(const std::string& bytes, int root) const {
   if (size() == 1) return bytes;
   std::int64_t length = static_cast<std::int64_t>(bytes.size());
   group().broadcast(buffer_of(std::span(&length, 1)), root, deadline());
-  auto result = bytes;
-  result.resize(static_cast<std::size_t>(length));
+  std::string result = rank() == root ? bytes : std::string(static_cast<std::size_t>(length), '\0');
   group().broadcast(bytes_of(result), root, deadline());
   return result;
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <mutex>
 #include <random>
 #include <sstream>
@@ -198,7 +199,12 @@ Members Candidate::take(const std::string& invitation) const {
   try {
     return place_in(invitation, self_);
   } catch (const ClusterError&) {
-    stores_->here().without_prefix().set(cluster::kNewcomerRefused, "yes", here_deadline());
+    const auto variable = [](const char* name) {
+      const char* const value = std::getenv(name);
+      return std::string(value == nullptr ? "" : value);
+    };
+    stores_->here().without_prefix().set(
+        cluster::key_of_refusal(variable("LOCKSTEP_RANK"), variable("LOCKSTEP_RESTART")), "yes", here_deadline());
     throw;
   }
 }

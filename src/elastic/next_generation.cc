@@ -86,8 +86,10 @@ std::vector<int> remaining_ranks(const World& world, int row_size, const std::ve
   auto ranks = whole_rows(on, row_size);
   const bool is_on = std::find(on.begin(), on.end(), world.rank) != on.end();
   if (!is_on || std::find(ranks.begin(), ranks.end(), world.rank) != ranks.end()) return ranks;
-  if (ranks.empty())
-    throw ClusterError(text("regroup: of every copy of the model some rank is lost, each of which has ", row_size));
+  if (ranks.empty()) {
+    throw ClusterError(text("regroup: no whole copy of the model, of ", row_size,
+                            " ranks, is left; start the job again from its last backup"));
+  }
   throw ClusterError(text("regroup: rank ", world.rank, " leaves, since of the ", row_size,
                           " ranks with its copy of the model others are lost; the other copies go on"));
 }
@@ -146,6 +148,7 @@ Members next_generation(const Members& now, Registry& registry, const Change& ch
     return std::any_of(now.processes.begin(), now.processes.end(),
                        [&](const Process& process) { return process.name == one.name; });
   });
+  newcomers = whole_rows(newcomers, change.row_size);
   const auto first_newcomer = next.processes.size();
   for (const auto& newcomer : newcomers) {
     next.processes.push_back(newcomer);

@@ -175,7 +175,20 @@ void Sections::share_update(const std::vector<Report>& reports, std::int64_t sec
   if (lacks(reports[static_cast<std::size_t>(member_.rank())])) member_.take_update(printed);
 }
 
-// Newcomers get all from a member that had completed most: it is past everything that it does behind that section.
+// On all alike: throws where there is none.
+template <class IsNewcomer>
+int Sections::first_row_without(const std::vector<Report>& reports, const IsNewcomer& is_newcomer) const {
+  const auto row_size = static_cast<std::size_t>(member_.row_size());
+  for (std::size_t first = 0; first < reports.size(); first += row_size) {
+    const auto begin = reports.begin() + static_cast<std::ptrdiff_t>(first);
+    if (std::none_of(begin, begin + static_cast<std::ptrdiff_t>(row_size), is_newcomer))
+      return static_cast<int>(first / row_size);
+  }
+  throw ClusterError("no row of the mesh is left whose ranks all have the state of the training");
+}
+
+// Newcomers get all from a member that had completed most: it is past everything that it does behind that section; and
+// what concerns their part of a model from one that has it.
 void Sections::share_all(const std::vector<Report>& reports) {
   const auto is_newcomer = [](const Report& report) { return report.is_newcomer; };
   if (std::none_of(reports.begin(), reports.end(), is_newcomer)) return;
@@ -185,15 +198,18 @@ void Sections::share_all(const std::vector<Report>& reports) {
   const auto with = std::max_element(reports.begin(), reports.end(), [](const auto& a, const auto& b) {
     return std::pair(!a.is_newcomer, a.completed) < std::pair(!b.is_newcomer, b.completed);
   });
-  const int row = static_cast<int>(with - reports.begin()) / member_.row_size();
-  const bool sends = row == member_.rank() / member_.row_size();
+  const int root = static_cast<int>(with - reports.begin());
+  const bool sends = root == member_.rank();
   const auto completed = with->completed;
+  const auto row = first_row_without(reports, is_newcomer);
   const auto mine = [&] { return text(updated ? 1 : 0, " ", completed_.generation, "\n", member_.print_all()); };
-  const auto state = member_.broadcast_part(sends ? mine() : "", row);
+  const auto state = member_.broadcast(sends ? mine() : "", root);
+  const bool sends_part = row == member_.rank() / member_.row_size();
+  const auto part = member_.broadcast_part(sends_part ? member_.print_part() : "", row);
   if (!is_newcomer_) return;
   const auto end = state.find('\n');
   std::istringstream(state.substr(0, end)) >> updated >> completed_.generation;
-  member_.take_all(state.substr(end + 1));
+  member_.take_all(state.substr(end + 1), part);
   completed_.count = completed;
   is_newcomer_ = false;
   has_joined_ = true;

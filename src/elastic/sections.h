@@ -41,9 +41,11 @@ class Member {
   virtual std::string print_update() = 0;
   virtual void take_update(const std::string& printed) = 0;
 
-  // All that a newcomer needs to go on as this member, between sections.
+  // All that a newcomer needs to go on as this member, between sections; and what it needs of one with the same part of
+  // a model.
   virtual std::string print_all() = 0;
-  virtual void take_all(const std::string& printed) = 0;
+  virtual std::string print_part() { return {}; }
+  virtual void take_all(const std::string& printed, const std::string& printed_part) = 0;
 
   // Another member is lost; the error says which, and how. What this throws ends the call.
   virtual void on_loss(const std::exception& error) = 0;
@@ -103,6 +105,8 @@ class Sections {
   void catch_up(int size_before, const std::function<void(const Numbers&)>& finish);
   void share_update(const std::vector<Report>& reports, std::int64_t section);
   void share_all(const std::vector<Report>& reports);
+  template <class IsNewcomer>
+  int first_row_without(const std::vector<Report>& reports, const IsNewcomer& is_newcomer) const;
 
   Member& member_;
   Completed& completed_;

@@ -27,8 +27,8 @@ constexpr double kToRegroup = 10, kToComplete = 8, kToMissAHost = 3;  // seconds
 // What a worker trains: which examples each step has used.
 class Worker final : public Member {
  public:
-  Worker(Job& job, const Members& members)
-      : job_(job), stores_(std::make_shared<SimulatedStores>(job)), members_(members) {
+  Worker(Job& job, const Members& members, int part)
+      : job_(job), part_(part), stores_(std::make_shared<SimulatedStores>(job)), members_(members) {
     job_.name_of[job_.time.self()] = members_.self().name;
   }
 
@@ -44,6 +44,11 @@ class Worker final : public Member {
   std::string broadcast(const std::string& bytes, int root) override {
     return operate(text("broadcast from ", root), bytes).arrived.at(root);
   }
+  int row_size() const override { return job_.row_size; }
+  std::string broadcast_part(const std::string& bytes, int row) override {
+    return operate(text("broadcast of parts from row ", row), bytes).arrived.at(row * row_size() + part_);
+  }
+
   // Of the members' sets of examples.
   std::uint32_t unite(const std::string& kind, std::uint32_t mine) {
     std::uint32_t all = 0;
@@ -58,13 +63,16 @@ class Worker final : public Member {
   void regroup(const Change& change) override {
     stores_->until = job_.time.now() + kToRegroup;
     Registry registry(stores_, members_);
-    members_ = next_generation(members_, registry, change, Deadline::never());
+    auto in_rows = change;
+    in_rows.row_size = job_.row_size;
+    members_ = next_generation(members_, registry, in_rows, Deadline::never());
     if (!change.leaves) make_group();
   }
 
   // The group that it had before is gone then.
   void make_group() {
     operations_ = 0;
+    job_.expect(size() % row_size() == 0 && rank() % row_size() == part_, "a row is not whole");
     operate("group", "", kToRegroup);
     job_.generation_of[job_.time.self()] = generation();
     job_.time.notify();
@@ -84,11 +92,17 @@ class Worker final : public Member {
   std::int64_t updates() const override { return static_cast<std::int64_t>(history.size()) - before_; }
   void set_steps(std::int64_t steps) override { steps_ = steps; }
   std::string print_update() override { return join_lines(history); }
-  void take_update(const std::string& printed) override { history = lines(printed); }
+  void take_update(const std::string& printed) override {
+    // One that has another part of the model cannot give it.
+    job_.expect(row_size() == 1 || prepared_ == steps_, "an update is taken that was not prepared here");
+    history = lines(printed);
+  }
   std::string print_all() override {
     return text(steps_, " ", before_, " ", training, " ", epoch, " ", step, "\n", join_lines(history));
   }
-  void take_all(const std::string& printed) override {
+  std::string print_part() override { return text("part ", part_); }
+  void take_all(const std::string& printed, const std::string& printed_part) override {
+    job_.expect(printed_part == text("part ", part_), "a newcomer gets another part than its own");
     std::istringstream(printed) >> steps_ >> before_ >> training >> epoch >> step;
     history = lines(printed.substr(printed.find('\n') + 1));
   }
@@ -160,6 +174,8 @@ class Worker final : public Member {
       job_.time.pass_some_time();
       all[bucket] = unite(text("bucket ", bucket), mine);
     }
+    prepared_ = steps_;
+    if (row_size() > 1) operate("commit", "");
     for (const auto set : all) job_.expect(set == (std::uint32_t{1} << kExamples) - 1, "a step lacks examples");
     std::string names;
     for (const auto& process : members_.processes) names += " " + process.name;
@@ -249,9 +265,11 @@ class Worker final : public Member {
   }
 
   Job& job_;
+  const int part_;
   const std::shared_ptr<SimulatedStores> stores_;
   Members members_;
   std::int64_t steps_ = 0, before_ = 0;  // of this training; updates of those before it
+  std::int64_t prepared_ = -1;           // the step whose update this worker can make
   int operations_ = 0;                   // of this generation
 };
 
@@ -270,16 +288,19 @@ class Worker final : public Member {
 [[maybe_unused]] std::string simulate(unsigned seed) {
   Job job(seed);
   auto& time = job.time;
-  const int members = 2 + time.random_below(4), newcomers = time.random_below(3);
+  job.row_size = time.chance(0.5) ? 1 : 2;
+  const int members = job.row_size * (2 + time.random_below(4 / job.row_size)),
+            newcomers = job.row_size * time.random_below(4 - job.row_size);
+  const auto row_of = [&](int process) { return process / job.row_size; };
   const int hosts = time.chance(0.4) ? 1 : 2 + time.random_below(4);
   job.entries.resize(static_cast<std::size_t>(hosts));
   std::vector<std::string> stores;  // [rank]
   for (int i = 0; i < members + newcomers; ++i) {
-    job.host_of.push_back(i < members ? i * hosts / members : time.random_below(hosts));
+    job.host_of.push_back(i < members ? row_of(i) * job.row_size * hosts / members : time.random_below(hosts));
     if (i < members) stores.push_back(Job::store_of(job.host_of.back()));
   }
   const double duration = 0.25;
-  const int safe = time.random_below(members);  // this process stays undisturbed
+  const int safe = time.random_below(members);  // the processes of its row stay undisturbed
   const int safe_host = job.host_of[static_cast<std::size_t>(safe)];
   job.broken_links = time.chance(0.2) ? 0.01 : 0;
   const bool is_divided = hosts > 1 && time.chance(0.5);
@@ -302,11 +323,11 @@ class Worker final : public Member {
   // Which hosts have members changes with these, and so which of them decide.
   bool members_change = newcomers > 0;
   for (int rank = 0; rank < members; ++rank) {
-    const double leaves = rank != safe && time.chance(0.1) ? time.random(0, duration) : INFINITY;
+    const double leaves = row_of(rank) != row_of(safe) && time.chance(0.1) ? time.random(0, duration) : INFINITY;
     members_change |= leaves < INFINITY;
     time.start(time.random(0, 0.01), [&, rank, leaves] {
       process([&] {
-        Worker worker(job, first_members({.rank = rank, .size = members}, stores, stores));
+        Worker worker(job, first_members({.rank = rank, .size = members}, stores, stores), rank % job.row_size);
         Sections sections(worker, worker.completed);
         worker.make_group();
         worker.train_all(sections, [&, leaves] { return time.now() > leaves; });
@@ -316,13 +337,15 @@ class Worker final : public Member {
   for (int i = 0; i < newcomers; ++i) {
     time.start(time.random(0, duration), [&, i] {
       process([&] {
-        const auto self = Job::process_at(text("newcomer-", i), job.host());
-        Worker worker(job, {.world = {}, .processes = {self}, .stores = {}});
+        auto self = Job::process_at(text("newcomer-", i), job.host());
+        self.part = i % job.row_size;
+        Worker worker(job, {.world = {}, .processes = {self}, .stores = {}}, self.part);
         job.newcomers.push_back(self);
         Sections sections(worker, worker.completed);
         const double came = time.now();
         if (!worker.is_invited(self))
-          return job.expect(came > job.near_end || job.has_long_waits, "a newcomer was not taken in");
+          return job.expect(came > job.near_end || job.has_long_waits || job.row_size > 1,  // others of its row may lack
+                            "a newcomer was not taken in");
         sections.join([&] { worker.make_group(); });
         worker.train_all(sections, [] { return false; });
       });
@@ -332,7 +355,7 @@ class Worker final : public Member {
   for (int i = 0; i < kills; ++i) {
     const int victim = time.random_below(members + newcomers);
     const double moment = time.random(0.03, duration);  // not before all have come
-    if (victim == safe) continue;
+    if (victim < members && row_of(victim) == row_of(safe)) continue;
     members_change = true;
     if (time.chance(0.7)) {
       time.kill_at(moment, victim);
@@ -344,7 +367,10 @@ class Worker final : public Member {
   }
   if (!time.run(1000)) job.expect(false, "somebody waits for ever");
   const bool may_be_in_the_minority = is_divided && (members_change || !is_majority(job, stores));
-  job.expect(job.trained.contains(safe) || job.broken_links > 0 || may_be_in_the_minority,
+  // One of a row may have ended when another one finds that a third was lost in the last section: then the row ends.
+  const bool has_trained = std::any_of(job.trained.begin(), job.trained.end(),
+                                       [&](int one) { return one < members && row_of(one) == row_of(safe); });
+  job.expect(has_trained || job.broken_links > 0 || may_be_in_the_minority,
              "who was not disturbed has not trained to the end");
   job.expect(job.has_long_waits || job.ended < 3, text("the training took ", job.ended, " s"));
   for (const auto& history : job.histories) {

@@ -12,6 +12,7 @@
 
 #include "base/text.h"
 #include "elastic/next_generation.h"
+#include "elastic/rows.h"
 #include "elastic/simulation_testing.h"
 #include "elastic/stores.h"
 #include "lockstep/base/error.h"
@@ -30,6 +31,7 @@ struct Job {
   };
 
   Simulation time;
+  int row_size = 1;  // processes that have a copy of the model together
   std::vector<std::map<std::string, std::string>> entries;       // [host]
   std::vector<int> host_of;                                      // [process]
   std::set<int> cut_off;                                         // hosts, from the others
@@ -64,7 +66,7 @@ struct Job {
       return entries_of(host()).contains(key_of_invitation(one.name)) ||
              entries_of(std::stoi(one.store.substr(5))).contains(key_of_end(one.name));
     });
-    return all;
+    return whole_rows(all, row_size);
   }
 
   // What a process leaves behind in its host's store when it has ended.

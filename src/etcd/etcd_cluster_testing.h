@@ -85,7 +85,10 @@ class EtcdCluster {
     explicit Folder(std::filesystem::path of) : path(std::move(of)) {}
     Folder(const Folder&) = delete;
     Folder& operator=(const Folder&) = delete;
-    ~Folder() { std::filesystem::remove_all(path); }
+    ~Folder() {
+      std::error_code ignored;
+      std::filesystem::remove_all(path, ignored);
+    }
     const std::filesystem::path path;
   };
   static std::filesystem::path new_folder() {

@@ -78,6 +78,7 @@ std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& paramete
                                                   const Communicator& ranks,
                                                   const gradient::GradientPathOptions& options) {
   parameters.update_trainable();
+  parameters.regroup();
   if (!options.servers && !gradient::embeddings_of(parameters, 0).empty()) {
     throw InvalidArgument(
         "a ShardedEmbedding needs ParameterServerStrategy, whose servers have its rows; with other strategies use "
@@ -201,6 +202,7 @@ void GradientPath::move_loss_scale(bool finite) {
 void GradientPath::regroup() {
   const auto regroups = parameters_->all_workers().regroups();
   if (std::exchange(regroups_, regroups) == regroups) return;
+  for (int replica = 0; replica < parameters_->replicas(); ++replica) hooks_.drop(replica);  // of a step that broke off
   parameters_->regroup();
   sync_->regroup();
   moving_state_->move(*sync_, updater_);

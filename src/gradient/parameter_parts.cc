@@ -82,7 +82,7 @@ void ReplicatedParameters::find_first_holders() {
 }
 
 void ReplicatedParameters::regroup() {
-  if (!split_) return;
+  if (!split_ || std::exchange(regroups_, all_workers_.regroups()) == all_workers_.regroups()) return;
   if (split_->after_regroup) split_->after_regroup();
   first_holder_.clear();
   find_first_holders();

@@ -141,7 +141,8 @@ class ReplicatedParameters {
   void compare_copies(const Communicator& workers) const { workers.check_all_agree("copies", hashes()); }
   std::string hashes() const;  // of all copies: a line a tensor
 
-  // In an elastic job, after the Groups of all workers were replaced. Collective over them, between steps.
+  // In an elastic job: where the Groups of all workers were replaced since, goes on with them. Collective over these,
+  // between steps.
   void regroup();
 
   // Of a model that is split: throws InvalidArgument on all workers, naming a parameter, where those that have it whole
@@ -190,6 +191,7 @@ class ReplicatedParameters {
   Communicator workers_, all_workers_;
   std::optional<gradient::SplitModule> split_;
   std::vector<bool> first_holder_;  // [slot], of a model that is split
+  std::int64_t regroups_ = all_workers_.regroups();  // when the two above were made
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   gradient::Placement placement_;
   std::vector<gradient::ParameterSlot> slots_;

@@ -29,7 +29,8 @@ bool JobProcesses::replace(std::size_t index) {
   const bool can_join = has_begun && !child.is_controlled();
   if (goes_on_elastically && !has_begun && context_.ended) context_.ended(child.rank());
   const bool was_refused = command.environment.contains("LOCKSTEP_JOIN") && !child.was_killed() &&
-                           context_.was_refused && context_.was_refused();
+                           context_.was_refused &&
+                           context_.was_refused(child.rank(), command.environment["LOCKSTEP_RESTART"]);
   int& restarted = restarted_[role];
   const bool may_start =
       role.empty() ? can_join && (running() || is_part_) && !was_refused : command.dispensable || child.was_killed();

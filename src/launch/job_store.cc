@@ -51,7 +51,9 @@ void use_store(JobProcesses::Context& context, const Store& store) {
     }
     return has_begun;
   };
-  context.was_refused = [store] { return !entry(store, cluster::kNewcomerRefused).empty(); };
+  context.was_refused = [store](int rank, const std::string& restart) {
+    return !entry(store, cluster::key_of_refusal(std::to_string(rank), restart)).empty();
+  };
   context.was_left_out = [store](int rank) {
     const auto members = entry(store, cluster::kMembersAtEnd);
     return !members.empty() && ("\n" + members).find(text("\nprocess-", rank, "\n")) == std::string::npos;

@@ -44,7 +44,7 @@ class JobProcesses {
     std::function<bool()> launcher_lives = {};
 
     // Whether a process that came to an elastic job was refused, since it does not fit.
-    std::function<bool()> was_refused = {};
+    std::function<bool(int rank, const std::string& restart)> was_refused = {};
 
     // Whether an elastic training has ended without the process that began as `rank`.
     std::function<bool(int rank)> was_left_out = {};

@@ -7,6 +7,7 @@
 #include "base/text.h"
 #include "collective/group_of_generation.h"
 #include "elastic/newcomers.h"
+#include "elastic/next_generation.h"
 #include "lockstep/cluster/cluster.h"
 #include "parallel/mesh_backend.h"
 #include "parallel/rehearsal_group.h"
@@ -109,12 +110,12 @@ struct DeviceMesh::State {
     take(all);
   }
 
-  // `all`: the Group of all ranks, in the order of the mesh.
-  void take(const Group& all) {
+  // `all`: the Group of all ranks, in the order of the mesh. `elastic`: of an elastic job's later generations.
+  void take(const Group& all, std::optional<parallel::MeshGroups::Elastic> elastic = {}) {
     std::vector<int> numbers(static_cast<std::size_t>(all.size()));
     std::iota(numbers.begin(), numbers.end(), 0);
     const auto groups = std::make_shared<parallel::MeshGroups>(
-        [axes = axes, size = all.size()](int rank) { return coordinates(axes, size, rank); });
+        [axes = axes, size = all.size()](int rank) { return coordinates(axes, size, rank); }, std::move(elastic));
     const auto whole = std::make_shared<parallel::MeshBackend>(all.shared_backend(), groups, std::move(numbers));
     groups->set_whole(whole);
     ranks.regroup(all.with_backend(whole));
@@ -131,20 +132,22 @@ struct DeviceMesh::State {
       : axes(in_one_row(std::move(of))), job(Job::newcomer(cluster, with.group.timeout_seconds)), options(with) {
     int stride = number_of_ranks(axes);
     claim.emplace(*job->stores(), job->world(), stride);
-    const auto alone = [&](int size, int rank) {
-      return Communicator(parallel::Rehearsal(size, rank).ranks().group(), with.timeout_seconds);
-    };
-    ranks = alone(stride, claim->part());
+    ranks = Communicator(job->group(with.group), with.timeout_seconds);  // this rank alone
     for (const auto& axis : axes) {
       stride /= axis.size;
-      along.push_back(alone(axis.size, claim->part() / stride % axis.size));
+      const parallel::Rehearsal rehearsal(axis.size, claim->part() / stride % axis.size);
+      along.push_back(axis.size > 1 ? ranks.with_group(rehearsal.ranks().group()) : Communicator(job->group(with.group), with.timeout_seconds));
     }
   }
+
+  // Which part of a row's copy of a model this rank has.
+  int part() const { return claim ? claim->part() : ranks.rank() % number_of_ranks(in_one_row(axes)); }
 
   std::vector<Axis> axes;
   std::optional<Job> job;
   DeviceMeshOptions options;
   std::optional<elastic::ClaimedPart> claim;  // of a newcomer
+  bool has_elastic_strategy = false;
   Communicator ranks;
   std::vector<Communicator> along;  // [axis]
 };
@@ -182,16 +185,30 @@ void DeviceMesh::regroup(const Job& job, double timeout_seconds) const {
   options.timeout_seconds = timeout_seconds;
   const auto all = collective::group_of_generation(job, options);
   auto& axes = state_->axes;
-  axes[0].size = all.size() / number_of_ranks(in_one_row(axes));
+  const int row_size = number_of_ranks(in_one_row(axes));
+  if (all.size() % row_size != 0)
+    throw Error(text("DeviceMesh: ", all.size(), " ranks go on, which are no whole rows of ", row_size));
+  axes[0].size = all.size() / row_size;
   state_->job = job;
   state_->claim.reset();
-  state_->take(all);
+  // Half of the time, so that one that waits in vain finds the others waiting for it.
+  const auto first_gone = [members = job.members(), registry = job.registry()] {
+    return elastic::first_gone(members, *registry);
+  };
+  state_->take(all, parallel::MeshGroups::Elastic{first_gone, std::chrono::duration<double>(timeout_seconds / 2)});
 }
 
 const DeviceMeshOptions& DeviceMesh::options() const { return state_->options; }
 const std::optional<Job>& DeviceMesh::job() const { return state_->job; }
 const Communicator& DeviceMesh::ranks() const { return state_->ranks; }
 const std::vector<DeviceMesh::Axis>& DeviceMesh::axes() const { return state_->axes; }
+
+int DeviceMesh::part() const { return state_->part(); }
+
+void DeviceMesh::claim_for_elastic_strategy() const {
+  if (std::exchange(state_->has_elastic_strategy, true))
+    throw InvalidArgument("ModelParallelStrategy: another elastic strategy uses this mesh; make a mesh for each");
+}
 
 std::string DeviceMesh::coordinates_of(int rank) const { return coordinates(axes(), ranks().size(), rank); }
 

@@ -1,5 +1,8 @@
 #include "parallel/mesh_backend.h"
 
+#include <algorithm>
+#include <thread>
+
 #include "base/text.h"
 #include "lockstep/base/error.h"
 
@@ -8,6 +11,11 @@ namespace {
 
 // How the loss of a rank is told to Groups in which it is not: as the reason for which they are aborted.
 constexpr std::string_view kLost = "lost rank of the mesh ";
+
+constexpr std::chrono::milliseconds kBetweenLooks(100);  // for ranks that have gone
+constexpr std::chrono::seconds kToFindOut(2);            // that one has
+
+bool sooner(Deadline a, Deadline b) { return a.time() < b.time(); }
 
 std::string reason_of_loss(int rank, const std::string& how) { return text(kLost, rank, ": ", how); }
 
@@ -51,24 +59,12 @@ MeshBackend::MeshBackend(const std::shared_ptr<GroupBackend>& inner, std::shared
   groups_->add(inner);
 }
 
-std::shared_ptr<GroupBackend> MeshBackend::make(cluster::Bootstrap& members, Deadline deadline) const {
-  const auto mine = mesh_ranks_.at(static_cast<std::size_t>(rank()));
-  std::vector<int> ranks;
-  for (const auto& each : members.all_gather(std::to_string(mine), deadline)) ranks.push_back(std::stoi(each));
-  return std::make_shared<MeshBackend>(collective::Wrapper::make(members, deadline), groups_, std::move(ranks));
-}
-
-void MeshBackend::raise_lost(int mesh_rank, const std::string& how) {
-  groups_->fail_all(reason_of_loss(mesh_rank, how));
-  throw PeerLost(mesh_rank, generation(), text("(", groups_->coordinates_of(mesh_rank), ") ", how));
-}
-
 template <class Act>
-const char* MeshBackend::translated(const Act& act) {
+auto MeshBackend::translated(const std::vector<int>& mesh_ranks, const Act& act) const {
   try {
     return act();
   } catch (const PeerLost& lost) {
-    raise_lost(mesh_ranks_.at(static_cast<std::size_t>(lost.rank())), lost.how());
+    raise_lost(mesh_ranks.at(static_cast<std::size_t>(lost.rank())), lost.how());
   } catch (const Aborted& aborted) {
     if (const auto loss = loss_in(aborted.what())) raise_lost(loss->rank, loss->how);
     groups_->fail_all(aborted.what());
@@ -77,13 +73,42 @@ const char* MeshBackend::translated(const Act& act) {
     std::vector<int> ranks;
     std::vector<std::string> names;
     for (const int rank : late.ranks()) {
-      ranks.push_back(mesh_ranks_.at(static_cast<std::size_t>(rank)));
+      ranks.push_back(mesh_ranks.at(static_cast<std::size_t>(rank)));
       names.push_back(text("rank ", ranks.back(), " is (", groups_->coordinates_of(ranks.back()), ")"));
     }
     const DeadlineExceeded in_mesh(late.operation(), late.waited_for(), ranks, names.empty() ? "" : "; " + join(names));
     groups_->fail_all(in_mesh.what());
     throw in_mesh;
   }
+}
+
+std::shared_ptr<GroupBackend> MeshBackend::make(cluster::Bootstrap& members, Deadline deadline) const {
+  const auto mine = mesh_ranks_.at(static_cast<std::size_t>(rank()));
+  if (groups_->elastic()) deadline = std::min(deadline, Deadline::after(groups_->elastic()->to_make), sooner);
+  std::vector<int> ranks;
+  for (const auto& each : members.all_gather(std::to_string(mine), deadline)) ranks.push_back(std::stoi(each));
+  try {
+    auto made = translated(ranks, [&] { return collective::Wrapper::make(members, deadline); });
+    return std::make_shared<MeshBackend>(std::move(made), groups_, std::move(ranks));
+  } catch (const ClusterError& error) {  // such as a connection to a member that has gone
+    if (!groups_->elastic()) throw;
+    raise_failed_to_make(text("a Group of the mesh could not be made: ", error.what()));
+  }
+}
+
+// So that an elastic job goes on.
+void MeshBackend::raise_failed_to_make(const std::string& why) const {
+  const auto& elastic = groups_->elastic();
+  for (const auto until = Deadline::after(kToFindOut); !until.passed(); std::this_thread::sleep_for(kBetweenLooks)) {
+    if (const auto gone = elastic->first_gone()) raise_lost(*gone, why);
+  }
+  groups_->fail_all(why);
+  throw Aborted(why);
+}
+
+void MeshBackend::raise_lost(int mesh_rank, const std::string& how) const {
+  groups_->fail_all(reason_of_loss(mesh_rank, how));
+  throw PeerLost(mesh_rank, generation(), text("(", groups_->coordinates_of(mesh_rank), ") ", how));
 }
 
 void MeshBackend::fail(const Failure& failure) {
@@ -98,11 +123,11 @@ Communicator mesh_of(const Communicator& axis) {
 }
 
 const char* MeshBackend::run(const Call& call, Deadline deadline) {
-  return translated([&] { return inner().run(call, deadline); });
+  return translated(mesh_ranks_, [&] { return inner().run(call, deadline); });
 }
 
 const char* MeshBackend::exchange(std::span<const Call> calls, Deadline deadline) {
-  return translated([&] { return inner().exchange(calls, deadline); });
+  return translated(mesh_ranks_, [&] { return inner().exchange(calls, deadline); });
 }
 
 }  // namespace lockstep::parallel

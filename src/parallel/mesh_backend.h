@@ -1,8 +1,10 @@
 // Groups of a mesh: what goes wrong in one of them ends the calls in all, and is told in the numbering of the mesh.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,8 +17,15 @@ namespace lockstep::parallel {
 // The Groups of a mesh in which one rank is. Any thread.
 class MeshGroups {
  public:
+  // Of an elastic job: a rank that has gone, and how long making a Group may take.
+  struct Elastic {
+    std::function<std::optional<int>()> first_gone;
+    std::chrono::duration<double> to_make;
+  };
+
   // `coordinates_of` a rank of the mesh, for messages.
-  explicit MeshGroups(std::function<std::string(int)> coordinates_of) : coordinates_of_(std::move(coordinates_of)) {}
+  explicit MeshGroups(std::function<std::string(int)> coordinates_of, std::optional<Elastic> elastic = {})
+      : coordinates_of_(std::move(coordinates_of)), elastic_(std::move(elastic)) {}
 
   void add(const std::shared_ptr<GroupBackend>& backend);
 
@@ -28,9 +37,11 @@ class MeshGroups {
   void fail_all(const std::string& reason);
 
   std::string coordinates_of(int rank) const { return coordinates_of_(rank); }
+  const std::optional<Elastic>& elastic() const { return elastic_; }
 
  private:
   const std::function<std::string(int)> coordinates_of_;
+  const std::optional<Elastic> elastic_;
   std::weak_ptr<GroupBackend> whole_;  // constant once the mesh is made
   Mutex mutex_;
   std::vector<std::weak_ptr<GroupBackend>> backends_ LOCKSTEP_GUARDED_BY(mutex_);
@@ -50,12 +61,15 @@ class MeshBackend final : public collective::Wrapper {
   // Fails the others as well: ranks that wait in them would not learn of it.
   void fail(const Failure& failure) override;
   const std::shared_ptr<MeshGroups>& groups() const { return groups_; }
+
+  // Where a member goes meanwhile, so do these errors.
   std::shared_ptr<GroupBackend> make(cluster::Bootstrap& members, Deadline deadline) const override;
 
  private:
   template <class Act>
-  const char* translated(const Act& act);
-  [[noreturn]] void raise_lost(int mesh_rank, const std::string& how);
+  auto translated(const std::vector<int>& mesh_ranks, const Act& act) const;
+  [[noreturn]] void raise_lost(int mesh_rank, const std::string& how) const;
+  [[noreturn]] void raise_failed_to_make(const std::string& why) const;
 
   const std::shared_ptr<MeshGroups> groups_;
   const std::vector<int> mesh_ranks_;

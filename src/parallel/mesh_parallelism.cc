@@ -43,6 +43,12 @@ void regroup(const Communicator& product, const DeviceMesh& mesh, const std::vec
   if (axes.size() > 1) product.regroup(group_along(mesh, axes));
 }
 
+int product_without(const DeviceMesh& mesh, const std::string& axis) {
+  int product = 1;
+  for (const auto& each : mesh.axes()) product *= each.name == axis ? 1 : each.size;
+  return product;
+}
+
 // All names of a module's submodules and parameters.
 std::vector<std::string> names_in(const torch::nn::Module& module) {
   auto names = module.named_modules("", /*include_self=*/false).keys();
@@ -68,7 +74,7 @@ Entries fitting(const Entries& all, const std::vector<std::string>& names, std::
 
 }  // namespace
 
-std::string describe(const torch::nn::Module& module) {
+std::string describe_parameters(const torch::nn::Module& module) {
   std::string lines;
   for (const auto& each : module.named_parameters()) {
     const auto parts = gradient::parts_of(each.value());
@@ -76,6 +82,8 @@ std::string describe(const torch::nn::Module& module) {
     lines += text(each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(),
                   each.value().requires_grad() ? "" : " frozen", "\n");
   }
+  for (const auto& each : module.named_buffers())
+    lines += text("buffer ", each.key(), " ", each.value().scalar_type(), " ", each.value().sizes(), "\n");
   return lines;
 }
 
@@ -92,7 +100,8 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
       tokens_(along(mesh_, axes_with_other_tokens())),
       copies_(along(mesh_, {options_.batch_axis, options_.context_axis})),
       summed_(along(mesh_, {options_.expert_axis, options_.context_axis})),
-      row_size_(mesh_.ranks().size() / batch_.size()) {
+      row_size_(product_without(mesh_, options_.batch_axis)) {
+  if (options_.elastic) mesh_.claim_for_elastic_strategy();
   if (!has_stages()) return;
   const auto stages = pipeline_.size() * options_.stages_per_rank;
   const auto schedule = options_.schedule(pipeline_.size(), stages, options_.microbatches, {{}});
@@ -111,6 +120,23 @@ void MeshParallelism::regroup(const Job& job, double timeout_seconds) const {
   parallel::regroup(tokens_, mesh_, axes_with_other_tokens());
   parallel::regroup(copies_, mesh_, {options_.batch_axis, options_.context_axis});
   parallel::regroup(summed_, mesh_, {options_.expert_axis, options_.context_axis});
+}
+
+std::string MeshParallelism::describe() const {
+  std::string lines;
+  const auto add = [&](const auto&... words) { lines += text(words..., "\n"); };
+  for (const auto& axis : mesh_.axes()) {
+    if (axis.name != options_.batch_axis) add("axis ", axis.name, " ", axis.size);
+  }
+  for (const auto& [pattern, style] : options_.plan) add("plan ", pattern);
+  for (const auto& [pattern, style] : options_.context_plan) add("context_plan ", pattern);
+  for (const auto& [pattern, axes] : options_.layout_map) add("layout_map ", pattern, " ", join(axes));
+  add("units ", join(options_.fully_shard.units));
+  add("layers_of_stages ", join(options_.layers_of_stages));
+  add("stages_per_rank ", options_.stages_per_rank, "\nmicrobatches ", options_.microbatches);
+  for (const auto& names : options_.tied) add("tied ", join(names));
+  add("context_dim ", options_.context_dim);
+  return lines;
 }
 
 std::vector<std::string> MeshParallelism::axes_with_other_examples() const {
@@ -160,7 +186,7 @@ gradient::SplitModule MeshParallelism::split(torch::nn::Module& module) const {
                                options_.pipeline_axis, "\"; make the Model of a list of layers, or a Sequential"));
   }
   const auto all = names_in(module);
-  auto description = describe(module);
+  auto description = describe_parameters(module);
   std::set<std::string> used;
   divide(module, used);
   auto split = shard(module, used);

@@ -13,8 +13,8 @@
 
 namespace lockstep::parallel {
 
-// The parameters of a module that is not divided yet, a line each.
-std::string describe(const torch::nn::Module& module);
+// The parameters and buffers of a module that is not divided yet, a line each.
+std::string describe_parameters(const torch::nn::Module& module);
 
 class MeshParallelism final : public strategy::ModelParallelism {
  public:
@@ -26,6 +26,8 @@ class MeshParallelism final : public strategy::ModelParallelism {
   const Communicator& gradient_workers() const override { return has_shards() ? alone_ : batch_; }
   const Communicator& same_part_workers() const override { return batch_; }
   int row_size() const override { return row_size_; }
+  int part() const override { return mesh_.part(); }
+  std::string describe() const override;
   void regroup(const Job& job, double timeout_seconds) const override;
   bool computes_without_examples() const override { return has_shards() || has_stages() || has_experts(); }
   bool counts() const override { return tensor_.rank() == 0 && pipeline_.rank() == last_stage_; }

@@ -66,11 +66,14 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
     strategy::check("ModelParallelStrategy", *options.elastic);
     if (options.elastic->worker_batch)
       fail("elastic.worker_batch is for MultiWorkerMirroredStrategy; batches are global here");
+    if (!mesh.options().elastic) fail("elastic is for a mesh that was made with {.elastic = true}");
+    if (options.elastic->lost_host_seconds != ElasticOptions().lost_host_seconds)
+      fail("elastic.lost_host_seconds is an option of the mesh here: {.group = {.lost_host_seconds = ",
+           options.elastic->lost_host_seconds, "}, .elastic = true}");
     if (mesh.axes()[0].name != options.batch_axis) {
       fail("elastic: the mesh's first axis is \"", mesh.axes()[0].name, "\"; it must be batch_axis, \"",
            options.batch_axis, "\", along which ranks may be lost");
     }
-    if (!mesh.options().elastic) fail("elastic is for a mesh that was made with {.elastic = true}");
     if (mesh.contains(options.pipeline_axis) && mesh.size(options.pipeline_axis) > 1 && options.layers_of_stages.empty())
       fail("elastic: give layers_of_stages, so that processes that come later have the same stages");
   } else if (mesh.job() && mesh.job()->is_newcomer()) {
@@ -109,12 +112,14 @@ StrategySettings settings_of(const DeviceMesh& mesh, const ModelParallelOptions&
       .threads_per_replica = options.threads_per_replica,
       .partition = partition,
       .timeout_seconds = mesh.ranks().timeout_seconds()};
-  settings.workers.emplace(
-      strategy::WorkerSettings{.job = mesh.job(),
-                               .buckets = {.bucket_bytes = bytes, .gradient_dtype = options.gradient_dtype},
-                               .shard_optimizer_state = options.shard_optimizer_state,
-                               .elastic = is_alone(mesh) ? std::nullopt : options.elastic,
-                               .compare_copies_every = options.compare_copies_every});
+  auto& workers = settings.workers.emplace();
+  workers.job = mesh.job();
+  workers.group = mesh.options().group;
+  workers.buckets.bucket_bytes = bytes;
+  workers.buckets.gradient_dtype = options.gradient_dtype;
+  workers.shard_optimizer_state = options.shard_optimizer_state;
+  if (!is_alone(mesh)) workers.elastic = options.elastic;
+  workers.compare_copies_every = options.compare_copies_every;
   settings.parallelism = std::make_shared<parallel::MeshParallelism>(mesh, options);
   return settings;
 }

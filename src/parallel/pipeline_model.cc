@@ -9,6 +9,7 @@
 #include "base/text.h"
 #include "lockstep/parallel/cut_stages.h"
 #include "ops/replica_random.h"
+#include "parallel/name_pattern.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -74,6 +75,7 @@ StageParameter place_of(const std::string& name, const std::vector<int>& layers_
 struct MakingStages {
   Layers layers;
   std::set<std::string> names, used;  // of modules and parameters; of patterns
+  std::vector<std::string> modules;   // their names alone
   std::string description;
 };
 
@@ -95,9 +97,10 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
     stages.push_back(stage.with([making, &parallelism](torch::nn::Module& module) {
       torch::nn::Module named;
       add_layers(module, making->layers.numbered, named);
-      for (const auto& each : named.named_modules("", /*include_self=*/false)) making->names.insert(each.key());
+      for (const auto& each : named.named_modules("", /*include_self=*/false)) making->modules.push_back(each.key());
+      making->names.insert(making->modules.begin(), making->modules.end());
       for (const auto& each : named.named_parameters()) making->names.insert(each.key());
-      making->description += describe(named);
+      making->description += describe_parameters(named);
       parallelism.divide(named, making->used);
     }));
   }
@@ -116,7 +119,7 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
     all->regroup();
   };
   for (const auto& pattern : options.fully_shard.units) {
-    if (parallelism.pipeline_workers().any(making->used.contains(pattern))) making->used.insert(pattern);
+    if (matches_any(pattern, making->modules)) making->used.insert(pattern);  // here, or in another rank's stages
   }
   parallelism.check_used(making->used, making->names);
 }

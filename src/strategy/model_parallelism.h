@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "gradient/split_module.h"
 #include "lockstep/collective/communicator.h"
@@ -27,8 +28,12 @@ class ModelParallelism {
   // Those that have the same parts, one of each copy of a model.
   virtual const Communicator& same_part_workers() const = 0;
 
-  // How many workers have one copy of a model together.
+  // How many workers have one copy of a model together, and which part of it this one has, or is to have.
   virtual int row_size() const = 0;
+  virtual int part() const = 0;
+
+  // What must be the same for a worker that comes to an elastic job, in lines.
+  virtual std::string describe() const = 0;
 
   // After workers were lost, of an elastic strategy: replaces the Groups of all these. Collective over those of `job`,
   // the next generation; throws what collective::group_of_generation throws.

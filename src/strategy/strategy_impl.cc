@@ -80,7 +80,8 @@ std::string StrategyImpl::describe() const {
               compare_copies_every, "\nreplace_differing_copies ", replace_differing ? "true" : "false",
               "\nelastic.min_workers ", elastic ? std::to_string(elastic->min_workers) : "none",
               "\nelastic.worker_batch.learning_rate_workers ",
-              settings_.worker_batch ? std::to_string(settings_.worker_batch->learning_rate_workers) : "none");
+              settings_.worker_batch ? std::to_string(settings_.worker_batch->learning_rate_workers) : "none",
+              parallelism() != nullptr ? "\n" + parallelism()->describe() : "");
 }
 
 double StrategyImpl::learning_rate_factor() const {
@@ -119,7 +120,7 @@ std::vector<std::string> StrategyImpl::hosts() const {
   const auto& processes = job_->members().processes;
   const auto row = static_cast<std::size_t>(row_size());
   std::vector<std::string> hosts;
-  for (auto rank = static_cast<std::size_t>(workers().rank()) % row; rank < processes.size(); rank += row)
+  for (auto rank = static_cast<std::size_t>(parallelism() ? parallelism()->part() : 0); rank < processes.size(); rank += row)
     hosts.push_back(processes[rank].host);
   return hosts;
 }

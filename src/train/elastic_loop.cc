@@ -161,17 +161,23 @@ class ElasticLoop::Impl final : public train::TrainingWorker {
                 optimizer::describe(gradients.updater().optimizer()), "\n", names);
   }
 
-  std::string print_state() override {
+  std::string print_part() override {
     Archive archive;
     train::save_for_newcomer(module_, optimizer_, archive);
+    return checkpoint::print_archive(archive);
+  }
+
+  std::string print_state() override {
+    Archive archive;
     for (const auto& [name, object] : objects_) object.save(archive, "objects/" + name);
     place.save(archive, kLoop);
     return checkpoint::print_archive(archive);
   }
 
-  void take_state(std::string_view printed) override {
+  void take_state(std::string_view printed, std::string_view printed_part) override {
     const auto archive = train::parse_state(printed);
-    std::vector<std::function<void()>> changes{train::load_of_newcomer(module_, optimizer_, archive)};
+    std::vector<std::function<void()>> changes{
+        train::load_of_newcomer(module_, optimizer_, train::parse_state(printed_part))};
     for (const auto& [name, object] : objects_) changes.push_back(object.load(archive, "objects/" + name));
     place = Place::load(archive, kLoop);
     for (const auto& change : changes) change();

@@ -56,6 +56,11 @@ class EvaluationMode {
 // Calls visit(batch) for each global batch, at most `steps` of them if that is above 0; returns how many.
 template <class Visit>
 std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::int64_t steps, const Visit& visit) {
+  if (unwrap(strategy).is_newcomer() && unwrap(strategy).parallelism() != nullptr) {
+    throw ClusterError(
+        "evaluate, predict: this process comes to a job that runs, and has a part of a model until fit, in which the "
+        "others take it in; call them behind fit, or not where LOCKSTEP_JOIN is set");
+  }
   if (steps < 0) throw InvalidArgument(text("steps is ", steps, "; it must be 0 (all) or more"));
   if (steps == 0 && data.cardinality() == Dataset::kInfinite) {
     throw InvalidArgument("the data set is endless; set steps, or take() a part of it");

@@ -13,18 +13,23 @@ void FitWorker::take_update(const std::string& printed) {
   train::take_update(ReplicatedModule(impl_.parameters), ReplicatedOptimizer(impl_.gradients), printed);
 }
 
-std::string FitWorker::print_state() {
+std::string FitWorker::print_part() {
   Archive archive;
   save_for_newcomer(ReplicatedModule(impl_.parameters), ReplicatedOptimizer(impl_.gradients), archive);
+  return checkpoint::print_archive(archive);
+}
+
+std::string FitWorker::print_state() {
+  Archive archive;
   impl_.save_progress(archive);
   impl_.save_callbacks(archive);
   return checkpoint::print_archive(archive);
 }
 
-void FitWorker::take_state(std::string_view printed) {
+void FitWorker::take_state(std::string_view printed, std::string_view printed_part) {
   const auto archive = parse_state(printed);
-  const auto change_values =
-      load_of_newcomer(ReplicatedModule(impl_.parameters), ReplicatedOptimizer(impl_.gradients), archive);
+  const auto change_values = load_of_newcomer(ReplicatedModule(impl_.parameters), ReplicatedOptimizer(impl_.gradients),
+                                              parse_state(printed_part));
   const auto change_progress = impl_.load_progress(archive), change_callbacks = impl_.load_callbacks(archive);
   change_values();
   change_progress();
@@ -37,6 +42,7 @@ namespace lockstep {
 
 ModelImpl::Numbers ModelImpl::in_section(const std::string& what, const std::function<Numbers()>& act) {
   auto& all = unwrap(strategy);
+  if (gradients == nullptr && parameters != nullptr) parameters->regroup();
   if (!all.is_elastic() || all.completed_sections().is_in_one || gradients == nullptr) return act();
   if (section_of_fit) return section_of_fit(act);
   train::FitWorker worker(*this, what, [] {});

@@ -19,13 +19,14 @@ class FitWorker final : public TrainingWorker {
   void set_steps(std::int64_t steps) override { impl_.steps = steps; }
   std::int64_t updates() const override { return impl_.gradients->decided_steps(); }
   std::string print_update() override;
+  std::string print_part() override;
   void take_update(const std::string& printed) override;
   bool leaves_in_turn() const override { return impl_.gradients->divides_state(); }
   void use_new_group() override { impl_.gradients->regroup(); }
 
  private:
   std::string print_state() override;
-  void take_state(std::string_view printed) override;
+  void take_state(std::string_view printed, std::string_view printed_part) override;
   void on_same_section(bool updated) override { impl_.tracker->take_over(rank(), updated); }
   void on_become_chief() override { become_chief_(); }
 

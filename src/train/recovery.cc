@@ -43,9 +43,9 @@ void TrainingWorker::on_regrouped(int size_before, bool updated) {
 
 std::string TrainingWorker::print_all() { return print_state() + (waits ? "1" : "0"); }
 
-void TrainingWorker::take_all(const std::string& printed) {
+void TrainingWorker::take_all(const std::string& printed, const std::string& printed_part) {
   waits = printed.back() == '1';
-  take_state(std::string_view(printed).substr(0, printed.size() - 1));
+  take_state(std::string_view(printed).substr(0, printed.size() - 1), printed_part);
 }
 
 void Recovery::end() {
@@ -81,8 +81,9 @@ bool Recovery::take_part(const std::string& description, const std::function<voi
   const auto& job = strategy().job();
   const auto deadline =
       Deadline::after(std::chrono::duration<double>(strategy().settings().workers->group.timeout_seconds));
-  const int part = worker_.rank() % worker_.row_size();
-  elastic::Candidate candidate(job.stores(), job.world(), training_, description, part);
+  const auto* const parallelism = strategy().parallelism();
+  elastic::Candidate candidate(job.stores(), job.world(), training_, description,
+                               parallelism != nullptr ? parallelism->part() : 0);
   const auto members = candidate.wait(deadline, poll);
   if (!members) {
     log_warning(text(worker_.what(), " number ", training_ + 1, " of this program has ended before this process came; ",

@@ -33,7 +33,7 @@ class TrainingWorker : public elastic::Member {
   void on_loss(const std::exception& error) final;
   void on_regrouped(int size_before, bool updated) final;
   std::string print_all() final;
-  void take_all(const std::string& printed) final;
+  void take_all(const std::string& printed, const std::string& printed_part) final;
 
   // Takes the place that the other workers have given this one.
   void join(const elastic::Members& members, const std::shared_ptr<void>& presence);
@@ -52,9 +52,9 @@ class TrainingWorker : public elastic::Member {
   bool waits = false;
 
  protected:
-  // All that a newcomer needs, as bytes.
+  // All that a newcomer needs, as bytes; with print_part.
   virtual std::string print_state() = 0;
-  virtual void take_state(std::string_view printed) = 0;
+  virtual void take_state(std::string_view printed, std::string_view printed_part) = 0;
 
   // All have regrouped, and are at the same section, or this one has become the chief.
   virtual void on_same_section(bool /*updated*/) {}

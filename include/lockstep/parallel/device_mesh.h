@@ -26,8 +26,8 @@ struct DeviceMeshOptions {
   GroupOptions group = {};                          // how the processes communicate
 
   // For a ModelParallelStrategy with `elastic`: ranks stay in the order of the launcher, and the first axis is the one
-  // that gets shorter and longer, so that no other may be -1. A process that comes to a job that runs gets a part of a
-  // model, and computes alone until the others take it in.
+  // that gets shorter and longer, so that no other may be -1. In a process that comes to a job that runs `ranks()` is
+  // that process alone until the others take it in, but its coordinates are those of the part that it is to have.
   bool elastic = false;
 };
 
@@ -82,6 +82,12 @@ class DeviceMesh {
   // Goes on with the job's next generation: the first axis gets as long as that needs. Collective over its ranks,
   // between steps. `timeout_seconds`: until they have come.
   void regroup(const Job& job, double timeout_seconds) const;
+
+  // Which of the ranks this one is that have the same coordinate on the first axis.
+  int part() const;
+
+  // Throws InvalidArgument the second time: the mesh goes on with the generations of one strategy's job.
+  void claim_for_elastic_strategy() const;
 
   struct State;
   std::shared_ptr<State> state_;

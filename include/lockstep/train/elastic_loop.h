@@ -19,7 +19,8 @@
 
 namespace lockstep {
 
-// For an elastic MultiWorkerMirroredStrategy (ElasticOptions); with other strategies the loop is an ordinary one.
+// For an elastic MultiWorkerMirroredStrategy or ModelParallelStrategy (ElasticOptions); with other strategies the loop is
+// an ordinary one.
 //
 //   double loss = 0;
 //   std::int64_t epoch = 0;
@@ -50,7 +51,8 @@ class ElasticLoop {
 
   // Walks the batches of the data set's next epoch; always the same data set. `step(batch)` makes a step on the
   // replicas and returns what they found: a PerReplica of double or of std::array<double, N>. `done(sums)` gets the
-  // sums over the replicas of all workers, once for each step, and must not communicate.
+  // sums over the replicas of all workers, on a mesh one of those with the same examples, once for each step, and must
+  // not communicate.
   //
   // Where a worker is lost between an update and these sums, its part of them may be missing, but not of the update.
   //
