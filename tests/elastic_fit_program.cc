@@ -92,7 +92,7 @@ double seconds(Clock::time_point since) { return std::chrono::duration<double>(C
 // WORKER_BATCH: the batches are a worker's, and the rate is for so many workers, by the rule SCALING ("linear", or
 // "sqrt"); with SGD. COMPARE: steps between comparing copies; REPLACE=1: copies that differ are replaced.
 // MESH: "data 2 tensor 2": a ModelParallelStrategy on these axes, and what is said above of a forward pass is of a
-// step's begin. WEIGHTS: a file for its weights.
+// step's begin. WEIGHTS: a file for its weights. LOAD: a file of weights from which it begins.
 int main() {
   try {
     sleep(static_cast<unsigned>(number("START_S", 0)));
@@ -162,6 +162,7 @@ int main() {
         {lockstep::Dense(4, {.kernel_initializer = "ones"}), lockstep::Dense(3, {.kernel_initializer = "ones"})});
     second.compile({.optimizer = lockstep::SGD({.learning_rate = 0.01}), .loss = "mse"});
     if (number("MODELS", 1) == 2) second.build({6}, at::kDouble);
+    if (const char* const path = std::getenv("LOAD")) model.load_weights(path);
     auto last = Clock::now();
     double longest = 0;
     std::int64_t ended = 0;

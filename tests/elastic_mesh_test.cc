@@ -136,6 +136,27 @@ TEST_P(ElasticMesh, ANewRowIsTakenIn) {
 
 class MeshesOfTwoRows : public ElasticMesh {};
 
+// They load weights as the others have, and those of a second model.
+TEST_P(MeshesOfTwoRows, NewcomersRunTheProgramFromItsBeginning) {
+  const auto weights = (fresh_folder("elastic_mesh", "begin") / "weights").string();
+  auto first = elastic_job(ELASTIC_PROGRAM, {"WEIGHTS=" + weights}, 0, 0);
+  first.wait_for_end(60);
+  const auto loaded = fresh_folder("elastic_mesh", "loaded") / "weights";
+  auto alone = elastic_job(ELASTIC_PROGRAM, {"LOAD=" + weights, "WEIGHTS=" + loaded.string()}, 0, 0);
+  const auto expected_weights = outcome_of(alone.wait_for_end(60)).weights.at(0);
+  auto job = run({"LOAD=" + weights, text("VICTIM=", GetParam().ranks - 1), "STEP=5", "PLACE=forward", "STEP_MS=50"},
+                 "begin", GetParam().row);
+  const auto found = outcome_of(job.wait_for_end(60));
+  EXPECT_EQ(static_cast<int>(found.weights.size()), GetParam().ranks) << job.text();
+  for (const auto& one : found.weights) EXPECT_LE(difference(one, expected_weights), 1e-9) << job.text();
+}
+
+TEST_P(MeshesOfTwoRows, TwoModelsGoOn) {
+  auto job = run({"MODELS=2", "VICTIM=0", "STEP=25", "PLACE=forward", "CLIP=1"}, "two_models");
+  expect_trained(job, GetParam().ranks - GetParam().row, true);
+  EXPECT_EQ(static_cast<int>(numbers_after(job.text(), "second").size()), GetParam().ranks - GetParam().row) << job.text();
+}
+
 // Of their own part.
 TEST_P(MeshesOfTwoRows, NewcomersGetBuffersToo) {
   const auto& mesh = GetParam();
@@ -161,7 +182,8 @@ TEST_P(MeshesOfTwoRows, WhereNoRowIsLeftItSaysSo) {
 
 INSTANTIATE_TEST_SUITE_P(Meshes, MeshesOfTwoRows,
                          testing::Values(Mesh{"data2_tensor2", "data 2 tensor 2", 4, 2},
-                                         Mesh{"data2_pipeline2", "data 2 pipeline 2", 4, 2}),
+                                         Mesh{"data2_pipeline2", "data 2 pipeline 2", 4, 2},
+                                         Mesh{"data2_shard2", "data 2 shard 2", 4, 2}),
                          [](const auto& each) { return each.param.name; });
 
 }  // namespace

@@ -48,7 +48,7 @@ TEST(ModelParallelInput, OneClearLine) {
   expect_says(refusal({{"data", 2}}, {.fully_shard = {.units = {"1"}}}), "the mesh has no axis \"shard\"");
   expect_says(refusal({{"shard", 2}}, {.shard_optimizer_state = true}), "which divides all state");
   expect_says(refusal({{"data", 2}}, {.batch_axis = "tensor"}),
-              "two of batch_axis, shard_axis, pipeline_axis and tensor_axis");
+              "two of batch_axis, shard_axis, pipeline_axis, tensor_axis, context_axis and expert_axis are one");
   expect_says(refusal({{"data", 2}}, {.bucket_cap_mb = 0}), "bucket_cap_mb is 0; it must be above 0");
   expect_says(refusal({{"data", 2}}, {.compare_copies_every = -1}), "compare_copies_every is -1");
 }
@@ -72,10 +72,17 @@ TEST(ModelParallelInput, OfStages) {
 
 TEST(ModelParallelInput, OfContextsAndExperts) {
   initial_values();
-  expect_says(refusal({{"context", 5}}, {}), "must be the same positions, a multiple of the 5 ranks along \"context\"");
-  expect_says(refusal({{"context", 2}}, {.context_dim = 2}), "x has shape [7, 12], and x [7, 12]; dimension 2");
+  const auto data = make_sequences();
+  const auto refused_in_fit = [&](int ranks, int dim, const std::string& part) {
+    on_mesh({{"context", ranks}}, {.context_dim = dim}, [&](const ModelParallelStrategy&) {
+      auto model = make_transformer_model("sgd");
+      expect_says(message_of<InvalidArgument>([&] { model.fit(data, {.verbose = 0, .handle_signals = false}); }), part);
+    });
+  };
+  refused_in_fit(5, 1, "must be the same positions, a multiple of the 5 ranks along \"context\"");
+  refused_in_fit(2, 2, "x has shape [7, 12], and x [7, 12]; dimension 2");
   expect_says(refusal({{"context", 2}}, {.context_dim = 0}), "context_dim is 0; it must be 1 or more");
-  expect_says(refusal({{"context", 2}}, {.context_plan = {{"0.plaice", Shard{0}}}}), "did you mean \"0.place\"?");
+  expect_says(refusal({{"context", 2}}, {.context_plan = {{"0.plaice", Shard{0}}}}), "did you mean 0.place?");
   expect_says(refusal({{"data", 2}}, {.context_plan = {{"0.place.weight", Shard{0}}}}), "no axis \"context\"");
   expect_says(refusal({{"shard", 2}, {"context", 2}}, {.context_plan = {{"0.place.weight", Shard{0}}}}),
               "context_plan is for a mesh without the axis \"shard\"");

@@ -74,6 +74,9 @@ class ReplicatedParameters {
   const std::optional<gradient::SplitModule>& split() const { return split_; }
   bool is_split() const { return split_.has_value(); }
 
+  // Whether the workers have the whole model.
+  bool is_whole() const { return !split_ || all_workers_.size() >= split_->workers_of_a_copy; }
+
   // Whether this is the first of all workers that have the parameter, or a part of it.
   bool is_first_holder(std::size_t slot) const { return split_ ? first_holder_[slot] : all_workers_.rank() == 0; }
 

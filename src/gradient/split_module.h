@@ -29,6 +29,9 @@ struct SplitModule {
   // All parameters of the whole model, a line each: the same on all workers.
   std::string description = {};
 
+  // How many workers have a copy of the model together. There may be fewer of them: one that comes to an elastic job.
+  int workers_of_a_copy = 1;
+
   // The workers that have the same parts of the model; and those that train on other examples, or on other parts of
   // examples.
   Communicator same_parts = {}, data_workers = {};

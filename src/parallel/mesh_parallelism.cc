@@ -212,11 +212,12 @@ gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set
     add_units(module, fitting(options.units, module.named_modules("", /*include_self=*/false).keys(), used),
               [&](torch::nn::Module& unit, const std::string& name, bool keep) { units->add(unit, name, keep); });
     auto split = split_shards(units, module);
+    split.workers_of_a_copy = row_size_;
     split.same_parts = batch_;
     split.data_workers = split.summed_over.emplace(tokens_);
     return split;
   }
-  gradient::SplitModule split{.same_parts = batch_, .data_workers = tokens_};
+  gradient::SplitModule split{.workers_of_a_copy = row_size_, .same_parts = batch_, .data_workers = tokens_};
   if (expert_.size() > 1 || context_.size() > 1) {
     split.summed_over = summed_;
     split.after_backward = [parameters = module.parameters(), expert = expert_, context = context_] {

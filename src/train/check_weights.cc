@@ -74,7 +74,8 @@ void train::check_weights(const Archive& archive, const ReplicatedParameters& pa
   }
   const auto known = names_of_all(parameters, expected);
   for (const auto& [name, tensor] : archive.tensors) {
-    if (!known.contains(name) && !is_reserved(name)) problems.push_back(text(name, " is not in the model"));
+    if (parameters.is_whole() && !known.contains(name) && !is_reserved(name))
+      problems.push_back(text(name, " is not in the model"));
   }
   problems = problems_of_all(parameters, std::move(problems));
   if (problems.empty()) return;

@@ -27,9 +27,11 @@ std::string FitWorker::print_state() {
 }
 
 void FitWorker::take_state(std::string_view printed, std::string_view printed_part) {
-  const auto archive = parse_state(printed);
-  const auto change_values = load_of_newcomer(ReplicatedModule(impl_.parameters), ReplicatedOptimizer(impl_.gradients),
-                                              parse_state(printed_part));
+  auto archive = parse_state(printed), part = parse_state(printed_part);
+  archive.tensors.merge(part.tensors);
+  archive.entries.merge(part.entries);
+  const auto change_values =
+      load_of_newcomer(ReplicatedModule(impl_.parameters), ReplicatedOptimizer(impl_.gradients), archive);
   const auto change_progress = impl_.load_progress(archive), change_callbacks = impl_.load_callbacks(archive);
   change_values();
   change_progress();
