@@ -175,11 +175,11 @@ void train_on_mesh(const Options& options) {
       {.elastic = options.elastic});
   if (options.width % (options.head * options.tensor) != 0)
     throw ls::InvalidArgument("--width must be a multiple of --head times --tensor: each rank has whole heads");
-  ls::ModelParallelOptions with{
-      .plan = kPlan, .fully_shard = {.units = {"*"}}, .microbatches = options.microbatches};
+  ls::ModelParallelOptions with{.plan = kPlan, .fully_shard = {.units = {"*"}}, .microbatches = options.microbatches};
   if (options.elastic) {
     with.elastic = ls::ElasticOptions();
-    with.layers_of_stages = even_stages(static_cast<int>(options.layers) + 2, options.pipeline);  // not by measured times
+    with.layers_of_stages =
+        even_stages(static_cast<int>(options.layers) + 2, options.pipeline);  // not by measured times
   }
   train(options, read(options), mesh, with);
 }

@@ -106,8 +106,8 @@ int main() {
     const bool joins = number("LOCKSTEP_JOIN", 0) == 1;
     const char* const also = std::getenv("KILL_ALSO");
     const auto also_killed = std::string(also == nullptr ? "" : also);
-    const bool is_victim = !joins && (rank == number("VICTIM", -1) ||
-                                      also_killed.find(std::to_string(rank)) != std::string::npos);
+    const bool is_victim =
+        !joins && (rank == number("VICTIM", -1) || also_killed.find(std::to_string(rank)) != std::string::npos);
     const int at = number("STEP", -1);
     const char* const given = std::getenv("PLACE");
     const std::string place = given == nullptr ? "" : given;
@@ -179,14 +179,15 @@ int main() {
         model.module<torch::nn::Module>()->parameters()[0].add_(1e-3);
       }
     };
-    std::vector<lockstep::AnyCallback> callbacks{lockstep::LambdaCallback(
-        {.on_epoch_begin = [&](int) { last = Clock::now(); },
-         .on_train_batch_begin = [&](std::int64_t) { 
-           if (mesh == nullptr) return;
-           work();
-           in_step();
-         },
-         .on_train_batch_end = on_batch})};
+    std::vector<lockstep::AnyCallback> callbacks{
+        lockstep::LambdaCallback({.on_epoch_begin = [&](int) { last = Clock::now(); },
+                                  .on_train_batch_begin =
+                                      [&](std::int64_t) {
+                                        if (mesh == nullptr) return;
+                                        work();
+                                        in_step();
+                                      },
+                                  .on_train_batch_end = on_batch})};
     if (const char* const folder = std::getenv("FOLDER")) {
       const bool background = number("BACKGROUND", 0) == 1;
       callbacks.emplace_back(
@@ -226,8 +227,7 @@ int main() {
     if (const char* const path = std::getenv("WEIGHTS")) {  // of a mesh, whose ranks have parts
       model.save_weights(path);
       auto saved = lockstep::read_archive(path);
-      for (auto& [name, weights] : saved.tensors)
-        add(at::from_blob(weights.bytes.data(), weights.shape, at::kDouble));
+      for (auto& [name, weights] : saved.tensors) add(at::from_blob(weights.bytes.data(), weights.shape, at::kDouble));
     } else {
       for (const auto& parameter : model.module<torch::nn::Module>()->parameters()) add(parameter);
     }

@@ -154,14 +154,15 @@ TEST_P(MeshesOfTwoRows, NewcomersRunTheProgramFromItsBeginning) {
 TEST_P(MeshesOfTwoRows, TwoModelsGoOn) {
   auto job = run({"MODELS=2", "VICTIM=0", "STEP=25", "PLACE=forward", "CLIP=1"}, "two_models");
   expect_trained(job, GetParam().ranks - GetParam().row, true);
-  EXPECT_EQ(static_cast<int>(numbers_after(job.text(), "second").size()), GetParam().ranks - GetParam().row) << job.text();
+  EXPECT_EQ(static_cast<int>(numbers_after(job.text(), "second").size()), GetParam().ranks - GetParam().row)
+      << job.text();
 }
 
 // Of their own part.
 TEST_P(MeshesOfTwoRows, NewcomersGetBuffersToo) {
   const auto& mesh = GetParam();
-  auto job = run({"NORM=1", text("VICTIM=", mesh.ranks - 1), "STEP=5", "PLACE=forward", "STEP_MS=30"}, "buffers",
-                 mesh.row);
+  auto job =
+      run({"NORM=1", text("VICTIM=", mesh.ranks - 1), "STEP=5", "PLACE=forward", "STEP_MS=30"}, "buffers", mesh.row);
   const auto found = outcome_of(job.wait_for_end(60));
   EXPECT_EQ(static_cast<int>(found.history.size()), mesh.ranks) << job.text();
   for (const auto& one : found.weights) EXPECT_EQ(one, found.weights[0]) << job.text();

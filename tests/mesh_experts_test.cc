@@ -67,7 +67,8 @@ void PrintTo(const Case& one, std::ostream* out) { *out << one.name; }
 Trained train(const Case& one, const Communicator& ranks) {
   const auto data = sequences(one.ragged);
   Model model([&] { return make_net(one.moe, ranks, one.balance); });
-  model.compile({.optimizer = Adam({.learning_rate = 1e-2, .global_clipnorm = 0.5}), .loss = "mse", .metrics = {"mae"}});
+  model.compile(
+      {.optimizer = Adam({.learning_rate = 1e-2, .global_clipnorm = 0.5}), .loss = "mse", .metrics = {"mae"}});
   const auto history = model.fit(
       data.repeat(),
       {.epochs = 2, .verbose = 0, .validation_data = data, .steps_per_epoch = kSteps / 2, .handle_signals = false});
@@ -97,22 +98,16 @@ TEST_P(MeshExperts, AreThoseOfOneDevice) {
 
 const MoEOptions kTwoOfEight{.experts = 8, .top_k = 2};
 
-INSTANTIATE_TEST_SUITE_P(Meshes, MeshExperts,
-                         testing::Values(Case{"expert2", {{"expert", 2}}, kTwoOfEight, 0.05},
-                                         Case{"expert4", {{"expert", 4}}, kTwoOfEight, 0.05},
-                                         Case{"expert4one", {{"expert", 4}}, {.experts = 8, .top_k = 1}, 0.05},
-                                         Case{"expert4capacity",
-                                              {{"expert", 4}},
-                                              {.experts = 8, .top_k = 2, .capacity_factor = 1},
-                                              0.05},
-                                         Case{"expert4ragged", {{"expert", 4}}, kTwoOfEight, 0, true},
-                                         Case{"data2expert2", {{"data", 2}, {"expert", 2}}, kTwoOfEight},
-                                         Case{"data2expert2ragged",
-                                              {{"data", 2}, {"expert", 2}},
-                                              kTwoOfEight,
-                                              0,
-                                              true}),
-                         [](const auto& each) { return each.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Meshes, MeshExperts,
+    testing::Values(Case{"expert2", {{"expert", 2}}, kTwoOfEight, 0.05},
+                    Case{"expert4", {{"expert", 4}}, kTwoOfEight, 0.05},
+                    Case{"expert4one", {{"expert", 4}}, {.experts = 8, .top_k = 1}, 0.05},
+                    Case{"expert4capacity", {{"expert", 4}}, {.experts = 8, .top_k = 2, .capacity_factor = 1}, 0.05},
+                    Case{"expert4ragged", {{"expert", 4}}, kTwoOfEight, 0, true},
+                    Case{"data2expert2", {{"data", 2}, {"expert", 2}}, kTwoOfEight},
+                    Case{"data2expert2ragged", {{"data", 2}, {"expert", 2}}, kTwoOfEight, 0, true}),
+    [](const auto& each) { return each.param.name; });
 
 TEST(MeshExperts, CheckpointsHaveAllOfThem) {
   const auto path = testing::TempDir() + "/mesh_experts";
@@ -153,7 +148,8 @@ TEST(MeshExperts, AddedLossesThatHaveNoGradientAreRefused) {
   expect_says(message_of<InvalidArgument>([] { add_loss(at::zeros({2})); }), "add_loss: the loss has shape [2]");
   add_loss(at::zeros({}));  // outside of fit it does nothing
   on_mesh({{"pipeline", 2}}, {}, [](const ModelParallelStrategy&) {
-    Model model({[] { return Net(kTwoOfEight, Communicator(), 0.1); }, [] {
+    Model model({[] { return Net(kTwoOfEight, Communicator(), 0.1); },
+                 [] {
                    torch::nn::Linear last(kWidth, 1);
                    last->to(at::kDouble);
                    return last;

@@ -23,10 +23,10 @@ struct Change {
 };
 
 // This member's view of the next generation. Collective over the others. Those that have gone, and those that do not
-// call it by the deadline, are left out; so are those that are in no whole row (elastic/rows.h). Ranks keep their order,
-// but for rows that are put together anew, and newcomers come after them; `invitation` returns
-// there what they are told. The first list of newcomers that a member enters counts, and the first member that finds
-// all entries closes it. What a member that leaves gets is the view of the others, and its rank there means nothing.
+// call it by the deadline, are left out; so are those that are in no whole row (elastic/rows.h). Ranks keep their
+// order, but for rows that are put together anew, and newcomers come after them; `invitation` returns there what they
+// are told. The first list of newcomers that a member enters counts, and the first member that finds all entries closes
+// it. What a member that leaves gets is the view of the others, and its rank there means nothing.
 //
 // Throws ClusterError on a member that is left out, and where it cannot reach most of the members' hosts; and
 // InvalidArgument for ranks that do not exist.

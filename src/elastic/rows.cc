@@ -10,8 +10,8 @@ namespace {
 // As many rows as can be made of `parts`, [part]: those that have it.
 template <class Item>
 std::vector<Item> put_together(const std::vector<std::vector<Item>>& parts) {
-  const auto fewest = std::min_element(parts.begin(), parts.end(),
-                                       [](const auto& a, const auto& b) { return a.size() < b.size(); });
+  const auto fewest =
+      std::min_element(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); });
   std::vector<Item> rows;
   for (std::size_t row = 0; row < fewest->size(); ++row) {
     for (const auto& of_part : parts) rows.push_back(of_part[row]);
@@ -41,7 +41,8 @@ std::vector<int> whole_rows(const std::vector<int>& remaining, int row_size) {
 std::vector<Process> whole_rows(const std::vector<Process>& newcomers, int row_size) {
   std::vector<std::vector<Process>> parts(static_cast<std::size_t>(row_size));
   for (const auto& newcomer : newcomers) {
-    if (newcomer.part >= 0 && newcomer.part < row_size) parts[static_cast<std::size_t>(newcomer.part)].push_back(newcomer);
+    if (newcomer.part >= 0 && newcomer.part < row_size)
+      parts[static_cast<std::size_t>(newcomer.part)].push_back(newcomer);
   }
   return put_together(parts);
 }

@@ -273,17 +273,6 @@ class Worker final : public Member {
   int operations_ = 0;                   // of this generation
 };
 
-// Whether the hosts that are not cut off are most of those with members: rank 0's counts for a little more than one.
-[[maybe_unused]] bool is_majority(const Job& job, const std::vector<std::string>& stores) {
-  double here = 0, all = 0;
-  for (const auto& store : std::set(stores.begin(), stores.end())) {
-    const double weight = store == stores[0] ? 1.5 : 1;
-    all += weight;
-    if (!job.cut_off.contains(std::stoi(store.substr(5)))) here += weight;
-  }
-  return here > all / 2;
-}
-
 // What it found; empty where all was right.
 [[maybe_unused]] std::string simulate(unsigned seed) {
   Job job(seed);
@@ -344,8 +333,9 @@ class Worker final : public Member {
         Sections sections(worker, worker.completed);
         const double came = time.now();
         if (!worker.is_invited(self))
-          return job.expect(came > job.near_end || job.has_long_waits || job.row_size > 1,  // others of its row may lack
-                            "a newcomer was not taken in");
+          return job.expect(
+              came > job.near_end || job.has_long_waits || job.row_size > 1,  // others of its row may lack
+              "a newcomer was not taken in");
         sections.join([&] { worker.make_group(); });
         worker.train_all(sections, [] { return false; });
       });
@@ -366,7 +356,7 @@ class Worker final : public Member {
     }
   }
   if (!time.run(1000)) job.expect(false, "somebody waits for ever");
-  const bool may_be_in_the_minority = is_divided && (members_change || !is_majority(job, stores));
+  const bool may_be_in_the_minority = is_divided && (members_change || !job.is_majority(stores));
   // One of a row may have ended when another one finds that a third was lost in the last section: then the row ends.
   const bool has_trained = std::any_of(job.trained.begin(), job.trained.end(),
                                        [&](int one) { return one < members && row_of(one) == row_of(safe); });

@@ -31,7 +31,7 @@ struct Job {
   };
 
   Simulation time;
-  int row_size = 1;  // processes that have a copy of the model together
+  int row_size = 1;                                              // processes that have a copy of the model together
   std::vector<std::map<std::string, std::string>> entries;       // [host]
   std::vector<int> host_of;                                      // [process]
   std::set<int> cut_off;                                         // hosts, from the others
@@ -58,6 +58,17 @@ struct Job {
   double cut_since(int one, int other) const {
     const bool apart = cut_off.contains(one) != cut_off.contains(other);
     return apart && time.now() < cut_until ? time.now() - cut_from : -1;
+  }
+
+  // Whether the hosts that are not cut off are most of those with members: rank 0's counts for a little more than one.
+  bool is_majority(const std::vector<std::string>& stores) const {
+    double here = 0, all = 0;
+    for (const auto& store : std::set(stores.begin(), stores.end())) {
+      const double weight = store == stores[0] ? 1.5 : 1;
+      all += weight;
+      if (!cut_off.contains(std::stoi(store.substr(5)))) here += weight;
+    }
+    return here > all / 2;
   }
 
   std::vector<Process> waiting() {

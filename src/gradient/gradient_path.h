@@ -93,7 +93,6 @@ class GradientPath {
   // Whether processes have other parts of the optimizer's state, so that it may be lost with some of them.
   bool divides_state() const { return sync_->divides_state(); }
 
-
   // For steps that are recorded and replayed (Placement::device, no scaled loss). update_recorded enqueues what `apply`
   // does on the device, for one replica; Updater::begin_step copies the learning rate to the device before each replay,
   // and Updater::count_step counts the update.

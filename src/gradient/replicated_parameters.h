@@ -193,7 +193,7 @@ class ReplicatedParameters {
 
   Communicator workers_, all_workers_;
   std::optional<gradient::SplitModule> split_;
-  std::vector<bool> first_holder_;  // [slot], of a model that is split
+  std::vector<bool> first_holder_;                   // [slot], of a model that is split
   std::int64_t regroups_ = all_workers_.regroups();  // when the two above were made
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   gradient::Placement placement_;

@@ -24,9 +24,9 @@ namespace lockstep::gradient {
 // unless its comment says otherwise.
 class Updater {
  public:
-  // The state of `gradients.shards()`, and of `gradients.copies()`. `commits`: processes of an elastic job that wait for
-  // each other before each update: when one goes on, all have all that their updates need, so that each can complete its
-  // own where others have begun theirs.
+  // The state of `gradients.shards()`, and of `gradients.copies()`. `commits`: processes of an elastic job that wait
+  // for each other before each update: when one goes on, all have all that their updates need, so that each can
+  // complete its own where others have begun theirs.
   Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer optimizer, const GradientSync& gradients,
           std::optional<Communicator> commits = {});
 

@@ -80,7 +80,8 @@ std::vector<int> order_by_host(const std::vector<std::string>& hosts) {
 }
 
 int number_of_ranks(const std::vector<DeviceMesh::Axis>& axes) {
-  return std::accumulate(axes.begin(), axes.end(), 1, [](int product, const auto& axis) { return product * axis.size; });
+  return std::accumulate(axes.begin(), axes.end(), 1,
+                         [](int product, const auto& axis) { return product * axis.size; });
 }
 
 std::vector<DeviceMesh::Axis> in_one_row(std::vector<DeviceMesh::Axis> axes) {
@@ -136,7 +137,8 @@ struct DeviceMesh::State {
     for (const auto& axis : axes) {
       stride /= axis.size;
       const parallel::Rehearsal rehearsal(axis.size, claim->part() / stride % axis.size);
-      along.push_back(axis.size > 1 ? ranks.with_group(rehearsal.ranks().group()) : Communicator(job->group(with.group), with.timeout_seconds));
+      along.push_back(axis.size > 1 ? ranks.with_group(rehearsal.ranks().group())
+                                    : Communicator(job->group(with.group), with.timeout_seconds));
     }
   }
 

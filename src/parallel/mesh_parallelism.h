@@ -44,8 +44,8 @@ class MeshParallelism final : public strategy::ModelParallelism {
   bool has_experts() const { return expert_.size() > 1; }
 
   // The ranks with the same examples and other positions of their sequences; this rank's positions, and what must live
-  // while it computes with them; the whole of an output. Nothing changes without such an axis; else `whole_positions` is
-  // collective over these ranks. own_positions throws InvalidArgument for a tensor that cannot be divided.
+  // while it computes with them; the whole of an output. Nothing changes without such an axis; else `whole_positions`
+  // is collective over these ranks. own_positions throws InvalidArgument for a tensor that cannot be divided.
   const Communicator& context_workers() const { return context_; }
   Example own_positions(const Example& whole) const;
   std::unique_ptr<ContextParallel> use_context() const;

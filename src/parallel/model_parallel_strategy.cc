@@ -17,10 +17,11 @@ using strategy::StrategySettings;
 
 void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
   const auto fail = [](const auto&... what) { throw InvalidArgument(text("ModelParallelStrategy: ", what...)); };
-  const std::vector<std::string> used{options.batch_axis,  options.shard_axis,  options.pipeline_axis,
+  const std::vector<std::string> used{options.batch_axis,  options.shard_axis,   options.pipeline_axis,
                                       options.tensor_axis, options.context_axis, options.expert_axis};
   if (std::set<std::string>(used.begin(), used.end()).size() < used.size())
-    fail("two of batch_axis, shard_axis, pipeline_axis, tensor_axis, context_axis and expert_axis are one: ", join(used));
+    fail("two of batch_axis, shard_axis, pipeline_axis, tensor_axis, context_axis and expert_axis are one: ",
+         join(used));
   for (const auto& axis : mesh.axes()) {
     if (axis.size == 1 || std::find(used.begin(), used.end(), axis.name) != used.end()) continue;
     fail("the mesh has an axis \"", axis.name,
@@ -74,10 +75,12 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
       fail("elastic: the mesh's first axis is \"", mesh.axes()[0].name, "\"; it must be batch_axis, \"",
            options.batch_axis, "\", along which ranks may be lost");
     }
-    if (mesh.contains(options.pipeline_axis) && mesh.size(options.pipeline_axis) > 1 && options.layers_of_stages.empty())
+    if (mesh.contains(options.pipeline_axis) && mesh.size(options.pipeline_axis) > 1 &&
+        options.layers_of_stages.empty())
       fail("elastic: give layers_of_stages, so that processes that come later have the same stages");
   } else if (mesh.job() && mesh.job()->is_newcomer()) {
-    fail("this process comes to a job that runs (LOCKSTEP_JOIN), which takes it in only where the options have elastic");
+    fail(
+        "this process comes to a job that runs (LOCKSTEP_JOIN), which takes it in only where the options have elastic");
   }
   if (options.compare_copies_every < 0)
     fail("compare_copies_every is ", options.compare_copies_every, "; it must be 0 (never) or more steps");

@@ -49,10 +49,7 @@ PipelineSchedule checked(PipelineSchedule schedule, int ranks) {
 
 struct Pipeline::State {
   State(std::vector<PipelineStage> of, const Communicator& given, PipelineOptions with)
-      : stages(std::move(of)),
-        ranks(given),
-        options(std::move(with)),
-        schedule(make_schedule({{}})) {
+      : stages(std::move(of)), ranks(given), options(std::move(with)), schedule(make_schedule({{}})) {
     links.emplace(ranks, pairs_of(schedule));
     for (int i = 0; i < schedule.stages(); ++i) {
       const auto& stage = stages[static_cast<std::size_t>(i)];
@@ -101,7 +98,8 @@ struct Pipeline::State {
         act(run);
       } catch (const std::exception& error) {
         const std::string why = error.what();
-        links->abort(text("rank ", ranks.rank(), ": ", why.substr(0, why.find('\n'))));  // LibTorch's have the stack too
+        links->abort(
+            text("rank ", ranks.rank(), ": ", why.substr(0, why.find('\n'))));  // LibTorch's have the stack too
         throw;
       }
     });

@@ -120,7 +120,8 @@ std::vector<std::string> StrategyImpl::hosts() const {
   const auto& processes = job_->members().processes;
   const auto row = static_cast<std::size_t>(row_size());
   std::vector<std::string> hosts;
-  for (auto rank = static_cast<std::size_t>(parallelism() ? parallelism()->part() : 0); rank < processes.size(); rank += row)
+  for (auto rank = static_cast<std::size_t>(parallelism() ? parallelism()->part() : 0); rank < processes.size();
+       rank += row)
     hosts.push_back(processes[rank].host);
   return hosts;
 }

@@ -74,7 +74,9 @@ class StrategyImpl {
   const strategy::ModelParallelism* parallelism() const { return settings_.parallelism.get(); }
 
   // Those that have the same part of models, or the same models.
-  const Communicator& same_part_workers() const { return parallelism() ? parallelism()->same_part_workers() : workers_; }
+  const Communicator& same_part_workers() const {
+    return parallelism() ? parallelism()->same_part_workers() : workers_;
+  }
 
   // How many workers have one copy of a model together.
   int row_size() const { return parallelism() ? parallelism()->row_size() : 1; }

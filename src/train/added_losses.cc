@@ -16,9 +16,9 @@ thread_local train::AddedLosses* losses_of_thread = nullptr;
 
 void add_loss(const Tensor& scalar) {
   if (!scalar.defined() || scalar.numel() != 1) {
-    throw InvalidArgument(
-        text("add_loss: the loss ", scalar.defined() ? text("has shape ", scalar.sizes()) : "is undefined",
-             "; it must be a scalar"));
+    throw InvalidArgument(text("add_loss: the loss ",
+                               scalar.defined() ? text("has shape ", scalar.sizes()) : "is undefined",
+                               "; it must be a scalar"));
   }
   if (losses_of_thread != nullptr) losses_of_thread->add(scalar);
 }

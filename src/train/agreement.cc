@@ -109,9 +109,10 @@ void Agreement::wait_for_newcomers(const std::function<void()>& save) {
       recovery_.change(false);
     } else if (agreed_[waited] > 0 && too_few()) {
       save();
-      throw ClusterError(text("workers were lost, and ", rows(), worker_.strategy().row_size() > 1 ? " rows of the mesh" : "", " remain; elastic.min_workers is ",
-                              elastic().min_workers, ", and nobody has joined them for ", elastic().join_seconds,
-                              " s"));
+      throw ClusterError(text("workers were lost, and ", rows(),
+                              worker_.strategy().row_size() > 1 ? " rows of the mesh" : "",
+                              " remain; elastic.min_workers is ", elastic().min_workers,
+                              ", and nobody has joined them for ", elastic().join_seconds, " s"));
     }
   } while (too_few());
 }

@@ -160,8 +160,8 @@ train::ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const 
   Lap lap;
   const train::AddedLosses added(train::AddedLosses::Use::with_gradients);
   const auto outputs = outputs_of(replica, part);
-  const auto loss = added.add_to(compiled->loss.terms(part.y, outputs, part.weight), compiled->loss,
-                                 replica.num_replicas_in_sync());
+  const auto loss =
+      added.add_to(compiled->loss.terms(part.y, outputs, part.weight), compiled->loss, replica.num_replicas_in_sync());
   lap.add_to(spent.forward);
   require_gradient(loss.sum);
   // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.

@@ -36,9 +36,9 @@ struct DeviceMeshOptions {
 // communicates most last: "tensor".
 //
 // Constant after construction, but where an elastic ModelParallelStrategy goes on without lost ranks, or with new ones:
-// then the first axis gets shorter or longer, and ranks may get other numbers. The Communicators are used as any other. An error in one of them, or in a Group that is
-// split from it, ends the calls in all, on all ranks: PeerLost and DeadlineExceeded name ranks of the mesh, and say
-// their coordinates.
+// then the first axis gets shorter or longer, and ranks may get other numbers. The Communicators are used as any other.
+// An error in one of them, or in a Group that is split from it, ends the calls in all, on all ranks: PeerLost and
+// DeadlineExceeded name ranks of the mesh, and say their coordinates.
 class DeviceMesh {
  public:
   struct Axis {

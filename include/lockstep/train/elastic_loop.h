@@ -19,8 +19,8 @@
 
 namespace lockstep {
 
-// For an elastic MultiWorkerMirroredStrategy or ModelParallelStrategy (ElasticOptions); with other strategies the loop is
-// an ordinary one.
+// For an elastic MultiWorkerMirroredStrategy or ModelParallelStrategy (ElasticOptions); with other strategies the loop
+// is an ordinary one.
 //
 //   double loss = 0;
 //   std::int64_t epoch = 0;
