@@ -119,8 +119,8 @@ INSTANTIATE_TEST_SUITE_P(Meshes, ElasticMesh,
                                          Mesh{"data2_tensor2", "data 2 tensor 2", 4, 2},
                                          Mesh{"data2_tensor2_sharded", "data 2 tensor 2", 4, 2, true},
                                          Mesh{"data3_tensor2_sharded", "data 3 tensor 2", 6, 2, true},
-                                         Mesh{"data2_shard2", "data 2 shard 2", 4, 2},
-                                         Mesh{"data2_pipeline2", "data 2 pipeline 2", 4, 2},
+                                         Mesh{"data3_shard2", "data 3 shard 2", 6, 2},
+                                         Mesh{"data3_pipeline2", "data 3 pipeline 2", 6, 2},
                                          Mesh{"data2_shard2_tensor2", "data 2 shard 2 tensor 2", 8, 4}),
                          [](const auto& each) { return each.param.name; });
 
