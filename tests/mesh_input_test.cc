@@ -72,15 +72,29 @@ TEST(ModelParallelInput, OfStages) {
 
 TEST(ModelParallelInput, OfContextsAndExperts) {
   initial_values();
-  const auto data = make_sequences();
-  const auto refused_in_fit = [&](int ranks, int dim, const std::string& part) {
-    on_mesh({{"context", ranks}}, {.context_dim = dim}, [&](const ModelParallelStrategy&) {
+  const auto refused_in_fit = [&](int ranks, const ModelParallelOptions& options, const Dataset& data,
+                                  const std::string& part, Reduction reduction = Reduction::sum_over_batch_size) {
+    on_mesh({{"context", ranks}}, options, [&](const ModelParallelStrategy&) {
       auto model = make_transformer_model("sgd");
-      expect_says(message_of<InvalidArgument>([&] { model.fit(data, {.verbose = 0, .handle_signals = false}); }), part);
+      model.compile(
+          {.optimizer = "sgd", .loss = SparseCategoricalCrossentropy({.from_logits = true, .reduction = reduction})});
+      // What others say, or that one of them has failed.
+      const auto said = message_of<Error>([&] { model.fit(data, {.verbose = 0, .handle_signals = false}); });
+      expect_says(said, part);
     });
   };
-  refused_in_fit(5, 1, "must be the same positions, a multiple of the 5 ranks along \"context\"");
-  refused_in_fit(2, 2, "x has shape [7, 12], and x [7, 12]; dimension 2");
+  const auto ids = [](std::int64_t positions) { return at::zeros({4, positions}, at::kLong); };
+  const auto sequences = [&](std::int64_t of_x, std::int64_t of_y) {
+    return Dataset::from_tensor_slices(ids(of_x), ids(of_y)).batch(4);
+  };
+  const ModelParallelOptions places{.context_plan = {{"0.place.weight", Shard{0}}}};
+  refused_in_fit(5, {}, sequences(12, 12), "x has 12 positions, which are no multiple of the 5 ranks");
+  refused_in_fit(2, {.context_dim = 2}, sequences(12, 12), "x has shape [4, 12]; dimension 2 is context_dim");
+  refused_in_fit(2, places, sequences(8, 8),
+                 "x has 8 positions, and a parameter of context_plan has 12, which must be as many");
+  refused_in_fit(2, places, sequences(12, 8), "y has shape [4, 8], and x has 12 positions");
+  refused_in_fit(2, places, sequences(12, 12), "a loss with Reduction::sum is not for sequences that are divided",
+                 Reduction::sum);
   expect_says(refusal({{"context", 2}}, {.context_dim = 0}), "context_dim is 0; it must be 1 or more");
   expect_says(refusal({{"context", 2}}, {.context_plan = {{"0.plaice", Shard{0}}}}), "did you mean 0.place?");
   expect_says(refusal({{"data", 2}}, {.context_plan = {{"0.place.weight", Shard{0}}}}), "no axis \"context\"");

@@ -168,5 +168,21 @@ TEST(MeshLayers, WhatOneRankThrowsEndsAll) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
 }
 
+// Parameters are gathered, and computed with, in 16 bits; what is trained has 32.
+TEST(MeshLayers, ShardsOfFloat32AreComputedWithInBfloat16) {
+  const auto x = at::sin(at::arange(32 * 6, at::kFloat).view({32, 6}));
+  const auto data = Dataset::from_tensor_slices(x, x.sum(1, true)).batch(8);
+  set_global_policy("mixed_bfloat16");
+  on_mesh({{"shard", 2}}, {.fully_shard = {.units = {"dense*"}, .param_dtype = DType::bfloat16}},
+          [&](const ModelParallelStrategy&) {
+            Sequential model({Dense(16, {.activation = "tanh"}), Dense(1)});
+            model.compile({.optimizer = Adam({.learning_rate = 1e-2}), .loss = "mse"});
+            const auto losses = model.fit(data, {.epochs = 10, .verbose = 0, .handle_signals = false}).history["loss"];
+            EXPECT_LT(losses.back(), 0.5 * losses.front());
+            for (const auto& [name, value] : whole_weights(model)) EXPECT_EQ(value.scalar_type(), at::kFloat) << name;
+          });
+  set_global_policy("float32");
+}
+
 }  // namespace
 }  // namespace lockstep

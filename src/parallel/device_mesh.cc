@@ -119,12 +119,13 @@ struct DeviceMesh::State {
         [axes = axes, size = all.size()](int rank) { return coordinates(axes, size, rank); }, std::move(elastic));
     const auto whole = std::make_shared<parallel::MeshBackend>(all.shared_backend(), groups, std::move(numbers));
     groups->set_whole(whole);
+    const auto deadline = groups->elastic() ? Deadline::after(groups->elastic()->to_make) : ranks.deadline();
     ranks.regroup(all.with_backend(whole));
     int stride = all.size();
     for (std::size_t i = 0; i < axes.size(); ++i) {
       stride /= axes[i].size;
       const int coordinate = ranks.rank() / stride % axes[i].size;
-      along[i].regroup(*ranks.group().split(ranks.rank() - coordinate * stride, coordinate, ranks.deadline()));
+      along[i].regroup(*ranks.group().split(ranks.rank() - coordinate * stride, coordinate, deadline));
     }
   }
 

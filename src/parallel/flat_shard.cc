@@ -33,12 +33,13 @@ Tensor exact(std::int64_t elements, at::ScalarType dtype) {
 }  // namespace
 
 FlatShard::FlatShard(std::vector<std::string> names, std::vector<Tensor> parameters, const Communicator& ranks,
-                     const Communicator& replicas)
+                     const Communicator& replicas, Precision precision)
     : names_(std::move(names)),
       parameters_(std::move(parameters)),
       ranks_(ranks),
       replicas_(replicas),
       dtype_(parameters_.at(0).scalar_type()),
+      precision_(precision),
       taken_(parameters_.size()) {
   const at::NoGradGuard no_gradient;
   lay_out();
@@ -53,7 +54,9 @@ FlatShard::~FlatShard() {
   storage_.set_data_ptr(c10::DataPtr(nullptr, at::kCPU));
 }
 
-Tensor FlatShard::whole_flat() const { return at::empty({part_ * ranks_.size()}, own_.options()); }
+Tensor FlatShard::whole_flat(at::ScalarType dtype) const {
+  return at::empty({part_ * ranks_.size()}, own_.options().dtype(dtype));
+}
 
 void FlatShard::lay_out() {
   const auto line = kAlignment / static_cast<std::int64_t>(at::elementSize(dtype_));
@@ -93,12 +96,12 @@ const Tensor& FlatShard::own() {
 // Makes the parameters views of a storage without memory, and the shards views of this rank's part.
 void FlatShard::bind() {
   storage_ = c10::Storage(c10::Storage::use_byte_size_t(),
-                          static_cast<std::size_t>(part_ * ranks_.size()) * at::elementSize(dtype_),
+                          static_cast<std::size_t>(part_ * ranks_.size()) * at::elementSize(precision_.gathered),
                           c10::DataPtr(nullptr, at::kCPU));
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
     auto view = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(storage_), own_.key_set(),
-                                                     own_.dtype());
+                                                     at::scalarTypeToTypeMeta(precision_.gathered));
     view->set_storage_offset(places_[i].offset);
     view->set_sizes_contiguous(parameter.sizes());
     parameter.set_data(at::Tensor(std::move(view)));
@@ -111,7 +114,7 @@ void FlatShard::bind() {
 
 void FlatShard::set_values(const std::vector<Tensor>& values) {
   const at::NoGradGuard no_gradient;
-  const auto whole = whole_flat();
+  const auto whole = whole_flat(dtype_);
   if (ranks_.rank() == 0 && replicas_.rank() == 0) {
     for (std::size_t i = 0; i < places_.size(); ++i) {
       piece(whole, places_[i].offset, values[i].sizes()).copy_(values[i].detach());
@@ -121,10 +124,16 @@ void FlatShard::set_values(const std::vector<Tensor>& values) {
   replicas_.group().broadcast(buffer_of(own()), 0, replicas_.deadline());
 }
 
+void FlatShard::prepare_gather() {
+  const at::NoGradGuard no_gradient;
+  sent_ = own().to(precision_.gathered);  // itself, where that is the shards' precision
+  whole_ = whole_flat(precision_.gathered);
+}
+
 void FlatShard::start_gather() {
   if (is_gathered_ || gathering_) return;
-  whole_ = whole_flat();
-  gathering_ = ranks_.group().start(Call::all_gather(buffer_of(own()), buffer_of(whole_)), ranks_.deadline());
+  prepare_gather();
+  gathering_ = ranks_.group().start(Call::all_gather(buffer_of(sent_), buffer_of(whole_)), ranks_.deadline());
 }
 
 void FlatShard::finish_gather() {
@@ -132,14 +141,22 @@ void FlatShard::finish_gather() {
   if (gathering_) {
     std::exchange(gathering_, std::nullopt)->wait();
   } else {
-    whole_ = whole_flat();
-    ranks_.group().all_gather(buffer_of(own()), buffer_of(whole_), ranks_.deadline());
+    prepare_gather();
+    ranks_.group().all_gather(buffer_of(sent_), buffer_of(whole_), ranks_.deadline());
   }
+  sent_ = Tensor();
   storage_.set_data_ptr(c10::DataPtr(whole_.mutable_data_ptr(), at::kCPU));
   is_gathered_ = true;
 }
 
-Tensor FlatShard::value(std::size_t i) const { return piece(whole_, places_[i].offset, parameters_[i].sizes()); }
+std::vector<Tensor> FlatShard::gather_values() {
+  const auto whole = whole_flat(dtype_);
+  ranks_.group().all_gather(buffer_of(own()), buffer_of(whole), ranks_.deadline());
+  std::vector<Tensor> values;
+  for (std::size_t i = 0; i < places_.size(); ++i)
+    values.push_back(piece(whole, places_[i].offset, parameters_[i].sizes()).clone());
+  return values;
+}
 
 void FlatShard::release() {
   if (gathering_) finish_gather();
@@ -162,14 +179,14 @@ void FlatShard::take_gradient(std::size_t i, double factor) {
   const at::NoGradGuard no_gradient;
   auto& gradient = parameters_[i].mutable_grad();
   if (!gradient.defined()) return;
-  if (!gradients_.defined()) gradients_ = whole_flat();
+  if (!gradients_.defined()) gradients_ = whole_flat(precision_.summed);
   auto place = piece(gradients_, places_[i].offset, gradient.sizes());
   if (factor == 0) {  // of no examples, whose mean is no number
     if (!taken_[i]) place.zero_();
   } else if (taken_[i]) {
-    place.add_(gradient, factor);
+    place.add_(gradient.to(precision_.summed), factor);
   } else {
-    at::mul_out(place, gradient, at::scalar_tensor(factor, gradient.options()));
+    at::mul_out(place, gradient.to(precision_.summed), at::scalar_tensor(factor, place.options()));
   }
   gradient = Tensor();
   taken_[i] = true;
@@ -182,14 +199,14 @@ void FlatShard::forget_gradients() {
 
 void FlatShard::reduce_gradients() {
   const at::NoGradGuard no_gradient;
-  if (!gradients_.defined()) gradients_ = whole_flat();
+  if (!gradients_.defined()) gradients_ = whole_flat(precision_.summed);
   for (std::size_t i = 0; i < places_.size(); ++i) {
     if (!taken_[i]) piece(gradients_, places_[i].offset, {places_[i].numel}).zero_();
   }
   // Gradients of an earlier backward lie in the memory for sums.
   const bool accumulates =
       std::any_of(shards_.begin(), shards_.end(), [](const auto& shard) { return shard.grad().defined(); });
-  if (!memory_for_sums_.defined()) memory_for_sums_ = exact(part_, dtype_);
+  if (!memory_for_sums_.defined()) memory_for_sums_ = exact(part_, precision_.summed);
   sums_ = accumulates ? at::empty_like(memory_for_sums_) : memory_for_sums_;
   ranks_.group().reduce_scatter(buffer_of(gradients_), buffer_of(sums_), ReduceOp::sum, ranks_.deadline());
   if (replicas_.size() > 1) all_reduce(replicas_.group(), sums_, ReduceOp::sum, replicas_.deadline());
@@ -198,10 +215,11 @@ void FlatShard::reduce_gradients() {
 
 void FlatShard::set_gradients(const std::vector<bool>& taken_by_any) {
   const at::NoGradGuard no_gradient;
+  const auto sums = sums_.to(dtype_);
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     const auto own = own_place(i);
     if (own.numel == 0 || !taken_by_any[i]) continue;
-    const auto sum = piece(sums_, own.offset, {own.numel});
+    const auto sum = piece(sums, own.offset, {own.numel});
     auto& gradient = shards_[i].mutable_grad();
     gradient = gradient.defined() ? gradient.add_(sum) : sum;
   }

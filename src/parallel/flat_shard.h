@@ -14,10 +14,15 @@ namespace lockstep::parallel {
 // boundary, and are cut where parts end. While it is not gathered the module's parameters have shapes, but no values.
 class FlatShard {
  public:
+  // What parameters are gathered in, and their gradients summed in.
+  struct Precision {
+    at::ScalarType gathered, summed;
+  };
+
   // Collective: takes rank 0's values, over replicas too, and frees the parameters' memory. Parameters are of one
-  // dtype.
+  // dtype, in which the shards stay.
   FlatShard(std::vector<std::string> names, std::vector<Tensor> parameters, const Communicator& ranks,
-            const Communicator& replicas);
+            const Communicator& replicas, Precision precision);
   ~FlatShard();
   FlatShard(const FlatShard&) = delete;
   FlatShard& operator=(const FlatShard&) = delete;
@@ -42,7 +47,8 @@ class FlatShard {
   void release();
   void abandon_gather();  // after a rank was lost: also one that failed
 
-  Tensor value(std::size_t i) const;  // of parameter i, while it is gathered: a view
+  // Collective: the values of all parameters, as the shards have them. New tensors.
+  std::vector<Tensor> gather_values();
 
   // Collective: sets all values to rank 0's; elsewhere `values` are not read.
   void set_values(const std::vector<Tensor>& values);
@@ -65,25 +71,27 @@ class FlatShard {
   };
 
   void lay_out();
+  void prepare_gather();
   void bind();
   Place own_place(std::size_t i) const;
-  Tensor whole_flat() const;
+  Tensor whole_flat(at::ScalarType dtype) const;
   const Tensor& own();
 
   const std::vector<std::string> names_;
   const std::vector<Tensor> parameters_;
   const Communicator ranks_, replicas_;
   const at::ScalarType dtype_;
+  const Precision precision_;
   std::vector<Place> places_;  // [parameter]
   std::int64_t part_ = 0;      // elements of one rank
   Tensor own_;                 // this rank's part
   std::vector<Tensor> shards_;
   c10::Storage storage_;  // the parameters', which has memory while it is gathered
-  Tensor whole_;
+  Tensor sent_, whole_;   // this rank's part, and all parts, in the precision in which they are gathered
   std::optional<Work> gathering_;
   bool is_gathered_ = false;
   Tensor gradients_;               // of all parameters, until they are reduced
-  Tensor memory_for_sums_, sums_;  // of this rank's part
+  Tensor memory_for_sums_, sums_;  // of this rank's part, in the precision of the sums
   std::vector<bool> taken_;
 };
 

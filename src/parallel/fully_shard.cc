@@ -50,11 +50,9 @@ std::map<std::string, Tensor> FullyShardedParameters::gather() const {
   std::map<std::string, Tensor> values;
   state_->units->release();
   state_->units->for_each_flat_shard([&](FlatShard& flat) {
-    flat.finish_gather();
-    for (std::size_t i = 0; state_->units->ranks().rank() == 0 && i < flat.parameters().size(); ++i) {
-      values[flat.names()[i]] = flat.value(i).clone();
-    }
-    flat.release();
+    const auto of_flat = flat.gather_values();
+    for (std::size_t i = 0; state_->units->ranks().rank() == 0 && i < of_flat.size(); ++i)
+      values[flat.names()[i]] = of_flat[i];
   });
   return values;
 }

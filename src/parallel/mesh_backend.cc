@@ -1,6 +1,7 @@
 #include "parallel/mesh_backend.h"
 
 #include <algorithm>
+#include <exception>
 #include <thread>
 
 #include "base/text.h"
@@ -82,18 +83,55 @@ auto MeshBackend::translated(const std::vector<int>& mesh_ranks, const Act& act)
   }
 }
 
+namespace {
+
+// Members that find each other through a Group of the mesh, whose errors name ranks of the mesh already.
+class MembersOfMesh final : public cluster::Bootstrap {
+ public:
+  explicit MembersOfMesh(cluster::Bootstrap& members) : members_(members) {}
+
+  int rank() const override { return members_.rank(); }
+  int size() const override { return members_.size(); }
+  std::int64_t generation() const override { return members_.generation(); }
+  int name_of(int rank) const override { return members_.name_of(rank); }
+  std::vector<std::string> all_gather(const std::string& mine, Deadline deadline) override {
+    try {
+      return members_.all_gather(mine, deadline);
+    } catch (...) {
+      failed_ = std::current_exception();
+      throw;
+    }
+  }
+
+  void rethrow_if_failed() const {
+    if (failed_) std::rethrow_exception(failed_);
+  }
+
+ private:
+  cluster::Bootstrap& members_;
+  std::exception_ptr failed_;
+};
+
+}  // namespace
+
 std::shared_ptr<GroupBackend> MeshBackend::make(cluster::Bootstrap& members, Deadline deadline) const {
   const auto mine = mesh_ranks_.at(static_cast<std::size_t>(rank()));
   if (groups_->elastic()) deadline = std::min(deadline, Deadline::after(groups_->elastic()->to_make), sooner);
   std::vector<int> ranks;
   for (const auto& each : members.all_gather(std::to_string(mine), deadline)) ranks.push_back(std::stoi(each));
+  MembersOfMesh of_mesh(members);
+  std::shared_ptr<GroupBackend> made;
   try {
-    auto made = translated(ranks, [&] { return collective::Wrapper::make(members, deadline); });
-    return std::make_shared<MeshBackend>(std::move(made), groups_, std::move(ranks));
+    made = collective::Wrapper::make(of_mesh, deadline);
   } catch (const ClusterError& error) {  // such as a connection to a member that has gone
     if (!groups_->elastic()) throw;
     raise_failed_to_make(text("a Group of the mesh could not be made: ", error.what()));
+  } catch (const std::exception&) {
+    of_mesh.rethrow_if_failed();
+    const auto error = std::current_exception();
+    translated(ranks, [&]() -> int { std::rethrow_exception(error); });  // of the new Group
   }
+  return std::make_shared<MeshBackend>(std::move(made), groups_, std::move(ranks));
 }
 
 // So that an elastic job goes on.

@@ -3,9 +3,11 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <chrono>
 
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "parallel/divided_parameter.h"
 #include "parallel/exchange.h"
 #include "parallel/layout_map.h"
 #include "parallel/name_pattern.h"
@@ -18,13 +20,13 @@ namespace lockstep::parallel {
 namespace {
 
 // The ranks along the product of some axes: those that share this rank's coordinates on all others.
-Group group_along(const DeviceMesh& mesh, const std::vector<std::string>& axes) {
+Group group_along(const DeviceMesh& mesh, const std::vector<std::string>& axes, Deadline deadline) {
   int color = mesh.ranks().rank(), stride = mesh.ranks().size();
   for (const auto& axis : mesh.axes()) {
     stride /= axis.size;
     if (std::find(axes.begin(), axes.end(), axis.name) != axes.end()) color -= mesh.coordinate(axis.name) * stride;
   }
-  return *mesh.ranks().group().split(color, mesh.ranks().rank(), mesh.ranks().deadline());
+  return *mesh.ranks().group().split(color, mesh.ranks().rank(), deadline);
 }
 
 std::vector<std::string> existing(const DeviceMesh& mesh, std::vector<std::string> axes) {
@@ -35,12 +37,7 @@ std::vector<std::string> existing(const DeviceMesh& mesh, std::vector<std::strin
 Communicator along(const DeviceMesh& mesh, const std::vector<std::string>& some) {
   const auto axes = existing(mesh, some);
   if (axes.size() < 2) return axes.empty() ? Communicator() : mesh[axes[0]];
-  return mesh.ranks().with_group(group_along(mesh, axes));
-}
-
-void regroup(const Communicator& product, const DeviceMesh& mesh, const std::vector<std::string>& some) {
-  const auto axes = existing(mesh, some);
-  if (axes.size() > 1) product.regroup(group_along(mesh, axes));
+  return mesh.ranks().with_group(group_along(mesh, axes, mesh.ranks().deadline()));
 }
 
 int product_without(const DeviceMesh& mesh, const std::string& axis) {
@@ -101,7 +98,6 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
       copies_(along(mesh_, {options_.batch_axis, options_.context_axis})),
       summed_(along(mesh_, {options_.expert_axis, options_.context_axis})),
       row_size_(product_without(mesh_, options_.batch_axis)) {
-  if (options_.elastic) mesh_.claim_for_elastic_strategy();
   if (!has_stages()) return;
   const auto stages = pipeline_.size() * options_.stages_per_rank;
   const auto schedule = options_.schedule(pipeline_.size(), stages, options_.microbatches, {{}});
@@ -116,10 +112,15 @@ MeshParallelism::MeshParallelism(DeviceMesh mesh, ModelParallelOptions options)
 
 void MeshParallelism::regroup(const Job& job, double timeout_seconds) const {
   mesh_.regroup(job, timeout_seconds);
-  parallel::regroup(data_, mesh_, axes_with_other_examples());
-  parallel::regroup(tokens_, mesh_, axes_with_other_tokens());
-  parallel::regroup(copies_, mesh_, {options_.batch_axis, options_.context_axis});
-  parallel::regroup(summed_, mesh_, {options_.expert_axis, options_.context_axis});
+  const auto deadline = Deadline::after(std::chrono::duration<double>(timeout_seconds));
+  const auto regroup = [&](const Communicator& product, const std::vector<std::string>& some) {
+    const auto axes = existing(mesh_, some);
+    if (axes.size() > 1) product.regroup(group_along(mesh_, axes, deadline));
+  };
+  regroup(data_, axes_with_other_examples());
+  regroup(tokens_, axes_with_other_tokens());
+  regroup(copies_, {options_.batch_axis, options_.context_axis});
+  regroup(summed_, {options_.expert_axis, options_.context_axis});
 }
 
 std::string MeshParallelism::describe() const {
@@ -149,21 +150,27 @@ std::vector<std::string> MeshParallelism::axes_with_other_tokens() const {
   return axes;
 }
 
-Example MeshParallelism::own_positions(const Example& whole) const {
+Example MeshParallelism::own_positions(const Example& whole, std::int64_t positions) const {
   if (context_.size() == 1) return whole;
   const auto dim = options_.context_dim;
+  const auto fail = [&](const auto&... what) {
+    throw InvalidArgument(text("ModelParallelStrategy: ", what..., "; dimension ", dim,
+                               " is context_dim, positions that are divided along \"", options_.context_axis, "\""));
+  };
+  if (whole.x.dim() <= dim) fail("x has shape ", whole.x.sizes());
+  const auto length = whole.x.size(dim);
+  if (length % context_.size() != 0)
+    fail("x has ", length, " positions, which are no multiple of the ", context_.size(), " ranks");
+  if (positions > 0 && length != positions)
+    fail("x has ", length, " positions, and a parameter of context_plan has ", positions, ", which must be as many");
   const auto part = [&](const char* name, const Tensor& tensor) {
-    if (tensor.dim() <= dim || tensor.size(dim) != whole.x.size(dim) || tensor.size(dim) % context_.size() != 0) {
-      throw InvalidArgument(text("ModelParallelStrategy: ", name, " has shape ", tensor.sizes(), ", and x ",
-                                 whole.x.sizes(), "; dimension ", dim, ", context_dim, must be the same positions, a ",
-                                 "multiple of the ", context_.size(), " ranks along \"", options_.context_axis, "\""));
-    }
+    if (tensor.dim() <= dim || tensor.size(dim) != length)
+      fail(name, " has shape ", tensor.sizes(), ", and x has ", length, " positions");
     return part_of(tensor, dim, context_.rank(), context_.size()).contiguous();
   };
-  if (whole.x.dim() <= dim) part("x", whole.x);
   const bool has_weights = whole.weight.defined() && whole.weight.dim() > dim;
   return {part("x", whole.x), whole.y.defined() ? part("y", whole.y) : whole.y,
-          has_weights ? part("the sample weights", whole.weight) : whole.weight};
+          has_weights ? part("sample_weight", whole.weight) : whole.weight};
 }
 
 std::unique_ptr<ContextParallel> MeshParallelism::use_context() const {
@@ -181,7 +188,7 @@ Tensor MeshParallelism::whole_positions(const Tensor& part) const {
 }
 
 gradient::SplitModule MeshParallelism::split(torch::nn::Module& module) const {
-  if (has_stages()) {
+  if (has_stages() && pipeline_.size() > 1) {
     throw InvalidArgument(text("ModelParallelStrategy: a model that is one module cannot be cut into stages along \"",
                                options_.pipeline_axis, "\"; make the Model of a list of layers, or a Sequential"));
   }
@@ -218,6 +225,13 @@ gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set
     return split;
   }
   gradient::SplitModule split{.workers_of_a_copy = row_size_, .same_parts = batch_, .data_workers = tokens_};
+  fitting(options_.fully_shard.units, module.named_modules("", /*include_self=*/false).keys(),
+          used);  // on larger meshes
+  for (const auto& each : module.named_parameters()) {
+    const auto divided = std::dynamic_pointer_cast<const DividedParameter>(partial_of(each.value()));
+    if (context_.size() > 1 && divided != nullptr && is_divided_among(each.value(), context_))
+      split.positions = divided->whole_sizes(each.value().sizes())[static_cast<std::size_t>(divided->division().dim)];
+  }
   if (expert_.size() > 1 || context_.size() > 1) {
     split.summed_over = summed_;
     split.after_backward = [parameters = module.parameters(), expert = expert_, context = context_] {

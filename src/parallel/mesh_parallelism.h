@@ -35,6 +35,9 @@ class MeshParallelism final : public strategy::ModelParallelism {
   // Of a model that is one module. Throws InvalidArgument where models are cut into stages.
   gradient::SplitModule split(torch::nn::Module& module) const override;
 
+  // The mesh goes on with the generations of this strategy's job. Throws InvalidArgument where another one has said so.
+  void claim_mesh() const { mesh_.claim_for_elastic_strategy(); }
+
   // Whether models are cut into stages, by PipelineModel.
   bool has_stages() const { return mesh_.contains(options_.pipeline_axis); }
   const Communicator& pipeline_workers() const { return pipeline_; }
@@ -45,9 +48,10 @@ class MeshParallelism final : public strategy::ModelParallelism {
 
   // The ranks with the same examples and other positions of their sequences; this rank's positions, and what must live
   // while it computes with them; the whole of an output. Nothing changes without such an axis; else `whole_positions`
-  // is collective over these ranks. own_positions throws InvalidArgument for a tensor that cannot be divided.
+  // is collective over these ranks. own_positions throws InvalidArgument for a tensor that cannot be divided, and where
+  // sequences have not so many `positions` as SplitModule says.
   const Communicator& context_workers() const { return context_; }
-  Example own_positions(const Example& whole) const;
+  Example own_positions(const Example& whole, std::int64_t positions) const;
   std::unique_ptr<ContextParallel> use_context() const;
   Tensor whole_positions(const Tensor& part) const;
 
@@ -60,7 +64,7 @@ class MeshParallelism final : public strategy::ModelParallelism {
   void check_used(const std::set<std::string>& used, const std::set<std::string>& names) const;
 
  private:
-  bool has_shards() const { return mesh_.contains(options_.shard_axis); }
+  bool has_shards() const { return shard_.size() > 1; }
   std::vector<std::string> axes_with_other_examples() const;
   std::vector<std::string> axes_with_other_tokens() const;
 

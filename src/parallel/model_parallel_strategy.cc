@@ -28,6 +28,15 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
          "\", which is none of batch_axis, shard_axis, pipeline_axis, tensor_axis, context_axis and expert_axis: ",
          join(used));
   }
+  const auto is_used = [&](const std::string& axis) { return mesh.contains(axis) && mesh.size(axis) > 1; };
+  if (is_used(options.shard_axis)) {
+    if (is_used(options.expert_axis)) fail("experts are for a mesh without the axis \"", options.shard_axis, "\"");
+    if (!options.context_plan.empty() && is_used(options.context_axis))
+      fail("context_plan is for a mesh without the axis \"", options.shard_axis, "\"");
+  }
+  if (is_used(options.pipeline_axis) && is_used(options.expert_axis) && options.layers_of_stages.empty())
+    fail("give layers_of_stages: layers of experts cannot be measured, which communicate along \"", options.expert_axis,
+         "\"");
   if (mesh.contains(options.shard_axis)) {
     if (options.shard_optimizer_state)
       fail("shard_optimizer_state is for a mesh without the axis \"", options.shard_axis,
@@ -35,9 +44,6 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
     if (options.bucket_cap_mb || options.gradient_dtype)
       fail("bucket_cap_mb and gradient_dtype are for a mesh without the axis \"", options.shard_axis, "\"");
     if (!options.tied.empty()) fail("tied parameters are for a mesh without the axis \"", options.shard_axis, "\"");
-    if (mesh.contains(options.expert_axis) && mesh.size(options.expert_axis) > 1)
-      fail("experts are for a mesh without the axis \"", options.shard_axis, "\"");
-    if (!options.context_plan.empty()) fail("context_plan is for a mesh without the axis \"", options.shard_axis, "\"");
     if (options.fully_shard.replicas.size() > 1) fail("fully_shard.replicas are the ranks along batch_axis");
   } else if (!options.fully_shard.units.empty()) {
     fail("there are units of fully_shard, but the mesh has no axis \"", options.shard_axis, "\"");
@@ -75,8 +81,7 @@ void check(const DeviceMesh& mesh, const ModelParallelOptions& options) {
       fail("elastic: the mesh's first axis is \"", mesh.axes()[0].name, "\"; it must be batch_axis, \"",
            options.batch_axis, "\", along which ranks may be lost");
     }
-    if (mesh.contains(options.pipeline_axis) && mesh.size(options.pipeline_axis) > 1 &&
-        options.layers_of_stages.empty())
+    if (is_used(options.pipeline_axis) && options.layers_of_stages.empty())
       fail("elastic: give layers_of_stages, so that processes that come later have the same stages");
   } else if (mesh.job() && mesh.job()->is_newcomer()) {
     fail(
@@ -144,6 +149,8 @@ ModelParallelOptions options_of(const Split& split, const ParallelPlan& tensor) 
 }
 
 ModelParallelStrategy::ModelParallelStrategy(DeviceMesh mesh, ModelParallelOptions options)
-    : Strategy(std::make_shared<StrategyImpl>(settings_of(mesh, options))), mesh_(std::move(mesh)) {}
+    : Strategy(std::make_shared<StrategyImpl>(settings_of(mesh, options))), mesh_(std::move(mesh)) {
+  if (options.elastic) dynamic_cast<const parallel::MeshParallelism&>(*unwrap(*this).parallelism()).claim_mesh();
+}
 
 }  // namespace lockstep

@@ -105,7 +105,7 @@ Tensor by_expert(const Tensor& counts) {
 }
 
 Numbers numbers(const Tensor& tensor) {
-  const auto flat = tensor.contiguous();
+  const auto flat = tensor.cpu().contiguous();
   return {flat.const_data_ptr<std::int64_t>(), flat.const_data_ptr<std::int64_t>() + flat.numel()};
 }
 
@@ -158,7 +158,7 @@ Tensor MoEImpl::forward(const Tensor& x) {
   auto rows = exchange_rows(tokens.index_select(0, token_of), sent, received, ranks_);
 
   // Through the experts.
-  const auto order = by_expert(for_own);
+  const auto order = by_expert(for_own.cpu()).to(x.device());
   const auto parts = rows.index_select(0, order).split_with_sizes(numbers(for_own.sum(0)));
   std::vector<Tensor> results;
   for (std::size_t i = 0; i < experts_.size(); ++i) results.push_back(expert_forward_(*experts_[i], parts[i]));
@@ -170,8 +170,9 @@ Tensor MoEImpl::forward(const Tensor& x) {
   const auto y = at::zeros_like(tokens).index_add(0, token_of, rows);
 
   const auto first = gather_rows(at::one_hot(experts_of[0], options_.experts).sum(0), ranks_).sum(0);
+  const auto mean = probabilities.sum(0) / std::max<std::int64_t>(1, tokens.size(0));
   const auto share = first.to(probabilities.scalar_type()) / first.sum();
-  balance_loss_ = static_cast<double>(options_.experts) * (share * probabilities.mean(0)).sum();
+  balance_loss_ = static_cast<double>(options_.experts) * (share * mean).sum();
   tokens_of_experts_ = numbers(routes.counts.sum(0));
   dropped_ = routes.dropped;
   return y.view(x.sizes());

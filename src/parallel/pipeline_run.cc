@@ -23,7 +23,8 @@ PipelineRun::PipelineRun(const PipelineSchedule& schedule, StageLinks& links, co
     : schedule_(schedule), links_(links), forwards_(forwards), rank_(rank) {}
 
 void PipelineRun::split(const Tensor& x, std::int64_t most_microbatches) {
-  if (!x.defined() || x.dim() == 0 || x.size(0) == 0)
+  const bool may_be_empty = most_microbatches == 0;  // then others compute in it
+  if (!x.defined() || x.dim() == 0 || (x.size(0) == 0 && !may_be_empty))
     throw InvalidArgument("Pipeline: x has no examples; its first dimension counts them");
   parts_ = x.tensor_split(std::clamp<std::int64_t>(most_microbatches, 1, schedule_.microbatches));
   parts_.resize(static_cast<std::size_t>(schedule_.microbatches), x.narrow(0, 0, 0));

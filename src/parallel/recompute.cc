@@ -7,19 +7,24 @@
 #include <torch/nn/module.h>
 
 #include "lockstep/base/error.h"
+#include "lockstep/parallel/context_parallel.h"
 #include "ops/replica_random.h"
 
 namespace lockstep {
 namespace {
 
-// What a forward depends on beside its input: random numbers, and the precision of operators.
+// What a forward depends on beside its input: random numbers, the precision of operators, and who has other positions.
 class ForwardState {
  public:
   explicit ForwardState(c10::DeviceType device)
       : device_(device),
         random_(ops::generator_of_thread().get_state()),
         autocasts_(at::autocast::is_autocast_enabled(device)),
-        dtype_(at::autocast::get_autocast_dtype(device)) {}
+        dtype_(at::autocast::get_autocast_dtype(device)) {
+    if (const auto* const context = ContextParallel::current()) context_.emplace(context->ranks());
+  }
+
+  const std::optional<Communicator>& context() const { return context_; }
 
   void restore() const {
     ops::generator_of_thread().set_state(random_);
@@ -32,6 +37,7 @@ class ForwardState {
   Tensor random_;
   bool autocasts_;
   at::ScalarType dtype_;
+  std::optional<Communicator> context_;
 };
 
 struct Forward : torch::CustomClassHolder {
@@ -66,6 +72,8 @@ struct Recompute : torch::autograd::Function<Recompute> {
       const at::AutoGradMode with_gradient(true);
       const ForwardState now(x.device().type());
       forward->state->restore();
+      std::optional<ContextParallel> in_context;  // in loops the one of the forward may have ended
+      if (forward->state->context()) in_context.emplace(*forward->state->context());
       y = (*forward)(x);
       now.restore();
     }

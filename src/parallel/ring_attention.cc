@@ -121,19 +121,19 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
   }
 };
 
-thread_local const Communicator* context_ranks = nullptr;
+thread_local ContextParallel* context_of_thread = nullptr;
 
 Tensor attention_in_context(const Tensor& query, const Tensor& key, const Tensor& value,
                             const std::optional<Tensor>& mask, double dropout, bool is_causal,
                             std::optional<double> scale, bool enable_gqa) {
-  if (context_ranks == nullptr) {
+  if (context_of_thread == nullptr) {
     return at::compositeimplicitautograd::scaled_dot_product_attention(query, key, value, mask, dropout, is_causal,
                                                                        scale, enable_gqa);
   }
   if ((mask && mask->defined()) || dropout > 0 || enable_gqa)
     throw InvalidArgument(
         "scaled_dot_product_attention in ContextParallel: a mask, dropout and grouped queries are not supported");
-  return ring_attention(query, key, value, *context_ranks, {.is_causal = is_causal, .scale = scale});
+  return context_of_thread->attention(query, key, value, {.is_causal = is_causal, .scale = scale});
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) {
@@ -165,8 +165,15 @@ Tensor ring_attention(const Tensor& query, const Tensor& key, const Tensor& valu
 }
 
 ContextParallel::ContextParallel(Communicator ranks)
-    : ranks_(std::move(ranks)), before_(std::exchange(context_ranks, &ranks_)) {}
-ContextParallel::~ContextParallel() { context_ranks = before_; }
+    : ranks_(std::move(ranks)), before_(std::exchange(context_of_thread, this)) {}
+ContextParallel::~ContextParallel() { context_of_thread = before_; }
+ContextParallel* ContextParallel::current() { return context_of_thread; }
+
+Tensor ContextParallel::attention(const Tensor& query, const Tensor& key, const Tensor& value,
+                                  const RingAttentionOptions& options) {
+  ++attentions_;
+  return ring_attention(query, key, value, ranks_, options);
+}
 
 Tensor ContextParallel::part(const Tensor& whole, std::int64_t dim) const {
   return parallel::part_of(whole, dim, ranks_.rank(), ranks_.size()).contiguous();

@@ -11,6 +11,7 @@
 #include "base/mutex.h"
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "ops/dtypes.h"
 #include "parallel/divided_parameter.h"
 #include "parallel/split_linear.h"
 
@@ -81,7 +82,20 @@ std::string describe(const std::vector<std::pair<std::string, Tensor>>& paramete
 }  // namespace
 
 ShardedUnits::ShardedUnits(const Communicator& ranks, FullyShardOptions options)
-    : ranks_(ranks), options_(std::move(options)) {}
+    : ranks_(ranks), options_(std::move(options)) {
+  for (const auto& [name, dtype] :
+       {std::pair("param_dtype", options_.param_dtype), std::pair("reduce_dtype", options_.reduce_dtype)}) {
+    if (!dtype || *dtype == DType::float16 || *dtype == DType::bfloat16 || *dtype == DType::float32) continue;
+    throw InvalidArgument(
+        text("fully_shard: ", name, " is ", name_of(*dtype), "; it must be float16, bfloat16 or float32"));
+  }
+}
+
+FlatShard::Precision ShardedUnits::precision_of(at::ScalarType dtype) const {
+  if (dtype != at::kFloat) return {dtype, dtype};
+  const auto gathered = options_.param_dtype ? ops::scalar_type_of(*options_.param_dtype) : dtype;
+  return {gathered, options_.reduce_dtype ? ops::scalar_type_of(*options_.reduce_dtype) : gathered};
+}
 
 ShardedUnits::~ShardedUnits() {
   for (const auto& shard : shards_) known_shards().remove(shard);
@@ -132,7 +146,10 @@ void ShardedUnits::add(const torch::nn::Module& module, const std::string& name,
   for (const auto& each : ranks_.all_gather(wrong)) {
     if (!each.empty()) throw InvalidArgument(each);
   }
-  ranks_.check_all_agree(text("parameters of fully_shard's unit \"", name, "\""), describe(parameters));
+  const auto precision = precision_of(at::kFloat);
+  ranks_.check_all_agree(
+      text("parameters of fully_shard's unit \"", name, "\""),
+      text(describe(parameters), "param_dtype ", precision.gathered, ", reduce_dtype ", precision.summed));
   for (const auto& [parameter, tensor] : parameters) {
     for_each_flat_shard([&, &wanted = parameter](const FlatShard& flat) {
       if (std::find(flat.names().begin(), flat.names().end(), wanted) == flat.names().end()) return;
@@ -159,7 +176,8 @@ void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
     names.push_back(name);
     tensors.push_back(parameter);
   }
-  unit.flat.push_back(std::make_unique<FlatShard>(names, tensors, ranks_, options_.replicas));
+  unit.flat.push_back(
+      std::make_unique<FlatShard>(names, tensors, ranks_, options_.replicas, precision_of(tensors[0].scalar_type())));
   auto& flat = *unit.flat.back();
   const auto use = std::make_shared<UseUnit>(weak_from_this(), units_.size() - 1);
   for (std::size_t i = 0; i < tensors.size(); ++i) {

@@ -63,6 +63,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
 
   Named new_parameters(const torch::nn::Module& module, const std::string& name) const;
   void add_flat(Unit& unit, const Named& parameters);
+  FlatShard::Precision precision_of(at::ScalarType dtype) const;
   void prefetch();
   void on_gradient(Unit& unit, FlatShard& flat, std::size_t parameter);
   void begin_backward();

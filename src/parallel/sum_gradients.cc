@@ -31,6 +31,7 @@ void sum_gradients(const std::vector<Tensor>& parameters, const Communicator& ra
   for (std::size_t i = 0; i < shared.size(); ++i) {
     if (there[i] == 0) continue;
     auto& gradient = shared[i].mutable_grad();
+    if (gradient.defined() && gradient.is_sparse()) gradient = gradient.to_dense();
     gradient = gradient.defined() ? gradient.contiguous() : at::zeros_like(shared[i], at::MemoryFormat::Contiguous);
     sent.emplace_back(gradient, gradient.cpu());
     calls.push_back(Call::all_reduce(buffer_of(sent.back().second), ReduceOp::sum));

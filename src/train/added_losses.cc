@@ -35,10 +35,11 @@ void train::AddedLosses::add(const Tensor& scalar) {
   sum_ = sum_.defined() ? sum_ + one : one;
 }
 
-Loss::Terms train::AddedLosses::add_to(Loss::Terms loss, const Loss& compiled, int replicas) const {
+Loss::Terms train::AddedLosses::add_to(Loss::Terms loss, const Loss& compiled) const {
   if (!sum_.defined()) return loss;
-  const double times = compiled.reduction() == Reduction::sum ? 1.0 / replicas : loss.divisor;
-  loss.sum = loss.sum + sum_ * times;
+  if (compiled.reduction() == Reduction::sum)
+    throw InvalidArgument("add_loss: the model is compiled with a loss of Reduction::sum; take a mean");
+  loss.sum = loss.sum + sum_ * loss.divisor;
   return loss;
 }
 

@@ -19,8 +19,8 @@ class [[nodiscard]] AddedLosses {
 
   void add(const Tensor& scalar);
 
-  // A loss with them: what is added is added to the mean, or, where the loss is a sum over `replicas`, to that.
-  Loss::Terms add_to(Loss::Terms loss, const Loss& compiled, int replicas) const;
+  // A loss with them, which are added to its mean. Throws InvalidArgument for a loss that is a sum.
+  Loss::Terms add_to(Loss::Terms loss, const Loss& compiled) const;
 
  private:
   const Use use_;

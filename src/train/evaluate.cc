@@ -111,8 +111,7 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
           const auto outputs = impl.outputs_of_any(replica, part);
           if (!outputs.defined() || !impl.counts()) return {};
           const auto& compiled = impl.compiled->loss;
-          const auto loss =
-              added.add_to(compiled.terms(part.y, outputs, part.weight), compiled, replica.num_replicas_in_sync());
+          const auto loss = added.add_to(compiled.terms(part.y, outputs, part.weight), compiled);
           tracker.update(replica.local_replica_id(), part, outputs);
           const bool is_first = impl.mesh() == nullptr || impl.mesh()->context_workers().rank() == 0;
           return {loss.sum.item<double>(), loss.divisor, is_first ? part.size() : 0};

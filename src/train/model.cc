@@ -48,7 +48,7 @@ const parallel::MeshParallelism* ModelImpl::mesh() const {
 }
 
 Example ModelImpl::own_positions(const Example& part) const {
-  return mesh() != nullptr && part.x.defined() ? mesh()->own_positions(part) : part;
+  return mesh() != nullptr && part.x.defined() ? mesh()->own_positions(part, parameters->split()->positions) : part;
 }
 
 void ModelImpl::build_for(const Dataset& data, const char* caller) {

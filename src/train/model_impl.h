@@ -190,6 +190,7 @@ class ModelImpl {
   std::optional<train::Tracker> tracker;    // of the epoch that fit is in; likewise
   train::RecordedStep recorded;             // of these gradients
   std::optional<Archive> pending_weights;
+  bool warned_of_context = false;
   mutable Example example;  // of zeros, for a step in which this worker has none
 
   std::uint64_t seed = next_random_seed();  // of the replicas' random numbers, with `steps`

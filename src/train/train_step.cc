@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "base/hash.h"
+#include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "train/added_losses.h"
@@ -136,6 +137,8 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
   }
   const auto part = own_positions(unread.moved(there));
   const auto in_context = mesh() != nullptr ? mesh()->use_context() : nullptr;
+  if (in_context && compiled->loss.reduction() == Reduction::sum)
+    throw InvalidArgument("fit: a loss with Reduction::sum is not for sequences that are divided; take a mean");
   lap.add_to(spent.input);
   if (!idle && unwrap(strategy).computes_without_examples() && !example.x.defined())
     example = train::example_like(part);
@@ -143,6 +146,12 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
                         : stages != nullptr ? compute_in_stages(replica, part, into, spent)
                                             : compute_gradients(replica, part, spent);
   lap = {};
+  if (in_context && !idle && in_context->attentions() == 0 && !std::exchange(warned_of_context, true)) {
+    log_warning(
+        "fit: sequences are divided, but the model called no torch::scaled_dot_product_attention: each rank's part of "
+        "a "
+        "sequence sees itself alone");
+  }
   const bool counted = counts() && !idle;
   // Before anything has changed: a metric may throw.
   if (counted && stages == nullptr) into.update(id, part, computed.outputs);
@@ -160,8 +169,7 @@ train::ComputedStep ModelImpl::compute_gradients(ReplicaContext& replica, const 
   Lap lap;
   const train::AddedLosses added(train::AddedLosses::Use::with_gradients);
   const auto outputs = outputs_of(replica, part);
-  const auto loss =
-      added.add_to(compiled->loss.terms(part.y, outputs, part.weight), compiled->loss, replica.num_replicas_in_sync());
+  const auto loss = added.add_to(compiled->loss.terms(part.y, outputs, part.weight), compiled->loss);
   lap.add_to(spent.forward);
   require_gradient(loss.sum);
   // With one replica the division is part of the first gradient; else the sum of the weights is not known yet.
@@ -224,8 +232,9 @@ train::ComputedStep ModelImpl::compute_no_gradients(ReplicaContext& replica, con
     backward_from(loss_of(outputs_of(replica, none)), 0, none);
   }
   for (std::size_t i = 0; i < buffers.size(); ++i) parameters->assign_buffer_of(id, i, buffers[i]);
-  if (split.before_backward) split.before_backward(1);  // of loops of the program's own
-  if (!split.summed_over) gradients->drop_gradients(id);
+  if (split.before_backward) split.before_backward(1);                             // of loops of the program's own
+  const bool computed_nothing = !split.before_backward && !mesh()->has_experts();  // but what others needed
+  if (computed_nothing) gradients->drop_gradients(id);
   return {{}, {}, 0, weight_of(compiled->loss, 0, number_of(replica))};
 }
 

@@ -28,7 +28,9 @@ Tensor ring_attention(const Tensor& query, const Tensor& key, const Tensor& valu
                       const RingAttentionOptions& options = {});
 
 // While it lives, torch::scaled_dot_product_attention is ring_attention in this thread, for modules that are not
-// written for it. Calls with a mask, dropout or grouped queries throw InvalidArgument. The innermost holds.
+// written for it. No other operator communicates: torch::nn::MultiheadAttention, convolutions and recurrent layers see
+// this rank's positions alone. Calls with a mask, dropout or grouped queries throw InvalidArgument. The innermost
+// holds.
 class [[nodiscard]] ContextParallel {
  public:
   explicit ContextParallel(Communicator ranks);
@@ -39,9 +41,18 @@ class [[nodiscard]] ContextParallel {
   // This rank's part of a tensor that all ranks have, along `dim`. Throws InvalidArgument where it cannot be divided.
   Tensor part(const Tensor& whole, std::int64_t dim) const;
 
+  // What such a call is; and how many there were.
+  Tensor attention(const Tensor& query, const Tensor& key, const Tensor& value, const RingAttentionOptions& options);
+  std::int64_t attentions() const { return attentions_; }
+
+  // The innermost of this thread; null where there is none.
+  static ContextParallel* current();
+  const Communicator& ranks() const { return ranks_; }
+
  private:
   const Communicator ranks_;
-  const Communicator* const before_;
+  ContextParallel* const before_;
+  std::int64_t attentions_ = 0;
 };
 
 }  // namespace lockstep

@@ -12,10 +12,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/buffer.h"
 #include "lockstep/collective/communicator.h"
 #include "lockstep/ops/tensor.h"
 #include "lockstep/strategy/module_factory.h"
@@ -38,6 +40,12 @@ struct FullyShardOptions {
   // Gathers the parameters of the next unit while one computes, in the order of the step before. For ranks on several
   // hosts; needs the memory of one more unit.
   bool prefetch = false;
+
+  // What parameters of float32 are gathered in, and operators compute with, and what their gradients are summed in:
+  // float16 or bfloat16; shards, which the optimizer updates, stay float32. Empty: float32, and as param_dtype. Give
+  // the module inputs of param_dtype, or call it with autocast; with fit set_global_policy("mixed_bfloat16"). Follows
+  // MixedPrecisionPolicy of PyTorch's fully_shard.
+  std::optional<DType> param_dtype = {}, reduce_dtype = {};
 };
 
 // The shards of a module's parameters. A parameter of the module has values only while operators use it: its values are

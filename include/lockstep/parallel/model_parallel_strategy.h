@@ -62,10 +62,10 @@ struct ModelParallelOptions {
 
   // An axis along which ranks have the same examples, and each a part of every sequence: as ContextParallel. Dimension
   // `context_dim` of x and y (and of sample weights that have it), counted with the examples as 0, are positions, which
-  // must divide evenly; predict returns all of them. Losses and metrics are those of all positions, so they must be
-  // sums or means over them. `context_plan`: parameters that belong to positions, such as {{"*.place.weight",
-  // Shard{0}}}; a module that counts positions itself must begin with those of the ranks before it. Put it behind
-  // batch_axis.
+  // must divide evenly; predict returns all of them. Losses must be means, of a value for each position or of means
+  // over them; metrics likewise. `context_plan`: parameters that belong to positions, such as {{"place.weight",
+  // Shard{0}}}, with as many rows as a sequence has positions; a module that counts positions itself must begin with
+  // those of the ranks before it.
   std::string context_axis = "context";
   int context_dim = 1;
   ParallelPlan context_plan = {};
