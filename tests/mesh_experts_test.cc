@@ -1,28 +1,20 @@
 // fit with layers of experts on meshes against fit on one device.
 #include "base/expect_says_testing.h"
 #include "meshes.h"
+#include "parallel/expert_testing.h"
 
 namespace lockstep {
 namespace {
 
-constexpr std::int64_t kWidth = 6;
+constexpr std::int64_t kWidth = parallel::kExpertWidth;
 constexpr int kSteps = 50;
-
-struct FeedForwardImpl : torch::nn::Module {
-  FeedForwardImpl()
-      : up(register_module("up", torch::nn::Linear(kWidth, 10))),
-        down(register_module("down", torch::nn::Linear(10, kWidth))) {}
-  Tensor forward(const Tensor& x) { return down(torch::tanh(up(x))); }
-  torch::nn::Linear up, down;
-};
-TORCH_MODULE(FeedForward);
 
 struct NetImpl : torch::nn::Module {
   NetImpl(const MoEOptions& options, const Communicator& ranks, double of_balance)
       : balance(of_balance),
         first(register_module("first", torch::nn::Linear(kWidth, kWidth))),
         moe(register_module("moe", MoE(
-                                       options, kWidth, [] { return FeedForward(); }, ranks))) {
+                                       options, kWidth, [] { return parallel::Expert(); }, ranks))) {
     to(at::kDouble);
   }
   Tensor forward(const Tensor& x) {

@@ -175,13 +175,13 @@ void Sections::share_update(const std::vector<Report>& reports, std::int64_t sec
   if (lacks(reports[static_cast<std::size_t>(member_.rank())])) member_.take_update(printed);
 }
 
-// On all alike: throws where there is none.
-template <class IsNewcomer>
-int Sections::first_row_without(const std::vector<Report>& reports, const IsNewcomer& is_newcomer) const {
+// The first whose ranks all have it. Where there is none it throws, on all alike.
+int Sections::first_row_with_state(const std::vector<Report>& reports) const {
   const auto row_size = static_cast<std::size_t>(member_.row_size());
   for (std::size_t first = 0; first < reports.size(); first += row_size) {
     const auto begin = reports.begin() + static_cast<std::ptrdiff_t>(first);
-    if (std::none_of(begin, begin + static_cast<std::ptrdiff_t>(row_size), is_newcomer))
+    const auto end = begin + static_cast<std::ptrdiff_t>(row_size);
+    if (std::none_of(begin, end, [](const Report& report) { return report.is_newcomer; }))
       return static_cast<int>(first / row_size);
   }
   throw ClusterError("no row of the mesh is left whose ranks all have the state of the training");
@@ -201,7 +201,7 @@ void Sections::share_all(const std::vector<Report>& reports) {
   const int root = static_cast<int>(with - reports.begin());
   const bool sends = root == member_.rank();
   const auto completed = with->completed;
-  const auto row = first_row_without(reports, is_newcomer);
+  const auto row = first_row_with_state(reports);
   const auto mine = [&] { return text(updated ? 1 : 0, " ", completed_.generation, "\n", member_.print_all()); };
   const auto state = member_.broadcast(sends ? mine() : "", root);
   const bool sends_part = row == member_.rank() / member_.row_size();

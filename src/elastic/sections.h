@@ -105,8 +105,7 @@ class Sections {
   void catch_up(int size_before, const std::function<void(const Numbers&)>& finish);
   void share_update(const std::vector<Report>& reports, std::int64_t section);
   void share_all(const std::vector<Report>& reports);
-  template <class IsNewcomer>
-  int first_row_without(const std::vector<Report>& reports, const IsNewcomer& is_newcomer) const;
+  int first_row_with_state(const std::vector<Report>& reports) const;
 
   Member& member_;
   Completed& completed_;

@@ -44,8 +44,8 @@ std::unique_ptr<gradient::GradientSync> sharded(ReplicatedParameters& parameters
 std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
                                                  const Communicator& ranks,
                                                  const gradient::GradientPathOptions& options) {
-  const bool has_shards = parameters.is_split() && parameters.split()->before_backward;  // which backward has summed
-  if (ranks.size() > 1 || (options.elastic && !has_shards)) {
+  const bool are_summed = parameters.is_split() && parameters.split()->sums_in_backward();
+  if (ranks.size() > 1 || (options.elastic && !are_summed)) {
     if (const auto& own = optimizer.options().gradient_ranks) {
       return std::make_unique<gradient::Bucketed>(
           parameters, ranks, gradient::BucketOptions{.gradient_dtype = own->gradient_dtype}, own->sum);

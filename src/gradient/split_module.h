@@ -49,6 +49,9 @@ struct SplitModule {
   std::function<void(double factor)> before_backward = {};
   std::function<void()> after_backward = {};
 
+  // Whether backward itself sums gradients: of parameters that are sharded over summed_over.
+  bool sums_in_backward() const { return before_backward != nullptr; }
+
   // What is called in an elastic job after the workers' Groups were replaced, and a step that may have broken off; or
   // null. Collective.
   std::function<void()> after_regroup = {};

@@ -225,24 +225,23 @@ gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set
     return split;
   }
   gradient::SplitModule split{.workers_of_a_copy = row_size_, .same_parts = batch_, .data_workers = tokens_};
-  fitting(options_.fully_shard.units, module.named_modules("", /*include_self=*/false).keys(),
-          used);  // on larger meshes
-  for (const auto& each : module.named_parameters()) {
-    const auto divided = std::dynamic_pointer_cast<const DividedParameter>(partial_of(each.value()));
-    if (context_.size() > 1 && divided != nullptr && is_divided_among(each.value(), context_))
-      split.positions = divided->whole_sizes(each.value().sizes())[static_cast<std::size_t>(divided->division().dim)];
-  }
+  // On a larger mesh they are units.
+  fitting(options_.fully_shard.units, module.named_modules("", /*include_self=*/false).keys(), used);
   if (expert_.size() > 1 || context_.size() > 1) {
     split.summed_over = summed_;
     split.after_backward = [parameters = module.parameters(), expert = expert_, context = context_] {
       for (const auto& ranks : {expert, context}) sum_gradients(parameters, ranks);
     };
   }
-  for (const auto& each : module.named_parameters())
+  for (const auto& each : module.named_parameters()) {
     split.trained.push_back({.name = each.key(),
                              .tensor = each.value(),
                              .parts = gradient::parts_of(each.value()),
                              .is_copy = is_tied_copy(each.value())});
+    const auto divided = std::dynamic_pointer_cast<const DividedParameter>(partial_of(each.value()));
+    if (context_.size() > 1 && divided != nullptr && is_divided_among(each.value(), context_))
+      split.positions = divided->whole_sizes(each.value().sizes())[static_cast<std::size_t>(divided->division().dim)];
+  }
   return split;
 }
 

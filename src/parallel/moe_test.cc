@@ -2,7 +2,6 @@
 #include "lockstep/parallel/moe.h"
 
 #include <gtest/gtest.h>
-#include <torch/nn/modules/linear.h>
 #include <torch/optim/adamw.h>
 
 #include <mutex>
@@ -10,22 +9,14 @@
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
 #include "lockstep/parallel/gradients.h"
+#include "parallel/expert_testing.h"
 #include "parallel/transformer_testing.h"
 
 namespace lockstep::parallel {
 namespace {
 
-constexpr std::int64_t kWidth = 6;
+constexpr std::int64_t kWidth = kExpertWidth;
 constexpr int kSteps = 50;
-
-struct ExpertImpl : torch::nn::Module {
-  ExpertImpl()
-      : up(register_module("up", torch::nn::Linear(kWidth, 10))),
-        down(register_module("down", torch::nn::Linear(10, kWidth))) {}
-  at::Tensor forward(const at::Tensor& x) { return down(torch::tanh(up(x))); }
-  torch::nn::Linear up, down;
-};
-TORCH_MODULE(Expert);
 
 MoE make_moe(const MoEOptions& options, const Communicator& ranks = {}) {
   static std::mutex making;

@@ -1,8 +1,6 @@
 // What a forward pass adds to the loss of its batch.
 #pragma once
 
-#include <vector>
-
 #include "lockstep/train/add_loss.h"
 #include "lockstep/train/loss.h"
 

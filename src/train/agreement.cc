@@ -65,7 +65,7 @@ void Agreement::change_workers(const std::function<void()>& save) {
     if (worker_.leaves_in_turn() && !leaving.empty()) leaving.resize(1);  // the others behind the next steps
   }
   if (agreed_[newcomers] == 0 && leaving.empty()) return;
-  const int row = worker_.rank() / worker_.strategy().row_size();
+  const int row = worker_.rank() / worker_.row_size();
   const bool leaves = std::find(leaving.begin(), leaving.end(), row) != leaving.end();
   if (recovery_.change(leaves) && leaves) throw Interrupted(SIGTERM);
   if (!leaving.empty()) agree_again();
@@ -88,7 +88,7 @@ std::vector<int> Agreement::rows_that_leave() {
   };
   recovery_.run(gather, [&](const auto& told) {
     for (std::size_t rank = 0; rank < told.size(); ++rank) {
-      const int row = static_cast<int>(rank) / worker_.strategy().row_size();
+      const int row = static_cast<int>(rank) / worker_.row_size();
       if (told[rank] > 0 && (leaving.empty() || leaving.back() != row)) leaving.push_back(row);
     }
   });
@@ -109,8 +109,7 @@ void Agreement::wait_for_newcomers(const std::function<void()>& save) {
       recovery_.change(false);
     } else if (agreed_[waited] > 0 && too_few()) {
       save();
-      throw ClusterError(text("workers were lost, and ", rows(),
-                              worker_.strategy().row_size() > 1 ? " rows of the mesh" : "",
+      throw ClusterError(text("workers were lost, and ", rows(), worker_.row_size() > 1 ? " rows of the mesh" : "",
                               " remain; elastic.min_workers is ", elastic().min_workers,
                               ", and nobody has joined them for ", elastic().join_seconds, " s"));
     }
@@ -118,7 +117,7 @@ void Agreement::wait_for_newcomers(const std::function<void()>& save) {
 }
 
 // By the last agreement, which is the same for all.
-int Agreement::rows() const { return static_cast<int>(workers()) / worker_.strategy().row_size(); }
+int Agreement::rows() const { return static_cast<int>(workers()) / worker_.row_size(); }
 bool Agreement::too_few() const { return rows() < elastic().min_workers; }
 
 }  // namespace lockstep::train

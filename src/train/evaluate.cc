@@ -105,7 +105,7 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
     const auto results = impl.strategy.run(
         [&](ReplicaContext& replica, const internal::Part& unread) -> train::StepResult {
           const auto part = impl.own_positions(unread.read());
-          const auto in_context = impl.mesh() != nullptr ? impl.mesh()->use_context() : nullptr;
+          const auto in_context = impl.use_context();
           const train::AddedLosses added(impl.stages != nullptr ? train::AddedLosses::Use::refused
                                                                 : train::AddedLosses::Use::values_alone);
           const auto outputs = impl.outputs_of_any(replica, part);
@@ -113,8 +113,7 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
           const auto& compiled = impl.compiled->loss;
           const auto loss = added.add_to(compiled.terms(part.y, outputs, part.weight), compiled);
           tracker.update(replica.local_replica_id(), part, outputs);
-          const bool is_first = impl.mesh() == nullptr || impl.mesh()->context_workers().rank() == 0;
-          return {loss.sum.item<double>(), loss.divisor, is_first ? part.size() : 0};
+          return {loss.sum.item<double>(), loss.divisor, impl.counts_examples() ? part.size() : 0};
         },
         batch);
     tracker.add_batch(results);
@@ -133,12 +132,10 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
     const auto parts = impl.strategy.run(
         [&](ReplicaContext& replica, const internal::Part& unread) {
           const auto part = impl.own_positions(unread.read());
-          const auto* const mesh = impl.mesh();
-          const auto in_context = mesh != nullptr ? mesh->use_context() : nullptr;
+          const auto in_context = impl.use_context();
           const auto rows = impl.outputs_of_any(replica, part);
-          if (mesh == nullptr || part.size() == 0) return rows;
-          const auto whole = mesh->whole_positions(rows);
-          return impl.counts() && mesh->context_workers().rank() == 0 ? whole : Tensor();
+          const auto whole = impl.mesh() != nullptr ? impl.mesh()->whole_positions(rows) : rows;
+          return impl.counts() && impl.counts_examples() ? whole : Tensor();
         },
         batch);
     std::vector<Tensor> here;

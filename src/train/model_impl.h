@@ -82,6 +82,10 @@ class ModelImpl {
   // This worker's positions of the sequences of examples that others have too.
   Example own_positions(const Example& part) const;
 
+  // What must live while it computes with them, or null; and whether it is the one that counts the examples.
+  std::unique_ptr<ContextParallel> use_context() const { return mesh() ? mesh()->use_context() : nullptr; }
+  bool counts_examples() const { return mesh() == nullptr || mesh()->context_workers().rank() == 0; }
+
   // Whether this process's losses, metrics and outputs count (StrategyImpl::counts).
   bool counts() const { return unwrap(strategy).counts(); }
 

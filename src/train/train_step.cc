@@ -136,7 +136,7 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
     gradients->drop_gradients(id);  // left by a recording that failed
   }
   const auto part = own_positions(unread.moved(there));
-  const auto in_context = mesh() != nullptr ? mesh()->use_context() : nullptr;
+  const auto in_context = use_context();
   if (in_context && compiled->loss.reduction() == Reduction::sum)
     throw InvalidArgument("fit: a loss with Reduction::sum is not for sequences that are divided; take a mean");
   lap.add_to(spent.input);
@@ -159,8 +159,7 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
   gradients->apply(replica.local_group(), computed.weight, replica.deadline());
   // At the end, because reading the loss waits for a GPU, which has the update to compute by now.
   train::StepResult result;
-  const bool is_first = mesh() == nullptr || mesh()->context_workers().rank() == 0;  // of those with the same examples
-  if (counted) result = {computed.loss_sum.item<double>(), computed.divisor, is_first ? part.size() : 0};
+  if (counted) result = {computed.loss_sum.item<double>(), computed.divisor, counts_examples() ? part.size() : 0};
   lap.add_to(spent.reduce_and_update);
   return result;
 }
@@ -232,9 +231,9 @@ train::ComputedStep ModelImpl::compute_no_gradients(ReplicaContext& replica, con
     backward_from(loss_of(outputs_of(replica, none)), 0, none);
   }
   for (std::size_t i = 0; i < buffers.size(); ++i) parameters->assign_buffer_of(id, i, buffers[i]);
-  if (split.before_backward) split.before_backward(1);                             // of loops of the program's own
-  const bool computed_nothing = !split.before_backward && !mesh()->has_experts();  // but what others needed
-  if (computed_nothing) gradients->drop_gradients(id);
+  if (split.before_backward) split.before_backward(1);  // of loops of the program's own
+  const bool others_need_them = split.sums_in_backward() || mesh()->has_experts();
+  if (!others_need_them) gradients->drop_gradients(id);
   return {{}, {}, 0, weight_of(compiled->loss, 0, number_of(replica))};
 }
 

@@ -35,7 +35,7 @@ void EarlyStopping::on_train_begin() {
   const auto& strategy = unwrap(unwrap(model()).strategy);
   if (options_.restore_best_weights && strategy.is_elastic() && strategy.parallelism() != nullptr) {
     throw InvalidArgument(
-        "EarlyStopping: restore_best_weights is not for an elastic mesh, whose chief has the best weights alone and "
+        "EarlyStopping: restore_best_weights is not for an elastic mesh, whose chief alone has the best weights and "
         "may "
         "be lost; save them by ModelCheckpoint, with save_best_only");
   }
