@@ -78,6 +78,13 @@ void Client::leave(const Place& place) {
   if (current_ == place.index) current_ = (current_ + 1) % channels_.size();
 }
 
+// A channel gets on with its connection only while a thread waits for it: calls on one whose last attempt failed return
+// at once, so that without this no connection would be made.
+void Client::pause() {
+  const auto until = std::chrono::system_clock::now() + kBetweenAttempts;
+  if (place().channel->WaitForConnected(until)) std::this_thread::sleep_until(until);
+}
+
 std::string Client::endpoint() { return place().endpoint; }
 
 // attempt(channel, context) returns a status.
@@ -93,7 +100,7 @@ void Client::call(Deadline deadline, const Attempt& attempt) {
     if (!another_may_answer(status)) throw ClusterError(what);
     leave(at);
     if (deadline.passed()) throw DeadlineExceeded("asking etcd", deadline.waited(), {}, text(" (", what, ")"));
-    std::this_thread::sleep_for(kBetweenAttempts);
+    pause();
   }
 }
 
@@ -166,7 +173,7 @@ void Client::wait_for_change(const std::vector<Range>& ranges, std::int64_t sinc
   const auto code = stream->Finish().error_code();
   if (code == grpc::StatusCode::CANCELLED || code == grpc::StatusCode::DEADLINE_EXCEEDED) return;
   leave(at);
-  std::this_thread::sleep_for(kBetweenAttempts);
+  pause();
 }
 
 }  // namespace lockstep::etcd

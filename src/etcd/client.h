@@ -46,6 +46,7 @@ class Client {
   };
   Place place();
   void leave(const Place& place);  // it does not answer
+  void pause();                    // before another attempt
   template <class Attempt>
   void call(Deadline deadline, const Attempt& attempt);
   template <class Request, class Response>

@@ -12,6 +12,7 @@
 #include <iterator>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/child_process_testing.h"
@@ -24,8 +25,8 @@ namespace lockstep::etcd {
 
 class EtcdCluster {
  public:
-  // Waits until it answers. Throws Error with what the members have logged where it does not.
-  explicit EtcdCluster(int size) : folder_(new_folder()) {
+  // Begins after so long, and waits until it answers. Throws Error with what the members have logged where it does not.
+  explicit EtcdCluster(int size, std::chrono::milliseconds begins_after = {}) : folder_(new_folder()) {
     const auto& folder = folder_.path;
     std::string all;
     std::vector<std::string> peers;
@@ -56,6 +57,7 @@ class EtcdCluster {
                                              "error"};
       members_.push_back(std::make_unique<ChildProcess>([&]() -> std::string {
         ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+        std::this_thread::sleep_for(begins_after);
         const int log = ::open((folder / text("m", i, ".log")).c_str(), O_CREAT | O_WRONLY, 0600);
         ::dup2(log, STDOUT_FILENO);
         ::dup2(log, STDERR_FILENO);

@@ -219,6 +219,12 @@ TEST(Etcd, AMemberOfTheClusterMayBeKilled) {
   EXPECT_EQ(store.compare_set("end", "", "", soon()), "");
 }
 
+// Attempts to connect that were refused for longer than gRPC waits between them.
+TEST(Etcd, AClusterMayBeginAfterItsClients) {
+  const EtcdCluster cluster(3, 3s);
+  in_etcd(cluster.address("job")).set("x", "1", soon());
+}
+
 TEST(Etcd, BadAddressesAreNamed) {
   const auto problem = [](const std::string& address) {
     return message_of<InvalidArgument>([&] { Store::connect(address, soon(), kAccess); });
