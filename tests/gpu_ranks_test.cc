@@ -2,15 +2,10 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <lockstep/ddp.h>
-#include <lockstep/lockstep.h>
-#include <lockstep/parallel.h>
 #include <torch/nn/functional/loss.h>
 #include <torch/optim/adam.h>
 
-#include "base/expect_says_testing.h"
-#include "gradient/replicated_parameters.h"
-#include "parallel/transformer_testing.h"
-#include "strategy/unwrap.h"
+#include "meshes.h"
 
 namespace lockstep {
 namespace {
@@ -49,8 +44,8 @@ Transformer on_gpu() {
 }
 
 template <class Loss>
-void train(Transformer& net, const Loss& loss) {
-  torch::optim::Adam adam(net->parameters(), torch::optim::AdamOptions(1e-3));
+void train(const std::vector<Tensor>& parameters, const Loss& loss) {
+  torch::optim::Adam adam(parameters, torch::optim::AdamOptions(1e-3));
   for (int step = 0; step < kSteps; ++step) {
     adam.zero_grad();
     loss(batch_of(step)).backward();
@@ -65,7 +60,7 @@ Tensor mean_loss(const Tensor& logits, const Tensor& labels) {
 // Of this process alone, on all examples.
 parallel::Parameters trained_alone() {
   auto net = on_gpu();
-  train(net, [&](const Batch& batch) { return mean_loss(net(batch.ids), batch.labels); });
+  train(net->parameters(), [&](const Batch& batch) { return mean_loss(net(batch.ids), batch.labels); });
   return parallel::parameters_of(*net);
 }
 
@@ -79,7 +74,7 @@ TEST_F(GpuRanks, DistributedDataParallelTrainsAsOneProcess) {
   const auto group = ranks();
   auto net = on_gpu();
   DistributedDataParallel ddp(net, group);
-  train(net, [&](const Batch& batch) {
+  train(net->parameters(), [&](const Batch& batch) {
     const auto part = [&](const Tensor& all) { return all.chunk(2)[static_cast<std::size_t>(group.rank())]; };
     return mean_loss(ddp(part(batch.ids)), part(batch.labels));
   });
@@ -96,7 +91,7 @@ TEST_F(GpuRanks, TensorParallelTrainsAsOneProcess) {
                       {"*.up", ColwiseParallel()},
                       {"*.down", RowwiseParallel()},
                       {"*.head", ColwiseParallel()}});
-  train(net, [&](const Batch& batch) {
+  train(net->parameters(), [&](const Batch& batch) {
     return vocabulary_parallel_cross_entropy(net(batch.ids), batch.labels, group).mean();
   });
   auto whole = parallel::parameters_of(*net);
@@ -123,11 +118,78 @@ TEST_F(GpuRanks, RingAttentionIsAttentionOverTheWholeSequence) {
   for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(at::allclose(mine[i].grad(), part(whole[i].grad()), 1e-8, 1e-10));
 }
 
-TEST_F(GpuRanks, FullyShardSaysThatParametersMustBeInHostMemory) {
+TEST_F(GpuRanks, FullyShardTrainsAsOneProcess) {
+  const auto group = ranks();
+  const auto expected = trained_alone();
+  for (const bool offload : {false, true}) {
+    SCOPED_TRACE(offload ? "cpu_offload" : "on the GPU");
+    auto net = on_gpu();
+    auto sharded = fully_shard(net, group, {.units = {"1", "2"}, .prefetch = true, .cpu_offload = offload});
+    train(sharded.parameters(), [&](const Batch& batch) {
+      const auto part = [&](const Tensor& all) { return all.chunk(2)[static_cast<std::size_t>(group.rank())]; };
+      return mean_loss(sharded(part(batch.ids)), part(batch.labels));
+    });
+    for (const auto& shard : sharded.parameters()) {
+      EXPECT_EQ(shard.is_cpu(), offload);
+      EXPECT_EQ(shard.grad().is_cpu(), offload);
+    }
+    const auto whole = sharded.gather();
+    for (const auto& [name, value] : whole) {
+      EXPECT_TRUE(value.is_cpu());
+      EXPECT_LT((value - expected.at(name).cpu()).abs().max().item<double>(), kTolerance) << name;
+    }
+    EXPECT_EQ(whole.empty(), group.rank() != 0);
+    const auto initial = parallel::parameters_of(*on_gpu());
+    sharded.load(initial);
+    for (const auto& [name, value] : sharded.gather()) EXPECT_TRUE(at::equal(value, initial.at(name).cpu())) << name;
+  }
+}
+
+// Parameters and inputs of 16 bits, gradients that are summed in 32.
+TEST_F(GpuRanks, FullyShardComputesIn16Bits) {
+  const auto group = ranks();
   auto net = on_gpu();
-  const auto message = message_of<InvalidArgument>([&] { fully_shard(net, ranks()); });
-  expect_says(message, "on cuda:0");
-  expect_says(message, "in host memory");
+  net->to(at::kFloat);
+  auto sharded =
+      fully_shard(net, group, {.units = {"1", "2"}, .param_dtype = DType::bfloat16, .reduce_dtype = DType::float32});
+  std::vector<double> losses;
+  train(sharded.parameters(), [&](const Batch&) {
+    const auto batch = batch_of(0);
+    const auto output = sharded(batch.ids);
+    EXPECT_EQ(output.scalar_type(), at::kBFloat16);
+    const auto loss = mean_loss(output.to(at::kFloat), batch.labels);
+    losses.push_back(loss.item<double>());
+    return loss;
+  });
+  EXPECT_LT(losses.back(), 0.9 * losses.front());
+  EXPECT_EQ(sharded.parameters()[0].scalar_type(), at::kFloat);
+}
+
+TEST_F(GpuRanks, FitsOnMeshesAsOneCpu) {
+  const auto data = make_sequences();
+  const auto fitted = [&](const Strategy& strategy, bool of_layers) {
+    const auto scope = strategy.scope();
+    auto model = make_transformer_model(Adam({.global_clipnorm = 0.5}), of_layers);
+    auto history = model.fit(data, {.epochs = 3, .verbose = 0, .validation_data = data}).history;
+    return Trained{whole_weights(model), history, model.predict(data)};
+  };
+  for (const char* axis : {"data", "shard", "tensor", "pipeline"}) {
+    SCOPED_TRACE(axis);
+    const bool of_layers = std::string(axis) == "pipeline";
+    ModelParallelOptions options;
+    if (std::string(axis) == "tensor") options.plan = transformer_plan();
+    if (std::string(axis) == "shard") options.fully_shard.units = {"1", "2"};
+    options.device = "cuda:0";
+    const auto expected = fitted(OneDeviceStrategy("cpu:0"), of_layers);
+    const auto trained = fitted(ModelParallelStrategy(DeviceMesh({{axis, 2}}), options), of_layers);
+    for (const auto& [name, value] : trained.weights)
+      EXPECT_LT((value.cpu() - expected.weights.at(name)).abs().max().item<double>(), kTolerance) << name;
+    for (const auto& [name, values] : trained.history) {
+      for (std::size_t i = 0; i < values.size(); ++i)
+        EXPECT_NEAR(values[i], expected.history.at(name)[i], kTolerance) << name;
+    }
+    EXPECT_LT((trained.predicted.cpu() - expected.predicted).abs().max().item<double>(), kTolerance);
+  }
 }
 
 TEST_F(GpuRanks, WorkersTrainAsOneCpu) {

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "base/fresh_folder_testing.h"
+#include "base/text.h"
 #include "gradient/replicated_parameters.h"
 #include "ops/recorded_work.h"
 #include "strategy/unwrap.h"
@@ -166,6 +167,28 @@ TEST_F(Gpu, TrainsAsTheCpu) {
     // weights.
     EXPECT_LT(difference_from_cpu(convolution, {.optimizer = optimizer, .dtype = at::kDouble}), 1e-6);
   }
+}
+
+TEST_F(Gpu, StrategiesOverAllGpusTrainAsOneCpu) {
+  const auto fitted_by = [](const Strategy& strategy) {
+    const auto scope = strategy.scope();
+    set_random_seed(3);
+    Sequential model(convolution());
+    model.compile(
+        {.optimizer = Adam({.global_clipnorm = 0.5}), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
+    model.fit(batches(at::kDouble), {.epochs = kEpochs, .verbose = 0});
+    return weights_of(model);
+  };
+  const auto gpus = static_cast<int>(at::detail::getCUDAHooks().deviceCount());
+  const auto expected =
+      fitted_by(MirroredStrategy(gpus));  // as many replicas, which normalize as many parts of a batch
+  for (const auto ops : {CrossDeviceOps::one_pass, CrossDeviceOps::reduction_to_one_device,
+                         CrossDeviceOps::hierarchical_copy_all_reduce}) {
+    const MirroredStrategy strategy({.cross_device_ops = ops});
+    EXPECT_EQ(strategy.devices().back(), text("cuda:", gpus - 1));
+    EXPECT_TRUE(at::allclose(fitted_by(strategy), expected, 1e-6, 1e-9));
+  }
+  EXPECT_TRUE(at::allclose(fitted_by(CentralStorageStrategy()), expected, 1e-6, 1e-9));
 }
 
 TEST_F(Gpu, TwoRunsHaveTheSameBits) {

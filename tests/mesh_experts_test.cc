@@ -64,7 +64,7 @@ Trained train(const Case& one, const Communicator& ranks) {
   const auto history = model.fit(
       data.repeat(),
       {.epochs = 2, .verbose = 0, .validation_data = data, .steps_per_epoch = kSteps / 2, .handle_signals = false});
-  return {whole_weights(model), history.history, model.predict(data)};
+  return {whole_weights(model), history.history, model.predict(data).cpu()};
 }
 
 class MeshExperts : public testing::TestWithParam<Case> {};

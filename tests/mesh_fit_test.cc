@@ -13,7 +13,7 @@ Trained train(Model model, const Dataset& data) {
   const auto history = model.fit(
       data.repeat(),
       {.epochs = 2, .verbose = 0, .validation_data = data, .steps_per_epoch = kSteps / 2, .handle_signals = false});
-  return {whole_weights(model), history.history, model.predict(data)};
+  return {whole_weights(model), history.history, model.predict(data).cpu()};
 }
 
 void expect_same(const Trained& one, const Trained& other) {

@@ -183,11 +183,7 @@ TEST(ModelParallelLoops, TrainAndSave) {
       }
     }
     if (!restores) checkpoint.write(path);
-    parallel::Parameters weights;
-    const auto& parameters = unwrap(ReplicatedModule(module));
-    for (std::size_t i = 0; i < parameters.slots().size(); ++i)
-      weights[parameters.slots()[i].name] = parameters.whole(i, parameters.parameter(0, i)).detach().clone();
-    return weights;
+    return whole_weights(ReplicatedModule(module));
   };
   const auto expected = train(OneDeviceStrategy("cpu:0", 1), 3, false);
   on_mesh({{"data", 2}, {"tensor", 2}}, {.plan = transformer_plan()}, [&](const ModelParallelStrategy& strategy) {

@@ -86,15 +86,18 @@ struct Trained {
   Tensor predicted;
 };
 
-// On all ranks. Collective.
-inline parallel::Parameters whole_weights(const Model& model) {
+// On all ranks, in host memory. Collective.
+inline parallel::Parameters whole_weights(const ReplicatedModule& module) {
   parallel::Parameters weights;
-  const auto& parameters = unwrap(model.module());
+  const auto& parameters = unwrap(module);
   for (std::size_t i = 0; i < parameters.slots().size(); ++i) {
-    weights[parameters.slots()[i].name] = parameters.whole(i, parameters.parameter(0, i)).detach().clone();
+    weights[parameters.slots()[i].name] =
+        parameters.whole(i, parameters.parameter(0, i)).detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
   }
   return weights;
 }
+
+inline parallel::Parameters whole_weights(const Model& model) { return whole_weights(model.module()); }
 
 using Axes = std::vector<DeviceMesh::Axis>;
 
@@ -104,7 +107,7 @@ inline std::string name_of(const Axes& axes) {
   return name;
 }
 
-// Runs body(strategy) on each rank of a mesh.
+// Runs body(strategy) on each rank of a mesh: where there are GPUs, each on one.
 inline void on_mesh(const Axes& axes, ModelParallelOptions options,
                     const std::function<void(const ModelParallelStrategy&)>& body) {
   int ranks = 1;
@@ -114,11 +117,13 @@ inline void on_mesh(const Axes& axes, ModelParallelOptions options,
     divides |= axis.name == options.tensor_axis;
   }
   if (!divides) options.plan.clear();
-  options.device = "cpu:0";
   options.threads_per_replica = 1;
+  const bool has_gpus = at::hasCUDA();
   collective::on_ranks(ranks, [&](const Group& group) {
     const DeviceMesh mesh(axes, Communicator(group, 60));
-    const ModelParallelStrategy strategy(mesh, options);
+    auto own = options;
+    own.device = (has_gpus ? "cuda:" : "cpu:") + std::to_string(has_gpus ? group.rank() : 0);
+    const ModelParallelStrategy strategy(mesh, own);
     const auto scope = strategy.scope();
     body(strategy);
   });

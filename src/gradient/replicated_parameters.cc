@@ -22,6 +22,13 @@ namespace {
 
 bool is_flat_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble; }
 
+// Shards are in host memory, also those of a module on a device.
+gradient::Placement placement_of(const gradient::SplitModule& split, gradient::Placement placement) {
+  const bool on_host =
+      std::all_of(split.trained.begin(), split.trained.end(), [](const auto& each) { return each.tensor.is_cpu(); });
+  return on_host && placement == gradient::Placement::staged ? gradient::Placement::mirrored : placement;
+}
+
 void check_dtype(const gradient::ParameterSlot& slot) {
   if (!slot.trainable || slot.flat) return;
   throw InvalidArgument(
@@ -35,11 +42,11 @@ ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn
                                            Communicator workers)
     : ReplicatedParameters(std::move(modules), std::nullopt, placement, on_replicas, workers, workers) {}
 
-ReplicatedParameters::ReplicatedParameters(std::shared_ptr<torch::nn::Module> module, gradient::SplitModule split,
-                                           gradient::Placement placement, Communicator workers,
-                                           Communicator all_workers)
-    : ReplicatedParameters(std::vector{std::move(module)}, std::move(split), placement, {}, std::move(workers),
-                           std::move(all_workers)) {
+ReplicatedParameters::ReplicatedParameters(std::shared_ptr<torch::nn::Module> module,
+                                           const gradient::SplitModule& split, gradient::Placement placement,
+                                           Communicator workers, Communicator all_workers)
+    : ReplicatedParameters(std::vector{std::move(module)}, split, placement_of(split, placement), {},
+                           std::move(workers), std::move(all_workers)) {
   find_first_holders();
 }
 

@@ -63,7 +63,7 @@ class ReplicatedParameters {
 
   // The same of one module that is split over processes: `workers` train the same parts of it on other examples,
   // `all_workers` are they and those that train other parts. Collective over the latter.
-  ReplicatedParameters(std::shared_ptr<torch::nn::Module> module, gradient::SplitModule split,
+  ReplicatedParameters(std::shared_ptr<torch::nn::Module> module, const gradient::SplitModule& split,
                        gradient::Placement placement, Communicator workers, Communicator all_workers);
 
   int replicas() const { return static_cast<int>(modules_.size()); }  // of this process

@@ -33,17 +33,18 @@ Tensor exact(std::int64_t elements, at::ScalarType dtype) {
 }  // namespace
 
 FlatShard::FlatShard(std::vector<std::string> names, std::vector<Tensor> parameters, const Communicator& ranks,
-                     const Communicator& replicas, Precision precision)
+                     const Communicator& replicas, Precision precision, at::Device place)
     : names_(std::move(names)),
       parameters_(std::move(parameters)),
       ranks_(ranks),
       replicas_(replicas),
       dtype_(parameters_.at(0).scalar_type()),
       precision_(precision),
+      device_(parameters_[0].device()),
       taken_(parameters_.size()) {
   const at::NoGradGuard no_gradient;
   lay_out();
-  own_ = exact(part_, dtype_);
+  own_ = place.is_cpu() ? exact(part_, dtype_) : at::empty({part_}, at::device(place).dtype(dtype_));
   set_values(parameters_);
   bind();
 }
@@ -51,11 +52,22 @@ FlatShard::FlatShard(std::vector<std::string> names, std::vector<Tensor> paramet
 // The Group may be writing still, and the module may outlive this.
 FlatShard::~FlatShard() {
   abandon_gather();
-  storage_.set_data_ptr(c10::DataPtr(nullptr, at::kCPU));
+  storage_.set_data_ptr(c10::DataPtr(nullptr, device_));
 }
 
-Tensor FlatShard::whole_flat(at::ScalarType dtype) const {
-  return at::empty({part_ * ranks_.size()}, own_.options().dtype(dtype));
+Tensor FlatShard::whole_flat(at::ScalarType dtype, at::Device device) const {
+  const auto elements = part_ * ranks_.size();
+  return device.is_cpu() ? host_memory(elements, dtype) : at::empty({elements}, at::device(device).dtype(dtype));
+}
+
+// Which the parameters' device copies fast.
+Tensor FlatShard::host_memory(std::int64_t elements, at::ScalarType dtype) const {
+  return at::empty({elements}, at::TensorOptions(dtype).pinned_memory(device_.is_cuda()));
+}
+
+// Itself, where it is there.
+Tensor FlatShard::on_host(const Tensor& flat) const {
+  return flat.is_cpu() ? flat : host_memory(flat.numel(), flat.scalar_type()).copy_(flat);
 }
 
 void FlatShard::lay_out() {
@@ -95,12 +107,13 @@ const Tensor& FlatShard::own() {
 
 // Makes the parameters views of a storage without memory, and the shards views of this rank's part.
 void FlatShard::bind() {
+  const auto keys = at::empty({0}, at::device(device_).dtype(dtype_)).key_set();
   storage_ = c10::Storage(c10::Storage::use_byte_size_t(),
                           static_cast<std::size_t>(part_ * ranks_.size()) * at::elementSize(precision_.gathered),
-                          c10::DataPtr(nullptr, at::kCPU));
+                          c10::DataPtr(nullptr, device_));
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     const auto& parameter = parameters_[i];
-    auto view = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(storage_), own_.key_set(),
+    auto view = c10::make_intrusive<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(storage_), keys,
                                                      at::scalarTypeToTypeMeta(precision_.gathered));
     view->set_storage_offset(places_[i].offset);
     view->set_sizes_contiguous(parameter.sizes());
@@ -114,20 +127,21 @@ void FlatShard::bind() {
 
 void FlatShard::set_values(const std::vector<Tensor>& values) {
   const at::NoGradGuard no_gradient;
-  const auto whole = whole_flat(dtype_);
+  const auto whole = whole_flat(dtype_, at::kCPU), part = on_host(own());
   if (ranks_.rank() == 0 && replicas_.rank() == 0) {
     for (std::size_t i = 0; i < places_.size(); ++i) {
       piece(whole, places_[i].offset, values[i].sizes()).copy_(values[i].detach());
     }
   }
-  ranks_.group().run(Call::scatter(buffer_of(whole), buffer_of(own()), 0), ranks_.deadline());
-  replicas_.group().broadcast(buffer_of(own()), 0, replicas_.deadline());
+  ranks_.group().run(Call::scatter(buffer_of(whole), buffer_of(part), 0), ranks_.deadline());
+  replicas_.group().broadcast(buffer_of(part), 0, replicas_.deadline());
+  own().copy_(part);
 }
 
 void FlatShard::prepare_gather() {
   const at::NoGradGuard no_gradient;
-  sent_ = own().to(precision_.gathered);  // itself, where that is the shards' precision
-  whole_ = whole_flat(precision_.gathered);
+  sent_ = on_host(own().to(precision_.gathered));  // itself, where it is so
+  whole_ = whole_flat(precision_.gathered, at::kCPU);
 }
 
 void FlatShard::start_gather() {
@@ -145,13 +159,14 @@ void FlatShard::finish_gather() {
     ranks_.group().all_gather(buffer_of(sent_), buffer_of(whole_), ranks_.deadline());
   }
   sent_ = Tensor();
-  storage_.set_data_ptr(c10::DataPtr(whole_.mutable_data_ptr(), at::kCPU));
+  whole_ = whole_.to(device_, /*non_blocking=*/true);
+  storage_.set_data_ptr(c10::DataPtr(whole_.mutable_data_ptr(), device_));
   is_gathered_ = true;
 }
 
 std::vector<Tensor> FlatShard::gather_values() {
-  const auto whole = whole_flat(dtype_);
-  ranks_.group().all_gather(buffer_of(own()), buffer_of(whole), ranks_.deadline());
+  const auto whole = whole_flat(dtype_, at::kCPU), part = on_host(own());
+  ranks_.group().all_gather(buffer_of(part), buffer_of(whole), ranks_.deadline());
   std::vector<Tensor> values;
   for (std::size_t i = 0; i < places_.size(); ++i)
     values.push_back(piece(whole, places_[i].offset, parameters_[i].sizes()).clone());
@@ -161,7 +176,7 @@ std::vector<Tensor> FlatShard::gather_values() {
 void FlatShard::release() {
   if (gathering_) finish_gather();
   if (!is_gathered_) return;
-  storage_.set_data_ptr(c10::DataPtr(nullptr, at::kCPU));
+  storage_.set_data_ptr(c10::DataPtr(nullptr, device_));
   whole_ = Tensor();
   is_gathered_ = false;
 }
@@ -179,7 +194,7 @@ void FlatShard::take_gradient(std::size_t i, double factor) {
   const at::NoGradGuard no_gradient;
   auto& gradient = parameters_[i].mutable_grad();
   if (!gradient.defined()) return;
-  if (!gradients_.defined()) gradients_ = whole_flat(precision_.summed);
+  if (!gradients_.defined()) gradients_ = whole_flat(precision_.summed, device_);
   auto place = piece(gradients_, places_[i].offset, gradient.sizes());
   if (factor == 0) {  // of no examples, whose mean is no number
     if (!taken_[i]) place.zero_();
@@ -199,7 +214,7 @@ void FlatShard::forget_gradients() {
 
 void FlatShard::reduce_gradients() {
   const at::NoGradGuard no_gradient;
-  if (!gradients_.defined()) gradients_ = whole_flat(precision_.summed);
+  if (!gradients_.defined()) gradients_ = whole_flat(precision_.summed, device_);
   for (std::size_t i = 0; i < places_.size(); ++i) {
     if (!taken_[i]) piece(gradients_, places_[i].offset, {places_[i].numel}).zero_();
   }
@@ -208,6 +223,7 @@ void FlatShard::reduce_gradients() {
       std::any_of(shards_.begin(), shards_.end(), [](const auto& shard) { return shard.grad().defined(); });
   if (!memory_for_sums_.defined()) memory_for_sums_ = exact(part_, precision_.summed);
   sums_ = accumulates ? at::empty_like(memory_for_sums_) : memory_for_sums_;
+  gradients_ = on_host(gradients_);
   ranks_.group().reduce_scatter(buffer_of(gradients_), buffer_of(sums_), ReduceOp::sum, ranks_.deadline());
   if (replicas_.size() > 1) all_reduce(replicas_.group(), sums_, ReduceOp::sum, replicas_.deadline());
   gradients_ = Tensor();
@@ -215,7 +231,7 @@ void FlatShard::reduce_gradients() {
 
 void FlatShard::set_gradients(const std::vector<bool>& taken_by_any) {
   const at::NoGradGuard no_gradient;
-  const auto sums = sums_.to(dtype_);
+  const auto sums = sums_.to(own_.options());
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     const auto own = own_place(i);
     if (own.numel == 0 || !taken_by_any[i]) continue;

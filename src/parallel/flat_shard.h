@@ -20,9 +20,10 @@ class FlatShard {
   };
 
   // Collective: takes rank 0's values, over replicas too, and frees the parameters' memory. Parameters are of one
-  // dtype, in which the shards stay.
+  // dtype, in which the shards stay, and on one device. Shards, and their gradients, are on `place`: that device, or
+  // the CPU.
   FlatShard(std::vector<std::string> names, std::vector<Tensor> parameters, const Communicator& ranks,
-            const Communicator& replicas, Precision precision);
+            const Communicator& replicas, Precision precision, at::Device place);
   ~FlatShard();
   FlatShard(const FlatShard&) = delete;
   FlatShard& operator=(const FlatShard&) = delete;
@@ -47,7 +48,7 @@ class FlatShard {
   void release();
   void abandon_gather();  // after a rank was lost: also one that failed
 
-  // Collective: the values of all parameters, as the shards have them. New tensors.
+  // Collective: the values of all parameters, as the shards have them. New tensors in host memory.
   std::vector<Tensor> gather_values();
 
   // Collective: sets all values to rank 0's; elsewhere `values` are not read.
@@ -74,7 +75,9 @@ class FlatShard {
   void prepare_gather();
   void bind();
   Place own_place(std::size_t i) const;
-  Tensor whole_flat(at::ScalarType dtype) const;
+  Tensor whole_flat(at::ScalarType dtype, at::Device device) const;
+  Tensor host_memory(std::int64_t elements, at::ScalarType dtype) const;
+  Tensor on_host(const Tensor& flat) const;
   const Tensor& own();
 
   const std::vector<std::string> names_;
@@ -82,16 +85,18 @@ class FlatShard {
   const Communicator ranks_, replicas_;
   const at::ScalarType dtype_;
   const Precision precision_;
+  const at::Device device_;    // the parameters'
   std::vector<Place> places_;  // [parameter]
   std::int64_t part_ = 0;      // elements of one rank
   Tensor own_;                 // this rank's part
   std::vector<Tensor> shards_;
   c10::Storage storage_;  // the parameters', which has memory while it is gathered
-  Tensor sent_, whole_;   // this rank's part, and all parts, in the precision in which they are gathered
+  Tensor sent_, whole_;  // this rank's part, and all parts, in the precision in which they are gathered; in host memory
+                         // until they are
   std::optional<Work> gathering_;
   bool is_gathered_ = false;
   Tensor gradients_;               // of all parameters, until they are reduced
-  Tensor memory_for_sums_, sums_;  // of this rank's part, in the precision of the sums
+  Tensor memory_for_sums_, sums_;  // of this rank's part, in the precision of the sums, in host memory
   std::vector<bool> taken_;
 };
 

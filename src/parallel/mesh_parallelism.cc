@@ -215,6 +215,7 @@ gradient::SplitModule MeshParallelism::shard(torch::nn::Module& module, std::set
   if (has_shards()) {
     auto options = options_.fully_shard;
     options.replicas = copies_;
+    options.cpu_offload = true;  // as other parameters, which devices have copies of
     const auto units = std::make_shared<ShardedUnits>(shard_, options);
     add_units(module, fitting(options.units, module.named_modules("", /*include_self=*/false).keys(), used),
               [&](torch::nn::Module& unit, const std::string& name, bool keep) { units->add(unit, name, keep); });

@@ -174,7 +174,7 @@ Tensor Pipeline::forward(const Tensor& x, std::int64_t most_microbatches) {
   shape.resize(bytes.size() / sizeof(std::int64_t));
   std::copy(bytes.begin(), bytes.end(), reinterpret_cast<char*>(shape.data()));
   const at::IntArrayRef sizes(shape.data() + 1, shape.size() - 1);
-  if (!output.defined()) output = at::empty(sizes, static_cast<at::ScalarType>(shape[0]));
+  if (!output.defined()) output = at::empty(sizes, x.options().dtype(static_cast<at::ScalarType>(shape[0])));
   output = output.contiguous();
   broadcast(state_->ranks, {output}, last);
   return output;

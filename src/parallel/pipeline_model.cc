@@ -82,7 +82,7 @@ struct MakingStages {
 }  // namespace
 
 PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::function<Layers()>& make,
-                             const Tensor& sample)
+                             const Tensor& sample, at::Device device)
     : workers_(parallelism.pipeline_workers()), module_(std::make_shared<torch::nn::Module>()) {
   const auto& options = parallelism.options();
   const auto layers_of_stages = cut(parallelism, make, sample);
@@ -94,7 +94,8 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
     throw InvalidArgument("ModelParallelStrategy: tied parameters are for a Model of a list of layers");
   std::vector<PipelineStage> stages;
   for (const auto& stage : join_layers(making->layers.layers, layers_of_stages)) {
-    stages.push_back(stage.with([making, &parallelism](torch::nn::Module& module) {
+    stages.push_back(stage.with([making, &parallelism, device](torch::nn::Module& module) {
+      module.to(device);
       torch::nn::Module named;
       add_layers(module, making->layers.numbered, named);
       for (const auto& each : named.named_modules("", /*include_self=*/false)) making->modules.push_back(each.key());

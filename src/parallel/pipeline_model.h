@@ -22,9 +22,10 @@ struct Layers {
 class PipelineModel {
  public:
   // Collective over the mesh: makes the stages, and before them all layers once, if they are measured, on `sample`
-  // [examples, ...]. Initial values are those that `make` draws in its first call. Throws InvalidArgument as Pipeline,
-  // cut_stages, parallelize_module and fully_shard.
-  PipelineModel(const MeshParallelism& parallelism, const std::function<Layers()>& make, const Tensor& sample);
+  // [examples, ...], on the CPU. Initial values are those that `make` draws in its first call. Stages go to `device`.
+  // Throws InvalidArgument as Pipeline, cut_stages, parallelize_module and fully_shard.
+  PipelineModel(const MeshParallelism& parallelism, const std::function<Layers()>& make, const Tensor& sample,
+                at::Device device);
 
   // This rank's layers under their names in the model, and what it trains of them.
   const std::shared_ptr<torch::nn::Module>& module() const { return module_; }

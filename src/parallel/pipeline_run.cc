@@ -35,7 +35,7 @@ void PipelineRun::split(const Tensor& x, std::int64_t most_microbatches) {
 // What another stage made: of this rank or another one.
 Tensor PipelineRun::take(const StageMessage& wanted, int from_stage) {
   const auto from = schedule_.rank_of_stage[static_cast<std::size_t>(from_stage)];
-  if (from != rank_) return links_.receive(from, wanted);
+  if (from != rank_) return links_.receive(from, wanted).to(parts_[0].device());
   return std::move(local_.extract(wanted).mapped());
 }
 

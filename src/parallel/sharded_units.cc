@@ -127,9 +127,15 @@ ShardedUnits::Named ShardedUnits::new_parameters(const torch::nn::Module& module
     found.emplace_back(name.empty() ? each.key() : text(name, ".", each.key()), parameter);
     if (!ops::has_values(parameter))
       throw InvalidArgument(text("fully_shard: ", found.back().first, " is divided already"));
-    if (!parameter.is_cpu() || parameter.layout() != at::kStrided) {
-      throw InvalidArgument(text("fully_shard: ", found.back().first, " is ", parameter.layout(), " on ",
-                                 parameter.device().str(), "; parameters must be dense, in host memory"));
+    if (parameter.layout() != at::kStrided) {
+      throw InvalidArgument(
+          text("fully_shard: ", found.back().first, " is ", parameter.layout(), "; parameters must be dense"));
+    }
+    const auto& first = found.front();
+    if (parameter.device() != first.second.device()) {
+      throw InvalidArgument(text("fully_shard: ", found.back().first, " is on ", parameter.device().str(), " and ",
+                                 first.first, " on ", first.second.device().str(),
+                                 "; parameters that are gathered together must be on one device"));
     }
   }
   return found;
@@ -176,8 +182,9 @@ void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
     names.push_back(name);
     tensors.push_back(parameter);
   }
-  unit.flat.push_back(
-      std::make_unique<FlatShard>(names, tensors, ranks_, options_.replicas, precision_of(tensors[0].scalar_type())));
+  const auto place = options_.cpu_offload ? at::Device(at::kCPU) : tensors[0].device();
+  unit.flat.push_back(std::make_unique<FlatShard>(names, tensors, ranks_, options_.replicas,
+                                                  precision_of(tensors[0].scalar_type()), place));
   auto& flat = *unit.flat.back();
   const auto use = std::make_shared<UseUnit>(weak_from_this(), units_.size() - 1);
   for (std::size_t i = 0; i < tensors.size(); ++i) {

@@ -38,7 +38,7 @@ std::shared_ptr<ReplicatedParameters> ModelImpl::make_parameters(const Example& 
   random.seed(std::stoull(workers().broadcast(std::to_string(next_random_seed()))));
   const ops::ReplicaRandom::Use use(random);
   stages = std::make_unique<parallel::PipelineModel>(
-      *mesh(), [&] { return make_layers(sample); }, sample.x);
+      *mesh(), [&] { return make_layers(sample); }, sample.x, all.torch_device(0));
   return std::make_shared<ReplicatedParameters>(stages->module(), stages->split(), all.placement(),
                                                 mesh()->gradient_workers(), workers());
 }

@@ -46,6 +46,11 @@ struct FullyShardOptions {
   // the module inputs of param_dtype, or call it with autocast; with fit set_global_policy("mixed_bfloat16"). Follows
   // MixedPrecisionPolicy of PyTorch's fully_shard.
   std::optional<DType> param_dtype = {}, reduce_dtype = {};
+
+  // For a module on a GPU: shards and their gradients are in host memory, where the optimizer has its state and updates
+  // them; the GPU has only the values of the units that are gathered. With fit it is always so. Follows
+  // CPUOffloadPolicy of PyTorch's fully_shard.
+  bool cpu_offload = false;
 };
 
 // The shards of a module's parameters. A parameter of the module has values only while operators use it: its values are
@@ -54,7 +59,7 @@ struct FullyShardOptions {
 // Functions that take the address of a parameter's values without an operator of LibTorch cannot be used in it, nor can
 // a backward inside backward: recompute activations with lockstep::recompute. torch::save of the module writes no
 // values: save what `gather` returns. Optimizers get `parameters()`: one of the module's own parameters would change
-// nothing. Parameters are in host memory.
+// nothing. What ranks exchange goes through host memory.
 //
 // After an exception in backward call release(), or the module's forward, before the next one.
 //
@@ -70,12 +75,13 @@ class FullyShardedParameters {
   // this rank's part, and frees the rest. To make a model that does not fit whole, add each part as soon as it is made.
   // `keep`: gathered for the whole of a step. All get rank 0's buffers too, which stay as they are from then on. Throws
   // InvalidArgument, on all ranks, where they differ in names, shapes or dtypes, and for a name that is there already;
-  // and for a parameter that is not dense, or not in host memory. Load, move and parallelize_module a module before.
+  // for a parameter that is not dense, and where they are not all on one device. Load, move and parallelize_module a
+  // module before.
   void add(torch::nn::Module& module, const std::string& name = "", bool keep = false);
 
-  // This rank's part of each parameter that has one, flat: leaves of autograd's graph, whose gradients backward sets
-  // to the mean over all ranks, weighted by their examples; the next backward after zero_grad overwrites their memory.
-  // Without gradients where no rank has any.
+  // This rank's part of each parameter that has one, flat, on the parameter's device or, with cpu_offload, in host
+  // memory: leaves of autograd's graph, whose gradients backward sets to the mean over all ranks, weighted by their
+  // examples; the next backward after zero_grad overwrites their memory. Without gradients where no rank has any.
   const std::vector<Tensor>& parameters() const;
 
   // The number of examples for which the next backward counts on this rank; calls since the last backward add up.
@@ -91,7 +97,7 @@ class FullyShardedParameters {
   double clip_grad_norm(double max_norm, const Communicator& stages = {});
 
   // Collective. The values of all parameters by name, as the module has them (a part, where parallelize_module divided
-  // it), on rank 0; elsewhere nothing.
+  // it), on rank 0, in host memory; elsewhere nothing.
   std::map<std::string, Tensor> gather() const;
 
   // Collective. Sets the values to those of rank 0, by name; elsewhere `values` is not read. Throws InvalidArgument, on
