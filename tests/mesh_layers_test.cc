@@ -184,5 +184,49 @@ TEST(MeshLayers, ShardsOfFloat32AreComputedWithInBfloat16) {
   set_global_policy("float32");
 }
 
+// A stage of two layers, whose product is in 16 bits.
+struct HalfPrecisionImpl : torch::nn::Module {
+  HalfPrecisionImpl(std::int64_t inputs, std::int64_t outputs) {
+    layer = register_module("layer", torch::nn::Linear(inputs, outputs));
+    for (const auto& parameter : layer->parameters()) {
+      const at::NoGradGuard no_gradient;
+      parameter.copy_(at::sin(at::arange(parameter.numel(), at::kFloat)).view_as(parameter) * 0.3);
+    }
+  }
+  Tensor forward(const Tensor& x) {
+    const auto y = layer(x);
+    EXPECT_EQ(y.scalar_type(), at::kBFloat16);
+    return torch::tanh(y);
+  }
+  torch::nn::Linear layer = nullptr;
+};
+
+TEST(MeshLayers, StagesComputeInBfloat16) {
+  const auto x = at::sin(at::arange(32 * 6, at::kFloat).view({32, 6}));
+  const auto data = Dataset::from_tensor_slices(x, x.sum(1, true).tanh()).batch(8);
+  set_global_policy("mixed_bfloat16");
+  const auto fitted = [&] {
+    Model model(std::vector<PipelineStage>{[] { return std::make_shared<HalfPrecisionImpl>(6, 16); },
+                                           [] { return std::make_shared<HalfPrecisionImpl>(16, 1); }});
+    model.compile({.optimizer = Adam({.learning_rate = 1e-2}), .loss = "mse"});
+    const auto losses = model.fit(data, {.epochs = 10, .verbose = 0, .handle_signals = false}).history["loss"];
+    EXPECT_EQ(model.predict(data).scalar_type(), at::kFloat);
+    EXPECT_LT(losses.back(), 0.5 * losses.front());
+    return losses;
+  };
+  const auto expected = [&] {
+    const OneDeviceStrategy strategy("cpu:0", 1);
+    const auto scope = strategy.scope();
+    return fitted();
+  }();
+  for (const MakePipelineSchedule schedule : {schedules::one_forward_one_backward, schedules::zero_bubble}) {
+    on_mesh({{"pipeline", 2}}, {.schedule = schedule, .microbatches = 4}, [&](const ModelParallelStrategy&) {
+      const auto losses = fitted();
+      for (std::size_t i = 0; i < losses.size(); ++i) EXPECT_NEAR(losses[i], expected[i], 0.03 * expected[0]);
+    });
+  }
+  set_global_policy("float32");
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -1,6 +1,7 @@
 #include "lockstep/parallel/cut_stages.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -23,8 +24,14 @@ struct Measured {
   Tensor output;
 };
 
+// Waits for what its device computes.
+void synchronize(const Tensor& x) {
+  if (!x.is_cpu()) c10::impl::VirtualGuardImpl(x.device().type()).synchronizeDevice(x.device().index());
+}
+
 Measured measure(const PipelineStage& layer, const Tensor& x) {
   const auto module = layer.make();
+  module->to(x.device());
   Measured result;
   result.cost.seconds = std::numeric_limits<double>::infinity();
   for (const auto& parameter : module->parameters())
@@ -36,6 +43,7 @@ Measured measure(const PipelineStage& layer, const Tensor& x) {
     const auto output = layer.forward(*module, input);
     result.cost.activation_bytes = std::max(result.cost.activation_bytes, parallel::bytes_in_use() - before);
     if (output.requires_grad()) output.backward(at::ones_like(output));
+    synchronize(x);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
     result.cost.seconds = std::min(result.cost.seconds, seconds.count());
     result.output = output.detach();

@@ -85,7 +85,7 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
                              const Tensor& sample, at::Device device)
     : workers_(parallelism.pipeline_workers()), module_(std::make_shared<torch::nn::Module>()) {
   const auto& options = parallelism.options();
-  const auto layers_of_stages = cut(parallelism, make, sample);
+  const auto layers_of_stages = cut(parallelism, make, sample.to(device));
   const auto making = std::make_shared<MakingStages>();
   making->layers = make();
   check(layers_of_stages, making->layers);

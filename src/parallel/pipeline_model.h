@@ -22,8 +22,8 @@ struct Layers {
 class PipelineModel {
  public:
   // Collective over the mesh: makes the stages, and before them all layers once, if they are measured, on `sample`
-  // [examples, ...], on the CPU. Initial values are those that `make` draws in its first call. Stages go to `device`.
-  // Throws InvalidArgument as Pipeline, cut_stages, parallelize_module and fully_shard.
+  // [examples, ...]. Initial values are those that `make` draws in its first call. Stages go to `device`. Throws
+  // InvalidArgument as Pipeline, cut_stages, parallelize_module and fully_shard.
   PipelineModel(const MeshParallelism& parallelism, const std::function<Layers()>& make, const Tensor& sample,
                 at::Device device);
 

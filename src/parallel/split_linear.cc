@@ -13,18 +13,19 @@ namespace {
 thread_local WeightGradients* collecting = nullptr;
 
 // As backward hands it to a leaf.
-void accumulate(const Tensor& weight, Tensor gradient) {
-  (*torch::autograd::impl::grad_accumulator(weight))({std::move(gradient)});
+void accumulate(const Tensor& weight, const Tensor& gradient) {
+  (*torch::autograd::impl::grad_accumulator(weight))({gradient.to(weight.scalar_type())});
 }
 
 // Not where the caller has hooks on the gradient, which backward would call without one.
 bool can_wait(const Tensor& weight) { return weight.is_leaf() && torch::autograd::impl::hooks(weight).empty(); }
 
-// Whose backward may be differentiated.
+// Gradients are computed in the dtype of the product, which autocast chose, and have it. Their backward may be
+// differentiated.
 Tensor input_gradient(const Tensor& gradient, const Tensor& weight) {
-  if (at::GradMode::is_enabled()) return at::matmul(gradient, weight);
+  if (at::GradMode::is_enabled()) return at::matmul(gradient, weight.to(gradient.scalar_type()));
   const ops::WithoutHooks reading(weight);
-  return ops::linear_input_gradient(gradient, weight);
+  return ops::linear_input_gradient(gradient, weight.to(gradient.scalar_type()));
 }
 
 Tensor weight_gradient(const Tensor& gradient, const Tensor& x) {
@@ -48,7 +49,7 @@ struct SplitLinear : torch::autograd::Function<SplitLinear> {
     const auto saved = context->get_saved_variables();
     const auto &x = saved[0], &weight = saved[1];
     const auto needs = context->saved_data["needs"].toBoolList();
-    const auto gradient = gradients[0].to(weight.scalar_type());
+    const auto& gradient = gradients[0];
     Tensor of_x, of_weight, of_bias;
     if (needs[0]) of_x = input_gradient(gradient, weight);
     if (needs[2]) of_bias = gradient.reshape({-1, gradient.size(-1)}).sum(0);

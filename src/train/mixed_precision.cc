@@ -44,11 +44,6 @@ void train::ComputePolicy::check(const std::vector<c10::Device>& devices) const 
   }
 }
 
-void train::ComputePolicy::require_float(const char* what) const {
-  if (!type_) return;
-  throw InvalidArgument(text(what, " computes in the dtype of its tensors; the global policy is for ", *type_));
-}
-
 Tensor train::ComputePolicy::outputs(const Tensor& computed) const {
   return type_ && computed.scalar_type() == *type_ ? computed.to(at::kFloat) : computed;
 }

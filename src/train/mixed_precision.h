@@ -19,9 +19,6 @@ class ComputePolicy {
   // Throws InvalidArgument where the policy cannot compute on one of the devices.
   void check(const std::vector<c10::Device>& devices) const;
 
-  // Throws InvalidArgument for `what` where the policy computes in 16 bits.
-  void require_float(const char* what) const;
-
   // Outputs in float32 where the policy had them computed in 16 bits.
   Tensor outputs(const Tensor& computed) const;
 

@@ -33,12 +33,22 @@ std::shared_ptr<ReplicatedParameters> ModelImpl::make_parameters(const Example& 
   const auto& all = unwrap(strategy);
   if (mesh() == nullptr || !mesh()->has_stages() || !make_layers)
     return internal::replicate_modules(unwrap(strategy), [&] { return make(sample); });
-  policy.require_float("a model that is cut into stages");
   ops::ReplicaRandom random;
   random.seed(std::stoull(workers().broadcast(std::to_string(next_random_seed()))));
   const ops::ReplicaRandom::Use use(random);
+  const auto device = all.torch_device(0);
+  const auto in_policy = [policy = policy, type = device.type()](const std::function<Tensor()>& compute) {
+    const train::ComputePolicy::Scope scope(policy, type);
+    return compute();
+  };
   stages = std::make_unique<parallel::PipelineModel>(
-      *mesh(), [&] { return make_layers(sample); }, sample.x, all.torch_device(0));
+      *mesh(),
+      [&] {
+        auto made = make_layers(sample);
+        for (auto& layer : made.layers) layer = layer.with_forward(in_policy);
+        return made;
+      },
+      sample.x, device);
   return std::make_shared<ReplicatedParameters>(stages->module(), stages->split(), all.placement(),
                                                 mesh()->gradient_workers(), workers());
 }

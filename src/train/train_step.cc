@@ -65,8 +65,8 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
   try {
     const train::ComputePolicy::Scope scope(policy, part.x.device().type());
     if (const auto& split = parameters->split(); split && split->before_forward) split->before_forward();
-    if (stages != nullptr) return stages->forward(part.x);
-    return policy.outputs(forward(parameters->module(replica.local_replica_id()), part.x));
+    return policy.outputs(stages != nullptr ? stages->forward(part.x)
+                                            : forward(parameters->module(replica.local_replica_id()), part.x));
   } catch (const c10::Error& error) {
     const std::string what = error.what_without_backtrace();
     const bool one_value = what.find("Expected more than 1 value per channel") != std::string::npos;
@@ -196,11 +196,11 @@ train::ComputedStep ModelImpl::compute_in_stages(ReplicaContext& replica, const 
   std::array<double, 2> sums{};  // of losses and of what divides them
   const auto loss_of = [&](const Tensor& output, std::int64_t first, std::int64_t count) {
     const auto some = rows_of(part, first, count);
-    const auto loss = compiled->loss.terms(some.y, output, some.weight);
+    const auto loss = compiled->loss.terms(some.y, policy.outputs(output), some.weight);
     require_gradient(loss.sum);
     sums[0] += loss.sum.item<double>();
     sums[1] += loss.divisor;
-    if (counts()) into.update(replica.local_replica_id(), some, output.detach());
+    if (counts()) into.update(replica.local_replica_id(), some, policy.outputs(output).detach());
     return loss.sum * scale;
   };
   stages->forward_backward(part.x, loss_of);
@@ -218,7 +218,7 @@ train::ComputedStep ModelImpl::compute_no_gradients(ReplicaContext& replica, con
   for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i)
     buffers.push_back(parameters->buffer(id, i).clone());
   const auto loss_of = [&](const Tensor& output) {
-    const auto loss = compiled->loss.terms(none.y, output, none.weight);
+    const auto loss = compiled->loss.terms(none.y, policy.outputs(output), none.weight);
     require_gradient(loss.sum);
     return loss.sum;
   };

@@ -17,7 +17,8 @@
 namespace lockstep {
 
 // Of one layer: forward and backward of a microbatch in seconds, and its memory in bytes: of parameters, and of what
-// forward keeps for the backward of one microbatch (0 where LibTorch's own allocator serves: ops/memory.h).
+// forward keeps for the backward of one microbatch (0 on a GPU, and where LibTorch's own allocator serves:
+// ops/memory.h).
 struct LayerCost {
   double seconds = 0;
   double parameter_bytes = 0;
@@ -25,9 +26,9 @@ struct LayerCost {
 };
 
 // Collective. Runs each layer on rank 0, `x` [examples, ...] through the first one, its output through the next, and so
-// on: the least of some runs; all ranks get the same. Layers are made one after the other for it, and the random
-// generator is left as it was, so that initial values stay those of the seed. Throws what a layer throws, on all
-// ranks.
+// on: the least of some runs; all ranks get the same. Layers are made one after the other for it, and go to x's device;
+// the random generator is left as it was, so that initial values stay those of the seed. Throws what a layer throws, on
+// all ranks.
 std::vector<LayerCost> measure_layers(const std::vector<PipelineStage>& layers, const Tensor& x,
                                       const Communicator& ranks);
 

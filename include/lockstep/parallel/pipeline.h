@@ -50,6 +50,15 @@ class PipelineStage {
     return stage;
   }
 
+  // The same stage, where `around` is called in place of each forward, which it calls.
+  PipelineStage with_forward(std::function<Tensor(const std::function<Tensor()>& forward)> around) const {
+    auto stage = *this;
+    stage.forward_ = [forward = forward_, around = std::move(around)](torch::nn::Module& module, const Tensor& x) {
+      return around([&] { return forward(module, x); });
+    };
+    return stage;
+  }
+
   // Gives up the function that makes modules, and what it holds.
   void forget_make() { make_ = nullptr; }
 
