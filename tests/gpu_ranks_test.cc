@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 #include <lockstep/ddp.h>
 #include <torch/nn/functional/loss.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adam.h>
 
+#include "base/expect_says_testing.h"
 #include "meshes.h"
 
 namespace lockstep {
@@ -44,11 +46,13 @@ Transformer on_gpu() {
 }
 
 template <class Loss>
-void train(const std::vector<Tensor>& parameters, const Loss& loss) {
+void train(
+    const std::vector<Tensor>& parameters, const Loss& loss, const std::function<void()>& clip = [] {}) {
   torch::optim::Adam adam(parameters, torch::optim::AdamOptions(1e-3));
   for (int step = 0; step < kSteps; ++step) {
     adam.zero_grad();
     loss(batch_of(step)).backward();
+    clip();
     adam.step();
   }
 }
@@ -58,9 +62,11 @@ Tensor mean_loss(const Tensor& logits, const Tensor& labels) {
 }
 
 // Of this process alone, on all examples.
-parallel::Parameters trained_alone() {
+parallel::Parameters trained_alone(double max_norm = std::numeric_limits<double>::infinity()) {
   auto net = on_gpu();
-  train(net->parameters(), [&](const Batch& batch) { return mean_loss(net(batch.ids), batch.labels); });
+  train(
+      net->parameters(), [&](const Batch& batch) { return mean_loss(net(batch.ids), batch.labels); },
+      [&] { torch::nn::utils::clip_grad_norm_(net->parameters(), max_norm); });
   return parallel::parameters_of(*net);
 }
 
@@ -120,15 +126,19 @@ TEST_F(GpuRanks, RingAttentionIsAttentionOverTheWholeSequence) {
 
 TEST_F(GpuRanks, FullyShardTrainsAsOneProcess) {
   const auto group = ranks();
-  const auto expected = trained_alone();
+  constexpr double kMaxNorm = 0.5;
+  const auto expected = trained_alone(kMaxNorm);
   for (const bool offload : {false, true}) {
     SCOPED_TRACE(offload ? "cpu_offload" : "on the GPU");
     auto net = on_gpu();
     auto sharded = fully_shard(net, group, {.units = {"1", "2"}, .prefetch = true, .cpu_offload = offload});
-    train(sharded.parameters(), [&](const Batch& batch) {
-      const auto part = [&](const Tensor& all) { return all.chunk(2)[static_cast<std::size_t>(group.rank())]; };
-      return mean_loss(sharded(part(batch.ids)), part(batch.labels));
-    });
+    train(
+        sharded.parameters(),
+        [&](const Batch& batch) {
+          const auto part = [&](const Tensor& all) { return all.chunk(2)[static_cast<std::size_t>(group.rank())]; };
+          return mean_loss(sharded(part(batch.ids)), part(batch.labels));
+        },
+        [&] { sharded.clip_grad_norm(kMaxNorm); });
     for (const auto& shard : sharded.parameters()) {
       EXPECT_EQ(shard.is_cpu(), offload);
       EXPECT_EQ(shard.grad().is_cpu(), offload);
@@ -143,6 +153,40 @@ TEST_F(GpuRanks, FullyShardTrainsAsOneProcess) {
     sharded.load(initial);
     for (const auto& [name, value] : sharded.gather()) EXPECT_TRUE(at::equal(value, initial.at(name).cpu())) << name;
   }
+}
+
+TEST_F(GpuRanks, FullyShardNamesParametersOnTwoDevices) {
+  auto net = on_gpu();
+  net->named_parameters()["3.head.bias"].set_data(at::zeros({48}, at::kDouble));
+  const auto message = message_of<InvalidArgument>([&] { fully_shard(net, ranks()); });
+  expect_says(message, "3.head.bias is on cpu");
+  expect_says(message, "on cuda:0");
+}
+
+TEST_F(GpuRanks, APipelineTrainsAsOneProcess) {
+  const auto group = ranks();
+  std::vector<PipelineStage> stages;
+  for (int stage = 0; stage < 2; ++stage) {
+    stages.emplace_back([stage] {
+      auto net = parallel::make_transformer({}, stage, 2);
+      net->to(at::kCUDA);
+      return net;
+    });
+  }
+  Pipeline pipeline(stages, group, {.schedule = schedules::zero_bubble, .microbatches = 4});
+  torch::optim::Adam adam(pipeline.parameters(), torch::optim::AdamOptions(1e-3));
+  for (int step = 0; step < kSteps; ++step) {
+    adam.zero_grad();
+    const auto batch = batch_of(step);
+    pipeline.step(batch.ids, batch.labels, mean_loss);
+    adam.step();
+  }
+  const auto expected = trained_alone();
+  for (const auto& [stage, module] : pipeline.modules()) {
+    for (const auto& each : module->named_parameters())
+      EXPECT_LT((each.value() - expected.at(each.key())).abs().max().item<double>(), kTolerance) << each.key();
+  }
+  EXPECT_TRUE(pipeline.forward(batch_of(0).ids).is_cuda());
 }
 
 // Parameters and inputs of 16 bits, gradients that are summed in 32.

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
+#include <lockstep/parallel.h>
 #include <torch/nn/modules/linear.h>
 
 #include <functional>
@@ -11,6 +12,7 @@
 #include "base/text.h"
 #include "gradient/replicated_parameters.h"
 #include "ops/recorded_work.h"
+#include "parallel/split_linear.h"
 #include "strategy/unwrap.h"
 
 namespace lockstep {
@@ -189,6 +191,42 @@ TEST_F(Gpu, StrategiesOverAllGpusTrainAsOneCpu) {
     EXPECT_TRUE(at::allclose(fitted_by(strategy), expected, 1e-6, 1e-9));
   }
   EXPECT_TRUE(at::allclose(fitted_by(CentralStorageStrategy()), expected, 1e-6, 1e-9));
+}
+
+// Forward and backward run in different threads.
+TEST_F(Gpu, RecomputedDropoutHasTheSameBits) {
+  struct DropsImpl : torch::nn::Module {
+    DropsImpl() { layer = register_module("layer", torch::nn::Linear(20, 20)); }
+    Tensor forward(const Tensor& x) { return torch::dropout(layer(x), 0.5, is_training()); }
+    torch::nn::Linear layer = nullptr;
+  };
+  const auto net = std::make_shared<DropsImpl>();
+  net->to(at::kCUDA);
+  const auto x = at::randn({8, 20}).cuda();
+  const auto gradient = [&](bool recomputes) {
+    torch::manual_seed(5);
+    net->zero_grad();
+    const auto y = recomputes ? recompute(net, x) : net->forward(x);
+    at::rand({3}, x.options());  // what the model draws after it
+    (y * y).sum().backward();
+    return net->layer->weight.grad().clone();
+  };
+  EXPECT_TRUE(at::equal(gradient(true), gradient(false)));
+}
+
+TEST_F(Gpu, GradientsOfWeightsCanBeLeftForLater) {
+  const auto x = at::randn({8, 5}).cuda();
+  const auto weight = at::randn({3, 5}).cuda().requires_grad_();
+  torch::linear(x, weight).pow(2).sum().backward();
+  const auto expected = std::exchange(weight.mutable_grad(), Tensor());
+  parallel::WeightGradients later;
+  {
+    const parallel::WeightGradients::Collect collect(later);
+    parallel::split_linear(x, weight, {}).pow(2).sum().backward();
+  }
+  EXPECT_FALSE(weight.grad().defined());
+  later.compute();
+  EXPECT_TRUE(at::allclose(weight.grad(), expected));
 }
 
 TEST_F(Gpu, TwoRunsHaveTheSameBits) {

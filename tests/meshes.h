@@ -1,6 +1,7 @@
 // For tests: fits of a transformer on meshes whose ranks are threads of one process, in double precision.
 #pragma once
 
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 #include <lockstep/parallel.h>
@@ -107,7 +108,7 @@ inline std::string name_of(const Axes& axes) {
   return name;
 }
 
-// Runs body(strategy) on each rank of a mesh: where there are GPUs, each on one.
+// Runs body(strategy) on each rank of a mesh, each on a GPU where there are as many.
 inline void on_mesh(const Axes& axes, ModelParallelOptions options,
                     const std::function<void(const ModelParallelStrategy&)>& body) {
   int ranks = 1;
@@ -118,7 +119,7 @@ inline void on_mesh(const Axes& axes, ModelParallelOptions options,
   }
   if (!divides) options.plan.clear();
   options.threads_per_replica = 1;
-  const bool has_gpus = at::hasCUDA();
+  const bool has_gpus = at::detail::getCUDAHooks().deviceCount() >= ranks;
   collective::on_ranks(ranks, [&](const Group& group) {
     const DeviceMesh mesh(axes, Communicator(group, 60));
     auto own = options;

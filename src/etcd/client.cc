@@ -78,11 +78,12 @@ void Client::leave(const Place& place) {
   if (current_ == place.index) current_ = (current_ + 1) % channels_.size();
 }
 
-// A channel gets on with its connection only while a thread waits for it: calls on one whose last attempt failed return
-// at once, so that without this no connection would be made.
+// A channel makes progress on connecting only while a thread waits for it: calls on one whose last attempt failed
+// return at once, so that without this no connection would be made.
 void Client::pause() {
-  const auto until = std::chrono::system_clock::now() + kBetweenAttempts;
-  if (place().channel->WaitForConnected(until)) std::this_thread::sleep_until(until);
+  const auto began = Deadline::Clock::now();
+  place().channel->WaitForConnected(std::chrono::system_clock::now() + kBetweenAttempts);
+  std::this_thread::sleep_until(began + kBetweenAttempts);
 }
 
 std::string Client::endpoint() { return place().endpoint; }

@@ -59,7 +59,8 @@ std::shared_ptr<grpc::Channel> Caller::channel(Deadline deadline) {
   }
   const auto address = called_address(find_address_(deadline), access_, name_);
   MutexLock lock(mutex_);
-  if (channel_ && address == address_) return channel_;
+  // Also to the same address: a channel whose last attempt failed makes progress only while a thread waits for it, and
+  // calls on it return at once.
   grpc::ChannelArguments arguments;
   arguments.SetMaxReceiveMessageSize(static_cast<int>(kLongestMessage));
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);

@@ -7,6 +7,7 @@
 
 #include <ATen/ops/contiguous_ops.h>
 
+#include <atomic>
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
@@ -20,7 +21,7 @@ namespace {
 // stands before autocast and autograd.
 constexpr auto kHookKey = c10::DispatchKey::DeferredInit;
 
-thread_local std::uint64_t calls = 0;
+std::atomic<std::uint64_t> calls = 0;  // of all threads: forward and backward may run in two
 
 using Hooks = std::vector<std::shared_ptr<ParameterHook>>;
 

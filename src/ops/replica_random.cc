@@ -10,7 +10,19 @@ namespace {
 // "A generic mode, toggled on and off" in LibTorch's words, and used by nothing else in it.
 constexpr auto kKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
-thread_local const at::Generator* current_generator = nullptr;
+// LibTorch gives it, as the dispatch key, to the threads of devices, which compute backward. It uses the kind in its
+// own tests alone.
+constexpr auto kInfo = c10::DebugInfoKind::TEST_INFO_2;
+
+struct CurrentGenerator final : c10::DebugInfoBase {
+  explicit CurrentGenerator(at::Generator of) : generator(std::move(of)) {}
+  const at::Generator generator;
+};
+
+const at::Generator* current_generator() {
+  const auto* const found = static_cast<CurrentGenerator*>(c10::ThreadLocalDebugInfo::get(kInfo));
+  return found == nullptr ? nullptr : &found->generator;
+}
 
 bool on_cpu(const c10::IValue& value) { return value.isTensor() && value.toTensor().device().is_cpu(); }
 
@@ -21,9 +33,10 @@ void fill_generator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto first = stack->size() - arguments.size();
   bool cpu = false;
   for (std::size_t i = 0; i < arguments.size(); ++i) cpu = cpu || on_cpu((*stack)[first + i]);
-  for (std::size_t i = 0; cpu && i < arguments.size(); ++i) {
+  const auto* const current = current_generator();
+  for (std::size_t i = 0; cpu && current != nullptr && i < arguments.size(); ++i) {
     auto& value = (*stack)[first + i];
-    if (arguments[i].name() == "generator" && value.isNone()) value = *current_generator;
+    if (arguments[i].name() == "generator" && value.isNone()) value = *current;
   }
   op.callBoxed(stack);
 }
@@ -78,14 +91,24 @@ void ReplicaRandom::seed(std::uint64_t seed) {
   generator.set_current_seed(seed);
 }
 
-ReplicaRandom::Use::Use(ReplicaRandom& random) : before_(current_generator), key_(kKey) {
-  current_generator = &random.generator_;
-}
+ReplicaRandom::Use::Use(ReplicaRandom& random)
+    : generator_(kInfo, std::make_shared<CurrentGenerator>(random.generator_)), key_(kKey) {}
 
 at::Generator generator_of_thread() {
-  return current_generator != nullptr ? *current_generator : at::detail::getDefaultCPUGenerator();
+  const auto* const current = current_generator();
+  return current != nullptr ? *current : at::detail::getDefaultCPUGenerator();
 }
 
-ReplicaRandom::Use::~Use() { current_generator = before_; }
+at::Tensor state_of_generator(c10::Device gpu) {
+  auto generator = at::globalContext().defaultGenerator(gpu);
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_state_of_generator(c10::Device gpu, const at::Tensor& state) {
+  auto generator = at::globalContext().defaultGenerator(gpu);
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  generator.set_state(state);
+}
 
 }  // namespace lockstep::ops

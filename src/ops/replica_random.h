@@ -5,6 +5,7 @@
 
 #include <ATen/core/Generator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <cstdint>
 
@@ -19,18 +20,15 @@ class ReplicaRandom {
   // Begins the sequence that belongs to `seed`.
   void seed(std::uint64_t seed);
 
-  // While this lives, random operators of this thread on CPU tensors draw from `random` when they are given no
-  // generator.
+  // While this lives, random operators of this thread, and of backwards that it calls, draw on CPU tensors from
+  // `random` when they are given no generator.
   class Use {
    public:
     explicit Use(ReplicaRandom& random);
-    ~Use();
-    Use(const Use&) = delete;
-    Use& operator=(const Use&) = delete;
 
    private:
-    const at::Generator* before_;
-    c10::impl::IncludeDispatchKeyGuard key_;
+    const c10::DebugInfoGuard generator_;
+    const c10::impl::IncludeDispatchKeyGuard key_;
   };
 
  private:
@@ -40,5 +38,9 @@ class ReplicaRandom {
 
 // From which LibTorch's operators on the CPU draw in this thread: a replica's generator, or the default one.
 at::Generator generator_of_thread();
+
+// Of the generator that LibTorch keeps for a GPU. Any thread.
+at::Tensor state_of_generator(c10::Device gpu);
+void set_state_of_generator(c10::Device gpu, const at::Tensor& state);
 
 }  // namespace lockstep::ops

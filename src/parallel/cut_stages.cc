@@ -1,7 +1,6 @@
 #include "lockstep/parallel/cut_stages.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 #include "ops/replica_random.h"
 #include "parallel/bytes_in_use.h"
 #include "parallel/layers_module.h"
+#include "parallel/synchronize.h"
 
 namespace lockstep {
 namespace {
@@ -23,11 +23,6 @@ struct Measured {
   LayerCost cost;
   Tensor output;
 };
-
-// Waits for what its device computes.
-void synchronize(const Tensor& x) {
-  if (!x.is_cpu()) c10::impl::VirtualGuardImpl(x.device().type()).synchronizeDevice(x.device().index());
-}
 
 Measured measure(const PipelineStage& layer, const Tensor& x) {
   const auto module = layer.make();
@@ -43,7 +38,7 @@ Measured measure(const PipelineStage& layer, const Tensor& x) {
     const auto output = layer.forward(*module, input);
     result.cost.activation_bytes = std::max(result.cost.activation_bytes, parallel::bytes_in_use() - before);
     if (output.requires_grad()) output.backward(at::ones_like(output));
-    synchronize(x);
+    parallel::synchronize(x.device());
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
     result.cost.seconds = std::min(result.cost.seconds, seconds.count());
     result.output = output.detach();

@@ -20,7 +20,7 @@ std::int64_t rounded_up(std::int64_t n, std::int64_t to) { return (n + to - 1) /
 Tensor piece(const Tensor& flat, std::int64_t offset, at::IntArrayRef sizes) {
   auto* const address = static_cast<std::byte*>(flat.mutable_data_ptr()) + offset * flat.element_size();
   return at::from_blob(
-      address, sizes, [flat](void*) {}, flat.options());
+      address, sizes, [flat](void*) {}, flat.options(), flat.device());
 }
 
 // A flat tensor in memory of its own: tensors of LibTorch's allocator have up to a quarter more.
@@ -56,8 +56,7 @@ FlatShard::~FlatShard() {
 }
 
 Tensor FlatShard::whole_flat(at::ScalarType dtype, at::Device device) const {
-  const auto elements = part_ * ranks_.size();
-  return device.is_cpu() ? host_memory(elements, dtype) : at::empty({elements}, at::device(device).dtype(dtype));
+  return at::empty({part_ * ranks_.size()}, at::device(device).dtype(dtype));
 }
 
 // Which the parameters' device copies fast.
@@ -101,7 +100,7 @@ const Tensor& FlatShard::own() {
       static_cast<std::byte*>(first->storage().mutable_data()) + first->storage_offset() * first->element_size();
   if (memory == own_.mutable_data_ptr()) return own_;
   own_ = at::from_blob(
-      memory, {part_}, [storage = first->storage()](void*) {}, own_.options());
+      memory, {part_}, [storage = first->storage()](void*) {}, own_.options(), own_.device());
   return own_;
 }
 
@@ -141,7 +140,7 @@ void FlatShard::set_values(const std::vector<Tensor>& values) {
 void FlatShard::prepare_gather() {
   const at::NoGradGuard no_gradient;
   sent_ = on_host(own().to(precision_.gathered));  // itself, where it is so
-  whole_ = whole_flat(precision_.gathered, at::kCPU);
+  whole_ = host_memory(part_ * ranks_.size(), precision_.gathered);
 }
 
 void FlatShard::start_gather() {
@@ -174,7 +173,10 @@ std::vector<Tensor> FlatShard::gather_values() {
 }
 
 void FlatShard::release() {
-  if (gathering_) finish_gather();
+  if (gathering_) {
+    std::exchange(gathering_, std::nullopt)->wait();
+    sent_ = whole_ = Tensor();
+  }
   if (!is_gathered_) return;
   storage_.set_data_ptr(c10::DataPtr(nullptr, device_));
   whole_ = Tensor();
@@ -221,7 +223,8 @@ void FlatShard::reduce_gradients() {
   // Gradients of an earlier backward lie in the memory for sums.
   const bool accumulates =
       std::any_of(shards_.begin(), shards_.end(), [](const auto& shard) { return shard.grad().defined(); });
-  if (!memory_for_sums_.defined()) memory_for_sums_ = exact(part_, precision_.summed);
+  if (!memory_for_sums_.defined())
+    memory_for_sums_ = own_.is_cpu() ? exact(part_, precision_.summed) : host_memory(part_, precision_.summed);
   sums_ = accumulates ? at::empty_like(memory_for_sums_) : memory_for_sums_;
   gradients_ = on_host(gradients_);
   ranks_.group().reduce_scatter(buffer_of(gradients_), buffer_of(sums_), ReduceOp::sum, ranks_.deadline());

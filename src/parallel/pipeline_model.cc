@@ -26,14 +26,14 @@ void add_layers(const torch::nn::Module& stage, bool numbered, torch::nn::Module
   }
 }
 
-std::vector<int> measured_cut(const std::function<Layers()>& make, int stages, const Tensor& sample,
+std::vector<int> measured_cut(const std::function<Layers()>& make, int stages, const Tensor& sample, at::Device device,
                               const Communicator& ranks) {
   auto generator = ops::generator_of_thread();
   const auto random = generator.get_state();
   const auto layers = make().layers;
   std::vector<LayerCost> costs(layers.size());
   if (stages > 1)
-    costs = measure_layers(layers, sample.narrow(0, 0, std::min(sample.size(0), kMeasuredExamples)), ranks);
+    costs = measure_layers(layers, sample.narrow(0, 0, std::min(sample.size(0), kMeasuredExamples)).to(device), ranks);
   generator.set_state(random);
   return cut_stages(costs, stages);
 }
@@ -48,10 +48,11 @@ void check(const std::vector<int>& layers_of_stages, const Layers& layers) {
                              "; each stage must have one, and together they must have all"));
 }
 
-std::vector<int> cut(const MeshParallelism& parallelism, const std::function<Layers()>& make, const Tensor& sample) {
+std::vector<int> cut(const MeshParallelism& parallelism, const std::function<Layers()>& make, const Tensor& sample,
+                     at::Device device) {
   const auto& options = parallelism.options();
   const auto stages = parallelism.pipeline_workers().size() * options.stages_per_rank;
-  if (options.layers_of_stages.empty()) return measured_cut(make, stages, sample, parallelism.workers());
+  if (options.layers_of_stages.empty()) return measured_cut(make, stages, sample, device, parallelism.workers());
   if (static_cast<int>(options.layers_of_stages.size()) == stages) return options.layers_of_stages;
   throw InvalidArgument(text("ModelParallelStrategy: layers_of_stages has ", options.layers_of_stages.size(),
                              " stages; ", parallelism.pipeline_workers().size(), " ranks with ",
@@ -85,7 +86,7 @@ PipelineModel::PipelineModel(const MeshParallelism& parallelism, const std::func
                              const Tensor& sample, at::Device device)
     : workers_(parallelism.pipeline_workers()), module_(std::make_shared<torch::nn::Module>()) {
   const auto& options = parallelism.options();
-  const auto layers_of_stages = cut(parallelism, make, sample.to(device));
+  const auto layers_of_stages = cut(parallelism, make, sample, device);
   const auto making = std::make_shared<MakingStages>();
   making->layers = make();
   check(layers_of_stages, making->layers);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/text.h"
+#include "parallel/synchronize.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -115,6 +116,7 @@ void PipelineRun::train(const Tensor& x, const MicrobatchLoss& loss, std::int64_
         backward(action, gradient);
       }
     }
+    synchronize(x.device());
     times.push_back({begin, now()});
   }
   links_.flush();

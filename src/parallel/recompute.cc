@@ -16,11 +16,13 @@ namespace {
 // What a forward depends on beside its input: random numbers, the precision of operators, and who has other positions.
 class ForwardState {
  public:
-  explicit ForwardState(c10::DeviceType device)
+  explicit ForwardState(c10::Device device)
       : device_(device),
         random_(ops::generator_of_thread().get_state()),
-        autocasts_(at::autocast::is_autocast_enabled(device)),
-        dtype_(at::autocast::get_autocast_dtype(device)) {
+        autocasts_(at::autocast::is_autocast_enabled(device.type())),
+        caches_(at::autocast::is_autocast_cache_enabled()),
+        dtype_(at::autocast::get_autocast_dtype(device.type())) {
+    if (!device.is_cpu()) random_of_device_ = ops::state_of_generator(device);
     if (const auto* const context = ContextParallel::current()) context_.emplace(context->ranks());
   }
 
@@ -28,14 +30,16 @@ class ForwardState {
 
   void restore() const {
     ops::generator_of_thread().set_state(random_);
-    at::autocast::set_autocast_enabled(device_, autocasts_);
-    at::autocast::set_autocast_dtype(device_, dtype_);
+    if (random_of_device_.defined()) ops::set_state_of_generator(device_, random_of_device_);
+    at::autocast::set_autocast_enabled(device_.type(), autocasts_);
+    at::autocast::set_autocast_cache_enabled(caches_);
+    at::autocast::set_autocast_dtype(device_.type(), dtype_);
   }
 
  private:
-  c10::DeviceType device_;
-  Tensor random_;
-  bool autocasts_;
+  c10::Device device_;
+  Tensor random_, random_of_device_;
+  bool autocasts_, caches_;
   at::ScalarType dtype_;
   std::optional<Communicator> context_;
 };
@@ -52,7 +56,7 @@ struct Forward : torch::CustomClassHolder {
 struct Recompute : torch::autograd::Function<Recompute> {
   static Tensor forward(torch::autograd::AutogradContext* context, const c10::intrusive_ptr<Forward>& forward,
                         const Tensor& x, at::TensorList /*parameters*/) {
-    forward->state.emplace(x.device().type());
+    forward->state.emplace(x.device());
     context->saved_data["forward"] = c10::IValue::make_capsule(forward);
     context->saved_data["needs_gradient"] = x.requires_grad();
     context->save_for_backward({x});
@@ -70,7 +74,7 @@ struct Recompute : torch::autograd::Function<Recompute> {
     Tensor y;
     {
       const at::AutoGradMode with_gradient(true);
-      const ForwardState now(x.device().type());
+      const ForwardState now(x.device());
       forward->state->restore();
       std::optional<ContextParallel> in_context;  // in loops the one of the forward may have ended
       if (forward->state->context()) in_context.emplace(*forward->state->context());

@@ -10,7 +10,19 @@
 namespace lockstep::parallel {
 namespace {
 
-thread_local WeightGradients* collecting = nullptr;
+// LibTorch gives it to the threads of devices, which compute backward. It uses the kind in its own tests alone.
+constexpr auto kCollecting = c10::DebugInfoKind::TEST_INFO;
+
+struct Collecting final : c10::DebugInfoBase {
+  explicit Collecting(WeightGradients& to) : later(to) {}
+  WeightGradients& later;
+};
+
+// Null where backward leaves nothing for later.
+WeightGradients* collecting() {
+  auto* const found = static_cast<Collecting*>(c10::ThreadLocalDebugInfo::get(kCollecting));
+  return found == nullptr ? nullptr : &found->later;
+}
 
 // As backward hands it to a leaf.
 void accumulate(const Tensor& weight, const Tensor& gradient) {
@@ -53,8 +65,9 @@ struct SplitLinear : torch::autograd::Function<SplitLinear> {
     Tensor of_x, of_weight, of_bias;
     if (needs[0]) of_x = input_gradient(gradient, weight);
     if (needs[2]) of_bias = gradient.reshape({-1, gradient.size(-1)}).sum(0);
-    if (needs[1] && collecting != nullptr && can_wait(weight)) {
-      collecting->add([=] { accumulate(weight, weight_gradient(gradient, x)); });
+    auto* const later = collecting();
+    if (needs[1] && later != nullptr && can_wait(weight)) {
+      later->add([=] { accumulate(weight, weight_gradient(gradient, x)); });
     } else if (needs[1]) {
       of_weight = weight_gradient(gradient, x);
     }
@@ -69,8 +82,7 @@ void WeightGradients::compute() {
   for (const auto& compute_one : std::exchange(left_, {})) compute_one();
 }
 
-WeightGradients::Collect::Collect(WeightGradients& later) : before_(std::exchange(collecting, &later)) {}
-WeightGradients::Collect::~Collect() { collecting = before_; }
+WeightGradients::Collect::Collect(WeightGradients& later) : guard_(kCollecting, std::make_shared<Collecting>(later)) {}
 
 Tensor split_linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   return SplitLinear::apply(x, weight, bias.defined() ? std::optional(bias) : std::nullopt);

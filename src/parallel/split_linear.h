@@ -2,6 +2,8 @@
 // 2024).
 #pragma once
 
+#include <c10/util/ThreadLocalDebugInfo.h>
+
 #include <functional>
 #include <memory>
 #include <vector>
@@ -17,16 +19,13 @@ class WeightGradients {
   // Computes them and adds them to the weights' gradients, in the order of backward.
   void compute();
 
-  // While it lives, backwards of this thread leave gradients of weights to `later`.
+  // While it lives, backwards that this thread calls leave gradients of weights to `later`.
   class Collect {
    public:
     explicit Collect(WeightGradients& later);
-    ~Collect();
-    Collect(const Collect&) = delete;
-    Collect& operator=(const Collect&) = delete;
 
    private:
-    WeightGradients* const before_;
+    const c10::DebugInfoGuard guard_;
   };
 
   void add(std::function<void()> compute) { left_.push_back(std::move(compute)); }

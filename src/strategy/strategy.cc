@@ -143,8 +143,7 @@ std::shared_ptr<ReplicatedParameters> internal::replicate_modules(StrategyImpl& 
     modules.back()->to(strategy.torch_device(replica));
   }
   if (const auto* const parallelism = strategy.parallelism(); parallelism && modules[0] != nullptr) {
-    auto split = parallelism->split(*modules[0]);
-    return std::make_shared<ReplicatedParameters>(modules[0], std::move(split), strategy.placement(),
+    return std::make_shared<ReplicatedParameters>(modules[0], parallelism->split(*modules[0]), strategy.placement(),
                                                   parallelism->gradient_workers(), strategy.workers());
   }
   const auto on_replicas = [&](const auto& function) { strategy.on_replicas(function); };

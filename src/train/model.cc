@@ -37,6 +37,7 @@ std::shared_ptr<ReplicatedParameters> ModelImpl::make_parameters(const Example& 
   random.seed(std::stoull(workers().broadcast(std::to_string(next_random_seed()))));
   const ops::ReplicaRandom::Use use(random);
   const auto device = all.torch_device(0);
+  const at::OptionalDeviceGuard on_device(device);
   const auto in_policy = [policy = policy, type = device.type()](const std::function<Tensor()>& compute) {
     const train::ComputePolicy::Scope scope(policy, type);
     return compute();

@@ -194,13 +194,14 @@ train::ComputedStep ModelImpl::compute_in_stages(ReplicaContext& replica, const 
   const double scale = gradients->updater().loss_scale().value();
   const train::AddedLosses none(train::AddedLosses::Use::refused);
   std::array<double, 2> sums{};  // of losses and of what divides them
-  const auto loss_of = [&](const Tensor& output, std::int64_t first, std::int64_t count) {
+  const auto loss_of = [&](const Tensor& computed, std::int64_t first, std::int64_t count) {
     const auto some = rows_of(part, first, count);
-    const auto loss = compiled->loss.terms(some.y, policy.outputs(output), some.weight);
+    const auto output = policy.outputs(computed);
+    const auto loss = compiled->loss.terms(some.y, output, some.weight);
     require_gradient(loss.sum);
     sums[0] += loss.sum.item<double>();
     sums[1] += loss.divisor;
-    if (counts()) into.update(replica.local_replica_id(), some, policy.outputs(output).detach());
+    if (counts()) into.update(replica.local_replica_id(), some, output.detach());
     return loss.sum * scale;
   };
   stages->forward_backward(part.x, loss_of);

@@ -27,8 +27,8 @@ struct LayerCost {
 
 // Collective. Runs each layer on rank 0, `x` [examples, ...] through the first one, its output through the next, and so
 // on: the least of some runs; all ranks get the same. Layers are made one after the other for it, and go to x's device;
-// the random generator is left as it was, so that initial values stay those of the seed. Throws what a layer throws, on
-// all ranks.
+// the CPU's random generator is left as it was, so that initial values stay those of the seed. Throws what a layer
+// throws, on all ranks.
 std::vector<LayerCost> measure_layers(const std::vector<PipelineStage>& layers, const Tensor& x,
                                       const Communicator& ranks);
 

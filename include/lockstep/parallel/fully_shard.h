@@ -48,8 +48,8 @@ struct FullyShardOptions {
   std::optional<DType> param_dtype = {}, reduce_dtype = {};
 
   // For a module on a GPU: shards and their gradients are in host memory, where the optimizer has its state and updates
-  // them; the GPU has only the values of the units that are gathered. With fit it is always so. Follows
-  // CPUOffloadPolicy of PyTorch's fully_shard.
+  // them; the GPU has only the units that are gathered, and their gradients until they are summed. With fit it is
+  // always so. Follows CPUOffloadPolicy of PyTorch's fully_shard.
   bool cpu_offload = false;
 };
 
@@ -75,8 +75,8 @@ class FullyShardedParameters {
   // this rank's part, and frees the rest. To make a model that does not fit whole, add each part as soon as it is made.
   // `keep`: gathered for the whole of a step. All get rank 0's buffers too, which stay as they are from then on. Throws
   // InvalidArgument, on all ranks, where they differ in names, shapes or dtypes, and for a name that is there already;
-  // for a parameter that is not dense, and where they are not all on one device. Load, move and parallelize_module a
-  // module before.
+  // for a parameter that is not dense, and where this module's parameters are on several devices. Load, move and
+  // parallelize_module a module before.
   void add(torch::nn::Module& module, const std::string& name = "", bool keep = false);
 
   // This rank's part of each parameter that has one, flat, on the parameter's device or, with cpu_offload, in host

@@ -50,7 +50,7 @@ class PipelineStage {
     return stage;
   }
 
-  // The same stage, where `around` is called in place of each forward, which it calls.
+  // The same stage; its forward becomes around(forward), which calls `forward`, for example under autocast.
   PipelineStage with_forward(std::function<Tensor(const std::function<Tensor()>& forward)> around) const {
     auto stage = *this;
     stage.forward_ = [forward = forward_, around = std::move(around)](torch::nn::Module& module, const Tensor& x) {
@@ -106,10 +106,10 @@ class Pipeline {
 
   // Forward and backward of a batch: adds the gradient of the mean loss over its examples to the gradients of this
   // rank's parameters, and returns that loss, on all ranks. x [examples, ...] is read by the first stage's rank and
-  // target [examples, ...] by the last one's; on the others they are only counted. x is on the device of the rank's
-  // stages, which get what other ranks send there. Microbatches differ by one example at most; there are fewer of them
-  // where there are fewer examples. The third step is collective over the whole mesh whose axis the ranks are. Throws
-  // InvalidArgument where gradients are off.
+  // target [examples, ...] by the last one's; on the others they are only counted. On every rank x must be on the
+  // device of its stages: what other ranks send is copied there. Microbatches differ by one example at most; there are
+  // fewer of them where there are fewer examples. The third step is collective over the whole mesh whose axis the ranks
+  // are. Throws InvalidArgument where gradients are off.
   double step(const Tensor& x, const Tensor& target, const PipelineLoss& loss);
 
   // The same with the losses of microbatches as the batch's loss is made of them, such as sums with weights: adds the

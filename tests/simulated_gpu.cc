@@ -1,8 +1,9 @@
-// GPUs of host memory, for tests. LibTorch, as the build without the preset `cuda` links it, has no part for CUDA; this
-// takes its place: operators on cuda:0, ... compute on the CPU, and backward has a thread for each device. So the code
-// for GPUs is tested where there is none: in which threads it runs, that no operator gets tensors of two devices, and
-// that nobody but operators accesses a tensor's memory, which at its address cannot be read. Streams, kernels and CUDA
-// graphs are not tested. There are as many GPUs as LOCKSTEP_PRETEND_GPUS says.
+// GPUs that are simulated in host memory, for tests. LibTorch, as the build without the preset `cuda` links it, has no
+// part for CUDA; this takes its place: operators on cuda:0, ... compute on the CPU, and backward has a thread for each
+// device. So the code for GPUs is tested where there is none: in which threads it runs, that no operator gets tensors
+// of two devices, and that nobody but operators accesses a tensor's memory, which cannot be read at its address.
+// Streams, kernels and CUDA graphs are not tested. LOCKSTEP_SIMULATED_GPUS says how many GPUs there are; else there is
+// none.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -15,12 +16,17 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
 #include <torch/library.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -28,7 +34,7 @@ namespace {
 using at::Tensor;
 
 c10::DeviceIndex gpus() {
-  static const char* const given = std::getenv("LOCKSTEP_PRETEND_GPUS");
+  static const char* const given = std::getenv("LOCKSTEP_SIMULATED_GPUS");
   return static_cast<c10::DeviceIndex>(given == nullptr ? 0 : std::atoi(given));
 }
 
@@ -50,7 +56,7 @@ class DeviceMemory final : public c10::Allocator {
     auto& free = free_[size];
     void* address = nullptr;
     if (free.empty()) {
-      TORCH_CHECK(used_ + size <= kBytes, "the pretended GPU has no memory left");
+      TORCH_CHECK(used_ + size <= kBytes, "the simulated GPU has no memory left");
       address = at_device_ + std::exchange(used_, used_ + size);
     } else {
       address = free.back();
@@ -74,11 +80,11 @@ class DeviceMemory final : public c10::Allocator {
   static constexpr std::size_t kBytes = 8UL << 30;  // takes as much as is used
 
   DeviceMemory() {
-    const int file = ::memfd_create("pretended GPU", 0);
-    TORCH_CHECK(file >= 0 && ::ftruncate(file, kBytes) == 0, "no memory for a pretended GPU");
+    const int file = ::memfd_create("simulated GPU", 0);
+    TORCH_CHECK(file >= 0 && ::ftruncate(file, kBytes) == 0, "no memory for a simulated GPU");
     const auto map = [&](int access) {
       auto* const address = ::mmap(nullptr, kBytes, access, MAP_SHARED, file, 0);
-      TORCH_CHECK(address != MAP_FAILED, "no memory for a pretended GPU");
+      TORCH_CHECK(address != MAP_FAILED, "no memory for a simulated GPU");
       return static_cast<char*>(address);
     };
     at_device_ = map(PROT_NONE);
@@ -99,6 +105,15 @@ class DeviceMemory final : public c10::Allocator {
   std::map<std::size_t, std::vector<void*>> free_;  // by size
   std::map<void*, std::size_t> size_of_;
 };
+
+const at::Generator& generator_of(c10::DeviceIndex device) {
+  static const auto* const generators = [] {
+    auto* const all = new std::vector<at::Generator>;
+    for (int i = 0; i < gpus(); ++i) all->push_back(at::detail::createCPUGenerator());
+    return all;
+  }();
+  return generators->at(static_cast<std::size_t>(device));
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
@@ -135,8 +150,8 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   c10::Device getDeviceFromPtr(void*) const override { return {c10::kCUDA, current}; }
   c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
-    return at::detail::getDefaultCPUGenerator();
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return generator_of(device < 0 ? current : device);
   }
 };
 
@@ -191,7 +206,33 @@ Tensor copy_and_resize(const Tensor& from, const Tensor& to) {
   return copy(into, from, false);
 }
 
-void compute_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
+// The device of an operator's arguments. Throws where they are on several, which none may be but scalars and indices.
+c10::Device device_of_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const auto count = op.schema().arguments().size();
+  const bool has_indices = op.schema().name().find("index") != std::string::npos;
+  std::optional<c10::Device> found;
+  const auto check = [&](const Tensor& tensor) {
+    if (!tensor.defined() || (tensor.is_cpu() && (tensor.dim() == 0 || has_indices))) return;
+    if (!found) found = tensor.device();
+    TORCH_CHECK(*found == tensor.device(), op.schema().name(), " got tensors on ", *found, " and on ", tensor.device());
+  };
+  for (auto argument = stack.end() - static_cast<std::ptrdiff_t>(count); argument != stack.end(); ++argument) {
+    if (argument->isTensor()) check(argument->toTensor());
+    if (!argument->isTensorList()) continue;
+    for (const Tensor& tensor : argument->toTensorList()) check(tensor);
+  }
+  return found.value_or(c10::Device(c10::kCUDA, current));
+}
+
+void compute_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto device = device_of_arguments(op, *stack);
+  const auto& arguments = op.schema().arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    auto& value = (*stack)[stack->size() - arguments.size() + i];
+    if (arguments[i].name() == "generator" && value.isNone()) value = generator_of(device.index());
+  }
+  at::native::cpu_fallback(op, stack);
+}
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", &empty);
