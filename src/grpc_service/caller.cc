@@ -73,7 +73,6 @@ std::shared_ptr<grpc::Channel> Caller::channel(Deadline deadline) {
   arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
   if (!access_.certificates.empty()) arguments.SetSslTargetNameOverride(kTlsName);
-  address_ = address;
   channel_ = grpc::CreateCustomChannel(address, channel_credentials(access_), arguments);
   return channel_;
 }

@@ -63,8 +63,7 @@ class Caller {
   const Identity identity_;
   const double reconnect_seconds_;
   Mutex mutex_;
-  std::string address_ LOCKSTEP_GUARDED_BY(mutex_);
-  std::shared_ptr<grpc::Channel> channel_ LOCKSTEP_GUARDED_BY(mutex_);  // to address_
+  std::shared_ptr<grpc::Channel> channel_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
 }  // namespace lockstep::grpc_service
