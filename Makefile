@@ -41,6 +41,7 @@ faults: build/release/build.ninja
 	LOCKSTEP_FAULT_ROUNDS=100 build/release/tests/elastic_fit_test --gtest_filter='*AtAnyMoment'
 	LOCKSTEP_FAULT_ROUNDS=100 build/release/tests/elastic_fit_test --gtest_filter='*RegroupOrSave'
 	LOCKSTEP_FAULT_ROUNDS=100 build/release/tests/elastic_loop_test --gtest_filter='*AtAnyMoment'
+	LOCKSTEP_FAULT_ROUNDS=20 build/release/tests/elastic_mesh_test --gtest_filter='*AtAnyMoment*'
 	python3 benchmarks/worker_loss.py --kills 50 --minutes 10
 	LOCKSTEP_SEEDS=100000 build/release/elastic_test --gtest_filter='Sections.*'
 	python3 tests/elastic_hosts_test.py $(CURDIR)/build/release/tests/elastic_fit_program $(CURDIR)/build/release/lockstep $(CURDIR) MoreFaults

@@ -40,10 +40,11 @@ ls::Example scale(ls::Example example) {
 
 ls::Deadline in_a_minute() { return ls::Deadline::after(std::chrono::minutes(1)); }
 
-void train(const ls::Group& group, int epochs) {
+void train(const ls::Group& group, int epochs, std::int64_t examples) {
   auto [train_data, test_data] = ls::datasets::fashion_mnist();
   // Each rank has its own part of the examples; the last rank's may be one shorter, which `join` takes care of.
-  const auto mine = train_data.shard(group.size(), group.rank()).map(scale).cache().shuffle(10'000).batch(64);
+  const auto mine =
+      train_data.take(examples).shard(group.size(), group.rank()).map(scale).cache().shuffle(10'000).batch(64);
   Net net;
   ls::DistributedDataParallel ddp(net, group);
   torch::optim::Adam adam(net->parameters(), torch::optim::AdamOptions(1e-3));
@@ -82,11 +83,13 @@ void train(const ls::Group& group, int epochs) {
 int main(int argc, char** argv) {
   CLI::App app("DistributedDataParallel on Fashion-MNIST");
   int epochs = 1;
-  app.add_option("--epochs", epochs);
+  std::int64_t examples = 60'000;
+  app.add_option("--epochs", epochs, "passes over the data")->capture_default_str();
+  app.add_option("--examples", examples, "so many of the training data")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   try {
     torch::manual_seed(1);
-    train(ls::Job::from_environment().group(), epochs);  // all processes that the launcher started
+    train(ls::Job::from_environment().group(), epochs, examples);  // all processes that the launcher started
   } catch (const ls::Error& error) {
     std::cerr << error.what() << "\n";
     return 1;

@@ -60,7 +60,7 @@ class ElasticSaving : public testing::Test {
 // One worker, and in the milliseconds behind that, in which the others regroup or the chief saves, another one.
 TEST_F(ElasticSaving, AnotherWorkerIsLostWhileTheOthersRegroupOrSave) {
   const char* const asked = std::getenv("LOCKSTEP_FAULT_ROUNDS");
-  const int rounds = asked == nullptr ? 12 : std::atoi(asked);
+  const int rounds = asked == nullptr ? 4 : std::atoi(asked);
   for (int seed = 0; seed < rounds; ++seed) {
     std::mt19937 random(static_cast<unsigned>(seed));
     const auto below = [&](int end) { return static_cast<int>(random() % static_cast<unsigned>(end)); };

@@ -62,10 +62,10 @@ class OverHosts(unittest.TestCase):
 
     def test_two_hosts_train_over_their_link(self):
         hosts = self.hosts(2)
-        status, output = self.end(hosts.run(*TRAIN, "--epochs", "5"))
+        status, output = self.end(hosts.run(*TRAIN, "--epochs", "1"))
         self.assertEqual(status, [0], output)
-        self.assertGreaterEqual(self.accuracy_in(output), 0.90)
-        steps = 5 * -(-60_000 // 128)
+        self.assertGreaterEqual(self.accuracy_in(output), 0.75)
+        steps = -(-60_000 // 128)
         for host in range(2):
             self.assertGreater(hosts.sent_bytes(host), 0.95 * steps * GRADIENTS)
         self.expect_nothing_left(MNIST)

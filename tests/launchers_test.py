@@ -13,8 +13,14 @@ import unittest
 
 MNIST, HOROVOD, LOCKSTEP, RESUME, DDP, SERVERS = sys.argv[1:7]
 SCRIPT = pathlib.Path(__file__).parents[1] / "deploy/train.slurm"
-TRAIN = [MNIST, "--strategy", "multi_worker", "--replicas", "1", "--epochs", "5"]
 LIMIT_S = 300
+
+
+def training(epochs):
+    return [MNIST, "--strategy", "multi_worker", "--replicas", "1", "--epochs", str(epochs)]
+
+
+TRAIN = training(1)  # as many as show that the processes are one job
 
 
 def free_ports(count):
@@ -109,18 +115,18 @@ class Launchers(unittest.TestCase):
         self.assertEqual(len(accuracies), 1, output)  # the chief's
         self.assertGreaterEqual(float(accuracies[0]), least)
 
-    def train(self, *commands, environments=None):
-        self.expect_accuracy(self.run_all(*commands, environments=environments), 0.90)
-        self.assertTrue((self.folder / "work/training_checkpoints/ckpt_5.safetensors").exists())
+    def train(self, *commands, environments=None, accuracy=0.75, epochs=1):
+        self.expect_accuracy(self.run_all(*commands, environments=environments), accuracy)
+        self.assertTrue((self.folder / f"work/training_checkpoints/ckpt_{epochs}.safetensors").exists())
 
-    def train_by_horovod(self, *launcher):
+    def train_by_horovod(self, *launcher, steps, accuracy):
         """Once, and on from its checkpoint."""
-        for steps in (2000, 4000):
-            output = self.run_all([*launcher, HOROVOD, "--steps", str(steps)])
-            self.assertIn(f"step {steps // 4}, processes 4", output)
-        self.expect_accuracy(output, 0.85)
+        for until in (steps, 2 * steps):
+            output = self.run_all([*launcher, HOROVOD, "--steps", str(4 * until)])
+            self.assertIn(f"step {until}, processes 4", output)
+        self.expect_accuracy(output, accuracy)
         kept = {path.name for path in (self.folder / "work/mnist_convnet_model").glob("*.safetensors")}
-        self.assertEqual(kept, {f"model.ckpt-{step}.safetensors" for step in (0, 500, 1000)})
+        self.assertEqual(kept, {f"model.ckpt-{step}.safetensors" for step in (0, steps, 2 * steps)})
 
     def test_by_hand_with_tf_config(self):
         workers = [f"localhost:{port}" for port in free_ports(2)]
@@ -128,16 +134,16 @@ class Launchers(unittest.TestCase):
         self.train(TRAIN, TRAIN, environments=config)
 
     def test_lockstep_run(self):
-        self.train([LOCKSTEP, "run", "-n", "2", *TRAIN])
+        self.train([LOCKSTEP, "run", "-n", "2", *training(epochs=5)], accuracy=0.90, epochs=5)
 
     def test_open_mpi(self):
         self.train(["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "2", *TRAIN])
 
     def test_horovod_by_lockstep_run(self):
-        self.train_by_horovod(LOCKSTEP, "run", "-n", "4")
+        self.train_by_horovod(LOCKSTEP, "run", "-n", "4", steps=500, accuracy=0.85)
 
     def test_horovod_by_open_mpi(self):
-        self.train_by_horovod("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "4")
+        self.train_by_horovod("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np", "4", steps=100, accuracy=0.5)
 
     def test_mpich(self):
         self.train(["mpirun.mpich", "-np", "2", *TRAIN])
@@ -156,10 +162,10 @@ class Launchers(unittest.TestCase):
                          ["mpirun.mpich", "-np", "2"], self.torchrun(), ["srun", "-n", "2", "--overcommit"])
             for launcher in launchers:
                 with self.subTest(launcher=launcher[:1]):
-                    output = self.run_all([*launcher, DDP], environments=[slurm.environment])
+                    output = self.run_all([*launcher, DDP, "--examples", "10000"], environments=[slurm.environment])
                     accuracies = re.findall(r"test accuracy: ([0-9.]+)", output)
                     self.assertEqual(len(accuracies), 1, output)  # rank 0's: the processes are one job
-                    self.assertGreaterEqual(float(accuracies[0]), 0.80)
+                    self.assertGreaterEqual(float(accuracies[0]), 0.60)
 
     @unittest.skipUnless(SERVERS, "built without gRPC")
     def test_parameter_servers_by_each(self):

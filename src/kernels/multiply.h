@@ -12,10 +12,6 @@ struct Matrix {
   bool transposed = false;
 };
 
-// Whether `multiply` is likely to be faster than a general library, which packs large matrices: on processors with
-// AVX-512, and else where few numbers are multiplied.
-bool is_fast_product(std::int64_t m, std::int64_t n, std::int64_t k);
-
 // c[m][n] = a[m][k] b[k][n], where one of a and b may be transposed. Each element of c is one sum in the order of k,
 // whatever m and n are. Nothing overlaps; no alignment is asked. Returns false, with c in any state, where LIBXSMM has
 // no kernel for the shape or the processor. Any thread may call.

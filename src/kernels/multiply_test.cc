@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <random>
 #include <tuple>
@@ -23,8 +24,14 @@ std::vector<float> random_values(std::int64_t count, unsigned seed) {
 }
 
 TEST(Multiply, IsTheProduct) {
-  for (const auto& [m, n, k] : std::vector<std::tuple<int, int, int>>{
-           {64, 64, 1000}, {64, 10, 64}, {7, 33, 5}, {65, 97, 513}, {130, 31, 77}, {2, 8, 1024}, {600, 50, 64}}) {
+  for (const auto& [m, n, k] : std::vector<std::tuple<int, int, int>>{{64, 64, 1000},
+                                                                      {64, 10, 64},
+                                                                      {7, 33, 5},
+                                                                      {65, 97, 513},
+                                                                      {130, 31, 77},
+                                                                      {2, 8, 1024},
+                                                                      {600, 50, 64},
+                                                                      {70, 530, 520}}) {
     for (const int transposed : {0, 1, 2}) {  // none, a, b
       SCOPED_TRACE(testing::Message() << m << " x " << n << " x " << k << ", transposed " << transposed);
       const auto a = random_values(m * k, 1), b = random_values(k * n, 2);
@@ -42,6 +49,19 @@ TEST(Multiply, IsTheProduct) {
         }
       }
     }
+  }
+}
+
+// Which is what makes a step with one replica and one with many alike.
+TEST(Multiply, AnElementHasTheSameBitsInALargeProductAsInASmallOne) {
+  constexpr int kRows = 160, kColumns = 600, kDepth = 1100, kFew = 3;
+  const auto a = random_values(kRows * kDepth, 1), b = random_values(kDepth * kColumns, 2);
+  std::vector<float> whole(std::size_t{kRows} * kColumns), few(std::size_t{kFew} * kColumns);
+  ASSERT_TRUE(multiply(kRows, kColumns, kDepth, {a.data(), kDepth}, {b.data(), kDepth, true}, whole.data(), kColumns));
+  for (const int row : {0, 63, kRows - kFew}) {
+    const float* const from = a.data() + row * kDepth;
+    ASSERT_TRUE(multiply(kFew, kColumns, kDepth, {from, kDepth}, {b.data(), kDepth, true}, few.data(), kColumns));
+    EXPECT_TRUE(std::equal(few.begin(), few.end(), whole.begin() + row * kColumns)) << row;
   }
 }
 

@@ -35,10 +35,8 @@ bool covered(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   return x.numel() / x.size(-1) >= kLeastRows && weight.size(0) >= kLeastColumns && weight.size(1) >= kLeastColumns;
 }
 
-// c[m][n] = a b, with columns shared among the threads of this replica. False where there is no kernel, or LibTorch's
-// product is faster.
+// c[m][n] = a b, with columns shared among the threads of this replica. False where there is no kernel.
 bool multiply_in_parallel(std::int64_t m, std::int64_t n, std::int64_t k, Matrix a, Matrix b, Tensor& c) {
-  if (!kernels::is_fast_product(m, n, k)) return false;
   constexpr std::int64_t kColumns = 48;  // a whole number of vectors of every processor
   auto* to = c.mutable_data_ptr<float>();
   std::atomic<bool> done = true;
