@@ -117,8 +117,7 @@ TEST_P(ElasticMesh, ARowThatIsToldToEndLeaves) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, ElasticMesh,
-                         testing::Values(Mesh{"data3", "data 3", 3, 1}, Mesh{"data3_sharded", "data 3", 3, 1, true},
-                                         Mesh{"data2_tensor2", "data 2 tensor 2", 4, 2},
+                         testing::Values(Mesh{"data3_sharded", "data 3", 3, 1, true},
                                          Mesh{"data2_tensor2_sharded", "data 2 tensor 2", 4, 2, true},
                                          Mesh{"data3_tensor2_sharded", "data 3 tensor 2", 6, 2, true},
                                          Mesh{"data3_shard2", "data 3 shard 2", 6, 2},
