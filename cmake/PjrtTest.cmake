@@ -1,0 +1,18 @@
+# The module pjrt is tested on the plugin for CPUs, which must be there, and on two libraries that look like plugins.
+if(NOT PJRT_CPU_PLUGIN)
+  message(FATAL_ERROR "pjrt_test needs the plugin xla_cpu_pjrt.so, which tools/bootstrap installs, or -DLOCKSTEP_TPU=OFF")
+endif()
+foreach(fake "silent 0" "other 7")
+  separate_arguments(fake)
+  list(GET fake 0 name)
+  list(GET fake 1 major)
+  add_library(${name}_pjrt_plugin MODULE tests/fake_pjrt_plugin.cc)
+  set_target_properties(${name}_pjrt_plugin PROPERTIES PREFIX "")
+  target_include_directories(${name}_pjrt_plugin SYSTEM PRIVATE ${PJRT_INCLUDE_DIR})
+  lockstep_settings(${name}_pjrt_plugin)
+  target_compile_definitions(${name}_pjrt_plugin PRIVATE FAKE_MAJOR=${major})
+  add_dependencies(pjrt_test ${name}_pjrt_plugin)
+endforeach()
+target_include_directories(pjrt_test SYSTEM PRIVATE ${PJRT_INCLUDE_DIR})
+target_compile_definitions(pjrt_test PRIVATE CPU_PLUGIN="${PJRT_CPU_PLUGIN}"
+  SILENT_PLUGIN="$<TARGET_FILE:silent_pjrt_plugin>" OTHER_PLUGIN="$<TARGET_FILE:other_pjrt_plugin>")

@@ -1,0 +1,100 @@
+// A plugin's devices, and values on them.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "lockstep/base/buffer.h"
+#include "lockstep/base/deadline.h"
+#include "pjrt/event.h"
+
+namespace lockstep::pjrt {
+
+// What the plugin documents, such as {"cpu_device_count", 8}.
+using Options = std::vector<std::pair<std::string, std::variant<std::string, std::int64_t, bool, float>>>;
+
+// Through which the processes of a job find each other's devices. Called by any thread of the plugin's. `get` waits for
+// a key until the deadline; each throws what its store throws.
+struct KeyValueStore {
+  std::function<std::string(const std::string& key, Deadline)> get;
+  std::function<void(const std::string& key, const std::string& value)> put;
+};
+
+struct Device {
+  PJRT_Device* handle = nullptr;
+  int id = 0;        // among all processes' devices
+  std::string kind;  // "cpu", "TPU v5 lite"
+};
+
+// Sizes and dtype of a value; its elements lie in row-major order.
+struct Shape {
+  DType dtype = DType::float32;
+  std::vector<std::int64_t> sizes = {};
+
+  std::int64_t elements() const;
+  std::size_t bytes() const { return static_cast<std::size_t>(elements()) * size_of(dtype); }
+  bool operator==(const Shape&) const = default;
+};
+
+class Client;
+
+// A value on a device. Moves, and frees the device's memory when it ends. Keeps its Client.
+class Buffer {
+ public:
+  Buffer(std::shared_ptr<const Client> client, PJRT_Buffer* buffer);
+
+  Shape shape() const;
+
+  // Copies the value into `to`, of as many bytes as the shape has. Waits until it has been computed. Throws DeviceError
+  // where its computation failed, DeadlineExceeded, or InvalidArgument where `bytes` is another number.
+  void copy_to_host(void* to, std::size_t bytes, Deadline deadline) const;
+
+  PJRT_Buffer* handle() const { return buffer_.get(); }
+
+ private:
+  struct Free {
+    std::shared_ptr<const Client> client;
+    void operator()(PJRT_Buffer* buffer) const;
+  };
+  std::unique_ptr<PJRT_Buffer, Free> buffer_;
+};
+
+// The devices that this process may use. Whatever is made of it keeps it, so that the plugin's client ends last. Any
+// thread may call.
+class Client : public std::enable_shared_from_this<Client> {
+ public:
+  // With a store collective over the job's processes. Throws DeviceError with the plugin's text.
+  static std::shared_ptr<Client> create(const Plugin& plugin, const Options& options = {},
+                                        std::unique_ptr<const KeyValueStore> store = nullptr);
+  ~Client();
+  Client(const Client&) = delete;
+  Client& operator=(const Client&) = delete;
+
+  const Plugin& plugin() const { return plugin_; }
+  const std::string& platform() const { return platform_; }  // "cpu", "tpu"
+  std::string platform_version() const;
+  int process() const;                                             // this one's number in the job
+  const std::vector<Device>& devices() const { return devices_; }  // of this process
+  int devices_of_all_processes() const;
+
+  // Begins to copy a value to a device; `data` may change when it returns.
+  Buffer copy_to_device(const void* data, const Shape& shape, const Device& device) const;
+
+  PJRT_Client* handle() const { return client_; }
+
+ private:
+  explicit Client(const Plugin& plugin) : plugin_(plugin) {}
+
+  const Plugin& plugin_;
+  std::unique_ptr<const KeyValueStore> store_;
+  PJRT_Client* client_ = nullptr;
+  std::string platform_;
+  std::vector<Device> devices_;
+};
+
+}  // namespace lockstep::pjrt

@@ -1,0 +1,62 @@
+#include "pjrt/event.h"
+
+#include <optional>
+
+#include "base/mutex.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::pjrt {
+namespace {
+
+// What the plugin says of an event's end, at any time, also after the waiting thread has given up.
+class Notice {
+ public:
+  static void tell(PJRT_Error* error, void* holder) {
+    const std::unique_ptr<std::shared_ptr<Notice>> owned(static_cast<std::shared_ptr<Notice>*>(holder));
+    auto& notice = **owned;
+    const MutexLock lock(notice.mutex_);
+    notice.error_ = error;
+    notice.changed_.notify_all();
+  }
+
+  // The work's error, which the caller frees; nothing where it has not ended by the deadline.
+  std::optional<PJRT_Error*> wait(Deadline deadline) {
+    const MutexLock lock(mutex_);
+    while (!error_) {
+      if (changed_.wait_until(mutex_, deadline.time()) == std::cv_status::timeout && !error_) return std::nullopt;
+    }
+    return error_;
+  }
+
+ private:
+  Mutex mutex_;
+  CondVar changed_;
+  std::optional<PJRT_Error*> error_ LOCKSTEP_GUARDED_BY(mutex_);
+};
+
+}  // namespace
+
+Event::Event(const Plugin& plugin, PJRT_Event* event) : event_(event, {&plugin}) {}
+
+void Event::Free::operator()(PJRT_Event* event) const {
+  PJRT_Event_Destroy_Args args{.struct_size = PJRT_Event_Destroy_Args_STRUCT_SIZE, .event = event};
+  plugin->api().PJRT_Event_Destroy(&args);
+}
+
+// PJRT_Event_Await has no deadline, so the plugin is asked to call.
+void Event::wait(Deadline deadline, const std::string& what) const {
+  const auto& plugin = *event_.get_deleter().plugin;
+  const auto notice = std::make_shared<Notice>();
+  auto holder = std::make_unique<std::shared_ptr<Notice>>(notice);
+  PJRT_Event_OnReady_Args args{.struct_size = PJRT_Event_OnReady_Args_STRUCT_SIZE,
+                               .event = event_.get(),
+                               .callback = &Notice::tell,
+                               .user_arg = holder.get()};
+  plugin.call(&PJRT_Api::PJRT_Event_OnReady, args, what);
+  holder.release();
+  const auto error = notice->wait(deadline);
+  if (!error) throw DeadlineExceeded(what, deadline.waited());
+  plugin.check(*error, what);
+}
+
+}  // namespace lockstep::pjrt

@@ -1,0 +1,29 @@
+// Work that a plugin does in the background.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "lockstep/base/deadline.h"
+#include "pjrt/plugin.h"
+
+namespace lockstep::pjrt {
+
+// Moves. The work goes on when the Event is gone. One thread at a time waits.
+class Event {
+ public:
+  Event(const Plugin& plugin, PJRT_Event* event);  // frees `event`
+
+  // Throws DeviceError with `what`, and the plugin's text, where the work failed; DeadlineExceeded where it has not
+  // ended by then.
+  void wait(Deadline deadline, const std::string& what) const;
+
+ private:
+  struct Free {
+    const Plugin* plugin;
+    void operator()(PJRT_Event* event) const;
+  };
+  std::unique_ptr<PJRT_Event, Free> event_;
+};
+
+}  // namespace lockstep::pjrt

@@ -1,0 +1,92 @@
+#include "pjrt/plugin.h"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <cstdlib>
+#include <map>
+#include <memory>
+
+#include "base/mutex.h"
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::pjrt {
+namespace {
+
+constexpr const char* kHowToGetOne =
+    "on a Cloud TPU VM, `pip install libtpu` and set PJRT_PLUGIN_LIBRARY_PATH to the libtpu.so that it installs";
+
+// The parts of the API up to its last function that is called here; what newer headers have behind it is not used.
+constexpr std::size_t kLeastApiSize = PJRT_STRUCT_SIZE(PJRT_Api, PJRT_Executable_GetCompiledMemoryStats);
+
+const PJRT_Api& api_of(const std::string& path) {
+  void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr)
+    throw DeviceError(text("there is no PJRT plugin ", path, ": ", dlerror(), "; ", kHowToGetOne));
+  const auto get = reinterpret_cast<const PJRT_Api* (*)()>(dlsym(library, "GetPjrtApi"));
+  if (get == nullptr) throw DeviceError(text(path, " is no PJRT plugin: it has no function GetPjrtApi"));
+  const auto* const api = get();
+  if (api == nullptr) throw DeviceError(text(path, ": GetPjrtApi returned nothing"));
+  const auto& version = api->pjrt_api_version;
+  if (version.major_version != PJRT_API_MAJOR || api->struct_size < kLeastApiSize)
+    throw DeviceError(text(path, " has version ", version.major_version, ".", version.minor_version,
+                           " of the PJRT API; this build needs ", PJRT_API_MAJOR, ".", PJRT_API_MINOR,
+                           ", or a version near it"));
+  return *api;
+}
+
+constexpr std::array<const char*, 17> kCodes{
+    "OK",        "CANCELLED",      "UNKNOWN",           "INVALID_ARGUMENT",   "DEADLINE_EXCEEDED",
+    "NOT_FOUND", "ALREADY_EXISTS", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION",
+    "ABORTED",   "OUT_OF_RANGE",   "UNIMPLEMENTED",     "INTERNAL",           "UNAVAILABLE",
+    "DATA_LOSS", "UNAUTHENTICATED"};
+
+std::string describe(const PJRT_Api& api, PJRT_Error* error) {
+  PJRT_Error_Message_Args message{.struct_size = PJRT_Error_Message_Args_STRUCT_SIZE, .error = error};
+  api.PJRT_Error_Message(&message);
+  PJRT_Error_GetCode_Args code{.struct_size = PJRT_Error_GetCode_Args_STRUCT_SIZE, .error = error};
+  const bool known = api.PJRT_Error_GetCode(&code) == nullptr && static_cast<std::size_t>(code.code) < kCodes.size();
+  std::string said(message.message, message.message_size);
+  while (!said.empty() && said.back() == '\n') said.pop_back();
+  return text(said, " (", known ? kCodes[static_cast<std::size_t>(code.code)] : "an unknown error", ")");
+}
+
+}  // namespace
+
+const Plugin& Plugin::load(const std::string& path) {
+  static Mutex mutex;
+  static auto& loaded = *new std::map<std::string, std::unique_ptr<const Plugin>>;  // used until the process's end
+  const MutexLock lock(mutex);
+  auto& plugin = loaded[path];
+  if (!plugin) {
+    std::unique_ptr<const Plugin> made(new Plugin(path, api_of(path)));
+    PJRT_Plugin_Initialize_Args args{.struct_size = PJRT_Plugin_Initialize_Args_STRUCT_SIZE};
+    made->call(&PJRT_Api::PJRT_Plugin_Initialize, args, text(path, ": the plugin cannot begin"));
+    plugin = std::move(made);
+  }
+  return *plugin;
+}
+
+std::string Plugin::api_version() const {
+  return text(api_.pjrt_api_version.major_version, ".", api_.pjrt_api_version.minor_version);
+}
+
+void Plugin::check(PJRT_Error* error, const std::string& what) const {
+  if (error == nullptr) return;
+  const auto said = describe(api_, error);
+  PJRT_Error_Destroy_Args args{.struct_size = PJRT_Error_Destroy_Args_STRUCT_SIZE, .error = error};
+  api_.PJRT_Error_Destroy(&args);
+  throw DeviceError(text(what, ": ", said));
+}
+
+std::string plugin_path(const std::string& asked) {
+  if (!asked.empty()) return asked;
+  for (const char* const name : {"PJRT_PLUGIN_LIBRARY_PATH", "TPU_LIBRARY_PATH"}) {
+    const char* const value = std::getenv(name);
+    if (value != nullptr && *value != '\0') return value;
+  }
+  return "libtpu.so";
+}
+
+}  // namespace lockstep::pjrt
