@@ -60,7 +60,7 @@ function(lockstep_module_tests library)
     if(LOCKSTEP_SANITIZE STREQUAL "thread")
       list(FILTER tests EXCLUDE REGEX "/ops/(conv_pool|dense|pooling)_test\\.cc$")
       list(FILTER tests EXCLUDE REGEX "/(rendezvous|unauthenticated|limits|regroup)_test\\.cc$")
-      list(FILTER tests EXCLUDE REGEX "/pjrt/")  # XLA's threads, which are not instrumented
+      list(FILTER tests EXCLUDE REGEX "/(pjrt|tpu)/")  # XLA's threads, which are not instrumented
     endif()
     if(tests)
       lockstep_test(${module}_test ${library} ${tests})

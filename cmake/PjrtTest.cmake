@@ -1,7 +1,14 @@
-# The module pjrt is tested on the plugin for CPUs, which must be there, and on two libraries that look like plugins.
+# The modules pjrt and tpu are tested on the plugin for CPUs, which must be there, and pjrt on two libraries that look like
+# plugins.
 if(NOT PJRT_CPU_PLUGIN)
   message(FATAL_ERROR "pjrt_test needs the plugin xla_cpu_pjrt.so, which tools/bootstrap installs, or -DLOCKSTEP_TPU=OFF")
 endif()
+foreach(test pjrt_test tpu_test)
+  if(TARGET ${test})
+    target_include_directories(${test} SYSTEM PRIVATE ${PJRT_INCLUDE_DIR})
+    target_compile_definitions(${test} PRIVATE CPU_PLUGIN="${PJRT_CPU_PLUGIN}")
+  endif()
+endforeach()
 foreach(fake "silent 0" "other 7")
   separate_arguments(fake)
   list(GET fake 0 name)
@@ -13,6 +20,5 @@ foreach(fake "silent 0" "other 7")
   target_compile_definitions(${name}_pjrt_plugin PRIVATE FAKE_MAJOR=${major})
   add_dependencies(pjrt_test ${name}_pjrt_plugin)
 endforeach()
-target_include_directories(pjrt_test SYSTEM PRIVATE ${PJRT_INCLUDE_DIR})
-target_compile_definitions(pjrt_test PRIVATE CPU_PLUGIN="${PJRT_CPU_PLUGIN}"
+target_compile_definitions(pjrt_test PRIVATE
   SILENT_PLUGIN="$<TARGET_FILE:silent_pjrt_plugin>" OTHER_PLUGIN="$<TARGET_FILE:other_pjrt_plugin>")

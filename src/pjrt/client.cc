@@ -4,7 +4,7 @@
 #include <array>
 
 #include "base/text.h"
-#include "lockstep/base/error.h"
+#include "lockstep/base/device_error.h"
 #include "pjrt/named_values.h"
 
 namespace lockstep::pjrt {

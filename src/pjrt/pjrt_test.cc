@@ -7,7 +7,7 @@
 
 #include "base/expect_says_testing.h"
 #include "base/text.h"
-#include "lockstep/base/error.h"
+#include "lockstep/base/device_error.h"
 #include "pjrt/executable.h"
 
 namespace lockstep::pjrt {

@@ -9,7 +9,7 @@
 
 #include "base/mutex.h"
 #include "base/text.h"
-#include "lockstep/base/error.h"
+#include "lockstep/base/device_error.h"
 
 namespace lockstep::pjrt {
 namespace {

@@ -33,12 +33,6 @@ class IoError : public Error {
   using Error::Error;
 };
 
-// A device, or the library that drives it, is not there or has failed. Has the library's own text.
-class DeviceError : public Error {
- public:
-  using Error::Error;
-};
-
 // The machines or processes do not match the cluster's description. Names the field, the address or the rank.
 class ClusterError : public Error {
  public:

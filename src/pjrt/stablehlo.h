@@ -1,0 +1,87 @@
+// A program as it is written, operation by operation: StableHLO in MLIR's generic form
+// (https://openxla.org/stablehlo/spec).
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "pjrt/client.h"
+
+namespace lockstep::pjrt {
+
+// What an operation of a ProgramText gives, or an argument of it.
+struct Value {
+  std::string name;  // "%5"
+  Shape shape;
+};
+
+std::string type_of(const Shape& shape);                        // "tensor<2x3xf32>"
+std::string array_of(std::span<const std::int64_t> numbers);    // "array<i64: 1, 2>"
+std::string numbers_of(std::span<const std::int64_t> numbers);  // "[1, 2]"
+
+// One thread at a time uses it.
+class ProgramText {
+ public:
+  // The next argument of the program.
+  Value argument(const Shape& shape);
+
+  // One operation with one result. `attributes`: what stands in braces; `region`: what stands between the two.
+  Value add(std::string_view operation, const std::vector<Value>& operands, const Shape& result,
+            const std::string& attributes = "", const std::string& region = "");
+  // The same with several results.
+  std::vector<Value> add(std::string_view operation, const std::vector<Value>& operands,
+                         const std::vector<Shape>& results, const std::string& attributes = "",
+                         const std::string& region = "");
+
+  // Every element is `number`; of integers the nearest.
+  Value constant(double number, const Shape& shape);
+  // The elements in row-major order.
+  Value array(const void* data, const Shape& shape);
+
+  // What these do is in StableHLO's specification.
+  Value unary(std::string_view operation, const Value& x) { return add(operation, {x}, x.shape); }
+  Value binary(std::string_view operation, const Value& a, const Value& b) { return add(operation, {a, b}, a.shape); }
+  Value compare(std::string_view direction, const Value& a, const Value& b);  // "LT"
+  Value select(const Value& condition, const Value& yes, const Value& no);
+  Value convert(const Value& x, DType dtype);
+  Value reshape(const Value& x, std::vector<std::int64_t> sizes);
+  Value transpose(const Value& x, const std::vector<std::int64_t>& permutation);
+  // Dimension i of x becomes `dimensions[i]` of the result.
+  Value broadcast(const Value& x, std::vector<std::int64_t> sizes, const std::vector<std::int64_t>& dimensions);
+  Value iota(const Shape& shape, std::int64_t dimension);
+  Value slice(const Value& x, const std::vector<std::int64_t>& begin, const std::vector<std::int64_t>& end,
+              const std::vector<std::int64_t>& step);
+  Value pad(const Value& x, double with, const std::vector<std::int64_t>& low, const std::vector<std::int64_t>& high,
+            const std::vector<std::int64_t>& between);
+  Value concatenate(const std::vector<Value>& parts, std::int64_t dimension);
+  // By "stablehlo.add", "stablehlo.maximum", ... from `initial` on; the dimensions vanish.
+  Value reduce(std::string_view operation, const Value& x, double initial, const std::vector<std::int64_t>& dimensions);
+  // Contracts and batches the named dimensions. The result's: batches, then what is left of a, then of b.
+  Value dot(const Value& a, const Value& b, const std::vector<std::int64_t>& contract_a,
+            const std::vector<std::int64_t>& contract_b, const std::vector<std::int64_t>& batch_a = {},
+            const std::vector<std::int64_t>& batch_b = {});
+  Value all_reduce(std::string_view operation, const Value& x, int replicas);
+
+  // The whole program. aliases: argument i becomes output j, whose memory it gives.
+  std::string finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases,
+                     int replicas) const;
+
+ private:
+  std::string fresh() { return "%" + std::to_string(next_++); }
+
+  std::vector<Value> arguments_;
+  std::string lines_;
+  int next_ = 0;
+};
+
+// The body of a reduction by `operation` of two scalars, for ProgramText::add.
+std::string reducer(std::string_view operation, DType dtype);
+
+// Products in full precision, where the dtype is float32: TPUs compute in bfloat16 else.
+inline constexpr const char* kHighestPrecision =
+    "precision_config = [#stablehlo<precision HIGHEST>, #stablehlo<precision HIGHEST>]";
+
+}  // namespace lockstep::pjrt

@@ -1,0 +1,165 @@
+// Convolutions of any rank, with groups, stride, padding and dilation, and their gradients.
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "tpu/call.h"
+
+namespace lockstep::tpu {
+namespace {
+
+// Of each spatial dimension.
+struct Window {
+  Sizes stride, low, high, dilation_of_x, dilation_of_weight;
+};
+
+std::string padding_of(const Window& window) {
+  std::string pairs;
+  for (std::size_t i = 0; i < window.low.size(); ++i)
+    pairs += text(i == 0 ? "" : ", ", "[", window.low[i], ", ", window.high[i], "]");
+  return text("padding = dense<[", pairs, "]> : tensor<", window.low.size(), "x2xi64>");
+}
+
+// Which dimensions of x, the weight and the result are what: "b", "f", "o" and "i" before the spatial ones.
+struct Order {
+  const char *x, *weight, *result;
+};
+constexpr Order kForward{"b, f", "o, i", "b, f"};
+
+// x [b, f, ...] * weight [o, i, ...].
+Value convolve(Call& call, const Value& x, const Value& weight, const Shape& result, const Window& window,
+               const Order& order, std::int64_t feature_groups, std::int64_t batch_groups) {
+  std::string spatial;
+  for (std::size_t i = 0; i < window.stride.size(); ++i) spatial += text(", ", i);
+  return call.program().add(
+      "stablehlo.convolution", {x, weight}, result,
+      text("dimension_numbers = #stablehlo.conv<[", order.x, spatial, "]x[", order.weight, spatial, "]->[",
+           order.result, spatial, "]>, window_strides = ", pjrt::array_of(window.stride), ", ", padding_of(window),
+           ", lhs_dilation = ", pjrt::array_of(window.dilation_of_x),
+           ", rhs_dilation = ", pjrt::array_of(window.dilation_of_weight), ", feature_group_count = ", feature_groups,
+           " : i64, batch_group_count = ", batch_groups, " : i64, ", pjrt::kHighestPrecision));
+}
+
+Value reversed(Call& call, const Value& weight) {
+  Sizes dimensions;
+  for (std::size_t i = 2; i < weight.shape.sizes.size(); ++i) dimensions.push_back(static_cast<std::int64_t>(i));
+  return call.program().add("stablehlo.reverse", {weight}, weight.shape, "dimensions = " + pjrt::array_of(dimensions));
+}
+
+// [groups a, b, ...] as [groups b, a, ...].
+Value swapped_in_groups(Call& call, const Value& weight, std::int64_t groups) {
+  auto& program = call.program();
+  const auto& sizes = weight.shape.sizes;
+  Sizes grouped{groups, sizes[0] / groups, sizes[1]}, permutation{0, 2, 1}, flat{groups * sizes[1], sizes[0] / groups};
+  for (std::size_t i = 2; i < sizes.size(); ++i) {
+    grouped.push_back(sizes[i]);
+    permutation.push_back(static_cast<std::int64_t>(i + 1));
+    flat.push_back(sizes[i]);
+  }
+  return program.reshape(program.transpose(program.reshape(weight, grouped), permutation), flat);
+}
+
+// The arguments of a convolution from place `i` on: stride, padding, dilation, transposed, output_padding, groups.
+struct Settings {
+  Sizes stride, padding, dilation, output_padding;
+  bool transposed;
+  std::int64_t groups;
+};
+Settings settings_in(Call& call, std::size_t i, std::size_t rank) {
+  const auto each = [&](std::size_t place) {
+    auto numbers = call.integers(place);
+    if (numbers.size() == 1) numbers.resize(rank, numbers[0]);
+    return numbers;
+  };
+  return {each(i), each(i + 1), each(i + 2), each(i + 4), call.flag(i + 3), call.integer(i + 5)};
+}
+
+Value forward(Call& call, const Value& x, const Value& weight, const Settings& settings) {
+  const auto rank = settings.stride.size();
+  Window window{settings.stride, settings.padding, settings.padding, Sizes(rank, 1), settings.dilation};
+  Shape result{x.shape.dtype, {x.shape.sizes[0], weight.shape.sizes[0]}};
+  for (std::size_t i = 0; i < rank; ++i) {
+    const auto reach = settings.dilation[i] * (weight.shape.sizes[i + 2] - 1) + 1;
+    result.sizes.push_back((x.shape.sizes[i + 2] + 2 * settings.padding[i] - reach) / settings.stride[i] + 1);
+  }
+  return convolve(call, x, weight, result, window, kForward, settings.groups, 1);
+}
+
+// What forward's x gets of its result's gradient; `sizes`: x's.
+Value gradient_of_x(Call& call, const Value& gradient, const Value& weight, const Sizes& sizes,
+                    const Settings& settings) {
+  const auto rank = settings.stride.size();
+  Window window{Sizes(rank, 1), {}, {}, settings.stride, settings.dilation};
+  for (std::size_t i = 0; i < rank; ++i) {
+    const auto reach = settings.dilation[i] * (weight.shape.sizes[i + 2] - 1);
+    const auto spread = settings.stride[i] * (gradient.shape.sizes[i + 2] - 1) + 1;
+    window.low.push_back(reach - settings.padding[i]);
+    window.high.push_back(sizes[i + 2] - spread + reach - window.low[i]);
+  }
+  const auto kernel = reversed(call, swapped_in_groups(call, weight, settings.groups));
+  return convolve(call, gradient, kernel, {gradient.shape.dtype, sizes}, window, kForward, settings.groups, 1);
+}
+
+// What forward's weight gets; `sizes`: the weight's. Each channel of x is an example, and each example a channel.
+Value gradient_of_weight(Call& call, const Value& gradient, const Value& x, const Sizes& sizes,
+                         const Settings& settings) {
+  const auto rank = settings.stride.size();
+  Window window{settings.dilation, settings.padding, {}, Sizes(rank, 1), settings.stride};
+  for (std::size_t i = 0; i < rank; ++i) {
+    const auto spread = settings.stride[i] * (gradient.shape.sizes[i + 2] - 1) + 1;
+    window.high.push_back(settings.dilation[i] * (sizes[i + 2] - 1) + spread - x.shape.sizes[i + 2] -
+                          settings.padding[i]);
+  }
+  auto result = sizes;
+  constexpr Order kOrder{"f, b", "i, o", "f, b"};
+  return convolve(call, x, gradient, {gradient.shape.dtype, result}, window, kOrder, 1, settings.groups);
+}
+
+Value with_bias(Call& call, const Value& y, std::size_t place) {
+  if (!call.has(place)) return y;
+  const auto bias = call.program().broadcast(call.value(place), y.shape.sizes, {1});
+  return call.program().binary("stablehlo.add", y, bias);
+}
+
+// A transposed convolution is what forward's x gets; its weight is [in, out / groups, ...].
+void convolution(Call& call) {
+  const auto x = call.value(0), weight = call.value(1);
+  const auto rank = x.shape.sizes.size() - 2;
+  const auto settings = settings_in(call, 3, rank);
+  if (!settings.transposed) return call.returns({with_bias(call, forward(call, x, weight, settings), 2)});
+  Sizes sizes{x.shape.sizes[0], weight.shape.sizes[1] * settings.groups};
+  for (std::size_t i = 0; i < rank; ++i)
+    sizes.push_back((x.shape.sizes[i + 2] - 1) * settings.stride[i] - 2 * settings.padding[i] +
+                    settings.dilation[i] * (weight.shape.sizes[i + 2] - 1) + settings.output_padding[i] + 1);
+  call.returns({with_bias(call, gradient_of_x(call, x, weight, sizes, settings), 2)});
+}
+
+// Of x, the weight and the bias, where the mask in place 10 asks for them.
+void convolution_backward(Call& call) {
+  const auto gradient = call.value(0), x = call.value(1), weight = call.value(2);
+  const auto settings = settings_in(call, 4, x.shape.sizes.size() - 2);
+  const auto asked = call.argument(10).toBoolList();
+  std::vector<Value> results;
+  if (asked[0])
+    results.push_back(settings.transposed ? forward(call, gradient, weight, settings)
+                                          : gradient_of_x(call, gradient, weight, x.shape.sizes, settings));
+  if (asked[1])
+    results.push_back(settings.transposed ? gradient_of_weight(call, x, gradient, weight.shape.sizes, settings)
+                                          : gradient_of_weight(call, gradient, x, weight.shape.sizes, settings));
+  if (asked[2]) {
+    Sizes others{0};
+    for (std::size_t i = 2; i < gradient.shape.sizes.size(); ++i) others.push_back(static_cast<std::int64_t>(i));
+    results.push_back(call.program().reduce("stablehlo.add", gradient, 0, others));
+  }
+  call.returns(std::move(results));
+  for (std::size_t i = 0; i < 3; ++i)
+    if (!asked[i]) call.returns_none(i);
+}
+
+}  // namespace
+
+void add_convolutions(Lowerings& table) {
+  for (const char* const name : {"aten::convolution", "aten::convolution_overrideable"}) table[name] = convolution;
+  for (const char* const name : {"aten::convolution_backward", "aten::convolution_backward_overrideable"})
+    table[name] = convolution_backward;
+}
+
+}  // namespace lockstep::tpu

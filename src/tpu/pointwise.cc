@@ -1,0 +1,331 @@
+// Operators that compute each element from one element of each argument.
+#include <ATen/core/Reduction.h>
+#include <ATen/native/TypeProperties.h>
+
+#include <cmath>
+#include <limits>
+
+#include "ops/dtypes.h"
+#include "tpu/call.h"
+
+namespace lockstep::tpu {
+namespace {
+
+bool is_floating(DType dtype) {
+  return dtype == DType::float32 || dtype == DType::float64 || dtype == DType::float16 || dtype == DType::bfloat16;
+}
+
+// Of integers, what LibTorch computes with in functions such as exp.
+DType floating(DType dtype) { return is_floating(dtype) ? dtype : DType::float32; }
+
+// x with the sizes that it has beside others.
+Value spread(Call& call, const Value& x, const Sizes& sizes) {
+  Sizes dimensions;
+  for (std::size_t i = sizes.size() - x.shape.sizes.size(); i < sizes.size(); ++i)
+    dimensions.push_back(static_cast<std::int64_t>(i));
+  return call.program().broadcast(x, sizes, dimensions);  // also dimensions of size 1
+}
+
+Sizes common_sizes(const std::vector<Value>& values) {
+  Sizes sizes;
+  for (const auto& value : values) {
+    const auto& other = value.shape.sizes;
+    if (other.size() > sizes.size()) sizes.insert(sizes.begin(), other.size() - sizes.size(), 1);
+    for (std::size_t i = 0; i < other.size(); ++i) {
+      auto& size = sizes[sizes.size() - other.size() + i];
+      if (size == 1) size = other[i];
+    }
+  }
+  return sizes;
+}
+
+// Arguments `places`, tensors or numbers, with one dtype, that of LibTorch's rules of promotion, and common sizes.
+std::vector<Value> promoted(Call& call, const std::vector<std::size_t>& places, bool to_floating = false) {
+  at::native::ResultTypeState state;
+  std::vector<Value> values;
+  for (const auto place : places) {
+    const auto& argument = call.argument(place);
+    state = argument.isTensor() ? at::native::update_result_type_state(argument.toTensor(), state)
+                                : at::native::update_result_type_state(argument.toScalar(), state);
+  }
+  auto dtype = ops::dtype_of(at::native::result_type(state));
+  if (to_floating) dtype = floating(dtype);
+  for (const auto place : places) {
+    if (call.argument(place).isTensor()) {
+      values.push_back(call.program().convert(call.value(place), dtype));
+    } else {
+      values.push_back(call.program().constant(call.real(place), {dtype, {}}));
+    }
+  }
+  const auto sizes = common_sizes(values);
+  for (auto& value : values) value = spread(call, value, sizes);
+  return values;
+}
+
+Lowering unary(const char* operation) {
+  return [operation](Call& call) {
+    const auto x = call.value(0);
+    call.returns({call.program().unary(operation, call.program().convert(x, floating(x.shape.dtype)))});
+  };
+}
+
+Lowering unary_of_any(const char* operation) {
+  return [operation](Call& call) { call.returns({call.program().unary(operation, call.value(0))}); };
+}
+
+Lowering binary(const char* operation, bool to_floating = false) {
+  return [operation, to_floating](Call& call) {
+    const auto x = promoted(call, {0, 1}, to_floating);
+    call.returns({call.program().binary(operation, x[0], x[1])});
+  };
+}
+
+// a + alpha b, or a - alpha b; `reversed`: b - alpha a.
+Lowering sum(const char* operation, bool reversed = false) {
+  return [=](Call& call) {
+    auto x = promoted(call, {0, 1});
+    auto& program = call.program();
+    if (reversed) std::swap(x[0], x[1]);
+    if (call.real(2) != 1)
+      x[1] = program.binary("stablehlo.multiply", x[1], program.constant(call.real(2), x[1].shape));
+    call.returns({program.binary(operation, x[0], x[1])});
+  };
+}
+
+Lowering comparison(const char* direction) {
+  return [direction](Call& call) {
+    const auto x = promoted(call, {0, 1});
+    call.returns({call.program().compare(direction, x[0], x[1])});
+  };
+}
+
+Value is_true(Call& call, const Value& x) {
+  return x.shape.dtype == DType::boolean ? x : call.program().compare("NE", x, call.program().constant(0, x.shape));
+}
+
+void where(Call& call) {
+  const auto x = promoted(call, {1, 2});
+  const auto condition = is_true(call, call.value(0));
+  const auto sizes = common_sizes({condition, x[0]});
+  call.returns(
+      {call.program().select(spread(call, condition, sizes), spread(call, x[0], sizes), spread(call, x[1], sizes))});
+}
+
+// x where the condition holds, else `otherwise`.
+Value only_where(Call& call, const Value& condition, const Value& x, double otherwise = 0) {
+  return call.program().select(condition, x, call.program().constant(otherwise, x.shape));
+}
+
+void relu(Call& call) {
+  const auto x = call.value(0);
+  call.returns({call.program().binary("stablehlo.maximum", x, call.program().constant(0, x.shape))});
+}
+
+// gradient where x is above the threshold.
+void threshold_backward(Call& call) {
+  const auto gradient = call.value(0), x = call.value(1);
+  const auto above = call.program().compare("GT", x, call.program().constant(call.real(2), x.shape));
+  call.returns({only_where(call, above, gradient)});
+}
+
+Value times(Call& call, const Value& a, const Value& b) { return call.program().binary("stablehlo.multiply", a, b); }
+Value times(Call& call, const Value& a, double b) { return times(call, a, call.program().constant(b, a.shape)); }
+Value plus(Call& call, const Value& a, const Value& b) { return call.program().binary("stablehlo.add", a, b); }
+Value plus(Call& call, const Value& a, double b) { return plus(call, a, call.program().constant(b, a.shape)); }
+
+constexpr double kTanhScale = 0.7978845608028654, kTanhCubic = 0.044715;  // sqrt(2 / pi)
+
+// tanh(sqrt(2 / pi) (x + 0.044715 x^3)) of the approximation of GELU.
+Value gelu_tanh(Call& call, const Value& x) {
+  const auto cubic = times(call, times(call, times(call, x, x), x), kTanhCubic);
+  return call.program().unary("stablehlo.tanh", times(call, plus(call, x, cubic), kTanhScale));
+}
+
+// The normal distribution's cumulative one.
+Value normal_cdf(Call& call, const Value& x) {
+  const auto erf = call.program().unary("chlo.erf", times(call, x, std::sqrt(0.5)));
+  return times(call, plus(call, erf, 1), 0.5);
+}
+
+void gelu(Call& call) {
+  const auto x = call.value(0);
+  const auto cdf = call.word(1) == "tanh" ? times(call, plus(call, gelu_tanh(call, x), 1), 0.5) : normal_cdf(call, x);
+  call.returns({times(call, x, cdf)});
+}
+
+void gelu_backward(Call& call) {
+  const auto gradient = call.value(0), x = call.value(1);
+  const auto square = times(call, x, x);
+  Value derivative;
+  if (call.word(2) == "tanh") {
+    const auto tanh = gelu_tanh(call, x);
+    const auto inner = times(call, plus(call, times(call, square, 3 * kTanhCubic), 1), kTanhScale);
+    const auto slope = plus(call, times(call, times(call, tanh, tanh), -1), 1);  // of tanh
+    const auto first = times(call, plus(call, tanh, 1), 0.5);
+    derivative = plus(call, first, times(call, times(call, times(call, x, slope), inner), 0.5));
+  } else {
+    const auto density = times(call, call.program().unary("stablehlo.exponential", times(call, square, -0.5)),
+                               kTanhScale / 2);  // 1 / sqrt(2 pi)
+    derivative = plus(call, normal_cdf(call, x), times(call, x, density));
+  }
+  call.returns({times(call, gradient, derivative)});
+}
+
+// 1 / (1 + exp(-x)) has the slope y (1 - y); tanh 1 - y^2.
+void sigmoid_backward(Call& call) {
+  const auto gradient = call.value(0), y = call.value(1);
+  call.returns({times(call, gradient, times(call, y, plus(call, times(call, y, -1), 1)))});
+}
+void tanh_backward(Call& call) {
+  const auto gradient = call.value(0), y = call.value(1);
+  call.returns({times(call, gradient, plus(call, times(call, times(call, y, y), -1), 1))});
+}
+
+void silu(Call& call) {
+  const auto x = call.value(0);
+  call.returns({times(call, x, call.program().unary("stablehlo.logistic", x))});
+}
+void silu_backward(Call& call) {
+  const auto gradient = call.value(0), x = call.value(1);
+  const auto y = call.program().unary("stablehlo.logistic", x);
+  const auto slope = plus(call, times(call, x, plus(call, times(call, y, -1), 1)), 1);
+  call.returns({times(call, gradient, times(call, y, slope))});
+}
+
+void clamp(Call& call) {
+  auto x = call.value(0);
+  if (call.has(1)) x = call.program().binary("stablehlo.maximum", x, call.program().constant(call.real(1), x.shape));
+  if (call.has(2)) x = call.program().binary("stablehlo.minimum", x, call.program().constant(call.real(2), x.shape));
+  call.returns({x});
+}
+
+void reciprocal(Call& call) {
+  const auto x = call.program().convert(call.value(0), floating(call.value(0).shape.dtype));
+  call.returns({call.program().binary("stablehlo.divide", call.program().constant(1, x.shape), x)});
+}
+
+void logical_not(Call& call) { call.returns({call.program().unary("stablehlo.not", is_true(call, call.value(0)))}); }
+
+Lowering logical(const char* operation) {
+  return [operation](Call& call) {
+    const auto a = is_true(call, call.value(0)), b = is_true(call, call.value(1));
+    const auto sizes = common_sizes({a, b});
+    call.returns({call.program().binary(operation, spread(call, a, sizes), spread(call, b, sizes))});
+  };
+}
+
+// a + value (b c), or a + value (b / c).
+Lowering sum_of_two(const char* operation) {
+  return [operation](Call& call) {
+    const auto x = promoted(call, {0, 1, 2});
+    const auto both = call.program().binary(operation, x[1], x[2]);
+    call.returns({plus(call, x[0], times(call, both, call.real(3)))});
+  };
+}
+
+// x, but the value where the mask says so.
+void masked_fill(Call& call) {
+  const auto x = call.value(0), mask = call.value(1);
+  const auto sizes = common_sizes({x, mask});
+  const auto with = call.argument(2).isTensor() ? call.program().convert(call.value(2), x.shape.dtype)
+                                                : call.program().constant(call.real(2), {x.shape.dtype, {}});
+  call.returns({call.program().select(spread(call, mask, sizes), spread(call, with, sizes), spread(call, x, sizes))});
+}
+
+// The loss of each element, from its difference, or their sum or mean.
+void mse_loss(Call& call) {
+  auto& program = call.program();
+  const auto x = promoted(call, {0, 1});
+  const auto difference = program.binary("stablehlo.subtract", x[0], x[1]);
+  const auto losses = times(call, difference, difference);
+  if (call.integer(2) == at::Reduction::None) return call.returns({losses});
+  Sizes all;
+  for (std::size_t d = 0; d < losses.shape.sizes.size(); ++d) all.push_back(static_cast<std::int64_t>(d));
+  const auto sum = program.reduce("stablehlo.add", losses, 0, all);
+  const auto count = static_cast<double>(losses.shape.elements());
+  call.returns({call.integer(2) == at::Reduction::Mean ? times(call, sum, 1 / count) : sum});
+}
+void mse_loss_backward(Call& call) {
+  const auto x = promoted(call, {1, 2});
+  const auto difference = call.program().binary("stablehlo.subtract", x[0], x[1]);
+  const auto count = static_cast<double>(difference.shape.elements());
+  const auto gradient = spread(call, call.value(0), difference.shape.sizes);
+  const auto scale = call.integer(3) == at::Reduction::Mean ? 2 / count : 2;
+  call.returns({times(call, times(call, gradient, difference), scale)});
+}
+
+// a + weight (b - a).
+void lerp(Call& call) {
+  const auto x = promoted(call, {0, 1, 2});
+  const auto difference = call.program().binary("stablehlo.subtract", x[1], x[0]);
+  call.returns({plus(call, x[0], times(call, difference, x[2]))});
+}
+
+}  // namespace
+
+void add_pointwise(Lowerings& table) {
+  for (const auto& [name, operation] :
+       std::map<const char*, const char*>{{"aten::exp", "stablehlo.exponential"},
+                                          {"aten::expm1", "stablehlo.exponential_minus_one"},
+                                          {"aten::log", "stablehlo.log"},
+                                          {"aten::log1p", "stablehlo.log_plus_one"},
+                                          {"aten::sqrt", "stablehlo.sqrt"},
+                                          {"aten::rsqrt", "stablehlo.rsqrt"},
+                                          {"aten::tanh", "stablehlo.tanh"},
+                                          {"aten::sigmoid", "stablehlo.logistic"},
+                                          {"aten::sin", "stablehlo.sine"},
+                                          {"aten::cos", "stablehlo.cosine"},
+                                          {"aten::erf", "chlo.erf"}})
+    table[name] = unary(operation);
+  for (const auto& [name, operation] :
+       std::map<const char*, const char*>{{"aten::neg", "stablehlo.negate"},
+                                          {"aten::abs", "stablehlo.abs"},
+                                          {"aten::sign", "stablehlo.sign"},
+                                          {"aten::floor", "stablehlo.floor"},
+                                          {"aten::ceil", "stablehlo.ceil"},
+                                          {"aten::round", "stablehlo.round_nearest_even"},
+                                          {"aten::bitwise_not", "stablehlo.not"}})
+    table[name] = unary_of_any(operation);
+  for (const char* const overload : {".Tensor", ".Scalar"}) {
+    table[std::string("aten::mul") + overload] = binary("stablehlo.multiply");
+    table[std::string("aten::div") + overload] = binary("stablehlo.divide", /*to_floating=*/true);
+    table[std::string("aten::add") + overload] = sum("stablehlo.add");
+    table[std::string("aten::sub") + overload] = sum("stablehlo.subtract");
+    table[std::string("aten::rsub") + overload] = sum("stablehlo.subtract", true);
+    for (const auto& [name, direction] : std::map<const char*, const char*>{
+             {"eq", "EQ"}, {"ne", "NE"}, {"lt", "LT"}, {"le", "LE"}, {"gt", "GT"}, {"ge", "GE"}})
+      table[std::string("aten::") + name + overload] = comparison(direction);
+  }
+  for (const char* const overload : {".Tensor_Tensor", ".Tensor_Scalar", ".Scalar"})
+    table[std::string("aten::pow") + overload] = binary("stablehlo.power");
+  table["aten::maximum"] = binary("stablehlo.maximum");
+  table["aten::minimum"] = binary("stablehlo.minimum");
+  table["aten::atan2"] = binary("stablehlo.atan2", true);
+  table["aten::bitwise_and.Tensor"] = binary("stablehlo.and");
+  table["aten::bitwise_or.Tensor"] = binary("stablehlo.or");
+  table["aten::logical_and"] = logical("stablehlo.and");
+  table["aten::logical_or"] = logical("stablehlo.or");
+  table["aten::logical_not"] = logical_not;
+  table["aten::reciprocal"] = reciprocal;
+  table["aten::where.self"] = where;
+  table["aten::clamp"] = clamp;
+  table["aten::relu"] = relu;
+  table["aten::threshold_backward"] = threshold_backward;
+  table["aten::gelu"] = gelu;
+  table["aten::gelu_backward"] = gelu_backward;
+  table["aten::silu"] = silu;
+  table["aten::silu_backward"] = silu_backward;
+  table["aten::sigmoid_backward"] = sigmoid_backward;
+  table["aten::tanh_backward"] = tanh_backward;
+  table["aten::addcmul"] = sum_of_two("stablehlo.multiply");
+  table["aten::addcdiv"] = sum_of_two("stablehlo.divide");
+  table["aten::sgn"] = unary_of_any("stablehlo.sign");
+  table["aten::masked_fill.Scalar"] = masked_fill;
+  table["aten::masked_fill.Tensor"] = masked_fill;
+  table["aten::mse_loss"] = mse_loss;
+  table["aten::mse_loss_backward"] = mse_loss_backward;
+  table["aten::lerp.Scalar"] = lerp;
+  table["aten::lerp.Tensor"] = lerp;
+}
+
+}  // namespace lockstep::tpu

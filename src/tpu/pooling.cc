@@ -1,0 +1,159 @@
+// Pooling. A window's elements are as many slices of x, between which the largest is taken: its first one where several
+// are equal, as LibTorch does.
+#include <cmath>
+#include <functional>
+#include <limits>
+
+#include "tpu/call.h"
+
+namespace lockstep::tpu {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+struct Pool {
+  Sizes kernel, stride, padding, dilation;
+  bool ceil = false;
+
+  std::int64_t outputs(std::size_t i, std::int64_t size) const {
+    const auto room = size + 2 * padding[i] - dilation[i] * (kernel[i] - 1) - 1;
+    auto count = (ceil ? room + stride[i] - 1 : room) / stride[i] + 1;
+    if (ceil && (count - 1) * stride[i] >= size + padding[i]) --count;  // the last window begins inside
+    return count;
+  }
+};
+
+Sizes pair_in(Call& call, std::size_t place, const Sizes& otherwise) {
+  auto numbers = call.integers(place);
+  if (numbers.empty()) return otherwise;
+  if (numbers.size() == 1) numbers.push_back(numbers[0]);
+  return numbers;
+}
+
+// Slices of x [..., rows, columns], one for each element of a window, and how to put such a slice back.
+struct Slices {
+  Sizes low, high, padded, outputs;  // of the two dimensions; padded: sizes with the padding
+
+  Slices(const Pool& pool, const Sizes& sizes) {
+    for (std::size_t i = 0; i < 2; ++i) {
+      const auto size = sizes[sizes.size() - 2 + i];
+      outputs.push_back(pool.outputs(i, size));
+      const auto needed = (outputs[i] - 1) * pool.stride[i] + pool.dilation[i] * (pool.kernel[i] - 1) + 1;
+      low.push_back(pool.padding[i]);
+      high.push_back(std::max<std::int64_t>(needed - size - low[i], 0));
+      padded.push_back(size + low[i] + high[i]);
+    }
+  }
+};
+
+Sizes at_end(const Sizes& last_two, std::size_t rank, std::int64_t others = 0) {
+  Sizes all(rank, others);
+  all[rank - 2] = last_two[0];
+  all[rank - 1] = last_two[1];
+  return all;
+}
+
+// Element (row, column) of each window.
+Value element(Call& call, const Value& padded, const Pool& pool, const Slices& slices, std::int64_t row,
+              std::int64_t column) {
+  const auto rank = padded.shape.sizes.size();
+  const Sizes begin{row * pool.dilation[0], column * pool.dilation[1]};
+  auto end = padded.shape.sizes;
+  for (std::size_t i = 0; i < 2; ++i) end[rank - 2 + i] = begin[i] + (slices.outputs[i] - 1) * pool.stride[i] + 1;
+  return call.program().slice(padded, at_end(begin, rank), end, at_end(pool.stride, rank, 1));
+}
+
+// Zeros of x's sizes, with `values` at element (row, column) of each window.
+Value put_back(Call& call, const Value& values, const Pool& pool, const Slices& slices, const Sizes& sizes,
+               std::int64_t row, std::int64_t column) {
+  const auto rank = sizes.size();
+  Sizes low{row * pool.dilation[0] - slices.low[0], column * pool.dilation[1] - slices.low[1]}, high, between;
+  for (std::size_t i = 0; i < 2; ++i) {
+    between.push_back(pool.stride[i] - 1);
+    high.push_back(sizes[rank - 2 + i] - low[i] - ((slices.outputs[i] - 1) * pool.stride[i] + 1));
+  }
+  return call.program().pad(values, 0, at_end(low, rank), at_end(high, rank), at_end(between, rank));
+}
+
+void for_each_element(const Pool& pool, const std::function<void(std::int64_t, std::int64_t)>& act) {
+  for (std::int64_t row = 0; row < pool.kernel[0]; ++row)
+    for (std::int64_t column = 0; column < pool.kernel[1]; ++column) act(row, column);
+}
+
+Value padded_with(Call& call, const Value& x, const Slices& slices, double with) {
+  const auto rank = x.shape.sizes.size();
+  return call.program().pad(x, with, at_end(slices.low, rank), at_end(slices.high, rank), Sizes(rank));
+}
+
+Pool max_pool_in(Call& call, std::size_t i) {
+  const auto kernel = pair_in(call, i, {});
+  return {kernel, pair_in(call, i + 1, kernel), pair_in(call, i + 2, {0, 0}), pair_in(call, i + 3, {1, 1}),
+          call.flag(i + 4)};
+}
+
+// And where the largest elements are: row * columns + column of x.
+void max_pool(Call& call) {
+  auto& program = call.program();
+  const auto x = call.value(0);
+  const auto pool = max_pool_in(call, 1);
+  const Slices slices(pool, x.shape.sizes);
+  const auto padded = padded_with(call, x, slices, -kInfinity);
+  const Shape places{DType::int64, padded.shape.sizes};
+  const auto rank = static_cast<std::int64_t>(x.shape.sizes.size());
+  const auto shifted = [&](std::int64_t dimension, std::int64_t by, std::int64_t times) {
+    const auto from_zero = program.binary("stablehlo.subtract", program.iota(places, dimension),
+                                          program.constant(static_cast<double>(by), places));
+    return program.binary("stablehlo.multiply", from_zero, program.constant(static_cast<double>(times), places));
+  };
+  const auto all_places = program.binary("stablehlo.add", shifted(rank - 2, slices.low[0], x.shape.sizes.back()),
+                                         shifted(rank - 1, slices.low[1], 1));
+  Value largest, place;
+  for_each_element(pool, [&](std::int64_t row, std::int64_t column) {
+    const auto value = element(call, padded, pool, slices, row, column);
+    const auto at = element(call, all_places, pool, slices, row, column);
+    if (largest.name.empty()) {
+      largest = value;
+      place = at;
+      return;
+    }
+    const auto not_a_number = program.compare("NE", value, value);
+    const auto larger = program.binary("stablehlo.or", program.compare("GT", value, largest), not_a_number);
+    largest = program.select(larger, value, largest);
+    place = program.select(larger, at, place);
+  });
+  call.returns({largest, place});
+}
+
+// Each element of x gets the gradients of the windows whose largest it is.
+void max_pool_backward(Call& call) {
+  auto& program = call.program();
+  const auto gradient = call.value(0), x = call.value(1), places = call.value(7);
+  const auto pool = max_pool_in(call, 2);
+  const Slices slices(pool, x.shape.sizes);
+  const auto rank = static_cast<std::int64_t>(x.shape.sizes.size());
+  Value sum = program.constant(0, x.shape);
+  for_each_element(pool, [&](std::int64_t row, std::int64_t column) {
+    // Where this element of a window lies in x.
+    const auto along = [&](std::size_t i, std::int64_t offset, std::int64_t times) {
+      const auto steps = program.iota(places.shape, rank - 2 + static_cast<std::int64_t>(i));
+      const auto scaled = program.binary("stablehlo.multiply", steps,
+                                         program.constant(static_cast<double>(pool.stride[i] * times), places.shape));
+      const auto begin = static_cast<double>((offset * pool.dilation[i] - slices.low[i]) * times);
+      return program.binary("stablehlo.add", scaled, program.constant(begin, places.shape));
+    };
+    const auto here = program.binary("stablehlo.add", along(0, row, x.shape.sizes.back()), along(1, column, 1));
+    const auto is_largest = program.compare("EQ", places, here);
+    const auto share = program.select(is_largest, gradient, program.constant(0, gradient.shape));
+    sum = program.binary("stablehlo.add", sum, put_back(call, share, pool, slices, x.shape.sizes, row, column));
+  });
+  call.returns({sum});
+}
+
+}  // namespace
+
+void add_pooling(Lowerings& table) {
+  table["aten::max_pool2d_with_indices"] = max_pool;
+  table["aten::max_pool2d_with_indices_backward"] = max_pool_backward;
+}
+
+}  // namespace lockstep::tpu

@@ -1,0 +1,214 @@
+#include "tpu/trace.h"
+
+#include <ATen/FunctionalTensorWrapper.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/ones.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <cstdlib>
+
+#include "base/mutex.h"
+#include "base/near_names.h"
+#include "base/text.h"
+#include "lockstep/base/device_error.h"
+#include "ops/dtypes.h"
+#include "tpu/call.h"
+#include "tpu/traced_tensor.h"
+
+namespace lockstep::tpu {
+namespace {
+
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+
+Mutex tracing;             // held while a Trace lives
+Trace* current = nullptr;  // of any thread
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isAvailable() const override { return true; }
+};
+
+// Autograd asks for a device's stream. There is one device, on which all that happens is that a program is written.
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kType; }
+  c10::Device exchangeDevice(c10::Device) const override { return device(); }
+  c10::Device getDevice() const override { return device(); }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device of) const override { return c10::Stream(c10::Stream::DEFAULT, of); }
+  c10::Stream getDefaultStream(c10::Device of) const override { return getStream(of); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
+};
+
+std::string name_of(const c10::OperatorHandle& operation) {
+  const auto& name = operation.schema().operator_name();
+  return name.overload_name.empty() ? name.name : text(name.name, ".", name.overload_name);
+}
+
+void record(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
+  if (current == nullptr)
+    throw Error(
+        text(name_of(operation), " on a tensor of the device \"tpu\": it has a value only while a step is traced"));
+  Call call(*current, operation, *stack);
+  const auto found = lowerings().find(call.name());
+  if (found == lowerings().end()) {
+    std::vector<std::string> names;
+    for (const auto& [name, lowering] : lowerings()) names.push_back(name);
+    std::string near;
+    for (const auto& name : near_names(call.name(), names)) near += text(near.empty() ? "; there are " : ", ", name);
+    throw Error(text("the operator ", call.name(), " cannot be compiled for a TPU", near));
+  }
+  found->second(call);
+  call.push_results();
+}
+
+// Once. An operator without a lowering that LibTorch makes of others needs none; each that has one is registered by
+// itself, since LibTorch would prefer its own composition to a fallback.
+void register_device() {
+  static const bool registered = [] {
+    // Else functionalization runs each in-place operator on meta tensors as well, for which not all have kernels. It
+    // reads this when it is first used; torch_xla sets it too.
+    ::setenv("TORCH_DISABLE_FUNCTIONALIZATION_META_REFERENCE", "1", /*overwrite=*/1);
+    try {
+      c10::register_privateuse1_backend("tpu");
+      at::RegisterPrivateUse1HooksInterface(new Hooks);
+    } catch (const c10::Error& error) {
+      throw DeviceError(
+          text("another library has taken LibTorch's device type for \"tpu\": ", error.what_without_backtrace()));
+    }
+    static const c10::impl::DeviceGuardImplRegistrar guard(kType, new Guard);
+    static torch::Library others(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+    others.fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
+    static torch::Library operators(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+    for (const auto& [name, lowering] : lowerings())
+      operators.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&record>());
+    return true;
+  }();
+  (void)registered;
+}
+
+bool has_backward() {
+  try {
+    const auto x = at::ones({}, at::TensorOptions().device(device())).requires_grad_();
+    x.mul(2).backward();
+    return true;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+at::Device device() { return {kType, 0}; }
+
+Trace::Trace() {
+  register_device();
+  tracing.lock();
+  current = this;
+  static const bool autograd_knows_the_device = has_backward();
+  program_ = {};
+  operators_ = 0;
+  if (autograd_knows_the_device) return;
+  current = nullptr;
+  tracing.unlock();
+  throw DeviceError("a backward was made in this process before a TPUStrategy: make the strategy first");
+}
+
+Trace::~Trace() {
+  current = nullptr;
+  tracing.unlock();
+}
+
+at::Tensor Trace::argument(at::IntArrayRef sizes, at::ScalarType dtype) {
+  return wrapped(program_.argument({ops::dtype_of(dtype), sizes.vec()}));
+}
+
+at::Tensor Trace::all_reduce(const at::Tensor& value, int replicas) {
+  return wrapped(program_.all_reduce("stablehlo.add", value_of(value), replicas));
+}
+
+std::string Trace::finish(at::TensorList outputs, const std::vector<std::pair<int, int>>& aliases, int replicas) {
+  std::vector<Value> values;
+  for (const auto& output : outputs) values.push_back(value_of(output));
+  return program_.finish(values, aliases, replicas);
+}
+
+const Lowerings& lowerings() {
+  static const auto table = [] {
+    Lowerings all;
+    add_pointwise(all);
+    add_reductions(all);
+    add_shapes(all);
+    add_products(all);
+    add_convolutions(all);
+    add_pooling(all);
+    add_indexing(all);
+    return all;
+  }();
+  return table;
+}
+
+Call::Call(Trace& trace, const c10::OperatorHandle& operation, torch::jit::Stack& stack)
+    : trace_(trace), name_(name_of(operation)), stack_(stack) {
+  const auto count = operation.schema().arguments().size();
+  const auto from = torch::jit::last(stack, count);
+  arguments_.assign(from.begin(), from.end());
+  torch::jit::drop(stack, count);
+  ++trace.operators_;
+}
+
+pjrt::ProgramText& Call::program() { return trace_.program_; }
+
+bool Call::has(std::size_t i) const {
+  const auto& argument = arguments_[i];
+  return !argument.isNone() && (!argument.isTensor() || argument.toTensor().defined());
+}
+
+namespace {
+
+Value value_in(pjrt::ProgramText& program, const at::Tensor& tensor) {
+  if (is_traced(tensor)) return value_of(tensor);
+  const auto values = tensor.contiguous();
+  return program.array(values.const_data_ptr(), {ops::dtype_of(values.scalar_type()), values.sizes().vec()});
+}
+
+}  // namespace
+
+Value Call::value(std::size_t i) { return value_in(program(), tensor(i)); }
+
+std::vector<Value> Call::values(std::size_t i) {
+  std::vector<Value> all;
+  for (const auto& tensor : arguments_[i].toTensorVector()) all.push_back(value_in(program(), tensor));
+  return all;
+}
+
+void Call::returns(std::vector<Value> results) {
+  results_.clear();
+  for (auto& result : results) results_.emplace_back(std::move(result));
+}
+
+void Call::returns_none(std::size_t i) {
+  results_.insert(results_.begin() + static_cast<std::ptrdiff_t>(i), std::nullopt);
+}
+
+// Operators that functionalization calls give what it wraps; what programs call by themselves, such as at::zeros, gives
+// what they can change in place.
+void Call::push_results() {
+  const bool is_inside = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Functionalize);
+  for (auto& result : results_) {
+    if (!result) {
+      torch::jit::push(stack_, at::Tensor());
+    } else {
+      torch::jit::push(stack_, is_inside ? traced(std::move(*result)) : wrapped(std::move(*result)));
+    }
+  }
+}
+
+}  // namespace lockstep::tpu

@@ -1,0 +1,288 @@
+// Operators, and the gradients of them, as compiled programs against LibTorch's own.
+#include "tpu/trace.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/linear.h>
+
+#include "base/expect_says_testing.h"
+#include "lockstep/base/error.h"
+#include "ops/dtypes.h"
+#include "pjrt/executable.h"
+#include "tpu/traced_tensor.h"
+
+namespace lockstep::tpu {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using Function = std::function<at::Tensor(const Tensors&)>;
+
+std::shared_ptr<pjrt::Client> cpu() {
+  static const auto client = pjrt::Client::create(pjrt::Plugin::load(CPU_PLUGIN));
+  return client;
+}
+
+// What a program gives for these arguments.
+Tensors run(const std::string& program, const Tensors& arguments, std::size_t count) {
+  const auto client = cpu();
+  const auto executable = pjrt::Executable::compile(client, program, {});
+  std::vector<pjrt::Buffer> buffers;
+  std::vector<const pjrt::Buffer*> list;
+  buffers.reserve(arguments.size());
+  for (const auto& argument : arguments) {
+    const auto values = argument.detach().contiguous();
+    buffers.push_back(client->copy_to_device(
+        values.const_data_ptr(), {ops::dtype_of(values.scalar_type()), values.sizes().vec()}, client->devices()[0]));
+    list.push_back(&buffers.back());
+  }
+  Tensors results;
+  const auto of_devices = executable.run({list});
+  for (const auto& output : of_devices[0]) {
+    const auto shape = output.shape();
+    auto values = at::empty(shape.sizes, ops::scalar_type_of(shape.dtype));
+    output.copy_to_host(values.mutable_data_ptr(), values.nbytes(), Deadline::after(std::chrono::seconds(60)));
+    results.push_back(values);
+  }
+  EXPECT_EQ(results.size(), count);
+  return results;
+}
+
+// The function's value, then the gradients of arguments that are floating-point numbers. So that each element of the
+// value counts by itself, they are of the sum of its products with cosines.
+Tensors value_and_gradients(const Function& function, const Tensors& arguments, const at::Tensor& weights) {
+  Tensors wanted;
+  for (const auto& argument : arguments)
+    if (argument.requires_grad()) wanted.push_back(argument);
+  const auto value = function(arguments);
+  Tensors all{value};
+  if (!wanted.empty() && value.requires_grad()) {
+    for (const auto& gradient : torch::autograd::grad({(value * weights).sum()}, wanted, {}, {}, false, true))
+      if (gradient.defined()) all.push_back(gradient);
+  }
+  return all;
+}
+
+void expect_same(const Function& function, Tensors arguments, double tolerance = 2e-5) {
+  for (auto& argument : arguments) {
+    argument = argument.detach().clone();
+    if (argument.is_floating_point()) argument.requires_grad_();
+  }
+  const auto shape = function(arguments);
+  const auto weights = at::arange(shape.numel(), at::kFloat).cos().view(shape.sizes());
+  const auto expected = value_and_gradients(function, arguments, weights);
+  std::string program;
+  std::size_t outputs = 0;
+  {
+    Trace trace;
+    Tensors traced;
+    for (const auto& argument : arguments)
+      traced.push_back(
+          trace.argument(argument.sizes(), argument.scalar_type()).requires_grad_(argument.requires_grad()));
+    const auto results = value_and_gradients(function, traced, weights);
+    outputs = results.size();
+    program = trace.finish(results);
+  }
+  const auto found = run(program, arguments, outputs);
+  ASSERT_EQ(found.size(), expected.size()) << program;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    ASSERT_EQ(found[i].sizes(), expected[i].sizes()) << i << "\n" << program;
+    ASSERT_EQ(found[i].scalar_type(), expected[i].scalar_type()) << i << "\n" << program;
+    const auto difference = (found[i].to(at::kDouble) - expected[i].to(at::kDouble)).abs();
+    const auto scale = expected[i].numel() == 0 ? 0 : expected[i].to(at::kDouble).abs().max().item<double>();
+    if (difference.numel() == 0) continue;
+    ASSERT_LT(difference.max().item<double>(), tolerance * std::max(scale, 1.0)) << i << "\n" << program;
+  }
+}
+
+at::Tensor numbers(at::IntArrayRef sizes) { return at::randn(sizes); }
+at::Tensor positive(at::IntArrayRef sizes) { return at::rand(sizes) + 0.5; }
+
+class Operators : public testing::Test {
+ protected:
+  static void SetUpTestSuite() { Trace before_the_first_backward; }
+  void SetUp() override { at::manual_seed(1); }
+};
+
+TEST_F(Operators, OfOneArgument) {
+  for (const auto& function : std::vector<std::function<at::Tensor(const at::Tensor&)>>{
+           at::exp, at::expm1, at::tanh, at::sigmoid, at::sin, at::cos, at::erf, at::neg, at::abs, at::sign, at::relu,
+           at::silu, at::logical_not, [](const at::Tensor& x) { return at::floor(x) + at::ceil(x); },
+           [](const at::Tensor& x) { return at::gelu(x); }, [](const at::Tensor& x) { return at::gelu(x, "tanh"); },
+           [](const at::Tensor& x) { return x * 3 - 1; }, [](const at::Tensor& x) { return at::clamp(x, -0.5, 0.7); },
+           [](const at::Tensor& x) { return x.pow(2) + x.square() + 2 - x; }})
+    expect_same([&](const Tensors& x) { return function(x[0]); }, {numbers({3, 5})});
+  for (const auto& function : std::vector<std::function<at::Tensor(const at::Tensor&)>>{at::log, at::log1p, at::sqrt,
+                                                                                        at::rsqrt, at::reciprocal})
+    expect_same([&](const Tensors& x) { return function(x[0]); }, {positive({3, 5})});
+}
+
+TEST_F(Operators, OfTwoArguments) {
+  for (const auto& function : std::vector<std::function<at::Tensor(const at::Tensor&, const at::Tensor&)>>{
+           [](const at::Tensor&a, const at::Tensor&b) { return a + b; },
+           [](const at::Tensor&a, const at::Tensor&b) { return at::sub(a, b, 3); },
+           [](const at::Tensor&a, const at::Tensor&b) { return a * b; },
+           [](const at::Tensor&a, const at::Tensor&b) { return a / b; }, at::maximum, at::minimum, at::atan2,
+           [](const at::Tensor&a, const at::Tensor&b) { return at::pow(a, b); },
+           [](const at::Tensor&a, const at::Tensor&b) { return at::where(a > b, a, b * 2); },
+           [](const at::Tensor&a, const at::Tensor&b) { return (a <= b).to(at::kFloat) + a.eq(a) * b; }}) {
+    for (const auto& [a, b] : std::vector<std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>>>{
+             {{3, 4}, {3, 4}}, {{3, 4}, {4}}, {{2, 1, 4}, {3, 1}}, {{}, {5}}})
+      expect_same([&](const Tensors& x) { return function(x[0], x[1]); }, {positive(a), positive(b)});
+  }
+  expect_same([](const Tensors& x) { return x[0] + x[1]; }, {numbers({3}), at::arange(3)});
+  expect_same([](const Tensors& x) { return x[0] / x[1]; }, {at::arange(3), at::arange(3) + 1});
+}
+
+TEST_F(Operators, Reductions) {
+  for (const auto& function : std::vector<std::function<at::Tensor(const at::Tensor&)>>{
+           [](const at::Tensor& x) { return x.sum(); },
+           [](const at::Tensor& x) {
+             return at::sum(x, at::IntArrayRef({0, 2}));
+           },
+           [](const at::Tensor& x) { return x.mean(); }, [](const at::Tensor& x) { return x.mean(-1, true); },
+           [](const at::Tensor& x) { return x.amax({1}); },
+           [](const at::Tensor& x) {
+             return x.amin({0, 1}, true);
+           },
+           [](const at::Tensor& x) { return std::get<0>(x.max(1)); },
+           [](const at::Tensor& x) { return std::get<1>(x.min(-1, true)); },
+           [](const at::Tensor& x) { return x.argmax(1); }, [](const at::Tensor& x) { return x.argmax(); },
+           [](const at::Tensor& x) { return x.softmax(1); }, [](const at::Tensor& x) { return x.log_softmax(-1); }})
+    expect_same([&](const Tensors& x) { return function(x[0]); }, {numbers({3, 4, 5})});
+  expect_same([](const Tensors& x) { return x[0].sum() + x[0].argmax(0); }, {at::randint(9, {5, 4})});
+}
+
+TEST_F(Operators, Shapes) {
+  for (const auto& function : std::vector<std::function<at::Tensor(const at::Tensor&)>>{
+           [](const at::Tensor& x) {
+             return x.view({2, -1});
+           },
+           [](const at::Tensor& x) { return x.transpose(0, 2); },
+           [](const at::Tensor& x) {
+             return x.permute({2, 0, 1}).reshape({5, -1});
+           },
+           [](const at::Tensor& x) { return x.select(1, -1); }, [](const at::Tensor& x) { return x.slice(2, 1, 5, 2); },
+           [](const at::Tensor& x) {
+             return x.unsqueeze(-1).expand({-1, -1, -1, 3}).squeeze(0);
+           },
+           [](const at::Tensor& x) {
+             return at::cat({x, x * 2}, 1);
+           },
+           [](const at::Tensor& x) {
+             return at::stack({x, x}, 1);
+           },
+           [](const at::Tensor& x) { return x.chunk(2, 1)[1] * x.split(2, 1)[0]; },
+           [](const at::Tensor& x) { return x + at::ones({5}, x.options()) + at::full_like(x, 3); }})
+    expect_same([&](const Tensors& x) { return function(x[0]); }, {numbers({2, 4, 5})});
+}
+
+TEST_F(Operators, Indexing) {
+  const auto index = at::randint(3, {2, 4});
+  expect_same([](const Tensors& x) { return x[0].gather(1, x[1]); }, {numbers({2, 3}), index});
+  expect_same([](const Tensors& x) { return x[0].scatter_add(0, x[1], x[2]); },
+              {numbers({3, 5}), index, numbers({2, 4})});
+  expect_same([](const Tensors& x) { return x[0].index_select(1, x[1]); }, {numbers({2, 3, 4}), at::randint(3, {5})});
+  expect_same([](const Tensors& x) { return x[0].masked_fill(x[0] > 0, 7) * x[0]; }, {numbers({3, 5})});
+}
+
+// What is changed in place is seen through all views.
+TEST_F(Operators, InPlaceAndViews) {
+  expect_same(
+      [](const Tensors& x) {
+        auto y = x[0] * 1;
+        y.select(0, 1).mul_(x[1]);
+        y.slice(1, 0, 4, 3).add_(1);
+        const auto seen = y.view({-1}).slice(0, 2, 7);
+        y.t().select(0, 2).fill_(5);
+        y.relu_();
+        return seen * y.sum();
+      },
+      {numbers({3, 4}), numbers({4})});
+}
+
+TEST_F(Operators, Products) {
+  expect_same([](const Tensors& x) { return x[0].mm(x[1]); }, {numbers({3, 4}), numbers({4, 5})});
+  expect_same([](const Tensors& x) { return x[0].matmul(x[1].transpose(-1, -2)); },
+              {numbers({2, 3, 4}), numbers({2, 5, 4})});
+  expect_same([](const Tensors& x) { return at::linear(x[0], x[1], x[2]); },
+              {numbers({2, 3, 4}), numbers({5, 4}), numbers({5})});
+  expect_same([](const Tensors& x) { return at::addmm(x[0], x[1], x[2], 0.5, 2); },
+              {numbers({5}), numbers({3, 4}), numbers({4, 5})});
+  expect_same([](const Tensors& x) { return at::embedding(x[0], x[1]); }, {numbers({7, 4}), at::randint(7, {2, 3})});
+  expect_same([](const Tensors& x) { return at::embedding(x[0], x[1], 2); }, {numbers({3, 4}), at::randint(3, {9})});
+}
+
+TEST_F(Operators, Convolutions) {
+  struct Case {
+    std::vector<std::int64_t> x, weight, stride, padding, dilation;
+    std::int64_t groups = 1;
+    bool transposed = false;
+    std::vector<std::int64_t> output_padding = {0, 0};
+  };
+  for (const auto& one : std::vector<Case>{{{2, 3, 7, 8}, {4, 3, 3, 3}, {1, 1}, {0, 0}, {1, 1}},
+                                           {{2, 3, 7, 8}, {4, 3, 3, 2}, {2, 3}, {1, 0}, {1, 2}},
+                                           {{2, 4, 9, 9}, {6, 2, 3, 3}, {2, 2}, {1, 1}, {2, 1}, 2},
+                                           {{1, 4, 6, 6}, {4, 1, 5, 5}, {1, 1}, {2, 2}, {1, 1}, 4},
+                                           {{2, 4, 5, 5}, {4, 3, 3, 3}, {2, 2}, {1, 1}, {1, 1}, 2, true, {1, 0}}}) {
+    expect_same(
+        [&](const Tensors& x) {
+          return at::convolution(x[0], x[1], x[2], one.stride, one.padding, one.dilation, one.transposed,
+                                 one.output_padding, one.groups);
+        },
+        {numbers(one.x), numbers(one.weight), numbers({one.transposed ? one.weight[1] * one.groups : one.weight[0]})});
+  }
+  expect_same([](const Tensors& x) { return at::conv1d(x[0], x[1], {}, 2, 1); },
+              {numbers({2, 3, 9}), numbers({4, 3, 3})});
+}
+
+TEST_F(Operators, MaxPooling) {
+  for (const auto& [kernel, stride, padding, dilation, ceil] :
+       std::vector<std::tuple<int, int, int, int, bool>>{{2, 2, 0, 1, false}, {3, 2, 1, 1, false}, {2, 3, 0, 2, true}})
+    expect_same(
+        [&, k = kernel, s = stride, p = padding, d = dilation, c = ceil](const Tensors& x) {
+          return at::max_pool2d(x[0], {k, k}, {s, s}, {p, p}, {d, d}, c);
+        },
+        {numbers({2, 3, 8, 9}).round()});  // with ties
+}
+
+TEST_F(Operators, Losses) {
+  const auto classes = at::randint(5, {7});
+  for (const auto reduction : {at::Reduction::Mean, at::Reduction::Sum, at::Reduction::None}) {
+    expect_same([&](const Tensors& x) { return at::cross_entropy_loss(x[0], x[1], {}, reduction); },
+                {numbers({7, 5}), classes});
+    expect_same([&](const Tensors& x) { return at::cross_entropy_loss(x[0], x[1], {}, reduction, 2); },
+                {numbers({7, 5}), classes});
+    expect_same([&](const Tensors& x) { return at::mse_loss(x[0], x[1], reduction); },
+                {numbers({7, 5}), numbers({7, 5})});
+  }
+}
+
+// Gradients come from a thread of autograd's, to parameters that a module has got as tensors of the device.
+TEST_F(Operators, AModulesParameters) {
+  torch::nn::Linear linear(4, 3);
+  const auto x = numbers({2, 4}), weight = linear->weight.detach().clone(), bias = linear->bias.detach().clone();
+  linear(x).square().sum().backward();
+  const auto expected = linear->weight.grad().clone();
+  std::string program;
+  {
+    Trace trace;
+    const auto traced = trace.argument(x.sizes(), at::kFloat);
+    linear->weight = trace.argument(weight.sizes(), at::kFloat).requires_grad_();
+    linear->bias = trace.argument(bias.sizes(), at::kFloat).requires_grad_();
+    linear(traced).square().sum().backward();
+    program = trace.finish({linear->weight.grad()});
+  }
+  EXPECT_LT((run(program, {x, weight, bias}, 1)[0] - expected).abs().max().item<float>(), 1e-5);
+}
+
+TEST_F(Operators, WhatCannotBeCompiledIsNamed) {
+  Trace trace;
+  const auto x = trace.argument({3, 3}, at::kFloat);
+  expect_says(message_of<Error>([&] { at::linalg_eigvals(x); }), "cannot be compiled for a TPU");
+  expect_says(message_of<InvalidArgument>([&] { trace.finish({at::ones({2})}); }), "no value of the traced program");
+}
+
+}  // namespace
+}  // namespace lockstep::tpu

@@ -1,0 +1,20 @@
+// A tensor that stands for a value of the program that is traced.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "pjrt/stablehlo.h"
+
+namespace lockstep::tpu {
+
+// As operators' kernels get and return it: without what LibTorch's functionalization wraps around it.
+at::Tensor traced(pjrt::Value value);
+
+// The same as programs get it.
+at::Tensor wrapped(pjrt::Value value);
+
+// Throws InvalidArgument where `tensor` is none of the two.
+pjrt::Value value_of(const at::Tensor& tensor);
+bool is_traced(const at::Tensor& tensor);
+
+}  // namespace lockstep::tpu
