@@ -3,7 +3,7 @@
 namespace lockstep::pjrt {
 namespace {
 
-struct Value {
+struct SetValue {
   PJRT_NamedValue& to;
 
   void operator()(const std::string& value) const {
@@ -32,7 +32,7 @@ std::vector<PJRT_NamedValue> named_values(const Options& options) {
   for (const auto& [name, value] : options) {
     values.push_back({.struct_size = PJRT_NamedValue_STRUCT_SIZE, .name = name.c_str(), .name_size = name.size()});
     values.back().value_size = 1;
-    std::visit(Value{values.back()}, value);
+    std::visit(SetValue{values.back()}, value);
   }
   return values;
 }

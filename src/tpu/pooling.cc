@@ -9,8 +9,6 @@
 namespace lockstep::tpu {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
 struct Pool {
   Sizes kernel, stride, padding, dilation;
   bool ceil = false;
@@ -97,7 +95,7 @@ void max_pool(Call& call) {
   const auto x = call.value(0);
   const auto pool = max_pool_in(call, 1);
   const Slices slices(pool, x.shape.sizes);
-  const auto padded = padded_with(call, x, slices, -kInfinity);
+  const auto padded = padded_with(call, x, slices, -std::numeric_limits<double>::infinity());
   const Shape places{DType::int64, padded.shape.sizes};
   const auto rank = static_cast<std::int64_t>(x.shape.sizes.size());
   const auto shifted = [&](std::int64_t dimension, std::int64_t by, std::int64_t times) {
