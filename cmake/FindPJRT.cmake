@@ -1,8 +1,10 @@
 # The header of PJRT's C API, that CMAKE_PREFIX_PATH names or that tools/bootstrap installs; and, for tests, the plugin for
-# CPUs that comes with the latter. Only the header is needed to build: a plugin is loaded when TPUStrategy is first used.
+# CPUs that comes with the latter, and the compiler for TPUs where `tools/bootstrap --tpu` has installed it. Only the header is needed to build: a plugin is loaded when it is first used.
 file(GLOB _wheel ${PROJECT_SOURCE_DIR}/.deps/pjrt/lib/python3*/site-packages/xla_plugins/xla_cpu_pjrt)
 find_path(PJRT_INCLUDE_DIR pjrt_c_api.h HINTS ${_wheel} PATH_SUFFIXES include include/xla/pjrt/c)
 find_file(PJRT_CPU_PLUGIN xla_cpu_pjrt.so HINTS ${_wheel})
+file(GLOB _wheel ${PROJECT_SOURCE_DIR}/.deps/tpu/lib/python3*/site-packages/libtpu)
+find_file(PJRT_TPU_PLUGIN libtpu.so HINTS ${_wheel})
 
 if(PJRT_INCLUDE_DIR)
   file(STRINGS ${PJRT_INCLUDE_DIR}/pjrt_c_api.h _version REGEX "define PJRT_API_(MAJOR|MINOR) +[0-9]+")

@@ -60,7 +60,10 @@ function(lockstep_module_tests library)
     if(LOCKSTEP_SANITIZE STREQUAL "thread")
       list(FILTER tests EXCLUDE REGEX "/ops/(conv_pool|dense|pooling)_test\\.cc$")
       list(FILTER tests EXCLUDE REGEX "/(rendezvous|unauthenticated|limits|regroup)_test\\.cc$")
-      list(FILTER tests EXCLUDE REGEX "/(pjrt|tpu)/")  # XLA's threads, which are not instrumented
+    endif()
+    # XLA's threads are not instrumented.
+    if(module MATCHES "^(pjrt|tpu)$" AND (NOT PJRT_CPU_PLUGIN OR LOCKSTEP_SANITIZE STREQUAL "thread"))
+      set(tests)
     endif()
     if(tests)
       lockstep_test(${module}_test ${library} ${tests})

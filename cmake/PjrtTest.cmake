@@ -1,8 +1,5 @@
-# The modules pjrt and tpu are tested on the plugin for CPUs, which must be there, and pjrt on two libraries that look like
+# The modules pjrt and tpu are tested on the plugin for CPUs, and pjrt on two libraries that look like
 # plugins.
-if(NOT PJRT_CPU_PLUGIN)
-  message(FATAL_ERROR "pjrt_test needs the plugin xla_cpu_pjrt.so, which tools/bootstrap installs, or -DLOCKSTEP_TPU=OFF")
-endif()
 foreach(test pjrt_test tpu_test)
   if(TARGET ${test})
     target_include_directories(${test} SYSTEM PRIVATE ${PJRT_INCLUDE_DIR})
@@ -22,3 +19,12 @@ foreach(fake "silent 0" "other 7")
 endforeach()
 target_compile_definitions(pjrt_test PRIVATE
   SILENT_PLUGIN="$<TARGET_FILE:silent_pjrt_plugin>" OTHER_PLUGIN="$<TARGET_FILE:other_pjrt_plugin>")
+
+# For chips that are not here.
+if(PJRT_TPU_PLUGIN)
+  lockstep_test(topology_test lockstep_core tests/topology_test.cc)
+  target_include_directories(topology_test SYSTEM PRIVATE ${PJRT_INCLUDE_DIR})
+  target_compile_definitions(topology_test PRIVATE TPU_PLUGIN="${PJRT_TPU_PLUGIN}")
+  set_property(TEST topology_test APPEND PROPERTY ENVIRONMENT
+    "TPU_SKIP_MDS_QUERY=1;TPU_WORKER_HOSTNAMES=localhost;TPU_WORKER_ID=0;TPU_ACCELERATOR_TYPE=v5litepod-4")
+endif()

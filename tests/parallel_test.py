@@ -37,7 +37,7 @@ class Meshes(unittest.TestCase):
         expected = losses(1)
         self.assertEqual(len(expected), 3)
         self.assertLess(expected[-1], expected[0] - 1)
-        for ranks, *options in ((2,), (4, "--tensor", "2"), (4, "--shard", "2", "--pipeline", "2"), (4, "--shard", "4"),
+        for ranks, *options in ((2,), (2, "--tensor", "2"), (2, "--pipeline", "2"), (4, "--tensor", "2"), (4, "--shard", "2", "--pipeline", "2"), (4, "--shard", "4"),
                                 (8, "--tensor", "2", "--pipeline", "2"), (8, "--shard", "2", "--pipeline", "2", "--tensor", "2")):
             with self.subTest(f"{ranks} {' '.join(options)}"):
                 for one, split in zip(expected, losses(ranks, *options), strict=True):

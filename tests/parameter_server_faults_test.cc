@@ -242,7 +242,7 @@ TEST(ParameterServerFaults, BothCopiesThatAreKilledComeBackWithTheLastCheckpoint
 // with one or two copies of each shard. LOCKSTEP_FAULT_ROUNDS: how many.
 TEST(ParameterServerFaults, RandomFaultsInSeededRounds) {
   const char* const asked = std::getenv("LOCKSTEP_FAULT_ROUNDS");
-  const int rounds = asked == nullptr ? 3 : std::atoi(asked);
+  const int rounds = asked == nullptr ? 6 : std::atoi(asked);
   for (int seed = 0; seed < rounds; ++seed) {
     std::mt19937 random(static_cast<unsigned>(seed));
     const bool copies = seed % 2 == 1, loop = seed % 3 == 2, synchronous = seed % 3 == 1, stop = random() % 3 == 0;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <new>
 
 #include "kernels/transpose.h"
 
@@ -47,6 +48,12 @@ struct Blocks {
   std::int64_t rows, columns, depth;
 };
 
+auto allocate(std::int64_t count) {
+  auto memory = hwy::AllocateAligned<float>(static_cast<std::size_t>(count));
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
 // A part of a matrix, from `row` and `column` on, as rows side by side in `to`.
 void pack(Matrix from, std::int64_t row, std::int64_t rows, std::int64_t column, std::int64_t columns, float* to) {
   if (from.transposed)
@@ -67,7 +74,7 @@ bool multiply_in_place(std::int64_t m, std::int64_t n, std::int64_t k, Matrix a,
                        std::int64_t c_stride) {
   const auto blocks = blocks_in_place(b.transposed ? a.stride : b.stride);
   Kernels kernels(a.transposed, c_stride);
-  thread_local const auto buffer = hwy::AllocateAligned<float>(64 * 512);
+  thread_local const auto buffer = allocate(64 * 512);
   for (std::int64_t column = 0; column < n; column += blocks.columns) {
     const auto columns = std::min(blocks.columns, n - column);
     for (std::int64_t depth = 0; depth < k; depth += blocks.depth) {
@@ -95,8 +102,8 @@ constexpr std::int64_t kWide = 512;
 bool multiply_packed(std::int64_t m, std::int64_t n, std::int64_t k, Matrix a, Matrix b, float* c,
                      std::int64_t c_stride) {
   Kernels kernels(/*a_transposed=*/false, c_stride);
-  thread_local const auto packed_a = hwy::AllocateAligned<float>(kPacked.rows * kPacked.depth);
-  thread_local const auto packed_b = hwy::AllocateAligned<float>(kWide * kPacked.depth);
+  thread_local const auto packed_a = allocate(kPacked.rows * kPacked.depth);
+  thread_local const auto packed_b = allocate(kWide * kPacked.depth);
   for (std::int64_t wide = 0; wide < n; wide += kWide) {
     const auto end = std::min(wide + kWide, n);
     for (std::int64_t depth = 0; depth < k; depth += kPacked.depth) {

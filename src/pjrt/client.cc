@@ -29,48 +29,6 @@ DType dtype_of(PJRT_Buffer_Type type) {
   return found->first;
 }
 
-// The error that a callback returns to the plugin, with what was thrown.
-template <class Args>
-PJRT_Error* error_of(const Args& args, PJRT_Error_Code code, const std::exception& error) {
-  const std::string said = error.what();
-  return (*args.callback_error)(code, said.data(), said.size());
-}
-
-template <class Args>
-PJRT_Error* get(Args* args, Deadline deadline, PJRT_Error_Code where_late) {
-  try {
-    const auto& store = *static_cast<const KeyValueStore*>(args->user_arg);
-    const auto value = store.get({args->key, args->key_size}, deadline);
-    args->value = new char[value.size()];
-    std::copy(value.begin(), value.end(), args->value);
-    args->value_size = value.size();
-    args->value_deleter_callback = [](char* bytes) { delete[] bytes; };
-    return nullptr;
-  } catch (const DeadlineExceeded& error) {
-    return error_of(*args, where_late, error);
-  } catch (const std::exception& error) {
-    return error_of(*args, PJRT_Error_Code_UNAVAILABLE, error);
-  }
-}
-
-PJRT_Error* get_value(PJRT_KeyValueGetCallback_Args* args) {
-  return get(args, Deadline::after(std::chrono::milliseconds(args->timeout_in_ms)), PJRT_Error_Code_DEADLINE_EXCEEDED);
-}
-
-PJRT_Error* try_to_get_value(PJRT_KeyValueTryGetCallback_Args* args) {
-  return get(args, Deadline::after(std::chrono::seconds(0)), PJRT_Error_Code_NOT_FOUND);
-}
-
-PJRT_Error* put_value(PJRT_KeyValuePutCallback_Args* args) {
-  try {
-    const auto& store = *static_cast<const KeyValueStore*>(args->user_arg);
-    store.put({args->key, args->key_size}, {args->value, args->value_size});
-    return nullptr;
-  } catch (const std::exception& error) {
-    return error_of(*args, PJRT_Error_Code_UNAVAILABLE, error);
-  }
-}
-
 Device describe(const Plugin& plugin, PJRT_Device* handle) {
   PJRT_Device_GetDescription_Args of{.struct_size = PJRT_Device_GetDescription_Args_STRUCT_SIZE, .device = handle};
   plugin.call(&PJRT_Api::PJRT_Device_GetDescription, of, "describe a device");
@@ -119,30 +77,23 @@ void Buffer::copy_to_host(void* to, std::size_t bytes, Deadline deadline) const 
   layout.tiled = {.struct_size = PJRT_Buffer_MemoryLayout_Tiled_STRUCT_SIZE,
                   .minor_to_major = minor_to_major.data(),
                   .minor_to_major_size = minor_to_major.size()};
+  const auto copied = std::make_shared<std::vector<char>>(bytes);  // which the plugin may write to after the deadline
   PJRT_Buffer_ToHostBuffer_Args args{.struct_size = PJRT_Buffer_ToHostBuffer_Args_STRUCT_SIZE,
                                      .src = handle(),
                                      .host_layout = &layout,
-                                     .dst = to,
+                                     .dst = copied->data(),
                                      .dst_size = bytes};
   plugin.call(&PJRT_Api::PJRT_Buffer_ToHostBuffer, args, "copy a value from a device");
-  Event(plugin, args.event).wait(deadline, "copy a value from a device");
+  Event(plugin, args.event).wait(deadline, "copy a value from a device", copied);
+  std::copy(copied->begin(), copied->end(), static_cast<char*>(to));
 }
 
-std::shared_ptr<Client> Client::create(const Plugin& plugin, const Options& options,
-                                       std::unique_ptr<const KeyValueStore> store) {
+std::shared_ptr<Client> Client::create(const Plugin& plugin, const Options& options) {
   const std::shared_ptr<Client> client(new Client(plugin));
-  client->store_ = std::move(store);
   const auto values = named_values(options);
   PJRT_Client_Create_Args args{.struct_size = PJRT_Client_Create_Args_STRUCT_SIZE,
                                .create_options = values.data(),
                                .num_options = values.size()};
-  if (client->store_) {
-    auto* const user = const_cast<KeyValueStore*>(client->store_.get());  // it comes back as const
-    args.kv_get_callback = get_value;
-    args.kv_put_callback = put_value;
-    args.kv_try_get_callback = try_to_get_value;
-    args.kv_get_user_arg = args.kv_put_user_arg = args.kv_try_get_user_arg = user;
-  }
   plugin.call(&PJRT_Api::PJRT_Client_Create, args, text(plugin.path(), ": the plugin cannot use its devices"));
   client->client_ = args.client;
   PJRT_Client_PlatformName_Args name{.struct_size = PJRT_Client_PlatformName_Args_STRUCT_SIZE, .client = args.client};
@@ -159,12 +110,6 @@ std::shared_ptr<Client> Client::create(const Plugin& plugin, const Options& opti
 Client::~Client() {
   PJRT_Client_Destroy_Args args{.struct_size = PJRT_Client_Destroy_Args_STRUCT_SIZE, .client = client_};
   if (client_ != nullptr) plugin_.api().PJRT_Client_Destroy(&args);
-}
-
-std::string Client::platform_version() const {
-  PJRT_Client_PlatformVersion_Args args{.struct_size = PJRT_Client_PlatformVersion_Args_STRUCT_SIZE, .client = client_};
-  plugin_.call(&PJRT_Api::PJRT_Client_PlatformVersion, args, "the platform's version");
-  return {args.platform_version, args.platform_version_size};
 }
 
 int Client::process() const {

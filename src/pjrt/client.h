@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -17,13 +16,6 @@ namespace lockstep::pjrt {
 
 // What the plugin documents, such as {"cpu_device_count", 8}.
 using Options = std::vector<std::pair<std::string, std::variant<std::string, std::int64_t, bool, float>>>;
-
-// Through which the processes of a job find each other's devices. Called by any thread of the plugin's. `get` waits for
-// a key until the deadline; each throws what its store throws.
-struct KeyValueStore {
-  std::function<std::string(const std::string& key, Deadline)> get;
-  std::function<void(const std::string& key, const std::string& value)> put;
-};
 
 struct Device {
   PJRT_Device* handle = nullptr;
@@ -68,16 +60,14 @@ class Buffer {
 // thread may call.
 class Client : public std::enable_shared_from_this<Client> {
  public:
-  // With a store collective over the job's processes. Throws DeviceError with the plugin's text.
-  static std::shared_ptr<Client> create(const Plugin& plugin, const Options& options = {},
-                                        std::unique_ptr<const KeyValueStore> store = nullptr);
+  // Throws DeviceError with the plugin's text.
+  static std::shared_ptr<Client> create(const Plugin& plugin, const Options& options = {});
   ~Client();
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
 
   const Plugin& plugin() const { return plugin_; }
-  const std::string& platform() const { return platform_; }  // "cpu", "tpu"
-  std::string platform_version() const;
+  const std::string& platform() const { return platform_; }        // "cpu", "tpu"
   int process() const;                                             // this one's number in the job
   const std::vector<Device>& devices() const { return devices_; }  // of this process
   int devices_of_all_processes() const;
@@ -91,7 +81,6 @@ class Client : public std::enable_shared_from_this<Client> {
   explicit Client(const Plugin& plugin) : plugin_(plugin) {}
 
   const Plugin& plugin_;
-  std::unique_ptr<const KeyValueStore> store_;
   PJRT_Client* client_ = nullptr;
   std::string platform_;
   std::vector<Device> devices_;

@@ -1,6 +1,7 @@
 #include "pjrt/event.h"
 
 #include <optional>
+#include <utility>
 
 #include "base/mutex.h"
 #include "lockstep/base/error.h"
@@ -11,6 +12,13 @@ namespace {
 // What the plugin says of an event's end, at any time, also after the waiting thread has given up.
 class Notice {
  public:
+  Notice(const Plugin& plugin, std::shared_ptr<const void> used) : plugin_(plugin), used_(std::move(used)) {}
+  ~Notice() {
+    if (error_) plugin_.free(*error_);  // nobody waits any more
+  }
+  Notice(const Notice&) = delete;
+  Notice& operator=(const Notice&) = delete;
+
   static void tell(PJRT_Error* error, void* holder) {
     const std::unique_ptr<std::shared_ptr<Notice>> owned(static_cast<std::shared_ptr<Notice>*>(holder));
     auto& notice = **owned;
@@ -25,10 +33,12 @@ class Notice {
     while (!error_) {
       if (changed_.wait_until(mutex_, deadline.time()) == std::cv_status::timeout && !error_) return std::nullopt;
     }
-    return error_;
+    return std::exchange(error_, nullptr);
   }
 
  private:
+  const Plugin& plugin_;
+  const std::shared_ptr<const void> used_;
   Mutex mutex_;
   CondVar changed_;
   std::optional<PJRT_Error*> error_ LOCKSTEP_GUARDED_BY(mutex_);
@@ -44,9 +54,9 @@ void Event::Free::operator()(PJRT_Event* event) const {
 }
 
 // PJRT_Event_Await has no deadline, so the plugin is asked to call.
-void Event::wait(Deadline deadline, const std::string& what) const {
+void Event::wait(Deadline deadline, const std::string& what, std::shared_ptr<const void> used) const {
   const auto& plugin = *event_.get_deleter().plugin;
-  const auto notice = std::make_shared<Notice>();
+  const auto notice = std::make_shared<Notice>(plugin, std::move(used));
   auto holder = std::make_unique<std::shared_ptr<Notice>>(notice);
   PJRT_Event_OnReady_Args args{.struct_size = PJRT_Event_OnReady_Args_STRUCT_SIZE,
                                .event = event_.get(),

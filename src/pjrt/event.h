@@ -15,8 +15,8 @@ class Event {
   Event(const Plugin& plugin, PJRT_Event* event);  // frees `event`
 
   // Throws DeviceError with `what`, and the plugin's text, where the work failed; DeadlineExceeded where it has not
-  // ended by then.
-  void wait(Deadline deadline, const std::string& what) const;
+  // ended by then. `used`: what the work uses, which is kept until it ends, also after that.
+  void wait(Deadline deadline, const std::string& what, std::shared_ptr<const void> used = nullptr) const;
 
  private:
   struct Free {

@@ -26,7 +26,7 @@ class Program {
   MemoryNeeds memory() const;
   double flops() const;  // of one run on one device; 0 where the plugin does not say
 
-  // What Client::load takes, of the same plugin's version.
+  // What Executable::load takes, of the same plugin's version.
   std::string serialize() const;
 
  private:
@@ -47,6 +47,9 @@ class Executable {
 
   // Throws DeviceError where `serialized` is not a program of this plugin.
   static Executable load(std::shared_ptr<const Client> client, const std::string& serialized);
+
+  Executable(Executable&&) = default;
+  Executable& operator=(Executable&&) = delete;  // which would end the client before the program
 
   const Program& program() const { return program_; }
   const std::vector<Device>& devices() const { return devices_; }  // [replica of this process]

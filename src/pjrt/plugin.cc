@@ -68,15 +68,19 @@ const Plugin& Plugin::load(const std::string& path) {
   return *plugin;
 }
 
-std::string Plugin::api_version() const {
-  return text(api_.pjrt_api_version.major_version, ".", api_.pjrt_api_version.minor_version);
+void Plugin::lacks(const std::string& what) const {
+  throw DeviceError(text(what, ": ", path_, " has no function for that"));
+}
+
+void Plugin::free(PJRT_Error* error) const {
+  PJRT_Error_Destroy_Args args{.struct_size = PJRT_Error_Destroy_Args_STRUCT_SIZE, .error = error};
+  if (error != nullptr) api_.PJRT_Error_Destroy(&args);
 }
 
 void Plugin::check(PJRT_Error* error, const std::string& what) const {
   if (error == nullptr) return;
   const auto said = describe(api_, error);
-  PJRT_Error_Destroy_Args args{.struct_size = PJRT_Error_Destroy_Args_STRUCT_SIZE, .error = error};
-  api_.PJRT_Error_Destroy(&args);
+  free(error);
   throw DeviceError(text(what, ": ", said));
 }
 

@@ -16,19 +16,22 @@ class Plugin {
   static const Plugin& load(const std::string& path);
 
   const std::string& path() const { return path_; }
-  std::string api_version() const;  // "0.81"
   const PJRT_Api& api() const { return api_; }
 
   // Calls a function of the API. Throws DeviceError with `what`, and the plugin's own text, where it fails.
   template <class Args>
   void call(PJRT_Error* (*PJRT_Api::*function)(Args*), Args& args, const std::string& what) const {
+    if (api_.*function == nullptr) lacks(what);
     check((api_.*function)(&args), what);
   }
+
+  void free(PJRT_Error* error) const;  // which may be null
 
   // Throws DeviceError where `error`, which it frees, is not null.
   void check(PJRT_Error* error, const std::string& what) const;
 
  private:
+  [[noreturn]] void lacks(const std::string& what) const;
   Plugin(std::string path, const PJRT_Api& api) : path_(std::move(path)), api_(api) {}
 
   std::string path_;

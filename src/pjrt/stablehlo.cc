@@ -4,6 +4,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <limits>
 
 #include "base/text.h"
 #include "kernels/half.h"
@@ -66,6 +67,10 @@ std::string names_of(const std::vector<Value>& values) {
 
 }  // namespace
 
+bool is_floating(DType dtype) {
+  return dtype == DType::float32 || dtype == DType::float64 || dtype == DType::float16 || dtype == DType::bfloat16;
+}
+
 std::string type_of(const Shape& shape) {
   std::string type = "tensor<";
   for (const auto size : shape.sizes) type += text(size, "x");
@@ -112,6 +117,36 @@ Value ProgramText::add(std::string_view operation, const std::vector<Value>& ope
 Value ProgramText::constant(double number, const Shape& shape) {
   return add("stablehlo.constant", {}, shape,
              text("value = dense<", literal(number, shape.dtype), "> : ", type_of(shape)));
+}
+
+Value ProgramText::integer(std::int64_t number, const Shape& shape) {
+  return add("stablehlo.constant", {}, shape, text("value = dense<", number, "> : ", type_of(shape)));
+}
+
+namespace {
+
+struct Range {
+  std::int64_t low, high;
+};
+Range range_of(DType dtype) {
+  const auto bits = 8 * size_of(dtype) - 1;
+  if (dtype == DType::uint8) return {0, 255};
+  const auto high = static_cast<std::int64_t>((std::uint64_t{1} << bits) - 1);
+  return {-high - 1, high};
+}
+
+}  // namespace
+
+Value ProgramText::lowest(const Shape& shape) {
+  if (shape.dtype == DType::boolean) return constant(0, shape);
+  return is_floating(shape.dtype) ? constant(-std::numeric_limits<double>::infinity(), shape)
+                                  : integer(range_of(shape.dtype).low, shape);
+}
+
+Value ProgramText::highest(const Shape& shape) {
+  if (shape.dtype == DType::boolean) return constant(1, shape);
+  return is_floating(shape.dtype) ? constant(std::numeric_limits<double>::infinity(), shape)
+                                  : integer(range_of(shape.dtype).high, shape);
 }
 
 Value ProgramText::array(const void* data, const Shape& shape) {
@@ -189,15 +224,15 @@ Value ProgramText::concatenate(const std::vector<Value>& parts, std::int64_t dim
   return add("stablehlo.concatenate", parts, result, text("dimension = ", dimension, " : i64"));
 }
 
-Value ProgramText::reduce(std::string_view operation, const Value& x, double initial,
+Value ProgramText::reduce(std::string_view operation, const Value& x, const Value& initial,
                           const std::vector<std::int64_t>& dimensions) {
   Shape result{x.shape.dtype, {}};
   for (std::size_t i = 0; i < x.shape.sizes.size(); ++i) {
     if (std::find(dimensions.begin(), dimensions.end(), static_cast<std::int64_t>(i)) == dimensions.end())
       result.sizes.push_back(x.shape.sizes[i]);
   }
-  return add("stablehlo.reduce", {x, constant(initial, {x.shape.dtype, {}})}, result,
-             "dimensions = " + array_of(dimensions), reducer(operation, x.shape.dtype));
+  return add("stablehlo.reduce", {x, initial}, result, "dimensions = " + array_of(dimensions),
+             reducer(operation, x.shape.dtype));
 }
 
 Value ProgramText::dot(const Value& a, const Value& b, const std::vector<std::int64_t>& contract_a,

@@ -18,6 +18,7 @@ struct Value {
   Shape shape;
 };
 
+bool is_floating(DType dtype);
 std::string type_of(const Shape& shape);                        // "tensor<2x3xf32>"
 std::string array_of(std::span<const std::int64_t> numbers);    // "array<i64: 1, 2>"
 std::string numbers_of(std::span<const std::int64_t> numbers);  // "[1, 2]"
@@ -36,8 +37,12 @@ class ProgramText {
                          const std::vector<Shape>& results, const std::string& attributes = "",
                          const std::string& region = "");
 
-  // Every element is `number`; of integers the nearest.
+  // Every element is `number`, which must be one of the dtype's.
   Value constant(double number, const Shape& shape);
+  Value integer(std::int64_t number, const Shape& shape);
+  // The least and the largest number of the shape's dtype: of floating-point numbers infinity.
+  Value lowest(const Shape& shape);
+  Value highest(const Shape& shape);
   // The elements in row-major order.
   Value array(const void* data, const Shape& shape);
 
@@ -57,8 +62,9 @@ class ProgramText {
   Value pad(const Value& x, double with, const std::vector<std::int64_t>& low, const std::vector<std::int64_t>& high,
             const std::vector<std::int64_t>& between);
   Value concatenate(const std::vector<Value>& parts, std::int64_t dimension);
-  // By "stablehlo.add", "stablehlo.maximum", ... from `initial` on; the dimensions vanish.
-  Value reduce(std::string_view operation, const Value& x, double initial, const std::vector<std::int64_t>& dimensions);
+  // By "stablehlo.add", "stablehlo.maximum", ... from the scalar `initial` on; the dimensions vanish.
+  Value reduce(std::string_view operation, const Value& x, const Value& initial,
+               const std::vector<std::int64_t>& dimensions);
   // Contracts and batches the named dimensions. The result's: batches, then what is left of a, then of b.
   Value dot(const Value& a, const Value& b, const std::vector<std::int64_t>& contract_a,
             const std::vector<std::int64_t>& contract_b, const std::vector<std::int64_t>& batch_a = {},
@@ -80,7 +86,7 @@ class ProgramText {
 // The body of a reduction by `operation` of two scalars, for ProgramText::add.
 std::string reducer(std::string_view operation, DType dtype);
 
-// Products in full precision, where the dtype is float32: TPUs compute in bfloat16 else.
+// Products in full precision: otherwise TPUs multiply float32 in bfloat16.
 inline constexpr const char* kHighestPrecision =
     "precision_config = [#stablehlo<precision HIGHEST>, #stablehlo<precision HIGHEST>]";
 

@@ -33,8 +33,9 @@ class Call {
 
   // The arguments, by their places in the operator's schema.
   bool has(std::size_t i) const;  // not None
-  Value value(std::size_t i);     // of a tensor; host memory's becomes a constant
+  Value value(std::size_t i);     // of a tensor
   std::vector<Value> values(std::size_t i);
+  Value array(std::size_t i);  // of a tensor, which may also be one of host memory
   at::Tensor tensor(std::size_t i) const { return arguments_[i].toTensor(); }
   at::Scalar scalar(std::size_t i) const { return arguments_[i].toScalar(); }
   std::int64_t integer(std::size_t i) const { return arguments_[i].toInt(); }
@@ -45,23 +46,33 @@ class Call {
   at::ScalarType dtype(std::size_t i) const { return static_cast<at::ScalarType>(arguments_[i].toInt()); }
   const c10::IValue& argument(std::size_t i) const { return arguments_[i]; }
 
+  // Argument i, a number, as each element.
+  Value number(std::size_t i, const Shape& shape);
+
   // Of `i`, a dimension that may count from the end, of a value of that rank.
-  static std::int64_t dimension(std::int64_t i, std::size_t rank) {
-    return i < 0 ? i + static_cast<std::int64_t>(rank) : i;
-  }
+  std::int64_t dimension(std::int64_t i, std::size_t rank) const;
+
+  // Throws Error with the operator's name.
+  [[noreturn]] void refuse(const std::string& why) const;
 
   void returns(std::vector<Value> results);
+  // What is wrapped for programs also where functionalization calls.
+  void returns_wrapped(Value result);
   void returns_none(std::size_t i);  // result i is undefined; the others are given
 
   // What the operator returns, once lowered, onto LibTorch's stack.
   void push_results();
 
  private:
+  Value value_in(const at::Tensor& tensor);
+  Value array_in(const at::Tensor& tensor);
+
   Trace& trace_;
   const std::string name_;
   torch::jit::Stack& stack_;
   std::vector<c10::IValue> arguments_;
   std::vector<std::optional<Value>> results_;
+  bool wraps_ = false;
 };
 
 // How an operator becomes operations of the program.
@@ -70,6 +81,9 @@ using Lowering = std::function<void(Call&)>;
 // By the operators' names, "aten::add.Tensor". Each file of lowerings adds its own.
 using Lowerings = std::map<std::string, Lowering>;
 const Lowerings& lowerings();
+
+// The sum over dimensions, which vanish; 16-bit numbers are added in float32.
+Value sum_over(Call& call, const Value& x, const Sizes& dimensions);
 
 void add_pointwise(Lowerings& table);
 void add_reductions(Lowerings& table);

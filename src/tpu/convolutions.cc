@@ -72,15 +72,15 @@ Settings settings_in(Call& call, std::size_t i, std::size_t rank) {
   return {each(i), each(i + 1), each(i + 2), each(i + 4), call.flag(i + 3), call.integer(i + 5)};
 }
 
-Value forward(Call& call, const Value& x, const Value& weight, const Settings& settings) {
+// `sizes`: the result's.
+Value forward(Call& call, const Value& x, const Value& weight, const Sizes& sizes, const Settings& settings) {
   const auto rank = settings.stride.size();
-  Window window{settings.stride, settings.padding, settings.padding, Sizes(rank, 1), settings.dilation};
-  Shape result{x.shape.dtype, {x.shape.sizes[0], weight.shape.sizes[0]}};
+  Window window{settings.stride, settings.padding, {}, Sizes(rank, 1), settings.dilation};
   for (std::size_t i = 0; i < rank; ++i) {
     const auto reach = settings.dilation[i] * (weight.shape.sizes[i + 2] - 1) + 1;
-    result.sizes.push_back((x.shape.sizes[i + 2] + 2 * settings.padding[i] - reach) / settings.stride[i] + 1);
+    window.high.push_back((sizes[i + 2] - 1) * settings.stride[i] + reach - x.shape.sizes[i + 2] - window.low[i]);
   }
-  return convolve(call, x, weight, result, window, kForward, settings.groups, 1);
+  return convolve(call, x, weight, {x.shape.dtype, sizes}, window, kForward, settings.groups, 1);
 }
 
 // What forward's x gets of its result's gradient; `sizes`: x's.
@@ -124,11 +124,14 @@ void convolution(Call& call) {
   const auto x = call.value(0), weight = call.value(1);
   const auto rank = x.shape.sizes.size() - 2;
   const auto settings = settings_in(call, 3, rank);
-  if (!settings.transposed) return call.returns({with_bias(call, forward(call, x, weight, settings), 2)});
-  Sizes sizes{x.shape.sizes[0], weight.shape.sizes[1] * settings.groups};
-  for (std::size_t i = 0; i < rank; ++i)
-    sizes.push_back((x.shape.sizes[i + 2] - 1) * settings.stride[i] - 2 * settings.padding[i] +
-                    settings.dilation[i] * (weight.shape.sizes[i + 2] - 1) + settings.output_padding[i] + 1);
+  Sizes sizes{x.shape.sizes[0], settings.transposed ? weight.shape.sizes[1] * settings.groups : weight.shape.sizes[0]};
+  for (std::size_t i = 0; i < rank; ++i) {
+    const auto size = x.shape.sizes[i + 2], reach = settings.dilation[i] * (weight.shape.sizes[i + 2] - 1) + 1;
+    sizes.push_back(settings.transposed
+                        ? (size - 1) * settings.stride[i] - 2 * settings.padding[i] + reach + settings.output_padding[i]
+                        : (size + 2 * settings.padding[i] - reach) / settings.stride[i] + 1);
+  }
+  if (!settings.transposed) return call.returns({with_bias(call, forward(call, x, weight, sizes, settings), 2)});
   call.returns({with_bias(call, gradient_of_x(call, x, weight, sizes, settings), 2)});
 }
 
@@ -139,7 +142,7 @@ void convolution_backward(Call& call) {
   const auto asked = call.argument(10).toBoolList();
   std::vector<Value> results;
   if (asked[0])
-    results.push_back(settings.transposed ? forward(call, gradient, weight, settings)
+    results.push_back(settings.transposed ? forward(call, gradient, weight, x.shape.sizes, settings)
                                           : gradient_of_x(call, gradient, weight, x.shape.sizes, settings));
   if (asked[1])
     results.push_back(settings.transposed ? gradient_of_weight(call, x, gradient, weight.shape.sizes, settings)
@@ -147,7 +150,7 @@ void convolution_backward(Call& call) {
   if (asked[2]) {
     Sizes others{0};
     for (std::size_t i = 2; i < gradient.shape.sizes.size(); ++i) others.push_back(static_cast<std::int64_t>(i));
-    results.push_back(call.program().reduce("stablehlo.add", gradient, 0, others));
+    results.push_back(sum_over(call, gradient, others));
   }
   call.returns(std::move(results));
   for (std::size_t i = 0; i < 3; ++i)
@@ -157,9 +160,8 @@ void convolution_backward(Call& call) {
 }  // namespace
 
 void add_convolutions(Lowerings& table) {
-  for (const char* const name : {"aten::convolution", "aten::convolution_overrideable"}) table[name] = convolution;
-  for (const char* const name : {"aten::convolution_backward", "aten::convolution_backward_overrideable"})
-    table[name] = convolution_backward;
+  table["aten::convolution"] = convolution;
+  table["aten::convolution_backward"] = convolution_backward;
 }
 
 }  // namespace lockstep::tpu

@@ -22,6 +22,7 @@ void embedding(Call& call) {
 // The sum of the gradients [..., width] of each row; row `padding` has none.
 void embedding_backward(Call& call) {
   auto& program = call.program();
+  if (call.flag(4)) call.refuse("scale_grad_by_freq is true");
   const auto gradient = call.value(0), indices = call.value(1);
   const auto rows = call.integer(2), padding = call.integer(3);
   const auto batch = indices.shape.sizes.size();
@@ -60,7 +61,7 @@ void gather(Call& call) {
   const auto x = call.value(0), index = call.value(2);
   const auto rank = x.shape.sizes.size();
   const auto all = counted(rank);
-  const auto places = places_of(call, index, Call::dimension(call.integer(1), rank));
+  const auto places = places_of(call, index, call.dimension(call.integer(1), rank));
   call.returns({call.program().add(
       "stablehlo.gather", {x, places}, {x.shape.dtype, index.shape.sizes},
       text("dimension_numbers = #stablehlo.gather<offset_dims = [], collapsed_slice_dims = ", pjrt::numbers_of(all),
@@ -79,7 +80,7 @@ std::string replacement(DType dtype) {
 Value scattered(Call& call, const Value& x, const Value& index, const Value& values, const std::string& region) {
   const auto rank = x.shape.sizes.size();
   const auto all = counted(rank);
-  const auto places = places_of(call, index, Call::dimension(call.integer(1), rank));
+  const auto places = places_of(call, index, call.dimension(call.integer(1), rank));
   return call.program().add(
       "stablehlo.scatter", {x, places, call.program().convert(values, x.shape.dtype)}, x.shape,
       text("scatter_dimension_numbers = #stablehlo.scatter<update_window_dims = [], inserted_window_dims = ",
@@ -103,7 +104,7 @@ void scatter(Call& call) {
 
 void scatter_value(Call& call) {
   const auto x = call.value(0), index = call.value(2);
-  const auto values = call.program().constant(call.real(3), {x.shape.dtype, index.shape.sizes});
+  const auto values = call.number(3, {x.shape.dtype, index.shape.sizes});
   call.returns({scattered(call, x, index, values, replacement(x.shape.dtype))});
 }
 
@@ -117,7 +118,7 @@ void scatter_add(Call& call) {
 void index_select(Call& call) {
   const auto x = call.value(0), index = call.value(2);
   const auto rank = x.shape.sizes.size();
-  const auto dimension = Call::dimension(call.integer(1), rank);
+  const auto dimension = call.dimension(call.integer(1), rank);
   auto sizes = x.shape.sizes, slice = x.shape.sizes, offsets = counted(rank);
   sizes[static_cast<std::size_t>(dimension)] = index.shape.sizes.empty() ? 1 : index.shape.sizes[0];
   slice[static_cast<std::size_t>(dimension)] = 1;
@@ -135,9 +136,8 @@ void index_add(Call& call) {
   auto& program = call.program();
   const auto x = call.value(0), index = call.value(2);
   auto source = program.convert(call.value(3), x.shape.dtype);
-  if (call.real(4) != 1)
-    source = program.binary("stablehlo.multiply", source, program.constant(call.real(4), source.shape));
-  const auto dimension = Call::dimension(call.integer(1), x.shape.sizes.size());
+  if (call.real(4) != 1) source = program.binary("stablehlo.multiply", source, call.number(4, source.shape));
+  const auto dimension = call.dimension(call.integer(1), x.shape.sizes.size());
   auto others = counted(x.shape.sizes.size());
   others.erase(others.begin() + dimension);
   call.returns({program.add(

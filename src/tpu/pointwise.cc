@@ -11,12 +11,12 @@
 namespace lockstep::tpu {
 namespace {
 
-bool is_floating(DType dtype) {
-  return dtype == DType::float32 || dtype == DType::float64 || dtype == DType::float16 || dtype == DType::bfloat16;
-}
+using pjrt::is_floating;
 
-// Of integers, what LibTorch computes with in functions such as exp.
-DType floating(DType dtype) { return is_floating(dtype) ? dtype : DType::float32; }
+// Of integers, what LibTorch computes with in functions such as exp: its default dtype.
+DType floating(DType dtype) {
+  return is_floating(dtype) ? dtype : ops::dtype_of(at::typeMetaToScalarType(at::get_default_dtype()));
+}
 
 // x with the sizes that it has beside others.
 Value spread(Call& call, const Value& x, const Sizes& sizes) {
@@ -54,7 +54,7 @@ std::vector<Value> promoted(Call& call, const std::vector<std::size_t>& places, 
     if (call.argument(place).isTensor()) {
       values.push_back(call.program().convert(call.value(place), dtype));
     } else {
-      values.push_back(call.program().constant(call.real(place), {dtype, {}}));
+      values.push_back(call.number(place, {dtype, {}}));
     }
   }
   const auto sizes = common_sizes(values);
@@ -73,6 +73,26 @@ Lowering unary_of_any(const char* operation) {
   return [operation](Call& call) { call.returns({call.program().unary(operation, call.value(0))}); };
 }
 
+// Of integers x itself, which is rounded already.
+Lowering rounding(const char* operation) {
+  return [operation](Call& call) {
+    const auto x = call.value(0);
+    call.returns({is_floating(x.shape.dtype) ? call.program().unary(operation, x) : x});
+  };
+}
+
+void absolute(Call& call) {
+  const auto x = call.value(0);
+  call.returns({x.shape.dtype == DType::uint8 ? x : call.program().unary("stablehlo.abs", x)});
+}
+
+// 0 of what is not a number.
+void sign(Call& call) {
+  const auto x = call.value(0);
+  const auto signs = call.program().unary("stablehlo.sign", x);
+  call.returns({call.program().select(call.program().compare("EQ", x, x), signs, call.program().constant(0, x.shape))});
+}
+
 Lowering binary(const char* operation, bool to_floating = false) {
   return [operation, to_floating](Call& call) {
     const auto x = promoted(call, {0, 1}, to_floating);
@@ -86,8 +106,7 @@ Lowering sum(const char* operation, bool reversed = false) {
     auto x = promoted(call, {0, 1});
     auto& program = call.program();
     if (reversed) std::swap(x[0], x[1]);
-    if (call.real(2) != 1)
-      x[1] = program.binary("stablehlo.multiply", x[1], program.constant(call.real(2), x[1].shape));
+    if (call.real(2) != 1) x[1] = program.binary("stablehlo.multiply", x[1], call.number(2, x[1].shape));
     call.returns({program.binary(operation, x[0], x[1])});
   };
 }
@@ -111,21 +130,16 @@ void where(Call& call) {
       {call.program().select(spread(call, condition, sizes), spread(call, x[0], sizes), spread(call, x[1], sizes))});
 }
 
-// x where the condition holds, else `otherwise`.
-Value only_where(Call& call, const Value& condition, const Value& x, double otherwise = 0) {
-  return call.program().select(condition, x, call.program().constant(otherwise, x.shape));
-}
-
 void relu(Call& call) {
   const auto x = call.value(0);
   call.returns({call.program().binary("stablehlo.maximum", x, call.program().constant(0, x.shape))});
 }
 
-// gradient where x is above the threshold.
+// 0 where x is at most the threshold, else the gradient.
 void threshold_backward(Call& call) {
   const auto gradient = call.value(0), x = call.value(1);
-  const auto above = call.program().compare("GT", x, call.program().constant(call.real(2), x.shape));
-  call.returns({only_where(call, above, gradient)});
+  const auto below = call.program().compare("LE", x, call.number(2, x.shape));
+  call.returns({call.program().select(below, call.program().constant(0, gradient.shape), gradient)});
 }
 
 Value times(Call& call, const Value& a, const Value& b) { return call.program().binary("stablehlo.multiply", a, b); }
@@ -192,11 +206,16 @@ void silu_backward(Call& call) {
   call.returns({times(call, gradient, times(call, y, slope))});
 }
 
+// Between numbers in places 1 and 2, of which one may be None.
 void clamp(Call& call) {
-  auto x = call.value(0);
-  if (call.has(1)) x = call.program().binary("stablehlo.maximum", x, call.program().constant(call.real(1), x.shape));
-  if (call.has(2)) x = call.program().binary("stablehlo.minimum", x, call.program().constant(call.real(2), x.shape));
-  call.returns({x});
+  std::vector<std::size_t> places{0};
+  for (const std::size_t place : {1, 2})
+    if (call.has(place)) places.push_back(place);
+  const auto x = promoted(call, places);
+  auto result = x[0];
+  for (std::size_t i = 1; i < places.size(); ++i)
+    result = call.program().binary(places[i] == 1 ? "stablehlo.maximum" : "stablehlo.minimum", result, x[i]);
+  call.returns({result});
 }
 
 void reciprocal(Call& call) {
@@ -219,7 +238,7 @@ Lowering sum_of_two(const char* operation) {
   return [operation](Call& call) {
     const auto x = promoted(call, {0, 1, 2});
     const auto both = call.program().binary(operation, x[1], x[2]);
-    call.returns({plus(call, x[0], times(call, both, call.real(3)))});
+    call.returns({plus(call, x[0], times(call, both, call.number(3, both.shape)))});
   };
 }
 
@@ -228,7 +247,7 @@ void masked_fill(Call& call) {
   const auto x = call.value(0), mask = call.value(1);
   const auto sizes = common_sizes({x, mask});
   const auto with = call.argument(2).isTensor() ? call.program().convert(call.value(2), x.shape.dtype)
-                                                : call.program().constant(call.real(2), {x.shape.dtype, {}});
+                                                : call.number(2, {x.shape.dtype, {}});
   call.returns({call.program().select(spread(call, mask, sizes), spread(call, with, sizes), spread(call, x, sizes))});
 }
 
@@ -241,7 +260,7 @@ void mse_loss(Call& call) {
   if (call.integer(2) == at::Reduction::None) return call.returns({losses});
   Sizes all;
   for (std::size_t d = 0; d < losses.shape.sizes.size(); ++d) all.push_back(static_cast<std::int64_t>(d));
-  const auto sum = program.reduce("stablehlo.add", losses, 0, all);
+  const auto sum = sum_over(call, losses, all);
   const auto count = static_cast<double>(losses.shape.elements());
   call.returns({call.integer(2) == at::Reduction::Mean ? times(call, sum, 1 / count) : sum});
 }
@@ -254,11 +273,16 @@ void mse_loss_backward(Call& call) {
   call.returns({times(call, times(call, gradient, difference), scale)});
 }
 
-// a + weight (b - a).
+// a + weight (b - a), computed from the nearer end as LibTorch does.
 void lerp(Call& call) {
+  auto& program = call.program();
   const auto x = promoted(call, {0, 1, 2});
-  const auto difference = call.program().binary("stablehlo.subtract", x[1], x[0]);
-  call.returns({plus(call, x[0], times(call, difference, x[2]))});
+  const auto difference = program.binary("stablehlo.subtract", x[1], x[0]);
+  const auto from_a = plus(call, x[0], times(call, difference, x[2]));
+  const auto rest = times(call, difference, plus(call, times(call, x[2], -1), 1));
+  const auto from_b = program.binary("stablehlo.subtract", x[1], rest);
+  const auto is_near_a = program.compare("LT", program.unary("stablehlo.abs", x[2]), program.constant(0.5, x[2].shape));
+  call.returns({program.select(is_near_a, from_a, from_b)});
 }
 
 }  // namespace
@@ -277,15 +301,13 @@ void add_pointwise(Lowerings& table) {
                                           {"aten::cos", "stablehlo.cosine"},
                                           {"aten::erf", "chlo.erf"}})
     table[name] = unary(operation);
-  for (const auto& [name, operation] :
-       std::map<const char*, const char*>{{"aten::neg", "stablehlo.negate"},
-                                          {"aten::abs", "stablehlo.abs"},
-                                          {"aten::sign", "stablehlo.sign"},
-                                          {"aten::floor", "stablehlo.floor"},
-                                          {"aten::ceil", "stablehlo.ceil"},
-                                          {"aten::round", "stablehlo.round_nearest_even"},
-                                          {"aten::bitwise_not", "stablehlo.not"}})
-    table[name] = unary_of_any(operation);
+  table["aten::neg"] = unary_of_any("stablehlo.negate");
+  table["aten::bitwise_not"] = unary_of_any("stablehlo.not");
+  table["aten::abs"] = absolute;
+  for (const char* const name : {"aten::sign", "aten::sgn"}) table[name] = sign;
+  table["aten::floor"] = rounding("stablehlo.floor");
+  table["aten::ceil"] = rounding("stablehlo.ceil");
+  table["aten::round"] = rounding("stablehlo.round_nearest_even");
   for (const char* const overload : {".Tensor", ".Scalar"}) {
     table[std::string("aten::mul") + overload] = binary("stablehlo.multiply");
     table[std::string("aten::div") + overload] = binary("stablehlo.divide", /*to_floating=*/true);
@@ -319,7 +341,6 @@ void add_pointwise(Lowerings& table) {
   table["aten::tanh_backward"] = tanh_backward;
   table["aten::addcmul"] = sum_of_two("stablehlo.multiply");
   table["aten::addcdiv"] = sum_of_two("stablehlo.divide");
-  table["aten::sgn"] = unary_of_any("stablehlo.sign");
   table["aten::masked_fill.Scalar"] = masked_fill;
   table["aten::masked_fill.Tensor"] = masked_fill;
   table["aten::mse_loss"] = mse_loss;

@@ -105,17 +105,25 @@ void max_pool(Call& call) {
   };
   const auto all_places = program.binary("stablehlo.add", shifted(rank - 2, slices.low[0], x.shape.sizes.back()),
                                          shifted(rank - 1, slices.low[1], 1));
-  Value largest, place;
+  const auto either = [&](const Value& a, const Value& b) { return program.binary("stablehlo.or", a, b); };
+  const bool has_padding = padded.shape.sizes != x.shape.sizes;
+  const auto inside = padded_with(call, program.constant(1, {DType::boolean, x.shape.sizes}), slices, 0);
+  Value largest, place, found;
   for_each_element(pool, [&](std::int64_t row, std::int64_t column) {
     const auto value = element(call, padded, pool, slices, row, column);
     const auto at = element(call, all_places, pool, slices, row, column);
+    const auto is_inside = has_padding ? element(call, inside, pool, slices, row, column) : Value();
     if (largest.name.empty()) {
       largest = value;
       place = at;
+      found = is_inside;
       return;
     }
-    const auto not_a_number = program.compare("NE", value, value);
-    const auto larger = program.binary("stablehlo.or", program.compare("GT", value, largest), not_a_number);
+    auto larger = either(program.compare("GT", value, largest), program.compare("NE", value, value));
+    if (has_padding) {  // which is as small as -infinity: the first element beside it is taken too
+      larger = either(larger, program.binary("stablehlo.and", is_inside, program.unary("stablehlo.not", found)));
+      found = either(found, is_inside);
+    }
     largest = program.select(larger, value, largest);
     place = program.select(larger, at, place);
   });

@@ -13,10 +13,10 @@ void dot(Call& call) { call.returns({call.program().dot(call.value(0), call.valu
 void add_to(Call& call, const Value& product) {
   auto& program = call.program();
   const auto scaled = [&](const Value& value, std::size_t factor) {
-    return call.real(factor) == 1
-               ? value
-               : program.binary("stablehlo.multiply", value, program.constant(call.real(factor), value.shape));
+    return call.real(factor) == 1 ? value
+                                  : program.binary("stablehlo.multiply", value, call.number(factor, value.shape));
   };
+  if (call.real(3) == 0) return call.returns({scaled(product, 4)});  // also where x is not a number
   const auto x = call.value(0);
   Sizes dimensions;
   const auto rank = product.shape.sizes.size();

@@ -2,7 +2,6 @@
 #include <ATen/core/Reduction.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "base/text.h"
 #include "ops/dtypes.h"
@@ -10,8 +9,6 @@
 
 namespace lockstep::tpu {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 Sizes all_of(const Sizes& sizes) {
   Sizes all;
@@ -29,8 +26,8 @@ Sizes dimensions_in(Call& call, std::size_t i, std::size_t rank) {
       dimensions = call.integers(i);
     }
   }
-  if (dimensions.empty()) return all_of(Sizes(rank));
-  for (auto& dimension : dimensions) dimension = Call::dimension(dimension, rank);
+  if (dimensions.empty() || rank == 0) return all_of(Sizes(rank));
+  for (auto& dimension : dimensions) dimension = call.dimension(dimension, rank);
   return dimensions;
 }
 
@@ -60,16 +57,23 @@ Value scaled(Call& call, const Value& x, double by) {
   return call.program().binary("stablehlo.multiply", x, call.program().constant(by, x.shape));
 }
 
-// Sums of integers are int64. dtype: the argument that may name another.
-Value summand(Call& call, std::size_t dtype) {
-  const auto x = call.value(0);
-  if (call.has(dtype)) return call.program().convert(x, ops::dtype_of(call.dtype(dtype)));
-  const bool is_floating = at::isFloatingType(ops::scalar_type_of(x.shape.dtype));
-  return is_floating ? x : call.program().convert(x, DType::int64);
+bool is_of_16_bits(DType dtype) { return dtype == DType::float16 || dtype == DType::bfloat16; }
+
+// 16-bit numbers in float32.
+Value precise(Call& call, const Value& x) {
+  return is_of_16_bits(x.shape.dtype) ? call.program().convert(x, DType::float32) : x;
 }
 
-Value sum_over(Call& call, const Value& x, const Sizes& dimensions) {
-  return call.program().reduce("stablehlo.add", x, 0, dimensions);
+// x with the dtype that the argument in place `dtype` names.
+Value with_dtype(Call& call, std::size_t dtype) {
+  const auto x = call.value(0);
+  return call.has(dtype) ? call.program().convert(x, ops::dtype_of(call.dtype(dtype))) : x;
+}
+
+// Sums of integers are int64.
+Value summand(Call& call, std::size_t dtype) {
+  const auto x = with_dtype(call, dtype);
+  return pjrt::is_floating(x.shape.dtype) || call.has(dtype) ? x : call.program().convert(x, DType::int64);
 }
 
 void sum_all(Call& call) {
@@ -84,26 +88,30 @@ void sum_dimensions(Call& call) {
 }
 
 void mean(Call& call, const Value& x, const Sizes& dimensions, bool keep) {
+  if (!pjrt::is_floating(x.shape.dtype)) call.refuse("means are of floating-point numbers");
   const auto count = static_cast<double>(elements_of(x.shape.sizes, dimensions));
-  const auto sum = sum_over(call, x, dimensions);
+  const auto sum = sum_over(call, precise(call, x), dimensions);
   const auto result = call.program().binary("stablehlo.divide", sum, call.program().constant(count, sum.shape));
-  call.returns({keep_dimensions(call, result, x.shape.sizes, dimensions, keep)});
+  call.returns({keep_dimensions(call, call.program().convert(result, x.shape.dtype), x.shape.sizes, dimensions, keep)});
 }
 
 void mean_all(Call& call) {
-  const auto x = call.value(0);
+  const auto x = with_dtype(call, 1);
   mean(call, x, all_of(x.shape.sizes), false);
 }
 
 void mean_dimensions(Call& call) {
-  const auto x = call.value(0);
+  const auto x = with_dtype(call, 3);
   mean(call, x, dimensions_in(call, 1, x.shape.sizes.size()), call.flag(2));
 }
 
-Lowering extremum(const char* operation, double initial) {
+// From what `begin` gives for x's dtype on.
+using Begin = Value (pjrt::ProgramText::*)(const Shape&);
+Lowering extremum(const char* operation, Begin begin) {
   return [=](Call& call) {
     const auto x = call.value(0);
     const auto dimensions = dimensions_in(call, 1, x.shape.sizes.size());
+    const auto initial = (call.program().*begin)({x.shape.dtype, {}});
     const auto result = call.program().reduce(operation, x, initial, dimensions);
     call.returns({keep_dimensions(call, result, x.shape.sizes, dimensions, call.flag(2))});
   };
@@ -137,11 +145,8 @@ std::pair<Value, Value> extremum_at(Call& call, const Value& x, std::int64_t dim
            "    \"stablehlo.return\"(%v, %i) : (", number, ", ", place, ") -> ()\n  }) ");
   auto result = x.shape.sizes;
   result.erase(result.begin() + dimension);
-  const double initial = *direction == 'G' ? -kInfinity : kInfinity;
-  const auto worst = at::isFloatingType(ops::scalar_type_of(x.shape.dtype))
-                         ? program.constant(initial, scalar)
-                         : program.constant(*direction == 'G' ? -0x1p31 : 0x1p31 - 1, scalar);
-  const auto values = program.add("stablehlo.reduce", {x, indices, worst, program.constant(0x1p62, index)},
+  const auto worst = *direction == 'G' ? program.lowest(scalar) : program.highest(scalar);
+  const auto values = program.add("stablehlo.reduce", {x, indices, worst, program.highest(index)},
                                   std::vector<Shape>{{x.shape.dtype, result}, {DType::int64, result}},
                                   "dimensions = " + pjrt::array_of(Sizes{dimension}), region);
   return {values[0], values[1]};
@@ -150,7 +155,7 @@ std::pair<Value, Value> extremum_at(Call& call, const Value& x, std::int64_t dim
 Lowering extremum_of_dimension(const char* direction) {
   return [direction](Call& call) {
     const auto x = call.value(0);
-    const auto dimension = Call::dimension(call.integer(1), x.shape.sizes.size());
+    const auto dimension = call.dimension(call.integer(1), x.shape.sizes.size());
     const auto [value, index] = extremum_at(call, x, dimension, direction);
     call.returns({keep_dimensions(call, value, x.shape.sizes, {dimension}, call.flag(2)),
                   keep_dimensions(call, index, x.shape.sizes, {dimension}, call.flag(2))});
@@ -160,10 +165,12 @@ Lowering extremum_of_dimension(const char* direction) {
 Lowering index_of_extremum(const char* direction) {
   return [direction](Call& call) {
     auto x = call.value(0);
-    auto dimension = call.has(1) ? Call::dimension(call.integer(1), x.shape.sizes.size()) : 0;
+    auto dimension = call.has(1) ? call.dimension(call.integer(1), x.shape.sizes.size()) : 0;
     if (!call.has(1)) x = call.program().reshape(x, {x.shape.elements()});
+    const auto rank = call.value(0).shape.sizes.size();
     const auto index = extremum_at(call, x, dimension, direction).second;
-    call.returns({keep_dimensions(call, index, x.shape.sizes, {dimension}, call.flag(2) && call.has(1))});
+    if (!call.has(1)) return call.returns({call.flag(2) ? call.program().reshape(index, Sizes(rank, 1)) : index});
+    call.returns({keep_dimensions(call, index, x.shape.sizes, {dimension}, call.flag(2))});
   };
 }
 
@@ -173,103 +180,136 @@ struct Stable {
 };
 Stable stable(Call& call, const Value& x, std::int64_t dimension) {
   auto& program = call.program();
-  const auto largest = program.reduce("stablehlo.maximum", x, -kInfinity, {dimension});
+  const auto largest = program.reduce("stablehlo.maximum", x, program.lowest({x.shape.dtype, {}}), {dimension});
   const auto shifted = program.binary("stablehlo.subtract", x, spread_back(call, largest, x.shape.sizes, {dimension}));
   const auto exponentials = program.unary("stablehlo.exponential", shifted);
   return {shifted, exponentials, sum_over(call, exponentials, {dimension})};
 }
 
-void softmax(Call& call) {
+// x as softmax computes with it, and the dtype of its result: place 2 says whether 16-bit x gives float32.
+struct Softmax {
+  Value x;
+  std::int64_t dimension;
+  DType dtype;
+};
+Softmax softmax_in(Call& call) {
   const auto x = call.value(0);
-  const auto dimension = Call::dimension(call.integer(1), x.shape.sizes.size());
-  const auto parts = stable(call, x, dimension);
-  call.returns({call.program().binary("stablehlo.divide", parts.exponentials,
-                                      spread_back(call, parts.sum, x.shape.sizes, {dimension}))});
+  return {precise(call, x), call.dimension(call.integer(1), x.shape.sizes.size()),
+          call.flag(2) ? DType::float32 : x.shape.dtype};
+}
+
+void softmax(Call& call) {
+  const auto of = softmax_in(call);
+  const auto parts = stable(call, of.x, of.dimension);
+  const auto sums = spread_back(call, parts.sum, of.x.shape.sizes, {of.dimension});
+  call.returns({call.program().convert(call.program().binary("stablehlo.divide", parts.exponentials, sums), of.dtype)});
 }
 
 void log_softmax(Call& call) {
-  const auto x = call.value(0);
-  const auto dimension = Call::dimension(call.integer(1), x.shape.sizes.size());
-  const auto parts = stable(call, x, dimension);
-  const auto logarithm = call.program().unary("stablehlo.log", parts.sum);
-  call.returns({call.program().binary("stablehlo.subtract", parts.shifted,
-                                      spread_back(call, logarithm, x.shape.sizes, {dimension}))});
+  const auto of = softmax_in(call);
+  const auto parts = stable(call, of.x, of.dimension);
+  const auto logarithms =
+      spread_back(call, call.program().unary("stablehlo.log", parts.sum), of.x.shape.sizes, {of.dimension});
+  const auto result = call.program().binary("stablehlo.subtract", parts.shifted, logarithms);
+  call.returns({call.program().convert(result, of.dtype)});
+}
+
+// The gradient of the result y, y, and the dtype of x's gradient in place 3.
+struct SoftmaxGradient {
+  Value gradient, y;
+  std::int64_t dimension;
+  DType dtype;
+};
+SoftmaxGradient softmax_gradient_in(Call& call) {
+  const auto y = call.value(1);
+  return {precise(call, call.value(0)), precise(call, y), call.dimension(call.integer(2), y.shape.sizes.size()),
+          ops::dtype_of(call.dtype(3))};
 }
 
 // y (gradient - sum(gradient y)).
 void softmax_backward(Call& call) {
   auto& program = call.program();
-  const auto gradient = call.value(0), y = call.value(1);
-  const auto dimension = Call::dimension(call.integer(2), y.shape.sizes.size());
-  const auto sum = sum_over(call, program.binary("stablehlo.multiply", gradient, y), {dimension});
+  const auto of = softmax_gradient_in(call);
+  const auto sum = sum_over(call, program.binary("stablehlo.multiply", of.gradient, of.y), {of.dimension});
   const auto difference =
-      program.binary("stablehlo.subtract", gradient, spread_back(call, sum, y.shape.sizes, {dimension}));
-  call.returns({program.binary("stablehlo.multiply", y, difference)});
+      program.binary("stablehlo.subtract", of.gradient, spread_back(call, sum, of.y.shape.sizes, {of.dimension}));
+  call.returns({program.convert(program.binary("stablehlo.multiply", of.y, difference), of.dtype)});
 }
 
 // gradient - exp(y) sum(gradient).
 void log_softmax_backward(Call& call) {
   auto& program = call.program();
-  const auto gradient = call.value(0), y = call.value(1);
-  const auto dimension = Call::dimension(call.integer(2), y.shape.sizes.size());
-  const auto sum = spread_back(call, sum_over(call, gradient, {dimension}), y.shape.sizes, {dimension});
-  const auto share = program.binary("stablehlo.multiply", program.unary("stablehlo.exponential", y), sum);
-  call.returns({program.binary("stablehlo.subtract", gradient, share)});
+  const auto of = softmax_gradient_in(call);
+  const auto sum = spread_back(call, sum_over(call, of.gradient, {of.dimension}), of.y.shape.sizes, {of.dimension});
+  const auto share = program.binary("stablehlo.multiply", program.unary("stablehlo.exponential", of.y), sum);
+  call.returns({program.convert(program.binary("stablehlo.subtract", of.gradient, share), of.dtype)});
 }
 
-// 1 at each example's class, but where that is `ignored`; [batch, classes, ...] for targets [batch, ...].
-Value one_hot(Call& call, const Value& target, const Shape& shape, std::int64_t ignored) {
+// Which class dimension scores of these sizes have: [batch, classes, ...], or [classes].
+std::int64_t classes_of(const Shape& shape) { return shape.sizes.size() == 1 ? 0 : 1; }
+
+// Where each example's class is, but where that is `ignored`; for targets [batch, ...].
+Value at_class(Call& call, const Value& target, const Shape& shape, std::int64_t ignored) {
   auto& program = call.program();
-  const std::int64_t dimension = shape.sizes.size() == 1 ? 0 : 1;
   const Shape indices{target.shape.dtype, shape.sizes};
-  const auto all = spread_back(call, target, shape.sizes, {dimension});
-  const auto is_class = program.compare("EQ", all, program.iota(indices, dimension));
-  const auto counts = program.compare("NE", all, program.constant(static_cast<double>(ignored), indices));
-  return program.convert(program.binary("stablehlo.and", is_class, counts), shape.dtype);
+  const auto all = spread_back(call, target, shape.sizes, {classes_of(shape)});
+  const auto is_class = program.compare("EQ", all, program.iota(indices, classes_of(shape)));
+  const auto counts = program.compare("NE", all, program.integer(ignored, indices));
+  return program.binary("stablehlo.and", is_class, counts);
 }
 
-// The classes' weights at each example's class.
-Value weighted_one_hot(Call& call, const Value& target, const Shape& shape, std::size_t weight, std::int64_t ignored) {
-  const auto hot = one_hot(call, target, shape, ignored);
-  if (!call.has(weight)) return hot;
-  const std::int64_t dimension = shape.sizes.size() == 1 ? 0 : 1;
-  const auto weights = call.program().broadcast(call.value(weight), shape.sizes, {dimension});
-  return call.program().binary("stablehlo.multiply", hot, weights);
+// `values` there, else 0, whatever the others are.
+Value only_where(Call& call, const Value& condition, const Value& values) {
+  return call.program().select(condition, values, call.program().constant(0, values.shape));
+}
+
+// The weight of each class, or 1.
+Value class_weights(Call& call, const Shape& shape, std::size_t place) {
+  return call.has(place) ? call.program().broadcast(call.value(place), shape.sizes, {classes_of(shape)})
+                         : call.program().constant(1, shape);
 }
 
 void nll_loss(Call& call) {
   auto& program = call.program();
-  const auto x = call.value(0), target = call.value(1);
-  const std::int64_t dimension = x.shape.sizes.size() == 1 ? 0 : 1;
-  const auto weights = weighted_one_hot(call, target, x.shape, 2, call.integer(4));
-  const auto losses = scaled(call, program.binary("stablehlo.multiply", x, weights), -1);
-  const auto total = sum_over(call, weights, all_of(x.shape.sizes));
-  if (call.integer(3) == at::Reduction::None) return call.returns({sum_over(call, losses, {dimension}), total});
+  const auto x = call.value(0);
+  const auto is_target = at_class(call, call.value(1), x.shape, call.integer(4));
+  const auto weights = class_weights(call, x.shape, 2);
+  const auto losses = only_where(call, is_target, scaled(call, program.binary("stablehlo.multiply", x, weights), -1));
+  const auto total = sum_over(call, only_where(call, is_target, weights), all_of(x.shape.sizes));
+  if (call.integer(3) == at::Reduction::None)
+    return call.returns({sum_over(call, losses, {classes_of(x.shape)}), total});
   const auto sum = sum_over(call, losses, all_of(x.shape.sizes));
   call.returns({call.integer(3) == at::Reduction::Mean ? program.binary("stablehlo.divide", sum, total) : sum, total});
 }
 
 void nll_loss_backward(Call& call) {
   auto& program = call.program();
-  const auto gradient = call.value(0), x = call.value(1), target = call.value(2), total = call.value(6);
-  const std::int64_t dimension = x.shape.sizes.size() == 1 ? 0 : 1;
-  const auto weights = weighted_one_hot(call, target, x.shape, 3, call.integer(5));
+  const auto gradient = call.value(0), x = call.value(1), total = call.value(6);
+  const auto is_target = at_class(call, call.value(2), x.shape, call.integer(5));
   const auto of_loss =
       call.integer(4) == at::Reduction::Mean ? program.binary("stablehlo.divide", gradient, total) : gradient;
   const auto all = of_loss.shape.sizes.empty() ? program.broadcast(of_loss, x.shape.sizes, {})
-                                               : spread_back(call, of_loss, x.shape.sizes, {dimension});
-  call.returns({scaled(call, program.binary("stablehlo.multiply", weights, all), -1)});
+                                               : spread_back(call, of_loss, x.shape.sizes, {classes_of(x.shape)});
+  const auto shares = program.binary("stablehlo.multiply", class_weights(call, x.shape, 3), all);
+  call.returns({only_where(call, is_target, scaled(call, shares, -1))});
 }
 
 }  // namespace
+
+Value sum_over(Call& call, const Value& x, const Sizes& dimensions) {
+  const auto summands = precise(call, x);
+  const auto sum = call.program().reduce("stablehlo.add", summands,
+                                         call.program().constant(0, {summands.shape.dtype, {}}), dimensions);
+  return call.program().convert(sum, x.shape.dtype);
+}
 
 void add_reductions(Lowerings& table) {
   table["aten::sum"] = sum_all;
   table["aten::sum.dim_IntList"] = sum_dimensions;
   table["aten::mean"] = mean_all;
   table["aten::mean.dim"] = mean_dimensions;
-  table["aten::amax"] = extremum("stablehlo.maximum", -kInfinity);
-  table["aten::amin"] = extremum("stablehlo.minimum", kInfinity);
+  table["aten::amax"] = extremum("stablehlo.maximum", &pjrt::ProgramText::lowest);
+  table["aten::amin"] = extremum("stablehlo.minimum", &pjrt::ProgramText::highest);
   table["aten::max.dim"] = extremum_of_dimension("GT");
   table["aten::min.dim"] = extremum_of_dimension("LT");
   table["aten::argmax"] = index_of_extremum("GT");

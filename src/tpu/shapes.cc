@@ -1,4 +1,6 @@
 // Operators that move elements, and that make tensors.
+#include <ATen/native/TypeProperties.h>
+
 #include <algorithm>
 #include <numeric>
 
@@ -30,15 +32,15 @@ void transpose_two(Call& call) {
   std::iota(permutation.begin(), permutation.end(), 0);
   const bool is_t = call.name().starts_with("aten::t_") || call.name() == "aten::t";
   if (rank > 1)
-    std::swap(permutation[static_cast<std::size_t>(is_t ? 0 : Call::dimension(call.integer(1), rank))],
-              permutation[static_cast<std::size_t>(is_t ? 1 : Call::dimension(call.integer(2), rank))]);
+    std::swap(permutation[static_cast<std::size_t>(is_t ? 0 : call.dimension(call.integer(1), rank))],
+              permutation[static_cast<std::size_t>(is_t ? 1 : call.dimension(call.integer(2), rank))]);
   call.returns({call.program().transpose(x, permutation)});
 }
 
 void permute(Call& call) {
   const auto x = call.value(0);
   auto permutation = call.integers(1);
-  for (auto& dimension : permutation) dimension = Call::dimension(dimension, x.shape.sizes.size());
+  for (auto& dimension : permutation) dimension = call.dimension(dimension, x.shape.sizes.size());
   call.returns({call.program().transpose(x, permutation)});
 }
 
@@ -71,7 +73,7 @@ Value cut(Call& call, const Value& x, const Stretch& of) {
 
 // The arguments from place `i` on: dimension, begin, end, step.
 Stretch stretch_in(Call& call, std::size_t i, const Sizes& sizes) {
-  Stretch of{Call::dimension(call.integer(i), sizes.size()), 0, 0, call.integer(i + 3)};
+  Stretch of{call.dimension(call.integer(i), sizes.size()), 0, 0, call.integer(i + 3)};
   const auto size = sizes[static_cast<std::size_t>(of.dimension)];
   const auto within = [&](std::int64_t at) { return std::clamp<std::int64_t>(at < 0 ? at + size : at, 0, size); };
   of.begin = call.has(i + 1) ? within(call.integer(i + 1)) : 0;
@@ -85,7 +87,7 @@ void slice(Call& call) {
 }
 
 Stretch one_in(Call& call, std::size_t i, const Sizes& sizes) {
-  const auto dimension = Call::dimension(call.integer(i), sizes.size());
+  const auto dimension = call.dimension(call.integer(i), sizes.size());
   auto at = call.integer(i + 1);
   if (at < 0) at += sizes[static_cast<std::size_t>(dimension)];
   return {dimension, at, at + 1, 1};
@@ -145,15 +147,19 @@ void select_backward(Call& call) {
 }
 
 void cat(Call& call) {
-  auto parts = call.values(0);
-  std::erase_if(parts, [](const Value& part) { return part.shape.sizes == Sizes{0}; });  // LibTorch skips these
-  call.returns({call.program().concatenate(parts, Call::dimension(call.integer(1), parts.at(0).shape.sizes.size()))});
+  const auto all = call.values(0);
+  const auto dtype = ops::dtype_of(at::native::result_type(call.argument(0).toTensorVector()));
+  std::vector<Value> parts;
+  for (const auto& part : all)  // LibTorch skips empty ones of one dimension
+    if (part.shape.sizes != Sizes{0}) parts.push_back(call.program().convert(part, dtype));
+  if (parts.empty()) return call.returns({call.program().convert(all.at(0), dtype)});
+  call.returns({call.program().concatenate(parts, call.dimension(call.integer(1), parts[0].shape.sizes.size()))});
 }
 
 void unsqueeze(Call& call) {
   const auto x = call.value(0);
   auto sizes = x.shape.sizes;
-  sizes.insert(sizes.begin() + Call::dimension(call.integer(1), sizes.size() + 1), 1);
+  sizes.insert(sizes.begin() + call.dimension(call.integer(1), sizes.size() + 1), 1);
   call.returns({call.program().reshape(x, sizes)});
 }
 
@@ -163,7 +169,7 @@ void squeeze(Call& call) {
   Sizes named, sizes;
   const bool all = call.name().find('.') == std::string::npos;
   if (!all) named = call.argument(1).isInt() ? Sizes{call.integer(1)} : call.integers(1);
-  for (auto& dimension : named) dimension = Call::dimension(dimension, x.shape.sizes.size());
+  for (auto& dimension : named) dimension = call.dimension(dimension, x.shape.sizes.size());
   for (std::size_t i = 0; i < x.shape.sizes.size(); ++i) {
     const bool is_named = all || std::find(named.begin(), named.end(), static_cast<std::int64_t>(i)) != named.end();
     if (x.shape.sizes[i] != 1 || !is_named) sizes.push_back(x.shape.sizes[i]);
@@ -171,18 +177,18 @@ void squeeze(Call& call) {
   call.returns({call.program().reshape(x, sizes)});
 }
 
-// Another dtype, where the argument names one.
-Lowering converted(std::size_t dtype) {
-  return [dtype](Call& call) {
-    const auto x = call.value(0);
-    call.returns({call.has(dtype) ? call.program().convert(x, ops::dtype_of(call.dtype(dtype))) : x});
-  };
+// To another dtype. LibTorch leaves it to this operator to give what programs may change in place.
+void to_copy(Call& call) {
+  if (call.has(3) && call.argument(3).toDevice().type() != device().type())
+    call.refuse("what is computed while a step is traced has no value yet; make it an output of the program");
+  const auto x = call.array(0);
+  call.returns_wrapped(call.has(1) ? call.program().convert(x, ops::dtype_of(call.dtype(1))) : x);
 }
 
 // What is copied into `x`, with its dtype and sizes.
 void copy(Call& call) {
   const auto x = call.value(0);
-  const auto from = call.program().convert(call.value(1), x.shape.dtype);
+  const auto from = call.program().convert(call.array(1), x.shape.dtype);
   Sizes dimensions;
   for (auto i = x.shape.sizes.size() - from.shape.sizes.size(); i < x.shape.sizes.size(); ++i)
     dimensions.push_back(static_cast<std::int64_t>(i));
@@ -206,8 +212,12 @@ Lowering filled_like(double with) {
 }
 
 void full(Call& call) {
-  const auto type = call.has(2) ? call.dtype(2) : call.scalar(1).type();
-  call.returns({call.program().constant(call.real(1), {ops::dtype_of(type), call.integers(0)})});
+  const auto number = call.scalar(1);
+  const auto natural = number.isBoolean()         ? at::kBool
+                       : number.isIntegral(false) ? at::kLong
+                                                  : at::typeMetaToScalarType(at::get_default_dtype());
+  const auto type = call.has(2) ? call.dtype(2) : natural;
+  call.returns({call.number(1, {ops::dtype_of(type), call.integers(0)})});
 }
 
 // Of the sizes in place 1, and x's dtype where the argument names none.
@@ -220,16 +230,16 @@ Lowering filled_as(double with, std::size_t dtype) {
 
 void new_full(Call& call) {
   const auto type = call.has(3) ? ops::dtype_of(call.dtype(3)) : call.value(0).shape.dtype;
-  call.returns({call.program().constant(call.real(2), {type, call.integers(1)})});
+  call.returns({call.number(2, {type, call.integers(1)})});
 }
 
 void full_like(Call& call) {
   auto shape = call.value(0).shape;
   if (call.has(2)) shape.dtype = ops::dtype_of(call.dtype(2));
-  call.returns({call.program().constant(call.real(1), shape)});
+  call.returns({call.number(1, shape)});
 }
 
-void fill(Call& call) { call.returns({call.program().constant(call.real(1), call.value(0).shape)}); }
+void fill(Call& call) { call.returns({call.number(1, call.value(0).shape)}); }
 void zero(Call& call) { call.returns({call.program().constant(0, call.value(0).shape)}); }
 
 // A view has two names: what LibTorch's functionalization calls, and what composed operators call inside it.
@@ -258,7 +268,7 @@ void add_shapes(Lowerings& table) {
   table["aten::slice_backward"] = slice_backward;
   table["aten::select_backward"] = select_backward;
   table["aten::cat"] = cat;
-  table["aten::_to_copy"] = converted(1);
+  table["aten::_to_copy"] = to_copy;
   table["aten::copy"] = copy;
   table["aten::zeros"] = filled(0, 1);
   table["aten::ones"] = filled(1, 1);

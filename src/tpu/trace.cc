@@ -7,7 +7,9 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstdlib>
+#include <thread>
 
 #include "base/mutex.h"
 #include "base/near_names.h"
@@ -24,6 +26,8 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 
 Mutex tracing;             // held while a Trace lives
 Trace* current = nullptr;  // of any thread
+std::atomic<std::thread::id> tracing_thread;
+std::atomic<std::int64_t> traces = 0;
 
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
@@ -99,7 +103,7 @@ bool has_backward() {
     const auto x = at::ones({}, at::TensorOptions().device(device())).requires_grad_();
     x.mul(2).backward();
     return true;
-  } catch (const c10::Error&) {
+  } catch (const std::exception&) {
     return false;
   }
 }
@@ -108,21 +112,28 @@ bool has_backward() {
 
 at::Device device() { return {kType, 0}; }
 
+std::int64_t number_of_trace() { return traces; }
+
 Trace::Trace() {
   register_device();
+  if (tracing_thread == std::this_thread::get_id())
+    throw Error("a Trace is made while another one of this thread lives");
   tracing.lock();
+  tracing_thread = std::this_thread::get_id();
   current = this;
+  ++traces;
   static const bool autograd_knows_the_device = has_backward();
   program_ = {};
-  operators_ = 0;
   if (autograd_knows_the_device) return;
-  current = nullptr;
-  tracing.unlock();
-  throw DeviceError("a backward was made in this process before a TPUStrategy: make the strategy first");
+  end();
+  throw DeviceError("a backward was made in this process before its first program for a TPU was traced");
 }
 
-Trace::~Trace() {
+Trace::~Trace() { end(); }
+
+void Trace::end() {
   current = nullptr;
+  tracing_thread = std::thread::id();
   tracing.unlock();
 }
 
@@ -161,7 +172,6 @@ Call::Call(Trace& trace, const c10::OperatorHandle& operation, torch::jit::Stack
   const auto from = torch::jit::last(stack, count);
   arguments_.assign(from.begin(), from.end());
   torch::jit::drop(stack, count);
-  ++trace.operators_;
 }
 
 pjrt::ProgramText& Call::program() { return trace_.program_; }
@@ -171,27 +181,57 @@ bool Call::has(std::size_t i) const {
   return !argument.isNone() && (!argument.isTensor() || argument.toTensor().defined());
 }
 
-namespace {
-
-Value value_in(pjrt::ProgramText& program, const at::Tensor& tensor) {
-  if (is_traced(tensor)) return value_of(tensor);
-  const auto values = tensor.contiguous();
-  return program.array(values.const_data_ptr(), {ops::dtype_of(values.scalar_type()), values.sizes().vec()});
+void Call::refuse(const std::string& why) const {
+  throw Error(text("the operator ", name_, " cannot be compiled for a TPU: ", why));
 }
 
-}  // namespace
+// A number that LibTorch keeps as a tensor becomes a constant; what is larger would be one by mistake.
+Value Call::value_in(const at::Tensor& tensor) {
+  if (is_traced(tensor)) return value_of(tensor);
+  if (tensor.dim() > 0)
+    refuse(text("it got a tensor with values in host memory; make it an argument of the program, or copy it by .to(",
+                device().str(), ")"));
+  return array_in(tensor);
+}
 
-Value Call::value(std::size_t i) { return value_in(program(), tensor(i)); }
+Value Call::array_in(const at::Tensor& tensor) {
+  if (is_traced(tensor)) return value_of(tensor);
+  const auto values = tensor.contiguous();
+  return program().array(values.const_data_ptr(), {ops::dtype_of(values.scalar_type()), values.sizes().vec()});
+}
+
+Value Call::value(std::size_t i) { return value_in(tensor(i)); }
+Value Call::array(std::size_t i) { return array_in(tensor(i)); }
 
 std::vector<Value> Call::values(std::size_t i) {
   std::vector<Value> all;
-  for (const auto& tensor : arguments_[i].toTensorVector()) all.push_back(value_in(program(), tensor));
+  for (const auto& tensor : arguments_[i].toTensorVector()) all.push_back(value_in(tensor));
   return all;
+}
+
+// As LibTorch converts numbers: towards zero.
+Value Call::number(std::size_t i, const Shape& shape) {
+  const auto number = scalar(i);
+  if (pjrt::is_floating(shape.dtype) || shape.dtype == DType::boolean)
+    return program().constant(number.toDouble(), shape);
+  return program().integer(number.isFloatingPoint() ? static_cast<std::int64_t>(number.toDouble()) : number.toLong(),
+                           shape);
+}
+
+std::int64_t Call::dimension(std::int64_t i, std::size_t rank) const {
+  const auto count = static_cast<std::int64_t>(rank);
+  if (i < -count || i >= count) refuse(text("a tensor of ", rank, " dimensions has no dimension ", i));
+  return i < 0 ? i + count : i;
 }
 
 void Call::returns(std::vector<Value> results) {
   results_.clear();
   for (auto& result : results) results_.emplace_back(std::move(result));
+}
+
+void Call::returns_wrapped(Value result) {
+  returns({std::move(result)});
+  wraps_ = true;
 }
 
 void Call::returns_none(std::size_t i) {
@@ -206,7 +246,7 @@ void Call::push_results() {
     if (!result) {
       torch::jit::push(stack_, at::Tensor());
     } else {
-      torch::jit::push(stack_, is_inside ? traced(std::move(*result)) : wrapped(std::move(*result)));
+      torch::jit::push(stack_, is_inside && !wraps_ ? traced(std::move(*result)) : wrapped(std::move(*result)));
     }
   }
 }

@@ -35,17 +35,17 @@ class Trace {
   // The program that computes `outputs`. aliases: as of ProgramText::finish.
   std::string finish(at::TensorList outputs, const std::vector<std::pair<int, int>>& aliases = {}, int replicas = 1);
 
-  // How often an operator was recorded.
-  std::int64_t operators() const { return operators_; }
-
  private:
   friend class Call;
+  void end();
 
   pjrt::ProgramText program_;
-  std::int64_t operators_ = 0;
 };
 
 // The device of traced tensors.
 at::Device device();
+
+// Of the Trace that lives, among all of the process.
+std::int64_t number_of_trace();
 
 }  // namespace lockstep::tpu

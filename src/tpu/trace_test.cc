@@ -58,7 +58,8 @@ Tensors value_and_gradients(const Function& function, const Tensors& arguments, 
   const auto value = function(arguments);
   Tensors all{value};
   if (!wanted.empty() && value.requires_grad()) {
-    for (const auto& gradient : torch::autograd::grad({(value * weights).sum()}, wanted, {}, {}, false, true))
+    for (const auto& gradient :
+         torch::autograd::grad({(value * weights.to(value.device())).sum()}, wanted, {}, {}, false, true))
       if (gradient.defined()) all.push_back(gradient);
   }
   return all;
@@ -245,6 +246,11 @@ TEST_F(Operators, MaxPooling) {
           return at::max_pool2d(x[0], {k, k}, {s, s}, {p, p}, {d, d}, c);
         },
         {numbers({2, 3, 8, 9}).round()});  // with ties
+  expect_same(                             // of -infinity alone: the places
+      [](const Tensors& x) {
+        return std::get<1>(at::max_pool2d_with_indices(x[0] / 0, {3, 3}, {1, 1}, {1, 1}, {1, 1}, false));
+      },
+      {-positive({1, 4, 4})});
 }
 
 TEST_F(Operators, Losses) {
@@ -277,11 +283,73 @@ TEST_F(Operators, AModulesParameters) {
   EXPECT_LT((run(program, {x, weight, bias}, 1)[0] - expected).abs().max().item<float>(), 1e-5);
 }
 
+TEST_F(Operators, OtherDtypes) {
+  expect_same([](const Tensors& x) { return x[0].amin({0}) + x[0].amax({0}) + x[0].argmax(0); },
+              {at::tensor({-3'000'000'000, -4'000'000'000, 5L})});
+  expect_same([](const Tensors& x) { return std::get<0>(x[0].max(0)); }, {at::tensor({-3, -7}).to(at::kChar)});
+  expect_same([](const Tensors& x) { return x[0].amax({0}); }, {at::zeros({2}, at::kBool)});
+  expect_same([](const Tensors& x) { return x[0] + (1L << 53) + 1; }, {at::arange(3)});
+  expect_same([](const Tensors& x) { return x[0].clamp(0.5, 2.5); }, {at::arange(5)});
+  expect_same([](const Tensors& x) { return x[0].mean(at::kDouble); }, {at::arange(5)});
+  expect_same(
+      [](const Tensors& x) {
+        return x[0].floor() + x[0].abs() + at::cat({x[0], x[0]}, 0).sum();
+      },
+      {at::arange(5)});
+  expect_same([](const Tensors& x) { return at::cat({x[0], x[1]}, 0); }, {at::arange(5), numbers({3})});
+  expect_same([](const Tensors& x) { return x[0].mean() + x[0].softmax(0).sum(); }, {at::ones({70'000}, at::kHalf)},
+              1e-2);
+  expect_same([](const Tensors& x) { return at::full({2}, 1.5, x[0].options().dtype(at::kFloat)) + x[0]; },
+              {numbers({2})});
+  expect_same([](const Tensors& x) { return x[0].argmax(std::nullopt, true); }, {numbers({3, 4})});
+}
+
+TEST_F(Operators, NotANumberAndInfinity) {
+  const auto infinity = std::numeric_limits<float>::infinity();
+  const auto nan = std::numeric_limits<float>::quiet_NaN();
+  const auto scores = at::tensor({1.F, -infinity, 2.F, 3.F, 4.F, nan}).view({2, 3});
+  Trace trace;
+  const auto x = trace.argument({2, 3}, at::kFloat);
+  const auto classes = trace.argument({2}, at::kLong);
+  const auto loss = at::nll_loss(x, classes, {}, at::Reduction::Sum);
+  const auto found =
+      run(trace.finish({loss, at::sign(x), at::lerp(x * 0 + 1e8, x * 0 + 1, 1)}), {scores, at::tensor({2L, 0L})}, 3);
+  EXPECT_EQ(found[0].item<float>(), -5);
+  EXPECT_EQ(found[1][1][2].item<float>(), 0);
+  EXPECT_EQ(found[2][0][0].item<float>(), 1);
+}
+
+TEST_F(Operators, ResultsOfADtypesChangeMayBeChangedInPlace) {
+  expect_same(
+      [](const Tensors& x) {
+        auto y = x[0].to(at::kDouble);
+        y.mul_(2);
+        y.select(0, 0).zero_();
+        return y.to(at::kFloat);
+      },
+      {numbers({3, 2})});
+}
+
+TEST_F(Operators, OfAnEndedTraceAreRefused) {
+  at::Tensor before;
+  {
+    Trace trace;
+    before = trace.argument({3}, at::kFloat);
+  }
+  Trace trace;
+  const auto x = trace.argument({3}, at::kFloat);
+  expect_says(message_of<InvalidArgument>([&] { (void)(x + before); }), "has ended");
+  expect_says(message_of<Error>([&] { Trace second; }), "another one of this thread lives");
+}
+
 TEST_F(Operators, WhatCannotBeCompiledIsNamed) {
   Trace trace;
   const auto x = trace.argument({3, 3}, at::kFloat);
   expect_says(message_of<Error>([&] { at::linalg_eigvals(x); }), "cannot be compiled for a TPU");
   expect_says(message_of<InvalidArgument>([&] { trace.finish({at::ones({2})}); }), "no value of the traced program");
+  expect_says(message_of<Error>([&] { (void)(x + at::ones({3})); }),
+              "aten::add.Tensor cannot be compiled for a TPU: it got a tensor with values in host memory");
+  expect_says(message_of<Error>([&] { (void)x.cpu(); }), "make it an output of the program");
 }
 
 }  // namespace

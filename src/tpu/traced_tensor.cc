@@ -15,11 +15,13 @@ class TracedTensor final : public c10::TensorImpl {
  public:
   explicit TracedTensor(pjrt::Value value)
       : TensorImpl(kKeys, c10::scalarTypeToTypeMeta(ops::scalar_type_of(value.shape.dtype)), tpu::device()),
-        value_(std::move(value)) {
+        value_(std::move(value)),
+        trace_(number_of_trace()) {
     set_sizes_contiguous(value_.shape.sizes);
   }
 
   const pjrt::Value& value() const { return value_; }
+  std::int64_t trace() const { return trace_; }
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
                                                          bool allow_change) const override {
@@ -40,6 +42,7 @@ class TracedTensor final : public c10::TensorImpl {
   const char* tensorimpl_type_name() const override { return "TracedTensor"; }
 
   const pjrt::Value value_;
+  const std::int64_t trace_;
 };
 
 const TracedTensor* traced_tensor_of(const at::Tensor& tensor) {
@@ -63,6 +66,8 @@ bool is_traced(const at::Tensor& tensor) { return traced_tensor_of(tensor) != nu
 pjrt::Value value_of(const at::Tensor& tensor) {
   const auto* const found = traced_tensor_of(tensor);
   if (found == nullptr) throw InvalidArgument("a tensor that is no value of the traced program");
+  if (found->trace() != number_of_trace())
+    throw InvalidArgument("a tensor of a traced program that has ended is used in another one");
   return found->value();
 }
 

@@ -13,7 +13,7 @@ at::Tensor traced(pjrt::Value value);
 // The same as programs get it.
 at::Tensor wrapped(pjrt::Value value);
 
-// Throws InvalidArgument where `tensor` is none of the two.
+// Throws InvalidArgument where `tensor` is none of the two, or of a Trace that has ended.
 pjrt::Value value_of(const at::Tensor& tensor);
 bool is_traced(const at::Tensor& tensor);
 
