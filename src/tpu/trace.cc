@@ -98,6 +98,12 @@ void register_device() {
   (void)registered;
 }
 
+void end_trace() LOCKSTEP_THREAD_ANNOTATION(release_capability(tracing)) {
+  current = nullptr;
+  tracing_thread = std::thread::id();
+  tracing.unlock();
+}
+
 bool has_backward() {
   try {
     const auto x = at::ones({}, at::TensorOptions().device(device())).requires_grad_();
@@ -125,17 +131,11 @@ Trace::Trace() {
   static const bool autograd_knows_the_device = has_backward();
   program_ = {};
   if (autograd_knows_the_device) return;
-  end();
+  end_trace();
   throw DeviceError("a backward was made in this process before its first program for a TPU was traced");
 }
 
-Trace::~Trace() { end(); }
-
-void Trace::end() {
-  current = nullptr;
-  tracing_thread = std::thread::id();
-  tracing.unlock();
-}
+Trace::~Trace() { end_trace(); }
 
 at::Tensor Trace::argument(at::IntArrayRef sizes, at::ScalarType dtype) {
   return wrapped(program_.argument({ops::dtype_of(dtype), sizes.vec()}));

@@ -37,7 +37,6 @@ class Trace {
 
  private:
   friend class Call;
-  void end();
 
   pjrt::ProgramText program_;
 };
