@@ -82,6 +82,11 @@ using Lowering = std::function<void(Call&)>;
 using Lowerings = std::map<std::string, Lowering>;
 const Lowerings& lowerings();
 
+Sizes all_dimensions(std::size_t rank);  // 0, 1, ...
+
+// x with the sizes that it has beside others: its dimensions are the last ones, and those of size 1 are repeated.
+Value spread(Call& call, const Value& x, const Sizes& sizes);
+
 // The sum over dimensions, which vanish; 16-bit numbers are added in float32.
 Value sum_over(Call& call, const Value& x, const Sizes& dimensions);
 

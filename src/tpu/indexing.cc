@@ -40,19 +40,13 @@ void embedding_backward(Call& call) {
   call.returns({program.select(is_padding, program.constant(0, table), sums)});
 }
 
-Sizes counted(std::size_t count) {
-  Sizes numbers;
-  for (std::size_t i = 0; i < count; ++i) numbers.push_back(static_cast<std::int64_t>(i));
-  return numbers;
-}
-
 // Where each element of `index`, which counts along `dimension`, lies: [..., rank].
 Value places_of(Call& call, const Value& index, std::int64_t dimension) {
   auto& program = call.program();
   auto sizes = index.shape.sizes;
   sizes.push_back(1);
   std::vector<Value> along;
-  for (const auto d : counted(index.shape.sizes.size()))
+  for (const auto d : all_dimensions(index.shape.sizes.size()))
     along.push_back(program.reshape(d == dimension ? index : program.iota(index.shape, d), sizes));
   return program.concatenate(along, static_cast<std::int64_t>(index.shape.sizes.size()));
 }
@@ -60,7 +54,7 @@ Value places_of(Call& call, const Value& index, std::int64_t dimension) {
 void gather(Call& call) {
   const auto x = call.value(0), index = call.value(2);
   const auto rank = x.shape.sizes.size();
-  const auto all = counted(rank);
+  const auto all = all_dimensions(rank);
   const auto places = places_of(call, index, call.dimension(call.integer(1), rank));
   call.returns({call.program().add(
       "stablehlo.gather", {x, places}, {x.shape.dtype, index.shape.sizes},
@@ -79,7 +73,7 @@ std::string replacement(DType dtype) {
 // x with `values`, of the sizes of `index`, at its places.
 Value scattered(Call& call, const Value& x, const Value& index, const Value& values, const std::string& region) {
   const auto rank = x.shape.sizes.size();
-  const auto all = counted(rank);
+  const auto all = all_dimensions(rank);
   const auto places = places_of(call, index, call.dimension(call.integer(1), rank));
   return call.program().add(
       "stablehlo.scatter", {x, places, call.program().convert(values, x.shape.dtype)}, x.shape,
@@ -119,7 +113,7 @@ void index_select(Call& call) {
   const auto x = call.value(0), index = call.value(2);
   const auto rank = x.shape.sizes.size();
   const auto dimension = call.dimension(call.integer(1), rank);
-  auto sizes = x.shape.sizes, slice = x.shape.sizes, offsets = counted(rank);
+  auto sizes = x.shape.sizes, slice = x.shape.sizes, offsets = all_dimensions(rank);
   sizes[static_cast<std::size_t>(dimension)] = index.shape.sizes.empty() ? 1 : index.shape.sizes[0];
   slice[static_cast<std::size_t>(dimension)] = 1;
   offsets.erase(offsets.begin() + dimension);
@@ -138,7 +132,7 @@ void index_add(Call& call) {
   auto source = program.convert(call.value(3), x.shape.dtype);
   if (call.real(4) != 1) source = program.binary("stablehlo.multiply", source, call.number(4, source.shape));
   const auto dimension = call.dimension(call.integer(1), x.shape.sizes.size());
-  auto others = counted(x.shape.sizes.size());
+  auto others = all_dimensions(x.shape.sizes.size());
   others.erase(others.begin() + dimension);
   call.returns({program.add(
       "stablehlo.scatter", {x, program.reshape(index, {index.shape.elements()}), source}, x.shape,

@@ -3,7 +3,6 @@
 #include <ATen/native/TypeProperties.h>
 
 #include <cmath>
-#include <limits>
 
 #include "ops/dtypes.h"
 #include "tpu/call.h"
@@ -16,14 +15,6 @@ using pjrt::is_floating;
 // Of integers, what LibTorch computes with in functions such as exp: its default dtype.
 DType floating(DType dtype) {
   return is_floating(dtype) ? dtype : ops::dtype_of(at::typeMetaToScalarType(at::get_default_dtype()));
-}
-
-// x with the sizes that it has beside others.
-Value spread(Call& call, const Value& x, const Sizes& sizes) {
-  Sizes dimensions;
-  for (std::size_t i = sizes.size() - x.shape.sizes.size(); i < sizes.size(); ++i)
-    dimensions.push_back(static_cast<std::int64_t>(i));
-  return call.program().broadcast(x, sizes, dimensions);  // also dimensions of size 1
 }
 
 Sizes common_sizes(const std::vector<Value>& values) {
@@ -258,9 +249,7 @@ void mse_loss(Call& call) {
   const auto difference = program.binary("stablehlo.subtract", x[0], x[1]);
   const auto losses = times(call, difference, difference);
   if (call.integer(2) == at::Reduction::None) return call.returns({losses});
-  Sizes all;
-  for (std::size_t d = 0; d < losses.shape.sizes.size(); ++d) all.push_back(static_cast<std::int64_t>(d));
-  const auto sum = sum_over(call, losses, all);
+  const auto sum = sum_over(call, losses, all_dimensions(losses.shape.sizes.size()));
   const auto count = static_cast<double>(losses.shape.elements());
   call.returns({call.integer(2) == at::Reduction::Mean ? times(call, sum, 1 / count) : sum});
 }

@@ -18,11 +18,8 @@ void add_to(Call& call, const Value& product) {
   };
   if (call.real(3) == 0) return call.returns({scaled(product, 4)});  // also where x is not a number
   const auto x = call.value(0);
-  Sizes dimensions;
-  const auto rank = product.shape.sizes.size();
-  for (auto i = rank - x.shape.sizes.size(); i < rank; ++i) dimensions.push_back(static_cast<std::int64_t>(i));
-  const auto spread = program.broadcast(scaled(x, 3), product.shape.sizes, dimensions);
-  call.returns({program.binary("stablehlo.add", spread, scaled(product, 4))});
+  const auto summand_of_x = spread(call, scaled(x, 3), product.shape.sizes);
+  call.returns({program.binary("stablehlo.add", summand_of_x, scaled(product, 4))});
 }
 
 void addmm(Call& call) { add_to(call, call.program().dot(call.value(1), call.value(2), {1}, {0})); }

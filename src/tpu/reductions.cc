@@ -10,12 +10,6 @@
 namespace lockstep::tpu {
 namespace {
 
-Sizes all_of(const Sizes& sizes) {
-  Sizes all;
-  for (std::size_t d = 0; d < sizes.size(); ++d) all.push_back(static_cast<std::int64_t>(d));
-  return all;
-}
-
 // The dimensions that argument i names; all where it names none.
 Sizes dimensions_in(Call& call, std::size_t i, std::size_t rank) {
   Sizes dimensions;
@@ -26,7 +20,7 @@ Sizes dimensions_in(Call& call, std::size_t i, std::size_t rank) {
       dimensions = call.integers(i);
     }
   }
-  if (dimensions.empty() || rank == 0) return all_of(Sizes(rank));
+  if (dimensions.empty() || rank == 0) return all_dimensions(rank);
   for (auto& dimension : dimensions) dimension = call.dimension(dimension, rank);
   return dimensions;
 }
@@ -78,7 +72,7 @@ Value summand(Call& call, std::size_t dtype) {
 
 void sum_all(Call& call) {
   const auto x = summand(call, 1);
-  call.returns({sum_over(call, x, all_of(x.shape.sizes))});
+  call.returns({sum_over(call, x, all_dimensions(x.shape.sizes.size()))});
 }
 
 void sum_dimensions(Call& call) {
@@ -97,7 +91,7 @@ void mean(Call& call, const Value& x, const Sizes& dimensions, bool keep) {
 
 void mean_all(Call& call) {
   const auto x = with_dtype(call, 1);
-  mean(call, x, all_of(x.shape.sizes), false);
+  mean(call, x, all_dimensions(x.shape.sizes.size()), false);
 }
 
 void mean_dimensions(Call& call) {
@@ -275,10 +269,10 @@ void nll_loss(Call& call) {
   const auto is_target = at_class(call, call.value(1), x.shape, call.integer(4));
   const auto weights = class_weights(call, x.shape, 2);
   const auto losses = only_where(call, is_target, scaled(call, program.binary("stablehlo.multiply", x, weights), -1));
-  const auto total = sum_over(call, only_where(call, is_target, weights), all_of(x.shape.sizes));
+  const auto total = sum_over(call, only_where(call, is_target, weights), all_dimensions(x.shape.sizes.size()));
   if (call.integer(3) == at::Reduction::None)
     return call.returns({sum_over(call, losses, {classes_of(x.shape)}), total});
-  const auto sum = sum_over(call, losses, all_of(x.shape.sizes));
+  const auto sum = sum_over(call, losses, all_dimensions(x.shape.sizes.size()));
   call.returns({call.integer(3) == at::Reduction::Mean ? program.binary("stablehlo.divide", sum, total) : sum, total});
 }
 

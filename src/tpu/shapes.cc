@@ -2,7 +2,6 @@
 #include <ATen/native/TypeProperties.h>
 
 #include <algorithm>
-#include <numeric>
 
 #include "ops/dtypes.h"
 #include "tpu/call.h"
@@ -28,8 +27,7 @@ void same(Call& call) { call.returns({call.value(0)}); }
 void transpose_two(Call& call) {
   const auto x = call.value(0);
   const auto rank = x.shape.sizes.size();
-  Sizes permutation(rank);
-  std::iota(permutation.begin(), permutation.end(), 0);
+  auto permutation = all_dimensions(rank);
   const bool is_t = call.name().starts_with("aten::t_") || call.name() == "aten::t";
   if (rank > 1)
     std::swap(permutation[static_cast<std::size_t>(is_t ? 0 : call.dimension(call.integer(1), rank))],
@@ -189,10 +187,7 @@ void to_copy(Call& call) {
 void copy(Call& call) {
   const auto x = call.value(0);
   const auto from = call.program().convert(call.array(1), x.shape.dtype);
-  Sizes dimensions;
-  for (auto i = x.shape.sizes.size() - from.shape.sizes.size(); i < x.shape.sizes.size(); ++i)
-    dimensions.push_back(static_cast<std::int64_t>(i));
-  call.returns({call.program().broadcast(from, x.shape.sizes, dimensions)});
+  call.returns({spread(call, from, x.shape.sizes)});
 }
 
 // A new tensor of the sizes in place 0 and the dtype in place `dtype`.

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <numeric>
 #include <thread>
 
 #include "base/mutex.h"
@@ -222,6 +223,18 @@ std::int64_t Call::dimension(std::int64_t i, std::size_t rank) const {
   const auto count = static_cast<std::int64_t>(rank);
   if (i < -count || i >= count) refuse(text("a tensor of ", rank, " dimensions has no dimension ", i));
   return i < 0 ? i + count : i;
+}
+
+Sizes all_dimensions(std::size_t rank) {
+  Sizes dimensions(rank);
+  std::iota(dimensions.begin(), dimensions.end(), 0);
+  return dimensions;
+}
+
+Value spread(Call& call, const Value& x, const Sizes& sizes) {
+  auto dimensions = all_dimensions(sizes.size());
+  dimensions.erase(dimensions.begin(), dimensions.end() - static_cast<std::ptrdiff_t>(x.shape.sizes.size()));
+  return call.program().broadcast(x, sizes, dimensions);
 }
 
 void Call::returns(std::vector<Value> results) {
