@@ -28,6 +28,7 @@
 #include "lockstep/strategy/replica_values.h"
 #include "lockstep/strategy/replicated.h"
 #include "lockstep/strategy/strategy.h"
+#include "lockstep/strategy/tpu_strategy.h"
 #include "lockstep/strategy/variable.h"
 #include "lockstep/train/add_loss.h"
 #include "lockstep/train/callback.h"

@@ -5,6 +5,8 @@
 #include <map>
 
 #include "base/mutex.h"
+#include "base/text.h"
+#include "lockstep/base/error.h"
 #include "optimizer/rules.h"
 
 namespace lockstep {
@@ -29,9 +31,23 @@ void update(const SGDOptions& options, const DeviceParameters& p, const at::Tens
   }
 }
 
-// LibTorch adds epsilon after the bias correction, Keras before: so `rate` includes the correction, and with `far_step`
-// as the step LibTorch's own correction is 1.
-void update(const AdamOptions& options, const DeviceParameters& p, const at::Tensor& rate, const at::Tensor& far_step) {
+// `rate` includes the correction for means that began at zero.
+void update(const AdamOptions& options, const DeviceParameters& p, const at::Tensor& rate) {
+  const auto &mean = p.states[0], &square = p.states[1];
+  at::_foreach_mul_(mean, options.beta_1);
+  at::_foreach_add_(mean, p.gradients, 1 - options.beta_1);
+  at::_foreach_mul_(square, options.beta_2);
+  at::_foreach_addcmul_(square, p.gradients, p.gradients, 1 - options.beta_2);
+  if (options.amsgrad) at::_foreach_maximum_(p.states[2], square);
+  auto denominator = at::_foreach_sqrt(options.amsgrad ? p.states[2] : square);
+  at::_foreach_add_(denominator, options.epsilon);
+  at::_foreach_sub_(p.values, at::_foreach_div(at::_foreach_mul(mean, rate), denominator));
+}
+
+// On a GPU in one kernel. LibTorch adds epsilon after the bias correction, Keras before: so `rate` includes the
+// correction, and with `far_step` as the step LibTorch's own correction is 1.
+void update_fused(const AdamOptions& options, const DeviceParameters& p, const at::Tensor& rate,
+                  const at::Tensor& far_step) {
   const Tensors steps(p.values.size(), far_step);
   const auto fused = [&](const auto& learning_rate) {
     at::_fused_adam_(p.values, p.gradients, p.states[0], p.states[1], options.amsgrad ? p.states[2] : Tensors(), steps,
@@ -77,37 +93,46 @@ void update(const AdagradOptions& options, const DeviceParameters& p, const at::
 template <class Options>
 class RateRule final : public DeviceRule {
  public:
-  RateRule(Options options, const at::TensorOptions& where)
-      : options_(std::move(options)), rate_(at::zeros({}, where)) {}
-  void begin(const UpdateStep& step) override { rate_.fill_(step.learning_rate); }
-  void update(const DeviceParameters& parameters) override { lockstep::update(options_, parameters, rate_); }
+  explicit RateRule(Options options) : options_(std::move(options)) {}
+  std::vector<double> numbers(const UpdateStep& step) const override { return {step.learning_rate}; }
+  void update(const DeviceParameters& parameters, const Tensors& numbers) override {
+    lockstep::update(options_, parameters, numbers[0]);
+  }
 
  private:
   const Options options_;
-  const at::Tensor rate_;  // a scalar
 };
 
 class AdamOnDevice final : public DeviceRule {
  public:
-  AdamOnDevice(const optimizer::AdamRule& rule, const at::TensorOptions& where)
-      : rule_(rule), rate_(at::zeros({}, where)), far_step_(at::full({}, 3e38, where.dtype(at::kFloat))) {}
-  void begin(const UpdateStep& step) override { rate_.fill_(rule_.rate(step)); }
-  void update(const DeviceParameters& parameters) override {
-    lockstep::update(rule_.options(), parameters, rate_, far_step_);
+  AdamOnDevice(const optimizer::AdamRule& rule, const at::TensorOptions& where) : rule_(rule) {
+    if (where.device().is_cuda()) far_step_ = at::full({}, 3e38, where.dtype(at::kFloat));
+  }
+  std::vector<double> numbers(const UpdateStep& step) const override { return {rule_.rate(step)}; }
+  void update(const DeviceParameters& parameters, const Tensors& numbers) override {
+    if (far_step_.defined()) return update_fused(rule_.options(), parameters, numbers[0], far_step_);
+    lockstep::update(rule_.options(), parameters, numbers[0]);
   }
 
  private:
   const optimizer::AdamRule& rule_;
-  const at::Tensor rate_;      // a scalar: the learning rate with the correction
-  const at::Tensor far_step_;  // a scalar: a step so late that LibTorch corrects nothing
+  at::Tensor far_step_;  // of a GPU, a scalar: a step so late that LibTorch corrects nothing
 };
 
 // Updates spans in host memory.
 class OnHost final : public DeviceRule {
  public:
   explicit OnHost(const UpdateRule& rule) : rule_(rule) {}
-  void begin(const UpdateStep& step) override { step_ = step; }
-  void update(const DeviceParameters& parameters) override {
+  std::vector<double> numbers(const UpdateStep& step) const override {
+    return {static_cast<double>(step.iteration), step.learning_rate};
+  }
+  void update(const DeviceParameters& parameters, const Tensors& numbers) override {
+    if (numbers[0].is_privateuseone()) {
+      throw InvalidArgument(text("the optimizer's rule \"", rule_.name(),
+                                 "\" is not built in, so that it has an update for host memory alone: register one for "
+                                 "devices (register_device_rule)"));
+    }
+    step_ = {numbers[0].item<std::int64_t>(), numbers[1].item<double>()};
     for (std::size_t i = 0; i < parameters.values.size(); ++i) {
       if (parameters.values[i].scalar_type() == at::kDouble) {
         update_one<double>(parameters, i);
@@ -140,9 +165,9 @@ class OnHost final : public DeviceRule {
 
 template <class Rule>
 std::pair<const std::type_index, MakeDeviceRule> built_in() {
-  return {typeid(Rule), [](const UpdateRule& rule, const at::TensorOptions& where) -> std::unique_ptr<DeviceRule> {
+  return {typeid(Rule), [](const UpdateRule& rule, const at::TensorOptions&) -> std::unique_ptr<DeviceRule> {
             const auto& options = static_cast<const Rule&>(rule).options();
-            return std::make_unique<RateRule<std::decay_t<decltype(options)>>>(options, where);
+            return std::make_unique<RateRule<std::decay_t<decltype(options)>>>(options);
           }};
 }
 

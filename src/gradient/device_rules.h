@@ -1,4 +1,4 @@
-// Update rules for parameters on a GPU: a few of LibTorch's kernels update all parameters together.
+// Update rules for parameters on a GPU, where a few of LibTorch's kernels update all parameters together, or a TPU.
 #pragma once
 
 #include "lockstep/gradient/device_rule.h"

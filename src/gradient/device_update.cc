@@ -7,18 +7,21 @@
 namespace lockstep::gradient {
 
 DeviceUpdate::DeviceUpdate(const Optimizer& optimizer, const at::TensorOptions& options)
-    : optimizer_(optimizer), rule_(make_device_rule(optimizer_.rule(), options)), keep_(at::ones({}, options)) {}
+    : optimizer_(optimizer), rule_(make_device_rule(optimizer_.rule(), options)) {}
 
-void DeviceUpdate::begin(const UpdateStep& step) {
-  rule_->begin(step);
-  const double decay = optimizer_.options().weight_decay.value_or(0);
-  if (decay != 0) keep_.fill_(1 - step.learning_rate * decay);
+std::vector<double> DeviceUpdate::numbers(const UpdateStep& step) const {
+  auto numbers = rule_->numbers(step);
+  if (decay() != 0) numbers.insert(numbers.begin(), 1 - step.learning_rate * decay());
+  return numbers;
 }
 
-void DeviceUpdate::apply(const DeviceParameters& parameters, double divide_by) const {
+void DeviceUpdate::apply(const DeviceParameters& parameters, double divide_by,
+                         const std::vector<at::Tensor>& numbers) const {
   const at::NoGradGuard no_grad;
-  if (optimizer_.options().weight_decay.value_or(0) != 0) at::_foreach_mul_(parameters.values, keep_);
-  rule_->update({parameters.values, scaled(parameters.gradients, divide_by), parameters.states});
+  auto of_rule = numbers.begin();
+  if (decay() != 0) at::_foreach_mul_(parameters.values, *of_rule++);
+  rule_->update({parameters.values, scaled(parameters.gradients, divide_by), parameters.states},
+                {of_rule, numbers.end()});
 }
 
 // The gradients divided by divide_by, then clipped.

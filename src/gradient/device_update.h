@@ -15,19 +15,18 @@ class DeviceUpdate {
  public:
   DeviceUpdate(const Optimizer& optimizer, const at::TensorOptions& options);
 
-  // Copies the values that change from step to step, such as the learning rate, to the device.
-  void begin(const UpdateStep& step);
+  // The numbers that change from step to step: what weight decay, if any, multiplies values by, then the rule's.
+  std::vector<double> numbers(const UpdateStep& step) const;
 
-  // Updates the values with gradients / divide_by, as reduce_and_update does. Reads what `begin` copied on the device
-  // only, so a CUDA graph may capture it.
-  void apply(const DeviceParameters& parameters, double divide_by) const;
+  // Updates the values with gradients / divide_by, as reduce_and_update does. `numbers`: scalars on the device.
+  void apply(const DeviceParameters& parameters, double divide_by, const std::vector<at::Tensor>& numbers) const;
 
  private:
+  double decay() const { return optimizer_.options().weight_decay.value_or(0); }
   std::vector<at::Tensor> scaled(const std::vector<at::Tensor>& gradients, double divide_by) const;
 
   Optimizer optimizer_;
   std::unique_ptr<DeviceRule> rule_;
-  at::Tensor keep_;  // a scalar: what weight decay multiplies values by
 };
 
 }  // namespace lockstep::gradient

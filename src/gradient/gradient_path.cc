@@ -1,5 +1,7 @@
 #include "gradient/gradient_path.h"
 
+#include <ATen/ops/full.h>
+
 #include <algorithm>
 #include <cmath>
 
@@ -116,6 +118,7 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
       updater_(parameters_, optimizer, *sync_, ranks_that_commit(*parameters_, options)),
       hooks_(*parameters_, *sync_),
       regroups_(parameters_->all_workers().regroups()) {
+  if (options.devices) traced_update_.emplace(*parameters_, updater_, *options.devices);
   if (options.elastic) {
     const auto& same_parts = parameters_->is_split() ? parameters_->split()->same_parts : ranks_;
     moving_state_.emplace(parameters_, same_parts, *sync_, !options.elastic->is_newcomer);
@@ -146,6 +149,12 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   }
   if (!(weight >= 0) || std::isinf(weight)) {
     throw InvalidArgument(text("a replica's weight is ", weight, "; it must be 0 (no examples) or more, and finite"));
+  }
+  if (auto* const trace = ops::current_trace()) {
+    if (!traced_update_)
+      throw InvalidArgument("an optimizer of another strategy is applied in a step that is compiled for devices");
+    const auto options = trace->value_of(parameters_->variable(0)).options().requires_grad(false).dtype(at::kFloat);
+    return apply_traced(*trace, at::full({}, weight * trace->replicas(), options));
   }
   const double loss_scale = updater_.loss_scale().value();
   if (!prepared_ && ranks_.size() > 1) {
@@ -187,6 +196,20 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   if (replica == 0 && updates && !is_counted) count_update();  // before anything else that may throw
   sync_->end_step(replica);
   if (sync_->during_backward()) replicas.barrier(deadline);  // replica 0's end_step may still use the processes' Group
+}
+
+void GradientPath::apply_traced(ops::StepTrace& trace, const at::Tensor& total_weight) {
+  traced_update_->apply(trace, total_weight);
+}
+
+void GradientPath::fetch(Deadline deadline) {
+  sync_->fetch(deadline);
+  fetch_from_devices(deadline);
+}
+
+void GradientPath::fetch_from_devices(Deadline deadline) const {
+  parameters_->fetch(deadline);
+  if (traced_update_) traced_update_->fetch(deadline);
 }
 
 void GradientPath::count_update() {

@@ -12,6 +12,7 @@
 #include "gradient/gradient_hooks.h"
 #include "gradient/moving_state.h"
 #include "gradient/parameter_server_sync.h"
+#include "gradient/traced_update.h"
 #include "gradient/updater.h"
 
 namespace lockstep::gradient {
@@ -35,6 +36,7 @@ struct GradientPathOptions {
   BucketOptions buckets;                                   // between processes
   bool shard_state = false;                                // each process has state for its own shards alone
   std::shared_ptr<parameter_server::Client> servers = {};  // which update; null: this process updates itself
+  std::shared_ptr<ops::ProgramDevices> devices = {};       // that run compiled programs, and update; null: there are none
   double timeout_seconds = 600;                            // of a call to them that reads rows of a table
   std::int64_t compare_copies_every = 100;                 // steps, with several processes; 0: never
   bool replace_differing_copies = false;                   // by those that most processes have
@@ -70,7 +72,15 @@ class GradientPath {
   // 0, or where a scaled loss has gradients that are not finite.
   // Collective over `replicas`, the Group of this process's replicas, and over the processes. Throws, with all values
   // as they were, when a gradient cannot be used here or on another replica, or when another replica failed (Aborted).
+  // In a step that is traced it becomes part of the program.
   void apply(const Group& replicas, double weight, Deadline deadline);
+
+  // The same in a step that is traced, where the replicas' sum of weights is a value of the program: a scalar.
+  void apply_traced(ops::StepTrace& trace, const at::Tensor& total_weight);
+
+  // Brings values and state that devices or servers have updated to this process. Not while replicas run.
+  void fetch(Deadline deadline);
+  void fetch_from_devices(Deadline deadline) const;
 
   // In an elastic job, after the processes' Communicator has got another Group: the next step is made with that, and
   // each process has the state that it needs for it. Collective, between steps; does nothing where it has been called
@@ -133,6 +143,7 @@ class GradientPath {
   const std::shared_ptr<parameter_server::Client> servers_;
   const std::unique_ptr<gradient::GradientSync> sync_;
   gradient::Updater updater_;
+  std::optional<gradient::TracedUpdate> traced_update_;
   gradient::GradientHooks hooks_;
   std::int64_t regroups_;                              // of all workers, with whose Groups the next step is made
   std::optional<gradient::MovingState> moving_state_;  // in an elastic job

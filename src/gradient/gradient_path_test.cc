@@ -113,8 +113,8 @@ class HalfRule final : public SpanRule<HalfRule<registered>> {
 class HalfOnDevice final : public DeviceRule {
  public:
   explicit HalfOnDevice(int& updates) : updates_(updates) {}
-  void begin(const UpdateStep&) override {}
-  void update(const DeviceParameters& all) override {
+  std::vector<double> numbers(const UpdateStep&) const override { return {}; }
+  void update(const DeviceParameters& all, const std::vector<at::Tensor>&) override {
     ++updates_;
     for (std::size_t i = 0; i < all.values.size(); ++i) {
       all.states[0][i].copy_(all.gradients[i] / 2);

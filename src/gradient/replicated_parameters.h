@@ -19,6 +19,12 @@ namespace torch::nn {
 class Module;
 }
 
+namespace lockstep::ops {
+class DeviceVariable;
+class DeviceVariables;
+class ProgramDevices;
+}  // namespace lockstep::ops
+
 namespace lockstep::gradient {
 
 // One parameter, the same on all replicas. Tied parameters are one slot with several names.
@@ -171,6 +177,13 @@ class ReplicatedParameters {
   // The same of this process's replicas alone; not collective.
   at::Tensor average_own_buffer(std::size_t index) const;
 
+  // Of a strategy whose replicas run compiled programs: parameters and buffers are variables of its devices from now on,
+  // whose values `fetch` brings into this host's tensors. Else it does nothing.
+  void put_on(ops::ProgramDevices& devices);
+  void fetch(Deadline deadline) const;
+  ops::DeviceVariable& variable(std::size_t slot) const;
+  ops::DeviceVariable& variable_of_buffer(std::size_t index) const;
+
   // Overwrites a parameter, or a buffer, on all replicas, or a buffer on one. The caller checks shapes. Not while
   // replicas run.
   void assign(std::size_t slot, const at::Tensor& value);
@@ -205,6 +218,7 @@ class ReplicatedParameters {
   std::vector<at::Tensor> device_float_, device_double_;  // [replica], staged only
   std::vector<std::string> buffer_names_;
   std::vector<std::vector<at::Tensor>> buffers_;  // [replica][index]
+  std::shared_ptr<ops::DeviceVariables> variables_;  // of slots, then of buffers; null before put_on
 };
 
 }  // namespace lockstep

@@ -1,5 +1,7 @@
 #include "gradient/updater.h"
 
+#include <ATen/ops/full.h>
+
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -21,7 +23,11 @@ Updater::Updater(std::shared_ptr<ReplicatedParameters> parameters, Optimizer opt
   if (parameters_->placement() == Placement::device) {
     for (const auto dtype : {at::kFloat, at::kDouble}) {
       const auto flat = parameters_->flat(0, dtype);
-      if (flat.numel() > 0) device_updates_.emplace(dtype, DeviceUpdate(optimizer_, flat.options()));
+      if (flat.numel() == 0) continue;
+      OnDevice on_device{DeviceUpdate(optimizer_, flat.options())};
+      for (const double number : on_device.update.numbers(step_after(0)))
+        on_device.numbers.push_back(at::full({}, number, flat.options()));
+      device_updates_.emplace(dtype, std::move(on_device));
     }
   }
 }
@@ -38,8 +44,18 @@ Updater::States Updater::exchange_states(States states) {
 
 void Updater::begin_step() {
   phase_ = Phase::none;
-  step_ = {iterations_ + 1, learning_rate() * rate_factor_};
-  for (auto& [dtype, update] : device_updates_) update.begin(step_);
+  step_ = step_after(0);
+  for (auto& [dtype, on_device] : device_updates_) {
+    const auto numbers = on_device.update.numbers(step_);
+    for (std::size_t i = 0; i < numbers.size(); ++i) on_device.numbers[i].fill_(numbers[i]);
+  }
+}
+
+UpdateStep Updater::step_after(std::int64_t ahead) const {
+  const double rate =
+      rate_override_ ? *rate_override_
+                     : LearningRate(optimizer_.options().learning_rate.at(iterations_ + ahead)).at(0);  // checked
+  return {iterations_ + ahead + 1, rate * rate_factor_};
 }
 
 // A norm needs all gradients before the first update: one pass sums and squares, a second one updates.
@@ -113,7 +129,7 @@ void Updater::update_shard(const ShardState& states, const Shard& shard, const s
 }
 
 void Updater::update_on_device(const GradientSync& gradients, double divide_by) {
-  for (auto& [dtype, update] : device_updates_) {
+  for (auto& [dtype, on_device] : device_updates_) {
     DeviceParameters parameters;
     parameters.states.resize(states_.own.states());
     for (std::size_t i = 0; i < parameters_->slots().size(); ++i) {
@@ -124,7 +140,7 @@ void Updater::update_on_device(const GradientSync& gradients, double divide_by) 
       parameters.gradients.push_back(sources[0]->view(parameter.sizes()).to(parameter.device()));
       for (std::size_t k = 0; k < parameters.states.size(); ++k) parameters.states[k].push_back(state(i, k));
     }
-    if (!parameters.values.empty()) update.apply(parameters, divide_by);
+    if (!parameters.values.empty()) on_device.update.apply(parameters, divide_by, on_device.numbers);
   }
 }
 

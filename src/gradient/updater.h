@@ -34,6 +34,9 @@ class Updater {
 
   const Optimizer& optimizer() const { return optimizer_; }
 
+  // What the update after `ahead` others is made with.
+  UpdateStep step_after(std::int64_t ahead) const;
+
   // Sets the learning rate of the next update. Called by one replica, before the barrier that precedes `update`.
   void begin_step();
 
@@ -122,7 +125,11 @@ class Updater {
 
   States states_;
   std::optional<PartSums> part_sums_;                      // of a model that is split over processes
-  std::map<at::ScalarType, DeviceUpdate> device_updates_;  // of the dtypes that there are; Placement::device only
+  struct OnDevice {
+    DeviceUpdate update;
+    std::vector<at::Tensor> numbers;  // scalars on the device
+  };
+  std::map<at::ScalarType, OnDevice> device_updates_;  // of the dtypes that there are; Placement::device only
 
   std::optional<std::uint64_t> remembered_;
   std::int64_t iterations_ = 0;

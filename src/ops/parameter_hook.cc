@@ -21,6 +21,9 @@ namespace {
 // stands before autocast and autograd.
 constexpr auto kHookKey = c10::DispatchKey::DeferredInit;
 
+// Of the OperatorMode that lives. Other threads than those that it is for have not included the key.
+OperatorMode::See mode;
+
 std::atomic<std::uint64_t> calls = 0;  // of all threads: forward and backward may run in two
 
 using Hooks = std::vector<std::shared_ptr<ParameterHook>>;
@@ -110,6 +113,7 @@ void keep_hooks(const OperatorCall& call) {
 void run_hooks(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard without_hooks(kHookKey);
   const OperatorCall call(op, *stack);
+  if (c10::impl::tls_is_dispatch_key_included(kHookKey) && mode(call)) return;
   const auto found = find_hooks(call);
   for (const auto& argument : found) {
     for (const auto& hook : argument.hooks) hook->before(call, argument.index);
@@ -174,6 +178,9 @@ void OperatorCall::finish(at::Tensor result) const {
   torch::jit::drop(stack_, count_);
   torch::jit::push(stack_, std::move(result));
 }
+
+OperatorMode::OperatorMode(See see) : guard_(kHookKey) { mode = std::move(see); }
+OperatorMode::~OperatorMode() { mode = nullptr; }
 
 void add_hook(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook) {
   if (!has_key(parameter)) add_key(parameter);

@@ -4,10 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -40,8 +40,13 @@ class OperatorCall {
   bool is_set_data() const;
   bool is_set_storage() const;
 
+  const c10::FunctionSchema& schema() const { return op_.schema(); }
+
   // Leaves `result` in the place of the arguments.
   void finish(at::Tensor result) const;
+
+  // Calls the operator with its arguments as they are now, which may be of another device than they were.
+  void again() const { op_.callBoxed(&stack_); }
 
  private:
   const c10::OperatorHandle& op_;
@@ -63,6 +68,22 @@ class ParameterHook {
   // Then: carries out the operator in another way, ending with call.finish, and returns true; else does nothing. The
   // first hook that returns true decides.
   virtual bool run(const OperatorCall& /*call*/, std::size_t /*i*/) { return false; }
+};
+
+// While it lives, all operators that its thread calls, and backwards that the thread calls, come to `see` first. Those
+// that `see` calls do not. One lives at a time in the process.
+class OperatorMode {
+ public:
+  // `see` carries out the operator, and returns true; else it does nothing.
+  using See = std::function<bool(const OperatorCall& call)>;
+
+  explicit OperatorMode(See see);
+  ~OperatorMode();
+  OperatorMode(const OperatorMode&) = delete;
+  OperatorMode& operator=(const OperatorMode&) = delete;
+
+ private:
+  c10::impl::IncludeDispatchKeyGuard guard_;
 };
 
 // From now on operators that take `parameter`, or a view of it, go through `hook` as well. The parameter stays the same

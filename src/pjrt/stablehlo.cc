@@ -53,18 +53,6 @@ std::string literal(double number, DType dtype) {
   }
 }
 
-std::string types_of(const std::vector<Value>& values) {
-  std::vector<std::string> types;
-  for (const auto& value : values) types.push_back(type_of(value.shape));
-  return separated(types);
-}
-
-std::string names_of(const std::vector<Value>& values) {
-  std::vector<std::string> names;
-  for (const auto& value : values) names.push_back(value.name);
-  return separated(names);
-}
-
 }  // namespace
 
 bool is_floating(DType dtype) {
@@ -75,6 +63,18 @@ std::string type_of(const Shape& shape) {
   std::string type = "tensor<";
   for (const auto size : shape.sizes) type += text(size, "x");
   return text(type, element_type(shape.dtype), ">");
+}
+
+std::string types_of(const std::vector<Value>& values) {
+  std::vector<std::string> types;
+  for (const auto& value : values) types.push_back(type_of(value.shape));
+  return separated(types);
+}
+
+std::string names_of(const std::vector<Value>& values) {
+  std::vector<std::string> names;
+  for (const auto& value : values) names.push_back(value.name);
+  return separated(names);
 }
 
 std::string array_of(std::span<const std::int64_t> numbers) {
@@ -262,8 +262,8 @@ Value ProgramText::all_reduce(std::string_view operation, const Value& x, int re
              reducer(operation, x.shape.dtype));
 }
 
-std::string ProgramText::finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases,
-                                int replicas) const {
+std::string ProgramText::function(std::string_view name, const std::vector<Value>& outputs,
+                                  const std::vector<std::pair<int, int>>& aliases) const {
   std::vector<std::string> arguments;
   for (std::size_t i = 0; i < arguments_.size(); ++i) {
     auto argument = text(arguments_[i].name, ": ", type_of(arguments_[i].shape));
@@ -271,9 +271,14 @@ std::string ProgramText::finish(const std::vector<Value>& outputs, const std::ve
       if (from == static_cast<int>(i)) argument += text(" {tf.aliasing_output = ", to, " : i32}");
     arguments.push_back(argument);
   }
-  return text("module @program attributes {mhlo.num_replicas = ", replicas, " : i32} {\nfunc.func public @main(",
-              separated(arguments), ") -> (", types_of(outputs), ") {\n", lines_, "  return ", names_of(outputs), " : ",
-              types_of(outputs), "\n}\n}\n");
+  return text("func.func ", name, "(", separated(arguments), ") -> (", types_of(outputs), ") {\n", lines_, "  return ",
+              names_of(outputs), " : ", types_of(outputs), "\n}\n");
+}
+
+std::string ProgramText::finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases,
+                                int replicas) const {
+  return text("module @program attributes {mhlo.num_replicas = ", replicas, " : i32} {\n",
+              function("public @main", outputs, aliases), "}\n");
 }
 
 }  // namespace lockstep::pjrt

@@ -75,13 +75,30 @@ class ProgramText {
   std::string finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases,
                      int replicas) const;
 
+  // The same of a program that makes `steps` steps, one after the other, each of which is what was written. Arguments
+  // that `stacked` names are [steps, ...], and so are outputs that are no aliases. An alias's output in one step is its
+  // argument in the next one. In file steps_text.cc.
+  struct Steps {
+    int count = 1;
+    std::vector<bool> stacked;  // [argument]
+  };
+  std::string finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases, int replicas,
+                     const Steps& steps) const;
+
+  const std::vector<Value>& arguments() const { return arguments_; }
+
  private:
+  std::string function(std::string_view name, const std::vector<Value>& outputs,
+                       const std::vector<std::pair<int, int>>& aliases) const;
   std::string fresh() { return "%" + std::to_string(next_++); }
 
   std::vector<Value> arguments_;
   std::string lines_;
   int next_ = 0;
 };
+
+std::string names_of(const std::vector<Value>& values);  // "%1, %5"
+std::string types_of(const std::vector<Value>& values);
 
 // The body of a reduction by `operation` of two scalars, for ProgramText::add.
 std::string reducer(std::string_view operation, DType dtype);

@@ -24,6 +24,9 @@ std::string joined(const std::string& prefix, const std::string& name) {
   return prefix.empty() ? name : prefix + "/" + name;
 }
 
+// Devices that run compiled programs are waited for as long as other replicas are.
+Deadline for_devices() { return Deadline::after(std::chrono::duration<double>(kDefaultTimeoutSeconds)); }
+
 // The stored tensor in this shape. Throws InvalidArgument naming what differs.
 Tensor load_tensor(const Archive& archive, const std::string& name, at::IntArrayRef sizes, at::ScalarType wanted) {
   const auto loaded = data::from_stored(archive.tensor(name));
@@ -116,6 +119,7 @@ Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& param
   };
   const bool of_all = whose == Whose::of_all_workers;
   const auto save = [parameters, each, of_all](Archive& archive, const std::string& prefix) {
+    parameters->fetch(for_devices());
     const auto save_own = [&](Archive& mine) {
       each([&](std::size_t slot, const std::string& name) {
         const auto& value = parameters->parameter(0, slot);
@@ -157,6 +161,7 @@ Trackable ReplicatedModule::replica_buffers() const {
   };
   // Collective over the workers: all replicas' buffers, numbered through.
   const auto save_own = [parameters = impl_, name_of](Archive& archive, const std::string& prefix) {
+    parameters->fetch(for_devices());
     const auto& workers = parameters->data_workers();
     const int replicas = parameters->replicas();
     archive.entries[joined(prefix, "replicas")] = std::to_string(replicas * workers.size());
@@ -340,6 +345,7 @@ Trackable ReplicatedOptimizer::trackable() const {
   const auto counters = strategy::counters_of(impl_);
   const auto save = [gradients = impl_, counters, each_state](Archive& archive, const std::string& prefix) {
     const auto& parameters = gradients->parameters();
+    gradients->fetch_from_devices(for_devices());
     save_with_parts(parameters, archive, [&](Archive& mine) {
       counters.save(mine, prefix);
       each_state(prefix, [&](const std::string& name, std::size_t slot, std::size_t index) {

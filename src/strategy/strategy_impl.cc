@@ -24,7 +24,7 @@ constexpr int kSpinRounds = 2000;
 strategy::StrategySettings checked(strategy::StrategySettings settings) {
   std::set<std::string> seen;
   for (const auto& device : settings.devices) {
-    strategy::check_device(device);
+    if (!settings.programs) strategy::check_device(device);
     if (!seen.insert(device).second) throw InvalidArgument(text("device ", device, " is named twice"));
   }
   if (settings.threads_per_replica < 0) {
@@ -106,6 +106,7 @@ std::shared_ptr<GradientPath> StrategyImpl::make_gradient_path(const Optimizer& 
           gradient::ElasticRanks{.is_newcomer = is_newcomer(), .hosts = [this] { return hosts(); }});
     }
   }
+  options.devices = settings_.programs;
   if (servers() == nullptr) return std::make_shared<GradientPath>(std::move(parameters), optimizer, options);
   parameters->update_trainable();
   options.timeout_seconds = settings_.timeout_seconds;

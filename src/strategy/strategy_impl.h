@@ -14,6 +14,7 @@
 #include "lockstep/strategy/multi_worker_mirrored_strategy.h"
 #include "lockstep/strategy/strategy.h"
 #include "ops/replica_random.h"
+#include "ops/traced_program.h"
 #include "parameter_server/server_cluster.h"
 #include "strategy/devices.h"
 #include "strategy/model_parallelism.h"
@@ -46,6 +47,7 @@ struct StrategySettings {
   std::optional<WorkerSettings> workers = {};                     // none: this process is alone
   std::shared_ptr<const ModelParallelism> parallelism = {};       // null: each worker has whole models
   std::shared_ptr<parameter_server::ServerCluster> servers = {};  // that have the variables; null: there are none
+  std::shared_ptr<ops::ProgramDevices> programs = {};  // devices that run compiled steps; null: threads run steps
   int replicas_in_sync = 0;  // that compute a step together; 0: those of all workers
 };
 
@@ -138,6 +140,9 @@ class StrategyImpl {
 
   // Where the variables are on parameter servers: this process among the others; else null.
   parameter_server::ServerCluster* servers() const { return settings_.servers.get(); }
+
+  // Devices that run compiled steps of all replicas, which this process's threads then only give their input; else null.
+  ops::ProgramDevices* programs() const { return settings_.programs.get(); }
 
   // Whether this process decides: it alone writes logs and checkpoints.
   bool is_chief() const {

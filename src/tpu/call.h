@@ -52,10 +52,13 @@ class Call {
   // Of `i`, a dimension that may count from the end, of a value of that rank.
   std::int64_t dimension(std::int64_t i, std::size_t rank) const;
 
+  Value random_words(std::int64_t count);  // Trace::random_words
+
   // Throws Error with the operator's name.
   [[noreturn]] void refuse(const std::string& why) const;
 
   void returns(std::vector<Value> results);
+  void returns(const std::vector<at::Tensor>& results);  // of other operators; undefined ones too
   // What is wrapped for programs also where functionalization calls.
   void returns_wrapped(Value result);
   void returns_none(std::size_t i);  // result i is undefined; the others are given
@@ -97,5 +100,8 @@ void add_products(Lowerings& table);
 void add_convolutions(Lowerings& table);
 void add_pooling(Lowerings& table);
 void add_indexing(Lowerings& table);
+void add_random(Lowerings& table);
+void add_composed(Lowerings& table);
+void add_ordering(Lowerings& table);
 
 }  // namespace lockstep::tpu

@@ -1,4 +1,6 @@
 // Elements and rows that indices pick.
+#include <ATen/ATen.h>
+
 #include "base/text.h"
 #include "pjrt/stablehlo.h"
 #include "tpu/call.h"
@@ -142,9 +144,95 @@ void index_add(Call& call) {
       pjrt::reducer("stablehlo.add", x.shape.dtype))});
 }
 
+// Of index and index_put: x with the indexed dimensions in front, as one, and where in it each element of the broadcast
+// indices points.
+struct Indexed {
+  at::Tensor rows;            // [product of the indexed sizes, product of the others]
+  at::Tensor places;          // [elements of the indices]
+  Sizes index_sizes, others;  // of the indices, and of x's dimensions that are not indexed
+  Sizes order;                // of x's dimensions in `rows`
+  std::int64_t front = 0;     // where the indices' dimensions are in the result
+};
+
+Indexed indexed(Call& call) {
+  const auto x = call.tensor(0);
+  std::vector<at::Tensor> indices;
+  Sizes dimensions, rest;
+  const auto list = call.argument(1).toListRef();
+  for (std::size_t i = 0; i < static_cast<std::size_t>(x.dim()); ++i) {
+    const bool given = i < list.size() && !list[i].isNone() && list[i].toTensor().defined();
+    (given ? dimensions : rest).push_back(static_cast<std::int64_t>(i));
+    if (!given) continue;
+    const auto index = list[i].toTensor();
+    if (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte)
+      call.refuse("an index is a mask, so that the result's shape depends on values; use where or masked_fill");
+    const auto size = x.size(static_cast<std::int64_t>(i));
+    indices.push_back(at::where(index < 0, index + size, index));
+  }
+  indices = at::broadcast_tensors(indices);
+  Indexed result;
+  result.index_sizes = indices[0].sizes().vec();
+  result.order = dimensions;
+  result.order.insert(result.order.end(), rest.begin(), rest.end());
+  std::int64_t count = 1;
+  result.places = at::zeros_like(indices[0]);
+  for (std::size_t i = 0; i < dimensions.size(); ++i) {
+    result.places = result.places * x.size(dimensions[i]) + indices[i];
+    count *= x.size(dimensions[i]);
+  }
+  result.places = result.places.reshape({-1});
+  for (const auto i : rest) result.others.push_back(x.size(i));
+  const bool adjacent = dimensions.back() - dimensions.front() + 1 == static_cast<std::int64_t>(dimensions.size());
+  result.front = adjacent ? dimensions.front() : 0;
+  result.rows = x.permute(result.order).reshape({count, -1});
+  return result;
+}
+
+// The result's dimensions: those of the indices lie at `front`, between x's others.
+at::Tensor in_place(const Indexed& all, const at::Tensor& rows) {
+  Sizes sizes = all.index_sizes;
+  sizes.insert(sizes.end(), all.others.begin(), all.others.end());
+  const auto indices = static_cast<std::int64_t>(all.index_sizes.size());
+  Sizes order;
+  for (std::int64_t i = 0; i < all.front; ++i) order.push_back(indices + i);
+  for (std::int64_t i = 0; i < indices; ++i) order.push_back(i);
+  for (auto i = indices + all.front; i < static_cast<std::int64_t>(sizes.size()); ++i) order.push_back(i);
+  return rows.reshape(sizes).permute(order);
+}
+
+void index(Call& call) {
+  const auto all = indexed(call);
+  call.returns(std::vector<at::Tensor>{in_place(all, all.rows.index_select(0, all.places))});
+}
+
+void index_put(Call& call) {
+  const auto x = call.tensor(0);
+  const auto all = indexed(call);
+  // The values as they would be read, then with the indices in front.
+  const auto like = in_place(all, all.rows.index_select(0, all.places));
+  const auto indices = static_cast<std::int64_t>(all.index_sizes.size());
+  Sizes order;
+  for (std::int64_t i = 0; i < indices; ++i) order.push_back(all.front + i);
+  for (std::int64_t i = 0; i < like.dim(); ++i)
+    if (i < all.front || i >= all.front + indices) order.push_back(i);
+  const auto values = call.tensor(2).expand(like.sizes()).permute(order).reshape({all.places.numel(), -1});
+  const auto places = all.places.unsqueeze(1).expand({all.places.numel(), all.rows.size(1)});
+  const auto changed = call.flag(3) ? all.rows.index_add(0, all.places, values.to(all.rows.scalar_type()))
+                                    : all.rows.scatter(0, places, values.to(all.rows.scalar_type()));
+  Sizes sizes, back(all.order.size());
+  for (std::size_t i = 0; i < all.order.size(); ++i) {
+    sizes.push_back(x.size(all.order[i]));
+    back[static_cast<std::size_t>(all.order[i])] = static_cast<std::int64_t>(i);
+  }
+  call.returns(std::vector<at::Tensor>{changed.reshape(sizes).permute(back)});
+}
+
 }  // namespace
 
 void add_indexing(Lowerings& table) {
+  table["aten::index.Tensor"] = index;
+  table["aten::index_put"] = index_put;
+  table["aten::_index_put_impl"] = index_put;
   table["aten::embedding"] = embedding;
   table["aten::embedding_dense_backward"] = embedding_backward;
   table["aten::gather"] = gather;

@@ -155,9 +155,103 @@ void max_pool_backward(Call& call) {
   call.returns({sum});
 }
 
+Pool average_pool_in(Call& call, std::size_t i) {
+  const auto kernel = pair_in(call, i, {});
+  return {kernel, pair_in(call, i + 1, kernel), pair_in(call, i + 2, {0, 0}), {1, 1}, call.flag(i + 3)};
+}
+
+// By how much a window's sum is divided: by its elements that are in x, with or without the padding, [outputs].
+Value divisors(Call& call, const Pool& pool, const Slices& slices, const Sizes& sizes, std::size_t options,
+               const Shape& outputs) {
+  auto& program = call.program();
+  const bool counts_padding = call.flag(options);
+  if (call.has(options + 1)) return program.constant(static_cast<double>(call.integer(options + 1)), outputs);
+  std::vector<float> counts;
+  const auto along = [&](std::size_t i, std::int64_t output) {
+    const auto size = sizes[sizes.size() - 2 + i];
+    const auto begin = output * pool.stride[i] - pool.padding[i];
+    const auto end = std::min(begin + pool.kernel[i], size + pool.padding[i]);
+    return counts_padding ? end - begin : std::min(end, size) - std::max<std::int64_t>(begin, 0);
+  };
+  for (std::int64_t row = 0; row < slices.outputs[0]; ++row)
+    for (std::int64_t column = 0; column < slices.outputs[1]; ++column)
+      counts.push_back(static_cast<float>(along(0, row) * along(1, column)));
+  const auto all = program.array(counts.data(), {DType::float32, slices.outputs});
+  return spread(call, program.convert(all, outputs.dtype), outputs.sizes);
+}
+
+void average_pool(Call& call) {
+  auto& program = call.program();
+  const auto x = call.value(0);
+  const auto pool = average_pool_in(call, 1);
+  const Slices slices(pool, x.shape.sizes);
+  const auto padded = padded_with(call, x, slices, 0);
+  std::optional<Value> sum;
+  for_each_element(pool, [&](std::int64_t row, std::int64_t column) {
+    const auto one = element(call, padded, pool, slices, row, column);
+    sum = sum ? program.binary("stablehlo.add", *sum, one) : one;
+  });
+  call.returns(
+      {program.binary("stablehlo.divide", *sum, divisors(call, pool, slices, x.shape.sizes, 5, sum->shape))});
+}
+
+void average_pool_backward(Call& call) {
+  auto& program = call.program();
+  const auto gradient = call.value(0), x = call.value(1);
+  const auto pool = average_pool_in(call, 2);
+  const Slices slices(pool, x.shape.sizes);
+  const auto share =
+      program.binary("stablehlo.divide", gradient, divisors(call, pool, slices, x.shape.sizes, 6, gradient.shape));
+  auto sum = program.constant(0, x.shape);
+  for_each_element(pool, [&](std::int64_t row, std::int64_t column) {
+    sum = program.binary("stablehlo.add", sum, put_back(call, share, pool, slices, x.shape.sizes, row, column));
+  });
+  call.returns({sum});
+}
+
+// What each of `outputs` takes of each of `size`: [outputs, size], the mean over those from floor(i size / outputs) to
+// ceil((i + 1) size / outputs).
+Value shares(Call& call, std::int64_t outputs, std::int64_t size, DType dtype) {
+  std::vector<float> all(static_cast<std::size_t>(outputs * size));
+  for (std::int64_t i = 0; i < outputs; ++i) {
+    const auto begin = i * size / outputs, end = ((i + 1) * size + outputs - 1) / outputs;
+    for (auto j = begin; j < end; ++j)
+      all[static_cast<std::size_t>(i * size + j)] = 1 / static_cast<float>(end - begin);
+  }
+  return call.program().convert(call.program().array(all.data(), {DType::float32, {outputs, size}}), dtype);
+}
+
+// Rows and columns of x, its last two dimensions, by products: [..., rows, columns].
+Value by_shares(Call& call, const Value& x, const Value& rows, const Value& columns, std::int64_t of_share) {
+  auto& program = call.program();
+  const auto rank = static_cast<std::int64_t>(x.shape.sizes.size());
+  const auto over_rows = program.dot(x, rows, {rank - 2}, {of_share});     // [..., columns, outputs]
+  return program.dot(over_rows, columns, {rank - 2}, {of_share});
+}
+
+void adaptive_pool(Call& call) {
+  const auto x = call.value(0);
+  const auto outputs = call.integers(1);
+  const auto rank = x.shape.sizes.size();
+  call.returns({by_shares(call, x, shares(call, outputs[0], x.shape.sizes[rank - 2], x.shape.dtype),
+                          shares(call, outputs[1], x.shape.sizes[rank - 1], x.shape.dtype), 1)});
+}
+
+void adaptive_pool_backward(Call& call) {
+  const auto gradient = call.value(0), x = call.value(1);
+  const auto rank = x.shape.sizes.size();
+  call.returns(
+      {by_shares(call, gradient, shares(call, gradient.shape.sizes[rank - 2], x.shape.sizes[rank - 2], x.shape.dtype),
+                 shares(call, gradient.shape.sizes[rank - 1], x.shape.sizes[rank - 1], x.shape.dtype), 0)});
+}
+
 }  // namespace
 
 void add_pooling(Lowerings& table) {
+  table["aten::avg_pool2d"] = average_pool;
+  table["aten::avg_pool2d_backward"] = average_pool_backward;
+  table["aten::_adaptive_avg_pool2d"] = adaptive_pool;
+  table["aten::_adaptive_avg_pool2d_backward"] = adaptive_pool_backward;
   table["aten::max_pool2d_with_indices"] = max_pool;
   table["aten::max_pool2d_with_indices_backward"] = max_pool_backward;
 }

@@ -146,10 +146,27 @@ at::Tensor Trace::all_reduce(const at::Tensor& value, int replicas) {
   return wrapped(program_.all_reduce("stablehlo.add", value_of(value), replicas));
 }
 
-std::string Trace::finish(at::TensorList outputs, const std::vector<std::pair<int, int>>& aliases, int replicas) {
+int Trace::number_of_argument(const at::Tensor& tensor) const {
+  const auto& arguments = program_.arguments();
+  for (std::size_t i = arguments.size(); i-- > 0;)
+    if (arguments[i].name == value_of(tensor).name) return static_cast<int>(i);
+  throw Error("a tensor that is no argument of the traced program");
+}
+
+at::Tensor Trace::argument_again(int number) const {
+  return wrapped(program_.arguments()[static_cast<std::size_t>(number)]);
+}
+
+bool Trace::is_argument(const at::Tensor& tensor, int number) const {
+  return value_of(tensor).name == program_.arguments()[static_cast<std::size_t>(number)].name;
+}
+
+std::string Trace::finish(at::TensorList outputs, const std::vector<std::pair<int, int>>& aliases, int replicas,
+                          const pjrt::ProgramText::Steps& steps) {
   std::vector<Value> values;
   for (const auto& output : outputs) values.push_back(value_of(output));
-  return program_.finish(values, aliases, replicas);
+  return steps.count == 1 ? program_.finish(values, aliases, replicas)
+                          : program_.finish(values, aliases, replicas, steps);
 }
 
 const Lowerings& lowerings() {
@@ -162,6 +179,9 @@ const Lowerings& lowerings() {
     add_convolutions(all);
     add_pooling(all);
     add_indexing(all);
+    add_random(all);
+    add_composed(all);
+    add_ordering(all);
     return all;
   }();
   return table;
@@ -176,6 +196,8 @@ Call::Call(Trace& trace, const c10::OperatorHandle& operation, torch::jit::Stack
 }
 
 pjrt::ProgramText& Call::program() { return trace_.program_; }
+
+Value Call::random_words(std::int64_t count) { return trace_.random_words(count); }
 
 bool Call::has(std::size_t i) const {
   const auto& argument = arguments_[i];
@@ -240,6 +262,16 @@ Value spread(Call& call, const Value& x, const Sizes& sizes) {
 void Call::returns(std::vector<Value> results) {
   results_.clear();
   for (auto& result : results) results_.emplace_back(std::move(result));
+}
+
+void Call::returns(const std::vector<at::Tensor>& results) {
+  results_.clear();
+  for (const auto& result : results) {
+    if (result.defined())
+      results_.emplace_back(value_in(result));
+    else
+      results_.emplace_back();
+  }
 }
 
 void Call::returns_wrapped(Value result) {

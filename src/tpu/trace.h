@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,13 +33,27 @@ class Trace {
   // The sum of `value` over all replicas.
   at::Tensor all_reduce(const at::Tensor& value, int replicas);
 
-  // The program that computes `outputs`. aliases: as of ProgramText::finish.
-  std::string finish(at::TensorList outputs, const std::vector<std::pair<int, int>>& aliases = {}, int replicas = 1);
+  // Uniform random words, the same for the same seed, which is an argument of the program: two int32. Each call gives
+  // others. As of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), Threefry-2x32 with 20 rounds.
+  pjrt::Value random_words(std::int64_t count);
+  std::optional<int> seed_argument() const { return seed_argument_; }
+
+  // The place of `tensor`, an argument, among the program's; and whether it is one still, and not another value.
+  int arguments() const { return static_cast<int>(program_.arguments().size()); }
+  int number_of_argument(const at::Tensor& tensor) const;
+  at::Tensor argument_again(int number) const;  // as it was
+  bool is_argument(const at::Tensor& tensor, int number) const;
+
+  // The program that computes `outputs`. aliases: as of ProgramText::finish. steps.count 1: as without steps.
+  std::string finish(at::TensorList outputs, const std::vector<std::pair<int, int>>& aliases = {}, int replicas = 1,
+                     const pjrt::ProgramText::Steps& steps = {});
 
  private:
   friend class Call;
 
   pjrt::ProgramText program_;
+  std::optional<int> seed_argument_;
+  std::int32_t draws_ = 0;
 };
 
 // The device of traced tensors.

@@ -35,12 +35,9 @@ void train::AddedLosses::add(const Tensor& scalar) {
   sum_ = sum_.defined() ? sum_ + one : one;
 }
 
-Loss::Terms train::AddedLosses::add_to(Loss::Terms loss, const Loss& compiled) const {
-  if (!sum_.defined()) return loss;
+void train::AddedLosses::check_mean(const Loss& compiled) {
   if (compiled.reduction() == Reduction::sum)
     throw InvalidArgument("add_loss: the model is compiled with a loss of Reduction::sum; take a mean");
-  loss.sum = loss.sum + sum_ * loss.divisor;
-  return loss;
 }
 
 }  // namespace lockstep

@@ -17,10 +17,18 @@ class [[nodiscard]] AddedLosses {
 
   void add(const Tensor& scalar);
 
-  // A loss with them, which are added to its mean. Throws InvalidArgument for a loss that is a sum.
-  Loss::Terms add_to(Loss::Terms loss, const Loss& compiled) const;
+  // Loss::Terms or MaskedTerms with them, which are added to the mean. Throws InvalidArgument for a loss that is a sum.
+  template <class Terms>
+  Terms add_to(Terms loss, const Loss& compiled) const {
+    if (!sum_.defined()) return loss;
+    check_mean(compiled);
+    loss.sum = loss.sum + sum_ * loss.divisor;
+    return loss;
+  }
 
  private:
+  static void check_mean(const Loss& compiled);
+
   const Use use_;
   AddedLosses* const before_;
   Tensor sum_;

@@ -95,6 +95,14 @@ Tensor rows_of_all(const Communicator& workers, const std::vector<Tensor>& here)
   return all_gather(workers.group(), mine, workers.deadline());
 }
 
+std::vector<Tensor> defined_of(const auto& parts) {
+  std::vector<Tensor> here;
+  for (const auto& part : parts) {
+    if (part.defined()) here.push_back(part.cpu());
+  }
+  return here;
+}
+
 // How many batches, and the logs.
 std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset& data, std::int64_t steps) {
   auto& impl = unwrap(model);
@@ -102,6 +110,10 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
   const at::NoGradGuard no_grad;
   train::Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.workers());
   const auto batches = for_each_batch(impl.strategy, data, steps, [&](PerReplica<internal::Part>& batch) {
+    if (impl.programs) {
+      tracker.add_batch(impl.programs->evaluate(batch, tracker));
+      return;
+    }
     const auto results = impl.strategy.run(
         [&](ReplicaContext& replica, const internal::Part& unread) -> train::StepResult {
           const auto part = impl.own_positions(unread.read());
@@ -129,6 +141,10 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
   std::vector<Tensor> outputs;
   const auto in_order = data.with_options({.auto_shard_policy = AutoShardPolicy::data});
   for_each_batch(impl.strategy, in_order, steps, [&](PerReplica<internal::Part>& batch) {
+    if (impl.programs) {
+      outputs.push_back(rows_of_all(impl.workers(), defined_of(impl.programs->predict(batch))));
+      return;
+    }
     const auto parts = impl.strategy.run(
         [&](ReplicaContext& replica, const internal::Part& unread) {
           const auto part = impl.own_positions(unread.read());
@@ -138,11 +154,7 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
           return impl.counts() && impl.counts_examples() ? whole : Tensor();
         },
         batch);
-    std::vector<Tensor> here;
-    for (const auto& part : parts) {
-      if (part.defined()) here.push_back(part.cpu());
-    }
-    outputs.push_back(rows_of_all(impl.workers(), here));
+    outputs.push_back(rows_of_all(impl.workers(), defined_of(parts)));
   });
   return outputs;
 }

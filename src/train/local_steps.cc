@@ -38,32 +38,44 @@ class LocalSteps final : public StepSource {
   }
 
   bool next(const std::function<bool()>& /*interrupted*/) override {
-    if (stopped_ || (options_.steps_per_epoch > 0 && progress().batch >= options_.steps_per_epoch)) return false;
+    if (stopped_) return false;
+    auto most = impl_.compiled->steps_per_execution;
+    if (options_.steps_per_epoch > 0) most = std::min(most, options_.steps_per_epoch - progress().batch);
     const auto before = std::chrono::steady_clock::now();
-    batch_ = iterator_->next_parts();
-    results_.reset();
+    batches_.clear();
+    while (static_cast<std::int64_t>(batches_.size()) < most) {
+      auto batch = iterator_->next_parts();
+      if (!batch) break;
+      if (batches_.empty()) first_size_ = iterator_->element_size();
+      batches_.push_back(*std::move(batch));
+    }
+    results_.clear();
     regroups_ = peers().regroups();
     impl_.times.input += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
-    return batch_.has_value();
+    return !batches_.empty();
   }
 
   void train() override {
-    if (std::exchange(regroups_, peers().regroups()) != peers().regroups()) batch_ = iterator_->parts_again();
+    if (std::exchange(regroups_, peers().regroups()) != peers().regroups()) batches_ = {iterator_->parts_again()};
     impl_.gradients->updater().set_learning_rate_factor(unwrap(impl_.strategy).learning_rate_factor());
-    results_ = impl_.train_batch(*batch_, *impl_.tracker);
+    results_ = impl_.train_batches(batches_, *impl_.tracker);
   }
 
   std::vector<double> sum(std::span<const double> news) override {
-    auto sums = impl_.tracker->sum_batch(results_ ? &*results_ : nullptr, news);
+    earlier_.clear();
+    for (std::size_t i = 0; i + 1 < results_.size(); ++i)
+      earlier_.push_back(impl_.tracker->sum_batch(&results_[i], {}));
+    auto sums = impl_.tracker->sum_batch(results_.empty() ? nullptr : &results_.back(), news);
     if (impl_.has_other_fits()) peers().sum(std::span(sums).last(news.size()));
     compare_batches(progress().batch + 1);
     return sums;
   }
 
   void count(std::span<const double> sums) override {
+    for (const auto& of_batch : earlier_) impl_.tracker->count_batch(of_batch);
     impl_.tracker->count_batch(sums);
-    ++progress().batch;
-    if (progress().position.index == 0) progress().batch_size = largest_of_readers(iterator_->element_size());
+    progress().batch += static_cast<std::int64_t>(batches_.size());
+    if (progress().position.index == 0) progress().batch_size = largest_of_readers(first_size_);
     progress().position = iterator_->position();
     progress().examples = examples_before_ + iterator_->examples();
   }
@@ -146,8 +158,10 @@ class LocalSteps final : public StepSource {
   const Dataset data_;
   const FitOptions& options_;
   std::optional<DistributedIterator> iterator_;
-  std::optional<PerReplica<internal::Part>> batch_;
-  std::optional<PerReplica<StepResult>> results_;
+  std::vector<PerReplica<internal::Part>> batches_;  // of the step, or of those that are launched together
+  std::int64_t first_size_ = 0;                      // of the first one, before it was divided
+  std::vector<PerReplica<StepResult>> results_;      // [batch], once they were trained
+  std::vector<std::vector<double>> earlier_;         // the sums of all but the last batch
   std::int64_t regroups_ = 0;         // when the batch was divided
   std::int64_t examples_before_ = 0;  // of the epoch's data, before iterator_ began
   bool stopped_ = false;

@@ -113,8 +113,17 @@ Tensor with_dimensions_of(const Tensor& y_pred, const Tensor& y_true) {
 
 }  // namespace
 
-Loss::Terms Loss::terms(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight) const {
+Tensor Loss::values(const Tensor& y_true, const Tensor& y_pred) const {
   auto values = function_(with_dimensions_of(y_pred, y_true), y_pred);
+  if (values.dim() > 0 && values.size(0) != y_pred.size(0)) {
+    throw InvalidArgument(text("loss ", name_, ": its values have shape ", values.sizes(), " for a batch of ",
+                               y_pred.size(0), "; it must give one for each example"));
+  }
+  return values;
+}
+
+Loss::Terms Loss::terms(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight) const {
+  auto values = this->values(y_true, y_pred);
   if (values.dim() == 0) {
     if (sample_weight.defined()) {
       throw InvalidArgument(
@@ -122,10 +131,6 @@ Loss::Terms Loss::terms(const Tensor& y_true, const Tensor& y_pred, const Tensor
                ": it gives one number for the batch, which sample weights cannot weigh; give one for each example"));
     }
     values = values.expand({y_pred.size(0)});
-  }
-  if (values.size(0) != y_pred.size(0)) {
-    throw InvalidArgument(text("loss ", name_, ": its values have shape ", values.sizes(), " for a batch of ",
-                               y_pred.size(0), "; it must give one for each example"));
   }
   Tensor weight;
   if (sample_weight.defined()) {
@@ -137,6 +142,27 @@ Loss::Terms Loss::terms(const Tensor& y_true, const Tensor& y_pred, const Tensor
   if (reduction_ == Reduction::mean_with_sample_weight && weight.defined()) {
     divisor = weight.sum().item<double>();
   }
+  return {values.sum(), divisor};
+}
+
+Loss::MaskedTerms Loss::masked_terms(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight,
+                                     const Tensor& counts) const {
+  auto values = this->values(y_true, y_pred);
+  if (values.dim() == 0) {
+    throw InvalidArgument(text("loss ", name_,
+                               ": it gives one number for the batch; in a compiled step, whose batches are filled up "
+                               "with examples that do not count, it must give one for each example"));
+  }
+  const auto mask = train::weight_like(counts, values);
+  const double values_of_an_example = static_cast<double>(values.numel()) / static_cast<double>(values.size(0));
+  auto divisor = counts.sum() * values_of_an_example;
+  values = at::where(mask > 0, values, at::zeros_like(values));
+  if (sample_weight.defined()) {
+    const auto weight = train::weight_like(sample_weight, values);
+    values = values * weight;
+    if (reduction_ == Reduction::mean_with_sample_weight) divisor = (weight * mask).sum();
+  }
+  if (reduction_ == Reduction::sum) divisor = at::ones_like(divisor);
   return {values.sum(), divisor};
 }
 

@@ -25,6 +25,7 @@ void ModelImpl::build(const Example& sample) {
     pending_weights.reset();
   }
   parameters = std::move(made);
+  if (unwrap(strategy).programs() != nullptr) programs.emplace(*this);
   seed = std::stoull(workers().broadcast(std::to_string(seed)));
   make_gradient_path();
 }
@@ -76,11 +77,14 @@ void ModelImpl::make_gradient_path() {
   gradients = unwrap(strategy).make_gradient_path(compiled->optimizer, parameters);
   tracker.emplace(*compiled, strategy.num_local_replicas(), workers());
   recorded = {};
+  if (programs) programs.emplace(*this);
 }
 
 void ModelImpl::fetch() const {
+  if (parameters == nullptr) return;
+  parameters->fetch(unwrap(strategy).deadline());
   if (!gradients) return;
-  gradients->sync().fetch(unwrap(strategy).deadline());
+  gradients->fetch(unwrap(strategy).deadline());
   if (servers() != nullptr && servers()->is_chief()) {
     train::load_reported_buffers(*parameters, servers()->coordinator().buffers());
   }
@@ -145,6 +149,16 @@ void Model::compile(CompileOptions options) {
       }
     }
   }
+  const auto& strategy = unwrap(impl_->strategy);
+  if (options.steps_per_execution < 1) {
+    throw InvalidArgument(
+        text("compile: steps_per_execution is ", options.steps_per_execution, "; it must be at least 1"));
+  }
+  if (options.steps_per_execution > 1 && (strategy.is_elastic() || strategy.servers() != nullptr)) {
+    throw InvalidArgument(
+        "compile: steps_per_execution must be 1 with an elastic strategy, which agrees on its workers after each step, "
+        "and with parameter servers");
+  }
   if (impl_->fitting) throw InvalidArgument("compile: this model is in a fit; a callback of it cannot compile it");
   options.optimizer = impl_->policy.wrapped(options.optimizer);
   impl_->compiled = std::move(options);
@@ -165,7 +179,8 @@ Logs Model::train_on_batch(const Example& batch) {
   impl_->gradients->prepare();
   impl_->tracker->reset();
   auto parts = strategy::split_batch(batch, impl_->replicas());
-  impl_->tracker->add_batch(impl_->train_batch(parts, *impl_->tracker));
+  std::vector<PerReplica<internal::Part>> one{std::move(parts)};
+  impl_->tracker->add_batch(impl_->train_batches(one, *impl_->tracker)[0]);
   return impl_->tracker->logs();
 }
 

@@ -16,6 +16,7 @@
 #include "parameter_server/server_cluster.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
+#include "train/compiled_model.h"
 #include "train/mixed_precision.h"
 #include "train/outcome.h"
 #include "train/recorded_step.h"
@@ -104,8 +105,14 @@ class ModelImpl {
   train::ComputedStep enqueue_step(ReplicaContext& replica, const Example& batch);
   train::StepResult play_step(ReplicaContext& replica, const Example& part, train::Tracker& tracker);
 
-  // One step on all replicas; the results are for Tracker::add_batch.
+  // A step on all replicas for each batch, of which there are at most CompileOptions::steps_per_execution; each result
+  // is for Tracker::add_batch.
+  std::vector<PerReplica<train::StepResult>> train_batches(std::vector<PerReplica<internal::Part>>& batches,
+                                                           train::Tracker& tracker);
   PerReplica<train::StepResult> train_batch(PerReplica<internal::Part>& batch, train::Tracker& tracker);
+
+  // Throws InvalidArgument where a loss has none.
+  static void require_gradient(const Tensor& loss);
 
   const Communicator& workers() const { return unwrap(strategy).workers(); }
 
@@ -193,6 +200,7 @@ class ModelImpl {
   std::shared_ptr<GradientPath> gradients;  // null before build or compile
   std::optional<train::Tracker> tracker;    // of the epoch that fit is in; likewise
   train::RecordedStep recorded;             // of these gradients
+  std::optional<train::CompiledModel> programs;  // likewise, where the strategy's devices run compiled programs
   std::optional<Archive> pending_weights;
   bool warned_of_context = false;
   mutable Example example;  // of zeros, for a step in which this worker has none

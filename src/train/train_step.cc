@@ -44,12 +44,6 @@ Example rows_of(const Example& part, std::int64_t first, std::int64_t count) {
   return {some(part.x), some(part.y), some(part.weight)};
 }
 
-void require_gradient(const Tensor& loss) {
-  if (loss.requires_grad()) return;
-  throw InvalidArgument(
-      "the loss depends on no trainable parameter; are all frozen, or does forward detach its result?");
-}
-
 void backward_from(const Tensor& loss, double gradient, const Example& part) {
   try {
     loss.backward(at::scalar_tensor(gradient, loss.options().requires_grad(false)));
@@ -60,6 +54,12 @@ void backward_from(const Tensor& loss, double gradient, const Example& part) {
 }
 
 }  // namespace
+
+void ModelImpl::require_gradient(const Tensor& loss) {
+  if (loss.requires_grad()) return;
+  throw InvalidArgument(
+      "the loss depends on no trainable parameter; are all frozen, or does forward detach its result?");
+}
 
 Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const {
   try {
@@ -251,6 +251,21 @@ train::StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& p
   gradients->updater().count_step();
   into.update(replica.local_replica_id(), recorded.input(), result.outputs);
   return {result.loss_sum.item<double>(), result.divisor, part.size()};
+}
+
+std::vector<PerReplica<train::StepResult>> ModelImpl::train_batches(std::vector<PerReplica<internal::Part>>& batches,
+                                                                    train::Tracker& into) {
+  std::vector<PerReplica<train::StepResult>> results;
+  if (programs) {
+    Lap lap;
+    results = programs->train(batches, into);
+    steps += static_cast<std::int64_t>(batches.size());
+    times.steps += static_cast<std::int64_t>(batches.size());
+    lap.add_to(times.total);
+  } else {
+    for (auto& batch : batches) results.push_back(train_batch(batch, into));
+  }
+  return results;
 }
 
 PerReplica<train::StepResult> ModelImpl::train_batch(PerReplica<internal::Part>& batch, train::Tracker& into) {

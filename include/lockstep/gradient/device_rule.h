@@ -1,5 +1,5 @@
-// How a rule of your own updates variables on a GPU. Without it the rule runs on spans in host memory, to which values,
-// gradients and state are copied in every step.
+// How a rule of your own updates variables on a GPU or a TPU. Without it the rule runs on spans in host memory, to which
+// a GPU's values, gradients and state are copied in every step; a TPU's cannot be.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,12 +25,13 @@ class DeviceRule {
  public:
   virtual ~DeviceRule() = default;
 
-  // Copies what changes from step to step to the device, such as the learning rate.
-  virtual void begin(const UpdateStep& step) = 0;
+  // What changes from step to step, such as the learning rate: as many numbers in every step.
+  virtual std::vector<double> numbers(const UpdateStep& step) const = 0;
 
-  // As UpdateRule::update for all parameters: writes values and states in place; gradients are the mean, clipped. Reads
-  // only tensors that were there before the first call: a CUDA graph may capture it (jit_compile).
-  virtual void update(const DeviceParameters& parameters) = 0;
+  // As UpdateRule::update for all parameters: writes values and states in place; gradients are the mean, clipped.
+  // `numbers`: those of the step, each as a scalar on the device. Called once for a CUDA graph (jit_compile) or a
+  // compiled step, which then run with other numbers: it must not read a tensor's values.
+  virtual void update(const DeviceParameters& parameters, const std::vector<at::Tensor>& numbers) = 0;
 };
 
 // Makes the device rule of `rule` for the device and dtype in `options`. `rule` outlives it.

@@ -47,6 +47,14 @@ class Loss {
   };
   Terms terms(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight = {}) const;
 
+  // The same of a batch of which some examples do not count, as values that are not read: of a step that is compiled.
+  // counts: [batch], 1 or 0. Throws InvalidArgument where the loss gives one number for the batch.
+  struct MaskedTerms {
+    Tensor sum, divisor;  // scalars
+  };
+  MaskedTerms masked_terms(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight,
+                           const Tensor& counts) const;
+
   const std::string& name() const { return name_; }
   Reduction reduction() const { return reduction_; }
 
@@ -59,6 +67,8 @@ class Loss {
     if constexpr (is_loss) return function;
     return {};
   }
+
+  Tensor values(const Tensor& y_true, const Tensor& y_pred) const;
 
   std::string name_;
   Function function_;

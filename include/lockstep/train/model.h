@@ -41,6 +41,10 @@ struct CompileOptions {
   // metric that throws does so after the step's update. Not where the loss is scaled or examples have weights; on CPUs
   // it changes nothing.
   bool jit_compile = false;
+
+  // Steps between two calls of the callbacks' batch methods. With TPUStrategy they are launched together, so that the
+  // host is waited for less often. Not for elastic strategies and parameter servers.
+  std::int64_t steps_per_execution = 1;
 };
 
 struct FitOptions {

@@ -1,5 +1,6 @@
 #include <ATen/ATen.h>
 
+#include "ops/traced_program.h"
 #include "train/layers/parameter_module.h"
 
 namespace lockstep {
@@ -18,7 +19,6 @@ struct BatchNormModule : train::ParameterModule {
       return at::batch_norm(x, weight, bias, running_mean, running_var, /*training=*/false, 0, options.epsilon, false);
     }
     // LibTorch stores the batch's statistics themselves when its momentum is 1; its variance is the unbiased one.
-    const auto count = static_cast<double>(x.numel() / x.size(1));
     auto mean = at::zeros_like(running_mean);
     auto variance = at::ones_like(running_var);
     const auto y =
@@ -26,8 +26,20 @@ struct BatchNormModule : train::ParameterModule {
     const at::NoGradGuard no_grad;
     running_mean.mul_(options.momentum).add_(mean, 1 - options.momentum);
     running_var.mul_(options.momentum);
-    if (count > 1) running_var.add_(variance, (1 - options.momentum) * (count - 1) / count);
+    add_biased(variance, x);
     return y;
+  }
+
+  // The batch's variance, of which `unbiased` is the unbiased one.
+  void add_biased(const Tensor& unbiased, const Tensor& x) {
+    const double values_of_an_example = static_cast<double>(x.numel()) / static_cast<double>(x.size(1) * x.size(0));
+    if (auto* const trace = ops::current_trace()) {
+      const auto count = trace->counted(x.size(0)) * values_of_an_example;
+      running_var.add_(unbiased * ((1 - options.momentum) * (count - 1).clamp_min(0) / count.clamp_min(1)));
+      return;
+    }
+    const double count = values_of_an_example * static_cast<double>(x.size(0));
+    if (count > 1) running_var.add_(unbiased, (1 - options.momentum) * (count - 1) / count);
   }
 
   BatchNormalizationOptions options;

@@ -1,0 +1,36 @@
+// The update of a step that is traced for devices that run compiled programs, which have the optimizer's state as well.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "gradient/device_update.h"
+#include "gradient/updater.h"
+#include "ops/traced_program.h"
+
+namespace lockstep::gradient {
+
+// One thread at a time.
+class TracedUpdate {
+ public:
+  // The state of `updater` becomes variables of the devices. Both live longer. Throws InvalidArgument for a loss scale,
+  // which these devices' dtypes do not need.
+  TracedUpdate(ReplicatedParameters& parameters, Updater& updater, ops::ProgramDevices& devices);
+
+  // Updates with the gradients that backward has left in the traced step, as GradientPath::apply. total_weight: of all
+  // replicas, a scalar.
+  void apply(ops::StepTrace& trace, const at::Tensor& total_weight);
+
+  // Brings the state's values from the devices.
+  void fetch(Deadline deadline) const;
+
+ private:
+  void apply(ops::StepTrace& trace, const at::Tensor& total_weight, at::ScalarType dtype);
+
+  ReplicatedParameters& parameters_;
+  Updater& updater_;
+  std::vector<std::size_t> first_state_;          // [slot]: its place in states_
+  std::unique_ptr<ops::DeviceVariables> states_;  // of trainable slots, one after the other
+};
+
+}  // namespace lockstep::gradient

@@ -1,0 +1,151 @@
+// Steps that are traced from LibTorch's operators, compiled into one program, and run by all replicas at once, each on a
+// device of its own: TPUs. The module `tpu` implements this.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "lockstep/base/deadline.h"
+
+namespace lockstep::ops {
+
+// A tensor that every replica has on its device, from program to program. It belongs to tensors of the host, which a
+// step that is traced may use as always: the program then uses the device's. What is written into the host's reaches
+// the devices with the next program.
+class DeviceVariable {
+ public:
+  virtual ~DeviceVariable() = default;
+};
+
+// Several, whose tensors of the host may be views of the same memory.
+class DeviceVariables {
+ public:
+  virtual ~DeviceVariables() = default;
+  virtual DeviceVariable& operator[](std::size_t i) = 0;
+
+  // Gives the host's tensors the devices' values, where a program has changed these since. Throws DeviceError where a
+  // program failed that had to change them, and DeadlineExceeded.
+  virtual void fetch(Deadline deadline) = 0;
+};
+
+// The step that is traced, for the code that is traced. Tensors of it have shapes and no values. Used by the thread that
+// traces.
+class StepTrace {
+ public:
+  virtual ~StepTrace() = default;
+
+  virtual int replicas() const = 0;
+
+  // The variable's value in the program, which requires a gradient where the host's tensor does. What is written into
+  // it is the variable's new value.
+  virtual at::Tensor value_of(DeviceVariable& variable) = 0;
+
+  // Sums over all replicas.
+  virtual std::vector<at::Tensor> sum_over_replicas(const std::vector<at::Tensor>& values) = 0;
+
+  // A scalar that the host computes anew for each step that updates: `update` is how many updates of the same launch
+  // come before it.
+  virtual at::Tensor number(at::ScalarType dtype, std::function<double(std::int64_t update)> value) = 0;
+
+  // Which examples of the batch count, where it was filled up with others: [batch], 1 or 0. What takes means over a batch
+  // leaves the others out (batch_norm). Not called: all count.
+  virtual void set_counts(const at::Tensor& counts) = 0;
+
+  // How many of `rows` count, a scalar float. `rows`: the batch, or some for each example.
+  virtual at::Tensor counted(std::int64_t rows) = 0;
+
+  // The variable, where the step has changed it, keeps its old value on a replica of whose examples none counts.
+  virtual void keep_without_examples(DeviceVariable& variable) = 0;
+
+  // Called once for each update that was launched.
+  virtual void after_update(std::function<void()> act) = 0;
+};
+
+// The one that this thread traces; null: none.
+StepTrace* current_trace();
+
+// Makes it this thread's while it lives.
+class UseTrace {
+ public:
+  explicit UseTrace(StepTrace& trace);
+  ~UseTrace();
+  UseTrace(const UseTrace&) = delete;
+  UseTrace& operator=(const UseTrace&) = delete;
+};
+
+// What a launch gives, once it was computed.
+class LaunchedProgram {
+ public:
+  virtual ~LaunchedProgram() = default;
+
+  // [replica][result], in host memory. Throws DeviceError where the program failed, and DeadlineExceeded.
+  virtual std::vector<std::vector<at::Tensor>> results(Deadline deadline) = 0;
+};
+
+// One compiled step, or several that are launched together.
+class CompiledProgram {
+ public:
+  struct Launch {
+    std::vector<std::vector<at::Tensor>> inputs;   // [replica][input], in host memory; of several steps [step, ...]
+    std::vector<std::vector<std::uint64_t>> seeds;  // [replica][step], of the step's random numbers
+    std::vector<bool> updates;                      // [step]: whether it has examples, so that it changes variables
+  };
+
+  virtual ~CompiledProgram() = default;
+
+  // Begins a run. Results of several steps are [step, ...].
+  virtual std::unique_ptr<LaunchedProgram> launch(const Launch& launch) = 0;
+};
+
+// How often programs were traced and compiled.
+struct ProgramCounts {
+  std::int64_t traced = 0, compiled = 0;
+};
+
+// The devices of a strategy. One thread at a time uses them.
+class ProgramDevices {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+
+  struct Step {
+    std::string name;            // for messages: "the training step"
+    Tensors inputs;              // like a replica's, of one step
+    int steps = 1;               // a launch
+    std::function<Tensors(const Tensors& inputs)> function;  // that is traced; gives the results
+  };
+
+  virtual ~ProgramDevices() = default;
+
+  virtual int replicas() const = 0;                 // one a device
+  virtual std::string kind() const = 0;             // of the devices: "TPU v5 lite"
+  virtual const ProgramCounts& counts() const = 0;  // of this process
+
+  // hosts: of each variable a tensor, or one for each replica. They are remembered by what is behind the handles, not by
+  // their memory.
+  virtual std::unique_ptr<DeviceVariables> variables(std::vector<Tensors> hosts) = 0;
+
+  // Calls step.function once, and compiles what it did. Throws what it throws; Error naming an operator that cannot be
+  // compiled; DeviceError with the compiler's text.
+  virtual std::unique_ptr<CompiledProgram> compile(const Step& step) = 0;
+};
+
+struct ProgramDevicesOptions {
+  using Value = std::variant<std::string, std::int64_t, bool, float>;
+
+  std::string plugin;                                  // the path of a PJRT plugin; empty: as the environment says
+  std::vector<std::pair<std::string, Value>> options;  // of the plugin's client
+  int replicas = 0;                                    // 0: one on each device
+};
+
+// Finds and opens devices. The module `tpu` sets it when the library is loaded; empty in a build without it.
+using OpenProgramDevices = std::function<std::shared_ptr<ProgramDevices>(const ProgramDevicesOptions& options)>;
+OpenProgramDevices& open_program_devices();
+
+}  // namespace lockstep::ops

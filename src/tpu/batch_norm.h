@@ -1,0 +1,12 @@
+// Batch normalization of a batch of which some examples do not count.
+#pragma once
+
+#include "ops/parameter_hook.h"
+
+namespace lockstep::tpu {
+
+// What a call of aten::batch_norm returns, by operators that have gradients; updates its running statistics. counts: 1
+// for each row of the input that counts, else 0; undefined where all do.
+at::Tensor batch_norm(const ops::OperatorCall& call, const at::Tensor& counts);
+
+}  // namespace lockstep::tpu

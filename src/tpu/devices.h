@@ -1,0 +1,37 @@
+// A strategy's devices: opened by a plugin, with the programs that were compiled for them.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "ops/traced_program.h"
+#include "pjrt/executable.h"
+#include "tpu/step_trace.h"
+
+namespace lockstep::tpu {
+
+class Devices final : public ops::ProgramDevices {
+ public:
+  // Throws DeviceError where there is no plugin, or it cannot use its devices; InvalidArgument where it has fewer than
+  // there are to be replicas.
+  explicit Devices(const ops::ProgramDevicesOptions& options);
+
+  int replicas() const override { return static_cast<int>(replicas_.devices.size()); }
+  std::string kind() const override { return replicas_.devices[0].kind; }
+  const ops::ProgramCounts& counts() const override { return counts_; }
+  std::unique_ptr<ops::DeviceVariables> variables(std::vector<Tensors> hosts) override;
+  std::unique_ptr<ops::CompiledProgram> compile(const Step& step) override;
+
+ private:
+  std::shared_ptr<Variable> find(const at::Tensor& host);
+  std::shared_ptr<const pjrt::Executable> executable(const std::string& name, const std::string& text);
+
+  Replicas replicas_;
+  ops::ProgramCounts counts_;
+  std::unordered_map<const c10::TensorImpl*, std::weak_ptr<Variable>> variables_;  // by tensors of the host
+  std::map<std::string, std::weak_ptr<const pjrt::Executable>> executables_;       // by their text
+};
+
+}  // namespace lockstep::tpu

@@ -1,0 +1,119 @@
+#include "tpu/step_program.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+
+#include <algorithm>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "ops/dtypes.h"
+
+namespace lockstep::tpu {
+namespace {
+
+class Launched final : public ops::LaunchedProgram {
+ public:
+  explicit Launched(std::vector<std::vector<pjrt::Buffer>> results) : results_(std::move(results)) {}
+
+  std::vector<std::vector<at::Tensor>> results(Deadline deadline) override {
+    std::vector<std::vector<at::Tensor>> read;
+    for (const auto& mine : results_) {
+      auto& tensors = read.emplace_back();
+      for (const auto& result : mine) {
+        const auto shape = result.shape();
+        tensors.push_back(at::empty(shape.sizes, ops::scalar_type_of(shape.dtype)));
+        result.copy_to_host(tensors.back().mutable_data_ptr(), tensors.back().nbytes(), deadline);
+      }
+    }
+    return read;
+  }
+
+ private:
+  const std::vector<std::vector<pjrt::Buffer>> results_;
+};
+
+// Of one step a scalar, or, of an array, one element.
+at::Tensor as_argument(const std::vector<double>& numbers, at::ScalarType dtype) {
+  const auto all = at::tensor(numbers, dtype);
+  return numbers.size() == 1 ? all.reshape({}) : all;
+}
+
+at::Tensor as_argument(const std::vector<std::uint64_t>& seeds) {
+  std::vector<std::int32_t> words;
+  for (const auto seed : seeds) {
+    words.push_back(static_cast<std::int32_t>(seed >> 32));
+    words.push_back(static_cast<std::int32_t>(seed));
+  }
+  const auto all = at::tensor(words, at::kInt);
+  return seeds.size() == 1 ? all : all.reshape({-1, 2});
+}
+
+// The update that each step makes, counted from 0; one that makes none has the number of the next.
+std::vector<std::int64_t> numbered(const std::vector<bool>& updates) {
+  std::vector<std::int64_t> numbers;
+  std::int64_t next = 0;
+  for (const bool updated : updates) {
+    numbers.push_back(next);
+    if (updated) ++next;
+  }
+  return numbers;
+}
+
+}  // namespace
+
+std::vector<std::pair<int, pjrt::Buffer>> StepProgram::copied(const Launch& launch, std::size_t replica) const {
+  std::vector<std::pair<int, pjrt::Buffer>> copies;
+  const auto& inputs = launch.inputs[replica];
+  for (std::size_t i = 0; i < inputs.size(); ++i)
+    copies.emplace_back(layout_.inputs[i], replicas_.copy(inputs[i], replica));
+  if (layout_.seed) copies.emplace_back(*layout_.seed, replicas_.copy(as_argument(launch.seeds[replica]), replica));
+  const auto updates = numbered(launch.updates);
+  for (const auto& number : layout_.numbers) {
+    std::vector<double> values;
+    for (const auto update : updates) values.push_back(number.value(update));
+    copies.emplace_back(number.argument, replicas_.copy(as_argument(values, number.dtype), replica));
+  }
+  return copies;
+}
+
+std::vector<std::vector<pjrt::Buffer>> StepProgram::run(
+    const std::vector<std::vector<const pjrt::Buffer*>>& arguments) {
+  for (const auto& used : layout_.variables)
+    if (used.result >= 0) used.variable->take();
+  auto outputs = executable_->run(arguments);
+  for (const auto& used : layout_.variables) {
+    if (used.result < 0) continue;
+    Buffers values;
+    for (auto& of_replica : outputs) values.push_back(std::move(of_replica[static_cast<std::size_t>(used.result)]));
+    used.variable->give(std::move(values));
+  }
+  for (auto& of_replica : outputs)
+    of_replica.erase(of_replica.begin() + layout_.results, of_replica.end());
+  return outputs;
+}
+
+std::unique_ptr<ops::LaunchedProgram> StepProgram::launch(const Launch& launch) {
+  if (launch.updates.size() != static_cast<std::size_t>(steps_))
+    throw Error(text("a program of ", steps_, " steps is launched with ", launch.updates.size()));
+  const auto count = replicas_.devices.size();
+  std::vector<std::vector<std::pair<int, pjrt::Buffer>>> copies;
+  std::vector<std::vector<const pjrt::Buffer*>> arguments(
+      count, std::vector<const pjrt::Buffer*>(static_cast<std::size_t>(layout_.arguments)));
+  for (std::size_t i = 0; i < count; ++i) {
+    copies.push_back(copied(launch, i));
+    for (const auto& [argument, copy] : copies[i]) arguments[i][static_cast<std::size_t>(argument)] = &copy;
+  }
+  for (const auto& used : layout_.variables) {
+    const auto& values = used.variable->values();
+    for (std::size_t i = 0; i < count; ++i) arguments[i][static_cast<std::size_t>(used.argument)] = &values[i];
+  }
+  auto results = std::make_unique<Launched>(run(arguments));
+  for (const bool updated : launch.updates) {
+    if (!updated) continue;
+    for (const auto& act : layout_.after_update) act();
+  }
+  return results;
+}
+
+}  // namespace lockstep::tpu

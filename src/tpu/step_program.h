@@ -1,0 +1,33 @@
+// A compiled step with the variables that it uses.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "ops/traced_program.h"
+#include "pjrt/executable.h"
+#include "tpu/step_trace.h"
+
+namespace lockstep::tpu {
+
+class StepProgram final : public ops::CompiledProgram {
+ public:
+  StepProgram(Replicas replicas, StepLayout layout, std::shared_ptr<const pjrt::Executable> executable, int steps)
+      : replicas_(std::move(replicas)), layout_(std::move(layout)), executable_(std::move(executable)), steps_(steps) {}
+
+  std::unique_ptr<ops::LaunchedProgram> launch(const Launch& launch) override;
+
+ private:
+  using Buffers = std::vector<pjrt::Buffer>;
+
+  // What the host gives replica `replica`, by argument.
+  std::vector<std::pair<int, pjrt::Buffer>> copied(const Launch& launch, std::size_t replica) const;
+  std::vector<Buffers> run(const std::vector<std::vector<const pjrt::Buffer*>>& arguments);
+
+  const Replicas replicas_;
+  const StepLayout layout_;
+  const std::shared_ptr<const pjrt::Executable> executable_;
+  const int steps_;
+};
+
+}  // namespace lockstep::tpu

@@ -1,0 +1,155 @@
+#include "tpu/step_trace.h"
+
+#include <ATen/core/List.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/where.h>
+
+#include <string_view>
+
+#include "lockstep/base/error.h"
+#include "tpu/batch_norm.h"
+
+namespace lockstep::tpu {
+namespace {
+
+// Operators that make tensors of nothing but sizes, on the device that is named: the host's where none is. In a step
+// they mean the step's device, as in a program for a GPU that names it everywhere. Not those whose memory the host
+// fills.
+bool makes_tensors(const ops::OperatorCall& call) {
+  const std::string_view name = call.name();
+  return !name.starts_with("aten::empty") && name != "aten::scalar_tensor" && name != "aten::from_file";
+}
+
+}  // namespace
+
+TracedStep::TracedStep(int replicas, FindVariable find)
+    : replicas_(replicas), find_(std::move(find)), current_(*this), mode_([this](const auto& call) {
+        return see(call);
+      }) {}
+
+std::vector<at::Tensor> TracedStep::add_inputs(const std::vector<at::Tensor>& like) {
+  std::vector<at::Tensor> inputs;
+  for (const auto& tensor : like) {
+    inputs.push_back(trace_.argument(tensor.sizes(), tensor.scalar_type()));
+    layout_.inputs.push_back(trace_.number_of_argument(inputs.back()));
+  }
+  return inputs;
+}
+
+at::Tensor TracedStep::value_of(ops::DeviceVariable& variable) {
+  return use(static_cast<Variable&>(variable).shared_from_this());
+}
+
+at::Tensor TracedStep::use(const std::shared_ptr<Variable>& variable) {
+  const auto found = used_.find(variable.get());
+  if (found != used_.end()) return found->second.leaf;
+  const auto& host = variable->host()[0];
+  auto leaf = trace_.argument(host.sizes(), host.scalar_type());
+  layout_.variables.push_back({variable, trace_.number_of_argument(leaf)});
+  if (host.requires_grad()) leaf.requires_grad_();
+  used_.emplace(variable.get(), Use{leaf, layout_.variables.size() - 1});
+  return leaf;
+}
+
+std::vector<at::Tensor> TracedStep::sum_over_replicas(const std::vector<at::Tensor>& values) {
+  std::vector<at::Tensor> sums;
+  for (const auto& value : values) sums.push_back(replicas_ == 1 ? value : trace_.all_reduce(value, replicas_));
+  return sums;
+}
+
+at::Tensor TracedStep::number(at::ScalarType dtype, std::function<double(std::int64_t)> value) {
+  auto scalar = trace_.argument({}, dtype);
+  layout_.numbers.push_back({trace_.number_of_argument(scalar), dtype, std::move(value)});
+  return scalar;
+}
+
+std::string TracedStep::finish(const std::vector<at::Tensor>& results, int steps) {
+  auto outputs = results;
+  layout_.results = static_cast<int>(results.size());
+  std::vector<std::pair<int, int>> aliases;
+  for (const auto& [variable, use] : used_) {
+    auto& used = layout_.variables[use.place];
+    if (trace_.is_argument(use.leaf, used.argument)) continue;
+    used.result = static_cast<int>(outputs.size());
+    aliases.emplace_back(used.argument, used.result);
+    outputs.push_back(use.leaf);
+  }
+  layout_.seed = trace_.seed_argument();
+  layout_.arguments = trace_.arguments();
+  std::vector<bool> stacked(static_cast<std::size_t>(layout_.arguments), true);
+  for (const auto& used : layout_.variables) stacked[static_cast<std::size_t>(used.argument)] = false;
+  return trace_.finish(outputs, aliases, replicas_, {steps, stacked});
+}
+
+bool TracedStep::see(const ops::OperatorCall& call) {
+  const auto& arguments = call.schema().arguments();
+  bool takes_tensors = false;
+  std::size_t device_at = arguments.size();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (call.argument(i).isTensor() || call.argument(i).isTensorList()) takes_tensors = true;
+    if (arguments[i].name() == "device") device_at = i;
+  }
+  if (takes_tensors) {
+    const bool replaced = replace_host_tensors(call);
+    if (compose(call)) return true;
+    if (replaced) call.again();
+    return replaced;
+  }
+  if (device_at == arguments.size() || !makes_tensors(call)) return false;
+  auto& where = call.argument(device_at);
+  if (!where.isNone() && !where.toDevice().is_cpu()) return false;
+  where = device();
+  call.again();
+  return true;
+}
+
+bool TracedStep::replace_host_tensors(const ops::OperatorCall& call) {
+  bool replaced = false;
+  const auto in_step = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.device().is_cpu()) return tensor;
+    const auto variable = find_(tensor);
+    if (variable == nullptr) return tensor;
+    replaced = true;
+    return use(variable);
+  };
+  for (std::size_t i = 0; i < call.arguments(); ++i) {
+    auto& argument = call.argument(i);
+    if (argument.isTensor()) {
+      argument = in_step(argument.toTensor());
+    } else if (argument.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const auto& tensor : argument.toTensorVector()) list.push_back(in_step(tensor));
+      argument = list;
+    }
+  }
+  return replaced;
+}
+
+// What LibTorch would compute over all examples of a batch, whether they count or not.
+bool TracedStep::compose(const ops::OperatorCall& call) {
+  if (call.name() != "aten::batch_norm" || call.tensor(0).device() != device()) return false;
+  call.finish(batch_norm(call, row_counts(call.tensor(0).size(0))));
+  return true;
+}
+
+at::Tensor TracedStep::row_counts(std::int64_t rows) const {
+  if (!counts_.defined() || rows % counts_.size(0) != 0) return {};
+  const auto times = rows / counts_.size(0);
+  return times == 1 ? counts_ : counts_.unsqueeze(1).expand({counts_.size(0), times}).reshape({rows});
+}
+
+void TracedStep::keep_without_examples(ops::DeviceVariable& variable) {
+  const auto found = used_.find(static_cast<const Variable*>(&variable));
+  if (found == used_.end() || !counts_.defined()) return;
+  const auto& leaf = found->second.leaf;
+  const int argument = layout_.variables[found->second.place].argument;
+  if (!trace_.is_argument(leaf, argument))
+    leaf.copy_(at::where(counts_.sum() > 0, leaf, trace_.argument_again(argument)));
+}
+
+at::Tensor TracedStep::counted(std::int64_t rows) {
+  const auto counts = row_counts(rows);
+  return counts.defined() ? counts.sum() : at::full({}, static_cast<double>(rows), at::TensorOptions(device()));
+}
+
+}  // namespace lockstep::tpu

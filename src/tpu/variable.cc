@@ -1,0 +1,76 @@
+#include "tpu/variable.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include "lockstep/base/device_error.h"
+#include "ops/dtypes.h"
+
+namespace lockstep::tpu {
+
+pjrt::Buffer Replicas::copy(const at::Tensor& host, std::size_t replica) const {
+  const auto values = host.contiguous();
+  return client->copy_to_device(values.const_data_ptr(), {ops::dtype_of(values.scalar_type()), values.sizes().vec()},
+                                devices[replica]);
+}
+
+Variable::Variable(Replicas replicas, std::vector<at::Tensor> host)
+    : replicas_(std::move(replicas)), host_(std::move(host)) {}
+
+const std::vector<pjrt::Buffer>& Variable::values() {
+  if (state_ != State::host_only && !host_changed()) {
+    require_values();
+    return values_;
+  }
+  std::vector<pjrt::Buffer> copied;
+  for (std::size_t i = 0; i < replicas_.devices.size(); ++i)
+    copied.push_back(replicas_.copy(host_[host_.size() == 1 ? 0 : i].detach(), i));
+  values_ = std::move(copied);
+  remember_host();
+  return values_;
+}
+
+void Variable::require_values() const {
+  if (state_ == State::lost)
+    throw DeviceError("a program that failed has taken variables with it; load a checkpoint to go on");
+}
+
+void Variable::give(std::vector<pjrt::Buffer> values) {
+  values_ = std::move(values);
+  state_ = State::newer_on_devices;
+}
+
+// Where the host's were written to in the meantime, those count.
+void Variable::fetch(const std::vector<std::shared_ptr<Variable>>& variables, Deadline deadline) {
+  std::vector<Variable*> equal;
+  for (const auto& variable : variables)
+    if (variable->state_ != State::host_only && !variable->host_changed()) equal.push_back(variable.get());
+  for (auto* const variable : equal)
+    if (variable->state_ != State::same) variable->copy_to_host(deadline);
+  for (auto* const variable : equal) variable->remember_host();
+}
+
+void Variable::copy_to_host(Deadline deadline) {
+  require_values();
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < host_.size(); ++i) {
+    const auto& values = values_[i];
+    const auto copied = at::empty(host_[i].sizes(), host_[i].options().requires_grad(false));
+    values.copy_to_host(copied.mutable_data_ptr(), copied.nbytes(), deadline);
+    host_[i].detach().copy_(copied);
+  }
+}
+
+bool Variable::host_changed() const {
+  for (std::size_t i = 0; i < versions_.size(); ++i)
+    if (host_[i]._version() != versions_[i]) return true;
+  return false;
+}
+
+void Variable::remember_host() {
+  versions_.clear();
+  for (const auto& tensor : host_) versions_.push_back(tensor._version());
+  state_ = State::same;
+}
+
+}  // namespace lockstep::tpu

@@ -1,0 +1,53 @@
+// Tensors that stay on the devices from program to program.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ops/traced_program.h"
+#include "pjrt/client.h"
+
+namespace lockstep::tpu {
+
+// The devices of a strategy, as its programs use them: replica i's is devices[i].
+struct Replicas {
+  std::shared_ptr<const pjrt::Client> client;
+  std::vector<pjrt::Device> devices;
+
+  pjrt::Buffer copy(const at::Tensor& host, std::size_t replica) const;
+};
+
+// One thread at a time.
+class Variable final : public ops::DeviceVariable, public std::enable_shared_from_this<Variable> {
+ public:
+  Variable(Replicas replicas, std::vector<at::Tensor> host);
+
+  const std::vector<at::Tensor>& host() const { return host_; }
+
+  // The values of all replicas, after what was written into the host's tensors was copied. Throws DeviceError where
+  // they are lost.
+  const std::vector<pjrt::Buffer>& values();
+
+  // A program's run takes the values, which may not be used any more, and gives others. Where it fails they are lost.
+  void take() { state_ = State::lost; }
+  void give(std::vector<pjrt::Buffer> values);
+
+  // Of all together, since what is written to one of the host's tensors counts as written to all views of its memory.
+  static void fetch(const std::vector<std::shared_ptr<Variable>>& variables, Deadline deadline);
+
+ private:
+  enum class State { host_only, same, newer_on_devices, lost };
+  bool host_changed() const;
+  void require_values() const;
+  void copy_to_host(Deadline deadline);
+  void remember_host();
+
+  const Replicas replicas_;
+  const std::vector<at::Tensor> host_;  // one, or one for each replica
+  std::vector<std::int64_t> versions_;  // of host_, when the devices' values were equal to them
+  std::vector<pjrt::Buffer> values_;    // [replica]
+  State state_ = State::host_only;
+};
+
+}  // namespace lockstep::tpu

@@ -1,0 +1,259 @@
+#include "train/compiled_model.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "base/hash.h"
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "strategy/strategy_impl.h"
+#include "train/added_losses.h"
+#include "train/model_impl.h"
+#include "train/shapes.h"
+
+namespace lockstep::train {
+namespace {
+
+using Tensors = ops::ProgramDevices::Tensors;
+
+std::vector<Tensor> defined_of(const Example& example) {
+  std::vector<Tensor> tensors;
+  for (const auto& tensor : {example.x, example.y, example.weight})
+    if (tensor.defined()) tensors.push_back(tensor);
+  return tensors;
+}
+
+// `values` with as many rows as `rows`, the first one again and again: what is computed with it is as finite as with
+// the others.
+Tensor filled_up(const Tensor& values, std::int64_t rows) {
+  const auto missing = rows - values.size(0);
+  if (missing == 0) return values;
+  auto sizes = values.sizes().vec();
+  sizes[0] = missing;
+  return at::cat({values, values.size(0) > 0 ? values.narrow(0, 0, 1).expand(sizes) : at::zeros(sizes, values.options())});
+}
+
+// 1 for the first `count` of `rows` examples, 0 for those behind them.
+Tensor counts_of(std::int64_t count, std::int64_t rows) {
+  auto counts = at::zeros({rows}, at::kFloat);
+  counts.narrow(0, 0, count).fill_(1);
+  return counts;
+}
+
+std::vector<std::int64_t> shapes_of(const Example& example) {
+  std::vector<std::int64_t> shapes;
+  for (const auto& tensor : {example.x, example.y, example.weight}) {
+    shapes.push_back(tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : -1);
+    if (!tensor.defined()) continue;
+    shapes.push_back(tensor.dim());
+    shapes.insert(shapes.end(), tensor.sizes().begin() + 1, tensor.sizes().end());
+  }
+  return shapes;
+}
+
+// An example of none with the shapes of another.
+Example none_like(const Example& example) {
+  const auto none = [](const Tensor& tensor) { return tensor.defined() ? tensor.narrow(0, 0, 0) : tensor; };
+  return {none(example.x), none(example.y), none(example.weight)};
+}
+
+}  // namespace
+
+int CompiledModel::steps(Kind kind) const {
+  return kind == Kind::train ? static_cast<int>(impl_.compiled->steps_per_execution) : 1;
+}
+
+bool CompiledModel::has_metrics() const {
+  return !impl_.compiled->metrics.empty() || !impl_.compiled->weighted_metrics.empty();
+}
+
+// Each replica's thread reads its own parts.
+std::vector<CompiledModel::Input> CompiledModel::read(std::vector<Parts>& batches) const {
+  std::vector<Input> inputs(static_cast<std::size_t>(impl_.strategy.num_local_replicas()));
+  unwrap(impl_.strategy).on_replicas([&](int replica) {
+    for (auto& batch : batches) inputs[static_cast<std::size_t>(replica)].push_back(batch[replica].read());
+  });
+  const Example* some = nullptr;
+  for (const auto& input : inputs)
+    for (const auto& part : input)
+      if (some == nullptr && part.size() > 0) some = &part;
+  if (some == nullptr) throw InvalidArgument("a batch has no examples");
+  const Example none = none_like(*some);
+  for (auto& input : inputs)
+    for (auto& part : input)
+      if (part.size() == 0) part = none;
+  return inputs;
+}
+
+CompiledModel::Compiled& CompiledModel::program_for(Kind kind, const std::vector<Input>& inputs) {
+  const auto& like = inputs[0][0];
+  std::int64_t rows = 0;
+  for (const auto& input : inputs) {
+    for (const auto& part : input) {
+      rows = std::max(rows, part.size());
+      if (shapes_of(part) != shapes_of(like))
+        throw InvalidArgument("parts of one batch have other shapes than those of another; they must be alike");
+    }
+  }
+  auto& compiled = programs_[{kind, shapes_of(like)}];
+  if (compiled.program != nullptr && compiled.rows >= rows) return compiled;
+  const char* const names[] = {"the training step", "the evaluation step", "the prediction step"};
+  Example shape{filled_up(like.x, rows), like.y.defined() ? filled_up(like.y, rows) : Tensor(),
+                like.weight.defined() ? filled_up(like.weight, rows) : Tensor()};
+  auto tensors = defined_of(shape);
+  tensors.push_back(counts_of(rows, rows));
+  Compiled made{.rows = rows};
+  made.program = unwrap(impl_.strategy)
+                     .programs()
+                     ->compile({.name = names[static_cast<int>(kind)],
+                                .inputs = tensors,
+                                .steps = steps(kind),
+                                .function = [&](const Tensors& traced) {
+                                  auto next = traced.begin();
+                                  Example part{*next++};
+                                  if (shape.y.defined()) part.y = *next++;
+                                  if (shape.weight.defined()) part.weight = *next++;
+                                  return trace(kind, part, *next, made);
+                                }});
+  compiled = std::move(made);
+  return compiled;
+}
+
+Tensors CompiledModel::trace(Kind kind, const Example& part, const Tensor& counts, Compiled& compiled) const {
+  ReplicaContext replica(0, unwrap(impl_.strategy));
+  auto& trace = *ops::current_trace();
+  trace.set_counts(counts);
+  const at::AutoGradMode with_gradients(kind == Kind::train);
+  const AddedLosses added(kind == Kind::train ? AddedLosses::Use::with_gradients : AddedLosses::Use::values_alone);
+  const auto outputs = impl_.outputs_of(replica, part);
+  compiled.output_sizes = outputs.sizes().vec();
+  if (kind == Kind::predict) return {outputs};
+  const auto& loss_function = impl_.compiled->loss;
+  const auto loss = added.add_to(loss_function.masked_terms(part.y, outputs, part.weight, counts), loss_function);
+  if (kind == Kind::train) {
+    impl_.require_gradient(loss.sum);
+    loss.sum.backward();
+    // The sum over all examples is divided by 1, unless there is none.
+    const auto weight = loss_function.reduction() == Reduction::sum ? counts.sum() : loss.divisor;
+    auto total = trace.sum_over_replicas({weight.detach()})[0];
+    if (loss_function.reduction() == Reduction::sum) total = total.clamp_max(1);
+    impl_.gradients->apply_traced(trace, total);
+    const at::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < impl_.parameters->buffer_names().size(); ++i)
+      trace.keep_without_examples(impl_.parameters->variable_of_buffer(i));
+  }
+  Tensors results{at::stack({loss.sum.detach().to(at::kFloat), loss.divisor.detach().to(at::kFloat)})};
+  if (has_metrics()) results.push_back(outputs.detach());
+  return results;
+}
+
+// As the program decides it: whether the weights' sum, by which gradients are divided, is above 0.
+bool CompiledModel::updates(const std::vector<Input>& inputs, std::size_t step) const {
+  const bool by_weight = impl_.compiled->loss.reduction() == Reduction::mean_with_sample_weight;
+  for (const auto& input : inputs) {
+    if (step >= input.size() || input[step].size() == 0) continue;
+    const auto& weight = input[step].weight;
+    if (!by_weight || !weight.defined() || weight.sum().item<double>() > 0) return true;
+  }
+  return false;
+}
+
+// As of the same steps on other devices; evaluation and prediction draw nothing.
+std::vector<std::vector<std::uint64_t>> CompiledModel::seeds(Kind kind) const {
+  std::vector<std::vector<std::uint64_t>> seeds(static_cast<std::size_t>(impl_.strategy.num_local_replicas()));
+  for (std::size_t replica = 0; replica < seeds.size(); ++replica) {
+    for (int step = 0; step < steps(kind); ++step) {
+      if (kind != Kind::train) {
+        seeds[replica].push_back(0);
+        continue;
+      }
+      const ReplicaContext context(static_cast<int>(replica), unwrap(impl_.strategy));
+      seeds[replica].push_back(mix(impl_.seed, static_cast<std::uint64_t>(impl_.steps + step),
+                                   static_cast<std::uint64_t>(impl_.number_of(context))));
+    }
+  }
+  return seeds;
+}
+
+std::vector<std::vector<Tensor>> CompiledModel::run(Kind kind, std::vector<Input>& inputs) {
+  const auto& strategy = unwrap(impl_.strategy);
+  auto& compiled = program_for(kind, inputs);
+  const auto count = static_cast<std::size_t>(steps(kind));
+  ops::CompiledProgram::Launch launch;
+  launch.inputs.resize(inputs.size());
+  unwrap(impl_.strategy).on_replicas([&](int replica) {
+    const auto& parts = inputs[static_cast<std::size_t>(replica)];
+    std::vector<Tensors> of_steps;
+    for (std::size_t step = 0; step < count; ++step) {
+      const auto& part = step < parts.size() ? parts[step] : parts.back();
+      auto& tensors = of_steps.emplace_back();
+      for (const auto& tensor : defined_of(part)) tensors.push_back(filled_up(tensor, compiled.rows));
+      tensors.push_back(counts_of(step < parts.size() ? part.size() : 0, compiled.rows));
+    }
+    auto& mine = launch.inputs[static_cast<std::size_t>(replica)];
+    for (std::size_t i = 0; i < of_steps[0].size(); ++i) {
+      Tensors stacked;
+      for (const auto& tensors : of_steps) stacked.push_back(tensors[i]);
+      mine.push_back(count == 1 ? stacked[0] : at::stack(stacked));
+    }
+  });
+  for (std::size_t step = 0; step < count; ++step)
+    launch.updates.push_back(kind == Kind::train && updates(inputs, step));
+  launch.seeds = seeds(kind);
+  return compiled.program->launch(launch)->results(strategy.deadline());
+}
+
+// results: [replica][result], of several steps [step, ...].
+std::vector<PerReplica<StepResult>> CompiledModel::counted(Kind kind, const std::vector<Input>& inputs,
+                                                           const std::vector<std::vector<Tensor>>& results,
+                                                           Tracker& tracker) const {
+  const auto of_step = [&](const Tensor& all, std::size_t step) {
+    return steps(kind) == 1 ? all : all.select(0, static_cast<std::int64_t>(step));
+  };
+  std::vector<PerReplica<StepResult>> counted;
+  for (std::size_t step = 0; step < inputs[0].size(); ++step) {
+    std::vector<StepResult> of_replicas;
+    for (std::size_t replica = 0; replica < inputs.size(); ++replica) {
+      const auto& part = inputs[replica][step];
+      if (part.size() == 0) {
+        of_replicas.emplace_back();
+        continue;
+      }
+      const auto sums = of_step(results[replica][0], step);
+      of_replicas.push_back({sums[0].item<double>(), sums[1].item<double>(), part.size()});
+      if (!has_metrics()) continue;
+      const auto outputs = of_step(results[replica][1], step);
+      tracker.update(static_cast<int>(replica), part, outputs.narrow(0, 0, part.size()));
+    }
+    counted.emplace_back(std::move(of_replicas));
+  }
+  return counted;
+}
+
+std::vector<PerReplica<StepResult>> CompiledModel::train(std::vector<Parts>& batches, Tracker& tracker) {
+  auto inputs = read(batches);
+  const auto results = run(Kind::train, inputs);
+  return counted(Kind::train, inputs, results, tracker);
+}
+
+PerReplica<StepResult> CompiledModel::evaluate(Parts& batch, Tracker& tracker) {
+  std::vector<Parts> one{std::move(batch)};
+  auto inputs = read(one);
+  const auto results = run(Kind::evaluate, inputs);
+  return counted(Kind::evaluate, inputs, results, tracker)[0];
+}
+
+std::vector<Tensor> CompiledModel::predict(Parts& batch) {
+  std::vector<Parts> one{std::move(batch)};
+  auto inputs = read(one);
+  const auto results = run(Kind::predict, inputs);
+  std::vector<Tensor> outputs;
+  for (std::size_t replica = 0; replica < inputs.size(); ++replica) {
+    const auto rows = inputs[replica][0].size();
+    outputs.push_back(rows > 0 ? results[replica][0].narrow(0, 0, rows) : Tensor());
+  }
+  return outputs;
+}
+
+}  // namespace lockstep::train

@@ -1,0 +1,65 @@
+// A model's steps as compiled programs: for a strategy whose devices run those (TPUStrategy).
+#pragma once
+
+#include <compare>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "ops/traced_program.h"
+#include "strategy/split.h"
+#include "train/tracker.h"
+
+namespace lockstep {
+class ModelImpl;
+}
+
+namespace lockstep::train {
+
+// A program is traced and compiled when its shapes come for the first time. Parts of a batch that are smaller than the
+// first ones were are filled up with examples that do not count, so that the same program serves them. Of one model and
+// its optimizer; one thread at a time.
+class CompiledModel {
+ public:
+  explicit CompiledModel(ModelImpl& impl) : impl_(impl) {}
+
+  using Parts = PerReplica<internal::Part>;
+
+  // As ModelImpl::train_batch for each, in one launch: at most CompileOptions::steps_per_execution batches. Returns
+  // [batch].
+  std::vector<PerReplica<StepResult>> train(std::vector<Parts>& batches, Tracker& tracker);
+
+  PerReplica<StepResult> evaluate(Parts& batch, Tracker& tracker);
+
+  // The outputs for each replica's examples; undefined where it has none.
+  std::vector<Tensor> predict(Parts& batch);
+
+ private:
+  enum class Kind { train, evaluate, predict };
+
+  using Input = std::vector<Example>;  // of one replica in one launch: [step]
+
+  // Of an example's tensors, without the batch's dimension: the same program serves all batches of one kind.
+  using Shapes = std::vector<std::int64_t>;
+  struct Compiled {
+    std::int64_t rows = 0;  // of a replica's part
+    std::vector<std::int64_t> output_sizes;
+    std::unique_ptr<ops::CompiledProgram> program;
+  };
+
+  std::vector<Input> read(std::vector<Parts>& batches) const;
+  Compiled& program_for(Kind kind, const std::vector<Input>& inputs);
+  ops::ProgramDevices::Tensors trace(Kind kind, const Example& part, const Tensor& counts, Compiled& compiled) const;
+  std::vector<std::vector<Tensor>> run(Kind kind, std::vector<Input>& inputs);
+  std::vector<PerReplica<StepResult>> counted(Kind kind, const std::vector<Input>& inputs,
+                                              const std::vector<std::vector<Tensor>>& results, Tracker& tracker) const;
+  std::vector<std::vector<std::uint64_t>> seeds(Kind kind) const;
+  int steps(Kind kind) const;
+  bool has_metrics() const;
+  bool updates(const std::vector<Input>& inputs, std::size_t step) const;
+
+  ModelImpl& impl_;
+  std::map<std::pair<Kind, Shapes>, Compiled> programs_;
+};
+
+}  // namespace lockstep::train
