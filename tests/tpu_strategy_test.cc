@@ -89,6 +89,86 @@ TEST_P(TpuReplicas, TrainAsMirroredOnesDo) {
   EXPECT_EQ(unwrap(strategy).programs()->counts().compiled - counts.compiled, 3);
 }
 
+// As examples/custom_module.cc, but for a bias that BatchNorm takes away again, so that its gradient is rounding alone,
+// which Adam makes as large as any. Dropout draws other numbers than on other devices.
+struct NormalizedImpl : torch::nn::Module {
+  explicit NormalizedImpl(double dropped) : dropout(register_module("dropout", torch::nn::Dropout(dropped))) {}
+  Tensor forward(const Tensor& x) {
+    return output(dropout(torch::relu(norm(convolution(x))).flatten(1)));
+  }
+  torch::nn::Conv2d convolution = register_module("convolution", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 6, 5).stride(2).bias(false)));
+  torch::nn::BatchNorm2d norm = register_module("norm", torch::nn::BatchNorm2d(6));
+  torch::nn::Dropout dropout;
+  torch::nn::Linear output = register_module("output", torch::nn::Linear(6 * 4 * 4, 10));
+};
+TORCH_MODULE(Normalized);
+
+TEST_P(TpuReplicas, NormalizeBatchesAsMirroredOnesDo) {
+  const auto options = [] { return classifier(AdamW({.learning_rate = CosineDecay(2e-3, 40), .global_clipnorm = 1.0})); };
+  const auto make = [] { return Model([] { return Normalized(0.0); }); };
+  const auto data = images(1, 12);
+  expect_alike(train(tpu(GetParam()), data, make, options()),
+               train(MirroredStrategy(GetParam()), data, make, options()));
+}
+
+// With batches that are no larger on any replica than the others: BatchNorm needs more than one value a channel.
+TEST_P(TpuReplicas, TrainLayersWithBatchNormalization) {
+  const auto make = [] {
+    return Sequential({Conv2D(4, 3, {.use_bias = false}), BatchNormalization(), Activation("relu"), Flatten(), Dense(10)});
+  };
+  const auto data = images(1, 8);
+  expect_alike(train(tpu(GetParam()), data, make, classifier(SGD({.learning_rate = 0.05, .momentum = 0.9}))),
+               train(MirroredStrategy(GetParam()), data, make, classifier(SGD({.learning_rate = 0.05, .momentum = 0.9}))));
+}
+
+TEST_P(TpuReplicas, TrainATransformer) {
+  const auto make = [] { return Model([] { return std::make_shared<benchmarks::Transformer>(); }); };
+  at::manual_seed(3);
+  const auto data = Dataset::from_tensor_slices(at::randint(1000, {21, 64}, at::kLong), at::randint(10, {21})).batch(8);
+  expect_alike(train(tpu(GetParam()), data, make, classifier(SGD({.learning_rate = 0.05}))),
+               train(MirroredStrategy(GetParam()), data, make, classifier(SGD({.learning_rate = 0.05}))));
+}
+
+TEST(Tpu, StepsThatAreLaunchedTogetherAreThoseOneByOne) {
+  const auto data = images(1, 12);
+  const auto options = [](std::int64_t together) {
+    auto all = classifier();
+    all.steps_per_execution = together;
+    return all;
+  };
+  const auto make = [] { return Model([] { return Normalized(0.3); }); };
+  const auto strategy = tpu(2);
+  const auto one_by_one = train(strategy, data, make, options(1));
+  expect_alike(train(strategy, data, make, options(3)), one_by_one);  // of 5 steps an epoch
+  const auto again = train(strategy, data, make, options(1));
+  for (std::size_t i = 0; i < again.weights.size(); ++i) EXPECT_TRUE(at::equal(again.weights[i], one_by_one.weights[i]));
+}
+
+TEST(Tpu, CheckpointsGoFromStrategyToStrategy) {
+  const auto data = images(1, 12);
+  const auto path = testing::TempDir() + "tpu_checkpoint";
+  const auto begin = [&](const Strategy& strategy, int epochs) {
+    set_random_seed(7);
+    const auto scope = strategy.scope();
+    auto model = seed_cnn();
+    model.compile(classifier());
+    model.build({1, 12, 12});
+    if (epochs > 0) model.fit(data, {.epochs = epochs, .verbose = 0});
+    return model;
+  };
+  const auto whole = begin(MirroredStrategy(2), 4);
+  const std::vector<Strategy> strategies{tpu(2), MirroredStrategy(2)};
+  for (int first = 0; first < 2; ++first) {
+    begin(strategies[first], 2).save_checkpoint(path);
+    auto second = begin(strategies[1 - first], 0);
+    second.load_checkpoint(path);
+    second.fit(data, {.epochs = 4, .verbose = 0, .initial_epoch = 2});
+    const auto &a = unwrap(whole.module()), &b = unwrap(second.module());
+    for (std::size_t i = 0; i < a.slots().size(); ++i)
+      EXPECT_LT((a.parameter(0, i) - b.parameter(0, i)).abs().max().item<double>(), 1e-5) << first << " " << i;
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Replicas, TpuReplicas, testing::Values(1, 2, 8));
 
 }  // namespace

@@ -56,6 +56,7 @@ class Call {
 
   // Throws Error with the operator's name.
   [[noreturn]] void refuse(const std::string& why) const;
+  [[noreturn]] void refuse_unknown() const;  // an operator without lowering
 
   void returns(std::vector<Value> results);
   void returns(const std::vector<at::Tensor>& results);  // of other operators; undefined ones too
@@ -102,6 +103,7 @@ void add_pooling(Lowerings& table);
 void add_indexing(Lowerings& table);
 void add_random(Lowerings& table);
 void add_composed(Lowerings& table);
+void add_arithmetic(Lowerings& table);
 void add_ordering(Lowerings& table);
 
 }  // namespace lockstep::tpu

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 #include "tpu/call.h"
@@ -159,6 +160,15 @@ Tensors gru_cell_backward(Call& call) {
   const bool biased = call.flag(2);
   return {of_input, of_hidden, gradient * z, biased ? of_input.sum(Sizes{0}) : at::Tensor(),
           biased ? of_hidden.sum(Sizes{0}) : at::Tensor()};
+}
+
+// Of a row without any finite number 0, and not NaN: of attention where a query may see nothing.
+Tensors safe_softmax(Call& call) {
+  const auto x = call.has(2) ? call.tensor(0).to(call.dtype(2)) : call.tensor(0);
+  const auto dimension = call.integer(1);
+  const auto sees_nothing = x.eq(-std::numeric_limits<double>::infinity()).all(dimension, true);
+  const auto result = at::_softmax(x, dimension, false);
+  return {at::where(sees_nothing, at::zeros_like(result), result)};
 }
 
 Tensors variance_of(Call& call, bool with_mean) {
@@ -339,6 +349,7 @@ void add_composed(Lowerings& table) {
   table["aten::_thnn_fused_lstm_cell_backward_impl"] = composed(lstm_cell_backward);
   table["aten::_thnn_fused_gru_cell"] = composed(gru_cell);
   table["aten::_thnn_fused_gru_cell_backward"] = composed(gru_cell_backward);
+  table["aten::_safe_softmax"] = composed(safe_softmax);
   table["aten::var.correction"] = composed([](Call& call) { return variance_of(call, false); });
   table["aten::var_mean.correction"] = composed([](Call& call) { return variance_of(call, true); });
   table["aten::std.correction"] = composed([](Call& call) -> Tensors { return {variance_of(call, false)[0].sqrt()}; });

@@ -55,9 +55,7 @@ const bool is_set = [] {
 
 }  // namespace
 
-Devices::Devices(const ops::ProgramDevicesOptions& options) : replicas_(open(options)) {
-  const Trace before_the_first_backward;
-}
+Devices::Devices(const ops::ProgramDevicesOptions& options) : replicas_(open(options)) {}
 
 std::unique_ptr<ops::DeviceVariables> Devices::variables(std::vector<Tensors> hosts) {
   std::erase_if(variables_, [](const auto& entry) { return entry.second.expired(); });

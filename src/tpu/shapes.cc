@@ -228,6 +228,11 @@ void new_full(Call& call) {
   call.returns({call.number(2, {type, call.integers(1)})});
 }
 
+void scalar(Call& call) {
+  const auto type = call.has(1) ? call.dtype(1) : at::typeMetaToScalarType(at::get_default_dtype());
+  call.returns({call.number(0, {ops::dtype_of(type), {}})});
+}
+
 void full_like(Call& call) {
   auto shape = call.value(0).shape;
   if (call.has(2)) shape.dtype = ops::dtype_of(call.dtype(2));
@@ -276,6 +281,7 @@ void add_shapes(Lowerings& table) {
   table["aten::new_ones"] = filled_as(1, 2);
   table["aten::new_full"] = new_full;
   table["aten::full"] = full;
+  table["aten::scalar_tensor"] = scalar;
   table["aten::full_like"] = full_like;
   table["aten::fill.Scalar"] = fill;
   table["aten::zero"] = zero;

@@ -3,16 +3,15 @@
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
-#include <ATen/ops/ones.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <numeric>
+#include <set>
 #include <thread>
 
-#include "base/mutex.h"
 #include "base/near_names.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
@@ -24,10 +23,10 @@ namespace lockstep::tpu {
 namespace {
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
+constexpr const char* kTaken = "another library has taken LibTorch's device type PrivateUse1, which traced steps need";
 
-Mutex tracing;             // held while a Trace lives
-Trace* current = nullptr;  // of any thread
-std::atomic<std::thread::id> tracing_thread;
+std::atomic<std::thread::id> tracing_thread;  // none: no Trace lives
+Trace* current = nullptr;                     // that lives, for its thread and autograd's
 std::atomic<std::int64_t> traces = 0;
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -35,7 +34,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
 };
 
-// Autograd asks for a device's stream. There is one device, on which all that happens is that a program is written.
+// Autograd starts a thread for each device that it knows when the process's first backward comes, so that this is
+// registered when the library is loaded: the thread waits for work. It asks for a device's stream. There is one device, on which all that happens is that a program is written.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device) const override { return device(); }
@@ -52,6 +52,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
 };
 
+std::atomic<const c10::impl::DeviceGuardImplInterface*>& registered_guard() {
+  return c10::impl::device_guard_impl_registry[static_cast<std::size_t>(kType)];
+}
+
+// Null where another library was before.
+const Guard* const guard = [] {
+  static Guard ours;
+  if (registered_guard().load() != nullptr) return static_cast<Guard*>(nullptr);
+  registered_guard() = &ours;
+  return &ours;
+}();
+
 std::string name_of(const c10::OperatorHandle& operation) {
   const auto& name = operation.schema().operator_name();
   return name.overload_name.empty() ? name.name : text(name.name, ".", name.overload_name);
@@ -64,11 +76,7 @@ void record(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   Call call(*current, operation, *stack);
   const auto found = lowerings().find(call.name());
   if (found == lowerings().end()) {
-    std::vector<std::string> names;
-    for (const auto& [name, lowering] : lowerings()) names.push_back(name);
-    std::string near;
-    for (const auto& name : near_names(call.name(), names)) near += text(near.empty() ? "; there are " : ", ", name);
-    throw Error(text("the operator ", call.name(), " cannot be compiled for a TPU", near));
+    call.refuse_unknown();
   }
   found->second(call);
   call.push_results();
@@ -82,13 +90,12 @@ void register_device() {
     // reads this when it is first used; torch_xla sets it too.
     ::setenv("TORCH_DISABLE_FUNCTIONALIZATION_META_REFERENCE", "1", /*overwrite=*/1);
     try {
+      if (guard == nullptr || registered_guard().load() != guard) throw DeviceError(kTaken);
       c10::register_privateuse1_backend("tpu");
       at::RegisterPrivateUse1HooksInterface(new Hooks);
     } catch (const c10::Error& error) {
-      throw DeviceError(
-          text("another library has taken LibTorch's device type for \"tpu\": ", error.what_without_backtrace()));
+      throw DeviceError(text(kTaken, ": ", error.what_without_backtrace()));
     }
-    static const c10::impl::DeviceGuardImplRegistrar guard(kType, new Guard);
     static torch::Library others(torch::Library::IMPL, "_", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
     others.fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
     static torch::Library operators(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
@@ -99,22 +106,6 @@ void register_device() {
   (void)registered;
 }
 
-void end_trace() LOCKSTEP_THREAD_ANNOTATION(release_capability(tracing)) {
-  current = nullptr;
-  tracing_thread = std::thread::id();
-  tracing.unlock();
-}
-
-bool has_backward() {
-  try {
-    const auto x = at::ones({}, at::TensorOptions().device(device())).requires_grad_();
-    x.mul(2).backward();
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
-}
-
 }  // namespace
 
 at::Device device() { return {kType, 0}; }
@@ -123,20 +114,20 @@ std::int64_t number_of_trace() { return traces; }
 
 Trace::Trace() {
   register_device();
-  if (tracing_thread == std::this_thread::get_id())
-    throw Error("a Trace is made while another one of this thread lives");
-  tracing.lock();
-  tracing_thread = std::this_thread::get_id();
+  const auto here = std::this_thread::get_id();
+  std::thread::id none;
+  if (!tracing_thread.compare_exchange_strong(none, here)) {
+    throw Error(none == here ? "a step is traced while another one of this thread is"
+                             : "another thread traces a step for a TPU; they are traced one at a time: take turns");
+  }
   current = this;
   ++traces;
-  static const bool autograd_knows_the_device = has_backward();
-  program_ = {};
-  if (autograd_knows_the_device) return;
-  end_trace();
-  throw DeviceError("a backward was made in this process before its first program for a TPU was traced");
 }
 
-Trace::~Trace() { end_trace(); }
+Trace::~Trace() {
+  current = nullptr;
+  tracing_thread = std::thread::id();
+}
 
 at::Tensor Trace::argument(at::IntArrayRef sizes, at::ScalarType dtype) {
   return wrapped(program_.argument({ops::dtype_of(dtype), sizes.vec()}));
@@ -181,6 +172,7 @@ const Lowerings& lowerings() {
     add_indexing(all);
     add_random(all);
     add_composed(all);
+    add_arithmetic(all);
     add_ordering(all);
     return all;
   }();
@@ -202,6 +194,16 @@ Value Call::random_words(std::int64_t count) { return trace_.random_words(count)
 bool Call::has(std::size_t i) const {
   const auto& argument = arguments_[i];
   return !argument.isNone() && (!argument.isTensor() || argument.toTensor().defined());
+}
+
+// With those that are called alike.
+void Call::refuse_unknown() const {
+  std::set<std::string> names;
+  for (const auto& [name, lowering] : lowerings()) names.insert(name.substr(0, name.find('.')));
+  std::string near;
+  for (const auto& name : near_names(name_.substr(0, name_.find('.')), {names.begin(), names.end()}))
+    near += text(near.empty() ? "; there are " : ", ", name);
+  throw Error(text("the operator ", name_, " cannot be compiled for a TPU", near));
 }
 
 void Call::refuse(const std::string& why) const {

@@ -15,13 +15,10 @@ namespace lockstep::tpu {
 
 // While it lives, operators on tensors that it has made, and on those made of them, are recorded: of its thread, and of
 // the thread on which autograd computes gradients while it waits. In-place operators and views do what they always do:
-// LibTorch's functionalization turns them into others. It ends on its thread. One Trace lives at a time: that of
-// another thread is waited for.
+// LibTorch's functionalization turns them into others. It ends on its thread. One lives at a time in the process.
 class Trace {
  public:
-  // The process's first one must be made before its first backward: then autograd begins its threads, one for each
-  // device that it knows. Throws DeviceError where that was not so, or where another library has taken LibTorch's
-  // device type PrivateUse1; Error where this thread has a Trace already.
+  // Throws DeviceError where another library has taken LibTorch's device type PrivateUse1; Error where a Trace lives.
   Trace();
   ~Trace();
   Trace(const Trace&) = delete;

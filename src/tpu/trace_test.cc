@@ -102,7 +102,6 @@ at::Tensor positive(at::IntArrayRef sizes) { return at::rand(sizes) + 0.5; }
 
 class Operators : public testing::Test {
  protected:
-  static void SetUpTestSuite() { Trace before_the_first_backward; }
   void SetUp() override { at::manual_seed(1); }
 };
 

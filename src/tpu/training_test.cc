@@ -80,10 +80,7 @@ std::string trace_step(Net& net, int replicas) {
   return trace.finish(results, aliases, replicas);
 }
 
-class Training : public testing::TestWithParam<int> {
- protected:
-  static void SetUpTestSuite() { Trace before_the_first_backward; }
-};
+class Training : public testing::TestWithParam<int> {};
 
 TEST_P(Training, IsThatOfLibTorch) {
   const int replicas = GetParam();

@@ -45,8 +45,7 @@ struct TPUTopology {
 };
 
 // Loads the plugin and opens the devices, which stay open as long as a strategy uses them. A TPUStrategy does it by
-// itself; called before, it says what there is. Throws DeviceError where there is no plugin or no device. In a process
-// it, or the first TPUStrategy, must come before the first backward.
+// itself; called before, it says what there is. Throws DeviceError where there is no plugin or no device.
 TPUTopology initialize_tpu_system(const TPUClusterResolver& resolver = TPUClusterResolver());
 
 struct TPUStrategyOptions {

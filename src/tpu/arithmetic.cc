@@ -1,0 +1,154 @@
+// Less common arithmetic, mostly composed of pointwise.cc's.
+#include <ATen/ATen.h>
+
+#include <limits>
+
+#include "ops/dtypes.h"
+#include "tpu/call.h"
+
+namespace lockstep::tpu {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+using TwoArguments = at::Tensor (*)(const at::Tensor&, const at::Tensor&);
+
+// The second argument may be a number.
+Lowering of_two(TwoArguments make) {
+  return [make](Call& call) {
+    const auto x = call.tensor(0);
+    const auto& second = call.argument(1);
+    const auto y = second.isTensor() ? second.toTensor() : at::full({}, second.toScalar(), x.options());
+    call.returns(Tensors{make(x, y)});
+  };
+}
+
+// With the sign of the dividend, as in C.
+at::Tensor c_remainder(const at::Tensor& x, const at::Tensor& y) { return at::fmod(x, y); }
+
+// With the sign of the divisor, as in Python.
+at::Tensor python_remainder(const at::Tensor& x, const at::Tensor& y) {
+  const auto rest = c_remainder(x, y);
+  const auto other_sign = rest.lt(0).ne(at::broadcast_tensors({y, rest})[0].lt(0)).logical_and(rest.ne(0));
+  return at::where(other_sign, rest + y, rest);
+}
+
+at::Tensor truncated(const at::Tensor& x) {
+  return x.is_floating_point() ? at::where(x < 0, x.ceil(), x.floor()) : x;
+}
+
+at::Tensor floor_quotient(const at::Tensor& x, const at::Tensor& y) {
+  return x.is_floating_point() || y.is_floating_point() ? (x / y).floor() : (x - python_remainder(x, y)).div(y, "trunc");
+}
+
+void fmod(Call& call) {
+  auto& program = call.program();
+  const auto x = call.value(0);
+  const auto dtype = ops::dtype_of(call.argument(1).isTensor()
+                                       ? at::result_type(call.tensor(0), call.tensor(1))
+                                       : at::result_type(call.tensor(0), call.scalar(1)));
+  auto y = call.argument(1).isTensor() ? program.convert(call.value(1), dtype) : call.number(1, {dtype, {}});
+  const auto sizes = at::infer_size(x.shape.sizes, y.shape.sizes);
+  call.returns({program.binary("stablehlo.remainder", spread(call, program.convert(x, dtype), sizes),
+                               spread(call, y, sizes))});
+}
+
+void divide_rounded(Call& call) {
+  const auto mode = call.has(2) ? call.word(2) : "";
+  const auto x = call.tensor(0);
+  const auto y = call.argument(1).isTensor() ? call.tensor(1) : at::full({}, call.scalar(1), x.options());
+  if (mode == "floor") return call.returns(Tensors{floor_quotient(x, y)});
+  if (mode != "trunc") return call.returns(Tensors{x / y});
+  if (x.is_floating_point() || y.is_floating_point()) return call.returns(Tensors{truncated(x / y)});
+  auto& program = call.program();
+  const auto dtype = ops::dtype_of(at::result_type(x, y));
+  const auto sizes = at::infer_size(x.sizes(), y.sizes());
+  const auto divisor = call.argument(1).isTensor() ? program.convert(call.value(1), dtype) : call.number(1, {dtype, {}});
+  call.returns({program.binary("stablehlo.divide", spread(call, program.convert(call.value(0), dtype), sizes),
+                               spread(call, divisor, sizes))});
+}
+
+void clamp_by_tensors(Call& call) {
+  auto x = call.tensor(0);
+  if (call.has(1)) x = at::maximum(x, call.tensor(1));
+  if (call.has(2)) x = at::minimum(x, call.tensor(2));
+  call.returns(Tensors{x});
+}
+
+// Dimensions of argument `place`: a list, a number, or none for all.
+Sizes dimensions_of(Call& call, std::size_t place, std::int64_t rank) {
+  const auto& argument = call.argument(place);
+  const auto given = argument.isNone() ? Sizes() : argument.isInt() ? Sizes{argument.toInt()} : argument.toIntVector();
+  if (given.empty()) return all_dimensions(static_cast<std::size_t>(rank));
+  Sizes dimensions;
+  for (const auto i : given) dimensions.push_back(call.dimension(i, static_cast<std::size_t>(rank)));
+  return dimensions;
+}
+
+// Whether any, or all, are not 0: of all elements, or of those along dimensions.
+Lowering truth(bool any, bool has_dimensions) {
+  return [=](Call& call) {
+    const auto x = call.tensor(0);
+    const auto truths = x.ne(0).to(at::kInt);
+    const auto dimensions = has_dimensions ? dimensions_of(call, 1, x.dim())
+                                           : all_dimensions(static_cast<std::size_t>(x.dim()));
+    const bool keeps = has_dimensions && call.flag(2);
+    if (x.dim() == 0) return call.returns(Tensors{truths.ne(0)});
+    call.returns(Tensors{(any ? truths.amax(dimensions, keeps) : truths.amin(dimensions, keeps)).ne(0)});
+  };
+}
+
+void product(Call& call, bool of_dimension) {
+  auto& program = call.program();
+  auto x = call.value(0);
+  const std::size_t dtype_place = of_dimension ? 3 : 1;
+  if (call.has(dtype_place)) {
+    x = program.convert(x, ops::dtype_of(call.dtype(dtype_place)));
+  } else if (!pjrt::is_floating(x.shape.dtype)) {
+    x = program.convert(x, DType::int64);
+  }
+  const auto rank = x.shape.sizes.size();
+  const auto dimensions =
+      of_dimension ? Sizes{call.dimension(call.integer(1), std::max<std::size_t>(rank, 1))} : all_dimensions(rank);
+  if (rank == 0) return call.returns({x});
+  auto result = program.reduce("stablehlo.multiply", x, program.constant(1, {x.shape.dtype, {}}), dimensions);
+  if (of_dimension && call.flag(2)) {
+    auto sizes = x.shape.sizes;
+    sizes[static_cast<std::size_t>(dimensions[0])] = 1;
+    result = program.reshape(result, sizes);
+  }
+  call.returns({result});
+}
+
+}  // namespace
+
+void add_arithmetic(Lowerings& table) {
+  for (const char* const overload : {"", ".Tensor"}) {
+    table[std::string("aten::clamp_min") + overload] = of_two([](const auto& x, const auto& y) { return at::maximum(x, y.to(x.scalar_type())); });
+    table[std::string("aten::clamp_max") + overload] = of_two([](const auto& x, const auto& y) { return at::minimum(x, y.to(x.scalar_type())); });
+  }
+  table["aten::clamp.Tensor"] = clamp_by_tensors;
+  for (const char* const overload : {".Tensor", ".Scalar"}) {
+    table[std::string("aten::fmod") + overload] = fmod;
+    table[std::string("aten::remainder") + overload] = of_two(&python_remainder);
+  }
+  for (const char* const name : {"aten::floor_divide", "aten::floor_divide.Scalar"})
+    table[name] = of_two(&floor_quotient);
+  for (const char* const name : {"aten::div.Tensor_mode", "aten::div.Scalar_mode"}) table[name] = divide_rounded;
+  table["aten::trunc"] = [](Call& call) { call.returns(Tensors{truncated(call.tensor(0))}); };
+  table["aten::isneginf"] = [](Call& call) {
+    call.returns(Tensors{call.tensor(0).eq(-std::numeric_limits<double>::infinity())});
+  };
+  table["aten::isposinf"] = [](Call& call) {
+    call.returns(Tensors{call.tensor(0).eq(std::numeric_limits<double>::infinity())});
+  };
+  table["aten::any"] = truth(true, false);
+  table["aten::all"] = truth(false, false);
+  for (const char* const overload : {".dim", ".dims"}) {
+    table[std::string("aten::any") + overload] = truth(true, true);
+    table[std::string("aten::all") + overload] = truth(false, true);
+  }
+  table["aten::prod"] = [](Call& call) { product(call, false); };
+  table["aten::prod.dim_int"] = [](Call& call) { product(call, true); };
+}
+
+}  // namespace lockstep::tpu
