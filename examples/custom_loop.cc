@@ -42,23 +42,25 @@ int main() {
   if (manager.restore_or_initialize()) std::cout << "going on from " << manager.latest() << "\n";
 
   // One step, as each replica makes it with its own copy of the network and its own part of the batch.
-  const auto train_step = [&](ls::ReplicaContext& replica, Net& own, const ls::Example& part) {
+  const auto train_step = ls::compiled([&](ls::ReplicaContext& replica, Net& own, const ls::Example& part) {
     const auto loss = torch::nn::functional::cross_entropy(
         own(part.x), part.y, torch::nn::functional::CrossEntropyFuncOptions().reduction(torch::kSum));
     optimizer.minimize(replica, loss, static_cast<double>(part.size()));
-    return loss.item<double>();
-  };
-  const auto count_correct = [](ls::ReplicaContext&, Net& own, const ls::Example& part) {
+    return loss.detach();
+  });
+  const auto count_correct = ls::compiled([](ls::ReplicaContext&, Net& own, const ls::Example& part) {
     const torch::NoGradGuard no_grad;
-    return own(part.x).argmax(1).eq(part.y).sum().item<double>();
-  };
+    return own(part.x).argmax(1).eq(part.y).sum();
+  });
 
   for (int epoch = 0; epoch < 2; ++epoch) {
     double loss = 0;
     auto batches = train_data.iterate({.epoch = epoch});
-    while (auto next = batches.next()) loss += strategy.reduce(ls::ReduceOp::sum, strategy.run(train_step, net, *next));
+    while (auto next = batches.next())
+      loss += strategy.reduce(ls::ReduceOp::sum, strategy.run(train_step, net, *next)).item<double>();
     double correct = 0;
-    for (auto& next : test_data) correct += strategy.reduce(ls::ReduceOp::sum, strategy.run(count_correct, net, next));
+    for (auto& next : test_data)
+      correct += strategy.reduce(ls::ReduceOp::sum, strategy.run(count_correct, net, next)).item<double>();
     std::cout << "epoch " << epoch + 1 << ": loss " << loss / 60'000 << ", accuracy " << correct / 10'000 << ", saved "
               << manager.save() << "\n";
   }

@@ -54,7 +54,8 @@ void TracedUpdate::apply(ops::StepTrace& trace, const at::Tensor& total_weight, 
   if (all.values.empty()) return;
 
   const auto divide_by = total_weight.to(dtype);
-  for (const auto& sum : trace.sum_over_replicas(gradients)) all.gradients.push_back(sum / divide_by);
+  for (const auto& gradient : gradients)
+    all.gradients.push_back(trace.all_reduce(ReduceOp::sum, gradient) / divide_by);
   const DeviceUpdate update(updater_.optimizer(), all.values[0].options());
   std::vector<at::Tensor> numbers;
   for (std::size_t i = 0; i < update.numbers(updater_.step_after(0)).size(); ++i) {

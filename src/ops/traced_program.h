@@ -12,6 +12,7 @@
 #include <variant>
 #include <vector>
 
+#include "lockstep/base/buffer.h"
 #include "lockstep/base/deadline.h"
 
 namespace lockstep::ops {
@@ -47,8 +48,9 @@ class StepTrace {
   // it is the variable's new value.
   virtual at::Tensor value_of(DeviceVariable& variable) = 0;
 
-  // Sums over all replicas.
-  virtual std::vector<at::Tensor> sum_over_replicas(const std::vector<at::Tensor>& values) = 0;
+  // Over all replicas, on which the results are equal; without gradients.
+  virtual at::Tensor all_reduce(ReduceOp op, const at::Tensor& value) = 0;
+  virtual at::Tensor all_gather(const at::Tensor& value, std::int64_t axis) = 0;
 
   // A scalar that the host computes anew for each step that updates: `update` is how many updates of the same launch
   // come before it.

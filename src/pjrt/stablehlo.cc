@@ -254,12 +254,25 @@ Value ProgramText::dot(const Value& a, const Value& b, const std::vector<std::in
                   ", rhs_contracting_dimensions = ", numbers_of(contract_b), ">, ", kHighestPrecision));
 }
 
-Value ProgramText::all_reduce(std::string_view operation, const Value& x, int replicas) {
+namespace {
+
+std::string group_of_all(int replicas) {
   std::vector<std::int64_t> all;
   for (int i = 0; i < replicas; ++i) all.push_back(i);
-  return add("stablehlo.all_reduce", {x}, x.shape,
-             text("replica_groups = dense<[", numbers_of(all), "]> : tensor<1x", replicas, "xi64>"),
-             reducer(operation, x.shape.dtype));
+  return text("replica_groups = dense<[", numbers_of(all), "]> : tensor<1x", replicas, "xi64>");
+}
+
+}  // namespace
+
+Value ProgramText::all_reduce(std::string_view operation, const Value& x, int replicas) {
+  return add("stablehlo.all_reduce", {x}, x.shape, group_of_all(replicas), reducer(operation, x.shape.dtype));
+}
+
+Value ProgramText::all_gather(const Value& x, std::int64_t dimension, int replicas) {
+  auto result = x.shape;
+  result.sizes[static_cast<std::size_t>(dimension)] *= replicas;
+  return add("stablehlo.all_gather", {x}, result,
+             text("all_gather_dim = ", dimension, " : i64, ", group_of_all(replicas)));
 }
 
 std::string ProgramText::function(std::string_view name, const std::vector<Value>& outputs,

@@ -70,6 +70,7 @@ class ProgramText {
             const std::vector<std::int64_t>& contract_b, const std::vector<std::int64_t>& batch_a = {},
             const std::vector<std::int64_t>& batch_b = {});
   Value all_reduce(std::string_view operation, const Value& x, int replicas);
+  Value all_gather(const Value& x, std::int64_t dimension, int replicas);
 
   // The whole program. aliases: argument i becomes output j, whose memory it gives.
   std::string finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases,

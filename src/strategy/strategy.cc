@@ -12,6 +12,7 @@
 #include "strategy/devices.h"
 #include "strategy/loop_checkpoint.h"
 #include "strategy/split.h"
+#include "strategy/step_programs.h"
 #include "strategy/strategy_impl.h"
 
 namespace lockstep {
@@ -74,6 +75,10 @@ int Strategy::num_replicas_in_sync() const { return impl_->all_replicas(); }
 int Strategy::num_local_replicas() const { return impl_->replicas(); }
 bool Strategy::is_chief() const { return impl_->is_chief(); }
 std::vector<std::string> Strategy::devices() const { return impl_->settings().devices; }
+bool Strategy::runs_programs() const { return impl_->programs() != nullptr; }
+std::vector<std::vector<Tensor>> Strategy::run_program(const internal::StepToRun& step) const {
+  return strategy::run_program(*impl_, step);
+}
 void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
 
 Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {

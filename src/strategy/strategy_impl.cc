@@ -243,7 +243,15 @@ void StrategyImpl::run(const std::function<void(ReplicaContext&)>& function) {
     const ops::ReplicaRandom::Use use(random(replica));
     function(context);
   });
-  ended_runs_.fetch_add(1, std::memory_order_relaxed);
+  count_run();
+}
+
+std::vector<std::uint64_t> StrategyImpl::next_run_seeds() {
+  const auto run_seed = mix(seed_, ++runs_);
+  std::vector<std::uint64_t> seeds;
+  for (int replica = 0; replica < replicas(); ++replica)
+    seeds.push_back(mix(run_seed, static_cast<std::uint64_t>(first_replica() + replica)));
+  return seeds;
 }
 
 }  // namespace lockstep

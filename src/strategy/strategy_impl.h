@@ -171,6 +171,10 @@ class StrategyImpl {
   // The same for a step, with each replica's own random numbers.
   void run(const std::function<void(ReplicaContext&)>& function);
 
+  // For a step that is compiled: each replica's seed of the random numbers that `run` would give it; and that it ended.
+  std::vector<std::uint64_t> next_run_seeds();
+  void count_run() { ended_runs_.fetch_add(1, std::memory_order_relaxed); }
+
   // How many `run`s have ended. Any thread.
   std::uint64_t ended_runs() const { return ended_runs_.load(std::memory_order_relaxed); }
 

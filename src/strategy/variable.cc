@@ -1,6 +1,7 @@
 #include "lockstep/strategy/variable.h"
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 
 #include "base/text.h"
@@ -17,11 +18,33 @@ class VariableImpl {
         sizes(initial.sizes().vec()),
         dtype(initial.scalar_type()),
         devices(unwrap(strategy).torch_devices()),
-        workers(unwrap(strategy).data_workers()),
-        copies(devices.size(), initial) {
+        workers(unwrap(strategy).data_workers()) {
     const auto shared = initial.detach().clone();
     broadcast(unwrap(strategy).workers(), {shared});
+    for (const auto& device : devices) copies.push_back(at::empty_like(shared, device));
     set_all(shared);
+    if (auto* const programs = unwrap(strategy).programs()) in_programs = programs->variables({copies});
+  }
+
+  // Of the replica in its step.
+  void set(const ReplicaContext& replica, const Tensor& value) {
+    if (auto* const trace = ops::current_trace())
+      in_trace(*trace).copy_(value);
+    else
+      copy(replica) = value;
+  }
+  Tensor get(const ReplicaContext& replica) {
+    if (auto* const trace = ops::current_trace()) return in_trace(*trace).clone();
+    return copy(replica);
+  }
+
+  Tensor in_trace(ops::StepTrace& trace) const {
+    if (!in_programs) {
+      throw InvalidArgument(
+          "a variable of another strategy is used in a step that is compiled; make it in the scope of the strategy that "
+          "runs the step");
+    }
+    return trace.value_of((*in_programs)[0]);
   }
 
   Tensor& copy(const ReplicaContext& replica) {
@@ -62,12 +85,16 @@ class VariableImpl {
         options.synchronization == VariableSynchronization::on_read && options.aggregation == VariableAggregation::sum;
     for (std::size_t i = 0; i < copies.size(); ++i) {
       const bool first = i == 0 && workers.rank() == 0;
-      const auto copy = summed && !first ? at::zeros_like(value) : value.detach().clone();
-      copies[i] = copy.to(devices[i]);
+      const auto copy = summed && !first ? at::zeros_like(value) : value.detach();
+      if (in_programs)
+        copies[i].copy_(copy);  // by whose tensors they are known
+      else
+        copies[i] = copy.to(devices[i], dtype, /*non_blocking=*/false, /*copy=*/true);
     }
   }
 
   Tensor read() const {
+    if (in_programs) in_programs->fetch(workers.deadline());
     if (options.synchronization == VariableSynchronization::on_write) return copies[0].clone();
     Tensor result = copies[0].clone();
     const auto all = copies.size() * static_cast<std::size_t>(workers.size());
@@ -91,6 +118,7 @@ class VariableImpl {
   const std::vector<c10::Device> devices;  // [replica]
   const Communicator workers;
   std::vector<Tensor> copies;  // [replica], written by that replica in steps
+  std::unique_ptr<ops::DeviceVariables> in_programs;  // where steps are compiled: one, whose host's tensors are `copies`
 };
 
 Variable::Variable(const Tensor& initial, VariableOptions options, const Strategy& strategy)
@@ -99,16 +127,16 @@ Variable::Variable(const Tensor& initial, VariableOptions options, const Strateg
 void Variable::assign(const ReplicaContext& replica, const Tensor& value) const {
   impl_->check_shape(value);
   const bool collective = impl_->options.synchronization == VariableSynchronization::on_write;
-  impl_->copy(replica) = collective ? impl_->aggregate(replica, value) : value.detach().clone();
+  impl_->set(replica, collective ? impl_->aggregate(replica, value) : value.detach().clone());
 }
 
 void Variable::assign_add(const ReplicaContext& replica, const Tensor& value) const {
   impl_->check_shape(value);
   const bool collective = impl_->options.synchronization == VariableSynchronization::on_write;
-  impl_->copy(replica) = impl_->copy(replica) + (collective ? impl_->aggregate(replica, value) : value.detach());
+  impl_->set(replica, impl_->get(replica) + (collective ? impl_->aggregate(replica, value) : value.detach()));
 }
 
-Tensor Variable::value(const ReplicaContext& replica) const { return impl_->copy(replica); }
+Tensor Variable::value(const ReplicaContext& replica) const { return impl_->get(replica); }
 
 void Variable::assign(const Tensor& value) const {
   impl_->check_shape(value);

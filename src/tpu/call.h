@@ -56,6 +56,7 @@ class Call {
 
   // Throws Error with the operator's name.
   [[noreturn]] void refuse(const std::string& why) const;
+  std::string place() const;
   [[noreturn]] void refuse_unknown() const;  // an operator without lowering
 
   void returns(std::vector<Value> results);
@@ -102,6 +103,7 @@ void add_convolutions(Lowerings& table);
 void add_pooling(Lowerings& table);
 void add_indexing(Lowerings& table);
 void add_random(Lowerings& table);
+void add_refused(Lowerings& table);
 void add_composed(Lowerings& table);
 void add_arithmetic(Lowerings& table);
 void add_ordering(Lowerings& table);

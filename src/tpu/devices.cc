@@ -39,6 +39,8 @@ Replicas open(const ops::ProgramDevicesOptions& options) {
   return replicas;
 }
 
+constexpr std::size_t kKeptPrograms = 32;
+
 struct VariableList final : ops::DeviceVariables {
   ops::DeviceVariable& operator[](std::size_t i) override { return *all.at(i); }
   void fetch(Deadline deadline) override { Variable::fetch(all, deadline); }
@@ -85,12 +87,17 @@ std::unique_ptr<ops::CompiledProgram> Devices::compile(const Step& step) {
 }
 
 std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& name, const std::string& text) {
-  auto& known = executables_[text];
-  if (const auto compiled = known.lock()) return compiled;
+  const auto known = executables_.find(text);
+  if (known != executables_.end()) return known->second;
   const auto begin = std::chrono::steady_clock::now();
   auto made = std::make_shared<const pjrt::Executable>(
       pjrt::Executable::compile(replicas_.client, text, {.replicas = replicas()}));
-  known = made;
+  executables_.emplace(text, made);
+  compiled_last_.push_back(text);
+  if (compiled_last_.size() > kKeptPrograms) {
+    executables_.erase(compiled_last_.front());
+    compiled_last_.pop_front();
+  }
   ++counts_.compiled;
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
   log_info(lockstep::text("compiled ", name, " for ", replicas(), " x ", kind(), " in ", seconds.count(), " s"));

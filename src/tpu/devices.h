@@ -1,6 +1,7 @@
 // A strategy's devices: opened by a plugin, with the programs that were compiled for them.
 #pragma once
 
+#include <deque>
 #include <map>
 #include <memory>
 #include <string>
@@ -31,7 +32,10 @@ class Devices final : public ops::ProgramDevices {
   Replicas replicas_;
   ops::ProgramCounts counts_;
   std::unordered_map<const c10::TensorImpl*, std::weak_ptr<Variable>> variables_;  // by tensors of the host
-  std::map<std::string, std::weak_ptr<const pjrt::Executable>> executables_;       // by their text
+
+  // The programs that were compiled last, by their text: a step that is traced anew is often one of them.
+  std::map<std::string, std::shared_ptr<const pjrt::Executable>> executables_;
+  std::deque<std::string> compiled_last_;
 };
 
 }  // namespace lockstep::tpu

@@ -51,10 +51,21 @@ at::Tensor TracedStep::use(const std::shared_ptr<Variable>& variable) {
   return leaf;
 }
 
-std::vector<at::Tensor> TracedStep::sum_over_replicas(const std::vector<at::Tensor>& values) {
-  std::vector<at::Tensor> sums;
-  for (const auto& value : values) sums.push_back(replicas_ == 1 ? value : trace_.all_reduce(value, replicas_));
-  return sums;
+at::Tensor TracedStep::all_reduce(ReduceOp op, const at::Tensor& value) {
+  const auto own = value.detach();
+  if (replicas_ == 1) return own;
+  switch (op) {
+    case ReduceOp::sum: return trace_.all_reduce("stablehlo.add", own, replicas_);
+    case ReduceOp::mean: return trace_.all_reduce("stablehlo.add", own, replicas_) / replicas_;
+    case ReduceOp::min: return trace_.all_reduce("stablehlo.minimum", own, replicas_);
+    case ReduceOp::max: return trace_.all_reduce("stablehlo.maximum", own, replicas_);
+    case ReduceOp::product: break;
+  }
+  return trace_.all_reduce("stablehlo.multiply", own, replicas_);
+}
+
+at::Tensor TracedStep::all_gather(const at::Tensor& value, std::int64_t axis) {
+  return trace_.all_gather(value.detach(), axis < 0 ? axis + value.dim() : axis, replicas_);
 }
 
 at::Tensor TracedStep::number(at::ScalarType dtype, std::function<double(std::int64_t)> value) {

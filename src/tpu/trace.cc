@@ -80,6 +80,7 @@ void record(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   }
   found->second(call);
   call.push_results();
+
 }
 
 // Once. An operator without a lowering that LibTorch makes of others needs none; each that has one is registered by
@@ -133,8 +134,12 @@ at::Tensor Trace::argument(at::IntArrayRef sizes, at::ScalarType dtype) {
   return wrapped(program_.argument({ops::dtype_of(dtype), sizes.vec()}));
 }
 
-at::Tensor Trace::all_reduce(const at::Tensor& value, int replicas) {
-  return wrapped(program_.all_reduce("stablehlo.add", value_of(value), replicas));
+at::Tensor Trace::all_reduce(std::string_view operation, const at::Tensor& value, int replicas) {
+  return wrapped(program_.all_reduce(operation, value_of(value), replicas));
+}
+
+at::Tensor Trace::all_gather(const at::Tensor& value, std::int64_t axis, int replicas) {
+  return wrapped(program_.all_gather(value_of(value), axis, replicas));
 }
 
 int Trace::number_of_argument(const at::Tensor& tensor) const {
@@ -171,6 +176,7 @@ const Lowerings& lowerings() {
     add_pooling(all);
     add_indexing(all);
     add_random(all);
+    add_refused(all);
     add_composed(all);
     add_arithmetic(all);
     add_ordering(all);
@@ -203,11 +209,17 @@ void Call::refuse_unknown() const {
   std::string near;
   for (const auto& name : near_names(name_.substr(0, name_.find('.')), {names.begin(), names.end()}))
     near += text(near.empty() ? "; there are " : ", ", name);
-  throw Error(text("the operator ", name_, " cannot be compiled for a TPU", near));
+  throw Error(text("the operator ", name_, place(), " cannot be compiled for a TPU", near));
+}
+
+// Where in the step it is.
+std::string Call::place() const {
+  const auto& before = trace_.operators_;
+  return before.empty() ? "" : text(" (operator ", before.size() + 1, " of the step, after ", before.back(), ")");
 }
 
 void Call::refuse(const std::string& why) const {
-  throw Error(text("the operator ", name_, " cannot be compiled for a TPU: ", why));
+  throw Error(text("the operator ", name_, place(), " cannot be compiled for a TPU: ", why));
 }
 
 // A number that LibTorch keeps as a tensor becomes a constant; what is larger would be one by mistake.
@@ -288,6 +300,7 @@ void Call::returns_none(std::size_t i) {
 // Operators that functionalization calls give what it wraps; what programs call by themselves, such as at::zeros, gives
 // what they can change in place.
 void Call::push_results() {
+  trace_.operators_.push_back(name_);
   const bool is_inside = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Functionalize);
   for (auto& result : results_) {
     if (!result) {

@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -27,8 +28,9 @@ class Trace {
   // The next argument of the program.
   at::Tensor argument(at::IntArrayRef sizes, at::ScalarType dtype);
 
-  // The sum of `value` over all replicas.
-  at::Tensor all_reduce(const at::Tensor& value, int replicas);
+  // Over all replicas: by "stablehlo.add", "stablehlo.maximum", ...; and one after the other along `axis`.
+  at::Tensor all_reduce(std::string_view operation, const at::Tensor& value, int replicas);
+  at::Tensor all_gather(const at::Tensor& value, std::int64_t axis, int replicas);
 
   // Uniform random words, the same for the same seed, which is an argument of the program: two int32. Each call gives
   // others. As of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), Threefry-2x32 with 20 rounds.
@@ -51,6 +53,7 @@ class Trace {
   pjrt::ProgramText program_;
   std::optional<int> seed_argument_;
   std::int32_t draws_ = 0;
+  std::vector<std::string> operators_;  // so far, by name
 };
 
 // The device of traced tensors.

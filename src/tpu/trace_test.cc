@@ -338,7 +338,7 @@ TEST_F(Operators, OfAnEndedTraceAreRefused) {
   Trace trace;
   const auto x = trace.argument({3}, at::kFloat);
   expect_says(message_of<InvalidArgument>([&] { (void)(x + before); }), "has ended");
-  expect_says(message_of<Error>([&] { Trace second; }), "another one of this thread lives");
+  expect_says(message_of<Error>([&] { Trace second; }), "another one of this thread is");
 }
 
 TEST_F(Operators, WhatCannotBeCompiledIsNamed) {

@@ -136,7 +136,7 @@ Tensors CompiledModel::trace(Kind kind, const Example& part, const Tensor& count
     loss.sum.backward();
     // The sum over all examples is divided by 1, unless there is none.
     const auto weight = loss_function.reduction() == Reduction::sum ? counts.sum() : loss.divisor;
-    auto total = trace.sum_over_replicas({weight.detach()})[0];
+    auto total = trace.all_reduce(ReduceOp::sum, weight);
     if (loss_function.reduction() == Reduction::sum) total = total.clamp_max(1);
     impl_.gradients->apply_traced(trace, total);
     const at::NoGradGuard no_grad;

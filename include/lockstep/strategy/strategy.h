@@ -14,6 +14,7 @@
 #include "lockstep/collective/communicator.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/ops/tensor.h"
+#include "lockstep/strategy/compiled.h"
 #include "lockstep/strategy/distributed_dataset.h"
 #include "lockstep/strategy/replica_values.h"
 #include "lockstep/strategy/replicated.h"
@@ -36,13 +37,14 @@ class ReplicaContext {
   ReplicaContext(int local_replica_id, const StrategyImpl& strategy)
       : local_replica_id_(local_replica_id), strategy_(strategy) {}
 
-  int replica_id() const;                                     // among the replicas of all workers
+  // Among the replicas of all workers. Throws InvalidArgument in a step that is compiled, which is the same on all.
+  int replica_id() const;
   int local_replica_id() const { return local_replica_id_; }  // among this process's
   int num_replicas_in_sync() const;
   const std::string& device() const;
 
   // Collective: every replica must call, with a tensor of the same shape and dtype. The result is a new tensor, equal
-  // bit for bit on all. Throws Aborted when another replica failed.
+  // bit for bit on all, without a gradient. Throws Aborted when another replica failed.
   Tensor all_reduce(ReduceOp op, const Tensor& value) const;
 
   // Collective: the replicas' tensors one after the other along `axis`, where their sizes may differ. Throws like
@@ -102,6 +104,10 @@ class Strategy {
   // Calls function(ReplicaContext&, args...) on every replica at once and returns what each returned. Of a PerReplica
   // or ReplicatedModule argument, a replica's function gets its own element. What a replica throws aborts the others'
   // collective operations and is rethrown here once all have ended; the strategy can be used again.
+  //
+  // With TPUStrategy the function is traced, with replica 0's arguments, and runs as one program (see `compiled`). It
+  // returns nothing, a Tensor, an Example, or pairs and tuples of these, and reads no tensor's values. All replicas'
+  // arguments must have the same shapes: InvalidArgument otherwise.
   template <class Function, class... Args>
   auto run(Function&& function, Args&&... args) const;
 
@@ -131,6 +137,10 @@ class Strategy {
  private:
   friend struct internal::Unwrap;
   void run_on_replicas(const std::function<void(ReplicaContext&)>& function) const;
+  bool runs_programs() const;
+  std::vector<std::vector<Tensor>> run_program(const internal::StepToRun& step) const;  // [replica][result]
+  template <class Result, class Function, class... Args>
+  auto run_traced(Function& function, Args&... args) const;
   std::shared_ptr<StrategyImpl> impl_;
 };
 

@@ -52,6 +52,7 @@ template <class Function, class... Args>
 auto Strategy::run(Function&& function, Args&&... args) const {
   (internal::check_argument(args, num_local_replicas()), ...);
   using Result = std::invoke_result_t<Function&, ReplicaContext&, decltype(internal::on_replica(args, 0))...>;
+  if (runs_programs()) return run_traced<Result>(function, args...);
   if constexpr (std::is_void_v<Result>) {
     run_on_replicas(
         [&](ReplicaContext& replica) { function(replica, internal::on_replica(args, replica.local_replica_id())...); });
@@ -64,6 +65,43 @@ auto Strategy::run(Function&& function, Args&&... args) const {
     std::vector<Result> values;
     values.reserve(results.size());
     for (auto& result : results) values.push_back(*std::move(result));
+    return PerReplica<Result>(std::move(values));
+  }
+}
+
+template <class Result, class Function, class... Args>
+auto Strategy::run_traced(Function& function, Args&... args) const {
+  internal::StepToRun step{.programs = internal::programs_of(function)};
+  for (int replica = 0; replica < num_local_replicas(); ++replica) {
+    auto& inputs = step.inputs.emplace_back();
+    (internal::add_inputs(args, replica, inputs), ...);
+  }
+  step.function = [&](ReplicaContext& replica, const std::vector<Tensor>& traced) {
+    const Tensor* next = traced.data();
+    // In braces, so that they are made in their order.
+    std::tuple<decltype(internal::traced_argument(args, next))...> own{internal::traced_argument(args, next)...};
+    std::vector<Tensor> results;
+    std::apply(
+        [&](auto&... each) {
+          if constexpr (std::is_void_v<Result>)
+            function(replica, each...);
+          else if constexpr (internal::OfTensors<Result>::value)
+            internal::OfTensors<Result>::add(function(replica, each...), results);
+          else
+            internal::refuse_result_of_step();
+        },
+        own);
+    return results;
+  };
+  const auto results = run_program(step);
+  if constexpr (!std::is_void_v<Result>) {
+    std::vector<Result> values;
+    if constexpr (internal::OfTensors<Result>::value) {
+      for (const auto& of_replica : results) {
+        const Tensor* next = of_replica.data();
+        values.push_back(internal::OfTensors<Result>::take(next));
+      }
+    }
     return PerReplica<Result>(std::move(values));
   }
 }

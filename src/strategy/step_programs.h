@@ -1,0 +1,30 @@
+// Steps of a program's own loop that are compiled (lockstep/strategy/compiled.h).
+#pragma once
+
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "lockstep/strategy/compiled.h"
+#include "ops/traced_program.h"
+
+namespace lockstep {
+
+class StrategyImpl;
+
+// What was compiled of one step function: by the strategy's devices, and the shapes and dtypes of its inputs.
+class internal::StepPrograms {
+ public:
+  using Key = std::pair<const ops::ProgramDevices*, std::vector<std::int64_t>>;
+  std::map<Key, std::unique_ptr<ops::CompiledProgram>> compiled;
+};
+
+namespace strategy {
+
+// Runs the step on all devices of the strategy: [replica][result], undefined where the function's were. One thread at a
+// time. Throws InvalidArgument where replicas' inputs differ in shape.
+std::vector<std::vector<Tensor>> run_program(StrategyImpl& strategy, const internal::StepToRun& step);
+
+}  // namespace strategy
+}  // namespace lockstep
