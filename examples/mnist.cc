@@ -1,7 +1,7 @@
 // "Distributed training with Keras", in C++: a small convolutional network on Fashion-MNIST (or any folder of IDX
 // files), on every core or GPU of this machine; with --strategy multi_worker, of all machines that this program was
 // started on, and with --strategy parameter_server, by `lockstep run --workers 2 --ps 1`, by workers that do not wait
-// for each other. The machines may be named by TensorFlow's variable:
+// for each other; with --strategy tpu, on the cores of a TPU. The machines may be named by TensorFlow's variable:
 //   export TF_CONFIG='{"cluster": {"worker": ["host0:12345", "host1:12345"]},
 //                      "task": {"type": "worker", "index": 0}}'
 #include <lockstep/lockstep.h>
@@ -35,6 +35,8 @@ ls::Strategy make_strategy(const Options& options) {
   if (options.strategy == "multi_worker") return ls::MultiWorkerMirroredStrategy({.devices = devices});
   if (options.strategy == "parameter_server")
     return ls::ParameterServerStrategy({.devices = devices, .synchronous = options.synchronous});
+  if (options.strategy == "tpu")
+    return ls::TPUStrategy(ls::TPUClusterResolver(), {.num_replicas = options.replicas});
   if (options.strategy == "central") return ls::CentralStorageStrategy({.compute_devices = devices});
   return ls::MirroredStrategy({.devices = devices});
 }
@@ -78,9 +80,9 @@ int main(int argc, char** argv) {
   Options options;
   CLI::App app("Trains a small convolutional network on images of clothes");
   app.add_option("--strategy", options.strategy, "where to train")
-      ->check(CLI::IsMember({"one", "mirrored", "central", "multi_worker", "parameter_server"}))
+      ->check(CLI::IsMember({"one", "mirrored", "central", "multi_worker", "parameter_server", "tpu"}))
       ->capture_default_str();
-  app.add_option("--replicas", options.replicas, "logical CPUs; 0: one a core")
+  app.add_option("--replicas", options.replicas, "logical CPUs, or cores of the TPU; 0: all")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   app.add_flag("--synchronous", options.synchronous, "with parameter servers: all workers compute each step together");

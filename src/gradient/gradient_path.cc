@@ -154,7 +154,7 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
     if (!traced_update_)
       throw InvalidArgument("an optimizer of another strategy is applied in a step that is compiled for devices");
     const auto options = trace->value_of(parameters_->variable(0)).options().requires_grad(false).dtype(at::kFloat);
-    return apply_traced(*trace, at::full({}, weight * trace->replicas(), options));
+    return apply_traced(*trace, {at::full({}, weight, options)});
   }
   const double loss_scale = updater_.loss_scale().value();
   if (!prepared_ && ranks_.size() > 1) {
@@ -198,8 +198,8 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   if (sync_->during_backward()) replicas.barrier(deadline);  // replica 0's end_step may still use the processes' Group
 }
 
-void GradientPath::apply_traced(ops::StepTrace& trace, const at::Tensor& total_weight) {
-  traced_update_->apply(trace, total_weight);
+void GradientPath::apply_traced(ops::StepTrace& trace, const gradient::TracedWeight& weight) {
+  traced_update_->apply(trace, weight);
 }
 
 void GradientPath::fetch(Deadline deadline) {

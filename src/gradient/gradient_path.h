@@ -75,8 +75,8 @@ class GradientPath {
   // In a step that is traced it becomes part of the program.
   void apply(const Group& replicas, double weight, Deadline deadline);
 
-  // The same in a step that is traced, where the replicas' sum of weights is a value of the program: a scalar.
-  void apply_traced(ops::StepTrace& trace, const at::Tensor& total_weight);
+  // The same in a step that is traced, where the replica's weight is a value of the program.
+  void apply_traced(ops::StepTrace& trace, const gradient::TracedWeight& weight);
 
   // Brings values and state that devices or servers have updated to this process. Not while replicas run.
   void fetch(Deadline deadline);

@@ -7,7 +7,7 @@
 namespace lockstep::gradient {
 namespace {
 
-// Gives `tensor` its old value where `keeps` is false: a step without weight changes nothing.
+// Gives `tensor` its old value where `updates` is false: a step without weight changes nothing.
 void keep_unless(const at::Tensor& updates, const at::Tensor& tensor, const at::Tensor& old) {
   tensor.copy_(at::where(updates, tensor, old));
 }
@@ -31,43 +31,49 @@ TracedUpdate::TracedUpdate(ReplicatedParameters& parameters, Updater& updater, o
   states_ = devices.variables(std::move(hosts));
 }
 
-void TracedUpdate::apply(ops::StepTrace& trace, const at::Tensor& total_weight) {
+void TracedUpdate::apply(ops::StepTrace& trace, const TracedWeight& weight) {
   const at::NoGradGuard no_grad;
-  for (const auto dtype : {at::kFloat, at::kDouble}) apply(trace, total_weight, dtype);
+  std::vector<std::size_t> slots;
+  std::vector<at::Tensor> gradients{weight.weight};
+  for (std::size_t slot = 0; slot < first_state_.size(); ++slot) {
+    if (!parameters_.slots()[slot].trainable) continue;
+    const auto gradient = trace.value_of(parameters_.variable(slot)).grad();
+    if (!gradient.defined()) continue;
+    slots.push_back(slot);
+    gradients.push_back(gradient);
+  }
+  const auto sums = trace.all_reduce(ReduceOp::sum, gradients);
+  std::map<std::size_t, at::Tensor> by_slot;
+  for (std::size_t i = 0; i < slots.size(); ++i) by_slot[slots[i]] = sums[i + 1];
+  for (const auto dtype : {at::kFloat, at::kDouble}) update(trace, sums[0], weight.divides, dtype, by_slot);
   trace.after_update([this] { updater_.count_step(); });
 }
 
-void TracedUpdate::apply(ops::StepTrace& trace, const at::Tensor& total_weight, at::ScalarType dtype) {
+void TracedUpdate::update(ops::StepTrace& trace, const at::Tensor& total_weight, bool divides, at::ScalarType dtype,
+                          const std::map<std::size_t, at::Tensor>& sums) const {
   DeviceParameters all;
   all.states.resize(updater_.optimizer().rule().states().size());
-  std::vector<at::Tensor> gradients;
-  for (std::size_t slot = 0; slot < first_state_.size(); ++slot) {
-    const auto& info = parameters_.slots()[slot];
-    if (!info.trainable || info.dtype != dtype) continue;
-    const auto value = trace.value_of(parameters_.variable(slot));
-    if (!value.grad().defined()) continue;
-    gradients.push_back(value.grad());
-    all.values.push_back(value.detach());
-    for (std::size_t k = 0; k < all.states.size(); ++k) 
+  for (const auto& [slot, sum] : sums) {
+    if (parameters_.slots()[slot].dtype != dtype) continue;
+    all.gradients.push_back(divides ? sum / total_weight.to(dtype) : sum);
+    all.values.push_back(trace.value_of(parameters_.variable(slot)).detach());
+    for (std::size_t k = 0; k < all.states.size(); ++k)
       all.states[k].push_back(trace.value_of((*states_)[first_state_[slot] + k]));
   }
   if (all.values.empty()) return;
 
-  const auto divide_by = total_weight.to(dtype);
-  for (const auto& gradient : gradients)
-    all.gradients.push_back(trace.all_reduce(ReduceOp::sum, gradient) / divide_by);
-  const DeviceUpdate update(updater_.optimizer(), all.values[0].options());
+  const DeviceUpdate rule(updater_.optimizer(), all.values[0].options());
   std::vector<at::Tensor> numbers;
-  for (std::size_t i = 0; i < update.numbers(updater_.step_after(0)).size(); ++i) {
-    numbers.push_back(trace.number(dtype, [this, rule = std::make_shared<DeviceUpdate>(
+  for (std::size_t i = 0; i < rule.numbers(updater_.step_after(0)).size(); ++i) {
+    numbers.push_back(trace.number(dtype, [this, of_host = std::make_shared<DeviceUpdate>(
                                                      updater_.optimizer(), at::TensorOptions(dtype)), i](auto ahead) {
-      return rule->numbers(updater_.step_after(ahead))[i];
+      return of_host->numbers(updater_.step_after(ahead))[i];
     }));
   }
   std::vector<at::Tensor> changed = all.values, old;
   for (const auto& states : all.states) changed.insert(changed.end(), states.begin(), states.end());
   for (const auto& tensor : changed) old.push_back(tensor.clone());
-  update.apply(all, 1, numbers);
+  rule.apply(all, 1, numbers);
   const auto updates = total_weight > 0;
   for (std::size_t i = 0; i < changed.size(); ++i) keep_unless(updates, changed[i], old[i]);
 }

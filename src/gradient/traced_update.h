@@ -1,6 +1,7 @@
 // The update of a step that is traced for devices that run compiled programs, which have the optimizer's state as well.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -10,6 +11,12 @@
 
 namespace lockstep::gradient {
 
+// The weight of a replica's gradients: a scalar, 0 where it has no examples.
+struct TracedWeight {
+  at::Tensor weight;
+  bool divides = true;  // the sum of gradients, by the sum over all replicas; else that only says whether there are any
+};
+
 // One thread at a time.
 class TracedUpdate {
  public:
@@ -17,15 +24,15 @@ class TracedUpdate {
   // which these devices' dtypes do not need.
   TracedUpdate(ReplicatedParameters& parameters, Updater& updater, ops::ProgramDevices& devices);
 
-  // Updates with the gradients that backward has left in the traced step, as GradientPath::apply. total_weight: of all
-  // replicas, a scalar.
-  void apply(ops::StepTrace& trace, const at::Tensor& total_weight);
+  // Updates with the gradients that backward has left in the traced step, as GradientPath::apply.
+  void apply(ops::StepTrace& trace, const TracedWeight& weight);
 
   // Brings the state's values from the devices.
   void fetch(Deadline deadline) const;
 
  private:
-  void apply(ops::StepTrace& trace, const at::Tensor& total_weight, at::ScalarType dtype);
+  void update(ops::StepTrace& trace, const at::Tensor& total_weight, bool divides, at::ScalarType dtype,
+              const std::map<std::size_t, at::Tensor>& sums) const;
 
   ReplicatedParameters& parameters_;
   Updater& updater_;

@@ -48,8 +48,8 @@ class StepTrace {
   // it is the variable's new value.
   virtual at::Tensor value_of(DeviceVariable& variable) = 0;
 
-  // Over all replicas, on which the results are equal; without gradients.
-  virtual at::Tensor all_reduce(ReduceOp op, const at::Tensor& value) = 0;
+  // Over all replicas, on which the results are equal; without gradients. Values of one dtype are sent together.
+  virtual std::vector<at::Tensor> all_reduce(ReduceOp op, const std::vector<at::Tensor>& values) = 0;
   virtual at::Tensor all_gather(const at::Tensor& value, std::int64_t axis) = 0;
 
   // A scalar that the host computes anew for each step that updates: `update` is how many updates of the same launch

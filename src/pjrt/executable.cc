@@ -16,10 +16,18 @@ std::string varint(std::uint64_t value) {
   return bytes;
 }
 
-// A serialized xla.CompileOptionsProto: executable_build_options (3) with num_replicas (4) and num_partitions (5).
+// Field `number` of a serialized message, which has a length.
+std::string field(std::uint64_t number, const std::string& value) {
+  return varint(number << 3 | 2) + varint(value.size()) + value;
+}
+
+// A serialized xla.CompileOptionsProto: executable_build_options (3) with num_replicas (4) and num_partitions (5), and
+// env_option_overrides (7), a map to OptionOverrideProto, whose bool is field 2.
 std::string encode(const CompileOptions& options) {
-  const auto build = "\x20" + varint(static_cast<std::uint64_t>(options.replicas)) + "\x28\x01";
-  return "\x1a" + varint(build.size()) + build;
+  auto encoded = field(3, "\x20" + varint(static_cast<std::uint64_t>(options.replicas)) + "\x28\x01");
+  for (const auto& [name, on] : options.switches)
+    encoded += field(7, field(1, name) + field(2, "\x10" + varint(on ? 1 : 0)));
+  return encoded;
 }
 
 PJRT_Program program_of(std::string& stablehlo) {

@@ -55,6 +55,20 @@ std::string literal(double number, DType dtype) {
 
 }  // namespace
 
+std::vector<std::int64_t> permuted(const std::vector<std::int64_t>& values,
+                                   const std::vector<std::int64_t>& permutation) {
+  std::vector<std::int64_t> result;
+  for (const auto from : permutation) result.push_back(values[static_cast<std::size_t>(from)]);
+  return result;
+}
+
+std::vector<std::int64_t> inverse(const std::vector<std::int64_t>& permutation) {
+  std::vector<std::int64_t> result(permutation.size());
+  for (std::size_t i = 0; i < permutation.size(); ++i)
+    result[static_cast<std::size_t>(permutation[i])] = static_cast<std::int64_t>(i);
+  return result;
+}
+
 bool is_floating(DType dtype) {
   return dtype == DType::float32 || dtype == DType::float64 || dtype == DType::float16 || dtype == DType::bfloat16;
 }
@@ -98,6 +112,7 @@ Value ProgramText::argument(const Shape& shape) {
 std::vector<Value> ProgramText::add(std::string_view operation, const std::vector<Value>& operands,
                                     const std::vector<Shape>& results, const std::string& attributes,
                                     const std::string& region) {
+  write_transposed(operands);
   const auto name = fresh();
   std::vector<Value> values;
   for (std::size_t i = 0; i < results.size(); ++i)
@@ -115,12 +130,20 @@ Value ProgramText::add(std::string_view operation, const std::vector<Value>& ope
 }
 
 Value ProgramText::constant(double number, const Shape& shape) {
-  return add("stablehlo.constant", {}, shape,
-             text("value = dense<", literal(number, shape.dtype), "> : ", type_of(shape)));
+  const auto made = add("stablehlo.constant", {}, shape,
+                        text("value = dense<", literal(number, shape.dtype), "> : ", type_of(shape)));
+  cheap_[made.name] = [number, shape](ProgramText& program, const Dimensions& permutation) {
+    return program.constant(number, {shape.dtype, permuted(shape.sizes, permutation)});
+  };
+  return made;
 }
 
 Value ProgramText::integer(std::int64_t number, const Shape& shape) {
-  return add("stablehlo.constant", {}, shape, text("value = dense<", number, "> : ", type_of(shape)));
+  const auto made = add("stablehlo.constant", {}, shape, text("value = dense<", number, "> : ", type_of(shape)));
+  cheap_[made.name] = [number, shape](ProgramText& program, const Dimensions& permutation) {
+    return program.integer(number, {shape.dtype, permuted(shape.sizes, permutation)});
+  };
+  return made;
 }
 
 namespace {
@@ -161,16 +184,16 @@ Value ProgramText::array(const void* data, const Shape& shape) {
 }
 
 Value ProgramText::compare(std::string_view direction, const Value& a, const Value& b) {
-  return add("stablehlo.compare", {a, b}, {DType::boolean, a.shape.sizes},
+  return elementwise("stablehlo.compare", {a, b}, DType::boolean,
              text("comparison_direction = #stablehlo<comparison_direction ", direction, ">"));
 }
 
 Value ProgramText::select(const Value& condition, const Value& yes, const Value& no) {
-  return add("stablehlo.select", {condition, yes, no}, yes.shape);
+  return elementwise("stablehlo.select", {condition, yes, no}, yes.shape.dtype);
 }
 
 Value ProgramText::convert(const Value& x, DType dtype) {
-  return x.shape.dtype == dtype ? x : add("stablehlo.convert", {x}, {dtype, x.shape.sizes});
+  return x.shape.dtype == dtype ? x : elementwise("stablehlo.convert", {x}, dtype);
 }
 
 Value ProgramText::reshape(const Value& x, std::vector<std::int64_t> sizes) {
@@ -178,25 +201,44 @@ Value ProgramText::reshape(const Value& x, std::vector<std::int64_t> sizes) {
 }
 
 Value ProgramText::transpose(const Value& x, const std::vector<std::int64_t>& permutation) {
-  if (std::is_sorted(permutation.begin(), permutation.end())) return x;
-  Shape result{x.shape.dtype, {}};
-  for (const auto from : permutation) result.sizes.push_back(x.shape.sizes[static_cast<std::size_t>(from)]);
-  return add("stablehlo.transpose", {x}, result, "permutation = " + array_of(permutation));
+  const auto [source, before] = order_of(x);
+  const auto both = permuted(before, permutation);
+  if (std::is_sorted(both.begin(), both.end())) return source;
+  const Value made{fresh(), {x.shape.dtype, permuted(x.shape.sizes, permutation)}};
+  transposed_[made.name] = {source, both};
+  not_written_.insert(made.name);
+  return made;
 }
 
 Value ProgramText::broadcast(const Value& x, std::vector<std::int64_t> sizes,
                              const std::vector<std::int64_t>& dimensions) {
   if (sizes == x.shape.sizes) return x;
-  return add("stablehlo.broadcast_in_dim", {x}, {x.shape.dtype, std::move(sizes)},
-             "broadcast_dimensions = " + array_of(dimensions));
+  const auto made = add("stablehlo.broadcast_in_dim", {x}, {x.shape.dtype, sizes},
+                        "broadcast_dimensions = " + array_of(dimensions));
+  cheap_[made.name] = [x, sizes, dimensions](ProgramText& program, const Dimensions& permutation) {
+    Dimensions moved;
+    for (const auto dimension : dimensions)
+      moved.push_back(std::find(permutation.begin(), permutation.end(), dimension) - permutation.begin());
+    return program.broadcast(x, permuted(sizes, permutation), moved);
+  };
+  return made;
 }
 
 Value ProgramText::iota(const Shape& shape, std::int64_t dimension) {
-  return add("stablehlo.iota", {}, shape, text("iota_dimension = ", dimension, " : i64"));
+  const auto made = add("stablehlo.iota", {}, shape, text("iota_dimension = ", dimension, " : i64"));
+  cheap_[made.name] = [shape, dimension](ProgramText& program, const Dimensions& permutation) {
+    return program.iota({shape.dtype, permuted(shape.sizes, permutation)},
+                        std::find(permutation.begin(), permutation.end(), dimension) - permutation.begin());
+  };
+  return made;
 }
 
 Value ProgramText::slice(const Value& x, const std::vector<std::int64_t>& begin, const std::vector<std::int64_t>& end,
                          const std::vector<std::int64_t>& step) {
+  if (const auto [source, order] = order_of(x); source.name != x.name) {
+    const auto back = inverse(order);
+    return transpose(slice(source, permuted(begin, back), permuted(end, back), permuted(step, back)), order);
+  }
   Shape result{x.shape.dtype, {}};
   for (std::size_t i = 0; i < begin.size(); ++i) result.sizes.push_back((end[i] - begin[i] + step[i] - 1) / step[i]);
   return add(
@@ -206,6 +248,10 @@ Value ProgramText::slice(const Value& x, const std::vector<std::int64_t>& begin,
 
 Value ProgramText::pad(const Value& x, double with, const std::vector<std::int64_t>& low,
                        const std::vector<std::int64_t>& high, const std::vector<std::int64_t>& between) {
+  if (const auto [source, order] = order_of(x); source.name != x.name) {
+    const auto back = inverse(order);
+    return transpose(pad(source, with, permuted(low, back), permuted(high, back), permuted(between, back)), order);
+  }
   Shape result{x.shape.dtype, {}};
   for (std::size_t i = 0; i < low.size(); ++i) {
     const auto size = x.shape.sizes[i];
@@ -226,6 +272,21 @@ Value ProgramText::concatenate(const std::vector<Value>& parts, std::int64_t dim
 
 Value ProgramText::reduce(std::string_view operation, const Value& x, const Value& initial,
                           const std::vector<std::int64_t>& dimensions) {
+  if (const auto [source, order] = order_of(x); source.name != x.name) {
+    // The dimensions that stay come in the source's order.
+    Dimensions vanish, stay;
+    for (std::size_t i = 0; i < order.size(); ++i) {
+      const bool goes = std::find(dimensions.begin(), dimensions.end(), static_cast<std::int64_t>(i)) != dimensions.end();
+      (goes ? vanish : stay).push_back(order[i]);
+    }
+    std::sort(vanish.begin(), vanish.end());
+    auto sorted = stay;
+    std::sort(sorted.begin(), sorted.end());
+    Dimensions places;
+    for (const auto dimension : stay)
+      places.push_back(std::find(sorted.begin(), sorted.end(), dimension) - sorted.begin());
+    return transpose(reduce(operation, source, initial, vanish), places);
+  }
   Shape result{x.shape.dtype, {}};
   for (std::size_t i = 0; i < x.shape.sizes.size(); ++i) {
     if (std::find(dimensions.begin(), dimensions.end(), static_cast<std::int64_t>(i)) == dimensions.end())
@@ -264,8 +325,11 @@ std::string group_of_all(int replicas) {
 
 }  // namespace
 
-Value ProgramText::all_reduce(std::string_view operation, const Value& x, int replicas) {
-  return add("stablehlo.all_reduce", {x}, x.shape, group_of_all(replicas), reducer(operation, x.shape.dtype));
+std::vector<Value> ProgramText::all_reduce(std::string_view operation, const std::vector<Value>& values,
+                                           int replicas) {
+  std::vector<Shape> shapes;
+  for (const auto& value : values) shapes.push_back(value.shape);
+  return add("stablehlo.all_reduce", values, shapes, group_of_all(replicas), reducer(operation, shapes[0].dtype));
 }
 
 Value ProgramText::all_gather(const Value& x, std::int64_t dimension, int replicas) {
@@ -289,7 +353,8 @@ std::string ProgramText::function(std::string_view name, const std::vector<Value
 }
 
 std::string ProgramText::finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases,
-                                int replicas) const {
+                                int replicas) {
+  write_transposed(outputs);
   return text("module @program attributes {mhlo.num_replicas = ", replicas, " : i32} {\n",
               function("public @main", outputs, aliases), "}\n");
 }

@@ -2,6 +2,10 @@
 // (https://openxla.org/stablehlo/spec).
 #pragma once
 
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -17,6 +21,11 @@ struct Value {
   std::string name;  // "%5"
   Shape shape;
 };
+
+// Number i of the result is number permutation[i]; and the permutation that takes another one back.
+std::vector<std::int64_t> permuted(const std::vector<std::int64_t>& values,
+                                   const std::vector<std::int64_t>& permutation);
+std::vector<std::int64_t> inverse(const std::vector<std::int64_t>& permutation);
 
 bool is_floating(DType dtype);
 std::string type_of(const Shape& shape);                        // "tensor<2x3xf32>"
@@ -46,14 +55,30 @@ class ProgramText {
   // The elements in row-major order.
   Value array(const void* data, const Shape& shape);
 
+  // One operation on each element of the operands, which have the result's sizes. Where some are transposed, what they
+  // were transposed from is computed with where it can be, and the result is transposed: so that a chain of such
+  // operations has the order of dimensions in which its values lie, and layouts do not change within it.
+  Value elementwise(std::string_view operation, const std::vector<Value>& operands, DType dtype,
+                    const std::string& attributes = "");
+
   // What these do is in StableHLO's specification.
-  Value unary(std::string_view operation, const Value& x) { return add(operation, {x}, x.shape); }
-  Value binary(std::string_view operation, const Value& a, const Value& b) { return add(operation, {a, b}, a.shape); }
+  Value unary(std::string_view operation, const Value& x) { return elementwise(operation, {x}, x.shape.dtype); }
+  Value binary(std::string_view operation, const Value& a, const Value& b) {
+    return elementwise(operation, {a, b}, a.shape.dtype);
+  }
   Value compare(std::string_view direction, const Value& a, const Value& b);  // "LT"
   Value select(const Value& condition, const Value& yes, const Value& no);
   Value convert(const Value& x, DType dtype);
   Value reshape(const Value& x, std::vector<std::int64_t> sizes);
+  // Dimension i of the result is dimension permutation[i] of x. Written where the result is first used.
   Value transpose(const Value& x, const std::vector<std::int64_t>& permutation);
+
+  // What x was transposed from, and how; x itself where it was not.
+  struct Order {
+    Value source;
+    std::vector<std::int64_t> permutation;
+  };
+  Order order_of(const Value& x) const;
   // Dimension i of x becomes `dimensions[i]` of the result.
   Value broadcast(const Value& x, std::vector<std::int64_t> sizes, const std::vector<std::int64_t>& dimensions);
   Value iota(const Shape& shape, std::int64_t dimension);
@@ -69,12 +94,12 @@ class ProgramText {
   Value dot(const Value& a, const Value& b, const std::vector<std::int64_t>& contract_a,
             const std::vector<std::int64_t>& contract_b, const std::vector<std::int64_t>& batch_a = {},
             const std::vector<std::int64_t>& batch_b = {});
-  Value all_reduce(std::string_view operation, const Value& x, int replicas);
+  // Of values of one dtype, together.
+  std::vector<Value> all_reduce(std::string_view operation, const std::vector<Value>& values, int replicas);
   Value all_gather(const Value& x, std::int64_t dimension, int replicas);
 
   // The whole program. aliases: argument i becomes output j, whose memory it gives.
-  std::string finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases,
-                     int replicas) const;
+  std::string finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases, int replicas);
 
   // The same of a program that makes `steps` steps, one after the other, each of which is what was written. Arguments
   // that `stacked` names are [steps, ...], and so are outputs that are no aliases. An alias's output in one step is its
@@ -84,7 +109,7 @@ class ProgramText {
     std::vector<bool> stacked;  // [argument]
   };
   std::string finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases, int replicas,
-                     const Steps& steps) const;
+                     const Steps& steps);
 
   const std::vector<Value>& arguments() const { return arguments_; }
 
@@ -93,9 +118,19 @@ class ProgramText {
                        const std::vector<std::pair<int, int>>& aliases) const;
   std::string fresh() { return "%" + std::to_string(next_++); }
 
+  using Dimensions = std::vector<std::int64_t>;
+  // A value again, with dimension permutation[i] in place i.
+  using Again = std::function<Value(ProgramText& program, const Dimensions& permutation)>;
+
+  void write_transposed(const std::vector<Value>& values);
+  std::optional<Value> in_order(const Value& x, const Dimensions& permutation);
+
   std::vector<Value> arguments_;
   std::string lines_;
   int next_ = 0;
+  std::map<std::string, Order> transposed_;  // values by name
+  std::set<std::string> not_written_;        // of them
+  std::map<std::string, Again> cheap_;       // values that are made in any order of dimensions: constants and their kind
 };
 
 std::string names_of(const std::vector<Value>& values);  // "%1, %5"

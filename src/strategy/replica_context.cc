@@ -27,7 +27,7 @@ void ReplicaContext::seed_random(std::uint64_t seed) const {
 }
 
 Tensor ReplicaContext::all_reduce(ReduceOp op, const Tensor& value) const {
-  if (auto* const trace = ops::current_trace()) return trace->all_reduce(op, value);
+  if (auto* const trace = ops::current_trace()) return trace->all_reduce(op, {value})[0];
   const auto result = value.detach().clone(at::MemoryFormat::Contiguous);
   lockstep::all_reduce(group(), result, op, deadline());
   return result;

@@ -18,25 +18,55 @@ std::string padding_of(const Window& window) {
   return text("padding = dense<[", pairs, "]> : tensor<", window.low.size(), "x2xi64>");
 }
 
-// Which dimensions of x, the weight and the result are what: "b", "f", "o" and "i" before the spatial ones.
-struct Order {
-  const char *x, *weight, *result;
-};
-constexpr Order kForward{"b, f", "o, i", "b, f"};
+// The two dimensions of an array that are not spatial: their letters in StableHLO, and whether the second one is behind
+// the spatial ones.
+struct Axes {
+  char first, second;
+  bool last = false;
 
-// x [b, f, ...] * weight [o, i, ...].
+  std::string print(std::size_t rank) const {
+    std::string spatial;
+    for (std::size_t i = 0; i < rank; ++i) spatial += text(", ", i);
+    return last ? text("[", first, spatial, ", ", second, "]") : text("[", first, ", ", second, spatial, "]");
+  }
+};
+
+// Which dimensions of x, the weight and the result are what.
+struct Order {
+  Axes x, weight, result;
+};
+
+// Images are [batch, channels, ...]; convolutions are fastest where the channels come last, so that chains of operators
+// between two of them are made in that order (ProgramText::elementwise).
+Sizes to_last(std::size_t rank) {
+  Sizes permutation{0};
+  for (std::size_t i = 0; i < rank; ++i) permutation.push_back(static_cast<std::int64_t>(i + 2));
+  permutation.push_back(1);
+  return permutation;
+}
+
+// x * weight: [b, f, ...] and [o, i, ...], or as `order` says; its arrays whose channels are last are given, and
+// returned, with the channels second.
 Value convolve(Call& call, const Value& x, const Value& weight, const Shape& result, const Window& window,
                const Order& order, std::int64_t feature_groups, std::int64_t batch_groups) {
-  std::string spatial;
-  for (std::size_t i = 0; i < window.stride.size(); ++i) spatial += text(", ", i);
-  return call.program().add(
-      "stablehlo.convolution", {x, weight}, result,
-      text("dimension_numbers = #stablehlo.conv<[", order.x, spatial, "]x[", order.weight, spatial, "]->[",
-           order.result, spatial, "]>, window_strides = ", pjrt::array_of(window.stride), ", ", padding_of(window),
+  auto& program = call.program();
+  const auto rank = window.stride.size();
+  const auto permutation = to_last(rank);
+  const auto as = [&](const Value& value, const Axes& axes) {
+    return axes.last ? program.transpose(value, permutation) : value;
+  };
+  const Shape computed{result.dtype, order.result.last ? pjrt::permuted(result.sizes, permutation) : result.sizes};
+  const auto made = program.add(
+      "stablehlo.convolution", {as(x, order.x), as(weight, order.weight)}, computed,
+      text("dimension_numbers = #stablehlo.conv<", order.x.print(rank), "x", order.weight.print(rank), "->",
+           order.result.print(rank), ">, window_strides = ", pjrt::array_of(window.stride), ", ", padding_of(window),
            ", lhs_dilation = ", pjrt::array_of(window.dilation_of_x),
            ", rhs_dilation = ", pjrt::array_of(window.dilation_of_weight), ", feature_group_count = ", feature_groups,
            " : i64, batch_group_count = ", batch_groups, " : i64, ", pjrt::kHighestPrecision));
+  return order.result.last ? program.transpose(made, pjrt::inverse(permutation)) : made;
 }
+
+constexpr Order kForward{{'b', 'f', true}, {'o', 'i'}, {'b', 'f', true}};
 
 Value reversed(Call& call, const Value& weight) {
   Sizes dimensions;
@@ -109,7 +139,7 @@ Value gradient_of_weight(Call& call, const Value& gradient, const Value& x, cons
                           settings.padding[i]);
   }
   auto result = sizes;
-  constexpr Order kOrder{"f, b", "i, o", "f, b"};
+  constexpr Order kOrder{{'f', 'b', true}, {'i', 'o', true}, {'f', 'b'}};
   return convolve(call, x, gradient, {gradient.shape.dtype, result}, window, kOrder, 1, settings.groups);
 }
 

@@ -86,12 +86,19 @@ std::unique_ptr<ops::CompiledProgram> Devices::compile(const Step& step) {
   return std::make_unique<StepProgram>(replicas_, std::move(layout), executable(step.name, program), step.steps);
 }
 
+// XLA's products by XNNPACK wait on a thread of the CPU client's pool for others of it: where replicas wait for each other
+// on these as well, none may be left.
+std::vector<std::pair<std::string, bool>> Devices::switches() const {
+  if (replicas_.client->platform() != "cpu" || replicas() == 1) return {};
+  return {{"xla_cpu_use_xnnpack", false}};
+}
+
 std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& name, const std::string& text) {
   const auto known = executables_.find(text);
   if (known != executables_.end()) return known->second;
   const auto begin = std::chrono::steady_clock::now();
   auto made = std::make_shared<const pjrt::Executable>(
-      pjrt::Executable::compile(replicas_.client, text, {.replicas = replicas()}));
+      pjrt::Executable::compile(replicas_.client, text, {.replicas = replicas(), .switches = switches()}));
   executables_.emplace(text, made);
   compiled_last_.push_back(text);
   if (compiled_last_.size() > kKeptPrograms) {

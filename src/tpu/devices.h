@@ -27,6 +27,7 @@ class Devices final : public ops::ProgramDevices {
 
  private:
   std::shared_ptr<Variable> find(const at::Tensor& host);
+  std::vector<std::pair<std::string, bool>> switches() const;
   std::shared_ptr<const pjrt::Executable> executable(const std::string& name, const std::string& text);
 
   Replicas replicas_;

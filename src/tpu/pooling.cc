@@ -89,11 +89,132 @@ Pool max_pool_in(Call& call, std::size_t i) {
           call.flag(i + 4)};
 }
 
+// Whether windows lie side by side, so that x can be reshaped into them: which compilers make one loop of.
+bool is_tiling(const Pool& pool) {
+  return pool.stride == pool.kernel && pool.padding == Sizes{0, 0} && pool.dilation == Sizes{1, 1} && !pool.ceil;
+}
+
+// x divided into windows: the dimensions of its rows and columns, which may be anywhere, become two each.
+struct Tiles {
+  std::size_t row, column;  // dimensions of x; row < column
+  Sizes whole;              // of x without the rows and columns that no window has
+  Sizes split;              // [.., windows, window rows, .., windows, window columns, ..]
+  Sizes outputs;            // [.., windows, .., windows, ..]
+
+  std::size_t split_row() const { return row; }
+  std::size_t split_column() const { return column + 1; }
+
+  // Of `outputs` in `split`.
+  Sizes windows() const {
+    Sizes dimensions;
+    for (std::size_t i = 0; i < outputs.size(); ++i)
+      dimensions.push_back(static_cast<std::int64_t>(i + (i > row ? 1 : 0) + (i > column ? 1 : 0)));
+    return dimensions;
+  }
+};
+Tiles tiles_of(const Pool& pool, const Sizes& sizes, std::size_t row, std::size_t column) {
+  Tiles tiles{row, column, {}, {}, {}};
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    if (i != row && i != column) {
+      for (auto* const list : {&tiles.whole, &tiles.split, &tiles.outputs}) list->push_back(sizes[i]);
+      continue;
+    }
+    const std::size_t which = i == row ? 0 : 1;
+    const auto windows = pool.outputs(which, sizes[i]);
+    tiles.whole.push_back(windows * pool.kernel[which]);
+    tiles.split.insert(tiles.split.end(), {windows, pool.kernel[which]});
+    tiles.outputs.push_back(windows);
+  }
+  return tiles;
+}
+
+// As they lie in memory, where that has rows before columns.
+pjrt::ProgramText::Order order_for_tiles(Call& call, const Value& x) {
+  const auto order = call.program().order_of(x);
+  const auto rank = x.shape.sizes.size();
+  if (order.permutation[rank - 2] < order.permutation[rank - 1]) return order;
+  return {x, all_dimensions(rank)};
+}
+
+// Where an element of a window lies in x: row * columns + column, of a window that iotas count.
+Value place_in_window(Call& call, const Pool& pool, std::int64_t columns, const Value& row, const Value& column,
+                      std::size_t row_dimension, std::size_t column_dimension) {
+  auto& program = call.program();
+  const auto& shape = row.shape;
+  const auto scaled = [&](const Value& value, std::int64_t by) {
+    return program.binary("stablehlo.multiply", value, program.integer(by, shape));
+  };
+  const auto sum = [&](const Value& a, const Value& b) { return program.binary("stablehlo.add", a, b); };
+  const auto window = [&](std::size_t dimension) { return program.iota(shape, static_cast<std::int64_t>(dimension)); };
+  const auto rows = sum(scaled(window(row_dimension), pool.kernel[0]), row);
+  return sum(scaled(rows, columns), sum(scaled(window(column_dimension), pool.kernel[1]), column));
+}
+
+void max_pool_of_tiles(Call& call, const Value& logical, const Pool& pool) {
+  auto& program = call.program();
+  const auto [x, order] = order_for_tiles(call, logical);
+  const auto rank = x.shape.sizes.size();
+  const auto tiles = tiles_of(pool, x.shape.sizes, static_cast<std::size_t>(order[rank - 2]),
+                              static_cast<std::size_t>(order[rank - 1]));
+  const auto split = program.reshape(program.slice(x, Sizes(rank), tiles.whole, Sizes(rank, 1)), tiles.split);
+  const Shape numbers{DType::int32, tiles.outputs};
+  std::optional<Value> largest, row_of, column_of;
+  for_each_element(pool, [&](std::int64_t row, std::int64_t column) {
+    Sizes begin(tiles.split.size()), end = tiles.split;
+    begin[tiles.split_row() + 1] = row;
+    end[tiles.split_row() + 1] = row + 1;
+    begin[tiles.split_column() + 1] = column;
+    end[tiles.split_column() + 1] = column + 1;
+    const auto value = program.reshape(program.slice(split, begin, end, Sizes(begin.size(), 1)), tiles.outputs);
+    const auto here_row = program.integer(row, numbers), here_column = program.integer(column, numbers);
+    if (!largest) {
+      largest = value;
+      row_of = here_row;
+      column_of = here_column;
+      return;
+    }
+    const auto larger = program.binary("stablehlo.or", program.compare("GT", value, *largest),
+                                       program.compare("NE", value, value));
+    largest = program.select(larger, value, *largest);
+    row_of = program.select(larger, here_row, *row_of);
+    column_of = program.select(larger, here_column, *column_of);
+  });
+  const auto place =
+      place_in_window(call, pool, logical.shape.sizes.back(), *row_of, *column_of, tiles.row, tiles.column);
+  call.returns({program.transpose(*largest, order), program.transpose(program.convert(place, DType::int64), order)});
+}
+
+void max_pool_of_tiles_backward(Call& call, const Value& gradient, const Value& logical, const Value& places,
+                                const Pool& pool) {
+  auto& program = call.program();
+  const auto [x, order] = order_for_tiles(call, logical);
+  const auto rank = x.shape.sizes.size();
+  const auto tiles = tiles_of(pool, x.shape.sizes, static_cast<std::size_t>(order[rank - 2]),
+                              static_cast<std::size_t>(order[rank - 1]));
+  const auto back = pjrt::inverse(order);
+  const auto spread_out = [&](const Value& value) {
+    return program.broadcast(program.transpose(value, back), tiles.split, tiles.windows());
+  };
+  const Shape numbers{DType::int32, tiles.split};
+  const auto inner = [&](std::size_t dimension) { return program.iota(numbers, static_cast<std::int64_t>(dimension)); };
+  const auto here = place_in_window(call, pool, logical.shape.sizes.back(), inner(tiles.split_row() + 1),
+                                    inner(tiles.split_column() + 1), tiles.split_row(), tiles.split_column());
+  const auto is_largest = program.compare("EQ", spread_out(program.convert(places, DType::int32)), here);
+  const auto shares =
+      program.select(is_largest, spread_out(gradient), program.constant(0, {gradient.shape.dtype, tiles.split}));
+  Sizes high(rank);
+  for (std::size_t i = 0; i < rank; ++i) high[i] = x.shape.sizes[i] - tiles.whole[i];
+  const auto whole = program.reshape(shares, tiles.whole);
+  call.returns({program.transpose(
+      tiles.whole == x.shape.sizes ? whole : program.pad(whole, 0, Sizes(rank), high, Sizes(rank)), order)});
+}
+
 // And where the largest elements are: row * columns + column of x.
 void max_pool(Call& call) {
   auto& program = call.program();
   const auto x = call.value(0);
   const auto pool = max_pool_in(call, 1);
+  if (is_tiling(pool)) return max_pool_of_tiles(call, x, pool);
   const Slices slices(pool, x.shape.sizes);
   const auto padded = padded_with(call, x, slices, -std::numeric_limits<double>::infinity());
   const Shape places{DType::int64, padded.shape.sizes};
@@ -135,6 +256,7 @@ void max_pool_backward(Call& call) {
   auto& program = call.program();
   const auto gradient = call.value(0), x = call.value(1), places = call.value(7);
   const auto pool = max_pool_in(call, 2);
+  if (is_tiling(pool)) return max_pool_of_tiles_backward(call, gradient, x, places, pool);
   const Slices slices(pool, x.shape.sizes);
   const auto rank = static_cast<std::int64_t>(x.shape.sizes.size());
   Value sum = program.constant(0, x.shape);

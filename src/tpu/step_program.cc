@@ -12,9 +12,12 @@
 namespace lockstep::tpu {
 namespace {
 
+using Buffers = std::vector<std::vector<pjrt::Buffer>>;
+
 class Launched final : public ops::LaunchedProgram {
  public:
-  explicit Launched(std::vector<std::vector<pjrt::Buffer>> results) : results_(std::move(results)) {}
+  // used: what the run uses.
+  Launched(Buffers results, Buffers used) : results_(std::move(results)), used_(std::move(used)) {}
 
   std::vector<std::vector<at::Tensor>> results(Deadline deadline) override {
     std::vector<std::vector<at::Tensor>> read;
@@ -30,7 +33,7 @@ class Launched final : public ops::LaunchedProgram {
   }
 
  private:
-  const std::vector<std::vector<pjrt::Buffer>> results_;
+  const Buffers results_, used_;
 };
 
 // Of one step a scalar, or, of an array, one element.
@@ -77,38 +80,43 @@ std::vector<std::pair<int, pjrt::Buffer>> StepProgram::copied(const Launch& laun
   return copies;
 }
 
-std::vector<std::vector<pjrt::Buffer>> StepProgram::run(
-    const std::vector<std::vector<const pjrt::Buffer*>>& arguments) {
+std::unique_ptr<ops::LaunchedProgram> StepProgram::run(
+    const std::vector<std::vector<const pjrt::Buffer*>>& arguments, Buffers kept) {
   for (const auto& used : layout_.variables)
-    if (used.result >= 0) used.variable->take();
+    if (used.result >= 0) kept.push_back(used.variable->take());
   auto outputs = executable_->run(arguments);
   for (const auto& used : layout_.variables) {
     if (used.result < 0) continue;
-    Buffers values;
+    std::vector<pjrt::Buffer> values;
     for (auto& of_replica : outputs) values.push_back(std::move(of_replica[static_cast<std::size_t>(used.result)]));
     used.variable->give(std::move(values));
   }
   for (auto& of_replica : outputs)
     of_replica.erase(of_replica.begin() + layout_.results, of_replica.end());
-  return outputs;
+  return std::make_unique<Launched>(std::move(outputs), std::move(kept));
 }
 
 std::unique_ptr<ops::LaunchedProgram> StepProgram::launch(const Launch& launch) {
   if (launch.updates.size() != static_cast<std::size_t>(steps_))
     throw Error(text("a program of ", steps_, " steps is launched with ", launch.updates.size()));
   const auto count = replicas_.devices.size();
-  std::vector<std::vector<std::pair<int, pjrt::Buffer>>> copies;
+  Buffers copies;
   std::vector<std::vector<const pjrt::Buffer*>> arguments(
       count, std::vector<const pjrt::Buffer*>(static_cast<std::size_t>(layout_.arguments)));
   for (std::size_t i = 0; i < count; ++i) {
-    copies.push_back(copied(launch, i));
-    for (const auto& [argument, copy] : copies[i]) arguments[i][static_cast<std::size_t>(argument)] = &copy;
+    auto& own = copies.emplace_back();
+    std::vector<int> places;
+    for (auto& [argument, copy] : copied(launch, i)) {
+      places.push_back(argument);
+      own.push_back(std::move(copy));
+    }
+    for (std::size_t k = 0; k < own.size(); ++k) arguments[i][static_cast<std::size_t>(places[k])] = &own[k];
   }
   for (const auto& used : layout_.variables) {
     const auto& values = used.variable->values();
     for (std::size_t i = 0; i < count; ++i) arguments[i][static_cast<std::size_t>(used.argument)] = &values[i];
   }
-  auto results = std::make_unique<Launched>(run(arguments));
+  auto results = run(arguments, std::move(copies));
   for (const bool updated : launch.updates) {
     if (!updated) continue;
     for (const auto& act : layout_.after_update) act();

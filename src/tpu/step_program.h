@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "ops/traced_program.h"
@@ -18,11 +19,10 @@ class StepProgram final : public ops::CompiledProgram {
   std::unique_ptr<ops::LaunchedProgram> launch(const Launch& launch) override;
 
  private:
-  using Buffers = std::vector<pjrt::Buffer>;
-
   // What the host gives replica `replica`, by argument.
   std::vector<std::pair<int, pjrt::Buffer>> copied(const Launch& launch, std::size_t replica) const;
-  std::vector<Buffers> run(const std::vector<std::vector<const pjrt::Buffer*>>& arguments);
+  std::unique_ptr<ops::LaunchedProgram> run(const std::vector<std::vector<const pjrt::Buffer*>>& arguments,
+                                            std::vector<std::vector<pjrt::Buffer>> kept);
 
   const Replicas replicas_;
   const StepLayout layout_;

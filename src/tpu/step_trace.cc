@@ -20,6 +20,17 @@ bool makes_tensors(const ops::OperatorCall& call) {
   return !name.starts_with("aten::empty") && name != "aten::scalar_tensor" && name != "aten::from_file";
 }
 
+const char* operation_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::mean: return "stablehlo.add";
+    case ReduceOp::min: return "stablehlo.minimum";
+    case ReduceOp::max: return "stablehlo.maximum";
+    case ReduceOp::product: break;
+  }
+  return "stablehlo.multiply";
+}
+
 }  // namespace
 
 TracedStep::TracedStep(int replicas, FindVariable find)
@@ -51,17 +62,13 @@ at::Tensor TracedStep::use(const std::shared_ptr<Variable>& variable) {
   return leaf;
 }
 
-at::Tensor TracedStep::all_reduce(ReduceOp op, const at::Tensor& value) {
-  const auto own = value.detach();
-  if (replicas_ == 1) return own;
-  switch (op) {
-    case ReduceOp::sum: return trace_.all_reduce("stablehlo.add", own, replicas_);
-    case ReduceOp::mean: return trace_.all_reduce("stablehlo.add", own, replicas_) / replicas_;
-    case ReduceOp::min: return trace_.all_reduce("stablehlo.minimum", own, replicas_);
-    case ReduceOp::max: return trace_.all_reduce("stablehlo.maximum", own, replicas_);
-    case ReduceOp::product: break;
-  }
-  return trace_.all_reduce("stablehlo.multiply", own, replicas_);
+std::vector<at::Tensor> TracedStep::all_reduce(ReduceOp op, const std::vector<at::Tensor>& values) {
+  std::vector<at::Tensor> results;
+  for (const auto& value : values) results.push_back(value.detach());
+  if (replicas_ > 1) results = trace_.all_reduce(operation_of(op), results, replicas_);
+  if (op != ReduceOp::mean) return results;
+  for (auto& result : results) result = result / replicas_;
+  return results;
 }
 
 at::Tensor TracedStep::all_gather(const at::Tensor& value, std::int64_t axis) {

@@ -53,7 +53,7 @@ class TracedStep final : public ops::StepTrace {
 
   int replicas() const override { return replicas_; }
   at::Tensor value_of(ops::DeviceVariable& variable) override;
-  at::Tensor all_reduce(ReduceOp op, const at::Tensor& value) override;
+  std::vector<at::Tensor> all_reduce(ReduceOp op, const std::vector<at::Tensor>& values) override;
   at::Tensor all_gather(const at::Tensor& value, std::int64_t axis) override;
   at::Tensor number(at::ScalarType dtype, std::function<double(std::int64_t)> value) override;
   void set_counts(const at::Tensor& counts) override { counts_ = counts; }

@@ -134,8 +134,24 @@ at::Tensor Trace::argument(at::IntArrayRef sizes, at::ScalarType dtype) {
   return wrapped(program_.argument({ops::dtype_of(dtype), sizes.vec()}));
 }
 
-at::Tensor Trace::all_reduce(std::string_view operation, const at::Tensor& value, int replicas) {
-  return wrapped(program_.all_reduce(operation, value_of(value), replicas));
+// One operation for each dtype: those that run on several devices must do so in the same order, and one of them waits for
+// all others.
+std::vector<at::Tensor> Trace::all_reduce(std::string_view operation, const std::vector<at::Tensor>& values,
+                                          int replicas) {
+  std::map<DType, std::vector<std::size_t>> places;
+  std::vector<Value> all;
+  for (const auto& value : values) {
+    places[value_of(value).shape.dtype].push_back(all.size());
+    all.push_back(value_of(value));
+  }
+  std::vector<at::Tensor> results(values.size());
+  for (const auto& [dtype, of_dtype] : places) {
+    std::vector<Value> operands;
+    for (const auto place : of_dtype) operands.push_back(all[place]);
+    const auto reduced = program_.all_reduce(operation, operands, replicas);
+    for (std::size_t i = 0; i < of_dtype.size(); ++i) results[of_dtype[i]] = wrapped(reduced[i]);
+  }
+  return results;
 }
 
 at::Tensor Trace::all_gather(const at::Tensor& value, std::int64_t axis, int replicas) {

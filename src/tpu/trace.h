@@ -29,7 +29,7 @@ class Trace {
   at::Tensor argument(at::IntArrayRef sizes, at::ScalarType dtype);
 
   // Over all replicas: by "stablehlo.add", "stablehlo.maximum", ...; and one after the other along `axis`.
-  at::Tensor all_reduce(std::string_view operation, const at::Tensor& value, int replicas);
+  std::vector<at::Tensor> all_reduce(std::string_view operation, const std::vector<at::Tensor>& values, int replicas);
   at::Tensor all_gather(const at::Tensor& value, std::int64_t axis, int replicas);
 
   // Uniform random words, the same for the same seed, which is an argument of the program: two int32. Each call gives

@@ -66,7 +66,7 @@ std::string trace_step(Net& net, int replicas) {
   const auto correction1 = 1 - at::pow(kBeta1, step), correction2 = 1 - at::pow(kBeta2, step);
   Tensors moments1, moments2;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const auto gradient = trace.all_reduce("stablehlo.add", parameters[i].grad(), replicas) / replicas;
+    const auto gradient = trace.all_reduce("stablehlo.add", {parameters[i].grad()}, replicas)[0] / replicas;
     moments1.push_back(first[i] * kBeta1 + gradient * (1 - kBeta1));
     moments2.push_back(second[i] * kBeta2 + gradient * gradient * (1 - kBeta2));
     const auto change = moments1[i] / correction1 / ((moments2[i] / correction2).sqrt() + kEpsilon);
@@ -74,7 +74,7 @@ std::string trace_step(Net& net, int replicas) {
   }
   results.insert(results.end(), moments1.begin(), moments1.end());
   results.insert(results.end(), moments2.begin(), moments2.end());
-  results.push_back(trace.all_reduce("stablehlo.add", loss.detach(), replicas) / replicas);
+  results.push_back(trace.all_reduce("stablehlo.add", {loss.detach()}, replicas)[0] / replicas);
   std::vector<std::pair<int, int>> aliases;
   for (int i = 0; i + 1 < static_cast<int>(results.size()); ++i) aliases.emplace_back(i + 2, i);
   return trace.finish(results, aliases, replicas);

@@ -3,6 +3,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <utility>
+
 #include "lockstep/base/device_error.h"
 #include "ops/dtypes.h"
 
@@ -33,6 +35,11 @@ const std::vector<pjrt::Buffer>& Variable::values() {
 void Variable::require_values() const {
   if (state_ == State::lost)
     throw DeviceError("a program that failed has taken variables with it; load a checkpoint to go on");
+}
+
+std::vector<pjrt::Buffer> Variable::take() {
+  state_ = State::lost;
+  return std::exchange(values_, {});
 }
 
 void Variable::give(std::vector<pjrt::Buffer> values) {

@@ -30,7 +30,8 @@ class Variable final : public ops::DeviceVariable, public std::enable_shared_fro
   const std::vector<pjrt::Buffer>& values();
 
   // A program's run takes the values, which may not be used any more, and gives others. Where it fails they are lost.
-  void take() { state_ = State::lost; }
+  // What `take` returns may be freed when the run has ended: before, that would wait for it.
+  std::vector<pjrt::Buffer> take();
   void give(std::vector<pjrt::Buffer> values);
 
   // Of all together, since what is written to one of the host's tensors counts as written to all views of its memory.

@@ -134,11 +134,8 @@ Tensors CompiledModel::trace(Kind kind, const Example& part, const Tensor& count
   if (kind == Kind::train) {
     impl_.require_gradient(loss.sum);
     loss.sum.backward();
-    // The sum over all examples is divided by 1, unless there is none.
-    const auto weight = loss_function.reduction() == Reduction::sum ? counts.sum() : loss.divisor;
-    auto total = trace.all_reduce(ReduceOp::sum, weight);
-    if (loss_function.reduction() == Reduction::sum) total = total.clamp_max(1);
-    impl_.gradients->apply_traced(trace, total);
+    const bool is_sum = loss_function.reduction() == Reduction::sum;  // which is not divided by anything
+    impl_.gradients->apply_traced(trace, {is_sum ? counts.sum() : loss.divisor, !is_sum});
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < impl_.parameters->buffer_names().size(); ++i)
       trace.keep_without_examples(impl_.parameters->variable_of_buffer(i));
