@@ -114,16 +114,17 @@ Measured measure(Options& options) {
   for (int i = 0; i < options.replicas; ++i) devices.push_back(options.device + ":" + std::to_string(i));
   CommunicationOptions communication;
   if (!options.gradient_dtype.empty()) communication.gradient_dtype = DType::bfloat16;
-  const TPUClusterResolver plugin("", {.plugin_options = {{"cpu_device_count", static_cast<std::int64_t>(options.replicas)}}});
+  const TPUClusterResolver plugin(
+      "", {.plugin_options = {{"cpu_device_count", static_cast<std::int64_t>(options.replicas)}}});
   const auto strategy =
       options.device == "tpu"     ? Strategy(TPUStrategy(plugin))
       : options.parameter_servers ? Strategy(ParameterServerStrategy({.threads_per_replica = options.threads}))
-      : options.multi_worker    ? Strategy(MultiWorkerMirroredStrategy(
-                                      {.devices = devices,
-                                       .threads_per_replica = options.threads,
-                                       .communication = communication,
-                                       .shard_optimizer_state = options.shard_optimizer_state,
-                                       .elastic = options.elastic ? std::optional(ElasticOptions()) : std::nullopt}))
+      : options.multi_worker      ? Strategy(MultiWorkerMirroredStrategy(
+                                        {.devices = devices,
+                                         .threads_per_replica = options.threads,
+                                         .communication = communication,
+                                         .shard_optimizer_state = options.shard_optimizer_state,
+                                         .elastic = options.elastic ? std::optional(ElasticOptions()) : std::nullopt}))
                              : Strategy(MirroredStrategy({.devices = devices, .threads_per_replica = options.threads}));
   options.replicas = strategy.num_replicas_in_sync();
   options.reports = strategy.is_chief();
@@ -206,7 +207,8 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--threads", options.threads, "threads a replica")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--device", options.device, "what replicas run on; batches come from host memory. tpu: of the plugin for CPUs")
+  app.add_option("--device", options.device,
+                 "what replicas run on; batches come from host memory. tpu: of the plugin for CPUs")
       ->check(CLI::IsMember({"cpu", "cuda", "tpu"}))
       ->capture_default_str();
   app.add_flag("--jit-compile", options.jit_compile, "record the step on a GPU");

@@ -35,8 +35,7 @@ ls::Strategy make_strategy(const Options& options) {
   if (options.strategy == "multi_worker") return ls::MultiWorkerMirroredStrategy({.devices = devices});
   if (options.strategy == "parameter_server")
     return ls::ParameterServerStrategy({.devices = devices, .synchronous = options.synchronous});
-  if (options.strategy == "tpu")
-    return ls::TPUStrategy(ls::TPUClusterResolver(), {.num_replicas = options.replicas});
+  if (options.strategy == "tpu") return ls::TPUStrategy(ls::TPUClusterResolver(), {.num_replicas = options.replicas});
   if (options.strategy == "central") return ls::CentralStorageStrategy({.compute_devices = devices});
   return ls::MirroredStrategy({.devices = devices});
 }

@@ -23,7 +23,7 @@ TEST_P(Topologies, CompileForAllTheirDevices) {
   constexpr std::int64_t kSize = 512;
   ProgramText text;
   const auto x = text.argument({DType::float32, {kSize, kSize}});
-  const auto sum = text.all_reduce("stablehlo.add", text.dot(x, x, {1}, {0}), topology.devices());
+  const auto sum = text.all_reduce("stablehlo.add", {text.dot(x, x, {1}, {0})}, topology.devices())[0];
   const auto program = topology.compile(text.finish({sum}, {}, topology.devices()), {.replicas = topology.devices()});
   EXPECT_EQ(program.memory().arguments, kSize * kSize * 4);
   EXPECT_GE(program.flops(), 2.0 * kSize * kSize * kSize);

@@ -1,5 +1,5 @@
-// TPUStrategy on the CPU plugin: its trainings are those of MirroredStrategy, whatever the number of devices, the batches
-// and the model.
+// TPUStrategy on the CPU plugin: its trainings are those of MirroredStrategy, whatever the number of devices, the
+// batches and the model.
 #include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 
@@ -58,9 +58,8 @@ Result train(const Strategy& strategy, const Dataset& data, const MakeModel& mak
 }
 
 CompileOptions classifier(const Optimizer& optimizer = Adam()) {
-  return {.optimizer = optimizer,
-          .loss = SparseCategoricalCrossentropy({.from_logits = true}),
-          .metrics = {"accuracy"}};
+  return {
+      .optimizer = optimizer, .loss = SparseCategoricalCrossentropy({.from_logits = true}), .metrics = {"accuracy"}};
 }
 
 void expect_alike(const Result& a, const Result& b) {
@@ -74,8 +73,8 @@ void expect_alike(const Result& a, const Result& b) {
 }
 
 Model seed_cnn() {
-  return Sequential({Conv2D(8, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(),
-                     Dense(16, {.activation = "relu"}), Dense(10)});
+  return Sequential(
+      {Conv2D(8, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(), Dense(16, {.activation = "relu"}), Dense(10)});
 }
 
 class TpuReplicas : public testing::TestWithParam<int> {};
@@ -95,10 +94,9 @@ TEST_P(TpuReplicas, TrainAsMirroredOnesDo) {
 // which Adam makes as large as any. Dropout draws other numbers than on other devices.
 struct NormalizedImpl : torch::nn::Module {
   explicit NormalizedImpl(double dropped) : dropout(register_module("dropout", torch::nn::Dropout(dropped))) {}
-  Tensor forward(const Tensor& x) {
-    return output(dropout(torch::relu(norm(convolution(x))).flatten(1)));
-  }
-  torch::nn::Conv2d convolution = register_module("convolution", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 6, 5).stride(2).bias(false)));
+  Tensor forward(const Tensor& x) { return output(dropout(torch::relu(norm(convolution(x))).flatten(1))); }
+  torch::nn::Conv2d convolution =
+      register_module("convolution", torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 6, 5).stride(2).bias(false)));
   torch::nn::BatchNorm2d norm = register_module("norm", torch::nn::BatchNorm2d(6));
   torch::nn::Dropout dropout;
   torch::nn::Linear output = register_module("output", torch::nn::Linear(6 * 4 * 4, 10));
@@ -106,7 +104,9 @@ struct NormalizedImpl : torch::nn::Module {
 TORCH_MODULE(Normalized);
 
 TEST_P(TpuReplicas, NormalizeBatchesAsMirroredOnesDo) {
-  const auto options = [] { return classifier(AdamW({.learning_rate = CosineDecay(2e-3, 40), .global_clipnorm = 1.0})); };
+  const auto options = [] {
+    return classifier(AdamW({.learning_rate = CosineDecay(2e-3, 40), .global_clipnorm = 1.0}));
+  };
   const auto make = [] { return Model([] { return Normalized(0.0); }); };
   const auto data = images(1, 12);
   expect_alike(train(tpu(GetParam()), data, make, options()),
@@ -116,11 +116,13 @@ TEST_P(TpuReplicas, NormalizeBatchesAsMirroredOnesDo) {
 // With batches that are no larger on any replica than the others: BatchNorm needs more than one value a channel.
 TEST_P(TpuReplicas, TrainLayersWithBatchNormalization) {
   const auto make = [] {
-    return Sequential({Conv2D(4, 3, {.use_bias = false}), BatchNormalization(), Activation("relu"), Flatten(), Dense(10)});
+    return Sequential(
+        {Conv2D(4, 3, {.use_bias = false}), BatchNormalization(), Activation("relu"), Flatten(), Dense(10)});
   };
   const auto data = images(1, 8);
-  expect_alike(train(tpu(GetParam()), data, make, classifier(SGD({.learning_rate = 0.05, .momentum = 0.9}))),
-               train(MirroredStrategy(GetParam()), data, make, classifier(SGD({.learning_rate = 0.05, .momentum = 0.9}))));
+  expect_alike(
+      train(tpu(GetParam()), data, make, classifier(SGD({.learning_rate = 0.05, .momentum = 0.9}))),
+      train(MirroredStrategy(GetParam()), data, make, classifier(SGD({.learning_rate = 0.05, .momentum = 0.9}))));
 }
 
 TEST_P(TpuReplicas, TrainATransformer) {
@@ -143,7 +145,8 @@ TEST(Tpu, StepsThatAreLaunchedTogetherAreThoseOneByOne) {
   const auto one_by_one = train(strategy, data, make, options(1));
   expect_alike(train(strategy, data, make, options(3)), one_by_one);  // of 5 steps an epoch
   const auto again = train(strategy, data, make, options(1));
-  for (std::size_t i = 0; i < again.weights.size(); ++i) EXPECT_TRUE(at::equal(again.weights[i], one_by_one.weights[i]));
+  for (std::size_t i = 0; i < again.weights.size(); ++i)
+    EXPECT_TRUE(at::equal(again.weights[i], one_by_one.weights[i]));
 }
 
 TEST(Tpu, CheckpointsGoFromStrategyToStrategy) {
@@ -182,11 +185,13 @@ Loop run_loop(const Strategy& strategy, bool compiled_once) {
   set_random_seed(3);
   auto net = strategy.replicate([] { return Normalized(0.0); });
   const auto optimizer = strategy.optimizer(Adam(), net);
-  const Variable seen(at::zeros({}), {.synchronization = VariableSynchronization::on_read, .aggregation = VariableAggregation::sum}, strategy);
+  const Variable seen(at::zeros({}),
+                      {.synchronization = VariableSynchronization::on_read, .aggregation = VariableAggregation::sum},
+                      strategy);
   const Variable mean(at::zeros({}), {.aggregation = VariableAggregation::mean}, strategy);
   at::manual_seed(4);
-  const auto data = strategy.distribute(
-      Dataset::from_tensor_slices(at::randn({80, 1, 12, 12}), at::randint(10, {80})).batch(16));
+  const auto data =
+      strategy.distribute(Dataset::from_tensor_slices(at::randn({80, 1, 12, 12}), at::randint(10, {80})).batch(16));
   const auto step = [&](ReplicaContext& replica, Normalized& own, const Example& part) {
     const auto losses = at::nll_loss(at::log_softmax(own(part.x), 1), part.y, {}, at::Reduction::Sum);
     optimizer.minimize(replica, losses, static_cast<double>(part.size()));
@@ -244,9 +249,10 @@ TEST(Tpu, WhatAStepCannotDoIsNamed) {
   const PerReplica<Tensor> x({at::ones({2, 3}), at::ones({2, 3})});
   expect_says(message([](ReplicaContext&, const Tensor& own) { return own.sum().item<double>(); }, x),
               "returns a value that is not made of tensors");
-  expect_says(message([](ReplicaContext&, const Tensor& own) { return own.sum().item<double>() > 0 ? own : -own; }, x),
-              "aten::_local_scalar_dense (operator 2 of the step, after aten::sum) cannot be compiled for a TPU: it reads a "
-              "value of the step");
+  expect_says(
+      message([](ReplicaContext&, const Tensor& own) { return own.sum().item<double>() > 0 ? own : -own; }, x),
+      "aten::_local_scalar_dense (operator 2 of the step, after aten::sum) cannot be compiled for a TPU: it reads a "
+      "value of the step");
   expect_says(message([](ReplicaContext&, const Tensor& own) { return at::linalg_eigvals(own.mm(own.t())); }, x),
               "aten::linalg_eig (operator 3 of the step, after aten::mm) cannot be compiled for a TPU");
   expect_says(message([](ReplicaContext&, const Tensor& own) { return own.nonzero(); }, x), "fixed shapes");

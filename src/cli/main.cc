@@ -8,7 +8,9 @@
 #include "cli/bench_collectives.h"
 #include "cli/certs.h"
 #include "cli/commands.h"
+#include "cli/compile_for.h"
 #include "cli/doctor.h"
+#include "cli/find_tpu.h"
 #include "launch/launcher.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/version.h"
@@ -139,7 +141,9 @@ struct DoctorArguments : PlaceArguments {
   int act() {
     if (examines) return lockstep::cli::examine(lockstep::resolve_cluster(), std::cout);
     const auto program = std::filesystem::read_symlink("/proc/self/exe").string();
-    return lockstep::launch::launch(finished({program, "doctor", "--examine"}), std::cout, std::cerr);
+    const int status = lockstep::launch::launch(finished({program, "doctor", "--examine"}), std::cout, std::cerr);
+    std::cout << "TPU: " << lockstep::cli::find_tpu() << "\n";
+    return status;
   }
 
   bool examines = false;
@@ -188,6 +192,12 @@ int main(int argc, char** argv) {
   certs->add_option("--days", days, "for how long they are valid (365)");
   auto* doctor = app.add_subcommand("doctor", "whether a job can run here, or on the hosts that are named");
   DoctorArguments doctor_arguments(*doctor);
+  auto* compile_for =
+      app.add_subcommand("compile-for", "compiles a program's steps for a TPU that is not here: what memory they need");
+  std::string chips;
+  compile_for->add_option("chips", chips, "a topology, such as v5e:2x4, v4:2x2x1 or v6e:2x2")->required();
+  compile_for->prefix_command();
+  compile_for->footer("The program and its arguments come last: lockstep compile-for v5e:2x4 ./train --epochs 12");
   auto arguments = as_run_takes_it(argc, argv);
   std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
   try {
@@ -206,6 +216,7 @@ int main(int argc, char** argv) {
                 << certificates << "\n";
     }
     if (*run) return run_arguments.act(run->remaining());
+    if (*compile_for) return lockstep::cli::compile_for(chips, compile_for->remaining(), std::cout);
     if (*doctor) return doctor_arguments.act();
     if (*collectives) return lockstep::cli::bench_collectives(bench_arguments.finished({argv, argv + argc}), std::cout);
   } catch (const std::exception& error) {

@@ -36,10 +36,10 @@ struct GradientPathOptions {
   BucketOptions buckets;                                   // between processes
   bool shard_state = false;                                // each process has state for its own shards alone
   std::shared_ptr<parameter_server::Client> servers = {};  // which update; null: this process updates itself
-  std::shared_ptr<ops::ProgramDevices> devices = {};       // that run compiled programs, and update; null: there are none
-  double timeout_seconds = 600;                            // of a call to them that reads rows of a table
-  std::int64_t compare_copies_every = 100;                 // steps, with several processes; 0: never
-  bool replace_differing_copies = false;                   // by those that most processes have
+  std::shared_ptr<ops::ProgramDevices> devices = {};  // that run compiled programs, and update; null: there are none
+  double timeout_seconds = 600;                       // of a call to them that reads rows of a table
+  std::int64_t compare_copies_every = 100;            // steps, with several processes; 0: never
+  bool replace_differing_copies = false;              // by those that most processes have
   std::optional<ElasticRanks> elastic = {};
 };
 

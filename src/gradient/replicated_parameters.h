@@ -177,8 +177,8 @@ class ReplicatedParameters {
   // The same of this process's replicas alone; not collective.
   at::Tensor average_own_buffer(std::size_t index) const;
 
-  // Of a strategy whose replicas run compiled programs: parameters and buffers are variables of its devices from now on,
-  // whose values `fetch` brings into this host's tensors. Else it does nothing.
+  // Of a strategy whose replicas run compiled programs: parameters and buffers are variables of its devices from now
+  // on, whose values `fetch` brings into this host's tensors. Else it does nothing.
   void put_on(ops::ProgramDevices& devices);
   void fetch(Deadline deadline) const;
   ops::DeviceVariable& variable(std::size_t slot) const;
@@ -217,7 +217,7 @@ class ReplicatedParameters {
   std::vector<at::Tensor> shared_float_, shared_double_;  // as shared_values
   std::vector<at::Tensor> device_float_, device_double_;  // [replica], staged only
   std::vector<std::string> buffer_names_;
-  std::vector<std::vector<at::Tensor>> buffers_;  // [replica][index]
+  std::vector<std::vector<at::Tensor>> buffers_;     // [replica][index]
   std::shared_ptr<ops::DeviceVariables> variables_;  // of slots, then of buffers; null before put_on
 };
 

@@ -65,10 +65,9 @@ void TracedUpdate::update(ops::StepTrace& trace, const at::Tensor& total_weight,
   const DeviceUpdate rule(updater_.optimizer(), all.values[0].options());
   std::vector<at::Tensor> numbers;
   for (std::size_t i = 0; i < rule.numbers(updater_.step_after(0)).size(); ++i) {
-    numbers.push_back(trace.number(dtype, [this, of_host = std::make_shared<DeviceUpdate>(
-                                                     updater_.optimizer(), at::TensorOptions(dtype)), i](auto ahead) {
-      return of_host->numbers(updater_.step_after(ahead))[i];
-    }));
+    numbers.push_back(trace.number(
+        dtype, [this, of_host = std::make_shared<DeviceUpdate>(updater_.optimizer(), at::TensorOptions(dtype)),
+                i](auto ahead) { return of_host->numbers(updater_.step_after(ahead))[i]; }));
   }
   std::vector<at::Tensor> changed = all.values, old;
   for (const auto& states : all.states) changed.insert(changed.end(), states.begin(), states.end());
@@ -78,8 +77,6 @@ void TracedUpdate::update(ops::StepTrace& trace, const at::Tensor& total_weight,
   for (std::size_t i = 0; i < changed.size(); ++i) keep_unless(updates, changed[i], old[i]);
 }
 
-void TracedUpdate::fetch(Deadline deadline) const {
-  states_->fetch(deadline);
-}
+void TracedUpdate::fetch(Deadline deadline) const { states_->fetch(deadline); }
 
 }  // namespace lockstep::gradient

@@ -52,9 +52,9 @@ void Updater::begin_step() {
 }
 
 UpdateStep Updater::step_after(std::int64_t ahead) const {
-  const double rate =
-      rate_override_ ? *rate_override_
-                     : LearningRate(optimizer_.options().learning_rate.at(iterations_ + ahead)).at(0);  // checked
+  const double rate = rate_override_
+                          ? *rate_override_
+                          : LearningRate(optimizer_.options().learning_rate.at(iterations_ + ahead)).at(0);  // checked
   return {iterations_ + ahead + 1, rate * rate_factor_};
 }
 

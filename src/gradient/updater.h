@@ -124,7 +124,7 @@ class Updater {
   const std::optional<Communicator> commits_;
 
   States states_;
-  std::optional<PartSums> part_sums_;                      // of a model that is split over processes
+  std::optional<PartSums> part_sums_;  // of a model that is split over processes
   struct OnDevice {
     DeviceUpdate update;
     std::vector<at::Tensor> numbers;  // scalars on the device

@@ -1,5 +1,5 @@
-// Steps that are traced from LibTorch's operators, compiled into one program, and run by all replicas at once, each on a
-// device of its own: TPUs. The module `tpu` implements this.
+// Steps that are traced from LibTorch's operators, compiled into one program, and run by all replicas at once, each on
+// a device of its own: TPUs. The module `tpu` implements this.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -36,8 +36,8 @@ class DeviceVariables {
   virtual void fetch(Deadline deadline) = 0;
 };
 
-// The step that is traced, for the code that is traced. Tensors of it have shapes and no values. Used by the thread that
-// traces.
+// The step that is traced, for the code that is traced. Tensors of it have shapes and no values. Used by the thread
+// that traces.
 class StepTrace {
  public:
   virtual ~StepTrace() = default;
@@ -56,8 +56,8 @@ class StepTrace {
   // come before it.
   virtual at::Tensor number(at::ScalarType dtype, std::function<double(std::int64_t update)> value) = 0;
 
-  // Which examples of the batch count, where it was filled up with others: [batch], 1 or 0. What takes means over a batch
-  // leaves the others out (batch_norm). Not called: all count.
+  // Which examples of the batch count, where it was filled up with others: [batch], 1 or 0. What takes means over a
+  // batch leaves the others out (batch_norm). Not called: all count.
   virtual void set_counts(const at::Tensor& counts) = 0;
 
   // How many of `rows` count, a scalar float. `rows`: the batch, or some for each example.
@@ -95,7 +95,7 @@ class LaunchedProgram {
 class CompiledProgram {
  public:
   struct Launch {
-    std::vector<std::vector<at::Tensor>> inputs;   // [replica][input], in host memory; of several steps [step, ...]
+    std::vector<std::vector<at::Tensor>> inputs;    // [replica][input], in host memory; of several steps [step, ...]
     std::vector<std::vector<std::uint64_t>> seeds;  // [replica][step], of the step's random numbers
     std::vector<bool> updates;                      // [step]: whether it has examples, so that it changes variables
   };
@@ -117,9 +117,9 @@ class ProgramDevices {
   using Tensors = std::vector<at::Tensor>;
 
   struct Step {
-    std::string name;            // for messages: "the training step"
-    Tensors inputs;              // like a replica's, of one step
-    int steps = 1;               // a launch
+    std::string name;                                        // for messages: "the training step"
+    Tensors inputs;                                          // like a replica's, of one step
+    int steps = 1;                                           // a launch
     std::function<Tensors(const Tensors& inputs)> function;  // that is traced; gives the results
   };
 
@@ -129,8 +129,8 @@ class ProgramDevices {
   virtual std::string kind() const = 0;             // of the devices: "TPU v5 lite"
   virtual const ProgramCounts& counts() const = 0;  // of this process
 
-  // hosts: of each variable a tensor, or one for each replica. They are remembered by what is behind the handles, not by
-  // their memory.
+  // hosts: of each variable a tensor, or one for each replica. They are remembered by what is behind the handles, not
+  // by their memory.
   virtual std::unique_ptr<DeviceVariables> variables(std::vector<Tensors> hosts) = 0;
 
   // Calls step.function once, and compiles what it did. Throws what it throws; Error naming an operator that cannot be

@@ -112,6 +112,12 @@ Client::~Client() {
   if (client_ != nullptr) plugin_.api().PJRT_Client_Destroy(&args);
 }
 
+std::string Client::version() const {
+  PJRT_Client_PlatformVersion_Args args{.struct_size = PJRT_Client_PlatformVersion_Args_STRUCT_SIZE, .client = client_};
+  plugin_.call(&PJRT_Api::PJRT_Client_PlatformVersion, args, "the plugin's version");
+  return {args.platform_version, args.platform_version_size};
+}
+
 int Client::process() const {
   PJRT_Client_ProcessIndex_Args args{.struct_size = PJRT_Client_ProcessIndex_Args_STRUCT_SIZE, .client = client_};
   plugin_.call(&PJRT_Api::PJRT_Client_ProcessIndex, args, "this process's number");

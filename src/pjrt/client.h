@@ -68,6 +68,7 @@ class Client : public std::enable_shared_from_this<Client> {
 
   const Plugin& plugin() const { return plugin_; }
   const std::string& platform() const { return platform_; }        // "cpu", "tpu"
+  std::string version() const;                                     // of the plugin, in its words
   int process() const;                                             // this one's number in the job
   const std::vector<Device>& devices() const { return devices_; }  // of this process
   int devices_of_all_processes() const;

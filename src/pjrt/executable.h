@@ -6,7 +6,7 @@
 namespace lockstep::pjrt {
 
 struct CompileOptions {
-  int replicas = 1;  // that run the program together
+  int replicas = 1;                                         // that run the program together
   std::vector<std::pair<std::string, bool>> switches = {};  // of XLA's debug options (xla.proto), such as xla_cpu_...
 };
 

@@ -17,8 +17,9 @@ void ProgramText::write_transposed(const std::vector<Value>& values) {
   for (const auto& value : values) {
     if (not_written_.erase(value.name) == 0) continue;
     const auto& [source, permutation] = transposed_.at(value.name);
-    lines_ += "  " + value.name + " = \"stablehlo.transpose\"(" + source.name + ") {permutation = " +
-              array_of(permutation) + "} : (" + type_of(source.shape) + ") -> " + type_of(value.shape) + "\n";
+    lines_ += "  " + value.name + " = \"stablehlo.transpose\"(" + source.name +
+              ") {permutation = " + array_of(permutation) + "} : (" + type_of(source.shape) + ") -> " +
+              type_of(value.shape) + "\n";
   }
 }
 

@@ -185,7 +185,7 @@ Value ProgramText::array(const void* data, const Shape& shape) {
 
 Value ProgramText::compare(std::string_view direction, const Value& a, const Value& b) {
   return elementwise("stablehlo.compare", {a, b}, DType::boolean,
-             text("comparison_direction = #stablehlo<comparison_direction ", direction, ">"));
+                     text("comparison_direction = #stablehlo<comparison_direction ", direction, ">"));
 }
 
 Value ProgramText::select(const Value& condition, const Value& yes, const Value& no) {
@@ -213,8 +213,8 @@ Value ProgramText::transpose(const Value& x, const std::vector<std::int64_t>& pe
 Value ProgramText::broadcast(const Value& x, std::vector<std::int64_t> sizes,
                              const std::vector<std::int64_t>& dimensions) {
   if (sizes == x.shape.sizes) return x;
-  const auto made = add("stablehlo.broadcast_in_dim", {x}, {x.shape.dtype, sizes},
-                        "broadcast_dimensions = " + array_of(dimensions));
+  const auto made =
+      add("stablehlo.broadcast_in_dim", {x}, {x.shape.dtype, sizes}, "broadcast_dimensions = " + array_of(dimensions));
   cheap_[made.name] = [x, sizes, dimensions](ProgramText& program, const Dimensions& permutation) {
     Dimensions moved;
     for (const auto dimension : dimensions)
@@ -276,7 +276,8 @@ Value ProgramText::reduce(std::string_view operation, const Value& x, const Valu
     // The dimensions that stay come in the source's order.
     Dimensions vanish, stay;
     for (std::size_t i = 0; i < order.size(); ++i) {
-      const bool goes = std::find(dimensions.begin(), dimensions.end(), static_cast<std::int64_t>(i)) != dimensions.end();
+      const bool goes =
+          std::find(dimensions.begin(), dimensions.end(), static_cast<std::int64_t>(i)) != dimensions.end();
       (goes ? vanish : stay).push_back(order[i]);
     }
     std::sort(vanish.begin(), vanish.end());
@@ -325,8 +326,7 @@ std::string group_of_all(int replicas) {
 
 }  // namespace
 
-std::vector<Value> ProgramText::all_reduce(std::string_view operation, const std::vector<Value>& values,
-                                           int replicas) {
+std::vector<Value> ProgramText::all_reduce(std::string_view operation, const std::vector<Value>& values, int replicas) {
   std::vector<Shape> shapes;
   for (const auto& value : values) shapes.push_back(value.shape);
   return add("stablehlo.all_reduce", values, shapes, group_of_all(replicas), reducer(operation, shapes[0].dtype));

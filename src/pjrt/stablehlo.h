@@ -130,7 +130,7 @@ class ProgramText {
   int next_ = 0;
   std::map<std::string, Order> transposed_;  // values by name
   std::set<std::string> not_written_;        // of them
-  std::map<std::string, Again> cheap_;       // values that are made in any order of dimensions: constants and their kind
+  std::map<std::string, Again> cheap_;  // values that are made in any order of dimensions: constants and their kind
 };
 
 std::string names_of(const std::vector<Value>& values);  // "%1, %5"

@@ -24,8 +24,7 @@ std::string returned(const std::vector<Value>& values) {
 
 std::string block(const std::vector<Value>& values) {
   std::string list;
-  for (const auto& value : values)
-    list += text(list.empty() ? "" : ", ", value.name, ": ", type_of(value.shape));
+  for (const auto& value : values) list += text(list.empty() ? "" : ", ", value.name, ": ", type_of(value.shape));
   return text("  ^bb0(", list, "):\n");
 }
 
@@ -82,7 +81,8 @@ std::string ProgramText::finish(const std::vector<Value>& outputs, const std::ve
     const auto& all = carried[at];
     const auto rank = all.shape.sizes.size();
     const auto one = body.reshape(results[j], stacked(results[j].shape, 1).sizes);
-    next[at++] = body.add("stablehlo.dynamic_update_slice", with_indices({all, one}, carried[0], zero, rank), all.shape);
+    next[at++] =
+        body.add("stablehlo.dynamic_update_slice", with_indices({all, one}, carried[0], zero, rank), all.shape);
   }
 
   std::vector<Shape> carried_shapes;

@@ -40,12 +40,14 @@ void check_alike(const std::vector<Tensors>& inputs) {
     for (std::size_t i = 0; i < inputs[replica].size(); ++i) {
       if (shapes_of({inputs[0][i]}) == shapes_of({inputs[replica][i]})) continue;
       const auto described = [](const Tensor& tensor) {
-        return tensor.defined() ? text("shape ", tensor.sizes(), " and dtype ", tensor.scalar_type()) : text("no values");
+        return tensor.defined() ? text("shape ", tensor.sizes(), " and dtype ", tensor.scalar_type())
+                                : text("no values");
       };
-      throw InvalidArgument(text("run: a tensor has ", described(inputs[0][i]), " on replica 0 and ",
-                                 described(inputs[replica][i]), " on replica ", replica,
-                                 "; a compiled step is one program for all replicas: use batches whose size they divide, "
-                                 "and batch(size, {.drop_remainder = true})"));
+      throw InvalidArgument(
+          text("run: a tensor has ", described(inputs[0][i]), " on replica 0 and ", described(inputs[replica][i]),
+               " on replica ", replica,
+               "; a compiled step is one program for all replicas: use batches whose size they divide, "
+               "and batch(size, {.drop_remainder = true})"));
     }
   }
 }
@@ -58,13 +60,15 @@ std::shared_ptr<internal::StepPrograms> internal::make_step_programs() {
 
 void internal::refuse_argument_of_step() {
   throw InvalidArgument(
-      "run: an argument with a value for each replica is not made of tensors; a compiled step takes PerReplica<Tensor>, "
+      "run: an argument with a value for each replica is not made of tensors; a compiled step takes "
+      "PerReplica<Tensor>, "
       "PerReplica<Example>, and pairs and tuples of these");
 }
 
 void internal::refuse_result_of_step() {
   throw InvalidArgument(
-      "run: the step returns a value that is not made of tensors; a compiled step returns nothing, a Tensor (a number as "
+      "run: the step returns a value that is not made of tensors; a compiled step returns nothing, a Tensor (a number "
+      "as "
       "a scalar tensor, without item()), an Example, or pairs and tuples of these");
 }
 
@@ -79,9 +83,7 @@ std::vector<std::vector<Tensor>> strategy::run_program(StrategyImpl& strategy, c
          }});
   };
   std::unique_ptr<ops::CompiledProgram> once;
-  auto& program = step.programs == nullptr
-                      ? once
-                      : step.programs->compiled[{strategy.programs(), shapes_of(like)}];
+  auto& program = step.programs == nullptr ? once : step.programs->compiled[{strategy.programs(), shapes_of(like)}];
   if (program == nullptr) program = compile();
 
   ops::CompiledProgram::Launch launch{.updates = {true}};

@@ -152,8 +152,8 @@ std::shared_ptr<ReplicatedParameters> internal::replicate_modules(StrategyImpl& 
                                                   parallelism->gradient_workers(), strategy.workers());
   }
   const auto on_replicas = [&](const auto& function) { strategy.on_replicas(function); };
-  auto parameters = std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement(), on_replicas,
-                                                           strategy.workers());
+  auto parameters =
+      std::make_shared<ReplicatedParameters>(std::move(modules), strategy.placement(), on_replicas, strategy.workers());
   if (strategy.programs() != nullptr) parameters->put_on(*strategy.programs());
   return parameters;
 }

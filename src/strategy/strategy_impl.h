@@ -48,7 +48,7 @@ struct StrategySettings {
   std::shared_ptr<const ModelParallelism> parallelism = {};       // null: each worker has whole models
   std::shared_ptr<parameter_server::ServerCluster> servers = {};  // that have the variables; null: there are none
   std::shared_ptr<ops::ProgramDevices> programs = {};  // devices that run compiled steps; null: threads run steps
-  int replicas_in_sync = 0;  // that compute a step together; 0: those of all workers
+  int replicas_in_sync = 0;                            // that compute a step together; 0: those of all workers
 };
 
 }  // namespace lockstep::strategy
@@ -141,7 +141,8 @@ class StrategyImpl {
   // Where the variables are on parameter servers: this process among the others; else null.
   parameter_server::ServerCluster* servers() const { return settings_.servers.get(); }
 
-  // Devices that run compiled steps of all replicas, which this process's threads then only give their input; else null.
+  // Devices that run compiled steps of all replicas, which this process's threads then only give their input; else
+  // null.
   ops::ProgramDevices* programs() const { return settings_.programs.get(); }
 
   // Whether this process decides: it alone writes logs and checkpoints.

@@ -34,10 +34,11 @@ TPUClusterResolver::TPUClusterResolver(std::string tpu, TPUClusterResolverOption
   if (tpu_.empty() || tpu_ == "local") return;
   const char* const here = std::getenv("TPU_NAME");
   if (here != nullptr && tpu_ == here) return;
-  throw InvalidArgument(text("TPUClusterResolver: the TPU \"", tpu_, "\" is not this machine's, ",
-                             here == nullptr ? text("whose environment has no TPU_NAME") : text("which is \"", here, "\""),
-                             "; a program uses the chips of the machine that it runs on: start it there, and leave the "
-                             "name empty or \"local\""));
+  throw InvalidArgument(
+      text("TPUClusterResolver: the TPU \"", tpu_, "\" is not this machine's, ",
+           here == nullptr ? text("whose environment has no TPU_NAME") : text("which is \"", here, "\""),
+           "; a program uses the chips of the machine that it runs on: start it there, and leave the "
+           "name empty or \"local\""));
 }
 
 TPUTopology initialize_tpu_system(const TPUClusterResolver& resolver) {

@@ -41,7 +41,8 @@ class VariableImpl {
   Tensor in_trace(ops::StepTrace& trace) const {
     if (!in_programs) {
       throw InvalidArgument(
-          "a variable of another strategy is used in a step that is compiled; make it in the scope of the strategy that "
+          "a variable of another strategy is used in a step that is compiled; make it in the scope of the strategy "
+          "that "
           "runs the step");
     }
     return trace.value_of((*in_programs)[0]);
@@ -118,7 +119,8 @@ class VariableImpl {
   const std::vector<c10::Device> devices;  // [replica]
   const Communicator workers;
   std::vector<Tensor> copies;  // [replica], written by that replica in steps
-  std::unique_ptr<ops::DeviceVariables> in_programs;  // where steps are compiled: one, whose host's tensors are `copies`
+  std::unique_ptr<ops::DeviceVariables>
+      in_programs;  // where steps are compiled: one, whose host's tensors are `copies`
 };
 
 Variable::Variable(const Tensor& initial, VariableOptions options, const Strategy& strategy)

@@ -4,12 +4,11 @@
 #include <limits>
 
 #include "ops/dtypes.h"
-#include "tpu/call.h"
+#include "tpu/composed.h"
 
 namespace lockstep::tpu {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
 using TwoArguments = at::Tensor (*)(const at::Tensor&, const at::Tensor&);
 
 // The second argument may be a number.
@@ -32,24 +31,22 @@ at::Tensor python_remainder(const at::Tensor& x, const at::Tensor& y) {
   return at::where(other_sign, rest + y, rest);
 }
 
-at::Tensor truncated(const at::Tensor& x) {
-  return x.is_floating_point() ? at::where(x < 0, x.ceil(), x.floor()) : x;
-}
+at::Tensor truncated(const at::Tensor& x) { return x.is_floating_point() ? at::where(x < 0, x.ceil(), x.floor()) : x; }
 
 at::Tensor floor_quotient(const at::Tensor& x, const at::Tensor& y) {
-  return x.is_floating_point() || y.is_floating_point() ? (x / y).floor() : (x - python_remainder(x, y)).div(y, "trunc");
+  return x.is_floating_point() || y.is_floating_point() ? (x / y).floor()
+                                                        : (x - python_remainder(x, y)).div(y, "trunc");
 }
 
 void fmod(Call& call) {
   auto& program = call.program();
   const auto x = call.value(0);
-  const auto dtype = ops::dtype_of(call.argument(1).isTensor()
-                                       ? at::result_type(call.tensor(0), call.tensor(1))
-                                       : at::result_type(call.tensor(0), call.scalar(1)));
+  const auto dtype = ops::dtype_of(call.argument(1).isTensor() ? at::result_type(call.tensor(0), call.tensor(1))
+                                                               : at::result_type(call.tensor(0), call.scalar(1)));
   auto y = call.argument(1).isTensor() ? program.convert(call.value(1), dtype) : call.number(1, {dtype, {}});
   const auto sizes = at::infer_size(x.shape.sizes, y.shape.sizes);
-  call.returns({program.binary("stablehlo.remainder", spread(call, program.convert(x, dtype), sizes),
-                               spread(call, y, sizes))});
+  call.returns(
+      {program.binary("stablehlo.remainder", spread(call, program.convert(x, dtype), sizes), spread(call, y, sizes))});
 }
 
 void divide_rounded(Call& call) {
@@ -62,7 +59,8 @@ void divide_rounded(Call& call) {
   auto& program = call.program();
   const auto dtype = ops::dtype_of(at::result_type(x, y));
   const auto sizes = at::infer_size(x.sizes(), y.sizes());
-  const auto divisor = call.argument(1).isTensor() ? program.convert(call.value(1), dtype) : call.number(1, {dtype, {}});
+  const auto divisor =
+      call.argument(1).isTensor() ? program.convert(call.value(1), dtype) : call.number(1, {dtype, {}});
   call.returns({program.binary("stablehlo.divide", spread(call, program.convert(call.value(0), dtype), sizes),
                                spread(call, divisor, sizes))});
 }
@@ -89,8 +87,8 @@ Lowering truth(bool any, bool has_dimensions) {
   return [=](Call& call) {
     const auto x = call.tensor(0);
     const auto truths = x.ne(0).to(at::kInt);
-    const auto dimensions = has_dimensions ? dimensions_of(call, 1, x.dim())
-                                           : all_dimensions(static_cast<std::size_t>(x.dim()));
+    const auto dimensions =
+        has_dimensions ? dimensions_of(call, 1, x.dim()) : all_dimensions(static_cast<std::size_t>(x.dim()));
     const bool keeps = has_dimensions && call.flag(2);
     if (x.dim() == 0) return call.returns(Tensors{truths.ne(0)});
     call.returns(Tensors{(any ? truths.amax(dimensions, keeps) : truths.amin(dimensions, keeps)).ne(0)});
@@ -123,8 +121,10 @@ void product(Call& call, bool of_dimension) {
 
 void add_arithmetic(Lowerings& table) {
   for (const char* const overload : {"", ".Tensor"}) {
-    table[std::string("aten::clamp_min") + overload] = of_two([](const auto& x, const auto& y) { return at::maximum(x, y.to(x.scalar_type())); });
-    table[std::string("aten::clamp_max") + overload] = of_two([](const auto& x, const auto& y) { return at::minimum(x, y.to(x.scalar_type())); });
+    table[std::string("aten::clamp_min") + overload] =
+        of_two([](const auto& x, const auto& y) { return at::maximum(x, y.to(x.scalar_type())); });
+    table[std::string("aten::clamp_max") + overload] =
+        of_two([](const auto& x, const auto& y) { return at::minimum(x, y.to(x.scalar_type())); });
   }
   table["aten::clamp.Tensor"] = clamp_by_tensors;
   for (const char* const overload : {".Tensor", ".Scalar"}) {
@@ -135,6 +135,7 @@ void add_arithmetic(Lowerings& table) {
     table[name] = of_two(&floor_quotient);
   for (const char* const name : {"aten::div.Tensor_mode", "aten::div.Scalar_mode"}) table[name] = divide_rounded;
   table["aten::trunc"] = [](Call& call) { call.returns(Tensors{truncated(call.tensor(0))}); };
+  table["aten::isnan"] = [](Call& call) { call.returns(Tensors{call.tensor(0).ne(call.tensor(0))}); };
   table["aten::isneginf"] = [](Call& call) {
     call.returns(Tensors{call.tensor(0).eq(-std::numeric_limits<double>::infinity())});
   };

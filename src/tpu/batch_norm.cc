@@ -7,19 +7,6 @@
 namespace lockstep::tpu {
 namespace {
 
-std::vector<std::int64_t> all_but_channels(std::int64_t rank) {
-  std::vector<std::int64_t> dimensions{0};
-  for (std::int64_t i = 2; i < rank; ++i) dimensions.push_back(i);
-  return dimensions;
-}
-
-// [channels] for x, [batch, channels, ...].
-at::Tensor along_channels(const at::Tensor& values, const at::Tensor& x) {
-  std::vector<std::int64_t> sizes(static_cast<std::size_t>(x.dim()), 1);
-  sizes[1] = values.size(0);
-  return values.reshape(sizes);
-}
-
 struct Statistics {
   at::Tensor mean, variance;  // [channels]; the variance divides by the count
   at::Tensor count;           // scalar: values of a channel that count
@@ -52,9 +39,22 @@ void update(const at::Tensor& running, const at::Tensor& value, double momentum,
 
 }  // namespace
 
+std::vector<std::int64_t> all_but_channels(std::int64_t rank) {
+  std::vector<std::int64_t> dimensions{0};
+  for (std::int64_t i = 2; i < rank; ++i) dimensions.push_back(i);
+  return dimensions;
+}
+
+at::Tensor along_channels(const at::Tensor& values, const at::Tensor& x) {
+  std::vector<std::int64_t> sizes(static_cast<std::size_t>(x.dim()), 1);
+  sizes[1] = values.size(0);
+  return values.reshape(sizes);
+}
+
 at::Tensor batch_norm(const ops::OperatorCall& call, const at::Tensor& counts) {
   const auto input = call.tensor(0);
-  const auto weight = call.tensor(1), bias = call.tensor(2), running_mean = call.tensor(3), running_var = call.tensor(4);
+  const auto weight = call.tensor(1), bias = call.tensor(2), running_mean = call.tensor(3),
+             running_var = call.tensor(4);
   const bool training = call.argument(5).toBool();
   const double momentum = call.argument(6).toDouble(), epsilon = call.argument(7).toDouble();
   const auto x = input.to(at::promote_types(input.scalar_type(), at::kFloat));

@@ -1,6 +1,9 @@
 // Batch normalization of a batch of which some examples do not count.
 #pragma once
 
+#include <cstdint>
+#include <vector>
+
 #include "ops/parameter_hook.h"
 
 namespace lockstep::tpu {
@@ -8,5 +11,9 @@ namespace lockstep::tpu {
 // What a call of aten::batch_norm returns, by operators that have gradients; updates its running statistics. counts: 1
 // for each row of the input that counts, else 0; undefined where all do.
 at::Tensor batch_norm(const ops::OperatorCall& call, const at::Tensor& counts);
+
+// Of x, [batch, channels, ...].
+std::vector<std::int64_t> all_but_channels(std::int64_t rank);
+at::Tensor along_channels(const at::Tensor& values, const at::Tensor& x);  // values: [channels]
 
 }  // namespace lockstep::tpu

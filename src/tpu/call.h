@@ -65,8 +65,8 @@ class Call {
   void returns_wrapped(Value result);
   void returns_none(std::size_t i);  // result i is undefined; the others are given
 
-  // What the operator returns, once lowered, onto LibTorch's stack.
-  void push_results();
+  // What the operator returns, once lowered by the lowering of that name, onto LibTorch's stack.
+  void push_results(const std::string& lowering);
 
  private:
   Value value_in(const at::Tensor& tensor);
@@ -78,6 +78,7 @@ class Call {
   std::vector<c10::IValue> arguments_;
   std::vector<std::optional<Value>> results_;
   bool wraps_ = false;
+  at::Tensor out_;  // which gets the result: an argument `out`, or what the operator changes in place
 };
 
 // How an operator becomes operations of the program.
@@ -105,6 +106,7 @@ void add_indexing(Lowerings& table);
 void add_random(Lowerings& table);
 void add_refused(Lowerings& table);
 void add_composed(Lowerings& table);
+void add_norms(Lowerings& table);
 void add_arithmetic(Lowerings& table);
 void add_ordering(Lowerings& table);
 

@@ -6,111 +6,58 @@
 #include <limits>
 #include <numeric>
 
-#include "tpu/call.h"
+#include "tpu/composed.h"
 
 namespace lockstep::tpu {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-
-Lowering composed(std::function<Tensors(Call&)> make) {
-  return [make = std::move(make)](Call& call) { call.returns(make(call)); };
-}
-
-at::Tensor given(Call& call, std::size_t i) { return call.has(i) ? call.tensor(i) : at::Tensor(); }
-
-Sizes last_dimensions(std::size_t count) {
-  Sizes dimensions;
-  for (std::size_t i = count; i > 0; --i) dimensions.push_back(-static_cast<std::int64_t>(i));
-  return dimensions;
-}
-
-Sizes first_dimensions(std::int64_t rank, std::size_t but_last) {
-  Sizes dimensions(static_cast<std::size_t>(rank) - but_last);
-  std::iota(dimensions.begin(), dimensions.end(), 0);
-  return dimensions;
-}
-
-at::Tensor in_float(const at::Tensor& x) { return x.to(at::promote_types(x.scalar_type(), at::kFloat)); }
-
-// Mean and 1 / standard deviation, with dimensions of size 1.
-std::pair<at::Tensor, at::Tensor> moments(const at::Tensor& x, const Sizes& dimensions, double epsilon) {
-  const auto mean = x.mean(dimensions, true);
-  return {mean, ((x - mean).square().mean(dimensions, true) + epsilon).rsqrt()};
-}
-
-// The gradient of (x - mean) * rstd, which is `normal`, with respect to x.
-at::Tensor of_normal(const at::Tensor& gradient, const at::Tensor& normal, const at::Tensor& rstd,
-                     const Sizes& dimensions) {
-  const auto mean = gradient.mean(dimensions, true), projection = (gradient * normal).mean(dimensions, true);
-  return (gradient - mean - normal * projection) * rstd;
-}
-
-Tensors layer_norm(Call& call) {
-  const auto x = in_float(call.tensor(0));
-  const auto weight = given(call, 2), bias = given(call, 3);
-  const auto [mean, rstd] = moments(x, last_dimensions(call.integers(1).size()), call.real(4));
-  auto y = (x - mean) * rstd;
-  if (weight.defined()) y = y * weight;
-  if (bias.defined()) y = y + bias;
-  return {y.to(call.tensor(0).scalar_type()), mean, rstd};
-}
-
-Tensors layer_norm_backward(Call& call) {
-  const auto x = in_float(call.tensor(1));
-  const auto gradient = in_float(call.tensor(0));
-  const auto count = call.integers(2).size();
-  const auto mean = call.tensor(3), rstd = call.tensor(4), weight = given(call, 5);
-  const auto normal = (x - mean) * rstd;
-  const auto over = first_dimensions(x.dim(), count);
-  const auto summed = [&](const at::Tensor& values) { return over.empty() ? values : values.sum(over); };
-  Tensors gradients(3);
-  const auto wanted = call.argument(7).toBoolList();
-  if (wanted.get(0)) {
-    gradients[0] = of_normal(weight.defined() ? gradient * weight : gradient, normal, rstd, last_dimensions(count))
-                       .to(call.tensor(1).scalar_type());
+// Each dimension several times, one after the other.
+Tensors repeat(Call& call) {
+  const auto times = call.integers(1);
+  auto x = call.tensor(0);
+  while (x.dim() < static_cast<std::int64_t>(times.size())) x = x.unsqueeze(0);
+  Sizes apart, spread, together;
+  for (std::int64_t i = 0; i < x.dim(); ++i) {
+    const auto count = times[static_cast<std::size_t>(i)];
+    apart.insert(apart.end(), {1, x.size(i)});
+    spread.insert(spread.end(), {count, x.size(i)});
+    together.push_back(count * x.size(i));
   }
-  if (wanted.get(1) && weight.defined()) gradients[1] = summed(gradient * normal).to(weight.scalar_type());
-  if (wanted.get(2) && weight.defined()) gradients[2] = summed(gradient).to(weight.scalar_type());
-  return gradients;
+  return {x.reshape(apart).expand(spread).reshape(together)};
 }
 
-// x as [batch, groups, channels of a group, values].
-struct Groups {
-  std::int64_t batch, channels, values, groups;
-  at::Tensor split(const at::Tensor& x) const { return x.reshape({batch, groups, channels / groups, values}); }
-  at::Tensor along_channels(const at::Tensor& w) const { return w.reshape({1, groups, channels / groups, 1}); }
-};
-
-Tensors group_norm(Call& call) {
-  const Groups groups{call.integer(3), call.integer(4), call.integer(5), call.integer(6)};
-  const auto x = groups.split(in_float(call.tensor(0)));
-  const auto weight = given(call, 1), bias = given(call, 2);
-  const auto [mean, rstd] = moments(x, {2, 3}, call.real(7));
-  auto y = (x - mean) * rstd;
-  if (weight.defined()) y = y * groups.along_channels(weight);
-  if (bias.defined()) y = y + groups.along_channels(bias);
-  return {y.reshape(call.tensor(0).sizes()).to(call.tensor(0).scalar_type()),
-          mean.reshape({groups.batch, groups.groups}), rstd.reshape({groups.batch, groups.groups})};
+// Where the elements of windows along a dimension are in it: [windows * size].
+at::Tensor places_in_windows(std::int64_t length, std::int64_t size, std::int64_t step, const at::Tensor& like) {
+  const auto numbers = like.options().dtype(at::kLong);
+  const auto begins = at::arange((length - size) / step + 1, numbers) * step;
+  return (begins.unsqueeze(1) + at::arange(size, numbers)).reshape({-1});
 }
 
-Tensors group_norm_backward(Call& call) {
-  const Groups groups{call.integer(5), call.integer(6), call.integer(7), call.integer(8)};
-  const auto gradient = groups.split(in_float(call.tensor(0))), x = groups.split(in_float(call.tensor(1)));
-  const Sizes one{groups.batch, groups.groups, 1, 1};
-  const auto mean = call.tensor(2).reshape(one), rstd = call.tensor(3).reshape(one);
-  const auto weight = given(call, 4);
-  const auto normal = (x - mean) * rstd;
-  const auto wanted = call.argument(9).toBoolList();
-  Tensors gradients(3);
-  if (wanted.get(0)) {
-    gradients[0] = of_normal(weight.defined() ? gradient * groups.along_channels(weight) : gradient, normal, rstd, {2, 3})
-                       .reshape(call.tensor(1).sizes())
-                       .to(call.tensor(1).scalar_type());
-  }
-  if (wanted.get(1)) gradients[1] = (gradient * normal).sum(Sizes{0, 3}).reshape({groups.channels});
-  if (wanted.get(2)) gradients[2] = gradient.sum(Sizes{0, 3}).reshape({groups.channels});
-  return gradients;
+// Windows in the place of the dimension, their elements behind all others.
+Tensors unfold(Call& call) {
+  const auto x = call.tensor(0);
+  const auto i = call.dimension(call.integer(1), static_cast<std::size_t>(x.dim()));
+  const auto size = call.integer(2);
+  const auto picked = x.index_select(i, places_in_windows(x.size(i), size, call.integer(3), x));
+  auto sizes = picked.sizes().vec();
+  sizes[static_cast<std::size_t>(i)] /= size;
+  sizes.insert(sizes.begin() + i + 1, size);
+  auto order = all_dimensions(sizes.size());
+  order.erase(order.begin() + i + 1);
+  order.push_back(i + 1);
+  return {picked.reshape(sizes).permute(order)};
+}
+
+Tensors unfold_backward(Call& call) {
+  const auto gradient = call.tensor(0);
+  const auto sizes = call.integers(1);
+  const auto i = call.dimension(call.integer(2), sizes.size());
+  auto order = all_dimensions(sizes.size());
+  order.insert(order.begin() + i + 1, static_cast<std::int64_t>(sizes.size()));
+  auto flat = sizes;
+  flat[static_cast<std::size_t>(i)] = -1;
+  const auto places = places_in_windows(sizes[static_cast<std::size_t>(i)], call.integer(3), call.integer(4), gradient);
+  return {at::zeros(sizes, gradient.options()).index_add(i, places, gradient.permute(order).reshape(flat))};
 }
 
 // Gates of LibTorch's recurrent layers, [batch, gates * width], with their biases.
@@ -135,8 +82,8 @@ Tensors lstm_cell_backward(Call& call) {
   auto of_c = call.has(1) ? call.tensor(1) : at::zeros_like(tanh_c);
   const auto of_h = call.has(0) ? call.tensor(0) : at::zeros_like(tanh_c);
   of_c = of_c + of_h * o * (1 - tanh_c.square());
-  const auto gradient = at::cat({of_c * g * i * (1 - i), of_c * call.tensor(2) * f * (1 - f), of_c * i * (1 - g.square()),
-                                 of_h * tanh_c * o * (1 - o)},
+  const auto gradient = at::cat({of_c * g * i * (1 - i), of_c * call.tensor(2) * f * (1 - f),
+                                 of_c * i * (1 - g.square()), of_h * tanh_c * o * (1 - o)},
                                 1);
   return {gradient, of_c * f, call.flag(5) ? gradient.sum(Sizes{0}) : at::Tensor()};
 }
@@ -173,7 +120,8 @@ Tensors safe_softmax(Call& call) {
 
 Tensors variance_of(Call& call, bool with_mean) {
   const auto x = call.tensor(0);
-  const auto dimensions = call.has(1) && !call.integers(1).empty() ? call.integers(1) : all_dimensions(static_cast<std::size_t>(x.dim()));
+  const auto dimensions =
+      call.has(1) && !call.integers(1).empty() ? call.integers(1) : all_dimensions(static_cast<std::size_t>(x.dim()));
   const double correction = call.has(2) ? call.real(2) : 1;
   const bool keeps = call.flag(3);
   double count = 1;
@@ -188,7 +136,8 @@ Tensors variance_of(Call& call, bool with_mean) {
 Tensors vector_norm(Call& call) {
   const auto x = call.has(4) ? call.tensor(0).to(call.dtype(4)) : call.tensor(0);
   const double order = call.real(1);
-  const auto dimensions = call.has(2) && !call.integers(2).empty() ? call.integers(2) : all_dimensions(static_cast<std::size_t>(x.dim()));
+  const auto dimensions =
+      call.has(2) && !call.integers(2).empty() ? call.integers(2) : all_dimensions(static_cast<std::size_t>(x.dim()));
   const bool keeps = call.flag(3);
   if (order == 2) return {x.square().sum(dimensions, keeps).sqrt()};
   if (order == 1) return {x.abs().sum(dimensions, keeps)};
@@ -303,8 +252,7 @@ void add_activations(Lowerings& table) {
     const auto inside = (x > call.scalar(2)).logical_and(x < call.scalar(3));
     return {at::where(inside, call.tensor(0), at::zeros_like(x))};
   });
-  table["aten::hardsigmoid"] =
-      composed([](Call& call) -> Tensors { return {(call.tensor(0) + 3).clamp(0, 6) / 6}; });
+  table["aten::hardsigmoid"] = composed([](Call& call) -> Tensors { return {(call.tensor(0) + 3).clamp(0, 6) / 6}; });
   table["aten::hardsigmoid_backward"] = composed([](Call& call) -> Tensors {
     const auto inside = call.tensor(1).abs() < 3;
     return {at::where(inside, call.tensor(0) / 6, at::zeros_like(call.tensor(0)))};
@@ -341,10 +289,9 @@ void add_losses(Lowerings& table) {
 void add_composed(Lowerings& table) {
   add_activations(table);
   add_losses(table);
-  table["aten::native_layer_norm"] = composed(layer_norm);
-  table["aten::native_layer_norm_backward"] = composed(layer_norm_backward);
-  table["aten::native_group_norm"] = composed(group_norm);
-  table["aten::native_group_norm_backward"] = composed(group_norm_backward);
+  table["aten::repeat"] = composed(repeat);
+  for (const char* const name : {"aten::unfold", "aten::unfold_copy"}) table[name] = composed(unfold);
+  table["aten::unfold_backward"] = composed(unfold_backward);
   table["aten::_thnn_fused_lstm_cell"] = composed(lstm_cell);
   table["aten::_thnn_fused_lstm_cell_backward_impl"] = composed(lstm_cell_backward);
   table["aten::_thnn_fused_gru_cell"] = composed(gru_cell);

@@ -1,12 +1,13 @@
 #include "tpu/devices.h"
 
-
 #include <chrono>
+#include <cstdlib>
 
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
+#include "tpu/compile_for.h"
 #include "tpu/step_program.h"
 
 namespace lockstep::tpu {
@@ -41,15 +42,9 @@ Replicas open(const ops::ProgramDevicesOptions& options) {
 
 constexpr std::size_t kKeptPrograms = 32;
 
-struct VariableList final : ops::DeviceVariables {
-  ops::DeviceVariable& operator[](std::size_t i) override { return *all.at(i); }
-  void fetch(Deadline deadline) override { Variable::fetch(all, deadline); }
-
-  std::vector<std::shared_ptr<Variable>> all;
-};
-
 const bool is_set = [] {
   ops::open_program_devices() = [](const ops::ProgramDevicesOptions& options) -> std::shared_ptr<ops::ProgramDevices> {
+    if (const char* const chips = std::getenv("LOCKSTEP_COMPILE_FOR")) return devices_to_compile_for(chips, options);
     return std::make_shared<Devices>(options);
   };
   return true;
@@ -57,28 +52,17 @@ const bool is_set = [] {
 
 }  // namespace
 
-Devices::Devices(const ops::ProgramDevicesOptions& options) : replicas_(open(options)) {}
+Devices::Devices(const ops::ProgramDevicesOptions& options) : replicas_(open(options)), cache_(replicas_.client) {}
 
 std::unique_ptr<ops::DeviceVariables> Devices::variables(std::vector<Tensors> hosts) {
-  std::erase_if(variables_, [](const auto& entry) { return entry.second.expired(); });
-  auto list = std::make_unique<VariableList>();
-  for (auto& host : hosts) {
-    const auto& made = list->all.emplace_back(std::make_shared<Variable>(replicas_, std::move(host)));
-    for (const auto& tensor : made->host()) variables_[tensor.unsafeGetTensorImpl()] = made;
-  }
-  return list;
-}
-
-std::shared_ptr<Variable> Devices::find(const at::Tensor& host) {
-  const auto found = variables_.find(host.unsafeGetTensorImpl());
-  return found == variables_.end() ? nullptr : found->second.lock();
+  return variables_.add(replicas_, std::move(hosts));
 }
 
 std::unique_ptr<ops::CompiledProgram> Devices::compile(const Step& step) {
   StepLayout layout;
   std::string program;
   {
-    TracedStep trace(replicas(), [this](const at::Tensor& host) { return find(host); });
+    TracedStep trace(replicas(), [this](const at::Tensor& host) { return variables_.find(host); });
     ++counts_.traced;
     program = trace.finish(step.function(trace.add_inputs(step.inputs)), step.steps);
     layout = trace.layout();
@@ -86,8 +70,8 @@ std::unique_ptr<ops::CompiledProgram> Devices::compile(const Step& step) {
   return std::make_unique<StepProgram>(replicas_, std::move(layout), executable(step.name, program), step.steps);
 }
 
-// XLA's products by XNNPACK wait on a thread of the CPU client's pool for others of it: where replicas wait for each other
-// on these as well, none may be left.
+// XLA's products by XNNPACK wait on a thread of the CPU client's pool for others of it: where replicas wait for each
+// other on these as well, none may be left.
 std::vector<std::pair<std::string, bool>> Devices::switches() const {
   if (replicas_.client->platform() != "cpu" || replicas() == 1) return {};
   return {{"xla_cpu_use_xnnpack", false}};
@@ -96,18 +80,25 @@ std::vector<std::pair<std::string, bool>> Devices::switches() const {
 std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& name, const std::string& text) {
   const auto known = executables_.find(text);
   if (known != executables_.end()) return known->second;
+  const ProgramKey key{text, {.replicas = replicas(), .switches = switches()}};
   const auto begin = std::chrono::steady_clock::now();
+  auto stored = cache_.find(key);
+  const bool is_stored = stored.has_value();
   auto made = std::make_shared<const pjrt::Executable>(
-      pjrt::Executable::compile(replicas_.client, text, {.replicas = replicas(), .switches = switches()}));
+      is_stored ? *std::move(stored) : pjrt::Executable::compile(replicas_.client, text, key.options));
   executables_.emplace(text, made);
   compiled_last_.push_back(text);
   if (compiled_last_.size() > kKeptPrograms) {
     executables_.erase(compiled_last_.front());
     compiled_last_.pop_front();
   }
-  ++counts_.compiled;
+  if (!is_stored) {
+    ++counts_.compiled;
+    cache_.store(key, *made);
+  }
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-  log_info(lockstep::text("compiled ", name, " for ", replicas(), " x ", kind(), " in ", seconds.count(), " s"));
+  log_info(lockstep::text(is_stored ? "loaded " : "compiled ", name, " for ", replicas(), " x ", kind(),
+                          is_stored ? " from LOCKSTEP_CACHE in " : " in ", seconds.count(), " s"));
   return made;
 }
 

@@ -5,11 +5,12 @@
 #include <map>
 #include <memory>
 #include <string>
-#include <unordered_map>
 
 #include "ops/traced_program.h"
 #include "pjrt/executable.h"
+#include "tpu/program_cache.h"
 #include "tpu/step_trace.h"
+#include "tpu/variable_table.h"
 
 namespace lockstep::tpu {
 
@@ -26,13 +27,13 @@ class Devices final : public ops::ProgramDevices {
   std::unique_ptr<ops::CompiledProgram> compile(const Step& step) override;
 
  private:
-  std::shared_ptr<Variable> find(const at::Tensor& host);
   std::vector<std::pair<std::string, bool>> switches() const;
   std::shared_ptr<const pjrt::Executable> executable(const std::string& name, const std::string& text);
 
   Replicas replicas_;
   ops::ProgramCounts counts_;
-  std::unordered_map<const c10::TensorImpl*, std::weak_ptr<Variable>> variables_;  // by tensors of the host
+  VariableTable variables_;
+  const ProgramCache cache_;
 
   // The programs that were compiled last, by their text: a step that is traced anew is often one of them.
   std::map<std::string, std::shared_ptr<const pjrt::Executable>> executables_;

@@ -232,7 +232,6 @@ void index_put(Call& call) {
 void add_indexing(Lowerings& table) {
   table["aten::index.Tensor"] = index;
   table["aten::index_put"] = index_put;
-  table["aten::_index_put_impl"] = index_put;
   table["aten::embedding"] = embedding;
   table["aten::embedding_dense_backward"] = embedding_backward;
   table["aten::gather"] = gather;

@@ -12,7 +12,8 @@ namespace {
 
 // Whether %a comes before %b, which are of `dtype`. NaN is the largest number, as in LibTorch.
 std::string comparison(DType dtype, bool descending) {
-  const auto scalar = pjrt::type_of({dtype, {}}), index = pjrt::type_of({DType::int64, {}}), flag = pjrt::type_of({DType::boolean, {}});
+  const auto scalar = pjrt::type_of({dtype, {}}), index = pjrt::type_of({DType::int64, {}}),
+             flag = pjrt::type_of({DType::boolean, {}});
   const auto compare = [&](const char* name, const char* a, const char* b, const char* direction) {
     return text("    ", name, " = \"stablehlo.compare\"(", a, ", ", b,
                 ") {comparison_direction = #stablehlo<comparison_direction ", direction, ">} : (", scalar, ", ", scalar,
@@ -39,10 +40,9 @@ std::string comparison(DType dtype, bool descending) {
 std::vector<Value> sorted(Call& call, const Value& x, std::int64_t dimension, bool descending) {
   if (x.shape.sizes.empty()) return {x, call.program().constant(0, {DType::int64, {}})};
   const Shape places{DType::int64, x.shape.sizes};
-  return call.program().add("stablehlo.sort", {x, call.program().iota(places, dimension)},
-                            std::vector<Shape>{x.shape, places},
-                            text("dimension = ", dimension, " : i64, is_stable = true"),
-                            comparison(x.shape.dtype, descending));
+  return call.program().add(
+      "stablehlo.sort", {x, call.program().iota(places, dimension)}, std::vector<Shape>{x.shape, places},
+      text("dimension = ", dimension, " : i64, is_stable = true"), comparison(x.shape.dtype, descending));
 }
 
 std::int64_t dimension_of(Call& call, std::size_t i, const Value& x) {

@@ -173,8 +173,8 @@ void max_pool_of_tiles(Call& call, const Value& logical, const Pool& pool) {
       column_of = here_column;
       return;
     }
-    const auto larger = program.binary("stablehlo.or", program.compare("GT", value, *largest),
-                                       program.compare("NE", value, value));
+    const auto larger =
+        program.binary("stablehlo.or", program.compare("GT", value, *largest), program.compare("NE", value, value));
     largest = program.select(larger, value, *largest);
     row_of = program.select(larger, here_row, *row_of);
     column_of = program.select(larger, here_column, *column_of);
@@ -313,8 +313,7 @@ void average_pool(Call& call) {
     const auto one = element(call, padded, pool, slices, row, column);
     sum = sum ? program.binary("stablehlo.add", *sum, one) : one;
   });
-  call.returns(
-      {program.binary("stablehlo.divide", *sum, divisors(call, pool, slices, x.shape.sizes, 5, sum->shape))});
+  call.returns({program.binary("stablehlo.divide", *sum, divisors(call, pool, slices, x.shape.sizes, 5, sum->shape))});
 }
 
 void average_pool_backward(Call& call) {
@@ -347,7 +346,7 @@ Value shares(Call& call, std::int64_t outputs, std::int64_t size, DType dtype) {
 Value by_shares(Call& call, const Value& x, const Value& rows, const Value& columns, std::int64_t of_share) {
   auto& program = call.program();
   const auto rank = static_cast<std::int64_t>(x.shape.sizes.size());
-  const auto over_rows = program.dot(x, rows, {rank - 2}, {of_share});     // [..., columns, outputs]
+  const auto over_rows = program.dot(x, rows, {rank - 2}, {of_share});  // [..., columns, outputs]
   return program.dot(over_rows, columns, {rank - 2}, {of_share});
 }
 

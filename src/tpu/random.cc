@@ -102,11 +102,13 @@ void integers_between(Call& call, const Shape& shape, std::int64_t low, std::int
   if (high <= low || high - low > (std::int64_t{1} << 24)) call.refuse("its range has no integer, or more than 2^24");
   auto& program = call.program();
   const auto u = uniform(call, shape.sizes);
-  const auto scaled = program.binary("stablehlo.multiply", u, program.constant(static_cast<double>(high - low), u.shape));
+  const auto scaled =
+      program.binary("stablehlo.multiply", u, program.constant(static_cast<double>(high - low), u.shape));
   const auto whole = program.convert(program.unary("stablehlo.floor", scaled), DType::int64);
   const auto last = program.integer(high - low - 1, whole.shape);  // where the product was rounded up
   const auto kept = program.binary("stablehlo.minimum", whole, last);
-  call.returns({program.convert(program.binary("stablehlo.add", kept, program.integer(low, whole.shape)), shape.dtype)});
+  call.returns(
+      {program.convert(program.binary("stablehlo.add", kept, program.integer(low, whole.shape)), shape.dtype)});
 }
 
 }  // namespace

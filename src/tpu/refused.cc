@@ -15,7 +15,8 @@ void add_refused(Lowerings& table) {
   for (const char* const name :
        {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"}) {
     table[name] = [](Call& call) {
-      call.refuse("the shape of its result depends on values; a compiled step has fixed shapes: use torch::where, or masks");
+      call.refuse(
+          "the shape of its result depends on values; a compiled step has fixed shapes: use torch::where, or masks");
     };
   }
 }

@@ -272,6 +272,7 @@ void add_shapes(Lowerings& table) {
   table["aten::copy"] = copy;
   table["aten::zeros"] = filled(0, 1);
   table["aten::ones"] = filled(1, 1);
+  table["aten::_efficientzerotensor"] = filled(0, 1);
   table["aten::empty.memory_format"] = filled(0, 1);
   table["aten::empty_strided"] = filled(0, 2);
   for (const char* const name : {"aten::zeros_like", "aten::empty_like"}) table[name] = filled_like(0);

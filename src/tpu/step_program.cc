@@ -80,8 +80,8 @@ std::vector<std::pair<int, pjrt::Buffer>> StepProgram::copied(const Launch& laun
   return copies;
 }
 
-std::unique_ptr<ops::LaunchedProgram> StepProgram::run(
-    const std::vector<std::vector<const pjrt::Buffer*>>& arguments, Buffers kept) {
+std::unique_ptr<ops::LaunchedProgram> StepProgram::run(const std::vector<std::vector<const pjrt::Buffer*>>& arguments,
+                                                       Buffers kept) {
   for (const auto& used : layout_.variables)
     if (used.result >= 0) kept.push_back(used.variable->take());
   auto outputs = executable_->run(arguments);
@@ -91,8 +91,7 @@ std::unique_ptr<ops::LaunchedProgram> StepProgram::run(
     for (auto& of_replica : outputs) values.push_back(std::move(of_replica[static_cast<std::size_t>(used.result)]));
     used.variable->give(std::move(values));
   }
-  for (auto& of_replica : outputs)
-    of_replica.erase(of_replica.begin() + layout_.results, of_replica.end());
+  for (auto& of_replica : outputs) of_replica.erase(of_replica.begin() + layout_.results, of_replica.end());
   return std::make_unique<Launched>(std::move(outputs), std::move(kept));
 }
 

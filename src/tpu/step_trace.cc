@@ -34,9 +34,10 @@ const char* operation_of(ReduceOp op) {
 }  // namespace
 
 TracedStep::TracedStep(int replicas, FindVariable find)
-    : replicas_(replicas), find_(std::move(find)), current_(*this), mode_([this](const auto& call) {
-        return see(call);
-      }) {}
+    : replicas_(replicas),
+      find_(std::move(find)),
+      current_(*this),
+      mode_([this](const auto& call) { return see(call); }) {}
 
 std::vector<at::Tensor> TracedStep::add_inputs(const std::vector<at::Tensor>& like) {
   std::vector<at::Tensor> inputs;

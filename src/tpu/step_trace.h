@@ -30,12 +30,12 @@ struct StepLayout {
   std::vector<Used> variables;
   std::vector<int> inputs;  // arguments
   std::vector<Number> numbers;
-  std::optional<int> seed;  // argument
+  std::optional<int> seed;         // argument
   int arguments = 0, results = 0;  // results: those of the step; new values of variables come after them
   std::vector<std::function<void()>> after_update;
 };
 
-// Of the variable that belongs to a tensor of the host; null: none does.
+// As VariableTable::find.
 using FindVariable = std::function<std::shared_ptr<Variable>(const at::Tensor& host)>;
 
 // As ops::StepTrace. Lives while a step's function is called, in that thread.

@@ -35,7 +35,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 // Autograd starts a thread for each device that it knows when the process's first backward comes, so that this is
-// registered when the library is loaded: the thread waits for work. It asks for a device's stream. There is one device, on which all that happens is that a program is written.
+// registered when the library is loaded: the thread waits for work. It asks for a device's stream. There is one device,
+// on which all that happens is that a program is written.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device) const override { return device(); }
@@ -69,18 +70,35 @@ std::string name_of(const c10::OperatorHandle& operation) {
   return name.overload_name.empty() ? name.name : text(name.name, ".", name.overload_name);
 }
 
+// The operator's own. Inside functionalization LibTorch's composed operators call others in place, and with an argument
+// `out`: then that of the operator which does neither; the arguments are the same.
+const Lowerings::value_type* lowering_of(const std::string& name) {
+  const auto find = [](const std::string& other) {
+    const auto found = lowerings().find(other);
+    return found == lowerings().end() ? nullptr : &*found;
+  };
+  if (const auto* const own = find(name)) return own;
+  const auto dot = std::min(name.find('.'), name.size());
+  const auto base = name.substr(0, dot), overload = name.substr(std::min(dot + 1, name.size()));
+  if (base == "aten::normal_") return find("aten::normal_functional");
+  if (base == "aten::bernoulli_" && overload == "float") return find("aten::bernoulli.p");
+  if (base.ends_with("_")) return find(base.substr(0, base.size() - 1) + name.substr(dot));
+  if (!overload.ends_with("out")) return nullptr;
+  if (overload == "start_out") return find(base + ".start_step");
+  if (overload != "out") return find(text(base, ".", overload.substr(0, overload.size() - 4)));
+  const auto* const plain = find(base);
+  return plain != nullptr ? plain : find(base + ".Tensor");
+}
+
 void record(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   if (current == nullptr)
     throw Error(
         text(name_of(operation), " on a tensor of the device \"tpu\": it has a value only while a step is traced"));
   Call call(*current, operation, *stack);
-  const auto found = lowerings().find(call.name());
-  if (found == lowerings().end()) {
-    call.refuse_unknown();
-  }
-  found->second(call);
-  call.push_results();
-
+  const auto lowering = lowering_of(call.name());
+  if (lowering == nullptr) call.refuse_unknown();
+  lowering->second(call);
+  call.push_results(lowering->first);
 }
 
 // Once. An operator without a lowering that LibTorch makes of others needs none; each that has one is registered by
@@ -134,8 +152,8 @@ at::Tensor Trace::argument(at::IntArrayRef sizes, at::ScalarType dtype) {
   return wrapped(program_.argument({ops::dtype_of(dtype), sizes.vec()}));
 }
 
-// One operation for each dtype: those that run on several devices must do so in the same order, and one of them waits for
-// all others.
+// One operation for each dtype: those that run on several devices must do so in the same order, and one of them waits
+// for all others.
 std::vector<at::Tensor> Trace::all_reduce(std::string_view operation, const std::vector<at::Tensor>& values,
                                           int replicas) {
   std::map<DType, std::vector<std::size_t>> places;
@@ -194,6 +212,7 @@ const Lowerings& lowerings() {
     add_random(all);
     add_refused(all);
     add_composed(all);
+    add_norms(all);
     add_arithmetic(all);
     add_ordering(all);
     return all;
@@ -207,6 +226,15 @@ Call::Call(Trace& trace, const c10::OperatorHandle& operation, torch::jit::Stack
   const auto from = torch::jit::last(stack, count);
   arguments_.assign(from.begin(), from.end());
   torch::jit::drop(stack, count);
+  if (count == 0) return;
+  const auto& schema = operation.schema();
+  const auto* const first = schema.arguments().front().alias_info();
+  if (schema.arguments().back().name() == "out") {
+    out_ = arguments_.back().toTensor();
+    arguments_.pop_back();
+  } else if (first != nullptr && first->isWrite()) {
+    out_ = tensor(0);
+  }
 }
 
 pjrt::ProgramText& Call::program() { return trace_.program_; }
@@ -214,6 +242,7 @@ pjrt::ProgramText& Call::program() { return trace_.program_; }
 Value Call::random_words(std::int64_t count) { return trace_.random_words(count); }
 
 bool Call::has(std::size_t i) const {
+  if (i >= arguments_.size()) return false;
   const auto& argument = arguments_[i];
   return !argument.isNone() && (!argument.isTensor() || argument.toTensor().defined());
 }
@@ -315,11 +344,14 @@ void Call::returns_none(std::size_t i) {
 
 // Operators that functionalization calls give what it wraps; what programs call by themselves, such as at::zeros, gives
 // what they can change in place.
-void Call::push_results() {
-  trace_.operators_.push_back(name_);
+void Call::push_results(const std::string& lowering) {
+  trace_.operators_.push_back(lowering);
   const bool is_inside = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Functionalize);
   for (auto& result : results_) {
-    if (!result) {
+    if (out_.defined()) {
+      rebind(out_, program().convert(*result, ops::dtype_of(out_.scalar_type())));
+      torch::jit::push(stack_, out_);
+    } else if (!result) {
       torch::jit::push(stack_, at::Tensor());
     } else {
       torch::jit::push(stack_, is_inside && !wraps_ ? traced(std::move(*result)) : wrapped(std::move(*result)));

@@ -37,6 +37,9 @@ class Trace {
   pjrt::Value random_words(std::int64_t count);
   std::optional<int> seed_argument() const { return seed_argument_; }
 
+  // LibTorch's operators so far, by name, in their order.
+  const std::vector<std::string>& operators() const { return operators_; }
+
   // The place of `tensor`, an argument, among the program's; and whether it is one still, and not another value.
   int arguments() const { return static_cast<int>(program_.arguments().size()); }
   int number_of_argument(const at::Tensor& tensor) const;

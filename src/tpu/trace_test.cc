@@ -3,102 +3,16 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
 
 #include "base/expect_says_testing.h"
 #include "lockstep/base/error.h"
-#include "ops/dtypes.h"
-#include "pjrt/executable.h"
+#include "tpu/compare_testing.h"
 #include "tpu/traced_tensor.h"
 
 namespace lockstep::tpu {
 namespace {
-
-using Tensors = std::vector<at::Tensor>;
-using Function = std::function<at::Tensor(const Tensors&)>;
-
-std::shared_ptr<pjrt::Client> cpu() {
-  static const auto client = pjrt::Client::create(pjrt::Plugin::load(CPU_PLUGIN));
-  return client;
-}
-
-// What a program gives for these arguments.
-Tensors run(const std::string& program, const Tensors& arguments, std::size_t count) {
-  const auto client = cpu();
-  const auto executable = pjrt::Executable::compile(client, program, {});
-  std::vector<pjrt::Buffer> buffers;
-  std::vector<const pjrt::Buffer*> list;
-  buffers.reserve(arguments.size());
-  for (const auto& argument : arguments) {
-    const auto values = argument.detach().contiguous();
-    buffers.push_back(client->copy_to_device(
-        values.const_data_ptr(), {ops::dtype_of(values.scalar_type()), values.sizes().vec()}, client->devices()[0]));
-    list.push_back(&buffers.back());
-  }
-  Tensors results;
-  const auto of_devices = executable.run({list});
-  for (const auto& output : of_devices[0]) {
-    const auto shape = output.shape();
-    auto values = at::empty(shape.sizes, ops::scalar_type_of(shape.dtype));
-    output.copy_to_host(values.mutable_data_ptr(), values.nbytes(), Deadline::after(std::chrono::seconds(60)));
-    results.push_back(values);
-  }
-  EXPECT_EQ(results.size(), count);
-  return results;
-}
-
-// The function's value, then the gradients of arguments that are floating-point numbers. So that each element of the
-// value counts by itself, they are of the sum of its products with cosines.
-Tensors value_and_gradients(const Function& function, const Tensors& arguments, const at::Tensor& weights) {
-  Tensors wanted;
-  for (const auto& argument : arguments)
-    if (argument.requires_grad()) wanted.push_back(argument);
-  const auto value = function(arguments);
-  Tensors all{value};
-  if (!wanted.empty() && value.requires_grad()) {
-    for (const auto& gradient :
-         torch::autograd::grad({(value * weights.to(value.device())).sum()}, wanted, {}, {}, false, true))
-      if (gradient.defined()) all.push_back(gradient);
-  }
-  return all;
-}
-
-void expect_same(const Function& function, Tensors arguments, double tolerance = 2e-5) {
-  for (auto& argument : arguments) {
-    argument = argument.detach().clone();
-    if (argument.is_floating_point()) argument.requires_grad_();
-  }
-  const auto shape = function(arguments);
-  const auto weights = at::arange(shape.numel(), at::kFloat).cos().view(shape.sizes());
-  const auto expected = value_and_gradients(function, arguments, weights);
-  std::string program;
-  std::size_t outputs = 0;
-  {
-    Trace trace;
-    Tensors traced;
-    for (const auto& argument : arguments)
-      traced.push_back(
-          trace.argument(argument.sizes(), argument.scalar_type()).requires_grad_(argument.requires_grad()));
-    const auto results = value_and_gradients(function, traced, weights);
-    outputs = results.size();
-    program = trace.finish(results);
-  }
-  const auto found = run(program, arguments, outputs);
-  ASSERT_EQ(found.size(), expected.size()) << program;
-  for (std::size_t i = 0; i < found.size(); ++i) {
-    ASSERT_EQ(found[i].sizes(), expected[i].sizes()) << i << "\n" << program;
-    ASSERT_EQ(found[i].scalar_type(), expected[i].scalar_type()) << i << "\n" << program;
-    const auto difference = (found[i].to(at::kDouble) - expected[i].to(at::kDouble)).abs();
-    const auto scale = expected[i].numel() == 0 ? 0 : expected[i].to(at::kDouble).abs().max().item<double>();
-    if (difference.numel() == 0) continue;
-    ASSERT_LT(difference.max().item<double>(), tolerance * std::max(scale, 1.0)) << i << "\n" << program;
-  }
-}
-
-at::Tensor numbers(at::IntArrayRef sizes) { return at::randn(sizes); }
-at::Tensor positive(at::IntArrayRef sizes) { return at::rand(sizes) + 0.5; }
 
 class Operators : public testing::Test {
  protected:

@@ -22,6 +22,10 @@ class TracedTensor final : public c10::TensorImpl {
 
   const pjrt::Value& value() const { return value_; }
   std::int64_t trace() const { return trace_; }
+  void set_value(pjrt::Value value) {
+    set_sizes_contiguous(value.shape.sizes);
+    value_ = std::move(value);
+  }
 
   c10::intrusive_ptr<TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
                                                          bool allow_change) const override {
@@ -41,7 +45,7 @@ class TracedTensor final : public c10::TensorImpl {
   }
   const char* tensorimpl_type_name() const override { return "TracedTensor"; }
 
-  const pjrt::Value value_;
+  pjrt::Value value_;
   const std::int64_t trace_;
 };
 
@@ -56,6 +60,10 @@ const TracedTensor* traced_tensor_of(const at::Tensor& tensor) {
 }  // namespace
 
 at::Tensor traced(pjrt::Value value) { return at::Tensor(c10::make_intrusive<TracedTensor>(std::move(value))); }
+
+void rebind(const at::Tensor& tensor, pjrt::Value value) {
+  static_cast<TracedTensor*>(tensor.unsafeGetTensorImpl())->set_value(std::move(value));
+}
 
 at::Tensor wrapped(pjrt::Value value) {
   return at::functionalization::impl::to_functional_tensor(traced(std::move(value)));

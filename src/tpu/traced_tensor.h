@@ -17,4 +17,7 @@ at::Tensor wrapped(pjrt::Value value);
 pjrt::Value value_of(const at::Tensor& tensor);
 bool is_traced(const at::Tensor& tensor);
 
+// From now on the tensor, which is not wrapped, stands for another value of its dtype.
+void rebind(const at::Tensor& tensor, pjrt::Value value);
+
 }  // namespace lockstep::tpu

@@ -31,7 +31,8 @@ Tensor filled_up(const Tensor& values, std::int64_t rows) {
   if (missing == 0) return values;
   auto sizes = values.sizes().vec();
   sizes[0] = missing;
-  return at::cat({values, values.size(0) > 0 ? values.narrow(0, 0, 1).expand(sizes) : at::zeros(sizes, values.options())});
+  return at::cat(
+      {values, values.size(0) > 0 ? values.narrow(0, 0, 1).expand(sizes) : at::zeros(sizes, values.options())});
 }
 
 // 1 for the first `count` of `rows` examples, 0 for those behind them.

@@ -162,8 +162,8 @@ class LocalSteps final : public StepSource {
   std::int64_t first_size_ = 0;                      // of the first one, before it was divided
   std::vector<PerReplica<StepResult>> results_;      // [batch], once they were trained
   std::vector<std::vector<double>> earlier_;         // the sums of all but the last batch
-  std::int64_t regroups_ = 0;         // when the batch was divided
-  std::int64_t examples_before_ = 0;  // of the epoch's data, before iterator_ began
+  std::int64_t regroups_ = 0;                        // when the batch was divided
+  std::int64_t examples_before_ = 0;                 // of the epoch's data, before iterator_ began
   bool stopped_ = false;
 };
 

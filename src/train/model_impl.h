@@ -197,9 +197,9 @@ class ModelImpl {
   std::shared_ptr<ReplicatedParameters> parameters;  // null before build
   std::unique_ptr<parallel::PipelineModel> stages;   // of a model that is cut into stages; else null
   std::optional<CompileOptions> compiled;
-  std::shared_ptr<GradientPath> gradients;  // null before build or compile
-  std::optional<train::Tracker> tracker;    // of the epoch that fit is in; likewise
-  train::RecordedStep recorded;             // of these gradients
+  std::shared_ptr<GradientPath> gradients;       // null before build or compile
+  std::optional<train::Tracker> tracker;         // of the epoch that fit is in; likewise
+  train::RecordedStep recorded;                  // of these gradients
   std::optional<train::CompiledModel> programs;  // likewise, where the strategy's devices run compiled programs
   std::optional<Archive> pending_weights;
   bool warned_of_context = false;

@@ -1,5 +1,5 @@
-// How a rule of your own updates variables on a GPU or a TPU. Without it the rule runs on spans in host memory, to which
-// a GPU's values, gradients and state are copied in every step; a TPU's cannot be.
+// How a rule of your own updates variables on a GPU or a TPU. Without it the rule runs on spans in host memory, to
+// which a GPU's values, gradients and state are copied in every step; a TPU's cannot be.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -25,14 +25,13 @@ std::shared_ptr<StepPrograms> make_step_programs();
 }  // namespace internal
 
 // A step function for Strategy::run. With TPUStrategy it is called once for the shapes of its arguments, and what it
-// did to tensors is compiled and run from then on: numbers that it has captured stay as they were, and what else it does
-// is done once. Without `compiled`, run calls a function in every step, and compiles it anew only where it did something
-// else. With other strategies it is the function itself. Copies share what was compiled.
+// did to tensors is compiled and run from then on: numbers that it has captured stay as they were, and what else it
+// does is done once. Without `compiled`, run calls a function in every step, and compiles it anew only where it did
+// something else. With other strategies it is the function itself. Copies share what was compiled.
 template <class Function>
 class Compiled {
  public:
-  explicit Compiled(Function function)
-      : function_(std::move(function)), programs_(internal::make_step_programs()) {}
+  explicit Compiled(Function function) : function_(std::move(function)), programs_(internal::make_step_programs()) {}
 
   template <class... Args>
   auto operator()(Args&&... args) const -> std::invoke_result_t<const Function&, Args...> {
@@ -53,8 +52,8 @@ Compiled<Function> compiled(Function function) {
 
 namespace internal {
 
-// A step for all replicas: what it is given, [replica][tensor], of which some may be undefined; and the function that is
-// traced with tensors like those of one replica.
+// A step for all replicas: what it is given, [replica][tensor], of which some may be undefined; and the function that
+// is traced with tensors like those of one replica.
 struct StepToRun {
   std::vector<std::vector<Tensor>> inputs;
   std::function<std::vector<Tensor>(ReplicaContext& replica, const std::vector<Tensor>& traced)> function;

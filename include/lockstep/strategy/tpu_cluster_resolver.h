@@ -1,0 +1,47 @@
+// Which TPU a program uses. The chips are used through a PJRT plugin (https://openxla.org/xla/pjrt), which for TPUs is
+// libtpu.so; plugins for other devices serve as well. Follows tf.distribute.cluster_resolver.TPUClusterResolver.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace lockstep {
+
+// What a plugin documents of its client's options, such as {"cpu_device_count", std::int64_t{8}}.
+using PluginOptions = std::vector<std::pair<std::string, std::variant<std::string, std::int64_t, bool, float>>>;
+
+struct TPUClusterResolverOptions {
+  // The plugin's file. Empty: that of the environment's PJRT_PLUGIN_LIBRARY_PATH or TPU_LIBRARY_PATH, else libtpu.so,
+  // as dlopen finds it.
+  std::string plugin = {};
+  PluginOptions plugin_options = {};
+};
+
+// Which TPU a program uses. A value.
+class TPUClusterResolver {
+ public:
+  // `tpu`: empty or "local" for this machine's chips, or their name, as the environment's TPU_NAME gives it. Throws
+  // InvalidArgument for another name: a program uses the chips of the machine that it runs on.
+  explicit TPUClusterResolver(std::string tpu = "", TPUClusterResolverOptions options = {});
+
+  const std::string& tpu() const { return tpu_; }
+  const TPUClusterResolverOptions& options() const { return options_; }
+
+ private:
+  std::string tpu_;
+  TPUClusterResolverOptions options_;
+};
+
+struct TPUTopology {
+  std::string kind;     // of the devices, in the plugin's words: "TPU v5 lite"
+  int num_devices = 0;  // of this process
+};
+
+// Loads the plugin and opens the devices, which stay open as long as a strategy uses them. A TPUStrategy does it by
+// itself; called before, it says what there is. Throws DeviceError where there is no plugin or no device.
+TPUTopology initialize_tpu_system(const TPUClusterResolver& resolver = TPUClusterResolver());
+
+}  // namespace lockstep

@@ -1,0 +1,76 @@
+#include "cli/compile_for.h"
+
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <ostream>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
+namespace lockstep::cli {
+namespace {
+
+// Removed when this ends.
+class ReportFile {
+ public:
+  ReportFile() : path_((std::filesystem::temp_directory_path() / "lockstep_compile_XXXXXX").string()) {
+    const int file = mkstemp(path_.data());
+    if (file < 0) throw IoError(text(path_, ": ", std::strerror(errno)));
+    close(file);
+  }
+  ~ReportFile() { std::filesystem::remove(path_); }
+  ReportFile(const ReportFile&) = delete;
+  ReportFile& operator=(const ReportFile&) = delete;
+
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
+
+int status_of(const std::vector<std::string>& command) {
+  std::vector<char*> raw;
+  for (const auto& word : command) raw.push_back(const_cast<char*>(word.c_str()));
+  raw.push_back(nullptr);
+  pid_t process = 0;
+  const int error = posix_spawnp(&process, raw[0], nullptr, nullptr, raw.data(), environ);
+  if (error != 0) throw Error(text("cannot start ", command[0], ": ", std::strerror(error)));
+  int status = 0;
+  while (waitpid(process, &status, 0) < 0 && errno == EINTR) {
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+}  // namespace
+
+int compile_for(const std::string& chips, const std::vector<std::string>& command, std::ostream& out) {
+  if (command.empty()) throw InvalidArgument("compile-for: name a program: lockstep compile-for v5e:2x4 ./train");
+  const ReportFile report;
+  setenv("LOCKSTEP_COMPILE_FOR", chips.c_str(), 1);
+  setenv("LOCKSTEP_COMPILE_REPORT", report.path().c_str(), 1);
+  // Without which libtpu looks for chips, and for the machines of a Cloud TPU.
+  const char* const without_chips[][2] = {{"TPU_SKIP_MDS_QUERY", "1"},
+                                          {"TPU_WORKER_HOSTNAMES", "localhost"},
+                                          {"TPU_WORKER_ID", "0"},
+                                          {"TPU_ACCELERATOR_TYPE", "v5litepod-4"}};
+  for (const auto& [name, value] : without_chips) setenv(name, value, 0);
+  const int status = status_of(command);
+  std::ifstream lines(report.path());
+  bool has_some = false, fits = true;
+  for (std::string line; std::getline(lines, line);) {
+    out << line << "\n";
+    has_some = true;
+    if (line.find("does not fit") != std::string::npos) fits = false;
+  }
+  if (has_some) return fits ? 0 : 1;
+  out << "no step was compiled: does the program train by a TPUStrategy?\n";
+  return status == 0 ? 1 : status;
+}
+
+}  // namespace lockstep::cli

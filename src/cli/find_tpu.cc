@@ -1,0 +1,21 @@
+#include "cli/find_tpu.h"
+
+#include "base/text.h"
+#include "lockstep/base/device_error.h"
+#include "pjrt/client.h"
+
+namespace lockstep::cli {
+
+std::string find_tpu() {
+  try {
+    const auto path = pjrt::plugin_path("");
+    const auto client = pjrt::Client::create(pjrt::Plugin::load(path));
+    const auto& devices = client->devices();
+    if (devices.empty()) return text("none (", path, " has no device)");
+    return text(devices.size(), " x ", devices[0].kind, ", by ", path);
+  } catch (const DeviceError& error) {
+    return text("none (", error.what(), ")");
+  }
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,11 @@
+// Whether this machine has a TPU. Two files implement it: find_tpu.cc, and without_tpu.cc in a build without PJRT.
+#pragma once
+
+#include <string>
+
+namespace lockstep::cli {
+
+// "8 x TPU v5 lite, by libtpu.so", or "none", and why.
+std::string find_tpu();
+
+}  // namespace lockstep::cli

@@ -1,0 +1,120 @@
+#include "tpu/compile_for.h"
+
+#include <cstdlib>
+#include <fstream>
+#include <iomanip>
+#include <iostream>
+#include <sstream>
+
+#include "base/text.h"
+#include "lockstep/base/device_error.h"
+#include "pjrt/executable.h"
+#include "tpu/step_trace.h"
+#include "tpu/variable_table.h"
+
+namespace lockstep::tpu {
+namespace {
+
+constexpr double kMib = 1 << 20, kGib = 1 << 30;
+
+// Bytes of a device's memory, by Google's documentation of its chips, of which some have two cores with half of it
+// each; 0 where the kind is not known.
+double memory_of(const std::string& kind) {
+  if (kind == "TPU v5 lite") return 16 * kGib;
+  if (kind == "TPU v6 lite") return 32 * kGib;
+  if (kind == "TPU v4") return 16 * kGib;
+  if (kind == "TPU v5" || kind == "TPU v5p") return 95 * kGib;
+  if (kind == "TPU v3") return 16 * kGib;
+  if (kind == "TPU v2") return 8 * kGib;
+  return 0;
+}
+
+void report(const std::string& line) {
+  const char* const path = std::getenv("LOCKSTEP_COMPILE_REPORT");
+  if (path == nullptr) {
+    std::cout << line << std::endl;
+    return;
+  }
+  std::ofstream(path, std::ios::app) << line << "\n";
+}
+
+class NotRun final : public ops::CompiledProgram {
+ public:
+  NotRun(std::string name, std::string chips) : name_(std::move(name)), chips_(std::move(chips)) {}
+  std::unique_ptr<ops::LaunchedProgram> launch(const Launch&) override {
+    throw DeviceError(
+        text(name_, " was compiled for ", chips_,
+             ", as `lockstep compile-for` asked; the program ends here, since those chips are not in this "
+             "machine"));
+  }
+
+ private:
+  const std::string name_, chips_;
+};
+
+class CompileFor final : public ops::ProgramDevices {
+ public:
+  CompileFor(std::string chips, const ops::ProgramDevicesOptions& options)
+      : chips_(std::move(chips)),
+        topology_(pjrt::Topology::create(pjrt::Plugin::load(pjrt::plugin_path(options.plugin)), chips_)),
+        replicas_(options.replicas == 0 ? topology_.devices() : options.replicas) {}
+
+  int replicas() const override { return replicas_; }
+  std::string kind() const override { return topology_.kind(); }
+  const ops::ProgramCounts& counts() const override { return counts_; }
+  std::unique_ptr<ops::DeviceVariables> variables(std::vector<Tensors> hosts) override {
+    return variables_.add({}, std::move(hosts));
+  }
+
+  std::unique_ptr<ops::CompiledProgram> compile(const Step& step) override {
+    std::string program;
+    {
+      TracedStep trace(replicas_, [this](const at::Tensor& host) { return variables_.find(host); });
+      ++counts_.traced;
+      program = trace.finish(step.function(trace.add_inputs(step.inputs)), step.steps);
+    }
+    try {
+      describe(step.name, topology_.compile(program, {.replicas = replicas_}));
+    } catch (const DeviceError& error) {
+      report(text(step.name, " for ", replicas_, " replicas on ", chips_,
+                  ": does not fit, or cannot be compiled: ", error.what()));
+      throw;
+    }
+    ++counts_.compiled;
+    return std::make_unique<NotRun>(step.name, chips_);
+  }
+
+ private:
+  void describe(const std::string& name, const pjrt::Program& program) const {
+    const auto needs = program.memory();
+    std::ostringstream line;
+    line << std::fixed << std::setprecision(1) << name << " for " << replicas_ << " replicas on " << chips_ << " ("
+         << kind() << "): " << static_cast<double>(needs.total()) / kMib << " MiB a device (arguments "
+         << static_cast<double>(needs.arguments) / kMib << ", results " << static_cast<double>(needs.outputs) / kMib
+         << " of which " << static_cast<double>(needs.aliased) / kMib << " lie where arguments were, temporary "
+         << static_cast<double>(needs.temporary) / kMib << ", code " << static_cast<double>(needs.code) / kMib << "), "
+         << program.flops() / 1e9 << " GFLOP a device; ";
+    const double memory = memory_of(kind());
+    if (memory == 0)
+      line << "the memory of these devices is not known";
+    else
+      line << (static_cast<double>(needs.total()) <= memory ? "fits" : "does not fit") << " into " << memory / kGib
+           << " GiB";
+    report(line.str());
+  }
+
+  const std::string chips_;
+  const pjrt::Topology topology_;
+  const int replicas_;
+  ops::ProgramCounts counts_;
+  VariableTable variables_;
+};
+
+}  // namespace
+
+std::shared_ptr<ops::ProgramDevices> devices_to_compile_for(const std::string& chips,
+                                                            const ops::ProgramDevicesOptions& options) {
+  return std::make_shared<CompileFor>(chips, options);
+}
+
+}  // namespace lockstep::tpu

@@ -1,0 +1,39 @@
+// Compiled programs on disk, in the folder that the environment's LOCKSTEP_CACHE names.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "pjrt/executable.h"
+
+namespace lockstep::tpu {
+
+// What decides what a compiler makes.
+struct ProgramKey {
+  std::string text;
+  pjrt::CompileOptions options;
+};
+
+// One thread at a time; processes may share a folder.
+class ProgramCache {
+ public:
+  explicit ProgramCache(std::shared_ptr<const pjrt::Client> client);
+
+  // The program, where it was stored by the same version of the plugin for devices of the same kind. A file that is
+  // damaged, or that the plugin does not take, gives a warning, and nothing.
+  std::optional<pjrt::Executable> find(const ProgramKey& key) const;
+
+  // A warning says where it cannot be stored.
+  void store(const ProgramKey& key, const pjrt::Executable& executable) const;
+
+ private:
+  std::string name_of(const ProgramKey& key) const;
+
+  const std::shared_ptr<const pjrt::Client> client_;
+  const std::string folder_;  // empty: there is none
+};
+
+}  // namespace lockstep::tpu
