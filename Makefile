@@ -1,5 +1,5 @@
 # The two commands of the README, and what continuous integration adds. Everything else is CMake: see CMakePresets.json.
-.PHONY: train test lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers bench-ps bench-parallel bench-plan faults clean
+.PHONY: train test lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers bench-ps bench-parallel bench-plan bench-tpu faults clean
 
 BUILD = cmake --build --preset
 
@@ -72,6 +72,13 @@ bench-workers: build/release/build.ninja bench-peers
 	python3 benchmarks/bench_workers.py
 	python3 benchmarks/worker_loss.py
 	build/release/benchmarks/checkpoint_pause build/checkpoint_pause
+
+# Compiled steps on the plugin for CPUs, against JAX's.
+bench-tpu: build/release/build.ninja
+	test -x .peers/jax/bin/python || python3 -m venv .peers/jax
+	.peers/jax/bin/pip install --quiet "jax[cpu]==0.10.2"
+	$(BUILD) release --target train_step
+	python3 benchmarks/bench_tpu.py
 
 # Training with parameter servers, ours and TensorFlow's, in turns, what calls to a server carry, and how soon a killed server is back.
 bench-ps: build/release/build.ninja bench-peers

@@ -3,6 +3,7 @@
 
 #include <ATen/Functions.h>
 #include <lockstep/lockstep.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
@@ -78,6 +79,58 @@ struct Transformer : torch::nn::Module {
   Tensor positions;
   std::shared_ptr<Block> first, second;
   torch::nn::Linear output = nullptr;
+};
+
+// ResNet-18 for small images, [batch, 3, size, size] to [batch, 10]: He et al., "Deep residual learning for image
+// recognition" (2016), as torchvision has it but for the first layer, which neither strides nor pools. `width`:
+// channels of the first stage, 64 there.
+struct ResNet18 : torch::nn::Module {
+  struct Block : torch::nn::Module {
+    Block(std::int64_t in, std::int64_t out, std::int64_t stride)
+        : first(register_module("first", convolution(in, out, 3, stride))),
+          second(register_module("second", convolution(out, out, 3, 1))),
+          first_norm(register_module("first_norm", torch::nn::BatchNorm2d(out))),
+          second_norm(register_module("second_norm", torch::nn::BatchNorm2d(out))) {
+      if (stride == 1 && in == out) return;
+      shortcut = register_module("shortcut", convolution(in, out, 1, stride));
+      shortcut_norm = register_module("shortcut_norm", torch::nn::BatchNorm2d(out));
+    }
+    Tensor forward(const Tensor& x) {
+      const auto y = second_norm(second(at::relu(first_norm(first(x)))));
+      return at::relu(y + (shortcut.is_empty() ? x : shortcut_norm(shortcut(x))));
+    }
+    torch::nn::Conv2d first, second, shortcut = nullptr;
+    torch::nn::BatchNorm2d first_norm, second_norm, shortcut_norm = nullptr;
+  };
+
+  static torch::nn::Conv2d convolution(std::int64_t in, std::int64_t out, std::int64_t kernel, std::int64_t stride) {
+    return torch::nn::Conv2d(torch::nn::Conv2dOptions(in, out, kernel).stride(stride).padding(kernel / 2).bias(false));
+  }
+
+  explicit ResNet18(std::int64_t width = 64)
+      : stem(register_module("stem", convolution(3, width, 3, 1))),
+        stem_norm(register_module("stem_norm", torch::nn::BatchNorm2d(width))),
+        output(register_module("output", torch::nn::Linear(8 * width, 10))) {
+    std::int64_t in = width;
+    for (std::int64_t stage = 0; stage < 4; ++stage) {
+      for (std::int64_t i = 0; i < 2; ++i) {
+        const auto out = width << stage;
+        blocks.push_back(register_module("block" + std::to_string(blocks.size()),
+                                         std::make_shared<Block>(in, out, stage > 0 && i == 0 ? 2 : 1)));
+        in = out;
+      }
+    }
+  }
+  Tensor forward(const Tensor& images) {
+    auto x = at::relu(stem_norm(stem(images)));
+    for (const auto& block : blocks) x = block->forward(x);
+    return output(at::adaptive_avg_pool2d(x, {1, 1}).flatten(1));
+  }
+
+  torch::nn::Conv2d stem;
+  torch::nn::BatchNorm2d stem_norm;
+  torch::nn::Linear output;
+  std::vector<std::shared_ptr<Block>> blocks;
 };
 
 struct Work {

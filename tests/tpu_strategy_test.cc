@@ -10,6 +10,9 @@
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
 
+#include <cstdlib>
+#include <filesystem>
+
 #include "base/expect_says_testing.h"
 #include "benchmarks/models.h"
 #include "gradient/replicated_parameters.h"
@@ -133,6 +136,15 @@ TEST_P(TpuReplicas, TrainATransformer) {
                train(MirroredStrategy(GetParam()), data, make, classifier(SGD({.learning_rate = 0.05}))));
 }
 
+TEST_P(TpuReplicas, TrainAResNet) {
+  const auto make = [] { return Model([] { return std::make_shared<benchmarks::ResNet18>(4); }); };
+  at::manual_seed(4);
+  const auto data = Dataset::from_tensor_slices(at::randn({160, 3, 16, 16}), at::randint(10, {160})).batch(32);
+  const auto options = [] { return classifier(SGD({.learning_rate = 0.01})); };
+  expect_alike(train(tpu(GetParam()), data, make, options()),
+               train(MirroredStrategy(GetParam()), data, make, options()));
+}
+
 TEST(Tpu, StepsThatAreLaunchedTogetherAreThoseOneByOne) {
   const auto data = images(1, 12);
   const auto options = [](std::int64_t together) {
@@ -147,6 +159,46 @@ TEST(Tpu, StepsThatAreLaunchedTogetherAreThoseOneByOne) {
   const auto again = train(strategy, data, make, options(1));
   for (std::size_t i = 0; i < again.weights.size(); ++i)
     EXPECT_TRUE(at::equal(again.weights[i], one_by_one.weights[i]));
+}
+
+// A folder of compiled programs, and what a damaged file in it does.
+TEST(Tpu, CompiledProgramsAreKeptOnDisk) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / "tpu_cache";
+  std::filesystem::remove_all(folder);
+  setenv("LOCKSTEP_CACHE", folder.c_str(), 1);
+  const auto data = images(1, 12);
+  const auto compiled = [&] {
+    const auto strategy = tpu(1);
+    const auto result = train(strategy, data, seed_cnn, classifier());
+    return std::pair(unwrap(strategy).programs()->counts().compiled, result);
+  };
+  const auto [first, expected] = compiled();
+  EXPECT_EQ(first, 3);
+  const auto [second, again] = compiled();
+  EXPECT_EQ(second, 0);
+  for (std::size_t i = 0; i < again.weights.size(); ++i) EXPECT_TRUE(at::equal(again.weights[i], expected.weights[i]));
+  for (const auto& file : std::filesystem::directory_iterator(folder))
+    std::filesystem::resize_file(file.path(), std::filesystem::file_size(file.path()) / 2);
+  EXPECT_EQ(compiled().first, 3);
+  EXPECT_EQ(compiled().first, 0);
+  unsetenv("LOCKSTEP_CACHE");
+}
+
+TEST(Tpu, WhatIsNotThereIsNamed) {
+  const auto error = [](const TPUClusterResolverOptions& options, int replicas) {
+    return message_of<Error>([&] { TPUStrategy(TPUClusterResolver("", options), {.num_replicas = replicas}); });
+  };
+  const PluginOptions two{{"cpu_device_count", std::int64_t{2}}};
+  expect_says(error({.plugin = CPU_PLUGIN, .plugin_options = two}, 3), "number of replicas is 3");
+  expect_says(error({.plugin = CPU_PLUGIN, .plugin_options = two}, 3),
+              "has 2 devices (cpu), so it must be from 1 to 2");
+  expect_says(error({.plugin = "/nowhere/libtpu.so"}, 0), "there is no PJRT plugin /nowhere/libtpu.so");
+  expect_says(message_of<InvalidArgument>([] { TPUClusterResolver("other-tpu"); }),
+              "the TPU \"other-tpu\" is not this machine's");
+  const auto topology =
+      initialize_tpu_system(TPUClusterResolver("local", {.plugin = CPU_PLUGIN, .plugin_options = two}));
+  EXPECT_EQ(topology.num_devices, 2);
+  EXPECT_EQ(topology.kind, "cpu");
 }
 
 TEST(Tpu, CheckpointsGoFromStrategyToStrategy) {

@@ -16,7 +16,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "ops/dtypes.h"
-#include "ops/traced_program.h"
 
 namespace lockstep {
 namespace {
@@ -396,26 +395,6 @@ void ReplicatedParameters::assign_buffer_of(int replica, std::size_t index, cons
   const at::NoGradGuard no_grad;
   const auto& own = buffer(replica, index);
   if (!own.is_same(value)) own.copy_(value);
-}
-
-// With central placement all replicas' parameters are replica 0's, and each has its own buffers.
-void ReplicatedParameters::put_on(ops::ProgramDevices& devices) {
-  std::vector<ops::ProgramDevices::Tensors> hosts;
-  for (const auto& own : parameters_[0]) hosts.push_back({own});
-  for (std::size_t i = 0; i < buffer_names_.size(); ++i) {
-    auto& all = hosts.emplace_back();
-    for (const auto& own : buffers_) all.push_back(own[i]);
-  }
-  variables_ = devices.variables(std::move(hosts));
-}
-
-void ReplicatedParameters::fetch(Deadline deadline) const {
-  if (variables_) variables_->fetch(deadline);
-}
-
-ops::DeviceVariable& ReplicatedParameters::variable(std::size_t slot) const { return (*variables_)[slot]; }
-ops::DeviceVariable& ReplicatedParameters::variable_of_buffer(std::size_t index) const {
-  return (*variables_)[slots_.size() + index];
 }
 
 }  // namespace lockstep

@@ -14,16 +14,11 @@
 #include "gradient/shard_map.h"
 #include "gradient/split_module.h"
 #include "lockstep/collective/communicator.h"
+#include "ops/traced_program.h"
 
 namespace torch::nn {
 class Module;
 }
-
-namespace lockstep::ops {
-class DeviceVariable;
-class DeviceVariables;
-class ProgramDevices;
-}  // namespace lockstep::ops
 
 namespace lockstep::gradient {
 

@@ -1,0 +1,36 @@
+"""Compiled steps on the PJRT plugin for CPUs, against JAX's of the same network and against other numbers of devices, in turns in one run.
+
+    make bench-tpu        or: benchmarks/bench_tpu.py [--rounds 3] [--only TEXT]
+"""
+import glob
+
+import rounds
+from programs import ROOT, Program, run
+
+TRAIN_STEP, JAX = str(ROOT / "build/release/benchmarks/train_step"), str(ROOT / ".peers/jax/bin/python")
+PLUGIN = glob.glob(str(ROOT / ".deps/pjrt/lib/python3*/site-packages/xla_plugins/xla_cpu_pjrt/xla_cpu_pjrt.so"))
+ONE_CORE = ("taskset", "-c", "0")
+
+
+def ours(*options, before=()):
+    command = (*before, TRAIN_STEP, "--device", "tpu", "--steps", "100", *options)
+    return Program((command,), environment=(("PJRT_PLUGIN_LIBRARY_PATH", PLUGIN[0]),))
+
+
+def jax(pooling):
+    return Program(((*ONE_CORE, JAX, str(ROOT / "benchmarks/peers/jax_step.py"), "--pooling", pooling),))
+
+
+def samples(result):
+    return result["samples_per_s"]
+
+
+ONE = ours("--replicas", "1", before=ONE_CORE)
+ROWS = [
+    rounds.Row("seed CNN, one core", "JAX, pooling by reshape", ONE, jax("reshape"), 1.0, samples, samples),
+    rounds.Row("seed CNN, one core", "JAX, pooling by reduce_window (flax)", ONE, jax("reduce_window"), 1.0, samples, samples),
+    rounds.Row("seed CNN, two devices, samples/s", "one device on one core", ours("--replicas", "2"), ONE, 1.6, samples, samples),
+]
+
+if __name__ == "__main__":
+    rounds.main(__doc__, ROWS, run)
