@@ -184,6 +184,27 @@ TEST(Tpu, CompiledProgramsAreKeptOnDisk) {
   unsetenv("LOCKSTEP_CACHE");
 }
 
+TEST(Tpu, LabelsThatAreNoClassAreNamed) {
+  const auto scope = tpu(2).scope();
+  auto model = seed_cnn();
+  model.compile(classifier());
+  const auto data = Dataset::from_tensor_slices(at::randn({8, 1, 12, 12}), at::arange(8) + 3).batch(8);
+  expect_says(message_of<InvalidArgument>([&] { model.fit(data, {.verbose = 0}); }),
+              "a label is 10; the model has 10 outputs, so labels are 0 to 9");
+}
+
+TEST(Tpu, ComputesInSixteenBits) {
+  set_global_policy("mixed_bfloat16");
+  const auto data = images(1, 12);
+  const auto half = train(tpu(2), data, seed_cnn, classifier());
+  const auto of_cpu = train(MirroredStrategy(2), data, seed_cnn, classifier());
+  set_global_policy("float32");
+  const auto whole = train(tpu(2), data, seed_cnn, classifier());
+  for (std::size_t i = 0; i < half.losses.size(); ++i) EXPECT_NEAR(half.losses[i], of_cpu.losses[i], 0.02) << i;
+  EXPECT_EQ(half.predicted.scalar_type(), at::kFloat);
+  EXPECT_GT((half.predicted - whole.predicted).abs().max().item<double>(), 1e-4);
+}
+
 TEST(Tpu, WhatIsNotThereIsNamed) {
   const auto error = [](const TPUClusterResolverOptions& options, int replicas) {
     return message_of<Error>([&] { TPUStrategy(TPUClusterResolver("", options), {.num_replicas = replicas}); });

@@ -16,6 +16,7 @@
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
 #include "ops/dtypes.h"
+#include "tpu/autocast.h"
 #include "tpu/call.h"
 #include "tpu/traced_tensor.h"
 
@@ -120,6 +121,7 @@ void register_device() {
     static torch::Library operators(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
     for (const auto& [name, lowering] : lowerings())
       operators.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&record>());
+    register_autocast();
     return true;
   }();
   (void)registered;

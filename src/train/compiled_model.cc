@@ -174,6 +174,14 @@ std::vector<std::vector<std::uint64_t>> CompiledModel::seeds(Kind kind) const {
   return seeds;
 }
 
+// What the loss finds where it sees values: labels that are no class. A program would take the nearest class.
+void CompiledModel::check_labels(const Example& part, const Compiled& compiled) const {
+  if (part.size() == 0 || impl_.compiled->loss.name() != "sparse_categorical_crossentropy") return;
+  auto sizes = compiled.output_sizes;
+  sizes[0] = part.size();
+  class_labels("SparseCategoricalCrossentropy", part.y, at::empty({1}).expand(sizes));
+}
+
 std::vector<std::vector<Tensor>> CompiledModel::run(Kind kind, std::vector<Input>& inputs) {
   const auto& strategy = unwrap(impl_.strategy);
   auto& compiled = program_for(kind, inputs);
@@ -182,6 +190,8 @@ std::vector<std::vector<Tensor>> CompiledModel::run(Kind kind, std::vector<Input
   launch.inputs.resize(inputs.size());
   unwrap(impl_.strategy).on_replicas([&](int replica) {
     const auto& parts = inputs[static_cast<std::size_t>(replica)];
+    for (const auto& part : parts)
+      if (kind != Kind::predict) check_labels(part, compiled);
     std::vector<Tensors> of_steps;
     for (std::size_t step = 0; step < count; ++step) {
       const auto& part = step < parts.size() ? parts[step] : parts.back();

@@ -50,6 +50,7 @@ class CompiledModel {
   std::vector<Input> read(std::vector<Parts>& batches) const;
   Compiled& program_for(Kind kind, const std::vector<Input>& inputs);
   ops::ProgramDevices::Tensors trace(Kind kind, const Example& part, const Tensor& counts, Compiled& compiled) const;
+  void check_labels(const Example& part, const Compiled& compiled) const;
   std::vector<std::vector<Tensor>> run(Kind kind, std::vector<Input>& inputs);
   std::vector<PerReplica<StepResult>> counted(Kind kind, const std::vector<Input>& inputs,
                                               const std::vector<std::vector<Tensor>>& results, Tracker& tracker) const;

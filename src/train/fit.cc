@@ -201,6 +201,7 @@ class Fit {
     make_step();
     auto logs = impl_.tracker->logs();
     steps_->add_to(logs);
+    impl_.batches_of_call = progress().batch - index;
     each([&](Callback& callback) { callback.on_train_batch_end(progress().batch - 1, logs); });
     agreement_.change_workers([this] { save_at_interrupt(); });
     throw_if_interrupted();

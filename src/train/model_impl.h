@@ -215,9 +215,15 @@ class ModelImpl {
   bool fitting = false;
   std::int64_t evaluated_step = -1;  // of an evaluator: that of the last checkpoint which it has evaluated
   std::int64_t call = 0;             // with parameter servers: the number of the one that the chief makes
+  std::int64_t batches_of_call = 1;  // which callbacks' on_train_batch_end tells of: those of one execution
   bool stopping = false;             // this worker asked for the end of the fit
   bool out_of_data = false;          // stopping because the data ended: a longer data set would go on
   bool agreed_to_stop = false;       // one of the workers had asked when the last step or epoch ended
+
+  // Whether one of the batches that on_train_batch_end tells of was a multiple of `every`, where `count` are done.
+  bool passed_multiple(std::int64_t count, std::int64_t every) const {
+    return every > 0 && count / every > (count - batches_of_call) / every;
+  }
 
   // Whether the fit ends after the step that was made.
   bool stops() const { return peers().size() == 1 ? stopping : agreed_to_stop; }

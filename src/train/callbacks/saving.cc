@@ -151,7 +151,8 @@ void ModelCheckpoint::on_train_batch_end(std::int64_t batch, const Logs& logs) {
   batch_ = batch;
   logs_ = logs;
   if (background_->is_lost(unwrap(model()))) make_again();
-  if (options_.save_freq == 0 || ++since_save_ < options_.save_freq) return;
+  since_save_ += unwrap(model()).batches_of_call;
+  if (options_.save_freq == 0 || since_save_ < options_.save_freq) return;
   since_save_ = 0;
   if (!options_.save_best_only || improves(logs)) save_model(batch, logs);
 }
@@ -362,7 +363,7 @@ void BackupAndRestore::on_train_batch_end(std::int64_t batch, const Logs&) {
     warn_of_lost(model(), "BackupAndRestore", file_);
     save_or_warn(model(), "BackupAndRestore", [this] { back_up(/*in_background=*/true); });
   }
-  if (options_.save_freq == 0 || (batch + 1) % options_.save_freq != 0) return;
+  if (!unwrap(model()).passed_multiple(batch + 1, options_.save_freq)) return;
   save_or_warn(model(), "BackupAndRestore", [this] { back_up(options_.background); });
 }
 

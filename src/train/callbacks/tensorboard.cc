@@ -6,6 +6,7 @@
 #include "lockstep/train/callbacks.h"
 #include "lockstep/train/model.h"
 #include "train/callbacks/event_file.h"
+#include "train/model_impl.h"
 
 namespace lockstep {
 
@@ -37,7 +38,7 @@ void TensorBoard::on_train_begin() {
 
 void TensorBoard::on_train_batch_end(std::int64_t, const Logs& logs) {
   const auto step = model().iterations();
-  if (options_.update_freq == 0 || step % options_.update_freq != 0) return;
+  if (!unwrap(model()).passed_multiple(step, options_.update_freq)) return;
   for (const auto& [name, value] : logs) writers_->train().scalar("batch_" + name, step, value);
 }
 
