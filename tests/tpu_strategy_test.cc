@@ -314,6 +314,63 @@ TEST_P(TpuReplicas, RunLoopsOfTheProgramsOwn) {
   }
 }
 
+TEST(Tpu, ACompiledFunctionKnowsItsModulesTheirModeAndNumbers) {
+  const auto strategy = tpu(2);
+  set_random_seed(3);
+  auto first = strategy.replicate([] { return Normalized(0.5); });
+  auto second = strategy.replicate([] { return Normalized(0.5); });
+  auto output = compiled([](ReplicaContext&, Normalized& own, const Tensor& x, double factor) {  // not const
+    const at::NoGradGuard no_grad;
+    return own(x) * factor;
+  });
+  const PerReplica<Tensor> x({at::ones({2, 1, 12, 12}), at::ones({2, 1, 12, 12})});
+  first.eval();
+  second.eval();
+  const auto expected = [&](Mirrored<Normalized>& net) {
+    const at::NoGradGuard no_grad;
+    return net[0](x[0]);
+  };
+  const auto counts = unwrap(strategy).programs()->counts();
+  for (int round = 0; round < 2; ++round) {
+    for (auto* const net : {&first, &second})
+      EXPECT_LT((strategy.run(output, *net, x, 2.0)[1] - 2 * expected(*net)).abs().max().item<double>(), 1e-5);
+    EXPECT_LT((strategy.run(output, first, x, 3.0)[0] - 3 * expected(first)).abs().max().item<double>(), 1e-5);
+  }
+  EXPECT_EQ(unwrap(strategy).programs()->counts().traced - counts.traced, 3);
+  first.train();
+  const auto dropped = strategy.run(output, first, x, 2.0);
+  EXPECT_GT((dropped[0] - dropped[1]).abs().max().item<double>(), 1e-3);  // by masks of their own
+}
+
+// Code between backward and the update sees gradients, and a second update of the same step is another one.
+Loop clipped_twice(const Strategy& strategy) {
+  set_random_seed(3);
+  auto net = strategy.replicate([] { return torch::nn::Linear(4, 3); });
+  const auto optimizer = strategy.optimizer(Adam(), net);
+  at::manual_seed(4);
+  const auto x = at::randn({4, 4}) * 5;
+  const PerReplica<Tensor> parts({x.slice(0, 0, 2), x.slice(0, 2, 4)});
+  const auto step = compiled([&](ReplicaContext& replica, torch::nn::Linear& own, const Tensor& part) {
+    for (int i = 0; i < 2; ++i) {
+      own(part).square().sum().backward();
+      for (auto& parameter : own->parameters()) parameter.mutable_grad().clamp_(-0.5, 0.5);
+      optimizer.apply_gradients(replica, 2);
+    }
+    return own->weight.square().sum().detach();
+  });
+  Loop loop;
+  for (int i = 0; i < 5; ++i) loop.losses.push_back(strategy.run(step, net, parts)[0].item<double>());
+  EXPECT_EQ(optimizer.iterations(), 10);
+  loop.weights.push_back(net[0]->weight.detach().clone());
+  return loop;
+}
+
+TEST(Tpu, GradientsMayBeChangedBeforeTheUpdate) {
+  const auto expected = clipped_twice(MirroredStrategy(2)), loop = clipped_twice(tpu(2));
+  for (std::size_t i = 0; i < loop.losses.size(); ++i) EXPECT_NEAR(loop.losses[i], expected.losses[i], 1e-5) << i;
+  EXPECT_LT((loop.weights[0] - expected.weights[0]).abs().max().item<double>(), 1e-5);
+}
+
 TEST(Tpu, WhatAStepCannotDoIsNamed) {
   const auto strategy = tpu(2);
   const auto message = [&](const auto& step, auto... arguments) {
@@ -336,6 +393,12 @@ TEST(Tpu, WhatAStepCannotDoIsNamed) {
               "shape [2, 3] and dtype Float on replica 0 and shape [1, 3] and dtype Float on replica 1");
   const auto outside = at::ones({3});
   expect_says(message([&](ReplicaContext&, const Tensor& own) { return own + outside; }, x), "host memory");
+  EXPECT_FALSE(strategy.run(
+                           [](ReplicaContext&, const Tensor& own) {
+                             return Example{own, own * 2};
+                           },
+                           x)[0]
+                   .weight.defined());
   // And the strategy can be used again.
   const auto sums = strategy.run([](ReplicaContext&, const Tensor& own) { return own.sum(); }, x);
   EXPECT_EQ(sums[1].item<double>(), 6);

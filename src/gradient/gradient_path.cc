@@ -153,6 +153,7 @@ void GradientPath::apply(const Group& replicas, double weight, Deadline deadline
   if (auto* const trace = ops::current_trace()) {
     if (!traced_update_)
       throw InvalidArgument("an optimizer of another strategy is applied in a step that is compiled for devices");
+    if (weight == 0) return;  // on all replicas, which run the same program
     const auto options = trace->value_of(parameters_->variable(0)).options().requires_grad(false).dtype(at::kFloat);
     return apply_traced(*trace, {at::full({}, weight, options)});
   }

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <utility>
+
 #include "lockstep/base/error.h"
 
 namespace lockstep::gradient {
@@ -37,20 +39,25 @@ void TracedUpdate::apply(ops::StepTrace& trace, const TracedWeight& weight) {
   std::vector<at::Tensor> gradients{weight.weight};
   for (std::size_t slot = 0; slot < first_state_.size(); ++slot) {
     if (!parameters_.slots()[slot].trainable) continue;
-    const auto gradient = trace.value_of(parameters_.variable(slot)).grad();
+    auto& host = parameters_.parameter(0, slot);
+    const auto gradient = std::exchange(host.mutable_grad(), {});
     if (!gradient.defined()) continue;
+    trace.value_of(parameters_.variable(slot)).mutable_grad().reset();  // another backward begins anew
     slots.push_back(slot);
     gradients.push_back(gradient);
   }
   const auto sums = trace.all_reduce(ReduceOp::sum, gradients);
   std::map<std::size_t, at::Tensor> by_slot;
   for (std::size_t i = 0; i < slots.size(); ++i) by_slot[slots[i]] = sums[i + 1];
-  for (const auto dtype : {at::kFloat, at::kDouble}) update(trace, sums[0], weight.divides, dtype, by_slot);
-  trace.after_update([this] { updater_.count_step(); });
+  const auto number = trace.number_of_update(this);
+  for (const auto dtype : {at::kFloat, at::kDouble}) update(trace, sums[0], weight.divides, dtype, by_slot, number);
+  trace.after_update([alive = std::weak_ptr(alive_)] {
+    if (const auto updater = alive.lock()) (*updater)->count_step();
+  });
 }
 
 void TracedUpdate::update(ops::StepTrace& trace, const at::Tensor& total_weight, bool divides, at::ScalarType dtype,
-                          const std::map<std::size_t, at::Tensor>& sums) const {
+                          const std::map<std::size_t, at::Tensor>& sums, std::int64_t number) const {
   DeviceParameters all;
   all.states.resize(updater_.optimizer().rule().states().size());
   for (const auto& [slot, sum] : sums) {
@@ -66,8 +73,12 @@ void TracedUpdate::update(ops::StepTrace& trace, const at::Tensor& total_weight,
   std::vector<at::Tensor> numbers;
   for (std::size_t i = 0; i < rule.numbers(updater_.step_after(0)).size(); ++i) {
     numbers.push_back(trace.number(
-        dtype, [this, of_host = std::make_shared<DeviceUpdate>(updater_.optimizer(), at::TensorOptions(dtype)),
-                i](auto ahead) { return of_host->numbers(updater_.step_after(ahead))[i]; }));
+        dtype, [alive = std::weak_ptr(alive_), number, i,
+                of_host = std::make_shared<DeviceUpdate>(updater_.optimizer(), at::TensorOptions(dtype))](auto ahead) {
+          const auto updater = alive.lock();
+          if (!updater) throw InvalidArgument("a compiled step runs whose optimizer is gone");
+          return of_host->numbers((*updater)->step_after(ahead + number))[i];
+        }));
   }
   std::vector<at::Tensor> changed = all.values, old;
   for (const auto& states : all.states) changed.insert(changed.end(), states.begin(), states.end());

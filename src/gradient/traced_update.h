@@ -32,11 +32,12 @@ class TracedUpdate {
 
  private:
   void update(ops::StepTrace& trace, const at::Tensor& total_weight, bool divides, at::ScalarType dtype,
-              const std::map<std::size_t, at::Tensor>& sums) const;
+              const std::map<std::size_t, at::Tensor>& sums, std::int64_t number) const;
 
   ReplicatedParameters& parameters_;
   Updater& updater_;
-  std::vector<std::size_t> first_state_;          // [slot]: its place in states_
+  const std::shared_ptr<Updater*> alive_ = std::make_shared<Updater*>(&updater_);  // programs may live longer
+  std::vector<std::size_t> first_state_;                                           // [slot]: its place in states_
   std::unique_ptr<ops::DeviceVariables> states_;  // of trainable slots, one after the other
 };
 

@@ -113,7 +113,7 @@ void keep_hooks(const OperatorCall& call) {
 void run_hooks(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard without_hooks(kHookKey);
   const OperatorCall call(op, *stack);
-  if (c10::impl::tls_is_dispatch_key_included(kHookKey) && mode(call)) return;
+  if (has_operator_mode() && mode(call)) return;
   const auto found = find_hooks(call);
   for (const auto& argument : found) {
     for (const auto& hook : argument.hooks) hook->before(call, argument.index);
@@ -181,6 +181,7 @@ void OperatorCall::finish(at::Tensor result) const {
 
 OperatorMode::OperatorMode(See see) : guard_(kHookKey) { mode = std::move(see); }
 OperatorMode::~OperatorMode() { mode = nullptr; }
+bool has_operator_mode() { return c10::impl::tls_is_dispatch_key_included(kHookKey); }
 
 void add_hook(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook) {
   if (!has_key(parameter)) add_key(parameter);

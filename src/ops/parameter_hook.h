@@ -86,6 +86,9 @@ class OperatorMode {
   c10::impl::IncludeDispatchKeyGuard guard_;
 };
 
+// Whether operators of this thread come to one.
+bool has_operator_mode();
+
 // From now on operators that take `parameter`, or a view of it, go through `hook` as well. The parameter stays the same
 // tensor for all who have it.
 void add_hook(const at::Tensor& parameter, std::shared_ptr<ParameterHook> hook);

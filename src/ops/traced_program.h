@@ -66,14 +66,17 @@ class StepTrace {
   // The variable, where the step has changed it, keeps its old value on a replica of whose examples none counts.
   virtual void keep_without_examples(DeviceVariable& variable) = 0;
 
+  // How many times this was called before for the same optimizer.
+  virtual std::int64_t number_of_update(const void* optimizer) = 0;
+
   // Called once for each update that was launched.
   virtual void after_update(std::function<void()> act) = 0;
 };
 
-// The one that this thread traces; null: none.
+// The one that this thread traces, or computes gradients for; null: none.
 StepTrace* current_trace();
 
-// Makes it this thread's while it lives.
+// Makes it so while it lives, for threads that see the OperatorMode of then.
 class UseTrace {
  public:
   explicit UseTrace(StepTrace& trace);

@@ -212,7 +212,7 @@ Value ProgramText::transpose(const Value& x, const std::vector<std::int64_t>& pe
 
 Value ProgramText::broadcast(const Value& x, std::vector<std::int64_t> sizes,
                              const std::vector<std::int64_t>& dimensions) {
-  if (sizes == x.shape.sizes) return x;
+  if (sizes == x.shape.sizes && std::is_sorted(dimensions.begin(), dimensions.end())) return x;
   const auto made =
       add("stablehlo.broadcast_in_dim", {x}, {x.shape.dtype, sizes}, "broadcast_dimensions = " + array_of(dimensions));
   cheap_[made.name] = [x, sizes, dimensions](ProgramText& program, const Dimensions& permutation) {

@@ -97,6 +97,8 @@ void save_slot(const ReplicatedParameters& parameters, std::size_t slot, const T
 
 }  // namespace
 
+void ReplicatedModule::fetch() const { impl_->fetch(for_devices()); }
+
 void ReplicatedModule::train(bool on) const {
   for (int replica = 0; replica < impl_->replicas(); ++replica) impl_->module(replica).train(on);
 }
@@ -214,10 +216,11 @@ void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& 
                                "; it must be a scalar with a gradient: the sum over this replica's examples"));
   }
   try {
-    impl_->expect_one_backward(replica.local_replica_id());
+    if (ops::current_trace() == nullptr) impl_->expect_one_backward(replica.local_replica_id());
     scale_loss(loss).backward();
   } catch (...) {
-    impl_->drop_gradients(replica.local_replica_id());  // else the next step would add to some of these
+    if (ops::current_trace() == nullptr)
+      impl_->drop_gradients(replica.local_replica_id());  // else the next step would add to some of these
     throw;
   }
   apply_gradients(replica, weight);

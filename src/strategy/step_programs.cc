@@ -1,6 +1,11 @@
 #include "strategy/step_programs.h"
 
+#include <torch/nn/module.h>
+
+#include <algorithm>
+
 #include "base/text.h"
+#include "gradient/replicated_parameters.h"
 #include "lockstep/base/error.h"
 #include "strategy/strategy_impl.h"
 
@@ -72,19 +77,46 @@ void internal::refuse_result_of_step() {
       "a scalar tensor, without item()), an Example, or pairs and tuples of these");
 }
 
+void internal::refuse_argument_of_compiled() {
+  throw InvalidArgument(
+      "run: a function that is compiled takes tensors, examples, modules and numbers as arguments; let it capture "
+      "others");
+}
+
+void internal::add_module(const ReplicatedModule& module, StepKey& key) {
+  const std::shared_ptr<const ReplicatedParameters> parameters = Unwrap::pointer(module);
+  key.values.push_back(static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(parameters.get())));
+  key.values.push_back(parameters->module(0).is_training() ? 1 : 0);
+  key.alive.emplace_back(parameters);
+}
+
+internal::StepPrograms::Entry& internal::StepPrograms::of(const Key& key) {
+  std::erase_if(entries_, [](const auto& entry) {
+    const auto& alive = entry.second.alive;
+    return std::any_of(alive.begin(), alive.end(), [](const auto& needed) { return needed.expired(); });
+  });
+  return entries_[key];
+}
+
 std::vector<std::vector<Tensor>> strategy::run_program(StrategyImpl& strategy, const internal::StepToRun& step) {
   check_alike(step.inputs);
   const auto& like = step.inputs[0];
-  const auto compile = [&] {
-    return strategy.programs()->compile(
+  internal::StepPrograms::Entry once;
+  auto key = shapes_of(like);
+  key.insert(key.end(), step.key.values.begin(), step.key.values.end());
+  auto& entry = step.programs == nullptr ? once : step.programs->of({strategy.programs(), key});
+  if (entry.program == nullptr) {
+    internal::StepPrograms::Entry made{.alive = step.key.alive};
+    made.alive.emplace_back(strategy.settings().programs);
+    made.program = strategy.programs()->compile(
         {.name = "a step", .inputs = defined_of(like), .function = [&](const Tensors& traced) {
            ReplicaContext replica(0, strategy);
-           return step.function(replica, in_places_of(like, traced));
+           const auto results = step.function(replica, in_places_of(like, traced));
+           for (const auto& result : results) made.is_defined.push_back(result.defined());
+           return defined_of(results);
          }});
-  };
-  std::unique_ptr<ops::CompiledProgram> once;
-  auto& program = step.programs == nullptr ? once : step.programs->compiled[{strategy.programs(), shapes_of(like)}];
-  if (program == nullptr) program = compile();
+    entry = std::move(made);
+  }
 
   ops::CompiledProgram::Launch launch{.updates = {true}};
   const auto seeds = strategy.next_run_seeds();
@@ -92,7 +124,12 @@ std::vector<std::vector<Tensor>> strategy::run_program(StrategyImpl& strategy, c
     launch.inputs.push_back(defined_of(step.inputs[replica]));
     launch.seeds.push_back({seeds[replica]});
   }
-  auto results = program->launch(launch)->results(strategy.deadline());
+  std::vector<std::vector<Tensor>> results;
+  for (const auto& defined : entry.program->launch(launch)->results(strategy.deadline())) {
+    auto& all = results.emplace_back();
+    auto next = defined.begin();
+    for (const bool is_defined : entry.is_defined) all.push_back(is_defined ? *next++ : Tensor());
+  }
   strategy.count_run();
   return results;
 }

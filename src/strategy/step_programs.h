@@ -13,11 +13,21 @@ namespace lockstep {
 
 class StrategyImpl;
 
-// What was compiled of one step function: by the strategy's devices, and the shapes and dtypes of its inputs.
+// What was compiled of one step function: by the strategy's devices, the shapes and dtypes of its inputs, and StepKey.
 class internal::StepPrograms {
  public:
+  struct Entry {
+    std::unique_ptr<ops::CompiledProgram> program;
+    std::vector<bool> is_defined;                  // [result of the function]: the program has those that are
+    std::vector<std::weak_ptr<const void>> alive;  // without which it cannot run any more
+  };
   using Key = std::pair<const ops::ProgramDevices*, std::vector<std::int64_t>>;
-  std::map<Key, std::unique_ptr<ops::CompiledProgram>> compiled;
+
+  // Drops what cannot run any more.
+  Entry& of(const Key& key);
+
+ private:
+  std::map<Key, Entry> entries_;
 };
 
 namespace strategy {

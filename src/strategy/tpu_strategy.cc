@@ -43,7 +43,7 @@ TPUClusterResolver::TPUClusterResolver(std::string tpu, TPUClusterResolverOption
 
 TPUTopology initialize_tpu_system(const TPUClusterResolver& resolver) {
   const auto devices = open(resolver, 0);
-  return {devices->kind(), devices->replicas()};
+  return {devices->kind(), devices->replicas(), devices};
 }
 
 TPUStrategy::TPUStrategy(const TPUClusterResolver& resolver, TPUStrategyOptions options)

@@ -5,18 +5,29 @@
 
 #include "ops/dtypes.h"
 #include "tpu/composed.h"
+#include "tpu/traced_tensor.h"
 
 namespace lockstep::tpu {
 namespace {
 
 using TwoArguments = at::Tensor (*)(const at::Tensor&, const at::Tensor&);
 
-// The second argument may be a number.
+// Arguments 0 and 1 in the dtype of LibTorch's promotion; the second may be a number.
+std::pair<at::Tensor, at::Tensor> both(Call& call) {
+  const auto x = call.tensor(0);
+  if (call.argument(1).isTensor()) {
+    const auto y = call.tensor(1);
+    const auto dtype = at::result_type(x, y);
+    return {x.to(dtype), y.to(dtype)};
+  }
+  const auto number = call.scalar(1);
+  const auto dtype = at::result_type(x, number);
+  return {x.to(dtype), at::full({}, number, x.options().dtype(dtype))};
+}
+
 Lowering of_two(TwoArguments make) {
   return [make](Call& call) {
-    const auto x = call.tensor(0);
-    const auto& second = call.argument(1);
-    const auto y = second.isTensor() ? second.toTensor() : at::full({}, second.toScalar(), x.options());
+    const auto [x, y] = both(call);
     call.returns(Tensors{make(x, y)});
   };
 }
@@ -51,18 +62,13 @@ void fmod(Call& call) {
 
 void divide_rounded(Call& call) {
   const auto mode = call.has(2) ? call.word(2) : "";
-  const auto x = call.tensor(0);
-  const auto y = call.argument(1).isTensor() ? call.tensor(1) : at::full({}, call.scalar(1), x.options());
+  const auto [x, y] = both(call);
   if (mode == "floor") return call.returns(Tensors{floor_quotient(x, y)});
   if (mode != "trunc") return call.returns(Tensors{x / y});
   if (x.is_floating_point() || y.is_floating_point()) return call.returns(Tensors{truncated(x / y)});
-  auto& program = call.program();
-  const auto dtype = ops::dtype_of(at::result_type(x, y));
   const auto sizes = at::infer_size(x.sizes(), y.sizes());
-  const auto divisor =
-      call.argument(1).isTensor() ? program.convert(call.value(1), dtype) : call.number(1, {dtype, {}});
-  call.returns({program.binary("stablehlo.divide", spread(call, program.convert(call.value(0), dtype), sizes),
-                               spread(call, divisor, sizes))});
+  call.returns(
+      {call.program().binary("stablehlo.divide", spread(call, value_of(x), sizes), spread(call, value_of(y), sizes))});
 }
 
 void clamp_by_tensors(Call& call) {
@@ -91,7 +97,7 @@ Lowering truth(bool any, bool has_dimensions) {
         has_dimensions ? dimensions_of(call, 1, x.dim()) : all_dimensions(static_cast<std::size_t>(x.dim()));
     const bool keeps = has_dimensions && call.flag(2);
     if (x.dim() == 0) return call.returns(Tensors{truths.ne(0)});
-    call.returns(Tensors{(any ? truths.amax(dimensions, keeps) : truths.amin(dimensions, keeps)).ne(0)});
+    call.returns(Tensors{any ? truths.sum(dimensions, keeps).ne(0) : truths.eq(0).sum(dimensions, keeps).eq(0)});
   };
 }
 

@@ -273,7 +273,6 @@ void add_activations(Lowerings& table) {
   });
 }
 
-// Pixels as [batch, channels, height, width] of a sum over windows; what is 0 outside.
 void add_losses(Lowerings& table) {
   table["aten::huber_loss"] = composed(huber);
   table["aten::huber_loss_backward"] = composed(huber_backward);

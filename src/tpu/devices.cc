@@ -25,6 +25,13 @@ std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const 
   return made;
 }
 
+// Which device the plugin gives to each replica: those of a small program.
+std::vector<pjrt::Device> devices_of_replicas(const std::shared_ptr<const pjrt::Client>& client, int replicas) {
+  pjrt::ProgramText text;
+  const auto one = text.constant(1, {DType::float32, {}});
+  return pjrt::Executable::compile(client, text.finish({one}, {}, replicas), {.replicas = replicas}).devices();
+}
+
 Replicas open(const ops::ProgramDevicesOptions& options) {
   const auto& plugin = pjrt::Plugin::load(pjrt::plugin_path(options.plugin));
   Replicas replicas{client_of(plugin, options.options), {}};
@@ -36,7 +43,7 @@ Replicas open(const ops::ProgramDevicesOptions& options) {
                                devices.size(), " devices (", devices[0].kind, "), so it must be from 1 to ",
                                devices.size()));
   }
-  replicas.devices.assign(devices.begin(), devices.begin() + static_cast<std::ptrdiff_t>(wanted));
+  replicas.devices = devices_of_replicas(replicas.client, static_cast<int>(wanted));
   return replicas;
 }
 

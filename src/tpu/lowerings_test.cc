@@ -116,6 +116,18 @@ TEST_F(EachLowering, PointwiseOfTwo) {
   same([](const Tensors& x) { return x[0].masked_fill(x[0] > 0, x[1]); }, {numbers({3, 2}), numbers({})});
 }
 
+TEST_F(EachLowering, EdgesOfArithmetic) {
+  same([](const Tensors& x) { return at::linspace(0, 10, 5, x[0].options().dtype(at::kLong)) + x[0]; },
+       {at::zeros({5}, at::kLong)});
+  const auto whole = at::arange(-5, 6);
+  same([](const Tensors& x) { return at::div(x[0], 0.5, "floor") + at::remainder(x[0], 0.7) + x[0].clamp_min(0.5); },
+       {whole});
+  same([](const Tensors& x) { return at::floor_divide(x[0], x[1]).detach(); },
+       {at::ones({3}), at::tensor({0.1, 0.2, 0.3}).to(at::kFloat)});
+  same([](const Tensors& x) { return x[0].gt(0).any() + x[0].gt(0).all() * 2; }, {at::zeros({0, 3})});
+  same([](const Tensors& x) { return at::layer_norm(x[0], {4}, {}, x[1]); }, {numbers({2, 3, 4}), numbers({4})}, 1e-4);
+}
+
 TEST_F(EachLowering, Reductions) {
   for (int round = 0; round < 3; ++round) {
     const auto sizes = shape(1);

@@ -61,7 +61,7 @@ Tensors layer_norm_backward(Call& call) {
                        .to(call.tensor(1).scalar_type());
   }
   if (wanted.get(1) && weight.defined()) gradients[1] = summed(gradient * normal).to(weight.scalar_type());
-  if (wanted.get(2) && weight.defined()) gradients[2] = summed(gradient).to(weight.scalar_type());
+  if (wanted.get(2) && call.has(6)) gradients[2] = summed(gradient).to(call.tensor(6).scalar_type());
   return gradients;
 }
 

@@ -91,7 +91,8 @@ void cumulate(Call& call, std::string_view operation, double neutral) {
 // begin, begin + step, ...
 void arithmetic_sequence(Call& call, double begin, double step, const Shape& shape) {
   auto& program = call.program();
-  const Shape exact{pjrt::is_floating(shape.dtype) ? DType::float32 : DType::int64, shape.sizes};
+  const bool is_whole = !pjrt::is_floating(shape.dtype) && step == std::floor(step);
+  const Shape exact{is_whole ? DType::int64 : DType::float32, shape.sizes};
   const Shape wide{shape.dtype == DType::float64 ? DType::float64 : exact.dtype, shape.sizes};
   const auto scaled = program.binary("stablehlo.multiply", program.iota(wide, 0), program.constant(step, wide));
   call.returns({program.convert(program.binary("stablehlo.add", scaled, program.constant(begin, wide)), shape.dtype)});

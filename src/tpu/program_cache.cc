@@ -47,6 +47,10 @@ std::string ProgramCache::name_of(const ProgramKey& key) const {
   std::string all = text(client_->platform(), "\n", client_->version(), "\n", client_->devices()[0].kind, "\n",
                          key.options.replicas, "\n");
   if (client_->platform() == "cpu") all += instructions_of_cpu() + "\n";
+  for (const char* const name : {"XLA_FLAGS", "LIBTPU_INIT_ARGS"}) {
+    const char* const flags = std::getenv(name);
+    all += text(name, "=", flags == nullptr ? "" : flags, "\n");
+  }
   for (const auto& [name, on] : key.options.switches) all += text(name, "=", on, "\n");
   all += key.text;
   return (std::filesystem::path(folder_) /

@@ -4,6 +4,7 @@
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -20,6 +21,17 @@ class Launched final : public ops::LaunchedProgram {
   Launched(Buffers results, Buffers used) : results_(std::move(results)), used_(std::move(used)) {}
 
   std::vector<std::vector<at::Tensor>> results(Deadline deadline) override {
+    try {
+      return read(deadline);
+    } catch (const DeadlineExceeded&) {
+      // To free what a run uses would wait for its end, without a deadline: so it is kept for the rest of the process.
+      new std::pair<Buffers, Buffers>(std::move(results_), std::move(used_));
+      throw;
+    }
+  }
+
+ private:
+  std::vector<std::vector<at::Tensor>> read(Deadline deadline) const {
     std::vector<std::vector<at::Tensor>> read;
     for (const auto& mine : results_) {
       auto& tensors = read.emplace_back();
@@ -32,8 +44,7 @@ class Launched final : public ops::LaunchedProgram {
     return read;
   }
 
- private:
-  const Buffers results_, used_;
+  Buffers results_, used_;
 };
 
 // Of one step a scalar, or, of an array, one element.

@@ -3,11 +3,14 @@
 #include <ATen/core/List.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <string_view>
 
 #include "lockstep/base/error.h"
 #include "tpu/batch_norm.h"
+#include "tpu/traced_tensor.h"
 
 namespace lockstep::tpu {
 namespace {
@@ -19,6 +22,17 @@ bool makes_tensors(const ops::OperatorCall& call) {
   const std::string_view name = call.name();
   return !name.starts_with("aten::empty") && name != "aten::scalar_tensor" && name != "aten::from_file";
 }
+
+// The parameter of the host has the gradient as well, for code between backward and the update, such as
+// clip_grad_norm_.
+class GradientForHost final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  explicit GradientForHost(at::Tensor host) : host_(std::move(host)) {}
+  void operator()(const at::Tensor& leaf) override { host_.mutable_grad() = leaf.grad(); }
+
+ private:
+  at::Tensor host_;
+};
 
 const char* operation_of(ReduceOp op) {
   switch (op) {
@@ -39,6 +53,13 @@ TracedStep::TracedStep(int replicas, FindVariable find)
       current_(*this),
       mode_([this](const auto& call) { return see(call); }) {}
 
+TracedStep::~TracedStep() {
+  for (const auto& used : layout_.variables) {
+    for (auto host : used.variable->host())
+      if (host.is_leaf() && host.grad().defined() && is_traced(host.grad())) host.mutable_grad().reset();
+  }
+}
+
 std::vector<at::Tensor> TracedStep::add_inputs(const std::vector<at::Tensor>& like) {
   std::vector<at::Tensor> inputs;
   for (const auto& tensor : like) {
@@ -58,7 +79,10 @@ at::Tensor TracedStep::use(const std::shared_ptr<Variable>& variable) {
   const auto& host = variable->host()[0];
   auto leaf = trace_.argument(host.sizes(), host.scalar_type());
   layout_.variables.push_back({variable, trace_.number_of_argument(leaf)});
-  if (host.requires_grad()) leaf.requires_grad_();
+  if (host.requires_grad()) {
+    leaf.requires_grad_();
+    torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<GradientForHost>(host));
+  }
   used_.emplace(variable.get(), Use{leaf, layout_.variables.size() - 1});
   return leaf;
 }
@@ -135,6 +159,11 @@ bool TracedStep::replace_host_tensors(const ops::OperatorCall& call) {
     auto& argument = call.argument(i);
     if (argument.isTensor()) {
       argument = in_step(argument.toTensor());
+    } else if (argument.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const std::optional<at::Tensor>& tensor : argument.toOptionalTensorVector())
+        list.push_back(tensor ? std::optional(in_step(*tensor)) : std::nullopt);
+      argument = list;
     } else if (argument.isTensorList()) {
       c10::List<at::Tensor> list;
       for (const auto& tensor : argument.toTensorVector()) list.push_back(in_step(tensor));

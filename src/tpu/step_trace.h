@@ -42,6 +42,9 @@ using FindVariable = std::function<std::shared_ptr<Variable>(const at::Tensor& h
 class TracedStep final : public ops::StepTrace {
  public:
   TracedStep(int replicas, FindVariable find);
+  ~TracedStep() override;
+  TracedStep(const TracedStep&) = delete;
+  TracedStep& operator=(const TracedStep&) = delete;
 
   // A replica's inputs, like those given.
   std::vector<at::Tensor> add_inputs(const std::vector<at::Tensor>& like);
@@ -54,6 +57,7 @@ class TracedStep final : public ops::StepTrace {
   int replicas() const override { return replicas_; }
   at::Tensor value_of(ops::DeviceVariable& variable) override;
   std::vector<at::Tensor> all_reduce(ReduceOp op, const std::vector<at::Tensor>& values) override;
+  std::int64_t number_of_update(const void* optimizer) override { return updates_[optimizer]++; }
   at::Tensor all_gather(const at::Tensor& value, std::int64_t axis) override;
   at::Tensor number(at::ScalarType dtype, std::function<double(std::int64_t)> value) override;
   void set_counts(const at::Tensor& counts) override { counts_ = counts; }
@@ -81,6 +85,7 @@ class TracedStep final : public ops::StepTrace {
   StepLayout layout_;
   std::map<const Variable*, Use> used_;
   at::Tensor counts_;
+  std::map<const void*, std::int64_t> updates_;  // so far, by optimizer
   const ops::UseTrace current_;
   const ops::OperatorMode mode_;
 };

@@ -229,6 +229,10 @@ Call::Call(Trace& trace, const c10::OperatorHandle& operation, torch::jit::Stack
   arguments_.assign(from.begin(), from.end());
   torch::jit::drop(stack, count);
   if (count == 0) return;
+  std::size_t written = 0;
+  for (const auto& argument : operation.schema().arguments())
+    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) ++written;
+  if (written > 1) refuse("it writes into several arguments");
   const auto& schema = operation.schema();
   const auto* const first = schema.arguments().front().alias_info();
   if (schema.arguments().back().name() == "out") {

@@ -47,25 +47,31 @@ void Variable::give(std::vector<pjrt::Buffer> values) {
   state_ = State::newer_on_devices;
 }
 
-// Where the host's were written to in the meantime, those count.
+// Where the host's were written to in the meantime, those count. All are read before the first is written.
 void Variable::fetch(const std::vector<std::shared_ptr<Variable>>& variables, Deadline deadline) {
   std::vector<Variable*> equal;
   for (const auto& variable : variables)
     if (variable->state_ != State::host_only && !variable->host_changed()) equal.push_back(variable.get());
-  for (auto* const variable : equal)
-    if (variable->state_ != State::same) variable->copy_to_host(deadline);
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // to, from
+  for (auto* const variable : equal) {
+    if (variable->state_ == State::same) continue;
+    auto values = variable->read(deadline);
+    for (std::size_t i = 0; i < values.size(); ++i) copies.emplace_back(variable->host_[i].detach(), values[i]);
+  }
+  const at::NoGradGuard no_grad;
+  for (const auto& [to, from] : copies) to.copy_(from);
   for (auto* const variable : equal) variable->remember_host();
 }
 
-void Variable::copy_to_host(Deadline deadline) {
+// The devices' values of host_.
+std::vector<at::Tensor> Variable::read(Deadline deadline) const {
   require_values();
-  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> read;
   for (std::size_t i = 0; i < host_.size(); ++i) {
-    const auto& values = values_[i];
-    const auto copied = at::empty(host_[i].sizes(), host_[i].options().requires_grad(false));
-    values.copy_to_host(copied.mutable_data_ptr(), copied.nbytes(), deadline);
-    host_[i].detach().copy_(copied);
+    read.push_back(at::empty(host_[i].sizes(), host_[i].options().requires_grad(false)));
+    values_[i].copy_to_host(read.back().mutable_data_ptr(), read.back().nbytes(), deadline);
   }
+  return read;
 }
 
 bool Variable::host_changed() const {

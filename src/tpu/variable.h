@@ -41,7 +41,7 @@ class Variable final : public ops::DeviceVariable, public std::enable_shared_fro
   enum class State { host_only, same, newer_on_devices, lost };
   bool host_changed() const;
   void require_values() const;
-  void copy_to_host(Deadline deadline);
+  std::vector<at::Tensor> read(Deadline deadline) const;
   void remember_host();
 
   const Replicas replicas_;

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/hash.h"
 #include "base/text.h"
@@ -24,15 +25,13 @@ std::vector<Tensor> defined_of(const Example& example) {
   return tensors;
 }
 
-// `values` with as many rows as `rows`, the first one again and again: what is computed with it is as finite as with
-// the others.
-Tensor filled_up(const Tensor& values, std::int64_t rows) {
+// `values` with as many rows as `rows`, by one of a real example: what is computed with it is as finite as with others.
+Tensor filled_up(const Tensor& values, std::int64_t rows, const Tensor& row) {
   const auto missing = rows - values.size(0);
   if (missing == 0) return values;
   auto sizes = values.sizes().vec();
   sizes[0] = missing;
-  return at::cat(
-      {values, values.size(0) > 0 ? values.narrow(0, 0, 1).expand(sizes) : at::zeros(sizes, values.options())});
+  return at::cat({values, row.expand(sizes)});
 }
 
 // 1 for the first `count` of `rows` examples, 0 for those behind them.
@@ -53,16 +52,32 @@ std::vector<std::int64_t> shapes_of(const Example& example) {
   return shapes;
 }
 
-// An example of none with the shapes of another.
-Example none_like(const Example& example) {
-  const auto none = [](const Tensor& tensor) { return tensor.defined() ? tensor.narrow(0, 0, 0) : tensor; };
-  return {none(example.x), none(example.y), none(example.weight)};
+// The first `count` examples: none, or one.
+Example first_of(const Example& example, std::int64_t count) {
+  const auto some = [&](const Tensor& tensor) { return tensor.defined() ? tensor.narrow(0, 0, count) : tensor; };
+  return {some(example.x), some(example.y), some(example.weight)};
+}
+
+// Of all replicas' parts the first that has one.
+Example example_of(const std::vector<std::vector<Example>>& inputs) {
+  for (const auto& input : inputs)
+    for (const auto& part : input)
+      if (part.size() > 0) return first_of(part, 1);
+  throw InvalidArgument("a batch has no examples");
+}
+
+std::vector<Tensor> filled_up(const Example& part, std::int64_t rows, const Example& by) {
+  const auto values = defined_of(part), row = defined_of(by);
+  std::vector<Tensor> filled;
+  for (std::size_t i = 0; i < values.size(); ++i) filled.push_back(filled_up(values[i], rows, row[i]));
+  return filled;
 }
 
 }  // namespace
 
-int CompiledModel::steps(Kind kind) const {
-  return kind == Kind::train ? static_cast<int>(impl_.compiled->steps_per_execution) : 1;
+// One, as of train_on_batch, has a program of its own.
+int CompiledModel::steps(Kind kind, const std::vector<Input>& inputs) const {
+  return kind == Kind::train && inputs[0].size() > 1 ? static_cast<int>(impl_.compiled->steps_per_execution) : 1;
 }
 
 bool CompiledModel::has_metrics() const {
@@ -75,12 +90,7 @@ std::vector<CompiledModel::Input> CompiledModel::read(std::vector<Parts>& batche
   unwrap(impl_.strategy).on_replicas([&](int replica) {
     for (auto& batch : batches) inputs[static_cast<std::size_t>(replica)].push_back(batch[replica].read());
   });
-  const Example* some = nullptr;
-  for (const auto& input : inputs)
-    for (const auto& part : input)
-      if (some == nullptr && part.size() > 0) some = &part;
-  if (some == nullptr) throw InvalidArgument("a batch has no examples");
-  const Example none = none_like(*some);
+  const auto none = first_of(example_of(inputs), 0);
   for (auto& input : inputs)
     for (auto& part : input)
       if (part.size() == 0) part = none;
@@ -94,27 +104,29 @@ CompiledModel::Compiled& CompiledModel::program_for(Kind kind, const std::vector
     for (const auto& part : input) {
       rows = std::max(rows, part.size());
       if (shapes_of(part) != shapes_of(like))
-        throw InvalidArgument("parts of one batch have other shapes than those of another; they must be alike");
+        throw InvalidArgument(
+            "fit: batches of one launch (steps_per_execution), or parts of one batch, have examples of different "
+            "shapes; "
+            "they must be alike");
     }
   }
-  auto& compiled = programs_[{kind, shapes_of(like)}];
+  const int count = steps(kind, inputs);
+  auto& compiled = programs_[{kind, count, shapes_of(like)}];
   if (compiled.program != nullptr && compiled.rows >= rows) return compiled;
   const char* const names[] = {"the training step", "the evaluation step", "the prediction step"};
-  Example shape{filled_up(like.x, rows), like.y.defined() ? filled_up(like.y, rows) : Tensor(),
-                like.weight.defined() ? filled_up(like.weight, rows) : Tensor()};
-  auto tensors = defined_of(shape);
+  auto tensors = filled_up(like, rows, example_of(inputs));
   tensors.push_back(counts_of(rows, rows));
   Compiled made{.rows = rows};
   made.program = unwrap(impl_.strategy)
                      .programs()
                      ->compile({.name = names[static_cast<int>(kind)],
                                 .inputs = tensors,
-                                .steps = steps(kind),
+                                .steps = count,
                                 .function = [&](const Tensors& traced) {
                                   auto next = traced.begin();
                                   Example part{*next++};
-                                  if (shape.y.defined()) part.y = *next++;
-                                  if (shape.weight.defined()) part.weight = *next++;
+                                  if (like.y.defined()) part.y = *next++;
+                                  if (like.weight.defined()) part.weight = *next++;
                                   return trace(kind, part, *next, made);
                                 }});
   compiled = std::move(made);
@@ -149,19 +161,24 @@ Tensors CompiledModel::trace(Kind kind, const Example& part, const Tensor& count
 // As the program decides it: whether the weights' sum, by which gradients are divided, is above 0.
 bool CompiledModel::updates(const std::vector<Input>& inputs, std::size_t step) const {
   const bool by_weight = impl_.compiled->loss.reduction() == Reduction::mean_with_sample_weight;
+  bool has_weight = false;
   for (const auto& input : inputs) {
     if (step >= input.size() || input[step].size() == 0) continue;
     const auto& weight = input[step].weight;
-    if (!by_weight || !weight.defined() || weight.sum().item<double>() > 0) return true;
+    const double sum = by_weight && weight.defined() ? weight.sum().item<double>() : 1;
+    if (!(sum >= 0) || std::isinf(sum)) {
+      throw InvalidArgument(text("a replica's weight is ", sum, "; it must be 0 (no examples) or more, and finite"));
+    }
+    has_weight = has_weight || sum > 0;
   }
-  return false;
+  return has_weight;
 }
 
 // As of the same steps on other devices; evaluation and prediction draw nothing.
-std::vector<std::vector<std::uint64_t>> CompiledModel::seeds(Kind kind) const {
+std::vector<std::vector<std::uint64_t>> CompiledModel::seeds(Kind kind, int count) const {
   std::vector<std::vector<std::uint64_t>> seeds(static_cast<std::size_t>(impl_.strategy.num_local_replicas()));
   for (std::size_t replica = 0; replica < seeds.size(); ++replica) {
-    for (int step = 0; step < steps(kind); ++step) {
+    for (int step = 0; step < count; ++step) {
       if (kind != Kind::train) {
         seeds[replica].push_back(0);
         continue;
@@ -174,7 +191,7 @@ std::vector<std::vector<std::uint64_t>> CompiledModel::seeds(Kind kind) const {
   return seeds;
 }
 
-// What the loss finds where it sees values: labels that are no class. A program would take the nearest class.
+// What the loss finds where it sees values: labels that are no class. A program would leave these examples out.
 void CompiledModel::check_labels(const Example& part, const Compiled& compiled) const {
   if (part.size() == 0 || impl_.compiled->loss.name() != "sparse_categorical_crossentropy") return;
   auto sizes = compiled.output_sizes;
@@ -185,7 +202,8 @@ void CompiledModel::check_labels(const Example& part, const Compiled& compiled) 
 std::vector<std::vector<Tensor>> CompiledModel::run(Kind kind, std::vector<Input>& inputs) {
   const auto& strategy = unwrap(impl_.strategy);
   auto& compiled = program_for(kind, inputs);
-  const auto count = static_cast<std::size_t>(steps(kind));
+  const auto count = static_cast<std::size_t>(steps(kind, inputs));
+  const auto row = example_of(inputs);
   ops::CompiledProgram::Launch launch;
   launch.inputs.resize(inputs.size());
   unwrap(impl_.strategy).on_replicas([&](int replica) {
@@ -195,8 +213,7 @@ std::vector<std::vector<Tensor>> CompiledModel::run(Kind kind, std::vector<Input
     std::vector<Tensors> of_steps;
     for (std::size_t step = 0; step < count; ++step) {
       const auto& part = step < parts.size() ? parts[step] : parts.back();
-      auto& tensors = of_steps.emplace_back();
-      for (const auto& tensor : defined_of(part)) tensors.push_back(filled_up(tensor, compiled.rows));
+      auto& tensors = of_steps.emplace_back(filled_up(part, compiled.rows, row));
       tensors.push_back(counts_of(step < parts.size() ? part.size() : 0, compiled.rows));
     }
     auto& mine = launch.inputs[static_cast<std::size_t>(replica)];
@@ -208,7 +225,7 @@ std::vector<std::vector<Tensor>> CompiledModel::run(Kind kind, std::vector<Input
   });
   for (std::size_t step = 0; step < count; ++step)
     launch.updates.push_back(kind == Kind::train && updates(inputs, step));
-  launch.seeds = seeds(kind);
+  launch.seeds = seeds(kind, static_cast<int>(count));
   return compiled.program->launch(launch)->results(strategy.deadline());
 }
 
@@ -217,7 +234,7 @@ std::vector<PerReplica<StepResult>> CompiledModel::counted(Kind kind, const std:
                                                            const std::vector<std::vector<Tensor>>& results,
                                                            Tracker& tracker) const {
   const auto of_step = [&](const Tensor& all, std::size_t step) {
-    return steps(kind) == 1 ? all : all.select(0, static_cast<std::int64_t>(step));
+    return steps(kind, inputs) == 1 ? all : all.select(0, static_cast<std::int64_t>(step));
   };
   std::vector<PerReplica<StepResult>> counted;
   for (std::size_t step = 0; step < inputs[0].size(); ++step) {

@@ -4,6 +4,7 @@
 #include <compare>
 #include <map>
 #include <memory>
+#include <tuple>
 #include <vector>
 
 #include "ops/traced_program.h"
@@ -54,13 +55,13 @@ class CompiledModel {
   std::vector<std::vector<Tensor>> run(Kind kind, std::vector<Input>& inputs);
   std::vector<PerReplica<StepResult>> counted(Kind kind, const std::vector<Input>& inputs,
                                               const std::vector<std::vector<Tensor>>& results, Tracker& tracker) const;
-  std::vector<std::vector<std::uint64_t>> seeds(Kind kind) const;
-  int steps(Kind kind) const;
+  std::vector<std::vector<std::uint64_t>> seeds(Kind kind, int count) const;
+  int steps(Kind kind, const std::vector<Input>& inputs) const;  // of a launch
   bool has_metrics() const;
   bool updates(const std::vector<Input>& inputs, std::size_t step) const;
 
   ModelImpl& impl_;
-  std::map<std::pair<Kind, Shapes>, Compiled> programs_;
+  std::map<std::tuple<Kind, int, Shapes>, Compiled> programs_;  // by kind, steps of a launch, and shapes
 };
 
 }  // namespace lockstep::train

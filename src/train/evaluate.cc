@@ -22,8 +22,8 @@ namespace {
 // and their own buffers.
 class EvaluationMode {
  public:
-  explicit EvaluationMode(const Model& model)
-      : module_(model.module()), was_training_(unwrap(module_).module(0).is_training()) {
+  explicit EvaluationMode(const ModelImpl& impl)
+      : module_(impl.parameters), was_training_(unwrap(module_).module(0).is_training()) {
     auto& parameters = unwrap(module_);
     const auto difference = parameters.difference_between_copies();
     if (!difference.empty()) throw InvalidArgument(difference);
@@ -106,7 +106,7 @@ std::vector<Tensor> defined_of(const auto& parts) {
 // How many batches, and the logs.
 std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset& data, std::int64_t steps) {
   auto& impl = unwrap(model);
-  const EvaluationMode evaluating(model);
+  const EvaluationMode evaluating(impl);
   const at::NoGradGuard no_grad;
   train::Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.workers());
   const auto batches = for_each_batch(impl.strategy, data, steps, [&](PerReplica<internal::Part>& batch) {
@@ -136,7 +136,7 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
 // One tensor a batch.
 std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std::int64_t steps) {
   auto& impl = unwrap(model);
-  const EvaluationMode evaluating(model);
+  const EvaluationMode evaluating(impl);
   const at::NoGradGuard no_grad;
   std::vector<Tensor> outputs;
   const auto in_order = data.with_options({.auto_shard_policy = AutoShardPolicy::data});
@@ -161,7 +161,7 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
 
 Logs evaluate_here(const Model& model, const Dataset& data, const EvaluateOptions& options) {
   auto& impl = unwrap(model);
-  impl.fetch();
+  impl.fetch_for_forward();
   std::int64_t batches = 0;
   Logs logs;
   impl.on_all_in_section("evaluate", [&] { std::tie(batches, logs) = evaluate_batches(model, data, options.steps); });
@@ -186,7 +186,7 @@ Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
 Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
   auto& impl = *impl_;
   impl.build_for(data, "predict");
-  impl.fetch();
+  impl.fetch_for_forward();
   std::vector<Tensor> outputs;
   impl.on_all_in_section("predict", [&] { outputs = predict_batches(*this, data, options.steps); });
   return at::cat(outputs).contiguous();  // convolutions on CPUs leave channels last

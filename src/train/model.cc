@@ -90,6 +90,14 @@ void ModelImpl::fetch() const {
   }
 }
 
+// Compiled programs read the devices' values; the host averages buffers.
+void ModelImpl::fetch_for_forward() const {
+  if (programs)
+    parameters->fetch(unwrap(strategy).deadline());
+  else
+    fetch();
+}
+
 void ModelImpl::require_built(const char* caller) const {
   if (parameters == nullptr) {
     throw InvalidArgument(text(caller, ": the model has no variables yet; call build(input_shape), or fit it first"));

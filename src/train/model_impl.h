@@ -143,6 +143,7 @@ class ModelImpl {
 
   // Brings the servers' values here, and, on the chief during a fit, what the workers have reported of their buffers.
   void fetch() const;
+  void fetch_for_forward() const;  // as far as evaluation and prediction on this process need it
 
   // What act() returns; with parameter servers, on the chief, and then in all processes, which all make this call of
   // `name`. There the others call follow(number of the call), which waits for the outcome. Within fit, where the chief

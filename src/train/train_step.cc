@@ -65,8 +65,8 @@ Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const
   try {
     const train::ComputePolicy::Scope scope(policy, part.x.device().type());
     if (const auto& split = parameters->split(); split && split->before_forward) split->before_forward();
-    return policy.outputs(stages != nullptr ? stages->forward(part.x)
-                                            : forward(parameters->module(replica.local_replica_id()), part.x));
+    const int id = ops::current_trace() != nullptr ? 0 : replica.local_replica_id();
+    return policy.outputs(stages != nullptr ? stages->forward(part.x) : forward(parameters->module(id), part.x));
   } catch (const c10::Error& error) {
     const std::string what = error.what_without_backtrace();
     const bool one_value = what.find("Expected more than 1 value per channel") != std::string::npos;

@@ -1,9 +1,12 @@
 // Step functions that are traced once. Follows tf.function, and jax.jit.
 #pragma once
 
+#include <bit>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -24,10 +27,11 @@ std::shared_ptr<StepPrograms> make_step_programs();
 
 }  // namespace internal
 
-// A step function for Strategy::run. With TPUStrategy it is called once for the shapes of its arguments, and what it
-// did to tensors is compiled and run from then on: numbers that it has captured stay as they were, and what else it
-// does is done once. Without `compiled`, run calls a function in every step, and compiles it anew only where it did
-// something else. With other strategies it is the function itself. Copies share what was compiled.
+// A step function for Strategy::run. With TPUStrategy it is called once for the shapes of its tensors, its modules and
+// whether they train, and its numbers; what it did to tensors is compiled, and run from then on. What it has captured
+// is fixed at that call, and what else it does is done once. Without `compiled`, run calls a function in every step,
+// and compiles it anew only where it did something else. With other strategies it is the function itself. One thread at
+// a time; copies share what was compiled.
 template <class Function>
 class Compiled {
  public:
@@ -52,11 +56,20 @@ Compiled<Function> compiled(Function function) {
 
 namespace internal {
 
+// What decides, beside the shapes of tensors, whether a compiled step is the same one.
+struct StepKey {
+  std::vector<std::int64_t> values;
+  std::vector<std::weak_ptr<const void>> alive;  // without which the program cannot run any more
+};
+void add_module(const ReplicatedModule& module, StepKey& key);
+[[noreturn]] void refuse_argument_of_compiled();
+
 // A step for all replicas: what it is given, [replica][tensor], of which some may be undefined; and the function that
 // is traced with tensors like those of one replica.
 struct StepToRun {
-  std::vector<std::vector<Tensor>> inputs;
-  std::function<std::vector<Tensor>(ReplicaContext& replica, const std::vector<Tensor>& traced)> function;
+  std::vector<std::vector<Tensor>> inputs = {};
+  StepKey key = {};
+  std::function<std::vector<Tensor>(ReplicaContext& replica, const std::vector<Tensor>& traced)> function = {};
   StepPrograms* programs = nullptr;  // of the function; null: it is traced each time
 };
 
@@ -126,7 +139,22 @@ void add_inputs(const PerReplica<T>& value, int replica, std::vector<Tensor>& li
 template <class Holder>
 void add_inputs(const Mirrored<Holder>& /*value*/, int /*replica*/, std::vector<Tensor>& /*list*/) {}
 
-// What the function that is traced gets of an argument.
+// Adds what an argument of a compiled function decides.
+template <class T>
+void add_key(const T& value, StepKey& key) {
+  if constexpr (std::is_arithmetic_v<T> || std::is_enum_v<T>)
+    key.values.push_back(std::bit_cast<std::int64_t>(static_cast<double>(value)));
+  else if constexpr (!OfTensors<T>::value)
+    refuse_argument_of_compiled();
+}
+template <class T>
+void add_key(const PerReplica<T>& /*value*/, StepKey& /*key*/) {}
+template <class Holder>
+void add_key(const Mirrored<Holder>& value, StepKey& key) {
+  add_module(value, key);
+}
+
+// What the function that is traced gets of an argument: tensors of the program, or the argument itself.
 template <class T>
 decltype(auto) traced_argument(T& value, const Tensor*& next) {
   using Value = std::remove_const_t<T>;
@@ -136,27 +164,35 @@ decltype(auto) traced_argument(T& value, const Tensor*& next) {
     return (value);
 }
 template <class T>
-T traced_argument(PerReplica<T>& value, const Tensor*& next) {
-  if constexpr (OfTensors<T>::value) return OfTensors<T>::take(next);
-  return value[0];  // not reached: add_inputs has refused it
+decltype(auto) traced_argument(PerReplica<T>& value, const Tensor*& next) {
+  if constexpr (OfTensors<T>::value)
+    return OfTensors<T>::take(next);
+  else
+    return value[0];  // not reached: add_inputs has refused it
 }
 template <class T>
-T traced_argument(const PerReplica<T>& value, const Tensor*& next) {
-  if constexpr (OfTensors<T>::value) return OfTensors<T>::take(next);
-  return value[0];
+decltype(auto) traced_argument(const PerReplica<T>& value, const Tensor*& next) {
+  if constexpr (OfTensors<T>::value)
+    return OfTensors<T>::take(next);
+  else
+    return value[0];
 }
 template <class Holder>
 Holder& traced_argument(Mirrored<Holder>& value, const Tensor*& /*next*/) {
-  return value[0];
+  return value.of_replica(0);
 }
 
 template <class T>
-StepPrograms* programs_of(T& /*function*/) {
-  return nullptr;
-}
+struct IsCompiled : std::false_type {};
 template <class Function>
-StepPrograms* programs_of(const Compiled<Function>& function) {
-  return &function.programs();
+struct IsCompiled<Compiled<Function>> : std::true_type {};
+
+template <class T>
+StepPrograms* programs_of(T& function) {
+  if constexpr (IsCompiled<std::remove_const_t<T>>::value)
+    return &function.programs();
+  else
+    return nullptr;
 }
 
 }  // namespace internal

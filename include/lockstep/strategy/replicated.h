@@ -39,6 +39,9 @@ class ReplicatedModule {
   // and changes nothing otherwise.
   Trackable replica_buffers() const;
 
+  // With TPUStrategy: brings the devices' values to the host. Else it does nothing.
+  void fetch() const;
+
   void train(bool on = true) const;
   void eval() const { train(false); }
 
@@ -56,7 +59,15 @@ class Mirrored : public ReplicatedModule {
       : ReplicatedModule(std::move(parameters)), replicas_(std::move(replicas)) {}
 
   int size() const { return static_cast<int>(replicas_.size()); }
-  Holder& operator[](int replica) { return replicas_[static_cast<std::size_t>(replica)]; }
+
+  // With TPUStrategy its parameters have the devices' values as they are now. Between runs.
+  Holder& operator[](int replica) {
+    fetch();
+    return of_replica(replica);
+  }
+
+  // The same in a step.
+  Holder& of_replica(int replica) { return replicas_[static_cast<std::size_t>(replica)]; }
 
  private:
   std::vector<Holder> replicas_;

@@ -39,7 +39,7 @@ class ReplicaContext {
 
   // Among the replicas of all workers. Throws InvalidArgument in a step that is compiled, which is the same on all.
   int replica_id() const;
-  int local_replica_id() const { return local_replica_id_; }  // among this process's
+  int local_replica_id() const;  // among this process's; likewise
   int num_replicas_in_sync() const;
   const std::string& device() const;
 

@@ -26,7 +26,7 @@ const T& on_replica(const PerReplica<T>& value, int replica) {
 }
 template <class Holder>
 Holder& on_replica(Mirrored<Holder>& value, int replica) {
-  return value[replica];
+  return value.of_replica(replica);
 }
 
 // Throws InvalidArgument when a value has another number of elements than there are replicas.
@@ -76,6 +76,7 @@ auto Strategy::run_traced(Function& function, Args&... args) const {
     auto& inputs = step.inputs.emplace_back();
     (internal::add_inputs(args, replica, inputs), ...);
   }
+  if (step.programs != nullptr) (internal::add_key(args, step.key), ...);
   step.function = [&](ReplicaContext& replica, const std::vector<Tensor>& traced) {
     const Tensor* next = traced.data();
     // In braces, so that they are made in their order.

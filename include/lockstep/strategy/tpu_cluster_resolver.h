@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <variant>
@@ -36,12 +37,14 @@ class TPUClusterResolver {
 };
 
 struct TPUTopology {
-  std::string kind;     // of the devices, in the plugin's words: "TPU v5 lite"
-  int num_devices = 0;  // of this process
+  std::string kind;                         // of the devices, in the plugin's words: "TPU v5 lite"
+  int num_devices = 0;                      // of this process
+  std::shared_ptr<const void> system = {};  // keeps the devices open
 };
 
-// Loads the plugin and opens the devices, which stay open as long as a strategy uses them. A TPUStrategy does it by
-// itself; called before, it says what there is. Throws DeviceError where there is no plugin or no device.
+// Loads the plugin and opens the devices, which stay open as long as a strategy, or what this returns, uses them. A
+// TPUStrategy does it by itself; called before, it says what there is. Throws DeviceError where there is no plugin or
+// no device.
 TPUTopology initialize_tpu_system(const TPUClusterResolver& resolver = TPUClusterResolver());
 
 }  // namespace lockstep

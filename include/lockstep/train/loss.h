@@ -47,10 +47,11 @@ class Loss {
   };
   Terms terms(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight = {}) const;
 
-  // The same of a batch of which some examples do not count, as values that are not read: of a step that is compiled.
-  // counts: [batch], 1 or 0. Throws InvalidArgument where the loss gives one number for the batch.
+  // The same for a step that is compiled, which may not read values, and whose batch was filled up with examples that
+  // do not count. counts: [batch], 1 for those that do, else 0. Throws InvalidArgument where the loss gives one number
+  // for the batch.
   struct MaskedTerms {
-    Tensor sum, divisor;  // scalars
+    Tensor sum, divisor;  // scalars; the divisor is 1 with Reduction::sum
   };
   MaskedTerms masked_terms(const Tensor& y_true, const Tensor& y_pred, const Tensor& sample_weight,
                            const Tensor& counts) const;
