@@ -45,8 +45,11 @@ at::Tensor python_remainder(const at::Tensor& x, const at::Tensor& y) {
 at::Tensor truncated(const at::Tensor& x) { return x.is_floating_point() ? at::where(x < 0, x.ceil(), x.floor()) : x; }
 
 at::Tensor floor_quotient(const at::Tensor& x, const at::Tensor& y) {
-  return x.is_floating_point() || y.is_floating_point() ? (x / y).floor()
-                                                        : (x - python_remainder(x, y)).div(y, "trunc");
+  if (!x.is_floating_point()) return (x - python_remainder(x, y)).div(y, "trunc");
+  // By the remainder, as LibTorch does, since x / y may be rounded up to the next whole number.
+  const auto quotient = (x - python_remainder(x, y)) / y;
+  const auto whole = quotient.floor();
+  return at::where(y.eq(0), x / y, at::where(quotient - whole > 0.5, whole + 1, whole));
 }
 
 void fmod(Call& call) {

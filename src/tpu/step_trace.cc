@@ -110,8 +110,8 @@ std::string TracedStep::finish(const std::vector<at::Tensor>& results, int steps
   auto outputs = results;
   layout_.results = static_cast<int>(results.size());
   std::vector<std::pair<int, int>> aliases;
-  for (const auto& [variable, use] : used_) {
-    auto& used = layout_.variables[use.place];
+  for (auto& used : layout_.variables) {  // in the order of their use, so that the same step has the same text
+    const auto& use = used_.at(used.variable.get());
     if (trace_.is_argument(use.leaf, used.argument)) continue;
     used.result = static_cast<int>(outputs.size());
     aliases.emplace_back(used.argument, used.result);
