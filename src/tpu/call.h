@@ -30,6 +30,7 @@ class Call {
 
   const std::string& name() const { return name_; }  // "aten::add.Tensor"
   pjrt::ProgramText& program();
+  bool is_for_cpu() const;  // Trace::Target::cpu
 
   // The arguments, by their places in the operator's schema.
   bool has(std::size_t i) const;  // not None
@@ -102,6 +103,7 @@ void add_shapes(Lowerings& table);
 void add_products(Lowerings& table);
 void add_convolutions(Lowerings& table);
 void add_pooling(Lowerings& table);
+void add_adaptive_pooling(Lowerings& table);
 void add_indexing(Lowerings& table);
 void add_random(Lowerings& table);
 void add_refused(Lowerings& table);

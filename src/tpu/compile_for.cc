@@ -69,7 +69,8 @@ class CompileFor final : public ops::ProgramDevices {
   std::unique_ptr<ops::CompiledProgram> compile(const Step& step) override {
     std::string program;
     {
-      TracedStep trace(replicas_, [this](const at::Tensor& host) { return variables_.find(host); });
+      TracedStep trace(replicas_, Trace::Target::others,
+                       [this](const at::Tensor& host) { return variables_.find(host); });
       ++counts_.traced;
       program = trace.finish(step.function(trace.add_inputs(step.inputs)), step.steps);
     }

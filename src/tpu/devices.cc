@@ -69,7 +69,8 @@ std::unique_ptr<ops::CompiledProgram> Devices::compile(const Step& step) {
   StepLayout layout;
   std::string program;
   {
-    TracedStep trace(replicas(), [this](const at::Tensor& host) { return variables_.find(host); });
+    const auto target = replicas_.client->platform() == "cpu" ? Trace::Target::cpu : Trace::Target::others;
+    TracedStep trace(replicas(), target, [this](const at::Tensor& host) { return variables_.find(host); });
     ++counts_.traced;
     program = trace.finish(step.function(trace.add_inputs(step.inputs)), step.steps);
     layout = trace.layout();

@@ -4,6 +4,7 @@
 #include <functional>
 #include <limits>
 
+#include "base/text.h"
 #include "tpu/call.h"
 
 namespace lockstep::tpu {
@@ -209,12 +210,46 @@ void max_pool_of_tiles_backward(Call& call, const Value& gradient, const Value& 
       tiles.whole == x.shape.sizes ? whole : program.pad(whole, 0, Sizes(rank), high, Sizes(rank)), order)});
 }
 
+// What TPUs have units for. Not for windows with dilation.
+bool has_windows(Call& call, const Pool& pool) { return !call.is_for_cpu() && pool.dilation == Sizes{1, 1}; }
+
+std::string window_of(const Pool& pool, const Slices& slices, std::size_t rank) {
+  std::string padding;
+  const auto low = at_end(slices.low, rank), high = at_end(slices.high, rank);
+  for (std::size_t i = 0; i < rank; ++i) padding += text(i == 0 ? "" : ", ", "[", low[i], ", ", high[i], "]");
+  return text("window_dimensions = ", pjrt::array_of(at_end(pool.kernel, rank, 1)),
+              ", window_strides = ", pjrt::array_of(at_end(pool.stride, rank, 1)), ", padding = dense<[", padding,
+              "]> : tensor<", rank, "x2xi64>");
+}
+
+Value max_of_windows(Call& call, const Value& x, const Pool& pool, const Slices& slices) {
+  auto& program = call.program();
+  auto sizes = x.shape.sizes;
+  std::copy(slices.outputs.begin(), slices.outputs.end(), sizes.end() - 2);
+  return program.add("stablehlo.reduce_window", {x, program.lowest({x.shape.dtype, {}})}, {x.shape.dtype, sizes},
+                     window_of(pool, slices, sizes.size()), pjrt::reducer("stablehlo.maximum", x.shape.dtype));
+}
+
+// Of several largest elements the first one gets the gradient.
+Value gradient_of_windows(Call& call, const Value& gradient, const Value& x, const Pool& pool, const Slices& slices) {
+  const auto scalar = pjrt::type_of({x.shape.dtype, {}}), flag = pjrt::type_of({DType::boolean, {}});
+  const auto select =
+      text("({\n  ^bb0(%a: ", scalar, ", %b: ", scalar, "):\n    %stays = \"stablehlo.compare\"(%a, %b) ",
+           "{comparison_direction = #stablehlo<comparison_direction GE>} : (", scalar, ", ", scalar, ") -> ", flag,
+           "\n    \"stablehlo.return\"(%stays) : (", flag, ") -> ()\n  }, ");
+  auto add = pjrt::reducer("stablehlo.add", x.shape.dtype);
+  add.erase(add.begin());  // the parenthesis: both regions stand in one
+  auto& program = call.program();
+  return program.add("stablehlo.select_and_scatter", {x, gradient, program.constant(0, {x.shape.dtype, {}})}, x.shape,
+                     window_of(pool, slices, x.shape.sizes.size()), select + add);
+}
+
 // And where the largest elements are: row * columns + column of x.
 void max_pool(Call& call) {
   auto& program = call.program();
   const auto x = call.value(0);
   const auto pool = max_pool_in(call, 1);
-  if (is_tiling(pool)) return max_pool_of_tiles(call, x, pool);
+  if (is_tiling(pool) && call.is_for_cpu()) return max_pool_of_tiles(call, x, pool);
   const Slices slices(pool, x.shape.sizes);
   const auto padded = padded_with(call, x, slices, -std::numeric_limits<double>::infinity());
   const Shape places{DType::int64, padded.shape.sizes};
@@ -248,7 +283,8 @@ void max_pool(Call& call) {
     largest = program.select(larger, value, largest);
     place = program.select(larger, at, place);
   });
-  call.returns({largest, place});
+  // Compilers leave out what nobody uses: on TPUs the places.
+  call.returns({has_windows(call, pool) ? max_of_windows(call, x, pool, slices) : largest, place});
 }
 
 // Each element of x gets the gradients of the windows whose largest it is.
@@ -256,7 +292,9 @@ void max_pool_backward(Call& call) {
   auto& program = call.program();
   const auto gradient = call.value(0), x = call.value(1), places = call.value(7);
   const auto pool = max_pool_in(call, 2);
-  if (is_tiling(pool)) return max_pool_of_tiles_backward(call, gradient, x, places, pool);
+  if (is_tiling(pool) && call.is_for_cpu()) return max_pool_of_tiles_backward(call, gradient, x, places, pool);
+  if (has_windows(call, pool))
+    return call.returns({gradient_of_windows(call, gradient, x, pool, Slices(pool, x.shape.sizes))});
   const Slices slices(pool, x.shape.sizes);
   const auto rank = static_cast<std::int64_t>(x.shape.sizes.size());
   Value sum = program.constant(0, x.shape);
@@ -330,49 +368,11 @@ void average_pool_backward(Call& call) {
   call.returns({sum});
 }
 
-// What each of `outputs` takes of each of `size`: [outputs, size], the mean over those from floor(i size / outputs) to
-// ceil((i + 1) size / outputs).
-Value shares(Call& call, std::int64_t outputs, std::int64_t size, DType dtype) {
-  std::vector<float> all(static_cast<std::size_t>(outputs * size));
-  for (std::int64_t i = 0; i < outputs; ++i) {
-    const auto begin = i * size / outputs, end = ((i + 1) * size + outputs - 1) / outputs;
-    for (auto j = begin; j < end; ++j)
-      all[static_cast<std::size_t>(i * size + j)] = 1 / static_cast<float>(end - begin);
-  }
-  return call.program().convert(call.program().array(all.data(), {DType::float32, {outputs, size}}), dtype);
-}
-
-// Rows and columns of x, its last two dimensions, by products: [..., rows, columns].
-Value by_shares(Call& call, const Value& x, const Value& rows, const Value& columns, std::int64_t of_share) {
-  auto& program = call.program();
-  const auto rank = static_cast<std::int64_t>(x.shape.sizes.size());
-  const auto over_rows = program.dot(x, rows, {rank - 2}, {of_share});  // [..., columns, outputs]
-  return program.dot(over_rows, columns, {rank - 2}, {of_share});
-}
-
-void adaptive_pool(Call& call) {
-  const auto x = call.value(0);
-  const auto outputs = call.integers(1);
-  const auto rank = x.shape.sizes.size();
-  call.returns({by_shares(call, x, shares(call, outputs[0], x.shape.sizes[rank - 2], x.shape.dtype),
-                          shares(call, outputs[1], x.shape.sizes[rank - 1], x.shape.dtype), 1)});
-}
-
-void adaptive_pool_backward(Call& call) {
-  const auto gradient = call.value(0), x = call.value(1);
-  const auto rank = x.shape.sizes.size();
-  call.returns(
-      {by_shares(call, gradient, shares(call, gradient.shape.sizes[rank - 2], x.shape.sizes[rank - 2], x.shape.dtype),
-                 shares(call, gradient.shape.sizes[rank - 1], x.shape.sizes[rank - 1], x.shape.dtype), 0)});
-}
-
 }  // namespace
 
 void add_pooling(Lowerings& table) {
   table["aten::avg_pool2d"] = average_pool;
   table["aten::avg_pool2d_backward"] = average_pool_backward;
-  table["aten::_adaptive_avg_pool2d"] = adaptive_pool;
-  table["aten::_adaptive_avg_pool2d_backward"] = adaptive_pool_backward;
   table["aten::max_pool2d_with_indices"] = max_pool;
   table["aten::max_pool2d_with_indices_backward"] = max_pool_backward;
 }

@@ -47,11 +47,10 @@ const char* operation_of(ReduceOp op) {
 
 }  // namespace
 
-TracedStep::TracedStep(int replicas, FindVariable find)
-    : replicas_(replicas),
-      find_(std::move(find)),
-      current_(*this),
-      mode_([this](const auto& call) { return see(call); }) {}
+TracedStep::TracedStep(int replicas, Trace::Target target, FindVariable find)
+    : trace_(target), replicas_(replicas), find_(std::move(find)), current_(*this), mode_([this](const auto& call) {
+        return see(call);
+      }) {}
 
 TracedStep::~TracedStep() {
   for (const auto& used : layout_.variables) {

@@ -133,7 +133,7 @@ at::Device device() { return {kType, 0}; }
 
 std::int64_t number_of_trace() { return traces; }
 
-Trace::Trace() {
+Trace::Trace(Target target) : target_(target) {
   register_device();
   const auto here = std::this_thread::get_id();
   std::thread::id none;
@@ -210,6 +210,7 @@ const Lowerings& lowerings() {
     add_products(all);
     add_convolutions(all);
     add_pooling(all);
+    add_adaptive_pooling(all);
     add_indexing(all);
     add_random(all);
     add_refused(all);
@@ -244,6 +245,8 @@ Call::Call(Trace& trace, const c10::OperatorHandle& operation, torch::jit::Stack
 }
 
 pjrt::ProgramText& Call::program() { return trace_.program_; }
+
+bool Call::is_for_cpu() const { return trace_.target_ == Trace::Target::cpu; }
 
 Value Call::random_words(std::int64_t count) { return trace_.random_words(count); }
 

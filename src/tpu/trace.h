@@ -19,8 +19,11 @@ namespace lockstep::tpu {
 // LibTorch's functionalization turns them into others. It ends on its thread. One lives at a time in the process.
 class Trace {
  public:
+  // What the program is for: operators may have another lowering for CPUs, where XLA has other strengths.
+  enum class Target { cpu, others };
+
   // Throws DeviceError where another library has taken LibTorch's device type PrivateUse1; Error where a Trace lives.
-  Trace();
+  explicit Trace(Target target = Target::cpu);
   ~Trace();
   Trace(const Trace&) = delete;
   Trace& operator=(const Trace&) = delete;
@@ -53,6 +56,7 @@ class Trace {
  private:
   friend class Call;
 
+  const Target target_;
   pjrt::ProgramText program_;
   std::optional<int> seed_argument_;
   std::int32_t draws_ = 0;
