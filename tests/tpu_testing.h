@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <gtest/gtest.h>
 #include <lockstep/lockstep.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/conv.h>
@@ -15,6 +16,12 @@ inline TPUStrategy tpu(int replicas) {
   return TPUStrategy(
       TPUClusterResolver("", {.plugin = CPU_PLUGIN, .plugin_options = {{"cpu_device_count", std::int64_t{replicas}}}}));
 }
+
+// The process's first strategy for them comes before its first backward.
+class MakesTpuFirst final : public testing::Environment {
+  void SetUp() override { tpu(1); }
+};
+inline const auto* const makes_tpu_first = testing::AddGlobalTestEnvironment(new MakesTpuFirst);
 
 // As examples/custom_module.cc, but for a bias that BatchNorm takes away again, so that its gradient is rounding alone,
 // which Adam makes as large as any. Dropout draws other numbers than on other devices.

@@ -59,7 +59,9 @@ const bool is_set = [] {
 
 }  // namespace
 
-Devices::Devices(const ops::ProgramDevicesOptions& options) : replicas_(open(options)), cache_(replicas_.client) {}
+Devices::Devices(const ops::ProgramDevicesOptions& options) : replicas_(open(options)), cache_(replicas_.client) {
+  const Trace before_the_first_backward;
+}
 
 std::unique_ptr<ops::DeviceVariables> Devices::variables(std::vector<Tensors> hosts) {
   return variables_.add(replicas_, std::move(hosts));

@@ -23,6 +23,7 @@ inline c10::List<std::optional<at::Tensor>> indices(std::initializer_list<at::Te
 
 class EachLowering : public testing::Test {
  protected:
+  static void SetUpTestSuite() { Trace before_the_first_backward; }
   void SetUp() override { at::manual_seed(1); }
 
   Sizes shape(std::size_t least = 0, std::size_t most = 4) {

@@ -3,6 +3,7 @@
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/ones.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -30,13 +31,17 @@ std::atomic<std::thread::id> tracing_thread;  // none: no Trace lives
 Trace* current = nullptr;                     // that lives, for its thread and autograd's
 std::atomic<std::int64_t> traces = 0;
 
+// Whether a Trace was ever made: until then a process has no such device.
+std::atomic<bool> is_used = false;
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool isAvailable() const override { return true; }
 };
 
 // Autograd starts a thread for each device that it knows when the process's first backward comes, so that this is
-// registered when the library is loaded: the thread waits for work. It asks for a device's stream. There is one device,
+// registered when the library is loaded. In a process without a Trace there is none, and no thread: programs may
+// fork after a backward. It asks for a device's stream. There is one device,
 // on which all that happens is that a program is written.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
@@ -47,7 +52,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device of) const override { return c10::Stream(c10::Stream::DEFAULT, of); }
   c10::Stream getDefaultStream(c10::Device of) const override { return getStream(of); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
-  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  c10::DeviceIndex deviceCount() const noexcept override { return is_used ? 1 : 0; }
   void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
@@ -106,6 +111,7 @@ void record(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
 // itself, since LibTorch would prefer its own composition to a fallback.
 void register_device() {
   static const bool registered = [] {
+    is_used = true;
     // Else functionalization runs each in-place operator on meta tensors as well, for which not all have kernels. It
     // reads this when it is first used; torch_xla sets it too.
     ::setenv("TORCH_DISABLE_FUNCTIONALIZATION_META_REFERENCE", "1", /*overwrite=*/1);
@@ -129,6 +135,21 @@ void register_device() {
 
 }  // namespace
 
+namespace {
+
+// Whether autograd, which starts its threads with the process's first backward, has one for the device.
+bool has_backward() {
+  try {
+    const auto x = at::ones({}, at::TensorOptions().device(device())).requires_grad_();
+    x.mul(2).backward();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
+}  // namespace
+
 at::Device device() { return {kType, 0}; }
 
 std::int64_t number_of_trace() { return traces; }
@@ -143,6 +164,14 @@ Trace::Trace(Target target) : target_(target) {
   }
   current = this;
   ++traces;
+  static const bool autograd_knows_the_device = has_backward();
+  program_ = {};
+  operators_.clear();
+  if (autograd_knows_the_device) return;
+  current = nullptr;
+  tracing_thread = std::thread::id();
+  throw DeviceError(
+      "a backward was made in this process before its first TPUStrategy, or initialize_tpu_system: make that first");
 }
 
 Trace::~Trace() {

@@ -22,7 +22,9 @@ class Trace {
   // What the program is for: operators may have another lowering for CPUs, where XLA has other strengths.
   enum class Target { cpu, others };
 
-  // Throws DeviceError where another library has taken LibTorch's device type PrivateUse1; Error where a Trace lives.
+  // The process's first one must be made before its first backward, with which autograd begins its threads. Throws
+  // DeviceError where that was not so, or another library has taken LibTorch's device type PrivateUse1; Error where a
+  // Trace lives.
   explicit Trace(Target target = Target::cpu);
   ~Trace();
   Trace(const Trace&) = delete;

@@ -16,6 +16,7 @@ namespace {
 
 class Operators : public testing::Test {
  protected:
+  static void SetUpTestSuite() { Trace before_the_first_backward; }
   void SetUp() override { at::manual_seed(1); }
 };
 

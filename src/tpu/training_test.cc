@@ -80,7 +80,10 @@ std::string trace_step(Net& net, int replicas) {
   return trace.finish(results, aliases, replicas);
 }
 
-class Training : public testing::TestWithParam<int> {};
+class Training : public testing::TestWithParam<int> {
+ protected:
+  static void SetUpTestSuite() { Trace before_the_first_backward; }
+};
 
 TEST_P(Training, IsThatOfLibTorch) {
   const int replicas = GetParam();

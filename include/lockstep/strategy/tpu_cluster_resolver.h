@@ -43,8 +43,8 @@ struct TPUTopology {
 };
 
 // Loads the plugin and opens the devices, which stay open as long as a strategy, or what this returns, uses them. A
-// TPUStrategy does it by itself; called before, it says what there is. Throws DeviceError where there is no plugin or
-// no device.
+// TPUStrategy does it by itself; called before, it says what there is. It, or the first TPUStrategy, must come before
+// the process's first backward. Throws DeviceError where that was not so, and where there is no plugin or no device.
 TPUTopology initialize_tpu_system(const TPUClusterResolver& resolver = TPUClusterResolver());
 
 }  // namespace lockstep
