@@ -109,7 +109,7 @@ TEST_P(TpuReplicas, TrainLayersWithBatchNormalization) {
 TEST_P(TpuReplicas, TrainATransformer) {
   const auto make = [] { return Model([] { return std::make_shared<benchmarks::Transformer>(); }); };
   at::manual_seed(3);
-  const auto data = Dataset::from_tensor_slices(at::randint(1000, {21, 64}, at::kLong), at::randint(10, {21})).batch(8);
+  const auto data = Dataset::from_tensor_slices(at::randint(1000, {37, 64}, at::kLong), at::randint(10, {37})).batch(8);
   expect_alike(train(tpu(GetParam()), data, make, classifier(SGD({.learning_rate = 0.05}))),
                train(MirroredStrategy(GetParam()), data, make, classifier(SGD({.learning_rate = 0.05}))));
 }
