@@ -52,10 +52,7 @@ void Updater::begin_step() {
 }
 
 UpdateStep Updater::step_after(std::int64_t ahead) const {
-  const double rate = rate_override_
-                          ? *rate_override_
-                          : LearningRate(optimizer_.options().learning_rate.at(iterations_ + ahead)).at(0);  // checked
-  return {iterations_ + ahead + 1, rate * rate_factor_};
+  return {iterations_ + ahead + 1, learning_rate_after(ahead) * rate_factor_};
 }
 
 // A norm needs all gradients before the first update: one pass sums and squares, a second one updates.
@@ -172,9 +169,9 @@ double Updater::norm_factor(const Prepared& prepared, std::size_t slot) const {
   return bound / std::max(std::sqrt(sum), bound);
 }
 
-double Updater::learning_rate() const {
+double Updater::learning_rate_after(std::int64_t ahead) const {
   return rate_override_ ? *rate_override_
-                        : LearningRate(optimizer_.options().learning_rate.at(iterations_)).at(0);  // checked
+                        : LearningRate(optimizer_.options().learning_rate.at(iterations_ + ahead)).at(0);  // checked
 }
 
 // LearningRate checks the value.

@@ -68,7 +68,7 @@ class Updater {
   const LossScale& loss_scale() const { return loss_scale_; }
 
   // The rate of the next update. A rate that was set holds until another is set.
-  double learning_rate() const;
+  double learning_rate() const { return learning_rate_after(0); }
   void set_learning_rate(double rate);
   void set_learning_rate_factor(double factor) { rate_factor_ = factor; }  // of all that follows
   std::optional<double> learning_rate_override() const { return rate_override_; }
@@ -106,6 +106,7 @@ class Updater {
     double all_squares = 0;       // their sum over the model
   };
 
+  double learning_rate_after(std::int64_t ahead) const;
   void update_on_device(const GradientSync& gradients, double divide_by);
   void sum_and_square(Prepared& prepared, const GradientSync& gradients, const Group& replicas, Deadline deadline);
   void update_shards(int replica, const GradientSync& gradients, const Prepared& prepared);

@@ -5,6 +5,7 @@
 
 #include "ops/dtypes.h"
 #include "tpu/composed.h"
+#include "tpu/trace.h"
 #include "tpu/traced_tensor.h"
 
 namespace lockstep::tpu {
@@ -17,8 +18,8 @@ std::pair<at::Tensor, at::Tensor> both(Call& call) {
   const auto x = call.tensor(0);
   if (call.argument(1).isTensor()) {
     const auto y = call.tensor(1);
-    const auto dtype = at::result_type(x, y);
-    return {x.to(dtype), y.to(dtype)};
+    const auto as_both = at::TensorOptions(device()).dtype(at::result_type(x, y));
+    return {x.to(as_both), y.to(as_both)};
   }
   const auto number = call.scalar(1);
   const auto dtype = at::result_type(x, number);
@@ -32,12 +33,9 @@ Lowering of_two(TwoArguments make) {
   };
 }
 
-// With the sign of the dividend, as in C.
-at::Tensor c_remainder(const at::Tensor& x, const at::Tensor& y) { return at::fmod(x, y); }
-
 // With the sign of the divisor, as in Python.
 at::Tensor python_remainder(const at::Tensor& x, const at::Tensor& y) {
-  const auto rest = c_remainder(x, y);
+  const auto rest = at::fmod(x, y);  // with that of the dividend
   const auto other_sign = rest.lt(0).ne(at::broadcast_tensors({y, rest})[0].lt(0)).logical_and(rest.ne(0));
   return at::where(other_sign, rest + y, rest);
 }
@@ -52,15 +50,11 @@ at::Tensor floor_quotient(const at::Tensor& x, const at::Tensor& y) {
   return at::where(y.eq(0), x / y, at::where(quotient - whole > 0.5, whole + 1, whole));
 }
 
-void fmod(Call& call) {
-  auto& program = call.program();
-  const auto x = call.value(0);
-  const auto dtype = ops::dtype_of(call.argument(1).isTensor() ? at::result_type(call.tensor(0), call.tensor(1))
-                                                               : at::result_type(call.tensor(0), call.scalar(1)));
-  auto y = call.argument(1).isTensor() ? program.convert(call.value(1), dtype) : call.number(1, {dtype, {}});
-  const auto sizes = at::infer_size(x.shape.sizes, y.shape.sizes);
-  call.returns(
-      {program.binary("stablehlo.remainder", spread(call, program.convert(x, dtype), sizes), spread(call, y, sizes))});
+// One operation on the elements of both, with common sizes.
+void elementwise(Call& call, std::string_view operation) {
+  const auto [x, y] = both(call);
+  const auto sizes = at::infer_size(x.sizes(), y.sizes());
+  call.returns({call.program().binary(operation, spread(call, value_of(x), sizes), spread(call, value_of(y), sizes))});
 }
 
 void divide_rounded(Call& call) {
@@ -69,9 +63,7 @@ void divide_rounded(Call& call) {
   if (mode == "floor") return call.returns(Tensors{floor_quotient(x, y)});
   if (mode != "trunc") return call.returns(Tensors{x / y});
   if (x.is_floating_point() || y.is_floating_point()) return call.returns(Tensors{truncated(x / y)});
-  const auto sizes = at::infer_size(x.sizes(), y.sizes());
-  call.returns(
-      {call.program().binary("stablehlo.divide", spread(call, value_of(x), sizes), spread(call, value_of(y), sizes))});
+  elementwise(call, "stablehlo.divide");
 }
 
 void clamp_by_tensors(Call& call) {
@@ -81,23 +73,13 @@ void clamp_by_tensors(Call& call) {
   call.returns(Tensors{x});
 }
 
-// Dimensions of argument `place`: a list, a number, or none for all.
-Sizes dimensions_of(Call& call, std::size_t place, std::int64_t rank) {
-  const auto& argument = call.argument(place);
-  const auto given = argument.isNone() ? Sizes() : argument.isInt() ? Sizes{argument.toInt()} : argument.toIntVector();
-  if (given.empty()) return all_dimensions(static_cast<std::size_t>(rank));
-  Sizes dimensions;
-  for (const auto i : given) dimensions.push_back(call.dimension(i, static_cast<std::size_t>(rank)));
-  return dimensions;
-}
-
 // Whether any, or all, are not 0: of all elements, or of those along dimensions.
 Lowering truth(bool any, bool has_dimensions) {
   return [=](Call& call) {
     const auto x = call.tensor(0);
     const auto truths = x.ne(0).to(at::kInt);
-    const auto dimensions =
-        has_dimensions ? dimensions_of(call, 1, x.dim()) : all_dimensions(static_cast<std::size_t>(x.dim()));
+    const auto rank = static_cast<std::size_t>(x.dim());
+    const auto dimensions = has_dimensions ? dimensions_in(call, 1, rank) : all_dimensions(rank);
     const bool keeps = has_dimensions && call.flag(2);
     if (x.dim() == 0) return call.returns(Tensors{truths.ne(0)});
     call.returns(Tensors{any ? truths.sum(dimensions, keeps).ne(0) : truths.eq(0).sum(dimensions, keeps).eq(0)});
@@ -130,14 +112,12 @@ void product(Call& call, bool of_dimension) {
 
 void add_arithmetic(Lowerings& table) {
   for (const char* const overload : {"", ".Tensor"}) {
-    table[std::string("aten::clamp_min") + overload] =
-        of_two([](const auto& x, const auto& y) { return at::maximum(x, y.to(x.scalar_type())); });
-    table[std::string("aten::clamp_max") + overload] =
-        of_two([](const auto& x, const auto& y) { return at::minimum(x, y.to(x.scalar_type())); });
+    table[std::string("aten::clamp_min") + overload] = of_two(&at::maximum);
+    table[std::string("aten::clamp_max") + overload] = of_two(&at::minimum);
   }
   table["aten::clamp.Tensor"] = clamp_by_tensors;
   for (const char* const overload : {".Tensor", ".Scalar"}) {
-    table[std::string("aten::fmod") + overload] = fmod;
+    table[std::string("aten::fmod") + overload] = [](Call& call) { elementwise(call, "stablehlo.remainder"); };
     table[std::string("aten::remainder") + overload] = of_two(&python_remainder);
   }
   for (const char* const name : {"aten::floor_divide", "aten::floor_divide.Scalar"})

@@ -91,6 +91,9 @@ const Lowerings& lowerings();
 
 Sizes all_dimensions(std::size_t rank);  // 0, 1, ...
 
+// The dimensions that argument i, a number or a list, names; all where it names none.
+Sizes dimensions_in(Call& call, std::size_t i, std::size_t rank);
+
 // x with the sizes that it has beside others: its dimensions are the last ones, and those of size 1 are repeated.
 Value spread(Call& call, const Value& x, const Sizes& sizes);
 

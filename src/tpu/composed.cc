@@ -120,8 +120,7 @@ Tensors safe_softmax(Call& call) {
 
 Tensors variance_of(Call& call, bool with_mean) {
   const auto x = call.tensor(0);
-  const auto dimensions =
-      call.has(1) && !call.integers(1).empty() ? call.integers(1) : all_dimensions(static_cast<std::size_t>(x.dim()));
+  const auto dimensions = dimensions_in(call, 1, static_cast<std::size_t>(x.dim()));
   const double correction = call.has(2) ? call.real(2) : 1;
   const bool keeps = call.flag(3);
   double count = 1;
@@ -136,8 +135,7 @@ Tensors variance_of(Call& call, bool with_mean) {
 Tensors vector_norm(Call& call) {
   const auto x = call.has(4) ? call.tensor(0).to(call.dtype(4)) : call.tensor(0);
   const double order = call.real(1);
-  const auto dimensions =
-      call.has(2) && !call.integers(2).empty() ? call.integers(2) : all_dimensions(static_cast<std::size_t>(x.dim()));
+  const auto dimensions = dimensions_in(call, 2, static_cast<std::size_t>(x.dim()));
   const bool keeps = call.flag(3);
   if (order == 2) return {x.square().sum(dimensions, keeps).sqrt()};
   if (order == 1) return {x.abs().sum(dimensions, keeps)};

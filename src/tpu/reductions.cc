@@ -10,21 +10,6 @@
 namespace lockstep::tpu {
 namespace {
 
-// The dimensions that argument i names; all where it names none.
-Sizes dimensions_in(Call& call, std::size_t i, std::size_t rank) {
-  Sizes dimensions;
-  if (call.has(i)) {
-    if (call.argument(i).isInt()) {
-      dimensions = {call.integer(i)};
-    } else {
-      dimensions = call.integers(i);
-    }
-  }
-  if (dimensions.empty() || rank == 0) return all_dimensions(rank);
-  for (auto& dimension : dimensions) dimension = call.dimension(dimension, rank);
-  return dimensions;
-}
-
 // Where `keep` is true, as dimensions of size 1.
 Value keep_dimensions(Call& call, const Value& reduced, const Sizes& sizes, const Sizes& dimensions, bool keep) {
   if (!keep) return reduced;
@@ -289,6 +274,20 @@ void nll_loss_backward(Call& call) {
 }
 
 }  // namespace
+
+Sizes dimensions_in(Call& call, std::size_t i, std::size_t rank) {
+  Sizes dimensions;
+  if (call.has(i)) {
+    if (call.argument(i).isInt()) {
+      dimensions = {call.integer(i)};
+    } else {
+      dimensions = call.integers(i);
+    }
+  }
+  if (dimensions.empty() || rank == 0) return all_dimensions(rank);
+  for (auto& dimension : dimensions) dimension = call.dimension(dimension, rank);
+  return dimensions;
+}
 
 Value sum_over(Call& call, const Value& x, const Sizes& dimensions) {
   const auto summands = precise(call, x);

@@ -39,10 +39,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
 };
 
-// Autograd starts a thread for each device that it knows when the process's first backward comes, so that this is
-// registered when the library is loaded. In a process without a Trace there is none, and no thread: programs may
-// fork after a backward. It asks for a device's stream. There is one device,
-// on which all that happens is that a program is written.
+// Registered when the library is loaded: when the process's first backward comes, autograd asks how many devices there
+// are, and starts a thread for each. In a process without a Trace there is none, and no thread, so that it may fork.
+// There is one device, on which all that happens is that a program is written.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   c10::Device exchangeDevice(c10::Device) const override { return device(); }
@@ -132,10 +131,6 @@ void register_device() {
   }();
   (void)registered;
 }
-
-}  // namespace
-
-namespace {
 
 // Whether autograd, which starts its threads with the process's first backward, has one for the device.
 bool has_backward() {
