@@ -7,19 +7,13 @@
 #include "base/text.h"
 #include "gradient/replicated_parameters.h"
 #include "lockstep/base/error.h"
+#include "ops/tensor_lists.h"
 #include "strategy/strategy_impl.h"
 
 namespace lockstep {
 namespace {
 
 using Tensors = std::vector<Tensor>;
-
-Tensors defined_of(const Tensors& tensors) {
-  Tensors defined;
-  for (const auto& tensor : tensors)
-    if (tensor.defined()) defined.push_back(tensor);
-  return defined;
-}
 
 // `tensors` in the places where `like` has defined ones.
 Tensors in_places_of(const Tensors& like, const Tensors& tensors) {
@@ -29,21 +23,10 @@ Tensors in_places_of(const Tensors& like, const Tensors& tensors) {
   return all;
 }
 
-std::vector<std::int64_t> shapes_of(const Tensors& tensors) {
-  std::vector<std::int64_t> shapes;
-  for (const auto& tensor : tensors) {
-    shapes.push_back(tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : -1);
-    if (!tensor.defined()) continue;
-    shapes.push_back(tensor.dim());
-    shapes.insert(shapes.end(), tensor.sizes().begin(), tensor.sizes().end());
-  }
-  return shapes;
-}
-
 void check_alike(const std::vector<Tensors>& inputs) {
   for (std::size_t replica = 1; replica < inputs.size(); ++replica) {
     for (std::size_t i = 0; i < inputs[replica].size(); ++i) {
-      if (shapes_of({inputs[0][i]}) == shapes_of({inputs[replica][i]})) continue;
+      if (ops::shapes_of({inputs[0][i]}) == ops::shapes_of({inputs[replica][i]})) continue;
       const auto described = [](const Tensor& tensor) {
         return tensor.defined() ? text("shape ", tensor.sizes(), " and dtype ", tensor.scalar_type())
                                 : text("no values");
@@ -102,18 +85,18 @@ std::vector<std::vector<Tensor>> strategy::run_program(StrategyImpl& strategy, c
   check_alike(step.inputs);
   const auto& like = step.inputs[0];
   internal::StepPrograms::Entry once;
-  auto key = shapes_of(like);
+  auto key = ops::shapes_of(like);
   key.insert(key.end(), step.key.values.begin(), step.key.values.end());
   auto& entry = step.programs == nullptr ? once : step.programs->of({strategy.programs(), key});
   if (entry.program == nullptr) {
     internal::StepPrograms::Entry made{.alive = step.key.alive};
     made.alive.emplace_back(strategy.settings().programs);
     made.program = strategy.programs()->compile(
-        {.name = "a step", .inputs = defined_of(like), .function = [&](const Tensors& traced) {
+        {.name = "a step", .inputs = ops::defined_of(like), .function = [&](const Tensors& traced) {
            ReplicaContext replica(0, strategy);
            const auto results = step.function(replica, in_places_of(like, traced));
            for (const auto& result : results) made.is_defined.push_back(result.defined());
-           return defined_of(results);
+           return ops::defined_of(results);
          }});
     entry = std::move(made);
   }
@@ -121,7 +104,7 @@ std::vector<std::vector<Tensor>> strategy::run_program(StrategyImpl& strategy, c
   ops::CompiledProgram::Launch launch{.updates = {true}};
   const auto seeds = strategy.next_run_seeds();
   for (std::size_t replica = 0; replica < step.inputs.size(); ++replica) {
-    launch.inputs.push_back(defined_of(step.inputs[replica]));
+    launch.inputs.push_back(ops::defined_of(step.inputs[replica]));
     launch.seeds.push_back({seeds[replica]});
   }
   std::vector<std::vector<Tensor>> results;

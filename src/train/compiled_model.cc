@@ -8,6 +8,7 @@
 #include "base/hash.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "ops/tensor_lists.h"
 #include "strategy/strategy_impl.h"
 #include "train/added_losses.h"
 #include "train/model_impl.h"
@@ -19,10 +20,7 @@ namespace {
 using Tensors = ops::ProgramDevices::Tensors;
 
 std::vector<Tensor> defined_of(const Example& example) {
-  std::vector<Tensor> tensors;
-  for (const auto& tensor : {example.x, example.y, example.weight})
-    if (tensor.defined()) tensors.push_back(tensor);
-  return tensors;
+  return ops::defined_of({example.x, example.y, example.weight});
 }
 
 // `values` with as many rows as `rows`, by one of a real example: what is computed with it is as finite as with others.
@@ -41,17 +39,6 @@ Tensor counts_of(std::int64_t count, std::int64_t rows) {
   return counts;
 }
 
-std::vector<std::int64_t> shapes_of(const Example& example) {
-  std::vector<std::int64_t> shapes;
-  for (const auto& tensor : {example.x, example.y, example.weight}) {
-    shapes.push_back(tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : -1);
-    if (!tensor.defined()) continue;
-    shapes.push_back(tensor.dim());
-    shapes.insert(shapes.end(), tensor.sizes().begin() + 1, tensor.sizes().end());
-  }
-  return shapes;
-}
-
 // The first `count` examples: none, or one.
 Example first_of(const Example& example, std::int64_t count) {
   const auto some = [&](const Tensor& tensor) { return tensor.defined() ? tensor.narrow(0, 0, count) : tensor; };
@@ -64,6 +51,12 @@ Example example_of(const std::vector<std::vector<Example>>& inputs) {
     for (const auto& part : input)
       if (part.size() > 0) return first_of(part, 1);
   throw InvalidArgument("a batch has no examples");
+}
+
+// Of its examples: the batch's dimension left out, the same program serves all sizes.
+std::vector<std::int64_t> shapes_of(const Example& batch) {
+  const auto none = first_of(batch, 0);
+  return ops::shapes_of({none.x, none.y, none.weight});
 }
 
 std::vector<Tensor> filled_up(const Example& part, std::int64_t rows, const Example& by) {

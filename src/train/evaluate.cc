@@ -8,6 +8,7 @@
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "ops/tensor_lists.h"
 #include "strategy/split.h"
 #include "strategy/strategy_impl.h"
 #include "train/added_losses.h"
@@ -95,11 +96,10 @@ Tensor rows_of_all(const Communicator& workers, const std::vector<Tensor>& here)
   return all_gather(workers.group(), mine, workers.deadline());
 }
 
-std::vector<Tensor> defined_of(const auto& parts) {
-  std::vector<Tensor> here;
-  for (const auto& part : parts) {
-    if (part.defined()) here.push_back(part.cpu());
-  }
+// On the host, of the replicas that have some.
+std::vector<Tensor> outputs_of(const std::vector<Tensor>& parts) {
+  auto here = ops::defined_of(parts);
+  for (auto& part : here) part = part.cpu();
   return here;
 }
 
@@ -142,7 +142,7 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
   const auto in_order = data.with_options({.auto_shard_policy = AutoShardPolicy::data});
   for_each_batch(impl.strategy, in_order, steps, [&](PerReplica<internal::Part>& batch) {
     if (impl.programs) {
-      outputs.push_back(rows_of_all(impl.workers(), defined_of(impl.programs->predict(batch))));
+      outputs.push_back(rows_of_all(impl.workers(), outputs_of(impl.programs->predict(batch))));
       return;
     }
     const auto parts = impl.strategy.run(
@@ -154,7 +154,7 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
           return impl.counts() && impl.counts_examples() ? whole : Tensor();
         },
         batch);
-    outputs.push_back(rows_of_all(impl.workers(), defined_of(parts)));
+    outputs.push_back(rows_of_all(impl.workers(), outputs_of({parts.begin(), parts.end()})));
   });
   return outputs;
 }

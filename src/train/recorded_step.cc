@@ -4,22 +4,10 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "ops/tensor_lists.h"
 
 namespace lockstep::train {
 namespace {
-
-// Sizes and dtypes of x and y. Batches with weights are not recorded, because the loss's divisor would be part of the
-// recording.
-std::vector<std::int64_t> shape_of(const Example& part) {
-  std::vector<std::int64_t> shape;
-  for (const auto& tensor : {part.x, part.y}) {
-    if (!tensor.defined()) continue;
-    shape.push_back(static_cast<std::int64_t>(tensor.scalar_type()));
-    shape.push_back(tensor.dim());
-    shape.insert(shape.end(), tensor.sizes().begin(), tensor.sizes().end());
-  }
-  return shape;
-}
 
 Tensor own_copy(const Tensor& tensor, c10::Device device) {
   return tensor.defined() ? tensor.detach().to(device, tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/true)
@@ -37,7 +25,7 @@ void overwrite(const Tensor& own, const Tensor& value) {
 bool RecordedStep::serves(const Example& part, c10::Device device,
                           const std::function<ComputedStep(const Example&)>& compute) {
   if (failed_ || part.weight.defined()) return false;
-  auto shape = shape_of(part);
+  auto shape = ops::shapes_of({part.x, part.y});  // weights would make the loss's divisor a part of the recording
   if (shape != shape_) {
     // An epoch's last, smaller batch is computed without the recording, which is kept for the full batches.
     if (work_ != nullptr) return false;
