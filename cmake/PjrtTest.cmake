@@ -20,6 +20,17 @@ endforeach()
 target_compile_definitions(pjrt_test PRIVATE
   SILENT_PLUGIN="$<TARGET_FILE:silent_pjrt_plugin>" OTHER_PLUGIN="$<TARGET_FILE:other_pjrt_plugin>")
 
+# The plugin for CPUs with faults.
+if(TARGET tpu_faults_test)
+  add_library(failing_pjrt_plugin MODULE tests/failing_pjrt_plugin.cc)
+  set_target_properties(failing_pjrt_plugin PROPERTIES PREFIX "")
+  target_include_directories(failing_pjrt_plugin SYSTEM PRIVATE ${PJRT_INCLUDE_DIR})
+  lockstep_settings(failing_pjrt_plugin)
+  target_compile_definitions(failing_pjrt_plugin PRIVATE CPU_PLUGIN="${PJRT_CPU_PLUGIN}")
+  add_dependencies(tpu_faults_test failing_pjrt_plugin)
+  target_compile_definitions(tpu_faults_test PRIVATE FAILING_PLUGIN="$<TARGET_FILE:failing_pjrt_plugin>")
+endif()
+
 # For chips that are not here.
 if(PJRT_TPU_PLUGIN)
   lockstep_test(topology_test lockstep_core tests/topology_test.cc)
@@ -27,4 +38,21 @@ if(PJRT_TPU_PLUGIN)
   target_compile_definitions(topology_test PRIVATE TPU_PLUGIN="${PJRT_TPU_PLUGIN}")
   set_property(TEST topology_test APPEND PROPERTY ENVIRONMENT
     "TPU_SKIP_MDS_QUERY=1;TPU_WORKER_HOSTNAMES=localhost;TPU_WORKER_ID=0;TPU_ACCELERATOR_TYPE=v5litepod-4")
+  set_property(TEST topology_test PROPERTY RESOURCE_LOCK libtpu)
+endif()
+if(PJRT_TPU_PLUGIN AND TARGET train_step)
+  # README's program and a transformer, on one host's chips and on those of two (v5e:4x4); one process at a time uses
+  # libtpu.
+  foreach(chips v5e:2x4 v4:2x2x1 v6e:2x4 v5e:4x4)
+    add_test(NAME compile_mnist_for_${chips} COMMAND lockstep_cli compile-for ${chips} $<TARGET_FILE:mnist> --strategy tpu)
+    add_test(NAME compile_transformer_for_${chips}
+      COMMAND lockstep_cli compile-for ${chips} $<TARGET_FILE:train_step> --device tpu --model transformer)
+    set_tests_properties(compile_mnist_for_${chips} compile_transformer_for_${chips} PROPERTIES TIMEOUT 600
+      RESOURCE_LOCK libtpu ENVIRONMENT PJRT_PLUGIN_LIBRARY_PATH=${PJRT_TPU_PLUGIN}
+      PASS_REGULAR_EXPRESSION "the training step for .* replicas on .* GFLOP a device. fits into [0-9.]+ GiB")
+  endforeach()
+  add_test(NAME compile_what_does_not_fit COMMAND lockstep_cli compile-for v5e:2x2
+    $<TARGET_FILE:train_step> --device tpu --model seed_cnn --batch 400000)
+  set_tests_properties(compile_what_does_not_fit PROPERTIES TIMEOUT 600 RESOURCE_LOCK libtpu
+    ENVIRONMENT PJRT_PLUGIN_LIBRARY_PATH=${PJRT_TPU_PLUGIN} PASS_REGULAR_EXPRESSION "the training step for 4 replicas on v5e:2x2: does not fit, or cannot be compiled: .*Ran out of memory on HBM")
 endif()

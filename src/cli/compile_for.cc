@@ -63,10 +63,10 @@ int compile_for(const std::string& chips, const std::vector<std::string>& comman
   const int status = status_of(command);
   std::ifstream lines(report.path());
   bool has_some = false, fits = true;
-  for (std::string line; std::getline(lines, line);) {
+  for (std::string verdict, line; lines >> verdict && std::getline(lines >> std::ws, line);) {
     out << line << "\n";
     has_some = true;
-    if (line.find("does not fit") != std::string::npos) fits = false;
+    if (verdict != "fits") fits = false;
   }
   if (has_some) return fits ? 0 : 1;
   out << "no step was compiled: does the program train by a TPUStrategy?\n";

@@ -1,5 +1,12 @@
 #include "pjrt/named_values.h"
 
+#include <charconv>
+#include <cstdlib>
+#include <sstream>
+
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
 namespace lockstep::pjrt {
 namespace {
 
@@ -25,7 +32,28 @@ struct SetValue {
   }
 };
 
+Options::value_type option_in(const std::string& item) {
+  const auto equals = item.find('=');
+  if (equals == 0 || equals == std::string::npos)
+    throw InvalidArgument(text("PJRT_PLUGIN_OPTIONS: \"", item, "\" is not name=value, such as cpu_device_count=8"));
+  const auto name = item.substr(0, equals), value = item.substr(equals + 1);
+  std::int64_t number = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
+  if (error == std::errc() && end == value.data() + value.size()) return {name, number};
+  if (value == "true" || value == "false") return {name, value == "true"};
+  return {name, value};
+}
+
 }  // namespace
+
+Options plugin_options(const Options& asked) {
+  const char* const set = std::getenv("PJRT_PLUGIN_OPTIONS");
+  if (!asked.empty() || set == nullptr) return asked;
+  Options options;
+  std::istringstream items(set);
+  for (std::string item; std::getline(items, item, ',');) options.push_back(option_in(item));
+  return options;
+}
 
 std::vector<PJRT_NamedValue> named_values(const Options& options) {
   std::vector<PJRT_NamedValue> values;

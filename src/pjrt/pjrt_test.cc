@@ -9,6 +9,7 @@
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
 #include "pjrt/executable.h"
+#include "pjrt/named_values.h"
 
 namespace lockstep::pjrt {
 namespace {
@@ -163,6 +164,12 @@ TEST(Pjrt, ThePathIsTheOptionsElseTheEnvironments) {
   EXPECT_EQ(plugin_path(""), "/from/environment.so");
   ::unsetenv("PJRT_PLUGIN_LIBRARY_PATH");
   EXPECT_EQ(plugin_path(""), "libtpu.so");
+  setenv("PJRT_PLUGIN_OPTIONS", "cpu_device_count=8,fast=true,kind=a=b", 1);
+  EXPECT_EQ(plugin_options({}), (Options{{"cpu_device_count", std::int64_t{8}}, {"fast", true}, {"kind", "a=b"}}));
+  EXPECT_EQ(plugin_options({{"own", true}}), (Options{{"own", true}}));
+  setenv("PJRT_PLUGIN_OPTIONS", "8", 1);
+  expect_says(message_of<InvalidArgument>([] { plugin_options({}); }), "\"8\" is not name=value");
+  unsetenv("PJRT_PLUGIN_OPTIONS");
 }
 
 TEST(Pjrt, WorkThatNeverEndsIsGivenUpAtTheDeadline) {

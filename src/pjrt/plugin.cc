@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <map>
@@ -49,6 +50,7 @@ std::string describe(const PJRT_Api& api, PJRT_Error* error) {
   const bool known = api.PJRT_Error_GetCode(&code) == nullptr && static_cast<std::size_t>(code.code) < kCodes.size();
   std::string said(message.message, message.message_size);
   while (!said.empty() && said.back() == '\n') said.pop_back();
+  std::replace(said.begin(), said.end(), '\n', ' ');
   return text(said, " (", known ? kCodes[static_cast<std::size_t>(code.code)] : "an unknown error", ")");
 }
 

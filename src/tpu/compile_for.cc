@@ -6,6 +6,7 @@
 #include <iostream>
 #include <sstream>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
 #include "pjrt/executable.h"
@@ -29,13 +30,15 @@ double memory_of(const std::string& kind) {
   return 0;
 }
 
-void report(const std::string& line) {
+// For `lockstep compile-for`, which reads "fits" or "fails" first (cli/compile_for.cc), or for who set
+// LOCKSTEP_COMPILE_FOR alone.
+void report(bool fits, const std::string& line) {
   const char* const path = std::getenv("LOCKSTEP_COMPILE_REPORT");
   if (path == nullptr) {
     std::cout << line << std::endl;
     return;
   }
-  std::ofstream(path, std::ios::app) << line << "\n";
+  std::ofstream(path, std::ios::app) << (fits ? "fits " : "fails ") << line << "\n";
 }
 
 class NotRun final : public ops::CompiledProgram {
@@ -74,10 +77,11 @@ class CompileFor final : public ops::ProgramDevices {
       ++counts_.traced;
       program = trace.finish(step.function(trace.add_inputs(step.inputs)), step.steps);
     }
+    log_info(text("compiling ", step.name, " for ", replicas_, " replicas on ", chips_, ", which may take minutes"));
     try {
       describe(step.name, topology_.compile(program, {.replicas = replicas_}));
     } catch (const DeviceError& error) {
-      report(text(step.name, " for ", replicas_, " replicas on ", chips_,
+      report(false, text(step.name, " for ", replicas_, " replicas on ", chips_,
                   ": does not fit, or cannot be compiled: ", error.what()));
       throw;
     }
@@ -96,12 +100,12 @@ class CompileFor final : public ops::ProgramDevices {
          << static_cast<double>(needs.temporary) / kMib << ", code " << static_cast<double>(needs.code) / kMib << "), "
          << program.flops() / 1e9 << " GFLOP a device; ";
     const double memory = memory_of(kind());
+    const bool fits = memory == 0 || static_cast<double>(needs.total()) <= memory;
     if (memory == 0)
       line << "the memory of these devices is not known";
     else
-      line << (static_cast<double>(needs.total()) <= memory ? "fits" : "does not fit") << " into " << memory / kGib
-           << " GiB";
-    report(line.str());
+      line << (fits ? "fits" : "does not fit") << " into " << memory / kGib << " GiB";
+    report(fits, line.str());
   }
 
   const std::string chips_;

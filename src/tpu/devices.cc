@@ -7,6 +7,7 @@
 #include "base/mutex.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
+#include "pjrt/named_values.h"
 #include "tpu/compile_for.h"
 #include "tpu/step_program.h"
 
@@ -34,7 +35,7 @@ std::vector<pjrt::Device> devices_of_replicas(const std::shared_ptr<const pjrt::
 
 Replicas open(const ops::ProgramDevicesOptions& options) {
   const auto& plugin = pjrt::Plugin::load(pjrt::plugin_path(options.plugin));
-  Replicas replicas{client_of(plugin, options.options), {}};
+  Replicas replicas{client_of(plugin, pjrt::plugin_options(options.options)), {}};
   const auto& devices = replicas.client->devices();
   const auto wanted = options.replicas == 0 ? devices.size() : static_cast<std::size_t>(options.replicas);
   if (devices.empty()) throw DeviceError(text(plugin.path(), ": the plugin has no device in this process"));
@@ -77,7 +78,8 @@ std::unique_ptr<ops::CompiledProgram> Devices::compile(const Step& step) {
     program = trace.finish(step.function(trace.add_inputs(step.inputs)), step.steps);
     layout = trace.layout();
   }
-  return std::make_unique<StepProgram>(replicas_, std::move(layout), executable(step.name, program), step.steps);
+  return std::make_unique<StepProgram>(step.name, replicas_, std::move(layout), executable(step.name, program),
+                                       step.steps);
 }
 
 // XLA's products by XNNPACK wait on a thread of the CPU client's pool for others of it: where replicas wait for each
@@ -87,6 +89,14 @@ std::vector<std::pair<std::string, bool>> Devices::switches() const {
   return {{"xla_cpu_use_xnnpack", false}};
 }
 
+pjrt::Executable Devices::compiled(const std::string& name, const ProgramKey& key) const {
+  try {
+    return pjrt::Executable::compile(replicas_.client, key.text, key.options);
+  } catch (const DeviceError& error) {
+    throw DeviceError(text(name, " for ", replicas(), " x ", kind(), ": ", error.what()));
+  }
+}
+
 std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& name, const std::string& text) {
   const auto known = executables_.find(text);
   if (known != executables_.end()) return known->second;
@@ -94,8 +104,7 @@ std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& n
   const auto begin = std::chrono::steady_clock::now();
   auto stored = cache_.find(key);
   const bool is_stored = stored.has_value();
-  auto made = std::make_shared<const pjrt::Executable>(
-      is_stored ? *std::move(stored) : pjrt::Executable::compile(replicas_.client, text, key.options));
+  auto made = std::make_shared<const pjrt::Executable>(is_stored ? *std::move(stored) : compiled(name, key));
   executables_.emplace(text, made);
   compiled_last_.push_back(text);
   if (compiled_last_.size() > kKeptPrograms) {

@@ -28,6 +28,7 @@ class Devices final : public ops::ProgramDevices {
 
  private:
   std::vector<std::pair<std::string, bool>> switches() const;
+  pjrt::Executable compiled(const std::string& name, const ProgramKey& key) const;
   std::shared_ptr<const pjrt::Executable> executable(const std::string& name, const std::string& text);
 
   Replicas replicas_;

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/text.h"
-#include "lockstep/base/error.h"
+#include "lockstep/base/device_error.h"
 #include "ops/dtypes.h"
 
 namespace lockstep::tpu {
@@ -15,14 +15,25 @@ namespace {
 
 using Buffers = std::vector<std::vector<pjrt::Buffer>>;
 
+// What `act` returns; the plugin's errors say which step it was.
+template <class Act>
+auto naming_step(const std::string& name, const Act& act) {
+  try {
+    return act();
+  } catch (const DeviceError& error) {
+    throw DeviceError(text(name, ": ", error.what()));
+  }
+}
+
 class Launched final : public ops::LaunchedProgram {
  public:
   // used: what the run uses.
-  Launched(Buffers results, Buffers used) : results_(std::move(results)), used_(std::move(used)) {}
+  Launched(std::string name, Buffers results, Buffers used)
+      : name_(std::move(name)), results_(std::move(results)), used_(std::move(used)) {}
 
   std::vector<std::vector<at::Tensor>> results(Deadline deadline) override {
     try {
-      return read(deadline);
+      return naming_step(name_, [&] { return read(deadline); });
     } catch (const DeadlineExceeded&) {
       // To free what a run uses would wait for its end, without a deadline: so it is kept for the rest of the process.
       new std::pair<Buffers, Buffers>(std::move(results_), std::move(used_));
@@ -44,6 +55,7 @@ class Launched final : public ops::LaunchedProgram {
     return read;
   }
 
+  const std::string name_;
   Buffers results_, used_;
 };
 
@@ -95,7 +107,7 @@ std::unique_ptr<ops::LaunchedProgram> StepProgram::run(const std::vector<std::ve
                                                        Buffers kept) {
   for (const auto& used : layout_.variables)
     if (used.result >= 0) kept.push_back(used.variable->take());
-  auto outputs = executable_->run(arguments);
+  auto outputs = naming_step(name_, [&] { return executable_->run(arguments); });
   for (const auto& used : layout_.variables) {
     if (used.result < 0) continue;
     std::vector<pjrt::Buffer> values;
@@ -103,7 +115,7 @@ std::unique_ptr<ops::LaunchedProgram> StepProgram::run(const std::vector<std::ve
     used.variable->give(std::move(values));
   }
   for (auto& of_replica : outputs) of_replica.erase(of_replica.begin() + layout_.results, of_replica.end());
-  return std::make_unique<Launched>(std::move(outputs), std::move(kept));
+  return std::make_unique<Launched>(name_, std::move(outputs), std::move(kept));
 }
 
 std::unique_ptr<ops::LaunchedProgram> StepProgram::launch(const Launch& launch) {

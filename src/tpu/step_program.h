@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -13,8 +14,14 @@ namespace lockstep::tpu {
 
 class StepProgram final : public ops::CompiledProgram {
  public:
-  StepProgram(Replicas replicas, StepLayout layout, std::shared_ptr<const pjrt::Executable> executable, int steps)
-      : replicas_(std::move(replicas)), layout_(std::move(layout)), executable_(std::move(executable)), steps_(steps) {}
+  // name: for messages, such as "the training step".
+  StepProgram(std::string name, Replicas replicas, StepLayout layout,
+              std::shared_ptr<const pjrt::Executable> executable, int steps)
+      : name_(std::move(name)),
+        replicas_(std::move(replicas)),
+        layout_(std::move(layout)),
+        executable_(std::move(executable)),
+        steps_(steps) {}
 
   std::unique_ptr<ops::LaunchedProgram> launch(const Launch& launch) override;
 
@@ -24,6 +31,7 @@ class StepProgram final : public ops::CompiledProgram {
   std::unique_ptr<ops::LaunchedProgram> run(const std::vector<std::vector<const pjrt::Buffer*>>& arguments,
                                             std::vector<std::vector<pjrt::Buffer>> kept);
 
+  const std::string name_;
   const Replicas replicas_;
   const StepLayout layout_;
   const std::shared_ptr<const pjrt::Executable> executable_;

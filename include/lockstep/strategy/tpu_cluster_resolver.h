@@ -18,7 +18,7 @@ struct TPUClusterResolverOptions {
   // The plugin's file. Empty: that of the environment's PJRT_PLUGIN_LIBRARY_PATH or TPU_LIBRARY_PATH, else libtpu.so,
   // as dlopen finds it.
   std::string plugin = {};
-  PluginOptions plugin_options = {};
+  PluginOptions plugin_options = {};  // empty: the environment's PJRT_PLUGIN_OPTIONS, as "cpu_device_count=8"
 };
 
 // Which TPU a program uses. A value.
