@@ -1,5 +1,5 @@
-// The plugin for CPUs with faults, as FAULT says: "compile" (no program fits), "launch" (a device is lost when a program
-// is launched), "run" (while it runs).
+// The plugin for CPUs with faults, as FAULT says: "compile" (no program fits), "launch" (a device is lost when a
+// program is launched), "run" (while it runs).
 #include <dlfcn.h>
 #include <pjrt_c_api.h>
 
@@ -29,8 +29,8 @@ bool has(std::string_view fault) {
 PJRT_Error* error_of(Fault& fault) { return reinterpret_cast<PJRT_Error*>(&fault); }
 
 const PJRT_Api& cpu() {
-  static const PJRT_Api& api = *reinterpret_cast<const PJRT_Api* (*)()>(
-      dlsym(dlopen(CPU_PLUGIN, RTLD_NOW | RTLD_LOCAL), "GetPjrtApi"))();
+  static const PJRT_Api& api =
+      *reinterpret_cast<const PJRT_Api* (*)()>(dlsym(dlopen(CPU_PLUGIN, RTLD_NOW | RTLD_LOCAL), "GetPjrtApi"))();
   return api;
 }
 

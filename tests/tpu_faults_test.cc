@@ -1,4 +1,5 @@
-// TPUStrategy where a program does not fit, or a device is lost: what is said, and that a checkpoint restores the training.
+// TPUStrategy where a program does not fit, or a device is lost: what is said, and that a checkpoint restores the
+// training.
 #include <filesystem>
 
 #include "base/expect_says_testing.h"
@@ -20,8 +21,8 @@ class WithFault {
 };
 
 TPUStrategy failing_tpu() {
-  return TPUStrategy(TPUClusterResolver(
-      "", {.plugin = FAILING_PLUGIN, .plugin_options = {{"cpu_device_count", std::int64_t{2}}}}));
+  return TPUStrategy(
+      TPUClusterResolver("", {.plugin = FAILING_PLUGIN, .plugin_options = {{"cpu_device_count", std::int64_t{2}}}}));
 }
 
 Model new_model(const Strategy& strategy) {

@@ -1,6 +1,8 @@
 // Which order of dimensions values are computed in.
+#include <algorithm>
 #include <numeric>
 
+#include "base/text.h"
 #include "pjrt/stablehlo.h"
 
 namespace lockstep::pjrt {
@@ -13,14 +15,42 @@ ProgramText::Order ProgramText::order_of(const Value& x) const {
   return {x, same};
 }
 
-void ProgramText::write_transposed(const std::vector<Value>& values) {
+void ProgramText::write_used(const std::vector<Value>& values) {
   for (const auto& value : values) {
     if (not_written_.erase(value.name) == 0) continue;
-    const auto& [source, permutation] = transposed_.at(value.name);
-    lines_ += "  " + value.name + " = \"stablehlo.transpose\"(" + source.name +
-              ") {permutation = " + array_of(permutation) + "} : (" + type_of(source.shape) + ") -> " +
-              type_of(value.shape) + "\n";
+    if (const auto product = products_.find(value.name); product != products_.end()) {
+      const auto& [a, b, contract_a, contract_b, attributes] = product->second;
+      write_line(value, "stablehlo.dot_general", {a, b}, attributes);
+    } else {
+      const auto& [source, permutation] = transposed_.at(value.name);
+      write_line(value, "stablehlo.transpose", {source}, "permutation = " + array_of(permutation));
+    }
   }
+}
+
+void ProgramText::write_line(const Value& value, std::string_view operation, const std::vector<Value>& operands,
+                             const std::string& attributes) {
+  write_used(operands);
+  lines_ += text("  ", value.name, " = \"", operation, "\"(", names_of(operands), ") {", attributes, "} : (",
+                 types_of(operands), ") -> ", type_of(value.shape), "\n");
+}
+
+// A product that was not used yet, with the dimensions of its two factors in the other order: the product of the two in
+// the other order. Gradients of weights come so: LibTorch transposes what it multiplies.
+std::optional<Value> ProgramText::transposed_product(const Value& x, const Dimensions& permutation) {
+  const auto found = products_.find(x.name);
+  if (found == products_.end() || !not_written_.contains(x.name)) return std::nullopt;
+  const auto [a, b, contract_a, contract_b, attributes] = found->second;
+  Dimensions swapped(x.shape.sizes.size());
+  std::iota(swapped.begin(), swapped.end(), 0);
+  std::rotate(swapped.begin(), swapped.begin() + static_cast<std::ptrdiff_t>(a.shape.sizes.size() - contract_a.size()),
+              swapped.end());
+  if (permutation != swapped) return std::nullopt;
+  const auto made = dot(b, a, contract_b, contract_a);
+  write_used({made});
+  products_.erase(x.name);
+  transposed_[x.name] = {made, inverse(permutation)};
+  return made;
 }
 
 // x as what is transposed by `permutation` to give it, where that takes no transposition.

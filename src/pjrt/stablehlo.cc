@@ -112,7 +112,7 @@ Value ProgramText::argument(const Shape& shape) {
 std::vector<Value> ProgramText::add(std::string_view operation, const std::vector<Value>& operands,
                                     const std::vector<Shape>& results, const std::string& attributes,
                                     const std::string& region) {
-  write_transposed(operands);
+  write_used(operands);
   const auto name = fresh();
   std::vector<Value> values;
   for (std::size_t i = 0; i < results.size(); ++i)
@@ -204,6 +204,7 @@ Value ProgramText::transpose(const Value& x, const std::vector<std::int64_t>& pe
   const auto [source, before] = order_of(x);
   const auto both = permuted(before, permutation);
   if (std::is_sorted(both.begin(), both.end())) return source;
+  if (const auto product = transposed_product(source, both)) return *product;
   const Value made{fresh(), {x.shape.dtype, permuted(x.shape.sizes, permutation)}};
   transposed_[made.name] = {source, both};
   not_written_.insert(made.name);
@@ -309,11 +310,15 @@ Value ProgramText::dot(const Value& a, const Value& b, const std::vector<std::in
     if (!is_in(batch_a, i) && !is_in(contract_a, i)) result.sizes.push_back(a.shape.sizes[i]);
   for (std::size_t i = 0; i < b.shape.sizes.size(); ++i)
     if (!is_in(batch_b, i) && !is_in(contract_b, i)) result.sizes.push_back(b.shape.sizes[i]);
-  return add("stablehlo.dot_general", {a, b}, result,
-             text("dot_dimension_numbers = #stablehlo.dot<lhs_batching_dimensions = ", numbers_of(batch_a),
-                  ", rhs_batching_dimensions = ", numbers_of(batch_b),
-                  ", lhs_contracting_dimensions = ", numbers_of(contract_a),
-                  ", rhs_contracting_dimensions = ", numbers_of(contract_b), ">, ", kHighestPrecision));
+  const auto attributes = text("dot_dimension_numbers = #stablehlo.dot<lhs_batching_dimensions = ", numbers_of(batch_a),
+                               ", rhs_batching_dimensions = ", numbers_of(batch_b),
+                               ", lhs_contracting_dimensions = ", numbers_of(contract_a),
+                               ", rhs_contracting_dimensions = ", numbers_of(contract_b), ">, ", kHighestPrecision);
+  if (!batch_a.empty()) return add("stablehlo.dot_general", {a, b}, result, attributes);
+  const Value made{fresh(), result};
+  products_[made.name] = {a, b, contract_a, contract_b, attributes};
+  not_written_.insert(made.name);
+  return made;
 }
 
 namespace {
@@ -354,7 +359,7 @@ std::string ProgramText::function(std::string_view name, const std::vector<Value
 
 std::string ProgramText::finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases,
                                 int replicas) {
-  write_transposed(outputs);
+  write_used(outputs);
   return text("module @program attributes {mhlo.num_replicas = ", replicas, " : i32} {\n",
               function("public @main", outputs, aliases), "}\n");
 }

@@ -119,17 +119,27 @@ class ProgramText {
   std::string fresh() { return "%" + std::to_string(next_++); }
 
   using Dimensions = std::vector<std::int64_t>;
+  struct Product {
+    Value a, b;
+    Dimensions contract_a, contract_b;
+    std::string attributes;
+  };
   // A value again, with dimension permutation[i] in place i.
   using Again = std::function<Value(ProgramText& program, const Dimensions& permutation)>;
 
-  void write_transposed(const std::vector<Value>& values);
+  // What is written where it is first used: transposed values, and products without batches.
+  void write_used(const std::vector<Value>& values);
+  void write_line(const Value& value, std::string_view operation, const std::vector<Value>& operands,
+                  const std::string& attributes);
+  std::optional<Value> transposed_product(const Value& x, const Dimensions& permutation);
   std::optional<Value> in_order(const Value& x, const Dimensions& permutation);
 
   std::vector<Value> arguments_;
   std::string lines_;
   int next_ = 0;
   std::map<std::string, Order> transposed_;  // values by name
-  std::set<std::string> not_written_;        // of them
+  std::map<std::string, Product> products_;
+  std::set<std::string> not_written_;   // of transposed_ and products_
   std::map<std::string, Again> cheap_;  // values that are made in any order of dimensions: constants and their kind
 };
 

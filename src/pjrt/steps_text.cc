@@ -32,7 +32,7 @@ std::string block(const std::vector<Value>& values) {
 
 std::string ProgramText::finish(const std::vector<Value>& outputs, const std::vector<std::pair<int, int>>& aliases,
                                 int replicas, const Steps& steps) {
-  write_transposed(outputs);
+  write_used(outputs);
   std::vector<int> argument_of(outputs.size(), -1);  // [output that is an alias]
   for (const auto& [from, to] : aliases) argument_of[static_cast<std::size_t>(to)] = from;
 

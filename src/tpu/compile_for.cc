@@ -82,7 +82,7 @@ class CompileFor final : public ops::ProgramDevices {
       describe(step.name, topology_.compile(program, {.replicas = replicas_}));
     } catch (const DeviceError& error) {
       report(false, text(step.name, " for ", replicas_, " replicas on ", chips_,
-                  ": does not fit, or cannot be compiled: ", error.what()));
+                         ": does not fit, or cannot be compiled: ", error.what()));
       throw;
     }
     ++counts_.compiled;

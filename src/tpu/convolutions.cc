@@ -1,9 +1,12 @@
 // Convolutions of any rank, with groups, stride, padding and dilation, and their gradients.
 #include <algorithm>
+#include <array>
+#include <tuple>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "tpu/call.h"
+#include "tpu/im2col.h"
 
 namespace lockstep::tpu {
 namespace {
@@ -38,22 +41,14 @@ struct Order {
   Axes x, weight, result;
 };
 
-// Images are [batch, channels, ...]; convolutions are fastest where the channels come last, so that chains of operators
-// between two of them are made in that order (ProgramText::elementwise).
-Sizes to_last(std::size_t rank) {
-  Sizes permutation{0};
-  for (std::size_t i = 0; i < rank; ++i) permutation.push_back(static_cast<std::int64_t>(i + 2));
-  permutation.push_back(1);
-  return permutation;
-}
-
 // x * weight: [b, f, ...] and [o, i, ...], or as `order` says; its arrays whose channels are last are given, and
-// returned, with the channels second.
+// returned, with the channels second. Convolutions are fastest where the channels come last, so that chains of
+// operators between two of them are made in that order (ProgramText::elementwise).
 Value convolve(Call& call, const Value& x, const Value& weight, const Shape& result, const Window& window,
                const Order& order, std::int64_t feature_groups, std::int64_t batch_groups) {
   auto& program = call.program();
   const auto rank = window.stride.size();
-  const auto permutation = to_last(rank);
+  const auto permutation = channels_last(rank);
   const auto as = [&](const Value& value, const Axes& axes) {
     return axes.last ? program.transpose(value, permutation) : value;
   };
@@ -90,12 +85,7 @@ Value swapped_in_groups(Call& call, const Value& weight, std::int64_t groups) {
 }
 
 // The arguments of a convolution from place `i` on: stride, padding, dilation, transposed, output_padding, groups.
-struct Settings {
-  Sizes stride, padding, dilation, output_padding;
-  bool transposed;
-  std::int64_t groups;
-};
-Settings settings_in(Call& call, std::size_t i, std::size_t rank) {
+ConvolutionOptions options_in(Call& call, std::size_t i, std::size_t rank) {
   const auto each = [&](std::size_t place) {
     auto numbers = call.integers(place);
     if (numbers.size() == 1) numbers.resize(rank, numbers[0]);
@@ -105,44 +95,44 @@ Settings settings_in(Call& call, std::size_t i, std::size_t rank) {
 }
 
 // `sizes`: the result's.
-Value forward(Call& call, const Value& x, const Value& weight, const Sizes& sizes, const Settings& settings) {
-  const auto rank = settings.stride.size();
-  Window window{settings.stride, settings.padding, {}, Sizes(rank, 1), settings.dilation};
+Value forward(Call& call, const Value& x, const Value& weight, const Sizes& sizes, const ConvolutionOptions& options) {
+  const auto rank = options.stride.size();
+  Window window{options.stride, options.padding, {}, Sizes(rank, 1), options.dilation};
   for (std::size_t i = 0; i < rank; ++i) {
-    const auto reach = settings.dilation[i] * (weight.shape.sizes[i + 2] - 1) + 1;
-    window.high.push_back((sizes[i + 2] - 1) * settings.stride[i] + reach - x.shape.sizes[i + 2] - window.low[i]);
+    const auto reach = options.dilation[i] * (weight.shape.sizes[i + 2] - 1) + 1;
+    window.high.push_back((sizes[i + 2] - 1) * options.stride[i] + reach - x.shape.sizes[i + 2] - window.low[i]);
   }
-  return convolve(call, x, weight, {x.shape.dtype, sizes}, window, kForward, settings.groups, 1);
+  return convolve(call, x, weight, {x.shape.dtype, sizes}, window, kForward, options.groups, 1);
 }
 
 // What forward's x gets of its result's gradient; `sizes`: x's.
 Value gradient_of_x(Call& call, const Value& gradient, const Value& weight, const Sizes& sizes,
-                    const Settings& settings) {
-  const auto rank = settings.stride.size();
-  Window window{Sizes(rank, 1), {}, {}, settings.stride, settings.dilation};
+                    const ConvolutionOptions& options) {
+  const auto rank = options.stride.size();
+  Window window{Sizes(rank, 1), {}, {}, options.stride, options.dilation};
   for (std::size_t i = 0; i < rank; ++i) {
-    const auto reach = settings.dilation[i] * (weight.shape.sizes[i + 2] - 1);
-    const auto spread = settings.stride[i] * (gradient.shape.sizes[i + 2] - 1) + 1;
-    window.low.push_back(reach - settings.padding[i]);
+    const auto reach = options.dilation[i] * (weight.shape.sizes[i + 2] - 1);
+    const auto spread = options.stride[i] * (gradient.shape.sizes[i + 2] - 1) + 1;
+    window.low.push_back(reach - options.padding[i]);
     window.high.push_back(sizes[i + 2] - spread + reach - window.low[i]);
   }
-  const auto kernel = reversed(call, swapped_in_groups(call, weight, settings.groups));
-  return convolve(call, gradient, kernel, {gradient.shape.dtype, sizes}, window, kForward, settings.groups, 1);
+  const auto kernel = reversed(call, swapped_in_groups(call, weight, options.groups));
+  return convolve(call, gradient, kernel, {gradient.shape.dtype, sizes}, window, kForward, options.groups, 1);
 }
 
 // What forward's weight gets; `sizes`: the weight's. Each channel of x is an example, and each example a channel.
 Value gradient_of_channels(Call& call, const Value& gradient, const Value& x, const Sizes& sizes,
-                           const Settings& settings) {
-  const auto rank = settings.stride.size();
-  Window window{settings.dilation, settings.padding, {}, Sizes(rank, 1), settings.stride};
+                           const ConvolutionOptions& options) {
+  const auto rank = options.stride.size();
+  Window window{options.dilation, options.padding, {}, Sizes(rank, 1), options.stride};
   for (std::size_t i = 0; i < rank; ++i) {
-    const auto spread = settings.stride[i] * (gradient.shape.sizes[i + 2] - 1) + 1;
-    window.high.push_back(settings.dilation[i] * (sizes[i + 2] - 1) + spread - x.shape.sizes[i + 2] -
-                          settings.padding[i]);
+    const auto spread = options.stride[i] * (gradient.shape.sizes[i + 2] - 1) + 1;
+    window.high.push_back(options.dilation[i] * (sizes[i + 2] - 1) + spread - x.shape.sizes[i + 2] -
+                          options.padding[i]);
   }
   auto result = sizes;
   constexpr Order kOrder{{'f', 'b', true}, {'i', 'o', true}, {'f', 'b'}};
-  return convolve(call, x, gradient, {gradient.shape.dtype, result}, window, kOrder, 1, settings.groups);
+  return convolve(call, x, gradient, {gradient.shape.dtype, result}, window, kOrder, 1, options.groups);
 }
 
 // x with zeros behind it in `dimension`, up to `size`; the compiler does not undo it.
@@ -157,14 +147,14 @@ Value filled_up(Call& call, const Value& x, std::size_t dimension, std::int64_t 
 // The same. libtpu's compiler takes minutes where such a convolution in float32 has fewer than 8 channels (0.0.51: 31 s
 // for one of 1 and 32 channels alone, 3 s with 8 and 32), which a TPU fills up to 8 anyway; so they are filled up here.
 Value gradient_of_weight(Call& call, const Value& gradient, const Value& x, const Sizes& sizes,
-                         const Settings& settings) {
+                         const ConvolutionOptions& options) {
   constexpr std::int64_t kChannels = 8;
-  if (call.is_for_cpu() || settings.groups > 1 || std::min(sizes[0], sizes[1]) >= kChannels)
-    return gradient_of_channels(call, gradient, x, sizes, settings);
+  if (call.is_for_cpu() || options.groups > 1 || std::min(sizes[0], sizes[1]) >= kChannels)
+    return gradient_of_channels(call, gradient, x, sizes, options);
   auto filled = sizes;
   for (const std::size_t i : {0, 1}) filled[i] = std::max(sizes[i], kChannels);
   const auto result = gradient_of_channels(call, filled_up(call, gradient, 1, filled[0]),
-                                           filled_up(call, x, 1, filled[1]), filled, settings);
+                                           filled_up(call, x, 1, filled[1]), filled, options);
   const Sizes none(sizes.size(), 0), ones(sizes.size(), 1);
   const auto kept = call.program().add("stablehlo.optimization_barrier", {result}, result.shape);
   return call.program().slice(kept, none, sizes, ones);
@@ -180,36 +170,48 @@ Value with_bias(Call& call, const Value& y, std::size_t place) {
 void convolution(Call& call) {
   const auto x = call.value(0), weight = call.value(1);
   const auto rank = x.shape.sizes.size() - 2;
-  const auto settings = settings_in(call, 3, rank);
-  Sizes sizes{x.shape.sizes[0], settings.transposed ? weight.shape.sizes[1] * settings.groups : weight.shape.sizes[0]};
+  const auto options = options_in(call, 3, rank);
+  Sizes sizes{x.shape.sizes[0], options.transposed ? weight.shape.sizes[1] * options.groups : weight.shape.sizes[0]};
   for (std::size_t i = 0; i < rank; ++i) {
-    const auto size = x.shape.sizes[i + 2], reach = settings.dilation[i] * (weight.shape.sizes[i + 2] - 1) + 1;
-    sizes.push_back(settings.transposed
-                        ? (size - 1) * settings.stride[i] - 2 * settings.padding[i] + reach + settings.output_padding[i]
-                        : (size + 2 * settings.padding[i] - reach) / settings.stride[i] + 1);
+    const auto size = x.shape.sizes[i + 2], reach = options.dilation[i] * (weight.shape.sizes[i + 2] - 1) + 1;
+    sizes.push_back(options.transposed
+                        ? (size - 1) * options.stride[i] - 2 * options.padding[i] + reach + options.output_padding[i]
+                        : (size + 2 * options.padding[i] - reach) / options.stride[i] + 1);
   }
-  if (!settings.transposed) return call.returns({with_bias(call, forward(call, x, weight, sizes, settings), 2)});
-  call.returns({with_bias(call, gradient_of_x(call, x, weight, sizes, settings), 2)});
+  if (is_fast_by_im2col(call, weight.shape.sizes, options)) {
+    const auto bias = call.has(2) ? call.value(2) : Value();
+    return call.returns({convolve_by_im2col(call, x, weight, bias, sizes, options)});
+  }
+  if (!options.transposed) return call.returns({with_bias(call, forward(call, x, weight, sizes, options), 2)});
+  call.returns({with_bias(call, gradient_of_x(call, x, weight, sizes, options), 2)});
 }
 
 // Of x, the weight and the bias, where the mask in place 10 asks for them.
 void convolution_backward(Call& call) {
   const auto gradient = call.value(0), x = call.value(1), weight = call.value(2);
-  const auto settings = settings_in(call, 4, x.shape.sizes.size() - 2);
+  const auto options = options_in(call, 4, x.shape.sizes.size() - 2);
   const auto asked = call.argument(10).toBoolList();
-  std::vector<Value> results;
+  std::array<Value, 3> results;
   if (asked[0])
-    results.push_back(settings.transposed ? forward(call, gradient, weight, x.shape.sizes, settings)
-                                          : gradient_of_x(call, gradient, weight, x.shape.sizes, settings));
-  if (asked[1])
-    results.push_back(settings.transposed ? gradient_of_weight(call, x, gradient, weight.shape.sizes, settings)
-                                          : gradient_of_weight(call, gradient, x, weight.shape.sizes, settings));
-  if (asked[2]) {
-    Sizes others{0};
-    for (std::size_t i = 2; i < gradient.shape.sizes.size(); ++i) others.push_back(static_cast<std::int64_t>(i));
-    results.push_back(sum_over(call, gradient, others));
+    results[0] = options.transposed ? forward(call, gradient, weight, x.shape.sizes, options)
+                                    : gradient_of_x(call, gradient, weight, x.shape.sizes, options);
+  if (asked[1] && is_fast_by_im2col(call, weight.shape.sizes, options)) {
+    std::tie(results[1], results[2]) = gradients_by_im2col(call, gradient, x, weight.shape.sizes, options);
+  } else {
+    if (asked[1])
+      results[1] = options.transposed ? gradient_of_weight(call, x, gradient, weight.shape.sizes, options)
+                                      : gradient_of_weight(call, gradient, x, weight.shape.sizes, options);
+    if (asked[2]) {
+      Sizes others{0};
+      for (std::size_t i = 2; i < gradient.shape.sizes.size(); ++i) others.push_back(static_cast<std::int64_t>(i));
+      results[2] = sum_over(call, gradient, others);
+    }
   }
-  call.returns(std::move(results));
+  std::vector<Value> returned;
+  for (std::size_t i = 0; i < 3; ++i) {
+    if (asked[i]) returned.push_back(results[i]);
+  }
+  call.returns(std::move(returned));
   for (std::size_t i = 0; i < 3; ++i)
     if (!asked[i]) call.returns_none(i);
 }
