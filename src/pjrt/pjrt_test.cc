@@ -10,6 +10,7 @@
 #include "lockstep/base/device_error.h"
 #include "pjrt/executable.h"
 #include "pjrt/named_values.h"
+#include "pjrt/stablehlo.h"
 
 namespace lockstep::pjrt {
 namespace {
@@ -177,6 +178,27 @@ TEST(Pjrt, WorkThatNeverEndsIsGivenUpAtTheDeadline) {
   expect_says(message_of<DeadlineExceeded>(
                   [&] { event.wait(Deadline::after(std::chrono::milliseconds(20)), "run a program"); }),
               "run a program");
+}
+
+TEST(Pjrt, TransposedProductsAreProductsInTheOtherOrder) {
+  const auto product_of = [](ProgramText& text) {
+    const auto a = text.argument({DType::float32, {2, 3}});
+    return text.dot(a, text.argument({DType::float32, {3, 4}}), {1}, {0});
+  };
+  ProgramText alone;
+  const auto program = alone.finish({alone.transpose(product_of(alone), {1, 0})}, {}, 1);
+  EXPECT_EQ(program.find("transpose"), std::string::npos) << program;
+  ProgramText both;
+  const auto product = product_of(both);
+  const auto transposed = both.transpose(product, {1, 0});
+  const auto client = cpu(1);
+  const auto compiled = Executable::compile(client, both.finish({product, transposed}, {}, 1), {});
+  const std::vector<float> a{1, 2, 3, 4, 5, 6}, b{1, 0, 2, 0, 0, 1, 0, 2, 3, 0, 0, 1};
+  const auto on_device_a = client->copy_to_device(a.data(), {.sizes = {2, 3}}, client->devices()[0]);
+  const auto on_device_b = client->copy_to_device(b.data(), {.sizes = {3, 4}}, client->devices()[0]);
+  const auto results = compiled.run({{&on_device_a, &on_device_b}});
+  EXPECT_EQ(floats(results[0][0]), (std::vector<float>{10, 2, 2, 7, 22, 5, 8, 16}));
+  EXPECT_EQ(floats(results[0][1]), (std::vector<float>{10, 22, 2, 5, 2, 8, 7, 16}));
 }
 
 }  // namespace

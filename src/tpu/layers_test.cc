@@ -34,18 +34,23 @@ TEST_F(EachLowering, Convolutions) {
     bool transposed = false;
     Sizes output_padding = {0, 0};
   };
-  for (const auto& one : std::vector<Case>{{{2, 3, 7, 8}, {4, 3, 3, 2}, {2, 3}, {1, 0}, {1, 2}},
-                                           {{2, 4, 9, 9}, {6, 2, 3, 3}, {2, 2}, {1, 1}, {2, 1}, 2},
-                                           {{1, 4, 6, 6}, {4, 1, 5, 5}, {1, 1}, {2, 2}, {1, 1}, 4},
-                                           {{2, 4, 5, 5}, {4, 3, 3, 3}, {2, 2}, {1, 1}, {1, 1}, 2, true, {1, 0}}})
-    same(
-        [&](const Tensors& x) {
-          return at::convolution(x[0], x[1], x[2], one.stride, one.padding, one.dilation, one.transposed,
-                                 one.output_padding, one.groups)
-                     .relu() *
-                 2;
-        },
-        {numbers(one.x), numbers(one.weight), numbers({one.transposed ? one.weight[1] * one.groups : one.weight[0]})});
+  const std::vector<Case> cases{{{2, 3, 7, 8}, {4, 3, 3, 2}, {2, 3}, {1, 0}, {1, 2}},
+                                {{2, 9, 7, 8}, {10, 9, 3, 3}, {2, 1}, {1, 0}, {1, 2}},
+                                {{2, 4, 9, 9}, {6, 2, 3, 3}, {2, 2}, {1, 1}, {2, 1}, 2},
+                                {{1, 4, 6, 6}, {4, 1, 5, 5}, {1, 1}, {2, 2}, {1, 1}, 4},
+                                {{2, 4, 5, 5}, {4, 3, 3, 3}, {2, 2}, {1, 1}, {1, 1}, 2, true, {1, 0}},
+                                {{2, 4, 5, 5}, {4, 3, 3, 3}, {1, 1}, {0, 0}, {1, 1}, 1, true}};
+  for (const auto target : {Trace::Target::cpu, Trace::Target::others})
+    for (const auto& one : cases)
+      expect_same(
+          [&](const Tensors& x) {
+            return at::convolution(x[0], x[1], x[2], one.stride, one.padding, one.dilation, one.transposed,
+                                   one.output_padding, one.groups)
+                       .relu() *
+                   2;
+          },
+          {numbers(one.x), numbers(one.weight), numbers({one.transposed ? one.weight[1] * one.groups : one.weight[0]})},
+          2e-5, &compared, target);
   same([](const Tensors& x) { return at::conv1d(x[0], x[1], {}, 2, 1); }, {numbers({2, 3, 9}), numbers({4, 3, 3})});
   same([](const Tensors& x) { return at::conv3d(x[0], x[1], {}, 2, 1); },
        {numbers({1, 2, 5, 4, 6}), numbers({3, 2, 3, 3, 3})});
