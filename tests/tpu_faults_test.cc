@@ -69,7 +69,7 @@ TEST_P(TpuFaults, ATrainingGoesOnFromItsBackupWhereADeviceWasLost) {
   std::filesystem::remove_all(folder);
   const auto data = images();
   const auto fit = [&](Model& model, std::vector<AnyCallback> callbacks) {
-    callbacks.push_back(BackupAndRestore(folder.string()));
+    callbacks.push_back(BackupAndRestore(folder.string(), {.save_freq = 2}));
     return model.fit(data, {.epochs = 3, .verbose = 0, .callbacks = callbacks});
   };
   auto whole = new_model(tpu(2));

@@ -179,6 +179,25 @@ TEST(Tpu, LabelsThatAreNoClassAreNamed) {
               "a label is 10; the model has 10 outputs, so labels are 0 to 9");
 }
 
+// A batch is read, and copied, while the devices compute the one before it.
+TEST(Tpu, WhatIsWrongWithABatchIsSaidWhenItsTurnComes) {
+  struct Count : Callback {
+    void on_train_batch_end(std::int64_t, const Logs&) override { ++batches; }
+    int batches = 0;
+  };
+  const auto scope = tpu(2).scope();
+  auto model = seed_cnn();
+  model.compile(classifier());
+  auto labels = at::zeros({40}, at::kLong);
+  labels[20] = 10;  // in the third batch
+  const auto data = Dataset::from_tensor_slices(at::randn({40, 1, 12, 12}), labels).batch(8);
+  const auto count = std::make_shared<Count>();
+  expect_says(message_of<InvalidArgument>([&] { model.fit(data, {.verbose = 0, .callbacks = {count}}); }),
+              "a label is 10");
+  EXPECT_EQ(count->batches, 2);
+  EXPECT_EQ(model.iterations(), 2);
+}
+
 TEST(Tpu, ComputesInSixteenBits) {
   set_global_policy("mixed_bfloat16");
   const auto data = images(1, 12);

@@ -94,24 +94,35 @@ class LaunchedProgram {
   virtual std::vector<std::vector<at::Tensor>> results(Deadline deadline) = 0;
 };
 
+// A program's inputs, on their way to the devices.
+class ProgramInputs {
+ public:
+  virtual ~ProgramInputs() = default;
+};
+
 // One compiled step, or several that are launched together.
 class CompiledProgram {
  public:
   struct Launch {
-    std::vector<std::vector<at::Tensor>> inputs;    // [replica][input], in host memory; of several steps [step, ...]
+    std::unique_ptr<ProgramInputs> inputs;          // of this program
     std::vector<std::vector<std::uint64_t>> seeds;  // [replica][step], of the step's random numbers
     std::vector<bool> updates;                      // [step]: whether it has examples, so that it changes variables
   };
 
   virtual ~CompiledProgram() = default;
 
+  // Begins to copy inputs [replica][input] from host memory, also while another run goes on; those of several steps are
+  // [step, ...].
+  virtual std::unique_ptr<ProgramInputs> copy(const std::vector<std::vector<at::Tensor>>& inputs) = 0;
+
   // Begins a run. Results of several steps are [step, ...].
-  virtual std::unique_ptr<LaunchedProgram> launch(const Launch& launch) = 0;
+  virtual std::unique_ptr<LaunchedProgram> launch(Launch launch) = 0;
 };
 
-// How often programs were traced and compiled.
+// How often programs were traced and compiled, and how much of a device's memory the last one needs, as its compiler
+// says: arguments, results and what it computes in between.
 struct ProgramCounts {
-  std::int64_t traced = 0, compiled = 0;
+  std::int64_t traced = 0, compiled = 0, bytes = 0;
 };
 
 // The devices of a strategy. One thread at a time uses them.

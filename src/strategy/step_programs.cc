@@ -101,14 +101,12 @@ std::vector<std::vector<Tensor>> strategy::run_program(StrategyImpl& strategy, c
     entry = std::move(made);
   }
 
-  ops::CompiledProgram::Launch launch{.updates = {true}};
-  const auto seeds = strategy.next_run_seeds();
-  for (std::size_t replica = 0; replica < step.inputs.size(); ++replica) {
-    launch.inputs.push_back(ops::defined_of(step.inputs[replica]));
-    launch.seeds.push_back({seeds[replica]});
-  }
+  std::vector<Tensors> inputs;
+  for (const auto& of_replica : step.inputs) inputs.push_back(ops::defined_of(of_replica));
+  ops::CompiledProgram::Launch launch{.inputs = entry.program->copy(inputs), .updates = {true}};
+  for (const auto seed : strategy.next_run_seeds()) launch.seeds.push_back({seed});
   std::vector<std::vector<Tensor>> results;
-  for (const auto& defined : entry.program->launch(launch)->results(strategy.deadline())) {
+  for (const auto& defined : entry.program->launch(std::move(launch))->results(strategy.deadline())) {
     auto& all = results.emplace_back();
     auto next = defined.begin();
     for (const bool is_defined : entry.is_defined) all.push_back(is_defined ? *next++ : Tensor());

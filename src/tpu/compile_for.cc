@@ -44,14 +44,17 @@ void report(bool fits, const std::string& line) {
 class NotRun final : public ops::CompiledProgram {
  public:
   NotRun(std::string name, std::string chips) : name_(std::move(name)), chips_(std::move(chips)) {}
-  std::unique_ptr<ops::LaunchedProgram> launch(const Launch&) override {
+  std::unique_ptr<ops::LaunchedProgram> launch(Launch) override { refuse(); }
+  std::unique_ptr<ops::ProgramInputs> copy(const std::vector<std::vector<at::Tensor>>&) override { refuse(); }
+
+ private:
+  [[noreturn]] void refuse() const {
     throw DeviceError(
         text(name_, " was compiled for ", chips_,
              ", as `lockstep compile-for` asked; the program ends here, since those chips are not in this "
              "machine"));
   }
 
- private:
   const std::string name_, chips_;
 };
 

@@ -115,9 +115,11 @@ std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& n
     ++counts_.compiled;
     cache_.store(key, *made);
   }
+  counts_.bytes = static_cast<std::int64_t>(made->program().memory().total());
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
   log_info(lockstep::text(is_stored ? "loaded " : "compiled ", name, " for ", replicas(), " x ", kind(),
-                          is_stored ? " from LOCKSTEP_CACHE in " : " in ", seconds.count(), " s"));
+                          is_stored ? " from LOCKSTEP_CACHE in " : " in ", seconds.count(), " s: needs ",
+                          static_cast<double>(counts_.bytes >> 10) / 1024, " MiB of each device"));
   return made;
 }
 

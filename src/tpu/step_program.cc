@@ -86,13 +86,23 @@ std::vector<std::int64_t> numbered(const std::vector<bool>& updates) {
   return numbers;
 }
 
+struct Inputs final : ops::ProgramInputs {
+  Buffers buffers;  // [replica][input]
+};
+
 }  // namespace
 
-std::vector<std::pair<int, pjrt::Buffer>> StepProgram::copied(const Launch& launch, std::size_t replica) const {
+std::unique_ptr<ops::ProgramInputs> StepProgram::copy(const std::vector<std::vector<at::Tensor>>& inputs) {
+  auto copied = std::make_unique<Inputs>();
+  for (std::size_t replica = 0; replica < inputs.size(); ++replica) {
+    auto& mine = copied->buffers.emplace_back();
+    for (const auto& input : inputs[replica]) mine.push_back(replicas_.copy(input, replica));
+  }
+  return copied;
+}
+
+std::vector<std::pair<int, pjrt::Buffer>> StepProgram::numbers(const Launch& launch, std::size_t replica) const {
   std::vector<std::pair<int, pjrt::Buffer>> copies;
-  const auto& inputs = launch.inputs[replica];
-  for (std::size_t i = 0; i < inputs.size(); ++i)
-    copies.emplace_back(layout_.inputs[i], replicas_.copy(inputs[i], replica));
   if (layout_.seed) copies.emplace_back(*layout_.seed, replicas_.copy(as_argument(launch.seeds[replica]), replica));
   const auto updates = numbered(launch.updates);
   for (const auto& number : layout_.numbers) {
@@ -118,17 +128,17 @@ std::unique_ptr<ops::LaunchedProgram> StepProgram::run(const std::vector<std::ve
   return std::make_unique<Launched>(name_, std::move(outputs), std::move(kept));
 }
 
-std::unique_ptr<ops::LaunchedProgram> StepProgram::launch(const Launch& launch) {
+std::unique_ptr<ops::LaunchedProgram> StepProgram::launch(Launch launch) {
   if (launch.updates.size() != static_cast<std::size_t>(steps_))
     throw Error(text("a program of ", steps_, " steps is launched with ", launch.updates.size()));
   const auto count = replicas_.devices.size();
-  Buffers copies;
+  Buffers copies = std::move(static_cast<Inputs&>(*launch.inputs).buffers);
   std::vector<std::vector<const pjrt::Buffer*>> arguments(
       count, std::vector<const pjrt::Buffer*>(static_cast<std::size_t>(layout_.arguments)));
   for (std::size_t i = 0; i < count; ++i) {
-    auto& own = copies.emplace_back();
-    std::vector<int> places;
-    for (auto& [argument, copy] : copied(launch, i)) {
+    auto& own = copies[i];
+    auto places = layout_.inputs;
+    for (auto& [argument, copy] : numbers(launch, i)) {
       places.push_back(argument);
       own.push_back(std::move(copy));
     }

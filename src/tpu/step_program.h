@@ -23,11 +23,12 @@ class StepProgram final : public ops::CompiledProgram {
         executable_(std::move(executable)),
         steps_(steps) {}
 
-  std::unique_ptr<ops::LaunchedProgram> launch(const Launch& launch) override;
+  std::unique_ptr<ops::ProgramInputs> copy(const std::vector<std::vector<at::Tensor>>& inputs) override;
+  std::unique_ptr<ops::LaunchedProgram> launch(Launch launch) override;
 
  private:
-  // What the host gives replica `replica`, by argument.
-  std::vector<std::pair<int, pjrt::Buffer>> copied(const Launch& launch, std::size_t replica) const;
+  // What changes from launch to launch for replica `replica`, beside its inputs, by argument.
+  std::vector<std::pair<int, pjrt::Buffer>> numbers(const Launch& launch, std::size_t replica) const;
   std::unique_ptr<ops::LaunchedProgram> run(const std::vector<std::vector<const pjrt::Buffer*>>& arguments,
                                             std::vector<std::vector<pjrt::Buffer>> kept);
 

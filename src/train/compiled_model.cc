@@ -90,7 +90,7 @@ std::vector<CompiledModel::Input> CompiledModel::read(std::vector<Parts>& batche
   return inputs;
 }
 
-CompiledModel::Compiled& CompiledModel::program_for(Kind kind, const std::vector<Input>& inputs) {
+std::shared_ptr<const CompiledModel::Compiled> CompiledModel::program_for(Kind kind, const std::vector<Input>& inputs) {
   const auto& like = inputs[0][0];
   std::int64_t rows = 0;
   for (const auto& input : inputs) {
@@ -105,23 +105,24 @@ CompiledModel::Compiled& CompiledModel::program_for(Kind kind, const std::vector
   }
   const int count = steps(kind, inputs);
   auto& compiled = programs_[{kind, count, shapes_of(like)}];
-  if (compiled.program != nullptr && compiled.rows >= rows) return compiled;
+  if (compiled != nullptr && compiled->rows >= rows) return compiled;
   const char* const names[] = {"the training step", "the evaluation step", "the prediction step"};
   auto tensors = filled_up(like, rows, example_of(inputs));
   tensors.push_back(counts_of(rows, rows));
-  Compiled made{.rows = rows};
-  made.program = unwrap(impl_.strategy)
-                     .programs()
-                     ->compile({.name = names[static_cast<int>(kind)],
-                                .inputs = tensors,
-                                .steps = count,
-                                .function = [&](const Tensors& traced) {
-                                  auto next = traced.begin();
-                                  Example part{*next++};
-                                  if (like.y.defined()) part.y = *next++;
-                                  if (like.weight.defined()) part.weight = *next++;
-                                  return trace(kind, part, *next, made);
-                                }});
+  auto made = std::make_shared<Compiled>();
+  made->rows = rows;
+  made->program = unwrap(impl_.strategy)
+                      .programs()
+                      ->compile({.name = names[static_cast<int>(kind)],
+                                 .inputs = tensors,
+                                 .steps = count,
+                                 .function = [&](const Tensors& traced) {
+                                   auto next = traced.begin();
+                                   Example part{*next++};
+                                   if (like.y.defined()) part.y = *next++;
+                                   if (like.weight.defined()) part.weight = *next++;
+                                   return trace(kind, part, *next, *made);
+                                 }});
   compiled = std::move(made);
   return compiled;
 }
@@ -192,13 +193,14 @@ void CompiledModel::check_labels(const Example& part, const Compiled& compiled) 
   class_labels("SparseCategoricalCrossentropy", part.y, at::empty({1}).expand(sizes));
 }
 
-std::vector<std::vector<Tensor>> CompiledModel::run(Kind kind, std::vector<Input>& inputs) {
-  const auto& strategy = unwrap(impl_.strategy);
-  auto& compiled = program_for(kind, inputs);
+CompiledModel::Prepared CompiledModel::prepare(Kind kind, std::vector<Parts>& batches) {
+  Prepared prepared{.kind = kind, .inputs = read(batches)};
+  const auto& inputs = prepared.inputs;
+  prepared.compiled = program_for(kind, inputs);
+  const auto& compiled = *prepared.compiled;
   const auto count = static_cast<std::size_t>(steps(kind, inputs));
   const auto row = example_of(inputs);
-  ops::CompiledProgram::Launch launch;
-  launch.inputs.resize(inputs.size());
+  std::vector<Tensors> filled(inputs.size());
   unwrap(impl_.strategy).on_replicas([&](int replica) {
     const auto& parts = inputs[static_cast<std::size_t>(replica)];
     for (const auto& part : parts)
@@ -209,7 +211,7 @@ std::vector<std::vector<Tensor>> CompiledModel::run(Kind kind, std::vector<Input
       auto& tensors = of_steps.emplace_back(filled_up(part, compiled.rows, row));
       tensors.push_back(counts_of(step < parts.size() ? part.size() : 0, compiled.rows));
     }
-    auto& mine = launch.inputs[static_cast<std::size_t>(replica)];
+    auto& mine = filled[static_cast<std::size_t>(replica)];
     for (std::size_t i = 0; i < of_steps[0].size(); ++i) {
       Tensors stacked;
       for (const auto& tensors : of_steps) stacked.push_back(tensors[i]);
@@ -217,17 +219,27 @@ std::vector<std::vector<Tensor>> CompiledModel::run(Kind kind, std::vector<Input
     }
   });
   for (std::size_t step = 0; step < count; ++step)
-    launch.updates.push_back(kind == Kind::train && updates(inputs, step));
-  launch.seeds = seeds(kind, static_cast<int>(count));
-  return compiled.program->launch(launch)->results(strategy.deadline());
+    prepared.updates.push_back(kind == Kind::train && updates(inputs, step));
+  prepared.copied = compiled.program->copy(filled);
+  return prepared;
+}
+
+std::vector<std::vector<Tensor>> CompiledModel::run(Prepared& prepared, const std::function<void()>& meanwhile) const {
+  const auto count = static_cast<int>(prepared.updates.size());
+  const auto launched = prepared.compiled->program->launch({.inputs = std::move(prepared.copied),
+                                                            .seeds = seeds(prepared.kind, count),
+                                                            .updates = std::move(prepared.updates)});
+  if (meanwhile) meanwhile();
+  return launched->results(unwrap(impl_.strategy).deadline());
 }
 
 // results: [replica][result], of several steps [step, ...].
-std::vector<PerReplica<StepResult>> CompiledModel::counted(Kind kind, const std::vector<Input>& inputs,
+std::vector<PerReplica<StepResult>> CompiledModel::counted(const Prepared& prepared,
                                                            const std::vector<std::vector<Tensor>>& results,
                                                            Tracker& tracker) const {
+  const auto& inputs = prepared.inputs;
   const auto of_step = [&](const Tensor& all, std::size_t step) {
-    return steps(kind, inputs) == 1 ? all : all.select(0, static_cast<std::int64_t>(step));
+    return steps(prepared.kind, inputs) == 1 ? all : all.select(0, static_cast<std::int64_t>(step));
   };
   std::vector<PerReplica<StepResult>> counted;
   for (std::size_t step = 0; step < inputs[0].size(); ++step) {
@@ -249,26 +261,26 @@ std::vector<PerReplica<StepResult>> CompiledModel::counted(Kind kind, const std:
   return counted;
 }
 
-std::vector<PerReplica<StepResult>> CompiledModel::train(std::vector<Parts>& batches, Tracker& tracker) {
-  auto inputs = read(batches);
-  const auto results = run(Kind::train, inputs);
-  return counted(Kind::train, inputs, results, tracker);
+std::vector<PerReplica<StepResult>> CompiledModel::train(Prepared prepared, Tracker& tracker,
+                                                         const std::function<void()>& meanwhile) {
+  const auto results = run(prepared, meanwhile);
+  return counted(prepared, results, tracker);
 }
 
 PerReplica<StepResult> CompiledModel::evaluate(Parts& batch, Tracker& tracker) {
   std::vector<Parts> one{std::move(batch)};
-  auto inputs = read(one);
-  const auto results = run(Kind::evaluate, inputs);
-  return counted(Kind::evaluate, inputs, results, tracker)[0];
+  auto prepared = prepare(Kind::evaluate, one);
+  const auto results = run(prepared);
+  return counted(prepared, results, tracker)[0];
 }
 
 std::vector<Tensor> CompiledModel::predict(Parts& batch) {
   std::vector<Parts> one{std::move(batch)};
-  auto inputs = read(one);
-  const auto results = run(Kind::predict, inputs);
+  auto prepared = prepare(Kind::predict, one);
+  const auto results = run(prepared);
   std::vector<Tensor> outputs;
-  for (std::size_t replica = 0; replica < inputs.size(); ++replica) {
-    const auto rows = inputs[replica][0].size();
+  for (std::size_t replica = 0; replica < results.size(); ++replica) {
+    const auto rows = prepared.inputs[replica][0].size();
     outputs.push_back(rows > 0 ? results[replica][0].narrow(0, 0, rows) : Tensor());
   }
   return outputs;

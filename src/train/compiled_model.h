@@ -2,6 +2,7 @@
 #pragma once
 
 #include <compare>
+#include <functional>
 #include <map>
 #include <memory>
 #include <tuple>
@@ -26,15 +27,6 @@ class CompiledModel {
 
   using Parts = PerReplica<internal::Part>;
 
-  // As ModelImpl::train_batch for each, in one launch: at most CompileOptions::steps_per_execution batches. Returns
-  // [batch].
-  std::vector<PerReplica<StepResult>> train(std::vector<Parts>& batches, Tracker& tracker);
-
-  PerReplica<StepResult> evaluate(Parts& batch, Tracker& tracker);
-
-  // The outputs for each replica's examples; undefined where it has none.
-  std::vector<Tensor> predict(Parts& batch);
-
  private:
   enum class Kind { train, evaluate, predict };
 
@@ -48,20 +40,47 @@ class CompiledModel {
     std::unique_ptr<ops::CompiledProgram> program;
   };
 
+ public:
+  // Batches of one launch, on their way to the devices.
+  struct Prepared {
+    Kind kind = Kind::train;
+    std::vector<Input> inputs;  // [replica]
+    std::shared_ptr<const Compiled> compiled;
+    std::unique_ptr<ops::ProgramInputs> copied;
+    std::vector<bool> updates;  // [step]
+  };
+
+  // Reads the batches of a training step, or of several in one launch: at most CompileOptions::steps_per_execution; and
+  // begins to copy them to the devices, also while these compute.
+  Prepared prepare(std::vector<Parts>& batches) { return prepare(Kind::train, batches); }
+
+  // As ModelImpl::train_batch for each of the batches. Returns [batch]. `meanwhile` is called while the devices
+  // compute.
+  std::vector<PerReplica<StepResult>> train(Prepared prepared, Tracker& tracker,
+                                            const std::function<void()>& meanwhile = {});
+
+  PerReplica<StepResult> evaluate(Parts& batch, Tracker& tracker);
+
+  // The outputs for each replica's examples; undefined where it has none.
+  std::vector<Tensor> predict(Parts& batch);
+
+ private:
   std::vector<Input> read(std::vector<Parts>& batches) const;
-  Compiled& program_for(Kind kind, const std::vector<Input>& inputs);
+  Prepared prepare(Kind kind, std::vector<Parts>& batches);
+  std::shared_ptr<const Compiled> program_for(Kind kind, const std::vector<Input>& inputs);
   ops::ProgramDevices::Tensors trace(Kind kind, const Example& part, const Tensor& counts, Compiled& compiled) const;
   void check_labels(const Example& part, const Compiled& compiled) const;
-  std::vector<std::vector<Tensor>> run(Kind kind, std::vector<Input>& inputs);
-  std::vector<PerReplica<StepResult>> counted(Kind kind, const std::vector<Input>& inputs,
-                                              const std::vector<std::vector<Tensor>>& results, Tracker& tracker) const;
+  std::vector<std::vector<Tensor>> run(Prepared& prepared, const std::function<void()>& meanwhile = {}) const;
+  std::vector<PerReplica<StepResult>> counted(const Prepared& prepared, const std::vector<std::vector<Tensor>>& results,
+                                              Tracker& tracker) const;
   std::vector<std::vector<std::uint64_t>> seeds(Kind kind, int count) const;
   int steps(Kind kind, const std::vector<Input>& inputs) const;  // of a launch
   bool has_metrics() const;
   bool updates(const std::vector<Input>& inputs, std::size_t step) const;
 
   ModelImpl& impl_;
-  std::map<std::tuple<Kind, int, Shapes>, Compiled> programs_;  // by kind, steps of a launch, and shapes
+  std::map<std::tuple<Kind, int, Shapes>, std::shared_ptr<const Compiled>>
+      programs_;  // by kind, steps of a launch, and shapes
 };
 
 }  // namespace lockstep::train

@@ -1,6 +1,7 @@
 // Steps that this process makes, with its peers.
 #include <algorithm>
 #include <chrono>
+#include <exception>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -27,6 +28,7 @@ class LocalSteps final : public StepSource {
   void begin_epoch() override {
     stopped_ = false;
     if (iterator_ && options_.steps_per_epoch > 0) return;
+    ahead_.reset();
     const auto data = distributed();
     if (restored_with_other_batch_size(data)) {
       iterator_.emplace(data.iterate_from({progress().position.epoch, progress().examples}));
@@ -39,26 +41,26 @@ class LocalSteps final : public StepSource {
 
   bool next(const std::function<bool()>& /*interrupted*/) override {
     if (stopped_) return false;
-    auto most = impl_.compiled->steps_per_execution;
-    if (options_.steps_per_epoch > 0) most = std::min(most, options_.steps_per_epoch - progress().batch);
     const auto before = std::chrono::steady_clock::now();
-    batches_.clear();
-    while (static_cast<std::int64_t>(batches_.size()) < most) {
-      auto batch = iterator_->next_parts();
-      if (!batch) break;
-      if (batches_.empty()) first_size_ = iterator_->element_size();
-      batches_.push_back(*std::move(batch));
-    }
+    auto ahead = std::exchange(ahead_, {});
+    if (ahead && ahead->error) std::rethrow_exception(ahead->error);
+    read_ = ahead ? *std::move(ahead) : read(progress().batch);
     results_.clear();
     regroups_ = peers().regroups();
     impl_.times.input += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
-    return !batches_.empty();
+    return !read_.batches.empty();
   }
 
   void train() override {
-    if (std::exchange(regroups_, peers().regroups()) != peers().regroups()) batches_ = {iterator_->parts_again()};
+    if (std::exchange(regroups_, peers().regroups()) != peers().regroups())
+      read_ = as_read_now({iterator_->parts_again()});
     impl_.gradients->updater().set_learning_rate_factor(unwrap(impl_.strategy).learning_rate_factor());
-    results_ = impl_.train_batches(batches_, *impl_.tracker);
+    if (!impl_.programs) {
+      results_ = impl_.train_batches(read_.batches, *impl_.tracker);
+      return;
+    }
+    if (!read_.prepared) read_.prepared = impl_.programs->prepare(read_.batches);
+    results_ = impl_.train_prepared(*std::exchange(read_.prepared, {}), *impl_.tracker, [this] { read_ahead(); });
   }
 
   std::vector<double> sum(std::span<const double> news) override {
@@ -74,10 +76,10 @@ class LocalSteps final : public StepSource {
   void count(std::span<const double> sums) override {
     for (const auto& of_batch : earlier_) impl_.tracker->count_batch(of_batch);
     impl_.tracker->count_batch(sums);
-    progress().batch += static_cast<std::int64_t>(batches_.size());
-    if (progress().position.index == 0) progress().batch_size = largest_of_readers(first_size_);
-    progress().position = iterator_->position();
-    progress().examples = examples_before_ + iterator_->examples();
+    progress().batch += static_cast<std::int64_t>(read_.batches.size());
+    if (progress().position.index == 0) progress().batch_size = largest_of_readers(read_.first_size);
+    progress().position = read_.position;
+    progress().examples = examples_before_ + read_.examples;
   }
 
   void stop() override { stopped_ = true; }
@@ -85,6 +87,53 @@ class LocalSteps final : public StepSource {
  private:
   FitProgress& progress() const { return impl_.progress; }
   const Communicator& peers() const { return impl_.peers(); }
+
+  // The batches of a step, or of those that are launched together, and where the data set is after them.
+  struct Read {
+    std::vector<PerReplica<internal::Part>> batches = {};
+    std::int64_t first_size = 0;  // of the first one, before it was divided
+    Position position = {};
+    std::int64_t examples = 0;
+    std::optional<CompiledModel::Prepared> prepared = {};
+    std::exception_ptr error = {};  // of reading them
+  };
+
+  // With `trained` batches of the epoch before them.
+  Read read(std::int64_t trained) {
+    auto most = impl_.compiled->steps_per_execution;
+    if (options_.steps_per_epoch > 0) most = std::min(most, options_.steps_per_epoch - trained);
+    std::vector<PerReplica<internal::Part>> batches;
+    std::int64_t first_size = 0;
+    while (static_cast<std::int64_t>(batches.size()) < most) {
+      auto batch = iterator_->next_parts();
+      if (!batch) break;
+      if (batches.empty()) first_size = iterator_->element_size();
+      batches.push_back(*std::move(batch));
+    }
+    auto read = as_read_now(std::move(batches));
+    read.first_size = first_size;
+    return read;
+  }
+
+  Read as_read_now(std::vector<PerReplica<internal::Part>> batches) const {
+    return {.batches = std::move(batches),
+            .first_size = read_.first_size,
+            .position = iterator_->position(),
+            .examples = iterator_->examples()};
+  }
+
+  // The next step's batches, which are copied to the devices while these compute this one. What goes wrong is said when
+  // their turn comes.
+  void read_ahead() {
+    const auto trained = progress().batch + static_cast<std::int64_t>(read_.batches.size());
+    if (options_.steps_per_epoch > 0 && trained >= options_.steps_per_epoch) return;
+    try {
+      ahead_ = read(trained);
+      if (!ahead_->batches.empty()) ahead_->prepared = impl_.programs->prepare(ahead_->batches);
+    } catch (...) {
+      ahead_ = Read{.error = std::current_exception()};
+    }
+  }
 
   DistributedDataset distributed() const {
     const bool of_workers = unwrap(impl_.strategy).settings().worker_batch.has_value();
@@ -158,12 +207,12 @@ class LocalSteps final : public StepSource {
   const Dataset data_;
   const FitOptions& options_;
   std::optional<DistributedIterator> iterator_;
-  std::vector<PerReplica<internal::Part>> batches_;  // of the step, or of those that are launched together
-  std::int64_t first_size_ = 0;                      // of the first one, before it was divided
-  std::vector<PerReplica<StepResult>> results_;      // [batch], once they were trained
-  std::vector<std::vector<double>> earlier_;         // the sums of all but the last batch
-  std::int64_t regroups_ = 0;                        // when the batch was divided
-  std::int64_t examples_before_ = 0;                 // of the epoch's data, before iterator_ began
+  Read read_;                                    // this step's
+  std::optional<Read> ahead_;                    // the next step's, where devices run programs
+  std::vector<PerReplica<StepResult>> results_;  // [batch], once they were trained
+  std::vector<std::vector<double>> earlier_;     // the sums of all but the last batch
+  std::int64_t regroups_ = 0;                    // when the batch was divided
+  std::int64_t examples_before_ = 0;             // of the epoch's data, before iterator_ began
   bool stopped_ = false;
 };
 

@@ -109,6 +109,10 @@ class ModelImpl {
   // is for Tracker::add_batch.
   std::vector<PerReplica<train::StepResult>> train_batches(std::vector<PerReplica<internal::Part>>& batches,
                                                            train::Tracker& tracker);
+  // The same of batches that `programs` has prepared; `meanwhile` is called while the devices compute.
+  std::vector<PerReplica<train::StepResult>> train_prepared(train::CompiledModel::Prepared prepared,
+                                                            train::Tracker& tracker,
+                                                            const std::function<void()>& meanwhile = {});
   PerReplica<train::StepResult> train_batch(PerReplica<internal::Part>& batch, train::Tracker& tracker);
 
   // Throws InvalidArgument where a loss has none.

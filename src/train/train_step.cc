@@ -255,16 +255,20 @@ train::StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& p
 
 std::vector<PerReplica<train::StepResult>> ModelImpl::train_batches(std::vector<PerReplica<internal::Part>>& batches,
                                                                     train::Tracker& into) {
+  if (programs) return train_prepared(programs->prepare(batches), into);
   std::vector<PerReplica<train::StepResult>> results;
-  if (programs) {
-    Lap lap;
-    results = programs->train(batches, into);
-    steps += static_cast<std::int64_t>(batches.size());
-    times.steps += static_cast<std::int64_t>(batches.size());
-    lap.add_to(times.total);
-  } else {
-    for (auto& batch : batches) results.push_back(train_batch(batch, into));
-  }
+  for (auto& batch : batches) results.push_back(train_batch(batch, into));
+  return results;
+}
+
+std::vector<PerReplica<train::StepResult>> ModelImpl::train_prepared(train::CompiledModel::Prepared prepared,
+                                                                     train::Tracker& into,
+                                                                     const std::function<void()>& meanwhile) {
+  Lap lap;
+  auto results = programs->train(std::move(prepared), into, meanwhile);
+  steps += static_cast<std::int64_t>(results.size());
+  times.steps += static_cast<std::int64_t>(results.size());
+  lap.add_to(times.total);
   return results;
 }
 
