@@ -17,8 +17,8 @@ def ours(*options, before=()):
     return Program((command,), environment=(("PJRT_PLUGIN_LIBRARY_PATH", PLUGIN[0]),))
 
 
-def jax(pooling):
-    return Program(((*ONE_CORE, JAX, str(ROOT / "benchmarks/peers/jax_step.py"), "--pooling", pooling),))
+def jax(*options, before=()):
+    return Program(((*before, JAX, str(ROOT / "benchmarks/peers/jax_step.py"), *options),))
 
 
 def samples(result):
@@ -26,10 +26,12 @@ def samples(result):
 
 
 ONE = ours("--replicas", "1", before=ONE_CORE)
+TWO = ours("--replicas", "2")
 ROWS = [
-    rounds.Row("seed CNN, one core", "JAX, pooling by reshape", ONE, jax("reshape"), 1.0, samples, samples),
-    rounds.Row("seed CNN, one core", "JAX, pooling by reduce_window (flax)", ONE, jax("reduce_window"), 1.0, samples, samples),
-    rounds.Row("seed CNN, two devices, samples/s", "one device on one core", ours("--replicas", "2"), ONE, 1.6, samples, samples),
+    rounds.Row("seed CNN, one core", "JAX, pooling by reshape", ONE, jax("--pooling", "reshape", before=ONE_CORE), 1.0, samples, samples),
+    rounds.Row("seed CNN, one core", "JAX, pooling by reduce_window (flax)", ONE, jax("--pooling", "reduce_window", before=ONE_CORE), 1.0, samples, samples),
+    rounds.Row("seed CNN, two devices", "JAX, two devices", TWO, jax("--devices", "2"), 1.0, samples, samples),
+    rounds.Row("seed CNN, two devices, samples/s", "one device on one core", TWO, ONE, 1.6, samples, samples),
 ]
 
 if __name__ == "__main__":
