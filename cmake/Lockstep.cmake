@@ -8,20 +8,25 @@ function(lockstep_modules variable kind)
   set_property(DIRECTORY ${PROJECT_SOURCE_DIR} APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS src/modules.txt)
 endfunction()
 
-# lockstep_sources(VARIABLE module...): the modules' sources, without their tests. With CMAKE_UNITY_BUILD up to fifteen of a
-# module are one translation unit: a file that includes torch takes 4 s before its first line of ours is read.
+# lockstep_unity(NAME COUNT source...): with CMAKE_UNITY_BUILD up to COUNT of the sources are one translation unit: a file that
+# includes torch takes 4 s before its first line of ours is read.
+function(lockstep_unity name most)
+  set(count 0)
+  foreach(source IN LISTS ARGN)
+    math(EXPR group "${count} / ${most}")
+    math(EXPR count "${count} + 1")
+    set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${name}_${group})
+  endforeach()
+endfunction()
+
+# lockstep_sources(VARIABLE module...): the modules' sources, without their tests.
 function(lockstep_sources variable)
   set(sources)
   foreach(module IN LISTS ARGN)
     file(GLOB_RECURSE found CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/${module}/*.cc)
     list(FILTER found EXCLUDE REGEX "_test\\.cc$")
     list(APPEND sources ${found})
-    set(count 0)
-    foreach(source IN LISTS found)
-      math(EXPR group "${count} / 15")
-      math(EXPR count "${count} + 1")
-      set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${module}_${group})
-    endforeach()
+    lockstep_unity(${module} 15 ${found})
     if(module STREQUAL kernels)  # Highway includes each of its files again, once an instruction set
       set_source_files_properties(${found} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
     endif()
@@ -66,6 +71,7 @@ function(lockstep_module_tests library)
       set(tests)
     endif()
     if(tests)
+      lockstep_unity(${module}_test 8 ${tests})
       lockstep_test(${module}_test ${library} ${tests})
     endif()
   endforeach()

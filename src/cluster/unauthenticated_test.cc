@@ -27,7 +27,7 @@ namespace fs = std::filesystem;
 
 constexpr uid_t kAnotherUser = 65534;
 
-Deadline within(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
+Deadline in_time_of(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
 
 TEST(UserToken, IsMadeOnceForItsOwnerAlone) {
   const auto home = fresh_folder("strangers", "home").string();
@@ -67,13 +67,13 @@ TEST(UserToken, IsNoJobsToken) {
 
 TEST(Strangers, AnotherUserCannotUseAStoreOnLoopback) {
   const StoreProcess holder;  // no launcher gave a token
-  const auto store = Store::connect(holder.address(), within(5));
-  store.set("weights at", "home", within(5));
+  const auto store = Store::connect(holder.address(), in_time_of(5));
+  store.set("weights at", "home", in_time_of(5));
   ChildProcess other([&]() -> std::string {
     if (::setuid(kAnotherUser) != 0) return "cannot become another user";
     for (const auto& access : {Access{}, access_of_environment()}) {
       try {
-        Store::connect(store.address(), within(2), access).set("weights at", "mine", within(2));
+        Store::connect(store.address(), in_time_of(2), access).set("weights at", "mine", in_time_of(2));
         return "it wrote";
       } catch (const ClusterError&) {
       }
@@ -81,7 +81,7 @@ TEST(Strangers, AnotherUserCannotUseAStoreOnLoopback) {
     return "kept out";
   });
   EXPECT_EQ(other.said(), "kept out");
-  EXPECT_EQ(store.get("weights at", within(5)), "home");
+  EXPECT_EQ(store.get("weights at", in_time_of(5)), "home");
 }
 
 // More connections than the process may have descriptors, and they say nothing.
@@ -98,7 +98,7 @@ TEST(Strangers, SilentConnectionsUseUpNothing) {
     const auto store = Store::hold("127.0.0.1:0", {.token = std::string(32, 't')});
     const auto address = store.address() + "\n";
     if (::write(ready[1], address.data(), address.size()) < 0) return "no pipe";
-    const auto said = store.get("done", within(60));
+    const auto said = store.get("done", in_time_of(60));
     // The process can still open what it needs.
     for (int i = 0; i < 32; ++i) {
       if (::dup(0) < 0) return "no descriptor is left";
@@ -110,12 +110,12 @@ TEST(Strangers, SilentConnectionsUseUpNothing) {
   ASSERT_GT(::read(ready[0], bytes, sizeof bytes), 0);
   const std::string address(bytes, std::string(bytes).find('\n'));
   std::vector<FileDescriptor> silent;
-  for (int i = 0; i < 1100; ++i) silent.push_back(transport::connect_to(address, within(20)));
+  for (int i = 0; i < 1100; ++i) silent.push_back(transport::connect_to(address, in_time_of(20)));
   const Access ours{.token = std::string(32, 't')};
   const auto begin = Deadline::after(std::chrono::seconds(0));
-  const auto store = Store::connect(address, within(20), ours);
+  const auto store = Store::connect(address, in_time_of(20), ours);
   EXPECT_LT(begin.waited().count(), 5);
-  store.set("done", "all is well", within(20));
+  store.set("done", "all is well", in_time_of(20));
   EXPECT_EQ(holder.said(), "all is well");
 }
 
@@ -130,7 +130,7 @@ TEST(Strangers, SilentConnectionsDoNotKeepRanksApart) {
           address_of_zero.set_value(mine);
           return std::vector<std::string>{mine, ""};
         },
-        within(60));
+        in_time_of(60));
   });
   std::vector<FileDescriptor> strangers;
   const auto begin = Deadline::after(std::chrono::seconds(0));
@@ -138,11 +138,11 @@ TEST(Strangers, SilentConnectionsDoNotKeepRanksApart) {
       {.rank = 1, .size = 2}, 2,
       [&](const std::string& mine) {
         for (int i = 0; i < 20; ++i) {
-          strangers.push_back(transport::connect_to(address.get().substr(address.get().find(' ') + 1), within(5)));
+          strangers.push_back(transport::connect_to(address.get().substr(address.get().find(' ') + 1), in_time_of(5)));
         }
         return std::vector<std::string>{address.get(), mine};
       },
-      within(60));
+      in_time_of(60));
   first.join();
   EXPECT_LT(begin.waited().count(), 5);
   EXPECT_TRUE(zero[0][1].open() && one[1][0].open());
@@ -153,10 +153,10 @@ TEST(Strangers, WarningsAreCountedAndNotRepeated) {
   testing::internal::CaptureStderr();
   const std::string garbage(200, 'x');
   for (int i = 0; i < 500; ++i) {
-    const auto socket = transport::connect_to(store.address(), within(5));
-    transport::write_all(socket, std::as_bytes(std::span(garbage)), within(5));
+    const auto socket = transport::connect_to(store.address(), in_time_of(5));
+    transport::write_all(socket, std::as_bytes(std::span(garbage)), in_time_of(5));
     char byte = 0;
-    transport::wait_for_events(socket.get(), POLLIN, within(5));
+    transport::wait_for_events(socket.get(), POLLIN, in_time_of(5));
     EXPECT_LE(recv(socket.get(), &byte, 1, 0), 0);
   }
   const auto printed = testing::internal::GetCapturedStderr();

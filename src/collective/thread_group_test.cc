@@ -16,7 +16,8 @@ namespace {
 Deadline soon() { return Deadline::after(std::chrono::seconds(30)); }
 
 // Runs body(group) on one thread a rank and rethrows what rank r threw as errors[r].
-std::vector<std::exception_ptr> run_ranks(int size, const std::function<void(const Group&)>& body, int spin = 100) {
+std::vector<std::exception_ptr> run_thread_ranks(int size, const std::function<void(const Group&)>& body,
+                                                 int spin = 100) {
   const auto groups = make_thread_groups(size, spin);
   std::vector<std::exception_ptr> errors(static_cast<std::size_t>(size));
   {
@@ -41,7 +42,7 @@ void expect_no_errors(const std::vector<std::exception_ptr>& errors) {
 }
 
 template <class E>
-std::string message_of(const std::exception_ptr& error) {
+std::string message_in(const std::exception_ptr& error) {
   if (!error) return "nothing was thrown";
   try {
     std::rethrow_exception(error);
@@ -69,7 +70,7 @@ TEST_P(AnySize, AllReduceIsTheSumInRankOrder) {
     const auto input = input_of(rank, count);
     for (std::size_t i = 0; i < count; ++i) expected[i] = rank == 0 ? input[i] : expected[i] + input[i];
   }
-  expect_no_errors(run_ranks(size, [&](const Group& group) {
+  expect_no_errors(run_thread_ranks(size, [&](const Group& group) {
     auto values = input_of(group.rank(), count);
     group.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon());
     EXPECT_EQ(values, expected);
@@ -78,7 +79,7 @@ TEST_P(AnySize, AllReduceIsTheSumInRankOrder) {
 
 TEST_P(AnySize, ReduceScatterAndAllGatherMakeAnAllReduce) {
   const auto [size, count] = GetParam();
-  expect_no_errors(run_ranks(size, [&](const Group& group) {
+  expect_no_errors(run_thread_ranks(size, [&](const Group& group) {
     auto input = input_of(group.rank(), count * static_cast<std::size_t>(group.size()));
     std::vector<double> slice(count);
     std::vector<double> all(input.size());
@@ -92,7 +93,7 @@ TEST_P(AnySize, ReduceScatterAndAllGatherMakeAnAllReduce) {
 TEST_P(AnySize, BroadcastGivesEveryRankTheRootsValues) {
   const auto [size, count] = GetParam();
   for (int root = 0; root < size; ++root) {
-    expect_no_errors(run_ranks(size, [&, root](const Group& group) {
+    expect_no_errors(run_thread_ranks(size, [&, root](const Group& group) {
       auto values = input_of(group.rank(), count);
       group.broadcast(buffer_of(std::span(values)), root, soon());
       EXPECT_EQ(values, input_of(root, count));
@@ -105,7 +106,7 @@ INSTANTIATE_TEST_SUITE_P(Group, AnySize,
 
 template <class T>
 void expect_reduction(DType dtype, ReduceOp op, std::vector<T> a, std::vector<T> b, const std::vector<T>& expected) {
-  expect_no_errors(run_ranks(2, [&](const Group& group) {
+  expect_no_errors(run_thread_ranks(2, [&](const Group& group) {
     auto values = group.rank() == 0 ? a : b;
     group.all_reduce({values.data(), values.size(), dtype}, op, soon());
     EXPECT_EQ(values, expected) << name_of(dtype) << " " << name_of(op);
@@ -127,7 +128,7 @@ TEST(Group, EveryOperatorAndDtype) {
 
 TEST(Group, MinAndMaxKeepNaN) {
   for (const auto op : {ReduceOp::min, ReduceOp::max}) {
-    expect_no_errors(run_ranks(2, [op](const Group& group) {
+    expect_no_errors(run_thread_ranks(2, [op](const Group& group) {
       std::vector<float> values = group.rank() == 0 ? std::vector<float>{NAN, 1} : std::vector<float>{1, NAN};
       group.all_reduce(buffer_of(std::span(values)), op, soon());
       EXPECT_TRUE(std::isnan(values[0]) && std::isnan(values[1]));
@@ -136,54 +137,54 @@ TEST(Group, MinAndMaxKeepNaN) {
 }
 
 TEST(Group, CallsThatDifferAreAnErrorOnEveryRankThatNamesOne) {
-  const auto errors = run_ranks(3, [](const Group& group) {
+  const auto errors = run_thread_ranks(3, [](const Group& group) {
     std::vector<float> values(group.rank() == 2 ? 5 : 4);
     group.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon());
   });
   for (const auto& error : errors) {
-    EXPECT_NE(message_of<InvalidArgument>(error).find("rank 2 calls all_reduce of 5 x float32"), std::string::npos)
-        << message_of<InvalidArgument>(error);
+    EXPECT_NE(message_in<InvalidArgument>(error).find("rank 2 calls all_reduce of 5 x float32"), std::string::npos)
+        << message_in<InvalidArgument>(error);
   }
 }
 
 TEST(Group, ABarrierThatMeetsACollectiveIsAnErrorOnEveryRank) {
-  const auto errors = run_ranks(2, [](const Group& group) {
+  const auto errors = run_thread_ranks(2, [](const Group& group) {
     std::vector<float> values(1000);
     group.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon());
     if (group.rank() == 0) return group.barrier(soon());
     group.all_reduce(buffer_of(std::span(values)), ReduceOp::sum, soon());
   });
   for (const auto& error : errors)
-    EXPECT_TRUE(message_of<InvalidArgument>(error).starts_with("the ranks' calls differ"));
+    EXPECT_TRUE(message_in<InvalidArgument>(error).starts_with("the ranks' calls differ"));
 }
 
 TEST(Group, BuffersOfDifferentDtypesAreAnErrorOnEveryRank) {
-  const auto errors = run_ranks(2, [](const Group& group) {
+  const auto errors = run_thread_ranks(2, [](const Group& group) {
     std::vector<double> input(4);
     std::vector<float> output(8);
     group.all_gather(buffer_of(std::span(input)), buffer_of(std::span(output)), soon());
   });
   for (const auto& error : errors)
     EXPECT_TRUE(
-        message_of<InvalidArgument>(error).starts_with("all_gather: the input is 4 x float64, the output 8 x float32"));
+        message_in<InvalidArgument>(error).starts_with("all_gather: the input is 4 x float64, the output 8 x float32"));
 }
 
 TEST(Group, ARankThatNeverComesIsADeadlineExceeded) {
-  const auto errors = run_ranks(3, [](const Group& group) {
+  const auto errors = run_thread_ranks(3, [](const Group& group) {
     if (group.rank() != 1) group.barrier(Deadline::after(std::chrono::milliseconds(50)));
   });
   int exceeded = 0;
   for (const int rank : {0, 2}) {
-    const auto message = message_of<Error>(errors[static_cast<std::size_t>(rank)]);
+    const auto message = message_in<Error>(errors[static_cast<std::size_t>(rank)]);
     EXPECT_NE(message.find("gave up after"), std::string::npos) << message;
-    if (message_of<DeadlineExceeded>(errors[static_cast<std::size_t>(rank)]).starts_with("barrier")) ++exceeded;
+    if (message_in<DeadlineExceeded>(errors[static_cast<std::size_t>(rank)]).starts_with("barrier")) ++exceeded;
   }
   EXPECT_GE(exceeded, 1);
 }
 
 TEST(Group, AbortWakesThoseWhoWaitAndThoseWhoCome) {
   for (const int spin : {0, 1'000'000}) {
-    const auto errors = run_ranks(
+    const auto errors = run_thread_ranks(
         3,
         [](const Group& group) {
           if (group.rank() == 1) group.abort("the disk is full");
@@ -191,7 +192,7 @@ TEST(Group, AbortWakesThoseWhoWaitAndThoseWhoCome) {
         },
         spin);
     for (const auto& error : errors) {
-      EXPECT_EQ(message_of<Aborted>(error), "the group was aborted: the disk is full");
+      EXPECT_EQ(message_in<Aborted>(error), "the group was aborted: the disk is full");
     }
   }
 }
@@ -199,7 +200,7 @@ TEST(Group, AbortWakesThoseWhoWaitAndThoseWhoCome) {
 TEST(Group, ManyBarriersKeepRanksTogether) {
   constexpr int kRounds = 20000;
   std::vector<int> counts(3);
-  expect_no_errors(run_ranks(3, [&](const Group& group) {
+  expect_no_errors(run_thread_ranks(3, [&](const Group& group) {
     for (int round = 1; round <= kRounds; ++round) {
       counts[static_cast<std::size_t>(group.rank())] = round;
       group.barrier(soon());
@@ -223,7 +224,7 @@ TEST(Group, BadSizesAndRootsAreNamed) {
 // Whoever gives up has its buffers to itself again: it waits for those that are at them.
 TEST(ThreadGroup, NobodyIsAtTheBuffersOfARankThatGaveUp) {
   std::atomic<bool> at_work{false};
-  const auto errors = run_ranks(2, [&](const Group& group) {
+  const auto errors = run_thread_ranks(2, [&](const Group& group) {
     std::vector<double> values(100'000);
     const auto buffer = buffer_of(std::span(values));
     if (group.rank() == 1) {

@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kRanks = 3, kLost = 1, kSteps = 8, kLostAt = 3;
 
-torch::nn::Linear make_net() {
+torch::nn::Linear make_regrouped_net() {
   torch::manual_seed(5);
   torch::nn::Linear net(4, 3);
   net->to(at::kDouble);
@@ -31,7 +31,7 @@ at::Tensor example(int process, int step, std::int64_t size) {
   return at::sin(at::arange(2 * size, at::kDouble).view({2, size}) + 7 * process + step);
 }
 
-at::Tensor loss_of(const at::Tensor& output, int process, int step) {
+at::Tensor regrouped_loss_of(const at::Tensor& output, int process, int step) {
   return torch::nn::functional::mse_loss(output, example(process, step, 3));
 }
 
@@ -47,7 +47,7 @@ std::string text_of(torch::nn::Linear& net) {
 
 // What a process ends with: its parameters.
 std::string train(const std::string& store, int process, const std::string& backend) {
-  const auto in_time = [] { return Deadline::after(std::chrono::seconds(30)); };
+  const auto in_regroup_time = [] { return Deadline::after(std::chrono::seconds(30)); };
   const GroupOptions options{.backend = backend, .timeout_seconds = 30};
   Cluster cluster;
   cluster.world.rank = cluster.world.local_rank = process;
@@ -56,19 +56,19 @@ std::string train(const std::string& store, int process, const std::string& back
   cluster.source = "lockstep run";
   Job job(cluster, 30);
   const Communicator ranks(job.group(options), 30);
-  auto net = make_net();
+  auto net = make_regrouped_net();
   auto sgd = make_optimizer(net);
   DistributedDataParallel ddp(net, ranks);
   for (int step = 0; step < kSteps;) {
     try {
       sgd.zero_grad();
-      const auto loss = loss_of(ddp(example(process, step, 4)), process, step);
+      const auto loss = regrouped_loss_of(ddp(example(process, step, 4)), process, step);
       if (process == kLost && step == kLostAt) ::raise(SIGKILL);
       loss.backward();
       sgd.step();
       ++step;
     } catch (const PeerLost& lost) {
-      job = job.regroup({lost.rank()}, in_time());
+      job = job.regroup({lost.rank()}, in_regroup_time());
       ranks.regroup(job.group(options));
     }
   }
@@ -77,13 +77,14 @@ std::string train(const std::string& store, int process, const std::string& back
 }
 
 std::string trained_by_a_plain_loop() {
-  auto net = make_net();
+  auto net = make_regrouped_net();
   auto sgd = make_optimizer(net);
   for (int step = 0; step < kSteps; ++step) {
     sgd.zero_grad();
     std::vector<at::Tensor> losses;
     for (int process = 0; process < kRanks; ++process) {
-      if (process != kLost || step < kLostAt) losses.push_back(loss_of(net(example(process, step, 4)), process, step));
+      if (process != kLost || step < kLostAt)
+        losses.push_back(regrouped_loss_of(net(example(process, step, 4)), process, step));
     }
     at::stack(losses).mean().backward();
     sgd.step();

@@ -15,10 +15,10 @@
 namespace lockstep::ddp {
 namespace {
 
-constexpr int kSteps = 50;
+constexpr int kShardedSteps = 50;
 
-struct NetImpl : torch::nn::Module {
-  NetImpl() {
+struct ShardedNetImpl : torch::nn::Module {
+  ShardedNetImpl() {
     first = register_module("first", torch::nn::Linear(5, 40));
     second = register_module("second", torch::nn::Linear(40, 30));
     frozen = register_parameter("frozen", torch::ones({7}), /*requires_grad=*/false);
@@ -30,14 +30,14 @@ struct NetImpl : torch::nn::Module {
   torch::nn::Linear first = nullptr, second = nullptr;
   at::Tensor frozen, never, turned;
 };
-TORCH_MODULE(Net);
+TORCH_MODULE(ShardedNet);
 
 std::mutex making;  // of modules, whose initial values come from the process's generator
 
-Net make_net() {
+ShardedNet make_sharded_net() {
   const std::lock_guard lock(making);
   torch::manual_seed(3);
-  return Net();
+  return ShardedNet();
 }
 
 at::Tensor batch(int step, int rank, std::int64_t columns) {
@@ -45,18 +45,18 @@ at::Tensor batch(int step, int rank, std::int64_t columns) {
 }
 
 template <class M>
-at::Tensor loss_of(M& model, int step, int rank) {
+at::Tensor sharded_loss_of(M& model, int step, int rank) {
   return (model(batch(step, rank, 5)) - batch(step, rank, 20)).pow(2).sum();
 }
 
 // What one process makes of all ranks' batches.
 template <class Optimizer, class Options>
-std::vector<at::Tensor> train_alone(int ranks, const Options& options, int steps = kSteps) {
-  auto net = make_net();
+std::vector<at::Tensor> train_alone(int ranks, const Options& options, int steps = kShardedSteps) {
+  auto net = make_sharded_net();
   Optimizer optimizer(net->parameters(), options);
   for (int step = 0; step < steps; ++step) {
     optimizer.zero_grad();
-    for (int rank = 0; rank < ranks; ++rank) (loss_of(net, step, rank) / ranks).backward();
+    for (int rank = 0; rank < ranks; ++rank) (sharded_loss_of(net, step, rank) / ranks).backward();
     optimizer.step();
   }
   return net->parameters();
@@ -75,18 +75,18 @@ void expect_as_alone(const Options& options) {
     SCOPED_TRACE(size);
     const auto expected = train_alone<Optimizer>(size, options);
     collective::on_ranks(size, [&](const Group& group) {
-      auto net = make_net();
+      auto net = make_sharded_net();
       DistributedDataParallel ddp(net, group, {.timeout_seconds = 30});
       ShardedOptimizer<Optimizer> optimizer(ddp, options);
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = 0; step < kShardedSteps; ++step) {
         optimizer.zero_grad();
-        loss_of(ddp, step, group.rank()).backward();
+        sharded_loss_of(ddp, step, group.rank()).backward();
         optimizer.step();
       }
       EXPECT_LE(largest_difference(net->parameters(), expected), 1e-9);
 
       Optimizer whole(net->parameters(), options);
-      loss_of(net, 0, 0).backward();
+      sharded_loss_of(net, 0, 0).backward();
       whole.step();
       std::int64_t bytes = 0;
       for (auto& [parameter, state] : whole.state()) {
@@ -113,7 +113,7 @@ TEST(ShardedOptimizer, EveryRuleIsThatOfOneProcess) {
 // Two groups of options, a schedule, and a second part of the training on another number of ranks, by way of a file
 // that torch::optim itself reads and writes.
 TEST(ShardedOptimizer, SavesAndRestoresOnAnyNumberOfRanks) {
-  const auto groups_of = [](const Net& net) {
+  const auto groups_of = [](const ShardedNet& net) {
     std::vector<torch::optim::OptimizerParamGroup> groups;
     groups.emplace_back(net->first->parameters());
     groups.emplace_back(std::vector<at::Tensor>{net->turned, net->second->weight, net->second->bias},
@@ -125,12 +125,12 @@ TEST(ShardedOptimizer, SavesAndRestoresOnAnyNumberOfRanks) {
   const auto path = testing::TempDir() + "/sharded_adam.pt";
   const auto first_half = [&](auto& net, auto& schedule, const auto& step) {
     for (int i = 0; i < kHalf; ++i) {
-      for (int k = 0; k < kBatches; ++k) (loss_of(net, i, k) / kBatches).backward();
+      for (int k = 0; k < kBatches; ++k) (sharded_loss_of(net, i, k) / kBatches).backward();
       step();
       schedule.step();
     }
   };
-  auto net = make_net();
+  auto net = make_sharded_net();
   torch::optim::Adam adam(groups_of(net), options);
   torch::optim::StepLR schedule(adam, 5, 0.5);
   const auto step_alone = [&] {
@@ -141,7 +141,7 @@ TEST(ShardedOptimizer, SavesAndRestoresOnAnyNumberOfRanks) {
   std::vector<at::Tensor> halfway;
   for (const auto& parameter : net->parameters()) halfway.push_back(parameter.detach().clone());
   for (int i = 0; i < kHalf; ++i) {
-    (loss_of(net, i, 0) + loss_of(net, i, 1)).backward();
+    (sharded_loss_of(net, i, 0) + sharded_loss_of(net, i, 1)).backward();
     step_alone();
   }
 
@@ -149,7 +149,7 @@ TEST(ShardedOptimizer, SavesAndRestoresOnAnyNumberOfRanks) {
     SCOPED_TRACE(testing::Message() << before << ", then " << after);
     std::filesystem::remove(path);
     collective::on_ranks(before, [&](const Group& group) {
-      auto own = make_net();
+      auto own = make_sharded_net();
       ShardedOptimizer<torch::optim::Adam> sharded(groups_of(own), group, options);
       torch::optim::StepLR own_schedule(sharded.local(), 5, 0.5);
       first_half(own, own_schedule, [&] {
@@ -162,7 +162,7 @@ TEST(ShardedOptimizer, SavesAndRestoresOnAnyNumberOfRanks) {
       if (whole) torch::save(*whole, path);
     });
     collective::on_ranks(after, [&](const Group& group) {
-      auto own = make_net();
+      auto own = make_sharded_net();
       {
         const at::NoGradGuard no_gradient;
         for (std::size_t i = 0; i < halfway.size(); ++i) own->parameters()[i].copy_(halfway[i]);
@@ -172,7 +172,7 @@ TEST(ShardedOptimizer, SavesAndRestoresOnAnyNumberOfRanks) {
       ShardedOptimizer<torch::optim::Adam> sharded(groups_of(own), group, options);
       sharded.load(loaded);
       for (int i = 0; i < kHalf; ++i) {
-        (loss_of(own, i, 0) + loss_of(own, i, 1)).backward();
+        (sharded_loss_of(own, i, 0) + sharded_loss_of(own, i, 1)).backward();
         sharded.step();
         sharded.zero_grad();
       }
@@ -186,23 +186,24 @@ TEST(ShardedOptimizer, SavesAndRestoresOnAnyNumberOfRanks) {
 
 // Rank r makes 3 + r steps. A rank that is done still updates its shards.
 TEST(ShardedOptimizer, JoinMakesTheOthersStepsToo) {
-  constexpr int kRanks = 3;
-  auto net = make_net();
+  constexpr int kShardRanks = 3;
+  auto net = make_sharded_net();
   torch::optim::Adam adam(net->parameters(), torch::optim::AdamOptions(1e-2));
-  for (int step = 0; step < 3 + kRanks - 1; ++step) {
+  for (int step = 0; step < 3 + kShardRanks - 1; ++step) {
     adam.zero_grad();
     const int first = std::max(0, step - 2);
-    for (int rank = first; rank < kRanks; ++rank) (loss_of(net, step, rank) / (kRanks - first)).backward();
+    for (int rank = first; rank < kShardRanks; ++rank)
+      (sharded_loss_of(net, step, rank) / (kShardRanks - first)).backward();
     adam.step();
   }
-  collective::on_ranks(kRanks, [&](const Group& group) {
-    auto own = make_net();
+  collective::on_ranks(kShardRanks, [&](const Group& group) {
+    auto own = make_sharded_net();
     DistributedDataParallel ddp(own, group, {.timeout_seconds = 30});
     ShardedOptimizer<torch::optim::Adam> sharded(ddp, torch::optim::AdamOptions(1e-2));
     ddp.join([&] {
       for (int step = 0; step < 3 + group.rank(); ++step) {
         sharded.zero_grad();
-        loss_of(ddp, step, group.rank()).backward();
+        sharded_loss_of(ddp, step, group.rank()).backward();
         sharded.step();
       }
     });
@@ -235,7 +236,7 @@ TEST(ShardedOptimizer, NamesParametersThatItCannotTake) {
 }
 
 TEST(ShardedOptimizer, SaysWhenParametersOrRanksAreOthers) {
-  auto net = make_net();
+  auto net = make_sharded_net();
   ShardedOptimizer<torch::optim::SGD> moved(net->parameters(), Communicator(), torch::optim::SGDOptions(1));
   net->first->weight.set_data(net->first->weight.clone());
   expect_says(message_of<Error>([&] { moved.step(); }), "was moved to other memory");
@@ -243,7 +244,7 @@ TEST(ShardedOptimizer, SaysWhenParametersOrRanksAreOthers) {
   const Communicator ranks;
   ShardedOptimizer<torch::optim::SGD> of_lost(net->parameters(), ranks, torch::optim::SGDOptions(1));
   const auto before = net->second->weight.detach().clone();
-  loss_of(net, 0, 0).backward();
+  sharded_loss_of(net, 0, 0).backward();
   ranks.regroup(make_thread_groups(1)[0]);
   expect_says(message_of<Error>([&] { of_lost.step(); }), "ranks were lost");
   EXPECT_TRUE(torch::equal(net->second->weight, before));

@@ -14,7 +14,7 @@
 namespace lockstep::elastic {
 namespace {
 
-Deadline in(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
+Deadline within_seconds(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
 
 // Four ranks on two hosts: 0 and 1 on "a", 2 and 3 on "b".
 World world_of(int rank) {
@@ -31,7 +31,7 @@ Registry registry_of(int rank, const Store& store) {
 
 World regroup(int rank, const Store& store, const Change& change, double seconds = 5) {
   auto registry = registry_of(rank, store);
-  return next_generation(members_of(rank, store), registry, change, in(seconds)).world;
+  return next_generation(members_of(rank, store), registry, change, within_seconds(seconds)).world;
 }
 
 // What each of `ranks` finds that is not left out; each knows of the losses that `lost` has for it.
@@ -55,7 +55,7 @@ std::map<int, World> found_by(const Store& store, const std::vector<int>& ranks,
 }
 
 TEST(NextGeneration, RanksKeepTheirOrderAndOneThatKnowsOfALossIsEnough) {
-  const auto begin = in(0);
+  const auto begin = within_seconds(0);
   const auto found = found_by(Store::hold("127.0.0.1:0"), {0, 2, 3}, {{2, {1}}}, 30);
   EXPECT_LT(begin.waited().count(), 20);  // nobody waited for rank 1 until the deadline
   ASSERT_EQ(found.size(), 3U);
@@ -77,7 +77,7 @@ TEST(NextGeneration, WhoDoesNotComeByTheDeadlineIsLeftOutAndTold) {
 }
 
 TEST(NextGeneration, NobodyWaitsForAProcessThatHasGone) {
-  const auto begin = in(0);
+  const auto begin = within_seconds(0);
   const auto store = Store::hold("127.0.0.1:0");
   show_presence(store, name_of_process(1));  // for no longer than this line
   const auto found = found_by(store, {0, 2, 3}, {}, 30);

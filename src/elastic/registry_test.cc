@@ -13,7 +13,7 @@
 namespace lockstep::elastic {
 namespace {
 
-Deadline in(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
+Deadline after_seconds(double seconds) { return Deadline::after(std::chrono::duration<double>(seconds)); }
 
 // One member on each of some hosts, each with its own store.
 class Registries : public testing::Test {
@@ -51,7 +51,8 @@ TEST_F(Registries, AllThatEnterAtTheSameTimeGetOneValue) {
     std::vector<std::jthread> threads;
     for (int rank = 0; rank < 4; ++rank) {
       threads.emplace_back([&, rank] {
-        const auto value = of(rank).enter("entry " + std::to_string(entry), "of " + std::to_string(rank), in(30));
+        const auto value =
+            of(rank).enter("entry " + std::to_string(entry), "of " + std::to_string(rank), after_seconds(30));
         MutexLock lock(mutex);
         kept.insert(value);
       });
@@ -62,18 +63,18 @@ TEST_F(Registries, AllThatEnterAtTheSameTimeGetOneValue) {
 }
 
 TEST_F(Registries, WhatWasDecidedIsFoundByThoseThatRemain) {
-  const auto kept = of(3).enter("entry", "of 3", in(30));
+  const auto kept = of(3).enter("entry", "of 3", after_seconds(30));
   lose(3);
-  EXPECT_EQ(of(1).get({"entry"}, in(1)), std::vector<std::string>{kept});
-  EXPECT_EQ(of(0).enter("entry", "of 0", in(30)), kept);
+  EXPECT_EQ(of(1).get({"entry"}, after_seconds(1)), std::vector<std::string>{kept});
+  EXPECT_EQ(of(0).enter("entry", "of 0", after_seconds(30)), kept);
 }
 
 TEST_F(Registries, HalfOfTheHostsDecideWithTheFirstAlone) {
   lose(2);
   lose(3);
-  EXPECT_EQ(of(1).enter("entry", "of 1", in(30)), "of 1");
+  EXPECT_EQ(of(1).enter("entry", "of 1", after_seconds(30)), "of 1");
   lose(0);
-  const auto problem = message_of<ClusterError>([&] { of(1).enter("another", "of 1", in(0.1)); });
+  const auto problem = message_of<ClusterError>([&] { of(1).enter("another", "of 1", after_seconds(0.1)); });
   expect_says(problem, "this process cannot reach most of the job's 4 hosts");
 }
 

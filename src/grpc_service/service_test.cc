@@ -21,7 +21,7 @@ namespace {
 using namespace parameter_server;
 
 const Access kAccess{.token = std::string(32, 't')};
-Deadline soon() { return Deadline::after(std::chrono::seconds(10)); }
+Deadline in_time() { return Deadline::after(std::chrono::seconds(10)); }
 
 FindAddress at(const Endpoint& endpoint) {
   return [address = endpoint.address()](Deadline) { return address; };
@@ -95,25 +95,25 @@ class GrpcService : public testing::Test {
 
 TEST_F(GrpcService, ValuesAndGradientsArriveAsTheyWere) {
   const auto server = connect();
-  server->open("a model", soon());
+  server->open("a model", in_time());
   const auto large = counting(kLarge, 1), small = counting(kSmall, 100);
-  server->write(std::vector{bytes_of(large), bytes_of(small)}, soon());
+  server->write(std::vector{bytes_of(large), bytes_of(small)}, in_time());
   std::vector<float> got_large(kLarge), got_small(kSmall);
   std::vector<std::int64_t> versions;
-  const auto pull = [&] { server->pull(std::vector{bytes_of(got_large), bytes_of(got_small)}, versions, soon()); };
+  const auto pull = [&] { server->pull(std::vector{bytes_of(got_large), bytes_of(got_small)}, versions, in_time()); };
   pull();
   EXPECT_EQ(got_large, large);
   EXPECT_EQ(got_small, small);
-  server->push({.task = {0}, .weight = 1, .gradients = {bytes_of(large), nullptr}}, soon());
-  server->push({.task = {1}, .weight = 2, .gradients = {nullptr, bytes_of(small)}, .learning_rate = 0.5}, soon());
-  server->push({.task = {1}, .weight = 2, .gradients = {nullptr, bytes_of(small)}}, soon());  // again
+  server->push({.task = {0}, .weight = 1, .gradients = {bytes_of(large), nullptr}}, in_time());
+  server->push({.task = {1}, .weight = 2, .gradients = {nullptr, bytes_of(small)}, .learning_rate = 0.5}, in_time());
+  server->push({.task = {1}, .weight = 2, .gradients = {nullptr, bytes_of(small)}}, in_time());  // again
   pull();
   EXPECT_EQ(got_large, std::vector<float>(kLarge, 0));
   EXPECT_EQ(got_small, (std::vector<float>{75, 75.75, 76.5}));
 
   // Only the shard that has changed since is sent.
   std::fill(got_large.begin(), got_large.end(), 7.F);
-  server->push({.task = {2}, .weight = 1, .gradients = {nullptr, bytes_of(small)}, .learning_rate = 0.25}, soon());
+  server->push({.task = {2}, .weight = 1, .gradients = {nullptr, bytes_of(small)}, .learning_rate = 0.25}, in_time());
   pull();
   EXPECT_EQ(got_large, std::vector<float>(kLarge, 7));
   EXPECT_EQ(got_small, (std::vector<float>{50, 50.5, 51}));
@@ -124,22 +124,22 @@ TEST_F(GrpcService, ValuesAndGradientsArriveAsTheyWere) {
 }
 
 TEST_F(GrpcService, WhatTheServerRefusesIsTheCallersError) {
-  expect_says(message_of<InvalidArgument>([&] { connect()->open("another model", soon()); }),
+  expect_says(message_of<InvalidArgument>([&] { connect()->open("another model", in_time()); }),
               "ps 0: the processes' models differ: the server has a model, and it is asked for another model");
-  expect_says(message_of<ClusterError>([&] { connect({.token = std::string(32, 'u')})->open("a model", soon()); }),
+  expect_says(message_of<ClusterError>([&] { connect({.token = std::string(32, 'u')})->open("a model", in_time()); }),
               "ps 0: the caller does not have the token of this job");
-  expect_says(message_of<ClusterError>([&] { connect({})->open("a model", soon()); }), "token");
+  expect_says(message_of<ClusterError>([&] { connect({})->open("a model", in_time()); }), "token");
   const auto values = counting(kSmall, 0);
   const auto short_shard = [&] {
     connect(kAccess, {12, 12})
-        ->push({.task = {0}, .weight = 1, .gradients = {bytes_of(values), bytes_of(values)}}, soon());
+        ->push({.task = {0}, .weight = 1, .gradients = {bytes_of(values), bytes_of(values)}}, in_time());
   };
   expect_says(message_of<InvalidArgument>(short_shard), "24 bytes were sent, and its shards have");
   const auto one_shard = [&] {
-    connect(kAccess, {12})->push({.task = {0}, .weight = 1, .gradients = {bytes_of(values)}}, soon());
+    connect(kAccess, {12})->push({.task = {0}, .weight = 1, .gradients = {bytes_of(values)}}, in_time());
   };
   expect_says(message_of<InvalidArgument>(one_shard), "gradients of 1 shards; this server has 2");
-  connect()->open("a model", soon());  // it goes on
+  connect()->open("a model", in_time());  // it goes on
 }
 
 TEST_F(GrpcService, BytesThatAreNoCallAreRefused) {
@@ -161,7 +161,7 @@ TEST_F(GrpcService, BytesThatAreNoCallAreRefused) {
   expect({push, std::string(11, 'x')}, "11 bytes were sent, and its shards have 12");
   expect({push, std::string(13, 'x')}, "more than the 12 bytes");
   expect({std::string(kLongestMessage + 1, 'x')}, "larger than max");
-  connect()->open("a model", soon());  // it goes on
+  connect()->open("a model", in_time());  // it goes on
 }
 
 // Before anything is read.
@@ -181,24 +181,24 @@ TEST_F(GrpcService, TheChiefNoticesWhoHasGone) {
   auto worker = connect_chief({"worker 1", 1}, at(*endpoint_), kAccess);
   chief_->begin(0, 0, {});
   chief_->open(0, 0, 1);
-  const auto given = worker->next(0, 1, {}, soon());
+  const auto given = worker->next(0, 1, {}, in_time());
   EXPECT_EQ(given.kind, parameter_server::Assignment::Kind::task);
   EXPECT_EQ(chief_->next(0, 0, {}, Deadline::after(std::chrono::seconds(0))).kind,
             parameter_server::Assignment::Kind::wait);
   worker.reset();
   auto other = connect_chief({"worker 0", 0}, at(*endpoint_), kAccess);
-  auto assignment = other->next(0, 0, {}, soon());
-  while (assignment.kind == parameter_server::Assignment::Kind::wait) assignment = other->next(0, 0, {}, soon());
+  auto assignment = other->next(0, 0, {}, in_time());
+  while (assignment.kind == parameter_server::Assignment::Kind::wait) assignment = other->next(0, 0, {}, in_time());
   EXPECT_EQ(assignment, given);
   const parameter_server::Report report{
       .kind = parameter_server::Report::Kind::finished, .task = given.task, .chief = given.chief, .results = {1, 2.5}};
   std::jthread waits([&] {
-    EXPECT_EQ(chief_->wait_for_step(soon())->results, report.results);
+    EXPECT_EQ(chief_->wait_for_step(in_time())->results, report.results);
     chief_->end(0, "outcome");
   });
-  while (other->next(0, 0, report, soon()).kind != parameter_server::Assignment::Kind::over) {
+  while (other->next(0, 0, report, in_time()).kind != parameter_server::Assignment::Kind::over) {
   }
-  EXPECT_EQ(other->outcome(0, soon()), "outcome");
+  EXPECT_EQ(other->outcome(0, in_time()), "outcome");
 }
 
 TEST_F(GrpcService, AServersStateIsTransferred) {
@@ -207,15 +207,15 @@ TEST_F(GrpcService, AServersStateIsTransferred) {
   ShardStore received(ModelSpec{variables}, place_shards(variables, {}, 1), ServerNumber(), SGD(), UpdateMode());
   const auto fetch = [&](std::int64_t number) {
     return transfer({.server = "ps 0", .user = "ps 1", .shard_bytes = {}}, at(*endpoint_), kAccess, number, received,
-                    soon());
+                    in_time());
   };
   EXPECT_FALSE(fetch(1));  // it has no values yet
   const auto large = counting(kLarge, 1), small = counting(kSmall, 100);
-  server->write(std::vector{bytes_of(large), bytes_of(small)}, soon());
+  server->write(std::vector{bytes_of(large), bytes_of(small)}, in_time());
   const parameter_server::Push push{.task = {0}, .weight = 1, .gradients = {bytes_of(large), bytes_of(small)}};
-  EXPECT_EQ(server->push(push, soon()), 0);
+  EXPECT_EQ(server->push(push, in_time()), 0);
   EXPECT_TRUE(fetch(2));
-  EXPECT_EQ(server->push(push, soon()), 2);
+  EXPECT_EQ(server->push(push, in_time()), 2);
   std::vector<float> values(kLarge, 1);
   received.shard(0).read(bytes_of(values));
   EXPECT_EQ(values, std::vector<float>(kLarge, 0));
@@ -228,7 +228,7 @@ TEST_F(GrpcService, SecondCopiesAreShardsOfTheirOwn) {
   const ServiceEngine::ModelOnServer second{
       .server = "ps 0", .user = "worker 0", .shard_bytes = {12}, .second_copies = true};
   const auto connect_second = [&] { return connect_server(second, at(*endpoint_), kAccess); };
-  expect_says(message_of<InvalidArgument>([&] { connect_second()->open("other shards", soon()); }),
+  expect_says(message_of<InvalidArgument>([&] { connect_second()->open("other shards", in_time()); }),
               "this process has no second copies of shards");
   const auto copies = std::make_shared<ServedModels>(1);
   const std::vector<VariableSpec> variables{{"small", DType::float32, {3}}};
@@ -237,13 +237,13 @@ TEST_F(GrpcService, SecondCopiesAreShardsOfTheirOwn) {
                                            UpdateMode()));
   endpoint_ = serve("127.0.0.1:0", kAccess, {models_, chief_, copies});
   const auto values = counting(3, 1);
-  connect_second()->open("other shards", soon());
-  connect_second()->write(std::vector{bytes_of(values)}, soon());
+  connect_second()->open("other shards", in_time());
+  connect_second()->write(std::vector{bytes_of(values)}, in_time());
   std::vector<float> got(3);
   std::vector<std::int64_t> versions;
-  connect_second()->pull(std::vector{bytes_of(got)}, versions, soon());
+  connect_second()->pull(std::vector{bytes_of(got)}, versions, in_time());
   EXPECT_EQ(got, values);
-  connect()->open("a model", soon());
+  connect()->open("a model", in_time());
 }
 
 // 1.0625 has seven bits behind the point, 1.00390625 has eight; float64 is sent as it is.
@@ -263,7 +263,7 @@ TEST_F(GrpcService, GradientsAreSentAsBFloat16WhereThatIsAsked) {
   std::vector<float> a(3), rows(2);
   double b = 0;
   auto* const bytes_of_b = reinterpret_cast<std::byte*>(&b);
-  server->write(std::vector<const std::byte*>{bytes_of(a), bytes_of_b}, soon());
+  server->write(std::vector<const std::byte*>{bytes_of(a), bytes_of_b}, in_time());
   const std::vector<float> gradient{-1.0625F, -1.00390625F, -3e38F}, of_row{-1.0625F, -1.00390625F};
   const double of_b = -1.00390625;
   const std::vector<std::int64_t> ids{4};
@@ -271,10 +271,10 @@ TEST_F(GrpcService, GradientsAreSentAsBFloat16WhereThatIsAsked) {
                 .weight = 1,
                 .gradients = {bytes_of(gradient), reinterpret_cast<const std::byte*>(&of_b)},
                 .rows = {{ids, bytes_of(of_row)}}},
-               soon());
+               in_time());
   std::vector<std::int64_t> versions;
-  server->pull(std::vector{bytes_of(a), bytes_of_b}, versions, soon());
-  server->pull_rows(0, ids, std::as_writable_bytes(std::span(rows)), soon());
+  server->pull(std::vector{bytes_of(a), bytes_of_b}, versions, in_time());
+  server->pull_rows(0, ids, std::as_writable_bytes(std::span(rows)), in_time());
   EXPECT_EQ(a[0], 1.0625F);
   EXPECT_EQ(a[1], 1.0F);  // to even
   EXPECT_NEAR(a[2], 3e38F, 3e38F / 256);
@@ -288,13 +288,13 @@ TEST_F(GrpcService, AServerIsFoundAgain) {
   const auto server = connect_server(
       {.server = "ps 0", .user = "worker 0", .model = 0, .shard_bytes = {}}, [&](Deadline) { return address; },
       kAccess);
-  server->open("a model", soon());
+  server->open("a model", in_time());
   endpoint_.reset();
   expect_says(message_of<DeadlineExceeded>([&] { server->open("a model", Deadline::after(std::chrono::seconds(1))); }),
               "calling ps 0");
   endpoint_ = serve("127.0.0.1:0", kAccess, {models_, chief_});
   address = endpoint_->address();
-  server->open("a model", soon());
+  server->open("a model", in_time());
 }
 
 TEST(GrpcEndpoint, AnswersOtherHostsInATrustedNetworkAlone) {

@@ -17,7 +17,7 @@
 namespace lockstep::ops {
 namespace {
 
-Tensor leaf(const Tensor& x, at::ScalarType type) {
+Tensor dense_leaf(const Tensor& x, at::ScalarType type) {
   return x.defined() ? x.detach().to(type, false, true).requires_grad_() : Tensor();
 }
 
@@ -42,7 +42,8 @@ TEST(Dense, ForwardAndBackwardAreLibTorchs) {
       const bool relu = below(2) == 0;
       SCOPED_TRACE(testing::Message() << "case " << i << " " << x.sizes() << " units " << units << " relu " << relu);
       const auto run = [&](at::ScalarType type) {
-        const auto own_x = leaf(x, type), own_weight = leaf(weight, type), own_bias = leaf(bias, type);
+        const auto own_x = dense_leaf(x, type), own_weight = dense_leaf(weight, type),
+                   own_bias = dense_leaf(bias, type);
         const auto optional_bias = bias.defined() ? std::optional<Tensor>(own_bias) : std::nullopt;
         const auto y =
             relu ? ops::linear_relu(own_x, own_weight, own_bias) : at::linear(own_x, own_weight, optional_bias);
@@ -129,7 +130,7 @@ TEST(Dense, GradientsCanBeDifferentiatedAgain) {
   const auto x = at::randn({8, 20}), weight = at::randn({12, 20}), bias = at::randn({12});
   for (const bool relu : {false, true}) {
     const auto second = [&](at::ScalarType type) {
-      const auto own_x = leaf(x, type), own_weight = leaf(weight, type), own_bias = leaf(bias, type);
+      const auto own_x = dense_leaf(x, type), own_weight = dense_leaf(weight, type), own_bias = dense_leaf(bias, type);
       const auto y = relu ? ops::linear_relu(own_x, own_weight, own_bias) : at::linear(own_x, own_weight, own_bias);
       const auto first = torch::autograd::grad({y.pow(3).sum()}, {own_x, own_weight, own_bias}, {}, true, true);
       const auto sum = first[0].pow(2).sum() + first[1].pow(2).sum() + first[2].pow(2).sum();
@@ -152,7 +153,7 @@ TEST(SoftmaxCrossEntropy, ForwardAndBackwardAreLibTorchs) {
       const auto logits = at::randn(sizes, at::kDouble) * 20;
       const auto labels = at::randint(sizes.back(), at::IntArrayRef(sizes).slice(0, sizes.size() - 1), at::kLong);
       const auto run = [&](at::ScalarType type) {
-        const auto own = leaf(logits, type);
+        const auto own = dense_leaf(logits, type);
         const auto loss = ops::softmax_cross_entropy(own, labels);
         loss.backward(at::linspace(-1, 2, loss.numel(), loss.options()).reshape(loss.sizes()));
         return std::pair(loss, own.grad());

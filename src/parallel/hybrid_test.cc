@@ -12,7 +12,7 @@
 namespace lockstep::parallel {
 namespace {
 
-constexpr int kSteps = 50;
+constexpr int kHybridSteps = 50;
 constexpr double kTolerance = 1e-9, kMaxNorm = 0.5;
 const TransformerOptions kOptions{.layers = 2, .tied = true};
 
@@ -29,7 +29,7 @@ Parameters train_whole() {
   freeze_some(*net);
   const auto parameters = trained_parameters(*net);
   torch::optim::AdamW adamw(parameters, torch::optim::AdamWOptions(1e-2));
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kHybridSteps; ++step) {
     const auto batch = batch_of(step);
     adamw.zero_grad();
     cross_entropy(net->forward(batch.ids), batch.labels).backward();
@@ -78,7 +78,7 @@ void train_split(const Sizes& sizes, const Group& group, const Parameters& expec
   std::vector<at::Tensor> parameters;
   for (const auto& [stage, module] : pipeline.modules()) parameters = trained_parameters(*module);
   torch::optim::AdamW adamw(parameters, torch::optim::AdamWOptions(1e-2));
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kHybridSteps; ++step) {
     const auto batch = batch_of(step);
     const auto ids = batch.ids.tensor_split(sizes.data)[mesh.coordinate("data")];
     const auto labels = batch.labels.tensor_split(sizes.data)[mesh.coordinate("data")];
@@ -116,7 +116,7 @@ void train_sharded(const ShardSizes& sizes, const Group& group, const Parameters
   torch::optim::AdamW adamw(sharded.parameters(), torch::optim::AdamWOptions(1e-2));
   const auto parts = sizes.replicas * sizes.shards;
   const auto part = static_cast<std::size_t>(mesh.coordinate("data") * sizes.shards + mesh.coordinate("shard"));
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kHybridSteps; ++step) {
     const auto batch = batch_of(step);
     adamw.zero_grad();
     const auto logits = sharded(batch.ids.tensor_split(parts)[part]);

@@ -16,7 +16,7 @@ namespace lockstep::parallel {
 namespace {
 
 constexpr std::int64_t kWidth = kExpertWidth;
-constexpr int kSteps = 50;
+constexpr int kExpertSteps = 50;
 
 MoE make_moe(const MoEOptions& options, const Communicator& ranks = {}) {
   static std::mutex making;
@@ -35,7 +35,7 @@ at::Tensor tokens_of(int step) {
 template <class Finish>
 void train(MoE& moe, const std::function<at::Tensor(const at::Tensor&)>& part, const Finish& finish) {
   torch::optim::AdamW adamw(moe->parameters(), torch::optim::AdamWOptions(1e-2));
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kExpertSteps; ++step) {
     const auto x = part(tokens_of(step));
     adamw.zero_grad();
     const auto y = moe(x);

@@ -18,8 +18,8 @@
 namespace lockstep::parallel {
 namespace {
 
-constexpr int kSteps = 50;
-constexpr double kTolerance = 1e-9;
+constexpr int kPipelineSteps = 50;
+constexpr double kPipelineTolerance = 1e-9;
 
 struct Case {
   MakePipelineSchedule schedule;
@@ -28,21 +28,21 @@ struct Case {
 };
 
 // 9 and 10 examples, which microbatches do not divide.
-Batch batch_of(int step) { return make_batch(step, 9 + step % 2); }
+Batch pipeline_batch(int step) { return make_batch(step, 9 + step % 2); }
 
-const TransformerOptions kOptions{.layers = 6};
+const TransformerOptions kPipelineOptions{.layers = 6};
 
 std::vector<PipelineStage> stages_of(int count) {
   std::vector<PipelineStage> stages;
-  for (int i = 0; i < count; ++i) stages.emplace_back([=] { return make_transformer(kOptions, i, count); });
+  for (int i = 0; i < count; ++i) stages.emplace_back([=] { return make_transformer(kPipelineOptions, i, count); });
   return stages;
 }
 
-Parameters train_whole() {
-  auto net = make_transformer(kOptions);
+Parameters train_unsplit() {
+  auto net = make_transformer(kPipelineOptions);
   torch::optim::AdamW adamw(net->parameters(), torch::optim::AdamWOptions(1e-2));
-  for (int step = 0; step < kSteps; ++step) {
-    const auto batch = batch_of(step);
+  for (int step = 0; step < kPipelineSteps; ++step) {
+    const auto batch = pipeline_batch(step);
     adamw.zero_grad();
     cross_entropy(net->forward(batch.ids), batch.labels).backward();
     adamw.step();
@@ -51,7 +51,7 @@ Parameters train_whole() {
 }
 
 TEST(Pipeline, TrainsAsOneProcess) {
-  const auto expected = train_whole();
+  const auto expected = train_unsplit();
   for (const auto& [schedule, ranks, stages, microbatches, recomputes] :
        {Case{schedules::gpipe, 2, 2, 4}, Case{schedules::one_forward_one_backward, 3, 3, 5},
         Case{schedules::one_forward_one_backward, 1, 1, 2}, Case{schedules::one_forward_one_backward, 4, 4, 8},
@@ -64,30 +64,30 @@ TEST(Pipeline, TrainsAsOneProcess) {
                                  again = recomputes](const Group& group) {
       Pipeline pipeline(stages_of(count), {group, 30}, {.schedule = make, .microbatches = parts, .recompute = again});
       torch::optim::AdamW adamw(pipeline.parameters(), torch::optim::AdamWOptions(1e-2));
-      for (int step = 0; step < kSteps; ++step) {
-        const auto batch = batch_of(step);
+      for (int step = 0; step < kPipelineSteps; ++step) {
+        const auto batch = pipeline_batch(step);
         adamw.zero_grad();
         pipeline.step(batch.ids, batch.labels, cross_entropy);
         adamw.step();
       }
       for (const auto& [stage, module] : pipeline.modules())
-        EXPECT_LT(largest_difference(parameters_of(*module), expected), kTolerance);
+        EXPECT_LT(largest_difference(parameters_of(*module), expected), kPipelineTolerance);
     });
   }
 }
 
 TEST(Pipeline, PredictsAndEvaluatesOnAllRanks) {
-  const auto expected = make_transformer(kOptions)->forward(batch_of(0).ids);
+  const auto expected = make_transformer(kPipelineOptions)->forward(pipeline_batch(0).ids);
   collective::on_ranks(3, [&](const Group& group) {
     Pipeline pipeline(stages_of(3), {group, 30}, {.microbatches = 4});
-    EXPECT_TRUE(at::allclose(pipeline.forward(batch_of(0).ids), expected));
+    EXPECT_TRUE(at::allclose(pipeline.forward(pipeline_batch(0).ids), expected));
     EXPECT_TRUE(pipeline.parameters()[0].grad().defined() == false);
   });
 }
 
 TEST(Pipeline, TakesFewerExamplesThanMicrobatches) {
-  const auto batch = make_batch(0, 2, kOptions);
-  auto whole = make_transformer(kOptions);
+  const auto batch = make_batch(0, 2, kPipelineOptions);
+  auto whole = make_transformer(kPipelineOptions);
   const auto loss = cross_entropy(whole(batch.ids), batch.labels);
   loss.backward();
   collective::on_ranks(2, [&](const Group& group) {
@@ -125,7 +125,7 @@ TEST(Pipeline, TimelineAgreesWithTheSchedule) {
   const auto folder = fresh_folder("parallel", "timeline");
   collective::on_ranks(3, [&](const Group& group) {
     Pipeline pipeline(stages_of(3), {group, 30}, {.schedule = schedules::zero_bubble, .microbatches = 6});
-    const auto batch = batch_of(0);
+    const auto batch = pipeline_batch(0);
     pipeline.step(batch.ids, batch.labels, cross_entropy);
     pipeline.write_timeline(folder / "step.json");
     if (group.rank() != 0) return;
@@ -181,7 +181,7 @@ TEST(Pipeline, LeavesFrozenTiedParametersWithoutGradients) {
     std::vector<PipelineStage> stages;
     for (int i = 0; i < 2; ++i) {
       stages.emplace_back([i] {
-        auto stage = make_transformer(kOptions, i, 2);
+        auto stage = make_transformer(kPipelineOptions, i, 2);
         for (const auto& each : stage->named_parameters()) {
           if (each.key().find("token") != std::string::npos || each.key().find("head") != std::string::npos)
             each.value().set_requires_grad(false);
@@ -190,7 +190,7 @@ TEST(Pipeline, LeavesFrozenTiedParametersWithoutGradients) {
       });
     }
     Pipeline pipeline(stages, {group, 30}, {.tied = {{{0, "0.token.weight"}, {1, "7.head.weight"}}}});
-    const auto batch = batch_of(0);
+    const auto batch = pipeline_batch(0);
     pipeline.step(batch.ids, batch.labels, cross_entropy);
     for (const auto& parameter : pipeline.parameters())
       EXPECT_EQ(parameter.grad().defined(), parameter.requires_grad());
@@ -206,7 +206,7 @@ TEST(Pipeline, AnErrorInAStageEndsAllRanks) {
       threads.emplace_back([&, rank] {
         try {
           Pipeline pipeline(stages_of(2), {groups[rank], 30}, {});
-          const auto batch = batch_of(0);
+          const auto batch = pipeline_batch(0);
           pipeline.step(batch.ids, batch.labels, [](const at::Tensor& logits, const at::Tensor& labels) {
             return cross_entropy(logits, labels).unsqueeze(0).expand({2});
           });
@@ -237,7 +237,7 @@ TEST(Pipeline, RefusesWhatDoesNotFit) {
                 }),
                 "stage 0 has no parameter \"0.tokn.weight\" to tie; did you mean 0.token.weight");
     Pipeline pipeline(stages_of(1), {group, 30}, {});
-    const auto batch = batch_of(0);
+    const auto batch = pipeline_batch(0);
     expect_says(
         message_of<InvalidArgument>([&] { pipeline.step(batch.ids, batch.labels.narrow(0, 0, 3), cross_entropy); }),
         "count the same examples");

@@ -14,8 +14,8 @@
 namespace lockstep::parallel {
 namespace {
 
-struct NetImpl : torch::nn::Module {
-  explicit NetImpl(bool again) : again_(again) {
+struct RecomputedNetImpl : torch::nn::Module {
+  explicit RecomputedNetImpl(bool again) : again_(again) {
     for (int i = 0; i < 3; ++i)
       blocks.push_back(register_module("block" + std::to_string(i), std::make_shared<BlockImpl>(TransformerOptions())));
     dropout = register_module("dropout", torch::nn::Dropout(0.3));
@@ -29,7 +29,7 @@ struct NetImpl : torch::nn::Module {
   std::vector<std::shared_ptr<BlockImpl>> blocks;
   torch::nn::Dropout dropout = nullptr;
 };
-TORCH_MODULE(Net);
+TORCH_MODULE(RecomputedNet);
 
 struct Result {
   at::Tensor y, of_x;
@@ -38,7 +38,7 @@ struct Result {
 
 Result run(bool again, bool x_has_gradient) {
   torch::manual_seed(4);
-  Net net(again);
+  RecomputedNet net(again);
   auto x = torch::randn({2, 12, 24}, at::kDouble).requires_grad_(x_has_gradient);
   const auto y = net(x);
   const auto after = torch::rand({3});  // numbers that follow are those that would follow without
@@ -60,7 +60,7 @@ TEST(Recompute, HasTheSameBits) {
 
 // How many nodes of the graph a forward keeps.
 std::size_t kept_nodes(bool again) {
-  Net net(again);
+  RecomputedNet net(again);
   auto x = torch::randn({2, 12, 24}, at::kDouble).requires_grad_();
   const auto y = net(x);
   std::size_t nodes = 0;
@@ -80,7 +80,7 @@ TEST(Recompute, KeepsNoGraphOfTheModule) { EXPECT_LT(kept_nodes(true) * 3, kept_
 
 TEST(Recompute, GoesWithShardedParameters) {
   torch::manual_seed(4);
-  auto whole = Net(false);
+  auto whole = RecomputedNet(false);
   whole->eval();
   const auto x = torch::randn({2, 12, 24}, at::kDouble);
   whole(x).pow(2).sum().backward();
@@ -89,7 +89,7 @@ TEST(Recompute, GoesWithShardedParameters) {
     auto net = [&] {
       const std::lock_guard lock(making);
       torch::manual_seed(4);
-      return Net(true);
+      return RecomputedNet(true);
     }();
     net->eval();
     auto sharded = fully_shard(net, {group, 30}, {.units = {"block*"}});
@@ -103,7 +103,7 @@ TEST(Recompute, GoesWithShardedParameters) {
 }
 
 TEST(Recompute, CannotBeDifferentiatedTwice) {
-  Net net(true);
+  RecomputedNet net(true);
   auto x = torch::randn({1, 12, 24}, at::kDouble).requires_grad_();
   expect_says(message_of<InvalidArgument>([&] { torch::autograd::grad({net(x).sum()}, {x}, {}, true, true); }),
               "cannot be differentiated twice");

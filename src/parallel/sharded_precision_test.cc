@@ -13,7 +13,7 @@
 namespace lockstep::parallel {
 namespace {
 
-constexpr int kSteps = 20, kExamples = 12;
+constexpr int kPrecisionSteps = 20, kExamples = 12;
 
 torch::nn::Sequential make_net() {
   torch::nn::Sequential net(torch::nn::Linear(7, 20), torch::nn::LayerNorm(torch::nn::LayerNormOptions({20})),
@@ -38,7 +38,7 @@ std::vector<at::Tensor> expected(int parts, at::ScalarType summed) {
   copy->to(at::kBFloat16);
   torch::optim::AdamW adamw(master->parameters(), torch::optim::AdamWOptions(1e-2));
   const auto call = [&](const at::Tensor& x) { return copy->forward(x); };
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kPrecisionSteps; ++step) {
     const auto weights = master->parameters();
     std::vector<at::Tensor> sums(weights.size());
     for (const auto& x : inputs(step).chunk(parts)) {
@@ -70,7 +70,7 @@ TEST(ShardedPrecision, IsThatOfWeightsOfFloat32AndACopyInBfloat16) {
       torch::optim::AdamW adamw(sharded.parameters(), torch::optim::AdamWOptions(1e-2));
       for (const auto& shard : sharded.parameters()) EXPECT_EQ(shard.scalar_type(), at::kFloat);
       EXPECT_EQ(net->parameters()[0].scalar_type(), at::kBFloat16);
-      for (int step = 0; step < kSteps; ++step) {
+      for (int step = 0; step < kPrecisionSteps; ++step) {
         adamw.zero_grad();
         loss_of(sharded, inputs(step).chunk(2)[static_cast<std::size_t>(group.rank())]).backward();
         adamw.step();

@@ -35,7 +35,7 @@ TORCH_MODULE(Net);
 at::Tensor examples() { return at::cos(at::arange(24, at::kDouble).view({4, 6})); }
 
 // Two steps of SGD on two ranks, a unit for each layer, against one process.
-void expect_as_whole(const decltype(NetImpl::compute)& compute, double tolerance = 1e-10) {
+void expect_as_whole_net(const decltype(NetImpl::compute)& compute, double tolerance = 1e-10) {
   Net whole;
   whole->compute = compute;
   torch::optim::SGD sgd(whole->parameters(), torch::optim::SGDOptions(0.1));
@@ -61,7 +61,7 @@ void expect_as_whole(const decltype(NetImpl::compute)& compute, double tolerance
 }
 
 TEST(ShardedUnits, AnOperatorMayReadSeveralUnits) {
-  expect_as_whole([](auto& layers, const at::Tensor& x) {
+  expect_as_whole_net([](auto& layers, const at::Tensor& x) {
     const auto weights = at::cat({layers[0]->weight, layers[1]->weight});
     return torch::linear(x, weights) +
            at::cat({layers[0]->bias, layers[1]->bias}) * (layers[0]->bias - layers[1]->bias).sum();
@@ -69,7 +69,7 @@ TEST(ShardedUnits, AnOperatorMayReadSeveralUnits) {
 }
 
 TEST(ShardedUnits, OperatorsThatMayCopyReadValues) {
-  expect_as_whole(
+  expect_as_whole_net(
       [](auto& layers, const at::Tensor& x) {
         const auto weight =
             layers[0]->weight.t().contiguous().reshape({36}).to(at::kFloat).to(at::kDouble).view({6, 6});
@@ -79,13 +79,13 @@ TEST(ShardedUnits, OperatorsThatMayCopyReadValues) {
 }
 
 TEST(ShardedUnits, DetachedWeightsGetNoGradient) {
-  expect_as_whole([](auto& layers, const at::Tensor& x) {
+  expect_as_whole_net([](auto& layers, const at::Tensor& x) {
     return torch::linear(layers[0](x), layers[0]->weight.detach()) + layers[1](x).detach();
   });
 }
 
 TEST(ShardedUnits, UsesInAnyOrder) {
-  expect_as_whole([](auto& layers, const at::Tensor& x) {
+  expect_as_whole_net([](auto& layers, const at::Tensor& x) {
     return layers[0](layers[1](at::tanh(layers[0](at::tanh(layers[1](x))))));
   });
 }

@@ -9,18 +9,18 @@
 namespace lockstep::parallel {
 namespace {
 
-const TransformerOptions kOptions{.layers = 2};
+const TransformerOptions kSplitOptions{.layers = 2};
 
 // Of make_transformer, with its values.
 std::vector<PipelineStage> transformer_layers() {
   std::vector<PipelineStage> layers;
   const auto add = [&]<class Layer>(std::type_identity<Layer>) {
     layers.emplace_back([number = layers.size()] {
-      return std::dynamic_pointer_cast<Layer>(make_transformer(kOptions)->layers[number]);
+      return std::dynamic_pointer_cast<Layer>(make_transformer(kSplitOptions)->layers[number]);
     });
   };
   add(std::type_identity<FrontImpl>());
-  for (std::int64_t i = 0; i < kOptions.layers; ++i) add(std::type_identity<BlockImpl>());
+  for (std::int64_t i = 0; i < kSplitOptions.layers; ++i) add(std::type_identity<BlockImpl>());
   add(std::type_identity<BackImpl>());
   return layers;
 }
@@ -30,8 +30,8 @@ at::Tensor mean_loss(const at::Tensor& logits, const at::Tensor& labels, const C
 }
 
 TEST(SplitModel, ZeroGathersAndLoadsTheValues) {
-  const auto batch = make_batch(0, 8, kOptions);
-  const auto expected = parameters_of(*make_transformer(kOptions));
+  const auto batch = make_batch(0, 8, kSplitOptions);
+  const auto expected = parameters_of(*make_transformer(kSplitOptions));
   for (const auto sharding : {Sharding::gradients, Sharding::parameters}) {
     collective::on_ranks(4, [&](const Group& group) {
       const Split split{.data = 2, .pipeline = 2, .sharding = sharding, .microbatches = 2, .layers_of_stages = {2, 2}};
@@ -58,7 +58,7 @@ TEST(SplitModel, ZeroGathersAndLoadsTheValues) {
 }
 
 TEST(SplitModel, AnErrorOfOneRankEndsTheOthersSteps) {
-  const auto batch = make_batch(0, 4, kOptions);
+  const auto batch = make_batch(0, 4, kSplitOptions);
   const ParallelPlan patterns{{"*.up", ColwiseParallel()}, {"*.down", RowwiseParallel()}};
   for (const Split& split :
        {Split{.data = 2}, Split{.tensor = 2}, Split{.data = 2, .sharding = Sharding::parameters}}) {

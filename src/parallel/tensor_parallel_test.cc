@@ -15,7 +15,7 @@ namespace lockstep::parallel {
 namespace {
 
 constexpr int kSteps = 50;
-constexpr double kTolerance = 1e-9;
+constexpr double kTensorTolerance = 1e-9;
 
 ParallelPlan plain_plan() {
   return {{"*.token", RowwiseParallel()}, {"*.qkv", ColwiseParallel()},  {"*.out", RowwiseParallel()},
@@ -46,14 +46,14 @@ void train(Transformer& net, const Loss& loss) {
   }
 }
 
-Parameters train_whole() {
+Parameters train_undivided() {
   auto net = make_transformer();
   train(net, cross_entropy);
   return parameters_of(*net);
 }
 
 void expect_as_whole(int ranks, const ParallelPlan& plan) {
-  const auto expected = train_whole();
+  const auto expected = train_undivided();
   collective::on_ranks(ranks, [&](const Group& group) {
     const Communicator communicator(group, 30);
     auto net = make_transformer();
@@ -63,7 +63,7 @@ void expect_as_whole(int ranks, const ParallelPlan& plan) {
     });
     auto whole = parameters_of(*net);
     for (auto& [name, parameter] : whole) parameter = full_tensor(parameter);
-    EXPECT_LT(largest_difference(whole, expected), kTolerance);
+    EXPECT_LT(largest_difference(whole, expected), kTensorTolerance);
   });
 }
 

@@ -13,21 +13,21 @@
 namespace lockstep::parameter_server {
 namespace {
 
-const ModelSpec kModel{.variables = {{"a", DType::float64, {1}}, {"b", DType::float64, {1}}}};
+const ModelSpec kServedModel{.variables = {{"a", DType::float64, {1}}, {"b", DType::float64, {1}}}};
 
-Deadline soon() { return Deadline::after(std::chrono::seconds(10)); }
+Deadline soon_enough() { return Deadline::after(std::chrono::seconds(10)); }
 
 // Server 0 of two, which was started again.
 class RestartedServer : public testing::Test {
  protected:
   static std::shared_ptr<ShardStore> make(int server) {
-    return std::make_shared<ShardStore>(kModel, place_shards(kModel.variables, {}, 2), ServerNumber{server, 2},
-                                        SGD({.learning_rate = 1}), UpdateMode());
+    return std::make_shared<ShardStore>(kServedModel, place_shards(kServedModel.variables, {}, 2),
+                                        ServerNumber{server, 2}, SGD({.learning_rate = 1}), UpdateMode());
   }
 
   // The store says this of the model.
   void serve(const std::string& status) {
-    store_.set(key_of_model(0), status, soon());
+    store_.set(key_of_model(0), status, soon_enough());
     kept_ = server_.serve(
         {0, "a model", make, [this](int server, bool second_copies, std::int64_t number, ShardStore& to, Deadline) {
            return transfer_(server, second_copies, number, to);
@@ -37,7 +37,7 @@ class RestartedServer : public testing::Test {
   static double value(const ServedModels& models) {
     double value = 0;
     std::vector<std::int64_t> versions;
-    models.pull(0, std::vector{reinterpret_cast<std::byte*>(&value)}, versions, soon());
+    models.pull(0, std::vector{reinterpret_cast<std::byte*>(&value)}, versions, soon_enough());
     return value;
   }
 
@@ -72,11 +72,11 @@ TEST_F(RestartedServer, ATransferThatBreaksOffLeavesNothing) {
     std::vector<std::byte> state;
     StateWriter writer([&](std::span<const std::byte> data) { state.insert(state.end(), data.begin(), data.end()); });
     sent->send(number, writer);
-    std::size_t at = 0;
+    std::size_t at_servers = 0;
     StateReader reader([&](std::span<std::byte> data) {
-      if (second_copies && at > 40) throw DataError("it broke off");
-      std::copy_n(state.begin() + static_cast<std::ptrdiff_t>(at), data.size(), data.begin());
-      at += data.size();
+      if (second_copies && at_servers > 40) throw DataError("it broke off");
+      std::copy_n(state.begin() + static_cast<std::ptrdiff_t>(at_servers), data.size(), data.begin());
+      at_servers += data.size();
     });
     if (!second_copies && !std::exchange(second_is_there, true)) return false;  // its server has not restored it yet
     try {
@@ -96,7 +96,7 @@ TEST_F(RestartedServer, ATransferThatBreaksOffLeavesNothing) {
 TEST_F(RestartedServer, ASecondCopyWaitsForTheFirstOneAndNotForEver) {
   transfer_ = [](int, bool, std::int64_t, ShardStore&) { return false; };
   ModelServer impatient({.mine = Role::ps, .index = 0, .workers = 1, .servers = 2}, 2, store_, 0.2);
-  store_.set(key_of_model(0), checkpoint_with(5), soon());
+  store_.set(key_of_model(0), checkpoint_with(5), soon_enough());
   const ModelServer::Model model{0, "a model", make, [](auto&&...) { return false; }};
   expect_says(message_of<DeadlineExceeded>([&] { impatient.serve(model); }),
               "waiting for ps 1's shards of model number 0");

@@ -13,11 +13,11 @@
 namespace lockstep::parameter_server {
 namespace {
 
-const std::vector<VariableSpec> kVariables{{"v", DType::float64, {1}}};
+const std::vector<VariableSpec> kCopiedVariables{{"v", DType::float64, {1}}};
 
 std::shared_ptr<ShardStore> make_store() {
-  return std::make_shared<ShardStore>(ModelSpec{kVariables}, place_shards(kVariables, {}, 1), ServerNumber(),
-                                      SGD({.learning_rate = 1}), UpdateMode());
+  return std::make_shared<ShardStore>(ModelSpec{kCopiedVariables}, place_shards(kCopiedVariables, {}, 1),
+                                      ServerNumber(), SGD({.learning_rate = 1}), UpdateMode());
 }
 
 // A server in this process, to which something may happen before or after it takes a push.
