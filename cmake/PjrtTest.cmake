@@ -41,18 +41,23 @@ if(PJRT_TPU_PLUGIN)
   set_property(TEST topology_test PROPERTY RESOURCE_LOCK libtpu)
 endif()
 if(PJRT_TPU_PLUGIN AND TARGET train_step)
-  # README's program and a transformer, on one host's chips and on those of two (v5e:4x4); one process at a time uses
-  # libtpu.
+  # compiled_for(NAME CHIPS SAYS STATUS program...): what `lockstep compile-for` says, and its exit status. One process at a
+  # time uses libtpu.
+  function(compiled_for name chips says status program)
+    add_test(NAME ${name} COMMAND sh -c "$<TARGET_FILE:lockstep_cli> compile-for ${chips} ${program} 2>&1; echo status $?")
+    set_tests_properties(${name} PROPERTIES TIMEOUT 600 RESOURCE_LOCK libtpu
+      ENVIRONMENT PJRT_PLUGIN_LIBRARY_PATH=${PJRT_TPU_PLUGIN} PASS_REGULAR_EXPRESSION "${says}.*status ${status}")
+  endfunction()
+  # README's program and a transformer, on one host's chips and on those of several (v5e:4x4).
   foreach(chips v5e:2x4 v4:2x2x1 v6e:2x4 v5e:4x4)
-    add_test(NAME compile_mnist_for_${chips} COMMAND lockstep_cli compile-for ${chips} $<TARGET_FILE:mnist> --strategy tpu)
-    add_test(NAME compile_transformer_for_${chips}
-      COMMAND lockstep_cli compile-for ${chips} $<TARGET_FILE:train_step> --device tpu --model transformer)
-    set_tests_properties(compile_mnist_for_${chips} compile_transformer_for_${chips} PROPERTIES TIMEOUT 600
-      RESOURCE_LOCK libtpu ENVIRONMENT PJRT_PLUGIN_LIBRARY_PATH=${PJRT_TPU_PLUGIN}
-      PASS_REGULAR_EXPRESSION "the training step for .* replicas on .* GFLOP a device. fits into [0-9.]+ GiB")
+    foreach(program "mnist --strategy tpu" "train_step --device tpu --model transformer")
+      string(REGEX REPLACE " .*" "" target "${program}")
+      string(REPLACE ${target} $<TARGET_FILE:${target}> command "${program}")
+      compiled_for(compile_${target}_for_${chips} ${chips}
+        "the training step for .* replicas on .* GFLOP a device. fits into [0-9.]+ GiB" 0 "${command}")
+    endforeach()
   endforeach()
-  add_test(NAME compile_what_does_not_fit COMMAND lockstep_cli compile-for v5e:2x2
-    $<TARGET_FILE:train_step> --device tpu --model seed_cnn --batch 400000)
-  set_tests_properties(compile_what_does_not_fit PROPERTIES TIMEOUT 600 RESOURCE_LOCK libtpu
-    ENVIRONMENT PJRT_PLUGIN_LIBRARY_PATH=${PJRT_TPU_PLUGIN} PASS_REGULAR_EXPRESSION "the training step for 4 replicas on v5e:2x2: does not fit, or cannot be compiled: .*Ran out of memory on HBM")
+  compiled_for(compile_what_does_not_fit v5e:2x2
+    "the training step for 4 replicas on v5e:2x2: does not fit, or cannot be compiled: .*Ran out of memory on HBM" 1
+    "$<TARGET_FILE:train_step> --device tpu --model seed_cnn --batch 400000")
 endif()

@@ -58,6 +58,7 @@ extern "C" const PJRT_Api* GetPjrtApi() {
   api.PJRT_LoadedExecutable_Execute = [](PJRT_LoadedExecutable_Execute_Args* args) {
     return has("launch") ? error_of(is_lost) : cpu().PJRT_LoadedExecutable_Execute(args);
   };
+  api.PJRT_Executable_GetCompiledMemoryStats = nullptr;  // which plugins need not have
   api.PJRT_Event_OnReady = [](PJRT_Event_OnReady_Args* args) -> PJRT_Error* {
     if (!has("run")) return cpu().PJRT_Event_OnReady(args);
     args->callback(error_of(is_lost), args->user_arg);

@@ -25,7 +25,8 @@ double mebibytes(const std::string& name) {
 
 void reset_peak() {
   malloc_trim(0);
-  std::ofstream("/proc/self/clear_refs") << 5;
+  std::ofstream file("/proc/self/clear_refs");
+  if (!(file << 5 << std::flush)) throw Error("the peak of memory cannot be reset: /proc/self/clear_refs");
 }
 
 // README's network.

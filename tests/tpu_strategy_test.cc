@@ -179,6 +179,24 @@ TEST(Tpu, LabelsThatAreNoClassAreNamed) {
               "a label is 10; the model has 10 outputs, so labels are 0 to 9");
 }
 
+TEST(Tpu, EpochsOfSomeStepsGoOnInTheSameData) {
+  const auto data = images(1, 12).repeat();
+  const auto losses = [&](const Strategy& strategy, std::int64_t together) {
+    set_random_seed(7);
+    const auto scope = strategy.scope();
+    auto model = seed_cnn();
+    auto options = classifier();
+    options.steps_per_execution = together;
+    model.compile(options);
+    return model.fit(data, {.epochs = 4, .verbose = 0, .steps_per_epoch = 4}).history.at("loss");
+  };
+  const auto expected = losses(MirroredStrategy(2), 1);
+  for (const int together : {1, 3}) {
+    const auto found = losses(tpu(2), together);
+    for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_NEAR(found[i], expected[i], 1e-5) << i;
+  }
+}
+
 // A batch is read, and copied, while the devices compute the one before it.
 TEST(Tpu, WhatIsWrongWithABatchIsSaidWhenItsTurnComes) {
   struct Count : Callback {

@@ -119,8 +119,8 @@ class CompiledProgram {
   virtual std::unique_ptr<LaunchedProgram> launch(Launch launch) = 0;
 };
 
-// How often programs were traced and compiled, and how much of a device's memory the last one needs, as its compiler
-// says: arguments, results and what it computes in between.
+// How often programs were traced and compiled, and how much of a device's memory the one needs that was compiled, or
+// loaded, last: arguments, results, code, and what it computes in between; 0 where the plugin does not tell.
 struct ProgramCounts {
   std::int64_t traced = 0, compiled = 0, bytes = 0;
 };

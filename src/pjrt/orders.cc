@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "base/text.h"
 #include "pjrt/stablehlo.h"
 
 namespace lockstep::pjrt {
@@ -20,19 +19,12 @@ void ProgramText::write_used(const std::vector<Value>& values) {
     if (not_written_.erase(value.name) == 0) continue;
     if (const auto product = products_.find(value.name); product != products_.end()) {
       const auto& [a, b, contract_a, contract_b, attributes] = product->second;
-      write_line(value, "stablehlo.dot_general", {a, b}, attributes);
+      write(value.name, {value}, "stablehlo.dot_general", {a, b}, attributes, "");
     } else {
       const auto& [source, permutation] = transposed_.at(value.name);
-      write_line(value, "stablehlo.transpose", {source}, "permutation = " + array_of(permutation));
+      write(value.name, {value}, "stablehlo.transpose", {source}, "permutation = " + array_of(permutation), "");
     }
   }
-}
-
-void ProgramText::write_line(const Value& value, std::string_view operation, const std::vector<Value>& operands,
-                             const std::string& attributes) {
-  write_used(operands);
-  lines_ += text("  ", value.name, " = \"", operation, "\"(", names_of(operands), ") {", attributes, "} : (",
-                 types_of(operands), ") -> ", type_of(value.shape), "\n");
 }
 
 // A product that was not used yet, with the dimensions of its two factors in the other order: the product of the two in

@@ -165,6 +165,9 @@ TEST(Pjrt, ThePathIsTheOptionsElseTheEnvironments) {
   EXPECT_EQ(plugin_path(""), "/from/environment.so");
   ::unsetenv("PJRT_PLUGIN_LIBRARY_PATH");
   EXPECT_EQ(plugin_path(""), "libtpu.so");
+}
+
+TEST(Pjrt, OptionsAreTheProgramsElseTheEnvironments) {
   setenv("PJRT_PLUGIN_OPTIONS", "cpu_device_count=8,fast=true,kind=a=b", 1);
   EXPECT_EQ(plugin_options({}), (Options{{"cpu_device_count", std::int64_t{8}}, {"fast", true}, {"kind", "a=b"}}));
   EXPECT_EQ(plugin_options({{"own", true}}), (Options{{"own", true}}));

@@ -112,16 +112,21 @@ Value ProgramText::argument(const Shape& shape) {
 std::vector<Value> ProgramText::add(std::string_view operation, const std::vector<Value>& operands,
                                     const std::vector<Shape>& results, const std::string& attributes,
                                     const std::string& region) {
-  write_used(operands);
   const auto name = fresh();
   std::vector<Value> values;
   for (std::size_t i = 0; i < results.size(); ++i)
     values.push_back({results.size() == 1 ? name : text(name, "#", i), results[i]});
-  lines_ += text("  ", name, results.size() == 1 ? "" : text(":", results.size()), " = \"", operation, "\"(",
-                 names_of(operands), ") ", region, attributes.empty() ? "" : text("{", attributes, "} "), ": (",
-                 types_of(operands), ") -> ", results.size() == 1 ? "" : "(", types_of(values),
-                 results.size() == 1 ? "" : ")", "\n");
+  write(name, values, operation, operands, attributes, region);
   return values;
+}
+
+void ProgramText::write(const std::string& name, const std::vector<Value>& results, std::string_view operation,
+                        const std::vector<Value>& operands, const std::string& attributes, const std::string& region) {
+  write_used(operands);
+  const bool is_one = results.size() == 1;
+  lines_ += text("  ", name, is_one ? "" : text(":", results.size()), " = \"", operation, "\"(", names_of(operands),
+                 ") ", region, attributes.empty() ? "" : text("{", attributes, "} "), ": (", types_of(operands),
+                 ") -> ", is_one ? "" : "(", types_of(results), is_one ? "" : ")", "\n");
 }
 
 Value ProgramText::add(std::string_view operation, const std::vector<Value>& operands, const Shape& result,

@@ -129,8 +129,9 @@ class ProgramText {
 
   // What is written where it is first used: transposed values, and products without batches.
   void write_used(const std::vector<Value>& values);
-  void write_line(const Value& value, std::string_view operation, const std::vector<Value>& operands,
-                  const std::string& attributes);
+  // name: of the results in common.
+  void write(const std::string& name, const std::vector<Value>& results, std::string_view operation,
+             const std::vector<Value>& operands, const std::string& attributes, const std::string& region);
   std::optional<Value> transposed_product(const Value& x, const Dimensions& permutation);
   std::optional<Value> in_order(const Value& x, const Dimensions& permutation);
 

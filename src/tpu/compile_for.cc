@@ -93,8 +93,9 @@ class CompileFor final : public ops::ProgramDevices {
   }
 
  private:
-  void describe(const std::string& name, const pjrt::Program& program) const {
+  void describe(const std::string& name, const pjrt::Program& program) {
     const auto needs = program.memory();
+    counts_.bytes = needs.total();
     std::ostringstream line;
     line << std::fixed << std::setprecision(1) << name << " for " << replicas_ << " replicas on " << chips_ << " ("
          << kind() << "): " << static_cast<double>(needs.total()) / kMib << " MiB a device (arguments "

@@ -144,8 +144,9 @@ Value filled_up(Call& call, const Value& x, std::size_t dimension, std::int64_t 
   return call.program().add("stablehlo.optimization_barrier", {filled}, filled.shape);
 }
 
-// The same. libtpu's compiler takes minutes where such a convolution in float32 has fewer than 8 channels (0.0.51: 31 s
-// for one of 1 and 32 channels alone, 3 s with 8 and 32), which a TPU fills up to 8 anyway; so they are filled up here.
+// As gradient_of_channels. libtpu 0.0.51 compiles such a convolution of float32 with fewer than 8 channels slowly: one
+// of 1 and 32 channels takes 31 s, and the step of README's network did not end in 3 minutes; with 8 and 32 it is 3 s.
+// A TPU fills channels up to 8 anyway, so they are filled up here.
 Value gradient_of_weight(Call& call, const Value& gradient, const Value& x, const Sizes& sizes,
                          const ConvolutionOptions& options) {
   constexpr std::int64_t kChannels = 8;

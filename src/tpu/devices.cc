@@ -50,6 +50,15 @@ Replicas open(const ops::ProgramDevicesOptions& options) {
 
 constexpr std::size_t kKeptPrograms = 32;
 
+// What a program needs of a device; 0 where the plugin does not tell.
+std::int64_t bytes_of(const pjrt::Program& program) {
+  try {
+    return program.memory().total();
+  } catch (const DeviceError&) {
+    return 0;
+  }
+}
+
 const bool is_set = [] {
   ops::open_program_devices() = [](const ops::ProgramDevicesOptions& options) -> std::shared_ptr<ops::ProgramDevices> {
     if (const char* const chips = std::getenv("LOCKSTEP_COMPILE_FOR")) return devices_to_compile_for(chips, options);
@@ -115,11 +124,14 @@ std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& n
     ++counts_.compiled;
     cache_.store(key, *made);
   }
-  counts_.bytes = static_cast<std::int64_t>(made->program().memory().total());
+  counts_.bytes = bytes_of(made->program());
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-  log_info(lockstep::text(is_stored ? "loaded " : "compiled ", name, " for ", replicas(), " x ", kind(),
-                          is_stored ? " from LOCKSTEP_CACHE in " : " in ", seconds.count(), " s: needs ",
-                          static_cast<double>(counts_.bytes >> 10) / 1024, " MiB of each device"));
+  log_info(lockstep::text(
+      is_stored ? "loaded " : "compiled ", name, " for ", replicas(), " x ", kind(),
+      is_stored ? " from LOCKSTEP_CACHE in " : " in ", seconds.count(), " s",
+      counts_.bytes == 0
+          ? ""
+          : lockstep::text(": needs ", static_cast<double>(counts_.bytes >> 10) / 1024, " MiB of each device")));
   return made;
 }
 

@@ -7,7 +7,7 @@
 namespace lockstep::tpu {
 namespace {
 
-constexpr std::int64_t kFewElements = 64;
+constexpr std::int64_t kFewElements = 64, kFewPlaces = 25;
 
 Sizes spatial_of(const Sizes& sizes) { return {sizes.begin() + 2, sizes.end()}; }
 
@@ -75,7 +75,7 @@ Sizes channels_last(std::size_t spatial) {
 
 bool is_fast_by_im2col(Call& call, const Sizes& weight, const ConvolutionOptions& options) {
   return call.is_for_cpu() && !options.transposed && options.groups == 1 &&
-         product_of(weight) / weight[0] <= kFewElements;
+         product_of(spatial_of(weight)) <= kFewPlaces && product_of(spatial_of(weight)) * weight[1] <= kFewElements;
 }
 
 Value convolve_by_im2col(Call& call, const Value& x, const Value& weight, const Value& bias, const Sizes& sizes,

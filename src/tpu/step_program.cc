@@ -15,11 +15,13 @@ namespace {
 
 using Buffers = std::vector<std::vector<pjrt::Buffer>>;
 
-// What `act` returns; the plugin's errors say which step it was.
+// What `act` returns; errors say which step it was.
 template <class Act>
 auto naming_step(const std::string& name, const Act& act) {
   try {
     return act();
+  } catch (const DeadlineExceeded& error) {
+    throw DeadlineExceeded(text(name, ": ", error.operation()), error.waited_for());
   } catch (const DeviceError& error) {
     throw DeviceError(text(name, ": ", error.what()));
   }
@@ -93,12 +95,14 @@ struct Inputs final : ops::ProgramInputs {
 }  // namespace
 
 std::unique_ptr<ops::ProgramInputs> StepProgram::copy(const std::vector<std::vector<at::Tensor>>& inputs) {
-  auto copied = std::make_unique<Inputs>();
-  for (std::size_t replica = 0; replica < inputs.size(); ++replica) {
-    auto& mine = copied->buffers.emplace_back();
-    for (const auto& input : inputs[replica]) mine.push_back(replicas_.copy(input, replica));
-  }
-  return copied;
+  return naming_step(name_, [&] {
+    auto copied = std::make_unique<Inputs>();
+    for (std::size_t replica = 0; replica < inputs.size(); ++replica) {
+      auto& mine = copied->buffers.emplace_back();
+      for (const auto& input : inputs[replica]) mine.push_back(replicas_.copy(input, replica));
+    }
+    return copied;
+  });
 }
 
 std::vector<std::pair<int, pjrt::Buffer>> StepProgram::numbers(const Launch& launch, std::size_t replica) const {

@@ -41,13 +41,11 @@ class LocalSteps final : public StepSource {
 
   bool next(const std::function<bool()>& /*interrupted*/) override {
     if (stopped_) return false;
-    const auto before = std::chrono::steady_clock::now();
     auto ahead = std::exchange(ahead_, {});
     if (ahead && ahead->error) std::rethrow_exception(ahead->error);
     read_ = ahead ? *std::move(ahead) : read(progress().batch);
     results_.clear();
     regroups_ = peers().regroups();
-    impl_.times.input += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
     return !read_.batches.empty();
   }
 
@@ -55,12 +53,8 @@ class LocalSteps final : public StepSource {
     if (std::exchange(regroups_, peers().regroups()) != peers().regroups())
       read_ = as_read_now({iterator_->parts_again()});
     impl_.gradients->updater().set_learning_rate_factor(unwrap(impl_.strategy).learning_rate_factor());
-    if (!impl_.programs) {
-      results_ = impl_.train_batches(read_.batches, *impl_.tracker);
-      return;
-    }
-    if (!read_.prepared) read_.prepared = impl_.programs->prepare(read_.batches);
-    results_ = impl_.train_prepared(*std::exchange(read_.prepared, {}), *impl_.tracker, [this] { read_ahead(); });
+    results_ =
+        impl_.train_batches(read_.batches, *impl_.tracker, std::exchange(read_.prepared, {}), [this] { read_ahead(); });
   }
 
   std::vector<double> sum(std::span<const double> news) override {
@@ -100,6 +94,7 @@ class LocalSteps final : public StepSource {
 
   // With `trained` batches of the epoch before them.
   Read read(std::int64_t trained) {
+    const auto before = std::chrono::steady_clock::now();
     auto most = impl_.compiled->steps_per_execution;
     if (options_.steps_per_epoch > 0) most = std::min(most, options_.steps_per_epoch - trained);
     std::vector<PerReplica<internal::Part>> batches;
@@ -112,6 +107,7 @@ class LocalSteps final : public StepSource {
     }
     auto read = as_read_now(std::move(batches));
     read.first_size = first_size;
+    impl_.times.input += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
     return read;
   }
 

@@ -106,13 +106,12 @@ class ModelImpl {
   train::StepResult play_step(ReplicaContext& replica, const Example& part, train::Tracker& tracker);
 
   // A step on all replicas for each batch, of which there are at most CompileOptions::steps_per_execution; each result
-  // is for Tracker::add_batch.
+  // is for Tracker::add_batch. Where devices run programs: `prepared` is what `programs` made of the batches, if it
+  // has, and `meanwhile` is called while the devices compute.
   std::vector<PerReplica<train::StepResult>> train_batches(std::vector<PerReplica<internal::Part>>& batches,
-                                                           train::Tracker& tracker);
-  // The same of batches that `programs` has prepared; `meanwhile` is called while the devices compute.
-  std::vector<PerReplica<train::StepResult>> train_prepared(train::CompiledModel::Prepared prepared,
-                                                            train::Tracker& tracker,
-                                                            const std::function<void()>& meanwhile = {});
+                                                           train::Tracker& tracker,
+                                                           std::optional<train::CompiledModel::Prepared> prepared = {},
+                                                           const std::function<void()>& meanwhile = {});
   PerReplica<train::StepResult> train_batch(PerReplica<internal::Part>& batch, train::Tracker& tracker);
 
   // Throws InvalidArgument where a loss has none.

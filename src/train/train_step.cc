@@ -253,19 +253,17 @@ train::StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& p
   return {result.loss_sum.item<double>(), result.divisor, part.size()};
 }
 
-std::vector<PerReplica<train::StepResult>> ModelImpl::train_batches(std::vector<PerReplica<internal::Part>>& batches,
-                                                                    train::Tracker& into) {
-  if (programs) return train_prepared(programs->prepare(batches), into);
+std::vector<PerReplica<train::StepResult>> ModelImpl::train_batches(
+    std::vector<PerReplica<internal::Part>>& batches, train::Tracker& into,
+    std::optional<train::CompiledModel::Prepared> prepared, const std::function<void()>& meanwhile) {
   std::vector<PerReplica<train::StepResult>> results;
-  for (auto& batch : batches) results.push_back(train_batch(batch, into));
-  return results;
-}
-
-std::vector<PerReplica<train::StepResult>> ModelImpl::train_prepared(train::CompiledModel::Prepared prepared,
-                                                                     train::Tracker& into,
-                                                                     const std::function<void()>& meanwhile) {
+  if (!programs) {
+    for (auto& batch : batches) results.push_back(train_batch(batch, into));
+    return results;
+  }
   Lap lap;
-  auto results = programs->train(std::move(prepared), into, meanwhile);
+  if (!prepared) prepared = programs->prepare(batches);
+  results = programs->train(*std::move(prepared), into, meanwhile);
   steps += static_cast<std::int64_t>(results.size());
   times.steps += static_cast<std::int64_t>(results.size());
   lap.add_to(times.total);
