@@ -49,13 +49,11 @@ if(PJRT_TPU_PLUGIN AND TARGET train_step)
       ENVIRONMENT PJRT_PLUGIN_LIBRARY_PATH=${PJRT_TPU_PLUGIN} PASS_REGULAR_EXPRESSION "${says}.*status ${status}")
   endfunction()
   # README's program and a transformer, on one host's chips and on those of several (v5e:4x4).
+  set(fits "the training step for .* replicas on .* GFLOP a device. fits into [0-9.]+ GiB")
   foreach(chips v5e:2x4 v4:2x2x1 v6e:2x4 v5e:4x4)
-    foreach(program "mnist --strategy tpu" "train_step --device tpu --model transformer")
-      string(REGEX REPLACE " .*" "" target "${program}")
-      string(REPLACE ${target} $<TARGET_FILE:${target}> command "${program}")
-      compiled_for(compile_${target}_for_${chips} ${chips}
-        "the training step for .* replicas on .* GFLOP a device. fits into [0-9.]+ GiB" 0 "${command}")
-    endforeach()
+    compiled_for(compile_mnist_for_${chips} ${chips} "${fits}" 0 "$<TARGET_FILE:mnist> --strategy tpu")
+    compiled_for(compile_transformer_for_${chips} ${chips} "${fits}" 0
+      "$<TARGET_FILE:train_step> --device tpu --model transformer")
   endforeach()
   compiled_for(compile_what_does_not_fit v5e:2x2
     "the training step for 4 replicas on v5e:2x2: does not fit, or cannot be compiled: .*Ran out of memory on HBM" 1
