@@ -236,6 +236,8 @@ TEST(Tpu, WhatIsNotThereIsNamed) {
   expect_says(error({.plugin = CPU_PLUGIN, .plugin_options = two}, 3), "number of replicas is 3");
   expect_says(error({.plugin = CPU_PLUGIN, .plugin_options = two}, 3),
               "has 2 devices (cpu), so it must be from 1 to 2");
+  expect_says(error({.plugin = CPU_PLUGIN, .plugin_options = {{"cpu_device_count", std::string("two")}}}, 0),
+              "the plugin does not take its options (cpu_device_count)");
   expect_says(error({.plugin = "/nowhere/libtpu.so"}, 0), "there is no PJRT plugin /nowhere/libtpu.so");
   expect_says(message_of<InvalidArgument>([] { TPUClusterResolver("other-tpu"); }),
               "the TPU \"other-tpu\" is not this machine's");

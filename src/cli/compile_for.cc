@@ -69,7 +69,10 @@ int compile_for(const std::string& chips, const std::vector<std::string>& comman
     if (verdict != "fits") fits = false;
   }
   if (has_some) return fits ? 0 : 1;
-  out << "no step was compiled: does the program train by a TPUStrategy?\n";
+  if (status == 0)
+    out << "no step was compiled: does the program train by a TPUStrategy?\n";
+  else
+    out << "the program ended with status " << status << " before it compiled a step\n";
   return status == 0 ? 1 : status;
 }
 

@@ -192,10 +192,13 @@ int main(int argc, char** argv) {
   certs->add_option("--days", days, "for how long they are valid (365)");
   auto* doctor = app.add_subcommand("doctor", "whether a job can run here, or on the hosts that are named");
   DoctorArguments doctor_arguments(*doctor);
-  auto* compile_for =
-      app.add_subcommand("compile-for", "compiles a program's steps for a TPU that is not here: what memory they need");
+  auto* compile_for = app.add_subcommand(
+      "compile-for", "compiles a program's first step for a TPU that is not here: what memory it needs");
   std::string chips;
-  compile_for->add_option("chips", chips, "a topology, such as v5e:2x4, v4:2x2x1 or v6e:2x2")->required();
+  compile_for
+      ->add_option("chips", chips,
+                   "a topology as libtpu names it: v5e:2x2, v5e:2x4, v5e:4x4, v6e:2x4, v5p:2x2x1, v4:2x2x1, ...")
+      ->required();
   compile_for->prefix_command();
   compile_for->footer("The program and its arguments come last: lockstep compile-for v5e:2x4 ./train --epochs 12");
   auto arguments = as_run_takes_it(argc, argv);

@@ -94,7 +94,15 @@ std::shared_ptr<Client> Client::create(const Plugin& plugin, const Options& opti
   PJRT_Client_Create_Args args{.struct_size = PJRT_Client_Create_Args_STRUCT_SIZE,
                                .create_options = values.data(),
                                .num_options = values.size()};
-  plugin.call(&PJRT_Api::PJRT_Client_Create, args, text(plugin.path(), ": the plugin cannot use its devices"));
+  try {
+    plugin.call(&PJRT_Api::PJRT_Client_Create, args, text(plugin.path(), ": the plugin cannot use its devices"));
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {  // of the plugin itself: it reads an option as another type
+    std::string names;
+    for (const auto& [name, value] : options) names += text(names.empty() ? "" : ", ", name);
+    throw DeviceError(text(plugin.path(), ": the plugin does not take its options (", names, "): ", error.what()));
+  }
   client->client_ = args.client;
   PJRT_Client_PlatformName_Args name{.struct_size = PJRT_Client_PlatformName_Args_STRUCT_SIZE, .client = args.client};
   plugin.call(&PJRT_Api::PJRT_Client_PlatformName, name, "the plugin's platform");

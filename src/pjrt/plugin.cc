@@ -1,6 +1,7 @@
 #include "pjrt/plugin.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -54,6 +55,13 @@ std::string describe(const PJRT_Api& api, PJRT_Error* error) {
   return text(said, " (", known ? kCodes[static_cast<std::size_t>(code.code)] : "an unknown error", ")");
 }
 
+// Whether the kernel shows a TPU's chips, which are /dev/accel0 or /dev/vfio/0.
+bool shows_a_tpu() {
+  for (const char* const path : {"/dev/accel0", "/dev/vfio/0"})
+    if (access(path, F_OK) == 0) return true;
+  return false;
+}
+
 }  // namespace
 
 const Plugin& Plugin::load(const std::string& path) {
@@ -62,6 +70,8 @@ const Plugin& Plugin::load(const std::string& path) {
   const MutexLock lock(mutex);
   auto& plugin = loaded[path];
   if (!plugin) {
+    // Where there is none, libtpu asks Google's metadata server for one, for many minutes, unless it is told not to.
+    if (!shows_a_tpu()) setenv("TPU_SKIP_MDS_QUERY", "1", 0);
     std::unique_ptr<const Plugin> made(new Plugin(path, api_of(path)));
     PJRT_Plugin_Initialize_Args args{.struct_size = PJRT_Plugin_Initialize_Args_STRUCT_SIZE};
     made->call(&PJRT_Api::PJRT_Plugin_Initialize, args, text(path, ": the plugin cannot begin"));

@@ -1,6 +1,7 @@
 #include "tpu/compile_for.h"
 
 #include <cstdlib>
+#include <exception>
 #include <fstream>
 #include <iomanip>
 #include <iostream>
@@ -23,11 +24,28 @@ constexpr double kMib = 1 << 20, kGib = 1 << 30;
 double memory_of(const std::string& kind) {
   if (kind == "TPU v5 lite") return 16 * kGib;
   if (kind == "TPU v6 lite") return 32 * kGib;
-  if (kind == "TPU v4") return 16 * kGib;
+  if (kind == "TPU v4") return 32 * kGib;
   if (kind == "TPU v5" || kind == "TPU v5p") return 95 * kGib;
   if (kind == "TPU v3") return 16 * kGib;
   if (kind == "TPU v2") return 8 * kGib;
   return 0;
+}
+
+// A v4's two cores are one device on Google's machines.
+pjrt::Options as_on_machines(const std::string& chips) {
+  if (chips.starts_with("v4:")) return {{"chip_config_name", "megacore"}};
+  return {};
+}
+
+// A program that does not catch what is thrown where those chips would be needed ends without a dump of its memory.
+void end_uncaught() {
+  try {
+    std::rethrow_exception(std::current_exception());
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << std::endl;
+  } catch (...) {
+  }
+  std::_Exit(1);
 }
 
 // For `lockstep compile-for`, which reads "fits" or "fails" first (cli/compile_for.cc), or for who set
@@ -62,8 +80,11 @@ class CompileFor final : public ops::ProgramDevices {
  public:
   CompileFor(std::string chips, const ops::ProgramDevicesOptions& options)
       : chips_(std::move(chips)),
-        topology_(pjrt::Topology::create(pjrt::Plugin::load(pjrt::plugin_path(options.plugin)), chips_)),
-        replicas_(options.replicas == 0 ? topology_.devices() : options.replicas) {}
+        topology_(pjrt::Topology::create(pjrt::Plugin::load(pjrt::plugin_path(options.plugin)), chips_,
+                                         as_on_machines(chips_))),
+        replicas_(options.replicas == 0 ? topology_.devices() : options.replicas) {
+    std::set_terminate(end_uncaught);
+  }
 
   int replicas() const override { return replicas_; }
   std::string kind() const override { return topology_.kind(); }

@@ -129,9 +129,8 @@ std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& n
   log_info(lockstep::text(
       is_stored ? "loaded " : "compiled ", name, " for ", replicas(), " x ", kind(),
       is_stored ? " from LOCKSTEP_CACHE in " : " in ", seconds.count(), " s",
-      counts_.bytes == 0
-          ? ""
-          : lockstep::text(": needs ", static_cast<double>(counts_.bytes >> 10) / 1024, " MiB of each device")));
+      counts_.bytes == 0 ? ""
+                         : lockstep::text(": needs ", (counts_.bytes + (1 << 20) - 1) >> 20, " MiB of each device")));
   return made;
 }
 
