@@ -46,12 +46,13 @@ Dataset images(std::int64_t count) {
 TEST(TpuMemory, DoesNotGrowIn2000Steps) {
   auto model = seed_cnn(tpu(2));
   const auto data = images(800).batch(4);
-  model.fit(data, {.epochs = 2, .verbose = 0});
+  model.fit(data, {.epochs = 3, .verbose = 0});
   malloc_trim(0);
   const auto before = mebibytes("VmRSS");
   model.fit(data, {.epochs = 10, .verbose = 0});
   malloc_trim(0);
-  EXPECT_LT(mebibytes("VmRSS") - before, 4) << "MiB, after " << before;
+  // A third of what one batch's images would be, if each step kept them.
+  EXPECT_LT(mebibytes("VmRSS") - before, 8) << "MiB, after " << before;
 }
 
 TEST(TpuMemory, AStepTakesWhatItsCompilerSays) {
