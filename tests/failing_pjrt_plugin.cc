@@ -34,6 +34,20 @@ const PJRT_Api& cpu() {
   return api;
 }
 
+// Who is told that work has failed, once it has ended: until then it uses memory of the one who waits.
+struct Waiting {
+  void (*callback)(PJRT_Error*, void*);
+  void* user;
+};
+
+void fail(PJRT_Error* error, void* waiting) {
+  PJRT_Error_Destroy_Args args{.struct_size = PJRT_Error_Destroy_Args_STRUCT_SIZE, .error = error};
+  if (error != nullptr) cpu().PJRT_Error_Destroy(&args);
+  const auto [callback, user] = *static_cast<Waiting*>(waiting);
+  delete static_cast<Waiting*>(waiting);
+  callback(error_of(is_lost), user);
+}
+
 }  // namespace
 
 extern "C" const PJRT_Api* GetPjrtApi() {
@@ -61,8 +75,11 @@ extern "C" const PJRT_Api* GetPjrtApi() {
   api.PJRT_Executable_GetCompiledMemoryStats = nullptr;  // which plugins need not have
   api.PJRT_Event_OnReady = [](PJRT_Event_OnReady_Args* args) -> PJRT_Error* {
     if (!has("run")) return cpu().PJRT_Event_OnReady(args);
-    args->callback(error_of(is_lost), args->user_arg);
-    return nullptr;
+    auto* const waiting = new Waiting{args->callback, args->user_arg};
+    auto when_ended = *args;
+    when_ended.callback = fail;
+    when_ended.user_arg = waiting;
+    return cpu().PJRT_Event_OnReady(&when_ended);
   };
   return &api;
 }
