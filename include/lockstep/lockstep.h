@@ -2,6 +2,7 @@
 // alone; this one is for convenience.
 #pragma once
 
+#include "lockstep/base/device_error.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/random.h"
 #include "lockstep/base/version.h"
