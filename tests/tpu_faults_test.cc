@@ -4,7 +4,6 @@
 
 #include "base/expect_says_testing.h"
 #include "gradient/replicated_parameters.h"
-#include "lockstep/base/device_error.h"
 #include "strategy/unwrap.h"
 #include "tests/tpu_testing.h"
 

@@ -79,8 +79,8 @@ class CompiledModel {
   bool updates(const std::vector<Input>& inputs, std::size_t step) const;
 
   ModelImpl& impl_;
-  std::map<std::tuple<Kind, int, Shapes>, std::shared_ptr<const Compiled>>
-      programs_;  // by kind, steps of a launch, and shapes
+  // By kind, steps of a launch, and shapes.
+  std::map<std::tuple<Kind, int, Shapes>, std::shared_ptr<const Compiled>> programs_;
 };
 
 }  // namespace lockstep::train

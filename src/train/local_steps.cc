@@ -51,7 +51,7 @@ class LocalSteps final : public StepSource {
 
   void train() override {
     if (std::exchange(regroups_, peers().regroups()) != peers().regroups())
-      read_ = as_read_now({iterator_->parts_again()});
+      read_ = as_read_now({iterator_->parts_again()}, read_.first_size);
     impl_.gradients->updater().set_learning_rate_factor(unwrap(impl_.strategy).learning_rate_factor());
     results_ =
         impl_.train_batches(read_.batches, *impl_.tracker, std::exchange(read_.prepared, {}), [this] { read_ahead(); });
@@ -105,15 +105,13 @@ class LocalSteps final : public StepSource {
       if (batches.empty()) first_size = iterator_->element_size();
       batches.push_back(*std::move(batch));
     }
-    auto read = as_read_now(std::move(batches));
-    read.first_size = first_size;
     impl_.times.input += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
-    return read;
+    return as_read_now(std::move(batches), first_size);
   }
 
-  Read as_read_now(std::vector<PerReplica<internal::Part>> batches) const {
+  Read as_read_now(std::vector<PerReplica<internal::Part>> batches, std::int64_t first_size) const {
     return {.batches = std::move(batches),
-            .first_size = read_.first_size,
+            .first_size = first_size,
             .position = iterator_->position(),
             .examples = iterator_->examples()};
   }
