@@ -20,16 +20,22 @@ endforeach()
 target_compile_definitions(pjrt_test PRIVATE
   SILENT_PLUGIN="$<TARGET_FILE:silent_pjrt_plugin>" OTHER_PLUGIN="$<TARGET_FILE:other_pjrt_plugin>")
 
-# The plugin for CPUs with faults.
-if(TARGET tpu_faults_test)
-  add_library(failing_pjrt_plugin MODULE tests/failing_pjrt_plugin.cc)
-  set_target_properties(failing_pjrt_plugin PROPERTIES PREFIX "")
-  target_include_directories(failing_pjrt_plugin SYSTEM PRIVATE ${PJRT_INCLUDE_DIR})
-  lockstep_settings(failing_pjrt_plugin)
-  target_compile_definitions(failing_pjrt_plugin PRIVATE CPU_PLUGIN="${PJRT_CPU_PLUGIN}")
-  add_dependencies(tpu_faults_test failing_pjrt_plugin)
-  target_compile_definitions(tpu_faults_test PRIVATE FAILING_PLUGIN="$<TARGET_FILE:failing_pjrt_plugin>")
-endif()
+# Plugins made of the one for CPUs: one with faults, and a pod of several hosts.
+foreach(kind "failing tpu_faults_test FAILING_PLUGIN" "pod tpu_pod_test POD_PLUGIN")
+  separate_arguments(kind)
+  list(GET kind 0 name)
+  list(GET kind 1 test)
+  list(GET kind 2 variable)
+  if(TARGET ${test})
+    add_library(${name}_pjrt_plugin MODULE tests/${name}_pjrt_plugin.cc)
+    set_target_properties(${name}_pjrt_plugin PROPERTIES PREFIX "")
+    target_include_directories(${name}_pjrt_plugin SYSTEM PRIVATE ${PJRT_INCLUDE_DIR})
+    lockstep_settings(${name}_pjrt_plugin)
+    target_compile_definitions(${name}_pjrt_plugin PRIVATE CPU_PLUGIN="${PJRT_CPU_PLUGIN}")
+    add_dependencies(${test} ${name}_pjrt_plugin)
+    target_compile_definitions(${test} PRIVATE ${variable}="$<TARGET_FILE:${name}_pjrt_plugin>")
+  endif()
+endforeach()
 
 # For chips that are not here.
 if(PJRT_TPU_PLUGIN)

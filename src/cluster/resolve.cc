@@ -170,9 +170,10 @@ Cluster resolve_cluster(const Environment& environment) {
   std::optional<Cluster> found;
   for (const auto resolver :
        {cluster::from_lockstep_run, cluster::from_tf_config, cluster::from_torchrun, cluster::from_kubeflow,
-        cluster::from_open_mpi, cluster::from_mpich, cluster::from_slurm}) {
-    // Under Slurm, mpirun starts its own daemons as the tasks of a step, so srun's variables describe the daemons.
-    if (resolver == cluster::from_slurm && found) break;
+        cluster::from_open_mpi, cluster::from_mpich, cluster::from_slurm, cluster::from_tpu}) {
+    // Under Slurm, mpirun starts its own daemons as the tasks of a step, so srun's variables describe the daemons. A
+    // launcher may number the hosts of a TPU otherwise.
+    if (found && (resolver == cluster::from_slurm || resolver == cluster::from_tpu)) break;
     const auto other = resolver(environment);
     if (!other) continue;
     if (found && (found->world.rank != other->world.rank || found->world.size != other->world.size)) {

@@ -159,6 +159,27 @@ TEST(Resolve, Slurm) {
   EXPECT_EQ(resolve(task).world.size, 1);
 }
 
+TEST(Resolve, TpuHosts) {
+  Variables host{{"TPU_WORKER_HOSTNAMES", "tpu-0.tpu,tpu-1.tpu"}, {"TPU_WORKER_ID", "1"}};
+  const auto cluster = resolve(host);
+  EXPECT_EQ(cluster.world.rank, 1);
+  EXPECT_EQ(cluster.world.size, 2);
+  EXPECT_EQ(cluster.world.host, "tpu-1.tpu");
+  EXPECT_EQ(cluster.store, "tpu-0.tpu");
+  EXPECT_FALSE(cluster.holds_store);
+  host["TPU_WORKER_ID"] = "2";
+  expect_error(host, "TPU_WORKER_ID is \"2\"; it must be a number from 0 to 1");
+  host["LOCKSTEP_RANK"] = "0";  // of `lockstep run`, which numbers the hosts itself
+  host["LOCKSTEP_SIZE"] = "2";
+  host["LOCKSTEP_LOCAL_RANK"] = "0";
+  host["LOCKSTEP_LOCAL_SIZE"] = "1";
+  host["LOCKSTEP_HOST"] = "a";
+  host["LOCKSTEP_STORE"] = "a:1";
+  EXPECT_EQ(resolve(host).source, "lockstep run");
+  EXPECT_EQ(resolve({{"TPU_WORKER_HOSTNAMES", "localhost"}, {"TPU_WORKER_ID", "0"}}).world.size, 1);
+  expect_error({{"TPU_WORKER_HOSTNAMES", "a,,b"}}, "TPU_WORKER_HOSTNAMES is \"a,,b\": a host's name is empty");
+}
+
 TEST(Resolve, Mpi) {
   Variables open_mpi{{"OMPI_COMM_WORLD_RANK", "1"},       {"OMPI_COMM_WORLD_SIZE", "2"},
                      {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}, {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},

@@ -16,6 +16,7 @@ std::optional<Cluster> from_kubeflow(const Environment& environment);
 std::optional<Cluster> from_open_mpi(const Environment& environment);
 std::optional<Cluster> from_mpich(const Environment& environment);
 std::optional<Cluster> from_slurm(const Environment& environment);
+std::optional<Cluster> from_tpu(const Environment& environment);
 
 inline constexpr std::int64_t kMostRanks = 1'000'000;
 

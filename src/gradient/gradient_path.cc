@@ -46,6 +46,7 @@ std::unique_ptr<gradient::GradientSync> sharded(ReplicatedParameters& parameters
 std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
                                                  const Communicator& ranks,
                                                  const gradient::GradientPathOptions& options) {
+  if (options.devices) return std::make_unique<gradient::OnePass>(parameters);  // whose programs sum gradients
   const bool are_summed = parameters.is_split() && parameters.split()->sums_in_backward();
   if (ranks.size() > 1 || (options.elastic && !are_summed)) {
     if (const auto& own = optimizer.options().gradient_ranks) {

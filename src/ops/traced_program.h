@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -14,6 +15,7 @@
 
 #include "lockstep/base/buffer.h"
 #include "lockstep/base/deadline.h"
+#include "lockstep/cluster/store.h"
 
 namespace lockstep::ops {
 
@@ -90,8 +92,9 @@ class LaunchedProgram {
  public:
   virtual ~LaunchedProgram() = default;
 
-  // [replica][result], in host memory. Throws DeviceError where the program failed, and DeadlineExceeded.
-  virtual std::vector<std::vector<at::Tensor>> results(Deadline deadline) = 0;
+  // [replica][result], in host memory. Throws DeviceError where the program failed, DeadlineExceeded, and what `check`
+  // throws, which is called about ten times a second where it is given.
+  virtual std::vector<std::vector<at::Tensor>> results(Deadline deadline, const std::function<void()>& check) = 0;
 };
 
 // A program's inputs, on their way to the devices.
@@ -100,7 +103,7 @@ class ProgramInputs {
   virtual ~ProgramInputs() = default;
 };
 
-// One compiled step, or several that are launched together.
+// One compiled step, or several that are launched together. Replicas are those of this process.
 class CompiledProgram {
  public:
   struct Launch {
@@ -110,6 +113,9 @@ class CompiledProgram {
   };
 
   virtual ~CompiledProgram() = default;
+
+  // Processes whose programs have the same text have the same hash.
+  virtual std::uint64_t hash() const = 0;
 
   // Begins to copy inputs [replica][input] from host memory, also while another run goes on; those of several steps are
   // [step, ...].
@@ -125,7 +131,8 @@ struct ProgramCounts {
   std::int64_t traced = 0, compiled = 0, bytes = 0;
 };
 
-// The devices of a strategy. One thread at a time uses them.
+// The devices of a strategy. Those of several processes run the same programs together, which all of these must launch,
+// in the same order. One thread at a time uses them.
 class ProgramDevices {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -139,7 +146,8 @@ class ProgramDevices {
 
   virtual ~ProgramDevices() = default;
 
-  virtual int replicas() const = 0;                 // one a device
+  virtual int replicas() const = 0;                 // of this process: one a device
+  virtual int all_replicas() const = 0;             // of all processes
   virtual std::string kind() const = 0;             // of the devices: "TPU v5 lite"
   virtual const ProgramCounts& counts() const = 0;  // of this process
 
@@ -152,12 +160,20 @@ class ProgramDevices {
   virtual std::unique_ptr<CompiledProgram> compile(const Step& step) = 0;
 };
 
+// This process among those whose devices run programs together.
+struct ProgramProcesses {
+  int rank = 0, size = 1;
+  Store store;  // of these processes alone
+  double timeout_seconds = 0;
+};
+
 struct ProgramDevicesOptions {
   using Value = std::variant<std::string, std::int64_t, bool, float>;
 
   std::string plugin;                                  // the path of a PJRT plugin; empty: as the environment says
   std::vector<std::pair<std::string, Value>> options;  // of the plugin's client
-  int replicas = 0;                                    // 0: one on each device
+  int replicas = 0;                                    // of all processes; 0: one on each device
+  std::optional<ProgramProcesses> processes = {};      // none: this one is alone
 };
 
 // Finds and opens devices. The module `tpu` sets it when the library is loaded; empty in a build without it.

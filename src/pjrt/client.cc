@@ -29,6 +29,60 @@ DType dtype_of(PJRT_Buffer_Type type) {
   return found->first;
 }
 
+// The error that a callback returns to the plugin, with what was thrown.
+template <class Args>
+PJRT_Error* error_of(const Args& args, PJRT_Error_Code code, const std::exception& error) {
+  const std::string said = error.what();
+  return (*args.callback_error)(code, said.data(), said.size());
+}
+
+template <class Args>
+void give(Args& args, const std::string& value) {
+  args.value = new char[value.size()];
+  std::copy(value.begin(), value.end(), args.value);
+  args.value_size = value.size();
+  args.value_deleter_callback = [](char* bytes) { delete[] bytes; };
+}
+
+PJRT_Error* get_value(PJRT_KeyValueGetCallback_Args* args) {
+  const auto& store = *static_cast<const Store*>(args->user_arg);
+  try {
+    give(*args, store.get({args->key, args->key_size},
+                          Deadline::after(std::chrono::milliseconds(std::max(0, args->timeout_in_ms)))));
+    return nullptr;
+  } catch (const DeadlineExceeded& error) {
+    return error_of(*args, PJRT_Error_Code_DEADLINE_EXCEEDED, error);
+  } catch (const std::exception& error) {
+    return error_of(*args, PJRT_Error_Code_UNAVAILABLE, error);
+  }
+}
+
+// Of the store's answer to a call that does not wait for a key.
+Deadline of_answer() { return Deadline::after(std::chrono::seconds(60)); }
+
+PJRT_Error* try_to_get_value(PJRT_KeyValueTryGetCallback_Args* args) {
+  const auto& store = *static_cast<const Store*>(args->user_arg);
+  const std::string key(args->key, args->key_size);
+  try {
+    const auto value = store.compare_set(key, "", "", of_answer());
+    if (value.empty()) return error_of(*args, PJRT_Error_Code_NOT_FOUND, Error(text("the store has no ", key)));
+    give(*args, value);
+    return nullptr;
+  } catch (const std::exception& error) {
+    return error_of(*args, PJRT_Error_Code_UNAVAILABLE, error);
+  }
+}
+
+PJRT_Error* put_value(PJRT_KeyValuePutCallback_Args* args) {
+  const auto& store = *static_cast<const Store*>(args->user_arg);
+  try {
+    store.set({args->key, args->key_size}, {args->value, args->value_size}, of_answer());
+    return nullptr;
+  } catch (const std::exception& error) {
+    return error_of(*args, PJRT_Error_Code_UNAVAILABLE, error);
+  }
+}
+
 Device describe(const Plugin& plugin, PJRT_Device* handle) {
   PJRT_Device_GetDescription_Args of{.struct_size = PJRT_Device_GetDescription_Args_STRUCT_SIZE, .device = handle};
   plugin.call(&PJRT_Api::PJRT_Device_GetDescription, of, "describe a device");
@@ -38,7 +92,10 @@ Device describe(const Plugin& plugin, PJRT_Device* handle) {
   PJRT_DeviceDescription_Kind_Args kind{.struct_size = PJRT_DeviceDescription_Kind_Args_STRUCT_SIZE,
                                         .device_description = of.device_description};
   plugin.call(&PJRT_Api::PJRT_DeviceDescription_Kind, kind, "a device's kind");
-  return {handle, id.id, {kind.device_kind, kind.device_kind_size}};
+  PJRT_DeviceDescription_ProcessIndex_Args process{.struct_size = PJRT_DeviceDescription_ProcessIndex_Args_STRUCT_SIZE,
+                                                   .device_description = of.device_description};
+  plugin.call(&PJRT_Api::PJRT_DeviceDescription_ProcessIndex, process, "a device's process");
+  return {handle, id.id, process.process_index, {kind.device_kind, kind.device_kind_size}};
 }
 
 }  // namespace
@@ -65,7 +122,7 @@ Shape Buffer::shape() const {
   return {dtype_of(type.type), {sizes.dims, sizes.dims + sizes.num_dims}};
 }
 
-void Buffer::copy_to_host(void* to, std::size_t bytes, Deadline deadline) const {
+void Buffer::copy_to_host(void* to, std::size_t bytes, Deadline deadline, const std::function<void()>& check) const {
   const auto& plugin = buffer_.get_deleter().client->plugin();
   const auto shape = this->shape();
   if (bytes != shape.bytes())
@@ -84,16 +141,23 @@ void Buffer::copy_to_host(void* to, std::size_t bytes, Deadline deadline) const 
                                      .dst = copied->data(),
                                      .dst_size = bytes};
   plugin.call(&PJRT_Api::PJRT_Buffer_ToHostBuffer, args, "copy a value from a device");
-  Event(plugin, args.event).wait(deadline, "copy a value from a device", copied);
+  Event(plugin, args.event).wait(deadline, "copy a value from a device", copied, check);
   std::copy(copied->begin(), copied->end(), static_cast<char*>(to));
 }
 
-std::shared_ptr<Client> Client::create(const Plugin& plugin, const Options& options) {
+std::shared_ptr<Client> Client::create(const Plugin& plugin, const Options& options, std::optional<Store> store) {
   const std::shared_ptr<Client> client(new Client(plugin));
+  client->store_ = std::move(store);
   const auto values = named_values(options);
   PJRT_Client_Create_Args args{.struct_size = PJRT_Client_Create_Args_STRUCT_SIZE,
                                .create_options = values.data(),
                                .num_options = values.size()};
+  if (client->store_) {
+    args.kv_get_callback = get_value;
+    args.kv_put_callback = put_value;
+    args.kv_try_get_callback = try_to_get_value;
+    args.kv_get_user_arg = args.kv_put_user_arg = args.kv_try_get_user_arg = &*client->store_;
+  }
   try {
     plugin.call(&PJRT_Api::PJRT_Client_Create, args, text(plugin.path(), ": the plugin cannot use its devices"));
   } catch (const Error&) {
@@ -132,10 +196,12 @@ int Client::process() const {
   return args.process_index;
 }
 
-int Client::devices_of_all_processes() const {
+std::vector<Device> Client::devices_of_all_processes() const {
   PJRT_Client_Devices_Args args{.struct_size = PJRT_Client_Devices_Args_STRUCT_SIZE, .client = client_};
   plugin_.call(&PJRT_Api::PJRT_Client_Devices, args, "list all processes' devices");
-  return static_cast<int>(args.num_devices);
+  std::vector<Device> devices;
+  for (std::size_t i = 0; i < args.num_devices; ++i) devices.push_back(describe(plugin_, args.devices[i]));
+  return devices;
 }
 
 Buffer Client::copy_to_device(const void* data, const Shape& shape, const Device& device) const {

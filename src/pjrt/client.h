@@ -1,8 +1,11 @@
 // A plugin's devices, and values on them.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
@@ -10,6 +13,7 @@
 
 #include "lockstep/base/buffer.h"
 #include "lockstep/base/deadline.h"
+#include "lockstep/cluster/store.h"
 #include "pjrt/event.h"
 
 namespace lockstep::pjrt {
@@ -20,6 +24,7 @@ using Options = std::vector<std::pair<std::string, std::variant<std::string, std
 struct Device {
   PJRT_Device* handle = nullptr;
   int id = 0;        // among all processes' devices
+  int process = 0;   // whose it is
   std::string kind;  // "cpu", "TPU v5 lite"
 };
 
@@ -43,8 +48,9 @@ class Buffer {
   Shape shape() const;
 
   // Copies the value into `to`, of as many bytes as the shape has. Waits until it has been computed. Throws DeviceError
-  // where its computation failed, DeadlineExceeded, or InvalidArgument where `bytes` is another number.
-  void copy_to_host(void* to, std::size_t bytes, Deadline deadline) const;
+  // where its computation failed, DeadlineExceeded, InvalidArgument where `bytes` is another number, and what `check`
+  // throws (Event::wait).
+  void copy_to_host(void* to, std::size_t bytes, Deadline deadline, const std::function<void()>& check = {}) const;
 
   PJRT_Buffer* handle() const { return buffer_.get(); }
 
@@ -60,8 +66,9 @@ class Buffer {
 // thread may call.
 class Client : public std::enable_shared_from_this<Client> {
  public:
-  // Throws DeviceError with the plugin's text.
-  static std::shared_ptr<Client> create(const Plugin& plugin, const Options& options = {});
+  // `store`: through which the plugins of several processes find each other. Throws DeviceError with the plugin's text.
+  static std::shared_ptr<Client> create(const Plugin& plugin, const Options& options = {},
+                                        std::optional<Store> store = {});
   ~Client();
   Client(const Client&) = delete;
   Client& operator=(const Client&) = delete;
@@ -71,10 +78,14 @@ class Client : public std::enable_shared_from_this<Client> {
   std::string version() const;                                     // of the plugin, in its words
   int process() const;                                             // this one's number in the job
   const std::vector<Device>& devices() const { return devices_; }  // of this process
-  int devices_of_all_processes() const;
+  std::vector<Device> devices_of_all_processes() const;
 
   // Begins to copy a value to a device; `data` may change when it returns.
   Buffer copy_to_device(const void* data, const Shape& shape, const Device& device) const;
+
+  // The number of a run, by which the plugins of several processes find that these launch programs in another order; 0
+  // where this process is alone.
+  int next_launch() const { return store_ ? ++launches_ : 0; }
 
   PJRT_Client* handle() const { return client_; }
 
@@ -82,6 +93,8 @@ class Client : public std::enable_shared_from_this<Client> {
   explicit Client(const Plugin& plugin) : plugin_(plugin) {}
 
   const Plugin& plugin_;
+  std::optional<Store> store_;  // which the plugin's threads use
+  mutable std::atomic<int> launches_ = 0;
   PJRT_Client* client_ = nullptr;
   std::string platform_;
   std::vector<Device> devices_;

@@ -1,5 +1,7 @@
 #include "pjrt/event.h"
 
+#include <algorithm>
+#include <chrono>
 #include <optional>
 #include <utility>
 
@@ -27,11 +29,11 @@ class Notice {
     notice.changed_.notify_all();
   }
 
-  // The work's error, which the caller frees; nothing where it has not ended by the deadline.
-  std::optional<PJRT_Error*> wait(Deadline deadline) {
+  // The work's error, which the caller frees; nothing where it has not ended by then.
+  std::optional<PJRT_Error*> wait(Deadline::Clock::time_point time) {
     const MutexLock lock(mutex_);
     while (!error_) {
-      if (changed_.wait_until(mutex_, deadline.time()) == std::cv_status::timeout && !error_) return std::nullopt;
+      if (changed_.wait_until(mutex_, time) == std::cv_status::timeout && !error_) return std::nullopt;
     }
     return std::exchange(error_, nullptr);
   }
@@ -54,7 +56,9 @@ void Event::Free::operator()(PJRT_Event* event) const {
 }
 
 // PJRT_Event_Await has no deadline, so the plugin is asked to call.
-void Event::wait(Deadline deadline, const std::string& what, std::shared_ptr<const void> used) const {
+void Event::wait(Deadline deadline, const std::string& what, std::shared_ptr<const void> used,
+                 const std::function<void()>& check) const {
+  constexpr std::chrono::milliseconds kBetweenChecks(100);
   const auto& plugin = *event_.get_deleter().plugin;
   const auto notice = std::make_shared<Notice>(plugin, std::move(used));
   auto holder = std::make_unique<std::shared_ptr<Notice>>(notice);
@@ -64,8 +68,14 @@ void Event::wait(Deadline deadline, const std::string& what, std::shared_ptr<con
                                .user_arg = holder.get()};
   plugin.call(&PJRT_Api::PJRT_Event_OnReady, args, what);
   holder.release();
-  const auto error = notice->wait(deadline);
-  if (!error) throw DeadlineExceeded(what, deadline.waited());
+  std::optional<PJRT_Error*> error;
+  while (!error) {
+    const auto next = check ? std::min(deadline.time(), Deadline::Clock::now() + kBetweenChecks) : deadline.time();
+    error = notice->wait(next);
+    if (error) break;
+    if (deadline.passed()) throw DeadlineExceeded(what, deadline.waited());
+    if (check) check();
+  }
   plugin.check(*error, what);
 }
 

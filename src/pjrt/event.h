@@ -1,6 +1,7 @@
 // Work that a plugin does in the background.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -15,8 +16,10 @@ class Event {
   Event(const Plugin& plugin, PJRT_Event* event);  // frees `event`
 
   // Throws DeviceError with `what`, and the plugin's text, where the work failed; DeadlineExceeded where it has not
-  // ended by then. `used`: what the work uses, which is kept until it ends, also after that.
-  void wait(Deadline deadline, const std::string& what, std::shared_ptr<const void> used = nullptr) const;
+  // ended by then; and what `check` throws, which is called about ten times a second. `used`: what the work uses, which
+  // is kept until it ends, also after that.
+  void wait(Deadline deadline, const std::string& what, std::shared_ptr<const void> used = nullptr,
+            const std::function<void()>& check = {}) const;
 
  private:
   struct Free {

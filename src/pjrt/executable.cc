@@ -21,12 +21,26 @@ std::string field(std::uint64_t number, const std::string& value) {
   return varint(number << 3 | 2) + varint(value.size()) + value;
 }
 
-// A serialized xla.CompileOptionsProto: executable_build_options (3) with num_replicas (4) and num_partitions (5), and
-// env_option_overrides (7), a map to OptionOverrideProto, whose bool is field 2.
+// A number in field `number`.
+std::string field(std::uint64_t number, int value) {
+  return varint(number << 3) + varint(static_cast<std::uint64_t>(value));
+}
+
+// A serialized xla.DeviceAssignmentProto: replica_count (1), computation_count (2), and for each computation
+// (3) its replicas' devices (1).
+std::string assignment(const std::vector<int>& devices) {
+  std::string ids;
+  for (const int id : devices) ids += varint(static_cast<std::uint64_t>(id));
+  return field(1, static_cast<int>(devices.size())) + field(2, 1) + field(3, field(1, ids));
+}
+
+// A serialized xla.CompileOptionsProto: executable_build_options (3) with num_replicas (4), num_partitions (5) and
+// device_assignment (9), and env_option_overrides (7), a map to OptionOverrideProto, whose bool is field 2.
 std::string encode(const CompileOptions& options) {
-  auto encoded = field(3, "\x20" + varint(static_cast<std::uint64_t>(options.replicas)) + "\x28\x01");
-  for (const auto& [name, on] : options.switches)
-    encoded += field(7, field(1, name) + field(2, "\x10" + varint(on ? 1 : 0)));
+  auto build = field(4, options.replicas) + field(5, 1);
+  if (!options.devices.empty()) build += field(9, assignment(options.devices));
+  auto encoded = field(3, build);
+  for (const auto& [name, on] : options.switches) encoded += field(7, field(1, name) + field(2, field(2, on ? 1 : 0)));
   return encoded;
 }
 
@@ -153,7 +167,7 @@ std::vector<std::vector<Buffer>> Executable::run(const std::vector<std::vector<c
   std::vector<PJRT_Buffer**> results;
   for (const auto& of_device : handles) inputs.push_back(of_device.data());
   for (auto& of_device : outputs) results.push_back(of_device.data());
-  PJRT_ExecuteOptions options{.struct_size = PJRT_ExecuteOptions_STRUCT_SIZE};
+  PJRT_ExecuteOptions options{.struct_size = PJRT_ExecuteOptions_STRUCT_SIZE, .launch_id = client().next_launch()};
   PJRT_LoadedExecutable_Execute_Args args{.struct_size = PJRT_LoadedExecutable_Execute_Args_STRUCT_SIZE,
                                           .executable = executable_.get(),
                                           .options = &options,

@@ -7,6 +7,7 @@ namespace lockstep::pjrt {
 
 struct CompileOptions {
   int replicas = 1;                                         // that run the program together
+  std::vector<int> devices = {};                            // [replica], by their ids; empty: the plugin chooses
   std::vector<std::pair<std::string, bool>> switches = {};  // of XLA's debug options (xla.proto), such as xla_cpu_...
 };
 

@@ -59,7 +59,7 @@ TEST(Pjrt, ValuesGoToADeviceAndBack) {
   const auto client = cpu(2);
   EXPECT_EQ(client->platform(), "cpu");
   EXPECT_EQ(client->process(), 0);
-  EXPECT_EQ(client->devices_of_all_processes(), 2);
+  EXPECT_EQ(client->devices_of_all_processes().size(), 2);
   ASSERT_EQ(client->devices().size(), 2U);
   const std::vector<std::int64_t> values{-1, 5, 1LL << 40};
   const Shape shape{DType::int64, {3, 1}};

@@ -91,13 +91,13 @@ std::vector<std::vector<Tensor>> strategy::run_program(StrategyImpl& strategy, c
   if (entry.program == nullptr) {
     internal::StepPrograms::Entry made{.alive = step.key.alive};
     made.alive.emplace_back(strategy.settings().programs);
-    made.program = strategy.programs()->compile(
-        {.name = "a step", .inputs = ops::defined_of(like), .function = [&](const Tensors& traced) {
-           ReplicaContext replica(0, strategy);
-           const auto results = step.function(replica, in_places_of(like, traced));
-           for (const auto& result : results) made.is_defined.push_back(result.defined());
-           return ops::defined_of(results);
-         }});
+    made.program =
+        strategy.compile({.name = "a step", .inputs = ops::defined_of(like), .function = [&](const Tensors& traced) {
+                            ReplicaContext replica(0, strategy);
+                            const auto results = step.function(replica, in_places_of(like, traced));
+                            for (const auto& result : results) made.is_defined.push_back(result.defined());
+                            return ops::defined_of(results);
+                          }});
     entry = std::move(made);
   }
 
@@ -106,12 +106,11 @@ std::vector<std::vector<Tensor>> strategy::run_program(StrategyImpl& strategy, c
   ops::CompiledProgram::Launch launch{.inputs = entry.program->copy(inputs), .updates = {true}};
   for (const auto seed : strategy.next_run_seeds()) launch.seeds.push_back({seed});
   std::vector<std::vector<Tensor>> results;
-  for (const auto& defined : entry.program->launch(std::move(launch))->results(strategy.deadline())) {
+  for (const auto& defined : strategy.results(*entry.program->launch(std::move(launch)))) {
     auto& all = results.emplace_back();
     auto next = defined.begin();
     for (const bool is_defined : entry.is_defined) all.push_back(is_defined ? *next++ : Tensor());
   }
-  strategy.count_run();
   return results;
 }
 

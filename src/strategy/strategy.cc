@@ -77,7 +77,9 @@ bool Strategy::is_chief() const { return impl_->is_chief(); }
 std::vector<std::string> Strategy::devices() const { return impl_->settings().devices; }
 bool Strategy::runs_programs() const { return impl_->programs() != nullptr; }
 std::vector<std::vector<Tensor>> Strategy::run_program(const internal::StepToRun& step) const {
-  return strategy::run_program(*impl_, step);
+  std::vector<std::vector<Tensor>> results;
+  impl_->abort_on_error([&] { results = strategy::run_program(*impl_, step); });
+  return results;
 }
 void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
 

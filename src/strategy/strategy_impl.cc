@@ -69,6 +69,7 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
   workers_.check_all_agree("strategies", describe());
   seed_ = std::stoull(workers_.broadcast(std::to_string(seed_)));
+  if (programs() != nullptr) watch_.emplace(workers_.with_group(job_->group(settings_.workers->group)));
 }
 
 std::string StrategyImpl::describe() const {
@@ -82,6 +83,18 @@ std::string StrategyImpl::describe() const {
               "\nelastic.worker_batch.learning_rate_workers ",
               settings_.worker_batch ? std::to_string(settings_.worker_batch->learning_rate_workers) : "none",
               parallelism() != nullptr ? "\n" + parallelism()->describe() : "");
+}
+
+std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram& launched) {
+  auto results = launched.results(deadline(), watch_ ? [this] { watch_->check(); } : std::function<void()>());
+  count_run();
+  return results;
+}
+
+std::unique_ptr<ops::CompiledProgram> StrategyImpl::compile(const ops::ProgramDevices::Step& step) const {
+  auto program = programs()->compile(step);
+  if (workers_.size() > 1) workers_.check_all_agree(text("programs of ", step.name), text("hash ", program->hash()));
+  return program;
 }
 
 double StrategyImpl::learning_rate_factor() const {
@@ -231,6 +244,7 @@ std::string StrategyImpl::here() const { return job_ ? text(" on ", job_->world(
 
 // Before the Groups are aborted: whoever notices that finds the reason.
 void StrategyImpl::tell_failure(const std::exception& error) const {
+  if (watch_) watch_->abort(error.what());
   if (!is_elastic() || !elastic::is_of_program(error)) return;
   elastic::tell_failure(*job_->stores(), job_->members(), completed_sections_.count, error);
 }

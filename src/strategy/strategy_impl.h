@@ -20,6 +20,7 @@
 #include "strategy/model_parallelism.h"
 #include "strategy/replica_threads.h"
 #include "strategy/unwrap.h"
+#include "strategy/worker_watch.h"
 
 namespace lockstep::strategy {
 
@@ -145,6 +146,13 @@ class StrategyImpl {
   // null.
   ops::ProgramDevices* programs() const { return settings_.programs.get(); }
 
+  // What a program that they run gives. Throws what LaunchedProgram::results throws, and where another worker is lost,
+  // or fails, meanwhile.
+  std::vector<std::vector<at::Tensor>> results(ops::LaunchedProgram& launched);
+
+  // Compiles a step for them. Collective over the workers; throws InvalidArgument on all where their programs differ.
+  std::unique_ptr<ops::CompiledProgram> compile(const ops::ProgramDevices::Step& step) const;
+
   // Whether this process decides: it alone writes logs and checkpoints.
   bool is_chief() const {
     return servers() != nullptr ? servers()->is_chief() : workers_.rank() == 0 && !is_newcomer();
@@ -172,11 +180,10 @@ class StrategyImpl {
   // The same for a step, with each replica's own random numbers.
   void run(const std::function<void(ReplicaContext&)>& function);
 
-  // For a step that is compiled: each replica's seed of the random numbers that `run` would give it; and that it ended.
+  // For a step that is compiled: each replica's seed of the random numbers that `run` would give it.
   std::vector<std::uint64_t> next_run_seeds();
-  void count_run() { ended_runs_.fetch_add(1, std::memory_order_relaxed); }
 
-  // How many `run`s have ended. Any thread.
+  // How many `run`s, and compiled steps, have ended. Any thread.
   std::uint64_t ended_runs() const { return ended_runs_.load(std::memory_order_relaxed); }
 
   c10::Device torch_device(int replica) const { return torch_devices_[static_cast<std::size_t>(replica)]; }
@@ -200,6 +207,7 @@ class StrategyImpl {
   void make_groups();
   void fail(int replica) const;  // of the exception that is handled
   void tell_failure(const std::exception& error) const;
+  void count_run() { ended_runs_.fetch_add(1, std::memory_order_relaxed); }
   std::string here() const;  // the host's name, for messages
 
   const strategy::StrategySettings settings_;
@@ -217,6 +225,7 @@ class StrategyImpl {
   elastic::Sections::Completed completed_sections_;
   std::vector<std::weak_ptr<GradientPath>> paths_of_loops_;
   strategy::ReplicaThreads threads_;
+  std::optional<strategy::WorkerWatch> watch_;  // where devices run programs of several workers
 };
 
 template <class Act>

@@ -9,21 +9,66 @@
 namespace lockstep {
 namespace {
 
-std::shared_ptr<ops::ProgramDevices> open(const TPUClusterResolver& resolver, int replicas) {
+// Processes that wait for this one need not.
+void tell_others(const Store& store, const std::string& reason) {
+  try {
+    store.fail_waiters("", reason, Deadline::after(std::chrono::seconds(10)));
+  } catch (const Error&) {
+    // The store is gone: nobody waits there.
+  }
+}
+
+// A TPU's devices, and the processes that use them together; none: this one is alone.
+struct System {
+  std::optional<Job> job;
+  std::shared_ptr<ops::ProgramDevices> devices;
+};
+
+std::optional<Job> job_of(const TPUClusterResolverOptions& options) {
+  const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
+  if (cluster.world.size == 1 || std::getenv("LOCKSTEP_COMPILE_FOR") != nullptr) return std::nullopt;
+  if (cluster.task_type == "ps")
+    throw InvalidArgument("TPUStrategy: this task is a parameter server, which has no part in it");
+  return Job(cluster, options.start_timeout_seconds);
+}
+
+System open(const TPUClusterResolver& resolver, int replicas) {
   const auto& open_devices = ops::open_program_devices();
   if (!open_devices) {
     throw DeviceError(
         "this build of Lockstep has no TPUStrategy: pjrt_c_api.h was not found, or LOCKSTEP_TPU was off, when it was "
         "configured");
   }
-  return open_devices({resolver.options().plugin, resolver.options().plugin_options, replicas});
+  const auto& options = resolver.options();
+  ops::ProgramDevicesOptions wanted{options.plugin, options.plugin_options, replicas};
+  System system{.job = job_of(options)};
+  if (!system.job) {
+    system.devices = open_devices(wanted);
+    return system;
+  }
+  const auto& world = system.job->world();
+  const auto store = system.job->store().prefixed("tpu/");
+  wanted.processes.emplace(ops::ProgramProcesses{world.rank, world.size, store, options.start_timeout_seconds});
+  try {
+    system.devices = open_devices(wanted);
+  } catch (const std::exception& error) {
+    tell_others(store, text("rank ", world.rank, " on ", world.host, ": ", error.what()));
+    throw;
+  }
+  return system;
 }
 
 strategy::StrategySettings settings_of(const TPUClusterResolver& resolver, const TPUStrategyOptions& options) {
+  auto system = open(resolver, options.num_replicas);
   strategy::StrategySettings settings{.placement = gradient::Placement::central,
                                       .timeout_seconds = options.timeout_seconds,
-                                      .programs = open(resolver, options.num_replicas)};
+                                      .programs = std::move(system.devices)};
   for (int i = 0; i < settings.programs->replicas(); ++i) settings.devices.push_back(text("tpu:", i));
+  if (!system.job) return settings;
+  const auto& world = system.job->world();
+  settings.partition = {world.local_rank, world.local_size, system.job->has_own_cores()};
+  settings.workers.emplace(strategy::WorkerSettings{
+      .job = *system.job, .group = {.timeout_seconds = resolver.options().start_timeout_seconds}});
   return settings;
 }
 
@@ -42,8 +87,8 @@ TPUClusterResolver::TPUClusterResolver(std::string tpu, TPUClusterResolverOption
 }
 
 TPUTopology initialize_tpu_system(const TPUClusterResolver& resolver) {
-  const auto devices = open(resolver, 0);
-  return {devices->kind(), devices->replicas(), devices};
+  const auto [job, devices] = open(resolver, 0);
+  return {devices->kind(), devices->all_replicas(), job ? job->size() : 1, devices};
 }
 
 TPUStrategy::TPUStrategy(const TPUClusterResolver& resolver, TPUStrategyOptions options)

@@ -62,6 +62,7 @@ void report(bool fits, const std::string& line) {
 class NotRun final : public ops::CompiledProgram {
  public:
   NotRun(std::string name, std::string chips) : name_(std::move(name)), chips_(std::move(chips)) {}
+  std::uint64_t hash() const override { return 0; }
   std::unique_ptr<ops::LaunchedProgram> launch(Launch) override { refuse(); }
   std::unique_ptr<ops::ProgramInputs> copy(const std::vector<std::vector<at::Tensor>>&) override { refuse(); }
 
@@ -87,6 +88,7 @@ class CompileFor final : public ops::ProgramDevices {
   }
 
   int replicas() const override { return replicas_; }
+  int all_replicas() const override { return replicas_; }
   std::string kind() const override { return topology_.kind(); }
   const ops::ProgramCounts& counts() const override { return counts_; }
   std::unique_ptr<ops::DeviceVariables> variables(std::vector<Tensors> hosts) override {

@@ -1,7 +1,9 @@
 #include "tpu/devices.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <functional>
 
 #include "base/log.h"
 #include "base/mutex.h"
@@ -15,36 +17,66 @@ namespace lockstep::tpu {
 namespace {
 
 // A plugin's client, which is one for the process while anything uses it: chips cannot be opened twice.
-std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const pjrt::Options& options) {
+std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const ops::ProgramDevicesOptions& devices) {
+  const auto options = pjrt::plugin_options(devices.options);
   static Mutex mutex;
   static std::map<std::pair<std::string, pjrt::Options>, std::weak_ptr<const pjrt::Client>> clients;  // guarded by it
   const MutexLock lock(mutex);
   auto& known = clients[{plugin.path(), options}];
   if (auto client = known.lock()) return client;
-  std::shared_ptr<const pjrt::Client> made = pjrt::Client::create(plugin, options);
+  const std::shared_ptr<const pjrt::Client> made = pjrt::Client::create(
+      plugin, options, devices.processes ? std::optional(devices.processes->store.prefixed("plugin/")) : std::nullopt);
   known = made;
   return made;
 }
 
-// Which device the plugin gives to each replica: those of a small program.
-std::vector<pjrt::Device> devices_of_replicas(const std::shared_ptr<const pjrt::Client>& client, int replicas) {
-  pjrt::ProgramText text;
-  const auto one = text.constant(1, {DType::float32, {}});
-  return pjrt::Executable::compile(client, text.finish({one}, {}, replicas), {.replicas = replicas}).devices();
+// Those of all processes, in the order of the processes' ranks, which the plugin may number otherwise.
+std::vector<pjrt::Device> in_order_of_ranks(const pjrt::Client& client, const ops::ProgramProcesses& processes) {
+  const auto deadline = Deadline::after(std::chrono::duration<double>(processes.timeout_seconds));
+  const auto key = [](int rank) { return text("number in the plugin/", rank); };
+  processes.store.set(key(processes.rank), std::to_string(client.process()), deadline);
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < processes.size; ++rank) keys.push_back(key(rank));
+  const auto all = client.devices_of_all_processes();
+  const auto here = client.devices().size();
+  std::vector<pjrt::Device> in_order;
+  bool are_equal = true;
+  for (const auto& number : processes.store.get(keys, deadline)) {
+    const auto before = in_order.size();
+    for (const auto& device : all)
+      if (std::to_string(device.process) == number) in_order.push_back(device);
+    are_equal = are_equal && in_order.size() - before == here;
+  }
+  if (are_equal && in_order.size() == all.size()) return in_order;
+  throw DeviceError(text(client.plugin().path(), ": ", processes.size, " processes train together, and the plugin of ",
+                         "process ", processes.rank, " knows of ", all.size(), " devices, ", here,
+                         " of them in this process; each process must have as many. Start one process on each host of ",
+                         "the TPU; libtpu knows of the others by TPU_WORKER_ID and TPU_WORKER_HOSTNAMES"));
+}
+
+std::vector<pjrt::Device> devices_of_replicas(const pjrt::Client& client, const ops::ProgramDevicesOptions& options) {
+  const auto& plugin = client.plugin().path();
+  if (client.devices().empty()) throw DeviceError(text(plugin, ": the plugin has no device in this process"));
+  auto devices = options.processes ? in_order_of_ranks(client, *options.processes) : client.devices();
+  const int count = static_cast<int>(devices.size());
+  const bool takes_all = options.processes.has_value();
+  if (options.replicas < 0 || options.replicas > count || (takes_all && options.replicas % count != 0)) {
+    throw InvalidArgument(
+        text("the number of replicas is ", options.replicas, "; ", plugin, " has ", count, " devices (",
+             devices[0].kind, "), so it must be ",
+             takes_all ? text("0 or ", count, ", since several processes train together") : text("from 1 to ", count)));
+  }
+  if (options.replicas > 0) devices.resize(static_cast<std::size_t>(options.replicas));
+  return devices;
 }
 
 Replicas open(const ops::ProgramDevicesOptions& options) {
-  const auto& plugin = pjrt::Plugin::load(pjrt::plugin_path(options.plugin));
-  Replicas replicas{client_of(plugin, pjrt::plugin_options(options.options)), {}};
-  const auto& devices = replicas.client->devices();
-  const auto wanted = options.replicas == 0 ? devices.size() : static_cast<std::size_t>(options.replicas);
-  if (devices.empty()) throw DeviceError(text(plugin.path(), ": the plugin has no device in this process"));
-  if (options.replicas < 0 || wanted > devices.size()) {
-    throw InvalidArgument(text("the number of replicas is ", options.replicas, "; ", plugin.path(), " has ",
-                               devices.size(), " devices (", devices[0].kind, "), so it must be from 1 to ",
-                               devices.size()));
+  Replicas replicas{client_of(pjrt::Plugin::load(pjrt::plugin_path(options.plugin)), options), {}, {}};
+  const int process = replicas.client->process();
+  for (const auto& device : devices_of_replicas(*replicas.client, options)) {
+    replicas.of_all_processes.push_back(device.id);
+    if (device.process == process) replicas.devices.push_back(device);
   }
-  replicas.devices = devices_of_replicas(replicas.client, static_cast<int>(wanted));
   return replicas;
 }
 
@@ -82,19 +114,31 @@ std::unique_ptr<ops::CompiledProgram> Devices::compile(const Step& step) {
   std::string program;
   {
     const auto target = replicas_.client->platform() == "cpu" ? Trace::Target::cpu : Trace::Target::others;
-    TracedStep trace(replicas(), target, [this](const at::Tensor& host) { return variables_.find(host); });
+    TracedStep trace(all_replicas(), target, [this](const at::Tensor& host) { return variables_.find(host); });
     ++counts_.traced;
     program = trace.finish(step.function(trace.add_inputs(step.inputs)), step.steps);
     layout = trace.layout();
   }
+  const auto hash = static_cast<std::uint64_t>(std::hash<std::string>()(program));
   return std::make_unique<StepProgram>(step.name, replicas_, std::move(layout), executable(step.name, program),
-                                       step.steps);
+                                       step.steps, hash);
+}
+
+// What a program is run with is in the order of its devices.
+void Devices::check_devices(const pjrt::Executable& executable) const {
+  const auto& theirs = executable.devices();
+  const auto& ours = replicas_.devices;
+  if (std::equal(theirs.begin(), theirs.end(), ours.begin(), ours.end(),
+                 [](const auto& a, const auto& b) { return a.id == b.id; }))
+    return;
+  throw DeviceError(text(replicas_.client->plugin().path(),
+                         ": the plugin has loaded a program for other devices than it was compiled for"));
 }
 
 // XLA's products by XNNPACK wait on a thread of the CPU client's pool for others of it: where replicas wait for each
 // other on these as well, none may be left.
 std::vector<std::pair<std::string, bool>> Devices::switches() const {
-  if (replicas_.client->platform() != "cpu" || replicas() == 1) return {};
+  if (replicas_.client->platform() != "cpu" || all_replicas() == 1) return {};
   return {{"xla_cpu_use_xnnpack", false}};
 }
 
@@ -102,18 +146,20 @@ pjrt::Executable Devices::compiled(const std::string& name, const ProgramKey& ke
   try {
     return pjrt::Executable::compile(replicas_.client, key.text, key.options);
   } catch (const DeviceError& error) {
-    throw DeviceError(text(name, " for ", replicas(), " x ", kind(), ": ", error.what()));
+    throw DeviceError(text(name, " for ", all_replicas(), " x ", kind(), ": ", error.what()));
   }
 }
 
 std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& name, const std::string& text) {
   const auto known = executables_.find(text);
   if (known != executables_.end()) return known->second;
-  const ProgramKey key{text, {.replicas = replicas(), .switches = switches()}};
+  const ProgramKey key{text,
+                       {.replicas = all_replicas(), .devices = replicas_.of_all_processes, .switches = switches()}};
   const auto begin = std::chrono::steady_clock::now();
   auto stored = cache_.find(key);
   const bool is_stored = stored.has_value();
   auto made = std::make_shared<const pjrt::Executable>(is_stored ? *std::move(stored) : compiled(name, key));
+  check_devices(*made);
   executables_.emplace(text, made);
   compiled_last_.push_back(text);
   if (compiled_last_.size() > kKeptPrograms) {
@@ -127,7 +173,7 @@ std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& n
   counts_.bytes = bytes_of(made->program());
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
   log_info(lockstep::text(
-      is_stored ? "loaded " : "compiled ", name, " for ", replicas(), " x ", kind(),
+      is_stored ? "loaded " : "compiled ", name, " for ", all_replicas(), " x ", kind(),
       is_stored ? " from LOCKSTEP_CACHE in " : " in ", seconds.count(), " s",
       counts_.bytes == 0 ? ""
                          : lockstep::text(": needs ", (counts_.bytes + (1 << 20) - 1) >> 20, " MiB of each device")));

@@ -16,11 +16,13 @@ namespace lockstep::tpu {
 
 class Devices final : public ops::ProgramDevices {
  public:
-  // Throws DeviceError where there is no plugin, or it cannot use its devices; InvalidArgument where it has fewer than
-  // there are to be replicas.
+  // Throws DeviceError where there is no plugin, or it cannot use its devices, or knows of others than the processes
+  // have; InvalidArgument where it has fewer than there are to be replicas, or processes would have none; and
+  // DeadlineExceeded naming processes that have not come.
   explicit Devices(const ops::ProgramDevicesOptions& options);
 
   int replicas() const override { return static_cast<int>(replicas_.devices.size()); }
+  int all_replicas() const override { return static_cast<int>(replicas_.of_all_processes.size()); }
   std::string kind() const override { return replicas_.devices[0].kind; }
   const ops::ProgramCounts& counts() const override { return counts_; }
   std::unique_ptr<ops::DeviceVariables> variables(std::vector<Tensors> hosts) override;
@@ -28,6 +30,7 @@ class Devices final : public ops::ProgramDevices {
 
  private:
   std::vector<std::pair<std::string, bool>> switches() const;
+  void check_devices(const pjrt::Executable& executable) const;
   pjrt::Executable compiled(const std::string& name, const ProgramKey& key) const;
   std::shared_ptr<const pjrt::Executable> executable(const std::string& name, const std::string& text);
 

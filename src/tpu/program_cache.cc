@@ -45,7 +45,7 @@ ProgramCache::ProgramCache(std::shared_ptr<const pjrt::Client> client)
 
 std::string ProgramCache::name_of(const ProgramKey& key) const {
   std::string all = text(client_->platform(), "\n", client_->version(), "\n", client_->devices()[0].kind, "\n",
-                         key.options.replicas, "\n");
+                         key.options.replicas, "\n", join(key.options.devices), "\n", client_->process(), "\n");
   if (client_->platform() == "cpu") all += instructions_of_cpu() + "\n";
   for (const char* const name : {"XLA_FLAGS", "LIBTPU_INIT_ARGS"}) {
     const char* const flags = std::getenv(name);

@@ -33,25 +33,34 @@ class Launched final : public ops::LaunchedProgram {
   Launched(std::string name, Buffers results, Buffers used)
       : name_(std::move(name)), results_(std::move(results)), used_(std::move(used)) {}
 
-  std::vector<std::vector<at::Tensor>> results(Deadline deadline) override {
+  // To free what a run uses would wait for its end, without a deadline: so, where that was not seen, it is kept for the
+  // rest of the process.
+  ~Launched() override {
+    if (!has_ended_) new std::pair<Buffers, Buffers>(std::move(results_), std::move(used_));
+  }
+  Launched(const Launched&) = delete;
+  Launched& operator=(const Launched&) = delete;
+
+  std::vector<std::vector<at::Tensor>> results(Deadline deadline, const std::function<void()>& check) override {
     try {
-      return naming_step(name_, [&] { return read(deadline); });
-    } catch (const DeadlineExceeded&) {
-      // To free what a run uses would wait for its end, without a deadline: so it is kept for the rest of the process.
-      new std::pair<Buffers, Buffers>(std::move(results_), std::move(used_));
+      auto all = naming_step(name_, [&] { return read(deadline, check); });
+      has_ended_ = true;
+      return all;
+    } catch (const DeviceError&) {
+      has_ended_ = true;
       throw;
     }
   }
 
  private:
-  std::vector<std::vector<at::Tensor>> read(Deadline deadline) const {
+  std::vector<std::vector<at::Tensor>> read(Deadline deadline, const std::function<void()>& check) const {
     std::vector<std::vector<at::Tensor>> read;
     for (const auto& mine : results_) {
       auto& tensors = read.emplace_back();
       for (const auto& result : mine) {
         const auto shape = result.shape();
         tensors.push_back(at::empty(shape.sizes, ops::scalar_type_of(shape.dtype)));
-        result.copy_to_host(tensors.back().mutable_data_ptr(), tensors.back().nbytes(), deadline);
+        result.copy_to_host(tensors.back().mutable_data_ptr(), tensors.back().nbytes(), deadline, check);
       }
     }
     return read;
@@ -59,6 +68,7 @@ class Launched final : public ops::LaunchedProgram {
 
   const std::string name_;
   Buffers results_, used_;
+  bool has_ended_ = false;
 };
 
 // Of one step a scalar, or, of an array, one element.

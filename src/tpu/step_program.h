@@ -16,13 +16,15 @@ class StepProgram final : public ops::CompiledProgram {
  public:
   // name: for messages, such as "the training step".
   StepProgram(std::string name, Replicas replicas, StepLayout layout,
-              std::shared_ptr<const pjrt::Executable> executable, int steps)
+              std::shared_ptr<const pjrt::Executable> executable, int steps, std::uint64_t hash)
       : name_(std::move(name)),
         replicas_(std::move(replicas)),
         layout_(std::move(layout)),
         executable_(std::move(executable)),
-        steps_(steps) {}
+        steps_(steps),
+        hash_(hash) {}
 
+  std::uint64_t hash() const override { return hash_; }
   std::unique_ptr<ops::ProgramInputs> copy(const std::vector<std::vector<at::Tensor>>& inputs) override;
   std::unique_ptr<ops::LaunchedProgram> launch(Launch launch) override;
 
@@ -37,6 +39,7 @@ class StepProgram final : public ops::CompiledProgram {
   const StepLayout layout_;
   const std::shared_ptr<const pjrt::Executable> executable_;
   const int steps_;
+  const std::uint64_t hash_;
 };
 
 }  // namespace lockstep::tpu

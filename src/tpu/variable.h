@@ -10,10 +10,11 @@
 
 namespace lockstep::tpu {
 
-// The devices of a strategy, as its programs use them: replica i's is devices[i].
+// The devices of a strategy, as its programs use them.
 struct Replicas {
   std::shared_ptr<const pjrt::Client> client;
-  std::vector<pjrt::Device> devices;
+  std::vector<int> of_all_processes;  // [replica]: the devices' ids
+  std::vector<pjrt::Device> devices;  // [replica of this process]
 
   pjrt::Buffer copy(const at::Tensor& host, std::size_t replica) const;
 };

@@ -19,10 +19,6 @@ namespace {
 
 using Tensors = ops::ProgramDevices::Tensors;
 
-std::vector<Tensor> defined_of(const Example& example) {
-  return ops::defined_of({example.x, example.y, example.weight});
-}
-
 // `values` with as many rows as `rows`, by one of a real example: what is computed with it is as finite as with others.
 Tensor filled_up(const Tensor& values, std::int64_t rows, const Tensor& row) {
   const auto missing = rows - values.size(0);
@@ -39,24 +35,12 @@ Tensor counts_of(std::int64_t count, std::int64_t rows) {
   return counts;
 }
 
-// The first `count` examples: none, or one.
-Example first_of(const Example& example, std::int64_t count) {
-  const auto some = [&](const Tensor& tensor) { return tensor.defined() ? tensor.narrow(0, 0, count) : tensor; };
-  return {some(example.x), some(example.y), some(example.weight)};
-}
-
-// Of all replicas' parts the first that has one.
-Example example_of(const std::vector<std::vector<Example>>& inputs) {
+// Of all replicas' parts one that has examples, if there is one.
+const Example& some_of(const std::vector<std::vector<Example>>& inputs) {
   for (const auto& input : inputs)
     for (const auto& part : input)
-      if (part.size() > 0) return first_of(part, 1);
-  throw InvalidArgument("a batch has no examples");
-}
-
-// Of its examples: the batch's dimension left out, the same program serves all sizes.
-std::vector<std::int64_t> shapes_of(const Example& batch) {
-  const auto none = first_of(batch, 0);
-  return ops::shapes_of({none.x, none.y, none.weight});
+      if (part.size() > 0) return part;
+  return inputs[0][0];
 }
 
 std::vector<Tensor> filled_up(const Example& part, std::int64_t rows, const Example& by) {
@@ -83,46 +67,35 @@ std::vector<CompiledModel::Input> CompiledModel::read(std::vector<Parts>& batche
   unwrap(impl_.strategy).on_replicas([&](int replica) {
     for (auto& batch : batches) inputs[static_cast<std::size_t>(replica)].push_back(batch[replica].read());
   });
-  const auto none = first_of(example_of(inputs), 0);
+  const auto none = first_of(some_of(inputs), 0);
   for (auto& input : inputs)
     for (auto& part : input)
       if (part.size() == 0) part = none;
   return inputs;
 }
 
-std::shared_ptr<const CompiledModel::Compiled> CompiledModel::program_for(Kind kind, const std::vector<Input>& inputs) {
+std::shared_ptr<const CompiledModel::Compiled> CompiledModel::program_for(Kind kind, const std::vector<Input>& inputs,
+                                                                          const LaunchAgreement& all) {
   const auto& like = inputs[0][0];
-  std::int64_t rows = 0;
-  for (const auto& input : inputs) {
-    for (const auto& part : input) {
-      rows = std::max(rows, part.size());
-      if (shapes_of(part) != shapes_of(like))
-        throw InvalidArgument(
-            "fit: batches of one launch (steps_per_execution), or parts of one batch, have examples of different "
-            "shapes; "
-            "they must be alike");
-    }
-  }
   const int count = steps(kind, inputs);
   auto& compiled = programs_[{kind, count, shapes_of(like)}];
-  if (compiled != nullptr && compiled->rows >= rows) return compiled;
+  if (compiled != nullptr && compiled->rows >= all.rows) return compiled;
   const char* const names[] = {"the training step", "the evaluation step", "the prediction step"};
-  auto tensors = filled_up(like, rows, example_of(inputs));
-  tensors.push_back(counts_of(rows, rows));
+  auto tensors = filled_up(first_of(like, 0), all.rows, all.row);
+  tensors.push_back(counts_of(all.rows, all.rows));
   auto made = std::make_shared<Compiled>();
-  made->rows = rows;
+  made->rows = all.rows;
   made->program = unwrap(impl_.strategy)
-                      .programs()
-                      ->compile({.name = names[static_cast<int>(kind)],
-                                 .inputs = tensors,
-                                 .steps = count,
-                                 .function = [&](const Tensors& traced) {
-                                   auto next = traced.begin();
-                                   Example part{*next++};
-                                   if (like.y.defined()) part.y = *next++;
-                                   if (like.weight.defined()) part.weight = *next++;
-                                   return trace(kind, part, *next, *made);
-                                 }});
+                      .compile({.name = names[static_cast<int>(kind)],
+                                .inputs = tensors,
+                                .steps = count,
+                                .function = [&](const Tensors& traced) {
+                                  auto next = traced.begin();
+                                  Example part{*next++};
+                                  if (like.y.defined()) part.y = *next++;
+                                  if (like.weight.defined()) part.weight = *next++;
+                                  return trace(kind, part, *next, *made);
+                                }});
   compiled = std::move(made);
   return compiled;
 }
@@ -196,10 +169,13 @@ void CompiledModel::check_labels(const Example& part, const Compiled& compiled) 
 CompiledModel::Prepared CompiledModel::prepare(Kind kind, std::vector<Parts>& batches) {
   Prepared prepared{.kind = kind, .inputs = read(batches)};
   const auto& inputs = prepared.inputs;
-  prepared.compiled = program_for(kind, inputs);
+  std::vector<bool> here;
+  for (std::size_t step = 0; step < inputs[0].size(); ++step)
+    here.push_back(kind == Kind::train && updates(inputs, step));
+  const auto all = agree_on_launch(unwrap(impl_.strategy).workers(), inputs, std::move(here));
+  prepared.compiled = program_for(kind, inputs, all);
   const auto& compiled = *prepared.compiled;
   const auto count = static_cast<std::size_t>(steps(kind, inputs));
-  const auto row = example_of(inputs);
   std::vector<Tensors> filled(inputs.size());
   unwrap(impl_.strategy).on_replicas([&](int replica) {
     const auto& parts = inputs[static_cast<std::size_t>(replica)];
@@ -208,7 +184,7 @@ CompiledModel::Prepared CompiledModel::prepare(Kind kind, std::vector<Parts>& ba
     std::vector<Tensors> of_steps;
     for (std::size_t step = 0; step < count; ++step) {
       const auto& part = step < parts.size() ? parts[step] : parts.back();
-      auto& tensors = of_steps.emplace_back(filled_up(part, compiled.rows, row));
+      auto& tensors = of_steps.emplace_back(filled_up(part, compiled.rows, all.row));
       tensors.push_back(counts_of(step < parts.size() ? part.size() : 0, compiled.rows));
     }
     auto& mine = filled[static_cast<std::size_t>(replica)];
@@ -218,8 +194,8 @@ CompiledModel::Prepared CompiledModel::prepare(Kind kind, std::vector<Parts>& ba
       mine.push_back(count == 1 ? stacked[0] : at::stack(stacked));
     }
   });
-  for (std::size_t step = 0; step < count; ++step)
-    prepared.updates.push_back(kind == Kind::train && updates(inputs, step));
+  prepared.updates = all.updates;
+  prepared.updates.resize(count, false);
   prepared.copied = compiled.program->copy(filled);
   return prepared;
 }
@@ -230,7 +206,7 @@ std::vector<std::vector<Tensor>> CompiledModel::run(Prepared& prepared, const st
                                                             .seeds = seeds(prepared.kind, count),
                                                             .updates = std::move(prepared.updates)});
   if (meanwhile) meanwhile();
-  return launched->results(unwrap(impl_.strategy).deadline());
+  return unwrap(impl_.strategy).results(*launched);
 }
 
 // results: [replica][result], of several steps [step, ...].

@@ -10,6 +10,7 @@
 
 #include "ops/traced_program.h"
 #include "strategy/split.h"
+#include "train/launch_agreement.h"
 #include "train/tracker.h"
 
 namespace lockstep {
@@ -20,7 +21,7 @@ namespace lockstep::train {
 
 // A program is traced and compiled when its shapes come for the first time. Parts of a batch that are smaller than the
 // first ones were are filled up with examples that do not count, so that the same program serves them. Of one model and
-// its optimizer; one thread at a time.
+// its optimizer; one thread at a time. Collective over the strategy's workers.
 class CompiledModel {
  public:
   explicit CompiledModel(ModelImpl& impl) : impl_(impl) {}
@@ -32,8 +33,6 @@ class CompiledModel {
 
   using Input = std::vector<Example>;  // of one replica in one launch: [step]
 
-  // Of an example's tensors, without the batch's dimension: the same program serves all batches of one kind.
-  using Shapes = std::vector<std::int64_t>;
   struct Compiled {
     std::int64_t rows = 0;  // of a replica's part
     std::vector<std::int64_t> output_sizes;
@@ -67,7 +66,7 @@ class CompiledModel {
  private:
   std::vector<Input> read(std::vector<Parts>& batches) const;
   Prepared prepare(Kind kind, std::vector<Parts>& batches);
-  std::shared_ptr<const Compiled> program_for(Kind kind, const std::vector<Input>& inputs);
+  std::shared_ptr<const Compiled> program_for(Kind kind, const std::vector<Input>& inputs, const LaunchAgreement& all);
   ops::ProgramDevices::Tensors trace(Kind kind, const Example& part, const Tensor& counts, Compiled& compiled) const;
   void check_labels(const Example& part, const Compiled& compiled) const;
   std::vector<std::vector<Tensor>> run(Prepared& prepared, const std::function<void()>& meanwhile = {}) const;

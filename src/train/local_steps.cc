@@ -117,7 +117,7 @@ class LocalSteps final : public StepSource {
   }
 
   // The next step's batches, which are copied to the devices while these compute this one. What goes wrong is said when
-  // their turn comes.
+  // their turn comes, but for workers that wait for this one.
   void read_ahead() {
     const auto trained = progress().batch + static_cast<std::int64_t>(read_.batches.size());
     if (options_.steps_per_epoch > 0 && trained >= options_.steps_per_epoch) return;
@@ -125,6 +125,7 @@ class LocalSteps final : public StepSource {
       ahead_ = read(trained);
       if (!ahead_->batches.empty()) ahead_->prepared = impl_.programs->prepare(ahead_->batches);
     } catch (...) {
+      if (peers().size() > 1) throw;
       ahead_ = Read{.error = std::current_exception()};
     }
   }

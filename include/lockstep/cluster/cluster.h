@@ -38,7 +38,8 @@ struct Cluster {
 //   MASTER_PORT;
 // - Kubeflow Trainer: PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT;
 // - Open MPI's mpirun and MPICH's: OMPI_COMM_WORLD_..., PMI_... and MPI_LOCAL...;
-// - srun: SLURM_PROCID, SLURM_STEP_NODELIST and so on.
+// - srun: SLURM_PROCID, SLURM_STEP_NODELIST and so on;
+// - GKE, on the hosts of a TPU: TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, where there are several and no launcher's.
 // Without any of them this process is alone; with some of torchrun's and no RANK it is not clear which it is, which is
 // an error. Throws ClusterError naming the variable, its field, the value and what is allowed; and both sources where
 // two disagree.

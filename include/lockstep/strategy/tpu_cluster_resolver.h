@@ -4,10 +4,13 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <variant>
 #include <vector>
+
+#include "lockstep/cluster/cluster.h"
 
 namespace lockstep {
 
@@ -19,13 +22,19 @@ struct TPUClusterResolverOptions {
   // as dlopen finds it.
   std::string plugin = {};
   PluginOptions plugin_options = {};  // empty: the environment's PJRT_PLUGIN_OPTIONS, as "cpu_device_count=8"
+
+  // The processes that use a TPU of several hosts together, one on each. Empty: what the environment says
+  // (resolve_cluster); without any of its variables, this process uses the chips of its host alone.
+  std::optional<Cluster> cluster = {};
+  double start_timeout_seconds = 300;  // until all have come
 };
 
 // Which TPU a program uses. A value.
 class TPUClusterResolver {
  public:
   // `tpu`: empty or "local" for this machine's chips, or their name, as the environment's TPU_NAME gives it. Throws
-  // InvalidArgument for another name: a program uses the chips of the machine that it runs on.
+  // InvalidArgument for another name: a program uses the chips of the machine that it runs on, and with other processes
+  // those of theirs.
   explicit TPUClusterResolver(std::string tpu = "", TPUClusterResolverOptions options = {});
 
   const std::string& tpu() const { return tpu_; }
@@ -38,13 +47,16 @@ class TPUClusterResolver {
 
 struct TPUTopology {
   std::string kind;                         // of the devices, in the plugin's words: "TPU v5 lite"
-  int num_devices = 0;                      // of this process
+  int num_devices = 0;                      // of all processes
+  int num_tasks = 1;                        // processes, one on each host
   std::shared_ptr<const void> system = {};  // keeps the devices open
 };
 
 // Loads the plugin and opens the devices, which stay open as long as a strategy, or what this returns, uses them. A
 // TPUStrategy does it by itself; called before, it says what there is. It, or the first TPUStrategy, must come before
-// the process's first backward. Throws DeviceError where that was not so, and where there is no plugin or no device.
+// the process's first backward. Collective over the processes of a TPU of several hosts. Throws DeviceError where the
+// first backward was before it, and where there is no plugin or no device; ClusterError as MultiWorkerMirroredStrategy,
+// and where another process failed; and DeadlineExceeded naming processes that have not come.
 TPUTopology initialize_tpu_system(const TPUClusterResolver& resolver = TPUClusterResolver());
 
 }  // namespace lockstep

@@ -8,16 +8,21 @@
 namespace lockstep {
 
 struct TPUStrategyOptions {
-  int num_replicas = 0;  // 0: one on each device of this process
+  int num_replicas = 0;  // 0: one on each device, of all processes
   double timeout_seconds = kDefaultTimeoutSeconds;
 };
 
 // One replica a core, whose variables stay on the device for the whole training. fit, evaluate and predict trace a
 // model's step once for the shapes of its batches, and compile it; so does run for a step function. What they trace may
 // use all of torch, but must not read values of tensors, as item() does: an error says where it does.
+//
+// A TPU of several hosts (a pod): the same program is started once on each host, makes the same strategies, models and
+// calls in the same order, and gives its own chips their part of each batch. Initial values are those of the process
+// with rank 0 (the chief), who alone writes logs and checkpoints. A process that is lost ends the training of all.
 class TPUStrategy : public Strategy {
  public:
-  // Throws DeviceError as initialize_tpu_system, and InvalidArgument for more replicas than there are devices.
+  // Throws as initialize_tpu_system, and InvalidArgument for more replicas than there are devices, or, with several
+  // processes, fewer.
   explicit TPUStrategy(const TPUClusterResolver& resolver = TPUClusterResolver(), TPUStrategyOptions options = {});
 };
 

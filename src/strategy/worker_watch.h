@@ -1,0 +1,41 @@
+// Finds that a worker is lost while this one waits for its devices, when no worker calls another.
+#pragma once
+
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "lockstep/collective/communicator.h"
+
+namespace lockstep::strategy {
+
+// Its thread calls the other workers' watches once a second. Any thread may call.
+class WorkerWatch {
+ public:
+  // `workers`: with a Group that nothing else uses.
+  explicit WorkerWatch(Communicator workers);
+
+  // Leaves, and so ends the others' watches. After at most a second, where no worker is lost.
+  ~WorkerWatch();
+  WorkerWatch(const WorkerWatch&) = delete;
+  WorkerWatch& operator=(const WorkerWatch&) = delete;
+
+  // Throws PeerLost where a worker is lost, and Aborted with the reason where one has failed.
+  void check() const;
+
+  // This worker has failed: the others' `check` throws from now on.
+  void abort(const std::string& reason) const { workers_.abort(reason); }
+
+ private:
+  void watch(const std::stop_token& stop);
+
+  const Communicator workers_;
+  mutable std::mutex mutex_;
+  std::condition_variable_any stopped_;
+  std::exception_ptr failure_;  // guarded by mutex_
+  std::jthread thread_;         // last: it ends before what it uses
+};
+
+}  // namespace lockstep::strategy

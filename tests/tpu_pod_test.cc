@@ -1,0 +1,87 @@
+// TPUStrategy on a pod of two hosts, each a process, with a plugin whose chips are CPUs (pod_pjrt_plugin.cc).
+#include <gtest/gtest.h>
+
+#include <chrono>
+
+#include "base/text.h"
+#include "tests/elastic_job.h"
+#include "tests/tpu_pod_training.h"
+
+namespace lockstep {
+namespace {
+
+constexpr double kLongest = 240;  // seconds, of a process
+
+// Two processes of tpu_pod_program, as GKE would start them on two hosts.
+std::vector<Process> pod(const std::string& act, int hang_after_ms) {
+  std::vector<Process> hosts;
+  for (int id = 0; id < 2; ++id) {
+    hosts.emplace_back(Process({"/usr/bin/env", "TPU_WORKER_HOSTNAMES=127.0.0.1,localhost", text("TPU_WORKER_ID=", id),
+                                text("HANG_AFTER_MS=", hang_after_ms), text("PJRT_PLUGIN_LIBRARY_PATH=", POD_PLUGIN),
+                                TPU_POD_PROGRAM, act}));
+  }
+  return hosts;
+}
+
+std::vector<std::string> outputs(const std::string& act, int hang_after_ms = 60'000) {
+  std::vector<std::string> printed;
+  auto hosts = pod(act, hang_after_ms);
+  for (auto& host : hosts) printed.push_back(host.wait_for_end(kLongest));
+  return printed;
+}
+
+std::vector<double> numbers(const std::string& output, const std::string& word) {
+  const auto lines = numbers_after("\n" + output, word + " ");
+  return lines.empty() ? std::vector<double>() : lines[0];
+}
+
+TEST(TpuPod, TrainsAsMirroredDoes) {
+  const auto printed = outputs("train");
+  const MirroredStrategy mirrored(4);
+  const std::vector<std::pair<std::string, std::vector<double>>> expected{{"fit", numbers_of_fit(mirrored, 1)},
+                                                                          {"launches", numbers_of_fit(mirrored, 3)},
+                                                                          {"loop", numbers_of_loop(mirrored)}};
+  for (const auto& output : printed) {
+    EXPECT_EQ(numbers(output, "topology"), (std::vector<double>{4, 2, 4, 2})) << output;
+    for (const auto& [word, values] : expected) {
+      const auto found = numbers(output, word);
+      ASSERT_EQ(found.size(), values.size()) << output;
+      for (std::size_t i = 0; i < values.size(); ++i)
+        EXPECT_NEAR(found[i], values[i], 1e-4 * std::max(1.0, std::abs(values[i]))) << word << " " << i;
+      EXPECT_EQ(found, numbers(printed[0], word));
+    }
+  }
+}
+
+TEST(TpuPod, HostsThatWouldRunOtherProgramsAreRefused) {
+  for (const auto& output : outputs("differ")) {
+    EXPECT_NE(output.find("the workers' programs of a step differ: worker 0 has"), std::string::npos) << output;
+  }
+  for (const auto& output : outputs("differ in shape")) {
+    EXPECT_NE(output.find("worker 1's batches of a launch are not like worker 0's"), std::string::npos) << output;
+  }
+}
+
+TEST(TpuPod, AHostThatCannotStartSaysSoToTheOthers) {
+  const auto printed = outputs("lack a plugin");
+  EXPECT_NE(printed[0].find("error there is no PJRT plugin /no/plugin.so"), std::string::npos) << printed[0];
+  EXPECT_NE(printed[1].find("rank 0 on 127.0.0.1: there is no PJRT plugin /no/plugin.so"), std::string::npos)
+      << printed[1];
+}
+
+TEST(TpuPod, ReplicasAreOnAllDevices) {
+  for (const auto& output : outputs("take two")) {
+    EXPECT_NE(output.find("it must be 0 or 4, since several processes train together"), std::string::npos) << output;
+  }
+}
+
+// While its devices hang, for the program's minute and longer.
+TEST(TpuPod, AHostThatIsLostEndsTheTraining) {
+  const auto began = std::chrono::steady_clock::now();
+  const auto printed = outputs("lose one", 1000);
+  EXPECT_NE(printed[0].find("error lost rank 1"), std::string::npos) << printed[0];
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(45));
+}
+
+}  // namespace
+}  // namespace lockstep
