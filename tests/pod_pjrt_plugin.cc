@@ -1,11 +1,15 @@
 // A pod of several hosts, for tests, whose chips are CPUs: in each process the plugin for CPUs has the devices of all
 // hosts, and every program runs on all of them. Which process has which devices, what programs are given, and that all
 // launch together, is as on a pod: a process sees its own devices' values alone, and gets those of the others, when a
-// program is launched, through the key-value callbacks. Hosts are numbered in the reverse order of TPU_WORKER_ID.
+// program is // launched, through the key-value callbacks. Hosts are numbered in the reverse order of TPU_WORKER_ID.
+//
+// HANG_AFTER_MS: how long a launch waits for the other hosts'. LAST_LAUNCH_OF_HOST_0: the launch at which its process
+// ends.
 #include <dlfcn.h>
 #include <pjrt_c_api.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <map>
@@ -95,7 +99,7 @@ struct Pod {
   std::map<std::string, PJRT_Buffer*> of_other_hosts;  // by their origin
   std::string freed;                                   // origins of results that this host has freed
   int launches = 0;
-  bool hangs = false;
+  std::atomic<bool> hangs = false;
 
   void put(const std::string& key, const std::string& value) const {
     PJRT_CallbackError failed = [](PJRT_Error_Code code, const char* message, std::size_t size) {
@@ -173,6 +177,11 @@ void destroy(PJRT_Buffer* buffer) {
   cpu().PJRT_Buffer_Destroy(&args);
 }
 
+void destroy(PJRT_Event* event) {
+  PJRT_Event_Destroy_Args args{.struct_size = PJRT_Event_Destroy_Args_STRUCT_SIZE, .event = event};
+  cpu().PJRT_Event_Destroy(&args);
+}
+
 PJRT_Buffer* copied(const void* data, PJRT_Buffer_Type type, const std::vector<std::int64_t>& sizes,
                     PJRT_Device* device) {
   PJRT_Client_BufferFromHostBuffer_Args args{.struct_size = PJRT_Client_BufferFromHostBuffer_Args_STRUCT_SIZE,
@@ -184,9 +193,7 @@ PJRT_Buffer* copied(const void* data, PJRT_Buffer_Type type, const std::vector<s
                                              .host_buffer_semantics = PJRT_HostBufferSemantics_kImmutableOnlyDuringCall,
                                              .device = device};
   check(cpu().PJRT_Client_BufferFromHostBuffer(&args));
-  PJRT_Event_Destroy_Args event{.struct_size = PJRT_Event_Destroy_Args_STRUCT_SIZE,
-                                .event = args.done_with_host_buffer};
-  cpu().PJRT_Event_Destroy(&event);
+  destroy(args.done_with_host_buffer);
   return args.buffer;
 }
 
@@ -259,10 +266,18 @@ void hang(PJRT_LoadedExecutable_Execute_Args& args) {
   for (std::size_t i = 0; i < args.num_devices; ++i)
     for (std::size_t k = 0; k < outputs_of(args.executable); ++k)
       args.output_lists[i][k] = copied(&number, PJRT_Buffer_Type_F32, {}, pod->here[i]);
+  for (std::size_t i = 0; args.device_complete_events != nullptr && i < args.num_devices; ++i) {
+    PJRT_Buffer_ReadyEvent_Args ready{.struct_size = PJRT_Buffer_ReadyEvent_Args_STRUCT_SIZE,
+                                      .buffer = copied(&number, PJRT_Buffer_Type_F32, {}, pod->here[i])};
+    check(cpu().PJRT_Buffer_ReadyEvent(&ready));
+    args.device_complete_events[i] = ready.event;
+  }
 }
 
 void execute(PJRT_LoadedExecutable_Execute_Args& args) {
   const auto devices = all_devices(args.executable);
+  const char* const last = std::getenv("LAST_LAUNCH_OF_HOST_0");
+  if (last != nullptr && this_host() == 0 && pod->launches == std::atoi(last)) std::_Exit(3);
   const auto launch = std::to_string(pod->launches++);
   std::map<int, std::istringstream> told;  // by the other hosts
   {
@@ -299,6 +314,8 @@ void execute(PJRT_LoadedExecutable_Execute_Args& args) {
   on_all.num_devices = devices.size();
   on_all.argument_lists = inputs.data();
   on_all.output_lists = outputs.data();
+  std::vector<PJRT_Event*> ends(devices.size());
+  if (args.device_complete_events != nullptr) on_all.device_complete_events = ends.data();
   check(cpu().PJRT_LoadedExecutable_Execute(&on_all));
   for (auto* const buffer : made) destroy(buffer);
   own = 0;
@@ -312,6 +329,12 @@ void execute(PJRT_LoadedExecutable_Execute_Args& args) {
       } else {
         pod->of_other_hosts[name] = results[i][k];
       }
+    }
+    if (args.device_complete_events != nullptr) {
+      if (is_own)
+        args.device_complete_events[own] = ends[i];
+      else
+        destroy(ends[i]);
     }
     if (is_own) ++own;
   }

@@ -29,6 +29,16 @@ void train() {
   print("fit", numbers_of_fit(strategy, 1));
   print("launches", numbers_of_fit(strategy, 3));
   print("loop", numbers_of_loop(strategy));
+  print("dropout", numbers_of_dropout(strategy));
+  print("unequal", numbers_of_unequal_data(strategy));
+}
+
+// Stops in the fifth epoch, as all hosts of a pod do when one is preempted; with `whole` it goes on from there.
+void train_with_backups(bool whole) {
+  const auto breaks = std::make_shared<LambdaCallback>(LambdaCallback::Functions{.on_epoch_begin = [=](int epoch) {
+    if (epoch == 4 && !whole) throw Error("preempted");
+  }});
+  print("fit", numbers_of_fit(pod(), 1, {BackupAndRestore(std::getenv("BACKUPS")), breaks}));
 }
 
 // The chief's step is another than the other's.
@@ -37,6 +47,15 @@ void differ() {
   const double factor = strategy.is_chief() ? 1 : 2;
   strategy.run(
       [&](ReplicaContext& replica) { return replica.all_reduce(ReduceOp::sum, at::full({}, factor) * factor); });
+}
+
+// The last batch has more rows on the chief: its step is compiled already, and the other's would be another one.
+void differ_in_rows() {
+  const auto strategy = pod();
+  const auto data = strategy.distribute(Dataset::from_tensor_slices(at::zeros({14, 3})).batch(8));
+  const auto step = compiled([](ReplicaContext&, const Example& part) { return part.x.sum(); });
+  auto batches = data.iterate();
+  while (auto batch = batches.next()) strategy.run(step, *batch);
 }
 
 // The chief's batch has more columns.
@@ -53,18 +72,19 @@ void lack_a_plugin() { pod(std::string(std::getenv("TPU_WORKER_ID")) == "0" ? "/
 // Too few replicas, of which one host would have none.
 void take_two() { TPUStrategy(TPUClusterResolver(), {.num_replicas = 2}); }
 
-// The last host ends at its third batch.
-void lose_one() {
+// The plugin ends the last host's process at a launch, so that the chief's devices wait for its.
+void lose_one() { print("loop", numbers_of_loop(pod())); }
+
+// The last host's program fails between two steps.
+void fail_on_one() {
   const auto strategy = pod();
-  const auto scope = strategy.scope();
-  auto model = Sequential({Flatten(), Dense(10)});
-  model.compile({.optimizer = SGD(), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
-  const auto end = std::make_shared<LambdaCallback>(
-      LambdaCallback::Functions{.on_train_batch_end = [chief = strategy.is_chief()](std::int64_t batch, const Logs&) {
-        if (batch == 2 && !chief) std::_Exit(3);
-      }});
-  model.fit(pod_images().batch(24), {.epochs = 10, .verbose = 0, .callbacks = {end}});
+  numbers_of_loop(strategy);
+  if (!strategy.is_chief()) throw Error("the disk is full");
+  numbers_of_loop(strategy);
 }
+
+// With as many devices as the environment says, in this process alone.
+void train_alone() { print("dropout", numbers_of_dropout(TPUStrategy())); }
 
 }  // namespace
 
@@ -72,11 +92,16 @@ int main(int, char** arguments) {
   const std::string act = arguments[1];
   try {
     if (act == "train") train();
+    if (act == "break off") train_with_backups(false);
+    if (act == "go on") train_with_backups(true);
     if (act == "differ") differ();
+    if (act == "differ in rows") differ_in_rows();
     if (act == "differ in shape") differ_in_shape();
     if (act == "lack a plugin") lack_a_plugin();
     if (act == "take two") take_two();
     if (act == "lose one") lose_one();
+    if (act == "fail on one") fail_on_one();
+    if (act == "train alone") train_alone();
   } catch (const std::exception& error) {
     std::cout << "error " << error.what() << std::endl;
     return 1;

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <filesystem>
 
 #include "base/text.h"
 #include "tests/elastic_job.h"
@@ -13,19 +14,21 @@ namespace {
 constexpr double kLongest = 240;  // seconds, of a process
 
 // Two processes of tpu_pod_program, as GKE would start them on two hosts.
-std::vector<Process> pod(const std::string& act, int hang_after_ms) {
+std::vector<Process> pod(const std::string& act, const std::vector<std::string>& variables) {
   std::vector<Process> hosts;
   for (int id = 0; id < 2; ++id) {
-    hosts.emplace_back(Process({"/usr/bin/env", "TPU_WORKER_HOSTNAMES=127.0.0.1,localhost", text("TPU_WORKER_ID=", id),
-                                text("HANG_AFTER_MS=", hang_after_ms), text("PJRT_PLUGIN_LIBRARY_PATH=", POD_PLUGIN),
-                                TPU_POD_PROGRAM, act}));
+    std::vector<std::string> command{"/usr/bin/env", "TPU_WORKER_HOSTNAMES=127.0.0.1,localhost",
+                                     text("TPU_WORKER_ID=", id), text("PJRT_PLUGIN_LIBRARY_PATH=", POD_PLUGIN)};
+    command.insert(command.end(), variables.begin(), variables.end());
+    command.insert(command.end(), {TPU_POD_PROGRAM, act});
+    hosts.emplace_back(command);
   }
   return hosts;
 }
 
-std::vector<std::string> outputs(const std::string& act, int hang_after_ms = 60'000) {
+std::vector<std::string> outputs(const std::string& act, const std::vector<std::string>& variables = {}) {
   std::vector<std::string> printed;
-  auto hosts = pod(act, hang_after_ms);
+  auto hosts = pod(act, variables);
   for (auto& host : hosts) printed.push_back(host.wait_for_end(kLongest));
   return printed;
 }
@@ -35,8 +38,13 @@ std::vector<double> numbers(const std::string& output, const std::string& word) 
   return lines.empty() ? std::vector<double>() : lines[0];
 }
 
+const std::vector<std::string>& trained() {
+  static const auto printed = outputs("train");
+  return printed;
+}
+
 TEST(TpuPod, TrainsAsMirroredDoes) {
-  const auto printed = outputs("train");
+  const auto& printed = trained();
   const MirroredStrategy mirrored(4);
   const std::vector<std::pair<std::string, std::vector<double>>> expected{{"fit", numbers_of_fit(mirrored, 1)},
                                                                           {"launches", numbers_of_fit(mirrored, 3)},
@@ -50,12 +58,33 @@ TEST(TpuPod, TrainsAsMirroredDoes) {
         EXPECT_NEAR(found[i], values[i], 1e-4 * std::max(1.0, std::abs(values[i]))) << word << " " << i;
       EXPECT_EQ(found, numbers(printed[0], word));
     }
+    const auto unequal = numbers(output, "unequal");
+    EXPECT_EQ(unequal.size(), 2) << output;
+    EXPECT_EQ(unequal, numbers(printed[0], "unequal"));
   }
+}
+
+// With the bits of a training that was not broken off; the second time with programs that were kept.
+TEST(TpuPod, GoesOnFromItsBackup) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / "tpu_pod_test";
+  std::filesystem::remove_all(folder);
+  const std::vector<std::string> variables{text("BACKUPS=", (folder / "backups").string()),
+                                           text("LOCKSTEP_CACHE=", (folder / "programs").string())};
+  for (const auto& output : outputs("break off", variables))
+    EXPECT_NE(output.find("preempted"), std::string::npos) << output;
+  for (const auto& output : outputs("go on", variables))
+    EXPECT_EQ(numbers(output, "fit"), numbers(trained()[0], "fit")) << output;
 }
 
 TEST(TpuPod, HostsThatWouldRunOtherProgramsAreRefused) {
   for (const auto& output : outputs("differ")) {
     EXPECT_NE(output.find("the workers' programs of a step differ: worker 0 has"), std::string::npos) << output;
+  }
+  for (const auto& output : outputs("differ in rows")) {
+    EXPECT_NE(
+        output.find("programs of a step differ: worker 0 has inputs Float [2, 3], worker 1 has inputs Float [1, 3]"),
+        std::string::npos)
+        << output;
   }
   for (const auto& output : outputs("differ in shape")) {
     EXPECT_NE(output.find("worker 1's batches of a launch are not like worker 0's"), std::string::npos) << output;
@@ -75,12 +104,27 @@ TEST(TpuPod, ReplicasAreOnAllDevices) {
   }
 }
 
-// While its devices hang, for the program's minute and longer.
+// While the other's devices wait for its.
 TEST(TpuPod, AHostThatIsLostEndsTheTraining) {
   const auto began = std::chrono::steady_clock::now();
-  const auto printed = outputs("lose one", 1000);
+  const auto printed = outputs("lose one", {"HANG_AFTER_MS=10000", "LAST_LAUNCH_OF_HOST_0=5"});
   EXPECT_NE(printed[0].find("error lost rank 1"), std::string::npos) << printed[0];
-  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(45));
+  EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(50));
+}
+
+TEST(TpuPod, AProgramThatFailsOnOneHostEndsTheTraining) {
+  const auto printed = outputs("fail on one");
+  EXPECT_NE(printed[0].find("error lost rank 1"), std::string::npos) << printed[0];
+  EXPECT_NE(printed[1].find("error the disk is full"), std::string::npos) << printed[1];
+}
+
+// Dropout's masks belong to a replica's number among all.
+TEST(TpuPod, ReplicasDrawAsThoseOfOneHost) {
+  Process alone({"/usr/bin/env", text("PJRT_PLUGIN_LIBRARY_PATH=", CPU_PLUGIN),
+                 "PJRT_PLUGIN_OPTIONS=cpu_device_count=4", TPU_POD_PROGRAM, "train alone"});
+  const auto expected = numbers(alone.wait_for_end(kLongest), "dropout");
+  EXPECT_FALSE(expected.empty());
+  for (const auto& output : trained()) EXPECT_EQ(numbers(output, "dropout"), expected) << output;
 }
 
 }  // namespace

@@ -15,12 +15,13 @@ namespace lockstep {
 
 inline Dataset pod_images() {
   at::manual_seed(4);
-  return Dataset::from_tensor_slices(at::randn({101, 1, 8, 8}), at::randint(10, {101}));
+  return Dataset::from_tensor_slices(at::randn({101, 1, 8, 8}), at::randint(10, {101}), at::rand({101}));
 }
 
 // Of fit, whose last batches are smaller than the others, then of one example, which not all workers have a part of.
-inline std::vector<double> numbers_of_fit(const Strategy& strategy, std::int64_t steps_per_execution) {
-  set_random_seed(7);
+inline std::vector<double> numbers_of_fit(const Strategy& strategy, std::int64_t steps_per_execution,
+                                          const std::vector<AnyCallback>& callbacks = {}) {
+  set_random_seed(strategy.is_chief() ? 7 : 100);  // the chief's values count
   const auto scope = strategy.scope();
   auto model = Sequential({Conv2D(4, 3, {.activation = "relu"}), MaxPooling2D(), Flatten(), BatchNormalization(),
                            Dense(16, {.activation = "relu"}), Dense(10)});
@@ -35,7 +36,7 @@ inline std::vector<double> numbers_of_fit(const Strategy& strategy, std::int64_t
     numbers.push_back(tensor.to(at::kDouble).square().sum().item<double>());
   };
   add(model.predict(one));
-  for (const auto& [name, values] : model.fit(data, {.epochs = 10, .verbose = 0}).history)
+  for (const auto& [name, values] : model.fit(data, {.epochs = 10, .verbose = 0, .callbacks = callbacks}).history)
     if (name == "loss" || name == "accuracy") numbers.insert(numbers.end(), values.begin(), values.end());
   auto& parameters = unwrap(model.module());
   for (std::size_t i = 0; i < parameters.slots().size(); ++i) add(parameters.parameter(0, i));
@@ -48,7 +49,7 @@ inline std::vector<double> numbers_of_fit(const Strategy& strategy, std::int64_t
 
 // Of a loop of the program's own, whose replicas also gather values in their order.
 inline std::vector<double> numbers_of_loop(const Strategy& strategy) {
-  set_random_seed(3);
+  set_random_seed(strategy.is_chief() ? 3 : 100);
   auto net = strategy.replicate([] { return torch::nn::Linear(6, 3); });
   const auto optimizer = strategy.optimizer(SGD({.learning_rate = 0.1}), net);
   at::manual_seed(4);
@@ -73,6 +74,31 @@ inline std::vector<double> numbers_of_loop(const Strategy& strategy) {
   }
   numbers.push_back(net[0]->weight.square().sum().item<double>());
   return numbers;
+}
+
+// The weights after a training with dropout, which draws numbers of its own on every replica. It depends on the kind of
+// devices.
+inline std::vector<double> numbers_of_dropout(const Strategy& strategy) {
+  set_random_seed(strategy.is_chief() ? 5 : 100);
+  const auto scope = strategy.scope();
+  auto model = Sequential({Flatten(), Dropout(0.5), Dense(10)});
+  model.compile({.optimizer = SGD(), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
+  model.fit(pod_images().batch(24), {.epochs = 2, .verbose = 0});
+  std::vector<double> numbers;
+  for (const auto& parameter : unwrap(model.module()).module(0).parameters())
+    numbers.push_back(parameter.square().sum().item<double>());
+  return numbers;
+}
+
+// Where one worker's data end before the other's.
+inline std::vector<double> numbers_of_unequal_data(const Strategy& strategy) {
+  set_random_seed(5);
+  const auto scope = strategy.scope();
+  auto model = Sequential({Flatten(), Dense(10)});
+  model.compile({.optimizer = SGD(), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
+  const auto data = pod_images().take(strategy.is_chief() ? 40 : 20).batch(10);
+  return model.fit(data.with_options({.auto_shard_policy = AutoShardPolicy::off}), {.epochs = 2, .verbose = 0})
+      .history.at("loss");
 }
 
 }  // namespace lockstep

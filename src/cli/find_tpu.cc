@@ -2,6 +2,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "lockstep/cluster/cluster.h"
 #include "pjrt/client.h"
 #include "pjrt/named_values.h"
 
@@ -9,6 +10,9 @@ namespace lockstep::cli {
 
 std::string find_tpu() {
   try {
+    if (const auto cluster = resolve_cluster(); cluster.source == "TPU_WORKER_HOSTNAMES")
+      return text("not opened: this is host ", cluster.world.rank, " of the ", cluster.world.size,
+                  " of a TPU, whose processes open it together");
     const auto path = pjrt::plugin_path("");
     const auto client = pjrt::Client::create(pjrt::Plugin::load(path), pjrt::plugin_options({}));
     const auto& devices = client->devices();

@@ -171,8 +171,8 @@ Cluster resolve_cluster(const Environment& environment) {
   for (const auto resolver :
        {cluster::from_lockstep_run, cluster::from_tf_config, cluster::from_torchrun, cluster::from_kubeflow,
         cluster::from_open_mpi, cluster::from_mpich, cluster::from_slurm, cluster::from_tpu}) {
-    // Under Slurm, mpirun starts its own daemons as the tasks of a step, so srun's variables describe the daemons. A
-    // launcher may number the hosts of a TPU otherwise.
+    // Under Slurm, mpirun starts its own daemons as the tasks of a step, so srun's variables describe the daemons.
+    // Where a launcher started the processes on the hosts of a TPU, its ranks count.
     if (found && (resolver == cluster::from_slurm || resolver == cluster::from_tpu)) break;
     const auto other = resolver(environment);
     if (!other) continue;

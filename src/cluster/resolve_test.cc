@@ -177,6 +177,7 @@ TEST(Resolve, TpuHosts) {
   host["LOCKSTEP_STORE"] = "a:1";
   EXPECT_EQ(resolve(host).source, "lockstep run");
   EXPECT_EQ(resolve({{"TPU_WORKER_HOSTNAMES", "localhost"}, {"TPU_WORKER_ID", "0"}}).world.size, 1);
+  EXPECT_EQ(resolve({{"TPU_WORKER_HOSTNAMES", ""}}).world.size, 1);
   expect_error({{"TPU_WORKER_HOSTNAMES", "a,,b"}}, "TPU_WORKER_HOSTNAMES is \"a,,b\": a host's name is empty");
 }
 

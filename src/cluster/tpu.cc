@@ -9,8 +9,9 @@
 namespace lockstep::cluster {
 
 std::optional<Cluster> from_tpu(const Environment& environment) {
-  if (environment("TPU_WORKER_HOSTNAMES") == nullptr) return std::nullopt;
-  const auto names = text_of(environment, "TPU_WORKER_HOSTNAMES");
+  const char* const set = environment("TPU_WORKER_HOSTNAMES");
+  if (set == nullptr || *set == '\0') return std::nullopt;
+  const std::string names = set;
   std::vector<std::string> hosts;
   std::istringstream list(names);
   for (std::string host; std::getline(list, host, ',');) hosts.push_back(host);

@@ -150,6 +150,7 @@ class ProgramDevices {
   virtual int all_replicas() const = 0;             // of all processes
   virtual std::string kind() const = 0;             // of the devices: "TPU v5 lite"
   virtual const ProgramCounts& counts() const = 0;  // of this process
+  virtual std::string describe() const = 0;         // what must be the same for all processes, in lines
 
   // hosts: of each variable a tensor, or one for each replica. They are remembered by what is behind the handles, not
   // by their memory.

@@ -122,7 +122,7 @@ Shape Buffer::shape() const {
   return {dtype_of(type.type), {sizes.dims, sizes.dims + sizes.num_dims}};
 }
 
-void Buffer::copy_to_host(void* to, std::size_t bytes, Deadline deadline, const std::function<void()>& check) const {
+void Buffer::copy_to_host(void* to, std::size_t bytes, Deadline deadline) const {
   const auto& plugin = buffer_.get_deleter().client->plugin();
   const auto shape = this->shape();
   if (bytes != shape.bytes())
@@ -141,7 +141,7 @@ void Buffer::copy_to_host(void* to, std::size_t bytes, Deadline deadline, const 
                                      .dst = copied->data(),
                                      .dst_size = bytes};
   plugin.call(&PJRT_Api::PJRT_Buffer_ToHostBuffer, args, "copy a value from a device");
-  Event(plugin, args.event).wait(deadline, "copy a value from a device", copied, check);
+  Event(plugin, args.event).wait(deadline, "copy a value from a device", copied);
   std::copy(copied->begin(), copied->end(), static_cast<char*>(to));
 }
 

@@ -1,9 +1,7 @@
 // A plugin's devices, and values on them.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -48,9 +46,8 @@ class Buffer {
   Shape shape() const;
 
   // Copies the value into `to`, of as many bytes as the shape has. Waits until it has been computed. Throws DeviceError
-  // where its computation failed, DeadlineExceeded, InvalidArgument where `bytes` is another number, and what `check`
-  // throws (Event::wait).
-  void copy_to_host(void* to, std::size_t bytes, Deadline deadline, const std::function<void()>& check = {}) const;
+  // where its computation failed, DeadlineExceeded, or InvalidArgument where `bytes` is another number.
+  void copy_to_host(void* to, std::size_t bytes, Deadline deadline) const;
 
   PJRT_Buffer* handle() const { return buffer_.get(); }
 
@@ -83,9 +80,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // Begins to copy a value to a device; `data` may change when it returns.
   Buffer copy_to_device(const void* data, const Shape& shape, const Device& device) const;
 
-  // The number of a run, by which the plugins of several processes find that these launch programs in another order; 0
-  // where this process is alone.
-  int next_launch() const { return store_ ? ++launches_ : 0; }
+  bool is_one_of_several() const { return store_.has_value(); }  // processes
 
   PJRT_Client* handle() const { return client_; }
 
@@ -94,7 +89,6 @@ class Client : public std::enable_shared_from_this<Client> {
 
   const Plugin& plugin_;
   std::optional<Store> store_;  // which the plugin's threads use
-  mutable std::atomic<int> launches_ = 0;
   PJRT_Client* client_ = nullptr;
   std::string platform_;
   std::vector<Device> devices_;

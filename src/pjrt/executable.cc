@@ -151,7 +151,7 @@ Executable Executable::load(std::shared_ptr<const Client> client, const std::str
   return {std::move(client), args.loaded_executable};
 }
 
-std::vector<std::vector<Buffer>> Executable::run(const std::vector<std::vector<const Buffer*>>& arguments) const {
+Executable::Run Executable::run(const std::vector<std::vector<const Buffer*>>& arguments, int launch) const {
   if (arguments.size() != devices_.size())
     throw InvalidArgument(
         text("run: there are ", arguments.size(), " lists of arguments for ", devices_.size(), " devices"));
@@ -167,20 +167,23 @@ std::vector<std::vector<Buffer>> Executable::run(const std::vector<std::vector<c
   std::vector<PJRT_Buffer**> results;
   for (const auto& of_device : handles) inputs.push_back(of_device.data());
   for (auto& of_device : outputs) results.push_back(of_device.data());
-  PJRT_ExecuteOptions options{.struct_size = PJRT_ExecuteOptions_STRUCT_SIZE, .launch_id = client().next_launch()};
+  PJRT_ExecuteOptions options{.struct_size = PJRT_ExecuteOptions_STRUCT_SIZE, .launch_id = launch};
+  std::vector<PJRT_Event*> ends(arguments.size());
   PJRT_LoadedExecutable_Execute_Args args{.struct_size = PJRT_LoadedExecutable_Execute_Args_STRUCT_SIZE,
                                           .executable = executable_.get(),
                                           .options = &options,
                                           .argument_lists = inputs.data(),
                                           .num_devices = inputs.size(),
                                           .num_args = arguments[0].size(),
-                                          .output_lists = results.data()};
+                                          .output_lists = results.data(),
+                                          .device_complete_events = ends.data()};
   client().plugin().call(&PJRT_Api::PJRT_LoadedExecutable_Execute, args, "run a program");
-  std::vector<std::vector<Buffer>> values(outputs.size());
+  Run run{.outputs = std::vector<std::vector<Buffer>>(outputs.size())};
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    for (auto* const output : outputs[i]) values[i].emplace_back(executable_.get_deleter().client, output);
+    for (auto* const output : outputs[i]) run.outputs[i].emplace_back(executable_.get_deleter().client, output);
+    run.ends.emplace_back(client().plugin(), ends[i]);
   }
-  return values;
+  return run;
 }
 
 Topology Topology::create(const Plugin& plugin, const std::string& name, const Options& options) {

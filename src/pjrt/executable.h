@@ -56,10 +56,16 @@ class Executable {
   const Program& program() const { return program_; }
   const std::vector<Device>& devices() const { return devices_; }  // [replica of this process]
 
-  // Begins a run: arguments[replica][i], and so for the outputs, whose values come later. Arguments that the program
-  // marks as aliased (tf.aliasing_output) may not be used any more. Throws DeviceError, or InvalidArgument where there
+  struct Run {
+    std::vector<std::vector<Buffer>> outputs;  // [replica][i], whose values come later
+    std::vector<Event> ends;                   // [replica]
+  };
+
+  // Begins a run with arguments[replica][i]. Arguments that the program marks as aliased (tf.aliasing_output) may not
+  // be used any more. `launch`: with several processes the number of the run, counted from 1 and the same in all, so
+  // that their plugins notice runs that were begun in another order. Throws DeviceError, or InvalidArgument where there
   // are not as many lists as devices.
-  std::vector<std::vector<Buffer>> run(const std::vector<std::vector<const Buffer*>>& arguments) const;
+  Run run(const std::vector<std::vector<const Buffer*>>& arguments, int launch = 0) const;
 
  private:
   Executable(std::shared_ptr<const Client> client, PJRT_LoadedExecutable* executable);

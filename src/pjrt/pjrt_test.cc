@@ -87,7 +87,7 @@ TEST(Pjrt, ReplicasAddTheirValues) {
           client->copy_to_device(of_replica.data(), {.sizes = {2, 3}}, sum.devices()[static_cast<std::size_t>(i)]));
       arguments.push_back({&values.back()});
     }
-    const auto outputs = sum.run(arguments);
+    const auto outputs = sum.run(arguments).outputs;
     for (const auto& of_replica : outputs) {
       const auto found = floats(of_replica.at(0));
       for (int i = 0; i < 6; ++i)
@@ -109,7 +109,7 @@ TEST(Pjrt, AnAliasedArgumentBecomesTheOutput) {
   const auto by = client->copy_to_device(ones.data(), {.sizes = {1024}}, client->devices()[0]);
   auto to = client->copy_to_device(zeros.data(), {.sizes = {1024}}, client->devices()[0]);
   for (int step = 0; step < 100; ++step) {
-    auto outputs = add.run({{&to, &by}});
+    auto outputs = add.run({{&to, &by}}).outputs;
     to = std::move(outputs[0][0]);
   }
   EXPECT_EQ(floats(to), std::vector<float>(1024, 100));
@@ -122,7 +122,7 @@ TEST(Pjrt, ACompiledProgramIsLoadedAgain) {
   const std::vector<float> ones(6, 1);
   const auto first = client->copy_to_device(ones.data(), {.sizes = {2, 3}}, again.devices()[0]);
   const auto second = client->copy_to_device(ones.data(), {.sizes = {2, 3}}, again.devices()[1]);
-  EXPECT_EQ(floats(again.run({{&first}, {&second}})[1][0]), std::vector<float>(6, 2));
+  EXPECT_EQ(floats(again.run({{&first}, {&second}}).outputs[1][0]), std::vector<float>(6, 2));
   expect_says(message_of<DeviceError>([&] { Executable::load(client, serialized.substr(0, serialized.size() / 2)); }),
               "load a compiled program: ");
 }
@@ -199,7 +199,7 @@ TEST(Pjrt, TransposedProductsAreProductsInTheOtherOrder) {
   const std::vector<float> a{1, 2, 3, 4, 5, 6}, b{1, 0, 2, 0, 0, 1, 0, 2, 3, 0, 0, 1};
   const auto on_device_a = client->copy_to_device(a.data(), {.sizes = {2, 3}}, client->devices()[0]);
   const auto on_device_b = client->copy_to_device(b.data(), {.sizes = {3, 4}}, client->devices()[0]);
-  const auto results = compiled.run({{&on_device_a, &on_device_b}});
+  const auto results = compiled.run({{&on_device_a, &on_device_b}}).outputs;
   EXPECT_EQ(floats(results[0][0]), (std::vector<float>{10, 2, 2, 7, 22, 5, 8, 16}));
   EXPECT_EQ(floats(results[0][1]), (std::vector<float>{10, 22, 2, 5, 2, 8, 7, 16}));
 }

@@ -91,15 +91,16 @@ std::vector<std::vector<Tensor>> strategy::run_program(StrategyImpl& strategy, c
   if (entry.program == nullptr) {
     internal::StepPrograms::Entry made{.alive = step.key.alive};
     made.alive.emplace_back(strategy.settings().programs);
-    made.program =
-        strategy.compile({.name = "a step", .inputs = ops::defined_of(like), .function = [&](const Tensors& traced) {
-                            ReplicaContext replica(0, strategy);
-                            const auto results = step.function(replica, in_places_of(like, traced));
-                            for (const auto& result : results) made.is_defined.push_back(result.defined());
-                            return ops::defined_of(results);
-                          }});
+    made.program = strategy.programs()->compile(
+        {.name = "a step", .inputs = ops::defined_of(like), .function = [&](const Tensors& traced) {
+           ReplicaContext replica(0, strategy);
+           const auto results = step.function(replica, in_places_of(like, traced));
+           for (const auto& result : results) made.is_defined.push_back(result.defined());
+           return ops::defined_of(results);
+         }});
     entry = std::move(made);
   }
+  strategy.check_same_program("a step", ops::defined_of(like), *entry.program);
 
   std::vector<Tensors> inputs;
   for (const auto& of_replica : step.inputs) inputs.push_back(ops::defined_of(of_replica));

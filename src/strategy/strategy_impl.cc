@@ -82,6 +82,7 @@ std::string StrategyImpl::describe() const {
               "\nelastic.min_workers ", elastic ? std::to_string(elastic->min_workers) : "none",
               "\nelastic.worker_batch.learning_rate_workers ",
               settings_.worker_batch ? std::to_string(settings_.worker_batch->learning_rate_workers) : "none",
+              programs() != nullptr ? "\n" + programs()->describe() : "",
               parallelism() != nullptr ? "\n" + parallelism()->describe() : "");
 }
 
@@ -91,10 +92,13 @@ std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram&
   return results;
 }
 
-std::unique_ptr<ops::CompiledProgram> StrategyImpl::compile(const ops::ProgramDevices::Step& step) const {
-  auto program = programs()->compile(step);
-  if (workers_.size() > 1) workers_.check_all_agree(text("programs of ", step.name), text("hash ", program->hash()));
-  return program;
+void StrategyImpl::check_same_program(const std::string& name, const std::vector<at::Tensor>& inputs,
+                                      const ops::CompiledProgram& program) const {
+  if (workers_.size() == 1) return;
+  std::string shapes;
+  for (const auto& input : inputs) shapes += text(" ", input.scalar_type(), " ", input.sizes());
+  workers_.check_all_agree(text("programs of ", name),
+                           text("inputs", shapes, "\nanother program, with the hash ", program.hash()));
 }
 
 double StrategyImpl::learning_rate_factor() const {

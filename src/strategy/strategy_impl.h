@@ -146,12 +146,14 @@ class StrategyImpl {
   // null.
   ops::ProgramDevices* programs() const { return settings_.programs.get(); }
 
-  // What a program that they run gives. Throws what LaunchedProgram::results throws, and where another worker is lost,
-  // or fails, meanwhile.
+  // What a program that they run gives. Throws what LaunchedProgram::results throws, and, where another worker is lost
+  // or fails meanwhile, what WorkerWatch::check throws.
   std::vector<std::vector<at::Tensor>> results(ops::LaunchedProgram& launched);
 
-  // Compiles a step for them. Collective over the workers; throws InvalidArgument on all where their programs differ.
-  std::unique_ptr<ops::CompiledProgram> compile(const ops::ProgramDevices::Step& step) const;
+  // Of a program that is to be launched next, with inputs like `inputs` on each replica. Collective over the workers:
+  // throws InvalidArgument on all where theirs is another one.
+  void check_same_program(const std::string& name, const std::vector<at::Tensor>& inputs,
+                          const ops::CompiledProgram& program) const;
 
   // Whether this process decides: it alone writes logs and checkpoints.
   bool is_chief() const {
@@ -236,6 +238,8 @@ void StrategyImpl::abort_on_error(const Communicator& ranks, const Act& act) con
       act();
     } catch (const StateLost&) {  // thrown on all, whose Group is whole
       lost = std::current_exception();
+    } catch (const Interrupted&) {  // thrown on all, after a whole step
+      throw;
     } catch (const std::exception& error) {
       tell_failure(error);
       throw;

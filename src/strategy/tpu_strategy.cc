@@ -26,9 +26,9 @@ struct System {
 
 std::optional<Job> job_of(const TPUClusterResolverOptions& options) {
   const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
-  if (cluster.world.size == 1 || std::getenv("LOCKSTEP_COMPILE_FOR") != nullptr) return std::nullopt;
   if (cluster.task_type == "ps")
     throw InvalidArgument("TPUStrategy: this task is a parameter server, which has no part in it");
+  if (cluster.world.size == 1 || std::getenv("LOCKSTEP_COMPILE_FOR") != nullptr) return std::nullopt;
   return Job(cluster, options.start_timeout_seconds);
 }
 

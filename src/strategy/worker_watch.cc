@@ -7,13 +7,15 @@ namespace lockstep::strategy {
 namespace {
 
 constexpr std::chrono::seconds kBetweenCalls(1);
+constexpr double kSecondsToLeave = 10;
+constexpr std::chrono::seconds kForLastResults(10);  // of what all have launched
 
 }  // namespace
 
 WorkerWatch::WorkerWatch(Communicator workers)
     : workers_(std::move(workers)), thread_([this](const std::stop_token& stop) { watch(stop); }) {}
 
-// In the midst of an exception it does not leave like one that has done its work.
+// Where an exception destroys it, the others wait for results that will not come.
 WorkerWatch::~WorkerWatch() {
   if (std::uncaught_exceptions() > 0) abort("it ended with an error");
 }
@@ -21,6 +23,9 @@ WorkerWatch::~WorkerWatch() {
 void WorkerWatch::check() const {
   const std::lock_guard lock(mutex_);
   if (failure_) std::rethrow_exception(failure_);
+  if (after_leaving_ && after_leaving_->passed())
+    throw ClusterError(
+        "another worker has ended its strategy, and this one waits for it: all must make the same calls");
 }
 
 void WorkerWatch::watch(const std::stop_token& stop) {
@@ -31,7 +36,13 @@ void WorkerWatch::watch(const std::stop_token& stop) {
         std::unique_lock lock(mutex_);
         leaves = stopped_.wait_for(lock, stop, kBetweenCalls, [&] { return stop.stop_requested(); });
       }
-      leaves = workers_.any(leaves);
+      if (leaves) {
+        workers_.with_timeout(kSecondsToLeave).any(true);
+      } else if (workers_.any(false)) {
+        const std::lock_guard lock(mutex_);
+        after_leaving_ = Deadline::after(kForLastResults);
+        leaves = true;
+      }
     }
   } catch (...) {
     const std::lock_guard lock(mutex_);

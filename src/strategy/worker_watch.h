@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -22,7 +23,8 @@ class WorkerWatch {
   WorkerWatch(const WorkerWatch&) = delete;
   WorkerWatch& operator=(const WorkerWatch&) = delete;
 
-  // Throws PeerLost where a worker is lost, and Aborted with the reason where one has failed.
+  // Throws PeerLost where a worker is lost, DeadlineExceeded naming one whose watch does not answer, Aborted with the
+  // reason where one has failed, and ClusterError ten seconds after one has left.
   void check() const;
 
   // This worker has failed: the others' `check` throws from now on.
@@ -34,8 +36,9 @@ class WorkerWatch {
   const Communicator workers_;
   mutable std::mutex mutex_;
   std::condition_variable_any stopped_;
-  std::exception_ptr failure_;  // guarded by mutex_
-  std::jthread thread_;         // last: it ends before what it uses
+  std::exception_ptr failure_;             // guarded by mutex_
+  std::optional<Deadline> after_leaving_;  // of another worker; likewise
+  std::jthread thread_;                    // last: it ends before what it uses
 };
 
 }  // namespace lockstep::strategy

@@ -91,6 +91,7 @@ class CompileFor final : public ops::ProgramDevices {
   int all_replicas() const override { return replicas_; }
   std::string kind() const override { return topology_.kind(); }
   const ops::ProgramCounts& counts() const override { return counts_; }
+  std::string describe() const override { return ""; }
   std::unique_ptr<ops::DeviceVariables> variables(std::vector<Tensors> hosts) override {
     return variables_.add({}, std::move(hosts));
   }

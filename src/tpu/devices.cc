@@ -23,25 +23,36 @@ std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const 
   static std::map<std::pair<std::string, pjrt::Options>, std::weak_ptr<const pjrt::Client>> clients;  // guarded by it
   const MutexLock lock(mutex);
   auto& known = clients[{plugin.path(), options}];
-  if (auto client = known.lock()) return client;
-  const std::shared_ptr<const pjrt::Client> made = pjrt::Client::create(
-      plugin, options, devices.processes ? std::optional(devices.processes->store.prefixed("plugin/")) : std::nullopt);
+  if (auto client = known.lock()) {
+    if (client->is_one_of_several() == devices.processes.has_value()) return client;
+    throw InvalidArgument(text(plugin.path(),
+                               ": a strategy of this process alone, and one of several processes, cannot ",
+                               "use the same devices at the same time"));
+  }
+  std::optional<Store> store;
+  if (devices.processes) store = devices.processes->store.prefixed("plugin/");
+  const std::shared_ptr<const pjrt::Client> made = pjrt::Client::create(plugin, options, store);
   known = made;
   return made;
 }
 
+// What each process says, by rank.
+std::vector<std::string> exchange(const ops::ProgramProcesses& processes, const std::string& what,
+                                  const std::string& mine) {
+  const auto deadline = Deadline::after(std::chrono::duration<double>(processes.timeout_seconds));
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < processes.size; ++rank) keys.push_back(text(what, "/", rank));
+  processes.store.set(keys[static_cast<std::size_t>(processes.rank)], mine, deadline);
+  return processes.store.get(keys, deadline);
+}
+
 // Those of all processes, in the order of the processes' ranks, which the plugin may number otherwise.
 std::vector<pjrt::Device> in_order_of_ranks(const pjrt::Client& client, const ops::ProgramProcesses& processes) {
-  const auto deadline = Deadline::after(std::chrono::duration<double>(processes.timeout_seconds));
-  const auto key = [](int rank) { return text("number in the plugin/", rank); };
-  processes.store.set(key(processes.rank), std::to_string(client.process()), deadline);
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < processes.size; ++rank) keys.push_back(key(rank));
   const auto all = client.devices_of_all_processes();
   const auto here = client.devices().size();
   std::vector<pjrt::Device> in_order;
   bool are_equal = true;
-  for (const auto& number : processes.store.get(keys, deadline)) {
+  for (const auto& number : exchange(processes, "number in the plugin", std::to_string(client.process()))) {
     const auto before = in_order.size();
     for (const auto& device : all)
       if (std::to_string(device.process) == number) in_order.push_back(device);
@@ -49,14 +60,24 @@ std::vector<pjrt::Device> in_order_of_ranks(const pjrt::Client& client, const op
   }
   if (are_equal && in_order.size() == all.size()) return in_order;
   throw DeviceError(text(client.plugin().path(), ": ", processes.size, " processes train together, and the plugin of ",
-                         "process ", processes.rank, " knows of ", all.size(), " devices, ", here,
-                         " of them in this process; each process must have as many. Start one process on each host of ",
-                         "the TPU; libtpu knows of the others by TPU_WORKER_ID and TPU_WORKER_HOSTNAMES"));
+                         "rank ", processes.rank, " has ", here, " of ", all.size(), " devices, so that these do not ",
+                         "make up all. Start one process on each host of one TPU; libtpu knows of the other hosts by ",
+                         "TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, or by its machine's metadata"));
+}
+
+// With a process alone, those of a TPU of several hosts are not its own.
+void check_alone(const pjrt::Client& client) {
+  const auto here = client.devices().size(), all = client.devices_of_all_processes().size();
+  if (here == all) return;
+  throw DeviceError(text(client.plugin().path(), ": this process has ", here, " of ", all, " devices, and knows of no ",
+                         "process that has the others, with which it must train together: start it on each host by ",
+                         "`lockstep run -H host0,host1`, or with TPU_WORKER_ID and TPU_WORKER_HOSTNAMES set"));
 }
 
 std::vector<pjrt::Device> devices_of_replicas(const pjrt::Client& client, const ops::ProgramDevicesOptions& options) {
   const auto& plugin = client.plugin().path();
   if (client.devices().empty()) throw DeviceError(text(plugin, ": the plugin has no device in this process"));
+  if (!options.processes) check_alone(client);
   auto devices = options.processes ? in_order_of_ranks(client, *options.processes) : client.devices();
   const int count = static_cast<int>(devices.size());
   const bool takes_all = options.processes.has_value();
@@ -71,7 +92,11 @@ std::vector<pjrt::Device> devices_of_replicas(const pjrt::Client& client, const 
 }
 
 Replicas open(const ops::ProgramDevicesOptions& options) {
-  Replicas replicas{client_of(pjrt::Plugin::load(pjrt::plugin_path(options.plugin)), options), {}, {}};
+  const auto& plugin = pjrt::Plugin::load(pjrt::plugin_path(options.plugin));
+  // A plugin may wait for the others' without a deadline.
+  if (options.processes) exchange(*options.processes, "plugin is loaded", plugin.path());
+  Replicas replicas{.client = client_of(plugin, options)};
+  if (options.processes) replicas.launches = std::make_shared<int>(0);
   const int process = replicas.client->process();
   for (const auto& device : devices_of_replicas(*replicas.client, options)) {
     replicas.of_all_processes.push_back(device.id);
@@ -124,15 +149,16 @@ std::unique_ptr<ops::CompiledProgram> Devices::compile(const Step& step) {
                                        step.steps, hash);
 }
 
-// What a program is run with is in the order of its devices.
-void Devices::check_devices(const pjrt::Executable& executable) const {
+std::string Devices::describe() const {
+  return text("devices ", kind(), "\nplugin ", replicas_.client->platform(), " ", replicas_.client->version());
+}
+
+// In their order, in which a program gets its arguments.
+bool Devices::has_our_devices(const pjrt::Executable& executable) const {
   const auto& theirs = executable.devices();
   const auto& ours = replicas_.devices;
-  if (std::equal(theirs.begin(), theirs.end(), ours.begin(), ours.end(),
-                 [](const auto& a, const auto& b) { return a.id == b.id; }))
-    return;
-  throw DeviceError(text(replicas_.client->plugin().path(),
-                         ": the plugin has loaded a program for other devices than it was compiled for"));
+  return std::equal(theirs.begin(), theirs.end(), ours.begin(), ours.end(),
+                    [](const auto& a, const auto& b) { return a.id == b.id; });
 }
 
 // XLA's products by XNNPACK wait on a thread of the CPU client's pool for others of it: where replicas wait for each
@@ -157,9 +183,13 @@ std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& n
                        {.replicas = all_replicas(), .devices = replicas_.of_all_processes, .switches = switches()}};
   const auto begin = std::chrono::steady_clock::now();
   auto stored = cache_.find(key);
+  if (stored && !has_our_devices(*stored)) stored.reset();
   const bool is_stored = stored.has_value();
   auto made = std::make_shared<const pjrt::Executable>(is_stored ? *std::move(stored) : compiled(name, key));
-  check_devices(*made);
+  if (!has_our_devices(*made)) {
+    throw DeviceError(lockstep::text(replicas_.client->plugin().path(), ": ", name,
+                                     " was compiled for other devices than were asked for"));
+  }
   executables_.emplace(text, made);
   compiled_last_.push_back(text);
   if (compiled_last_.size() > kKeptPrograms) {

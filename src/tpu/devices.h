@@ -25,12 +25,13 @@ class Devices final : public ops::ProgramDevices {
   int all_replicas() const override { return static_cast<int>(replicas_.of_all_processes.size()); }
   std::string kind() const override { return replicas_.devices[0].kind; }
   const ops::ProgramCounts& counts() const override { return counts_; }
+  std::string describe() const override;
   std::unique_ptr<ops::DeviceVariables> variables(std::vector<Tensors> hosts) override;
   std::unique_ptr<ops::CompiledProgram> compile(const Step& step) override;
 
  private:
   std::vector<std::pair<std::string, bool>> switches() const;
-  void check_devices(const pjrt::Executable& executable) const;
+  bool has_our_devices(const pjrt::Executable& executable) const;
   pjrt::Executable compiled(const std::string& name, const ProgramKey& key) const;
   std::shared_ptr<const pjrt::Executable> executable(const std::string& name, const std::string& text);
 

@@ -29,45 +29,61 @@ auto naming_step(const std::string& name, const Act& act) {
 
 class Launched final : public ops::LaunchedProgram {
  public:
-  // used: what the run uses.
-  Launched(std::string name, Buffers results, Buffers used)
-      : name_(std::move(name)), results_(std::move(results)), used_(std::move(used)) {}
+  // used: what the run uses; changed: the variables that it gives new values.
+  Launched(std::string name, Buffers results, std::vector<pjrt::Event> ends, Buffers used,
+           std::vector<std::shared_ptr<Variable>> changed)
+      : name_(std::move(name)),
+        results_(std::move(results)),
+        ends_(std::move(ends)),
+        used_(std::move(used)),
+        changed_(std::move(changed)) {}
 
-  // To free what a run uses would wait for its end, without a deadline: so, where that was not seen, it is kept for the
-  // rest of the process.
+  // To free what a run uses and makes would wait for its end, without a deadline: so, where that was not seen, it is
+  // kept for the rest of the process.
   ~Launched() override {
-    if (!has_ended_) new std::pair<Buffers, Buffers>(std::move(results_), std::move(used_));
+    if (has_ended_) return;
+    new std::pair<Buffers, Buffers>(std::move(results_), std::move(used_));
+    for (const auto& variable : changed_) new std::vector<pjrt::Buffer>(variable->take());
   }
   Launched(const Launched&) = delete;
   Launched& operator=(const Launched&) = delete;
 
   std::vector<std::vector<at::Tensor>> results(Deadline deadline, const std::function<void()>& check) override {
+    return naming_step(name_, [&] {
+      wait(deadline, check);
+      return read(deadline);
+    });
+  }
+
+ private:
+  void wait(Deadline deadline, const std::function<void()>& check) {
     try {
-      auto all = naming_step(name_, [&] { return read(deadline, check); });
+      for (const auto& end : ends_) end.wait(deadline, "run a program", nullptr, check);
       has_ended_ = true;
-      return all;
     } catch (const DeviceError&) {
       has_ended_ = true;
       throw;
     }
   }
 
- private:
-  std::vector<std::vector<at::Tensor>> read(Deadline deadline, const std::function<void()>& check) const {
+  std::vector<std::vector<at::Tensor>> read(Deadline deadline) const {
     std::vector<std::vector<at::Tensor>> read;
     for (const auto& mine : results_) {
       auto& tensors = read.emplace_back();
       for (const auto& result : mine) {
         const auto shape = result.shape();
         tensors.push_back(at::empty(shape.sizes, ops::scalar_type_of(shape.dtype)));
-        result.copy_to_host(tensors.back().mutable_data_ptr(), tensors.back().nbytes(), deadline, check);
+        result.copy_to_host(tensors.back().mutable_data_ptr(), tensors.back().nbytes(), deadline);
       }
     }
     return read;
   }
 
   const std::string name_;
-  Buffers results_, used_;
+  Buffers results_;
+  const std::vector<pjrt::Event> ends_;  // [replica]
+  Buffers used_;
+  const std::vector<std::shared_ptr<Variable>> changed_;
   bool has_ended_ = false;
 };
 
@@ -131,15 +147,18 @@ std::unique_ptr<ops::LaunchedProgram> StepProgram::run(const std::vector<std::ve
                                                        Buffers kept) {
   for (const auto& used : layout_.variables)
     if (used.result >= 0) kept.push_back(used.variable->take());
-  auto outputs = naming_step(name_, [&] { return executable_->run(arguments); });
+  const int launch = replicas_.launches == nullptr ? 0 : ++*replicas_.launches;
+  auto [outputs, ends] = naming_step(name_, [&] { return executable_->run(arguments, launch); });
+  std::vector<std::shared_ptr<Variable>> changed;
   for (const auto& used : layout_.variables) {
     if (used.result < 0) continue;
+    changed.push_back(used.variable);
     std::vector<pjrt::Buffer> values;
     for (auto& of_replica : outputs) values.push_back(std::move(of_replica[static_cast<std::size_t>(used.result)]));
     used.variable->give(std::move(values));
   }
   for (auto& of_replica : outputs) of_replica.erase(of_replica.begin() + layout_.results, of_replica.end());
-  return std::make_unique<Launched>(name_, std::move(outputs), std::move(kept));
+  return std::make_unique<Launched>(name_, std::move(outputs), std::move(ends), std::move(kept), std::move(changed));
 }
 
 std::unique_ptr<ops::LaunchedProgram> StepProgram::launch(Launch launch) {

@@ -15,6 +15,7 @@ struct Replicas {
   std::shared_ptr<const pjrt::Client> client;
   std::vector<int> of_all_processes;  // [replica]: the devices' ids
   std::vector<pjrt::Device> devices;  // [replica of this process]
+  std::shared_ptr<int> launches;      // with several processes: how many programs were launched on these devices
 
   pjrt::Buffer copy(const at::Tensor& host, std::size_t replica) const;
 };

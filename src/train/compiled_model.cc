@@ -85,17 +85,17 @@ std::shared_ptr<const CompiledModel::Compiled> CompiledModel::program_for(Kind k
   tensors.push_back(counts_of(all.rows, all.rows));
   auto made = std::make_shared<Compiled>();
   made->rows = all.rows;
-  made->program = unwrap(impl_.strategy)
-                      .compile({.name = names[static_cast<int>(kind)],
-                                .inputs = tensors,
-                                .steps = count,
-                                .function = [&](const Tensors& traced) {
-                                  auto next = traced.begin();
-                                  Example part{*next++};
-                                  if (like.y.defined()) part.y = *next++;
-                                  if (like.weight.defined()) part.weight = *next++;
-                                  return trace(kind, part, *next, *made);
-                                }});
+  const auto& strategy = unwrap(impl_.strategy);
+  const std::string name = names[static_cast<int>(kind)];
+  made->program = strategy.programs()->compile(
+      {.name = name, .inputs = tensors, .steps = count, .function = [&](const Tensors& traced) {
+         auto next = traced.begin();
+         Example part{*next++};
+         if (like.y.defined()) part.y = *next++;
+         if (like.weight.defined()) part.weight = *next++;
+         return trace(kind, part, *next, *made);
+       }});
+  strategy.check_same_program(name, tensors, *made->program);
   compiled = std::move(made);
   return compiled;
 }

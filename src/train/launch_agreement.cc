@@ -1,6 +1,6 @@
 #include "train/launch_agreement.h"
 
-#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cstring>
@@ -21,7 +21,7 @@ void check_alike(const Inputs& inputs) {
     for (const auto& part : input) {
       if (shapes_of(part) == like) continue;
       throw InvalidArgument(
-          "fit: batches of one launch (steps_per_execution), or parts of one batch, have examples of different shapes; "
+          "batches of one launch (steps_per_execution), or parts of one batch, have examples of different shapes; "
           "they must be alike");
     }
   }

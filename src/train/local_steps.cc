@@ -88,6 +88,7 @@ class LocalSteps final : public StepSource {
     std::int64_t first_size = 0;  // of the first one, before it was divided
     Position position = {};
     std::int64_t examples = 0;
+    std::optional<std::uint64_t> hash = {};  // of the last batch's data, where others are read before it is compared
     std::optional<CompiledModel::Prepared> prepared = {};
     std::exception_ptr error = {};  // of reading them
   };
@@ -110,14 +111,16 @@ class LocalSteps final : public StepSource {
   }
 
   Read as_read_now(std::vector<PerReplica<internal::Part>> batches, std::int64_t first_size) const {
-    return {.batches = std::move(batches),
-            .first_size = first_size,
-            .position = iterator_->position(),
-            .examples = iterator_->examples()};
+    return {
+        .batches = std::move(batches),
+        .first_size = first_size,
+        .position = iterator_->position(),
+        .examples = iterator_->examples(),
+        .hash = impl_.programs && reads_what_others_read() ? std::optional(iterator_->element_hash()) : std::nullopt};
   }
 
-  // The next step's batches, which are copied to the devices while these compute this one. What goes wrong is said when
-  // their turn comes, but for workers that wait for this one.
+  // The next step's batches, which are copied to the devices while these compute this one. An error is thrown when
+  // their turn comes; with several workers at once, since others may wait for this one already.
   void read_ahead() {
     const auto trained = progress().batch + static_cast<std::int64_t>(read_.batches.size());
     if (options_.steps_per_epoch > 0 && trained >= options_.steps_per_epoch) return;
@@ -145,14 +148,16 @@ class LocalSteps final : public StepSource {
     return steps;
   }
 
+  bool reads_what_others_read() const { return peers().size() > 1 && !iterator_->is_sharded(); }
+
   // Where all workers must read the same batches, checks that they do: in the first step of each epoch, and as often as
   // their copies are compared.
   void compare_batches(std::int64_t batch) const {
     const auto every = impl_.gradients->compare_copies_every();
-    if (peers().size() == 1 || iterator_->is_sharded() || every == 0) return;
+    if (!reads_what_others_read() || every == 0) return;
     if (batch != 1 && impl_.steps % every != 0) return;
-    peers().check_all_agree("data", text("a batch with the hash ", iterator_->element_hash(), " at step ", batch,
-                                         " of epoch ", progress().epoch + 1));
+    peers().check_all_agree("data", text("a batch with the hash ", read_.hash.value_or(iterator_->element_hash()),
+                                         " at step ", batch, " of epoch ", progress().epoch + 1));
   }
 
   // Whether the restored position counts batches of another size, so that it must be found by examples. Throws where it

@@ -182,13 +182,19 @@ void Model::build(const std::vector<std::int64_t>& input_shape, at::ScalarType d
 Logs Model::train_on_batch(const Example& batch) {
   impl_->require_compiled("train_on_batch");
   strategy::check_batch(batch);
-  impl_->build(batch);
-  impl_->require_trainable();
-  impl_->gradients->prepare();
-  impl_->tracker->reset();
-  auto parts = strategy::split_batch(batch, impl_->replicas());
-  std::vector<PerReplica<internal::Part>> one{std::move(parts)};
-  impl_->tracker->add_batch(impl_->train_batches(one, *impl_->tracker)[0]);
+  const auto train = [&] {
+    impl_->build(batch);
+    impl_->require_trainable();
+    impl_->gradients->prepare();
+    impl_->tracker->reset();
+    auto parts = strategy::split_batch(batch, impl_->replicas());
+    std::vector<PerReplica<internal::Part>> one{std::move(parts)};
+    impl_->tracker->add_batch(impl_->train_batches(one, *impl_->tracker)[0]);
+  };
+  if (impl_->programs)  // which run no thread of a replica that would tell the others
+    unwrap(impl_->strategy).abort_on_error(train);
+  else
+    train();
   return impl_->tracker->logs();
 }
 

@@ -9,6 +9,9 @@ namespace lockstep {
 
 struct TPUStrategyOptions {
   int num_replicas = 0;  // 0: one on each device, of all processes
+
+  // How long the devices may compute one launch, and, with several processes, how long these wait for each other in one
+  // call; DeadlineExceeded is thrown then.
   double timeout_seconds = kDefaultTimeoutSeconds;
 };
 
@@ -21,8 +24,8 @@ struct TPUStrategyOptions {
 // with rank 0 (the chief), who alone writes logs and checkpoints. A process that is lost ends the training of all.
 class TPUStrategy : public Strategy {
  public:
-  // Throws as initialize_tpu_system, and InvalidArgument for more replicas than there are devices, or, with several
-  // processes, fewer.
+  // Collective over the processes. Throws as initialize_tpu_system, and InvalidArgument for more replicas than there
+  // are devices, or, with several processes, fewer, and where the processes' strategies differ.
   explicit TPUStrategy(const TPUClusterResolver& resolver = TPUClusterResolver(), TPUStrategyOptions options = {});
 };
 
