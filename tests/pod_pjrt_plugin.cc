@@ -1,11 +1,10 @@
 // A pod of several hosts, for tests, whose chips are CPUs: in each process the plugin for CPUs has the devices of all
 // hosts, and every program runs on all of them. Which process has which devices, what programs are given, and that all
 // launch together, is as on a pod: a process sees its own devices' values alone, and gets those of the others, when a
-// program is // launched, through the key-value callbacks. Hosts are numbered in the reverse order of TPU_WORKER_ID.
+// program is launched, through the key-value callbacks. Hosts are numbered in the reverse order of TPU_WORKER_ID.
 //
 // HANG_AFTER_MS: how long a launch waits for the other hosts'. LAST_LAUNCH_OF_HOST_0: the launch at which its process
 // ends.
-#include <dlfcn.h>
 #include <pjrt_c_api.h>
 
 #include <algorithm>
@@ -14,67 +13,25 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
-#include <set>
 #include <sstream>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "pod_pjrt_store.h"
+
+using namespace pod;
+
 namespace {
 
 constexpr int kDevicesOfAHost = 2;
-constexpr std::size_t kLongestValue = 512 << 10;
 constexpr int kTimeoutMs = 60'000;
 
 // How long a launch waits for the other hosts; then the devices hang, and never say that they have computed it.
 int hang_after_ms() {
   const char* const set = std::getenv("HANG_AFTER_MS");
   return set == nullptr ? kTimeoutMs : std::atoi(set);
-}
-
-const PJRT_Api& cpu() {
-  static const PJRT_Api& api =
-      *reinterpret_cast<const PJRT_Api* (*)()>(dlsym(dlopen(CPU_PLUGIN, RTLD_NOW | RTLD_LOCAL), "GetPjrtApi"))();
-  return api;
-}
-
-// Errors of this plugin, beside those of the plugin for CPUs.
-struct PodError {
-  std::string message;
-  PJRT_Error_Code code = PJRT_Error_Code_UNAVAILABLE;
-};
-
-std::recursive_mutex mutex;  // of all that follows; one client a process
-std::set<const PJRT_Error*> errors;
-
-PJRT_Error* error_of(const std::string& message, PJRT_Error_Code code) {
-  const std::lock_guard lock(mutex);
-  auto* const error = reinterpret_cast<PJRT_Error*>(new PodError{message, code});
-  errors.insert(error);
-  return error;
-}
-
-PodError* ours(const PJRT_Error* error) {
-  const std::lock_guard lock(mutex);
-  return errors.contains(error) ? reinterpret_cast<PodError*>(const_cast<PJRT_Error*>(error)) : nullptr;
-}
-
-struct Failed : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-void check(PJRT_Error* error) {
-  if (error == nullptr) return;
-  PodError* const own = ours(error);
-  std::string message = own != nullptr ? own->message : "the plugin for CPUs failed";
-  if (own != nullptr) {
-    const std::lock_guard lock(mutex);
-    errors.erase(error);
-    delete own;
-  }
-  throw Failed(message);
 }
 
 // Where an argument comes from, so that other processes have the same: from a host's memory, or from a program.
@@ -92,7 +49,7 @@ int hosts() {
 int this_host() { return hosts() - 1 - std::atoi(std::getenv("TPU_WORKER_ID")); }
 
 struct Pod {
-  PJRT_Client_Create_Args callbacks = {};
+  SharedValues values;
   PJRT_Client* client = nullptr;
   std::vector<PJRT_Device*> here;                      // of this host
   std::map<PJRT_Buffer*, Origin> origins;              // of this host's values
@@ -100,67 +57,8 @@ struct Pod {
   std::string freed;                                   // origins of results that this host has freed
   int launches = 0;
   std::atomic<bool> hangs = false;
-
-  void put(const std::string& key, const std::string& value) const {
-    PJRT_CallbackError failed = [](PJRT_Error_Code code, const char* message, std::size_t size) {
-      return error_of({message, size}, code);
-    };
-    PJRT_KeyValuePutCallback_Args args{.struct_size = PJRT_KeyValuePutCallback_Args_STRUCT_SIZE,
-                                       .key = key.data(),
-                                       .key_size = key.size(),
-                                       .value = value.data(),
-                                       .value_size = value.size(),
-                                       .callback_error = &failed,
-                                       .user_arg = callbacks.kv_put_user_arg};
-    check(callbacks.kv_put_callback(&args));
-  }
-
-  std::string get(const std::string& key, int timeout_ms) const {
-    PJRT_CallbackError failed = [](PJRT_Error_Code code, const char* message, std::size_t size) {
-      return error_of({message, size}, code);
-    };
-    PJRT_KeyValueGetCallback_Args args{.struct_size = PJRT_KeyValueGetCallback_Args_STRUCT_SIZE,
-                                       .key = key.data(),
-                                       .key_size = key.size(),
-                                       .timeout_in_ms = timeout_ms,
-                                       .callback_error = &failed,
-                                       .user_arg = callbacks.kv_get_user_arg};
-    check(callbacks.kv_get_callback(&args));
-    std::string value(args.value, args.value_size);
-    args.value_deleter_callback(args.value);
-    return value;
-  }
-
-  bool has(const std::string& key) const {
-    PJRT_CallbackError failed = [](PJRT_Error_Code code, const char* message, std::size_t size) {
-      return code == PJRT_Error_Code_NOT_FOUND ? nullptr : error_of({message, size}, code);
-    };
-    PJRT_KeyValueTryGetCallback_Args args{.struct_size = PJRT_KeyValueTryGetCallback_Args_STRUCT_SIZE,
-                                          .key = key.data(),
-                                          .key_size = key.size(),
-                                          .callback_error = &failed,
-                                          .user_arg = callbacks.kv_try_get_user_arg};
-    check(callbacks.kv_try_get_callback(&args));
-    if (args.value == nullptr) return false;
-    args.value_deleter_callback(args.value);
-    return true;
-  }
-
-  // Values of any length.
-  void publish(const std::string& key, const std::string& value) const {
-    const auto pieces = value.size() / kLongestValue + 1;
-    put(key, std::to_string(pieces));
-    for (std::size_t i = 0; i < pieces; ++i)
-      put(key + "/" + std::to_string(i), "." + value.substr(i * kLongestValue, kLongestValue));
-  }
-  std::string published(const std::string& key, int timeout_ms) const {
-    std::string value;
-    const auto pieces = std::stoull(get(key, timeout_ms));
-    for (std::size_t i = 0; i < pieces; ++i) value += get(key + "/" + std::to_string(i), timeout_ms).substr(1);
-    return value;
-  }
 };
-Pod* pod = nullptr;  // never freed: threads of the plugin may run until the process ends
+Pod* the_pod = nullptr;  // never freed: threads of the plugin may run until the process ends
 
 int id_of(PJRT_Device* device) {
   PJRT_Device_GetDescription_Args of{.struct_size = PJRT_Device_GetDescription_Args_STRUCT_SIZE, .device = device};
@@ -185,7 +83,7 @@ void destroy(PJRT_Event* event) {
 PJRT_Buffer* copied(const void* data, PJRT_Buffer_Type type, const std::vector<std::int64_t>& sizes,
                     PJRT_Device* device) {
   PJRT_Client_BufferFromHostBuffer_Args args{.struct_size = PJRT_Client_BufferFromHostBuffer_Args_STRUCT_SIZE,
-                                             .client = pod->client,
+                                             .client = the_pod->client,
                                              .data = data,
                                              .type = type,
                                              .dims = sizes.data(),
@@ -219,7 +117,7 @@ void write(std::ostream& to, const Origin& origin) {
 // The same value on a device of another host; `made` is freed after the launch.
 PJRT_Buffer* read_value(std::istream& from, PJRT_Device* device, std::vector<PJRT_Buffer*>& made) {
   const auto result = read(from);
-  if (!result.empty()) return pod->of_other_hosts.at(result);
+  if (!result.empty()) return the_pod->of_other_hosts.at(result);
   int type = 0;
   std::size_t dimensions = 0;
   from >> type >> dimensions;
@@ -254,21 +152,21 @@ std::size_t outputs_of(PJRT_LoadedExecutable* executable) {
 std::string describe(const PJRT_LoadedExecutable_Execute_Args& args) {
   std::ostringstream all;
   for (std::size_t i = 0; i < args.num_devices; ++i)
-    for (std::size_t k = 0; k < args.num_args; ++k) write(all, pod->origins.at(args.argument_lists[i][k]));
-  write(all, std::exchange(pod->freed, {}));
+    for (std::size_t k = 0; k < args.num_args; ++k) write(all, the_pod->origins.at(args.argument_lists[i][k]));
+  write(all, std::exchange(the_pod->freed, {}));
   return all.str();
 }
 
 // A launch whose results never come: what stands for them is a number that is never read.
 void hang(PJRT_LoadedExecutable_Execute_Args& args) {
   const float number = 0;
-  pod->hangs = true;
+  the_pod->hangs = true;
   for (std::size_t i = 0; i < args.num_devices; ++i)
     for (std::size_t k = 0; k < outputs_of(args.executable); ++k)
-      args.output_lists[i][k] = copied(&number, PJRT_Buffer_Type_F32, {}, pod->here[i]);
+      args.output_lists[i][k] = copied(&number, PJRT_Buffer_Type_F32, {}, the_pod->here[i]);
   for (std::size_t i = 0; args.device_complete_events != nullptr && i < args.num_devices; ++i) {
     PJRT_Buffer_ReadyEvent_Args ready{.struct_size = PJRT_Buffer_ReadyEvent_Args_STRUCT_SIZE,
-                                      .buffer = copied(&number, PJRT_Buffer_Type_F32, {}, pod->here[i])};
+                                      .buffer = copied(&number, PJRT_Buffer_Type_F32, {}, the_pod->here[i])};
     check(cpu().PJRT_Buffer_ReadyEvent(&ready));
     args.device_complete_events[i] = ready.event;
   }
@@ -277,18 +175,19 @@ void hang(PJRT_LoadedExecutable_Execute_Args& args) {
 void execute(PJRT_LoadedExecutable_Execute_Args& args) {
   const auto devices = all_devices(args.executable);
   const char* const last = std::getenv("LAST_LAUNCH_OF_HOST_0");
-  if (last != nullptr && this_host() == 0 && pod->launches == std::atoi(last)) std::_Exit(3);
-  const auto launch = std::to_string(pod->launches++);
+  if (last != nullptr && this_host() == 0 && the_pod->launches == std::atoi(last)) std::_Exit(3);
+  const auto launch = std::to_string(the_pod->launches++);
   std::map<int, std::istringstream> told;  // by the other hosts
   {
     const std::lock_guard lock(mutex);
     told[this_host()].str(describe(args));
   }
-  pod->publish("launch " + launch + " of host " + std::to_string(this_host()), told[this_host()].str());
+  the_pod->values.publish("launch " + launch + " of host " + std::to_string(this_host()), told[this_host()].str());
   try {
     for (int host = 0; host < hosts(); ++host)
       if (host != this_host())
-        told[host].str(pod->published("launch " + launch + " of host " + std::to_string(host), hang_after_ms()));
+        told[host].str(
+            the_pod->values.published("launch " + launch + " of host " + std::to_string(host), hang_after_ms()));
   } catch (const Failed&) {
     return hang(args);
   }
@@ -325,9 +224,9 @@ void execute(PJRT_LoadedExecutable_Execute_Args& args) {
       const auto name = launch + " " + std::to_string(i) + " " + std::to_string(k);
       if (is_own) {
         args.output_lists[own][k] = results[i][k];
-        pod->origins[results[i][k]] = {.result = name};
+        the_pod->origins[results[i][k]] = {.result = name};
       } else {
-        pod->of_other_hosts[name] = results[i][k];
+        the_pod->of_other_hosts[name] = results[i][k];
       }
     }
     if (args.device_complete_events != nullptr) {
@@ -342,9 +241,9 @@ void execute(PJRT_LoadedExecutable_Execute_Args& args) {
     if (host == this_host()) continue;
     std::istringstream freed(read(text));
     for (std::string name; std::getline(freed, name, ',');) {
-      const auto found = pod->of_other_hosts.find(name);
+      const auto found = the_pod->of_other_hosts.find(name);
       destroy(found->second);
-      pod->of_other_hosts.erase(found);
+      the_pod->of_other_hosts.erase(found);
     }
   }
 }
@@ -385,18 +284,19 @@ extern "C" const PJRT_Api* GetPjrtApi() {
     of_all.num_options = 1;
     if (auto* const error = cpu().PJRT_Client_Create(&of_all)) return error;
     args->client = of_all.client;
-    pod = new Pod{.callbacks = *args, .client = args->client};
+    the_pod = new Pod{.values = SharedValues(*args), .client = args->client};
     PJRT_Client_AddressableDevices_Args devices{.struct_size = PJRT_Client_AddressableDevices_Args_STRUCT_SIZE,
-                                                .client = pod->client};
+                                                .client = the_pod->client};
     if (auto* const error = cpu().PJRT_Client_AddressableDevices(&devices)) return error;
     for (std::size_t i = 0; i < devices.num_addressable_devices; ++i)
-      if (host_of(devices.addressable_devices[i]) == this_host()) pod->here.push_back(devices.addressable_devices[i]);
-    if (args->kv_put_callback == nullptr || args->kv_get_callback == nullptr)
+      if (host_of(devices.addressable_devices[i]) == this_host())
+        the_pod->here.push_back(devices.addressable_devices[i]);
+    if (!the_pod->values.are_given())
       return error_of("a pod needs the key-value callbacks", PJRT_Error_Code_INVALID_ARGUMENT);
     try {
-      pod->publish("host " + std::to_string(this_host()), "is here");
-      for (int host = 0; host < hosts(); ++host) pod->published("host " + std::to_string(host), kTimeoutMs);
-      if (!pod->has("host 0") || pod->has("host " + std::to_string(hosts())))
+      the_pod->values.publish("host " + std::to_string(this_host()), "is here");
+      for (int host = 0; host < hosts(); ++host) the_pod->values.published("host " + std::to_string(host), kTimeoutMs);
+      if (!the_pod->values.has("host 0") || the_pod->values.has("host " + std::to_string(hosts())))
         return error_of("the store does not know what it has", PJRT_Error_Code_INTERNAL);
     } catch (const Failed& failed) {
       return error_of(failed.what(), PJRT_Error_Code_UNAVAILABLE);
@@ -408,8 +308,8 @@ extern "C" const PJRT_Api* GetPjrtApi() {
     return nullptr;
   };
   api.PJRT_Client_AddressableDevices = [](PJRT_Client_AddressableDevices_Args* args) -> PJRT_Error* {
-    args->addressable_devices = pod->here.data();
-    args->num_addressable_devices = pod->here.size();
+    args->addressable_devices = the_pod->here.data();
+    args->num_addressable_devices = the_pod->here.size();
     return nullptr;
   };
   api.PJRT_DeviceDescription_ProcessIndex = [](PJRT_DeviceDescription_ProcessIndex_Args* args) -> PJRT_Error* {
@@ -437,24 +337,24 @@ extern "C" const PJRT_Api* GetPjrtApi() {
                                               .buffer = args->buffer};
     if (auto* const error = cpu().PJRT_Buffer_OnDeviceSizeInBytes(&size)) return error;
     const std::lock_guard lock(mutex);
-    pod->origins[args->buffer] = {.bytes = {static_cast<const char*>(args->data), size.on_device_size_in_bytes},
-                                  .type = args->type,
-                                  .sizes = {args->dims, args->dims + args->num_dims}};
+    the_pod->origins[args->buffer] = {.bytes = {static_cast<const char*>(args->data), size.on_device_size_in_bytes},
+                                      .type = args->type,
+                                      .sizes = {args->dims, args->dims + args->num_dims}};
     return nullptr;
   };
   api.PJRT_Buffer_Destroy = [](PJRT_Buffer_Destroy_Args* args) -> PJRT_Error* {
     {
       const std::lock_guard lock(mutex);
-      const auto found = pod->origins.find(args->buffer);
-      if (found != pod->origins.end()) {
-        if (!found->second.result.empty()) pod->freed += found->second.result + ",";
-        pod->origins.erase(found);
+      const auto found = the_pod->origins.find(args->buffer);
+      if (found != the_pod->origins.end()) {
+        if (!found->second.result.empty()) the_pod->freed += found->second.result + ",";
+        the_pod->origins.erase(found);
       }
     }
     return cpu().PJRT_Buffer_Destroy(args);
   };
   api.PJRT_Event_OnReady = [](PJRT_Event_OnReady_Args* args) -> PJRT_Error* {
-    return pod->hangs ? nullptr : cpu().PJRT_Event_OnReady(args);
+    return the_pod->hangs ? nullptr : cpu().PJRT_Event_OnReady(args);
   };
   api.PJRT_LoadedExecutable_Execute = [](PJRT_LoadedExecutable_Execute_Args* args) -> PJRT_Error* {
     try {

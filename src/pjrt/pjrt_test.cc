@@ -134,9 +134,10 @@ TEST(Pjrt, WhatIsMadeOfAClientKeepsIt) {
   const auto a = client->copy_to_device(ones.data(), {.sizes = {1024}}, client->devices()[0]);
   const auto b = client->copy_to_device(ones.data(), {.sizes = {1024}}, client->devices()[0]);
   client.reset();
-  const auto outputs = add->run({{&a, &b}});
+  const auto run = add->run({{&a, &b}});
+  run.ends.at(0).wait(soon(), "run a program");
   add.reset();
-  EXPECT_EQ(floats(outputs[0][0]), std::vector<float>(1024, 2));
+  EXPECT_EQ(floats(run.outputs[0][0]), std::vector<float>(1024, 2));
 }
 
 TEST(Pjrt, BadProgramsAreNamedByTheCompiler) {
