@@ -72,6 +72,9 @@ void lack_a_plugin() { pod(std::string(std::getenv("TPU_WORKER_ID")) == "0" ? "/
 // Too few replicas, of which one host would have none.
 void take_two() { TPUStrategy(TPUClusterResolver(), {.num_replicas = 2}); }
 
+// As if no other process were there.
+void be_alone() { TPUStrategy(TPUClusterResolver("", {.cluster = Cluster()})); }
+
 // The plugin ends the last host's process at a launch, so that the chief's devices wait for its.
 void lose_one() { print("loop", numbers_of_loop(pod())); }
 
@@ -99,6 +102,7 @@ int main(int, char** arguments) {
     if (act == "differ in shape") differ_in_shape();
     if (act == "lack a plugin") lack_a_plugin();
     if (act == "take two") take_two();
+    if (act == "be alone") be_alone();
     if (act == "lose one") lose_one();
     if (act == "fail on one") fail_on_one();
     if (act == "train alone") train_alone();

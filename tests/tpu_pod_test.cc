@@ -87,7 +87,10 @@ TEST(TpuPod, HostsThatWouldRunOtherProgramsAreRefused) {
         << output;
   }
   for (const auto& output : outputs("differ in shape")) {
-    EXPECT_NE(output.find("worker 1's batches of a launch are not like worker 0's"), std::string::npos) << output;
+    EXPECT_NE(output.find("their batches differ: worker 0 has 1 batches of this launch, with x Float [3]; worker 1 has "
+                          "1 batches of this launch, with x Float [2]"),
+              std::string::npos)
+        << output;
   }
 }
 
@@ -99,6 +102,15 @@ TEST(TpuPod, AHostThatCannotStartSaysSoToTheOthers) {
 }
 
 TEST(TpuPod, ReplicasAreOnAllDevices) {
+  for (const auto& output : outputs("be alone")) {
+    EXPECT_NE(output.find("this process has 2 of 4 devices, and knows of no process that has the others"),
+              std::string::npos)
+        << output;
+  }
+  // Plugins that know nothing of each other.
+  for (const auto& output : outputs("take two", {text("PJRT_PLUGIN_LIBRARY_PATH=", CPU_PLUGIN)})) {
+    EXPECT_NE(output.find("are not those of the 2 processes that train together"), std::string::npos) << output;
+  }
   for (const auto& output : outputs("take two")) {
     EXPECT_NE(output.find("it must be 0 or 4, since several processes train together"), std::string::npos) << output;
   }

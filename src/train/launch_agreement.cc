@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <sstream>
+#include <utility>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -27,16 +28,27 @@ void check_alike(const Inputs& inputs) {
   }
 }
 
-// What a worker tells the others of its part.
-std::string describe(const LaunchAgreement& mine, const Inputs& inputs) {
-  std::string updates;
-  for (const bool updated : mine.updates) updates += updated ? '1' : '0';
-  return text(mine.rows, " ", updates, " ", join(shapes_of(inputs[0][0]), " "));
+// "batches of this launch, with x Float [28, 28], y Long []": of one example.
+std::string described(const Example& part) {
+  std::string tensors;
+  for (const auto& [name, tensor] :
+       {std::pair("x", part.x), std::pair("y", part.y), std::pair("weight", part.weight)}) {
+    if (tensor.defined())
+      tensors += text(tensors.empty() ? "" : ", ", name, " ", tensor.scalar_type(), " ", tensor.sizes().slice(1));
+  }
+  return text("batches of this launch, with ", tensors);
 }
 
-// Takes what another worker tells into account; returns its shapes.
-std::string add(const std::string& theirs, LaunchAgreement& all) {
-  std::istringstream words(theirs);
+// What a worker tells the others: its rows, for each step whether it updates, and its examples' shapes.
+std::string tell(const LaunchAgreement& mine, const Inputs& inputs) {
+  std::string updates;
+  for (const bool updated : mine.updates) updates += updated ? '1' : '0';
+  return text(mine.rows, " ", updates, " ", described(inputs[0][0]));
+}
+
+// Takes what a worker tells into account; returns its number of batches and its examples' shapes.
+std::string add(const std::string& told, LaunchAgreement& all) {
+  std::istringstream words(told);
   std::int64_t rows = 0;
   std::string updates, shapes;
   words >> rows >> updates;
@@ -104,15 +116,15 @@ LaunchAgreement agree_on_launch(const Communicator& workers, const Inputs& input
     if (all.rows == 0) throw InvalidArgument("a batch has no examples");
     return all;
   }
-  const auto told = workers.all_gather(describe(all, inputs));
+  const auto told = workers.all_gather(tell(all, inputs));
   const auto first = add(told[0], all);
   int with_example = -1;
   bool have_all_examples = true;
   for (int worker = 0; worker < workers.size(); ++worker) {
     const auto& theirs = told[static_cast<std::size_t>(worker)];
-    if (add(theirs, all) != first) {
-      throw InvalidArgument(text("worker ", worker, "'s batches of a launch are not like worker 0's: their number, or ",
-                                 "their examples' shapes or dtypes, differ; workers run one program together"));
+    if (const auto other = add(theirs, all); other != first) {
+      throw InvalidArgument(text("the workers run one program together, and their batches differ: worker 0 has ", first,
+                                 "; worker ", worker, " has ", other));
     }
     const bool has_example = !theirs.starts_with("0 ");
     if (has_example && with_example < 0) with_example = worker;
