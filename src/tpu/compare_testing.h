@@ -39,8 +39,8 @@ inline Tensors run(const std::string& program, const Tensors& arguments, std::si
     list.push_back(&buffers.back());
   }
   Tensors results;
-  const auto of_devices = executable.run({list});
-  for (const auto& output : of_devices[0]) {
+  const auto run = executable.run({list});
+  for (const auto& output : run.outputs[0]) {
     const auto shape = output.shape();
     auto values = at::empty(shape.sizes, ops::scalar_type_of(shape.dtype));
     output.copy_to_host(values.mutable_data_ptr(), values.nbytes(), Deadline::after(std::chrono::seconds(60)));

@@ -128,7 +128,7 @@ TEST_P(Training, IsThatOfLibTorch) {
       for (const auto& buffer : mine) list.push_back(&buffer);
       for (const auto& buffer : state[static_cast<std::size_t>(replica)]) list.push_back(&buffer);
     }
-    state = executable.run(arguments);
+    state = executable.run(arguments).outputs;
     float loss = 0;
     for (auto& mine : state) {
       mine.back().copy_to_host(&loss, sizeof(loss), in_a_minute);
