@@ -109,7 +109,8 @@ TEST(TpuPod, ReplicasAreOnAllDevices) {
   }
   // Plugins that know nothing of each other.
   for (const auto& output : outputs("take two", {text("PJRT_PLUGIN_LIBRARY_PATH=", CPU_PLUGIN)})) {
-    EXPECT_NE(output.find("are not those of the 2 processes that train together"), std::string::npos) << output;
+    EXPECT_NE(output.find("it has not joined the devices of the 2 processes into one TPU"), std::string::npos)
+        << output;
   }
   for (const auto& output : outputs("take two")) {
     EXPECT_NE(output.find("it must be 0 or 4, since several processes train together"), std::string::npos) << output;

@@ -178,6 +178,7 @@ TEST(Resolve, TpuHosts) {
   EXPECT_EQ(resolve(host).source, "lockstep run");
   EXPECT_EQ(resolve({{"TPU_WORKER_HOSTNAMES", "localhost"}, {"TPU_WORKER_ID", "0"}}).world.size, 1);
   EXPECT_EQ(resolve({{"TPU_WORKER_HOSTNAMES", ""}}).world.size, 1);
+  expect_error({{"TPU_WORKER_HOSTNAMES", "a,b"}}, "TPU_WORKER_HOSTNAMES names 2 hosts, and TPU_WORKER_ID");
   expect_error({{"TPU_WORKER_HOSTNAMES", "a,,b"}}, "TPU_WORKER_HOSTNAMES is \"a,,b\": a host's name is empty");
 }
 

@@ -22,6 +22,10 @@ std::optional<Cluster> from_tpu(const Environment& environment) {
   Cluster cluster{.source = "TPU_WORKER_HOSTNAMES"};
   auto& world = cluster.world;
   world.size = static_cast<int>(hosts.size());
+  if (environment("TPU_WORKER_ID") == nullptr) {
+    throw ClusterError(text("TPU_WORKER_HOSTNAMES names ", hosts.size(),
+                            " hosts, and TPU_WORKER_ID, the place of this ", "one in that list (from 0), is not set"));
+  }
   world.rank = static_cast<int>(number_of(environment, "TPU_WORKER_ID", 0, world.size - 1));
   world.host = hosts[static_cast<std::size_t>(world.rank)];
   cluster.store = hosts[0];

@@ -69,7 +69,9 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
   workers_.check_all_agree("strategies", describe());
   seed_ = std::stoull(workers_.broadcast(std::to_string(seed_)));
-  if (programs() != nullptr) watch_.emplace(workers_.with_group(job_->group(settings_.workers->group)));
+  if (programs() != nullptr)
+    watch_.emplace(workers_.with_group(job_->group(settings_.workers->group)),
+                   job_->store().prefixed(strategy::kProgramsInStore));
 }
 
 std::string StrategyImpl::describe() const {
@@ -98,7 +100,7 @@ void StrategyImpl::check_same_program(const std::string& name, const std::vector
   std::string shapes;
   for (const auto& input : inputs) shapes += text(" ", input.scalar_type(), " ", input.sizes());
   workers_.check_all_agree(text("programs of ", name),
-                           text("inputs", shapes, "\nanother program, with the hash ", program.hash()));
+                           text("inputs", shapes, "\na program with the hash ", program.hash()));
 }
 
 double StrategyImpl::learning_rate_factor() const {

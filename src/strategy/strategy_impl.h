@@ -24,6 +24,9 @@
 
 namespace lockstep::strategy {
 
+// Before the keys of the job's Store by which processes whose devices run programs together find each other.
+inline constexpr const char* kProgramsInStore = "tpu/";
+
 // This process among those that train together.
 struct WorkerSettings {
   std::optional<Job> job;  // none: see StrategySettings::parallelism

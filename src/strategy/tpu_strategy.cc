@@ -9,15 +9,6 @@
 namespace lockstep {
 namespace {
 
-// Processes that wait for this one need not.
-void tell_others(const Store& store, const std::string& reason) {
-  try {
-    store.fail_waiters("", reason, Deadline::after(std::chrono::seconds(10)));
-  } catch (const Error&) {
-    // The store is gone: nobody waits there.
-  }
-}
-
 // A TPU's devices, and the processes that use them together; none: this one is alone.
 struct System {
   std::optional<Job> job;
@@ -47,12 +38,12 @@ System open(const TPUClusterResolver& resolver, int replicas) {
     return system;
   }
   const auto& world = system.job->world();
-  const auto store = system.job->store().prefixed("tpu/");
+  const auto store = system.job->store().prefixed(strategy::kProgramsInStore);
   wanted.processes.emplace(ops::ProgramProcesses{world.rank, world.size, store, options.start_timeout_seconds});
   try {
     system.devices = open_devices(wanted);
   } catch (const std::exception& error) {
-    tell_others(store, text("rank ", world.rank, " on ", world.host, ": ", error.what()));
+    strategy::fail_waiters(store, text("rank ", world.rank, " on ", world.host, ": ", error.what()));
     throw;
   }
   return system;

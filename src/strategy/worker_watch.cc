@@ -12,8 +12,17 @@ constexpr std::chrono::seconds kForLastResults(10);  // of what all have launche
 
 }  // namespace
 
-WorkerWatch::WorkerWatch(Communicator workers)
-    : workers_(std::move(workers)), thread_([this](const std::stop_token& stop) { watch(stop); }) {}
+void fail_waiters(const Store& store, const std::string& reason) {
+  try {
+    store.fail_waiters("", reason, Deadline::after(std::chrono::seconds(10)));
+  } catch (const Error&) {
+  }
+}
+
+WorkerWatch::WorkerWatch(Communicator workers, Store store)
+    : workers_(std::move(workers)),
+      store_(std::move(store)),
+      thread_([this](const std::stop_token& stop) { watch(stop); }) {}
 
 // Where an exception destroys it, the others wait for results that will not come.
 WorkerWatch::~WorkerWatch() {
@@ -44,9 +53,12 @@ void WorkerWatch::watch(const std::stop_token& stop) {
         leaves = true;
       }
     }
-  } catch (...) {
-    const std::lock_guard lock(mutex_);
-    failure_ = std::current_exception();
+  } catch (const std::exception& error) {
+    {
+      const std::lock_guard lock(mutex_);
+      failure_ = std::current_exception();
+    }
+    fail_waiters(store_, error.what());
   }
 }
 

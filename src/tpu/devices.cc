@@ -59,10 +59,10 @@ std::vector<pjrt::Device> in_order_of_ranks(const pjrt::Client& client, const op
     are_equal = are_equal && in_order.size() - before == here;
   }
   if (are_equal && in_order.size() == all.size()) return in_order;
-  throw DeviceError(text(client.plugin().path(), ": rank ", processes.rank, "'s plugin has ", here, " devices in this ",
-                         "process and ", all.size(), " in all, which are not those of the ", processes.size,
-                         " processes that train together. Start one process on each host of one TPU; libtpu knows of ",
-                         "the other hosts by TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, or by its machine's metadata"));
+  throw DeviceError(text(client.plugin().path(), ": on rank ", processes.rank, " the plugin has ", here, " devices in ",
+                         "this process and ", all.size(), " in all, so that it has not joined the devices of the ",
+                         processes.size, " processes into one TPU. Start one process on each of its hosts; libtpu ",
+                         "finds the other hosts by TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, or by the VM's metadata"));
 }
 
 // With a process alone, those of a TPU of several hosts are not its own.

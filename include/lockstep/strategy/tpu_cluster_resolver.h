@@ -26,8 +26,7 @@ struct TPUClusterResolverOptions {
   // The processes that use a TPU of several hosts together, one on each. Empty: what the environment says
   // (resolve_cluster); without any of its variables, this process uses the chips of its host alone.
   std::optional<Cluster> cluster = {};
-  double start_timeout_seconds = 300;  // until all have come and loaded the plugin; what the plugin then waits for is
-                                       // its own affair
+  double start_timeout_seconds = 300;  // until all have come and loaded the plugin, whose own timeouts apply then
 };
 
 // Which TPU a program uses. A value.
@@ -55,9 +54,9 @@ struct TPUTopology {
 
 // Loads the plugin and opens the devices, which stay open as long as a strategy, or what this returns, uses them. A
 // TPUStrategy does it by itself; called before, it says what there is. It, or the first TPUStrategy, must come before
-// the process's first backward. Collective over the processes of a TPU of several hosts, which all keep, or drop, what
-// it returns. Throws DeviceError where the first backward was before it, where there is no plugin or no device, and
-// where the plugin's devices are not those of the processes; ClusterError as MultiWorkerMirroredStrategy, and where
+// the process's first backward. Collective over the processes of a TPU of several hosts: keep what it returns in all of
+// them, or in none. Throws DeviceError where the first backward was before it, where there is no plugin or no device,
+// and where the plugin's devices are not those of the processes; ClusterError as MultiWorkerMirroredStrategy, and where
 // another process failed; and DeadlineExceeded naming processes that have not come.
 TPUTopology initialize_tpu_system(const TPUClusterResolver& resolver = TPUClusterResolver());
 

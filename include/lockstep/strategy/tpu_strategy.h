@@ -24,8 +24,10 @@ struct TPUStrategyOptions {
 // with rank 0 (the chief), who alone writes logs and checkpoints. A process that is lost ends the training of all.
 class TPUStrategy : public Strategy {
  public:
-  // Collective over the processes. Throws as initialize_tpu_system, and InvalidArgument for more replicas than there
-  // are devices, or, with several processes, fewer, and where the processes' strategies differ.
+  // Collective over the processes. Throws what initialize_tpu_system throws, and InvalidArgument
+  // - for more replicas than there are devices,
+  // - with several processes, for fewer,
+  // - and where the processes' strategies differ.
   explicit TPUStrategy(const TPUClusterResolver& resolver = TPUClusterResolver(), TPUStrategyOptions options = {});
 };
 
