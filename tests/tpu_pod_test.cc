@@ -87,8 +87,7 @@ TEST(TpuPod, HostsThatWouldRunOtherProgramsAreRefused) {
         << output;
   }
   for (const auto& output : outputs("differ in shape")) {
-    EXPECT_NE(output.find("their batches differ: worker 0 has 1 batches of this launch, with x Float [3]; worker 1 has "
-                          "1 batches of this launch, with x Float [2]"),
+    EXPECT_NE(output.find("their batches differ: worker 0 has 1 batches of this launch, with x Float [3]; "),
               std::string::npos)
         << output;
   }
