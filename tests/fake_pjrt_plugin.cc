@@ -5,7 +5,7 @@ extern "C" const PJRT_Api* GetPjrtApi() {
   static PJRT_Api api{.struct_size = PJRT_Api_STRUCT_SIZE,
                       .pjrt_api_version = {.struct_size = PJRT_Api_Version_STRUCT_SIZE, .major_version = FAKE_MAJOR}};
   api.PJRT_Plugin_Initialize = [](PJRT_Plugin_Initialize_Args*) -> PJRT_Error* { return nullptr; };
-  static void* volatile caller = nullptr;  // who is never called
+  [[maybe_unused]] static void* volatile caller = nullptr;  // who is never called
   api.PJRT_Event_OnReady = [](PJRT_Event_OnReady_Args* args) -> PJRT_Error* {
     caller = args->user_arg;
     return nullptr;
