@@ -2,13 +2,11 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <cmath>
 
 #include "base/hash.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "ops/tensor_lists.h"
 #include "strategy/strategy_impl.h"
 #include "train/added_losses.h"
 #include "train/model_impl.h"
