@@ -12,9 +12,9 @@ PLUGIN = glob.glob(str(ROOT / ".deps/pjrt/lib/python3*/site-packages/xla_plugins
 ONE_CORE = ("taskset", "-c", "0")
 
 
-def ours(*options, before=()):
-    command = (*before, TRAIN_STEP, "--device", "tpu", "--steps", "100", *options)
-    return Program((command,), environment=(("PJRT_PLUGIN_LIBRARY_PATH", PLUGIN[0]),))
+def ours(devices, before=()):
+    command = (*before, TRAIN_STEP, "--device", "tpu", "--steps", "100", "--replicas", str(devices))
+    return Program((command,), environment=(("PJRT_PLUGIN_LIBRARY_PATH", PLUGIN[0]), ("PJRT_PLUGIN_OPTIONS", f"cpu_device_count={devices}")))
 
 
 def jax(*options, before=()):
@@ -25,8 +25,8 @@ def samples(result):
     return result["samples_per_s"]
 
 
-ONE = ours("--replicas", "1", before=ONE_CORE)
-TWO = ours("--replicas", "2")
+ONE = ours(1, before=ONE_CORE)
+TWO = ours(2)
 ROWS = [
     rounds.Row("seed CNN, one core", "JAX, pooling by reshape", ONE, jax("--pooling", "reshape", before=ONE_CORE), 1.0, samples, samples),
     rounds.Row("seed CNN, one core", "JAX, pooling by reduce_window (flax)", ONE, jax("--pooling", "reduce_window", before=ONE_CORE), 1.0, samples, samples),

@@ -114,10 +114,8 @@ Measured measure(Options& options) {
   for (int i = 0; i < options.replicas; ++i) devices.push_back(options.device + ":" + std::to_string(i));
   CommunicationOptions communication;
   if (!options.gradient_dtype.empty()) communication.gradient_dtype = DType::bfloat16;
-  const TPUClusterResolver plugin(
-      "", {.plugin_options = {{"cpu_device_count", static_cast<std::int64_t>(options.replicas)}}});
   const auto strategy =
-      options.device == "tpu"     ? Strategy(TPUStrategy(plugin))
+      options.device == "tpu"     ? Strategy(TPUStrategy(TPUClusterResolver(), {.num_replicas = options.replicas}))
       : options.parameter_servers ? Strategy(ParameterServerStrategy({.threads_per_replica = options.threads}))
       : options.multi_worker      ? Strategy(MultiWorkerMirroredStrategy(
                                         {.devices = devices,

@@ -3,8 +3,7 @@
 // launch together, is as on a pod: a process sees its own devices' values alone, and gets those of the others, when a
 // program is launched, through the key-value callbacks. Hosts are numbered in the reverse order of TPU_WORKER_ID.
 //
-// HANG_AFTER_MS: how long a launch waits for the other hosts'. LAST_LAUNCH_OF_HOST_0: the launch at which its process
-// ends.
+// LAST_LAUNCH_OF_HOST_0: the launch at which its process ends.
 #include <pjrt_c_api.h>
 
 #include <algorithm>
@@ -27,12 +26,6 @@ namespace {
 
 constexpr int kDevicesOfAHost = 2;
 constexpr int kTimeoutMs = 60'000;
-
-// How long a launch waits for the other hosts; then the devices hang, and never say that they have computed it.
-int hang_after_ms() {
-  const char* const set = std::getenv("HANG_AFTER_MS");
-  return set == nullptr ? kTimeoutMs : std::atoi(set);
-}
 
 // Where an argument comes from, so that other processes have the same: from a host's memory, or from a program.
 struct Origin {
@@ -148,16 +141,18 @@ std::size_t outputs_of(PJRT_LoadedExecutable* executable) {
   return count.num_outputs;
 }
 
-// [replica of this host][argument] as the other hosts can make them, and what this host has freed since the last one.
+// The launch's number, then [replica of this host][argument] as the other hosts can make them, and what this host has
+// freed since the last one.
 std::string describe(const PJRT_LoadedExecutable_Execute_Args& args) {
   std::ostringstream all;
+  write(all, std::to_string(args.options->launch_id));
   for (std::size_t i = 0; i < args.num_devices; ++i)
     for (std::size_t k = 0; k < args.num_args; ++k) write(all, the_pod->origins.at(args.argument_lists[i][k]));
   write(all, std::exchange(the_pod->freed, {}));
   return all.str();
 }
 
-// A launch whose results never come: what stands for them is a number that is never read.
+// A launch that other hosts do not make, whose results never come: what stands for them is a number that is never read.
 void hang(PJRT_LoadedExecutable_Execute_Args& args) {
   const float number = 0;
   the_pod->hangs = true;
@@ -186,10 +181,13 @@ void execute(PJRT_LoadedExecutable_Execute_Args& args) {
   try {
     for (int host = 0; host < hosts(); ++host)
       if (host != this_host())
-        told[host].str(
-            the_pod->values.published("launch " + launch + " of host " + std::to_string(host), hang_after_ms()));
+        told[host].str(the_pod->values.published("launch " + launch + " of host " + std::to_string(host), kTimeoutMs));
   } catch (const Failed&) {
     return hang(args);
+  }
+  for (auto& [host, text] : told) {
+    if (read(text) != std::to_string(args.options->launch_id) || args.options->launch_id == 0)
+      throw Failed("host " + std::to_string(host) + " launches another program");
   }
 
   const std::lock_guard lock(mutex);

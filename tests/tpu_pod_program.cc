@@ -1,10 +1,12 @@
 // For tpu_pod_test: what the process of one host of a TPU pod does, by its first argument.
 #include <cstdlib>
+#include <functional>
 #include <iomanip>
 #include <iostream>
 #include <memory>
 #include <string>
 
+#include "strategy/strategy_impl.h"
 #include "tests/tpu_pod_training.h"
 
 namespace {
@@ -38,7 +40,9 @@ void train_with_backups(bool whole) {
   const auto breaks = std::make_shared<LambdaCallback>(LambdaCallback::Functions{.on_epoch_begin = [=](int epoch) {
     if (epoch == 4 && !whole) throw Error("preempted");
   }});
-  print("fit", numbers_of_fit(pod(), 1, {BackupAndRestore(std::getenv("BACKUPS")), breaks}));
+  const auto strategy = pod();
+  print("fit", numbers_of_fit(strategy, 1, {BackupAndRestore(std::getenv("BACKUPS")), breaks}));
+  print("compiled", {static_cast<double>(unwrap(strategy).programs()->counts().compiled)});
 }
 
 // The chief's step is another than the other's.
@@ -76,14 +80,52 @@ void take_two() { TPUStrategy(TPUClusterResolver(), {.num_replicas = 2}); }
 void be_alone() { TPUStrategy(TPUClusterResolver("", {.cluster = Cluster()})); }
 
 // The plugin ends the last host's process at a launch, so that the chief's devices wait for its.
-void lose_one() { print("loop", numbers_of_loop(pod())); }
+void lose_one() {
+  const auto topology = initialize_tpu_system();
+  print("loop", numbers_of_loop(pod()));
+}
 
-// The last host's program fails between two steps.
-void fail_on_one() {
+Sequential model_of(const std::vector<Layer>& layers) {
+  auto model = Sequential(layers);
+  model.compile({.optimizer = SGD(), .loss = SparseCategoricalCrossentropy({.from_logits = true})});
+  return model;
+}
+
+// A training with what a host does after its second batch.
+void fit_with(const std::function<void(Sequential& model, bool is_chief)>& act) {
   const auto strategy = pod();
-  numbers_of_loop(strategy);
-  if (!strategy.is_chief()) throw Error("the disk is full");
-  numbers_of_loop(strategy);
+  const auto scope = strategy.scope();
+  auto model = model_of({Flatten(), Dense(10)});
+  const bool is_chief = strategy.is_chief();
+  const auto acts = std::make_shared<LambdaCallback>(
+      LambdaCallback::Functions{.on_train_batch_end = [&](std::int64_t batch, const Logs&) {
+        if (batch == 1) act(model, is_chief);
+      }});
+  model.fit(pod_images().batch(24), {.verbose = 0, .callbacks = {acts}});
+}
+
+// A callback fails on the last host, while the chief's devices wait for its next step.
+void fail_on_one() {
+  fit_with([](Sequential&, bool is_chief) {
+    if (!is_chief) throw Error("the disk is full");
+  });
+}
+
+void differ_in_learning_rate() {
+  fit_with([](Sequential& model, bool is_chief) {
+    if (is_chief) model.set_learning_rate(0.5);
+  });
+}
+
+// Each host trains two models, whose programs are compiled already, in another order.
+void differ_in_order() {
+  const auto strategy = pod();
+  const auto scope = strategy.scope();
+  std::vector<Sequential> models{model_of({Flatten(), Dense(10)}), model_of({Flatten(), Dense(5), Dense(10)})};
+  const auto batch = *pod_images().batch(24).iterate().next();
+  for (auto& model : models) model.train_on_batch(batch);
+  if (!strategy.is_chief()) std::swap(models[0], models[1]);
+  for (auto& model : models) model.train_on_batch(batch);
 }
 
 // With as many devices as the environment says, in this process alone.
@@ -105,6 +147,8 @@ int main(int, char** arguments) {
     if (act == "be alone") be_alone();
     if (act == "lose one") lose_one();
     if (act == "fail on one") fail_on_one();
+    if (act == "differ in learning rate") differ_in_learning_rate();
+    if (act == "differ in order") differ_in_order();
     if (act == "train alone") train_alone();
   } catch (const std::exception& error) {
     std::cout << "error " << error.what() << std::endl;

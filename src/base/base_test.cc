@@ -7,6 +7,7 @@
 
 #include "base/hash.h"
 #include "base/resources.h"
+#include "base/stop.h"
 #include "base/text.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
@@ -14,6 +15,20 @@
 
 namespace lockstep {
 namespace {
+
+TEST(Stop, EndsAWaitAtOnce) {
+  bool was_asked = false;
+  {
+    const std::jthread waits(
+        [&](const std::stop_token& stop) { was_asked = stop_requested_by(Deadline::never(), stop); });
+  }
+  EXPECT_TRUE(was_asked);
+}
+
+TEST(Stop, IsNotAskedForWhereADeadlinePasses) {
+  EXPECT_FALSE(stop_requested_by(Deadline::after(std::chrono::milliseconds(1)), std::stop_source().get_token()));
+  EXPECT_FALSE(stop_requested_by(Deadline::after(std::chrono::milliseconds(1)), {}));
+}
 
 TEST(Cpus, UsableOnesAreAmongTheAllowed) {
   EXPECT_GE(usable_cpu_count(), 1);

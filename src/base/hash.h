@@ -1,7 +1,10 @@
-// Mixing of integers into well-spread 64-bit seeds.
+// Well-spread 64-bit numbers from integers and texts.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
+#include <string_view>
 
 namespace lockstep {
 
@@ -19,6 +22,17 @@ constexpr std::uint64_t mix(std::uint64_t first, Rest... rest) {
   std::uint64_t state = mix(first);
   ((state = mix(state ^ static_cast<std::uint64_t>(rest))), ...);
   return state;
+}
+
+// Of a text, the same in all processes.
+inline std::uint64_t hash_of(std::string_view text) {
+  std::uint64_t hash = text.size();
+  for (std::size_t i = 0; i < text.size(); i += sizeof(std::uint64_t)) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, text.data() + i, std::min(sizeof word, text.size() - i));
+    hash = mix(hash, word);
+  }
+  return hash;
 }
 
 }  // namespace lockstep

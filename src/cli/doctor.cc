@@ -176,7 +176,8 @@ int examine(const Cluster& cluster, std::ostream& out) {
   if (group.rank() == 0) {
     print(all, out);
     for (const auto& problem : problems) out << "PROBLEM: " << problem << "\n";
-    if (problems.empty()) out << "all " << all.size() << " processes reach each other; a job can run here\n";
+    if (problems.empty() && all.size() > 1) out << "all " << all.size() << " processes reach each other; ";
+    if (problems.empty()) out << "a job can run here\n";
   }
   return problems.empty() || group.rank() != 0 ? 0 : 1;
 }

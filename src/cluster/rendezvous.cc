@@ -1,15 +1,14 @@
 // The store of a job, held or found.
 #include <algorithm>
-#include <condition_variable>
 #include <cstdlib>
 #include <map>
-#include <mutex>
 #include <thread>
 
 #include "base/hash.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/text.h"
+#include "base/waiting_notice.h"
 #include "cluster/cpu_partition.h"
 #include "cluster/pmi.h"
 #include "cluster/rendezvous.h"
@@ -134,28 +133,6 @@ Cluster on_loopback(Cluster cluster) {
   return cluster;
 }
 
-// Says once that the others are waited for, where that takes long.
-class WaitingNotice {
- public:
-  WaitingNotice(const Cluster& cluster, Deadline deadline)
-      : thread_([this,
-                 line = text("rank ", cluster.world.rank, " of ", cluster.world.size, " (by ", cluster.source,
-                             ") waits for the others to start"),
-                 deadline](const std::stop_token& stop) {
-          std::unique_lock lock(mutex_);
-          if (stopped_.wait_for(lock, stop, kUntilNotice, [&] { return stop.stop_requested(); })) return;
-          const auto left = std::chrono::duration_cast<std::chrono::seconds>(deadline.time() - Deadline::Clock::now());
-          log_info(text(line, ", for ", std::max<std::int64_t>(0, left.count()), " s more"));
-        }) {}
-
- private:
-  static constexpr std::chrono::seconds kUntilNotice{10};
-
-  std::mutex mutex_;
-  std::condition_variable_any stopped_;
-  std::jthread thread_;  // last: it ends before what it uses
-};
-
 // Registers this rank, so that two processes of one rank, and ranks that disagree about their number, fail at once.
 // Then limits this process to its share of its host's cores.
 void take_place(Rendezvous& found, Deadline deadline) {
@@ -205,7 +182,9 @@ Rendezvous find_store(const Cluster& resolved, Deadline deadline) {
 }
 
 Rendezvous rendezvous(const Cluster& cluster, Deadline deadline) {
-  const WaitingNotice notice(cluster, deadline);
+  const WaitingNotice notice(text("rank ", cluster.world.rank, " of ", cluster.world.size, " (by ", cluster.source,
+                                  ") waits for the others to start"),
+                             deadline);
   auto found = find_store(cluster, deadline);
   take_place(found, deadline);
   if (found.world.rank == 0) found.store.set(kJobHasBegun, "yes", deadline);

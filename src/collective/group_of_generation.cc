@@ -1,9 +1,8 @@
 #include "collective/group_of_generation.h"
 
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 
+#include "base/stop.h"
 #include "base/text.h"
 #include "elastic/next_generation.h"
 #include "lockstep/base/error.h"
@@ -20,11 +19,8 @@ Group group_of_generation(const Job& job, const GroupOptions& options) {
   const auto registry = job.registry();
   const auto lost = [&] { return elastic::first_gone(job.members(), *registry); };
   const std::jthread watch([&](const std::stop_token& stop) {
-    std::mutex mutex;
-    std::condition_variable_any stopped;
-    std::unique_lock lock(mutex);
     try {
-      while (!stopped.wait_for(lock, stop, kBetweenLooks, [&] { return stop.stop_requested(); })) {
+      while (!stop_requested_by(Deadline::after(kBetweenLooks), stop)) {
         if (const auto rank = lost()) return job.fail_waiters(text("worker ", *rank, " is lost"));
       }
     } catch (const Error&) {  // the store is gone: job.group says so

@@ -1,9 +1,7 @@
 #include "etcd/leases.h"
 
-#include <condition_variable>
-#include <mutex>
-
 #include "base/log.h"
+#include "base/stop.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 
@@ -27,10 +25,7 @@ void Leases::remove(std::int64_t lease) {
 }
 
 void Leases::renew(const std::stop_token& stop) {
-  std::mutex mutex;
-  std::condition_variable_any stopped;
-  std::unique_lock waiting(mutex);
-  while (!stopped.wait_for(waiting, stop, kBetweenRenewals, [&] { return stop.stop_requested(); })) {
+  while (!stop_requested_by(Deadline::after(kBetweenRenewals), stop)) {
     std::set<std::int64_t> leases;
     {
       MutexLock lock(mutex_);

@@ -46,7 +46,14 @@ std::unique_ptr<gradient::GradientSync> sharded(ReplicatedParameters& parameters
 std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameters, const Optimizer& optimizer,
                                                  const Communicator& ranks,
                                                  const gradient::GradientPathOptions& options) {
-  if (options.devices) return std::make_unique<gradient::OnePass>(parameters);  // whose programs sum gradients
+  if (options.devices) {  // whose programs sum gradients
+    if (optimizer.options().gradient_ranks) {
+      throw InvalidArgument(
+          "the optimizer's gradients are summed with those of other processes, which a compiled "
+          "step's are not; let TPUStrategy have the devices of all processes");
+    }
+    return std::make_unique<gradient::OnePass>(parameters);
+  }
   const bool are_summed = parameters.is_split() && parameters.split()->sums_in_backward();
   if (ranks.size() > 1 || (options.elastic && !are_summed)) {
     if (const auto& own = optimizer.options().gradient_ranks) {

@@ -1,9 +1,8 @@
 #include "grpc_service/caller.h"
 
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 
+#include "base/stop.h"
 #include "base/text.h"
 #include "grpc_service/credentials.h"
 #include "grpc_service/status.h"
@@ -31,11 +30,7 @@ class CancelAt {
  public:
   CancelAt(grpc::ClientContext& context, Deadline deadline)
       : thread_([&context, deadline](const std::stop_token& stop) {
-          std::mutex mutex;
-          std::condition_variable_any stopped;
-          std::unique_lock lock(mutex);
-          stopped.wait_until(lock, stop, deadline.time(), [] { return false; });
-          if (!stop.stop_requested()) context.TryCancel();
+          if (!stop_requested_by(deadline, stop)) context.TryCancel();
         }) {}
 
  private:

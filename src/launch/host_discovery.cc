@@ -8,13 +8,12 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <utility>
 
 #include "base/file_descriptor.h"
 #include "base/log.h"
+#include "base/stop.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "transport/socket.h"
@@ -96,10 +95,7 @@ std::string output_of(const std::string& command, const std::stop_token& stop) {
 
 HostDiscovery::HostDiscovery(std::string command)
     : command_(std::move(command)), hosts_(ask({})), thread_([this](const std::stop_token& stop) {
-        std::mutex mutex;
-        std::condition_variable_any stopped;
-        std::unique_lock lock(mutex);
-        while (!stopped.wait_for(lock, stop, kBetweenRuns, [&] { return stop.stop_requested(); })) ask_again(stop);
+        while (!stop_requested_by(Deadline::after(kBetweenRuns), stop)) ask_again(stop);
       }) {}
 
 std::vector<HostSlots> HostDiscovery::hosts() {

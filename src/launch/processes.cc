@@ -6,12 +6,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstring>
 #include <mutex>
 #include <ostream>
 #include <utility>
 
+#include "base/stop.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 
@@ -42,10 +42,7 @@ JobProcesses::JobProcesses(std::vector<ChildCommand> members, const Limits& limi
   if (std::none_of(members_.begin(), members_.end(), [](const auto& command) { return command.input.has_value(); }))
     return;
   signs_of_life_ = std::jthread([this](const std::stop_token& stop) {
-    std::mutex mutex;
-    std::condition_variable_any stopped;
-    std::unique_lock lock(mutex);
-    while (!stopped.wait_for(lock, stop, kBetweenSignsOfLife, [&] { return stop.stop_requested(); })) {
+    while (!stop_requested_by(Deadline::after(kBetweenSignsOfLife), stop)) {
       const std::lock_guard none_comes(adding_);
       for (const auto& child : children_) child->reassure();
     }

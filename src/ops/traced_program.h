@@ -114,7 +114,7 @@ class CompiledProgram {
 
   virtual ~CompiledProgram() = default;
 
-  // Processes whose programs have the same text have the same hash.
+  // Of the program's text, the same in all processes.
   virtual std::uint64_t hash() const = 0;
 
   // Begins to copy inputs [replica][input] from host memory, also while another run goes on; those of several steps are
@@ -151,6 +151,9 @@ class ProgramDevices {
   virtual std::string kind() const = 0;             // of the devices: "TPU v5 lite"
   virtual const ProgramCounts& counts() const = 0;  // of this process
   virtual std::string describe() const = 0;         // what must be the same for all processes, in lines
+
+  // In which the plugins of several processes wait for each other's values; none: this process is alone.
+  virtual std::optional<Store> store() const = 0;
 
   // hosts: of each variable a tensor, or one for each replica. They are remembered by what is behind the handles, not
   // by their memory.

@@ -4,6 +4,7 @@
 #include <array>
 
 #include "base/text.h"
+#include "base/waiting_notice.h"
 #include "lockstep/base/device_error.h"
 #include "pjrt/named_values.h"
 
@@ -158,6 +159,8 @@ std::shared_ptr<Client> Client::create(const Plugin& plugin, const Options& opti
     args.kv_try_get_callback = try_to_get_value;
     args.kv_get_user_arg = args.kv_put_user_arg = args.kv_try_get_user_arg = &*client->store_;
   }
+  const WaitingNotice notice(
+      text(plugin.path(), " opens its devices; on a TPU of several hosts it waits for a process on each of them"));
   try {
     plugin.call(&PJRT_Api::PJRT_Client_Create, args, text(plugin.path(), ": the plugin cannot use its devices"));
   } catch (const Error&) {

@@ -80,7 +80,7 @@ class Client : public std::enable_shared_from_this<Client> {
   // Begins to copy a value to a device; `data` may change when it returns.
   Buffer copy_to_device(const void* data, const Shape& shape, const Device& device) const;
 
-  bool is_one_of_several() const { return store_.has_value(); }  // processes
+  const std::optional<Store>& store() const { return store_; }  // none: this process is alone
 
   PJRT_Client* handle() const { return client_; }
 

@@ -73,7 +73,7 @@ void Event::wait(Deadline deadline, const std::string& what, std::shared_ptr<con
     const auto next = check ? std::min(deadline.time(), Deadline::Clock::now() + kBetweenChecks) : deadline.time();
     error = notice->wait(next);
     if (error) break;
-    if (deadline.passed()) throw DeadlineExceeded(what, deadline.waited());
+    if (deadline.passed()) throw DeadlineExceeded(what, deadline.waited(), {}, kNoAnswer);
     if (check) check();
   }
   plugin.check(*error, what);

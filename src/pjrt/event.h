@@ -10,6 +10,9 @@
 
 namespace lockstep::pjrt {
 
+// What a DeadlineExceeded of waiting for devices says beside.
+inline constexpr const char* kNoAnswer = ": the device has not answered";
+
 // Moves. The work goes on when the Event is gone. One thread at a time waits.
 class Event {
  public:

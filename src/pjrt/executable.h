@@ -62,9 +62,9 @@ class Executable {
   };
 
   // Begins a run with arguments[replica][i]. Arguments that the program marks as aliased (tf.aliasing_output) may not
-  // be used any more. `launch`: with several processes the number of the run, counted from 1 and the same in all, so
-  // that their plugins notice runs that were begun in another order. Throws DeviceError, or InvalidArgument where there
-  // are not as many lists as devices.
+  // be used any more. `launch`: with several processes a number that is the same in all for the same run, and another
+  // for others, so that their plugins notice runs that were begun in another order; 0: none. Throws DeviceError, or
+  // InvalidArgument where there are not as many lists as devices.
   Run run(const std::vector<std::vector<const Buffer*>>& arguments, int launch = 0) const;
 
  private:

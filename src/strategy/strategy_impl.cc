@@ -21,6 +21,8 @@ namespace {
 // In rounds of about 20 ns: long enough where replicas end their backward at nearly the same time.
 constexpr int kSpinRounds = 2000;
 
+constexpr std::chrono::seconds kForLaunched(10);  // programs, when something else has failed
+
 strategy::StrategySettings checked(strategy::StrategySettings settings) {
   std::set<std::string> seen;
   for (const auto& device : settings.devices) {
@@ -70,8 +72,7 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   workers_.check_all_agree("strategies", describe());
   seed_ = std::stoull(workers_.broadcast(std::to_string(seed_)));
   if (programs() != nullptr)
-    watch_.emplace(workers_.with_group(job_->group(settings_.workers->group)),
-                   job_->store().prefixed(strategy::kProgramsInStore));
+    watch_.emplace(workers_.with_group(job_->group(settings_.workers->group)), *programs()->store());
 }
 
 std::string StrategyImpl::describe() const {
@@ -88,10 +89,31 @@ std::string StrategyImpl::describe() const {
               parallelism() != nullptr ? "\n" + parallelism()->describe() : "");
 }
 
-std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram& launched) {
+std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram& launched,
+                                                           const std::function<void()>& meanwhile) {
+  try {
+    if (meanwhile) meanwhile();
+  } catch (const PeerLost&) {  // whose devices do not end
+    throw;
+  } catch (const std::exception& error) {
+    if (workers_.size() > 1) {
+      tell_failure(error);
+      workers_.abort(error.what());
+    }
+    await(launched);
+    throw;
+  }
   auto results = launched.results(deadline(), watch_ ? [this] { watch_->check(); } : std::function<void()>());
   count_run();
   return results;
+}
+
+// So that its variables are kept: all workers have launched it, and it ends soon.
+void StrategyImpl::await(ops::LaunchedProgram& launched) {
+  try {
+    launched.results(Deadline::after(kForLaunched), {});
+  } catch (const std::exception&) {
+  }
 }
 
 void StrategyImpl::check_same_program(const std::string& name, const std::vector<at::Tensor>& inputs,

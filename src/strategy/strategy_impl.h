@@ -24,9 +24,6 @@
 
 namespace lockstep::strategy {
 
-// Before the keys of the job's Store by which processes whose devices run programs together find each other.
-inline constexpr const char* kProgramsInStore = "tpu/";
-
 // This process among those that train together.
 struct WorkerSettings {
   std::optional<Job> job;  // none: see StrategySettings::parallelism
@@ -149,9 +146,11 @@ class StrategyImpl {
   // null.
   ops::ProgramDevices* programs() const { return settings_.programs.get(); }
 
-  // What a program that they run gives. Throws what LaunchedProgram::results throws, and, where another worker is lost
-  // or fails meanwhile, what WorkerWatch::check throws.
-  std::vector<std::vector<at::Tensor>> results(ops::LaunchedProgram& launched);
+  // What a program that they run gives; `meanwhile` is called before it is waited for. Throws what
+  // LaunchedProgram::results throws; where another worker is lost or fails, what WorkerWatch::check throws; and what
+  // `meanwhile` throws, of which the other workers are told.
+  std::vector<std::vector<at::Tensor>> results(ops::LaunchedProgram& launched,
+                                               const std::function<void()>& meanwhile = {});
 
   // Of a program that is to be launched next, with inputs like `inputs` on each replica. Collective over the workers:
   // throws InvalidArgument on all where theirs is another one.
@@ -212,6 +211,7 @@ class StrategyImpl {
   void make_groups();
   void fail(int replica) const;  // of the exception that is handled
   void tell_failure(const std::exception& error) const;
+  static void await(ops::LaunchedProgram& launched);
   void count_run() { ended_runs_.fetch_add(1, std::memory_order_relaxed); }
   std::string here() const;  // the host's name, for messages
 

@@ -23,6 +23,23 @@ std::optional<Job> job_of(const TPUClusterResolverOptions& options) {
   return Job(cluster, options.start_timeout_seconds);
 }
 
+// By which processes find each other that open a TPU together.
+Store store_of(const Job& job) { return job.store().prefixed("tpu/"); }
+
+// Other processes wait for this one's devices, or for its part of a Group: where `act` fails, for its reason.
+template <class Act>
+void telling_others(const Job& job, const Act& act) {
+  try {
+    act();
+  } catch (const std::exception& error) {
+    const auto& world = job.world();
+    const auto reason = text("rank ", world.rank, " on ", world.host, ": ", error.what());
+    strategy::fail_waiters(store_of(job), reason);
+    job.fail_waiters(reason);
+    throw;
+  }
+}
+
 System open(const TPUClusterResolver& resolver, int replicas) {
   const auto& open_devices = ops::open_program_devices();
   if (!open_devices) {
@@ -38,29 +55,26 @@ System open(const TPUClusterResolver& resolver, int replicas) {
     return system;
   }
   const auto& world = system.job->world();
-  const auto store = system.job->store().prefixed(strategy::kProgramsInStore);
+  const auto store = store_of(*system.job);
   wanted.processes.emplace(ops::ProgramProcesses{world.rank, world.size, store, options.start_timeout_seconds});
-  try {
-    system.devices = open_devices(wanted);
-  } catch (const std::exception& error) {
-    strategy::fail_waiters(store, text("rank ", world.rank, " on ", world.host, ": ", error.what()));
-    throw;
-  }
+  telling_others(*system.job, [&] { system.devices = open_devices(wanted); });
   return system;
 }
 
-strategy::StrategySettings settings_of(const TPUClusterResolver& resolver, const TPUStrategyOptions& options) {
+std::shared_ptr<StrategyImpl> make_strategy(const TPUClusterResolver& resolver, const TPUStrategyOptions& options) {
   auto system = open(resolver, options.num_replicas);
   strategy::StrategySettings settings{.placement = gradient::Placement::central,
                                       .timeout_seconds = options.timeout_seconds,
                                       .programs = std::move(system.devices)};
   for (int i = 0; i < settings.programs->replicas(); ++i) settings.devices.push_back(text("tpu:", i));
-  if (!system.job) return settings;
+  if (!system.job) return std::make_shared<StrategyImpl>(settings);
   const auto& world = system.job->world();
   settings.partition = {world.local_rank, world.local_size, system.job->has_own_cores()};
   settings.workers.emplace(strategy::WorkerSettings{
       .job = *system.job, .group = {.timeout_seconds = resolver.options().start_timeout_seconds}});
-  return settings;
+  std::shared_ptr<StrategyImpl> made;
+  telling_others(*system.job, [&] { made = std::make_shared<StrategyImpl>(settings); });
+  return made;
 }
 
 }  // namespace
@@ -83,6 +97,6 @@ TPUTopology initialize_tpu_system(const TPUClusterResolver& resolver) {
 }
 
 TPUStrategy::TPUStrategy(const TPUClusterResolver& resolver, TPUStrategyOptions options)
-    : Strategy(std::make_shared<StrategyImpl>(settings_of(resolver, options))) {}
+    : Strategy(make_strategy(resolver, options)) {}
 
 }  // namespace lockstep

@@ -3,6 +3,8 @@
 #include <chrono>
 #include <utility>
 
+#include "base/stop.h"
+
 namespace lockstep::strategy {
 namespace {
 
@@ -41,10 +43,7 @@ void WorkerWatch::watch(const std::stop_token& stop) {
   try {
     bool leaves = false;
     while (!leaves) {
-      {
-        std::unique_lock lock(mutex_);
-        leaves = stopped_.wait_for(lock, stop, kBetweenCalls, [&] { return stop.stop_requested(); });
-      }
+      leaves = stop_requested_by(Deadline::after(kBetweenCalls), stop);
       if (leaves) {
         workers_.with_timeout(kSecondsToLeave).any(true);
       } else if (workers_.any(false)) {

@@ -1,7 +1,6 @@
 // Finds that a worker is lost while this one waits for its devices, when no worker calls another.
 #pragma once
 
-#include <condition_variable>
 #include <exception>
 #include <mutex>
 #include <optional>
@@ -41,7 +40,6 @@ class WorkerWatch {
   const Communicator workers_;
   const Store store_;
   mutable std::mutex mutex_;
-  std::condition_variable_any stopped_;
   std::exception_ptr failure_;             // guarded by mutex_
   std::optional<Deadline> after_leaving_;  // of another worker; likewise
   std::jthread thread_;                    // last: it ends before what it uses

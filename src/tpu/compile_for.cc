@@ -92,6 +92,7 @@ class CompileFor final : public ops::ProgramDevices {
   std::string kind() const override { return topology_.kind(); }
   const ops::ProgramCounts& counts() const override { return counts_; }
   std::string describe() const override { return ""; }
+  std::optional<Store> store() const override { return std::nullopt; }
   std::unique_ptr<ops::DeviceVariables> variables(std::vector<Tensors> hosts) override {
     return variables_.add({}, std::move(hosts));
   }

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <functional>
 
+#include "base/hash.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/text.h"
@@ -24,7 +25,7 @@ std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const 
   const MutexLock lock(mutex);
   auto& known = clients[{plugin.path(), options}];
   if (auto client = known.lock()) {
-    if (client->is_one_of_several() == devices.processes.has_value()) return client;
+    if (client->store().has_value() == devices.processes.has_value()) return client;
     throw InvalidArgument(text(plugin.path(),
                                ": a strategy of this process alone, and one of several processes, cannot ",
                                "use the same devices at the same time"));
@@ -81,7 +82,8 @@ std::vector<pjrt::Device> devices_of_replicas(const pjrt::Client& client, const 
   auto devices = options.processes ? in_order_of_ranks(client, *options.processes) : client.devices();
   const int count = static_cast<int>(devices.size());
   const bool takes_all = options.processes.has_value();
-  if (options.replicas < 0 || options.replicas > count || (takes_all && options.replicas % count != 0)) {
+  if (options.replicas < 0 || options.replicas > count ||
+      (takes_all && options.replicas != 0 && options.replicas != count)) {
     throw InvalidArgument(
         text("the number of replicas is ", options.replicas, "; ", plugin, " has ", count, " devices (",
              devices[0].kind, "), so it must be ",
@@ -144,13 +146,14 @@ std::unique_ptr<ops::CompiledProgram> Devices::compile(const Step& step) {
     program = trace.finish(step.function(trace.add_inputs(step.inputs)), step.steps);
     layout = trace.layout();
   }
-  const auto hash = static_cast<std::uint64_t>(std::hash<std::string>()(program));
+  const auto hash = hash_of(program);
   return std::make_unique<StepProgram>(step.name, replicas_, std::move(layout), executable(step.name, program),
                                        step.steps, hash);
 }
 
 std::string Devices::describe() const {
-  return text("devices ", kind(), "\nplugin ", replicas_.client->platform(), " ", replicas_.client->version());
+  return text("devices ", kind(), "\nplugin ", replicas_.client->platform(), " ", replicas_.client->version(), "\n",
+              compiler_flags());
 }
 
 // In their order, in which a program gets its arguments.
@@ -183,7 +186,10 @@ std::shared_ptr<const pjrt::Executable> Devices::executable(const std::string& n
                        {.replicas = all_replicas(), .devices = replicas_.of_all_processes, .switches = switches()}};
   const auto begin = std::chrono::steady_clock::now();
   auto stored = cache_.find(key);
-  if (stored && !has_our_devices(*stored)) stored.reset();
+  if (stored && !has_our_devices(*stored)) {
+    log_warning("a program in LOCKSTEP_CACHE is for other devices, and compiled again");
+    stored.reset();
+  }
   const bool is_stored = stored.has_value();
   auto made = std::make_shared<const pjrt::Executable>(is_stored ? *std::move(stored) : compiled(name, key));
   if (!has_our_devices(*made)) {

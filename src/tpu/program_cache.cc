@@ -28,17 +28,16 @@ std::string instructions_of_cpu() {
   return "";
 }
 
-std::uint64_t hash_of(const std::string& text) {
-  std::uint64_t hash = text.size();
-  for (std::size_t i = 0; i < text.size(); i += sizeof(std::uint64_t)) {
-    std::uint64_t word = 0;
-    std::memcpy(&word, text.data() + i, std::min(sizeof word, text.size() - i));
-    hash = mix(hash, word);
-  }
-  return hash;
-}
-
 }  // namespace
+
+std::string compiler_flags() {
+  std::string all;
+  for (const char* const name : {"XLA_FLAGS", "LIBTPU_INIT_ARGS"}) {
+    const char* const flags = std::getenv(name);
+    all += text(name, "=", flags == nullptr ? "" : flags, "\n");
+  }
+  return all;
+}
 
 ProgramCache::ProgramCache(std::shared_ptr<const pjrt::Client> client)
     : client_(std::move(client)), folder_(folder_of_environment()) {}
@@ -47,10 +46,7 @@ std::string ProgramCache::name_of(const ProgramKey& key) const {
   std::string all = text(client_->platform(), "\n", client_->version(), "\n", client_->devices()[0].kind, "\n",
                          key.options.replicas, "\n", join(key.options.devices), "\n", client_->process(), "\n");
   if (client_->platform() == "cpu") all += instructions_of_cpu() + "\n";
-  for (const char* const name : {"XLA_FLAGS", "LIBTPU_INIT_ARGS"}) {
-    const char* const flags = std::getenv(name);
-    all += text(name, "=", flags == nullptr ? "" : flags, "\n");
-  }
+  all += compiler_flags();
   for (const auto& [name, on] : key.options.switches) all += text(name, "=", on, "\n");
   all += key.text;
   return (std::filesystem::path(folder_) /

@@ -17,6 +17,9 @@ struct ProgramKey {
   pjrt::CompileOptions options;
 };
 
+// Those that the compilers of plugins take from the environment, in lines.
+std::string compiler_flags();
+
 // One thread at a time; processes may share a folder.
 class ProgramCache {
  public:

@@ -4,8 +4,11 @@
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
+#include <chrono>
+#include <exception>
 #include <utility>
 
+#include "base/hash.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
 #include "ops/dtypes.h"
@@ -15,13 +18,15 @@ namespace {
 
 using Buffers = std::vector<std::vector<pjrt::Buffer>>;
 
+constexpr std::chrono::seconds kAfterFailure(10);  // of another device of the same run
+
 // What `act` returns; errors say which step it was.
 template <class Act>
 auto naming_step(const std::string& name, const Act& act) {
   try {
     return act();
   } catch (const DeadlineExceeded& error) {
-    throw DeadlineExceeded(text(name, ": ", error.operation()), error.waited_for());
+    throw DeadlineExceeded(text(name, ": ", error.operation()), error.waited_for(), error.ranks(), pjrt::kNoAnswer);
   } catch (const DeviceError& error) {
     throw DeviceError(text(name, ": ", error.what()));
   }
@@ -29,41 +34,48 @@ auto naming_step(const std::string& name, const Act& act) {
 
 class Launched final : public ops::LaunchedProgram {
  public:
-  // used: what the run uses; changed: the variables that it gives new values.
+  // used: what the run uses beside the variables.
   Launched(std::string name, Buffers results, std::vector<pjrt::Event> ends, Buffers used,
-           std::vector<std::shared_ptr<Variable>> changed)
+           std::vector<std::shared_ptr<Variable>> variables)
       : name_(std::move(name)),
         results_(std::move(results)),
         ends_(std::move(ends)),
         used_(std::move(used)),
-        changed_(std::move(changed)) {}
+        variables_(std::move(variables)) {}
 
   // To free what a run uses and makes would wait for its end, without a deadline: so, where that was not seen, it is
   // kept for the rest of the process.
   ~Launched() override {
     if (has_ended_) return;
     new std::pair<Buffers, Buffers>(std::move(results_), std::move(used_));
-    for (const auto& variable : changed_) new std::vector<pjrt::Buffer>(variable->take());
+    for (const auto& variable : variables_) new std::vector<pjrt::Buffer>(variable->abandon());
   }
   Launched(const Launched&) = delete;
   Launched& operator=(const Launched&) = delete;
 
   std::vector<std::vector<at::Tensor>> results(Deadline deadline, const std::function<void()>& check) override {
-    return naming_step(name_, [&] {
-      wait(deadline, check);
-      return read(deadline);
-    });
+    wait(deadline, check);
+    return naming_step(name_, [&] { return read(deadline); });
   }
 
  private:
+  // For all devices: where one has failed, another may still wait for it, and is given some time.
   void wait(Deadline deadline, const std::function<void()>& check) {
-    try {
-      for (const auto& end : ends_) end.wait(deadline, "run a program", nullptr, check);
-      has_ended_ = true;
-    } catch (const DeviceError&) {
-      has_ended_ = true;
-      throw;
+    std::exception_ptr failure;
+    for (const auto& end : ends_) {
+      try {
+        end.wait(deadline, text(name_, ": run a program"), nullptr, check);
+      } catch (const DeviceError&) {
+        if (failure) continue;
+        failure = std::current_exception();
+        deadline = Deadline::after(kAfterFailure);
+      } catch (const DeadlineExceeded&) {
+        if (failure) std::rethrow_exception(failure);
+        throw;
+      }
     }
+    has_ended_ = true;
+    if (failure) std::rethrow_exception(failure);
   }
 
   std::vector<std::vector<at::Tensor>> read(Deadline deadline) const {
@@ -83,7 +95,7 @@ class Launched final : public ops::LaunchedProgram {
   Buffers results_;
   const std::vector<pjrt::Event> ends_;  // [replica]
   Buffers used_;
-  const std::vector<std::shared_ptr<Variable>> changed_;
+  const std::vector<std::shared_ptr<Variable>> variables_;
   bool has_ended_ = false;
 };
 
@@ -112,6 +124,11 @@ std::vector<std::int64_t> numbered(const std::vector<bool>& updates) {
     if (updated) ++next;
   }
   return numbers;
+}
+
+// Of the `count`-th launch, of the program with this hash; not 0, which is none.
+int number_of(std::uint64_t hash, int count) {
+  return static_cast<int>(mix(hash, static_cast<std::uint64_t>(count)) >> 34) + 1;
 }
 
 struct Inputs final : ops::ProgramInputs {
@@ -147,18 +164,18 @@ std::unique_ptr<ops::LaunchedProgram> StepProgram::run(const std::vector<std::ve
                                                        Buffers kept) {
   for (const auto& used : layout_.variables)
     if (used.result >= 0) kept.push_back(used.variable->take());
-  const int launch = replicas_.launches == nullptr ? 0 : ++*replicas_.launches;
+  const int launch = replicas_.launches == nullptr ? 0 : number_of(hash_, ++*replicas_.launches);
   auto [outputs, ends] = naming_step(name_, [&] { return executable_->run(arguments, launch); });
-  std::vector<std::shared_ptr<Variable>> changed;
+  std::vector<std::shared_ptr<Variable>> variables;
   for (const auto& used : layout_.variables) {
+    variables.push_back(used.variable);
     if (used.result < 0) continue;
-    changed.push_back(used.variable);
     std::vector<pjrt::Buffer> values;
     for (auto& of_replica : outputs) values.push_back(std::move(of_replica[static_cast<std::size_t>(used.result)]));
     used.variable->give(std::move(values));
   }
   for (auto& of_replica : outputs) of_replica.erase(of_replica.begin() + layout_.results, of_replica.end());
-  return std::make_unique<Launched>(name_, std::move(outputs), std::move(ends), std::move(kept), std::move(changed));
+  return std::make_unique<Launched>(name_, std::move(outputs), std::move(ends), std::move(kept), std::move(variables));
 }
 
 std::unique_ptr<ops::LaunchedProgram> StepProgram::launch(Launch launch) {

@@ -47,6 +47,11 @@ void Variable::give(std::vector<pjrt::Buffer> values) {
   state_ = State::newer_on_devices;
 }
 
+std::vector<pjrt::Buffer> Variable::abandon() {
+  state_ = state_ == State::newer_on_devices || state_ == State::lost ? State::lost : State::host_only;
+  return std::exchange(values_, {});
+}
+
 // Where the host's were written to in the meantime, those count. All are read before the first is written.
 void Variable::fetch(const std::vector<std::shared_ptr<Variable>>& variables, Deadline deadline) {
   std::vector<Variable*> equal;

@@ -36,6 +36,9 @@ class Variable final : public ops::DeviceVariable, public std::enable_shared_fro
   std::vector<pjrt::Buffer> take();
   void give(std::vector<pjrt::Buffer> values);
 
+  // The values, which a run that may not end still uses. What the host does not have is lost.
+  std::vector<pjrt::Buffer> abandon();
+
   // Of all together, since what is written to one of the host's tensors counts as written to all views of its memory.
   static void fetch(const std::vector<std::shared_ptr<Variable>>& variables, Deadline deadline);
 

@@ -72,19 +72,32 @@ std::vector<CompiledModel::Input> CompiledModel::read(std::vector<Parts>& batche
   return inputs;
 }
 
+std::string CompiledModel::name_of(Kind kind) {
+  const char* const names[] = {"the training step", "the evaluation step", "the prediction step"};
+  return names[static_cast<int>(kind)];
+}
+
+// With what decides which program it is, and what it does.
+std::string CompiledModel::described(Kind kind, const std::vector<Input>& inputs) const {
+  const auto found = programs_.find({kind, steps(kind, inputs), shapes_of(inputs[0][0])});
+  const bool is_compiled = found != programs_.end() && found->second != nullptr;
+  return text(name_of(kind),
+              is_compiled ? text(" (", std::hex, found->second->program->hash(), std::dec, ")") : " (not compiled yet)",
+              kind == Kind::train ? text(", learning rate ", impl_.gradients->updater().learning_rate(), ",") : "");
+}
+
 std::shared_ptr<const CompiledModel::Compiled> CompiledModel::program_for(Kind kind, const std::vector<Input>& inputs,
                                                                           const LaunchAgreement& all) {
   const auto& like = inputs[0][0];
   const int count = steps(kind, inputs);
   auto& compiled = programs_[{kind, count, shapes_of(like)}];
   if (compiled != nullptr && compiled->rows >= all.rows) return compiled;
-  const char* const names[] = {"the training step", "the evaluation step", "the prediction step"};
   auto tensors = filled_up(first_of(like, 0), all.rows, all.row);
   tensors.push_back(counts_of(all.rows, all.rows));
   auto made = std::make_shared<Compiled>();
   made->rows = all.rows;
   const auto& strategy = unwrap(impl_.strategy);
-  const std::string name = names[static_cast<int>(kind)];
+  const std::string name = name_of(kind);
   made->program = strategy.programs()->compile(
       {.name = name, .inputs = tensors, .steps = count, .function = [&](const Tensors& traced) {
          auto next = traced.begin();
@@ -170,7 +183,7 @@ CompiledModel::Prepared CompiledModel::prepare(Kind kind, std::vector<Parts>& ba
   std::vector<bool> here;
   for (std::size_t step = 0; step < inputs[0].size(); ++step)
     here.push_back(kind == Kind::train && updates(inputs, step));
-  const auto all = agree_on_launch(unwrap(impl_.strategy).workers(), inputs, std::move(here));
+  const auto all = agree_on_launch(unwrap(impl_.strategy).workers(), described(kind, inputs), inputs, std::move(here));
   prepared.compiled = program_for(kind, inputs, all);
   const auto& compiled = *prepared.compiled;
   const auto count = static_cast<std::size_t>(steps(kind, inputs));
@@ -203,8 +216,7 @@ std::vector<std::vector<Tensor>> CompiledModel::run(Prepared& prepared, const st
   const auto launched = prepared.compiled->program->launch({.inputs = std::move(prepared.copied),
                                                             .seeds = seeds(prepared.kind, count),
                                                             .updates = std::move(prepared.updates)});
-  if (meanwhile) meanwhile();
-  return unwrap(impl_.strategy).results(*launched);
+  return unwrap(impl_.strategy).results(*launched, meanwhile);
 }
 
 // results: [replica][result], of several steps [step, ...].

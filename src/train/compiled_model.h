@@ -5,11 +5,13 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include "ops/traced_program.h"
 #include "strategy/split.h"
+#include "train/example_tensors.h"
 #include "train/launch_agreement.h"
 #include "train/tracker.h"
 
@@ -64,6 +66,8 @@ class CompiledModel {
   std::vector<Tensor> predict(Parts& batch);
 
  private:
+  static std::string name_of(Kind kind);
+  std::string described(Kind kind, const std::vector<Input>& inputs) const;
   std::vector<Input> read(std::vector<Parts>& batches) const;
   Prepared prepare(Kind kind, std::vector<Parts>& batches);
   std::shared_ptr<const Compiled> program_for(Kind kind, const std::vector<Input>& inputs, const LaunchAgreement& all);

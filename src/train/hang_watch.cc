@@ -2,10 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
-#include <mutex>
 
 #include "base/log.h"
+#include "base/stop.h"
 #include "base/text.h"
 #include "base/thread_stacks.h"
 
@@ -15,14 +14,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 void watch(const std::stop_token& stop, const StrategyImpl& strategy, const std::string& what, double limit_seconds) {
-  std::mutex mutex;
-  std::condition_variable_any stopped;
-  std::unique_lock lock(mutex);
   const std::chrono::duration<double> between(std::min(1.0, limit_seconds / 4));
   auto since = Clock::now();
   std::uint64_t last = strategy.ended_runs();
   bool logged = false;
-  while (!stopped.wait_for(lock, stop, between, [&] { return stop.stop_requested(); })) {
+  while (!stop_requested_by(Deadline::after(between), stop)) {
     const auto now = Clock::now();
     if (const auto ended = strategy.ended_runs(); ended != last) {
       last = ended;

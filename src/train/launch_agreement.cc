@@ -9,7 +9,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "ops/tensor_lists.h"
+#include "train/example_tensors.h"
 
 namespace lockstep::train {
 namespace {
@@ -28,7 +28,7 @@ void check_alike(const Inputs& inputs) {
   }
 }
 
-// "batches of this launch, with x Float [28, 28], y Long []": of one example.
+// "x Float [28, 28], y Long []": of one example.
 std::string described(const Example& part) {
   std::string tensors;
   for (const auto& [name, tensor] :
@@ -36,27 +36,24 @@ std::string described(const Example& part) {
     if (tensor.defined())
       tensors += text(tensors.empty() ? "" : ", ", name, " ", tensor.scalar_type(), " ", tensor.sizes().slice(1));
   }
-  return text("batches of this launch, with ", tensors);
+  return tensors;
 }
 
-// What a worker tells the others: its rows, for each step whether it updates, and its examples' shapes.
-std::string tell(const LaunchAgreement& mine, const Inputs& inputs) {
-  std::string updates;
-  for (const bool updated : mine.updates) updates += updated ? '1' : '0';
-  return text(mine.rows, " ", updates, " ", described(inputs[0][0]));
-}
-
-// Takes what a worker tells into account; returns its number of batches and its examples' shapes.
-std::string add(const std::string& told, LaunchAgreement& all) {
-  std::istringstream words(told);
+// What a worker tells the others.
+struct Told {
   std::int64_t rows = 0;
-  std::string updates, shapes;
-  words >> rows >> updates;
-  std::getline(words, shapes);
-  all.rows = std::max(all.rows, rows);
-  for (std::size_t step = 0; step < std::min(updates.size(), all.updates.size()); ++step)
-    all.updates[step] = all.updates[step] || updates[step] == '1';
-  return text(updates.size(), shapes);
+  std::string updates;  // [step]: 1 or 0
+  std::string launch;   // what must be the same for all
+};
+
+std::string printed(const Told& told) { return text(told.rows, " ", told.updates, " ", told.launch); }
+
+Told parsed(const std::string& printed) {
+  Told told;
+  std::istringstream words(printed);
+  words >> told.rows >> told.updates >> std::ws;
+  std::getline(words, told.launch);
+  return told;
 }
 
 std::string bytes_of(const Example& row) {
@@ -89,21 +86,8 @@ Example row_of(const std::string& bytes, const Example& none) {
 
 }  // namespace
 
-Shapes shapes_of(const Example& batch) {
-  const auto none = first_of(batch, 0);
-  return ops::shapes_of({none.x, none.y, none.weight});
-}
-
-std::vector<Tensor> defined_of(const Example& example) {
-  return ops::defined_of({example.x, example.y, example.weight});
-}
-
-Example first_of(const Example& example, std::int64_t count) {
-  const auto some = [&](const Tensor& tensor) { return tensor.defined() ? tensor.narrow(0, 0, count) : tensor; };
-  return {some(example.x), some(example.y), some(example.weight)};
-}
-
-LaunchAgreement agree_on_launch(const Communicator& workers, const Inputs& inputs, std::vector<bool> updates) {
+LaunchAgreement agree_on_launch(const Communicator& workers, const std::string& name, const Inputs& inputs,
+                                std::vector<bool> updates) {
   check_alike(inputs);
   LaunchAgreement all{.updates = std::move(updates)};
   for (const auto& input : inputs) {
@@ -116,19 +100,24 @@ LaunchAgreement agree_on_launch(const Communicator& workers, const Inputs& input
     if (all.rows == 0) throw InvalidArgument("a batch has no examples");
     return all;
   }
-  const auto told = workers.all_gather(tell(all, inputs));
-  const auto first = add(told[0], all);
+  Told mine{all.rows, "", text(name, " for ", all.updates.size(), " batch(es) of ", described(inputs[0][0]))};
+  for (const bool updated : all.updates) mine.updates += updated ? '1' : '0';
+  std::vector<Told> told;
+  for (const auto& theirs : workers.all_gather(printed(mine))) told.push_back(parsed(theirs));
   int with_example = -1;
   bool have_all_examples = true;
-  for (int worker = 0; worker < workers.size(); ++worker) {
-    const auto& theirs = told[static_cast<std::size_t>(worker)];
-    if (const auto other = add(theirs, all); other != first) {
-      throw InvalidArgument(text("the workers run one program together, and their batches differ: worker 0 has ", first,
-                                 "; worker ", worker, " has ", other));
+  for (std::size_t worker = 0; worker < told.size(); ++worker) {
+    const auto& theirs = told[worker];
+    if (theirs.launch != told[0].launch) {
+      throw InvalidArgument(
+          text("the workers run one program together, and they would launch different ones: worker 0 ", told[0].launch,
+               "; worker ", worker, " ", theirs.launch));
     }
-    const bool has_example = !theirs.starts_with("0 ");
-    if (has_example && with_example < 0) with_example = worker;
-    have_all_examples = have_all_examples && has_example;
+    all.rows = std::max(all.rows, theirs.rows);
+    for (std::size_t step = 0; step < all.updates.size(); ++step)
+      all.updates[step] = all.updates[step] || theirs.updates[step] == '1';
+    if (theirs.rows > 0 && with_example < 0) with_example = static_cast<int>(worker);
+    have_all_examples = have_all_examples && theirs.rows > 0;
   }
   if (with_example < 0) throw InvalidArgument("a batch has no examples");
   if (have_all_examples) return all;
