@@ -13,7 +13,7 @@ ONE_CORE = ("taskset", "-c", "0")
 
 
 def ours(devices, before=()):
-    command = (*before, TRAIN_STEP, "--device", "tpu", "--steps", "100", "--replicas", str(devices))
+    command = (*before, TRAIN_STEP, "--device", "tpu", "--steps", "100")
     return Program((command,), environment=(("PJRT_PLUGIN_LIBRARY_PATH", PLUGIN[0]), ("PJRT_PLUGIN_OPTIONS", f"cpu_device_count={devices}")))
 
 

@@ -115,7 +115,7 @@ Measured measure(Options& options) {
   CommunicationOptions communication;
   if (!options.gradient_dtype.empty()) communication.gradient_dtype = DType::bfloat16;
   const auto strategy =
-      options.device == "tpu"     ? Strategy(TPUStrategy(TPUClusterResolver(), {.num_replicas = options.replicas}))
+      options.device == "tpu"     ? Strategy(TPUStrategy())
       : options.parameter_servers ? Strategy(ParameterServerStrategy({.threads_per_replica = options.threads}))
       : options.multi_worker      ? Strategy(MultiWorkerMirroredStrategy(
                                         {.devices = devices,
@@ -206,7 +206,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--threads", options.threads, "threads a replica")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--device", options.device,
-                 "what replicas run on; batches come from host memory. tpu: of the plugin for CPUs")
+                 "what replicas run on; batches come from host memory. tpu: all devices of the plugin")
       ->check(CLI::IsMember({"cpu", "cuda", "tpu"}))
       ->capture_default_str();
   app.add_flag("--jit-compile", options.jit_compile, "record the step on a GPU");

@@ -55,8 +55,9 @@ if(PJRT_TPU_PLUGIN AND TARGET train_step)
       ENVIRONMENT PJRT_PLUGIN_LIBRARY_PATH=${PJRT_TPU_PLUGIN} PASS_REGULAR_EXPRESSION "${says}.*status ${status}")
   endfunction()
   # README's program and a transformer, on one host's chips and on those of several (v5e:4x4).
-  set(fits "the training step for .* replicas on .* GFLOP a device. fits into [0-9.]+ GiB")
-  foreach(chips v5e:2x4 v4:2x2x1 v6e:2x4 v5e:4x4)
+  foreach(replicas_on "8 replicas on v5e:2x4" "4 replicas on v4:2x2x1" "8 replicas on v6e:2x4" "16 replicas on v5e:4x4")
+    string(REGEX MATCH "[^ ]+$" chips ${replicas_on})
+    set(fits "the training step for ${replicas_on} .* GFLOP a device. fits into [0-9.]+ GiB")
     compiled_for(compile_mnist_for_${chips} ${chips} "${fits}" 0 "$<TARGET_FILE:mnist> --strategy tpu")
     compiled_for(compile_transformer_for_${chips} ${chips} "${fits}" 0
       "$<TARGET_FILE:train_step> --device tpu --model transformer")

@@ -4,6 +4,7 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <set>
 
@@ -93,7 +94,9 @@ std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram&
                                                            const std::function<void()>& meanwhile) {
   try {
     if (meanwhile) meanwhile();
-  } catch (const PeerLost&) {  // whose devices do not end
+  } catch (const PeerLost&) {  // whose devices may not have launched it
+    throw;
+  } catch (const Aborted&) {  // by another worker, likewise
     throw;
   } catch (const std::exception& error) {
     if (workers_.size() > 1) {
@@ -108,7 +111,7 @@ std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram&
   return results;
 }
 
-// So that its variables are kept: all workers have launched it, and it ends soon.
+// So that its variables are kept: where this worker alone failed, all have launched it, and it ends soon.
 void StrategyImpl::await(ops::LaunchedProgram& launched) {
   try {
     launched.results(Deadline::after(kForLaunched), {});

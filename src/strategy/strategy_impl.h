@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -148,7 +149,7 @@ class StrategyImpl {
 
   // What a program that they run gives; `meanwhile` is called before it is waited for. Throws what
   // LaunchedProgram::results throws; where another worker is lost or fails, what WorkerWatch::check throws; and what
-  // `meanwhile` throws, of which the other workers are told.
+  // `meanwhile` throws, of which the other workers are told unless they told this one.
   std::vector<std::vector<at::Tensor>> results(ops::LaunchedProgram& launched,
                                                const std::function<void()>& meanwhile = {});
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
-#include <functional>
 
 #include "base/hash.h"
 #include "base/log.h"

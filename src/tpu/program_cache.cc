@@ -1,7 +1,6 @@
 #include "tpu/program_cache.h"
 
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 

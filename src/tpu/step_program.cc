@@ -34,7 +34,7 @@ auto naming_step(const std::string& name, const Act& act) {
 
 class Launched final : public ops::LaunchedProgram {
  public:
-  // used: what the run uses beside the variables.
+  // used: what the run uses beside the variables' present values.
   Launched(std::string name, Buffers results, std::vector<pjrt::Event> ends, Buffers used,
            std::vector<std::shared_ptr<Variable>> variables)
       : name_(std::move(name)),
@@ -69,7 +69,7 @@ class Launched final : public ops::LaunchedProgram {
         if (failure) continue;
         failure = std::current_exception();
         deadline = Deadline::after(kAfterFailure);
-      } catch (const DeadlineExceeded&) {
+      } catch (const std::exception&) {  // which is a consequence of the failure, where there is one
         if (failure) std::rethrow_exception(failure);
         throw;
       }

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <cmath>
+#include <iomanip>
+#include <limits>
 
 #include "base/hash.h"
 #include "base/text.h"
@@ -77,13 +79,16 @@ std::string CompiledModel::name_of(Kind kind) {
   return names[static_cast<int>(kind)];
 }
 
-// With what decides which program it is, and what it does.
+// With what decides which program it is, which model's variables it uses, and what it does with them.
 std::string CompiledModel::described(Kind kind, const std::vector<Input>& inputs) const {
   const auto found = programs_.find({kind, steps(kind, inputs), shapes_of(inputs[0][0])});
-  const bool is_compiled = found != programs_.end() && found->second != nullptr;
-  return text(name_of(kind),
-              is_compiled ? text(" (", std::hex, found->second->program->hash(), std::dec, ")") : " (not compiled yet)",
-              kind == Kind::train ? text(", learning rate ", impl_.gradients->updater().learning_rate(), ",") : "");
+  std::string program = "not compiled yet";
+  if (found != programs_.end() && found->second != nullptr) program = text("program ", found->second->program->hash());
+  if (kind == Kind::train) {
+    const double rate = impl_.gradients->updater().learning_rate();
+    program += text(", learning rate ", std::setprecision(std::numeric_limits<double>::max_digits10), rate);
+  }
+  return text(name_of(kind), " of the model with seed ", impl_.seed, " (", program, ")");
 }
 
 std::shared_ptr<const CompiledModel::Compiled> CompiledModel::program_for(Kind kind, const std::vector<Input>& inputs,
@@ -183,7 +188,9 @@ CompiledModel::Prepared CompiledModel::prepare(Kind kind, std::vector<Parts>& ba
   std::vector<bool> here;
   for (std::size_t step = 0; step < inputs[0].size(); ++step)
     here.push_back(kind == Kind::train && updates(inputs, step));
-  const auto all = agree_on_launch(unwrap(impl_.strategy).workers(), described(kind, inputs), inputs, std::move(here));
+  const auto& workers = unwrap(impl_.strategy).workers();
+  const auto all =
+      agree_on_launch(workers, workers.size() == 1 ? "" : described(kind, inputs), inputs, std::move(here));
   prepared.compiled = program_for(kind, inputs, all);
   const auto& compiled = *prepared.compiled;
   const auto count = static_cast<std::size_t>(steps(kind, inputs));

@@ -19,8 +19,8 @@ struct LaunchAgreement {
 // name: of what is launched ("the training step"), and all that must be the same for it on all workers. inputs:
 // [replica of this worker][step], of which parts without examples have shapes as well. updates: whether a step does by
 // this worker's examples. Collective over the workers. Throws InvalidArgument, on all workers, where they launch
-// something else, their examples have different shapes, or none has an example; and on this one where its own have
-// different shapes.
+// something else, their examples have different shapes, or none has an example (Aborted, with that text, on one that
+// another was faster to tell); and on this one where its own have different shapes.
 LaunchAgreement agree_on_launch(const Communicator& workers, const std::string& name,
                                 const std::vector<std::vector<Example>>& inputs, std::vector<bool> updates);
 
