@@ -204,7 +204,8 @@ class Launchers(unittest.TestCase):
             try:
                 slurm.wait_for(lambda: "Restarts=1" in state() and "JobState=PENDING" in state(), "job that was queued again")
                 self.assertTrue((work / "backup/backup.safetensors").exists(), output())
-                ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # else Slurm waits two minutes
+                # Else Slurm waits two minutes; and it ends a job that starts again in the second in which it was ended.
+                ask("scontrol", "update", f"JobId={job}", "StartTime=now+5")
                 slurm.wait_for(lambda: "JobState=COMPLETED" in state(), "job that has completed")
             except RuntimeError as error:
                 self.fail(f"{error}\n{state()}\n{output()}")
