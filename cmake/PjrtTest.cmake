@@ -51,7 +51,7 @@ if(PJRT_TPU_PLUGIN AND TARGET train_step)
   # time uses libtpu.
   function(compiled_for name chips says status program)
     add_test(NAME ${name} COMMAND sh -c "$<TARGET_FILE:lockstep_cli> compile-for ${chips} ${program} 2>&1; echo status $?")
-    set_tests_properties(${name} PROPERTIES TIMEOUT 600 RESOURCE_LOCK libtpu
+    set_tests_properties(${name} PROPERTIES TIMEOUT 1200 RESOURCE_LOCK libtpu
       ENVIRONMENT PJRT_PLUGIN_LIBRARY_PATH=${PJRT_TPU_PLUGIN} PASS_REGULAR_EXPRESSION "${says}.*status ${status}")
   endfunction()
   # README's program and a transformer, on one host's chips and on those of several (v5e:4x4).
