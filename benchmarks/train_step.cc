@@ -201,7 +201,7 @@ int main(int argc, char** argv) {
                  "how the seed CNN is written: Sequential, a module that calls our operators, a plain one")
       ->check(CLI::IsMember({"sequential", "own", "plain"}))
       ->capture_default_str();
-  app.add_option("--replicas", options.replicas, "logical CPUs, or GPUs")
+  app.add_option("--replicas", options.replicas, "logical CPUs, or GPUs; not for tpu")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
   app.add_option("--threads", options.threads, "threads a replica")->check(CLI::PositiveNumber)->capture_default_str();

@@ -26,7 +26,7 @@ auto naming_step(const std::string& name, const Act& act) {
   try {
     return act();
   } catch (const DeadlineExceeded& error) {
-    throw DeadlineExceeded(text(name, ": ", error.operation()), error.waited_for(), error.ranks(), pjrt::kNoAnswer);
+    throw DeadlineExceeded(text(name, ": ", error.operation()), error.waited_for(), {}, pjrt::kNoAnswer);
   } catch (const DeviceError& error) {
     throw DeviceError(text(name, ": ", error.what()));
   }
