@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -24,7 +25,7 @@ namespace {
 struct Options {
   std::string model = "seed_cnn";
   std::string kind = "sequential";
-  int replicas = 1;
+  int replicas = 0;
   int threads = 1;
   int steps = 200;
   int batch = 64;  // examples a replica
@@ -111,11 +112,11 @@ Measured measure_assigned(Model& model, const Tensor& x, const Options& options)
 Measured measure(Options& options) {
   at::manual_seed(1);  // so that all processes of a job make the same data
   std::vector<std::string> devices;
-  for (int i = 0; i < options.replicas; ++i) devices.push_back(options.device + ":" + std::to_string(i));
+  for (int i = 0; i < std::max(1, options.replicas); ++i) devices.push_back(options.device + ":" + std::to_string(i));
   CommunicationOptions communication;
   if (!options.gradient_dtype.empty()) communication.gradient_dtype = DType::bfloat16;
   const auto strategy =
-      options.device == "tpu"     ? Strategy(TPUStrategy())
+      options.device == "tpu"     ? Strategy(TPUStrategy(TPUClusterResolver(), {.num_replicas = options.replicas}))
       : options.parameter_servers ? Strategy(ParameterServerStrategy({.threads_per_replica = options.threads}))
       : options.multi_worker      ? Strategy(MultiWorkerMirroredStrategy(
                                         {.devices = devices,
@@ -201,12 +202,12 @@ int main(int argc, char** argv) {
                  "how the seed CNN is written: Sequential, a module that calls our operators, a plain one")
       ->check(CLI::IsMember({"sequential", "own", "plain"}))
       ->capture_default_str();
-  app.add_option("--replicas", options.replicas, "logical CPUs, or GPUs; not for tpu")
-      ->check(CLI::PositiveNumber)
+  app.add_option("--replicas", options.replicas, "logical CPUs, or GPUs (0: one), or devices of the plugin (0: all)")
+      ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   app.add_option("--threads", options.threads, "threads a replica")->check(CLI::PositiveNumber)->capture_default_str();
   app.add_option("--device", options.device,
-                 "what replicas run on; batches come from host memory. tpu: all devices of the plugin")
+                 "what replicas run on; batches come from host memory. tpu: devices of a PJRT plugin")
       ->check(CLI::IsMember({"cpu", "cuda", "tpu"}))
       ->capture_default_str();
   app.add_flag("--jit-compile", options.jit_compile, "record the step on a GPU");

@@ -353,6 +353,11 @@ extern "C" const PJRT_Api* GetPjrtApi() {
   api.PJRT_Event_OnReady = [](PJRT_Event_OnReady_Args* args) -> PJRT_Error* {
     return the_pod->hangs ? nullptr : cpu().PJRT_Event_OnReady(args);
   };
+  api.PJRT_Event_IsReady = [](PJRT_Event_IsReady_Args* args) -> PJRT_Error* {
+    if (!the_pod->hangs) return cpu().PJRT_Event_IsReady(args);
+    args->is_ready = false;
+    return nullptr;
+  };
   api.PJRT_LoadedExecutable_Execute = [](PJRT_LoadedExecutable_Execute_Args* args) -> PJRT_Error* {
     try {
       execute(*args);

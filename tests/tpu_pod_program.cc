@@ -79,7 +79,8 @@ void take_two() { TPUStrategy(TPUClusterResolver(), {.num_replicas = 2}); }
 // As if no other process were there.
 void be_alone() { TPUStrategy(TPUClusterResolver("", {.cluster = Cluster()})); }
 
-// The plugin ends the last host's process at a launch, so that the chief's devices wait for its.
+// The plugin ends the last host's process at a launch, so that the chief's devices wait for its. What the plugin waits
+// for is in the store of the Job that opened the devices, which is not the strategy's.
 void lose_one() {
   const auto topology = initialize_tpu_system();
   print("loop", numbers_of_loop(pod()));
@@ -109,6 +110,27 @@ void fail_on_one() {
   fit_with([](Sequential&, bool is_chief) {
     if (!is_chief) throw Error("the disk is full");
   });
+}
+
+// The last host cannot read its third batch, while the devices compute the second.
+void fail_to_read_on_one() {
+  const auto strategy = pod();
+  const auto scope = strategy.scope();
+  auto model = model_of({Flatten(), Dense(10)});
+  int batches = 0;
+  const auto data = pod_images().batch(24).map([&](Example batch) {
+    if (!strategy.is_chief() && batches++ == 2) throw Error("the file is cut short");
+    return batch;
+  });
+  try {
+    model.fit(data, {.verbose = 0});
+  } catch (const Error&) {
+    std::vector<double> weights;
+    for (const auto& parameter : unwrap(model.module()).module(0).parameters())
+      weights.push_back(parameter.square().sum().item<double>());
+    print("weights", weights);
+    throw;
+  }
 }
 
 void differ_in_learning_rate() {
@@ -147,6 +169,7 @@ int main(int, char** arguments) {
     if (act == "be alone") be_alone();
     if (act == "lose one") lose_one();
     if (act == "fail on one") fail_on_one();
+    if (act == "fail to read on one") fail_to_read_on_one();
     if (act == "differ in learning rate") differ_in_learning_rate();
     if (act == "differ in order") differ_in_order();
     if (act == "train alone") train_alone();

@@ -89,14 +89,14 @@ TEST(TpuPod, HostsThatWouldRunOtherProgramsAreRefused) {
         << output;
   }
   for (const auto& output : outputs("differ in shape")) {
-    EXPECT_NE(output.find("they would launch different ones: worker 0 the prediction step of the model with seed "),
+    EXPECT_NE(output.find("they would launch different ones: worker 0 the prediction step of model 1 "),
               std::string::npos)
         << output;
   }
   for (const char* const act : {"differ in order", "differ in learning rate"}) {
     std::string all;
     for (const auto& output : outputs(act)) {
-      EXPECT_NE(output.find("they would launch different ones: worker 0 the training step of the model with seed "),
+      EXPECT_NE(output.find("they would launch different ones: worker 0 the training step of model "),
                 std::string::npos)
           << act << ": " << output;
       all += output;
@@ -144,6 +144,16 @@ TEST(TpuPod, AHostThatFailsTellsTheOthersWhy) {
   EXPECT_NE(printed[0].find("the disk is full"), std::string::npos) << printed[0];
   EXPECT_NE(printed[1].find("error the disk is full"), std::string::npos) << printed[1];
   EXPECT_LT(std::chrono::steady_clock::now() - began, std::chrono::seconds(50));
+}
+
+// What all had launched before has ended, so that all can save their weights.
+TEST(TpuPod, WhereAHostCannotReadItsDataTheWeightsAreKept) {
+  const auto printed = outputs("fail to read on one");
+  for (const auto& output : printed) {
+    EXPECT_NE(output.find("the file is cut short"), std::string::npos) << output;
+    EXPECT_EQ(numbers(output, "weights").size(), 2) << output;
+    EXPECT_EQ(numbers(output, "weights"), numbers(printed[0], "weights"));
+  }
 }
 
 // Dropout's masks belong to a replica's number among all.

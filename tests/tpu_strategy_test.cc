@@ -247,6 +247,19 @@ TEST(Tpu, WhatIsNotThereIsNamed) {
   EXPECT_EQ(topology.kind, "cpu");
 }
 
+TEST(Tpu, AnOptimizerWithRanksOfItsOwnIsRefused) {
+  auto options = SGD().options();
+  options.gradient_ranks = GradientRanks{.ranks = Communicator(make_thread_groups(1)[0], 60)};
+  const auto scope = tpu(2).scope();
+  auto model = seed_cnn();
+  model.compile({.optimizer = Optimizer(SGD().shared_rule(), options),
+                 .loss = SparseCategoricalCrossentropy({.from_logits = true})});
+  expect_says(message_of<InvalidArgument>([&] {
+                model.build({1, 12, 12});
+              }),
+              "let TPUStrategy have the devices of all processes");
+}
+
 TEST(Tpu, CheckpointsGoFromStrategyToStrategy) {
   const auto data = images(1, 12);
   const auto path = testing::TempDir() + "tpu_checkpoint";

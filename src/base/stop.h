@@ -14,7 +14,8 @@ inline bool stop_requested_by(Deadline deadline, const std::stop_token& stop) {
   std::mutex mutex;
   std::condition_variable_any never;  // woken by `stop` alone
   std::unique_lock lock(mutex);
-  return never.wait_until(lock, stop, deadline.time(), [&] { return stop.stop_requested(); });
+  never.wait_until(lock, stop, deadline.time(), [&] { return stop.stop_requested(); });
+  return stop.stop_requested();  // what wait_until returns may be older
 }
 
 }  // namespace lockstep

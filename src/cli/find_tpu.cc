@@ -1,5 +1,7 @@
 #include "cli/find_tpu.h"
 
+#include <chrono>
+
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/cluster/cluster.h"
@@ -14,7 +16,8 @@ std::string find_tpu() {
       return text("not opened: this is host ", cluster.world.rank, " of the ", cluster.world.size,
                   " of a TPU, whose processes open it together");
     const auto path = pjrt::plugin_path("");
-    const auto client = pjrt::Client::create(pjrt::Plugin::load(path), pjrt::plugin_options({}));
+    const auto client = pjrt::Client::create(pjrt::Plugin::load(path), Deadline::after(std::chrono::seconds(60)),
+                                             pjrt::plugin_options({}));
     const auto& devices = client->devices();
     if (devices.empty()) return text("none (", path, " has no device)");
     return text(devices.size(), " x ", devices[0].kind, ", by ", path);

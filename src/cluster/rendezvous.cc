@@ -36,8 +36,7 @@ constexpr const char* kJob = "job";
 constexpr const char* kStore = "the store's address";
 
 int candidate_port(const Cluster& cluster, int index) {
-  std::uint64_t hash = static_cast<std::uint64_t>(index);
-  for (const char c : cluster.job) hash = mix(hash, static_cast<unsigned char>(c));
+  const auto hash = mix(hash_of(cluster.job), static_cast<std::uint64_t>(index));
   return kFirstPort + static_cast<int>(hash % kPorts);
 }
 
@@ -183,7 +182,7 @@ Rendezvous find_store(const Cluster& resolved, Deadline deadline) {
 
 Rendezvous rendezvous(const Cluster& cluster, Deadline deadline) {
   const WaitingNotice notice(text("rank ", cluster.world.rank, " of ", cluster.world.size, " (by ", cluster.source,
-                                  ") waits for the others to start"),
+                                  ") waits for the others to start, by the store at ", cluster.store),
                              deadline);
   auto found = find_store(cluster, deadline);
   take_place(found, deadline);

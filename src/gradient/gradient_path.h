@@ -54,7 +54,7 @@ class GradientPath {
  public:
   // With several processes the exchange inside each is one_pass. Collective over the strategy's workers where there are
   // several: throws InvalidArgument on all where their optimizers differ. Throws InvalidArgument for an optimizer with
-  // GradientRanks where there are several workers or state is sharded.
+  // GradientRanks where there are several workers, state is sharded, or devices run compiled programs.
   GradientPath(std::shared_ptr<ReplicatedParameters> parameters, const Optimizer& optimizer,
                const gradient::GradientPathOptions& options = {});
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/hash.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 
@@ -56,7 +57,7 @@ std::string problem_of(const std::vector<Announcement>& all) {
 
 Announcement Announcement::of(const std::string& call) {
   Announcement announcement;
-  announcement.hash = std::hash<std::string>()(call);
+  announcement.hash = hash_of(call);
   const auto shown = call.substr(0, announcement.text.size() - 1);
   std::copy(shown.begin(), shown.end(), announcement.text.begin());
   return announcement;

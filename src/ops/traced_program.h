@@ -152,8 +152,8 @@ class ProgramDevices {
   virtual const ProgramCounts& counts() const = 0;  // of this process
   virtual std::string describe() const = 0;         // what must be the same for all processes, in lines
 
-  // In which the plugins of several processes wait for each other's values; none: this process is alone.
-  virtual std::optional<Store> store() const = 0;
+  // Another process has failed: the plugin does not wait for what it would have told. Any thread may call.
+  virtual void fail_waiters(const std::string& reason) const = 0;
 
   // hosts: of each variable a tensor, or one for each replica. They are remembered by what is behind the handles, not
   // by their memory.
@@ -168,7 +168,6 @@ class ProgramDevices {
 struct ProgramProcesses {
   int rank = 0, size = 1;
   Store store;  // of these processes alone
-  double timeout_seconds = 0;
 };
 
 struct ProgramDevicesOptions {
@@ -177,6 +176,7 @@ struct ProgramDevicesOptions {
   std::string plugin;                                  // the path of a PJRT plugin; empty: as the environment says
   std::vector<std::pair<std::string, Value>> options;  // of the plugin's client
   int replicas = 0;                                    // of all processes; 0: one on each device
+  double timeout_seconds = 0;                          // until all processes have come, and devices are open
   std::optional<ProgramProcesses> processes = {};      // none: this one is alone
 };
 

@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <future>
+#include <thread>
 
 #include "base/text.h"
 #include "base/waiting_notice.h"
+#include "cluster/fail_waiters.h"
 #include "lockstep/base/device_error.h"
 #include "pjrt/named_values.h"
 
@@ -146,40 +149,54 @@ void Buffer::copy_to_host(void* to, std::size_t bytes, Deadline deadline) const 
   std::copy(copied->begin(), copied->end(), static_cast<char*>(to));
 }
 
-std::shared_ptr<Client> Client::create(const Plugin& plugin, const Options& options, std::optional<Store> store) {
-  const std::shared_ptr<Client> client(new Client(plugin));
-  client->store_ = std::move(store);
+// PJRT_Client_Create has no deadline, so a thread of its own calls it.
+std::shared_ptr<Client> Client::create(const Plugin& plugin, Deadline deadline, const Options& options,
+                                       std::optional<Store> store) {
+  const std::shared_ptr<Client> client(new Client(plugin, std::move(store)));
+  std::packaged_task<void()> open([client, options] { client->open(options); });
+  auto opened = open.get_future();
+  std::thread thread(std::move(open));
+  const WaitingNotice notice(
+      text(plugin.path(), " opens its devices; on a TPU of several hosts it waits for a process on each of them"),
+      deadline);
+  if (opened.wait_until(deadline.time()) == std::future_status::timeout) {
+    thread.detach();
+    throw DeadlineExceeded(text(plugin.path(), ": open the devices"), deadline.waited(), {}, kNoAnswer);
+  }
+  thread.join();
+  opened.get();
+  return client;
+}
+
+void Client::open(const Options& options) {
   const auto values = named_values(options);
   PJRT_Client_Create_Args args{.struct_size = PJRT_Client_Create_Args_STRUCT_SIZE,
                                .create_options = values.data(),
                                .num_options = values.size()};
-  if (client->store_) {
+  if (store_) {
     args.kv_get_callback = get_value;
     args.kv_put_callback = put_value;
     args.kv_try_get_callback = try_to_get_value;
-    args.kv_get_user_arg = args.kv_put_user_arg = args.kv_try_get_user_arg = &*client->store_;
+    args.kv_get_user_arg = args.kv_put_user_arg = args.kv_try_get_user_arg = &*store_;
   }
-  const WaitingNotice notice(
-      text(plugin.path(), " opens its devices; on a TPU of several hosts it waits for a process on each of them"));
   try {
-    plugin.call(&PJRT_Api::PJRT_Client_Create, args, text(plugin.path(), ": the plugin cannot use its devices"));
+    plugin_.call(&PJRT_Api::PJRT_Client_Create, args, text(plugin_.path(), ": the plugin cannot use its devices"));
   } catch (const Error&) {
     throw;
   } catch (const std::exception& error) {  // of the plugin itself: it reads an option as another type
     std::string names;
     for (const auto& [name, value] : options) names += text(names.empty() ? "" : ", ", name);
-    throw DeviceError(text(plugin.path(), ": the plugin does not take its options (", names, "): ", error.what()));
+    throw DeviceError(text(plugin_.path(), ": the plugin does not take its options (", names, "): ", error.what()));
   }
-  client->client_ = args.client;
+  client_ = args.client;
   PJRT_Client_PlatformName_Args name{.struct_size = PJRT_Client_PlatformName_Args_STRUCT_SIZE, .client = args.client};
-  plugin.call(&PJRT_Api::PJRT_Client_PlatformName, name, "the plugin's platform");
-  client->platform_.assign(name.platform_name, name.platform_name_size);
+  plugin_.call(&PJRT_Api::PJRT_Client_PlatformName, name, "the plugin's platform");
+  platform_.assign(name.platform_name, name.platform_name_size);
   PJRT_Client_AddressableDevices_Args here{.struct_size = PJRT_Client_AddressableDevices_Args_STRUCT_SIZE,
                                            .client = args.client};
-  plugin.call(&PJRT_Api::PJRT_Client_AddressableDevices, here, "list the devices");
+  plugin_.call(&PJRT_Api::PJRT_Client_AddressableDevices, here, "list the devices");
   for (std::size_t i = 0; i < here.num_addressable_devices; ++i)
-    client->devices_.push_back(describe(plugin, here.addressable_devices[i]));
-  return client;
+    devices_.push_back(describe(plugin_, here.addressable_devices[i]));
 }
 
 Client::~Client() {
@@ -205,6 +222,19 @@ std::vector<Device> Client::devices_of_all_processes() const {
   std::vector<Device> devices;
   for (std::size_t i = 0; i < args.num_devices; ++i) devices.push_back(describe(plugin_, args.devices[i]));
   return devices;
+}
+
+void Client::fail_waiters(const std::string& reason) const {
+  {
+    const MutexLock lock(mutex_);
+    if (failure_.empty()) failure_ = reason;
+  }
+  if (store_) cluster::fail_waiters(*store_, "", reason, Deadline::after(std::chrono::seconds(10)));
+}
+
+std::string Client::failure() const {
+  const MutexLock lock(mutex_);
+  return failure_;
 }
 
 Buffer Client::copy_to_device(const void* data, const Shape& shape, const Device& device) const {

@@ -9,6 +9,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/mutex.h"
 #include "lockstep/base/buffer.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/cluster/store.h"
@@ -63,8 +64,9 @@ class Buffer {
 // thread may call.
 class Client : public std::enable_shared_from_this<Client> {
  public:
-  // `store`: through which the plugins of several processes find each other. Throws DeviceError with the plugin's text.
-  static std::shared_ptr<Client> create(const Plugin& plugin, const Options& options = {},
+  // `store`: through which the plugins of several processes find each other. Throws DeviceError with the plugin's text,
+  // or DeadlineExceeded; a thread then stays in the plugin until the process ends.
+  static std::shared_ptr<Client> create(const Plugin& plugin, Deadline deadline, const Options& options = {},
                                         std::optional<Store> store = {});
   ~Client();
   Client(const Client&) = delete;
@@ -80,18 +82,28 @@ class Client : public std::enable_shared_from_this<Client> {
   // Begins to copy a value to a device; `data` may change when it returns.
   Buffer copy_to_device(const void* data, const Shape& shape, const Device& device) const;
 
-  const std::optional<Store>& store() const { return store_; }  // none: this process is alone
+  // Among others, whose values the plugin waits for.
+  bool has_other_processes() const { return store_.has_value(); }
+
+  // One of them has failed: waiting for what it has not told yet fails with `reason`, and the plugin may not be used
+  // with others any more.
+  void fail_waiters(const std::string& reason) const;
+
+  std::string failure() const;  // that reason; empty: none has failed
 
   PJRT_Client* handle() const { return client_; }
 
  private:
-  explicit Client(const Plugin& plugin) : plugin_(plugin) {}
+  Client(const Plugin& plugin, std::optional<Store> store) : plugin_(plugin), store_(std::move(store)) {}
+  void open(const Options& options);
 
   const Plugin& plugin_;
   std::optional<Store> store_;  // which the plugin's threads use
   PJRT_Client* client_ = nullptr;
   std::string platform_;
   std::vector<Device> devices_;
+  mutable Mutex mutex_;
+  mutable std::string failure_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
 }  // namespace lockstep::pjrt

@@ -1,9 +1,11 @@
 // Work that a plugin does in the background.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "lockstep/base/deadline.h"
 #include "pjrt/plugin.h"
@@ -18,11 +20,19 @@ class Event {
  public:
   Event(const Plugin& plugin, PJRT_Event* event);  // frees `event`
 
-  // Throws DeviceError with `what`, and the plugin's text, where the work failed; DeadlineExceeded where it has not
-  // ended by then; and what `check` throws, which is called about ten times a second. `used`: what the work uses, which
-  // is kept until it ends, also after that.
-  void wait(Deadline deadline, const std::string& what, std::shared_ptr<const void> used = nullptr,
-            const std::function<void()>& check = {}) const;
+  // Throws DeviceError with `what`, and the plugin's text, where the work failed; and DeadlineExceeded where it has not
+  // ended by then. `used`: what the work uses, which is kept until it ends, also after that.
+  void wait(Deadline deadline, const std::string& what, std::shared_ptr<const void> used = nullptr) const;
+
+  // For work on several devices, which may wait for each other: where it has failed on one, the others have the time
+  // `after_failure` to end. Throws the first failure as `wait` does, DeadlineExceeded where none has failed, and what
+  // `check` throws, which is called about ten times a second until there is a failure.
+  static void wait_for_all(const std::vector<Event>& events, Deadline deadline,
+                           std::chrono::duration<double> after_failure, const std::string& what,
+                           const std::function<void()>& check = {});
+
+  // Whether the work has ended, as far as the plugin tells.
+  bool has_ended() const noexcept;
 
  private:
   struct Free {

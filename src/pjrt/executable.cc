@@ -193,7 +193,7 @@ Topology Topology::create(const Plugin& plugin, const std::string& name, const O
                                             .topology_name_size = name.size(),
                                             .create_options = values.data(),
                                             .num_options = values.size()};
-  plugin.call(&PJRT_Api::PJRT_TopologyDescription_Create, args, text("the topology ", name));
+  plugin.call(&PJRT_Api::PJRT_TopologyDescription_Create, args, text("the topology ", name, " by ", plugin.path()));
   return {plugin, args.topology};
 }
 

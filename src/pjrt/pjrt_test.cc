@@ -18,7 +18,7 @@ namespace {
 Deadline soon() { return Deadline::after(std::chrono::seconds(60)); }
 
 std::shared_ptr<Client> cpu(std::int64_t devices) {
-  return Client::create(Plugin::load(CPU_PLUGIN), {{"cpu_device_count", devices}});
+  return Client::create(Plugin::load(CPU_PLUGIN), soon(), {{"cpu_device_count", devices}});
 }
 
 std::vector<float> floats(const Buffer& buffer) {
@@ -157,6 +157,7 @@ TEST(Pjrt, BadPluginsAreNamed) {
   expect_says(message_of<DeviceError>([] { Plugin::load("/nowhere/libtpu.so"); }),
               "there is no PJRT plugin /nowhere/libtpu.so: ");
   expect_says(message_of<DeviceError>([] { Plugin::load("libz.so.1"); }), "libz.so.1 is no PJRT plugin");
+  expect_says(message_of<DeviceError>([] { Plugin::load("/etc/passwd"); }), "/etc/passwd is no PJRT plugin: ");
   expect_says(message_of<DeviceError>([] { Plugin::load(OTHER_PLUGIN); }), " has version 7.0 of the PJRT API");
 }
 
@@ -177,11 +178,48 @@ TEST(Pjrt, OptionsAreTheProgramsElseTheEnvironments) {
   unsetenv("PJRT_PLUGIN_OPTIONS");
 }
 
+TEST(Pjrt, APluginThatNeverOpensItsDevicesIsGivenUpAtTheDeadline) {
+  const auto& plugin = Plugin::load(SILENT_PLUGIN);
+  expect_says(
+      message_of<DeadlineExceeded>([&] { Client::create(plugin, Deadline::after(std::chrono::milliseconds(20))); }),
+      text(plugin.path(), ": open the devices: gave up after 0.02"));
+}
+
 TEST(Pjrt, WorkThatNeverEndsIsGivenUpAtTheDeadline) {
   const Event event(Plugin::load(SILENT_PLUGIN), nullptr);
   expect_says(message_of<DeadlineExceeded>(
                   [&] { event.wait(Deadline::after(std::chrono::milliseconds(20)), "run a program"); }),
               "run a program");
+}
+
+// On devices that wait for each other.
+TEST(Pjrt, AFailureOfOneDeviceIsFoundWhileAnotherNeverEnds) {
+  const auto& plugin = Plugin::load(SILENT_PLUGIN);
+  PJRT_Event* const fails = reinterpret_cast<PJRT_Event*>(1);
+  for (const std::size_t failing : {0U, 1U}) {
+    std::vector<Event> events;
+    for (std::size_t i = 0; i < 2; ++i) events.emplace_back(plugin, i == failing ? fails : nullptr);
+    const auto began = Deadline::Clock::now();
+    const auto wait = [&] {
+      Event::wait_for_all(events, soon(), std::chrono::milliseconds(20), "run a program", [] { FAIL(); });
+    };
+    expect_says(message_of<DeviceError>(wait), "run a program: the chip halted (UNAVAILABLE)");
+    EXPECT_LT(Deadline::Clock::now() - began, std::chrono::seconds(30));
+    EXPECT_TRUE(events[failing].has_ended());
+    EXPECT_FALSE(events[1 - failing].has_ended());
+  }
+}
+
+TEST(Pjrt, WhoWaitsForSeveralDevicesIsAskedWhetherToGoOn) {
+  std::vector<Event> events;
+  for (int i = 0; i < 2; ++i) events.emplace_back(Plugin::load(SILENT_PLUGIN), nullptr);
+  const auto wait = [&](Deadline deadline, const std::function<void()>& check) {
+    Event::wait_for_all(events, deadline, std::chrono::milliseconds(20), "run a program", check);
+  };
+  expect_says(message_of<ClusterError>([&] { wait(soon(), [] { throw ClusterError("a worker is lost"); }); }),
+              "a worker is lost");
+  expect_says(message_of<DeadlineExceeded>([&] { wait(Deadline::after(std::chrono::milliseconds(20)), {}); }),
+              "run a program: gave up after 0.02");
 }
 
 TEST(Pjrt, TransposedProductsAreProductsInTheOtherOrder) {

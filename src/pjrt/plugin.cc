@@ -17,15 +17,19 @@ namespace lockstep::pjrt {
 namespace {
 
 constexpr const char* kHowToGetOne =
-    "on a Cloud TPU VM, `pip install libtpu` and set PJRT_PLUGIN_LIBRARY_PATH to the libtpu.so that it installs";
+    "on a Cloud TPU VM, `pip install libtpu` and set PJRT_PLUGIN_LIBRARY_PATH to the libtpu.so that it installs; for "
+    "other devices, to theirs";
 
 // The parts of the API up to its last function that is called here; what newer headers have behind it is not used.
 constexpr std::size_t kLeastApiSize = PJRT_STRUCT_SIZE(PJRT_Api, PJRT_Executable_GetCompiledMemoryStats);
 
 const PJRT_Api& api_of(const std::string& path) {
   void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr)
-    throw DeviceError(text("there is no PJRT plugin ", path, ": ", dlerror(), "; ", kHowToGetOne));
+  if (library == nullptr) {
+    const std::string reason = dlerror();
+    if (access(path.c_str(), F_OK) == 0) throw DeviceError(text(path, " is no PJRT plugin: ", reason));
+    throw DeviceError(text("there is no PJRT plugin ", path, ": ", reason, "; ", kHowToGetOne));
+  }
   const auto get = reinterpret_cast<const PJRT_Api* (*)()>(dlsym(library, "GetPjrtApi"));
   if (get == nullptr) throw DeviceError(text(path, " is no PJRT plugin: it has no function GetPjrtApi"));
   const auto* const api = get();

@@ -22,7 +22,8 @@ namespace {
 // In rounds of about 20 ns: long enough where replicas end their backward at nearly the same time.
 constexpr int kSpinRounds = 2000;
 
-constexpr std::chrono::seconds kForLaunched(10);  // programs, when something else has failed
+// How long a worker that fails between a launch and its results waits for the launch to end.
+constexpr std::chrono::seconds kToEndLaunch(10);
 
 strategy::StrategySettings checked(strategy::StrategySettings settings) {
   std::set<std::string> seen;
@@ -72,8 +73,10 @@ StrategyImpl::StrategyImpl(strategy::StrategySettings settings)
   if (settings_.partition.size > 1) pin_current_thread(settings_.partition.cpus());
   workers_.check_all_agree("strategies", describe());
   seed_ = std::stoull(workers_.broadcast(std::to_string(seed_)));
-  if (programs() != nullptr)
-    watch_.emplace(workers_.with_group(job_->group(settings_.workers->group)), *programs()->store());
+  if (programs() != nullptr) {
+    watch_.emplace(workers_.with_group(job_->group(settings_.workers->group)),
+                   [devices = programs()](const std::string& reason) { devices->fail_waiters(reason); });
+  }
 }
 
 std::string StrategyImpl::describe() const {
@@ -94,9 +97,10 @@ std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram&
                                                            const std::function<void()>& meanwhile) {
   try {
     if (meanwhile) meanwhile();
-  } catch (const PeerLost&) {  // whose devices may not have launched it
+  } catch (const PeerLost&) {  // whose devices compute it no more
     throw;
-  } catch (const Aborted&) {  // by another worker, likewise
+  } catch (const Aborted&) {  // another worker has failed, and told this one
+    await(launched);
     throw;
   } catch (const std::exception& error) {
     if (workers_.size() > 1) {
@@ -111,10 +115,10 @@ std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram&
   return results;
 }
 
-// So that its variables are kept: where this worker alone failed, all have launched it, and it ends soon.
+// So that its variables are kept: all workers have launched it, so it ends, whatever fails after that.
 void StrategyImpl::await(ops::LaunchedProgram& launched) {
   try {
-    launched.results(Deadline::after(kForLaunched), {});
+    launched.results(Deadline::after(kToEndLaunch), {});
   } catch (const std::exception&) {
   }
 }

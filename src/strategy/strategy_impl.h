@@ -140,6 +140,9 @@ class StrategyImpl {
   // Trainings that workers make are numbered, equally in all.
   std::int64_t next_training() { return trainings_++; }
 
+  // Models whose steps are compiled, likewise, as they are built, from 1.
+  std::int64_t next_model() { return ++models_; }
+
   // Where the variables are on parameter servers: this process among the others; else null.
   parameter_server::ServerCluster* servers() const { return settings_.servers.get(); }
 
@@ -228,6 +231,7 @@ class StrategyImpl {
   std::uint64_t runs_ = 0, loops_ = 0;
   std::atomic<std::uint64_t> ended_runs_ = 0;
   std::int64_t trainings_ = 0;
+  std::int64_t models_ = 0;
   elastic::Sections::Completed completed_sections_;
   std::vector<std::weak_ptr<GradientPath>> paths_of_loops_;
   strategy::ReplicaThreads threads_;

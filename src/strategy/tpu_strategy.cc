@@ -1,13 +1,17 @@
 #include "lockstep/strategy/tpu_strategy.h"
 
+#include <chrono>
 #include <cstdlib>
 
 #include "base/text.h"
+#include "cluster/fail_waiters.h"
 #include "lockstep/base/device_error.h"
 #include "strategy/strategy_impl.h"
 
 namespace lockstep {
 namespace {
+
+constexpr std::chrono::seconds kToTell(10);
 
 // A TPU's devices, and the processes that use them together; none: this one is alone.
 struct System {
@@ -34,7 +38,7 @@ void telling_others(const Job& job, const Act& act) {
   } catch (const std::exception& error) {
     const auto& world = job.world();
     const auto reason = text("rank ", world.rank, " on ", world.host, ": ", error.what());
-    strategy::fail_waiters(store_of(job), reason);
+    cluster::fail_waiters(store_of(job), "", reason, Deadline::after(kToTell));
     job.fail_waiters(reason);
     throw;
   }
@@ -48,7 +52,7 @@ System open(const TPUClusterResolver& resolver, int replicas) {
         "configured");
   }
   const auto& options = resolver.options();
-  ops::ProgramDevicesOptions wanted{options.plugin, options.plugin_options, replicas};
+  ops::ProgramDevicesOptions wanted{options.plugin, options.plugin_options, replicas, options.start_timeout_seconds};
   System system{.job = job_of(options)};
   if (!system.job) {
     system.devices = open_devices(wanted);
@@ -56,7 +60,7 @@ System open(const TPUClusterResolver& resolver, int replicas) {
   }
   const auto& world = system.job->world();
   const auto store = store_of(*system.job);
-  wanted.processes.emplace(ops::ProgramProcesses{world.rank, world.size, store, options.start_timeout_seconds});
+  wanted.processes.emplace(ops::ProgramProcesses{world.rank, world.size, store});
   telling_others(*system.job, [&] { system.devices = open_devices(wanted); });
   return system;
 }
@@ -81,6 +85,10 @@ std::shared_ptr<StrategyImpl> make_strategy(const TPUClusterResolver& resolver, 
 
 TPUClusterResolver::TPUClusterResolver(std::string tpu, TPUClusterResolverOptions options)
     : tpu_(std::move(tpu)), options_(std::move(options)) {
+  if (!(options_.start_timeout_seconds > 0)) {
+    throw InvalidArgument(
+        text("TPUClusterResolver: start_timeout_seconds is ", options_.start_timeout_seconds, "; it must be above 0"));
+  }
   if (tpu_.empty() || tpu_ == "local") return;
   const char* const here = std::getenv("TPU_NAME");
   if (here != nullptr && tpu_ == here) return;

@@ -14,16 +14,9 @@ constexpr std::chrono::seconds kForLastResults(10);  // of what all have launche
 
 }  // namespace
 
-void fail_waiters(const Store& store, const std::string& reason) {
-  try {
-    store.fail_waiters("", reason, Deadline::after(std::chrono::seconds(10)));
-  } catch (const Error&) {
-  }
-}
-
-WorkerWatch::WorkerWatch(Communicator workers, Store store)
+WorkerWatch::WorkerWatch(Communicator workers, std::function<void(const std::string& reason)> on_failure)
     : workers_(std::move(workers)),
-      store_(std::move(store)),
+      on_failure_(std::move(on_failure)),
       thread_([this](const std::stop_token& stop) { watch(stop); }) {}
 
 // Where an exception destroys it, the others wait for results that will not come.
@@ -57,7 +50,7 @@ void WorkerWatch::watch(const std::stop_token& stop) {
       const std::lock_guard lock(mutex_);
       failure_ = std::current_exception();
     }
-    fail_waiters(store_, error.what());
+    on_failure_(error.what());
   }
 }
 

@@ -2,25 +2,21 @@
 #pragma once
 
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
 
-#include "lockstep/cluster/store.h"
 #include "lockstep/collective/communicator.h"
 
 namespace lockstep::strategy {
 
-// Waiting for keys of `store` throws `reason` from now on. Does nothing where the store is gone, and nobody waits
-// there.
-void fail_waiters(const Store& store, const std::string& reason);
-
 // Its thread calls the other workers' watches once a second. Any thread may call.
 class WorkerWatch {
  public:
-  // `workers`: with a Group that nothing else uses. Where one is lost or fails, so does waiting for keys of `store`.
-  WorkerWatch(Communicator workers, Store store);
+  // `workers`: with a Group that nothing else uses. `on_failure`: called by the thread where one is lost or has failed.
+  WorkerWatch(Communicator workers, std::function<void(const std::string& reason)> on_failure);
 
   // Leaves, and so ends the others' watches. After at most a second, where no worker is lost.
   ~WorkerWatch();
@@ -38,7 +34,7 @@ class WorkerWatch {
   void watch(const std::stop_token& stop);
 
   const Communicator workers_;
-  const Store store_;
+  const std::function<void(const std::string& reason)> on_failure_;
   mutable std::mutex mutex_;
   std::exception_ptr failure_;             // guarded by mutex_
   std::optional<Deadline> after_leaving_;  // of another worker; likewise

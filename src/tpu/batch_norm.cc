@@ -4,6 +4,9 @@
 
 #include <vector>
 
+#include "base/text.h"
+#include "lockstep/base/error.h"
+
 namespace lockstep::tpu {
 namespace {
 
@@ -46,6 +49,10 @@ std::vector<std::int64_t> all_but_channels(std::int64_t rank) {
 }
 
 at::Tensor along_channels(const at::Tensor& values, const at::Tensor& x) {
+  if (values.numel() != x.size(1)) {
+    throw InvalidArgument(text("a batch norm's weight, bias or statistics have ", values.numel(), " elements; x has ",
+                               x.size(1), " channels"));
+  }
   std::vector<std::int64_t> sizes(static_cast<std::size_t>(x.dim()), 1);
   sizes[1] = values.size(0);
   return values.reshape(sizes);

@@ -20,6 +20,8 @@ class OperatorHandle;
 namespace lockstep::tpu {
 
 class Trace;
+std::string name_of_operator(const c10::OperatorHandle& operation);  // "aten::add.Tensor"
+
 using pjrt::Shape;
 using pjrt::Value;
 using Sizes = std::vector<std::int64_t>;
@@ -31,6 +33,8 @@ class Call {
   const std::string& name() const { return name_; }  // "aten::add.Tensor"
   pjrt::ProgramText& program();
   bool is_for_cpu() const;  // Trace::Target::cpu
+
+  bool writes_several() const { return writes_several_; }
 
   // The arguments, by their places in the operator's schema.
   bool has(std::size_t i) const;  // not None
@@ -57,6 +61,9 @@ class Call {
 
   // Throws Error with the operator's name.
   [[noreturn]] void refuse(const std::string& why) const;
+  [[noreturn]] void refuse_arguments(const std::string& why) const;  // InvalidArgument: LibTorch refuses them as well
+  void require(bool holds, const std::string& otherwise) const;      // likewise
+  void require_equal_dtypes(std::size_t i, std::size_t k) const;     // of two tensors
   std::string place() const;
   [[noreturn]] void refuse_unknown() const;  // an operator without lowering
 
@@ -78,7 +85,7 @@ class Call {
   torch::jit::Stack& stack_;
   std::vector<c10::IValue> arguments_;
   std::vector<std::optional<Value>> results_;
-  bool wraps_ = false;
+  bool wraps_ = false, writes_several_ = false;
   at::Tensor out_;  // which gets the result: an argument `out`, or what the operator changes in place
 };
 

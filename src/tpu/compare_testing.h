@@ -21,7 +21,8 @@ using Tensors = std::vector<at::Tensor>;
 using Function = std::function<at::Tensor(const Tensors&)>;
 
 inline std::shared_ptr<pjrt::Client> cpu() {
-  static const auto client = pjrt::Client::create(pjrt::Plugin::load(CPU_PLUGIN));
+  static const auto client =
+      pjrt::Client::create(pjrt::Plugin::load(CPU_PLUGIN), Deadline::after(std::chrono::seconds(60)));
   return client;
 }
 

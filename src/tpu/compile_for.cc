@@ -85,6 +85,7 @@ class CompileFor final : public ops::ProgramDevices {
                                          as_on_machines(chips_))),
         replicas_(options.replicas == 0 ? topology_.devices() : options.replicas) {
     std::set_terminate(end_uncaught);
+    const Trace before_the_first_backward;
   }
 
   int replicas() const override { return replicas_; }
@@ -92,7 +93,7 @@ class CompileFor final : public ops::ProgramDevices {
   std::string kind() const override { return topology_.kind(); }
   const ops::ProgramCounts& counts() const override { return counts_; }
   std::string describe() const override { return ""; }
-  std::optional<Store> store() const override { return std::nullopt; }
+  void fail_waiters(const std::string&) const override {}  // there are no other processes
   std::unique_ptr<ops::DeviceVariables> variables(std::vector<Tensors> hosts) override {
     return variables_.add({}, std::move(hosts));
   }

@@ -17,29 +17,34 @@ namespace lockstep::tpu {
 namespace {
 
 // A plugin's client, which is one for the process while anything uses it: chips cannot be opened twice.
-std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const ops::ProgramDevicesOptions& devices) {
+std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const ops::ProgramDevicesOptions& devices,
+                                              Deadline deadline) {
   const auto options = pjrt::plugin_options(devices.options);
   static Mutex mutex;
   static std::map<std::pair<std::string, pjrt::Options>, std::weak_ptr<const pjrt::Client>> clients;  // guarded by it
   const MutexLock lock(mutex);
   auto& known = clients[{plugin.path(), options}];
   if (auto client = known.lock()) {
-    if (client->store().has_value() == devices.processes.has_value()) return client;
+    if (!client->failure().empty()) {
+      throw ClusterError(text(plugin.path(),
+                              ": the devices are still open from a training with a process that failed (",
+                              client->failure(), "): start all processes again"));
+    }
+    if (client->has_other_processes() == devices.processes.has_value()) return client;
     throw InvalidArgument(text(plugin.path(),
                                ": a strategy of this process alone, and one of several processes, cannot ",
                                "use the same devices at the same time"));
   }
   std::optional<Store> store;
   if (devices.processes) store = devices.processes->store.prefixed("plugin/");
-  const std::shared_ptr<const pjrt::Client> made = pjrt::Client::create(plugin, options, store);
+  const std::shared_ptr<const pjrt::Client> made = pjrt::Client::create(plugin, deadline, options, store);
   known = made;
   return made;
 }
 
 // What each process says, by rank.
-std::vector<std::string> exchange(const ops::ProgramProcesses& processes, const std::string& what,
+std::vector<std::string> exchange(const ops::ProgramProcesses& processes, Deadline deadline, const std::string& what,
                                   const std::string& mine) {
-  const auto deadline = Deadline::after(std::chrono::duration<double>(processes.timeout_seconds));
   std::vector<std::string> keys;
   for (int rank = 0; rank < processes.size; ++rank) keys.push_back(text(what, "/", rank));
   processes.store.set(keys[static_cast<std::size_t>(processes.rank)], mine, deadline);
@@ -47,12 +52,13 @@ std::vector<std::string> exchange(const ops::ProgramProcesses& processes, const 
 }
 
 // Those of all processes, in the order of the processes' ranks, which the plugin may number otherwise.
-std::vector<pjrt::Device> in_order_of_ranks(const pjrt::Client& client, const ops::ProgramProcesses& processes) {
+std::vector<pjrt::Device> in_order_of_ranks(const pjrt::Client& client, const ops::ProgramProcesses& processes,
+                                            Deadline deadline) {
   const auto all = client.devices_of_all_processes();
   const auto here = client.devices().size();
   std::vector<pjrt::Device> in_order;
   bool are_equal = true;
-  for (const auto& number : exchange(processes, "number in the plugin", std::to_string(client.process()))) {
+  for (const auto& number : exchange(processes, deadline, "number in the plugin", std::to_string(client.process()))) {
     const auto before = in_order.size();
     for (const auto& device : all)
       if (std::to_string(device.process) == number) in_order.push_back(device);
@@ -74,11 +80,12 @@ void check_alone(const pjrt::Client& client) {
                          "`lockstep run -H host0,host1`, or with TPU_WORKER_ID and TPU_WORKER_HOSTNAMES set"));
 }
 
-std::vector<pjrt::Device> devices_of_replicas(const pjrt::Client& client, const ops::ProgramDevicesOptions& options) {
+std::vector<pjrt::Device> devices_of_replicas(const pjrt::Client& client, const ops::ProgramDevicesOptions& options,
+                                              Deadline deadline) {
   const auto& plugin = client.plugin().path();
   if (client.devices().empty()) throw DeviceError(text(plugin, ": the plugin has no device in this process"));
   if (!options.processes) check_alone(client);
-  auto devices = options.processes ? in_order_of_ranks(client, *options.processes) : client.devices();
+  auto devices = options.processes ? in_order_of_ranks(client, *options.processes, deadline) : client.devices();
   const int count = static_cast<int>(devices.size());
   const bool takes_all = options.processes.has_value();
   if (options.replicas < 0 || options.replicas > count ||
@@ -93,13 +100,14 @@ std::vector<pjrt::Device> devices_of_replicas(const pjrt::Client& client, const 
 }
 
 Replicas open(const ops::ProgramDevicesOptions& options) {
+  const auto deadline = Deadline::after(std::chrono::duration<double>(options.timeout_seconds));
   const auto& plugin = pjrt::Plugin::load(pjrt::plugin_path(options.plugin));
-  // A plugin may wait for the others' without a deadline.
-  if (options.processes) exchange(*options.processes, "plugin is loaded", plugin.path());
-  Replicas replicas{.client = client_of(plugin, options)};
+  // A process that has no plugin ends the others' wait here, before theirs wait for it.
+  if (options.processes) exchange(*options.processes, deadline, "plugin is loaded", plugin.path());
+  Replicas replicas{.client = client_of(plugin, options, deadline)};
   if (options.processes) replicas.launches = std::make_shared<int>(0);
   const int process = replicas.client->process();
-  for (const auto& device : devices_of_replicas(*replicas.client, options)) {
+  for (const auto& device : devices_of_replicas(*replicas.client, options, deadline)) {
     replicas.of_all_processes.push_back(device.id);
     if (device.process == process) replicas.devices.push_back(device);
   }

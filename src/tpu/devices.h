@@ -26,7 +26,7 @@ class Devices final : public ops::ProgramDevices {
   std::string kind() const override { return replicas_.devices[0].kind; }
   const ops::ProgramCounts& counts() const override { return counts_; }
   std::string describe() const override;
-  std::optional<Store> store() const override { return replicas_.client->store(); }
+  void fail_waiters(const std::string& reason) const override { replicas_.client->fail_waiters(reason); }
   std::unique_ptr<ops::DeviceVariables> variables(std::vector<Tensors> hosts) override;
   std::unique_ptr<ops::CompiledProgram> compile(const Step& step) override;
 

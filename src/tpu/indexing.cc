@@ -113,6 +113,10 @@ void scatter_add(Call& call) {
 // Slices along a dimension, [index].
 void index_select(Call& call) {
   const auto x = call.value(0), index = call.value(2);
+  call.require(
+      index.shape.sizes.size() <= 1 && (index.shape.dtype == DType::int64 || index.shape.dtype == DType::int32),
+      text("its index has ", index.shape.sizes.size(), " dimensions, and the dtype ", name_of(index.shape.dtype),
+           "; it must have at most one, of integers"));
   const auto rank = x.shape.sizes.size();
   const auto dimension = call.dimension(call.integer(1), rank);
   auto sizes = x.shape.sizes, slice = x.shape.sizes, offsets = all_dimensions(rank);

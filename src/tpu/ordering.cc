@@ -1,6 +1,7 @@
 // Sorting, sums along a dimension, and sequences of numbers.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "base/text.h"
@@ -139,7 +140,11 @@ void identity(Call& call, const Sizes& sizes, std::size_t dtype) {
 void flip(Call& call) {
   const auto x = call.value(0);
   Sizes dimensions;
-  for (const auto i : call.integers(1)) dimensions.push_back(call.dimension(i, x.shape.sizes.size()));
+  for (const auto i : call.integers(1)) {
+    dimensions.push_back(call.dimension(i, x.shape.sizes.size()));
+    call.require(std::count(dimensions.begin(), dimensions.end(), dimensions.back()) == 1,
+                 text("it has the dimension ", i, " twice"));
+  }
   call.returns({call.program().add("stablehlo.reverse", {x}, x.shape, "dimensions = " + pjrt::array_of(dimensions))});
 }
 

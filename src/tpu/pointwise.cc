@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "base/text.h"
 #include "ops/dtypes.h"
 #include "tpu/call.h"
 
@@ -91,6 +92,15 @@ Lowering binary(const char* operation, bool to_floating = false) {
   };
 }
 
+Lowering of_bits(const char* operation) {
+  return [operation](Call& call) {
+    const auto x = promoted(call, {0, 1});
+    call.require(!is_floating(x[0].shape.dtype),
+                 text("its tensors have the dtype ", name_of(x[0].shape.dtype), "; they must be integers or Bool"));
+    call.returns({call.program().binary(operation, x[0], x[1])});
+  };
+}
+
 // a + alpha b, or a - alpha b; `reversed`: b - alpha a.
 Lowering sum(const char* operation, bool reversed = false) {
   return [=](Call& call) {
@@ -113,7 +123,13 @@ Value is_true(Call& call, const Value& x) {
   return x.shape.dtype == DType::boolean ? x : call.program().compare("NE", x, call.program().constant(0, x.shape));
 }
 
+void require_mask(const Call& call, std::size_t i) {
+  const auto dtype = call.tensor(i).scalar_type();
+  call.require(dtype == at::kBool || dtype == at::kByte, text("its mask has the dtype ", dtype, "; it must be Bool"));
+}
+
 void where(Call& call) {
+  require_mask(call, 0);
   const auto x = promoted(call, {1, 2});
   const auto condition = is_true(call, call.value(0));
   const auto sizes = common_sizes({condition, x[0]});
@@ -235,7 +251,8 @@ Lowering sum_of_two(const char* operation) {
 
 // x, but the value where the mask says so.
 void masked_fill(Call& call) {
-  const auto x = call.value(0), mask = call.value(1);
+  require_mask(call, 1);
+  const auto x = call.value(0), mask = is_true(call, call.value(1));
   const auto sizes = common_sizes({x, mask});
   const auto with = call.argument(2).isTensor() ? call.program().convert(call.value(2), x.shape.dtype)
                                                 : call.number(2, {x.shape.dtype, {}});
@@ -312,8 +329,8 @@ void add_pointwise(Lowerings& table) {
   table["aten::maximum"] = binary("stablehlo.maximum");
   table["aten::minimum"] = binary("stablehlo.minimum");
   table["aten::atan2"] = binary("stablehlo.atan2", true);
-  table["aten::bitwise_and.Tensor"] = binary("stablehlo.and");
-  table["aten::bitwise_or.Tensor"] = binary("stablehlo.or");
+  table["aten::bitwise_and.Tensor"] = of_bits("stablehlo.and");
+  table["aten::bitwise_or.Tensor"] = of_bits("stablehlo.or");
   table["aten::logical_and"] = logical("stablehlo.and");
   table["aten::logical_or"] = logical("stablehlo.or");
   table["aten::logical_not"] = logical_not;

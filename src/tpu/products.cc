@@ -1,13 +1,24 @@
 // Products of matrices.
+#include "base/text.h"
 #include "tpu/call.h"
 
 namespace lockstep::tpu {
 namespace {
 
-void mm(Call& call) { call.returns({call.program().dot(call.value(0), call.value(1), {1}, {0})}); }
-void bmm(Call& call) { call.returns({call.program().dot(call.value(0), call.value(1), {2}, {1}, {0}, {0})}); }
-void mv(Call& call) { call.returns({call.program().dot(call.value(0), call.value(1), {1}, {0})}); }
-void dot(Call& call) { call.returns({call.program().dot(call.value(0), call.value(1), {0}, {0})}); }
+// Of arguments i and i + 1, over a dimension of each, for each index of the batch dimensions.
+Value product(Call& call, std::size_t i, std::int64_t dimension, std::int64_t other, const Sizes& batch = {}) {
+  call.require_equal_dtypes(i, i + 1);
+  const auto a = call.value(i), b = call.value(i + 1);
+  const auto of_a = a.shape.sizes[static_cast<std::size_t>(dimension)];
+  const auto of_b = b.shape.sizes[static_cast<std::size_t>(other)];
+  call.require(of_a == of_b, text("the sizes of its tensors differ: ", of_a, " and ", of_b));
+  return call.program().dot(a, b, {dimension}, {other}, batch, batch);
+}
+
+void mm(Call& call) { call.returns({product(call, 0, 1, 0)}); }
+void bmm(Call& call) { call.returns({product(call, 0, 2, 1, {0})}); }
+void mv(Call& call) { call.returns({product(call, 0, 1, 0)}); }
+void dot(Call& call) { call.returns({product(call, 0, 0, 0)}); }
 
 // beta x + alpha product, x spread to the product's sizes.
 void add_to(Call& call, const Value& product) {
@@ -22,8 +33,8 @@ void add_to(Call& call, const Value& product) {
   call.returns({program.binary("stablehlo.add", summand_of_x, scaled(product, 4))});
 }
 
-void addmm(Call& call) { add_to(call, call.program().dot(call.value(1), call.value(2), {1}, {0})); }
-void baddbmm(Call& call) { add_to(call, call.program().dot(call.value(1), call.value(2), {2}, {1}, {0}, {0})); }
+void addmm(Call& call) { add_to(call, product(call, 1, 1, 0)); }
+void baddbmm(Call& call) { add_to(call, product(call, 1, 2, 1, {0})); }
 
 }  // namespace
 

@@ -173,6 +173,8 @@ struct Softmax {
 };
 Softmax softmax_in(Call& call) {
   const auto x = call.value(0);
+  call.require(pjrt::is_floating(x.shape.dtype),
+               text("the input's dtype is ", name_of(x.shape.dtype), "; it must be a floating point type"));
   return {precise(call, x), call.dimension(call.integer(1), x.shape.sizes.size()),
           call.flag(2) ? DType::float32 : x.shape.dtype};
 }
@@ -251,6 +253,8 @@ Value class_weights(Call& call, const Shape& shape, std::size_t place) {
 void nll_loss(Call& call) {
   auto& program = call.program();
   const auto x = call.value(0);
+  const auto labels = call.tensor(1).scalar_type();
+  call.require(labels == at::kLong || labels == at::kByte, text("the target's dtype is ", labels, "; it must be Long"));
   const auto is_target = at_class(call, call.value(1), x.shape, call.integer(4));
   const auto weights = class_weights(call, x.shape, 2);
   const auto losses = only_where(call, is_target, scaled(call, program.binary("stablehlo.multiply", x, weights), -1));

@@ -17,8 +17,10 @@ namespace lockstep::tpu {
 namespace {
 
 using Buffers = std::vector<std::vector<pjrt::Buffer>>;
+using Used = std::vector<std::shared_ptr<const Variable::Values>>;
 
-constexpr std::chrono::seconds kAfterFailure(10);  // of another device of the same run
+// How long the other devices of a run may take to end when one has failed.
+constexpr std::chrono::seconds kAfterFailure(10);
 
 // What `act` returns; errors say which step it was.
 template <class Act>
@@ -34,50 +36,31 @@ auto naming_step(const std::string& name, const Act& act) {
 
 class Launched final : public ops::LaunchedProgram {
  public:
-  // used: what the run uses beside the variables' present values.
-  Launched(std::string name, Buffers results, std::vector<pjrt::Event> ends, Buffers used,
-           std::vector<std::shared_ptr<Variable>> variables)
+  // used: what the run uses and makes beside its results. changed: the variables whose values it makes.
+  Launched(std::string name, Buffers results, std::vector<pjrt::Event> ends, Used used,
+           std::vector<std::shared_ptr<Variable>> changed)
       : name_(std::move(name)),
         results_(std::move(results)),
         ends_(std::move(ends)),
         used_(std::move(used)),
-        variables_(std::move(variables)) {}
+        changed_(std::move(changed)) {}
 
-  // To free what a run uses and makes would wait for its end, without a deadline: so, where that was not seen, it is
+  // To free what a run uses and makes would wait for its end, without a deadline: so, where it has not ended, it is
   // kept for the rest of the process.
   ~Launched() override {
-    if (has_ended_) return;
-    new std::pair<Buffers, Buffers>(std::move(results_), std::move(used_));
-    for (const auto& variable : variables_) new std::vector<pjrt::Buffer>(variable->abandon());
+    if (std::all_of(ends_.begin(), ends_.end(), [](const pjrt::Event& end) { return end.has_ended(); })) return;
+    new std::pair<Buffers, Used>(std::move(results_), std::move(used_));
+    for (const auto& variable : changed_) variable->lose();
   }
   Launched(const Launched&) = delete;
   Launched& operator=(const Launched&) = delete;
 
   std::vector<std::vector<at::Tensor>> results(Deadline deadline, const std::function<void()>& check) override {
-    wait(deadline, check);
+    pjrt::Event::wait_for_all(ends_, deadline, kAfterFailure, text(name_, ": run a program"), check);
     return naming_step(name_, [&] { return read(deadline); });
   }
 
  private:
-  // For all devices: where one has failed, another may still wait for it, and is given some time.
-  void wait(Deadline deadline, const std::function<void()>& check) {
-    std::exception_ptr failure;
-    for (const auto& end : ends_) {
-      try {
-        end.wait(deadline, text(name_, ": run a program"), nullptr, check);
-      } catch (const DeviceError&) {
-        if (failure) continue;
-        failure = std::current_exception();
-        deadline = Deadline::after(kAfterFailure);
-      } catch (const std::exception&) {  // which is a consequence of the failure, where there is one
-        if (failure) std::rethrow_exception(failure);
-        throw;
-      }
-    }
-    has_ended_ = true;
-    if (failure) std::rethrow_exception(failure);
-  }
-
   std::vector<std::vector<at::Tensor>> read(Deadline deadline) const {
     std::vector<std::vector<at::Tensor>> read;
     for (const auto& mine : results_) {
@@ -94,9 +77,8 @@ class Launched final : public ops::LaunchedProgram {
   const std::string name_;
   Buffers results_;
   const std::vector<pjrt::Event> ends_;  // [replica]
-  Buffers used_;
-  const std::vector<std::shared_ptr<Variable>> variables_;
-  bool has_ended_ = false;
+  Used used_;
+  const std::vector<std::shared_ptr<Variable>> changed_;
 };
 
 // Of one step a scalar, or, of an array, one element.
@@ -161,21 +143,22 @@ std::vector<std::pair<int, pjrt::Buffer>> StepProgram::numbers(const Launch& lau
 }
 
 std::unique_ptr<ops::LaunchedProgram> StepProgram::run(const std::vector<std::vector<const pjrt::Buffer*>>& arguments,
-                                                       Buffers kept) {
+                                                       Used used_values) {
   for (const auto& used : layout_.variables)
-    if (used.result >= 0) kept.push_back(used.variable->take());
+    if (used.result >= 0) used.variable->lose();
   const int launch = replicas_.launches == nullptr ? 0 : number_of(hash_, ++*replicas_.launches);
   auto [outputs, ends] = naming_step(name_, [&] { return executable_->run(arguments, launch); });
-  std::vector<std::shared_ptr<Variable>> variables;
+  std::vector<std::shared_ptr<Variable>> changed;
   for (const auto& used : layout_.variables) {
-    variables.push_back(used.variable);
     if (used.result < 0) continue;
-    std::vector<pjrt::Buffer> values;
+    Variable::Values values;
     for (auto& of_replica : outputs) values.push_back(std::move(of_replica[static_cast<std::size_t>(used.result)]));
-    used.variable->give(std::move(values));
+    used_values.push_back(used.variable->give(std::move(values)));
+    changed.push_back(used.variable);
   }
   for (auto& of_replica : outputs) of_replica.erase(of_replica.begin() + layout_.results, of_replica.end());
-  return std::make_unique<Launched>(name_, std::move(outputs), std::move(ends), std::move(kept), std::move(variables));
+  return std::make_unique<Launched>(name_, std::move(outputs), std::move(ends), std::move(used_values),
+                                    std::move(changed));
 }
 
 std::unique_ptr<ops::LaunchedProgram> StepProgram::launch(Launch launch) {
@@ -194,11 +177,13 @@ std::unique_ptr<ops::LaunchedProgram> StepProgram::launch(Launch launch) {
     }
     for (std::size_t k = 0; k < own.size(); ++k) arguments[i][static_cast<std::size_t>(places[k])] = &own[k];
   }
+  Used used_values;
+  for (auto& of_replica : copies) used_values.push_back(std::make_shared<Variable::Values>(std::move(of_replica)));
   for (const auto& used : layout_.variables) {
-    const auto& values = used.variable->values();
+    const auto& values = *used_values.emplace_back(used.variable->values());
     for (std::size_t i = 0; i < count; ++i) arguments[i][static_cast<std::size_t>(used.argument)] = &values[i];
   }
-  auto results = run(arguments, std::move(copies));
+  auto results = run(arguments, std::move(used_values));
   for (const bool updated : launch.updates) {
     if (!updated) continue;
     for (const auto& act : layout_.after_update) act();

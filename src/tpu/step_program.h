@@ -32,7 +32,7 @@ class StepProgram final : public ops::CompiledProgram {
   // What changes from launch to launch for replica `replica`, beside its inputs, by argument.
   std::vector<std::pair<int, pjrt::Buffer>> numbers(const Launch& launch, std::size_t replica) const;
   std::unique_ptr<ops::LaunchedProgram> run(const std::vector<std::vector<const pjrt::Buffer*>>& arguments,
-                                            std::vector<std::vector<pjrt::Buffer>> kept);
+                                            std::vector<std::shared_ptr<const Variable::Values>> used_values);
 
   const std::string name_;
   const Replicas replicas_;

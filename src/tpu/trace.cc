@@ -2,6 +2,7 @@
 
 #include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/ones.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -9,11 +10,8 @@
 
 #include <atomic>
 #include <cstdlib>
-#include <numeric>
-#include <set>
 #include <thread>
 
-#include "base/near_names.h"
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
 #include "ops/dtypes.h"
@@ -70,11 +68,6 @@ const Guard* const guard = [] {
   return &ours;
 }();
 
-std::string name_of(const c10::OperatorHandle& operation) {
-  const auto& name = operation.schema().operator_name();
-  return name.overload_name.empty() ? name.name : text(name.name, ".", name.overload_name);
-}
-
 // The operator's own. Inside functionalization LibTorch's composed operators call others in place, and with an argument
 // `out`: then that of the operator which does neither; the arguments are the same.
 const Lowerings::value_type* lowering_of(const std::string& name) {
@@ -97,11 +90,15 @@ const Lowerings::value_type* lowering_of(const std::string& name) {
 
 void record(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   if (current == nullptr)
-    throw Error(
-        text(name_of(operation), " on a tensor of the device \"tpu\": it has a value only while a step is traced"));
+    throw Error(text(name_of_operator(operation),
+                     " on a tensor of the device \"tpu\": it has a value only while a step is traced"));
+  auto refusal = CheckInPlace::take_refusal();
+  if (refusal.empty()) refusal = refusal_of(operation, torch::jit::last(*stack, operation.schema().arguments().size()));
   Call call(*current, operation, *stack);
+  if (!refusal.empty()) call.refuse_arguments(refusal);
   const auto lowering = lowering_of(call.name());
   if (lowering == nullptr) call.refuse_unknown();
+  if (call.writes_several()) call.refuse("it writes into several arguments");
   lowering->second(call);
   call.push_results(lowering->first);
 }
@@ -135,6 +132,7 @@ void register_device() {
 // Whether autograd, which starts its threads with the process's first backward, has one for the device.
 bool has_backward() {
   try {
+    const at::AutoGradMode with_gradients(true);
     const auto x = at::ones({}, at::TensorOptions().device(device())).requires_grad_();
     x.mul(2).backward();
     return true;
@@ -245,151 +243,6 @@ const Lowerings& lowerings() {
     return all;
   }();
   return table;
-}
-
-Call::Call(Trace& trace, const c10::OperatorHandle& operation, torch::jit::Stack& stack)
-    : trace_(trace), name_(name_of(operation)), stack_(stack) {
-  const auto count = operation.schema().arguments().size();
-  const auto from = torch::jit::last(stack, count);
-  arguments_.assign(from.begin(), from.end());
-  torch::jit::drop(stack, count);
-  if (count == 0) return;
-  std::size_t written = 0;
-  for (const auto& argument : operation.schema().arguments())
-    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) ++written;
-  if (written > 1) refuse("it writes into several arguments");
-  const auto& schema = operation.schema();
-  const auto* const first = schema.arguments().front().alias_info();
-  if (schema.arguments().back().name() == "out") {
-    out_ = arguments_.back().toTensor();
-    arguments_.pop_back();
-  } else if (first != nullptr && first->isWrite()) {
-    out_ = tensor(0);
-  }
-}
-
-pjrt::ProgramText& Call::program() { return trace_.program_; }
-
-bool Call::is_for_cpu() const { return trace_.target_ == Trace::Target::cpu; }
-
-Value Call::random_words(std::int64_t count) { return trace_.random_words(count); }
-
-bool Call::has(std::size_t i) const {
-  if (i >= arguments_.size()) return false;
-  const auto& argument = arguments_[i];
-  return !argument.isNone() && (!argument.isTensor() || argument.toTensor().defined());
-}
-
-// With those that are called alike.
-void Call::refuse_unknown() const {
-  std::set<std::string> names;
-  for (const auto& [name, lowering] : lowerings()) names.insert(name.substr(0, name.find('.')));
-  std::string near;
-  for (const auto& name : near_names(name_.substr(0, name_.find('.')), {names.begin(), names.end()}))
-    near += text(near.empty() ? "; there are " : ", ", name);
-  throw Error(text("the operator ", name_, place(), " cannot be compiled for a TPU", near));
-}
-
-// Where in the step it is.
-std::string Call::place() const {
-  const auto& before = trace_.operators_;
-  return before.empty() ? "" : text(" (operator ", before.size() + 1, " of the step, after ", before.back(), ")");
-}
-
-void Call::refuse(const std::string& why) const {
-  throw Error(text("the operator ", name_, place(), " cannot be compiled for a TPU: ", why));
-}
-
-// A number that LibTorch keeps as a tensor becomes a constant; what is larger would be one by mistake.
-Value Call::value_in(const at::Tensor& tensor) {
-  if (is_traced(tensor)) return value_of(tensor);
-  if (tensor.dim() > 0)
-    refuse(text("it got a tensor with values in host memory; make it an argument of the program, or copy it by .to(",
-                device().str(), ")"));
-  return array_in(tensor);
-}
-
-Value Call::array_in(const at::Tensor& tensor) {
-  if (is_traced(tensor)) return value_of(tensor);
-  const auto values = tensor.contiguous();
-  return program().array(values.const_data_ptr(), {ops::dtype_of(values.scalar_type()), values.sizes().vec()});
-}
-
-Value Call::value(std::size_t i) { return value_in(tensor(i)); }
-Value Call::array(std::size_t i) { return array_in(tensor(i)); }
-
-std::vector<Value> Call::values(std::size_t i) {
-  std::vector<Value> all;
-  for (const auto& tensor : arguments_[i].toTensorVector()) all.push_back(value_in(tensor));
-  return all;
-}
-
-// As LibTorch converts numbers: towards zero.
-Value Call::number(std::size_t i, const Shape& shape) {
-  const auto number = scalar(i);
-  if (pjrt::is_floating(shape.dtype) || shape.dtype == DType::boolean)
-    return program().constant(number.toDouble(), shape);
-  return program().integer(number.isFloatingPoint() ? static_cast<std::int64_t>(number.toDouble()) : number.toLong(),
-                           shape);
-}
-
-std::int64_t Call::dimension(std::int64_t i, std::size_t rank) const {
-  const auto count = static_cast<std::int64_t>(rank);
-  if (i < -count || i >= count) refuse(text("a tensor of ", rank, " dimensions has no dimension ", i));
-  return i < 0 ? i + count : i;
-}
-
-Sizes all_dimensions(std::size_t rank) {
-  Sizes dimensions(rank);
-  std::iota(dimensions.begin(), dimensions.end(), 0);
-  return dimensions;
-}
-
-Value spread(Call& call, const Value& x, const Sizes& sizes) {
-  auto dimensions = all_dimensions(sizes.size());
-  dimensions.erase(dimensions.begin(), dimensions.end() - static_cast<std::ptrdiff_t>(x.shape.sizes.size()));
-  return call.program().broadcast(x, sizes, dimensions);
-}
-
-void Call::returns(std::vector<Value> results) {
-  results_.clear();
-  for (auto& result : results) results_.emplace_back(std::move(result));
-}
-
-void Call::returns(const std::vector<at::Tensor>& results) {
-  results_.clear();
-  for (const auto& result : results) {
-    if (result.defined())
-      results_.emplace_back(value_in(result));
-    else
-      results_.emplace_back();
-  }
-}
-
-void Call::returns_wrapped(Value result) {
-  returns({std::move(result)});
-  wraps_ = true;
-}
-
-void Call::returns_none(std::size_t i) {
-  results_.insert(results_.begin() + static_cast<std::ptrdiff_t>(i), std::nullopt);
-}
-
-// Operators that functionalization calls give what it wraps; what programs call by themselves, such as at::zeros, gives
-// what they can change in place.
-void Call::push_results(const std::string& lowering) {
-  trace_.operators_.push_back(lowering);
-  const bool is_inside = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Functionalize);
-  for (auto& result : results_) {
-    if (out_.defined()) {
-      rebind(out_, program().convert(*result, ops::dtype_of(out_.scalar_type())));
-      torch::jit::push(stack_, out_);
-    } else if (!result) {
-      torch::jit::push(stack_, at::Tensor());
-    } else {
-      torch::jit::push(stack_, is_inside && !wraps_ ? traced(std::move(*result)) : wrapped(std::move(*result)));
-    }
-  }
 }
 
 }  // namespace lockstep::tpu

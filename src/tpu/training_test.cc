@@ -92,8 +92,8 @@ TEST_P(Training, IsThatOfLibTorch) {
   Tensors initial;
   for (const auto& parameter : plain->parameters()) initial.push_back(parameter.detach().clone());
 
-  const auto client =
-      pjrt::Client::create(pjrt::Plugin::load(CPU_PLUGIN), {{"cpu_device_count", std::int64_t{replicas}}});
+  const auto client = pjrt::Client::create(pjrt::Plugin::load(CPU_PLUGIN), Deadline::after(std::chrono::seconds(60)),
+                                           {{"cpu_device_count", std::int64_t{replicas}}});
   const auto executable = pjrt::Executable::compile(client, trace_step(net, replicas), {.replicas = replicas});
   const auto copy = [&](const at::Tensor& tensor, int replica) {
     const auto values = tensor.contiguous();

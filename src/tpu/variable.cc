@@ -19,15 +19,15 @@ pjrt::Buffer Replicas::copy(const at::Tensor& host, std::size_t replica) const {
 Variable::Variable(Replicas replicas, std::vector<at::Tensor> host)
     : replicas_(std::move(replicas)), host_(std::move(host)) {}
 
-const std::vector<pjrt::Buffer>& Variable::values() {
+std::shared_ptr<const Variable::Values> Variable::values() {
   if (state_ != State::host_only && !host_changed()) {
     require_values();
     return values_;
   }
-  std::vector<pjrt::Buffer> copied;
+  Values copied;
   for (std::size_t i = 0; i < replicas_.devices.size(); ++i)
     copied.push_back(replicas_.copy(host_[host_.size() == 1 ? 0 : i].detach(), i));
-  values_ = std::move(copied);
+  values_ = std::make_shared<Values>(std::move(copied));
   remember_host();
   return values_;
 }
@@ -37,19 +37,15 @@ void Variable::require_values() const {
     throw DeviceError("a program that failed has taken variables with it; load a checkpoint to go on");
 }
 
-std::vector<pjrt::Buffer> Variable::take() {
+void Variable::lose() {
   state_ = State::lost;
-  return std::exchange(values_, {});
+  values_.reset();
 }
 
-void Variable::give(std::vector<pjrt::Buffer> values) {
-  values_ = std::move(values);
+std::shared_ptr<const Variable::Values> Variable::give(Values values) {
+  values_ = std::make_shared<Values>(std::move(values));
   state_ = State::newer_on_devices;
-}
-
-std::vector<pjrt::Buffer> Variable::abandon() {
-  state_ = state_ == State::newer_on_devices || state_ == State::lost ? State::lost : State::host_only;
-  return std::exchange(values_, {});
+  return values_;
 }
 
 // Where the host's were written to in the meantime, those count. All are read before the first is written.
@@ -74,7 +70,7 @@ std::vector<at::Tensor> Variable::read(Deadline deadline) const {
   std::vector<at::Tensor> read;
   for (std::size_t i = 0; i < host_.size(); ++i) {
     read.push_back(at::empty(host_[i].sizes(), host_[i].options().requires_grad(false)));
-    values_[i].copy_to_host(read.back().mutable_data_ptr(), read.back().nbytes(), deadline);
+    (*values_)[i].copy_to_host(read.back().mutable_data_ptr(), read.back().nbytes(), deadline);
   }
   return read;
 }

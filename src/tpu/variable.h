@@ -23,21 +23,19 @@ struct Replicas {
 // One thread at a time.
 class Variable final : public ops::DeviceVariable, public std::enable_shared_from_this<Variable> {
  public:
+  using Values = std::vector<pjrt::Buffer>;  // [replica]
+
   Variable(Replicas replicas, std::vector<at::Tensor> host);
 
   const std::vector<at::Tensor>& host() const { return host_; }
 
-  // The values of all replicas, after what was written into the host's tensors was copied. Throws DeviceError where
-  // they are lost.
-  const std::vector<pjrt::Buffer>& values();
+  // Those of all replicas, after what was written into the host's tensors was copied. Throws DeviceError where they are
+  // lost. To free them waits for the end of a run that uses or makes them.
+  std::shared_ptr<const Values> values();
 
-  // A program's run takes the values, which may not be used any more, and gives others. Where it fails they are lost.
-  // What `take` returns may be freed when the run has ended: before, that would wait for it.
-  std::vector<pjrt::Buffer> take();
-  void give(std::vector<pjrt::Buffer> values);
-
-  // The values, which a run that may not end still uses. What the host does not have is lost.
-  std::vector<pjrt::Buffer> abandon();
+  // A program's run takes the values, which are lost, and gives others, which it returns.
+  void lose();
+  std::shared_ptr<const Values> give(Values values);
 
   // Of all together, since what is written to one of the host's tensors counts as written to all views of its memory.
   static void fetch(const std::vector<std::shared_ptr<Variable>>& variables, Deadline deadline);
@@ -52,7 +50,7 @@ class Variable final : public ops::DeviceVariable, public std::enable_shared_fro
   const Replicas replicas_;
   const std::vector<at::Tensor> host_;  // one, or one for each replica
   std::vector<std::int64_t> versions_;  // of host_, when the devices' values were equal to them
-  std::vector<pjrt::Buffer> values_;    // [replica]
+  std::shared_ptr<const Values> values_;
   State state_ = State::host_only;
 };
 

@@ -52,6 +52,8 @@ std::vector<Tensor> filled_up(const Example& part, std::int64_t rows, const Exam
 
 }  // namespace
 
+CompiledModel::CompiledModel(ModelImpl& impl) : impl_(impl), number_(unwrap(impl.strategy).next_model()) {}
+
 // One, as of train_on_batch, has a program of its own.
 int CompiledModel::steps(Kind kind, const std::vector<Input>& inputs) const {
   return kind == Kind::train && inputs[0].size() > 1 ? static_cast<int>(impl_.compiled->steps_per_execution) : 1;
@@ -88,7 +90,7 @@ std::string CompiledModel::described(Kind kind, const std::vector<Input>& inputs
     const double rate = impl_.gradients->updater().learning_rate();
     program += text(", learning rate ", std::setprecision(std::numeric_limits<double>::max_digits10), rate);
   }
-  return text(name_of(kind), " of the model with seed ", impl_.seed, " (", program, ")");
+  return text(name_of(kind), " of model ", number_, " (", program, ")");
 }
 
 std::shared_ptr<const CompiledModel::Compiled> CompiledModel::program_for(Kind kind, const std::vector<Input>& inputs,

@@ -26,7 +26,7 @@ namespace lockstep::train {
 // its optimizer; one thread at a time. Collective over the strategy's workers.
 class CompiledModel {
  public:
-  explicit CompiledModel(ModelImpl& impl) : impl_(impl) {}
+  explicit CompiledModel(ModelImpl& impl);
 
   using Parts = PerReplica<internal::Part>;
 
@@ -82,6 +82,7 @@ class CompiledModel {
   bool updates(const std::vector<Input>& inputs, std::size_t step) const;
 
   ModelImpl& impl_;
+  const std::int64_t number_;  // among the strategy's models
   // By kind, steps of a launch, and shapes.
   std::map<std::tuple<Kind, int, Shapes>, std::shared_ptr<const Compiled>> programs_;
 };

@@ -104,15 +104,15 @@ LaunchAgreement agree_on_launch(const Communicator& workers, const std::string& 
   for (const bool updated : all.updates) mine.updates += updated ? '1' : '0';
   std::vector<Told> told;
   for (const auto& theirs : workers.all_gather(printed(mine))) told.push_back(parsed(theirs));
+  for (std::size_t worker = 0; worker < told.size(); ++worker) {
+    if (told[worker].launch == told[0].launch) continue;
+    throw InvalidArgument(text("the workers run one program together, and they would launch different ones: worker 0 ",
+                               told[0].launch, "; worker ", worker, " ", told[worker].launch));
+  }
   int with_example = -1;
   bool have_all_examples = true;
   for (std::size_t worker = 0; worker < told.size(); ++worker) {
     const auto& theirs = told[worker];
-    if (theirs.launch != told[0].launch) {
-      throw InvalidArgument(
-          text("the workers run one program together, and they would launch different ones: worker 0 ", told[0].launch,
-               "; worker ", worker, " ", theirs.launch));
-    }
     all.rows = std::max(all.rows, theirs.rows);
     for (std::size_t step = 0; step < all.updates.size(); ++step)
       all.updates[step] = all.updates[step] || theirs.updates[step] == '1';

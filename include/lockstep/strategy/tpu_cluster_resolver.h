@@ -26,7 +26,7 @@ struct TPUClusterResolverOptions {
   // The processes that use a TPU of several hosts together, one on each. Empty: what the environment says
   // (resolve_cluster); without any of its variables, this process uses the chips of its host alone.
   std::optional<Cluster> cluster = {};
-  double start_timeout_seconds = 300;  // until all have come and loaded the plugin, whose own timeouts apply then
+  double start_timeout_seconds = 300;  // until all processes have come; then until all have opened their devices
 };
 
 // Which TPU a program uses. A value.
@@ -34,7 +34,7 @@ class TPUClusterResolver {
  public:
   // `tpu`: empty or "local" for this machine's chips, or their name, as the environment's TPU_NAME gives it. Throws
   // InvalidArgument for another name: a program uses the chips of the machine that it runs on, and with other processes
-  // those of theirs.
+  // those of theirs; and where start_timeout_seconds is not above 0.
   explicit TPUClusterResolver(std::string tpu = "", TPUClusterResolverOptions options = {});
 
   const std::string& tpu() const { return tpu_; }
@@ -57,7 +57,8 @@ struct TPUTopology {
 // the process's first backward. Collective over the processes of a TPU of several hosts: keep what it returns in all of
 // them, or in none. Throws DeviceError where the first backward was before it, where there is no plugin or no device,
 // and where the plugin's devices are not those of the processes; ClusterError as MultiWorkerMirroredStrategy, and where
-// another process failed; and DeadlineExceeded naming processes that have not come.
+// another process failed; and DeadlineExceeded naming processes that have not come, or the plugin that has not opened
+// its devices.
 TPUTopology initialize_tpu_system(const TPUClusterResolver& resolver = TPUClusterResolver());
 
 }  // namespace lockstep

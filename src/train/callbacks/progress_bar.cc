@@ -77,8 +77,11 @@ void ProgressBar::on_epoch_begin(int epoch) {
   std::cout << "Epoch " << epoch + 1 << "/" << plan().epochs << '\n' << std::flush;
 }
 
-void ProgressBar::on_train_batch_end(std::int64_t batch, const Logs& logs) {
+void ProgressBar::on_train_batch_begin(std::int64_t batch) {
   if (first_batch_ < 0) first_batch_ = batch;
+}
+
+void ProgressBar::on_train_batch_end(std::int64_t batch, const Logs& logs) {
   done_ = batch + 1;
   const auto now = Clock::now();
   if (!redraws_ || now - last_shown_ < kBetweenLines) return;

@@ -11,6 +11,7 @@ namespace lockstep::train {
 class ProgressBar : public Callback {
  public:
   void on_epoch_begin(int epoch) override;
+  void on_train_batch_begin(std::int64_t batch) override;
   void on_train_batch_end(std::int64_t batch, const Logs& logs) override;
   void on_epoch_end(int epoch, const Logs& logs) override;
   void on_interrupt() override;
