@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <string_view>
+#include <vector>
 
 namespace {
 
@@ -19,10 +20,10 @@ extern "C" const PJRT_Api* GetPjrtApi() {
   api.PJRT_Client_Create = [](PJRT_Client_Create_Args*) -> PJRT_Error* {
     while (true) pause();
   };
-  [[maybe_unused]] static void* volatile caller = nullptr;  // who is never called
+  static auto& callers = *new std::vector<void*>;  // who are never called
   api.PJRT_Event_OnReady = [](PJRT_Event_OnReady_Args* args) -> PJRT_Error* {
     if (args->event == nullptr)
-      caller = args->user_arg;
+      callers.push_back(args->user_arg);
     else
       args->callback(reinterpret_cast<PJRT_Error*>(&failure), args->user_arg);
     return nullptr;

@@ -153,12 +153,12 @@ void Buffer::copy_to_host(void* to, std::size_t bytes, Deadline deadline) const 
 std::shared_ptr<Client> Client::create(const Plugin& plugin, Deadline deadline, const Options& options,
                                        std::optional<Store> store) {
   const std::shared_ptr<Client> client(new Client(plugin, std::move(store)));
-  std::packaged_task<void()> open([client, options] { client->open(options); });
-  auto opened = open.get_future();
-  std::thread thread(std::move(open));
   const WaitingNotice notice(
       text(plugin.path(), " opens its devices; on a TPU of several hosts it waits for a process on each of them"),
       deadline);
+  std::packaged_task<void()> open([client, options] { client->open(options); });
+  auto opened = open.get_future();
+  std::thread thread(std::move(open));
   if (opened.wait_until(deadline.time()) == std::future_status::timeout) {
     thread.detach();
     throw DeadlineExceeded(text(plugin.path(), ": open the devices"), deadline.waited(), {}, kNoAnswer);

@@ -100,10 +100,10 @@ void Event::wait_for_all(const std::vector<Event>& events, Deadline deadline,
   for (const auto& event : events) Unfinished::add(unfinished, event.event_.get(), what);
   const auto end = deadline.time();
   Unfinished::State state;
-  while (!state.all_ended && !state.any_failed && Deadline::Clock::now() < end) {
+  do {
     state = unfinished->wait(check ? std::min(end, Deadline::Clock::now() + kBetweenChecks) : end, /*failed=*/false);
     if (check && !state.all_ended && !state.any_failed) check();
-  }
+  } while (!state.all_ended && !state.any_failed && Deadline::Clock::now() < end);
   if (state.any_failed) state = unfinished->wait(std::min(end, Deadline::after(after_failure).time()));
   plugin.check(unfinished->take_error(), what);
   if (!state.all_ended) throw DeadlineExceeded(what, deadline.waited(), {}, kNoAnswer);

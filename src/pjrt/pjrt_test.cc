@@ -157,7 +157,8 @@ TEST(Pjrt, BadPluginsAreNamed) {
   expect_says(message_of<DeviceError>([] { Plugin::load("/nowhere/libtpu.so"); }),
               "there is no PJRT plugin /nowhere/libtpu.so: ");
   expect_says(message_of<DeviceError>([] { Plugin::load("libz.so.1"); }), "libz.so.1 is no PJRT plugin");
-  expect_says(message_of<DeviceError>([] { Plugin::load("/etc/passwd"); }), "/etc/passwd is no PJRT plugin: ");
+  expect_says(message_of<DeviceError>([] { Plugin::load("/etc/passwd"); }),
+              "/etc/passwd cannot be loaded as a PJRT plugin: ");
   expect_says(message_of<DeviceError>([] { Plugin::load(OTHER_PLUGIN); }), " has version 7.0 of the PJRT API");
 }
 

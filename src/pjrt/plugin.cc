@@ -27,7 +27,8 @@ const PJRT_Api& api_of(const std::string& path) {
   void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const std::string reason = dlerror();
-    if (access(path.c_str(), F_OK) == 0) throw DeviceError(text(path, " is no PJRT plugin: ", reason));
+    if (path.find('/') != std::string::npos && access(path.c_str(), F_OK) == 0)
+      throw DeviceError(text(path, " cannot be loaded as a PJRT plugin: ", reason));
     throw DeviceError(text("there is no PJRT plugin ", path, ": ", reason, "; ", kHowToGetOne));
   }
   const auto get = reinterpret_cast<const PJRT_Api* (*)()>(dlsym(library, "GetPjrtApi"));

@@ -110,9 +110,14 @@ std::vector<std::vector<at::Tensor>> StrategyImpl::results(ops::LaunchedProgram&
     await(launched);
     throw;
   }
-  auto results = launched.results(deadline(), watch_ ? [this] { watch_->check(); } : std::function<void()>());
-  count_run();
-  return results;
+  try {
+    auto results = launched.results(deadline(), watch_ ? [this] { watch_->check(); } : std::function<void()>());
+    count_run();
+    return results;
+  } catch (const Aborted&) {
+    await(launched);
+    throw;
+  }
 }
 
 // So that its variables are kept: all workers have launched it, so it ends, whatever fails after that.

@@ -3,13 +3,9 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/ivalue.h>
 
-#include <memory>
 #include <optional>
-#include <utility>
 
-#include "base/text.h"
 #include "tpu/trace.h"
 
 namespace lockstep::tpu {
@@ -42,24 +38,9 @@ c10::IValue on_meta(const c10::IValue& argument) {
   return argument;
 }
 
-thread_local std::string in_place_refusal;
-
-std::unique_ptr<at::ObserverContext> check_in_place(const at::RecordFunction& called) {
-  const auto name = called.operator_name();
-  if (!name || name->name.back() != '_' || called.inputs().empty() || !called.inputs()[0].isTensor()) return nullptr;
-  const auto& changed = called.inputs()[0].toTensor();
-  if (!changed.defined() || changed.device().type() != device().type()) return nullptr;
-  const auto operation = c10::Dispatcher::singleton().findSchema(*name);
-  if (!operation) return nullptr;
-  const auto refusal = refusal_of(*operation, called.inputs());
-  if (!refusal.empty()) in_place_refusal = text(name->name, ": ", refusal);
-  return nullptr;
-}
-
 }  // namespace
 
-std::string refusal_of(const c10::OperatorHandle& operation, c10::ArrayRef<const c10::IValue> arguments) {
-  const at::DisableRecordFunctionGuard unrecorded;
+std::string refusal_of(const c10::OperatorHandle& operation, c10::ArrayRef<c10::IValue> arguments) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard without(c10::DispatchKeySet(
       {c10::DispatchKey::Functionalize, c10::DispatchKey::AutocastPrivateUse1, c10::DispatchKey::AutocastCPU}));
@@ -74,15 +55,5 @@ std::string refusal_of(const c10::OperatorHandle& operation, c10::ArrayRef<const
   }
   return "";
 }
-
-CheckInPlace::CheckInPlace()
-    : callback_(at::addThreadLocalCallback(
-          at::RecordFunctionCallback(&check_in_place).needsInputs(true).scopes({at::RecordScope::FUNCTION}))) {
-  in_place_refusal.clear();
-}
-
-CheckInPlace::~CheckInPlace() { at::removeCallback(callback_); }
-
-std::string CheckInPlace::take_refusal() { return std::exchange(in_place_refusal, {}); }
 
 }  // namespace lockstep::tpu

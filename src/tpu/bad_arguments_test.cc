@@ -7,7 +7,7 @@
 #include "base/expect_says_testing.h"
 #include "lockstep/base/error.h"
 #include "tpu/compare_testing.h"
-#include "tpu/trace.h"
+#include "tpu/step_trace.h"
 
 namespace lockstep::tpu {
 namespace {
@@ -95,6 +95,21 @@ const std::vector<Refused>& refused() {
        [](const auto& x) { return at::cross_entropy_loss(x.flatten(1), index_of_zeros(x, {5})); }},
       {"cross_entropy of numbers",
        [](const auto& x) { return at::cross_entropy_loss(x.flatten(1), at::zeros({4}, x.options())); }},
+      {"cross_entropy of an image's labels",
+       [](const auto& x) {
+         return at::cross_entropy_loss(x, index_of_zeros(x, {4, 1, 6, 6}));
+       }},
+      {"cross_entropy of a smaller image's labels",
+       [](const auto& x) {
+         return at::cross_entropy_loss(x, index_of_zeros(x, {4, 1, 1}));
+       }},
+      {"cross_entropy's weights",
+       [](const auto& x) {
+         return at::cross_entropy_loss(x, index_of_zeros(x, {4, 6, 6}), x.flatten().slice(0, 0, 1));
+       }},
+      {"dot of matrices", [](const auto& x) { return at::dot(x.flatten(1), x.flatten(1)); }},
+      {"where of other sizes", [](const auto& x) { return at::where(x.slice(1, 0, 3) > 0, x, x); }},
+      {"logical_and of other sizes", [](const auto& x) { return at::logical_and(x, x.slice(1, 0, 3)); }},
       {"softmax of integers", [](const auto& x) { return index_of_zeros(x, {4}).softmax(0); }},
       {"where", [](const auto& x) { return at::where(x, x, x); }},
       {"masked_fill", [](const auto& x) { return x.masked_fill(x, 1.0); }},
@@ -108,8 +123,8 @@ TEST(BadArguments, AreRefusedAsByLibTorch) {
   const auto x = at::randn({4, 8, 6, 6});
   for (const auto& [name, act] : refused()) {
     EXPECT_THROW(act(x), c10::Error) << name;
-    Trace trace;
-    const auto traced = trace.argument({4, 8, 6, 6}, at::kFloat);
+    TracedStep step(1, Trace::Target::cpu, [](const at::Tensor&) { return nullptr; });
+    const auto traced = step.add_inputs({x})[0];
     try {
       act(traced);
       ADD_FAILURE() << name << " is traced";
@@ -128,10 +143,11 @@ TEST(BadArguments, AreNamedWithTheOperatorAndItsPlace) {
 }
 
 TEST(BadArguments, ATensorThatIsChangedKeepsItsShape) {
-  Trace trace;
-  const auto x = trace.argument({4, 1}, at::kFloat), larger = trace.argument({4, 3}, at::kFloat);
-  const auto message = message_of<InvalidArgument>([&] { x.add_(larger); });
-  expect_says(message, "aten::add_: ");
+  const std::vector<at::Tensor> like{at::zeros({4, 1}), at::zeros({4, 3})};
+  TracedStep step(1, Trace::Target::cpu, [](const at::Tensor&) { return nullptr; });
+  const auto inputs = step.add_inputs(like);
+  const auto message = message_of<InvalidArgument>([&] { inputs[0].add_(inputs[1]); });
+  expect_says(message, "aten::add_ (operator 1 of the step): ");
   expect_says(message, "doesn't match the broadcast shape [4, 3]");
 }
 

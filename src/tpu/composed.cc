@@ -1,6 +1,7 @@
 // Operators whose lowering is a composition of others': LibTorch has one kernel for each, and XLA fuses what it is made
 // of.
 #include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
 
 #include <cmath>
 #include <limits>
@@ -182,15 +183,11 @@ Tensors smooth_l1_backward(Call& call) {
   return {slope * of_reduced(call.tensor(0), error, call.integer(3))};
 }
 
-// max(x, 0) - x y + log(1 + exp(-|x|)), with the weight of positives.
-void require_equal_sizes(const Call& call, const at::Tensor& x, const at::Tensor& y) {
-  call.require(x.sizes() == y.sizes(),
-               text("the input's sizes are ", x.sizes(), ", the target's ", y.sizes(), "; they must be equal"));
-}
-
+// max(x, 0) - x y + log(1 + exp(-|x|)), with the weight of positives. x may be spread to the sizes of y.
 Tensors cross_entropy_with_logits(Call& call) {
   const auto x = call.tensor(0), y = call.tensor(1);
-  require_equal_sizes(call, x, y);
+  call.require(at::IntArrayRef(at::infer_size(x.sizes(), y.sizes())) == y.sizes(),
+               text("the input's sizes are ", x.sizes(), ", the target's ", y.sizes()));
   const auto negative = (-x).clamp_min(0) + (-x.abs()).exp().log1p();  // -log sigmoid(x)
   auto values = (1 - y) * x;
   values = values + (call.has(3) ? ((call.tensor(3) - 1) * y + 1) * negative : negative);
@@ -201,7 +198,8 @@ Tensors cross_entropy_with_logits(Call& call) {
 // Logarithms of at least -100, as in LibTorch.
 Tensors cross_entropy_of_two(Call& call) {
   const auto x = call.tensor(0), y = call.tensor(1);
-  require_equal_sizes(call, x, y);
+  call.require(x.sizes() == y.sizes(),
+               text("the input's sizes are ", x.sizes(), ", the target's ", y.sizes(), "; they must be equal"));
   auto values = -(y * x.log().clamp_min(-100) + (1 - y) * (1 - x).log().clamp_min(-100));
   if (call.has(2)) values = values * call.tensor(2);
   return {by_reduction(values, call.integer(3))};

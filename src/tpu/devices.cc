@@ -21,10 +21,18 @@ std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const 
                                               Deadline deadline) {
   const auto options = pjrt::plugin_options(devices.options);
   static Mutex mutex;
-  static std::map<std::pair<std::string, pjrt::Options>, std::weak_ptr<const pjrt::Client>> clients;  // guarded by it
+  struct Known {
+    std::weak_ptr<const pjrt::Client> client;
+    bool never_opened = false;  // a thread is in the plugin still
+  };
+  static std::map<std::pair<std::string, pjrt::Options>, Known> clients;  // guarded by it
   const MutexLock lock(mutex);
   auto& known = clients[{plugin.path(), options}];
-  if (auto client = known.lock()) {
+  if (known.never_opened) {
+    throw DeviceError(text(plugin.path(), ": an earlier call has waited in vain for the plugin to open its devices; ",
+                           "start the process again"));
+  }
+  if (auto client = known.client.lock()) {
     if (!client->failure().empty()) {
       throw ClusterError(text(plugin.path(),
                               ": the devices are still open from a training with a process that failed (",
@@ -37,9 +45,14 @@ std::shared_ptr<const pjrt::Client> client_of(const pjrt::Plugin& plugin, const 
   }
   std::optional<Store> store;
   if (devices.processes) store = devices.processes->store.prefixed("plugin/");
-  const std::shared_ptr<const pjrt::Client> made = pjrt::Client::create(plugin, deadline, options, store);
-  known = made;
-  return made;
+  try {
+    const std::shared_ptr<const pjrt::Client> made = pjrt::Client::create(plugin, deadline, options, store);
+    known.client = made;
+    return made;
+  } catch (const DeadlineExceeded&) {
+    known.never_opened = true;
+    throw;
+  }
 }
 
 // What each process says, by rank.

@@ -18,7 +18,7 @@ DType floating(DType dtype) {
   return is_floating(dtype) ? dtype : ops::dtype_of(at::typeMetaToScalarType(at::get_default_dtype()));
 }
 
-Sizes common_sizes(const std::vector<Value>& values) {
+Sizes common_sizes(const Call& call, const std::vector<Value>& values) {
   Sizes sizes;
   for (const auto& value : values) {
     const auto& other = value.shape.sizes;
@@ -26,6 +26,8 @@ Sizes common_sizes(const std::vector<Value>& values) {
     for (std::size_t i = 0; i < other.size(); ++i) {
       auto& size = sizes[sizes.size() - other.size() + i];
       if (size == 1) size = other[i];
+      call.require(other[i] == 1 || other[i] == size,
+                   text("its tensors have the sizes ", other[i], " and ", size, " in one dimension"));
     }
   }
   return sizes;
@@ -49,7 +51,7 @@ std::vector<Value> promoted(Call& call, const std::vector<std::size_t>& places, 
       values.push_back(call.number(place, {dtype, {}}));
     }
   }
-  const auto sizes = common_sizes(values);
+  const auto sizes = common_sizes(call, values);
   for (auto& value : values) value = spread(call, value, sizes);
   return values;
 }
@@ -132,7 +134,7 @@ void where(Call& call) {
   require_mask(call, 0);
   const auto x = promoted(call, {1, 2});
   const auto condition = is_true(call, call.value(0));
-  const auto sizes = common_sizes({condition, x[0]});
+  const auto sizes = common_sizes(call, {condition, x[0]});
   call.returns(
       {call.program().select(spread(call, condition, sizes), spread(call, x[0], sizes), spread(call, x[1], sizes))});
 }
@@ -235,7 +237,7 @@ void logical_not(Call& call) { call.returns({call.program().unary("stablehlo.not
 Lowering logical(const char* operation) {
   return [operation](Call& call) {
     const auto a = is_true(call, call.value(0)), b = is_true(call, call.value(1));
-    const auto sizes = common_sizes({a, b});
+    const auto sizes = common_sizes(call, {a, b});
     call.returns({call.program().binary(operation, spread(call, a, sizes), spread(call, b, sizes))});
   };
 }
@@ -253,7 +255,7 @@ Lowering sum_of_two(const char* operation) {
 void masked_fill(Call& call) {
   require_mask(call, 1);
   const auto x = call.value(0), mask = is_true(call, call.value(1));
-  const auto sizes = common_sizes({x, mask});
+  const auto sizes = common_sizes(call, {x, mask});
   const auto with = call.argument(2).isTensor() ? call.program().convert(call.value(2), x.shape.dtype)
                                                 : call.number(2, {x.shape.dtype, {}});
   call.returns({call.program().select(spread(call, mask, sizes), spread(call, with, sizes), spread(call, x, sizes))});

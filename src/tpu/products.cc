@@ -18,7 +18,11 @@ Value product(Call& call, std::size_t i, std::int64_t dimension, std::int64_t ot
 void mm(Call& call) { call.returns({product(call, 0, 1, 0)}); }
 void bmm(Call& call) { call.returns({product(call, 0, 2, 1, {0})}); }
 void mv(Call& call) { call.returns({product(call, 0, 1, 0)}); }
-void dot(Call& call) { call.returns({product(call, 0, 0, 0)}); }
+void dot(Call& call) {
+  for (const std::size_t i : {0U, 1U})
+    call.require(call.tensor(i).dim() == 1, text("its tensors have ", call.tensor(i).dim(), " dimensions, and not 1"));
+  call.returns({product(call, 0, 0, 0)});
+}
 
 // beta x + alpha product, x spread to the product's sizes.
 void add_to(Call& call, const Value& product) {

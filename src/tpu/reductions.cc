@@ -255,6 +255,14 @@ void nll_loss(Call& call) {
   const auto x = call.value(0);
   const auto labels = call.tensor(1).scalar_type();
   call.require(labels == at::kLong || labels == at::kByte, text("the target's dtype is ", labels, "; it must be Long"));
+  auto sizes = x.shape.sizes;
+  sizes.erase(sizes.begin() + classes_of(x.shape));
+  call.require(call.tensor(1).sizes() == sizes,
+               text("the target's sizes are ", call.tensor(1).sizes(), "; with an input of ", call.tensor(0).sizes(),
+                    " they must be ", at::IntArrayRef(sizes)));
+  const auto classes = call.tensor(0).size(classes_of(x.shape));
+  call.require(!call.has(2) || call.tensor(2).numel() == classes,
+               text("its weights must be one for each of the ", classes, " classes"));
   const auto is_target = at_class(call, call.value(1), x.shape, call.integer(4));
   const auto weights = class_weights(call, x.shape, 2);
   const auto losses = only_where(call, is_target, scaled(call, program.binary("stablehlo.multiply", x, weights), -1));

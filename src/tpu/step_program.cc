@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <exception>
 #include <utility>
 
 #include "base/hash.h"
@@ -48,7 +47,7 @@ class Launched final : public ops::LaunchedProgram {
   // To free what a run uses and makes would wait for its end, without a deadline: so, where it has not ended, it is
   // kept for the rest of the process.
   ~Launched() override {
-    if (std::all_of(ends_.begin(), ends_.end(), [](const pjrt::Event& end) { return end.has_ended(); })) return;
+    if (has_ended_ || std::all_of(ends_.begin(), ends_.end(), [](const auto& end) { return end.has_ended(); })) return;
     new std::pair<Buffers, Used>(std::move(results_), std::move(used_));
     for (const auto& variable : changed_) variable->lose();
   }
@@ -57,6 +56,7 @@ class Launched final : public ops::LaunchedProgram {
 
   std::vector<std::vector<at::Tensor>> results(Deadline deadline, const std::function<void()>& check) override {
     pjrt::Event::wait_for_all(ends_, deadline, kAfterFailure, text(name_, ": run a program"), check);
+    has_ended_ = true;
     return naming_step(name_, [&] { return read(deadline); });
   }
 
@@ -79,6 +79,7 @@ class Launched final : public ops::LaunchedProgram {
   const std::vector<pjrt::Event> ends_;  // [replica]
   Used used_;
   const std::vector<std::shared_ptr<Variable>> changed_;
+  bool has_ended_ = false;  // as far as `results` has seen
 };
 
 // Of one step a scalar, or, of an array, one element.

@@ -8,7 +8,9 @@
 
 #include <string_view>
 
+#include "base/text.h"
 #include "lockstep/base/error.h"
+#include "tpu/argument_check.h"
 #include "tpu/batch_norm.h"
 #include "tpu/traced_tensor.h"
 
@@ -133,6 +135,7 @@ bool TracedStep::see(const ops::OperatorCall& call) {
   }
   if (takes_tensors) {
     const bool replaced = replace_host_tensors(call);
+    check_in_place(call);
     if (compose(call)) return true;
     if (replaced) call.again();
     return replaced;
@@ -143,6 +146,19 @@ bool TracedStep::see(const ops::OperatorCall& call) {
   where = device();
   call.again();
   return true;
+}
+
+// Functionalization makes others of operators that change a tensor in place, which may have results of another shape.
+void TracedStep::check_in_place(const ops::OperatorCall& call) const {
+  if (!call.writes(0) || !call.tensor(0).defined() || call.tensor(0).device() != device()) return;
+  const auto operation = c10::Dispatcher::singleton().findSchema(call.schema().operator_name());
+  std::vector<c10::IValue> arguments;
+  for (std::size_t i = 0; i < call.arguments(); ++i) arguments.push_back(call.argument(i));
+  const auto refusal = operation ? refusal_of(*operation, arguments) : "";
+  if (!refusal.empty()) {
+    throw InvalidArgument(
+        text("the operator ", call.name(), " (operator ", trace_.operators().size() + 1, " of the step): ", refusal));
+  }
 }
 
 bool TracedStep::replace_host_tensors(const ops::OperatorCall& call) {

@@ -73,6 +73,7 @@ class TracedStep final : public ops::StepTrace {
 
   at::Tensor use(const std::shared_ptr<Variable>& variable);
   bool see(const ops::OperatorCall& call);
+  void check_in_place(const ops::OperatorCall& call) const;
   bool replace_host_tensors(const ops::OperatorCall& call);
   bool compose(const ops::OperatorCall& call);
 

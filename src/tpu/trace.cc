@@ -15,6 +15,7 @@
 #include "base/text.h"
 #include "lockstep/base/device_error.h"
 #include "ops/dtypes.h"
+#include "tpu/argument_check.h"
 #include "tpu/autocast.h"
 #include "tpu/call.h"
 #include "tpu/traced_tensor.h"
@@ -92,8 +93,7 @@ void record(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   if (current == nullptr)
     throw Error(text(name_of_operator(operation),
                      " on a tensor of the device \"tpu\": it has a value only while a step is traced"));
-  auto refusal = CheckInPlace::take_refusal();
-  if (refusal.empty()) refusal = refusal_of(operation, torch::jit::last(*stack, operation.schema().arguments().size()));
+  const auto refusal = refusal_of(operation, torch::jit::last(*stack, operation.schema().arguments().size()));
   Call call(*current, operation, *stack);
   if (!refusal.empty()) call.refuse_arguments(refusal);
   const auto lowering = lowering_of(call.name());

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "pjrt/stablehlo.h"
-#include "tpu/argument_check.h"
 
 namespace lockstep::tpu {
 
@@ -60,7 +59,6 @@ class Trace {
   friend class Call;
 
   const Target target_;
-  const CheckInPlace check_in_place_;
   pjrt::ProgramText program_;
   std::optional<int> seed_argument_;
   std::int32_t draws_ = 0;

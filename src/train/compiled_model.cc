@@ -52,8 +52,6 @@ std::vector<Tensor> filled_up(const Example& part, std::int64_t rows, const Exam
 
 }  // namespace
 
-CompiledModel::CompiledModel(ModelImpl& impl) : impl_(impl), number_(unwrap(impl.strategy).next_model()) {}
-
 // One, as of train_on_batch, has a program of its own.
 int CompiledModel::steps(Kind kind, const std::vector<Input>& inputs) const {
   return kind == Kind::train && inputs[0].size() > 1 ? static_cast<int>(impl_.compiled->steps_per_execution) : 1;

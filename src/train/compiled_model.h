@@ -26,7 +26,10 @@ namespace lockstep::train {
 // its optimizer; one thread at a time. Collective over the strategy's workers.
 class CompiledModel {
  public:
-  explicit CompiledModel(ModelImpl& impl);
+  // number: among the strategy's models.
+  CompiledModel(ModelImpl& impl, std::int64_t number) : impl_(impl), number_(number) {}
+
+  std::int64_t number() const { return number_; }
 
   using Parts = PerReplica<internal::Part>;
 
@@ -82,7 +85,7 @@ class CompiledModel {
   bool updates(const std::vector<Input>& inputs, std::size_t step) const;
 
   ModelImpl& impl_;
-  const std::int64_t number_;  // among the strategy's models
+  const std::int64_t number_;
   // By kind, steps of a launch, and shapes.
   std::map<std::tuple<Kind, int, Shapes>, std::shared_ptr<const Compiled>> programs_;
 };

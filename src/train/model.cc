@@ -25,7 +25,7 @@ void ModelImpl::build(const Example& sample) {
     pending_weights.reset();
   }
   parameters = std::move(made);
-  if (unwrap(strategy).programs() != nullptr) programs.emplace(*this);
+  if (unwrap(strategy).programs() != nullptr) programs.emplace(*this, unwrap(strategy).next_model());
   seed = std::stoull(workers().broadcast(std::to_string(seed)));
   make_gradient_path();
 }
@@ -77,7 +77,7 @@ void ModelImpl::make_gradient_path() {
   gradients = unwrap(strategy).make_gradient_path(compiled->optimizer, parameters);
   tracker.emplace(*compiled, strategy.num_local_replicas(), workers());
   recorded = {};
-  if (programs) programs.emplace(*this);
+  if (programs) programs.emplace(*this, programs->number());
 }
 
 void ModelImpl::fetch() const {
