@@ -5,11 +5,12 @@
 #include <lockstep/lockstep.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <chrono>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
+
+#include "../examples/arguments.h"
 
 using namespace lockstep;
 
@@ -43,13 +44,13 @@ double loopback_bytes() {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Measures steps of a click model");
-  app.add_option("--rows", options.rows, "of the table")->capture_default_str();
-  app.add_option("--batch", options.batch, "examples a step")->capture_default_str();
-  app.add_option("--steps", options.steps, "steps a run; the best of three runs counts")->capture_default_str();
-  app.add_flag("--synchronous", options.synchronous, "workers compute each step together");
-  app.add_option("--backup", options.backup, "folder of checkpoints, one every 100 steps");
-  CLI11_PARSE(app, argc, argv);
+  Arguments arguments("Measures steps of a click model");
+  arguments.option("--rows", options.rows, "of the table");
+  arguments.option("--batch", options.batch, "examples a step");
+  arguments.option("--steps", options.steps, "steps a run; the best of three runs counts");
+  arguments.flag("--synchronous", options.synchronous, "workers compute each step together");
+  arguments.option("--backup", options.backup, "folder of checkpoints, one every 100 steps");
+  arguments.parse(argc, argv);
 
   set_random_seed(1);
   at::manual_seed(1);  // so that all processes have the same data

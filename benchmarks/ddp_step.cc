@@ -7,12 +7,12 @@
 #include <lockstep/ddp.h>
 #include <torch/optim/adam.h>
 
-#include <CLI/CLI.hpp>
 #include <chrono>
 #include <cmath>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "../examples/arguments.h"
 #include "models.h"
 
 using namespace lockstep;
@@ -68,20 +68,20 @@ double measure(const Group& group, const Options& options) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Time of a DistributedDataParallel step");
-  app.add_option("--model", options.model)->check(CLI::IsMember({"seed_cnn", "transformer"}));
-  app.add_option("--rank", options.world.rank)->required();
-  app.add_option("--size", options.world.size)->required();
-  app.add_option("--store", options.store, "host:port; rank 0 holds it")->required();
-  app.add_option("--host", options.world.host);
-  app.add_option("--address", options.world.address);
-  app.add_option("--backend", options.group.backend);
-  app.add_option("--gradient-dtype", options.gradient_dtype)->check(CLI::IsMember({"bfloat16", "float16"}));
-  app.add_flag("--at-the-end", options.at_the_end, "reduce all gradients after backward, in one bucket");
-  app.add_option("--bucket-cap-mb", options.ddp.bucket_cap_mb);
-  app.add_option("--batch", options.batch);
-  app.add_option("--steps", options.steps);
-  CLI11_PARSE(app, argc, argv);
+  Arguments arguments("Time of a DistributedDataParallel step");
+  arguments.option("--model", options.model).one_of({"seed_cnn", "transformer"});
+  arguments.option("--rank", options.world.rank).required();
+  arguments.option("--size", options.world.size).required();
+  arguments.option("--store", options.store, "host:port; rank 0 holds it").required();
+  arguments.option("--host", options.world.host);
+  arguments.option("--address", options.world.address);
+  arguments.option("--backend", options.group.backend);
+  arguments.option("--gradient-dtype", options.gradient_dtype).one_of({"bfloat16", "float16"});
+  arguments.flag("--at-the-end", options.at_the_end, "reduce all gradients after backward, in one bucket");
+  arguments.option("--bucket-cap-mb", options.ddp.bucket_cap_mb);
+  arguments.option("--batch", options.batch);
+  arguments.option("--steps", options.steps);
+  arguments.parse(argc, argv);
   if (options.at_the_end) options.ddp.bucket_cap_mb = options.ddp.first_bucket_mb = 1e6;
   if (!options.gradient_dtype.empty()) {
     options.ddp.gradient_dtype = options.gradient_dtype == "bfloat16" ? DType::bfloat16 : DType::float16;

@@ -6,12 +6,12 @@
 #include <lockstep/parallel.h>
 #include <torch/optim/adamw.h>
 
-#include <CLI/CLI.hpp>
 #include <chrono>
 #include <fstream>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "../examples/arguments.h"
 #include "gpt_layers.h"
 
 using namespace lockstep;
@@ -172,18 +172,18 @@ void measure(const Options& options) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Time of a step of a model that is split");
-  app.add_option("--mode", options.mode)->check(CLI::IsMember({"one", "tensor", "sequence", "shard", "pipeline"}));
-  app.add_option("--schedule", options.schedule)
-      ->check(CLI::IsMember({"gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"}));
-  app.add_option("--layers", options.sizes.layers);
-  app.add_option("--width", options.sizes.width);
-  app.add_option("--sequence", options.sizes.sequence);
-  app.add_option("--batch", options.batch);
-  app.add_option("--microbatches", options.microbatches);
-  app.add_option("--steps", options.steps);
-  app.add_option("--draw", options.draw, "draws the schedules for so many ranks, and ends");
-  CLI11_PARSE(app, argc, argv);
+  Arguments arguments("Time of a step of a model that is split");
+  arguments.option("--mode", options.mode).one_of({"one", "tensor", "sequence", "shard", "pipeline"});
+  arguments.option("--schedule", options.schedule)
+      .one_of({"gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v"});
+  arguments.option("--layers", options.sizes.layers);
+  arguments.option("--width", options.sizes.width);
+  arguments.option("--sequence", options.sizes.sequence);
+  arguments.option("--batch", options.batch);
+  arguments.option("--microbatches", options.microbatches);
+  arguments.option("--steps", options.steps);
+  arguments.option("--draw", options.draw, "draws the schedules for so many ranks, and ends");
+  arguments.parse(argc, argv);
   try {
     if (options.draw > 0) {
       draw(options.draw, options.microbatches);

@@ -4,11 +4,11 @@
 #include <lockstep/parallel.h>
 #include <torch/optim/adamw.h>
 
-#include <CLI/CLI.hpp>
 #include <chrono>
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "../examples/arguments.h"
 #include "base/median.h"
 #include "gpt_layers.h"
 
@@ -109,15 +109,15 @@ void measure(const Options& options) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("A plan, and the measured steps of what it proposes");
-  app.add_option("--layers", options.sizes.layers);
-  app.add_option("--width", options.sizes.width);
-  app.add_option("--sequence", options.sizes.sequence);
-  app.add_option("--batch", options.batch);
-  app.add_option("--rounds", options.rounds);
-  app.add_option("--steps", options.steps, "of a split in a round");
-  app.add_flag("--plan-only", options.plan_only);
-  CLI11_PARSE(app, argc, argv);
+  Arguments arguments("A plan, and the measured steps of what it proposes");
+  arguments.option("--layers", options.sizes.layers);
+  arguments.option("--width", options.sizes.width);
+  arguments.option("--sequence", options.sizes.sequence);
+  arguments.option("--batch", options.batch);
+  arguments.option("--rounds", options.rounds);
+  arguments.option("--steps", options.steps, "of a split in a round");
+  arguments.flag("--plan-only", options.plan_only);
+  arguments.parse(argc, argv);
   try {
     measure(options);
   } catch (const std::exception& error) {

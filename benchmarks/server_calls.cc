@@ -6,7 +6,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -14,6 +13,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "../examples/arguments.h"
 #include "lockstep/base/error.h"
 #include "parameter_server/served_models.h"
 #include "parameter_server/service.h"
@@ -173,12 +173,11 @@ int main(int argc, char** argv) {
   std::size_t bytes = std::size_t{64} << 20;
   int rounds = 9;
   std::string certificates;
-  CLI::App app("Measures calls to a parameter server");
-  app.add_option("--certs", certificates, "a folder that `lockstep certs` made: measures calls with TLS too");
-  app.add_option("--bytes", bytes, "of gradients, and of values")
-      ->check(CLI::Range(std::size_t{4096}, std::size_t{1} << 32));
-  app.add_option("--rounds", rounds, "of which the best counts")->check(CLI::PositiveNumber);
-  CLI11_PARSE(app, argc, argv);
+  Arguments arguments("Measures calls to a parameter server");
+  arguments.option("--certs", certificates, "a folder that `lockstep certs` made: measures calls with TLS too");
+  arguments.option("--bytes", bytes, "of gradients, and of values").from(4096, 4294967296);
+  arguments.option("--rounds", rounds, "of which the best counts").from(1);
+  arguments.parse(argc, argv);
   bytes -= bytes % sizeof(double);
   try {
     const double raw = raw_seconds(bytes, rounds);

@@ -7,7 +7,6 @@
 #include <lockstep/lockstep.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -16,6 +15,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "../examples/arguments.h"
 #include "models.h"
 
 using namespace lockstep;
@@ -194,36 +194,32 @@ void report(const Options& options, const Measured& measured) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Measures training steps");
-  app.add_option("--model", options.model, "what to train")
-      ->check(CLI::IsMember({"seed_cnn", "mlp", "cifar_cnn", "transformer"}))
-      ->capture_default_str();
-  app.add_option("--kind", options.kind,
-                 "how the seed CNN is written: Sequential, a module that calls our operators, a plain one")
-      ->check(CLI::IsMember({"sequential", "own", "plain"}))
-      ->capture_default_str();
-  app.add_option("--replicas", options.replicas, "logical CPUs, or GPUs (0: one), or devices of the plugin (0: all)")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
-  app.add_option("--threads", options.threads, "threads a replica")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--device", options.device,
-                 "what replicas run on; batches come from host memory. tpu: devices of a PJRT plugin")
-      ->check(CLI::IsMember({"cpu", "cuda", "tpu"}))
-      ->capture_default_str();
-  app.add_flag("--jit-compile", options.jit_compile, "record the step on a GPU");
-  app.add_option("--steps", options.steps, "steps of each of three rounds")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--batch", options.batch, "examples a replica")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_flag("--multi-worker", options.multi_worker, "with the workers that the environment tells; --replicas each");
-  app.add_flag("--parameter-servers", options.parameter_servers,
-               "with the workers and servers that the environment tells");
-  app.add_option("--gradient-dtype", options.gradient_dtype, "what workers send float gradients as")
-      ->check(CLI::IsMember({"bfloat16"}));
-  app.add_flag("--shard-optimizer-state", options.shard_optimizer_state, "each worker has its share of it alone");
-  app.add_flag("--elastic", options.elastic, "they go on when one is lost");
-  app.add_flag("--fit", options.fit, "measure through fit");
-  CLI11_PARSE(app, argc, argv);
+  Arguments arguments("Measures training steps");
+  arguments.option("--model", options.model, "what to train").one_of({"seed_cnn", "mlp", "cifar_cnn", "transformer"});
+  arguments
+      .option("--kind", options.kind,
+              "how the seed CNN is written: Sequential, a module that calls our operators, a plain one")
+      .one_of({"sequential", "own", "plain"});
+  arguments.option("--replicas", options.replicas, "logical CPUs, or GPUs (0: one), or devices of the plugin (0: all)")
+      .from(0);
+  arguments.option("--threads", options.threads, "threads a replica").from(1);
+  arguments
+      .option("--device", options.device,
+              "what replicas run on; batches come from host memory. tpu: devices of a PJRT plugin")
+      .one_of({"cpu", "cuda", "tpu"});
+  arguments.flag("--jit-compile", options.jit_compile, "record the step on a GPU");
+  arguments.option("--steps", options.steps, "steps of each of three rounds").from(1);
+  arguments.option("--batch", options.batch, "examples a replica").from(1);
+  arguments.flag("--multi-worker", options.multi_worker,
+                 "with the workers that the environment tells; --replicas each");
+  arguments.flag("--parameter-servers", options.parameter_servers,
+                 "with the workers and servers that the environment tells");
+  arguments.option("--gradient-dtype", options.gradient_dtype, "what workers send float gradients as")
+      .one_of({"bfloat16"});
+  arguments.flag("--shard-optimizer-state", options.shard_optimizer_state, "each worker has its share of it alone");
+  arguments.flag("--elastic", options.elastic, "they go on when one is lost");
+  arguments.flag("--fit", options.fit, "measure through fit");
+  arguments.parse(argc, argv);
   try {
     const auto measured = measure(options);
     if (options.reports) report(options, measured);

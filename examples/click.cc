@@ -5,8 +5,9 @@
 #include <ATen/Functions.h>
 #include <lockstep/lockstep.h>
 
-#include <CLI/CLI.hpp>
 #include <iostream>
+
+#include "arguments.h"
 
 namespace ls = lockstep;
 
@@ -56,12 +57,12 @@ int main(int argc, char** argv) {
   int epochs = 2;
   bool synchronous = false;
   std::string backup;
-  CLI::App app("Trains a click model with a large embedding table");
-  app.add_option("--examples", examples, "to train on")->capture_default_str();
-  app.add_option("--epochs", epochs, "times that all are seen")->capture_default_str();
-  app.add_flag("--synchronous", synchronous, "workers compute each step together");
-  app.add_option("--backup", backup, "folder of checkpoints from which training goes on");
-  CLI11_PARSE(app, argc, argv);
+  Arguments arguments("Trains a click model with a large embedding table");
+  arguments.option("--examples", examples, "to train on");
+  arguments.option("--epochs", epochs, "times that all are seen");
+  arguments.flag("--synchronous", synchronous, "workers compute each step together");
+  arguments.option("--backup", backup, "folder of checkpoints from which training goes on");
+  arguments.parse(argc, argv);
   try {
     return train(examples, epochs, synchronous, backup);
   } catch (const ls::Error& error) {

@@ -11,8 +11,9 @@
 #include <torch/optim/adam.h>
 #include <torch/utils.h>
 
-#include <CLI/CLI.hpp>
 #include <iostream>
+
+#include "arguments.h"
 
 namespace ls = lockstep;
 
@@ -81,12 +82,12 @@ void train(const ls::Group& group, int epochs, std::int64_t examples) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("DistributedDataParallel on Fashion-MNIST");
+  Arguments arguments("DistributedDataParallel on Fashion-MNIST");
   int epochs = 1;
   std::int64_t examples = 60'000;
-  app.add_option("--epochs", epochs, "passes over the data")->capture_default_str();
-  app.add_option("--examples", examples, "so many of the training data")->capture_default_str();
-  CLI11_PARSE(app, argc, argv);
+  arguments.option("--epochs", epochs, "passes over the data");
+  arguments.option("--examples", examples, "so many of the training data");
+  arguments.parse(argc, argv);
   try {
     torch::manual_seed(1);
     train(ls::Job::from_environment().group(), epochs, examples);  // all processes that the launcher started

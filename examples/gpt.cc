@@ -13,11 +13,12 @@
 #include <torch/nn/modules/normalization.h>
 #include <torch/utils.h>
 
-#include <CLI/CLI.hpp>
 #include <chrono>
 #include <fstream>
 #include <iostream>
 #include <limits>
+
+#include "arguments.h"
 
 namespace ls = lockstep;
 
@@ -204,24 +205,25 @@ void train_by_plan(const Options& options) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  CLI::App app("A GPT on any mesh of processes");
+  Arguments arguments("A GPT on any mesh of processes");
   Options options;
-  app.add_option("--layers", options.layers);
-  app.add_option("--width", options.width);
-  app.add_option("--head", options.head, "features of a head");
-  app.add_option("--sequence", options.sequence);
-  app.add_option("--batch", options.batch, "stretches of text in a step, on all ranks together");
-  app.add_option("--steps", options.steps);
-  app.add_option("--shard", options.shard, "ranks that share parameters, gradients and optimizer state");
-  app.add_option("--pipeline", options.pipeline, "stages");
-  app.add_option("--tensor", options.tensor, "ranks that share each layer");
-  app.add_option("--microbatches", options.microbatches);
-  app.add_flag("--elastic", options.elastic, "goes on without ranks that are lost, and with new ones");
-  app.add_flag("--plan", options.plan, "measures which split is the fastest that fits, prints that, and trains by it");
-  app.add_option("--plan-ranks", options.plan_ranks, "plans for so many ranks; trains where as many are there");
-  app.add_option("--memory-mib", options.memory_mib, "that a rank may use, for --plan");
-  app.add_option("files", options.files)->required();
-  CLI11_PARSE(app, argc, argv);
+  arguments.option("--layers", options.layers);
+  arguments.option("--width", options.width);
+  arguments.option("--head", options.head, "features of a head");
+  arguments.option("--sequence", options.sequence);
+  arguments.option("--batch", options.batch, "stretches of text in a step, on all ranks together");
+  arguments.option("--steps", options.steps);
+  arguments.option("--shard", options.shard, "ranks that share parameters, gradients and optimizer state");
+  arguments.option("--pipeline", options.pipeline, "stages");
+  arguments.option("--tensor", options.tensor, "ranks that share each layer");
+  arguments.option("--microbatches", options.microbatches);
+  arguments.flag("--elastic", options.elastic, "goes on without ranks that are lost, and with new ones");
+  arguments.flag("--plan", options.plan,
+                 "measures which split is the fastest that fits, prints that, and trains by it");
+  arguments.option("--plan-ranks", options.plan_ranks, "plans for so many ranks; trains where as many are there");
+  arguments.option("--memory-mib", options.memory_mib, "that a rank may use, for --plan");
+  arguments.words("files", options.files, "texts whose bytes are learnt").required();
+  arguments.parse(argc, argv);
   try {
     options.plan ? train_by_plan(options) : train_on_mesh(options);
   } catch (const std::bad_alloc&) {

@@ -8,8 +8,9 @@
 #include <lockstep/lockstep.h>
 #include <torch/cuda.h>
 
-#include <CLI/CLI.hpp>
 #include <iostream>
+
+#include "arguments.h"
 
 namespace hvd = lockstep::horovod;
 namespace ls = lockstep;
@@ -80,16 +81,12 @@ void train(const Options& options) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Trains a small convolutional network on images of clothes, as Horovod's users do");
-  app.add_option("--model-dir", options.model_dir, "for checkpoints and TensorBoard")->capture_default_str();
-  app.add_option("--steps", options.steps, "of all processes together")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--batch", options.batch, "images a process in each step")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--data", options.data, "folder of MNIST's four IDX files; empty: Fashion-MNIST");
-  CLI11_PARSE(app, argc, argv);
+  Arguments arguments("Trains a small convolutional network on images of clothes, as Horovod's users do");
+  arguments.option("--model-dir", options.model_dir, "for checkpoints and TensorBoard");
+  arguments.option("--steps", options.steps, "of all processes together").from(1);
+  arguments.option("--batch", options.batch, "images a process in each step").from(1);
+  arguments.option("--data", options.data, "folder of MNIST's four IDX files; empty: Fashion-MNIST");
+  arguments.parse(argc, argv);
   try {
     train(options);
   } catch (const ls::Error& error) {

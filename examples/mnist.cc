@@ -6,8 +6,9 @@
 //                      "task": {"type": "worker", "index": 0}}'
 #include <lockstep/lockstep.h>
 
-#include <CLI/CLI.hpp>
 #include <iostream>
+
+#include "arguments.h"
 
 namespace ls = lockstep;
 
@@ -77,23 +78,18 @@ int train(const Options& options) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("Trains a small convolutional network on images of clothes");
-  app.add_option("--strategy", options.strategy, "where to train")
-      ->check(CLI::IsMember({"one", "mirrored", "central", "multi_worker", "parameter_server", "tpu"}))
-      ->capture_default_str();
-  app.add_option("--replicas", options.replicas, "logical CPUs, or cores of the TPU; 0: all")
-      ->check(CLI::NonNegativeNumber)
-      ->capture_default_str();
-  app.add_flag("--synchronous", options.synchronous, "with parameter servers: all workers compute each step together");
-  app.add_option("--epochs", options.epochs, "passes over the data")->check(CLI::PositiveNumber)->capture_default_str();
-  app.add_option("--batch", options.batch, "images a replica in each step")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  app.add_option("--data", options.data, "folder of MNIST's four IDX files; empty: Fashion-MNIST");
-  app.add_option("--policy", options.policy, "float32, mixed_bfloat16 or (on GPUs) mixed_float16")
-      ->capture_default_str();
-  app.add_option("--seed", options.seed, "of everything random")->capture_default_str();
-  CLI11_PARSE(app, argc, argv);
+  Arguments arguments("Trains a small convolutional network on images of clothes");
+  arguments.option("--strategy", options.strategy, "where to train")
+      .one_of({"one", "mirrored", "central", "multi_worker", "parameter_server", "tpu"});
+  arguments.option("--replicas", options.replicas, "logical CPUs, or cores of the TPU; 0: all").from(0);
+  arguments.flag("--synchronous", options.synchronous,
+                 "with parameter servers: all workers compute each step together");
+  arguments.option("--epochs", options.epochs, "passes over the data").from(1);
+  arguments.option("--batch", options.batch, "images a replica in each step").from(1);
+  arguments.option("--data", options.data, "folder of MNIST's four IDX files; empty: Fashion-MNIST");
+  arguments.option("--policy", options.policy, "float32, mixed_bfloat16 or (on GPUs) mixed_float16");
+  arguments.option("--seed", options.seed, "of everything random");
+  arguments.parse(argc, argv);
   try {
     return train(options);
   } catch (const ls::Error& error) {

@@ -5,13 +5,13 @@
 //   left 0 descriptors and 0 threads
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <filesystem>
 #include <iostream>
 #include <numeric>
 #include <random>
 #include <thread>
 
+#include "../../examples/arguments.h"
 #include "base/text.h"
 #include "lockstep/collective/group_wrappers.h"
 #include "lockstep/collective/make_group.h"
@@ -166,26 +166,26 @@ void second_life(const Options& options, const Store& store, int gone) {
 
 int main(int argc, char** argv) {
   Options options;
-  CLI::App app("one rank");
+  Arguments arguments("one rank");
   options.group.timeout_seconds = 20;
-  app.add_option("--rank", options.world.rank);
-  app.add_option("--size", options.world.size);
-  app.add_option("--host", options.world.host);
-  app.add_option("--address", options.world.address);
-  app.add_option("--store", options.store);
-  app.add_option("--backend", options.group.backend);
-  app.add_option("--network", options.group.network);
-  app.add_option("--deadline", options.deadline);
-  app.add_option("--victim", options.victim);
-  app.add_option("--call", options.fault.call);
-  app.add_option("--place", options.fault.place);
-  app.add_option("--action", options.action);
-  app.add_option("--seconds", options.fault.seconds);
-  app.add_option("--buffers", options.buffers);
-  app.add_option("--seed", options.seed);
-  app.add_option("--calls", options.calls);
-  app.add_option("--timeout", options.group.timeout_seconds);
-  CLI11_PARSE(app, argc, argv);
+  arguments.option("--rank", options.world.rank);
+  arguments.option("--size", options.world.size);
+  arguments.option("--host", options.world.host);
+  arguments.option("--address", options.world.address);
+  arguments.option("--store", options.store);
+  arguments.option("--backend", options.group.backend);
+  arguments.option("--network", options.group.network);
+  arguments.option("--deadline", options.deadline);
+  arguments.option("--victim", options.victim);
+  arguments.option("--call", options.fault.call);
+  arguments.option("--place", options.fault.place);
+  arguments.option("--action", options.action);
+  arguments.option("--seconds", options.fault.seconds);
+  arguments.option("--buffers", options.buffers);
+  arguments.option("--seed", options.seed);
+  arguments.option("--calls", options.calls);
+  arguments.option("--timeout", options.group.timeout_seconds);
+  arguments.parse(argc, argv);
   try {
     options.fault.action = action_named(options.action);
     if (options.fault.place == "begin") options.fault.place.clear();
