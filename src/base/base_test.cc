@@ -1,7 +1,10 @@
 #include <gtest/gtest.h>
+#include <signal.h>
 
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <iostream>
 #include <set>
 #include <thread>
 
@@ -83,6 +86,33 @@ TEST(Errors, SayWhatHappened) {
 }
 
 // Two nodes, whose cores the kernel numbers in turns, with two hardware threads a core.
+// A program that catches nothing, as it seems to the process that started it.
+TEST(UncaughtErrors, EndTheProgramWithTheirTextAndAStatus) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto fails = [](const auto& error) noexcept { throw error; };
+  EXPECT_EXIT(fails(InvalidArgument("batch is 0; it must be above 0")), testing::ExitedWithCode(1),
+              "^lockstep: batch is 0; it must be above 0\n$");
+  EXPECT_EXIT(fails(Interrupted(SIGINT)), testing::ExitedWithCode(130), "^lockstep: training was interrupted by Int");
+  EXPECT_EXIT(fails(Interrupted(SIGTERM)), testing::ExitedWithCode(143), "Terminated");
+  EXPECT_EXIT(fails(std::runtime_error("of others")), testing::KilledBySignal(SIGABRT), "what\\(\\):  of others");
+  EXPECT_EXIT(std::terminate(), testing::KilledBySignal(SIGABRT), "");
+}
+
+TEST(UncaughtErrors, WhatWasPrintedBeforeIsNotLost) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto file = testing::TempDir() + "/uncaught_output";
+  EXPECT_EXIT(
+      [&]() noexcept {
+        if (std::freopen(file.c_str(), "w", stdout) == nullptr) std::_Exit(3);
+        std::cout << "epoch 1\n";
+        throw Error("the disk is full");
+      }(),
+      testing::ExitedWithCode(1), "the disk is full");
+  std::string line;
+  std::getline(std::ifstream(file) >> std::ws, line);
+  EXPECT_EQ(line, "epoch 1");
+}
+
 TEST(Resources, CpusAreOrderedByWhatTheyShare) {
   const auto system = std::filesystem::path(testing::TempDir()) / "lockstep_cpus";
   for (int cpu = 0; cpu < 8; ++cpu) {

@@ -1,6 +1,10 @@
 #include "lockstep/base/error.h"
 
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
+#include <iostream>
 
 #include "base/text.h"
 
@@ -14,6 +18,34 @@ std::string waited_for_whom(const std::vector<int>& ranks, const std::string& de
   return text(ranks.size() == 1 ? ": rank " : ": ranks ", join(ranks), ranks.size() == 1 ? " has" : " have",
               " not come");
 }
+
+std::terminate_handler usual_handler = nullptr;
+
+[[noreturn]] void end_with(const Error& error, int status) {
+  std::cerr << text("lockstep: ", error.what(), "\n");     // in one piece, for several ranks may write at once
+  if (ftrylockfile(stdout) == 0) fflush_unlocked(stdout);  // another thread may hold it for ever
+  std::_Exit(status);
+}
+
+// A program that does not catch an Error ends with its text and a status, as one that does, and without a core dump.
+// Other exceptions are left to the handler that was there.
+void end_uncaught() {
+  try {
+    if (std::current_exception() != nullptr) std::rethrow_exception(std::current_exception());
+  } catch (const Interrupted& error) {
+    end_with(error, 128 + error.signal());  // as a shell has it
+  } catch (const Error& error) {
+    end_with(error, 1);
+  } catch (...) {
+  }
+  if (usual_handler != nullptr) usual_handler();
+  std::abort();
+}
+
+const bool is_installed = [] {
+  usual_handler = std::set_terminate(end_uncaught);
+  return true;
+}();
 
 }  // namespace
 
