@@ -1,7 +1,11 @@
+#include <unistd.h>
+
 #include <cstdlib>
+#include <mutex>
 #include <sstream>
 #include <tuple>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "cluster/resolvers.h"
 #include "lockstep/base/error.h"
@@ -101,6 +105,7 @@ std::optional<Cluster> from_lockstep_run(const Environment& environment) {
 
 std::optional<Cluster> from_torchrun(const Environment& environment) {
   if (environment("RANK") == nullptr || environment("WORLD_SIZE") == nullptr) return std::nullopt;
+  if (is_kubeflow_node(environment)) return std::nullopt;  // RANK is the node's
   Cluster cluster{.source = "torchrun"};
   auto& world = cluster.world;
   world.size = static_cast<int>(number_of(environment, "WORLD_SIZE", 1, kMostRanks));
@@ -112,6 +117,7 @@ std::optional<Cluster> from_torchrun(const Environment& environment) {
     world.local_size = static_cast<int>(number_of(environment, "LOCAL_WORLD_SIZE", 1, world.size));
     world.local_rank = static_cast<int>(number_of(environment, "LOCAL_RANK", 0, world.local_size - 1));
   }
+  if (world.size == 1 && environment("MASTER_ADDR") == nullptr) return cluster;
   const auto master = text_of(environment, "MASTER_ADDR");
   const auto port = number_of(environment, "MASTER_PORT", 1, 65535);
   world.host = world.local_size == world.size ? "localhost" : text("node ", optional("GROUP_RANK", world.rank));
@@ -127,21 +133,6 @@ std::optional<Cluster> from_torchrun(const Environment& environment) {
   return cluster;
 }
 
-// What Kubeflow Trainer sets for torchrun; without torchrun in between there is one process a node.
-std::optional<Cluster> from_kubeflow(const Environment& environment) {
-  if (environment("PET_NNODES") == nullptr || environment("RANK") != nullptr) return std::nullopt;
-  Cluster cluster{.source = "Kubeflow Trainer"};
-  auto& world = cluster.world;
-  world.size = static_cast<int>(number_of(environment, "PET_NNODES", 1, kMostRanks));
-  world.rank = static_cast<int>(number_of(environment, "PET_NODE_RANK", 0, world.size - 1));
-  if (world.size == 1) return cluster;
-  world.host = text("node ", world.rank);
-  cluster.store =
-      text(text_of(environment, "PET_MASTER_ADDR"), ":", number_of(environment, "PET_MASTER_PORT", 1, 65535));
-  cluster.holds_store = world.rank == 0;
-  return cluster;
-}
-
 }  // namespace lockstep::cluster
 
 namespace lockstep {
@@ -151,29 +142,22 @@ std::string describe(const Cluster& cluster) {
   return text(cluster.source, " says rank ", cluster.world.rank, " of ", cluster.world.size);
 }
 
-// A process that was to be one of several must not train alone.
-void require_rank(const Environment& environment) {
-  const auto is_set = [&](const char* name) { return environment(name) != nullptr; };
-  for (const auto* name : {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}) {
-    if (!is_set(name) || is_set("RANK")) continue;
-    throw ClusterError(text(name, " is \"", environment(name), "\", and RANK is not set: set RANK, WORLD_SIZE, ",
-                            "MASTER_ADDR and MASTER_PORT in each process, as torchrun does, or unset ", name));
+// What describes the machines and not the processes on them: mpirun under Slurm starts its own daemons as the tasks of
+// a step, and a launcher's ranks count on the hosts of a TPU and in pods.
+std::optional<Cluster> from_scheduler(const Environment& environment, const std::vector<std::string>& names) {
+  for (const auto resolver : {cluster::from_slurm, cluster::from_tpu}) {
+    if (auto found = resolver(environment)) return found;
   }
-  if (is_set("RANK") && is_set("MASTER_ADDR")) {
-    throw ClusterError(text("RANK is \"", environment("RANK"), "\", and WORLD_SIZE is not set"));
-  }
+  if (auto found = cluster::from_volcano(environment, names)) return found;
+  return cluster::from_indexed_job(environment);
 }
 
 }  // namespace
 
-Cluster resolve_cluster(const Environment& environment) {
+Cluster resolve_cluster(const Environment& environment, const std::vector<std::string>& names) {
   std::optional<Cluster> found;
-  for (const auto resolver :
-       {cluster::from_lockstep_run, cluster::from_tf_config, cluster::from_torchrun, cluster::from_kubeflow,
-        cluster::from_open_mpi, cluster::from_mpich, cluster::from_slurm, cluster::from_tpu}) {
-    // Under Slurm, mpirun starts its own daemons as the tasks of a step, so srun's variables describe the daemons.
-    // Where a launcher started the processes on the hosts of a TPU, its ranks count.
-    if (found && (resolver == cluster::from_slurm || resolver == cluster::from_tpu)) break;
+  for (const auto resolver : {cluster::from_lockstep_run, cluster::from_tf_config, cluster::from_torchrun,
+                              cluster::from_kubeflow, cluster::from_open_mpi, cluster::from_mpich}) {
     const auto other = resolver(environment);
     if (!other) continue;
     if (found && (found->world.rank != other->world.rank || found->world.size != other->world.size)) {
@@ -181,12 +165,19 @@ Cluster resolve_cluster(const Environment& environment) {
     }
     if (!found) found = other;
   }
-  if (!found) require_rank(environment);
-  return found.value_or(Cluster());
+  if (!found) found = from_scheduler(environment, names);
+  return found ? *found : cluster::alone(environment);
 }
 
 Cluster resolve_cluster() {
-  return resolve_cluster([](const char* name) { return std::getenv(name); });
+  std::vector<std::string> names;
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    names.push_back(std::string(*variable).substr(0, std::string_view(*variable).find('=')));
+  }
+  const auto cluster = resolve_cluster([](const char* name) { return std::getenv(name); }, names);
+  static std::once_flag warned;
+  if (!cluster.warning.empty()) std::call_once(warned, [&] { log_warning(cluster.warning); });
+  return cluster;
 }
 
 }  // namespace lockstep

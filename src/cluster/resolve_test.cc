@@ -12,10 +12,14 @@ namespace {
 using Variables = std::map<std::string, std::string>;
 
 Cluster resolve(const Variables& variables) {
-  return resolve_cluster([&](const char* name) {
-    const auto found = variables.find(name);
-    return found == variables.end() ? nullptr : found->second.c_str();
-  });
+  std::vector<std::string> names;
+  for (const auto& [name, value] : variables) names.push_back(name);
+  return resolve_cluster(
+      [&](const char* name) {
+        const auto found = variables.find(name);
+        return found == variables.end() ? nullptr : found->second.c_str();
+      },
+      names);
 }
 
 std::string error_of(const Variables& variables) {
@@ -118,6 +122,11 @@ TEST(Resolve, SomeOfTorchrunsVariablesAreNotEnough) {
   expect_error({{"WORLD_SIZE", "2"}}, "WORLD_SIZE is \"2\", and RANK is not set");
   expect_error({{"MASTER_ADDR", "host"}, {"MASTER_PORT", "1234"}}, "MASTER_ADDR is \"host\", and RANK is not set");
   expect_error({{"RANK", "0"}, {"MASTER_ADDR", "host"}}, "WORLD_SIZE is not set");
+  expect_error({{"RANK", "0"}}, "RANK is \"0\", and WORLD_SIZE is not set: set RANK, WORLD_SIZE, MASTER_ADDR and");
+  expect_error({{"LOCAL_RANK", "1"}}, "LOCAL_RANK is \"1\", and RANK is not set");
+  expect_error({{"LOCKSTEP_STORE", "a:1"}},
+               "LOCKSTEP_STORE is \"a:1\", and LOCKSTEP_RANK is not set: start the program by");
+  EXPECT_EQ(resolve({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).world.size, 1);
   auto mpi = Variables{{"OMPI_COMM_WORLD_SIZE", "1"},
                        {"OMPI_COMM_WORLD_RANK", "0"},
                        {"OMPI_COMM_WORLD_LOCAL_SIZE", "1"},
@@ -133,14 +142,120 @@ TEST(Resolve, PortsThatAreNoneAreRefused) {
   }
 }
 
+// Of launchers that no resolver understands.
+TEST(Resolve, AProcessOfAnotherLauncherDoesNotTrainAlone) {
+  for (const std::string rank : {"PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID", "FLUX_TASK_RANK",
+                                 "JSM_NAMESPACE_RANK", "AWS_BATCH_JOB_NODE_INDEX"}) {
+    expect_error({{rank, "0"}}, rank + " is \"0\", so this is one of the processes of a launcher");
+  }
+  expect_error({{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}}, "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT");
+  EXPECT_EQ(resolve({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}}).world.size, 1);
+  EXPECT_EQ(resolve({{"PMI_RANK", ""}}).world.size, 1);
+}
+
+const Variables kNode{
+    {"PET_NNODES", "3"},          {"PET_NODE_RANK", "2"},         {"PET_MASTER_ADDR", "job-node-0-0.job"},
+    {"PET_MASTER_PORT", "29400"}, {"PET_NPROC_PER_NODE", "auto"}, {"JOB_COMPLETION_INDEX", "2"}};
+
 TEST(Resolve, Kubeflow) {
-  const Variables node{{"PET_NNODES", "3"},
-                       {"PET_NODE_RANK", "2"},
-                       {"PET_MASTER_ADDR", "job-node-0-0.job"},
-                       {"PET_MASTER_PORT", "29400"}};
-  const auto cluster = resolve(node);
+  const auto cluster = resolve(kNode);
   EXPECT_EQ(cluster.world.rank, 2);
+  EXPECT_EQ(cluster.world.size, 3);
   EXPECT_EQ(cluster.store, "job-node-0-0.job:29400");
+  EXPECT_EQ(cluster.warning, "");
+  auto node = kNode;
+  for (const std::string one : {"gpu", "cpu", "1"}) {
+    node["PET_NPROC_PER_NODE"] = one;
+    EXPECT_EQ(resolve(node).warning, "") << one;
+  }
+  node["PET_NPROC_PER_NODE"] = "4";
+  EXPECT_EQ(resolve(node).world.size, 3);
+  EXPECT_NE(resolve(node).warning.find("PET_NPROC_PER_NODE is 4, and this process is the only one of its node"),
+            std::string::npos);
+  for (const std::string wrong : {"0", "tpu", "1.5"}) {
+    node["PET_NPROC_PER_NODE"] = wrong;
+    expect_error(node, "PET_NPROC_PER_NODE is \"" + wrong + "\"; it must be auto, gpu, cpu, or a number from 1 to");
+  }
+}
+
+TEST(Resolve, KubeflowsElasticPolicy) {
+  Variables pod{{"PET_NNODES", "1:4"}, {"PET_RDZV_ENDPOINT", "job-worker-0:23456"}, {"PET_RDZV_BACKEND", "c10d"}};
+  expect_error(pod, "PET_NNODES is \"1:4\": the number of nodes is not fixed");
+  expect_error(pod, "lockstep run --nnodes 1:4 --store job-worker-0:23456");
+  pod["PET_NNODES"] = "3";
+  expect_error(pod, "PET_NNODES is \"3\", and PET_NODE_RANK is not set");
+  pod.erase("PET_NNODES");
+  expect_error(pod, "PET_RDZV_ENDPOINT is \"job-worker-0:23456\", and PET_NNODES is not set");
+  auto node = kNode;
+  node["PET_NNODES"] = "3:3";
+  EXPECT_EQ(resolve(node).world.size, 3);
+  for (const std::string wrong : {"4:1", "0:2", "1:", ":4", "x", "1:2:3"}) {
+    node["PET_NNODES"] = wrong;
+    expect_error(node, "PET_NNODES is \"" + wrong + "\"; it must be a number from 1 to");
+  }
+}
+
+// PyTorchJob counts the processes that torchrun would start in WORLD_SIZE, and RANK is the pod's.
+TEST(Resolve, ThePodOfAPyTorchJobIsANode) {
+  Variables pod{{"RANK", "1"},          {"WORLD_SIZE", "8"}, {"MASTER_ADDR", "job-master-0"}, {"MASTER_PORT", "23456"},
+                {"PET_NODE_RANK", "1"}, {"PET_NNODES", "2"}, {"PET_NPROC_PER_NODE", "4"}};
+  const auto cluster = resolve(pod);
+  EXPECT_EQ(cluster.world.rank, 1);
+  EXPECT_EQ(cluster.world.size, 2);
+  EXPECT_EQ(cluster.store, "job-master-0:23456");
+  EXPECT_NE(cluster.warning, "");
+  pod["LOCAL_RANK"] = "1";  // of torchrun, in the pod
+  pod["LOCAL_WORLD_SIZE"] = "4";
+  pod["RANK"] = "5";
+  EXPECT_EQ(resolve(pod).world.rank, 5);
+  EXPECT_EQ(resolve(pod).world.size, 8);
+}
+
+TEST(Resolve, IndexedJob) {
+  Variables pod{{"JOB_COMPLETION_INDEX", "1"}};
+  const std::string is_one = "JOB_COMPLETION_INDEX is \"1\" (a pod of an Indexed Job), and ";
+  expect_error(pod, is_one + "WORLD_SIZE is not set. Set WORLD_SIZE to the number of completions");
+  pod["WORLD_SIZE"] = "1";
+  EXPECT_EQ(resolve(pod).world.size, 1);
+  pod["WORLD_SIZE"] = "2";
+  expect_error(pod, is_one + "MASTER_ADDR is not set");
+  pod["MASTER_ADDR"] = "train-0.train";
+  expect_error(pod, is_one + "MASTER_PORT is not set");
+  pod["MASTER_PORT"] = "29500";
+  const auto cluster = resolve(pod);
+  EXPECT_EQ(cluster.world.rank, 1);
+  EXPECT_EQ(cluster.world.size, 2);
+  EXPECT_EQ(cluster.store, "train-0.train:29500");
+  EXPECT_FALSE(cluster.holds_store);
+  pod["JOBSET_NAME"] = "train";  // whose second Job has an index 0 too
+  expect_error(pod, is_one + "JOBSET_NAME is \"train\": in a JobSet that index counts within one of its Jobs");
+  pod["RANK"] = "1";
+  EXPECT_EQ(resolve(pod).source, "torchrun");
+  pod.erase("JOBSET_NAME");
+  pod.erase("RANK");
+  pod["JOB_COMPLETION_INDEX"] = "2";
+  expect_error(pod, "JOB_COMPLETION_INDEX is \"2\"; it must be a number from 0 to 1");
+  expect_error({{"JOBSET_NAME", "train"}}, "JOBSET_NAME is \"train\", and JOB_COMPLETION_INDEX is not set");
+}
+
+TEST(Resolve, Volcano) {
+  Variables pod{
+      {"VC_TASK_INDEX", "1"}, {"VC_WORKER_HOSTS", "job-worker-0.job,job-worker-1.job"}, {"VC_WORKER_NUM", "2"}};
+  const auto cluster = resolve(pod);
+  EXPECT_EQ(cluster.world.rank, 1);
+  EXPECT_EQ(cluster.world.size, 2);
+  EXPECT_EQ(cluster.world.host, "job-worker-1.job");
+  EXPECT_EQ(cluster.store, "job-worker-0.job");
+  EXPECT_FALSE(cluster.holds_store);
+  pod["VC_TASK_INDEX"] = "2";
+  expect_error(pod, "VC_TASK_INDEX is \"2\"; it must be a number from 0 to 1");
+  pod["VC_MASTER_HOSTS"] = "job-master-0.job";
+  expect_error(pod, "Volcano: there are VC_MASTER_HOSTS and VC_WORKER_HOSTS");
+  expect_error({{"VK_TASK_INDEX", "0"}}, "Volcano: VK_TASK_INDEX is \"0\", and no VC_<TASK>_HOSTS is set");
+  expect_error({{"VC_WORKER_HOSTS", "a,b"}}, "Volcano: VC_WORKER_HOSTS is set, and VC_TASK_INDEX is not");
+  auto with_plugin_pytorch = kTorchrun;
+  with_plugin_pytorch.insert(pod.begin(), pod.end());
+  EXPECT_EQ(resolve(with_plugin_pytorch).source, "torchrun");
 }
 
 TEST(Resolve, Slurm) {
@@ -155,8 +270,14 @@ TEST(Resolve, Slurm) {
   EXPECT_EQ(cluster.job, "Slurm 17.0");
   task["SLURM_STEP_TASKS_PER_NODE"] = "5";
   expect_error(task, "SLURM_STEP_TASKS_PER_NODE is of 1 nodes, SLURM_STEP_NODELIST of 3");
-  task.erase("SLURM_STEP_NODELIST");  // a batch script
+  task.erase("SLURM_STEP_NODELIST");
+  expect_error(task, "SLURM_PROCID is \"3\", and SLURM_STEP_NODELIST is not set: start the program by srun");
+  task["SLURM_PROCID"] = "0";  // a batch script
   EXPECT_EQ(resolve(task).world.size, 1);
+  EXPECT_EQ(resolve(task).warning, "");
+  task["SLURM_NTASKS"] = "5";
+  EXPECT_NE(resolve(task).warning.find("SLURM_NTASKS is 5, and this process was not started by srun"),
+            std::string::npos);
 }
 
 TEST(Resolve, TpuHosts) {
@@ -178,6 +299,10 @@ TEST(Resolve, TpuHosts) {
   EXPECT_EQ(resolve(host).source, "lockstep run");
   EXPECT_EQ(resolve({{"TPU_WORKER_HOSTNAMES", "localhost"}, {"TPU_WORKER_ID", "0"}}).world.size, 1);
   EXPECT_EQ(resolve({{"TPU_WORKER_HOSTNAMES", ""}}).world.size, 1);
+  EXPECT_EQ(resolve({{"TPU_WORKER_ID", "0"}}).world.size, 1);
+  expect_error({{"TPU_WORKER_ID", "1"}}, "TPU_WORKER_ID is \"1\", and TPU_WORKER_HOSTNAMES is \"\"");
+  EXPECT_EQ(resolve({{"MEGASCALE_NUM_SLICES", "1"}}).world.size, 1);
+  expect_error({{"MEGASCALE_NUM_SLICES", "2"}}, "MEGASCALE_NUM_SLICES is \"2\": a job trains on one slice");
   expect_error({{"TPU_WORKER_HOSTNAMES", "a,b"}}, "TPU_WORKER_HOSTNAMES names 2 hosts, and TPU_WORKER_ID");
   expect_error({{"TPU_WORKER_HOSTNAMES", "a,,b"}}, "TPU_WORKER_HOSTNAMES is \"a,,b\": a host's name is empty");
 }

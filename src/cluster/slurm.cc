@@ -7,7 +7,13 @@
 namespace lockstep::cluster {
 
 std::optional<Cluster> from_slurm(const Environment& environment) {
-  if (environment("SLURM_PROCID") == nullptr || environment("SLURM_STEP_NODELIST") == nullptr) return std::nullopt;
+  if (environment("SLURM_PROCID") == nullptr) return std::nullopt;
+  if (environment("SLURM_STEP_NODELIST") == nullptr) {  // 0: a batch script
+    if (number_of(environment, "SLURM_PROCID", 0, kMostRanks) == 0) return std::nullopt;
+    throw ClusterError(
+        text("SLURM_PROCID is \"", environment("SLURM_PROCID"),
+             "\", and SLURM_STEP_NODELIST is not set: ", "start the program by srun, or unset SLURM_PROCID"));
+  }
   Cluster cluster{.source = "Slurm"};
   auto& world = cluster.world;
   world.size = static_cast<int>(number_of(environment, "SLURM_STEP_NUM_TASKS", 1, kMostRanks));

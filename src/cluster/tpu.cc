@@ -9,13 +9,21 @@
 namespace lockstep::cluster {
 
 std::optional<Cluster> from_tpu(const Environment& environment) {
+  if (const char* const slices = environment("MEGASCALE_NUM_SLICES"); slices != nullptr && whole_number(slices) != 1) {
+    throw ClusterError(text("MEGASCALE_NUM_SLICES is \"", slices, "\": a job trains on one slice of TPUs; unset it ",
+                            "where each slice is to train a model of its own"));
+  }
   const char* const set = environment("TPU_WORKER_HOSTNAMES");
-  if (set == nullptr || *set == '\0') return std::nullopt;
-  const std::string names = set;
+  const std::string names = set == nullptr ? "" : set;
   std::vector<std::string> hosts;
   std::istringstream list(names);
   for (std::string host; std::getline(list, host, ',');) hosts.push_back(host);
-  if (hosts.size() == 1) return std::nullopt;
+  if (hosts.size() <= 1) {
+    const char* const id = environment("TPU_WORKER_ID");
+    if (id == nullptr || *id == '\0' || whole_number(id) == 0) return std::nullopt;
+    throw ClusterError(text("TPU_WORKER_ID is \"", id, "\", and TPU_WORKER_HOSTNAMES is \"", names,
+                            "\": it must name the hosts of all of the TPU's workers, with commas between them"));
+  }
   for (const auto& host : hosts) {
     if (host.empty()) throw ClusterError(text("TPU_WORKER_HOSTNAMES is \"", names, "\": a host's name is empty"));
   }

@@ -1,5 +1,7 @@
 #include "train/compare_fits.h"
 
+#include <cstdlib>
+
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -54,7 +56,7 @@ std::string describe_member(const ModelImpl& impl, const Dataset& data, const Fi
 void warn_of_copies(const ModelImpl& impl) {
   if (impl.peers().size() > 1 || impl.servers() != nullptr || unwrap(impl.strategy).is_elastic()) return;
   try {
-    const auto cluster = resolve_cluster();
+    const auto cluster = resolve_cluster([](const char* name) { return std::getenv(name); });
     if (cluster.world.size == 1) return;
     log_warning(text("fit: ", cluster.source, " started ", cluster.world.size, " processes, and this one (rank ",
                      cluster.world.rank, ") trains a model of its own: MultiWorkerMirroredStrategy, or an ",

@@ -27,6 +27,9 @@ struct Cluster {
   int task_index = 0;
   std::map<std::string, int> tasks = {};
   std::map<std::string, std::vector<std::string>> jobs = {};
+
+  // What the variables ask for and this process does not do, for a warning; empty: nothing.
+  std::string warning = {};
 };
 
 // Understands, where they are set, the variables of
@@ -36,14 +39,21 @@ struct Cluster {
 // - TensorFlow and Kubeflow's TFJob: TF_CONFIG;
 // - torchrun and Kubeflow's PyTorchJob: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR,
 //   MASTER_PORT;
-// - Kubeflow Trainer: PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT;
+// - Kubeflow Trainer: PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT, PET_NPROC_PER_NODE;
 // - Open MPI's mpirun and MPICH's: OMPI_COMM_WORLD_..., PMI_... and MPI_LOCAL...;
 // - srun: SLURM_PROCID, SLURM_STEP_NODELIST and so on;
-// - GKE, on the hosts of a TPU: TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, where there are several and no launcher's.
-// Without any of them this process is alone; with some of torchrun's and no RANK it is not clear which it is, which is
-// an error. Throws ClusterError naming the variable, its field, the value and what is allowed; and both sources where
-// two disagree.
-Cluster resolve_cluster(const Environment& environment);
-Cluster resolve_cluster();  // of this process
+// - GKE, on the hosts of a TPU: TPU_WORKER_ID and TPU_WORKER_HOSTNAMES, where there are several and no launcher's;
+// - Volcano's plugins env and svc: VC_TASK_INDEX and VC_<TASK>_HOSTS of a Job with one task, which are found in
+// `names`,
+//   the names of all variables;
+// - Kubernetes, in a pod of an Indexed Job: JOB_COMPLETION_INDEX, with WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the
+//   manifest.
+// Without any of them this process is alone. Some of them, or a variable of another launcher, are an error: a process
+// that was to be one of several does not train alone. Throws ClusterError naming the variable, its field, the value and
+// what is allowed; and both sources where two disagree.
+Cluster resolve_cluster(const Environment& environment, const std::vector<std::string>& names = {});
+// Of this process. Logs the cluster's warning, once a process. Any thread may call it while none changes the
+// environment.
+Cluster resolve_cluster();
 
 }  // namespace lockstep
