@@ -1,7 +1,6 @@
 #include "tpu/compile_for.h"
 
 #include <cstdlib>
-#include <exception>
 #include <fstream>
 #include <iomanip>
 #include <iostream>
@@ -35,17 +34,6 @@ double memory_of(const std::string& kind) {
 pjrt::Options as_on_machines(const std::string& chips) {
   if (chips.starts_with("v4:")) return {{"chip_config_name", "megacore"}};
   return {};
-}
-
-// A program that does not catch what is thrown where those chips would be needed ends without a dump of its memory.
-void end_uncaught() {
-  try {
-    std::rethrow_exception(std::current_exception());
-  } catch (const std::exception& error) {
-    std::cerr << error.what() << std::endl;
-  } catch (...) {
-  }
-  std::_Exit(1);
 }
 
 // For `lockstep compile-for`, which reads "fits" or "fails" first (cli/compile_for.cc), or for who set
@@ -84,7 +72,6 @@ class CompileFor final : public ops::ProgramDevices {
         topology_(pjrt::Topology::create(pjrt::Plugin::load(pjrt::plugin_path(options.plugin)), chips_,
                                          as_on_machines(chips_))),
         replicas_(options.replicas == 0 ? topology_.devices() : options.replicas) {
-    std::set_terminate(end_uncaught);
     const Trace before_the_first_backward;
   }
 
