@@ -23,6 +23,9 @@ namespace {
 
 using Kind = Call::Kind;
 
+constexpr double kMostSeconds = 3600;
+constexpr DType kDTypesHere[] = {DType::float32, DType::float64, DType::int32, DType::int64, DType::uint8};
+
 Deadline in_a_minute() { return Deadline::after(std::chrono::seconds(60)); }
 
 Kind kind_named(const std::string& name) {
@@ -55,13 +58,22 @@ double bus_factor(Kind kind, int ranks) {
   }
 }
 
+// Whether one of the operation's buffers has a part for each rank.
+bool has_parts(Kind kind) { return bus_factor(kind, 4) == 0.75; }
+
+// Bytes of the smallest buffer that the operation can have: an element, or one for each rank.
+std::size_t least_bytes(const BenchOptions& options) {
+  const auto ranks = has_parts(kind_named(options.operation)) ? static_cast<std::size_t>(options.ranks) : 1;
+  return size_of(dtype_named(options.dtype)) * ranks;
+}
+
 // One size of one operation, on one rank: `bytes` is the larger of its buffers, as in nccl-tests.
 class Trial {
  public:
   Trial(const Group& group, const BenchOptions& options, std::size_t bytes)
       : group_(group), kind_(kind_named(options.operation)), dtype_(dtype_named(options.dtype)) {
     const auto ranks = static_cast<std::size_t>(group.size());
-    const bool parts = bus_factor(kind_, 4) == 0.75;
+    const bool parts = has_parts(kind_);
     each_ = bytes / size_of(dtype_) / (parts ? ranks : 1);
     whole_ = parts ? each_ * ranks : each_;
     memory_ = take(options, 2 * whole_ * size_of(dtype_));
@@ -269,8 +281,24 @@ int run_processes(const BenchOptions& options) {
 
 }  // namespace
 
-int bench_collectives(const BenchOptions& options, std::ostream& out) {
+int bench_collectives(BenchOptions options, std::ostream& out) {
   if (options.ranks < 1) throw InvalidArgument(text("--ranks is ", options.ranks, "; it must be at least 1"));
+  if (!(options.seconds > 0 && options.seconds <= kMostSeconds)) {
+    throw InvalidArgument(
+        text("--seconds is ", options.seconds, "; it must be above 0 and at most ", kMostSeconds, " seconds"));
+  }
+  if (std::find(std::begin(kDTypesHere), std::end(kDTypesHere), dtype_named(options.dtype)) == std::end(kDTypesHere))
+    throw InvalidArgument(text("--dtype is ", options.dtype, "; it must be float32, float64, int32, int64 or uint8"));
+  const auto least = least_bytes(options);
+  for (const auto size : options.sizes) {
+    if (size >= least) continue;
+    throw InvalidArgument(text("--sizes has ", size, " bytes; ", options.operation, " of ", options.ranks,
+                               " ranks and ", options.dtype, " needs at least ", least));
+  }
+  if (options.sizes.empty()) {
+    for (const std::size_t size : {4, 4096, 65536, 1388584, 16 << 20, 64 << 20})
+      options.sizes.push_back(std::max(size, least));
+  }
   if (options.group.backend == "threads") return run_threads(options, out);
   if (!options.world) return run_processes(options);
   const auto store = options.hold_store ? Store::hold(options.store) : Store::connect(options.store, in_a_minute());

@@ -15,7 +15,7 @@ struct BenchOptions {
   std::string dtype = "float32";
   GroupOptions group;
   int ranks = 2;
-  std::vector<std::size_t> sizes{4, 4096, 65536, 1388584, 16 << 20, 64 << 20};  // bytes
+  std::vector<std::size_t> sizes;    // bytes; empty: from 4 bytes to 64 MiB
   bool any_buffer = false;           // memory of malloc instead of the group's `allocate`
   double seconds = 0.5;              // about how long each size is measured
   std::vector<std::string> command;  // how to start this program again, without options
@@ -29,7 +29,7 @@ struct BenchOptions {
 
 // Starts the ranks (as threads for the backend "threads", else as processes of this host) and prints rank 0's table,
 // with a line of JSON at its end. Algorithm bandwidth and bus bandwidth are those of nccl-tests (doc/PERFORMANCE.md
-// there). Returns the exit status: 1 where a result was wrong or a rank failed.
-int bench_collectives(const BenchOptions& options, std::ostream& out);
+// there). Returns the exit status: 1 where a result was wrong or a rank failed. Throws InvalidArgument.
+int bench_collectives(BenchOptions options, std::ostream& out);
 
 }  // namespace lockstep::cli

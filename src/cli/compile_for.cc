@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <ostream>
+#include <regex>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -47,10 +48,20 @@ int status_of(const std::vector<std::string>& command) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
+// "v5e:2x4": a generation, and the chips of each dimension. Which of these there are, libtpu knows.
+bool is_topology(const std::string& chips) {
+  static const std::regex form("v[0-9]+[a-z]*:[1-9][0-9]*(x[1-9][0-9]*)*");
+  return std::regex_match(chips, form);
+}
+
 }  // namespace
 
 int compile_for(const std::string& chips, const std::vector<std::string>& command, std::ostream& out) {
   if (command.empty()) throw InvalidArgument("compile-for: name a program: lockstep compile-for v5e:2x4 ./train");
+  if (!is_topology(chips)) {  // found now, and not by libtpu when the program has trained
+    throw InvalidArgument(text("compile-for: the chips are \"", chips, "\"; they must be named as libtpu does: a ",
+                               "generation, and the chips of each dimension, as v5e:2x4 or v4:2x2x1"));
+  }
   const ReportFile report;
   setenv("LOCKSTEP_COMPILE_FOR", chips.c_str(), 1);
   setenv("LOCKSTEP_COMPILE_REPORT", report.path().c_str(), 1);

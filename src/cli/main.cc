@@ -5,6 +5,8 @@
 #include <iostream>
 #include <set>
 
+#include "base/near_names.h"
+#include "base/text.h"
 #include "cli/bench_collectives.h"
 #include "cli/certs.h"
 #include "cli/commands.h"
@@ -167,6 +169,57 @@ std::vector<std::string> as_run_takes_it(int argc, char** argv) {
   return all;
 }
 
+const auto kEvery = [](const CLI::App*) { return true; };
+
+// An option without its value would be as one that was not given.
+void require_values(CLI::App& app) {
+  const CLI::Validator has_value(
+      [](std::string& value) { return std::string(value.empty() ? "its value is empty" : ""); }, "");
+  for (auto* const option : app.get_options()) {
+    if (option->get_items_expected_max() > 0) option->check(has_value);
+  }
+  for (auto* const command : app.get_subcommands(kEvery)) require_values(*command);
+}
+
+// Names the first argument that the command does not know, with those that may have been meant; empty: none.
+std::string unknown_argument(const CLI::App& app, const std::string& path, const std::string& program) {
+  const auto arguments = app.remaining();
+  if (arguments.empty()) return "";
+  const auto& first = arguments[0];
+  const bool is_option = first.size() > 1 && first[0] == '-';
+  if (!is_option && !program.empty()) return "";
+  const auto name = is_option ? first.substr(0, first.find('=')) : first;
+  std::vector<std::string> commands, known;
+  for (const auto* const command : app.get_subcommands(kEvery)) commands.push_back(command->get_name());
+  known = commands;
+  if (is_option) {
+    known.clear();
+    for (const auto* const option : app.get_options()) {
+      for (const auto& each : option->get_lnames()) known.push_back("--" + each);
+    }
+  }
+  const auto near = lockstep::near_names(name, known);
+  return lockstep::text(path, ": there is no ",
+                        is_option          ? "option "
+                        : commands.empty() ? "argument "
+                                           : "command ",
+                        name, near.empty() ? "" : lockstep::text(" (near: ", lockstep::join(near), ")"),
+                        "\nUsage: ", path,
+                        commands.empty() ? "" : lockstep::text(" COMMAND (", lockstep::join(commands), ")"),
+                        " [OPTIONS]", program, "\n", path, " --help lists them.\n");
+}
+
+// The same of the command that was named last.
+std::string unknown_argument(const CLI::App& app) {
+  const auto* command = &app;
+  std::string path = app.get_name();
+  while (!command->get_subcommands().empty()) {
+    command = command->get_subcommands().back();
+    path += " " + command->get_name();
+  }
+  return unknown_argument(*command, path, command->get_prefix_command() ? " PROGRAM [ARGUMENTS]" : "");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -203,10 +256,19 @@ int main(int argc, char** argv) {
   compile_for->footer("The program and its arguments come last: lockstep compile-for v5e:2x4 ./train --epochs 12");
   auto arguments = as_run_takes_it(argc, argv);
   std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
+  require_values(app);
+  constexpr int kWrongArguments = 2;
   try {
     app.parse(arguments);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error);
+    const auto unknown = error.get_exit_code() == 0 ? "" : unknown_argument(app);
+    if (unknown.empty()) return app.exit(error);
+    std::cerr << unknown;
+    return kWrongArguments;
+  }
+  if (const auto unknown = unknown_argument(app); !unknown.empty()) {
+    std::cerr << unknown;
+    return kWrongArguments;
   }
 
   try {

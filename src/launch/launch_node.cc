@@ -35,9 +35,9 @@ constexpr std::chrono::milliseconds kForAnswer(500), kBetweenPolls(500);
 constexpr const char* kRanksHaveEnded = "the ranks of this host have ended";
 
 // Whether the name, or address, is one of this machine's.
-bool is_own(const std::string& host) {
+bool is_own(const std::string& host, const std::string& token) {
   try {
-    transport::listen_at(transport::with_port(host, 0), {.trusted_network = true});  // closed at once
+    transport::listen_at(transport::with_port(host, 0), {.token = token});  // closed at once
     return true;
   } catch (const Error&) {
     return false;
@@ -53,7 +53,7 @@ std::optional<JobStore> find_or_hold(const std::string& address, const Access& a
                                      const std::function<bool()>& stop, std::ostream& err) {
   const auto answers = [&] { return transport::answers_at(address, Deadline::after(kForAnswer)); };
   std::optional<Store> held;
-  if (!cluster::is_etcd(address) && !answers() && is_own(cluster::host_of(address, "--store"))) {
+  if (!cluster::is_etcd(address) && !answers() && is_own(cluster::host_of(address, "--store"), access.token)) {
     try {
       held = cluster::hold_at(cluster::host_of(address, "--store"), cluster::port_of(address, "--store"), access);
       err << "lockstep: this node holds the store at " << address << ": a new job begins here" << std::endl;
