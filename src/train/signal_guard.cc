@@ -10,6 +10,13 @@ static_assert(std::atomic<int>::is_always_lock_free);  // a signal handler may t
 
 void note(int signal) { noted.store(signal); }
 
+// A signal that the program ignores, or that it inherited as ignored (nohup, a shell's "&"), stays ignored.
+void take(int signal, const struct sigaction& ours, struct sigaction& before) {
+  sigaction(signal, nullptr, &before);
+  const bool is_ignored = (before.sa_flags & SA_SIGINFO) == 0 && before.sa_handler == SIG_IGN;
+  if (!is_ignored) sigaction(signal, &ours, nullptr);
+}
+
 }  // namespace
 
 SignalGuard::SignalGuard(bool active) : active_(active) {
@@ -18,8 +25,8 @@ SignalGuard::SignalGuard(bool active) : active_(active) {
   struct sigaction action {};
   action.sa_handler = &note;
   action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);  // a second one ends the program
-  sigaction(SIGINT, &action, &before_interrupt_);
-  sigaction(SIGTERM, &action, &before_terminate_);
+  take(SIGINT, action, before_interrupt_);
+  take(SIGTERM, action, before_terminate_);
 }
 
 SignalGuard::~SignalGuard() {

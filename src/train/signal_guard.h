@@ -5,7 +5,8 @@
 
 namespace lockstep::train {
 
-// While one lives, the first SIGINT or SIGTERM is only noted; a second one ends the program. One at a time.
+// While one lives, the first SIGINT or SIGTERM is only noted; a second one ends the program. A signal that is ignored
+// stays so. One at a time.
 class SignalGuard {
  public:
   explicit SignalGuard(bool active);
