@@ -1,5 +1,5 @@
 # The two commands of the README, and what continuous integration adds. Everything else is CMake: see CMakePresets.json.
-.PHONY: train test lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers bench-ps bench-parallel bench-plan bench-tpu faults clean
+.PHONY: train quick test test-full lint sanitize sanitize-torch fuzz bench-peers bench-step bench-collectives bench-workers bench-ps bench-parallel bench-plan bench-tpu faults clean
 
 BUILD = cmake --build --preset
 
@@ -9,11 +9,17 @@ train: build/release/build.ninja
 	$(BUILD) release --target mnist
 	build/release/examples/mnist
 
-# Builds everything and runs every test.
-test: build/release/build.ninja
+# The three tiers of tests: modules, and jobs whose ranks are threads; also each launcher, and each mechanism that needs processes, once; and
+# everything, with the benchmarks built.
+quick test: build/release/build.ninja
 	tools/bootstrap --test
 	$(BUILD) release
-	ctest --preset release
+	ctest --preset $@
+test-full: build/release/build.ninja
+	tools/bootstrap --test
+	$(BUILD) release
+	$(BUILD) release --target benchmarks
+	ctest --preset full
 
 # Format, direction of includes, lengths, thread-safety annotations.
 lint:

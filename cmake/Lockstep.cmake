@@ -71,23 +71,26 @@ function(lockstep_module_tests library)
       set(tests)
     endif()
     if(tests)
-      lockstep_unity(${module}_test 8 ${tests})
       lockstep_test(${module}_test ${library} ${tests})
     endif()
   endforeach()
 endfunction()
 
-# lockstep_test(NAME LIBRARY source...): a GoogleTest program, one ctest entry.
+# lockstep_test(NAME LIBRARY source...): a GoogleTest program, one ctest entry. Several sources are compiled together.
 function(lockstep_test name library)
   add_executable(${name} ${ARGN})
   lockstep_settings(${name})
+  lockstep_unity(${name} 8 ${ARGN})
+  # What tests compute themselves is little: the library is compiled for speed, they are compiled soon.
+  target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
   target_link_libraries(${name} PRIVATE ${library} GTest::gtest GTest::gtest_main ${HWY_LIBRARY} nlohmann_json::nlohmann_json ZLIB::ZLIB)
   target_compile_definitions(${name} PRIVATE LOCKSTEP_SOURCE_DIR="${PROJECT_SOURCE_DIR}" LOCKSTEP_BINARY_DIR="${PROJECT_BINARY_DIR}")
   if(library STREQUAL lockstep)
     lockstep_torch_program(${name})
   endif()
   add_test(NAME ${name} COMMAND ${name})
-  set_tests_properties(${name} PROPERTIES TIMEOUT 900)
+  set_tests_properties(${name} PROPERTIES TIMEOUT 900 LABELS quick)
   if(LOCKSTEP_SANITIZE)
     set(known ${PROJECT_SOURCE_DIR}/cmake/sanitizers)
     set_tests_properties(${name} PROPERTIES ENVIRONMENT
@@ -100,4 +103,45 @@ function(lockstep_torch_program name)
   set_target_properties(${name} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
   target_compile_options(${name} PRIVATE -fPIC)
   target_precompile_headers(${name} REUSE_FROM lockstep)
+endfunction()
+
+# Each test is in one of three tiers, which are labels of ctest. `quick`: modules, and jobs whose ranks are threads. `test`: each
+# launcher, and each mechanism that needs processes, once. `full`: everything else. A test of lockstep_test is quick unless it is
+# named here.
+#
+# lockstep_tier(TIER test...): these tests are in that tier.
+function(lockstep_tier tier)
+  set_tests_properties(${ARGN} PROPERTIES LABELS ${tier})
+endfunction()
+
+# lockstep_full(NAME case...): these cases of the GoogleTest program NAME, as in --gtest_filter, are in the tier `full` alone, where
+# they are the test NAME_full.
+function(lockstep_full name)
+  list(JOIN ARGN ":" cases)
+  set_property(TEST ${name} APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=-${cases}")
+  add_test(NAME ${name}_full COMMAND ${name})
+  set_tests_properties(${name}_full PROPERTIES TIMEOUT 900 LABELS full ENVIRONMENT "GTEST_FILTER=${cases}")
+endfunction()
+
+# lockstep_job_test(NAME CLASS SCRIPT argument...): jobs of processes, by a script of Python: the tests of its class CLASS are in the
+# tier `test`, those of its class MoreCLASS, where it has one, in the tier `full`, as the test NAME_full.
+function(lockstep_job_test name class script)
+  set(command /usr/bin/python3 ${PROJECT_SOURCE_DIR}/tests/${script} ${ARGN})
+  add_test(NAME ${name} COMMAND ${command} ${class})
+  set_tests_properties(${name} PROPERTIES TIMEOUT 900 LABELS test)
+  file(STRINGS ${PROJECT_SOURCE_DIR}/tests/${script} more REGEX "^class More${class}\\(")
+  if(more)
+    add_test(NAME ${name}_full COMMAND ${command} More${class})
+    set_tests_properties(${name}_full PROPERTIES TIMEOUT 900 LABELS full)
+  endif()
+endfunction()
+
+# lockstep_test_program(NAME): tests/NAME.cc, a program that jobs of tests run.
+function(lockstep_test_program name)
+  add_executable(${name} ${name}.cc)
+  lockstep_settings(${name})
+  target_link_libraries(${name} PRIVATE lockstep)
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
+  target_compile_options(${name} PRIVATE $<$<CONFIG:Release>:-O1>)
+  lockstep_torch_program(${name})
 endfunction()

@@ -20,14 +20,14 @@ namespace fs = std::filesystem;
 
 constexpr int kUnits = 20'000, kEpochs = 4;  // 160 KB of weights
 
-Sequential model_of_noise() {
+Sequential wide_model() {
   set_random_seed(5);
   Sequential model({Dense(kUnits)});
   model.compile({.optimizer = SGD({.learning_rate = 0.1}), .loss = "mse"});
   return model;
 }
 
-Dataset noise() {
+Dataset wide_data() {
   const auto x = at::sin(at::arange(12, at::kFloat)).view({12, 1});
   return Dataset::from_tensor_slices(x, x.expand({12, kUnits})).shuffle(12, {.seed = 3}).batch(4);
 }
@@ -51,13 +51,13 @@ class FullDisk : public testing::TestWithParam<bool> {};
 TEST_P(FullDisk, DoesNotEndTheTraining) {
   const auto folder = fresh_folder("checkpoint_faults", GetParam() ? "full_in_background" : "full");
   const SmallDisk disk(folder);
-  auto model = model_of_noise();
+  auto model = wide_model();
   const auto fills = LambdaCallback({.on_epoch_begin = [&](int epoch) {
     if (epoch == 1) disk.fill();
     if (epoch == 3) disk.make_room();
   }});
   const auto backup = (folder / "backup").string();
-  model.fit(noise(),
+  model.fit(wide_data(),
             {.epochs = kEpochs,
              .verbose = 0,
              .callbacks = {fills,
@@ -74,8 +74,8 @@ TEST(CheckpointFaults, WhatIsWrittenInTheBackgroundIsTheSame) {
   const auto folder = fresh_folder("checkpoint_faults", "background");
   const auto train = [&](bool background) {
     const auto own = folder / (background ? "background" : "waiting");
-    auto model = model_of_noise();
-    model.fit(noise(),
+    auto model = wide_model();
+    model.fit(wide_data(),
               {.epochs = kEpochs,
                .verbose = 0,
                .callbacks = {ModelCheckpoint((own / "{epoch}").string(),
@@ -98,12 +98,12 @@ TEST(CheckpointFaults, WhatIsWrittenInTheBackgroundIsTheSame) {
 TEST(CheckpointFaults, TheLastCheckpointMustBeSaved) {
   const auto folder = fresh_folder("checkpoint_faults", "full_at_end");
   const SmallDisk disk(folder);
-  auto model = model_of_noise();
+  auto model = wide_model();
   const auto fills = LambdaCallback({.on_epoch_begin = [&](int epoch) {
     if (epoch == kEpochs - 1) disk.fill();
   }});
   const auto said = message_of<IoError>([&] {
-    model.fit(noise(), {.epochs = kEpochs,
+    model.fit(wide_data(), {.epochs = kEpochs,
                         .verbose = 0,
                         .callbacks = {fills, ModelCheckpoint((folder / "{epoch}").string(), {.max_to_keep = 1})}});
   });
@@ -119,18 +119,18 @@ TEST(CheckpointFaults, AnAlteredBackupIsReplacedByTheOneBeforeIt) {
     return FitOptions{
         .epochs = kEpochs, .verbose = 0, .callbacks = {BackupAndRestore(backup.string(), {.save_freq = 1})}};
   };
-  auto whole = model_of_noise();
-  whole.fit(noise(), options(folder / "whole"));
+  auto whole = wide_model();
+  whole.fit(wide_data(), options(folder / "whole"));
   const auto backup = folder / "stopped";
   {
-    auto stopped = model_of_noise();
+    auto stopped = wide_model();
     auto some = options(backup);
     some.callbacks.emplace_back(FailsAfter(2));
-    EXPECT_THROW(stopped.fit(noise(), some), std::runtime_error);
+    EXPECT_THROW(stopped.fit(wide_data(), some), std::runtime_error);
   }
   alter(backup / "backup.safetensors");
-  auto model = model_of_noise();
-  model.fit(noise(), options(backup));
+  auto model = wide_model();
+  model.fit(wide_data(), options(backup));
   EXPECT_TRUE(at::equal(weights(model), weights(whole)));
   EXPECT_TRUE(fs::exists(backup / "backup-damaged.safetensors"));
 }
@@ -138,25 +138,25 @@ TEST(CheckpointFaults, AnAlteredBackupIsReplacedByTheOneBeforeIt) {
 TEST(CheckpointFaults, WhereNoBackupIsWholeNothingIsChanged) {
   const auto folder = fresh_folder("checkpoint_faults", "both");
   {
-    auto stopped = model_of_noise();
+    auto stopped = wide_model();
     EXPECT_THROW(
-        stopped.fit(noise(),
+        stopped.fit(wide_data(),
                     {.verbose = 0, .callbacks = {BackupAndRestore(folder.string(), {.save_freq = 1}), FailsAfter(2)}}),
         std::runtime_error);
   }
   alter(folder / "backup.safetensors");
   alter(folder / "backup-previous.safetensors");
-  auto model = model_of_noise();
+  auto model = wide_model();
   expect_says(message_of<DataError>(
-                  [&] { model.fit(noise(), {.verbose = 0, .callbacks = {BackupAndRestore(folder.string())}}); }),
+                  [&] { model.fit(wide_data(), {.verbose = 0, .callbacks = {BackupAndRestore(folder.string())}}); }),
               "backup");
   EXPECT_EQ(model.iterations(), 0);
 }
 
 TEST(CheckpointFaults, TheLatestCheckpointIsTheLastWholeOne) {
   const auto folder = fresh_folder("checkpoint_faults", "latest");
-  auto model = model_of_noise();
-  model.fit(noise(), {.epochs = 3, .verbose = 0, .callbacks = {ModelCheckpoint((folder / "{epoch}").string())}});
+  auto model = wide_model();
+  model.fit(wide_data(), {.epochs = 3, .verbose = 0, .callbacks = {ModelCheckpoint((folder / "{epoch}").string())}});
   alter(folder / "3.safetensors");
   EXPECT_EQ(latest_checkpoint(folder.string()), (folder / "2").string());
   fs::remove(folder / "2.safetensors");

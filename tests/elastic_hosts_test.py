@@ -16,6 +16,30 @@ from trainings_over_hosts import LIMIT_S, LOCKSTEP, PROGRAM, STEPS_OF_AN_EPOCH, 
 
 
 class ElasticHosts(Trainings):
+    def test_a_divided_job_goes_on_in_one_part(self):
+        self.begin(5)
+        self.hosts.divide([0, 1])  # also the launcher
+        self.expect_trained([2, 3, 4], 8)
+        for rank in (0, 1):
+            self.wait_for(rank, "this process cannot reach most of the job's 5 hosts")
+            self.assertNotIn("weights", self.log(rank))
+
+    def test_hosts_come_and_leave(self):
+        self.start(3, discovered=[0, 1], options=("--max-n", "3"), EPOCHS=12)
+        self.wait_for(1, "step 10")
+        self.name_hosts([0, 1, 2])
+        self.wait_for(2, "joined at step")
+        self.name_hosts([1, 2])
+        self.wait_for(0, "left")
+        self.expect_trained([1, 2], 1)
+        output = self.expect_end(0)
+        self.assertIn(f"host {self.hosts.address(2)} joins with 1 rank(s)", output)
+        self.assertIn(f"host {self.hosts.address(0)} is not named any more: its ranks leave", output)
+        self.assertIn(f"host {self.hosts.address(0)} has left", output)
+        self.assertNotIn("is left out", output)
+
+
+class MoreElasticHosts(Trainings):
     def test_a_worker_is_lost(self):
         self.start(3, PLACE="forward")
         self.expect_trained([0, 2], 2)
@@ -63,14 +87,6 @@ class ElasticHosts(Trainings):
             self.assertIn(f"steps {2 * STEPS_OF_AN_EPOCH * self.variables['EPOCHS']}, weights", self.log(rank))
         self.expect_end(0)
 
-    def test_a_divided_job_goes_on_in_one_part(self):
-        self.begin(5)
-        self.hosts.divide([0, 1])  # also the launcher
-        self.expect_trained([2, 3, 4], 8)
-        for rank in (0, 1):
-            self.wait_for(rank, "this process cannot reach most of the job's 5 hosts")
-            self.assertNotIn("weights", self.log(rank))
-
     def test_a_worker_that_is_started_again_joins(self):
         for victim in (0, 1):
             with self.subTest(victim=victim):
@@ -79,21 +95,6 @@ class ElasticHosts(Trainings):
                 self.expect_trained([0, 1, 2], 2)
                 self.assertIn("joined at step", self.log(victim))
                 self.expect_end(0)
-
-    def test_hosts_come_and_leave(self):
-        self.start(3, discovered=[0, 1], options=("--max-n", "3"), EPOCHS=12)
-        self.wait_for(1, "step 10")
-        self.name_hosts([0, 1, 2])
-        self.wait_for(2, "joined at step")
-        self.name_hosts([1, 2])
-        self.wait_for(0, "left")
-        self.expect_trained([1, 2], 1)
-        output = self.expect_end(0)
-        self.assertIn(f"host {self.hosts.address(2)} joins with 1 rank(s)", output)
-        self.assertIn(f"host {self.hosts.address(0)} is not named any more: its ranks leave", output)
-        self.assertIn(f"host {self.hosts.address(0)} has left", output)
-        self.assertNotIn("is left out", output)
-
 
     def test_shards_of_a_lost_host_are_on_another(self):
         for at_once in (False, True):
@@ -105,7 +106,7 @@ class ElasticHosts(Trainings):
 
 
 class MoreFaults(Trainings):
-    """`make faults` runs these too."""
+    """`make faults` runs these alone."""
 
     def test_all_hosts_are_exchanged(self):
         for sharded in (0, 1):

@@ -14,7 +14,7 @@ from trainings_over_hosts import LIMIT_S, LOCKSTEP, PROGRAM, SshHosts, Trainings
 PORT = 29500
 
 
-class Nodes(Trainings):
+class OverNodes(Trainings):
     def setUp(self):
         super().setUp()
         self.nodes = {}
@@ -68,18 +68,14 @@ class Nodes(Trainings):
         self.assertEqual(node.wait(LIMIT_S), status, log.read_text())
         return log.read_text()
 
-    def test_a_node_is_lost_before_the_job_has_begun(self):
-        """The others do not wait for its ranks."""
-        self.make_hosts(3)
-        store = f"{self.hosts.address(0)}:{PORT}"
-        for host in (0, 1):
-            self.start_node(host, store, "3", awaited="waiting for more")
-        self.start_node(2, store, "3", awaited="lockstep: this is node", START_S=1)
-        for process in self.hosts.processes(2):
-            self.kill(process)
-        for host in (0, 1):
-            self.assertIn("rank 2 has ended, and others wait for it", self.expect_node_ends(host, 1))
+    def start_on_hosts(self, options):
+        words = [word for name, value in self.variables.items() for word in ("-x", f"{name}={value}")]
+        command = self.hosts.run(PROGRAM, options=("--grace", "1", "--log-dir", str(self.logs), *words, *options))
+        self.job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder)
+        self.addCleanup(self.end_all)
 
+
+class Nodes(OverNodes):
     def test_all_hosts_but_one_are_lost_with_a_member_of_etcd(self):
         """Its cluster is on hosts 0, 3 and 4; the job on 0, 1 and 2, of which the last one has no majority of anything."""
         self.make_hosts(5)
@@ -95,24 +91,6 @@ class Nodes(Trainings):
                 self.kill(process)
         self.expect_trained([2], 15)
         self.expect_node_ends(2, 0)
-
-    def test_a_host_is_lost_with_a_member_of_etcd(self):
-        """Also the launcher's; and one of which the launcher hears that it is gone while etcd may have no leader."""
-        for lost, at_once in ((0, False), (0, True), (1, False), (1, True)):
-            with self.subTest(lost=lost, at_once=at_once):
-                self.begin_anew()
-                self.make_hosts(3)
-                store = self.start_etcd([0, 1, 2])
-                self.start_on_hosts(("--min-n", "1", "--store", store))
-                self.wait_for(1, "step 10")
-                self.lose(lost, at_once)
-                self.expect_trained([rank for rank in range(3) if rank != lost], 15)
-
-    def start_on_hosts(self, options):
-        words = [word for name, value in self.variables.items() for word in ("-x", f"{name}={value}")]
-        command = self.hosts.run(PROGRAM, options=("--grace", "1", "--log-dir", str(self.logs), *words, *options))
-        self.job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder)
-        self.addCleanup(self.end_all)
 
     def test_a_node_joins_through_another_ones_store(self):
         """The one at which they found each other is lost before."""
@@ -133,17 +111,6 @@ class Nodes(Trainings):
         weights = {self.expect_node_ends(host, 0).split("weights")[1].split("\n")[0] for host in (1, 2, 3)}
         self.assertEqual(len(weights), 1, weights)
 
-    def test_a_node_leaves_on_notice(self):
-        self.make_hosts(2)
-        store = f"{self.hosts.address(0)}:{PORT}"
-        for host in (0, 1):
-            self.start_node(host, store, "1:2")
-        self.wait_for(1, "step 10")
-        self.nodes[0][0].send_signal(signal.SIGTERM)  # to `ip netns exec`, which is the launcher then
-        self.wait_for(0, "left")
-        self.expect_trained([1], 2)
-        self.expect_node_ends(1, 0)
-
     def test_what_cannot_be_is_named(self):
         self.make_hosts(2, EPOCHS=20)
         store = f"{self.hosts.address(0)}:{PORT}"
@@ -161,6 +128,43 @@ class Nodes(Trainings):
         self.wait_for_node(1, "waiting for the store: ")
         self.nodes[1][0].send_signal(signal.SIGINT)
         self.expect_node_ends(1, 128 + signal.SIGINT)
+
+
+class MoreNodes(OverNodes):
+    def test_a_node_is_lost_before_the_job_has_begun(self):
+        """The others do not wait for its ranks."""
+        self.make_hosts(3)
+        store = f"{self.hosts.address(0)}:{PORT}"
+        for host in (0, 1):
+            self.start_node(host, store, "3", awaited="waiting for more")
+        self.start_node(2, store, "3", awaited="lockstep: this is node", START_S=1)
+        for process in self.hosts.processes(2):
+            self.kill(process)
+        for host in (0, 1):
+            self.assertIn("rank 2 has ended, and others wait for it", self.expect_node_ends(host, 1))
+
+    def test_a_host_is_lost_with_a_member_of_etcd(self):
+        """Also the launcher's; and one of which the launcher hears that it is gone while etcd may have no leader."""
+        for lost, at_once in ((0, False), (0, True), (1, False), (1, True)):
+            with self.subTest(lost=lost, at_once=at_once):
+                self.begin_anew()
+                self.make_hosts(3)
+                store = self.start_etcd([0, 1, 2])
+                self.start_on_hosts(("--min-n", "1", "--store", store))
+                self.wait_for(1, "step 10")
+                self.lose(lost, at_once)
+                self.expect_trained([rank for rank in range(3) if rank != lost], 15)
+
+    def test_a_node_leaves_on_notice(self):
+        self.make_hosts(2)
+        store = f"{self.hosts.address(0)}:{PORT}"
+        for host in (0, 1):
+            self.start_node(host, store, "1:2")
+        self.wait_for(1, "step 10")
+        self.nodes[0][0].send_signal(signal.SIGTERM)  # to `ip netns exec`, which is the launcher then
+        self.wait_for(0, "left")
+        self.expect_trained([1], 2)
+        self.expect_node_ends(1, 0)
 
 
 if __name__ == "__main__":

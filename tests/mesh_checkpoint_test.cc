@@ -9,7 +9,6 @@
 namespace lockstep {
 namespace {
 
-constexpr double kTolerance = 1e-9;
 const Adam kAdam({.learning_rate = 1e-2, .global_clipnorm = 0.5});
 
 // Where a training takes place: a mesh, or, without axes, one device.
@@ -61,7 +60,6 @@ const Place kOne{"one", {}}, kData2{"data2", {{"data", 2}}}, kTensor2{"tensor2",
     kBoth{"data2tensor2", {{"data", 2}, {"tensor", 2}}}, kTensor4{"tensor4", {{"tensor", 4}}},
     kSharded{"sharded_state", {{"data", 2}, {"tensor", 2}}, {.shard_optimizer_state = true}};
 
-const FullyShardOptions kUnits{.units = {"1", "2"}};
 const Place kShards{"shard2", {{"shard", 2}}, {.fully_shard = kUnits}},
     kAllShards{"data2shard2tensor2", {{"data", 2}, {"shard", 2}, {"tensor", 2}}, {.fully_shard = kUnits}};
 

@@ -7,7 +7,6 @@ namespace lockstep {
 namespace {
 
 constexpr std::int64_t kWidth = parallel::kExpertWidth;
-constexpr int kSteps = 50;
 
 struct NetImpl : torch::nn::Module {
   NetImpl(const MoEOptions& options, const Communicator& ranks, double of_balance)
@@ -46,7 +45,7 @@ Dataset sequences(bool ragged) {
   return Dataset::from_tensor_slices(x, x.flip(-1)).batch(4);
 }
 
-struct Case {
+struct ExpertsCase {
   std::string name;
   Axes axes;
   MoEOptions moe;
@@ -54,9 +53,9 @@ struct Case {
   bool ragged = false;
 };
 
-void PrintTo(const Case& one, std::ostream* out) { *out << one.name; }
+void PrintTo(const ExpertsCase& one, std::ostream* out) { *out << one.name; }
 
-Trained train(const Case& one, const Communicator& ranks) {
+Trained train(const ExpertsCase& one, const Communicator& ranks) {
   const auto data = sequences(one.ragged);
   Model model([&] { return make_net(one.moe, ranks, one.balance); });
   model.compile(
@@ -67,7 +66,7 @@ Trained train(const Case& one, const Communicator& ranks) {
   return {whole_weights(model), history.history, model.predict(data).cpu()};
 }
 
-class MeshExperts : public testing::TestWithParam<Case> {};
+class MeshExperts : public testing::TestWithParam<ExpertsCase> {};
 
 TEST_P(MeshExperts, AreThoseOfOneDevice) {
   const auto expected = [&] {
@@ -92,19 +91,19 @@ const MoEOptions kTwoOfEight{.experts = 8, .top_k = 2};
 
 INSTANTIATE_TEST_SUITE_P(
     Meshes, MeshExperts,
-    testing::Values(Case{"expert2", {{"expert", 2}}, kTwoOfEight, 0.05},
-                    Case{"expert4", {{"expert", 4}}, kTwoOfEight, 0.05},
-                    Case{"expert4one", {{"expert", 4}}, {.experts = 8, .top_k = 1}, 0.05},
-                    Case{"expert4capacity", {{"expert", 4}}, {.experts = 8, .top_k = 2, .capacity_factor = 1}, 0.05},
-                    Case{"expert4ragged", {{"expert", 4}}, kTwoOfEight, 0, true},
-                    Case{"data2expert2", {{"data", 2}, {"expert", 2}}, kTwoOfEight},
-                    Case{"data2expert2ragged", {{"data", 2}, {"expert", 2}}, kTwoOfEight, 0, true}),
+    testing::Values(ExpertsCase{"expert2", {{"expert", 2}}, kTwoOfEight, 0.05},
+                    ExpertsCase{"expert4", {{"expert", 4}}, kTwoOfEight, 0.05},
+                    ExpertsCase{"expert4one", {{"expert", 4}}, {.experts = 8, .top_k = 1}, 0.05},
+                    ExpertsCase{"expert4capacity", {{"expert", 4}}, {.experts = 8, .top_k = 2, .capacity_factor = 1}, 0.05},
+                    ExpertsCase{"expert4ragged", {{"expert", 4}}, kTwoOfEight, 0, true},
+                    ExpertsCase{"data2expert2", {{"data", 2}, {"expert", 2}}, kTwoOfEight},
+                    ExpertsCase{"data2expert2ragged", {{"data", 2}, {"expert", 2}}, kTwoOfEight, 0, true}),
     [](const auto& each) { return each.param.name; });
 
 TEST(MeshExperts, CheckpointsHaveAllOfThem) {
   const auto path = testing::TempDir() + "/mesh_experts";
-  const Case two{"", {{"expert", 2}}, kTwoOfEight}, four{"", {{"expert", 4}}, kTwoOfEight};
-  const auto make = [](const Case& one, const Communicator& ranks) {
+  const ExpertsCase two{"", {{"expert", 2}}, kTwoOfEight}, four{"", {{"expert", 4}}, kTwoOfEight};
+  const auto make = [](const ExpertsCase& one, const Communicator& ranks) {
     Model model([&] { return make_net(one.moe, ranks, 0); });
     model.compile({.optimizer = Adam({.learning_rate = 1e-2}), .loss = "mse"});
     return model;

@@ -6,8 +6,6 @@
 namespace lockstep {
 namespace {
 
-constexpr double kTolerance = 1e-9;
-constexpr int kSteps = 50;
 
 Trained train(Model model, const Dataset& data) {
   const auto history = model.fit(
@@ -68,7 +66,6 @@ const Adam kClipsAll({.learning_rate = 1e-2, .global_clipnorm = 0.5});
 const Adam kClipsEach({.learning_rate = 1e-2, .clipnorm = 0.1});
 const SGD kMomentum({.learning_rate = 0.1, .momentum = 0.9});
 
-const FullyShardOptions kUnits{.units = {"1", "2"}};
 
 const std::vector<std::vector<std::string>> kTied{{"0.token.weight", "3.head.weight"}};
 

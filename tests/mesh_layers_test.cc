@@ -5,13 +5,13 @@
 namespace lockstep {
 namespace {
 
-struct Place {
+struct LayersPlace {
   std::string name;
   Axes axes;
   ModelParallelOptions options = {};
 };
 
-void PrintTo(const Place& place, std::ostream* out) { *out << place.name; }
+void PrintTo(const LayersPlace& place, std::ostream* out) { *out << place.name; }
 
 // Small images, in double precision; the last batch has one less than the others.
 Dataset images() {
@@ -37,7 +37,7 @@ void fit(Model& model, const Dataset& data, std::vector<AnyCallback> callbacks =
       {.epochs = 4, .verbose = 0, .callbacks = std::move(callbacks), .validation_data = data, .handle_signals = false});
 }
 
-class SequentialOnMeshes : public testing::TestWithParam<Place> {};
+class SequentialOnMeshes : public testing::TestWithParam<LayersPlace> {};
 
 TEST_P(SequentialOnMeshes, IsThatOfOneDevice) {
   const auto data = images();
@@ -68,11 +68,11 @@ const LayoutMap kDense{
     {"dense.weight", {"tensor", ""}}, {"dense.bias", {"tensor"}}, {"dense_1.weight", {"", "tensor"}}};
 
 INSTANTIATE_TEST_SUITE_P(Meshes, SequentialOnMeshes,
-                         testing::Values(Place{"tensor2", {{"tensor", 2}}, {.layout_map = kDense}},
-                                         Place{"pipeline2", {{"pipeline", 2}}, {.microbatches = 2}},
-                                         Place{"pipeline1", {{"pipeline", 1}}, {}},
-                                         Place{"shard2", {{"shard", 2}}, {.fully_shard = {.units = {"dense*"}}}},
-                                         Place{"shard2pipeline2tensor2",
+                         testing::Values(LayersPlace{"tensor2", {{"tensor", 2}}, {.layout_map = kDense}},
+                                         LayersPlace{"pipeline2", {{"pipeline", 2}}, {.microbatches = 2}},
+                                         LayersPlace{"pipeline1", {{"pipeline", 1}}, {}},
+                                         LayersPlace{"shard2", {{"shard", 2}}, {.fully_shard = {.units = {"dense*"}}}},
+                                         LayersPlace{"shard2pipeline2tensor2",
                                                {{"shard", 2}, {"pipeline", 2}, {"tensor", 2}},
                                                {.layout_map = kDense, .fully_shard = {.units = {"dense*"}}}}),
                          [](const auto& each) { return each.param.name; });

@@ -21,6 +21,13 @@ namespace lockstep {
 
 inline const parallel::TransformerOptions kTransformer{.layers = 2, .tied = true};
 
+// Steps of a fit: two passes over the batches, and ragged ones among them. An error in a sum shows in the first step.
+constexpr int kSteps = 12;
+constexpr double kTolerance = 1e-9;
+
+// The transformer's blocks, one unit each.
+inline const FullyShardOptions kUnits{.units = {"1", "2"}};
+
 // The same in all trainings: a strategy gives the functions that make modules random numbers of its own.
 inline const parallel::Parameters& initial_values() {
   static const auto net = parallel::make_transformer(kTransformer);
