@@ -90,7 +90,7 @@ function(lockstep_test name library)
     lockstep_torch_program(${name})
   endif()
   add_test(NAME ${name} COMMAND ${name})
-  set_tests_properties(${name} PROPERTIES TIMEOUT 900 LABELS quick)
+  set_tests_properties(${name} PROPERTIES TIMEOUT 900 LABELS quick PROCESSORS 2)
   if(LOCKSTEP_SANITIZE)
     set(known ${PROJECT_SOURCE_DIR}/cmake/sanitizers)
     set_tests_properties(${name} PROPERTIES ENVIRONMENT
@@ -114,13 +114,19 @@ function(lockstep_tier tier)
   set_tests_properties(${ARGN} PROPERTIES LABELS ${tier})
 endfunction()
 
+# lockstep_waits(test...): tests that wait more than they compute. Two of them run at a time, others have the machine to themselves.
+function(lockstep_waits)
+  set_tests_properties(${ARGN} PROPERTIES PROCESSORS 1)
+endfunction()
+
 # lockstep_full(NAME case...): these cases of the GoogleTest program NAME, as in --gtest_filter, are in the tier `full` alone, where
 # they are the test NAME_full.
 function(lockstep_full name)
   list(JOIN ARGN ":" cases)
   set_property(TEST ${name} APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=-${cases}")
   add_test(NAME ${name}_full COMMAND ${name})
-  set_tests_properties(${name}_full PROPERTIES TIMEOUT 900 LABELS full ENVIRONMENT "GTEST_FILTER=${cases}")
+  get_test_property(${name} PROCESSORS processors)
+  set_tests_properties(${name}_full PROPERTIES TIMEOUT 900 LABELS full PROCESSORS ${processors} ENVIRONMENT "GTEST_FILTER=${cases}")
 endfunction()
 
 # lockstep_job_test(NAME CLASS SCRIPT argument...): jobs of processes, by a script of Python: the tests of its class CLASS are in the
