@@ -37,7 +37,9 @@ Tensor load_tensor(const Archive& archive, const std::string& name, at::IntArray
   const auto found = loaded.scalar_type();
   const bool of_before = (wanted == at::kBool && found == at::kByte) ||  // as earlier versions stored them
                          ((wanted == at::kChar || wanted == at::kShort) && found == at::kInt);
-  if (found != wanted && !of_before) {
+  const bool widens =
+      (found == at::kHalf || found == at::kBFloat16) && (wanted == at::kFloat || wanted == at::kDouble);  // exactly
+  if (found != wanted && !of_before && !widens) {
     throw InvalidArgument(text("the checkpoint's \"", name, "\" has dtype ", found, "; the model's has ", wanted));
   }
   return loaded.to(wanted);
@@ -112,7 +114,8 @@ Trackable ReplicatedModule::trackable() const {
   return all;
 }
 
-Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Whose whose) {
+Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Whose whose,
+                              const std::set<std::string>& left) {
   const auto each = [parameters, values](const auto& visit) {
     for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
       const auto& slot = parameters->slots()[i];
@@ -137,15 +140,17 @@ Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& param
     };
     of_all ? save_with_parts(*parameters, archive, save_own) : save_own(archive);
   };
-  const auto load = [parameters, each, of_all](const Archive& archive,
-                                               const std::string& prefix) -> std::function<void()> {
+  const auto load = [parameters, each, of_all, left](const Archive& archive,
+                                                     const std::string& prefix) -> std::function<void()> {
     std::vector<std::pair<std::size_t, Tensor>> loaded, loaded_buffers;
     each([&](std::size_t slot, const std::string& name) {
+      if (left.contains(name)) return;
       const auto stored = joined(prefix, name);
       loaded.emplace_back(slot, of_all ? load_slot(archive, stored, *parameters, slot)
                                        : load_like(archive, stored, parameters->parameter(0, slot)));
     });
     for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
+      if (left.contains(parameters->buffer_names()[i])) continue;
       const auto name = joined(prefix, parameters->buffer_names()[i]);
       loaded_buffers.emplace_back(i, load_like(archive, name, parameters->buffer(0, i)));
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <set>
 #include <string>
 
 #include "gradient/gradient_path.h"
@@ -11,10 +12,11 @@ namespace lockstep::strategy {
 
 // Of a module: all parameters, or those that are not trained, with the buffers. `of_all_workers`: whole, and the
 // buffers' mean over all replicas; saving and loading are collective. `of_this_worker`: the parts of the parameters
-// that it has, and the mean over its own replicas.
+// that it has, and the mean over its own replicas. Loading leaves those as they are whose names are in `left`.
 enum class Values { all, untrained };
 enum class Whose { of_all_workers, of_this_worker };
-Trackable values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Whose whose);
+Trackable values_of(const std::shared_ptr<ReplicatedParameters>& parameters, Values values, Whose whose,
+                    const std::set<std::string>& left = {});
 
 // Under which name, behind a prefix, an archive has a state of a parameter.
 std::string name_of_state(const StateSpec& state, const std::string& parameter);

@@ -3,8 +3,10 @@
 #include <set>
 #include <sstream>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "strategy/replicated_state.h"
 #include "train/model_impl.h"
 
 namespace lockstep {
@@ -58,33 +60,76 @@ bool is_reserved(const std::string& name) {
          (folder == ModelImpl::kOptimizer || folder == ModelImpl::kCallback || folder == ModelImpl::kReplica);
 }
 
-}  // namespace
+std::vector<std::string> shortened(std::vector<std::string> lines) {
+  if (lines.size() <= kMostProblems) return lines;
+  const auto more = lines.size() - kMostProblems;
+  lines.resize(kMostProblems);
+  lines.push_back(text("and ", more, " more"));
+  return lines;
+}
 
-void train::check_weights(const Archive& archive, const ReplicatedParameters& parameters) {
-  const auto expected = expected_shapes(parameters);
-  std::vector<std::string> problems;
+// In which the archive and this process's part of the model differ.
+struct Differences {
+  std::vector<std::string> refused, passed_over;  // for messages
+  std::set<std::string> left;                     // variables that stay as they are
+};
+
+Differences differences(const Archive& archive, const ReplicatedParameters& parameters,
+                        const std::map<std::string, std::vector<std::int64_t>>& expected,
+                        const LoadWeightsOptions& options) {
+  Differences found;
+  const auto add = [&](bool allowed, const std::string& line) {
+    (allowed ? found.passed_over : found.refused).push_back(line);
+  };
   for (const auto& [name, shape] : expected) {
-    const auto found = archive.tensors.find(name);
-    if (found == archive.tensors.end()) {
-      problems.push_back(text(name, " is missing in the checkpoint"));
-    } else if (found->second.shape != shape) {
-      problems.push_back(text(name, " is ", shape_text(found->second.shape), " in the checkpoint and ",
-                              shape_text(shape), " in the model"));
+    const auto stored = archive.tensors.find(name);
+    const bool is_missing = stored == archive.tensors.end();
+    if (is_missing) {
+      add(options.by_name, text(name, " is missing in the checkpoint"));
+    } else if (stored->second.shape != shape) {
+      add(options.skip_mismatch, text(name, " is ", shape_text(stored->second.shape), " in the checkpoint and ",
+                                      shape_text(shape), " in the model"));
     }
+    if (is_missing || stored->second.shape != shape) found.left.insert(name);
   }
   const auto known = names_of_all(parameters, expected);
   for (const auto& [name, tensor] : archive.tensors) {
     if (parameters.is_whole() && !known.contains(name) && !is_reserved(name))
-      problems.push_back(text(name, " is not in the model"));
+      add(options.by_name, text(name, " is not in the model"));
   }
-  problems = problems_of_all(parameters, std::move(problems));
-  if (problems.empty()) return;
-  if (problems.size() > kMostProblems) {
-    const auto more = problems.size() - kMostProblems;
-    problems.resize(kMostProblems);
-    problems.push_back(text("and ", more, " more"));
+  return found;
+}
+
+}  // namespace
+
+std::set<std::string> train::check_weights(const Archive& archive, const ReplicatedParameters& parameters,
+                                           const LoadWeightsOptions& options) {
+  const auto expected = expected_shapes(parameters);
+  auto found = differences(archive, parameters, expected, options);
+  const auto refused = problems_of_all(parameters, std::move(found.refused));
+  if (!refused.empty())
+    throw InvalidArgument(text("the checkpoint is of another model: ", join(shortened(refused), "; ")));
+  if (!options.by_name && !options.skip_mismatch) return {};
+  const auto passed_over = shortened(problems_of_all(parameters, std::move(found.passed_over)));
+  std::vector<std::string> loaded;
+  for (const auto& [name, shape] : expected) {
+    if (!found.left.contains(name)) loaded.push_back(name);
   }
-  throw InvalidArgument(text("the checkpoint is of another model: ", join(problems, "; ")));
+  loaded = problems_of_all(parameters, std::move(loaded));
+  if (loaded.empty())
+    throw InvalidArgument(text("load_weights: no variable of the model would be loaded: ", join(passed_over, "; ")));
+  if (!passed_over.empty() && parameters.all_workers().rank() == 0) {
+    log_warning(text("load_weights: the model takes ", loaded.size(), " variables; not loaded, and left as they are: ",
+                     join(passed_over, "; ")));
+  }
+  return found.left;
+}
+
+void train::load_weights(const Archive& archive, const LoadWeightsOptions& options,
+                         const std::shared_ptr<ReplicatedParameters>& parameters, const std::function<void()>& fetch) {
+  const auto left = check_weights(archive, *parameters, options);
+  if (!left.empty() && fetch) fetch();
+  strategy::values_of(parameters, strategy::Values::all, strategy::Whose::of_all_workers, left).load(archive, "")();
 }
 
 }  // namespace lockstep

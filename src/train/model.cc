@@ -20,8 +20,7 @@ void ModelImpl::build(const Example& sample) {
   policy.check(unwrap(strategy).torch_devices());
   auto made = make_parameters(sample);
   if (pending_weights) {
-    train::check_weights(*pending_weights, *made);
-    ReplicatedModule(made).trackable().load(*pending_weights, "")();
+    train::load_weights(pending_weights->first, pending_weights->second, made);
     pending_weights.reset();
   }
   parameters = std::move(made);

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -161,7 +162,7 @@ class ModelImpl {
 
   // What all save of a model that is split only the chief gets: its archive, on all workers. Else this one's.
   Archive from_chief(const Archive& archive) const;
-  void load_weights(Archive archive);
+  void load_weights(Archive archive, const LoadWeightsOptions& options = {});
   Archive save_state();
   void load_state(const Archive& archive, const std::function<void()>& load_others = {});
 
@@ -205,7 +206,7 @@ class ModelImpl {
   std::optional<train::Tracker> tracker;         // of the epoch that fit is in; likewise
   train::RecordedStep recorded;                  // of these gradients
   std::optional<train::CompiledModel> programs;  // likewise, where the strategy's devices run compiled programs
-  std::optional<Archive> pending_weights;
+  std::optional<std::pair<Archive, LoadWeightsOptions>> pending_weights;
   bool warned_of_context = false;
   mutable Example example;  // of zeros, for a step in which this worker has none
 
@@ -259,7 +260,13 @@ namespace lockstep::train {
 // As a C++ program writes it: "lockstep::EarlyStopping".
 std::string name_of_type(const Callback& callback);
 
-// Throws InvalidArgument naming everything in which the archive's tensors and the model's differ.
-void check_weights(const Archive& archive, const ReplicatedParameters& parameters);
+// Throws InvalidArgument naming everything in which the archive's tensors and the model's differ. Returns what the
+// options pass over, after a warning that names that. Collective where the model is split.
+std::set<std::string> check_weights(const Archive& archive, const ReplicatedParameters& parameters,
+                                    const LoadWeightsOptions& options = {});
+
+// Loads them into the model, but for those that the options pass over. Throws likewise; nothing has changed then.
+void load_weights(const Archive& archive, const LoadWeightsOptions& options,
+                  const std::shared_ptr<ReplicatedParameters>& parameters, const std::function<void()>& fetch = {});
 
 }  // namespace lockstep::train

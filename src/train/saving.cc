@@ -93,8 +93,8 @@ void Model::save_weights(const std::string& path) const {
 }
 
 // With parameter servers the chief reads the file, and the servers get its values.
-void Model::load_weights(const std::string& path) {
-  impl_->once([&] { impl_->load_weights(impl_->read_for_all(path)); });
+void Model::load_weights(const std::string& path, const LoadWeightsOptions& options) {
+  impl_->once([&] { impl_->load_weights(impl_->read_for_all(path), options); });
 }
 
 Archive ModelImpl::save_weights() const {
@@ -109,13 +109,12 @@ Archive ModelImpl::from_chief(const Archive& archive) const {
   return checkpoint::parse_archive("the chief's weights", std::as_bytes(std::span(printed)));
 }
 
-void ModelImpl::load_weights(Archive archive) {
+void ModelImpl::load_weights(Archive archive, const LoadWeightsOptions& options) {
   if (parameters == nullptr) {
-    pending_weights = std::move(archive);
+    pending_weights.emplace(std::move(archive), options);
     return;
   }
-  train::check_weights(archive, *parameters);
-  ReplicatedModule(parameters).trackable().load(archive, "")();
+  train::load_weights(archive, options, parameters, [this] { fetch(); });
   if (gradients) gradients->sync().store(unwrap(strategy).deadline());
   if (servers() != nullptr && servers()->is_chief()) servers()->coordinator().forget_buffers();
 }

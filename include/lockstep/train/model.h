@@ -73,6 +73,11 @@ struct PredictOptions {
   std::int64_t steps = 0;  // 0: all
 };
 
+struct LoadWeightsOptions {
+  bool skip_mismatch = false;  // variables of another shape in the file stay as they are
+  bool by_name = false;        // so do variables that the file lacks; what the model lacks is passed over
+};
+
 // Seconds that replica 0 spent in each part of the train steps so far; input: the thread that calls fit.
 struct StepTimes {
   std::int64_t steps = 0;
@@ -121,9 +126,11 @@ class Model {
 
   // safetensors under the module's parameter and buffer names. `path` as ModelCheckpoint and latest_checkpoint give it;
   // a model that is not built yet takes the weights when it is. Loading throws as read_archive, and InvalidArgument
-  // naming all that differs; nothing has changed then.
+  // naming all that differs, or, with options, where no variable of the model is in the file; nothing has changed then.
+  // A warning names what the options pass over. Values of float16 and bfloat16 are converted for variables of float32
+  // and float64, which is exact; other dtypes must be the variables' own.
   void save_weights(const std::string& path) const;
-  void load_weights(const std::string& path);
+  void load_weights(const std::string& path, const LoadWeightsOptions& options = {});
 
   // The full state: weights, optimizer, steps, random state, and, in fit, its progress and callbacks.
   void save_checkpoint(const std::string& path) const;
