@@ -155,6 +155,7 @@ class Fit {
   void build_for_first_batch() {
     impl_.build_for(data_, "fit");
     impl_.require_trainable();
+    train::require_validation_data(options_, unwrap(impl_.strategy).local_replicas());
     impl_.tracker->reset();
     train::warn_of_copies(impl_);
   }
