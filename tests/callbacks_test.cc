@@ -4,10 +4,12 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
 
+#include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
 
 namespace lockstep {
@@ -70,6 +72,32 @@ TEST(Callbacks, ModelCheckpointNamesKeepsAndFindsFiles) {
   auto other = make_model();
   other.load_weights(latest);
   EXPECT_TRUE(at::equal(other.predict(data()), trained));
+}
+
+TEST(Callbacks, ModelCheckpointTakesWideFormatsAndRefusesThoseThatNoNameHasRoomFor) {
+  const auto folder = fresh_folder("callbacks", "wide");
+  const auto save = [&](const std::string& name) {
+    auto model = make_model();
+    model.fit(data().take(1), {.epochs = 2, .verbose = 0, .callbacks = {ModelCheckpoint((folder / name).string())}});
+  };
+  save("{epoch:070d}");
+  for (const char* const digit : {"1", "2"}) {
+    EXPECT_TRUE(fs::exists(folder / (std::string(69, '0') + digit + ".safetensors")));
+  }
+  for (const char* const name : {"{epoch:0201d}", "{epoch:09999999999d}", "{loss:.999f}"}) {
+    expect_says(message_of<InvalidArgument>([&] { save(name); }), "at most 200");
+  }
+}
+
+TEST(Callbacks, ModelCheckpointRefusesAFolderWhoseFileCheckpointIsNoList) {
+  const auto folder = fresh_folder("callbacks", "no_list");
+  std::ofstream(folder / "checkpoint") << "my notes";
+  auto model = make_model();
+  expect_says(message_of<IoError>([&] {
+                model.fit(data(), {.verbose = 0, .callbacks = {ModelCheckpoint((folder / "{epoch}").string())}});
+              }),
+              "no list of checkpoints");
+  EXPECT_EQ(model.iterations(), 0);
 }
 
 TEST(Callbacks, ModelCheckpointSavesTheBestOnly) {
@@ -181,6 +209,42 @@ TEST(Callbacks, CSVLoggerWritesALineAnEpoch) {
   ASSERT_EQ(lines.size(), 5U);
   EXPECT_EQ(lines[0], "epoch,loss,mae");
   EXPECT_TRUE(lines[1].starts_with("0,") && lines[2].starts_with("1,") && lines[3].starts_with("0,"));
+}
+
+TEST(Callbacks, CSVLoggerDoesNotJoinALineThatWasCutOff) {
+  const auto file = fresh_folder("callbacks", "cut") / "log.csv";
+  std::ofstream(file) << "epoch,loss,mae\n0,1.5,0.5\n1,0.2";
+  auto model = make_model();
+  model.fit(data(), {.epochs = 3,
+                     .verbose = 0,
+                     .callbacks = {CSVLogger(file.string(), {.append = true})},
+                     .initial_epoch = 1});
+  std::ifstream in(file);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  ASSERT_EQ(lines.size(), 5U);
+  EXPECT_EQ(lines[1], "0,1.5,0.5");
+  EXPECT_EQ(lines[2], "1,0.2");
+  for (int i : {3, 4}) {
+    const auto& line = lines[static_cast<std::size_t>(i)];
+    EXPECT_TRUE(line.starts_with(std::to_string(i - 2) + ",")) << line;
+    EXPECT_EQ(std::count(line.begin(), line.end(), ','), 2) << line;
+  }
+}
+
+TEST(Fit, EmptyValidationDataAreFoundBeforeTheFirstStep) {
+  const auto folder = fresh_folder("callbacks", "no_validation");
+  const auto none = [] { return [] { return std::optional<Example>(); }; };
+  for (const auto& empty : {data().take(0), Dataset::from_generator(none), Dataset::from_generator(none, 5).take(0)}) {
+    auto model = make_model();
+    const auto options = FitOptions{.verbose = 0,
+                                    .callbacks = {ModelCheckpoint((folder / "{epoch}").string())},
+                                    .validation_data = empty};
+    expect_says(message_of<InvalidArgument>([&] { model.fit(data(), options); }), "validation_data is empty");
+    EXPECT_EQ(model.iterations(), 0);
+  }
+  auto model = make_model();  // no epoch of this fit validates
+  EXPECT_NO_THROW(model.fit(data(), {.verbose = 0, .validation_data = data().take(0), .validation_freq = 2}));
 }
 
 TEST(Callbacks, SchedulesAndSchedulersSetTheRate) {

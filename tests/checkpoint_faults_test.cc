@@ -163,5 +163,36 @@ TEST(CheckpointFaults, TheLatestCheckpointIsTheLastWholeOne) {
   EXPECT_EQ(latest_checkpoint(folder.string()), (folder / "1").string());
 }
 
+TEST(CheckpointFaults, ABackupRefusesToReplaceAFileOfSomebodyElse) {
+  for (const char* const name : {"backup-previous.safetensors", "backup-previous.safetensors.part"}) {
+    const auto folder = fresh_folder("checkpoint_faults", "in_the_way");
+    std::ofstream(folder / name) << "of somebody";
+    auto model = model_of_noise();
+    expect_says(message_of<IoError>([&] {
+                  model.fit(noise(), {.verbose = 0, .callbacks = {BackupAndRestore(folder.string())}});
+                }),
+                "no file that Lockstep wrote");
+    EXPECT_EQ(model.iterations(), 0);
+    EXPECT_EQ(fs::file_size(folder / name), 11U);
+  }
+}
+
+TEST(CheckpointFaults, ADamagedBackupLeavesAnEarlierFileOfItsName) {
+  const auto folder = fresh_folder("checkpoint_faults", "damaged");
+  {
+    auto stopped = model_of_noise();
+    EXPECT_THROW(
+        stopped.fit(noise(),
+                    {.verbose = 0, .callbacks = {BackupAndRestore(folder.string(), {.save_freq = 1}), FailsAfter(2)}}),
+        std::runtime_error);
+  }
+  alter(folder / "backup.safetensors");
+  std::ofstream(folder / "backup-damaged.safetensors") << "of somebody";
+  auto model = model_of_noise();
+  model.fit(noise(), {.verbose = 0, .callbacks = {BackupAndRestore(folder.string())}});
+  EXPECT_EQ(fs::file_size(folder / "backup-damaged.safetensors"), 11U);
+  EXPECT_TRUE(fs::exists(folder / "backup-damaged-2.safetensors"));
+}
+
 }  // namespace
 }  // namespace lockstep

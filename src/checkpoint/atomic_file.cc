@@ -8,12 +8,13 @@
 #include <cstring>
 #include <filesystem>
 #include <optional>
-#include <random>
 
 #include "base/file_descriptor.h"
+#include "base/regular_file.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "checkpoint/folder_lock.h"
+#include "checkpoint/own_files.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::checkpoint {
@@ -56,9 +57,9 @@ class TemporaryFile {
   explicit TemporaryFile(const std::string& path) {
     bool locked = false, supported = true;
     while (!locked) {
-      name_ = text(path, kTemporary, std::hex, random_number());
+      name_ = text(path, kTemporary, random_digits());
       file_.emplace(name_, O_WRONLY | O_CREAT | O_EXCL);
-      locked = try_lock(file_->descriptor(), name_, supported);  // false: removed as stale before it was locked
+      locked = try_lock(file_->descriptor(), name_, supported);  // false: removed as a left-over before it was locked
     }
   }
   ~TemporaryFile() {
@@ -75,30 +76,10 @@ class TemporaryFile {
   }
 
  private:
-  static std::uint64_t random_number() {
-    std::random_device source;
-    return static_cast<std::uint64_t>(source()) << 32 | source();
-  }
-
   std::string name_;
   std::optional<File> file_;
   bool renamed_ = false;
 };
-
-// Removes the temporary files beside `path` that killed writers left behind: those that nobody has locked.
-void remove_stale(const std::filesystem::path& path) {
-  const auto prefix = path.filename().string() + kTemporary;
-  std::error_code ended;
-  for (std::filesystem::directory_iterator entry(path.parent_path(), ended), end; !ended && entry != end;
-       entry.increment(ended)) {
-    if (!entry->path().filename().string().starts_with(prefix)) continue;
-    const FileDescriptor left(::open(entry->path().c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW));
-    bool supported = true;
-    if (left.open() && try_lock(left.get(), entry->path().string(), supported) && supported) {
-      ::unlink(entry->path().c_str());
-    }
-  }
-}
 
 }  // namespace
 
@@ -109,7 +90,10 @@ struct AtomicFile::Beside {
 };
 
 AtomicFile::AtomicFile(std::string path) : path_(std::move(path)) {
-  make_folders(absolute_path(path_).parent_path());
+  const auto whole_path = absolute_path(path_);
+  require_replaceable(path_);
+  make_folders(whole_path.parent_path());
+  remove_left_overs(whole_path);  // before this file needs their place
   beside_ = std::make_unique<Beside>(path_);
 }
 
@@ -130,9 +114,7 @@ void AtomicFile::commit() {
   beside_->temporary.file().flush();
   beside_->temporary.rename_to(path_);
   beside_.reset();
-  const auto whole_path = absolute_path(path_);
-  flush_folder(whole_path.parent_path());
-  remove_stale(whole_path);
+  flush_folder(absolute_path(path_).parent_path());
 }
 
 void write_file_atomically(const std::string& path, std::span<const std::span<const std::byte>> parts) {
@@ -142,9 +124,8 @@ void write_file_atomically(const std::string& path, std::span<const std::span<co
 }
 
 ReadableFile::ReadableFile(std::string path)
-    : path_(std::move(path)), descriptor_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC)) {
+    : path_(std::move(path)), descriptor_(open_regular_file(path_)) {
   struct stat info {};
-  if (!descriptor_.open()) throw_errno("open", path_);
   if (::fstat(descriptor_.get(), &info) != 0) throw_errno("read", path_);
   size_ = static_cast<std::size_t>(info.st_size);
 }
@@ -162,7 +143,9 @@ void ReadableFile::read(std::size_t offset, std::span<std::byte> bytes) const {
 
 void require_writable_folder(const std::string& folder) {
   make_folders(folder);
-  const TemporaryFile probe((std::filesystem::path(folder) / "writable").string());
+  const auto place = absolute_path(folder) / "writable";
+  remove_left_overs(place);
+  const TemporaryFile probe(place.string());
 }
 
 void write_to_file(const std::string& path, std::size_t offset, std::span<const std::span<const std::byte>> parts) {

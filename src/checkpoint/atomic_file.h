@@ -11,11 +11,8 @@
 
 namespace lockstep::checkpoint {
 
-// A file is written beside its path under its name, this, and a random number.
-inline constexpr const char* kTemporary = ".tmp.";
-
-// A file that is written beside `path` and appears there with `commit`; nothing is left without. Makes missing folders.
-// All throw IoError naming the file and the reason.
+// A file that is written beside `path` and appears there with `commit`; nothing is left without. Makes missing folders,
+// and removes first what killed writers have left beside `path`. All throw IoError naming the file and the reason.
 class AtomicFile {
  public:
   explicit AtomicFile(std::string path);
@@ -33,7 +30,7 @@ class AtomicFile {
   std::unique_ptr<Beside> beside_;
 };
 
-// A file that is read in any order. Throws IoError likewise.
+// A regular file that is read in any order. Throws IoError likewise.
 class ReadableFile {
  public:
   explicit ReadableFile(std::string path);
@@ -54,14 +51,15 @@ class ReadableFile {
 // file and the reason; the file that was there before is then untouched and nothing is left beside it.
 void write_file_atomically(const std::string& path, std::span<const std::span<const std::byte>> parts);
 
-// Makes `folder` if need be, and throws IoError, naming it and the reason, where no file can be written in it.
+// Makes `folder` if need be, removes the archives that killed writers have left half written in it, and throws IoError,
+// naming it and the reason, where no file can be written in it.
 void require_writable_folder(const std::string& folder);
 
 // Writes the parts one after the other to a file that is there, and flushes it to the disk. Throws IoError naming it
 // and the reason.
 void write_to_file(const std::string& path, std::size_t offset, std::span<const std::span<const std::byte>> parts);
 
-// The whole file. Throws IoError naming it and the reason.
+// The whole regular file. Throws IoError naming it and the reason.
 std::vector<std::byte> read_file(const std::string& path);
 
 }  // namespace lockstep::checkpoint

@@ -3,15 +3,19 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <optional>
 #include <sstream>
 
 #include "base/log.h"
+#include "base/regular_file.h"
 #include "base/text.h"
 #include "checkpoint/atomic_file.h"
 #include "checkpoint/files.h"
 #include "checkpoint/folder_lock.h"
+#include "checkpoint/own_files.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/sharded_archive.h"
+#include "checkpoint/survey.h"
 
 namespace lockstep {
 namespace {
@@ -52,8 +56,7 @@ fs::path index_file(const fs::path& directory) { return directory / "checkpoint"
 CheckpointIndex read_index(const fs::path& directory) {
   CheckpointIndex index;
   if (!checkpoint::file_exists(index_file(directory))) return index;
-  const auto bytes = checkpoint::read_file(index_file(directory).string());
-  std::istringstream lines(std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size()));
+  std::istringstream lines(read_small_file(index_file(directory).string(), checkpoint::kLongestIndex));
   std::string value;
   for (std::string line; std::getline(lines, line);) {
     const bool latest = parse_line(line, "model_checkpoint_path", value);
@@ -77,7 +80,7 @@ std::string problem_of(const std::string& path) {
   const auto file = checkpoint_file(path);
   if (!checkpoint::file_exists(file)) return "it is not there";
   try {
-    read_archive(path);
+    checkpoint::survey(path);
     return {};
   } catch (const DataError& error) {
     return error.what();
@@ -143,6 +146,7 @@ void record_checkpoint(const std::string& path, std::vector<std::string>& kept, 
   const auto folder = folder_of(path);
   const auto name_of = [](const std::string& saved) { return fs::path(saved).filename().string(); };
   const FolderLock lock(folder.string(), "checkpoint.lock", Deadline::after(kForIndex));
+  checkpoint::require_index_or_nothing(index_file(folder));
   auto index = read_index(folder);
   index.latest = name_of(path);
   std::erase(index.all, index.latest);
@@ -172,7 +176,7 @@ Trackable track(double& value) {
 
 namespace {
 
-std::string entry_of_files(const std::string& object) { return object + "/files"; }
+std::string entry_of_files(const std::string& object) { return object + checkpoint::kListedFiles; }
 
 // Where the files of an object lie.
 std::string place_of_files(const std::string& path, const Archive& archive, const std::string& object) {
@@ -198,18 +202,20 @@ Checkpoint::Checkpoint(std::map<std::string, Trackable> objects) : objects_(std:
 
 void Checkpoint::write(const std::string& path) const {
   Archive archive;
-  const auto folder = checkpoint::fresh_name();
+  const auto whole_path = checkpoint::absolute_path(path).string();
+  std::optional<checkpoint::RowsFolder> folder;
   for (const auto& [name, object] : objects_) {
     if (!object.files.save) continue;
-    const auto file = text(folder, "/", archive.entries.size());
-    object.files.save(checkpoint::rows_folder(checkpoint::absolute_path(path).string()) / file);
-    archive.entries[entry_of_files(name)] = file;
+    if (!folder) folder.emplace(whole_path);
+    const auto number = std::to_string(archive.entries.size());
+    object.files.save((folder->folder() / number).string());
+    archive.entries[entry_of_files(name)] = text(folder->name(), "/", number);
   }
   for (const auto& [name, object] : objects_) object.save(archive, name);
   archive.entries["save_counter"] = std::to_string(save_counter_);
   ranks_.run_on_rank_0([&] {
     write_archive(path, archive);
-    checkpoint::remove_rows_but(path, folder);
+    folder ? folder->keep() : checkpoint::remove_rows(whole_path);
   });
 }
 

@@ -3,20 +3,23 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <random>
 #include <system_error>
 #include <vector>
 
 #include "base/file_descriptor.h"
 #include "base/text.h"
+#include "checkpoint/atomic_file.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::checkpoint {
 namespace fs = std::filesystem;
 
 namespace {
+
+constexpr std::size_t kCopied = std::size_t{1} << 20;  // bytes that are copied at a time
 
 void require(const std::error_code& failed, const char* what, const fs::path& path) {
   if (failed) throw IoError(text("cannot ", what, " ", path.string(), ": ", failed.message()));
@@ -38,17 +41,20 @@ fs::path absolute_path(const fs::path& path) {
   return absolute;
 }
 
-void remove_file(const fs::path& path) {
-  std::error_code failed;
-  fs::remove(path, failed);
-  require(failed, "remove", path);
-}
-
 void link_or_copy(const fs::path& from, const fs::path& to) {
   std::error_code failed;
   fs::create_hard_link(from, to, failed);
-  if (failed) fs::copy_file(from, to, failed);
-  require(failed, "copy", from);
+  if (!failed) return;
+  if (failed == std::errc::file_exists) require(failed, "make", to);
+  const ReadableFile whole(from.string());
+  AtomicFile copy(to.string());
+  std::vector<std::byte> piece;
+  for (std::size_t at = 0; at < whole.size(); at += piece.size()) {
+    piece.resize(std::min(kCopied, whole.size() - at));
+    whole.read(at, piece);
+    copy.append(piece);
+  }
+  copy.commit();
 }
 
 void rename_file(const fs::path& from, const fs::path& to) {
@@ -74,11 +80,6 @@ void flush_folder(const fs::path& folder) {
   const bool flushed = opened.open() && ::fsync(opened.get()) == 0;
   if (flushed || (opened.open() && (errno == EINVAL || errno == ENOTSUP))) return;
   throw IoError(text("cannot flush the folder ", folder.string(), ": ", std::strerror(errno)));
-}
-
-std::string fresh_name() {
-  std::random_device random;
-  return text(std::hex, random(), random());
 }
 
 fs::path path_inside(const fs::path& folder, const std::string& name) {

@@ -6,10 +6,9 @@
 
 namespace lockstep::checkpoint {
 
-// std::filesystem::exists, absolute, create_directories and remove, which throw IoError naming the path and the reason.
+// std::filesystem::exists, absolute and create_directories, which throw IoError naming the path and the reason.
 bool file_exists(const std::filesystem::path& path);
 std::filesystem::path absolute_path(const std::filesystem::path& path);
-void remove_file(const std::filesystem::path& path);  // does nothing where it does not exist
 
 // `to`, which is not there, is then the same file as `from` is now, or a copy where the file system has no hard links.
 void link_or_copy(const std::filesystem::path& from, const std::filesystem::path& to);
@@ -21,9 +20,6 @@ void make_folders(const std::filesystem::path& folder);
 // Flushes a folder's names to the disk. Where the file system cannot (EINVAL: many network and FUSE file systems), the
 // folder is left as it is.
 void flush_folder(const std::filesystem::path& folder);
-
-// A random name, for what is written beside something of the same kind.
-std::string fresh_name();
 
 // `folder`/`name` if each part of `name` is a plain name, so that it lies in the folder; else an empty path. Names that
 // come from a file go through this.

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <regex>
 #include <thread>
 
 #include "base/log.h"
@@ -20,17 +21,31 @@ namespace lockstep {
 namespace {
 
 constexpr std::chrono::milliseconds kBetweenTries(5);
+constexpr const char* kHolder = "process ";
 
 std::string this_process() {
   std::array<char, 256> host{};
   ::gethostname(host.data(), host.size() - 1);
-  return text("process ", ::getpid(), " on ", host.data());
+  return text(kHolder, ::getpid(), " on ", host.data());
 }
 
-std::string holder_in(int descriptor) {
+std::string words_in(int descriptor) {
   std::array<char, 300> words{};
   const auto count = ::pread(descriptor, words.data(), words.size() - 1, 0);
-  return count > 0 ? words.data() : "another process";
+  return count > 0 ? words.data() : "";
+}
+
+// Throws IoError, naming it, for a symbolic link and for what is no regular file.
+FileDescriptor open_lock(const std::string& file) {
+  FileDescriptor opened(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0644));
+  struct stat info {};
+  const bool is_link = !opened.open() && errno == ELOOP;
+  if (is_link || (opened.open() && ::fstat(opened.get(), &info) == 0 && !S_ISREG(info.st_mode))) {
+    throw IoError(text("cannot lock ", file, ": it is ", is_link ? "a symbolic link" : "no regular file",
+                       ", which Lockstep did not make; remove it, or name another folder"));
+  }
+  if (!opened.open()) throw IoError(text("cannot open ", file, ": ", std::strerror(errno)));
+  return opened;
 }
 
 }  // namespace
@@ -45,16 +60,23 @@ bool checkpoint::try_lock(int descriptor, const std::string& path, bool& support
   // A holder removes the file before it releases the lock, so a lock on a removed file is nobody's.
   struct stat locked {
   }, there{};
-  return ::fstat(descriptor, &locked) == 0 && ::stat(path.c_str(), &there) == 0 && locked.st_ino == there.st_ino &&
+  return ::fstat(descriptor, &locked) == 0 && ::lstat(path.c_str(), &there) == 0 && locked.st_ino == there.st_ino &&
          locked.st_dev == there.st_dev;
+}
+
+// A file that somebody else has put there, or that another name leads to too, is none.
+bool checkpoint::is_own_lock(int descriptor) {
+  struct stat info {};
+  static const std::regex kWords(text(kHolder, "[0-9]+ on .*"));
+  const auto words = words_in(descriptor);
+  return ::fstat(descriptor, &info) == 0 && info.st_nlink == 1 && (words.empty() || std::regex_match(words, kWords));
 }
 
 FolderLock::FolderLock(const std::string& folder, const std::string& name, Deadline deadline)
     : file_((std::filesystem::path(folder) / name).string()) {
   checkpoint::make_folders(folder);
   for (;;) {
-    descriptor_ = FileDescriptor(::open(file_.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644));
-    if (!descriptor_.open()) throw IoError(text("cannot open ", file_, ": ", std::strerror(errno)));
+    descriptor_ = open_lock(file_);
     bool supported = true;
     if (checkpoint::try_lock(descriptor_.get(), file_, supported)) {
       if (!supported) {
@@ -65,17 +87,22 @@ FolderLock::FolderLock(const std::string& folder, const std::string& name, Deadl
       break;
     }
     if (deadline.passed()) {
-      throw IoError(text("the folder ", folder, " is in use by ", holder_in(descriptor_.get()), " (it holds ", file_,
+      const auto holder = checkpoint::is_own_lock(descriptor_.get()) ? words_in(descriptor_.get()) : "";
+      throw IoError(text("the folder ", folder, " is in use by ", holder.empty() ? "another process" : holder, " (it holds ", file_,
                          "): give each job a folder of its own, or end that process"));
     }
     std::this_thread::sleep_for(kBetweenTries);
   }
+  is_own_ = checkpoint::is_own_lock(descriptor_.get());
+  if (!is_own_) return;
   const auto words = this_process();
-  const bool written = ::ftruncate(descriptor_.get(), 0) == 0 &&
-                       ::pwrite(descriptor_.get(), words.data(), words.size(), 0) == static_cast<ssize_t>(words.size());
+  const bool written = ::pwrite(descriptor_.get(), words.data(), words.size(), 0) == static_cast<ssize_t>(words.size()) &&
+                       ::ftruncate(descriptor_.get(), static_cast<off_t>(words.size())) == 0;
   if (!written) log_warning(text("cannot write to ", file_, ": ", std::strerror(errno)));
 }
 
-FolderLock::~FolderLock() { ::unlink(file_.c_str()); }
+FolderLock::~FolderLock() {
+  if (is_own_) ::unlink(file_.c_str());
+}
 
 }  // namespace lockstep

@@ -10,11 +10,12 @@ namespace lockstep {
 
 // Held from construction to destruction, and released by the system when the process ends. It is an flock(2) on the
 // file `name` in `folder`, which is there while the lock is held; NFS carries it between hosts. On a file system that
-// has no locks there is a warning and no lock.
+// has no locks there is a warning and no lock. A file of that name that Lockstep did not write is locked, and left as
+// it is.
 class FolderLock {
  public:
   // Makes the folder if need be. Waits until `deadline` for another holder to release it; then throws IoError naming
-  // the holder.
+  // the holder. Throws IoError also where a symbolic link or a device has that name.
   FolderLock(const std::string& folder, const std::string& name, Deadline deadline);
   ~FolderLock();
   FolderLock(const FolderLock&) = delete;
@@ -23,6 +24,7 @@ class FolderLock {
  private:
   std::string file_;
   FileDescriptor descriptor_;
+  bool is_own_ = false;
 };
 
 }  // namespace lockstep
@@ -32,5 +34,8 @@ namespace lockstep::checkpoint {
 // Tries to lock the open file `descriptor` of `path`. True where this process holds the lock and `path` still names
 // that file. Where the file system has no locks, sets `supported` to false and returns true.
 bool try_lock(int descriptor, const std::string& path, bool& supported);
+
+// Whether the open file is one that a FolderLock made: empty, or with the words of a holder.
+bool is_own_lock(int descriptor);
 
 }  // namespace lockstep::checkpoint

@@ -8,6 +8,7 @@
 #include "base/text.h"
 #include "checkpoint/atomic_file.h"
 #include "checkpoint/safetensors_header.h"
+#include "checkpoint/streamed_archive.h"
 #include "lockstep/base/error.h"
 #include "lockstep/checkpoint/checkpoint.h"
 
@@ -51,6 +52,7 @@ std::string checkpoint::print_archive(const Archive& archive) {
 
 Archive read_archive(const std::string& path) {
   const std::string file = checkpoint_file(path);
+  checkpoint::require_archive(file);  // before memory is taken for the whole file
   return checkpoint::parse_archive(file, checkpoint::read_file(file));
 }
 

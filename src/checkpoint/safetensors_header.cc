@@ -31,6 +31,7 @@ constexpr const char* kChecksumKey = "lockstep.crc32";
 constexpr const char* kFormatKey = "lockstep.format";
 constexpr const char* kNoChecksum = "00000000";
 constexpr std::size_t kLargestHeader = 100'000'000;  // the format's own bound
+constexpr int kDeepest = 3;                          // the header, a tensor's entry, its shape
 
 struct DtypeName {
   DType dtype;
@@ -64,7 +65,11 @@ class Parser {
   explicit Parser(const std::string& file) : file_(file) {}
 
   Header parse(const std::string& header, std::size_t data_bytes) {
-    const Json parsed = Json::parse(header, nullptr, false);
+    const auto shallow = [&](int depth, Json::parse_event_t, Json&) {
+      if (depth > kDeepest) fail(kLengthBytes, text("its header is nested deeper than ", kDeepest, " levels"));
+      return true;
+    };
+    const Json parsed = Json::parse(header, shallow, /*allow_exceptions=*/false);
     if (!parsed.is_object()) fail(kLengthBytes, "its header is not a JSON object");
     for (const auto& [name, value] : parsed.items()) {
       if (name == "__metadata__") {
@@ -194,6 +199,10 @@ std::string print_header(const std::map<std::string, std::string>& entries, cons
   std::string length(kLengthBytes, '\0');
   for (std::size_t i = 0; i < kLengthBytes; ++i) length[i] = static_cast<char>(characters.size() >> (8 * i));
   return length + characters;
+}
+
+bool says_own_format(const std::string& header) {
+  return header.starts_with('{') && header.find(text('"', kFormatKey, "\":")) != std::string::npos;
 }
 
 void set_checksum(std::string& header, std::uint32_t crc) { header.replace(checksum_position(header), 8, hex(crc)); }

@@ -33,6 +33,9 @@ std::string print_header(const std::map<std::string, std::string>& entries, cons
                          std::size_t page = 8, std::size_t before = 0);
 void set_checksum(std::string& header, std::uint32_t crc);
 
+// Whether a header's text is of a file that Lockstep wrote.
+bool says_own_format(const std::string& header);
+
 // How long the header is of a file that begins with `length` and has `file_bytes`; `file` is for messages. Throws
 // DataError where the file cannot have it.
 std::size_t header_bytes(const std::string& file, std::span<const std::byte> length, std::size_t file_bytes);

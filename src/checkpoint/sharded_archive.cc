@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <sstream>
 
-#include "base/log.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "lockstep/base/error.h"
@@ -12,8 +11,6 @@ namespace lockstep::checkpoint {
 namespace fs = std::filesystem;
 
 namespace {
-
-constexpr const char* kPrefix = "rows/";
 
 std::int64_t rows_of(const StoredTensor& tensor) { return tensor.shape.empty() ? 1 : tensor.shape[0]; }
 
@@ -37,45 +34,20 @@ std::string name_of_part(const std::string& process, int index, int count) {
   return text(process, "-", index, "-of-", count, ".safetensors");
 }
 
-fs::path rows_folder(const std::string& path) { return fs::path(checkpoint_file(path)).replace_extension(".rows"); }
-
 void list_rows(Archive& main, const std::string& file, const std::vector<std::string>& names) {
-  main.entries[kPrefix + file] = join(names, "\n");
+  main.entries[kListedRows + file] = join(names, "\n");
 }
 
-void remove_rows_but(const std::string& path, const std::string& kept) {
-  const auto folder = rows_folder(path);
-  std::error_code failed;
-  if (!file_exists(folder)) return;
-  std::vector<fs::path> old;
-  for (fs::directory_iterator entry(folder, failed), end; !failed && entry != end; entry.increment(failed)) {
-    if (entry->path().filename() != kept) old.push_back(entry->path());
-  }
-  for (const auto& rows : old) {
-    if (!failed) fs::remove_all(rows, failed);
-  }
-  if (failed) log_warning(text("cannot remove what is in ", folder.string(), ": ", failed.message()));
-}
-
-void remove_checkpoint(const std::string& path, std::error_code& failed) {
-  fs::remove(checkpoint_file(path), failed);
-  if (!failed) fs::remove_all(rows_folder(path), failed);
-}
-
-void remove_checkpoint(const std::string& path) {
-  std::error_code failed;
-  remove_checkpoint(path, failed);
-  if (failed) throw IoError(text("cannot remove ", checkpoint_file(path), ": ", failed.message()));
-}
-
-ShardedArchive::ShardedArchive(const std::string& path) : path_(path), main_(read_archive(path)) {
+std::map<std::string, std::vector<ListedRows>> listed_rows(const std::string& path,
+                                                           const std::map<std::string, std::string>& entries) {
   const auto altered = [&](const std::string& name) {
-    throw DataError(text(checkpoint_file(path_), " lists \"", name, "\" among its files of rows"));
+    throw DataError(text(checkpoint_file(path), " lists \"", name, "\" among its files of rows"));
   };
-  const std::string prefix = kPrefix;
-  for (const auto& [key, listed] : main_.entries) {
+  std::map<std::string, std::vector<ListedRows>> parts_of;
+  const std::string prefix = kListedRows;
+  for (const auto& [key, listed] : entries) {
     if (!key.starts_with(prefix)) continue;
-    const auto file = path_inside(rows_folder(path_), key.substr(prefix.size()));
+    const auto file = path_inside(rows_folder(path), key.substr(prefix.size()));
     if (file.empty()) altered(key);
     std::istringstream names(listed);
     for (std::string name; std::getline(names, name);) {
@@ -85,20 +57,28 @@ ShardedArchive::ShardedArchive(const std::string& path) : path_(path), main_(rea
       const auto begin = whole_number(name.substr(bracket + 1, colon - bracket - 1));
       const auto end = whole_number(name.substr(colon + 1, name.size() - colon - 2));
       if (!begin || !end || *begin < 0 || *end < *begin) altered(name);
-      parts_[name.substr(0, bracket)].push_back({*begin, *end, file.string(), name});
+      parts_of[name.substr(0, bracket)].push_back({*begin, *end, file, name});
     }
   }
-  for (auto& [tensor, parts] : parts_) {
-    std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.begin < b.begin; });
+  for (auto& [tensor, parts] : parts_of) {
+    std::sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
   }
+  return parts_of;
 }
 
-const StoredTensor& ShardedArchive::read(const Part& part) {
-  auto found = files_.find(part.file);
-  if (found == files_.end()) found = files_.emplace(part.file, read_archive(part.file)).first;
+fs::path tables_file(fs::path shards_file) {
+  return shards_file.replace_filename("tables-" + shards_file.filename().string());
+}
+
+ShardedArchive::ShardedArchive(const std::string& path)
+    : path_(path), main_(read_archive(path)), parts_(listed_rows(path, main_.entries)) {}
+
+const StoredTensor& ShardedArchive::read(const ListedRows& part) {
+  auto found = files_.find(part.file.string());
+  if (found == files_.end()) found = files_.emplace(part.file.string(), read_archive(part.file.string())).first;
   const auto& tensor = found->second.tensor(part.name);
   if (rows_of(tensor) == part.end - part.begin) return tensor;
-  throw DataError(text(part.file, " has ", rows_of(tensor), " rows of ", part.name));
+  throw DataError(text(part.file.string(), " has ", rows_of(tensor), " rows of ", part.name));
 }
 
 StoredTensor ShardedArchive::rows(const std::string& tensor, std::int64_t begin, std::int64_t end) {
@@ -123,7 +103,7 @@ StoredTensor ShardedArchive::rows(const std::string& tensor, std::int64_t begin,
 Archive ShardedArchive::whole() {
   auto archive = main_;
   for (const auto& [tensor, parts] : parts_) archive.tensors[tensor] = rows(tensor, 0, parts.back().end);
-  std::erase_if(archive.entries, [](const auto& entry) { return entry.first.starts_with(kPrefix); });
+  std::erase_if(archive.entries, [](const auto& entry) { return entry.first.starts_with(kListedRows); });
   return archive;
 }
 

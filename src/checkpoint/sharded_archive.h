@@ -6,9 +6,9 @@
 #include <filesystem>
 #include <map>
 #include <string>
-#include <system_error>
 #include <vector>
 
+#include "checkpoint/rows_folders.h"
 #include "lockstep/checkpoint/checkpoint.h"
 
 namespace lockstep::checkpoint {
@@ -19,18 +19,22 @@ std::string name_of_rows(const std::string& tensor, std::int64_t begin, std::int
 // The file of process `index` of `count`: "ps-0-of-2.safetensors".
 std::string name_of_part(const std::string& process, int index, int count);
 
-// Where the files with rows lie that belong to the main file at `path`: each save into a folder of its own in it.
-std::filesystem::path rows_folder(const std::string& path);
-
 // Lists a file with rows in the main file: its name in rows_folder, and the names of its tensors.
 void list_rows(Archive& main, const std::string& file, const std::vector<std::string>& names);
 
-// Removes what rows_folder has, but for the folder `kept` in it. Warns where it cannot, since nothing is lost by that.
-void remove_rows_but(const std::string& path, const std::string& kept);
+// Rows [begin, end) of a tensor, as the main file lists them.
+struct ListedRows {
+  std::int64_t begin = 0, end = 0;
+  std::filesystem::path file;
+  std::string name;  // in it
+};
 
-// The main file and the files with rows; does nothing where there are none. The second throws IoError.
-void remove_checkpoint(const std::string& path, std::error_code& failed);
-void remove_checkpoint(const std::string& path);
+// [tensor], ascending. Throws DataError where the main file of `path` with these entries lists what cannot be.
+std::map<std::string, std::vector<ListedRows>> listed_rows(const std::string& path,
+                                                           const std::map<std::string, std::string>& entries);
+
+// The file with a server's rows of tables, beside the file with its shards.
+std::filesystem::path tables_file(std::filesystem::path shards_file);
 
 // What lies in the files of a checkpoint, one or several.
 class ShardedArchive {
@@ -49,16 +53,12 @@ class ShardedArchive {
   Archive whole();
 
  private:
-  struct Part {
-    std::int64_t begin = 0, end = 0;
-    std::string file, name;
-  };
-  const StoredTensor& read(const Part& part);
+  const StoredTensor& read(const ListedRows& part);
 
   const std::string path_;
   Archive main_;
-  std::map<std::string, std::vector<Part>> parts_;  // [tensor], ascending
-  std::map<std::string, Archive> files_;            // that were read
+  const std::map<std::string, std::vector<ListedRows>> parts_;
+  std::map<std::string, Archive> files_;  // that were read
 };
 
 }  // namespace lockstep::checkpoint

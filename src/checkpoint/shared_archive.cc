@@ -9,8 +9,10 @@
 #include <thread>
 
 #include "base/file_descriptor.h"
+#include "base/regular_file.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
+#include "checkpoint/own_files.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::checkpoint {
@@ -40,7 +42,7 @@ std::string random_in(const std::string& name) {
   if (digits == 0 || digits == std::string::npos || name[digits] != '-') return {};
   const auto end = name.find_first_not_of("0123456789", digits + 1);
   const bool is_word = end != digits + 1 && (end == std::string::npos || name.substr(end).starts_with(kTemporary));
-  return is_word ? name.substr(0, digits) : "";
+  return is_word && has_random_form(name.substr(0, digits)) ? name.substr(0, digits) : "";
 }
 
 // Removes the words about files of `path` that are not there any more: their first writers were killed.
@@ -53,7 +55,8 @@ void remove_stale_words(const std::string& path) {
     if (!name.starts_with(prefix)) continue;
     const auto random = random_in(name.substr(prefix.size()));
     std::error_code ignored;
-    if (!random.empty() && !fs::exists(text(whole.string(), kTemporary, random), ignored)) {
+    if (!random.empty() && entry->symlink_status(ignored).type() == fs::file_type::regular &&
+        !fs::exists(text(whole.string(), kTemporary, random), ignored)) {
       fs::remove(entry->path(), ignored);
     }
   }
@@ -91,6 +94,7 @@ SharedArchive::SharedArchive(const std::string& path, Archive small, NamedTensor
   all.insert(all.end(), large_.begin(), large_.end());
   header_ = print_header(small_.entries, all, kPage, small_bytes);
   large_begin_ = header_.size() + small_bytes;
+  file_.write_at(0, std::as_bytes(std::span(header_)));  // so that the file is known as Lockstep's if it is left over
 }
 
 SharedArchive::~SharedArchive() {
@@ -131,8 +135,7 @@ SharedArchive::Written SharedArchive::wait_for(int writer, Deadline deadline) co
     }
     std::this_thread::sleep_for(kBetweenLooks);
   }
-  const auto bytes = read_file(word);
-  const std::string said(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  const auto said = read_small_file(word);
   Written written{};
   std::istringstream(said) >> written.crc >> written.bytes;
   const auto part = part_of_writer(large_, writer, writers_);

@@ -1,6 +1,7 @@
 #include "checkpoint/streamed_archive.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -11,7 +12,27 @@ namespace {
 
 constexpr std::size_t kPiece = std::size_t{1} << 20;  // bytes that are written or read at a time
 
+// Length and text.
+std::pair<std::vector<std::byte>, std::string> head_of(const ReadableFile& file) {
+  std::vector<std::byte> length(std::min(kLengthBytes, file.size()));
+  file.read(0, length);
+  std::string header(header_bytes(file.path(), length, file.size()), ' ');
+  file.read(kLengthBytes, std::as_writable_bytes(std::span(header)));
+  return {std::move(length), std::move(header)};
+}
+
 }  // namespace
+
+void require_archive(const std::string& file) {
+  const auto [length, header] = head_of(ReadableFile(file));
+  FileChecksum(file, length, header);
+}
+
+Header read_header(const std::string& path) {
+  const ReadableFile file(checkpoint_file(path));
+  const auto header = head_of(file).second;
+  return parse_header(file.path(), header, file.size() - kLengthBytes - header.size());
+}
 
 ArchiveWriter::ArchiveWriter(const std::string& path, const std::map<std::string, std::string>& entries,
                              const std::map<std::string, TensorInfo>& tensors)
@@ -41,10 +62,7 @@ void ArchiveWriter::finish() {
 
 ArchiveReader::ArchiveReader(const std::string& path) : file_(checkpoint_file(path)) {
   const auto name = checkpoint_file(path);
-  std::vector<std::byte> length(std::min(kLengthBytes, file_.size()));
-  file_.read(0, length);
-  std::string header(header_bytes(name, length, file_.size()), ' ');
-  file_.read(kLengthBytes, std::as_writable_bytes(std::span(header)));
+  const auto [length, header] = head_of(file_);
   data_begin_ = kLengthBytes + header.size();
   FileChecksum checksum(name, length, header);
   std::vector<std::byte> piece(kPiece);

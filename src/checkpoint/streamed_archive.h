@@ -32,10 +32,18 @@ class ArchiveWriter {
   std::vector<std::byte> buffer_;
 };
 
+// Throws DataError where the file's first bytes are not an archive's.
+void require_archive(const std::string& file);
+
+// The header alone of the file at checkpoint_file(path), without a look at the checksum. Throws as read_archive.
+Header read_header(const std::string& path);
+
 class ArchiveReader {
  public:
   // Reads the whole file once, to compare it with its checksum. Throws as read_archive.
   explicit ArchiveReader(const std::string& path);
+
+  const Header& header() const { return header_; }
 
   // Throw InvalidArgument naming what is missing.
   const std::string& entry(const std::string& name) const;

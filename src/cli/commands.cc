@@ -1,12 +1,19 @@
 #include "cli/commands.h"
 
 #include <algorithm>
+#include <array>
+#include <charconv>
+#include <cstdlib>
 #include <filesystem>
 #include <iomanip>
 #include <iostream>
+#include <regex>
+#include <sstream>
+#include <vector>
 
 #include "base/resources.h"
 #include "base/text.h"
+#include "checkpoint/survey.h"
 #include "lockstep/checkpoint/checkpoint.h"
 
 namespace lockstep::cli {
@@ -16,6 +23,20 @@ constexpr std::size_t kLongestEntry = 60;
 
 std::string shortened(const std::string& entry) {
   return entry.size() <= kLongestEntry ? entry : entry.substr(0, kLongestEntry) + "...";
+}
+
+// Entries with numbers have them in hexadecimal digits, so that no bit is lost: here in the shortest decimal ones.
+std::string readable(const std::string& entry) {
+  static const std::regex kHexadecimal("-?0x[0-9a-f]+(\\.[0-9a-f]*)?p[+-]?[0-9]+|-?(inf|nan)");
+  std::vector<std::string> words;
+  std::istringstream all(entry);
+  for (std::string word; all >> word;) {
+    if (!std::regex_match(word, kHexadecimal)) return entry;
+    std::array<char, 32> digits{};
+    const auto printed = std::to_chars(digits.begin(), digits.end(), std::strtod(word.c_str(), nullptr));
+    words.emplace_back(digits.begin(), printed.ptr);
+  }
+  return words.empty() ? entry : join(words, " ");
 }
 
 }  // namespace
@@ -34,8 +55,10 @@ void print_checkpoint(const std::string& path, std::ostream& out) {
     if (file.empty())
       throw InvalidArgument(text(path, " has no checkpoint; its file `checkpoint` would name the latest"));
   }
-  const auto archive = read_archive(file);
-  out << checkpoint_file(file) << ": whole\n";
+  const auto archive = checkpoint::survey(file);
+  out << checkpoint_file(file) << ": whole";
+  if (!archive.files.empty()) out << ", with " << archive.files.size() << " file(s) of rows";
+  out << "\n";
   std::size_t longest = 0;
   for (const auto& [name, tensor] : archive.tensors) longest = std::max(longest, name.size());
   for (const auto& [name, entry] : archive.entries) longest = std::max(longest, name.size());
@@ -45,7 +68,7 @@ void print_checkpoint(const std::string& path, std::ostream& out) {
         << "]\n";
   }
   for (const auto& [name, entry] : archive.entries)
-    out << std::left << std::setw(column) << name << shortened(entry) << "\n";
+    out << std::left << std::setw(column) << name << shortened(readable(entry)) << "\n";
 }
 
 }  // namespace lockstep::cli

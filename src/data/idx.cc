@@ -1,6 +1,7 @@
 #include "data/idx.h"
 
 #include <ATen/ops/empty.h>
+#include <fcntl.h>
 #include <zlib.h>
 
 #include <array>
@@ -9,6 +10,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "base/regular_file.h"
 #include "base/text.h"
 #include "checkpoint/files.h"
 #include "lockstep/base/error.h"
@@ -23,7 +25,10 @@ constexpr std::int64_t kLargest = std::int64_t{1} << 40;
 // Reads plain and compressed files alike, and knows where it is.
 class IdxReader {
  public:
-  explicit IdxReader(const std::string& path) : path_(path), file_(::gzopen(path.c_str(), "rb")) {
+  explicit IdxReader(const std::string& path) : path_(path) {
+    const auto opened = open_regular_file(path);
+    const int copy = ::fcntl(opened.get(), F_DUPFD_CLOEXEC, 0);  // which gzclose closes
+    file_.reset(copy < 0 ? nullptr : ::gzdopen(copy, "rb"));
     if (file_ == nullptr) throw IoError(text("cannot open ", path, ": ", std::strerror(errno)));
     ::gzbuffer(file_.get(), 1 << 17);
   }

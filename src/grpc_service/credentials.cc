@@ -7,10 +7,9 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <memory>
-#include <sstream>
 
+#include "base/regular_file.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 
@@ -24,13 +23,18 @@ struct Certificates {
 };
 
 std::string read(const std::filesystem::path& file) {
-  errno = 0;
-  std::ifstream in(file);
-  std::ostringstream contents;
-  contents << in.rdbuf();
-  if (in && !contents.str().empty()) return contents.str();
-  throw ClusterError(text(kCertificatesVariable, ": cannot read ", file.string(), " (",
-                          errno == 0 ? "it is empty" : std::strerror(errno), "); `lockstep certs` makes the folder"));
+  const auto unreadable = [&](const std::string& why) {
+    return ClusterError(text(kCertificatesVariable, ": cannot read ", file.string(), " (", why,
+                             "); `lockstep certs` makes the folder"));
+  };
+  std::string contents;
+  try {
+    contents = read_small_file(file.string());
+  } catch (const IoError& error) {
+    throw unreadable(error.what());
+  }
+  if (contents.empty()) throw unreadable("it is empty");
+  return contents;
 }
 
 // gRPC does not say what is wrong with them.

@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -93,6 +94,18 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
   _exit(127);
 }
 
+// A log's name is known to all: where others have put a link or a FIFO there, nothing is written.
+FileDescriptor open_log(const std::string& path) {
+  constexpr int kNewOrOwn = O_CREAT | O_NOFOLLOW | O_NONBLOCK;
+  FileDescriptor log(open(path.c_str(), O_WRONLY | O_APPEND | O_CLOEXEC | kNewOrOwn, 0644));
+  struct stat info {};
+  if (log.open() && fstat(log.get(), &info) == 0 && S_ISREG(info.st_mode)) return log;
+  const char* const why = log.open() || errno == ENXIO ? "it is no regular file"
+                          : errno == ELOOP             ? "it is a symbolic link, which is not followed"
+                                                       : std::strerror(errno);
+  throw IoError(text("cannot write ", path, ": ", why));
+}
+
 }  // namespace
 
 Child::Child(const ChildCommand& command)
@@ -102,8 +115,7 @@ Child::Child(const ChildCommand& command)
       rank_(command.rank),
       is_controlled_(command.input.has_value()) {
   if (!command.log_file.empty()) {
-    log_ = FileDescriptor(open(command.log_file.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644));
-    if (!log_.open()) throw IoError(text("cannot write ", command.log_file, ": ", std::strerror(errno)));
+    log_ = open_log(command.log_file);
   }
   Pipe out, error, problem;
   auto arguments = command.command;

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <cctype>
 #include <charconv>
-#include <fstream>
 #include <set>
 #include <sstream>
 
+#include "base/regular_file.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "transport/socket.h"
@@ -105,10 +105,11 @@ std::vector<HostSlots> parse_hostfile(const std::string& contents, const std::st
 }
 
 std::vector<HostSlots> read_hostfile(const std::string& path) {
-  std::ifstream file(path);
-  std::ostringstream contents;
-  if (!file || !(contents << file.rdbuf())) throw IoError(text("cannot read the hostfile ", path));
-  return parse_hostfile(contents.str(), path);
+  try {
+    return parse_hostfile(read_small_file(path), path);
+  } catch (const IoError& error) {
+    throw IoError(text("cannot read the hostfile ", path, ": ", error.what()));
+  }
 }
 
 std::vector<HostSlots> fill(std::vector<HostSlots> hosts, std::optional<int> processes) {

@@ -1,9 +1,14 @@
 // Lists of hosts and hostfiles, good and broken.
 #include "launch/hosts.h"
-#include "base/expect_says_testing.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
+#include <filesystem>
+#include <fstream>
+
+#include "base/expect_says_testing.h"
+#include "base/fresh_folder_testing.h"
 #include "launch/host_part.h"
 #include "lockstep/base/error.h"
 
@@ -89,6 +94,21 @@ TEST(Parts, AreOneLineOfText) {
   }
   EXPECT_NE(message_of<InvalidArgument>([] { line_of({.command = {"\xff"}}); }).find("must be UTF-8"),
             std::string::npos);
+}
+
+TEST(Hosts, AHostfileThatMayNeverEndIsRefused) {
+  const auto folder = fresh_folder("hosts", "special");
+  ASSERT_EQ(mkfifo((folder / "fifo").c_str(), 0600), 0);
+  std::ofstream(folder / "holes") << "a";
+  std::filesystem::resize_file(folder / "holes", std::uintmax_t{1} << 40);
+  EXPECT_NE(message_of<IoError>([&] { read_hostfile((folder / "fifo").string()); }).find("it is a FIFO"),
+            std::string::npos);
+  EXPECT_NE(message_of<IoError>([] { read_hostfile("/dev/zero"); }).find("it is a device"), std::string::npos);
+  EXPECT_NE(message_of<IoError>([&] { read_hostfile((folder / "holes").string()); }).find("more than"),
+            std::string::npos);
+  std::ofstream(folder / "hosts") << "a slots=2\n";
+  std::filesystem::create_symlink("hosts", folder / "link");
+  EXPECT_EQ(read_hostfile((folder / "link").string())[0].slots, 2);
 }
 
 }  // namespace

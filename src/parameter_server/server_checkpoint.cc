@@ -26,8 +26,8 @@ std::int64_t cut(Coordinator& coordinator, const Client& client, const std::func
 // The servers' files, then the main file. Returns how many steps were applied; nothing where a server has no cut.
 std::optional<std::int64_t> try_to_write(const Client& client, const std::string& file,
                                          const Coordinator::Finished& steps, Archive archive, Deadline deadline) {
-  const auto name = checkpoint::fresh_name();
-  const auto updates = client.save(steps.end, checkpoint::rows_folder(file) / name, archive, deadline);
+  checkpoint::RowsFolder rows(file);
+  const auto updates = client.save(steps.end, rows.folder(), archive, deadline);
   if (!updates) return std::nullopt;
   archive.entries[kSteps] = std::to_string(steps.end);
   archive.entries[kUpdates] = std::to_string(*updates);
@@ -36,7 +36,7 @@ std::optional<std::int64_t> try_to_write(const Client& client, const std::string
     archive.set_numbers(text(kUncounted, i), steps.uncounted[i]);
   }
   write_archive(file, archive);
-  checkpoint::remove_rows_but(file, name);
+  rows.keep();
   return updates;
 }
 

@@ -6,7 +6,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
-#include "checkpoint/files.h"
+#include "checkpoint/own_files.h"
 #include "cluster/rendezvous.h"
 #include "cluster/resolvers.h"
 #include "lockstep/base/error.h"
@@ -32,7 +32,7 @@ constexpr std::size_t kLongestStored = 1 << 20;  // bytes of the store's values
 std::string prefix(const Store& store, int rank, Deadline deadline) {
   static Mutex mutex;
   static std::map<std::string, int> made;  // [store and rank]; guarded by mutex
-  const auto name = store.compare_set("name of this store", "", checkpoint::fresh_name(), deadline);
+  const auto name = store.compare_set("name of this store", "", checkpoint::random_digits(), deadline);
   MutexLock lock(mutex);
   return text("parameter servers ", made[text(name, " ", rank)]++, "/");
 }

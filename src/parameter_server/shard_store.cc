@@ -162,7 +162,7 @@ std::optional<std::int64_t> ShardStore::save(std::int64_t end, const std::string
     }
   }
   if (!tables_.empty()) {
-    const auto of_tables = save_tables(tables_, states_, end, tables_file(file));
+    const auto of_tables = save_tables(tables_, states_, end, checkpoint::tables_file(file));
     if (!of_tables) return std::nullopt;
     updates = std::max(updates, *of_tables);
   }

@@ -18,8 +18,6 @@ using checkpoint::ArchiveReader;
 using checkpoint::ArchiveWriter;
 using checkpoint::TensorInfo;
 
-constexpr const char* kFolder = "servers/tables/folder";
-constexpr const char* kServers = "servers/tables/servers";
 constexpr std::size_t kRowsAtATime = 4096;
 
 std::string ids_of(const TableSpec& table) { return table.name + "/ids"; }
@@ -141,8 +139,8 @@ class TableReader {
 
 // Those that have rows of the server: with as many servers as wrote them its own, else all.
 std::vector<std::filesystem::path> files_for(ServerNumber server, const checkpoint::ShardedArchive& archive) {
-  const auto servers = archive.main().integer(kServers);
-  const auto folder = checkpoint::path_inside(checkpoint::rows_folder(archive.path()), archive.main().entry(kFolder));
+  const auto servers = archive.main().integer(checkpoint::kTablesServers);
+  const auto folder = checkpoint::path_inside(checkpoint::rows_folder(archive.path()), archive.main().entry(checkpoint::kTablesFolder));
   if (folder.empty() || servers < 1) {
     throw DataError(text("the checkpoint ", archive.path(), " does not say where the rows of its tables are"));
   }
@@ -150,17 +148,13 @@ std::vector<std::filesystem::path> files_for(ServerNumber server, const checkpoi
   for (std::int64_t i = 0; i < servers; ++i) {
     if (servers != server.count || i == server.index) {
       files.push_back(
-          tables_file(folder / checkpoint::name_of_part("ps", static_cast<int>(i), static_cast<int>(servers))));
+          checkpoint::tables_file(folder / checkpoint::name_of_part("ps", static_cast<int>(i), static_cast<int>(servers))));
     }
   }
   return files;
 }
 
 }  // namespace
-
-std::filesystem::path tables_file(std::filesystem::path shards_file) {
-  return shards_file.replace_filename("tables-" + shards_file.filename().string());
-}
 
 std::optional<std::int64_t> save_tables(TableShards tables, const std::vector<std::string>& states, std::int64_t end,
                                         const std::filesystem::path& file) {
@@ -189,8 +183,8 @@ std::optional<std::int64_t> save_tables(TableShards tables, const std::vector<st
 }
 
 void list_tables(Archive& main, const std::string& folder, int servers) {
-  main.entries[kFolder] = folder;
-  main.entries[kServers] = std::to_string(servers);
+  main.entries[checkpoint::kTablesFolder] = folder;
+  main.entries[checkpoint::kTablesServers] = std::to_string(servers);
 }
 
 void restore_tables(TableShards tables, const std::vector<std::string>& states, ServerNumber server,

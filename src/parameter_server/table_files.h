@@ -22,9 +22,6 @@ struct ServerNumber {
 
 using TableShards = std::span<const std::unique_ptr<TableShard>>;
 
-// The file with a server's rows, beside the file with its shards.
-std::filesystem::path tables_file(std::filesystem::path shards_file);
-
 // Writes what the cuts of the tables have, and ends them. `states`: the names of the optimizer's. Returns how many
 // steps were applied; nothing where there was no cut. Throws IoError.
 std::optional<std::int64_t> save_tables(TableShards tables, const std::vector<std::string>& states, std::int64_t end,

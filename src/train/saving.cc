@@ -128,7 +128,7 @@ void Model::save_checkpoint(const std::string& path) const {
     const auto archive = impl_->save_state();
     impl_->workers().run_on_rank_0([&] {
       write_archive(path, archive);
-      checkpoint::remove_rows_but(path, "");  // of a checkpoint that was made with parameter servers
+      checkpoint::remove_rows(path);  // of a checkpoint that was made with parameter servers
     });
   });
 }

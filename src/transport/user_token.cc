@@ -57,7 +57,7 @@ bool keeps_modes(const std::string& folder) {
 
 std::string read_token(const std::string& name, const std::string& path) {
   const auto bad_file = [&](const std::string& problem) { return ClusterError(text(name, ": ", path, " ", problem)); };
-  const FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));  // a FIFO would wait
   if (!file.open()) throw bad_file(text("cannot be read: ", std::strerror(errno)));
   struct stat status {};
   if (fstat(file.get(), &status) != 0 || (status.st_mode & (S_IRWXG | S_IRWXO)) != 0) {

@@ -9,12 +9,25 @@
 #include <vector>
 
 #include "base/log.h"
+#include "base/regular_file.h"
 #include "base/text.h"
 #include "checkpoint/atomic_file.h"
 #include "lockstep/base/error.h"
 #include "lockstep/train/callbacks.h"
 
 namespace lockstep {
+
+namespace {
+
+constexpr std::size_t kLongest = std::size_t{1} << 30;  // bytes of a log that is read again
+
+// Nothing of a terminal, or another device that a person logs to.
+std::string contents_of(const std::string& file) {
+  std::error_code unknown;
+  return std::filesystem::is_regular_file(file, unknown) ? read_small_file(file, kLongest) : "";
+}
+
+}  // namespace
 
 CSVLogger::CSVLogger(std::string filename, CSVLoggerOptions options)
     : filename_(std::move(filename)), options_(options) {}
@@ -30,15 +43,19 @@ void CSVLogger::on_train_begin() {
   columns_.clear();
   std::ofstream file(filename_, options_.append ? std::ios::app : std::ios::trunc);
   if (!file) throw IoError(text("cannot write ", filename_, ": ", std::strerror(errno)));
-  if (options_.append) read_header();
+  if (!options_.append) return;
+  read_header();
+  const auto lines = contents_of(filename_);
+  if (lines.empty() || lines.ends_with('\n')) return;
+  log_warning(text("CSVLogger: the last line of ", filename_, ", \"", lines.substr(lines.rfind('\n') + 1),
+                   "\", has no end, and may be cut off: it stays as it is, and the next line begins after it"));
+  write("");
 }
 
 // Goes on in the file, behind its last whole line.
 void CSVLogger::on_become_chief() {
   columns_.clear();
-  std::ostringstream all;
-  all << std::ifstream(filename_).rdbuf();
-  const auto lines = all.str();
+  const auto lines = contents_of(filename_);
   const auto end = lines.rfind('\n');
   const auto whole = end == std::string::npos ? 0 : end + 1;
   std::error_code ignored;  // then there is a line that was cut short
@@ -76,18 +93,16 @@ void CSVLogger::write_header(const Logs& logs) {
 }
 
 void CSVLogger::read_header() {
-  std::ifstream file(filename_);
+  std::istringstream lines(contents_of(filename_));
   std::string line, column;
-  std::getline(file, line);
+  std::getline(lines, line);
   std::istringstream header(line);
   std::getline(header, column, options_.separator);  // "epoch"
   while (std::getline(header, column, options_.separator)) columns_.push_back(column);
 }
 
 void CSVLogger::save(Archive& archive, const std::string& prefix) const {
-  std::ostringstream lines;
-  lines << std::ifstream(filename_).rdbuf();
-  archive.entries[prefix + "/lines"] = lines.str();
+  archive.entries[prefix + "/lines"] = contents_of(filename_);
 }
 
 // Restores the file as it was when the checkpoint was made.

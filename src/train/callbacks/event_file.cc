@@ -6,6 +6,7 @@
 //   4 bytes  masked CRC-32C of the event
 #include "train/callbacks/event_file.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <array>
@@ -15,6 +16,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "base/file_descriptor.h"
 #include "base/log.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -85,10 +87,14 @@ std::string file_name() {
 EventFile::EventFile(const std::string& directory) : directory_(directory) { open(); }
 
 void EventFile::open() {
-  path_ = (std::filesystem::path(directory_) / file_name()).string();
   std::error_code failed;
   std::filesystem::create_directories(directory_, failed);
-  file_ = std::ofstream(path_, std::ios::binary);
+  do {
+    path_ = (std::filesystem::path(directory_) / file_name()).string();
+    const FileDescriptor made(::open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
+    if (made.open() || errno != EEXIST) break;  // where it is there, it is somebody else's
+  } while (true);
+  file_ = std::ofstream(path_, std::ios::binary | std::ios::app);
   if (!file_)
     throw IoError(
         text("cannot write TensorBoard's log ", path_, ": ", failed ? failed.message() : std::strerror(errno)));

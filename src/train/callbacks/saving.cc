@@ -1,6 +1,5 @@
 // ModelCheckpoint and BackupAndRestore.
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
@@ -12,6 +11,7 @@
 #include "checkpoint/atomic_file.h"
 #include "checkpoint/files.h"
 #include "checkpoint/folder_lock.h"
+#include "checkpoint/own_files.h"
 #include "checkpoint/remove_at_success.h"
 #include "checkpoint/sharded_archive.h"
 #include "lockstep/base/error.h"
@@ -33,28 +33,44 @@ std::chrono::seconds for_other_workers(const Model& model) {
   return std::chrono::seconds(unwrap(model.strategy()).is_elastic() ? 0 : 10);
 }
 
+constexpr const char* kPart = ".part";  // behind a name: what takes its place when it is whole
+constexpr int kWidest = 200;  // digits; a name of a file has 255 bytes
+
 void require_not_negative(const char* what, std::int64_t value) {
   if (value < 0) throw InvalidArgument(text(what, " is ", value, "; it must be 0 or more"));
+}
+
+// Throws InvalidArgument for what is no format of Python's, and for a width or precision that no name of a file has
+// room for.
+void check_format(const std::string& spec, const std::string& whole) {
+  static const std::regex kFormat("0?([0-9]*)d|0?([0-9]*)(\\.([0-9]+))?[feg]");
+  std::smatch parts;
+  if (!std::regex_match(spec, parts, kFormat)) {
+    throw InvalidArgument(
+        text("ModelCheckpoint: \"", spec, "\" in ", whole, " is no format; such as {epoch:02d} or {loss:.2f} are"));
+  }
+  for (const auto& digits : {parts.str(1), parts.str(2), parts.str(4)}) {
+    if (digits.empty() || whole_number<int>(digits).value_or(kWidest + 1) <= kWidest) continue;
+    throw InvalidArgument(text("ModelCheckpoint: \"", spec, "\" in ", whole, " asks for ", digits,
+                               " digits; at most ", kWidest, " are allowed"));
+  }
 }
 
 // `value` in Python's format `spec`: a number such as 02d or .2f, or nothing.
 std::string formatted(double value, const std::string& spec, const std::string& whole) {
   const bool integer = spec.empty() ? value == std::floor(value) : spec.back() == 'd';
-  static const std::regex kFormat("0?[0-9]*d|0?[0-9]*(\\.[0-9]+)?[feg]");
-  if (!spec.empty() && !std::regex_match(spec, kFormat))
-    throw InvalidArgument(
-        text("ModelCheckpoint: \"", spec, "\" in ", whole, " is no format; such as {epoch:02d} or {loss:.2f} are"));
+  if (!spec.empty()) check_format(spec, whole);
   std::string pattern = "%" + spec;
   if (spec.empty()) pattern += integer ? "d" : "g";
   if (integer) pattern.insert(pattern.size() - 1, "ll");
   if (!std::isfinite(value)) return text(value);
-  std::array<char, 64> buffer{};
-  if (integer) {
-    std::snprintf(buffer.data(), buffer.size(), pattern.c_str(), std::llround(value));
-  } else {
-    std::snprintf(buffer.data(), buffer.size(), pattern.c_str(), value);
-  }
-  return buffer.data();
+  const auto print = [&](char* to, std::size_t size) {
+    return integer ? std::snprintf(to, size, pattern.c_str(), std::llround(value))
+                   : std::snprintf(to, size, pattern.c_str(), value);
+  };
+  std::string digits(static_cast<std::size_t>(print(nullptr, 0)), '\0');
+  print(digits.data(), digits.size() + 1);
+  return digits;
 }
 
 // Replaces each {name} and {name:format} by value_of(name).
@@ -87,6 +103,16 @@ void require_no_servers(const char* callback, bool background, const Model& mode
   throw InvalidArgument(text(callback,
                              ": background is not for strategies with parameter servers, which write a "
                              "checkpoint without stopping the steps anyway"));
+}
+
+// A name that is free, or that of an earlier backup of Lockstep's, which is then removed.
+std::string place_for_damaged(const std::string& folder) {
+  for (int number = 1;; ++number) {
+    const auto name = number == 1 ? "backup-damaged" : text("backup-damaged-", number);
+    const auto place = checkpoint_file((std::filesystem::path(folder) / name).string());
+    if (checkpoint::is_own_archive(std::filesystem::path(place))) checkpoint::remove_own_archive(place);
+    if (!checkpoint::is_taken(place)) return place;
+  }
 }
 
 // Saves, also where the chief is lost meanwhile: then the next one does. Returns why that cannot be done; else empty.
@@ -144,7 +170,11 @@ void ModelCheckpoint::on_train_begin() {
   });
   require_no_servers("ModelCheckpoint", options_.background, model());
   background_->start(impl);
-  impl.workers().run_on_rank_0([&] { checkpoint::require_writable_folder(fixed_folder_of(filepath_)); });
+  impl.workers().run_on_rank_0([&] { 
+    const auto folder = fixed_folder_of(filepath_);
+    checkpoint::require_writable_folder(folder);
+    checkpoint::require_index_or_nothing(std::filesystem::path(folder) / "checkpoint");
+  });
 }
 
 void ModelCheckpoint::on_train_batch_end(std::int64_t batch, const Logs& logs) {
@@ -265,6 +295,10 @@ void BackupAndRestore::on_train_begin() {
     const bool done_here = checkpoint::keep_at_success(file_);
     checkpoint::keep_at_success(previous_);
     lock_ = std::make_shared<FolderLock>(folder_, "backup.lock", Deadline::after(kForOneThatEnds));
+    checkpoint::remove_left_overs(checkpoint::absolute_path(file_));
+    for (const auto& place : {previous_, previous_ + kPart, file_ + kPart}) {
+      checkpoint::require_own_archive_or_nothing(place);
+    }
     if (done_here) {  // left by an earlier fit of this program
       checkpoint::remove_checkpoint(file_);
       checkpoint::remove_checkpoint(previous_);
@@ -314,10 +348,10 @@ void BackupAndRestore::load_last_whole(const std::function<void()>& load) {
 void BackupAndRestore::take_one_before(const std::string& problem) {
   unwrap(model()).workers().run_on_rank_0([&] {
     if (!checkpoint::file_exists(previous_)) throw DataError(problem);
-    const auto damaged = checkpoint_file((std::filesystem::path(folder_) / "backup-damaged").string());
+    const auto damaged = place_for_damaged(folder_);
     log_warning(text("BackupAndRestore: ", problem, "; fit takes the backup before it. The damaged one is ", damaged));
-    const auto part = file_ + ".part";
-    for (const auto& old : {damaged, part}) checkpoint::remove_file(old);
+    const auto part = file_ + kPart;
+    checkpoint::remove_own_archive(part);  // of a process that was killed
     checkpoint::link_or_copy(file_, damaged);
     checkpoint::link_or_copy(previous_, part);
     checkpoint::rename_file(part, file_);
@@ -328,17 +362,17 @@ void BackupAndRestore::back_up(bool in_background) {
   auto& impl = unwrap(model());
   if (impl.servers() != nullptr) return model().save_checkpoint(file_);
   const auto keep_previous = [file = file_, previous = previous_](const std::function<void()>& write) {
-    const auto kept = previous + ".part";
-    checkpoint::remove_file(kept);  // of a process that was killed
+    const auto kept = previous + kPart;
+    checkpoint::remove_own_archive(kept);  // of a process that was killed
     if (checkpoint::file_exists(file)) checkpoint::link_or_copy(file, kept);
     try {
       write();
     } catch (...) {
-      checkpoint::remove_file(kept);
+      checkpoint::remove_own_archive(kept);
       throw;
     }
     if (checkpoint::file_exists(kept)) checkpoint::rename_file(kept, previous);
-    checkpoint::remove_rows_but(file, "");  // of a checkpoint that was made with parameter servers
+    checkpoint::remove_rows(file);  // of a checkpoint that was made with parameter servers
   };
   save_or_warn(model(), "BackupAndRestore", [&] { background_->finish(impl); });
   if (in_background) return background_->begin(impl, {.path = file_, .around = keep_previous});

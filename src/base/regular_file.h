@@ -1,0 +1,18 @@
+// Files that a user names, opened for reading. Any thread.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "base/file_descriptor.h"
+
+namespace lockstep {
+
+// Opens a file, or what a symbolic link leads to. Throws IoError, naming it and the reason, where it cannot be opened
+// and where it is no regular file: a FIFO or a device may never end. Never waits.
+FileDescriptor open_regular_file(const std::string& path);
+
+// The contents of a regular file of at most `most` bytes. Throws IoError likewise.
+std::string read_small_file(const std::string& path, std::size_t most = std::size_t{1} << 20);
+
+}  // namespace lockstep

@@ -1,0 +1,45 @@
+// Which files are Lockstep's own: a save removes no others. No symbolic link is followed. Any thread.
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <string>
+
+namespace lockstep::checkpoint {
+
+// A file is written beside its path under the path, this, and random digits.
+inline constexpr const char* kTemporary = ".tmp.";
+
+// 16 hexadecimal digits; and whether `name` may be some: earlier versions left out zeros at the front.
+std::string random_digits();
+bool has_random_form(const std::string& name);
+
+// Whether the open file is a regular file that begins as those of write_archive do. Reads the header.
+bool is_own_archive(int descriptor);
+bool is_own_archive(const std::filesystem::path& path);  // false also for a symbolic link, and where there is nothing
+
+// Whether there is anything at `path`, be it a symbolic link that leads nowhere. Throws IoError.
+bool is_taken(const std::filesystem::path& path);
+
+// Removes an archive of Lockstep's own. Where something else is there, it stays, with a warning. Throws IoError.
+void remove_own_archive(const std::filesystem::path& path);
+
+// Throws IoError, naming what is in the way, where a file of somebody else would be lost at `path`.
+void require_own_archive_or_nothing(const std::filesystem::path& path);
+
+// The same of the file that lists a folder's checkpoints, of which a person may have one of the same name.
+inline constexpr std::size_t kLongestIndex = std::size_t{1} << 26;  // bytes
+void require_index_or_nothing(const std::filesystem::path& file);
+
+// Throws IoError where no file can take the place of what is at `path`: a folder, a device, or a link to one.
+void require_replaceable(const std::string& path);
+
+// Throws InvalidArgument, which begins with `name` and says what to do, where others than this user and root may write
+// in the folder, or have it. `name`: how the user named it.
+void require_private_folder(const std::string& name, const std::filesystem::path& folder);
+
+// Removes what killed writers have left in the folder of `path`: what has a temporary name of `path`, and archives with
+// temporary names of others. What a writer has locked stays.
+void remove_left_overs(const std::filesystem::path& path);
+
+}  // namespace lockstep::checkpoint

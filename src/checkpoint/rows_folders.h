@@ -1,0 +1,60 @@
+// Where the files with rows of a checkpoint lie, which several processes write: for PATH.safetensors in PATH.rows, each
+// save's in a folder of its own there. Any thread.
+#pragma once
+
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include "checkpoint/folder_lock.h"
+
+namespace lockstep::checkpoint {
+
+// Entries of the main file: "rows/FOLDER/FILE" with the names of the file's tensors, "OBJECT/files" with the place of a
+// checkpoint of its own, and the folder of the files with tables and how many servers have written some.
+inline constexpr const char* kListedRows = "rows/";
+inline constexpr const char* kListedFiles = "/files";
+inline constexpr const char* kTablesFolder = "servers/tables/folder";
+inline constexpr const char* kTablesServers = "servers/tables/servers";
+
+// The places in PATH.rows that a main file's entries name. Names that would lead out of PATH.rows are left out.
+std::vector<std::string> listed_places(const std::map<std::string, std::string>& entries);
+
+// PATH.rows.
+std::filesystem::path rows_folder(const std::string& path);
+
+// The folder that one save writes into. It is locked while this lives, so that no other job removes it; without `keep`
+// the destructor removes what was written.
+class RowsFolder {
+ public:
+  // Makes the folder, and removes before what killed saves to `path` have left. Throws IoError, also where PATH.rows is
+  // a symbolic link or a file: then nothing has changed.
+  explicit RowsFolder(const std::string& path);
+  ~RowsFolder();
+  RowsFolder(const RowsFolder&) = delete;
+  RowsFolder& operator=(const RowsFolder&) = delete;
+
+  const std::string& name() const { return name_; }  // in PATH.rows
+  std::filesystem::path folder() const { return rows_folder(path_) / name_; }
+
+  // Once the main file lists what is in it: removes the folders of earlier saves.
+  void keep();
+
+ private:
+  const std::string path_, name_;
+  std::unique_ptr<FolderLock> lock_;
+  bool kept_ = false;
+};
+
+// Removes the folders of saves in PATH.rows, once a main file without rows has taken the place of one with rows.
+void remove_rows(const std::string& path);
+
+// Removes the main file and its rows; does nothing where there are none. What Lockstep did not write stays, with a
+// warning. The second throws IoError.
+void remove_checkpoint(const std::string& path, std::error_code& failed);
+void remove_checkpoint(const std::string& path);
+
+}  // namespace lockstep::checkpoint
