@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <set>
 
 #include "base/expect_says_testing.h"
 #include "benchmarks/models.h"
@@ -167,6 +168,41 @@ TEST(Tpu, CompiledProgramsAreKeptOnDisk) {
     std::filesystem::resize_file(file.path(), std::filesystem::file_size(file.path()) / 2);
   EXPECT_EQ(compiled().first, 3);
   EXPECT_EQ(compiled().first, 0);
+  unsetenv("LOCKSTEP_CACHE");
+}
+
+// Programs of another model under this one's names, and a folder that others may write in.
+TEST(Tpu, ProgramsOfOthersAreNotRun) {
+  const auto folder = std::filesystem::path(testing::TempDir()) / "tpu_cache_of_others";
+  std::filesystem::remove_all(folder);
+  setenv("LOCKSTEP_CACHE", folder.c_str(), 1);
+  const auto compiled = [&](double rate) {
+    const auto strategy = tpu(1);
+    auto options = classifier();
+    options.optimizer = SGD({.learning_rate = rate});
+    const auto result = train(strategy, images(1, 12), seed_cnn, options);
+    return std::pair(unwrap(strategy).programs()->counts().compiled, result);
+  };
+  const auto files = [&] {
+    std::set<std::filesystem::path> all;
+    for (const auto& file : std::filesystem::directory_iterator(folder)) all.insert(file.path());
+    return all;
+  };
+  const auto [first, expected] = compiled(0.01);
+  const auto of_first = files();
+  for (const auto& file : of_first) {
+    const auto archive = read_archive(file.string());
+    for (const auto& other : of_first) {
+      if (other != file) write_archive(other.string(), archive);
+    }
+  }
+  const auto [again, result] = compiled(0.01);
+  EXPECT_GE(again, first - 1);  // one of the names has its own program
+  for (std::size_t i = 0; i < result.weights.size(); ++i) {
+    EXPECT_TRUE(at::equal(result.weights[i], expected.weights[i]));
+  }
+  std::filesystem::permissions(folder, std::filesystem::perms(0777));
+  expect_says(message_of<InvalidArgument>([&] { compiled(0.01); }), "LOCKSTEP_CACHE");
   unsetenv("LOCKSTEP_CACHE");
 }
 

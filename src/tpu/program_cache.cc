@@ -1,22 +1,55 @@
 #include "tpu/program_cache.h"
 
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <span>
 
 #include "base/hash.h"
 #include "base/log.h"
 #include "base/text.h"
+#include "checkpoint/files.h"
+#include "checkpoint/own_files.h"
+#include "lockstep/base/error.h"
 #include "lockstep/checkpoint/checkpoint.h"
 
 namespace lockstep::tpu {
 namespace {
 
 constexpr const char* kProgram = "program";
+constexpr const char* kKey = "key";
+constexpr const char* kVariable = "LOCKSTEP_CACHE";
 
 std::string folder_of_environment() {
-  const char* const folder = std::getenv("LOCKSTEP_CACHE");
-  return folder == nullptr ? "" : folder;
+  const char* const folder = std::getenv(kVariable);
+  if (folder == nullptr || *folder == '\0') return "";
+  try {
+    checkpoint::make_folders(folder);
+  } catch (const IoError& error) {
+    throw InvalidArgument(text(kVariable, ": ", error.what()));
+  }
+  checkpoint::require_private_folder(kVariable, folder);
+  return folder;
+}
+
+StoredTensor stored(const std::string& text_of_it) {
+  const auto bytes = std::as_bytes(std::span(text_of_it));
+  return {DType::uint8, {static_cast<std::int64_t>(bytes.size())}, {bytes.begin(), bytes.end()}};
+}
+
+std::string text_in(const StoredTensor& tensor) {
+  return {reinterpret_cast<const char*>(tensor.bytes.data()), tensor.bytes.size()};
+}
+
+// A file that only this user, or root, can have written, and that has a checksum.
+void require_own(const std::string& path) {
+  struct stat info {};
+  const bool is_own = ::lstat(path.c_str(), &info) == 0 && (info.st_uid == ::geteuid() || info.st_uid == 0) &&
+                      (info.st_mode & (S_IWGRP | S_IWOTH)) == 0 && checkpoint::is_own_archive(std::filesystem::path(path));
+  if (!is_own) throw DataError(text(path, " is no file that Lockstep wrote for this user"));
 }
 
 // Programs for a CPU use the instructions that it has.
@@ -41,26 +74,32 @@ std::string compiler_flags() {
 ProgramCache::ProgramCache(std::shared_ptr<const pjrt::Client> client)
     : client_(std::move(client)), folder_(folder_of_environment()) {}
 
-std::string ProgramCache::name_of(const ProgramKey& key) const {
+// All that decides what a compiler makes.
+std::string ProgramCache::describe(const ProgramKey& key) const {
   std::string all = text(client_->platform(), "\n", client_->version(), "\n", client_->devices()[0].kind, "\n",
                          key.options.replicas, "\n", join(key.options.devices), "\n", client_->process(), "\n");
   if (client_->platform() == "cpu") all += instructions_of_cpu() + "\n";
   all += compiler_flags();
   for (const auto& [name, on] : key.options.switches) all += text(name, "=", on, "\n");
-  all += key.text;
-  return (std::filesystem::path(folder_) /
-          text("program-", std::hex, hash_of(all), "-", std::hash<std::string>()(all), ".safetensors"))
+  return all + key.text;
+}
+
+std::string ProgramCache::name_of(const std::string& description) const {
+  return (std::filesystem::path(folder_) / text("program-", std::hex, hash_of(description), "-",
+                                                std::hash<std::string>()(description), ".safetensors"))
       .string();
 }
 
 std::optional<pjrt::Executable> ProgramCache::find(const ProgramKey& key) const {
   if (folder_.empty()) return std::nullopt;
-  const auto path = name_of(key);
-  if (!std::filesystem::exists(path)) return std::nullopt;
+  const auto description = describe(key);
+  const auto path = name_of(description);
   try {
+    if (!checkpoint::is_taken(path)) return std::nullopt;
+    require_own(path);
     const auto archive = read_archive(path);
-    const auto& bytes = archive.tensor(kProgram).bytes;
-    return pjrt::Executable::load(client_, {reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+    if (text_in(archive.tensor(kKey)) != description) throw DataError(text(path, " is of another program"));
+    return pjrt::Executable::load(client_, text_in(archive.tensor(kProgram)));
   } catch (const Error& error) {
     log_warning(text("the compiled program in the cache is not used, and compiled again: ", error.what()));
     return std::nullopt;
@@ -70,16 +109,13 @@ std::optional<pjrt::Executable> ProgramCache::find(const ProgramKey& key) const 
 void ProgramCache::store(const ProgramKey& key, const pjrt::Executable& executable) const {
   if (folder_.empty()) return;
   try {
-    const auto serialized = executable.program().serialize();
+    const auto description = describe(key);
     Archive archive;
-    auto& stored = archive.tensors[kProgram];
-    stored.dtype = DType::uint8;
-    stored.shape = {static_cast<std::int64_t>(serialized.size())};
-    const auto* const begin = reinterpret_cast<const std::byte*>(serialized.data());
-    stored.bytes.assign(begin, begin + serialized.size());
-    write_archive(name_of(key), archive);
+    archive.tensors[kKey] = stored(description);
+    archive.tensors[kProgram] = stored(executable.program().serialize());
+    write_archive(name_of(description), archive);
   } catch (const Error& error) {
-    log_warning(text("LOCKSTEP_CACHE: the compiled program is not kept: ", error.what()));
+    log_warning(text(kVariable, ": the compiled program is not kept: ", error.what()));
   }
 }
 
