@@ -215,10 +215,8 @@ TEST(Callbacks, CSVLoggerDoesNotJoinALineThatWasCutOff) {
   const auto file = fresh_folder("callbacks", "cut") / "log.csv";
   std::ofstream(file) << "epoch,loss,mae\n0,1.5,0.5\n1,0.2";
   auto model = make_model();
-  model.fit(data(), {.epochs = 3,
-                     .verbose = 0,
-                     .callbacks = {CSVLogger(file.string(), {.append = true})},
-                     .initial_epoch = 1});
+  model.fit(data(),
+            {.epochs = 3, .verbose = 0, .callbacks = {CSVLogger(file.string(), {.append = true})}, .initial_epoch = 1});
   std::ifstream in(file);
   std::vector<std::string> lines;
   for (std::string line; std::getline(in, line);) lines.push_back(line);
@@ -237,9 +235,8 @@ TEST(Fit, EmptyValidationDataAreFoundBeforeTheFirstStep) {
   const auto none = [] { return [] { return std::optional<Example>(); }; };
   for (const auto& empty : {data().take(0), Dataset::from_generator(none), Dataset::from_generator(none, 5).take(0)}) {
     auto model = make_model();
-    const auto options = FitOptions{.verbose = 0,
-                                    .callbacks = {ModelCheckpoint((folder / "{epoch}").string())},
-                                    .validation_data = empty};
+    const auto options = FitOptions{
+        .verbose = 0, .callbacks = {ModelCheckpoint((folder / "{epoch}").string())}, .validation_data = empty};
     expect_says(message_of<InvalidArgument>([&] { model.fit(data(), options); }), "validation_data is empty");
     EXPECT_EQ(model.iterations(), 0);
   }

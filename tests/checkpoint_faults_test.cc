@@ -168,9 +168,8 @@ TEST(CheckpointFaults, ABackupRefusesToReplaceAFileOfSomebodyElse) {
     const auto folder = fresh_folder("checkpoint_faults", "in_the_way");
     std::ofstream(folder / name) << "of somebody";
     auto model = model_of_noise();
-    expect_says(message_of<IoError>([&] {
-                  model.fit(noise(), {.verbose = 0, .callbacks = {BackupAndRestore(folder.string())}});
-                }),
+    expect_says(message_of<IoError>(
+                    [&] { model.fit(noise(), {.verbose = 0, .callbacks = {BackupAndRestore(folder.string())}}); }),
                 "no file that Lockstep wrote");
     EXPECT_EQ(model.iterations(), 0);
     EXPECT_EQ(fs::file_size(folder / name), 11U);

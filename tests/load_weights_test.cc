@@ -99,8 +99,8 @@ TEST(LoadWeights, ValuesOf16BitsAreConvertedAndOtherDtypesAreRefused) {
   for (const auto& [dtype, name] : {std::pair(at::kHalf, DType::float16), std::pair(at::kBFloat16, DType::bfloat16)}) {
     Archive archive;
     for (const auto& [key, value] : before) {
-      archive.tensors[key] = value.scalar_type() == at::kFloat ? stored((value * 3).to(dtype), name)
-                                                               : stored(value, DType::int64);
+      archive.tensors[key] =
+          value.scalar_type() == at::kFloat ? stored((value * 3).to(dtype), name) : stored(value, DType::int64);
     }
     write_archive(path, archive);
     model.load_weights(path);

@@ -123,8 +123,7 @@ void write_file_atomically(const std::string& path, std::span<const std::span<co
   file.commit();
 }
 
-ReadableFile::ReadableFile(std::string path)
-    : path_(std::move(path)), descriptor_(open_regular_file(path_)) {
+ReadableFile::ReadableFile(std::string path) : path_(std::move(path)), descriptor_(open_regular_file(path_)) {
   struct stat info {};
   if (::fstat(descriptor_.get(), &info) != 0) throw_errno("read", path_);
   size_ = static_cast<std::size_t>(info.st_size);

@@ -122,12 +122,15 @@ TEST(DamagedFiles, AlteredHeadersWithoutAChecksumAreReadOrRefused) {
     auto altered = header;
     for (unsigned changes = 1 + random() % 3; changes > 0; --changes) {
       const auto at = random() % altered.size();
-      if (random() % 2 == 0) altered[at] = static_cast<char>(random());
-      else altered.insert(at, altered.substr(random() % altered.size(), random() % 20));
+      if (random() % 2 == 0)
+        altered[at] = static_cast<char>(random());
+      else
+        altered.insert(at, altered.substr(random() % altered.size(), random() % 20));
     }
     put(file, with_length(altered) + std::string(9, '\1'));
-    for (const std::function<void()>& read : std::vector<std::function<void()>>{
-             [&] { read_archive(file.string()); }, [&] { survey(file.string()); }, [&] { ShardedArchive archive(file.string()); }}) {
+    for (const std::function<void()>& read :
+         std::vector<std::function<void()>>{[&] { read_archive(file.string()); }, [&] { survey(file.string()); },
+                                            [&] { ShardedArchive archive(file.string()); }}) {
       try {
         read();
       } catch (const DataError&) {
@@ -143,11 +146,13 @@ TEST(DamagedFiles, ADeepHeaderIsRefused) {
   const std::size_t deep = 2'000'000;
   std::string objects;
   for (std::size_t i = 0; i < deep; ++i) objects += R"({"a":)";
-  for (const auto& header :
-       {objects, objects + "1" + std::string(deep, '}'), R"({"a":{"dtype":"F32","shape":)" + std::string(deep, '[') + std::string(deep, ']') + R"(,"data_offsets":[0,0]}})",
-        R"({"__metadata__":)" + std::string(deep, '[')}) {
+  for (const auto& header : {objects, objects + "1" + std::string(deep, '}'),
+                             R"({"a":{"dtype":"F32","shape":)" + std::string(deep, '[') + std::string(deep, ']') +
+                                 R"(,"data_offsets":[0,0]}})",
+                             R"({"__metadata__":)" + std::string(deep, '[')}) {
     put(file, with_length(header));
-    for (const auto& read : std::vector<std::function<void()>>{[&] { read_archive(file.string()); }, [&] { survey(file.string()); }})
+    for (const auto& read :
+         std::vector<std::function<void()>>{[&] { read_archive(file.string()); }, [&] { survey(file.string()); }})
       expect_says(message_of<DataError>(read), "nested deeper");
   }
 }

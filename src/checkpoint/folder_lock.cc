@@ -88,16 +88,17 @@ FolderLock::FolderLock(const std::string& folder, const std::string& name, Deadl
     }
     if (deadline.passed()) {
       const auto holder = checkpoint::is_own_lock(descriptor_.get()) ? words_in(descriptor_.get()) : "";
-      throw IoError(text("the folder ", folder, " is in use by ", holder.empty() ? "another process" : holder, " (it holds ", file_,
-                         "): give each job a folder of its own, or end that process"));
+      throw IoError(text("the folder ", folder, " is in use by ", holder.empty() ? "another process" : holder,
+                         " (it holds ", file_, "): give each job a folder of its own, or end that process"));
     }
     std::this_thread::sleep_for(kBetweenTries);
   }
   is_own_ = checkpoint::is_own_lock(descriptor_.get());
   if (!is_own_) return;
   const auto words = this_process();
-  const bool written = ::pwrite(descriptor_.get(), words.data(), words.size(), 0) == static_cast<ssize_t>(words.size()) &&
-                       ::ftruncate(descriptor_.get(), static_cast<off_t>(words.size())) == 0;
+  const bool written =
+      ::pwrite(descriptor_.get(), words.data(), words.size(), 0) == static_cast<ssize_t>(words.size()) &&
+      ::ftruncate(descriptor_.get(), static_cast<off_t>(words.size())) == 0;
   if (!written) log_warning(text("cannot write to ", file_, ": ", std::strerror(errno)));
 }
 

@@ -95,8 +95,8 @@ void remove_own_archive(const fs::path& path) {
 
 void require_own_archive_or_nothing(const fs::path& path) {
   if (!is_taken(path) || is_own_archive(path)) return;
-  throw IoError(text(path.string(), " is no file that Lockstep wrote, and would be lost: move it, or name another ",
-                     "folder"));
+  throw IoError(
+      text(path.string(), " is no file that Lockstep wrote, and would be lost: move it, or name another ", "folder"));
 }
 
 void require_index_or_nothing(const fs::path& file) {
@@ -122,13 +122,13 @@ void require_private_folder(const std::string& name, const fs::path& folder) {
   const bool is_own = info.st_uid == ::geteuid() || info.st_uid == 0;
   const bool others_write = (info.st_mode & (S_IWGRP | S_IWOTH)) != 0;
   if (S_ISDIR(info.st_mode) && is_own && !others_write) return;
-  throw InvalidArgument(text(
-      name, ": ", folder.string(),
-      !S_ISDIR(info.st_mode) ? text(" is no folder")
-      : !is_own              ? text(" belongs to user ", info.st_uid, ", who may put anything there")
-                             : text(" may be written by others (its mode is ", std::oct, info.st_mode & 07777, ")"),
-      "; it must be a folder of this user's (", ::geteuid(), ") or root's in which nobody else may write: ",
-      is_own ? text("chmod go-w ", folder.string()) : text("name another"), ""));
+  throw InvalidArgument(
+      text(name, ": ", folder.string(),
+           !S_ISDIR(info.st_mode) ? text(" is no folder")
+           : !is_own              ? text(" belongs to user ", info.st_uid, ", who may put anything there")
+                     : text(" may be written by others (its mode is ", std::oct, info.st_mode & 07777, ")"),
+           "; it must be a folder of this user's (", ::geteuid(), ") or root's in which nobody else may write: ",
+           is_own ? text("chmod go-w ", folder.string()) : text("name another"), ""));
 }
 
 void remove_left_overs(const fs::path& path) {
@@ -139,8 +139,8 @@ void remove_left_overs(const fs::path& path) {
     if (!may_be_left_over(name, own)) continue;
     const auto left = open_unfollowed(entry->path(), O_RDWR);
     bool supported = true;
-    if (left.open() && is_left_over(left.get(), name, own) &&
-        try_lock(left.get(), entry->path().string(), supported) && supported) {
+    if (left.open() && is_left_over(left.get(), name, own) && try_lock(left.get(), entry->path().string(), supported) &&
+        supported) {
       ::unlink(entry->path().c_str());
     }
   }

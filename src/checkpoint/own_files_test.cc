@@ -144,8 +144,8 @@ TEST(OwnFiles, NamesThatAreLikeTemporaryOnesStay) {
   const auto folder = fresh_folder("own_files", "like_temporary");
   put(folder / "victim", "of somebody");
   const std::vector<std::string> theirs{"ckpt.safetensors.tmp.backup", "ckpt.safetensors.tmp.1",
-                                        "ckpt.safetensors.tmp.", "ckpt.safetensors.tmp.0123456789ABCDEF",
-                                        "notes.tmp.0123456789abcdef", "theirs.safetensors.tmp.0123456789abcdef"};
+                                        "ckpt.safetensors.tmp.",       "ckpt.safetensors.tmp.0123456789ABCDEF",
+                                        "notes.tmp.0123456789abcdef",  "theirs.safetensors.tmp.0123456789abcdef"};
   for (const auto& name : theirs) put(folder / name, "of somebody");
   fs::create_symlink("victim", folder / "ckpt.safetensors.tmp.fedcba9876543210");
   fs::create_directories(folder / "ckpt.safetensors.tmp.1111111111111111");
@@ -159,7 +159,9 @@ TEST(OwnFiles, NamesThatAreLikeTemporaryOnesStay) {
 TEST(OwnFiles, ALockFileOfSomebodyElseIsNotWrittenOrRemoved) {
   const auto folder = fresh_folder("own_files", "locks");
   const auto lock = folder / "checkpoint.lock";
-  const auto lock_it = [&] { FolderLock(folder.string(), "checkpoint.lock", Deadline::after(std::chrono::seconds(1))); };
+  const auto lock_it = [&] {
+    FolderLock(folder.string(), "checkpoint.lock", Deadline::after(std::chrono::seconds(1)));
+  };
   put(folder / "victim", "process 1 on h");
   for (const bool is_hard : {false, true}) {
     is_hard ? fs::create_hard_link(folder / "victim", lock) : fs::create_symlink("victim", lock);
@@ -189,9 +191,11 @@ TEST(OwnFiles, AFileThatIsCalledCheckpointStays) {
 TEST(OwnFiles, FoldersAndDevicesAreNotReplaced) {
   const auto folder = fresh_folder("own_files", "replaced");
   fs::create_directories(folder / "ckpt.safetensors");
-  expect_says(message_of<IoError>([&] { write_archive((folder / "ckpt").string(), small_archive()); }), "it is a folder");
+  expect_says(message_of<IoError>([&] { write_archive((folder / "ckpt").string(), small_archive()); }),
+              "it is a folder");
   fs::create_symlink("/dev/null", folder / "null.safetensors");
-  expect_says(message_of<IoError>([&] { write_archive((folder / "null").string(), small_archive()); }), "no regular file");
+  expect_says(message_of<IoError>([&] { write_archive((folder / "null").string(), small_archive()); }),
+              "no regular file");
   EXPECT_TRUE(fs::is_symlink(folder / "null.safetensors"));
 }
 

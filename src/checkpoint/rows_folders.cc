@@ -130,9 +130,9 @@ void remove_left_over_saves(const std::string& path) {
 void require_own_place(const fs::path& folder) {
   struct stat info {};
   if (::lstat(folder.c_str(), &info) != 0 || S_ISDIR(info.st_mode)) return;
-  throw IoError(text("cannot write into ", folder.string(), ": it is ",
-                     S_ISLNK(info.st_mode) ? "a symbolic link" : "no folder",
-                     "; the rows of a checkpoint need a folder there, so move it, or give the checkpoint another path"));
+  throw IoError(
+      text("cannot write into ", folder.string(), ": it is ", S_ISLNK(info.st_mode) ? "a symbolic link" : "no folder",
+           "; the rows of a checkpoint need a folder there, so move it, or give the checkpoint another path"));
 }
 
 }  // namespace

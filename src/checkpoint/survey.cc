@@ -51,12 +51,14 @@ class Surveyor {
     auto rows = before == found_.tensors.end() ? 0 : rows_in(before->second);
     for (const auto& part : parts) {
       const auto& all = header_of(part.file).tensors;
-      const auto stored = std::find_if(all.begin(), all.end(), [&](const auto& each) { return each.name == part.name; });
+      const auto stored =
+          std::find_if(all.begin(), all.end(), [&](const auto& each) { return each.name == part.name; });
       if (stored == all.end()) fail(part.file, text("has no ", part.name));
       if (rows_in(stored->info) != part.end - part.begin) {
         fail(part.file, text("has ", rows_in(stored->info), " rows of ", part.name));
       }
-      if (part.begin > rows) fail(part.file, text("begins at row ", part.begin, " of ", tensor, ", and row ", rows, " is missing"));
+      if (part.begin > rows)
+        fail(part.file, text("begins at row ", part.begin, " of ", tensor, ", and row ", rows, " is missing"));
       rows = std::max(rows, part.end);
       auto& info = found_.tensors[tensor];
       info = stored->info;

@@ -140,15 +140,16 @@ class TableReader {
 // Those that have rows of the server: with as many servers as wrote them its own, else all.
 std::vector<std::filesystem::path> files_for(ServerNumber server, const checkpoint::ShardedArchive& archive) {
   const auto servers = archive.main().integer(checkpoint::kTablesServers);
-  const auto folder = checkpoint::path_inside(checkpoint::rows_folder(archive.path()), archive.main().entry(checkpoint::kTablesFolder));
+  const auto folder =
+      checkpoint::path_inside(checkpoint::rows_folder(archive.path()), archive.main().entry(checkpoint::kTablesFolder));
   if (folder.empty() || servers < 1) {
     throw DataError(text("the checkpoint ", archive.path(), " does not say where the rows of its tables are"));
   }
   std::vector<std::filesystem::path> files;
   for (std::int64_t i = 0; i < servers; ++i) {
     if (servers != server.count || i == server.index) {
-      files.push_back(
-          checkpoint::tables_file(folder / checkpoint::name_of_part("ps", static_cast<int>(i), static_cast<int>(servers))));
+      files.push_back(checkpoint::tables_file(
+          folder / checkpoint::name_of_part("ps", static_cast<int>(i), static_cast<int>(servers))));
     }
   }
   return files;

@@ -48,7 +48,8 @@ std::string text_in(const StoredTensor& tensor) {
 void require_own(const std::string& path) {
   struct stat info {};
   const bool is_own = ::lstat(path.c_str(), &info) == 0 && (info.st_uid == ::geteuid() || info.st_uid == 0) &&
-                      (info.st_mode & (S_IWGRP | S_IWOTH)) == 0 && checkpoint::is_own_archive(std::filesystem::path(path));
+                      (info.st_mode & (S_IWGRP | S_IWOTH)) == 0 &&
+                      checkpoint::is_own_archive(std::filesystem::path(path));
   if (!is_own) throw DataError(text(path, " is no file that Lockstep wrote for this user"));
 }
 
@@ -85,8 +86,8 @@ std::string ProgramCache::describe(const ProgramKey& key) const {
 }
 
 std::string ProgramCache::name_of(const std::string& description) const {
-  return (std::filesystem::path(folder_) / text("program-", std::hex, hash_of(description), "-",
-                                                std::hash<std::string>()(description), ".safetensors"))
+  return (std::filesystem::path(folder_) /
+          text("program-", std::hex, hash_of(description), "-", std::hash<std::string>()(description), ".safetensors"))
       .string();
 }
 

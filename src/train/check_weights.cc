@@ -119,8 +119,8 @@ std::set<std::string> train::check_weights(const Archive& archive, const Replica
   if (loaded.empty())
     throw InvalidArgument(text("load_weights: no variable of the model would be loaded: ", join(passed_over, "; ")));
   if (!passed_over.empty() && parameters.all_workers().rank() == 0) {
-    log_warning(text("load_weights: the model takes ", loaded.size(), " variables; not loaded, and left as they are: ",
-                     join(passed_over, "; ")));
+    log_warning(text("load_weights: the model takes ", loaded.size(),
+                     " variables; not loaded, and left as they are: ", join(passed_over, "; ")));
   }
   return found.left;
 }

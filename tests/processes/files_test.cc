@@ -54,8 +54,10 @@ TEST(LogDir, ALinkOrAFifoInThePlaceOfALogIsNotWritten) {
   std::ofstream(folder / "victim") << "of somebody";
   for (const bool is_link : {true, false}) {
     const auto log = folder / "rank-0.log";
-    if (is_link) fs::create_symlink("victim", log);
-    else ASSERT_EQ(mkfifo(log.c_str(), 0600), 0);
+    if (is_link)
+      fs::create_symlink("victim", log);
+    else
+      ASSERT_EQ(mkfifo(log.c_str(), 0600), 0);
     auto job = run({"-n", "1", "--log-dir", folder.string()}, "echo hello");
     expect_has(job.wait_for_end(kSoon), is_link ? "it is a symbolic link" : "it is no regular file");
     EXPECT_NE(exit_status(job), 0);

@@ -1,9 +1,7 @@
 // ModelCheckpoint and BackupAndRestore.
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <filesystem>
-#include <regex>
 #include <utility>
 
 #include "base/log.h"
@@ -18,6 +16,7 @@
 #include "lockstep/train/model.h"
 #include "lockstep/train/saving_callbacks.h"
 #include "train/callbacks/background_save.h"
+#include "train/callbacks/file_pattern.h"
 #include "train/callbacks/monitor.h"
 #include "train/model_impl.h"
 
@@ -34,68 +33,10 @@ std::chrono::seconds for_other_workers(const Model& model) {
 }
 
 constexpr const char* kPart = ".part";  // behind a name: what takes its place when it is whole
-constexpr int kWidest = 200;  // digits; a name of a file has 255 bytes
+constexpr int kWidest = 200;            // digits; a name of a file has 255 bytes
 
 void require_not_negative(const char* what, std::int64_t value) {
   if (value < 0) throw InvalidArgument(text(what, " is ", value, "; it must be 0 or more"));
-}
-
-// Throws InvalidArgument for what is no format of Python's, and for a width or precision that no name of a file has
-// room for.
-void check_format(const std::string& spec, const std::string& whole) {
-  static const std::regex kFormat("0?([0-9]*)d|0?([0-9]*)(\\.([0-9]+))?[feg]");
-  std::smatch parts;
-  if (!std::regex_match(spec, parts, kFormat)) {
-    throw InvalidArgument(
-        text("ModelCheckpoint: \"", spec, "\" in ", whole, " is no format; such as {epoch:02d} or {loss:.2f} are"));
-  }
-  for (const auto& digits : {parts.str(1), parts.str(2), parts.str(4)}) {
-    if (digits.empty() || whole_number<int>(digits).value_or(kWidest + 1) <= kWidest) continue;
-    throw InvalidArgument(text("ModelCheckpoint: \"", spec, "\" in ", whole, " asks for ", digits,
-                               " digits; at most ", kWidest, " are allowed"));
-  }
-}
-
-// `value` in Python's format `spec`: a number such as 02d or .2f, or nothing.
-std::string formatted(double value, const std::string& spec, const std::string& whole) {
-  const bool integer = spec.empty() ? value == std::floor(value) : spec.back() == 'd';
-  if (!spec.empty()) check_format(spec, whole);
-  std::string pattern = "%" + spec;
-  if (spec.empty()) pattern += integer ? "d" : "g";
-  if (integer) pattern.insert(pattern.size() - 1, "ll");
-  if (!std::isfinite(value)) return text(value);
-  const auto print = [&](char* to, std::size_t size) {
-    return integer ? std::snprintf(to, size, pattern.c_str(), std::llround(value))
-                   : std::snprintf(to, size, pattern.c_str(), value);
-  };
-  std::string digits(static_cast<std::size_t>(print(nullptr, 0)), '\0');
-  print(digits.data(), digits.size() + 1);
-  return digits;
-}
-
-// Replaces each {name} and {name:format} by value_of(name).
-template <class ValueOf>
-std::string fill_in(const std::string& path, const ValueOf& value_of) {
-  std::string result;
-  for (std::size_t at = 0; at < path.size(); ++at) {
-    const auto end = path[at] == '{' ? path.find('}', at) : std::string::npos;
-    if (end == std::string::npos) {
-      result.push_back(path[at]);
-      continue;
-    }
-    const auto inside = path.substr(at + 1, end - at - 1);
-    const auto colon = inside.find(':');
-    const auto name = inside.substr(0, colon);
-    result += formatted(value_of(name), colon == std::string::npos ? "" : inside.substr(colon + 1), path);
-    at = end;
-  }
-  return result;
-}
-
-// The innermost folder of the path that is the same for all checkpoints.
-std::string fixed_folder_of(const std::string& filepath) {
-  const auto folder = std::filesystem::path(filepath.substr(0, filepath.find('{'))).parent_path();
-  return folder.empty() ? "." : folder.string();
 }
 
 void require_no_servers(const char* callback, bool background, const Model& model) {
@@ -161,7 +102,7 @@ void ModelCheckpoint::on_train_begin() {
   const bool known = std::all_of(impl.callbacks.begin(), impl.callbacks.end(), [](const AnyCallback& callback) {
     return train::name_of_type(*callback.operator->()).starts_with("lockstep::");
   });
-  fill_in(filepath_, [&](const std::string& name) {
+  train::fill_in(filepath_, [&](const std::string& name) {
     if (std::find(names.begin(), names.end(), name) != names.end()) return 0.0;
     if (!known && !name.starts_with("val_")) return 0.0;
     const char* const why = plan().validates || !name.starts_with("val_") ? "" : " (this fit has no validation_data)";
@@ -170,8 +111,8 @@ void ModelCheckpoint::on_train_begin() {
   });
   require_no_servers("ModelCheckpoint", options_.background, model());
   background_->start(impl);
-  impl.workers().run_on_rank_0([&] { 
-    const auto folder = fixed_folder_of(filepath_);
+  impl.workers().run_on_rank_0([&] {
+    const auto folder = train::fixed_folder_of(filepath_);
     checkpoint::require_writable_folder(folder);
     checkpoint::require_index_or_nothing(std::filesystem::path(folder) / "checkpoint");
   });
@@ -205,7 +146,7 @@ bool ModelCheckpoint::improves(const Logs& logs) {
 }
 
 void ModelCheckpoint::save_model(std::int64_t batch, const Logs& logs) {
-  const auto path = fill_in(filepath_, [&](const std::string& name) {
+  const auto path = train::fill_in(filepath_, [&](const std::string& name) {
     if (name == "epoch") return epoch_ + 1.0;
     if (name == "batch") return static_cast<double>(batch + 1);
     return logs.contains(name) ? logs[name] : std::nan("");  // an epoch without validation, or interrupted before
@@ -263,14 +204,14 @@ void ModelCheckpoint::on_train_end() {
 void ModelCheckpoint::save(Archive& archive, const std::string& prefix) const {
   if (best_) archive.set_numbers(prefix + "/best", {*best_});
   archive.entries[prefix + "/since_save"] = std::to_string(since_save_);
-  save_kept(kept_, fixed_folder_of(filepath_), archive, prefix + "/kept");
+  save_kept(kept_, train::fixed_folder_of(filepath_), archive, prefix + "/kept");
 }
 
 std::function<void()> ModelCheckpoint::load(const Archive& archive, const std::string& prefix) {
   std::optional<double> best;
   if (archive.entries.contains(prefix + "/best")) best = archive.number(prefix + "/best");
   return [this, best, since_save = archive.integer(prefix + "/since_save"),
-          kept = load_kept(archive, prefix + "/kept", fixed_folder_of(filepath_))] {
+          kept = load_kept(archive, prefix + "/kept", train::fixed_folder_of(filepath_))] {
     best_ = best;
     since_save_ = since_save;
     kept_ = kept;
