@@ -33,7 +33,6 @@ std::chrono::seconds for_other_workers(const Model& model) {
 }
 
 constexpr const char* kPart = ".part";  // behind a name: what takes its place when it is whole
-constexpr int kWidest = 200;            // digits; a name of a file has 255 bytes
 
 void require_not_negative(const char* what, std::int64_t value) {
   if (value < 0) throw InvalidArgument(text(what, " is ", value, "; it must be 0 or more"));
