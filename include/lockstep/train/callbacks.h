@@ -87,7 +87,7 @@ struct CSVLoggerOptions {
   bool append = false;
 };
 
-// One line an epoch.
+// One line an epoch. With `append` a last line that was cut off stays as it is, with a warning, and lines follow it.
 class CSVLogger : public Callback {
  public:
   explicit CSVLogger(std::string filename, CSVLoggerOptions options = {});

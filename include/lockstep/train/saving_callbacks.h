@@ -29,10 +29,11 @@ struct ModelCheckpointOptions {
 };
 
 // Saves to `filepath`, in which {epoch} (from 1), {batch} and the logs' names are replaced, also with a format as in
-// {epoch:02d} or {val_loss:.2f}; where an epoch was not validated, or was interrupted before, a value is nan. Records
-// each in the folder's `checkpoint` index, which latest_checkpoint reads. Throws when training begins: InvalidArgument
-// for a name in `filepath` that no log will have, IoError where the folder cannot be written. Where one cannot be saved
-// later (the disk is full) the training goes on with a warning, and throws IoError at its end if that was the last one.
+// {epoch:02d} or {val_loss:.2f}, of at most 200 digits; where an epoch was not validated, or was interrupted before, a
+// value is nan. Records each in the folder's `checkpoint` index, which latest_checkpoint reads. Throws when training
+// begins: InvalidArgument for a name in `filepath` that no log will have, and for other formats; IoError where the
+// folder cannot be written, or its file `checkpoint` is no index. Where one cannot be saved later (the disk is full),
+// the training goes on with a warning, and throws IoError at its end if that was the last one.
 class ModelCheckpoint : public Callback {
  public:
   explicit ModelCheckpoint(std::string filepath, ModelCheckpointOptions options = {});
