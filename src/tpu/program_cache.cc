@@ -27,10 +27,11 @@ std::string folder_of_environment() {
   const char* const folder = std::getenv(kVariable);
   if (folder == nullptr || *folder == '\0') return "";
   try {
-    checkpoint::make_folders(folder);
+    checkpoint::make_folders(checkpoint::absolute_path(folder).parent_path());
   } catch (const IoError& error) {
     throw InvalidArgument(text(kVariable, ": ", error.what()));
   }
+  ::mkdir(folder, S_IRWXU);  // whatever the umask; where that fails, the next line says why
   checkpoint::require_private_folder(kVariable, folder);
   return folder;
 }
