@@ -121,27 +121,32 @@ void check_call(const Call& call, int rank, int size) {
 }
 
 Signature signature_of(const Call& call) {
-  Signature signature{call.kind, call.input.dtype, is_reduction(call.kind) ? call.op : ReduceOp::sum,
-                      has_root(call.kind) ? call.peer : 0, call.input.count};
-  if (call.kind == Kind::scatter) signature.shape = call.output.count;
-  if (call.kind == Kind::all_to_all && !call.counts.empty()) signature.shape = 0;
+  std::uint64_t shape = call.kind == Kind::scatter ? call.output.count : call.input.count;
+  if (call.kind == Kind::all_to_all && !call.counts.empty()) shape = 0;
   if (call.kind != Kind::all_to_all && !call.counts.empty()) {
-    signature.shape = 0x9e3779b97f4a7c15;
-    for (const auto count : call.counts) signature.shape = mix(signature.shape, count);
-    signature.shape |= Signature::kCounts;
+    shape = 0x9e3779b97f4a7c15;
+    for (const auto count : call.counts) shape = mix(shape, count);
+    shape |= Signature::kCounts;
   }
-  return signature;
+  return {.kind = call.kind,
+          .dtype = call.input.dtype,
+          .op = is_reduction(call.kind) ? call.op : ReduceOp::sum,
+          .peer = has_root(call.kind) ? call.peer : 0,
+          .shape = shape & Signature::kShape,
+          .purpose = call.purpose.hash()};
 }
 
 std::string Signature::describe() const {
   std::string words = name_of(kind);
-  if ((shape & kCounts) != 0) {
-    words += text(" of ", name_of(dtype), " by counts (hash ", shape % 0x10000, ")");
+  const std::uint64_t elements = shape;
+  if ((elements & kCounts) != 0) {
+    words += text(" of ", name_of(dtype), " by counts (hash ", elements % 0x10000, ")");
   } else if (kind != Kind::barrier) {
-    words += text(" of ", shape, " x ", name_of(dtype));
+    words += text(" of ", elements, " x ", name_of(dtype));
   }
   if (is_reduction(kind)) words += text(", ", name_of(op));
   if (has_root(kind)) words += text(", root ", peer);
+  if (purpose != 0) words += text(", for ", Purpose::of_hash(static_cast<std::uint32_t>(purpose)).words());
   return words;
 }
 
@@ -149,12 +154,16 @@ SignatureWords pack(const Signature& signature, std::uint32_t sequence) {
   return {static_cast<std::uint64_t>(signature.kind) | static_cast<std::uint64_t>(signature.dtype) << 4 |
               static_cast<std::uint64_t>(signature.op) << 8 |
               static_cast<std::uint64_t>(signature.peer & 0xfffff) << 12 | static_cast<std::uint64_t>(sequence) << 32,
-          signature.shape};
+          signature.shape | static_cast<std::uint64_t>(signature.purpose) << 40};
 }
 
 Signature signature_in(const SignatureWords& words) {
-  return {static_cast<Kind>(words[0] & 0xf), static_cast<DType>(words[0] >> 4 & 0xf),
-          static_cast<ReduceOp>(words[0] >> 8 & 0xf), static_cast<std::int32_t>(words[0] >> 12 & 0xfffff), words[1]};
+  return {.kind = static_cast<Kind>(words[0] & 0xf),
+          .dtype = static_cast<DType>(words[0] >> 4 & 0xf),
+          .op = static_cast<ReduceOp>(words[0] >> 8 & 0xf),
+          .peer = static_cast<std::int32_t>(words[0] >> 12 & 0xfffff),
+          .shape = words[1] & Signature::kShape,
+          .purpose = words[1] >> 40};
 }
 
 void throw_calls_differ(int rank_a, const Signature& a, int rank_b, const Signature& b) {

@@ -26,18 +26,23 @@ struct Signature {
   DType dtype{};
   ReduceOp op{};
   std::int32_t peer = 0;
-  std::uint64_t shape = 0;  // elements where all ranks have equally many; with counts, their hash and the bit kCounts
+  std::uint64_t shape : 40 =
+      0;  // elements where all ranks have equally many; with counts, their hash and the bit kCounts
+  std::uint64_t purpose : 24 = 0;
 
-  static constexpr std::uint64_t kCounts = std::uint64_t{1} << 63;
+  static constexpr std::uint64_t kShape = (std::uint64_t{1} << 40) - 1;
+  static constexpr std::uint64_t kCounts = std::uint64_t{1} << 39;
+  static_assert(Purpose::kBits == 24);
 
   bool operator==(const Signature&) const = default;
-  std::string describe() const;  // "all_reduce of 5 x float32, sum"
+  std::string describe() const;  // "all_reduce of 5 x float32, sum, for bucket 1"
 };
 Signature signature_of(const Call& call);
 
 // A signature as it is sent, with the call's sequence number.
 //
-//   bits of word 0: kind 0-3 | dtype 4-7 | operator 8-11 | root or peer 12-31 | sequence 32-63; word 1: the shape
+//   bits of word 0: kind 0-3 | dtype 4-7 | operator 8-11 | root or peer 12-31 | sequence 32-63
+//   bits of word 1: shape 0-39 | purpose 40-63
 using SignatureWords = std::array<std::uint64_t, 2>;
 SignatureWords pack(const Signature& signature, std::uint32_t sequence = 0);
 Signature signature_in(const SignatureWords& words);

@@ -53,8 +53,14 @@ Communicator Communicator::with_timeout(double seconds) const {
   return other;
 }
 
+Communicator Communicator::with_purpose(Purpose purpose) const {
+  auto other = *this;
+  other.purpose_ = purpose;
+  return other;
+}
+
 Communicator Communicator::with_group(Group group) const {
-  return {std::move(group), timeout_seconds_, state_->member};
+  return Communicator(std::move(group), timeout_seconds_, state_->member).with_purpose(purpose_);
 }
 
 void Communicator::regroup(Group group) const {
@@ -64,8 +70,13 @@ void Communicator::regroup(Group group) const {
   ++state_->regroups;
 }
 
+void Communicator::run(Call call) const {
+  call.purpose = purpose_;
+  group().run(call, deadline());
+}
+
 void Communicator::sum(std::span<double> values) const {
-  if (size() > 1) group().all_reduce(buffer_of(values), ReduceOp::sum, deadline());
+  if (size() > 1) run(Call::all_reduce(buffer_of(values), ReduceOp::sum));
 }
 
 bool Communicator::any(bool holds) const {
@@ -79,9 +90,9 @@ bool Communicator::all(bool holds) const { return !any(!holds); }
 std::string Communicator::broadcast(const std::string& bytes, int root) const {
   if (size() == 1) return bytes;
   std::int64_t length = static_cast<std::int64_t>(bytes.size());
-  group().broadcast(buffer_of(std::span(&length, 1)), root, deadline());
+  run(Call::broadcast(buffer_of(std::span(&length, 1)), root));
   std::string result = rank() == root ? bytes : std::string(static_cast<std::size_t>(length), '\0');
-  group().broadcast(bytes_of(result), root, deadline());
+  run(Call::broadcast(bytes_of(result), root));
   return result;
 }
 
@@ -94,13 +105,12 @@ std::vector<std::string> Communicator::gather_at(const std::string& mine, std::o
   if (size() == 1) return {mine};
   std::int64_t length = static_cast<std::int64_t>(mine.size());
   std::vector<std::int64_t> lengths(static_cast<std::size_t>(size()));
-  group().all_gather(buffer_of(std::span(&length, 1)), buffer_of(std::span(lengths)), deadline());
+  run(Call::all_gather(buffer_of(std::span(&length, 1)), buffer_of(std::span(lengths))));
   const Counts counts(lengths.begin(), lengths.end());
   const bool gets = !root || *root == rank();
   std::string input = mine, output(gets ? std::accumulate(counts.begin(), counts.end(), std::size_t{0}) : 0, '\0');
-  group().run(root ? Call::gather(bytes_of(input), bytes_of(output), *root, counts)
-                   : Call::all_gather(bytes_of(input), bytes_of(output), counts),
-              deadline());
+  run(root ? Call::gather(bytes_of(input), bytes_of(output), *root, counts)
+           : Call::all_gather(bytes_of(input), bytes_of(output), counts));
   std::vector<std::string> all;
   std::size_t at = 0;
   for (const auto count : counts) {
@@ -111,7 +121,7 @@ std::vector<std::string> Communicator::gather_at(const std::string& mine, std::o
 }
 
 void Communicator::check_all_agree(const std::string& what, const std::string& mine) const {
-  const auto all = all_gather(mine);
+  const auto all = with_purpose(Purpose(text("comparing ", what))).all_gather(mine);
   const auto other = std::find_if(all.begin(), all.end(), [&](const auto& theirs) { return theirs != all[0]; });
   if (other == all.end()) return;
   const auto [first, theirs] = first_difference(all[0], *other);

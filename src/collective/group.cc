@@ -1,6 +1,7 @@
 #include "lockstep/collective/group.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <utility>
 
@@ -20,7 +21,7 @@ constexpr std::chrono::seconds kExtraForReason(1);
 // Whether a and b can be packed into one all_reduce.
 bool packs_with(const Call& a, const Call& b) {
   return a.kind == Call::Kind::all_reduce && b.kind == Call::Kind::all_reduce && a.op == b.op &&
-         a.input.dtype == b.input.dtype;
+         a.input.dtype == b.input.dtype && a.purpose == b.purpose;
 }
 
 }  // namespace
@@ -69,6 +70,7 @@ struct Group::State {
   collective::TicketLock ticket_lock;
   Memory pack;  // used by the thread that has the turn
   collective::ProgressThread progress;
+  std::atomic<std::int64_t> numbered = 0;
 };
 
 // Consecutive calls of one kind are run together.
@@ -104,6 +106,7 @@ void Group::State::run_packed(std::span<const Call> calls, Deadline deadline) {
   }
   auto together = Call::all_reduce({pack.get(), count, calls[0].input.dtype}, calls[0].op);
   together.tensors = calls[0].tensors;
+  together.purpose = calls[0].purpose;
   backend->run(together, deadline);
   count = 0;
   for (const auto& call : calls) {
@@ -175,6 +178,8 @@ std::vector<Memory> Group::allocate_shared(std::size_t bytes, Deadline deadline)
                   [&] { parts = state_->backend->allocate_shared(bytes, deadline); });
   return parts;
 }
+
+std::int64_t Group::next_number() const { return state_->numbered++; }
 
 void Group::abort(const std::string& reason) const { state_->backend->fail(Failure::aborted(rank(), reason)); }
 

@@ -95,6 +95,7 @@ class HierarchicalGroup final : public GroupBackend {
   const char* run_collective(const Call& call, Deadline deadline) {
     global_->check();  // checked first: the failure that all hosts agreed on says more than this host's own
     ++sequence_;
+    purpose_ = call.purpose;
     // 16-bit sums may overflow between the levels where their mean does not.
     if (call.op == ReduceOp::mean && kernels::is_half(call.input.dtype) && !even_ && is_reduction(call.kind)) {
       return linked([&] { return global_->run(call, deadline); });
@@ -130,7 +131,8 @@ class HierarchicalGroup final : public GroupBackend {
   }
 
   // A rank of this host that is late may itself wait for another host: the ranks of all hosts find out who is to blame.
-  void inside(const Call& call, Deadline deadline) {
+  void inside(Call call, Deadline deadline) {
+    call.purpose = purpose_;
     linked([&] {
       try {
         return local_->run(call, deadline);
@@ -141,7 +143,8 @@ class HierarchicalGroup final : public GroupBackend {
     });
   }
 
-  void across(const std::vector<int>& members, const Call& call, Deadline deadline) {
+  void across(const std::vector<int>& members, Call call, Deadline deadline) {
+    call.purpose = purpose_;
     linked([&] { return global_->run_among(members, call, sequence_, deadline); });
   }
 
@@ -234,6 +237,7 @@ class HierarchicalGroup final : public GroupBackend {
   std::shared_ptr<GroupBackend> local_;
   std::shared_ptr<MessageGroup> global_;
   std::uint32_t sequence_ = 0;  // collective calls; the same on all ranks
+  Purpose purpose_;             // of the call that runs
 };
 
 }  // namespace

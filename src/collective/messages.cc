@@ -8,7 +8,10 @@ namespace {
 // The same signature on both sides of a message.
 Signature message_signature(const Call& call) {
   const auto count = call.kind == Call::Kind::send ? call.input.count : call.output.count;
-  return {Call::Kind::send, call.input.dtype, ReduceOp::sum, 0, count};
+  return {.kind = Call::Kind::send,
+          .dtype = call.input.dtype,
+          .shape = count & Signature::kShape,
+          .purpose = call.purpose.hash()};
 }
 
 }  // namespace
@@ -52,7 +55,9 @@ std::vector<std::size_t> gather_counts(GroupBackend& backend, const Call& call, 
   static_assert(sizeof(std::size_t) == sizeof(std::int64_t));
   const auto table_of = [&](const Counts& counts) {
     Counts mine = counts, all(size * size);
-    backend.run(Call::all_gather({mine.data(), size, DType::int64}, {all.data(), all.size(), DType::int64}), deadline);
+    auto gather = Call::all_gather({mine.data(), size, DType::int64}, {all.data(), all.size(), DType::int64});
+    gather.purpose = call.purpose;
+    backend.run(gather, deadline);
     return all;
   };
   const auto sent = table_of(call.counts), expected = table_of(call.output_counts);

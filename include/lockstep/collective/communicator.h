@@ -47,6 +47,10 @@ class Communicator {
   // The same ranks, now and later, with another timeout.
   Communicator with_timeout(double seconds) const;
 
+  // The same ranks, now and later, whose own calls below are for `purpose`, which `purpose()` returns.
+  Communicator with_purpose(Purpose purpose) const;
+  Purpose purpose() const { return purpose_; }
+
   // Another Group with the same timeout and the same word for a rank in errors.
   Communicator with_group(Group group) const;
 
@@ -90,11 +94,13 @@ class Communicator {
 
  private:
   std::vector<std::string> gather_at(const std::string& mine, std::optional<int> root) const;
+  void run(Call call) const;
   [[noreturn]] void throw_of_rank_0(const std::string& what, bool is_io_error) const;
 
   struct State;
   std::shared_ptr<State> state_;
   double timeout_seconds_ = kDefaultTimeoutSeconds;
+  Purpose purpose_;
 };
 
 template <class Act>

@@ -22,13 +22,14 @@
 #include "lockstep/base/buffer.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/base/error.h"
+#include "lockstep/collective/purpose.h"
 
 namespace lockstep {
 
 // Elements for each rank, where ranks' shares differ. Empty: all shares are equal.
 using Counts = std::vector<std::size_t>;
 
-// One operation as a value. Ranks' calls agree when kind, dtype, operator, root and sizes do.
+// One operation as a value. Ranks' calls agree when kind, dtype, operator, root, sizes and purpose do.
 struct Call {
   enum class Kind : std::uint8_t {
     barrier,
@@ -53,6 +54,7 @@ struct Call {
   Counts output_counts;                  // of all_to_all: what this rank gets from each
   Deadline::Clock::time_point called{};  // set by Group::start
   std::shared_ptr<const std::string> tensors = {};  // names of what it moves, for timelines; may be null
+  Purpose purpose = {};                             // what it is for; the same on all ranks
 
   // Returns when every rank has called it.
   static Call barrier();
@@ -127,8 +129,8 @@ class Group {
 
   void run(const Call& call, Deadline deadline) const;
 
-  // Several calls as one: sends and receives go on side by side, and all_reduces of one dtype and operator are packed
-  // into few. Otherwise the same as one after the other. Follows ncclGroupStart and Horovod's grouped_allreduce.
+  // Several calls as one: sends and receives go on side by side, and all_reduces of one dtype, operator and purpose are
+  // packed into few. Otherwise the same as one after the other. Follows ncclGroupStart and Horovod's grouped_allreduce.
   void run(const std::vector<Call>& calls, Deadline deadline) const;
 
   // The same without waiting. The buffers belong to the operation until it is done.
@@ -164,6 +166,9 @@ class Group {
   // The backend, and a Group like this one over another backend; for wrappers (group_wrappers.h).
   std::shared_ptr<GroupBackend> shared_backend() const;
   Group with_backend(std::shared_ptr<GroupBackend> backend) const;
+
+  // How often it was called before on this rank. What all ranks make over a Group, in one order, is numbered by it.
+  std::int64_t next_number() const;
 
   // Wakes every rank that waits in an operation, now or later, with Aborted(reason). The first reason is kept.
   void abort(const std::string& reason) const;
