@@ -18,6 +18,12 @@ struct Given {
   std::vector<int> cpus LOCKSTEP_GUARDED_BY(mutex) = all_cpus;
   int usable LOCKSTEP_GUARDED_BY(mutex) = count;
 };
+
+std::function<void(int)>& act_after_partition() {
+  static std::function<void(int)> act = [](int) {};
+  return act;
+}
+
 Given& given() {
   static Given cpus;
   return cpus;
@@ -53,10 +59,15 @@ void keep_to_partition(const CpuPartition& partition) {
   const int count = partition.usable_cpu_count();
   pin_current_thread(cpus);
   share_memory_among(partition.size);
-  MutexLock lock(given().mutex);
-  given().cpus = cpus;
-  given().usable = count;
+  {
+    MutexLock lock(given().mutex);
+    given().cpus = cpus;
+    given().usable = count;
+  }
+  act_after_partition()(count);
 }
+
+void after_partition(std::function<void(int cores)> act) { act_after_partition() = std::move(act); }
 
 bool has_own_cores(const World& world, Bootstrap& members, Deadline deadline) {
   const auto& mine = given().all_cpus;

@@ -1,6 +1,7 @@
 // Divides a host's cores among the processes of a job.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,9 @@ struct CpuPartition {
 // From now on this process has no more than its share of what it had at its start. For the thread that calls and those
 // that it starts later.
 void keep_to_partition(const CpuPartition& partition);
+
+// Called at the end of each keep_to_partition, in its thread, with kept_cpu_count(): for modules that compute.
+void after_partition(std::function<void(int cores)> act);
 
 // Whether whoever started the processes gave this one cores that no other of its host may use, as mpirun does. All
 // members call it.

@@ -1,10 +1,5 @@
 // init, shutdown, ranks and sizes.
-#include <ATen/Parallel.h>
-
-#include <cstdlib>
-
 #include "base/text.h"
-#include "cluster/cpu_partition.h"
 #include "horovod/membership.h"
 #include "horovod/session.h"
 #include "lockstep/base/error.h"
@@ -34,11 +29,6 @@ Session::Position position_of(const World& world, const Group& group) {
   return position;
 }
 
-// Of LibTorch's threads.
-void use_cores(bool beside_others) {
-  if (beside_others && std::getenv("OMP_NUM_THREADS") == nullptr) at::set_num_threads(cluster::kept_cpu_count());
-}
-
 }  // namespace
 
 std::shared_ptr<Session> session_of(const World& world, const Group& group, double timeout_seconds) {
@@ -56,11 +46,9 @@ void init(const InitOptions& options) {
   const auto cluster = options.cluster ? *options.cluster : resolve_cluster();
   if (!cluster.host_store.empty()) {
     Membership::set(std::make_shared<Membership>(cluster, options));
-    use_cores(cluster.world.local_size > 1);
     return Membership::current()->begin();
   }
   const Job job(cluster, options.group.timeout_seconds);
-  use_cores(job.size() > 1);
   Session::set(session_of(job.world(), job.group(options.group), options.timeout_seconds));
 }
 
