@@ -1,12 +1,10 @@
-#include <ATen/Parallel.h>
 #include <torch/nn/module.h>
 
-#include <cstdlib>
+#include <algorithm>
 #include <set>
 
 #include "base/resources.h"
 #include "base/text.h"
-#include "cluster/cpu_partition.h"
 #include "gradient/gradient_reducer.h"
 #include "lockstep/base/error.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
@@ -22,7 +20,8 @@ constexpr double kMegabyte = 1024 * 1024;
 std::string describe(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors) {
   std::string lines;
   for (std::size_t i = 0; i < names.size(); ++i) {
-    lines += text("\"", names[i], "\" ", tensors[i].scalar_type(), " ", tensors[i].sizes(), "\n");
+    lines += text("\"", names[i], "\" ", tensors[i].scalar_type(), " ", tensors[i].sizes(),
+                  tensors[i].requires_grad() ? "" : ", which requires no gradient", "\n");
   }
   return lines;
 }
@@ -32,7 +31,8 @@ std::string describe(const DistributedDataParallelOptions& options) {
   return text("bucket_cap_mb ", options.bucket_cap_mb, "\nfirst_bucket_mb ", options.first_bucket_mb,
               "\nbroadcast_buffers ", options.broadcast_buffers, "\ngradient_dtype ",
               options.gradient_dtype ? name_of(*options.gradient_dtype) : "none", "\nbucket_order ",
-              join(options.bucket_order), "\ncomm_hook ", options.comm_hook ? "yes" : "none");
+              join(options.bucket_order), "\ncomm_hook ", options.comm_hook ? "yes" : "none", "\nweigh_by_examples ",
+              options.weigh_by_examples, "\nbatch_dim ", options.batch_dim);
 }
 
 DistributedDataParallelOptions checked(DistributedDataParallelOptions options) {
@@ -52,10 +52,33 @@ struct DistributedGradients::State {
   void share_values(int root = 0) const {
     auto tensors = module->parameters();
     for (const auto& buffer : module->buffers()) tensors.push_back(buffer);
-    broadcast(ranks, tensors, root);
+    broadcast(ranks_for_values, tensors, root);
   }
   void share_buffers(int root) const {
-    if (options.broadcast_buffers) broadcast(ranks, module->buffers(), root);
+    if (options.broadcast_buffers) broadcast(ranks_for_buffers, module->buffers(), root);
+  }
+
+  // After the reducer was made, for the ranks that there are.
+  void name_purposes() {
+    ranks_for_values = ranks.with_purpose(Purpose(text("the values of ", reducer->name())));
+    ranks_for_buffers = ranks.with_purpose(Purpose(text("the buffers of ", reducer->name())));
+  }
+
+  // Parameters of which no gradients would be reduced. `all`: also those that the module did not have when it was
+  // wrapped.
+  void check_parameters(bool all) const {
+    const auto requires_gradient = [](const at::Tensor& parameter) { return parameter.requires_grad(); };
+    const bool unfrozen = std::any_of(frozen.begin(), frozen.end(), requires_gradient);
+    const bool all_frozen = std::none_of(trained.begin(), trained.end(), requires_gradient);  // no backward would tell
+    if (!unfrozen && !all_frozen && !all) return;
+    for (const auto& each : module->named_parameters()) {
+      const auto& parameter = each.value();
+      if (!parameter.requires_grad() || known.count(parameter.unsafeGetTensorImpl()) > 0) continue;
+      throw InvalidArgument(
+          text("DistributedDataParallel: the parameter \"", each.key(), "\" requires a gradient, which ",
+               "it did not, or was not there, when the module was wrapped, and would not be averaged: ",
+               "wrap the module anew"));
+    }
   }
 
   // Takes part in the others' next backward, and in the steps that follow it.
@@ -75,7 +98,9 @@ struct DistributedGradients::State {
   const DistributedDataParallelOptions options;
   const Communicator ranks;
   std::optional<gradient::GradientReducer> reducer;
-  std::vector<at::Tensor> trained = {};
+  Communicator ranks_for_values, ranks_for_buffers;  // the same ranks
+  std::vector<at::Tensor> trained = {}, frozen = {};
+  std::set<const at::TensorImpl*> known = {};  // those in `trained`
   std::vector<std::weak_ptr<internal::CollectiveStep>> steps = {};
 };
 
@@ -84,7 +109,10 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
     : state_(new State{std::move(module),
                        checked(options),
                        options.timeout_seconds ? ranks.with_timeout(*options.timeout_seconds) : ranks,
+                       {},
+                       {},
                        {}}) {
+  state_->ranks_for_values = state_->ranks.with_purpose(Purpose("the first values of DistributedDataParallel"));
   std::vector<std::string> names, trained_names;
   std::vector<at::Tensor> tensors, trained;
   for (const auto& parameter : state_->module->named_parameters()) {
@@ -94,7 +122,10 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
     }
     names.push_back(parameter.key());
     tensors.push_back(parameter.value());
-    if (!parameter.value().requires_grad()) continue;
+    if (!parameter.value().requires_grad()) {
+      state_->frozen.push_back(parameter.value());
+      continue;
+    }
     trained_names.push_back(parameter.key());
     trained.push_back(parameter.value());
   }
@@ -106,9 +137,8 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
   state_->ranks.check_all_agree("DistributedDataParallelOptions", describe(state_->options));
   state_->share_values();
   const auto& chosen = state_->options;
-  std::set<const at::TensorImpl*> seen;
   for (const auto& parameter : trained) {  // tied ones have several names
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second) state_->trained.push_back(parameter);
+    if (state_->known.insert(parameter.unsafeGetTensorImpl()).second) state_->trained.push_back(parameter);
   }
   state_->reducer.emplace(
       trained_names, std::move(trained), state_->ranks,
@@ -118,10 +148,13 @@ DistributedGradients::DistributedGradients(std::shared_ptr<torch::nn::Module> mo
                       .gradient_dtype = chosen.gradient_dtype,
                       .order = chosen.bucket_order,
                       .hook = chosen.comm_hook,
-                      .idle_cores = state_->ranks.size() < usable_cpu_count()}});
-  if (std::getenv("OMP_NUM_THREADS") == nullptr && cluster::kept_cpu_count() < at::get_num_threads()) {
-    at::set_num_threads(cluster::kept_cpu_count());  // other ranks of this host compute on the other cores
-  }
+                      .idle_cores = state_->ranks.size() < usable_cpu_count(),
+                      .called = "DistributedDataParallel"},
+          .weights = {.caller = "DistributedDataParallel",
+                      .object = "ddp",
+                      .from_forwards = chosen.weigh_by_examples,
+                      .on_other_parameters = [state = state_.get()] { state->check_parameters(/*all=*/true); }}});
+  state_->name_purposes();
   state_->reducer->set_after_pass([state = state_.get()](int root) { state->share_buffers(root); });
 }
 
@@ -146,11 +179,20 @@ void DistributedGradients::join(const std::function<void()>& loop) {
 }
 
 void DistributedGradients::add_examples(double examples) {
-  if (at::GradMode::is_enabled()) state_->reducer->add_weight(examples);  // forwards of an evaluation do not count
+  if (at::GradMode::is_enabled()) state_->reducer->weights().add(examples);  // forwards of an evaluation do not count
 }
 
 void DistributedGradients::prepare() {
-  if (at::GradMode::is_enabled() && state_->reducer->prepare()) state_->share_values();
+  if (!at::GradMode::is_enabled()) return;
+  state_->check_parameters(/*all=*/false);
+  if (!state_->reducer->prepare()) return;
+  state_->name_purposes();
+  state_->share_values();
+}
+
+internal::RecordedForward DistributedGradients::begin_forward(std::optional<double> examples) {
+  prepare();
+  return {state_->reducer->weights(), examples};
 }
 
 std::vector<std::int64_t> DistributedGradients::bucket_order() const { return state_->reducer->order(); }

@@ -57,9 +57,10 @@ void check(const std::vector<at::Tensor>& parameters, const Communicator& ranks)
 }  // namespace
 
 struct ShardedParameters::State {
-  State(std::vector<at::Tensor> all, Communicator members)
+  State(std::vector<at::Tensor> all, const Communicator& members)
       : parameters(std::move(all)),
-        ranks(std::move(members)),
+        ranks(
+            members.with_purpose(Purpose(text("the values of ShardedOptimizer ", members.group().next_number() + 1)))),
         map(gradient::ShardMap::even(whole_shards(parameters), ranks.size())) {
     for (const auto& parameter : parameters) places.push_back(parameter.const_data_ptr());
   }
@@ -87,7 +88,7 @@ struct ShardedParameters::State {
 };
 
 ShardedParameters::ShardedParameters(std::vector<at::Tensor> parameters, Communicator ranks)
-    : state_((check(parameters, ranks), std::make_unique<State>(std::move(parameters), std::move(ranks)))) {
+    : state_((check(parameters, ranks), std::make_unique<State>(std::move(parameters), ranks))) {
   for (const auto dtype : {at::kFloat, at::kDouble}) {
     Values values{.counts = Counts(static_cast<std::size_t>(state_->ranks.size()))};
     std::size_t count = 0;

@@ -5,6 +5,7 @@
 
 #include <mutex>
 
+#include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
 #include "lockstep/ddp/distributed_data_parallel.h"
 
@@ -135,7 +136,120 @@ TEST(Ddp, WhatAutogradGradGivesIsNotWeighed) {
     const auto asked = torch::autograd::grad({ddp(batch(2, 5)).mean()}, {net->weight});
     EXPECT_NEAR(asked[0].item<double>(), 5, 1e-12);
     ddp(batch(4, 2)).mean().backward();
-    EXPECT_NEAR(net->weight.grad().item<double>(), 2 * (6 * 1 + 6 * 2) / 12.0, 1e-12);  // the two forwards' examples
+    EXPECT_NEAR(net->weight.grad().item<double>(), 2 * (6 * 1 + 4 * 2) / 10.0, 1e-12);
+  });
+}
+
+Tensor batch_of(std::int64_t examples, double value) { return at::full({examples}, value, at::kDouble); }
+
+double gradient_after(const std::shared_ptr<Scale>& net, const Tensor& loss, bool keep_graph = false) {
+  net->zero_grad();
+  loss.backward({}, keep_graph);
+  return net->weight.grad().item<double>();
+}
+
+// As where batch normalization is frozen.
+TEST(Ddp, BackwardsInEvalModeCountTheirExamples) {
+  collective::on_ranks(2, [](const Group& group) {
+    auto net = std::make_shared<Scale>();
+    DistributedDataParallel ddp(net, group);
+    const bool first = group.rank() == 0;
+    EXPECT_NEAR(gradient_after(net, ddp(batch_of(first ? 6 : 2, first ? 1 : 5)).mean()), 16 / 8.0, 1e-12);
+    net->eval();
+    EXPECT_NEAR(gradient_after(net, ddp(batch_of(4, first ? 1 : 5)).mean()), 3, 1e-12);
+    EXPECT_NEAR(gradient_after(net, ddp(batch_of(first ? 1 : 7, first ? 8 : 16)).mean()), (8 + 7 * 16) / 8.0, 1e-12);
+  });
+}
+
+// A backward counts by the forwards in its graph, whenever they were made, and however often.
+TEST(Ddp, BackwardsCountTheForwardsTheyGoThrough) {
+  collective::on_ranks(2, [](const Group& group) {
+    auto net = std::make_shared<Scale>();
+    DistributedDataParallel ddp(net, group);
+    const bool first = group.rank() == 0;
+    if (first) {  // to be looked at: no backward follows
+      EXPECT_EQ(ddp(batch_of(100, 7)).sum().item<double>(), 0);
+    }
+    const auto one = ddp(batch_of(4, first ? 1 : 2)).mean(), two = ddp(batch_of(first ? 2 : 8, first ? 3 : 13)).mean();
+    EXPECT_NEAR(gradient_after(net, one, /*keep_graph=*/true), 1.5, 1e-12);
+    EXPECT_NEAR(gradient_after(net, two, /*keep_graph=*/true), (2 * 3 + 8 * 13) / 10.0, 1e-12);
+    EXPECT_NEAR(gradient_after(net, one), 1.5, 1e-12);
+    EXPECT_NEAR(gradient_after(net, two), (2 * 3 + 8 * 13) / 10.0, 1e-12);
+  });
+}
+
+// Autograd's list of a backward's operators lacks the one with which it begins.
+TEST(Ddp, AForwardOfOneOperatorCounts) {
+  struct Product : Scale {
+    Tensor forward(const Tensor& x) { return weight.expand_as(x).dot(x); }
+  };
+  struct Scalar : Scale {
+    Tensor forward(const Tensor& x) { return weight * x.sum(); }
+  };
+  collective::on_ranks(2, [](const Group& group) {
+    const auto check = [&](auto net) {
+      DistributedDataParallel ddp(net, group);
+      ddp(batch_of(group.rank() == 0 ? 1 : 3, 1)).backward();
+      EXPECT_NEAR(net->weight.grad().template item<double>(), (1 * 1 + 3 * 3) / 4.0, 1e-12);
+    };
+    check(std::make_shared<Product>());
+    check(std::make_shared<Scalar>());
+  });
+}
+
+TEST(Ddp, ABackwardWhoseExamplesAreNotKnownIsRefusedUntilTheyAreTold) {
+  collective::on_ranks(2, [](const Group& group) {
+    auto net = std::make_shared<Scale>();
+    DistributedDataParallel ddp(net, group);
+    const bool first = group.rank() == 0;
+    const auto x = batch_of(first ? 6 : 2, first ? 1 : 5);
+    const auto said = message_of<InvalidArgument>([&] { ddp->forward(x).mean().backward(); });
+    expect_says(said, "no forward that was called through ddp is in the graph of this backward");
+    expect_says(said, "ddp.add_examples(n)");
+    ddp.add_examples(static_cast<double>(x.size(0)));
+    const auto loss = ddp->forward(x).mean();
+    EXPECT_NEAR(gradient_after(net, loss, /*keep_graph=*/true), 16 / 8.0, 1e-12);
+    EXPECT_NEAR(gradient_after(net, loss), 16 / 8.0, 1e-12);  // the same examples again
+    expect_says(message_of<InvalidArgument>([&] { ddp->forward(x).mean().backward(); }), "add_examples");
+    EXPECT_NEAR(gradient_after(net, ddp.forward(x).mean()), 16 / 8.0, 1e-12);
+  });
+}
+
+TEST(Ddp, WithoutWeightsEveryBackwardCountsTheSameHoweverItsForwardWasCalled) {
+  collective::on_ranks(2, [](const Group& group) {
+    auto net = std::make_shared<Scale>();
+    DistributedDataParallel ddp(net, group, {.weigh_by_examples = false});
+    const bool first = group.rank() == 0;
+    EXPECT_NEAR(gradient_after(net, ddp->forward(batch_of(first ? 6 : 2, first ? 1 : 5)).mean()), 3, 1e-12);
+  });
+}
+
+struct Hidden {
+  Tensor x;
+};
+
+struct ScaleOfMany : Scale {
+  Tensor forward(const std::tuple<int, std::pair<Tensor, Tensor>>& inputs) {
+    return weight * std::get<1>(inputs).first;
+  }
+  Tensor forward(const std::string&, double factor, const std::optional<Tensor>& x) { return weight * *x * factor; }
+  Tensor forward(const std::vector<Tensor>& inputs) { return weight * inputs[0]; }
+  Tensor forward(const Hidden& hidden) { return weight * hidden.x; }
+};
+
+TEST(Ddp, ExamplesAreCountedInTuplesAndAskedForWhereInputsHideThem) {
+  collective::on_ranks(2, [](const Group& group) {
+    auto net = std::make_shared<ScaleOfMany>();
+    DistributedDataParallel ddp(net, group);
+    const bool first = group.rank() == 0;
+    const auto x = batch_of(first ? 6 : 2, first ? 1 : 5);
+    EXPECT_NEAR(gradient_after(net, ddp(std::tuple(3, std::pair(x, x.sum()))).mean()), 2, 1e-12);
+    EXPECT_NEAR(gradient_after(net, ddp(std::string("name"), 1.0, std::optional(x)).mean()), 2, 1e-12);
+    const std::string hidden = "the inputs of a forward do not tell how many examples it has";
+    expect_says(message_of<InvalidArgument>([&] { ddp(std::vector{x, x}).mean().backward(); }), hidden);
+    expect_says(message_of<InvalidArgument>([&] { ddp(Hidden{x}).mean().backward(); }), hidden);
+    ddp.add_examples(static_cast<double>(x.size(0)));
+    EXPECT_NEAR(gradient_after(net, ddp(Hidden{x}).mean()), 2, 1e-12);
   });
 }
 

@@ -1,47 +1,113 @@
-// Weights of backwards: each one's gradients are multiplied by its weight before they are added to those of earlier
-// ones.
-#include <ATen/ops/any.h>
-#include <ATen/ops/zeros_like.h>
+#include "gradient/backward_weights.h"
+
+#include <ATen/SequenceNumber.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <limits>
 #include <utility>
 
-#include "gradient/gradient_reducer.h"
+#include "base/hash.h"
+#include "base/text.h"
+#include "lockstep/base/error.h"
+#include "lockstep/gradient/recorded_forward.h"
 
 namespace lockstep::gradient {
+namespace {
 
-// Called for each gradient of a backward before it is added to what has accumulated.
-at::Tensor GradientReducer::weighed(std::size_t parameter, const at::Tensor& gradient) {
-  if (!accumulates(parameter)) return gradient;
-  if (const int backward = torch::autograd::get_current_graph_task_id(); backward != backward_) {
-    backward_ = backward;
-    begin_backward();
+// Older forwards are forgotten: a backward of theirs is refused.
+constexpr std::size_t kMostForwards = 1 << 16;
+
+// Autograd's number of every node that accumulates a parameter's gradient.
+constexpr std::uint64_t kAccumulator = std::numeric_limits<std::uint64_t>::max();
+
+}  // namespace
+
+std::uint64_t BackwardWeights::next_node() { return at::sequence_number::peek(); }
+
+void BackwardWeights::add_forward(std::uint64_t begin, std::optional<double> examples) {
+  const auto end = next_node();
+  if (begin == end) return;
+  if (!forwards_.empty() && forwards_.back().begin > begin) return;  // a forward within which another was recorded
+  if (forwards_.size() == kMostForwards) forwards_.pop_front();
+  forwards_.push_back({begin, end, examples});
+}
+
+// Most nodes are of the last forward, or of the loss after it.
+BackwardWeights::Forward* BackwardWeights::forward_of(std::uint64_t node) {
+  if (forwards_.empty() || node >= forwards_.back().end) return nullptr;
+  if (node >= forwards_.back().begin) return &forwards_.back();
+  const auto after =
+      std::upper_bound(forwards_.begin(), forwards_.end(), node,
+                       [](std::uint64_t number, const Forward& forward) { return number < forward.begin; });
+  if (after == forwards_.begin()) return nullptr;
+  auto& forward = *std::prev(after);
+  return node < forward.end ? &forward : nullptr;
+}
+
+BackwardWeights::Found BackwardWeights::look_through(int backward) {
+  Found found;
+  const auto* const nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr) return found;
+  for (auto* const node : *nodes) {
+    const auto number = node->sequence_nr();
+    if (number == kAccumulator) {
+      const auto* const accumulator = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
+      if (accumulator == nullptr) continue;
+      found.parameters += mix(reinterpret_cast<std::uintptr_t>(accumulator->variable.unsafeGetTensorImpl()));
+      continue;
+    }
+    found.newest = std::max(found.newest, number);
+    auto* const forward = forward_of(number);
+    if (forward == nullptr || forward->backward == backward) continue;
+    forward->backward = backward;
+    found.any = true;
+    found.unknown = found.unknown || !forward->examples;
+    found.examples += forward->examples.value_or(0);
   }
-  const double scale = weight_ / accumulated_.unit;
-  if (scale == 1) return gradient;
-  return scale == 0 ? at::zeros_like(gradient) : gradient * scale;
+  return found;
 }
 
-// Whether this backward adds to the parameter's gradient: torch::autograd::grad does not.
-bool GradientReducer::accumulates(std::size_t parameter) const {
-  const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
-  if (asked == nullptr || asked->empty()) return true;
-  const auto found = asked->find(torch::autograd::impl::grad_accumulator(parameters_[parameter]).get());
-  return found != asked->end() && found->second.needed_;
-}
-
-void GradientReducer::begin_backward() {
-  weight_ = std::exchange(coming_weight_, std::nullopt).value_or(weight_);
-  // Starts anew where zero_grad has cleared the gradients; it may leave zeros.
-  const auto is_left = [](const at::Tensor& parameter) {
-    return parameter.grad().defined() &&
-           at::any(parameter.grad().is_sparse() ? parameter.grad().to_dense() : parameter.grad()).item<bool>();
-  };
-  if (accumulated_.backwards > 0 && std::none_of(parameters_.begin(), parameters_.end(), is_left)) accumulated_ = {};
-  if (accumulated_.backwards++ == 0) accumulated_.unit = weight_ > 0 ? weight_ : 1;
-  accumulated_.weight += weight_;
+double BackwardWeights::of_this_backward() {
+  const auto found = look_through(torch::autograd::get_current_graph_task_id());
+  if (std::exchange(parameters_, found.parameters) != found.parameters && options_.on_other_parameters) {
+    options_.on_other_parameters();
+  }
+  const auto told = std::exchange(told_, std::nullopt);
+  if (!options_.from_forwards) return told.value_or(1);
+  if (told) {
+    told_until_ = next_node();
+    return last_told_ = *told + found.examples;
+  }
+  if (found.any && !found.unknown) return found.examples;
+  // Another backward of what was there when examples were told.
+  if (found.newest < told_until_) return last_told_;
+  const auto& [caller, object, from_forwards, on_other] = options_;
+  if (found.any) {
+    throw InvalidArgument(text(caller,
+                               ": the inputs of a forward do not tell how many examples it has, which a tensor "
+                               "does, or a tuple that begins with one; call ",
+                               object, ".add_examples(n) before it"));
+  }
+  throw InvalidArgument(
+      text(caller, ": no forward that was called through ", object,
+           " is in the graph of this backward, so that the number of its examples is not known; call ", object,
+           "(x) instead of ", object, "->forward(x), or tell by ", object, ".add_examples(n) before the backward"));
 }
 
 }  // namespace lockstep::gradient
+
+namespace lockstep::internal {
+
+RecordedForward::RecordedForward(gradient::BackwardWeights& weights, std::optional<double> examples)
+    : weights_(weights), examples_(examples), begin_(gradient::BackwardWeights::next_node()) {}
+
+RecordedForward::~RecordedForward() { weights_.add_forward(begin_, examples_); }
+
+// Autograd does not show the node with which a backward begins: a forward of one operator gets a second one.
+at::Tensor RecordedForward::as_result(at::Tensor output) const {
+  return gradient::BackwardWeights::next_node() == begin_ + 1 ? output.view_as(output) : output;
+}
+
+}  // namespace lockstep::internal

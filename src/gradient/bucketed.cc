@@ -40,7 +40,9 @@ void Bucketed::prepare() {
     slots.push_back({slot.name, slot.dtype, slot.numel, follows});
     end = slot.offset + whole_lines(slot.numel, slot.dtype);
   }
-  buckets_ = std::make_unique<Buckets>(std::move(slots), ranks_, options_);
+  auto options = options_;
+  options.called = "the gradients of model";
+  buckets_ = std::make_unique<Buckets>(std::move(slots), ranks_, std::move(options));
 }
 
 void Bucketed::regroup() {

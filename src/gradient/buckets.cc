@@ -60,6 +60,7 @@ Buckets::Buckets(std::vector<BucketSlot> slots, Communicator ranks, BucketOption
   knows_order_ = options_.scatter || !order.empty();
   if (!order.empty()) order_ = order;
   overlaps_ = ranks_.all(may_overlap(group_, options_.idle_cores));
+  name_anew();
   make();
 }
 
@@ -79,6 +80,7 @@ bool Buckets::rebuild_after_regroup() {
   of_rank_0.pop_back();
   order_ = of_rank_0;
   overlaps_ = ranks_.all(may_overlap(group_, options_.idle_cores));
+  name_anew();
   make();
   return true;
 }
@@ -95,6 +97,13 @@ void Buckets::end_pending() {
   };
   end(weights_.pending());
   for (auto& bucket : buckets_) end(bucket.work);
+}
+
+// All ranks make what shares a Group in one order.
+void Buckets::name_anew() {
+  name_ = text(options_.called, " ", group_.next_number() + 1);
+  ordering_ = Purpose("the order of the buckets of " + name_);
+  weights_.name(name_);
 }
 
 void Buckets::make() {
@@ -147,6 +156,7 @@ Buckets::Bucket Buckets::make_bucket(std::vector<std::size_t> slots) {
   const auto count = static_cast<std::int64_t>(slots.size());
   const auto total = static_cast<std::size_t>(elements + count);
   bucket.names = std::make_shared<std::string>(first_of(bucket.shown.parameters));
+  bucket.purpose = Purpose(text("bucket ", buckets_.size(), " (", *bucket.names, ") of ", name_));
   bucket.memory = group_.allocate(total * size_of(dtype));
   bucket.shown.index = static_cast<int>(buckets_.size());
   bucket.shown.buffer = {bucket.memory.get(), total, dtype};
@@ -227,7 +237,10 @@ void Buckets::launch(Bucket& bucket) {
     return;
   }
   auto calls = calls_of(bucket);
-  for (auto& call : calls) call.tensors = bucket.names;
+  for (auto& call : calls) {
+    call.tensors = bucket.names;
+    call.purpose = bucket.purpose;
+  }
   if (overlaps_) {
     bucket.work = group_.start(std::move(calls), ranks_.deadline());
   } else {
@@ -293,7 +306,9 @@ void Buckets::end_pass(int root) {
       order = ready_order_;
     }
     order.resize(order_.size());
-    group_.broadcast(buffer_of(std::span(order)), root, ranks_.deadline());
+    auto call = Call::broadcast(buffer_of(std::span(order)), root);
+    call.purpose = ordering_;
+    group_.run(call, ranks_.deadline());
     restore_order(order);
   }
   start_pass();

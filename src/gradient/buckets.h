@@ -28,6 +28,7 @@ struct BucketOptions {
   GradientHook hook;                         // instead of all_reduce
   bool idle_cores = false;                   // this process has more cores than it computes on
   bool scatter = false;                      // reduce_scatter: a rank gets the means of its own shards alone
+  std::string called = "the gradients";      // what they are of, such as "DistributedDataParallel"
 };
 
 // A parameter, as Buckets needs to know it.
@@ -66,6 +67,9 @@ class Buckets {
   const Communicator& ranks() const { return ranks_; }
   PassWeights& weights() { return weights_; }
   const PassWeights& weights() const { return weights_; }
+
+  // BucketOptions::called with a number among what was made over this Group, such as "DistributedDataParallel 1".
+  const std::string& name() const { return name_; }
 
   // Whether buckets are reduced while backward goes on; the same on all ranks.
   bool overlaps() const { return overlaps_; }
@@ -115,10 +119,12 @@ class Buckets {
     std::vector<std::int64_t> begins;          // of the slots in input
     collective::Slice own;                     // elements whose mean this rank gets
     std::shared_ptr<const std::string> names;  // for timelines
-    std::size_t missing = 0;                   // slots that are not ready; guarded by mutex_
+    Purpose purpose;
+    std::size_t missing = 0;  // slots that are not ready; guarded by mutex_
     std::optional<Work> work;
   };
 
+  void name_anew();
   void make();
   std::vector<std::vector<std::size_t>> slots_of_buckets() const;
   Bucket make_bucket(std::vector<std::size_t> slots);
@@ -140,6 +146,8 @@ class Buckets {
   Group group_;
   std::int64_t regroups_;
   bool overlaps_ = false;
+  std::string name_;
+  Purpose ordering_;  // the broadcast of the order
   PassWeights weights_;
 
   std::vector<std::int64_t> order_;

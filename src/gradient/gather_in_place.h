@@ -15,9 +15,10 @@ inline void gather_in_place(const Communicator& ranks, const at::Tensor& whole, 
   const auto dtype = ops::dtype_of(whole.scalar_type());
   const auto own = collective::share_of(counts, 0, ranks.rank());
   auto* const data = static_cast<std::byte*>(whole.data_ptr());
-  ranks.group().run(Call::all_gather({data + own.begin * size_of(dtype), own.count(), dtype},
-                                     {data, static_cast<std::size_t>(whole.numel()), dtype}, counts),
-                    ranks.deadline());
+  auto call = Call::all_gather({data + own.begin * size_of(dtype), own.count(), dtype},
+                               {data, static_cast<std::size_t>(whole.numel()), dtype}, counts);
+  call.purpose = ranks.purpose();
+  ranks.group().run(call, ranks.deadline());
 }
 
 }  // namespace lockstep::gradient

@@ -1,9 +1,14 @@
 #include "gradient/gradient_reducer.h"
 
+#include <ATen/ops/any.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <utility>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -31,7 +36,10 @@ GradientReducer::GradientReducer(const std::vector<std::string>& names, std::vec
       sum_(options.sum),
       zeros_for_unused_(options.zeros_for_unused),
       buckets_(slots_of(names, parameters_), std::move(ranks), options.buckets),
-      views_(parameters_.size()) {
+      views_(parameters_.size()),
+      weights_(options.weights),
+      summed_(parameters_.size()),
+      kept_(parameters_.size()) {
   make_views();
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     before_accumulation_.push_back(
@@ -71,6 +79,52 @@ bool GradientReducer::prepare() {
   throw Error(
       "the last backward broke off in the middle, and the ranks are out of step: make a new Group, and wrap what you "
       "train anew");
+}
+
+// Called for each gradient of a backward before it is added to what has accumulated: multiplies it by the backward's
+// weight.
+at::Tensor GradientReducer::weighed(std::size_t parameter, const at::Tensor& gradient) {
+  if (!accumulates(parameter)) return gradient;
+  if (const int backward = torch::autograd::get_current_graph_task_id(); backward != backward_) {
+    begin_backward();
+    backward_ = backward;
+  }
+  const double scale = weight_ / accumulated_.unit;
+  if (scale == 1) return gradient;
+  return scale == 0 ? at::zeros_like(gradient) : gradient * scale;
+}
+
+// Whether this backward adds to the parameter's gradient: torch::autograd::grad does not.
+bool GradientReducer::accumulates(std::size_t parameter) const {
+  const auto* const asked = torch::autograd::get_current_graph_task_exec_info();
+  if (asked == nullptr || asked->empty()) return true;
+  const auto found = asked->find(torch::autograd::impl::grad_accumulator(parameters_[parameter]).get());
+  return found != asked->end() && found->second.needed_;
+}
+
+void GradientReducer::begin_backward() {
+  weight_ = weights_.of_this_backward();
+  // Starts anew where zero_grad has cleared the gradients; it may leave zeros.
+  const auto is_left = [](const at::Tensor& parameter) {
+    return parameter.grad().defined() &&
+           at::any(parameter.grad().is_sparse() ? parameter.grad().to_dense() : parameter.grad()).item<bool>();
+  };
+  if (accumulated_.backwards > 0 && std::none_of(parameters_.begin(), parameters_.end(), is_left)) accumulated_ = {};
+  if (sum_ && accumulated_.backwards == 0) keep_sums();
+  if (accumulated_.backwards++ == 0) accumulated_.unit = weight_ > 0 ? weight_ : 1;
+  accumulated_.weight += weight_;
+}
+
+// Sums that a pass left on parameters are the same on all ranks: were they summed again, they would count once a rank.
+// The next pass's are added to them.
+void GradientReducer::keep_sums() {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    auto& gradient = parameters_[i].mutable_grad();
+    kept_[i].reset();
+    if (!gradient.defined() || !gradient.is_same(summed_[i])) continue;
+    kept_[i] = gradient.clone();  // the next pass overwrites the bucket
+    gradient.reset();
+  }
 }
 
 void GradientReducer::on_gradient(std::size_t parameter) {
@@ -170,7 +224,11 @@ void GradientReducer::write_back() {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!zeros_for_unused_ && !buckets_.has_gradient(i)) continue;
     const auto& mean = views_[i].mean;
-    parameters_[i].mutable_grad() = parameters_[i].is_cpu() ? mean : mean.to(parameters_[i].device());
+    auto& gradient = parameters_[i].mutable_grad();
+    gradient = parameters_[i].is_cpu() ? mean : mean.to(parameters_[i].device());
+    if (!sum_) continue;
+    if (kept_[i].defined()) gradient.add_(std::exchange(kept_[i], {}));
+    summed_[i] = gradient;
   }
 }
 

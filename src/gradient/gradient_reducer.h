@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "gradient/backward_weights.h"
 #include "gradient/buckets.h"
 #include "gradient/post_accumulate_hook.h"
 
@@ -19,6 +20,7 @@ struct GradientReducerOptions {
   BucketOptions buckets;
   bool sum = false;               // gradients become (sum over ranks of weight * gradient) instead
   bool zeros_for_unused = false;  // a parameter without a gradient on any rank gets zeros
+  BackwardWeights::Options weights = {};
 };
 
 // A pass is one backward with sync on, together with the earlier ones without sync whose gradients have accumulated.
@@ -42,9 +44,11 @@ class GradientReducer {
   void set_sync(bool on) { sync_ = on; }
   bool sync() const { return sync_; }
 
-  // Adds to the weight of this rank's next backward, which is its number of examples. A backward for which nothing was
-  // added has the weight of the one before it, and the first has 1.
-  void add_weight(double weight) { coming_weight_ = coming_weight_.value_or(0) + weight; }
+  // How much this rank's backwards count: by their numbers of examples.
+  BackwardWeights& weights() { return weights_; }
+
+  // As Buckets::name.
+  const std::string& name() const { return buckets_.name(); }
 
   // Called before each forward. Returns whether the communicator has a new Group; the next pass is then the first.
   // Throws Error where the last pass failed midway and the Group is still the same, because the ranks are out of step.
@@ -76,6 +80,7 @@ class GradientReducer {
   at::Tensor weighed(std::size_t parameter, const at::Tensor& gradient);
   bool accumulates(std::size_t parameter) const;
   void begin_backward();
+  void keep_sums();
   void on_gradient(std::size_t parameter);
   void begin_pass();
   void take(std::size_t parameter);
@@ -94,8 +99,8 @@ class GradientReducer {
   std::function<bool()> before_pass_;
   std::function<void(int)> after_pass_;
   bool sync_ = true;
-  double weight_ = 1;                    // of the backward that runs, or ran last
-  std::optional<double> coming_weight_;  // of the next
+  BackwardWeights weights_;
+  double weight_ = 1;  // of the backward that runs, or ran last
 
   // The backwards since the last pass. An accumulated gradient is the sum of gradient * weight / unit.
   struct Accumulated {
@@ -104,6 +109,8 @@ class GradientReducer {
     double unit = 0;
   };
   Accumulated accumulated_;
+  // With `sum`, [parameter]: what the last pass left as its gradient; and that, while further backwards accumulate.
+  std::vector<at::Tensor> summed_, kept_;
   int backward_ = -1;  // autograd's number of the last one
 
   // Of the current pass.

@@ -14,7 +14,9 @@ void PassWeights::announce(const Communicator& ranks, double weight, bool has_gr
 Call PassWeights::exchange(const Communicator& ranks) {
   constexpr std::size_t kWords = sizeof(Weight) / sizeof(double);
   all_.resize(static_cast<std::size_t>(ranks.size()));
-  return Call::all_gather({&mine_, kWords, DType::float64}, {all_.data(), all_.size() * kWords, DType::float64});
+  auto call = Call::all_gather({&mine_, kWords, DType::float64}, {all_.data(), all_.size() * kWords, DType::float64});
+  call.purpose = purpose_;
+  return call;
 }
 
 void PassWeights::wait(const Communicator& ranks) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "lockstep/collective/communicator.h"
@@ -12,6 +13,9 @@ namespace lockstep::gradient {
 // `end_pass`. One thread at a time.
 class PassWeights {
  public:
+  // What the weights are of, for messages where ranks' calls differ.
+  void name(const std::string& of) { purpose_ = Purpose("the weights of " + of); }
+
   // Sets this rank's weight, and whether it has gradients at all. They are sent to the others now (`in_background`), or
   // in `wait`.
   void announce(const Communicator& ranks, double weight, bool has_gradients, bool in_background);
@@ -43,6 +47,7 @@ class PassWeights {
   Call exchange(const Communicator& ranks);
   void update_scale();
 
+  Purpose purpose_;
   Weight mine_;
   std::vector<Weight> all_;  // [rank]
   std::optional<Work> work_;

@@ -324,7 +324,7 @@ void ReplicatedParameters::share_values() {
   std::vector<at::Tensor> values;
   for (std::size_t i = 0; i < slots_.size(); ++i) values.push_back(parameter(0, i));
   values.insert(values.end(), buffers_[0].begin(), buffers_[0].end());
-  broadcast(workers_, values);
+  broadcast(workers_.with_purpose(Purpose("the first values of a model")), values);
   for (std::size_t i = 0; i < slots_.size(); ++i) assign(i, parameter(0, i));
   for (std::size_t i = 0; i < buffer_names_.size(); ++i) assign_buffer(i, buffer(0, i));
 }

@@ -79,7 +79,9 @@ void broadcast(const Communicator& ranks, const std::vector<Tensor>& tensors, in
   const at::NoGradGuard no_gradient;
   for (const auto& tensor : tensors) {
     const auto host = on_host("broadcast", tensor);
-    ranks.group().broadcast({host.mutable_data_ptr(), host.nbytes(), DType::uint8}, root, ranks.deadline());
+    auto call = Call::broadcast({host.mutable_data_ptr(), host.nbytes(), DType::uint8}, root);
+    call.purpose = ranks.purpose();
+    ranks.group().run(call, ranks.deadline());
     if (ranks.rank() != root && host.data_ptr() != tensor.data_ptr()) tensor.detach().copy_(host);
   }
 }

@@ -3,6 +3,7 @@
 #include "base/resources.h"
 #include "base/text.h"
 #include "gradient/gradient_reducer.h"
+#include "gradient/tensor_hash.h"
 #include "horovod/compression.h"
 #include "horovod/membership.h"
 #include "horovod/session.h"
@@ -70,6 +71,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
       : optimizer(wrapped),
         options(checked(asked)),
         description(text_of(parameters, options)),
+        trained(parameters.tensors),
         session(Session::current()),
         joins(Membership::current() && Membership::current()->lacks_state()),
         ranks(joins ? session->alone() : session->split(kName)) {
@@ -77,7 +79,8 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     reducer.emplace(parameters.names, std::move(parameters.tensors), ranks,
                     gradient::GradientReducerOptions{.buckets = {.bucket_bytes = kBucketBytes,
                                                                  .gradient_dtype = sent_dtype(options.compression),
-                                                                 .idle_cores = session->size() < usable_cpu_count()},
+                                                                 .idle_cores = session->size() < usable_cpu_count(),
+                                                                 .called = kName},
                                                      .sum = options.op == Sum,
                                                      .zeros_for_unused = true});
     reducer->set_before_pass([this] { return begin_backward(); });
@@ -99,7 +102,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     ranks.check_all_agree(kName, description);
     reducer->prepare();
     passes = 0;
-    met = false;
+    met = compared = false;
     add_to_session();
   }
 
@@ -114,13 +117,38 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
     auto mine = Announcement::of(text("a step of DistributedOptimizer ", number));
     mine.kind = Announcement::Kind::gradients;
     mine.optimizer = number;
-    session->run([&] { session->negotiate(mine); });
+    if (!compared) mine.own = static_cast<std::int64_t>(hash_of_values());
+    session->run([&] {
+      const auto all = session->negotiate(mine);
+      if (!std::exchange(compared, true)) compare_values(all);
+    });
     met = true;
+  }
+
+  std::uint64_t hash_of_values() const {
+    std::uint64_t hash = 0;
+    for (const auto& parameter : trained) hash = mix(hash, gradient::hash_of(parameter));
+    return hash;
+  }
+
+  // Before the first step: from other values the ranks would train apart.
+  static void compare_values(const std::vector<Announcement>& all) {
+    const Announcement* first = nullptr;
+    for (const auto& each : all) {
+      if (each.kind != Announcement::Kind::gradients) continue;  // a rank that has joined
+      if (first == nullptr) first = &each;
+      if (each.own == first->own) continue;
+      throw InvalidArgument(text(kName, ": the ranks begin with other values of its parameters: those of rank ",
+                                 first - all.data(), " have the hash ", first->own, ", those of rank ",
+                                 &each - all.data(), " ", each.own,
+                                 "; give all rank 0's by hvd::broadcast_parameters before the first step"));
+    }
   }
 
   torch::optim::Optimizer& optimizer;
   const DistributedOptimizerOptions options;
   const std::string description;  // equal on all ranks
+  const std::vector<Tensor> trained;
   std::shared_ptr<Session> session;
   const bool joins;  // the other ranks have been training
   const Communicator ranks;
@@ -128,6 +156,7 @@ struct DistributedOptimizer<torch::optim::Optimizer>::State {
   std::int64_t number = 0;
   int passes = 0;                     // backwards since gradients were last reduced
   bool met = false;                   // whether gradients were reduced since the last step
+  bool compared = false;              // whether the ranks began with equal values
   std::shared_ptr<void> regroups;     // while it lives, of an elastic job, there may be another session
   collective::ProgressThread shadow;  // takes part in the others' passes once this rank has joined
 };

@@ -49,6 +49,24 @@ FlatShard::FlatShard(std::vector<std::string> names, std::vector<Tensor> paramet
   bind();
 }
 
+void FlatShard::name_purposes(const std::string& of) {
+  values_ = Purpose("the values of " + of);
+  gather_ = Purpose("gathering " + of);
+  sum_ = Purpose("the gradients of " + of);
+}
+
+void FlatShard::run(Call call, const Communicator& among, Purpose purpose) const {
+  call.purpose = purpose;
+  among.group().run(call, among.deadline());
+}
+
+// Changes with every operator that writes one of them.
+std::int64_t FlatShard::version() const {
+  std::int64_t sum = 0;
+  for (const auto& shard : shards_) sum += shard._version();
+  return sum;
+}
+
 // The Group may be writing still, and the module may outlive this.
 FlatShard::~FlatShard() {
   abandon_gather();
@@ -132,13 +150,14 @@ void FlatShard::set_values(const std::vector<Tensor>& values) {
       piece(whole, places_[i].offset, values[i].sizes()).copy_(values[i].detach());
     }
   }
-  ranks_.group().run(Call::scatter(buffer_of(whole), buffer_of(part), 0), ranks_.deadline());
-  replicas_.group().broadcast(buffer_of(part), 0, replicas_.deadline());
+  run(Call::scatter(buffer_of(whole), buffer_of(part), 0), ranks_, values_);
+  run(Call::broadcast(buffer_of(part), 0), replicas_, values_);
   own().copy_(part);
 }
 
 void FlatShard::prepare_gather() {
   const at::NoGradGuard no_gradient;
+  gathered_version_ = version();
   sent_ = on_host(own().to(precision_.gathered));  // itself, where it is so
   whole_ = host_memory(part_ * ranks_.size(), precision_.gathered);
 }
@@ -146,16 +165,23 @@ void FlatShard::prepare_gather() {
 void FlatShard::start_gather() {
   if (is_gathered_ || gathering_) return;
   prepare_gather();
-  gathering_ = ranks_.group().start(Call::all_gather(buffer_of(sent_), buffer_of(whole_)), ranks_.deadline());
+  auto call = Call::all_gather(buffer_of(sent_), buffer_of(whole_));
+  call.purpose = gather_;
+  gathering_ = ranks_.group().start(std::move(call), ranks_.deadline());
 }
 
 void FlatShard::finish_gather() {
-  if (is_gathered_) return;
+  if (is_gathered_) {
+    if (version() == gathered_version_) return;
+    throw Error(text("fully_shard: the shards of \"", names_[0],
+                     "\" have changed since its values were gathered, which are old: call what fully_shard returned, "
+                     "sharded(x) instead of sharded->forward(x), or release() before the forward"));
+  }
   if (gathering_) {
     std::exchange(gathering_, std::nullopt)->wait();
   } else {
     prepare_gather();
-    ranks_.group().all_gather(buffer_of(sent_), buffer_of(whole_), ranks_.deadline());
+    run(Call::all_gather(buffer_of(sent_), buffer_of(whole_)), ranks_, gather_);
   }
   sent_ = Tensor();
   whole_ = whole_.to(device_, /*non_blocking=*/true);
@@ -165,7 +191,7 @@ void FlatShard::finish_gather() {
 
 std::vector<Tensor> FlatShard::gather_values() {
   const auto whole = whole_flat(dtype_, at::kCPU), part = on_host(own());
-  ranks_.group().all_gather(buffer_of(part), buffer_of(whole), ranks_.deadline());
+  run(Call::all_gather(buffer_of(part), buffer_of(whole)), ranks_, values_);
   std::vector<Tensor> values;
   for (std::size_t i = 0; i < places_.size(); ++i)
     values.push_back(piece(whole, places_[i].offset, parameters_[i].sizes()).clone());
@@ -227,8 +253,8 @@ void FlatShard::reduce_gradients() {
     memory_for_sums_ = own_.is_cpu() ? exact(part_, precision_.summed) : host_memory(part_, precision_.summed);
   sums_ = accumulates ? at::empty_like(memory_for_sums_) : memory_for_sums_;
   gradients_ = on_host(gradients_);
-  ranks_.group().reduce_scatter(buffer_of(gradients_), buffer_of(sums_), ReduceOp::sum, ranks_.deadline());
-  if (replicas_.size() > 1) all_reduce(replicas_.group(), sums_, ReduceOp::sum, replicas_.deadline());
+  run(Call::reduce_scatter(buffer_of(gradients_), buffer_of(sums_), ReduceOp::sum), ranks_, sum_);
+  if (replicas_.size() > 1) run(Call::all_reduce(buffer_of(sums_), ReduceOp::sum), replicas_, sum_);
   gradients_ = Tensor();
 }
 

@@ -28,6 +28,9 @@ class FlatShard {
   FlatShard(const FlatShard&) = delete;
   FlatShard& operator=(const FlatShard&) = delete;
 
+  // What its calls are for, in messages, such as "unit "blocks.0" of fully_shard 1". The same on all ranks.
+  void name_purposes(const std::string& of);
+
   const std::vector<std::string>& names() const { return names_; }
   const std::vector<Tensor>& parameters() const { return parameters_; }  // the module's
 
@@ -42,7 +45,8 @@ class FlatShard {
   };
   Range own_range(std::size_t i) const;
 
-  // Collective. Begins, and ends, to gather the values; `finish` begins too where `start` was not called.
+  // Collective. Begins, and ends, to gather the values; `finish` begins too where `start` was not called. Throws Error
+  // where the values are there, and shards have changed since.
   void start_gather();
   void finish_gather();
   void release();
@@ -72,6 +76,8 @@ class FlatShard {
   };
 
   void lay_out();
+  std::int64_t version() const;
+  void run(Call call, const Communicator& among, Purpose purpose) const;
   void prepare_gather();
   void bind();
   Place own_place(std::size_t i) const;
@@ -95,8 +101,10 @@ class FlatShard {
                          // until they are
   std::optional<Work> gathering_;
   bool is_gathered_ = false;
-  Tensor gradients_;               // of all parameters, until they are reduced
-  Tensor memory_for_sums_, sums_;  // of this rank's part, in the precision of the sums, in host memory
+  std::int64_t gathered_version_ = 0;  // of the shards
+  Purpose values_, gather_, sum_;      // of calls
+  Tensor gradients_;                   // of all parameters, until they are reduced
+  Tensor memory_for_sums_, sums_;      // of this rank's part, in the precision of the sums, in host memory
   std::vector<bool> taken_;
 };
 

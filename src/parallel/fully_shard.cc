@@ -27,6 +27,12 @@ void FullyShardedParameters::add(torch::nn::Module& module, const std::string& n
 const std::vector<Tensor>& FullyShardedParameters::parameters() const { return state_->units->shards(); }
 void FullyShardedParameters::add_examples(double examples) { state_->units->add_examples(examples); }
 void FullyShardedParameters::release() { state_->units->release(); }
+void FullyShardedParameters::expect_forwards() { state_->units->expect_forwards(); }
+
+internal::RecordedForward FullyShardedParameters::begin_forward(std::optional<double> examples) {
+  release();
+  return {state_->units->weights(), examples};
+}
 
 double FullyShardedParameters::clip_grad_norm(double max_norm, const Communicator& stages) {
   parallel::check_max_norm(max_norm);

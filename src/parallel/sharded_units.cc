@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <map>
 #include <unordered_map>
+#include <utility>
 
 #include "base/mutex.h"
 #include "base/text.h"
@@ -113,7 +114,30 @@ bool any_is_shard_of(const std::vector<Tensor>& tensors, const Communicator& ran
 }
 
 void ShardedUnits::add_examples(double examples) {
-  if (at::GradMode::is_enabled()) examples_ = examples_.value_or(0) + examples;
+  if (at::GradMode::is_enabled()) weights().add(examples);
+}
+
+gradient::BackwardWeights& ShardedUnits::weights() {
+  if (!weights_) {
+    weights_.emplace(gradient::BackwardWeights::Options{
+        .caller = "fully_shard", .object = "sharded", .from_forwards = from_forwards_});
+  }
+  return *weights_;
+}
+
+void ShardedUnits::name_purposes() {
+  if (named_after_ != ranks_.regroups()) {
+    named_after_ = ranks_.regroups();
+    name_ = text("fully_shard ", ranks_.group().next_number() + 1);
+    counting_examples_ = Purpose("counting the examples of " + name_);
+    comparing_gradients_ = Purpose("finding which gradients there are, for " + name_);
+    for (const auto& unit : units_) unit->is_named = false;
+  }
+  for (const auto& unit : units_) {
+    if (std::exchange(unit->is_named, true)) continue;
+    for (const auto& flat : unit->flat)
+      flat->name_purposes(text("unit \"", unit->name, "\" (", flat->names()[0], ") of ", name_));
+  }
 }
 
 // The module's parameters that are in no unit yet; tied ones once.
@@ -163,16 +187,19 @@ void ShardedUnits::add(const torch::nn::Module& module, const std::string& name,
     });
     known_.push_back(tensor.unsafeGetTensorImpl());
   }
-  broadcast(ranks_, module.buffers());
-  broadcast(options_.replicas, module.buffers());
+  const Purpose buffers(text("the buffers of fully_shard's unit \"", name, "\""));
+  broadcast(ranks_.with_purpose(buffers), module.buffers());
+  broadcast(options_.replicas.with_purpose(buffers), module.buffers());
   if (parameters.empty()) return;
   std::map<std::pair<bool, at::ScalarType>, Named> groups;
   for (const auto& each : parameters) {
     groups[{each.second.requires_grad(), each.second.scalar_type()}].push_back(each);
   }
   units_.push_back(std::make_unique<Unit>());
+  units_.back()->name = name;
   units_.back()->keep = keep;
   for (const auto& [kind, group] : groups) add_flat(*units_.back(), group);
+  name_purposes();
 }
 
 void ShardedUnits::add_flat(Unit& unit, const Named& parameters) {
@@ -227,6 +254,7 @@ void ShardedUnits::prefetch() {
 
 void ShardedUnits::release() {
   if (backward_ && !ops::in_backward()) forget_backward();
+  if (named_after_) name_purposes();
   for_each_flat_shard([](FlatShard& flat) { flat.release(); });
   current_.clear();
   if (!backward_) uses_.clear();
@@ -262,8 +290,8 @@ void ShardedUnits::begin_backward() {
   if (given_factor_) {
     factor_ = *given_factor_;
   } else {
-    const double mine = std::exchange(examples_, std::nullopt).value_or(1);
-    const double all = summed({mine})[0];
+    const double mine = weights().of_this_backward();
+    const double all = summed(counting_examples_, {mine})[0];
     factor_ = all > 0 ? mine / all : 0;
   }
   // The order in which backward completes them, if forward used them in the order in which they were added.
@@ -307,7 +335,7 @@ void ShardedUnits::finish_backward() {
   for_each_flat_shard([&](const FlatShard& flat) {
     for (std::size_t i = 0; i < flat.parameters().size(); ++i) taken.push_back(flat.has_taken(i) ? 1 : 0);
   });
-  const auto by_all = summed(taken);
+  const auto by_all = summed(comparing_gradients_, taken);
   auto next = by_all.begin();
   for_each_flat_shard([&](FlatShard& flat) {
     std::vector<bool> by_any;
@@ -319,9 +347,9 @@ void ShardedUnits::finish_backward() {
   release();
 }
 
-std::vector<double> ShardedUnits::summed(std::vector<double> values) const {
-  ranks_.sum(values);
-  options_.replicas.sum(values);
+std::vector<double> ShardedUnits::summed(Purpose purpose, std::vector<double> values) const {
+  ranks_.with_purpose(purpose).sum(values);
+  options_.replicas.with_purpose(purpose).sum(values);
   return values;
 }
 

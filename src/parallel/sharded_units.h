@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "gradient/backward_weights.h"
 #include "gradient/post_accumulate_hook.h"
 #include "lockstep/parallel/fully_shard.h"
 #include "parallel/flat_shard.h"
@@ -26,6 +27,8 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void add(const torch::nn::Module& module, const std::string& name, bool keep);
   void add_examples(double examples);
   void release();
+  void expect_forwards() { from_forwards_ = true; }
+  gradient::BackwardWeights& weights();
 
   // Forgets a step that broke off, since another rank was lost.
   void abandon();
@@ -55,6 +58,8 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
 
   // Parameters that are gathered together: a FlatShard for each dtype, and for frozen ones.
   struct Unit {
+    std::string name;
+    bool is_named = false;  // whether its calls have purposes
     std::vector<std::unique_ptr<FlatShard>> flat;
     bool keep = false;          // gathered for the whole of a step
     std::size_t gradients = 0;  // of a whole backward
@@ -64,6 +69,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   Named new_parameters(const torch::nn::Module& module, const std::string& name) const;
   void add_flat(Unit& unit, const Named& parameters);
   FlatShard::Precision precision_of(at::ScalarType dtype) const;
+  void name_purposes();
   void prefetch();
   void on_gradient(Unit& unit, FlatShard& flat, std::size_t parameter);
   void begin_backward();
@@ -71,7 +77,7 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   void reduce_complete_units();
   void finish_backward();
   void forget_backward();
-  std::vector<double> summed(std::vector<double> values) const;
+  std::vector<double> summed(Purpose purpose, std::vector<double> values) const;
 
   const Communicator ranks_;
   const FullyShardOptions options_;
@@ -84,7 +90,14 @@ class ShardedUnits : public std::enable_shared_from_this<ShardedUnits> {
   std::uint64_t call_ = 0;                       // its number
   std::vector<std::size_t> uses_, uses_before_;  // units in this step and in the one before
 
-  std::optional<double> examples_, given_factor_;
+  // What calls are for; numbered anew after a regroup.
+  std::optional<std::int64_t> named_after_;  // how many regroups
+  std::string name_;
+  Purpose counting_examples_, comparing_gradients_;
+
+  bool from_forwards_ = false;                        // each backward's examples are those of recorded forwards
+  std::optional<gradient::BackwardWeights> weights_;  // from the first call on
+  std::optional<double> given_factor_;
   std::optional<int> backward_;     // the graph task whose gradients are taken
   double factor_ = 1;               // of this backward's gradients
   std::vector<Unit*> not_reduced_;  // in this backward, the next last

@@ -7,6 +7,7 @@
 
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
+#include "collective/ranks_testing.h"
 #include "lockstep/parallel.h"
 
 namespace lockstep::parallel {
@@ -210,6 +211,76 @@ TEST(ShardedUnits, RefusesWhatItCannotDo) {
     expect_says(message_of([&] { net->layers[0]->weight.zero_(); }),
                 "would change a parameter that fully_shard divided");
   });
+}
+
+// Ragged parts, of 3 and 1 examples.
+at::Tensor ragged_part(int rank) { return examples().slice(0, rank == 0 ? 0 : 3, rank == 0 ? 3 : 4); }
+
+double squares_of(const std::vector<at::Tensor>& parameters) {
+  double sum = 0;
+  for (const auto& parameter : parameters) {
+    if (parameter.grad().defined()) sum += parameter.grad().pow(2).sum().item<double>();
+  }
+  return sum;
+}
+
+// Whether in eval(), after a forward that nothing came of, or inside a tuple.
+TEST(ShardedUnits, BackwardsCountTheExamplesOfTheForwardsTheyGoThrough) {
+  Net whole;
+  whole(examples()).pow(2).mean().backward();
+  const auto expected = squares_of(whole->parameters());
+  collective::on_ranks(2, [&](const Group& group) {
+    Net net;
+    auto sharded = fully_shard(net, {group, 30}, {.units = {"first", "second"}});
+    const auto check = [&](const at::Tensor& loss) {
+      for (const auto& shard : sharded.parameters()) shard.mutable_grad().reset();
+      loss.backward();
+      double squares = squares_of(sharded.parameters());
+      Communicator(group, 30).sum({&squares, 1});
+      EXPECT_NEAR(squares, expected, 1e-10 * expected);
+    };
+    const auto x = ragged_part(group.rank());
+    check(sharded(x).pow(2).mean());
+    net->eval();
+    check(sharded(x).pow(2).mean());
+    const auto unused = sharded(examples()).sum();
+    check(sharded.forward(x).pow(2).mean());
+    expect_says(message_of<InvalidArgument>([&] { sharded->forward(x).pow(2).mean().backward(); }),
+                "call sharded(x) instead of sharded->forward(x)");
+    sharded.add_examples(static_cast<double>(x.size(0)));
+    sharded.release();
+    check(sharded->forward(x).pow(2).mean());
+  });
+}
+
+TEST(ShardedUnits, OldValuesAreRefused) {
+  collective::on_ranks(2, [&](const Group& group) {
+    Net net;
+    auto sharded = fully_shard(net, {group, 30});
+    torch::optim::SGD sgd(sharded.parameters(), torch::optim::SGDOptions(0.5));
+    sharded(examples()).pow(2).mean().backward();
+    const at::NoGradGuard no_gradient;
+    const auto before = sharded->forward(examples());
+    EXPECT_TRUE(at::equal(sharded->forward(examples()), before));
+    sgd.step();
+    expect_says(message_of([&] { sharded->forward(examples()); }),
+                "have changed since its values were gathered, which are old: call what fully_shard returned");
+    EXPECT_FALSE(at::equal(sharded(examples()), before));
+  });
+}
+
+// Equal sizes: mixed, they would compute with each other's parameters.
+TEST(ShardedUnits, RanksInAnotherUnitAreToldWhich) {
+  const auto errors = collective::run_ranks({.group = {.backend = "threads"}}, [](const Group& group) {
+    Net net;
+    net->compute = [&](auto& layers, const auto& x) { return layers[static_cast<std::size_t>(group.rank())](x); };
+    auto sharded = fully_shard(net, {group, 30}, {.units = {"first", "second"}});
+    const at::NoGradGuard no_gradient;
+    sharded(examples());
+  });
+  const auto said = message_of([&] { std::rethrow_exception(errors[0]); });
+  expect_says(said, "for gathering unit \"first\" (first.weight) of fully_shard 1, rank 1 calls");
+  expect_says(said, "for gathering unit \"second\" (second.weight) of fully_shard 1");
 }
 
 TEST(ShardedUnits, RefusesSchedulesThatSplitBackward) {

@@ -20,6 +20,7 @@
 
 #include "lockstep/collective/communicator.h"
 #include "lockstep/gradient/gradient_hook.h"
+#include "lockstep/gradient/recorded_forward.h"
 
 namespace torch::nn {
 class Module;
@@ -34,9 +35,11 @@ struct DistributedDataParallelOptions {
   // After every backward with gradients averaged all ranks get rank 0's buffers (BatchNorm's statistics).
   bool broadcast_buffers = true;
 
-  // Backwards count by their examples: dimension `batch_dim` of the first tensor that was passed to the module in each
-  // forward since the backward before. So ragged last batches give the mean over all examples. Off: every backward
-  // counts the same, as in PyTorch. Forwards in eval() mode, or without gradients, do not count.
+  // A backward counts by its examples: dimension `batch_dim` of the first tensor that was passed to the module, in each
+  // of the forwards that the backward goes through. So ragged last batches give the mean over all examples. Where
+  // another input than a tensor comes first, but for numbers, strings, and tuples that begin with one, `add_examples`
+  // tells. A backward whose examples are not known throws InvalidArgument. Off: every backward counts the same, as in
+  // PyTorch.
   bool weigh_by_examples = true;
   std::int64_t batch_dim = 0;  // 1 for [time, batch, features]
 
@@ -68,7 +71,9 @@ class CollectiveStep {
 class DistributedGradients {
  public:
   // Gives all ranks rank 0's parameters and buffers. Throws InvalidArgument, on all ranks, naming a parameter that
-  // differs in shape or dtype. Parameters that require no gradient are not reduced.
+  // differs in shape or dtype, or in whether it requires a gradient. Those that require none are not reduced: wrap the
+  // module anew after one requires a gradient, and after a layer was added. A forward, or the first backward that
+  // reaches such a parameter, throws InvalidArgument otherwise.
   DistributedGradients(std::shared_ptr<torch::nn::Module> module, Communicator ranks,
                        DistributedDataParallelOptions options);
   ~DistributedGradients();
@@ -93,12 +98,17 @@ class DistributedGradients {
   // Not for modules with synchronized batch normalization, whose layers wait for every rank.
   void join(const std::function<void()>& loop);
 
-  // Adds to the number of examples for which the next backward counts on this rank; calls since the last backward add
-  // up. Ignored where gradients are off.
+  // Adds to the number of examples for which the next backward counts on this rank, beside those of forwards that were
+  // made through DistributedDataParallel; calls since the last backward add up. Ignored where gradients are off.
+  // Another backward of the same graph counts as much.
   void add_examples(double examples);
 
   // Call it before each forward. Throws Error where the last backward was interrupted and the ranks are still the same.
   void prepare();
+
+  // `prepare`, and a forward whose operators are recorded until the result's end. `examples`: of its inputs; empty
+  // where they do not tell.
+  internal::RecordedForward begin_forward(std::optional<double> examples);
 
   std::vector<std::int64_t> bucket_order() const;
   const Group& group() const;
@@ -119,16 +129,16 @@ class DistributedGradients {
 // as construction does. Rank 0's optimizer state and place in the loop are for the caller to broadcast with them: one
 // rank may have made the step in which another heard of the loss.
 //
-// One thread a rank. The module is shared, not copied. Each backward with sync on is one step of all ranks; in it,
-// parameters may be unused on some ranks or on all (their gradients stay undefined where no rank has one). Gradients
-// are views of memory that the next step overwrites.
+// One thread a rank. Call the module through this: `ddp(x)`, or `ddp.forward(x)`; `ddp->forward(x)` is the module's
+// own, of which nothing is known. The module is shared, not copied. Each backward with sync on is one step of all
+// ranks; in it, parameters may be unused on some ranks or on all (their gradients stay undefined where no rank has
+// one). Gradients are views of memory that the next step overwrites.
 template <class M>
 class DistributedDataParallel : public DistributedGradients {
  public:
   DistributedDataParallel(std::shared_ptr<M> module, Communicator ranks, DistributedDataParallelOptions options = {})
       : DistributedGradients(module, std::move(ranks), options),
         module_(std::move(module)),
-        weigh_by_examples_(options.weigh_by_examples),
         batch_dim_(options.batch_dim) {}
 
   template <class Holder>
@@ -139,9 +149,8 @@ class DistributedDataParallel : public DistributedGradients {
   // The module's forward.
   template <class... Inputs>
   auto operator()(const Inputs&... inputs) {
-    prepare();
-    if (weigh_by_examples_) (void)(note(inputs) || ...);
-    return module_->forward(inputs...);
+    const auto forward = begin_forward(internal::examples_in(batch_dim_, inputs...));
+    return forward.result(module_->forward(inputs...));
   }
   template <class... Inputs>
   auto forward(const Inputs&... inputs) {
@@ -152,18 +161,7 @@ class DistributedDataParallel : public DistributedGradients {
   M& operator*() const { return *module_; }
 
  private:
-  template <class Input>
-  bool note(const Input& input) {
-    if constexpr (std::is_base_of_v<at::Tensor, Input>) {
-      if (input.dim() <= batch_dim_) return false;
-      if (module_->is_training()) add_examples(static_cast<double>(input.size(batch_dim_)));
-      return true;
-    }
-    return false;
-  }
-
   const std::shared_ptr<M> module_;
-  const bool weigh_by_examples_;
   const std::int64_t batch_dim_;
 };
 

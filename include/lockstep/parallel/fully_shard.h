@@ -19,6 +19,7 @@
 
 #include "lockstep/base/buffer.h"
 #include "lockstep/collective/communicator.h"
+#include "lockstep/gradient/recorded_forward.h"
 #include "lockstep/ops/tensor.h"
 #include "lockstep/strategy/module_factory.h"
 
@@ -84,8 +85,9 @@ class FullyShardedParameters {
   // examples; the next backward after zero_grad overwrites their memory. Without gradients where no rank has any.
   const std::vector<Tensor>& parameters() const;
 
-  // The number of examples for which the next backward counts on this rank; calls since the last backward add up.
-  // Where it is not called, all ranks count the same. Ignored where gradients are off.
+  // The number of examples for which the next backward counts on this rank, beside those of forwards through
+  // FullySharded; calls since the last backward add up. Where neither was, all ranks count the same; but FullySharded
+  // throws InvalidArgument. Ignored where gradients are off.
   void add_examples(double examples);
 
   // Gives up what is gathered, so that the next forward reads the shards as they are now. FullySharded does so before
@@ -104,26 +106,37 @@ class FullyShardedParameters {
   // all ranks, where a name is missing or has another shape.
   void load(const std::map<std::string, Tensor>& values);
 
+ protected:
+  // Gives up what is gathered, and begins a forward whose operators are recorded until the result's end.
+  internal::RecordedForward begin_forward(std::optional<double> examples);
+
+  // From now on the examples of each backward are those of the forwards in its graph.
+  void expect_forwards();
+
  private:
   struct State;
   std::unique_ptr<State> state_;
 };
 
-// The module with its shards. The module itself has no values where it is used without this.
+// The module with its shards. Call the module through this, `sharded(x)`: `sharded->forward(x)` is the module's own, of
+// which nothing is known, and throws where shards have changed since values were gathered.
 template <class M>
 class FullySharded : public FullyShardedParameters {
  public:
   FullySharded(std::shared_ptr<M> module, FullyShardedParameters parameters)
-      : FullyShardedParameters(std::move(parameters)), module_(std::move(module)) {}
+      : FullyShardedParameters(std::move(parameters)), module_(std::move(module)) {
+    expect_forwards();
+  }
 
-  // The module's forward. In training the first dimension of the first tensor counts the examples.
-  template <class Input, class... Inputs>
-  auto operator()(const Input& input, const Inputs&... inputs) {
-    release();
-    if constexpr (std::is_base_of_v<at::Tensor, Input>) {
-      if (module_->is_training() && input.dim() > 0) add_examples(static_cast<double>(input.size(0)));
-    }
-    return module_->forward(input, inputs...);
+  // The module's forward. The first dimension of the first tensor counts the examples, as in DistributedDataParallel.
+  template <class... Inputs>
+  auto operator()(const Inputs&... inputs) {
+    const auto forward = begin_forward(internal::examples_in(/*batch_dim=*/0, inputs...));
+    return forward.result(module_->forward(inputs...));
+  }
+  template <class... Inputs>
+  auto forward(const Inputs&... inputs) {
+    return (*this)(inputs...);
   }
 
   M* operator->() const { return module_.get(); }

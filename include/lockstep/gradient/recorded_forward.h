@@ -1,0 +1,86 @@
+// A forward whose backward will count by its examples.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+namespace lockstep::gradient {
+class BackwardWeights;
+}
+
+namespace lockstep::internal {
+
+// While it lives, this thread makes a forward.
+class RecordedForward {
+ public:
+  // `examples`: of its inputs; empty where they do not tell.
+  RecordedForward(gradient::BackwardWeights& weights, std::optional<double> examples);
+  ~RecordedForward();
+  RecordedForward(const RecordedForward&) = delete;
+  RecordedForward& operator=(const RecordedForward&) = delete;
+
+  // What the forward returns, with which a backward may begin.
+  template <class Output>
+  Output result(Output output) const {
+    if constexpr (std::is_same_v<Output, at::Tensor>) return as_result(std::move(output));
+    return output;
+  }
+
+ private:
+  at::Tensor as_result(at::Tensor output) const;
+
+  gradient::BackwardWeights& weights_;
+  const std::optional<double> examples_;
+  const std::uint64_t begin_;
+};
+
+// What the inputs tell, one after the other.
+struct CountedExamples {
+  std::optional<double> examples;  // of the first tensor that has the dimension
+  bool ended = false;              // whether to look no further: found, or an input of an unknown kind came first
+};
+
+template <class T>
+concept TupleLike = requires {
+  std::tuple_size<T>::value;
+};
+
+template <class T>
+constexpr bool is_optional = false;
+template <class T>
+constexpr bool is_optional<std::optional<T>> = true;
+
+// Numbers, strings and empty values are passed over; tuples, pairs and arrays are looked into. A vector may have one
+// example an element, or a batch; a struct hides what it has: neither tells.
+template <class Input>
+void count_examples(const Input& input, std::int64_t batch_dim, CountedExamples& counted) {
+  if (counted.ended) return;
+  if constexpr (std::is_base_of_v<at::Tensor, Input>) {
+    if (!input.defined() || input.dim() <= batch_dim) return;
+    counted = {static_cast<double>(input.size(batch_dim)), true};
+  } else if constexpr (is_optional<Input>) {
+    if (input) count_examples(*input, batch_dim, counted);
+  } else if constexpr (TupleLike<Input>) {
+    std::apply([&](const auto&... parts) { (count_examples(parts, batch_dim, counted), ...); }, input);
+  } else if constexpr (!std::is_arithmetic_v<Input> && !std::is_enum_v<Input> && !std::is_array_v<Input> &&
+                       !std::is_same_v<Input, std::string> && !std::is_same_v<Input, std::nullopt_t> &&
+                       !std::is_same_v<Input, const char*>) {
+    counted.ended = true;
+  }
+}
+
+// Empty where they do not tell.
+template <class... Inputs>
+std::optional<double> examples_in(std::int64_t batch_dim, const Inputs&... inputs) {
+  CountedExamples counted;
+  (count_examples(inputs, batch_dim, counted), ...);
+  return counted.examples;
+}
+
+}  // namespace lockstep::internal

@@ -1,0 +1,64 @@
+// How many examples a backward has: those of the forwards whose operators are in its graph.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <string>
+
+namespace lockstep::gradient {
+
+// Autograd numbers the nodes of a thread in the order in which they are made, so that a forward's are those between two
+// numbers. One thread: that of the forwards and backwards.
+class BackwardWeights {
+ public:
+  struct Options {
+    std::string caller;  // for messages: "DistributedDataParallel"
+    std::string object;  // and "ddp", as a user would call it
+
+    // Else every backward has the weight 1, unless `add` told another.
+    bool from_forwards = false;
+
+    // Called in a backward that reaches other parameters than the one before.
+    std::function<void()> on_other_parameters = {};
+  };
+  explicit BackwardWeights(Options options) : options_(std::move(options)) {}
+
+  // What the next node will be numbered.
+  static std::uint64_t next_node();
+
+  // A forward made the nodes [begin, now). `examples`: of its inputs, where they tell.
+  void add_forward(std::uint64_t begin, std::optional<double> examples);
+
+  // Adds to the examples of the next backward those of forwards that nobody records.
+  void add(double examples) { told_ = told_.value_or(0) + examples; }
+
+  // To be called once in each backward, while it runs. Throws InvalidArgument where its examples are not known.
+  double of_this_backward();
+
+ private:
+  struct Forward {
+    std::uint64_t begin = 0, end = 0;  // numbers of nodes
+    std::optional<double> examples;
+    int backward = -1;  // autograd's number of the last one that this forward was found in
+  };
+  struct Found {
+    bool any = false, unknown = false;
+    double examples = 0;
+    std::uint64_t newest = 0;      // node
+    std::uint64_t parameters = 0;  // a hash of those that the graph reaches
+  };
+
+  Forward* forward_of(std::uint64_t node);
+  Found look_through(int backward);
+
+  const Options options_;
+  std::deque<Forward> forwards_;  // by ascending numbers
+  std::optional<double> told_;
+  std::uint64_t told_until_ = 0;  // the node that came next when what `add` told was last used
+  double last_told_ = 1;
+  std::uint64_t parameters_ = 0;  // of the last backward
+};
+
+}  // namespace lockstep::gradient
