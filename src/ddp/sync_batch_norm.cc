@@ -26,35 +26,54 @@ constexpr std::chrono::minutes kTimeout(30);
 
 Deadline soon() { return Deadline::after(kTimeout); }
 
+// A converted layer. The ranks of its Group synchronize while it trains, as PyTorch's; in eval() a layer without
+// running statistics normalizes each rank's batch by itself.
+struct Layer {
+  Layer(const std::shared_ptr<torch::nn::Module>& of, const std::string& name, std::shared_ptr<const Group> among)
+      : module(of),
+        group(std::move(among)),
+        forward(text("the statistics of the batch normalization \"", name, "\"")),
+        backward(text("the gradients of the batch normalization \"", name, "\"")) {}
+
+  bool trains() const {
+    const auto alive = module.lock();
+    return alive == nullptr || alive->is_training();
+  }
+
+  const std::weak_ptr<torch::nn::Module> module;
+  const std::shared_ptr<const Group> group;
+  const Purpose forward, backward;
+};
+
 // Which tensors belong to converted layers. Tensors are held by weak references, so that no other tensor gets the
 // address of a remembered one.
 class Converted {
  public:
-  void add(const Tensor& tensor, std::shared_ptr<const Group> group) {
+  void add(const Tensor& tensor, std::shared_ptr<const Layer> layer) {
     MutexLock lock(mutex_);
-    std::erase_if(groups_, [](const auto& entry) { return entry.second.tensor.expired(); });
-    groups_.insert_or_assign(tensor.unsafeGetTensorImpl(),
-                             Entry{WeakTensor(tensor.getIntrusivePtr()), std::move(group)});
+    std::erase_if(layers_, [](const auto& entry) { return entry.second.tensor.expired(); });
+    layers_.insert_or_assign(tensor.unsafeGetTensorImpl(),
+                             Entry{WeakTensor(tensor.getIntrusivePtr()), std::move(layer)});
     any_.store(true, std::memory_order_release);
   }
 
-  std::shared_ptr<const Group> group_of(const OptionalTensor& tensor) {
+  std::shared_ptr<const Layer> layer_of(const OptionalTensor& tensor) {
     if (!any_.load(std::memory_order_acquire) || !tensor || !tensor->defined()) return nullptr;
     MutexLock lock(mutex_);
-    const auto found = groups_.find(tensor->unsafeGetTensorImpl());
-    return found == groups_.end() ? nullptr : found->second.group;
+    const auto found = layers_.find(tensor->unsafeGetTensorImpl());
+    return found == layers_.end() ? nullptr : found->second.layer;
   }
 
  private:
   using WeakTensor = c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>;
   struct Entry {
     WeakTensor tensor;
-    std::shared_ptr<const Group> group;
+    std::shared_ptr<const Layer> layer;
   };
 
   std::atomic<bool> any_{false};
   Mutex mutex_;
-  std::unordered_map<const at::TensorImpl*, Entry> groups_ LOCKSTEP_GUARDED_BY(mutex_);
+  std::unordered_map<const at::TensorImpl*, Entry> layers_ LOCKSTEP_GUARDED_BY(mutex_);
 };
 
 Converted& converted() {
@@ -62,32 +81,34 @@ Converted& converted() {
   return layers;
 }
 
-Tensor summed(const Tensor& values, const Group& group) {
+Tensor summed(const Tensor& values, const Group& group, Purpose purpose) {
   auto sum = values.to(at::kCPU, at::kDouble).contiguous().clone();
-  group.all_reduce({sum.data_ptr(), static_cast<std::size_t>(sum.numel()), DType::float64}, ReduceOp::sum, soon());
+  auto call = Call::all_reduce({sum.data_ptr(), static_cast<std::size_t>(sum.numel()), DType::float64}, ReduceOp::sum);
+  call.purpose = purpose;
+  group.run(call, soon());
   return sum.to(values.options());
 }
 
-struct GroupHolder : torch::CustomClassHolder {
-  explicit GroupHolder(std::shared_ptr<const Group> g) : group(std::move(g)) {}
-  std::shared_ptr<const Group> group;
+struct LayerHolder : torch::CustomClassHolder {
+  explicit LayerHolder(std::shared_ptr<const Layer> of) : layer(std::move(of)) {}
+  std::shared_ptr<const Layer> layer;
 };
 
 // The sum over all ranks. Backward sums the ranks' gradients, each times its examples: each rank's loss is a mean over
 // its own examples, and counts for as many in the mean over all.
 struct SumOverRanks : torch::autograd::Function<SumOverRanks> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& values,
-                        const c10::intrusive_ptr<GroupHolder>& holder, double examples) {
-    context->saved_data["group"] = c10::IValue::make_capsule(holder);
+                        const c10::intrusive_ptr<LayerHolder>& holder, double examples) {
+    context->saved_data["layer"] = c10::IValue::make_capsule(holder);
     context->saved_data["examples"] = examples;
-    return summed(values, *holder->group);
+    return summed(values, *holder->layer->group, holder->layer->forward);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& gradients) {
-    const auto holder = c10::static_intrusive_pointer_cast<GroupHolder>(context->saved_data["group"].toCapsule());
+    const auto layer = c10::static_intrusive_pointer_cast<LayerHolder>(context->saved_data["layer"].toCapsule())->layer;
     const double examples = context->saved_data["examples"].toDouble();
-    const auto sum = summed(gradients[0] * examples, *holder->group);
+    const auto sum = summed(gradients[0] * examples, *layer->group, layer->backward);
     return {examples > 0 ? sum / examples : at::zeros_like(sum), Tensor(), Tensor()};
   }
 };
@@ -100,10 +121,10 @@ void update_running(const OptionalTensor& running, const Tensor& now, double mom
 
 Tensor normalized_over_ranks(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
                              const OptionalTensor& running_mean, const OptionalTensor& running_var, double momentum,
-                             double eps, std::shared_ptr<const Group> group) {
+                             double eps, std::shared_ptr<const Layer> layer) {
   // Counts and sums need more than 16 bits.
   const auto x = input.scalar_type() == at::kDouble ? input : input.to(at::kFloat);
-  const auto holder = c10::make_intrusive<GroupHolder>(std::move(group));
+  const auto holder = c10::make_intrusive<LayerHolder>(std::move(layer));
   const auto examples = static_cast<double>(x.size(0));
   const auto channels = x.size(1);
   std::vector<std::int64_t> others(static_cast<std::size_t>(x.dim()) - 1), shape(static_cast<std::size_t>(x.dim()), 1);
@@ -130,28 +151,30 @@ Tensor normalized_over_ranks(const Tensor& input, const OptionalTensor& weight, 
 Tensor batch_norm(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& bias,
                   const OptionalTensor& running_mean, const OptionalTensor& running_var, bool training, double momentum,
                   double eps, bool cudnn_enabled) {
-  auto group = training ? converted().group_of(running_mean) : nullptr;
-  if (training && !group) group = converted().group_of(weight);
-  if (!group) {
+  auto layer = training ? converted().layer_of(running_mean) : nullptr;
+  if (training && !layer) layer = converted().layer_of(weight);
+  if (!layer || !layer->trains()) {
     return at::compositeimplicitautograd::batch_norm(x, weight, bias, running_mean, running_var, training, momentum,
                                                      eps, cudnn_enabled);
   }
-  return normalized_over_ranks(x, weight, bias, running_mean, running_var, momentum, eps, std::move(group));
+  return normalized_over_ranks(x, weight, bias, running_mean, running_var, momentum, eps, std::move(layer));
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) { library.impl("batch_norm", TORCH_FN(batch_norm)); }
 TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) { library.impl("batch_norm", TORCH_FN(batch_norm)); }
 
-template <class Layer>
-bool convert(torch::nn::Module& module, const std::string& name, const std::shared_ptr<const Group>& group) {
-  auto* const layer = module.as<Layer>();
+template <class BatchNorm>
+bool convert(const std::shared_ptr<torch::nn::Module>& module, const std::string& name,
+             const std::shared_ptr<const Group>& group) {
+  auto* const layer = module->as<BatchNorm>();
   if (layer == nullptr) return false;
   if (!layer->weight.defined() && !layer->running_mean.defined()) {
     throw InvalidArgument(
         text("convert_sync_batchnorm: the layer \"", name, "\" has neither weights nor running statistics"));
   }
-  if (layer->running_mean.defined()) converted().add(layer->running_mean, group);
-  if (layer->weight.defined()) converted().add(layer->weight, group);
+  const auto made = std::make_shared<const Layer>(module, name, group);
+  if (layer->running_mean.defined()) converted().add(layer->running_mean, made);
+  if (layer->weight.defined()) converted().add(layer->weight, made);
   return true;
 }
 
@@ -160,10 +183,10 @@ bool convert(torch::nn::Module& module, const std::string& name, const std::shar
 void convert_sync_batchnorm(torch::nn::Module& module, const Group& group) {
   const std::shared_ptr<const Group> own = group.split(0, group.rank(), soon());
   for (const auto& part : module.named_modules()) {
-    convert<torch::nn::BatchNorm1dImpl>(*part.value(), part.key(), own) ||
-        convert<torch::nn::BatchNorm2dImpl>(*part.value(), part.key(), own) ||
-        convert<torch::nn::BatchNorm3dImpl>(*part.value(), part.key(), own) ||
-        convert<SyncBatchNormImpl>(*part.value(), part.key(), own);
+    convert<torch::nn::BatchNorm1dImpl>(part.value(), part.key(), own) ||
+        convert<torch::nn::BatchNorm2dImpl>(part.value(), part.key(), own) ||
+        convert<torch::nn::BatchNorm3dImpl>(part.value(), part.key(), own) ||
+        convert<SyncBatchNormImpl>(part.value(), part.key(), own);
   }
 }
 
@@ -176,8 +199,8 @@ void SyncBatchNormImpl::_check_input_dim(const Tensor& x) {
 Tensor SyncBatchNormImpl::forward(const Tensor& x) {
   _check_input_dim(x);
   const bool by_batch = is_training() || !options.track_running_stats();
-  const bool is_converted = converted().group_of(running_mean) || converted().group_of(weight);
-  if (by_batch && !is_converted && x.numel() == x.size(1)) {
+  const bool is_converted = converted().layer_of(running_mean) || converted().layer_of(weight);
+  if (by_batch && !(is_converted && is_training()) && x.numel() == x.size(1)) {
     throw InvalidArgument(text("SyncBatchNorm: the input has shape ", x.sizes(),
                                ", one value per channel, and convert_sync_batchnorm gave the layer no other ranks"));
   }
