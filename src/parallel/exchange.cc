@@ -7,22 +7,33 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "base/text.h"
+#include "collective/backward_purpose.h"
 #include "lockstep/gradient/tensor_collectives.h"
 
 namespace lockstep::parallel {
 namespace {
 
+const Purpose kExchange("an exchange inside the model");  // of callers that told none
+
+void run(Call call, const Communicator& ranks) {
+  call.purpose = ranks.purpose();
+  ranks.group().run(call, ranks.deadline());
+}
+
 Tensor sum(Tensor x, const Communicator& ranks) {
   const bool is_ours = x.is_contiguous() && x.use_count() == 1 && x.storage().use_count() == 1;
   if (!is_ours) x = x.clone(at::MemoryFormat::Contiguous);
-  all_reduce(ranks.group(), x, ReduceOp::sum, ranks.deadline());
-  return x;
+  const auto host = x.cpu();
+  run(Call::all_reduce(buffer_of(host), ReduceOp::sum), ranks);
+  return x.is_cpu() ? x : x.copy_(host);
 }
 
 Tensor sum_and_divide(const Tensor& x, const Communicator& ranks, std::int64_t dim) {
   part_of(x, dim, 0, ranks.size());  // throws where it cannot be divided
-  const auto parts = at::stack(x.chunk(ranks.size(), dim));
-  return reduce_scatter(ranks.group(), parts, ReduceOp::sum, ranks.deadline()).squeeze(0);
+  const auto parts = at::stack(x.chunk(ranks.size(), dim)).cpu();
+  const auto mine = at::empty(parts.sizes().slice(1), parts.options());
+  run(Call::reduce_scatter(buffer_of(parts), buffer_of(mine), ReduceOp::sum), ranks);
+  return mine.to(x.device());
 }
 
 Tensor gather(const Tensor& x, const Communicator& ranks, std::int64_t dim) {
@@ -30,7 +41,7 @@ Tensor gather(const Tensor& x, const Communicator& ranks, std::int64_t dim) {
   sizes.insert(sizes.begin(), ranks.size());
   const auto host = x.cpu().contiguous();
   const auto parts = at::empty(sizes, host.options());
-  ranks.group().all_gather(buffer_of(host), buffer_of(parts), ranks.deadline());
+  run(Call::all_gather(buffer_of(host), buffer_of(parts)), ranks);
   const auto before = at::maybe_wrap_dim(dim, x.dim());
   return parts.to(x.device()).movedim(0, before).flatten(before, before + 1);
 }
@@ -55,7 +66,8 @@ struct Exchanged : torch::autograd::Function<Exchanged> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list& gradients) {
-    const auto ranks = communicator_in(context->saved_data["ranks"]);
+    const auto of_forward = communicator_in(context->saved_data["ranks"]);
+    const auto ranks = of_forward.with_purpose(collective::backward_of(of_forward.purpose()));
     const auto forward = static_cast<Exchange>(context->saved_data["forward"].toInt());
     const auto backward = static_cast<Exchange>(context->saved_data["backward"].toInt());
     const auto dim = context->saved_data["dim"].toInt();
@@ -95,7 +107,7 @@ Tensor exchange(Tensor x, const Communicator& ranks, Exchange what, std::int64_t
 
 Tensor exchange(const Tensor& x, const Communicator& ranks, Exchange forward, Exchange backward, std::int64_t dim) {
   if (ranks.size() == 1) return x;
-  return Exchanged::apply(x, ranks, forward, backward, dim);
+  return Exchanged::apply(x, ranks.purpose().told() ? ranks : ranks.with_purpose(kExchange), forward, backward, dim);
 }
 
 }  // namespace lockstep::parallel

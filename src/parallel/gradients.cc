@@ -11,6 +11,8 @@
 namespace lockstep {
 namespace {
 
+const Purpose kCounts("the examples of average_gradients"), kMeans("the gradients of average_gradients");
+
 void check_equal(double examples_times_ranks, double total) {
   if (examples_times_ranks == total) return;
   throw InvalidArgument(
@@ -26,20 +28,29 @@ void average_gradients(const std::vector<Tensor>& parameters, const Communicator
         "average_gradients: gradients of fully_shard's parameters are means over these ranks already");
   if (ranks.size() == 1) return;
   if (!(examples >= 0)) throw InvalidArgument(text("average_gradients: examples is ", examples));
-  double total = examples;
-  ranks.sum({&total, 1});
   const at::NoGradGuard no_gradient;
+  std::vector<Tensor> averaged;
+  for (const auto& parameter : parallel::unique(parameters)) {
+    if (parameter.requires_grad()) averaged.push_back(parameter);
+  }
+  // The examples, and how many ranks have each gradient.
+  std::vector<double> counts{examples};
+  for (const auto& parameter : averaged) counts.push_back(parameter.grad().defined() ? 1 : 0);
+  ranks.with_purpose(kCounts).sum(counts);
+  const double total = counts[0];
   std::vector<std::pair<Tensor, Tensor>> sent;  // gradients, and where they lie in host memory
   std::vector<Call> calls;
-  for (const auto& parameter : parallel::unique(parameters)) {
-    if (!parameter.requires_grad()) continue;
+  for (std::size_t i = 0; i < averaged.size(); ++i) {
+    const auto& parameter = averaged[i];
     auto& gradient = parameter.mutable_grad();
-    gradient = gradient.defined() ? gradient.contiguous() : at::zeros_like(parameter, at::MemoryFormat::Contiguous);
+    if (gradient.defined()) gradient = (gradient.is_sparse() ? gradient.to_dense() : gradient).contiguous();
     if (parallel::is_divided_among(parameter, ranks)) {
       check_equal(examples * ranks.size(), total);
-      gradient.mul_(1.0 / ranks.size());
+      if (gradient.defined()) gradient.mul_(1.0 / ranks.size());
       continue;
     }
+    if (counts[i + 1] == 0) continue;
+    if (!gradient.defined()) gradient = at::zeros_like(parameter, at::MemoryFormat::Contiguous);
     if (examples == 0) {
       gradient.zero_();  // the mean over no examples is no number
     } else {
@@ -47,6 +58,7 @@ void average_gradients(const std::vector<Tensor>& parameters, const Communicator
     }
     sent.emplace_back(gradient, gradient.cpu());
     calls.push_back(Call::all_reduce(buffer_of(sent.back().second), ReduceOp::sum));
+    calls.back().purpose = kMeans;
   }
   ranks.group().run(calls, ranks.deadline());
   for (const auto& [gradient, host] : sent) {

@@ -9,6 +9,11 @@
 #include "parallel/gradient_norm.h"
 
 namespace lockstep::parallel {
+namespace {
+
+const Purpose kThere("finding which gradients the ranks have"), kSums("the gradients that the ranks share");
+
+}  // namespace
 
 bool is_divided_among(const Tensor& parameter, const Communicator& ranks) {
   const auto partial = partial_of(parameter);
@@ -25,7 +30,7 @@ void sum_gradients(const std::vector<Tensor>& parameters, const Communicator& ra
     shared.push_back(parameter);
     there.push_back(parameter.grad().defined() ? 1 : 0);
   }
-  ranks.sum(there);
+  ranks.with_purpose(kThere).sum(there);
   std::vector<std::pair<Tensor, Tensor>> sent;  // gradients, and where they lie in host memory
   std::vector<Call> calls;
   for (std::size_t i = 0; i < shared.size(); ++i) {
@@ -35,6 +40,7 @@ void sum_gradients(const std::vector<Tensor>& parameters, const Communicator& ra
     gradient = gradient.defined() ? gradient.contiguous() : at::zeros_like(shared[i], at::MemoryFormat::Contiguous);
     sent.emplace_back(gradient, gradient.cpu());
     calls.push_back(Call::all_reduce(buffer_of(sent.back().second), ReduceOp::sum));
+    calls.back().purpose = kSums;
   }
   ranks.group().run(calls, ranks.deadline());
   for (const auto& [gradient, host] : sent) {

@@ -28,7 +28,8 @@ struct Change {
 
 class Planner {
  public:
-  Planner(torch::nn::Module& module, const Communicator& ranks) : module_(module), ranks_(ranks) {
+  Planner(torch::nn::Module& module, const Communicator& ranks)
+      : module_(module), ranks_(ranks), number_(ranks.group().next_number() + 1) {
     for (const auto& each : module.named_modules("", /*include_self=*/false))
       modules_.push_back({each.key(), each.value().get()});
     modules_.push_back({"", &module});
@@ -61,7 +62,8 @@ class Planner {
       any = true;
       check_dim(each.key(), each.value(), style.dim);
       const parallel::Division division{.dim = style.dim < 0 ? style.dim + each.value().dim() : style.dim};
-      add_change(each.key(), each.value(), std::make_shared<DividedParameter>(each.key(), division, ranks_));
+      add_change(each.key(), each.value(),
+                 std::make_shared<DividedParameter>(each.key(), division, ranks_for(each.key())));
     }
     if (!any) fail_no_match(pattern, "parameter", module_.named_parameters().keys());
   }
@@ -77,16 +79,17 @@ class Planner {
     const auto name = name_in(found, "weight");
     if (const auto* const embedding = found.module->as<torch::nn::EmbeddingImpl>()) {
       check_embedding(found.name, embedding->options);
-      add_change(name, *weight, std::make_shared<DividedEmbedding<Style>>(found.name, style, ranks_));
+      add_change(name, *weight, std::make_shared<DividedEmbedding<Style>>(found.name, style, ranks_for(name)));
     } else {
-      add_change(name, *weight, std::make_shared<DividedLinear<Style>>(found.name, *weight, style, ranks_));
+      add_change(name, *weight, std::make_shared<DividedLinear<Style>>(found.name, *weight, style, ranks_for(name)));
       if (const auto* const bias = parameters.find("bias")) add_bias(found, *bias, style);
     }
   }
 
   void add_module(const Found& found, const SequenceParallel&) {
     for (const auto& each : found.module->named_parameters()) {
-      add_change(name_in(found, each.key()), each.value(), std::make_shared<parallel::SequencePart>(ranks_));
+      const auto name = name_in(found, each.key());
+      add_change(name, each.value(), std::make_shared<parallel::SequencePart>(ranks_for(name)));
     }
   }
 
@@ -98,12 +101,14 @@ class Planner {
   }
 
   void add_bias(const Found& layer, const Tensor& bias, const ColwiseParallel& style) {
-    add_change(name_in(layer, "bias"), bias, std::make_shared<parallel::DividedBias>(layer.name, style, ranks_));
+    const auto name = name_in(layer, "bias");
+    add_change(name, bias, std::make_shared<parallel::DividedBias>(layer.name, style, ranks_for(name)));
   }
 
   void add_bias(const Found& layer, const Tensor& bias, const RowwiseParallel& style) {
     if (std::holds_alternative<Replicate>(style.output)) return;
-    add_change(name_in(layer, "bias"), bias, std::make_shared<parallel::SequencePart>(ranks_));
+    const auto name = name_in(layer, "bias");
+    add_change(name, bias, std::make_shared<parallel::SequencePart>(ranks_for(name)));
   }
 
   void add_change(const std::string& name, const Tensor& parameter, std::shared_ptr<ops::ParameterHook> hook) {
@@ -145,6 +150,11 @@ class Planner {
         text("parallelize_module: Shard{", dim, "} of ", name, ", which has shape ", parameter.sizes()));
   }
 
+  // Whose calls are for one parameter of this model.
+  Communicator ranks_for(const std::string& parameter) const {
+    return ranks_.with_purpose(Purpose(text(parameter, " in parallelize_module ", number_)));
+  }
+
   static std::string name_in(const Found& module, const std::string& parameter) {
     return module.name.empty() ? parameter : module.name + "." + parameter;
   }
@@ -168,6 +178,7 @@ class Planner {
 
   torch::nn::Module& module_;
   const Communicator& ranks_;
+  const std::int64_t number_;
   std::vector<Found> modules_;
   std::vector<Change> changes_;
 };
@@ -222,7 +233,7 @@ void parallelize_module(torch::nn::Module& module, const Communicator& ranks, co
   auto tensors = module.parameters();
   const auto buffers = module.buffers();
   tensors.insert(tensors.end(), buffers.begin(), buffers.end());
-  broadcast(ranks, tensors);
+  broadcast(ranks.with_purpose(Purpose("the first values of parallelize_module")), tensors);
   apply(changes, ranks);
 }
 

@@ -11,7 +11,8 @@ namespace lockstep {
 // Gives all ranks, each of which has its part of the batch (mesh["data"]), the mean of their gradients, weighted by the
 // `examples` of each. A parameter that is divided among these ranks, or an expert's, has the sum over all ranks
 // already, which becomes the mean; then all must have as many examples, or it throws InvalidArgument. Where only some
-// ranks have a gradient, it counts as zero on the others. For gradients that were summed over several backwards, such
+// ranks have a gradient, it counts as zero on the others; where none has, it stays undefined, so that optimizers leave
+// the parameter as it is. Sparse gradients become dense. For gradients that were summed over several backwards, such
 // as a Pipeline's; DistributedDataParallel does so while backward goes on.
 void average_gradients(const std::vector<Tensor>& parameters, const Communicator& ranks, double examples = 1);
 
