@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 
+#include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/context_parallel.h"
 #include "ops/replica_random.h"
@@ -50,7 +51,18 @@ struct Forward : torch::CustomClassHolder {
   std::optional<ForwardState> state;
 
   Tensor operator()(const Tensor& x) const { return function(*module, x); }
+
+  // Changes with every operator that writes a parameter.
+  std::int64_t version_of_parameters() const {
+    std::int64_t sum = 0;
+    for (const auto& parameter : module->parameters()) sum += parameter._version();
+    return sum;
+  }
 };
+
+[[noreturn]] void throw_changed(const torch::nn::Module& module, const char* what) {
+  throw InvalidArgument(text("recompute: ", module.name(), what));
+}
 
 // The module's parameters are inputs, so that their gradients come where backward expects them.
 struct Recompute : torch::autograd::Function<Recompute> {
@@ -60,7 +72,14 @@ struct Recompute : torch::autograd::Function<Recompute> {
     context->saved_data["forward"] = c10::IValue::make_capsule(forward);
     context->saved_data["needs_gradient"] = x.requires_grad();
     context->save_for_backward({x});
+    const auto before = x._version();
     const auto y = (*forward)(x);
+    if (x._version() != before) {
+      throw_changed(*forward->module,
+                    " changes its input in place, from which its second forward would compute something else: let it "
+                    "change a clone, as x = x.clone()");
+    }
+    context->saved_data["version"] = forward->version_of_parameters();
     return y.is_same(x) ? y.view_as(y) : y;
   }
 
@@ -69,6 +88,11 @@ struct Recompute : torch::autograd::Function<Recompute> {
     if (at::GradMode::is_enabled()) throw InvalidArgument("recompute cannot be differentiated twice");
     const auto forward = c10::static_intrusive_pointer_cast<Forward>(context->saved_data["forward"].toCapsule());
     const bool needs_gradient = context->saved_data["needs_gradient"].toBool();
+    if (forward->version_of_parameters() != context->saved_data["version"].toInt()) {
+      throw_changed(*forward->module,
+                    "'s parameters have changed since its forward, so that its second forward would compute something "
+                    "else: change them after the backward");
+    }
     auto x = context->get_saved_variables()[0].detach();
     if (needs_gradient) x.requires_grad_();
     Tensor y;

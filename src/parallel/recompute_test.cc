@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/dropout.h>
 
+#include <functional>
 #include <set>
 
 #include "base/expect_says_testing.h"
@@ -100,6 +101,45 @@ TEST(Recompute, GoesWithShardedParameters) {
     Communicator(group).sum({&squares, 1});
     EXPECT_NEAR(squares, expected, 1e-9 * expected);
   });
+}
+
+struct Scaled : torch::nn::Module {
+  explicit Scaled(std::function<void(at::Tensor&)> change) : change_(std::move(change)) {
+    weight = register_parameter("weight", at::ones({3}, at::kDouble));
+  }
+  at::Tensor forward(at::Tensor x) {
+    change_(x);
+    return weight * x;
+  }
+  at::Tensor weight;
+  const std::function<void(at::Tensor&)> change_;
+};
+
+// Its second forward would begin with what the first one left.
+TEST(Recompute, RefusesAModuleThatChangesItsInput) {
+  const auto x = at::arange(1, 4, at::kDouble);
+  for (const std::function<void(at::Tensor&)>& change :
+       {std::function([](at::Tensor& of) { of.mul_(2); }), std::function([](at::Tensor& of) { of[0] = 5; }),
+        std::function([](at::Tensor& of) {
+          of.view({3, 1}).relu_();
+        })}) {
+    auto module = std::make_shared<Scaled>(change);
+    expect_says(message_of<InvalidArgument>([&] { recompute(module, x.clone()); }), "changes its input in place");
+  }
+  auto module = std::make_shared<Scaled>([](at::Tensor& of) { of = of.clone().mul_(2); });
+  recompute(module, x).sum().backward();
+  EXPECT_TRUE(at::equal(module->weight.grad(), 2 * x));
+}
+
+TEST(Recompute, RefusesParametersThatChangedSinceForward) {
+  auto module = std::make_shared<Scaled>([](at::Tensor&) {});
+  const auto x = at::ones({3}, at::kDouble).requires_grad_();
+  const auto y = recompute(module, x);
+  {
+    const at::NoGradGuard no_gradient;
+    module->weight.mul_(3);
+  }
+  expect_says(message_of<InvalidArgument>([&] { y.sum().backward(); }), "parameters have changed since its forward");
 }
 
 TEST(Recompute, CannotBeDifferentiatedTwice) {
