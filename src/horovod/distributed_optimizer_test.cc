@@ -252,6 +252,8 @@ TEST(Horovod, AnOptimizerThatIsWrappedAnewKeepsItsRanks) {
 TEST(Horovod, ARankThatHasJoinedAnswersSeveralOptimizersOfOneBackward) {
   on_ranks(2, [](int rank) {
     torch::nn::Linear first(4, 3), second(3, 2);
+    hvd::broadcast_parameters(*first, 0);
+    hvd::broadcast_parameters(*second, 0);
     torch::optim::SGD of_first(first->parameters(), 0.1), of_second(second->parameters(), 0.1);
     hvd::DistributedOptimizer one(of_first), other(of_second);
     for (int step = 0; step < (rank == 0 ? 4 : 2); ++step) {
@@ -262,6 +264,43 @@ TEST(Horovod, ARankThatHasJoinedAnswersSeveralOptimizersOfOneBackward) {
       other.step();
     }
     EXPECT_EQ(hvd::join(), 0);
+  });
+}
+
+// Backwards after the gradients were reduced add to them, and so does a plain loop's.
+TEST(Horovod, MoreBackwardsThanAStepHasAddUp) {
+  for (const auto op : {hvd::Average, hvd::Sum}) {
+    for (const int passes : {1, 2}) {
+      on_ranks(3, [&](int rank) {
+        auto weight = at::zeros({2}, at::kDouble).requires_grad_();
+        torch::optim::SGD sgd({weight}, 1);
+        hvd::DistributedOptimizer optimizer(sgd, {.op = op, .backward_passes_per_step = passes});
+        double expected = 0;
+        for (int step = 0; step < 2; ++step) {
+          expected = 0;
+          for (int k = 0; k < 3 * passes; ++k) {
+            (weight * (10 * k + rank + 1)).sum().backward();
+            expected += op == hvd::Sum ? 30 * k + 6 : 10 * k + 2;
+          }
+          optimizer.synchronize();
+          EXPECT_TRUE(at::allclose(weight.grad(), at::full({2}, expected, at::kDouble))) << weight.grad() << expected;
+          optimizer.step();
+          optimizer.zero_grad(step == 0);
+        }
+      });
+    }
+  }
+}
+
+TEST(Horovod, RanksThatBeginWithOtherValuesAreNamed) {
+  on_ranks(3, [](int rank) {
+    auto weight = at::full({2}, rank == 1 ? 2.0 : 1.0, at::kDouble).requires_grad_();
+    torch::optim::SGD sgd({weight}, 0.1);
+    hvd::DistributedOptimizer optimizer(sgd);
+    const auto said = message_of<InvalidArgument>([&] { weight.sum().backward(); });
+    expect_says(said, "the ranks begin with other values of its parameters: those of rank 0 have the hash ");
+    expect_says(said, "those of rank 1 ");
+    expect_says(said, "hvd::broadcast_parameters before the first step");
   });
 }
 

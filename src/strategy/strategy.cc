@@ -64,6 +64,20 @@ T fold(ReduceOp op, const PerReplica<T>& values, const auto& smaller, const auto
   return op == ReduceOp::mean ? result / values.size() : result;
 }
 
+// LibTorch would broadcast other shapes, or say in its own words that they do not fit.
+void check_equal_shapes(const PerReplica<Tensor>& values) {
+  for (int i = 0; i < values.size(); ++i) {
+    if (!values[i].defined()) throw InvalidArgument(text("Strategy::reduce: replica ", i, "'s value is undefined"));
+    if (values[i].layout() != at::kStrided)
+      throw InvalidArgument(text("Strategy::reduce: replica ", i, "'s value is sparse; make it dense first"));
+    if (values[i].sizes() == values[0].sizes() && values[i].scalar_type() == values[0].scalar_type()) continue;
+    throw InvalidArgument(text("Strategy::reduce: replica 0's value is ", values[0].scalar_type(), " ",
+                               values[0].sizes(), ", replica ", i, "'s ", values[i].scalar_type(), " ",
+                               values[i].sizes(),
+                               "; all must have one shape and dtype. Strategy::gather takes uneven ones"));
+  }
+}
+
 }  // namespace
 
 StrategyScope::StrategyScope(std::shared_ptr<StrategyImpl> strategy)
@@ -84,6 +98,7 @@ std::vector<std::vector<Tensor>> Strategy::run_program(const internal::StepToRun
 void Strategy::run_on_replicas(const std::function<void(ReplicaContext&)>& function) const { impl_->run(function); }
 
 Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
+  check_equal_shapes(values);
   std::vector<Tensor> together;
   for (const auto& value : values) together.push_back(value.to(values[0].device()));
   const auto here = fold(
@@ -91,9 +106,11 @@ Tensor Strategy::reduce(ReduceOp op, const PerReplica<Tensor>& values) const {
       [](const Tensor& a, const Tensor& b) { return at::maximum(a, b); });
   const auto& workers = impl_->data_workers();
   if (workers.size() == 1) return here;
-  const auto result = here.detach().clone();
-  all_reduce(workers.group(), result, op, workers.deadline());
-  return result;
+  const auto result = here.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true).contiguous();
+  auto call = Call::all_reduce(buffer_of(result), op);
+  call.purpose = Purpose(text("Strategy::reduce of ", here.sizes()));
+  workers.group().run(call, workers.deadline());
+  return result.to(here.device());
 }
 
 double Strategy::reduce(ReduceOp op, const PerReplica<double>& values) const {

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "base/child_process_testing.h"
+#include "base/expect_says_testing.h"
 #include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/random.h"
@@ -58,6 +59,17 @@ TEST(Strategy, ReduceAndGather) {
   EXPECT_TRUE(at::equal(strategy.reduce(ReduceOp::product, values), at::tensor({6.0, -10.0})));
   EXPECT_TRUE(at::equal(strategy.gather(values), at::tensor({1.0, 5.0, 2.0, -1.0, 3.0, 2.0})));
   EXPECT_EQ(strategy.reduce(ReduceOp::mean, PerReplica<double>({1, 2, 6})), 3);
+}
+
+TEST(Strategy, ReduceRefusesUnevenValues) {
+  const MirroredStrategy strategy(2);
+  for (const auto& uneven : {at::ones({3}), at::ones({1}), at::ones({2}, at::kLong)}) {
+    const auto said = message_of<InvalidArgument>([&] {
+      strategy.reduce(ReduceOp::sum, PerReplica<Tensor>({at::ones({2}), uneven}));
+    });
+    expect_says(said, "replica 0's value is Float [2], replica 1's ");
+    expect_says(said, "Strategy::gather takes uneven ones");
+  }
 }
 
 TEST(Strategy, ReplicasReduceAndGatherAmongThemselves) {

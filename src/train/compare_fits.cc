@@ -39,7 +39,13 @@ void compare_callbacks(const ModelImpl& impl, const FitOptions& options) {
 void compare_states(const Model& model) {
   const auto& impl = unwrap(model);
   if (!impl.has_other_fits()) return;
-  if (!impl.gradients->own_data()) impl.parameters->compare_copies(impl.peers());
+  if (impl.gradients->own_data()) {
+    impl.peers().check_all_agree(
+        "first weights (give all those of one, by BroadcastGlobalVariablesCallback or broadcast_parameters)",
+        impl.parameters->hashes());
+  } else {
+    impl.parameters->compare_copies(impl.peers());
+  }
   impl.peers().check_all_agree(
       "starting points (broadcast what one restored at the beginning of the training)",
       text("step ", model.iterations(), "\nepoch ", impl.progress.epoch, "\nbatch ", impl.progress.batch));
