@@ -72,6 +72,21 @@ TEST(DdpParameters, OneOfALayerThatCameLaterIsRefused) {
   }
 }
 
+// Each would reduce its gradients, which would be summed twice.
+TEST(DdpParameters, OneThatTwoWrappersHaveIsRefused) {
+  const auto said = said_on_ranks([](const Group& group) {
+    struct Shares : torch::nn::Module {
+      explicit Shares(const Tensor& weight) : own(register_parameter("own", weight)) {}
+      Tensor forward(const Tensor& x) { return x.matmul(own); }
+      const Tensor own;
+    };
+    const auto weight = at::ones({4, 4}).set_requires_grad(true);
+    DistributedDataParallel ddp(std::make_shared<Shares>(weight), group);
+    DistributedDataParallel second(std::make_shared<Shares>(weight), group);
+  });
+  expect_says(said, "the gradients of the parameter \"own\" are taken by something else already");
+}
+
 // Those of another module, which is trained too, are not this one's.
 TEST(DdpParameters, ThoseOfOtherModulesInTheGraphAreNoneOfItsOwn) {
   collective::expect_no_errors(collective::run_ranks({.group = {.backend = "threads"}}, [](const Group& group) {

@@ -23,6 +23,12 @@ std::vector<BucketSlot> slots_of(const std::vector<std::string>& names, const st
   if (parameters.empty()) throw InvalidArgument("there is no parameter that requires a gradient");
   std::vector<BucketSlot> slots;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (torch::autograd::impl::post_acc_grad_hooks(parameters[i]) != nullptr) {
+      throw InvalidArgument(text("the gradients of the parameter \"", names[i],
+                                 "\" are taken by something else already, such as another DistributedDataParallel or "
+                                 "DistributedOptimizer, which must end before; modules that share a parameter are one "
+                                 "module to be wrapped"));
+    }
     slots.push_back({names[i], parameters[i].scalar_type(), parameters[i].numel()});
   }
   return slots;
@@ -144,7 +150,10 @@ void GradientReducer::on_gradient(std::size_t parameter) {
 
 void GradientReducer::begin_pass() {
   open_ = has_data_ = wants_gradients_ = true;
-  if (accumulated_.backwards == 0) accumulated_ = {1, weight_, weight_ > 0 ? weight_ : 1};  // no backward ran
+  if (accumulated_.backwards == 0) {  // no backward ran
+    if (sum_) keep_sums();
+    accumulated_ = {1, weight_, weight_ > 0 ? weight_ : 1};
+  }
   auto& weights = buckets_.weights();
   const bool scale_known = weights.scale() > 0;
   weights.announce(buckets_.ranks(), accumulated_.weight / accumulated_.backwards, true,

@@ -285,6 +285,8 @@ TEST(Horovod, MoreBackwardsThanAStepHasAddUp) {
           optimizer.synchronize();
           EXPECT_TRUE(at::allclose(weight.grad(), at::full({2}, expected, at::kDouble))) << weight.grad() << expected;
           optimizer.step();
+          optimizer.step();  // with the same gradients
+          EXPECT_TRUE(at::allclose(weight.grad(), at::full({2}, expected, at::kDouble)));
           optimizer.zero_grad(step == 0);
         }
       });

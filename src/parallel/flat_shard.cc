@@ -236,6 +236,7 @@ void FlatShard::take_gradient(std::size_t i, double factor) {
 }
 
 void FlatShard::forget_gradients() {
+  for (const auto& parameter : parameters_) parameter.mutable_grad().reset();  // which a backward left that broke off
   gradients_ = sums_ = Tensor();
   taken_.assign(taken_.size(), false);
 }

@@ -119,7 +119,8 @@ class FullyShardedParameters {
 };
 
 // The module with its shards. Call the module through this, `sharded(x)`: `sharded->forward(x)` is the module's own, of
-// which nothing is known, and throws where shards have changed since values were gathered.
+// which nothing is known. Its backward throws; and so does its forward where an operator has changed shards since their
+// values were gathered, which LibTorch's optimizers hide: call release() before.
 template <class M>
 class FullySharded : public FullyShardedParameters {
  public:
