@@ -22,6 +22,7 @@ class FileDescriptor {
 
   int get() const { return fd_; }
   bool open() const { return fd_ >= 0; }
+  int release() { return std::exchange(fd_, -1); }  // whoever called it closes it
 
  private:
   int fd_ = -1;

@@ -15,8 +15,10 @@
 #include "cluster/resolvers.h"
 #include "cluster/store_backend.h"
 #include "cluster/store_bootstrap.h"
+#include "cluster/store_server.h"
 #include "cluster/watch_launcher.h"
 #include "lockstep/base/error.h"
+#include "transport/handshake.h"
 #include "transport/socket.h"
 
 namespace lockstep::cluster {
@@ -27,28 +29,35 @@ std::string key_of_refusal(const std::string& rank, const std::string& restart) 
 
 namespace {
 
-// Where nobody names a port, all ranks try the same ones, in the same order, below those that the system gives out.
-constexpr int kCandidates = 16;
+// Where nobody names a port, all ranks try the same ones, in the same order, below those that the system gives out. The
+// second half follows from the token too: another user of the host cannot know and take them before rank 0.
+constexpr int kCandidates = 16, kPublicCandidates = kCandidates / 2;
 constexpr int kFirstPort = 10'000, kPorts = 20'000;
 constexpr std::chrono::milliseconds kBetweenRounds(50);
-constexpr std::chrono::seconds kForConnecting(1), kForAnswer(2);
+constexpr std::chrono::seconds kToProve(2), kForAnswer(2);
 constexpr const char* kJob = "job";
 constexpr const char* kStore = "the store's address";
 
-int candidate_port(const Cluster& cluster, int index) {
-  const auto hash = mix(hash_of(cluster.job), static_cast<std::uint64_t>(index));
-  return kFirstPort + static_cast<int>(hash % kPorts);
+int candidate_port(const Cluster& cluster, const Access& access, int index) {
+  const auto of_job = hash_of(cluster.job);
+  const auto secret = index < kPublicCandidates ? of_job : transport::secret_number(access, cluster.job);
+  return kFirstPort + static_cast<int>(mix(secret, static_cast<std::uint64_t>(index)) % kPorts);
 }
 
-std::string candidate(const Cluster& cluster, int index) {
-  return transport::with_port(cluster.store, candidate_port(cluster, index));
+std::vector<std::string> candidates(const Cluster& cluster, const Access& access) {
+  std::vector<std::string> addresses;
+  for (int i = 0; i < kCandidates; ++i) {
+    addresses.push_back(transport::with_port(cluster.store, candidate_port(cluster, access, i)));
+  }
+  return addresses;
 }
 
 Store hold_somewhere(const Cluster& cluster, Deadline deadline) {
+  const auto access = access_of_environment();
   std::string problem;
   for (int i = 0; i < kCandidates; ++i) {
     try {
-      const auto store = hold_at(cluster.store, candidate_port(cluster, i));
+      const auto store = hold_at(cluster.store, candidate_port(cluster, access, i), access);
       store.set(kJob, cluster.job, deadline);
       return store;
     } catch (const ClusterError& error) {
@@ -58,26 +67,36 @@ Store hold_somewhere(const Cluster& cluster, Deadline deadline) {
   throw ClusterError(text("rank 0 can hold no store: ", problem));
 }
 
-// Another job's store, or another program, may answer at a candidate port.
+// The store of the job among `addresses`. Another job's store, or another program, may answer at any of them.
+std::optional<Store> find_among(std::vector<std::string> addresses, const std::string& job, const Access& access,
+                                std::string& problem) {
+  while (const auto found =
+             transport::first_that_proves(addresses, access, store_greeting(), Deadline::after(kToProve), problem)) {
+    const auto at = addresses[*found];
+    try {
+      const auto store = Store::connect(at, Deadline::after(kForAnswer), access);
+      if (store.get(kJob, Deadline::after(kForAnswer)) == job) return store;
+      problem = text("another job's answers at ", at);
+    } catch (const ClusterError& error) {
+      problem = error.what();
+    } catch (const DeadlineExceeded& error) {
+      problem = error.what();
+    }
+    addresses.erase(addresses.begin() + static_cast<std::ptrdiff_t>(*found));
+  }
+  return std::nullopt;
+}
+
 Store find(const Cluster& cluster, Deadline deadline) {
+  const auto access = access_of_environment();
+  const auto addresses = candidates(cluster, access);
   std::string problem = "nobody answers there";
   while (true) {
-    for (int i = 0; i < kCandidates; ++i) {
-      try {
-        if (!transport::answers_at(candidate(cluster, i), Deadline::after(kForConnecting))) continue;
-        const auto store = Store::connect(candidate(cluster, i), Deadline::after(kForAnswer));
-        if (store.get(kJob, Deadline::after(kForAnswer)) == cluster.job) return store;
-        problem = "another job's answers there";
-      } catch (const ClusterError& error) {
-        problem = error.what();
-      } catch (const DeadlineExceeded& error) {
-        problem = error.what();
-      }
-    }
+    if (auto store = find_among(addresses, cluster.job, access, problem)) return *store;
     if (deadline.passed()) {
       throw DeadlineExceeded("finding rank 0", deadline.waited(), {0},
-                             text(" (the store of job \"", cluster.job, "\" is not at ", candidate(cluster, 0),
-                                  " or the ", kCandidates - 1, " places after it: ", problem, ")"));
+                             text(" (the store of job \"", cluster.job, "\" is not at ", addresses[0], " or the ",
+                                  kCandidates - 1, " places after it: ", problem, ")"));
     }
     std::this_thread::sleep_for(kBetweenRounds);
   }

@@ -13,6 +13,7 @@
 #include "base/log.h"
 #include "base/text.h"
 #include "cluster/strings.h"
+#include "lockstep/base/error.h"
 #include "transport/socket.h"
 
 namespace lockstep::cluster {
@@ -23,6 +24,19 @@ constexpr std::chrono::seconds kToLetGo(1);
 }  // namespace
 
 transport::Greeting store_greeting() { return {.protocol = {'s', 't', 'o', 'r', 'e'}}; }
+
+std::string seal_frame(transport::Seal& seal, std::uint32_t code, const std::string& packed) {
+  return seal.close(std::string(reinterpret_cast<const char*>(&code), sizeof code) + packed);
+}
+
+OpenedFrame open_frame(transport::Seal& seal, std::string_view sealed) {
+  const auto message = seal.open(sealed);
+  OpenedFrame frame{};
+  if (message.size() < sizeof frame.code) throw ClusterError("a message without a code");
+  std::memcpy(&frame.code, message.data(), sizeof frame.code);
+  frame.items = unpack(std::string_view(message).substr(sizeof frame.code));
+  return frame;
+}
 
 StoreServer::StoreServer(const std::string& address, Access access)
     : access_(std::move(access)),
@@ -35,7 +49,8 @@ StoreServer::StoreServer(const std::string& address, Access access)
 StoreServer::~StoreServer() { eventfd_write(stop_.get(), 1); }
 
 void StoreServer::serve() {
-  transport::Acceptor acceptor(listener_, access_, store_greeting(), [](const transport::Greeting&) { return ""; });
+  transport::Acceptor acceptor(
+      listener_, access_, store_greeting(), [](const transport::Greeting&) { return ""; }, transport::Bound::to_port);
   std::optional<Deadline> last;  // once the store is to end
   while (!last || !(clients_.empty() || last->passed())) {
     std::vector<pollfd> polls{{last ? -1 : stop_.get(), POLLIN, 0}};
@@ -54,7 +69,8 @@ void StoreServer::serve() {
     for (auto& client : clients_) flush(*client);
     remove_closed();
     for (auto& accepted : acceptor.advance(std::span(polls).subspan(members))) {
-      clients_.push_back(std::make_unique<Client>(Client{std::move(accepted.socket)}));
+      clients_.push_back(
+          std::make_unique<Client>(Client{std::move(accepted.socket), {accepted.keys, transport::End::accepts}}));
     }
   }
 }
@@ -86,22 +102,27 @@ void StoreServer::read(Client& client) {
 
 // Handles the next request; false where it has not arrived completely.
 bool StoreServer::take_next(Client& client) {
-  StoreFrame frame;
-  if (client.in.size() < sizeof frame) return false;
-  std::memcpy(&frame, client.in.data(), sizeof frame);
-  if (frame.length > StoreFrame::kLongest) {
-    turn_away(client, text("a request of ", frame.length, " bytes"));
+  std::uint32_t length = 0;
+  if (client.in.size() < sizeof length) return false;
+  std::memcpy(&length, client.in.data(), sizeof length);
+  if (length > StoreFrame::kLongestSealed) {
+    turn_away(client, text("a request of ", length, " bytes"));
     return false;
   }
-  if (client.in.size() < sizeof frame + frame.length) return false;
-  const auto items = unpack(std::string_view(client.in).substr(sizeof frame, frame.length));
-  client.in.erase(0, sizeof frame + frame.length);
-  if (items) {
-    carry_out(client, frame.code, *items);
-  } else {
-    answer(client, StoreFrame::refused, {"the request is not a list of strings"});
+  if (client.in.size() < sizeof length + length) return false;
+  try {
+    const auto frame = open_frame(client.seal, std::string_view(client.in).substr(sizeof length, length));
+    client.in.erase(0, sizeof length + length);
+    if (frame.items) {
+      carry_out(client, frame.code, *frame.items);
+    } else {
+      answer(client, StoreFrame::refused, {"the request is not a list of strings"});
+    }
+    return true;
+  } catch (const ClusterError& error) {
+    turn_away(client, error.what());
+    return false;
   }
-  return true;
 }
 
 void StoreServer::turn_away(Client& client, const std::string& problem) {
@@ -175,9 +196,7 @@ void StoreServer::answer(Client& client, std::uint32_t code, const std::vector<s
     return answer(client, StoreFrame::refused,
                   {text("an answer of ", bytes.size(), " bytes; one call gets at most ", StoreFrame::kLongest)});
   }
-  StoreFrame frame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())};
-  client.out.append(reinterpret_cast<const char*>(&frame), sizeof frame);
-  client.out += bytes;
+  client.out += seal_frame(client.seal, code, bytes);
 }
 
 void StoreServer::flush(Client& client) {

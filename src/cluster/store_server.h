@@ -4,27 +4,36 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
 #include "base/file_descriptor.h"
 #include "transport/acceptor.h"
+#include "transport/seal.h"
 
 namespace lockstep::cluster {
 
 // What both ends say first (transport/handshake.h).
 transport::Greeting store_greeting();
 
-// What goes over a connection then, both ways; `length` bytes follow, a packed list of strings.
+// What goes over a connection then, both ways, sealed (transport/seal.h): four bytes of a code, and a packed list of
+// strings. So nobody who stands between the two can change an address that the store tells.
 struct StoreFrame {
-  static constexpr std::uint32_t kLongest = 4 << 20;
+  static constexpr std::uint32_t kLongest = 4 << 20;  // of the list
   enum Code : std::uint32_t { set, get, missing, add, compare_set, fail_waiters, set_at_end, done, refused, failed };
-
-  std::uint32_t code = done;
-  std::uint32_t length = 0;
+  static constexpr std::size_t kLongestSealed = sizeof(Code) + kLongest + transport::Seal::kTag;
 };
-static_assert(sizeof(StoreFrame) == 8);
+std::string seal_frame(transport::Seal& seal, std::uint32_t code, const std::string& packed);
+
+// Of an opened message; `items` is nothing where they are no list of strings. Throws ClusterError without a code.
+struct OpenedFrame {
+  std::uint32_t code;
+  std::optional<std::vector<std::string>> items;
+};
+OpenedFrame open_frame(transport::Seal& seal, std::string_view sealed);
 
 class StoreServer {
  public:
@@ -39,6 +48,7 @@ class StoreServer {
  private:
   struct Client {
     FileDescriptor socket;
+    transport::Seal seal;
     std::string in;                                         // bytes of an incomplete request
     std::string out;                                        // bytes that are not sent yet
     std::vector<std::string> awaited;                       // keys that it waits for

@@ -14,18 +14,18 @@ struct Answer {
   std::vector<std::string> items;
 };
 
-Answer read_answer(const FileDescriptor& socket, Deadline deadline) {
-  const auto frame = transport::read_value<StoreFrame>(socket, deadline);
-  if (frame.length > StoreFrame::kLongest) {
-    throw ClusterError(text("an answer of ", frame.length, " bytes is not to be believed"));
+Answer read_answer(const FileDescriptor& socket, transport::Seal& seal, Deadline deadline) {
+  const auto length = transport::read_value<std::uint32_t>(socket, deadline);
+  if (length > StoreFrame::kLongestSealed) {
+    throw ClusterError(text("an answer of ", length, " bytes is not to be believed"));
   }
-  std::string bytes(frame.length, '\0');
+  std::string bytes(length, '\0');
   transport::read_all(socket, std::as_writable_bytes(std::span(bytes)), deadline);
-  auto items = unpack(bytes);
+  auto [code, items] = open_frame(seal, bytes);
   if (!items) throw ClusterError("an answer that cannot be read");
-  const bool has_reason = frame.code == StoreFrame::refused || frame.code == StoreFrame::failed;
+  const bool has_reason = code == StoreFrame::refused || code == StoreFrame::failed;
   if (has_reason && items->empty()) throw ClusterError("an answer without a reason");
-  return {frame.code, std::move(*items)};
+  return {code, std::move(*items)};
 }
 
 }  // namespace
@@ -89,19 +89,15 @@ void TcpStore::fail_waiters(const std::string& prefix, const std::string& suffix
 
 std::vector<std::string> TcpStore::ask(std::uint32_t code, const std::vector<std::string>& items, Deadline deadline,
                                        int answers) {
-  auto socket = take_idle();
-  const bool known = socket.open();
-  if (!known) socket = transport::connect_to(address_, deadline);
+  auto link = take_idle();
+  if (!link.socket.open()) link = open_link(deadline);
   Answer answer;
   try {
-    if (!known) transport::introduce(socket, access_, store_greeting(), deadline);
-    const auto bytes = pack(items);
-    transport::write_value(socket, StoreFrame{.code = code, .length = static_cast<std::uint32_t>(bytes.size())},
-                           deadline);
-    transport::write_all(socket, std::as_bytes(std::span(bytes)), deadline);
-    answer = read_answer(socket, deadline);
+    const auto bytes = seal_frame(link.seal, code, pack(items));
+    transport::write_all(link.socket, std::as_bytes(std::span(bytes)), deadline);
+    answer = read_answer(link.socket, link.seal, deadline);
     MutexLock lock(mutex_);
-    idle_.push_back(std::move(socket));
+    idle_.push_back(std::move(link));
   } catch (const DeadlineExceeded& error) {
     throw DeadlineExceeded(text("the store at ", address_), deadline.waited(), {}, text(" (", error.operation(), ")"));
   } catch (const ClusterError& error) {
@@ -116,13 +112,22 @@ std::vector<std::string> TcpStore::ask(std::uint32_t code, const std::vector<std
   return std::move(answer.items);
 }
 
+TcpStore::Link TcpStore::open_link(Deadline deadline) {
+  try {
+    auto [socket, theirs, keys] = transport::connect_proved(address_, access_, store_greeting(), deadline);
+    return {std::move(socket), {keys, transport::End::connects}};
+  } catch (const ClusterError& error) {
+    throw ClusterError(text("the store at ", address_, ": ", error.what()));
+  }
+}
+
 // Each call uses a connection of its own, so that calls that wait do not block others.
-FileDescriptor TcpStore::take_idle() {
+TcpStore::Link TcpStore::take_idle() {
   MutexLock lock(mutex_);
   if (idle_.empty()) return {};
-  auto socket = std::move(idle_.back());
+  auto link = std::move(idle_.back());
   idle_.pop_back();
-  return socket;
+  return link;
 }
 
 }  // namespace lockstep::cluster

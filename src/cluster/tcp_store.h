@@ -36,13 +36,18 @@ class TcpStore final : public StoreBackend {
   // `answers`: how many strings are to come back; -1: any number.
   std::vector<std::string> ask(std::uint32_t code, const std::vector<std::string>& items, Deadline deadline,
                                int answers = -1);
-  FileDescriptor take_idle();  // closed where there is none
+  struct Link {
+    FileDescriptor socket;
+    transport::Seal seal;
+  };
+  Link take_idle();  // closed where there is none
+  Link open_link(Deadline deadline);
 
   std::optional<StoreServer> server_;  // where this process holds the store
   std::string address_;
   Access access_;
   Mutex mutex_;
-  std::vector<FileDescriptor> idle_ LOCKSTEP_GUARDED_BY(mutex_);  // connections without a request in flight
+  std::vector<Link> idle_ LOCKSTEP_GUARDED_BY(mutex_);  // connections without a request in flight
 };
 
 }  // namespace lockstep::cluster

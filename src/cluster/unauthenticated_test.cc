@@ -5,16 +5,22 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <array>
 #include <filesystem>
 #include <fstream>
 #include <future>
+#include <memory>
+#include <stdexcept>
 #include <thread>
 
 #include "base/child_process_testing.h"
 #include "base/expect_says_testing.h"
 #include "base/fresh_folder_testing.h"
+#include "base/hash.h"
 #include "base/text.h"
+#include "cluster/rendezvous.h"
 #include "cluster/store_process_testing.h"
+#include "cluster/store_server.h"
 #include "lockstep/cluster/store.h"
 #include "transport/connections.h"
 #include "transport/socket.h"
@@ -117,6 +123,101 @@ TEST(Strangers, SilentConnectionsUseUpNothing) {
   EXPECT_LT(begin.waited().count(), 5);
   store.set("done", "all is well", in_time_of(20));
   EXPECT_EQ(holder.said(), "all is well");
+}
+
+// Openings of a stranger, whole and begun, each on a connection that stays.
+TEST(Strangers, GreetingsWithoutAProofDelayNobody) {
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, 4096);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &limit), 0);
+  const StoreProcess holder;
+  std::vector<FileDescriptor> strangers;
+  for (int i = 0; i < 1200; ++i) {
+    strangers.push_back(transport::connect_to(holder.address(), in_time_of(20)));
+    const auto& one = strangers.back();
+    transport::write_value(one, transport::fresh(store_greeting()), in_time_of(5));
+    if (i % 2 == 0) transport::write_value(one, transport::other_end_of(one), in_time_of(5));
+    if (i % 4 == 0) transport::write_value(one, transport::Proof{}, in_time_of(5));
+  }
+  const auto begin = in_time_of(0);
+  Store::connect(holder.address(), in_time_of(20)).set("a", "b", in_time_of(20));
+  EXPECT_LT(begin.waited().count(), 5);
+}
+
+// A stranger's process: it takes these ports, and passes what arrives at the first one on to `to`, and back.
+void relay_as_another_user(const std::vector<int>& ports, int to, int told) {
+  if (::setuid(kAnotherUser) != 0) throw std::runtime_error("cannot become another user");
+  std::vector<FileDescriptor> taken;
+  for (const int port : ports) taken.push_back(transport::listen_at(text("127.0.0.1:", port), {}));
+  if (::write(told, "x", 1) != 1) throw std::runtime_error("no pipe");
+  const auto pass = [](const FileDescriptor& from, const FileDescriptor& into) {
+    std::array<char, 4096> bytes;
+    for (ssize_t count = 1; count > 0;) {
+      transport::wait_for_events(from.get(), POLLIN, Deadline::never());
+      count = ::recv(from.get(), bytes.data(), bytes.size(), 0);
+      if (count > 0) ::send(into.get(), bytes.data(), static_cast<std::size_t>(count), MSG_NOSIGNAL);
+    }
+    for (const auto* end : {&from, &into}) ::shutdown(end->get(), SHUT_RDWR);
+  };
+  while (true) {
+    std::thread([&pass, to, one = transport::accept_from(taken[0], Deadline::never())] {
+      std::string problem;
+      const auto other = transport::connect_once(text("127.0.0.1:", to), in_time_of(5), problem);
+      if (!other.open()) return;
+      std::jthread back([&] { pass(other, one); });
+      pass(one, other);
+    }).detach();
+  }
+}
+
+// The two ranks of a job whose ports follow from its name, while a stranger has these of the ports that it can know.
+// What each says, after how many seconds.
+std::pair<std::string, double> met_beside_a_stranger(const std::string& job, int taken) {
+  const auto port = [&](int candidate) {
+    return 10'000 + static_cast<int>(mix(hash_of(job), static_cast<std::uint64_t>(candidate)) % 20'000);
+  };
+  std::vector<int> ports;
+  for (int i = 0; i < taken; ++i) ports.push_back(port(i));
+  int ready[2];
+  if (::pipe(ready) != 0) return {"no pipe", 0};
+  const ChildProcess stranger([&]() -> std::string {
+    relay_as_another_user(ports, port(taken), ready[1]);
+    return "";
+  });
+  char byte = 0;
+  if (::read(ready[0], &byte, 1) != 1) return {"no stranger", 0};
+  const auto begin = in_time_of(0);
+  std::vector<std::unique_ptr<ChildProcess>> ranks;
+  for (const int rank : {0, 1}) {
+    ranks.push_back(std::make_unique<ChildProcess>([&, rank]() -> std::string {
+      const Cluster cluster{.world = {.rank = rank, .size = 2, .local_rank = rank, .local_size = 2, .host = "here"},
+                            .store = "127.0.0.1",
+                            .holds_store = rank == 0,
+                            .job = job,
+                            .source = "Slurm"};
+      const auto found = rendezvous(cluster, in_time_of(30));
+      found.store.add("met", 1, in_time_of(30));
+      while (rank == 0 && found.store.add("met", 0, in_time_of(30)) < 2) std::this_thread::yield();
+      return text("rank ", rank, " met; ");
+    }));
+  }
+  std::string said;
+  for (const auto& rank : ranks) said += rank->said();
+  return {said, begin.waited().count()};
+}
+
+TEST(Strangers, ARelayAtAPortThatFollowsFromTheJobsNameIsNotUsed) {
+  const auto [said, seconds] = met_beside_a_stranger("a job with a relay", 1);
+  EXPECT_EQ(said, "rank 0 met; rank 1 met; ");
+  EXPECT_LT(seconds, 10);
+}
+
+// The others follow from the token.
+TEST(Strangers, AllPortsThatFollowFromTheJobsNameMayBeTaken) {
+  const auto [said, seconds] = met_beside_a_stranger("a job without ports", 8);
+  EXPECT_EQ(said, "rank 0 met; rank 1 met; ");
+  EXPECT_LT(seconds, 20);
 }
 
 TEST(Strangers, SilentConnectionsDoNotKeepRanksApart) {

@@ -4,6 +4,7 @@
 
 #include "base/stop.h"
 #include "base/text.h"
+#include "grpc_service/channel.h"
 #include "grpc_service/credentials.h"
 #include "grpc_service/status.h"
 #include "lockstep/base/error.h"
@@ -46,30 +47,26 @@ Caller::Caller(std::string name, parameter_server::FindAddress address, const Ac
       identity_(access),
       reconnect_seconds_(reconnect_seconds) {}
 
-// The channel to where the process answers now.
-std::shared_ptr<grpc::Channel> Caller::channel(Deadline deadline) {
+// The channel to where the process answers now. Null where it does not; `problem` then says why.
+std::shared_ptr<grpc::Channel> Caller::channel(Deadline deadline, std::string& problem) {
   {
     MutexLock lock(mutex_);
-    if (channel_ && channel_->GetState(false) != GRPC_CHANNEL_TRANSIENT_FAILURE) return channel_;
+    if (channel_) return channel_;
   }
   const auto address = called_address(find_address_(deadline), access_, name_);
+  auto opened = open_channel(address, access_, deadline, problem);
+  if (!opened) {
+    problem = text(address, ": ", problem);
+    return nullptr;
+  }
   MutexLock lock(mutex_);
-  // Also to the same address: a channel whose last attempt failed makes progress only while a thread waits for it, and
-  // calls on it return at once.
-  grpc::ChannelArguments arguments;
-  arguments.SetMaxReceiveMessageSize(static_cast<int>(kLongestMessage));
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
-  arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
-  arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
-  arguments.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1'000);
-  if (!access_.certificates.empty()) arguments.SetSslTargetNameOverride(kTlsName);
-  channel_ = grpc::CreateCustomChannel(address, channel_credentials(access_), arguments);
+  if (!channel_) channel_ = std::move(opened);  // else another thread was first
   return channel_;
+}
+
+void Caller::forget(const std::shared_ptr<grpc::Channel>& channel) {
+  MutexLock lock(mutex_);
+  if (channel_ == channel) channel_ = nullptr;
 }
 
 std::unique_ptr<ClientStream> Caller::stream(const std::shared_ptr<grpc::Channel>& channel,
@@ -82,9 +79,19 @@ std::unique_ptr<ClientStream> Caller::stream(const std::shared_ptr<grpc::Channel
 
 grpc::Status Caller::attempt(const Request& request, Deadline deadline, const Bulk& bulk, const ReadBulk& read_bulk,
                              Reply& reply) {
+  std::string problem;
+  const auto channel = this->channel(deadline, problem);
+  if (!channel) return {grpc::StatusCode::UNAVAILABLE, problem};
+  const auto status = attempt_on(channel, request, deadline, bulk, read_bulk, reply);
+  if (!status.ok() && may_come_back(status)) forget(channel);
+  return status;
+}
+
+grpc::Status Caller::attempt_on(const std::shared_ptr<grpc::Channel>& channel, const Request& request,
+                                Deadline deadline, const Bulk& bulk, const ReadBulk& read_bulk, Reply& reply) {
   grpc::ClientContext context;
   context.set_deadline(system_time(deadline));
-  const auto call = stream(channel(deadline), context);
+  const auto call = stream(channel, context);
   const auto write = [&](const grpc::ByteBuffer& frame) { return call->Write(frame); };
   if (write(frame_of(request)) && write_bulk(bulk, write)) call->WritesDone();
   grpc::ByteBuffer frame;
@@ -130,13 +137,13 @@ Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, const R
     Reply reply;
     const auto status = attempt(request, deadline, bulk, read_bulk, reply);
     if (status.ok()) return reply;
-    if (is_refused_certificate(status.error_message())) {
+    if (!reconnected_by) reconnected_by = Deadline::after(std::chrono::duration<double>(reconnect_seconds_));
+    const bool too_late = deadline.passed() || reconnected_by->passed();
+    if (too_late && is_refused_certificate(status.error_message())) {
       throw ClusterError(text(name_, " has no certificate of this job: ", kCertificatesVariable, " (here ",
                               access_.certificates, ") must name the same files in all processes, and they must not ",
                               "have expired (", status.error_message(), ")"));
     }
-    if (!reconnected_by) reconnected_by = Deadline::after(std::chrono::duration<double>(reconnect_seconds_));
-    const bool too_late = deadline.passed() || reconnected_by->passed();
     if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED || (may_come_back(status) && too_late)) {
       throw DeadlineExceeded("calling " + name_, deadline.waited(), {}, text(" (", status.error_message(), ")"));
     }
@@ -148,11 +155,15 @@ Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, const R
 std::unique_ptr<ClientStream> Caller::open(const Request& request, grpc::ClientContext& context, Reply& reply,
                                            Deadline deadline) {
   const CancelAt timer(context, deadline);
-  auto call = stream(channel(deadline), context);
+  std::string problem;
+  const auto channel = this->channel(deadline, problem);
+  if (!channel) return nullptr;
+  auto call = stream(channel, context);
   grpc::ByteBuffer frame;
   if (call->Write(frame_of(request)) && call->Read(&frame) && parse(frame, reply)) return call;
   context.TryCancel();
   call->Finish();
+  forget(channel);
   return nullptr;
 }
 

@@ -52,10 +52,14 @@ class Caller {
                                      Deadline deadline);
 
  private:
-  std::shared_ptr<grpc::Channel> channel(Deadline deadline);
+  std::shared_ptr<grpc::Channel> channel(Deadline deadline, std::string& problem);
+  // The next call looks up the address again: whoever answers there now need not be of the job.
+  void forget(const std::shared_ptr<grpc::Channel>& channel);
   std::unique_ptr<ClientStream> stream(const std::shared_ptr<grpc::Channel>& channel, grpc::ClientContext& context);
   grpc::Status attempt(const Request& request, Deadline deadline, const Bulk& bulk, const ReadBulk& read_bulk,
                        Reply& reply);
+  grpc::Status attempt_on(const std::shared_ptr<grpc::Channel>& channel, const Request& request, Deadline deadline,
+                          const Bulk& bulk, const ReadBulk& read_bulk, Reply& reply);
 
   const std::string name_;
   const parameter_server::FindAddress find_address_;

@@ -50,7 +50,11 @@ class Tls : public testing::Test {
 
   static std::shared_ptr<ServerConnection> connect(const Endpoint& endpoint, const Access& access) {
     return connect_server(
-        {.server = "ps 0", .user = "worker 0", .model = 0, .shard_bytes = {kCount * sizeof(float)}},
+        {.server = "ps 0",
+         .user = "worker 0",
+         .model = 0,
+         .shard_bytes = {kCount * sizeof(float)},
+         .reconnect_seconds = 1},
         [address = endpoint.address()](Deadline) { return address; }, access);
   }
 

@@ -2,15 +2,22 @@
 
 #include <grpcpp/grpcpp.h>
 #include <grpcpp/impl/codegen/rpc_service_method.h>
+#include <grpcpp/server_posix.h>
 #include <grpcpp/support/method_handler.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+
+#include <thread>
 
 #include "base/text.h"
 #include "grpc_service/answer.h"
+#include "grpc_service/channel.h"
 #include "grpc_service/credentials.h"
 #include "grpc_service/frames.h"
 #include "grpc_service/identity.h"
 #include "grpc_service/status.h"
 #include "lockstep/base/error.h"
+#include "transport/acceptor.h"
 #include "transport/socket.h"
 
 namespace lockstep::grpc_service {
@@ -21,6 +28,7 @@ using Stream = grpc::ServerReaderWriter<grpc::ByteBuffer, grpc::ByteBuffer>;
 
 constexpr int kMostThreads = 512;  // of calls at once
 constexpr std::chrono::seconds kToEndCalls(1);
+constexpr int kToProveByTls = 5'000;  // milliseconds
 
 class GrpcStream final : public CallStream {
  public:
@@ -66,12 +74,42 @@ class Service : public grpc::Service {
   AnswerState state_;
 };
 
+// Accepts connections, and gives those to the server whose other end has proved that it belongs to the job. So gRPC
+// neither reads a stranger's bytes nor keeps a descriptor for it.
+class Door {
+ public:
+  // The server must have been started, and outlive this object.
+  Door(FileDescriptor listener, const Access& access, grpc::Server& server)
+      : listener_(std::move(listener)),
+        stop_(eventfd(0, EFD_CLOEXEC)),
+        thread_([this, access, &server] { accept(access, server); }) {}
+  ~Door() { eventfd_write(stop_.get(), 1); }
+  Door(const Door&) = delete;
+  Door& operator=(const Door&) = delete;
+
+ private:
+  void accept(const Access& access, grpc::Server& server) {
+    transport::Acceptor acceptor(listener_, access, calls_greeting(), [](const transport::Greeting&) { return ""; });
+    while (true) {
+      std::vector<pollfd> polls{{stop_.get(), POLLIN, 0}};
+      acceptor.watch(polls);
+      poll(polls.data(), polls.size(), acceptor.busy() ? transport::Acceptor::kLongestPoll : -1);
+      if (polls[0].revents != 0) return;
+      for (auto& accepted : acceptor.advance(std::span(polls).subspan(1))) {
+        grpc::AddInsecureChannelFromFd(&server, accepted.socket.release());
+      }
+    }
+  }
+
+  const FileDescriptor listener_, stop_;
+  std::jthread thread_;
+};
+
 class GrpcEndpoint final : public parameter_server::Endpoint {
  public:
   GrpcEndpoint(const std::string& address, const Access& access, const Services& services)
       : service_(access, services) {
     grpc::ServerBuilder builder;
-    int port = 0;
     grpc::ResourceQuota quota;
     quota.SetMaxThreads(kMostThreads);
     builder.SetResourceQuota(quota);
@@ -82,14 +120,12 @@ class GrpcEndpoint final : public parameter_server::Endpoint {
     builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
     builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 1'000);
     builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
-    builder.AddListeningPort(address, server_credentials(access), &port);
     builder.RegisterService(&service_);
-    server_ = builder.BuildAndStart();
-    if (!server_ || port == 0) throw ClusterError(text("cannot answer calls at ", address, ": is the port in use?"));
-    address_ = told_address(transport::with_port(address.substr(0, address.rfind(':')), port), access);
+    access.certificates.empty() ? start(builder, address, access) : start_with_tls(builder, address, access);
   }
 
   ~GrpcEndpoint() override {
+    door_.reset();
     server_->Shutdown(std::chrono::system_clock::now() + kToEndCalls);
     server_->Wait();
   }
@@ -97,9 +133,27 @@ class GrpcEndpoint final : public parameter_server::Endpoint {
   std::string address() const override { return address_; }
 
  private:
+  void start(grpc::ServerBuilder& builder, const std::string& address, const Access& access) {
+    auto listener = transport::listen_at(address, access);
+    address_ = transport::local_address(listener);
+    server_ = builder.BuildAndStart();
+    if (!server_) throw ClusterError(text("cannot answer calls at ", address));
+    door_ = std::make_unique<Door>(std::move(listener), access, *server_);
+  }
+
+  void start_with_tls(grpc::ServerBuilder& builder, const std::string& address, const Access& access) {
+    int port = 0;
+    builder.AddChannelArgument(GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, kToProveByTls);
+    builder.AddListeningPort(address, server_credentials(access), &port);
+    server_ = builder.BuildAndStart();
+    if (!server_ || port == 0) throw ClusterError(text("cannot answer calls at ", address, ": is the port in use?"));
+    address_ = told_address(transport::with_port(address.substr(0, address.rfind(':')), port), access);
+  }
+
   Service service_;
   std::string address_;
   std::unique_ptr<grpc::Server> server_;
+  std::unique_ptr<Door> door_;  // null with TLS
 };
 
 }  // namespace

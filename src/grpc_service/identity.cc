@@ -42,21 +42,33 @@ std::string value_of(const grpc::ServerContext& context, const char* key) {
 
 }  // namespace
 
-Identity::Identity(const Access& access, std::string version)
-    : nonce_(fresh_nonce()), proof_(proof_of(access, nonce_)), version_(std::move(version)) {}
-
-void Identity::add_to(grpc::ClientContext& context) const {
-  context.AddMetadata(kNonceKey, nonce_);
-  context.AddMetadata(kProofKey, proof_);
-  context.AddMetadata(kVersionKey, version_);
+Identity::Identity(const Access& access, std::string version) : version_(std::move(version)) {
+  if (access.certificates.empty()) return;
+  nonce_ = fresh_nonce();
+  proof_ = proof_of(access, nonce_);
 }
 
-void check_identity(const grpc::ServerContext& context, const Access& access) {
+void Identity::add_to(grpc::ClientContext& context) const {
+  context.AddMetadata(kVersionKey, version_);
+  if (nonce_.empty()) return;
+  context.AddMetadata(kNonceKey, nonce_);
+  context.AddMetadata(kProofKey, proof_);
+}
+
+namespace {
+
+void check_token(const grpc::ServerContext& context, const Access& access) {
   const auto nonce = value_of(context, kNonceKey), proof = value_of(context, kProofKey);
   const auto expected = proof_of(access, nonce);
   const bool proved = nonce.size() == kNonce && proof.size() == expected.size() &&
                       sodium_memcmp(proof.data(), expected.data(), expected.size()) == 0;
   if (!proved) throw ClusterError("the caller does not have the token of this job");
+}
+
+}  // namespace
+
+void check_identity(const grpc::ServerContext& context, const Access& access) {
+  if (!access.certificates.empty()) check_token(context, access);
   const auto theirs = value_of(context, kVersionKey);
   if (theirs == version()) return;
   throw ClusterError(text("the caller is of Lockstep \"", theirs, "\" and this process of ", version(),

@@ -1,5 +1,7 @@
-// What every call carries beside its request, so that it is known before anything is read: a proof that the caller has
-// the job's token, which is not sent, and the caller's version.
+// What every call carries beside its request, so that it is known before anything is read: the caller's version; and
+// with certificates, which may be those of several jobs, a proof that the caller has the job's token. The server has
+// then shown its certificate before it gets the proof. Without certificates the connection is proved
+// (grpc_service/channel.h).
 #pragma once
 
 #include <grpcpp/client_context.h>
@@ -22,7 +24,7 @@ class Identity {
   std::string nonce_, proof_, version_;
 };
 
-// Throws ClusterError for a caller without the token, or of another version.
+// Throws ClusterError for a caller of another version, and with certificates for one without the token.
 void check_identity(const grpc::ServerContext& context, const Access& access);
 
 }  // namespace lockstep::grpc_service

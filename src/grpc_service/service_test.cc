@@ -3,10 +3,13 @@
 #include <grpcpp/support/sync_stream.h>
 #include <gtest/gtest.h>
 
+#include <array>
+#include <atomic>
 #include <thread>
 
 #include "base/expect_says_testing.h"
 #include "base/text.h"
+#include "grpc_service/channel.h"
 #include "grpc_service/connections.h"
 #include "grpc_service/endpoint.h"
 #include "grpc_service/frames.h"
@@ -14,6 +17,7 @@
 #include "grpc_service/messages.pb.h"
 #include "parameter_server/coordinator.h"
 #include "parameter_server/served_models.h"
+#include "transport/socket.h"
 
 namespace lockstep::grpc_service {
 namespace {
@@ -53,8 +57,13 @@ class GrpcService : public testing::Test {
 
   std::shared_ptr<ServerConnection> connect(const Access& access = kAccess,
                                             std::vector<std::size_t> bytes = {kLarge * sizeof(float),
-                                                                              kSmall * sizeof(float)}) {
-    return connect_server({.server = "ps 0", .user = "worker 0", .model = 0, .shard_bytes = std::move(bytes)},
+                                                                              kSmall * sizeof(float)},
+                                            double reconnect_seconds = 60) {
+    return connect_server({.server = "ps 0",
+                           .user = "worker 0",
+                           .model = 0,
+                           .shard_bytes = std::move(bytes),
+                           .reconnect_seconds = reconnect_seconds},
                           at(*endpoint_), access);
   }
 
@@ -62,7 +71,8 @@ class GrpcService : public testing::Test {
   grpc::Status answer_to(
       const std::vector<std::string>& messages, const std::function<void(grpc::ClientContext&)>& identify =
                                                     [](auto& context) { Identity(kAccess).add_to(context); }) {
-    const auto channel = grpc::CreateChannel(endpoint_->address(), grpc::InsecureChannelCredentials());
+    std::string problem;
+    const auto channel = open_channel(endpoint_->address(), kAccess, in_time(), problem);
     grpc::ClientContext context;
     context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(10));
     identify(context);
@@ -126,9 +136,11 @@ TEST_F(GrpcService, ValuesAndGradientsArriveAsTheyWere) {
 TEST_F(GrpcService, WhatTheServerRefusesIsTheCallersError) {
   expect_says(message_of<InvalidArgument>([&] { connect()->open("another model", in_time()); }),
               "ps 0: the processes' models differ: the server has a model, and it is asked for another model");
-  expect_says(message_of<ClusterError>([&] { connect({.token = std::string(32, 'u')})->open("a model", in_time()); }),
-              "ps 0: the caller does not have the token of this job");
-  expect_says(message_of<ClusterError>([&] { connect({})->open("a model", in_time()); }), "token");
+  for (const auto& access : {Access{.token = std::string(32, 'u')}, Access{}}) {
+    const auto says = message_of<DeadlineExceeded>([&] { connect(access, {}, 0.1)->open("a model", in_time()); });
+    expect_says(says, "calling ps 0");
+    expect_says(says, endpoint_->address() + ": it cannot prove that it belongs to this job: its token is another");
+  }
   const auto values = counting(kSmall, 0);
   const auto short_shard = [&] {
     connect(kAccess, {12, 12})
@@ -165,16 +177,55 @@ TEST_F(GrpcService, BytesThatAreNoCallAreRefused) {
 }
 
 // Before anything is read.
-TEST_F(GrpcService, WhoDoesNotBelongToTheJobIsRefused) {
-  const auto expect = [&](const std::function<void(grpc::ClientContext&)>& identify, const std::string& part) {
-    const auto status = answer_to({}, identify);
-    EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAUTHENTICATED);
-    expect_says(status.error_message(), part);
-  };
-  expect([](auto&) {}, "the caller does not have the token of this job");
-  expect([](auto& context) { Identity({.token = std::string(32, 'u')}).add_to(context); }, "token");
-  expect([](auto& context) { Identity(kAccess, "9.9.9").add_to(context); },
-         "the caller is of Lockstep \"9.9.9\" and this process of ");
+TEST_F(GrpcService, AnotherVersionIsRefused) {
+  const auto status = answer_to({}, [](auto& context) { Identity(kAccess, "9.9.9").add_to(context); });
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAUTHENTICATED);
+  expect_says(status.error_message(), "the caller is of Lockstep \"9.9.9\" and this process of ");
+}
+
+// The first words of a client of gRPC, and more.
+TEST_F(GrpcService, AConnectionThatProvesNothingIsNotAnswered) {
+  const auto stranger = transport::connect_to(endpoint_->address(), in_time());
+  std::string words = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+  words.resize(300);
+  transport::write_all(stranger, std::as_bytes(std::span(words)), in_time());
+  EXPECT_THROW(transport::read_value<char>(stranger, in_time()), transport::ConnectionClosed);
+  connect()->open("a model", in_time());  // it goes on
+}
+
+// More than may be in the handshake at a time. Half of them send part of an opening.
+TEST_F(GrpcService, IdleConnectionsKeepNobodyOut) {
+  std::vector<FileDescriptor> idle;
+  for (int i = 0; i < 400; ++i) {
+    idle.push_back(transport::connect_to(endpoint_->address(), in_time()));
+    if (i % 2 == 0) transport::write_value(idle.back(), transport::fresh(calls_greeting()), in_time());
+  }
+  const auto begin = in_time();
+  connect()->open("a model", in_time());
+  EXPECT_LT(begin.waited().count(), 5);
+}
+
+// Another process has taken the port of a server that has ended, and the server was started again elsewhere. The
+// stranger relays what it hears to the server.
+TEST_F(GrpcService, ACallDoesNotStayWithAStranger) {
+  const auto front = transport::listen_at("127.0.0.1:0", {});
+  std::atomic<int> asked = 0;
+  const auto address = [&](Deadline) { return asked++ == 0 ? transport::local_address(front) : endpoint_->address(); };
+  const auto server =
+      connect_server({.server = "ps 0", .user = "worker 0", .model = 0, .shard_bytes = {}}, address, kAccess);
+  std::jthread stranger([&] {
+    const auto caller = transport::accept_from(front, in_time());
+    const auto to = transport::connect_to(endpoint_->address(), in_time());
+    std::array<std::byte, sizeof(transport::Greeting) + sizeof(transport::SocketAddress) + sizeof(transport::Proof)>
+        opening;
+    transport::read_all(caller, opening, in_time());
+    transport::write_all(to, opening, in_time());
+    std::array<std::byte, sizeof(transport::Greeting) + sizeof(transport::Proof)> answer;
+    transport::read_all(to, answer, in_time());
+    transport::write_all(caller, answer, in_time());
+  });
+  server->open("a model", in_time());
+  EXPECT_EQ(asked, 2);
 }
 
 TEST_F(GrpcService, TheChiefNoticesWhoHasGone) {

@@ -17,7 +17,7 @@ namespace {
 // A process of the job completes the handshake in milliseconds where it gets a core. It has kToProve for it, and only
 // kToBelong where other connections wait for its slot.
 constexpr std::chrono::seconds kToProve(30), kToBelong(2);
-constexpr std::chrono::milliseconds kToGreet(100);
+constexpr std::chrono::milliseconds kToOpen(100);
 
 // The most connections in the handshake: an eighth of this process's descriptors, and at most kMost.
 std::size_t most_that_prove() {
@@ -33,11 +33,12 @@ void warn(const std::string& problem) {
 
 }  // namespace
 
-Acceptor::Acceptor(const FileDescriptor& listener, Access access, const Greeting& who, Refuse refuse)
+Acceptor::Acceptor(const FileDescriptor& listener, Access access, const Greeting& who, Refuse refuse, Bound bound)
     : listener_(listener),
       access_(std::move(access)),
       who_(who),
       refuse_(std::move(refuse)),
+      bound_(bound),
       most_(most_that_prove()) {}
 
 void Acceptor::watch(std::vector<pollfd>& polls) const {
@@ -52,7 +53,7 @@ std::vector<Acceptor::Accepted> Acceptor::advance(std::span<const pollfd> polled
     auto& end = proving_[i];
     try {
       if (polled[i + 1].revents != 0 && end->advance(access_, who_, refuse_)) {
-        accepted.push_back({end->take_socket(), end->theirs()});
+        accepted.push_back({end->take_socket(), end->theirs(), end->keys(access_)});
         end.reset();
       } else if (end->age() > kToProve) {
         throw ClusterError("it did not prove in time that it belongs to this job");
@@ -76,15 +77,15 @@ void Acceptor::take_new() {
       return;
     }
     send_at_once(socket);
-    proving_.push_back(std::make_unique<AcceptingEnd>(std::move(socket)));
+    proving_.push_back(std::make_unique<AcceptingEnd>(std::move(socket), bound_));
   }
 }
 
-// Drops a connection that has exceeded its time: the oldest that has sent nothing, else the oldest that is slow. False
+// Drops a connection that has exceeded its time: the oldest without an opening, else the oldest that is slow. False
 // where there is none.
 bool Acceptor::make_room() {
   if (proving_.size() < most_) return true;
-  const auto silent = [](const auto& end) { return end->age() > kToGreet && !end->has_greeted(); };
+  const auto silent = [](const auto& end) { return end->age() > kToOpen && !end->has_opened(); };
   const auto slow = [](const auto& end) { return end->age() > kToBelong; };
   auto last = std::find_if(proving_.begin(), proving_.end(), silent);
   if (last == proving_.end()) last = std::find_if(proving_.begin(), proving_.end(), slow);

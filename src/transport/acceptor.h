@@ -13,16 +13,19 @@ namespace lockstep::transport {
 
 // Used by one thread. The number of connections in the handshake is bounded, so that strangers do not use up this
 // process's descriptors. Further ones wait in the listener's queue until one completes, or is turned away because it
-// exceeded its time: 100 ms for the greeting, two seconds in all. Processes of the job need less. Warnings about
+// exceeded its time: 100 ms for its opening, which no stranger can make, and two seconds in all. Processes of the job
+// need less, and connect again where they were slower. Warnings about
 // connections that were turned away are written once a minute.
 class Acceptor {
  public:
-  // `who` and `refuse` are the accepting end's (transport/handshake.h). The listener must outlive this object.
-  Acceptor(const FileDescriptor& listener, Access access, const Greeting& who, Refuse refuse);
+  // `who`, `refuse` and `bound` are the accepting end's (transport/handshake.h). The listener must outlive this object.
+  Acceptor(const FileDescriptor& listener, Access access, const Greeting& who, Refuse refuse,
+           Bound bound = Bound::to_address);
 
   struct Accepted {
     FileDescriptor socket;
     Greeting greeting;
+    SessionKeys keys;
   };
 
   // For a caller that waits for other events too: `watch` appends the descriptors for poll(2), and `advance` takes its
@@ -43,6 +46,7 @@ class Acceptor {
   const Access access_;
   const Greeting who_;
   const Refuse refuse_;
+  const Bound bound_;
   const std::size_t most_;
   std::vector<std::unique_ptr<AcceptingEnd>> proving_;  // the oldest first
   std::vector<Accepted> accepted_;                      // for next

@@ -31,10 +31,9 @@ class ConnectionSetup {
   void connect(int rank, const std::string& address) {
     try {
       for (std::uint32_t number = 0; number < made_.size(); ++number) {
-        auto socket = connect_to(address, deadline_);
         auto greeting = mine_;
         greeting.number = number;
-        const auto theirs = introduce(socket, options_.access, greeting, deadline_);
+        auto [socket, theirs, keys] = connect_proved(address, options_.access, greeting, deadline_);
         if (theirs.rank != rank) throw ClusterError(text("it says that it is rank ", theirs.rank));
         place(rank, number) = std::move(socket);
       }
@@ -56,7 +55,7 @@ class ConnectionSetup {
     });
     while (!missing().empty()) {
       try {
-        auto [socket, greeting] = acceptor.next(deadline_);
+        auto [socket, greeting, keys] = acceptor.next(deadline_);
         if (is_expected(greeting)) place(greeting.rank, greeting.number) = std::move(socket);
       } catch (const DeadlineExceeded& error) {
         throw DeadlineExceeded("connecting to other hosts", error.waited_for(), missing());

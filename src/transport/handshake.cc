@@ -1,15 +1,17 @@
 #include "transport/handshake.h"
 
+#include <poll.h>
 #include <sodium.h>
 #include <sys/socket.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <memory>
+#include <thread>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
-#include "transport/socket.h"
 
 namespace lockstep::transport {
 namespace {
@@ -21,12 +23,59 @@ constexpr const char* kNoProof =
     "where "
     "that is not set)";
 
-void add(crypto_auth_hmacsha256_state& state, const void* bytes, std::size_t count) {
-  crypto_auth_hmacsha256_update(&state, static_cast<const unsigned char*>(bytes), count);
+// What is proved, so that no proof can stand for another.
+enum class Label : char {
+  opening = 'o',
+  connects = 'c',
+  accepts = 'a',
+  key_of_connects = 'C',
+  key_of_accepts = 'A',
+  number = 'n'
+};
+
+// What follows the first greeting.
+struct Opening {
+  SocketAddress dialled;
+  Proof proof;
+};
+static_assert(sizeof(Opening) == sizeof(SocketAddress) + sizeof(Proof));
+
+class Authenticated {
+ public:
+  Authenticated(const Access& access, Label label) {
+    const auto* const key = reinterpret_cast<const unsigned char*>(access.token.data());
+    crypto_auth_hmacsha256_init(&state_, key, access.token.size());
+    add(label);
+  }
+  template <class T>
+  Authenticated& add(const T& value) {
+    static_assert(std::has_unique_object_representations_v<T>);
+    crypto_auth_hmacsha256_update(&state_, reinterpret_cast<const unsigned char*>(&value), sizeof value);
+    return *this;
+  }
+  Proof proof() {
+    Proof proof;
+    crypto_auth_hmacsha256_final(&state_, proof.data());
+    return proof;
+  }
+
+ private:
+  crypto_auth_hmacsha256_state state_;
+};
+
+Proof authenticate(const Access& access, Label label, const Handshake& handshake) {
+  return Authenticated(access, label).add(handshake.connects).add(handshake.dialled).add(handshake.accepts).proof();
 }
 
 std::string name_of(const Greeting& greeting) {
   return {greeting.protocol.begin(), std::find(greeting.protocol.begin(), greeting.protocol.end(), '\0')};
+}
+
+std::string elsewhere(const SocketAddress& dialled, const std::string& accepted) {
+  return text(
+      "the connection to ", print(dialled), " was accepted at ", accepted,
+      ": another process relays it, or the network between the two hosts translates addresses (NAT, a published "
+      "port of a container), which connections between ranks and to parameter servers do not allow");
 }
 
 }  // namespace
@@ -50,73 +99,210 @@ std::string problem_with(const Greeting& theirs, const Greeting& mine) {
   return "";
 }
 
-Proof prove(const Access& access, End end, const Greeting& connects, const Greeting& accepts) {
-  crypto_auth_hmacsha256_state state;
-  const auto* const key = reinterpret_cast<const unsigned char*>(access.token.data());
-  crypto_auth_hmacsha256_init(&state, key, access.token.size());
-  const char who = end == End::connects ? 'c' : 'a';
-  add(state, &who, sizeof who);
-  add(state, &connects, sizeof connects);
-  add(state, &accepts, sizeof accepts);
-  Proof proof;
-  crypto_auth_hmacsha256_final(&state, proof.data());
-  return proof;
+bool is_bound(const SocketAddress& dialled, const SocketAddress& accepted, Bound bound) {
+  if (dialled == accepted) return true;
+  return bound == Bound::to_port && dialled.port == accepted.port && !is_loopback(dialled) && !is_loopback(accepted);
+}
+
+Proof prove_opening(const Access& access, const Greeting& connects, const SocketAddress& dialled) {
+  return Authenticated(access, Label::opening).add(connects).add(dialled).proof();
+}
+
+Proof prove(const Access& access, End end, const Handshake& handshake) {
+  return authenticate(access, end == End::connects ? Label::connects : Label::accepts, handshake);
+}
+
+SessionKeys session_keys(const Access& access, const Handshake& handshake) {
+  return {.connects = authenticate(access, Label::key_of_connects, handshake),
+          .accepts = authenticate(access, Label::key_of_accepts, handshake)};
+}
+
+std::uint64_t secret_number(const Access& access, const std::string& name) {
+  Authenticated named(access, Label::number);
+  for (const char letter : name) named.add(letter);
+  const auto bytes = named.proof();
+  std::uint64_t number = 0;
+  std::memcpy(&number, bytes.data(), sizeof number);
+  return number;
 }
 
 bool equal(const Proof& a, const Proof& b) { return sodium_memcmp(a.data(), b.data(), a.size()) == 0; }
 
-Greeting introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline) {
-  const auto mine = fresh(who);
-  write_value(socket, mine, deadline);
-  const auto theirs = read_value<Greeting>(socket, deadline);
-  const auto problem = problem_with(theirs, mine);
-  if (!problem.empty()) throw ClusterError(problem);
-  if (theirs.rank == kRefused) throw ClusterError("it does not expect this process, or has met one in its place");
-  const auto proof = read_value<Proof>(socket, deadline);
-  if (!equal(proof, prove(access, End::accepts, mine, theirs))) throw ClusterError(kNoProof);
-  write_value(socket, prove(access, End::connects, mine, theirs), deadline);
-  return theirs;
-}
-
-bool AcceptingEnd::advance(const Access& access, const Greeting& who, const Refuse& refuse) {
-  if (!has_greeted_) {
-    if (!receive(std::as_writable_bytes(std::span(&theirs_, 1)))) return false;
-    has_greeted_ = true;
-    answer(access, who, refuse);
-  }
-  Proof proof;
-  if (!receive(std::as_writable_bytes(std::span(proof)))) return false;
-  if (!equal(proof, expected_)) throw ClusterError(kNoProof);
-  return true;
-}
-
-bool AcceptingEnd::receive(std::span<std::byte> value) {
+bool Arriving::receive(int socket, std::span<std::byte> value) {
   const auto before = received_.size();
   received_.resize(value.size());
-  const auto count = recv(socket_.get(), received_.data() + before, value.size() - before, 0);
+  const auto count = recv(socket, received_.data() + before, value.size() - before, 0);
+  const auto error = errno;
   received_.resize(before + static_cast<std::size_t>(std::max<ssize_t>(0, count)));
-  if (count == 0) throw ClusterError("a connection was closed by the other side");
-  if (count < 0 && errno != EAGAIN && errno != EINTR) {
-    throw ClusterError(text("a connection broke: ", std::strerror(errno)));
-  }
+  if (count == 0) throw ConnectionClosed();
+  const auto broken = [&] { return text("a connection broke: ", std::strerror(error)); };
+  if (count < 0 && error == ECONNRESET) throw ConnectionClosed(broken());
+  if (count < 0 && error != EAGAIN && error != EINTR) throw ClusterError(broken());
   if (received_.size() < value.size()) return false;
   std::copy(received_.begin(), received_.end(), value.begin());
   received_.clear();
   return true;
 }
 
-// The answer fits into any socket's buffer, so that a peer that does not read cannot block this thread.
-void AcceptingEnd::answer(const Access& access, const Greeting& who, const Refuse& refuse) {
-  auto mine = fresh(who);
-  auto problem = problem_with(theirs_, mine);
-  if (theirs_.group != mine.group) mine.group = {};  // only those that know the group's name may see it
-  if (problem.empty()) problem = refuse(theirs_);
-  if (!problem.empty()) mine.rank = kRefused;
-  expected_ = prove(access, End::connects, theirs_, mine);
-  if (theirs_.magic == mine.magic) {
+// The opening fits into any socket's buffer.
+ConnectingEnd::ConnectingEnd(const FileDescriptor& socket, const Access& access, const Greeting& who)
+    : socket_(socket), access_(access) {
+  handshake_.connects = fresh(who);
+  handshake_.dialled = other_end_of(socket);
+  const Opening opening{handshake_.dialled, prove_opening(access, handshake_.connects, handshake_.dialled)};
+  std::array<std::byte, sizeof(Greeting) + sizeof(Opening)> bytes;
+  std::memcpy(bytes.data(), &handshake_.connects, sizeof(Greeting));
+  std::memcpy(bytes.data() + sizeof(Greeting), &opening, sizeof(Opening));
+  write_all(socket, bytes, Deadline::after(std::chrono::seconds(0)));
+}
+
+bool ConnectingEnd::advance() {
+  auto& theirs = handshake_.accepts;
+  if (!has_greeting_) {
+    if (!arriving_.receive(socket_.get(), std::as_writable_bytes(std::span(&theirs, 1)))) return false;
+    has_greeting_ = true;
+    const auto problem = problem_with(theirs, handshake_.connects);
+    if (!problem.empty()) throw ClusterError(problem);
+    if (theirs.rank == kRefused) throw ClusterError("it does not expect this process, or has met one in its place");
+    if (theirs.rank == kElsewhere) throw ClusterError(elsewhere(handshake_.dialled, "another address"));
+  }
+  Proof proof;
+  if (!arriving_.receive(socket_.get(), std::as_writable_bytes(std::span(proof)))) return false;
+  if (!equal(proof, prove(access_, End::accepts, handshake_))) throw ClusterError(kNoProof);
+  write_value(socket_, prove(access_, End::connects, handshake_), Deadline::after(std::chrono::seconds(0)));
+  return true;
+}
+
+Introduced introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline) {
+  ConnectingEnd end(socket, access, who);
+  while (!end.advance()) {
+    if (!wait_for_events(socket.get(), POLLIN, deadline)) {
+      throw DeadlineExceeded("reading from a connection", deadline.waited());
+    }
+  }
+  return {end.theirs(), end.keys()};
+}
+
+Connection connect_proved(const std::string& address, const Access& access, const Greeting& who, Deadline deadline) {
+  constexpr std::chrono::milliseconds kBetweenTries(20);
+  while (true) {
+    auto socket = connect_to(address, deadline);
+    try {
+      const auto [theirs, keys] = introduce(socket, access, who, deadline);
+      return {std::move(socket), theirs, keys};
+    } catch (const ConnectionClosed&) {
+      if (deadline.passed()) throw;
+    } catch (const DeadlineExceeded&) {
+      throw DeadlineExceeded(text("connecting to ", address), deadline.waited(), {}, " (who answers there is silent)");
+    }
+    std::this_thread::sleep_for(kBetweenTries);
+  }
+}
+
+namespace {
+
+// One of several addresses that are asked at once.
+class Candidate {
+ public:
+  explicit Candidate(const std::string& address) : socket_(begin_to_connect(address)) {}
+
+  bool open() const { return socket_.open(); }
+  bool silent() const { return open() && end_ != nullptr; }
+  pollfd events() const { return {socket_.get(), static_cast<short>(end_ ? POLLIN : POLLOUT), 0}; }
+
+  // After an event: true once it has proved. Throws ClusterError saying what is wrong with it.
+  bool advance(const Access& access, const Greeting& who) {
+    if (end_) return end_->advance();
+    if (error_of(socket_) == 0) {
+      end_ = std::make_unique<ConnectingEnd>(socket_, access, who);
+    } else {
+      close();  // nobody answers there
+    }
+    return false;
+  }
+  void close() {
+    end_ = nullptr;
+    socket_ = {};
+  }
+
+ private:
+  FileDescriptor socket_;
+  std::unique_ptr<ConnectingEnd> end_;  // null while the connection is being made
+};
+
+}  // namespace
+
+std::optional<std::size_t> first_that_proves(std::span<const std::string> addresses, const Access& access,
+                                             const Greeting& who, Deadline deadline, std::string& problem) {
+  std::vector<std::unique_ptr<Candidate>> candidates;
+  for (const auto& address : addresses) candidates.push_back(std::make_unique<Candidate>(address));
+  const auto note = [&](std::size_t i, const std::string& what) { problem = text(addresses[i], ": ", what); };
+  const auto open = [](const auto& candidate) { return candidate->open(); };
+  while (std::any_of(candidates.begin(), candidates.end(), open)) {
+    std::vector<pollfd> polls;
+    for (const auto& candidate : candidates) polls.push_back(candidate->events());
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.time() - Deadline::Clock::now()).count();
+    poll(polls.data(), polls.size(), static_cast<int>(std::clamp<std::int64_t>(left, 0, 1'000'000)));
+    for (std::size_t i = 0; i < polls.size(); ++i) {
+      try {
+        if (polls[i].revents != 0 && candidates[i]->advance(access, who)) return i;
+      } catch (const ClusterError& error) {
+        note(i, error.what());
+        candidates[i]->close();
+      }
+    }
+    if (!deadline.passed()) continue;
+    for (std::size_t i = 0; i < polls.size(); ++i) {
+      if (candidates[i]->silent()) note(i, "who answers there is silent");
+    }
+    return std::nullopt;
+  }
+  return std::nullopt;
+}
+
+bool AcceptingEnd::advance(const Access& access, const Greeting& who, const Refuse& refuse) {
+  auto& theirs = handshake_.connects;
+  if (!has_greeted_) {
+    if (!receive(std::as_writable_bytes(std::span(&theirs, 1)))) return false;
+    has_greeted_ = true;
+    // Ends of another version may send something else after their greeting.
+    if (theirs.magic != who.magic || theirs.version != who.version)
+      answer(access, fresh(who), problem_with(theirs, who));
+  }
+  if (!has_opened_) {
+    Opening opening;
+    if (!receive(std::as_writable_bytes(std::span(&opening, 1)))) return false;
+    handshake_.dialled = opening.dialled;
+    auto mine = fresh(who);
+    if (!equal(opening.proof, prove_opening(access, theirs, opening.dialled))) answer(access, mine, kNoProof);
+    has_opened_ = true;
+    auto problem = problem_with(theirs, mine);
+    const auto here = own_end_of(socket_);
+    if (problem.empty() && !is_bound(opening.dialled, here, bound_)) {
+      mine.rank = kElsewhere;
+      problem = elsewhere(opening.dialled, print(here));
+    }
+    if (problem.empty()) {
+      problem = refuse(theirs);
+      if (!problem.empty()) mine.rank = kRefused;
+    }
+    answer(access, mine, problem);
+  }
+  Proof proof;
+  if (!receive(std::as_writable_bytes(std::span(proof)))) return false;
+  if (!equal(proof, prove(access, End::connects, handshake_))) throw ClusterError(kNoProof);
+  return true;
+}
+
+// Throws where there is a problem, once the other end was told. The answer fits into any socket's buffer, so that a
+// peer that does not read cannot block this thread. Nothing is proved to an end that has not proved its opening.
+void AcceptingEnd::answer(const Access& access, Greeting mine, const std::string& problem) {
+  if (handshake_.connects.group != mine.group) mine.group = {};  // only those that know the group's name may see it
+  handshake_.accepts = mine;
+  if (handshake_.connects.magic == mine.magic) {
     const auto now = Deadline::after(std::chrono::seconds(0));
     write_value(socket_, mine, now);
-    write_value(socket_, prove(access, End::accepts, theirs_, mine), now);
+    write_value(socket_, has_opened_ ? prove(access, End::accepts, handshake_) : Proof{}, now);
   }
   if (!problem.empty()) throw ClusterError(problem);
 }

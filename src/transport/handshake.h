@@ -1,18 +1,24 @@
 // How the two ends of a connection learn who the other is, and that it belongs to the job.
 //
-//   the end that connects      the end that accepts
-//   Greeting               ->
-//                          <-  Greeting, Proof
-//   Proof                  ->
+//   the end that connects            the end that accepts
+//   Greeting, dialled, opening   ->
+//                                <-  Greeting, Proof
+//   Proof                        ->
 //
-// A proof is the HMAC-SHA-256, under the job's token, of the role of the end that makes it and of both greetings. So it
-// is valid for this connection only, and cannot be sent back to its maker. Without a token the key is empty.
+// `dialled` is the address to which the connection was made. The opening is a proof of the first greeting and of this
+// address, so that an end that accepts keeps no stranger. A proof is the HMAC-SHA-256, under the job's token, of the
+// role of the end that makes it, of both greetings and of the address that was dialled. So it is valid for this
+// connection only, and cannot be sent back to its maker. Without a token the key is empty.
+//
+// A process that relays a handshake is dialled at its own address, which the end that accepts does not have. The keys
+// of a session are derived from the same values, and no relay can know them (transport/seal.h).
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -20,12 +26,13 @@
 #include "base/file_descriptor.h"
 #include "lockstep/base/deadline.h"
 #include "lockstep/transport/access.h"
+#include "transport/socket.h"
 
 namespace lockstep::transport {
 
 struct Greeting {
   std::array<char, 4> magic{'L', 'C', 'K', 'S'};
-  std::uint32_t version = 2;
+  std::uint32_t version = 3;
   std::array<char, 8> protocol{};  // the protocol that follows the handshake
   std::array<char, 32> group{};    // the group that the connection is for
   std::int64_t generation = 0;
@@ -39,6 +46,18 @@ using Proof = std::array<unsigned char, 32>;
 
 enum class End { connects, accepts };
 
+// What both ends know of a connection once they have proved that they belong to the job.
+struct Handshake {
+  Greeting connects;
+  SocketAddress dialled;
+  Greeting accepts;
+};
+
+// Keys for what each end sends.
+struct SessionKeys {
+  Proof connects{}, accepts{};
+};
+
 // The same with new random numbers.
 Greeting fresh(Greeting greeting);
 
@@ -46,15 +65,80 @@ Greeting fresh(Greeting greeting);
 // where nothing is.
 std::string problem_with(const Greeting& theirs, const Greeting& mine);
 
-Proof prove(const Access& access, End end, const Greeting& connects, const Greeting& accepts);
+// Whether the end that accepts must have the address that was dialled, or only its port. The latter lets networks
+// translate addresses between hosts; a relay on either host is found by its port, or by its loopback address.
+enum class Bound { to_address, to_port };
+
+// Whether a connection that was made to `dialled` may be accepted at `accepted`.
+bool is_bound(const SocketAddress& dialled, const SocketAddress& accepted, Bound bound);
+
+Proof prove_opening(const Access& access, const Greeting& connects, const SocketAddress& dialled);
+Proof prove(const Access& access, End end, const Handshake& handshake);
+SessionKeys session_keys(const Access& access, const Handshake& handshake);
+
+// A number that follows from the token and `name`, and that nobody without the token can know.
+std::uint64_t secret_number(const Access& access, const std::string& name);
+
 bool equal(const Proof& a, const Proof& b);  // in constant time
 
-// The rank in a greeting by which the accepting end refuses the connecting one.
-inline constexpr std::int32_t kRefused = -2;
+// The rank in a greeting by which the accepting end refuses the connecting one: it is not expected, or it dialled
+// another address.
+inline constexpr std::int32_t kRefused = -2, kElsewhere = -3;
 
-// The whole handshake at the connecting end; returns the other end's greeting. Throws ClusterError saying what is wrong
-// with the other end, and DeadlineExceeded.
-Greeting introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline);
+// Bytes that arrive on a socket, which it does not own.
+class Arriving {
+ public:
+  // Reads what has arrived and does not wait; true once `value` is whole. Throws ConnectionClosed and ClusterError.
+  bool receive(int socket, std::span<std::byte> value);
+  bool empty() const { return received_.empty(); }
+
+ private:
+  std::vector<std::byte> received_;  // of an incomplete value
+};
+
+// The connecting end, which advances as bytes arrive. Used by one thread; the socket must outlive it.
+class ConnectingEnd {
+ public:
+  // Sends the opening. Throws ClusterError.
+  ConnectingEnd(const FileDescriptor& socket, const Access& access, const Greeting& who);
+
+  // True once the other end has proved that it belongs to the job. Throws ClusterError saying what is wrong with it.
+  bool advance();
+
+  const Greeting& mine() const { return handshake_.connects; }
+  const Greeting& theirs() const { return handshake_.accepts; }
+  SessionKeys keys() const { return session_keys(access_, handshake_); }
+
+ private:
+  const FileDescriptor& socket_;
+  const Access access_;
+  Handshake handshake_;
+  Arriving arriving_;
+  bool has_greeting_ = false;
+};
+
+// The whole handshake at the connecting end. Throws ClusterError saying what is wrong with the other end,
+// ConnectionClosed where it has ended the connection and not said why, and DeadlineExceeded.
+struct Introduced {
+  Greeting theirs;
+  SessionKeys keys;
+};
+Introduced introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline);
+
+// Connects and introduces itself. Connects again, until the deadline, where the connection is closed before the other
+// end has greeted: a process with many connections turns away those that are slow. Throws as connect_to and introduce.
+struct Connection {
+  FileDescriptor socket;
+  Greeting theirs;
+  SessionKeys keys;
+};
+Connection connect_proved(const std::string& address, const Access& access, const Greeting& who, Deadline deadline);
+
+// Of several addresses, the index of the first whose end proves that it belongs to the job. All are asked at once, so
+// that one that is silent delays no other. Nothing where none has by the deadline; `problem` then says why the last
+// of those that answered does not.
+std::optional<std::size_t> first_that_proves(std::span<const std::string> addresses, const Access& access,
+                                             const Greeting& who, Deadline deadline, std::string& problem);
 
 // What is wrong with who has connected, besides what problem_with finds; empty where nothing is.
 using Refuse = std::function<std::string(const Greeting&)>;
@@ -62,29 +146,31 @@ using Refuse = std::function<std::string(const Greeting&)>;
 // The accepting end, which advances as bytes arrive. Used by one thread.
 class AcceptingEnd {
  public:
-  explicit AcceptingEnd(FileDescriptor socket) : socket_(std::move(socket)) {}
+  explicit AcceptingEnd(FileDescriptor socket, Bound bound = Bound::to_address)
+      : socket_(std::move(socket)), bound_(bound) {}
 
   // Reads what has arrived and does not wait; true once the other end has proved that it belongs to the job. Throws
   // ClusterError saying what is wrong with it.
   bool advance(const Access& access, const Greeting& who, const Refuse& refuse);
 
-  bool has_greeted() const { return has_greeted_; }
-  bool has_sent() const { return has_greeted_ || !received_.empty(); }  // anything
+  bool has_opened() const { return has_opened_; }                       // with a proof of its own
+  bool has_sent() const { return has_greeted_ || !arriving_.empty(); }  // anything
   std::chrono::duration<double> age() const { return since_.waited(); }
-  const Greeting& theirs() const { return theirs_; }
+  const Greeting& theirs() const { return handshake_.connects; }
+  SessionKeys keys(const Access& access) const { return session_keys(access, handshake_); }
   const FileDescriptor& socket() const { return socket_; }
   FileDescriptor take_socket() { return std::move(socket_); }
 
  private:
-  bool receive(std::span<std::byte> value);
-  void answer(const Access& access, const Greeting& who, const Refuse& refuse);
+  bool receive(std::span<std::byte> value) { return arriving_.receive(socket_.get(), value); }
+  void answer(const Access& access, Greeting mine, const std::string& problem);
 
   FileDescriptor socket_;
+  const Bound bound_;
   Deadline since_ = Deadline::never();
-  std::vector<std::byte> received_;  // bytes of an incomplete value
-  bool has_greeted_ = false;
-  Greeting theirs_;
-  Proof expected_{};
+  Arriving arriving_;
+  bool has_greeted_ = false, has_opened_ = false;
+  Handshake handshake_;
 };
 
 }  // namespace lockstep::transport

@@ -94,13 +94,60 @@ int try_connect(const FileDescriptor& socket, const addrinfo& address, Deadline 
   if (connect(socket.get(), address.ai_addr, address.ai_addrlen) == 0) return 0;
   if (errno != EINPROGRESS) return errno;
   if (!wait_for_events(socket.get(), POLLOUT, deadline)) return ETIMEDOUT;
-  int error = 0;
-  socklen_t size = sizeof error;
-  getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-  return error;
+  return error_of(socket);
+}
+
+// A v4 address as the v6 address that stands for it.
+SocketAddress socket_address(const sockaddr_storage& address) {
+  SocketAddress found;
+  if (address.ss_family == AF_INET6) {
+    const auto& v6 = reinterpret_cast<const sockaddr_in6&>(address);
+    std::memcpy(found.host.data(), &v6.sin6_addr, found.host.size());
+    found.port = v6.sin6_port;
+  } else if (address.ss_family == AF_INET) {
+    const auto& v4 = reinterpret_cast<const sockaddr_in&>(address);
+    found.host[10] = found.host[11] = 0xff;
+    std::memcpy(found.host.data() + 12, &v4.sin_addr, sizeof v4.sin_addr);
+    found.port = v4.sin_port;
+  }
+  return found;
+}
+
+bool is_v4(const SocketAddress& address) {
+  in6_addr host;
+  std::memcpy(&host, address.host.data(), sizeof host);
+  return IN6_IS_ADDR_V4MAPPED(&host);
 }
 
 }  // namespace
+
+SocketAddress own_end_of(const FileDescriptor& socket) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size);
+  return socket_address(address);
+}
+
+SocketAddress other_end_of(const FileDescriptor& socket) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof address;
+  getpeername(socket.get(), reinterpret_cast<sockaddr*>(&address), &size);
+  return socket_address(address);
+}
+
+bool is_loopback(const SocketAddress& address) {
+  if (is_v4(address)) return address.host[12] == IN_LOOPBACKNET;
+  in6_addr host;
+  std::memcpy(&host, address.host.data(), sizeof host);
+  return IN6_IS_ADDR_LOOPBACK(&host);
+}
+
+std::string print(const SocketAddress& address) {
+  char host[INET6_ADDRSTRLEN] = "";
+  const bool v4 = is_v4(address);
+  inet_ntop(v4 ? AF_INET : AF_INET6, address.host.data() + (v4 ? 12 : 0), host, sizeof host);
+  return with_port(host, ntohs(address.port));
+}
 
 FileDescriptor listen_at(const std::string& address, const Access& access) {
   const auto where = parse(address);
@@ -188,11 +235,41 @@ FileDescriptor connect_to(const std::string& address, Deadline deadline) {
   }
 }
 
-bool answers_at(const std::string& address, Deadline deadline) {
+FileDescriptor begin_to_connect(const std::string& address) {
   AddressList where(nullptr, &freeaddrinfo);
-  if (look_up(address, where) != 0) return false;
-  const auto socket = open_socket(*where);
-  return try_connect(socket, *where, deadline) == 0;
+  if (look_up(address, where) != 0) return {};
+  auto socket = open_socket(*where);
+  send_at_once(socket);
+  if (connect(socket.get(), where->ai_addr, where->ai_addrlen) != 0 && errno != EINPROGRESS) return {};
+  return socket;
+}
+
+int error_of(const FileDescriptor& socket) {
+  int error = 0;
+  socklen_t size = sizeof error;
+  getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+  return error;
+}
+
+FileDescriptor connect_once(const std::string& address, Deadline deadline, std::string& problem) {
+  AddressList where(nullptr, &freeaddrinfo);
+  if (const int unknown = look_up(address, where); unknown != 0) {
+    problem = gai_strerror(unknown);
+    return {};
+  }
+  auto socket = open_socket(*where);
+  const int error = try_connect(socket, *where, deadline);
+  if (error != 0) {
+    problem = std::strerror(error);
+    return {};
+  }
+  send_at_once(socket);
+  return socket;
+}
+
+bool answers_at(const std::string& address, Deadline deadline) {
+  std::string problem;
+  return connect_once(address, deadline, problem).open();
 }
 
 void send_at_once(const FileDescriptor& socket) {
@@ -220,6 +297,8 @@ void write_all(const FileDescriptor& socket, std::span<const std::byte> bytes, D
     const auto written = send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
     if (written > 0) {
       bytes = bytes.subspan(static_cast<std::size_t>(written));
+    } else if (errno == EPIPE || errno == ECONNRESET) {
+      throw ConnectionClosed(text("a connection broke: ", std::strerror(errno)));
     } else if (errno != EAGAIN && errno != EINTR) {
       throw ClusterError(text("a connection broke: ", std::strerror(errno)));
     } else if (!wait_for_events(socket.get(), POLLOUT, deadline)) {
@@ -234,7 +313,9 @@ void read_all(const FileDescriptor& socket, std::span<std::byte> bytes, Deadline
     if (count > 0) {
       bytes = bytes.subspan(static_cast<std::size_t>(count));
     } else if (count == 0) {
-      throw ClusterError("a connection was closed by the other side");
+      throw ConnectionClosed();
+    } else if (errno == ECONNRESET) {
+      throw ConnectionClosed(text("a connection broke: ", std::strerror(errno)));
     } else if (errno != EAGAIN && errno != EINTR) {
       throw ClusterError(text("a connection broke: ", std::strerror(errno)));
     } else if (!wait_for_events(socket.get(), POLLIN, deadline)) {

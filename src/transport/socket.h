@@ -1,6 +1,7 @@
 // Sockets with deadlines: non-blocking descriptors, whole messages.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -8,9 +9,29 @@
 
 #include "base/file_descriptor.h"
 #include "lockstep/base/deadline.h"
+#include "lockstep/base/error.h"
 #include "lockstep/transport/access.h"
 
 namespace lockstep::transport {
+
+// The other side has ended a connection.
+class ConnectionClosed : public ClusterError {
+ public:
+  ConnectionClosed() : ClusterError("a connection was closed by the other side") {}
+  using ClusterError::ClusterError;
+};
+
+// One end of a TCP connection, in the byte order of networks: an IPv6 address (IPv4: ::ffff:a.b.c.d) and a port. Zero
+// for sockets of other kinds.
+struct SocketAddress {
+  std::array<unsigned char, 16> host{};
+  std::uint16_t port = 0;
+  bool operator==(const SocketAddress&) const = default;
+};
+SocketAddress own_end_of(const FileDescriptor& socket);
+SocketAddress other_end_of(const FileDescriptor& socket);
+bool is_loopback(const SocketAddress& address);
+std::string print(const SocketAddress& address);  // as "host:port"
 
 bool has_ipv6();  // of the system, whether or not an interface has such an address
 // Of a numeric address, or "localhost".
@@ -32,6 +53,14 @@ std::string local_address(const FileDescriptor& socket);
 // Connects, trying again until the deadline while nobody listens there or the name is not known. Throws ClusterError,
 // DeadlineExceeded.
 FileDescriptor connect_to(const std::string& address, Deadline deadline);
+
+// Begins a connection and does not wait: poll(2) for POLLOUT tells when it is made, or has failed, which error_of says.
+// A closed descriptor where the address is not known.
+FileDescriptor begin_to_connect(const std::string& address);
+int error_of(const FileDescriptor& socket);  // of errno; 0: none
+
+// Connects once; a closed descriptor where that fails, by the deadline, and `problem` says why.
+FileDescriptor connect_once(const std::string& address, Deadline deadline, std::string& problem);
 
 // Whether a connection can be made; false as soon as it is refused, and at the deadline.
 bool answers_at(const std::string& address, Deadline deadline);

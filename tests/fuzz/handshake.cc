@@ -6,6 +6,7 @@
 #include "lockstep/base/error.h"
 #include "tests/fuzz/fuzz.h"
 #include "transport/handshake.h"
+#include "transport/seal.h"
 #include "transport/socket.h"
 
 namespace lockstep {
@@ -24,29 +25,30 @@ FileDescriptor socket_with(const std::string& bytes, FileDescriptor& other) {
 
 // A store in this process, and a connection that belongs to it.
 struct Member {
-  Member() : server("127.0.0.1:0", {}), socket(transport::connect_to(server.address(), soon())) {
-    transport::introduce(socket, {}, cluster::store_greeting(), soon());
-  }
+  Member()
+      : server("127.0.0.1:0", {}),
+        connection(transport::connect_proved(server.address(), {}, cluster::store_greeting(), soon())),
+        seal(connection.keys, transport::End::connects) {}
   static Deadline soon() { return Deadline::after(std::chrono::seconds(5)); }
 
   cluster::StoreServer server;
-  FileDescriptor socket;
+  transport::Connection connection;
+  transport::Seal seal;
 };
 
 // The store answers whatever it is asked, or closes the connection.
 void ask_store(const std::string& bytes) {
   static auto member = std::make_unique<Member>();
-  cluster::StoreFrame frame;
-  std::memcpy(&frame, bytes.data(), sizeof frame);
-  const bool whole = frame.length == bytes.size() - sizeof frame;
-  const bool waits = frame.code == cluster::StoreFrame::get;
-  if ((!whole && frame.length <= cluster::StoreFrame::kLongest) || waits) return;
-  transport::write_all(member->socket, std::as_bytes(std::span(bytes)), Member::soon());
+  std::uint32_t code = 0;
+  if (bytes.size() >= sizeof code) std::memcpy(&code, bytes.data(), sizeof code);
+  if (code == cluster::StoreFrame::get) return;  // waits
+  const auto& socket = member->connection.socket;
+  const auto sealed = member->seal.close(bytes);
+  transport::write_all(socket, std::as_bytes(std::span(sealed)), Member::soon());
   try {
-    const auto answer = transport::read_value<cluster::StoreFrame>(member->socket, Member::soon());
-    std::string rest(answer.length, '\0');
-    transport::read_all(member->socket, std::as_writable_bytes(std::span(rest)), Member::soon());
-    if (!cluster::unpack(rest)) __builtin_trap();
+    std::string rest(transport::read_value<std::uint32_t>(socket, Member::soon()), '\0');
+    transport::read_all(socket, std::as_writable_bytes(std::span(rest)), Member::soon());
+    if (!cluster::open_frame(member->seal, rest).items) __builtin_trap();
   } catch (const ClusterError&) {
     member = std::make_unique<Member>();
   }
@@ -68,8 +70,7 @@ void fuzz(const std::string& bytes) {
     }
     case 1: transport::introduce(socket_with(rest, other), {}, cluster::store_greeting(), soon); break;
     case 2: cluster::unpack(rest); break;
-    default:
-      if (rest.size() >= sizeof(cluster::StoreFrame)) ask_store(rest);
+    default: ask_store(rest);
   }
 }
 

@@ -1,0 +1,23 @@
+// A connection that both ends have proved (transport/handshake.h), as a channel of gRPC.
+#pragma once
+
+#include <grpcpp/channel.h>
+
+#include <memory>
+#include <string>
+
+#include "lockstep/base/deadline.h"
+#include "transport/handshake.h"
+
+namespace lockstep::grpc_service {
+
+// What both ends say first.
+transport::Greeting calls_greeting();
+
+// Connects once. Null where nobody answers at the address and proves that it belongs to the job; `problem` then says
+// why. With certificates TLS takes the place of the handshake, and gRPC connects when the channel is first used. A
+// channel does not connect again: after a call that failed, make another, to where the process answers then.
+std::shared_ptr<grpc::Channel> open_channel(const std::string& address, const Access& access, Deadline deadline,
+                                            std::string& problem);
+
+}  // namespace lockstep::grpc_service
