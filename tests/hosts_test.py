@@ -156,11 +156,17 @@ class MoreHosts(OverHosts):
 
     @unittest.skipUnless(SERVERS, "built without gRPC")
     def test_parameter_servers_go_on_after_their_link_was_cut_for_ten_seconds(self):
-        hosts = self.hosts(2)
-        program = [SERVERS, "20", "20"]  # 1000 steps of 20 ms: a chief and a worker on host 0, a worker and a server on host 1
+        self.cut_off_for_ten_seconds("--trusted-network")
+
+    def test_parameter_servers_with_tls_go_on_after_their_link_was_cut_for_ten_seconds(self):
         certs = self.folder / "certs"
         subprocess.run([LOCKSTEP, "certs", certs], check=True)
-        command = hosts.run(*program, per_host=2, options=["--workers", "2", "--ps", "1", "--certs", str(certs)])
+        self.cut_off_for_ten_seconds("--certs", str(certs))
+
+    def cut_off_for_ten_seconds(self, *access):
+        hosts = self.hosts(2)
+        program = [SERVERS, "20", "20"]  # 1000 steps of 20 ms: a chief and a worker on host 0, a worker and a server on host 1
+        command = hosts.run(*program, per_host=2, options=["--workers", "2", "--ps", "1", *access])
         job = subprocess.Popen(command, cwd=self.work, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         try:
             output = ""
