@@ -11,6 +11,7 @@
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "ops/dtypes.h"
+#include "ops/parameter_hook.h"
 
 namespace lockstep {
 namespace {
@@ -24,6 +25,7 @@ void check(const char* caller, const Tensor& tensor) {
 // A contiguous CPU tensor: this one, or a copy.
 Tensor on_host(const char* caller, const Tensor& tensor) {
   check(caller, tensor);
+  const ops::WithoutHooks reading(tensor);
   return tensor.detach().to(at::kCPU).contiguous();
 }
 

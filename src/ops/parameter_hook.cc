@@ -2,11 +2,13 @@
 // the key over, and share the memory by which the hooks are found.
 #include "ops/parameter_hook.h"
 
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/library.h>
 
 #include <ATen/ops/contiguous_ops.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <unordered_map>
@@ -71,21 +73,25 @@ bool has_key(const at::Tensor& tensor) {
 }
 
 struct HookedArgument {
-  std::size_t index;
+  ArgumentPlace place;
   Hooks hooks;
 };
+
+// In WithoutHooks, whose operator has values brought and does nothing else.
+thread_local bool only_brings_values = false;
 
 std::vector<HookedArgument> find_hooks(const OperatorCall& call) {
   std::vector<HookedArgument> found;
   for (std::size_t i = 0; i < call.arguments(); ++i) {
     const auto& argument = call.argument(i);
-    const auto add = [&](const at::Tensor& tensor) {
-      if (has_key(tensor)) found.push_back({i, table().of(tensor)});
+    const auto add = [&](const at::Tensor& tensor, const ArgumentPlace& place) {
+      if (has_key(tensor)) found.push_back({place, table().of(tensor)});
     };
     if (argument.isTensor()) {
-      add(argument.toTensor());
+      add(argument.toTensor(), {i});
     } else if (argument.isTensorList()) {
-      for (const auto& tensor : argument.toTensorVector()) add(tensor);
+      std::size_t element = 0;
+      for (const auto& tensor : argument.toTensorVector()) add(tensor, {i, element++});
     }
   }
   return found;
@@ -105,9 +111,25 @@ void add_key(const at::Tensor& tensor) {
 // over.
 void keep_hooks(const OperatorCall& call) {
   const auto parameter = call.tensor(0), data = call.tensor(1);
-  if (!has_key(parameter) || !data.defined() || has_key(data)) return;
-  for (const auto& hook : table().of(parameter)) table().add(data, hook);
-  add_key(data);
+  if (!has_key(parameter) || !data.defined()) return;
+  const auto has = table().of(data);
+  for (const auto& hook : table().of(parameter)) {
+    if (std::find(has.begin(), has.end(), hook) == has.end()) add_hook(data, hook);
+  }
+}
+
+bool is_carried_out(const OperatorCall& call, const std::vector<HookedArgument>& found) {
+  for (const auto& argument : found) {
+    for (const auto& hook : argument.hooks) {
+      if (hook->run(call, argument.place.index)) return true;
+    }
+  }
+  for (const auto& argument : found) {
+    for (const auto& hook : argument.hooks) {
+      if (hook->otherwise(call, argument.place)) return true;
+    }
+  }
+  return false;
 }
 
 void run_hooks(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -116,15 +138,11 @@ void run_hooks(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
   if (has_operator_mode() && mode(call)) return;
   const auto found = find_hooks(call);
   for (const auto& argument : found) {
-    for (const auto& hook : argument.hooks) hook->before(call, argument.index);
+    for (const auto& hook : argument.hooks) hook->before(call, argument.place.index);
   }
-  for (const auto& argument : found) {
-    for (const auto& hook : argument.hooks) {
-      if (hook->run(call, argument.index)) return;
-    }
-  }
+  if (!only_brings_values && is_carried_out(call, found)) return;
   if (call.is_set_data()) keep_hooks(call);
-  const bool gets_storage = call.is_set_storage() && !found.empty() && found[0].index == 0;
+  const bool gets_storage = call.is_set_storage() && !found.empty() && found[0].place.index == 0;
   const auto parameter = gets_storage ? call.tensor(0) : at::Tensor();
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kHookKey), stack);
   if (!gets_storage || !table().of(parameter).empty()) return;
@@ -143,6 +161,27 @@ OperatorCall::OperatorCall(const c10::OperatorHandle& op, torch::jit::Stack& sta
 at::Tensor OperatorCall::tensor(std::size_t i) const {
   return i < count_ && argument(i).isTensor() ? argument(i).toTensor() : at::Tensor();
 }
+
+at::Tensor OperatorCall::tensor(const ArgumentPlace& place) const {
+  return place.element ? argument(place.index).toTensorList().get(*place.element) : tensor(place.index);
+}
+
+void OperatorCall::replace(const ArgumentPlace& place, at::Tensor tensor) const {
+  if (!place.element) {
+    argument(place.index) = std::move(tensor);
+    return;
+  }
+  auto list = argument(place.index).toTensorList().copy();  // the caller may have the list
+  list.set(*place.element, std::move(tensor));
+  argument(place.index) = std::move(list);
+}
+
+std::optional<c10::IValue> OperatorCall::named(const char* name) const {
+  const auto i = op_.schema().argumentIndexWithName(name);
+  return i ? std::optional(argument(static_cast<std::size_t>(*i))) : std::nullopt;
+}
+
+bool OperatorCall::is_pointwise() const { return op_.hasTag(at::Tag::pointwise); }
 
 bool OperatorCall::writes(std::size_t i) const {
   const auto* const alias = op_.schema().arguments()[i].alias_info();
@@ -202,7 +241,11 @@ bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1; 
 
 WithoutHooks::WithoutHooks(const at::Tensor& parameter) {
   // An operator that reads it, and mostly copies nothing. Tensor::contiguous itself would call none.
-  if (has_hooks(parameter)) at::_ops::contiguous::call(parameter, at::MemoryFormat::Contiguous);
+  if (has_hooks(parameter)) {
+    only_brings_values = true;
+    const auto ends = c10::make_scope_exit([] { only_brings_values = false; });
+    at::_ops::contiguous::call(parameter, at::MemoryFormat::Contiguous);
+  }
   guard_.emplace(kHookKey);
 }
 

@@ -14,6 +14,12 @@
 
 namespace lockstep::ops {
 
+// Where an operator takes a tensor: an argument, or an element of one that is a list.
+struct ArgumentPlace {
+  std::size_t index = 0;
+  std::optional<std::size_t> element = {};
+};
+
 // An operator of LibTorch and its arguments, which a hook may replace.
 class OperatorCall {
  public:
@@ -25,6 +31,14 @@ class OperatorCall {
 
   // The argument, where it is a tensor; else undefined.
   at::Tensor tensor(std::size_t i) const;
+  at::Tensor tensor(const ArgumentPlace& place) const;
+  void replace(const ArgumentPlace& place, at::Tensor tensor) const;
+
+  // The argument of that name, or none.
+  std::optional<c10::IValue> named(const char* name) const;
+
+  // The operator makes each element of its result from the elements at the same place, by LibTorch's own word.
+  bool is_pointwise() const;
 
   // Whether the operator changes the argument in place.
   bool writes(std::size_t i) const;
@@ -44,6 +58,10 @@ class OperatorCall {
 
   // Leaves `result` in the place of the arguments.
   void finish(at::Tensor result) const;
+
+  // The one result, after again().
+  at::Tensor result() const { return stack_.back().toTensor(); }
+  void set_result(at::Tensor result) const { stack_.back() = std::move(result); }
 
   // Calls the operator with its arguments as they are now, which may be of another device than they were.
   void again() const { op_.callBoxed(&stack_); }
@@ -68,6 +86,10 @@ class ParameterHook {
   // Then: carries out the operator in another way, ending with call.finish, and returns true; else does nothing. The
   // first hook that returns true decides.
   virtual bool run(const OperatorCall& /*call*/, std::size_t /*i*/) { return false; }
+
+  // Last, where no hook has carried out the operator: the hook may replace the argument at `place`, which may be an
+  // element of a list. Or it carries out the operator, and returns true.
+  virtual bool otherwise(const OperatorCall& /*call*/, const ArgumentPlace& /*place*/) { return false; }
 };
 
 // While it lives, all operators that its thread calls, and backwards that the thread calls, come to `see` first. Those
@@ -106,7 +128,7 @@ bool has_values(const at::Tensor& parameter);
 bool in_backward();
 
 // For code that reads a parameter's memory itself: its values are there, as for an operator that reads it, and while
-// this lives operators of this thread do not go through hooks.
+// this lives operators of this thread do not go through hooks: they see a divided parameter's part.
 class WithoutHooks {
  public:
   explicit WithoutHooks(const at::Tensor& parameter);

@@ -4,8 +4,12 @@
 #include <gtest/gtest.h>
 #include <torch/optim/adamw.h>
 
+#include <array>
+#include <functional>
+
 #include "base/expect_says_testing.h"
 #include "collective/on_ranks_testing.h"
+#include "lockstep/gradient/tensor_collectives.h"
 #include "lockstep/parallel/gradients.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "parallel/transformer_testing.h"
@@ -35,6 +39,55 @@ TEST(RingAttention, IsAttentionOverTheWholeSequence) {
         for (std::size_t i = 0; i < 3; ++i)
           EXPECT_TRUE(at::allclose(mine[i].grad(), part(whole[i].grad()), 1e-10, 1e-12)) << i;
       });
+    }
+  }
+}
+
+// Each tensor's distance from one in double precision, of its norm: the output, then gradients of queries, keys, values.
+using Distances = std::array<double, 4>;
+
+Distances distances(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& exact) {
+  Distances result{};
+  for (std::size_t i = 0; i < result.size(); ++i)
+    result[i] = ((tensors[i].to(at::kDouble) - exact[i]).norm() / exact[i].norm()).item<double>();
+  return result;
+}
+
+TEST(RingAttention, IsAsExactIn16BitsAsAttentionOfOneProcess) {
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    for (const bool is_causal : {false, true}) {
+      for (const int ranks : {2, 4}) {
+        torch::manual_seed(7);
+        std::vector<at::Tensor> whole;
+        for (int i = 0; i < 3; ++i)
+          whole.push_back((torch::randn({1, 2, 256, 16}, at::kDouble) * (i == 0 ? 3 : 1) + (i == 2 ? 1 : 0)).to(dtype));
+        using Attend = std::function<at::Tensor(const std::vector<at::Tensor>& of)>;
+        const auto results = [&](const Attend& attend, auto change) {
+          std::vector<at::Tensor> of;
+          for (const auto& each : whole) of.push_back(at::Tensor(change(each)).clone().requires_grad_());
+          const auto output = attend(of);
+          output.sum().backward();
+          return std::vector<at::Tensor>{output.detach(), of[0].grad(), of[1].grad(), of[2].grad()};
+        };
+        const Attend attention = [&](const auto& of) {
+          return at::scaled_dot_product_attention(of[0], of[1], of[2], {}, 0, is_causal);
+        };
+        const auto exact = results(attention, [](const auto& x) { return x.to(at::kDouble); });
+        const auto of_libtorch = distances(results(attention, [](const auto& x) { return x; }), exact);
+        collective::on_ranks(ranks, [&](const Group& group) {
+          const auto part = [&](const at::Tensor& x) { return x.chunk(ranks, 2)[static_cast<std::size_t>(group.rank())]; };
+          const auto own = results(
+              [&](const auto& of) {
+                return ring_attention(of[0], of[1], of[2], {group, 30}, {.is_causal = is_causal});
+              },
+              part);
+          std::vector<at::Tensor> together;
+          for (const auto& each : own) together.push_back(all_gather(group, each, Deadline::after(std::chrono::seconds(30)), 2));
+          const auto of_ring = distances(together, exact);
+          for (std::size_t i = 0; i < of_ring.size(); ++i)
+            EXPECT_LE(of_ring[i], 2 * of_libtorch[i]) << dtype << " causal " << is_causal << " ranks " << ranks << " " << i;
+        });
+      }
     }
   }
 }

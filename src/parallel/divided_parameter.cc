@@ -1,9 +1,12 @@
 #include "parallel/divided_parameter.h"
 
+#include <ATen/ops/aminmax.h>
 #include <ATen/ops/embedding.h>
 
+#include "base/log.h"
 #include "base/text.h"
 #include "parallel/exchange.h"
+#include "parallel/other_operators.h"
 #include "parallel/split_linear.h"
 
 namespace lockstep::parallel {
@@ -93,18 +96,71 @@ Tensor embed(const std::string&, const ColwiseParallel& style, const Communicato
   return colwise_output(y, style.output, ranks);
 }
 
+void check_ids(const std::string& layer, const Tensor& ids, std::int64_t all) {
+  if (!ids.is_cpu() || ids.numel() == 0) return;
+  const auto [least, most] = at::aminmax(ids);
+  for (const auto id : {least.item<std::int64_t>(), most.item<std::int64_t>()}) {
+    if (id < 0) throw InvalidArgument(text("RowwiseParallel ", layer, ": the id ", id, " is below 0"));
+    if (id >= all)
+      throw InvalidArgument(
+          text("RowwiseParallel ", layer, ": the id ", id, " is not below the number of ids, ", all));
+  }
+}
+
 Tensor embed(const std::string& layer, const RowwiseParallel& style, const Communicator& ranks,
              const EmbeddingCall& call) {
-  const auto rows = call.weight.size(0), first = rows * ranks.rank();
+  const auto rows = call.weight.size(0), first = rows * ranks.rank(), all = rows * ranks.size();
+  check_ids(layer, call.ids, all);
   const auto ids = call.ids - first;
-  if (call.ids.is_cpu() && call.ids.numel() > 0 && call.ids.max().item<std::int64_t>() >= rows * ranks.size())
-    throw InvalidArgument(text("RowwiseParallel ", layer, ": the id ", call.ids.max().item<std::int64_t>(),
-                               " is not below the number of ids, ", rows * ranks.size()));
-  const auto elsewhere = (ids < 0).logical_or_(ids >= rows);
+  // Ids that no rank has reach the operator, which refuses them on other devices too.
+  const auto exist = (call.ids >= 0).logical_and_(call.ids < all);
+  const auto elsewhere = (ids < 0).logical_or_(ids >= rows).logical_and_(exist);
   const auto padding_idx = call.padding_idx >= first && call.padding_idx < first + rows ? call.padding_idx - first : -1;
   const auto y =
       at::embedding(call.weight, ids.masked_fill(elsewhere, 0), padding_idx, call.scale_grad_by_freq, call.sparse);
   return rowwise_output(y.masked_fill(elsewhere.unsqueeze(-1), 0), style.output, ranks);
+}
+
+EmbeddingCall embedding_call(const ops::OperatorCall& call) {
+  return {call.tensor(0), call.tensor(1), call.argument(2).toInt(), call.argument(3).toBool(),
+          call.argument(4).toBool()};
+}
+
+// As an embedding whose rows are a linear layer's outputs or, row-parallel, whose features are its inputs.
+Tensor embed_with_linear(const std::string& layer, const ColwiseParallel&, const Communicator& ranks,
+                         const EmbeddingCall& call) {
+  return embed(layer, RowwiseParallel(), ranks, call);
+}
+Tensor embed_with_linear(const std::string& layer, const RowwiseParallel&, const Communicator& ranks,
+                         const EmbeddingCall& call) {
+  return embed(layer, ColwiseParallel{.output = Replicate()}, ranks, call);
+}
+
+// As a linear layer to logits: each rank has some of the classes, or of the features.
+std::optional<Tensor> tied_head(const std::string& layer, const RowwiseParallel& style, const Communicator& ranks,
+                                LinearCall call) {
+  if (!is_whole(style.output)) return {};  // whether x is divided too is not known here
+  if (!style.divided_logits) return linear(layer, ColwiseParallel{.output = Replicate()}, ranks, call);
+  if (call.bias.defined() && call.bias.numel() != call.weight.size(0))
+    call.bias = exchange(call.bias, ranks, Exchange::take_part, Exchange::gather, 0);
+  return linear(layer, ColwiseParallel(), ranks, call);
+}
+std::optional<Tensor> tied_head(const std::string& layer, const ColwiseParallel&, const Communicator& ranks,
+                                const LinearCall& call) {
+  RowwiseParallel head;
+  if (call.x.size(-1) != call.weight.size(1)) head.input = Replicate();
+  return linear(layer, head, ranks, call);
+}
+
+Tensor gathered(const Tensor& part, std::int64_t dim, std::int64_t blocks, const Communicator& ranks) {
+  const auto in_blocks = part.unflatten(dim, {blocks, part.size(dim) / blocks});
+  return exchange(in_blocks, ranks, Exchange::gather, Exchange::take_part, dim + 1).flatten(dim, dim + 1);
+}
+
+std::vector<std::int64_t> part_sizes(at::IntArrayRef whole, const Division& division, const Communicator& ranks) {
+  auto sizes = whole.vec();
+  sizes[static_cast<std::size_t>(division.dim)] /= ranks.size();
+  return sizes;
 }
 
 }  // namespace
@@ -130,9 +186,16 @@ bool has_style(const Tensor& parameter) {
   const auto hooks = ops::hooks_of(parameter);
   return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {
     return dynamic_cast<const PartialParameter*>(hook.get()) != nullptr ||
-           dynamic_cast<const SequencePart*>(hook.get()) != nullptr;
+           dynamic_cast<const SequencePart*>(hook.get()) != nullptr ||
+           dynamic_cast<const SharedLinear*>(hook.get()) != nullptr;
   });
 }
+
+DividedParameter::DividedParameter(DividedFor what, Division division, const Tensor& whole, Communicator ranks)
+    : PartialParameter(std::move(ranks)),
+      what_(std::move(what)),
+      division_(division),
+      sizes_(part_sizes(whole.sizes(), division, this->ranks())) {}
 
 std::vector<std::int64_t> DividedParameter::whole_sizes(at::IntArrayRef part) const {
   auto sizes = part.vec();
@@ -141,22 +204,52 @@ std::vector<std::int64_t> DividedParameter::whole_sizes(at::IntArrayRef part) co
 }
 
 Tensor DividedParameter::whole(const Tensor& part) const {
-  const auto dim = division_.dim;
-  const auto blocks = part.detach().unflatten(dim, {division_.blocks, part.size(dim) / division_.blocks});
-  return exchange(blocks, ranks(), Exchange::gather, dim + 1).flatten(dim, dim + 1).contiguous();
+  const ops::WithoutHooks reading(part);
+  return gathered(part.detach(), division_.dim, division_.blocks, ranks()).detach().contiguous();
 }
 
-Tensor DividedParameter::whole_for_all(const Tensor& part) const {
-  const auto dim = division_.dim;
-  const auto blocks = part.unflatten(dim, {division_.blocks, part.size(dim) / division_.blocks});
-  return exchange(blocks, ranks(), Exchange::gather, Exchange::take_part, dim + 1).flatten(dim, dim + 1);
+Tensor DividedParameter::whole_for_all(const Tensor& view, std::int64_t dim) const {
+  return gathered(view, dim, division_.blocks, ranks());
+}
+
+Tensor DividedParameter::part_along(const Tensor& whole, std::int64_t dim) const {
+  return divided(whole, {.dim = dim, .blocks = division_.blocks}, ranks());
+}
+
+std::optional<std::int64_t> DividedParameter::divided_dim(const Tensor& view) const {
+  std::int64_t stride = 1;
+  for (auto i = sizes_.size() - 1; i > static_cast<std::size_t>(division_.dim); --i) stride *= sizes_[i];
+  std::optional<std::int64_t> found;
+  for (std::int64_t i = 0; i < view.dim(); ++i) {
+    if (view.size(i) != sizes_[static_cast<std::size_t>(division_.dim)] || view.stride(i) != stride) continue;
+    if (found) return {};
+    found = i;
+  }
+  return found;
+}
+
+void DividedParameter::warn_of_gathering(const std::string& op) const {
+  {
+    const MutexLock lock(mutex_);
+    if (!warned_.insert(op).second || ranks().rank() != 0) return;
+  }
+  log_warning(text(op, " takes ", name(), " whole, of which each of ", ranks().size(), " ranks has a part, ", style(),
+                   ": the value is gathered for each such call, which all of the ranks must make"));
+}
+
+bool DividedParameter::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
+  return run_other_operator(*this, OtherOperators::on_part, call, place);
+}
+
+bool DividedLayer::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
+  return run_other_operator(*this, OtherOperators::on_whole, call, place);
 }
 
 template <class Style>
-DividedLinear<Style>::DividedLinear(std::string layer, const Tensor& weight, const Style& style,
+DividedLinear<Style>::DividedLinear(DividedFor what, const Tensor& weight, const Style& style,
                                     const Communicator& ranks)
-    : DividedParameter(std::move(layer), division_of_linear(style), ranks), weight_(weight), style_(style) {
-  check_layouts(this->layer(), style);
+    : DividedLayer(std::move(what), division_of_linear(style), weight, ranks), weight_(weight), style_(style) {
+  check_layouts(layer(), style);
 }
 
 template <class Style>
@@ -168,29 +261,50 @@ bool DividedLinear<Style>::run(const ops::OperatorCall& call, std::size_t i) {
 }
 
 template <class Style>
-DividedEmbedding<Style>::DividedEmbedding(std::string layer, const Style& style, const Communicator& ranks)
-    : DividedParameter(std::move(layer), division_of_embedding(style), ranks), style_(style) {
-  check_layouts(this->layer(), style);
+bool DividedLinear<Style>::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
+  if (call.name() != "aten::embedding" || place.index != 0 || division().blocks > 1)
+    return DividedLayer::otherwise(call, place);
+  call.finish(embed_with_linear(layer(), style_, ranks(), embedding_call(call)));
+  return true;
+}
+
+template <class Style>
+DividedEmbedding<Style>::DividedEmbedding(DividedFor what, const Tensor& weight, const Style& style,
+                                          const Communicator& ranks)
+    : DividedLayer(std::move(what), division_of_embedding(style), weight, ranks), weight_(weight), style_(style) {
+  check_layouts(layer(), style);
   if (!is_whole(style.input) && !is_last(style.input))
-    throw InvalidArgument(text(this->layer(), ": the ids of an embedding are whole; leave out `input`"));
+    throw InvalidArgument(text(layer(), ": the ids of an embedding are whole; leave out `input`"));
 }
 
 template <class Style>
 bool DividedEmbedding<Style>::run(const ops::OperatorCall& call, std::size_t i) {
   if (call.name() != "aten::embedding" || i != 0) return false;
-  call.finish(embed(layer(), style_, ranks(),
-                    {call.tensor(0), call.tensor(1), call.argument(2).toInt(), call.argument(3).toBool(),
-                     call.argument(4).toBool()}));
+  call.finish(embed(layer(), style_, ranks(), embedding_call(call)));
   return true;
 }
 
-DividedBias::DividedBias(std::string layer, const ColwiseParallel& style, const Communicator& ranks)
-    : DividedParameter(std::move(layer), {.dim = 0, .blocks = style.parts}, ranks),
+template <class Style>
+bool DividedEmbedding<Style>::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
+  const auto operands = linear_call(call, place.index, weight_);
+  auto logits = operands ? tied_head(layer(), style_, ranks(), *operands) : std::nullopt;
+  if (!logits) return DividedLayer::otherwise(call, place);
+  call.finish(std::move(*logits));
+  return true;
+}
+
+DividedBias::DividedBias(DividedFor what, const Tensor& bias, const ColwiseParallel& style, const Communicator& ranks)
+    : DividedLayer(std::move(what), {.dim = 0, .blocks = style.parts}, bias, ranks),
       output_is_whole_(is_whole(style.output)) {}
 
 void DividedBias::before(const ops::OperatorCall& call, std::size_t i) {
   DividedParameter::before(call, i);
-  if (output_is_whole_ && is_added_to_whole(call, i)) call.argument(i) = whole_for_all(call.tensor(i));
+  if (output_is_whole_ && is_added_to_whole(call, i)) call.argument(i) = whole_for_all(call.tensor(i), 0);
+}
+
+bool DividedBias::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
+  const bool is_added_to_part = !output_is_whole_ && is_part_of_outputs(call, call.tensor(place));
+  return !is_added_to_part && DividedLayer::otherwise(call, place);
 }
 
 bool DividedBias::is_added_to_whole(const ops::OperatorCall& call, std::size_t i) const {
@@ -202,19 +316,41 @@ bool DividedBias::is_added_to_whole(const ops::OperatorCall& call, std::size_t i
   return other.defined() && other.dim() > 1 && other.size(-1) == call.tensor(i).numel() * ranks().size();
 }
 
+SharedLinear::SharedLinear(std::string layer, const Tensor& weight, const ReplicateParallel& style, Communicator ranks)
+    : layer_(std::move(layer)), weight_(weight), style_(style), ranks_(std::move(ranks)) {
+  if (is_last(style.input))
+    throw InvalidArgument(
+        text("ReplicateParallel ", layer_, ": input may be Replicate, or Shard of the sequence's dimension"));
+}
+
+bool SharedLinear::run(const ops::OperatorCall& call, std::size_t i) {
+  const auto operands = linear_call(call, i, weight_);
+  if (!operands) return false;
+  auto x = operands->x;  // each rank has the whole gradient of its output
+  if (!is_whole(style_.input)) x = exchange(x, ranks_, Exchange::gather, Exchange::take_part, dim_of(style_.input));
+  const auto y = exchange(split_linear(x, operands->weight, {}), ranks_, Exchange::keep, Exchange::sum);
+  call.finish(operands->bias.defined() ? y + operands->bias : y);
+  return true;
+}
+
 void SequencePart::before(const ops::OperatorCall& call, std::size_t i) {
   if (call.name() == "aten::embedding") call.argument(1) = part_of(call.tensor(1), -1, ranks().rank(), ranks().size());
   if (!at::GradMode::is_enabled() || !call.reads() || call.writes(i)) return;  // in backward too
   if (!call.argument(i).isTensor())
     throw InvalidArgument(text("SequenceParallel: ", call.name(), " takes a list of parameters; use them one by one"));
+  if (is_of_it_alone(call, {i})) return;  // such as a norm, which all ranks make alike
   if (call.tensor(i).requires_grad())
     call.argument(i) = exchange(call.tensor(i), ranks(), Exchange::keep, Exchange::sum);
+}
+
+bool SequencePart::otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) {
+  return at::GradMode::is_enabled() && keeps_hooks(call, place);
 }
 
 void DividedParameter::before(const ops::OperatorCall& call, std::size_t i) {
   if (!call.is_set_storage() || i != 0 || !call.tensor(1).defined()) return;
   if (call.tensor(0).sizes() == call.tensor(1).sizes()) return;
-  throw InvalidArgument(text(layer_, ": a rank's part has shape ", call.tensor(0).sizes(), ", but values of shape ",
+  throw InvalidArgument(text(layer(), ": a rank's part has shape ", call.tensor(0).sizes(), ", but values of shape ",
                              call.tensor(1).sizes(), " are loaded: load the whole before parallelize_module"));
 }
 

@@ -2,9 +2,12 @@
 #pragma once
 
 #include <memory>
+#include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
+#include "base/mutex.h"
 #include "gradient/parameter_parts.h"
 #include "lockstep/parallel/tensor_parallel.h"
 #include "ops/parameter_hook.h"
@@ -37,42 +40,72 @@ class PartialParameter : public ops::ParameterHook, public gradient::ParameterPa
   const Communicator ranks_;
 };
 
+// Of which module and parameter, and why, for messages.
+struct DividedFor {
+  std::string layer;      // the module's name
+  std::string parameter;  // such as "blocks.0.up.weight"
+  std::string style;      // such as "ColwiseParallel"
+};
+
+// Of a parameter of the style Shard: the module's operators take the part. Of a layer's parameter: others than the
+// layer's take the whole. Threads may share a hook.
 class DividedParameter : public PartialParameter {
  public:
-  DividedParameter(std::string layer, Division division, Communicator ranks)
-      : PartialParameter(std::move(ranks)), layer_(std::move(layer)), division_(division) {}
+  // `whole`: the parameter, before it is divided.
+  DividedParameter(DividedFor what, Division division, const Tensor& whole, Communicator ranks);
 
   const Division& division() const { return division_; }
+  const std::string& layer() const { return what_.layer; }
+  const std::string& name() const { return what_.parameter; }
+  const std::string& style() const { return what_.style; }
 
   void before(const ops::OperatorCall& call, std::size_t i) override;
+  bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
 
   bool make_up_a_whole() const override { return true; }
   std::vector<std::int64_t> whole_sizes(at::IntArrayRef part) const override;
   Tensor whole(const Tensor& part) const override;
   Tensor part_of(const Tensor& whole) const override { return divided(whole, division_, ranks()); }
 
- protected:
-  // The whole, in autograd, for work that all ranks make alike.
-  Tensor whole_for_all(const Tensor& part) const;
+  // The dimension of a view of the part, or of a copy, along which the ranks have others. None where the view does not
+  // have it as one dimension, or does not tell it from another.
+  std::optional<std::int64_t> divided_dim(const Tensor& view) const;
 
-  const std::string& layer() const { return layer_; }  // its name, for messages
+  // The whole of a view, in autograd, for work that all ranks make alike; and this rank's part of what is divided like
+  // the parameter, along `dim`.
+  Tensor whole_for_all(const Tensor& view, std::int64_t dim) const;
+  Tensor part_along(const Tensor& whole, std::int64_t dim) const;
+
+  // Once for each operator.
+  void warn_of_gathering(const std::string& op) const;
 
  private:
-  const std::string layer_;
+  const DividedFor what_;
   const Division division_;
+  const std::vector<std::int64_t> sizes_;  // of the part
+  mutable Mutex mutex_;
+  mutable std::set<std::string> warned_ LOCKSTEP_GUARDED_BY(mutex_);  // of these operators
+};
+
+// Of a layer's parameter, whose operators are known.
+class DividedLayer : public DividedParameter {
+ public:
+  using DividedParameter::DividedParameter;
+  bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
 };
 
 // The hook of a parameter that is divided, or partial; null for any other.
 std::shared_ptr<const DividedParameter> division_of(const Tensor& parameter);
 std::shared_ptr<const PartialParameter> partial_of(const Tensor& parameter);
 
-// Of a linear layer's weight [outputs, inputs]: makes the layer's product with the part, and communicates. `Style`:
-// ColwiseParallel or RowwiseParallel.
+// Of a linear layer's weight [outputs, inputs]: makes the layer's product with the part, and communicates. Where no
+// style of an embedding shares the weight, looks up rows of it as one. `Style`: ColwiseParallel or RowwiseParallel.
 template <class Style>
-class DividedLinear final : public DividedParameter {
+class DividedLinear final : public DividedLayer {
  public:
-  DividedLinear(std::string layer, const Tensor& weight, const Style& style, const Communicator& ranks);
+  DividedLinear(DividedFor what, const Tensor& weight, const Style& style, const Communicator& ranks);
   bool run(const ops::OperatorCall& call, std::size_t i) override;
+  bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
 
  private:
   const WeakParameter weight_;
@@ -81,25 +114,43 @@ class DividedLinear final : public DividedParameter {
 
 // Of a column-parallel layer's bias: the whole, where it is added to whole outputs. torch::nn::Linear adds it by an
 // operator of its own where its input has more than two dimensions.
-class DividedBias final : public DividedParameter {
+class DividedBias final : public DividedLayer {
  public:
-  DividedBias(std::string layer, const ColwiseParallel& style, const Communicator& ranks);
+  DividedBias(DividedFor what, const Tensor& bias, const ColwiseParallel& style, const Communicator& ranks);
   void before(const ops::OperatorCall& call, std::size_t i) override;
+  bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
 
  private:
   bool is_added_to_whole(const ops::OperatorCall& call, std::size_t i) const;
   const bool output_is_whole_;
 };
 
-// Of an embedding's weight [ids, features].
+// Of an embedding's weight [ids, features]. Where no style of a linear layer shares it, also the weight of one to logits,
+// a tied head.
 template <class Style>
-class DividedEmbedding final : public DividedParameter {
+class DividedEmbedding final : public DividedLayer {
  public:
-  DividedEmbedding(std::string layer, const Style& style, const Communicator& ranks);
+  DividedEmbedding(DividedFor what, const Tensor& weight, const Style& style, const Communicator& ranks);
+  bool run(const ops::OperatorCall& call, std::size_t i) override;
+  bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
+
+ private:
+  const WeakParameter weight_;
+  const Style style_;
+};
+
+// Of the weight of a linear layer that all ranks compute whole, and each uses for its part: gradients of the output are
+// summed.
+class SharedLinear final : public ops::ParameterHook {
+ public:
+  SharedLinear(std::string layer, const Tensor& weight, const ReplicateParallel& style, Communicator ranks);
   bool run(const ops::OperatorCall& call, std::size_t i) override;
 
  private:
-  const Style style_;
+  const std::string layer_;
+  const WeakParameter weight_;
+  const ReplicateParallel style_;
+  const Communicator ranks_;
 };
 
 // Of a parameter that all ranks have, each of which uses it for its part of the sequence: its gradient is their sum.
@@ -108,6 +159,7 @@ class SequencePart final : public ops::ParameterHook {
   explicit SequencePart(Communicator ranks) : ranks_(std::move(ranks)) {}
   const Communicator& ranks() const { return ranks_; }
   void before(const ops::OperatorCall& call, std::size_t i) override;
+  bool otherwise(const ops::OperatorCall& call, const ops::ArgumentPlace& place) override;
 
  private:
   const Communicator ranks_;

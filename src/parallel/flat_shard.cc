@@ -41,6 +41,7 @@ FlatShard::FlatShard(std::vector<std::string> names, std::vector<Tensor> paramet
       dtype_(parameters_.at(0).scalar_type()),
       precision_(precision),
       device_(parameters_[0].device()),
+      is_trained_(parameters_[0].requires_grad()),
       taken_(parameters_.size()) {
   const at::NoGradGuard no_gradient;
   lay_out();
@@ -218,10 +219,21 @@ void FlatShard::abandon_gather() {
   if (!is_gathered_) whole_ = Tensor();
 }
 
+void FlatShard::check_frozen() const {
+  if (is_trained_) return;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (!parameters_[i].requires_grad() && !shards_[i].requires_grad()) continue;
+    throw InvalidArgument(text("fully_shard: ", names_[i],
+                               " was frozen when it was divided, and is to be trained now. Call set_requires_grad(true) "
+                               "before fully_shard, and freeze parameters after it"));
+  }
+}
+
 void FlatShard::take_gradient(std::size_t i, double factor) {
   const at::NoGradGuard no_gradient;
   auto& gradient = parameters_[i].mutable_grad();
   if (!gradient.defined()) return;
+  if (gradient.layout() != at::kStrided) gradient = gradient.to_dense();  // an embedding's with `sparse`
   if (!gradients_.defined()) gradients_ = whole_flat(precision_.summed, device_);
   auto place = piece(gradients_, places_[i].offset, gradient.sizes());
   if (factor == 0) {  // of no examples, whose mean is no number
@@ -264,7 +276,7 @@ void FlatShard::set_gradients(const std::vector<bool>& taken_by_any) {
   const auto sums = sums_.to(own_.options());
   for (std::size_t i = 0; i < shards_.size(); ++i) {
     const auto own = own_place(i);
-    if (own.numel == 0 || !taken_by_any[i]) continue;
+    if (own.numel == 0 || !taken_by_any[i] || !shards_[i].requires_grad()) continue;
     const auto sum = piece(sums, own.offset, {own.numel});
     auto& gradient = shards_[i].mutable_grad();
     gradient = gradient.defined() ? gradient.add_(sum) : sum;

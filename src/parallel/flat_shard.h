@@ -39,6 +39,12 @@ class FlatShard {
   const Tensor& shard(std::size_t i) const { return shards_[i]; }
   std::int64_t own_elements() const { return part_; }
 
+  // Whether the parameters were trained when they were divided, and are summed since.
+  bool is_trained() const { return is_trained_; }
+
+  // Throws InvalidArgument where a parameter that was frozen is to be trained now, which is not possible.
+  void check_frozen() const;
+
   // Which elements of parameter i they are.
   struct Range {
     std::int64_t begin = 0, count = 0;
@@ -92,6 +98,7 @@ class FlatShard {
   const at::ScalarType dtype_;
   const Precision precision_;
   const at::Device device_;    // the parameters'
+  const bool is_trained_;
   std::vector<Place> places_;  // [parameter]
   std::int64_t part_ = 0;      // elements of one rank
   Tensor own_;                 // this rank's part

@@ -10,6 +10,7 @@
 #include "base/median.h"
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "parallel/counted_labels.h"
 #include "parallel/gradient_norm.h"
 #include "parallel/mesh_backend.h"
 #include "parallel/pipeline_run.h"
@@ -34,6 +35,26 @@ std::vector<std::pair<int, int>> pairs_of(const PipelineSchedule& schedule) {
     }
   }
   return pairs;
+}
+
+void check_examples(const Tensor& x, const Tensor& target, const Communicator& ranks) {
+  if (x.dim() > 0 && target.dim() > 0 && target.size(0) == x.size(0)) return;
+  ranks.abort_on_error([&] {
+    throw InvalidArgument(text("Pipeline::step: x has shape ", x.sizes(), " and target ", target.sizes(),
+                               "; their first dimensions count the same examples"));
+  });
+}
+
+// Trains, and returns the sum on all ranks.
+double sum_of_losses(Pipeline& pipeline, const Communicator& ranks, const Tensor& x, const MicrobatchLoss& loss) {
+  double sum = 0;
+  pipeline.forward_backward(x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
+    auto of_microbatch = loss(output, first, count);
+    if (of_microbatch.numel() == 1) sum += of_microbatch.item<double>();
+    return of_microbatch;
+  });
+  ranks.sum({&sum, 1});
+  return sum;
 }
 
 PipelineSchedule checked(PipelineSchedule schedule, int ranks) {
@@ -124,21 +145,21 @@ Pipeline::Pipeline(std::vector<PipelineStage> stages, const Communicator& ranks,
 Pipeline::~Pipeline() = default;
 
 double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& loss) {
-  if (x.dim() == 0 || target.dim() == 0 || target.size(0) != x.size(0)) {
-    state_->ranks.abort_on_error([&] {
-      throw InvalidArgument(text("Pipeline::step: x has shape ", x.sizes(), " and target ", target.sizes(),
-                                 "; their first dimensions count the same examples"));
-    });
-  }
-  double mean = 0;
-  forward_backward(x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
-    const auto weighted =
-        loss(output, target.narrow(0, first, count)) * (static_cast<double>(count) / static_cast<double>(x.size(0)));
-    if (weighted.numel() == 1) mean += weighted.item<double>();
-    return weighted;
+  check_examples(x, target, state_->ranks);
+  return sum_of_losses(*this, state_->ranks, x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
+    if (first == 0) parallel::check_labels_count_alike("Pipeline::step", target, state_->options.microbatches);
+    return loss(output, target.narrow(0, first, count)) *
+           (static_cast<double>(count) / static_cast<double>(x.size(0)));
   });
-  state_->ranks.sum({&mean, 1});
-  return mean;
+}
+
+double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss& sum, const PipelineWeight& weight) {
+  check_examples(x, target, state_->ranks);
+  std::optional<double> all;  // the batch's weight, on the last stage's rank
+  return sum_of_losses(*this, state_->ranks, x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
+    if (!all) all = weight(target);
+    return sum(output, target.narrow(0, first, count)) / *all;
+  });
 }
 
 void Pipeline::forward_backward(const Tensor& x, const MicrobatchLoss& loss, std::int64_t most_microbatches) {

@@ -219,6 +219,53 @@ TEST(Pipeline, AnErrorInAStageEndsAllRanks) {
   for (const auto& error : errors) EXPECT_NE(error.find("the loss has shape [2]"), std::string::npos) << error;
 }
 
+at::Tensor sum_of_counted(const at::Tensor& output, const at::Tensor& labels) {
+  return at::cross_entropy_loss(output.flatten(0, 1), labels.flatten(), {}, at::Reduction::Sum);
+}
+
+TEST(Pipeline, WeighsMicrobatchesByTheLabelsThatCount) {
+  auto batch = pipeline_batch(0);
+  batch.labels.narrow(0, 0, 3).fill_(-100);  // a whole microbatch of 5, and two thirds of another one's first
+  batch.labels.select(0, 4).narrow(0, 2, 7).fill_(-100);
+  auto whole = make_transformer(kPipelineOptions);
+  const auto expected = cross_entropy(whole(batch.ids), batch.labels);
+  expected.backward();
+  const auto all = parameters_of(*whole);
+  collective::on_ranks(2, [&](const Group& group) {
+    Pipeline pipeline(stages_of(2), {group, 30}, {.microbatches = 5});
+    const double loss = pipeline.step(batch.ids, batch.labels, sum_of_counted, [](const at::Tensor& labels) {
+      return labels.ne(-100).sum().item<double>();
+    });
+    EXPECT_NEAR(loss, expected.item<double>(), 1e-12);
+    for (const auto& [name, parameter] : parameters_of(*pipeline.modules()[0].second)) {
+      EXPECT_TRUE(at::allclose(parameter.grad(), all.at(name).grad(), 1e-9, 1e-12)) << name;
+    }
+  });
+}
+
+TEST(Pipeline, RefusesMeansOverOtherThanExamples) {
+  auto batch = pipeline_batch(0);
+  std::mutex mutex;
+  std::vector<std::string> errors;
+  const auto step = [&](const Group& group) {
+    Pipeline pipeline(stages_of(2), {group, 30}, {.microbatches = 3});
+    try {
+      pipeline.step(batch.ids, batch.labels, cross_entropy);
+    } catch (const Error& error) {
+      const std::lock_guard lock(mutex);
+      errors.emplace_back(error.what());
+    }
+  };
+  batch.labels.narrow(1, 3, 2).fill_(-100);  // as many of each example
+  collective::on_ranks(2, step);
+  EXPECT_TRUE(errors.empty());
+  batch.labels.narrow(0, 0, 1).fill_(-100);
+  collective::on_ranks(2, step);
+  ASSERT_EQ(errors.size(), 2u);
+  for (const auto& error : errors)
+    EXPECT_NE(error.find("so that its mean loss is not over its examples"), std::string::npos) << error;
+}
+
 TEST(Pipeline, RefusesWhatDoesNotFit) {
   collective::on_ranks(2, [&](const Group& group) {
     const auto make = [&](const PipelineOptions& options, int stages = 2) {

@@ -1,6 +1,7 @@
 // Attention of this rank's queries to all keys, a part at a time: results of parts are joined by the logarithms of
 // their sums of exponentials, as in FlashAttention (Dao et al. 2022).
 #include <ATen/ATen.h>
+#include <ATen/OpMathType.h>
 #include <ATen/ops/scaled_dot_product_attention_compositeimplicitautograd_dispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -47,6 +48,14 @@ class Ring {
   std::optional<int> owner_;
 };
 
+// The dtype of scores and of sums over parts: float32 for 16 bits, as in kernels for one device.
+at::ScalarType sum_type(const Tensor& x) { return at::toOpMathType(x.scalar_type()); }
+
+// Which would compute products of float32 in 16 bits.
+struct WithoutAutocast {
+  const c10::impl::ExcludeDispatchKeyGuard guard{c10::autocast_dispatch_keyset};
+};
+
 struct Attention {
   const Communicator* ranks;
   bool is_causal;
@@ -55,6 +64,7 @@ struct Attention {
   // Whether this rank's queries see the keys of a rank.
   bool sees(int owner) const { return !is_causal || owner <= ranks->rank(); }
 
+  // Of tensors of sum_type.
   Tensor scores(const Tensor& query, const Tensor& key, int owner) const {
     auto scores = at::matmul(query, key.transpose(-2, -1)).mul_(scale);
     if (is_causal && owner == ranks->rank()) {
@@ -69,14 +79,17 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& query, const Tensor& key,
                         const Tensor& value, const Communicator& ranks, bool is_causal, double scale) {
     const Attention attention{&ranks, is_causal, scale};
+    const WithoutAutocast exact;
     Ring ring(ranks, {key, value});
+    const auto type = sum_type(query);
+    const auto exact_query = query.to(type);
     Tensor output, sum;  // of the parts so far, and the logarithm of the sum of exponentials
     for (int i = 0; i < ranks.size(); ++i) {
       if (i > 0) ring.turn();
       if (!attention.sees(ring.owner())) continue;
-      const auto scores = attention.scores(query, ring[0], ring.owner());
+      const auto scores = attention.scores(exact_query, ring[0].to(type), ring.owner());
       const auto part_sum = scores.logsumexp(-1, /*keepdim=*/true);
-      const auto part = at::matmul((scores - part_sum).exp_(), ring[1]);
+      const auto part = at::matmul((scores - part_sum).exp_(), ring[1].to(type));
       if (!output.defined()) {
         output = part;
         sum = part_sum;
@@ -86,6 +99,7 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
       output = output * (sum - joined).exp_() + part * (part_sum - joined).exp_();
       sum = joined;
     }
+    output = output.to(query.scalar_type());
     context->save_for_backward({query, key, value, output, sum});
     context->saved_data["ranks"] = parallel::capsule(ranks);
     context->saved_data["is_causal"] = is_causal;
@@ -97,27 +111,35 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
                                                  torch::autograd::variable_list& gradients) {
     if (at::GradMode::is_enabled()) throw InvalidArgument("ring_attention cannot be differentiated twice");
     const auto saved = context->get_saved_variables();
-    const auto &query = saved[0], &output = saved[3], &sum = saved[4], &gradient = gradients[0];
+    const auto type = sum_type(saved[0]);
+    const auto query = saved[0].to(type), gradient = gradients[0].to(type);
+    const auto &output = saved[3], &sum = saved[4];
     const auto ranks = parallel::communicator_in(context->saved_data["ranks"]);
     const Attention attention{&ranks, context->saved_data["is_causal"].toBool(),
                               context->saved_data["scale"].toDouble()};
+    const WithoutAutocast exact;
     const auto along_output = (gradient * output).sum(-1, /*keepdim=*/true);
     auto of_query = at::zeros_like(query);
     // The gradients of keys and values go round with them, and come home with the last turn.
-    std::vector<Tensor> sums{at::zeros_like(saved[1]), at::zeros_like(saved[2])};
+    const std::vector<Tensor> sums{at::zeros_like(saved[1], type), at::zeros_like(saved[2], type)};
     Ring ring(ranks, {saved[1], saved[2], sums[0], sums[1]});
     for (int i = 0; i < ranks.size(); ++i) {
       if (attention.sees(ring.owner())) {
-        const auto weights = (attention.scores(query, ring[0], ring.owner()) - sum).exp_();
-        const auto of_scores =
-            weights * (at::matmul(gradient, ring[1].transpose(-2, -1)) - along_output) * attention.scale;
-        of_query.add_(at::matmul(of_scores, ring[0]));
+        const auto key = ring[0].to(type), value = ring[1].to(type);
+        const auto weights = (attention.scores(query, key, ring.owner()) - sum).exp_();
+        const auto of_scores = weights * (at::matmul(gradient, value.transpose(-2, -1)) - along_output) * attention.scale;
+        of_query.add_(at::matmul(of_scores, key));
         ring[2].add_(at::matmul(of_scores.transpose(-2, -1), query));
         ring[3].add_(at::matmul(weights.transpose(-2, -1), gradient));
       }
       if (ranks.size() > 1) ring.turn();
     }
-    return {of_query, ring[2], ring[3], Tensor(), Tensor(), Tensor()};
+    return {of_query.to(saved[0].scalar_type()),
+            ring[2].to(saved[1].scalar_type()),
+            ring[3].to(saved[2].scalar_type()),
+            Tensor(),
+            Tensor(),
+            Tensor()};
   }
 };
 

@@ -241,7 +241,10 @@ void ShardedUnits::use(std::size_t index, std::uint64_t call) {
     current_.push_back(index);
     uses_.push_back(index);
   }
-  for (const auto& flat : units_[index]->flat) flat->finish_gather();
+  for (const auto& flat : units_[index]->flat) {
+    if (at::GradMode::is_enabled()) flat->check_frozen();
+    flat->finish_gather();
+  }
   if (options_.prefetch) prefetch();
 }
 
@@ -322,7 +325,7 @@ void ShardedUnits::reduce_complete_units() {
 void ShardedUnits::reduce(Unit& unit) {
   for (const auto& flat : unit.flat) {
     flat->release();
-    if (flat->parameters()[0].requires_grad()) flat->reduce_gradients();
+    if (flat->is_trained()) flat->reduce_gradients();
   }
 }
 
@@ -340,7 +343,7 @@ void ShardedUnits::finish_backward() {
   for_each_flat_shard([&](FlatShard& flat) {
     std::vector<bool> by_any;
     for (std::size_t i = 0; i < flat.parameters().size(); ++i) by_any.push_back(*next++ > 0);
-    if (flat.parameters()[0].requires_grad()) flat.set_gradients(by_any);
+    if (flat.is_trained()) flat.set_gradients(by_any);
   });
   backward_.reset();
   uses_before_ = std::exchange(uses_, {});

@@ -1,5 +1,6 @@
 // What users' modules do with parameters that fully_shard divided, beside calling layers.
 #include <gtest/gtest.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/optim/sgd.h>
 
@@ -281,6 +282,80 @@ TEST(ShardedUnits, RanksInAnotherUnitAreToldWhich) {
   const auto said = message_of([&] { std::rethrow_exception(errors[0]); });
   expect_says(said, "for gathering unit \"first\" (first.weight) of fully_shard 1, rank 1 calls");
   expect_says(said, "for gathering unit \"second\" (second.weight) of fully_shard 1");
+}
+
+TEST(ShardedUnits, TrainsSparseEmbeddingsAsOneProcess) {
+  const auto make = [] {
+    torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(8, 3).sparse(true));
+    const at::NoGradGuard no_gradient;
+    embedding->weight.copy_(at::sin(at::arange(24).view({8, 3})));
+    return embedding;
+  };
+  const auto ids = at::tensor({1, 5, 5, 2}, at::kLong);
+  auto whole = make();
+  whole(ids).pow(2).mean().backward();
+  collective::on_ranks(2, [&](const Group& group) {
+    auto embedding = make();
+    auto sharded = fully_shard(embedding, {group, 30});
+    torch::optim::SGD sgd(sharded.parameters(), torch::optim::SGDOptions(1));
+    sharded(ids.chunk(2)[static_cast<std::size_t>(group.rank())]).pow(2).mean().backward();
+    sgd.step();
+    EXPECT_TRUE(at::allclose(sharded.gather().at("weight"), whole->weight - whole->weight.grad().to_dense()));
+  });
+}
+
+// Three steps; `change` is called before the second and the third one.
+using ChangeTraining = std::function<void(NetImpl& net, int step, const std::vector<at::Tensor>& shards)>;
+
+void step_with(Net& net, torch::optim::SGD& sgd, const std::function<at::Tensor()>& forward,
+               const std::vector<at::Tensor>& shards, const ChangeTraining& change) {
+  for (int step = 0; step < 3; ++step) {
+    if (step > 0) change(*net, step, shards);
+    sgd.zero_grad();
+    forward().pow(2).mean().backward();
+    sgd.step();
+  }
+}
+
+TEST(ShardedUnits, FreezeAndTrainAgainAsInOneProcess) {
+  const ChangeTraining freeze_one = [](NetImpl& net, int step, const auto&) {
+    net.layers[0]->weight.set_requires_grad(step == 2);
+  };
+  const ChangeTraining freeze_shards = [](NetImpl& net, int step, const auto& shards) {
+    if (shards.empty()) {
+      for (const auto& parameter : net.parameters()) parameter.set_requires_grad(step == 2);
+      net.layers[1]->bias.set_requires_grad(true);
+    }
+    for (std::size_t i = 0; i + 1 < shards.size(); ++i) shards[i].set_requires_grad(step == 2);
+  };
+  for (const auto& change : {freeze_one, freeze_shards}) {
+    Net whole;
+    torch::optim::SGD whole_sgd(whole->parameters(), torch::optim::SGDOptions(0.1));
+    step_with(
+        whole, whole_sgd, [&] { return whole(examples()); }, {}, change);
+    collective::on_ranks(1, [&](const Group& group) {
+      Net net;
+      auto sharded = fully_shard(net, {group, 30}, {.units = {"first", "second"}});
+      torch::optim::SGD sgd(sharded.parameters(), torch::optim::SGDOptions(0.1));
+      step_with(
+          net, sgd, [&] { return sharded(examples()); }, sharded.parameters(), change);
+      for (const auto& [name, value] : sharded.gather()) {
+        EXPECT_TRUE(at::allclose(value, whole->named_parameters()[name], 1e-10, 1e-10)) << name;
+      }
+    });
+  }
+}
+
+TEST(ShardedUnits, RefusesToTrainWhatWasFrozen) {
+  collective::on_ranks(2, [&](const Group& group) {
+    Net net;
+    for (const auto& parameter : net->layers[0]->parameters()) parameter.set_requires_grad(false);
+    auto sharded = fully_shard(net, {group, 30}, {.units = {"first", "second"}});
+    EXPECT_TRUE(sharded(examples()).defined());
+    net->layers[0]->bias.set_requires_grad(true);
+    expect_says(message_of<InvalidArgument>([&] { sharded(examples()); }),
+                "first.bias was frozen when it was divided, and is to be trained now");
+  });
 }
 
 TEST(ShardedUnits, RefusesSchedulesThatSplitBackward) {

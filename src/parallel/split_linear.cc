@@ -35,8 +35,9 @@ bool can_wait(const Tensor& weight) { return weight.is_leaf() && torch::autograd
 // Gradients are computed in the dtype of the product, which autocast chose, and have it. Their backward may be
 // differentiated.
 Tensor input_gradient(const Tensor& gradient, const Tensor& weight) {
-  if (at::GradMode::is_enabled()) return at::matmul(gradient, weight.to(gradient.scalar_type()));
   const ops::WithoutHooks reading(weight);
+  // A copy has no hooks: the next backward takes this rank's part as it is.
+  if (at::GradMode::is_enabled()) return at::matmul(gradient, weight.clone().to(gradient.scalar_type()));
   return ops::linear_input_gradient(gradient, weight.to(gradient.scalar_type()));
 }
 

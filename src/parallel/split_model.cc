@@ -9,6 +9,7 @@
 #include "lockstep/parallel/cut_stages.h"
 #include "lockstep/parallel/gradients.h"
 #include "lockstep/parallel/split.h"
+#include "parallel/counted_labels.h"
 #include "parallel/tensor_entries.h"
 
 namespace lockstep {
@@ -90,16 +91,22 @@ struct SplitModel::State {
     parameters = sharded->parameters();
   }
 
-  double step(const Tensor& x, const Tensor& target, const SplitLoss& loss) {
+  double step(const Tensor& x, const Tensor& target, const SplitLoss& loss, const PipelineWeight& weight) {
     for (const auto* const given : {&x, &target}) {
       if (given->dim() > 0 && given->size(0) % data.size() == 0) continue;
       throw InvalidArgument(text("SplitModel::step: a batch of shape ", given->sizes(), " cannot be divided among ",
                                  data.size(), " ranks of the data axis"));
     }
     const auto part = [&](const Tensor& of) { return of.chunk(data.size())[static_cast<std::size_t>(data.rank())]; };
-    double mean = pipeline->step(part(x), part(target), [&](const Tensor& output, const Tensor& wanted) {
-      return loss(output, wanted, tensor);
-    });
+    const PipelineLoss own = [&](const Tensor& output, const Tensor& wanted) { return loss(output, wanted, tensor); };
+    double mean = 0;
+    if (weight) {
+      const auto share = [&](const Tensor& /*part*/) { return weight(target) / data.size(); };
+      mean = pipeline->step(part(x), part(target), own, share);
+    } else {
+      parallel::check_labels_count_alike("SplitModel::step", target, data.size());
+      mean = pipeline->step(part(x), part(target), own);
+    }
     if (!sharded) average_gradients(parameters, data);
     data.sum({&mean, 1});
     return mean / data.size();
@@ -118,8 +125,12 @@ SplitModel::SplitModel(const std::vector<PipelineStage>& layers, const Split& sp
 SplitModel::~SplitModel() = default;
 
 double SplitModel::step(const Tensor& x, const Tensor& target, const SplitLoss& loss) {
+  return step(x, target, loss, {});
+}
+
+double SplitModel::step(const Tensor& x, const Tensor& target, const SplitLoss& sum, const PipelineWeight& weight) {
   double mean = 0;
-  state_->all.abort_on_error([&] { mean = state_->step(x, target, loss); });
+  state_->all.abort_on_error([&] { mean = state_->step(x, target, sum, weight); });
   return mean;
 }
 

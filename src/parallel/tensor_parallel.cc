@@ -2,18 +2,21 @@
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
 
 #include <algorithm>
 
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
 #include "parallel/divided_parameter.h"
+#include "parallel/equal_gradients.h"
 #include "parallel/name_pattern.h"
 
 namespace lockstep {
 namespace {
 
 using parallel::DividedEmbedding;
+using parallel::DividedFor;
 using parallel::DividedLinear;
 using parallel::DividedParameter;
 
@@ -62,28 +65,61 @@ class Planner {
       any = true;
       check_dim(each.key(), each.value(), style.dim);
       const parallel::Division division{.dim = style.dim < 0 ? style.dim + each.value().dim() : style.dim};
+      const DividedFor what{each.key(), each.key(), "Shard"};
       add_change(each.key(), each.value(),
-                 std::make_shared<DividedParameter>(each.key(), division, ranks_for(each.key())));
+                 std::make_shared<DividedParameter>(what, division, each.value(), ranks_for(each.key())));
     }
     if (!any) fail_no_match(pattern, "parameter", module_.named_parameters().keys());
   }
 
   template <class Style>
   void add_module(const Found& found, const Style& style) {
-    const auto parameters = found.module->named_parameters(/*recurse=*/false);
-    const auto* const weight = parameters.find("weight");
-    if (weight == nullptr || weight->dim() != 2) {
-      throw InvalidArgument(text("parallelize_module: ", found.name, " has no weight of two dimensions: ",
-                                 name_of(style), " is for linear layers and embeddings"));
-    }
+    const auto weight = weight_of(found, name_of(style));
     const auto name = name_in(found, "weight");
+    const DividedFor what{found.name, name, name_of(style)};
     if (const auto* const embedding = found.module->as<torch::nn::EmbeddingImpl>()) {
       check_embedding(found.name, embedding->options);
-      add_change(name, *weight, std::make_shared<DividedEmbedding<Style>>(found.name, style, ranks_for(name)));
+      add_change(name, weight, std::make_shared<DividedEmbedding<Style>>(what, weight, style, ranks_for(name)));
     } else {
-      add_change(name, *weight, std::make_shared<DividedLinear<Style>>(found.name, *weight, style, ranks_for(name)));
-      if (const auto* const bias = parameters.find("bias")) add_bias(found, *bias, style);
+      add_change(name, weight, std::make_shared<DividedLinear<Style>>(what, weight, style, ranks_for(name)));
+      if (const auto bias = bias_of(found); bias.defined()) add_bias(found, bias, style);
     }
+  }
+
+  void add_module(const Found& found, const ReplicateParallel& style) {
+    const auto weight = weight_of(found, "ReplicateParallel");
+    if (found.module->as<torch::nn::EmbeddingImpl>() != nullptr)
+      throw InvalidArgument(
+          text("parallelize_module: ", found.name, " is an embedding: ReplicateParallel is for ", "linear layers"));
+    add_change(
+        name_in(found, "weight"), weight,
+        std::make_shared<parallel::SharedLinear>(found.name, weight, style, ranks_for(name_in(found, "weight"))));
+    if (const auto bias = bias_of(found); bias.defined())
+      add_change(name_in(found, "bias"), bias, std::make_shared<parallel::SequencePart>(ranks_));
+  }
+
+  // The one that the layer uses: `head->weight = embedding->weight` leaves the registered parameter without use.
+  Tensor weight_of(const Found& found, const char* style) const {
+    const auto parameters = found.module->named_parameters(/*recurse=*/false);
+    const auto* const registered = parameters.find("weight");
+    if (registered == nullptr || registered->dim() != 2) {
+      throw InvalidArgument(text("parallelize_module: ", found.name, " has no weight of two dimensions: ", style,
+                                 " is for linear layers and embeddings"));
+    }
+    Tensor used = *registered;
+    if (const auto* const linear = found.module->as<torch::nn::LinearImpl>()) used = linear->weight;
+    if (const auto* const embedding = found.module->as<torch::nn::EmbeddingImpl>()) used = embedding->weight;
+    if (used.is_same(*registered)) return used;
+    const auto all = module_.parameters();
+    if (std::any_of(all.begin(), all.end(), [&](const auto& each) { return each.is_same(used); })) return used;
+    throw InvalidArgument(text("parallelize_module: ", found.name, " has a weight in the place of its parameter \"",
+                               name_in(found, "weight"), "\", which is no parameter of the module"));
+  }
+
+  static Tensor bias_of(const Found& found) {
+    const auto parameters = found.module->named_parameters(/*recurse=*/false);
+    const auto* const bias = parameters.find("bias");
+    return bias == nullptr ? Tensor() : *bias;
   }
 
   void add_module(const Found& found, const SequenceParallel&) {
@@ -101,8 +137,9 @@ class Planner {
   }
 
   void add_bias(const Found& layer, const Tensor& bias, const ColwiseParallel& style) {
-    const auto name = name_in(layer, "bias");
-    add_change(name, bias, std::make_shared<parallel::DividedBias>(layer.name, style, ranks_for(name)));
+    const DividedFor what{layer.name, name_in(layer, "bias"), name_of(style)};
+    add_change(what.parameter, bias,
+               std::make_shared<parallel::DividedBias>(what, bias, style, ranks_for(what.parameter)));
   }
 
   void add_bias(const Found& layer, const Tensor& bias, const RowwiseParallel& style) {
@@ -204,10 +241,20 @@ std::string describe(const ColwiseParallel& style) {
   return text("ColwiseParallel{", describe(style.input), ", ", describe(style.output), ", ", style.parts, "}");
 }
 std::string describe(const RowwiseParallel& style) {
-  return text("RowwiseParallel{", describe(style.input), ", ", describe(style.output), "}");
+  return text("RowwiseParallel{", describe(style.input), ", ", describe(style.output),
+              style.divided_logits ? ", divided_logits}" : "}");
 }
 std::string describe(const SequenceParallel&) { return "SequenceParallel"; }
+std::string describe(const ReplicateParallel& style) { return text("ReplicateParallel{", describe(style.input), "}"); }
 std::string describe(const Shard& style) { return describe(Layout(style)); }
+
+// With Shard alone the ranks may have other activations, such as other positions.
+bool have_same_activations(const ParallelPlan& plan) {
+  return std::any_of(plan.begin(), plan.end(), [](const auto& entry) {
+    return std::holds_alternative<ColwiseParallel>(entry.second) ||
+           std::holds_alternative<RowwiseParallel>(entry.second);
+  });
+}
 
 // What ranks must have in common.
 std::string description(torch::nn::Module& module, const ParallelPlan& plan) {
@@ -235,6 +282,11 @@ void parallelize_module(torch::nn::Module& module, const Communicator& ranks, co
   tensors.insert(tensors.end(), buffers.begin(), buffers.end());
   broadcast(ranks.with_purpose(Purpose("the first values of parallelize_module")), tensors);
   apply(changes, ranks);
+  if (!have_same_activations(plan)) return;
+  for (const auto& each : module.named_parameters()) {
+    if (each.value().requires_grad() && !parallel::has_style(each.value()))
+      parallel::watch_gradients(each.value(), each.key(), ranks);
+  }
 }
 
 Tensor full_tensor(const Tensor& parameter) {

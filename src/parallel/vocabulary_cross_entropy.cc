@@ -10,17 +10,34 @@
 namespace lockstep {
 namespace {
 
+// Logits that are the same on all ranks are whole, but for those that are one number, as at first from zeros.
+void check_divided(const Tensor& own_largest, const Tensor& largest, const Tensor& own_sums, const Tensor& sums,
+                   const Tensor& logits, const Communicator& ranks) {
+  if (ranks.size() == 1 || logits.numel() == 0 || !own_largest.equal(largest)) return;
+  const auto is_one_number = own_sums == logits.size(-1);
+  const auto is_same = (own_sums * ranks.size() - sums).abs() <= 1e-5 * sums;
+  if (is_one_number.all().item<bool>() || !is_same.all().item<bool>()) return;
+  throw InvalidArgument(
+      text("vocabulary_parallel_cross_entropy: the logits, of shape ", logits.sizes(), ", are the same on all ", 
+           ranks.size(), " ranks, so they are whole; each rank must give its part of the classes, which layers with "
+           "ColwiseParallel{.output = Shard{-1}} or RowwiseParallel{.divided_logits = true} make. Use "
+           "torch::cross_entropy_loss for whole logits"));
+}
+
 struct VocabularyCrossEntropy : torch::autograd::Function<VocabularyCrossEntropy> {
   // logits [examples, own classes], labels [examples]: the index among this rank's classes, -1 for another rank's.
   static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& logits, const Tensor& labels,
                         const Tensor& ignored, const Communicator* ranks) {
-    auto largest = logits.amax(-1);
+    const auto own_largest = logits.amax(-1);
+    auto largest = own_largest.clone();
     all_reduce(ranks->group(), largest, ReduceOp::max, ranks->deadline());
     auto softmax = (logits - largest.unsqueeze(-1)).exp_();
     const auto elsewhere = labels < 0;
     const auto at_label = logits.gather(-1, labels.clamp_min(0).unsqueeze(-1)).squeeze(-1).masked_fill_(elsewhere, 0);
     const auto sums = at::stack({softmax.sum(-1), at_label});
+    const auto own_sums = sums[0].clone();
     all_reduce(ranks->group(), sums, ReduceOp::sum, ranks->deadline());
+    check_divided(own_largest, largest, own_sums, sums[0], logits, *ranks);
     softmax.div_(sums[0].unsqueeze(-1));
     context->save_for_backward({softmax, labels, ignored});
     return (sums[0].log() + largest - sums[1]).masked_fill_(ignored, 0);

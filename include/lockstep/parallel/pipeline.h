@@ -90,6 +90,9 @@ struct PipelineOptions {
 // The mean over the examples of a microbatch: a scalar.
 using PipelineLoss = std::function<Tensor(const Tensor& output, const Tensor& target)>;
 
+// What the sum of a batch's losses is divided by, such as the number of labels that count.
+using PipelineWeight = std::function<double(const Tensor& target)>;
+
 // What is differentiated for a microbatch, a scalar, from the last stage's output for its examples: `count` ones of the
 // batch, from `first` on.
 using MicrobatchLoss = std::function<Tensor(const Tensor& output, std::int64_t first, std::int64_t count)>;
@@ -109,8 +112,18 @@ class Pipeline {
   // target [examples, ...] by the last one's; on the others they are only counted. On every rank x must be on the
   // device of its stages: what other ranks send is copied there. Microbatches differ by one example at most; there are
   // fewer of them where there are fewer examples. The third step is collective over the whole mesh whose axis the ranks
-  // are. Throws InvalidArgument where gradients are off.
+  // are. Throws InvalidArgument where gradients are off; and where `target`, of int64, has labels of -100, the
+  // ignore_index of LibTorch's losses, unequally in the microbatches: the mean of a microbatch is then not over its
+  // examples. Give a sum and a weight for it, and for every other loss that is not a mean over examples.
   double step(const Tensor& x, const Tensor& target, const PipelineLoss& loss);
+
+  // The same for the loss that is `sum` over the batch, divided by `weight` of the batch's target: `sum` is of a
+  // microbatch, a scalar. Both are called on the last stage's rank alone. For cross entropy with an ignore_index:
+  //
+  //   pipeline.step(x, y, [](const at::Tensor& output, const at::Tensor& y) {
+  //     return torch::cross_entropy_loss(output, y, {}, at::Reduction::Sum, /*ignore_index=*/-100);
+  //   }, [](const at::Tensor& y) { return y.ne(-100).sum().item<double>(); });
+  double step(const Tensor& x, const Tensor& target, const PipelineLoss& sum, const PipelineWeight& weight);
 
   // The same with the losses of microbatches as the batch's loss is made of them, such as sums with weights: adds the
   // gradient of their sum. `loss` is called on the last stage's rank alone, for one microbatch after the other.

@@ -58,6 +58,17 @@ struct ColwiseParallel {
 struct RowwiseParallel {
   Layout input = Shard{-1};
   Layout output = Replicate();
+
+  // Of an embedding whose weight is a head's as well: torch::linear(x, weight) gives this rank's part of the logits, for
+  // vocabulary_parallel_cross_entropy; else whole ones.
+  bool divided_logits = false;
+};
+
+// For linear layers whose output all ranks have whole, and each uses for its part of other activations: keys and values
+// of multi-query attention, which the divided heads share. Each rank has all weights; gradients of the output are
+// summed. Input: whole, or divided along any dimension but the last.
+struct ReplicateParallel {
+  Layout input = Replicate();
 };
 
 // For layers between them, such as normalization, whose input is divided along the sequence: each rank has all weights
@@ -65,7 +76,7 @@ struct RowwiseParallel {
 struct SequenceParallel {};
 
 // `Shard` as a style is for a parameter itself: each rank has its part along the dimension.
-using ParallelStyle = std::variant<ColwiseParallel, RowwiseParallel, SequenceParallel, Shard>;
+using ParallelStyle = std::variant<ColwiseParallel, RowwiseParallel, SequenceParallel, Shard, ReplicateParallel>;
 
 // By the names of submodules, and for Shard of parameters. "*" stands for any characters but a dot; the empty name for
 // the module itself.
@@ -73,7 +84,18 @@ using ParallelPlan = std::vector<std::pair<std::string, ParallelStyle>>;
 
 // Gives all ranks rank 0's parameters and buffers, then keeps this rank's part of those that the plan divides, in the
 // module's own tensors. Optimizers made afterwards have state for the parts alone. What torch::Linear, torch::linear
-// and embedding compute with them from then on communicates; parameters that tied layers share are divided once.
+// and embedding compute with them from then on communicates; parameters that tied layers share are divided once. A
+// weight that two layers have by assignment, head->weight = embedding->weight, is found by the layer's name too.
+//
+// Other operators see the whole of a layer's divided parameter, as in one process: weight * mask, a norm for a penalty,
+// einsum. The value is gathered for each call, with one warning, and the gradient is this rank's part of the whole's;
+// all ranks must make the call. Elementwise operators of the parameter alone, or of tensors of the part's shape without
+// gradients, as optimizers make them, act on the parts; in-place ones take their part of operands that are whole. What
+// could mean the part or the whole throws InvalidArgument: slices along the divided dimension, and random numbers in
+// place. size() is the part's. A parameter of the style Shard is the part for all operators but reductions.
+//
+// Where a parameter that all ranks have whole gets other gradients on other ranks, backward throws InvalidArgument. It
+// compares them in the first, second, fourth, eighth and so on.
 //
 // Collective, and so are forward and backward from then on: each rank computes the same operators in the same order,
 // with the same inputs. Where a rank's activations are not of the shape that a layer needs, its forward throws
@@ -97,7 +119,8 @@ Tensor full_tensor(const Tensor& parameter);
 // The negative logarithm of the softmax at the label, for each example, where each rank has the logits of its part of
 // the classes: [..., classes / ranks]; labels [...] of int64, the same on all ranks. The result [...] is the same on
 // all. Labels that are `ignore_index` give 0. Collective. Follows torch.distributed.tensor.parallel's
-// loss_parallel. Throws InvalidArgument for other shapes and dtypes, and for a label that is no class.
+// loss_parallel. Throws InvalidArgument for other shapes and dtypes, for a label that is no class, and for logits that
+// are the same on all ranks, since those are whole.
 Tensor vocabulary_parallel_cross_entropy(const Tensor& logits, const Tensor& labels, const Communicator& ranks,
                                          std::int64_t ignore_index = -100);
 

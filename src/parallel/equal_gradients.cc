@@ -1,0 +1,53 @@
+#include "parallel/equal_gradients.h"
+
+#include <ATen/ATen.h>
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <memory>
+
+#include "base/text.h"
+#include "lockstep/gradient/tensor_collectives.h"
+
+namespace lockstep::parallel {
+namespace {
+
+// Of the norm: ranks that compute the same from the same differ by rounding at most.
+constexpr double kTolerance = 1e-2;
+
+std::array<double, 2> norm_and_sum(const Tensor& gradient) {
+  if (!gradient.defined() || gradient.layout() != at::kStrided || gradient.numel() == 0) return {0, 0};
+  const at::NoGradGuard no_gradient;
+  const auto root = std::sqrt(static_cast<double>(gradient.numel()));
+  return {gradient.norm(2, at::kDouble).item<double>(), gradient.sum(at::kDouble).item<double>() / root};
+}
+
+}  // namespace
+
+void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, const std::string& whose) {
+  const auto [norm, sum] = norm_and_sum(gradient);
+  std::array<double, 4> largest{norm, sum, -norm, -sum};
+  ranks.group().all_reduce(buffer_of(std::span<double>(largest)), ReduceOp::max, ranks.deadline());
+  const double difference = std::max(largest[0] + largest[2], largest[1] + largest[3]);
+  if (!(difference > kTolerance * largest[0])) return;  // so do gradients that are no numbers
+  throw InvalidArgument(
+      text("the gradient ", whose, " differs between ranks: its norm is ", norm, " on rank ", ranks.rank(), ", and ",
+           -largest[2], " to ", largest[0],
+           " on all. Each rank uses the value for its own part of the activations. For a layer whose output the parts "
+           "share, such as keys and values of multi-query attention, use the style ReplicateParallel; for one between "
+           "layers with divided sequences SequenceParallel; dropout of whole activations must draw the same numbers on "
+           "all ranks"));
+}
+
+void watch_gradients(const Tensor& parameter, const std::string& name, const Communicator& ranks) {
+  if (ranks.size() == 1) return;
+  const auto backwards = std::make_shared<std::atomic<std::uint64_t>>(0);
+  parameter.register_hook([=](const Tensor& gradient) {
+    if (!std::has_single_bit(++*backwards)) return;
+    check_equal_gradients(gradient, ranks, text("of ", name, ", which all ranks have whole,"));
+  });
+}
+
+}  // namespace lockstep::parallel
