@@ -40,7 +40,7 @@ inline std::vector<double> numbers_of_fit(const Strategy& strategy, std::int64_t
     if (name == "loss" || name == "accuracy") numbers.insert(numbers.end(), values.begin(), values.end());
   auto& parameters = unwrap(model.module());
   for (std::size_t i = 0; i < parameters.slots().size(); ++i) add(parameters.parameter(0, i));
-  for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) add(parameters.average_buffer(i));
+  for (const auto& average : parameters.average_buffers()) add(average);
   const auto logs = model.evaluate(data);
   numbers.insert(numbers.end(), {logs["loss"], logs["accuracy"]});
   add(model.predict(data));

@@ -45,8 +45,7 @@ Result train(const Strategy& strategy, const Dataset& data, const MakeModel& mak
   const auto& parameters = unwrap(model.module());
   for (std::size_t i = 0; i < parameters.slots().size(); ++i)
     result.weights.push_back(parameters.parameter(0, i).detach().clone());
-  for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i)
-    result.weights.push_back(parameters.average_buffer(i));
+  for (const auto& average : parameters.average_buffers()) result.weights.push_back(average);
   result.evaluated = model.evaluate(data);
   result.predicted = model.predict(data);
   return result;

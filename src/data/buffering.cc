@@ -145,7 +145,7 @@ class PrefetchCursor final : public Cursor {
       : input_(std::move(input)), buffer_size_(static_cast<std::size_t>(buffer_size)) {}
 
   bool next(Row& row) override {
-    if (!thread_.joinable()) {
+    if (!thread_.joinable() && ready_.empty()) {
       thread_ = std::jthread([this](const std::stop_token& stop) { produce(stop); });
     }
     std::unique_lock lock(mutex_);
@@ -160,12 +160,15 @@ class PrefetchCursor final : public Cursor {
     return true;
   }
 
+  // Elements that were not made yet are left out, which may cost less than to make them.
   void skip(std::int64_t count) override {
-    if (thread_.joinable()) {
-      Cursor::skip(count);
-    } else {
-      input_->skip(count);
+    thread_ = {};  // ends after the element that it makes
+    while (count > 0 && !ready_.empty()) {
+      if (!std::holds_alternative<Row>(ready_.front())) return;  // the end, or an error
+      ready_.pop_front();
+      --count;
     }
+    if (count > 0) input_->skip(count);
   }
   bool skip_examples(std::int64_t count) override {
     return thread_.joinable() ? Cursor::skip_examples(count) : input_->skip_examples(count);
@@ -192,9 +195,10 @@ class PrefetchCursor final : public Cursor {
       Result result = read();
       more = std::holds_alternative<Row>(result);
       std::unique_lock lock(mutex_);
-      if (!changed_.wait(lock, stop, [this] { return ready_.size() < buffer_size_; })) return;
+      const bool goes_on = changed_.wait(lock, stop, [this] { return ready_.size() < buffer_size_; });
       ready_.push_back(std::move(result));
       changed_.notify_all();
+      if (!goes_on) return;
     }
   }
 

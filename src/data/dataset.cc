@@ -11,6 +11,8 @@ namespace {
 
 Tensor row_of(const Tensor& table, std::int64_t index) { return table.defined() ? table.select(0, index) : Tensor(); }
 
+constexpr int kMostParallelCalls = 1024;
+
 void require(bool holds, const char* stage, const char* name, std::int64_t value, const char* allowed) {
   if (!holds) throw InvalidArgument(text("Dataset::", stage, ": ", name, " is ", value, "; it must be ", allowed));
 }
@@ -64,11 +66,13 @@ Dataset Dataset::from_tensor_slices(Tensor x, Tensor y, Tensor weight) {
 }
 
 Dataset Dataset::from_generator(std::function<Generator()> make, std::int64_t cardinality) {
+  if (!make) throw InvalidArgument("from_generator: the function that makes the generator is empty");
   return Dataset(data::make_generator_stage(std::move(make), cardinality));
 }
 
 Dataset Dataset::from_files(std::vector<std::string> paths, std::function<Dataset(const std::string&)> read) {
   if (paths.empty()) throw InvalidArgument("from_files: there are no paths");
+  if (!read) throw InvalidArgument("from_files: the function that reads a file is empty");
   return Dataset(data::make_files_stage(std::move(paths), std::move(read)));
 }
 
@@ -84,7 +88,9 @@ Dataset Dataset::from_idx(const std::string& images, const std::string& labels) 
 }
 
 Dataset Dataset::map(std::function<Example(Example)> function, MapOptions options) const {
-  require(options.num_parallel_calls >= 1, "map", "num_parallel_calls", options.num_parallel_calls, "at least 1");
+  if (!function) throw InvalidArgument("Dataset::map: the function is empty");
+  require(options.num_parallel_calls >= 1 && options.num_parallel_calls <= kMostParallelCalls, "map",
+          "num_parallel_calls", options.num_parallel_calls, "from 1 to 1024: each is a thread");
   return Dataset(data::make_map_stage(stage_, std::move(function), options), options_);
 }
 
@@ -148,6 +154,13 @@ bool Dataset::lies_in_memory() const { return stage_->lies_in_memory(); }
 std::int64_t Dataset::cardinality() const { return stage_->cardinality(); }
 
 DatasetIterator Dataset::iterate(Position position) const { return DatasetIterator(stage_, position); }
+
+std::optional<Example> Dataset::first(std::int64_t epoch) const {
+  internal::Row row;
+  return stage_->first(epoch, row) ? std::optional(row.materialize()) : std::nullopt;
+}
+
+Dataset Dataset::keeping_first() const { return Dataset(data::make_kept_first_stage(stage_), options_); }
 
 DatasetIterator Dataset::iterate_from(FromExample from) const {
   require(from.example >= 0, "iterate_from", "example", from.example, "0 or more");

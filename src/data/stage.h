@@ -53,6 +53,9 @@ class Stage {
   virtual ~Stage() = default;
   virtual std::unique_ptr<Cursor> open(std::int64_t epoch) const = 0;
   virtual std::int64_t cardinality() const = 0;
+
+  // Stores the first element of the epoch in `row`; false where there is none.
+  virtual bool first(std::int64_t epoch, Row& row) const { return open(epoch)->next(row); }
   virtual bool lies_in_memory() const { return false; }  // elements are rows of tables, or batches of rows
 
   // The number of files that elements are read from, and the same pipeline over every `num_shards`-th of them, from
@@ -101,6 +104,7 @@ StagePtr make_repeat_stage(StagePtr input, std::int64_t count);
 StagePtr make_take_stage(StagePtr input, std::int64_t count);
 StagePtr make_skip_stage(StagePtr input, std::int64_t count);
 StagePtr make_shard_stage(StagePtr input, std::int64_t num_shards, std::int64_t index);
+StagePtr make_kept_first_stage(StagePtr input);
 StagePtr make_prefetch_stage(StagePtr input, std::int64_t buffer_size);
 
 }  // namespace lockstep::data

@@ -38,14 +38,25 @@ void GradientHooks::take_all(int replica) {
   expects_backward_[static_cast<std::size_t>(replica)].set = false;
   ops::clear_gradient_memory();
   if (!sync_.during_backward()) sync_.forget(replica);
+  require_as_first(replica);
   for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
     if (!sync_.is_ready(replica, i)) take(replica, i);
+  }
+}
+
+// A parameter that is frozen on one replica alone would be trained by the gradients of the others' examples.
+void GradientHooks::require_as_first(int replica) const {
+  for (std::size_t i = 0; replica > 0 && i < parameters_.slots().size(); ++i) {
+    if (parameters_.parameter(replica, i).requires_grad() == parameters_.parameter(0, i).requires_grad()) continue;
+    throw InvalidArgument(text("parameter \"", parameters_.slots()[i].name, "\" is frozen on some replicas only: ",
+                               "change requires_grad on all, or between fits, where replica 0's holds for all"));
   }
 }
 
 void GradientHooks::take(int replica, std::size_t index) {
   const auto& slot = parameters_.slots()[index];
   auto gradient = std::exchange(parameters_.parameter(replica, index).mutable_grad(), at::Tensor());
+  if (gradient.defined() && !slot.trainable) parameters_.require_known_trainable();
   if (!sync_.takes(index) || !gradient.defined()) return;
   if (gradient.is_sparse()) gradient = gradient.to_dense();
   if (gradient.scalar_type() != slot.dtype || gradient.sizes() != slot.sizes) {

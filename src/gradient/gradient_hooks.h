@@ -35,6 +35,7 @@ class GradientHooks {
   void drop(int replica);
 
  private:
+  void require_as_first(int replica) const;
   void take(int replica, std::size_t slot);
 
   ReplicatedParameters& parameters_;

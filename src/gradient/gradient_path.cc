@@ -73,8 +73,10 @@ std::unique_ptr<gradient::GradientSync> sync_for(ReplicatedParameters& parameter
   return std::make_unique<gradient::OnePass>(parameters);
 }
 
-void prepare_sync(gradient::GradientSync& sync, const Optimizer& optimizer, const Communicator& ranks) {
-  if (ranks.size() > 1) ranks.check_all_agree("optimizers", optimizer::describe(optimizer));
+void prepare_sync(gradient::GradientSync& sync, const ReplicatedParameters& parameters, const Optimizer& optimizer,
+                  const Communicator& ranks) {
+  if (ranks.size() > 1)
+    ranks.check_all_agree("optimizers", text(optimizer::describe(optimizer), "\n", parameters.describe_frozen()));
   sync.prepare();
 }
 
@@ -95,7 +97,7 @@ std::unique_ptr<gradient::GradientSync> make_sync(ReplicatedParameters& paramete
         "Embedding");
   }
   auto sync = sync_for(parameters, optimizer, ranks, options);
-  if (is_prepared_at_once(parameters, ranks, options)) prepare_sync(*sync, optimizer, ranks);
+  if (is_prepared_at_once(parameters, ranks, options)) prepare_sync(*sync, parameters, optimizer, ranks);
   return sync;
 }
 
@@ -138,7 +140,7 @@ GradientPath::GradientPath(std::shared_ptr<ReplicatedParameters> parameters, con
 
 void GradientPath::prepare() {
   if (prepared_) return;
-  prepare_sync(*sync_, updater_.optimizer(), ranks_);
+  prepare_sync(*sync_, *parameters_, updater_.optimizer(), ranks_);
   hooks_.install();
   prepared_ = true;
 }

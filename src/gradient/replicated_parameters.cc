@@ -58,7 +58,8 @@ ReplicatedParameters::ReplicatedParameters(std::vector<std::shared_ptr<torch::nn
       all_workers_(std::move(all_workers)),
       split_(std::move(split)),
       modules_(std::move(modules)),
-      placement_(placement) {
+      placement_(placement),
+      seen_(modules_.size()) {
   if (modules_.empty()) throw InvalidArgument("a model needs at least one replica");
   if (placement_ == gradient::Placement::device && replicas() > 1) {
     throw InvalidArgument(text("values that are updated on their device are one replica's; there are ", replicas()));
@@ -337,42 +338,40 @@ std::int64_t ReplicatedParameters::flat_numel(at::ScalarType dtype) const {
   return end;
 }
 
-void ReplicatedParameters::update_trainable() {
+void ReplicatedParameters::follow_first_replica() {
   for (std::size_t i = 0; i < slots_.size(); ++i) {
-    auto& slot = slots_[i];
-    slot.trainable = parameter(0, i).requires_grad();
+    const bool trained = parameter(0, i).requires_grad();
     for (int replica = 1; replica < replicas(); ++replica) {
-      if (parameter(replica, i).requires_grad() != slot.trainable) {
-        throw InvalidArgument(
-            text("parameter \"", slot.name, "\" is frozen on some replicas only; change requires_grad on all"));
-      }
+      auto& copy = parameter(replica, i);
+      if (copy.requires_grad() != trained) copy.set_requires_grad(trained);
     }
-    check_dtype(slot);
   }
 }
 
-at::Tensor ReplicatedParameters::average_buffer(std::size_t index) const {
-  const at::NoGradGuard no_grad;
-  const auto& first = buffer(0, index);
-  const int all = replicas() * data_workers().size();
-  if (all == 1 || !first.is_floating_point()) return first.clone();
-  const auto sum = sum_of_own_buffers(index);
-  data_workers().sum({sum.mutable_data_ptr<double>(), static_cast<std::size_t>(sum.numel())});
-  return (sum / all).to(first.options());
+void ReplicatedParameters::update_trainable() {
+  follow_first_replica();
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    slots_[i].trainable = parameter(0, i).requires_grad();
+    check_dtype(slots_[i]);
+  }
 }
 
-at::Tensor ReplicatedParameters::average_own_buffer(std::size_t index) const {
-  const at::NoGradGuard no_grad;
-  const auto& first = buffer(0, index);
-  if (replicas() == 1 || !first.is_floating_point()) return first.clone();
-  return (sum_of_own_buffers(index) / replicas()).to(first.options());
+void ReplicatedParameters::require_known_trainable() const {
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].trainable || !parameter(0, i).requires_grad()) continue;
+    throw InvalidArgument(
+        text("parameter \"", slots_[i].name,
+             "\" requires a gradient, and was frozen when its optimizer was made, which has no state ",
+             "for it: call compile (in a loop of your own, Strategy::optimizer) again"));
+  }
 }
 
-// In float64, in host memory.
-at::Tensor ReplicatedParameters::sum_of_own_buffers(std::size_t index) const {
-  auto sum = buffer(0, index).to(at::kCPU).to(at::kDouble).contiguous().clone();
-  for (int replica = 1; replica < replicas(); ++replica) sum += buffer(replica, index).to(at::kCPU);
-  return sum;
+std::string ReplicatedParameters::describe_frozen() const {
+  std::string frozen;
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    if (!parameter(0, i).requires_grad()) frozen += text("frozen parameter ", slots_[i].name, "\n");
+  }
+  return frozen;
 }
 
 void ReplicatedParameters::assign(std::size_t slot, const at::Tensor& value) {
@@ -385,16 +384,6 @@ void ReplicatedParameters::assign(std::size_t slot, const at::Tensor& value) {
   const auto& info = slots_[slot];
   if (placement_ != gradient::Placement::staged || !info.flat) return;
   flat(0, info.dtype).narrow(0, info.offset, info.numel).view(info.sizes).copy_(value);
-}
-
-void ReplicatedParameters::assign_buffer(std::size_t index, const at::Tensor& value) {
-  for (int replica = 0; replica < replicas(); ++replica) assign_buffer_of(replica, index, value);
-}
-
-void ReplicatedParameters::assign_buffer_of(int replica, std::size_t index, const at::Tensor& value) {
-  const at::NoGradGuard no_grad;
-  const auto& own = buffer(replica, index);
-  if (!own.is_same(value)) own.copy_(value);
 }
 
 }  // namespace lockstep

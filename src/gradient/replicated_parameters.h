@@ -153,8 +153,18 @@ class ReplicatedParameters {
   // have different values, but for rounding: each computes its gradient for itself. Collective over all workers.
   void compare_whole_copies() const;
 
-  // Updates which parameters require gradients, for a new optimizer. Throws InvalidArgument when replicas differ.
+  // Gives the parameters of all replicas replica 0's requires_grad, which rules: users reach replica 0's module alone.
+  // Not while replicas run.
+  void follow_first_replica();
+
+  // The same, and takes from it which parameters a new optimizer trains.
   void update_trainable();
+
+  // Throws InvalidArgument naming a parameter that requires a gradient, and did not when its optimizer was made.
+  void require_known_trainable() const;
+
+  // The parameters that require no gradient now, a line each: what processes must agree on.
+  std::string describe_frozen() const;
 
   // staged: copies the host's values to the replica's device. Else nothing: the replica reads the host's.
   void refresh(int replica);
@@ -165,12 +175,24 @@ class ReplicatedParameters {
     return buffers_[static_cast<std::size_t>(replica)][index];
   }
 
-  // The mean of the replicas' buffers, of all workers that train on other examples; replica 0's where the dtype is not
-  // floating-point. Not while replicas run. Collective over these workers.
-  at::Tensor average_buffer(std::size_t index) const;
+  // The mean of each buffer over the replicas of all workers that train on other examples. A replica counts by the
+  // examples that its buffers have seen since all had the same values; where none has seen any, all count alike. Where
+  // the dtype is not floating-point: the value of the first replica among those that have seen most. Not while replicas
+  // run. Collective over these workers.
+  std::vector<at::Tensor> average_buffers() const;
 
   // The same of this process's replicas alone; not collective.
-  at::Tensor average_own_buffer(std::size_t index) const;
+  std::vector<at::Tensor> average_own_buffers() const;
+
+  // How many examples a replica's buffers have seen. `count_examples` is called by the replica's thread, after a forward
+  // pass in training mode.
+  void count_examples(int replica, double examples) { seen_[static_cast<std::size_t>(replica)] += examples; }
+  const std::vector<double>& seen() const { return seen_; }
+  void set_seen(int replica, double examples) { seen_[static_cast<std::size_t>(replica)] = examples; }
+  void forget_seen() { seen_.assign(seen_.size(), 0); }  // after all got the same values
+
+  // The same of the replicas of all workers that train on other examples, numbered through. Collective over them.
+  std::vector<double> seen_by_all() const;
 
   // Of a strategy whose replicas run compiled programs: parameters and buffers are variables of its devices from now
   // on, whose values `fetch` brings into this host's tensors. Else it does nothing.
@@ -197,7 +219,7 @@ class ReplicatedParameters {
   void bind_first_copy(const at::Tensor& memory);
   void share_values();
   void find_first_holders();
-  at::Tensor sum_of_own_buffers(std::size_t index) const;
+  at::Tensor sum_of_own_buffers(std::size_t index, std::span<const double> weights) const;
 
   Communicator workers_, all_workers_;
   std::optional<gradient::SplitModule> split_;
@@ -213,6 +235,7 @@ class ReplicatedParameters {
   std::vector<at::Tensor> device_float_, device_double_;  // [replica], staged only
   std::vector<std::string> buffer_names_;
   std::vector<std::vector<at::Tensor>> buffers_;     // [replica][index]
+  std::vector<double> seen_;                         // [replica]: examples, by its buffers
   std::shared_ptr<ops::DeviceVariables> variables_;  // of slots, then of buffers; null before put_on
 };
 

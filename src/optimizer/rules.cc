@@ -127,7 +127,8 @@ Optimizer::Optimizer(std::shared_ptr<const UpdateRule> rule, OptimizerOptions op
         std::pair("global_clipnorm", options_.global_clipnorm)}) {
     if (!bound) continue;
     ++kinds;
-    if (!(*bound > 0)) throw InvalidArgument(text(name, " is ", *bound, "; it must be above 0"));
+    if (!(*bound > 0) || std::isinf(*bound))
+      throw InvalidArgument(text(name, " is ", *bound, "; it must be above 0, and finite"));
   }
   if (kinds > 1) throw InvalidArgument("only one of clipnorm, clipvalue and global_clipnorm can be set");
   if (options_.weight_decay) require_not_negative("weight_decay", *options_.weight_decay);

@@ -73,11 +73,18 @@ PerReplica<Example> read_all(const PerReplica<Part>& parts) {
 }
 
 std::uint64_t hash_of(const Row& element) {
-  if (!element.batch) return static_cast<std::uint64_t>(gradient::hash_of(element.materialize().x));
+  const auto of_example = [](const auto& row) {
+    std::uint64_t hash = 0;
+    for (const auto& tensor : {row.x, row.y, row.weight})
+      hash = mix(hash, tensor.defined() ? gradient::hash_of(tensor) : 0);
+    return hash;
+  };
+  if (!element.batch) return of_example(element.materialize());
   std::uint64_t hash = 0;
   for (const auto index : *element.batch) hash = mix(hash, static_cast<std::uint64_t>(index));
   if (element.batch->empty()) return hash;
-  return mix(hash, static_cast<std::uint64_t>(gradient::hash_of(element.table->x[element.batch->front()])));
+  const auto row = [&](const Tensor& table) { return table.defined() ? table[element.batch->front()] : Tensor(); };
+  return mix(hash, of_example(Example{row(element.table->x), row(element.table->y), row(element.table->weight)}));
 }
 
 // How many elements an index of positions stands for.
@@ -154,6 +161,10 @@ PerReplica<Part> DistributedIterator::parts_again() {
 
 std::optional<PerReplica<Part>> DistributedIterator::next_parts_of(int part, int parts) {
   if (!skip()) return std::nullopt;
+  return split(*current_, {replicas_.devices, part, parts});
+}
+
+PerReplica<Part> DistributedIterator::parts_of_last(int part, int parts) const {
   return split(*current_, {replicas_.devices, part, parts});
 }
 
@@ -290,8 +301,8 @@ bool strategy::reads_its_own(const Dataset& data, const LocalReplicas& replicas)
 }
 
 Example strategy::first_element(const Dataset& data, const LocalReplicas& replicas, std::int64_t epoch) {
-  auto first = part_of_worker(data, replicas).first.iterate({.epoch = epoch}).next();
-  if (!first) first = data.iterate({.epoch = epoch}).next();  // this worker's part may be empty
+  auto first = part_of_worker(data, replicas).first.first(epoch);
+  if (!first) first = data.first(epoch);  // this worker's part may be empty
   return first.value_or(Example());
 }
 

@@ -20,6 +20,8 @@
 namespace lockstep {
 namespace {
 
+constexpr const char* kSeen = "examples";  // of each replica, by its buffers
+
 std::string joined(const std::string& prefix, const std::string& name) {
   return prefix.empty() ? name : prefix + "/" + name;
 }
@@ -133,10 +135,9 @@ Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& param
         else
           mine.tensors[joined(prefix, name)] = data::to_stored(value);
       });
-      for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
-        mine.tensors[joined(prefix, parameters->buffer_names()[i])] =
-            data::to_stored(of_all ? parameters->average_buffer(i) : parameters->average_own_buffer(i));
-      }
+      const auto averages = of_all ? parameters->average_buffers() : parameters->average_own_buffers();
+      for (std::size_t i = 0; i < averages.size(); ++i)
+        mine.tensors[joined(prefix, parameters->buffer_names()[i])] = data::to_stored(averages[i]);
     };
     of_all ? save_with_parts(*parameters, archive, save_own) : save_own(archive);
   };
@@ -157,6 +158,7 @@ Trackable strategy::values_of(const std::shared_ptr<ReplicatedParameters>& param
     return [parameters, loaded, loaded_buffers] {
       for (const auto& [slot, value] : loaded) parameters->assign(slot, value);
       for (const auto& [index, value] : loaded_buffers) parameters->assign_buffer(index, value);
+      parameters->forget_seen();
     };
   };
   return {save, load, parameters->all_workers()};
@@ -172,6 +174,7 @@ Trackable ReplicatedModule::replica_buffers() const {
     const auto& workers = parameters->data_workers();
     const int replicas = parameters->replicas();
     archive.entries[joined(prefix, "replicas")] = std::to_string(replicas * workers.size());
+    archive.set_numbers(joined(prefix, kSeen), parameters->seen_by_all());
     for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
       auto stored = data::to_stored(parameters->buffer(0, i));
       const auto bytes = stored.bytes.size();
@@ -195,6 +198,10 @@ Trackable ReplicatedModule::replica_buffers() const {
     const auto& workers = parameters->data_workers();
     const int all = parameters->replicas() * workers.size(), first = parameters->replicas() * workers.rank();
     if (archive.entry(joined(prefix, "replicas")) != std::to_string(all)) return [] {};
+    // Not in files of earlier versions.
+    const auto name_of_seen = joined(prefix, kSeen);
+    auto seen = archive.entries.contains(name_of_seen) ? archive.numbers(name_of_seen) : std::vector<double>();
+    seen.resize(static_cast<std::size_t>(all));
     std::vector<std::vector<Tensor>> values(static_cast<std::size_t>(parameters->replicas()));
     for (int replica = 0; replica < parameters->replicas(); ++replica) {
       for (std::size_t i = 0; i < parameters->buffer_names().size(); ++i) {
@@ -202,8 +209,9 @@ Trackable ReplicatedModule::replica_buffers() const {
             load_like(archive, name_of(prefix, first + replica, i), parameters->buffer(replica, i)));
       }
     }
-    return [parameters, values] {
+    return [parameters, values, seen, first] {
       for (int replica = 0; replica < parameters->replicas(); ++replica) {
+        parameters->set_seen(replica, seen[static_cast<std::size_t>(first + replica)]);
         const auto& own = values[static_cast<std::size_t>(replica)];
         for (std::size_t i = 0; i < own.size(); ++i) parameters->assign_buffer_of(replica, i, own[i]);
       }
@@ -233,6 +241,7 @@ void ReplicatedOptimizer::minimize(const ReplicaContext& replica, const Tensor& 
 
 void ReplicatedOptimizer::apply_gradients(const ReplicaContext& replica, double weight) const {
   impl_->apply(replica.local_group(), weight, replica.deadline());
+  if (ops::current_trace() == nullptr) impl_->parameters().count_examples(replica.local_replica_id(), weight);
 }
 
 Tensor ReplicatedOptimizer::scale_loss(const Tensor& loss) const {

@@ -156,7 +156,11 @@ void internal::check_elements(int elements, int replicas) {
 }
 
 std::shared_ptr<ReplicatedParameters> internal::replicate_modules(StrategyImpl& strategy, const MakeModule& make) {
-  const auto seed = next_random_seed();
+  return strategy::replicate_modules(strategy, next_random_seed(), make);
+}
+
+std::shared_ptr<ReplicatedParameters> strategy::replicate_modules(StrategyImpl& strategy, std::uint64_t seed,
+                                                                  const internal::MakeModule& make) {
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
   for (int replica = 0; replica < strategy.replicas(); ++replica) {
     ops::ReplicaRandom random;

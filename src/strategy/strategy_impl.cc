@@ -25,15 +25,17 @@ constexpr int kSpinRounds = 2000;
 // How long a worker that fails between a launch and its results waits for the launch to end.
 constexpr std::chrono::seconds kToEndLaunch(10);
 
+constexpr int kMostThreads = 1024;  // of a replica: each is really started
+
 strategy::StrategySettings checked(strategy::StrategySettings settings) {
   std::set<std::string> seen;
   for (const auto& device : settings.devices) {
     if (!settings.programs) strategy::check_device(device);
     if (!seen.insert(device).second) throw InvalidArgument(text("device ", device, " is named twice"));
   }
-  if (settings.threads_per_replica < 0) {
-    throw InvalidArgument(
-        text("threads_per_replica is ", settings.threads_per_replica, "; it must be 0 (a share of the cores) or more"));
+  if (settings.threads_per_replica < 0 || settings.threads_per_replica > kMostThreads) {
+    throw InvalidArgument(text("threads_per_replica is ", settings.threads_per_replica,
+                               "; it must be from 0 (a share of the cores) to ", kMostThreads));
   }
   if (!(settings.timeout_seconds > 0)) {
     throw InvalidArgument(text("timeout_seconds is ", settings.timeout_seconds, "; it must be above 0"));

@@ -25,6 +25,10 @@
 
 namespace lockstep::strategy {
 
+// As internal::replicate_modules, with the random numbers of `seed`.
+std::shared_ptr<ReplicatedParameters> replicate_modules(StrategyImpl& strategy, std::uint64_t seed,
+                                                        const internal::MakeModule& make);
+
 // This process among those that train together.
 struct WorkerSettings {
   std::optional<Job> job;  // none: see StrategySettings::parallelism

@@ -87,8 +87,8 @@ class AssignedSteps final : public StepSource {
     find_position();
     impl_.progress.batch_size = batch_size_;
     coordinator_.begin(impl_.call, client.model(), impl_.servers()->mode(),
-                       describe_fit(data_, options_, impl_.replicas()), print_local_state(impl_),
-                       impl_.progress.uncounted);
+                       text(describe_fit(data_, options_, impl_.replicas()), "\n", impl_.parameters->describe_frozen()),
+                       print_local_state(impl_), impl_.progress.uncounted);
   }
 
   // In a checkpoint that was made with batches of another size.

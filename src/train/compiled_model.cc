@@ -176,6 +176,7 @@ std::vector<std::vector<std::uint64_t>> CompiledModel::seeds(Kind kind, int coun
 
 // What the loss finds where it sees values: labels that are no class. A program would leave these examples out.
 void CompiledModel::check_labels(const Example& part, const Compiled& compiled) const {
+  if (part.size() > 0 && part.weight.defined()) require_sample_weights(part.weight);
   if (part.size() == 0 || impl_.compiled->loss.name() != "sparse_categorical_crossentropy") return;
   auto sizes = compiled.output_sizes;
   sizes[0] = part.size();
@@ -257,6 +258,10 @@ std::vector<PerReplica<StepResult>> CompiledModel::counted(const Prepared& prepa
 std::vector<PerReplica<StepResult>> CompiledModel::train(Prepared prepared, Tracker& tracker,
                                                          const std::function<void()>& meanwhile) {
   const auto results = run(prepared, meanwhile);
+  for (std::size_t replica = 0; replica < prepared.inputs.size(); ++replica) {
+    for (const auto& part : prepared.inputs[replica])
+      impl_.parameters->count_examples(static_cast<int>(replica), static_cast<double>(part.size()));
+  }
   return counted(prepared, results, tracker);
 }
 

@@ -2,9 +2,11 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <sstream>
 #include <tuple>
 
+#include "base/hash.h"
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "lockstep/gradient/tensor_collectives.h"
@@ -33,8 +35,8 @@ class EvaluationMode {
       for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i)
         own.push_back(parameters.buffer(replica, i).clone());
     }
-    for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i)
-      parameters.assign_buffer(i, parameters.average_buffer(i));
+    const auto averages = parameters.average_buffers();
+    for (std::size_t i = 0; i < averages.size(); ++i) parameters.assign_buffer(i, averages[i]);
     module_.eval();
   }
   ~EvaluationMode() {
@@ -54,10 +56,53 @@ class EvaluationMode {
   std::vector<std::vector<Tensor>> own_buffers_;  // [replica][buffer]
 };
 
+// What all workers must have in common where they read the same data. `check` is collective over them, and throws
+// InvalidArgument on all, naming one and what differs.
+class SameBatches {
+ public:
+  SameBatches(const ModelImpl& impl, const char* caller) : impl_(impl), caller_(caller) {}
+
+  void check_options(const Dataset& data, std::int64_t steps) const {
+    if (impl_.workers().size() == 1) return;
+    impl_.workers().check_all_agree(
+        text("calls of ", caller_),
+        text("steps ", steps, "\nauto_shard_policy ", static_cast<int>(data.options().auto_shard_policy),
+             "\nbatches in the data set ", strategy::reads_its_own(data, replicas()) ? 0 : data.cardinality()));
+  }
+
+  // A batch, or the end. One sum of small whole numbers, which is exact: all are equal where the mean of their squares
+  // is the square of their mean.
+  void check(const DistributedIterator& iterator, bool is_batch, std::int64_t batch) const {
+    const auto& workers = impl_.workers();
+    if (workers.size() == 1 || iterator.is_sharded()) return;
+    constexpr std::uint64_t kBits = (1U << 20) - 1;
+    const auto hash = is_batch ? mix(iterator.element_hash(), 1) : 0;
+    std::array<double, 4> sums{};
+    for (std::size_t half = 0; half < 2; ++half) {
+      const auto number = static_cast<double>(hash >> (20 * half) & kBits);
+      sums[2 * half] = number;
+      sums[2 * half + 1] = number * number;
+    }
+    workers.sum(sums);
+    const auto equal = [&](double sum, double squares) { return sum * sum == squares * workers.size(); };
+    if (equal(sums[0], sums[1]) && equal(sums[2], sums[3])) return;
+    workers.check_all_agree("data", is_batch ? text(caller_, ": a batch with the hash ", hash, " as batch ", batch + 1)
+                                             : text(caller_, ": ", batch, " batches"));
+  }
+
+ private:
+  internal::LocalReplicas replicas() const { return unwrap(impl_.strategy).local_replicas(); }
+
+  const ModelImpl& impl_;
+  const char* const caller_;
+};
+
 // Calls visit(batch) for each global batch, at most `steps` of them if that is above 0; returns how many.
 template <class Visit>
-std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::int64_t steps, const Visit& visit) {
-  if (unwrap(strategy).is_newcomer() && unwrap(strategy).parallelism() != nullptr) {
+std::int64_t for_each_batch(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps,
+                            const Visit& visit) {
+  const auto& strategy = unwrap(impl.strategy);
+  if (strategy.is_newcomer() && strategy.parallelism() != nullptr) {
     throw ClusterError(
         "evaluate, predict: this process comes to a job that runs, and has a part of a model until fit, in which the "
         "others take it in; call them behind fit, or not where LOCKSTEP_JOIN is set");
@@ -67,10 +112,13 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
     throw InvalidArgument("the data set is endless; set steps, or take() a part of it");
   }
   std::int64_t done = 0;
-  unwrap(strategy).abort_on_error([&] {
-    auto iterator = strategy::distribute_ahead(data, unwrap(strategy).local_replicas()).iterate();
+  strategy.abort_on_error([&] {
+    const SameBatches same(impl, caller);
+    same.check_options(data, steps);
+    auto iterator = strategy::distribute_ahead(data, strategy.local_replicas()).iterate();
     while (steps == 0 || done < steps) {
       auto batch = iterator.next_parts();
+      same.check(iterator, batch.has_value(), done);
       if (!batch) break;
       visit(*batch);
       ++done;
@@ -80,13 +128,13 @@ std::int64_t for_each_batch(const Strategy& strategy, const Dataset& data, std::
   return done;
 }
 
-// The workers' outputs for a batch, in order. Not all have some.
+// The workers' outputs for a batch, in order. Not all have some; undefined where none has.
 Tensor rows_of_all(const Communicator& workers, const std::vector<Tensor>& here) {
-  if (workers.size() == 1) return at::cat(here);
+  if (workers.size() == 1) return here.empty() ? Tensor() : at::cat(here);
   const auto kinds = workers.all_gather(
       here.empty() ? "" : text(static_cast<int>(here[0].scalar_type()), " ", join(here[0].sizes().slice(1), " ")));
   const auto kind = std::find_if(kinds.begin(), kinds.end(), [](const auto& theirs) { return !theirs.empty(); });
-  if (kind == kinds.end()) throw InvalidArgument("predict: a batch has no examples");
+  if (kind == kinds.end()) return {};
   std::istringstream words(*kind);
   int dtype = 0;
   words >> dtype;
@@ -94,6 +142,21 @@ Tensor rows_of_all(const Communicator& workers, const std::vector<Tensor>& here)
   for (std::int64_t size = 0; words >> size;) shape.push_back(size);
   const auto mine = here.empty() ? at::empty(shape, static_cast<at::ScalarType>(dtype)) : at::cat(here);
   return all_gather(workers.group(), mine, workers.deadline());
+}
+
+// One after the other. Batches may have outputs of different lengths, and the user must know that they do.
+Tensor one_after_the_other(const std::vector<Tensor>& batches) {
+  std::vector<Tensor> some;
+  for (const auto& batch : batches) {
+    if (batch.defined()) some.push_back(batch);
+  }
+  if (some.empty()) throw InvalidArgument("predict: the data set has no examples");
+  for (const auto& batch : some) {
+    if (batch.sizes().slice(1) == some[0].sizes().slice(1)) continue;
+    throw InvalidArgument(text("predict: a batch has outputs of shape ", batch.sizes(), ", and the first one of ",
+                               some[0].sizes(), "; they cannot be joined: pad the examples, or predict each length"));
+  }
+  return at::cat(some).contiguous();  // convolutions on CPUs leave channels last
 }
 
 // On the host, of the replicas that have some.
@@ -109,7 +172,7 @@ std::pair<std::int64_t, Logs> evaluate_batches(const Model& model, const Dataset
   const EvaluationMode evaluating(impl);
   const at::NoGradGuard no_grad;
   train::Tracker tracker(*impl.compiled, impl.strategy.num_local_replicas(), impl.workers());
-  const auto batches = for_each_batch(impl.strategy, data, steps, [&](PerReplica<internal::Part>& batch) {
+  const auto batches = for_each_batch(impl, "evaluate", data, steps, [&](PerReplica<internal::Part>& batch) {
     if (impl.programs) {
       tracker.add_batch(impl.programs->evaluate(batch, tracker));
       return;
@@ -140,7 +203,7 @@ std::vector<Tensor> predict_batches(const Model& model, const Dataset& data, std
   const at::NoGradGuard no_grad;
   std::vector<Tensor> outputs;
   const auto in_order = data.with_options({.auto_shard_policy = AutoShardPolicy::data});
-  for_each_batch(impl.strategy, in_order, steps, [&](PerReplica<internal::Part>& batch) {
+  for_each_batch(impl, "predict", in_order, steps, [&](PerReplica<internal::Part>& batch) {
     if (impl.programs) {
       outputs.push_back(rows_of_all(impl.workers(), outputs_of(impl.programs->predict(batch))));
       return;
@@ -177,19 +240,21 @@ Logs train::evaluate_values(const Model& model, const Dataset& data, std::int64_
 
 Logs Model::evaluate(const Dataset& data, const EvaluateOptions& options) {
   impl_->require_compiled("evaluate");
-  impl_->build_for(data, "evaluate");
+  const auto kept = data.keeping_first();
+  impl_->build_for(kept, "evaluate");
   return impl_->on_chief<Logs>(
-      "evaluate", [&] { return evaluate_here(*this, data, options); },
+      "evaluate", [&] { return evaluate_here(*this, kept, options); },
       [&](std::int64_t call) { return impl_->servers()->outcome(call); });
 }
 
 Tensor Model::predict(const Dataset& data, const PredictOptions& options) {
   auto& impl = *impl_;
-  impl.build_for(data, "predict");
+  const auto kept = data.keeping_first();
+  impl.build_for(kept, "predict");
   impl.fetch_for_forward();
   std::vector<Tensor> outputs;
-  impl.on_all_in_section("predict", [&] { outputs = predict_batches(*this, data, options.steps); });
-  return at::cat(outputs).contiguous();  // convolutions on CPUs leave channels last
+  impl.on_all_in_section("predict", [&] { outputs = predict_batches(*this, kept, options.steps); });
+  return one_after_the_other(outputs);
 }
 
 }  // namespace lockstep

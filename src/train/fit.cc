@@ -32,7 +32,7 @@ class Fit {
       : model_(model),
         impl_(unwrap(model)),
         options_(options),
-        data_(train::weighed(data, options)),
+        data_(train::weighed(impl_, data, options).keeping_first()),
         signals_(options.handle_signals),
         worker_(impl_, "fit", [this] { become_chief(); }),
         recovery_(worker_),
@@ -154,6 +154,7 @@ class Fit {
 
   void build_for_first_batch() {
     impl_.build_for(data_, "fit");
+    impl_.follow_requires_grad();
     impl_.require_trainable();
     train::require_validation_data(options_, unwrap(impl_.strategy).local_replicas());
     impl_.tracker->reset();
@@ -185,6 +186,7 @@ class Fit {
     const int epoch = progress().epoch;
     model_.module().train();
     each([&](Callback& callback) { callback.on_epoch_begin(epoch); });
+    impl_.follow_requires_grad();  // which a callback may have changed
     steps_->begin_epoch();
     if (stopping()) steps_->stop();
     while (steps_->next([this] { return signals_.received() != 0; })) run_batch();

@@ -4,26 +4,74 @@
 
 #include <cmath>
 
+#include "base/hash.h"
 #include "base/text.h"
 #include "gradient/tensor_hash.h"
 #include "lockstep/base/error.h"
 #include "strategy/split.h"
+#include "train/model_impl.h"
 
 namespace lockstep::train {
 namespace {
 
+std::uint64_t hash_or_0(const Tensor& tensor) { return tensor.defined() ? gradient::hash_of(tensor) : 0; }
+
+// Whether each row is one-hot, or probabilities.
+bool are_of_one_class(const Tensor& y) {
+  constexpr double kTolerance = 1e-3;
+  return !y.is_complex() && y.ge(0).all().item<bool>() &&
+         (y.sum(-1, false, at::kDouble) - 1).abs().le(kTolerance).all().item<bool>();
+}
+
+// The class of each example, or position: [batch, ...].
+Tensor labels_of(const Tensor& y, bool sparse) {
+  auto labels = y;
+  if (y.dim() > 1 && y.size(-1) == 1) {
+    labels = y.squeeze(-1);
+  } else if (y.dim() > 1 && !sparse) {
+    if (!are_of_one_class(y)) {
+      throw InvalidArgument(
+          text("fit: class_weight needs one class for each example: y of shape ", y.sizes(),
+               " has rows that are not one-hot; for several labels at once, or numbers, give sample weights"));
+    }
+    return y.argmax(-1);
+  }
+  if (labels.is_complex() || (labels.is_floating_point() && !labels.eq(labels.floor()).all().item<bool>()))
+    throw InvalidArgument("fit: class_weight needs classes, and y has labels that are no whole numbers");
+  return labels.to(at::kLong).contiguous();
+}
+
+// Sample weights of examples, for each of their labels.
+Tensor for_each_label(const Tensor& weight, const Tensor& labels) {
+  if (weight.numel() == labels.numel()) return weight.reshape(labels.sizes());
+  auto wider = weight;
+  while (wider.dim() < labels.dim()) wider = wider.unsqueeze(-1);
+  bool fits = wider.dim() == labels.dim();
+  for (std::int64_t i = 0; fits && i < wider.dim(); ++i) fits = wider.size(i) == labels.size(i) || wider.size(i) == 1;
+  if (fits) return wider;
+  throw InvalidArgument(text("fit: sample weights have shape ", weight.sizes(), ", and the labels that class_weight ",
+                             "weighs have ", labels.sizes()));
+}
+
 // Multiplies the batch's sample weights by the weights of its labels.
-Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& class_weight) {
+Example weigh_by_class(Example batch, const std::map<std::int64_t, double>& class_weight, bool sparse) {
   if (!batch.y.defined()) throw InvalidArgument("fit: class_weight needs data with labels");
-  const bool one_hot = batch.y.dim() > 1 && batch.y.size(-1) > 1;
-  const auto labels = (one_hot ? batch.y.argmax(-1) : batch.y.flatten()).to(at::kLong).contiguous();
-  auto weights = at::ones({labels.numel()}, at::kFloat);
+  if (batch.y.dim() == 0) throw InvalidArgument("fit: class_weight needs batches; call batch() on the data set first");
+  const auto labels = labels_of(batch.y, sparse);
+  auto weights = at::ones(labels.sizes(), at::kFloat);
   for (std::int64_t i = 0; i < labels.numel(); ++i) {
     const auto found = class_weight.find(labels.const_data_ptr<std::int64_t>()[i]);
     if (found != class_weight.end()) weights.mutable_data_ptr<float>()[i] = static_cast<float>(found->second);
   }
-  batch.weight = batch.weight.defined() ? batch.weight * weights.view_as(batch.weight) : weights;
+  batch.weight = batch.weight.defined() ? for_each_label(batch.weight, labels) * weights : weights;
   return batch;
+}
+
+// All entries are there.
+void check_given(const FitOptions& options) {
+  for (std::size_t i = 0; i < options.callbacks.size(); ++i) {
+    if (options.callbacks[i].operator->() == nullptr) throw InvalidArgument(text("fit: callback ", i, " is null"));
+  }
 }
 
 }  // namespace
@@ -32,6 +80,7 @@ void check_fit_options(const Dataset& data, const FitOptions& options) {
   const auto require = [](bool holds, const char* name, std::int64_t value, const char* allowed) {
     if (!holds) throw InvalidArgument(text("fit: ", name, " is ", value, "; it must be ", allowed));
   };
+  check_given(options);
   require(options.epochs >= 1, "epochs", options.epochs, "at least 1");
   require(options.initial_epoch >= 0, "initial_epoch", options.initial_epoch, "0 or more");
   require(options.steps_per_epoch >= 0, "steps_per_epoch", options.steps_per_epoch, "0 (the whole data set) or more");
@@ -74,13 +123,15 @@ std::string describe_fit(const Dataset& data, const FitOptions& options, const i
               "\nbatches in the data set ", own ? 0 : data.cardinality(), "\nfirst batch x ", shape(first.x),
               "\nfirst batch y ", shape(first.y),
               "\nfirst batch's contents (hash; set_random_seed makes shuffles equal) ",
-              first.x.defined() && !own ? gradient::hash_of(first.x) : 0);
+              first.x.defined() && !own ? mix(gradient::hash_of(first.x), hash_or_0(first.y)) : 0);
 }
 
-Dataset weighed(const Dataset& data, const FitOptions& options) {
+Dataset weighed(const ModelImpl& model, const Dataset& data, const FitOptions& options) {
   if (options.class_weight.empty()) return data;
-  return data.map(
-      [weights = options.class_weight](Example batch) { return weigh_by_class(std::move(batch), weights); });
+  const bool sparse = model.compiled->loss.name() == "sparse_categorical_crossentropy";
+  return data.map([weights = options.class_weight, sparse](Example batch) {
+    return weigh_by_class(std::move(batch), weights, sparse);
+  });
 }
 
 }  // namespace lockstep::train

@@ -18,7 +18,7 @@ void require_validation_data(const FitOptions& options, const internal::LocalRep
 // batch, or where processes read their own, its shape.
 std::string describe_fit(const Dataset& data, const FitOptions& options, const internal::LocalReplicas& replicas);
 
-// The data set with sample weights multiplied by class_weight.
-Dataset weighed(const Dataset& data, const FitOptions& options);
+// The data set with sample weights multiplied by class_weight, by the labels that the model's loss reads.
+Dataset weighed(const ModelImpl& model, const Dataset& data, const FitOptions& options);
 
 }  // namespace lockstep::train

@@ -16,16 +16,16 @@ namespace {
 using parameter_server::Assignment;
 using parameter_server::Report;
 
-// The batches of a data set by their places.
+// The batches of a data set by their places. A worker that computes several parts of a step reads its batch once.
 class Batches {
  public:
   explicit Batches(DistributedDataset data) : data_(std::move(data)) {}
 
   // Each replica's part of part `part` of `parts` of a batch; nothing behind the last. Cheap where places ascend.
   std::optional<PerReplica<internal::Part>> at(Position position, int part, int parts) {
-    const bool behind =
-        iterator_ && iterator_->position().epoch == position.epoch && iterator_->position().index <= position.index;
-    if (!behind) iterator_.emplace(data_.iterate(position));
+    const bool same_epoch = iterator_ && iterator_->position().epoch == position.epoch;
+    if (same_epoch && iterator_->position().index == position.index + 1) return iterator_->parts_of_last(part, parts);
+    if (!same_epoch || iterator_->position().index > position.index) iterator_.emplace(data_.iterate(position));
     while (iterator_->position().index < position.index) {
       if (!iterator_->skip()) return std::nullopt;
     }
@@ -81,7 +81,8 @@ class Worker {
 
  private:
   void start() {
-    const auto plan = describe_fit(data_, options_, unwrap(impl_.strategy).local_replicas());
+    const auto plan = text(describe_fit(data_, options_, unwrap(impl_.strategy).local_replicas()), "\n",
+                           impl_.parameters->describe_frozen());
     while (signals_.received() == 0) {
       const auto state = ask(
           [&](auto& chief, Deadline deadline) { return chief.start(call_, servers_.roles().index, plan, deadline); },
@@ -141,9 +142,11 @@ std::string follow_chief(Model& model, const Dataset& data, const FitOptions& op
   const SignalGuard signals(options.handle_signals);
   const auto interrupted = [&] { return signals.received() != 0; };
   try {
-    impl.build_for(data, "fit");
+    const auto kept = weighed(impl, data, options).keeping_first();
+    impl.build_for(kept, "fit");
+    impl.follow_requires_grad();
     impl.require_trainable();
-    if (works) Worker(model, weighed(data, options), options, call, signals).run();
+    if (works) Worker(model, kept, options, call, signals).run();
     if (servers.roles().mine == parameter_server::Role::evaluator) follow_checkpoints(model, options, call, signals);
   } catch (const Interrupted&) {
     throw;

@@ -2,8 +2,11 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <span>
+#include <utility>
 
 #include "base/text.h"
 #include "checkpoint/safetensors.h"
@@ -33,9 +36,9 @@ std::string print_local_state(const ModelImpl& impl) {
     const auto& slot = parameters.slots()[i];
     if (!slot.trainable) archive.tensors[slot.name] = data::to_stored(parameters.parameter(0, i));
   }
-  for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
-    archive.tensors[parameters.buffer_names()[i]] = data::to_stored(parameters.average_buffer(i));
-  }
+  const auto averages = parameters.average_buffers();
+  for (std::size_t i = 0; i < averages.size(); ++i)
+    archive.tensors[parameters.buffer_names()[i]] = data::to_stored(averages[i]);
   return checkpoint::print_archive(archive);
 }
 
@@ -50,43 +53,63 @@ void load_local_state(ModelImpl& impl, const std::string& printed) {
   for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
     parameters.assign_buffer(i, data::from_stored(archive.tensor(parameters.buffer_names()[i])));
   }
+  parameters.forget_seen();
 }
 
 ChangedBuffers::ChangedBuffers(const ReplicatedParameters& parameters) : parameters_(parameters) {
   for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
-    hashes_.push_back(gradient::hash_of(parameters.buffer(0, i)));
+    auto& of_buffer = hashes_.emplace_back();
+    for (int replica = 0; replica < parameters.replicas(); ++replica)
+      of_buffer.push_back(gradient::hash_of(parameters.buffer(replica, i)));
   }
 }
 
 std::map<int, std::string> ChangedBuffers::take() {
   std::map<int, std::string> changed;
+  const auto add = [&](std::size_t number, const Tensor& tensor) {
+    changed[static_cast<int>(number)] = {static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes()};
+  };
+  std::vector<bool> differ(hashes_.size());
   for (std::size_t i = 0; i < hashes_.size(); ++i) {
-    const auto hash = gradient::hash_of(parameters_.buffer(0, i));
-    if (std::exchange(hashes_[i], hash) == hash) continue;
-    const auto mean = parameters_.average_buffer(i).cpu().contiguous();
-    changed[static_cast<int>(i)] = {static_cast<const char*>(mean.const_data_ptr()), mean.nbytes()};
+    for (int replica = 0; replica < parameters_.replicas(); ++replica) {
+      auto& before = hashes_[i][static_cast<std::size_t>(replica)];
+      const auto hash = gradient::hash_of(parameters_.buffer(replica, i));
+      if (std::exchange(before, hash) != hash) differ[i] = true;
+    }
   }
+  if (std::find(differ.begin(), differ.end(), true) == differ.end()) return changed;
+  const auto averages = parameters_.average_buffers();
+  for (std::size_t i = 0; i < averages.size(); ++i) {
+    if (differ[i]) add(i, averages[i].cpu().contiguous());
+  }
+  const auto& seen = parameters_.seen();
+  add(hashes_.size(), at::scalar_tensor(std::accumulate(seen.begin(), seen.end(), 0.0), at::kDouble));
   return changed;
 }
 
 void load_reported_buffers(ReplicatedParameters& parameters,
                            const std::map<int, std::map<int, std::string>>& by_worker) {
-  for (std::size_t i = 0; i < parameters.buffer_names().size(); ++i) {
+  const auto count = parameters.buffer_names().size();
+  for (std::size_t i = 0; i < count; ++i) {
     const auto& own = parameters.buffer(0, i);
-    std::vector<Tensor> reported;
+    Tensor sum, most;
+    double all = 0, largest = -1;
     for (const auto& [worker, buffers] : by_worker) {
-      if (const auto found = buffers.find(static_cast<int>(i)); found != buffers.end()) {
-        reported.push_back(tensor_of(found->second, own));
+      const auto found = buffers.find(static_cast<int>(i));
+      const auto counted = buffers.find(static_cast<int>(count));
+      if (found == buffers.end() || counted == buffers.end()) continue;
+      const auto value = tensor_of(found->second, own);
+      const double seen = tensor_of(counted->second, at::empty({}, at::kDouble)).item<double>();
+      if (seen > largest) {
+        largest = seen;
+        most = value;
       }
+      all += seen;
+      if (own.is_floating_point())
+        sum = (sum.defined() ? sum : at::zeros(own.sizes(), at::kDouble)) + value.to(at::kDouble) * seen;
     }
-    if (reported.empty()) continue;
-    auto mean = reported[0];
-    if (own.is_floating_point() && reported.size() > 1) {
-      auto sum = mean.to(at::kDouble);
-      for (std::size_t k = 1; k < reported.size(); ++k) sum += reported[k];
-      mean = sum / static_cast<double>(reported.size());
-    }
-    parameters.assign_buffer(i, mean);
+    if (!most.defined()) continue;
+    parameters.assign_buffer(i, sum.defined() && all > 0 ? sum / all : most);
   }
 }
 

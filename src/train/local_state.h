@@ -19,16 +19,18 @@ class ChangedBuffers {
  public:
   explicit ChangedBuffers(const ReplicatedParameters& parameters);
 
-  // The mean over the worker's replicas of those that changed since the last call, by number.
+  // The mean over the worker's replicas of those that changed since the last call, by number; after the last buffer's
+  // number, how many examples they have seen.
   std::map<int, std::string> take();
 
  private:
   const ReplicatedParameters& parameters_;
-  std::vector<std::uint64_t> hashes_;  // [buffer]: LibTorch's batch_norm does not count what it writes as a new version
+  // [buffer][replica]: LibTorch's batch_norm does not count what it writes as a new version
+  std::vector<std::vector<std::uint64_t>> hashes_;
 };
 
-// Gives the chief's buffers the mean over the workers of what they reported; the first worker's where the dtype is not
-// floating-point.
+// Gives the chief's buffers the mean of what the workers reported, by the examples that each has seen; where the dtype
+// is not floating-point, what the worker has that has seen most.
 void load_reported_buffers(ReplicatedParameters& parameters,
                            const std::map<int, std::map<int, std::string>>& by_worker);
 

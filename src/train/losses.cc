@@ -35,7 +35,7 @@ Loss::Function sparse_categorical(CrossentropyOptions options) {
 Loss::Function categorical(CrossentropyOptions options) {
   check("CategoricalCrossentropy", options, true);
   return [options](const Tensor& y_true, const Tensor& y_pred) {
-    auto target = train::like_prediction("CategoricalCrossentropy", y_true, y_pred);
+    auto target = train::shares_like_prediction("CategoricalCrossentropy", y_true, y_pred);
     if (options.label_smoothing > 0) {
       target = target * (1 - options.label_smoothing) + options.label_smoothing / static_cast<double>(y_pred.size(-1));
     }
@@ -48,7 +48,7 @@ Loss::Function categorical(CrossentropyOptions options) {
 Loss::Function binary(CrossentropyOptions options) {
   check("BinaryCrossentropy", options, true);
   return [options](const Tensor& y_true, const Tensor& y_pred) {
-    auto target = train::like_prediction("BinaryCrossentropy", y_true, y_pred);
+    auto target = train::shares_like_prediction("BinaryCrossentropy", y_true, y_pred);
     if (options.label_smoothing > 0) target = target * (1 - options.label_smoothing) + 0.5 * options.label_smoothing;
     if (options.from_logits) {
       return mean_of_last(at::binary_cross_entropy_with_logits(y_pred, target, {}, {}, at::Reduction::None));

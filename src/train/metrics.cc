@@ -1,6 +1,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <cmath>
 #include <functional>
 
 #include "base/text.h"
@@ -16,8 +17,10 @@ using Values = std::function<Tensor(const Tensor& y_true, const Tensor& y_pred)>
 
 class MeanOfValues final : public MetricFunction {
  public:
-  MeanOfValues(std::string name, Values values) : name_(std::move(name)), values_(std::move(values)) {}
+  MeanOfValues(std::string name, Mode better, Values values)
+      : name_(std::move(name)), better_(better), values_(std::move(values)) {}
   std::string name() const override { return name_; }
+  Mode better() const override { return better_; }
   std::size_t state_size() const override { return 2; }
 
   void update(std::span<double> state, const Tensor& y_true, const Tensor& y_pred,
@@ -40,15 +43,20 @@ class MeanOfValues final : public MetricFunction {
 
  private:
   std::string name_;
+  Mode better_;
   Values values_;
 };
 
-Metric mean_of(std::string name, Values values) {
-  return Metric(std::make_shared<MeanOfValues>(std::move(name), std::move(values)));
+Metric mean_of(std::string name, Mode better, Values values) {
+  return Metric(std::make_shared<MeanOfValues>(std::move(name), better, std::move(values)));
 }
 
-Tensor binary_matches(const Tensor& y_true, const Tensor& y_pred, double threshold) {
-  return train::like_prediction("BinaryAccuracy", y_true, y_pred).eq(y_pred.gt(threshold).to(y_pred.scalar_type()));
+// Of matches, of which there cannot be too many; and of errors.
+Metric share_of(std::string name, Values matches) { return mean_of(std::move(name), Mode::max, std::move(matches)); }
+Metric error_of(std::string name, Values errors) { return mean_of(std::move(name), Mode::min, std::move(errors)); }
+
+Tensor binary_matches(const Tensor& labels, const Tensor& y_pred, double threshold) {
+  return labels.eq(y_pred.gt(threshold).to(y_pred.scalar_type()));
 }
 
 Tensor sparse_matches(const Tensor& y_true, const Tensor& y_pred) {
@@ -61,7 +69,7 @@ Tensor categorical_matches(const Tensor& y_true, const Tensor& y_pred) {
 
 // The kind of accuracy that Keras chooses by the shapes.
 Tensor matches(const Tensor& y_true, const Tensor& y_pred) {
-  if (y_pred.size(-1) == 1) return binary_matches(y_true, y_pred, 0.5);
+  if (y_pred.size(-1) == 1) return binary_matches(train::like_prediction("accuracy", y_true, y_pred), y_pred, 0.5);
   const bool sparse = y_true.dim() < y_pred.dim() || y_true.size(-1) == 1;
   return sparse ? sparse_matches(y_true, y_pred) : categorical_matches(y_true, y_pred);
 }
@@ -78,15 +86,23 @@ class PositiveShare final : public MetricFunction {
   enum class Of { predicted, actual };
 
   PositiveShare(std::string name, Of of, const PrecisionOptions& options)
-      : name_(std::move(name)), of_(of), options_(options) {}
+      : name_(std::move(name)), of_(of), options_(options) {
+    const auto require = [&](bool holds, const char* option, double value, const char* allowed) {
+      if (!holds) throw InvalidArgument(text(name_, ": ", option, " is ", value, "; it must be ", allowed));
+    };
+    if (options.threshold) require(!std::isnan(*options.threshold), "threshold", *options.threshold, "a number");
+    if (options.top_k) require(*options.top_k >= 1, "top_k", *options.top_k, "at least 1");
+    if (options.class_id) require(*options.class_id >= 0, "class_id", *options.class_id, "0 or more");
+  }
   std::string name() const override { return name_; }
+  Mode better() const override { return Mode::max; }
   std::size_t state_size() const override { return 2; }
 
   void update(std::span<double> state, const Tensor& y_true, const Tensor& y_pred,
               const Tensor& sample_weight) const override {
     const at::NoGradGuard no_grad;
     auto predicted = positives(y_pred);
-    auto actual = train::like_prediction(name_.c_str(), y_true, y_pred).ne(0);
+    auto actual = train::shares_like_prediction(name_.c_str(), y_true, y_pred).ne(0);
     if (options_.class_id) {
       predicted = predicted.select(-1, *options_.class_id);
       actual = actual.select(-1, *options_.class_id);
@@ -117,7 +133,7 @@ class PositiveShare final : public MetricFunction {
 };
 
 Metric metric_by_name(const std::string& name) {
-  if (name == "accuracy" || name == "acc") return mean_of(name, &matches);
+  if (name == "accuracy" || name == "acc") return share_of(name, &matches);
   if (name == "binary_accuracy") return BinaryAccuracy();
   if (name == "categorical_accuracy") return CategoricalAccuracy();
   if (name == "sparse_categorical_accuracy") return SparseCategoricalAccuracy();
@@ -141,6 +157,9 @@ TopKOptions checked(TopKOptions options) {
 
 }  // namespace
 
+Metric::Metric(std::shared_ptr<const MetricFunction> function) : function_(std::move(function)) {
+  if (function_ == nullptr) throw InvalidArgument("Metric: the function is null");
+}
 Metric::Metric(const char* name) : Metric(metric_by_name(name)) {}
 Metric::Metric(const std::string& name) : Metric(metric_by_name(name)) {}
 
@@ -149,26 +168,27 @@ void MetricState::merge(const MetricState& other) {
 }
 
 Accuracy::Accuracy(std::string name)
-    : Metric(mean_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {
+    : Metric(share_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {
         return train::like_prediction("Accuracy", y_true, y_pred).eq(y_pred);
       })) {}
 
 BinaryAccuracy::BinaryAccuracy(BinaryAccuracyOptions options, std::string name)
-    : Metric(mean_of(std::move(name), [options](const Tensor& y_true, const Tensor& y_pred) {
-        return binary_matches(y_true, y_pred, options.threshold);
+    : Metric(share_of(std::move(name), [options](const Tensor& y_true, const Tensor& y_pred) {
+        return binary_matches(train::shares_like_prediction("BinaryAccuracy", y_true, y_pred), y_pred,
+                              options.threshold);
       })) {}
 
-CategoricalAccuracy::CategoricalAccuracy(std::string name) : Metric(mean_of(std::move(name), &categorical_matches)) {}
+CategoricalAccuracy::CategoricalAccuracy(std::string name) : Metric(share_of(std::move(name), &categorical_matches)) {}
 SparseCategoricalAccuracy::SparseCategoricalAccuracy(std::string name)
-    : Metric(mean_of(std::move(name), &sparse_matches)) {}
+    : Metric(share_of(std::move(name), &sparse_matches)) {}
 
 TopKCategoricalAccuracy::TopKCategoricalAccuracy(TopKOptions options, std::string name)
-    : Metric(mean_of(std::move(name), [k = checked(options).k](const Tensor& y_true, const Tensor& y_pred) {
+    : Metric(share_of(std::move(name), [k = checked(options).k](const Tensor& y_true, const Tensor& y_pred) {
         return in_top_k(train::like_prediction("TopKCategoricalAccuracy", y_true, y_pred).argmax(-1), y_pred, k);
       })) {}
 
 SparseTopKCategoricalAccuracy::SparseTopKCategoricalAccuracy(TopKOptions options, std::string name)
-    : Metric(mean_of(std::move(name), [k = checked(options).k](const Tensor& y_true, const Tensor& y_pred) {
+    : Metric(share_of(std::move(name), [k = checked(options).k](const Tensor& y_true, const Tensor& y_pred) {
         return in_top_k(train::class_labels("SparseTopKCategoricalAccuracy", y_true, y_pred), y_pred, k);
       })) {}
 
@@ -178,16 +198,16 @@ Recall::Recall(PrecisionOptions options, std::string name)
     : Metric(std::make_shared<PositiveShare>(std::move(name), PositiveShare::Of::actual, options)) {}
 
 MeanSquaredErrorMetric::MeanSquaredErrorMetric(std::string name)
-    : Metric(mean_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {
+    : Metric(error_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {
         return (train::like_prediction("MeanSquaredError", y_true, y_pred) - y_pred).square();
       })) {}
 
 MeanAbsoluteErrorMetric::MeanAbsoluteErrorMetric(std::string name)
-    : Metric(mean_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {
+    : Metric(error_of(std::move(name), [](const Tensor& y_true, const Tensor& y_pred) {
         return (train::like_prediction("MeanAbsoluteError", y_true, y_pred) - y_pred).abs();
       })) {}
 
 Mean::Mean(std::string name)
-    : Metric(mean_of(std::move(name), [](const Tensor&, const Tensor& y_pred) { return y_pred; })) {}
+    : Metric(mean_of(std::move(name), Mode::automatic, [](const Tensor&, const Tensor& y_pred) { return y_pred; })) {}
 
 }  // namespace lockstep

@@ -2,7 +2,9 @@
 
 #include <ATen/ATen.h>
 
+#include <atomic>
 #include <set>
+#include <utility>
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
@@ -15,15 +17,30 @@
 
 namespace lockstep {
 
+std::int64_t ModelImpl::next_model_number() {
+  static std::atomic<std::int64_t> models = 0;
+  return ++models;
+}
+
+void ModelImpl::require_own(const char* caller) const {
+  if (!as_layer) return;
+  throw InvalidArgument(text(caller, ": this Sequential is a part of the model in which it was nested, which has its ",
+                             "weights: use that model, or make another Sequential"));
+}
+
 void ModelImpl::build(const Example& sample) {
+  require_own("build");
   if (parameters != nullptr) return;
   policy.check(unwrap(strategy).torch_devices());
+  train::require_free(layers, model_number);
   auto made = make_parameters(sample);
   if (pending_weights) {
     train::load_weights(pending_weights->first, pending_weights->second, made);
     pending_weights.reset();
   }
   parameters = std::move(made);
+  train::give_to(layers, model_number);
+  if (sample.x.defined()) built_for = sample.x.sizes().vec();
   if (unwrap(strategy).programs() != nullptr) programs.emplace(*this, unwrap(strategy).next_model());
   seed = std::stoull(workers().broadcast(std::to_string(seed)));
   make_gradient_path();
@@ -32,9 +49,9 @@ void ModelImpl::build(const Example& sample) {
 std::shared_ptr<ReplicatedParameters> ModelImpl::make_parameters(const Example& sample) {
   const auto& all = unwrap(strategy);
   if (mesh() == nullptr || !mesh()->has_stages() || !make_layers)
-    return internal::replicate_modules(unwrap(strategy), [&] { return make(sample); });
+    return strategy::replicate_modules(unwrap(strategy), first_seed, [&] { return make(sample); });
   ops::ReplicaRandom random;
-  random.seed(std::stoull(workers().broadcast(std::to_string(next_random_seed()))));
+  random.seed(std::stoull(workers().broadcast(std::to_string(first_seed))));
   const ops::ReplicaRandom::Use use(random);
   const auto device = all.torch_device(0);
   const at::OptionalDeviceGuard on_device(device);
@@ -63,6 +80,7 @@ Example ModelImpl::own_positions(const Example& part) const {
 }
 
 void ModelImpl::build_for(const Dataset& data, const char* caller) {
+  require_own(caller);
   if (parameters != nullptr) return;
   const auto first = strategy::first_element(data, unwrap(strategy).local_replicas());
   if (!first.x.defined()) throw InvalidArgument(text(caller, ": the data set is empty"));
@@ -75,6 +93,7 @@ void ModelImpl::make_gradient_path() {
   fetch();  // what the servers of an earlier path have
   gradients = unwrap(strategy).make_gradient_path(compiled->optimizer, parameters);
   tracker.emplace(*compiled, strategy.num_local_replicas(), workers());
+  frozen = parameters->describe_frozen();
   recorded = {};
   if (programs) programs.emplace(*this, programs->number());
 }
@@ -98,14 +117,24 @@ void ModelImpl::fetch_for_forward() const {
 }
 
 void ModelImpl::require_built(const char* caller) const {
+  require_own(caller);
   if (parameters == nullptr) {
     throw InvalidArgument(text(caller, ": the model has no variables yet; call build(input_shape), or fit it first"));
   }
 }
 
+void ModelImpl::follow_requires_grad() {
+  parameters->follow_first_replica();
+  parameters->require_known_trainable();
+  auto now = parameters->describe_frozen();
+  if (std::exchange(frozen, now) == now) return;
+  recorded = {};  // a step that is played again, or compiled, trains what it trained when it was made
+  if (programs) programs.emplace(*this, programs->number());
+}
+
 void ModelImpl::require_trainable() const {
-  for (const auto& slot : parameters->slots()) {
-    if (slot.trainable) return;
+  for (std::size_t i = 0; i < parameters->slots().size(); ++i) {
+    if (parameters->parameter(0, i).requires_grad()) return;
   }
   if (!gradient::embeddings_of(*parameters, 0).empty()) return;
   throw InvalidArgument(
@@ -144,9 +173,11 @@ Sequential::Sequential(std::vector<Layer> layers)
           [layers](const Example& sample) { return train::pieces_of(layers, sample); })),
       layers_(std::move(layers)) {
   if (layers_.empty()) throw InvalidArgument("Sequential: there are no layers");
+  unwrap(*this).layers = layers_;
 }
 
 void Model::compile(CompileOptions options) {
+  impl_->require_own("compile");
   std::set<std::string> names{"loss"};
   for (const auto* metrics : {&options.metrics, &options.weighted_metrics}) {
     for (const auto& metric : *metrics) {
@@ -183,6 +214,7 @@ Logs Model::train_on_batch(const Example& batch) {
   strategy::check_batch(batch);
   const auto train = [&] {
     impl_->build(batch);
+    impl_->follow_requires_grad();
     impl_->require_trainable();
     impl_->gradients->prepare();
     impl_->tracker->reset();

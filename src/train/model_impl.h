@@ -58,7 +58,10 @@ class ModelImpl {
 
   // `layers_of`: where the model is made of layers, which can be cut into stages.
   ModelImpl(Make make_module, Forward forward_of, MakeLayers layers_of = {})
-      : make(std::move(make_module)), forward(std::move(forward_of)), make_layers(std::move(layers_of)) {}
+      : make(std::move(make_module)),
+        forward(std::move(forward_of)),
+        make_layers(std::move(layers_of)),
+        model_number(next_model_number()) {}
 
   std::shared_ptr<ReplicatedParameters> make_parameters(const Example& sample);
 
@@ -69,8 +72,14 @@ class ModelImpl {
   void build_for(const Dataset& data, const char* caller);
   void make_gradient_path();
   void require_built(const char* caller) const;
+  void require_own(const char* caller) const;  // that it is no part of another model
   void require_compiled(const char* caller) const;
   void require_trainable() const;
+
+  // Before a fit, an epoch or a step: replica 0's requires_grad holds for all replicas from now on. Throws
+  // InvalidArgument for a parameter of which the optimizer has no state, since it was frozen when the model was
+  // compiled.
+  void follow_requires_grad();
 
   // A replica's forward. Throws InvalidArgument naming the batch where LibTorch refuses it.
   Tensor outputs_of(ReplicaContext& replica, const Example& part) const;
@@ -207,12 +216,18 @@ class ModelImpl {
   train::RecordedStep recorded;                  // of these gradients
   std::optional<train::CompiledModel> programs;  // likewise, where the strategy's devices run compiled programs
   std::optional<std::pair<Archive, LoadWeightsOptions>> pending_weights;
+  std::vector<Layer> layers;            // of a Sequential
+  std::optional<Layer> as_layer;        // since it is a part of another model
+  const std::int64_t model_number;      // among the models of this process, from 1
+  std::vector<std::int64_t> built_for;  // the sizes of the batch, where it was built for one
   bool warned_of_context = false;
   mutable Example example;  // of zeros, for a step in which this worker has none
 
-  std::uint64_t seed = next_random_seed();  // of the replicas' random numbers, with `steps`
-  std::int64_t steps = 0;                   // train steps so far
-  int part_of_step = 0;                     // of the step, where several workers of parameter servers compute it
+  std::uint64_t seed = next_random_seed();              // of the replicas' random numbers, with `steps`
+  const std::uint64_t first_seed = next_random_seed();  // of the first values, whenever they are made
+  std::string frozen;                                   // when it was last looked
+  std::int64_t steps = 0;                               // train steps so far
+  int part_of_step = 0;  // of the step, where several workers of parameter servers compute it
   StepTimes times;
   train::FitProgress progress;
   std::int64_t data_epochs = 0;        // epochs of data that fits have begun: the next one shuffles anew
@@ -229,6 +244,8 @@ class ModelImpl {
   bool passed_multiple(std::int64_t count, std::int64_t every) const {
     return every > 0 && count / every > (count - batches_of_call) / every;
   }
+
+  static std::int64_t next_model_number();
 
   // Whether the fit ends after the step that was made.
   bool stops() const { return peers().size() == 1 ? stopping : agreed_to_stop; }

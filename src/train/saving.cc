@@ -20,6 +20,7 @@
 #include "lockstep/base/error.h"
 #include "parameter_server/server_checkpoint.h"
 #include "strategy/replicated_state.h"
+#include "train/layers/stack.h"
 #include "train/local_state.h"
 #include "train/model_impl.h"
 
@@ -98,6 +99,7 @@ void Model::load_weights(const std::string& path, const LoadWeightsOptions& opti
 }
 
 Archive ModelImpl::save_weights() const {
+  if (servers() != nullptr) fetch();  // whose workers have updated them
   Archive archive;
   ReplicatedModule(parameters).trackable().save(archive, "");
   return archive;
@@ -110,7 +112,10 @@ Archive ModelImpl::from_chief(const Archive& archive) const {
 }
 
 void ModelImpl::load_weights(Archive archive, const LoadWeightsOptions& options) {
+  require_own("load_weights");
   if (parameters == nullptr) {
+    train::require_free(layers, model_number);
+    train::give_to(layers, model_number);
     pending_weights.emplace(std::move(archive), options);
     return;
   }

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cmath>
+#include <optional>
 #include <span>
 
 #include "base/text.h"
@@ -27,10 +29,44 @@ void check_labels(const char* what, const Tensor& labels, std::int64_t classes) 
   }
 }
 
+void require_real(const char* what, const Tensor& y_true, const Tensor& y_pred) {
+  if (!y_true.is_complex() || y_pred.is_complex()) return;
+  throw InvalidArgument(text(what, ": y has dtype ", y_true.scalar_type(), ", the outputs have ", y_pred.scalar_type(),
+                             "; complex numbers are not compared with real ones"));
+}
+
+// The first value that is not allowed, on CPUs, as check_labels.
+template <class Allowed>
+std::optional<double> first_not(const Tensor& values, const Allowed& allowed) {
+  if (!values.device().is_cpu() || values.numel() == 0) return std::nullopt;
+  const auto find = [&]<class T>(const Tensor& contiguous, T) -> std::optional<double> {
+    for (const auto value : std::span(contiguous.const_data_ptr<T>(), static_cast<std::size_t>(contiguous.numel()))) {
+      if (!allowed(static_cast<double>(value))) return static_cast<double>(value);
+    }
+    return std::nullopt;
+  };
+  if (values.scalar_type() == at::kDouble) return find(values.contiguous(), double());
+  return find(values.to(at::kFloat).contiguous(), float());
+}
+
 }  // namespace
+
+void require_sample_weights(const Tensor& weight) {
+  if (weight.is_complex()) throw InvalidArgument("sample weights are complex numbers; they must be real");
+  const auto bad = first_not(weight, [](double value) { return value >= 0 && !std::isinf(value); });
+  if (bad) throw InvalidArgument(text("a sample weight is ", *bad, "; it must be 0 or more, and finite"));
+}
+
+Tensor shares_like_prediction(const char* what, const Tensor& y_true, const Tensor& y_pred) {
+  auto labels = like_prediction(what, y_true, y_pred);
+  const auto bad = first_not(labels, [](double value) { return value >= 0 && value <= 1; });
+  if (bad) throw InvalidArgument(text(what, ": a label is ", *bad, "; labels are 0 or 1, or between them"));
+  return labels;
+}
 
 Tensor like_prediction(const char* what, const Tensor& y_true, const Tensor& y_pred) {
   require_defined(what, y_true);
+  require_real(what, y_true, y_pred);
   Tensor result = y_true;
   if (result.dim() + 1 == y_pred.dim() && y_pred.size(-1) == 1) result = result.unsqueeze(-1);
   if (result.dim() == y_pred.dim() + 1 && result.size(-1) == 1) result = result.squeeze(-1);
@@ -43,6 +79,7 @@ Tensor like_prediction(const char* what, const Tensor& y_true, const Tensor& y_p
 
 Tensor class_labels(const char* what, const Tensor& y_true, const Tensor& y_pred) {
   require_defined(what, y_true);
+  if (y_true.is_complex()) throw InvalidArgument(text(what, ": labels are complex numbers; classes are whole numbers"));
   Tensor labels = y_true;
   if (labels.dim() == y_pred.dim() && labels.size(-1) == 1) labels = labels.squeeze(-1);
   if (y_pred.dim() < 2 || labels.sizes() != y_pred.sizes().slice(0, static_cast<std::size_t>(y_pred.dim()) - 1)) {
@@ -58,6 +95,7 @@ Tensor class_labels(const char* what, const Tensor& y_true, const Tensor& y_pred
 }
 
 Tensor weight_like(const Tensor& weight, const Tensor& values) {
+  require_sample_weights(weight);
   Tensor result = weight.to(values.scalar_type());
   if (result.dim() == values.dim() + 1 && result.size(-1) == 1) result = result.squeeze(-1);
   while (result.dim() < values.dim()) result = result.unsqueeze(-1);

@@ -12,6 +12,13 @@ namespace lockstep::train {
 // InvalidArgument naming both shapes when they still differ.
 Tensor like_prediction(const char* what, const Tensor& y_true, const Tensor& y_pred);
 
+// The same for labels that are 0 or 1, or between them. Throws InvalidArgument naming one that is not, checked on the
+// CPU.
+Tensor shares_like_prediction(const char* what, const Tensor& y_true, const Tensor& y_pred);
+
+// Throws InvalidArgument for a sample weight that is negative, or not finite; checked on the CPU.
+void require_sample_weights(const Tensor& weight);
+
 // Labels as int64 in the shape of y_pred without its last dimension. Throws InvalidArgument naming a label that is no
 // class of y_pred (checked on the CPU), or the shapes.
 Tensor class_labels(const char* what, const Tensor& y_true, const Tensor& y_pred);

@@ -62,6 +62,11 @@ void ModelImpl::require_gradient(const Tensor& loss) {
 }
 
 Tensor ModelImpl::outputs_of(ReplicaContext& replica, const Example& part) const {
+  if (part.x.dim() + 1 == static_cast<std::int64_t>(built_for.size())) {  // some layers would take it for a batch
+    throw InvalidArgument(text("the model cannot take ", batch_named(part),
+                               ": it was built for batches of shape [batch, ",
+                               join(at::IntArrayRef(built_for).slice(1)), "]; call batch() on the data set first"));
+  }
   try {
     const train::ComputePolicy::Scope scope(policy, part.x.device().type());
     if (const auto& split = parameters->split(); split && split->before_forward) split->before_forward();
@@ -157,6 +162,7 @@ train::StepResult ModelImpl::train_step(ReplicaContext& replica, const internal:
   if (counted && stages == nullptr) into.update(id, part, computed.outputs);
   lap.add_to(spent.metrics);
   gradients->apply(replica.local_group(), computed.weight, replica.deadline());
+  if (!idle) parameters->count_examples(id, static_cast<double>(part.size()));
   // At the end, because reading the loss waits for a GPU, which has the update to compute by now.
   train::StepResult result;
   if (counted) result = {computed.loss_sum.item<double>(), computed.divisor, counts_examples() ? part.size() : 0};
@@ -250,6 +256,7 @@ train::StepResult ModelImpl::play_step(ReplicaContext& replica, const Example& p
   const auto result = recorded.play(part);
   gradients->updater().count_step();
   into.update(replica.local_replica_id(), recorded.input(), result.outputs);
+  parameters->count_examples(replica.local_replica_id(), static_cast<double>(part.size()));
   return {result.loss_sum.item<double>(), result.divisor, part.size()};
 }
 

@@ -157,6 +157,11 @@ class Dataset {
 
   DatasetIterator iterate(Position position = {}) const;
 
+  // The first element of an epoch; nothing where there is none. After keeping_first, the next iterator over this epoch
+  // begins with what was read for it: nothing is computed twice, and a source that can be read once loses nothing.
+  std::optional<Example> first(std::int64_t epoch = 0) const;
+  Dataset keeping_first() const;
+
   // The batches that begin behind the example; the iterator's position counts from there. Throws InvalidArgument where
   // batches are not made by batch() and none begins there.
   DatasetIterator iterate_from(FromExample from) const;

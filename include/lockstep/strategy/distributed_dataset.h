@@ -60,6 +60,9 @@ class DistributedIterator {
   std::optional<PerReplica<internal::Part>> next_parts_of(int part, int parts);
   bool skip();
 
+  // Part `part` of `parts` of the element that was read last.
+  PerReplica<internal::Part> parts_of_last(int part, int parts) const;
+
   // Its index counts the steps that `next` has returned; with one_a_worker the elements in them.
   Position position() const { return position_; }
 
@@ -67,8 +70,8 @@ class DistributedIterator {
   // still to be returned.
   std::int64_t examples() const { return examples_; }
 
-  // The size of the element that was read last; 0 before the first. And a hash of its x where that is cheap: where its
-  // rows still lie in a table, a hash of their indices and the first row.
+  // The size of the element that was read last; 0 before the first. And a hash of it, cheap where its rows still
+  // lie in a table: of their indices and the first row.
   std::int64_t element_size() const;
   std::uint64_t element_hash() const;
 

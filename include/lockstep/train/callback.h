@@ -98,7 +98,7 @@ class AnyCallback {
   template <std::derived_from<Callback> T>
   AnyCallback(T callback) : callback_(std::make_shared<T>(std::move(callback))) {}  // NOLINT: a callback is an entry
   template <std::derived_from<Callback> T>
-  AnyCallback(std::shared_ptr<T> callback) : callback_(std::move(callback)) {}  // NOLINT
+  AnyCallback(std::shared_ptr<T> callback) : callback_(std::move(callback)) {}  // NOLINT; fit refuses null
 
   Callback* operator->() const { return callback_.get(); }
 

@@ -39,8 +39,8 @@ class TensorBoard : public Callback {
 // Sets the learning rate of each epoch to schedule(epoch, rate so far).
 class LearningRateScheduler : public Callback {
  public:
-  explicit LearningRateScheduler(std::function<double(int epoch, double rate)> schedule)
-      : schedule_(std::move(schedule)) {}
+  // Throws InvalidArgument for an empty function.
+  explicit LearningRateScheduler(std::function<double(int epoch, double rate)> schedule);
   void on_train_begin() override { epoch_ = -1; }
   void on_epoch_begin(int epoch) override;
   void save(Archive& archive, const std::string& prefix) const override;
@@ -53,7 +53,7 @@ class LearningRateScheduler : public Callback {
 
 struct EarlyStoppingOptions {
   std::string monitor = "val_loss";
-  double min_delta = 0;
+  double min_delta = 0;  // its absolute value
   int patience = 0;
   Mode mode = Mode::automatic;
   std::optional<double> baseline = {};
@@ -62,7 +62,9 @@ struct EarlyStoppingOptions {
 };
 class EarlyStopping : public Callback {
  public:
-  explicit EarlyStopping(EarlyStoppingOptions options = {}) : options_(std::move(options)) {}
+  // Throws InvalidArgument for a number that is out of range; when training begins, where the mode is automatic and
+  // nothing says which way the monitored value gets better.
+  explicit EarlyStopping(EarlyStoppingOptions options = {});
   void on_train_begin() override;
   void on_epoch_end(int epoch, const Logs& logs) override;
   void on_train_end() override;
@@ -75,6 +77,7 @@ class EarlyStopping : public Callback {
   bool better(double value, double than) const;
 
   EarlyStoppingOptions options_;
+  Mode mode_ = Mode::automatic;  // resolved as training begins
   int wait_ = 0;
   int stopped_epoch_ = -1;
   int best_epoch_ = 0;

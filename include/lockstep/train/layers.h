@@ -1,4 +1,4 @@
-// Layers of Sequential. Values that describe; modules are made when the input's sizes are known. Names, defaults and
+// Layers of Sequential. Handles of descriptions; modules are made when the input's sizes are known. Names, defaults and
 // initial values are those of keras.layers; images are [batch, channels, height, width], as in LibTorch.
 #pragma once
 
@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -68,15 +69,25 @@ class LayerSpec {
   virtual BuiltLayer build(const Tensor& input) const = 0;
 };
 
+namespace internal {
+struct LayerUse;  // the library's own
+}
+
+// A shared handle: copies are the same layer. A layer that stands twice in a model has its weights once, as in Keras. A
+// layer is part of one model: building another with it throws InvalidArgument.
 class Layer {
  public:
-  explicit Layer(std::shared_ptr<const LayerSpec> spec) : spec_(std::move(spec)) {}
+  explicit Layer(std::shared_ptr<const LayerSpec> spec);  // not null
+  // The model, with the weights that it has, becomes a part of the one that gets this layer, and is used through that
+  // alone: its own fit, evaluate, predict, saving and loading throw InvalidArgument from then on.
   explicit Layer(const Sequential& nested);
   Layer(const ShardedEmbedding& embedding);  // NOLINT: a layer like the others. Integers [batch, ...]
   const LayerSpec& spec() const { return *spec_; }
 
  private:
+  friend struct internal::LayerUse;
   std::shared_ptr<const LayerSpec> spec_;
+  std::shared_ptr<internal::LayerUse> use_;
 };
 
 struct Conv2DOptions {
@@ -139,8 +150,11 @@ class Dropout : public Layer {
   explicit Dropout(double rate);
 };
 
-// Over dimension 1 (channels). Running statistics: momentum * old + (1 - momentum) * batch, with the biased variance.
+// Normalizes each feature over the batch and all other dimensions. Running statistics: momentum * old + (1 - momentum)
+// * batch, with the biased variance.
 struct BatchNormalizationOptions {
+  // The features' dimension. Empty: the last of [batch, features] and [batch, time, features]; 1 where there are more.
+  std::optional<std::int64_t> axis = {};
   double momentum = 0.99;
   double epsilon = 1e-3;
   bool center = true;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lockstep/ops/tensor.h"
+#include "lockstep/train/logs.h"
 
 namespace lockstep {
 
@@ -25,12 +26,16 @@ class MetricFunction {
   virtual void update(std::span<double> state, const Tensor& y_true, const Tensor& y_pred,
                       const Tensor& sample_weight) const = 0;
   virtual double result(std::span<const double> state) const = 0;
+
+  // Which way it gets better, for callbacks with Mode::automatic; automatic: not known, so that these ask for a mode.
+  virtual Mode better() const { return Mode::automatic; }
 };
 
 // A value: a shared handle to what a metric is.
 class Metric {
  public:
-  explicit Metric(std::shared_ptr<const MetricFunction> function) : function_(std::move(function)) {}
+  // Throws InvalidArgument for null.
+  explicit Metric(std::shared_ptr<const MetricFunction> function);
 
   // By name, which is then the metric's: "accuracy" or "acc" (the kind that the shapes ask for), "binary_accuracy",
   // "categorical_accuracy", "sparse_categorical_accuracy", "top_k_categorical_accuracy",

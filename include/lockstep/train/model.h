@@ -108,10 +108,12 @@ class Model {
   // and Interrupted.
   History fit(const Dataset& data, const FitOptions& options = {});
 
-  // Loss and metrics over the data set, each example once.
+  // Loss and metrics over the data set, each example once. Workers that read the same batches (AutoShardPolicy::data)
+  // must have the same: InvalidArgument on all where data, order or lengths differ. With file each evaluates its files,
+  // with off all of its own data.
   Logs evaluate(const Dataset& data, const EvaluateOptions& options = {});
 
-  // The outputs for all examples, in order: [examples, ...].
+  // The outputs for all examples, in order: [examples, ...]. All workers must read the same batches, as for evaluate.
   Tensor predict(const Dataset& data, const PredictOptions& options = {});
 
   // One step on one global batch; the loss and metrics of that batch. Keras's train_on_batch.
@@ -148,8 +150,10 @@ class Model {
 
   // Replica 0's own module, as the factory made it: for torch::save, for a forward of your own (call eval() on it
   // before, and train() after it), or to read its members. All replicas have the same parameters; change them by fit,
-  // or by load_weights. Buffers, such as BatchNorm's running statistics, are replica 0's own: evaluate, predict and
-  // save_weights use their mean over the replicas. Throws InvalidArgument where it is not an M.
+  // or by load_weights. Its requires_grad holds for all replicas from the next epoch or train_on_batch on; compile
+  // again where a parameter is to be trained that was frozen then. Buffers, such as BatchNorm's running statistics, are
+  // replica 0's own: evaluate, predict and save_weights use their mean over the replicas, by the examples that each has
+  // seen. Throws InvalidArgument where it is not an M.
   template <class M>
   std::shared_ptr<M> module() const {
     auto found = std::dynamic_pointer_cast<M>(first_module());

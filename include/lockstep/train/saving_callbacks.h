@@ -31,9 +31,10 @@ struct ModelCheckpointOptions {
 // Saves to `filepath`, in which {epoch} (from 1), {batch} and the logs' names are replaced, also with a format as in
 // {epoch:02d} or {val_loss:.2f}, of at most 200 digits; where an epoch was not validated, or was interrupted before, a
 // value is nan. Records each in the folder's `checkpoint` index, which latest_checkpoint reads. Throws when training
-// begins: InvalidArgument for a name in `filepath` that no log will have, and for other formats; IoError where the
-// folder cannot be written, or its file `checkpoint` is no index. Where one cannot be saved later (the disk is full),
-// the training goes on with a warning, and throws IoError at its end if that was the last one.
+// begins: InvalidArgument for a name in `filepath` that no log will have, for other formats, and, with save_best_only
+// and Mode::automatic, where nothing says which way the monitored value gets better; IoError where the folder cannot be
+// written, or its file `checkpoint` is no index. Where one cannot be saved later (the disk is full), the training goes
+// on with a warning, and throws IoError at its end if that was the last one.
 class ModelCheckpoint : public Callback {
  public:
   explicit ModelCheckpoint(std::string filepath, ModelCheckpointOptions options = {});
@@ -57,6 +58,7 @@ class ModelCheckpoint : public Callback {
 
   std::string filepath_;
   ModelCheckpointOptions options_;
+  Mode mode_ = Mode::automatic;  // resolved as training begins, with save_best_only
   int epoch_ = 0;
   std::int64_t since_save_ = 0;
   std::int64_t batch_ = 0;

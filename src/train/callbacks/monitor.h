@@ -8,16 +8,26 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "lockstep/base/error.h"
 #include "lockstep/train/callbacks.h"
+#include "train/model_impl.h"
 
 namespace lockstep::train {
 
-inline bool up_is_better(Mode mode, const std::string& name) {
-  if (mode != Mode::automatic) return mode == Mode::max;
-  for (const char* part : {"acc", "auc", "precision", "recall"}) {
-    if (name.find(part) != std::string::npos) return true;
+// `mode`, or where that is automatic, what the metric that is monitored says of itself, as in Keras. Throws
+// InvalidArgument where none of that name does.
+inline Mode resolved(const char* callback, Mode mode, const std::string& monitor, const Model& model) {
+  if (mode != Mode::automatic) return mode;
+  const auto name = monitor.starts_with("val_") ? monitor.substr(4) : monitor;
+  if (name == "loss") return Mode::min;
+  const auto& compiled = *unwrap(model).compiled;
+  for (const auto* metrics : {&compiled.metrics, &compiled.weighted_metrics}) {
+    for (const auto& metric : *metrics) {
+      if (metric.name() == name && metric.function().better() != Mode::automatic) return metric.function().better();
+    }
   }
-  return false;
+  throw InvalidArgument(text(callback, ": it monitors ", monitor, ", of which it is not known whether higher or lower ",
+                             "is better: pass .mode = Mode::max or Mode::min"));
 }
 
 // The monitored value; nothing, with a warning, when this epoch has none, as Keras does.
@@ -30,9 +40,9 @@ inline std::optional<double> monitored(const char* callback, const std::string& 
 }
 
 // NaN is worse than anything.
-inline bool is_better(Mode mode, const std::string& name, double value, double than) {
+inline bool is_better(Mode mode, double value, double than) {
   if (std::isnan(than)) return !std::isnan(value);
-  return up_is_better(mode, name) ? value > than : value < than;
+  return mode == Mode::max ? value > than : value < than;
 }
 
 }  // namespace lockstep::train

@@ -92,6 +92,7 @@ ModelCheckpoint::ModelCheckpoint(std::string filepath, ModelCheckpointOptions op
 
 void ModelCheckpoint::on_train_begin() {
   auto& impl = unwrap(model());
+  if (options_.save_best_only) mode_ = train::resolved("ModelCheckpoint", options_.mode, options_.monitor, model());
   std::vector<std::string> names{"epoch", "batch"};
   for (const auto& [name, value] : impl.tracker->logs()) {
     names.push_back(name);
@@ -139,7 +140,7 @@ void ModelCheckpoint::on_interrupt() {
 
 bool ModelCheckpoint::improves(const Logs& logs) {
   const auto value = train::monitored("ModelCheckpoint", options_.monitor, logs);
-  if (!value || (best_ && !train::is_better(options_.mode, options_.monitor, *value, *best_))) return false;
+  if (!value || (best_ && !train::is_better(mode_, *value, *best_))) return false;
   best_ = value;
   return true;
 }

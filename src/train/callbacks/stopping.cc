@@ -11,6 +11,11 @@
 
 namespace lockstep {
 
+LearningRateScheduler::LearningRateScheduler(std::function<double(int epoch, double rate)> schedule)
+    : schedule_(std::move(schedule)) {
+  if (!schedule_) throw InvalidArgument("LearningRateScheduler: the schedule is empty; pass a function of the epoch");
+}
+
 void LearningRateScheduler::on_epoch_begin(int epoch) {
   if (epoch == epoch_) return;
   epoch_ = epoch;
@@ -31,6 +36,17 @@ void TerminateOnNaN::on_train_batch_end(std::int64_t batch, const Logs& logs) {
   model().stop_training();
 }
 
+EarlyStopping::EarlyStopping(EarlyStoppingOptions options) : options_(std::move(options)) {
+  const auto require = [](bool holds, const char* name, double value, const char* allowed) {
+    if (!holds) throw InvalidArgument(text("EarlyStopping: ", name, " is ", value, "; it must be ", allowed));
+  };
+  options_.min_delta = std::abs(options_.min_delta);  // as in Keras
+  require(std::isfinite(options_.min_delta), "min_delta", options_.min_delta, "a finite number");
+  require(options_.patience >= 0, "patience", options_.patience, "0 or more");
+  require(options_.start_from_epoch >= 0, "start_from_epoch", options_.start_from_epoch, "0 or more");
+  if (options_.baseline) require(!std::isnan(*options_.baseline), "baseline", *options_.baseline, "a number");
+}
+
 void EarlyStopping::on_train_begin() {
   const auto& strategy = unwrap(unwrap(model()).strategy);
   if (options_.restore_best_weights && strategy.is_elastic() && strategy.parallelism() != nullptr) {
@@ -39,6 +55,7 @@ void EarlyStopping::on_train_begin() {
         "may "
         "be lost; save them by ModelCheckpoint, with save_best_only");
   }
+  mode_ = train::resolved("EarlyStopping", options_.mode, options_.monitor, model());
   wait_ = 0;
   stopped_epoch_ = -1;
   best_.reset();
@@ -46,8 +63,7 @@ void EarlyStopping::on_train_begin() {
 }
 
 bool EarlyStopping::better(double value, double than) const {
-  const double delta = train::up_is_better(options_.mode, options_.monitor) ? -options_.min_delta : options_.min_delta;
-  return train::is_better(options_.mode, options_.monitor, value + delta, than);
+  return train::is_better(mode_, value + (mode_ == Mode::max ? -options_.min_delta : options_.min_delta), than);
 }
 
 // The order of keras.callbacks.EarlyStopping: an improvement resets the patience only when it also beats the baseline.

@@ -105,7 +105,7 @@ Dense::Dense(std::int64_t units, DenseOptions options)
     : Layer(std::make_shared<DenseSpec>(units, std::move(options))) {}
 Embedding::Embedding(std::int64_t input_dim, std::int64_t output_dim, EmbeddingOptions options)
     : Layer(std::make_shared<EmbeddingSpec>(input_dim, output_dim, std::move(options))) {}
-Layer::Layer(const ShardedEmbedding& embedding) : spec_(std::make_shared<ShardedEmbeddingSpec>(embedding)) {}
+Layer::Layer(const ShardedEmbedding& embedding) : Layer(std::make_shared<ShardedEmbeddingSpec>(embedding)) {}
 Dropout::Dropout(double rate) : Layer(std::make_shared<DropoutSpec>(rate)) {}
 
 ModuleLayer::ModuleLayer(internal::MakeModule make, internal::ForwardOfModule forward, std::string kind)

@@ -1,10 +1,17 @@
 #include <ATen/ATen.h>
 
+#include <cmath>
+
 #include "ops/traced_program.h"
 #include "train/layers/parameter_module.h"
 
 namespace lockstep {
 namespace {
+
+void require_epsilon(const char* layer, double epsilon) {
+  if (epsilon >= 0 && !std::isinf(epsilon)) return;
+  throw InvalidArgument(text(layer, ": epsilon is ", epsilon, "; it must be 0 or more, and finite"));
+}
 
 struct BatchNormModule : train::ParameterModule {
   BatchNormModule(std::int64_t channels, const BatchNormalizationOptions& settings) : options(settings) {
@@ -14,6 +21,7 @@ struct BatchNormModule : train::ParameterModule {
     running_var = register_buffer("running_var", at::ones({channels}));
   }
 
+  // Dimension 1 is what is normalized.
   Tensor forward(const Tensor& x) {
     if (!is_training()) {
       return at::batch_norm(x, weight, bias, running_mean, running_var, /*training=*/false, 0, options.epsilon, false);
@@ -52,6 +60,7 @@ class BatchNormSpec final : public LayerSpec {
     if (!(options.momentum >= 0 && options.momentum <= 1)) {
       throw InvalidArgument(text("BatchNormalization: momentum is ", options.momentum, "; it must be from 0 to 1"));
     }
+    require_epsilon("BatchNormalization", options.epsilon);
   }
   std::string kind() const override { return "batch_normalization"; }
   BuiltLayer build(const Tensor& input) const override {
@@ -59,17 +68,29 @@ class BatchNormSpec final : public LayerSpec {
       throw InvalidArgument(
           text("BatchNormalization: the input has shape ", input.sizes(), "; it must be [batch, channels, ...]"));
     }
-    auto module = std::make_shared<BatchNormModule>(input.size(1), options_);
-    return {module, [module](const Tensor& x) { return module->forward(x); }};
+    const auto axis = axis_of(input);
+    auto module = std::make_shared<BatchNormModule>(input.size(axis), options_);
+    if (axis == 1) return {module, [module](const Tensor& x) { return module->forward(x); }};
+    return {module, [module, axis](const Tensor& x) { return module->forward(x.movedim(axis, 1)).movedim(1, axis); }};
   }
 
  private:
+  std::int64_t axis_of(const Tensor& input) const {
+    const auto given = options_.axis.value_or(input.dim() > 3 ? 1 : -1);
+    const auto axis = given < 0 ? given + input.dim() : given;
+    if (axis >= 1 && axis < input.dim()) return axis;
+    throw InvalidArgument(text("BatchNormalization: axis is ", given, "; for inputs of shape ", input.sizes(),
+                               " it must be from 1 to ", input.dim() - 1, ", or from ", 1 - input.dim(), " to -1"));
+  }
+
   BatchNormalizationOptions options_;
 };
 
 class LayerNormSpec final : public LayerSpec {
  public:
-  explicit LayerNormSpec(const LayerNormalizationOptions& options) : options_(options) {}
+  explicit LayerNormSpec(const LayerNormalizationOptions& options) : options_(options) {
+    require_epsilon("LayerNormalization", options.epsilon);
+  }
   std::string kind() const override { return "layer_normalization"; }
   BuiltLayer build(const Tensor& input) const override {
     auto module = std::make_shared<train::ParameterModule>();

@@ -1,40 +1,86 @@
 #include "train/layers/stack.h"
 
 #include <map>
+#include <optional>
+#include <set>
 
 #include "base/text.h"
+#include "data/stored_tensor.h"
 #include "lockstep/base/error.h"
 #include "lockstep/train/model.h"
 #include "train/layers/fusion.h"
+#include "train/model_impl.h"
 
 namespace lockstep {
 
+namespace {
+
+// The layers that were made for a model, or for a replica of one, so that each is made once. A stack within another
+// uses the outer one's.
+class MadeLayers {
+ public:
+  struct Made {
+    BuiltLayer built;
+    std::string name;
+    const void* stack = nullptr;  // which registered its module
+  };
+
+  MadeLayers() : outer_(current) {
+    if (current == nullptr) current = this;
+  }
+  ~MadeLayers() { current = outer_; }
+  MadeLayers(const MadeLayers&) = delete;
+  MadeLayers& operator=(const MadeLayers&) = delete;
+
+  static std::map<const internal::LayerUse*, Made>& all() { return current->all_; }
+
+ private:
+  static thread_local MadeLayers* current;
+  MadeLayers* const outer_;
+  std::map<const internal::LayerUse*, Made> all_;
+};
+
+thread_local MadeLayers* MadeLayers::current = nullptr;
+
+std::int64_t count_parameters(const torch::nn::Module& module) {
+  std::int64_t count = 0;
+  for (const auto& parameter : module.parameters()) count += parameter.numel();
+  for (const auto& buffer : module.buffers()) count += buffer.is_floating_point() ? buffer.numel() : 0;
+  return count;
+}
+
+}  // namespace
+
 train::StackModule::StackModule(const std::vector<Layer>& layers, Tensor input) {
   const at::NoGradGuard no_grad;
+  const MadeLayers made_layers;
   std::map<std::string, int> made;
   std::vector<BuiltLayer> built_layers;
   for (const auto& layer : layers) {
     const auto kind = layer.spec().kind();
-    const int number = made[kind]++;
-    const auto name = number == 0 ? kind : text(kind, "_", number);
+    const auto known = MadeLayers::all().find(&internal::LayerUse::of(layer));
+    const bool again = known != MadeLayers::all().end();
+    const bool here = again && known->second.stack == this;
+    const int number = here ? 0 : made[kind]++;
+    const auto name = here ? known->second.name : number == 0 ? kind : text(kind, "_", number);
     try {
-      auto built = layer.spec().build(input);
+      auto built = again ? known->second.built : layer.spec().build(input);
       std::int64_t parameters = 0;
       if (built.module != nullptr) {
-        register_module(name, built.module);
-        for (const auto& parameter : built.module->parameters()) parameters += parameter.numel();
-        for (const auto& buffer : built.module->buffers())
-          parameters += buffer.is_floating_point() ? buffer.numel() : 0;
-        if (input.is_floating_point()) built.module->to(input.scalar_type());
+        if (!here) register_module(name, built.module);
+        if (!again) parameters = count_parameters(*built.module);
+        if (!again && input.is_floating_point()) built.module->to(input.scalar_type());
         built.module->eval();
       }
       input = built.forward(input);
       if (built.module != nullptr) built.module->train();
       lines_.push_back({name, kind, input.sizes().slice(1).vec(), parameters});
+      if (!again) MadeLayers::all()[&internal::LayerUse::of(layer)] = {built, name, this};
       built_layers.push_back(std::move(built));
     } catch (const c10::Error& error) {
-      throw InvalidArgument(text("layer ", name, " cannot take inputs of shape ", input.sizes(),
-                                 " (a batch of one): ", error.what_without_backtrace()));
+      throw InvalidArgument(text("layer ", name, " cannot take inputs of shape ", input.sizes(), " (a batch of one",
+                                 again ? "; a layer that comes again has the weights that it was made with" : "",
+                                 "): ", error.what_without_backtrace()));
     }
   }
   for (std::size_t i = 0; i < layers.size();) {
@@ -68,6 +114,14 @@ struct PieceModule : torch::nn::Module {
 parallel::Layers train::pieces_of(const std::vector<Layer>& layers, const Example& sample) {
   const StackModule stack(layers, at::zeros_like(sample.x.slice(0, 0, 1)));
   parallel::Layers result{.numbered = false};
+  std::set<const torch::nn::Module*> seen;
+  for (const auto& piece : stack.pieces()) {
+    for (const auto& [name, module] : piece.modules) {
+      if (seen.insert(module.get()).second) continue;
+      throw InvalidArgument(text("Sequential: layer ", name,
+                                 " comes twice, and a model that is cut into stages has each ", "layer in one stage"));
+    }
+  }
   for (const auto& piece : stack.pieces()) {
     result.layers.emplace_back([piece] { return std::make_shared<PieceModule>(piece); });
   }
@@ -78,19 +132,92 @@ namespace {
 
 class NestedSpec final : public LayerSpec {
  public:
-  explicit NestedSpec(std::vector<Layer> layers) : layers_(std::move(layers)) {}
+  NestedSpec(std::vector<Layer> layers, std::optional<Archive> first_values)
+      : layers_(std::move(layers)), first_values_(std::move(first_values)) {}
   std::string kind() const override { return "sequential"; }
   BuiltLayer build(const Tensor& input) const override {
     auto module = std::make_shared<train::StackModule>(layers_, input);
+    if (first_values_) load(*module);
     return {module, [module](const Tensor& x) { return module->forward(x); }};
   }
+  const std::vector<Layer>& layers() const { return layers_; }
 
  private:
+  void load(const torch::nn::Module& module) const {
+    auto values = module.named_parameters();
+    for (const auto& buffer : module.named_buffers()) values.insert(buffer.key(), buffer.value());
+    for (const auto& [name, tensor] : first_values_->tensors) {
+      if (values.contains(name)) continue;
+      throw InvalidArgument(
+          text("Layer: the nested Sequential has weights \"", name, "\", which none of its layers has"));
+    }
+    for (const auto& value : values) {
+      const auto found = first_values_->tensors.find(value.key());
+      if (found == first_values_->tensors.end()) continue;  // a second name of a parameter
+      const auto loaded = data::from_stored(found->second);
+      if (loaded.sizes() != value.value().sizes()) {
+        throw InvalidArgument(text("Layer: the nested Sequential has weights \"", value.key(), "\" of shape ",
+                                   loaded.sizes(), ", and the inputs that it gets here need ", value.value().sizes()));
+      }
+      value.value().copy_(loaded);
+    }
+  }
+
   std::vector<Layer> layers_;
+  std::optional<Archive> first_values_;
 };
+
+// Calls act(layer) for each layer and those within it.
+template <class Act>
+void for_each_layer(const std::vector<Layer>& layers, const Act& act) {
+  for (const auto& layer : layers) {
+    act(layer);
+    if (const auto* const nested = dynamic_cast<const NestedSpec*>(&layer.spec()))
+      for_each_layer(nested->layers(), act);
+  }
+}
+
+std::shared_ptr<const LayerSpec> nested_spec(const Sequential& nested) {
+  const auto& impl = unwrap(nested);
+  std::optional<Archive> first_values;
+  if (impl.pending_weights) {
+    const auto& [archive, options] = *impl.pending_weights;
+    if (options.skip_mismatch || options.by_name) {
+      throw InvalidArgument("Layer: the nested Sequential was given weights by name, or such as fit: build it first");
+    }
+    first_values = archive;
+  }
+  if (impl.parameters != nullptr) first_values = impl.from_chief(impl.save_weights());
+  return std::make_shared<NestedSpec>(nested.layers(), std::move(first_values));
+}
 
 }  // namespace
 
-Layer::Layer(const Sequential& nested) : spec_(std::make_shared<NestedSpec>(nested.layers())) {}
+void train::require_free(const std::vector<Layer>& layers, std::int64_t model) {
+  for_each_layer(layers, [model](const Layer& layer) {
+    const auto owner = internal::LayerUse::of(layer).model.load();
+    if (owner == 0 || owner == model) return;
+    throw InvalidArgument(text("Sequential: a layer of kind ", layer.spec().kind(), " is part of another model, which ",
+                               "has its weights: make the layer anew, or nest that model as a whole: Layer(model)"));
+  });
+}
+
+void train::give_to(const std::vector<Layer>& layers, std::int64_t model) {
+  for_each_layer(layers, [model](const Layer& layer) { internal::LayerUse::of(layer).model = model; });
+}
+
+Layer::Layer(std::shared_ptr<const LayerSpec> spec)
+    : spec_(std::move(spec)), use_(std::make_shared<internal::LayerUse>()) {
+  if (spec_ == nullptr) throw InvalidArgument("Layer: the description is null");
+}
+
+Layer::Layer(const Sequential& nested) {
+  auto& impl = unwrap(nested);
+  if (!impl.as_layer) {
+    impl.as_layer.emplace(nested_spec(nested));
+    train::give_to(nested.layers(), 0);
+  }
+  *this = *impl.as_layer;
+}
 
 }  // namespace lockstep

@@ -3,6 +3,8 @@
 
 #include <torch/nn/module.h>
 
+#include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -12,12 +14,30 @@
 #include "lockstep/train/layers.h"
 #include "parallel/pipeline_model.h"
 
+namespace lockstep::internal {
+
+// What all handles of a layer share.
+struct LayerUse {
+  std::atomic<std::int64_t> model = 0;  // the number of the model that has its weights; 0: none yet
+
+  static LayerUse& of(const Layer& layer) { return *layer.use_; }
+};
+
+}  // namespace lockstep::internal
+
 namespace lockstep::train {
+
+// Throws InvalidArgument where another model than `model` has the weights of one of the layers, or of one within it.
+void require_free(const std::vector<Layer>& layers, std::int64_t model);
+
+// The layers, and those within them, are the model's from now on; with model 0 nobody's.
+void give_to(const std::vector<Layer>& layers, std::int64_t model);
 
 class StackModule : public torch::nn::Module {
  public:
-  // Infers each layer's sizes by sending `input`, a batch of one, through those before it. Throws InvalidArgument
-  // naming the layer that cannot take its input.
+  // Infers each layer's sizes by sending `input`, a batch of one, through those before it. A layer that comes again,
+  // here or in a stack within this one, is the module that was made for it first. Throws InvalidArgument naming the
+  // layer that cannot take its input.
   StackModule(const std::vector<Layer>& layers, Tensor input);
 
   Tensor forward(Tensor x) const;

@@ -1,0 +1,91 @@
+// Buffers of replicated modules, such as BatchNorm's running statistics: each replica's own, and their mean.
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <numeric>
+
+#include "gradient/replicated_parameters.h"
+#include "lockstep/gradient/tensor_collectives.h"
+
+namespace lockstep {
+namespace {
+
+// What each replica counts by in a mean, by the examples that it has seen.
+std::vector<double> weights_of(std::vector<double> seen) {
+  const bool none = std::all_of(seen.begin(), seen.end(), [](double examples) { return examples == 0; });
+  return none ? std::vector<double>(seen.size(), 1) : seen;
+}
+
+}  // namespace
+
+std::vector<double> ReplicatedParameters::seen_by_all() const {
+  std::vector<double> all(seen_.size() * static_cast<std::size_t>(data_workers().size()));
+  const auto first = seen_.size() * static_cast<std::size_t>(data_workers().rank());
+  std::copy(seen_.begin(), seen_.end(), all.begin() + static_cast<std::ptrdiff_t>(first));
+  data_workers().sum(all);
+  return all;
+}
+
+std::vector<at::Tensor> ReplicatedParameters::average_buffers() const {
+  if (data_workers().size() == 1 || buffer_names_.empty()) return average_own_buffers();
+  const at::NoGradGuard no_grad;
+  const auto weights = weights_of(seen_by_all());
+  const auto most = std::max_element(weights.begin(), weights.end()) - weights.begin();
+  const int root = static_cast<int>(most) / replicas();
+  const bool has_most = data_workers().rank() == root;
+  const std::span own(weights.data() + seen_.size() * static_cast<std::size_t>(data_workers().rank()), seen_.size());
+  const double all = std::accumulate(weights.begin(), weights.end(), 0.0);
+  std::vector<at::Tensor> averages, taken;
+  for (std::size_t i = 0; i < buffer_names_.size(); ++i) {
+    const auto& first = buffer(0, i);
+    if (first.is_floating_point()) {
+      const auto sum = sum_of_own_buffers(i, own);
+      data_workers().sum({sum.mutable_data_ptr<double>(), static_cast<std::size_t>(sum.numel())});
+      averages.push_back((sum / all).to(first.options()));
+    } else {
+      averages.push_back(buffer(has_most ? static_cast<int>(most) % replicas() : 0, i).clone());
+      taken.push_back(averages.back());
+    }
+  }
+  if (!taken.empty()) broadcast(data_workers(), taken, root);
+  return averages;
+}
+
+std::vector<at::Tensor> ReplicatedParameters::average_own_buffers() const {
+  const at::NoGradGuard no_grad;
+  const auto weights = weights_of(seen_);
+  const auto most = static_cast<int>(std::max_element(weights.begin(), weights.end()) - weights.begin());
+  const double all = std::accumulate(weights.begin(), weights.end(), 0.0);
+  std::vector<at::Tensor> averages;
+  for (std::size_t i = 0; i < buffer_names_.size(); ++i) {
+    const auto& first = buffer(0, i);
+    averages.push_back(replicas() > 1 && first.is_floating_point()
+                           ? (sum_of_own_buffers(i, weights) / all).to(first.options())
+                           : buffer(most, i).to(first.device(), first.scalar_type(), /*non_blocking=*/false,
+                                                /*copy=*/true));
+  }
+  return averages;
+}
+
+// In float64, in host memory. A replica with weight 0 does not count, whatever its values are.
+at::Tensor ReplicatedParameters::sum_of_own_buffers(std::size_t index, std::span<const double> weights) const {
+  auto sum = at::zeros(buffer(0, index).sizes(), at::kDouble);
+  for (int replica = 0; replica < replicas(); ++replica) {
+    const double weight = weights[static_cast<std::size_t>(replica)];
+    if (weight > 0) sum += buffer(replica, index).to(at::kCPU).to(at::kDouble) * weight;
+  }
+  return sum;
+}
+
+void ReplicatedParameters::assign_buffer(std::size_t index, const at::Tensor& value) {
+  for (int replica = 0; replica < replicas(); ++replica) assign_buffer_of(replica, index, value);
+}
+
+void ReplicatedParameters::assign_buffer_of(int replica, std::size_t index, const at::Tensor& value) {
+  const at::NoGradGuard no_grad;
+  const auto& own = buffer(replica, index);
+  if (!own.is_same(value)) own.copy_(value);
+}
+
+}  // namespace lockstep
