@@ -262,6 +262,38 @@ TEST(Dataset, KnowsWhatLiesInMemory) {
   EXPECT_TRUE(batches.lies_in_memory());
 }
 
+// The first element was read, and comes again; what is skipped after it is skipped.
+TEST(Dataset, KeepingFirstReadsNothingTwiceAndMovesNothing) {
+  std::int64_t made = 0;
+  const auto counted = Dataset::from_tensor_slices(at::arange(10)).map([&](Example e) {
+    ++made;
+    return e;
+  });
+  const auto rest_of = [](const Dataset& data, Position position) {
+    std::vector<std::int64_t> values;
+    auto iterator = data.iterate(position);
+    while (const auto batch = iterator.next()) values.push_back(batch->x[0].item<std::int64_t>());
+    return values;
+  };
+  const auto plain = counted.batch(2);
+  for (const auto& data : {plain, plain.prefetch(2), plain.shuffle(3, {.seed = 1})}) {
+    for (const std::int64_t index : {0, 1, 3, 5, 9}) {
+      const auto expected = rest_of(data, {.epoch = 1, .index = index});
+      const auto kept = data.keeping_first();
+      const auto first = kept.first(1);
+      ASSERT_TRUE(first && kept.first(1));
+      EXPECT_EQ(rest_of(kept, {.epoch = 1, .index = index}), expected) << index;
+      EXPECT_EQ(rest_of(kept, {.epoch = 1, .index = index}), expected) << "again, " << index;
+    }
+  }
+  const auto kept = plain.keeping_first();
+  made = 0;
+  kept.first();
+  rest_of(kept, {});
+  EXPECT_EQ(made, 10);
+  EXPECT_FALSE(plain.take(0).keeping_first().first());
+}
+
 TEST(Dataset, AHugeBatchTakesNoMoreThanThereIs) {
   EXPECT_EQ(Dataset::from_tensor_slices(at::zeros({6, 3})).batch(std::int64_t{1} << 60).iterate().next()->size(), 6);
 }

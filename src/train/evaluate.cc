@@ -56,45 +56,43 @@ class EvaluationMode {
   std::vector<std::vector<Tensor>> own_buffers_;  // [replica][buffer]
 };
 
-// What all workers must have in common where they read the same data. `check` is collective over them, and throws
-// InvalidArgument on all, naming one and what differs.
+// What all workers must have in common where they read the same data. Collective over them: throws InvalidArgument on
+// all, naming one and what differs.
 class SameBatches {
  public:
-  SameBatches(const ModelImpl& impl, const char* caller) : impl_(impl), caller_(caller) {}
+  SameBatches(const ModelImpl& impl, const char* caller, const Dataset& data, std::int64_t steps)
+      : impl_(impl),
+        caller_(caller),
+        options_(text("steps ", steps, "\nauto_shard_policy ", static_cast<int>(data.options().auto_shard_policy),
+                      "\nbatches in the data set ", data.cardinality(), "\n")) {}
 
-  void check_options(const Dataset& data, std::int64_t steps) const {
-    if (impl_.workers().size() == 1) return;
-    impl_.workers().check_all_agree(
-        text("calls of ", caller_),
-        text("steps ", steps, "\nauto_shard_policy ", static_cast<int>(data.options().auto_shard_policy),
-             "\nbatches in the data set ", strategy::reads_its_own(data, replicas()) ? 0 : data.cardinality()));
-  }
-
-  // A batch, or the end. One sum of small whole numbers, which is exact: all are equal where the mean of their squares
-  // is the square of their mean.
-  void check(const DistributedIterator& iterator, bool is_batch, std::int64_t batch) const {
-    const auto& workers = impl_.workers();
-    if (workers.size() == 1 || iterator.is_sharded()) return;
+  // After a batch, which is hashed before the next one is read. One sum of small whole numbers, which is exact: all are
+  // equal where the mean of their squares is the square of their mean.
+  void check(std::int64_t batch, std::uint64_t hash, bool is_last) const {
     constexpr std::uint64_t kBits = (1U << 20) - 1;
-    const auto hash = is_batch ? mix(iterator.element_hash(), 1) : 0;
+    const auto all = mix(hash, is_last ? 1 : 0, hash_of(options_));
     std::array<double, 4> sums{};
     for (std::size_t half = 0; half < 2; ++half) {
-      const auto number = static_cast<double>(hash >> (20 * half) & kBits);
+      const auto number = static_cast<double>(all >> (20 * half) & kBits);
       sums[2 * half] = number;
       sums[2 * half + 1] = number * number;
     }
+    const auto& workers = impl_.workers();
     workers.sum(sums);
     const auto equal = [&](double sum, double squares) { return sum * sum == squares * workers.size(); };
     if (equal(sums[0], sums[1]) && equal(sums[2], sums[3])) return;
-    workers.check_all_agree("data", is_batch ? text(caller_, ": a batch with the hash ", hash, " as batch ", batch + 1)
-                                             : text(caller_, ": ", batch, " batches"));
+    workers.check_all_agree("data", text(options_, caller_, ": a batch with the hash ", hash, " as batch ", batch,
+                                         is_last ? ", the last one" : ", and more after it"));
+  }
+
+  bool are_compared(const DistributedIterator& iterator) const {
+    return impl_.workers().size() > 1 && !iterator.is_sharded();
   }
 
  private:
-  internal::LocalReplicas replicas() const { return unwrap(impl_.strategy).local_replicas(); }
-
   const ModelImpl& impl_;
   const char* const caller_;
+  const std::string options_;
 };
 
 // Calls visit(batch) for each global batch, at most `steps` of them if that is above 0; returns how many.
@@ -113,15 +111,16 @@ std::int64_t for_each_batch(const ModelImpl& impl, const char* caller, const Dat
   }
   std::int64_t done = 0;
   strategy.abort_on_error([&] {
-    const SameBatches same(impl, caller);
-    same.check_options(data, steps);
+    const SameBatches same(impl, caller, data, steps);
     auto iterator = strategy::distribute_ahead(data, strategy.local_replicas()).iterate();
-    while (steps == 0 || done < steps) {
-      auto batch = iterator.next_parts();
-      same.check(iterator, batch.has_value(), done);
-      if (!batch) break;
+    const bool compares = same.are_compared(iterator);
+    auto batch = iterator.next_parts();
+    while (batch) {
+      const auto hash = compares ? iterator.element_hash() : 0;
       visit(*batch);
       ++done;
+      batch = steps == 0 || done < steps ? iterator.next_parts() : std::nullopt;
+      if (compares) same.check(done, hash, !batch);
     }
   });
   if (done == 0) throw InvalidArgument("the data set is empty");
