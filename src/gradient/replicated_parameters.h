@@ -184,8 +184,8 @@ class ReplicatedParameters {
   // The same of this process's replicas alone; not collective.
   std::vector<at::Tensor> average_own_buffers() const;
 
-  // How many examples a replica's buffers have seen. `count_examples` is called by the replica's thread, after a forward
-  // pass in training mode.
+  // How many examples a replica's buffers have seen. `count_examples` is called by the replica's thread, after a
+  // forward pass in training mode.
   void count_examples(int replica, double examples) { seen_[static_cast<std::size_t>(replica)] += examples; }
   const std::vector<double>& seen() const { return seen_; }
   void set_seen(int replica, double examples) { seen_[static_cast<std::size_t>(replica)] = examples; }
