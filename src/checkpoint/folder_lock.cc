@@ -35,7 +35,7 @@ std::string words_in(int descriptor) {
   return count > 0 ? words.data() : "";
 }
 
-// Throws IoError, naming it, for a symbolic link and for what is no regular file.
+// Throws IoError, naming it, for a symbolic link and for what is no regular file. Not open where the folder is gone.
 FileDescriptor open_lock(const std::string& file) {
   FileDescriptor opened(::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0644));
   struct stat info {};
@@ -44,7 +44,7 @@ FileDescriptor open_lock(const std::string& file) {
     throw IoError(text("cannot lock ", file, ": it is ", is_link ? "a symbolic link" : "no regular file",
                        ", which Lockstep did not make; remove it, or name another folder"));
   }
-  if (!opened.open()) throw IoError(text("cannot open ", file, ": ", std::strerror(errno)));
+  if (!opened.open() && errno != ENOENT) throw IoError(text("cannot open ", file, ": ", std::strerror(errno)));
   return opened;
 }
 
@@ -74,11 +74,11 @@ bool checkpoint::is_own_lock(int descriptor) {
 
 FolderLock::FolderLock(const std::string& folder, const std::string& name, Deadline deadline)
     : file_((std::filesystem::path(folder) / name).string()) {
-  checkpoint::make_folders(folder);
   for (;;) {
+    checkpoint::make_folders(folder);  // again where another job has removed it while it was empty
     descriptor_ = open_lock(file_);
     bool supported = true;
-    if (checkpoint::try_lock(descriptor_.get(), file_, supported)) {
+    if (descriptor_.open() && checkpoint::try_lock(descriptor_.get(), file_, supported)) {
       if (!supported) {
         static RepeatedWarning warning;
         warning.log(text("the file system of ", folder,
