@@ -75,6 +75,7 @@ def rows():
     seed = "seed CNN, 1 replica, 1 thread, bare steps"
     yield row(seed, "TensorFlow, 1 thread", ONE, tensorflow(), 2.8)
     yield row(seed, "PyTorch, 1 thread, fused Adam", ONE, pytorch(), 8)
+    yield row(seed, "PyTorch, 1 thread, fused Adam, channels last", ONE, pytorch("--channels-last"), 8)
     yield row(seed, "the FMA peak", ONE, FLOOR, 0.75, of_peer=floor)
     seed = "seed CNN, 2 replicas, bare steps"
     yield row(seed, "PyTorch DDP, 2 processes", TWO, ddp(), 10)

@@ -9,6 +9,7 @@ import os
 import time
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # TensorFlow turns oneDNN on by itself only where the CPU has AVX-512 or the like
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", choices=["seed_cnn", "cifar_cnn"], default="seed_cnn")
 parser.add_argument("--strategy", choices=["one", "mirrored"], default="one")

@@ -4,6 +4,7 @@ import os
 import time
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")  # TensorFlow turns oneDNN on by itself only where the CPU has AVX-512 or the like
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
