@@ -40,8 +40,20 @@ bool is_of_program(const std::exception& error) {
   return !is_one_of<PeerLost, Aborted, DeadlineExceeded, ClusterError, Interrupted>(error);
 }
 
+std::string describe(const std::exception& error, const Members& members) {
+  std::vector<int> ranks;
+  if (const auto* const lost = dynamic_cast<const PeerLost*>(&error)) {
+    if (lost->generation() == members.world.generation) ranks.push_back(lost->rank());
+  } else if (const auto* const late = dynamic_cast<const DeadlineExceeded*>(&error)) {
+    ranks = late->ranks();
+  }
+  return error.what() + launchers_ranks(members, ranks);
+}
+
 void tell_failure(Stores& stores, const Members& members, std::int64_t section, const std::exception& error) {
-  const auto reason = text("worker ", members.world.rank, " on ", members.world.host, ": ", error.what());
+  const int rank = members.world.rank;
+  const auto reason =
+      text("worker ", rank, launchers_ranks(members, {rank}), " on ", members.world.host, ": ", error.what());
   std::vector<std::string> places;
   for (const auto& process : members.processes) add_store(places, process.store);
   stores.for_each(places.size(), [&](std::size_t i) {

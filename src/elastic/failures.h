@@ -17,6 +17,9 @@ namespace lockstep::elastic {
 // Whether the exception is the program's, and not of the job's members or their connections.
 bool is_of_program(const std::exception& error);
 
+// What the exception says, and of members that it names by other numbers than the launcher does, theirs.
+std::string describe(const std::exception& error, const Members& members);
+
 // To be called before other members can notice that this one has failed in the section. Does not throw.
 void tell_failure(Stores& stores, const Members& members, std::int64_t section, const std::exception& error);
 

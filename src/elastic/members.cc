@@ -1,6 +1,7 @@
 #include "elastic/members.h"
 
 #include <algorithm>
+#include <optional>
 #include <sstream>
 
 #include "base/text.h"
@@ -11,7 +12,36 @@ void add_store(std::vector<std::string>& stores, const std::string& store) {
   if (std::find(stores.begin(), stores.end(), store) == stores.end()) stores.push_back(store);
 }
 
-std::string name_of_process(int rank) { return text("process-", rank); }
+namespace {
+
+constexpr const char *kProcess = "process-", *kNewcomer = "newcomer-";
+
+std::optional<int> launchers_rank(const Process& process) {
+  for (const std::string beginning : {kProcess, kNewcomer}) {
+    if (!process.name.starts_with(beginning)) continue;
+    const auto rest = process.name.substr(beginning.size());
+    return whole_number<int>(rest.substr(0, rest.find('-')));
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::string name_of_process(int rank) { return text(kProcess, rank); }
+
+std::string name_of_newcomer(std::optional<int> launchers_rank) {
+  return text(kNewcomer, launchers_rank ? std::to_string(*launchers_rank) : "", "-");
+}
+
+std::string launchers_ranks(const Members& members, const std::vector<int>& ranks) {
+  std::vector<std::string> other;
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= static_cast<int>(members.processes.size())) continue;
+    const auto theirs = launchers_rank(members.processes[static_cast<std::size_t>(rank)]);
+    if (theirs && *theirs != rank) other.push_back(text("rank ", rank, " is the launcher's rank ", *theirs));
+  }
+  return other.empty() ? "" : text(" (", join(other), ")");
+}
 
 Members first_members(const World& world, const std::vector<std::string>& hosts,
                       const std::vector<std::string>& stores) {

@@ -1,6 +1,7 @@
 // Who takes part in a generation of a job.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,13 @@ struct Members {
 
   const Process& self() const { return processes[static_cast<std::size_t>(world.rank)]; }
 };
+
+// The beginning of a newcomer's name, with the launcher's number of it, where it has one.
+std::string name_of_newcomer(std::optional<int> launchers_rank);
+
+// For messages that name members by their ranks in this generation: " (rank 1 is the launcher's rank 2)", so that its
+// lines are found in the launcher's output. Empty where the numbers are equal, or the launcher's is not known.
+std::string launchers_ranks(const Members& members, const std::vector<int>& ranks);
 
 // Of a job's first generation, whose processes are on hosts with these names and stores: [rank].
 std::string name_of_process(int rank);

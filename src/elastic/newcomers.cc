@@ -24,9 +24,12 @@ constexpr const char* kNoJob = "the host of this process does not know of a job 
 
 std::string key_of(std::int64_t place) { return text("newcomer ", place); }
 
+// With the launcher's number of this process, if there is one.
 std::string new_name() {
   std::random_device random;
-  return text("newcomer-", std::hex, random(), random());
+  const char* const rank = std::getenv("LOCKSTEP_RANK");
+  const auto number = rank == nullptr ? std::nullopt : whole_number<int>(rank);
+  return text(name_of_newcomer(number), std::hex, random(), random());
 }
 
 // Of a newcomer: one line each, but for the last.

@@ -9,6 +9,7 @@
 
 #include "base/expect_says_testing.h"
 #include "base/mutex.h"
+#include "elastic/failures.h"
 #include "lockstep/base/error.h"
 
 namespace lockstep::elastic {
@@ -106,6 +107,21 @@ TEST(NextGeneration, RanksThatThereAreNotAreNamed) {
 // Of those that a DeadlineExceeded lists this rank may be one.
 TEST(NextGeneration, ARankThatComesIsNotLostByItsOwnWord) {
   EXPECT_EQ(regroup(1, Store::hold("127.0.0.1:0"), {.lost = {0, 1, 2, 3}}).size, 1);
+}
+
+TEST(Members, AreNamedByTheLaunchersRanksWhereTheseDiffer) {
+  Members members;
+  members.world = {.rank = 0, .size = 4, .generation = 3};
+  for (const auto& name :
+       {name_of_process(0), name_of_process(2), name_of_newcomer(5) + "1f", name_of_newcomer({}) + "2e"})
+    members.processes.push_back({.name = name, .host = "a"});
+  EXPECT_EQ(launchers_ranks(members, {0, 3, 4}), "");
+  EXPECT_EQ(launchers_ranks(members, {0, 1, 2}), " (rank 1 is the launcher's rank 2, rank 2 is the launcher's rank 5)");
+  EXPECT_EQ(describe(PeerLost(1, 3, "its process is gone"), members),
+            "lost rank 1 of generation 3: its process is gone (rank 1 is the launcher's rank 2)");
+  EXPECT_EQ(describe(PeerLost(1, 2, "its process is gone"), members),
+            "lost rank 1 of generation 2: its process is gone");
+  EXPECT_EQ(describe(Error("a disk is full"), members), "a disk is full");
 }
 
 TEST(NextGeneration, NewcomersComeBehindTheOthersAndAreToldTheirPlaces) {

@@ -6,6 +6,7 @@
 
 #include "base/log.h"
 #include "base/text.h"
+#include "elastic/members.h"
 #include "lockstep/base/error.h"
 #include "strategy/strategy_impl.h"
 #include "train/agreement.h"
@@ -243,7 +244,11 @@ class Fit {
     if (!impl_.strategy.is_chief() || !computes_alone_) return;
     const auto workers = static_cast<std::size_t>(std::lround(agreement_.workers()));
     const auto said = stragglers_.count(sums.last(train::Agreement::kSize + workers).first(workers));
-    if (!said.empty()) log_warning("fit: " + said);
+    if (said.empty()) return;
+    const auto& strategy = unwrap(impl_.strategy);
+    const auto number =
+        strategy.is_elastic() ? elastic::launchers_ranks(strategy.job().members(), {stragglers_.named()}) : "";
+    log_warning(text("fit: ", said, number));
   }
 
   // The worker that was it is lost; at the end of an epoch perhaps before its callbacks were called.

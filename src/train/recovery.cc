@@ -27,7 +27,7 @@ void TrainingWorker::join(const elastic::Members& members, const std::shared_ptr
 // What the first one says is the cause of the others.
 void TrainingWorker::on_loss(const std::exception& error) {
   elastic::require_fewer_than_two_failures(*strategy_.job().registry(), strategy_.completed_sections().count);
-  if (loss_.empty()) loss_ = error.what();
+  if (loss_.empty()) loss_ = elastic::describe(error, strategy_.job().members());
 }
 
 void TrainingWorker::on_regrouped(int size_before, bool updated) {
@@ -67,8 +67,9 @@ void Recovery::run(const std::function<Numbers()>& act, const std::function<void
 }
 
 bool Recovery::goes_on_behind(const std::exception& error, const std::string& what) {
-  const std::string why = error.what();
-  if (!strategy().is_elastic() || !sections_.goes_on_behind(error)) return false;
+  if (!strategy().is_elastic()) return false;
+  const auto why = elastic::describe(error, strategy().job().members());
+  if (!sections_.goes_on_behind(error)) return false;
   log_warning(text(what, " broke off: ", why));
   return true;
 }

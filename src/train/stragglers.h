@@ -16,6 +16,8 @@ class Stragglers {
   // which it is slow are enough.
   std::string count(std::span<const double> seconds);
 
+  int named() const { return named_; }  // by the last sentence; -1: there was none
+
  private:
   std::vector<std::vector<double>> steps_;  // [step][rank], of this window
   int suspect_ = -1;                        // the straggler of the window before; -1: there was none
