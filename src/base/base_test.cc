@@ -86,10 +86,15 @@ TEST(Errors, SayWhatHappened) {
 }
 
 // Two nodes, whose cores the kernel numbers in turns, with two hardware threads a core.
+template <class E>
+void fail_with(const E& error) {
+  throw error;
+}
+
 // A program that catches nothing, as it seems to the process that started it.
 TEST(UncaughtErrors, EndTheProgramWithTheirTextAndAStatus) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  const auto fails = [](const auto& error) noexcept { throw error; };
+  const auto fails = [](const auto& error) noexcept { fail_with(error); };
   EXPECT_EXIT(fails(InvalidArgument("batch is 0; it must be above 0")), testing::ExitedWithCode(1),
               "^lockstep: batch is 0; it must be above 0\n$");
   EXPECT_EXIT(fails(Interrupted(SIGINT)), testing::ExitedWithCode(130), "^lockstep: training was interrupted by Int");
@@ -105,7 +110,7 @@ TEST(UncaughtErrors, WhatWasPrintedBeforeIsNotLost) {
       [&]() noexcept {
         if (std::freopen(file.c_str(), "w", stdout) == nullptr) std::_Exit(3);
         std::cout << "epoch 1\n";
-        throw Error("the disk is full");
+        fail_with(Error("the disk is full"));
       }(),
       testing::ExitedWithCode(1), "the disk is full");
   std::string line;
