@@ -181,43 +181,43 @@ void require_values(CLI::App& app) {
   for (auto* const command : app.get_subcommands(kEvery)) require_values(*command);
 }
 
-// Names the first argument that the command does not know, with those that may have been meant; empty: none.
-std::string unknown_argument(const CLI::App& app, const std::string& path, const std::string& program) {
+// Names the first argument that the command does not know, with those that may have been meant, or that it lacks one of
+// its commands; empty: neither.
+std::string wrong_argument(const CLI::App& app, const std::string& path, const std::string& program) {
+  using lockstep::text, lockstep::join;
+  std::vector<std::string> commands, options;
+  for (const auto* const command : app.get_subcommands(kEvery)) commands.push_back(command->get_name());
+  for (const auto* const option : app.get_options()) {
+    const bool is_hidden = option->get_group().empty();
+    if (!is_hidden) options.insert(options.end(), option->get_lnames().begin(), option->get_lnames().end());
+  }
+  const auto usage = text("\nUsage: ", path, commands.empty() ? "" : text(" COMMAND (", join(commands), ")"),
+                          " [OPTIONS]", program, "\n", path, " --help lists them.\n");
   const auto arguments = app.remaining();
-  if (arguments.empty()) return "";
+  if (arguments.empty()) return commands.empty() ? "" : text(path, ": a command is missing", usage);
   const auto& first = arguments[0];
   const bool is_option = first.size() > 1 && first[0] == '-';
   if (!is_option && !program.empty()) return "";
   const auto name = is_option ? first.substr(0, first.find('=')) : first;
-  std::vector<std::string> commands, known;
-  for (const auto* const command : app.get_subcommands(kEvery)) commands.push_back(command->get_name());
-  known = commands;
-  if (is_option) {
-    known.clear();
-    for (const auto* const option : app.get_options()) {
-      for (const auto& each : option->get_lnames()) known.push_back("--" + each);
-    }
-  }
-  const auto near = lockstep::near_names(name, known);
-  return lockstep::text(path, ": there is no ",
-                        is_option          ? "option "
-                        : commands.empty() ? "argument "
-                                           : "command ",
-                        name, near.empty() ? "" : lockstep::text(" (near: ", lockstep::join(near), ")"),
-                        "\nUsage: ", path,
-                        commands.empty() ? "" : lockstep::text(" COMMAND (", lockstep::join(commands), ")"),
-                        " [OPTIONS]", program, "\n", path, " --help lists them.\n");
+  const auto known = name.substr(std::min(name.size(), name.find_first_not_of('-')));
+  auto near = lockstep::near_names(known, is_option ? options : commands);
+  for (auto& each : near) each.insert(0, is_option ? "--" : "");
+  return text(path, ": there is no ",
+              is_option          ? "option "
+              : commands.empty() ? "argument "
+                                 : "command ",
+              name, near.empty() ? "" : text(" (near: ", join(near), ")"), usage);
 }
 
 // The same of the command that was named last.
-std::string unknown_argument(const CLI::App& app) {
+std::string wrong_argument(const CLI::App& app) {
   const auto* command = &app;
   std::string path = app.get_name();
   while (!command->get_subcommands().empty()) {
     command = command->get_subcommands().back();
     path += " " + command->get_name();
   }
-  return unknown_argument(*command, path, command->get_prefix_command() ? " PROGRAM [ARGUMENTS]" : "");
+  return wrong_argument(*command, path, command->get_prefix_command() ? " PROGRAM [ARGUMENTS]" : "");
 }
 
 }  // namespace
@@ -261,13 +261,13 @@ int main(int argc, char** argv) {
   try {
     app.parse(arguments);
   } catch (const CLI::ParseError& error) {
-    const auto unknown = error.get_exit_code() == 0 ? "" : unknown_argument(app);
-    if (unknown.empty()) return app.exit(error);
-    std::cerr << unknown;
+    const auto wrong = error.get_exit_code() == 0 ? "" : wrong_argument(app);
+    if (wrong.empty()) return app.exit(error);
+    std::cerr << wrong;
     return kWrongArguments;
   }
-  if (const auto unknown = unknown_argument(app); !unknown.empty()) {
-    std::cerr << unknown;
+  if (const auto wrong = wrong_argument(app); !wrong.empty()) {
+    std::cerr << wrong;
     return kWrongArguments;
   }
 

@@ -34,7 +34,7 @@ TEST(Cli, AnUnknownWordIsNamedWithItsNeighbours) {
   expect_has(refused({"bench", "collective"}), "lockstep bench: there is no command collective (near: collectives)");
   expect_has(refused({"compile-for", "v5e:2x4", "--bogus", "true"}),
              "lockstep compile-for: there is no option --bogus");
-  expect_has(refused({}), "A subcommand is required");
+  expect_has(refused({}), "lockstep: a command is missing\nUsage: lockstep COMMAND (devices, inspect");
 }
 
 TEST(Cli, AnOptionWithoutItsValueIsRefused) {
