@@ -144,8 +144,9 @@ TEST(Resolve, PortsThatAreNoneAreRefused) {
 
 // Of launchers that no resolver understands.
 TEST(Resolve, AProcessOfAnotherLauncherDoesNotTrainAlone) {
-  for (const std::string rank : {"PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID", "FLUX_TASK_RANK",
-                                 "JSM_NAMESPACE_RANK", "AWS_BATCH_JOB_NODE_INDEX"}) {
+  for (const std::string rank :
+       {"PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "JSM_NAMESPACE_RANK",
+        "AWS_BATCH_JOB_NODE_INDEX", "HOROVOD_RANK", "LWS_WORKER_INDEX"}) {
     expect_error({{rank, "0"}}, rank + " is \"0\", so this is one of the processes of a launcher");
   }
   expect_error({{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}}, "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT");

@@ -48,6 +48,7 @@ struct Launcher {
 };
 
 constexpr Launcher kLaunchers[] = {
+    {"HOROVOD_RANK", "HOROVOD_SIZE"},  // of horovodrun over gloo
     {"PMI_RANK", "PMI_SIZE"},
     {"PMIX_RANK", nullptr},
     {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"},
@@ -55,6 +56,7 @@ constexpr Launcher kLaunchers[] = {
     {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"},
     {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"},
     {"AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"},
+    {"LWS_WORKER_INDEX", "LWS_GROUP_SIZE"},  // of a LeaderWorkerSet
 };
 
 }  // namespace
