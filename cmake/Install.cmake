@@ -2,6 +2,21 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
+# Not all that is installed is built by every target: `make train` builds no command. Where all is built this does nothing.
+set(installed lockstep_cli)
+if(LOCKSTEP_WITH_TORCH)
+  list(APPEND installed lockstep)
+  if(GRPC_FOUND)
+    list(APPEND installed lockstep_grpc)
+  endif()
+endif()
+list(JOIN installed " " installed)
+install(CODE "
+execute_process(COMMAND \"${CMAKE_COMMAND}\" --build \"${PROJECT_BINARY_DIR}\" --target ${installed} RESULT_VARIABLE failed)
+if(failed)
+  message(FATAL_ERROR \"${installed} cannot be built, and so not installed\")
+endif()")
+
 install(TARGETS lockstep_cli DESTINATION ${CMAKE_INSTALL_BINDIR})
 if(LOCKSTEP_WITH_TORCH)
   set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/Lockstep)
