@@ -1,5 +1,7 @@
 #include "train/callbacks/progress_bar.h"
 
+#include <fcntl.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -7,13 +9,17 @@
 #include <cstdlib>
 #include <iomanip>
 #include <iostream>
+#include <optional>
 
+#include "base/file_descriptor.h"
 #include "base/text.h"
 
 namespace lockstep::train {
 namespace {
 
 constexpr int kBarWidth = 20;
+constexpr int kUsualColumns = 80;
+constexpr int kLaunchersPrefix = 11;          // "[worker 0] "
 constexpr const char* kClearLine = "\x1b[K";  // the cursor is at its beginning
 constexpr auto kBetweenLines = std::chrono::milliseconds(50);
 
@@ -44,6 +50,36 @@ std::string per_step(double seconds) {
   return text(std::llround(seconds * 1e6), "us/step");
 }
 
+// Columns of the text, in UTF-8, on a terminal.
+int width_of(const std::string& text) {
+  return static_cast<int>(std::count_if(text.begin(), text.end(), [](char c) { return (c & 0xC0) != 0x80; }));
+}
+
+std::string cut(const std::string& text, int columns) {
+  const std::string dots = "...";
+  if (width_of(text) <= columns) return text;
+  std::size_t end = 0;
+  for (int shown = 0; end < text.size(); ++end) {
+    const bool begins = (text[end] & 0xC0) != 0x80;
+    if (begins && ++shown > columns - width_of(dots)) break;
+  }
+  return text.substr(0, end) + dots;
+}
+
+std::optional<int> columns_of(int descriptor) {
+  winsize size{};
+  if (ioctl(descriptor, TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return std::nullopt;
+  return size.ws_col;
+}
+
+// Columns that a redrawn line may have. A launcher prefixes it and writes it to its own terminal.
+int columns_of_terminal() {
+  if (const auto columns = columns_of(STDOUT_FILENO)) return *columns - 1;
+  const FileDescriptor terminal(open("/dev/tty", O_RDONLY | O_NOCTTY | O_CLOEXEC));
+  const auto columns = terminal.open() ? columns_of(terminal.get()) : std::nullopt;
+  return columns.value_or(kUsualColumns) - kLaunchersPrefix - 1;
+}
+
 std::string bar(std::int64_t done, std::int64_t of) {
   const auto filled = of > 0 ? done * kBarWidth / of : 0;
   std::string result;
@@ -59,6 +95,14 @@ bool is_terminal() {
   if (const char* const launchers = std::getenv("LOCKSTEP_TERMINAL")) return launchers == std::string("1");
   const auto started_by = [](const char* variable) { return std::getenv(variable) != nullptr; };
   return ::isatty(STDOUT_FILENO) == 1 && !started_by("OMPI_COMM_WORLD_RANK") && !started_by("PMI_RANK");
+}
+
+std::string fit_line(const std::string& counter, const std::string& bar, const std::string& times,
+                     const std::string& values, int columns) {
+  for (const auto& line : {counter + " " + bar + times + values, counter + times + values, counter + values}) {
+    if (width_of(line) <= columns) return line;
+  }
+  return cut(counter + values, columns);
 }
 
 void print_line(const std::string& beginning, const Logs& logs) {
@@ -88,17 +132,20 @@ void ProgressBar::on_train_batch_end(std::int64_t batch, const Logs& logs) {
   last_shown_ = now;
   const double step = seconds() / static_cast<double>(done_ - first_batch_);
   const std::string left = plan().steps > 0 ? duration(step * static_cast<double>(plan().steps - done_)) : "?";
-  std::cout << kClearLine << counter() << " " << bar(done_, plan().steps) << " " << left << " " << per_step(step)
-            << values_of(logs) << '\r' << std::flush;
+  std::cout << kClearLine
+            << fit_line(counter(), bar(done_, plan().steps), text(" ", left, " ", per_step(step)), values_of(logs),
+                        columns_of_terminal())
+            << '\r' << std::flush;
 }
 
 void ProgressBar::on_epoch_end(int, const Logs& logs) {
   const double step =
       seconds() / static_cast<double>(std::max<std::int64_t>(1, done_ - std::max<std::int64_t>(0, first_batch_)));
   if (plan().verbose == 1) {
-    print_line(
-        text(redraws_ ? kClearLine : "", counter(), " ", bar(1, 1), " ", duration(seconds()), " ", per_step(step)),
-        logs);
+    const auto times = text(" ", duration(seconds()), " ", per_step(step));
+    const auto with_bar = text(counter(), " ", bar(1, 1), times);
+    const bool fits = !redraws_ || width_of(with_bar + values_of(logs)) <= columns_of_terminal();
+    print_line((redraws_ ? kClearLine : "") + (fits ? with_bar : counter() + times), logs);
   } else {
     print_line(text(counter(), " - ", duration(seconds()), " - ", per_step(step)), logs);
   }

@@ -32,6 +32,11 @@ class ProgressBar : public Callback {
 // Whether stdout is a terminal on which one process draws.
 bool is_terminal();
 
+// The parts in a line of at most `columns` columns: all of them, else without the bar, else without the times too, else
+// with the values cut off.
+std::string fit_line(const std::string& counter, const std::string& bar, const std::string& times,
+                     const std::string& values, int columns);
+
 // "469/469 - 3s - 6ms/step" and the like, followed by the values, on stdout.
 void print_line(const std::string& beginning, const Logs& logs);
 
