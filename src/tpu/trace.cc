@@ -69,6 +69,12 @@ const Guard* const guard = [] {
   return &ours;
 }();
 
+// Operators of LibTorch that it makes of others, such as rot90, change by these how a tensor of theirs is seen.
+// LibTorch's own would change the tensor's sizes and leave its value as it was.
+constexpr const char* kViewsInPlace[] = {"aten::t_",           "aten::transpose_",    "aten::squeeze_",
+                                         "aten::squeeze_.dim", "aten::squeeze_.dims", "aten::unsqueeze_",
+                                         "aten::as_strided_"};
+
 // The operator's own. Inside functionalization LibTorch's composed operators call others in place, and with an argument
 // `out`: then that of the operator which does neither; the arguments are the same.
 const Lowerings::value_type* lowering_of(const std::string& name) {
@@ -79,6 +85,7 @@ const Lowerings::value_type* lowering_of(const std::string& name) {
   if (const auto* const own = find(name)) return own;
   const auto dot = std::min(name.find('.'), name.size());
   const auto base = name.substr(0, dot), overload = name.substr(std::min(dot + 1, name.size()));
+  if (base == "aten::transpose_") return find("aten::transpose.int");
   if (base == "aten::normal_") return find("aten::normal_functional");
   if (base == "aten::bernoulli_" && overload == "float") return find("aten::bernoulli.p");
   if (base.ends_with("_")) return find(base.substr(0, base.size() - 1) + name.substr(dot));
@@ -123,6 +130,8 @@ void register_device() {
     static torch::Library operators(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
     for (const auto& [name, lowering] : lowerings())
       operators.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&record>());
+    for (const char* const name : kViewsInPlace)
+      operators.impl(name, torch::CppFunction::makeFromBoxedFunction<&record>());
     register_autocast();
     return true;
   }();

@@ -18,6 +18,7 @@ class TracedTensor final : public c10::TensorImpl {
         value_(std::move(value)),
         trace_(number_of_trace()) {
     set_sizes_contiguous(value_.shape.sizes);
+    set_storage_access_should_throw();  // LibTorch's kernels get an error, and not a null pointer
   }
 
   const pjrt::Value& value() const { return value_; }
