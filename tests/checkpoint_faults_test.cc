@@ -104,8 +104,8 @@ TEST(CheckpointFaults, TheLastCheckpointMustBeSaved) {
   }});
   const auto said = message_of<IoError>([&] {
     model.fit(wide_data(), {.epochs = kEpochs,
-                        .verbose = 0,
-                        .callbacks = {fills, ModelCheckpoint((folder / "{epoch}").string(), {.max_to_keep = 1})}});
+                            .verbose = 0,
+                            .callbacks = {fills, ModelCheckpoint((folder / "{epoch}").string(), {.max_to_keep = 1})}});
   });
   expect_says(said, "ModelCheckpoint: cannot write ");
   expect_says(said, "No space left on device");

@@ -94,7 +94,8 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(ExpertsCase{"expert2", {{"expert", 2}}, kTwoOfEight, 0.05},
                     ExpertsCase{"expert4", {{"expert", 4}}, kTwoOfEight, 0.05},
                     ExpertsCase{"expert4one", {{"expert", 4}}, {.experts = 8, .top_k = 1}, 0.05},
-                    ExpertsCase{"expert4capacity", {{"expert", 4}}, {.experts = 8, .top_k = 2, .capacity_factor = 1}, 0.05},
+                    ExpertsCase{
+                        "expert4capacity", {{"expert", 4}}, {.experts = 8, .top_k = 2, .capacity_factor = 1}, 0.05},
                     ExpertsCase{"expert4ragged", {{"expert", 4}}, kTwoOfEight, 0, true},
                     ExpertsCase{"data2expert2", {{"data", 2}, {"expert", 2}}, kTwoOfEight},
                     ExpertsCase{"data2expert2ragged", {{"data", 2}, {"expert", 2}}, kTwoOfEight, 0, true}),

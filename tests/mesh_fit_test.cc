@@ -6,7 +6,6 @@
 namespace lockstep {
 namespace {
 
-
 Trained train(Model model, const Dataset& data) {
   const auto history = model.fit(
       data.repeat(),
@@ -65,7 +64,6 @@ TEST_P(MeshFit, IsThatOfOneDevice) {
 const Adam kClipsAll({.learning_rate = 1e-2, .global_clipnorm = 0.5});
 const Adam kClipsEach({.learning_rate = 1e-2, .clipnorm = 0.1});
 const SGD kMomentum({.learning_rate = 0.1, .momentum = 0.9});
-
 
 const std::vector<std::vector<std::string>> kTied{{"0.token.weight", "3.head.weight"}};
 

@@ -73,8 +73,8 @@ INSTANTIATE_TEST_SUITE_P(Meshes, SequentialOnMeshes,
                                          LayersPlace{"pipeline1", {{"pipeline", 1}}, {}},
                                          LayersPlace{"shard2", {{"shard", 2}}, {.fully_shard = {.units = {"dense*"}}}},
                                          LayersPlace{"shard2pipeline2tensor2",
-                                               {{"shard", 2}, {"pipeline", 2}, {"tensor", 2}},
-                                               {.layout_map = kDense, .fully_shard = {.units = {"dense*"}}}}),
+                                                     {{"shard", 2}, {"pipeline", 2}, {"tensor", 2}},
+                                                     {.layout_map = kDense, .fully_shard = {.units = {"dense*"}}}}),
                          [](const auto& each) { return each.param.name; });
 
 TEST(MeshLayers, TheEmbeddingOfKerasIsDivided) {

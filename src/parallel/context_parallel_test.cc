@@ -43,7 +43,8 @@ TEST(RingAttention, IsAttentionOverTheWholeSequence) {
   }
 }
 
-// Each tensor's distance from one in double precision, of its norm: the output, then gradients of queries, keys, values.
+// Each tensor's distance from one in double precision, of its norm: the output, then gradients of queries, keys,
+// values.
 using Distances = std::array<double, 4>;
 
 Distances distances(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& exact) {
@@ -75,17 +76,21 @@ TEST(RingAttention, IsAsExactIn16BitsAsAttentionOfOneProcess) {
         const auto exact = results(attention, [](const auto& x) { return x.to(at::kDouble); });
         const auto of_libtorch = distances(results(attention, [](const auto& x) { return x; }), exact);
         collective::on_ranks(ranks, [&](const Group& group) {
-          const auto part = [&](const at::Tensor& x) { return x.chunk(ranks, 2)[static_cast<std::size_t>(group.rank())]; };
+          const auto part = [&](const at::Tensor& x) {
+            return x.chunk(ranks, 2)[static_cast<std::size_t>(group.rank())];
+          };
           const auto own = results(
               [&](const auto& of) {
                 return ring_attention(of[0], of[1], of[2], {group, 30}, {.is_causal = is_causal});
               },
               part);
           std::vector<at::Tensor> together;
-          for (const auto& each : own) together.push_back(all_gather(group, each, Deadline::after(std::chrono::seconds(30)), 2));
+          for (const auto& each : own)
+            together.push_back(all_gather(group, each, Deadline::after(std::chrono::seconds(30)), 2));
           const auto of_ring = distances(together, exact);
           for (std::size_t i = 0; i < of_ring.size(); ++i)
-            EXPECT_LE(of_ring[i], 2 * of_libtorch[i]) << dtype << " causal " << is_causal << " ranks " << ranks << " " << i;
+            EXPECT_LE(of_ring[i], 2 * of_libtorch[i])
+                << dtype << " causal " << is_causal << " ranks " << ranks << " " << i;
         });
       }
     }

@@ -102,8 +102,7 @@ void check_ids(const std::string& layer, const Tensor& ids, std::int64_t all) {
   for (const auto id : {least.item<std::int64_t>(), most.item<std::int64_t>()}) {
     if (id < 0) throw InvalidArgument(text("RowwiseParallel ", layer, ": the id ", id, " is below 0"));
     if (id >= all)
-      throw InvalidArgument(
-          text("RowwiseParallel ", layer, ": the id ", id, " is not below the number of ids, ", all));
+      throw InvalidArgument(text("RowwiseParallel ", layer, ": the id ", id, " is not below the number of ids, ", all));
   }
 }
 

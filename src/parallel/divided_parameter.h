@@ -125,8 +125,8 @@ class DividedBias final : public DividedLayer {
   const bool output_is_whole_;
 };
 
-// Of an embedding's weight [ids, features]. Where no style of a linear layer shares it, also the weight of one to logits,
-// a tied head.
+// Of an embedding's weight [ids, features]. Where no style of a linear layer shares it, also the weight of one to
+// logits, a tied head.
 template <class Style>
 class DividedEmbedding final : public DividedLayer {
  public:

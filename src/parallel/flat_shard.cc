@@ -223,9 +223,10 @@ void FlatShard::check_frozen() const {
   if (is_trained_) return;
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (!parameters_[i].requires_grad() && !shards_[i].requires_grad()) continue;
-    throw InvalidArgument(text("fully_shard: ", names_[i],
-                               " was frozen when it was divided, and is to be trained now. Call set_requires_grad(true) "
-                               "before fully_shard, and freeze parameters after it"));
+    throw InvalidArgument(
+        text("fully_shard: ", names_[i],
+             " was frozen when it was divided, and is to be trained now. Call set_requires_grad(true) "
+             "before fully_shard, and freeze parameters after it"));
   }
 }
 

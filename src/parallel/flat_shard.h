@@ -97,7 +97,7 @@ class FlatShard {
   const Communicator ranks_, replicas_;
   const at::ScalarType dtype_;
   const Precision precision_;
-  const at::Device device_;    // the parameters'
+  const at::Device device_;  // the parameters'
   const bool is_trained_;
   std::vector<Place> places_;  // [parameter]
   std::int64_t part_ = 0;      // elements of one rank

@@ -67,8 +67,8 @@ bool reads_no_values(const OperatorCall& call, const ArgumentPlace& place) {
 
 // Views in which the divided dimension is one still.
 bool is_plain_view(const OperatorCall& call) {
-  static const Names views{"alias",    "detach",    "detach_",  "t",        "transpose", "permute", "movedim",
-                           "moveaxis", "numpy_T",   "mT",       "swapaxes", "swapdims",  "unsqueeze"};
+  static const Names views{"alias",    "detach",  "detach_", "t",        "transpose", "permute",  "movedim",
+                           "moveaxis", "numpy_T", "mT",      "swapaxes", "swapdims",  "unsqueeze"};
   return has(views, call);
 }
 
@@ -80,17 +80,39 @@ bool is_copy(const OperatorCall& call) {
 
 // Beside those that LibTorch calls pointwise.
 bool is_elementwise(const OperatorCall& call) {
-  static const Names others{"copy_", "fill_",    "zero_",       "masked_fill_", "masked_fill", "lerp_",
-                            "lerp",  "clamp_",   "nan_to_num_", "equal",        "allclose",    "isclose",
-                            "relu_", "hardtanh_"};
+  static const Names others{"copy_",  "fill_",       "zero_", "masked_fill_", "masked_fill", "lerp_", "lerp",
+                            "clamp_", "nan_to_num_", "equal", "allclose",     "isclose",     "relu_", "hardtanh_"};
   return call.is_pointwise() || has(others, call) || begins_with(call, "aten::_foreach_");
 }
 
 bool is_reduction(const OperatorCall& call) {
-  static const Names reductions{"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "frobenius_norm",
-                                "nuclear_norm", "sum", "nansum", "mean", "nanmean", "prod", "max", "min", "amax",
-                                "amin", "aminmax", "std", "var", "std_mean", "var_mean", "logsumexp", "median",
-                                "all", "any", "argmax", "argmin", "count_nonzero"};
+  static const Names reductions{"norm",
+                                "linalg_norm",
+                                "linalg_vector_norm",
+                                "linalg_matrix_norm",
+                                "frobenius_norm",
+                                "nuclear_norm",
+                                "sum",
+                                "nansum",
+                                "mean",
+                                "nanmean",
+                                "prod",
+                                "max",
+                                "min",
+                                "amax",
+                                "amin",
+                                "aminmax",
+                                "std",
+                                "var",
+                                "std_mean",
+                                "var_mean",
+                                "logsumexp",
+                                "median",
+                                "all",
+                                "any",
+                                "argmax",
+                                "argmin",
+                                "count_nonzero"};
   return has(reductions, call);
 }
 
@@ -98,9 +120,9 @@ bool draws(const OperatorCall& call) {
   return begins_with(call, "aten::rand") || call.schema().argumentIndexWithName("generator").has_value();
 }
 
-// The gradient of a scalar is a sum over the whole.
+// A number of the program, and no tensor of it: what is made with such a tensor is whole, whether it is trained or not.
 bool is_number(const Tensor& tensor) {
-  return !tensor.defined() || (tensor.dim() == 0 && !(at::GradMode::is_enabled() && tensor.requires_grad()));
+  return !tensor.defined() || (tensor.dim() == 0 && tensor.unsafeGetTensorImpl()->is_wrapped_number());
 }
 
 // Tensors of one dimension or more, parameters among them.
@@ -120,7 +142,11 @@ bool returns_one_tensor(const OperatorCall& call) {
 class OtherOperator {
  public:
   OtherOperator(const DividedParameter& parameter, const OperatorCall& call, const ArgumentPlace& place)
-      : parameter_(parameter), call_(call), place_(place), value_(call.tensor(place)), dim_(parameter.divided_dim(value_)) {}
+      : parameter_(parameter),
+        call_(call),
+        place_(place),
+        value_(call.tensor(place)),
+        dim_(parameter.divided_dim(value_)) {}
 
   bool run_on_whole() const {
     if (gives_shape()) return false;
@@ -128,6 +154,7 @@ class OtherOperator {
     if (draws(call_) && begins_with(call_, "aten::rand")) refuse_draws();
     if (is_plain_view(call_) || is_view_of_other_dimensions()) return false;
     if (keeps_hooks(call_, place_)) return true;
+    if (is_elementwise(call_) && writes_part()) return false;
     if (is_elementwise(call_) && any_other([&](const Tensor& other) { return other.sizes() == value_.sizes(); })) {
       if (is_trained()) refuse("beside a tensor of the part's shape: the other operand must have the whole's");
       return false;  // as optimizers do
@@ -168,6 +195,14 @@ class OtherOperator {
     return dim >= 0 && other.size(dim) == value_.size(*dim_);
   }
 
+  // Whether the result goes into a tensor of the part's shape.
+  bool writes_part() const {
+    for (std::size_t i = 0; i < call_.arguments(); ++i) {
+      if (i != place_.index && call_.writes(i) && call_.tensor(i).sizes() == value_.sizes()) return true;
+    }
+    return false;
+  }
+
   // Whether there is such an operand that is no parameter with hooks, nor a scalar.
   template <class Condition>
   bool any_other(const Condition& condition) const {
@@ -183,14 +218,12 @@ class OtherOperator {
     return false;
   }
 
-  static bool is_other(const Tensor& tensor) {
-    return !is_number(tensor) && ops::hooks_of(tensor).empty();
-  }
+  static bool is_other(const Tensor& tensor) { return !is_number(tensor) && ops::hooks_of(tensor).empty(); }
 
   // Such as slices, along another dimension than the divided one.
   bool is_view_of_other_dimensions() const {
-    static const Names views{"slice", "select", "narrow", "split", "split_with_sizes", "tensor_split", "chunk",
-                             "unbind", "unflatten"};
+    static const Names views{"slice",        "select", "narrow", "split",    "split_with_sizes",
+                             "tensor_split", "chunk",  "unbind", "unflatten"};
     if (!has(views, call_)) return false;
     const auto dim = call_.named("dim");
     return dim && dim->isInt() && dim_ && wrapped(dim->toInt()) != *dim_;
@@ -200,8 +233,8 @@ class OtherOperator {
 
   // Numbers that count along the divided dimension may be of the part, whose size the module sees, or of the whole.
   void check_sizes_in_arguments() const {
-    static const Names counts{"slice", "select", "narrow", "split", "split_with_sizes", "tensor_split", "unflatten",
-                              "as_strided", "unfold"};
+    static const Names counts{"slice",        "select",    "narrow",     "split", "split_with_sizes",
+                              "tensor_split", "unflatten", "as_strided", "unfold"};
     if (has(counts, call_) && !is_full_slice()) {
       refuse("along the divided dimension, whose positions this rank has a part of");
     }
@@ -244,10 +277,10 @@ class OtherOperator {
     parameter_.warn_of_gathering(call_.name());
     auto whole = parameter_.whole_for_all(value_, *dim_);
     if (whole.requires_grad()) {
-      whole.register_hook([name = parameter_.name(), op = call_.name(), ranks = parameter_.ranks()](
-                              const Tensor& gradient) {
-        check_equal_gradients(gradient, ranks, text("of ", name, ", which ", op, " takes whole,"));
-      });
+      whole.register_hook(
+          [name = parameter_.name(), op = call_.name(), ranks = parameter_.ranks()](const Tensor& gradient) {
+            check_equal_gradients(gradient, ranks, text("of ", name, ", which ", op, " takes whole,"));
+          });
     }
     call_.replace(place_, std::move(whole));
   }
@@ -288,8 +321,9 @@ class OtherOperator {
   }
 
   [[noreturn]] void refuse_draws() const {
-    refuse("which draws random numbers: each rank would draw others than one process does. Do it before "
-           "parallelize_module");
+    refuse(
+        "which draws random numbers: each rank would draw others than one process does. Do it before "
+        "parallelize_module");
   }
 
   [[noreturn]] void refuse(const std::string& how) const {

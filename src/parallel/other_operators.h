@@ -18,8 +18,8 @@ enum class OtherOperators {
 bool run_other_operator(const DividedParameter& parameter, OtherOperators see, const ops::OperatorCall& call,
                         const ops::ArgumentPlace& place);
 
-// Whether the operator takes the one tensor, and no other but numbers; and what makes of it is pointwise or a copy, or a
-// sum or norm of all.
+// Whether the operator takes the one tensor, and no other but numbers; and what makes of it is pointwise or a copy, or
+// a sum or norm of all.
 bool is_of_it_alone(const ops::OperatorCall& call, const ops::ArgumentPlace& place);
 
 // Carries out an operator of it alone that is pointwise or a copy, and returns true: the result goes through hooks as

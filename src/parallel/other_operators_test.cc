@@ -41,12 +41,16 @@ struct ReadingNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(ReadingNet);
 
-using Way = std::function<at::Tensor(ReadingNetImpl& net, const at::Tensor& x)>;  // to outputs [examples, 8], or a scalar
+using Way =
+    std::function<at::Tensor(ReadingNetImpl& net, const at::Tensor& x)>;  // to outputs [examples, 8], or a scalar
 
 std::vector<std::pair<const char*, Way>> ways_to_read() {
   const auto mask = waves({8, 6}, 3).gt(0).to(at::kDouble);
   return {
-      {"einsum", [](auto& net, const auto& x) { return at::einsum("bd,vd->bv", {x, net.layer->weight}); }},
+      {"einsum",
+       [](auto& net, const auto& x) {
+         return at::einsum("bd,vd->bv", {x, net.layer->weight});
+       }},
       {"mask", [=](auto& net, const auto& x) { return torch::linear(x, net.layer->weight * mask, net.layer->bias); }},
       {"LoRA", [](auto& net, const auto& x) { return torch::linear(x, net.layer->weight + net.b.mm(net.a)); }},
       {"weight norm",
@@ -63,7 +67,8 @@ std::vector<std::pair<const char*, Way>> ways_to_read() {
        }},
       {"transposed product", [](auto& net, const auto& x) { return at::matmul(net.layer->weight, x.t()).t(); }},
       {"trained scale", [](auto& net, const auto& x) { return torch::linear(x, net.layer->weight * net.scale); }},
-      {"penalty", [](auto& net, const auto& x) { return x.pow(2).mean() + net.layer->weight.norm() + net.layer->bias.norm(); }},
+      {"penalty",
+       [](auto& net, const auto& x) { return x.pow(2).mean() + net.layer->weight.norm() + net.layer->bias.norm(); }},
       {"squares", [](auto& net, const auto& x) { return x.pow(2).mean() + net.layer->weight.pow(2).sum(); }},
       {"chunks",
        [](auto& net, const auto& x) {
@@ -72,7 +77,10 @@ std::vector<std::pair<const char*, Way>> ways_to_read() {
        }},
       {"three dimensions",
        [](auto& net, const auto& x) { return (x.unsqueeze(1) * net.layer->weight.unsqueeze(0)).sum(-1); }},
-      {"reshaped", [](auto& net, const auto& x) { return x.mm(net.layer->weight.view({1, -1, 6}).squeeze(0).t()); }},
+      {"reshaped",
+       [](auto& net, const auto& x) {
+         return x.mm(net.layer->weight.view({1, -1, 6}).squeeze(0).t());
+       }},
       {"embedding", [](auto& net, const auto& x) {
          return torch::embedding(net.layer->weight, at::arange(6, at::kLong)).mm(x.t()).pow(3).sum();
        }}};
@@ -131,7 +139,8 @@ TEST(OtherOperators, OfACopyOrAMultipleStayTheLayers) {
     parallelize_module(net, {group, 30}, {{"layer", ColwiseParallel()}});
     const auto part = expected.chunk(2, -1)[static_cast<std::size_t>(group.rank())];
     EXPECT_TRUE(at::allclose(torch::linear(x, net->layer->weight * 2.0), part));
-    EXPECT_TRUE(at::allclose(torch::linear(x, net->layer->weight.to(at::kFloat).to(at::kDouble)), part / 2, 1e-6, 1e-6));
+    EXPECT_TRUE(
+        at::allclose(torch::linear(x, net->layer->weight.to(at::kFloat).to(at::kDouble)), part / 2, 1e-6, 1e-6));
   });
 }
 
@@ -145,7 +154,10 @@ TEST(OtherOperators, ChangeADividedParameterInPlace) {
       {"mul_ of a row", [&](const auto& w) { w.mul_(other[0]); }},
       {"masked_fill_", [&](const auto& w) { w.masked_fill_(mask.gt(0), 7); }},
       {"tril_", [](const auto& w) { w.tril_(); }},
-      {"index_fill_", [](const auto& w) { w.index_fill_(0, at::tensor({0, 5}, at::kLong), 3); }},
+      {"index_fill_",
+       [](const auto& w) {
+         w.index_fill_(0, at::tensor({0, 5}, at::kLong), 3);
+       }},
       {"its own norm", [](const auto& w) { w.div_(w.norm(2, {1}, true)); }},
       {"a moving average", [&](const auto& w) { w.mul_(0.9).add_(w.detach().clone(), 0.1).lerp_(other, 0.5); }}};
   for (const auto& [name, change] : changes) {
@@ -176,19 +188,21 @@ TEST(OtherOperators, AreRefusedWhereTheyCouldMeanThePart) {
   const std::string whose = "of layer.weight, of which this rank of 2 has a part, ColwiseParallel, ";
   expect_refused("aten::slice " + whose + "along the divided dimension", [](const auto& w) { w.slice(0, 0, 2); });
   expect_refused("aten::select " + whose + "along the divided dimension", [](const auto& w) { w[1]; });
-  expect_refused("aten::view " + whose + "to sizes [4, 6], which may be of the part: use -1",
-                 [](const auto& w) { w.view({4, 6}); });
+  expect_refused("aten::view " + whose + "to sizes [4, 6], which may be of the part: use -1", [](const auto& w) {
+    w.view({4, 6});
+  });
   expect_refused("aten::normal_ " + whose + "which draws random numbers", [](const auto& w) {
     const at::NoGradGuard no_gradient;
     w.normal_();
   });
   expect_refused("aten::mul " + whose + "beside a tensor of the part's shape",
-                 [](const auto& w) { w * at::ones_like(w); });
+                 [](const auto& w) { w* at::ones_like(w); });
 }
 
 TEST(OtherOperators, OfOptimizersTakeParts) {
   const auto train = [](ReadingNetImpl& net) {
-    torch::optim::SGD sgd(net.parameters(), torch::optim::SGDOptions(0.1).weight_decay(0.1).momentum(0.9).nesterov(true));
+    torch::optim::SGD sgd(net.parameters(),
+                          torch::optim::SGDOptions(0.1).weight_decay(0.1).momentum(0.9).nesterov(true));
     for (int i = 0; i < 3; ++i) {
       sgd.zero_grad();
       (net.layer(torch::linear(waves({3, 6}, i), net.below)).pow(2).sum()).backward();
@@ -234,8 +248,10 @@ TORCH_MODULE(TiedNet);
 
 TEST(TiedHeads, TrainAsOneProcess) {
   using Tie = TiedNetImpl::Tie;
-  const auto ids = at::tensor({0, 5, 3, 7, 5, 1}, at::kLong).view({2, 3}), labels = at::tensor({5, 3, 7, 2, 2, 0}, at::kLong);
-  const ParallelPlan whole_logits{{"wte", RowwiseParallel()}}, of_features{{"wte", ColwiseParallel{.output = Replicate()}}},
+  const auto ids = at::tensor({0, 5, 3, 7, 5, 1}, at::kLong).view({2, 3}),
+             labels = at::tensor({5, 3, 7, 2, 2, 0}, at::kLong);
+  const ParallelPlan whole_logits{{"wte", RowwiseParallel()}},
+      of_features{{"wte", ColwiseParallel{.output = Replicate()}}},
       own_logits{{"wte", RowwiseParallel{.divided_logits = true}}},
       own_of_head{{"wte", RowwiseParallel()}, {"head", ColwiseParallel()}}, head_alone{{"head", ColwiseParallel()}};
   struct Case {
@@ -285,7 +301,9 @@ TEST(DividedEmbedding, RefusesIdsBelowZero) {
   collective::on_ranks(2, [&](const Group& group) {
     TiedNet net(TiedNetImpl::Tie::linear);
     parallelize_module(net, {group, 30}, {{"wte", RowwiseParallel()}});
-    expect_says(message_of<InvalidArgument>([&] { net(at::tensor({1, -1}, at::kLong)); }),
+    expect_says(message_of<InvalidArgument>([&] {
+                  net(at::tensor({1, -1}, at::kLong));
+                }),
                 "RowwiseParallel wte: the id -1 is below 0");
   });
 }

@@ -148,8 +148,7 @@ double Pipeline::step(const Tensor& x, const Tensor& target, const PipelineLoss&
   check_examples(x, target, state_->ranks);
   return sum_of_losses(*this, state_->ranks, x, [&](const Tensor& output, std::int64_t first, std::int64_t count) {
     if (first == 0) parallel::check_labels_count_alike("Pipeline::step", target, state_->options.microbatches);
-    return loss(output, target.narrow(0, first, count)) *
-           (static_cast<double>(count) / static_cast<double>(x.size(0)));
+    return loss(output, target.narrow(0, first, count)) * (static_cast<double>(count) / static_cast<double>(x.size(0)));
   });
 }
 

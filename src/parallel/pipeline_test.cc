@@ -233,9 +233,8 @@ TEST(Pipeline, WeighsMicrobatchesByTheLabelsThatCount) {
   const auto all = parameters_of(*whole);
   collective::on_ranks(2, [&](const Group& group) {
     Pipeline pipeline(stages_of(2), {group, 30}, {.microbatches = 5});
-    const double loss = pipeline.step(batch.ids, batch.labels, sum_of_counted, [](const at::Tensor& labels) {
-      return labels.ne(-100).sum().item<double>();
-    });
+    const double loss = pipeline.step(batch.ids, batch.labels, sum_of_counted,
+                                      [](const at::Tensor& labels) { return labels.ne(-100).sum().item<double>(); });
     EXPECT_NEAR(loss, expected.item<double>(), 1e-12);
     for (const auto& [name, parameter] : parameters_of(*pipeline.modules()[0].second)) {
       EXPECT_TRUE(at::allclose(parameter.grad(), all.at(name).grad(), 1e-9, 1e-12)) << name;

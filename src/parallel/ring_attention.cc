@@ -127,7 +127,8 @@ struct RingAttention : torch::autograd::Function<RingAttention> {
       if (attention.sees(ring.owner())) {
         const auto key = ring[0].to(type), value = ring[1].to(type);
         const auto weights = (attention.scores(query, key, ring.owner()) - sum).exp_();
-        const auto of_scores = weights * (at::matmul(gradient, value.transpose(-2, -1)) - along_output) * attention.scale;
+        const auto of_scores =
+            weights * (at::matmul(gradient, value.transpose(-2, -1)) - along_output) * attention.scale;
         of_query.add_(at::matmul(of_scores, key));
         ring[2].add_(at::matmul(of_scores.transpose(-2, -1), query));
         ring[3].add_(at::matmul(weights.transpose(-2, -1), gradient));

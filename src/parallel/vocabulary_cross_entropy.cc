@@ -18,8 +18,9 @@ void check_divided(const Tensor& own_largest, const Tensor& largest, const Tenso
   const auto is_same = (own_sums * ranks.size() - sums).abs() <= 1e-5 * sums;
   if (is_one_number.all().item<bool>() || !is_same.all().item<bool>()) return;
   throw InvalidArgument(
-      text("vocabulary_parallel_cross_entropy: the logits, of shape ", logits.sizes(), ", are the same on all ", 
-           ranks.size(), " ranks, so they are whole; each rank must give its part of the classes, which layers with "
+      text("vocabulary_parallel_cross_entropy: the logits, of shape ", logits.sizes(), ", are the same on all ",
+           ranks.size(),
+           " ranks, so they are whole; each rank must give its part of the classes, which layers with "
            "ColwiseParallel{.output = Shard{-1}} or RowwiseParallel{.divided_logits = true} make. Use "
            "torch::cross_entropy_loss for whole logits"));
 }

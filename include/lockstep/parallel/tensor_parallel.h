@@ -59,8 +59,8 @@ struct RowwiseParallel {
   Layout input = Shard{-1};
   Layout output = Replicate();
 
-  // Of an embedding whose weight is a head's as well: torch::linear(x, weight) gives this rank's part of the logits, for
-  // vocabulary_parallel_cross_entropy; else whole ones.
+  // Of an embedding whose weight is a head's as well: torch::linear(x, weight) gives this rank's part of the logits,
+  // for vocabulary_parallel_cross_entropy; else whole ones.
   bool divided_logits = false;
 };
 
