@@ -15,10 +15,6 @@ namespace {
 
 const double kNaN = std::numeric_limits<double>::quiet_NaN();
 
-Tensor waves(std::int64_t examples, std::int64_t features) {
-  return at::arange(examples * features, at::kDouble).mul(0.7).sin().add(3).view({examples, features});
-}
-
 // --- modes of callbacks
 
 struct R2 final : MetricFunction {

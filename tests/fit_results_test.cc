@@ -19,10 +19,6 @@ Tensor saved(const Model& model, const std::string& name) {
   return data::from_stored(read_archive(path).tensor(name));
 }
 
-Tensor waves(std::int64_t examples, std::int64_t features) {
-  return at::arange(examples * features, at::kDouble).mul(0.7).sin().add(3).view({examples, features});
-}
-
 // --- running statistics
 
 // Each replica's running mean of its parts, and their mean by the examples that each has seen.
@@ -46,8 +42,8 @@ struct RunningMeans {
 };
 
 TEST(RunningStatistics, CountReplicasByTheExamplesThatTheyHaveSeen) {
-  constexpr int kExamples = 14, kBatch = 3, kEpochs = 2;  // the last batch has 2
-  const auto x = waves(kExamples, 4);
+  constexpr int kCount = 14, kBatch = 3, kEpochs = 2;  // the last batch has 2
+  const auto x = waves(kCount, 4);
   for (const int replicas : {1, 2, 4, 5}) {
     const MirroredStrategy strategy(replicas);
     const auto scope = strategy.scope();
@@ -56,7 +52,7 @@ TEST(RunningStatistics, CountReplicasByTheExamplesThatTheyHaveSeen) {
     model.fit(Dataset::from_tensor_slices(x, x.sum(1, true)).batch(kBatch), {.epochs = kEpochs, .verbose = 0});
     RunningMeans expected(static_cast<std::size_t>(replicas), 0.9);
     for (int epoch = 0; epoch < kEpochs; ++epoch) {
-      for (int begin = 0; begin < kExamples; begin += kBatch) {
+      for (int begin = 0; begin < kCount; begin += kBatch) {
         const auto parts = x.slice(0, begin, begin + kBatch).tensor_split(replicas);
         for (std::size_t i = 0; i < parts.size(); ++i) expected.see(i, parts[i]);
       }
@@ -71,7 +67,7 @@ TEST(RunningStatistics, CountReplicasByTheExamplesThatTheyHaveSeen) {
     Sequential same({BatchNormalization({.momentum = 0.9}), Dense(1)});
     same.build({4}, at::kDouble);
     same.load_weights(copy);
-    const auto expected_outputs = same.predict(Dataset::from_tensor_slices(x).batch(kExamples));
+    const auto expected_outputs = same.predict(Dataset::from_tensor_slices(x).batch(kCount));
     EXPECT_LT((outputs - expected_outputs).abs().max().item<double>(), 1e-12) << replicas << " replicas";
   }
 }

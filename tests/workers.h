@@ -68,6 +68,10 @@ inline void expect_no_errors(const std::vector<std::string>& errors) {
 
 // --- a small model and its data
 
+inline Tensor waves(std::int64_t examples, std::int64_t features) {
+  return at::arange(examples * features, at::kDouble).mul(0.7).sin().add(3).view({examples, features});
+}
+
 // 26 examples in batches of 7: the last has 5, so that of 6 replicas one is idle.
 inline Dataset make_data(at::ScalarType dtype, bool weighted = false) {
   torch::manual_seed(4);
