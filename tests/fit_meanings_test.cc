@@ -261,7 +261,8 @@ TEST(Reduce, ValuesOfOtherShapesAreRefused) {
   const MirroredStrategy strategy(2);
   const auto parts = [&](std::int64_t a, std::int64_t b) { return PerReplica<Tensor>({at::ones({a}), at::ones({b})}); };
   EXPECT_EQ(strategy.reduce(ReduceOp::sum, parts(2, 2)).sum().item<double>(), 4);
-  expect_says(message_of<InvalidArgument>([&] { strategy.reduce(ReduceOp::sum, parts(2, 1)); }), "[2], [1]");
+  expect_says(message_of<InvalidArgument>([&] { strategy.reduce(ReduceOp::sum, parts(2, 1)); }),
+              "replica 0's value is Float [2], replica 1's Float [1]; all must have one shape");
 }
 
 // --- how often data are read

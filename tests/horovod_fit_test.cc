@@ -166,7 +166,8 @@ TEST(HorovodFit, MetricsAreAveragedForHistoryAndCallbacks) {
     const auto history = model.fit(
         data_of(rank, 2),
         {.verbose = 0,
-         .callbacks = {LambdaCallback({.on_epoch_end = [&](int, const Logs& logs) { seen = logs["accuracy"]; }}),
+         .callbacks = {hvd::BroadcastGlobalVariablesCallback(),
+                       LambdaCallback({.on_epoch_end = [&](int, const Logs& logs) { seen = logs["accuracy"]; }}),
                        hvd::MetricAverageCallback()}});
     const auto all = hvd::allgather(at::full({1}, history["accuracy"][0], at::kDouble));
     EXPECT_EQ(all[0].item<double>(), all[1].item<double>());
@@ -180,7 +181,8 @@ TEST(HorovodFit, WarmupGoesToTheRateInEqualSteps) {
     std::vector<double> rates;
     model.fit(data_of(rank, 4), {.epochs = 3,
                                  .verbose = 0,
-                                 .callbacks = {hvd::LearningRateWarmupCallback({.initial_lr = 0.4, .warmup_epochs = 2}),
+                                 .callbacks = {hvd::BroadcastGlobalVariablesCallback(),
+                                               hvd::LearningRateWarmupCallback({.initial_lr = 0.4, .warmup_epochs = 2}),
                                                LambdaCallback({.on_train_batch_end = [&](std::int64_t, const Logs&) {
                                                  rates.push_back(model.learning_rate());
                                                }})}});
@@ -236,7 +238,8 @@ TEST(HorovodFit, WarmupIsAllRanksWhereOneHasLessData) {
     model.fit(rank == 0 ? data_of(0, 1) : data_of(0, 1).take(2),
               {.epochs = 2,
                .verbose = 0,
-               .callbacks = {hvd::LearningRateWarmupCallback({.initial_lr = 0.4, .warmup_epochs = 2}), notes}});
+               .callbacks = {hvd::BroadcastGlobalVariablesCallback(),
+                             hvd::LearningRateWarmupCallback({.initial_lr = 0.4, .warmup_epochs = 2}), notes}});
     ASSERT_EQ(rates.size(), 8);
     for (std::size_t step = 0; step < 8; ++step) EXPECT_NEAR(rates[step], 0.2 * ((step + 1) / 8.0 + 1), 1e-12);
   });
@@ -249,7 +252,8 @@ TEST(HorovodFit, WhatOneRankStopsEndsForAllAfterTheSameStep) {
     const LambdaCallback stops({.on_train_batch_end = [&](std::int64_t, const Logs&) {
       if (++steps == 5 && rank == 1) model.stop_training();
     }});
-    model.fit(data_of(rank, 2), {.epochs = 9, .verbose = 0, .callbacks = {stops}});
+    model.fit(data_of(rank, 2),
+              {.epochs = 9, .verbose = 0, .callbacks = {hvd::BroadcastGlobalVariablesCallback(), stops}});
     EXPECT_EQ(model.iterations(), 6);  // they agree in the next one
   });
 }
@@ -267,17 +271,23 @@ TEST(HorovodFit, OneRankAloneMayEvaluateBeforeAllFit) {
 }
 
 TEST(HorovodFit, WhatGoesWrongIsNamed) {
-  on_ranks(2, [](int rank) {
+  const auto initial = (fresh_folder("horovod_fit", "wrong") / "initial").string();
+  alone(1, adam(), initial);
+  on_ranks(2, [&](int rank) {
     expect_says(message_of([] { hvd::DistributedOptimizer(adam(), {.op = hvd::Min}); }), "op is min");
+    const hvd::BroadcastGlobalVariablesCallback broadcast;
     const auto optimizer = hvd::DistributedOptimizer(Adam({.learning_rate = rank == 0 ? 0.1 : 0.2}));
-    expect_says(message_of([&] { make_model(at::kDouble, optimizer).fit(data_of(rank, 2), {.verbose = 0}); }),
+    expect_says(message_of([&] {
+                  make_model(at::kDouble, optimizer).fit(data_of(rank, 2), {.verbose = 0, .callbacks = {broadcast}});
+                }),
                 "the ranks' optimizers differ");
-    auto alone = make_model(at::kDouble, hvd::DistributedOptimizer(adam()));
+    auto ahead = make_model(at::kDouble, hvd::DistributedOptimizer(adam()));
+    ahead.load_weights(initial);
     std::vector<AnyCallback> callbacks;
     if (rank == 0)
       callbacks.push_back(
-          LambdaCallback({.on_train_begin = [&] { unwrap(alone).gradients->updater().set_iterations(3); }}));
-    expect_says(message_of([&] { alone.fit(data_of(rank, 2), {.verbose = 0, .callbacks = callbacks}); }), "step 3");
+          LambdaCallback({.on_train_begin = [&] { unwrap(ahead).gradients->updater().set_iterations(3); }}));
+    expect_says(message_of([&] { ahead.fit(data_of(rank, 2), {.verbose = 0, .callbacks = callbacks}); }), "step 3");
     const auto good = hvd::DistributedOptimizer(adam());
     auto model = make_model(at::kDouble, good);
     const auto said = message_of([&] {
@@ -285,7 +295,7 @@ TEST(HorovodFit, WhatGoesWrongIsNamed) {
         if (rank == 1) throw Error("no more images");
         return batch;
       }),
-                {.verbose = 0});
+                {.verbose = 0, .callbacks = {broadcast}});
     });
     expect_says(said, "no more images");
   });

@@ -83,8 +83,10 @@ TEST(DdpParameters, OneThatTwoWrappersHaveIsRefused) {
     const auto weight = at::ones({4, 4}).set_requires_grad(true);
     DistributedDataParallel ddp(std::make_shared<Shares>(weight), group);
     DistributedDataParallel second(std::make_shared<Shares>(weight), group);
+    second(at::ones({2, 4})).sum().backward();
+    ddp(at::ones({2, 4}));
   });
-  expect_says(said, "the gradients of the parameter \"own\" are taken by something else already");
+  expect_says(said, "the gradients of the parameter \"own\" are taken by another DistributedDataParallel");
 }
 
 // Those of another module, which is trained too, are not this one's.

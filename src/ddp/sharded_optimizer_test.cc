@@ -86,7 +86,7 @@ void expect_as_alone(const Options& options) {
       EXPECT_LE(largest_difference(net->parameters(), expected), 1e-9);
 
       Optimizer whole(net->parameters(), options);
-      sharded_loss_of(net, 0, 0).backward();
+      sharded_loss_of(ddp, 0, 0).backward();
       whole.step();
       std::int64_t bytes = 0;
       for (auto& [parameter, state] : whole.state()) {

@@ -7,6 +7,7 @@
 #include "base/text.h"
 #include "lockstep/base/error.h"
 #include "ops/gradient_memory.h"
+#include "ops/watching_hook.h"
 
 namespace lockstep::gradient {
 
@@ -28,7 +29,7 @@ void GradientHooks::expect_one_backward(int replica) {
   if (hooks_.empty()) return;
   expects_backward_[static_cast<std::size_t>(replica)].set = true;
   for (std::size_t i = 0; i < parameters_.slots().size(); ++i) {
-    if (!torch::autograd::impl::hooks(parameters_.parameter(replica, i)).empty()) continue;  // may keep the gradient
+    if (ops::may_keep_gradient(parameters_.parameter(replica, i))) continue;
     auto memory = sync_.memory_for(replica, i);
     if (memory.defined()) ops::offer_gradient_memory(parameters_.parameter(replica, i).const_data_ptr(), memory);
   }

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "base/text.h"
@@ -23,12 +24,6 @@ std::vector<BucketSlot> slots_of(const std::vector<std::string>& names, const st
   if (parameters.empty()) throw InvalidArgument("there is no parameter that requires a gradient");
   std::vector<BucketSlot> slots;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    if (torch::autograd::impl::post_acc_grad_hooks(parameters[i]) != nullptr) {
-      throw InvalidArgument(text("the gradients of the parameter \"", names[i],
-                                 "\" are taken by something else already, such as another DistributedDataParallel or "
-                                 "DistributedOptimizer, which must end before; modules that share a parameter are one "
-                                 "module to be wrapped"));
-    }
     slots.push_back({names[i], parameters[i].scalar_type(), parameters[i].numel()});
   }
   return slots;
@@ -38,7 +33,8 @@ std::vector<BucketSlot> slots_of(const std::vector<std::string>& names, const st
 
 GradientReducer::GradientReducer(const std::vector<std::string>& names, std::vector<at::Tensor> parameters,
                                  Communicator ranks, const GradientReducerOptions& options)
-    : parameters_(std::move(parameters)),
+    : names_(names),
+      parameters_(std::move(parameters)),
       sum_(options.sum),
       zeros_for_unused_(options.zeros_for_unused),
       buckets_(slots_of(names, parameters_), std::move(ranks), options.buckets),
@@ -47,6 +43,9 @@ GradientReducer::GradientReducer(const std::vector<std::string>& names, std::vec
       summed_(parameters_.size()),
       kept_(parameters_.size()) {
   make_views();
+  std::map<const c10::TensorImpl*, std::size_t> last;
+  for (std::size_t i = 0; i < parameters_.size(); ++i) last[parameters_[i].unsafeGetTensorImpl()] = i;
+  for (const auto& [parameter, i] : last) distinct_.push_back(i);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     before_accumulation_.push_back(
         parameters_[i].register_hook([this, i](const at::Tensor& gradient) { return weighed(i, gradient); }));
@@ -74,7 +73,19 @@ void GradientReducer::make_views() {
   }
 }
 
+// A later wrapper of the same parameters takes their gradients: one that is made anew in the place of this one, or one
+// of another module that shares a parameter.
+void GradientReducer::require_gradients() const {
+  for (const auto i : distinct_) {
+    if (after_accumulation_[i].is_in_place()) continue;
+    throw InvalidArgument(text("the gradients of the parameter \"", names_[i],
+                               "\" are taken by another DistributedDataParallel or DistributedOptimizer that was made "
+                               "later: use that one; modules that share a parameter are one module to be wrapped"));
+  }
+}
+
 bool GradientReducer::prepare() {
+  require_gradients();
   if (buckets_.rebuild_after_regroup()) {
     make_views();
     open_ = false;
@@ -90,7 +101,7 @@ bool GradientReducer::prepare() {
 // Called for each gradient of a backward before it is added to what has accumulated: multiplies it by the backward's
 // weight.
 at::Tensor GradientReducer::weighed(std::size_t parameter, const at::Tensor& gradient) {
-  if (!accumulates(parameter)) return gradient;
+  if (!accumulates(parameter) || !after_accumulation_[parameter].is_in_place()) return gradient;
   if (const int backward = torch::autograd::get_current_graph_task_id(); backward != backward_) {
     begin_backward();
     backward_ = backward;

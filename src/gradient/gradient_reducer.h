@@ -51,7 +51,8 @@ class GradientReducer {
   const std::string& name() const { return buckets_.name(); }
 
   // Called before each forward. Returns whether the communicator has a new Group; the next pass is then the first.
-  // Throws Error where the last pass failed midway and the Group is still the same, because the ranks are out of step.
+  // Throws Error where the last pass failed midway and the Group is still the same, because the ranks are out of step,
+  // and InvalidArgument where a later reducer has taken the gradients of a parameter.
   bool prepare();
 
   // Called before every pass of this rank's. Where it returns false, backward only accumulates, as with sync off.
@@ -76,6 +77,7 @@ class GradientReducer {
     at::Tensor input, mean;
   };
 
+  void require_gradients() const;
   void make_views();
   at::Tensor weighed(std::size_t parameter, const at::Tensor& gradient);
   bool accumulates(std::size_t parameter) const;
@@ -89,7 +91,9 @@ class GradientReducer {
   void write_back();
 
   // Constant after construction.
+  const std::vector<std::string> names_;
   const std::vector<at::Tensor> parameters_;
+  std::vector<std::size_t> distinct_;  // of a tied one, which has several names, the last
   const bool sum_, zeros_for_unused_;
   std::vector<unsigned> before_accumulation_;  // [parameter]: hooks on each new gradient
 

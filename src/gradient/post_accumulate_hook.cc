@@ -24,8 +24,12 @@ PostAccumulateHook::PostAccumulateHook(at::Tensor parameter, std::function<void(
 
 PostAccumulateHook::~PostAccumulateHook() {
   if (function_ == nullptr) return;  // moved from
+  if (is_in_place()) torch::autograd::impl::set_post_acc_grad_hooks(parameter_, nullptr);
+}
+
+bool PostAccumulateHook::is_in_place() const {
   const auto* const hook = dynamic_cast<Hook*>(torch::autograd::impl::post_acc_grad_hooks(parameter_).get());
-  if (hook != nullptr && hook->calls(function_)) torch::autograd::impl::set_post_acc_grad_hooks(parameter_, nullptr);
+  return hook != nullptr && hook->calls(function_);
 }
 
 }  // namespace lockstep::gradient

@@ -19,6 +19,9 @@ class PostAccumulateHook {
   PostAccumulateHook(PostAccumulateHook&&) = default;
   PostAccumulateHook& operator=(PostAccumulateHook&&) = delete;
 
+  // False since a later hook has replaced this one.
+  bool is_in_place() const;
+
  private:
   class Hook;
   at::Tensor parameter_;

@@ -24,8 +24,7 @@ struct Certificates {
 
 std::string read(const std::filesystem::path& file) {
   const auto unreadable = [&](const std::string& why) {
-    return ClusterError(text(kCertificatesVariable, ": cannot read ", file.string(), " (", why,
-                             "); `lockstep certs` makes the folder"));
+    return ClusterError(text(kCertificatesVariable, ": ", why, "; `lockstep certs` makes the folder"));
   };
   std::string contents;
   try {
@@ -33,7 +32,7 @@ std::string read(const std::filesystem::path& file) {
   } catch (const IoError& error) {
     throw unreadable(error.what());
   }
-  if (contents.empty()) throw unreadable("it is empty");
+  if (contents.empty()) throw unreadable(text(file.string(), " is empty"));
   return contents;
 }
 

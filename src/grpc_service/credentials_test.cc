@@ -138,7 +138,7 @@ TEST_F(Tls, FilesThatCannotBeUsedAreNamed) {
   std::ofstream(ours.certificates + "/cert.pem") << "no certificate";
   says("cert.pem is not a PEM file of that kind");
   std::filesystem::remove(ours.certificates + "/ca.pem");
-  says("ca.pem (No such file or directory); `lockstep certs` makes the folder");
+  says("ca.pem: No such file or directory; `lockstep certs` makes the folder");
 }
 
 }  // namespace

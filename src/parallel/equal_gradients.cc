@@ -10,6 +10,8 @@
 
 #include "base/text.h"
 #include "lockstep/gradient/tensor_collectives.h"
+#include "ops/watching_hook.h"
+#include "parallel/divided_parameter.h"
 
 namespace lockstep::parallel {
 namespace {
@@ -29,7 +31,9 @@ std::array<double, 2> norm_and_sum(const Tensor& gradient) {
 void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, const std::string& whose) {
   const auto [norm, sum] = norm_and_sum(gradient);
   std::array<double, 4> largest{norm, sum, -norm, -sum};
-  ranks.group().all_reduce(buffer_of(std::span<double>(largest)), ReduceOp::max, ranks.deadline());
+  auto call = Call::all_reduce(buffer_of(std::span<double>(largest)), ReduceOp::max);
+  call.purpose = ranks.purpose();
+  ranks.group().run(call, ranks.deadline());
   const double difference = std::max(largest[0] + largest[2], largest[1] + largest[3]);
   if (!(difference > kTolerance * largest[0])) return;  // so do gradients that are no numbers
   throw InvalidArgument(
@@ -44,9 +48,13 @@ void check_equal_gradients(const Tensor& gradient, const Communicator& ranks, co
 void watch_gradients(const Tensor& parameter, const std::string& name, const Communicator& ranks) {
   if (ranks.size() == 1) return;
   const auto backwards = std::make_shared<std::atomic<std::uint64_t>>(0);
-  parameter.register_hook([=](const Tensor& gradient) {
+  const auto named = ranks.with_purpose(Purpose(text("comparing the gradients of ", name)));
+  const c10::weak_intrusive_ptr<c10::TensorImpl> watched(parameter.getIntrusivePtr());  // which owns the hook
+  ops::WatchingHook::add(parameter, [=](const Tensor& gradient) {
     if (!std::has_single_bit(++*backwards)) return;
-    check_equal_gradients(gradient, ranks, text("of ", name, ", which all ranks have whole,"));
+    const auto leaf = watched.lock();
+    if (!leaf || has_style(Tensor(leaf))) return;  // a later parallelize_module has divided it
+    check_equal_gradients(gradient, named, text("of ", name, ", which all ranks have whole,"));
   });
 }
 

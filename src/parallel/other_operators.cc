@@ -18,8 +18,11 @@ using ops::ArgumentPlace;
 using ops::OperatorCall;
 using Names = std::unordered_set<std::string_view>;
 
+// Of LibTorch's operators; those that others register may be called the same.
 bool has(const Names& names, const OperatorCall& call) {
-  return names.contains(std::string_view(call.name()).substr(std::string_view("aten::").size()));
+  constexpr std::string_view kLibTorch = "aten::";
+  const std::string_view name = call.name();
+  return name.substr(0, kLibTorch.size()) == kLibTorch && names.contains(name.substr(kLibTorch.size()));
 }
 
 bool begins_with(const OperatorCall& call, std::string_view name) { return call.name().rfind(name, 0) == 0; }
@@ -153,6 +156,10 @@ class OtherOperator {
     if (call_.writes(place_.index)) return write();
     if (draws(call_) && begins_with(call_, "aten::rand")) refuse_draws();
     if (is_plain_view(call_) || is_view_of_other_dimensions()) return false;
+    if (copies_other_order()) {
+      take_whole();
+      return false;
+    }
     if (keeps_hooks(call_, place_)) return true;
     if (is_elementwise(call_) && writes_part()) return false;
     if (is_elementwise(call_) && any_other([&](const Tensor& other) { return other.sizes() == value_.sizes(); })) {
@@ -170,10 +177,17 @@ class OtherOperator {
       if (reduces_divided_dim()) take_whole();
       return false;
     }
+    if (copies_other_order()) {
+      take_whole();
+      return false;
+    }
     return keeps_hooks(call_, place_);
   }
 
  private:
+  // Whether strides, by which the divided dimension is found, are others in the result: of w.t().contiguous().
+  bool copies_other_order() const { return is_copy(call_) && place_.index == 0 && !value_.is_contiguous(); }
+
   bool is_trained() const { return at::GradMode::is_enabled() && value_.requires_grad(); }
 
   // Whether the operator takes no more than the shape of it, for another tensor: then that is the whole's, where the
@@ -331,7 +345,8 @@ class OtherOperator {
                                parameter_.ranks().size(), " has a part, ", parameter_.style(), ", ", how,
                                ". Its value there has shape ", value_.sizes(),
                                ". Allowed are the layer's own operators, embedding and linear with it, elementwise "
-                               "operators, and those that take the whole; or leave ",
+                               "operators, and those that take the whole; full_tensor(parameter) gives the whole "
+                               "value, to print it or to read a part; or leave ",
                                parameter_.name(), " out of the plan"));
   }
 

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/nn/functional/normalization.h>
 #include <torch/nn/module.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/utils/convert_parameters.h>
@@ -141,6 +142,48 @@ TEST(OtherOperators, OfACopyOrAMultipleStayTheLayers) {
     EXPECT_TRUE(at::allclose(torch::linear(x, net->layer->weight * 2.0), part));
     EXPECT_TRUE(
         at::allclose(torch::linear(x, net->layer->weight.to(at::kFloat).to(at::kDouble)), part / 2, 1e-6, 1e-6));
+  });
+}
+
+// Its part is square: sizes and strides do not tell which dimension is divided.
+TEST(OtherOperators, TakeTheWholeOfATransposedCopy) {
+  const auto value = waves({8, 4}, 0.4);
+  const auto read = [](const at::Tensor& weight) { return weight.t().contiguous().norm(2, {1}).sum(); };
+  collective::on_ranks(2, [&](const Group& group) {
+    torch::nn::Sequential net{torch::nn::Linear(torch::nn::LinearOptions(4, 8).bias(false))};
+    net->to(at::kDouble);
+    const auto weight = net->parameters()[0];
+    const at::NoGradGuard no_gradient;
+    weight.copy_(value);
+    parallelize_module(*net, {group, 30}, {{"0", ColwiseParallel()}});
+    EXPECT_NEAR(read(weight).item<double>(), read(value).item<double>(), 1e-12);
+  });
+}
+
+// The first call leaves the second layer whole, whose gradients are then of its parts.
+TEST(OtherOperators, LayersMayBeDividedOneAfterTheOther) {
+  const auto make = [] {
+    torch::nn::Sequential net{torch::nn::Linear(4, 8), torch::nn::Linear(8, 4)};
+    net->to(at::kDouble);
+    double phase = 0;
+    const at::NoGradGuard no_gradient;
+    for (const auto& parameter : net->parameters()) parameter.copy_(waves(parameter.sizes(), phase += 0.3));
+    return net;
+  };
+  const auto x = waves({3, 4}, 0.7);
+  auto whole = make();
+  whole->forward(x).pow(2).sum().backward();
+  collective::on_ranks(2, [&](const Group& group) {
+    auto net = make();
+    parallelize_module(*net, {group, 30}, {{"0", ColwiseParallel{.output = Replicate()}}});
+    parallelize_module(*net, {group, 30}, {{"1", ColwiseParallel{.output = Replicate()}}});
+    net->forward(x).pow(2).sum().backward();
+    const auto expected = whole->parameters();
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      const auto division = division_of(net->parameters()[i]);
+      ASSERT_NE(division, nullptr);
+      EXPECT_TRUE(at::allclose(net->parameters()[i].grad(), division->part_of(expected[i].grad()))) << i;
+    }
   });
 }
 

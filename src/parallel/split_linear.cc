@@ -5,6 +5,7 @@
 
 #include "ops/linear_gradients.h"
 #include "ops/parameter_hook.h"
+#include "ops/watching_hook.h"
 #include "parallel/divided_parameter.h"
 
 namespace lockstep::parallel {
@@ -30,7 +31,7 @@ void accumulate(const Tensor& weight, const Tensor& gradient) {
 }
 
 // Not where the caller has hooks on the gradient, which backward would call without one.
-bool can_wait(const Tensor& weight) { return weight.is_leaf() && torch::autograd::impl::hooks(weight).empty(); }
+bool can_wait(const Tensor& weight) { return weight.is_leaf() && !ops::may_keep_gradient(weight); }
 
 // Gradients are computed in the dtype of the product, which autocast chose, and have it. Their backward may be
 // differentiated.

@@ -277,9 +277,11 @@ std::string description(torch::nn::Module& module, const ParallelPlan& plan) {
 void parallelize_module(torch::nn::Module& module, const Communicator& ranks, const ParallelPlan& plan) {
   ranks.check_all_agree("parameters and plans of parallelize_module", description(module, plan));
   const auto changes = Planner(module, ranks).changes(plan);
-  auto tensors = module.parameters();
-  const auto buffers = module.buffers();
-  tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+  auto tensors = module.buffers();
+  for (const auto& parameter :
+       module.parameters()) {  // of those that an earlier call has divided each rank has its part
+    if (!parallel::has_style(parameter)) tensors.push_back(parameter);
+  }
   broadcast(ranks.with_purpose(Purpose("the first values of parallelize_module")), tensors);
   apply(changes, ranks);
   if (!have_same_activations(plan)) return;
