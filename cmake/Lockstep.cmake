@@ -119,14 +119,16 @@ function(lockstep_waits)
   set_tests_properties(${ARGN} PROPERTIES PROCESSORS 1)
 endfunction()
 
-# lockstep_full(NAME case...): these cases of the GoogleTest program NAME, as in --gtest_filter, are in the tier `full` alone, where
-# they are the test NAME_full.
+# lockstep_full(NAME case... [ROUNDS case...]): these cases of the GoogleTest program NAME, as in --gtest_filter, are in the tier `full`
+# alone, where they are the test NAME_full. Those after ROUNDS are in both: of their random faults NAME makes one round, NAME_full all.
 function(lockstep_full name)
-  list(JOIN ARGN ":" cases)
-  set_property(TEST ${name} APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=-${cases}")
-  add_test(NAME ${name}_full COMMAND ${name})
+  cmake_parse_arguments(PARSE_ARGV 1 these "" "" ROUNDS)
+  list(JOIN these_UNPARSED_ARGUMENTS ":" cases)
+  list(JOIN these_ROUNDS ":" rounds)
+  set_property(TEST ${name} APPEND PROPERTY ENVIRONMENT "GTEST_FILTER=-${cases}" LOCKSTEP_FAULT_ROUNDS=1)
   get_test_property(${name} PROCESSORS processors)
-  set_tests_properties(${name}_full PROPERTIES TIMEOUT 900 LABELS full PROCESSORS ${processors} ENVIRONMENT "GTEST_FILTER=${cases}")
+  add_test(NAME ${name}_full COMMAND ${name})
+  set_tests_properties(${name}_full PROPERTIES TIMEOUT 900 LABELS full PROCESSORS ${processors} ENVIRONMENT "GTEST_FILTER=${cases}:${rounds}")
 endfunction()
 
 # lockstep_job_test(NAME CLASS SCRIPT argument...): jobs of processes, by a script of Python: the tests of its class CLASS are in the
