@@ -167,6 +167,7 @@ class Strangers(unittest.TestCase):
             time.sleep(0.2)  # so that the stranger is the first
             os.kill(server, signal.SIGKILL)
             self.assert_trained(job)
+        self.assertTrue([line for line in said if line.startswith("heard") and int(line.split()[1]) > 0], said)
         for line in said:
             what, count, *begins = line.split()
             self.assertLessEqual(int(count), OPENING if what == "heard" else ANSWER, line)

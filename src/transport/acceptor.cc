@@ -49,10 +49,11 @@ void Acceptor::watch(std::vector<pollfd>& polls) const {
 
 std::vector<Acceptor::Accepted> Acceptor::advance(std::span<const pollfd> polled) {
   std::vector<Accepted> accepted;
+  const Refuse refuse = [this](const Greeting& theirs) { return this->refuse(theirs); };
   for (std::size_t i = 0; i < proving_.size(); ++i) {
     auto& end = proving_[i];
     try {
-      if (polled[i + 1].revents != 0 && end->advance(access_, who_, refuse_)) {
+      if (polled[i + 1].revents != 0 && end->advance(access_, who_, refuse)) {
         accepted.push_back({end->take_socket(), end->theirs(), end->keys(access_)});
         end.reset();
       } else if (end->age() > kToProve) {
@@ -67,6 +68,12 @@ std::vector<Acceptor::Accepted> Acceptor::advance(std::span<const pollfd> polled
   no_descriptors_ = false;
   take_new();
   return accepted;
+}
+
+// Of one whose opening is true. Without a token anybody can make openings, so they are not kept.
+std::string Acceptor::refuse(const Greeting& theirs) {
+  if (!access_.token.empty() && !opened_.insert(theirs.random).second) return "its opening was used before";
+  return refuse_(theirs);
 }
 
 void Acceptor::take_new() {

@@ -4,7 +4,9 @@
 #include <poll.h>
 
 #include <memory>
+#include <set>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "transport/handshake.h"
@@ -14,13 +16,15 @@ namespace lockstep::transport {
 // Used by one thread. The number of connections in the handshake is bounded, so that strangers do not use up this
 // process's descriptors. Further ones wait in the listener's queue until one completes, or is turned away because it
 // exceeded its time: 100 ms for its opening, which no stranger can make, and two seconds in all. Processes of the job
-// need less, and connect again where they were slower. Warnings about
-// connections that were turned away are written once a minute.
+// need less, and connect again where they were slower. An opening counts once: a stranger who heard one cannot hold a
+// place with it. Warnings about connections that were turned away are written once a minute.
 class Acceptor {
  public:
   // `who`, `refuse` and `bound` are the accepting end's (transport/handshake.h). The listener must outlive this object.
   Acceptor(const FileDescriptor& listener, Access access, const Greeting& who, Refuse refuse,
            Bound bound = Bound::to_address);
+  Acceptor(const Acceptor&) = delete;
+  Acceptor& operator=(const Acceptor&) = delete;
 
   struct Accepted {
     FileDescriptor socket;
@@ -41,6 +45,7 @@ class Acceptor {
  private:
   void take_new();
   bool make_room();
+  std::string refuse(const Greeting& theirs);
 
   const FileDescriptor& listener_;
   const Access access_;
@@ -48,6 +53,7 @@ class Acceptor {
   const Refuse refuse_;
   const Bound bound_;
   const std::size_t most_;
+  std::set<decltype(Greeting::random)> opened_;         // by the true openings so far
   std::vector<std::unique_ptr<AcceptingEnd>> proving_;  // the oldest first
   std::vector<Accepted> accepted_;                      // for next
   bool no_descriptors_ = false;                         // this process can have no more for now

@@ -17,6 +17,7 @@
 
 #include "base/text.h"
 #include "lockstep/base/error.h"
+#include "transport/acceptor.h"
 #include "transport/handshake.h"
 #include "transport/seal.h"
 #include "transport/socket.h"
@@ -168,7 +169,7 @@ TEST(Handshake, BothEndsHearWhatDiffers) {
   EXPECT_EQ(generation.connecting, "it is of generation 0, this process of 3");
   EXPECT_EQ(generation.accepting, "it is of generation 3, this process of 0");
   const auto refused = shake_hands(kOurs, kOurs, {.rank = 1}, "it says that it is rank 1");
-  EXPECT_EQ(refused.connecting, "it does not expect this process, or has met one in its place");
+  EXPECT_EQ(refused.connecting, "it does not expect this process, or is already connected to one of this rank");
   EXPECT_EQ(refused.accepting, "it says that it is rank 1");
 }
 
@@ -313,6 +314,60 @@ TEST(Handshake, AReplayIsRefused) {
   };
   expect_says(replayed_to(real), "it cannot prove");
   expect_says(replayed_to(other), "the connection to " + real.address() + " was accepted at " + other.address());
+}
+
+// By one that heard the opening of a process which is slow to prove.
+TEST(Handshake, AnOpeningCountsOnce) {
+  const auto listener = listen_at("127.0.0.1:0", {});
+  Acceptor acceptor(listener, kOurs, {}, [](const Greeting&) { return ""; });
+  std::jthread accepts(
+      [&] { message_of<DeadlineExceeded>([&] { acceptor.next(Deadline::after(std::chrono::milliseconds(500))); }); });
+  const auto address = local_address(listener);
+  const auto mine = connect_to(address, soon()), stranger = connect_to(address, soon());
+  const auto greeting = fresh({});
+  const auto dialled = other_end_of(mine);
+  const auto open = [&](const FileDescriptor& socket) {
+    write_value(socket, greeting, soon());
+    write_value(socket, dialled, soon());
+    write_value(socket, prove_opening(kOurs, greeting, dialled), soon());
+    return read_value<Greeting>(socket, soon()).rank;
+  };
+  EXPECT_EQ(open(mine), 0);
+  EXPECT_EQ(open(stranger), kRefused);
+}
+
+// Without a token anybody can say any address: networks may translate them.
+TEST(Handshake, WithoutATokenAddressesAreNotCompared) {
+  Accepts real({.trusted_network = true});
+  auto accepting = real.next();
+  const auto front = listen_at("127.0.0.1:0", {});
+  std::string heard;
+  std::jthread translates([&] {
+    const auto one = accept_from(front, soon());
+    relay(one, connect_to(real.address(), soon()), heard);
+  });
+  {
+    const auto socket = connect_to(local_address(front), soon());
+    introduce(socket, {.trusted_network = true}, {}, soon());
+    EXPECT_EQ(accepting.get(), "nothing was thrown");
+  }
+}
+
+TEST(Handshake, ASilentStrangerIsLeftForAnotherAttempt) {
+  const auto listener = listen_at("127.0.0.1:0", {});
+  const std::chrono::milliseconds attempt(100);
+  std::jthread other([&] {
+    const auto silent = accept_from(listener, soon());
+    AcceptingEnd end(accept_from(listener, soon()));
+    while (!end.advance(kOurs, {}, [](const Greeting&) { return ""; })) {
+      wait_for_events(end.socket().get(), POLLIN, soon());
+    }
+  });
+  connect_proved(local_address(listener), kOurs, {}, soon(), attempt);
+  other.join();
+  expect_says(message_of<DeadlineExceeded>(
+                  [&] { connect_proved(local_address(listener), kOurs, {}, Deadline::after(attempt), 2 * attempt); }),
+              "(who answers there is silent)");
 }
 
 // One that was greeted by a process of the job, and knows no token, hears no proof that it could use.

@@ -20,8 +20,7 @@ static_assert(sizeof(Proof) == crypto_auth_hmacsha256_BYTES);
 
 constexpr const char* kNoProof =
     "it cannot prove that it belongs to this job: its token is another (LOCKSTEP_TOKEN_FILE, or ~/.lockstep/token "
-    "where "
-    "that is not set)";
+    "where that is not set)";
 
 // What is proved, so that no proof can stand for another.
 enum class Label : char {
@@ -71,11 +70,15 @@ std::string name_of(const Greeting& greeting) {
   return {greeting.protocol.begin(), std::find(greeting.protocol.begin(), greeting.protocol.end(), '\0')};
 }
 
-std::string elsewhere(const SocketAddress& dialled, const std::string& accepted) {
-  return text(
-      "the connection to ", print(dialled), " was accepted at ", accepted,
-      ": another process relays it, or the network between the two hosts translates addresses (NAT, a published "
-      "port of a container), which connections between ranks and to parameter servers do not allow");
+std::string elsewhere(const SocketAddress& dialled, const std::string& accepted, Bound bound) {
+  const auto* const reason =
+      bound == Bound::to_address
+          ? "the network between the two hosts translates addresses (NAT, a published port of a container), which "
+            "connections between ranks and to parameter servers do not allow"
+          : "the network between the two hosts translates ports, or only one of the two addresses is a loopback "
+            "address, which connections to the store do not allow";
+  return text("the connection to ", print(dialled), " was accepted at ", accepted, ": another process relays it, or ",
+              reason);
 }
 
 }  // namespace
@@ -163,8 +166,12 @@ bool ConnectingEnd::advance() {
     has_greeting_ = true;
     const auto problem = problem_with(theirs, handshake_.connects);
     if (!problem.empty()) throw ClusterError(problem);
-    if (theirs.rank == kRefused) throw ClusterError("it does not expect this process, or has met one in its place");
-    if (theirs.rank == kElsewhere) throw ClusterError(elsewhere(handshake_.dialled, "another address"));
+    if (theirs.rank == kRefused)
+      throw ClusterError("it does not expect this process, or is already connected to one of this rank");
+    if (theirs.rank == kElsewhere || theirs.rank == kAtOtherPort) {
+      const auto bound = theirs.rank == kElsewhere ? Bound::to_address : Bound::to_port;
+      throw ClusterError(elsewhere(handshake_.dialled, "another address", bound));
+    }
   }
   Proof proof;
   if (!arriving_.receive(socket_.get(), std::as_writable_bytes(std::span(proof)))) return false;
@@ -183,17 +190,20 @@ Introduced introduce(const FileDescriptor& socket, const Access& access, const G
   return {end.theirs(), end.keys()};
 }
 
-Connection connect_proved(const std::string& address, const Access& access, const Greeting& who, Deadline deadline) {
+Connection connect_proved(const std::string& address, const Access& access, const Greeting& who, Deadline deadline,
+                          std::chrono::duration<double> attempt) {
   constexpr std::chrono::milliseconds kBetweenTries(20);
   while (true) {
     auto socket = connect_to(address, deadline);
+    const auto by = Deadline::after(attempt);
     try {
-      const auto [theirs, keys] = introduce(socket, access, who, deadline);
+      const auto [theirs, keys] = introduce(socket, access, who, by.time() < deadline.time() ? by : deadline);
       return {std::move(socket), theirs, keys};
     } catch (const ConnectionClosed&) {
       if (deadline.passed()) throw;
     } catch (const DeadlineExceeded&) {
-      throw DeadlineExceeded(text("connecting to ", address), deadline.waited(), {}, " (who answers there is silent)");
+      constexpr const char* kSilent = " (who answers there is silent)";
+      if (deadline.passed()) throw DeadlineExceeded(text("connecting to ", address), deadline.waited(), {}, kSilent);
     }
     std::this_thread::sleep_for(kBetweenTries);
   }
@@ -278,9 +288,10 @@ bool AcceptingEnd::advance(const Access& access, const Greeting& who, const Refu
     has_opened_ = true;
     auto problem = problem_with(theirs, mine);
     const auto here = own_end_of(socket_);
-    if (problem.empty() && !is_bound(opening.dialled, here, bound_)) {
-      mine.rank = kElsewhere;
-      problem = elsewhere(opening.dialled, print(here));
+    // Without a token anybody can make an opening, and the address proves nothing.
+    if (problem.empty() && !access.token.empty() && !is_bound(opening.dialled, here, bound_)) {
+      mine.rank = bound_ == Bound::to_address ? kElsewhere : kAtOtherPort;
+      problem = elsewhere(opening.dialled, print(here), bound_);
     }
     if (problem.empty()) {
       problem = refuse(theirs);

@@ -82,8 +82,8 @@ std::uint64_t secret_number(const Access& access, const std::string& name);
 bool equal(const Proof& a, const Proof& b);  // in constant time
 
 // The rank in a greeting by which the accepting end refuses the connecting one: it is not expected, or it dialled
-// another address.
-inline constexpr std::int32_t kRefused = -2, kElsewhere = -3;
+// another address than it may with Bound::to_address, or with Bound::to_port.
+inline constexpr std::int32_t kRefused = -2, kElsewhere = -3, kAtOtherPort = -4;
 
 // Bytes that arrive on a socket, which it does not own.
 class Arriving {
@@ -126,13 +126,16 @@ struct Introduced {
 Introduced introduce(const FileDescriptor& socket, const Access& access, const Greeting& who, Deadline deadline);
 
 // Connects and introduces itself. Connects again, until the deadline, where the connection is closed before the other
-// end has greeted: a process with many connections turns away those that are slow. Throws as connect_to and introduce.
+// end has greeted: a process with many connections turns away those that are slow. It does so too where the other end
+// is silent for the time of an attempt, since a stranger may have the port for a while. Throws as connect_to and
+// introduce.
 struct Connection {
   FileDescriptor socket;
   Greeting theirs;
   SessionKeys keys;
 };
-Connection connect_proved(const std::string& address, const Access& access, const Greeting& who, Deadline deadline);
+Connection connect_proved(const std::string& address, const Access& access, const Greeting& who, Deadline deadline,
+                          std::chrono::duration<double> attempt = std::chrono::seconds(30));
 
 // Of several addresses, the index of the first whose end proves that it belongs to the job. All are asked at once, so
 // that one that is silent delays no other. Nothing where none has by the deadline; `problem` then says why the last
@@ -150,7 +153,7 @@ class AcceptingEnd {
       : socket_(std::move(socket)), bound_(bound) {}
 
   // Reads what has arrived and does not wait; true once the other end has proved that it belongs to the job. Throws
-  // ClusterError saying what is wrong with it.
+  // ClusterError saying what is wrong with it. The address that was dialled counts only where there is a token.
   bool advance(const Access& access, const Greeting& who, const Refuse& refuse);
 
   bool has_opened() const { return has_opened_; }                       // with a proof of its own
