@@ -148,6 +148,7 @@ Reply Caller::call(Request request, Deadline deadline, const Bulk& bulk, const R
       throw DeadlineExceeded("calling " + name_, deadline.waited(), {}, text(" (", status.error_message(), ")"));
     }
     if (!may_come_back(status)) throw_status(status, name_);
+    refused_.log(text("calling ", name_, ": ", status.error_message(), "; trying again"));
     std::this_thread::sleep_for(kBetweenAttempts);
   }
 }

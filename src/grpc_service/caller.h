@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/log.h"
 #include "base/mutex.h"
 #include "grpc_service/frames.h"
 #include "grpc_service/identity.h"
@@ -66,6 +67,7 @@ class Caller {
   const Access access_;
   const Identity identity_;
   const double reconnect_seconds_;
+  RepeatedWarning refused_;
   Mutex mutex_;
   std::shared_ptr<grpc::Channel> channel_ LOCKSTEP_GUARDED_BY(mutex_);
 };
